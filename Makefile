@@ -62,6 +62,7 @@ bench-setup: setup requirements/bench.lock ## lay TRL over the main environment,
 	@$(PYTHON_IN_VENV) -m uv pip install --quiet --no-deps --target $(BENCH) -r requirements/bench.lock
 
 bench: bench-setup ## time simulator, fingerprints, engine, learner, refit, tracking and the step beside TRL's (ARGS="--run DIRECTORY")
+	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.coverage
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.simulator
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.logprobs
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.learner_layouts

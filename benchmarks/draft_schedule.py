@@ -36,7 +36,7 @@ from slipstream.records.steps import ScheduleEntry
 from slipstream.stages.pretrain_draft import train_on
 from slipstream.stages.recipe_engines import recipe_engine, swept_engine, switch_length
 from slipstream.stages.support import tokenizer
-from slipstream.statistics import Estimate, bootstrap_ratio
+from slipstream.statistics import Estimate, ratio
 from slipstream.types import Prompt
 from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.session import connect
@@ -190,13 +190,13 @@ def show_compared(results: Mapping[str, Sequence[GenerationResult]]) -> None:
         rate = float(np.median([_num_tokens(result) / result.generation_s for result in made]))
         known = [result.acceptance for result in made if result.acceptance is not None]
         length = combine(known).mean_acceptance_length if known else 1.0
-        ratio = bootstrap_ratio(seconds, table, paired=True)
-        print(f"  {name:18} {float(np.median(seconds)):12.3f} {rate:12.0f} {length:8.2f}   {_interval(ratio)}")
+        over = ratio(seconds, table, paired=True)
+        print(f"  {name:18} {float(np.median(seconds)):12.3f} {rate:12.0f} {length:8.2f}   {_interval(over)}")
     fixed = {name: float(np.median([r.generation_s for r in made])) for name, made in results.items() if "=" in name}
     fixed.pop(_SWITCHED_OFF)
     best = min(fixed, key=lambda name: fixed[name])
-    gain = bootstrap_ratio([r.generation_s for r in results[best]], table, paired=True)
-    per_token = bootstrap_ratio(
+    gain = ratio([r.generation_s for r in results[best]], table, paired=True)
+    per_token = ratio(
         [r.generation_s / _num_tokens(r) for r in results[best]],
         [r.generation_s / _num_tokens(r) for r in results[_BY_BATCH]],
         paired=True,
@@ -208,9 +208,9 @@ def _num_tokens(result: GenerationResult) -> int:
     return sum(len(rollout.token_ids) for group in result.groups for rollout in group.rollouts)
 
 
-def _interval(ratio: Estimate) -> str:
-    low, high = ratio.ci95 or (ratio.value, ratio.value)
-    return f"{ratio.value:.3f} ({low:.3f} to {high:.3f})"
+def _interval(estimate: Estimate) -> str:
+    low, high = estimate.ci95 or (estimate.value, estimate.value)
+    return f"{estimate.value:.3f} ({low:.3f} to {high:.3f})"
 
 
 def main() -> int:

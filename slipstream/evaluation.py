@@ -19,11 +19,10 @@ from slipstream.records.steps import EvaluationRecord
 from slipstream.rewards.answers import extract_answer
 from slipstream.rewards.values import compare
 from slipstream.rewards.verifier import Verifier
+from slipstream.statistics import wilson_ci95
 from slipstream.types import FinishReason, Prompt
 
 T = TypeVar("T")
-
-_NUM_RESAMPLES = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +71,6 @@ def maj_at_k(answers_Nk: Sequence[Sequence[str | None]], rewards_Nk: Sequence[Se
     return float(np.mean([_majority(a, r) for a, r in zip(answers_Nk, rewards_Nk, strict=True)]))
 
 
-def bootstrap_ci95(values: Sequence[float], *, seed: int) -> tuple[float, float]:
-    """95 % percentile interval of the mean of `values` (N), resampled over problems."""
-    values_N = np.asarray(values, dtype=np.float64)
-    indices = np.random.default_rng(seed).integers(len(values_N), size=(_NUM_RESAMPLES, len(values_N)))
-    low, high = np.percentile(values_N[indices].mean(axis=1), [2.5, 97.5])
-    return float(low), float(high)
-
-
 def prompt_hash(prompts: Sequence[Prompt]) -> str:
     """Hash of the tokens the policy is asked with, in order, and the reference answers."""
     digest = hashlib.sha256()
@@ -123,7 +114,7 @@ def evaluate(
         k=k,
         avg_at_k=avg_at_k(rewards_Nk),
         maj_at_k=maj_at_k(_rows(answers, k), rewards_Nk),
-        ci95=bootstrap_ci95([float(np.mean(rewards)) for rewards in rewards_Nk], seed=seed),
+        ci95=wilson_ci95([float(np.mean(rewards)) for rewards in rewards_Nk]),
         truncated_fraction=float(np.mean(truncated)),
         num_timeouts=scored.num_timeouts,
         prompt_hash=prompt_hash(prompts),

@@ -1,18 +1,28 @@
-"""Summaries of repeated timings: percentiles, and ratios of two arms with a bootstrap interval.
+"""Summaries of repeated timings and of rates: percentiles, and ratios, differences and proportions with intervals.
 
-Legend: `N` steps of the baseline, `M` steps of the candidate, `R` resamples.
+`python -m benchmarks.coverage` shows how often the intervals hold the truth, on noise as it was recorded.
+
+Legend: `N` steps of the baseline, `M` steps of the candidate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import special
 
-Statistic = Callable[..., NDArray[np.float64]]
-"""Reduces the last axis, as `np.median` and `np.mean` do with `axis=-1`."""
+MIN_STEPS = 5
+"""Timed steps below which there is no interval, and so no verdict."""
+TRIM = 0.1
+"""Fraction of the log ratios that is left out at each end."""
+WIDENING = 1.05
+"""Factor on the standard error of a ratio: that of a correlation of 0.05 between neighbours, sqrt(1.05 / 0.95)."""
+
+_MIN_PROBLEMS = 5  # with a right sample, and with a wrong one: below, they do not show how they differ
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +36,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A value and its 95 % interval; the interval is None when one observation an arm gives none."""
+    """A value and its 95 % interval; the interval is None below `MIN_STEPS` observations an arm."""
 
     value: float
     ci95: tuple[float, float] | None
@@ -43,106 +53,126 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median=float(median), p10=float(p10), p90=float(p90))
 
 
-def bootstrap_ratio(
-    baseline_N: Sequence[float],
-    candidate_M: Sequence[float],
-    *,
-    paired: bool,
-    statistic: Statistic = np.median,
-    num_resamples: int = 10_000,
-    seed: int = 0,
-) -> Estimate:
-    """`statistic(baseline) / statistic(candidate)` with its 95 % percentile interval, resampled over steps.
+def ratio(baseline_N: Sequence[float], candidate_M: Sequence[float], *, paired: bool) -> Estimate:
+    """Typical ratio of the baseline to the candidate, with its 95 % interval from `MIN_STEPS` steps on.
+
+    The estimand is exp of the centre of the log ratio of a step, and the value exp of the trimmed mean of the log
+    ratios: a step that something else slowed down moves it little. The interval is Yuen's t, wider by `WIDENING`.
 
     Args:
-        baseline_N: positive; seconds of the slower arm make the ratio a speedup.
-        paired: entry i of both belongs to the same step, so both are resampled with the same indices and what
-            the step has in common (its prompts, how busy the machine is) cancels.
+        baseline_N: seconds of the slower arm make the ratio a speedup. A step of 0 seconds has no logarithm: the
+            value is then the ratio of the means, without an interval.
+        paired: entry i of both was timed in the same turn, so what both have in common (the prompts, how busy the
+            machine is) cancels. Arms that ran one after the other are not paired: a drift between them is part of
+            the value, and their interval is too narrow for it.
     Raises:
-        ValueError: an arm is empty, a candidate is not positive, or `paired` with N != M.
+        ValueError: an arm is empty, a candidate is not positive, a baseline is negative, or `paired` with N != M.
     Source:
-        Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
+        Yuen, Biometrika 61 (1974) 165; of one sample Tukey and McLaughlin, Sankhya A 25 (1963) 331.
     """
     _check_not_empty(baseline_N)
     _check_not_empty(candidate_M)
-    base_N = np.asarray(baseline_N, dtype=np.float64)
-    cand_M = np.asarray(candidate_M, dtype=np.float64)
+    base_N, cand_M = np.asarray(baseline_N, dtype=np.float64), np.asarray(candidate_M, dtype=np.float64)
     if not cand_M.min() > 0:
         raise ValueError(f"candidate must be > 0 in every step, got {cand_M.min()}")
-    if paired and len(base_N) != len(cand_M):
-        raise ValueError(f"paired arms must have equally many steps, got {len(base_N)} and {len(cand_M)}")
-    value = float(statistic(base_N, axis=-1) / statistic(cand_M, axis=-1))
-    if min(len(base_N), len(cand_M)) < 2:
-        return Estimate(value=value, ci95=None)
-    random = np.random.default_rng(seed)
-    base_indices_RN = random.integers(len(base_N), size=(num_resamples, len(base_N)))
-    cand_indices_RM = base_indices_RN if paired else random.integers(len(cand_M), size=(num_resamples, len(cand_M)))
-    ratios_R = statistic(base_N[base_indices_RN], axis=-1) / statistic(cand_M[cand_indices_RM], axis=-1)
-    low, high = np.percentile(ratios_R, [2.5, 97.5])
-    return Estimate(value=value, ci95=(float(low), float(high)))
+    if not base_N.min() >= 0:
+        raise ValueError(f"baseline must be >= 0 in every step, got {base_N.min()}")
+    if paired:
+        _check_paired(base_N, cand_M)
+    if base_N.min() == 0:
+        return Estimate(value=float(base_N.mean() / cand_M.mean()), ci95=None)
+    logs = (np.log(base_N) - np.log(cand_M),) if paired else (np.log(base_N), -np.log(cand_M))
+    return _exp(sum_of_centres(logs, trim=TRIM, widening=WIDENING))
 
 
-def bootstrap_difference(
-    baseline_N: Sequence[float], candidate_N: Sequence[float], *, num_resamples: int = 10_000, seed: int = 0
-) -> Estimate:
-    """`mean(candidate - baseline)` over pairs with its 95 % percentile interval, resampled over pairs.
+def grouped_ratio(ratios: Sequence[Estimate]) -> Estimate:
+    """Geometric mean of the groups' ratios, with the 95 % t interval of their logarithms.
+
+    How groups differ (their seeds, say) is part of the interval, so two or three groups give a wide one. One group
+    keeps its own interval, and a group without one leaves the whole without one.
+
+    Raises:
+        ValueError: there is no group.
+    """
+    _check_not_empty(ratios)
+    values = np.array([each.value for each in ratios])
+    if len(ratios) == 1 or values.min() == 0:
+        return Estimate(value=float(values.prod()), ci95=ratios[0].ci95)
+    found = _exp(sum_of_centres((np.log(values),), min_values=2))
+    return found if all(each.ci95 for each in ratios) else Estimate(value=found.value, ci95=None)
+
+
+def difference(baseline_N: Sequence[float], candidate_N: Sequence[float]) -> Estimate:
+    """Mean of candidate - baseline over pairs, with its 95 % t interval from `MIN_STEPS` pairs on.
+
+    Differences that are all equal, as rewards that are all 0, say nothing of their spread: they have no interval.
 
     Raises:
         ValueError: an arm is empty, or the arms differ in length.
     """
     _check_not_empty(baseline_N)
-    if len(baseline_N) != len(candidate_N):
-        raise ValueError(f"paired arms must have equally many steps, got {len(baseline_N)} and {len(candidate_N)}")
-    differences_N = np.asarray(candidate_N, dtype=np.float64) - np.asarray(baseline_N, dtype=np.float64)
-    value = float(differences_N.mean())
-    if len(differences_N) < 2:
-        return Estimate(value=value, ci95=None)
-    indices_RN = np.random.default_rng(seed).integers(len(differences_N), size=(num_resamples, len(differences_N)))
-    low, high = np.percentile(differences_N[indices_RN].mean(axis=-1), [2.5, 97.5])
-    return Estimate(value=value, ci95=(float(low), float(high)))
+    base_N, cand_N = np.asarray(baseline_N, dtype=np.float64), np.asarray(candidate_N, dtype=np.float64)
+    _check_paired(base_N, cand_N)
+    found = sum_of_centres((cand_N - base_N,))
+    return found if np.ptp(cand_N - base_N) > 1e-12 else Estimate(value=found.value, ci95=None)
 
 
-def bootstrap_grouped_ratio(
-    pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, num_resamples: int = 10_000, seed: int = 0
+def wilson_ci95(rates_N: Sequence[float]) -> tuple[float, float]:
+    """Wilson's 95 % interval of the mean of `rates_N`, one rate a problem; it has a width for 0 of N too.
+
+    Samples of one problem are alike, so they count for fewer independent ones: for as many as would give the mean the
+    variance that the problems show, and for at most N where fewer than five problems have a right sample, or a wrong
+    one. The quantile is of Student's t with N - 1 degrees of freedom, for that variance is an estimate.
+
+    Raises:
+        ValueError: there is no rate, or one outside [0, 1].
+    Source:
+        Wilson, JASA 22 (1927) 209; of clustered samples Korn and Graubard, Survey Methodology 24 (1998) 193.
+    """
+    _check_not_empty(rates_N)
+    rates = np.asarray(rates_N, dtype=np.float64)
+    if not (rates.min() >= 0 and rates.max() <= 1):
+        raise ValueError(f"rates must lie in [0, 1], got {rates.min()} to {rates.max()}")
+    num, mean = len(rates), float(rates.mean())
+    variance = float(rates.var(ddof=1)) / num if num > 1 else 0.0
+    size = mean * (1 - mean) / variance if variance > 0 else float(num)
+    if min((rates > 0).sum(), (rates < 1).sum()) < _MIN_PROBLEMS:
+        size = min(size, float(num))
+    t2 = float(special.stdtrit(max(1, num - 1), 0.975)) ** 2 / size
+    centre = (mean + t2 / 2) / (1 + t2)
+    half = math.sqrt(t2 * mean * (1 - mean) + t2 * t2 / 4) / (1 + t2)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def sum_of_centres(
+    samples: Sequence[NDArray[np.float64]], *, trim: float = 0.0, widening: float = 1.0, min_values: int = MIN_STEPS
 ) -> Estimate:
-    """Geometric mean over groups of `median(baseline) / median(candidate)`, with its 95 % percentile interval.
-
-    Groups are resampled and, within each that is drawn, its steps: what differs from seed to seed is part of the
-    interval. Of a few groups it is a rough one. One group gives what `bootstrap_ratio` gives.
+    """Sum of the samples' trimmed means, with its 95 % t interval (of two samples Welch's degrees of freedom).
 
     Args:
-        pairs: (baseline, candidate) of each group. Arms of equal length are paired by step.
-    Raises:
-        ValueError: there is no group, or `bootstrap_ratio` refuses one.
+        trim: fraction that is left out at each end, rounded down to whole values.
     """
-    _check_not_empty(pairs)
-    each = [
-        bootstrap_ratio(base, cand, paired=len(base) == len(cand), num_resamples=1, seed=seed) for base, cand in pairs
-    ]
-    value = float(np.exp(np.mean([np.log(estimate.value) for estimate in each])))
-    if len(pairs) == 1:
-        base, cand = pairs[0]
-        return bootstrap_ratio(base, cand, paired=len(base) == len(cand), num_resamples=num_resamples, seed=seed)
-    random = np.random.default_rng(seed)
-    logs_R = np.zeros(num_resamples)
-    for _ in pairs:  # as many draws of a group as there are groups
-        drawn_R = random.integers(len(pairs), size=num_resamples)
-        for group, (base, cand) in enumerate(pairs):
-            is_drawn_R = drawn_R == group
-            logs_R[is_drawn_R] += _resampled_log_ratios(base, cand, random, int(is_drawn_R.sum()))
-    low, high = np.percentile(np.exp(logs_R / len(pairs)), [2.5, 97.5])
-    return Estimate(value=value, ci95=(float(low), float(high)))
+    means, squared_errors, degrees = [], [], []
+    for sample in samples:
+        num, cut = len(sample), int(trim * len(sample))
+        ordered_N = np.sort(sample)
+        kept = num - 2 * cut
+        means.append(float(ordered_N[cut : num - cut].mean()))
+        winsorised_N = np.clip(ordered_N, ordered_N[cut], ordered_N[num - 1 - cut])
+        squared_errors.append(float(((winsorised_N - winsorised_N.mean()) ** 2).sum()) / (kept * max(1, kept - 1)))
+        degrees.append(kept - 1)
+    value, variance = sum(means), sum(squared_errors)
+    if min(map(len, samples)) < min_values:
+        return Estimate(value=value, ci95=None)
+    shares = [error / variance if variance > 0 else 1.0 for error in squared_errors]
+    freedom = 1 / sum(share**2 / degree for share, degree in zip(shares, degrees, strict=True))
+    half = widening * float(special.stdtrit(freedom, 0.975)) * math.sqrt(variance)
+    return Estimate(value=value, ci95=(value - half, value + half))
 
 
-def _resampled_log_ratios(
-    baseline_N: Sequence[float], candidate_M: Sequence[float], random: np.random.Generator, num: int
-) -> NDArray[np.float64]:
-    """`num` logarithms of the ratio of medians, each of resampled steps; arms of equal length share their indices."""
-    base_N, cand_M = np.asarray(baseline_N, dtype=np.float64), np.asarray(candidate_M, dtype=np.float64)
-    base_indices = random.integers(len(base_N), size=(num, len(base_N)))
-    paired = len(base_N) == len(cand_M)
-    cand_indices = base_indices if paired else random.integers(len(cand_M), size=(num, len(cand_M)))
-    return np.log(np.median(base_N[base_indices], axis=-1)) - np.log(np.median(cand_M[cand_indices], axis=-1))
+def _exp(logarithm: Estimate) -> Estimate:
+    ends = logarithm.ci95 and (math.exp(logarithm.ci95[0]), math.exp(logarithm.ci95[1]))
+    return Estimate(value=math.exp(logarithm.value), ci95=ends)
 
 
 def amdahl(share: float, speedup: float) -> float:
@@ -166,6 +196,11 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
         raise ValueError(f"window must be >= 1, got {window}")
     left, right = (window - 1) // 2, window // 2
     return [float(np.mean(values[max(0, i - left) : i + right + 1])) for i in range(len(values))]
+
+
+def _check_paired(base_N: NDArray[np.float64], cand_M: NDArray[np.float64]) -> None:
+    if len(base_N) != len(cand_M):
+        raise ValueError(f"paired arms must have equally many steps, got {len(base_N)} and {len(cand_M)}")
 
 
 def _check_not_empty(values: Sequence[object]) -> None:

@@ -143,7 +143,7 @@ class EvaluationRecord:
     k: int
     avg_at_k: float  # expected pass@1
     maj_at_k: float
-    ci95: tuple[float, ...]  # (low, high) of avg_at_k, bootstrap over problems
+    ci95: tuple[float, ...]  # (low, high) of avg_at_k, Wilson's over problems
     truncated_fraction: float
     num_timeouts: int
     prompt_hash: str

@@ -33,7 +33,7 @@ from slipstream.report.summary import (
     last_quarter,
     summarise_arms,
 )
-from slipstream.statistics import Estimate, bootstrap_difference
+from slipstream.statistics import Estimate, difference
 from slipstream.types import Arm
 
 _LABEL_WIDTH = 36
@@ -80,7 +80,7 @@ def results(record: RunRecord) -> list[Result]:
         found.append(_result("mean_acceptance_length", run.acceptance.mean_acceptance_length, note=note))
     if run.comparison is not None:
         difference = reward_difference(record)
-        note = "" if difference.ci95 else "one step, no interval"
+        note = "" if difference.ci95 else "no interval: few steps, or all alike"
         found.append(_result("reward_difference", difference, note=note))
     found += rewards(run)
     found += [] if compared is None else _asynchronous_results(compared)
@@ -118,7 +118,7 @@ def reward_difference(record: RunRecord) -> Estimate:
     arms = {arm.arm: {step.step: step.reward_mean for step in arm.steps} for arm in record.arms}
     base, spec = arms[Arm.AUTOREGRESSIVE], arms[Arm.SPECULATIVE]
     steps = last_quarter(sorted(base.keys() & spec.keys()))
-    return bootstrap_difference([base[step] for step in steps], [spec[step] for step in steps])
+    return difference([base[step] for step in steps], [spec[step] for step in steps])
 
 
 def result_metrics(record: RunRecord, *, hours: float, gpu_hours: float) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """The figures of a run, computed once for every page, JSON and terminal: its arms in turn, and those that overlap.
 
 Times leave out the first steps of each arm where there are more: they pay for first allocations and cold caches.
-Counts, rewards, lags and acceptance take all steps. Medians, spreads and ratios are of steps; parts of an asynchronous
-step are means over the timed steps, so that they add up to it.
+Counts, rewards, lags and acceptance take all steps. Medians and spreads are of steps, and ratios typical ones of a
+step. Parts of an asynchronous step are means over the timed steps, so that they add up to it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slipstream.engine.acceptance import combine
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import AcceptanceStats, ArmRecord, EvaluationRecord, LagStats, Overlap, StepRecord
 from slipstream.report.claims import Claim, claim
-from slipstream.statistics import Estimate, Spread, amdahl, bootstrap_difference, bootstrap_ratio, spread
+from slipstream.statistics import Estimate, Spread, amdahl, difference, ratio, spread
 from slipstream.types import STAGES, Arm
 
 _COUNTS = ("num_rollouts", "num_response_tokens", "num_truncated", "num_reward_timeouts", "num_zero_signal_groups")
@@ -57,7 +57,7 @@ class ArmSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Speculative against autoregressive: ratios of medians over steps, above 1 where speculation is faster."""
+    """Speculative against autoregressive: typical ratios of a step, above 1 where speculation is faster."""
 
     generation: Estimate
     step: Estimate
@@ -246,7 +246,7 @@ def compare_loops(record: RunRecord) -> LoopComparison | None:
     both = sorted(asynchronous, key=lambda arm: arm.arm is Arm.SPECULATIVE)
     return LoopComparison(
         arms=tuple(arms),
-        speculation=_ratio(both[0], both[1]) if len(both) == 2 else None,
+        speculation=timed_ratio(both[0], both[1]) if len(both) == 2 else None,
         paired=len(both) == 2 and are_paired(both[0], both[1]),
     )
 
@@ -310,7 +310,7 @@ def accuracy_difference(record: RunRecord) -> tuple[int, Estimate] | None:
     if last == 0:
         return None
     rates = ([correct / each[last].k for correct in each[last].correct_by_problem] for each in (base, spec))
-    return last, bootstrap_difference(*rates)
+    return last, difference(*rates)
 
 
 def summarise(record: RunRecord) -> dict[str, Any]:
@@ -363,13 +363,13 @@ def estimate_json(estimate: Estimate | None) -> dict[str, Any]:
 
 def _compare(base: ArmRecord, spec: ArmRecord, acceptance: AcceptanceStats | None) -> Comparison:
     return Comparison(
-        generation=_ratio(base, spec, lambda step: step.times.generation_s),
-        step=_ratio(base, spec),
-        generation_per_token=_ratio(base, spec, lambda step: step.times.generation_s / step.num_response_tokens),
+        generation=timed_ratio(base, spec, lambda step: step.times.generation_s),
+        step=timed_ratio(base, spec),
+        generation_per_token=timed_ratio(base, spec, lambda step: step.times.generation_s / step.num_response_tokens),
         step_bound=amdahl(
             summarise_arm(base).share("generation"), acceptance.mean_acceptance_length if acceptance else 1.0
         ),
-        control=_ratio(base, spec, control_s) if has_control(base, spec) else None,
+        control=timed_ratio(base, spec, control_s) if has_control(base, spec) else None,
         paired=are_paired(base, spec),
     )
 
@@ -403,11 +403,11 @@ def timed_values(
     return first, second
 
 
-def _ratio(
+def timed_ratio(
     base: ArmRecord, other: ArmRecord, value: Callable[[StepRecord], float] = lambda step: step.times.step_s
 ) -> Estimate:
-    """The median of `base` over that of `other`; of the whole step where no `value` is named."""
-    return bootstrap_ratio(*timed_values(base, other, value), paired=are_paired(base, other))
+    """The typical ratio of `base` to `other`; of the whole step where no `value` is named."""
+    return ratio(*timed_values(base, other, value), paired=are_paired(base, other))
 
 
 def _seconds(times: Spread) -> dict[str, float]:
@@ -442,8 +442,8 @@ def _summarise_loop(arm: ArmRecord, base: ArmRecord, synchronous: ArmRecord | No
         max_off_policy_steps=arm.max_off_policy_steps,
         num_speculative_tokens=arm.num_speculative_tokens,
         step=own.step,
-        over_baseline=None if arm is base else _ratio(base, arm),
-        over_synchronous=None if synchronous is None else _ratio(synchronous, arm),
+        over_baseline=None if arm is base else timed_ratio(base, arm),
+        over_synchronous=None if synchronous is None else timed_ratio(synchronous, arm),
         stages_s={stage: float(np.mean([step.times.by_stage()[stage] for step in steps])) for stage in STAGES},
         step_s=total_s / len(steps),
         hidden_s=float(np.mean([overlap.hidden_s for overlap in overlaps])) if overlaps else 0.0,

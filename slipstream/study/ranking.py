@@ -14,15 +14,8 @@ import numpy as np
 from slipstream.records.steps import ArmRecord, StepRecord, num_warmup
 from slipstream.report.claims import Claim, ClaimKind, claim
 from slipstream.report.formats import metrics_with_ends
-from slipstream.report.summary import (
-    are_paired,
-    control_s,
-    has_control,
-    last_quarter,
-    pooled_acceptance,
-    timed_values,
-)
-from slipstream.statistics import Estimate, bootstrap_difference, bootstrap_grouped_ratio
+from slipstream.report.summary import are_paired, control_s, has_control, last_quarter, pooled_acceptance, timed_ratio
+from slipstream.statistics import Estimate, difference, grouped_ratio
 from slipstream.study.variants import Setting, Study, Variant
 
 
@@ -71,7 +64,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One setting over its seeds. Intervals are over seeds and steps, with one seed over steps alone."""
+    """One setting over its seeds. Intervals are over seeds, with one seed over its steps."""
 
     rank: int  # from 1, within its workload
     setting: Setting
@@ -243,7 +236,7 @@ def _estimates(trained: Sequence[Trained]) -> dict[str, Any]:
 
 
 def _speedup(trained: Iterable[Trained], seconds: Callable[[StepRecord], float]) -> Estimate:
-    return bootstrap_grouped_ratio([timed_values(each.baseline, each.arm, seconds) for each in trained])
+    return grouped_ratio([timed_ratio(each.baseline, each.arm, seconds) for each in trained])
 
 
 def _control(trained: Sequence[Trained]) -> Estimate | None:
@@ -260,7 +253,7 @@ def _reward_difference(trained: Iterable[Trained]) -> Estimate:
     for each in trained:
         base, own = ({step.step: step.reward_mean for step in arm.steps} for arm in (each.baseline, each.arm))
         pairs += [(base[step], own[step]) for step in last_quarter(sorted(base.keys() & own.keys()))]
-    return bootstrap_difference([base for base, _ in pairs], [own for _, own in pairs])
+    return difference([base for base, _ in pairs], [own for _, own in pairs])
 
 
 def _acceptance_length(steps: Sequence[StepRecord]) -> float:

@@ -1,21 +1,27 @@
-"""Summaries of timings against values worked by hand."""
+"""Summaries of timings and rates against values worked by hand."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import special
 
+from benchmarks.coverage import METHODS, Noise, coverage
 from slipstream.statistics import (
+    MIN_STEPS,
     Estimate,
     Spread,
     amdahl,
-    bootstrap_difference,
-    bootstrap_grouped_ratio,
-    bootstrap_ratio,
+    difference,
+    grouped_ratio,
     moving_average,
+    ratio,
     spread,
+    wilson_ci95,
 )
 
 
@@ -31,71 +37,6 @@ def test_spread_of_one_value_is_that_value() -> None:
 def test_spread_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one observation"):
         spread([])
-
-
-def test_ratio_is_of_medians_not_of_means() -> None:
-    # Medians 4 and 2; the means, 34 and 2, would give 17.
-    assert bootstrap_ratio([1.0, 4.0, 97.0], [2.0, 2.0, 2.0], paired=False).value == 2.0
-    assert bootstrap_ratio([1.0, 4.0, 97.0], [2.0, 2.0, 2.0], paired=False, statistic=np.mean).value == 17.0
-
-
-def test_paired_interval_of_proportional_arms_has_no_width() -> None:
-    times = [1.0, 5.0, 2.0, 9.0, 3.0]
-    assert bootstrap_ratio([2 * t for t in times], times, paired=True) == Estimate(value=2.0, ci95=(2.0, 2.0))
-
-
-def test_unpaired_interval_of_the_same_arms_is_wide() -> None:
-    times = [1.0, 5.0, 2.0, 9.0, 3.0]
-    interval = bootstrap_ratio([2 * t for t in times], times, paired=False).ci95
-    assert interval is not None
-    assert interval[0] < 1.0 and interval[1] > 4.0
-
-
-def test_interval_of_two_steps_is_their_extremes() -> None:
-    # The four equally likely resamples of (1, 3) have means 1, 2, 2, 3: each extreme holds 25 % of the mass.
-    assert bootstrap_ratio([1.0, 3.0], [1.0, 1.0], paired=True, statistic=np.mean) == Estimate(value=2.0, ci95=(1, 3))
-
-
-def test_one_step_an_arm_gives_no_interval() -> None:
-    assert bootstrap_ratio([3.0], [2.0, 2.0], paired=False) == Estimate(value=1.5, ci95=None)
-
-
-def test_equal_seeds_give_equal_intervals_and_others_differ() -> None:
-    base, cand = [1.0, 2.5, 4.0, 3.0, 2.2], [0.7, 1.9, 1.1, 1.3]
-    first = bootstrap_ratio(base, cand, paired=False, statistic=np.mean, num_resamples=500, seed=1)
-    assert first == bootstrap_ratio(base, cand, paired=False, statistic=np.mean, num_resamples=500, seed=1)
-    assert first != bootstrap_ratio(base, cand, paired=False, statistic=np.mean, num_resamples=500, seed=2)
-
-
-def test_interval_covers_the_true_ratio_about_95_times_in_100() -> None:
-    random = np.random.default_rng(7)
-    hits = 0
-    for trial in range(200):
-        base = random.normal(4.0, 0.5, 40).tolist()
-        cand = random.normal(2.0, 0.3, 40).tolist()
-        low, high = bootstrap_ratio(base, cand, paired=False, num_resamples=400, seed=trial).ci95 or (0.0, 0.0)
-        hits += low <= 2.0 <= high
-    assert 180 <= hits <= 199
-
-
-def test_a_time_of_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"candidate must be > 0 in every step, got 0\.0"):
-        bootstrap_ratio([1.0], [0.0], paired=False)
-
-
-def test_paired_arms_of_unequal_length_are_refused() -> None:
-    with pytest.raises(ValueError, match="equally many steps, got 2 and 1"):
-        bootstrap_ratio([1.0, 2.0], [1.0], paired=True)
-
-
-@given(st.lists(st.floats(0.1, 100.0), min_size=2, max_size=12), st.floats(0.1, 10.0))
-def test_interval_scales_with_the_baseline(times: list[float], factor: float) -> None:
-    candidate = [1.0] * len(times)
-    plain = bootstrap_ratio(times, candidate, paired=True, num_resamples=200)
-    scaled = bootstrap_ratio([factor * t for t in times], candidate, paired=True, num_resamples=200)
-    assert plain.ci95 is not None and scaled.ci95 is not None
-    assert scaled.value == pytest.approx(factor * plain.value)
-    assert scaled.ci95 == pytest.approx([factor * bound for bound in plain.ci95])
 
 
 def test_moving_average_shrinks_at_the_ends() -> None:
@@ -147,96 +88,179 @@ def test_what_amdahl_cannot_answer_is_refused(share: float, speedup: float, mess
     assert str(caught.value) == message
 
 
-def test_the_bootstrap_is_the_one_of_its_seed() -> None:
-    """Drawn here with the same generator: 10,000 resamples of seed 0 unless told, by step where the arms are paired."""
-    base, cand = np.sqrt([2.0, 3.0, 5.0, 7.0]), np.sqrt([1.3, 1.9, 1.1, 1.7])
-    random = np.random.default_rng(0)
-    rows = random.integers(4, size=(10_000, 4))
-    paired = base[rows].mean(axis=1) / cand[rows].mean(axis=1)
-    apart = base[rows].mean(axis=1) / cand[random.integers(4, size=(10_000, 4))].mean(axis=1)
-    for flag, ratios in ((True, paired), (False, apart)):
-        interval = bootstrap_ratio(base.tolist(), cand.tolist(), paired=flag, statistic=np.mean).ci95
-        assert interval == pytest.approx(tuple(np.percentile(ratios, [2.5, 97.5])))
-
-
-def test_an_arm_without_steps_is_refused() -> None:
-    for base, cand in (([], [1.0]), ([1.0], [])):
-        with pytest.raises(ValueError, match=r"^values must hold at least one observation, got none$"):
-            bootstrap_ratio(base, cand, paired=False)
-
-
-def test_a_grouped_ratio_is_the_geometric_mean_of_the_groups() -> None:
-    # Ratios of medians 4 and 1: their geometric mean is 2; the pooled medians would give 20 / 5.5.
-    pairs = [([8.0, 8.0, 8.0], [2.0, 2.0, 2.0]), ([20.0, 20.0], [20.0, 20.0])]
-    found = bootstrap_grouped_ratio(pairs)
+def test_a_ratio_of_five_pairs_has_the_t_interval_of_its_logarithms() -> None:
+    # Logarithms -0.2 to 0.2 about log 2: variance 0.025, t(4) = 2.7764, wider by 1.05.
+    logs = np.array([0.1, -0.2, 0.0, 0.2, -0.1])
+    found = ratio((2 * np.exp(logs)).tolist(), [1.0] * 5, paired=True)
+    half = 1.05 * 2.776445 * math.sqrt(0.025 / 5)
     assert found.value == pytest.approx(2.0)
-    assert found.ci95 == pytest.approx((1.0, 4.0))  # a quarter of the draws holds the same group twice
+    assert found.ci95 == pytest.approx((2 * math.exp(-half), 2 * math.exp(half)))
 
 
-def test_one_group_is_a_ratio_paired_by_step() -> None:
-    base, cand = [1.0, 2.5, 4.0, 3.0, 2.2], [0.7, 1.9, 1.1, 1.3, 0.9]
-    assert bootstrap_grouped_ratio([(base, cand)], seed=3) == bootstrap_ratio(base, cand, paired=True, seed=3)
+def test_ten_pairs_lose_the_smallest_and_the_largest_ratio() -> None:
+    # Kept are the logarithms 0.1 to 0.8, mean 0.45. Winsorised their squares sum to 0.665; t(7) = 2.364624.
+    logs = [0.3, 0.0, 0.8, 0.1, 9.0, 0.5, 0.2, 0.4, 0.7, 0.6]
+    found = ratio(np.exp(logs).tolist(), [1.0] * 10, paired=True)
+    half = 1.05 * 2.364624 * math.sqrt(0.665 / (8 * 7))
+    assert found.value == pytest.approx(math.exp(0.45))
+    assert found.ci95 == pytest.approx((math.exp(0.45 - half), math.exp(0.45 + half)))
 
 
-def test_steps_are_resampled_within_each_group() -> None:
-    # One ratio in both groups, steps of 1 or 4 s that pair: no width. Shuffled, they do not: some.
-    times = [1.0, 4.0, 1.0, 4.0, 4.0]
-    same = bootstrap_grouped_ratio([([2 * t for t in times], times)] * 2).ci95
-    other = bootstrap_grouped_ratio([([2 * t for t in times], times[::-1])] * 2).ci95
-    assert same == pytest.approx((2.0, 2.0))
-    assert other is not None and other[0] < 1.5 < 2.5 < other[1]
+def test_unpaired_arms_have_welchs_interval() -> None:
+    # Squared errors 0.025 / 5 and 0.1 / 5, both with 4 degrees of freedom: 0.025^2 / ((0.005^2 + 0.02^2) / 4) = 5.882.
+    base, cand = np.exp([-0.2, -0.1, 0.0, 0.1, 0.2]), np.exp([-0.4, 0.2, 0.0, -0.2, 0.4])
+    found = ratio((3 * base).tolist(), cand.tolist(), paired=False)
+    half = 1.05 * special.stdtrit(0.025**2 / ((0.005**2 + 0.02**2) / 4), 0.975) * math.sqrt(0.025)
+    assert found.value == pytest.approx(3.0)
+    assert found.ci95 == pytest.approx((3 * math.exp(-half), 3 * math.exp(half)))
 
 
-def test_no_group_is_refused() -> None:
+def test_what_paired_steps_have_in_common_cancels() -> None:
+    times = [1.0, 5.0, 2.0, 9.0, 3.0]
+    paired = ratio([2 * t for t in times], times, paired=True)
+    assert (paired.value, *(paired.ci95 or ())) == pytest.approx((2.0, 2.0, 2.0))
+    apart = ratio([2 * t for t in times], times, paired=False).ci95
+    assert apart is not None and apart[0] < 1.0 and apart[1] > 4.0
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_there_is_no_interval_below_five_steps(paired: bool) -> None:
+    times = [3.0, 2.0, 4.0, 5.0, 6.0]
+    assert MIN_STEPS == 5
+    assert ratio(times, times[::-1], paired=paired).ci95 is not None
+    for num in (1, 2, 3, 4):
+        found = ratio([3.0] * num, [2.0] * num, paired=paired)
+        assert (found.value, found.ci95) == (pytest.approx(1.5), None)
+
+
+def test_steps_of_no_time_have_a_ratio_without_an_interval() -> None:
+    assert ratio([0.0, 3.0, 3.0, 3.0, 6.0], [1.0, 2.0, 2.0, 2.0, 3.0], paired=True) == Estimate(value=1.5, ci95=None)
+    assert ratio([0.0] * 5, [1.0] * 5, paired=False) == Estimate(value=0.0, ci95=None)
+
+
+@pytest.mark.parametrize(
+    ("base", "cand", "paired", "message"),
+    [
+        ([], [1.0], False, "values must hold at least one observation, got none"),
+        ([1.0], [], False, "values must hold at least one observation, got none"),
+        ([1.0], [0.0], False, "candidate must be > 0 in every step, got 0.0"),
+        ([1.0, -1.0], [1.0, 1.0], True, "baseline must be >= 0 in every step, got -1.0"),
+        ([1.0, 2.0], [1.0], True, "paired arms must have equally many steps, got 2 and 1"),
+    ],
+)
+def test_arms_without_a_ratio_are_refused(base: list[float], cand: list[float], paired: bool, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        ratio(base, cand, paired=paired)
+    assert str(caught.value) == message
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 100.0), st.floats(0.1, 100.0)), min_size=5, max_size=12),
+    st.floats(0.1, 10.0),
+    st.booleans(),
+)
+def test_a_ratio_scales_turns_over_and_does_not_ask_for_the_order(
+    pairs: list[tuple[float, float]], factor: float, paired: bool
+) -> None:
+    base, cand = [first for first, _ in pairs], [second for _, second in pairs]
+    plain = _three(ratio(base, cand, paired=paired))
+    assert plain[1] <= plain[0] <= plain[2]
+    assert _three(ratio([factor * t for t in base], cand, paired=paired)) == pytest.approx(factor * plain)
+    assert _three(ratio(base[::-1], cand[::-1], paired=paired)) == pytest.approx(plain)
+    assert _three(ratio(cand, base, paired=paired)) == pytest.approx(1 / plain[[0, 2, 1]])
+
+
+@pytest.mark.parametrize("num_steps", [5, 8, 24])
+def test_the_interval_holds_the_true_ratio_about_95_times_in_100(num_steps: int) -> None:
+    """Steps with drift, neighbours that correlate by 0.05 and some that something else slowed down."""
+    noise = Noise(
+        own_sd=0.1,
+        own_correlation=0.05,
+        drift_sd=0.2,
+        drift_correlation=0.7,
+        work_sd=0.3,
+        slow_rate=0.02,
+        slow_size=0.5,
+    )
+    assert 0.935 <= coverage(METHODS["trimmed t, as reported"], noise, num_steps, num_runs=1500).held <= 0.975
+
+
+def test_several_groups_have_the_t_interval_of_their_logarithms() -> None:
+    # Logarithms of 1 and 4 about log 2: standard error log 2, t(1) = 12.706.
+    groups = [Estimate(value=1.0, ci95=(0.9, 1.1)), Estimate(value=4.0, ci95=(3.9, 4.1))]
+    found = grouped_ratio(groups)
+    assert found.value == pytest.approx(2.0)
+    assert found.ci95 == pytest.approx((2 * 2**-12.7062047, 2 * 2**12.7062047))
+
+
+def test_one_group_keeps_its_interval_and_one_without_leaves_none() -> None:
+    one, none = Estimate(value=1.5, ci95=(1.2, 1.9)), Estimate(value=6.0, ci95=None)
+    assert grouped_ratio([one]) == one
+    assert (grouped_ratio([one, none]).value, grouped_ratio([one, none]).ci95) == (pytest.approx(3.0), None)
+    assert grouped_ratio([none, Estimate(value=0.0, ci95=None)]) == Estimate(value=0.0, ci95=None)
     with pytest.raises(ValueError, match="at least one observation"):
-        bootstrap_grouped_ratio([])
+        grouped_ratio([])
 
 
-def test_a_difference_is_the_mean_over_pairs_with_the_interval_of_its_seed() -> None:
-    """10,000 resamples of whole pairs with seed 0 unless told."""
-    base, cand = np.sqrt(np.arange(2.0, 14.0)), np.sqrt(np.arange(29.0, 5.0, -2.0))
-    rows = np.random.default_rng(0).integers(12, size=(10_000, 12))
-    expected = np.percentile((cand - base)[rows].mean(axis=1), [2.5, 97.5])
-    found = bootstrap_difference(base.tolist(), cand.tolist())
-    assert found.value == pytest.approx((cand - base).mean())
-    assert found.ci95 == pytest.approx(tuple(expected), rel=1e-12)
-    assert bootstrap_difference(base.tolist(), cand.tolist(), seed=1).ci95 != found.ci95
+def test_a_difference_is_the_mean_over_pairs_with_its_t_interval() -> None:
+    # Differences 1 to 5: mean 3, variance 2.5, t(4) = 2.7764.
+    half = 2.776445 * math.sqrt(2.5 / 5)
+    found = difference([1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 4.0, 6.0, 8.0, 10.0])
+    assert found.value == pytest.approx(3.0)
+    assert found.ci95 == pytest.approx((3 - half, 3 + half))
 
 
-def test_a_difference_of_two_pairs_has_their_extremes_and_of_one_pair_no_interval() -> None:
-    assert bootstrap_difference([1.0, 1.0], [2.0, 4.0]).ci95 == (1.0, 3.0)
-    assert bootstrap_difference([1.0], [3.0]) == Estimate(value=2.0, ci95=None)
+def test_a_few_differences_and_equal_ones_have_no_interval() -> None:
+    assert difference([1.0] * 4, [2.0, 4.0, 2.0, 4.0]) == Estimate(value=2.0, ci95=None)
+    assert difference([0.0] * 30, [0.0] * 30) == Estimate(value=0.0, ci95=None)
+    assert difference([0.3, 0.2, 0.1, 0.7, 0.6], [0.4, 0.3, 0.2, 0.8, 0.7]).ci95 is None  # alike but for rounding
 
 
 def test_a_difference_of_arms_that_are_no_pairs_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^paired arms must have equally many steps, got 1 and 2$"):
-        bootstrap_difference([1.0], [1.0, 2.0])
+        difference([1.0], [1.0, 2.0])
     with pytest.raises(ValueError, match=r"^values must hold at least one observation, got none$"):
-        bootstrap_difference([], [])
+        difference([], [])
 
 
-@pytest.mark.parametrize("length", [6, 5])
-def test_the_grouped_bootstrap_is_the_one_of_its_seed(length: int) -> None:
-    """Drawn here with the same generator: three times one of three groups, and steps anew in it, paired or not."""
-    base = np.sqrt(np.arange(2.0, 8.0))
-    groups = [(base * scale, np.sqrt(np.arange(scale, scale + length))) for scale in (1.0, 2.0, 5.0)]
-    random = np.random.default_rng(0)
-    logs = np.zeros(10_000)
-    for _ in groups:
-        drawn = random.integers(3, size=10_000)
-        for group, (slow, fast) in enumerate(groups):
-            num = int((drawn == group).sum())
-            slow_rows = random.integers(6, size=(num, 6))
-            fast_rows = slow_rows if length == 6 else random.integers(5, size=(num, 5))
-            ratios = np.median(slow[slow_rows], axis=1) / np.median(fast[fast_rows], axis=1)
-            logs[drawn == group] += np.log(ratios)
-    found = bootstrap_grouped_ratio([(slow.tolist(), fast.tolist()) for slow, fast in groups])
-    assert found.ci95 == pytest.approx(tuple(np.percentile(np.exp(logs / 3), [2.5, 97.5])), rel=1e-12)
+def test_none_and_all_of_thirty_problems_have_an_interval() -> None:
+    # t(29) = 2.04523: 0 of 30 reaches up to t^2 / (30 + t^2).
+    high = 2.045230**2 / (30 + 2.045230**2)
+    assert wilson_ci95([0.0] * 30) == pytest.approx((0.0, high))
+    assert wilson_ci95([1.0] * 30) == pytest.approx((1 - high, 1.0))
+    assert wilson_ci95([0.0])[1] > 0.99
 
 
-def test_one_group_has_the_interval_of_its_seed_paired_or_not() -> None:
-    base, cand = np.sqrt(np.arange(2.0, 9.0)).tolist(), np.sqrt(np.arange(1.0, 7.0)).tolist()
-    apart = bootstrap_ratio(base, cand, paired=False, num_resamples=3, seed=4)
-    assert bootstrap_grouped_ratio([(base, cand)], num_resamples=3, seed=4) == apart
-    together = bootstrap_ratio(base[:6], cand, paired=True, num_resamples=3, seed=4)
-    assert bootstrap_grouped_ratio([(base[:6], cand)], num_resamples=3, seed=4) == together
+def test_half_of_the_problems_are_wilsons_own_interval() -> None:
+    # 15 of 30: variance of the mean 0.25 / 29, so 29 independent samples; centre 1/2, half t / (2 sqrt(29 + t^2)).
+    half = 2.045230 / (2 * math.sqrt(29 + 2.045230**2))
+    assert wilson_ci95([0.0, 1.0] * 15) == pytest.approx((0.5 - half, 0.5 + half))
+
+
+def test_problems_of_equal_difficulty_count_by_their_samples() -> None:
+    # Rates 0.4 and 0.6: variance of the mean 0.01 / 29, so 725 samples. With four that are solved at all it is 30.
+    half = 2.045230 / (2 * math.sqrt(725 + 2.045230**2))
+    assert wilson_ci95([0.4, 0.6] * 15) == pytest.approx((0.5 - half, 0.5 + half))
+    rare = [0.01] * 4 + [0.0] * 26
+    high = wilson_ci95(rare)[1]
+    assert high > 0.1
+    assert wilson_ci95([0.01] * 5 + [0.0] * 25)[1] < high / 5
+
+
+@pytest.mark.parametrize(
+    ("rates", "message"),
+    [
+        ([], "values must hold at least one observation, got none"),
+        ([0.5, 1.5], "rates must lie in [0, 1], got 0.5 to 1.5"),
+        ([-0.5, 0.5], "rates must lie in [0, 1], got -0.5 to 0.5"),
+    ],
+)
+def test_what_are_no_rates_is_refused(rates: list[float], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        wilson_ci95(rates)
+    assert str(caught.value) == message
+
+
+def _three(estimate: Estimate) -> np.ndarray:
+    assert estimate.ci95 is not None
+    return np.array([estimate.value, *estimate.ci95])

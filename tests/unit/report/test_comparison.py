@@ -34,7 +34,7 @@ def changed(**metrics: float) -> Execution:
 
 
 def test_a_row_holds_speedups_rewards_and_cost() -> None:
-    speedups = ["2.00x [2.00, 3.00]", "1.60x [1.60, 2.20]", "-", "-"]
+    speedups = ["2.00x [1.53, 2.61]", "1.60x [1.32, 1.96]", "-", "-"]
     rewards = ["0.500", "0.500", "+0.010", "0.300", "0.310"]
     speedups.insert(2, "1.00x [1.00, 1.00]")
     assert cells(DONE) == [
@@ -45,8 +45,8 @@ def test_a_row_holds_speedups_rewards_and_cost() -> None:
 
 def test_the_answer_is_which_arm_how_much_and_whether_the_reward_is_the_same() -> None:
     assert answer(DONE) == (
-        "k = 2. Step: faster (1.60x, 95 % interval 1.60 to 2.20). Generation: faster (2.00x, 95 % interval 2.00 to "
-        "3.00). Unpaired: the arms ran one after the other. No difference of rewards seen (+0.010, -0.020 to +0.040), "
+        "k = 2. Step: faster (1.60x, 95 % interval 1.32 to 1.96). Generation: faster (2.00x, 95 % interval 1.53 to "
+        "2.61). Unpaired: the arms ran one after the other. No difference of rewards seen (+0.010, -0.020 to +0.040), "
         "lossless."
     )
 
@@ -54,11 +54,11 @@ def test_the_answer_is_which_arm_how_much_and_whether_the_reward_is_the_same() -
 def test_an_execution_with_both_loops_says_what_the_asynchronous_one_did_to_each_arm() -> None:
     both = replace(DONE, metrics=result_metrics(ASYNCHRONOUS, hours=1.0, gpu_hours=0.0))
     assert answer(both).endswith(
-        ", lossless; asynchronous step against the same arm in turn: autoregressive 2.00x (2.00 to 2.75), "
+        ", lossless; asynchronous step against the same arm in turn: autoregressive 2.01x (1.64 to 2.45), "
         "speculative 2.00x (2.00 to 2.00)."
     )
-    assert cells(both)[5:9:3] == ["1.60x [1.60, 2.20]", "2.00x [2.00, 2.00]"]
-    assert cells(both)[6:8] == ["1.00x [1.00, 1.00]", "2.00x [2.00, 2.75]"]
+    assert cells(both)[5:9:3] == ["1.60x [1.32, 1.96]", "2.00x [2.00, 2.00]"]
+    assert cells(both)[6:8] == ["1.00x [1.00, 1.00]", "2.01x [1.64, 2.45]"]
 
 
 def test_the_answer_says_what_is_wrong() -> None:
@@ -99,7 +99,7 @@ def test_table_and_page_hold_rows_differences_and_answers() -> None:
     assert "\ngrpo.seed     0       1" in text
     page = render_comparison([DONE, RUNNING], uri="sqlite:///x")
     assert f"<b>tiny-1</b>: {answer(DONE)}" in page
-    assert "<td>2.00x [2.00, 3.00]</td>" in page
+    assert "<td>2.00x [1.53, 2.61]</td>" in page
     assert '<a href="https://flyte/console/x">tiny-1</a>' in page
     assert "<tr><th>grpo.seed</th><td>0</td><td>1</td></tr>" in page
 

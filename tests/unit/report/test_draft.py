@@ -119,9 +119,9 @@ YES = replace(NO, trains=True, reason="it pays", length=2.0, saved_s=6.0, lost_s
 
 
 def trained_record() -> RunRecord:
-    """Of the speculative arm's steps of 52, 5, 5 and 5 s the last two trained the draft, for 0.5 and 0.75 s."""
+    """Of the speculative arm's steps, one of 52 s and five of 5, the last two trained the draft, for 0.5 and 0.75 s."""
     base, spec = RECORD.arms
-    seconds = (None, None, 0.5, 0.75)
+    seconds = (*[None] * 4, 0.5, 0.75)
     steps = tuple(
         replace(
             step,
@@ -135,14 +135,14 @@ def trained_record() -> RunRecord:
 
 def test_what_the_training_took_is_a_share_of_the_arms_time() -> None:
     found = draft_training(trained_record())
-    assert found == DraftTraining(num_steps=4, num_trained=2, elapsed_s=1.25, share=1.25 / 67)
+    assert found == DraftTraining(num_steps=6, num_trained=2, elapsed_s=1.25, share=1.25 / 77)
     assert draft_training(RECORD) is None
 
 
 def test_the_page_says_whether_the_draft_was_trained() -> None:
     reference = read_reference()
     page = page_text(trained_record())
-    assert "The draft learned beside the policy in 2 of 4 steps, which took 1.25 s,\n1.9 % of the arm's time." in page
+    assert "The draft learned beside the policy in 2 of 6 steps, which took 1.25 s,\n1.6 % of the arm's time." in page
     assert "The draft was fixed during RL." not in page
     assert "The draft was fixed during RL." in page_text(RECORD)
     assert "draft_training" in draw(trained_record(), reference)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from functools import cache
@@ -54,18 +55,21 @@ def test_json_of_a_kept_run_is_the_kept_one() -> None:
 
 def test_json_holds_the_figures_worked_by_hand() -> None:
     got = summarise(RECORD)
-    assert (got["recipe"], got["workload"], got["steps"]) == ("tiny", "rl_zero", 4)
-    # Of 6, 6, 9: the 90th percentile lies at rank 1.8, 6 + 0.8 * 3.
-    assert got["stages"]["autoregressive"]["generation"] == pytest.approx({"median_s": 6, "p10_s": 6, "p90_s": 8.4})
+    assert (got["recipe"], got["workload"], got["steps"]) == ("tiny", "rl_zero", 6)
+    # Of 4.5, 6, 6, 6, 8: the percentiles lie at ranks 0.4 and 3.6.
+    assert got["stages"]["autoregressive"]["generation"] == pytest.approx({"median_s": 6, "p10_s": 5.1, "p90_s": 7.2})
     assert got["stages"]["speculative"]["train"] == pytest.approx({"median_s": 1.2, "p10_s": 1.2, "p90_s": 1.2})
-    assert got["step_wall_s"]["autoregressive"] == pytest.approx({"median_s": 8, "p10_s": 8, "p90_s": 10.4})
-    # Medians 6 / 3 and 8 / 5. A resampled median of (6, 6, 9) is 6 or 9: intervals [2, 3] and, of steps, [1.6, 2.2].
-    assert got["speedup"]["generation"] == {"value": 2.0, "ci95": [2.0, 3.0]}
-    assert got["speedup"]["step"]["value"] == pytest.approx(1.6)
-    assert got["speedup"]["step"]["ci95"] == pytest.approx([1.6, 2.2])
-    # 40 and 20 of 50 drafts were accepted at positions 1 and 2: 1 + 60 / 50.
+    assert got["step_wall_s"]["autoregressive"] == pytest.approx({"median_s": 8, "p10_s": 7.1, "p90_s": 9.2})
+    # Geometric means 6 / 3 and (8 * 8 * 6.5 * 10 * 8) ** 0.2 / 5. Logarithms of 1, 1, 3 / 4, 4 / 3 and 1 have the
+    # standard error log(4 / 3) / sqrt(10); t(4) = 2.7764, wider by 1.05.
+    half = 1.05 * 2.776445 * math.log(4 / 3) / math.sqrt(10)
+    assert got["speedup"]["generation"]["value"] == pytest.approx(2.0)
+    assert got["speedup"]["generation"]["ci95"] == pytest.approx([2 * math.exp(-half), 2 * math.exp(half)])
+    assert got["speedup"]["step"]["value"] == pytest.approx(33280**0.2 / 5)
+    assert got["speedup"]["step"]["ci95"] == pytest.approx([1.31582, 1.95766], abs=1e-5)
+    # 56 and 28 of 70 drafts were accepted at positions 1 and 2: 1 + 84 / 70.
     assert got["acceptance"] == {"k": 2, "mean_acceptance_length": 2.2, "rate_by_position": [0.8, 0.4]}
-    assert got["reward"] == {"autoregressive": [0.1, 0.2, 0.3, 0.5], "speculative": [0.1, 0.2, 0.3, 0.5]}
+    assert got["reward"] == {arm: [0.1, 0.2, 0.3, 0.3, 0.4, 0.5] for arm in ("autoregressive", "speculative")}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,7 @@ def test_json_holds_the_figures_worked_by_hand() -> None:
     ],
 )
 def test_json_says_null_of_what_a_run_lacks(record: RunRecord, generation: dict[str, float | None]) -> None:
-    assert summarise(record)["speedup"]["generation"] == generation
+    assert summarise(record)["speedup"]["generation"] == pytest.approx(generation)
 
 
 def test_json_of_a_run_that_does_not_speculate() -> None:
@@ -99,7 +103,7 @@ def test_speedup_per_token_accounts_for_longer_responses() -> None:
     longer = replace(spec, steps=tuple(replace(s, num_response_tokens=150) for s in spec.steps))
     comparison = summarise_arms((base, longer)).comparison
     assert comparison is not None
-    assert (comparison.generation.value, comparison.generation_per_token.value) == (2.0, pytest.approx(3.0))
+    assert (comparison.generation.value, comparison.generation_per_token.value) == pytest.approx((2.0, 3.0))
 
 
 def test_acceptance_pools_counters_not_rates() -> None:
@@ -124,7 +128,7 @@ def test_page_has_every_section_and_each_losing_configuration() -> None:
     assert page.count("<svg") == 9
     losing = re.findall(r'<tr class="loses"><th>(\d+)</th>.*?>(\d\.\d\dx)<.*?</tr>', page)
     assert losing == [("5", "0.75x"), ("7", "0.50x")]
-    assert "Step: faster (1.60x, 95 % interval 1.60 to 2.20). Generation: faster (2.00x, 95 % interval" in page
+    assert "Step: faster (1.60x, 95 % interval 1.32 to 1.96). Generation: faster (2.00x, 95 % interval" in page
     assert "2 cores &lt;no GPU&gt;" in page
 
 
@@ -146,7 +150,7 @@ def test_a_column_is_measured_or_quoted_never_both() -> None:
     assert generation is not None
     measured = re.findall(r'<td class="">([^<]*)</td>', generation.group(1))
     quoted = re.findall(r'<td class="quoted">([^<]*)</td>', generation.group(1))
-    assert measured == ["6.00", "6.00 to 8.40", "75 %", "3.00", "3.00 to 3.00", "60 %", "2.00x"]
+    assert measured == ["6.00", "5.10 to 7.20", "75 %", "3.00", "3.00 to 3.00", "60 %", "2.00x"]
     assert quoted == ["100.0", "56.6", "1.77x"]
 
 

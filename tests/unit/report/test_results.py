@@ -12,10 +12,13 @@ from tests.unit.report.handmade import CERTIFICATE, CURVES, LOST, ONE_ARM, RECOR
 
 
 def with_spec_rewards(*rewards: float) -> RunRecord:
-    """Eight steps an arm, the baseline's rewards all 0.5: a quarter is two steps."""
+    """Twenty steps an arm, the baseline's rewards all 0.5: a quarter is five steps. These rewards are the last."""
     base, spec = RECORD.arms
-    steps = [replace(base.steps[0], step=index, reward_mean=0.5) for index in range(8)]
-    other = [replace(spec.steps[0], step=index, reward_mean=reward) for index, reward in enumerate(rewards)]
+    steps = [replace(base.steps[0], step=index, reward_mean=0.5) for index in range(20)]
+    other = [
+        replace(spec.steps[0], step=index, reward_mean=reward)
+        for index, reward in enumerate(rewards, start=20 - len(rewards))
+    ]
     return replace(RECORD, arms=(replace(base, steps=tuple(steps)), replace(spec, steps=tuple(other))))
 
 
@@ -26,8 +29,8 @@ def test_the_metrics_are_those_worked_by_hand() -> None:
             "result/gpu_hours": 6.0,
             "result/mean_acceptance_length": 2.2,
             "result/num_speculative_tokens": 2,
-            "result/tokens_per_s_autoregressive": 300 / 21,  # 100 tokens in each of 6, 6 and 9 s
-            "result/tokens_per_s_speculative": 300 / 9,
+            "result/tokens_per_s_autoregressive": 500 / 30.5,  # 100 tokens in each of 6, 6, 4.5, 8 and 6 s
+            "result/tokens_per_s_speculative": 500 / 15,
             "result/reward_autoregressive": 0.5,
             "result/reward_speculative": 0.5,
             "result/paired": 0.0,
@@ -35,12 +38,12 @@ def test_the_metrics_are_those_worked_by_hand() -> None:
             "result/control_ratio_low": 1.0,
             "result/control_ratio_high": 1.0,
             "result/generation_speedup": 2.0,
-            "result/generation_speedup_low": 2.0,
-            "result/generation_speedup_high": 3.0,
-            "result/step_speedup": 1.6,
-            "result/step_speedup_low": 1.6,
-            "result/step_speedup_high": 2.2,
-            "result/reward_difference": 0.0,  # a quarter of four steps is one: no interval
+            "result/generation_speedup_low": 2 * (3 / 4) ** (1.05 * 2.776445 / 10**0.5),
+            "result/generation_speedup_high": 2 * (4 / 3) ** (1.05 * 2.776445 / 10**0.5),
+            "result/step_speedup": 33280**0.2 / 5,  # of 8, 8, 6.5, 10 and 8 s
+            "result/step_speedup_low": pytest.approx(1.31582, abs=1e-5),
+            "result/step_speedup_high": pytest.approx(1.95766, abs=1e-5),
+            "result/reward_difference": 0.0,  # a quarter of six steps is one: no interval
             "result/aime24_start": 0.1,
             "result/aime24_start_low": 0.05,
             "result/aime24_start_high": 0.15,
@@ -67,10 +70,10 @@ def test_the_accuracy_curves_are_metrics_by_step() -> None:
 
 
 def test_the_reward_difference_is_of_the_last_quarter_with_its_interval() -> None:
-    estimate = reward_difference(with_spec_rewards(9, 9, 9, 9, 9, 9, 0.6, 0.8))
-    # Differences 0.1 and 0.3; resampled means are 0.1, 0.2 and 0.3 with 1/4, 1/2 and 1/4.
-    assert estimate.value == pytest.approx(0.2)
-    assert estimate.ci95 == pytest.approx((0.1, 0.3))
+    estimate = reward_difference(with_spec_rewards(*[9] * 15, 0.6, 0.7, 0.8, 0.9, 1.0))
+    # Differences 0.1 to 0.5: variance 0.025, t(4) = 2.7764.
+    assert estimate.value == pytest.approx(0.3)
+    assert estimate.ci95 == pytest.approx((0.3 - 2.776445 * 0.005**0.5, 0.3 + 2.776445 * 0.005**0.5))
 
 
 def test_steps_that_one_arm_lacks_are_left_out_of_the_difference() -> None:
@@ -93,9 +96,11 @@ def test_any_verdict_but_lossless_is_zero(verdict: str) -> None:
 
 def test_the_description_is_the_verdict_a_table_and_the_link() -> None:
     text = description(RECORD, execution_url="https://flyte/console/x")
-    assert text.startswith("Speculation (eagle3, k = 2) against none. Step: faster (1.60x, 95 % interval 1.60 to 2.20)")
-    assert "| generation speedup | 2.00x | 2.00 to 3.00 |" in text.splitlines()
-    assert "| reward, speculative - autoregressive | +0.000 | one step, no interval |" in text.splitlines()
+    assert text.startswith("Speculation (eagle3, k = 2) against none. Step: faster (1.60x, 95 % interval 1.32 to 1.96)")
+    assert "| generation speedup | 2.00x | 1.53 to 2.61 |" in text.splitlines()
+    assert (
+        "| reward, speculative - autoregressive | +0.000 | no interval: few steps, or all alike |" in text.splitlines()
+    )
     assert "| AIME-2024-like, before RL | 0.100 | 0.050 to 0.150, avg@4 of 30 problems |" in text.splitlines()
     assert "| losslessness | lossless |  |" in text.splitlines()
     assert text.endswith("[The execution in Flyte](https://flyte/console/x)")

@@ -1,0 +1,286 @@
+"""How often 95 % intervals hold the truth: `python -m benchmarks.coverage`. Needs no engine and no finished run.
+
+Steps are simulated with noise as in `recorded_steps.json`: what each recording shows of drift, of correlation between
+neighbours and of steps that something else slowed down is read from it. The one thing that is assumed is a process
+that burns a core for random minutes and makes all steps exp(0.5) = 1.65 times as long.
+
+Legend: `R` simulated runs, `N` steps of an arm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.statistics import grouped_ratio, ratio, sum_of_centres, wilson_ci95
+
+STEPS = (5, 8, 12, 24, 100)
+TRUE_RATIO = 1.5
+
+_RECORDED = Path(__file__).with_name("recorded_steps.json")
+_NUM_RESAMPLES = 400
+_OUTLIER = 3.0  # standard deviations
+_NORMAL_OUTLIERS = 0.0027  # that a normal distribution has beyond them
+
+Array = NDArray[np.float64]
+Interval = tuple[Array, Array]
+Method = Callable[[Array, Array, np.random.Generator], Interval]
+"""Makes the ends [R] of the intervals of a log ratio from the log seconds [R, N] of baseline and candidate."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noise:
+    """Noise of log step seconds. Standard deviations are natural logarithms: 0.1 is about 10 %."""
+
+    own_sd: float  # of a step by itself
+    own_correlation: float  # of that in neighbouring turns of an arm
+    drift_sd: float  # of the machine's speed, which all arms share
+    drift_correlation: float  # of that between neighbouring turns
+    work_sd: float  # of what a step's prompts cost, which paired steps share
+    slow_rate: float  # fraction of steps that something else slows down
+    slow_size: float  # mean of what that adds, exponentially distributed
+    burn_size: float = 0.0  # that a process adds to all steps while it burns a core, half of the time
+    burn_turns: float = 20.0  # mean length of such a time, and of one without
+
+    def sample(self, num: int, num_steps: int, random: np.random.Generator, *, in_turn: bool) -> tuple[Array, Array]:
+        """Log seconds [R, N] of two arms, the first one slower by `TRUE_RATIO`."""
+        length = 2 * num_steps
+        drift = self.drift_sd * _autoregressive(num, length, np.sqrt(self.drift_correlation), random)
+        drift += self.burn_size * _on_and_off(num, length, 2 * self.burn_turns, random)
+        turns = np.arange(length).reshape(num_steps, 2)
+        turns[1::2] = turns[1::2, ::-1]  # the order within a pair alternates
+        columns = turns.T if in_turn else np.arange(length).reshape(2, num_steps)
+        work = self.work_sd * random.normal(size=(num, num_steps))
+        arms = []
+        for column in columns:
+            own = self.own_sd * _autoregressive(num, num_steps, self.own_correlation, random)
+            slow = (random.random((num, num_steps)) < self.slow_rate) * random.exponential(
+                self.slow_size, size=(num, num_steps)
+            )
+            arms.append(work + drift[:, column] + own + slow)
+        return arms[0] + np.log(TRUE_RATIO), arms[1]
+
+
+def read_noise(arms: Mapping[str, Any], seconds: str = "step_s") -> Noise:
+    """The noise that the steps of two arms in turn show.
+
+    The ratio within a pair shows what is each step's own, by its median absolute deviation, and what lies beyond three
+    standard deviations of it is slowed by something else. Covariances from pair to pair show drift, and the rest of
+    the arms' covariance within a pair is the step's work.
+    """
+    base, cand = (np.log(arm[seconds]) for arm in arms.values())
+    ratios = base - cand - np.median(base - cand)
+    scale = _scale(ratios)
+    is_slow = np.abs(ratios) > _OUTLIER * scale
+    base, cand, kept = map(_clipped, (base, cand, ratios))
+    near, far = (float(np.mean([_covariance(x, y, lag) for x in (base, cand) for y in (base, cand)])) for lag in (1, 3))
+    near = max(near, 0.0)
+    correlation = float(np.sqrt(np.clip(far / near, 0.25, 0.98))) if near else 0.0  # of a turn: two lie between them
+    drift = near / correlation if near else 0.0
+    work = max(0.0, _covariance(base, cand, 0) - drift * np.sqrt(correlation))
+    return Noise(
+        own_sd=float(scale / np.sqrt(2)),
+        own_correlation=max(0.0, _covariance(kept, kept, 1) / _covariance(kept, kept, 0)),
+        drift_sd=float(np.sqrt(drift)),
+        drift_correlation=correlation,
+        work_sd=float(np.sqrt(work)),
+        slow_rate=max(0.0, float(is_slow.mean()) - _NORMAL_OUTLIERS) / 2,
+        slow_size=float(np.abs(ratios[is_slow]).mean()) if is_slow.any() else 0.0,
+    )
+
+
+def _autoregressive(num: int, length: int, correlation: float, random: np.random.Generator) -> Array:
+    """Series [R, length] of variance 1 whose neighbours have this correlation."""
+    values = random.normal(size=(num, length))
+    for column in range(1, length):
+        values[:, column] *= np.sqrt(1 - correlation**2)
+        values[:, column] += correlation * values[:, column - 1]
+    return values
+
+
+def _on_and_off(num: int, length: int, mean_length: float, random: np.random.Generator) -> Array:
+    """Series [R, length] of 0 and 1 that change after so many on average."""
+    changes = random.random((num, length)) < 1 / mean_length
+    changes[:, 0] = random.random(num) < 0.5
+    return (np.cumsum(changes, axis=1) % 2).astype(np.float64)
+
+
+def _scale(values: Array) -> float:
+    """Standard deviation of a normal distribution with the median absolute deviation of `values`."""
+    return 1.4826 * float(np.median(np.abs(values - np.median(values))))
+
+
+def _clipped(values: Array) -> Array:
+    middle, reach = np.median(values), _OUTLIER * _scale(values)
+    return np.clip(values, middle - reach, middle + reach)
+
+
+def _covariance(first: Array, second: Array, lag: int) -> float:
+    one, other = first - first.mean(), second - second.mean()
+    return float(np.mean(one[: len(one) - lag] * other[lag:]))
+
+
+def _own(base: Array, cand: Array, _: np.random.Generator, *, paired: bool) -> Interval:
+    """`slipstream.statistics.ratio`."""
+    found = [ratio(np.exp(b), np.exp(c), paired=paired).ci95 for b, c in zip(base, cand, strict=True)]
+    low, high = np.log(np.array(found, dtype=np.float64)).T
+    return low, high
+
+
+def _t(base: Array, cand: Array, _: np.random.Generator) -> Interval:
+    found = [sum_of_centres((row,)).ci95 for row in base - cand]
+    low, high = np.array(found, dtype=np.float64).T
+    return low, high
+
+
+def _medians(base: Array, cand: Array, random: np.random.Generator) -> Interval:
+    """Percentile bootstrap of the ratio of medians, resampled over pairs."""
+
+    def interval(base_N: Array, cand_N: Array) -> Array:
+        rows = random.integers(len(base_N), size=(_NUM_RESAMPLES, len(base_N)))
+        return np.percentile(np.median(base_N[rows], axis=1) - np.median(cand_N[rows], axis=1), [2.5, 97.5])
+
+    return _each(interval, base, cand)
+
+
+def _bootstrap_t(base: Array, cand: Array, random: np.random.Generator) -> Interval:
+    """Bootstrap-t of the mean log ratio, resampled over pairs."""
+
+    def interval(base_N: Array, cand_N: Array) -> Array:
+        logs_N = base_N - cand_N
+        num, mean, error = len(logs_N), logs_N.mean(), logs_N.std(ddof=1) / np.sqrt(len(logs_N))
+        drawn = logs_N[random.integers(num, size=(_NUM_RESAMPLES, num))]
+        errors = np.maximum(drawn.std(axis=1, ddof=1) / np.sqrt(num), 1e-9 * error)
+        return mean - error * np.percentile((drawn.mean(axis=1) - mean) / errors, [97.5, 2.5])
+
+    return _each(interval, base, cand)
+
+
+def _moving_blocks(base: Array, cand: Array, random: np.random.Generator) -> Interval:
+    """Percentile bootstrap of the mean log ratio, resampled over overlapping blocks of the cube root of N pairs."""
+
+    def interval(base_N: Array, cand_N: Array) -> Array:
+        logs_N = base_N - cand_N
+        size = max(2, round(len(logs_N) ** (1 / 3)))
+        starts = random.integers(len(logs_N) - size + 1, size=(_NUM_RESAMPLES, -(-len(logs_N) // size)))
+        rows = (starts[:, :, None] + np.arange(size)).reshape(_NUM_RESAMPLES, -1)[:, : len(logs_N)]
+        return np.percentile(logs_N[rows].mean(axis=1), [2.5, 97.5])
+
+    return _each(interval, base, cand)
+
+
+def _each(interval: Callable[[Array, Array], Array], base: Array, cand: Array) -> Interval:
+    low, high = np.array([interval(b, c) for b, c in zip(base, cand, strict=True)]).T
+    return low, high
+
+
+METHODS: dict[str, Method] = {
+    "bootstrap of medians": _medians,
+    "bootstrap-t": _bootstrap_t,
+    "moving-block bootstrap": _moving_blocks,
+    "t of log ratios": _t,
+    "trimmed t, as reported": partial(_own, paired=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coverage:
+    """Intervals of many runs: the fraction that holds the truth, and their median width as a ratio."""
+
+    held: float
+    width: float
+
+
+def coverage(
+    method: Method, noise: Noise, num_steps: int, *, num_runs: int, in_turn: bool = True, seed: int = 0
+) -> Coverage:
+    """Try a method on `num_runs` simulated runs of `TRUE_RATIO`."""
+    random = np.random.default_rng(seed)
+    low, high = method(*noise.sample(num_runs, num_steps, random, in_turn=in_turn), random)
+    truth = np.log(TRUE_RATIO)
+    return Coverage(
+        held=float(np.mean((low <= truth) & (truth <= high))), width=float(np.median(np.exp(high) - np.exp(low)))
+    )
+
+
+def proportion_coverage(
+    num_problems: int, samples: int, accuracy: float, *, num_runs: int, alike: float = 0.5, seed: int = 0
+) -> tuple[float, float]:
+    """Fraction of intervals that hold `accuracy`: `wilson_ci95`, and a percentile bootstrap over problems.
+
+    Args:
+        alike: correlation of two samples of a problem; rates of problems have a beta distribution.
+    """
+    random = np.random.default_rng(seed)
+    strength = 1 / alike - 1
+    held = np.zeros(2)
+    for _ in range(num_runs):
+        rates = (
+            random.binomial(samples, random.beta(strength * accuracy, strength * (1 - accuracy), size=num_problems))
+            / samples
+        )
+        drawn = rates[random.integers(num_problems, size=(_NUM_RESAMPLES, num_problems))].mean(axis=1)
+        for column, (low, high) in enumerate((wilson_ci95(rates.tolist()), np.percentile(drawn, [2.5, 97.5]))):
+            held[column] += low <= accuracy <= high
+    return float(held[0] / num_runs), float(held[1] / num_runs)
+
+
+def grouped_coverage(
+    noise: Noise, num_groups: int, num_steps: int, *, num_runs: int, between: float, seed: int = 0
+) -> Coverage:
+    """Try `grouped_ratio` on groups whose true log ratios differ by a standard deviation of `between`."""
+    random = np.random.default_rng(seed)
+    held, widths = 0, []
+    for _ in range(num_runs):
+        base, cand = noise.sample(num_groups, num_steps, random, in_turn=True)
+        base += between * random.normal(size=(num_groups, 1))
+        groups = [ratio(np.exp(b), np.exp(c), paired=True) for b, c in zip(base, cand, strict=True)]
+        low, high = grouped_ratio(groups).ci95 or (np.nan, np.nan)
+        held += low <= TRUE_RATIO <= high
+        widths.append(high - low)
+    return Coverage(held=held / num_runs, width=float(np.median(widths)))
+
+
+def main() -> None:
+    """Print the noise of each recording, and the coverage of each method on it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=2000, help="simulated runs a cell")
+    num_runs = parser.parse_args().runs
+    for recording in json.loads(_RECORDED.read_text())["recordings"]:
+        arms = recording["arms"]
+        seconds = "step_s" if "step_s" in next(iter(arms.values())) else "generation_s"
+        noise = read_noise(arms, seconds)
+        _show(f"{recording['name']}: {recording['from']}", noise, num_runs)
+        if recording["in_turn"]:
+            _show(f"{recording['name']}, and a core burns for random minutes", replace(noise, burn_size=0.5), num_runs)
+    print("\nproportions: held by Wilson's, by a bootstrap over problems; 30 problems, two samples of one alike by 0.5")
+    for accuracy in (0.02, 0.1, 0.3, 0.5):
+        found = [proportion_coverage(30, samples, accuracy, num_runs=num_runs) for samples in (1, 4, 32)]
+        cells = "".join(f"{100 * wilson:10.1f}{100 * bootstrap:7.1f}" for wilson, bootstrap in found)
+        print(f"  accuracy {accuracy:<5}{cells}   (1, 4 and 32 samples a problem)")
+
+
+def _show(name: str, noise: Noise, num_runs: int) -> None:
+    print(f"\n{name}\n  {noise}\n  {'% that hold the truth, and median width':40}", end="")
+    print("".join(f"{f'{num} steps':>15}" for num in STEPS))
+    rows = [(method, each, True) for method, each in METHODS.items()]
+    rows += [("one arm after the other, unpaired", partial(_own, paired=False), False)]
+    for label, method, in_turn in rows:
+        found = [coverage(method, noise, num, num_runs=num_runs, in_turn=in_turn) for num in STEPS]
+        print(f"  {label:40}" + "".join(f"{100 * each.held:9.1f}{each.width:6.2f}" for each in found))
+    for num in (2, 3, 5):
+        found = [grouped_coverage(noise, num, 22, num_runs=num_runs, between=sd) for sd in (0.0, 0.05)]
+        cells = "".join(f"{100 * each.held:9.1f}{each.width:6.2f}" for each in found)
+        print(f"  {f'{num} seeds of 22 steps':40}{cells}   (true ratios alike; sd 0.05)")
+
+
+if __name__ == "__main__":
+    main()
