@@ -166,7 +166,7 @@ class FaultTolerantEngines:
         kept = self._autopilot, self._is_beside_training, self._num_reported
         self._autopilot, self._is_beside_training = None, True
         try:
-            self._free_learner()
+            self._offload_learner()
             with self._engines.unnoted():
                 yield
         finally:

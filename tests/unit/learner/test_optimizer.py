@@ -201,7 +201,7 @@ def test_an_mtp_layer_rests_with_its_policy() -> None:
         assert offloaded.mtp_loss == other.mtp_loss
     assert offloaded._mtp_trainer is not None
     offloaded.offload()
-    assert offloaded._mtp_trainer.memory._away
+    assert offloaded._mtp_trainer.memory._offloaded
     assert _same(list(_weights(offloaded).values()), list(_weights(other).values()))
 
 

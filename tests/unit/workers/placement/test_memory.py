@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +45,23 @@ def _estimate(**overrides: Any) -> MemoryEstimate:
     return found
 
 
-@dataclass(frozen=True)
-class Tiny:
+def _tiny(**changes: Any) -> Architecture:
     """h 4, A 4, K 2, f 6, V 8, two layers."""
-
-    vocab_size: int = 8
-    hidden_size: int = 4
-    num_layers: int = 2
-    num_attention_heads: int = 2
-    num_query_groups: int = 1
-    head_dim: int = 2
-    ffn_hidden_size: int = 6
-    tie_word_embeddings: bool = False
+    shape = Architecture(
+        vocab_size=8,
+        hidden_size=4,
+        num_layers=2,
+        num_attention_heads=2,
+        num_query_groups=1,
+        head_dim=2,
+        ffn_hidden_size=6,
+        max_position_embeddings=16,
+        rope_theta=1e4,
+        norm_eps=1e-6,
+        tie_word_embeddings=False,
+        eos_token_id=0,
+    )
+    return replace(shape, **changes)
 
 
 # A layer: matrices 4 x (2*4 + 2*2 + 3*6) = 120, norms 2*4 + 2*2 = 12; tables 8*4 = 32 each; final norm 4.
@@ -188,11 +193,11 @@ def test_without_gpus_no_channel_between_gpus_is_taken(channel: str) -> None:
 
 
 def test_parameters_of_a_stage() -> None:
-    assert memory.stage_parameters(Tiny(), _learner(), 0) == 2 * LAYER + 2 * TABLE + NORM
-    assert memory.stage_parameters(Tiny(), _learner(pipeline=2), 0) == LAYER + TABLE
-    assert memory.stage_parameters(Tiny(), _learner(pipeline=2), 1) == LAYER + TABLE + NORM
-    assert memory.stage_parameters(Tiny(), _learner(tensor=2), 0) == 2 * (60 + 12) + TABLE + NORM
-    tied = Tiny(tie_word_embeddings=True)
+    assert memory.stage_parameters(_tiny(), _learner(), 0) == 2 * LAYER + 2 * TABLE + NORM
+    assert memory.stage_parameters(_tiny(), _learner(pipeline=2), 0) == LAYER + TABLE
+    assert memory.stage_parameters(_tiny(), _learner(pipeline=2), 1) == LAYER + TABLE + NORM
+    assert memory.stage_parameters(_tiny(), _learner(tensor=2), 0) == 2 * (60 + 12) + TABLE + NORM
+    tied = _tiny(tie_word_embeddings=True)
     assert memory.stage_parameters(tied, _learner(), 0) == 2 * LAYER + TABLE + NORM
     assert memory.stage_parameters(tied, _learner(pipeline=2), 1) == LAYER + TABLE + NORM  # a copy
 
@@ -205,15 +210,15 @@ def test_all_parameters_are_those_of_the_architecture() -> None:
 
 def test_activations_and_logits_of_a_token() -> None:
     # b (4h + 4f + 4A + 3K) = 2 (16 + 24 + 16 + 6), (b + 12) V = 14 * 8
-    assert memory.activation_bytes(Tiny(), _learner()) == 124
-    assert memory.activation_bytes(Tiny(), _learner(tensor=2)) == 2 * (16 + 46 / 2)
-    assert memory.activation_bytes(Tiny(), _learner(tensor=2, sequence_parallel=True)) == 62
-    assert memory.logit_bytes(Tiny(), _learner()) == 112
-    assert memory.logit_bytes(Tiny(), _learner(tensor=2)) == 56
+    assert memory.activation_bytes(_tiny(), _learner()) == 124
+    assert memory.activation_bytes(_tiny(), _learner(tensor=2)) == 2 * (16 + 46 / 2)
+    assert memory.activation_bytes(_tiny(), _learner(tensor=2, sequence_parallel=True)) == 62
+    assert memory.logit_bytes(_tiny(), _learner()) == 112
+    assert memory.logit_bytes(_tiny(), _learner(tensor=2)) == 56
 
 
 def test_a_learner_keeps_masters_and_two_moments_in_bfloat16_and_is_its_own_master_in_float32() -> None:
-    found = memory.learner_memory(Tiny(), _learner(), has_reference=True)
+    found = memory.learner_memory(_tiny(), _learner(), has_reference=True)
     size = 332
     assert found == {
         "weights": 2 * size,
@@ -224,7 +229,7 @@ def test_a_learner_keeps_masters_and_two_moments_in_bfloat16_and_is_its_own_mast
         "logits": 10 * 112,
     }
     whole = LearnerConfig(max_tokens_per_microbatch=10, dtype=Dtype.FLOAT32)
-    found = memory.learner_memory(Tiny(), whole, has_reference=False)
+    found = memory.learner_memory(_tiny(), whole, has_reference=False)
     assert (found["weights"], found["gradients"], found["optimizer"]) == (4 * size, 4 * size, 8 * size)
     assert "reference" not in found
     assert found["logits"] == 10 * (4 + 12) * 8
@@ -232,31 +237,31 @@ def test_a_learner_keeps_masters_and_two_moments_in_bfloat16_and_is_its_own_mast
 
 def test_the_fuller_stage_counts() -> None:
     # First stage: two micro-batches in flight, 2 * 10 * 124 = 2480; last: one, 1240, and logits 1120.
-    found = memory.learner_memory(Tiny(), _learner(pipeline=2), has_reference=False)
+    found = memory.learner_memory(_tiny(), _learner(pipeline=2), has_reference=False)
     assert (found["activations"], found["logits"]) == (2480, 0)
-    wide = Tiny(vocab_size=80)
+    wide = _tiny(vocab_size=80)
     assert memory.learner_memory(wide, _learner(pipeline=2), has_reference=False)["logits"] == 11200
 
 
 def test_recomputing_keeps_less_and_works_on_one_layer_at_a_time() -> None:
     # Full: b h = 8, and the layer in hand 124 in all; selective: b (4h + 3A + 3K) = 2 (16 + 12 + 6) = 68.
     for recompute, kept in ((Recompute.FULL, 8), (Recompute.SELECTIVE, 68), (Recompute.NONE, 124)):
-        found = memory.learner_memory(Tiny(), replace(_learner(), recompute=recompute), has_reference=False)
+        found = memory.learner_memory(_tiny(), replace(_learner(), recompute=recompute), has_reference=False)
         assert found["activations"] == 10 * (2 * kept + 124 - kept)
-    assert memory.activation_bytes(Tiny(), _learner(tensor=2), Recompute.SELECTIVE) == 50  # 2 (16 + (12 + 6) / 2)
+    assert memory.activation_bytes(_tiny(), _learner(tensor=2), Recompute.SELECTIVE) == 50  # 2 (16 + (12 + 6) / 2)
 
 
 def test_chunked_logits_and_a_split_optimizer() -> None:
     learner = replace(_learner(data=4), logprob_chunk_tokens=3, distributed_optimizer=True)
-    found = memory.learner_memory(Tiny(), learner, has_reference=False)
+    found = memory.learner_memory(_tiny(), learner, has_reference=False)
     assert (found["logits"], found["optimizer"]) == (3 * 112, 3 * 332)
     wide = replace(_learner(), logprob_chunk_tokens=30)
-    assert memory.learner_memory(Tiny(), wide, has_reference=False)["logits"] == 10 * 112
+    assert memory.learner_memory(_tiny(), wide, has_reference=False)["logits"] == 10 * 112
 
 
 def test_an_engines_cache_takes_what_is_left_of_its_share() -> None:
     engine = _engine(gpu_memory_utilization=0.5)
-    parts, per_token = memory.engine_memory(Tiny(), engine, gpu_bytes=4e6, longest_k=3, draft=EAGLE3)
+    parts, per_token = memory.engine_memory(_tiny(), engine, gpu_bytes=4e6, longest_k=3, draft=EAGLE3)
     # Draft: 3 * 16 + 2*4*(4+4) + 4*4 + 3*4*6 + 4*8 = 48 + 64 + 16 + 72 + 32
     assert (parts["engine weights"], parts["draft"]) == (664, 464)
     assert parts["engine activations"] == 16_384 * 2 * (8 + 18)  # the sampler's 2 * 4 * 8 * 12 is less
@@ -265,12 +270,12 @@ def test_an_engines_cache_takes_what_is_left_of_its_share() -> None:
 
 
 def test_an_engine_without_a_draft_takes_a_named_cache_as_it_is_and_splits_over_ranks() -> None:
-    parts, per_token = memory.engine_memory(Tiny(), _engine(kv_cache_gib=1.0), gpu_bytes=4e6, longest_k=0, draft=None)
+    parts, per_token = memory.engine_memory(_tiny(), _engine(kv_cache_gib=1.0), gpu_bytes=4e6, longest_k=0, draft=None)
     assert (parts["draft"], parts["KV cache"], per_token) == (0, 2**30, 16)
     two = _engine(tensor_parallel_size=2)
-    parts, per_token = memory.engine_memory(Tiny(), two, gpu_bytes=4e6, longest_k=0, draft=None)
+    parts, per_token = memory.engine_memory(_tiny(), two, gpu_bytes=4e6, longest_k=0, draft=None)
     assert (parts["engine weights"], per_token) == (332, 16)  # one key-value head is copied
-    parts, per_token = memory.engine_memory(Tiny(), two, gpu_bytes=4e6, longest_k=1, draft=EAGLE3)
+    parts, per_token = memory.engine_memory(_tiny(), two, gpu_bytes=4e6, longest_k=1, draft=EAGLE3)
     assert (parts["draft"], parts["engine activations"], per_token) == (232, 16_384 * 2 * 17, 24)
 
 
@@ -284,7 +289,7 @@ def test_a_draft_model_is_counted_whole_whether_trained_or_given(tmp_path: Path)
     given = DraftConfig(method=DraftMethod.DRAFT_MODEL, model=str(tmp_path))
     # A layer: 2 x (2*4 + 2*4 + 3*5) = 62, norms 2*2 + 2*4 = 12; two tables of 8*2; the final norm 2.
     for config in (trained, given):
-        assert memory.draft_sizes(Tiny(), config, 1) == (3 * 74 + 2 * 16 + 2, 3 * 4)
+        assert memory.draft_sizes(_tiny(), config, 1) == (3 * 74 + 2 * 16 + 2, 3 * 4)
 
 
 def test_what_a_draft_models_config_leaves_out_is_what_transformers_takes_for_it(tmp_path: Path) -> None:
@@ -292,7 +297,7 @@ def test_what_a_draft_models_config_leaves_out_is_what_transformers_takes_for_it
 
     def found(**more: object) -> tuple[float, float]:
         (tmp_path / "config.json").write_text(json.dumps(values | {"intermediate_size": 5} | more))
-        return memory.draft_sizes(Tiny(), DraftConfig(method=DraftMethod.DRAFT_MODEL, model=str(tmp_path)), 1)
+        return memory.draft_sizes(_tiny(), DraftConfig(method=DraftMethod.DRAFT_MODEL, model=str(tmp_path)), 1)
 
     least = found()
     assert least[1] == 3 * 2 * 2  # as many key-value heads as query heads, of 5 // 2
@@ -303,9 +308,9 @@ def test_what_a_draft_models_config_leaves_out_is_what_transformers_takes_for_it
 
 def test_a_draft_that_is_looked_up_holds_nothing_and_one_of_the_hub_is_not_counted() -> None:
     for method in (DraftMethod.NGRAM, DraftMethod.SUFFIX):
-        assert memory.draft_sizes(Tiny(), DraftConfig(method=method), 1) == (0.0, 0.0)
+        assert memory.draft_sizes(_tiny(), DraftConfig(method=method), 1) == (0.0, 0.0)
     away = DraftConfig(method=DraftMethod.DRAFT_MODEL, model="org/small")
-    assert memory.draft_sizes(Tiny(), away, 1) == (0.0, 0.0)
+    assert memory.draft_sizes(_tiny(), away, 1) == (0.0, 0.0)
     known = load_recipe("qwen3_8b")
     found = memory.estimate(
         load_model("qwen3-8b"),
