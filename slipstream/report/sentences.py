@@ -84,7 +84,7 @@ def accuracy_text(record: RunRecord) -> str:
     if compared is None:
         return ""
     step, difference = compared
-    said = "one problem tells nothing about the noise"
+    said = "too few problems for an interval, or all alike"
     if difference.ci95 is not None:
         is_seen = not difference.ci95[0] <= 0.0 <= difference.ci95[1]
         said = "the arms differ" if is_seen else "no difference beyond the noise is seen"

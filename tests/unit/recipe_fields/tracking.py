@@ -60,7 +60,7 @@ def drift_verdict(recipe: Recipe, tools: Tools) -> object:
     """What a report says of results that are 1.5 % above those of six executions, and what the last task does then."""
     earlier = [_execution(number, value) for number, value in enumerate((1.0, 1.0, 1.001, 0.999, 1.0, 1.0))]
     subject = Subject(
-        execution="now", workload="w", hardware="h", dtype=None, params={}, results={"step_speedup": 1.015}
+        execution="now", workload="w", hardware="h", dtype=None, params={}, results={"mean_acceptance_length": 1.015}
     )
     record = find_drift(subject, earlier, recipe.tracking.drift)
     write_record(record, tools.directory / drift_check.DRIFT_FILE)
@@ -72,7 +72,7 @@ def drift_verdict(recipe: Recipe, tools: Tools) -> object:
 
 
 def _execution(number: int, value: float) -> Execution:
-    metrics, tags = {"result/lossless": 1.0, "result/step_speedup": value}, {"workload": "w", "hardware": "h"}
+    metrics, tags = {"result/lossless": 1.0, "result/mean_acceptance_length": value}, {"workload": "w", "hardware": "h"}
     run_id = str(number)
     return Execution(
         run_id=run_id, name=run_id, experiment="e", status="FINISHED", start_ms=0, metrics=metrics, tags=tags

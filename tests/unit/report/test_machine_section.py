@@ -32,7 +32,7 @@ def ran(base: MachineUse, spec: MachineUse = QUIET) -> RunRecord:
 
 
 def test_an_arms_machine_is_the_mean_over_its_timed_steps_by_their_times() -> None:
-    """Steps of 8, 8 and 11 s: (8 * 0.54 + 8 * 0 + 11 * 0.27) / 27 is 0.27; the second step could read no clock."""
+    """Steps of 8, 8 and then 24.5 s: (8 * 0.54 + 24.5 * 0.27) / 40.5 is 0.27; the second step could read no clock."""
     arm = on(
         RECORD.arms[0],
         replace(QUIET, other_cpu_fraction=0.54, throttle_reasons=("power cap",)),
@@ -43,8 +43,8 @@ def test_an_arms_machine_is_the_mean_over_its_timed_steps_by_their_times() -> No
     assert use is not None
     assert (use.other_cpu_fraction, use.cpu_mhz) == (
         pytest.approx(0.27),
-        pytest.approx(3100.0),
-    )  # (8 * 2 + 11 * 3.9) / 19
+        pytest.approx((8 * 2000.0 + 24.5 * 3900.0) / 32.5),
+    )
     assert (use.load, use.sm_clock_mhz, use.throttle_reasons) == (1.0, None, ("power cap", "power brake"))
 
 
@@ -57,9 +57,9 @@ def test_steps_without_a_record_of_their_machine_have_none() -> None:
     ("use", "said"),
     [
         ({"other_cpu_fraction": 0.34}, "other processes used 34 % of the cores"),
-        ({"other_cpu_fraction": 0.1}, "other processes used 10 % of the cores"),
-        ({"steal_fraction": 0.05}, "the host gave 5.0 % of the cores' time to other machines"),
-        ({"memory_pressure_fraction": 0.05}, "processes waited for memory in 5.0 % of the time"),
+        ({"other_cpu_fraction": 0.101}, "other processes used 10 % of the cores"),
+        ({"steal_fraction": 0.0501}, "the host gave 5.0 % of the cores' time to other machines"),
+        ({"memory_pressure_fraction": 0.0501}, "processes waited for memory in 5.0 % of the time"),
         ({"throttle_reasons": ("power cap", "power brake")}, "the driver slowed GPUs down (power cap, power brake)"),
     ],
 )

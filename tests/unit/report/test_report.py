@@ -273,11 +273,11 @@ def test_accuracy_curves_go_from_the_start_over_the_points_of_training_to_the_en
         return {"step": step, "avg_at_k": value, "ci95": pytest.approx([value - 0.05, value + 0.05])}
 
     assert summarise(CURVES)["accuracy_by_step"] == {
-        "autoregressive": [point(0, 0.1), point(2, 0.5), point(4, 0.3)],
-        "speculative": [point(0, 0.1), point(1, 0.125), point(2, 0.5), point(4, 0.31)],
+        "autoregressive": [point(0, 0.1), point(2, 0.5), point(6, 0.3)],
+        "speculative": [point(0, 0.1), point(1, 0.125), point(2, 0.5), point(6, 0.31)],
     }
     apart = summarise(ASYNCHRONOUS)["accuracy_by_step"]
-    assert apart["speculative_asynchronous"] == [point(0, 0.1), point(4, 0.29)]
+    assert apart["speculative_asynchronous"] == [point(0, 0.1), point(6, 0.29)]
     assert summarise(ONE_ARM)["accuracy_by_step"] == {"autoregressive": []}
 
 
@@ -291,7 +291,7 @@ def test_the_page_shows_every_point_and_whether_the_arms_differ() -> None:
         ("speculative, after step 2", "0.500"),
         ("speculative", "0.310"),
     ]
-    assert "After step 4 the accuracy of the speculative arm" in page_text(CURVES)
+    assert "After step 6 the accuracy of the speculative arm" in page_text(CURVES)
     curves, ends = draw(CURVES, REFERENCE)["learning"], draw(RECORD, REFERENCE)["learning"]
     assert curves != ends
 
@@ -300,18 +300,21 @@ def test_the_page_shows_every_point_and_whether_the_arms_differ() -> None:
     ("ends", "said"),
     [
         (
-            (right("autoregressive", 0, 0, 0), right("speculative", 2, 2, 2)),
-            r"\+0\.500 \[.*\], paired .*: the arms differ",
+            (right("autoregressive", 0, 0, 0, 0, 0), right("speculative", 2, 2, 2, 2, 1)),
+            r"\+0\.450 \[.*\], paired .*: the arms differ",
         ),
-        ((right("autoregressive", 0, 2, 1), right("speculative", 2, 0, 1)), r"\+0\.000 \[.*: no difference beyond"),
-        ((right("autoregressive", 0), right("speculative", 2)), r"\+0\.500, .*: one problem tells nothing"),
+        (
+            (right("autoregressive", 0, 2, 1, 1, 1), right("speculative", 2, 0, 1, 1, 1)),
+            r"\+0\.000 \[.*: no difference beyond",
+        ),
+        ((right("autoregressive", 0), right("speculative", 2)), r"\+0\.500, .*: too few problems for an interval"),
     ],
 )
 def test_the_arms_accuracies_are_compared_where_both_were_evaluated_last(
     ends: tuple[EvaluationRecord, EvaluationRecord], said: str
 ) -> None:
     ended = replace(CURVES, evaluations=(*CURVES.evaluations[:1], *ends))
-    assert re.match(f"After step 4 .* is {said}", accuracy_text(ended))
+    assert re.match(f"After step 6 .* is {said}", accuracy_text(ended))
     assert "generate while they train" not in accuracy_text(ended)
     # Where the end is of other problems, or of one arm, the last common point is that of training.
     other = right("speculative", 4, 4, prompt_hash="other")

@@ -89,5 +89,5 @@ def test_a_failed_asynchronous_execution_names_the_arms_of_both_loops(stored_roo
     page = (directory / "failure.md").read_text()
     assert "- train_grpo_speculative_asynchronous: not finished" in page
     assert "- evaluate_aime_speculative_asynchronous: not finished" in page
-    assert "- autoregressive, k=0: 4 steps of 8.00 s (median), reward 0.100 to 0.500" in page
-    assert "- autoregressive, asynchronous, k=0: 4 steps of 8.00 s (median), reward 0.100 to 0.500" in page
+    assert "- autoregressive, k=0: 6 steps of 8.00 s (median), reward 0.100 to 0.500" in page
+    assert "- autoregressive, asynchronous, k=0: 6 steps of 8.00 s (median), reward 0.100 to 0.500" in page
