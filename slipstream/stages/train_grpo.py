@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from slipstream.data.prompts import read_prompt_sets
+from slipstream.data.prompts import PromptSets, read_prompt_sets
 from slipstream.drafts.length import DraftLength, described
 from slipstream.grpo.loop_config import LoopConfig
 from slipstream.recipe import Recipe, parameters
@@ -22,7 +22,7 @@ from slipstream.stages.runs import tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import decode, draft_init, settled, tokenizer, versions
 from slipstream.tracking import Tracker
-from slipstream.train.arm import ArmPlan, train
+from slipstream.train.arm import ArmPlan, Decode, train
 from slipstream.train.turns import Stopped, Turn, in_turn
 from slipstream.types import Arm, ArmLoop, LoopMode, arm_name
 from slipstream.workers.session import accelerators, connect
@@ -41,15 +41,14 @@ class _Member:
     directory: Path
     tracker: Tracker
 
-    def train(self, turn: Turn | None = None, *, policy: Path, data: Path) -> None:
+    def train(self, turn: Turn | None = None, *, policy: Path, sets: PromptSets, decode: Decode) -> None:
         """Train it, and write its record."""
-        sets = read_prompt_sets(data)
         record = train(
             self.recipe,
             replace(self.plan, validation=sets.validation),
             policy=policy,
             prompts=sets.train,
-            decode=decode(tokenizer(policy)),
+            decode=decode,
             directory=self.directory,
             log=self.tracker.log,
             turn=turn,
@@ -83,14 +82,15 @@ def train_grpo(  # one input a record, and which arms
     nodes = {arm: arm_node(arm, loop) for arm in arms}
     left = [arm for arm, node in nodes.items() if finished(context, node, "arm.json") is None]
     num_steps = steps_a_turn(recipe) if len(left) > 1 else 0
-    if left:
-        connect()
+    if not left:
+        return [context.directory(node) for node in nodes.values()]
+    connect()
+    # Imports what arms in turn, each in a thread of its own, would import at once: not all packages can bear that.
+    given = {"policy": policy, "sets": read_prompt_sets(data), "decode": decode(tokenizer(policy))}
     member = partial(_member, context, recipe, policy=policy, draft=draft, tuning=tuning, loop=loop)
     if num_steps:
         with ExitStack() as opened:
-            members = {
-                nodes[arm]: partial(opened.enter_context(member(arm)).train, policy=policy, data=data) for arm in left
-            }
+            members = {nodes[arm]: partial(opened.enter_context(member(arm)).train, **given) for arm in left}
             ended = in_turn(members, num_steps=num_steps, together=True)
             errors = [each for each in ended.values() if isinstance(each, BaseException)]
             for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
@@ -98,7 +98,7 @@ def train_grpo(  # one input a record, and which arms
     else:
         for arm in left:
             with member(arm) as alone:
-                alone.train(policy=policy, data=data)
+                alone.train(**given)
     return [context.directory(node) for node in nodes.values()]
 
 
