@@ -26,12 +26,12 @@ from slipstream.stages.recipe_engines import draft_weights
 from slipstream.stages.runs import NOTE, execution_run, tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import decode, settled, tokenizer
-from slipstream.stages.train_grpo import arm_plan
+from slipstream.stages.train_grpo import arm_plan, end_idle
 from slipstream.study.ranking import Trained, rank, result_metrics
 from slipstream.study.study_page import answers, write_study
 from slipstream.study.variants import Grid, Study, Variant, drafter_recipes
 from slipstream.tracking import ABLATION, KIND_TAG, RunStatus
-from slipstream.train.arm import ArmPlan, train
+from slipstream.train.arm import ArmPlan, Decode, train
 from slipstream.train.turns import Turn, in_turn
 from slipstream.types import Arm, Prompt
 from slipstream.workers.engines import RemoteEngine
@@ -145,7 +145,9 @@ def _trained(
     plan = arm_plan(recipe, Arm.AUTOREGRESSIVE, policy=policy, draft=policy, length=length)
     members = {alone: _Member(context=own, recipe=recipe, plan=plan), **{each.name: m for each, m in group.items()}}
     starting = threading.Semaphore(recipe.tuning.num_starting)
-    run = partial(_train, starting=starting, policy=policy, prompts=read_prompt_sets(data).train)
+    end_idle()
+    prompts, text = read_prompt_sets(data).train, decode(tokenizer(policy))  # imports, before several threads would
+    run = partial(_train, starting=starting, policy=policy, prompts=prompts, text=text)
     arms = in_turn({name: partial(run, member) for name, member in members.items()})
     if isinstance(arms[alone], BaseException):
         raise arms[alone]
@@ -161,7 +163,13 @@ def _trained(
 
 
 def _train(
-    member: _Member, turn: Turn, *, starting: threading.Semaphore, policy: Path, prompts: Sequence[Prompt]
+    member: _Member,
+    turn: Turn,
+    *,
+    starting: threading.Semaphore,
+    policy: Path,
+    prompts: Sequence[Prompt],
+    text: Decode,
 ) -> ArmRecord:
     """Train one arm, a step at a time; its MLflow run ends with it."""
     directory = member.context.directory("train_grpo")
@@ -171,7 +179,7 @@ def _train(
             replace(member.plan, start_engine=partial(_started, member.plan, starting)),
             policy=policy,
             prompts=prompts,
-            decode=decode(tokenizer(policy)),
+            decode=text,
             directory=directory,
             log=tracker.log,
             turn=turn,

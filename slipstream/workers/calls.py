@@ -276,6 +276,13 @@ class Idle(Generic[E]):
         for longest_idle in surplus:
             longest_idle.close()
 
+    def end(self) -> None:
+        """Close all idle ones."""
+        with self._lock:
+            ended, self._idle = self._idle, []
+        for _, process in ended:
+            process.close()
+
 
 def is_alive(workers: Sequence[Worker]) -> bool:
     """Ask whether every worker's process still answers."""

@@ -408,7 +408,7 @@ def generate_dealt(crew: Crew, dealt: Deal, sampling: SamplingConfig, what: str)
 
 
 _ANYWHERE = Layout()
-_idle_engines: Idle[RemoteEngine] = Idle()
+idle_engines: Idle[RemoteEngine] = Idle()
 
 
 @contextmanager
@@ -429,7 +429,7 @@ def start_engine(
     """
     is_in_flight = kv_cache is not None
     key = _engine_key(policy, config, speculative_config, layout, is_in_flight=is_in_flight)
-    engine = _idle_engines.take(key)
+    engine = idle_engines.take(key)
     try:
         if engine is None:
             engine = _new_engine(policy, config, speculative_config, layout, is_in_flight=is_in_flight)
@@ -448,7 +448,7 @@ def start_engine(
         if engine is not None:
             engine.close()
         raise
-    _idle_engines.put(key, engine, capacity=config.num_kept_idle)
+    idle_engines.put(key, engine, capacity=config.num_kept_idle)
 
 
 def _new_engine(

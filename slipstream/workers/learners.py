@@ -390,7 +390,7 @@ def _of(what: str, batch: TrainBatch) -> str:
 
 
 _ANYWHERE = Layout()
-_idle_learners: Idle[RemoteLearner] = Idle()
+idle_learners: Idle[RemoteLearner] = Idle()
 
 
 @contextmanager
@@ -401,7 +401,7 @@ def start_learner(config: LearnerConfig, *, layout: Layout = _ANYWHERE) -> Itera
     without what they held. After an exception they end.
     """
     key = repr((config, layout))
-    learner = _idle_learners.take(key) or _new_learner(config, layout)
+    learner = idle_learners.take(key) or _new_learner(config, layout)
     try:
         yield learner
         if config.num_kept_idle:
@@ -409,7 +409,7 @@ def start_learner(config: LearnerConfig, *, layout: Layout = _ANYWHERE) -> Itera
     except BaseException:
         learner.close()
         raise
-    _idle_learners.put(key, learner, capacity=config.num_kept_idle)
+    idle_learners.put(key, learner, capacity=config.num_kept_idle)
 
 
 def _new_learner(config: LearnerConfig, layout: Layout) -> RemoteLearner:

@@ -72,7 +72,7 @@ def started_engines(recipe: Recipe, tools: Tools) -> object:
     idle = SimpleNamespace(
         take=lambda key: None, put=lambda key, engine, capacity: kept.append((capacity, engine._deadline))
     )
-    tools.patch.setattr(engines, "_idle_engines", idle)
+    tools.patch.setattr(engines, "idle_engines", idle)
     with recipe_engine(recipe, tools.directory, tools.directory, 0):
         pass
     return [started["can_sleep"] for _, _, started in ray.made], seen, kept
@@ -86,7 +86,7 @@ def started_learner(recipe: Recipe, tools: Tools) -> object:
     tools.patch.setattr(learners, "started", started(patience))
     tools.patch.setattr(learners, "Crew", lambda workers, deadline: NotedCrew(patience, deadline))
     idle = SimpleNamespace(take=lambda key: None, put=lambda key, learner, capacity: kept.append(capacity))
-    tools.patch.setattr(learners, "_idle_learners", idle)
+    tools.patch.setattr(learners, "idle_learners", idle)
     with learners.start_learner(recipe.learner, layout=recipe.layout):
         ranks = [(made["rank"], made["world_size"]) for _, _, made in ray.made]
     return ranks, ray.options[0]["runtime_env"]["env_vars"].get("OMP_NUM_THREADS"), kept, patience
