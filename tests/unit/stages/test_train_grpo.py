@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from slipstream.config import ConfigError
 from slipstream.drafts.length import DraftLength
-from slipstream.recipe import load_recipe, parameters
+from slipstream.recipe import Recipe, load_recipe, parameters
 from slipstream.records.files import write_record
 from slipstream.records.stages import TuningRecord
-from slipstream.records.steps import ScheduleEntry
+from slipstream.records.steps import ArmRecord, ScheduleEntry
+from slipstream.stages import train_grpo as stage
 from slipstream.stages.certify_losslessness import tuned_length
-from slipstream.stages.context import arm_node
+from slipstream.stages.context import RunContext, arm_node
 from slipstream.stages.recipe_engines import draft_length
-from slipstream.stages.train_grpo import arm_labels, in_loop
+from slipstream.stages.train_grpo import arm_labels, in_loop, steps_a_turn
+from slipstream.train.arm import ArmPlan
+from slipstream.train.turns import Turn
 from slipstream.types import Arm, ArmLoop
 from tests.unit.lagging import ONE_STEP_OFF
 from tests.unit.stages.tuned import tuned
@@ -86,3 +94,113 @@ def test_what_is_certified_is_what_trained_or_the_longest_draft_that_lost(tmp_pa
     assert tuned_length(by_batch, tuning) == draft_length(by_batch, tuning)
     write_record(TuningRecord(chosen_k=0, reason="lost", points=(), schedule=()), tmp_path / "tuning.json")
     assert tuned_length(by_batch, tmp_path) == DraftLength(num_speculative_tokens=7)
+
+
+@dataclass
+class Trained:
+    """In the place of `train`: arms that take three steps each, and note them."""
+
+    steps: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    fails: Arm | None = None
+
+    def __call__(self, recipe: Recipe, plan: ArmPlan, *, turn: Turn | None, **_: Any) -> ArmRecord:
+        for step in range(3):
+            if turn is not None:
+                turn.begin(step)
+            if plan.arm is self.fails and step == 1:
+                raise ValueError("no memory")
+            self.steps.append(f"{plan.arm[0]}{step}")
+        self.ended.append(plan.arm)
+        return ArmRecord(arm=plan.arm, num_speculative_tokens=plan.num_speculative_tokens, steps=())
+
+
+class Process:
+    """An idle one, of a stage before."""
+
+    def __init__(self, closed: list[str], name: str) -> None:
+        self._closed, self._name = closed, name
+
+    def close(self) -> None:
+        self._closed.append(self._name)
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[Trained, list[str]]]:
+    """Trains both arms of a recipe with fakes around them; what they did, and how their MLflow runs ended."""
+    write_record(TuningRecord(chosen_k=2, reason="told so", points=(), schedule=()), tmp_path / "tuning.json")
+
+    def run(overrides: dict[str, Any], *, fails: Arm | None = None) -> tuple[Trained, list[str]]:
+        fake, runs = Trained(fails=fails), list[str]()
+
+        @contextmanager
+        def tracked(context: RunContext, recipe: Recipe, node: str, *_: Any, **__: Any) -> Iterator[Any]:
+            try:
+                yield SimpleNamespace(log=None, log_artifact=lambda path: None)
+            except BaseException as error:
+                runs.append(f"{node}: {type(error).__name__}")
+                raise
+            runs.append(node)
+
+        for name in ("connect", "accelerators", "decode", "tokenizer", "versions"):
+            monkeypatch.setattr(stage, name, lambda *_: {})
+        monkeypatch.setattr(stage, "read_prompt_sets", lambda data: SimpleNamespace(train=(), validation=()))
+        monkeypatch.setattr(stage, "tracked", tracked)
+        monkeypatch.setattr(stage, "train", fake)
+        context = RunContext(execution="e", root=str(tmp_path), experiment="x", workload="rl_zero")
+        recipe = load_recipe(
+            "tiny", overrides={"learner": {"dtype": "float32"}, "engine": {"dtype": "float32"}, **overrides}
+        )
+        with suppress(ValueError):
+            stage.train_grpo(
+                context, recipe, list(Arm), policy=tmp_path, data=tmp_path, draft=tmp_path, tuning=tmp_path
+            )
+        return fake, runs
+
+    return run
+
+
+def test_arms_take_turns_or_follow_one_another(trained: Callable[..., tuple[Trained, list[str]]]) -> None:
+    fake, runs = trained({})
+    assert fake.steps == ["a0", "s0", "s1", "a1", "a2", "s2"]
+    assert sorted(runs) == ["train_grpo_autoregressive", "train_grpo_speculative"]
+
+
+def test_without_turns_one_arm_is_trained_after_the_other(trained: Callable[..., tuple[Trained, list[str]]]) -> None:
+    fake, _ = trained({"placement": {"arms_in_turn": "off"}})
+    assert fake.steps == ["a0", "a1", "a2", "s0", "s1", "s2"]
+
+
+def test_an_arm_that_fails_ends_the_other_at_its_next_turn_and_both_runs(
+    trained: Callable[..., tuple[Trained, list[str]]],
+) -> None:
+    fake, runs = trained({}, fails=Arm.SPECULATIVE)
+    assert fake.steps == ["a0", "s0"]
+    assert sorted(runs) == ["train_grpo_autoregressive: ValueError", "train_grpo_speculative: ValueError"]
+
+
+def test_a_retry_trains_what_is_not_done(trained: Callable[..., tuple[Trained, list[str]]]) -> None:
+    trained({"placement": {"arms_in_turn": "off"}}, fails=Arm.SPECULATIVE)
+    fake, runs = trained({})
+    assert fake.steps == ["s0", "s1", "s2"]
+    assert runs == ["train_grpo_speculative"]
+
+
+@pytest.mark.parametrize("arms_in_turn", ["on", "off"])
+def test_no_arm_starts_with_a_process_of_an_earlier_stage(
+    trained: Callable[..., tuple[Trained, list[str]]], monkeypatch: pytest.MonkeyPatch, arms_in_turn: str
+) -> None:
+    closed: list[str] = []
+    for name, idle in (("engine", stage.idle_engines), ("learner", stage.idle_learners)):
+        process: Any = Process(closed, name)
+        idle.put("key", process, capacity=1)
+    trained({"placement": {"arms_in_turn": arms_in_turn}})
+    assert closed == ["engine", "learner"]
+
+
+def test_engines_that_never_stop_are_trained_alone_and_overlapping_ones_take_longer_turns() -> None:
+    assert steps_a_turn(load_recipe("tiny")) == 1
+    assert steps_a_turn(load_recipe("tiny_async")) >= 8
+    in_flight = {"mode": "in_flight", "max_off_policy_steps": 1}
+    assert steps_a_turn(load_recipe("tiny_async", overrides={"loop": in_flight})) == 0
+    assert steps_a_turn(load_recipe("qwen3_8b")) == 0
