@@ -115,11 +115,11 @@ def fail_ablation(  # noqa: PLR0913  # Flyte asks for every input of the workflo
     draft_lengths: list[int],
     seeds: list[int],
     workloads: list[Workload],
-    num_steps: int | None,
     overrides: list[str],
     kickoff_time: datetime,
     run_root: str,
     reuse_stored: bool,
+    num_steps: int | None = None,
     err: FlyteError | None = None,
 ) -> None:
     """The page of what there is, beside the parts, and the ablation's runs ended."""

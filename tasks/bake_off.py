@@ -75,12 +75,12 @@ def fail_bake_off(  # noqa: PLR0913  # Flyte asks for every input of the workflo
     inits: list[DraftInit],
     online: list[DraftOnline],
     num_speculative_tokens: int,
-    workload: Workload | None,
-    num_steps: int | None,
-    seed: int | None,
     overrides: list[str],
     run_root: str,
     reuse_stored: bool,
+    workload: Workload | None = None,
+    num_steps: int | None = None,
+    seed: int | None = None,
     err: FlyteError | None = None,
 ) -> None:
     """failure.md and failure.json beside the execution's stages, and its runs ended."""

@@ -18,14 +18,14 @@ from tasks.start_run import execution_name
 @recoverable
 def fail_run(  # noqa: PLR0913  # Flyte asks for every input of the workflow, and for the error
     recipe: str,
-    workload: Workload | None,
-    num_steps: int | None,
-    seed: int | None,
     overrides: list[str],
-    max_off_policy_steps: int | None,
     run_root: str,
     resume_execution: str,
     reuse_stored: bool,
+    workload: Workload | None = None,
+    num_steps: int | None = None,
+    seed: int | None = None,
+    max_off_policy_steps: int | None = None,
     err: FlyteError | None = None,
 ) -> None:
     """failure.md and failure.json beside the execution's stages, and as artifacts of its MLflow run."""
@@ -39,11 +39,11 @@ def fail_certificate(  # noqa: PLR0913  # as above
     policy: FlyteDirectory,
     draft: FlyteDirectory,
     recipe: str,
-    workload: Workload | None,
     num_speculative_tokens: int,
-    seed: int | None,
     overrides: list[str],
     run_root: str,
+    workload: Workload | None = None,
+    seed: int | None = None,
     err: FlyteError | None = None,
 ) -> None:
     """The same for an execution that certifies alone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,10 @@ def test_a_failed_node_ends_no_other_and_the_run_is_closed(
     assert workflow.failure_node.flyte_entity is closes
     assert workflow.workflow_metadata.on_failure == WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE
     assert set(closes.python_interface.inputs) == {*workflow.python_interface.inputs, "err"}
+    # A local execution hands on what has a value, and nothing of an input that is None.
+    left_out = [name for name, (_, given) in workflow.python_interface.inputs_with_defaults.items() if given is None]
+    for name in left_out:
+        assert signature(closes.task_function).parameters[name].default is None or name in ("policy", "draft"), name
 
 
 @pytest.mark.parametrize(
