@@ -241,7 +241,7 @@ def _resolved(binding: Any, literals: Mapping[str, Mapping[str, Any]]) -> Any:
     if binding.promise is not None:
         literal = literals[binding.promise.node_id or _START][binding.promise.var]
         for attribute in binding.promise.attr_path:
-            literal = literal.collection.literals[attribute.value]
+            literal = literal.collection.literals[attribute]
         return literal
     if binding.collection is not None:
         return Literal(

@@ -213,7 +213,8 @@ def test_between_two_steps_engines_generate_in_the_learners_memory_with_the_weig
     with tolerant.between_steps():
         generated(tolerant, 1)
     again = [*replaced(0), ("again", 0), GENERATE]
-    assert world.calls == ["learner rests", REFIT, "learner rests", GENERATE, "engines rest", *again, "engines rest"]
+    offloads, sleep = "learner offloads", "engines sleep"
+    assert world.calls == [offloads, REFIT, offloads, GENERATE, sleep, *again, sleep]
     # The loss is that of the step to come, and what is lost there is refitted by the learner.
     assert [result.num_engine_restarts for result in generated(tolerant, 1)] == [1]
 
