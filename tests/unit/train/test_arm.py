@@ -325,6 +325,7 @@ def attempted(
     *overrides: dict[str, Any],
     plan_arm: Arm = Arm.SPECULATIVE,
     schedule: tuple[ScheduleEntry, ...] = (),
+    turn: Any = None,
 ) -> list[StepRecord]:
     """Steps of a whole arm that is evaluated on two problems; a response of odd length is right."""
     recipe = load_recipe("tiny", overrides=functools.reduce(merge, overrides, BASE))
@@ -353,6 +354,7 @@ def attempted(
         score=engines.score,
         directory=directory,
         log=lambda metrics, step: None,
+        turn=turn,
         evaluate=functools.partial(
             evaluation.evaluate,
             prompts=VALIDATION,
@@ -411,6 +413,34 @@ def test_no_time_of_a_step_holds_an_evaluation(tmp_path: Path, monkeypatch: pyte
     records = attempted(tmp_path, monkeypatch, Slow(), EVALUATED)
     assert now[0] == 206.0
     assert [(record.times.generation_s, record.times.step_s) for record in records] == [(1.0, 1.0)] * NUM_STEPS
+
+
+def test_an_arm_evaluates_writes_checkpoints_and_its_policy_in_its_own_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    class Noted(Engines):
+        def generate(self, prompts: Sequence[Prompt], **how: Any) -> GenerationResult:
+            if list(prompts) == list(VALIDATION):
+                events.append("evaluates")
+            return super().generate(prompts, **how)
+
+        def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+            events.append("writes")
+
+        def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
+            events.append("has written")
+
+        def save_hf(self, *_: Any) -> None:
+            events.append("policy")
+
+    turn = SimpleNamespace(begin=lambda step: events.append(f"turn {step}"), begins_with=lambda step: True, num_steps=1)
+    steps = {"grpo": {"num_steps": 3, "checkpoint_every_steps": 2}}
+    attempted(tmp_path, monkeypatch, Noted(), EVALUATED, steps, turn=turn)
+    assert events == [
+        *("turn 0", "turn 1", "writes", "has written", "turn 2", "evaluates", "turn 3", "policy", "has written"),
+    ]
 
 
 def test_a_resumed_arm_evaluates_only_what_it_does_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

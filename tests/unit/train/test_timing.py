@@ -330,3 +330,14 @@ def test_a_clock_that_is_not_given_is_that_of_the_process() -> None:
         pass
     (span,) = activity.between(start_s, time.perf_counter())
     assert start_s <= span[0] < span[1]
+
+
+def test_the_turn_of_another_arm_is_no_part_of_a_step() -> None:
+    now = Clock()
+    watch = Stopwatch(now_s=now)
+    now.now = 100.0
+    watch.restart()
+    with watch.learner.busy():
+        now.now = 103.0
+    now.now = 104.0
+    assert watch.overlap().learner_idle_fraction == 0.25
