@@ -207,11 +207,6 @@ class Run:
                     if self.turn is not None:
                         learner.finish_checkpoint()  # it would be written beside another arm's step
 
-            def start_clock() -> StageClock:
-                if self.turn is not None:
-                    self.turn.begin(len(history))
-                return StageClock()
-
             trainer = Trainer(
                 learner=learner,
                 config=recipe.grpo,
@@ -221,6 +216,7 @@ class Run:
                 max_lag=recipe.loop.max_off_policy_steps,
             )
             tolerant = self.fault_tolerant(engines, gate, learner, history, pending)
+            start_clock = partial(self._start_clock, history)
             self.loop(tolerant, trainer, on_step, pending, threads, start_clock).run(start_step=len(history))
             if self.turn is not None:
                 self.turn.begin(len(history))
@@ -272,6 +268,12 @@ class Run:
             pending=pending,
             submitted=Submitted(self.directory / "submitted"),
         )
+
+    def _start_clock(self, history: Sequence[StepRecord]) -> StageClock:
+        """The clock of the step that follows these, in the arm's turn."""
+        if self.turn is not None:
+            self.turn.begin(len(history))
+        return StageClock()
 
     def fault_tolerant(
         self,
