@@ -101,7 +101,7 @@ class Trained:
     """In the place of `train`: arms that take three steps each, and note them."""
 
     steps: list[str] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)
+    validated: list[Any] = field(default_factory=list)
     fails: Arm | None = None
 
     def __call__(self, recipe: Recipe, plan: ArmPlan, *, turn: Turn | None, **_: Any) -> ArmRecord:
@@ -111,7 +111,7 @@ class Trained:
             if plan.arm is self.fails and step == 1:
                 raise ValueError("no memory")
             self.steps.append(f"{plan.arm[0]}{step}")
-        self.ended.append(plan.arm)
+        self.validated.append(plan.validation)
         return ArmRecord(arm=plan.arm, num_speculative_tokens=plan.num_speculative_tokens, steps=())
 
 
@@ -144,7 +144,9 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tu
 
         for name in ("connect", "accelerators", "decode", "tokenizer", "versions"):
             monkeypatch.setattr(stage, name, lambda *_: {})
-        monkeypatch.setattr(stage, "read_prompt_sets", lambda data: SimpleNamespace(train=(), validation=()))
+        monkeypatch.setattr(
+            stage, "read_prompt_sets", lambda data: SimpleNamespace(train=(), validation=("a problem",))
+        )
         monkeypatch.setattr(stage, "tracked", tracked)
         monkeypatch.setattr(stage, "train", fake)
         context = RunContext(execution="e", root=str(tmp_path), experiment="x", workload="rl_zero")
@@ -163,6 +165,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tu
 def test_arms_take_turns_or_follow_one_another(trained: Callable[..., tuple[Trained, list[str]]]) -> None:
     fake, runs = trained({})
     assert fake.steps == ["a0", "s0", "s1", "a1", "a2", "s2"]
+    assert fake.validated == [("a problem",)] * 2
     assert sorted(runs) == ["train_grpo_autoregressive", "train_grpo_speculative"]
 
 

@@ -31,7 +31,7 @@ from slipstream.rewards.verifier import RewardResult, Verifier
 from slipstream.train import arm
 from slipstream.train.arm import ArmPlan, Run, score
 from slipstream.train.loop import Trainer, engine_seed
-from slipstream.train.metrics import StageClock
+from slipstream.train.metrics import StageClock, Stopwatch
 from slipstream.train.pending import Pending, Submitted
 from slipstream.train.queues import ThreadGroup
 from slipstream.train.turns import Turn, in_turn
@@ -256,7 +256,11 @@ class Working(Engines):
 
 
 @pytest.mark.parametrize(("loop", "num_steps"), [({}, 1), (ONE_STEP_OFF, 2)], ids=["synchronous", "one off"])
-def test_nothing_of_an_arm_works_in_the_turn_of_another(tmp_path: Path, loop: dict[str, Any], num_steps: int) -> None:
+def test_nothing_of_an_arm_works_in_the_turn_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: dict[str, Any], num_steps: int
+) -> None:
+    restarts: list[Stopwatch] = []
+    monkeypatch.setattr(Stopwatch, "restart", lambda watch: restarts.append(watch))
     alone = Engines(lag=2)
     loop = merge(loop, {"grpo": {"checkpoint_every_steps": NUM_STEPS}})  # a checkpoint would wait for what is under way
     records, _ = trained(tmp_path / "alone", alone, loop)
@@ -271,6 +275,7 @@ def test_nothing_of_an_arm_works_in_the_turn_of_another(tmp_path: Path, loop: di
     assert all(max(end for *_, end in before) <= after[0][1] for before, after in itertools.pairwise(turns))
     pairs = NUM_STEPS // num_steps  # a, b, then b, a: two turns of one arm in a row, but for the first and the last
     assert [spans[0][0] for spans in turns] == ["a", *("ba"[i % 2] for i in range(pairs))]
+    assert len(restarts) == (2 * pairs if "loop" in loop else 0)  # no turn of the other is part of a step
     for name, world in worlds.items():
         assert world.generated == alone.generated
         assert [step.reward_mean for step in found[name]] == [step.reward_mean for step in records]
