@@ -23,6 +23,7 @@ check: setup ## formatting, ruff, budgets, import contracts, dependencies, pyrig
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(PYTHON_IN_VENV) scripts/budgets.py
+	PYTHONPATH=. $(PYTHON_IN_VENV) scripts/recipe_reference.py --check
 	PYTHONPATH=. $(VENV)/bin/lint-imports --no-logo
 	$(VENV)/bin/deptry .
 	$(VENV)/bin/pyright

@@ -152,7 +152,7 @@ def _protocols(path: Path) -> int:
 
 def _is_config(each: ast.ClassDef) -> bool:
     declared = " ".join(map(ast.unparse, [*each.decorator_list, *each.bases]))
-    return "dataclass" in declared or "BaseModel" in declared
+    return "dataclass" in declared or "Checked" in declared
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.config import from_mapping, read_mapping, require
+from slipstream.config import Checked, from_mapping, read_mapping, require
 
 T = TypeVar("T")
 
@@ -183,14 +183,15 @@ def load_model(name: str) -> ModelShape:
     return load(ModelShape, "models", name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SimulatorConfig:
+class SimulatorConfig(Checked, path="simulator"):
     """Sections of configs/sim/models.yaml and configs/sim/hardware.yaml. Nothing but the projection depends on them."""
 
     model: str
+    """Section of configs/sim/models.yaml with the policy's shape."""
     hardware: str
+    """Section of configs/sim/hardware.yaml with the accelerator's peaks and memory."""
 
-    def __post_init__(self) -> None:
-        for name, kind, value in (("model", "models", self.model), ("hardware", "hardware", self.hardware)):
+    def _check(self) -> None:
+        for name, kind in (("model", "models"), ("hardware", "hardware")):
             known = section_names(kind)
-            require(value in known, f"simulator.{name}", "must be known", value, f"known: {', '.join(known)}")
+            self._require(getattr(self, name) in known, name, "must be known", f"known: {', '.join(known)}")

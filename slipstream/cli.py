@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import select
 import shlex
@@ -15,7 +16,7 @@ from pathlib import Path
 from slipstream import demo, logs
 from slipstream.config import LARGEST, ConfigError, require
 from slipstream.data.config import SYNTHETIC
-from slipstream.recipe import Recipe, load_recipe, resolve_recipe
+from slipstream.recipe import Recipe, load_recipe, recipe_schema, resolve_recipe
 from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
 from slipstream.simulator import cli as simulator
@@ -119,6 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--cluster", metavar="NODESxGPUS", help="print the plan for such a cluster, as in 8x4")
     check.add_argument("--domain-nodes", type=int, metavar="N", help="so many neighbours are one NVLink domain")
     check.set_defaults(run=_check)
+    schema = commands.add_parser("schema", help="print the JSON schema of recipe files, which editors read")
+    schema.set_defaults(run=_schema)
     cluster = commands.add_parser("cluster", help="what the Ray cluster has that RAY_ADDRESS names, else this machine")
     cluster.set_defaults(run=_cluster)
     preflight = commands.add_parser("preflight", help="what a Kubernetes cluster lacks for the runs of a profile")
@@ -207,24 +210,29 @@ def _check(options: argparse.Namespace) -> int:
         memory = recipe.memory()
         for warning in memory.warnings() if memory else ():
             print(f"warning: {warning}")
-        if options.cluster is not None:
-            plans.append(_plan(recipe, options.cluster, options.domain_nodes))
-    for plan in dict.fromkeys(plans):  # mostly the same for both
+        plans.append(_plan(recipe, options.cluster, options.domain_nodes))
+    for plan in filter(None, dict.fromkeys(plans)):  # mostly the same for both
         print(f"\n{plan}")
     return 0
 
 
-def _plan(recipe: Recipe, cluster: str, domain_nodes: int | None) -> str:
-    """Who lies where, and what each GPU holds."""
+def _schema(_: argparse.Namespace) -> int:
+    print(json.dumps(recipe_schema(), indent=1))
+    return 0
+
+
+def _plan(recipe: Recipe, cluster: str | None, domain_nodes: int | None) -> str:
+    """What each GPU holds, and on a cluster who lies where; empty where there is nothing to say."""
     if not recipe.layout.has_gpus:
-        return "no GPUs: every process runs on one host (placement.gpus_per_node 0)"
-    plan, found = make_plan(recipe.layout, parse_cluster(cluster, domain_nodes=domain_nodes)), recipe.memory()
+        return "no GPUs: every process runs on one host (placement.gpus_per_node 0)" if cluster else ""
+    plan = [] if cluster is None else [plan_text(make_plan(recipe.layout, parse_cluster(cluster, domain_nodes=domain_nodes)))]
+    found = recipe.memory()
     if found is None:
         is_named = recipe.simulator is not None
         memory = f"memory: {'not counted' if is_named else 'unknown; name simulator.model and simulator.hardware'}"
     else:
         memory = memory_text(found, recipe.refit_channel)
-    return f"{plan_text(plan)}\n\n{memory}"
+    return "\n\n".join([*plan, memory])
 
 
 def _cluster(_: argparse.Namespace) -> int:

@@ -1,30 +1,34 @@
-"""Strict configs: frozen dataclasses read from plain mappings, with errors that name field, rule, value and fix.
+"""Strict configs: dataclasses that pydantic validates, with errors that name field, rule, value and fix.
 
-Every config class of the library stands beside the code that it configures; this file only knows how to read one.
+Every config class of the library stands beside the code that it configures; this file only knows how to read one. A
+field's type has its range; the docstring below it describes it, in JSON schemas and in docs/recipe.md too.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ast
 import dataclasses
 import difflib
 import enum
-import math
+import inspect
+import itertools
 import operator
 import re
-import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
+import pydantic
 import yaml
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 T = TypeVar("T")
 
 LARGEST = 2**31 - 1
-"""Of the numbers of a recipe but its seeds: engines count in 32 bits, and no clock waits for more seconds."""
+"""Largest number of a config but its seeds: engines count in 32 bits, and no clock waits for more seconds."""
 _LARGEST_SEED = 2**63 - 1  # generators and Flyte take no more
 _YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
 _Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C: several times as fast, and the same values
@@ -69,61 +73,79 @@ def require(condition: bool, field: str, rule: str, value: object, fix: str = ""
         raise ConfigError(f"{field} {rule}, got {value!r}" + (f"; {fix}" if fix else ""))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rule:
-    """A rule for the values of one field, which stands beside its type: `Annotated[int, ge(1)]`."""
-
-    text: str
-    holds: Callable[[Any], bool]
-    fix: str = ""
+def _not_a_switch(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("must be of type float")
+    return value
 
 
-def gt(bound: float, fix: str = "") -> Rule:
-    """Numbers above `bound`."""
-    return Rule(f"must be > {bound}", lambda value: value > bound, fix)
+def _switch(value: Any) -> Any:
+    word = value.lower() if isinstance(value, str) else None
+    return word in _YES if word in _YES + _NO else value
 
 
-def ge(bound: float, fix: str = "") -> Rule:
-    """Numbers from `bound` on."""
-    return Rule(f"must be >= {bound}", lambda value: value >= bound, fix)
+NUMBER = BeforeValidator(_not_a_switch)
+"""Last part of the type of a field that holds a float: pydantic takes `true` for 1.0."""
+
+Int = Annotated[int, Field(strict=True, le=LARGEST)]
+PositiveInt = Annotated[Int, Field(ge=1)]
+NonNegativeInt = Annotated[Int, Field(ge=0)]
+Seed = Annotated[int, Field(strict=True, ge=0, le=_LARGEST_SEED)]
+PositiveFloat = Annotated[float, Field(gt=0, le=LARGEST), NUMBER]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=LARGEST), NUMBER]
+Fraction = Annotated[float, Field(gt=0, lt=1), NUMBER]
+"""Floats in (0, 1)."""
+Rate = Annotated[float, Field(gt=0, le=1), NUMBER]
+"""Floats in (0, 1]."""
+Probability = Annotated[float, Field(ge=0, le=1), NUMBER]
+"""Floats in [0, 1]."""
+Text = Annotated[str, Field(min_length=1)]
+Switch = Annotated[bool, Field(strict=True), BeforeValidator(_switch)]
+"""Booleans, also in the words of YAML 1.1: `on`, `off`, `yes`, `no`."""
 
 
-def within(interval: str, fix: str = "") -> Rule:
-    """Numbers of an interval as mathematics writes it: `(0, 1]` holds 1 and not 0."""
-    low, high = map(float, interval[1:-1].split(","))
-    above = operator.le if interval[0] == "[" else operator.lt
-    below = operator.le if interval[-1] == "]" else operator.lt
-    return Rule(f"must lie in {interval}", lambda value: above(low, value) and below(value, high), fix)
-
-
-EVEN = Rule("must be even, for RoPE", lambda value: value % 2 == 0)
-
-
-PositiveInt = Annotated[int, gt(0)]
-PositiveFloat = Annotated[float, gt(0)]
-NonNegativeInt = Annotated[int, ge(0)]
-NonNegativeFloat = Annotated[float, ge(0)]
-Fraction = Annotated[float, within("(0, 1)")]
-
-
-class Checked:
-    """A config dataclass that refuses, as soon as it is made, values that break a rule of its fields.
-
-    `path` is the config's name in errors. A null, where the type allows it, breaks no rule.
-    """
+class Fix(str):
+    """Advice that an error of a field ends with; it stands in the field's `Annotated`."""
 
     __slots__ = ()
+
+
+def rule(text: str, holds: Callable[[Any], bool]) -> AfterValidator:
+    """A rule that no type and no range says, for `Annotated`; an error has its text."""
+
+    def check(value: Any) -> Any:
+        if not holds(value):
+            raise ValueError(text)
+        return value
+
+    return AfterValidator(check)
+
+
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field, Field))
+class Checked:
+    """A frozen config dataclass that pydantic validates whenever one is made, `dataclasses.replace` included.
+
+    `path` is the config's name in errors.
+    """
+
+    if typing.TYPE_CHECKING:
+        __dataclass_fields__: typing.ClassVar[dict[str, dataclasses.Field[Any]]]
     _path = ""
 
-    def __init_subclass__(cls, *, path: str | None = None) -> None:
-        cls._path = cls._path if path is None else path  # a dataclass with slots is made twice, then without a path
+    def __init_subclass__(cls, *, path: str = "") -> None:
+        cls._path = path
+        dataclass(cls, frozen=True, kw_only=True, config=_STRICT)
+        validate = cls.__init__
+
+        def init(self: Checked, **values: Any) -> None:
+            try:
+                validate(self, **values)
+            except ValidationError as error:
+                raise _refusal(cls, _problems(error)[0], path) from None
+
+        cls.__init__ = init  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
-        for name, is_optional, rule in _rules(type(self)):
-            value = getattr(self, name)
-            if value is not None:
-                text = f"{rule.text} or null" if is_optional and not rule.fix else rule.text
-                require(rule.holds(value), _join(self._path, name), text, value, rule.fix)
         self._check()
 
     def _require(self, condition: bool, field: str, rule: str, fix: str = "") -> None:
@@ -134,21 +156,33 @@ class Checked:
     def _check(self) -> None:
         """Refuse values that do not go together, where a config has such rules."""
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
+        """Describe each field in a JSON schema by the docstring below it."""
+        schema = handler(core)
+        properties = handler.resolve_ref_schema(schema)["properties"]
+        for name, text in _descriptions(cls).items():
+            properties[name]["description"] = text
+        return schema
+
+
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+
 
 @cache
-def _rules(cls: type) -> tuple[tuple[str, bool, Rule], ...]:
-    """The rules of a config: the field's name, and whether it may be null."""
-    found: list[tuple[str, bool, Rule]] = []
-    for name, hint in get_type_hints(cls, include_extras=True).items():
-        is_optional = type(None) in get_args(_hints(cls)[name])
-        for part in (hint, *get_args(hint)):  # a whole type or, as in `PositiveInt | None`, a part of a union
-            if get_origin(part) is Annotated:
-                found += [(name, is_optional, rule) for rule in part.__metadata__ if isinstance(rule, Rule)]
-    return tuple(found)
+def _descriptions(cls: type) -> dict[str, str]:
+    """The docstrings below the fields of a class, by field: Python itself does not keep them."""
+    (body,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(body, ast.ClassDef)
+    return {
+        ast.unparse(field.target): " ".join(str(text.value.value).split())
+        for field, text in itertools.pairwise(body.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
-    """Build the config `cls` from plain `values`, refusing unknown keys and wrong types.
+    """Build the dataclass `cls` from plain `values`, refusing unknown keys and wrong types.
 
     Args:
         values: as YAML or JSON gives them; a nested config is a nested mapping.
@@ -157,26 +191,21 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
         ConfigError: an unknown key (the nearest known one is named), a missing field, a value of the wrong type,
             or a rule of the config class that does not hold.
     """
-    fields = _known_fields(cls, values, path)
-    hints = _hints(cls)
-    kwargs = {key: _coerce(hints[key], value, _join(path, key)) for key, value in values.items()}
-    missing = [
-        name
-        for name, f in fields.items()
-        if name not in kwargs and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    require(not missing, _join(path, missing[0]) if missing else path, "is required", None, "set it")
-    return cls(**kwargs)
+    try:
+        return _adapter(cls).validate_python((values,))[0]
+    except ValidationError as error:
+        raise _refusal(cls, _problems(error, depth=1)[0], path) from None
 
 
 @cache
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
+def _adapter(cls: type[T]) -> TypeAdapter[tuple[T]]:
+    """Validate a tuple of one `cls`: pydantic gives a dataclass of the standard library no config of its own."""
+    return TypeAdapter(tuple[cls], config=_STRICT)
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
     """Plain JSON-ready mapping of a config: enums as their values, tuples as lists."""
-    return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    return _adapter(type(config)).dump_python((config,), mode="json", warnings=False)[0]
 
 
 def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,39 +256,92 @@ def check_known(cls: type, values: Any, path: str) -> None:
     Raises:
         ConfigError: an unknown key (the nearest known one is named), or a section that is no mapping.
     """
-    _known_fields(cls, values, path)
-    for key, value in values.items():
-        hint = _hints(cls)[key]
-        items = value if isinstance(value, (list, tuple)) else [value]
-        for nested in (each for each in (hint, *get_args(hint)) if dataclasses.is_dataclass(each)):
-            for item in items:
-                if item is not None:
-                    check_known(typing.cast(type, nested), item, _join(path, key))
+    try:
+        _adapter(cls).validate_python((values,))
+    except ValidationError as error:
+        for problem in _problems(error, depth=1):
+            is_section = problem["type"] == "dataclass_type" and problem["input"] is not None
+            if problem["type"] in _UNKNOWN or is_section:
+                raise _refusal(cls, problem, path) from None
 
 
-def require_sizes(config: Any, path: str = "") -> None:
-    """Refuse numbers of a config, or of those below it, that no run could have.
+_UNKNOWN = ("unexpected_keyword_argument", "invalid_key")
+_BOUND = {"greater_than": "> {gt}", "greater_than_equal": ">= {ge}", "less_than": "< {lt}", "less_than_equal": "<= {le}"}
+_TYPES = {"int": "int", "float": "float", "bool": "bool", "string": "str"}
+_RULES = {
+    "missing": "is required",
+    "enum": "must be one of {expected}",
+    "literal_error": "must be one of {expected}",
+    "finite_number": "must be a finite number",
+    "multiple_of": "must be a multiple of {multiple_of}",
+    "too_short": "must not be empty",
+    "string_too_short": "must not be empty",
+    "dataclass_type": "must be a mapping of field to value",
+    "dict_type": "must be a mapping",
+    "tuple_type": "must be a list",
+    "value_error": "{error}",
+    **{kind: f"must be {rule}" for kind, rule in _BOUND.items()},
+    **{f"{kind}_{what}": f"must be of type {name}" for kind, name in _TYPES.items() for what in ("type", "parsing")},
+}
+"""Rules by the type of pydantic's error, which gives the values in braces; another error keeps pydantic's words."""
 
-    Raises:
-        ConfigError: a seed outside [0, 2**63), or another number beyond `LARGEST`.
-    """
-    for name, value in _numbers(config, path):
-        if name.rpartition(".")[2] == "seed":
-            require(0 <= value <= _LARGEST_SEED, name, "must lie in [0, 2**63)", value)
-        else:
-            require(abs(value) <= LARGEST, name, f"must be at most {LARGEST}", value)
+
+def _problems(error: ValidationError, *, depth: int = 0) -> list[Any]:
+    """Everything that pydantic found wrong `depth` levels down, unknown keys first: they explain what is missing."""
+    found = [{**each, "loc": each["loc"][depth:]} for each in error.errors(include_url=False)]
+    return sorted(found, key=lambda problem: problem["type"] not in _UNKNOWN)
 
 
-def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
-    """Every number of a config and of what it holds, by its dotted name."""
-    if dataclasses.is_dataclass(value):
-        for f in dataclasses.fields(value):
-            yield from _numbers(getattr(value, f.name), _join(path, f.name))
-    elif isinstance(value, (tuple, dict)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _numbers(item, f"{path}[{key}]")
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield path, value
+def _refusal(cls: type, problem: Mapping[str, Any], path: str) -> ConfigError:
+    """An error of pydantic's about a `cls` at `path`, as field, rule, value and fix."""
+    kind, loc, value, context = problem["type"], problem["loc"], problem["input"], problem.get("ctx", {})
+    if isinstance(context.get("error"), ConfigError):  # of a `_check`
+        return context["error"]
+    name = _dotted(path, loc)
+    if kind in _UNKNOWN:
+        config = next(each for each in _declared(cls, loc[:-1]) if dataclasses.is_dataclass(each))
+        known = [field.name for field in dataclasses.fields(config) if field.init]
+        near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
+        fix = f"did you mean {_dotted(path, (*loc[:-1], near[0]))!r}?" if near else f"known: {', '.join(known)}"
+        return ConfigError(f"unknown key {name!r}; {fix}")
+    declared = _declared(cls, loc)
+    shown = {key: f"{each:.15g}" if isinstance(each, float) else str(each) for key, each in context.items()}
+    if "expected" in shown:
+        shown["expected"] = shown["expected"].replace("'", "").replace(" or ", ", ")
+    text = _RULES.get(kind, problem["msg"]).format(**shown)
+    fix = next((each for each in declared if isinstance(each, Fix)), "")
+    if kind == "missing":
+        value, fix = None, "set it"
+    elif kind == "string_type" and isinstance(value, (bool, int, float)):
+        fix = "put it in quotes"
+    elif kind in _BOUND and type(None) in declared and isinstance(loc[-1], str) and not fix:
+        text += " or null"
+    return ConfigError(f"{name} {text}, got {value!r}" + (f"; {fix}" if fix else ""))
+
+
+def _declared(cls: type, loc: Sequence[int | str]) -> list[Any]:
+    """Every part of the type of the field at `loc`: members of unions, items of lists, what `Annotated` adds."""
+    parts: list[Any] = [cls]
+    for name in loc:
+        config = next((each for each in parts if dataclasses.is_dataclass(each)), None)
+        hints = {} if config is None else get_type_hints(config, include_extras=True)
+        parts = list(_parts(hints[name])) if name in hints else parts
+    return parts
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    yield hint
+    for each in get_args(hint):
+        yield from _parts(each)
+
+
+def _dotted(path: str, loc: Sequence[int | str]) -> str:
+    """The name of what stands at `loc` below `path`: `data.train[0].path`."""
+    if loc[-1:] == ("[key]",):
+        return f"a key of {_dotted(path, loc[:-2])}"
+    for part in loc:
+        path = f"{path}[{part}]" if isinstance(part, int) else _join(path, part)
+    return path or "recipe"
 
 
 def _check_keys(root: yaml.Node) -> None:
@@ -317,79 +399,3 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
 def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
-
-def _known_fields(cls: type, values: Any, path: str) -> dict[str, dataclasses.Field[Any]]:
-    """The fields of a config by name, where `values` is a mapping of some of them and of nothing else."""
-    require(isinstance(values, Mapping), path or "recipe", "must be a mapping of field to value", values)
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
-    for key in values:
-        if key not in fields:
-            near = difflib.get_close_matches(str(key), list(fields), n=1, cutoff=0.5)
-            fix = f"did you mean {_join(path, near[0])!r}?" if near else f"known: {', '.join(fields)}"
-            raise ConfigError(f"unknown key {_join(path, str(key))!r}; {fix}")
-    return fields
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return to_mapping(value)
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _coerce(hint: Any, value: Any, path: str) -> Any:
-    origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
-        return _coerce_union(hint, value, path)
-    if origin is Literal:
-        require(value in get_args(hint), path, f"must be one of {', '.join(map(str, get_args(hint)))}", value)
-        return value
-    if origin is dict:
-        require(isinstance(value, Mapping), path, "must be a mapping", value)
-        of_key, of_item = get_args(hint)
-        return {
-            _coerce(of_key, key, f"a key of {path}"): _coerce(of_item, item, _join(path, key))
-            for key, item in value.items()
-        }
-    if origin is tuple:
-        require(isinstance(value, (list, tuple)), path, "must be a list", value)
-        item = get_args(hint)[0]
-        return tuple(_coerce(item, v, f"{path}[{i}]") for i, v in enumerate(value))
-    if dataclasses.is_dataclass(hint):
-        return from_mapping(typing.cast(Any, hint), value, path)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        allowed = [member.value for member in hint]
-        require(value in allowed or isinstance(value, hint), path, f"must be one of {', '.join(allowed)}", value)
-        return hint(value)
-    return _coerce_scalar(hint, value, path)
-
-
-def _coerce_union(hint: Any, value: Any, path: str) -> Any:
-    options = [option for option in get_args(hint) if option is not type(None)]
-    if value is None and type(None) in get_args(hint):
-        return None
-    errors = []
-    for option in options:
-        try:
-            return _coerce(option, value, path)
-        except ConfigError as error:
-            errors.append(error)
-    raise errors[-1]
-
-
-def _coerce_scalar(hint: Any, value: Any, path: str) -> Any:
-    if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-        # YAML 1.1 reads `1e-4` (no dot) as a string: a learning rate is the value that people write so.
-        with contextlib.suppress(ValueError, OverflowError):
-            value = float(value)
-    if hint is bool and isinstance(value, str) and value.lower() in _YES + _NO:
-        value = value.lower() in _YES
-    ok = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
-    is_number = isinstance(value, (bool, int, float))
-    fix = "put it in quotes" if hint is str and is_number else ""
-    require(ok, path, f"must be of type {hint.__name__}", value, fix)
-    require(not isinstance(value, float) or math.isfinite(value), path, "must be a finite number", value)
-    return value

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
-from slipstream.config import Checked, PositiveInt, require
-from slipstream.engine.config import SamplingConfig, Temperature, TopK, TopP
+from slipstream.config import Checked, PositiveInt, Rate, require
+from slipstream.engine.config import SamplingConfig, Temperature, TopK
 from slipstream.engine.protocol import Engines
 from slipstream.records.steps import EvaluationRecord
 from slipstream.rewards.answers import extract_answer
@@ -25,16 +24,21 @@ from slipstream.types import FinishReason, Prompt
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(Checked, path="evaluation"):
     """How the problems are sampled, apart from training. The defaults are what Qwen3 is published with."""
 
     num_samples_per_problem: PositiveInt = 32
+    """Responses to each validation problem, whose mean accuracy is reported."""
     temperature: Temperature = 0.6
-    top_p: TopP = 0.95
+    """Temperature of these responses; 0 is greedy decoding."""
+    top_p: Rate = 0.95
+    """Probability mass that these responses are sampled from; 1 means all."""
     top_k: TopK = 20
+    """Tokens that these responses are sampled from; 0 means all."""
     max_response_tokens: PositiveInt
-    every_steps: PositiveInt | None = None  # of a synchronous arm, while it trains; None: before and after it alone
+    """Tokens after which such a response is cut off."""
+    every_steps: PositiveInt | None = None
+    """Steps between evaluations of a synchronous arm while it trains; null evaluates before and after it alone."""
 
     def _check(self) -> None:
         self._require(

@@ -11,11 +11,13 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
 
 import slipstream
 from slipstream.catalog import SimulatorConfig
@@ -27,7 +29,6 @@ from slipstream.config import (
     merge,
     read_mapping,
     require,
-    require_sizes,
     to_mapping,
 )
 from slipstream.data.config import DATA_SUFFIXES, SYNTHETIC, DataConfig
@@ -65,31 +66,47 @@ OPERATION = ("num_kept_idle", "start_timeout_s", "answer_timeout_s", "max_restar
 _NO_INFLUENCE = ("name", "placement", "tracking", "tuning", "evaluation", "losslessness", "refit", "simulator")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Recipe(Checked):
     """One experiment. Both arms of it share every field."""
 
     name: str
+    """Name of the experiment, in MLflow too."""
     workload: Workload = Workload.RL_ZERO
+    """Start of RL: a base model or one that reasons. Set by launches (`--workload`); `workloads` lies over the recipe."""
     policy: PolicyConfig
+    """Model that is trained."""
     learner: LearnerConfig
+    """Training of the policy."""
     engine: EngineConfig
+    """vLLM engines, the same in both arms."""
     sampling: SamplingConfig
+    """Sampling of rollouts."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    """Nodes and GPUs."""
     data: DataConfig
+    """Prompts and problems."""
     draft: DraftConfig
+    """Draft and its training."""
     tuning: TuningConfig
+    """Sweep of draft lengths."""
     grpo: GrpoConfig
+    """Steps, loss and optimizer of the policy."""
     loop: LoopConfig = field(default_factory=LoopConfig)
+    """Overlap of generation and training."""
     evaluation: EvaluationConfig
+    """Accuracy on the validation problems."""
     losslessness: LosslessnessConfig = field(default_factory=LosslessnessConfig)
+    """Certificate that speculation changes no distribution."""
     refit: RefitConfig = field(default_factory=RefitConfig)
+    """Transfer of new weights to the engines."""
     reward: RewardConfig = field(default_factory=RewardConfig)
+    """Verification of answers."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    simulator: SimulatorConfig | None = None  # None: the run is not projected from its own measurements
+    """MLflow and the comparison with earlier executions."""
+    simulator: SimulatorConfig | None = None
+    """Projection of the run to other machines, and sizes for the estimate of memory; null leaves both out."""
 
     def _check(self) -> None:
-        require_sizes(self)
         check_experiment(self.name, "name")
         require_groups(self.tuning, self.grpo.group_size)
         self._check_devices()
@@ -495,3 +512,43 @@ def leaves(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
         name = f"{path}.{key}" if path else key
         found |= leaves(value, name) if isinstance(value, Mapping) else {name: value}
     return found
+
+
+class _Untitled(GenerateJsonSchema):
+    """JSON schemas whose fields have no titles: those would repeat their names."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def recipe_schema() -> dict[str, Any]:
+    """JSON schema (draft 2020-12) of a recipe file, for editors and for docs/recipe.md."""
+    schema = TypeAdapter(Recipe).json_schema(schema_generator=_Untitled)
+    whole = {key: value for key, value in schema.items() if key != "$defs"}
+    sections = {**schema["$defs"], "Recipe": whole}
+    partial = {f"Partial{name}": _partial(section) for name, section in sections.items()}
+    del partial["PartialRecipe"]["properties"]["workload"]  # the section is of that workload
+    schema["$defs"] |= partial
+    schema["properties"][_WORKLOADS] = {
+        "type": ["object", "null"],
+        "description": "Changes of the recipe that belong to one workload.",
+        "properties": {each.value: {"anyOf": [_PARTIAL_RECIPE, {"type": "null"}]} for each in Workload},
+        "additionalProperties": False,
+    }
+    return {"$schema": GenerateJsonSchema.schema_dialect, **schema}
+
+
+_PARTIAL_RECIPE = {"$ref": "#/$defs/PartialRecipe"}
+
+
+def _partial(schema: Any) -> Any:
+    """A copy of a schema in which nothing is required; it refers to such copies."""
+    if isinstance(schema, list):
+        return [_partial(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value.replace("/$defs/", "/$defs/Partial") if key == "$ref" else _partial(value)
+        for key, value in schema.items()
+        if key != "required"
+    }

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated
 
-from slipstream.config import Checked, PositiveInt, Rule, require
+from pydantic import Field
+
+from slipstream.config import Checked, PositiveInt, Seed, Text, rule
 from slipstream.data.synthetic import SyntheticConfig
 
 SYNTHETIC = "synthetic"
@@ -13,46 +16,48 @@ DATA_SUFFIXES = (".json", ".jsonl", ".parquet")
 """Endings of the local files that are read."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceConfig:
+class SourceConfig(Checked, path="data source"):
     """One data set: a hub id, a local .json, .jsonl or .parquet file, a directory of such files, or `synthetic`."""
 
-    path: str
-    subset: str | None = None  # the hub's configuration name, as `en` of open-r1/DAPO-Math-17k-Processed
-    split: str | None = None  # `train_sft` for HuggingFaceH4/ultrachat_200k; None: train, or a file whatever its name
-    max_rows: int | None = None  # read only so many rows, chosen by seed; None reads all
+    path: Text
+    """Hub id, file or directory of the rows, or `synthetic` for worked sums made on the spot."""
+    subset: Text | None = None
+    """Configuration name on the hub, as `en` of open-r1/DAPO-Math-17k-Processed; null takes the only one."""
+    split: Text | None = None
+    """Split to read, as `train_sft` of HuggingFaceH4/ultrachat_200k; null takes `train`, or a whole file."""
+    max_rows: PositiveInt | None = None
+    """Rows to read, chosen by `data.seed`; null reads all."""
 
-    def __post_init__(self) -> None:
-        require(bool(self.path), "data source path", "must not be empty", self.path)
-        require(
-            self.max_rows is None or self.max_rows > 0,
-            f"max_rows of data source {self.path}",
-            "must be > 0 or null",
-            self.max_rows,
-        )
+    def _check(self) -> None:
         for name in ("subset", "split"):
-            value = getattr(self, name)
-            require(value != "", f"{name} of data source {self.path}", "must not be empty", value)
-            is_given = value is not None and self.path == SYNTHETIC
-            require(not is_given, f"{name} of data source {self.path}", "must not be set: there is one", value)
+            is_given = getattr(self, name) is not None and self.path == SYNTHETIC
+            self._require(not is_given, name, "must be null with path synthetic", "there is one set only")
 
 
-_ONE_PROBLEM = Rule("must hold {problem} exactly once", lambda text: text.count("{problem}") == 1)
-_SOME = Rule("must name at least one source", bool)
 _SYNTHETIC_SOURCE = (SourceConfig(path=SYNTHETIC),)
+_SOME = Field(min_length=1)
 
 
-@dataclass(frozen=True, kw_only=True)
 class DataConfig(Checked, path="data"):
     """The four sets of a run. Training rows also found in a draft or the validation set are dropped and counted."""
 
     train: Annotated[tuple[SourceConfig, ...], _SOME] = _SYNTHETIC_SOURCE
+    """Problems with answers that the policy is trained on."""
     draft_in_domain: Annotated[tuple[SourceConfig, ...], _SOME] = _SYNTHETIC_SOURCE
+    """Prompts of the training's domain, for drafts with `draft.init: in_domain` or `from_hub`."""
     draft_general: Annotated[tuple[SourceConfig, ...], _SOME] = _SYNTHETIC_SOURCE
+    """Prompts of any domain, for drafts with `draft.init: general`."""
     validation: Annotated[tuple[SourceConfig, ...], _SOME] = _SYNTHETIC_SOURCE
-    num_validation_problems: PositiveInt | None = None  # refuse any other number of unique problems; None takes any
-    max_prompt_tokens: PositiveInt  # longer prompts are dropped and counted
-    # What the user turn says; `{problem}` stands for the problem.
-    instruction: Annotated[str, _ONE_PROBLEM] = "{problem}"
-    seed: int = 0
+    """Problems with answers that accuracy is measured on."""
+    num_validation_problems: PositiveInt | None = None
+    """Number of unique validation problems that the run insists on; null takes any number."""
+    max_prompt_tokens: PositiveInt
+    """Tokens of the longest prompt; longer ones are dropped and counted."""
+    instruction: Annotated[str, rule("must hold {problem} exactly once", lambda text: text.count("{problem}") == 1)] = (
+        "{problem}"
+    )
+    """Text of the user turn, in which `{problem}` stands for the problem."""
+    seed: Seed = 0
+    """Seed of the order of rows and of the synthetic sets. Set it for another sample of the data."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+    """Sizes and difficulty of the sets whose path is `synthetic`."""

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from slipstream.config import Checked, ConfigError, NonNegativeInt, Rule, ge, within
+from pydantic import Field
+
+from slipstream.config import NUMBER, Checked, ConfigError, Fix, Int, NonNegativeInt, Probability
 from slipstream.types import Workload
 
 Split = Literal["train", "draft_in_domain", "draft_general", "validation"]
 Row = dict[str, Any]
 
 MAX_ANSWER = 999
-_SIZE = within("[1, 1000000]", "larger sets come from files")
-_FITS = Rule(f"must be <= {MAX_ANSWER}, the largest answer", lambda number: number <= MAX_ANSWER)
-_RATE = within("[0, 1]")
+Size = Annotated[Int, Field(ge=1, le=1_000_000), Fix("larger sets come from files")]
 _MAX_TRIES = 10_000  # without a problem that fits, or a new one
 _VALIDATION_SHARE = 16  # one problem in so many is kept for validation: the corpus never holds it
 _TEXT = (
@@ -36,7 +36,6 @@ _TEXT = (
 _WORDS = tuple(_TEXT.split())
 
 
-@dataclass(frozen=True, kw_only=True)
 class SyntheticConfig(Checked, path="data.synthetic"):
     """Size and difficulty of the synthetic sets.
 
@@ -45,23 +44,36 @@ class SyntheticConfig(Checked, path="data.synthetic"):
     about 55 characters in the mean and 160 at most, a prompt about 20.
     """
 
-    num_train_problems: Annotated[int, _SIZE] = 2000
-    num_copies: Annotated[int, _SIZE] = 2  # rows for each training problem, as the real set repeats its own
-    num_conflicting: NonNegativeInt = 8  # training problems that a further row gives another answer
-    num_leaked: NonNegativeInt = 2  # validation problems that also stand among the training rows
-    num_draft_rows: Annotated[int, _SIZE] = 1000  # rows of each draft set
-    num_validation_problems: Annotated[int, _SIZE] = 30
-    min_terms: Annotated[int, ge(2)] = 3
-    max_terms: Annotated[int, _FITS] = 14
-    terms_decay: Annotated[float, within("(0, 2]")] = 0.74
-    max_term: Annotated[int, within("[10, 99]")] = 99
-    one_digit_rate: Annotated[float, _RATE] = 0.5  # chance that a term has one digit
-    subtraction_rate: Annotated[float, _RATE] = 0.0  # chance that a term is subtracted, where the running sum allows it
-    # Chance that a worked step of the corpus is wrong, and the mistake carried on.
-    noise_rate: Annotated[float, _RATE] = 0.1
-    # Chance that a response of the corpus skips the work and boxes the first term.
-    careless_rate: Annotated[float, _RATE] = 0.0
-    general_rate: Annotated[float, _RATE] = 0.1  # share of the corpus that is general-domain
+    num_train_problems: Size = 2000
+    """Unique training problems. Set it where a run is longer than its problems last."""
+    num_copies: Size = 2
+    """Rows for each training problem, as the real set repeats its own. Set it to test the removal of duplicates."""
+    num_conflicting: NonNegativeInt = 8
+    """Training problems that a further row gives another answer. Set it to test the cleaning of data."""
+    num_leaked: NonNegativeInt = 2
+    """Validation problems that also stand among the training rows. Set it to test the removal of leaks."""
+    num_draft_rows: Size = 1000
+    """Rows of each of the two draft sets."""
+    num_validation_problems: Size = 30
+    """Unique validation problems, as many as AIME 2024 has. Set it where an accuracy is too noisy."""
+    min_terms: Annotated[Int, Field(ge=2)] = 3
+    """Terms of the shortest sum. Set it for easier problems."""
+    max_terms: Annotated[Int, Field(ge=2, le=MAX_ANSWER)] = 14
+    """Terms of the longest sum; a response grows with them."""
+    terms_decay: Annotated[float, Field(gt=0, le=2), NUMBER] = 0.74
+    """Ratio of the chances of n + 1 and of n terms; below 1 most sums are short."""
+    max_term: Annotated[Int, Field(ge=10, le=99)] = 99
+    """Largest term. Set it for easier problems."""
+    one_digit_rate: Probability = 0.5
+    """Chance that a term has one digit."""
+    subtraction_rate: Probability = 0.0
+    """Chance that a term is subtracted where the running sum allows it. Set it for problems of another kind."""
+    noise_rate: Probability = 0.1
+    """Chance that a worked step of the pretraining corpus is wrong and the mistake is carried on."""
+    careless_rate: Probability = 0.0
+    """Chance that a response of the pretraining corpus skips the work and boxes the first term: what RL unlearns."""
+    general_rate: Probability = 0.1
+    """Share of the pretraining corpus that is general-domain text."""
 
     def _check(self) -> None:
         self._require(

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal, get_args
+
+from pydantic import Field
 
 from slipstream.config import (
-    EVEN,
     Checked,
+    Fix,
+    Int,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Rule,
-    ge,
-    gt,
+    Probability,
+    Rate,
+    Seed,
+    Switch,
     require,
-    within,
 )
 from slipstream.drafts.methods import TRAITS, DraftMethod, Training
 from slipstream.grpo.config import OptimizerMethod
@@ -44,11 +47,9 @@ FRESH_INITS = (DraftInit.IN_DOMAIN, DraftInit.GENERAL)
 """Those that need no `draft.model`."""
 
 
-LOSSES = ("kl_div", "tv", "lk", "lk_hybrid")
+Loss = Literal["kl_div", "tv", "lk", "lk_hybrid"]
+LOSSES: tuple[Loss, ...] = get_args(Loss)
 """What each means is in `drafts/trainer.py`."""
-
-
-_IS_LOSS = Rule(f"must be one of {', '.join(LOSSES)}", LOSSES.__contains__)
 
 
 class DraftLengthRule(StrEnum):
@@ -61,17 +62,19 @@ class DraftLengthRule(StrEnum):
     BY_BATCH = "by_batch"
 
 
-@dataclass(frozen=True, kw_only=True)
 class AutopilotConfig(Checked, path="draft.autopilot"):
     """When the speculative arm stops drafting, and how it finds back: see `slipstream.drafts.length`."""
 
-    enabled: bool = False
-    patience_steps: Annotated[int, ge(2)] = 3  # that must lose
-    probe_every_steps: Annotated[int, ge(1)] = 8  # at first; twice as rarely after each probe, down to an eighth
-    margin: NonNegativeFloat = 0.05  # a way loses if it costs so much more, as a fraction
+    enabled: Switch = False
+    """Drafting stops while its steps cost more than steps without it. Set it where acceptance may collapse in a run."""
+    patience_steps: Annotated[Int, Field(ge=2)] = 3
+    """Successive steps that must lose before drafting is switched. Set it higher where step times are noisy."""
+    probe_every_steps: PositiveInt = 8
+    """Steps before the first probe of the other way; the interval doubles up to 8 times this. Set it with `enabled`."""
+    margin: NonNegativeFloat = 0.05
+    """Extra cost of a step, as a fraction, from which a way loses. Set it higher where step times are noisy."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DraftScratchConfig(Checked, path="draft.scratch"):
     """A small Qwen3 with random weights that is to propose tokens; vocabulary and positions are the policy's.
 
@@ -79,73 +82,111 @@ class DraftScratchConfig(Checked, path="draft.scratch"):
     """
 
     hidden_size: PositiveInt = 64
+    """Width of the residual stream. Set it to size the draft of `method: draft_model` that is trained here."""
     num_layers: PositiveInt = 2
-    num_attention_heads: int = 2
+    """Transformer layers. Set it to size the draft of `method: draft_model` that is trained here."""
+    num_attention_heads: PositiveInt = 2
+    """Query heads of a layer. Set it with `hidden_size`."""
     num_query_groups: PositiveInt = 1
-    head_dim: Annotated[int, gt(0), EVEN] = 32
+    """Key-value heads of a layer, a divisor of `num_attention_heads`. Set it with `num_attention_heads`."""
+    head_dim: Annotated[Int, Field(gt=0, multiple_of=2), Fix("RoPE turns pairs of dimensions")] = 32
+    """Dimensions of a head. Set it with `hidden_size`."""
     ffn_hidden_size: PositiveInt = 192
-    init_std: PositiveFloat = 0.05  # about 0.5 / sqrt(hidden_size)
+    """Width of the feed-forward layers. Set it with `hidden_size`."""
+    init_std: PositiveFloat = 0.05
+    """Standard deviation of the initial weights, about 0.5 / sqrt(`hidden_size`). Set it with `hidden_size`."""
     optimizer: OptimizerMethod = OptimizerMethod.MUON
+    """Optimizer of the pretraining. Set `adamw` with a learner in parallel, which Muon does not serve."""
 
     def _check(self) -> None:
         self._require(
-            self.num_attention_heads % self.num_query_groups == 0 < self.num_attention_heads,
+            self.num_attention_heads % self.num_query_groups == 0,
             "num_attention_heads",
             f"must be a multiple of num_query_groups {self.num_query_groups}",
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class DraftConfig(Checked, path="draft"):
     """What proposes tokens, and its pretraining; `methods.TRAITS` says which fields a method reads.
-
-    `aux_hidden_state_layer_ids`: id i is the residual stream after i layers of the policy. They are explicit because
-    defaults collapse to duplicates on shallow models.
 
     `online` training takes its rollouts in a random order, at most `online_tokens_per_update` tokens an
     update, with its own optimizer, whose learning rate stays as it is; the rest is as in pretraining.
     """
 
     method: DraftMethod = DraftMethod.EAGLE3
+    """Method that proposes tokens. Set by bake-offs and by whoever compares drafters."""
     init: DraftInit = DraftInit.IN_DOMAIN
+    """Prompts that the draft is pretrained on, or `from_hub` for a pretrained draft. Set by ablations."""
     length: DraftLengthRule = DraftLengthRule.FIXED
+    """One tuned k for all batches, or one k for each running batch. Set `by_batch` where batches shrink a lot."""
     autopilot: AutopilotConfig = field(default_factory=AutopilotConfig)
-    aux_hidden_state_layer_ids: tuple[int, ...] = ()
-    model: str | None = None  # hub id or path; of `draft_model`, where None trains `scratch`, and of `init: from_hub`
+    """Switch that stops drafting where it loses."""
+    aux_hidden_state_layer_ids: tuple[NonNegativeInt, ...] = ()
+    """Three layers of the policy whose outputs an EAGLE-3 draft reads; id i is the residual stream after i layers."""
+    model: str | None = None
+    """Hub id or path of a pretrained draft; null trains one. Set with `init: from_hub` or `method: draft_model`."""
     scratch: DraftScratchConfig = field(default_factory=DraftScratchConfig)
-    prompt_lookup_min: Annotated[int, ge(1)] = 2  # of `ngram`: tokens that must have stood before, at least
-    prompt_lookup_max: int = 5  # and how many more are matched where they can be
-    suffix_max_tree_depth: Annotated[int, ge(1)] = 24  # of `suffix`: tokens of a match and its draft together
-    # Responses that an engine remembers; 0: the sequence's own tokens alone.
+    """Sizes of the model that `method: draft_model` trains where `model` is null."""
+    prompt_lookup_min: PositiveInt = 2
+    """Shortest match of `method: ngram`, in tokens. Set it to tune n-gram drafts."""
+    prompt_lookup_max: PositiveInt = 5
+    """Longest match of `method: ngram`, in tokens. Set it to tune n-gram drafts."""
+    suffix_max_tree_depth: PositiveInt = 24
+    """Longest match and draft of `method: suffix` together, in tokens. Set it to tune suffix drafts."""
     suffix_max_cached_requests: NonNegativeInt = 10_000
-    suffix_max_spec_factor: PositiveFloat = 1.0  # tokens drafted for each token that matched
-    suffix_min_token_prob: Annotated[float, within("[0, 1]")] = 0.1  # by the counts of what followed
+    """Responses that an engine remembers for `method: suffix`; 0 reads the sequence alone. Set it to bound memory."""
+    suffix_max_spec_factor: PositiveFloat = 1.0
+    """Tokens that `method: suffix` drafts for each token matched. Set it to tune suffix drafts."""
+    suffix_min_token_prob: Probability = 0.1
+    """Least frequency of a token that `method: suffix` drafts, by counts. Set it to tune suffix drafts."""
     num_prompts: PositiveInt = 1024
+    """Prompts that the policy answers for the draft's pretraining."""
     samples_per_prompt: PositiveInt = 1
+    """Responses to each of these prompts. Set it where prompts are few."""
     num_heldout_prompts: PositiveInt = 64
-    num_steps: int = 300  # 0 takes the draft of `init: from_hub` as it is
-    # The draft knows so many tokens, the policy's most frequent ones; null keeps all.
-    vocab_size: Annotated[int | None, gt(0, "null keeps the whole vocabulary")] = None
+    """Prompts kept out of pretraining, on which its acceptance length is measured."""
+    num_steps: NonNegativeInt = 300
+    """Updates of the draft's pretraining; 0 takes the draft of `init: from_hub` as it is."""
+    vocab_size: Annotated[PositiveInt, Fix("null keeps the whole vocabulary")] | None = None
+    """Tokens that the draft knows, the policy's most frequent ones; null keeps all. Set it for large vocabularies."""
     tokens_per_step: PositiveInt = 2048
-    # The policy's hidden states are captured once if they fit, else at each step.
+    """Tokens of an update of the draft's pretraining."""
     states_cache_gib: NonNegativeFloat = 4.0
-    tokens_per_row: PositiveInt = 512  # chats are packed into rows; a row's activations are held at once
+    """Memory for the policy's hidden states, in GiB; beyond it each step computes them anew. Set it by host memory."""
+    tokens_per_row: PositiveInt = 512
+    """Tokens of a row of packed chats; the activations of one row are held at once."""
     ttt_steps: PositiveInt = 4
-    ttt_step_loss_decay: Annotated[float, within("(0, 1]")] = 1.0
-    loss: Annotated[str, _IS_LOSS] = "kl_div"  # one of LOSSES, see drafts/trainer.py
-    loss_chunk_tokens: PositiveInt = 1024  # tokens whose logits over the vocabulary are held at a time
+    """Draft tokens that training unrolls after every position. Set it near the k that tuning finds."""
+    ttt_step_loss_decay: Rate = 1.0
+    """Factor by which each further draft token counts less in the loss. Set it to favour short drafts."""
+    loss: Loss = "kl_div"
+    """Distance of draft and policy that training lowers. Set by ablations, to compare losses."""
+    loss_chunk_tokens: PositiveInt = 1024
+    """Tokens whose logits over the vocabulary are held at once. Set it lower where memory is short."""
     online: DraftOnline = DraftOnline.OFF
-    online_optimizer: OptimizerMethod = OptimizerMethod.ADAMW  # muon learns from fewer tokens: docs/log.md
-    online_learning_rate: Annotated[float, within("(0, 1]")] = 1e-3
-    online_updates: PositiveInt = 1  # of the draft, beside each update of the policy
-    online_tokens_per_update: Annotated[int | None, gt(0, "null takes draft.tokens_per_step")] = None
-    online_ttt_steps: Annotated[int | None, gt(0, "null takes draft.ttt_steps")] = None
-    online_horizon_steps: PositiveInt = 8  # for which `when_stale` expects a trained draft to keep what it gained
-    learning_rate: Annotated[float, within("(0, 1]")] = 1e-3
+    """Training of the draft beside the policy: never, in every step, or when it is stale. Set by bake-offs."""
+    online_optimizer: OptimizerMethod = OptimizerMethod.ADAMW
+    """Optimizer of `online` training. Set `muon` for an EAGLE-3 draft that must learn from fewer tokens."""
+    online_learning_rate: Rate = 1e-3
+    """Learning rate of `online` training, without a schedule. Set it with `online`."""
+    online_updates: PositiveInt = 1
+    """Updates of the draft beside each update of the policy. Set it where the draft falls behind."""
+    online_tokens_per_update: Annotated[PositiveInt, Fix("null takes draft.tokens_per_step")] | None = None
+    """Most tokens of an `online` update; null takes `tokens_per_step`. Set it to bound the cost of a step."""
+    online_ttt_steps: Annotated[PositiveInt, Fix("null takes draft.ttt_steps")] | None = None
+    """Draft tokens that `online` training unrolls; null takes `ttt_steps`. Set it to bound the cost of a step."""
+    online_horizon_steps: PositiveInt = 8
+    """Steps for which `when_stale` expects a trained draft to keep its gain. Set it by how fast the policy moves."""
+    learning_rate: Rate = 1e-3
+    """Highest learning rate of the draft's pretraining, reached after warm-up; a cosine lowers it to a tenth."""
     warmup_steps: NonNegativeInt = 20
+    """Updates over which the learning rate rises."""
     clip_grad: PositiveFloat = 1.0
+    """Largest norm of the draft's gradient. Set it where its loss spikes."""
     checkpoint_every_steps: PositiveInt = 100
-    seed: int = 0
+    """Updates between checkpoints of the draft's pretraining. Set it by how much work a crash may cost."""
+    seed: Seed = 0
+    """Seed of the draft's weights and batches. Set by ablations, for another draft."""
 
     def _check(self) -> None:
         if self.reads("aux_hidden_state_layer_ids"):
@@ -205,7 +246,6 @@ class DraftConfig(Checked, path="draft"):
             rule = f"must be another one with draft.method {self.method.value}"
             self._require(not self.is_given, "init", rule, "only an EAGLE-3 draft is trained from there on")
         if self.is_given:
-            self._require(self.num_steps >= 0, "num_steps", "must be >= 0")
             rule = f"must be null with draft.init {self.init.value}"
             self._require(self.vocab_size is None, "vocab_size", rule, "a draft brings its own")
         else:

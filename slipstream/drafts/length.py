@@ -29,7 +29,9 @@ from math import exp, log
 from statistics import fmean, median
 from typing import Annotated
 
-from slipstream.config import Checked, PositiveFloat, Rule, ge, require
+from pydantic import Field
+
+from slipstream.config import LARGEST, NUMBER, Checked, Int, NonNegativeInt, PositiveFloat, PositiveInt, require, rule
 from slipstream.drafts.config import AutopilotConfig
 from slipstream.engine.acceptance import combine
 from slipstream.engine.config import SamplingConfig
@@ -59,25 +61,26 @@ def _rises(values: Sequence[int]) -> bool:
     return list(values) == sorted(set(values))
 
 
-_RISES_FROM_1 = Rule(
-    "must rise from 1, without repeats", lambda sizes: len(sizes) > 0 and _rises(sizes) and sizes[0] > 0
-)
-
-
-@dataclass(frozen=True, kw_only=True)
 class TuningConfig(Checked, path="tuning"):
     """What is swept. The running batch of training should be among `batch_sizes`."""
 
-    candidate_ks: tuple[int, ...] = (0, 1, 2, 3, 5, 7)
-    batch_sizes: Annotated[tuple[int, ...], _RISES_FROM_1] = (16, 64)
-    num_repeats: Annotated[int, ge(1)] = 3  # rounds, of every batch size
-    # Engines that fit into memory at once; as many as `candidate_ks` compares all k at once.
-    max_live_engines: Annotated[int, ge(2)] = 2
-    # Engines that start at once; on a GPU each measures the free memory as it starts.
-    num_starting: Annotated[int, ge(1)] = 1
-    min_speedup: PositiveFloat = 1.0  # a k that is not faster than this loses to k=0
-    # A table by running batch that decodes less than so much faster is none.
-    min_schedule_gain: Annotated[float, ge(1)] = 1.03
+    candidate_ks: tuple[NonNegativeInt, ...] = (0, 1, 2, 3, 5, 7)
+    """Numbers of draft tokens that are compared, rising from 0, the engine without a draft."""
+    batch_sizes: Annotated[
+        tuple[Int, ...],
+        rule("must rise from 1, without repeats", lambda sizes: _rises(sizes) and sizes[:1] > (0,)),
+    ] = (16, 64)
+    """Running batches that every k is timed at, multiples of `grpo.group_size`."""
+    num_repeats: PositiveInt = 3
+    """Rounds of the sweep; a k is judged by the median of their speedups."""
+    max_live_engines: Annotated[Int, Field(ge=2)] = 2
+    """Engines that fit into memory at once; as many as `candidate_ks` compares all k in every round."""
+    num_starting: PositiveInt = 1
+    """Engines that start at once; on a GPU each measures the free memory as it starts, so leave 1 there."""
+    min_speedup: PositiveFloat = 1.0
+    """Least speedup of a k that is chosen over k = 0. Set it above 1 to draft only where it clearly pays."""
+    min_schedule_gain: Annotated[float, Field(ge=1, le=LARGEST), NUMBER] = 1.03
+    """Least gain of a table of k by running batch over one k. Set it with `draft.length: by_batch`."""
 
     def _check(self) -> None:
         ks = self.candidate_ks

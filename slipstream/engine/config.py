@@ -2,53 +2,76 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
-from slipstream.config import Checked, Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Rule, within
+from pydantic import Field
+
+from slipstream.config import (
+    LARGEST,
+    NUMBER,
+    Checked,
+    Fix,
+    Fraction,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Rate,
+    Switch,
+    rule,
+)
 from slipstream.types import Dtype
 
 _LOWEST_TEMPERATURE = 0.01
 
 Temperature = Annotated[
     float,
-    Rule(
-        f"must be 0 or >= {_LOWEST_TEMPERATURE}",
-        lambda value: value == 0 or value >= _LOWEST_TEMPERATURE,
-        f"vLLM samples at {_LOWEST_TEMPERATURE} instead of anything between",
-    ),
+    Field(ge=0, le=LARGEST),
+    rule(f"must be 0 or >= {_LOWEST_TEMPERATURE}", lambda value: value == 0 or value >= _LOWEST_TEMPERATURE),
+    NUMBER,
+    Fix(f"vLLM samples at {_LOWEST_TEMPERATURE} instead of anything between"),
 ]
-TopP = Annotated[float, within("(0, 1]")]
-TopK = Annotated[int, Rule("must be >= 0 (0 means all tokens)", lambda value: value >= 0)]
+TopK = Annotated[NonNegativeInt, Fix("0 means all tokens")]
 
 
-@dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Checked, path="sampling"):
-    """The distribution that rollouts are drawn from: the policy's conditionals at `temperature`, cut by top-p/top-k.
-
-    `temperature` 0 is greedy decoding. `top_k` 0 means all tokens.
-    """
+    """The distribution that rollouts are drawn from: the policy's conditionals at `temperature`, cut by top-p/top-k."""
 
     temperature: Temperature = 1.0
-    top_p: TopP = 1.0
+    """Temperature of rollouts, above 0: greedy rollouts of a group are all equal."""
+    top_p: Rate = 1.0
+    """Probability mass that rollouts are sampled from. Set by nobody in training, whose log-probabilities need 1."""
     top_k: TopK = 0
+    """Tokens that rollouts are sampled from; 0 means all. Set by nobody in training, whose log-probabilities need 0."""
     max_response_tokens: PositiveInt
+    """Tokens after which a rollout is cut off."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class EngineConfig(Checked, path="engine"):
     """Settings of the vLLM engine, the same in both arms."""
 
     max_model_len: PositiveInt
+    """Tokens of the longest sequence: prompt, response and the drafts in flight."""
     max_num_seqs: PositiveInt
+    """Sequences that one engine runs at once; others queue."""
     dtype: Dtype = Dtype.BFLOAT16
-    enforce_eager: bool = False
-    kv_cache_gib: PositiveFloat | None = None  # CPU only; a GPU engine takes gpu_memory_utilization
-    gpu_memory_utilization: Fraction = 0.6  # colocated with the learner
+    """Type of weights and activations; `auto` takes the one that the machine multiplies faster."""
+    enforce_eager: Switch = False
+    """Run without compiled and captured graphs: an engine starts sooner and decodes more slowly."""
+    kv_cache_gib: PositiveFloat | None = None
+    """Memory of the KV cache of an engine on CPUs, in GiB; null on GPUs, which take `gpu_memory_utilization`."""
+    gpu_memory_utilization: Fraction = 0.6
+    """Share of a GPU's memory that an engine takes, weights and KV cache together."""
     tensor_parallel_size: PositiveInt = 1
+    """GPUs that one engine is split over."""
     num_engines: PositiveInt = 1
-    num_threads: PositiveInt = 2  # CPU only
-    num_kept_idle: NonNegativeInt = 0  # engines kept warm between the stages of one process: each holds its memory
-    start_timeout_s: PositiveFloat = 900.0  # for an engine to load, compile and capture its graphs
-    answer_timeout_s: PositiveFloat = 3600.0  # for anything it is asked: a step's generation, a refit
-    max_restarts: NonNegativeInt = 3  # of single engines in one run after they were lost; the learner goes on
+    """Engines that share the prompts of a step."""
+    num_threads: PositiveInt = 2
+    """Threads of an engine on CPUs."""
+    num_kept_idle: NonNegativeInt = 0
+    """Engines kept warm between the stages of one process, each with its memory."""
+    start_timeout_s: PositiveFloat = 900.0
+    """Seconds for an engine to load, compile and capture its graphs. Set it higher for slow disks or large models."""
+    answer_timeout_s: PositiveFloat = 3600.0
+    """Seconds for an engine to answer: a step's generation, a refit. Set it higher for very long responses."""
+    max_restarts: NonNegativeInt = 3
+    """Restarts of lost engines in one run; 0 ends the run with the first. Set it by how often nodes fail."""

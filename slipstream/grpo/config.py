@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import field
 from enum import StrEnum
 from typing import Annotated
 
+from pydantic import Field
+
 from slipstream.config import (
+    NUMBER,
     Checked,
+    Fix,
     Fraction,
+    Int,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
-    Rule,
-    ge,
-    within,
+    PositiveInt,
+    Probability,
+    Rate,
+    Seed,
+    Switch,
+    rule,
 )
 
 
@@ -32,9 +41,15 @@ class RecomputeLogprobs(StrEnum):
     ALWAYS = "always"
 
 
-_BETAS = Rule("must be two numbers in [0, 1)", lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas))
-_MASK_BAND = Rule("must be two ratios around 1", lambda band: len(band) == 2 and 0 <= band[0] < 1 < band[1])
-_MISMATCH_BAND = Rule(_MASK_BAND.text, lambda band: _MASK_BAND.holds(band) and band[0] > 0)
+def _surrounds_1(band: Sequence[float]) -> bool:
+    return len(band) == 2 and 0 <= band[0] < 1 < band[1]
+
+
+Band = Annotated[tuple[Annotated[float, NUMBER], ...], rule("must be two ratios around 1", _surrounds_1)]
+Betas = Annotated[
+    tuple[Annotated[float, NUMBER], ...],
+    rule("must be two numbers in [0, 1)", lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas)),
+]
 
 
 class Level(StrEnum):
@@ -52,23 +67,23 @@ class Correction(StrEnum):
     NONE = "none"
 
 
-@dataclass(frozen=True, kw_only=True)
 class LossConfig(Checked, path="grpo.loss"):
-    """Clipped policy loss with separate bounds (DAPO, arXiv:2503.14476) and an optional KL to a reference policy.
-
-    `truncated_importance_sampling` caps the weight trainer probability / rollout probability that corrects for an
-    engine whose numerics differ from the learner's, or whose policy is older; `correction` says of what the weight is
-    the ratio. Where it says nothing, a cap means by token, and no cap none. Tokens whose ratio lies outside
-    `mask_band`, or responses of which the geometric mean of the ratios does, are left out of the loss.
-    """
+    """Clipped policy loss with separate bounds (DAPO, arXiv:2503.14476) and an optional KL to a reference policy."""
 
     clip_low: Fraction = 0.2
+    """Distance below 1 at which the ratio of policies is clipped. Set it to tune the loss."""
     clip_high: PositiveFloat = 0.28
+    """Distance above 1 at which the ratio of policies is clipped. Set it to tune the loss."""
     kl_coefficient: NonNegativeFloat = 0.0
+    """Weight of a KL to the initial policy; 0 keeps no reference. Set it where the policy drifts too far."""
     correction: Correction | None = None
+    """Level of the weights trainer probability / rollout probability; null means `token` with a cap, else none."""
     truncated_importance_sampling: PositiveFloat | None = None
-    mask_band: Annotated[tuple[float, ...] | None, _MASK_BAND] = None  # lowest and highest ratio that counts
+    """Cap of these weights, which correct for an engine's numerics and for older policies; null corrects nothing."""
+    mask_band: Band | None = None
+    """Lowest and highest ratio that counts in the loss; null counts all. Set it where engines and learner differ."""
     mask_level: Level = Level.TOKEN
+    """Level of the ratios of `mask_band`: single tokens, or geometric means of responses. Set it with `mask_band`."""
 
     def _check(self) -> None:
         said, cap, band = self.correction, self.truncated_importance_sampling, self.mask_band
@@ -95,37 +110,52 @@ class LossConfig(Checked, path="grpo.loss"):
         return Correction.NONE if self.truncated_importance_sampling is None else Correction.TOKEN
 
 
-@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Checked, path="optimizer"):
-    """The learning rate rises linearly over `warmup_steps` updates, then stays; `betas` and `eps` are AdamW's."""
+    """The learning rate rises linearly over `warmup_steps` updates, then stays."""
 
-    learning_rate: Annotated[float, within("(0, 1]")]
+    learning_rate: Rate
+    """Learning rate after warm-up."""
     method: OptimizerMethod = OptimizerMethod.ADAMW
-    betas: Annotated[tuple[float, ...], _BETAS] = (0.9, 0.95)
+    """AdamW for all parameters, or Muon for the matrices of the layers."""
+    betas: Betas = (0.9, 0.95)
+    """Decay of AdamW's two moments. Set it to tune the optimizer."""
     eps: PositiveFloat = 1e-8
-    weight_decay: Annotated[float, within("[0, 1]")] = 0.0
+    """Constant in AdamW's denominator. Set it to tune the optimizer."""
+    weight_decay: Probability = 0.0
+    """Decay of the weights, by the learning rate, in each update. Set it to tune the optimizer."""
     clip_grad: PositiveFloat = 1.0
+    """Largest norm of the gradient. Set it where the loss spikes."""
     warmup_steps: NonNegativeInt = 0
+    """Updates over which the learning rate rises."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class GrpoConfig(Checked, path="grpo"):
     """How the policy learns from groups of rollouts; both arms of an ablation share it."""
 
-    num_steps: Annotated[int, ge(1)]
-    prompts_per_step: Annotated[int, ge(1)]
-    group_size: Annotated[int, ge(2, "advantages are centred on the group's mean, and one rollout has no baseline")]
+    num_steps: PositiveInt
+    """Steps of each arm: rollouts, rewards and updates."""
+    prompts_per_step: PositiveInt
+    """Prompts of a step."""
+    group_size: Annotated[
+        Int, Field(ge=2), Fix("advantages are centred on the group's mean, and one rollout has no baseline")
+    ]
+    """Rollouts of each prompt, on whose mean reward advantages are centred."""
     optimizer: OptimizerConfig
+    """Optimizer of the policy."""
     loss: LossConfig = field(default_factory=LossConfig)
-    scale_advantages_by_std: bool = False
-    updates_per_step: Annotated[int, ge(1)] = 1
+    """Loss of the policy."""
+    scale_advantages_by_std: Switch = False
+    """Division of advantages by the group's standard deviation, as in the first GRPO. Set it to reproduce that."""
+    updates_per_step: PositiveInt = 1
+    """Updates that the rollouts of a step are split into. Set it to learn more from each rollout."""
     recompute_logprobs: RecomputeLogprobs = RecomputeLogprobs.AUTO
-    checkpoint_every_steps: Annotated[int, ge(1)] = 10
-    mismatch_band: Annotated[tuple[float, ...], _MISMATCH_BAND] = (
-        0.5,
-        2.0,
-    )  # ratios of trainer to rollout probability that count as agreement
-    seed: int = 0
+    """Pass for the learner's log-probabilities of rollouts before it trains. Set `always` to time or compare it."""
+    checkpoint_every_steps: PositiveInt = 10
+    """Steps between checkpoints."""
+    mismatch_band: Annotated[Band, rule("must be two ratios around 1", lambda band: band[0] > 0)] = (0.5, 2.0)
+    """Ratios of trainer to rollout probability that count as agreement in metrics. Set it for a stricter count."""
+    seed: Seed = 0
+    """Seed of rollouts and prompt order. Set by launches (`--seed`) and by ablations."""
 
     def _check(self) -> None:
         self._require(

@@ -5,7 +5,6 @@ Legend: version `v` of the policy is its weights after `v` steps; step `t` train
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 from slipstream.config import Checked, NonNegativeInt
@@ -26,14 +25,17 @@ class TooOld(StrEnum):
     RESTART = "restart"  # its unfinished rollouts start anew under the newest weights: shorter ones gain a little
 
 
-@dataclass(frozen=True, kw_only=True)
 class LoopConfig(Checked, path="loop"):
     """Which loop trains, and by how many steps at most rollouts may lag behind the weights that learn from them."""
 
     mode: LoopMode = LoopMode.SYNCHRONOUS
+    """Generation and training in turn, on batches of older policies at once, or with refits in mid-generation."""
     max_off_policy_steps: NonNegativeInt = 0
+    """Steps by which rollouts may lag behind the policy that learns from them; 0 with `synchronous` alone."""
     kv_cache: KvCache = KvCache.RECOMPUTE
+    """Use of a running sequence's keys and values when new weights enter. Set it with `mode: in_flight`."""
     too_old: TooOld = TooOld.FINISH
+    """Treatment of a group that would fall behind the bound. Set it with `mode: in_flight`."""
 
     def _check(self) -> None:
         lag = self.max_off_policy_steps

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
-from typing import Annotated
+from typing import Annotated, Literal
 
 import slipstream
 from slipstream.config import (
     Checked,
     ConfigError,
+    Fix,
+    Int,
     NonNegativeInt,
-    Rule,
+    PositiveInt,
+    Switch,
     from_mapping,
-    ge,
     read_mapping,
     require,
-    require_sizes,
+    rule,
 )
 
 CLUSTERS = Path(slipstream.__file__).resolve().parents[1] / "configs" / "clusters"
@@ -41,8 +43,13 @@ def _is_below_root(path: str) -> bool:
 
 _ADDRESS = re.compile(r"[^@\s]+@[^@\s]+\.[^@\s]+")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")  # of a Kubernetes object: RFC 1123 subdomain
-_RULE = "must be a name of Kubernetes: lower-case letters, digits, '-' and '.'"
-Name = Annotated[str, Rule(_RULE, lambda name: _NAME.fullmatch(name) is not None)]
+_NAME_RULE = "must be a name of Kubernetes: lower-case letters, digits, '-' and '.'"
+Name = Annotated[str, rule(_NAME_RULE, lambda name: _NAME.fullmatch(name) is not None)]
+Addresses = Annotated[
+    tuple[str, ...],
+    rule("must hold e-mail addresses", lambda addresses: all(map(_ADDRESS.fullmatch, addresses))),
+    Fix("Slack shows a channel's"),
+]
 
 
 class Architecture(StrEnum):
@@ -59,26 +66,28 @@ class Scheduler(StrEnum):
     VOLCANO = "volcano"
 
 
-_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Toleration(Checked, path="tolerations"):
     """A taint of the nodes that pods may ignore."""
 
     key: str
-    value: str | None = None  # None: any value
-    effect: Annotated[str, Rule(f"must be one of {', '.join(_EFFECTS)}", _EFFECTS.__contains__)] = "NoSchedule"
+    """Key of the taint."""
+    value: str | None = None
+    """Value of the taint; null tolerates any."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] = "NoSchedule"
+    """Effect of the taint."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PodSize(Checked):
     """Resources of one pod; requests and limits are the same."""
 
-    cpus: Annotated[int, ge(1)]
-    memory_gib: Annotated[int, ge(1)]
-    ephemeral_storage_gib: Annotated[int, ge(1)] = 20  # the pod's own disk: downloads, /tmp, Ray's logs
-    shared_memory_gib: NonNegativeInt = 0  # of `memory_gib`, as /dev/shm; 0: Kubernetes' 64 MiB
+    cpus: PositiveInt
+    """Cores."""
+    memory_gib: PositiveInt
+    """Memory, in GiB."""
+    ephemeral_storage_gib: PositiveInt = 20
+    """Disk of the pod's own, in GiB: downloads, /tmp, Ray's logs."""
+    shared_memory_gib: NonNegativeInt = 0
+    """Part of `memory_gib` that is /dev/shm, in GiB; 0 is Kubernetes' 64 MiB."""
 
     def _check(self) -> None:
         self._require(
@@ -88,18 +97,25 @@ class PodSize(Checked):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class GpuNodes(Checked, path="gpu"):
     """The nodes with GPUs that each task with GPUs takes, all of them."""
 
-    nodes: Annotated[int, ge(1)]
-    gpus_per_node: Annotated[int, ge(1, "leave gpu out")]
-    product: str  # label nvidia.com/gpu.product, as the GPU operator's feature discovery writes it
+    nodes: PositiveInt
+    """Nodes with GPUs."""
+    gpus_per_node: Annotated[PositiveInt, Fix("leave gpu out")]
+    """GPUs of a node."""
+    product: str
+    """Value of the label nvidia.com/gpu.product, as the GPU operator's feature discovery writes it."""
     architecture: Architecture
-    pod: PodSize  # one pod a node
-    clique_label: str | None = None  # nodes with one value of this label share NVLink; None: any nodes will do
-    channel_claim_template: Name | None = None  # that the ComputeDomain makes: deploy/gb200/compute_domain.yaml
-    rdma_resources: dict[str, int] = field(default_factory=dict)  # extended resource -> how many a pod
+    """Architecture of the nodes' processors."""
+    pod: PodSize
+    """Size of the one pod on each node."""
+    clique_label: str | None = None
+    """Label whose value is the same for nodes that share NVLink; null takes any nodes."""
+    channel_claim_template: Name | None = None
+    """Claim template that the ComputeDomain makes: deploy/gb200/compute_domain.yaml."""
+    rdma_resources: dict[str, Int] = field(default_factory=dict)
+    """Extended resources for RDMA, and how many a pod takes of each."""
 
     def _check(self) -> None:
         self._require(
@@ -115,87 +131,105 @@ class GpuNodes(Checked, path="gpu"):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
 class SharedStorage(Checked, path="storage"):
     """A volume that every pod mounts: checkpoints, the store of drafts and policies, the tracking spool."""
 
     claim: Name
-    mount_path: Annotated[str, Rule("must be an absolute path below /", _is_below_root)]
-    group: NonNegativeInt = 1000  # of the files: fsGroup of every pod
+    """Name of the volume's claim."""
+    mount_path: Annotated[str, rule("must be an absolute path below /", _is_below_root)]
+    """Path at which pods mount the volume."""
+    group: NonNegativeInt = 1000
+    """Group of the files: fsGroup of every pod."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Queue(Checked, path="queue"):
     """Queue in which Ray clusters wait until all of their pods fit."""
 
     scheduler: Scheduler
+    """Scheduler that owns the queue."""
     name: Name
-    knows_topology: bool = False  # Kueue's topology-aware scheduling has gpu.clique_label as a level
+    """Name of the queue."""
+    knows_topology: Switch = False
+    """Topology-aware scheduling of Kueue has `gpu.clique_label` as a level."""
 
     def _check(self) -> None:
         is_kueue = self.scheduler is Scheduler.KUEUE
         require(is_kueue or not self.knows_topology, "queue.knows_topology", "must be false with volcano", True)
 
 
-_IS_SERVER = Rule(
-    "must be http:// or https://", lambda uri: uri.startswith(("http://", "https://")), "pods share no SQLite file"
-)
 _STORES = ("s3://", "gs://", "abfs://")
-_IS_STORE = Rule(f"must start with one of {', '.join(_STORES)}", lambda prefix: prefix.startswith(_STORES))
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrackingService(Checked, path="tracking"):
     """An MLflow server inside or outside the cluster."""
 
-    uri: Annotated[str, _IS_SERVER]
-    secret: Name | None = None  # its keys become variables: MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD
+    uri: Annotated[
+        str,
+        rule("must be http:// or https://", lambda uri: uri.startswith(("http://", "https://"))),
+        Fix("pods share no SQLite file"),
+    ]
+    """Address of the server."""
+    secret: Name | None = None
+    """Secret whose keys become variables: MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ObjectStore(Checked, path="object_store"):
     """Store in which Flyte keeps what tasks hand on."""
 
-    prefix: Annotated[str, _IS_STORE]
-    secret: Name | None = None  # its keys become variables: FLYTE_AWS_ACCESS_KEY_ID, ...; None: the pods' own identity
+    prefix: Annotated[
+        str, rule(f"must start with one of {', '.join(_STORES)}", lambda prefix: prefix.startswith(_STORES))
+    ]
+    """Address below which Flyte writes."""
+    secret: Name | None = None
+    """Secret whose keys become variables, as FLYTE_AWS_ACCESS_KEY_ID; null leaves the pods' own identity."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedules:
+class Schedules(Checked, path="schedules"):
     """Recurring launch plans: their activation, and the addresses that Flyte notifies of their end."""
 
-    activate: bool = False  # False: `flytectl update launchplan NAME --activate` starts each
-    slack: tuple[str, ...] = ()  # e-mail addresses of Slack channels, to which Flyte's notifier writes
-    email: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("slack", "email"):
-            addresses: tuple[str, ...] = getattr(self, name)
-            wrong = [address for address in addresses if not _ADDRESS.fullmatch(address)]
-            require(not wrong, f"schedules.{name}", "must hold e-mail addresses", wrong, "Slack shows a channel's")
+    activate: Switch = False
+    """Activate the plans at registration; else `flytectl update launchplan NAME --activate` starts each."""
+    slack: Addresses = ()
+    """E-mail addresses of Slack channels, to which Flyte's notifier writes."""
+    email: Addresses = ()
+    """E-mail addresses, to which Flyte's notifier writes."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ClusterProfile(Checked):
     """One cluster. Without `storage` it is the machine that the workflow is started on, and nothing else."""
 
     name: str
-    run_root: str  # where runs lie unless a launch says otherwise; on a cluster below storage.mount_path
-    cpu: PodSize  # of tasks without GPUs
-    head: PodSize | None = None  # Ray's head, which runs the task's own process; with gpu only
+    """Name of the profile, as its file's."""
+    run_root: str
+    """Directory of runs unless a launch names another; on a cluster it lies below `storage.mount_path`."""
+    cpu: PodSize
+    """Size of pods of tasks without GPUs."""
+    head: PodSize | None = None
+    """Size of Ray's head, which runs the task's own process; required with `gpu`."""
     gpu: GpuNodes | None = None
-    recipe_8b: str = "qwen3_8b"  # what the launch plans rl-*-8b start: a recipe that fits the nodes
-    labels: dict[str, str] = field(default_factory=dict)  # that nodes must have, of every pod
+    """Nodes with GPUs; null has none."""
+    recipe_8b: str = "qwen3_8b"
+    """Recipe that the launch plans rl-*-8b start: one that fits the nodes."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """Labels that the nodes of every pod must have."""
     tolerations: tuple[Toleration, ...] = ()
+    """Taints that pods may ignore."""
     storage: SharedStorage | None = None
+    """Volume that every pod mounts; null runs on the machine that starts the workflow."""
     queue: Queue | None = None
+    """Queue of Ray clusters; null starts their pods at once."""
     tracking: TrackingService | None = None
+    """MLflow server; null takes SQLite under the run root."""
     object_store: ObjectStore | None = None
+    """Store of Flyte."""
     service_account: Name | None = None
-    ray_token_secret: Name | None = None  # key auth_token: whoever has it may run code in a Ray cluster of ours
-    # Parts of an ablation that run at once; each takes all GPU nodes, so more need more than these.
-    parallel_parts: Annotated[int, ge(1)] = 1
+    """Service account of every pod."""
+    ray_token_secret: Name | None = None
+    """Secret with the key auth_token: whoever has it may run code in a Ray cluster of ours."""
+    parallel_parts: PositiveInt = 1
+    """Parts of an ablation that run at once; each takes all GPU nodes, so more need more than these."""
     schedules: Schedules = field(default_factory=Schedules)
+    """Recurring launch plans."""
 
     def _check(self) -> None:
         if self.storage is None:
@@ -232,7 +266,6 @@ def read_profile(name: str) -> ClusterProfile:
     values = read_mapping(path, "cluster profile")
     try:
         profile = from_mapping(ClusterProfile, values)
-        require_sizes(profile)
     except ConfigError as error:
         raise ConfigError(f"cluster profile {path}: {error}") from error
     rule = f"must be the file's name {path.stem!r}"

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import Annotated
 
-from slipstream.config import EVEN, Checked, NonNegativeInt, PositiveFloat, PositiveInt, Rule, ge, gt, within
+from pydantic import Field
+
+from slipstream.config import (
+    Checked,
+    Fix,
+    Int,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Rate,
+    Seed,
+    Switch,
+    Text,
+)
 from slipstream.grpo.config import OptimizerMethod
 from slipstream.types import Dtype
 
@@ -30,10 +43,6 @@ class Recompute(StrEnum):
     FULL = "full"  # the whole layer: its input alone is kept
 
 
-_AT_MOST_ONE = Rule("must be 0 or 1", (0, 1).__contains__)
-
-
-@dataclass(frozen=True, kw_only=True)
 class ScratchConfig(Checked, path="policy.scratch"):
     """A small Qwen3, or with an MTP layer a small MiMo, and how it is pretrained.
 
@@ -41,26 +50,43 @@ class ScratchConfig(Checked, path="policy.scratch"):
     """
 
     hidden_size: PositiveInt = 128
+    """Width of the residual stream. Set by tests and studies that need another size."""
     num_layers: PositiveInt = 24
+    """Transformer layers. Set by tests and studies that need another depth."""
     num_attention_heads: PositiveInt = 4
-    num_query_groups: int = 2
-    head_dim: Annotated[int, gt(0), EVEN] = 32
+    """Query heads of a layer. Set it with `hidden_size`."""
+    num_query_groups: PositiveInt = 2
+    """Key-value heads of a layer, a divisor of `num_attention_heads`. Set it with `num_attention_heads`."""
+    head_dim: Annotated[Int, Field(gt=0, multiple_of=2), Fix("RoPE turns pairs of dimensions")] = 32
+    """Dimensions of a head. Set it with `hidden_size`."""
     ffn_hidden_size: PositiveInt = 384
+    """Width of the feed-forward layers. Set it with `hidden_size`."""
     max_position_embeddings: PositiveInt = 512
-    tie_word_embeddings: bool = False
-    num_mtp_layers: Annotated[int, _AT_MOST_ONE] = 0  # 1 makes a MiMo, whose MTP layer `draft.method: mtp` drafts with
+    """Tokens of the longest sequence that the policy knows. Set it with a longer `engine.max_model_len`."""
+    tie_word_embeddings: Switch = False
+    """One matrix for input and output embeddings. Set by tests of models that tie them."""
+    num_mtp_layers: Annotated[Int, Field(ge=0, le=1)] = 0
+    """Layers that predict the token after the next; 1 makes a MiMo. Set 1 for `draft.method: mtp`."""
     rope_theta: PositiveFloat = 10_000.0
-    init_std: PositiveFloat = 0.04  # about 0.5 / sqrt(hidden_size); 0.02 learns more slowly: docs/log.md
+    """Base of the rotary positions. Set it with a longer `max_position_embeddings`."""
+    init_std: PositiveFloat = 0.04
+    """Standard deviation of the initial weights, about 0.5 / sqrt(`hidden_size`). Set it with `hidden_size`."""
     num_steps: NonNegativeInt = 400
+    """Updates of the pretraining; 0 keeps random weights."""
     tokens_per_step: PositiveInt = 4096
-    optimizer: OptimizerMethod = OptimizerMethod.MUON  # learns from half the tokens: docs/log.md
-    learning_rate: Annotated[float, within("(0, 1]")] = 2e-3
-    warmup_steps: int = 20
-    seed: int = 0
+    """Tokens of an update."""
+    optimizer: OptimizerMethod = OptimizerMethod.MUON
+    """Optimizer of the pretraining; Muon learns from half the tokens. Set `adamw` with a learner in parallel."""
+    learning_rate: Rate = 2e-3
+    """Learning rate after warm-up."""
+    warmup_steps: NonNegativeInt = 20
+    """Updates over which the learning rate rises, at most `num_steps`."""
+    seed: Seed = 0
+    """Seed of the initial weights and the corpus. Set it for another policy of the same kind."""
 
     def _check(self) -> None:
         self._require(
-            self.num_query_groups > 0 and self.num_attention_heads % self.num_query_groups == 0,
+            self.num_attention_heads % self.num_query_groups == 0,
             "num_query_groups",
             f"must divide num_attention_heads {self.num_attention_heads}",
         )
@@ -69,16 +95,17 @@ class ScratchConfig(Checked, path="policy.scratch"):
             whole = self.head_dim * self.num_attention_heads == self.hidden_size
             self._require(whole, "head_dim", rule, "vLLM's MiMo knows no other")
         self._require(
-            0 <= self.warmup_steps <= self.num_steps, "warmup_steps", f"must lie in [0, num_steps {self.num_steps}]"
+            self.warmup_steps <= self.num_steps, "warmup_steps", f"must lie in [0, num_steps {self.num_steps}]"
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class PolicyConfig(Checked, path="policy"):
     """Which model is trained: a hub id, a local directory in HF format, or `scratch`."""
 
-    model: Annotated[str, Rule("must name a model", bool, 'a hub id, a path, or "scratch"')]
+    model: Annotated[Text, Fix('name a hub id, a path, or "scratch"')]
+    """Hub id or directory of the model that is trained, or `scratch` for a small one made on the spot."""
     scratch: ScratchConfig | None = None
+    """Sizes and pretraining of the small model; null for any other."""
 
     def _check(self) -> None:
         self._require(
@@ -89,19 +116,19 @@ class PolicyConfig(Checked, path="policy"):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Checked, path="learner.parallel"):
-    """How the learner is spread over ranks; their number is tensor x pipeline x data.
+    """How the learner is spread over ranks; their number is tensor x pipeline x data."""
 
-    `expert` deals the experts of a mixture to so many neighbouring data-parallel ranks, which send each other's tokens
-    to them; it adds no ranks.
-    """
-
-    tensor: Annotated[int, ge(1)] = 1
-    pipeline: Annotated[int, ge(1)] = 1
-    data: Annotated[int, ge(1)] = 1
-    expert: Annotated[int, ge(1)] = 1
-    sequence_parallel: bool = False
+    tensor: PositiveInt = 1
+    """Ranks that split each matrix."""
+    pipeline: PositiveInt = 1
+    """Ranks that split the layers. Set it where tensor parallelism would cross nodes."""
+    data: PositiveInt = 1
+    """Ranks that split each batch."""
+    expert: PositiveInt = 1
+    """Neighbouring data-parallel ranks that share out experts. Set it for a mixture of experts; it adds no ranks."""
+    sequence_parallel: Switch = False
+    """Split of activations between the matrices over the tensor ranks. Set it where activations fill memory."""
 
     def _check(self) -> None:
         rule = f"must divide the {self.data} data-parallel ranks, to which experts are dealt"
@@ -130,29 +157,31 @@ class ParallelConfig(Checked, path="learner.parallel"):
         return rank // self.tensor % self.data
 
 
-@dataclass(frozen=True, kw_only=True)
 class LearnerConfig(Checked, path="learner"):
-    """How the learner computes.
-
-    `max_tokens_per_microbatch` bounds tokens, padding counted where there is some: memory grows with it, and on a CPU
-    too large a micro-batch falls out of the cache. `num_threads` is for CPU kernels; None leaves torch's own choice.
-    `dtype` is the type of weights, activations and Muon's iteration; `auto` is what the machine multiplies fastest.
-
-    With `logprob_chunk_tokens` the logits of that many tokens are held at once, and computed twice; None holds those of
-    a micro-batch. `distributed_optimizer` splits the optimizer's state over data-parallel ranks.
-    """
+    """How the learner computes."""
 
     max_tokens_per_microbatch: PositiveInt = 2048
+    """Tokens of a micro-batch, padding included; memory grows with it."""
     packing: Packing = Packing.AUTO
+    """Sequences of a micro-batch one behind the other, without padding. Set by tests and comparisons."""
     logprob_chunk_tokens: PositiveInt | None = None
+    """Tokens whose logits are held at once, at the price of computing them twice; null holds a micro-batch's. Set it
+    where logits fill memory."""
     recompute: Recompute = Recompute.NONE
-    distributed_optimizer: bool = False
+    """Parts of a layer computed anew for the gradient. Set it where activations fill memory."""
+    distributed_optimizer: Switch = False
+    """Split of the optimizer's state over data-parallel ranks. Set it where that state fills memory."""
     num_threads: PositiveInt | None = None
+    """Threads of a learner on CPUs; null leaves torch's own choice."""
     dtype: Dtype = Dtype.FLOAT32
+    """Type of weights, activations and Muon's iteration; `auto` takes what the machine multiplies fastest."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    # Learners kept warm between the stages of one process: a start takes 8 s on a laptop.
+    """Ranks of the learner."""
     num_kept_idle: NonNegativeInt = 0
-    start_timeout_s: PositiveFloat = 600.0  # for all ranks to run and to have found one another
-    answer_timeout_s: PositiveFloat = 1800.0  # for anything that all ranks do together: a step, a checkpoint
-    # Restarts of all ranks in one run after one was lost; each goes on from the last checkpoint.
+    """Learners kept warm between the stages of one process, each with its memory."""
+    start_timeout_s: PositiveFloat = 600.0
+    """Seconds for all ranks to run and find one another. Set it higher for slow disks or large models."""
+    answer_timeout_s: PositiveFloat = 1800.0
+    """Seconds for what all ranks do together: a step, a checkpoint. Set it higher for very long steps."""
     max_restarts: NonNegativeInt = 1
+    """Restarts of all ranks in one run, each from the last checkpoint. Set it by how often nodes fail."""

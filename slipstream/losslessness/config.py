@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from slipstream.config import Checked, Fraction, NonNegativeFloat, PositiveInt
+from slipstream.config import Checked, Fraction, NonNegativeFloat, PositiveInt, Seed
 
 
-@dataclass(frozen=True, kw_only=True)
 class LosslessnessConfig(Checked, path="losslessness"):
     """Size and levels of the certificate. Power grows with the square root of `num_tokens`."""
 
-    num_tokens: PositiveInt = 20_000  # sampled by each of the two engines, at least
+    num_tokens: PositiveInt = 20_000
+    """Least number of tokens that each of the two engines samples."""
     num_repeated_prompts: PositiveInt = 4
-    num_repeats: PositiveInt = 512  # draws of the first pair, of each repeated prompt
+    """Prompts whose first pair of tokens is sampled many times. Set it for a test over more prompts."""
+    num_repeats: PositiveInt = 512
+    """Samples of the first pair of tokens of each repeated prompt. Set it for more power."""
     num_greedy_prompts: PositiveInt = 32
-    family_level: Fraction = 0.01  # an exact engine fails one certificate in a hundred
-    power: Fraction = 0.9  # with which the stated bias would have been detected
-    num_replications: PositiveInt = 40  # of each simulated bias
-    max_detectable_bias: Fraction = 0.1  # total variation a token: a certificate that would miss more says nothing
-    # Greedy decoding may differ where two tokens are this close: two bfloat16 steps at 16.
+    """Prompts that both engines also answer greedily. Set it for a longer comparison."""
+    family_level: Fraction = 0.01
+    """Chance that an exact engine fails a certificate. Set it lower where many certificates are made."""
+    power: Fraction = 0.9
+    """Chance with which the bias that a certificate states would have been detected. Set it for a stricter statement."""
+    num_replications: PositiveInt = 40
+    """Simulations of each bias that the power is computed from. Set it for a finer estimate."""
+    max_detectable_bias: Fraction = 0.1
+    """Total variation a token; a certificate that would miss more gives no verdict. Set it for a stricter one."""
     near_tie_nats: NonNegativeFloat = 0.25
-    seed: int = 0
+    """Gap in nats below which greedy decoding may choose either token. Set it lower for float32 engines."""
+    seed: Seed = 0
+    """Seed of the certificate's samples. Set it for another sample."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
 
-from slipstream.config import Checked, PositiveFloat, ge
+from slipstream.config import Checked, PositiveFloat, PositiveInt
 
 
 class RefitError(RuntimeError):
@@ -27,7 +26,6 @@ class Channel(StrEnum):
     IPC = "ipc"
 
 
-@dataclass(frozen=True, kw_only=True)
 class RefitConfig(Checked, path="refit"):
     """Settings of the way that weights take, and of the number of tensors that each refit compares.
 
@@ -36,12 +34,15 @@ class RefitConfig(Checked, path="refit"):
     """
 
     channel: Channel = Channel.AUTO
-    bucket_mib: PositiveFloat = 256.0  # of weights that are on their way at once; two buckets a process are held
-    timeout_s: PositiveFloat = 600.0  # of one transfer: an engine that takes longer counts as dead
-    # Every tensor is compared once in so many steps, whole layers in turn; the first refit compares all of them.
-    check_every_steps: Annotated[int, ge(1)] = 1
-    # In nats a token, where an engine hides its tensors and only its logprobs show.
+    """Way of the weights from learner to engines; `auto` takes the fastest that the placement allows. Set for tests."""
+    bucket_mib: PositiveFloat = 256.0
+    """Weights on their way at once, in MiB; each process holds two buckets. Set it lower where memory is short."""
+    timeout_s: PositiveFloat = 600.0
+    """Seconds of one transfer, after which an engine counts as dead. Set it higher for slow networks."""
+    check_every_steps: PositiveInt = 1
+    """Steps in which every tensor is compared once, whole layers in turn; the first refit compares all of them."""
     max_probe_difference: PositiveFloat = 0.1
+    """Largest difference of log-probabilities, in nats a token. Set for engines that hide their tensors."""
 
     @property
     def bucket_bytes(self) -> int:

@@ -14,11 +14,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from slipstream.catalog import BYTES, Precision, load_hardware, load_model
-from slipstream.config import require, require_sizes
+from slipstream.config import (
+    Checked,
+    Fix,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    require,
+)
 from slipstream.records.files import write_record
 from slipstream.records.run import LayoutRecord
 from slipstream.records.stages import TuningRecord
@@ -83,29 +94,19 @@ class Scenario:
         return self.setting.shape(self.generation_gpus)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProjectionRequest:
+class ProjectionRequest(Checked):
     """Request of a user. 0 takes the layout's own value; `acceptance_length` counts the bonus token."""
 
     model: str
     hardware: str = "gb200"
-    num_gpus: int
-    k: int
-    acceptance_length: float
-    lag: int = 0  # 0: synchronous and colocated
-    generation_fraction: float = _GENERATION_FRACTION  # of the GPUs, with a lag
-    gpus_per_engine: int = 0
-    num_rollouts: int = 0
-    mean_tokens: float = 0.0
-
-    def __post_init__(self) -> None:
-        require(self.num_gpus >= 1, "num_gpus", "must be >= 1", self.num_gpus)
-        require(self.gpus_per_engine >= 0, "gpus_per_engine", "must be >= 0", self.gpus_per_engine)
-        require(self.num_rollouts >= 0, "num_rollouts", "must be >= 0", self.num_rollouts)
-        require(self.mean_tokens >= 0, "mean_tokens", "must be >= 0", self.mean_tokens)
-        rule = f"must be at most {_MAX_ROLLOUTS}, each of which is simulated"
-        require(self.num_rollouts <= _MAX_ROLLOUTS, "num_rollouts", rule, self.num_rollouts)
-        require_sizes(self)
+    num_gpus: PositiveInt
+    k: NonNegativeInt
+    acceptance_length: PositiveFloat
+    lag: NonNegativeInt = 0  # 0: synchronous and colocated
+    generation_fraction: Fraction = _GENERATION_FRACTION  # of the GPUs, with a lag
+    gpus_per_engine: NonNegativeInt = 0
+    num_rollouts: Annotated[NonNegativeInt, Field(le=_MAX_ROLLOUTS), Fix("each of them is simulated")] = 0
+    mean_tokens: NonNegativeFloat = 0.0
 
     def scenario(self) -> Scenario:
         """The request on the layout that comes nearest to its model.

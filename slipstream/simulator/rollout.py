@@ -18,8 +18,9 @@ from functools import lru_cache
 from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from slipstream.config import Checked, NonNegativeFloat, Rule, ge, require
+from slipstream.config import LARGEST, NUMBER, Checked, NonNegativeFloat, PositiveFloat, require
 from slipstream.simulator import Array
 
 _BISECTIONS = 60
@@ -28,13 +29,12 @@ _NORMAL_LEVELS = np.array([0.5 * (1.0 + math.erf(value / math.sqrt(2.0))) for va
 _LEVELS = (np.arange(512) + 0.5) / 512
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths(Checked, path="lengths"):
     """A log-normal cut off at `max_tokens`: what is longer is truncated there, as an engine does."""
 
-    median: Annotated[float, Rule("must be > 0 tokens", lambda tokens: tokens > 0)]
+    median: PositiveFloat
     log_sd: NonNegativeFloat
-    max_tokens: Annotated[float, ge(1)]
+    max_tokens: Annotated[float, Field(ge=1, le=LARGEST), NUMBER]
 
     def at(self, levels: Array) -> Array:
         """Length that a share `levels` in (0, 1) of responses do not exceed; rises with the level."""

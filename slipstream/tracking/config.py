@@ -5,12 +5,23 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import unquote
 
-from slipstream.config import Checked, Fraction, NonNegativeFloat, PositiveFloat, ge, require
+from pydantic import Field
+
+from slipstream.config import (
+    Checked,
+    Fraction,
+    Int,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Switch,
+    require,
+)
 
 KEY_TAG = "slipstream.key"
 """Tag of every run: what it is found by."""
@@ -35,32 +46,40 @@ _MAX_PARAM_CHARACTERS = 6000
 _MAX_TAG_CHARACTERS = 8000
 
 
-@dataclass(frozen=True, kw_only=True)
 class DriftConfig(Checked, path="tracking.drift"):
     """With how many earlier executions the results of one are compared, and what follows if they drifted."""
 
-    num_executions: int = 20  # the last ones that are comparable
-    min_executions: Annotated[int, ge(3)] = 5  # fewer are too few to say
-    false_alarm_rate: Fraction = 0.05  # of an execution in which nothing drifted, over all its results together
-    min_change: NonNegativeFloat = 0.01  # a smaller one is none: of the mean, or absolute for rewards and accuracies
-    fail: bool = False  # fail the execution after everything is written, so that Flyte notifies of it
+    num_executions: PositiveInt = 20
+    """Last comparable executions that results are compared with. Set it for a longer memory."""
+    min_executions: Annotated[Int, Field(ge=3)] = 5
+    """Fewest executions that a comparison needs. Set it lower to compare sooner."""
+    false_alarm_rate: Fraction = 0.05
+    """Chance that an execution without drift fails, over all its results. Set it lower where alarms are costly."""
+    min_change: NonNegativeFloat = 0.01
+    """Smallest change that counts: of the mean, or absolute for rewards and accuracies. Set it by what matters."""
+    fail: Switch = False
+    """Fail the execution after everything is written, so that Flyte notifies of the drift."""
 
     def _check(self) -> None:
         rule = f"must be >= {self._path}.min_executions {self.min_executions}"
         self._require(self.num_executions >= self.min_executions, "num_executions", rule)
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrackingConfig(Checked, path="tracking"):
     """The tracking server and how patiently it is asked."""
 
-    uri: str | None = None  # None: SQLite under the run root, artifacts beside it
-    experiment: str | None = None  # None: the recipe's name
+    uri: str | None = None
+    """Address of the MLflow server; null takes SQLite under the run root. Set it for a server outside the cluster."""
+    experiment: str | None = None
+    """MLflow experiment; null takes the recipe's name. Set it to keep runs apart."""
     replay_every_s: PositiveFloat = 5.0
-    request_timeout_s: Annotated[int, ge(1)] = 10
-    # How long `close` waits for the last points to arrive before it leaves them spooled.
+    """Seconds between two replays of the points that wait on disk."""
+    request_timeout_s: PositiveInt = 10
+    """Seconds for one request. Set it higher for a distant server."""
     close_wait_s: NonNegativeFloat = 30.0
+    """Seconds that a task's end waits for its last points; then they stay on disk. Set it for a slow server."""
     drift: DriftConfig = field(default_factory=DriftConfig)
+    """Comparison of results with those of earlier executions."""
 
     def _check(self) -> None:
         if self.uri is not None:

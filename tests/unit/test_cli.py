@@ -12,6 +12,7 @@ from slipstream import cli, demo
 from slipstream.cli import main
 from slipstream.recipe import CONFIGS, load_recipe, write_recipe
 from slipstream.types import Workload
+from slipstream.workers.placement.memory import memory_text
 
 PROJECT = ["simulate", "project", "--model", "qwen3-8b", "--gpus", "32", "--k", "3", "--acceptance-length", "2"]
 
@@ -27,12 +28,19 @@ def test_check_accepts_the_shipped_recipe_and_says_that_without_gpus_there_is_no
     assert (empty, plan) == ("", "no GPUs: every process runs on one host (placement.gpus_per_node 0)")
 
 
-def test_check_reads_no_hub_and_says_when_sizes_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reads_no_hub_and_estimates_the_memory_of_a_gpu_once_for_both_workloads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["check", "qwen3_8b"]) == 0
+    printed, _, memory = capsys.readouterr().out.partition("\n\n")
     rest = "fine; the sizes of its prompt sets are checked when the data are read"
-    assert capsys.readouterr().out.splitlines() == [
-        f"qwen3_8b, {workload}: {rest}" for workload in ("rl_zero", "rl_think")
-    ]
+    assert printed.splitlines() == [f"qwen3_8b, {workload}: {rest}" for workload in ("rl_zero", "rl_think")]
+    recipe = load_recipe("qwen3_8b")
+    estimate = recipe.memory()
+    assert estimate is not None
+    assert memory == f"{memory_text(estimate, recipe.refit_channel)}\n"
+
+
 
 
 def test_check_prints_one_plan_for_both_workloads(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +97,7 @@ def test_check_takes_a_recipe_that_names_its_workload_at_its_word(
 ) -> None:
     path = write_recipe(load_recipe("qwen3_8b", workload=Workload.RL_THINK), tmp_path / "mine.yaml")
     assert main(["check", str(path)]) == 0
-    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["qwen3_8b, rl_think"]
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.partition("\n\n")[0].splitlines()] == ["qwen3_8b, rl_think"]
 
 
 @pytest.mark.parametrize(
@@ -151,9 +159,9 @@ def test_a_run_root_that_cannot_be_written_ends_in_one_line(
         (["preflight", "--cluster", "gb200", "--timeout-s", "nan"], "--timeout-s must lie in (0, 2147483647], got nan"),
         (
             [*PROJECT, "--rollouts", "1000001"],
-            "num_rollouts must be at most 1000000, each of which is simulated, got 1000001",
+            "num_rollouts must be <= 1000000, got 1000001; each of them is simulated",
         ),
-        ([*PROJECT, "--lag", str(2**31)], "lag must be at most 2147483647, got 2147483648"),
+        ([*PROJECT, "--lag", str(2**31)], "lag must be <= 2147483647, got 2147483648"),
         (["bakeoff", "--seed", "-1"], "seeds must be >= 0, got (-1,)"),
         (["ablation", "--seeds", "-1"], "seeds must be >= 0, got (-1,)"),
     ],

@@ -6,19 +6,28 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import Field, TypeAdapter
 
 from slipstream.config import (
     LARGEST,
+    NUMBER,
+    Checked,
     ConfigError,
+    Fix,
+    Int,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    Switch,
     check_known,
     from_mapping,
     merge,
@@ -26,7 +35,6 @@ from slipstream.config import (
     read_mapping,
     read_yaml,
     require,
-    require_sizes,
     to_mapping,
 )
 
@@ -36,31 +44,35 @@ class Method(StrEnum):
     NGRAM = "ngram"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Draft:
+class Draft(Checked, path="draft"):
     method: Method
-    aux_layer_ids: tuple[int, ...] = ()
+    aux_layer_ids: tuple[Int, ...] = ()
     init: Literal["in_domain", "general"] = "in_domain"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    learning_rate: float = 1e-3
-    betas: tuple[float, ...] = (0.9, 0.95)
-
-    def __post_init__(self) -> None:
-        require(self.learning_rate > 0, "optimizer.learning_rate", "must be > 0", self.learning_rate, "try 1e-4")
+class Optimizer(Checked, path="optimizer"):
+    learning_rate: PositiveFloat = 1e-3
+    betas: tuple[Annotated[float, NUMBER], ...] = (0.9, 0.95)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Checked):
+    """A small recipe."""
+
     name: str
-    group_size: int
+    """Name of the run.
+
+    It may be any text.
+    """
+    group_size: Annotated[Int, Field(ge=2), Fix("one rollout has no baseline")]
     draft: Draft
     optimizer: Optimizer = field(default_factory=Optimizer)
-    eager: bool = False
-    max_tokens: int | None = None
-    weights: dict[str, float] = field(default_factory=dict)
+    eager: Switch = False
+    max_tokens: PositiveInt | None = None
+    """Tokens at most; null bounds nothing."""
+    weights: dict[str, Annotated[float, NUMBER]] = field(default_factory=dict)
+
+    def _check(self) -> None:
+        self._require(self.group_size < 100 or not self.eager, "group_size", "must be < 100 where eager", "wait")
 
 
 def recipe_mapping(**changes: Any) -> dict[str, Any]:
@@ -144,7 +156,13 @@ def test_recipe_that_is_no_mapping_is_refused(values: Any):
             "draft.aux_layer_ids[1] must be of type int, got 'x'",
         ),
         ({"draft": {"method": "ngram", "init": "x"}}, "draft.init must be one of in_domain, general, got 'x'"),
-        ({"optimizer": {"learning_rate": 0}}, "optimizer.learning_rate must be > 0, got 0.0; try 1e-4"),  # its own rule
+        ({"optimizer": {"learning_rate": 0}}, "optimizer.learning_rate must be > 0, got 0"),
+        ({"optimizer": {"learning_rate": 2.0**31}}, "optimizer.learning_rate must be <= 2147483647, got 2147483648.0"),
+        ({"group_size": 1}, "group_size must be >= 2, got 1; one rollout has no baseline"),
+        ({"group_size": 2**31}, "group_size must be <= 2147483647, got 2147483648; one rollout has no baseline"),
+        ({"max_tokens": 0}, "max_tokens must be >= 1 or null, got 0"),
+        ({"draft": {"method": "ngram", "aux_layer_ids": [2, 2**31]}}, "draft.aux_layer_ids[1] must be <= 2147483647, got 2147483648"),
+        ({"group_size": 100, "eager": True}, "group_size must be < 100 where eager, got 100; wait"),
         ({"optimizer": {"learning_rate": "fast"}}, "optimizer.learning_rate must be of type float, got 'fast'"),
         ({"optimizer": {"learning_rate": True}}, "optimizer.learning_rate must be of type float, got True"),
         ({"weights": [1.0]}, "weights must be a mapping, got [1.0]"),
@@ -313,29 +331,53 @@ def test_keys_are_checked_without_their_values(values: Any, message: str):
     assert str(caught.value) == message
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sized:
-    seed: int = 0
-    counts: tuple[int, ...] = ()
-    weights: dict[str, float] = field(default_factory=dict)
-    inner: Sized | None = None
+def test_a_config_is_checked_whenever_one_is_made_and_stays_as_it_is() -> None:
+    config = Optimizer(learning_rate=0.5)
+    assert replace(config, betas=(0.5, 0.9)).learning_rate == 0.5
+    for make in (lambda: Optimizer(learning_rate=-1.0), lambda: replace(config, learning_rate=-1.0)):
+        with pytest.raises(ConfigError, match=r"^optimizer\.learning_rate must be > 0, got -1\.0$"):
+            make()
+    with pytest.raises(ConfigError, match=r"^unknown key 'optimizer\.rate'; known: learning_rate, betas$"):
+        Optimizer(rate=1.0)  # type: ignore[call-arg]
+    with pytest.raises(FrozenInstanceError):
+        config.learning_rate = 1.0  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (Sized(seed=-1), "r.seed must lie in [0, 2**63), got -1"),
-        (Sized(inner=Sized(seed=2**63)), "r.inner.seed must lie in [0, 2**63), got 9223372036854775808"),
-        (Sized(counts=(1, 2**31)), "r.counts[1] must be at most 2147483647, got 2147483648"),
-        (Sized(weights={"a": -1e300}), "r.weights[a] must be at most 2147483647, got -1e+300"),
-    ],
-)
-def test_numbers_that_no_run_could_have_are_refused(config: Sized, message: str):
-    whole = Sized(seed=2**63 - 1, counts=(LARGEST, -LARGEST), weights={"a": 1e9}, inner=Sized())
-    require_sizes(whole, "r")
-    with pytest.raises(ConfigError) as caught:
-        require_sizes(config, "r")
-    assert str(caught.value) == message
+def test_a_schema_has_each_fields_range_and_the_docstring_below_it() -> None:
+    fields = TypeAdapter(Recipe).json_schema()["properties"]
+    assert fields["name"]["description"] == "Name of the run. It may be any text."
+    assert fields["max_tokens"]["description"] == "Tokens at most; null bounds nothing."
+    assert (fields["group_size"]["minimum"], fields["group_size"]["maximum"]) == (2, LARGEST)
+    assert "description" not in fields["eager"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    counts: tuple[int, ...]
+    method: Method
+    rate: float | None = None
+
+
+def test_a_dataclass_of_the_standard_library_is_read_as_strictly() -> None:
+    found = from_mapping(Record, {"counts": [1, 2], "method": "ngram", "rate": 1})
+    assert found == Record(counts=(1, 2), method=Method.NGRAM, rate=1.0)
+    for values, message in (
+        ({"counts": [1, "many"], "method": "ngram"}, "r.counts[1] must be of type int, got 'many'"),
+        ({"counts": [], "method": "ngram", "rat": 1}, "unknown key 'r.rat'; did you mean 'r.rate'?"),
+        ({"counts": [], "method": "ngram", "rate": math.nan}, "r.rate must be a finite number, got nan"),
+        ({"counts": []}, "r.method is required, got None; set it"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            from_mapping(Record, values, "r")
+        assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.0, True])
+def test_a_seed_is_a_whole_number_of_64_bits(seed: Any) -> None:
+    adapter = TypeAdapter(Seed)
+    assert adapter.validate_python(2**63 - 1) == 2**63 - 1
+    with pytest.raises(ValueError):
+        adapter.validate_python(seed)
 
 
 def test_optional_takes_null_and_its_type():
@@ -368,11 +410,11 @@ finite = st.floats(allow_nan=False, allow_infinity=False)
 recipes = st.builds(
     Recipe,
     name=st.text(),
-    group_size=st.integers(),
+    group_size=st.integers(2, 99),
     draft=st.builds(
         Draft,
         method=st.sampled_from(Method),
-        aux_layer_ids=st.lists(st.integers()).map(tuple),
+        aux_layer_ids=st.lists(st.integers(0, LARGEST)).map(tuple),
         init=st.sampled_from(["in_domain", "general"]),
     ),
     optimizer=st.builds(
@@ -381,7 +423,7 @@ recipes = st.builds(
         betas=st.lists(finite, max_size=3).map(tuple),
     ),
     eager=st.booleans(),
-    max_tokens=st.none() | st.integers(),
+    max_tokens=st.none() | st.integers(1, LARGEST),
     weights=st.dictionaries(st.text(), finite, max_size=3),
 )
 
@@ -406,7 +448,7 @@ def test_a_name_that_looks_like_something_else_survives_yaml(name: str):
 
 @given(recipes)
 def test_merging_a_config_over_another_gives_it_back(recipe: Recipe):
-    base = to_mapping(Recipe(name="base", group_size=1, draft=Draft(method=Method.NGRAM)))
+    base = to_mapping(Recipe(name="base", group_size=2, draft=Draft(method=Method.NGRAM)))
     assert from_mapping(Recipe, merge(base, to_mapping(recipe))) == recipe
 
 

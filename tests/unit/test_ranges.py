@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
-from slipstream.config import Checked, Rule
+from slipstream.config import LARGEST, Checked
 from slipstream.data.config import DataConfig
 from slipstream.data.synthetic import SyntheticConfig
 from slipstream.drafts.config import AutopilotConfig, DraftConfig, DraftScratchConfig
@@ -53,11 +54,20 @@ SECTIONS: dict[str, partial[Any]] = {
     "tuning": partial(TuningConfig),
 }
 LARGER_SETS = "; larger sets come from files"
+BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minItems", "minLength"}
 SAMPLED = "; vLLM samples at 0.01 instead of anything between"
 Row = tuple[str, tuple[Any, ...], tuple[Any, ...], dict[str, str]]
+
+
+def bounds(low: tuple[str, Any, Any], high: tuple[str, Any, Any], fields: dict[str, str]) -> tuple[Row, Row]:
+    """Rows of an interval: each bound's rule, a value beside it, and one on it."""
+    (low_rule, below, lowest), (high_rule, above, highest) = low, high
+    return (low_rule, (below,), (lowest,), fields), (high_rule, (above,), (highest,), fields)
+
+
 ROWS: list[Row] = [
     (
-        "must be > 0",
+        "must be >= 1",
         (0, -1),
         (1,),
         {
@@ -95,17 +105,17 @@ ROWS: list[Row] = [
         },
     ),
     (
-        "must be > 0 or null",
+        "must be >= 1 or null",
         (0, -1),
         (1, None),
         {"data": "num_validation_problems", "evaluation": "every_steps", "learner": "num_threads"},
     ),
-    ("must be > 0 or null", (0,), (1, None), {"learner": "logprob_chunk_tokens"}),
+    ("must be >= 1 or null", (0,), (1, None), {"learner": "logprob_chunk_tokens"}),
     ("must be > 0 or null", (0.0,), (0.5, None), {"engine": "kv_cache_gib"}),
     ("must be > 0 or null", (0.0,), (0.5,), {"grpo.loss": "truncated_importance_sampling"}),
-    ("must be > 0, got 0; null takes draft.ttt_steps", (0,), (1, None), {"draft": "online_ttt_steps"}),
-    ("must be > 0, got 0; null takes draft.tokens_per_step", (0,), (1, None), {"draft": "online_tokens_per_update"}),
-    ("must be > 0, got 0; null keeps the whole vocabulary", (0,), (1, None), {"draft": "vocab_size"}),
+    ("must be >= 1, got 0; null takes draft.ttt_steps", (0,), (1, None), {"draft": "online_ttt_steps"}),
+    ("must be >= 1, got 0; null takes draft.tokens_per_step", (0,), (1, None), {"draft": "online_tokens_per_update"}),
+    ("must be >= 1, got 0; null keeps the whole vocabulary", (0,), (1, None), {"draft": "vocab_size"}),
     (
         "must be >= 0",
         (-1,),
@@ -134,7 +144,7 @@ ROWS: list[Row] = [
             "tracking.drift": "min_change",
         },
     ),
-    ("must be >= 0 (0 means all tokens)", (-1,), (0,), {"evaluation": "top_k", "sampling": "top_k"}),
+    ("must be >= 0, got -1; 0 means all tokens", (-1,), (0,), {"evaluation": "top_k", "sampling": "top_k"}),
     (
         "must be >= 1",
         (0,),
@@ -150,6 +160,11 @@ ROWS: list[Row] = [
             "tuning": "num_repeats num_starting min_schedule_gain",
         },
     ),
+    ("must be >= 0", (-1,), (2**63 - 1,), dict.fromkeys(("data", "draft", "grpo", "losslessness", "policy.scratch"), "seed")),
+    ("must be >= 0", (-1,), (0,), {"placement": "generation_nodes training_nodes", "policy.scratch": "warmup_steps"}),
+    ("must be >= 0", (-1,), (1,), {"draft": "num_steps"}),
+    ("must be >= 1", (0,), (5,), {"draft": "prompt_lookup_max", "tracking.drift": "num_executions"}),
+    ("must be >= 1", (0,), (1,), {"draft.scratch": "num_attention_heads", "policy.scratch": "num_query_groups"}),
     ("must be >= 2", (1,), (2,), {"draft.autopilot": "patience_steps", "tuning": "max_live_engines"}),
     ("must be >= 2", (1,), (2,), {"data.synthetic": "min_terms"}),
     (
@@ -160,10 +175,9 @@ ROWS: list[Row] = [
     ),
     ("must be >= 3", (2,), (3,), {"tracking.drift": "min_executions"}),
     ("must be >= 0.5", (0.4,), (0.5,), {"reward": "worker_memory_gib"}),
-    (
-        "must lie in (0, 1)",
-        (0.0, 1.0),
-        (0.5,),
+    *bounds(
+        ("must be > 0", 0.0, 1e-9),
+        ("must be < 1", 1.0, 1.0 - 1e-9),
         {
             "engine": "gpu_memory_utilization",
             "grpo.loss": "clip_low",
@@ -171,10 +185,9 @@ ROWS: list[Row] = [
             "tracking.drift": "false_alarm_rate",
         },
     ),
-    (
-        "must lie in (0, 1]",
-        (0.0, 1.1),
-        (1e-9, 1.0),
+    *bounds(
+        ("must be > 0", 0.0, 1e-9),
+        ("must be <= 1", 1.1, 1.0),
         {
             "draft": "learning_rate ttt_step_loss_decay online_learning_rate",
             "evaluation": "top_p",
@@ -183,31 +196,39 @@ ROWS: list[Row] = [
             "sampling": "top_p",
         },
     ),
-    (
-        "must lie in [0, 1]",
-        (-0.1, 1.1),
-        (0.0, 1.0),
+    *bounds(
+        ("must be >= 0", -0.1, 0.0),
+        ("must be <= 1", 1.1, 1.0),
         {
             "data.synthetic": "one_digit_rate subtraction_rate noise_rate careless_rate general_rate",
             "draft": "suffix_min_token_prob",
             "optimizer": "weight_decay",
         },
     ),
-    ("must lie in (0, 2]", (0.0, 2.1), (0.5, 2.0), {"data.synthetic": "terms_decay"}),
-    ("must lie in [10, 99]", (9, 100), (10, 99), {"data.synthetic": "max_term"}),
-    ("must lie in [1, 4096]", (0, 4097), (1, 4096), {"reward": "max_answer_chars"}),
-    (
-        f"must lie in [1, 1000000], got 0{LARGER_SETS}",
-        (0,),
-        (1, 1_000_000),
+    *bounds(("must be > 0", 0.0, 0.5), ("must be <= 2", 2.1, 2.0), {"data.synthetic": "terms_decay"}),
+    *bounds(("must be >= 10", 9, 10), ("must be <= 99", 100, 99), {"data.synthetic": "max_term"}),
+    *bounds(("must be >= 1", 0, 1), ("must be <= 4096", 4097, 4096), {"reward": "max_answer_chars"}),
+    *bounds(
+        (f"must be >= 1, got 0{LARGER_SETS}", 0, 1),
+        (f"must be <= 1000000, got 1000001{LARGER_SETS}", 1_000_001, 1_000_000),
         {"data.synthetic": "num_train_problems num_copies num_draft_rows num_validation_problems"},
     ),
-    ("must be <= 999, the largest answer", (1000,), (999,), {"data.synthetic": "max_terms"}),
+    *bounds(("must be >= 2", 1, 3), ("must be <= 999", 1000, 999), {"data.synthetic": "max_terms"}),
     (f"must be 0 or >= 0.01, got 0.009{SAMPLED}", (0.009,), (0.0, 0.01), {"evaluation": "temperature"}),
-    (f"must be 0 or >= 0.01, got -0.1{SAMPLED}", (-0.1,), (0.0, 0.01), {"sampling": "temperature"}),
-    ("must be even, for RoPE", (33,), (2,), {"draft.scratch": "head_dim", "policy.scratch": "head_dim"}),
-    ("must be > 0", (0,), (6,), {"draft.scratch": "head_dim", "policy.scratch": "head_dim"}),
-    ("must be 0 or 1", (2, -1), (0, 1), {"policy.scratch": "num_mtp_layers"}),
+    (f"must be >= 0, got -0.1{SAMPLED}", (-0.1,), (0.0, 0.01), {"sampling": "temperature"}),
+    (
+        "must be a multiple of 2, got 33; RoPE turns pairs of dimensions",
+        (33,),
+        (2,),
+        {"draft.scratch": "head_dim", "policy.scratch": "head_dim"},
+    ),
+    (
+        "must be > 0, got 0; RoPE turns pairs of dimensions",
+        (0,),
+        (6,),
+        {"draft.scratch": "head_dim", "policy.scratch": "head_dim"},
+    ),
+    *bounds(("must be >= 0", -1, 0), ("must be <= 1", 2, 1), {"policy.scratch": "num_mtp_layers"}),
     ("must be two numbers in [0, 1)", ((0.9,), (0.9, 1.0), (-0.1, 0.9)), ((0.0, 0.5),), {"optimizer": "betas"}),
     (
         "must be two ratios around 1",
@@ -216,16 +237,15 @@ ROWS: list[Row] = [
         {"grpo": "mismatch_band"},
     ),
     (
-        "must be two ratios around 1 or null",
+        "must be two ratios around 1",
         ((0.5,), (-0.1, 2.0), (1.0, 2.0), (0.5, 1.0)),
         ((0.0, 2.0), None),
         {"grpo.loss": "mask_band"},
     ),
-    ("must be one of kl_div, tv, lk, lk_hybrid", ("mse",), ("kl_div", "tv", "lk", "lk_hybrid"), {"draft": "loss"}),
-    ("must name at least one source", ((),), (), {"data": "train draft_in_domain draft_general validation"}),
+    ("must not be empty", ((),), (), {"data": "train draft_in_domain draft_general validation"}),
     ("must hold {problem} exactly once", ("solve", "{problem} {problem}"), ("Q: {problem}",), {"data": "instruction"}),
     ("must rise from 1, without repeats", ((), (0, 2), (2, 1), (2, 2)), ((1,), (4, 16)), {"tuning": "batch_sizes"}),
-    ("must name a model, got ''; a hub id, a path, or \"scratch\"", ("",), ("a/b",), {"policy": "model"}),
+    ("must not be empty, got ''; name a hub id, a path, or \"scratch\"", ("",), ("a/b",), {"policy": "model"}),
 ]
 # A configuration that fits the value: rules of several fields are tested where the fields are.
 ALONG: dict[str, dict[str, Any]] = {
@@ -264,9 +284,10 @@ def test_every_range_has_a_row() -> None:
 
 
 def ruled(config: type) -> Iterator[str]:
-    """Names of the fields that have a rule."""
+    """Names of the fields that have a range or a rule."""
     assert issubclass(config, Checked)
-    for name, hint in typing.get_type_hints(config, include_extras=True).items():
-        parts = [part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is typing.Annotated]
-        if any(isinstance(rule, Rule) for part in parts for rule in part.__metadata__):
+    hints = typing.get_type_hints(config, include_extras=True)
+    for name, schema in TypeAdapter(config).json_schema()["properties"].items():
+        bounds = {(key, value) for part in (schema, *schema.get("anyOf", ())) for key, value in part.items() if key in BOUNDS}
+        if bounds - {("maximum", LARGEST)} or "AfterValidator" in str(hints[name]):
             yield name

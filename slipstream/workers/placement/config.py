@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated
 
-from slipstream.config import Checked, NonNegativeInt, PositiveFloat, ge, require
+from slipstream.config import Checked, NonNegativeInt, PositiveFloat, PositiveInt, Switch, require
 from slipstream.learner.config import ParallelConfig
 
 
@@ -33,7 +32,6 @@ class ArmsInTurn(StrEnum):
     OFF = "off"
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlacementConfig(Checked, path="placement"):
     """Nodes and GPUs of a run; how they are divided stands in `learner.parallel` and in `engine`.
 
@@ -41,15 +39,24 @@ class PlacementConfig(Checked, path="placement"):
     and more GPUs on a node, than a run takes.
     """
 
-    nodes: Annotated[int, ge(1)] = 1
+    nodes: PositiveInt = 1
+    """Nodes of the run."""
     gpus_per_node: NonNegativeInt = 0
+    """GPUs that the run takes of each node; 0 runs on CPUs of one host."""
     mode: PlacementMode = PlacementMode.COLOCATED
-    generation_nodes: int = 0  # split only, as is the next
-    training_nodes: int = 0
+    """Learner and engines share GPUs, or have nodes of their own. Set `split` for an asynchronous loop on GPUs."""
+    generation_nodes: NonNegativeInt = 0
+    """Nodes of the engines. Set with `mode: split`, and left out otherwise."""
+    training_nodes: NonNegativeInt = 0
+    """Nodes of the learner. Set with `mode: split`, and left out otherwise."""
     memory: MemoryUse = MemoryUse.SHARED
-    start_timeout_s: PositiveFloat = 900.0  # for nodes to join and GPUs to be free
+    """GPU memory that learner and engines keep while the others work. Set `in_turn` where both do not fit at once."""
+    start_timeout_s: PositiveFloat = 900.0
+    """Seconds for nodes to join and GPUs to be free. Set it higher where nodes start slowly."""
     arms_in_turn: ArmsInTurn = ArmsInTurn.AUTO
-    logical_gpus: bool = False  # Ray only counts them: processes may compute on CPUs, as on clusters in tests
+    """Steps of the arms alternate, both alive at once; `auto` does so without GPUs. Set by launches (`--arms-in-turn`)."""
+    logical_gpus: Switch = False
+    """GPUs that Ray only counts, while processes compute on CPUs. Set by tests of multi-node placement."""
 
     def _check(self) -> None:
         has_gpus, is_split = self.gpus_per_node > 0, self.mode is PlacementMode.SPLIT

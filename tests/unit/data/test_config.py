@@ -17,13 +17,13 @@ Data = partial(DataConfig, max_prompt_tokens=1)
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"path": ""}, "data source path must not be empty, got ''"),
-        ({"path": "a/b", "max_rows": 0}, "max_rows of data source a/b must be > 0 or null, got 0"),
-        ({"path": "a/b", "subset": ""}, "subset of data source a/b must not be empty, got ''"),
-        ({"path": "a/b", "split": ""}, "split of data source a/b must not be empty, got ''"),
+        ({"path": ""}, "data source.path must not be empty, got ''"),
+        ({"path": "a/b", "max_rows": 0}, "data source.max_rows must be >= 1 or null, got 0"),
+        ({"path": "a/b", "subset": ""}, "data source.subset must not be empty, got ''"),
+        ({"path": "a/b", "split": ""}, "data source.split must not be empty, got ''"),
         (
             {"path": "synthetic", "split": "test"},
-            "split of data source synthetic must not be set: there is one, got 'test'",
+            "data source.split must be null with path synthetic, got 'test'; there is one set only",
         ),
     ],
 )
@@ -47,8 +47,8 @@ def test_a_source_may_be_read_whole_or_in_part() -> None:
             "data.synthetic.num_conflicting must be <= num_train_problems (7), got 8",
         ),
         ({"max_terms": 2}, "data.synthetic.max_terms must be >= min_terms (3), got 2"),
-        ({"max_term": 9}, "data.synthetic.max_term must lie in [10, 99], got 9"),
-        ({"max_term": 100}, "data.synthetic.max_term must lie in [10, 99], got 100"),
+        ({"max_term": 9}, "data.synthetic.max_term must be >= 10, got 9"),
+        ({"max_term": 100}, "data.synthetic.max_term must be <= 99, got 100"),
         (
             {"min_terms": 11},
             "data.synthetic.min_terms times max_term must be <= 999, the largest answer, got 11; "

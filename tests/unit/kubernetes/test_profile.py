@@ -81,7 +81,7 @@ def test_a_sound_profile_is_read(tmp_path: Path) -> None:
             {"gpu": {"pod": {"shared_memory_gib": 400}}},
             "shared_memory_gib must be < memory_gib 400, of which it is a part, got 400",
         ),
-        ({"cpu": {"cpus": 0}}, "cpus must be >= 1, got 0"),
+        ({"cpu": {"cpus": 0}}, "cpu.cpus must be >= 1, got 0"),
         ({"head": None}, "head is required with gpu, got None; Ray's head runs the task's process"),
         (
             {"ray_token_secret": None},
@@ -111,7 +111,7 @@ def test_a_sound_profile_is_read(tmp_path: Path) -> None:
         ),
         (
             {"tolerations": [{"key": "a", "effect": "Never"}]},
-            "tolerations.effect must be one of NoSchedule, PreferNoSchedule, NoExecute, got 'Never'",
+            "tolerations[0].effect must be one of NoSchedule, PreferNoSchedule, NoExecute, got 'Never'",
         ),
         ({"parallel_parts": 0}, "parallel_parts must be >= 1, got 0"),
         (
@@ -119,7 +119,7 @@ def test_a_sound_profile_is_read(tmp_path: Path) -> None:
             "schedules.slack must hold e-mail addresses, got ['#runs']; Slack shows a channel's",
         ),
         ({"storage": {"group": -1}}, "storage.group must be >= 0, got -1"),
-        ({"cpu": {"memory_gib": 2**31}}, "cpu.memory_gib must be at most 2147483647, got 2147483648"),
+        ({"cpu": {"memory_gib": 2**31}}, "cpu.memory_gib must be <= 2147483647, got 2147483648"),
         ({"labels": {"pool": True}}, "labels.pool must be of type str, got True; put it in quotes"),
         ({"labels": {2024: "a"}}, "a key of labels must be of type str, got 2024; put it in quotes"),
         ({"name": "other"}, "name must be the file's name 'mine', got 'other'"),

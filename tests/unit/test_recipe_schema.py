@@ -1,0 +1,96 @@
+"""The JSON schema of recipe files says of a file what the library says, and docs/recipe.md is written from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from scripts import recipe_reference
+from slipstream import cli
+from slipstream.config import merge, read_yaml
+from slipstream.recipe import CONFIGS, recipe_schema
+from slipstream.types import Workload
+
+SCHEMA = recipe_schema()
+TINY = read_yaml((CONFIGS / "tiny.yaml").read_text())
+
+
+def described() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each leaf of a recipe with its schema, by the first of its dotted names."""
+    schema = {**SCHEMA, "properties": {name: each for name, each in SCHEMA["properties"].items() if name != "workloads"}}
+    for names, section in recipe_reference.sections(schema).items():
+        for name, field in recipe_reference.fields(schema, section):
+            yield ".".join([*names[:1], name]), field
+
+
+LEAVES = dict(described())
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_recipe_satisfies_the_schema_that_its_first_line_names(path: Path) -> None:
+    text = path.read_text()
+    assert text.startswith("# yaml-language-server: $schema=../recipe.schema.json\n")
+    Draft202012Validator(SCHEMA).validate(read_yaml(text))
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"grpo": {"gruop_size": 4}}, ["grpo"]),
+        ({"grpo": {"group_size": 1}}, ["grpo", "group_size"]),
+        ({"grpo": {"group_size": "8"}}, ["grpo", "group_size"]),
+        ({"grpo": {"optimizer": {"learning_rate": 2}}}, ["grpo", "optimizer", "learning_rate"]),
+        ({"draft": {"loss": "mse"}}, ["draft", "loss"]),
+        ({"loop": {"mode": "overlapped"}}, ["loop", "mode"]),
+        ({"data": {"train": []}}, ["data", "train"]),
+        ({"data": {"train": [{"split": "train"}]}}, ["data", "train", 0]),
+        ({"name": None}, ["name"]),
+        ({"engine": None}, ["engine"]),
+        ({"workloads": {"rl_thnk": {}}}, ["workloads"]),
+        ({"workloads": {"rl_think": {"grpo": {"group_size": 1}}}}, ["workloads", "rl_think"]),
+        ({"workloads": {"rl_think": {"workload": "rl_zero"}}}, ["workloads", "rl_think"]),
+    ],
+)
+def test_a_recipe_that_breaks_a_rule_breaks_the_schema_there(change: dict[str, Any], where: list[Any]) -> None:
+    Draft202012Validator.check_schema(SCHEMA)
+    (error,) = Draft202012Validator(SCHEMA).iter_errors(merge(TINY, change))
+    assert list(error.absolute_path) == where
+
+
+def test_a_section_of_a_workload_need_not_repeat_what_the_recipe_says() -> None:
+    assert set(SCHEMA["properties"]["workloads"]["properties"]) == set(Workload)
+    Draft202012Validator(SCHEMA).validate(merge(TINY, {"workloads": {"rl_zero": {"grpo": {"seed": 1}}, "rl_think": None}}))
+    without = {name: value for name, value in TINY.items() if name != "grpo"}
+    assert not Draft202012Validator(SCHEMA).is_valid(without)
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_each_field_has_a_sentence_and_is_set_by_a_shipped_recipe_or_says_who_sets_it(leaf: str) -> None:
+    meaning, who = recipe_reference.description(LEAVES[leaf])
+    assert meaning.endswith(".")
+    assert len(meaning.split()) <= 25
+    assert who or recipe_reference.uses().get(leaf), "add a sentence that begins with Set"
+
+
+def test_a_row_has_type_range_default_meaning_and_who_sets_the_field() -> None:
+    used = {"grpo.group_size": ["mine"]}
+    field = LEAVES["grpo.group_size"]
+    assert recipe_reference.row(("grpo",), "group_size", field, used) == (
+        "| `group_size` | integer >= 2 | required | Rollouts of each prompt, on whose mean reward advantages are "
+        "centred. | mine |"
+    )
+    row = recipe_reference.row(("learner",), "logprob_chunk_tokens", LEAVES["learner.logprob_chunk_tokens"], used)
+    assert row.startswith("| `logprob_chunk_tokens` | integer >= 1 or null | `null` | ")
+    assert row.endswith(" | Set it where logits fill memory. |")
+    assert recipe_reference.type_text(LEAVES["evaluation.top_p"]) == "number in (0, 1]"
+    assert recipe_reference.type_text(LEAVES["grpo.loss.mask_level"]) == "`token`, `sequence`"
+
+
+def test_the_command_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == SCHEMA
