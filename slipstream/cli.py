@@ -225,7 +225,11 @@ def _plan(recipe: Recipe, cluster: str | None, domain_nodes: int | None) -> str:
     """What each GPU holds, and on a cluster who lies where; empty where there is nothing to say."""
     if not recipe.layout.has_gpus:
         return "no GPUs: every process runs on one host (placement.gpus_per_node 0)" if cluster else ""
-    plan = [] if cluster is None else [plan_text(make_plan(recipe.layout, parse_cluster(cluster, domain_nodes=domain_nodes)))]
+    plan = (
+        []
+        if cluster is None
+        else [plan_text(make_plan(recipe.layout, parse_cluster(cluster, domain_nodes=domain_nodes)))]
+    )
     found = recipe.memory()
     if found is None:
         is_named = recipe.simulator is not None

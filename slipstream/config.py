@@ -266,7 +266,12 @@ def check_known(cls: type, values: Any, path: str) -> None:
 
 
 _UNKNOWN = ("unexpected_keyword_argument", "invalid_key")
-_BOUND = {"greater_than": "> {gt}", "greater_than_equal": ">= {ge}", "less_than": "< {lt}", "less_than_equal": "<= {le}"}
+_BOUND = {
+    "greater_than": "> {gt}",
+    "greater_than_equal": ">= {ge}",
+    "less_than": "< {lt}",
+    "less_than_equal": "<= {le}",
+}
 _TYPES = {"int": "int", "float": "float", "bool": "bool", "string": "str"}
 _RULES = {
     "missing": "is required",
@@ -398,4 +403,3 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
 
 def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
-

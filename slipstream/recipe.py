@@ -72,7 +72,7 @@ class Recipe(Checked):
     name: str
     """Name of the experiment, in MLflow too."""
     workload: Workload = Workload.RL_ZERO
-    """Start of RL: a base model or one that reasons. Set by launches (`--workload`); `workloads` lies over the recipe."""
+    """Start of RL: a base model, or one that reasons. Set by launches (`--workload`), which then read `workloads`."""
     policy: PolicyConfig
     """Model that is trained."""
     learner: LearnerConfig

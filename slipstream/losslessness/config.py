@@ -19,7 +19,7 @@ class LosslessnessConfig(Checked, path="losslessness"):
     family_level: Fraction = 0.01
     """Chance that an exact engine fails a certificate. Set it lower where many certificates are made."""
     power: Fraction = 0.9
-    """Chance with which the bias that a certificate states would have been detected. Set it for a stricter statement."""
+    """Chance of detecting the bias that a certificate states. Set it for a stricter statement."""
     num_replications: PositiveInt = 40
     """Simulations of each bias that the power is computed from. Set it for a finer estimate."""
     max_detectable_bias: Fraction = 0.1

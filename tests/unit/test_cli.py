@@ -41,8 +41,6 @@ def test_check_reads_no_hub_and_estimates_the_memory_of_a_gpu_once_for_both_work
     assert memory == f"{memory_text(estimate, recipe.refit_channel)}\n"
 
 
-
-
 def test_check_prints_one_plan_for_both_workloads(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "qwen3_8b_h200", "--cluster", "1x8"]) == 0
     printed = capsys.readouterr().out
@@ -97,7 +95,9 @@ def test_check_takes_a_recipe_that_names_its_workload_at_its_word(
 ) -> None:
     path = write_recipe(load_recipe("qwen3_8b", workload=Workload.RL_THINK), tmp_path / "mine.yaml")
     assert main(["check", str(path)]) == 0
-    assert [line.partition(":")[0] for line in capsys.readouterr().out.partition("\n\n")[0].splitlines()] == ["qwen3_8b, rl_think"]
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.partition("\n\n")[0].splitlines()] == [
+        "qwen3_8b, rl_think"
+    ]
 
 
 @pytest.mark.parametrize(

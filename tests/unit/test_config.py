@@ -161,7 +161,10 @@ def test_recipe_that_is_no_mapping_is_refused(values: Any):
         ({"group_size": 1}, "group_size must be >= 2, got 1; one rollout has no baseline"),
         ({"group_size": 2**31}, "group_size must be <= 2147483647, got 2147483648; one rollout has no baseline"),
         ({"max_tokens": 0}, "max_tokens must be >= 1 or null, got 0"),
-        ({"draft": {"method": "ngram", "aux_layer_ids": [2, 2**31]}}, "draft.aux_layer_ids[1] must be <= 2147483647, got 2147483648"),
+        (
+            {"draft": {"method": "ngram", "aux_layer_ids": [2, 2**31]}},
+            "draft.aux_layer_ids[1] must be <= 2147483647, got 2147483648",
+        ),
         ({"group_size": 100, "eager": True}, "group_size must be < 100 where eager, got 100; wait"),
         ({"optimizer": {"learning_rate": "fast"}}, "optimizer.learning_rate must be of type float, got 'fast'"),
         ({"optimizer": {"learning_rate": True}}, "optimizer.learning_rate must be of type float, got True"),

@@ -160,7 +160,12 @@ ROWS: list[Row] = [
             "tuning": "num_repeats num_starting min_schedule_gain",
         },
     ),
-    ("must be >= 0", (-1,), (2**63 - 1,), dict.fromkeys(("data", "draft", "grpo", "losslessness", "policy.scratch"), "seed")),
+    (
+        "must be >= 0",
+        (-1,),
+        (2**63 - 1,),
+        dict.fromkeys(("data", "draft", "grpo", "losslessness", "policy.scratch"), "seed"),
+    ),
     ("must be >= 0", (-1,), (0,), {"placement": "generation_nodes training_nodes", "policy.scratch": "warmup_steps"}),
     ("must be >= 0", (-1,), (1,), {"draft": "num_steps"}),
     ("must be >= 1", (0,), (5,), {"draft": "prompt_lookup_max", "tracking.drift": "num_executions"}),
@@ -288,6 +293,8 @@ def ruled(config: type) -> Iterator[str]:
     assert issubclass(config, Checked)
     hints = typing.get_type_hints(config, include_extras=True)
     for name, schema in TypeAdapter(config).json_schema()["properties"].items():
-        bounds = {(key, value) for part in (schema, *schema.get("anyOf", ())) for key, value in part.items() if key in BOUNDS}
+        bounds = {
+            (key, value) for part in (schema, *schema.get("anyOf", ())) for key, value in part.items() if key in BOUNDS
+        }
         if bounds - {("maximum", LARGEST)} or "AfterValidator" in str(hints[name]):
             yield name

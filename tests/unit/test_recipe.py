@@ -264,7 +264,8 @@ def tiny_with(directory: Path, workloads: str) -> str:
         ),
         (
             "workloads: {rl_think: {data: {train: [{path: a, splt: b}]}}}",
-            "unknown key 'workloads.rl_think.data.train[0].splt'; did you mean 'workloads.rl_think.data.train[0].split'?",
+            "unknown key 'workloads.rl_think.data.train[0].splt'; did you mean "
+            "'workloads.rl_think.data.train[0].split'?",
         ),
         (
             "workloads: {rl_think: {workload: rl_zero}}",

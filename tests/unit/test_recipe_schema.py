@@ -22,7 +22,10 @@ TINY = read_yaml((CONFIGS / "tiny.yaml").read_text())
 
 def described() -> Iterator[tuple[str, dict[str, Any]]]:
     """Each leaf of a recipe with its schema, by the first of its dotted names."""
-    schema = {**SCHEMA, "properties": {name: each for name, each in SCHEMA["properties"].items() if name != "workloads"}}
+    schema = {
+        **SCHEMA,
+        "properties": {name: each for name, each in SCHEMA["properties"].items() if name != "workloads"},
+    }
     for names, section in recipe_reference.sections(schema).items():
         for name, field in recipe_reference.fields(schema, section):
             yield ".".join([*names[:1], name]), field
@@ -64,7 +67,9 @@ def test_a_recipe_that_breaks_a_rule_breaks_the_schema_there(change: dict[str, A
 
 def test_a_section_of_a_workload_need_not_repeat_what_the_recipe_says() -> None:
     assert set(SCHEMA["properties"]["workloads"]["properties"]) == set(Workload)
-    Draft202012Validator(SCHEMA).validate(merge(TINY, {"workloads": {"rl_zero": {"grpo": {"seed": 1}}, "rl_think": None}}))
+    Draft202012Validator(SCHEMA).validate(
+        merge(TINY, {"workloads": {"rl_zero": {"grpo": {"seed": 1}}, "rl_think": None}})
+    )
     without = {name: value for name, value in TINY.items() if name != "grpo"}
     assert not Draft202012Validator(SCHEMA).is_valid(without)
 

@@ -54,7 +54,7 @@ class PlacementConfig(Checked, path="placement"):
     start_timeout_s: PositiveFloat = 900.0
     """Seconds for nodes to join and GPUs to be free. Set it higher where nodes start slowly."""
     arms_in_turn: ArmsInTurn = ArmsInTurn.AUTO
-    """Steps of the arms alternate, both alive at once; `auto` does so without GPUs. Set by launches (`--arms-in-turn`)."""
+    """Steps of both arms alternate; `auto` does so without GPUs alone. Set by launches (`--arms-in-turn`)."""
     logical_gpus: Switch = False
     """GPUs that Ray only counts, while processes compute on CPUs. Set by tests of multi-node placement."""
 
