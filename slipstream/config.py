@@ -288,7 +288,7 @@ _RULES = {
     **{kind: f"must be {rule}" for kind, rule in _BOUND.items()},
     **{f"{kind}_{what}": f"must be of type {name}" for kind, name in _TYPES.items() for what in ("type", "parsing")},
 }
-"""Rules by the type of pydantic's error, which gives the values in braces; another error keeps pydantic's words."""
+"""Rules by the type of pydantic's error, which gives the values in braces; for another error pydantic has the words."""
 
 
 def _problems(error: ValidationError, *, depth: int = 0) -> list[Any]:
@@ -302,36 +302,43 @@ def _refusal(cls: type, problem: Mapping[str, Any], path: str) -> ConfigError:
     kind, loc, value, context = problem["type"], problem["loc"], problem["input"], problem.get("ctx", {})
     if isinstance(context.get("error"), ConfigError):  # of a `_check`
         return context["error"]
-    name = _dotted(path, loc)
     if kind in _UNKNOWN:
-        config = next(each for each in _declared(cls, loc[:-1]) if dataclasses.is_dataclass(each))
-        known = [field.name for field in dataclasses.fields(config) if field.init]
-        near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
-        fix = f"did you mean {_dotted(path, (*loc[:-1], near[0]))!r}?" if near else f"known: {', '.join(known)}"
-        return ConfigError(f"unknown key {name!r}; {fix}")
-    declared = _declared(cls, loc)
+        return _unknown_key(cls, loc[:-1], str(loc[-1]), path)
     shown = {key: f"{each:.15g}" if isinstance(each, float) else str(each) for key, each in context.items()}
     if "expected" in shown:
         shown["expected"] = shown["expected"].replace("'", "").replace(" or ", ", ")
-    text = _RULES.get(kind, problem["msg"]).format(**shown)
-    fix = next((each for each in declared if isinstance(each, Fix)), "")
+    text = f"must fit: {problem['msg']}" if kind not in _RULES else _RULES[kind].format(**shown)
+    declared = _declared(cls, loc)
+    fix = "" if kind.endswith("_type") else next((each for each in declared if isinstance(each, Fix)), "")
     if kind == "missing":
         value, fix = None, "set it"
     elif kind == "string_type" and isinstance(value, (bool, int, float)):
         fix = "put it in quotes"
     elif kind in _BOUND and type(None) in declared and isinstance(loc[-1], str) and not fix:
         text += " or null"
-    return ConfigError(f"{name} {text}, got {value!r}" + (f"; {fix}" if fix else ""))
+    return ConfigError(f"{_dotted(path, loc)} {text}, got {value!r}" + (f"; {fix}" if fix else ""))
+
+
+def _unknown_key(cls: type, loc: Sequence[int | str], key: str, path: str) -> ConfigError:
+    config = next(filter(_is_config, _declared(cls, loc)))
+    known = [field.name for field in dataclasses.fields(config) if field.init]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    fix = f"did you mean {_dotted(path, (*loc, near[0]))!r}?" if near else f"known: {', '.join(known)}"
+    return ConfigError(f"unknown key {_dotted(path, (*loc, key))!r}; {fix}")
 
 
 def _declared(cls: type, loc: Sequence[int | str]) -> list[Any]:
     """Every part of the type of the field at `loc`: members of unions, items of lists, what `Annotated` adds."""
     parts: list[Any] = [cls]
     for name in loc:
-        config = next((each for each in parts if dataclasses.is_dataclass(each)), None)
+        config = next(filter(_is_config, parts), None)
         hints = {} if config is None else get_type_hints(config, include_extras=True)
         parts = list(_parts(hints[name])) if name in hints else parts
     return parts
+
+
+def _is_config(part: Any) -> bool:
+    return isinstance(part, type) and dataclasses.is_dataclass(part)
 
 
 def _parts(hint: Any) -> Iterator[Any]:

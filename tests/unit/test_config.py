@@ -172,9 +172,9 @@ def test_recipe_that_is_no_mapping_is_refused(values: Any):
         ({"weights": {"math": "heavy"}}, "weights.math must be of type float, got 'heavy'"),
         ({"weights": {2024: 1.0}}, "a key of weights must be of type str, got 2024; put it in quotes"),
         ({"weights": {"math": float("nan")}}, "weights.math must be a finite number, got nan"),
-        ({"optimizer": {"learning_rate": "inf"}}, "optimizer.learning_rate must be a finite number, got inf"),
+        ({"optimizer": {"learning_rate": "inf"}}, "optimizer.learning_rate must be a finite number, got 'inf'"),
         ({"optimizer": {"learning_rate": -math.inf}}, "optimizer.learning_rate must be a finite number, got -inf"),
-        ({"optimizer": {"learning_rate": "1e999"}}, "optimizer.learning_rate must be a finite number, got inf"),
+        ({"optimizer": {"learning_rate": "1e999"}}, "optimizer.learning_rate must be a finite number, got '1e999'"),
         ({"optimizer": {"learning_rate": 10**400}}, f"optimizer.learning_rate must be of type float, got {10**400}"),
     ],
 )
