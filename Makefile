@@ -19,7 +19,7 @@ help: ## list the commands
 setup: ## install the lock file and this checkout into .venv (does nothing when done)
 	@VENV=$(VENV) scripts/setup.sh
 
-check: setup ## formatting, ruff, budgets, import contracts, dependencies, pyright
+check: setup ## formatting, ruff, budgets, recipe reference, import contracts, dependencies, pyright
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(PYTHON_IN_VENV) scripts/budgets.py

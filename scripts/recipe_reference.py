@@ -134,7 +134,8 @@ def range_text(field: Schema) -> str:
     is_open = "exclusiveMinimum" in field, "exclusiveMaximum" in field
     if low is not None and high is not None:
         return f"in {'(' if is_open[0] else '['}{low:g}, {high:g}{')' if is_open[1] else ']'}"
-    return "" if low is None else f"{'>' if is_open[0] else '>='} {low:g}"
+    bound = "" if low is None else f"{'>' if is_open[0] else '>='} {low:g}"
+    return f"{bound}, a multiple of {field['multipleOf']}" if "multipleOf" in field else bound
 
 
 def _yaml(value: Any) -> str:
