@@ -259,7 +259,7 @@ class DraftConfig(Checked, path="draft"):
             "must be three different layers",
             "duplicates make vLLM fail with a shape error",
         )
-        self._require(list(ids) == sorted(ids) and ids[0] >= 0, "aux_hidden_state_layer_ids", "must rise from 0")
+        self._require(list(ids) == sorted(ids), "aux_hidden_state_layer_ids", "must rise")
 
     def _check_length(self) -> None:
         fix = "it drafts as far as its matches reach, and vLLM cannot tell it to stop earlier"

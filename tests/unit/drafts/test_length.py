@@ -367,7 +367,7 @@ def test_a_sweep_keeps_every_rounds_steps_and_the_schedule_is_made_from_them() -
         ({"candidate_ks": (1, 3)}, "tuning.candidate_ks must hold 0, the baseline, got (1, 3)"),
         ({"candidate_ks": (0, 3, 1)}, "tuning.candidate_ks must rise, without repeats, got (0, 3, 1)"),
         ({"candidate_ks": (0, 1, 1)}, "tuning.candidate_ks must rise, without repeats, got (0, 1, 1)"),
-        ({"candidate_ks": (-1, 0, 1)}, "tuning.candidate_ks must rise, without repeats, got (-1, 0, 1)"),
+        ({"candidate_ks": (-1, 0, 1)}, "tuning.candidate_ks[0] must be >= 0, got -1"),
         ({"candidate_ks": (0,)}, "tuning.candidate_ks must hold a k to compare with 0, got (0,)"),
         ({"batch_sizes": ()}, "tuning.batch_sizes must rise from 1, without repeats, got ()"),
         ({"batch_sizes": (8, 4)}, "tuning.batch_sizes must rise from 1, without repeats, got (8, 4)"),
