@@ -73,11 +73,6 @@ class TuningConfig(Checked, path="tuning"):
     num_repeats: Annotated[int, ge(1)] = 3  # rounds, of every batch size
     # Engines that fit into memory at once; as many as `candidate_ks` compares all k at once.
     max_live_engines: Annotated[int, ge(2)] = 2
-    # Engines that start at once; on a GPU each measures the free memory as it starts.
-    num_starting: Annotated[int, ge(1)] = 1
-    min_speedup: PositiveFloat = 1.0  # a k that is not faster than this loses to k=0
-    # A table by running batch that decodes less than so much faster is none.
-    min_schedule_gain: Annotated[float, ge(1)] = 1.03
 
     def _check(self) -> None:
         ks = self.candidate_ks
@@ -143,6 +138,7 @@ def sweep(
     sampling: SamplingConfig,
     seed: int,
     group_size: int = 1,
+    num_starting: int = 1,
     switch: Switch | None = None,
     on_points: Callable[[Sequence[SweepPoint]], None] = lambda points: None,
 ) -> Sweep:
@@ -151,6 +147,7 @@ def sweep(
     Args:
         prompts: enough for the largest batch at least.
         group_size: rollouts a prompt; every batch size is a multiple of it.
+        num_starting: engines that start at once.
         switch: measures drafting that is switched off too, in the engine of the longest drafts; None: does not.
         on_points: gets the points of a batch size as soon as they are known, but those of k=0.
     Returns:
@@ -168,7 +165,7 @@ def sweep(
 
     def start(ks: Sequence[int], stack: ExitStack) -> dict[int, Engines]:
         """Engines by k; those that started before one failed end with the stack."""
-        with ThreadPoolExecutor(config.num_starting) as pool:
+        with ThreadPoolExecutor(num_starting) as pool:
             engines = dict(zip(ks, pool.map(lambda k: stack.enter_context(start_engine(k)), ks), strict=True))
         for engine in engines.values():
             warm_up(engine)
@@ -209,7 +206,7 @@ def choose(
     nearest = min(config.batch_sizes, key=lambda size: (abs(size - batch), size))
     at_batch = [point for point in points if point.batch == nearest]
     best = max(at_batch, key=lambda point: point.speedup)
-    if best.k and best.speedup > config.min_speedup:
+    if best.k and best.speedup > 1.0:
         chosen_k = best.k
         reason = (
             f"k={best.k} is fastest at batch {nearest}: {best.speedup:.2f}x autoregressive "
@@ -217,10 +214,10 @@ def choose(
         )
     else:
         chosen_k = 0
-        reason = f"k=0 wins at batch {nearest}: no draft length is more than {config.min_speedup:.2f}x as fast"
+        reason = f"k=0 wins at batch {nearest}: no draft length is faster"
     largest = config.batch_sizes[-1]
     running = running_points(rounds, chosen_k=chosen_k, largest=largest)
-    table = schedule(running, rounds, chosen_k=chosen_k, largest=largest, min_gain=config.min_schedule_gain)
+    table = schedule(running, rounds, chosen_k=chosen_k, largest=largest)
     return TuningRecord(
         chosen_k=chosen_k,
         reason=reason,
@@ -326,7 +323,7 @@ def running_points(rounds: Sequence[Round], *, chosen_k: int, largest: int) -> t
 
 
 def schedule(
-    points: Sequence[RunningPoint], rounds: Sequence[Round], *, chosen_k: int, largest: int, min_gain: float
+    points: Sequence[RunningPoint], rounds: Sequence[Round], *, chosen_k: int, largest: int, min_gain: float = 1.03
 ) -> tuple[ScheduleEntry, ...]:
     """The fastest k of each range by more rounds than one; the chosen k throughout if that gains too little over all.
 

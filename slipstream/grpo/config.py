@@ -34,7 +34,6 @@ class RecomputeLogprobs(StrEnum):
 
 _BETAS = Rule("must be two numbers in [0, 1)", lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas))
 _MASK_BAND = Rule("must be two ratios around 1", lambda band: len(band) == 2 and 0 <= band[0] < 1 < band[1])
-_MISMATCH_BAND = Rule(_MASK_BAND.text, lambda band: _MASK_BAND.holds(band) and band[0] > 0)
 
 
 class Level(StrEnum):
@@ -97,12 +96,11 @@ class LossConfig(Checked, path="grpo.loss"):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Checked, path="optimizer"):
-    """The learning rate rises linearly over `warmup_steps` updates, then stays; `betas` and `eps` are AdamW's."""
+    """The learning rate rises linearly over `warmup_steps` updates, then stays; `betas` are AdamW's."""
 
     learning_rate: Annotated[float, within("(0, 1]")]
     method: OptimizerMethod = OptimizerMethod.ADAMW
     betas: Annotated[tuple[float, ...], _BETAS] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
     weight_decay: Annotated[float, within("[0, 1]")] = 0.0
     clip_grad: PositiveFloat = 1.0
     warmup_steps: NonNegativeInt = 0
@@ -121,10 +119,6 @@ class GrpoConfig(Checked, path="grpo"):
     updates_per_step: Annotated[int, ge(1)] = 1
     recompute_logprobs: RecomputeLogprobs = RecomputeLogprobs.AUTO
     checkpoint_every_steps: Annotated[int, ge(1)] = 10
-    mismatch_band: Annotated[tuple[float, ...], _MISMATCH_BAND] = (
-        0.5,
-        2.0,
-    )  # ratios of trainer to rollout probability that count as agreement
     seed: int = 0
 
     def _check(self) -> None:

@@ -49,7 +49,6 @@ class ScratchConfig(Checked, path="policy.scratch"):
     max_position_embeddings: PositiveInt = 512
     tie_word_embeddings: bool = False
     num_mtp_layers: Annotated[int, _AT_MOST_ONE] = 0  # 1 makes a MiMo, whose MTP layer `draft.method: mtp` drafts with
-    rope_theta: PositiveFloat = 10_000.0
     init_std: PositiveFloat = 0.04  # about 0.5 / sqrt(hidden_size); 0.02 learns more slowly: docs/log.md
     num_steps: NonNegativeInt = 400
     tokens_per_step: PositiveInt = 4096

@@ -41,7 +41,6 @@ class RefitConfig(Checked, path="refit"):
     # Every tensor is compared once in so many steps, whole layers in turn; the first refit compares all of them.
     check_every_steps: Annotated[int, ge(1)] = 1
     # In nats a token, where an engine hides its tensors and only its logprobs show.
-    max_probe_difference: PositiveFloat = 0.1
 
     @property
     def bucket_bytes(self) -> int:

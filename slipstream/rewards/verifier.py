@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from slipstream.rewards.answers import extract_answer
-from slipstream.rewards.config import RewardConfig
+from slipstream.rewards.config import MAX_ANSWER_CHARS, RewardConfig
 from slipstream.rewards.pool import Request, WorkerPool
 from slipstream.rewards.spelling import TEXT, spell
 from slipstream.rewards.values import Undecided, compare, is_prose, parse
@@ -33,7 +33,6 @@ class Verifier:
 
     def __init__(self, config: RewardConfig) -> None:
         """Keep `config`; nothing starts yet."""
-        self._max_chars = config.max_answer_chars
         self._pool = WorkerPool(
             num_workers=config.num_workers, timeout_s=config.timeout_s, memory_gib=config.worker_memory_gib
         )
@@ -89,14 +88,14 @@ class Verifier:
         return tuple(is_read and not is_same for is_read, is_same in zip(are_read, others, strict=True))
 
     def _judge(self, answer: str, reference: str) -> bool | Request:
-        if len(answer) > self._max_chars or len(reference) > self._max_chars:
+        if len(answer) > MAX_ANSWER_CHARS or len(reference) > MAX_ANSWER_CHARS:
             return False
         verdict = compare(reference, answer)
         return Request(gold=reference, answer=answer) if verdict is None else verdict
 
     def _reads(self, reference: str) -> bool | Request:
         """Judge whether the reference, in a box, equals itself and is more than prose."""
-        if len(reference) > self._max_chars or extract_answer(f"\\boxed{{{reference}}}") != reference.strip():
+        if len(reference) > MAX_ANSWER_CHARS or extract_answer(f"\\boxed{{{reference}}}") != reference.strip():
             return False
         value = parse(reference)
         if isinstance(value, Undecided):

@@ -117,6 +117,7 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
             sampling=recipe.sampling,
             seed=recipe.grpo.seed,
             group_size=recipe.grpo.group_size,
+            num_starting=recipe.layout.num_starting,
             switch=switch_length if by_batch else None,
             on_points=on_points,
         )

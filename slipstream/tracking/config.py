@@ -39,15 +39,8 @@ _MAX_TAG_CHARACTERS = 8000
 class DriftConfig(Checked, path="tracking.drift"):
     """With how many earlier executions the results of one are compared, and what follows if they drifted."""
 
-    num_executions: int = 20  # the last ones that are comparable
-    min_executions: Annotated[int, ge(3)] = 5  # fewer are too few to say
-    false_alarm_rate: Fraction = 0.05  # of an execution in which nothing drifted, over all its results together
-    min_change: NonNegativeFloat = 0.01  # a smaller one is none: of the mean, or absolute for rewards and accuracies
+    num_executions: Annotated[int, ge(5)] = 20  # the last ones that are comparable
     fail: bool = False  # fail the execution after everything is written, so that Flyte notifies of it
-
-    def _check(self) -> None:
-        rule = f"must be >= {self._path}.min_executions {self.min_executions}"
-        self._require(self.num_executions >= self.min_executions, "num_executions", rule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +50,6 @@ class TrackingConfig(Checked, path="tracking"):
     uri: str | None = None  # None: SQLite under the run root, artifacts beside it
     experiment: str | None = None  # None: the recipe's name
     replay_every_s: PositiveFloat = 5.0
-    request_timeout_s: Annotated[int, ge(1)] = 10
     # How long `close` waits for the last points to arrive before it leaves them spooled.
     close_wait_s: NonNegativeFloat = 30.0
     drift: DriftConfig = field(default_factory=DriftConfig)

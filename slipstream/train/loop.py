@@ -264,7 +264,7 @@ class Trainer:
             result=learned.result,
             rewards=learned.rewards,
             trained=learned.trained,
-            mismatch=mismatch(batch.rollout_logprobs, before, band=self.config.mismatch_band),
+            mismatch=mismatch(batch.rollout_logprobs, before),
             has_logprob_pass=self.config.needs_logprob_pass,
         )
         record = replace(

@@ -102,7 +102,6 @@ MAY_BE_0 = {
         "evaluation": "top_k",
         "losslessness": "near_tie_nats",
         "tracking": "close_wait_s",
-        "tracking.drift": "min_change",
         "storage": "group",
         "cpu": "shared_memory_gib",
         "head": "shared_memory_gib",

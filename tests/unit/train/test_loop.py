@@ -39,7 +39,6 @@ CONFIG = GrpoConfig(
     group_size=2,
     optimizer=OptimizerConfig(learning_rate=1e-4),
     loss=LOSS,
-    mismatch_band=(0.9, 1.2),
     recompute_logprobs=RecomputeLogprobs.ALWAYS,
     seed=5,
 )
