@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream import demo, logs
-from slipstream.config import LARGEST, ConfigError, require
+from slipstream.config import LARGEST, ConfigError, parse_overrides, require
 from slipstream.data.config import SYNTHETIC
 from slipstream.recipe import Recipe, load_recipe, resolve_recipe
 from slipstream.records.files import read_record
@@ -100,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         type=ArmsInTurn,
         help="steps of both arms alternate, so that what slows the machine slows both; default: the recipe's",
     )
+    _add_set(chain)
     chain.add_argument("--run-root", default="runs")
     chain.add_argument(
         "--resume",
@@ -116,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         study.set_defaults(run=_study)
     check = commands.add_parser("check", help="check a recipe without running it")
     check.add_argument("recipe")
+    _add_set(check)
     check.add_argument("--cluster", metavar="NODESxGPUS", help="print the plan for such a cluster, as in 8x4")
     check.add_argument("--domain-nodes", type=int, metavar="N", help="so many neighbours are one NVLink domain")
     check.set_defaults(run=_check)
@@ -155,10 +157,10 @@ def _demo(options: argparse.Namespace) -> int:
     """
     root = Path(options.run_root).resolve()
     if options.resume is not None:
-        for name in ("recipe", "workload", "num_steps", "seed", "arms_in_turn"):
+        for name in ("recipe", "workload", "num_steps", "seed", "arms_in_turn", "set"):
             value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
             fix = "an execution goes on with the recipe that it recorded"
-            require(value is None, flag, "must be left out with --resume", value, fix)
+            require(value in (None, []), flag, "must be left out with --resume", value, fix)
         launch = demo.resumed(root, options.resume, reuse_stored=not options.fresh)
     else:
         launch = demo.started(
@@ -166,7 +168,7 @@ def _demo(options: argparse.Namespace) -> int:
             workload=options.workload,
             num_steps=options.num_steps,
             seed=options.seed,
-            arms_in_turn=options.arms_in_turn,
+            overrides=[*options.set, *_arms_in_turn(options.arms_in_turn)],
             reuse_stored=not options.fresh,
         )
     status = demo.run(launch.execution, launch.command(root), root)
@@ -185,6 +187,10 @@ def _study(options: argparse.Namespace) -> int:
     return status
 
 
+def _arms_in_turn(value: ArmsInTurn | None) -> list[str]:
+    return [] if value is None else [f"placement.arms_in_turn={value}"]
+
+
 def _show(root: Path) -> None:
     from slipstream.report.results import terminal_table
 
@@ -200,9 +206,10 @@ def _check(options: argparse.Namespace) -> int:
     is_used = options.domain_nodes is None or options.cluster is not None
     require(is_used, "--domain-nodes", "must be left out without --cluster", options.domain_nodes, "as in 8x4")
     plans = []
-    own, origins = resolve_recipe(options.recipe)
+    changes = parse_overrides(options.set)
+    own, origins = resolve_recipe(options.recipe, overrides=changes)
     others = [] if "workload" in origins else [workload for workload in Workload if workload is not own.workload]
-    for recipe in (own, *(load_recipe(options.recipe, workload=workload) for workload in others)):
+    for recipe in (own, *(load_recipe(options.recipe, workload=workload, overrides=changes) for workload in others)):
         print(f"{recipe.name}, {recipe.workload.value}: {_sizes(recipe)}")
         memory = recipe.memory()
         for warning in memory.warnings() if memory else ():
@@ -285,6 +292,11 @@ def _replay(options: argparse.Namespace) -> int:
     if result.refused:
         print("replay again when that is mended; to give a run up, remove its spool", file=sys.stderr)
     return 1 if result.refused else 0
+
+
+def _add_set(command: argparse.ArgumentParser) -> None:
+    words = "set fields of the recipe, as in grpo.group_size=16"
+    command.add_argument("--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE", help=words)
 
 
 def _add_store(command: argparse.ArgumentParser) -> None:
