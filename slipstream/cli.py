@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import select
 import shlex
@@ -11,6 +12,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from slipstream import demo, logs
 from slipstream.config import LARGEST, ConfigError, parse_overrides, require
@@ -32,7 +35,7 @@ from slipstream.tracking import (
     store_uri,
     view_addresses,
 )
-from slipstream.types import Workload
+from slipstream.types import Prompt, Workload
 from slipstream.workers.placement.config import ArmsInTurn
 from slipstream.workers.placement.memory import memory_text
 from slipstream.workers.placement.plan import make_plan, parse_cluster
@@ -121,6 +124,13 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--cluster", metavar="NODESxGPUS", help="print the plan for such a cluster, as in 8x4")
     check.add_argument("--domain-nodes", type=int, metavar="N", help="so many neighbours are one NVLink domain")
     check.set_defaults(run=_check)
+    score = commands.add_parser("score", help="try a recipe's reward on responses, before anything is trained")
+    score.add_argument("recipe")
+    words = "JSON lines with `response` and `reference`, and where the reward reads them `data_source`, `extra_info`"
+    score.add_argument("--responses", required=True, metavar="FILE", help=words)
+    score.add_argument("--json", action="store_true", help="print one JSON line a response, with its `score`")
+    _add_set(score)
+    score.set_defaults(run=_score)
     cluster = commands.add_parser("cluster", help="what the Ray cluster has that RAY_ADDRESS names, else this machine")
     cluster.set_defaults(run=_cluster)
     preflight = commands.add_parser("preflight", help="what a Kubernetes cluster lacks for the runs of a profile")
@@ -232,6 +242,56 @@ def _plan(recipe: Recipe, cluster: str, domain_nodes: int | None) -> str:
     else:
         memory = memory_text(found, recipe.refit_channel)
     return f"{plan_text(plan)}\n\n{memory}"
+
+
+def _score(options: argparse.Namespace) -> int:
+    from slipstream.rewards.function import open_reward
+
+    config = load_recipe(options.recipe, overrides=parse_overrides(options.set)).reward
+    rows = _responses(Path(options.responses))
+    prompts = [
+        Prompt(
+            id=f"line {number}",
+            text="",
+            token_ids=(),
+            answer=str(row["reference"]),
+            data_source=row.get("data_source", ""),
+            extra=row.get("extra_info", {}),
+        )
+        for number, row in enumerate(rows, 1)
+    ]
+    with open_reward(config) as reward:
+        result = reward.judge(prompts, [row["response"] for row in rows], cut_off=[False] * len(rows))
+    if options.json:
+        for row, score in zip(rows, result.rewards, strict=True):
+            print(json.dumps({**row, "score": score}))
+        return 0
+    shown = [
+        [prompt.id.removeprefix("line "), f"{score:g}", prompt.answer[:20], " ".join(row["response"].split())[-60:]]
+        for prompt, row, score in zip(prompts, rows, result.rewards, strict=True)
+    ]
+    print(table([["line", "score", "reference", "response ends with"], *shown]))
+    failed = result.num_timeouts + result.num_crashes + result.num_failures
+    print(f"\nmean {fmean(result.rewards):.3f} of {len(rows)} responses, {failed} without a reward")
+    for name, value in result.metrics.items():
+        print(f"reward/{name} {value:g}")
+    return 0
+
+
+def _responses(path: Path) -> list[dict[str, Any]]:
+    require(path.is_file(), "--responses", "must name a file", str(path))
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(filter(str.strip, path.read_text().splitlines()), 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"--responses must hold JSON lines, got line {number} of {path}: {error}") from error
+        is_whole = isinstance(row, dict) and isinstance(row.get("response"), str) and "reference" in row
+        rule = f"must have the text `response` and a `reference` in line {number}"
+        require(is_whole, "--responses", rule, line[:200])
+        rows.append(row)
+    require(bool(rows), "--responses", "must hold at least one response", str(path))
+    return rows
 
 
 def _cluster(_: argparse.Namespace) -> int:

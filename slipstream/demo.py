@@ -20,7 +20,14 @@ from slipstream.config import ConfigError, require
 from slipstream.kubernetes.profile import CLUSTER_VARIABLE
 from slipstream.recipe import CONFIGS, Recipe, load_recipe, recipe_path
 from slipstream.refit.snapshot import discard_transfers
-from slipstream.stages.context import EXECUTION_VARIABLE, handed_on, is_finished, new_execution, recorded_recipe, requested
+from slipstream.stages.context import (
+    EXECUTION_VARIABLE,
+    handed_on,
+    is_finished,
+    new_execution,
+    recorded_recipe,
+    requested,
+)
 from slipstream.supervisor import Outcome, supervise
 from slipstream.tracking import RunStatus, end_open_runs, replay_command, unsent
 from slipstream.types import Workload

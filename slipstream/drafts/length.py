@@ -29,7 +29,7 @@ from math import exp, log
 from statistics import fmean, median
 from typing import Annotated
 
-from slipstream.config import Checked, PositiveFloat, Rule, ge, require
+from slipstream.config import Checked, Rule, ge, require
 from slipstream.drafts.config import AutopilotConfig
 from slipstream.engine.acceptance import combine
 from slipstream.engine.config import SamplingConfig
@@ -49,7 +49,7 @@ Round = Mapping[int, Sequence[RunningTime]]
 """By k, what its engine's steps took in one round: all engines generated the same prompts."""
 
 EngineFactory = Callable[[int], AbstractContextManager[Engines]]
-"""Starts an engine with k draft tokens (0: without a draft) and ends it with the block."""
+"""Starts an engine with k draft tokens (0: without a draft) and ends it with the block; called from several threads."""
 
 Switch = Callable[[Engines, int], None]
 """Has an engine with a draft draft so many tokens from now on; 0: none."""
@@ -138,7 +138,6 @@ def sweep(
     sampling: SamplingConfig,
     seed: int,
     group_size: int = 1,
-    num_starting: int = 1,
     switch: Switch | None = None,
     on_points: Callable[[Sequence[SweepPoint]], None] = lambda points: None,
 ) -> Sweep:
@@ -147,7 +146,6 @@ def sweep(
     Args:
         prompts: enough for the largest batch at least.
         group_size: rollouts a prompt; every batch size is a multiple of it.
-        num_starting: engines that start at once.
         switch: measures drafting that is switched off too, in the engine of the longest drafts; None: does not.
         on_points: gets the points of a batch size as soon as they are known, but those of k=0.
     Returns:
@@ -165,7 +163,7 @@ def sweep(
 
     def start(ks: Sequence[int], stack: ExitStack) -> dict[int, Engines]:
         """Engines by k; those that started before one failed end with the stack."""
-        with ThreadPoolExecutor(num_starting) as pool:
+        with ThreadPoolExecutor(len(ks)) as pool:
             engines = dict(zip(ks, pool.map(lambda k: stack.enter_context(start_engine(k)), ks), strict=True))
         for engine in engines.values():
             warm_up(engine)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 from urllib.parse import unquote
 
-from slipstream.config import Checked, Fraction, NonNegativeFloat, PositiveFloat, ge, require
+from slipstream.config import Checked, NonNegativeFloat, PositiveFloat, ge, require
 
 KEY_TAG = "slipstream.key"
 """Tag of every run: what it is found by."""

@@ -187,6 +187,7 @@ ROWS: list[Row] = [
             "data.synthetic": "one_digit_rate subtraction_rate noise_rate careless_rate general_rate",
             "draft": "suffix_min_token_prob",
             "optimizer": "weight_decay",
+            "reward": "max_failed_fraction",
         },
     ),
     ("must lie in (0, 2]", (0.0, 2.1), (0.5, 2.0), {"data.synthetic": "terms_decay"}),

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from slipstream.rewards.config import RewardConfig
-from slipstream.rewards.verifier import RewardResult, Verifier
+from slipstream.rewards.reward import RewardResult
+from slipstream.rewards.verifier import Verifier
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import ALL, Turn
 from slipstream.refit.gate import RefitGate
 from slipstream.refit.snapshot import Snapshot
-from slipstream.rewards.verifier import RewardResult
+from slipstream.rewards.reward import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.loop import Draft, Gate, SyncLoop, TrainedDraft
 from slipstream.train.metrics import StageClock

@@ -22,7 +22,7 @@ from slipstream.records.steps import (
     StepRecord,
     TrainStats,
 )
-from slipstream.rewards.verifier import RewardResult
+from slipstream.rewards.reward import RewardResult
 from slipstream.tracking.config import check_metrics
 from slipstream.train.machine_use import Counters
 from slipstream.train.metrics import StageClock, metrics_of, step_line, step_record
