@@ -136,7 +136,7 @@ def _metric(name: str) -> str:
 
 
 def kept(config: RewardConfig, directory: Path) -> RewardConfig:
-    """Copy the file of the reward function into the execution's `directory`, under a name that has its hash.
+    """Name the copy of the reward function's file that an execution keeps in `directory`: the name has its hash.
 
     Raises:
         ConfigError: there is no such file, or the copy was changed after the execution had begun.
@@ -151,10 +151,13 @@ def kept(config: RewardConfig, directory: Path) -> RewardConfig:
         fix = "its file was changed: bring it back, or start a new execution"
         require(name.stem.endswith(f"-{digest}"), "reward.function", rule, config.function, fix)
         return config
-    directory.mkdir(parents=True, exist_ok=True)
-    copy = directory / f"{name.stem}-{digest}.py"
-    write_atomic(copy, content)
-    return replace(config, function=f"{copy}:{function}")
+    return replace(config, function=f"{directory / f'{name.stem}-{digest}.py'}:{function}")
+
+
+def write_kept(config: RewardConfig, copy: RewardConfig) -> None:
+    """Write the copy that `kept` named, unless `config` names it already."""
+    if config.function is not None and copy.function not in (None, config.function):
+        write_atomic(Path(copy.function.rpartition(":")[0]), _parts(config.function)[0].read_bytes())
 
 
 def _parts(function: str) -> tuple[Path, str]:

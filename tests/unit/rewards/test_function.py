@@ -12,7 +12,7 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.rewards.config import RewardConfig
-from slipstream.rewards.function import FunctionReward, RewardError, kept, open_reward
+from slipstream.rewards.function import FunctionReward, RewardError, kept, open_reward, write_kept
 from slipstream.rewards.reward import RewardResult, joined
 from slipstream.types import Prompt
 
@@ -150,6 +150,8 @@ def test_a_function_that_cannot_be_called_is_refused_before_anything_runs(
 def test_an_execution_keeps_a_copy_and_refuses_one_that_was_changed(own: Path, tmp_path: Path) -> None:
     config = RewardConfig(function=f"{own}:compute_score")
     copied = kept(config, tmp_path)
+    write_kept(config, copied)
+    write_kept(copied, copied)
     path, _, name = (copied.function or "").rpartition(":")
     assert (Path(path).read_text(), name, Path(path).parent) == (OWN, "compute_score", tmp_path)
     assert kept(config, tmp_path) == kept(copied, tmp_path) == copied
@@ -160,6 +162,7 @@ def test_an_execution_keeps_a_copy_and_refuses_one_that_was_changed(own: Path, t
     with pytest.raises(ConfigError, match=r"^reward\.function must be the function with which the execution was start"):
         kept(copied, tmp_path)
     assert kept(RewardConfig(), tmp_path) == RewardConfig()
+    write_kept(RewardConfig(), RewardConfig())
 
 
 def test_results_are_joined_with_metrics_weighed_by_responses() -> None:
