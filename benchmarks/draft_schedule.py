@@ -245,7 +245,6 @@ def main() -> int:
         batch_sizes=(options.batch,),
         num_repeats=options.sweep_rounds,
         max_live_engines=len(options.ks),
-        num_starting=2,
     )
     by_batch = replace(run.recipe.draft, length=DraftLengthRule.BY_BATCH)
     recipe = replace(run.recipe, engine=engine, tuning=tuning, draft=by_batch)

@@ -93,7 +93,7 @@ def time_steps(run: FinishedRun, num_steps: int, k: int, turn: Turn) -> TimedSte
                 batch_size=recipe.grpo.prompts_per_step,
                 seed=recipe.grpo.seed,
             ),
-            score=partial(score, verifier=verifier, decode=decode(tokenizer(run.policy))),
+            score=partial(score, reward=verifier, decode=decode(tokenizer(run.policy))),
             config=replace(recipe.grpo, num_steps=num_steps),
             sampling=recipe.sampling,
             gate=RefitGate(

@@ -12,9 +12,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from slipstream import demo, logs
-from slipstream.config import LARGEST, ConfigError, require
+from slipstream.config import LARGEST, ConfigError, parse_overrides, require
 from slipstream.data.config import SYNTHETIC
 from slipstream.recipe import Recipe, load_recipe, recipe_schema, resolve_recipe
 from slipstream.records.files import read_record
@@ -33,7 +35,7 @@ from slipstream.tracking import (
     store_uri,
     view_addresses,
 )
-from slipstream.types import Workload
+from slipstream.types import Prompt, Workload
 from slipstream.workers.placement.config import ArmsInTurn
 from slipstream.workers.placement.memory import memory_text
 from slipstream.workers.placement.plan import make_plan, parse_cluster
@@ -101,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         type=ArmsInTurn,
         help="steps of both arms alternate, so that what slows the machine slows both; default: the recipe's",
     )
+    _add_set(chain)
     chain.add_argument("--run-root", default="runs")
     chain.add_argument(
         "--resume",
@@ -117,11 +120,19 @@ def _parser() -> argparse.ArgumentParser:
         study.set_defaults(run=_study)
     check = commands.add_parser("check", help="check a recipe without running it")
     check.add_argument("recipe")
+    _add_set(check)
     check.add_argument("--cluster", metavar="NODESxGPUS", help="print the plan for such a cluster, as in 8x4")
     check.add_argument("--domain-nodes", type=int, metavar="N", help="so many neighbours are one NVLink domain")
     check.set_defaults(run=_check)
     schema = commands.add_parser("schema", help="print the JSON schema of recipe files, which editors read")
     schema.set_defaults(run=_schema)
+    score = commands.add_parser("score", help="try a recipe's reward on responses, before anything is trained")
+    score.add_argument("recipe")
+    words = "JSON lines with `response` and `reference`, and where the reward reads them `data_source`, `extra_info`"
+    score.add_argument("--responses", required=True, metavar="FILE", help=words)
+    score.add_argument("--json", action="store_true", help="print one JSON line a response, with its `score`")
+    _add_set(score)
+    score.set_defaults(run=_score)
     cluster = commands.add_parser("cluster", help="what the Ray cluster has that RAY_ADDRESS names, else this machine")
     cluster.set_defaults(run=_cluster)
     preflight = commands.add_parser("preflight", help="what a Kubernetes cluster lacks for the runs of a profile")
@@ -158,10 +169,10 @@ def _demo(options: argparse.Namespace) -> int:
     """
     root = Path(options.run_root).resolve()
     if options.resume is not None:
-        for name in ("recipe", "workload", "num_steps", "seed", "arms_in_turn"):
+        for name in ("recipe", "workload", "num_steps", "seed", "arms_in_turn", "set"):
             value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
             fix = "an execution goes on with the recipe that it recorded"
-            require(value is None, flag, "must be left out with --resume", value, fix)
+            require(value in (None, []), flag, "must be left out with --resume", value, fix)
         launch = demo.resumed(root, options.resume, reuse_stored=not options.fresh)
     else:
         launch = demo.started(
@@ -169,7 +180,7 @@ def _demo(options: argparse.Namespace) -> int:
             workload=options.workload,
             num_steps=options.num_steps,
             seed=options.seed,
-            arms_in_turn=options.arms_in_turn,
+            overrides=[*options.set, *_arms_in_turn(options.arms_in_turn)],
             reuse_stored=not options.fresh,
         )
     status = demo.run(launch.execution, launch.command(root), root)
@@ -188,6 +199,10 @@ def _study(options: argparse.Namespace) -> int:
     return status
 
 
+def _arms_in_turn(value: ArmsInTurn | None) -> list[str]:
+    return [] if value is None else [f"placement.arms_in_turn={value}"]
+
+
 def _show(root: Path) -> None:
     from slipstream.report.results import terminal_table
 
@@ -203,9 +218,10 @@ def _check(options: argparse.Namespace) -> int:
     is_used = options.domain_nodes is None or options.cluster is not None
     require(is_used, "--domain-nodes", "must be left out without --cluster", options.domain_nodes, "as in 8x4")
     plans = []
-    own, origins = resolve_recipe(options.recipe)
+    changes = parse_overrides(options.set)
+    own, origins = resolve_recipe(options.recipe, overrides=changes)
     others = [] if "workload" in origins else [workload for workload in Workload if workload is not own.workload]
-    for recipe in (own, *(load_recipe(options.recipe, workload=workload) for workload in others)):
+    for recipe in (own, *(load_recipe(options.recipe, workload=workload, overrides=changes) for workload in others)):
         print(f"{recipe.name}, {recipe.workload.value}: {_sizes(recipe)}")
         memory = recipe.memory()
         for warning in memory.warnings() if memory else ():
@@ -237,6 +253,56 @@ def _plan(recipe: Recipe, cluster: str | None, domain_nodes: int | None) -> str:
     else:
         memory = memory_text(found, recipe.refit_channel)
     return "\n\n".join([*plan, memory])
+
+
+def _score(options: argparse.Namespace) -> int:
+    from slipstream.rewards.function import open_reward
+
+    config = load_recipe(options.recipe, overrides=parse_overrides(options.set)).reward
+    rows = _responses(Path(options.responses))
+    prompts = [
+        Prompt(
+            id=f"line {number}",
+            text="",
+            token_ids=(),
+            answer=str(row["reference"]),
+            data_source=row.get("data_source", ""),
+            extra=row.get("extra_info", {}),
+        )
+        for number, row in enumerate(rows, 1)
+    ]
+    with open_reward(config) as reward:
+        result = reward.judge(prompts, [row["response"] for row in rows], cut_off=[False] * len(rows))
+    if options.json:
+        for row, score in zip(rows, result.rewards, strict=True):
+            print(json.dumps({**row, "score": score}))
+        return 0
+    shown = [
+        [prompt.id.removeprefix("line "), f"{score:g}", prompt.answer[:20], " ".join(row["response"].split())[-60:]]
+        for prompt, row, score in zip(prompts, rows, result.rewards, strict=True)
+    ]
+    print(table([["line", "score", "reference", "response ends with"], *shown]))
+    failed = result.num_timeouts + result.num_crashes + result.num_failures
+    print(f"\nmean {fmean(result.rewards):.3f} of {len(rows)} responses, {failed} without a reward")
+    for name, value in result.metrics.items():
+        print(f"reward/{name} {value:g}")
+    return 0
+
+
+def _responses(path: Path) -> list[dict[str, Any]]:
+    require(path.is_file(), "--responses", "must name a file", str(path))
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(filter(str.strip, path.read_text().splitlines()), 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"--responses must hold JSON lines, got line {number} of {path}: {error}") from error
+        is_whole = isinstance(row, dict) and isinstance(row.get("response"), str) and "reference" in row
+        rule = f"must have the text `response` and a `reference` in line {number}"
+        require(is_whole, "--responses", rule, line[:200])
+        rows.append(row)
+    require(bool(rows), "--responses", "must hold at least one response", str(path))
+    return rows
 
 
 def _cluster(_: argparse.Namespace) -> int:
@@ -297,6 +363,11 @@ def _replay(options: argparse.Namespace) -> int:
     if result.refused:
         print("replay again when that is mended; to give a run up, remove its spool", file=sys.stderr)
     return 1 if result.refused else 0
+
+
+def _add_set(command: argparse.ArgumentParser) -> None:
+    words = "set fields of the recipe, as in grpo.group_size=16"
+    command.add_argument("--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE", help=words)
 
 
 def _add_store(command: argparse.ArgumentParser) -> None:

@@ -20,11 +20,17 @@ from slipstream.config import ConfigError, require
 from slipstream.kubernetes.profile import CLUSTER_VARIABLE
 from slipstream.recipe import CONFIGS, Recipe, load_recipe, recipe_path
 from slipstream.refit.snapshot import discard_transfers
-from slipstream.stages.context import EXECUTION_VARIABLE, is_finished, new_execution, recorded_recipe, requested
+from slipstream.stages.context import (
+    EXECUTION_VARIABLE,
+    handed_on,
+    is_finished,
+    new_execution,
+    recorded_recipe,
+    requested,
+)
 from slipstream.supervisor import Outcome, supervise
 from slipstream.tracking import RunStatus, end_open_runs, replay_command, unsent
 from slipstream.types import Workload
-from slipstream.workers.placement.config import ArmsInTurn
 
 LATEST = ""
 """`--resume` without a name: the latest execution that did not come to its report."""
@@ -52,7 +58,7 @@ class Launch:
     workload: Workload | None = None  # None keeps the recipe's, here and below
     num_steps: int | None = None
     seed: int | None = None
-    arms_in_turn: ArmsInTurn | None = None
+    overrides: Sequence[str] = ()  # as in `grpo.group_size=16`
     execution: str
     is_resumed: bool = False
     reuse_stored: bool = True
@@ -64,7 +70,7 @@ class Launch:
             *pyflyte_run(self.workflow),
             *("--recipe", self.recipe),
             *given_inputs(workload=self.workload, num_steps=self.num_steps, seed=self.seed),
-            *(["--overrides", json.dumps(_overrides(self.arms_in_turn))] if self.arms_in_turn else []),
+            *(["--overrides", json.dumps(list(self.overrides))] if self.overrides else []),
             *("--run_root", str(root)),
             *(["--resume_execution", self.execution] if self.is_resumed else []),
             "--reuse_stored" if self.reuse_stored else "--no_reuse_stored",
@@ -140,30 +146,27 @@ def started(
     workload: Workload | None,
     num_steps: int | None,
     seed: int | None,
+    overrides: Sequence[str] = (),
     reuse_stored: bool,
-    arms_in_turn: ArmsInTurn | None = None,
 ) -> Launch:
     """Build the launch of a new execution; an input that is None keeps the recipe's value.
 
     Raises:
         ConfigError: the recipe breaks a rule.
     """
-    changes = requested(_overrides(arms_in_turn), workload=workload, num_steps=num_steps, seed=seed)
+    overrides = handed_on(overrides)
+    changes = requested(overrides, workload=workload, num_steps=num_steps, seed=seed)
     loaded = load_recipe(recipe, overrides=changes)
     return Launch(
         recipe=handed_on_recipe(recipe),
         workload=workload,
         num_steps=num_steps,
         seed=seed,
-        arms_in_turn=arms_in_turn,
+        overrides=overrides,
         execution=new_execution(recipe),
         reuse_stored=reuse_stored,
         workflow=workflow_of(loaded),
     )
-
-
-def _overrides(arms_in_turn: ArmsInTurn | None) -> list[str]:
-    return [] if arms_in_turn is None else [f"placement.arms_in_turn={arms_in_turn}"]
 
 
 def workflow_of(recipe: Recipe) -> str:

@@ -16,8 +16,8 @@ from slipstream.engine.config import SamplingConfig, Temperature, TopK
 from slipstream.engine.protocol import Engines
 from slipstream.records.steps import EvaluationRecord
 from slipstream.rewards.answers import extract_answer
+from slipstream.rewards.reward import Reward
 from slipstream.rewards.values import compare
-from slipstream.rewards.verifier import Verifier
 from slipstream.statistics import wilson_ci95
 from slipstream.types import FinishReason, Prompt
 
@@ -87,7 +87,7 @@ def evaluate(
     engine: Engines,
     prompts: Sequence[Prompt],
     *,
-    verifier: Verifier,
+    reward: Reward,
     decode: Callable[[Sequence[int], Sequence[int]], str],
     config: EvaluationConfig,
     policy: str,
@@ -109,7 +109,7 @@ def evaluate(
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     texts = [decode(group.prompt.token_ids, rollout.token_ids) for group in groups for rollout in group.rollouts]
     truncated = [rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]
-    scored = verifier.score(texts, [prompt.answer for prompt in prompts for _ in range(k)], cut_off=truncated)
+    scored = reward.judge([group.prompt for group in groups for _ in group.rollouts], texts, cut_off=truncated)
     rewards_Nk = _rows(scored.rewards, k)
     answers = [extract_answer(text, is_cut_off=cut) for text, cut in zip(texts, truncated, strict=True)]
     return EvaluationRecord(

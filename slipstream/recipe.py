@@ -57,6 +57,7 @@ _PATHS = (
     ("policy", "model"),
     ("draft", "model"),
     ("tracking", "uri"),
+    ("reward", "function"),
 )
 """Fields whose values may be paths, by section; those of data are lists of sources."""
 _NO_PATHS = (SYNTHETIC, SCRATCH)
@@ -442,7 +443,7 @@ def _absolute_path(value: Any, base: Path) -> Any:
         return value
     if is_sqlite(value):
         return sqlite_uri(Path(os.path.abspath(base / os.path.expanduser(sqlite_path(value)))))
-    is_path = value.startswith((".", "~")) or Path(value).suffix in DATA_SUFFIXES
+    is_path = value.startswith((".", "~")) or Path(value.partition(":")[0]).suffix in (*DATA_SUFFIXES, ".py")
     if "://" in value or not (is_path or os.path.exists(base / value)):
         return value
     return os.path.abspath(base / os.path.expanduser(value))

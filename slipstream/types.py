@@ -8,8 +8,9 @@ only by the learner.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 STAGES = ("data", "prepare", "generation", "logprob", "train")
 """The five timed stages of a GRPO step, in order; `prepare` is refit plus backend ready."""
@@ -75,6 +76,10 @@ class Prompt:
     text: str
     token_ids: tuple[int, ...]
     answer: str
+    data_source: str = ""  # what a reward function tells sets apart by
+    extra: dict[str, Any] = field(
+        default_factory=dict, hash=False
+    )  # of the row, for a reward function; JSON can hold it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -279,7 +279,8 @@ class _SetReader:
             raise ConfigError(f"{name} must have answers, got {source.path!r} with the schema {schema.name}")
         counts = Counter(num_read=len(rows))
         first = ""
-        for number, row in enumerate(rows.select_columns(list(schema.columns))):
+        columns = [*schema.columns, *(name for name in schema.for_rewards if name in rows.column_names)]
+        for number, row in enumerate(rows.select_columns(columns)):
             try:
                 item = read_item(schema, row)
                 id_ = prompt_id(item.text)
@@ -335,7 +336,14 @@ class _SetReader:
             return "num_empty"
         if len(token_ids) > self.config.max_prompt_tokens:
             return "num_too_long"
-        return Prompt(id=id_, text=item.text, token_ids=token_ids, answer=answer)
+        return Prompt(
+            id=id_,
+            text=item.text,
+            token_ids=token_ids,
+            answer=answer,
+            data_source=item.data_source,
+            extra=item.extra,
+        )
 
     def _tokens(self, item: Item) -> tuple[int, ...]:
         """Tokens of the prompt; a NoProblemError where the chat template refuses a turn or leaves one out."""

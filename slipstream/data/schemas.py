@@ -6,10 +6,11 @@ the last user turn is its problem. What follows is a response of another model, 
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.config import ConfigError
@@ -64,6 +65,7 @@ class Schema:
     columns: tuple[str, ...]
     turns: Callable[[Row], list[Turn]]
     answer: Callable[[Row], Any] | None
+    for_rewards: tuple[str, ...] = ()  # columns that a reward function gets, where a set has them
 
 
 def _text(column: str) -> Callable[[Row], list[Turn]]:
@@ -105,6 +107,17 @@ def _turn(turn: Any, *, speaker: str, text: str) -> Turn:
     return known, _bare(said) if known == "user" else said
 
 
+def _last_box(text: str) -> str:
+    """Return what stands in the last `\\boxed{…}`; an IndexError where there is none that ends."""
+    inside = text.split("\\boxed{")[1:][-1]
+    depth = 1
+    for end, char in enumerate(inside):
+        depth += {"{": 1, "}": -1}.get(char, 0)
+        if depth == 0:
+            return inside[:end]
+    raise IndexError("a box without an end")
+
+
 SCHEMAS = (
     Schema(
         name="DAPO-Math-17k, processed (open-r1)",
@@ -117,6 +130,7 @@ SCHEMAS = (
         columns=("prompt", "reward_model"),
         turns=_chat("prompt", speaker="role", text="content"),
         answer=lambda row: row["reward_model"]["ground_truth"],
+        for_rewards=("data_source", "extra_info"),
     ),
     Schema(
         name="UltraChat-200k",
@@ -131,6 +145,12 @@ SCHEMAS = (
         answer=None,
     ),
     Schema(
+        name="GSM8K",
+        columns=("question", "answer"),
+        turns=_text("question"),
+        answer=lambda row: row["answer"].rpartition("####")[2],
+    ),
+    Schema(
         name="AIME-2024 (HuggingFaceH4)",
         columns=("problem", "answer"),
         turns=_text("problem"),
@@ -141,6 +161,12 @@ SCHEMAS = (
         columns=("Problem", "Answer"),
         turns=_text("Problem"),
         answer=lambda row: row["Answer"],
+    ),
+    Schema(
+        name="MATH",
+        columns=("problem", "solution"),
+        turns=_text("problem"),
+        answer=lambda row: _last_box(row["solution"]),
     ),
 )
 """In the order in which they are tried."""
@@ -153,6 +179,8 @@ class Item:
     context: tuple[Turn, ...]  # turns before the problem
     problem: str
     answer: str
+    data_source: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -187,7 +215,14 @@ def read_item(schema: Schema, row: Any) -> Item:
     turns = schema.turns(row)
     if not turns:
         raise NoProblemError("there is no user turn")
-    return Item(context=tuple(turns[:-1]), problem=turns[-1][1], answer=_answer(schema, row))
+    extra = row.get("extra_info")
+    return Item(
+        context=tuple(turns[:-1]),
+        problem=turns[-1][1],
+        answer=_answer(schema, row),
+        data_source=str(row.get("data_source") or ""),
+        extra=json.loads(json.dumps(extra, default=str)) if isinstance(extra, dict) else {},
+    )
 
 
 def check_asks(item: Item, *, instruction: str) -> None:

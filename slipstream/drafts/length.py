@@ -31,7 +31,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from slipstream.config import LARGEST, NUMBER, Checked, Int, NonNegativeInt, PositiveFloat, PositiveInt, require, rule
+from slipstream.config import Checked, Int, NonNegativeInt, PositiveInt, require, rule
 from slipstream.drafts.config import AutopilotConfig
 from slipstream.engine.acceptance import combine
 from slipstream.engine.config import SamplingConfig
@@ -51,7 +51,7 @@ Round = Mapping[int, Sequence[RunningTime]]
 """By k, what its engine's steps took in one round: all engines generated the same prompts."""
 
 EngineFactory = Callable[[int], AbstractContextManager[Engines]]
-"""Starts an engine with k draft tokens (0: without a draft) and ends it with the block."""
+"""Starts an engine with k draft tokens (0: without a draft) and ends it with the block; called from several threads."""
 
 Switch = Callable[[Engines, int], None]
 """Has an engine with a draft draft so many tokens from now on; 0: none."""
@@ -75,12 +75,6 @@ class TuningConfig(Checked, path="tuning"):
     """Rounds of the sweep; a k is judged by the median of their speedups."""
     max_live_engines: Annotated[Int, Field(ge=2)] = 2
     """Engines that fit into memory at once; as many as `candidate_ks` compares all k in every round."""
-    num_starting: PositiveInt = 1
-    """Engines that start at once; on a GPU each measures the free memory as it starts, so leave 1 there."""
-    min_speedup: PositiveFloat = 1.0
-    """Least speedup of a k that is chosen over k = 0. Set it above 1 to draft only where it clearly pays."""
-    min_schedule_gain: Annotated[float, Field(ge=1, le=LARGEST), NUMBER] = 1.03
-    """Least gain of a table of k by running batch over one k. Set it with `draft.length: by_batch`."""
 
     def _check(self) -> None:
         ks = self.candidate_ks
@@ -171,7 +165,7 @@ def sweep(
 
     def start(ks: Sequence[int], stack: ExitStack) -> dict[int, Engines]:
         """Engines by k; those that started before one failed end with the stack."""
-        with ThreadPoolExecutor(config.num_starting) as pool:
+        with ThreadPoolExecutor(len(ks)) as pool:
             engines = dict(zip(ks, pool.map(lambda k: stack.enter_context(start_engine(k)), ks), strict=True))
         for engine in engines.values():
             warm_up(engine)
@@ -212,7 +206,7 @@ def choose(
     nearest = min(config.batch_sizes, key=lambda size: (abs(size - batch), size))
     at_batch = [point for point in points if point.batch == nearest]
     best = max(at_batch, key=lambda point: point.speedup)
-    if best.k and best.speedup > config.min_speedup:
+    if best.k and best.speedup > 1.0:
         chosen_k = best.k
         reason = (
             f"k={best.k} is fastest at batch {nearest}: {best.speedup:.2f}x autoregressive "
@@ -220,10 +214,10 @@ def choose(
         )
     else:
         chosen_k = 0
-        reason = f"k=0 wins at batch {nearest}: no draft length is more than {config.min_speedup:.2f}x as fast"
+        reason = f"k=0 wins at batch {nearest}: no draft length is faster"
     largest = config.batch_sizes[-1]
     running = running_points(rounds, chosen_k=chosen_k, largest=largest)
-    table = schedule(running, rounds, chosen_k=chosen_k, largest=largest, min_gain=config.min_schedule_gain)
+    table = schedule(running, rounds, chosen_k=chosen_k, largest=largest)
     return TuningRecord(
         chosen_k=chosen_k,
         reason=reason,
@@ -329,7 +323,7 @@ def running_points(rounds: Sequence[Round], *, chosen_k: int, largest: int) -> t
 
 
 def schedule(
-    points: Sequence[RunningPoint], rounds: Sequence[Round], *, chosen_k: int, largest: int, min_gain: float
+    points: Sequence[RunningPoint], rounds: Sequence[Round], *, chosen_k: int, largest: int, min_gain: float = 1.03
 ) -> tuple[ScheduleEntry, ...]:
     """The fastest k of each range by more rounds than one; the chosen k throughout if that gains too little over all.
 

@@ -119,8 +119,6 @@ class OptimizerConfig(Checked, path="optimizer"):
     """AdamW for all parameters, or Muon for the matrices of the layers."""
     betas: Betas = (0.9, 0.95)
     """Decay of AdamW's two moments. Set it to tune the optimizer."""
-    eps: PositiveFloat = 1e-8
-    """Constant in AdamW's denominator. Set it to tune the optimizer."""
     weight_decay: Probability = 0.0
     """Decay of the weights, by the learning rate, in each update. Set it to tune the optimizer."""
     clip_grad: PositiveFloat = 1.0
@@ -152,8 +150,6 @@ class GrpoConfig(Checked, path="grpo"):
     """Pass for the learner's log-probabilities of rollouts before it trains. Set `always` to time or compare it."""
     checkpoint_every_steps: PositiveInt = 10
     """Steps between checkpoints."""
-    mismatch_band: Annotated[Band, rule("must be two ratios around 1", lambda band: band[0] > 0)] = (0.5, 2.0)
-    """Ratios of trainer to rollout probability that count as agreement in metrics. Set it for a stricter count."""
     seed: Seed = 0
     """Seed of rollouts and prompt order. Set by launches (`--seed`) and by ablations."""
 

@@ -139,7 +139,7 @@ class Architecture:
             head_dim=scratch.head_dim,
             ffn_hidden_size=scratch.ffn_hidden_size,
             max_position_embeddings=scratch.max_position_embeddings,
-            rope_theta=scratch.rope_theta,
+            rope_theta=10_000.0,
             norm_eps=1e-6,
             tie_word_embeddings=scratch.tie_word_embeddings,
             eos_token_id=eos_token_id,

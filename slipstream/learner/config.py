@@ -67,8 +67,6 @@ class ScratchConfig(Checked, path="policy.scratch"):
     """One matrix for input and output embeddings. Set by tests of models that tie them."""
     num_mtp_layers: Annotated[Int, Field(ge=0, le=1)] = 0
     """Layers that predict the token after the next; 1 makes a MiMo. Set 1 for `draft.method: mtp`."""
-    rope_theta: PositiveFloat = 10_000.0
-    """Base of the rotary positions. Set it with a longer `max_position_embeddings`."""
     init_std: PositiveFloat = 0.04
     """Standard deviation of the initial weights, about 0.5 / sqrt(`hidden_size`). Set it with `hidden_size`."""
     num_steps: NonNegativeInt = 400

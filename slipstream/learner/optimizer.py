@@ -122,7 +122,7 @@ def with_optimizer(
             lr=config.learning_rate,
             adam_beta1=config.betas[0],
             adam_beta2=config.betas[1],
-            adam_eps=config.eps,
+            adam_eps=1e-8,
             weight_decay=config.weight_decay,
             clip_grad=config.clip_grad,
             bf16=learner.dtype is Dtype.BFLOAT16,

@@ -196,6 +196,8 @@ class StepRecord:
     longest_response_tokens: int = 0  # 0: not recorded
     evaluation: EvaluationRecord | None = None  # of `policy_version`, outside `times`; None: none was due
     machine: MachineUse | None = None  # None: not recorded
+    num_reward_failures: int = 0  # of a reward function, beside time-outs and crashes
+    reward_metrics: dict[str, float] = field(default_factory=dict)  # means of what it returned beside the score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,8 +41,6 @@ class RefitConfig(Checked, path="refit"):
     """Seconds of one transfer, after which an engine counts as dead. Set it higher for slow networks."""
     check_every_steps: PositiveInt = 1
     """Steps in which every tensor is compared once, whole layers in turn; the first refit compares all of them."""
-    max_probe_difference: PositiveFloat = 0.1
-    """Largest difference of log-probabilities, in nats a token. Set for engines that hide their tensors."""
 
     @property
     def bucket_bytes(self) -> int:

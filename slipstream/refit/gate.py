@@ -17,6 +17,9 @@ from slipstream.refit.fingerprint import ALL, Turn, differences, file_fingerprin
 
 logger = logging.getLogger(__name__)
 
+MAX_PROBE_DIFFERENCE = 0.1
+"""Mean difference in nats a token between an engine and the learner over which the probes stop a run."""
+
 _NAMED = 5  # of the tensors that differ
 
 
@@ -254,14 +257,14 @@ class RefitGate:
     def _check_probes(self, version: int) -> float:
         """Largest over the engines of the mean absolute difference to the learner, in nats a token."""
         expected = np.concatenate(self._learner.token_logprobs(self._probes))
-        limit, worst = self._config.max_probe_difference, 0.0
+        worst = 0.0
         for index, answers in enumerate(self._engine.token_logprobs(self._probes)):
             found = np.concatenate([np.asarray(answer) for answer in answers])
             difference = float(np.abs(found - expected).mean())
-            if not difference <= limit:  # NaN is no agreement
+            if not difference <= MAX_PROBE_DIFFERENCE:  # NaN is no agreement
                 raise RefitError(
                     f"engine {index} must hold policy version {version}: the logprobs of {len(expected)} probe tokens "
-                    f"must lie within {limit} of the learner's on average (refit.max_probe_difference), "
+                    f"must lie within {MAX_PROBE_DIFFERENCE} of the learner's on average, "
                     f"got {difference:.3f}"
                 )
             worst = max(worst, difference)

@@ -1,7 +1,7 @@
 """Drift: results of an execution outside the bands that the executions before it let one expect.
 
 The band of a result is a prediction interval from the spread of the earlier executions. All results of an execution
-are judged together: with Q of them each interval has the level 1 - false_alarm_rate / Q (Bonferroni), so an execution
+are judged together: with Q of them each interval has the level 1 - FALSE_ALARM_RATE / Q (Bonferroni), so an execution
 in which nothing drifted is called drifted at most that often, however the results depend on each other. A result that
 is not normally distributed over executions makes this rate approximate.
 """
@@ -23,6 +23,9 @@ from slipstream.tracking import DriftConfig, Execution
 
 HARDWARE_TAG = "hardware"
 DTYPE_TAG = "dtype"
+MIN_EXECUTIONS = 5  # fewer are too few to say
+FALSE_ALARM_RATE = 0.05  # of an execution in which nothing drifted, over all its results together
+_MIN_CHANGE = 0.01  # a smaller one is none: of the mean, or absolute for rewards and accuracies
 WITHIN, ABOVE, BELOW, TOO_FEW = "within", "above", "below", "too few to say"
 NOT_MEASURED = ClaimKind.NOT_MEASURED.value
 
@@ -50,18 +53,18 @@ def find_drift(subject: Subject, executions: Iterable[Execution], config: DriftC
     known = {name: _values(earlier, name) for name, kind in KINDS.items() if kind.judged and name in subject.results}
     own = {f"result/{name}": value for name, value in subject.results.items()}
     measured = {name: values for name, values in known.items() if _is_measured(own, name)}
-    num_judged = sum(len(values) >= config.min_executions for values in measured.values())
-    level = 1 - config.false_alarm_rate / max(1, num_judged)
+    num_judged = sum(len(values) >= MIN_EXECUTIONS for values in measured.values())
+    level = 1 - FALSE_ALARM_RATE / max(1, num_judged)
     findings = tuple(
-        _judge(name, subject.results[name], known[name], level, config)
+        _judge(name, subject.results[name], known[name], level)
         if name in measured
         else _unmeasured(name, subject.results[name], len(known[name]))
         for name in known
     )
     return DriftRecord(
-        summary=_summary(findings, len(earlier), config),
+        summary=_summary(findings, len(earlier)),
         executions=tuple(execution.name for execution in earlier),
-        false_alarm_rate=config.false_alarm_rate,
+        false_alarm_rate=FALSE_ALARM_RATE,
         findings=findings,
     )
 
@@ -77,7 +80,7 @@ def comparable(subject: Subject, executions: Iterable[Execution], config: DriftC
     newest: dict[tuple[tuple[str, str], ...], Execution] = {}
     for execution in found:
         newest.setdefault(_seeds(execution.params), execution)
-    chosen = own if len(own) >= min(config.min_executions, len(newest)) else list(newest.values())
+    chosen = own if len(own) >= min(MIN_EXECUTIONS, len(newest)) else list(newest.values())
     return chosen[: config.num_executions]
 
 
@@ -160,23 +163,23 @@ def _unmeasured(name: str, value: float, num_executions: int) -> DriftFinding:
     return DriftFinding(name=name, value=value, num_executions=num_executions, band=None, verdict=NOT_MEASURED)
 
 
-def _judge(name: str, value: float, earlier: Sequence[float], level: float, config: DriftConfig) -> DriftFinding:
+def _judge(name: str, value: float, earlier: Sequence[float], level: float) -> DriftFinding:
     band, verdict = None, TOO_FEW
-    if len(earlier) >= config.min_executions:
+    if len(earlier) >= MIN_EXECUTIONS:
         low, high = prediction_interval(earlier, level=level)
         mean = float(np.mean(earlier))
-        least = config.min_change * (abs(mean) if KINDS[name].judged == "relative" else 1.0)
+        least = _MIN_CHANGE * (abs(mean) if KINDS[name].judged == "relative" else 1.0)
         band = low, high = min(low, mean - least), max(high, mean + least)
         verdict = BELOW if value < low else ABOVE if value > high else WITHIN
     return DriftFinding(name=name, value=value, num_executions=len(earlier), band=band, verdict=verdict)
 
 
-def _summary(findings: Sequence[DriftFinding], num_earlier: int, config: DriftConfig) -> str:
+def _summary(findings: Sequence[DriftFinding], num_earlier: int) -> str:
     judged = [(finding, finding.band) for finding in findings if finding.band is not None]
     unmeasured = ", ".join(KINDS[finding.name].label for finding in findings if finding.verdict == NOT_MEASURED)
     left_out = f" Not measured: {unmeasured}." if unmeasured else ""
     if not judged:
-        few = f"Fewer than {config.min_executions} say nothing."
+        few = f"Fewer than {MIN_EXECUTIONS} say nothing."
         return f"Comparable executions before this one: {num_earlier}. {few}{left_out}"
     outside = [
         f"{KINDS[finding.name].label} {finding.value:.4g} lies {finding.verdict} {low:.4g} to {high:.4g}"

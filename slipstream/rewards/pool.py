@@ -1,39 +1,47 @@
-"""Worker processes that run sympy, each with a deadline for each request and killed when it passes."""
+"""Worker processes that compute rewards, each with a deadline for each request and killed when it passes."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
+import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 logger = logging.getLogger(__name__)
 
+MATHEMATICS = ""
+"""The function that compares two answers: its arguments are `gold` and `answer`, its value is a bool."""
 _SCRIPT = Path(__file__).with_name("worker.py")
 _START_TIMEOUT_S = 120.0  # imports on a busy machine
 _ORPHAN_GRACE_S = 5.0  # a worker ends itself so long after its deadline: only when the parent is gone
+_REQUEST_BYTES = 2**20  # the largest buffer that Linux gives a pipe: writing less to an idle worker never blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Is `answer` equal to `gold`? With `answer` None: can `gold` be read?"""
+    """One call of a worker's function."""
 
-    gold: str
-    answer: str | None
+    name: str  # in the log
+    arguments: Mapping[str, Any]  # that JSON can hold
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Verdicts in the order of the requests; one that timed out or crashed its worker is False."""
+    """What the function returned, in the order of the requests; None where it returned nothing, for a reason."""
 
-    verdicts: tuple[bool, ...]
+    values: tuple[Any, ...]
+    failures: Mapping[int, str]  # the reason, by the request's index; time-outs and crashes are among them
     num_timeouts: int
     num_crashes: int
 
@@ -41,8 +49,14 @@ class Outcome:
 class WorkerPool:
     """Up to `num_workers` processes, started when there is work and again after a kill. Not thread-safe."""
 
-    def __init__(self, *, num_workers: int, timeout_s: float, memory_gib: float) -> None:
-        """Nothing starts yet. `timeout_s` holds for one request, without the start of its worker."""
+    def __init__(self, function: str = MATHEMATICS, *, num_workers: int, timeout_s: float, memory_gib: float) -> None:
+        """Keep the settings; nothing starts yet.
+
+        Args:
+            function: `FILE:NAME` of a Python function, or `MATHEMATICS`.
+            timeout_s: for one request, without the start of its worker.
+        """
+        self._function = function
         self._num_workers = num_workers
         self._timeout_s = timeout_s
         self._memory_bytes = int(memory_gib * 2**30)
@@ -54,14 +68,29 @@ class WorkerPool:
             worker.kill()
         self._workers = []
 
-    def run(self, requests: Sequence[Request]) -> Outcome:
-        """Decide all `requests`.
+    def start(self) -> None:
+        """Start one worker and wait until its function is loaded.
 
         Raises:
-            RuntimeError: a worker could not start.
+            RuntimeError: it could not be.
+        """
+        self._feed(deque([(0, Request(name="", arguments={}))]))
+        while not self._workers[0].ready:
+            for worker in self._wait():
+                if not worker.take_reply()[1]:
+                    self._drop(worker, None, "ended by itself")
+            if self._workers[0].is_late():
+                self._drop(self._workers[0], None, f"took longer than {_START_TIMEOUT_S:g} s")
+
+    def run(self, requests: Sequence[Request]) -> Outcome:
+        """Call the function with each of `requests`.
+
+        Raises:
+            RuntimeError: a worker could not start, or its function could not be loaded.
         """
         queue = deque(enumerate(requests))
-        verdicts = [False] * len(requests)
+        values: list[Any] = [None] * len(requests)
+        failures: dict[int, str] = {}
         num_timeouts = num_crashes = 0
         try:
             while queue or any(worker.job is not None for worker in self._workers):
@@ -70,16 +99,22 @@ class WorkerPool:
                     job, reply = worker.take_reply()
                     if not reply:
                         self._drop(worker, job, "ended by itself")
-                    if job is not None:
-                        verdicts[job[0]] = reply == b"1"
-                        num_crashes += not reply
+                    if job is None:
+                        continue
+                    values[job[0]] = reply.get("value")
+                    if "error" in reply or not reply:
+                        failures[job[0]] = reply.get("error", "the worker ended by itself")
+                    num_crashes += not reply
                 for worker in [worker for worker in self._workers if worker.is_late()]:
-                    self._drop(worker, worker.job, f"ran into the deadline of {self._timeout_s} s")
+                    why = f"ran into the deadline of {self._timeout_s} s"
+                    if worker.job is not None:
+                        failures[worker.job[0]] = f"the worker {why}"
+                    self._drop(worker, worker.job, why)
                     num_timeouts += 1
         except BaseException:
             self.close()  # replies to this call must never be taken for replies to the next
             raise
-        return Outcome(verdicts=tuple(verdicts), num_timeouts=num_timeouts, num_crashes=num_crashes)
+        return Outcome(values=tuple(values), failures=failures, num_timeouts=num_timeouts, num_crashes=num_crashes)
 
     def _feed(self, queue: deque[tuple[int, Request]]) -> None:
         """Give each idle worker a request, and start workers for what then waits."""
@@ -88,7 +123,9 @@ class WorkerPool:
                 worker.send(queue.popleft(), timeout_s=self._timeout_s)
         num_starting = sum(not worker.ready for worker in self._workers)
         while len(self._workers) < self._num_workers and num_starting < len(queue):
-            self._workers.append(_Worker(memory_bytes=self._memory_bytes, alarm_s=self._timeout_s + _ORPHAN_GRACE_S))
+            self._workers.append(
+                _Worker(self._function, memory_bytes=self._memory_bytes, alarm_s=self._timeout_s + _ORPHAN_GRACE_S)
+            )
             num_starting += 1
 
     def _wait(self) -> list[_Worker]:
@@ -105,16 +142,21 @@ class WorkerPool:
         worker.kill()
         self._workers.remove(worker)
         if not worker.ready:
-            raise RuntimeError(f"a reward worker {why} before it was ready: does `import latex2sympy2_extended` work?")
-        logger.warning("a reward worker %s: %s", why, job and job[1])
+            imports = f"{self._function} start" if self._function else "`import latex2sympy2_extended` work"
+            raise RuntimeError(f"a reward worker {why} before it was ready: does {imports}?")
+        logger.warning("a reward worker %s: %s", why, job and job[1].name)
 
 
 class _Worker:
     """One process and the job (index and request) that it works on."""
 
-    def __init__(self, *, memory_bytes: int, alarm_s: float) -> None:
-        command = [sys.executable, str(_SCRIPT), str(memory_bytes), str(alarm_s)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    def __init__(self, function: str, *, memory_bytes: int, alarm_s: float) -> None:
+        command = [sys.executable, str(_SCRIPT), function, str(memory_bytes), str(alarm_s)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+        )
+        assert self._process.stdin is not None
+        fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, _REQUEST_BYTES)
         self.job: tuple[int, Request] | None = None
         self.deadline_s = time.monotonic() + _START_TIMEOUT_S
         self.ready = False
@@ -134,21 +176,34 @@ class _Worker:
         """Start on `job`. A worker that died while idle shows when its reply is taken."""
         assert self._process.stdin is not None
         self.job, self.deadline_s = job, time.monotonic() + timeout_s
-        line = json.dumps({"gold": job[1].gold, "answer": job[1].answer}) + "\n"
+        line = json.dumps(dict(job[1].arguments)).encode() + b"\n"
+        if len(line) > _REQUEST_BYTES:
+            raise ValueError(f"{job[1].name} must be sent in {_REQUEST_BYTES} bytes, got {len(line)}")
         try:
-            self._process.stdin.write(line.encode())
+            self._process.stdin.write(line)
         except BrokenPipeError:
             logger.debug("a reward worker died while idle")
 
-    def take_reply(self) -> tuple[tuple[int, Request] | None, bytes]:
-        """The finished job (None: the worker got ready) and the reply, empty if the process has ended."""
-        job, reply = self.job, self.replies.read(1)
+    def take_reply(self) -> tuple[tuple[int, Request] | None, dict[str, Any]]:
+        """The finished job (None: the worker got ready) and the reply, empty if there is none to trust.
+
+        Raises:
+            RuntimeError: the function could not be loaded.
+        """
+        job, line = self.job, self.replies.read(_REQUEST_BYTES)
+        try:
+            reply: dict[str, Any] = json.loads(line)
+        except ValueError:  # nothing, for the process has ended, or what a child of the function wrote
+            reply = {}
+        if reply and not self.ready and "error" in reply:
+            raise RuntimeError(reply["error"])
         if reply:
             self.ready, self.job = True, None
         return job, reply
 
     def kill(self) -> None:
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # with whatever the function started
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None

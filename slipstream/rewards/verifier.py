@@ -8,24 +8,16 @@ for sympy can run, or eat memory, without end.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from slipstream.rewards.answers import extract_answer
-from slipstream.rewards.config import RewardConfig
+from slipstream.rewards.config import MAX_ANSWER_CHARS, RewardConfig
 from slipstream.rewards.pool import Request, WorkerPool
+from slipstream.rewards.reward import RewardResult
 from slipstream.rewards.spelling import TEXT, spell
 from slipstream.rewards.values import Undecided, compare, is_prose, parse
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RewardResult:
-    """Rewards in the order of the responses; a time-out or a crash scored 0."""
-
-    rewards: tuple[float, ...]
-    num_timeouts: int
-    num_crashes: int
+from slipstream.types import Prompt
 
 
 class Verifier:
@@ -33,7 +25,6 @@ class Verifier:
 
     def __init__(self, config: RewardConfig) -> None:
         """Keep `config`; nothing starts yet."""
-        self._max_chars = config.max_answer_chars
         self._pool = WorkerPool(
             num_workers=config.num_workers, timeout_s=config.timeout_s, memory_gib=config.worker_memory_gib
         )
@@ -49,6 +40,10 @@ class Verifier:
     def close(self) -> None:
         """Kill the workers; a later call starts new ones."""
         self._pool.close()
+
+    def judge(self, prompts: Sequence[Prompt], responses: Sequence[str], *, cut_off: Sequence[bool]) -> RewardResult:
+        """Score `responses[i]` to `prompts[i]` by the prompt's answer."""
+        return self.score(responses, [prompt.answer for prompt in prompts], cut_off=cut_off)
 
     def score(
         self, responses: Sequence[str], references: Sequence[str], *, cut_off: Sequence[bool] = ()
@@ -89,18 +84,18 @@ class Verifier:
         return tuple(is_read and not is_same for is_read, is_same in zip(are_read, others, strict=True))
 
     def _judge(self, answer: str, reference: str) -> bool | Request:
-        if len(answer) > self._max_chars or len(reference) > self._max_chars:
+        if len(answer) > MAX_ANSWER_CHARS or len(reference) > MAX_ANSWER_CHARS:
             return False
         verdict = compare(reference, answer)
-        return Request(gold=reference, answer=answer) if verdict is None else verdict
+        return _request(reference, answer) if verdict is None else verdict
 
     def _reads(self, reference: str) -> bool | Request:
         """Judge whether the reference, in a box, equals itself and is more than prose."""
-        if len(reference) > self._max_chars or extract_answer(f"\\boxed{{{reference}}}") != reference.strip():
+        if len(reference) > MAX_ANSWER_CHARS or extract_answer(f"\\boxed{{{reference}}}") != reference.strip():
             return False
         value = parse(reference)
         if isinstance(value, Undecided):
-            return Request(gold=reference, answer=None)
+            return _request(reference, reference)
         # What has words is graded by its text.
         return TEXT in spell(reference) if value is None else not is_prose(value)
 
@@ -110,10 +105,14 @@ class Verifier:
     def _decide(self, judged: Sequence[bool | Request]) -> RewardResult:
         """Let the pool decide what text could not, and put everything in order."""
         outcome = self._pool.run([verdict for verdict in judged if isinstance(verdict, Request)])
-        decided = iter(outcome.verdicts)
-        verdicts = [next(decided) if isinstance(verdict, Request) else verdict for verdict in judged]
+        decided = iter(outcome.values)
+        verdicts = [next(decided) is True if isinstance(verdict, Request) else verdict for verdict in judged]
         return RewardResult(
             rewards=tuple(map(float, verdicts)),
             num_timeouts=outcome.num_timeouts,
             num_crashes=outcome.num_crashes,
         )
+
+
+def _request(gold: str, answer: str) -> Request:
+    return Request(name=f"{answer!r} against {gold!r}", arguments={"gold": gold, "answer": answer})

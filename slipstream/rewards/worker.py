@@ -1,32 +1,101 @@
-"""The process in which sympy runs. It is started by path, and may be killed.
+"""The process in which a reward is computed. It is started by path, and may be killed.
 
-Protocol: one JSON line `{"gold", "answer"}` on stdin, one byte back on stdout: `R` once when ready, then `1` or `0`.
-`answer` null asks whether `gold` can be read. sympy may hang or eat memory in C code, where no Python time-out
+Protocol: one JSON line of arguments on stdin, one JSON line back on stdout, `{"value": …}` or `{"error": …}`; one such
+line comes first, when the function is there. The function may hang or eat memory in C code, where no Python time-out
 helps: memory is limited here, time by the parent, and by an alarm with its default action should the parent be gone.
 """
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
+import inspect
 import json
 import logging
 import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+_REPLY_BYTES = 4000  # a pipe takes so many at once or not at all
 _UNSOLVED = (ArithmeticError, AttributeError, LookupError, RecursionError, NotImplementedError, TypeError, ValueError)
 """What sympy raises where it cannot do something; whatever else it raises ends this process."""
 
 
-def main(memory_bytes: int, alarm_s: float) -> None:
-    """Answer requests until stdin ends."""
+def main(function: str, memory_bytes: int, alarm_s: float) -> None:
+    """Answer requests until stdin ends.
+
+    Args:
+        function: `FILE:NAME`; empty: the comparison of two answers in mathematics.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    reply = os.dup(1)
+    requests, reply, own = os.fdopen(os.dup(0)), os.dup(1), os.getpid()
     os.dup2(2, 1)  # whatever a library prints must not look like a reply
+    silence = os.open(os.devnull, os.O_RDWR)
+    os.dup2(silence, 0)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        call = _own(function) if function else _mathematics()
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001  # whatever a user's file raises is told
+        os.write(reply, _line({"error": f"{type(error).__name__}: {error}"}))
+        return
+    logging.disable(logging.CRITICAL)
+    for stream in (1, 2):  # up to here errors of the start show; from here on a library may print a gigabyte
+        os.dup2(silence, stream)
+    os.write(reply, _line({"value": "ready"}))
+    for line in requests:
+        signal.setitimer(signal.ITIMER_REAL, alarm_s)
+        answer = _answer(call, json.loads(line))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if os.getpid() != own:
+            os._exit(0)  # a child that the function left behind must not answer too
+        os.write(reply, _line(answer))
 
+
+def _answer(call: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    try:
+        value = call(**arguments)
+        return {"value": asyncio.run(value) if inspect.iscoroutine(value) else value}
+    except MemoryError:
+        raise  # what is left of this process is not to be trusted
+    except Exception as error:  # noqa: BLE001
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _line(answer: dict[str, Any]) -> bytes:
+    """Encode a reply. numpy's and torch's numbers become plain ones."""
+    try:
+        line = json.dumps(answer, default=float).encode()
+    except (TypeError, ValueError) as error:
+        line = json.dumps({"error": f"the value cannot be sent: {error}"[:_REPLY_BYTES]}).encode()
+    if len(line) >= _REPLY_BYTES:
+        what = answer.get("error") or "the value is longer than a reply may be"
+        line = json.dumps({"error": f"{what[: _REPLY_BYTES // 8]} …"}).encode()
+    return line + b"\n"
+
+
+def _own(function: str) -> Callable[..., Any]:
+    """Load a user's function and check that it takes the arguments of a reward."""
+    path, _, name = function.rpartition(":")
+    sys.path[0] = str(Path(path).parent)
+    spec = importlib.util.spec_from_file_location("reward_function", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    call = getattr(module, name)
+    inspect.signature(call).bind(data_source="", solution_str="", ground_truth="", extra_info={})
+    return call
+
+
+def _mathematics() -> Callable[..., Any]:
     # In the place of this file's directory, whose modules may bear the names of others.
     sys.path[0] = str(Path(__file__).parents[2])
     from slipstream.rewards import algebra
@@ -34,22 +103,15 @@ def main(memory_bytes: int, alarm_s: float) -> None:
     from slipstream.rewards.values import compare
 
     install(algebra)
-    logging.disable(logging.CRITICAL)
-    silence = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # up to here errors of the start show; from here on a library may print a gigabyte
-        os.dup2(silence, stream)
-    os.write(reply, b"R")
-    for line in sys.stdin:
-        request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, alarm_s)
-        gold, answer = request["gold"], request["answer"]
+
+    def equal(gold: str, answer: str) -> bool:
         try:
-            right = compare(gold, gold if answer is None else answer)
+            return bool(compare(gold, answer))
         except _UNSOLVED:
-            right = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        os.write(reply, b"1" if right else b"0")
+            return False
+
+    return equal
 
 
 if __name__ == "__main__":
-    main(memory_bytes=int(sys.argv[1]), alarm_s=float(sys.argv[2]))
+    main(sys.argv[1], memory_bytes=int(sys.argv[2]), alarm_s=float(sys.argv[3]))

@@ -9,7 +9,7 @@ from slipstream import evaluation
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.recipe import Recipe
 from slipstream.records.files import write_record
-from slipstream.rewards.verifier import Verifier
+from slipstream.rewards.function import open_reward
 from slipstream.stages.context import RunContext
 from slipstream.stages.runs import tracked
 from slipstream.stages.store import finished
@@ -41,12 +41,12 @@ def evaluate_aime(context: RunContext, recipe: Recipe, policy: str, *, data: Pat
     with tracked(context, recipe, node, {"policy": policy}) as tracker:
         with (
             start_engine(model, config=recipe.engine, layout=recipe.layout) as engine,
-            Verifier(recipe.reward) as verifier,
+            open_reward(recipe.reward) as reward,
         ):
             record = evaluation.evaluate(
                 engine,
                 prompts,
-                verifier=verifier,
+                reward=reward,
                 decode=decode(tokenizer(model)),
                 config=recipe.evaluation,
                 policy=policy,

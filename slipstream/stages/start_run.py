@@ -12,6 +12,7 @@ from slipstream.config import require
 from slipstream.drafts.methods import require_package
 from slipstream.kubernetes.profile import ClusterProfile, require_fits
 from slipstream.recipe import Recipe, difference, load_recipe, parameters, recipe_path, resolve_recipe, write_recipe
+from slipstream.rewards.function import kept, open_reward, write_kept
 from slipstream.stages.context import RunContext, recorded_recipe, require_loop
 from slipstream.stages.runs import NOTE, execution_run, origin_tags, started_text
 from slipstream.tracking import RunStatus
@@ -55,8 +56,12 @@ def start_run(
         reuse_stored=reuse_stored,
     )
     path = recorded_recipe(root.resolve(), execution)
+    with open_reward(recipe.reward):
+        """A function that cannot be called is an error here."""
+    own, recipe = recipe.reward, replace(recipe, reward=kept(recipe.reward, path.parent))
     if resume:
         _require_same(recipe, path, execution)
+    write_kept(own, recipe.reward)
     is_recorded = recipe_path(recipe_name).resolve() == path  # and says by itself who gave which value
     resolved = path if is_recorded else write_recipe(recipe, path, origins)
     tracker = execution_run(

@@ -18,7 +18,7 @@ from slipstream.recipe import Recipe
 from slipstream.records.files import read_record, write_record
 from slipstream.records.run import LayoutRecord, NumericsRecord
 from slipstream.rewards.answers import THINK_END, THINK_START, opens_thought
-from slipstream.rewards.verifier import Verifier
+from slipstream.rewards.function import open_reward
 from slipstream.stages.context import RunContext
 from slipstream.types import Dtype
 
@@ -51,9 +51,9 @@ def recipe_prompt_sets(
     Raises:
         ConfigError: a source cannot be read, or a set leaves too few prompts.
     """
-    with Verifier(recipe.reward) as verifier:
+    with open_reward(recipe.reward) as reward:
         sets = load_prompt_sets(
-            recipe.data, tokenizer=tokenizer, gradable=verifier.gradable, equal=verifier.equal, directory=directory
+            recipe.data, tokenizer=tokenizer, gradable=reward.gradable, equal=reward.equal, directory=directory
         )
     require_prompts(recipe, sets, trains_draft=trains_draft)
     return sets

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Semaphore
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts import length
@@ -88,6 +89,7 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
     """
     is_first = True
     by_batch = drafts_by_batch(recipe)
+    starting = Semaphore(recipe.layout.num_starting)
     ks = ", ".join(map(str, recipe.tuning.candidate_ks))
     logger.info("tune_draft_length: compares k = %s; the engines start first", ks)
     total = (len(recipe.tuning.candidate_ks) - 1) * len(recipe.tuning.batch_sizes)
@@ -95,7 +97,9 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
 
         @contextmanager
         def start(k: int) -> Iterator[RemoteEngine]:
-            with swept_engine(recipe, policy, draft, k) as engine:
+            with ExitStack() as stack:
+                with starting:
+                    engine = stack.enter_context(swept_engine(recipe, policy, draft, k))
                 timed.update(engine.engines)
                 yield engine
 

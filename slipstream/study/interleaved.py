@@ -144,7 +144,7 @@ def _trained(
     length = DraftLength(num_speculative_tokens=0)
     plan = arm_plan(recipe, Arm.AUTOREGRESSIVE, policy=policy, draft=policy, length=length)
     members = {alone: _Member(context=own, recipe=recipe, plan=plan), **{each.name: m for each, m in group.items()}}
-    starting = threading.Semaphore(recipe.tuning.num_starting)
+    starting = threading.Semaphore(recipe.layout.num_starting)
     end_idle()
     prompts, text = read_prompt_sets(data).train, decode(tokenizer(policy))  # imports, before several threads would
     run = partial(_train, starting=starting, policy=policy, prompts=prompts, text=text)

@@ -73,7 +73,15 @@ def add_options(command: argparse.ArgumentParser, preset: str) -> None:
         choices = list(kind) if issubclass(kind, StrEnum) else None
         command.add_argument(*flags, dest=name, nargs="+", default=[], type=str if choices else kind, choices=choices)
     command.add_argument("--num-steps", type=int, help="GRPO steps an arm; default: the recipe's")
-    command.add_argument("--overrides", nargs="+", default=[], metavar="FIELD=VALUE", help="of every variant's recipe")
+    command.add_argument(
+        *("--set", "--overrides"),
+        dest="overrides",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="set fields of every variant's recipe, as in grpo.group_size=16",
+    )
     command.add_argument("--run-root", default="runs")
     command.add_argument("--fresh", action="store_true", help="make data, policies and drafts anew, though stored")
     if preset == "study":

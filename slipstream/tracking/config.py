@@ -14,11 +14,9 @@ from pydantic import Field
 
 from slipstream.config import (
     Checked,
-    Fraction,
     Int,
     NonNegativeFloat,
     PositiveFloat,
-    PositiveInt,
     Switch,
     require,
 )
@@ -49,20 +47,10 @@ _MAX_TAG_CHARACTERS = 8000
 class DriftConfig(Checked, path="tracking.drift"):
     """With how many earlier executions the results of one are compared, and what follows if they drifted."""
 
-    num_executions: PositiveInt = 20
-    """Last comparable executions that results are compared with. Set it for a longer memory."""
-    min_executions: Annotated[Int, Field(ge=3)] = 5
-    """Fewest executions that a comparison needs. Set it lower to compare sooner."""
-    false_alarm_rate: Fraction = 0.05
-    """Chance that an execution without drift fails, over all its results. Set it lower where alarms are costly."""
-    min_change: NonNegativeFloat = 0.01
-    """Smallest change that counts: of the mean, or absolute for rewards and accuracies. Set it by what matters."""
+    num_executions: Annotated[Int, Field(ge=5)] = 20
+    """Last comparable executions that results are compared with; five are the fewest that say anything."""
     fail: Switch = False
     """Fail the execution after everything is written, so that Flyte notifies of the drift."""
-
-    def _check(self) -> None:
-        rule = f"must be >= {self._path}.min_executions {self.min_executions}"
-        self._require(self.num_executions >= self.min_executions, "num_executions", rule)
 
 
 class TrackingConfig(Checked, path="tracking"):
@@ -74,8 +62,6 @@ class TrackingConfig(Checked, path="tracking"):
     """MLflow experiment; null takes the recipe's name. Set it to keep runs apart."""
     replay_every_s: PositiveFloat = 5.0
     """Seconds between two replays of the points that wait on disk."""
-    request_timeout_s: PositiveInt = 10
-    """Seconds for one request. Set it higher for a distant server."""
     close_wait_s: NonNegativeFloat = 30.0
     """Seconds that a task's end waits for its last points; then they stay on disk. Set it for a slow server."""
     drift: DriftConfig = field(default_factory=DriftConfig)

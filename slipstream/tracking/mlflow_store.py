@@ -52,7 +52,7 @@ class TrackingError(RuntimeError):
     """The tracking server did not answer, or refused."""
 
 
-def import_mlflow(request_timeout_s: int) -> None:
+def import_mlflow(request_timeout_s: int = 10) -> None:
     """Import MLflow (4-8 s once a process) with short requests and without its chatter.
 
     Done on the caller's thread: importing it on another while this one imports torch can meet half-built modules.
@@ -71,7 +71,7 @@ def import_mlflow(request_timeout_s: int) -> None:
 class MlflowStore:
     """One tracking server (or SQLite file). Every method raises `TrackingError` when the server does not play along."""
 
-    def __init__(self, uri: str, *, request_timeout_s: int) -> None:
+    def __init__(self, uri: str, *, request_timeout_s: int = 10) -> None:
         import_mlflow(request_timeout_s)
         self.uri = uri
         with _translated(uri):

@@ -177,7 +177,7 @@ class SpoolReplay:
             raise TrackingError(f"all has arrived but files that are gone: {names}; put them back")
 
 
-def replay(spool_dir: Path, uri: str, *, request_timeout_s: int = 10) -> ReplayResult:
+def replay(spool_dir: Path, uri: str) -> ReplayResult:
     """Send every spool under `spool_dir` to `uri`. Doing it twice, or to a server that has a part, duplicates nothing.
 
     A spool that the server refuses stays as it is and stops no other.
@@ -189,7 +189,7 @@ def replay(spool_dir: Path, uri: str, *, request_timeout_s: int = 10) -> ReplayR
     root, paths = spool_dir.parent, sorted(spool_dir.glob("*.jsonl"))
     require(root.is_dir(), "run root", "must be a directory", str(root))
     require(bool(paths), "run root", "must hold spools of runs", str(root), f"{spool_dir} has none")
-    store = MlflowStore(uri, request_timeout_s=request_timeout_s)
+    store = MlflowStore(uri)
     store.check()
     replays = {path: SpoolReplay(path, store) for path in paths}
     refused: dict[Path, str] = {}

@@ -61,7 +61,7 @@ class Tracker:
         self._root = root
         self._spool = Spool(spool_path(spool_directory(root), experiment=header.experiment, key=header.key))
         self._spool.append(Event(kind="open", time_ms=now_ms(), header=header))
-        import_mlflow(config.request_timeout_s)
+        import_mlflow()
         command = replay_command(root, config.uri)
         self._thread = _ReplayThread(self._spool, uri=store_uri(config, root), config=config, command=command)
         self._thread.start()
@@ -229,7 +229,7 @@ class _ReplayThread(threading.Thread):
         try:
             self._spool.sync()
             if self._replay is None:
-                store = MlflowStore(self._uri, request_timeout_s=self._config.request_timeout_s)
+                store = MlflowStore(self._uri)
                 self._replay = SpoolReplay(self._spool.path, store)
             while self._replay.advance():
                 pass

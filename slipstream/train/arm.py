@@ -18,7 +18,8 @@ from slipstream.recipe import Recipe
 from slipstream.records.steps import ArmRecord, EvaluationRecord, ScheduleEntry, StepRecord
 from slipstream.refit.channel import open_channel
 from slipstream.refit.gate import RefitGate
-from slipstream.rewards.verifier import RewardResult, Verifier
+from slipstream.rewards.function import open_reward
+from slipstream.rewards.reward import Reward, RewardResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.asynchronous import AsyncLoop
 from slipstream.train.checkpoints import Checkpoints
@@ -85,20 +86,20 @@ def train(
         log: gets the metrics of each step.
         turn: a step begins in it; None: no other arm is trained meanwhile.
     """
-    with plan.start_engine() as engines, Verifier(recipe.reward) as verifier:
+    with plan.start_engine() as engines, open_reward(recipe.reward) as reward:
         run = Run(
             recipe=recipe,
             plan=plan,
             policy=policy,
             prompts=tuple(prompts),
-            score=partial(score, verifier=verifier, decode=decode),
+            score=partial(score, reward=reward, decode=decode),
             directory=directory,
             log=log,
             turn=turn,
             evaluate=partial(
                 evaluation.evaluate,
                 prompts=plan.validation,
-                verifier=verifier,
+                reward=reward,
                 decode=decode,
                 config=recipe.evaluation,
                 policy=plan.arm.value,
@@ -327,11 +328,11 @@ class Run:
         return Draft(version=None if self.plan.draft is None else 0)
 
 
-def score(groups: Sequence[RolloutGroup], verifier: Verifier, decode: Decode) -> RewardResult:
+def score(groups: Sequence[RolloutGroup], reward: Reward, decode: Decode) -> RewardResult:
     """One reward a rollout, group by group."""
     pairs = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
-    return verifier.score(
+    return reward.judge(
+        [prompt for prompt, _ in pairs],
         [decode(prompt.token_ids, rollout.token_ids) for prompt, rollout in pairs],
-        [prompt.answer for prompt, _ in pairs],
         cut_off=[rollout.finish_reason is FinishReason.LENGTH for _, rollout in pairs],
     )

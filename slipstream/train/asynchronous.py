@@ -41,7 +41,7 @@ from slipstream.engine.requests import GroupRequest, group_requests, rollout_see
 from slipstream.grpo.loop_config import LoopConfig, TooOld
 from slipstream.records.steps import RefitCheck, StepRecord
 from slipstream.refit.gate import Export
-from slipstream.rewards.verifier import RewardResult
+from slipstream.rewards.reward import RewardResult, joined
 from slipstream.train.batch import Versions
 from slipstream.train.loop import Trainer, engine_seed, recent
 from slipstream.train.metrics import StageClock, Stopwatch
@@ -292,12 +292,7 @@ class AsyncLoop:
             acceptance=combine(drafted) if any(each.num_drafts for each in drafted) else None,
             generation_s=watch.generated_s(),
         )
-        rewards = RewardResult(
-            rewards=tuple(reward for each in batch for reward in each.rewards.rewards),
-            num_timeouts=sum(each.rewards.num_timeouts for each in batch),
-            num_crashes=sum(each.rewards.num_crashes for each in batch),
-        )
-        return result, rewards
+        return result, joined([each.rewards for each in batch])
 
     def _pending(self, step: int, versions: tuple[Versions, ...], clock: StageClock) -> Pending:
         """What a checkpoint after this step holds: whole batches once all that were asked for are there."""

@@ -24,7 +24,7 @@ from slipstream.grpo.config import Correction, GrpoConfig
 from slipstream.grpo.lags import lag_stats
 from slipstream.grpo.update import Trained, Update, combined, minibatches
 from slipstream.records.steps import DraftDecision, MachineUse, Overlap, RefitCheck, StepRecord
-from slipstream.rewards.verifier import RewardResult
+from slipstream.rewards.reward import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.batch import Versions, assemble, mismatch
 from slipstream.train.metrics import StageClock, step_record
@@ -264,7 +264,7 @@ class Trainer:
             result=learned.result,
             rewards=learned.rewards,
             trained=learned.trained,
-            mismatch=mismatch(batch.rollout_logprobs, before, band=self.config.mismatch_band),
+            mismatch=mismatch(batch.rollout_logprobs, before),
             has_logprob_pass=self.config.needs_logprob_pass,
         )
         record = replace(

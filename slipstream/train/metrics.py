@@ -14,7 +14,7 @@ import numpy as np
 from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.update import Trained
 from slipstream.records.steps import EvaluationRecord, LagStats, MachineUse, Mismatch, Overlap, RefitCheck, StepRecord
-from slipstream.rewards.verifier import RewardResult
+from slipstream.rewards.reward import RewardResult
 from slipstream.train.machine_use import Counters, read_counters, use_between
 from slipstream.train.pending import Scored
 from slipstream.types import STAGES, FinishReason, StageTimes
@@ -258,6 +258,8 @@ def step_record(
         num_truncated=sum(rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts),
         num_reward_timeouts=rewards.num_timeouts,
         num_reward_crashes=rewards.num_crashes,
+        num_reward_failures=rewards.num_failures,
+        reward_metrics=rewards.metrics,
         num_zero_signal_groups=int((rewards_PG == rewards_PG[:, :1]).all(axis=1).sum()),
         train=trained.stats,
         mismatch=mismatch,
@@ -289,6 +291,8 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
         "train/reward": record.reward_mean,
         "train/reward_timeouts": record.num_reward_timeouts,
         "train/reward_crashes": record.num_reward_crashes,
+        "train/reward_failures": record.num_reward_failures,
+        **{f"reward/{name}": value for name, value in record.reward_metrics.items()},
         "train/zero_signal_groups": record.num_zero_signal_groups,
         "train/loss": record.train.loss,
         "train/grad_norm": record.train.grad_norm,

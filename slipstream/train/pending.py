@@ -23,7 +23,7 @@ from slipstream.config import from_mapping
 from slipstream.engine.protocol import GenerationResult
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.records.steps import AcceptanceStats, AutopilotStep
-from slipstream.rewards.verifier import RewardResult
+from slipstream.rewards.reward import RewardResult
 from slipstream.train.batch import Versions
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
 

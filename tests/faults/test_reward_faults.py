@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.rewards.config import RewardConfig
-from slipstream.rewards.verifier import RewardResult, Verifier
+from slipstream.rewards.reward import RewardResult
+from slipstream.rewards.verifier import Verifier
 
 # What the worker imports instead of the reader of LaTeX: it fails at the answer 66, and all others are equal to it.
 _MODULE = """

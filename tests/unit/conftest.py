@@ -50,7 +50,7 @@ def refusal() -> Refusal:
 def make_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
     """Puts an empty MLflow store into a root of runs: its tables take seconds to create, and a copy of them nothing."""
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowStore(sqlite_uri(path), request_timeout_s=10)
+    MlflowStore(sqlite_uri(path))
 
     def make(root: Path) -> Path:
         shutil.copy(path, root / path.name)

@@ -28,6 +28,15 @@ def test_check_accepts_the_shipped_recipe_and_says_that_without_gpus_there_is_no
     assert (empty, plan) == ("", "no GPUs: every process runs on one host (placement.gpus_per_node 0)")
 
 
+def test_fields_can_be_set_for_a_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "tiny", "--set", "name=mine", "--set", "data.num_validation_problems=30"]) == 0
+    assert capsys.readouterr().out.startswith("mine, rl_zero: fine; prompts kept: ")
+    assert main(["check", "tiny", "--set", "grpo.group_siz=4"]) == 2
+    assert capsys.readouterr().err == "error: unknown key 'grpo.group_siz'; did you mean 'grpo.group_size'?\n"
+    assert main(["check", "tiny", "--set", "grpo.group_size=1"]) == 2
+    assert capsys.readouterr().err.startswith("error: grpo.group_size must be >= 2, got 1; ")
+
+
 def test_check_reads_no_hub_and_estimates_the_memory_of_a_gpu_once_for_both_workloads(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -80,6 +89,7 @@ def test_a_cluster_that_is_too_small_is_an_error(
         ("--num-steps", "3", "3"),
         ("--recipe", "tiny", "'tiny'"),
         ("--workload", "rl_zero", "<Workload.RL_ZERO: 'rl_zero'>"),
+        ("--set", "grpo.seed=3", "['grpo.seed=3']"),
     ],
 )
 def test_flags_that_a_resume_would_drop_are_refused_by_name(

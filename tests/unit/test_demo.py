@@ -20,7 +20,6 @@ from slipstream.supervisor import Outcome
 from slipstream.tracking.config import check_key
 from slipstream.tracking.spool import Event, RunHeader, Spool, spool_path
 from slipstream.types import Workload
-from slipstream.workers.placement.config import ArmsInTurn
 from tests.unit.lagging import ONE_STEP_OFF
 
 
@@ -84,12 +83,15 @@ def test_an_input_that_was_not_given_does_not_reach_the_workflow_and_0_does() ->
     assert "--overrides" not in command
 
 
-def test_arms_in_turn_are_an_override_of_the_recipe() -> None:
-    off = ArmsInTurn.OFF
-    launch = demo.started("tiny", workload=None, num_steps=None, seed=None, reuse_stored=True, arms_in_turn=off)
+def test_fields_that_are_set_reach_the_workflow_as_overrides_with_absolute_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    launch = started("tiny", overrides=["grpo.group_size=16", "data.train=[{path: ./mine.jsonl}]"])
     command = launch.command(Path("runs"))
-    overrides = json.loads(command[command.index("--overrides") + 1])
-    assert load_recipe("tiny", overrides=parse_overrides(overrides)).placement.arms_in_turn is off
+    recipe = load_recipe("tiny", overrides=parse_overrides(json.loads(command[command.index("--overrides") + 1])))
+    assert recipe.grpo.group_size == 16
+    assert recipe.data.train[0].path == str(tmp_path / "mine.jsonl")
 
 
 def test_a_recipe_of_a_relative_path_is_handed_on_as_an_absolute_one(

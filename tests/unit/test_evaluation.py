@@ -89,7 +89,7 @@ def test_an_evaluation_scores_every_sample_and_counts_truncation() -> None:
     engine = ReplayEngine({"1": [right, right, wrong, cut], "2": ["\\boxed{4}\0", cut, wrong, wrong]})
     config = EvaluationConfig(num_samples_per_problem=4, temperature=0.7, top_p=0.9, top_k=0, max_response_tokens=16)
     with Verifier(RewardConfig()) as verifier:
-        record = evaluate(engine, PROMPTS, verifier=verifier, decode=decode, config=config, policy="start", seed=3)
+        record = evaluate(engine, PROMPTS, reward=verifier, decode=decode, config=config, policy="start", seed=3)
     assert engine.calls == [(SamplingConfig(temperature=0.7, top_p=0.9, top_k=0, max_response_tokens=16), 4, 3)]
     assert (record.policy, record.num_problems, record.k, record.num_timeouts) == ("start", 2, 4, 0)
     assert record.correct_by_problem == (2, 1)
@@ -106,7 +106,7 @@ def test_a_guess_in_a_thought_that_the_prompt_opened_is_no_answer_until_the_thou
     engine = ReplayEngine({"1": [guess, guess + "\0", guess + "</think>\\boxed{2}\0", guess + "</think>" + cut]})
     config = EvaluationConfig(num_samples_per_problem=4, temperature=0.7, max_response_tokens=16)
     with Verifier(RewardConfig()) as verifier:
-        record = evaluate(engine, [opened], verifier=verifier, decode=decode, config=config, policy="start", seed=3)
+        record = evaluate(engine, [opened], reward=verifier, decode=decode, config=config, policy="start", seed=3)
     assert (record.correct_by_problem, record.maj_at_k) == ((1,), 1.0)
 
 
@@ -131,7 +131,7 @@ def test_one_problem_is_enough_and_the_interval_is_of_the_problems_rates() -> No
     with Verifier(RewardConfig()) as verifier:
         for count in (1, 8):
             record = evaluate(
-                engine, problems[:count], verifier=verifier, decode=decode, config=config, policy="start", seed=3
+                engine, problems[:count], reward=verifier, decode=decode, config=config, policy="start", seed=3
             )
             assert record.ci95 == wilson_ci95(rates[:count])
             assert len(record.prompt_hash) == 16
@@ -142,7 +142,7 @@ def test_an_evaluation_without_problems_is_refused() -> None:
         evaluate(
             ReplayEngine({}),
             (),
-            verifier=Verifier(RewardConfig()),
+            reward=Verifier(RewardConfig()),
             decode=decode,
             config=EvaluationConfig(max_response_tokens=16),
             policy="start",

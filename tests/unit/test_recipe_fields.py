@@ -101,8 +101,8 @@ MAY_BE_0 = {
         "loop": "max_off_policy_steps",
         "evaluation": "top_k",
         "losslessness": "near_tie_nats",
+        "reward": "max_failed_fraction",
         "tracking": "close_wait_s",
-        "tracking.drift": "min_change",
         "storage": "group",
         "cpu": "shared_memory_gib",
         "head": "shared_memory_gib",
@@ -110,7 +110,17 @@ MAY_BE_0 = {
     for name in names.split()
 }
 NO_NUMBER_OF_A_RUN = (-1, math.nan, math.inf, -math.inf, 2**63, 10**30, 1e300)
-SHARES = ("_rate", "_prob", "_utilization", "top_p", "power", "family_level", "max_detectable_bias", "clip_low")
+SHARES = (
+    "_rate",
+    "_prob",
+    "_utilization",
+    "top_p",
+    "power",
+    "family_level",
+    "max_detectable_bias",
+    "clip_low",
+    "_fraction",
+)
 PROFILE = {
     "name": "own",
     "run_root": "/shared/runs",

@@ -160,6 +160,11 @@ class Layout:
         return self.placement.gpus_per_node > 0
 
     @property
+    def num_starting(self) -> int:
+        """Engines that start at once: a start works on one core, and on a GPU each measures the free memory."""
+        return 1 if self.has_gpus else 2
+
+    @property
     def num_gpus(self) -> int:
         """GPUs of the whole run; without any, each worker of an engine counts as one."""
         workers = self.num_engines * self.engine_tensor

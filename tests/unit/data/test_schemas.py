@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Any
 
 import pytest
 
-from slipstream.data.schemas import SCHEMAS, Item, NoProblemError, check_asks, is_blank, normalise, read_item
+from slipstream.data.schemas import SCHEMAS, Item, NoProblemError, check_asks, is_blank, normalise, read_item, recognise
 
 DAPO = next(schema for schema in SCHEMAS if schema.name == "DAPO-Math-17k (BytedTsinghua)")
 MAGPIE = next(schema for schema in SCHEMAS if schema.name == "Magpie")
@@ -168,3 +169,33 @@ def test_an_answer_is_text_or_a_number(answer: object, read: str) -> None:
 def test_a_row_without_its_reward_model_has_no_answer() -> None:
     for model in (None, {}, "2"):
         assert read_item(DAPO, {"prompt": turns(("user", "1+1=?")), "reward_model": model}).answer == ""
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "answer"),
+    [
+        ({"question": "How many?", "answer": "2 and 2 make <<2+2=4>>4.\n#### 1,004"}, "GSM8K", "1,004"),
+        (
+            {"problem": "Find x.", "solution": "Not \\boxed{1}, but $\\boxed{\\frac{1}{2}}$.", "level": "5"},
+            "MATH",
+            "\\frac{1}{2}",
+        ),
+        ({"problem": "Find x.", "solution": "No box, or \\boxed{one without an end"}, "MATH", ""),
+    ],
+)
+def test_sets_of_worked_answers_give_the_final_one(row: dict[str, Any], name: str, answer: str) -> None:
+    schema = recognise(list(row), field="data.train", source="here")
+    item = read_item(schema, row)
+    assert (schema.name, item.problem, item.answer) == (name, next(iter(row.values())), answer)
+
+
+def test_a_chat_brings_what_a_reward_function_reads() -> None:
+    row = {
+        "prompt": [{"role": "user", "content": "Add."}],
+        "reward_model": {"ground_truth": "4"},
+        "data_source": "math_dapo",
+        "extra_info": {"index": 7, "when": date(2026, 11, 25)},
+    }
+    item = read_item(DAPO, row)
+    assert (item.data_source, item.extra) == ("math_dapo", {"index": 7, "when": "2026-11-25"})
+    assert read_item(DAPO, {**row, "data_source": None, "extra_info": None}).extra == {}

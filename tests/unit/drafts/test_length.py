@@ -198,28 +198,10 @@ def test_engines_start_side_by_side_and_all_end_when_one_fails() -> None:
         finally:
             ended.append(k)
 
-    config = replace(CONFIG, max_live_engines=3, num_starting=2)
+    config = replace(CONFIG, max_live_engines=3)
     with pytest.raises(RuntimeError, match="no memory left"):
         sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0)
     assert ended == [1, 0]
-
-
-def test_engines_start_one_after_the_other_unless_more_may() -> None:
-    together = threading.Barrier(2, timeout=0.2)
-    alone: list[bool] = []
-
-    @contextmanager
-    def start(k: int) -> Iterator[TimedEngine]:
-        if k:
-            try:
-                together.wait()
-            except threading.BrokenBarrierError:
-                alone.append(True)
-                together.reset()
-        yield TimedEngine(k, SECONDS, [])
-
-    sweep(start, PROMPTS, config=replace(CONFIG, max_live_engines=3), sampling=SAMPLING, seed=0)
-    assert alone == [True, True]
 
 
 def test_a_batch_is_groups_of_rollouts_and_every_repeat_has_other_prompts() -> None:
@@ -314,12 +296,11 @@ def test_of_two_batches_equally_near_the_smaller_one_speaks() -> None:
     assert choose(_sweep([]), config=CONFIG, batch=5).chosen_k == 3
 
 
-def test_a_k_must_be_faster_than_the_least_speedup_and_not_only_as_fast() -> None:
-    points = _sweep([])  # at batch 2, k=1 is 4/3 and k=3 twice as fast
-    assert choose(points, config=replace(CONFIG, min_speedup=1.9), batch=2).chosen_k == 3
-    record = choose(points, config=replace(CONFIG, min_speedup=2.0), batch=2)
+def test_a_k_must_be_faster_and_not_only_as_fast() -> None:
+    points = [replace(point, speedup=min(point.speedup, 1.0)) for point in _sweep([])]
+    record = choose(points, config=CONFIG, batch=2)
     assert record.chosen_k == 0
-    assert record.reason == "k=0 wins at batch 2: no draft length is more than 2.00x as fast"
+    assert record.reason == "k=0 wins at batch 2: no draft length is faster"
     assert [entry.num_speculative_tokens for entry in record.schedule] == [0]
 
 
@@ -356,9 +337,6 @@ def test_a_sweep_keeps_every_rounds_steps_and_the_schedule_is_made_from_them() -
     assert record.running == running_points(swept.rounds, chosen_k=1, largest=8)
     three = replace(config, batch_sizes=(2, 4, 8))
     assert choose(swept.points, config=three, batch=8, rounds=swept.rounds).schedule == record.schedule
-    assert choose(
-        swept.points, config=replace(config, min_schedule_gain=2.1), batch=8, rounds=swept.rounds
-    ).schedule == (ScheduleEntry(batch_from=1, batch_to=8, num_speculative_tokens=1),)
 
 
 @pytest.mark.parametrize(
@@ -374,9 +352,6 @@ def test_a_sweep_keeps_every_rounds_steps_and_the_schedule_is_made_from_them() -
         ({"batch_sizes": (0, 4)}, "tuning.batch_sizes must rise from 1, without repeats, got (0, 4)"),
         ({"num_repeats": 0}, "tuning.num_repeats must be >= 1, got 0"),
         ({"max_live_engines": 1}, "tuning.max_live_engines must be >= 2, got 1"),
-        ({"num_starting": 0}, "tuning.num_starting must be >= 1, got 0"),
-        ({"min_speedup": 0.0}, "tuning.min_speedup must be > 0, got 0.0"),
-        ({"min_schedule_gain": 0.99}, "tuning.min_schedule_gain must be >= 1, got 0.99"),
     ],
 )
 def test_a_sweep_outside_its_bounds_is_refused(
@@ -391,9 +366,6 @@ def test_a_sweep_on_its_bounds_is_taken() -> None:
         batch_sizes=(1,),
         num_repeats=1,
         max_live_engines=2,
-        num_starting=1,
-        min_speedup=0.5,
-        min_schedule_gain=1.0,
     )
     assert config.batch_sizes == (1,)
 
@@ -482,7 +454,7 @@ def test_a_range_of_several_batches_changes_hands_as_a_whole() -> None:
         for k, ms in ((2, (50, 80)), (1, (100, 40)))
     }
     points = running_points([both, both], chosen_k=2, largest=4)
-    table = schedule(points, [both, both], chosen_k=2, largest=4, min_gain=1.03)
+    table = schedule(points, [both, both], chosen_k=2, largest=4)
     assert table == (entry(1, 2, 2), entry(3, 4, 1))
     # Of 50 + 50 + 80 + 80 ms the last two halve.
     assert expected_gain(points, table, [both, both], chosen_k=2) == pytest.approx(260 / 180)
@@ -492,7 +464,7 @@ def test_where_length_0_was_not_measured_in_an_engine_with_a_draft_it_takes_as_l
     off = {SWITCHED_OFF: (time(1, steps=10, tokens=10, ms=120),), 2: ROUND[2][:1], 0: ROUND[0]}
     rounds: list[Round] = [off, off]
     points = running_points(rounds, chosen_k=0, largest=2)
-    table = schedule(points, rounds, chosen_k=0, largest=2, min_gain=1.03)
+    table = schedule(points, rounds, chosen_k=0, largest=2)
     assert table == (entry(1, 1, 2), entry(2, 2, 0))
     # 100 ms for one rollout alone become 50; 100 for two stay.
     assert expected_gain(points, table, rounds, chosen_k=0) == pytest.approx(200 / 150)
@@ -586,7 +558,7 @@ def test_where_no_engine_without_a_draft_came_there_is_no_speedup_to_tell() -> N
 
 
 def test_without_rounds_the_table_is_the_chosen_k() -> None:
-    assert schedule((), (), chosen_k=3, largest=48, min_gain=1.03) == (entry(1, 48, 3),)
+    assert schedule((), (), chosen_k=3, largest=48) == (entry(1, 48, 3),)
     assert expected_gain((), constant(3), (), chosen_k=3) == 1.0
 
 

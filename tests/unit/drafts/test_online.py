@@ -27,7 +27,7 @@ from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import LearnerConfig, Recompute
 from slipstream.records.steps import AcceptanceStats, RefitCheck, StepRecord
 from slipstream.refit.fingerprint import ALL, Turn, file_fingerprints, weight_totals
-from slipstream.rewards.verifier import RewardResult
+from slipstream.rewards.reward import RewardResult
 from slipstream.train.checkpoints import Checkpoints
 from slipstream.train.loop import Draft, SyncLoop, TrainedDraft
 from slipstream.types import Arm, Dtype, FinishReason, Prompt, Rollout, RolloutGroup

@@ -164,11 +164,8 @@ class TimedEngine:
 
 
 def tuning(recipe: Recipe, tools: Tools) -> object:
-    """Who generates what in which order, how many engines start at once, and what is chosen."""
+    """Who generates what in which order, and what is chosen."""
     calls: list[Any] = []
-    workers: list[int] = []
-    real = length.ThreadPoolExecutor
-    tools.patch.setattr(length, "ThreadPoolExecutor", lambda count: workers.append(count) or real(1))
 
     @contextmanager
     def start(k: int) -> Iterator[Any]:
@@ -177,9 +174,8 @@ def tuning(recipe: Recipe, tools: Tools) -> object:
     swept = length.sweep(
         start, PROMPTS, config=recipe.tuning, sampling=recipe.sampling, seed=0, group_size=recipe.grpo.group_size
     )
-    tools.patch.setattr(length, "ThreadPoolExecutor", real)
     record = length.choose(swept.points, config=recipe.tuning, batch=8, rounds=swept.rounds)
-    return calls, workers, record.chosen_k, record.schedule
+    return calls, record.chosen_k, record.schedule
 
 
 TABLE = tuple(
@@ -316,9 +312,6 @@ CHECKS = {
     "tuning.batch_sizes": Check([2, 4], tuning),
     "tuning.num_repeats": Check(3, tuning),
     "tuning.max_live_engines": Check(3, tuning),
-    "tuning.num_starting": Check(3, tuning),
-    "tuning.min_speedup": Check(1.5, tuning),
-    "tuning.min_schedule_gain": Check(1.06, tuning),
     "draft.length": Check("by_batch", arm_plan),
     "draft.autopilot.enabled": Check(True, flight),
     "draft.autopilot.patience_steps": Check(2, flight, AUTOPILOT),

@@ -14,7 +14,7 @@ from slipstream.evaluation import evaluate
 from slipstream.losslessness import sampling as certificate_sampling
 from slipstream.losslessness.verdict import certify
 from slipstream.recipe import Recipe
-from slipstream.rewards import verifier
+from slipstream.rewards.reward import RewardResult
 from slipstream.types import Prompt
 from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools
 from tests.unit.recipe_fields.training import evaluations
@@ -23,14 +23,12 @@ from tests.unit.recipe_fields.training import evaluations
 def evaluation_calls(recipe: Recipe, _: Tools) -> object:
     engine = NotedEngine()
     scores = SimpleNamespace(
-        score=lambda texts, answers, cut_off: verifier.RewardResult(
-            rewards=(0.0,) * len(texts), num_timeouts=0, num_crashes=0
-        )
+        judge=lambda prompts, texts, cut_off: RewardResult(rewards=(0.0,) * len(texts), num_timeouts=0, num_crashes=0)
     )
     evaluate(
         typing.cast(Any, engine),
         PROMPTS,
-        verifier=typing.cast(Any, scores),
+        reward=typing.cast(Any, scores),
         decode=lambda prompt, ids: str(ids),
         config=recipe.evaluation,
         policy="start",

@@ -148,7 +148,6 @@ CHECKS = {
     "policy.scratch.ffn_hidden_size": Check(32, model_config),
     "policy.scratch.max_position_embeddings": Check(1024, model_config),
     "policy.scratch.tie_word_embeddings": Check(True, model_config),
-    "policy.scratch.rope_theta": Check(20_000.0, model_config),
     "policy.scratch.init_std": Check(0.1, first_weights),
     "policy.scratch.seed": Check(1, first_weights),
     "policy.scratch.num_steps": Check(5, pretraining_steps),

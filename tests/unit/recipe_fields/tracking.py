@@ -35,7 +35,7 @@ def tracked_run(recipe: Recipe, tools: Tools) -> object:
             super().__init__(config, header, root=root)
 
     tools.patch.setattr(tracker, "_ReplayThread", Thread)
-    tools.patch.setattr(tracker, "import_mlflow", seen.append)
+    tools.patch.setattr(tracker, "import_mlflow", lambda: None)
     tools.patch.setattr(runs, "Tracker", Noting)
     path = write_recipe(recipe, tools.directory / "recipe.yaml")
     root = tools.directory / "root"
@@ -44,13 +44,13 @@ def tracked_run(recipe: Recipe, tools: Tools) -> object:
 
 
 def replay_pauses(recipe: Recipe, tools: Tools) -> object:
-    """How long the thread that replays a run's points pauses, and how long it lets the server take."""
+    """How long the thread that replays a run's points pauses."""
     seen: list[Any] = []
-    tools.patch.setattr(tracker, "MlflowStore", lambda uri, request_timeout_s: seen.append(request_timeout_s))
+    tools.patch.setattr(tracker, "MlflowStore", lambda uri: None)
     tools.patch.setattr(tracker, "SpoolReplay", lambda path, store: SimpleNamespace(advance=lambda: False))
     spool = SimpleNamespace(path=tools.directory / "spool", sync=lambda: None)
     thread = tracker._ReplayThread(typing.cast(Any, spool), uri="u", config=recipe.tracking, command="")
-    waits = SimpleNamespace(is_set=lambda: len(seen) > 1, wait=seen.append)
+    waits = SimpleNamespace(is_set=lambda: len(seen) > 0, wait=seen.append)
     thread._finishing = typing.cast(Any, waits)
     thread.run()
     return seen
@@ -87,13 +87,9 @@ CHECKS = {
     "name": Check("other", tracked_run),
     "tracking.uri": Check("http://localhost:1", tracked_run),
     "tracking.experiment": Check("elsewhere", tracked_run),
-    "tracking.request_timeout_s": Check(3, tracked_run),
     "tracking.close_wait_s": Check(1.0, tracked_run),
     "tracking.replay_every_s": Check(1.0, replay_pauses),
     "tracking.drift.num_executions": Check(5, drift_verdict),
-    "tracking.drift.min_executions": Check(7, drift_verdict),
-    "tracking.drift.false_alarm_rate": Check(0.5, drift_verdict, {"tracking.drift.min_change": 0.0}),
-    "tracking.drift.min_change": Check(0.02, drift_verdict),
     "tracking.drift.fail": Check(True, drift_verdict),
     "simulator.model": Check("qwen3-8b", layout),
     "simulator.hardware": Check("gb200", layout),

@@ -464,7 +464,7 @@ def test_probes_that_differ_stop_the_run(offset: float, shown: str) -> None:
         gate(engine, probes=PROBES).refit(4)
     assert str(caught.value) == (
         "engine 1 must hold policy version 4: the logprobs of 3 probe tokens must lie within 0.1 of the learner's on "
-        f"average (refit.max_probe_difference), got {shown}"
+        f"average, got {shown}"
     )
 
 

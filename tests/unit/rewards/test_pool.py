@@ -14,14 +14,14 @@ import pytest
 from slipstream.rewards import pool as pool_module
 from slipstream.rewards.pool import Outcome, Request, WorkerPool
 
-HALF = Request(gold="0.5", answer="\\frac{1}{2}")
-BOMB = Request(gold="7", answer="9^{9^{9^{9}}}")
+HALF = Request(name="half", arguments={"gold": "0.5", "answer": "\\frac{1}{2}"})
+BOMB = Request(name="bomb", arguments={"gold": "7", "answer": "9^{9^{9^{9}}}"})
 
 
 def test_a_worker_may_take_the_memory_that_it_was_given_and_no_more() -> None:
     before = set(psutil.Process().children())
     pool = WorkerPool(num_workers=1, timeout_s=30.0, memory_gib=1.5)
-    assert pool.run([HALF]) == Outcome(verdicts=(True,), num_timeouts=0, num_crashes=0)
+    assert pool.run([HALF]) == Outcome(values=(True,), failures={}, num_timeouts=0, num_crashes=0)
     (worker,) = set(psutil.Process().children()) - before
     assert worker.rlimit(resource.RLIMIT_AS) == (1_610_612_736, 1_610_612_736)
     pool.close()
@@ -40,8 +40,10 @@ def test_a_request_that_cost_its_worker_is_named(caplog: pytest.LogCaptureFixtur
     pool = WorkerPool(num_workers=1, timeout_s=1.0, memory_gib=2.0)
     pool.run([HALF])  # the start of a worker is not what is measured
     with caplog.at_level(logging.WARNING):
-        assert pool.run([BOMB]) == Outcome(verdicts=(False,), num_timeouts=1, num_crashes=0)
-    assert caplog.messages == [f"a reward worker ran into the deadline of 1.0 s: {BOMB}"]
+        outcome = pool.run([BOMB])
+    late = "ran into the deadline of 1.0 s"
+    assert outcome == Outcome(values=(None,), failures={0: f"the worker {late}"}, num_timeouts=1, num_crashes=0)
+    assert caplog.messages == [f"a reward worker {late}: bomb"]
     assert pool.run([BOMB, BOMB]).num_timeouts == 2
 
 
@@ -54,7 +56,7 @@ def test_a_worker_that_died_while_idle_had_no_request_to_name(caplog: pytest.Log
     worker.wait()
     with caplog.at_level(logging.WARNING):
         assert pool.run([HALF]).num_crashes == 1
-    assert caplog.messages == [f"a reward worker ended by itself: {HALF}"]
+    assert caplog.messages == ["a reward worker ended by itself: half"]
     pool.close()
 
 
@@ -75,7 +77,7 @@ def test_as_many_workers_start_as_requests_wait_up_to_the_limit(num_requests: in
 def test_a_closed_pool_starts_again_when_there_is_work() -> None:
     pool = WorkerPool(num_workers=1, timeout_s=30.0, memory_gib=2.0)
     for _ in range(2):
-        assert pool.run([HALF]).verdicts == (True,)
+        assert pool.run([HALF]).values == (True,)
         pool.close()
         pool.close()
 

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from slipstream.rewards.config import RewardConfig
-from slipstream.rewards.verifier import RewardResult, Verifier
+from slipstream.rewards.reward import RewardResult
+from slipstream.rewards.verifier import Verifier
 
 
 @pytest.fixture(scope="module")
@@ -147,10 +148,11 @@ def test_a_response_says_for_itself_whether_it_was_cut_off(verifier: Verifier) -
         verifier.score(["Answer: 42"] * 2, ["42"] * 2, cut_off=[True])
 
 
-def test_references_and_answers_may_be_as_long_as_the_config_says_and_no_longer() -> None:
-    with Verifier(RewardConfig(max_answer_chars=3)) as short:
-        assert short.gradable(["123", "1234"]) == (True, False)
-        assert short.score([box("123"), box("0123"), box("123")], ["123", "123", "0123"]).rewards == (1.0, 0.0, 0.0)
+def test_references_and_answers_of_more_than_512_characters_are_not_read(verifier: Verifier) -> None:
+    longest, longer = "1" * 512, "0" + "1" * 512
+    assert verifier.gradable([longest, longer]) == (True, False)
+    answers = [box(longest), box(longer), box(longest)]
+    assert verifier.score(answers, [longest, longest, longer]).rewards == (1.0, 0.0, 0.0)
 
 
 def test_a_worker_that_dies_is_counted_and_replaced() -> None:

@@ -32,7 +32,7 @@ DRIFTED = DriftRecord(
 
 def execute(root: Path, execution: str, record: RunRecord) -> tuple[DriftRecord, RunContext, Recipe]:
     """An execution of the tiny recipe that came to `record`, through the functions that the tasks call."""
-    overrides = {"tracking": {"replay_every_s": 0.1, "drift": {"min_executions": 3}}}
+    overrides = {"tracking": {"replay_every_s": 0.1, "drift": {"num_executions": 5}}}
     context, path = start_run("tiny", root=root, execution=execution, overrides=overrides)
     recipe, directory = load_recipe(str(path)), root / execution / "report_speedup"
     drift = drift_of(context, recipe, record)
@@ -51,20 +51,20 @@ def slower(record: RunRecord) -> RunRecord:
     return replace(record, arms=(base, replace(spec, steps=steps)))
 
 
-@pytest.mark.slow  # five executions with their reports
-def test_the_fourth_execution_is_judged_by_the_three_before_and_its_run_says_what_drifted(stored_root: Path) -> None:
-    for number in range(3):
+@pytest.mark.slow  # seven executions with their reports
+def test_the_sixth_execution_is_judged_by_the_five_before_and_its_run_says_what_drifted(stored_root: Path) -> None:
+    for number in range(5):
         drift, _, _ = execute(stored_root, f"tiny-{number}", TWICE)
         assert drift.executions == tuple(f"tiny-{n}" for n in reversed(range(number)))
         assert {finding.verdict for finding in drift.findings} == {"too few to say"}
-    drift, _, _ = execute(stored_root, "tiny-3", slower(TWICE))
-    assert drift.executions == ("tiny-2", "tiny-1", "tiny-0")
+    drift, _, _ = execute(stored_root, "tiny-5", slower(TWICE))
+    assert drift.executions == ("tiny-4", "tiny-3", "tiny-2", "tiny-1", "tiny-0")
     names = ["generation_speedup", "step_speedup", "tokens_per_s_speculative"]
     assert [finding.name for finding in drift.outside] == names
     assert drift.findings[0].value == 1.0
     assert drift.findings[0].band == pytest.approx((1.98, 2.02))
 
-    (run,) = read_executions(store_uri(TrackingConfig(), stored_root), names=["tiny-3"])
+    (run,) = read_executions(store_uri(TrackingConfig(), stored_root), names=["tiny-5"])
     assert run.tags["drift.verdict"] == ", ".join(f"{name} below" for name in names)
     assert run.tags["drift.summary"] == drift.summary
     assert (run.metrics["drift/num_outside"], run.metrics["drift/generation_speedup"]) == (3.0, -1.0)
@@ -72,12 +72,12 @@ def test_the_fourth_execution_is_judged_by_the_three_before_and_its_run_says_wha
     assert run.status == "FINISHED"
 
     # The alert ends the run as failed; its results stay, and count for the next.
-    fail_run(stored_root, "tiny-3", node="require-no-drift", message=f"DriftError: {drift.summary}")
-    (run,) = read_executions(store_uri(TrackingConfig(), stored_root), names=["tiny-3"])
+    fail_run(stored_root, "tiny-5", node="require-no-drift", message=f"DriftError: {drift.summary}")
+    (run,) = read_executions(store_uri(TrackingConfig(), stored_root), names=["tiny-5"])
     assert (run.status, run.tags["failed.node"]) == ("FAILED", "require-no-drift")
     assert run.metrics["result/generation_speedup"] == 1.0
-    drift, _, _ = execute(stored_root, "tiny-4", TWICE)
-    assert drift.executions == ("tiny-3", "tiny-2", "tiny-1", "tiny-0")
+    drift, _, _ = execute(stored_root, "tiny-6", TWICE)
+    assert drift.executions == ("tiny-5", "tiny-4", "tiny-3", "tiny-2", "tiny-1")
     assert drift.outside == ()  # the spread has it
 
 

@@ -40,6 +40,27 @@ def test_a_recorded_recipe_that_goes_on_says_who_gave_its_values_at_the_start(tm
     assert recorded.read_text() == before
 
 
+def test_a_reward_function_is_kept_with_the_execution_and_a_changed_one_is_refused_by_name(tmp_path: Path) -> None:
+    own = tmp_path / "reward.py"
+    own.write_text("def f(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
+    reward = {"function": f"{own}:f"}
+    _, recorded = start(tmp_path, resume=False, reward=reward)
+    kept = load_recipe(str(recorded)).reward.function
+    assert kept is not None
+    copy = Path(kept.removesuffix(":f"))
+    assert (copy.parent, copy.read_text()) == (recorded.parent, own.read_text())
+    start(tmp_path, resume=True, reward=reward)
+    own.write_text(own.read_text() + "\n")
+    with pytest.raises(
+        ConfigError, match=r"^reward\.function must be '.*reward-[0-9a-f]{12}\.py:f', with which run was"
+    ):
+        start(tmp_path, resume=True, reward=reward)
+    assert [path.name for path in recorded.parent.glob("*.py")] == [copy.name]
+    with pytest.raises(ConfigError, match=r"^reward\.function must name a file"):
+        start(tmp_path / "other", resume=False, reward={"function": f"{tmp_path}/absent.py:f"})
+    assert not (tmp_path / "other").exists()
+
+
 def test_the_executions_run_stays_open_for_its_tasks(tmp_path: Path) -> None:
     start(tmp_path, resume=False)
     spool = next((tmp_path / "spool").glob("*.jsonl"))
@@ -100,7 +121,7 @@ def start_on(root: Path, cluster: str, recipe: str, **overrides: Any) -> Path:
 
 
 def test_a_recipe_is_tracked_by_the_server_that_it_names_or_by_the_clusters(tmp_path: Path) -> None:
-    patience = {"replay_every_s": 0.1, "close_wait_s": 0.0, "request_timeout_s": 1}
+    patience = {"replay_every_s": 0.1, "close_wait_s": 0.0}
     resolved = start_on(tmp_path, "gb200", "qwen3_8b", tracking=patience)
     assert load_recipe(str(resolved)).tracking.uri == "http://mlflow.mlflow.svc.cluster.local:5000"
     for cluster, recipe in (("cpu", "tiny"), ("local", "qwen3_8b")):  # one machine takes any recipe

@@ -13,7 +13,7 @@ from slipstream.study.apart import PartRecord, ending, plan_ablation
 from slipstream.study.variants import Grid, Kind
 
 ROOT = Path(__file__).parents[3]
-UNTRACKED = {"uri": "http://127.0.0.1:9", "close_wait_s": 0.0, "request_timeout_s": 1}
+UNTRACKED = {"uri": "http://127.0.0.1:9", "close_wait_s": 0.0}
 POLICY = PartRecord(is_finished=False, reason="ConfigError: no such model")
 
 

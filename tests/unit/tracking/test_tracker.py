@@ -311,7 +311,7 @@ def test_points_of_a_failed_server_arrive_with_the_next_attempt(root: Path, clie
 
 
 def test_a_server_that_hangs_does_not_slow_the_loop(tmp_path: Path, silent_server: str) -> None:
-    config = TrackingConfig(uri=silent_server, replay_every_s=0.1, request_timeout_s=30, close_wait_s=0.5)
+    config = TrackingConfig(uri=silent_server, replay_every_s=0.1, close_wait_s=0.5)
     tracker = Tracker.open(config, root=tmp_path, experiment="tiny", key="e7", name="x")
     start = time.perf_counter()
     for step in range(1000):

@@ -27,7 +27,8 @@ from slipstream.recipe import load_recipe
 from slipstream.records.steps import RefitCheck, ScheduleEntry, StepRecord
 from slipstream.refit.gate import Export
 from slipstream.rewards.config import RewardConfig
-from slipstream.rewards.verifier import RewardResult, Verifier
+from slipstream.rewards.reward import RewardResult
+from slipstream.rewards.verifier import Verifier
 from slipstream.train import arm
 from slipstream.train.arm import ArmPlan, Run, score
 from slipstream.train.loop import Trainer, engine_seed
@@ -341,7 +342,7 @@ def attempted(
     patch.setattr(arm, "own_node", lambda: "here")
     patch.setattr(arm, "shared_cores", lambda *_: nullcontext())
     scores: Any = SimpleNamespace(
-        score=lambda texts, answers, cut_off: RewardResult(
+        judge=lambda prompts, texts, cut_off: RewardResult(
             rewards=tuple(float(len(text) % 2) for text in texts), num_timeouts=0, num_crashes=0
         )
     )
@@ -363,7 +364,7 @@ def attempted(
         evaluate=functools.partial(
             evaluation.evaluate,
             prompts=VALIDATION,
-            verifier=scores,
+            reward=scores,
             decode=lambda prompt, response: "x" * len(response),
             config=recipe.evaluation,
             policy=plan_arm.value,

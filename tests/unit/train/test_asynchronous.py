@@ -28,7 +28,7 @@ from slipstream.grpo.loop_config import TooOld
 from slipstream.records.steps import AcceptanceStats, RefitCheck, StepRecord
 from slipstream.refit.config import RefitError
 from slipstream.refit.gate import Export
-from slipstream.rewards.verifier import RewardResult
+from slipstream.rewards.reward import RewardResult
 from slipstream.train import machine_use
 from slipstream.train.asynchronous import choose_batch, num_missing, overdue
 from slipstream.train.loop import TrainedDraft, engine_seed

@@ -23,7 +23,7 @@ from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import ALL, Turn
 from slipstream.refit.gate import RefitGate
 from slipstream.refit.snapshot import Snapshot
-from slipstream.rewards.verifier import RewardResult
+from slipstream.rewards.reward import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.loop import Draft, Gate, SyncLoop, TrainedDraft
 from slipstream.train.metrics import StageClock
@@ -39,7 +39,6 @@ CONFIG = GrpoConfig(
     group_size=2,
     optimizer=OptimizerConfig(learning_rate=1e-4),
     loss=LOSS,
-    mismatch_band=(0.9, 1.2),
     recompute_logprobs=RecomputeLogprobs.ALWAYS,
     seed=5,
 )

@@ -22,7 +22,7 @@ from slipstream.records.steps import (
     StepRecord,
     TrainStats,
 )
-from slipstream.rewards.verifier import RewardResult
+from slipstream.rewards.reward import RewardResult
 from slipstream.tracking.config import check_metrics
 from slipstream.train.machine_use import Counters
 from slipstream.train.metrics import StageClock, metrics_of, step_line, step_record
@@ -37,6 +37,8 @@ STEP = StepRecord(
     num_truncated=3,
     num_reward_timeouts=5,
     num_reward_crashes=6,
+    num_reward_failures=8,
+    reward_metrics={"length": 2.5},
     num_zero_signal_groups=7,
     train=TrainStats(loss=0.1, grad_norm=0.2, kl=0.3, clip_fraction=0.4, num_tokens=9, learning_rate=0.5),
     mismatch=Mismatch(k1=0.6, k3=0.7, mean=0.8, largest=0.9, outside_fraction=0.95),
@@ -84,6 +86,8 @@ METRICS = {
     "train/reward": 0.125,
     "train/reward_timeouts": 5,
     "train/reward_crashes": 6,
+    "train/reward_failures": 8,
+    "reward/length": 2.5,
     "train/zero_signal_groups": 7,
     "train/loss": 0.1,
     "train/grad_norm": 0.2,
@@ -354,7 +358,7 @@ def test_one_rollout_is_enough_for_a_record() -> None:
         result=GenerationResult(
             groups=(group,), acceptance=ACCEPTANCE, generation_s=4.0, num_engine_restarts=12, engine_idle_fraction=0.25
         ),
-        rewards=RewardResult(rewards=(0.5,), num_timeouts=5, num_crashes=6),
+        rewards=RewardResult(rewards=(0.5,), num_timeouts=5, num_crashes=6, num_failures=8, metrics={"length": 2.5}),
         trained=Trained(stats=STEP.train, own_logprobs=None, draft=UPDATE),
         mismatch=STEP.mismatch,
         has_logprob_pass=False,

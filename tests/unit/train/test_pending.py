@@ -15,7 +15,7 @@ import pytest
 from slipstream.engine.protocol import GenerationResult
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.records.steps import AcceptanceStats, AutopilotStep
-from slipstream.rewards.verifier import RewardResult
+from slipstream.rewards.reward import RewardResult
 from slipstream.train.pending import Pending, Scored, Submitted
 from slipstream.types import FinishReason, VersionSpan
 from tests.unit.train.world import PROMPTS, drawn

@@ -12,7 +12,7 @@ from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.config import GrpoConfig, OptimizerConfig
 from slipstream.grpo.update import Trained, Update
 from slipstream.records.steps import AcceptanceStats, DraftDecision, RefitCheck, StepRecord, TrainStats
-from slipstream.rewards.verifier import RewardResult
+from slipstream.rewards.reward import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceCollapse, AcceptanceGuard
 from slipstream.train.loop import Draft, Trainer, recent
 from slipstream.train.metrics import StageClock, Stopwatch

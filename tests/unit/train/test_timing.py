@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import Overlap
-from slipstream.rewards.verifier import RewardResult
+from slipstream.rewards.reward import RewardResult
 from slipstream.train.metrics import Activity, StageClock, Stopwatch, common_s, total_s
 from slipstream.train.pending import Scored
 from slipstream.types import StageTimes

@@ -28,7 +28,7 @@ from slipstream.records.steps import DraftUpdate, RefitCheck, StepRecord, TrainS
 from slipstream.refit.channel import Exported
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import Export
-from slipstream.rewards.verifier import RewardResult
+from slipstream.rewards.reward import RewardResult
 from slipstream.train.asynchronous import AsyncLoop
 from slipstream.train.batch import Versions
 from slipstream.train.checkpoints import Checkpoints

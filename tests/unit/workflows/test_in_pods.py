@@ -28,7 +28,7 @@ INPUTS: dict[str, Any] = {
     "reuse_stored": True,
     "loop": "synchronous",
 }
-NO_SERVER = "tracking={uri: 'http://127.0.0.1:9', close_wait_s: 0.0, request_timeout_s: 1}"
+NO_SERVER = "tracking={uri: 'http://127.0.0.1:9', close_wait_s: 0.0}"
 
 
 def started(directory: Path, *, cluster: str = "local", **changes: Any) -> tuple[str, Path]:

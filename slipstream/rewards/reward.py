@@ -1,0 +1,60 @@
+"""What a reward is: the built-in one for mathematics, or a function of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from slipstream.types import Prompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardResult:
+    """Rewards in the order of the responses; a response without one scored 0 and is counted."""
+
+    rewards: tuple[float, ...]
+    num_timeouts: int
+    num_crashes: int
+    num_failures: int = 0  # the function raised an error, or returned no finite number
+    metrics: dict[str, float] = field(default_factory=dict)  # means of what a function returned beside the score
+
+
+def joined(results: Sequence[RewardResult]) -> RewardResult:
+    """Put results in one: a metric is the mean over the responses of those that have it."""
+    totals: dict[str, list[tuple[float, int]]] = {}
+    for result in results:
+        for name, mean in result.metrics.items():
+            totals.setdefault(name, []).append((mean, len(result.rewards)))
+    return RewardResult(
+        rewards=tuple(reward for result in results for reward in result.rewards),
+        num_timeouts=sum(result.num_timeouts for result in results),
+        num_crashes=sum(result.num_crashes for result in results),
+        num_failures=sum(result.num_failures for result in results),
+        metrics={name: sum(m * n for m, n in found) / sum(n for _, n in found) for name, found in totals.items()},
+    )
+
+
+class Reward(Protocol):
+    """Scores responses. Not thread-safe."""
+
+    def judge(self, prompts: Sequence[Prompt], responses: Sequence[str], *, cut_off: Sequence[bool]) -> RewardResult:
+        """Score `responses[i]` to `prompts[i]`.
+
+        Args:
+            responses: with `<think>` before those whose prompt ends inside a thought.
+            cut_off: whether each response ran into its limit.
+        """
+        ...
+
+    def gradable(self, references: Sequence[str]) -> tuple[bool, ...]:
+        """Check that responses can be scored against each reference."""
+        ...
+
+    def equal(self, pairs: Sequence[tuple[str, str]]) -> tuple[bool, ...]:
+        """Check that both references of each pair mean the same."""
+        ...
+
+    def close(self) -> None:
+        """End the processes; a later call starts new ones."""
+        ...

@@ -1,0 +1,173 @@
+"""A user's reward function: what it is handed, what counts as a failure, and that nothing that it does stops a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from slipstream.config import ConfigError
+from slipstream.rewards.config import RewardConfig
+from slipstream.rewards.function import FunctionReward, RewardError, kept, open_reward, write_kept
+from slipstream.rewards.reward import RewardResult, joined
+from slipstream.types import Prompt
+
+OWN = """
+import asyncio, json, os, sys, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    print("a line that is no reply", flush=True)
+    if solution_str == "raise":
+        raise ValueError("no digit in it")
+    if solution_str == "hang":
+        time.sleep(60)
+    if solution_str == "exit":
+        os._exit(3)
+    if solution_str == "eat":
+        bytearray(1 << 40)
+    if solution_str == "fork":
+        os.fork()
+    if solution_str == "read":
+        sys.stdin.read()
+    if solution_str == "long":
+        return {"score": 1.0, "text": "x" * 100_000}
+    values = {"none": None, "nan": float("nan"), "inf": float("inf"), "text": "1", "no score": {"other": 1.0}}
+    if solution_str in values:
+        return values[solution_str]
+    return {"score": float(solution_str == ground_truth), "Length (chars)": len(solution_str), "note": "kept out"}
+
+def echo(data_source, solution_str, ground_truth, extra_info=None):
+    raise ValueError(json.dumps([data_source, solution_str, ground_truth, extra_info]))
+
+async def later(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0.001)
+    return 0.5
+
+def narrow(solution_str):
+    return 1.0
+"""
+
+
+def prompt(answer: str = "4", **given: Any) -> Prompt:
+    return Prompt(id=f"p{answer}", text="", token_ids=(1,), answer=answer, **given)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("own") / "reward.py"
+    path.write_text(OWN)
+    return path
+
+
+@pytest.fixture(scope="module")
+def judge(own: Path) -> Iterator[Callable[..., RewardResult]]:
+    config = RewardConfig(function=f"{own}:compute_score", timeout_s=1.0, max_failed_fraction=1.0)
+    with open_reward(config) as reward:
+        yield lambda *texts: reward.judge([prompt()] * len(texts), texts, cut_off=[False] * len(texts))
+
+
+def test_a_function_gives_a_score_and_numbers_beside_it_become_metrics(judge: Callable[..., RewardResult]) -> None:
+    assert judge("4", "five") == RewardResult(
+        rewards=(1.0, 0.0), num_timeouts=0, num_crashes=0, metrics={"length_chars": 2.5}
+    )
+
+
+@pytest.mark.parametrize("text", ["raise", "none", "nan", "inf", "text", "no score", "long"])
+def test_what_is_no_finite_number_is_a_failure_and_scores_0(judge: Callable[..., RewardResult], text: str) -> None:
+    result = judge("4", text)
+    assert (result.rewards, result.num_failures) == ((1.0, 0.0), 1)
+    assert (result.num_timeouts, result.num_crashes) == (0, 0)
+
+
+def test_a_function_that_hangs_or_ends_its_process_is_counted_and_the_next_response_is_scored(
+    judge: Callable[..., RewardResult],
+) -> None:
+    result = judge("hang", "exit", "eat", "4")
+    assert (result.rewards, result.num_failures) == ((0.0, 0.0, 0.0, 1.0), 0)
+    assert (result.num_timeouts, result.num_crashes) == (1, 2)
+
+
+def test_a_child_that_the_function_leaves_behind_answers_nothing(judge: Callable[..., RewardResult]) -> None:
+    assert judge("fork", "4", "4", "read").rewards == (0.0, 1.0, 1.0, 0.0)
+
+
+def test_a_function_is_handed_what_the_row_and_the_rollout_have(own: Path, caplog: pytest.LogCaptureFixture) -> None:
+    asked = [prompt("7", data_source="mine", extra={"level": 3}), prompt("8")]
+    with open_reward(RewardConfig(function=f"{own}:echo", max_failed_fraction=1.0)) as reward:
+        reward.judge(asked, ["one", "two"], cut_off=[True, False])
+    assert caplog.messages == [
+        'reward.function for prompt p7: ValueError: ["mine", "one", "7", {"level": 3, "finish_reason": "length"}]',
+        'reward.function for prompt p8: ValueError: ["", "two", "8", {"finish_reason": "stop"}]',
+    ]
+
+
+def test_a_function_may_be_a_coroutine(own: Path) -> None:
+    with open_reward(RewardConfig(function=f"{own}:later")) as reward:
+        assert reward.judge([prompt()], ["x"], cut_off=[False]).rewards == (0.5,)
+
+
+def test_more_failures_than_the_recipe_allows_end_the_run_and_name_the_first(own: Path) -> None:
+    function = f"{own}:compute_score"
+    with open_reward(RewardConfig(function=function, max_failed_fraction=0.25)) as reward:
+        asked = [prompt("1"), prompt("2"), prompt("3"), prompt("4")]
+        assert reward.judge(asked, ["1", "2", "3", "nan"], cut_off=[False] * 4).rewards == (1.0, 1.0, 1.0, 0.0)
+        with pytest.raises(RewardError) as caught:
+            reward.judge(asked, ["1", "raise", "3", "nan"], cut_off=[False] * 4)
+    assert str(caught.value) == (
+        "reward.function must fail for at most 25% of the responses (reward.max_failed_fraction), got 2 of 4; "
+        f"the first, for prompt p2: ValueError: no digit in it; mend {function}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("reward.py", "reward.function must be FILE:NAME, got 'reward.py'; as in reward.py:compute_score"),
+        ("HERE/none.py:f", "reward.function must name a file, got 'HERE/none.py'"),
+        ("OWN:absent", "AttributeError: module 'reward_function' has no attribute 'absent'"),
+        ("OWN:narrow", "TypeError: got an unexpected keyword argument 'data_source'"),
+        ("HERE/broken.py:f", "ModuleNotFoundError: No module named 'a_package_that_is_missing'"),
+        ("HERE/ends.py:f", "a reward worker ended by itself before it was ready: does HERE/ends.py:f start?"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_before_anything_runs(
+    own: Path, tmp_path: Path, function: str, message: str
+) -> None:
+    (tmp_path / "broken.py").write_text("import a_package_that_is_missing\n")
+    (tmp_path / "ends.py").write_text("import os\nos._exit(1)\n")
+    before = set(psutil.Process().children())
+    with pytest.raises(ConfigError) as caught:
+        FunctionReward(RewardConfig(function=function.replace("HERE", str(tmp_path)).replace("OWN", str(own))))
+    assert str(caught.value).endswith(message.replace("HERE", str(tmp_path)))
+    assert str(caught.value).startswith("reward.function must ")
+    assert set(psutil.Process().children()) <= before
+
+
+def test_an_execution_keeps_a_copy_and_refuses_one_that_was_changed(own: Path, tmp_path: Path) -> None:
+    config = RewardConfig(function=f"{own}:compute_score")
+    copied = kept(config, tmp_path)
+    write_kept(config, copied)
+    write_kept(copied, copied)
+    path, _, name = (copied.function or "").rpartition(":")
+    assert (Path(path).read_text(), name, Path(path).parent) == (OWN, "compute_score", tmp_path)
+    assert kept(config, tmp_path) == kept(copied, tmp_path) == copied
+    changed = own.with_name("changed.py")
+    changed.write_text(OWN + "\n")
+    assert kept(replace(config, function=f"{changed}:compute_score"), tmp_path) != copied
+    Path(path).write_text("")
+    with pytest.raises(ConfigError, match=r"^reward\.function must be the function with which the execution was start"):
+        kept(copied, tmp_path)
+    assert kept(RewardConfig(), tmp_path) == RewardConfig()
+    write_kept(RewardConfig(), RewardConfig())
+
+
+def test_results_are_joined_with_metrics_weighed_by_responses() -> None:
+    one = RewardResult(rewards=(1.0,), num_timeouts=1, num_crashes=0, num_failures=2, metrics={"a": 1.0})
+    two = RewardResult(rewards=(0.0, 0.5), num_timeouts=0, num_crashes=3, metrics={"a": 4.0, "b": 2.0})
+    assert joined([one, two]) == RewardResult(
+        rewards=(1.0, 0.0, 0.5), num_timeouts=1, num_crashes=3, num_failures=2, metrics={"a": 3.0, "b": 2.0}
+    )
