@@ -176,12 +176,7 @@ def _places(arch: Architecture, shard: Shard) -> Iterator[tuple[int, int, Parame
 
 @cache
 def _answered_for(arch: Architecture, shard: Shard) -> tuple[ParameterMapping, ...]:
-    def is_copy(mapping: ParameterMapping) -> bool:
-        is_tied = mapping.megatron == "output_layer.weight" and arch.tie_word_embeddings
-        is_replicated = mapping.layout is Layout.REPLICATED and shard.tensor_rank > 0
-        return is_tied or is_replicated or shard.is_copy(mapping)
-
-    return tuple(mapping for mapping in mappings(arch, shard) if not is_copy(mapping))
+    return tuple(each for each in mappings(arch, shard) if not (shard.is_model_copy(each) or shard.is_copy(each)))
 
 
 @cache  # every refit asks for the same layouts of hundreds of tensors

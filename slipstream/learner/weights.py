@@ -98,6 +98,12 @@ class Shard:
         """
         return self.data_rank >= (self.expert_size if mapping.is_expert else 1)
 
+    def is_model_copy(self, mapping: ParameterMapping) -> bool:
+        """Return True if a rank with a lower tensor-parallel number or an earlier stage holds the same parameter."""
+        if mapping.layout is Layout.REPLICATED:
+            return self.tensor_rank > 0
+        return mapping.megatron == "output_layer.weight" and mapping.hf == ("model.embed_tokens.weight",)
+
     @property
     def is_first(self) -> bool:
         """True for the pipeline stage that holds the embedding."""

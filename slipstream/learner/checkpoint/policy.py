@@ -33,7 +33,7 @@ from slipstream.learner.checkpoint.on_disk import (
     open_checkpoint,
 )
 from slipstream.learner.optimizer import BatchedMuon
-from slipstream.learner.weights import Layout, ParameterMapping, Shard, mappings
+from slipstream.learner.weights import ParameterMapping, Shard, mappings
 
 WEIGHT, MAIN = "weight", "main"
 Table = Callable[[Architecture, Shard], Iterable[ParameterMapping]]
@@ -129,7 +129,7 @@ def held_parameters(
             parameter=parameters[mapping.megatron],
             bands=bands(mapping, tuple(parameters[mapping.megatron].shape), arch, shard),
             stepped=None if steppers is None else steppers.of(mapping.megatron, parameters[mapping.megatron]),
-            is_first_copy=_is_first_copy(mapping, shard),
+            is_first_copy=not shard.is_model_copy(mapping),
             is_expert=mapping.is_expert,
             is_data_copy=shard.is_copy(mapping),
         )
@@ -175,15 +175,14 @@ def owned(found: list[Run], *, data_rank: int, data_size: int) -> Iterator[Run]:
         if not run.held.is_first_copy:
             continue
         if run.is_sharded:
-            yield run
-            continue
-        if run.held.is_expert:
-            if not run.held.is_data_copy:
-                yield run
-            continue
-        owner = num_bytes.index(min(num_bytes))
-        num_bytes[owner] += run.numbers.nbytes
-        if owner == data_rank:
+            is_mine = True
+        elif run.held.is_expert:
+            is_mine = not run.held.is_data_copy
+        else:
+            owner = num_bytes.index(min(num_bytes))
+            num_bytes[owner] += run.numbers.nbytes
+            is_mine = owner == data_rank
+        if is_mine:
             yield run
 
 
@@ -213,13 +212,6 @@ class _Steppers:
             return Stepped(main, 0, main.numel(), self._whole[id(main)], is_sharded=False)
         assert self._sharded, f"{name} is stepped by no optimizer"
         return None
-
-
-def _is_first_copy(mapping: ParameterMapping, shard: Shard) -> bool:
-    if mapping.layout is Layout.REPLICATED:
-        return shard.tensor_rank == 0
-    is_tied_output = mapping.megatron == "output_layer.weight" and mapping.hf == ("model.embed_tokens.weight",)
-    return not is_tied_output
 
 
 def _require_count(stepped: Stepped, name: str, num_updates: int) -> None:
