@@ -13,8 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from slipstream.learner.architecture import Architecture
-from slipstream.learner.weights import Layout, ParameterMapping, Shard
+from slipstream.learner.weights import Layout, ParameterMapping, Shard, rows_of_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,39 +71,16 @@ class Patch:
 
 def bands(mapping: ParameterMapping, shape: tuple[int, ...], arch: Architecture, shard: Shard) -> list[Band]:
     """Describe every row of a rank's parameter of this shape as part of a box of a logical tensor."""
-    rank, size, rows = shard.tensor_rank, shard.tensor_size, shape[0]
-    rest, zeros = shape[1:], (0,) * (len(shape) - 1)
-
-    def band(name: str, num_rows: int, first_row: int, whole_row: int, whole_rows: int) -> Band:
-        return Band(name, (whole_rows, *rest), Box((whole_row, *zeros), (num_rows, *rest)), first_row)
-
-    match mapping.layout:
-        case Layout.REPLICATED:
-            return [band(mapping.hf[0], rows, 0, 0, rows)]
-        case Layout.COLUMN:
-            return [band(mapping.hf[0], rows, 0, rank * rows, size * rows)]
-        case Layout.ROW:
-            (columns,) = rest
-            return [Band(mapping.hf[0], (rows, size * columns), Box((0, rank * columns), shape), 0)]
-        case Layout.GATE_UP:
-            half = rows // 2
-            return [band(name, half, i * half, rank * half, size * half) for i, name in enumerate(mapping.hf)]
-        case Layout.QKV:
-            num_groups = arch.num_query_groups // size
-            heads_per_group = arch.num_attention_heads // arch.num_query_groups
-            sizes = (heads_per_group * arch.head_dim, arch.head_dim, arch.head_dim)
-            starts = (0, sizes[0], sizes[0] + sizes[1])
-            return [
-                band(
-                    name,
-                    num_rows,
-                    group * sum(sizes) + start,
-                    (rank * num_groups + group) * num_rows,
-                    arch.num_query_groups * num_rows,
-                )
-                for name, num_rows, start in zip(mapping.hf, sizes, starts, strict=True)
-                for group in range(num_groups)
-            ]
+    split_dim = {Layout.REPLICATED: None, Layout.ROW: 1}.get(mapping.layout, 0)
+    found = []
+    for name, rows in zip(mapping.hf, rows_of_parts(mapping, torch.arange(shape[0]), arch, shard), strict=True):
+        local = (len(rows), *shape[1:])
+        whole = tuple(size * shard.tensor_size if dim == split_dim else size for dim, size in enumerate(local))
+        start, *rest = (size * shard.tensor_rank if dim == split_dim else 0 for dim, size in enumerate(local))
+        for run in rows.tensor_split((rows.diff() != 1).nonzero().flatten() + 1):  # into runs of adjacent rows
+            found.append(Band(name, whole, Box((start, *rest), (len(run), *shape[1:])), int(run[0])))
+            start += len(run)
+    return found
 
 
 def pieces(parts: list[Band], shape: tuple[int, ...], start: int, stop: int) -> Iterator[Patch]:
@@ -133,16 +112,13 @@ def patches(parts: list[Band], shape: tuple[int, ...], start: int, stop: int) ->
 
 def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """Cut the flat range [start, stop) of a vector or matrix into the end of a row, whole rows, the start of a row."""
-    if len(shape) == 1:
-        if stop > start:
-            yield Box((start,), (stop - start,))
-        return
-    (_, width) = shape
+    _, *columns = shape
+    width = math.prod(columns)  # an element of a vector is a whole row
     while start < stop:
         row, column = divmod(start, width)
         if column == 0 and stop - start >= width:
             num_rows = (stop - start) // width
-            yield Box((row, 0), (num_rows, width))
+            yield Box((row, *(0 for _ in columns)), (num_rows, *columns))
             start += num_rows * width
         else:
             end = min(stop, (row + 1) * width)
