@@ -25,7 +25,7 @@ from slipstream.learner.checkpoint.policy import (
 )
 from slipstream.learner.config import LearnerConfig, ScratchConfig
 from slipstream.learner.megatron import MegatronPolicy
-from slipstream.learner.weights import Shard
+from slipstream.learner.weights import Shard, mappings
 from slipstream.train.checkpoints import Checkpoints, Restored
 from slipstream.types import Dtype
 from tests.unit.learner import policies
@@ -233,12 +233,10 @@ def test_an_optimizer_that_has_counted_other_updates_than_the_policy_is_refused(
 def test_tensor_ranks_beyond_the_first_write_no_norms() -> None:
     policy = _policy()
     model, arch = policy._gpt, policy.architecture
-    first = held_parameters(model, None, arch, Shard())
-    assert all(held.is_first_copy for held in first)
-    second = held_parameters(model, None, arch, Shard(tensor_rank=1, tensor_size=2))
-    assert {held.name for held in second if not held.is_first_copy} == {
-        held.name for held in second if held.parameter.dim() == 1
-    }
+    assert all(held.is_first_copy for held in held_parameters(model, None, arch, Shard()))
+    second = Shard(tensor_rank=1, tensor_size=2)
+    copies = {mapping.megatron for mapping in mappings(arch, second) if second.is_model_copy(mapping)}
+    assert copies == {name for name, parameter in model.named_parameters() if parameter.dim() == 1}
 
 
 class OwnPolicy(BareLearner):
