@@ -1,6 +1,6 @@
-"""Weights under the names of the Hugging Face checkpoint: model directories, read and written, and what a rank holds.
+"""Weights under Hugging Face names: reading and writing model directories, and the shards of a rank.
 
-A rank's shards are gathered whole, or compared with an engine's as they lie.
+Shards are gathered into whole tensors, or described as parts of them, so that a fingerprint needs no gathering.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _MODEL_FILES = ("config.json", "model.safetensors.index.json", "generation_confi
 
 @contextlib.contextmanager
 def open_weights(path: Path) -> Iterator[Callable[[str], Tensor]]:
-    """A reader of full tensors by name, one file or sharded; tensors are read only when asked for.
+    """Open a model directory of one or several files; yields a function that reads a full tensor by name.
 
     Raises:
-        ConfigError: there is no safetensors file; other formats would have to be unpickled, which runs their code.
+        ConfigError: there is no safetensors file; other formats are pickles, and unpickling runs their code.
     """
     index = path / "model.safetensors.index.json"
     with contextlib.ExitStack() as stack:
@@ -72,10 +72,10 @@ def save_model(
     *,
     max_file_bytes: int = 4 << 30,
 ) -> None:
-    """Write config, weights and a copy of the tokenizer's files, atomically: `path` is whole or as it was before.
+    """Write config, weights and a copy of the tokenizer's files atomically: after an error `path` is unchanged.
 
     Args:
-        weights: taken one after another; no more of them than `max_file_bytes` are held at once, on the host.
+        weights: consumed one by one; at most `max_file_bytes` of them are in host memory at once.
     """
     with replaced_directory(path) as directory:
         for file in sorted(tokenizer_dir.iterdir()):
@@ -86,7 +86,7 @@ def save_model(
 
 
 def _write_weights(directory: Path, weights: Iterable[tuple[str, Tensor]], max_file_bytes: int) -> None:
-    """One file where they fit; else several, which are named when their number is known, and an index."""
+    """Write one file if the weights fit, else several and an index; files get their names once all are counted."""
     parts: list[list[str]] = []
     num_bytes = 0
     for part in _batched(weights, max_file_bytes):
@@ -108,7 +108,7 @@ def _part_name(index: int) -> str:
 
 
 def _batched(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Copies on the host, of at most `max_bytes` together or of one tensor."""
+    """Group copies in host memory into batches of at most `max_bytes`; a larger tensor is a batch of its own."""
     part: dict[str, Tensor] = {}
     held = 0
     for name, tensor in weights:
@@ -121,10 +121,13 @@ def _batched(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[
 
 
 def held_weights(parameters: Mapping[str, Tensor], arch: Architecture, shard: Shard) -> Iterator[HeldWeights]:
-    """A rank's Megatron parameters, by their names there, as parts of Hugging Face tensors.
+    """Describe a rank's Megatron parameters as parts of Hugging Face tensors.
 
-    Over all ranks each element comes once: what is replicated on the first rank that has it, a tied output layer as the
-    embedding that it is.
+    Each element is described once over all ranks: replicated parameters by the first rank that holds them, a tied
+    output layer as the embedding.
+
+    Args:
+        parameters: by their Megatron names.
     """
     for mapping in _answered_for(arch, shard):
         tensor = parameters[mapping.megatron]
@@ -136,7 +139,7 @@ def held_weights(parameters: Mapping[str, Tensor], arch: Architecture, shard: Sh
 def gathered_weights(
     parameters: Mapping[str, Tensor], arch: Architecture, shard: Shard, *, only: Container[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """All Hugging Face tensors, whole, on every rank, or those that `only` names; collective."""
+    """Gather all Hugging Face tensors, or those that `only` names, whole on every rank; collective."""
     given: set[str] = set()
     for stage, holder, mapping in _places(arch, shard):
         if given.issuperset(mapping.hf):
@@ -155,7 +158,7 @@ def gathered_weights(
 
 
 def gathered_mtp_weights(mtp: Module | None, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """The Hugging Face tensors of the MTP layer, whole, on every rank; collective. None of a policy without one."""
+    """Gather the MTP layer's Hugging Face tensors whole on every rank; collective. A policy without one yields none."""
     parameters = {} if mtp is None else dict(mtp.named_parameters())
     for mapping in mtp_mappings(arch):
         shards = parallel.tensor_parallel_shards(parameters[mapping.megatron].detach())
@@ -163,7 +166,7 @@ def gathered_mtp_weights(mtp: Module | None, arch: Architecture) -> Iterator[tup
 
 
 def _places(arch: Architecture, shard: Shard) -> Iterator[tuple[int, int, ParameterMapping]]:
-    """Every parameter of the model, with the stage and the rank among those of experts that hold it."""
+    """Every parameter of the model, with the pipeline stage and the expert-parallel rank that hold it."""
     for stage in range(shard.pipeline_size):
         for holder in range(shard.expert_size):
             for mapping in mappings(arch, replace(shard, pipeline_rank=stage, expert_rank=holder)):
@@ -173,19 +176,14 @@ def _places(arch: Architecture, shard: Shard) -> Iterator[tuple[int, int, Parame
 
 @cache
 def _answered_for(arch: Architecture, shard: Shard) -> tuple[ParameterMapping, ...]:
-    def is_copy(mapping: ParameterMapping) -> bool:
-        is_tied = mapping.megatron == "output_layer.weight" and arch.tie_word_embeddings
-        is_replicated = mapping.layout is Layout.REPLICATED and shard.tensor_rank > 0
-        return is_tied or is_replicated or shard.is_copy(mapping)
-
-    return tuple(mapping for mapping in mappings(arch, shard) if not is_copy(mapping))
+    return tuple(each for each in mappings(arch, shard) if not (shard.is_model_copy(each) or shard.is_copy(each)))
 
 
-@cache  # the same at every refit, and of hundreds of tensors
+@cache  # every refit asks for the same layouts of hundreds of tensors
 def _layout(
     mapping: ParameterMapping, arch: Architecture, shard: Shard, shape: tuple[int, ...], dtype: str
 ) -> tuple[tuple[WeightPart, ...], Callable[[Tensor], list[Tensor]]]:
-    """The parts in a parameter, and what cuts a value a row into theirs."""
+    """Parts of a parameter, and a function that splits a tensor of one value a row into those of each part."""
     dim = 1 if mapping.layout is Layout.ROW else 0
     parts = []
     for name in mapping.hf:

@@ -267,9 +267,8 @@ class MtpTrainer:
             main = held.stepped.main
             main.copy_(own[MAIN][held.name])
             held.parameter.copy_(main)
-            moments = held.stepped.moments if self.num_updates else ()
-            found = {kind: own[kind][held.name].to(main.device, copy=True) for kind in moments}
-            held.stepped.restore(found, self.num_updates)
+            for kind, moment in held.stepped.reset(self.num_updates).items():
+                moment.copy_(own[kind][held.name])
 
     def _stepped(self, held: HeldParameter) -> dict[str, Tensor]:
         """The float32 parameter and the optimizer's moments of it, once it has stepped."""

@@ -1,11 +1,11 @@
 """Megatron's gradient buffers and optimizer around a model, Muon for many small matrices, and the memory of both.
 
-Muon makes all matrices of one shape orthogonal together: `torch.optim.Muon` does them one after another, which on a CPU
-costs more than twice as much for the same updates (docs/log.md).
+Muon orthogonalizes all matrices of one shape together. `torch.optim.Muon` does so one by one, which on a CPU takes more
+than twice as long for the same updates (docs/log.md).
 
-What a model needs for its updates alone is offloaded while others work on the same device. Gradients are freed, for
-every update begins with zeros. What the optimizer keeps, float32 masters and moments, goes to host memory and comes
-back to the last bit. The model's weights stay: whoever reads them notices nothing.
+Memory that only updates need is offloaded while other processes use the same device. Gradients are freed, because every
+update begins with zeros. The optimizer's float32 masters and moments move to host memory and come back bit for bit. The
+model's weights stay on the device.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from slipstream.types import Dtype
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as in Jordan's post and in torch
 _EPS = 1e-7
 
-# The defaults are 0.95 and five. A short training wants a shorter memory, and three iterations teach as much as five:
-# docs/log.md
+# The defaults are 0.95 and five. A short training learns faster with a lower momentum, and three iterations teach as
+# much as five (docs/log.md).
 _MUON_MOMENTUM = 0.9
 _NUM_MUON_ITERATIONS = 3
 _PIECE_BYTES = 2**28  # torch rounds a block of pinned memory up to a power of two
 
 
 class BatchedMuon(torch.optim.Optimizer):
-    """Momentum (Nesterov's), made orthogonal; an update is as large as AdamW's would be at the same learning rate.
+    """Muon: steps by orthogonalized Nesterov momentum, scaled to AdamW's update size at the same learning rate.
 
-    `dtype` is the iteration's: bfloat16 suffices, but only some processors multiply it fast. The updates are those of
-    `torch.optim.Muon(..., adjust_lr_fn="match_rms_adamw")` up to rounding.
+    The updates equal those of `torch.optim.Muon(..., adjust_lr_fn="match_rms_adamw")` up to rounding. `dtype` is the
+    iteration's: bfloat16 is precise enough, but only some processors multiply it fast.
 
     Source:
         Jordan et al., Muon (2024); Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982.
@@ -66,7 +66,7 @@ class BatchedMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no loss to return
-        """One update of every matrix that has a gradient."""
+        """Update every matrix that has a gradient."""
         assert closure is None, "the loss is computed once"
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = {}
@@ -91,7 +91,7 @@ class BatchedMuon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices_BMN: Tensor, *, num_iterations: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Each matrix with its singular values brought near 1, by Newton and Schulz's iteration in `dtype`."""
+    """Bring the singular values of each matrix near 1 by the Newton-Schulz iteration in `dtype`."""
     a, b, c = _COEFFICIENTS
     is_tall = matrices_BMN.shape[1] > matrices_BMN.shape[2]
     x = matrices_BMN.to(dtype)
@@ -133,7 +133,7 @@ def with_optimizer(
         with _left_out(matrices):
             optimizer = get_megatron_optimizer(settings, [module])
         for group in optimizer.param_groups:
-            # torch's AdamW loops over tensors on a CPU unless told; one kernel a tensor is enough.
+            # On a CPU torch's AdamW runs several kernels a tensor by default; the fused one runs a single kernel.
             group["fused"] = True
         if matrices:
             assert isinstance(optimizer, ChainedOptimizer)
@@ -142,7 +142,7 @@ def with_optimizer(
 
 
 def _hidden_matrices(model: MegatronModule) -> list[torch.nn.Parameter]:
-    """The matrices that Muon steps: all but the embedding and the output layer."""
+    """Matrices that Muon steps: all but the embedding and the output layer."""
     return [
         parameter
         for parameter in model.parameters()
@@ -152,7 +152,7 @@ def _hidden_matrices(model: MegatronModule) -> list[torch.nn.Parameter]:
 
 @contextmanager
 def _left_out(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """Megatron's optimizer passes over what needs no gradient."""
+    """Hide parameters from Megatron's optimizer, which skips those that need no gradient."""
     for parameter in parameters:
         parameter.requires_grad = False
     yield
@@ -161,7 +161,7 @@ def _left_out(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
 
 
 def _muon(matrices: Sequence[torch.nn.Parameter], settings: MegatronOptimizerConfig) -> MegatronOptimizer:
-    """Muon with Megatron's masters; Megatron's own needs a package that knows no Python 3.11."""
+    """Muon with Megatron's float32 masters; Megatron's own Muon needs a package that does not support Python 3.11."""
     assert settings.lr is not None
     muon = BatchedMuon(
         matrices,
@@ -173,7 +173,7 @@ def _muon(matrices: Sequence[torch.nn.Parameter], settings: MegatronOptimizerCon
     )
 
     def without_state(*_: Any) -> None:
-        """Only Megatron's checkpoints ask for it, and this project writes its own."""
+        """Initialize nothing: only Megatron's own checkpoints, which this project does not use, need the state."""
 
     wrapped: Any = (
         Float16OptimizerWithFloat16Params(muon, settings, cast(Any, None), without_state)
@@ -187,7 +187,7 @@ def _muon(matrices: Sequence[torch.nn.Parameter], settings: MegatronOptimizerCon
 
 @dataclass(frozen=True, slots=True)
 class _Offloaded:
-    """A storage without memory, how large it is with it, and what it held; no pieces of one that holds zeros."""
+    """A storage without memory, its full size and a copy of its bytes; a gradient has no copy and returns as zeros."""
 
     storage: torch.UntypedStorage
     num_bytes: int
@@ -195,12 +195,12 @@ class _Offloaded:
 
 
 class TrainingMemory:
-    """The gradients and the optimizer's state of one model on one device.
+    """Gradients and optimizer state of one model on one device.
 
-    It is offloaded and onloaded by the storage, not by the tensor: what shares a storage, such as the views of
-    Megatron's gradient buffers, or the shards that a float32 distributed optimizer steps within the weights
-    themselves, goes and stays together, and every reference to it is valid afterwards. Megatron's own `offload_to_cpu`
-    moves what an optimizer steps, which in float32 are the weights.
+    Whole storages are offloaded and onloaded. Tensors that share a storage move together, and every reference to them
+    stays valid: the views of Megatron's gradient buffers, or the shards of the weights that a float32 distributed
+    optimizer steps in place. Megatron's own `offload_to_cpu` would move the tensors that an optimizer steps, which in
+    float32 are the weights.
     """
 
     def __init__(
@@ -211,10 +211,11 @@ class TrainingMemory:
         device: torch.device,
         gradients: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
-        """Take note of a model, its optimizers and the buffers of its gradients, if these are no `grad`s.
+        """Register a model, its optimizers and the buffers of its gradients.
 
         Args:
-            gradients: held for the whole training, and zero before each update.
+            gradients: returns buffers that live as long as the training and are zero before each update; the `grad`s
+                of parameters are freed in any case.
         """
         self._model, self._optimizers, self._device, self._gradients = model, optimizers, device, gradients
         self._offloaded: list[_Offloaded] = []  # from `offload` to `onload`
@@ -223,7 +224,7 @@ class TrainingMemory:
     def of_megatron(
         cls, module: DistributedDataParallel, optimizer: MegatronOptimizer, device: torch.device
     ) -> TrainingMemory:
-        """Take note of what `with_optimizer` returned."""
+        """Register the module and the optimizer that `with_optimizer` returned."""
 
         def gradients() -> Iterator[Tensor]:
             lists: Any = module  # whose `buffers` are no method, as those of a torch module
@@ -234,29 +235,29 @@ class TrainingMemory:
 
     @torch.no_grad()
     def offload(self) -> int:
-        """Free the memory until `onload`, which precedes every update; returns how many bytes that are.
+        """Free the memory until `onload`, which precedes every update; returns the number of bytes freed.
 
-        Called again before it changes nothing and returns 0.
+        A second call before `onload` changes nothing and returns 0.
         """
         if self._offloaded:
             return 0
         for optimizer in self._optimizers:
-            optimizer.zero_grad()  # they may be references to the buffers
+            optimizer.zero_grad()  # a `grad` may be a reference to a buffer
         kept = {each.untyped_storage().data_ptr() for each in [*self._model.parameters(), *self._model.buffers()]}
         gradients = self._storages(self._gradients(), kept)
         state = self._storages(self._state(), kept | gradients.keys())
         copies = {pointer: _copies(storage) for pointer, storage in state.items()}
-        self._wait()  # the copies are on their way
+        self._wait()  # until the asynchronous copies are complete
         for pointer, storage in (gradients | state).items():
             self._offloaded.append(_Offloaded(storage, storage.nbytes(), copies.get(pointer, ())))
             storage.resize_(0)
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # torch would keep it for this process
+            torch.cuda.empty_cache()  # torch would keep the memory for this process
         return sum(each.num_bytes for each in self._offloaded)
 
     @torch.no_grad()
     def onload(self) -> None:
-        """Have everything again, if it was offloaded: gradients of zeros, and the optimizer's state as it was."""
+        """Undo `offload`: gradients are zero, and the optimizer's state is as before."""
         for each in self._offloaded:
             each.storage.resize_(each.num_bytes)
             whole = _numbers(each.storage)
@@ -275,9 +276,10 @@ class TrainingMemory:
                 yield from (each for each in state.values() if isinstance(each, Tensor) and each.dim())
 
     def _storages(self, tensors: Iterable[Tensor], kept: Set[int]) -> dict[int, torch.UntypedStorage]:
-        """Storages of this device by address, without those to be kept and those without memory.
+        """Storages of this device by address, without those in `kept` and those without memory.
 
-        On a host also without what numpy has ever had a view of, as a checkpoint takes one: torch leaves it as it is.
+        Torch cannot resize a storage of which numpy has had a view, such as a checkpoint takes on a host: it is left
+        out too.
         """
         storages = [each.untyped_storage() for each in tensors if each.device.type == self._device.type]
         return {
@@ -292,7 +294,7 @@ class TrainingMemory:
 
 
 def _steppers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """Torch's optimizers inside of Megatron's; a rank that steps nothing has none."""
+    """Torch's optimizers inside Megatron's; a rank that steps nothing has none."""
     chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [each.optimizer for each in chained if each.optimizer is not None]
 
@@ -303,7 +305,7 @@ def _numbers(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _copies(storage: torch.UntypedStorage) -> tuple[Tensor, ...]:
-    """Copies of all bytes in host memory, complete after a wait for the device."""
+    """Copy all bytes to host memory; the copies are complete once the device has been synchronized."""
     return tuple(
         torch.empty_like(piece, device="cpu", pin_memory=piece.is_cuda).copy_(piece, non_blocking=True)
         for piece in _numbers(storage).split(_PIECE_BYTES)

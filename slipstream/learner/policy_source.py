@@ -1,4 +1,4 @@
-"""The source of the policy that the chain starts from: a local directory, a hub id, or pretraining of random weights.
+"""Source of the initial policy: a local directory, a hub id, or pretraining of random weights.
 
 A directory and a hub id are checked by their configs alone.
 """
@@ -25,25 +25,25 @@ _CONFIG_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer*")
 _WEIGHTS = "*.safetensors"
 
 Document = tuple[Sequence[int], int]
-"""Token ids, and the index from which they are learned (0: all of them)."""
+"""Token ids, and the index of the first token that has a loss (0: all of them)."""
 Step = Callable[..., float]
-"""`lm_step` of a policy, in this process or in another: sequences, where their loss starts, and `learning_rate`."""
+"""`lm_step` of a policy in this or another process: takes sequences, the starts of their loss and `learning_rate`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
     """Requirements of a run on its policy."""
 
-    max_model_len: int  # tokens of the longest sequence
-    draft_layer_ids: Sequence[int]  # layers whose states the draft reads
-    mtp: bool = False  # a layer of its own that drafts
+    max_model_len: int  # in tokens, of the longest sequence
+    draft_layer_ids: Sequence[int]  # layers whose hidden states the draft reads
+    mtp: bool = False  # the policy must have an MTP layer
 
 
 def write_policy_tokenizer(policy: PolicyConfig, needs: Needs, directory: Path) -> None:
-    """Write the tokenizer of a policy before there is a policy: of a hub id only small files are fetched.
+    """Write the tokenizer of a policy before the policy exists; only the small files of a hub id are downloaded.
 
     Raises:
-        ConfigError: what `resolve` would refuse by the model's configs.
+        ConfigError: `resolve` would refuse the model's configs.
     """
     scratch = policy.scratch
     if scratch is not None:
@@ -54,18 +54,18 @@ def write_policy_tokenizer(policy: PolicyConfig, needs: Needs, directory: Path) 
 
 
 def config_files(model: str) -> list[Path]:
-    """The small files of a local directory or hub id: configs and tokenizer."""
+    """Config and tokenizer files of a local directory or hub id."""
     source = locate(model, _CONFIG_FILES)
     return sorted({path for pattern in _CONFIG_FILES for path in source.glob(pattern)})
 
 
 def resolve(policy: PolicyConfig, needs: Needs, directory: Path) -> PolicyRecord:
-    """Check a hub id or local directory by its configs alone and lay links to its files into `directory`.
+    """Check a hub id or local directory by its configs alone and link its files into `directory`.
 
     Raises:
-        ConfigError: no such model, not a Qwen3, Qwen3-MoE or MiMo, no chat template, no end-of-sequence token, no
-            weights, no MTP layer for a draft that needs one, a context shorter than `engine.max_model_len`, or fewer
-            layers than the draft reads.
+        ConfigError: there is no such model, or it is no Qwen3, Qwen3-MoE or MiMo, or it lacks a chat template, an
+            end-of-sequence token, weights, the MTP layer that a draft needs, `engine.max_model_len` positions, or a
+            layer that the draft reads.
     """
     start = time.perf_counter()
     source = locate(policy.model, (*_CONFIG_FILES, _WEIGHTS))
@@ -92,7 +92,7 @@ def resolve(policy: PolicyConfig, needs: Needs, directory: Path) -> PolicyRecord
 
 
 def _check_configs(source: Path, model: str, needs: Needs) -> tuple[Architecture, PreTrainedTokenizerBase]:
-    """Architecture and tokenizer in `source`, both of them such as the run needs."""
+    """Load architecture and tokenizer from `source` and require that both meet the run's needs."""
     from transformers import AutoTokenizer
 
     architecture = Architecture.from_hf(source)
@@ -112,13 +112,13 @@ def _check_configs(source: Path, model: str, needs: Needs) -> tuple[Architecture
 
 
 def locate(model: str, patterns: Sequence[str], *, field: str = "policy.model") -> Path:
-    """The local directory of a model: itself, or the hub's snapshot, of which files like `patterns` are downloaded.
+    """Find a model's local directory; the files of a hub id that match `patterns` are downloaded.
 
     Args:
         model: a path or a hub id, which may end in `@` and a revision.
-        field: that names it.
+        field: the recipe field that holds `model`, for the error.
     Raises:
-        ConfigError: there is none.
+        ConfigError: neither a directory nor a reachable hub id has that name.
     """
     path = Path(model)
     if path.is_dir():
@@ -142,9 +142,9 @@ def pretrain(
     """Train for `config.num_steps` updates of about `config.tokens_per_step` tokens each.
 
     Args:
-        lm_step: of a learner that was made with random weights.
-        documents: taken in order; a sequence starts again when it is exhausted, an iterator must not run out.
-        on_step: told each step, from 0, and its loss.
+        lm_step: trains a learner that was made with random weights.
+        documents: consumed in order; a sequence is repeated, an iterator must last for all steps.
+        on_step: called with each step, from 0, and its loss.
     Returns:
         Mean loss a learned token of every step, in nats.
     Raises:
@@ -164,14 +164,14 @@ def pretrain(
 
 
 def learning_rate_at(step: int, config: ScratchConfig) -> float:
-    """Linear warmup to `config.learning_rate`, then a straight line that would reach zero one step after the last."""
+    """Linear warmup to `config.learning_rate`, then linear decay that would reach zero one step after the last."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     return config.learning_rate * (config.num_steps - step) / (config.num_steps - config.warmup_steps)
 
 
 def _take(stream: Iterator[Document], num_tokens: int) -> list[Document]:
-    """Documents until they hold `num_tokens` tokens: the last one is taken whole."""
+    """Take whole documents until they hold at least `num_tokens` tokens, or until there are no more."""
     batch: list[Document] = []
     taken = 0
     while taken < num_tokens:

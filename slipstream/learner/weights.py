@@ -1,9 +1,9 @@
 """Parameter names and layouts of Qwen3 and MiMo: Hugging Face <-> Megatron-Core, for the shards of every layout.
 
-One table says which HF tensors make up a Megatron parameter and how it is laid out; both directions read it, so the
-round trip moves numbers and computes none. Random weights of a new policy are the same whatever the layout of the
-learner that starts from them: those of Megatron on one rank, in its order. On a second pipeline stage it would draw
-others, and it would deal the rows of a gated MLP to other ranks.
+One table names the HF tensors in each Megatron parameter and its layout. Both directions read the table, so a round
+trip copies elements and computes nothing. A new policy has the same random weights under every layout: those that
+Megatron samples on one rank, in its order. Megatron itself would sample others on a second pipeline stage, and would
+split the rows of a gated MLP differently over ranks.
 
 Legend: `H` hidden, `N` query heads, `K` key-value heads, `D` head dim, `F` ffn, `V` vocabulary.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slipstream.learner.architecture import Architecture
 
-_DRAWN_FIRST = ("self_attention.linear_proj.weight", "self_attention.linear_qkv.weight")
+_SAMPLED_FIRST = ("self_attention.linear_proj.weight", "self_attention.linear_qkv.weight")
 
 
 class Layout(Enum):
@@ -39,7 +39,7 @@ class ParameterMapping:
     megatron: str
     hf: tuple[str, ...]
     layout: Layout
-    is_expert: bool = False  # an expert is on one rank of those that experts are dealt to; all else is on each
+    is_expert: bool = False  # an expert is on one expert-parallel rank, every other parameter on all of them
 
 
 _INPUT = (
@@ -81,15 +81,15 @@ _Table = tuple[tuple[str, tuple[str, ...], Layout], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """Part of the model that a rank holds."""
+    """Position of a rank in the learner's layout, which determines the part of the model that the rank holds."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
     pipeline_rank: int = 0
     pipeline_size: int = 1
-    expert_rank: int = 0  # its own among the ranks that experts are dealt to
+    expert_rank: int = 0
     expert_size: int = 1
-    data_rank: int = 0  # of ranks that hold the same, experts apart
+    data_rank: int = 0  # among ranks that hold the same parameters, apart from experts
 
     def is_copy(self, mapping: ParameterMapping) -> bool:
         """Return True if a rank with a lower data-parallel number holds the same parameter.
@@ -98,19 +98,25 @@ class Shard:
         """
         return self.data_rank >= (self.expert_size if mapping.is_expert else 1)
 
+    def is_model_copy(self, mapping: ParameterMapping) -> bool:
+        """Return True if a rank with a lower tensor-parallel number or an earlier stage holds the same parameter."""
+        if mapping.layout is Layout.REPLICATED:
+            return self.tensor_rank > 0
+        return mapping.megatron == "output_layer.weight" and mapping.hf == ("model.embed_tokens.weight",)
+
     @property
     def is_first(self) -> bool:
-        """Holds the embedding."""
+        """True for the pipeline stage that holds the embedding."""
         return self.pipeline_rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Holds the final norm and the output layer."""
+        """True for the pipeline stage that holds the final norm and the output layer."""
         return self.pipeline_rank == self.pipeline_size - 1
 
 
 def mappings(arch: Architecture, shard: Shard) -> Iterator[ParameterMapping]:
-    """The parameters that a rank holds, in model order; Megatron numbers layers within the pipeline stage."""
+    """Parameters of a rank in model order; Megatron numbers layers within the pipeline stage."""
     if shard.is_first:
         yield ParameterMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Layout.COLUMN)
     per_stage = arch.num_layers // shard.pipeline_size
@@ -121,12 +127,12 @@ def mappings(arch: Architecture, shard: Shard) -> Iterator[ParameterMapping]:
         if not arch.tie_word_embeddings:
             yield ParameterMapping("output_layer.weight", ("lm_head.weight",), Layout.COLUMN)
         elif not shard.is_first:
-            # A tied output layer on another stage than the embedding is a copy that Megatron keeps in step.
+            # With more than one stage, a tied output layer is a copy of the embedding that Megatron keeps equal.
             yield ParameterMapping("output_layer.weight", ("model.embed_tokens.weight",), Layout.COLUMN)
 
 
 def mtp_mappings(arch: Architecture) -> Iterator[ParameterMapping]:
-    """The parameters of the MTP layer, which a rank holds beside the model; none of an architecture without one."""
+    """Parameters of the MTP layer, which every rank holds; an architecture without one has none."""
     for layer in range(arch.num_mtp_layers):
         hf = f"model.mtp_layers.{layer}"
         yield from _named(_MTP_INPUT, "", hf)
@@ -166,23 +172,24 @@ def _named(table: _Table, megatron_layer: str, hf_layer: str) -> Iterator[Parame
 def shard_from_hf(
     read: Callable[[str], Tensor], arch: Architecture, shard: Shard, table: Iterable[ParameterMapping] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """A rank's Megatron parameters by name, from full HF tensors that `read` gives by name.
+    """Cut a rank's Megatron parameters out of full HF tensors; yields them by Megatron name.
 
     Args:
-        table: the parameters; None takes the model's `mappings`, without an MTP layer's.
+        read: returns a full HF tensor by name.
+        table: the parameters; None takes the model's `mappings`, without those of an MTP layer.
     """
     for mapping in mappings(arch, shard) if table is None else table:
         yield mapping.megatron, _split(mapping.layout, [read(name) for name in mapping.hf], arch, shard)
 
 
 def hf_from_shards(mapping: ParameterMapping, shards: Sequence[Tensor], arch: Architecture) -> list[tuple[str, Tensor]]:
-    """The full HF tensors in one Megatron parameter, from its shards of all tensor-parallel ranks in rank order."""
+    """Join one Megatron parameter's shards, in tensor-parallel rank order, into full HF tensors by name."""
     return list(zip(mapping.hf, _join(mapping.layout, shards, arch), strict=True))
 
 
 def rows_of_parts(mapping: ParameterMapping, rows: Tensor, arch: Architecture, shard: Shard) -> list[Tensor]:
-    """Each HF tensor's rows in one rank's shard, in the HF tensor's order, given the shard or a value a row."""
-    local = replace(  # a shard is laid out as the whole of a model with fewer heads
+    """Split a rank's shard, or a tensor of one value a row, into the rows of each HF tensor in HF order."""
+    local = replace(  # a shard has the layout of a whole model with fewer heads
         arch,
         num_attention_heads=arch.num_attention_heads // shard.tensor_size,
         num_query_groups=arch.num_query_groups // shard.tensor_size,
@@ -231,7 +238,7 @@ def _cat(shards: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def load_exactly(model: torch.nn.Module, state: dict[str, Tensor]) -> None:
-    """Copy `state` into the parameters of `model`, which have the same names and shapes."""
+    """Copy `state` into the parameters of `model`; names and shapes must be equal."""
     parameters = dict(model.named_parameters())
     assert parameters.keys() == state.keys(), parameters.keys() ^ state.keys()
     with torch.no_grad():
@@ -241,14 +248,14 @@ def load_exactly(model: torch.nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def initial_weights(arch: Architecture, *, std: float, seed: int) -> dict[str, Tensor]:
-    """Full float32 tensors under their Hugging Face names: normal with `std`, norms 1, biases 0.
+    """Sample full float32 tensors by Hugging Face name: normal with `std`, norms 1, biases 0.
 
-    As in Megatron, what writes into the residual stream starts smaller by sqrt(2 x layers). An MTP layer is drawn last:
-    the rest is the same with and without.
+    As in Megatron, projections into the residual stream start smaller by sqrt(2 x layers). An MTP layer is sampled
+    last, so that the other weights do not depend on it.
     """
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, Tensor] = {}
-    for mapping in [*_in_drawing_order(list(mappings(arch, Shard()))), *mtp_mappings(arch)]:
+    for mapping in [*_in_sampling_order(list(mappings(arch, Shard()))), *mtp_mappings(arch)]:
         shape = _shape(mapping, arch)
         residual = mapping.megatron.endswith(("linear_proj.weight", "linear_fc2.weight"))
         scale = std / (2 * arch.num_layers) ** 0.5 if residual else std
@@ -262,22 +269,22 @@ def initial_weights(arch: Architecture, *, std: float, seed: int) -> dict[str, T
     return weights
 
 
-def _in_drawing_order(table: list[ParameterMapping]) -> list[ParameterMapping]:
-    """Model order, but in each layer the attention's projection comes before its queries, keys and values."""
+def _in_sampling_order(table: list[ParameterMapping]) -> list[ParameterMapping]:
+    """Sort into Megatron's sampling order: in each layer the output projection precedes queries, keys and values."""
 
     def place(item: tuple[int, ParameterMapping]) -> tuple[int, int]:
         at, mapping = item
         layer, _, name = mapping.megatron.removeprefix("decoder.layers.").partition(".")
-        if name not in _DRAWN_FIRST:
+        if name not in _SAMPLED_FIRST:
             return at, 0
         first = next(i for i, each in enumerate(table) if each.megatron.startswith(f"decoder.layers.{layer}."))
-        return first, 1 + _DRAWN_FIRST.index(name)
+        return first, 1 + _SAMPLED_FIRST.index(name)
 
     return [mapping for _, mapping in sorted(enumerate(table), key=place)]
 
 
 def _shape(mapping: ParameterMapping, arch: Architecture) -> tuple[int, ...]:
-    """Shape of the whole parameter."""
+    """Shape of the parameter on a single rank."""
     heads, groups, dim, hidden = arch.num_attention_heads, arch.num_query_groups, arch.head_dim, arch.hidden_size
     if mapping.megatron.endswith("linear_qkv.bias"):
         return ((heads + 2 * groups) * dim,)

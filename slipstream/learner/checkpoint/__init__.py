@@ -1,20 +1,20 @@
-"""The learner's checkpoints: slices of logical tensors in safetensors files, JSON beside them, nothing unpickled.
+"""The learner's checkpoints: slices of logical tensors in safetensors files, JSON beside them, no pickle.
 
-`boxes` says which part of which logical tensor a rank holds, `policy` what a model and its optimizer consist of,
-`on_disk` how all ranks write that in the background, verify it and read it under any layout. The errors are here, so
-that catching one needs no Megatron import.
+`boxes` describes the part of each logical tensor that a rank holds, `policy` lists the tensors of a model and its
+optimizer, and `on_disk` writes, verifies and reads them. This module holds the errors, so that code that catches one
+imports no Megatron.
 """
 
 from __future__ import annotations
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be resumed from: it is damaged, or of another run."""
+    """A checkpoint is damaged or belongs to another run, so no run can resume from it."""
 
 
 class CheckpointStorageError(OSError):
-    """The learner's ranks do not see the same checkpoints: their directory is not on shared storage."""
+    """The learner's ranks do not see the same checkpoints, because their directory is not on shared storage."""
 
 
 class CheckpointWriteError(OSError):
-    """A checkpoint could not be written; the one before it is as it was."""
+    """A checkpoint could not be written; the one before is unchanged."""

@@ -1,10 +1,9 @@
-"""Parts of logical tensors that a rank's numbers are, and the index of all ranks' parts.
+"""Boxes of logical tensors: the part of each that a rank holds, and the index of the parts of all ranks.
 
-Logical tensors have Hugging Face names and shapes, whatever the layout. A Megatron parameter is made of bands of rows,
-each of which is a box of one logical tensor; a distributed optimizer cuts the parameter, laid out flat, where it likes.
-So every run of numbers is a list of pieces, each contiguous in memory and a box of a logical tensor. Saving and loading
-under another layout both go by that list. `index.json` has each logical tensor's type and shape, and where its slices
-lie.
+A logical tensor has its Hugging Face name and shape under every layout. A Megatron parameter consists of bands of rows,
+each of which is a box of one logical tensor. A distributed optimizer cuts the flat parameter anywhere. A flat range of
+a parameter is therefore a list of patches, each of which is a box of a logical tensor; a save and a load under another
+layout use the same list. `index.json` holds type, shape and slices of each logical tensor.
 """
 
 from __future__ import annotations
@@ -14,13 +13,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from slipstream.learner.architecture import Architecture
-from slipstream.learner.weights import Layout, ParameterMapping, Shard
+from slipstream.learner.weights import Layout, ParameterMapping, Shard, rows_of_parts
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor: its start and its size in each dimension."""
+    """A rectangular part of a tensor."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -31,27 +32,26 @@ class Box:
         return math.prod(self.shape)
 
     def slices(self, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]:
-        """The box as an index into a tensor whose first number lies at `origin`."""
+        """The box as an index into a tensor whose first element is at `origin`."""
         starts = self.offset if origin is None else [o - at for o, at in zip(self.offset, origin, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
     def within(self, other: Box) -> Box | None:
-        """The part that lies in `other` too, None if there is none."""
+        """Intersect with another box; None if they do not overlap."""
         starts = tuple(map(max, self.offset, other.offset))
         ends = (min(a, b) for a, b in zip(_ends(self), _ends(other), strict=True))
         shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return Box(starts, shape) if all(size > 0 for size in shape) else None
 
     def continues(self, other: Box) -> bool:
-        """Return True if this box is the next rows after `other`."""
-        return (
-            self.offset == (other.offset[0] + other.shape[0], *other.offset[1:]) and self.shape[1:] == (other.shape[1:])
-        )
+        """Return True if this box holds the rows right after those of `other`."""
+        after = (other.offset[0] + other.shape[0], *other.offset[1:])
+        return self.offset == after and self.shape[1:] == other.shape[1:]
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Rows of a rank's parameter, from `first_row` on, that are the box `box` of a logical tensor."""
+    """Rows of a rank's parameter, from `first_row` on, and the box of a logical tensor that they hold."""
 
     name: str
     whole: tuple[int, ...]  # shape of the logical tensor
@@ -61,7 +61,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Numbers of a flat run: those of the spans [start, stop), one after the other, are `box` of a logical tensor."""
+    """A box of a logical tensor whose elements are, in order, those of the spans [start, stop) of a flat range."""
 
     name: str
     whole: tuple[int, ...]
@@ -70,44 +70,21 @@ class Patch:
 
 
 def bands(mapping: ParameterMapping, shape: tuple[int, ...], arch: Architecture, shard: Shard) -> list[Band]:
-    """The rows of a rank's parameter of this shape, as boxes of logical tensors; no row is left out."""
-    rank, size, rows = shard.tensor_rank, shard.tensor_size, shape[0]
-    rest, zeros = shape[1:], (0,) * (len(shape) - 1)
-
-    def band(name: str, num_rows: int, first_row: int, whole_row: int, whole_rows: int) -> Band:
-        return Band(name, (whole_rows, *rest), Box((whole_row, *zeros), (num_rows, *rest)), first_row)
-
-    match mapping.layout:
-        case Layout.REPLICATED:
-            return [band(mapping.hf[0], rows, 0, 0, rows)]
-        case Layout.COLUMN:
-            return [band(mapping.hf[0], rows, 0, rank * rows, size * rows)]
-        case Layout.ROW:
-            (columns,) = rest
-            return [Band(mapping.hf[0], (rows, size * columns), Box((0, rank * columns), shape), 0)]
-        case Layout.GATE_UP:
-            half = rows // 2
-            return [band(name, half, i * half, rank * half, size * half) for i, name in enumerate(mapping.hf)]
-        case Layout.QKV:
-            num_groups = arch.num_query_groups // size
-            heads_per_group = arch.num_attention_heads // arch.num_query_groups
-            sizes = (heads_per_group * arch.head_dim, arch.head_dim, arch.head_dim)
-            starts = (0, sizes[0], sizes[0] + sizes[1])
-            return [
-                band(
-                    name,
-                    num_rows,
-                    group * sum(sizes) + start,
-                    (rank * num_groups + group) * num_rows,
-                    arch.num_query_groups * num_rows,
-                )
-                for name, num_rows, start in zip(mapping.hf, sizes, starts, strict=True)
-                for group in range(num_groups)
-            ]
+    """Describe every row of a rank's parameter of this shape as part of a box of a logical tensor."""
+    split_dim = {Layout.REPLICATED: None, Layout.ROW: 1}.get(mapping.layout, 0)
+    found = []
+    for name, rows in zip(mapping.hf, rows_of_parts(mapping, torch.arange(shape[0]), arch, shard), strict=True):
+        local = (len(rows), *shape[1:])
+        whole = tuple(size * shard.tensor_size if dim == split_dim else size for dim, size in enumerate(local))
+        start, *rest = (size * shard.tensor_rank if dim == split_dim else 0 for dim, size in enumerate(local))
+        for run in rows.tensor_split((rows.diff() != 1).nonzero().flatten() + 1):  # into runs of adjacent rows
+            found.append(Band(name, whole, Box((start, *rest), (len(run), *shape[1:])), int(run[0])))
+            start += len(run)
+    return found
 
 
 def pieces(parts: list[Band], shape: tuple[int, ...], start: int, stop: int) -> Iterator[Patch]:
-    """Cut the numbers [start, stop) of a parameter laid out flat into boxes, of one span each, counted from `start`."""
+    """Cut the flat range [start, stop) of a parameter into boxes of one span each; spans count from `start`."""
     width = math.prod(shape[1:])
     for local in _rectangles(shape, start, stop):
         for part in parts:
@@ -120,7 +97,7 @@ def pieces(parts: list[Band], shape: tuple[int, ...], start: int, stop: int) -> 
 
 
 def patches(parts: list[Band], shape: tuple[int, ...], start: int, stop: int) -> list[Patch]:
-    """Join `pieces` into as few boxes as they make: what a file holds."""
+    """Join `pieces` into as few boxes as possible, the slices of a file."""
     found: list[Patch] = []
     for piece in sorted(pieces(parts, shape, start, stop), key=lambda piece: (piece.name, piece.box.offset)):
         last = found[-1] if found else None
@@ -134,17 +111,14 @@ def patches(parts: list[Band], shape: tuple[int, ...], start: int, stop: int) ->
 
 
 def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The flat range [start, stop) of a vector or matrix: the rest of a row, whole rows, the beginning of a row."""
-    if len(shape) == 1:
-        if stop > start:
-            yield Box((start,), (stop - start,))
-        return
-    (_, width) = shape
+    """Cut the flat range [start, stop) of a vector or matrix into the end of a row, whole rows, the start of a row."""
+    _, *columns = shape
+    width = math.prod(columns)  # an element of a vector is a whole row
     while start < stop:
         row, column = divmod(start, width)
         if column == 0 and stop - start >= width:
             num_rows = (stop - start) // width
-            yield Box((row, 0), (num_rows, width))
+            yield Box((row, *(0 for _ in columns)), (num_rows, *columns))
             start += num_rows * width
         else:
             end = min(stop, (row + 1) * width)
@@ -162,60 +136,47 @@ def _added(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A box of the logical tensor `name`, and in which file it lies."""
+    """A stored box of the logical tensor `name`."""
 
     name: str
-    dtype: str  # safetensors' name of it
-    whole: tuple[int, ...]
+    dtype: str  # as safetensors names it
+    whole: tuple[int, ...]  # shape of the logical tensor
     box: Box
     file: str
 
     @property
     def key(self) -> str:
-        """Its name in that file."""
-        return slice_key(self.name, self.box)
+        """Name within the file, where a rank may store several slices of one tensor."""
+        return f"{self.name}[{','.join(map(str, self.box.offset))}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A logical tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    slices: tuple[Slice, ...]
-
-
-Index = dict[str, Entry]
-
-
-def slice_key(name: str, box: Box) -> str:
-    """A slice's name within its file: a rank may hold several slices of one tensor."""
-    return f"{name}[{','.join(map(str, box.offset))}]"
+Index = dict[str, list[Slice]]
+"""The slices of each logical tensor, which cover it exactly once."""
 
 
 def indexed(slices: Iterable[Slice]) -> Index:
-    """All ranks' slices by logical tensor.
+    """Group the slices of all ranks by logical tensor.
 
     Raises:
-        ValueError: a tensor is not covered exactly once, or its slices disagree on what it is.
+        ValueError: a tensor is not covered exactly once, or its slices disagree on its type or shape.
     """
-    by_name: dict[str, list[Slice]] = {}
+    index: Index = {}
     for each in slices:
-        by_name.setdefault(each.name, []).append(each)
-    return {name: _entry(name, each) for name, each in sorted(by_name.items())}
+        index.setdefault(each.name, []).append(each)
+    for name, found in index.items():
+        _require_cover(name, found)
+    return dict(sorted(index.items()))
 
 
 def index_to_json(index: Index) -> dict[str, Any]:
     """The content of `index.json`."""
     return {
         name: {
-            "dtype": entry.dtype,
-            "shape": entry.shape,
-            "slices": [
-                {"file": each.file, "offset": each.box.offset, "shape": each.box.shape} for each in entry.slices
-            ],
+            "dtype": slices[0].dtype,
+            "shape": slices[0].whole,
+            "slices": [{"file": each.file, "offset": each.box.offset, "shape": each.box.shape} for each in slices],
         }
-        for name, entry in index.items()
+        for name, slices in index.items()
     }
 
 
@@ -230,7 +191,7 @@ def index_from_json(content: dict[str, Any]) -> Index:
     )
 
 
-def _entry(name: str, slices: list[Slice]) -> Entry:
+def _require_cover(name: str, slices: list[Slice]) -> None:
     dtype, whole = slices[0].dtype, slices[0].whole
     for each in slices:
         if (each.dtype, each.whole) != (dtype, whole):
@@ -241,4 +202,3 @@ def _entry(name: str, slices: list[Slice]) -> Entry:
     apart = all(a.box.within(b.box) is None for i, a in enumerate(slices) for b in slices[:i])
     if not (inside and apart and num_covered == entire.numel):
         raise ValueError(f"slices of {name} must cover its shape {whole} once, got {[each.box for each in slices]}")
-    return Entry(dtype, whole, tuple(slices))

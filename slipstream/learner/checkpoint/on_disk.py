@@ -1,8 +1,9 @@
-"""Checkpoints on disk, written and read by all ranks of a learner together.
+"""Checkpoint files, which all ranks of a learner write and read together.
 
-Training waits for a copy of the numbers into host memory, nothing else. A thread of each rank then writes its file;
-when all have reported theirs, the main rank writes the index, last the manifest with every file's digest, and renames.
-To read, every file is checked once by one of the ranks, then each rank reads the slices it needs.
+A save copies the rank's tensors into host memory, the only part that training waits for. A background thread of each
+rank then writes one file. The main rank collects the reports of all ranks, writes the index, then the manifest with a
+digest of every file, and renames the directory. A load verifies each file once, on one of the ranks; then each rank
+reads the slices it needs.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +32,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from slipstream.learner.checkpoint import CheckpointError, CheckpointStorageError, CheckpointWriteError
-from slipstream.learner.checkpoint.boxes import Box, Index, Slice, index_from_json, index_to_json, indexed, slice_key
+from slipstream.learner.checkpoint.boxes import Box, Index, Slice, index_from_json, index_to_json, indexed
 from slipstream.storage import (
     SAFETENSORS_DTYPES,
     Sum,
@@ -62,42 +64,26 @@ def rank_file(rank: int) -> str:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Sum:
     """Write contiguous CPU tensors as one safetensors file.
 
-    The library's own writer gives no digest, so that the file would have to be read again for one.
+    The library's own writer returns no digest, so the file would have to be read again to compute one.
     """
     header = safetensors_header((name, DTYPES[each.dtype], each.shape, each.nbytes) for name, each in tensors.items())
-    with _hashed(path) as write:
-        write(header)
-        for tensor in tensors.values():
-            for block in _blocks(tensor):
-                write(block)
-    return write.sum()
+    return _write_blocks(path, chain([header], *map(_blocks, tensors.values())))
 
 
 def write_json(path: Path, value: Any) -> Sum:
-    """Write JSON without NaN, which not every reader knows."""
-    with _hashed(path) as write:
-        write(json.dumps(value, allow_nan=False).encode())
-    return write.sum()
+    """Write JSON without NaN, which not every reader accepts."""
+    return _write_blocks(path, [json.dumps(value, allow_nan=False).encode()])
 
 
-class _Writer:
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream, self._digest, self._num_bytes = stream, xxhash.xxh3_128(), 0
-
-    def __call__(self, data: Any) -> None:
-        self._digest.update(data)
-        self._num_bytes += self._stream.write(data)
-
-    def sum(self) -> Sum:
-        return Sum(self._num_bytes, self._digest.hexdigest())
-
-
-@contextmanager
-def _hashed(path: Path) -> Iterator[_Writer]:
+def _write_blocks(path: Path, blocks: Iterable[bytes | memoryview]) -> Sum:
+    digest, num_bytes = xxhash.xxh3_128(), 0
     with path.open("wb") as stream:
-        yield _Writer(stream)
+        for block in blocks:
+            digest.update(block)
+            num_bytes += stream.write(block)
         stream.flush()
         os.fsync(stream.fileno())
+    return Sum(num_bytes, digest.hexdigest())
 
 
 def _blocks(tensor: Tensor) -> Iterable[memoryview]:
@@ -106,10 +92,10 @@ def _blocks(tensor: Tensor) -> Iterable[memoryview]:
 
 
 def copy_numbers(source: Tensor, *, into: Tensor) -> None:
-    """Copy bit for bit, between tensors of one type and shape; from or to a GPU without waiting for the end of it.
+    """Copy bit for bit between tensors of one type and shape; a copy from or to a GPU is only started.
 
-    Within the host's memory by numpy: torch shares out each tensor over its threads and waits for all of them, which
-    on busy cores was a millisecond for each of hundreds of tensors.
+    Host memory is copied by numpy. Torch splits each tensor over its threads and waits for all of them, which on busy
+    cores took a millisecond for each of hundreds of tensors.
     """
     if source.is_cuda or into.is_cuda:
         into.copy_(source, non_blocking=True)
@@ -119,9 +105,10 @@ def copy_numbers(source: Tensor, *, into: Tensor) -> None:
 
 
 class LearnerRanks:
-    """The learner's process group, over gloo connections of its own: a background thread may use them. Rank 0 is main.
+    """The learner's ranks over gloo connections of their own, which a background thread may use. Rank 0 is main.
 
-    Make it on every rank at the same point of the program, for a process group is made collectively.
+    Every rank must construct this object at the same point of the program, because a process group is made
+    collectively.
     """
 
     def __init__(self) -> None:
@@ -129,35 +116,28 @@ class LearnerRanks:
         self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if self.size > 1 else None
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather what JSON can hold of every rank, in rank order; waits for all of them."""
-        data = json.dumps(value).encode()
-        if self._group is None:
-            return [json.loads(data)]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
-        longest = max(int(size) for size in sizes)
-        padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
-        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(texts, padded, group=self._group)
-        return [json.loads(text.numpy().tobytes()) for text in texts]
+        """Gather a small object from every rank, in rank order; waits for all ranks."""
+        found = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, value, group=self._group)
+        return found
 
 
 def on_all(ranks: LearnerRanks, work: Callable[[], Any], *, error: type[Exception]) -> list[Any]:
-    """Do a part of the work on each rank, and wait until all have; what they returned, in rank order.
+    """Call `work` on each rank and wait for all ranks; returns their results in rank order.
 
     Raises:
-        error: a rank failed; all raise it, with that rank's words.
+        error: `work` failed on a rank; every rank raises it, with that rank's message.
     """
     problem, value, cause = None, None, None
     try:
         value = work()
     except Exception as caught:  # noqa: BLE001  # whatever it is, the other ranks wait to hear of it; raised below
         cause = caught
-        problem = str(caught) if isinstance(caught, error) else f"{type(caught).__name__}: {caught}"
-    where = f"rank {ranks.rank} on host {this_host()}: " if ranks.size > 1 else ""
-    reports = ranks.gather([None if problem is None else where + problem, value])
-    problems = [problem for problem, _ in reports if problem is not None]
-    if problems:
+        where = f"rank {ranks.rank} on host {this_host()}: " if ranks.size > 1 else ""
+        problem = where + (str(caught) if isinstance(caught, error) else f"{type(caught).__name__}: {caught}")
+    reports = ranks.gather((problem, value))
+    if problems := [problem for problem, _ in reports if problem is not None]:
         raise error("; ".join(problems)) from cause
     return [value for _, value in reports]
 
@@ -169,19 +149,28 @@ def this_host() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a logical tensor that this rank writes: runs of numbers, one after the other."""
+    """A box of a logical tensor in this rank's memory: its elements are those of the flat `runs`, in order."""
 
     name: str
     whole: tuple[int, ...]
     box: Box
     runs: tuple[Tensor, ...]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the elements."""
+        return self.runs[0].dtype
+
+    def beside(self, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pair each run with its elements in a contiguous tensor of the box's shape."""
+        return zip(self.runs, tensor.view(-1).split([run.numel() for run in self.runs]), strict=True)
+
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time; each method is called on all ranks, in the same order.
+    """Writer of one checkpoint at a time; every rank calls each method, in the same order.
 
     Attributes:
-        ranks: what the ranks agree through; used by the background thread alone while it runs.
+        ranks: used by the background thread alone while it runs.
         visible_within_s: how long a new file may stay unseen by other hosts, as on a network file system.
     """
 
@@ -193,10 +182,10 @@ class CheckpointWriter:
         self._writing: Future[None] | None = None
 
     def save(self, path: Path, parts: Iterable[Part], state: dict[str, Any]) -> None:
-        """Copy `parts`, and write them and the JSON `state` in the background; waits for the checkpoint before it.
+        """Copy `parts` and write them, with the JSON `state`, in the background; waits for the checkpoint before.
 
         Raises:
-            CheckpointWriteError: the checkpoint before it could not be written.
+            CheckpointWriteError: the checkpoint before could not be written.
         """
         self.wait()
         slices = self._copied(parts)
@@ -213,47 +202,38 @@ class CheckpointWriter:
         self.raise_error()
 
     def raise_error(self) -> None:
-        """Tell of a checkpoint that could not be written, without waiting for one that is being written."""
+        """Raise the error of a checkpoint that failed, without waiting for one that is being written."""
         if self._writing is not None and self._writing.done():
             written, self._writing = self._writing, None
             written.result()
 
     def _write(self, path: Path, slices: dict[Slice, Tensor], state: dict[str, Any]) -> None:
-        """Collective: whole or not at all, and if not, an error on every rank."""
-        ranks, patience_s = self.ranks, self.visible_within_s
-        is_main = ranks.rank == 0
-        published = False
-
-        def publish() -> None:
-            if is_main:
-                _publish(path, reports, state, patience_s)
-
+        """Write the whole checkpoint or nothing; a failure is an error on every rank."""
+        ranks, patience_s, error = self.ranks, self.visible_within_s, CheckpointWriteError
+        is_main, is_published = ranks.rank == 0, False
         try:
-            (token, *_) = on_all(ranks, lambda: _begin(path) if is_main else None, error=CheckpointWriteError)
-            reports = on_all(
-                ranks, lambda: _write_mine(ranks, path, token, slices, patience_s), error=CheckpointWriteError
-            )
-            on_all(ranks, publish, error=CheckpointWriteError)
-            published = True
-        except Exception as error:  # also a rank that is gone: then gathering fails
-            raise CheckpointWriteError(f"checkpoint {path} could not be written: {error}") from error
+            (token, *_) = on_all(ranks, lambda: _begin(path) if is_main else None, error=error)
+            reports = on_all(ranks, lambda: _write_mine(ranks, path, token, slices, patience_s), error=error)
+            on_all(ranks, lambda: _publish(path, reports, state, patience_s) if is_main else None, error=error)
+            is_published = True
+        except Exception as caught:  # gathering fails too, when a rank has died
+            raise CheckpointWriteError(f"checkpoint {path} could not be written: {caught}") from caught
         finally:
-            if is_main and not published:
-                # What is half-written helps nobody, and may have filled the disk.
+            if is_main and not is_published:
+                # A partial checkpoint is of no use, and may have filled the disk.
                 shutil.rmtree(partial_directory(path), ignore_errors=True)
 
     def _copied(self, parts: Iterable[Part]) -> dict[Slice, Tensor]:
-        """Copy to host memory, which is kept for the next checkpoint: touching new pages takes longer than copying."""
+        """Copy to buffers that the next checkpoint uses again: touching new pages takes longer than copying."""
         buffers, slices = self._buffers, {}
         file = rank_file(self.ranks.rank)
         for part in parts:
-            dtype = part.runs[0].dtype
-            each = Slice(part.name, DTYPES[dtype], part.whole, part.box, file)
+            each = Slice(part.name, DTYPES[part.dtype], part.whole, part.box, file)
             buffer = buffers.get(each.key)
-            if buffer is None or buffer.shape != part.box.shape or buffer.dtype is not dtype:
-                buffer = torch.empty(part.box.shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+            if buffer is None or buffer.shape != part.box.shape or buffer.dtype is not part.dtype:
+                buffer = torch.empty(part.box.shape, dtype=part.dtype, pin_memory=torch.cuda.is_available())
             slices[each] = buffers[each.key] = buffer
-            for target, run in zip(buffer.view(-1).split([run.numel() for run in part.runs]), part.runs, strict=True):
+            for run, target in part.beside(buffer):
                 copy_numbers(run, into=target)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -268,7 +248,7 @@ def _begin(path: Path) -> str:
 
 def _write_mine(
     ranks: LearnerRanks, path: Path, token: str, slices: dict[Slice, Tensor], patience_s: float
-) -> dict[str, Any]:
+) -> tuple[list[Slice], Sum]:
     directory = partial_directory(path)
     file = directory / _TOKEN
     if not _soon(lambda: file.is_file() and file.read_text() == token, patience_s):
@@ -276,30 +256,23 @@ def _write_mine(
             f"does not see the directory {directory} that rank 0 on host {token.split()[0]} has made: put checkpoints "
             "on storage that every host of the learner shares"
         )
-    name = rank_file(ranks.rank)
-    total = write_tensors(directory / name, {slice_key(s.name, s.box): tensor for s, tensor in slices.items()})
-    described = [[s.name, s.dtype, s.whole, s.box.offset, s.box.shape] for s in slices]
-    return {"file": name, "num_bytes": total.num_bytes, "xxh3": total.xxh3, "slices": described}
+    tensors = {each.key: tensor for each, tensor in slices.items()}
+    return list(slices), write_tensors(directory / rank_file(ranks.rank), tensors)
 
 
-def _publish(path: Path, reports: list[dict[str, Any]], state: dict[str, Any], patience_s: float) -> None:
+def _publish(path: Path, reports: list[tuple[list[Slice], Sum]], state: dict[str, Any], patience_s: float) -> None:
     directory = partial_directory(path)
     sums = {}
-    for rank, report in enumerate(reports):
-        file = directory / report["file"]
-        num_bytes = report["num_bytes"]
-        if not _soon(lambda file=file, size=num_bytes: file.is_file() and file.stat().st_size == size, patience_s):
+    for rank, (_, total) in enumerate(reports):
+        file = directory / rank_file(rank)
+        if not _soon(lambda f=file, n=total.num_bytes: f.is_file() and f.stat().st_size == n, patience_s):
             raise CheckpointWriteError(f"does not see {file}, which rank {rank} has written: is the storage shared?")
-        sums[report["file"]] = Sum(num_bytes, report["xxh3"])
-    index = indexed(
-        Slice(name, dtype, tuple(whole), Box(tuple(offset), tuple(shape)), report["file"])
-        for report in reports
-        for name, dtype, whole, offset, shape in report["slices"]
-    )
+        sums[file.name] = total
+    index = indexed(chain.from_iterable(slices for slices, _ in reports))
     sums[INDEX] = write_json(directory / INDEX, index_to_json(index))
     sums[STATE] = write_json(directory / STATE, state)
     (directory / _TOKEN).unlink()
-    listed = {name: {"num_bytes": each.num_bytes, "xxh3": each.xxh3} for name, each in sums.items()}
+    listed = {name: asdict(each) for name, each in sums.items()}
     write_json(directory / MANIFEST, {"format": _FORMAT, "files": listed})
     flush_directory(directory)
     put_in_place(path)
@@ -316,7 +289,7 @@ def _soon(holds: Callable[[], bool], patience_s: float) -> bool:
 
 
 class Reader(ExitStack):
-    """The tensors of a checkpoint that `open_checkpoint` has checked; its files are closed at the end of the block."""
+    """Tensors of a checkpoint that `open_checkpoint` has verified; the end of the block closes its files."""
 
     def __init__(self, directory: Path, index: Index) -> None:
         super().__init__()
@@ -325,19 +298,26 @@ class Reader(ExitStack):
         self._open: dict[str, Any] = {}
 
     def read(self, name: str, box: Box, *, into: Tensor) -> None:
-        """Fill `into`, which has the box's shape, with that part of a logical tensor; other parts are not read."""
-        for each in self.index[name].slices:
+        """Fill `into`, which has the box's shape, with that box of a logical tensor; nothing else is read."""
+        for each in self.index[name]:
             common = box.within(each.box)
             if common is not None:
                 stored = self._file(each.file).get_slice(each.key)
                 copy_numbers(stored[common.slices(each.box.offset)], into=into[common.slices(box.offset)])
 
     def read_whole(self, name: str) -> Tensor:
-        """A logical tensor."""
-        entry = self.index[name]
-        tensor = torch.empty(entry.shape, dtype=_TORCH_DTYPES[entry.dtype])
-        self.read(name, Box((0,) * len(entry.shape), entry.shape), into=tensor)
+        """Read a whole logical tensor."""
+        first = self.index[name][0]
+        tensor = torch.empty(first.whole, dtype=_TORCH_DTYPES[first.dtype])
+        self.read(name, Box((0,) * len(first.whole), first.whole), into=tensor)
         return tensor
+
+    def restore(self, part: Part) -> None:
+        """Read the box of a part into its runs."""
+        stored = torch.empty(part.box.shape, dtype=part.dtype)
+        self.read(part.name, part.box, into=stored)
+        for run, source in part.beside(stored):
+            copy_numbers(source, into=run)
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
@@ -346,42 +326,44 @@ class Reader(ExitStack):
 
 
 def open_checkpoint(ranks: LearnerRanks, path: Path) -> tuple[Reader, dict[str, Any]]:
-    """Check that a checkpoint is whole, on all ranks together; returns its tensors and its `state.json`.
+    """Verify a checkpoint, on all ranks together; returns its tensors and its `state.json`.
 
     Raises:
-        FileNotFoundError: there is none, whatever else lies there.
-        CheckpointError: a file is missing, cut short or altered.
+        FileNotFoundError: there is no checkpoint at `path`.
+        CheckpointError: a file is missing, truncated or altered.
         CheckpointStorageError: the ranks do not see the same checkpoint.
     """
     _require_same_storage(ranks, path)
-    on_all(ranks, lambda: str(_existing(path)), error=FileNotFoundError)
-    directory = _existing(path)
-    (sums, *_) = on_all(ranks, lambda: _manifest(directory), error=CheckpointError)
-    mine = sorted(sums)[ranks.rank :: ranks.size]
-    on_all(ranks, lambda: _require_sums(directory, {name: sums[name] for name in mine}), error=CheckpointError)
-    index = _index(directory, sums)
-    return Reader(directory, index), json.loads((directory / STATE).read_text())
+    directory = _existing(path)  # all ranks see the same, so all of them raise or none
+
+    def verified() -> dict[str, Sum]:
+        sums = _manifest(directory)
+        _require_sums(directory, {name: sums[name] for name in sorted(sums)[ranks.rank :: ranks.size]})
+        return sums
+
+    (sums, *_) = on_all(ranks, verified, error=CheckpointError)
+    return Reader(directory, _index(directory, sums)), json.loads((directory / STATE).read_text())
 
 
 def inspect_checkpoint(path: Path) -> dict[str, Any]:
-    """The `state.json` of a checkpoint that is whole; by one process, and without reading what nobody has touched.
+    """The `state.json` of a whole checkpoint, read by one process.
 
-    All files are written before the manifest, so a file that is no younger is as it was saved if its size is. A younger
-    one, as in a copy, is read for its digest.
+    All files are written before the manifest, so a file that is no younger is unchanged if its size is. A younger file,
+    as in a copy, is read for its digest.
 
     Raises:
-        FileNotFoundError: there is none, whatever else lies there.
-        CheckpointError: a file is missing, cut short or altered.
+        FileNotFoundError: there is no checkpoint at `path`.
+        CheckpointError: a file is missing, truncated or altered.
     """
     directory = _existing(path)
     sums = _manifest(directory)
     saved_ns = (directory / MANIFEST).stat().st_mtime_ns
-    touched = {}
-    for name, (num_bytes, xxh3) in sums.items():
+
+    def is_untouched(name: str) -> bool:
         file = directory / name
-        if not file.is_file() or file.stat().st_size != num_bytes or file.stat().st_mtime_ns > saved_ns:
-            touched[name] = [num_bytes, xxh3]
-    _require_sums(directory, touched)
+        return file.is_file() and file.stat().st_size == sums[name].num_bytes and file.stat().st_mtime_ns <= saved_ns
+
+    _require_sums(directory, {name: each for name, each in sums.items() if not is_untouched(name)})
     _index(directory, sums)
     return json.loads((directory / STATE).read_text())
 
@@ -394,9 +376,9 @@ def _existing(path: Path) -> Path:
     return directory
 
 
-def _index(directory: Path, sums: dict[str, Any]) -> Index:
+def _index(directory: Path, sums: Mapping[str, Sum]) -> Index:
     index = index_from_json(json.loads((directory / INDEX).read_text()))
-    missing = {each.file for entry in index.values() for each in entry.slices} - sums.keys()
+    missing = {each.file for slices in index.values() for each in slices} - sums.keys()
     if missing:
         raise CheckpointError(
             f"checkpoint {directory} is damaged: {MANIFEST} does not name {min(missing)}, which holds tensors"
@@ -405,7 +387,7 @@ def _index(directory: Path, sums: dict[str, Any]) -> Index:
 
 
 def _require_same_storage(ranks: LearnerRanks, path: Path) -> None:
-    seen = ranks.gather([this_host(), _fingerprint(path)])
+    seen = ranks.gather((this_host(), _fingerprint(path)))
     for rank, (host, fingerprint) in enumerate(seen):
         if fingerprint != seen[0][1]:
             raise CheckpointStorageError(
@@ -417,19 +399,18 @@ def _require_same_storage(ranks: LearnerRanks, path: Path) -> None:
 def _fingerprint(path: Path) -> str:
     """A text that tells checkpoints apart; empty without one."""
     try:
-        manifest = existing_directory(path) / MANIFEST
-        return sum_of(manifest).xxh3 if manifest.is_file() else "incomplete"
+        manifest = _existing(path) / MANIFEST
     except FileNotFoundError:
         return ""
+    return sum_of(manifest).xxh3 if manifest.is_file() else "incomplete"
 
 
-def _manifest(directory: Path) -> dict[str, Any]:
+def _manifest(directory: Path) -> dict[str, Sum]:
     file = directory / MANIFEST
     if not file.is_file():
         raise CheckpointError(f"checkpoint {directory} is not whole: {file.name} is missing")
     try:
-        manifest = json.loads(file.read_bytes())
-        sums = {name: [entry["num_bytes"], entry["xxh3"]] for name, entry in manifest["files"].items()}
+        sums = {name: Sum(**entry) for name, entry in json.loads(file.read_bytes())["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {directory} is damaged: {file.name} cannot be read: {error}") from error
     if not {INDEX, STATE} <= sums.keys():
@@ -437,12 +418,12 @@ def _manifest(directory: Path) -> dict[str, Any]:
     return sums
 
 
-def _require_sums(directory: Path, sums: dict[str, list[Any]]) -> None:
-    for name, (num_bytes, xxh3) in sums.items():
+def _require_sums(directory: Path, sums: Mapping[str, Sum]) -> None:
+    for name, total in sums.items():
         file = directory / name
         if not file.is_file():
             raise CheckpointError(f"checkpoint {directory} is not whole: {name} is missing")
-        if sum_of(file) != Sum(num_bytes, xxh3):
+        if sum_of(file) != total:
             raise CheckpointError(
                 f"checkpoint {directory} is damaged: {name} does not have the digest it was saved with"
             )

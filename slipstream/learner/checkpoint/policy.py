@@ -1,8 +1,8 @@
-"""Saving and restoring a policy: its weights, its optimizer and the random state, under any layout.
+"""Save and restore a policy under any layout: weights, optimizer state and random state.
 
 Each parameter has its `weight`, a float32 master `main` where the weight is of lower precision, and the optimizer's
-moments: `exp_avg` and `exp_avg_sq` of AdamW, `momentum_buffer` of Muon. All have the parameter's shape, so that what
-holds for the weight's layout holds for them. A logical tensor is named `kind/Hugging Face name`.
+moments: `exp_avg` and `exp_avg_sq` of AdamW, `momentum_buffer` of Muon. All of them have the parameter's shape and
+layout. A logical tensor is named `kind/Hugging Face name`.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from torch import Tensor
 
 from slipstream.learner import parallel
 from slipstream.learner.architecture import Architecture
-from slipstream.learner.checkpoint.boxes import Band, Box, Patch, bands, patches, pieces
+from slipstream.learner.checkpoint.boxes import Band, Box, Patch, bands, patches
 from slipstream.learner.checkpoint.on_disk import (
     DTYPES,
     CheckpointWriter,
     LearnerRanks,
     Part,
     Reader,
-    copy_numbers,
     open_checkpoint,
 )
 from slipstream.learner.optimizer import BatchedMuon
-from slipstream.learner.weights import Layout, ParameterMapping, Shard, mappings
+from slipstream.learner.weights import ParameterMapping, Shard, mappings
 
 WEIGHT, MAIN = "weight", "main"
 Table = Callable[[Architecture, Shard], Iterable[ParameterMapping]]
-"""The parameters of a model that a rank holds."""
+"""Names the parameters of a model that a rank holds."""
 
 logger = logging.getLogger(__name__)
 _BESIDE = "beside/"
@@ -47,7 +46,7 @@ _RNG_CPU, _RNG_CUDA = "rng.cpu", "rng.cuda"
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """A parameter as an optimizer steps it: a tensor of its shape, or the run [start, stop) of it laid out flat."""
+    """A parameter as an optimizer steps it: whole, or its elements [start, stop) in flat order."""
 
     main: Tensor
     start: int
@@ -57,25 +56,30 @@ class Stepped:
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """The state that the optimizer keeps beside its count of steps, once it has stepped."""
+        """Names of the tensors that the optimizer keeps once it has stepped, besides its count of steps."""
         return ("momentum_buffer",) if isinstance(self.optimizer, BatchedMuon) else ("exp_avg", "exp_avg_sq")
 
     @property
     def counts_by_parameter(self) -> bool:
-        """True if the count of steps is a tensor of each parameter, as torch has it, and no number of the group."""
+        """True if each parameter has a tensor that counts its steps, as in torch; else the group has one number."""
         return isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
-    def restore(self, moments: dict[str, Tensor], num_updates: int) -> None:
-        """Give the optimizer the moments that it had after so many updates; before the first there are none."""
+    def reset(self, num_updates: int) -> dict[str, Tensor]:
+        """Set the optimizer's count of updates; returns its new moments, for the caller to fill.
+
+        Before the first update an optimizer has no moments.
+        """
         state = self.optimizer.state
         state.pop(self.main, None)
+        moments = {name: torch.empty_like(self.main) for name in self.moments} if num_updates else {}
         if num_updates:
-            state[self.main] = moments
+            state[self.main] = dict(moments)
         if num_updates and self.counts_by_parameter:
-            moments["step"] = torch.tensor(float(num_updates), device=self.main.device)
+            state[self.main]["step"] = torch.tensor(float(num_updates), device=self.main.device)
         elif not self.counts_by_parameter and "exp_avg" in self.moments:
             for group in self.optimizer.param_groups:
                 group["step"] = num_updates
+        return moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +90,9 @@ class HeldParameter:
     parameter: torch.nn.Parameter
     bands: list[Band]
     stepped: Stepped | None  # None without an optimizer, or where other data-parallel ranks step all of it
-    is_first_copy: bool  # of those that tensor-parallel ranks and pipeline stages hold
+    is_first_copy: bool  # among tensor-parallel ranks and pipeline stages
     is_expert: bool = False
-    is_data_copy: bool = False  # a data-parallel rank before this one holds it too
+    is_data_copy: bool = False  # a lower data-parallel rank holds it too
 
     @property
     def has_main(self) -> bool:
@@ -98,7 +102,7 @@ class HeldParameter:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The numbers [start, stop) of one kind of a parameter laid out flat."""
+    """The elements [start, stop) of one kind of a parameter in flat order."""
 
     kind: str
     held: HeldParameter
@@ -116,7 +120,7 @@ def held_parameters(
     *,
     table: Table = mappings,
 ) -> list[HeldParameter]:
-    """A rank's parameters in model order, which are those that `table` names."""
+    """The parameters of a rank in model order, all of which `table` must name."""
     parameters = dict(model.named_parameters())
     steppers = None if optimizer is None else _Steppers(optimizer)
     found = [
@@ -125,7 +129,7 @@ def held_parameters(
             parameter=parameters[mapping.megatron],
             bands=bands(mapping, tuple(parameters[mapping.megatron].shape), arch, shard),
             stepped=None if steppers is None else steppers.of(mapping.megatron, parameters[mapping.megatron]),
-            is_first_copy=_is_first_copy(mapping, shard),
+            is_first_copy=not shard.is_model_copy(mapping),
             is_expert=mapping.is_expert,
             is_data_copy=shard.is_copy(mapping),
         )
@@ -136,10 +140,10 @@ def held_parameters(
 
 
 def runs(held: HeldParameter, *, num_updates: int) -> Iterator[Run]:
-    """All that the next update of a parameter depends on.
+    """Yield every tensor that the next update of a parameter depends on.
 
     Raises:
-        ValueError: the optimizer keeps a state that this module does not know, or has counted other updates.
+        ValueError: the optimizer keeps an unknown state, or its count of updates is not `num_updates`.
     """
     parameter, stepped = held.parameter, held.stepped
     yield Run(WEIGHT, held, parameter.detach(), 0, parameter.numel(), is_sharded=False)
@@ -148,7 +152,7 @@ def runs(held: HeldParameter, *, num_updates: int) -> Iterator[Run]:
     if held.has_main:
         yield Run(MAIN, held, stepped.main.detach(), stepped.start, stepped.stop, stepped.is_sharded)
     if num_updates == 0:
-        return  # no optimizer has a state before its first update
+        return  # before its first update an optimizer has no state
     state = stepped.optimizer.state[stepped.main]
     if state.keys() - {"step"} != set(stepped.moments):
         unknown = sorted(state.keys() - {"step"} ^ set(stepped.moments))
@@ -161,30 +165,29 @@ def runs(held: HeldParameter, *, num_updates: int) -> Iterator[Run]:
 
 
 def owned(found: list[Run], *, data_rank: int, data_size: int) -> Iterator[Run]:
-    """Choose the runs that this rank writes: every number once over all ranks, and equally many bytes on each.
+    """Choose the runs that this rank writes: each element once over all ranks, and about equally many bytes a rank.
 
-    The data-parallel ranks hold equal runs in equal order, except those that a distributed optimizer has dealt out, and
-    experts, which the first that has one writes: the one with the fewest bytes takes the next.
+    Data-parallel ranks hold equal runs in equal order, and the rank with the fewest bytes takes the next run. Exempt
+    are the shards of a distributed optimizer, which each rank writes, and experts, which their first copy writes.
     """
     num_bytes = [0] * data_size
     for run in found:
         if not run.held.is_first_copy:
             continue
         if run.is_sharded:
-            yield run
-            continue
-        if run.held.is_expert:
-            if not run.held.is_data_copy:
-                yield run
-            continue
-        owner = num_bytes.index(min(num_bytes))
-        num_bytes[owner] += run.numbers.nbytes
-        if owner == data_rank:
+            is_mine = True
+        elif run.held.is_expert:
+            is_mine = not run.held.is_data_copy
+        else:
+            owner = num_bytes.index(min(num_bytes))
+            num_bytes[owner] += run.numbers.nbytes
+            is_mine = owner == data_rank
+        if is_mine:
             yield run
 
 
 class _Steppers:
-    """The chained optimizers by the parameters that they step."""
+    """Lookup of the chained optimizer that steps a parameter."""
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
         chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
@@ -211,15 +214,8 @@ class _Steppers:
         return None
 
 
-def _is_first_copy(mapping: ParameterMapping, shard: Shard) -> bool:
-    if mapping.layout is Layout.REPLICATED:
-        return shard.tensor_rank == 0
-    is_tied_output = mapping.megatron == "output_layer.weight" and mapping.hf == ("model.embed_tokens.weight",)
-    return not is_tied_output
-
-
 def _require_count(stepped: Stepped, name: str, num_updates: int) -> None:
-    """A moment is corrected for its age: a count that differs would go on with other updates."""
+    """Refuse a count that differs: Adam corrects moments by it, so the next updates would differ."""
     if isinstance(stepped.optimizer, BatchedMuon):
         return
     if stepped.counts_by_parameter:
@@ -231,7 +227,7 @@ def _require_count(stepped: Stepped, name: str, num_updates: int) -> None:
 
 
 class PolicyCheckpoints:
-    """The checkpoints of one policy; each method is called on all ranks."""
+    """Checkpoints of one policy; every rank calls each method."""
 
     def __init__(self, model: torch.nn.Module, optimizer: MegatronOptimizer | None, arch: Architecture) -> None:
         self._model, self._optimizer, self._arch = model, optimizer, arch
@@ -242,17 +238,23 @@ class PolicyCheckpoints:
     def save(
         self, path: Path, *, version: int, num_updates: int, extra: dict[str, Any], beside: Mapping[str, Tensor]
     ) -> None:
-        """Copy what a resumed run needs, and write it in the background; waits for the checkpoint before it.
+        """Copy what a resumed run needs and write it in the background; waits for the checkpoint before.
 
         Args:
-            beside: tensors that are no part of the policy, the same on all ranks: the main rank writes them.
+            beside: tensors outside the policy, the same on all ranks; the main rank writes them.
         Raises:
-            CheckpointWriteError: the checkpoint before it could not be written.
+            CheckpointWriteError: the checkpoint before could not be written.
         """
         state = {"version": version, "num_updates": num_updates, "layout": _layout(), "extra": extra}
         if self._writer is None:
             self._writer = CheckpointWriter(self._ranks)
-        self._writer.save(path, itertools.chain(self._parts(num_updates), _parts_beside(beside)), state)
+        mine = owned(
+            self._runs(num_updates),
+            data_rank=parallel_state.get_data_parallel_rank(),
+            data_size=parallel_state.get_data_parallel_world_size(),
+        )
+        parts = (part for run in mine for part in self._parts(run))
+        self._writer.save(path, itertools.chain(parts, self._rng_parts(), _parts_beside(beside)), state)
 
     def wait(self) -> None:
         """Wait until nothing is being written.
@@ -264,28 +266,31 @@ class PolicyCheckpoints:
             self._writer.wait()
 
     def raise_error(self) -> None:
-        """Tell of a checkpoint that could not be written, without waiting for one that is being written."""
+        """Raise the error of a checkpoint that failed, without waiting for one that is being written."""
         if self._writer is not None:
             self._writer.raise_error()
 
     def load(self, path: Path, *, beside: dict[str, Tensor] | None = None) -> dict[str, Any]:
-        """Restore what `save` took, under whatever layout; returns `version`, `num_updates`, `layout` and `extra`.
+        """Restore a checkpoint of any layout; returns its `version`, `num_updates`, `layout` and `extra`.
 
         Args:
-            beside: is filled with the tensors that are no part of the policy.
+            beside: filled with the tensors outside the policy.
         Raises:
-            CheckpointError: a file is missing, cut short or altered; nothing has been restored.
+            CheckpointError: a file is missing, truncated or altered; nothing has been restored.
             CheckpointStorageError: the ranks do not see the same files.
-            ValueError: the checkpoint is of another model, type or optimizer; nothing has been restored.
+            ValueError: the checkpoint has another model, type or optimizer; nothing has been restored.
         """
         self.wait()
         reader, state = open_checkpoint(self._ranks, path)
         num_updates = state["num_updates"]
-        found = self._held
-        self._require_same_model(reader, found, num_updates)
+        self._require_same_model(reader, num_updates)
+        for held in self._held:
+            if held.stepped is not None:
+                held.stepped.reset(num_updates)
         with reader, torch.no_grad():
-            for held in found:
-                _restore(held, reader, num_updates)
+            for run in self._runs(num_updates):
+                for part in self._parts(run):
+                    reader.restore(part)
             self._restore_rng(reader)
             if beside is not None:
                 found_beside = [name for name in reader.index if name.startswith(_BESIDE)]
@@ -296,44 +301,42 @@ class PolicyCheckpoints:
 
     @cached_property
     def _ranks(self) -> LearnerRanks:
-        # Made by the first `save` or `load`, which all ranks call at the same point.
+        # The first `save` or `load` makes the process group, because all ranks call both at the same point.
         return LearnerRanks()
 
     @cached_property
     def _held(self) -> list[HeldParameter]:
         return held_parameters(self._model, self._optimizer, self._arch, self._shard)
 
-    def _parts(self, num_updates: int) -> Iterator[Part]:
-        found = [run for held in self._held for run in runs(held, num_updates=num_updates)]
-        mine = owned(
-            found,
-            data_rank=parallel_state.get_data_parallel_rank(),
-            data_size=parallel_state.get_data_parallel_world_size(),
-        )
-        for run in mine:
-            flat = run.numbers.reshape(-1)
-            for patch in self._patches_of(run):
-                parts = tuple(flat[start:stop] for start, stop in patch.spans)
-                yield Part(f"{run.kind}/{patch.name}", patch.whole, patch.box, parts)
-        for name, state in _rng_states().items():
-            shape = tuple(state.shape)
-            yield Part(f"{name}/{self._ranks.rank:05d}", shape, Box((0,), shape), (state,))
+    def _runs(self, num_updates: int) -> list[Run]:
+        return [run for held in self._held for run in runs(held, num_updates=num_updates)]
+
+    def _parts(self, run: Run) -> Iterator[Part]:
+        flat = run.numbers.view(-1)
+        for patch in self._patches_of(run):
+            parts = tuple(flat[start:stop] for start, stop in patch.spans)
+            yield Part(f"{run.kind}/{patch.name}", patch.whole, patch.box, parts)
 
     def _patches_of(self, run: Run) -> list[Patch]:
-        """Worked out once for a parameter, for training waits meanwhile."""
+        """Compute the patches once, because training waits for a save."""
         key = (run.held.name, run.start, run.stop)
         if key not in self._patches:
             self._patches[key] = patches(run.held.bands, tuple(run.held.parameter.shape), run.start, run.stop)
         return self._patches[key]
 
-    def _require_same_model(self, reader: Reader, found: list[HeldParameter], num_updates: int) -> None:
+    def _rng_parts(self) -> Iterator[Part]:
+        for name, state in _rng_states().items():
+            shape = tuple(state.shape)
+            yield Part(f"{name}/{self._ranks.rank:05d}", shape, Box((0,), shape), (state,))
+
+    def _require_same_model(self, reader: Reader, num_updates: int) -> None:
         expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for held in found:
+        for held in self._held:
             kinds = _kinds(held, num_updates)
             expected |= {f"{kind}/{b.name}": (b.whole, dtype) for b in held.bands for kind, dtype in kinds.items()}
         for name, (shape, dtype) in expected.items():
-            entry = reader.index.get(name)
-            got = None if entry is None else (entry.shape, entry.dtype)
+            slices = reader.index.get(name)
+            got = None if slices is None else (slices[0].whole, slices[0].dtype)
             if got != (shape, DTYPES[dtype]):
                 raise ValueError(
                     f"the checkpoint is of another model or optimizer: {name} must be {DTYPES[dtype]} "
@@ -346,7 +349,7 @@ class PolicyCheckpoints:
             raise ValueError(f"the checkpoint is of another model: {WEIGHT}/{first} is in one of the two alone")
 
     def _restore_rng(self, reader: Reader) -> None:
-        """A rank's own state; under a layout of more ranks, that of the rank that it comes to when counted round."""
+        """Restore this rank's state; ranks beyond the saved ones take the saved states again, from the first on."""
         saved = [name for name in reader.index if name.startswith(f"{_RNG_CPU}/")]
         rank = f"{self._ranks.rank % len(saved):05d}"
         torch.set_rng_state(reader.read_whole(f"{_RNG_CPU}/{rank}"))
@@ -382,25 +385,3 @@ def _kinds(held: HeldParameter, num_updates: int) -> dict[str, torch.dtype]:
     if held.stepped is not None and num_updates > 0:
         kinds |= dict.fromkeys(held.stepped.moments, torch.float32)
     return kinds
-
-
-def _restore(held: HeldParameter, reader: Reader, num_updates: int) -> None:
-    parameter, stepped = held.parameter, held.stepped
-    shape = tuple(parameter.shape)
-
-    def read(kind: str, like: Tensor, start: int, stop: int) -> Tensor:
-        numbers = torch.empty(stop - start, dtype=like.dtype)
-        for piece in pieces(held.bands, shape, start, stop):
-            ((first, end),) = piece.spans
-            reader.read(f"{kind}/{piece.name}", piece.box, into=numbers[first:end].view(piece.box.shape))
-        return numbers.view(like.shape)
-
-    copy_numbers(read(WEIGHT, parameter, 0, parameter.numel()), into=parameter)
-    if stepped is None:
-        return
-    main = stepped.main
-    if held.has_main:
-        copy_numbers(read(MAIN, main, stepped.start, stepped.stop), into=main)
-    moments = stepped.moments if num_updates else ()
-    found = {moment: read(moment, main, stepped.start, stepped.stop).to(main.device) for moment in moments}
-    stepped.restore(found, num_updates)

@@ -65,8 +65,7 @@ def _slice(offset: tuple[int, ...], shape: tuple[int, ...], *, dtype: str = "F32
 
 def test_an_index_comes_back_from_its_json() -> None:
     index = indexed([_slice((0, 0), (2, 3)), _slice((0, 3), (2, 1), file="g")])
-    assert index["w"].shape == (2, 4)
-    assert [each.key for each in index["w"].slices] == ["w[0,0]", "w[0,3]"]
+    assert [each.key for each in index["w"]] == ["w[0,0]", "w[0,3]"]
     assert index_from_json(index_to_json(index)) == index
 
 
@@ -99,9 +98,9 @@ class ThreadRanks(LearnerRanks):
         self._values, self._barrier = values, barrier
 
     def gather(self, value: Any) -> list[Any]:
-        self._values[self.rank] = json.dumps(value)
+        self._values[self.rank] = value
         self._barrier.wait(timeout=30)
-        found = [json.loads(each) for each in self._values]
+        found = list(self._values)
         self._barrier.wait(timeout=30)
         return found
 
