@@ -25,7 +25,7 @@ from slipstream.workers.learners import RemoteLearner, start_ranks
 from slipstream.workers.session import connect, on_node
 from tests.conftest import _make_policy
 
-NUM_STEPS = 20
+NUM_STEPS = 16
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
 _LENGTHS = (7, 12, 9, 15)
 

@@ -153,14 +153,14 @@ def main() -> None:
     pairs = layout(engine_tensor=2)
     held = placement.reserve(pairs)
     found["pairs"] = report(held, num_sets=2)  # two engine sets and the learner in the same bundles
-    found["busy"] = refused(lambda: placement.reserve(layout(timeout_s=4.0, per_node=2)))
+    found["busy"] = refused(lambda: placement.reserve(layout(timeout_s=2.0, per_node=2)))
     held.release()
 
     wide = placement.reserve(layout(engine_tensor=4, per_node=2))
     found["wide"] = report(wide, num_sets=1)
     wide.release()
 
-    found["too_large"] = refused(lambda: placement.reserve(layout(timeout_s=3.0, nodes=3)))
+    found["too_large"] = refused(lambda: placement.reserve(layout(timeout_s=2.0, nodes=3)))
 
     # The library's own learner, through the reservation that stages share.
     ranks = Layout(
