@@ -1,4 +1,4 @@
-"""What fails on a cluster ends in an error that says who, where and when, and a retry ends as if nothing had been.
+"""Faults of a cluster end in errors that say who, where and when, and a retry ends as if nothing had been.
 
 One run goes through five faults, one after another, each in the middle of a step.
 """

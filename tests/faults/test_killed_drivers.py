@@ -23,7 +23,7 @@ _KILLED = -signal.SIGKILL
 
 
 def live(life: int, policy: Path, draft: Path, directory: Path) -> tuple[int, str]:
-    """How the driver ended, and what it said."""
+    """Run a driver; return its exit status and its output."""
     log = directory / f"life-{life}.log"
     command = [sys.executable, "-m", "tests.faults.mortal_driver", str(policy), str(draft), str(directory), str(life)]
     with log.open("w") as file:

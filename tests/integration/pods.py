@@ -50,7 +50,7 @@ class Attempt:
 
 @dataclass
 class Cluster:
-    """Where pods run, and what they did."""
+    """A cluster that runs pods, and a record of their attempts."""
 
     client: Any  # boto3's, of the S3 server
     endpoint: str
@@ -116,7 +116,7 @@ class Cluster:
         raise AssertionError("the last attempt returns or raises")
 
     def uploaded_bytes(self, node: str) -> int:
-        """What the pods of a node have put into the object store."""
+        """Count the bytes that the pods of a node have put into the object store."""
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=_BUCKET, Prefix=f"raw/{node}/")
         return sum(item["Size"] for page in pages for item in page.get("Contents", []))
 

@@ -66,7 +66,7 @@ class Demo:
 
 
 def statuses(root: Path, execution: str) -> dict[str, str]:
-    """How each MLflow run of an execution ended, by key, after a replay."""
+    """Replay the spool; return the status of each MLflow run of an execution, by key."""
     from mlflow.tracking import MlflowClient
 
     uri = f"sqlite:///{root}/mlflow.db"
