@@ -25,8 +25,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pods(directory: Path) -> Iterator[Cluster]:
+def pods(directory: Path, ray_session: None) -> Iterator[Cluster]:
+    """Pods that share a Ray, as those of a Ray cluster do; that which trains has its own, and a small /dev/shm."""
+    import ray
+
     with cluster(directory / "pods", "fchain") as started:
+        started.ray_address, started.own_ray = ray.get_runtime_context().gcs_address, frozenset({"train"})
         yield started
 
 
