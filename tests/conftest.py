@@ -21,27 +21,30 @@ settings.register_profile("explore", max_examples=1000, deadline=None)
 settings.register_profile("mutants", derandomize=True, max_examples=10, deadline=None, database=None)
 
 _CLUSTER = "tests/cluster/"
-# Of what takes longer than half a minute on two cores, and of the longest unit tests. A wrong figure costs time, and
-# nothing else.
+# Seconds of the files that take longer than half a minute on two cores, and of the longest unit tests. A wrong figure
+# costs time alone.
 _SECONDS = {
     _CLUSTER: 300,
-    "tests/integration/test_pods.py": 250,
-    "tests/integration/test_interrupt.py": 200,
+    "tests/integration/test_pods.py": 165,
     "tests/faults/test_killed_runs.py": 150,
-    "tests/integration/test_lost_pods.py": 115,
-    "tests/integration/test_vllm_engine.py": 105,
+    "tests/integration/test_interrupt.py": 130,
+    "tests/integration/test_lost_pods.py": 100,
+    "tests/faults/test_killed_drivers.py": 90,
     "tests/faults/test_engine_faults.py": 80,
     "tests/integration/test_bake_off.py": 75,
     "tests/integration/test_speculation_methods.py": 75,
     "tests/integration/test_megatron_parallel.py": 65,
+    "tests/integration/test_vllm_engine.py": 60,
     "tests/integration/test_placement.py": 60,
     "tests/integration/test_experts_refit.py": 60,
-    "tests/integration/test_draft_schedule.py": 60,
     "tests/integration/test_in_flight_engine.py": 50,
     "tests/integration/test_tensor_parallel_engine.py": 45,
     "tests/browser/test_postgres.py": 45,
     "tests/browser/test_mlflow.py": 45,
+    "tests/integration/test_draft_schedule.py": 40,
     "tests/integration/test_experts.py": 40,
+    "tests/integration/test_ray_beside.py": 40,
+    "tests/integration/test_shared_cores.py": 40,
     "tests/integration/test_workflow.py": 40,
     "tests/integration/test_ablation.py": 35,
     "tests/integration/test_brought_drafts.py": 35,
@@ -55,7 +58,7 @@ _SECONDS = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The process that the tests are started in has Ray's workers forked, for all that run tests."""
+    """Have Ray's workers forked, in the process that starts those that run tests."""
     if not hasattr(config, "workerinput"):
         stack = ExitStack()
         stack.enter_context(forked_workers())
@@ -64,13 +67,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile` a file is one process's, and files start in the order of the collection."""
+    """Start the files in the order of the collection under `--dist loadfile`, each in one process."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
-        """The cluster's tests are one process's too: they share their hosts, and another would wait for them."""
+        """The cluster's tests run in one process: they share their hosts, and another would wait for them."""
 
         def _split_scope(self, nodeid: str) -> str:
             return _CLUSTER if nodeid.startswith(_CLUSTER) else super()._split_scope(nodeid)
@@ -80,9 +83,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest come first: at the end no process waits long for another.
+    """Order the longest files first, so that at the end no process waits long for another.
 
-    Under `make mutants` the tests that mirror the changed module do: they are short, and find most.
+    Under `make mutants` those that mirror the changed module come first: they are short, and find most.
     """
     items.sort(key=lambda item: -_seconds(item.nodeid))
     module = os.environ.get("MUTANT_UNDER_TEST", "").partition(".x")[0]

@@ -1,4 +1,4 @@
-"""A real MLflow server on a store of two executions: what the tests of what people see have in common."""
+"""A real MLflow server on a store of two executions, for the tests of its views."""
 
 from __future__ import annotations
 

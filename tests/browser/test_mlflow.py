@@ -1,4 +1,4 @@
-"""What people see: a real MLflow server with two executions' runs, and the page of `compare`, in a real browser.
+"""Views of a real MLflow server with two executions' runs, and the page of `compare`, in a real browser.
 
 `make test` runs it where Debian's chromium is installed (`apt-get install chromium`). Screenshots lie in the test's
 directory, or in $SLIPSTREAM_SCREENSHOTS.

@@ -106,7 +106,7 @@ class _Arm:
         self._prompts = additions(policy, num=12)
 
     def train(self, log: LogMetrics = lambda metrics, step: None) -> dict[str, Any]:
-        """Its record, and where it was trained; learner and engines stay."""
+        """Train the arm; return its steps, the hosts of learner and engines, which stay, and the log."""
         with _logged() as lines:
             how: dict[str, Any] = {"prompts": self._prompts, "k": K, "draft": self._draft, "log": log}
             record = train_arm(self._recipe, self._policy, self._directory, **how)
@@ -118,7 +118,7 @@ class _Arm:
         return {"steps": _told(record), "hosts": hosts, "log": lines}
 
     def certificate(self) -> dict[str, Any]:
-        """That of the trained policy: engines of this layout draw, its learner judges."""
+        """Certificate of the trained policy: engines of this layout sample, its learner judges."""
         recipe, trained, samples = self._recipe, self._directory / "policy", list[Sample]()
         config, sampling = recipe.losslessness, recipe.sampling
         for k in (K, 0):
@@ -159,7 +159,7 @@ def _told(record: ArmRecord) -> list[dict[str, Any]]:
 
 @contextmanager
 def _logged() -> Iterator[list[str]]:
-    """What the library logs in the block."""
+    """Collect the lines that the library logs in the block."""
     lines: list[str] = []
 
     class Lines(logging.Handler):

@@ -78,7 +78,7 @@ def why_not() -> str:
 
 @dataclass(frozen=True)
 class Host:
-    """One of them. `pid` is its init as the machine counts."""
+    """A host; `pid` is the number of its init on the machine."""
 
     name: str
     address: str
@@ -117,7 +117,7 @@ class Host:
         self.run("ip", "link", "set", "eth0", "down")
 
     def kill(self) -> None:
-        """The end of the host and of all its processes, network and file systems."""
+        """End the host with all its processes, network and file systems."""
         with suppress(ProcessLookupError):  # it is dead already
             os.kill(self.pid, signal.SIGKILL)
 
@@ -206,7 +206,7 @@ class Driver:
         threading.Thread(target=self._pump, daemon=True).start()
 
     def read(self, word: str, *, timeout_s: float) -> Any:
-        """What the next line that begins with `word` says; lines before it are passed over.
+        """Read the JSON of the next line that begins with `word`; skip the lines before it.
 
         Raises:
             AssertionError: none came in time, or the driver ended; with the end of what it printed to stderr.
@@ -266,7 +266,7 @@ def _init(name: str, environment: Mapping[str, str]) -> Iterator[int]:
 
 
 def _host_environment() -> dict[str, str]:
-    """What every process of a run's hosts gets: nothing that names a Ray or a place of the machine itself."""
+    """Environment of every process of a run's hosts, which names no Ray and no place of the machine itself."""
     # What vLLM has torch compile, 20 s an engine, is kept there; else every engine of every host would compile it anew.
     compiled = Path("/tmp") / f"torchinductor_{getpass.getuser()}"
     compiled.mkdir(exist_ok=True)

@@ -25,7 +25,7 @@ from slipstream.workers.learners import RemoteLearner, start_ranks
 from slipstream.workers.session import connect, on_node
 from tests.conftest import _make_policy
 
-NUM_STEPS = 20
+NUM_STEPS = 16
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
 _LENGTHS = (7, 12, 9, 15)
 
@@ -85,7 +85,7 @@ def _train(checkpoint: Path, policy: Path, addresses: Sequence[str], answer_time
 
 
 def write_where_it_must_fail(directory: str, address: str, go_on: str) -> tuple[str, str]:
-    """What a rank on that host says when its host's memory is full, and to a directory that the driver alone has.
+    """Write where a rank must fail: into its host's full memory, and into a directory of the driver alone.
 
     Says `loaded` and waits for the file `go_on` before it writes.
     """

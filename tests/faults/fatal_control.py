@@ -1,4 +1,4 @@
-"""What steers the engines of a refit, with a process that dies in the middle of one. Works in the learner's rank 0."""
+"""A control of the engines of a refit, in the learner's rank 0, in whose third transfer a process dies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FatalControl:
         return _made, (self._control, self._victim, self._mark)
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """As the real one, until it does not."""
+        """Update as the real control does, and kill the victim in the third transfer."""
         self._num_left -= 1
         if self._num_left == 0 and not self._mark.exists():
             self._mark.touch()

@@ -17,7 +17,7 @@ class FaultyEngine(VllmEngine):
     _faults: frozenset[str] = frozenset()
 
     def inject(self, *faults: str) -> None:
-        """From now on, fail in these ways."""
+        """Fail in these ways from now on."""
         self._faults = frozenset(faults)
         from vllm.v1.sample import rejection_sampler
         from vllm.v1.spec_decode import llm_base_proposer
@@ -55,7 +55,7 @@ class FaultyEngine(VllmEngine):
         return self.state()
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
-        """As the real one, unless its backend hides the tensors."""
+        """Return the real dtypes, unless the backend hides the tensors."""
         if "tensors hidden" in self._faults:
             raise LookupError("model.layers.0.mlp.experts.weight is empty: its backend hides it")
         return super().weight_dtypes(is_draft=is_draft)
@@ -65,7 +65,7 @@ class FaultyEngine(VllmEngine):
         self._llm.apply_model(lambda model: _flip(model, name))
 
     def check_again(self) -> None:
-        """What the engine does at its start."""
+        """Check the sampler as at the start."""
         self._check_sampler()
 
 

@@ -47,7 +47,7 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Deaths:
-    """Of one training: the n-th call of a method, in which the process behind it is killed; and the driver's own.
+    """Deaths in one training: of a process in the n-th call of a method, and of the driver.
 
     Attributes:
         own: after which step, and how many seconds later.
@@ -108,14 +108,14 @@ class NotedLearner(Mortal):
 
 
 def recipe_of(mode: str) -> Recipe:
-    """Of an arm whose draft learns at every step; the autopilot watches where it can, and tries k = 0."""
+    """Recipe of an arm whose draft learns at every step; the autopilot watches where it can, and tries k = 0."""
     autopilot = {"enabled": mode == "one_step_off", "patience_steps": 2}
     loop = {"mode": mode, "max_off_policy_steps": 1}
     return load_recipe("tiny", overrides={**SMALL, "draft": {**SMALL["draft"], "autopilot": autopilot}, "loop": loop})
 
 
 def all_prompts(policy: Path) -> tuple[Prompt, ...]:
-    """As many as the whole training takes, so that each is trained on once."""
+    """Prompts of the whole training, each of which is trained on once."""
     return tuple(additions(policy, num=NUM_STEPS * PROMPTS_PER_STEP))
 
 
@@ -127,7 +127,7 @@ def batches(policy: Path) -> list[list[str]]:
 
 
 def train(training: Training, policy: Path, draft: Path, directory: Path) -> None:
-    """Train, or go on from the last checkpoint."""
+    """Train from the last checkpoint, if there is one."""
     from slipstream.drafts.methods import speculative_config
     from slipstream.train import arm
     from slipstream.workers import engines, learners

@@ -137,6 +137,6 @@ def test_nothing_in_the_library_unpickles_or_evaluates() -> None:
 
 
 def _takes_a_safe_loader(call: ast.Call) -> bool:
-    """Of yaml.load. `tests/unit/test_config.py` shows that the one of that name builds no objects."""
+    """Loaders of yaml.load. `tests/unit/test_config.py` shows that the one of that name builds no objects."""
     loaders = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "Loader"]
     return loaders == ["_SafeLoader"]

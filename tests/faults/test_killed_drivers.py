@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -23,11 +24,14 @@ _KILLED = -signal.SIGKILL
 
 
 def live(life: int, policy: Path, draft: Path, directory: Path) -> tuple[int, str]:
-    """How the driver ended, and what it said."""
+    """Run a driver on the Ray of these tests; return its exit status and its output."""
+    import ray
+
     log = directory / f"life-{life}.log"
     command = [sys.executable, "-m", "tests.faults.mortal_driver", str(policy), str(draft), str(directory), str(life)]
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         try:
             status = process.wait(_LIFE_S)
         finally:
@@ -58,7 +62,10 @@ def num_regenerated(record: ArmRecord) -> int:
 
 
 def test_every_group_is_trained_on_once_whoever_is_killed(
-    tmp_path: Path, make_policy: Callable[[Path, int], Path], make_draft: Callable[[Path, Path, int], Path]
+    tmp_path: Path,
+    make_policy: Callable[[Path, int], Path],
+    make_draft: Callable[[Path, Path, int], Path],
+    ray_session: None,
 ) -> None:
     """`LIVES` says who dies when."""
     policy = make_policy(tmp_path / "policy", 0)

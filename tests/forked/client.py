@@ -1,4 +1,4 @@
-"""What Ray starts as a worker: has a server fork the real one, and lives as long as that does.
+"""Client that Ray starts as a worker: it has a server fork the real one, and lives as long as that does.
 
 Run as a file by an interpreter without site-packages: the standard library alone, and little of it.
 """

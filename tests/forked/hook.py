@@ -1,4 +1,4 @@
-"""What makes Ray start `client` for every worker that has an environment of its own."""
+"""Hook by which Ray starts `client` for every worker that has an environment of its own."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.forked.processes import fork_server
 
 
 def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list[Any]:
-    """What `function(rank, *args)` returns, in rank order.
+    """Run `function(rank, *args)` in a process for each rank; return the results in rank order.
 
     Raises:
         Exception: the first that a rank raised; a rank that waits for one that has failed is killed, not waited for.
@@ -33,7 +33,7 @@ def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s
 
 
 def free_ports(count: int) -> list[int]:
-    """Free, and below those that the system gives whoever asks for any: some of these are opened a minute later."""
+    """Find free ports below those that the system gives whoever asks for any: some are opened a minute later."""
     ports: list[int] = []
     for port in random.sample(range(20_000, 32_768), 2000):
         with socket.socket() as probe, contextlib.suppress(OSError):

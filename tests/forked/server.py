@@ -84,7 +84,7 @@ def _received(connection: socket.socket) -> tuple[dict[str, Any], Sequence[int]]
 
 
 def _enter_namespaces(client: int) -> None:
-    """Those of the client, where they are others: it may run on a host or in a pod that tests have made."""
+    """Enter the namespaces of the client where they differ: it may run on a host or in a pod of a test."""
     own, theirs = (Path(f"/proc/{pid}/ns") for pid in ("self", client))
     others = [name for name in _NAMESPACES if os.readlink(own / name) != os.readlink(theirs / name)]
     files = [os.open(theirs / name, os.O_RDONLY) for name in others]
@@ -103,7 +103,7 @@ def _show_environment() -> None:
 
 
 def _reseed() -> None:
-    """Else all workers would draw the same; `random` does so by itself."""
+    """Seed numpy anew, without which all workers would draw the same; `random` does so by itself."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 

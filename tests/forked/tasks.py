@@ -14,7 +14,7 @@ _IMPORTED = ("flytekit.bin.entrypoint", "kubernetes.client", "matplotlib.axes", 
 
 
 def forked(script: str, *arguments: str) -> list[str]:
-    """What runs a script of Python in a process of its own; the status is 0 whatever the script's."""
+    """Command that runs a script of Python in a process of its own; the status is 0 whatever the script's."""
     return [sys.executable, "-I", "-S", str(Path(__file__).with_name("client.py")), str(_sockets()), script, *arguments]
 
 

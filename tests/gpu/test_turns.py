@@ -5,20 +5,16 @@ What is free is read from the driver, over all processes: memory that torch or v
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
-from slipstream.learner.config import LearnerConfig, ParallelConfig, ScratchConfig
+from slipstream.learner.config import LearnerConfig, ScratchConfig
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.refit.channel import open_channel
 from slipstream.refit.config import RefitConfig
@@ -26,6 +22,7 @@ from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import RefitGate
 from slipstream.train.recovery import FaultTolerantEngines
 from slipstream.types import Dtype, TrainBatch
+from tests.gpu.ends import SAMPLING, learner_and_engine
 from tests.small import PROMPTS, tokens
 
 pytestmark = [
@@ -38,10 +35,6 @@ VOCAB = 8192
 SCRATCH = ScratchConfig(hidden_size=1024, num_layers=8, num_attention_heads=16, head_dim=64, ffn_hidden_size=3072)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-4)
 SEQUENCES = [np.random.default_rng(i).integers(0, VOCAB, 100).tolist() for i in range(4)]
-ENGINE = EngineConfig(
-    max_model_len=128, max_num_seqs=16, dtype=Dtype.BFLOAT16, enforce_eager=False, gpu_memory_utilization=0.3
-)
-SAMPLING = SamplingConfig(temperature=0.0, max_response_tokens=24)
 
 
 def _free() -> int:
@@ -81,38 +74,8 @@ def _numbers(policy: MegatronPolicy) -> list[torch.Tensor]:
     ]
 
 
-@contextmanager
-def _ends(models: dict[str, Path]) -> Iterator[tuple[Any, Any]]:
-    """An engine that can rest, with `old`, and a learner that trains `new`, which starts when the engine rests."""
-    import ray
-
-    from slipstream.engine.vllm_engine import VllmEngine, process_environment
-    from slipstream.workers.calls import Deadline, Worker
-    from slipstream.workers.engines import RemoteEngine
-    from slipstream.workers.learner_process import LearnerProcess
-    from slipstream.workers.learners import RemoteLearner
-    from slipstream.workers.session import actor_environment
-
-    deadline = Deadline(300.0, "fixed")
-    environment = {"env_vars": actor_environment(process_environment(ENGINE))}
-    engine: Any = ray.remote(VllmEngine).options(num_gpus=0.5, runtime_env=environment)
-    actor = engine.remote(models["old"], config=ENGINE, speculative_config=None, can_sleep=True)
-    engines = RemoteEngine([Worker(actor, "engine 0")], deadline)
-    learner: Any = None
-    try:
-        engines.states()  # it measures the free memory first
-        process: Any = ray.remote(LearnerProcess).options(num_gpus=0.5)
-        config = LearnerConfig(max_tokens_per_microbatch=1024, dtype=Dtype.BFLOAT16)
-        learner = RemoteLearner([Worker(process.remote(config), "learner rank 0")], ParallelConfig(), deadline)
-        yield learner, engines
-    finally:
-        engines.close()
-        if learner is not None:
-            learner.close()
-
-
 def test_an_engine_without_its_cache_is_refitted_and_then_generates(models: dict[str, Path], ray_session: None) -> None:
-    with _ends(models) as (_, engines):
+    with learner_and_engine(models, can_sleep=True) as (_, engines):
         before = engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)
         free = _free()
 
@@ -134,7 +97,7 @@ def test_an_engine_without_its_cache_is_refitted_and_then_generates(models: dict
 
 
 def test_steps_of_learner_and_engine_in_turn_over_ipc(models: dict[str, Path], ray_session: None) -> None:
-    with _ends(models) as (learner, engines):
+    with learner_and_engine(models, can_sleep=True) as (learner, engines):
         engines.sleep()
         learner.load(models["new"], OPTIMIZER)
         config = RefitConfig(bucket_mib=1.0)

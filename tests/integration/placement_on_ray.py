@@ -57,7 +57,7 @@ def layout(*, engine_tensor: int = 1, timeout_s: float = 60.0, nodes: int = 2, p
 
 
 def report(reservation: placement.Reservation, *, num_sets: int) -> dict[str, Any]:
-    """Where actors find themselves: every learner rank, and the first worker of every engine of `num_sets` sets."""
+    """Ask every learner rank, and the first worker of every engine of `num_sets` sets, where it runs."""
     here: Any = ray.remote(Here)
     plan = reservation.plan
     ranks: list[Any] = [
@@ -86,7 +86,7 @@ def _seat(seat: placement.Seat) -> dict[str, Any]:
 
 
 def refused(reserve: Any) -> dict[str, Any]:
-    """The error of something that cannot be placed, and how long it took."""
+    """Try what cannot be placed; return its error and its seconds."""
     start = time.monotonic()
     try:
         reserve()
@@ -96,7 +96,7 @@ def refused(reserve: Any) -> dict[str, Any]:
 
 
 def start_error(start: Callable[..., Any], where: Layout) -> str:
-    """What ends the start of learner or engines that are to have GPUs, where there are none."""
+    """Start a learner or engines on GPUs that do not exist; return the error."""
     try:
         with start(LearnerConfig(parallel=where.parallel, num_threads=1), layout=where):
             return "started"
@@ -105,7 +105,7 @@ def start_error(start: Callable[..., Any], where: Layout) -> str:
 
 
 def engine_of(_: LearnerConfig, *, layout: Layout) -> Any:
-    """Engines of a policy that they never come to read."""
+    """Start engines of a policy that they never come to read."""
     policy = Path(sys.argv[1]).with_name("policy")
     policy.mkdir()
     (policy / "config.json").write_text("{}")
@@ -115,7 +115,7 @@ def engine_of(_: LearnerConfig, *, layout: Layout) -> Any:
 
 
 def lost_node(cluster: Cluster) -> dict[str, Any]:
-    """What becomes of a reservation of two nodes of which one is lost, with a third to spare."""
+    """Remove one of the two nodes of a reservation, with a third to spare; return where its actors are then."""
     pair = layout(per_node=2)
     here: Any = ray.remote(Here)
 
@@ -153,14 +153,14 @@ def main() -> None:
     pairs = layout(engine_tensor=2)
     held = placement.reserve(pairs)
     found["pairs"] = report(held, num_sets=2)  # two engine sets and the learner in the same bundles
-    found["busy"] = refused(lambda: placement.reserve(layout(timeout_s=4.0, per_node=2)))
+    found["busy"] = refused(lambda: placement.reserve(layout(timeout_s=2.0, per_node=2)))
     held.release()
 
     wide = placement.reserve(layout(engine_tensor=4, per_node=2))
     found["wide"] = report(wide, num_sets=1)
     wide.release()
 
-    found["too_large"] = refused(lambda: placement.reserve(layout(timeout_s=3.0, nodes=3)))
+    found["too_large"] = refused(lambda: placement.reserve(layout(timeout_s=2.0, nodes=3)))
 
     # The library's own learner, through the reservation that stages share.
     ranks = Layout(

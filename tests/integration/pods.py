@@ -50,7 +50,7 @@ class Attempt:
 
 @dataclass
 class Cluster:
-    """Where pods run, and what they did."""
+    """A cluster that runs pods, and a record of their attempts."""
 
     client: Any  # boto3's, of the S3 server
     endpoint: str
@@ -58,6 +58,7 @@ class Cluster:
     execution: str
     environment: dict[str, str] = field(default_factory=dict)
     ray_address: str = ""  # of a Ray that outlives the pods; empty: each starts its own
+    own_ray: frozenset[str] = frozenset()  # nodes whose pods start their own all the same
     num_at_once: int = 2  # pods; each starts on one core, for as long as it works
     attempts: list[Attempt] = field(default_factory=list)
 
@@ -116,7 +117,7 @@ class Cluster:
         raise AssertionError("the last attempt returns or raises")
 
     def uploaded_bytes(self, node: str) -> int:
-        """What the pods of a node have put into the object store."""
+        """Count the bytes that the pods of a node have put into the object store."""
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=_BUCKET, Prefix=f"raw/{node}/")
         return sum(item["Size"] for page in pages for item in page.get("Contents", []))
 
@@ -131,7 +132,9 @@ class Cluster:
 
         prefix = f"metadata/{self.execution}/{node}/data/{number}"
         start_s = time.perf_counter()
-        status, log = self._pod(_command(task, node, number, self.execution), task, f"{node}-{number}", watcher)
+        environment = {} if node in self.own_ray or not self.ray_address else {"RAY_ADDRESS": self.ray_address}
+        command = _command(task, node, number, self.execution)
+        status, log = self._pod(command, task, f"{node}-{number}", environment, watcher)
         elapsed_s = time.perf_counter() - start_s
         kind, message = _LOST, f"exit status {status}"
         names = {item["Key"] for item in self.client.list_objects_v2(Bucket=_BUCKET, Prefix=prefix).get("Contents", [])}
@@ -144,7 +147,9 @@ class Cluster:
             execution=self.execution, node=node, number=number, kind=kind, message=message, log=log, elapsed_s=elapsed_s
         )
 
-    def _pod(self, command: Sequence[str], task: Any, name: str, watcher: Watcher | None) -> tuple[int | None, str]:
+    def _pod(
+        self, command: Sequence[str], task: Any, name: str, environment: dict[str, str], watcher: Watcher | None
+    ) -> tuple[int | None, str]:
         working = self.directory / self.execution / name
         working.mkdir(parents=True)
         scratch = tempfile.mkdtemp(prefix="pod", dir="/tmp")  # short: sockets lie in it
@@ -152,8 +157,8 @@ class Cluster:
             command=tuple(command),
             working=working,
             log=working.parent / f"{name}.log",
-            environment=self._environment(task, working) | {"TMPDIR": scratch},
-            has_small_shm=os.geteuid() == 0 and not self.ray_address,  # Ray's processes are not the pod's otherwise
+            environment=self._environment(task, working) | environment | {"TMPDIR": scratch},
+            has_small_shm=os.geteuid() == 0 and not environment,  # Ray's processes are not the pod's otherwise
         )
         try:
             running = start(pod)
@@ -180,7 +185,6 @@ class Cluster:
             "TORCHINDUCTOR_CACHE_DIR": str(Path("/tmp") / f"torchinductor_{getpass.getuser()}"),
             # With the working directory, as every process that the pod starts has it too, and is known by it.
             "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), str(working), os.environ.get("PYTHONPATH")))),
-            **({"RAY_ADDRESS": self.ray_address} if self.ray_address else {}),
             **self.environment,
         }
 

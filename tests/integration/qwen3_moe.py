@@ -36,7 +36,7 @@ def write_model(path: Path, *, seed: int, normalizes: bool = True, expert_width:
 
 
 def sequences() -> list[list[int]]:
-    """Of different lengths: two ranks need different numbers of micro-batches for them."""
+    """Sequences of different lengths, for which two ranks need different numbers of micro-batches."""
     rng = np.random.default_rng(0)
     return [rng.integers(0, VOCAB, length).tolist() for length in (31, 6, 29, 5, 30)]
 

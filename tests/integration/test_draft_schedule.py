@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,16 +31,21 @@ def drafted(result: GenerationResult) -> tuple[int, ...]:
     return result.acceptance.drafted_by_position
 
 
+def start(models: dict[str, Path], schedule: tuple[ScheduleEntry, ...] = ()) -> AbstractContextManager[Any]:
+    """An engine that is kept idle; several tests take the one that drafts by the table."""
+    from slipstream.workers.engines import start_engine
+
+    config = replace(ENGINE, max_model_len=256, num_kept_idle=1)
+    draft = speculative_config(DRAFT, models["old_draft"], 4, schedule=schedule) if schedule else None
+    return start_engine(models["old"], config=config, speculative_config=draft)
+
+
 def test_the_length_follows_the_running_batch_and_can_be_set_to_0_and_back(
     models: dict[str, Path], ray_session: None
 ) -> None:
-    from slipstream.workers.engines import start_engine
-
-    policy, draft = models["old"], models["old_draft"]
-    with start_engine(policy, config=ENGINE) as engine:
+    with start(models) as engine:
         plain = engine.generate(PROMPTS, sampling=GREEDY, group_size=1, seed=1)
-    speculative = speculative_config(DRAFT, draft, 4, schedule=TABLE)
-    with start_engine(policy, config=ENGINE, speculative_config=speculative) as engine:
+    with start(models, TABLE) as engine:
         many = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
         few = engine.generate(PROMPTS[:1], sampling=SAMPLING, group_size=2, seed=1)
         greedy = engine.generate(PROMPTS, sampling=GREEDY, group_size=1, seed=1)
@@ -62,44 +69,36 @@ def test_the_length_follows_the_running_batch_and_can_be_set_to_0_and_back(
     assert again.acceptance == alone.acceptance
 
 
-def test_an_idle_engine_is_handed_on_with_the_table_that_it_was_started_with(
-    models: dict[str, Path], ray_session: None
-) -> None:
-    from slipstream.workers import engines
-
-    policy, draft = models["old"], models["old_draft"]
-    config = replace(ENGINE, num_kept_idle=1)
-    speculative = speculative_config(DRAFT, draft, 4, schedule=TABLE)
-    with engines.start_engine(policy, config=config, speculative_config=speculative) as engine:
-        before = engine.generate(PROMPTS[:1], sampling=SAMPLING, group_size=2, seed=1)
-        engine.draft_by(constant(0))
-    with engines.start_engine(policy, config=config, speculative_config=speculative) as engine:
-        after = engine.generate(PROMPTS[:1], sampling=SAMPLING, group_size=2, seed=1)
-        engine.close()
-    assert tokens(after) == tokens(before)
-    assert drafted(after) == drafted(before)
-
-
 def test_prompts_that_were_cached_without_drafts_are_drafted_for_as_any_other(
     models: dict[str, Path], ray_session: None
 ) -> None:
     """Prompts of more than a block of the prefix cache: at length 0 the draft's cache is filled all the same."""
-    from slipstream.workers.engines import start_engine
-
-    policy, draft = models["old"], models["old_draft"]
-    config = replace(ENGINE, max_model_len=256)
     prompts = tuple(
         Prompt(id=str(i), text="", token_ids=(2, *((7 * i + 3 * j) % 60 + 4 for j in range(200))), answer="")
         for i in range(2)
     )
-    speculative = speculative_config(DRAFT, draft, 4, schedule=constant(4))
-    with start_engine(policy, config=config, speculative_config=speculative) as engine:
+    with start(models, TABLE) as engine:
         engine.draft_by(constant(0))
         engine.generate(prompts, sampling=SAMPLING, group_size=2, seed=1)
         engine.draft_by(constant(4))
         cached = engine.generate(prompts, sampling=SAMPLING, group_size=2, seed=2)
-        engine.refit(policy, policy_version=0)  # forgets what is cached
+        engine.refit(models["old"], policy_version=0)  # forgets what is cached
         fresh = engine.generate(prompts, sampling=SAMPLING, group_size=2, seed=2)
     assert cached.acceptance is not None and cached.acceptance.num_accepted_tokens > 0
     assert tokens(cached) == tokens(fresh)
     assert cached.acceptance == fresh.acceptance
+
+
+def test_an_idle_engine_is_handed_on_with_the_table_that_it_was_started_with(
+    models: dict[str, Path], ray_session: None
+) -> None:
+    with start(models, TABLE) as engine:
+        (process,) = [each.pid for each in engine.engines]
+        before = engine.generate(PROMPTS[:1], sampling=SAMPLING, group_size=2, seed=1)
+        engine.draft_by(constant(0))
+    with start(models, TABLE) as engine:
+        assert [each.pid for each in engine.engines] == [process]
+        after = engine.generate(PROMPTS[:1], sampling=SAMPLING, group_size=2, seed=1)
+        engine.close()
+    assert tokens(after) == tokens(before)
+    assert drafted(after) == drafted(before)

@@ -37,7 +37,7 @@ LEARNERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> dict[str, Sequence[StepRecord]]:
-    """Of the speculative arm, by where the experts are."""
+    """Steps of the speculative arm, by where the experts are."""
     from slipstream.data.tokenizer import write_tokenizer
     from slipstream.drafts.eagle3 import build_draft, save_draft
 

@@ -69,7 +69,7 @@ class Chain:
         return json.loads(self.pods.fetched(output)[name])
 
     def attempts(self, node: str) -> list[str]:
-        """How the attempts at a node of the torn execution ended."""
+        """Kinds of end of the attempts at a node of the torn execution."""
         found = [attempt for attempt in self.pods.attempts if (attempt.execution, attempt.node) == (_TORN, node)]
         return [attempt.kind for attempt in found]
 
@@ -84,7 +84,7 @@ def _literals(task: Any, **values: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """What both executions handed on."""
+    """Outputs of both executions."""
 
     chain: Chain
     whole_draft: Any
@@ -128,7 +128,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Iterat
 
 
 def _kills(title: str, when: Callable[[Running], bool]) -> Watcher:
-    """Kills the process of an engine or a learner in the middle of a call, once `when` is so."""
+    """Kill the process of an engine or a learner in the middle of a call, once `when` is so."""
 
     actor, _, _ = title.partition(".")
 
@@ -153,7 +153,7 @@ def _kills(title: str, when: Callable[[Running], bool]) -> Watcher:
 
 
 def _kills_all(checkpoint: Path) -> Watcher:
-    """Kills learner and pod as soon as `checkpoint` is begun: a cluster of Ray goes with its job."""
+    """Kill learner and pod as soon as `checkpoint` is begun: a cluster of Ray ends with its job."""
 
     def watch(pod: Running) -> None:
         assert pod.wait_until(lambda: pod.says("going on from step")), pod.pod.log.read_text()[-3000:]

@@ -52,11 +52,17 @@ def _rank(rank: int, learner: LearnerConfig, port: int, model: Path) -> dict[str
     return result
 
 
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A model, and what one rank makes of it."""
+    model = mimo.write_model(tmp_path_factory.mktemp("single") / "model")
+    return model, _train(MegatronPolicy.load(model, learner=LEARNER, optimizer=OPTIMIZER), slice(None))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("learner", LEARNERS.values(), ids=LEARNERS)
-def test_two_ranks_teach_the_layer_what_one_does(learner: LearnerConfig, tmp_path: Path) -> None:
-    model = mimo.write_model(tmp_path / "model")
-    single = _train(MegatronPolicy.load(model, learner=LEARNER, optimizer=OPTIMIZER), slice(None))
+def test_two_ranks_teach_the_layer_what_one_does(learner: LearnerConfig, taught: tuple[Path, dict[str, Any]]) -> None:
+    model, single = taught
     (port,) = free_ports(1)
     got = on_ranks(2, _rank, learner, port, model)
     for rank in got:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,51 +18,42 @@ _MAX_REPORT_BYTES = 1_000_000  # a page with its figures in it
 _MAX_RECORD_BYTES = 200_000  # of a task's records; the data, with prompts and tokenizer, has the most
 
 
-@pytest.fixture
-def pods(tmp_path: Path) -> Iterator[Cluster]:
-    directory = tmp_path / "pods"
-    directory.mkdir()
-    with cluster(directory, "fchain") as started:
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the recipe and of what the pods share."""
+    return tmp_path_factory.mktemp("chain")
+
+
+@pytest.fixture(scope="module")
+def pods(directory: Path, ray_session: None) -> Iterator[Cluster]:
+    """Pods that share a Ray, as those of a Ray cluster do; that which trains has its own, and a small /dev/shm."""
+    import ray
+
+    with cluster(directory / "pods", "fchain") as started:
+        started.ray_address, started.own_ray = ray.get_runtime_context().gcs_address, frozenset({"train"})
         yield started
 
 
-def test_data_is_made_in_a_pod_once_and_taken_from_the_store_by_the_next_execution(
-    tmp_path: Path, pods: Cluster
+def inputs(directory: Path, **changes: Any) -> dict[str, str]:
+    recipe = write_small_recipe(directory / "smoke.yaml", changes)
+    return {"recipe": str(recipe), "run_root": str(directory / "shared")}
+
+
+@pytest.fixture(scope="module")
+def outputs(directory: Path, pods: Cluster) -> dict[str, dict[str, Any]]:
+    """Outputs of the whole chain, by node."""
+    from workflows.speculative_rl import speculative_rl
+
+    return pods.execute(speculative_rl, inputs(directory))
+
+
+def test_the_chain_runs_in_pods_of_its_own_and_moves_records_only(
+    pods: Cluster, outputs: dict[str, dict[str, Any]]
 ) -> None:
     from workflows.speculative_rl import speculative_rl
-
-    inputs = {"recipe": str(write_small_recipe(tmp_path / "smoke.yaml")), "run_root": str(tmp_path / "shared")}
-    first = pods.execute(speculative_rl, inputs, last="prepare-data")["prepare-data"]
-    pods.execution = "fagain"
-    second = pods.execute(speculative_rl, inputs, last="prepare-data")["prepare-data"]
-
-    made, taken = (pods.fetched(outputs["data"]) for outputs in (first, second))
-    assert "tokenizer/tokenizer.json" in made
-    assert not any(name.startswith("sources/") for name in made)
-    assert made == taken
-    assert "reused" in pods.attempts[-1].log
-
-
-def test_a_wrong_recipe_ends_in_the_first_pod_with_the_field_and_is_not_tried_again(
-    tmp_path: Path, pods: Cluster
-) -> None:
-    from workflows.speculative_rl import speculative_rl
-
-    recipe = write_small_recipe(tmp_path / "smoke.yaml", {"grpo": {"group_size": 1}})
-
-    with pytest.raises(TaskFailed, match=r"start-run: NON_RECOVERABLE(.|\n)*grpo.group_size must be >= 2"):
-        pods.execute(speculative_rl, {"recipe": str(recipe), "run_root": str(tmp_path / "shared")})
-    assert len(pods.attempts) == 1
-
-
-def test_the_chain_runs_in_pods_of_its_own_and_moves_records_only(tmp_path: Path, pods: Cluster) -> None:
-    from workflows.speculative_rl import speculative_rl
-
-    recipe = write_small_recipe(tmp_path / "smoke.yaml")
-    outputs = pods.execute(speculative_rl, {"recipe": str(recipe), "run_root": str(tmp_path / "shared")})
 
     assert [attempt.kind for attempt in pods.attempts] == [""] * len(pods.attempts)
-    (report,) = [literal for literal in outputs[speculative_rl.nodes[-1].id].values()]
+    (report,) = outputs[speculative_rl.nodes[-1].id].values()
     files = pods.fetched(report)
     assert set(files) == {"report.html", "report.json", "run.json", "drift.json", "deliverable.json"}
     assert json.loads(files["report.json"])["recipe"] == "smoke"
@@ -71,3 +63,28 @@ def test_the_chain_runs_in_pods_of_its_own_and_moves_records_only(tmp_path: Path
     for attempt in pods.attempts:
         working = pods.directory / pods.execution / f"{attempt.node}-{attempt.number}"
         assert not list(working.iterdir()), f"{attempt.node} left files in its pod"
+
+
+def test_the_next_execution_takes_its_data_from_the_store(
+    directory: Path, pods: Cluster, outputs: dict[str, dict[str, Any]]
+) -> None:
+    from workflows.speculative_rl import speculative_rl
+
+    made = pods.fetched(outputs["prepare-data"]["data"])
+    assert "tokenizer/tokenizer.json" in made
+    assert not any(name.startswith("sources/") for name in made)
+    pods.execution = "fagain"
+    again = pods.execute(speculative_rl, inputs(directory), last="prepare-data")["prepare-data"]
+    assert pods.fetched(again["data"]) == made
+    assert "reused" in pods.attempts[-1].log
+
+
+def test_a_wrong_recipe_ends_in_the_first_pod_with_the_field_and_is_not_tried_again(
+    directory: Path, pods: Cluster
+) -> None:
+    from workflows.speculative_rl import speculative_rl
+
+    pods.execution = "fwrong"
+    with pytest.raises(TaskFailed, match=r"start-run: NON_RECOVERABLE(.|\n)*grpo.group_size must be >= 2"):
+        pods.execute(speculative_rl, inputs(directory, grpo={"group_size": 1}))
+    assert [attempt.node for attempt in pods.attempts if attempt.execution == "fwrong"] == ["start-run"]

@@ -57,7 +57,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one method did: an engine that was refitted through the gate, and a fresh one of the new policy."""
+    """Answers of one method: of an engine before and after a refit through the gate, and of a fresh one."""
 
     method: DraftMethod
     before: GenerationResult

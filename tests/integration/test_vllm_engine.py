@@ -1,14 +1,19 @@
 """The real engine: reproducible, refitted exactly, its sampler fixed, and drafts that do not fit refused."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from slipstream.config import ConfigError
 from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.methods import speculative_config
+from slipstream.engine.config import EngineConfig
+from slipstream.engine.protocol import GenerationResult
 from slipstream.refit.fingerprint import ALL
 from slipstream.types import Prompt
 from tests.small import DRAFT, ENGINE, PROMPTS, SAMPLING, require_equal, require_logprobs_of, tokens
@@ -16,106 +21,93 @@ from tests.small import DRAFT, ENGINE, PROMPTS, SAMPLING, require_equal, require
 pytestmark = pytest.mark.slow
 
 
-def test_refit_of_policy_and_draft_equals_a_fresh_engine(models: dict[str, Path], ray_session: None) -> None:
+REPEATED = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, *range(20, 20 + i)), answer="") for i in range(8))
+
+
+def start(models: dict[str, Path], name: str, k: int, config: EngineConfig = ENGINE) -> AbstractContextManager[Any]:
     from slipstream.workers.engines import start_engine
 
-    def start(name: str):
-        draft = speculative_config(DRAFT, models[f"{name}_draft"], 3)
-        return start_engine(models[name], config=ENGINE, speculative_config=draft)
+    draft = speculative_config(DRAFT, models[f"{name}_draft"], k) if k else None
+    return start_engine(models[name], config=config, speculative_config=draft)
 
-    with start("old") as engine:
-        before = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
-        again = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
-        other = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=2)
-        assert tokens(before) == tokens(again)
-        assert tokens(before) != tokens(other)
-        engine.refit(
-            models["new"] / "model.safetensors",
-            policy_version=7,
-            draft=models["new_draft"] / "model.safetensors",
-            draft_version=3,
-        )
-        refitted = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
-    with start("new") as engine:
-        fresh = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
+
+@pytest.fixture(scope="module")
+def engine(models: dict[str, Path], ray_session: None) -> Iterator[Any]:
+    """An engine with three draft tokens that holds the old policy and draft; tests refit it in their order."""
+    with start(models, "old", 3) as started:
+        yield started
+
+
+def generated(engine: Any, *, seed: int = 1) -> GenerationResult:
+    return engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=seed)
+
+
+def test_rollout_logprobs_are_the_policys_at_the_sampling_temperature(engine: Any, models: dict[str, Path]) -> None:
+    result = generated(engine)
+    assert result.acceptance is not None
+    assert result.acceptance.num_drafts > 0
+    require_logprobs_of(models["old"], result, temperature=SAMPLING.temperature)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_one_engine_and_three_draw_the_same_rollouts(engine: Any, models: dict[str, Path], k: int) -> None:
+    """Whatever the order, the batch and the engine: two slots an engine make the three of them pull from the queue."""
+    with nullcontext(engine) if k else start(models, "old", 0) as alone:
+        one = alone.generate(REPEATED, sampling=SAMPLING, group_size=2, seed=1)
+    with start(models, "old", k, replace(ENGINE, num_engines=3, max_num_seqs=2)) as engines:
+        three = engines.generate(REPEATED[::-1], sampling=SAMPLING, group_size=2, seed=1)
+    assert [group.prompt for group in three.groups] == list(REPEATED[::-1])
+    assert tokens(one) == tokens(replace(three, groups=three.groups[::-1]))
+    assert len(set(tokens(one))) == 16  # no two rollouts of a group share their draws
+    assert one.engine_idle_fraction == 0.0
+    assert 0.0 < three.engine_idle_fraction < 1.0
+    assert one.acceptance == three.acceptance
+    assert (one.acceptance is None) == (k == 0)
+
+
+def test_an_engine_gives_its_cache_back_as_far_as_a_cpu_lets_it_is_refitted_and_goes_on(
+    engine: Any, models: dict[str, Path]
+) -> None:
+    """vLLM's CPU worker refuses the last call alone: all before it, the completed pause above all, is vLLM's own."""
+    before = generated(engine)
+    resets = engine.states()[0].num_prefix_cache_resets
+    with pytest.raises(RuntimeError, match="Selective discard is not supported on CPU"):
+        engine.sleep()
+    engine.sleep()  # it sleeps already
+    (state,) = engine.refit(models["old"] / "model.safetensors", policy_version=1)
+    assert (state.policy_version, state.num_prefix_cache_resets) == (1, resets + 1)
+    (fingerprints,) = engine.start_fingerprints(is_draft=False, turn=ALL)()
+    assert fingerprints
+    require_equal(generated(engine), before)
+
+
+def test_refit_of_policy_and_draft_equals_a_fresh_engine(engine: Any, models: dict[str, Path]) -> None:
+    before, again, other = generated(engine), generated(engine), generated(engine, seed=2)
+    assert tokens(before) == tokens(again)
+    assert tokens(before) != tokens(other)
+    files = {name: path / "model.safetensors" for name, path in models.items()}
+    engine.refit(files["new"], policy_version=7, draft=files["new_draft"], draft_version=3)
+    refitted = generated(engine)
+    with start(models, "new", 3) as started:
+        fresh = generated(started)
     assert tokens(refitted) != tokens(before)
     require_equal(refitted, fresh)
     first = refitted.groups[0].rollouts[0]
     assert (first.policy_version, first.draft_version) == (7, 3)
 
 
-@pytest.mark.parametrize("k", [0, 3])
-def test_one_engine_and_three_draw_the_same_rollouts(models: dict[str, Path], ray_session: None, k: int) -> None:
-    """Whatever the order, the batch and the engine: two slots an engine make the three of them pull from the queue."""
-    from slipstream.workers.engines import start_engine
-
-    draft = speculative_config(DRAFT, models["old_draft"], k) if k else None
-    prompts = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, *range(20, 20 + i)), answer="") for i in range(8))
-    results = {}
-    for name, config, order in (
-        ("one", ENGINE, prompts),
-        ("three", replace(ENGINE, num_engines=3, max_num_seqs=2), prompts[::-1]),
-    ):
-        with start_engine(models["old"], config=config, speculative_config=draft) as engine:
-            results[name] = engine.generate(order, sampling=SAMPLING, group_size=2, seed=1)
-    one, three = results["one"], results["three"]
-    assert [group.prompt for group in three.groups] == list(prompts[::-1])
-    assert tokens(one) == tokens(replace(three, groups=three.groups[::-1]))
-    assert len(set(tokens(one))) == 16  # no two rollouts of a group share their draws
-    assert one.engine_idle_fraction == 0.0
-    assert 0.0 < three.engine_idle_fraction < 1.0
-    if one.acceptance is not None and three.acceptance is not None:
-        assert one.acceptance == three.acceptance
-
-
-def test_an_engine_gives_its_cache_back_as_far_as_a_cpu_lets_it_is_refitted_and_goes_on(
-    models: dict[str, Path], ray_session: None
-) -> None:
-    """vLLM's CPU worker refuses the last call alone: all before it, the completed pause above all, is vLLM's own."""
-    from slipstream.workers.engines import start_engine
-
-    draft = speculative_config(DRAFT, models["old_draft"], 3)
-    with start_engine(models["old"], config=ENGINE, speculative_config=draft) as engine:
-        before = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
-        with pytest.raises(RuntimeError, match="Selective discard is not supported on CPU"):
-            engine.sleep()
-        engine.sleep()  # it sleeps already
-        (state,) = engine.refit(models["old"] / "model.safetensors", policy_version=1)
-        assert (state.policy_version, state.num_prefix_cache_resets) == (1, 1)
-        (fingerprints,) = engine.start_fingerprints(is_draft=False, turn=ALL)()
-        assert fingerprints
-        again = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
-    require_equal(again, before)
-
-
 def test_prompts_longer_than_a_step_of_the_engine_are_not_cut_into_chunks(
     models: dict[str, Path], ray_session: None
 ) -> None:
     """A seeded request whose prompt is computed in chunks would end vLLM's engine on a CPU."""
-    from slipstream.workers.engines import start_engine
-
     prompts = tuple(
         Prompt(id=str(i), text="", token_ids=(2, *((7 * i + 3 * j) % 60 + 4 for j in range(90))), answer="")
         for i in range(4)
     )
     config = replace(ENGINE, max_num_seqs=2)  # so vLLM takes at most 2 x 128 tokens a step, less than three prompts
-    draft = speculative_config(DRAFT, models["old_draft"], 3)
-    with start_engine(models["old"], config=config, speculative_config=draft) as engine:
-        result = engine.generate(prompts, sampling=SAMPLING, group_size=4, seed=1)
+    with start(models, "old", 3, config) as started:
+        result = started.generate(prompts, sampling=SAMPLING, group_size=4, seed=1)
     assert len(set(tokens(result))) == 16
-
-
-def test_rollout_logprobs_are_the_policys_at_the_sampling_temperature(
-    models: dict[str, Path], ray_session: None
-) -> None:
-    from slipstream.workers.engines import start_engine
-
-    draft = speculative_config(DRAFT, models["old_draft"], 3)
-    with start_engine(models["old"], config=ENGINE, speculative_config=draft) as engine:
-        result = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
-    assert result.acceptance is not None
-    assert result.acceptance.num_drafts > 0
-    require_logprobs_of(models["old"], result, temperature=SAMPLING.temperature)
 
 
 def test_a_draft_that_fits_is_accepted_and_one_whose_positions_end_early_refused(models: dict[str, Path]) -> None:

@@ -14,7 +14,8 @@ from slipstream.evaluation import EvaluationConfig, avg_at_k, evaluate, maj_at_k
 from slipstream.rewards.config import RewardConfig
 from slipstream.rewards.verifier import Verifier
 from slipstream.statistics import wilson_ci95
-from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
+from slipstream.types import Prompt, RolloutGroup
+from tests.unit.sampled import rollout
 
 # Tokens are code points: 0 ends a response.
 PROMPTS = tuple(
@@ -34,24 +35,19 @@ class ReplayEngine:
     ) -> GenerationResult:
         self.calls.append((sampling, group_size, seed))
         groups = tuple(
-            RolloutGroup(prompt=p, rollouts=tuple(rollout(p, r) for r in self.responses[p.id])) for p in prompts
+            RolloutGroup(
+                prompt=p,
+                rollouts=tuple(
+                    rollout(tuple(map(ord, text)), prompt_id=p.id, is_cut=not text.endswith("\0"))
+                    for text in self.responses[p.id]
+                ),
+            )
+            for p in prompts
         )
         return GenerationResult(groups=groups, acceptance=None, generation_s=0.0)
 
     def close(self) -> None:
         self.responses = {}
-
-
-def rollout(prompt: Prompt, response: str) -> Rollout:
-    ids = tuple(map(ord, response))
-    return Rollout(
-        prompt_id=prompt.id,
-        token_ids=ids,
-        rollout_logprobs=(0.0,) * len(ids),
-        finish_reason=FinishReason.STOP if response.endswith("\0") else FinishReason.LENGTH,
-        policy_version=0,
-        draft_version=None,
-    )
 
 
 def decode(prompt: Sequence[int], response: Sequence[int]) -> str:

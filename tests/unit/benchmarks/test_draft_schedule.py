@@ -11,21 +11,14 @@ from slipstream.drafts.length import constant
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.recipe import load_recipe
-from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
+from slipstream.types import Prompt, RolloutGroup
+from tests.unit.sampled import rollout
 
 PROMPT = Prompt(id="0", text="", token_ids=(1,), answer="")
 
 
 def result(seconds: float, num_tokens: int = 100) -> GenerationResult:
-    rollout = Rollout(
-        prompt_id="0",
-        token_ids=(7,) * num_tokens,
-        rollout_logprobs=(-1.0,) * num_tokens,
-        finish_reason=FinishReason.STOP,
-        policy_version=0,
-        draft_version=0,
-    )
-    groups = (RolloutGroup(prompt=PROMPT, rollouts=(rollout,)),)
+    groups = (RolloutGroup(prompt=PROMPT, rollouts=(rollout((7,) * num_tokens, -1.0, draft_version=0),)),)
     return GenerationResult(groups=groups, acceptance=None, generation_s=seconds)
 
 

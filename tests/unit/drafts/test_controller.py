@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from slipstream.drafts.controller import Staleness
 from slipstream.records.steps import AcceptanceStats, DraftDecision
+from tests.unit.sampled import accepted
 
 GENERATION_S = 10.0
 NUM_DRAFTS = 1_000_000  # so many that chance explains next to nothing
@@ -18,25 +19,16 @@ LENGTHS = st.floats(1.0, 4.0)
 SERIES = st.lists(st.tuples(LENGTHS, st.none() | st.floats(0.01, 10.0)), max_size=30)
 
 
-def accepted(length: float, num_drafts: int = NUM_DRAFTS) -> AcceptanceStats:
+def drafted(length: float, num_drafts: int = NUM_DRAFTS) -> AcceptanceStats:
     """Drafts of three tokens that are accepted whole or not at all, of this mean length."""
-    whole = round((length - 1.0) / 3.0 * num_drafts)
-    return AcceptanceStats(
-        num_drafts=num_drafts,
-        num_draft_tokens=3 * num_drafts,
-        num_accepted_tokens=3 * whole,
-        accepted_by_position=(whole,) * 3,
-        mean_acceptance_length=1.0 + 3 * whole / num_drafts,
-        acceptance_rate=whole / num_drafts,
-        rate_by_position=(whole / num_drafts,) * 3,
-    )
+    return accepted(num_drafts, *(round((length - 1.0) / 3.0 * num_drafts),) * 3)
 
 
 def after(*lengths: float, state: Staleness | None = None) -> Staleness:
     """After steps of these lengths."""
     state = state or Staleness()
     for length in lengths:
-        state = state.observed(accepted(length), GENERATION_S)
+        state = state.observed(drafted(length), GENERATION_S)
     return state
 
 
@@ -107,14 +99,14 @@ def test_what_the_draft_reached_before_rl_is_a_reference_and_a_greater_length_ta
 
 def test_a_fall_that_chance_explains_is_none() -> None:
     """100 drafts, half accepted whole: a standard error of 3 x 0.5 / 10 = 0.15 tokens, twice of which is 0.3."""
-    state = Staleness(reference=2.79).observed(accepted(2.5, num_drafts=100), GENERATION_S)
+    state = Staleness(reference=2.79).observed(drafted(2.5, num_drafts=100), GENERATION_S)
     assert not decided(state).trains
     assert decided(replace(state, reference=2.81)).trains
 
 
 def test_steps_in_which_nothing_was_drafted_tell_nothing() -> None:
     state = after(4.0, 3.0)
-    assert state.observed(None, 9.0) == state == state.observed(replace(accepted(1.0), num_drafts=0), 9.0)
+    assert state.observed(None, 9.0) == state == state.observed(replace(drafted(1.0), num_drafts=0), 9.0)
     decision = decided(Staleness())
     assert (decision.trains, decision.saved_s, decision.cost_s, decision.reference_length) == (False, 0.0, None, 1.0)
 
@@ -134,7 +126,7 @@ def moving(*, is_always: bool) -> tuple[float, float]:
         gap += 1.6 / 12 * math.exp(-number / 12) + 0.003
         lengths.append(4.0 - gap)
         generation_s = 8.0 * 4.0 / lengths[-1]
-        state = state.observed(accepted(lengths[-1]), generation_s)
+        state = state.observed(drafted(lengths[-1]), generation_s)
         if is_always or decided(state, generation_s=generation_s, horizon_steps=min(8, 127 - number)).trains:
             state, spent_s, gap = state.trained(1.0), spent_s + 1.0, 0.9 * gap
     return sum(lengths) / len(lengths), spent_s
@@ -175,7 +167,7 @@ def test_a_draft_is_trained_exactly_where_it_pays_and_is_due(
 ) -> None:
     state = Staleness()
     for length, training_s in series:
-        state = state.observed(accepted(length), generation_s)
+        state = state.observed(drafted(length), generation_s)
         decision = decided(state, generation_s=generation_s, horizon_steps=horizon_steps)
         cost_s = decision.cost_s or 0.0
         assert decision.trains == (decision.saved_s > cost_s and decision.lost_s >= cost_s)

@@ -35,8 +35,9 @@ from slipstream.drafts.length import (
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Engines, GenerationResult, RunningTime
 from slipstream.records.stages import SweepPoint, TuningRecord
-from slipstream.records.steps import AcceptanceStats, AutopilotStep, ScheduleEntry
-from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
+from slipstream.records.steps import AutopilotStep, ScheduleEntry
+from slipstream.types import Prompt, RolloutGroup
+from tests.unit.sampled import accepted, rollout
 
 SAMPLING = SamplingConfig(max_response_tokens=8)
 PROMPTS = [Prompt(id=str(i), text="", token_ids=(1,), answer="") for i in range(8)]
@@ -57,26 +58,9 @@ class TimedEngine:
         self.calls.append((self.k, batch))
         self.asked.append([prompt.id for prompt in prompts])
         self.settings.append((sampling, group_size, seed))
-        rollout = Rollout(
-            prompt_id="0",
-            token_ids=(7,) * (4 + self.k),
-            rollout_logprobs=(-1.0,) * (4 + self.k),
-            finish_reason=FinishReason.STOP,
-            policy_version=0,
-            draft_version=None,
-        )
-        groups = tuple(RolloutGroup(prompt=prompt, rollouts=(rollout,) * group_size) for prompt in prompts)
-        acceptance = None
-        if self.k:
-            acceptance = AcceptanceStats(
-                num_drafts=10,
-                num_draft_tokens=10 * self.k,
-                num_accepted_tokens=10,
-                accepted_by_position=(10,) + (0,) * (self.k - 1),
-                mean_acceptance_length=2.0,
-                acceptance_rate=1 / self.k,
-                rate_by_position=(1.0,) + (0.0,) * (self.k - 1),
-            )
+        one = rollout((7,) * (4 + self.k), -1.0)
+        groups = tuple(RolloutGroup(prompt=prompt, rollouts=(one,) * group_size) for prompt in prompts)
+        acceptance = accepted(10, 10, *(0,) * (self.k - 1)) if self.k else None
         return GenerationResult(groups=groups, acceptance=acceptance, generation_s=self.seconds[self.k, batch])
 
     def close(self) -> None:

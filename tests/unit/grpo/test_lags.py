@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from slipstream.grpo.config import Correction, Level, LossConfig
 from slipstream.grpo.lags import effective_sample_size, lag_stats
 from slipstream.records.steps import LagStats
-from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, TrainBatch, VersionSpan
+from slipstream.types import Prompt, Rollout, RolloutGroup, TrainBatch, VersionSpan
+from tests.unit.sampled import rollout
 
 PROMPT = Prompt(id="0", text="0", token_ids=(1, 0), answer="7")
 CONFIG = LossConfig(correction=Correction.TOKEN, truncated_importance_sampling=2.0)
@@ -20,13 +21,9 @@ CONFIG = LossConfig(correction=Correction.TOKEN, truncated_importance_sampling=2
 
 def _rollout(num_tokens: int, *spans: tuple[int, int], version: int = 5) -> Rollout:
     """Of tokens with logprob 0; `spans` are pairs of version and number of tokens."""
-    return Rollout(
-        prompt_id="0",
-        token_ids=(7,) * num_tokens,
-        rollout_logprobs=(0.0,) * num_tokens,
-        finish_reason=FinishReason.STOP,
+    return rollout(
+        (7,) * num_tokens,
         policy_version=spans[0][0] if spans else version,
-        draft_version=None,
         versions=tuple(VersionSpan(policy_version=v, draft_version=None, num_tokens=n) for v, n in spans),
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -96,19 +98,6 @@ def test_attention_over_like_lengths_shares_a_rectangle(monkeypatch: pytest.Monk
     assert packing.plan_rectangles([10, 10, 3, 2]) == [(0, 4)]
 
 
-@pytest.mark.parametrize("lengths", [[3, 17], [0]])
-def test_a_sequence_that_does_not_fit_is_named(lengths: list[int]) -> None:
-    with pytest.raises(ValueError, match=rf"sequence {len(lengths) - 1} must have 1 to 16 .* got {lengths[-1]}"):
-        plan_microbatches(lengths, max_tokens=16)
-
-
-@given(LENGTHS, st.integers(32, 128))
-def test_every_sequence_is_in_one_microbatch_within_the_bound(lengths: list[int], max_tokens: int) -> None:
-    plan = plan_microbatches(lengths, max_tokens=max_tokens)
-    assert sorted(index for batch in plan for index in batch) == list(range(len(lengths)))
-    assert all(len(batch) * max(lengths[index] for index in batch) <= max_tokens for batch in plan)
-
-
 def test_packed_microbatches_are_few_and_about_equally_full() -> None:
     # 26 tokens need two of at most 16: 9, then 8 to the other, 4 to that with 8, 4 to that with 9, 1 to that with 12.
     assert plan_packed_microbatches([4, 9, 4, 8, 1], max_tokens=16) == [(1, 2), (3, 0, 4)]
@@ -116,19 +105,21 @@ def test_packed_microbatches_are_few_and_about_equally_full() -> None:
     assert plan_packed_microbatches([8, 8, 8], max_tokens=12) == [(0,), (1,), (2,)]
 
 
-@pytest.mark.parametrize("lengths", [[4, 17], [4, 0]])
-def test_a_sequence_that_does_not_fit_is_named_when_packed(lengths: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"sequence 1 must have 1 to 16 \(max_tokens_per_microbatch\) tokens"):
-        plan_packed_microbatches(lengths, max_tokens=16)
+@pytest.mark.parametrize("plan", [plan_microbatches, plan_packed_microbatches])
+@pytest.mark.parametrize("lengths", [[3, 17], [0], [4, 0]])
+def test_a_sequence_that_does_not_fit_is_named(plan: Any, lengths: list[int]) -> None:
+    named = rf"sequence {len(lengths) - 1} must have 1 to 16 \(max_tokens_per_microbatch\) tokens, got {lengths[-1]}"
+    with pytest.raises(ValueError, match=named):
+        plan(lengths, max_tokens=16)
 
 
 @given(LENGTHS, st.integers(32, 128))
-def test_packed_every_sequence_is_in_one_microbatch_within_the_bound_the_longest_first(
-    lengths: list[int], max_tokens: int
-) -> None:
-    plan = plan_packed_microbatches(lengths, max_tokens=max_tokens)
-    assert sorted(index for batch in plan for index in batch) == list(range(len(lengths)))
-    for batch in plan:
+def test_every_sequence_is_in_one_microbatch_within_the_bound(lengths: list[int], max_tokens: int) -> None:
+    padded, packed = (plan(lengths, max_tokens=max_tokens) for plan in (plan_microbatches, plan_packed_microbatches))
+    for plan in (padded, packed):
+        assert sorted(index for batch in plan for index in batch) == list(range(len(lengths)))
+    assert all(len(batch) * max(lengths[index] for index in batch) <= max_tokens for batch in padded)
+    for batch in packed:
         assert sum(lengths[index] for index in batch) <= max_tokens
         assert lengths[batch[0]] == max(lengths[index] for index in batch)
-    assert len(plan) <= 2 * -(-sum(lengths) // max_tokens)  # no two of them would fit into one
+    assert len(packed) <= 2 * -(-sum(lengths) // max_tokens)  # no two of them would fit into one

@@ -17,7 +17,8 @@ from slipstream.recipe import Recipe, load_recipe
 from slipstream.refit.channel import Location, here
 from slipstream.refit.config import Channel, EngineState, RefitError
 from slipstream.refit.fingerprint import Turn
-from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
+from slipstream.types import Prompt, Rollout, RolloutGroup
+from tests.unit.sampled import rollout
 
 SMALL = {
     "policy": {
@@ -117,18 +118,11 @@ def outcome(probe: Probe, recipe: Recipe, tools: Tools) -> str:
 def rollout_groups(prompts: Sequence[Prompt], group_size: int, version: int = 0) -> tuple[RolloutGroup, ...]:
     """Groups whose first rollout answers 7 and whose others answer 2."""
 
-    def rollout(prompt: Prompt, token: int) -> Rollout:
-        return Rollout(
-            prompt_id=prompt.id,
-            token_ids=(token, 2),
-            rollout_logprobs=(-0.5, -0.25),
-            finish_reason=FinishReason.STOP,
-            policy_version=version,
-            draft_version=None,
-        )
+    def answer(prompt: Prompt, token: int) -> Rollout:
+        return rollout((token, 2), (-0.5, -0.25), prompt_id=prompt.id, policy_version=version)
 
     return tuple(
-        RolloutGroup(prompt=prompt, rollouts=tuple(rollout(prompt, 2 if i else 7) for i in range(group_size)))
+        RolloutGroup(prompt=prompt, rollouts=tuple(answer(prompt, 2 if i else 7) for i in range(group_size)))
         for prompt in prompts
     )
 

@@ -19,6 +19,7 @@ from slipstream.records.steps import (
 from slipstream.report.page import render_page
 from slipstream.report.reference import read_reference
 from slipstream.types import Arm, StageTimes
+from tests.unit.sampled import accepted
 
 ON_CORES = read_record(RunRecord, Path(__file__).parents[1] / "golden" / "run.json")
 """`ASYNCHRONOUS` on two cores, kept as a file."""
@@ -42,19 +43,6 @@ def step(index: int, *, generation_s: float, reward: float, acceptance: Acceptan
     # Ten rollouts of 100 tokens: one truncated, two rewards late, three groups of equal rewards.
     kept = ON_CORES.arms[0].steps[0]
     return replace(kept, step=index, times=times, reward_mean=reward, acceptance=acceptance, policy_version=index)
-
-
-def accepted(num_drafts: int, *by_position: int) -> AcceptanceStats:
-    total = sum(by_position)
-    return AcceptanceStats(
-        num_drafts=num_drafts,
-        num_draft_tokens=num_drafts * len(by_position),
-        num_accepted_tokens=total,
-        accepted_by_position=by_position,
-        mean_acceptance_length=1 + total / num_drafts,
-        acceptance_rate=total / (num_drafts * len(by_position)),
-        rate_by_position=tuple(count / num_drafts for count in by_position),
-    )
 
 
 def point(k: int, speedup: float) -> SweepPoint:

@@ -25,7 +25,8 @@ from slipstream.study.study_page import COLUMNS, answers, label, study_text, wri
 from slipstream.study.variants import Setting, Study, Variant
 from slipstream.tracking.config import check_metrics
 from slipstream.types import Arm, Workload
-from tests.unit.report.handmade import accepted, step
+from tests.unit.report.handmade import step
+from tests.unit.sampled import accepted
 
 
 def setting(k: int, init: DraftInit = DraftInit.IN_DOMAIN, workload: Workload = Workload.RL_ZERO) -> Setting:

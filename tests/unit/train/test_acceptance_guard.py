@@ -11,19 +11,11 @@ import pytest
 from slipstream.engine.acceptance import sampling_deviation
 from slipstream.records.steps import AcceptanceStats
 from slipstream.train.acceptance_guard import AcceptanceCollapse, AcceptanceGuard
+from tests.unit.sampled import accepted
 
 
 def stats(*by_position: int, num_drafts: int = 1000) -> AcceptanceStats:
-    accepted = sum(by_position)
-    return AcceptanceStats(
-        num_drafts=num_drafts,
-        num_draft_tokens=num_drafts * len(by_position),
-        num_accepted_tokens=accepted,
-        accepted_by_position=by_position,
-        mean_acceptance_length=1 + accepted / num_drafts,
-        acceptance_rate=accepted / (num_drafts * len(by_position)),
-        rate_by_position=tuple(count / num_drafts for count in by_position),
-    )
+    return accepted(num_drafts, *by_position)
 
 
 def drawn(random: np.random.Generator, rate: float) -> AcceptanceStats:

@@ -25,7 +25,7 @@ from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.engine.protocol import GenerationResult, Portion
 from slipstream.engine.requests import GroupRequest, group_requests, rollout_seed
 from slipstream.grpo.loop_config import TooOld
-from slipstream.records.steps import AcceptanceStats, RefitCheck, StepRecord
+from slipstream.records.steps import RefitCheck, StepRecord
 from slipstream.refit.config import RefitError
 from slipstream.refit.gate import Export
 from slipstream.rewards.reward import RewardResult
@@ -35,6 +35,7 @@ from slipstream.train.loop import TrainedDraft, engine_seed
 from slipstream.train.pending import Pending, Scored
 from slipstream.train.queues import ThreadGroup
 from slipstream.types import Arm, Prompt, RolloutGroup
+from tests.unit.sampled import accepted
 from tests.unit.train.world import (
     CONFIG,
     GROUP_SIZE,
@@ -583,17 +584,7 @@ class NotingWorld(FlightWorld):
         time.sleep(FAST)
         portion = super().advance(max_s=max_s)
         ended_s = time.perf_counter() if self.works else start_s
-        num = self.num_drafts
-        accepted = AcceptanceStats(
-            num_drafts=num,
-            num_draft_tokens=num,
-            num_accepted_tokens=num // 2,
-            accepted_by_position=(num // 2,),
-            mean_acceptance_length=1.5 if num else 1.0,
-            acceptance_rate=0.5 if num else 0.0,
-            rate_by_position=(0.5 if num else 0.0,),
-        )
-        acceptance = accepted if len(self.longest_s) % 2 else None
+        acceptance = accepted(self.num_drafts, self.num_drafts // 2) if len(self.longest_s) % 2 else None
         num, self.num_lost = self.num_lost, 0
         return replace(portion, acceptance=acceptance, started_s=start_s, ended_s=ended_s, num_regenerated=num)
 

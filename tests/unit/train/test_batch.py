@@ -9,17 +9,11 @@ import numpy as np
 import pytest
 
 from slipstream.train.batch import assemble, mismatch
-from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, TrainBatch, VersionSpan
+from slipstream.types import Prompt, RolloutGroup, TrainBatch, VersionSpan
+from tests.unit.sampled import rollout
 
 PROMPT = Prompt(id="0", text="0", token_ids=(1, 0), answer="7")
-ROLLOUT = Rollout(
-    prompt_id="0",
-    token_ids=(7, 2),
-    rollout_logprobs=(-0.5, -0.25),
-    finish_reason=FinishReason.STOP,
-    policy_version=0,
-    draft_version=None,
-)
+ROLLOUT = rollout((7, 2), (-0.5, -0.25))
 GROUP = RolloutGroup(prompt=PROMPT, rollouts=(ROLLOUT, ROLLOUT))
 
 

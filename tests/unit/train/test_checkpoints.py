@@ -13,9 +13,10 @@ import pytest
 
 from slipstream import storage
 from slipstream.learner.checkpoint import CheckpointError, CheckpointWriteError
-from slipstream.records.steps import AcceptanceStats, Mismatch, RefitCheck, StepRecord, TrainStats
+from slipstream.records.steps import Mismatch, RefitCheck, StepRecord, TrainStats
 from slipstream.train.checkpoints import Checkpoints, Restored, _digest
 from slipstream.types import StageTimes
+from tests.unit.sampled import accepted
 from tests.unit.train.world import BareLearner
 
 STEP = StepRecord(
@@ -30,15 +31,7 @@ STEP = StepRecord(
     num_zero_signal_groups=7,
     train=TrainStats(loss=0.1, grad_norm=0.2, kl=0.3, clip_fraction=0.4, num_tokens=9, learning_rate=0.5),
     mismatch=Mismatch(k1=0.6, k3=0.7, mean=0.8, largest=0.9, outside_fraction=0.95),
-    acceptance=AcceptanceStats(
-        num_drafts=10,
-        num_draft_tokens=10,
-        num_accepted_tokens=5,
-        accepted_by_position=(5,),
-        mean_acceptance_length=1.5,
-        acceptance_rate=0.5,
-        rate_by_position=(0.5,),
-    ),
+    acceptance=accepted(10, 5),
     policy_version=0,
     draft_version=0,
     refit=RefitCheck(num_tensors=11, elapsed_s=0.15),

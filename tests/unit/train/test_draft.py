@@ -10,34 +10,26 @@ from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import AcceptanceStats, DraftDecision, DraftUpdate, StepRecord
 from slipstream.train.loop import Draft, TrainedDraft
+from tests.unit.sampled import accepted
 from tests.unit.train.test_metrics import STEP
 
 STALE = DraftConfig(aux_hidden_state_layer_ids=(0, 1, 2), online=DraftOnline.WHEN_STALE, online_horizon_steps=8)
 ALWAYS = replace(STALE, online=DraftOnline.ALWAYS)
 
 
-def accepted(length: float) -> AcceptanceStats:
+def drafted(length: float) -> AcceptanceStats:
     """So many drafts of one token that chance moves nothing."""
-    num_drafts, num_accepted = 10**12, round((length - 1) * 10**12)
-    return AcceptanceStats(
-        num_drafts=num_drafts,
-        num_draft_tokens=num_drafts,
-        num_accepted_tokens=num_accepted,
-        accepted_by_position=(num_accepted,),
-        mean_acceptance_length=length,
-        acceptance_rate=length - 1,
-        rate_by_position=(length - 1,),
-    )
+    return accepted(10**12, round((length - 1) * 10**12))
 
 
 def generated(length: float, *, generation_s: float = 3.0) -> GenerationResult:
-    return GenerationResult(groups=(), acceptance=accepted(length), generation_s=generation_s)
+    return GenerationResult(groups=(), acceptance=drafted(length), generation_s=generation_s)
 
 
 def trained(length: float, *, elapsed_s: float | None = None) -> StepRecord:
     """A step of rollouts of that length, which took 3 s; with `elapsed_s` it trained the draft."""
     update = None if elapsed_s is None else DraftUpdate(loss=1.0, num_updates=1, elapsed_s=elapsed_s)
-    return replace(STEP, acceptance=accepted(length), draft_update=update)
+    return replace(STEP, acceptance=drafted(length), draft_update=update)
 
 
 def decided(draft: TrainedDraft, length: float, *, num_steps_left: int = 9) -> DraftDecision:

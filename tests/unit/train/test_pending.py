@@ -14,21 +14,14 @@ import pytest
 
 from slipstream.engine.protocol import GenerationResult
 from slipstream.learner.checkpoint import CheckpointError
-from slipstream.records.steps import AcceptanceStats, AutopilotStep
+from slipstream.records.steps import AutopilotStep
 from slipstream.rewards.reward import RewardResult
 from slipstream.train.pending import Pending, Scored, Submitted
 from slipstream.types import FinishReason, VersionSpan
+from tests.unit.sampled import accepted
 from tests.unit.train.world import PROMPTS, drawn
 
-ACCEPTED = AcceptanceStats(
-    num_drafts=3,
-    num_draft_tokens=6,
-    num_accepted_tokens=2,
-    accepted_by_position=(2, 0),
-    mean_acceptance_length=1 + 2 / 3,
-    acceptance_rate=1 / 3,
-    rate_by_position=(2 / 3, 0.0),
-)
+ACCEPTED = accepted(3, 2, 0)
 SPANS = (
     VersionSpan(policy_version=3, draft_version=None, num_tokens=1),
     VersionSpan(policy_version=4, draft_version=2, num_tokens=1),

@@ -13,13 +13,14 @@ import pytest
 from slipstream.drafts.config import AutopilotConfig
 from slipstream.engine.protocol import GenerationResult, Portion
 from slipstream.engine.requests import GroupRequest
-from slipstream.records.steps import AcceptanceStats, AutopilotStep, RefitCheck, ScheduleEntry
+from slipstream.records.steps import AutopilotStep, RefitCheck, ScheduleEntry
 from slipstream.refit.gate import Export
 from slipstream.train.recovery import Autopilot, FaultTolerantEngines, WeightsLostError
-from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
+from slipstream.types import Prompt, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, Worker
 from tests.unit.recipe_fields.base import NotedEngine, Tools, recipe_with
 from tests.unit.recipe_fields.training import IN_TURN, NotedLearner, trained
+from tests.unit.sampled import accepted, rollout
 from tests.unit.train.world import PROMPTS, SAMPLING, export_of
 
 ENGINES = (Worker(None, "engine 0", "10.77.0.11"), Worker(None, "engine 1", "10.77.0.12"))
@@ -32,15 +33,7 @@ TABLE = (
     ScheduleEntry(batch_from=5, batch_to=8, num_speculative_tokens=2),
 )
 NO_DRAFTS = (ScheduleEntry(batch_from=1, batch_to=1, num_speculative_tokens=0),)
-ACCEPTANCE = AcceptanceStats(
-    num_drafts=2,
-    num_draft_tokens=4,
-    num_accepted_tokens=2,
-    accepted_by_position=(2, 0),
-    mean_acceptance_length=2.0,
-    acceptance_rate=0.5,
-    rate_by_position=(1.0, 0.0),
-)
+ACCEPTANCE = accepted(2, 2, 0)
 
 
 class World:
@@ -79,16 +72,9 @@ class World:
     def generate(self, prompts: Sequence[Prompt], **how: Any) -> GenerationResult:
         self.generations.append((list(prompts), how))
         self.asked(("generate", how["seed"]))
-        rollout = Rollout(
-            prompt_id="0",
-            token_ids=(7,) * 5,
-            rollout_logprobs=(-1.0,) * 5,
-            finish_reason=FinishReason.STOP,
-            policy_version=0,
-            draft_version=0,
-        )
+        one = rollout((7,) * 5, -1.0, draft_version=0)
         drafts = not self.tables or self.tables[-1] != NO_DRAFTS
-        groups = (RolloutGroup(prompt=PROMPT, rollouts=(rollout, rollout)),)
+        groups = (RolloutGroup(prompt=PROMPT, rollouts=(one, one)),)
         seconds = self.drafting_s if drafts else 1.0
         return GenerationResult(groups=groups, acceptance=ACCEPTANCE, generation_s=seconds)
 

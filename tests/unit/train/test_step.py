@@ -16,7 +16,8 @@ from slipstream.rewards.reward import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceCollapse, AcceptanceGuard
 from slipstream.train.loop import Draft, Trainer, recent
 from slipstream.train.metrics import StageClock, Stopwatch
-from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
+from slipstream.types import Prompt, RolloutGroup
+from tests.unit.sampled import accepted, rollout
 from tests.unit.train.world import BareLearner
 
 PROMPT = Prompt(id="0", text="0", token_ids=(1,), answer="7")
@@ -72,15 +73,8 @@ def decision(*, trains: bool) -> DraftDecision:
 def generated(
     *, policy_version: int, draft_version: int | None = 6, acceptance: AcceptanceStats | None = None
 ) -> GenerationResult:
-    rollout = Rollout(
-        prompt_id="0",
-        token_ids=(7,),
-        rollout_logprobs=(-0.5,),
-        finish_reason=FinishReason.STOP,
-        policy_version=policy_version,
-        draft_version=draft_version,
-    )
-    group = RolloutGroup(prompt=PROMPT, rollouts=(rollout, rollout))
+    one = rollout((7,), -0.5, policy_version=policy_version, draft_version=draft_version)
+    group = RolloutGroup(prompt=PROMPT, rollouts=(one, one))
     return GenerationResult(groups=(group,), acceptance=acceptance, generation_s=1.0)
 
 
@@ -140,20 +134,9 @@ def test_rollouts_may_come_from_any_pair_of_versions_that_was_published() -> Non
 
 
 def test_acceptance_that_collapses_is_told_of_the_version_that_was_drawn_from() -> None:
-    def accepted(num: int) -> AcceptanceStats:
-        return AcceptanceStats(
-            num_drafts=10**6,
-            num_draft_tokens=10**6,
-            num_accepted_tokens=num,
-            accepted_by_position=(num,),
-            mean_acceptance_length=1 + num / 10**6,
-            acceptance_rate=num / 10**6,
-            rate_by_position=(num / 10**6,),
-        )
-
-    made, learner = trainer(max_lag=1, guard=AcceptanceGuard([accepted(900_000)] * 8))
+    made, learner = trainer(max_lag=1, guard=AcceptanceGuard([accepted(10**6, 900_000)] * 8))
     with pytest.raises(AcceptanceCollapse, match="at policy version 2"):
-        stepped(made, 3, replace(generated(policy_version=2), acceptance=accepted(100_000)))
+        stepped(made, 3, replace(generated(policy_version=2), acceptance=accepted(10**6, 100_000)))
     assert learner.updates == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -75,38 +76,47 @@ def step(
     return clock.times(), watch.overlap()
 
 
-def test_rollouts_that_were_there_leave_the_whole_export_exposed(now: Clock) -> None:
-    times, overlap = step(now, exported_s=12.0, generated_s=8.0, ended_s=12.0, delivery=(5.0, 6.0), engine=(6.0, 8.0))
-    assert (times.prepare_s, times.generation_s, times.data_s, times.step_s) == (2.0, 0.0, 0.0, 2.0)
-    assert (overlap.exposed_publish_s, overlap.publish_s, overlap.exposed_score_s) == (2.0, 3.0, 0.0)
-
-
-def test_an_export_while_the_engines_generate_costs_nothing(now: Clock) -> None:
-    times, overlap = step(now, exported_s=12.0, generated_s=15.0, ended_s=15.0, engine=(5.0, 15.0))
-    assert (times.prepare_s, times.generation_s, times.data_s) == (0.0, 5.0, 0.0)
-    assert (overlap.exposed_publish_s, overlap.publish_s) == (0.0, 2.0)
-
-
-def test_what_is_left_of_an_export_when_the_rollouts_are_there_is_exposed_and_scores_come_after(now: Clock) -> None:
-    times, overlap = step(now, exported_s=14.0, generated_s=11.0, ended_s=17.0, engine=(5.0, 11.0))
-    assert (times.prepare_s, times.generation_s, times.data_s) == (3.0, 1.0, 3.0)
-    assert (overlap.exposed_publish_s, overlap.exposed_score_s) == (3.0, 3.0)
-
-
-def test_a_wait_for_rollouts_is_first_one_for_the_weights_that_the_engines_took_before(now: Clock) -> None:
-    times, _ = step(now, generated_s=13.0, ended_s=13.0, delivery=(5.0, 6.0), engine=(6.0, 13.0))
-    assert (times.prepare_s, times.generation_s) == (1.0, 2.0)
-
-
-def test_a_wait_that_is_shorter_than_the_delivery_is_all_publication(now: Clock) -> None:
-    times, overlap = step(now, generated_s=10.5, ended_s=11.0, delivery=(5.0, 9.0), engine=(9.0, 10.5))
-    assert (times.prepare_s, times.generation_s, times.data_s) == (0.5, 0.0, 0.5)
-    assert (overlap.exposed_publish_s, overlap.publish_s) == (0.5, 4.0)
-
-
-def test_a_delivery_after_the_rollouts_held_nothing_up(now: Clock) -> None:
-    times, _ = step(now, generated_s=12.0, ended_s=14.0, delivery=(12.0, 13.0), engine=(5.0, 12.0))
-    assert (times.prepare_s, times.generation_s, times.data_s) == (0.0, 2.0, 2.0)
+@pytest.mark.parametrize(
+    ("when", "times_s", "publish_s"),
+    [
+        # Rollouts that were there leave the whole export exposed.
+        (
+            {"exported_s": 12.0, "generated_s": 8.0, "ended_s": 12.0, "delivery": (5.0, 6.0), "engine": (6.0, 8.0)},
+            (2.0, 0.0, 0.0),
+            3.0,
+        ),
+        # An export while the engines generate costs nothing.
+        ({"exported_s": 12.0, "generated_s": 15.0, "ended_s": 15.0, "engine": (5.0, 15.0)}, (0.0, 5.0, 0.0), 2.0),
+        # What is left of an export when the rollouts are there is exposed, and scores come after.
+        ({"exported_s": 14.0, "generated_s": 11.0, "ended_s": 17.0, "engine": (5.0, 11.0)}, (3.0, 1.0, 3.0), 4.0),
+        # A wait for rollouts is first one for the weights that the engines took before.
+        (
+            {"generated_s": 13.0, "ended_s": 13.0, "delivery": (5.0, 6.0), "engine": (6.0, 13.0)},
+            (1.0, 2.0, 0.0),
+            1.0,
+        ),
+        # A wait that is shorter than the delivery is all publication.
+        (
+            {"generated_s": 10.5, "ended_s": 11.0, "delivery": (5.0, 9.0), "engine": (9.0, 10.5)},
+            (0.5, 0.0, 0.5),
+            4.0,
+        ),
+        # A delivery after the rollouts held nothing up.
+        (
+            {"generated_s": 12.0, "ended_s": 14.0, "delivery": (12.0, 13.0), "engine": (5.0, 12.0)},
+            (0.0, 2.0, 2.0),
+            1.0,
+        ),
+    ],
+)
+def test_a_wait_is_publication_generation_and_scores_one_after_the_other(
+    now: Clock, when: dict[str, Any], times_s: tuple[float, float, float], publish_s: float
+) -> None:
+    times, overlap = step(now, **when)
+    assert (times.prepare_s, times.generation_s, times.data_s) == times_s
+    assert times.step_s == when["ended_s"] - 10.0
+    assert (overlap.exposed_publish_s, overlap.exposed_score_s) == (times_s[0], times_s[2])
+    assert overlap.publish_s == publish_s
 
 
 def test_engines_that_stand_still_while_the_learner_writes_make_the_export_part_of_the_wait(now: Clock) -> None:

@@ -37,7 +37,6 @@ from slipstream.train.pending import Pending, Submitted
 from slipstream.train.queues import ThreadGroup
 from slipstream.types import (
     Arm,
-    FinishReason,
     LoopMode,
     Prompt,
     Rollout,
@@ -45,6 +44,7 @@ from slipstream.types import (
     StageTimes,
     VersionSpan,
 )
+from tests.unit.sampled import rollout as sampled
 
 NUM_STEPS = 6
 GROUP_SIZE = 2
@@ -217,14 +217,8 @@ def drawn(prompt: Prompt, weights: str, seed: str, versions: Versions, group_siz
     def rollout(sample: int) -> Rollout:
         source = random.Random(f"{weights}/{prompt.id}/{seed}/{sample}")
         tokens = tuple(source.randrange(3, 50) for _ in range(source.randrange(1, 8)))
-        return Rollout(
-            prompt_id=prompt.id,
-            token_ids=tokens,
-            rollout_logprobs=tuple(-source.random() for _ in tokens),
-            finish_reason=FinishReason.STOP,
-            policy_version=versions[0],
-            draft_version=versions[1],
-        )
+        logprobs = tuple(-source.random() for _ in tokens)
+        return sampled(tokens, logprobs, prompt_id=prompt.id, policy_version=versions[0], draft_version=versions[1])
 
     return RolloutGroup(prompt=prompt, rollouts=tuple(rollout(sample) for sample in range(group_size)))
 
@@ -402,11 +396,10 @@ class FlightWorld(World):
         return RolloutGroup(
             prompt=prompt,
             rollouts=tuple(
-                Rollout(
+                sampled(
+                    tuple(3 + (seed + place) % 40 for place in range(len(versions))),
+                    -0.5,
                     prompt_id=prompt.id,
-                    token_ids=tuple(3 + (seed + place) % 40 for place in range(len(versions))),
-                    rollout_logprobs=(-0.5,) * len(versions),
-                    finish_reason=FinishReason.STOP,
                     policy_version=versions[0],
                     draft_version=self.drafts[versions[0]],
                     versions=tuple(

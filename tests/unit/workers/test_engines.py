@@ -12,11 +12,12 @@ from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Portion
 from slipstream.engine.requests import GroupRequest
 from slipstream.grpo.loop_config import KvCache
-from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
+from slipstream.types import Prompt, RolloutGroup
 from slipstream.workers import engines
 from slipstream.workers.calls import Crew, Deadline, LostWorkerError, Worker
 from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.scheduler import Deal
+from tests.unit.sampled import rollout
 
 SAMPLING = SamplingConfig(max_response_tokens=4)
 
@@ -171,15 +172,8 @@ def test_what_is_generated_unnoted_teaches_no_dealing(monkeypatch: pytest.Monkey
 
     def group(prompt: Prompt) -> RolloutGroup:
         tokens = (3,) * len(prompt.id)
-        rollout = Rollout(
-            prompt_id=prompt.id,
-            token_ids=tokens if prompt.id == "short" else 9 * tokens,
-            rollout_logprobs=(),
-            finish_reason=FinishReason.STOP,
-            policy_version=0,
-            draft_version=None,
-        )
-        return RolloutGroup(prompt=prompt, rollouts=(rollout,))
+        one = rollout(tokens if prompt.id == "short" else 9 * tokens, (), prompt_id=prompt.id)
+        return RolloutGroup(prompt=prompt, rollouts=(one,))
 
     dealt: list[list[str]] = []
 

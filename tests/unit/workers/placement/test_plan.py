@@ -15,14 +15,7 @@ from slipstream.workers.placement.plan import Cluster, Node, Plan, Slot, make_pl
 
 
 def test_two_nodes_colocated() -> None:
-    plan = make_plan(
-        Layout(
-            placement=PlacementConfig(nodes=2, gpus_per_node=2),
-            parallel=ParallelConfig(tensor=2, data=2),
-            num_engines=4,
-        ),
-        parse_cluster("3x4"),
-    )
+    plan = make_plan(_colocated(nodes=2, per_node=2, tensor=2), parse_cluster("3x4"))
     assert [node.name for node in plan.nodes] == ["node0", "node1"]
     assert plan.learner == (Slot(0, 0), Slot(0, 1), Slot(1, 0), Slot(1, 1))
     assert plan.engines == ((Slot(0, 0),), (Slot(0, 1),), (Slot(1, 0),), (Slot(1, 1),))
@@ -45,12 +38,11 @@ def test_an_engine_over_two_nodes_lies_in_one_domain_and_is_reserved_whole() -> 
     assert plan.groups == ((0,), (1, 2))
 
 
-def test_a_domain_with_an_odd_node_leaves_it_out() -> None:
+@pytest.mark.parametrize("larger", ["tensor", "engine_tensor"])
+def test_a_domain_with_an_odd_node_leaves_it_out_for_the_larger_groups_of_learner_and_engines(larger: str) -> None:
     nodes = tuple(Node(name=f"n{i}", num_gpus=1, nvlink_domain=domain) for i, domain in enumerate("aaabb"))
-    layout = Layout(
-        placement=PlacementConfig(nodes=4, gpus_per_node=1), parallel=ParallelConfig(tensor=2, data=2), num_engines=4
-    )
-    assert [node.name for node in make_plan(layout, nodes).nodes] == ["n0", "n1", "n3", "n4"]
+    plan = make_plan(_colocated(nodes=4, per_node=1, **{larger: 2}), nodes)
+    assert [node.name for node in plan.nodes] == ["n0", "n1", "n3", "n4"]
 
 
 @pytest.mark.parametrize(
@@ -87,9 +79,7 @@ def test_tensor_parallel_ranks_across_nvlink_domains_are_refused(
 
 
 def test_ranks_that_share_experts_across_nvlink_domains_are_refused(refusal: Callable[..., str]) -> None:
-    layout = Layout(
-        placement=PlacementConfig(nodes=4, gpus_per_node=4), parallel=ParallelConfig(data=16, expert=8), num_engines=16
-    )
+    layout = _colocated(nodes=4, per_node=4, expert=8)
     message = refusal(make_plan, layout=layout, cluster=parse_cluster("4x4"))
     assert message.startswith("learner.parallel.expert must divide the 4 GPUs that placement.gpus_per_node takes of a")
     assert ", got 8; lower it to a divisor of 4" in message
@@ -105,12 +95,7 @@ def test_an_engine_across_domains_is_refused_by_its_own_field(refusal: Callable[
 
 def test_of_groups_that_share_nodes_the_larger_is_the_one_to_change(refusal: Callable[..., str]) -> None:
     for tensor, engine_tensor, field in ((2, 4, "engine"), (4, 4, "learner"), (8, 4, "learner")):
-        layout = Layout(
-            placement=PlacementConfig(nodes=8, gpus_per_node=1),
-            parallel=ParallelConfig(tensor=tensor, data=8 // tensor),
-            engine_tensor=engine_tensor,
-            num_engines=8 // engine_tensor,
-        )
+        layout = _colocated(nodes=8, per_node=1, tensor=tensor, engine_tensor=engine_tensor)
         message = refusal(make_plan, layout=layout, cluster=parse_cluster("8x1"))
         assert message.startswith(
             {"engine": "engine.tensor_parallel_size ", "learner": "learner.parallel.tensor "}[field]
@@ -118,10 +103,7 @@ def test_of_groups_that_share_nodes_the_larger_is_the_one_to_change(refusal: Cal
 
 
 def test_two_neighbours_that_share_experts_are_a_group_too(refusal: Callable[..., str]) -> None:
-    layout = Layout(
-        placement=PlacementConfig(nodes=2, gpus_per_node=1), parallel=ParallelConfig(data=2, expert=2), num_engines=2
-    )
-    message = refusal(make_plan, layout=layout, cluster=parse_cluster("2x1"))
+    message = refusal(make_plan, layout=_colocated(nodes=2, per_node=1, expert=2), cluster=parse_cluster("2x1"))
     assert message.startswith("learner.parallel.expert ") and ", got 2; " in message
 
 
@@ -145,17 +127,6 @@ def test_an_engine_over_two_nodes_gets_another_pair_of_one_domain_when_one_is_lo
     assert [node.name for node in plan.nodes] == ["n2", "n0", "n1"]
     after = replanned(plan, (*nodes[:1], *nodes[2:]))
     assert [node.name for node in after.nodes] == ["n0", "n2", "n3"]
-
-
-def test_nodes_are_taken_by_the_engines_groups_where_those_are_larger() -> None:
-    nodes = tuple(Node(name=f"n{i}", num_gpus=1, nvlink_domain=domain) for i, domain in enumerate("aaabb"))
-    layout = Layout(
-        placement=PlacementConfig(nodes=4, gpus_per_node=1),
-        parallel=ParallelConfig(data=4),
-        engine_tensor=2,
-        num_engines=2,
-    )
-    assert [node.name for node in make_plan(layout, nodes).nodes] == ["n0", "n1", "n3", "n4"]
 
 
 def test_a_cluster_without_nodes_has_no_gpus(refusal: Callable[..., str]) -> None:
@@ -280,12 +251,13 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _colocated(*, nodes: int, per_node: int, tensor: int) -> Layout:
+def _colocated(*, nodes: int, per_node: int, tensor: int = 1, engine_tensor: int = 1, expert: int = 1) -> Layout:
     gpus = nodes * per_node
     return Layout(
         placement=PlacementConfig(nodes=nodes, gpus_per_node=per_node),
-        parallel=ParallelConfig(tensor=tensor, data=gpus // tensor),
-        num_engines=gpus,
+        parallel=ParallelConfig(tensor=tensor, data=gpus // tensor, expert=expert),
+        engine_tensor=engine_tensor,
+        num_engines=gpus // engine_tensor,
     )
 
 

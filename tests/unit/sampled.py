@@ -1,0 +1,42 @@
+"""Rollouts and acceptance counters as engines report them."""
+
+from __future__ import annotations
+
+from slipstream.records.steps import AcceptanceStats
+from slipstream.types import FinishReason, Rollout, VersionSpan
+
+
+def rollout(
+    token_ids: tuple[int, ...],
+    logprob: float | tuple[float, ...] = 0.0,
+    *,
+    prompt_id: str = "0",
+    is_cut: bool = False,
+    policy_version: int = 0,
+    draft_version: int | None = None,
+    versions: tuple[VersionSpan, ...] = (),
+) -> Rollout:
+    """A response whose tokens have one log-probability, or one each."""
+    return Rollout(
+        prompt_id=prompt_id,
+        token_ids=token_ids,
+        rollout_logprobs=logprob if isinstance(logprob, tuple) else (logprob,) * len(token_ids),
+        finish_reason=FinishReason.LENGTH if is_cut else FinishReason.STOP,
+        policy_version=policy_version,
+        draft_version=draft_version,
+        versions=versions,
+    )
+
+
+def accepted(num_drafts: int, *by_position: int) -> AcceptanceStats:
+    """Acceptance of drafts of one length, by position of the draft token."""
+    total, num = sum(by_position), max(num_drafts, 1)
+    return AcceptanceStats(
+        num_drafts=num_drafts,
+        num_draft_tokens=num_drafts * len(by_position),
+        num_accepted_tokens=total,
+        accepted_by_position=by_position,
+        mean_acceptance_length=1 + total / num,
+        acceptance_rate=total / (num * len(by_position)),
+        rate_by_position=tuple(count / num for count in by_position),
+    )
