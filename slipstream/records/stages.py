@@ -107,11 +107,11 @@ class DraftRecord:
     method: str
     init: str
     num_parameters: int
-    num_training_tokens: int
-    num_steps: int
-    losses: tuple[float, ...]
-    heldout_rate_by_position: tuple[float, ...]
-    heldout_mean_acceptance_length: float | None  # None: not measured
+    num_training_tokens: int = 0
+    num_steps: int = 0
+    losses: tuple[float, ...] = ()
+    heldout_rate_by_position: tuple[float, ...] = ()
+    heldout_mean_acceptance_length: float | None = None  # None: not measured
     elapsed_s: float
 
 

@@ -85,20 +85,9 @@ def certify_losslessness(
     started_s = time.perf_counter()
     connect()
     with tracked(context, recipe, _NODE, {"k": length.label}) as tracker:
-        kv_cache = recipe.loop.in_flight_kv_cache
-        # The engines must not share their randomness.
-        speculative = _drawn(
-            recipe,
-            policy,
-            trained,
-            draft,
-            length,
-            prompts,
-            seed=recipe.losslessness.seed,
-            trained_draft=trained_draft,
-            is_in_flight=kv_cache is not None,
-        )
-        seed = recipe.losslessness.seed + recipe.losslessness.num_tokens + 1
+        seed = recipe.losslessness.seed
+        speculative = _drawn(recipe, policy, trained, draft, length, prompts, seed=seed, trained_draft=trained_draft)
+        seed += recipe.losslessness.num_tokens + 1  # The engines must not share their randomness.
         baseline = _drawn(recipe, trained, trained, draft, _NO_DRAFT, prompts, seed=seed)
         subject = Subject(
             num_speculative_tokens=length.num_speculative_tokens,
@@ -106,7 +95,7 @@ def certify_losslessness(
             policy_fingerprint=directory_fingerprint(trained),
             draft_fingerprint="" if weights is None else directory_fingerprint(weights),
             versions=versions(),
-            kv_cache=kv_cache,
+            kv_cache=recipe.loop.in_flight_kv_cache,
         )
         record = _certificate(recipe, policy, trained, speculative, baseline, subject=subject, started_s=started_s)
         tracker.set_tags({"losslessness": record.verdict})
@@ -149,7 +138,7 @@ def _certificate(
         )
 
 
-def _drawn(  # noqa: PLR0913  # what the engine starts with, what it becomes, and what is asked of it
+def _drawn(  # what the engine starts with, what it becomes, and what is asked of it
     recipe: Recipe,
     start: Path,
     trained: Path,
@@ -159,7 +148,6 @@ def _drawn(  # noqa: PLR0913  # what the engine starts with, what it becomes, an
     *,
     seed: int,
     trained_draft: Path | None = None,
-    is_in_flight: bool = False,
 ) -> Sample:
     """What an engine with drafts of that length, started with one policy and refitted to the trained one, says.
 
@@ -167,6 +155,7 @@ def _drawn(  # noqa: PLR0913  # what the engine starts with, what it becomes, an
         trained_draft: that it is refitted to as well; None: it keeps `draft`.
     """
     config, k, num_steps = recipe.losslessness, length.num_speculative_tokens, recipe.grpo.num_steps
+    is_in_flight = k > 0 and recipe.loop.in_flight_kv_cache is not None
     kv_cache = KvCache.RECOMPUTE if is_in_flight else None
     first_draft = None if trained_draft is None else draft_weights(recipe.draft, draft)
     with (

@@ -29,6 +29,7 @@ from slipstream.config import require
 from slipstream.records.files import read_record, write_record
 from slipstream.stages.context import RunContext
 from slipstream.stages.store import identity
+from slipstream.storage import replaced_directory
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def deliver(
     with put(root / whole) as folder:
         _link_all(directory, (*records, *_below(weights)), folder)
     target = root / context.execution / "deliverables" / node
-    with put(target, replace=True) as folder:
+    with replaced_directory(target) as folder:
         _link_all(directory, records, folder)
         write_record(Deliverable(path=str(whole), num_bytes=num_bytes(root / whole)), folder / MANIFEST)
     logger.info("%s: hands on %d bytes; with weights %d in %s", node, num_bytes(target), num_bytes(root / whole), whole)
@@ -89,17 +90,15 @@ def num_bytes(directory: Path) -> int:
 
 
 @contextmanager
-def put(target: Path, *, replace: bool = False) -> Iterator[Path]:
+def put(target: Path) -> Iterator[Path]:
     """A path to make a directory at, which then becomes `target` in one rename.
 
-    What is there already stays, for it has the same content and is in use, unless it is to be replaced.
+    What is there already stays, for it has the same content and is in use.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
         made = Path(scratch) / "made"
         yield made
-        if replace and target.is_dir():
-            target.rename(Path(scratch) / "old")
         try:
             made.rename(target)
         except OSError:

@@ -46,7 +46,14 @@ def fail_run(root: Path, execution: str, *, node: str, message: str) -> Path | N
         return None
     recipe = load_recipe(str(path))
     context = RunContext(execution=execution, root=str(root), experiment=recipe.name, workload=recipe.workload.value)
-    record = _record(root / execution, recipe, execution, node=node, message=message)
+    done = {name: (root / execution / name / ending).is_file() for name, ending in _endings(recipe).items()}
+    record = FailureRecord(
+        execution=execution,
+        node=node,
+        message=message,
+        finished=tuple(name for name, is_done in done.items() if is_done),
+        unfinished=tuple(name for name, is_done in done.items() if not is_done),
+    )
     directory = context.directory(_NODE)
     write_record(record, directory / "failure.json")
     write_atomic(directory / "failure.md", _page(record, recipe, root / execution).encode())
@@ -75,17 +82,6 @@ def _endings(recipe: Recipe) -> dict[str, str]:
         "project_speedup": "projection.json",
         "report_speedup": "report.json",
     }
-
-
-def _record(directory: Path, recipe: Recipe, execution: str, *, node: str, message: str) -> FailureRecord:
-    finished = {name: (directory / name / ending).is_file() for name, ending in _endings(recipe).items()}
-    return FailureRecord(
-        execution=execution,
-        node=node,
-        message=message,
-        finished=tuple(name for name, is_done in finished.items() if is_done),
-        unfinished=tuple(name for name, is_done in finished.items() if not is_done),
-    )
 
 
 def _page(record: FailureRecord, recipe: Recipe, directory: Path) -> str:

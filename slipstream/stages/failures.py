@@ -75,7 +75,8 @@ def transient(error: BaseException) -> str | None:
     was lost while a checkpoint was refused does not make the checkpoint better.
     """
     causes = list(_causes(error))
-    if any(_is_permanent(cause) for cause in causes):
+    kinds = [set(_names(cause)) for cause in causes]
+    if any(names & PERMANENT and "slipstream.refit.config.ChannelBrokeError" not in names for names in kinds):
         return None
     return next((reason for cause in causes if (reason := _reason(cause))), None)
 
@@ -91,11 +92,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             following = following.__cause__
         else:
             following = following.__context__
-
-
-def _is_permanent(error: BaseException) -> bool:
-    names = _names(error)
-    return not PERMANENT.isdisjoint(names) and "slipstream.refit.config.ChannelBrokeError" not in names
 
 
 def _reason(error: BaseException) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from slipstream.stages.context import RunContext
 from slipstream.stages.runs import tracked
 from slipstream.stages.store import data_identity, kept, policy_key, publish
 from slipstream.stages.support import policy_needs, settled, tokenizer
+from slipstream.train.arm import LogMetrics
 from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LogMetrics = Callable[[Mapping[str, float], int], None]
 _NODE = "prepare_policy"
 _MTP_LOSS = "pretrain/mtp_loss"
 

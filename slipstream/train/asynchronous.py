@@ -51,8 +51,7 @@ from slipstream.train.recovery import FaultTolerantEngines
 from slipstream.train.turns import Turn
 from slipstream.types import Arm, LoopMode, RolloutGroup
 
-MAX_ADVANCE_S = 0.05
-"""How long new weights may wait for engines that could take them."""
+_MAX_ADVANCE_S = 0.05  # for which one call of `advance` delays new weights, at most
 
 
 @dataclass(kw_only=True)
@@ -81,7 +80,6 @@ class AsyncLoop:
     threads: ThreadGroup = field(default_factory=ThreadGroup)
     pending: Pending = field(default_factory=Pending)
     submitted: Submitted | None = None
-    max_advance_s: float = MAX_ADVANCE_S
 
     def run(self, start_step: int) -> None:
         """Train from `start_step` to the end.
@@ -200,7 +198,7 @@ class AsyncLoop:
     def _advance(self) -> None:
         start_s = time.perf_counter()
         with self._watch.engine.busy():
-            portion = self.engines.advance(max_s=self.max_advance_s)
+            portion = self.engines.advance(max_s=_MAX_ADVANCE_S)
         ended_s = time.perf_counter()
         self._watch.engine.rested(max(0.0, ended_s - start_s - (portion.ended_s - portion.started_s)))
         self._advanced.put(replace(portion, groups=()))

@@ -27,8 +27,8 @@ from slipstream.records.steps import DraftDecision, MachineUse, Overlap, RefitCh
 from slipstream.rewards.verifier import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.batch import Versions, assemble, mismatch
-from slipstream.train.metrics import StageClock, step_record
-from slipstream.types import Arm, RolloutGroup, StageTimes, TrainBatch
+from slipstream.train.metrics import StageClock
+from slipstream.types import Arm, FinishReason, RolloutGroup, StageTimes, TrainBatch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -138,38 +138,29 @@ class SyncLoop:
 
     arm: Arm
     engine: Engines
-    learner: Learner
     gate: Gate
     prompts: PromptStream
     score: Callable[[Sequence[RolloutGroup]], RewardResult]
-    config: GrpoConfig
+    trainer: Trainer
     sampling: SamplingConfig
     on_step: Callable[[StepRecord], None]
-    draft: Draft = field(default_factory=Draft)
-    guard: AcceptanceGuard = field(default_factory=AcceptanceGuard)
     start_clock: Callable[[], StageClock] = StageClock
 
     def run(self, start_step: int) -> None:
         """Train from `start_step` to the end; `on_step` gets each step's record before the next one starts."""
-        trainer = Trainer(
-            learner=self.learner,
-            config=self.config,
-            temperature=self.sampling.temperature,
-            draft=self.draft,
-            guard=self.guard,
-        )
-        for step in range(start_step, self.config.num_steps):
+        trainer, config = self.trainer, self.trainer.config
+        for step in range(start_step, config.num_steps):
             clock = self.start_clock()
             with clock.stage("data"):
                 prompts = self.prompts.batch(step)
             with clock.stage("prepare"):
-                refit = self.gate.refit(step, draft_version=self.draft.version)
+                refit = self.gate.refit(step, draft_version=trainer.draft.version)
             with clock.stage("generation"):
                 result = self.engine.generate(
                     prompts,
                     sampling=self.sampling,
-                    group_size=self.config.group_size,
-                    seed=engine_seed(self.config.seed, self.arm, step),
+                    group_size=config.group_size,
+                    seed=engine_seed(config.seed, self.arm, step),
                 )
             with clock.stage("data"):
                 rewards = self.score(result.groups)
@@ -234,14 +225,26 @@ class Trainer:
                 published=published,
             )
         decision = self.draft.decide(result, num_steps_left=self.config.num_steps - step - 1)
-        trained, before = learn(
-            self.learner,
-            batch,
-            config=self.config,
+        update = Update(
+            batch=batch,
+            trainer_logprobs=None,
+            ref_logprobs=None,
+            loss=self.config.loss,
             temperature=self.temperature,
             trains_draft=decision is not None and decision.trains,
-            clock=clock,
         )
+        if self.config.needs_logprob_pass:
+            with clock.stage("logprob"):
+                update = replace(
+                    update,
+                    trainer_logprobs=self.learner.logprobs(batch, self.temperature),
+                    ref_logprobs=self.learner.ref_logprobs(batch, self.temperature),
+                )
+        with clock.stage("train"):
+            parts = minibatches(update, self.config.updates_per_step)
+            trained = combined([self.learner.train_step(part) for part in parts])
+        before = trained.own_logprobs if update.trainer_logprobs is None else update.trainer_logprobs
+        assert before is not None, "the learner returns what it was not given"
         return Learned(result=result, rewards=rewards, batch=batch, trained=trained, before=before, decision=decision)
 
     def record(
@@ -255,67 +258,42 @@ class Trainer:
         machine: MachineUse | None = None,
     ) -> StepRecord:
         """The record of the step, of which the draft takes note."""
-        batch, before, loss = learned.batch, learned.before, self.config.loss
+        result, rewards, batch, loss = learned.result, learned.rewards, learned.batch, self.config.loss
         is_corrected = loss.corrects is not Correction.NONE or self.max_lag > 0
-        record = step_record(
-            step,
-            times,
-            refit,
-            result=learned.result,
-            rewards=learned.rewards,
-            trained=learned.trained,
-            mismatch=mismatch(batch.rollout_logprobs, before, band=self.config.mismatch_band),
+        rollouts = [rollout for group in result.groups for rollout in group.rollouts]
+        lengths = [len(rollout.token_ids) for rollout in rollouts]
+        rewards_PG = np.asarray(rewards.rewards).reshape(len(result.groups), -1)
+        record = StepRecord(
+            step=step,
+            times=times,
+            reward_mean=float(rewards_PG.mean()),
+            num_rollouts=len(rollouts),
+            num_response_tokens=sum(lengths),
+            num_truncated=sum(rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts),
+            num_reward_timeouts=rewards.num_timeouts,
+            num_reward_crashes=rewards.num_crashes,
+            num_zero_signal_groups=int((rewards_PG == rewards_PG[:, :1]).all(axis=1).sum()),
+            train=learned.trained.stats,
+            mismatch=mismatch(batch.rollout_logprobs, learned.before, band=self.config.mismatch_band),
+            acceptance=result.acceptance,
+            policy_version=rollouts[0].policy_version,
+            draft_version=rollouts[0].draft_version,
+            refit=refit,
+            num_engine_restarts=result.num_engine_restarts,
+            engine_idle_fraction=result.engine_idle_fraction,
             has_logprob_pass=self.config.needs_logprob_pass,
-        )
-        record = replace(
-            record,
             draft_decision=learned.decision,
-            lags=lag_stats(learned.result.groups, batch, before, policy_version=step, loss=loss)
+            draft_update=learned.trained.draft,
+            autopilot=result.autopilot,
+            overlap=overlap,
+            lags=lag_stats(result.groups, batch, learned.before, policy_version=step, loss=loss)
             if is_corrected
             else (),
-            overlap=overlap,
+            longest_response_tokens=max(lengths),
             machine=machine,
         )
         self.draft.note(record)
         return record
-
-
-def learn(
-    learner: Learner,
-    batch: TrainBatch,
-    *,
-    config: GrpoConfig,
-    temperature: float,
-    trains_draft: bool,
-    clock: StageClock,
-) -> tuple[Trained, Sequence[NDArray[np.float32]]]:
-    """Train one step on `batch`: what it did, and the logprobs of the policy before its first update.
-
-    Args:
-        temperature: at which the rollouts were sampled.
-        trains_draft: beside the policy, from the same forward pass.
-    """
-    update = Update(
-        batch=batch,
-        trainer_logprobs=None,
-        ref_logprobs=None,
-        loss=config.loss,
-        temperature=temperature,
-        trains_draft=trains_draft,
-    )
-    if config.needs_logprob_pass:
-        with clock.stage("logprob"):
-            update = replace(
-                update,
-                trainer_logprobs=learner.logprobs(batch, temperature),
-                ref_logprobs=learner.ref_logprobs(batch, temperature),
-            )
-    with clock.stage("train"):
-        parts = minibatches(update, config.updates_per_step)
-        trained = combined([learner.train_step(part) for part in parts])
-    before = trained.own_logprobs if update.trainer_logprobs is None else update.trainer_logprobs
-    assert before is not None, "the learner returns what it was not given"
-    return trained, before
 
 
 def engine_seed(seed: int, arm: Arm, batch: int) -> int:

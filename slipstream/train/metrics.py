@@ -9,15 +9,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
-import numpy as np
-
-from slipstream.engine.protocol import GenerationResult
-from slipstream.grpo.update import Trained
-from slipstream.records.steps import EvaluationRecord, LagStats, MachineUse, Mismatch, Overlap, RefitCheck, StepRecord
-from slipstream.rewards.verifier import RewardResult
+from slipstream.records.steps import EvaluationRecord, LagStats, MachineUse, Overlap, StepRecord
 from slipstream.train.machine_use import Counters, read_counters, use_between
 from slipstream.train.pending import Scored
-from slipstream.types import STAGES, FinishReason, StageTimes
+from slipstream.types import STAGES, StageTimes
 
 T = TypeVar("T")
 Span = tuple[float, float]  # from and to, in seconds of one clock
@@ -235,45 +230,6 @@ class Stopwatch:
         return total_s(delivery) + max(0.0, total_s([written]) - busy_s)
 
 
-def step_record(
-    step: int,
-    times: StageTimes,
-    refit: RefitCheck,
-    *,
-    result: GenerationResult,
-    rewards: RewardResult,
-    trained: Trained,
-    mismatch: Mismatch,
-    has_logprob_pass: bool,
-) -> StepRecord:
-    """The record of one step; its versions are those of the first rollout's first token."""
-    rollouts = [rollout for group in result.groups for rollout in group.rollouts]
-    rewards_PG = np.asarray(rewards.rewards).reshape(len(result.groups), -1)
-    return StepRecord(
-        step=step,
-        times=times,
-        reward_mean=float(rewards_PG.mean()),
-        num_rollouts=len(rollouts),
-        num_response_tokens=sum(len(rollout.token_ids) for rollout in rollouts),
-        num_truncated=sum(rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts),
-        num_reward_timeouts=rewards.num_timeouts,
-        num_reward_crashes=rewards.num_crashes,
-        num_zero_signal_groups=int((rewards_PG == rewards_PG[:, :1]).all(axis=1).sum()),
-        train=trained.stats,
-        mismatch=mismatch,
-        acceptance=result.acceptance,
-        policy_version=rollouts[0].policy_version,
-        draft_version=rollouts[0].draft_version,
-        refit=refit,
-        num_engine_restarts=result.num_engine_restarts,
-        engine_idle_fraction=result.engine_idle_fraction,
-        has_logprob_pass=has_logprob_pass,
-        draft_update=trained.draft,
-        autopilot=result.autopilot,
-        longest_response_tokens=max(len(rollout.token_ids) for rollout in rollouts),
-    )
-
-
 def metrics_of(record: StepRecord) -> dict[str, float]:
     """A step's metrics under their MLflow names."""
     seconds = record.times.by_stage()
@@ -405,13 +361,10 @@ def _lag_metrics(lags: Sequence[LagStats]) -> dict[str, float]:
         "offpolicy/effective_sample_size": mean(each.effective_sample_size for each in lags),
     }
     for each in lags:
-        metrics |= {
-            f"offpolicy/tokens_fraction_lag_{each.lag}": each.num_tokens / num_tokens,
-            f"offpolicy/ratio_mean_lag_{each.lag}": each.ratio_mean,
-            f"offpolicy/ratio_max_lag_{each.lag}": each.ratio_max,
-            f"offpolicy/clipped_fraction_lag_{each.lag}": each.clipped_fraction,
-            f"offpolicy/effective_sample_size_lag_{each.lag}": each.effective_sample_size,
-        }
+        values = asdict(each)
+        lag, num = values.pop("lag"), values.pop("num_tokens")
+        metrics[f"offpolicy/tokens_fraction_lag_{lag}"] = num / num_tokens
+        metrics |= {f"offpolicy/{name}_lag_{lag}": value for name, value in values.items()}
     return metrics
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from slipstream.drafts.config import AutopilotConfig
@@ -70,6 +70,7 @@ class Autopilot:
         return replace(result, autopilot=step, acceptance=result.acceptance if decision.speculates else None)
 
 
+@dataclass
 class FaultTolerantEngines:
     """Engines and their refit gate as one: a loop sees no loss of an engine, until there were too many.
 
@@ -83,34 +84,24 @@ class FaultTolerantEngines:
     by itself when it is asked to work. The learner offloads before the refit, not after: an engine that is lost
     in a refit restarts, and measures the memory that is free.
 
-    Args:
+    Attributes:
         is_beside_training: while the engines generate the learner may have other weights than they should.
         memory_sharer: the learner, if it and the engines share GPUs.
         autopilot: decides whether a generation drafts; a generation that failed counts for nothing.
     """
 
-    def __init__(
-        self,
-        engines: RemoteEngine,
-        gate: RefitGate,
-        *,
-        sampling: SamplingConfig,
-        max_restarts: int,
-        is_beside_training: bool = False,
-        memory_sharer: RemoteLearner | None = None,
-        autopilot: Autopilot | None = None,
-    ) -> None:
-        self._engines = engines
-        self._gate = gate
-        self._sampling = sampling
-        self._max_restarts = max_restarts
-        self._is_beside_training = is_beside_training
-        self._memory_sharer = memory_sharer
-        self._autopilot = autopilot
-        self._num_restarts = self._num_reported = 0
-        self._num_regenerated = 0  # in flight, and in no portion yet
-        self._version = 0
-        self._draft_version: int | None = None
+    engines: RemoteEngine
+    gate: RefitGate
+    sampling: SamplingConfig
+    max_restarts: int
+    is_beside_training: bool = False
+    memory_sharer: RemoteLearner | None = None
+    autopilot: Autopilot | None = None
+    _num_restarts: int = field(default=0, init=False)
+    _num_reported: int = field(default=0, init=False)
+    _num_regenerated: int = field(default=0, init=False)  # in flight, and in no portion yet
+    _version: int = field(default=0, init=False)
+    _draft_version: int | None = field(default=None, init=False)
 
     def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
         """Bring all engines to the learner's present weights.
@@ -124,12 +115,12 @@ class FaultTolerantEngines:
     def export(self, version: int, *, draft_version: int | None) -> Export:
         """Do the learner's part of `refit`, in which no engine takes part."""
         self._offload_learner()
-        return self._gate.export(version, draft_version=draft_version)
+        return self.gate.export(version, draft_version=draft_version)
 
     def deliver(self, export: Export) -> RefitCheck:
         """Do the engines' part of `refit`, with the same weights again if an engine was lost. Errors as of `refit`."""
         self._version, self._draft_version = export.version, export.draft_version
-        return self._recovered(lambda: self._gate.deliver(export), is_refit=True)
+        return self._recovered(lambda: self.gate.deliver(export), is_refit=True)
 
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
@@ -144,12 +135,12 @@ class FaultTolerantEngines:
         def generate() -> GenerationResult:
             nonlocal num_asked
             num_asked += 1
-            if self._autopilot is not None:
-                self._engines.draft_by(self._autopilot.schedule)
-            found = self._engines.generate(prompts, sampling=sampling, group_size=group_size, seed=seed)
-            if self._memory_sharer is not None:
-                self._engines.sleep()
-            return found if self._autopilot is None else self._autopilot.noted(found)
+            if self.autopilot is not None:
+                self.engines.draft_by(self.autopilot.schedule)
+            found = self.engines.generate(prompts, sampling=sampling, group_size=group_size, seed=seed)
+            if self.memory_sharer is not None:
+                self.engines.sleep()
+            return found if self.autopilot is None else self.autopilot.noted(found)
 
         result = self._recovered(generate)
         num_restarts = self._num_restarts - self._num_reported
@@ -163,19 +154,19 @@ class FaultTolerantEngines:
 
         The learner may have other weights already. Neither the autopilot nor the dealing of prompts learns from it.
         """
-        kept = self._autopilot, self._is_beside_training, self._num_reported
-        self._autopilot, self._is_beside_training = None, True
+        kept = self.autopilot, self.is_beside_training, self._num_reported
+        self.autopilot, self.is_beside_training = None, True
         try:
             self._offload_learner()
-            with self._engines.unnoted():
+            with self.engines.unnoted():
                 yield
         finally:
-            self._autopilot, self._is_beside_training, self._num_reported = kept
+            self.autopilot, self.is_beside_training, self._num_reported = kept
 
     @property
     def under_way(self) -> tuple[GroupRequest, ...]:
         """Groups that were submitted and did not come out of `advance`."""
-        return self._engines.under_way
+        return self.engines.under_way
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Queue these groups in flight, each on the engine with the least to do; errors as of `generate`."""
@@ -183,32 +174,32 @@ class FaultTolerantEngines:
 
         def submit() -> None:
             if to_do:
-                self._engines.submit(to_do.pop(), sampling=self._sampling)
+                self.engines.submit(to_do.pop(), sampling=self.sampling)
 
         self._recovered(submit)
 
     def advance(self, *, max_s: float) -> Portion:
         """Run all engines until a group is complete, for about `max_s` seconds; errors as of `generate`."""
-        portion = self._recovered(lambda: self._engines.advance(max_s=max_s))
+        portion = self._recovered(lambda: self.engines.advance(max_s=max_s))
         num, self._num_regenerated = self._num_regenerated, 0
         return replace(portion, num_regenerated=num)
 
     def restart(self, indices: Sequence[int], *, seeds: Callable[[GroupRequest], tuple[int, ...]]) -> int:
         """Restart the unfinished rollouts of these groups with other seeds; how many these were. Errors as above."""
-        return self._recovered(lambda: self._engines.restart(indices, seeds=seeds))
+        return self._recovered(lambda: self.engines.restart(indices, seeds=seeds))
 
     def _refit(self) -> RefitCheck:
         self._offload_learner()
-        return self._gate.refit(self._version, draft_version=self._draft_version)
+        return self.gate.refit(self._version, draft_version=self._draft_version)
 
     def _offload_learner(self) -> None:
-        if self._memory_sharer is not None:
-            self._memory_sharer.offload()
+        if self.memory_sharer is not None:
+            self.memory_sharer.offload()
 
     def _refit_again(self) -> None:
-        if not self._is_beside_training:
+        if not self.is_beside_training:
             self._refit()
-        elif not self._gate.deliver_again(self._version):
+        elif not self.gate.deliver_again(self._version):
             raise WeightsLostError(
                 f"no engine can be given policy version {self._version} again: the learner has left it"
             )
@@ -221,9 +212,9 @@ class FaultTolerantEngines:
         while True:
             try:
                 if lost:
-                    stranded += self._engines.take_lost([worker.name for worker in lost])
-                    self._engines.replace(lost)
-                    self._gate.engines_changed()
+                    stranded += self.engines.take_lost([worker.name for worker in lost])
+                    self.engines.replace(lost)
+                    self.gate.engines_changed()
                     lost, needs_weights = (), not is_refit
                 if needs_weights:
                     self._refit_again()
@@ -243,16 +234,16 @@ class FaultTolerantEngines:
         stranded.clear()
         if requests:
             self._num_regenerated += sum(len(request.seeds) for request in requests)
-            self._engines.submit(requests, sampling=self._sampling)
+            self.engines.submit(requests, sampling=self.sampling)
 
     def _replaceable(self, error: LostWorkerError) -> Sequence[Worker]:
         """The lost engines, counted; raises the error if they may not be replaced."""
-        running = [engine.name for engine in self._engines.engines]
+        running = [engine.name for engine in self.engines.engines]
         lost = [worker for worker in error.workers if worker.name in running]
-        if len(lost) < len(error.workers) or self._num_restarts + len(lost) > self._max_restarts:
+        if len(lost) < len(error.workers) or self._num_restarts + len(lost) > self.max_restarts:
             raise error
         self._num_restarts += len(lost)
-        logger.error("%s; restart %d of at most %d in this run", error, self._num_restarts, self._max_restarts)
+        logger.error("%s; restart %d of at most %d in this run", error, self._num_restarts, self.max_restarts)
         return lost
 
 

@@ -69,7 +69,7 @@ def test_every_group_is_trained_on_once_whoever_is_killed(
     assert ended == (_KILLED, _KILLED, 0), "\n".join(logs)
     for log, engine_at in ((logs[1], "generate"), (logs[2], "generation in flight")):
         assert f"died during {engine_at}" in log, log
-        assert "the learner starts anew from its last checkpoint" in log, log
+        assert "the learner restarts from its last checkpoint" in log, log
     assert "going on from step-00000" in logs[2]
 
     submitted = batches(policy)
