@@ -1,4 +1,4 @@
-"""The end of an execution that failed: its runs are ended, and what it knows is kept in one page."""
+"""End of an execution that failed: its runs are ended, and its partial results are kept on one page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_TAG_CHARACTERS = 5000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureRecord:
-    """Failure of an execution: where, why, and what is done."""
+    """Failure of an execution: its node and message, with the stages that had finished."""
 
     execution: str
     node: str  # of the workflow that failed
@@ -36,9 +36,9 @@ class FailureRecord:
 
 
 def fail_run(root: Path, execution: str, *, node: str, message: str) -> Path | None:
-    """End the open runs of a failed execution, with what failed and what is there; the directory with failure.md.
+    """End the open runs of a failed execution, and write its error and results; return the directory with failure.md.
 
-    None for one that failed before it had recorded its recipe: it has no run.
+    Returns None for an execution that failed before it recorded its recipe, because it has no run.
     """
     path = recorded_recipe(root, execution)
     if not path.is_file():
@@ -68,7 +68,7 @@ def fail_run(root: Path, execution: str, *, node: str, message: str) -> Path | N
 
 
 def _endings(recipe: Recipe) -> dict[str, str]:
-    """The file that each stage of the execution leaves when it is done."""
+    """File that each stage of the execution leaves when it is done."""
     loops = [ArmLoop.SYNCHRONOUS] if recipe.loop.is_synchronous else list(ArmLoop)
     arms = [(arm, loop) for loop in loops for arm in Arm]
     return {
@@ -85,7 +85,7 @@ def _endings(recipe: Recipe) -> dict[str, str]:
 
 
 def _page(record: FailureRecord, recipe: Recipe, directory: Path) -> str:
-    """Markdown: what failed, what is done, and every result that is there."""
+    """Page in Markdown with the error, the finished stages and every result so far."""
     lines = [
         f"# {record.execution} failed",
         f"Recipe {recipe.name}, workload {recipe.workload.value}. Failed node: {record.node or 'unknown'}.",

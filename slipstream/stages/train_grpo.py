@@ -32,7 +32,7 @@ from slipstream.workers.session import accelerators, connect
 
 logger = logging.getLogger(__name__)
 
-_STEPS_OF_OVERLAP = 8  # a turn of arms in which generation and training overlap
+_STEPS_OF_OVERLAP = 8  # steps in a turn of arms in which generation and training overlap
 
 
 def train_grpo(  # one input a record, and which arms
@@ -46,13 +46,13 @@ def train_grpo(  # one input a record, and which arms
     tuning: Path,
     loop: ArmLoop = ArmLoop.SYNCHRONOUS,
 ) -> list[Path]:
-    """Train the arms, each going on from its last checkpoint if an attempt left one; of each arm.json and its policy.
+    """Train the arms, each from its last checkpoint if there is one; return directories with arm.json and policy.
 
-    On one machine they take their steps in turn, so that their times are of the same minutes; where all want the same
-    nodes, one is trained after the other.
+    On one machine the arms take their steps in turn, so that their times are of the same minutes. Where all of them
+    want the same nodes, one is trained after the other.
 
     Args:
-        loop: the recipe's own, or the synchronous one that it is compared with.
+        loop: the recipe's own loop, or the synchronous one that it is compared with.
     Raises:
         ConfigError: the recipe is synchronous, and the arms are to be asynchronous.
     """
@@ -67,7 +67,7 @@ def train_grpo(  # one input a record, and which arms
     member = partial(
         _member, context, recipe, policy=policy, draft=draft, tuning=tuning, loop=loop, validation=sets.validation
     )
-    # Imports what arms in turn, each in a thread of its own, would import at once: not all packages can bear that.
+    # Imports on this thread: some packages fail when arms in turn import them at once, each on its own thread.
     given = {"prompts": sets.train, "decode": decode(tokenizer(policy))}
     num_steps = steps_a_turn(recipe) if len(left) > 1 else 0
     if num_steps:
@@ -130,7 +130,7 @@ def _member(
     loop: ArmLoop,
     validation: tuple[Prompt, ...],
 ) -> Iterator[Callable[..., ArmRecord]]:
-    """An arm with its MLflow run, which ends with the block."""
+    """Yield an arm with its MLflow run, which ends with the block."""
     node, name = arm_node(arm, loop), arm_name(arm, loop)
     length = draft_length(recipe, tuning) if arm is Arm.SPECULATIVE else DraftLength(num_speculative_tokens=0)
     logger.info("%s: k=%s, %d steps; learner and engine start first", node, length.label, recipe.grpo.num_steps)
@@ -150,19 +150,19 @@ def _member(
 
 
 def end_idle() -> None:
-    """Let every arm start with processes of its own: a learner that trained something else was 10 % slower in steps."""
+    """End idle processes, so that every arm starts fresh ones: a reused learner was 10 % slower in its steps."""
     idle_engines.end()
     idle_learners.end()
 
 
 def steps_a_turn(recipe: Recipe) -> int:
-    """Steps that an arm takes before the next one's turn; 0: one arm is trained after the other.
+    """Number of steps in an arm's turn; 0: one arm is trained after the other.
 
-    An arm that generates while it trains ends its turn with nothing under way, so that turns of some length cost it
-    little; one whose engines never stop would lose what it is there for, and is trained alone.
+    An arm that generates while it trains ends its turn with nothing under way, so its turns are long enough to make
+    that cheap. An arm whose engines never stop would lose its purpose in turns, and is trained alone.
 
     Args:
-        recipe: in the arms' loop.
+        recipe: recipe in the loop of the arms.
     """
     if not recipe.placement.has_arms_in_turn or recipe.loop.mode is LoopMode.IN_FLIGHT:
         return 0
@@ -170,10 +170,10 @@ def steps_a_turn(recipe: Recipe) -> int:
 
 
 def in_loop(recipe: Recipe, loop: ArmLoop) -> Recipe:
-    """The recipe as an arm is trained with it in that loop.
+    """Recipe with which an arm is trained in that loop.
 
     Raises:
-        ConfigError: it has no asynchronous loop.
+        ConfigError: the recipe has no asynchronous loop.
     """
     if loop is ArmLoop.SYNCHRONOUS:
         return replace(recipe, loop=LoopConfig())
@@ -182,11 +182,11 @@ def in_loop(recipe: Recipe, loop: ArmLoop) -> Recipe:
 
 
 def arm_plan(recipe: Recipe, arm: Arm, *, policy: Path, draft: Path, length: DraftLength, label: str = "") -> ArmPlan:
-    """How an arm is trained that drafts by `length`.
+    """Plan of an arm that drafts by `length`.
 
     Args:
-        draft: what `pretrain_draft` made; nothing reads it where nothing is drafted.
-        label: see `ArmPlan`.
+        draft: output of `pretrain_draft`; an arm that drafts nothing does not read it.
+        label: as in `ArmPlan`.
     """
     k = length.num_speculative_tokens
     return ArmPlan(
@@ -203,26 +203,26 @@ def arm_plan(recipe: Recipe, arm: Arm, *, policy: Path, draft: Path, length: Dra
 
 
 def known_length(draft: Path, k: int) -> float | None:
-    """Mean acceptance length at `k`, or more, of a draft on held-out text; None of one that was not measured."""
+    """Mean acceptance length of a draft on held-out text at `k`, or at its longest measured length, if any."""
     file = draft / "draft.json"
     if not file.is_file():
         return None
     rates = read_record(DraftRecord, file).heldout_rate_by_position
-    if not rates:  # taken as it was
+    if not rates:  # the draft was not trained here
         return None
     return 1.0 + sum(math.prod(rates[: i + 1]) for i in range(min(k, len(rates))))
 
 
 def _table(length: DraftLength) -> dict[str, str]:
-    """The draft length by running batch, as a parameter, where there is more than one."""
+    """Draft length by running batch as a parameter, where there is more than one."""
     return {"k_by_batch": described(length.schedule)} if length.label == "by_batch" else {}
 
 
 def arm_labels(recipe: Recipe, arm: Arm, length: DraftLength) -> dict[str, str]:
-    """What sets an arm's run apart from the others': parameters and tags alike. Without drafting it has no draft.
+    """Parameters and tags that tell an arm's run from the others'; an arm that drafts nothing has no draft.
 
     Args:
-        recipe: of the arm: in its own loop.
+        recipe: recipe in the loop of the arm.
     """
     drafts = {"draft.method": recipe.draft.method.value, "draft.init": draft_init(recipe.draft)}
     speculates = length.num_speculative_tokens > 0

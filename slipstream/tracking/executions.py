@@ -1,4 +1,4 @@
-"""Read back what executions came to, from a tracking server or its SQLite file, through MLflow's client."""
+"""Reader of the results of executions, from a tracking server or its SQLite file, through MLflow's client."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slipstream.config import require
 from slipstream.tracking.config import check_key, is_sqlite, sqlite_path
 from slipstream.tracking.mlflow_store import MlflowStore, TrackingError
 
-_TIMEOUT_S = 30  # of a page of executions with all that they hold
+_TIMEOUT_S = 30  # time-out of a request for a page of executions, each with all metrics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """The run of one workflow execution: last values of its metrics, its parameters and tags."""
+    """Run of one workflow execution: last values of its metrics, its parameters and tags."""
 
     run_id: str
     name: str
@@ -30,11 +30,11 @@ class Execution:
 
 
 def read_executions(uri: str, *, experiment: str | None = None, names: Sequence[str] = ()) -> list[Execution]:
-    """The executions on the store `uri`, newest first.
+    """Read the executions on the store `uri`, newest first.
 
     Args:
-        experiment: of this experiment alone.
-        names: these alone, in this order.
+        experiment: name of the only experiment to read; None: all of them.
+        names: names of the only executions to return, in this order; none: all of them.
     Raises:
         ConfigError: `uri` is no server and no SQLite file, or the store lacks the experiment or one of the names.
         TrackingError: the store does not answer.
@@ -68,16 +68,16 @@ def read_executions(uri: str, *, experiment: str | None = None, names: Sequence[
 
 
 def experiment_names(uri: str) -> dict[str, str]:
-    """Name of each experiment of the store `uri` by its id.
+    """Name of each experiment of the store `uri`, by its id.
 
     Raises:
-        ConfigError, TrackingError: as `read_executions`.
+        ConfigError, TrackingError: as in `read_executions`.
     """
     return _open(uri).experiments()
 
 
 def fetch_artifact(uri: str, *, key: str, name: str, directory: Path) -> Path:
-    """Download the artifact `name` of the run with `key` from the server `uri` into `directory`.
+    """Download the artifact `name` of the run with `key` from the server `uri` into `directory`; return its path.
 
     Raises:
         ConfigError: `key` could not be a key, or `uri` is no server and no SQLite file.
@@ -88,7 +88,7 @@ def fetch_artifact(uri: str, *, key: str, name: str, directory: Path) -> Path:
 
 
 def _open(uri: str) -> MlflowStore:
-    """The store `uri`, which is read: no file is created, and MLflow makes no tables in one that is not its own."""
+    """Open the store `uri` for reading: no file is created, and MLflow adds no tables to a foreign one."""
     if not uri.startswith(("http://", "https://", "databricks")):
         rule = "must be the address of an MLflow server or sqlite:///FILE"
         require(is_sqlite(uri), "uri", rule, uri, "start MLflow's server on that store")
