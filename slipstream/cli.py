@@ -21,17 +21,11 @@ from slipstream.records.run import RunRecord
 from slipstream.simulator import cli as simulator
 from slipstream.stages.context import add_inputs
 from slipstream.study import study_command
-from slipstream.tracking import (
-    TrackingConfig,
-    TrackingError,
-    experiment_names,
-    fetch_artifact,
-    read_executions,
-    replay,
-    spool_directory,
-    store_uri,
-    view_addresses,
-)
+from slipstream.tracking.config import TrackingConfig, store_uri
+from slipstream.tracking.executions import experiment_names, fetch_artifact, read_executions
+from slipstream.tracking.mlflow_store import TrackingError, view_addresses
+from slipstream.tracking.replay import replay
+from slipstream.tracking.spool import spool_directory
 from slipstream.types import Workload
 from slipstream.workers.placement.config import ArmsInTurn
 from slipstream.workers.placement.memory import memory_text

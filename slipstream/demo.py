@@ -22,7 +22,8 @@ from slipstream.recipe import CONFIGS, Recipe, load_recipe, recipe_path
 from slipstream.refit.snapshot import discard_transfers
 from slipstream.stages.context import EXECUTION_VARIABLE, is_finished, new_execution, recorded_recipe, requested
 from slipstream.supervisor import Outcome, supervise
-from slipstream.tracking import RunStatus, end_open_runs, replay_command, unsent
+from slipstream.tracking.replay import replay_command, unsent
+from slipstream.tracking.spool import RunStatus, end_open_runs
 from slipstream.types import Workload
 from slipstream.workers.placement.config import ArmsInTurn
 

@@ -13,7 +13,9 @@ from slipstream.report.drift import Subject, find_drift, hardware
 from slipstream.report.results import result_metrics
 from slipstream.stages.context import RunContext
 from slipstream.stages.runs import experiment_name
-from slipstream.tracking import TrackingError, read_executions, store_uri
+from slipstream.tracking.config import store_uri
+from slipstream.tracking.executions import read_executions
+from slipstream.tracking.mlflow_store import TrackingError
 
 logger = logging.getLogger(__name__)
 

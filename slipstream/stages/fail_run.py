@@ -15,7 +15,7 @@ from slipstream.report.results import speedups
 from slipstream.report.summary import summarise_arm, summarise_arms
 from slipstream.stages.context import RunContext, arm_node, recorded_recipe
 from slipstream.stages.runs import execution_run
-from slipstream.tracking import RunStatus, end_open_runs
+from slipstream.tracking.spool import RunStatus, end_open_runs
 from slipstream.types import Arm, ArmLoop, arm_name
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from slipstream.stages.context import RunContext
 from slipstream.stages.drift_check import DRIFT_FILE, drift_of
 from slipstream.stages.runs import end_reported_execution, tracked
 from slipstream.stages.support import numerics, recipe_layout, settled, versions
-from slipstream.tracking import store_uri
+from slipstream.tracking.config import store_uri
 from slipstream.workers.session import machine
 
 logger = logging.getLogger(__name__)

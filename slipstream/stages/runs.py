@@ -25,7 +25,9 @@ from slipstream.records.stages import CertificateRecord
 from slipstream.report.drift import DTYPE_TAG, HARDWARE_TAG, drift_metrics, drift_tags, hardware
 from slipstream.report.results import certificate_metrics, description, result_metrics, verdict_tags
 from slipstream.stages.context import RunContext
-from slipstream.tracking import EXECUTION, GPUS_TAG, KIND_TAG, PART, RunStatus, Tracker, has_ended, spent
+from slipstream.tracking.config import EXECUTION, KIND_TAG, PART
+from slipstream.tracking.spool import GPUS_TAG, RunStatus, has_ended, spent
+from slipstream.tracking.tracker import Tracker
 from slipstream.types import Arm, Dtype
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from slipstream.kubernetes.profile import ClusterProfile, require_fits
 from slipstream.recipe import Recipe, difference, load_recipe, parameters, recipe_path, resolve_recipe, write_recipe
 from slipstream.stages.context import RunContext, recorded_recipe, require_loop
 from slipstream.stages.runs import NOTE, execution_run, origin_tags, started_text
-from slipstream.tracking import RunStatus
+from slipstream.tracking.spool import RunStatus
 from slipstream.types import ArmLoop
 
 logger = logging.getLogger(__name__)

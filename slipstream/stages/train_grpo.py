@@ -22,7 +22,7 @@ from slipstream.stages.recipe_engines import draft_length, draft_weights, recipe
 from slipstream.stages.runs import tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import decode, draft_init, settled, tokenizer, versions
-from slipstream.tracking import Tracker
+from slipstream.tracking.tracker import Tracker
 from slipstream.train.arm import ArmPlan, Decode, train
 from slipstream.train.turns import Stopped, Turn, in_turn
 from slipstream.types import Arm, ArmLoop, LoopMode, Prompt, arm_name

@@ -31,7 +31,8 @@ from slipstream.stages.train_grpo import arm_plan, end_idle, train_arm
 from slipstream.study.ranking import Trained, rank, result_metrics
 from slipstream.study.study_page import answers, write_study
 from slipstream.study.variants import Grid, Study, Variant, drafter_recipes
-from slipstream.tracking import ABLATION, KIND_TAG, RunStatus
+from slipstream.tracking.config import ABLATION, KIND_TAG
+from slipstream.tracking.spool import RunStatus
 from slipstream.train.arm import ArmPlan
 from slipstream.train.turns import Turn, in_turn
 from slipstream.types import Arm

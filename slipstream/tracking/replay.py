@@ -15,8 +15,6 @@ from slipstream.records.files import is_torn, write_atomic
 from slipstream.tracking.mlflow_store import MlflowStore, TrackingError
 from slipstream.tracking.spool import Event, read_events, read_spool, spools_of
 
-__all__ = ["ReplayResult", "SpoolReplay", "TrackingError", "replay"]
-
 log = logging.getLogger(__name__)
 
 

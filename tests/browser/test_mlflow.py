@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.report.comparison import comparison_table, write_comparison
-from slipstream.tracking import experiment_names, read_executions, view_addresses
+from slipstream.tracking.executions import experiment_names, read_executions
+from slipstream.tracking.mlflow_store import view_addresses
 from slipstream.types import Arm
 from tests.browser.server import Served, log_execution, served
 

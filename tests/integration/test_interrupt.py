@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.tracking import replay
+from slipstream.tracking.replay import replay
 from tests.forked.hook import not_forked
 from tests.integration.small_recipe import write_small_recipe
 

@@ -172,7 +172,8 @@ def _points(root: Path, node: str, metric: str) -> list[tuple[int, float]]:
     """Steps and values of a metric of the one run that a node of the torn execution has."""
     from mlflow.tracking import MlflowClient
 
-    from slipstream.tracking import replay, spool_directory
+    from slipstream.tracking.replay import replay
+    from slipstream.tracking.spool import spool_directory
 
     uri = f"sqlite:///{root / 'mlflow.db'}"
     replay(spool_directory(root), uri)

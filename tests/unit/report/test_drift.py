@@ -21,7 +21,8 @@ from slipstream.report.drift import (
     hardware,
     prediction_interval,
 )
-from slipstream.tracking import DriftConfig, Execution
+from slipstream.tracking.config import DriftConfig
+from slipstream.tracking.executions import Execution
 from tests.unit.report.handmade import RECORD, page_text
 
 CONFIG = DriftConfig(num_executions=20, min_executions=5, false_alarm_rate=0.05, min_change=0.01)

@@ -16,7 +16,9 @@ from slipstream.records.stages import TuningRecord
 from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.stages.fail_run import fail_run
 from slipstream.stages.runs import execution_run, tracked
-from slipstream.tracking import RunStatus, Tracker, store_uri
+from slipstream.tracking.config import store_uri
+from slipstream.tracking.spool import RunStatus
+from slipstream.tracking.tracker import Tracker
 from tests.unit.lagging import ONE_STEP_OFF
 from tests.unit.report.handmade import RECORD
 

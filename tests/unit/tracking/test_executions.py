@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 from slipstream.cli import main
-from slipstream.tracking import Tracker, TrackingConfig, TrackingError, fetch_artifact, read_executions, store_uri
+from slipstream.tracking.config import TrackingConfig, store_uri
+from slipstream.tracking.executions import fetch_artifact, read_executions
+from slipstream.tracking.mlflow_store import TrackingError
+from slipstream.tracking.tracker import Tracker
 
 
 class Server(HTTPServer):

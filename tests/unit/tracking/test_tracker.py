@@ -17,23 +17,11 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.config import ConfigError
-from slipstream.tracking import (
-    EXECUTION,
-    KIND_TAG,
-    RunStatus,
-    Tracker,
-    TrackingConfig,
-    experiment_names,
-    fetch_artifact,
-    read_executions,
-    replay,
-    spool_directory,
-    store_uri,
-    unsent,
-)
-from slipstream.tracking.replay import SpoolReplay
-from slipstream.tracking.spool import Spool
-from slipstream.tracking.tracker import _ReplayThread
+from slipstream.tracking.config import EXECUTION, KIND_TAG, TrackingConfig, store_uri
+from slipstream.tracking.executions import experiment_names, fetch_artifact, read_executions
+from slipstream.tracking.replay import SpoolReplay, replay, unsent
+from slipstream.tracking.spool import RunStatus, Spool, spool_directory
+from slipstream.tracking.tracker import Tracker, _ReplayThread
 
 DEAD = "http://127.0.0.1:9"
 LOCAL = TrackingConfig(replay_every_s=0.1)
@@ -241,7 +229,8 @@ def test_a_failure_of_a_whole_day_is_still_tried_again(tmp_path: Path) -> None:
 TWO_RUNS = """
 import sys
 from pathlib import Path
-from slipstream.tracking import Tracker, TrackingConfig
+from slipstream.tracking.config import TrackingConfig
+from slipstream.tracking.tracker import Tracker
 from slipstream.tracking.mlflow_store import import_mlflow
 import_mlflow(10)
 import mlflow.store.tracking.sqlalchemy_store
