@@ -104,7 +104,7 @@ def tracked(
     if has_ended(Path(context.root), experiment_name(context, recipe), context.execution):
         execution_run(context, recipe).detach()
     try:
-        with Tracker.open(
+        with Tracker(
             recipe.tracking,
             root=Path(context.root),
             experiment=context.experiment,
@@ -159,7 +159,7 @@ def execution_run(
     The run of an ablation's part lies below the run of the ablation.
     """
     kind = PART if context.part_of else EXECUTION
-    return Tracker.open(
+    return Tracker(
         recipe.tracking,
         root=Path(context.root),
         experiment=context.experiment,

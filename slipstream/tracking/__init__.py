@@ -4,5 +4,5 @@
       └─ train_grpo, spec arm     child run, key `<execution>/<node>`: the same for every attempt
 
 `Tracker` appends to the spool, and a daemon thread replays it; `replay` does the same later, from the spool alone.
-Importing these modules costs nothing: MLflow (4-8 s) is imported by the first `Tracker.open` or `replay`.
+Importing these modules costs nothing: MLflow (4-8 s) is imported by the first `Tracker` or `replay`.
 """

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.tracking.config import EXECUTION, KEY_TAG, KIND_TAG, is_sqlite, sqlite_path, sqlite_uri
+from slipstream.tracking.config import EXECUTION, KEY_TAG, KIND_TAG, check_key, is_sqlite, sqlite_path, sqlite_uri
 from slipstream.tracking.spool import RunHeader
 
 if TYPE_CHECKING:
@@ -161,8 +161,10 @@ class MlflowStore:
         """Download the artifact `name` of the run with `key` into `directory`; return its path.
 
         Raises:
+            ConfigError: `key` could not be a key.
             TrackingError: no run of the server has that key, or the run has no such artifact.
         """
+        check_key(key)
         experiments = list(self.experiments())
         with _translated(self.uri):
             runs = self._client.search_runs(experiments, filter_string=f"tags.`{KEY_TAG}` = '{key}'")

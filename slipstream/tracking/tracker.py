@@ -55,20 +55,8 @@ class Tracker:
     As a context manager it ends the run as finished, failed (an exception) or killed (an interrupt).
     """
 
-    def __init__(self, config: TrackingConfig, header: RunHeader, *, root: Path) -> None:
-        self._config = config
-        self._header = header
-        self._root = root
-        self._spool = Spool(spool_path(spool_directory(root), experiment=header.experiment, key=header.key))
-        self._spool.append(Event(kind="open", time_ms=now_ms(), header=header))
-        import_mlflow(config.request_timeout_s)
-        command = replay_command(root, config.uri)
-        self._thread = _ReplayThread(self._spool, uri=store_uri(config, root), config=config, command=command)
-        self._thread.start()
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         config: TrackingConfig,
         *,
         root: Path,
@@ -78,7 +66,7 @@ class Tracker:
         parent_key: str | None = None,
         tags: Mapping[str, str] | None = None,
         params: Mapping[str, str | float | bool] | None = None,
-    ) -> Tracker:
+    ) -> None:
         """Create the run `key`, or re-attach to it if an earlier attempt created it; this works without a server.
 
         The first call in a process imports MLflow (4-8 s).
@@ -86,7 +74,7 @@ class Tracker:
         Args:
             root: directory of the spool and, when the config names no server, of the SQLite store.
             experiment: name of the recipe, used unless the config names an experiment.
-            key: `<execution>/<node>`, never of the attempt.
+            key: `<execution>/<node>`, by which every attempt finds the run.
             parent_key: key of the run that this one is shown under.
             tags, params: longer values than MLflow stores are cut, and say so.
         Raises:
@@ -102,12 +90,13 @@ class Tracker:
             tags=fitted_tags(tags or {}),
             params=fitted_params(params or {}),
         )
-        return cls(config, header, root=root)
-
-    @property
-    def key(self) -> str:
-        """Key by which every attempt finds the run."""
-        return self._header.key
+        self._config = config
+        self._spool = Spool(spool_path(spool_directory(root), experiment=header.experiment, key=key))
+        self._spool.append(Event(kind="open", time_ms=now_ms(), header=header))
+        import_mlflow(config.request_timeout_s)
+        command = replay_command(root, config.uri)
+        self._thread = _ReplayThread(self._spool, uri=store_uri(config, root), config=config, command=command)
+        self._thread.start()
 
     def wait_run_id(self, timeout_s: float = 30.0) -> str | None:
         """Wait for MLflow's id of the run; None if the server fails or takes over `timeout_s`."""

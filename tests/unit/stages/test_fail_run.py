@@ -38,7 +38,7 @@ def test_a_failed_executions_runs_end_and_its_results_are_kept(stored_root: Path
     write_recipe(recipe, recorded_recipe(stored_root, "e"))
     context = RunContext(execution="e", root=str(stored_root), experiment=recipe.name, workload="rl_zero")
     execution_run(context, recipe).detach()
-    left_open = Tracker.open(
+    left_open = Tracker(
         recipe.tracking, root=stored_root, experiment=recipe.name, key="e/train_grpo_speculative", name="arm"
     )
     left_open.detach()  # as a pod that was killed leaves it
