@@ -110,12 +110,7 @@ def _take_weights(config: DraftConfig, policy: Path, directory: Path, *, max_mod
 
 
 def train_on(
-    prompts: Sequence[Prompt],
-    recipe: Recipe,
-    *,
-    policy: Path,
-    directory: Path,
-    on_step: Callable[[int, float], None],
+    prompts: Sequence[Prompt], recipe: Recipe, *, policy: Path, directory: Path, on_step: Callable[[int, float], None]
 ) -> DraftRecord:
     """Sample responses to `prompts`, train a draft on them into `directory/draft`, and measure its held-out acceptance.
 
@@ -136,11 +131,7 @@ def train_on(
     num_heldout = config.num_heldout_prompts * config.samples_per_prompt
     train = responses.select(range(num_heldout, len(responses.token_ids)))
     teaching = _Teaching(
-        recipe=recipe,
-        policy=policy,
-        train=train,
-        heldout=responses.select(range(num_heldout)),
-        directory=directory,
+        recipe=recipe, policy=policy, train=train, heldout=responses.select(range(num_heldout)), directory=directory
     )
     teach = teaching.on_states if config.trains is Training.HIDDEN_STATES else teaching.on_responses
     checkpoint = directory / _CHECKPOINT

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from slipstream.records.steps import ScheduleEntry
 from slipstream.workers.engines import RemoteEngine, start_engine
 
 
-@contextmanager
 def recipe_engine(
     recipe: Recipe,
     policy: Path,
@@ -28,7 +27,7 @@ def recipe_engine(
     *,
     schedule: Sequence[ScheduleEntry] = (),
     kv_cache: KvCache | None = None,
-) -> Iterator[RemoteEngine]:
+) -> AbstractContextManager[RemoteEngine]:
     """Engine with `k` draft tokens, the largest of a schedule; nothing but speculation depends on `k`.
 
     Args:
@@ -37,10 +36,9 @@ def recipe_engine(
     """
     weights = draft_weights(recipe.draft, draft)
     speculative = speculative_config(recipe.draft, weights, k, schedule=schedule) if k else None
-    with start_engine(
+    return start_engine(
         policy, config=recipe.engine, speculative_config=speculative, layout=recipe.layout, kv_cache=kv_cache
-    ) as engine:
-        yield engine
+    )
 
 
 def swept_engine(recipe: Recipe, policy: Path, draft: Path, k: int) -> AbstractContextManager[RemoteEngine]:

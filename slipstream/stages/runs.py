@@ -149,10 +149,7 @@ def experiment_name(context: RunContext, recipe: Recipe) -> str:
 
 
 def execution_run(
-    context: RunContext,
-    recipe: Recipe,
-    tags: Mapping[str, str] | None = None,
-    params: Mapping[str, str] | None = None,
+    context: RunContext, recipe: Recipe, tags: Mapping[str, str] | None = None, params: Mapping[str, str] | None = None
 ) -> Tracker:
     """Open the MLflow run of the execution, parent of its tasks' runs, or attach to it.
 

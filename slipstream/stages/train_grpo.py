@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.length import DraftLength, described
@@ -23,7 +24,7 @@ from slipstream.stages.runs import tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import decode, draft_init, settled, tokenizer, versions
 from slipstream.tracking.tracker import Tracker
-from slipstream.train.arm import ArmPlan, Decode, train
+from slipstream.train.arm import ArmPlan, Run
 from slipstream.train.turns import Stopped, Turn, in_turn
 from slipstream.types import Arm, ArmLoop, LoopMode, Prompt, arm_name
 from slipstream.workers.engines import idle_engines
@@ -86,35 +87,11 @@ def train_grpo(  # one input a record, and which arms
     return directories
 
 
-def train_arm(
-    recipe: Recipe,
-    plan: ArmPlan,
-    turn: Turn | None = None,
-    *,
-    policy: Path,
-    prompts: Sequence[Prompt],
-    decode: Decode,
-    directory: Path,
-    tracker: Tracker,
-) -> ArmRecord:
-    """Train an arm in `directory`, and write its record there.
-
-    Args:
-        recipe: recipe in the loop of the arm.
-        turn: schedule of this arm's steps among those of other arms; None: the arm trains alone.
-    """
-    record = train(
-        recipe,
-        plan,
-        policy=policy,
-        prompts=prompts,
-        decode=decode,
-        directory=directory,
-        log=tracker.log,
-        turn=turn,
-    )
-    record = replace(record, versions=versions())
-    tracker.log_artifact(write_record(record, directory / "arm.json"))
+def train_arm(tracker: Tracker, turn: Turn | None = None, **given: Any) -> ArmRecord:
+    """Train an arm in its directory, and write its record there; `given` are the other fields of `Run`."""
+    run = Run(log=tracker.log, turn=turn, **given)
+    record = replace(run.train(), versions=versions())
+    tracker.log_artifact(write_record(record, run.directory / "arm.json"))
     return record
 
 
@@ -146,7 +123,8 @@ def _member(
     ) as tracker:
         plan = arm_plan(recipe, arm, policy=policy, draft=draft, length=length, label=name)
         plan = replace(plan, validation=validation)
-        yield partial(train_arm, recipe, plan, policy=policy, directory=context.directory(node), tracker=tracker)
+        directory = context.directory(node)
+        yield partial(train_arm, tracker, recipe=recipe, plan=plan, policy=policy, directory=directory)
 
 
 def end_idle() -> None:

@@ -169,7 +169,7 @@ def _train(member: _Member, starting: threading.Semaphore, turn: Turn, **given: 
     plan = replace(member.plan, start_engine=partial(_started, member.plan, starting))
     with execution_run(member.context, member.recipe) as tracker:
         directory = member.context.directory("train_grpo")
-        return train_arm(member.recipe, plan, turn, directory=directory, tracker=tracker, **given)
+        return train_arm(tracker, turn, recipe=member.recipe, plan=plan, directory=directory, **given)
 
 
 @contextmanager

@@ -37,12 +37,7 @@ from slipstream.tracking.spool import (
 log = logging.getLogger(__name__)
 
 # MLflow's compare view shows last values only, so the best and the mean over steps are logged as values of their own.
-_SUMMARISED = {
-    "time/step_s": min,
-    "time/generation_s": min,
-    "train/reward": max,
-    "spec/mean_acceptance_length": max,
-}
+_SUMMARISED = {"time/step_s": min, "time/generation_s": min, "train/reward": max, "spec/mean_acceptance_length": max}
 _MAX_BACKOFF_S = 60.0
 _LAST_PAUSES_S = (0.3, 0.6, 0.0)  # between the last tries: a failure may be momentary
 _KILLED_WAIT_S = 1.0

@@ -12,10 +12,9 @@ from pathlib import Path
 from slipstream import evaluation
 from slipstream.data.prompts import PromptStream
 from slipstream.drafts.config import DraftOnline
-from slipstream.engine.protocol import Engines
 from slipstream.logs import progress
 from slipstream.recipe import Recipe
-from slipstream.records.steps import ArmRecord, EvaluationRecord, ScheduleEntry, StepRecord
+from slipstream.records.steps import ArmRecord, ScheduleEntry, StepRecord
 from slipstream.refit.channel import open_channel
 from slipstream.refit.gate import RefitGate
 from slipstream.rewards.verifier import RewardResult, Verifier
@@ -67,75 +66,43 @@ class ArmPlan:
         return f"train_grpo {self.label or self.arm.value}"
 
 
-def train(
-    recipe: Recipe,
-    plan: ArmPlan,
-    *,
-    policy: Path,
-    prompts: Sequence[Prompt],
-    decode: Decode,
-    directory: Path,
-    log: LogMetrics,
-    turn: Turn | None = None,
-) -> ArmRecord:
-    """Train an arm; write the policy to `directory/policy` and a draft that learned beside it to `directory/draft`.
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Training of one arm, in as many attempts as its restarts allow.
 
-    Args:
+    Attributes:
         decode: decoder of responses for scoring.
         log: receives the metrics of each step.
         turn: schedule of this arm's steps among those of other arms; None: the arm trains alone.
     """
-    with plan.start_engine() as engines, Verifier(recipe.reward) as verifier:
-        run = Run(
-            recipe=recipe,
-            plan=plan,
-            policy=policy,
-            prompts=tuple(prompts),
-            score=partial(score, verifier=verifier, decode=decode),
-            directory=directory,
-            log=log,
-            turn=turn,
-            evaluate=partial(
-                evaluation.evaluate,
-                prompts=plan.validation,
-                verifier=verifier,
-                decode=decode,
-                config=recipe.evaluation,
-                policy=plan.arm.value,
-                seed=recipe.grpo.seed,
-            )
-            if plan.validation
-            else None,
-        )
-        steps = run.with_restarts(engines)
-        machine = machines(engines.engines)
-    return ArmRecord(
-        arm=plan.arm,
-        num_speculative_tokens=plan.num_speculative_tokens,
-        steps=tuple(steps),
-        schedule=plan.schedule,
-        machine=machine,
-        loop=recipe.loop.mode.value,
-        max_off_policy_steps=recipe.loop.max_off_policy_steps,
-        steps_a_turn=0 if turn is None else turn.num_steps,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """Training of one arm, in as many attempts as its restarts allow."""
 
     recipe: Recipe
     plan: ArmPlan
     policy: Path
-    prompts: tuple[Prompt, ...]
-    score: Callable[[Sequence[RolloutGroup]], RewardResult]
+    prompts: Sequence[Prompt]
+    decode: Decode
     directory: Path
     log: LogMetrics
     turn: Turn | None = None
-    evaluate: Callable[[Engines], EvaluationRecord] | None = None
 
-    def with_restarts(self, engines: RemoteEngine) -> list[StepRecord]:
+    def train(self) -> ArmRecord:
+        """Train; write the policy to `directory/policy` and a draft that learned beside it to `directory/draft`."""
+        recipe, plan = self.recipe, self.plan
+        with plan.start_engine() as engines, Verifier(recipe.reward) as verifier:
+            steps = self.with_restarts(engines, verifier)
+            machine = machines(engines.engines)
+        return ArmRecord(
+            arm=plan.arm,
+            num_speculative_tokens=plan.num_speculative_tokens,
+            steps=tuple(steps),
+            schedule=plan.schedule,
+            machine=machine,
+            loop=recipe.loop.mode.value,
+            max_off_policy_steps=recipe.loop.max_off_policy_steps,
+            steps_a_turn=0 if self.turn is None else self.turn.num_steps,
+        )
+
+    def with_restarts(self, engines: RemoteEngine, verifier: Verifier) -> list[StepRecord]:
         """Train to the end; after a lost learner rank, or lost weights, start again from the last checkpoint.
 
         Returns:
@@ -148,7 +115,7 @@ class Run:
             threads = ThreadGroup()
             try:
                 with start_learner(config.learner, layout=config.layout) as learner:
-                    return self._attempt(engines, learner, checkpoints, threads)
+                    return self._attempt(engines, learner, verifier, checkpoints, threads)
             except LostWorkerError as error:
                 num_learners += 1
                 is_engine = {worker.name for worker in error.workers} & {worker.name for worker in engines.engines}
@@ -168,7 +135,12 @@ class Run:
             threads.join()  # the next attempt needs idle engines
 
     def _attempt(
-        self, engines: RemoteEngine, learner: RemoteLearner, checkpoints: Checkpoints, threads: ThreadGroup
+        self,
+        engines: RemoteEngine,
+        learner: RemoteLearner,
+        verifier: Verifier,
+        checkpoints: Checkpoints,
+        threads: ThreadGroup,
     ) -> list[StepRecord]:
         """Train from the last checkpoint to the end and write the final policy; return the records of all steps."""
         recipe, draft, title = self.recipe, self.plan.draft, self.plan.title
@@ -197,7 +169,7 @@ class Run:
             )
 
             def on_step(record: StepRecord, waiting: Pending | None = None) -> None:
-                record = self._evaluated(record, tolerant)
+                record = self._evaluated(record, tolerant, verifier)
                 history.append(record)
                 self.log(metrics_of(record), record.step)
                 bar.advance(text=f"reward {record.reward_mean:.3f}")
@@ -217,8 +189,10 @@ class Run:
                 max_lag=recipe.loop.max_off_policy_steps,
             )
             tolerant = self.fault_tolerant(engines, gate, learner, history, pending)
+            rewards = partial(score, verifier=verifier, decode=self.decode)
             start_clock = partial(self._start_clock, history)
-            self.loop(tolerant, trainer, on_step, pending, threads, start_clock).run(start_step=len(history))
+            loop = self.loop(tolerant, trainer, rewards, on_step, pending, threads, start_clock)
+            loop.run(start_step=len(history))
             if self.turn is not None:
                 self.turn.begin(len(history))
             learner.save_hf(self.directory / "policy", self.policy)
@@ -230,6 +204,7 @@ class Run:
         self,
         engines: FaultTolerantEngines,
         trainer: Trainer,
+        score: Callable[[Sequence[RolloutGroup]], RewardResult],
         on_step: Callable[..., None],
         pending: Pending,
         threads: ThreadGroup,
@@ -238,14 +213,14 @@ class Run:
         """Build the loop of the recipe."""
         recipe = self.recipe
         grpo = recipe.grpo
-        prompts = PromptStream(prompts=self.prompts, batch_size=grpo.prompts_per_step, seed=grpo.seed)
+        prompts = PromptStream(prompts=tuple(self.prompts), batch_size=grpo.prompts_per_step, seed=grpo.seed)
         if recipe.loop.is_synchronous:
             return SyncLoop(
                 arm=self.plan.arm,
                 engine=engines,
                 gate=engines,
                 prompts=prompts,
-                score=self.score,
+                score=score,
                 trainer=trainer,
                 sampling=recipe.sampling,
                 on_step=on_step,
@@ -255,7 +230,7 @@ class Run:
             arm=self.plan.arm,
             engines=engines,
             prompts=prompts,
-            score=self.score,
+            score=score,
             trainer=trainer,
             sampling=recipe.sampling,
             loop=recipe.loop,
@@ -298,21 +273,28 @@ class Run:
             autopilot=Autopilot(recipe.draft.autopilot, self.plan.schedule, steps) if watches else None,
         )
 
-    def _evaluated(self, record: StepRecord, engines: FaultTolerantEngines) -> StepRecord:
+    def _evaluated(self, record: StepRecord, engines: FaultTolerantEngines, verifier: Verifier) -> StepRecord:
         """Add the accuracy of the policy that sampled a step's rollouts to its record where an evaluation is due.
 
         Only a synchronous loop evaluates: its engines are idle between steps and still hold that policy.
         """
-        recipe, step = self.recipe, record.step
-        if self.evaluate is None or not recipe.loop.is_synchronous or not recipe.evaluation.is_due(step):
+        recipe, plan, step = self.recipe, self.plan, record.step
+        if not plan.validation or not recipe.loop.is_synchronous or not recipe.evaluation.is_due(step):
             return record
         try:
             with engines.between_steps():
-                return replace(record, evaluation=self.evaluate(engines))
+                found = evaluation.evaluate(
+                    engines,
+                    plan.validation,
+                    verifier=verifier,
+                    decode=self.decode,
+                    config=recipe.evaluation,
+                    policy=plan.arm.value,
+                    seed=recipe.grpo.seed,
+                )
+                return replace(record, evaluation=found)
         except WeightsLostError as error:
-            logger.error(
-                "%s: the policy after step %d is not evaluated, training goes on: %s", self.plan.title, step, error
-            )
+            logger.error("%s: the policy after step %d is not evaluated, training goes on: %s", plan.title, step, error)
             return record
 
     @property

@@ -101,8 +101,7 @@ class AsyncLoop:
         num_lost = 0 if self.submitted is None else max(0, self.submitted.read() - num_kept)
         self._watch = Stopwatch(num_regenerated=num_lost * config.group_size)
         threads.run(
-            {"produce": self._produce, "score": self._score, "train": lambda: self._train(start_step)},
-            finite="train",
+            {"produce": self._produce, "score": self._score, "train": lambda: self._train(start_step)}, finite="train"
         )
 
     @property

@@ -14,13 +14,7 @@ from slipstream.config import from_mapping
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.records.files import write_atomic
 from slipstream.records.steps import StepRecord
-from slipstream.storage import (
-    existing_directory,
-    remove,
-    step_directories,
-    step_directory,
-    step_of,
-)
+from slipstream.storage import existing_directory, remove, step_directories, step_directory, step_of
 from slipstream.train.loop import Learner
 
 logger = logging.getLogger(__name__)

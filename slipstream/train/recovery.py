@@ -40,10 +40,7 @@ class Autopilot:
     """
 
     def __init__(
-        self,
-        config: AutopilotConfig,
-        schedule: Sequence[ScheduleEntry],
-        steps: Iterable[AutopilotStep | None] = (),
+        self, config: AutopilotConfig, schedule: Sequence[ScheduleEntry], steps: Iterable[AutopilotStep | None] = ()
     ) -> None:
         self._config = config
         self._schedule = tuple(schedule)
