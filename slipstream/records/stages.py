@@ -17,7 +17,7 @@ class SweepPoint:
     generation_p10_s: float
     generation_p90_s: float
     num_repeats: int
-    autoregressive_s: float  # of the k=0 runs in the same rounds
+    autoregressive_s: float  # seconds of the k=0 runs in the same rounds
     speedup: float  # median over the rounds of k=0's seconds / this k's
     mean_acceptance_length: float  # 1.0 for k=0
     rate_by_position: tuple[float, ...]
@@ -39,7 +39,7 @@ class RunningPoint:
     batch_to: int
     num_rounds: int
     num_steps: int
-    token_ms: float  # for every running rollout to gain a token
+    token_ms: float  # time in which every running rollout gains a token
     tokens_per_step: float  # of a rollout: 1 without a draft
     speedup: float | None  # geometric mean over the rounds of k=0's token_ms / this k's; None: k=0 never came there
     gain: float  # the same with the chosen k in the place of k=0; 1 where neither met the other nor both k=0
@@ -61,8 +61,8 @@ class TuningRecord:
     schedule: tuple[ScheduleEntry, ...]
     running: tuple[RunningPoint, ...] = ()
     schedule_gain: float = 1.0  # generation time with the chosen k over that with the schedule, by these times
-    machine: str = ""  # of the engines that were timed; empty: not recorded
-    versions: dict[str, str] = field(default_factory=dict)  # where they were
+    machine: str = ""  # machine of the timed engines; empty: not recorded
+    versions: dict[str, str] = field(default_factory=dict)  # package versions on that machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -138,7 +138,7 @@ def _certificate(
         )
 
 
-def _drawn(  # what the engine starts with, what it becomes, and what is asked of it
+def _drawn(
     recipe: Recipe,
     start: Path,
     trained: Path,

@@ -65,7 +65,9 @@ def deliver(
     with replaced_directory(target) as folder:
         _link_all(directory, records, folder)
         write_record(Deliverable(path=str(whole), num_bytes=num_bytes(root / whole)), folder / MANIFEST)
-    logger.info("%s: hands on %d bytes; with weights %d in %s", node, num_bytes(target), num_bytes(root / whole), whole)
+    logger.info(
+        "%s: output of %d bytes; with weights %d in %s", node, num_bytes(target), num_bytes(root / whole), whole
+    )
     return target
 
 

@@ -29,7 +29,7 @@ class FailureRecord:
     """Failure of an execution: its node and message, with the stages that had finished."""
 
     execution: str
-    node: str  # of the workflow that failed
+    node: str  # node of the workflow that failed
     message: str
     finished: tuple[str, ...]  # stages
     unfinished: tuple[str, ...]
@@ -63,7 +63,7 @@ def fail_run(root: Path, execution: str, *, node: str, message: str) -> Path | N
     tracker.log_artifact(directory / "failure.md")
     tracker.log_artifact(directory / "failure.json")
     tracker.close(RunStatus.FAILED)
-    logger.error("execution %s failed in %s; what it knows is in %s", execution, node, directory / "failure.md")
+    logger.error("execution %s failed in %s; its partial results are in %s", execution, node, directory / "failure.md")
     return directory
 
 

@@ -70,7 +70,7 @@ def start_run(
     tracker.detach()
     for warning in memory.warnings() if (memory := recipe.memory()) else ():
         logger.warning("memory: %s", warning)
-    verb = "goes on" if resume else "starts"
+    verb = "resumes" if resume else "starts"
     logger.info("run %s %s: recipe %s, workload %s", execution, verb, recipe.name, recipe.workload.value)
     return context, resolved
 

@@ -120,7 +120,9 @@ def _made(directory: Path, key: str) -> Made | None:
         return None
     lost = next((path for path in sorted(directory.rglob("*")) if path.is_symlink() and not path.exists()), None)
     if lost is not None:
-        logger.warning("%s: %s is gone, to which %s leads: it is made again", made.stage, lost.readlink(), lost)
+        logger.warning(
+            "%s: the target %s of the link %s is gone, so the output is made again", made.stage, lost.readlink(), lost
+        )
         return None
     return made
 

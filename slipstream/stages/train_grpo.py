@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _STEPS_OF_OVERLAP = 8  # steps in a turn of arms in which generation and training overlap
 
 
-def train_grpo(  # one input a record, and which arms
+def train_grpo(
     context: RunContext,
     recipe: Recipe,
     arms: Sequence[Arm],

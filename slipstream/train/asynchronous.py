@@ -51,7 +51,7 @@ from slipstream.train.recovery import FaultTolerantEngines
 from slipstream.train.turns import Turn
 from slipstream.types import Arm, LoopMode, RolloutGroup
 
-_MAX_ADVANCE_S = 0.05  # for which one call of `advance` delays new weights, at most
+_MAX_ADVANCE_S = 0.05  # longest time for which one call of `advance` delays new weights
 
 
 @dataclass(kw_only=True)

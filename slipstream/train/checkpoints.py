@@ -105,10 +105,12 @@ class Checkpoints:
                     "execution name, or the recipe that it was started with"
                 )
             history = [from_mapping(StepRecord, step, f"steps[{i}]") for i, step in enumerate(extra["steps"])]
-            logger.info("train_grpo: going on from %s, step %d", path.name, len(history))
+            logger.info("train_grpo: resuming from %s, step %d", path.name, len(history))
             return Restored(steps=history, pending=pending)
         if damaged:
-            raise CheckpointError(f"no checkpoint can be resumed from; remove them to start anew: {'; '.join(damaged)}")
+            raise CheckpointError(
+                f"no checkpoint can be resumed from; remove them to start anew: {'; '.join(damaged)}"
+            )
         return Restored(steps=[])
 
     def _drop_oldest(self, learner: Learner, *, writing: Path | None = None) -> None:

@@ -50,7 +50,7 @@ class Counters:
 
     at_s: float
     cores: tuple[int, ...] | None  # ticks by state, over the cores that this process may run on
-    own_ticks: Mapping[tuple[int, int], int] | None  # by process id and start, children that have ended included
+    own_ticks: Mapping[tuple[int, int], int] | None  # by process id and start, with those of ended children
     pressure_us: int | None
     load: float | None
     cpu_mhz: float | None
@@ -127,7 +127,7 @@ def _core_ticks(text: str, cores: Iterable[int]) -> tuple[int, ...]:
 
 def _own_ticks(proc: Path) -> dict[tuple[int, int], int]:
     """CPU time of each process of this run."""
-    stats: dict[int, tuple[bytes, bytes]] = {}  # names, and what follows them
+    stats: dict[int, tuple[bytes, bytes]] = {}  # by process: its name, and the fields behind it
     children: dict[int, list[int]] = {}
     for entry in filter(str.isdigit, os.listdir(proc)):
         with suppress(OSError), open(f"{proc}/{entry}/stat", "rb", buffering=0) as file:  # it may have ended

@@ -23,7 +23,7 @@ class Turns:
     def __init__(self, names: Sequence[str]) -> None:
         self._changed = threading.Condition()
         self._order = list(names)
-        self._waiting: dict[str, int] = {}  # the turn that each waits for
+        self._waiting: dict[str, int] = {}  # number of the turn that each member waits for
         self._is_stopped = False
 
     def wait(self, name: str, number: int) -> None:

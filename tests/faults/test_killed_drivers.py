@@ -70,7 +70,7 @@ def test_every_group_is_trained_on_once_whoever_is_killed(
     for log, engine_at in ((logs[1], "generate"), (logs[2], "generation in flight")):
         assert f"died during {engine_at}" in log, log
         assert "the learner restarts from its last checkpoint" in log, log
-    assert "going on from step-00000" in logs[2]
+    assert "resuming from step-00000" in logs[2]
 
     submitted = batches(policy)
     assert trained(tmp_path / "one_step_off") == submitted
