@@ -22,8 +22,8 @@ _WINDOW = 20  # steps of the band, which follows a policy that drifts
 _MIN_HISTORY = 6  # steps before the guard judges
 _NUM_DEVIATIONS = 6.0
 _MAD_TO_DEVIATION = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
-# Share of the accepted draft tokens that never raises an alarm: a few long answers of another style, drafted less
-# well, can make up most of a step's drafts, and the number of drafts does not show that.
+# Share of the expected accepted draft tokens below which a step must fall: a few long answers of another style, drafted
+# less well, can make up most of a step's drafts, and the number of drafts does not show that.
 _LEAST_SHARE = 0.5
 _PACE_STEPS = 3  # steps over which the speed of a fall is measured
 _HASTE = 2.0  # a step that falls up to this many times as fast continues the same fall
