@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.recipe import load_recipe, parameters
-from slipstream.tracking import EXECUTION, KIND_TAG
+from slipstream.tracking.config import EXECUTION, KIND_TAG
 
 _NUM_TASK_METRICS = 25
 _RESULTS = (

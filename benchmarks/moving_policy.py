@@ -33,7 +33,7 @@ from slipstream.recipe import Recipe
 from slipstream.stages.support import decode, tokenizer
 from slipstream.stages.train_grpo import arm_plan
 from slipstream.train.acceptance_guard import AcceptanceCollapse
-from slipstream.train.arm import train
+from slipstream.train.arm import Run
 from slipstream.train.turns import Turn, in_turn
 from slipstream.types import Arm
 from slipstream.workers.placement.table import table
@@ -125,16 +125,16 @@ def measured(
             label=contestant.name,
         )
         try:
-            train(
-                recipe,
-                plan,
+            Run(
+                recipe=recipe,
+                plan=plan,
                 policy=start.policy,
                 prompts=prompts,
                 decode=decode(tokenizer(start.policy)),
                 directory=directory / contestant.name,
                 log=lambda metrics, step: steps[contestant.name].append(metrics),
                 turn=turn,
-            )
+            ).train()
         except AcceptanceCollapse:
             return "acceptance guard"
         return "whole"

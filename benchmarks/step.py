@@ -20,7 +20,7 @@ from slipstream.rewards.verifier import Verifier
 from slipstream.stages.recipe_engines import recipe_engine
 from slipstream.stages.support import decode, tokenizer
 from slipstream.train.arm import score
-from slipstream.train.loop import Draft, SyncLoop
+from slipstream.train.loop import Draft, SyncLoop, Trainer
 from slipstream.train.metrics import StageClock
 from slipstream.train.turns import Turn
 from slipstream.types import Arm
@@ -87,14 +87,18 @@ def time_steps(run: FinishedRun, num_steps: int, k: int, turn: Turn) -> TimedSte
         SyncLoop(
             arm=Arm.SPECULATIVE if k else Arm.AUTOREGRESSIVE,
             engine=engine,
-            learner=learner,
             prompts=PromptStream(
                 prompts=read_prompt_sets(run.data).train,
                 batch_size=recipe.grpo.prompts_per_step,
                 seed=recipe.grpo.seed,
             ),
             score=partial(score, reward=verifier, decode=decode(tokenizer(run.policy))),
-            config=replace(recipe.grpo, num_steps=num_steps),
+            trainer=Trainer(
+                learner=learner,
+                config=replace(recipe.grpo, num_steps=num_steps),
+                temperature=recipe.sampling.temperature,
+                draft=Draft(version=0 if k else None),
+            ),
             sampling=recipe.sampling,
             gate=RefitGate(
                 remote,
@@ -104,7 +108,6 @@ def time_steps(run: FinishedRun, num_steps: int, k: int, turn: Turn) -> TimedSte
                 trains_draft=False,
                 config=recipe.refit,
             ),
-            draft=Draft(version=0 if k else None),
             on_step=records.append,
             start_clock=start_clock,
         ).run(start_step=0)

@@ -24,17 +24,11 @@ from slipstream.records.run import RunRecord
 from slipstream.simulator import cli as simulator
 from slipstream.stages.context import add_inputs
 from slipstream.study import study_command
-from slipstream.tracking import (
-    TrackingConfig,
-    TrackingError,
-    experiment_names,
-    fetch_artifact,
-    read_executions,
-    replay,
-    spool_directory,
-    store_uri,
-    view_addresses,
-)
+from slipstream.tracking.config import TrackingConfig, store_uri
+from slipstream.tracking.executions import open_store, read_executions
+from slipstream.tracking.mlflow_store import TrackingError, view_addresses
+from slipstream.tracking.replay import replay
+from slipstream.tracking.spool import spool_directory
 from slipstream.types import Prompt, Workload
 from slipstream.workers.placement.config import ArmsInTurn
 from slipstream.workers.placement.memory import memory_text
@@ -396,7 +390,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _views(options: argparse.Namespace) -> int:
-    for experiment_id, name in sorted(experiment_names(_store(options)).items()):
+    for experiment_id, name in sorted(open_store(_store(options)).experiments().items()):
         for view, address in view_addresses(options.server, experiment_id).items():
             print(f"{name}, {view}: {address}")
     return 0
@@ -407,7 +401,7 @@ def _fetch_run(execution: str, uri: str) -> RunRecord:
     with tempfile.TemporaryDirectory() as directory:
         key = f"{execution}/report_speedup"
         try:
-            path = fetch_artifact(uri, key=key, name="run.json", directory=Path(directory))
+            path = open_store(uri).fetch_artifact(key, "run.json", Path(directory))
         except TrackingError as error:
             raise ConfigError(f"--mlflow-run: {error}") from error
         return read_record(RunRecord, path)

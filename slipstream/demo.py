@@ -29,7 +29,8 @@ from slipstream.stages.context import (
     requested,
 )
 from slipstream.supervisor import Outcome, supervise
-from slipstream.tracking import RunStatus, end_open_runs, replay_command, unsent
+from slipstream.tracking.replay import replay_command, unsent
+from slipstream.tracking.spool import RunStatus, end_open_runs
 from slipstream.types import Workload
 
 LATEST = ""

@@ -70,13 +70,13 @@ def avg_at_k(rewards_Nk: Sequence[Sequence[float]]) -> float:
 def maj_at_k(answers_Nk: Sequence[Sequence[str | None]], rewards_Nk: Sequence[Sequence[float]]) -> float:
     """Share of problems whose most frequent answer is right.
 
-    Of m answers that tie each counts 1/m, as if one were drawn. A sample without an answer (None) does not vote.
+    Of m answers that tie each counts 1/m, as if one were sampled. A sample without an answer (None) does not vote.
     """
     return float(np.mean([_majority(a, r) for a, r in zip(answers_Nk, rewards_Nk, strict=True)]))
 
 
 def prompt_hash(prompts: Sequence[Prompt]) -> str:
-    """Hash of the tokens the policy is asked with, in order, and the reference answers."""
+    """Hash of the prompts' tokens, in order, and of their reference answers."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(repr((prompt.token_ids, prompt.answer)).encode())
@@ -93,12 +93,11 @@ def evaluate(
     policy: str,
     seed: int,
 ) -> EvaluationRecord:
-    """Sample k responses to each problem with the engine's present weights and score them.
+    """Sample k responses to each problem with the engine's present weights, and score them.
 
     Args:
-        decode: text of a response by the tokens of its prompt and its own, with the tags of thoughts kept, and with
-            `<think>` before it if the prompt opens a thought.
-        policy: what the weights are called in the record.
+        decode: decoder of responses, as in `stages.support.decode`.
+        policy: name of the weights in the record.
     Raises:
         ConfigError: there are no prompts.
     """
@@ -127,7 +126,7 @@ def evaluate(
 
 
 def _majority(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
-    """Chance that an answer drawn from the most frequent ones is right."""
+    """Chance that a sample of the most frequent answers is right."""
     votes: dict[str, list[float]] = {}  # by the first spelling of an answer
     for answer, reward in zip(answers, rewards, strict=True):
         if answer is not None:

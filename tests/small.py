@@ -210,7 +210,7 @@ def train_arm(
 ) -> ArmRecord:
     """Train the speculative arm of a draft, or the autoregressive one, on engines that `within` may wrap."""
     from slipstream.drafts.methods import speculative_config
-    from slipstream.train.arm import ArmPlan, train
+    from slipstream.train.arm import ArmPlan, Run
     from slipstream.workers import engines
 
     speculative = speculative_config(recipe.draft, draft, k) if k else None
@@ -223,12 +223,12 @@ def train_arm(
 
     directory.mkdir(parents=True, exist_ok=True)
     arm = Arm.SPECULATIVE if k else Arm.AUTOREGRESSIVE
-    return train(
-        recipe,
-        ArmPlan(arm=arm, num_speculative_tokens=k, draft=draft, start_engine=start_engine),
+    return Run(
+        recipe=recipe,
+        plan=ArmPlan(arm=arm, num_speculative_tokens=k, draft=draft, start_engine=start_engine),
         policy=policy,
         prompts=list(prompts) or additions(policy),
         decode=odd_sum,
         directory=directory,
         log=log,
-    )
+    ).train()

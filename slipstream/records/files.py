@@ -25,7 +25,7 @@ def write_record(record: Any, path: Path) -> Path:
 
 
 def read_record(cls: type[R], path: Path) -> R:
-    """Read what `write_record` wrote.
+    """Read a record that `write_record` wrote.
 
     Raises:
         ConfigError: the file holds other fields than `cls`, or no JSON.
@@ -43,7 +43,7 @@ def append_line(file: FileIO, line: bytes) -> None:
     Args:
         file: opened with "a+b" and without a buffer.
     Raises:
-        OSError: the disk is full or gone; what was written of the line is taken back.
+        OSError: the disk is full or gone; a part that was written of the line is taken back.
     """
     end = file.seek(0, os.SEEK_END)
     rest = memoryview((b"\n" if is_torn(file) else b"") + line + b"\n")

@@ -1,4 +1,4 @@
-"""A whole run, with where and in which numeric type it was computed, and what drifted from earlier ones."""
+"""Record of a whole run, with its machine, its numeric type, and its drift from earlier runs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from slipstream.records.steps import ArmRecord, EvaluationRecord
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumericsRecord:
-    """The type that `dtype: auto` of a recipe became on the machine that runs it, and why."""
+    """Type that `dtype: auto` of a recipe became on the machine that runs it, with the reason."""
 
     dtype: str
     reason: str
-    float32_ms: float  # of one matrix product
+    float32_ms: float  # time of one matrix product
     bfloat16_ms: float
-    capabilities: tuple[str, ...]  # what torch, oneDNN and the processor say that they can do
+    capabilities: tuple[str, ...]  # features that torch, oneDNN and the processor report
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,16 +30,16 @@ class LayoutRecord:
     num_gpus: int
     gpus_per_engine: int
     max_response_tokens: int
-    generation_gpus: int = 0  # of nodes of their own; 0: engines and learner share all GPUs
+    generation_gpus: int = 0  # GPUs of the engines' own nodes; 0: engines and learner share all GPUs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriftFinding:
     """One result beside the band of earlier executions."""
 
-    name: str  # of the result
+    name: str  # name of the result
     value: float
-    num_executions: int  # earlier ones that have it
+    num_executions: int  # earlier executions that have the result
     band: tuple[float, float] | None  # None: too few
     verdict: str  # within, above, below, too few to say, or not measured
 
@@ -48,9 +48,9 @@ class DriftFinding:
 class DriftRecord:
     """An execution's results against those of the executions before it."""
 
-    summary: str  # in a sentence; why nothing was compared, if nothing was
-    executions: tuple[str, ...] = ()  # that it was compared with, the newest first
-    false_alarm_rate: float = 0.0  # of a whole execution in which nothing drifted
+    summary: str  # one sentence; the reason if nothing was compared
+    executions: tuple[str, ...] = ()  # executions of the comparison, the newest first
+    false_alarm_rate: float = 0.0  # chance of any finding in an execution without drift
     findings: tuple[DriftFinding, ...] = ()
 
     @property

@@ -17,7 +17,7 @@ class SweepPoint:
     generation_p10_s: float
     generation_p90_s: float
     num_repeats: int
-    autoregressive_s: float  # of the k=0 runs in the same rounds
+    autoregressive_s: float  # seconds of the k=0 runs in the same rounds
     speedup: float  # median over the rounds of k=0's seconds / this k's
     mean_acceptance_length: float  # 1.0 for k=0
     rate_by_position: tuple[float, ...]
@@ -29,9 +29,9 @@ class SweepPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunningPoint:
-    """One draft length while `batch_from` to `batch_to` rollouts run: medians over the rounds that came there.
+    """One draft length while `batch_from` to `batch_to` rollouts run: medians over the rounds that reached that batch.
 
-    Measured on the engine's steps that computed no prompt.
+    Only engine steps that computed no prompt are measured.
     """
 
     k: int
@@ -39,7 +39,7 @@ class RunningPoint:
     batch_to: int
     num_rounds: int
     num_steps: int
-    token_ms: float  # for every running rollout to gain a token
+    token_ms: float  # time in which every running rollout gains a token
     tokens_per_step: float  # of a rollout: 1 without a draft
     speedup: float | None  # geometric mean over the rounds of k=0's token_ms / this k's; None: k=0 never came there
     gain: float  # the same with the chosen k in the place of k=0; 1 where neither met the other nor both k=0
@@ -51,7 +51,8 @@ class RunningPoint:
 class TuningRecord:
     """Measurements of tuning and its choice; `chosen_k` 0 means that no k pays throughout.
 
-    `schedule` says for every running batch which k was fastest there; `chosen_k` throughout unless the whole gains.
+    `schedule` gives the k that was fastest at every running batch, or `chosen_k` throughout if a schedule gains
+    nothing.
     """
 
     chosen_k: int
@@ -60,8 +61,8 @@ class TuningRecord:
     schedule: tuple[ScheduleEntry, ...]
     running: tuple[RunningPoint, ...] = ()
     schedule_gain: float = 1.0  # generation time with the chosen k over that with the schedule, by these times
-    machine: str = ""  # of the engines that were timed; empty: not recorded
-    versions: dict[str, str] = field(default_factory=dict)  # where they were
+    machine: str = ""  # machine of the timed engines; empty: not recorded
+    versions: dict[str, str] = field(default_factory=dict)  # package versions on that machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +75,7 @@ class PolicyRecord:
     vocab_size: int
     max_position_embeddings: int
     eos_token_id: int
-    pretrain_steps: int  # 0: taken as it is
+    pretrain_steps: int  # 0: the policy was not trained here
     pretrain_loss: float
     pretrain_losses: tuple[float, ...]
     elapsed_s: float
@@ -82,7 +83,7 @@ class PolicyRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSetRecord:
-    """One line of the data manifest. `num_read` = `num_kept` + the sum of the others."""
+    """One line of the data manifest. `num_read` = `num_kept` + the sum of the other counts."""
 
     name: str
     source: str
@@ -93,25 +94,25 @@ class DataSetRecord:
     num_unparseable: int
     num_too_long: int
     num_held_out: int  # dropped because a validation set has the same problem
-    num_empty: int = 0  # no problem that could be asked: blank, null, of another type, or refused by the chat template
+    num_empty: int = 0  # problem that cannot be asked: blank, null, of another type, or refused by the chat template
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftRecord:
-    """The draft. `heldout_rate_by_position[i]`: chance that draft token i is accepted given those before.
+    """Draft of a run. `heldout_rate_by_position[i]` is the chance that draft token i is accepted given those before.
 
-    One that was not trained here has no losses and no held-out acceptance, and `init` is "none"; one that is looked up
-    has no parameters.
+    A draft that was not trained here has no losses and no held-out acceptance, and its `init` is "none". A draft that
+    looks tokens up has no parameters.
     """
 
     method: str
     init: str
     num_parameters: int
-    num_training_tokens: int
-    num_steps: int
-    losses: tuple[float, ...]
-    heldout_rate_by_position: tuple[float, ...]
-    heldout_mean_acceptance_length: float | None  # None: not measured
+    num_training_tokens: int = 0
+    num_steps: int = 0
+    losses: tuple[float, ...] = ()
+    heldout_rate_by_position: tuple[float, ...] = ()
+    heldout_mean_acceptance_length: float | None = None  # None: not measured
     elapsed_s: float
 
 
@@ -131,12 +132,12 @@ class Finding:
 class Power:
     """Smallest bias, in total variation a token, that the tests find at this size with the stated power.
 
-    A total variation of 1 says that not even the whole alternative would be seen.
+    A total variation of 1 means that the tests would not find even the whole alternative.
     """
 
     alternative: str
     detectable_total_variation: float
-    detectable_fraction: float  # of the tokens, each drawn from the biased policy
+    detectable_fraction: float  # share of the tokens, each sampled from the biased policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +153,7 @@ class GreedyRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CertificateRecord:
-    """The losslessness certificate of one policy and draft in one engine."""
+    """Losslessness certificate of one policy and draft in one engine."""
 
     verdict: str  # "lossless", "biased" or "too weak"
     reason: str
@@ -165,7 +166,7 @@ class CertificateRecord:
     top_p: float
     top_k: int
     seed: int
-    num_tokens: int  # drawn by the speculative engine
+    num_tokens: int  # tokens that the speculative engine sampled
     num_baseline_tokens: int
     findings: tuple[Finding, ...]
     control: tuple[Finding, ...]  # the autoregressive engine under the same tests; no part of the verdict

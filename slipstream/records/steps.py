@@ -1,4 +1,4 @@
-"""Measurements of the steps of an arm with the evaluations between them, and the arm as a whole."""
+"""Measurements of an arm's steps with the evaluations between them, and of the arm as a whole."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from slipstream.types import Arm, ArmLoop, LoopMode, StageTimes, arm_name
 
 NUM_WARMUP_STEPS = 1
-"""First steps of an arm that pay for first allocations and cold caches, at least."""
+"""First steps of an arm, at least, that pay for first allocations and cold caches."""
 
 _MAX_WARMUP_STEPS = 3
-_NUM_COMPARED_STEPS = 12  # steps after the latest end of the warm-up that its steps are compared with
+_NUM_COMPARED_STEPS = 12  # steps after the longest warm-up, with which warm-up steps are compared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,8 +19,9 @@ class AcceptanceStats:
     """Acceptance over some span of generation, from counter deltas (never from cumulative counters).
 
     `num_accepted_tokens` leaves the bonus token out; `mean_acceptance_length` = 1 + accepted / drafts counts it.
-    `accepted_by_position[i]` is how often the draft's token i (from 0) was accepted, and `rate_by_position[i]` that
-    over the drafts that had a token i: where drafts differ in length, fewer have the later ones.
+    `accepted_by_position[i]` is the number of times that the draft's token i (from 0) was accepted.
+    `rate_by_position[i]`
+    is this number over the drafts that had a token i: where drafts differ in length, fewer have the later ones.
     """
 
     num_drafts: int
@@ -35,12 +36,12 @@ class AcceptanceStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutopilotStep:
-    """A decision of the autopilot of speculation for one step, and its cost."""
+    """Decision of the autopilot of speculation for one step, and its cost."""
 
     speculates: bool
-    is_probe: bool  # one step of the other way, to measure it
+    is_probe: bool  # one step with the other choice, to measure it
     token_ms: float  # generation time over the generated tokens
-    has_switched: bool = False  # to what this step does, from what those before it did
+    has_switched: bool = False  # the choice differs from that of the steps before
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +50,7 @@ class RefitCheck:
 
     num_tensors: int
     elapsed_s: float
-    probe_difference: float | None = None  # nats a token; only of an engine that hides the policy's tensors
+    probe_difference: float | None = None  # nats a token; None: the engine shows the policy's tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +61,7 @@ class Mismatch:
     k3: float  # mean(r - 1 - log r) with r = trainer / rollout probability: another one, never negative, less noisy
     mean: float  # absolute difference of a token's two logprobs
     largest: float
-    outside_fraction: float  # of tokens whose r lies outside the recipe's band
+    outside_fraction: float  # share of tokens whose r lies outside the recipe's band
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +71,7 @@ class TrainStats:
     loss: float
     grad_norm: float  # before clipping
     kl: float  # to the reference policy, per token; 0 without one
-    clip_fraction: float  # of tokens whose gradient the clip cut off
+    clip_fraction: float  # share of tokens whose gradient the clip cut off
     num_tokens: int  # response tokens
     learning_rate: float
     entropy: float | None = None  # of the policy at the sampling temperature, nats a token; None: not recorded
@@ -78,39 +79,39 @@ class TrainStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftDecision:
-    """A decision to train the draft: if `saved_s` is above `cost_s`, and `lost_s` has come to it."""
+    """Decision about training the draft: it trains if `saved_s` is above `cost_s` and `lost_s` reaches `cost_s`."""
 
     trains: bool
     reason: str
     length: float  # recent mean acceptance length
-    reference_length: float  # that this draft is known to reach
-    generation_s: float  # that the step's rollouts took
-    saved_s: float  # of it, expected over the next steps if the draft reaches that length again
-    lost_s: float  # of it, since earlier trainings, less what these took
-    cost_s: float | None  # of the training of one step; None: not measured yet
+    reference_length: float  # mean acceptance length that the draft is known to reach
+    generation_s: float  # generation time of the step's rollouts
+    saved_s: float  # generation time that the next steps would save if the draft reached that length again
+    lost_s: float  # generation time lost since earlier trainings, less their cost
+    cost_s: float | None  # time of training in one step; None: not measured yet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftUpdate:
     """Training of the draft beside the policy, in one step."""
 
-    loss: float  # mean over its updates, of the sum over the TTT passes
+    loss: float  # sum over the TTT passes, mean over the updates
     num_updates: int
     elapsed_s: float  # part of the stage `train`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LagStats:
-    """The tokens of a step that lag behind the trained policy by one same number of versions, and their correction.
+    """Tokens of a step that lag behind the trained policy by one same number of versions, and their correction.
 
-    Ratios are trained policy / policy that sampled, of a token, before any cap.
+    Ratios are trained policy / policy that sampled, for each token, before any cap.
     """
 
     lag: int  # 0: sampled by the version that is trained
     num_tokens: int
     ratio_mean: float
     ratio_max: float
-    clipped_fraction: float  # of tokens whose weight the cap or the band changed
+    clipped_fraction: float  # share of tokens whose weight the cap or the band changed
     effective_sample_size: float  # (sum w)^2 / sum w^2 over the tokens, as a share of them; w after the correction
 
 
@@ -121,17 +122,17 @@ class Overlap:
     The exposed part of generation, in which training waited for rollouts, is the step's `times.generation_s`.
     """
 
-    generation_s: float  # that the engines worked between the ends of the step before and of this one
-    hidden_s: float  # of it, while the learner was at work
-    engine_idle_fraction: float  # of the step
+    generation_s: float  # engine work between the end of the step before and that of this one
+    hidden_s: float  # part of the engine work during which the learner worked
+    engine_idle_fraction: float  # share of the step
     learner_idle_fraction: float
     score_s: float  # rewards, on their own thread
-    exposed_score_s: float  # of it, while training waited for them and for nothing else
-    publish_s: float  # that new weights took: learner and engines, with the comparison of what arrived
-    exposed_publish_s: float  # what training waited for it: `times.prepare_s` is the same
-    num_awaited: int = 0  # rollouts of groups that training waited for, for they would have grown too old
-    num_restarted: int = 0  # rollouts that were started anew, for they had grown too old
-    num_regenerated: int = 0  # rollouts that were lost with a process, and made again
+    exposed_score_s: float  # part of scoring in which training waited for nothing else
+    publish_s: float  # time of the refit in learner and engines, with its check
+    exposed_publish_s: float  # part of the refit for which training waited; equals `times.prepare_s`
+    num_awaited: int = 0  # rollouts that training waited for because they would have exceeded the lag
+    num_restarted: int = 0  # rollouts that were restarted because they exceeded the lag
+    num_regenerated: int = 0  # rollouts that were lost with a process and generated again
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +148,7 @@ class EvaluationRecord:
     truncated_fraction: float
     num_timeouts: int
     prompt_hash: str
-    correct_by_problem: tuple[int, ...]  # of k
+    correct_by_problem: tuple[int, ...]  # correct samples, of k
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,12 +159,12 @@ class MachineUse:
     """
 
     load: float | None  # processes that run or wait for a core or a disk, mean of the last minute
-    other_cpu_fraction: float | None  # used by processes that are none of this run's
-    steal_fraction: float | None  # in which the host of this virtual machine ran something else
-    memory_pressure_fraction: float | None  # of the time, in which at least one process waited for memory
+    other_cpu_fraction: float | None  # share of CPU time used by processes of others
+    steal_fraction: float | None  # share of CPU time in which the host ran other machines
+    memory_pressure_fraction: float | None  # share of the time in which at least one process waited for memory
     cpu_mhz: float | None  # mean over the cores, at the step's end
     sm_clock_mhz: float | None = None  # mean over the GPUs that are not idle, at the step's end
-    throttle_reasons: tuple[str, ...] = ()  # why the driver holds the clock of a GPU down, at the step's end
+    throttle_reasons: tuple[str, ...] = ()  # the driver's reasons to throttle a GPU, at the step's end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,17 +183,17 @@ class StepRecord:
     train: TrainStats
     mismatch: Mismatch
     acceptance: AcceptanceStats | None  # None in the autoregressive arm
-    policy_version: int  # that generated the rollouts
-    draft_version: int | None  # that proposed tokens for them
+    policy_version: int  # version of the policy that generated the rollouts
+    draft_version: int | None  # version of the draft that proposed tokens for them
     refit: RefitCheck
-    num_engine_restarts: int = 0  # engines lost and replaced; `times` holds what that took, but in an evaluation
-    engine_idle_fraction: float = 0.0  # of the engines' time during generation; 0 for a single engine
-    has_logprob_pass: bool = True  # False: the stage was left out, for the training pass gives the same logprobs
+    num_engine_restarts: int = 0  # lost engines; `times` includes their replacement, except in an evaluation
+    engine_idle_fraction: float = 0.0  # share of the engines' time during generation; 0 for a single engine
+    has_logprob_pass: bool = True  # False: the stage was left out because the training pass gives the same logprobs
     draft_decision: DraftDecision | None = None  # None: the recipe does not train the draft during RL
     draft_update: DraftUpdate | None = None  # None: the draft stayed as it was
     autopilot: AutopilotStep | None = None  # None: it is off
     overlap: Overlap | None = None  # None: generation and training took turns
-    lags: tuple[LagStats, ...] = ()  # the youngest tokens first; empty: all of the trained version, uncorrected
+    lags: tuple[LagStats, ...] = ()  # youngest tokens first; empty: all tokens are of the trained version, uncorrected
     longest_response_tokens: int = 0  # 0: not recorded
     evaluation: EvaluationRecord | None = None  # of `policy_version`, outside `times`; None: none was due
     machine: MachineUse | None = None  # None: not recorded
@@ -217,12 +218,12 @@ class ArmRecord:
     num_speculative_tokens: int  # 0 in the autoregressive arm; the largest of the schedule
     steps: tuple[StepRecord, ...]
     schedule: tuple[ScheduleEntry, ...] = ()  # k by running batch; empty: one k throughout
-    machine: str = ""  # of the engines that were timed; empty: not recorded
-    versions: dict[str, str] = field(default_factory=dict)  # where they were
+    machine: str = ""  # machine of the timed engines; empty: not recorded
+    versions: dict[str, str] = field(default_factory=dict)  # package versions on that machine
     loop: str = LoopMode.SYNCHRONOUS.value
     max_off_policy_steps: int = 0
-    steps_a_turn: int = 0  # that it took while the other arms waited, before the next one's turn; 0: it ran alone
-    num_warmup_steps: int = NUM_WARMUP_STEPS  # first ones that are left out of what is timed; see `num_warmup`
+    steps_a_turn: int = 0  # steps in its turn, while the other arms waited; 0: it ran alone
+    num_warmup_steps: int = NUM_WARMUP_STEPS  # first steps that are left out of timing, as in `num_warmup`
 
     @property
     def name(self) -> str:
@@ -232,12 +233,12 @@ class ArmRecord:
 
     @property
     def timed_steps(self) -> tuple[StepRecord, ...]:
-        """The steps whose times count: all but the warm-up, unless there is nothing else."""
+        """Steps whose times count: all but the warm-up, unless there is nothing else."""
         return self.steps[self.num_warmup_steps :] or self.steps
 
 
 def num_warmup(arms: Iterable[ArmRecord]) -> int:
-    """First steps that every one of these arms leaves out of what is timed: as many as the slowest to warm up needs.
+    """Number of first steps that all of these arms leave out of timing: as many as the slowest to warm up needs.
 
     A step after the first is warm-up if it stands out from the twelve that follow the longest warm-up: if it is slower
     than the slowest but one of them, by a larger factor than that one is slower than the fastest. One slow step later
@@ -258,7 +259,7 @@ def _own_warmup(seconds: Sequence[float]) -> int:
 
 
 def by_loop(arms: Iterable[ArmRecord]) -> tuple[tuple[ArmRecord, ...], tuple[ArmRecord, ...]]:
-    """The synchronous arms of a run, and those of an asynchronous loop; all leave out as many first steps."""
+    """Split a run's arms into the synchronous ones and those of an asynchronous loop; all get the same warm-up."""
     given = tuple(arms)
     records = tuple(replace(arm, num_warmup_steps=num_warmup(given)) for arm in given)
     asynchronous = tuple(arm for arm in records if arm.name != arm.arm.value)

@@ -9,7 +9,7 @@ from pathlib import Path
 from slipstream.records.files import write_atomic
 from slipstream.report.claims import recorded, said
 from slipstream.report.formats import KINDS, UNITS, estimate_of, interval, render, speedup, speedup_with_interval
-from slipstream.tracking import Execution
+from slipstream.tracking.executions import Execution
 from slipstream.types import Arm
 from slipstream.workers.placement.table import table
 

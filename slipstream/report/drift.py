@@ -19,7 +19,8 @@ from slipstream.recipe import OPERATION
 from slipstream.records.run import DriftFinding, DriftRecord, RunRecord
 from slipstream.report.claims import ClaimKind, recorded
 from slipstream.report.formats import KINDS
-from slipstream.tracking import DriftConfig, Execution
+from slipstream.tracking.config import DriftConfig
+from slipstream.tracking.executions import Execution
 
 HARDWARE_TAG = "hardware"
 DTYPE_TAG = "dtype"

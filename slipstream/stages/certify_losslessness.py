@@ -1,4 +1,4 @@
-"""The stage that certifies a run: the engines draw, the learner judges, the verdict is written and tagged."""
+"""Certify a run: engines sample, the learner judges their tokens, and the verdict is written and tagged."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _NODE = "certify_losslessness"
 _NO_DRAFT = DraftLength(num_speculative_tokens=0)
 _TRAINED_DRAFT = 1
 _START = 0  # version of the policy before RL
-_STEPS_BETWEEN = 8  # of an engine from one refit in flight to the next, at least
-_REFITS_PER_RESPONSE = 16  # at most, of the longest: with recomputed caches each costs a prefill of all that runs
+_STEPS_BETWEEN = 8  # fewest engine steps from one refit in flight to the next
+_REFITS_PER_RESPONSE = 16  # most refits in the longest response: each recomputes the caches of everything that runs
 
 
 class LosslessnessError(RuntimeError):
-    """The certificate of a run does not say that its speculation is lossless."""
+    """A run's certificate does not show that its speculation is lossless."""
 
 
 def tuned_length(recipe: Recipe, tuning: Path) -> DraftLength:
-    """The draft length to certify: the trained arm's, or the largest tried where speculation lost."""
+    """Draft length to certify: the trained arm's, or the largest candidate where speculation lost."""
     length = draft_length(recipe, tuning)
     return (
         length if length.num_speculative_tokens else DraftLength(num_speculative_tokens=max(recipe.tuning.candidate_ks))
@@ -62,14 +62,14 @@ def certify_losslessness(
     length: DraftLength,
     trained_draft: Path | None = None,
 ) -> Path:
-    """Certify speculation by `length` with `draft` for the policy in `trained`; a directory with certificate.json.
+    """Certify speculation by `length` for the policy in `trained`; return a directory with certificate.json.
 
     The speculative engine starts with `policy` and `draft` and is refitted to `trained` and `trained_draft`, as in
     training, so that the certificate covers the refit. With `loop.mode: in_flight` it changes between the two every few
-    steps while it draws, with recomputed caches, and each token is judged by the policy that drew it.
+    steps while it samples, with recomputed caches, and each token is judged by the policy that sampled it.
 
     Args:
-        trained_draft: the draft as it learned beside the policy; None of one that stayed as it was.
+        trained_draft: draft that learned beside the policy; None: the draft stayed as it was.
     """
     from slipstream.drafts.compatibility import require_fit
 
@@ -85,20 +85,9 @@ def certify_losslessness(
     started_s = time.perf_counter()
     connect()
     with tracked(context, recipe, _NODE, {"k": length.label}) as tracker:
-        kv_cache = recipe.loop.in_flight_kv_cache
-        # The engines must not share their randomness.
-        speculative = _drawn(
-            recipe,
-            policy,
-            trained,
-            draft,
-            length,
-            prompts,
-            seed=recipe.losslessness.seed,
-            trained_draft=trained_draft,
-            is_in_flight=kv_cache is not None,
-        )
-        seed = recipe.losslessness.seed + recipe.losslessness.num_tokens + 1
+        seed = recipe.losslessness.seed
+        speculative = _drawn(recipe, policy, trained, draft, length, prompts, seed=seed, trained_draft=trained_draft)
+        seed += recipe.losslessness.num_tokens + 1  # The two engines must not share their randomness.
         baseline = _drawn(recipe, trained, trained, draft, _NO_DRAFT, prompts, seed=seed)
         subject = Subject(
             num_speculative_tokens=length.num_speculative_tokens,
@@ -106,7 +95,7 @@ def certify_losslessness(
             policy_fingerprint=directory_fingerprint(trained),
             draft_fingerprint="" if weights is None else directory_fingerprint(weights),
             versions=versions(),
-            kv_cache=kv_cache,
+            kv_cache=recipe.loop.in_flight_kv_cache,
         )
         record = _certificate(recipe, policy, trained, speculative, baseline, subject=subject, started_s=started_s)
         tracker.set_tags({"losslessness": record.verdict})
@@ -128,8 +117,8 @@ def _certificate(
     subject: Subject,
     started_s: float,
 ) -> CertificateRecord:
-    """What the learner says of both samples: of each token, the policy that drew it."""
-    logger.info("%s: the learner judges %d responses", _NODE, len(speculative.traces) + len(baseline.traces))
+    """Judge both samples with the learner, each token by the policy that sampled it."""
+    logger.info("%s: the learner is judging %d responses", _NODE, len(speculative.traces) + len(baseline.traces))
     sampling, config = recipe.sampling, recipe.losslessness
     with start_learner(replace(recipe.learner, dtype=Dtype.FLOAT32), layout=recipe.layout) as learner:
         earlier = {}
@@ -149,7 +138,7 @@ def _certificate(
         )
 
 
-def _drawn(  # noqa: PLR0913  # what the engine starts with, what it becomes, and what is asked of it
+def _drawn(
     recipe: Recipe,
     start: Path,
     trained: Path,
@@ -159,14 +148,14 @@ def _drawn(  # noqa: PLR0913  # what the engine starts with, what it becomes, an
     *,
     seed: int,
     trained_draft: Path | None = None,
-    is_in_flight: bool = False,
 ) -> Sample:
-    """What an engine with drafts of that length, started with one policy and refitted to the trained one, says.
+    """Sample with an engine that starts with one policy, is refitted to the trained one, and drafts by `length`.
 
     Args:
-        trained_draft: that it is refitted to as well; None: it keeps `draft`.
+        trained_draft: draft of the refit; None: the engine keeps `draft`.
     """
     config, k, num_steps = recipe.losslessness, length.num_speculative_tokens, recipe.grpo.num_steps
+    is_in_flight = k > 0 and recipe.loop.in_flight_kv_cache is not None
     kv_cache = KvCache.RECOMPUTE if is_in_flight else None
     first_draft = None if trained_draft is None else draft_weights(recipe.draft, draft)
     with (
@@ -194,12 +183,12 @@ def _drawn(  # noqa: PLR0913  # what the engine starts with, what it becomes, an
             across=across if is_in_flight else None,
             on_drawn=bar.advance,
         )
-    logger.info("certify_losslessness: k=%s drew %d tokens", length.label, sample.num_tokens)
+    logger.info("certify_losslessness: k=%s sampled %d tokens", length.label, sample.num_tokens)
     return sample
 
 
 def certify_alone(context: RunContext, recipe: Recipe, *, policy: Path, data: Path, draft: Path, k: int) -> Path:
-    """Certify `draft` for a policy that was not trained; the execution's run ends with it."""
+    """Certify `draft` for a policy that was not trained, and end the execution's run."""
     length = DraftLength(num_speculative_tokens=k)
     directory = certify_losslessness(
         context, recipe, policy=policy, trained=policy, data=data, draft=draft, length=length
@@ -209,10 +198,10 @@ def certify_alone(context: RunContext, recipe: Recipe, *, policy: Path, data: Pa
 
 
 def require_lossless(certificate: Path) -> CertificateRecord:
-    """Read the certificate.
+    """Read the certificate, and raise if its verdict is not `lossless`.
 
     Raises:
-        LosslessnessError: its verdict is not `lossless`.
+        LosslessnessError: speculation was not shown to be lossless.
     """
     record = read_record(CertificateRecord, certificate / "certificate.json")
     if record.verdict != LOSSLESS:

@@ -1,4 +1,4 @@
-"""An execution: what a launch asks for, and the one value that travels from `start_run` to every other task."""
+"""An execution: the inputs of a launch, and the one value that travels from `start_run` to every other task."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from slipstream.types import Arm, ArmLoop, LoopMode, Workload, arm_name
 EXECUTION_VARIABLE = "SLIPSTREAM_EXECUTION"
 """Environment variable that names a local execution before it starts."""
 
-_MAX_NAME = 60  # of the part that a recipe's file gives: directories and MLflow's keys hold more than the execution
+_MAX_NAME = 60  # characters of the recipe's file name: directories and MLflow's keys hold more than the execution
 
 
 def new_execution(recipe: str) -> str:
-    """A name for a local execution: the recipe's file and the time to the microsecond, in letters that MLflow takes."""
+    """Name of a local execution: the recipe's file and the time to the microsecond, in characters that MLflow takes."""
     letters = unicodedata.normalize("NFKD", Path(recipe).stem).encode("ascii", "ignore").decode()
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", letters).strip("-._")[:_MAX_NAME] or "recipe"
     return f"{name}-{datetime.now(tz=UTC):%Y%m%d-%H%M%S-%f}"
 
 
 def recorded_recipe(root: Path, execution: str) -> Path:
-    """Where an execution keeps the whole recipe that it was started with."""
+    """Path of the whole recipe that an execution was started with."""
     return root / execution / "start_run" / "recipe.yaml"
 
 
 def is_finished(root: Path, execution: str) -> bool:
-    """Whether an execution came to its report."""
+    """Return True if an execution has written its report."""
     return (root / execution / "report_speedup" / "report.json").is_file()
 
 
 def arm_node(arm: Arm, loop: ArmLoop = ArmLoop.SYNCHRONOUS) -> str:
-    """The node that trains an arm: its directory, its deliverable and the key of its MLflow run are called so."""
+    """Node that trains an arm: the name of its directory and deliverable, and the key of its MLflow run."""
     return f"train_grpo_{arm_name(arm, loop)}"
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """One workflow execution. Flat values only, so that it travels between tasks as it is.
+    """One workflow execution. All values are flat, so that it travels between tasks as it is.
 
     `root` must be storage that every task of the execution sees (a shared file system on a cluster): checkpoints
     and the tracking spool lie there, and a retried task finds them by `execution` and its own name.
@@ -59,24 +59,24 @@ class RunContext:
     reuse_stored: bool = True  # take data, policy and draft that an earlier execution made alike
 
     def directory(self, node: str) -> Path:
-        """Where the task `node` keeps what must outlive an attempt."""
+        """Directory of the task `node`, for files that must outlive an attempt."""
         path = Path(self.root) / self.execution / node
         if path.is_symlink() and not path.exists():
-            path.unlink()  # to an entry of the store that somebody removed
+            path.unlink()  # its entry of the store was removed
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     @property
     def part_of(self) -> str:
-        """The ablation that this execution is a part of, by its name `<ablation>/<part>`; empty for a whole one."""
+        """Ablation that this execution, named `<ablation>/<part>`, is a part of; empty for a whole execution."""
         return self.execution.rpartition("/")[0]
 
     def shared_directory(self, node: str) -> Path:
-        """`directory` of what all parts of an ablation have in common; an execution of its own shares with nobody."""
+        """Directory that all parts of an ablation share; an execution of its own shares it with nobody."""
         return replace(self, execution=self.part_of or self.execution).directory(node)
 
     def key(self, node: str) -> str:
-        """The tracking key of the task `node`: of execution and node, never of the attempt."""
+        """Tracking key of the task `node`: made of execution and node, never of the attempt."""
         return f"{self.execution}/{node}"
 
 
@@ -91,7 +91,7 @@ _IN_BOTH_LOOPS = "launch asynchronous_rl, which trains every arm in both loops"
 
 
 def add_inputs(command: ArgumentParser) -> None:
-    """The options of a command that are inputs of a workflow; one that is not given keeps the recipe's value."""
+    """Add the options of a command that are inputs of a workflow; one that is not given keeps the recipe's value."""
     command.add_argument("--workload", choices=list(Workload), type=Workload, help="default: the recipe's")
     command.add_argument("--num-steps", type=int, help="GRPO steps an arm; default: the recipe's")
     command.add_argument("--seed", type=int, help="of prompts, sampling and training; default: the recipe's")
@@ -100,12 +100,12 @@ def add_inputs(command: ArgumentParser) -> None:
 def requested(
     overrides: Iterable[str], *, workload: Workload | None = None, num_steps: int | None = None, seed: int | None = None
 ) -> dict[str, Any]:
-    """Collect what a launch changes in its recipe: an input that is None changes nothing, any other wins over the file.
+    """Collect a launch's changes to its recipe: an input that is None changes nothing, any other overrides the file.
 
     Args:
-        overrides: as in `grpo.group_size=16`.
+        overrides: items such as `grpo.group_size=16`.
     Raises:
-        ConfigError: an item that cannot be read or has an input of its own.
+        ConfigError: an item cannot be parsed, or has an input of its own.
     """
     values = parse_overrides(overrides)
     for name, own in _INPUTS.items():
@@ -119,14 +119,14 @@ def requested(
 def with_lag(
     changes: Mapping[str, Any], recipe: str, *, max_off_policy_steps: int | None, loop: ArmLoop | None
 ) -> dict[str, Any]:
-    """The changes of a launch, and that rollouts may lag: `one_step_off` where neither they nor the recipe say how.
+    """Add a lag to the changes of a launch, and `one_step_off` where neither they nor the recipe set a mode.
 
     Args:
         recipe: name of the recipe, or a path to it.
         max_off_policy_steps: None keeps the recipe's.
-        loop: what the workflow is there for; None of one that trains no arm.
+        loop: loop of the workflow's arms; None: it trains no arm.
     Raises:
-        ConfigError: rollouts are to lag in a workflow that trains synchronously.
+        ConfigError: a workflow that trains synchronously is to lag.
     """
     lag = max_off_policy_steps
     if lag is None:
@@ -141,10 +141,10 @@ def with_lag(
 
 
 def require_loop(recipe: Recipe, loop: ArmLoop) -> None:
-    """Refuse a recipe that is of no use to a workflow whose arms are trained in `loop`.
+    """Refuse a recipe that does not suit a workflow whose arms are trained in `loop`.
 
     Raises:
-        ConfigError: the recipe is asynchronous and the workflow is not, or the other way about.
+        ConfigError: one of the two is asynchronous and the other is not.
     """
     mode = recipe.loop.mode
     if loop is ArmLoop.SYNCHRONOUS:
@@ -165,10 +165,10 @@ def _holds(values: Mapping[str, Any], name: str) -> bool:
 
 
 def handed_on(overrides: Iterable[str]) -> tuple[str, ...]:
-    """Overrides for a process in another working directory: relative paths in them are absolute.
+    """Overrides for a process in another working directory: their relative paths are made absolute.
 
     Raises:
-        ConfigError: an item that cannot be read.
+        ConfigError: an item cannot be parsed.
     """
     items = list(overrides)
     given, absolute = parse_overrides(items), absolute_paths(parse_overrides(items), Path.cwd())

@@ -1,17 +1,18 @@
-"""What a stage hands on: its records as files, and its weights by their path. Never checkpoints, never the spool.
+"""Output of a stage for later tasks: its records as files, its weights by path, never checkpoints or the spool.
 
-A stage works in a directory under the run's root that also holds checkpoints, responses and sources. Handing that on
-as it is would upload it all, and every later task would download it. So what is handed on is a folder of its own:
+A stage works in a directory under the run's root that also holds checkpoints, responses and sources. A task that
+returned this directory would upload all of it, and every later task would download it. So the output is a folder of its
+own:
 
     <root>/<execution>/deliverables/<node>/
         *                       the records that later tasks read: JSON, tokenizer, prompts, report
-        deliverable.json        where on the root they lie with the weights
+        deliverable.json        path of records and weights together, below the root
 
     <root>/<execution>/handed_on/<node>-<digest>/       records and weights, laid out as the stage wrote them
 
-The digest is of names and bytes: what a later task reads is what the earlier one wrote, whatever happened to its
-directory since. Hard links put the files there, so that they take no space twice; from another file system they are
-copied. Engines and learners on other hosts read them there too: the root is storage that every task sees.
+The digest covers names and bytes: a later task reads what the earlier one wrote, whatever happened to its directory
+since. The files are hard links, so that they take no space twice; from another file system they are copies. Engines and
+learners on other hosts read them there too: the root is storage that every task sees.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from slipstream.config import require
 from slipstream.records.files import read_record, write_record
 from slipstream.stages.context import RunContext
 from slipstream.stages.store import identity
+from slipstream.storage import replaced_directory
 
 logger = logging.getLogger(__name__)
 
@@ -37,20 +39,20 @@ MANIFEST = "deliverable.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deliverable:
-    """Where the records beside it lie together with the weights that belong to them."""
+    """Location of the records beside this file together with their weights."""
 
-    path: str  # seen from the root, so that the root can be moved
+    path: str  # relative to the root, so that the root can be moved
     num_bytes: int
 
 
 def deliver(
     context: RunContext, node: str, directory: Path, *, records: Sequence[str], weights: Sequence[str] = ()
 ) -> Path:
-    """Lay out what the stage `node` hands on from its directory; the folder of records, to hand on as files.
+    """Lay out the output of the stage `node`; return the folder of records, which a task returns as files.
 
     Args:
         records: patterns of files, relative to `directory`.
-        weights: directories of models in it.
+        weights: directories of models in `directory`.
     """
     root = Path(context.root)
     assert any(path.is_file() for pattern in records for path in directory.glob(pattern)), f"{directory} has no records"
@@ -60,18 +62,20 @@ def deliver(
     with put(root / whole) as folder:
         _link_all(directory, (*records, *_below(weights)), folder)
     target = root / context.execution / "deliverables" / node
-    with put(target, replace=True) as folder:
+    with replaced_directory(target) as folder:
         _link_all(directory, records, folder)
         write_record(Deliverable(path=str(whole), num_bytes=num_bytes(root / whole)), folder / MANIFEST)
-    logger.info("%s: hands on %d bytes; with weights %d in %s", node, num_bytes(target), num_bytes(root / whole), whole)
+    logger.info(
+        "%s: output of %d bytes; with weights %d in %s", node, num_bytes(target), num_bytes(root / whole), whole
+    )
     return target
 
 
 def assemble(context: RunContext, records: Path) -> Path:
-    """The directory on the run's root with a deliverable's `records` and its weights.
+    """Directory below the run's root with a deliverable's `records` and its weights.
 
     Raises:
-        ConfigError: it is not there, or not whole.
+        ConfigError: the directory is missing or incomplete.
     """
     handed_on = read_record(Deliverable, records / MANIFEST)
     path = Path(context.root) / handed_on.path
@@ -84,27 +88,25 @@ def assemble(context: RunContext, records: Path) -> Path:
 
 
 def num_bytes(directory: Path) -> int:
-    """Size of all files in it."""
+    """Size of all files below a directory."""
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 @contextmanager
-def put(target: Path, *, replace: bool = False) -> Iterator[Path]:
-    """A path to make a directory at, which then becomes `target` in one rename.
+def put(target: Path) -> Iterator[Path]:
+    """Yield a path to make a directory at, then rename that directory to `target`.
 
-    What is there already stays, for it has the same content and is in use, unless it is to be replaced.
+    An existing `target` stays, because it has the same content and is in use.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
         made = Path(scratch) / "made"
         yield made
-        if replace and target.is_dir():
-            target.rename(Path(scratch) / "old")
         try:
             made.rename(target)
         except OSError:
             if not target.is_dir():
-                raise  # else another task was quicker, with the same
+                raise  # else another task has put the same content there
 
 
 def _below(directories: Sequence[str]) -> list[str]:
@@ -112,7 +114,7 @@ def _below(directories: Sequence[str]) -> list[str]:
 
 
 def _link_all(directory: Path, patterns: Sequence[str], target: Path) -> None:
-    """Give files a second name, those behind links too; a copy where it is on another file system."""
+    """Hard-link files, resolved through links; copy a file that lies on another file system."""
     for path in sorted({path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}):
         link = target / path.relative_to(directory)
         link.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Drift of an execution against those before it: part of its report, and a reason to fail once that is written."""
+"""Drift of an execution from those before it: a part of its report, and a reason to fail once that is written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from slipstream.report.drift import Subject, find_drift, hardware
 from slipstream.report.results import result_metrics
 from slipstream.stages.context import RunContext
 from slipstream.stages.runs import experiment_name
-from slipstream.tracking import TrackingError, read_executions, store_uri
+from slipstream.tracking.config import store_uri
+from slipstream.tracking.executions import read_executions
+from slipstream.tracking.mlflow_store import TrackingError
 
 logger = logging.getLogger(__name__)
 
@@ -21,11 +23,11 @@ DRIFT_FILE = "drift.json"
 
 
 class DriftError(RuntimeError):
-    """The results of an execution left the bands of the executions before it."""
+    """Results of an execution left the bands of the executions before it."""
 
 
 def drift_of(context: RunContext, recipe: Recipe, record: RunRecord) -> DriftRecord:
-    """Compare with the executions on the tracking store; one that cannot be read is said so and stops nothing."""
+    """Compare with the executions on the tracking store; the drift is unknown if the store cannot be read."""
     uri = store_uri(recipe.tracking, Path(context.root))
     try:
         executions = read_executions(uri, experiment=experiment_name(context, recipe))
@@ -47,10 +49,10 @@ def drift_of(context: RunContext, recipe: Recipe, record: RunRecord) -> DriftRec
 
 
 def require_no_drift(recipe: Recipe, report: Path) -> DriftRecord:
-    """Raise if results drifted and the recipe wants the execution to fail then; what the report found otherwise.
+    """Return the drift of a report; raise if results drifted and the recipe makes that an error.
 
     Raises:
-        DriftError: names each result outside its band.
+        DriftError: the message names each result outside its band.
     """
     drift = read_record(DriftRecord, report / DRIFT_FILE)
     if drift.outside and recipe.tracking.drift.fail:

@@ -22,7 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 def evaluate_aime(context: RunContext, recipe: Recipe, policy: str, *, data: Path, model: Path) -> Path:
-    """Accuracy of the policy in `model` on the validation problems; a directory with evaluation.json."""
+    """Measure the policy's accuracy on the validation problems; return a directory with evaluation.json.
+
+    Args:
+        policy: name of the policy in records and runs.
+        model: directory of its weights.
+    """
     node = f"evaluate_aime_{policy}"
     done = finished(context, node, "evaluation.json")
     if done is not None:

@@ -1,4 +1,4 @@
-"""The end of an execution that failed: its runs are ended, and what it knows is kept in one page."""
+"""End of an execution that failed: its runs are ended, and its partial results are kept on one page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.report.results import speedups
 from slipstream.report.summary import summarise_arm, summarise_arms
 from slipstream.stages.context import RunContext, arm_node, recorded_recipe
 from slipstream.stages.runs import execution_run
-from slipstream.tracking import RunStatus, end_open_runs
+from slipstream.tracking.spool import RunStatus, end_open_runs
 from slipstream.types import Arm, ArmLoop, arm_name
 
 logger = logging.getLogger(__name__)
@@ -26,19 +26,19 @@ _MAX_TAG_CHARACTERS = 5000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureRecord:
-    """Failure of an execution: where, why, and what is done."""
+    """Failure of an execution: its node and message, with the stages that had finished."""
 
     execution: str
-    node: str  # of the workflow that failed
+    node: str  # node of the workflow that failed
     message: str
     finished: tuple[str, ...]  # stages
     unfinished: tuple[str, ...]
 
 
 def fail_run(root: Path, execution: str, *, node: str, message: str) -> Path | None:
-    """End the open runs of a failed execution, with what failed and what is there; the directory with failure.md.
+    """End the open runs of a failed execution, and write its error and results; return the directory with failure.md.
 
-    None for one that failed before it had recorded its recipe: it has no run.
+    Returns None for an execution that failed before it recorded its recipe, because it has no run.
     """
     path = recorded_recipe(root, execution)
     if not path.is_file():
@@ -46,7 +46,14 @@ def fail_run(root: Path, execution: str, *, node: str, message: str) -> Path | N
         return None
     recipe = load_recipe(str(path))
     context = RunContext(execution=execution, root=str(root), experiment=recipe.name, workload=recipe.workload.value)
-    record = _record(root / execution, recipe, execution, node=node, message=message)
+    done = {name: (root / execution / name / ending).is_file() for name, ending in _endings(recipe).items()}
+    record = FailureRecord(
+        execution=execution,
+        node=node,
+        message=message,
+        finished=tuple(name for name, is_done in done.items() if is_done),
+        unfinished=tuple(name for name, is_done in done.items() if not is_done),
+    )
     directory = context.directory(_NODE)
     write_record(record, directory / "failure.json")
     write_atomic(directory / "failure.md", _page(record, recipe, root / execution).encode())
@@ -56,12 +63,12 @@ def fail_run(root: Path, execution: str, *, node: str, message: str) -> Path | N
     tracker.log_artifact(directory / "failure.md")
     tracker.log_artifact(directory / "failure.json")
     tracker.close(RunStatus.FAILED)
-    logger.error("execution %s failed in %s; what it knows is in %s", execution, node, directory / "failure.md")
+    logger.error("execution %s failed in %s; its partial results are in %s", execution, node, directory / "failure.md")
     return directory
 
 
 def _endings(recipe: Recipe) -> dict[str, str]:
-    """The file that each stage of the execution leaves when it is done."""
+    """File that each stage of the execution leaves when it is done."""
     loops = [ArmLoop.SYNCHRONOUS] if recipe.loop.is_synchronous else list(ArmLoop)
     arms = [(arm, loop) for loop in loops for arm in Arm]
     return {
@@ -77,19 +84,8 @@ def _endings(recipe: Recipe) -> dict[str, str]:
     }
 
 
-def _record(directory: Path, recipe: Recipe, execution: str, *, node: str, message: str) -> FailureRecord:
-    finished = {name: (directory / name / ending).is_file() for name, ending in _endings(recipe).items()}
-    return FailureRecord(
-        execution=execution,
-        node=node,
-        message=message,
-        finished=tuple(name for name, is_done in finished.items() if is_done),
-        unfinished=tuple(name for name, is_done in finished.items() if not is_done),
-    )
-
-
 def _page(record: FailureRecord, recipe: Recipe, directory: Path) -> str:
-    """Markdown: what failed, what is done, and every result that is there."""
+    """Page in Markdown with the error, the finished stages and every result so far."""
     lines = [
         f"# {record.execution} failed",
         f"Recipe {recipe.name}, workload {recipe.workload.value}. Failed node: {record.node or 'unknown'}.",

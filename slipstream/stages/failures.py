@@ -1,7 +1,7 @@
-"""Which failures a second attempt may outlive: those of machines, networks and servers, never those of what was asked.
+"""Classes of failures: a retry may outlive those of machines, networks and servers, never those of the request itself.
 
 Error classes are named, not imported: a stage that reads a JSON file need not import Ray, torch and an S3 client to say
-why it failed. The tests resolve every name, so that a class that moves is noticed.
+why it failed. Tests resolve every name, so that a class that moves is noticed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PERMANENT = frozenset(
         "slipstream.train.acceptance_guard.AcceptanceCollapse",
     }
 )
-"""Errors of recipe, checkpoint, losslessness and refit: the next attempt would fail alike, or hide what went wrong."""
+"""Errors of recipe, checkpoint, losslessness and refit: a retry would fail alike, or hide the cause."""
 
 TRANSIENT = {
     "slipstream.workers.calls.LostWorkerError": "a process of the run was lost",
@@ -45,7 +45,7 @@ TRANSIENT = {
     "builtins.ConnectionError": "a connection broke",
     "builtins.TimeoutError": "an answer did not come in time",
 }
-"""Why a failure of this class may not come again. Subclasses count."""
+"""Reason why a failure of this class, or of a subclass, may not recur."""
 
 _STORAGE = frozenset(
     {
@@ -65,23 +65,24 @@ _CLIENT_ERROR = "botocore.exceptions.ClientError"
 _ACTOR_DIED = "ray.exceptions.ActorDiedError"
 # gloo's and NCCL's errors often have no class of their own: both name the file or library that failed.
 _COLLECTIVE = re.compile(r"\[[^\]]*gloo/[^\]]*\]|\bNCCL (?:error|communicator)|\bncclRemoteError|\bncclSystemError")
-_MISUSE = re.compile(r"invalid usage|invalid argument", re.IGNORECASE)  # NCCL's words for an error of the caller's
+_MISUSE = re.compile(r"invalid usage|invalid argument", re.IGNORECASE)  # NCCL's words for an error of its caller
 
 
 def transient(error: BaseException) -> str | None:
-    """Why another attempt may succeed where this one failed; None if it would fail alike.
+    """Reason why another attempt may succeed where this one failed; None if it would fail alike.
 
-    What caused an error counts as well. One permanent error among the causes makes all of it permanent: that a worker
+    The causes of an error count as well, and one permanent error among them makes all of it permanent: a worker that
     was lost while a checkpoint was refused does not make the checkpoint better.
     """
     causes = list(_causes(error))
-    if any(_is_permanent(cause) for cause in causes):
+    kinds = [set(_names(cause)) for cause in causes]
+    if any(names & PERMANENT and "slipstream.refit.config.ChannelBrokeError" not in names for names in kinds):
         return None
     return next((reason for cause in causes if (reason := _reason(cause))), None)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it was raised from or while handling, and so on."""
+    """Error, followed by the chain of its causes and contexts."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
@@ -93,16 +94,11 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             following = following.__context__
 
 
-def _is_permanent(error: BaseException) -> bool:
-    names = _names(error)
-    return not PERMANENT.isdisjoint(names) and "slipstream.refit.config.ChannelBrokeError" not in names
-
-
 def _reason(error: BaseException) -> str | None:
-    """Why this one, without its causes, may not come again."""
+    """Reason why this error, without its causes, may not recur."""
     names = _names(error)
     if _ACTOR_DIED in names and error.actor_init_failed:  # type: ignore[attr-defined]  # of Ray's class
-        return None  # its constructor raised: that will be so again
+        return None  # its constructor raised, and will raise again
     if _CLIENT_ERROR in names:
         code = error.response.get("Error", {}).get("Code")  # type: ignore[attr-defined]  # of botocore's class
         return "the object store was busy" if code in _BUSY_CODES else None
@@ -119,5 +115,4 @@ def _reason(error: BaseException) -> str | None:
 
 
 def _names(error: BaseException) -> list[str]:
-    """Of its class and the classes above it."""
     return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]

@@ -1,4 +1,4 @@
-"""Load, filter and tokenize the prompt sets, and check that they suffice."""
+"""Load, filter and tokenize the prompt sets, and check their sizes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_data(context: RunContext, recipe: Recipe, *, policy: Path | None = None, trains_draft: bool = True) -> Path:
-    """Load, filter and tokenize the four prompt sets; a directory with them, their manifest and the tokenizer.
+    """Load, filter and tokenize the four prompt sets; return a directory with them, their manifest and the tokenizer.
 
-    This comes before the policy, so that minutes of its training are not lost to prompts that do not suffice.
+    This stage precedes the policy's, so that a prompt set that is too small fails before minutes of training.
 
     Args:
-        policy: a model directory whose tokenizer is taken; None takes that of the recipe's policy.
-        trains_draft: False where no draft will be: then its prompts need not suffice.
+        policy: model directory whose tokenizer is used; None: the recipe's policy has it.
+        trains_draft: False where no draft is trained, so that its prompts need not suffice.
     """
     key = data_key(recipe, policy=policy)
     done = kept(context, recipe, "prepare_data", key)

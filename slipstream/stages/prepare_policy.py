@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from slipstream.stages.context import RunContext
 from slipstream.stages.runs import tracked
 from slipstream.stages.store import data_identity, kept, policy_key, publish
 from slipstream.stages.support import policy_needs, settled, tokenizer
+from slipstream.train.arm import LogMetrics
 from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect
 
@@ -30,19 +31,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LogMetrics = Callable[[Mapping[str, float], int], None]
 _NODE = "prepare_policy"
 _MTP_LOSS = "pretrain/mtp_loss"
 
 
 def prepare_policy(context: RunContext, recipe: Recipe, *, data: Path) -> Path:
-    """Resolve and check the policy, or train the recipe's own from random weights; a directory in HF format.
+    """Resolve and check the policy, or train the recipe's own from random weights; return its directory in HF format.
 
     Args:
-        data: what `prepare_data` wrote: the recipe's own policy takes its tokenizer from there.
+        data: output of `prepare_data`, whose tokenizer the recipe's own policy takes.
     """
     recipe = settled(context, recipe)
-    if recipe.policy.scratch is None:  # links to files that are there: nothing worth keeping
+    if recipe.policy.scratch is None:  # only links to existing files: nothing worth storing
         return _prepare(context, recipe, lambda directory, _: resolve(recipe.policy, policy_needs(recipe), directory))
     key = policy_key(recipe, data=data_identity(data))
     done = kept(context, recipe, _NODE, key)
@@ -56,7 +56,7 @@ def prepare_policy(context: RunContext, recipe: Recipe, *, data: Path) -> Path:
 
 
 def _prepare(context: RunContext, recipe: Recipe, make: Callable[[Path, LogMetrics], PolicyRecord]) -> Path:
-    """Make the policy in the execution's own directory, and its record beside it."""
+    """Make the policy in the execution's own directory, with its record beside it."""
     directory = context.directory(_NODE) / "policy"
     with tracked(context, recipe, _NODE) as tracker:
         record = make(directory, tracker.log)
@@ -73,10 +73,10 @@ def _prepare(context: RunContext, recipe: Recipe, make: Callable[[Path, LogMetri
 
 
 def train_from_scratch(recipe: Recipe, directory: Path, *, tokenizer_dir: Path, log: LogMetrics) -> PolicyRecord:
-    """Train the recipe's own policy on its synthetic corpus and write it in HF format, with its tokenizer.
+    """Train the recipe's own policy on its synthetic corpus; write it in HF format, with its tokenizer.
 
     Args:
-        log: gets the loss of each step.
+        log: receives the loss of each step.
     """
     scratch = recipe.policy.scratch
     assert scratch is not None, "the recipe's own policy has an architecture"
@@ -84,7 +84,7 @@ def train_from_scratch(recipe: Recipe, directory: Path, *, tokenizer_dir: Path, 
     words = tokenizer(tokenizer_dir)
     assert isinstance(words.eos_token_id, int)
     logger.info(
-        "prepare_policy: trains the policy, %d steps of %d tokens; its processes start first, which takes a while",
+        "prepare_policy: training takes %d steps of %d tokens; the learner's processes start first",
         scratch.num_steps,
         scratch.tokens_per_step,
     )
@@ -122,7 +122,7 @@ def train_from_scratch(recipe: Recipe, directory: Path, *, tokenizer_dir: Path, 
 
 
 def documents(recipe: Recipe, words: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], int]]:
-    """Chats of the synthetic corpus; only the responses are learned."""
+    """Chats of the synthetic corpus as token ids, with the length of the prompt, which is not learned."""
     corpus = pretraining_corpus(recipe.data.synthetic, workload=recipe.workload, seed=recipe.data.seed)
     for example in corpus:
         prompt = list(render(example.problem, tokenizer=words, instruction=recipe.data.instruction))

@@ -6,6 +6,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.config import require
@@ -40,16 +41,13 @@ from slipstream.workers.session import connect
 logger = logging.getLogger(__name__)
 
 _NODE = "pretrain_draft"
-_GIVEN, _CHECKPOINT, _DRAFT = "given", "checkpoint", "draft"  # _GIVEN: a draft that training begins with
-
-_Teach = Callable[..., tuple[int, list[float], DraftProgress]]
-"""Teaches a draft and writes it to `directory/draft`; its parameters, losses and held-out acceptance."""
+_GIVEN, _CHECKPOINT, _DRAFT = "given", "checkpoint", "draft"  # _GIVEN: the draft that training starts from
 
 
 def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: Path) -> Path:
-    """Train the draft; a directory with draft.json and, if it has weights, the draft as vLLM loads it in `draft/`."""
+    """Train the draft; return a directory with draft.json and, if the draft has weights, `draft/` as vLLM loads it."""
     recipe = settled(context, recipe)
-    if recipe.draft.trains is Training.NONE:  # links to files that are there, or nothing at all
+    if recipe.draft.trains is Training.NONE:  # only links to existing files, or nothing
         return _take(context, recipe, policy)
     key = draft_key(recipe, policy=policy_identity(policy), data=data_identity(data))
     done = kept(context, recipe, _NODE, key)
@@ -60,11 +58,13 @@ def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: P
     prompts = sets.draft_in_domain if recipe.draft.init is not DraftInit.GENERAL else sets.draft_general
     connect()
     with tracked(context, recipe, _NODE, {"draft.init": recipe.draft.init.value}) as tracker:
-
-        def on_step(step: int, loss: float) -> None:
-            tracker.log({"draft/loss": loss}, step)
-
-        record = train_on(prompts, recipe, policy=policy, directory=directory, on_step=on_step)
+        record = train_on(
+            prompts,
+            recipe,
+            policy=policy,
+            directory=directory,
+            on_step=lambda step, loss: tracker.log({"draft/loss": loss}, step),
+        )
         write_record(record, directory / "draft.json")
         assert record.heldout_mean_acceptance_length is not None, "what was trained is measured"
         tracker.log({"draft/heldout_acceptance_length": record.heldout_mean_acceptance_length})
@@ -81,24 +81,17 @@ def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: P
 
 
 def _take(context: RunContext, recipe: Recipe, policy: Path) -> Path:
-    """Write down what the draft is, and lay links to its weights beside it if it has any."""
+    """Record a draft that is not trained, and link its weights if it has any."""
     start, config = time.perf_counter(), recipe.draft
-    directory = context.directory(_NODE)
-    has_weights = TRAITS[config.method].weights is Weights.OWN
+    directory, num = context.directory(_NODE), 0
     with tracked(context, recipe, _NODE, {"draft.init": draft_init(config)}):
         require_package(config.method)
-        length = recipe.engine.max_model_len
+        if TRAITS[config.method].weights is Weights.OWN:
+            num = _take_weights(config, policy, directory / _DRAFT, max_model_len=recipe.engine.max_model_len)
         record = DraftRecord(
             method=config.method.value,
             init=draft_init(config),
-            num_parameters=_take_weights(config, policy, directory / _DRAFT, max_model_len=length)
-            if has_weights
-            else 0,
-            num_training_tokens=0,
-            num_steps=0,
-            losses=(),
-            heldout_rate_by_position=(),
-            heldout_mean_acceptance_length=None,
+            num_parameters=num,
             elapsed_s=time.perf_counter() - start,
         )
         write_record(record, directory / "draft.json")
@@ -107,7 +100,7 @@ def _take(context: RunContext, recipe: Recipe, policy: Path) -> Path:
 
 
 def _take_weights(config: DraftConfig, policy: Path, directory: Path, *, max_model_len: int) -> int:
-    """Lay weights that are used as they are into `directory`; returns the number of parameters."""
+    """Link or convert weights that are used as they are; return the number of parameters."""
     if config.method is DraftMethod.DRAFT_MODEL:
         return link_draft_model(config, policy, directory, max_model_len=max_model_len)
     from slipstream.drafts.eagle3 import bring_draft
@@ -117,33 +110,30 @@ def _take_weights(config: DraftConfig, policy: Path, directory: Path, *, max_mod
 
 
 def train_on(
-    prompts: Sequence[Prompt],
-    recipe: Recipe,
-    *,
-    policy: Path,
-    directory: Path,
-    on_step: Callable[[int, float], None],
+    prompts: Sequence[Prompt], recipe: Recipe, *, policy: Path, directory: Path, on_step: Callable[[int, float], None]
 ) -> DraftRecord:
-    """Regenerate responses to `prompts`, train on them, measure held-out acceptance; the draft is `directory/draft`.
+    """Sample responses to `prompts`, train a draft on them into `directory/draft`, and measure its held-out acceptance.
 
     Raises:
-        ConfigError: fewer prompts than `draft.num_prompts` + `draft.num_heldout_prompts`; a draft that is given does
-            not fit; or `draft.vocab_size` is no cut.
+        ConfigError: fewer prompts than `draft.num_prompts` + `draft.num_heldout_prompts`; a given draft that does not
+            fit; or a `draft.vocab_size` that leaves no token out.
     """
     config = recipe.draft
     start = time.perf_counter()
-    if config.is_given:  # everything that training begins with is checked before an engine starts
+    if config.is_given:  # whatever training starts from is checked before an engine starts
         from slipstream.drafts.eagle3 import bring_draft
 
         bring_draft(config, policy, directory / _GIVEN, max_model_len=recipe.engine.max_model_len)
-        logger.info("pretrain_draft: goes on from %s", config.model)
+        logger.info("pretrain_draft: training starts from %s", config.model)
     if config.vocab_size is not None:
         pretrain.require_cut(config.vocab_size, Architecture.from_hf(policy).vocab_size)
     responses = _responses(prompts, recipe, policy, directory / "responses.json")
     num_heldout = config.num_heldout_prompts * config.samples_per_prompt
-    heldout = responses.select(range(num_heldout))
     train = responses.select(range(num_heldout, len(responses.token_ids)))
-    teach: _Teach = _on_states if config.trains is Training.HIDDEN_STATES else _on_responses
+    teaching = _Teaching(
+        recipe=recipe, policy=policy, train=train, heldout=responses.select(range(num_heldout)), directory=directory
+    )
+    teach = teaching.on_states if config.trains is Training.HIDDEN_STATES else teaching.on_responses
     checkpoint = directory / _CHECKPOINT
     done = num_distilled(checkpoint) or pretrain.num_done(checkpoint)
     with (
@@ -155,7 +145,7 @@ def train_on(
             on_step(step, loss)
             bar.advance(text=f"loss {loss:.3f}")
 
-        num, losses, found = teach(learner, recipe, policy, train, heldout, directory=directory, on_step=on_each_step)
+        num, losses, found = teach(learner, on_each_step)
     return DraftRecord(
         method=config.method.value,
         init=config.init.value,
@@ -170,7 +160,7 @@ def train_on(
 
 
 def _responses(prompts: Sequence[Prompt], recipe: Recipe, policy: Path, path: Path) -> Responses:
-    """Answers of the policy to the draft prompts, held-out ones first; kept for a resumed attempt."""
+    """Sample the policy's responses to the draft prompts, held-out ones first; a resumed attempt reads `path`."""
     if path.is_file():
         return pretrain.read_responses(path)
     config = recipe.draft
@@ -183,53 +173,79 @@ def _responses(prompts: Sequence[Prompt], recipe: Recipe, policy: Path, path: Pa
         "lower them or give data.draft_* more rows",
     )
     logger.info(
-        "pretrain_draft: the policy answers %d prompts, %d times each and up to %d tokens long, in one call",
+        "pretrain_draft: the policy samples %d prompts, %d times each and up to %d tokens long, in one call",
         needed,
         config.samples_per_prompt,
         recipe.sampling.max_response_tokens,
     )
     with start_engine(policy, config=recipe.engine, layout=recipe.layout) as engine:
         responses, generation_s = pretrain.regenerate(engine, prompts[:needed], config=config, sampling=recipe.sampling)
-    logger.info(
-        "pretrain_draft: %d responses regenerated by the policy in %.0f s", len(responses.token_ids), generation_s
-    )
+    logger.info("pretrain_draft: the policy sampled %d responses in %.0f s", len(responses.token_ids), generation_s)
     pretrain.write_responses(responses, path)
     return responses
 
 
-def _on_states(
-    learner: RemoteLearner,
-    recipe: Recipe,
-    policy: Path,
-    train: Responses,
-    heldout: Responses,
-    *,
-    directory: Path,
-    on_step: Callable[[int, float], None],
-) -> tuple[int, list[float], DraftProgress]:
-    """Teach a one-layer draft the policy's hidden states."""
-    config, temperature = recipe.draft, recipe.sampling.temperature
-    logger.info("pretrain_draft: trains on %d responses, whose hidden states come first", len(train.token_ids))
-    learner.load(policy, None)
-    given = directory / _GIVEN if config.is_given else None
-    num = learner.start_draft(policy, config, given, known_tokens(config, train, policy))
-    losses = pretrain.train_draft(
-        train,
-        config,
-        update=lambda indices: learner.draft_step(indices, config, temperature),
-        save=learner.save_draft_checkpoint,
-        load=learner.load_draft_checkpoint,
-        hold=lambda: learner.hold_draft_chats(train.token_ids, train.prompt_lengths, config),
-        checkpoint=directory / _CHECKPOINT,
-        on_step=on_step,
-    )
-    found = learner.evaluate_draft(heldout.token_ids, heldout.prompt_lengths, config, temperature)
-    learner.save_draft(directory / _DRAFT)
-    return num, losses, found
+@dataclass(frozen=True, kw_only=True)
+class _Teaching:
+    """Training of a draft on the policy's responses; it returns parameters, losses and held-out acceptance."""
+
+    recipe: Recipe
+    policy: Path
+    train: Responses
+    heldout: Responses
+    directory: Path  # the draft is written to `draft/` in it
+
+    def on_states(
+        self, learner: RemoteLearner, on_step: Callable[[int, float], None]
+    ) -> tuple[int, list[float], DraftProgress]:
+        """Train a one-layer draft on the policy's hidden states."""
+        config, train, temperature = self.recipe.draft, self.train, self.recipe.sampling.temperature
+        logger.info("pretrain_draft: training on %d responses, after their hidden states", len(train.token_ids))
+        learner.load(self.policy, None)
+        given = self.directory / _GIVEN if config.is_given else None
+        num = learner.start_draft(self.policy, config, given, known_tokens(config, train, self.policy))
+        losses = pretrain.train_draft(
+            train,
+            config,
+            update=lambda indices: learner.draft_step(indices, config, temperature),
+            save=learner.save_draft_checkpoint,
+            load=learner.load_draft_checkpoint,
+            hold=lambda: learner.hold_draft_chats(train.token_ids, train.prompt_lengths, config),
+            checkpoint=self.directory / _CHECKPOINT,
+            on_step=on_step,
+        )
+        found = learner.evaluate_draft(self.heldout.token_ids, self.heldout.prompt_lengths, config, temperature)
+        learner.save_draft(self.directory / _DRAFT)
+        return num, losses, found
+
+    def on_responses(
+        self, learner: RemoteLearner, on_step: Callable[[int, float], None]
+    ) -> tuple[int, list[float], DraftProgress]:
+        """Train a small language model on the policy's responses."""
+        config, heldout, temperature = self.recipe.draft, self.heldout, self.recipe.sampling.temperature
+        logger.info("pretrain_draft: training a small model on %d responses", len(self.train.token_ids))
+        lengths = [len(tokens) - start for tokens, start in zip(heldout.token_ids, heldout.prompt_lengths, strict=True)]
+        judged = TrainBatch(  # only its logprobs are computed; nothing is trained on it
+            token_ids=heldout.token_ids,
+            prompt_lengths=heldout.prompt_lengths,
+            rollout_logprobs=[[0.0] * length for length in lengths],
+            advantages=[0.0] * len(lengths),
+            policy_version=0,
+        )
+        learner.load(self.policy, None)
+        of_policy = learner.logprobs(judged, temperature)
+        scratch, vocab_size, eos = scratch_model(config, self.policy)
+        optimizer = OptimizerConfig(method=scratch.optimizer, learning_rate=scratch.learning_rate)
+        num = learner.create(scratch, vocab_size, eos, optimizer)
+        checkpoint = self.directory / _CHECKPOINT
+        losses = distill(learner, self.train, config, scratch, checkpoint=checkpoint, on_step=on_step)
+        of_draft = learner.logprobs(judged, temperature)
+        learner.save_hf(self.directory / _DRAFT, self.policy)
+        return num, losses, heldout_acceptance(of_policy, of_draft, num_tokens=config.ttt_steps)
 
 
 def known_tokens(config: DraftConfig, train: Responses, policy: Path) -> tuple[int, ...] | None:
-    """The tokens that a draft of a cut vocabulary knows; None for all."""
+    """Tokens of a draft with a reduced vocabulary; None for all tokens."""
     if config.vocab_size is None:
         return None
     answers = [tokens[start:] for tokens, start in zip(train.token_ids, train.prompt_lengths, strict=True)]
@@ -238,35 +254,3 @@ def known_tokens(config: DraftConfig, train: Responses, policy: Path) -> tuple[i
     known = 100 * pretrain.coverage(answers, token_ids)
     logger.info("pretrain_draft: %d of %d tokens make up %.2f %% of the responses", len(token_ids), vocab_size, known)
     return token_ids
-
-
-def _on_responses(
-    learner: RemoteLearner,
-    recipe: Recipe,
-    policy: Path,
-    train: Responses,
-    heldout: Responses,
-    *,
-    directory: Path,
-    on_step: Callable[[int, float], None],
-) -> tuple[int, list[float], DraftProgress]:
-    """Teach a small language model the policy's answers."""
-    config, temperature = recipe.draft, recipe.sampling.temperature
-    logger.info("pretrain_draft: trains a small model on %d responses", len(train.token_ids))
-    lengths = [len(tokens) - start for tokens, start in zip(heldout.token_ids, heldout.prompt_lengths, strict=True)]
-    judged = TrainBatch(  # of which the logprobs are asked; nothing is trained on it
-        token_ids=heldout.token_ids,
-        prompt_lengths=heldout.prompt_lengths,
-        rollout_logprobs=[[0.0] * length for length in lengths],
-        advantages=[0.0] * len(lengths),
-        policy_version=0,
-    )
-    learner.load(policy, None)
-    of_policy = learner.logprobs(judged, temperature)
-    scratch, vocab_size, eos = scratch_model(config, policy)
-    optimizer = OptimizerConfig(method=scratch.optimizer, learning_rate=scratch.learning_rate)
-    num = learner.create(scratch, vocab_size, eos, optimizer)
-    losses = distill(learner, train, config, scratch, checkpoint=directory / _CHECKPOINT, on_step=on_step)
-    of_draft = learner.logprobs(judged, temperature)
-    learner.save_hf(directory / _DRAFT, policy)
-    return num, losses, heldout_acceptance(of_policy, of_draft, num_tokens=config.ttt_steps)

@@ -1,4 +1,4 @@
-"""Project the measured speedup: to other draft lengths here, and from the published figures to their clusters."""
+"""Project the measured speedup to other draft lengths, and published speedups to their clusters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.stages.support import recipe_layout, settled
 
 
 def project_speedup(context: RunContext, recipe: Recipe, *, tuning: Path, arms: Sequence[Path]) -> Path:
-    """Calibrate the simulator on the run and project from it; a directory with projection.json."""
+    """Calibrate the simulator on the run and project from it; return a directory with projection.json."""
     directory = context.directory("project_speedup")
     synchronous, _ = by_loop(read_record(ArmRecord, arm / "arm.json") for arm in arms)
     record = project(

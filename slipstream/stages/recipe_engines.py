@@ -1,9 +1,9 @@
-"""The engine of a recipe, and what the speculative arm drafts with and by."""
+"""Engine of a recipe, with the draft and the draft length of its speculative arm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from slipstream.records.steps import ScheduleEntry
 from slipstream.workers.engines import RemoteEngine, start_engine
 
 
-@contextmanager
 def recipe_engine(
     recipe: Recipe,
     policy: Path,
@@ -28,40 +27,40 @@ def recipe_engine(
     *,
     schedule: Sequence[ScheduleEntry] = (),
     kv_cache: KvCache | None = None,
-) -> Iterator[RemoteEngine]:
-    """An engine with k draft tokens, the most of a schedule; all but speculation is the same for every k.
+) -> AbstractContextManager[RemoteEngine]:
+    """Engine with `k` draft tokens, the largest of a schedule; nothing but speculation depends on `k`.
 
     Args:
-        kv_cache: it runs in flight, and that becomes of keys and values when new weights enter.
+        kv_cache: treatment of keys and values when new weights enter in flight; None: the engine does not run in
+            flight.
     """
     weights = draft_weights(recipe.draft, draft)
     speculative = speculative_config(recipe.draft, weights, k, schedule=schedule) if k else None
-    with start_engine(
+    return start_engine(
         policy, config=recipe.engine, speculative_config=speculative, layout=recipe.layout, kv_cache=kv_cache
-    ) as engine:
-        yield engine
+    )
 
 
 def swept_engine(recipe: Recipe, policy: Path, draft: Path, k: int) -> AbstractContextManager[RemoteEngine]:
-    """An engine of the sweep: its length can be switched where the recipe's follows the running batch."""
+    """Engine of the tuning sweep; its draft length can be switched if the recipe's follows the running batch."""
     return recipe_engine(recipe, policy, draft, k, schedule=constant(k) if k and drafts_by_batch(recipe) else ())
 
 
 def switch_length(engine: Engines, k: int) -> None:
-    """Have an engine that started with a table draft k tokens, at every running batch."""
+    """Switch an engine that started with a schedule to `k` draft tokens at every running batch."""
     assert isinstance(engine, RemoteEngine)
     engine.draft_by(constant(k))
 
 
 def drafts_by_batch(recipe: Recipe) -> bool:
-    """The draft length follows the running batch, where that pays."""
+    """Return True if the draft length follows the running batch, where that pays."""
     return recipe.draft.length is DraftLengthRule.BY_BATCH
 
 
 def draft_length(recipe: Recipe, tuning: Path) -> DraftLength:
-    """What the speculative arm drafts by: the tuned length, as the recipe's rule has it.
+    """Tuned draft length of the speculative arm, by the recipe's rule.
 
-    An engine that the autopilot may stop from drafting is told from the start that its length changes.
+    An engine whose drafting the autopilot may switch off starts with a schedule, because its length changes.
     """
     record = read_record(TuningRecord, tuning / "tuning.json")
     length = length_of(record, by_batch=drafts_by_batch(recipe))
@@ -71,7 +70,7 @@ def draft_length(recipe: Recipe, tuning: Path) -> DraftLength:
 
 
 def draft_weights(config: DraftConfig, draft: Path) -> Path | None:
-    """The draft itself, in a directory that `pretrain_draft` wrote or that somebody brought; None of no own weights."""
+    """Directory of the draft's own weights, in a stage's output or as given; None for a method without any."""
     if TRAITS[config.method].weights is not Weights.OWN:
         return None
     inner = draft / "draft"

@@ -1,4 +1,4 @@
-"""Bring the records of a run together in one page."""
+"""Combine the records of a run in one page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.stages.context import RunContext
 from slipstream.stages.drift_check import DRIFT_FILE, drift_of
 from slipstream.stages.runs import end_reported_execution, tracked
 from slipstream.stages.support import numerics, recipe_layout, settled, versions
-from slipstream.tracking import store_uri
+from slipstream.tracking.config import store_uri
 from slipstream.workers.session import machine
 
 logger = logging.getLogger(__name__)
@@ -38,10 +38,10 @@ def report_speedup(  # noqa: PLR0913  # one input a record
     certificate: Path,
     projection: Path,
 ) -> Path:
-    """Bring all records together; the directory, with report.html and three JSON files, is linked as runs/latest.
+    """Write report.html and three JSON files, and link their directory as runs/latest; return that directory.
 
     Args:
-        arms: in every loop of the run, in any order.
+        arms: directories of the arms in every loop of the run, in any order.
     """
     directory = context.directory("report_speedup")
     trained, asynchronous = by_loop(read_record(ArmRecord, arm / "arm.json") for arm in arms)
@@ -84,7 +84,7 @@ def report_speedup(  # noqa: PLR0913  # one input a record
 
 
 def _link_latest(root: Path, directory: Path) -> None:
-    """Point `<root>/latest` at this run's report, wherever the root is moved."""
+    """Point `<root>/latest` at this run's report, with a link that holds wherever the root is moved."""
     link, temporary = root / "latest", root / ".latest.part"
     if link.is_dir() and not link.is_symlink():
         logger.warning("report_speedup: %s is a directory, not our link, and is left alone", link)

@@ -1,6 +1,6 @@
-"""The MLflow runs of an execution and of its tasks: opened once, found again by a retry, ended with results.
+"""MLflow runs of an execution and of its tasks: opened once, found again by a retry, ended with results.
 
-Their tags say where a task runs and from what code, so that runs of different days can be told apart.
+Tags name the node and the code version of a task, so that runs of different days can be told apart.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from slipstream.records.stages import CertificateRecord
 from slipstream.report.drift import DTYPE_TAG, HARDWARE_TAG, drift_metrics, drift_tags, hardware
 from slipstream.report.results import certificate_metrics, description, result_metrics, verdict_tags
 from slipstream.stages.context import RunContext
-from slipstream.tracking import EXECUTION, GPUS_TAG, KIND_TAG, PART, RunStatus, Tracker, has_ended, spent
+from slipstream.tracking.config import EXECUTION, KIND_TAG, PART
+from slipstream.tracking.spool import GPUS_TAG, RunStatus, has_ended, spent
+from slipstream.tracking.tracker import Tracker
 from slipstream.types import Arm, Dtype
 
 if TYPE_CHECKING:
     from slipstream.report.page import ReportPaths
 
 COMMIT_VARIABLE = "SLIPSTREAM_GIT_COMMIT"
-"""Set in an image when it is built: an image holds no repository."""
+"""Environment variable that is set when an image is built, because an image holds no repository."""
 
 _IMAGE_VARIABLE = "FLYTE_INTERNAL_IMAGE"  # set by flytepropeller and flytekit
 _URL_VARIABLE = "FLYTE_EXECUTION_URL"  # set by flytepropeller where the console's address is configured
@@ -40,10 +42,10 @@ _GIT_TIMEOUT_S = 5.0
 
 
 def origin_tags(environment: Mapping[str, str] = os.environ, *, gpu: str = "") -> dict[str, str]:
-    """Tags of commit, image, node, GPU and Flyte execution; what is not known has none.
+    """Tags of commit, image, node, GPU and Flyte execution; unknown ones are left out.
 
     Args:
-        gpu: the accelerators' type, of a task that uses some.
+        gpu: type of the accelerators, in a task that uses some.
     """
     commit = environment.get(COMMIT_VARIABLE) or checkout_commit(Path(slipstream.__file__).parent)
     tags = {
@@ -58,14 +60,14 @@ def origin_tags(environment: Mapping[str, str] = os.environ, *, gpu: str = "") -
 
 
 def execution_url(environment: Mapping[str, str] = os.environ) -> str:
-    """Where Flyte's console shows this task's execution; empty outside a cluster."""
+    """Address of this task's execution in Flyte's console; empty outside a cluster."""
     return environment.get(_URL_VARIABLE, "")
 
 
 def checkout_commit(directory: Path) -> str:
-    """The commit that `directory` is checked out at, `-dirty` if files differ from it; empty outside a repository."""
+    """Commit that `directory` is checked out at, `-dirty` if files differ from it; empty outside a repository."""
     try:
-        _git(directory, "ls-files", "--error-unmatch", "__init__.py")  # not a package that lies in another repository
+        _git(directory, "ls-files", "--error-unmatch", "__init__.py")  # fails in another repository
         return _git(directory, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return ""
@@ -90,19 +92,19 @@ def tracked(
     params: Mapping[str, str] | None = None,
     gpu: str = "",
 ) -> Iterator[Tracker]:
-    """The MLflow run of a task, below the execution's; a retried task finds the one of its first attempt.
+    """Open the MLflow run of a task, below the execution's; a retried task attaches to the run of its first attempt.
 
-    An exception or an interrupt ends the execution's run too; an attempt after that opens it again.
+    An exception or an interrupt ends the execution's run too; a later attempt opens it again.
 
     Args:
-        name: of the run; the node's if None.
-        gpu: the type of the accelerators that the task uses.
+        name: name of the run; None: the node's.
+        gpu: type of the accelerators that the task uses.
     """
     supervisor.raise_on_signals()
     if has_ended(Path(context.root), experiment_name(context, recipe), context.execution):
         execution_run(context, recipe).detach()
     try:
-        with Tracker.open(
+        with Tracker(
             recipe.tracking,
             root=Path(context.root),
             experiment=context.experiment,
@@ -130,34 +132,31 @@ def tracked(
 
 
 def dtype_tags(recipe: Recipe) -> dict[str, str]:
-    """In what the task computes; a task that computes nothing runs before an `auto` is settled, and has none."""
+    """Tags of the numeric types; a task that computes nothing runs before `auto` is resolved, and has none."""
     dtypes = {"dtype.learner": recipe.learner.dtype, "dtype.engine": recipe.engine.dtype}
     return {name: dtype.value for name, dtype in dtypes.items() if dtype is not Dtype.AUTO}
 
 
 def num_gpus(recipe: Recipe, node: str) -> int:
-    """GPUs that are reserved while the task `node` runs."""
+    """Number of GPUs that are reserved while the task `node` runs."""
     uses_none = node in _WITHOUT_GPUS or (node == "prepare_policy" and recipe.policy.scratch is None)
     return 0 if uses_none or not recipe.layout.has_gpus else recipe.layout.num_gpus
 
 
 def experiment_name(context: RunContext, recipe: Recipe) -> str:
-    """The MLflow experiment of an execution's runs."""
+    """MLflow experiment of an execution's runs."""
     return recipe.tracking.experiment or context.experiment
 
 
 def execution_run(
-    context: RunContext,
-    recipe: Recipe,
-    tags: Mapping[str, str] | None = None,
-    params: Mapping[str, str] | None = None,
+    context: RunContext, recipe: Recipe, tags: Mapping[str, str] | None = None, params: Mapping[str, str] | None = None
 ) -> Tracker:
-    """The MLflow run of the execution, to which those of its tasks belong: opened, or attached to.
+    """Open the MLflow run of the execution, parent of its tasks' runs, or attach to it.
 
-    That of a part of an ablation lies below the ablation's.
+    The run of an ablation's part lies below the run of the ablation.
     """
     kind = PART if context.part_of else EXECUTION
-    return Tracker.open(
+    return Tracker(
         recipe.tracking,
         root=Path(context.root),
         experiment=context.experiment,
@@ -174,14 +173,14 @@ NOTE = "mlflow.note.content"
 
 
 def started_text(recipe: Recipe, execution: str) -> str:
-    """The description of a run that has no result yet."""
+    """Description of a run without results."""
     url = execution_url()
     link = f" [The execution in Flyte]({url})." if url else ""
     return f"Recipe {recipe.name}, workload {recipe.workload.value}: execution {execution} goes on.{link}"
 
 
 def end_execution(context: RunContext, recipe: Recipe, certificate: CertificateRecord) -> None:
-    """End the run of an execution that is a certificate alone."""
+    """End the run of an execution that consists of a certificate alone."""
     tracker = execution_run(context, recipe)
     tracker.log(certificate_metrics(certificate))
     tracker.set_tags({NOTE: f"The engine is {certificate.verdict}: {certificate.reason}"})
@@ -191,23 +190,13 @@ def end_execution(context: RunContext, recipe: Recipe, certificate: CertificateR
 def end_reported_execution(
     context: RunContext, recipe: Recipe, record: RunRecord, report: ReportPaths, drift: DriftRecord
 ) -> None:
-    """End the run of an execution with its results, its drift, report and figures."""
+    """End the run of an execution with its results, drift, report and figures."""
     tracker = execution_run(context, recipe)
-    _log_results(tracker, context, record)
-    tracker.log(drift_metrics(drift))
-    tracker.set_tags(drift_tags(drift))
-    for path in (report.html, report.json, report.html.with_name("run.json")):
-        tracker.log_artifact(path)
-    for path in report.figures:
-        tracker.log_artifact(path, folder="figures")
-    tracker.close(_status(record.certificate))
-
-
-def _log_results(tracker: Tracker, context: RunContext, record: RunRecord) -> None:
     cost = spent(Path(context.root), context.execution, now_ms=time.time_ns() // 1_000_000)
-    metrics = result_metrics(record, hours=cost.hours, gpu_hours=cost.gpu_hours)
-    tracker.log(metrics)
-    k = _length(record)
+    tracker.log(result_metrics(record, hours=cost.hours, gpu_hours=cost.gpu_hours))
+    arm = next((arm for arm in record.arms if arm.arm is Arm.SPECULATIVE), None)
+    length = arm and DraftLength(num_speculative_tokens=arm.num_speculative_tokens, schedule=arm.schedule)
+    k = "0" if length is None else length.label
     tracker.log_params({"k": k})
     tracker.set_tags(
         {
@@ -219,16 +208,15 @@ def _log_results(tracker: Tracker, context: RunContext, record: RunRecord) -> No
             NOTE: description(record, execution_url=execution_url()),
         }
     )
-
-
-def _length(record: RunRecord) -> str:
-    """What the speculative arm drafted with: a k, or `by_batch`."""
-    arm = next((arm for arm in record.arms if arm.arm is Arm.SPECULATIVE), None)
-    if arm is None:
-        return "0"
-    return DraftLength(num_speculative_tokens=arm.num_speculative_tokens, schedule=arm.schedule).label
+    tracker.log(drift_metrics(drift))
+    tracker.set_tags(drift_tags(drift))
+    for path in (report.html, report.json, report.html.with_name("run.json")):
+        tracker.log_artifact(path)
+    for path in report.figures:
+        tracker.log_artifact(path, folder="figures")
+    tracker.close(_status(record.certificate))
 
 
 def _status(certificate: CertificateRecord) -> RunStatus:
-    """An execution failed if its speculation was not shown to be lossless."""
+    """Status of an execution: failed if its speculation was not shown to be lossless."""
     return RunStatus.FINISHED if certificate.verdict == LOSSLESS else RunStatus.FAILED

@@ -1,4 +1,4 @@
-"""Check the recipe and open the run that all other tasks belong to, anew or again."""
+"""Check the recipe, and open or reopen the run that all other tasks belong to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.recipe import Recipe, difference, load_recipe, parameters, recip
 from slipstream.rewards.function import kept, open_reward, write_kept
 from slipstream.stages.context import RunContext, recorded_recipe, require_loop
 from slipstream.stages.runs import NOTE, execution_run, origin_tags, started_text
-from slipstream.tracking import RunStatus
+from slipstream.tracking.spool import RunStatus
 from slipstream.types import ArmLoop
 
 logger = logging.getLogger(__name__)
@@ -35,10 +35,10 @@ def start_run(
     """Check the whole recipe before anything expensive starts, write it out in full, and open the parent run.
 
     Args:
-        resume: go on in the directory of `execution`, which must have been started with the same recipe.
-        reuse_stored: take data, policy and draft from the store where another execution made them alike.
-        cluster: what the recipe must fit on; None, and one without pods: whatever this machine has.
-        loop: that the workflow is there for; None of one that trains no arm, or that takes every recipe.
+        resume: continue in the directory of `execution`, which must have been started with the same recipe.
+        reuse_stored: take data, policy and draft from the store where another execution made the same.
+        cluster: cluster that the recipe must fit on; None, and one without pods: this machine.
+        loop: loop of the workflow's arms; None: the workflow trains no arm, or accepts every recipe.
     """
     recipe, origins = resolve_recipe(recipe_name, overrides=overrides)
     if loop is not None:
@@ -46,7 +46,7 @@ def start_run(
     if cluster is not None:
         tracked, recipe = recipe.tracking, on_cluster(recipe, cluster)
         origins |= {} if recipe.tracking == tracked else {"tracking.uri": f"cluster {cluster.name}"}
-    if cluster is None or cluster.is_local:  # in a pod it is another image that drafts, and pretraining asks there
+    if cluster is None or cluster.is_local:  # pods draft with another image, in which pretraining checks this
         require_package(recipe.draft.method)
     context = RunContext(
         execution=execution,
@@ -62,7 +62,7 @@ def start_run(
     if resume:
         _require_same(recipe, path, execution)
     write_kept(own, recipe.reward)
-    is_recorded = recipe_path(recipe_name).resolve() == path  # and says by itself who gave which value
+    is_recorded = recipe_path(recipe_name).resolve() == path  # the recorded file already has the origin of each value
     resolved = path if is_recorded else write_recipe(recipe, path, origins)
     tracker = execution_run(
         context, recipe, {**origin_tags(), NOTE: started_text(recipe, execution)}, parameters(recipe)
@@ -75,16 +75,16 @@ def start_run(
     tracker.detach()
     for warning in memory.warnings() if (memory := recipe.memory()) else ():
         logger.warning("memory: %s", warning)
-    verb = "goes on" if resume else "starts"
+    verb = "resumes" if resume else "starts"
     logger.info("run %s %s: recipe %s, workload %s", execution, verb, recipe.name, recipe.workload.value)
     return context, resolved
 
 
 def on_cluster(recipe: Recipe, cluster: ClusterProfile) -> Recipe:
-    """The recipe tracked by the cluster's server, unless it names one.
+    """Set the cluster's tracking server in the recipe, unless the recipe names one.
 
     Raises:
-        ConfigError: the cluster's nodes cannot hold it.
+        ConfigError: the cluster's nodes cannot hold the recipe.
     """
     if cluster.is_local:
         return recipe
@@ -100,7 +100,7 @@ def on_cluster(recipe: Recipe, cluster: ClusterProfile) -> Recipe:
 
 
 def _require_same(recipe: Recipe, recorded: Path, execution: str) -> None:
-    """Refuse to go on with another recipe: stages that are finished belong to the first one."""
+    """Refuse to resume with another recipe: stages that are finished belong to the first one."""
     root = recorded.parents[2]
     require(recorded.is_file(), "resume_execution", f"must name an execution under {root}", execution, "see its names")
     differs = difference(recipe, load_recipe(str(recorded)))

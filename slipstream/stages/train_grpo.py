@@ -4,62 +4,39 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from slipstream.data.prompts import PromptSets, read_prompt_sets
+from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.length import DraftLength, described
 from slipstream.grpo.loop_config import LoopConfig
 from slipstream.recipe import Recipe, parameters
 from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import DraftRecord
+from slipstream.records.steps import ArmRecord
 from slipstream.stages.context import RunContext, arm_node, require_loop
 from slipstream.stages.recipe_engines import draft_length, draft_weights, recipe_engine
 from slipstream.stages.runs import tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import decode, draft_init, settled, tokenizer, versions
-from slipstream.tracking import Tracker
-from slipstream.train.arm import ArmPlan, Decode, train
+from slipstream.tracking.tracker import Tracker
+from slipstream.train.arm import ArmPlan, Run
 from slipstream.train.turns import Stopped, Turn, in_turn
-from slipstream.types import Arm, ArmLoop, LoopMode, arm_name
+from slipstream.types import Arm, ArmLoop, LoopMode, Prompt, arm_name
 from slipstream.workers.engines import idle_engines
 from slipstream.workers.learners import idle_learners
 from slipstream.workers.session import accelerators, connect
 
 logger = logging.getLogger(__name__)
 
-_STEPS_OF_OVERLAP = 8  # a turn of arms in which generation and training overlap
+_STEPS_OF_OVERLAP = 8  # steps in a turn of arms in which generation and training overlap
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Member:
-    """One arm that is trained, and where its files go."""
-
-    recipe: Recipe  # in its own loop
-    plan: ArmPlan
-    directory: Path
-    tracker: Tracker
-
-    def train(self, turn: Turn | None = None, *, policy: Path, sets: PromptSets, decode: Decode) -> None:
-        """Train it, and write its record."""
-        record = train(
-            self.recipe,
-            replace(self.plan, validation=sets.validation),
-            policy=policy,
-            prompts=sets.train,
-            decode=decode,
-            directory=self.directory,
-            log=self.tracker.log,
-            turn=turn,
-        )
-        record = replace(record, versions=versions())
-        self.tracker.log_artifact(write_record(record, self.directory / "arm.json"))
-
-
-def train_grpo(  # one input a record, and which arms
+def train_grpo(
     context: RunContext,
     recipe: Recipe,
     arms: Sequence[Arm],
@@ -70,30 +47,34 @@ def train_grpo(  # one input a record, and which arms
     tuning: Path,
     loop: ArmLoop = ArmLoop.SYNCHRONOUS,
 ) -> list[Path]:
-    """Train the arms, each going on from its last checkpoint if an attempt left one; of each arm.json and its policy.
+    """Train the arms, each from its last checkpoint if there is one; return directories with arm.json and policy.
 
-    On one machine they take their steps in turn, so that their times are of the same minutes; where all want the same
-    nodes, one is trained after the other.
+    On one machine the arms take their steps in turn, so that their times are of the same minutes. Where all of them
+    want the same nodes, one is trained after the other.
 
     Args:
-        loop: the recipe's own, or the synchronous one that it is compared with.
+        loop: the recipe's own loop, or the synchronous one that it is compared with.
     Raises:
         ConfigError: the recipe is synchronous, and the arms are to be asynchronous.
     """
     recipe = in_loop(settled(context, recipe), loop)
     nodes = {arm: arm_node(arm, loop) for arm in arms}
     left = [arm for arm, node in nodes.items() if finished(context, node, "arm.json") is None]
-    num_steps = steps_a_turn(recipe) if len(left) > 1 else 0
+    directories = [context.directory(node) for node in nodes.values()]
     if not left:
-        return [context.directory(node) for node in nodes.values()]
+        return directories
     connect()
-    # Imports what arms in turn, each in a thread of its own, would import at once: not all packages can bear that.
-    given = {"policy": policy, "sets": read_prompt_sets(data), "decode": decode(tokenizer(policy))}
-    member = partial(_member, context, recipe, policy=policy, draft=draft, tuning=tuning, loop=loop)
+    sets = read_prompt_sets(data)
+    member = partial(
+        _member, context, recipe, policy=policy, draft=draft, tuning=tuning, loop=loop, validation=sets.validation
+    )
+    # Imports on this thread: some packages fail when arms in turn import them at once, each on its own thread.
+    given = {"prompts": sets.train, "decode": decode(tokenizer(policy))}
+    num_steps = steps_a_turn(recipe) if len(left) > 1 else 0
     if num_steps:
         end_idle()
         with ExitStack() as opened:
-            members = {nodes[arm]: partial(opened.enter_context(member(arm)).train, **given) for arm in left}
+            members = {nodes[arm]: partial(opened.enter_context(member(arm)), **given) for arm in left}
             ended = in_turn(members, num_steps=num_steps, together=True)
             errors = [each for each in ended.values() if isinstance(each, BaseException)]
             for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
@@ -101,16 +82,32 @@ def train_grpo(  # one input a record, and which arms
     else:
         for arm in left:
             end_idle()
-            with member(arm) as alone:
-                alone.train(**given)
-    return [context.directory(node) for node in nodes.values()]
+            with member(arm) as train_alone:
+                train_alone(**given)
+    return directories
+
+
+def train_arm(tracker: Tracker, turn: Turn | None = None, **given: Any) -> ArmRecord:
+    """Train an arm in its directory, and write its record there; `given` are the other fields of `Run`."""
+    run = Run(log=tracker.log, turn=turn, **given)
+    record = replace(run.train(), versions=versions())
+    tracker.log_artifact(write_record(record, run.directory / "arm.json"))
+    return record
 
 
 @contextmanager
 def _member(
-    context: RunContext, recipe: Recipe, arm: Arm, *, policy: Path, draft: Path, tuning: Path, loop: ArmLoop
-) -> Iterator[_Member]:
-    """An arm with its MLflow run, which ends with the block."""
+    context: RunContext,
+    recipe: Recipe,
+    arm: Arm,
+    *,
+    policy: Path,
+    draft: Path,
+    tuning: Path,
+    loop: ArmLoop,
+    validation: tuple[Prompt, ...],
+) -> Iterator[Callable[..., ArmRecord]]:
+    """Yield an arm with its MLflow run, which ends with the block."""
     node, name = arm_node(arm, loop), arm_name(arm, loop)
     length = draft_length(recipe, tuning) if arm is Arm.SPECULATIVE else DraftLength(num_speculative_tokens=0)
     logger.info("%s: k=%s, %d steps; learner and engine start first", node, length.label, recipe.grpo.num_steps)
@@ -124,28 +121,26 @@ def _member(
         params={**parameters(recipe), **labels, **_table(length)},
         gpu=accelerators(),
     ) as tracker:
-        yield _Member(
-            recipe=recipe,
-            plan=arm_plan(recipe, arm, policy=policy, draft=draft, length=length, label=name),
-            directory=context.directory(node),
-            tracker=tracker,
-        )
+        plan = arm_plan(recipe, arm, policy=policy, draft=draft, length=length, label=name)
+        plan = replace(plan, validation=validation)
+        directory = context.directory(node)
+        yield partial(train_arm, tracker, recipe=recipe, plan=plan, policy=policy, directory=directory)
 
 
 def end_idle() -> None:
-    """Let every arm start with processes of its own: a learner that trained something else was 10 % slower in steps."""
+    """End idle processes, so that every arm starts fresh ones: a reused learner was 10 % slower in its steps."""
     idle_engines.end()
     idle_learners.end()
 
 
 def steps_a_turn(recipe: Recipe) -> int:
-    """Steps that an arm takes before the next one's turn; 0: one arm is trained after the other.
+    """Number of steps in an arm's turn; 0: one arm is trained after the other.
 
-    An arm that generates while it trains ends its turn with nothing under way, so that turns of some length cost it
-    little; one whose engines never stop would lose what it is there for, and is trained alone.
+    An arm that generates while it trains ends its turn with nothing under way, so its turns are long enough to make
+    that cheap. An arm whose engines never stop would lose its purpose in turns, and is trained alone.
 
     Args:
-        recipe: in the arms' loop.
+        recipe: recipe in the loop of the arms.
     """
     if not recipe.placement.has_arms_in_turn or recipe.loop.mode is LoopMode.IN_FLIGHT:
         return 0
@@ -153,10 +148,10 @@ def steps_a_turn(recipe: Recipe) -> int:
 
 
 def in_loop(recipe: Recipe, loop: ArmLoop) -> Recipe:
-    """The recipe as an arm is trained with it in that loop.
+    """Recipe with which an arm is trained in that loop.
 
     Raises:
-        ConfigError: it has no asynchronous loop.
+        ConfigError: the recipe has no asynchronous loop.
     """
     if loop is ArmLoop.SYNCHRONOUS:
         return replace(recipe, loop=LoopConfig())
@@ -165,11 +160,11 @@ def in_loop(recipe: Recipe, loop: ArmLoop) -> Recipe:
 
 
 def arm_plan(recipe: Recipe, arm: Arm, *, policy: Path, draft: Path, length: DraftLength, label: str = "") -> ArmPlan:
-    """How an arm is trained that drafts by `length`.
+    """Plan of an arm that drafts by `length`.
 
     Args:
-        draft: what `pretrain_draft` made; nothing reads it where nothing is drafted.
-        label: see `ArmPlan`.
+        draft: output of `pretrain_draft`; an arm that drafts nothing does not read it.
+        label: as in `ArmPlan`.
     """
     k = length.num_speculative_tokens
     return ArmPlan(
@@ -186,26 +181,26 @@ def arm_plan(recipe: Recipe, arm: Arm, *, policy: Path, draft: Path, length: Dra
 
 
 def known_length(draft: Path, k: int) -> float | None:
-    """Mean acceptance length at `k`, or more, of a draft on held-out text; None of one that was not measured."""
+    """Mean acceptance length of a draft on held-out text at `k`, or at its longest measured length, if any."""
     file = draft / "draft.json"
     if not file.is_file():
         return None
     rates = read_record(DraftRecord, file).heldout_rate_by_position
-    if not rates:  # taken as it was
+    if not rates:  # the draft was not trained here
         return None
     return 1.0 + sum(math.prod(rates[: i + 1]) for i in range(min(k, len(rates))))
 
 
 def _table(length: DraftLength) -> dict[str, str]:
-    """The draft length by running batch, as a parameter, where there is more than one."""
+    """Draft length by running batch as a parameter, where there is more than one."""
     return {"k_by_batch": described(length.schedule)} if length.label == "by_batch" else {}
 
 
 def arm_labels(recipe: Recipe, arm: Arm, length: DraftLength) -> dict[str, str]:
-    """What sets an arm's run apart from the others': parameters and tags alike. Without drafting it has no draft.
+    """Parameters and tags that tell an arm's run from the others'; an arm that drafts nothing has no draft.
 
     Args:
-        recipe: of the arm: in its own loop.
+        recipe: recipe in the loop of the arm.
     """
     drafts = {"draft.method": recipe.draft.method.value, "draft.init": draft_init(recipe.draft)}
     speculates = length.num_speculative_tokens > 0

@@ -1,4 +1,4 @@
-"""Choose the draft length by measured time."""
+"""Choose the draft length by measured generation time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LINE = "tune_draft_length: k=%d batch %d: %.2f s, %.2fx, AL %.2f"
 
 
 def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data: Path, draft: Path) -> Path:
-    """Measure generation time over draft length and batch, choose by time; a directory with tuning.json."""
+    """Measure generation time by draft length and batch, and choose by time; return a directory with tuning.json."""
     from slipstream.drafts.compatibility import require_fit
     from slipstream.report.figures import sweep as sweep_figure
 
@@ -73,7 +73,7 @@ def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data
 
 
 def first_speedup(points: Sequence[SweepPoint]) -> str:
-    """The best of the first points that are known, in words: the first speedup of a run that is measured."""
+    """Sentence about the best of the first measured points: the first measured speedup of a run."""
     best = max(points, key=lambda point: point.speedup)
     return (
         f"first measured speedup: k={best.k} generates {best.speedup:.2f}x as fast as autoregressive at batch "
@@ -82,16 +82,16 @@ def first_speedup(points: Sequence[SweepPoint]) -> str:
 
 
 def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[Worker]) -> length.Sweep:
-    """`length.sweep`, followed by a bar; its points are logged, and the first speedup announced.
+    """Run `length.sweep` with a progress bar, log its points, and announce the first speedup.
 
     Args:
-        timed: gets the engines.
+        timed: receives the engines.
     """
     is_first = True
     by_batch = drafts_by_batch(recipe)
     starting = Semaphore(recipe.layout.num_starting)
     ks = ", ".join(map(str, recipe.tuning.candidate_ks))
-    logger.info("tune_draft_length: compares k = %s; the engines start first", ks)
+    logger.info("tune_draft_length: comparing k = %s; the engines start first", ks)
     total = (len(recipe.tuning.candidate_ks) - 1) * len(recipe.tuning.batch_sizes)
     with progress(_NODE, total=total, unit="point") as bar:
 

@@ -31,7 +31,9 @@ from slipstream.stages.tune_draft_length import tune_draft_length
 from slipstream.study.ranking import StudyRecord, Trained, outcome_metrics, rank, result_metrics
 from slipstream.study.study_page import answers, write_study
 from slipstream.study.variants import Grid, Kind, Part, Study, Variant, parts, variant_recipes
-from slipstream.tracking import ABLATION, KIND_TAG, RunStatus, Tracker, end_open_runs
+from slipstream.tracking.config import ABLATION, KIND_TAG
+from slipstream.tracking.spool import RunStatus, end_open_runs
+from slipstream.tracking.tracker import Tracker
 from slipstream.types import Arm
 
 logger = logging.getLogger(__name__)

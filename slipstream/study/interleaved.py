@@ -1,7 +1,7 @@
 """A bake-off: train with every drafter from one policy, their steps in turn with those of an autoregressive arm.
 
-Each drafter has an engine and a learner of its own. As many live at once as `tuning.max_live_engines` allows, the
-autoregressive arm among them; it runs anew beside each such group.
+Each drafter has an engine and a learner of its own. `tuning.max_live_engines` bounds how many arms live at once, the
+autoregressive arm among them; a new autoregressive arm runs beside each group of drafters.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.length import DraftLength
 from slipstream.recipe import Recipe, parameters
-from slipstream.records.files import read_record, write_record
+from slipstream.records.files import read_record
 from slipstream.records.stages import DraftRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.stages.context import RunContext
@@ -26,14 +27,15 @@ from slipstream.stages.recipe_engines import draft_weights
 from slipstream.stages.runs import NOTE, execution_run, tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import decode, settled, tokenizer
-from slipstream.stages.train_grpo import arm_plan, end_idle
+from slipstream.stages.train_grpo import arm_plan, end_idle, train_arm
 from slipstream.study.ranking import Trained, rank, result_metrics
 from slipstream.study.study_page import answers, write_study
 from slipstream.study.variants import Grid, Study, Variant, drafter_recipes
-from slipstream.tracking import ABLATION, KIND_TAG, RunStatus
-from slipstream.train.arm import ArmPlan, Decode, train
+from slipstream.tracking.config import ABLATION, KIND_TAG
+from slipstream.tracking.spool import RunStatus
+from slipstream.train.arm import ArmPlan
 from slipstream.train.turns import Turn, in_turn
-from slipstream.types import Arm, Prompt
+from slipstream.types import Arm
 from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.session import connect
 
@@ -53,20 +55,20 @@ class _Member:
 
 
 def check_drafters(context: RunContext, recipe: Recipe, grid: Grid) -> list[str]:
-    """Refuse what the recipe cannot do with one of the drafters, before anything expensive starts; their names.
+    """Refuse what the recipe cannot do with one of the drafters, before anything expensive starts; return their names.
 
     Raises:
         ConfigError: the error names the drafter.
     """
     drafters = drafter_recipes(recipe, grid)
-    context.directory(NODE)  # by which an execution is known for a bake-off
+    context.directory(NODE)  # the directory marks the execution as a bake-off
     return [drafter.name for drafter in drafters]
 
 
 def bake_off(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, data: Path) -> Path:
-    """Compare the drafters; a directory with bake_off.html, bake_off.json and a figure.
+    """Compare the drafters; return a directory with bake_off.html, bake_off.json and a figure.
 
-    One that fails is in the table with its reason, and the others go on.
+    A drafter that fails is in the table with its reason, and the others continue.
     """
     done = finished(context, NODE, "bake_off.json")
     if done is not None:
@@ -82,7 +84,7 @@ def bake_off(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, d
             try:
                 members[drafter] = _pretrained(context, drafter, own, policy=policy, data=data)
             except Exception as error:
-                logger.exception("bake_off: %s drops out, the others go on", drafter.name)
+                logger.exception("bake_off: %s drops out, the others continue", drafter.name)
                 ended[drafter] = f"{type(error).__name__}: {error}"
         for number, group in enumerate(_groups(list(members), recipe.tuning.max_live_engines - 1), start=1):
             logger.info("bake_off: %s, their steps in turn", ", ".join(drafter.name for drafter in group))
@@ -95,14 +97,14 @@ def bake_off(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, d
     text = " ".join(answers(record))
     with execution_run(context, recipe) as run:
         run.log(result_metrics(record))
-        # Of many arms, as an ablation is: beside executions of the chain, which have two, it would be misread.
+        # The kind is that of an ablation: beside executions of the chain, which have two arms, it would be misread.
         run.set_tags({NOTE: text, "num_dropouts": str(len(record.failures)), KIND_TAG: ABLATION})
     logger.info("bake_off: %s", text)
     return directory
 
 
 def _pretrained(context: RunContext, drafter: Variant, recipe: Recipe, *, policy: Path, data: Path) -> _Member:
-    """A drafter whose draft is there; those that differ in their training during RL alone share one."""
+    """Pretrain the draft of a drafter; drafters that differ only in training during RL share one draft."""
     from slipstream.drafts.compatibility import require_fit
 
     own = replace(context, execution=f"{context.execution}/{drafter.name}")
@@ -124,7 +126,7 @@ def _pretrained(context: RunContext, drafter: Variant, recipe: Recipe, *, policy
 
 
 def _groups(drafters: Sequence[Variant], size: int) -> Iterator[Sequence[Variant]]:
-    """Groups of `size` at most, as even as can be."""
+    """Groups of at most `size` drafters, as even as possible."""
     num = -(-len(drafters) // size)
     for index in range(num):
         yield drafters[index * len(drafters) // num : (index + 1) * len(drafters) // num]
@@ -136,7 +138,7 @@ def _trained(
     """Train one group beside an autoregressive arm of its own.
 
     Raises:
-        Exception: that arm failed: there is nothing to compare with.
+        Exception: the autoregressive arm failed, so there is nothing to compare with.
     """
     alone, recipe = f"autoregressive-{number}", next(iter(group.values())).recipe
     own = replace(context, execution=f"{context.execution}/{alone}")
@@ -147,45 +149,27 @@ def _trained(
     starting = threading.Semaphore(recipe.layout.num_starting)
     end_idle()
     prompts, text = read_prompt_sets(data).train, decode(tokenizer(policy))  # imports, before several threads would
-    run = partial(_train, starting=starting, policy=policy, prompts=prompts, text=text)
-    arms = in_turn({name: partial(run, member) for name, member in members.items()})
+    given = {"policy": policy, "prompts": prompts, "decode": text}
+    arms = in_turn({name: partial(_train, member, starting, **given) for name, member in members.items()})
     if isinstance(arms[alone], BaseException):
         raise arms[alone]
     ended: dict[Variant, Trained | str] = {}
     for drafter, member in group.items():
         arm = arms[drafter.name]
         if isinstance(arm, BaseException):
-            logger.error("bake_off: %s drops out, the others went on", drafter.name, exc_info=arm)
+            logger.error("bake_off: %s dropped out, the others continued", drafter.name, exc_info=arm)
             ended[drafter] = f"{type(arm).__name__}: {arm}"
         else:
             ended[drafter] = Trained(arm=arm, baseline=arms[alone], pretraining_s=member.pretraining_s)
     return ended
 
 
-def _train(
-    member: _Member,
-    turn: Turn,
-    *,
-    starting: threading.Semaphore,
-    policy: Path,
-    prompts: Sequence[Prompt],
-    text: Decode,
-) -> ArmRecord:
-    """Train one arm, a step at a time; its MLflow run ends with it."""
-    directory = member.context.directory("train_grpo")
+def _train(member: _Member, starting: threading.Semaphore, turn: Turn, **given: Any) -> ArmRecord:
+    """Train one arm, a step at a time; its MLflow run ends with the training."""
+    plan = replace(member.plan, start_engine=partial(_started, member.plan, starting))
     with execution_run(member.context, member.recipe) as tracker:
-        record = train(
-            member.recipe,
-            replace(member.plan, start_engine=partial(_started, member.plan, starting)),
-            policy=policy,
-            prompts=prompts,
-            decode=text,
-            directory=directory,
-            log=tracker.log,
-            turn=turn,
-        )
-        tracker.log_artifact(write_record(record, directory / "arm.json"))
-    return record
+        directory = member.context.directory("train_grpo")
+        return train_arm(tracker, turn, recipe=member.recipe, plan=plan, directory=directory, **given)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Read back what executions came to, from a tracking server or its SQLite file, through MLflow's client."""
+"""Reader of the results of executions, from a tracking server or its SQLite file, through MLflow's client."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from slipstream.config import require
-from slipstream.tracking.config import check_key, is_sqlite, sqlite_path
+from slipstream.tracking.config import is_sqlite, sqlite_path
 from slipstream.tracking.mlflow_store import MlflowStore, TrackingError
 
-_TIMEOUT_S = 30  # of a page of executions with all that they hold
+_TIMEOUT_S = 30  # time-out of a request for a page of executions, each with all metrics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """The run of one workflow execution: last values of its metrics, its parameters and tags."""
+    """Run of one workflow execution: last values of its metrics, its parameters and tags."""
 
     run_id: str
     name: str
@@ -30,16 +29,16 @@ class Execution:
 
 
 def read_executions(uri: str, *, experiment: str | None = None, names: Sequence[str] = ()) -> list[Execution]:
-    """The executions on the store `uri`, newest first.
+    """Read the executions on the store `uri`, newest first.
 
     Args:
-        experiment: of this experiment alone.
-        names: these alone, in this order.
+        experiment: name of the only experiment to read; None: all of them.
+        names: names of the only executions to return, in this order; none: all of them.
     Raises:
         ConfigError: `uri` is no server and no SQLite file, or the store lacks the experiment or one of the names.
         TrackingError: the store does not answer.
     """
-    store = _open(uri)
+    store = open_store(uri)
     known = store.experiments()
     chosen = [id_ for id_, name in known.items() if experiment in (None, name)]
     fix = f"known: {', '.join(sorted(known.values()))}"
@@ -67,28 +66,13 @@ def read_executions(uri: str, *, experiment: str | None = None, names: Sequence[
     return [by_name[name] for name in names]
 
 
-def experiment_names(uri: str) -> dict[str, str]:
-    """Name of each experiment of the store `uri` by its id.
+def open_store(uri: str) -> MlflowStore:
+    """Open the store `uri` for reading: no file is created, and MLflow adds no tables to a foreign one.
 
     Raises:
-        ConfigError, TrackingError: as `read_executions`.
+        ConfigError: `uri` is no server and no SQLite file.
+        TrackingError: the store does not answer.
     """
-    return _open(uri).experiments()
-
-
-def fetch_artifact(uri: str, *, key: str, name: str, directory: Path) -> Path:
-    """Download the artifact `name` of the run with `key` from the server `uri` into `directory`.
-
-    Raises:
-        ConfigError: `key` could not be a key, or `uri` is no server and no SQLite file.
-        TrackingError: the server does not answer, or lacks the run or the artifact.
-    """
-    check_key(key)
-    return _open(uri).fetch_artifact(key, name, directory)
-
-
-def _open(uri: str) -> MlflowStore:
-    """The store `uri`, which is read: no file is created, and MLflow makes no tables in one that is not its own."""
     if not uri.startswith(("http://", "https://", "databricks")):
         rule = "must be the address of an MLflow server or sqlite:///FILE"
         require(is_sqlite(uri), "uri", rule, uri, "start MLflow's server on that store")

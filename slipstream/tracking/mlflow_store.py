@@ -1,4 +1,4 @@
-"""The MLflow side: find or create runs, send batches. The only file that imports MLflow, and only when used."""
+"""Access to MLflow: find or create runs, send batches. This file alone imports MLflow, and only when it is used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.tracking.config import EXECUTION, KEY_TAG, KIND_TAG, is_sqlite, sqlite_path, sqlite_uri
+from slipstream.tracking.config import EXECUTION, KEY_TAG, KIND_TAG, check_key, is_sqlite, sqlite_path, sqlite_uri
 from slipstream.tracking.spool import RunHeader
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class TrackingError(RuntimeError):
 def import_mlflow(request_timeout_s: int = 10) -> None:
     """Import MLflow (4-8 s once a process) with short requests and without its chatter.
 
-    Done on the caller's thread: importing it on another while this one imports torch can meet half-built modules.
-    What the environment says already is left as it is.
+    The import runs on the caller's thread: beside an import of torch on another thread it can meet half-built modules.
+    Values that the environment has already are kept.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     # The replay thread tries again by itself, so MLflow's own retries (7, over minutes) would only block it.
@@ -65,11 +65,11 @@ def import_mlflow(request_timeout_s: int = 10) -> None:
     importlib.import_module("mlflow.tracking")
     for name in ("alembic", "mlflow.tracking.fluent"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it logs the trace of what it raises
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it logs the traces of errors that it raises
 
 
 class MlflowStore:
-    """One tracking server (or SQLite file). Every method raises `TrackingError` when the server does not play along."""
+    """One tracking server or SQLite file. Every method raises `TrackingError` when the server fails or refuses."""
 
     def __init__(self, uri: str, *, request_timeout_s: int = 10) -> None:
         import_mlflow(request_timeout_s)
@@ -80,12 +80,12 @@ class MlflowStore:
             self._client = _open(uri)
 
     def check(self) -> None:
-        """Ask the server something that costs it nothing."""
+        """Send the server a request that costs it nothing."""
         with _translated(self.uri):
             self._client.search_experiments(max_results=1)
 
     def attach(self, header: RunHeader, *, start_ms: int) -> str:
-        """Id of the run with `header.key`: the existing one as it is, or a new one that began at `start_ms`.
+        """Id of the run with `header.key`: the existing run as it is, or a new one that began at `start_ms`.
 
         Raises:
             TrackingError: somebody deleted the run on the server; a second one would take the place of what is
@@ -101,7 +101,7 @@ class MlflowStore:
             return run.info.run_id
 
     def start(self, run_id: str, header: RunHeader) -> None:
-        """Set the run running (again), with what the header says of it."""
+        """Set the run running (again), with the tags and parameters of its header."""
         with _translated(self.uri):
             tags = dict(header.tags)
             if header.parent_key is not None:
@@ -114,7 +114,7 @@ class MlflowStore:
             self.send_params(run_id, header.params)
 
     def send_metrics(self, run_id: str, points: Iterable[tuple[str, float, int, int]]) -> None:
-        """Send (name, value, time_ms, step) points; what the server has already is not stored twice."""
+        """Send (name, value, time_ms, step) points; the server stores a repeated point once."""
         from mlflow.entities import Metric
 
         metrics: Iterator[Metric] = (Metric(*point) for point in points)
@@ -134,7 +134,7 @@ class MlflowStore:
         self.send_tags(run_id, {f"changed.{name}": value for name, value in changed.items()})
 
     def send_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
-        """Set tags, replacing what they were."""
+        """Set tags, and replace earlier values."""
         from mlflow.entities import RunTag
 
         with _translated(self.uri):
@@ -158,11 +158,13 @@ class MlflowStore:
             return list(_pages(search))
 
     def fetch_artifact(self, key: str, name: str, directory: Path) -> Path:
-        """Download the artifact `name` of the run with `key` into `directory`; its path there.
+        """Download the artifact `name` of the run with `key` into `directory`; return its path.
 
         Raises:
+            ConfigError: `key` could not be a key.
             TrackingError: no run of the server has that key, or the run has no such artifact.
         """
+        check_key(key)
         experiments = list(self.experiments())
         with _translated(self.uri):
             runs = self._client.search_runs(experiments, filter_string=f"tags.`{KEY_TAG}` = '{key}'")
@@ -200,7 +202,7 @@ class MlflowStore:
         return found.experiment_id
 
     def _offer_views(self, experiment_id: str, known: Mapping[str, str]) -> None:
-        """Columns and filters that make the experiment's table of runs readable; what somebody changed stays."""
+        """Add columns and filters that make the experiment's table of runs readable; changed views stay."""
         from mlflow.exceptions import MlflowException
 
         for name, value in experiment_tags(experiment_id).items():
@@ -225,7 +227,7 @@ class MlflowStore:
         return kept or created
 
     def _find(self, experiment_id: str, key: str) -> Run | None:
-        """The oldest run of that key; a deleted one only if all are."""
+        """Oldest run with that key; a deleted one only if all are deleted."""
         from mlflow.entities import ViewType
 
         asked = f"tags.`{KEY_TAG}` = '{key}'"
@@ -237,17 +239,17 @@ class MlflowStore:
         )
 
     def _mlflow(self, *arguments: str) -> str:
-        """A command of MLflow's on this server, as it is typed."""
+        """Command line of MLflow for this server."""
         return f"MLFLOW_TRACKING_URI={shlex.quote(self.uri)} {shlex.join(['mlflow', *arguments])}"
 
 
 def view_addresses(server: str, experiment_id: str) -> dict[str, str]:
-    """Where a browser finds each view on the server."""
+    """Address of each view on the server."""
     return {view: f"{server.rstrip('/')}/{_route(experiment_id, view)}" for view in (EXECUTIONS_VIEW, ARMS_VIEW)}
 
 
 def experiment_tags(experiment_id: str) -> dict[str, str]:
-    """What an experiment needs to be read in MLflow's interface: its two views, and a description that links them."""
+    """Tags that make an experiment readable in MLflow's interface: its two views, and a description that links them."""
     executions, arms = (_route(experiment_id, view) for view in (EXECUTIONS_VIEW, ARMS_VIEW))
     return {
         "mlflow.experimentKind": "custom_model_development",
@@ -279,7 +281,7 @@ def _view(search_filter: str, metrics: Sequence[str], *, params: Sequence[str]) 
 
 
 def _batches(fields: Mapping[str, str]) -> Iterator[list[tuple[str, str]]]:
-    """Fields in the order given, as many at a time as a server takes."""
+    """Yield fields in the given order, as many at a time as a server takes."""
     batch: list[tuple[str, str]] = []
     num_characters = 0
     for name, value in fields.items():
@@ -294,7 +296,7 @@ def _batches(fields: Mapping[str, str]) -> Iterator[list[tuple[str, str]]]:
 
 
 def _pages(search: Callable[..., Any]) -> Iterator[Any]:
-    """Everything that a search of MLflow's client finds, page after page."""
+    """Yield everything that a search of MLflow's client finds, page after page."""
     token: str | None = None
     while True:
         page = search(max_results=_PAGE, page_token=token)
@@ -311,10 +313,10 @@ def _open(uri: str) -> MlflowClient:
 
 
 def _create_sqlite(path: Path) -> None:
-    """Create the store `path` unless it is there, whole or not at all.
+    """Create the store `path` unless it exists, whole or not at all.
 
-    MLflow makes its tables in about 50 steps that no two processes may take at once, and that it cannot go on with
-    where a process was killed. So one process takes them, in a file beside `path` that is then moved to its place.
+    MLflow makes its tables in about 50 steps that no two processes may take at once, and that it cannot resume after a
+    process was killed. So one process takes them, in a file beside `path` that is then moved to its place.
     """
     if path.exists():
         return
@@ -324,7 +326,7 @@ def _create_sqlite(path: Path) -> None:
         if path.exists():
             return
         made = path.with_name(f"{path.name}.new")
-        for left in (made, made.with_name(f"{made.name}-journal")):  # by a process that was killed
+        for left in (made, made.with_name(f"{made.name}-journal")):  # left by a process that was killed
             left.unlink(missing_ok=True)
         _open(sqlite_uri(made))
         made.replace(path)
@@ -332,9 +334,9 @@ def _create_sqlite(path: Path) -> None:
 
 @contextmanager
 def _translated(uri: str) -> Iterator[None]:
-    """Turn whatever MLflow and what lies below it (HTTP client, database, a driver that lacks) raise into one error.
+    """Turn whatever MLflow and the layers below it (HTTP client, database, a missing driver) raise into one error.
 
-    It names the server, and says the reason on one line.
+    The error names the server, and gives the reason on one line.
     """
     try:
         yield
@@ -345,10 +347,10 @@ def _translated(uri: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error, for a database adds its statement; of a connection that failed, why it did."""
+    """First line of an error, since a database adds its statement; of a failed connection, its root cause."""
     said: BaseException = error
     below = error.__cause__ or error.__context__
-    if isinstance(below, OSError):  # what the HTTP client raises is one, and so is what lies at the bottom of it
+    if isinstance(below, OSError):  # the HTTP client's error and its root cause both are
         while below is not None:
             said = below if isinstance(below, OSError) else said
             below = below.__cause__ or below.__context__

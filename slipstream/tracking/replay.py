@@ -1,4 +1,4 @@
-"""Send spools to a tracking server: with the original times, each point once, as often as it takes."""
+"""Replay of spools to a tracking server: with the original times, each point once, as often as it takes."""
 
 from __future__ import annotations
 
@@ -15,55 +15,53 @@ from slipstream.records.files import is_torn, write_atomic
 from slipstream.tracking.mlflow_store import MlflowStore, TrackingError
 from slipstream.tracking.spool import Event, read_events, read_spool, spools_of
 
-__all__ = ["ReplayResult", "SpoolReplay", "TrackingError", "replay"]
-
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayResult:
-    """What one `replay` sent; points that had arrived before are not counted again."""
+    """Outcome of one `replay`; points that had arrived before are not counted again."""
 
-    num_runs: int  # that are whole on the server now
+    num_runs: int  # runs that are whole on the server now
     num_points: int
     num_broken_lines: int
-    refused: dict[Path, str] = field(default_factory=dict)  # spools that are not, and why
+    refused: dict[Path, str] = field(default_factory=dict)  # spools that the server refused, with its reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cursor:
-    """How far a spool has arrived. It holds for this run on this server only; anywhere else the spool starts over."""
+    """Position up to which a spool has arrived at one run of one server; for any other the spool starts over."""
 
     uri: str
     run_id: str
     offset: int
-    missing: dict[str, str] = field(default_factory=dict)  # artifacts before `offset` that were gone, and their folders
+    missing: dict[str, str] = field(default_factory=dict)  # folders of the artifacts before `offset` that were gone
 
 
 class SpoolReplay:
-    """Moves one spool to a server, batch by batch, and remembers on disk how far it came.
+    """Replay of one spool to a server, slice by slice; its position is kept on disk.
 
-    An attempt that goes on from a checkpoint makes some points again. A server never forgets a point, and would draw
-    both: the first stays, for it is there while the second is still unknown. The spool has both.
+    An attempt that resumes from a checkpoint repeats some points. A server never forgets a point, and would show both.
+    The first stays, because it is there while the second is still unknown. The spool has both.
     """
 
     def __init__(self, path: Path, store: MlflowStore) -> None:
         self._path = path
         self._store = store
         self._offset = 0
-        self._attempt = 0  # how often the run was opened before `_offset`
-        self._made_by: dict[tuple[str, int], int] = {}  # the attempt that made the point first, by metric and step
+        self._attempt = 0  # number of times that the run was opened before `_offset`
+        self._made_by: dict[tuple[str, int], int] = {}  # attempt that made a point first, by metric and step
         self._missing: dict[str, str] = {}  # as in the cursor
         self.run_id: str | None = None
         self.num_points = 0
         self.num_broken_lines = 0
 
     def advance(self) -> bool:
-        """Send the next slice of the spool; False when there was nothing left.
+        """Send the next slice of the spool; return False when nothing was left.
 
         Raises:
             TrackingError: nothing is lost; the next call sends the same slice again, and the server keeps one copy.
-                Or everything but an artifact has arrived whose copy in the spool is gone.
+                Or everything has arrived except an artifact whose copy in the spool is gone.
         """
         if self.run_id is None and not self._attach():
             return False
@@ -72,7 +70,7 @@ class SpoolReplay:
         if part.end_offset == self._offset:
             self._send_missing(self.run_id)
             return False
-        attempt, num_points = self._attempt, 0  # a slice that failed is sent again as a whole
+        attempt, num_points = self._attempt, 0  # a slice that fails is sent again as a whole
         for is_metrics, events in groupby(part.events, key=lambda event: event.kind == "metrics"):
             if is_metrics:
                 points = [
@@ -96,10 +94,10 @@ class SpoolReplay:
         return True
 
     def finish(self) -> None:
-        """Send all that is left of a spool that nobody writes to; a last line without its end counts as broken.
+        """Send the rest of a spool that nobody writes to; a last line without its end counts as broken.
 
         Raises:
-            TrackingError: as `advance`, or no line says which run it is.
+            TrackingError: as in `advance`, or no line names the run.
         """
         with self._path.open("rb", buffering=0) as file:
             if is_torn(file):
@@ -122,12 +120,12 @@ class SpoolReplay:
         return True
 
     def _note(self, run_id: str) -> None:
-        """Write down how far the spool has arrived."""
+        """Write the position to disk."""
         cursor = _Cursor(uri=self._store.uri, run_id=run_id, offset=self._offset, missing=self._missing)
         write_atomic(_cursor_path(self._path), json.dumps(asdict(cursor)).encode())
 
     def _skip(self, offset: int) -> None:
-        """Go on from `offset`, with what lies before it noted."""
+        """Move to `offset`, and note the points before it as made."""
         while self._offset < offset:
             # `readlines` stops with the line that takes it beyond its limit: one byte less, and that is the last one.
             part = read_spool(self._path, offset=self._offset, max_bytes=max(1, offset - self._offset - 1))
@@ -140,7 +138,7 @@ class SpoolReplay:
             self._offset = part.end_offset
 
     def _is_new(self, event: Event, name: str, attempt: int) -> bool:
-        """Whether no earlier attempt has made the point; results of a whole run always are new."""
+        """Return True if no earlier attempt made the point; results of a whole run are always new."""
         return event.is_result or self._made_by.setdefault((name, event.step), attempt) == attempt
 
     def _send(self, run_id: str, event: Event) -> None:
@@ -159,7 +157,7 @@ class SpoolReplay:
                 self._store.end(run_id, status=event.status, time_ms=event.time_ms)
 
     def _send_artifact(self, run_id: str, path: str, folder: str) -> bool:
-        """Send one artifact; False if its copy is gone, which costs nothing else of the spool."""
+        """Send one artifact; return False if its copy is gone, which leaves the rest of the spool unaffected."""
         copy = self._path.parent / path
         if copy.is_file():
             self._store.send_artifact(run_id, copy, folder=folder)
@@ -178,9 +176,9 @@ class SpoolReplay:
 
 
 def replay(spool_dir: Path, uri: str) -> ReplayResult:
-    """Send every spool under `spool_dir` to `uri`. Doing it twice, or to a server that has a part, duplicates nothing.
+    """Send every spool under `spool_dir` to `uri`. A second replay, or one to a server with a part, duplicates nothing.
 
-    A spool that the server refuses stays as it is and stops no other.
+    A spool that the server refuses stays as it is and does not stop the others.
 
     Raises:
         ConfigError: there is no spool.
@@ -197,7 +195,7 @@ def replay(spool_dir: Path, uri: str) -> ReplayResult:
         try:
             spool.finish()
         except (OSError, TrackingError) as error:
-            store.check()  # each spool would wait for a server that has died meanwhile
+            store.check()  # raises if the server has died: else each spool would wait for it
             refused[path] = str(error)
     return ReplayResult(
         num_runs=len(replays) - len(refused),
@@ -208,7 +206,7 @@ def replay(spool_dir: Path, uri: str) -> ReplayResult:
 
 
 def not_arrived(spool: Path) -> str:
-    """Count what a spool's server has not got, as in `12 points and 3 other entries`; empty if all has arrived."""
+    """Count the entries that a spool's server lacks, as in `12 points and 3 other entries`; empty if it lacks none."""
     cursor = _read_cursor(spool)
     events = list(read_events(spool, offset=cursor.offset if cursor else 0))
     num_points = sum(len(event.metrics) for event in events)
@@ -217,12 +215,12 @@ def not_arrived(spool: Path) -> str:
 
 
 def unsent(root: Path, execution: str) -> list[str]:
-    """Runs of `execution` of which the server has not got all, each with what it lacks."""
+    """Runs of `execution` that the server does not have in full, each with what it lacks."""
     return [f"{key} ({what})" for key, path in spools_of(root, execution) if (what := not_arrived(path))]
 
 
 def replay_command(root: Path, uri: str | None, *, program: Sequence[str] = ("slipstream",)) -> str:
-    """The command, as it is typed, that brings the spools under `root` to `uri` or to the SQLite store there."""
+    """Command line that brings the spools under `root` to `uri` or to the SQLite store there."""
     return shlex.join([*program, "replay", str(root.resolve()), *([] if uri is None else ["--uri", uri])])
 
 
@@ -231,7 +229,7 @@ def _cursor_path(spool: Path) -> Path:
 
 
 def _read_cursor(spool: Path) -> _Cursor | None:
-    """None where there is none that can be read: then the spool starts over, and the server keeps one copy of it."""
+    """Position of a spool; None if it cannot be read: the spool then starts over, and the server keeps one copy."""
     try:
         return from_mapping(_Cursor, json.loads(_cursor_path(spool).read_bytes()))
     except (OSError, ValueError, ConfigError):

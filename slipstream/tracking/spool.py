@@ -1,7 +1,7 @@
-"""The spool: one append-only JSONL file a run, from which everything can be sent again.
+"""Spool: one append-only JSONL file a run, from which everything can be sent again.
 
-Each line is one event with its original time. A crash can cut only the last line; it is counted, never guessed. Runs
-that a killed process left open are ended here, and what tasks cost is read here: no server is asked.
+Each line is one event with its original time. A crash can cut only the last line; it is counted, never guessed. This
+module also ends runs that a killed process left open, and reads what tasks cost; no server is asked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EventKind = Literal["open", "metrics", "params", "tags", "artifact", "end"]
 
 
 class RunStatus(StrEnum):
-    """How a run ended, in MLflow's words."""
+    """Status of a run that has ended, in MLflow's words."""
 
     FINISHED = "FINISHED"
     FAILED = "FAILED"
@@ -37,13 +37,13 @@ class RunStatus(StrEnum):
 
     @classmethod
     def of_error(cls, kind: type[BaseException]) -> RunStatus:
-        """How a run ends that this ends: what is no `Exception` is an interrupt."""
+        """Status of a run that an error ends: an error that is no `Exception` is an interrupt."""
         return cls.FAILED if issubclass(kind, Exception) else cls.KILLED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHeader:
-    """What a run is: enough to create it or to find it again, without any server."""
+    """Identity of a run: enough to create it, or to find it again, without a server."""
 
     experiment: str
     key: str
@@ -55,23 +55,23 @@ class RunHeader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One line of the spool. Which of the fields are set follows from `kind`."""
+    """One line of the spool; `kind` decides which of the other fields are set."""
 
     kind: EventKind
     time_ms: int
     header: RunHeader | None = None  # open
     step: int = 0  # metrics
-    is_result: bool = False  # metrics: of the whole run, so that a later attempt's take their place
+    is_result: bool = False  # metrics: of the whole run, so that those of a later attempt replace them
     metrics: dict[str, float] = field(default_factory=dict)  # metrics
     fields: dict[str, str] = field(default_factory=dict)  # params, tags
     path: str = ""  # artifact, relative to the spool's directory
-    folder: str = ""  # artifact: where it lies among the run's
+    folder: str = ""  # artifact: its folder among the run's artifacts
     status: str = ""  # end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpoolSlice:
-    """The whole lines of a spool from some offset on."""
+    """Whole lines of a spool from some offset on."""
 
     events: tuple[Event, ...]
     end_offset: int
@@ -79,7 +79,7 @@ class SpoolSlice:
 
 
 class Spool:
-    """Appends events. `append` hands the line to the operating system; `sync` makes all of them survive a power cut."""
+    """Writer of events. `append` hands the line to the operating system; `sync` makes all lines survive a power cut."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,14 +91,14 @@ class Spool:
         """Write one line whole, mostly in one system call.
 
         Raises:
-            OSError: the disk is full or gone: losing points silently is the one thing the spool must not do.
+            OSError: the disk is full or gone: the spool must never lose points silently.
         """
         line = json.dumps(_without_defaults(event), allow_nan=False, separators=(",", ":")).encode()
         with self._lock:
             append_line(self._file, line)
 
     def sync(self) -> None:
-        """Flush to disk; called a batch at a time, off the step loop."""
+        """Flush to disk; this is called once a batch, off the step loop."""
         with self._lock:
             if not self._file.closed:
                 os.fsync(self._file.fileno())
@@ -111,17 +111,17 @@ class Spool:
 
 
 def now_ms() -> int:
-    """The present time as MLflow counts it."""
+    """Present time as MLflow counts it."""
     return time.time_ns() // 1_000_000
 
 
 def spool_directory(root: Path) -> Path:
-    """Where the spools of all runs under `root` lie: what `replay` takes."""
+    """Directory of the spools of all runs under `root`, which `replay` takes."""
     return root / "spool"
 
 
 def spool_path(directory: Path, *, experiment: str, key: str) -> Path:
-    """The spool file of a run: readable, and unique where the readable part is not."""
+    """Spool file of a run: its name is readable, and unique where the readable part is not."""
     readable = "".join(c if c.isalnum() else "-" for c in key)[-60:].strip("-")
     digest = sha256("\0".join((experiment, key)).encode()).hexdigest()[:8]
     return directory / f"{readable}-{digest}.jsonl"
@@ -143,14 +143,14 @@ def read_spool(path: Path, *, offset: int = 0, max_bytes: int = 1 << 22) -> Spoo
 
 
 def read_events(path: Path, *, offset: int = 0) -> Iterator[Event]:
-    """Every event of a spool from `offset` on, slice by slice."""
+    """Yield every event of a spool from `offset` on, slice by slice."""
     while (part := read_spool(path, offset=offset)).end_offset > offset:
         offset = part.end_offset
         yield from part.events
 
 
 def end_open_runs(root: Path, execution: str, status: RunStatus) -> list[str]:
-    """End every run of `execution` whose spool does not end it; their keys. Nobody may write to them any more."""
+    """End every run of `execution` whose spool does not end it; return their keys. No process may write to them."""
     ended = []
     for key, path in spools_of(root, execution):
         if _is_open(path):
@@ -162,13 +162,13 @@ def end_open_runs(root: Path, execution: str, status: RunStatus) -> list[str]:
 
 
 def has_ended(root: Path, experiment: str, key: str) -> bool:
-    """Return True if the run `key` was opened before and nobody has it open now."""
+    """Return True if the run `key` was opened before and no process has it open now."""
     path = spool_path(spool_directory(root), experiment=experiment, key=key)
     return path.is_file() and not _is_open(path)
 
 
 def spools_of(root: Path, execution: str) -> Iterator[tuple[str, Path]]:
-    """The spools of an execution's run and of its tasks, each with the key of its run."""
+    """Yield the spools of an execution's run and of its tasks, each with the key of its run."""
     for path in sorted(spool_directory(root).glob("*.jsonl")):
         key = next((event.header.key for event in read_events(path) if event.header is not None), "")
         if key == execution or key.startswith(f"{execution}/"):
@@ -182,22 +182,22 @@ def _is_open(path: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
-    """Time in which at least one task ran, and the GPUs' time over all tasks; both in hours."""
+    """Time in which at least one task ran, and GPU time over all tasks; both in hours."""
 
     hours: float
     gpu_hours: float
 
 
 def spent(root: Path, execution: str, *, now_ms: int) -> Spent:
-    """What the tasks of `execution` took, each attempt from its start to its last sign of life; no server is asked.
+    """Time and GPU time of the tasks of `execution`, each attempt from its start to its last event; no server is asked.
 
     Args:
-        root: the run root, under which the spools lie.
-        now_ms: the end of an attempt that still goes on, if it has logged nothing later.
+        root: run root, under which the spools lie.
+        now_ms: end of an attempt that still goes on, if it has logged nothing later.
     """
     tasks = [path for key, path in spools_of(root, execution) if key != execution]
     attempts = sorted(attempt for path in tasks for attempt in _attempts(path, now_ms=now_ms))
-    union_ms, covered_to = 0, 0  # arms that run side by side count once
+    union_ms, covered_to = 0, 0  # tasks that run side by side count once
     for start_ms, end_ms, _ in attempts:
         union_ms += max(0, end_ms - max(start_ms, covered_to))
         covered_to = max(covered_to, end_ms)
@@ -206,7 +206,7 @@ def spent(root: Path, execution: str, *, now_ms: int) -> Spent:
 
 
 def _attempts(path: Path, *, now_ms: int) -> Iterator[tuple[int, int, int]]:
-    """Start, end and GPUs of a spool's attempts. One that was killed counts up to the last thing that it logged."""
+    """Yield start, end and GPUs of a spool's attempts. A killed attempt counts up to its last event."""
     start_ms, last_ms, num_gpus = None, 0, 0
     for event in read_events(path):
         if event.header is not None:

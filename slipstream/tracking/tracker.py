@@ -1,4 +1,4 @@
-"""The tracker that tasks and the training loop log to."""
+"""Tracker that tasks and the training loop log to."""
 
 from __future__ import annotations
 
@@ -37,14 +37,9 @@ from slipstream.tracking.spool import (
 log = logging.getLogger(__name__)
 
 # MLflow's compare view shows last values only, so the best and the mean over steps are logged as values of their own.
-_SUMMARISED = {
-    "time/step_s": min,
-    "time/generation_s": min,
-    "train/reward": max,
-    "spec/mean_acceptance_length": max,
-}
+_SUMMARISED = {"time/step_s": min, "time/generation_s": min, "train/reward": max, "spec/mean_acceptance_length": max}
 _MAX_BACKOFF_S = 60.0
-_LAST_PAUSES_S = (0.3, 0.6, 0.0)  # between the tries at the end: a failure may be one of the moment
+_LAST_PAUSES_S = (0.3, 0.6, 0.0)  # between the last tries: a failure may be momentary
 _KILLED_WAIT_S = 1.0
 _SILENT = "no answer yet"
 
@@ -52,23 +47,11 @@ _SILENT = "no answer yet"
 class Tracker:
     """One MLflow run. Logging appends to a spool and returns; a daemon thread brings the spool to the server.
 
-    Use it as a context manager: the run ends as finished, failed (an exception) or killed (an interrupt).
+    As a context manager it ends the run as finished, failed (an exception) or killed (an interrupt).
     """
 
-    def __init__(self, config: TrackingConfig, header: RunHeader, *, root: Path) -> None:
-        self._config = config
-        self._header = header
-        self._root = root
-        self._spool = Spool(spool_path(spool_directory(root), experiment=header.experiment, key=header.key))
-        self._spool.append(Event(kind="open", time_ms=now_ms(), header=header))
-        import_mlflow()
-        command = replay_command(root, config.uri)
-        self._thread = _ReplayThread(self._spool, uri=store_uri(config, root), config=config, command=command)
-        self._thread.start()
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         config: TrackingConfig,
         *,
         root: Path,
@@ -78,17 +61,17 @@ class Tracker:
         parent_key: str | None = None,
         tags: Mapping[str, str] | None = None,
         params: Mapping[str, str | float | bool] | None = None,
-    ) -> Tracker:
-        """Create the run `key`, or re-attach to it if an earlier attempt did; works without a server.
+    ) -> None:
+        """Create the run `key`, or re-attach to it if an earlier attempt created it; this works without a server.
 
         The first call in a process imports MLflow (4-8 s).
 
         Args:
             root: directory of the spool and, when the config names no server, of the SQLite store.
-            experiment: the recipe's name, used unless the config names an experiment.
-            key: `<execution>/<node>`, never of the attempt.
+            experiment: name of the recipe, used unless the config names an experiment.
+            key: `<execution>/<node>`, by which every attempt finds the run.
             parent_key: key of the run that this one is shown under.
-            tags, params: longer ones than MLflow stores are cut, and say so.
+            tags, params: longer values than MLflow stores are cut, and say so.
         Raises:
             ConfigError: `key` could not stand in a search filter, or a tag or parameter has a name that MLflow refuses.
         """
@@ -102,19 +85,20 @@ class Tracker:
             tags=fitted_tags(tags or {}),
             params=fitted_params(params or {}),
         )
-        return cls(config, header, root=root)
-
-    @property
-    def key(self) -> str:
-        """What every attempt finds the run by."""
-        return self._header.key
+        self._config = config
+        self._spool = Spool(spool_path(spool_directory(root), experiment=header.experiment, key=key))
+        self._spool.append(Event(kind="open", time_ms=now_ms(), header=header))
+        import_mlflow()
+        command = replay_command(root, config.uri)
+        self._thread = _ReplayThread(self._spool, uri=store_uri(config, root), config=config, command=command)
+        self._thread.start()
 
     def wait_run_id(self, timeout_s: float = 30.0) -> str | None:
-        """MLflow's id of the run; None if the server fails or takes over `timeout_s` (`key` then stands for it)."""
+        """Wait for MLflow's id of the run; None if the server fails or takes over `timeout_s`."""
         return self._thread.wait_run_id(timeout_s)
 
     def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log one value a metric for `step`, at the present time. Costs one write to the page cache.
+        """Log one value a metric for `step`, at the present time; this costs one write to the page cache.
 
         Args:
             step: an attempt that repeats steps of an earlier one adds no second point for them; None is a result of
@@ -125,29 +109,29 @@ class Tracker:
         self._log(metrics, step or 0, is_result=step is None)
 
     def log_params(self, params: Mapping[str, str | float | bool]) -> None:
-        """Log parameters: one a knob, as they are compared by value; a longer text than MLflow stores is cut."""
+        """Log parameters, one a setting, as they are compared by value; a longer text than MLflow stores is cut."""
         self._spool.append(Event(kind="params", time_ms=now_ms(), fields=fitted_params(params)))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Set tags, replacing what they were; a longer text than MLflow stores is cut."""
+        """Set tags, and replace earlier values; a longer text than MLflow stores is cut."""
         self._spool.append(Event(kind="tags", time_ms=now_ms(), fields=fitted_tags(tags)))
 
     def log_artifact(self, path: Path, *, folder: str = "") -> None:
         """Log one file as it is now: a copy goes into the spool, so the original may change or vanish.
 
         Args:
-            folder: where the file lies among the run's artifacts; empty is the top.
+            folder: folder of the file among the run's artifacts; empty is the top.
         """
         require(path.is_file(), "artifact", "must be a file", str(path))
         copy = self._spool.path.with_suffix(".artifacts") / folder / path.name
-        write_atomic(copy, path.read_bytes())  # never a half file in the place of one that was not sent yet
+        write_atomic(copy, path.read_bytes())  # an earlier copy that was not sent yet is never replaced by half a file
         relative = copy.relative_to(self._spool.path.parent)
         self._spool.append(Event(kind="artifact", time_ms=now_ms(), path=str(relative), folder=folder))
 
     def close(self, status: RunStatus = RunStatus.FINISHED) -> None:
-        """Log the `best/` and `mean/` summaries, end the run and wait a little for the last points to arrive.
+        """Log the `best/` and `mean/` summaries, end the run, and wait a little for the last points to arrive.
 
-        Somebody waits for a killed run to end, so the wait is a short one: what does not arrive stays in the spool.
+        Somebody waits for a killed run to end, so its wait is short; points that do not arrive stay in the spool.
         """
         summaries, last_step = _summaries(self._spool.path)
         if summaries:
@@ -157,7 +141,7 @@ class Tracker:
         self._release(min(wait_s, _KILLED_WAIT_S) if status is RunStatus.KILLED else wait_s)
 
     def detach(self) -> None:
-        """Let go of the run without ending it: another task will attach to it."""
+        """Release the run without ending it: another task will attach to it."""
         self._release(self._config.close_wait_s)
 
     def _release(self, wait_s: float) -> None:
@@ -180,14 +164,14 @@ class Tracker:
 
 
 class _ReplayThread(threading.Thread):
-    """Replays one spool until told to finish. It alone talks to MLflow; a server that hangs, hangs this thread only."""
+    """Replay of one spool until `finish`. Only this thread talks to MLflow, so only it waits for a hung server."""
 
     def __init__(self, spool: Spool, *, uri: str, config: TrackingConfig, command: str) -> None:
         super().__init__(name=f"replay {spool.path.name}", daemon=True)
         self._spool = spool
         self._uri = uri
         self._config = config
-        self._command = command  # brings what does not arrive
+        self._command = command  # command that sends what does not arrive
         self._finishing = threading.Event()
         self._tried = threading.Event()
         self._arrived = threading.Event()
@@ -195,7 +179,7 @@ class _ReplayThread(threading.Thread):
         self._num_failures, self._failure = 0, _SILENT
 
     def run(self) -> None:
-        """Replay, pause, repeat; after `finish` once more, or a few times if that fails, and stop."""
+        """Replay and pause until `finish`; then replay once more, or a few times if that fails."""
         while not self._finishing.is_set():
             self._try()
             self._finishing.wait(self._pause_s())
@@ -206,7 +190,7 @@ class _ReplayThread(threading.Thread):
             time.sleep(pause_s)
 
     def finish(self, wait_s: float) -> None:
-        """Replay what is left, for at most `wait_s`; what does not arrive stays in the spool."""
+        """Replay the rest for at most `wait_s`; points that do not arrive stay in the spool."""
         self._finishing.set()
         self.join(wait_s)
         if not self._arrived.is_set():
@@ -220,12 +204,12 @@ class _ReplayThread(threading.Thread):
             )
 
     def wait_run_id(self, timeout_s: float) -> str | None:
-        """Id of the run once the server has answered; None as soon as it has failed."""
+        """Wait for the server's first answer; return the run's id, or None as soon as the server fails."""
         self._tried.wait(timeout_s)
         return self._replay.run_id if self._replay is not None else None
 
     def _try(self) -> bool:
-        """Send what there is; whether all of it has arrived."""
+        """Send the rest of the spool; return True if all of it has arrived."""
         try:
             self._spool.sync()
             if self._replay is None:
@@ -246,13 +230,13 @@ class _ReplayThread(threading.Thread):
         return self._num_failures == 0
 
     def _pause_s(self) -> float:
-        """Seconds to wait for what is logged next: longer after each failure."""
+        """Seconds to wait for further events: longer after each failure."""
         every_s = self._config.replay_every_s
         return min(every_s * 2 ** min(self._num_failures, 10), max(_MAX_BACKOFF_S, every_s))
 
 
 def _summaries(path: Path) -> tuple[dict[str, float], int]:
-    """`best/` and `mean/` of the chosen metrics over all attempts of a run, and the last step.
+    """Summaries `best/` and `mean/` of the chosen metrics over all attempts of a run, with the last step.
 
     A resumed run repeats the steps after its checkpoint: the later value of a step counts.
     """

@@ -1,8 +1,8 @@
-"""A guard against drafts and policies that no longer belong together: acceptance far below its own recent band.
+"""Guard against a draft that no longer fits the policy: acceptance far below its recent band stops the run.
 
-A half-written draft, or one of another policy, does not fail. It is merely accepted less, and speculation becomes
-slower than none. Such a fault comes from one step to the next. A policy that moves away from its draft is accepted
-less step by step: that is no fault, and the guard says so once.
+A half-written draft, or one of another policy, raises no error. Its tokens are accepted less often, and speculation
+becomes slower than none. Such a fault appears from one step to the next. A policy that drifts away from its draft loses
+acceptance step by step; the guard only warns about that, once.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from slipstream.records.steps import AcceptanceStats
 
 logger = logging.getLogger(__name__)
 
-_WINDOW = 20  # steps that make the band: a policy that drifts takes its band along
-_MIN_HISTORY = 6  # steps before the guard says anything
+_WINDOW = 20  # steps of the band, which follows a policy that drifts
+_MIN_HISTORY = 6  # steps before the guard judges
 _NUM_DEVIATIONS = 6.0
-_MAD_TO_DEVIATION = 1.4826  # of a normal distribution
-# Of the tokens that a draft had accepted. A few long answers of another style, drafted less well, are most of a step's
-# drafts: counts by themselves know nothing of that.
+_MAD_TO_DEVIATION = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
+# Share of the expected accepted draft tokens below which a step must fall: a few long answers of another style, drafted
+# less well, can make up most of a step's drafts, and the number of drafts does not show that.
 _LEAST_SHARE = 0.5
-_PACE_STEPS = 3  # that say how fast acceptance falls
-_HASTE = 2.0  # times as fast is still the same fall
+_PACE_STEPS = 3  # steps over which the speed of a fall is measured
+_HASTE = 2.0  # a step that falls up to this many times as fast continues the same fall
 _FIX = "draft.online: when_stale trains during RL, and draft.autopilot switches off where it loses"
 
 
-class AcceptanceCollapse(RuntimeError):  # noqa: N818  # what it is, not that it is an error
+class AcceptanceCollapse(RuntimeError):  # noqa: N818  # named after the event
     """Acceptance fell far below its recent band."""
 
 
 class AcceptanceGuard:
-    """Learns the band of the mean acceptance length from the last steps and stops a run that drops out of it."""
+    """Band of the mean acceptance lengths of recent steps; a run that drops out of it is stopped."""
 
     def __init__(self, history: Iterable[AcceptanceStats] = ()) -> None:
         self._recent: deque[float] = deque((stats.mean_acceptance_length for stats in history), maxlen=_WINDOW)
         self._has_warned = False
 
     def check(self, stats: AcceptanceStats, *, policy_version: int) -> None:
-        """Add a step to the band; warn of a fall that lasts.
+        """Add a step to the band, and warn once about a fall that lasts.
 
         Raises:
-            AcceptanceCollapse: the step lies far below the band of those before it, and no slow fall led there.
+            AcceptanceCollapse: the step lies far below the band, and no gradual fall led there.
         """
         length = stats.mean_acceptance_length
         if len(self._recent) >= _MIN_HISTORY:
@@ -75,12 +75,12 @@ class AcceptanceGuard:
         self._recent.append(length)
 
     def _going_on(self) -> float:
-        """Where this step would lie if acceptance went on falling, in haste, as in the last steps."""
+        """Extrapolate the fall of the last steps to this one, `_HASTE` times as fast."""
         last = list(self._recent)[-_PACE_STEPS - 1 :]
         return last[-1] - _HASTE * max(0.0, (last[0] - last[-1]) / _PACE_STEPS)
 
     def _deviation(self, stats: AcceptanceStats) -> float:
-        """The larger of the steps' own scatter and what the number of drafts alone would scatter."""
+        """Deviation of the band: the larger of the steps' scatter and of sampling noise at this number of drafts."""
         values = np.asarray(self._recent)
         scatter = _MAD_TO_DEVIATION * float(np.median(np.abs(values - np.median(values))))
         return max(scatter, float(values.std(ddof=1)), sampling_deviation(stats))

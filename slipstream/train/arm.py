@@ -1,4 +1,4 @@
-"""One arm of GRPO training from start, or from its last checkpoint, to end: builds the loop and all that it needs."""
+"""Train one arm with GRPO: build its loop, resume from its last checkpoint, restart after lost processes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from pathlib import Path
 from slipstream import evaluation
 from slipstream.data.prompts import PromptStream
 from slipstream.drafts.config import DraftOnline
-from slipstream.engine.protocol import Engines
 from slipstream.logs import progress
 from slipstream.recipe import Recipe
-from slipstream.records.steps import ArmRecord, EvaluationRecord, ScheduleEntry, StepRecord
+from slipstream.records.steps import ArmRecord, ScheduleEntry, StepRecord
 from slipstream.refit.channel import open_channel
 from slipstream.refit.gate import RefitGate
 from slipstream.rewards.function import open_reward
@@ -39,123 +38,92 @@ from slipstream.workers.session import own_node
 logger = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[int], Sequence[int]], str]
-"""Text of a response by the tokens of its prompt and its own; `<think>` comes first if the prompt opens a thought."""
+"""Function from the tokens of a prompt and its response to the response's text, as `stages.support.decode` has it."""
 
 LogMetrics = Callable[[Mapping[str, float], int], None]
-_NUM_PROBES = 16  # prompts that an engine is compared on if its tensors cannot be read
+_NUM_PROBES = 16  # prompts on which an engine's logprobs are compared if its tensors cannot be read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmPlan:
-    """What sets one arm apart from the other: its engines and the seeds of its rollouts; and what both may share.
+    """Settings of one arm: its engines, its draft, its draft lengths and its name.
 
     Attributes:
-        validation: problems that its policy is evaluated on while it trains, as the recipe says; empty: it is not.
+        validation: problems on which the policy is evaluated during training; empty: it is not evaluated.
     """
 
     arm: Arm
     num_speculative_tokens: int
     draft: Path | None  # directory of the draft that the engines start with
-    draft_length: float | None = None  # mean acceptance length that it is known to reach; None: not known
+    draft_length: float | None = None  # mean acceptance length on held-out text; None: not measured
     start_engine: Callable[[], AbstractContextManager[RemoteEngine]]
     schedule: tuple[ScheduleEntry, ...] = ()  # k by running batch; empty: one k throughout
-    label: str = ""  # what its progress is called; empty: the arm's name
+    label: str = ""  # name in progress lines; empty: the arm's name
     validation: tuple[Prompt, ...] = ()
 
     @property
     def title(self) -> str:
-        """Its name in progress and in the log."""
+        """Name in progress lines and in the log."""
         return f"train_grpo {self.label or self.arm.value}"
-
-
-def train(
-    recipe: Recipe,
-    plan: ArmPlan,
-    *,
-    policy: Path,
-    prompts: Sequence[Prompt],
-    decode: Decode,
-    directory: Path,
-    log: LogMetrics,
-    turn: Turn | None = None,
-) -> ArmRecord:
-    """Train and write the final policy to `directory/policy`, and to `directory/draft` a draft that learned beside it.
-
-    Args:
-        decode: for scoring.
-        log: gets the metrics of each step.
-        turn: a step begins in it; None: no other arm is trained meanwhile.
-    """
-    with plan.start_engine() as engines, open_reward(recipe.reward) as reward:
-        run = Run(
-            recipe=recipe,
-            plan=plan,
-            policy=policy,
-            prompts=tuple(prompts),
-            score=partial(score, reward=reward, decode=decode),
-            directory=directory,
-            log=log,
-            turn=turn,
-            evaluate=partial(
-                evaluation.evaluate,
-                prompts=plan.validation,
-                reward=reward,
-                decode=decode,
-                config=recipe.evaluation,
-                policy=plan.arm.value,
-                seed=recipe.grpo.seed,
-            )
-            if plan.validation
-            else None,
-        )
-        steps = run.with_restarts(engines)
-        machine = machines(engines.engines)
-    return ArmRecord(
-        arm=plan.arm,
-        num_speculative_tokens=plan.num_speculative_tokens,
-        steps=tuple(steps),
-        schedule=plan.schedule,
-        machine=machine,
-        loop=recipe.loop.mode.value,
-        max_off_policy_steps=recipe.loop.max_off_policy_steps,
-        steps_a_turn=0 if turn is None else turn.num_steps,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The training of an arm, in as many attempts as it takes."""
+    """Training of one arm, in as many attempts as its restarts allow.
+
+    Attributes:
+        decode: decoder of responses for scoring.
+        log: receives the metrics of each step.
+        turn: schedule of this arm's steps among those of other arms; None: the arm trains alone.
+    """
 
     recipe: Recipe
     plan: ArmPlan
     policy: Path
-    prompts: tuple[Prompt, ...]
-    score: Callable[[Sequence[RolloutGroup]], RewardResult]
+    prompts: Sequence[Prompt]
+    decode: Decode
     directory: Path
     log: LogMetrics
     turn: Turn | None = None
-    evaluate: Callable[[Engines], EvaluationRecord] | None = None
 
-    def with_restarts(self, engines: RemoteEngine) -> list[StepRecord]:
-        """Train; an attempt that lost a rank of the learner, or weights, is followed by one from the last checkpoint.
+    def train(self) -> ArmRecord:
+        """Train; write the policy to `directory/policy` and a draft that learned beside it to `directory/draft`."""
+        recipe, plan = self.recipe, self.plan
+        with plan.start_engine() as engines, open_reward(recipe.reward) as reward:
+            steps = self.with_restarts(engines, reward)
+            machine = machines(engines.engines)
+        return ArmRecord(
+            arm=plan.arm,
+            num_speculative_tokens=plan.num_speculative_tokens,
+            steps=tuple(steps),
+            schedule=plan.schedule,
+            machine=machine,
+            loop=recipe.loop.mode.value,
+            max_off_policy_steps=recipe.loop.max_off_policy_steps,
+            steps_a_turn=0 if self.turn is None else self.turn.num_steps,
+        )
 
-        Returns all steps.
+    def with_restarts(self, engines: RemoteEngine, reward: Reward) -> list[StepRecord]:
+        """Train to the end; after a lost learner rank, or lost weights, start again from the last checkpoint.
+
+        Returns:
+            Records of all steps.
         """
-        num_learners = num_engines = 0  # restarts for the one and for the other
+        num_learners = num_engines = 0  # restarts after a lost learner rank, and after lost weights
         config = self.recipe
         checkpoints = Checkpoints(directory=self.directory / "checkpoints", recipe=config.fingerprint())
         while True:
             threads = ThreadGroup()
             try:
                 with start_learner(config.learner, layout=config.layout) as learner:
-                    return self._attempt(engines, learner, checkpoints, threads)
+                    return self._attempt(engines, learner, reward, checkpoints, threads)
             except LostWorkerError as error:
                 num_learners += 1
                 is_engine = {worker.name for worker in error.workers} & {worker.name for worker in engines.engines}
                 if is_engine or num_learners > config.learner.max_restarts:
                     raise
                 logger.error(
-                    "%s; the learner starts anew from its last checkpoint, restart %d of at most %d in this run",
+                    "%s; the learner restarts from its last checkpoint, restart %d of at most %d in this run",
                     error,
                     num_learners,
                     config.learner.max_restarts,
@@ -164,16 +132,21 @@ class Run:
                 num_engines += 1
                 if num_engines > config.engine.max_restarts:
                     raise
-                logger.error("%s; training goes on from its last checkpoint", error)
-            threads.join()  # the engines are the next attempt's
+                logger.error("%s; training resumes from its last checkpoint", error)
+            threads.join()  # the next attempt needs idle engines
 
     def _attempt(
-        self, engines: RemoteEngine, learner: RemoteLearner, checkpoints: Checkpoints, threads: ThreadGroup
+        self,
+        engines: RemoteEngine,
+        learner: RemoteLearner,
+        reward: Reward,
+        checkpoints: Checkpoints,
+        threads: ThreadGroup,
     ) -> list[StepRecord]:
-        """Train from the last checkpoint to the end, and write the final policy; returns all steps."""
+        """Train from the last checkpoint to the end and write the final policy; return the records of all steps."""
         recipe, draft, title = self.recipe, self.plan.draft, self.plan.title
         if recipe.placement.takes_turns:
-            engines.sleep()  # they have just started, or an attempt before this one failed in their turn
+            engines.sleep()  # they have just started, or were awake when an earlier attempt failed
         learner.load(self.policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
         if draft is not None and self._trains_draft:
             learner.continue_draft(draft, self.policy, recipe.draft, recipe.engine.dtype)
@@ -197,7 +170,7 @@ class Run:
             )
 
             def on_step(record: StepRecord, waiting: Pending | None = None) -> None:
-                record = self._evaluated(record, tolerant)
+                record = self._evaluated(record, tolerant, reward)
                 history.append(record)
                 self.log(metrics_of(record), record.step)
                 bar.advance(text=f"reward {record.reward_mean:.3f}")
@@ -206,7 +179,7 @@ class Run:
                 if recipe.grpo.is_checkpoint_due(record.step):
                     checkpoints.save(learner, history, None if waiting is None else waiting.to_bytes())
                     if self.turn is not None:
-                        learner.finish_checkpoint()  # it would be written beside another arm's step
+                        learner.finish_checkpoint()  # else it would be written while another arm's step is timed
 
             trainer = Trainer(
                 learner=learner,
@@ -217,8 +190,10 @@ class Run:
                 max_lag=recipe.loop.max_off_policy_steps,
             )
             tolerant = self.fault_tolerant(engines, gate, learner, history, pending)
+            rewards = partial(score, reward=reward, decode=self.decode)
             start_clock = partial(self._start_clock, history)
-            self.loop(tolerant, trainer, on_step, pending, threads, start_clock).run(start_step=len(history))
+            loop = self.loop(tolerant, trainer, rewards, on_step, pending, threads, start_clock)
+            loop.run(start_step=len(history))
             if self.turn is not None:
                 self.turn.begin(len(history))
             learner.save_hf(self.directory / "policy", self.policy)
@@ -230,35 +205,33 @@ class Run:
         self,
         engines: FaultTolerantEngines,
         trainer: Trainer,
+        score: Callable[[Sequence[RolloutGroup]], RewardResult],
         on_step: Callable[..., None],
         pending: Pending,
         threads: ThreadGroup,
         start_clock: Callable[[], StageClock] = StageClock,
     ) -> SyncLoop | AsyncLoop:
-        """The loop that the recipe trains with."""
+        """Build the loop of the recipe."""
         recipe = self.recipe
         grpo = recipe.grpo
-        prompts = PromptStream(prompts=self.prompts, batch_size=grpo.prompts_per_step, seed=grpo.seed)
+        prompts = PromptStream(prompts=tuple(self.prompts), batch_size=grpo.prompts_per_step, seed=grpo.seed)
         if recipe.loop.is_synchronous:
             return SyncLoop(
                 arm=self.plan.arm,
                 engine=engines,
-                learner=trainer.learner,
                 gate=engines,
                 prompts=prompts,
-                score=self.score,
-                config=grpo,
+                score=score,
+                trainer=trainer,
                 sampling=recipe.sampling,
                 on_step=on_step,
-                draft=trainer.draft,
-                guard=trainer.guard,
                 start_clock=start_clock,
             )
         return AsyncLoop(
             arm=self.plan.arm,
             engines=engines,
             prompts=prompts,
-            score=self.score,
+            score=score,
             trainer=trainer,
             sampling=recipe.sampling,
             loop=recipe.loop,
@@ -271,7 +244,7 @@ class Run:
         )
 
     def _start_clock(self, history: Sequence[StepRecord]) -> StageClock:
-        """The clock of the step that follows these, in the arm's turn."""
+        """Start the clock of the next step once it is this arm's turn."""
         if self.turn is not None:
             self.turn.begin(len(history))
         return StageClock()
@@ -284,12 +257,12 @@ class Run:
         history: Sequence[StepRecord],
         pending: Pending,
     ) -> FaultTolerantEngines:
-        """The engines and the gate as the loop sees them."""
+        """Wrap the engines and their gate for the loop, so that lost engines are replaced."""
         recipe, k = self.recipe, self.plan.num_speculative_tokens
         steps = [record.autopilot for record in history] + [each.result.autopilot for each in pending.scored]
         in_flight = recipe.loop.mode is LoopMode.IN_FLIGHT
         if in_flight:
-            engines.run_in_flight(recipe.loop.kv_cache)  # and forget what an earlier attempt left under way
+            engines.run_in_flight(recipe.loop.kv_cache)  # also drops what an earlier attempt left unfinished
         watches = k > 0 and recipe.draft.autopilot.enabled and not in_flight
         return FaultTolerantEngines(
             engines,
@@ -301,21 +274,28 @@ class Run:
             autopilot=Autopilot(recipe.draft.autopilot, self.plan.schedule, steps) if watches else None,
         )
 
-    def _evaluated(self, record: StepRecord, engines: FaultTolerantEngines) -> StepRecord:
-        """The step's record, with the accuracy of the policy that sampled its rollouts where an evaluation is due.
+    def _evaluated(self, record: StepRecord, engines: FaultTolerantEngines, reward: Reward) -> StepRecord:
+        """Add the accuracy of the policy that sampled a step's rollouts to its record where an evaluation is due.
 
-        In a synchronous loop the engines still hold that policy; in any other they are at work.
+        Only a synchronous loop evaluates: its engines are idle between steps and still hold that policy.
         """
-        recipe, step = self.recipe, record.step
-        if self.evaluate is None or not recipe.loop.is_synchronous or not recipe.evaluation.is_due(step):
+        recipe, plan, step = self.recipe, self.plan, record.step
+        if not plan.validation or not recipe.loop.is_synchronous or not recipe.evaluation.is_due(step):
             return record
         try:
             with engines.between_steps():
-                return replace(record, evaluation=self.evaluate(engines))
+                found = evaluation.evaluate(
+                    engines,
+                    plan.validation,
+                    reward=reward,
+                    decode=self.decode,
+                    config=recipe.evaluation,
+                    policy=plan.arm.value,
+                    seed=recipe.grpo.seed,
+                )
+                return replace(record, evaluation=found)
         except WeightsLostError as error:
-            logger.error(
-                "%s: the policy after step %d is not evaluated, training goes on: %s", self.plan.title, step, error
-            )
+            logger.error("%s: the policy after step %d is not evaluated, training goes on: %s", plan.title, step, error)
             return record
 
     @property
@@ -329,7 +309,7 @@ class Run:
 
 
 def score(groups: Sequence[RolloutGroup], reward: Reward, decode: Decode) -> RewardResult:
-    """One reward a rollout, group by group."""
+    """Score each rollout, group by group."""
     pairs = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
     return reward.judge(
         [prompt for prompt, _ in pairs],

@@ -1,28 +1,28 @@
-"""Asynchronous GRPO: generation and training at the same time, each in a thread of its own.
+"""Asynchronous GRPO: generation, scoring and training at the same time, each in a thread of its own.
 
-- produce: owns the engines. It generates, and gives them new weights when the trainer asks for that.
-- score: rewards what was generated.
-- train: learns from it, and has the next weights published. It alone is finite.
+- `produce` owns the engines: it generates, and refits them to the weights that the trainer has exported.
+- `score` computes the rewards of what was generated.
+- `train` learns from scored rollouts and exports the next weights. It alone is finite.
 
-How far generation runs ahead is a bound on the lag and nothing else: while the engines hold version v,
-(v + lag + 1) batches are asked of them in all.
+The lag alone bounds how far generation runs ahead: while the engines hold version v, (v + lag + 1) batches have been
+requested in all.
 
-`one_step_off`: batch t comes, whole, from version t - lag of the policy. The engines take version t when they have made
-the batches that older versions are to make, and generate batch t + lag. Which version makes a batch is fixed, so
-nothing depends on how fast any part is; with a lag of 0 the steps are those of `SyncLoop`. A step that is followed by a
-checkpoint ends when all that was asked for is there, so that none of it is made twice.
+`one_step_off`: version t - lag of the policy samples the whole batch t. The engines take version t once they have
+generated the batches of older versions, and sample batch t + lag with it. The version of each batch is fixed, so no
+result depends on timing; with a lag of 0 the steps are those of `SyncLoop`. A step that is followed by a checkpoint
+waits until every requested batch is there, so that none is generated twice.
 
-`in_flight`: engines never stop. New weights enter between two of their iterations, and what is under way goes on.
-Groups are submitted in the order of the prompts and come back in any. Of each is known which version it was submitted
-under, and no token of it is older. A batch takes first the groups that the steps after it could not take any more, for
-they would be older than the lag allows or too many at once, and waits for them; then others in the order in which they
-came. So no group is left out for being long, and none is trained on that is too old.
+`in_flight`: the engines never stop. New weights enter between two engine iterations, and unfinished rollouts continue.
+Groups are submitted in the order of the prompts and return in any order. Each group carries the version it was
+submitted under; no token of the group is older. A batch first takes the groups that later steps could not take,
+because they would exceed the lag or be too many for one batch, and waits for them. It then takes others in the order
+in which they returned. So no group is dropped for its length, and none is trained on that exceeds the lag.
 
-Of groups that were submitted under version v, the last step that can take them is v + lag. A step takes `P` groups, so
-all of version v or before are taken in time only if no more than `P * (v + lag - t + 1)` of them are left when step t
-begins. That holds for every v, not for the oldest alone: a step that takes young groups, only because they are there,
-may leave more old ones than a later batch holds. It can always be kept: while the newest version is t,
-(t + lag + 1) batches were submitted in all, so at most a batch of those that are there has to be taken in one step.
+The last step that can take a group submitted under version v is v + lag. A step takes `P` groups, so all groups of
+version v or older are taken in time only if at most `P * (v + lag - t + 1)` of them are left when step t begins. That
+holds for every v, not for the oldest alone: a step that takes young groups, only because they are there, may leave more
+old groups than a later batch holds. The bound can always be kept: while the newest version is t, (t + lag + 1) batches
+were submitted in all, so one step has to take at most one batch of the groups that are there.
 
 Legend: `P` prompts a step; group `i` is prompt `i % P` of batch `i // P`.
 """
@@ -51,21 +51,20 @@ from slipstream.train.recovery import FaultTolerantEngines
 from slipstream.train.turns import Turn
 from slipstream.types import Arm, LoopMode, RolloutGroup
 
-MAX_ADVANCE_S = 0.05
-"""How long new weights may wait for engines that could take them."""
+_MAX_ADVANCE_S = 0.05  # longest time for which one call of `advance` delays new weights
 
 
 @dataclass(kw_only=True)
 class AsyncLoop:
-    """Training beside generation; a loop runs once.
+    """Loop in which generation runs beside training; an instance runs once.
 
     Attributes:
-        threads: of this training alone.
-        pending: what an earlier attempt generated and did not train on; what it had under way is restarted.
-        on_step: gets each step's record before the next one starts, and what is pending if a checkpoint is due.
-        submitted: counter of all attempts; None counts nothing.
-        turn: batches are generated whole, and all that were asked for are there when it ends; None: no other arm is
-            trained meanwhile.
+        threads: threads of this training alone.
+        pending: rollouts that an earlier attempt generated and did not train on; its unfinished groups are restarted.
+        on_step: receives each step's record before the next step starts, and pending rollouts if a checkpoint is due.
+        submitted: counter over all attempts; None: nothing is counted.
+        turn: schedule of this arm's steps among those of other arms. Batches are then generated whole, and all
+            requested batches are there when a turn ends. None: the arm trains alone.
     """
 
     arm: Arm
@@ -81,35 +80,33 @@ class AsyncLoop:
     threads: ThreadGroup = field(default_factory=ThreadGroup)
     pending: Pending = field(default_factory=Pending)
     submitted: Submitted | None = None
-    max_advance_s: float = MAX_ADVANCE_S
 
     def run(self, start_step: int) -> None:
         """Train from `start_step` to the end.
 
         Raises:
-            Exception: what any of the three loops raised.
+            Exception: error of whichever of the three loops failed first.
         """
         threads, scored, config = self.threads, self.pending.scored, self.trainer.config
         self._exports: Queue[Export] = Queue(threads)
-        self._published: Queue[tuple[RefitCheck, int]] = Queue(threads)  # and how many rollouts were restarted
-        self._generated: Queue[tuple[int, GenerationResult, float]] = Queue(threads)  # index, and when it ended
+        self._published: Queue[tuple[RefitCheck, int]] = Queue(threads)  # with the number of restarted rollouts
+        self._generated: Queue[tuple[int, GenerationResult, float]] = Queue(threads)  # index, result, its end
         self._advanced: Queue[Portion] = Queue(threads)
         self._scored: Queue[Scored] = Queue(threads, scored)
-        # In flight, of each group that was submitted and not trained on: the version that it was submitted under.
-        # Threads read and change it under their lock.
+        # In flight: the version under which each group was submitted, until the group is trained on.
+        # The threads' lock guards it.
         self._started = {} if self._is_whole else {each.index: _oldest(each) for each in scored}
         num_kept = start_step * self._per_step + sum(len(each.result.groups) for each in scored)
-        self._num_submitted = num_kept + len(self.pending.under_way)  # of all attempts; `produce` alone changes it
+        self._num_submitted = num_kept + len(self.pending.under_way)  # over all attempts; `produce` alone changes it
         num_lost = 0 if self.submitted is None else max(0, self.submitted.read() - num_kept)
         self._watch = Stopwatch(num_regenerated=num_lost * config.group_size)
         threads.run(
-            {"produce": self._produce, "score": self._score, "train": lambda: self._train(start_step)},
-            finite="train",
+            {"produce": self._produce, "score": self._score, "train": lambda: self._train(start_step)}, finite="train"
         )
 
     @property
     def _is_whole(self) -> bool:
-        """Whether batches are generated whole, each by one version."""
+        """True if each batch is generated whole, by one version."""
         return self.loop.mode is not LoopMode.IN_FLIGHT
 
     @property
@@ -121,10 +118,11 @@ class AsyncLoop:
         return self.trainer.config.prompts_per_step
 
     def _produce(self) -> None:
-        """The loop that owns the engines. Consumes prompts, as many as the lag allows, and the trainer's new weights.
+        """Run the engines: consume as many prompts as the lag allows, and the weights that the trainer exports.
 
-        Waits for: the engines, in flight for a moment at a time; and for new weights, when the lag allows no more
-        groups and all that were asked for have come back. Unblocked by: the trainer, or the end of the training.
+        This thread waits for the engines, in flight for a moment at a time. It waits for new weights once the lag
+        allows no further group and all requested groups have returned; the trainer or the end of the training unblocks
+        it.
         """
         version = self._publish(self._exports.take())
         self._submit(self.pending.under_way, version)
@@ -150,10 +148,10 @@ class AsyncLoop:
         return export.version
 
     def _restart_overdue(self, version: int) -> int:
-        """Restart what this step would have to wait for; how many rollouts that were.
+        """Restart the rollouts that this step would have to wait for; return their number.
 
-        A group of which nothing was complete is as young as the version then, and no step waits for it. Of one that was
-        partly complete the rest is restarted, and the step waits: its complete rollouts cannot get younger.
+        A group without a complete rollout is restarted whole and counts as submitted under `version`, so no step waits
+        for it. A group with complete rollouts keeps its age, and the step waits for the rest of it.
         """
         due = self.threads.update(lambda: overdue(self._started, version, lag=self._lag))
         num_restarted = 0
@@ -170,7 +168,6 @@ class AsyncLoop:
             self.submitted.note(self._num_submitted)
 
     def _generate(self, batch: int) -> None:
-        """Generate a whole batch."""
         config = self.trainer.config
         self._count_submitted((batch + 1) * self._per_step)
         with self._watch.engine.busy():
@@ -200,7 +197,7 @@ class AsyncLoop:
     def _advance(self) -> None:
         start_s = time.perf_counter()
         with self._watch.engine.busy():
-            portion = self.engines.advance(max_s=self.max_advance_s)
+            portion = self.engines.advance(max_s=_MAX_ADVANCE_S)
         ended_s = time.perf_counter()
         self._watch.engine.rested(max(0.0, ended_s - start_s - (portion.ended_s - portion.started_s)))
         self._advanced.put(replace(portion, groups=()))
@@ -209,9 +206,9 @@ class AsyncLoop:
             self._generated.put((index, result, ended_s))
 
     def _score(self) -> None:
-        """The loop that scores. Consumes what `produce` generated and queues it, with its rewards, for training.
+        """Score what `produce` generated, and queue it with its rewards for training.
 
-        Waits for: something that was generated. Unblocked by: `produce`, or the end of the training.
+        This thread waits for generated rollouts; `produce` or the end of the training unblocks it.
         """
         max_groups = (self._lag + 1) * self._per_step
         while True:
@@ -223,11 +220,11 @@ class AsyncLoop:
             assert num_groups <= max_groups, f"{num_groups} groups wait for training, of at most {max_groups}"
 
     def _train(self, start_step: int) -> None:
-        """The finite loop. Consumes one batch a step, and has its new weights published at the next.
+        """Train the remaining steps: take one batch a step, and export the new weights at the start of the next step.
 
-        Waits for: the learner to write its new weights; its batch, in flight one that leaves nothing behind that the
-        next step could not take; and, at the end of the step, the engines to have taken the weights. Where they need
-        the learner for that, all of it comes first. Unblocked by: `produce` and `score`, or the end of the training.
+        This thread waits for the learner's export; for its batch, in flight one that leaves nothing overdue to the next
+        step; and at the end of the step for the engines' refit. A refit that needs the learner comes first as a whole.
+        `produce`, `score` or the end of the training unblocks it.
         """
         trainer, watch = self.trainer, self._watch
         versions: tuple[Versions, ...] = self.pending.published
@@ -258,7 +255,7 @@ class AsyncLoop:
             self.on_step(record, pending)
 
     def _take_batch(self, step: int, clock: StageClock) -> Sequence[Scored]:
-        """The batch of a step, once it is there; in flight its groups are taken out of `_started`."""
+        """Wait for the batch of a step; in flight, remove its groups from `_started`."""
 
         def chosen(waiting: Sequence[Scored]) -> list[Scored] | None:
             if self._is_whole:
@@ -278,7 +275,7 @@ class AsyncLoop:
         return self._watch.waited(clock, lambda: self._scored.pick(chosen))
 
     def _joined(self, batch: Sequence[Scored]) -> tuple[GenerationResult, RewardResult]:
-        """The batch as one result, in flight with what the engines did since the step before."""
+        """Merge a batch into one result; in flight, with the engines' counters since the step before."""
         watch = self._watch
         if self._is_whole:
             (own,) = batch
@@ -295,7 +292,7 @@ class AsyncLoop:
         return result, joined([each.rewards for each in batch])
 
     def _pending(self, step: int, versions: tuple[Versions, ...], clock: StageClock) -> Pending:
-        """What a checkpoint after this step holds: whole batches once all that were asked for are there."""
+        """Rollouts for a checkpoint after this step; of whole batches, all requested ones are awaited first."""
         if self._is_whole:
             num_ahead = min(self._lag, self.trainer.config.num_steps - 1 - step)
             rest = self._watch.waited(clock, lambda: self._scored.wait_for(num_ahead))
@@ -311,21 +308,21 @@ class AsyncLoop:
 
 
 def overdue(started: Mapping[int, int], step: int, *, lag: int) -> set[int]:
-    """Groups that would be older than the lag allows in the step after this one.
+    """Groups that would exceed the lag in the step after this one.
 
     Args:
-        started: by index of each group that was not trained on yet, the version that it was submitted under.
-        step: which takes a batch; its version is the newest.
+        started: version under which each group was submitted, by index, without groups that were trained on.
+        step: current step, whose number is the newest version.
         lag: in steps.
     """
     return {index for index, version in started.items() if version <= step - lag}
 
 
 def num_missing(there: Sequence[int], started: Mapping[int, int], step: int, *, lag: int, per_step: int) -> int:
-    """How many groups this step has to take and has to wait for; `there` are those that it could take.
+    """Number of groups that this step has to take and that are not among `there` yet.
 
     Raises:
-        AssertionError: more are overdue than a batch holds; the steps before took the wrong ones.
+        AssertionError: more groups are overdue than a batch holds, so an earlier step took the wrong ones.
     """
     missing = 0
     for version, num_required in _required(started, step, lag=lag, per_step=per_step):
@@ -336,10 +333,10 @@ def num_missing(there: Sequence[int], started: Mapping[int, int], step: int, *, 
 def choose_batch(
     waiting: Sequence[Scored], started: Mapping[int, int], step: int, *, lag: int, per_step: int
 ) -> list[Scored] | None:
-    """`per_step` groups, or None as long as too few are there: those that have to be taken, then in the order given.
+    """Choose `per_step` groups, or None while too few are there: those that have to be taken, then in the given order.
 
     Raises:
-        AssertionError: see `num_missing`.
+        AssertionError: as in `num_missing`.
     """
     there = [each.index for each in waiting]
     if len(there) < per_step or num_missing(there, started, step, lag=lag, per_step=per_step):
@@ -354,7 +351,7 @@ def choose_batch(
 
 
 def _required(started: Mapping[int, int], step: int, *, lag: int, per_step: int) -> list[tuple[int, int]]:
-    """How many groups of each version or before this step has to take; the oldest version first."""
+    """Number of groups of each version or older that this step has to take, the oldest version first."""
     required: list[tuple[int, int]] = []
     for num_later, version in enumerate(range(step - lag, step - lag + max(1, lag))):
         num = max(0, sum(each <= version for each in started.values()) - num_later * per_step)
@@ -364,10 +361,10 @@ def _required(started: Mapping[int, int], step: int, *, lag: int, per_step: int)
 
 
 def _oldest(scored: Scored) -> int:
-    """The version that no token of it is older than."""
+    """Version of the oldest token."""
     return min(rollout.policy_version for group in scored.result.groups for rollout in group.rollouts)
 
 
 def _other_seeds(request: GroupRequest, version: int) -> tuple[int, ...]:
-    """Seeds of rollouts that are restarted under this version: the old ones would repeat what was sampled."""
+    """New seeds for rollouts that are restarted under this version: the old seeds would sample the same tokens."""
     return tuple(rollout_seed(seed, request.prompt.id, version) for seed in request.seeds)

@@ -1,4 +1,4 @@
-"""From scored rollouts to one training batch, with every token accounted for."""
+"""Assembly of scored rollouts into one training batch that accounts for every token."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def assemble(
     max_lag: int = 0,
     published: Collection[Versions] | None = None,
 ) -> TrainBatch:
-    """Join prompts and responses and centre the rewards of each group.
+    """Join prompts and responses, and center the rewards of each group.
 
     Args:
         rewards: one a rollout, group by group.
-        policy_version: that learns from the batch.
-        draft_version: that the engines hold beside it.
-        max_lag: by how many versions at most a token may be older than `policy_version`.
-        published: the pairs of policy and draft version that engines were given together, which may go further back
-            than that; None: all had `draft_version`.
+        policy_version: version of the policy that learns from the batch.
+        draft_version: version of the draft that the engines hold beside it.
+        max_lag: number of versions by which a token may be older than `policy_version`.
+        published: pairs of policy and draft version that engines held together, which may go further back than
+            `max_lag`; None: every policy version had `draft_version`.
     Raises:
-        RuntimeError: a token is too old or too new, or its versions never were in an engine together.
+        RuntimeError: a token is too old or too new, or no engine ever held its two versions together.
         FloatingPointError: the engine gave a token no finite logprob.
     """
     import torch
@@ -63,7 +63,7 @@ def assemble(
 
 
 def _require_versions(rollouts: Sequence[Rollout], *, versions: range, published: Collection[Versions]) -> None:
-    """Every token must come from one of `versions`, with a draft that was published with it."""
+    """Require that every token comes from one of `versions`, with a draft that was published beside that version."""
     for rollout in rollouts:
         known, num_tokens = sum(span.num_tokens for span in rollout.spans), len(rollout.token_ids)
         if known != num_tokens:
@@ -85,12 +85,12 @@ def mismatch(
     *,
     band: tuple[float, ...] = (0.5, 2.0),
 ) -> Mismatch:
-    """Compare the two logprobs of every response token.
+    """Compare the rollout and trainer logprobs of every response token.
 
     Args:
         band: lowest and highest ratio of trainer to rollout probability that counts as agreement.
     Raises:
-        FloatingPointError: one of them is NaN or infinite.
+        FloatingPointError: a logprob is NaN or infinite.
     """
     rollout = np.concatenate([np.asarray(values, dtype=np.float64) for values in rollout_logprobs])
     trainer = np.concatenate(list(trainer_logprobs)).astype(np.float64)

@@ -1,4 +1,4 @@
-"""The checkpoints of one arm: written while it trains, found again by a resumed attempt."""
+"""Checkpoints of one arm: written while it trains, found again by a resumed attempt."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ from slipstream.config import from_mapping
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.records.files import write_atomic
 from slipstream.records.steps import StepRecord
-from slipstream.storage import (
-    existing_directory,
-    remove,
-    step_directories,
-    step_directory,
-    step_of,
-)
+from slipstream.storage import existing_directory, remove, step_directories, step_directory, step_of
 from slipstream.train.loop import Learner
 
 logger = logging.getLogger(__name__)
@@ -28,12 +22,12 @@ logger = logging.getLogger(__name__)
 _KEPT = 2
 _PENDING = ".pending"
 _REMAINS = (_PENDING, ".partial", ".old")
-_GRACE_S = 60.0  # after an error the learner may be the one that hangs
+_GRACE_S = 60.0  # after an error the learner itself may hang
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """What a resumed run begins with beside the learner's state."""
+    """State of a resumed run beside the learner's."""
 
     steps: list[StepRecord]
     pending: bytes | None = None  # None: none was saved
@@ -41,12 +35,12 @@ class Restored:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """Each holds the learner's whole state and every step's record up to it.
+    """Directory of checkpoints, each with the learner's whole state and the records of all steps so far.
 
-    What was generated and not trained on lies in a file beside it, which is there before it and goes after it.
-    Whatever else is called like a checkpoint is left alone, and named in the log once.
+    A file beside a checkpoint holds rollouts that were generated and not trained on; it is written before the
+    checkpoint and removed after it. Other files with such names are left alone, and logged once.
 
-    `recipe` names what they belong to: steps of one recipe must not be continued with another.
+    `recipe` is the fingerprint of the recipe, because steps of one recipe must not be continued with another.
     """
 
     directory: Path
@@ -56,13 +50,13 @@ class Checkpoints:
     _damaged: set[tuple[str, int]] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def save(self, learner: Learner, history: Sequence[StepRecord], pending: bytes | None = None) -> None:
-        """Write the checkpoint after `len(history)` steps, then drop what is older than the newest `keep` whole ones.
+        """Write the checkpoint after `len(history)` steps, then remove all but the newest `keep` whole ones.
 
-        One that is written in the background counts when it is whole: until then the `keep` before it stay. A damaged
-        one never counts.
+        A checkpoint that is written in the background counts once it is whole; until then the `keep` before it stay. A
+        damaged checkpoint never counts.
 
         Args:
-            pending: what was generated and not trained on.
+            pending: rollouts that were generated and not trained on.
         """
         path = step_directory(self.directory, len(history))
         extra: dict[str, Any] = {"recipe": self.recipe, "steps": [asdict(record) for record in history]}
@@ -74,7 +68,7 @@ class Checkpoints:
 
     @contextmanager
     def finished(self, learner: Learner) -> Iterator[None]:
-        """At the end of the block the last checkpoint is written, also if the block fails and the learner lives."""
+        """Finish writing the last checkpoint when the block ends, also if the block fails and the learner lives."""
         try:
             yield
         except Exception:
@@ -87,10 +81,10 @@ class Checkpoints:
         self._drop_oldest(learner)
 
     def restore(self, learner: Learner) -> Restored:
-        """Load the newest whole checkpoint into the learner, if there is one; returns what else it holds.
+        """Load the newest whole checkpoint into the learner, if there is one; return the rest of its state.
 
         Raises:
-            CheckpointError: there are checkpoints, and all are damaged; or they belong to another recipe.
+            CheckpointError: all checkpoints are damaged, or the newest belongs to another recipe.
         """
         damaged: list[str] = []
         for path in reversed(self._paths()):
@@ -111,7 +105,7 @@ class Checkpoints:
                     "execution name, or the recipe that it was started with"
                 )
             history = [from_mapping(StepRecord, step, f"steps[{i}]") for i, step in enumerate(extra["steps"])]
-            logger.info("train_grpo: going on from %s, step %d", path.name, len(history))
+            logger.info("train_grpo: resuming from %s, step %d", path.name, len(history))
             return Restored(steps=history, pending=pending)
         if damaged:
             raise CheckpointError(f"no checkpoint can be resumed from; remove them to start anew: {'; '.join(damaged)}")
@@ -134,7 +128,7 @@ class Checkpoints:
             self._drop_remains(whole[-1], writing)
 
     def _drop_remains(self, oldest: Path, writing: Path | None) -> None:
-        """Remove what a process that was killed left of steps before the oldest checkpoint that is kept."""
+        """Remove what a killed process left of steps before the oldest checkpoint that is kept."""
         first = step_of(oldest)
         assert first is not None
         for path in self.directory.glob("step-*.*"):
@@ -145,7 +139,7 @@ class Checkpoints:
                 remove(path)
 
     def _is_whole(self, learner: Learner, path: Path) -> bool | None:
-        """Return True if a run could be resumed from it, and None if it is no checkpoint."""
+        """Return True if a run could resume from it, and None if it is no checkpoint."""
         try:
             _pending(path, learner.inspect_checkpoint(path))
         except FileNotFoundError:
@@ -157,7 +151,7 @@ class Checkpoints:
         return _identity(path) not in self._damaged
 
     def _paths(self) -> list[Path]:
-        """Complete checkpoints, oldest first: a half-written one has another name."""
+        """Paths of complete checkpoints, oldest first."""
         paths, strays = step_directories(self.directory)
         for path in strays:
             self._tell_of_stray(path)
@@ -173,17 +167,17 @@ class Checkpoints:
 
 
 def _identity(path: Path) -> tuple[str, int]:
-    """Another one after it was written anew."""
+    """Name and inode of a checkpoint; writing it again changes the inode."""
     return path.name, existing_directory(path).stat().st_ino
 
 
 def _last_line(error: Exception) -> str:
-    """An error of another process arrives with its whole traceback."""
+    """Last line of an error: that of another process arrives with its whole traceback."""
     return str(error).strip().splitlines()[-1]
 
 
 def _pending(path: Path, extra: Mapping[str, Any]) -> bytes | None:
-    """What was generated and not trained on when the checkpoint was written."""
+    """Rollouts that were saved with a checkpoint, after a check of their digest; None if none were saved."""
     if "pending" not in extra:
         return None
     file = path.with_suffix(_PENDING)

@@ -1,8 +1,8 @@
-"""Synchronous GRPO: generate with the newest policy, learn from it, repeat; and the step that all loops share.
+"""Synchronous GRPO: generate with the newest policy, learn from the rollouts, repeat; and the step of all loops.
 
-`SyncLoop.run` is the whole algorithm. What it needs is behind protocols and the refit gate; timing, checkpoints and
-records stand around it, not in it. Scoring counts as stage `data`: it turns rollouts into training data on the CPU. A
-draft may learn beside the policy, from the same forward pass: `draft` says in which steps. `Trainer` goes from scored
+`SyncLoop.run` is the whole algorithm. Protocols and the refit gate hide everything that it calls; timing, checkpoints
+and records stand around it, not in it. Scoring counts as stage `data`: it turns rollouts into training data on the CPU.
+`Draft` decides in which steps a draft learns beside the policy, from the same forward pass. `Trainer` goes from scored
 rollouts to new weights, in the asynchronous loop too.
 """
 
@@ -27,87 +27,87 @@ from slipstream.records.steps import DraftDecision, MachineUse, Overlap, RefitCh
 from slipstream.rewards.reward import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.batch import Versions, assemble, mismatch
-from slipstream.train.metrics import StageClock, step_record
-from slipstream.types import Arm, RolloutGroup, StageTimes, TrainBatch
+from slipstream.train.metrics import StageClock
+from slipstream.types import Arm, FinishReason, RolloutGroup, StageTimes, TrainBatch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
 class Gate(Protocol):
-    """The way of new weights into the engines."""
+    """Transfer of new weights into the engines."""
 
     def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
-        """Bring the engines to the learner's present weights, and to its draft if that changed, or raise."""
+        """Refit the engines to the learner's present weights, and to its draft if that changed, or raise."""
         ...
 
 
 class Learner(Protocol):
-    """The policy under training, and its checkpoints."""
+    """Policy under training, with its checkpoints."""
 
     def logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]]:
         """Trainer logprobs of each sequence's response tokens."""
         ...
 
     def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]] | None:
-        """The same under the reference policy, None without one."""
+        """Logprobs of the same tokens under the reference policy; None without one."""
         ...
 
     def train_step(self, update: Update) -> Trained:
-        """One optimizer update, of the draft too if `update` says so; with its own logprobs if `update` has none."""
+        """Do one optimizer update, of the draft too if `update` says so; return logprobs that `update` lacks."""
         ...
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write all that a resumed run needs, whole or not at all; may go on in the background, one at a time."""
+        """Write all that a resumed run needs, whole or not at all; one write may continue in the background."""
         ...
 
     def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
-        """Wait until what `save_checkpoint` began is written, or raise why it could not be or has taken too long."""
+        """Wait until the checkpoint that `save_checkpoint` began is written, or raise its error or a time-out."""
         ...
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        """Restore it; returns its `extra`.
+        """Restore a checkpoint; return its `extra`.
 
         Raises:
-            FileNotFoundError: there is no checkpoint, whatever else lies there.
-            CheckpointError: it is damaged.
+            FileNotFoundError: `path` holds no checkpoint.
+            CheckpointError: the checkpoint is damaged.
         """
         ...
 
     def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
-        """Its `extra`, if it is whole. Errors as of `load_checkpoint`."""
+        """Return the `extra` of a whole checkpoint; errors as in `load_checkpoint`."""
         ...
 
 
 class Draft:
-    """The draft of an arm from step to step; this one stays as it was pretrained, or there is none.
+    """Draft of an arm from step to step; this class stays as it was pretrained, or stands for no draft.
 
     Attributes:
-        version: of the draft that the next rollouts are sampled with; None without one.
+        version: version of the draft that the next rollouts are sampled with; None without a draft.
     """
 
     def __init__(self, version: int | None = None) -> None:
         self.version = version
 
     def decide(self, result: GenerationResult, *, num_steps_left: int) -> DraftDecision | None:
-        """Decide whether the step of these rollouts trains the draft; None: no step does. Each step is asked once.
+        """Decide whether the step of these rollouts trains the draft; None: no step does. Call this once a step.
 
         Args:
-            num_steps_left: after this one.
+            num_steps_left: number of steps after this one.
         """
 
     def note(self, record: StepRecord) -> None:
-        """Take note of what the step did."""
+        """Update the draft's state after a step."""
 
 
 class TrainedDraft(Draft):
-    """A draft that learns beside the policy: 0 is the pretrained version, each step that trains it makes the next."""
+    """Draft that learns beside the policy: version 0 is pretrained, and each step that trains it makes the next."""
 
     def __init__(self, config: DraftConfig, *, reference: float | None, history: Iterable[StepRecord] = ()) -> None:
-        """Go on after the steps of `history`.
+        """Continue after the steps of `history`.
 
         Args:
-            reference: mean acceptance length that it reached before RL; None where nobody knows.
+            reference: mean acceptance length of the draft before RL; None: not measured.
         """
         super().__init__(version=0)
         self._always = config.online is DraftOnline.ALWAYS
@@ -119,14 +119,14 @@ class TrainedDraft(Draft):
             self.note(record)
 
     def decide(self, result: GenerationResult, *, num_steps_left: int) -> DraftDecision | None:
-        """Decide by staleness, or always to train."""
+        """Decide by staleness, or always train."""
         self._staleness = self._staleness.observed(result.acceptance, result.generation_s)
         horizon_steps = min(self._horizon_steps, num_steps_left)
         decision = self._staleness.decide(generation_s=result.generation_s, horizon_steps=horizon_steps)
         return replace(decision, trains=True, reason="always") if self._always else decision
 
     def note(self, record: StepRecord) -> None:
-        """Count what the step did."""
+        """Count the step's training of the draft."""
         if record.draft_update is not None:
             self._staleness = self._staleness.trained(record.draft_update.elapsed_s)
             self.version = (self.version or 0) + 1
@@ -134,42 +134,33 @@ class TrainedDraft(Draft):
 
 @dataclass(frozen=True, kw_only=True)
 class SyncLoop:
-    """Synchronous GRPO over `num_steps` steps; both arms run this same code."""
+    """Synchronous GRPO over `num_steps` steps; both arms run this code."""
 
     arm: Arm
     engine: Engines
-    learner: Learner
     gate: Gate
     prompts: PromptStream
     score: Callable[[Sequence[RolloutGroup]], RewardResult]
-    config: GrpoConfig
+    trainer: Trainer
     sampling: SamplingConfig
     on_step: Callable[[StepRecord], None]
-    draft: Draft = field(default_factory=Draft)
-    guard: AcceptanceGuard = field(default_factory=AcceptanceGuard)
     start_clock: Callable[[], StageClock] = StageClock
 
     def run(self, start_step: int) -> None:
-        """Train from `start_step` to the end; `on_step` gets each step's record before the next one starts."""
-        trainer = Trainer(
-            learner=self.learner,
-            config=self.config,
-            temperature=self.sampling.temperature,
-            draft=self.draft,
-            guard=self.guard,
-        )
-        for step in range(start_step, self.config.num_steps):
+        """Train from `start_step` to the end; `on_step` receives each step's record before the next step starts."""
+        trainer, config = self.trainer, self.trainer.config
+        for step in range(start_step, config.num_steps):
             clock = self.start_clock()
             with clock.stage("data"):
                 prompts = self.prompts.batch(step)
             with clock.stage("prepare"):
-                refit = self.gate.refit(step, draft_version=self.draft.version)
+                refit = self.gate.refit(step, draft_version=trainer.draft.version)
             with clock.stage("generation"):
                 result = self.engine.generate(
                     prompts,
                     sampling=self.sampling,
-                    group_size=self.config.group_size,
-                    seed=engine_seed(self.config.seed, self.arm, step),
+                    group_size=config.group_size,
+                    seed=engine_seed(config.seed, self.arm, step),
                 )
             with clock.stage("data"):
                 rewards = self.score(result.groups)
@@ -179,7 +170,7 @@ class SyncLoop:
 
 @dataclass(frozen=True, kw_only=True)
 class Learned:
-    """A step that has trained, and whose end is not timed yet."""
+    """Outcome of a step's training, before the step's end is timed."""
 
     result: GenerationResult
     rewards: RewardResult
@@ -191,11 +182,11 @@ class Learned:
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """From scored rollouts to new weights, and to the step's record.
+    """Step from scored rollouts to new weights, and to the step's record.
 
     Attributes:
-        temperature: at which the rollouts were sampled.
-        max_lag: number of versions by which they may be older than the policy that learns from them.
+        temperature: temperature at which the rollouts were sampled.
+        max_lag: number of versions by which rollouts may be older than the policy that learns from them.
     """
 
     learner: Learner
@@ -214,12 +205,12 @@ class Trainer:
         clock: StageClock,
         published: Collection[Versions] | None = None,
     ) -> Learned:
-        """Train version `step` of the policy on the rollouts, and the draft if it is its turn.
+        """Train version `step` of the policy on the rollouts, and the draft if `Draft.decide` says so.
 
         Args:
-            published: see `assemble`.
+            published: as in `assemble`.
         Raises:
-            AcceptanceCollapse: of the rollouts.
+            AcceptanceCollapse: the rollouts' acceptance fell far below its band.
         """
         if result.acceptance is not None:
             self.guard.check(result.acceptance, policy_version=result.groups[0].rollouts[0].policy_version)
@@ -234,14 +225,26 @@ class Trainer:
                 published=published,
             )
         decision = self.draft.decide(result, num_steps_left=self.config.num_steps - step - 1)
-        trained, before = learn(
-            self.learner,
-            batch,
-            config=self.config,
+        update = Update(
+            batch=batch,
+            trainer_logprobs=None,
+            ref_logprobs=None,
+            loss=self.config.loss,
             temperature=self.temperature,
             trains_draft=decision is not None and decision.trains,
-            clock=clock,
         )
+        if self.config.needs_logprob_pass:
+            with clock.stage("logprob"):
+                update = replace(
+                    update,
+                    trainer_logprobs=self.learner.logprobs(batch, self.temperature),
+                    ref_logprobs=self.learner.ref_logprobs(batch, self.temperature),
+                )
+        with clock.stage("train"):
+            parts = minibatches(update, self.config.updates_per_step)
+            trained = combined([self.learner.train_step(part) for part in parts])
+        before = trained.own_logprobs if update.trainer_logprobs is None else update.trainer_logprobs
+        assert before is not None, "the learner returns what it was not given"
         return Learned(result=result, rewards=rewards, batch=batch, trained=trained, before=before, decision=decision)
 
     def record(
@@ -254,78 +257,55 @@ class Trainer:
         overlap: Overlap | None = None,
         machine: MachineUse | None = None,
     ) -> StepRecord:
-        """The record of the step, of which the draft takes note."""
-        batch, before, loss = learned.batch, learned.before, self.config.loss
+        """Build the record of the step and pass it to the draft."""
+        result, rewards, batch, loss = learned.result, learned.rewards, learned.batch, self.config.loss
         is_corrected = loss.corrects is not Correction.NONE or self.max_lag > 0
-        record = step_record(
-            step,
-            times,
-            refit,
-            result=learned.result,
-            rewards=learned.rewards,
-            trained=learned.trained,
-            mismatch=mismatch(batch.rollout_logprobs, before),
+        rollouts = [rollout for group in result.groups for rollout in group.rollouts]
+        lengths = [len(rollout.token_ids) for rollout in rollouts]
+        rewards_PG = np.asarray(rewards.rewards).reshape(len(result.groups), -1)
+        record = StepRecord(
+            step=step,
+            times=times,
+            reward_mean=float(rewards_PG.mean()),
+            num_rollouts=len(rollouts),
+            num_response_tokens=sum(lengths),
+            num_truncated=sum(rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts),
+            num_reward_timeouts=rewards.num_timeouts,
+            num_reward_crashes=rewards.num_crashes,
+            num_reward_failures=rewards.num_failures,
+            reward_metrics=rewards.metrics,
+            num_zero_signal_groups=int((rewards_PG == rewards_PG[:, :1]).all(axis=1).sum()),
+            train=learned.trained.stats,
+            mismatch=mismatch(batch.rollout_logprobs, learned.before),
+            acceptance=result.acceptance,
+            policy_version=rollouts[0].policy_version,
+            draft_version=rollouts[0].draft_version,
+            refit=refit,
+            num_engine_restarts=result.num_engine_restarts,
+            engine_idle_fraction=result.engine_idle_fraction,
             has_logprob_pass=self.config.needs_logprob_pass,
-        )
-        record = replace(
-            record,
             draft_decision=learned.decision,
-            lags=lag_stats(learned.result.groups, batch, before, policy_version=step, loss=loss)
+            draft_update=learned.trained.draft,
+            autopilot=result.autopilot,
+            overlap=overlap,
+            lags=lag_stats(result.groups, batch, learned.before, policy_version=step, loss=loss)
             if is_corrected
             else (),
-            overlap=overlap,
+            longest_response_tokens=max(lengths),
             machine=machine,
         )
         self.draft.note(record)
         return record
 
 
-def learn(
-    learner: Learner,
-    batch: TrainBatch,
-    *,
-    config: GrpoConfig,
-    temperature: float,
-    trains_draft: bool,
-    clock: StageClock,
-) -> tuple[Trained, Sequence[NDArray[np.float32]]]:
-    """Train one step on `batch`: what it did, and the logprobs of the policy before its first update.
-
-    Args:
-        temperature: at which the rollouts were sampled.
-        trains_draft: beside the policy, from the same forward pass.
-    """
-    update = Update(
-        batch=batch,
-        trainer_logprobs=None,
-        ref_logprobs=None,
-        loss=config.loss,
-        temperature=temperature,
-        trains_draft=trains_draft,
-    )
-    if config.needs_logprob_pass:
-        with clock.stage("logprob"):
-            update = replace(
-                update,
-                trainer_logprobs=learner.logprobs(batch, temperature),
-                ref_logprobs=learner.ref_logprobs(batch, temperature),
-            )
-    with clock.stage("train"):
-        parts = minibatches(update, config.updates_per_step)
-        trained = combined([learner.train_step(part) for part in parts])
-    before = trained.own_logprobs if update.trainer_logprobs is None else update.trainer_logprobs
-    assert before is not None, "the learner returns what it was not given"
-    return trained, before
-
-
 def engine_seed(seed: int, arm: Arm, batch: int) -> int:
-    """Engine seed of a batch: the same after a resume, different for each batch of each recipe seed and each arm.
+    """Engine seed of a batch: equal after a resume, different for each batch of each recipe seed and each arm.
 
-    Arms that shared their seeds would share their first samples, so that their results would not be independent.
+    Arms that shared their seeds would share their first samples, so their results would not be independent.
     """
     return int(np.random.SeedSequence([seed, list(Arm).index(arm), batch]).generate_state(1)[0])
 
 
 def recent(published: Collection[Versions], step: int, max_lag: int) -> tuple[Versions, ...]:
-    """The published versions that rollouts of later steps than this may come from."""
+    """Published versions that rollouts of steps after `step` may come from."""
     return tuple(each for each in published if each[0] > step - max_lag)

@@ -1,10 +1,10 @@
 """Use of this machine over a step: cores, memory and clocks, by the run's own processes and by all others.
 
 Linux counts the time of each core in /proc/stat, and of each process in a file of its own. The run's processes are this
-one with all that come from it, a local Ray and its workers among them; of a Ray that was here before, its raylet with
-all that come from that. On a cluster this machine is the trainer's node, and no other is read. Counters are read before
-a step and after it, outside its time; both take 4 ms together where 120 processes run (measured on a busy machine of
-two cores). What cannot be read is None: no run fails for it.
+process and its descendants, a local Ray and its workers among them. Where Ray was running before, they are its raylet
+and the raylet's descendants too. On a cluster this machine is the trainer's node, and no other node is read. Counters
+are read before a step and after it, outside its time; both readings take 4 ms together where 120 processes run
+(measured on a busy machine of two cores). A value that cannot be read is None: no run fails for it.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
-    """State of this machine at one time, with counters that only grow; None: not to be read."""
+    """State of this machine at one time, with counters that only grow; None: not readable."""
 
     at_s: float
     cores: tuple[int, ...] | None  # ticks by state, over the cores that this process may run on
-    own_ticks: Mapping[tuple[int, int], int] | None  # by process id and start, children that have ended included
+    own_ticks: Mapping[tuple[int, int], int] | None  # by process id and start, with those of ended children
     pressure_us: int | None
     load: float | None
     cpu_mhz: float | None
@@ -62,7 +62,7 @@ def read_counters(proc: Path = _PROC, cpus: Path = _CPUS, nvml: Any = None) -> C
     """Read this machine's counters.
 
     Args:
-        nvml: NVIDIA's library for the state of GPUs; None: the installed one, if there is one and it finds a GPU.
+        nvml: NVIDIA's library for the state of GPUs; None: the installed one, if it finds a GPU.
     """
     sm_clock_mhz, reasons = _gpu_clocks(_nvml() if nvml is None else nvml)
     return Counters(
@@ -78,7 +78,7 @@ def read_counters(proc: Path = _PROC, cpus: Path = _CPUS, nvml: Any = None) -> C
 
 
 def use_between(before: Counters, after: Counters) -> MachineUse:
-    """Use of this machine between two readings; load and clocks are those of the second."""
+    """Use of this machine between two readings; load and clocks are those of the second reading."""
     other, steal = _core_fractions(before, after)
     pressure = None
     if before.pressure_us is not None and after.pressure_us is not None and after.at_s > before.at_s:
@@ -95,14 +95,14 @@ def use_between(before: Counters, after: Counters) -> MachineUse:
 
 
 def _readable(read: Callable[[], T]) -> T | None:
-    """The value; None where this kernel or this container does not show it."""
+    """Value, or None where this kernel or container does not show it."""
     with suppress(OSError, ValueError, LookupError):
         return read()
     return None
 
 
 def _core_fractions(before: Counters, after: Counters) -> tuple[float | None, float | None]:
-    """Shares of the cores' time: that of other processes, and that which the host gave to other machines."""
+    """Shares of the cores' time that other processes used, and that the host gave to other machines."""
     if before.cores is None or after.cores is None:
         return None, None
     spent = [max(0, end - start) for start, end in zip(before.cores, after.cores, strict=True)]
@@ -112,14 +112,14 @@ def _core_fractions(before: Counters, after: Counters) -> tuple[float | None, fl
     steal = spent[_STEAL] / total
     if before.own_ticks is None or after.own_ticks is None:
         return None, steal
-    # A process of ours that ended counts with its parent, in full: others are never blamed for it.
+    # The parent's counters include a child that ended, so its time is never attributed to other processes.
     own = sum(ticks - before.own_ticks.get(process, 0) for process, ticks in after.own_ticks.items())
     busy = total - spent[_IDLE] - spent[_IOWAIT] - spent[_STEAL]
     return max(0, busy - own) / total, steal
 
 
 def _core_ticks(text: str, cores: Iterable[int]) -> tuple[int, ...]:
-    """Ticks by state, summed over these cores; the text is that of /proc/stat."""
+    """Ticks by state in the text of /proc/stat, summed over these cores."""
     lines = (line.split() for line in text.splitlines() if line.startswith("cpu"))
     of_core = {name: list(map(int, ticks)) for name, *ticks in lines}
     return tuple(map(sum, zip(*(of_core[f"cpu{core}"][:_NUM_STATES] for core in cores), strict=True)))
@@ -127,10 +127,10 @@ def _core_ticks(text: str, cores: Iterable[int]) -> tuple[int, ...]:
 
 def _own_ticks(proc: Path) -> dict[tuple[int, int], int]:
     """CPU time of each process of this run."""
-    stats: dict[int, tuple[bytes, bytes]] = {}  # names, and what follows them
+    stats: dict[int, tuple[bytes, bytes]] = {}  # by process: its name, and the fields behind it
     children: dict[int, list[int]] = {}
     for entry in filter(str.isdigit, os.listdir(proc)):
-        with suppress(OSError), open(f"{proc}/{entry}/stat", "rb", buffering=0) as file:  # gone: it has ended meanwhile
+        with suppress(OSError), open(f"{proc}/{entry}/stat", "rb", buffering=0) as file:  # it may have ended
             name, _, behind = file.read().rpartition(b") ")  # a name may hold anything
             stats[int(entry)] = name, behind
             children.setdefault(int(behind.split(None, 2)[_PARENT]), []).append(int(entry))
@@ -142,7 +142,7 @@ def _own_ticks(proc: Path) -> dict[tuple[int, int], int]:
 
 
 def _tree(roots: Iterable[int], children: Mapping[int, list[int]]) -> set[int]:
-    """These processes and all that come from them."""
+    """These processes and all their descendants."""
     found: set[int] = set()
     waiting = list(roots)
     while waiting:
@@ -152,13 +152,13 @@ def _tree(roots: Iterable[int], children: Mapping[int, list[int]]) -> set[int]:
 
 
 def _pressure_us(text: str) -> int:
-    """Microseconds in which some process waited; the text is that of a file under /proc/pressure."""
+    """Microseconds in which some process waited, from the text of a file under /proc/pressure."""
     some = [line for line in text.splitlines() if line.startswith("some")]
     return int(some[0].rpartition("total=")[2])
 
 
 def _cpu_mhz(proc: Path, cpus: Path) -> float:
-    """Mean clock of the first cores that this process may run on; where no driver scales it, of the first of all."""
+    """Mean clock of the first cores that this process may run on; without a scaling driver, of the machine's first."""
     cores = itertools.islice(sorted(os.sched_getaffinity(0)), _MAX_CLOCKS)
     with suppress(OSError):
         return fmean(int((cpus / f"cpu{core}/cpufreq/scaling_cur_freq").read_text()) / _KHZ for core in cores)
@@ -169,7 +169,7 @@ def _cpu_mhz(proc: Path, cpus: Path) -> float:
 
 @cache
 def _nvml() -> Any:
-    """NVIDIA's library, ready for use; None where there is none, or no driver."""
+    """NVIDIA's library, initialized; None without the library or a driver."""
     try:
         import pynvml  # pyright: ignore[reportMissingImports]  # it comes with the CUDA build of vLLM
     except ImportError:
@@ -183,7 +183,7 @@ def _nvml() -> Any:
 
 
 def _gpu_clocks(nvml: Any) -> tuple[float | None, tuple[str, ...]]:
-    """Mean SM clock of the GPUs that are not idle, and why the driver holds one of them down."""
+    """Mean SM clock of the GPUs that are not idle, and the driver's reasons to throttle any of them."""
     if nvml is None:
         return None, ()
     clocks: list[float] = []

@@ -1,4 +1,4 @@
-"""Times of a step by stage and of what went on beside it, its record, and its metrics under their MLflow names."""
+"""Times of a step by stage, its overlap with generation, its record, and its metrics under their MLflow names."""
 
 from __future__ import annotations
 
@@ -9,23 +9,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
-import numpy as np
-
-from slipstream.engine.protocol import GenerationResult
-from slipstream.grpo.update import Trained
-from slipstream.records.steps import EvaluationRecord, LagStats, MachineUse, Mismatch, Overlap, RefitCheck, StepRecord
-from slipstream.rewards.reward import RewardResult
+from slipstream.records.steps import EvaluationRecord, LagStats, MachineUse, Overlap, StepRecord
 from slipstream.train.machine_use import Counters, read_counters, use_between
 from slipstream.train.pending import Scored
-from slipstream.types import STAGES, FinishReason, StageTimes
+from slipstream.types import STAGES, StageTimes
 
 T = TypeVar("T")
-Span = tuple[float, float]  # from and to, in seconds of one clock
+Span = tuple[float, float]  # start and end, in seconds of one clock
 
 
 @dataclass
 class StageClock:
-    """Wall time by stage; a stage may be entered more than once, stages never overlap."""
+    """Wall time by stage. A stage may be entered more than once; stages never overlap."""
 
     now_s: Callable[[], float] = time.perf_counter
     read_counters: Callable[[], Counters] = read_counters
@@ -37,7 +32,7 @@ class StageClock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Count the block's wall time to the stage `name`."""
+        """Add the block's wall time to the stage `name`."""
         start = self.now_s()
         try:
             yield
@@ -45,21 +40,21 @@ class StageClock:
             self._spent_s[name] += self.now_s() - start
 
     def add(self, name: str, seconds: float) -> None:
-        """Count time that was measured elsewhere to the stage `name`."""
+        """Add time that was measured elsewhere to the stage `name`."""
         self._spent_s[name] += seconds
 
     def times(self) -> StageTimes:
-        """What was spent so far, and the wall time since the clock was made, measured on its own."""
+        """Time spent in each stage so far, and the wall time since the clock started, measured on its own."""
         spent = {f"{name}_s": seconds for name, seconds in self._spent_s.items()}
         return StageTimes(**spent, step_s=self.now_s() - self._started_s)
 
     def machine_use(self) -> MachineUse:
-        """Use of this machine since the clock was made."""
+        """Use of this machine since the clock started."""
         return use_between(self._counters, self.read_counters())
 
 
 class Activity:
-    """Spans in which one part of the training worked. One thread works; another may ask meanwhile."""
+    """Spans in which one part of the training worked. One thread records them; another may read them meanwhile."""
 
     def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
         self._now_s = now_s
@@ -70,7 +65,7 @@ class Activity:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """The block is work."""
+        """Record the block as work."""
         with self._lock:
             self._since = self._now_s()
         try:
@@ -82,36 +77,36 @@ class Activity:
                 self._since = None
 
     def rested(self, seconds: float) -> None:
-        """Note that so much of the last work was none, for one of several engines had nothing to do."""
+        """Deduct seconds from the last work: one of several engines had nothing to do."""
         with self._lock:
             self._rest_s += seconds
 
     def take_rest(self) -> float:
-        """Seconds that were `rested` since the last call of this."""
+        """Seconds deducted by `rested` since the last call."""
         with self._lock:
             rest_s, self._rest_s = self._rest_s, 0.0
         return rest_s
 
     def between(self, start_s: float, end_s: float) -> list[Span]:
-        """The work between two times, that which goes on included."""
+        """Work between two times, a span in progress included."""
         with self._lock:
             going_on = [] if self._since is None else [(self._since, self._now_s())]
             found = [_cut(span, start_s, end_s) for span in (*self._spans, *going_on)]
         return [span for span in found if span[1] > span[0]]
 
     def forget(self, end_s: float) -> None:
-        """Drop what lies before this time."""
+        """Drop spans that ended before this time."""
         with self._lock:
             self._spans = [span for span in self._spans if span[1] > end_s]
 
 
 def total_s(spans: Sequence[Span]) -> float:
-    """Their lengths together."""
+    """Total length of spans."""
     return sum(end - start for start, end in spans)
 
 
 def common_s(spans: Sequence[Span], others: Sequence[Span]) -> float:
-    """How long both went on at once."""
+    """Time in which spans of both lists went on at once."""
     cuts = [_cut(span, *other) for span in spans for other in others]
     return sum(max(0.0, end - start) for start, end in cuts)
 
@@ -121,46 +116,46 @@ def _cut(span: Span, start_s: float, end_s: float) -> Span:
 
 
 class Stopwatch:
-    """The work of engines, scorer and learner, and the trainer's waits; `overlap` gives a step's and starts the next.
+    """Work of engines, scorer and learner in one step of an asynchronous loop, and the trainer's waits.
 
-    Publishing weights has a learner's part (`exporting`) and an engines' part (`delivery`), and so costs training time
-    in two ways, which `waited` tells from the time that rollouts take to be generated. Once the rollouts of a step are
-    there, what is left of the learner's part is a wait. And while training waits for rollouts, it waits for the
-    engines' part too, which came before them: without it they would have been there that much sooner.
+    A refit has a learner's part (`exporting`) and an engines' part (`delivery`), and delays training in two ways. Once
+    the rollouts of a step are there, the rest of the export is a wait. While training waits for rollouts, it also waits
+    for the delivery that came before them: without it they would have come that much sooner. `waited` tells both from
+    the time of generation.
 
-    All but the activities is called by the trainer alone, which counts rollouts into `num_awaited`, `num_restarted` and
-    `num_regenerated`.
+    The trainer's thread alone calls its methods, and counts rollouts in `num_awaited`, `num_restarted` and
+    `num_regenerated`; other threads use the activities.
     """
 
     def __init__(self, *, num_regenerated: int = 0, now_s: Callable[[], float] = time.perf_counter) -> None:
-        """Begin; `num_regenerated` rollouts are made again, for they were lost with a process."""
+        """Start; `num_regenerated` rollouts were lost with a process and are generated again."""
         self.engine, self.learner, self.score = Activity(now_s), Activity(now_s), Activity(now_s)
         self.delivery = Activity(now_s)
         self._now_s = now_s
         self._since_s = now_s()
-        self._accounted_s = self._since_s  # what was delivered until then is accounted for
-        self._export: Span | None = None  # of the step, until its rollouts are there
+        self._accounted_s = self._since_s  # deliveries until then are accounted for
+        self._export: Span | None = None  # the step's export, until its rollouts are there
         self._export_s = self._exposed_publish_s = self._exposed_score_s = 0.0
         self.num_regenerated = num_regenerated
         self.num_awaited = self.num_restarted = 0
 
     def restart(self) -> None:
-        """Leave out what lies between the last `overlap` and now: another arm had its turn, and nothing worked here."""
+        """Leave out the time since the last `overlap`, in which another arm had its turn."""
         self._since_s = self._accounted_s = self._now_s()
 
     @contextmanager
     def exporting(self) -> Iterator[None]:
-        """The block does the learner's part, as the first thing in a step."""
+        """Record the block as the learner's export, with which a step begins."""
         start_s = self._now_s()
         yield
         self._export = start_s, self._now_s()
         self._export_s += total_s([self._export])
 
     def waited(self, clock: StageClock, wait: Callable[[], Sequence[Scored]]) -> Sequence[Scored]:
-        """What the trainer waits for; with it the step's export, if there was one just before, is divided into stages.
+        """Wait for scored rollouts, and attribute the wait, with the export just before it, to stages.
 
-        It counts as generation until the engines had the rollouts, but for what publication held those up, and as data
-        afterwards, for they were scored; publication is `prepare`. What was there already costs nothing.
+        The wait until the engines had the rollouts is `generation`, without what the refit delayed them. That delay is
+        `prepare`. The wait for their scores is `data`. Rollouts that are already there cost nothing.
         """
         now_s = self._now_s()
         export = self._export or (now_s, now_s)
@@ -182,7 +177,7 @@ class Stopwatch:
         return scored
 
     def delivered(self, clock: StageClock, wait: Callable[[], T]) -> T:
-        """What the trainer waits for until the engines have its weights: `prepare`, but while they still generated."""
+        """Wait until the engines have the weights: `generation` while they still generate, `prepare` otherwise."""
         start_s = self._now_s()
         found = wait()
         waited = start_s, self._now_s()
@@ -195,11 +190,11 @@ class Stopwatch:
         return found
 
     def generated_s(self) -> float:
-        """How long the engines have worked since the last call of `overlap`."""
+        """Seconds of the engines' work since the last call of `overlap`."""
         return total_s(self.engine.between(self._since_s, self._now_s()))
 
     def overlap(self) -> Overlap:
-        """What went on since the last call of this, or the beginning."""
+        """Summarize the work since the last call, or since the start."""
         start_s, end_s = self._since_s, self._now_s()
         engine, learner, score = (each.between(start_s, end_s) for each in (self.engine, self.learner, self.score))
         elapsed_s = max(end_s - start_s, 1e-9)
@@ -226,7 +221,7 @@ class Stopwatch:
         return found
 
     def _publishing_s(self, export: Span, end_s: float) -> float:
-        """How long engines took weights, or stood still while the learner wrote them, since the rollouts before."""
+        """Seconds in which engines took weights, or idled during the export, since the rollouts before."""
         delivery = self.delivery.between(self._accounted_s, end_s)
         written = max(export[0], self._accounted_s), min(export[1], end_s)
         if written[1] <= written[0]:
@@ -235,49 +230,8 @@ class Stopwatch:
         return total_s(delivery) + max(0.0, total_s([written]) - busy_s)
 
 
-def step_record(
-    step: int,
-    times: StageTimes,
-    refit: RefitCheck,
-    *,
-    result: GenerationResult,
-    rewards: RewardResult,
-    trained: Trained,
-    mismatch: Mismatch,
-    has_logprob_pass: bool,
-) -> StepRecord:
-    """The record of one step; its versions are those of the first rollout's first token."""
-    rollouts = [rollout for group in result.groups for rollout in group.rollouts]
-    rewards_PG = np.asarray(rewards.rewards).reshape(len(result.groups), -1)
-    return StepRecord(
-        step=step,
-        times=times,
-        reward_mean=float(rewards_PG.mean()),
-        num_rollouts=len(rollouts),
-        num_response_tokens=sum(len(rollout.token_ids) for rollout in rollouts),
-        num_truncated=sum(rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts),
-        num_reward_timeouts=rewards.num_timeouts,
-        num_reward_crashes=rewards.num_crashes,
-        num_reward_failures=rewards.num_failures,
-        reward_metrics=rewards.metrics,
-        num_zero_signal_groups=int((rewards_PG == rewards_PG[:, :1]).all(axis=1).sum()),
-        train=trained.stats,
-        mismatch=mismatch,
-        acceptance=result.acceptance,
-        policy_version=rollouts[0].policy_version,
-        draft_version=rollouts[0].draft_version,
-        refit=refit,
-        num_engine_restarts=result.num_engine_restarts,
-        engine_idle_fraction=result.engine_idle_fraction,
-        has_logprob_pass=has_logprob_pass,
-        draft_update=trained.draft,
-        autopilot=result.autopilot,
-        longest_response_tokens=max(len(rollout.token_ids) for rollout in rollouts),
-    )
-
-
 def metrics_of(record: StepRecord) -> dict[str, float]:
-    """A step's metrics under their MLflow names."""
+    """Metrics of a step under their MLflow names."""
     seconds = record.times.by_stage()
     metrics: dict[str, float] = {f"time/{stage}_s": seconds[stage] for stage in STAGES}
     metrics |= {
@@ -327,7 +281,7 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
 
 
 def accuracy_metrics(evaluation: EvaluationRecord) -> dict[str, float]:
-    """Metrics of the accuracy of one policy."""
+    """Metrics of one policy's accuracy."""
     name = f"aime24/avg_at_{evaluation.k}"
     low, high = evaluation.ci95
     return {
@@ -341,7 +295,7 @@ def accuracy_metrics(evaluation: EvaluationRecord) -> dict[str, float]:
 
 
 def _tokens_per_s(record: StepRecord) -> float:
-    """Throughput of the engines while they worked, whether training waited for them or not."""
+    """Throughput of the engines while they worked, whether or not training waited for them."""
     generation_s = record.times.generation_s if record.overlap is None else record.overlap.generation_s
     return record.num_response_tokens / generation_s if generation_s > 0.0 else 0.0
 
@@ -351,18 +305,16 @@ _OVERLAP_NAMES = {
     "num_awaited": "awaited_rollouts",
     "num_restarted": "restarted_rollouts",
     "num_regenerated": "regenerated_rollouts",
-}  # in MLflow; other fields are called as in the record
+}  # names in MLflow where they differ from the record's
 
 
 def _overlap_metrics(overlap: Overlap | None) -> dict[str, float]:
-    """Metrics of a step beside which rollouts were generated."""
     if overlap is None:
         return {}
     return {f"overlap/{_OVERLAP_NAMES.get(name, name)}": value for name, value in asdict(overlap).items()}
 
 
 def _machine_metrics(use: MachineUse | None) -> dict[str, float]:
-    """Metrics of the machine that the step ran on, as far as it shows its state."""
     if use is None:
         return {}
     found = {f"machine/{name}": value for name, value in asdict(use).items() if isinstance(value, float)}
@@ -370,7 +322,7 @@ def _machine_metrics(use: MachineUse | None) -> dict[str, float]:
 
 
 def _draft_metrics(record: StepRecord) -> dict[str, float]:
-    """Metrics of a draft that may be trained during RL: its decision, that inequality, and the update."""
+    """Metrics of online draft training: the decision, the terms of its inequality, and the update."""
     decision, update = record.draft_decision, record.draft_update
     if decision is None:
         return {}
@@ -392,7 +344,7 @@ def _draft_metrics(record: StepRecord) -> dict[str, float]:
 
 
 def _lag_metrics(lags: Sequence[LagStats]) -> dict[str, float]:
-    """Metrics of tokens that are corrected, or older than the policy: over all of them, and for each lag."""
+    """Metrics of tokens that are corrected or off-policy: over all of them, and for each lag."""
     if not lags:
         return {}
     num_tokens = sum(each.num_tokens for each in lags)
@@ -409,18 +361,15 @@ def _lag_metrics(lags: Sequence[LagStats]) -> dict[str, float]:
         "offpolicy/effective_sample_size": mean(each.effective_sample_size for each in lags),
     }
     for each in lags:
-        metrics |= {
-            f"offpolicy/tokens_fraction_lag_{each.lag}": each.num_tokens / num_tokens,
-            f"offpolicy/ratio_mean_lag_{each.lag}": each.ratio_mean,
-            f"offpolicy/ratio_max_lag_{each.lag}": each.ratio_max,
-            f"offpolicy/clipped_fraction_lag_{each.lag}": each.clipped_fraction,
-            f"offpolicy/effective_sample_size_lag_{each.lag}": each.effective_sample_size,
-        }
+        values = asdict(each)
+        lag, num = values.pop("lag"), values.pop("num_tokens")
+        metrics[f"offpolicy/tokens_fraction_lag_{lag}"] = num / num_tokens
+        metrics |= {f"offpolicy/{name}_lag_{lag}": value for name, value in values.items()}
     return metrics
 
 
 def step_line(record: StepRecord, num_steps: int) -> str:
-    """A step in words, for the log."""
+    """Line of the log about a step."""
     acceptance = "" if record.acceptance is None else f", AL {record.acceptance.mean_acceptance_length:.2f}"
     if record.autopilot is not None and not record.autopilot.speculates:
         acceptance = ", not drafted"

@@ -1,7 +1,7 @@
-"""Rollouts that an asynchronous training has generated, or begun, and not trained on: a part of its checkpoints.
+"""Rollouts that an asynchronous training has generated or begun but not trained on: a part of its checkpoints.
 
-As bytes it is an archive of plain arrays: tokens and logprobs of all rollouts one behind the other, and a text (JSON)
-that says what belongs to what. Nothing in it is code, and floats come back to the last bit.
+The bytes are an archive of plain arrays: the concatenated tokens and logprobs of all rollouts, and a JSON text that
+assigns them to groups. The archive holds no code, and floats come back to the last bit.
 
 Legend: `R` rollouts, `N` their tokens.
 """
@@ -33,21 +33,21 @@ _PLAIN = ("generation_s", "num_engine_restarts", "num_regenerated", "engine_idle
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """Rollouts that came out of the engines at once, and their rewards: a whole batch, or one group."""
+    """Rollouts that left the engines together, with their rewards: a whole batch, or one group."""
 
     index: int  # of the batch, or of the group, over the whole training
     result: GenerationResult
     rewards: RewardResult
-    generated_s: float = 0.0  # when the engines had them, on this process's clock
+    generated_s: float = 0.0  # end of their generation, on this process's clock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pending:
-    """All that is under way between two steps.
+    """Rollouts between two steps that are not trained on yet.
 
     Attributes:
-        scored: in the buffer, in its order.
-        under_way: indices of groups that were submitted and are not in the buffer; they have to start anew.
+        scored: scored rollouts, in the order of the queue.
+        under_way: indices of submitted groups that are not scored; a resumed attempt restarts them.
         published: versions of policy and draft that `scored` may come from.
     """
 
@@ -56,7 +56,7 @@ class Pending:
     published: tuple[Versions, ...] = ()
 
     def to_bytes(self) -> bytes:
-        """The archive that `from_bytes` reads."""
+        """Serialize to the archive that `from_bytes` reads."""
         rollouts = [rollout for each in self.scored for group in each.result.groups for rollout in group.rollouts]
         text = {
             "scored": [_described(each) for each in self.scored],
@@ -75,10 +75,10 @@ class Pending:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Pending:
-        """Read it back.
+        """Deserialize.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: the archive is damaged.
         """
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
@@ -96,13 +96,13 @@ class Pending:
 
 
 class Submitted:
-    """Number of groups that were ever submitted to engines, in a file: it tells what was lost with a process."""
+    """File with the number of groups ever submitted to engines, by which a resumed attempt counts the lost ones."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def note(self, num_submitted: int) -> None:
-        """Write down that so many were submitted in all, the first of which has the index 0."""
+        """Raise the number in the file to `num_submitted`."""
         if num_submitted > self.read():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             temporary = self._path.with_suffix(".part")
@@ -110,7 +110,7 @@ class Submitted:
             temporary.replace(self._path)
 
     def read(self) -> int:
-        """The number over all attempts so far; 0 before the first."""
+        """Number over all attempts so far; 0 before the first."""
         try:
             return int(self._path.read_text())
         except FileNotFoundError:

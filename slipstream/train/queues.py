@@ -1,4 +1,4 @@
-"""Threads of an asynchronous training: what they share and hand to each other, and how all of them end together."""
+"""Threads of an asynchronous training: their shared lock, the queues between them, and their common end."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-_END_S = 0.5  # for threads to see that all is over; one that is inside a call is left to finish it
-_POLL_S = 0.2  # a thread that only waits sees no interrupt that another thread was given
+_END_S = 0.5  # time for threads to notice the end; a thread inside a call is left to finish it
+_POLL_S = 0.2  # period at which the calling thread wakes to see interrupts that another thread received
 
 
-class Ended(RuntimeError):  # noqa: N818  # what it says, not that anything is wrong
-    """The training has ended, so what a thread waits for will not come."""
+class Ended(RuntimeError):  # noqa: N818  # a signal between threads, not a failure
+    """The training has ended, so nothing further arrives."""
 
 
 class ThreadGroup:
-    """One lock for all that the threads share, and the end of all of them.
+    """Threads that share one lock and end together.
 
-    Every change and the end wake all that wait: nobody waits for a thread that is gone.
+    Every change and the end wake all waiting threads, so none waits for a thread that is gone.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class ThreadGroup:
         self._threads: list[threading.Thread] = []
 
     def update(self, change: Callable[[], T]) -> T:
-        """Call `change` under the lock, and have everybody look again.
+        """Call `change` under the lock, and wake all waiting threads.
 
         Raises:
             Ended: the training has ended.
@@ -41,7 +41,7 @@ class ThreadGroup:
             return result
 
     def wait_for(self, take: Callable[[], T | None]) -> T:
-        """What `take` returns, as soon as that is not None; it runs under the lock, and may change what is shared.
+        """Wait until `take` returns a value other than None; it runs under the lock and may change shared state.
 
         Raises:
             Ended: the training has ended.
@@ -56,12 +56,12 @@ class ThreadGroup:
                 self._changed.wait()
 
     def run(self, loops: Mapping[str, Callable[[], None]], *, finite: str) -> None:
-        """Run the loops, each in a thread, until the `finite` one is done or any of them fails. Once only.
+        """Run each loop in a thread until the `finite` one returns or any of them fails. Call this once.
 
-        A thread that is inside a call of its own is not waited for: `join` does that.
+        A thread that is still inside a call is left to finish it; `join` waits for such threads.
 
         Raises:
-            BaseException: what the first loop that failed raised, or an interrupt of the calling thread.
+            BaseException: error of the first loop that failed, or an interrupt of the calling thread.
         """
         self._threads = [
             threading.Thread(target=self._guarded, args=(name, loop, name == finite), name=name, daemon=True)
@@ -82,7 +82,7 @@ class ThreadGroup:
             raise self._error
 
     def join(self) -> None:
-        """Wait for threads that were inside a call when all ended: whatever they called is idle then."""
+        """Wait for threads that were inside a call when the group ended; whatever they called is idle then."""
         for thread in self._threads:
             thread.join()
 
@@ -91,7 +91,7 @@ class ThreadGroup:
             loop()
         except Ended:
             return
-        except BaseException as error:  # noqa: BLE001  # the thread that waits raises it
+        except BaseException as error:  # noqa: BLE001  # the waiting thread raises it
             self._end(error)
             return
         self._end(None if is_finite else RuntimeError(f"the loop {name!r} ended before the training did"))
@@ -108,9 +108,9 @@ class ThreadGroup:
 
 
 class Queue(Generic[T]):
-    """What one thread hands to another, in order. The lag bounds what is under way at once, so no put has to wait.
+    """Ordered queue between two threads. The lag bounds its length, so `put` never waits.
 
-    All methods raise `Ended` when the training has ended.
+    All methods raise `Ended` after the end of the training.
     """
 
     def __init__(self, group: ThreadGroup, items: Iterable[T] = ()) -> None:
@@ -119,23 +119,23 @@ class Queue(Generic[T]):
 
     @property
     def items(self) -> tuple[T, ...]:
-        """All that wait; for what runs under the group's lock."""
+        """All waiting items, for code that holds the group's lock."""
         return tuple(self._items)
 
     def put(self, item: T) -> None:
-        """Add an item; never waits."""
+        """Append an item."""
         self._group.update(lambda: self._items.append(item))
 
     def take(self) -> T:
-        """The next item, once there is one."""
+        """Wait for the next item and remove it."""
         return self._group.wait_for(lambda: (self._items.pop(0),) if self._items else None)[0]
 
     def poll(self) -> T | None:
-        """The next item, None if there is none yet."""
+        """Remove and return the next item; None if the queue is empty."""
         return self._group.update(lambda: self._items.pop(0) if self._items else None)
 
     def drain(self) -> list[T]:
-        """All items there are."""
+        """Remove and return all items."""
 
         def taken() -> list[T]:
             items, self._items = self._items, []
@@ -144,7 +144,7 @@ class Queue(Generic[T]):
         return self._group.update(taken)
 
     def pick(self, choose: Callable[[Sequence[T]], Sequence[T] | None]) -> list[T]:
-        """Take out what `choose` picks of those that wait, once it picks anything."""
+        """Wait until `choose` selects some of the waiting items; remove and return them."""
 
         def picked() -> list[T] | None:
             chosen = choose(self.items)
@@ -157,5 +157,5 @@ class Queue(Generic[T]):
         return self._group.wait_for(picked)
 
     def wait_for(self, count: int) -> tuple[T, ...]:
-        """All that wait, once they are at least so many; they stay."""
+        """Wait until at least `count` items are queued; return all of them without removing them."""
         return self._group.wait_for(lambda: (self.items,) if len(self._items) >= count else None)[0]

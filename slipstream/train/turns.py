@@ -1,8 +1,7 @@
-"""Several trainers on one machine, a step or a few of each in turn: whatever slows the machine slows all of them alike.
+"""Turns of several trainers on one machine, one or a few steps each, so that a slow machine slows all of them alike.
 
-The turn is that of the member that is furthest behind. Among equals the order is that of their names, and the reverse
-after every turn: of two arms a pair of turns is begun by one and the next pair by the other. A member that resumed from
-an older checkpoint so catches up first.
+The member that is furthest behind is next, so one that resumed from an older checkpoint catches up first. Equal members
+follow the order of their names, reversed after every turn: of two arms each begins every second pair of turns.
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from dataclasses import dataclass
 from typing import Any
 
 
-class Stopped(BaseException):  # an interrupt: nothing may take it for a failure
-    """The whole was interrupted, or another member failed, so no turn will come."""
+class Stopped(BaseException):  # like an interrupt: no handler may take it for a failure
+    """The run was interrupted, or another member failed, so no further turn comes."""
 
 
 class Turns:
-    """Members of which one is at work. A turn begins when all of them wait for theirs."""
+    """Members of which one works at a time. A turn begins when all of them wait for theirs."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._changed = threading.Condition()
         self._order = list(names)
-        self._waiting: dict[str, int] = {}  # the turn that each waits for
+        self._waiting: dict[str, int] = {}  # number of the turn that each member waits for
         self._is_stopped = False
 
     def wait(self, name: str, number: int) -> None:
-        """End the turn of `name`, if it has one, and wait until its turn `number` has come.
+        """End the turn of `name`, if it has one, and wait for its turn `number`.
 
         Raises:
             Stopped: `stop` was called.
@@ -42,20 +41,20 @@ class Turns:
             del self._waiting[name]
 
     def leave(self, name: str) -> None:
-        """Take `name` out: nobody waits for it any more."""
+        """Remove `name`; no member waits for it any more."""
         with self._changed:
             self._order.remove(name)
             self._waiting.pop(name, None)
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """End the waits of all members: there is no further turn."""
+        """End the waits of all members; no further turn begins."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
 
     def _next(self) -> str | None:
-        """The member whose turn is next; None while one is at work, or has not come yet."""
+        """Member whose turn is next; None while one works or has not arrived."""
         if len(self._waiting) < len(self._order):
             return None
         number = min(self._waiting.values())
@@ -72,24 +71,24 @@ class Turn:
     num_steps: int = 1
 
     def begin(self, step: int) -> None:
-        """Wait until it is the turn of `step`, unless that goes on with the one before; repeated, it is still there."""
+        """Wait for the turn of `step` if a turn begins with it; a repeated call keeps the turn."""
         if self.begins_with(step):
             self.turns.wait(self.name, step // self.num_steps)
 
     def begins_with(self, step: int) -> bool:
-        """Whether a turn begins with this step; before it the others had theirs."""
+        """Return True if a turn begins with this step."""
         return step % self.num_steps == 0
 
 
 def in_turn(
     members: Mapping[str, Callable[[Turn], Any]], *, num_steps: int = 1, together: bool = False
 ) -> dict[str, Any]:
-    """Run all members, each in a thread of its own; returns results, or the errors that ended them, by name.
+    """Run each member in a thread of its own; return results, or the errors that ended them, by name.
 
     Args:
-        members: each begins its turn before a step.
-        num_steps: of a turn.
-        together: a member that fails ends the others before their next turn; if not, they go on without it.
+        members: functions that begin their turn before a step.
+        num_steps: steps in a turn.
+        together: a member that fails ends the others before their next turn; otherwise they continue without it.
     """
     turns = Turns(list(members))
 
@@ -107,7 +106,7 @@ def in_turn(
         started = {name: pool.submit(run, name) for name in members}
         try:
             wait(started.values())
-        except BaseException:  # an interrupt: those that wait would wait for ever
+        except BaseException:  # after an interrupt, waiting members would never wake
             turns.stop()
             raise
     return {name: each.exception() or each.result() for name, each in started.items()}

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.report.comparison import comparison_table, write_comparison
-from slipstream.tracking import experiment_names, read_executions, view_addresses
+from slipstream.tracking.executions import open_store, read_executions
+from slipstream.tracking.mlflow_store import view_addresses
 from slipstream.types import Arm
 from tests.browser.server import Served, log_execution, served
 
@@ -71,7 +72,7 @@ def test_the_page_of_compare_answers_in_a_browser(tracked_runs: Served, tmp_path
 
 
 def _view(runs: Served, view: str) -> str:
-    (experiment_id,) = [id_ for id_, name in experiment_names(runs.uri).items() if name == "tiny"]
+    (experiment_id,) = [id_ for id_, name in open_store(runs.uri).experiments().items() if name == "tiny"]
     return view_addresses(runs.address, experiment_id)[view]
 
 

@@ -12,7 +12,9 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.report.comparison import answer, comparison_table
-from slipstream.tracking import read_executions, replay, spool_directory
+from slipstream.tracking.executions import read_executions
+from slipstream.tracking.replay import replay
+from slipstream.tracking.spool import spool_directory
 from tests.browser.postgres import postgres_server, programs
 from tests.browser.server import log_execution, served
 

@@ -167,7 +167,10 @@ def train(training: Training, policy: Path, draft: Path, directory: Path) -> Non
     plan = arm.ArmPlan(
         arm=Arm.SPECULATIVE, num_speculative_tokens=K, draft=draft, start_engine=start_engine, schedule=schedule
     )
-    record = arm.train(recipe, plan, policy=policy, prompts=prompts, decode=odd_sum, directory=directory, log=log)
+    run = arm.Run(
+        recipe=recipe, plan=plan, policy=policy, prompts=prompts, decode=odd_sum, directory=directory, log=log
+    )
+    record = run.train()
     write_record(record, directory / "arm.json")
 
 

@@ -76,8 +76,8 @@ def test_every_group_is_trained_on_once_whoever_is_killed(
     assert ended == (_KILLED, _KILLED, 0), "\n".join(logs)
     for log, engine_at in ((logs[1], "generate"), (logs[2], "generation in flight")):
         assert f"died during {engine_at}" in log, log
-        assert "the learner starts anew from its last checkpoint" in log, log
-    assert "going on from step-00000" in logs[2]
+        assert "the learner restarts from its last checkpoint" in log, log
+    assert "resuming from step-00000" in logs[2]
 
     submitted = batches(policy)
     assert trained(tmp_path / "one_step_off") == submitted

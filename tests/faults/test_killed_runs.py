@@ -238,10 +238,13 @@ def test_a_tracking_server_that_is_down_for_the_whole_run_gets_every_point_when_
 ) -> None:
     from mlflow.tracking import MlflowClient
 
-    from slipstream.tracking import Tracker, TrackingConfig, replay, spool_directory
+    from slipstream.tracking.config import TrackingConfig
+    from slipstream.tracking.replay import replay
+    from slipstream.tracking.spool import spool_directory
+    from slipstream.tracking.tracker import Tracker
 
     down = TrackingConfig(uri="http://127.0.0.1:9", replay_every_s=0.1)
-    with Tracker.open(down, root=tmp_path, experiment="tiny", key="e/train", name="train") as tracker:
+    with Tracker(down, root=tmp_path, experiment="tiny", key="e/train", name="train") as tracker:
         record = train_arm(recipe, policy, tmp_path / "arm", log=tracker.log)
     assert_equal(record, whole[0])
 

@@ -70,7 +70,7 @@ def test_an_engine_that_dies_while_it_receives_weights_is_replaced_and_the_run_e
     assert_equal(record, whole)
     assert [step.num_engine_restarts for step in record.steps] == [0, 0, 1, 0]
     assert re.search(r"engine 1 on [\d.]+ died during a transfer of weights .*restart 1 of at most 3", caplog.text)
-    assert "the learner starts anew" not in caplog.text
+    assert "the learner restarts" not in caplog.text
 
 
 def test_a_learner_that_dies_while_it_sends_weights_starts_anew_beside_the_same_engines(
@@ -81,4 +81,4 @@ def test_a_learner_that_dies_while_it_sends_weights_starts_anew_beside_the_same_
     assert_equal(record, whole)
     assert [step.num_engine_restarts for step in record.steps] == [0, 0, 0, 0]
     assert re.search(r"learner rank 0 on [\d.]+ died during sending the policy", caplog.text)
-    assert "the learner starts anew from its last checkpoint, restart 1 of at most 1" in caplog.text
+    assert "the learner restarts from its last checkpoint, restart 1 of at most 1" in caplog.text

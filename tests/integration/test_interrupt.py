@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.tracking import replay
+from slipstream.tracking.replay import replay
 from tests.forked.hook import not_forked
 from tests.integration.small_recipe import write_small_recipe
 
@@ -112,6 +112,6 @@ def test_a_demo_is_interrupted_resumed_and_reused(tmp_path: Path) -> None:
     resumed = Demo(tmp_path, "resumed", "--resume").finish()
     for stage in (*_MADE, "tune_draft_length"):
         assert f"{stage}: finished before" in resumed
-    assert re.search("going on from step-00000[24]", resumed)  # as far as it came before it ended
+    assert re.search("resuming from step-00000[24]", resumed)  # as far as it came before it ended
     assert "autoregressive: step 1/6" not in resumed
     assert set(statuses(runs, execution).values()) == {"FINISHED"}

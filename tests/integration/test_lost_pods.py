@@ -156,7 +156,7 @@ def _kills_all(checkpoint: Path) -> Watcher:
     """Kill learner and pod as soon as `checkpoint` is begun: a cluster of Ray ends with its job."""
 
     def watch(pod: Running) -> None:
-        assert pod.wait_until(lambda: pod.says("going on from step")), pod.pod.log.read_text()[-3000:]
+        assert pod.wait_until(lambda: pod.says("resuming from step")), pod.pod.log.read_text()[-3000:]
         learners = ray_processes("LearnerProcess", of=pod)
         assert learners
         was_begun = pod.wait_until(checkpoint.is_dir, every_s=0.001)  # it is there for milliseconds
@@ -172,7 +172,8 @@ def _points(root: Path, node: str, metric: str) -> list[tuple[int, float]]:
     """Steps and values of a metric of the one run that a node of the torn execution has."""
     from mlflow.tracking import MlflowClient
 
-    from slipstream.tracking import replay, spool_directory
+    from slipstream.tracking.replay import replay
+    from slipstream.tracking.spool import spool_directory
 
     uri = f"sqlite:///{root / 'mlflow.db'}"
     replay(spool_directory(root), uri)

@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks import tracking
 from slipstream.report.comparison import answer
-from slipstream.tracking import TrackingConfig, read_executions, store_uri
+from slipstream.tracking.config import TrackingConfig, store_uri
+from slipstream.tracking.executions import read_executions
 
 
 def test_the_store_holds_so_many_executions_that_compare_can_read(stored_root: Path) -> None:

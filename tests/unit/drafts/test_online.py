@@ -29,7 +29,7 @@ from slipstream.records.steps import RefitCheck, StepRecord
 from slipstream.refit.fingerprint import ALL, Turn, file_fingerprints, weight_totals
 from slipstream.rewards.reward import RewardResult
 from slipstream.train.checkpoints import Checkpoints
-from slipstream.train.loop import Draft, SyncLoop, TrainedDraft
+from slipstream.train.loop import Draft, SyncLoop, TrainedDraft, Trainer
 from slipstream.types import Arm, Dtype, Prompt, Rollout, RolloutGroup
 from slipstream.workers import cores
 from slipstream.workers.learner_process import LearnerProcess
@@ -111,14 +111,17 @@ def run(
     loop = SyncLoop(
         arm=Arm.SPECULATIVE,
         engine=rollouts,
-        learner=cast(Any, process),  # its rows are arrays in one block, not lists of them
         gate=rollouts,
         prompts=PromptStream(prompts=STREAM, batch_size=2, seed=0),
         score=score,
-        config=grpo,
+        trainer=Trainer(
+            learner=cast(Any, process),  # its rows are arrays in one block, not lists of them
+            config=grpo,
+            temperature=0.8,
+            draft=Draft(version=0) if is_off else TrainedDraft(config, reference=reference, history=history),
+        ),
         sampling=SamplingConfig(temperature=0.8, max_response_tokens=10),
         on_step=on_step,
-        draft=Draft(version=0) if is_off else TrainedDraft(config, reference=reference, history=history),
     )
     with nullcontext() if killed_after is None else pytest.raises(InterruptedError):
         loop.run(start_step=len(history))

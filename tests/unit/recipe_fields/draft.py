@@ -238,7 +238,7 @@ def flight(recipe: Recipe, tools: Tools) -> object:
         plan=plan,
         policy=tools.directory,
         prompts=(),
-        score=unused,
+        decode=unused,
         directory=tools.directory,
         log=unused,
     )

@@ -11,7 +11,8 @@ from slipstream.recipe import Recipe, write_recipe
 from slipstream.records.files import write_record
 from slipstream.report.drift import Subject, find_drift
 from slipstream.stages import drift_check, runs, start_run, support
-from slipstream.tracking import Execution, tracker
+from slipstream.tracking import tracker
+from slipstream.tracking.executions import Execution
 from tests.unit.recipe_fields.base import Check, Tools
 
 

@@ -172,16 +172,16 @@ def trained(
         start_engine=typing.cast(Any, lambda: nullcontext(engine)),
         validation=validation,
     )
-    record = arm.train(
-        recipe,
-        plan,
+    run = arm.Run(
+        recipe=recipe,
+        plan=plan,
         policy=tools.directory,
         prompts=PROMPTS,
         decode=lambda prompt, ids: "\\boxed{" + "0" * 20 + f"{ids[0]}}}",
         directory=tools.directory / "arm",
         log=lambda metrics, step: None,
     )
-    return engine, learner, record, pools
+    return engine, learner, run.train(), pools
 
 
 def training_calls(recipe: Recipe, tools: Tools) -> object:

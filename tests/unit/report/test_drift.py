@@ -21,7 +21,8 @@ from slipstream.report.drift import (
     hardware,
     prediction_interval,
 )
-from slipstream.tracking import DriftConfig, Execution
+from slipstream.tracking.config import DriftConfig
+from slipstream.tracking.executions import Execution
 from tests.unit.report.handmade import RECORD, page_text
 
 CONFIG = DriftConfig(num_executions=20)

@@ -16,7 +16,9 @@ from slipstream.records.stages import TuningRecord
 from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.stages.fail_run import fail_run
 from slipstream.stages.runs import execution_run, tracked
-from slipstream.tracking import RunStatus, Tracker, store_uri
+from slipstream.tracking.config import store_uri
+from slipstream.tracking.spool import RunStatus
+from slipstream.tracking.tracker import Tracker
 from tests.unit.lagging import ONE_STEP_OFF
 from tests.unit.report.handmade import RECORD
 
@@ -36,7 +38,7 @@ def test_a_failed_executions_runs_end_and_its_results_are_kept(stored_root: Path
     write_recipe(recipe, recorded_recipe(stored_root, "e"))
     context = RunContext(execution="e", root=str(stored_root), experiment=recipe.name, workload="rl_zero")
     execution_run(context, recipe).detach()
-    left_open = Tracker.open(
+    left_open = Tracker(
         recipe.tracking, root=stored_root, experiment=recipe.name, key="e/train_grpo_speculative", name="arm"
     )
     left_open.detach()  # as a pod that was killed leaves it

@@ -23,7 +23,7 @@ from slipstream.recipe import CONFIGS, Recipe, load_recipe
 from slipstream.stages.context import RunContext
 from slipstream.stages.prepare_data import prepare_data
 from slipstream.stages.support import recipe_prompt_sets, tokenizer
-from slipstream.tracking import TrackingConfig
+from slipstream.tracking.config import TrackingConfig
 from slipstream.types import Workload
 from slipstream.workers.placement.config import PlacementConfig
 from tests.small import write_config

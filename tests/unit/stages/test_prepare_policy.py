@@ -15,7 +15,7 @@ from slipstream.recipe import load_recipe
 from slipstream.stages import prepare_policy
 from slipstream.stages.context import RunContext
 from slipstream.stages.support import tokenizer
-from slipstream.tracking import TrackingConfig
+from slipstream.tracking.config import TrackingConfig
 
 UNTRACKED = TrackingConfig(uri="http://127.0.0.1:9", replay_every_s=0.1, close_wait_s=0.0)
 

@@ -25,7 +25,8 @@ from slipstream.stages.runs import (
     tracked,
 )
 from slipstream.stages.start_run import start_run
-from slipstream.tracking import Execution, TrackingConfig, read_executions, store_uri
+from slipstream.tracking.config import TrackingConfig, store_uri
+from slipstream.tracking.executions import Execution, read_executions
 from tests.unit.report.handmade import CERTIFICATE, RECORD
 
 

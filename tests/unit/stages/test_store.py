@@ -24,7 +24,7 @@ from slipstream.stages.store import (
     policy_key,
     publish,
 )
-from slipstream.tracking import TrackingConfig
+from slipstream.tracking.config import TrackingConfig
 from slipstream.types import Workload
 
 UNTRACKED = TrackingConfig(uri="http://127.0.0.1:9", replay_every_s=0.1, close_wait_s=0.0)

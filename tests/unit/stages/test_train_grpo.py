@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,6 +116,12 @@ class Trained:
         return ArmRecord(arm=plan.arm, num_speculative_tokens=plan.num_speculative_tokens, steps=())
 
 
+class FakeRun:
+    def __init__(self, fake: Trained, *, directory: Path, **given: Any) -> None:
+        self.directory = directory
+        self.train = partial(fake, **given)
+
+
 class Process:
     """An idle one, of a stage before."""
 
@@ -148,7 +155,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tu
             stage, "read_prompt_sets", lambda data: SimpleNamespace(train=(), validation=("a problem",))
         )
         monkeypatch.setattr(stage, "tracked", tracked)
-        monkeypatch.setattr(stage, "train", fake)
+        monkeypatch.setattr(stage, "Run", partial(FakeRun, fake))
         context = RunContext(execution="e", root=str(tmp_path), experiment="x", workload="rl_zero")
         recipe = load_recipe(
             "tiny", overrides={"learner": {"dtype": "float32"}, "engine": {"dtype": "float32"}, **overrides}

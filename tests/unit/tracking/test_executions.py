@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 from slipstream.cli import main
-from slipstream.tracking import Tracker, TrackingConfig, TrackingError, fetch_artifact, read_executions, store_uri
+from slipstream.tracking.config import TrackingConfig, store_uri
+from slipstream.tracking.executions import open_store, read_executions
+from slipstream.tracking.mlflow_store import TrackingError
+from slipstream.tracking.tracker import Tracker
 
 
 class Server(HTTPServer):
@@ -126,17 +129,14 @@ def test_an_artifact_comes_back_by_the_runs_key_and_a_missing_one_is_named(store
     config = TrackingConfig(replay_every_s=0.1)
     logged = stored_root / "run.json"
     logged.write_text('{"recipe": "tiny"}')
-    with Tracker.open(
+    with Tracker(
         config, root=stored_root, experiment="artifacts", key="demo-1/report_speedup", name="report_speedup"
     ) as tracker:
         tracker.log_artifact(logged)
     uri, out = store_uri(config, stored_root), stored_root / "out"
     out.mkdir()
-    assert (
-        fetch_artifact(uri, key="demo-1/report_speedup", name="run.json", directory=out).read_text()
-        == '{"recipe": "tiny"}'
-    )
+    assert open_store(uri).fetch_artifact("demo-1/report_speedup", "run.json", out).read_text() == '{"recipe": "tiny"}'
     with pytest.raises(TrackingError, match=r"run 'demo-1/report_speedup' has no artifact 'other.json'"):
-        fetch_artifact(uri, key="demo-1/report_speedup", name="other.json", directory=out)
+        open_store(uri).fetch_artifact("demo-1/report_speedup", "other.json", out)
     with pytest.raises(TrackingError, match="no run has the key 'demo-2'"):
-        fetch_artifact(uri, key="demo-2", name="run.json", directory=out)
+        open_store(uri).fetch_artifact("demo-2", "run.json", out)

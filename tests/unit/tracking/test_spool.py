@@ -6,8 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.tracking import GPUS_TAG, RunStatus, end_open_runs, replay, spent, spool_directory, unsent
-from slipstream.tracking.spool import Event, RunHeader, Spool, read_spool, spool_path
+from slipstream.tracking.replay import replay, unsent
+from slipstream.tracking.spool import (
+    GPUS_TAG,
+    Event,
+    RunHeader,
+    RunStatus,
+    Spool,
+    end_open_runs,
+    read_spool,
+    spent,
+    spool_directory,
+    spool_path,
+)
 
 HOUR_MS = 3_600_000
 

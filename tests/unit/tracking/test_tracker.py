@@ -17,23 +17,11 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.config import ConfigError
-from slipstream.tracking import (
-    EXECUTION,
-    KIND_TAG,
-    RunStatus,
-    Tracker,
-    TrackingConfig,
-    experiment_names,
-    fetch_artifact,
-    read_executions,
-    replay,
-    spool_directory,
-    store_uri,
-    unsent,
-)
-from slipstream.tracking.replay import SpoolReplay
-from slipstream.tracking.spool import Spool
-from slipstream.tracking.tracker import _ReplayThread
+from slipstream.tracking.config import EXECUTION, KIND_TAG, TrackingConfig, store_uri
+from slipstream.tracking.executions import open_store, read_executions
+from slipstream.tracking.replay import SpoolReplay, replay, unsent
+from slipstream.tracking.spool import RunStatus, Spool, spool_directory
+from slipstream.tracking.tracker import Tracker, _ReplayThread
 
 DEAD = "http://127.0.0.1:9"
 LOCAL = TrackingConfig(replay_every_s=0.1)
@@ -85,10 +73,8 @@ def test_a_run_arrives_with_all_that_was_logged(root: Path, client: Any, tmp_pat
     page = tmp_path / "report.html"
     page.write_text("<p>fast</p>")
     with (
-        Tracker.open(
-            LOCAL, root=root, experiment="tiny", key="e1", name="execution", tags={"arm": "none"}, params={"k": 3}
-        ),
-        Tracker.open(
+        Tracker(LOCAL, root=root, experiment="tiny", key="e1", name="execution", tags={"arm": "none"}, params={"k": 3}),
+        Tracker(
             LOCAL,
             root=root,
             experiment="tiny",
@@ -122,14 +108,14 @@ def test_a_run_arrives_with_all_that_was_logged(root: Path, client: Any, tmp_pat
 
 
 def test_a_retried_task_gets_the_same_run_and_its_summaries_cover_both_attempts(root: Path, client: Any) -> None:
-    first = Tracker.open(LOCAL, root=root, experiment="tiny", key="e2/n0", name="train", params={"seed": 1, "host": 1})
+    first = Tracker(LOCAL, root=root, experiment="tiny", key="e2/n0", name="train", params={"seed": 1, "host": 1})
     first.log({"train/reward": 0.9}, step=0)
     first.log({"train/reward": 0.8}, step=1)
     first.close(RunStatus.FAILED)
     first_id = first.wait_run_id()
     assert find_run(client, "e2/n0").info.status == "FAILED"
 
-    again = Tracker.open(LOCAL, root=root, experiment="tiny", key="e2/n0", name="train", params={"seed": 1, "host": 2})
+    again = Tracker(LOCAL, root=root, experiment="tiny", key="e2/n0", name="train", params={"seed": 1, "host": 2})
     again.log({"train/reward": 0.3}, step=1)  # repeated after the checkpoint
     again.close()
     run = find_run(client, "e2/n0")
@@ -146,7 +132,7 @@ def test_a_step_that_a_later_attempt_repeats_is_one_point_and_a_result_is_the_la
 ) -> None:
     """Each attempt starts anew where it finds the cursor; the second replay sends the whole spool at once."""
     for rewards in ({0: 0.9, 1: 0.8}, {1: 0.3, 2: 0.4}, {1: 0.2, 2: 0.5, 3: 0.6}):
-        with Tracker.open(LOCAL, root=root, experiment="tiny", key="e7/n0", name="train") as tracker:
+        with Tracker(LOCAL, root=root, experiment="tiny", key="e7/n0", name="train") as tracker:
             for step, reward in rewards.items():
                 tracker.log({"train/reward": reward}, step=step)
             tracker.log({"result/reward": rewards[max(rewards)]})
@@ -166,12 +152,12 @@ def test_a_step_that_a_later_attempt_repeats_is_one_point_and_a_result_is_the_la
 
 
 def test_a_detached_run_goes_on(root: Path, client: Any) -> None:
-    Tracker.open(LOCAL, root=root, experiment="tiny", key="e3", name="execution").detach()
+    Tracker(LOCAL, root=root, experiment="tiny", key="e3", name="execution").detach()
     assert find_run(client, "e3").info.status == "RUNNING"
 
 
 def test_an_exception_ends_the_run_as_failed(root: Path, client: Any) -> None:
-    with pytest.raises(ZeroDivisionError), Tracker.open(LOCAL, root=root, experiment="tiny", key="e4", name="x"):
+    with pytest.raises(ZeroDivisionError), Tracker(LOCAL, root=root, experiment="tiny", key="e4", name="x"):
         _ = 1 / 0
     assert find_run(client, "e4").info.status == "FAILED"
 
@@ -180,7 +166,7 @@ def test_a_refusing_server_costs_no_point_and_replay_duplicates_none(
     tmp_path: Path, root: Path, client: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "slipstream.tracking"):
-        tracker = Tracker.open(UNREACHABLE, root=tmp_path, experiment="tiny", key="e5/n0", name="x", parent_key="e5")
+        tracker = Tracker(UNREACHABLE, root=tmp_path, experiment="tiny", key="e5/n0", name="x", parent_key="e5")
         for step in range(50):
             tracker.log({"time/step_s": 1.0 + step}, step=step)
         time.sleep(0.5)  # several vain attempts
@@ -221,7 +207,7 @@ def test_whatever_fails_is_tried_again(
         return advance(replayed)
 
     monkeypatch.setattr(SpoolReplay, "advance", fails_at_first)
-    tracker = Tracker.open(LOCAL, root=root, experiment="tiny", key="e14", name="x")
+    tracker = Tracker(LOCAL, root=root, experiment="tiny", key="e14", name="x")
     tracker.log({"train/loss": 1.0}, step=0)
     tracker.close()  # at once: the first failures may be those of the last tries
     assert "OverflowError: no TrackingError; training goes on" in caplog.text
@@ -241,13 +227,14 @@ def test_a_failure_of_a_whole_day_is_still_tried_again(tmp_path: Path) -> None:
 TWO_RUNS = """
 import sys
 from pathlib import Path
-from slipstream.tracking import Tracker, TrackingConfig
+from slipstream.tracking.config import TrackingConfig
+from slipstream.tracking.tracker import Tracker
 from slipstream.tracking.mlflow_store import import_mlflow
 import_mlflow(10)
 import mlflow.store.tracking.sqlalchemy_store
 print("ready", flush=True)
 sys.stdin.readline()
-with Tracker.open(TrackingConfig(), root=Path(sys.argv[1]), experiment="tiny", key=sys.argv[2], name="x") as tracker:
+with Tracker(TrackingConfig(), root=Path(sys.argv[1]), experiment="tiny", key=sys.argv[2], name="x") as tracker:
     tracker.log({"train/loss": 1.0}, step=0)
 """
 
@@ -267,14 +254,14 @@ def test_two_executions_that_start_at_once_on_a_fresh_root_both_arrive(tmp_path:
         run.communicate()
 
     assert [unsent(tmp_path, key) for key in keys] == [[], []]
-    (name,) = set(experiment_names(store_uri(LOCAL, tmp_path)).values()) - {"Default"}
+    (name,) = set(open_store(store_uri(LOCAL, tmp_path)).experiments().values()) - {"Default"}
     assert name == "tiny"
 
 
 def test_tables_that_a_killed_process_left_half_made_are_made_anew(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "mlflow.db.new") as half:
         half.execute("CREATE TABLE experiments (experiment_id INTEGER)")
-    with Tracker.open(LOCAL, root=tmp_path, experiment="tiny", key="e15", name="x"):
+    with Tracker(LOCAL, root=tmp_path, experiment="tiny", key="e15", name="x"):
         pass
     assert unsent(tmp_path, "e15") == []
     assert not (tmp_path / "mlflow.db.new").exists()
@@ -286,24 +273,24 @@ def test_a_root_of_any_name_holds_its_store_and_gives_everything_back(tmp_path: 
     root.mkdir()
     page.write_text("fast")
     tags = {KIND_TAG: EXECUTION}
-    with Tracker.open(LOCAL, root=root, experiment="tiny", key="e16", name="e16", tags=tags) as tracker:
+    with Tracker(LOCAL, root=root, experiment="tiny", key="e16", name="e16", tags=tags) as tracker:
         tracker.log({"result/hours": 2.0})
         tracker.log_artifact(page)
     uri = store_uri(LOCAL, root)
     assert [(run.name, run.metrics) for run in read_executions(uri)] == [("e16", {"result/hours": 2.0})]
     copy = tmp_path / "copy"
     copy.mkdir()
-    assert fetch_artifact(uri, key="e16", name="report.html", directory=copy).read_text() == "fast"
+    assert open_store(uri).fetch_artifact("e16", "report.html", copy).read_text() == "fast"
     assert replay(spool_directory(root), uri).num_points == 0
     assert {path.name for path in tmp_path.iterdir()} == {root.name, "copy"}
     assert {"mlflow.db", "artifacts", "spool"} <= {path.name for path in root.iterdir()}
 
 
 def test_points_of_a_failed_server_arrive_with_the_next_attempt(root: Path, client: Any) -> None:
-    lost = Tracker.open(UNREACHABLE, root=root, experiment="tiny", key="e6", name="x")
+    lost = Tracker(UNREACHABLE, root=root, experiment="tiny", key="e6", name="x")
     lost.log({"train/loss": 1.0}, step=0)
     lost.detach()
-    found = Tracker.open(LOCAL, root=root, experiment="tiny", key="e6", name="x")
+    found = Tracker(LOCAL, root=root, experiment="tiny", key="e6", name="x")
     found.log({"train/loss": 2.0}, step=1)
     found.close()
     points = history(client, find_run(client, "e6").info.run_id, "train/loss")
@@ -312,7 +299,7 @@ def test_points_of_a_failed_server_arrive_with_the_next_attempt(root: Path, clie
 
 def test_a_server_that_hangs_does_not_slow_the_loop(tmp_path: Path, silent_server: str) -> None:
     config = TrackingConfig(uri=silent_server, replay_every_s=0.1, close_wait_s=0.5)
-    tracker = Tracker.open(config, root=tmp_path, experiment="tiny", key="e7", name="x")
+    tracker = Tracker(config, root=tmp_path, experiment="tiny", key="e7", name="x")
     start = time.perf_counter()
     for step in range(1000):
         tracker.log({"time/step_s": 1.0, "train/reward": 0.5}, step=step)
@@ -325,7 +312,7 @@ def test_a_server_that_hangs_does_not_slow_the_loop(tmp_path: Path, silent_serve
 
 def test_a_dead_server_is_one_line_within_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for key in ("e8", "e8/a", "e8/b"):
-        Tracker.open(UNREACHABLE, root=tmp_path, experiment="tiny", key=key, name="x").close()
+        Tracker(UNREACHABLE, root=tmp_path, experiment="tiny", key=key, name="x").close()
     start = time.perf_counter()
     assert main(["replay", str(tmp_path), "--uri", DEAD]) == 1
     assert time.perf_counter() - start < 5.0
@@ -361,7 +348,7 @@ def test_replay_sends_all_but_what_the_server_refuses_and_names_that(
     client.delete_experiment(lost[1])
     keys = {"a": "deleted", "b": "tiny", "c": "tiny", "d": "tiny"}
     for key, experiment in keys.items():
-        tracker = Tracker.open(UNREACHABLE, root=stored_root, experiment=experiment, key=key, name=key)
+        tracker = Tracker(UNREACHABLE, root=stored_root, experiment=experiment, key=key, name=key)
         if key == "c":
             tracker.log_artifact(page)
         tracker.log({"train/loss": 1.0}, step=0)
@@ -396,7 +383,7 @@ def test_replay_sends_all_but_what_the_server_refuses_and_names_that(
 
 
 def test_a_line_cut_off_by_a_crash_is_counted_and_costs_only_itself(tmp_path: Path, root: Path, client: Any) -> None:
-    tracker = Tracker.open(UNREACHABLE, root=tmp_path, experiment="tiny", key="e9", name="x")
+    tracker = Tracker(UNREACHABLE, root=tmp_path, experiment="tiny", key="e9", name="x")
     tracker.log({"train/loss": 1.0}, step=0)
     tracker.detach()
     (spool,) = spool_directory(tmp_path).glob("*.jsonl")
@@ -404,7 +391,7 @@ def test_a_line_cut_off_by_a_crash_is_counted_and_costs_only_itself(tmp_path: Pa
         file.write(b'{"kind":"metrics","time_ms":17,"st')
     assert replay(spool_directory(tmp_path), store_uri(LOCAL, root)).num_broken_lines == 1
 
-    after = Tracker.open(UNREACHABLE, root=tmp_path, experiment="tiny", key="e9", name="x")
+    after = Tracker(UNREACHABLE, root=tmp_path, experiment="tiny", key="e9", name="x")
     after.log({"train/loss": 2.0}, step=1)
     after.detach()
     sent = replay(spool_directory(tmp_path), store_uri(LOCAL, root))
@@ -414,7 +401,7 @@ def test_a_line_cut_off_by_a_crash_is_counted_and_costs_only_itself(tmp_path: Pa
 
 
 def test_more_points_than_a_batch_holds_all_arrive(root: Path, client: Any) -> None:
-    with Tracker.open(LOCAL, root=root, experiment="tiny", key="e10", name="x") as tracker:
+    with Tracker(LOCAL, root=root, experiment="tiny", key="e10", name="x") as tracker:
         for step in range(30):
             tracker.log({f"layer/norm_{i}": float(step) for i in range(50)}, step=step)
         tracker.log_params({f"p{i}": i for i in range(250)})
@@ -424,7 +411,7 @@ def test_more_points_than_a_batch_holds_all_arrive(root: Path, client: Any) -> N
 
 
 def test_what_nobody_could_read_later_is_refused_at_once(root: Path, client: Any) -> None:
-    tracker = Tracker.open(LOCAL, root=root, experiment="tiny", key="e11", name="x")
+    tracker = Tracker(LOCAL, root=root, experiment="tiny", key="e11", name="x")
     with pytest.raises(ConfigError, match="metric train/loss of step 3 must be finite, got inf"):
         tracker.log({"train/loss": float("inf"), "train/kl": 1.0}, step=3)
     tracker.detach()
@@ -433,12 +420,12 @@ def test_what_nobody_could_read_later_is_refused_at_once(root: Path, client: Any
 
 def test_a_key_that_would_break_the_search_is_refused(root: Path) -> None:
     with pytest.raises(ConfigError, match=r"tracking\.key must be .* got \"e'1\""):
-        Tracker.open(LOCAL, root=root, experiment="tiny", key="e'1", name="x")
+        Tracker(LOCAL, root=root, experiment="tiny", key="e'1", name="x")
 
 
 def test_long_params_and_tags_arrive_cut_and_more_of_them_than_a_request_holds(root: Path, client: Any) -> None:
     many = {f"p{i}": "\N{SLIGHTLY SMILING FACE}" * 6000 for i in range(40)}  # 12 bytes of JSON each
-    with Tracker.open(LOCAL, root=root, experiment="tiny", key="e12", name="x", params=many) as tracker:
+    with Tracker(LOCAL, root=root, experiment="tiny", key="e12", name="x", params=many) as tracker:
         tracker.log_params({"instruction": "x" * 7000})
         tracker.set_tags({"mlflow.note.content": "y" * 9000})
     data = find_run(client, "e12").data

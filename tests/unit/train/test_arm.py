@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from slipstream import evaluation
 from slipstream.config import merge
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
@@ -163,7 +162,7 @@ def trained(
         plan=plan,
         policy=directory,
         prompts=PROMPTS,
-        score=engines.score,
+        decode=decode,
         directory=directory,
         log=lambda metrics, step: None,
         turn=turn,
@@ -177,7 +176,8 @@ def trained(
     waiting, lag = pending or Pending(), recipe.loop.max_off_policy_steps
     trainer = Trainer(learner=engines, config=recipe.grpo, temperature=recipe.sampling.temperature, max_lag=lag)
     tolerant = run.fault_tolerant(fakes, fakes, fakes, history, waiting)
-    run.loop(tolerant, trainer, on_step, waiting, ThreadGroup(), start_clock).run(start_step=len(history))
+    loop = run.loop(tolerant, trainer, engines.score, on_step, waiting, ThreadGroup(), start_clock)
+    loop.run(start_step=len(history))
     return records, left
 
 
@@ -354,24 +354,16 @@ def attempted(
             draft=None,
             start_engine=lambda: fakes,
             schedule=schedule,
+            validation=VALIDATION,
         ),
         policy=directory,
         prompts=PROMPTS,
-        score=engines.score,
+        decode=lambda prompt, response: "x" * len(response),
         directory=directory,
         log=lambda metrics, step: None,
         turn=turn,
-        evaluate=functools.partial(
-            evaluation.evaluate,
-            prompts=VALIDATION,
-            reward=scores,
-            decode=lambda prompt, response: "x" * len(response),
-            config=recipe.evaluation,
-            policy=plan_arm.value,
-            seed=recipe.grpo.seed,
-        ),
     )
-    return run.with_restarts(fakes)
+    return run.with_restarts(fakes, scores)
 
 
 def asked_of_validation(engines: Engines) -> list[Any]:

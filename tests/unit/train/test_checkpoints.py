@@ -100,7 +100,7 @@ def test_the_newest_comes_back_with_every_step(tmp_path: Path, caplog: pytest.Lo
     with caplog.at_level(logging.INFO):
         assert checkpoints.restore(learner) == Restored(steps=HISTORY[:3])
     assert learner.loaded == ["step-000003"]
-    assert caplog.messages == ["train_grpo: going on from step-000003, step 3"]
+    assert caplog.messages == ["train_grpo: resuming from step-000003, step 3"]
 
 
 def test_without_checkpoints_a_run_starts_at_the_first_step(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from slipstream.refit.gate import RefitGate
 from slipstream.refit.snapshot import Snapshot
 from slipstream.rewards.reward import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
-from slipstream.train.loop import Draft, Gate, SyncLoop, TrainedDraft
+from slipstream.train.loop import Draft, Gate, SyncLoop, TrainedDraft, Trainer
 from slipstream.train.metrics import StageClock
 from slipstream.types import Arm, Prompt, Rollout, RolloutGroup, StageTimes, TrainBatch
 from tests.unit.sampled import accepted, rollout
@@ -205,15 +205,18 @@ def run(
     SyncLoop(
         arm=arm,
         engine=engine,
-        learner=learner,
         prompts=PromptStream(prompts=PROMPTS, batch_size=2, seed=0),
         score=score,
-        config=config,
+        trainer=Trainer(
+            learner=learner,
+            config=config,
+            temperature=SAMPLING.temperature,
+            draft=Draft(version=engine.draft_version) if draft is None else draft,
+            guard=AcceptanceGuard() if guard is None else guard,
+        ),
         sampling=SAMPLING,
         gate=real_gate if gate is None else gate,
         on_step=records.append,
-        draft=Draft(version=engine.draft_version) if draft is None else draft,
-        guard=AcceptanceGuard() if guard is None else guard,
         start_clock=start_clock,
     ).run(start_step=start_step)
     return records

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from slipstream.engine.protocol import GenerationResult
+from slipstream.grpo.config import LossConfig, RecomputeLogprobs
 from slipstream.grpo.update import Trained
 from slipstream.records.steps import (
     AutopilotStep,
@@ -23,10 +25,12 @@ from slipstream.records.steps import (
 )
 from slipstream.rewards.reward import RewardResult
 from slipstream.tracking.config import check_metrics
+from slipstream.train.loop import Learned, Trainer
 from slipstream.train.machine_use import Counters
-from slipstream.train.metrics import StageClock, metrics_of, step_line, step_record
-from slipstream.types import Prompt, Rollout, RolloutGroup, StageTimes
+from slipstream.train.metrics import StageClock, metrics_of, step_line
+from slipstream.types import Prompt, Rollout, RolloutGroup, StageTimes, TrainBatch
 from tests.unit.sampled import accepted, rollout
+from tests.unit.train.world import CONFIG, BareLearner
 
 STEP = StepRecord(
     step=6,
@@ -298,6 +302,29 @@ def test_time_that_was_measured_elsewhere_is_added_to_a_stage() -> None:
     assert (clock.times().logprob_s, clock.times().step_s) == (5.0, 0.0)
 
 
+def recorded(
+    result: GenerationResult,
+    rewards: RewardResult,
+    draft: DraftUpdate | None = None,
+    recompute: RecomputeLogprobs = RecomputeLogprobs.AUTO,
+) -> StepRecord:
+    """The record of step 6, in which engine and learner agree on every logprob."""
+    rows = [rollout.rollout_logprobs for group in result.groups for rollout in group.rollouts]
+    batch = TrainBatch(
+        token_ids=[], prompt_lengths=[], rollout_logprobs=rows, advantages=[], policy_version=STEP.policy_version
+    )
+    learned = Learned(
+        result=result,
+        rewards=rewards,
+        batch=batch,
+        trained=Trained(stats=STEP.train, own_logprobs=None, draft=draft),
+        before=[np.asarray(row, dtype=np.float32) for row in rows],
+        decision=None,
+    )
+    config = replace(CONFIG, loss=LossConfig(), recompute_logprobs=recompute)
+    return Trainer(learner=BareLearner(), config=config, temperature=1.0).record(6, STEP.times, STEP.refit, learned)
+
+
 def test_a_record_counts_over_all_groups_and_shows_what_the_autopilot_did() -> None:
     """Two groups of two rollouts of 1 to 4 tokens; the second group has one reward alone, so no signal."""
 
@@ -308,15 +335,10 @@ def test_a_record_counts_over_all_groups_and_shows_what_the_autopilot_did() -> N
         RolloutGroup(prompt=Prompt(id=name, text="", token_ids=(1,), answer="7"), rollouts=(of(name, a), of(name, b)))
         for name, (a, b) in {"0": (3, 4), "1": (2, 1)}.items()
     )
-    record = step_record(
-        6,
-        STEP.times,
-        STEP.refit,
-        result=GenerationResult(groups=groups, acceptance=None, generation_s=4.0, autopilot=PROBE),
-        rewards=RewardResult(rewards=(1.0, 0.0, 0.5, 0.5), num_timeouts=0, num_crashes=0),
-        trained=Trained(stats=STEP.train, own_logprobs=None),
-        mismatch=STEP.mismatch,
-        has_logprob_pass=True,
+    record = recorded(
+        GenerationResult(groups=groups, acceptance=None, generation_s=4.0, autopilot=PROBE),
+        RewardResult(rewards=(1.0, 0.0, 0.5, 0.5), num_timeouts=0, num_crashes=0),
+        recompute=RecomputeLogprobs.ALWAYS,
     )
     assert (record.num_rollouts, record.num_response_tokens, record.longest_response_tokens) == (4, 10, 4)
     assert (record.num_truncated, record.num_zero_signal_groups, record.reward_mean) == (1, 1, 0.5)
@@ -327,20 +349,16 @@ def test_one_rollout_is_enough_for_a_record() -> None:
     prompt = Prompt(id="0", text="0", token_ids=(1,), answer="7")
     one = rollout((7, 2, 2), is_cut=True, policy_version=10, draft_version=4)
     group = RolloutGroup(prompt=prompt, rollouts=(one,))
-    record = step_record(
-        6,
-        STEP.times,
-        STEP.refit,
-        result=GenerationResult(
+    record = recorded(
+        GenerationResult(
             groups=(group,), acceptance=ACCEPTANCE, generation_s=4.0, num_engine_restarts=12, engine_idle_fraction=0.25
         ),
-        rewards=RewardResult(rewards=(0.5,), num_timeouts=5, num_crashes=6, num_failures=8, metrics={"length": 2.5}),
-        trained=Trained(stats=STEP.train, own_logprobs=None, draft=UPDATE),
-        mismatch=STEP.mismatch,
-        has_logprob_pass=False,
+        RewardResult(rewards=(0.5,), num_timeouts=5, num_crashes=6, num_failures=8, metrics={"length": 2.5}),
+        draft=UPDATE,
     )
     assert record == replace(
         STEP,
+        mismatch=Mismatch(k1=0.0, k3=0.0, mean=0.0, largest=0.0, outside_fraction=0.0),
         reward_mean=0.5,
         num_rollouts=1,
         num_response_tokens=3,

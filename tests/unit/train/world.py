@@ -229,11 +229,10 @@ def synchronous(world: World) -> list[StepRecord]:
     SyncLoop(
         arm=Arm.AUTOREGRESSIVE,
         engine=world,
-        learner=world,
         gate=world,
         prompts=STREAM,
         score=world.score,
-        config=CONFIG,
+        trainer=Trainer(learner=world, config=CONFIG, temperature=SAMPLING.temperature),
         sampling=SAMPLING,
         on_step=records.append,
     ).run(start_step=0)
