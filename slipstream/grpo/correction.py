@@ -27,6 +27,7 @@ class Weights:
 
     weight_BT: Tensor
     kept_BT: Tensor | None  # bool, False where the band masks a token out; None: all are kept
+    changed_BT: Tensor  # bool, True where the cap or the band changed what a token counts
 
 
 def corrected(log_ratio_BT: Tensor, mask_BT: Tensor, places: Places | None, config: LossConfig) -> Weights | None:
@@ -49,17 +50,19 @@ def corrected(log_ratio_BT: Tensor, mask_BT: Tensor, places: Places | None, conf
     if config.corrects is Correction.NONE:
         return None
     by_sequence = config.corrects is Correction.SEQUENCE
-    weight_BT = torch.exp(_over_sequences(log_ratio_BT, mask_BT, places) if by_sequence else log_ratio_BT)
-    weight_BT = weight_BT.clamp(max=config.truncated_importance_sampling).to(log_ratio_BT.dtype)
-    if config.mask_band is None:
-        return Weights(weight_BT=weight_BT, kept_BT=None)
-    mean_BT = log_ratio_BT
-    if config.mask_level is Level.SEQUENCE:
-        lengths_BT = _over_sequences(torch.ones_like(log_ratio_BT), mask_BT, places)
-        mean_BT = _over_sequences(log_ratio_BT, mask_BT, places) / lengths_BT.clamp(min=1.0)
-    low, high = config.mask_band
-    ratio_BT = torch.exp(mean_BT)
-    return Weights(weight_BT=weight_BT, kept_BT=(ratio_BT >= low) & (ratio_BT <= high))
+    ratio_BT = torch.exp(_over_sequences(log_ratio_BT, mask_BT, places) if by_sequence else log_ratio_BT)
+    weight_BT = ratio_BT.clamp(max=config.truncated_importance_sampling)
+    changed_BT, kept_BT = weight_BT < ratio_BT, None
+    if config.mask_band is not None:
+        mean_BT = log_ratio_BT
+        if config.mask_level is Level.SEQUENCE:
+            lengths_BT = _over_sequences(torch.ones_like(log_ratio_BT), mask_BT, places)
+            mean_BT = _over_sequences(log_ratio_BT, mask_BT, places) / lengths_BT.clamp(min=1.0)
+        low, high = config.mask_band
+        ratio_BT = torch.exp(mean_BT)
+        kept_BT = (ratio_BT >= low) & (ratio_BT <= high)
+        changed_BT = changed_BT | ~kept_BT
+    return Weights(weight_BT=weight_BT.to(log_ratio_BT.dtype), kept_BT=kept_BT, changed_BT=changed_BT)
 
 
 def _over_sequences(values_BT: Tensor, mask_BT: Tensor, places: Places | None) -> Tensor:

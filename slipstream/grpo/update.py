@@ -54,10 +54,12 @@ def minibatches(update: Update, count: int) -> list[Update]:
     num = len(update.batch.token_ids)
     if not 1 <= count <= num:
         raise ValueError(f"a step of {num} rollouts gives 1 to {num} updates, got {count}")
-    if count > 1 and update.trainer_logprobs is None:
+    if count == 1:
+        return [update]
+    if update.trainer_logprobs is None:
         raise ValueError(f"{count} updates need the trainer_logprobs from before the first, got none")
     bounds = [index * num // count for index in range(count + 1)]
-    return [_part(update, slice(start, end)) for start, end in itertools.pairwise(bounds)]
+    return [part_of(update, range(start, end)) for start, end in itertools.pairwise(bounds)]
 
 
 def combined(updates: Sequence[Trained]) -> Trained:
@@ -114,22 +116,6 @@ def part_of_batch(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
         prompt_lengths=[batch.prompt_lengths[index] for index in indices],
         rollout_logprobs=_rows(batch.rollout_logprobs, indices, np.float32),
         advantages=[batch.advantages[index] for index in indices],
-    )
-
-
-def _part(update: Update, where: slice) -> Update:
-    batch = update.batch
-    return replace(
-        update,
-        batch=replace(
-            batch,
-            token_ids=batch.token_ids[where],
-            prompt_lengths=batch.prompt_lengths[where],
-            rollout_logprobs=batch.rollout_logprobs[where],
-            advantages=batch.advantages[where],
-        ),
-        trainer_logprobs=None if update.trainer_logprobs is None else update.trainer_logprobs[where],
-        ref_logprobs=None if update.ref_logprobs is None else update.ref_logprobs[where],
     )
 
 

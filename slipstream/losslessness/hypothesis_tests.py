@@ -22,8 +22,8 @@ Legend: `N` tokens, `K` cells, `R` replications.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,13 +33,17 @@ from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.records.stages import Finding, Power
 
 Floats = NDArray[np.float64]
+Tests = dict[str, tuple[int, float, float]]
+"""Observations, statistic and p-value of each test, by its name."""
 _NUM_BINS = 32
 _MIN_EXPECTED = 5.0  # smaller cells are pooled: the chi-square approximation needs them this large
+_EDGES = np.linspace(0.0, 1.0, _NUM_BINS + 1)
 _TINY = float(np.finfo(np.float64).tiny)
+_LARGEST = float(np.finfo(np.float64).max)  # JSON knows no infinity, and an impossible token makes a statistic infinite
 _MIN_TOKENS = 100  # positions reached less often are pooled into the one before
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Bias:
     """One draw a token from a biased policy, seen by the true one, and the bias in total variation."""
 
@@ -71,22 +75,18 @@ def uniforms(mass_before: Floats, probability: Floats, seed: int) -> Floats:
     return np.where(np.isnan(mass_before), 1.0, np.clip(mass_before + v * probability, 0.0, 1.0))
 
 
-def conditional_tests(draws: Draws, *, seed: int) -> dict[str, tuple[int, float, float]]:
-    """Tests of draws against the policy's conditionals: name -> (observations, statistic, p-value)."""
-    return _conditional_tests(draws, draws.mass_before, draws.probability, seed)
-
-
-def _conditional_tests(
-    draws: Draws, mass_before: Floats, probability: Floats, seed: int
-) -> dict[str, tuple[int, float, float]]:
-    u = uniforms(mass_before, probability, seed)
-    found = {"pit, all tokens": (len(u), *_chi_square_uniform(u))}
+def conditional_tests(draws: Draws, *, seed: int) -> Tests:
+    """Test draws against the policy's conditionals."""
+    u = uniforms(draws.mass_before, draws.probability, seed)
+    counts = np.histogram(u, _EDGES)[0]
+    uniform = np.full(_NUM_BINS, 1.0 / _NUM_BINS)
+    found = {"pit, all tokens": (len(u), *summed_chi_square([count_test(counts, uniform)]))}
     for position, mask in window_positions(draws.position).items():
         found[f"pit, {position}"] = (int(mask.sum()), *_kolmogorov(u[mask]))
     with np.errstate(divide="ignore"):
-        excess = np.where(probability > 0, np.log(probability), -np.inf) - draws.logprob_mean
-    z = float(excess.sum() / np.sqrt(draws.logprob_variance.sum() + _TINY))
-    found["log-probability, z"] = (len(u), z, float(special.erfc(abs(z) / np.sqrt(2.0))))
+        logprob = np.where(draws.probability > 0, np.log(draws.probability), -np.inf)
+    z = (logprob - draws.logprob_mean).sum() / np.sqrt(draws.logprob_variance.sum() + _TINY)
+    found["log-probability, z"] = (len(u), *_normal(z))
     return found
 
 
@@ -137,11 +137,10 @@ def summed_chi_square(parts: Sequence[tuple[float, int]]) -> tuple[float, float]
     return statistic, float(special.chdtrc(dof, statistic)) if dof > 0 else 1.0
 
 
-def two_sample_tests(first: Draws, second: Draws, *, seed: int) -> dict[str, tuple[int, float, float]]:
+def two_sample_tests(first: Draws, second: Draws, *, seed: int) -> Tests:
     """Do two engines draw alike? The same tests' uniforms and log-probabilities, held against one another."""
     u = [uniforms(draws.mass_before, draws.probability, seed + i) for i, draws in enumerate((first, second))]
-    edges = np.linspace(0.0, 1.0, _NUM_BINS + 1)
-    counts = [np.histogram(values, edges)[0] for values in u]
+    counts = [np.histogram(values, _EDGES)[0] for values in u]
     num = len(u[0]) + len(u[1])
     found = {"autoregressive beside speculative, pit": (num, *summed_chi_square([homogeneity_test(*counts)]))}
     means, variances = [], []
@@ -150,8 +149,8 @@ def two_sample_tests(first: Draws, second: Draws, *, seed: int) -> dict[str, tup
         excess = np.log(draws.probability[known]) - draws.logprob_mean[known]
         means.append(excess.mean())
         variances.append(draws.logprob_variance.mean() / len(excess))
-    z = float((means[0] - means[1]) / np.sqrt(sum(variances)))
-    found["autoregressive beside speculative, log-probability"] = (num, z, float(special.erfc(abs(z) / np.sqrt(2.0))))
+    z = (means[0] - means[1]) / np.sqrt(sum(variances))
+    found["autoregressive beside speculative, log-probability"] = (num, *_normal(z))
     return found
 
 
@@ -170,14 +169,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected.tolist()
 
 
-def family(found: Mapping[str, tuple[int, float, float]], *, level: float) -> tuple[Finding, ...]:
+def family(found: Tests, *, level: float) -> tuple[Finding, ...]:
     """All tests under one Holm correction."""
     corrected = holm([p_value for _, _, p_value in found.values()])
     return tuple(
         Finding(
             name=name,
             num_observations=num,
-            statistic=_finite(statistic),
+            statistic=float(np.clip(statistic, -_LARGEST, _LARGEST)),
             p_value=p_value,
             p_value_corrected=fixed,
             reject=fixed < level,
@@ -196,20 +195,15 @@ def detectable_bias(draws: Draws, *, num_tests: int, config: LosslessnessConfig)
     level = config.family_level / num_tests
     found = []
     for alternative, bias in (("sharper", draws.sharper), ("flatter", draws.flatter)):
-        if _power(draws, bias, 1.0, level, config) < config.power:
-            found.append(Power(alternative=alternative, detectable_total_variation=1.0, detectable_fraction=1.0))
-            continue
-        low, high = 0.0, 1.0
-        while high - low > max(0.02 * high, 1e-4):
-            middle = (low + high) / 2
-            low, high = (low, middle) if _power(draws, bias, middle, level, config) >= config.power else (middle, high)
-        found.append(
-            Power(
-                alternative=alternative,
-                detectable_total_variation=float(high * bias.total_variation.mean()),
-                detectable_fraction=high,
-            )
-        )
+        high, variation = 1.0, 1.0
+        if _power(draws, bias, 1.0, level, config) >= config.power:
+            low = 0.0
+            while high - low > max(0.02 * high, 1e-4):
+                middle = (low + high) / 2
+                seen = _power(draws, bias, middle, level, config) >= config.power
+                low, high = (low, middle) if seen else (middle, high)
+            variation = float(high * bias.total_variation.mean())
+        found.append(Power(alternative=alternative, detectable_total_variation=variation, detectable_fraction=high))
     return tuple(found)
 
 
@@ -219,16 +213,19 @@ def _power(draws: Draws, bias: Bias, fraction: float, level: float, config: Loss
     for replication in range(config.num_replications):
         random = np.random.default_rng([config.seed, replication])
         replaced = random.random(len(draws.probability)) < fraction
-        mass_before = np.where(replaced, bias.mass_before, draws.mass_before)
-        probability = np.where(replaced, bias.probability, draws.probability)
-        tests = _conditional_tests(draws, mass_before, probability, int(random.integers(2**31)))
+        biased = replace(
+            draws,
+            mass_before=np.where(replaced, bias.mass_before, draws.mass_before),
+            probability=np.where(replaced, bias.probability, draws.probability),
+        )
+        tests = conditional_tests(biased, seed=int(random.integers(2**31)))
         rejected += min(p_value for _, _, p_value in tests.values()) < level
     return rejected / config.num_replications
 
 
-def _chi_square_uniform(u: Floats) -> tuple[float, float]:
-    counts = np.histogram(u, np.linspace(0.0, 1.0, _NUM_BINS + 1))[0]
-    return summed_chi_square([count_test(counts, np.full(_NUM_BINS, 1.0 / _NUM_BINS))])
+def _normal(z: float) -> tuple[float, float]:
+    """A standard normal statistic and its two-sided p-value."""
+    return float(z), float(special.erfc(abs(z) / np.sqrt(2.0)))
 
 
 def _kolmogorov(u: Floats) -> tuple[float, float]:
@@ -257,8 +254,3 @@ def _pool(values: Floats, expected: Floats) -> tuple[Floats, Floats]:
         merged.append([value, max(mass, _TINY)])
     pooled = np.asarray(merged)
     return pooled[:, 0], pooled[:, 1]
-
-
-def _finite(value: float) -> float:
-    """JSON knows no infinity: an impossible token makes a statistic infinite."""
-    return float(np.clip(value, -np.finfo(np.float64).max, np.finfo(np.float64).max))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from slipstream.engine.protocol import Trace
 from slipstream.grpo.loop_config import KvCache
 from slipstream.losslessness import hypothesis_tests
 from slipstream.losslessness.config import LosslessnessConfig
-from slipstream.losslessness.hypothesis_tests import Bias, Draws
+from slipstream.losslessness.hypothesis_tests import Bias, Draws, Tests
 from slipstream.losslessness.sampling import Sample, Subject, positions
 from slipstream.records.stages import CertificateRecord, Finding, GreedyRecord, Power
 
@@ -31,7 +31,6 @@ KEPT = (
 LOSSLESS, BIASED, TOO_WEAK = "lossless", "biased", "too weak"
 _PIT_BINS = 20
 _LARGEST_GAP = 1e9  # nats: where one token is impossible
-_Found = dict[str, tuple[int, float, float]]
 
 
 class ExactPolicy(Protocol):
@@ -109,14 +108,8 @@ def certify(
     )
 
 
-def judged(
-    traces: Sequence[Trace], policy: ExactPolicy, *, sampling: SamplingConfig, config: LosslessnessConfig
-) -> NDArray[np.float64]:
+def judged(traces: Sequence[Trace], policy: ExactPolicy, *, sampling: SamplingConfig, seed: int) -> NDArray[np.float64]:
     """What a version of the policy says of every token of the sample's long responses, whatever version drew it."""
-    return _columns(traces, policy, sampling, config.seed)
-
-
-def _columns(traces: Sequence[Trace], policy: ExactPolicy, sampling: SamplingConfig, seed: int) -> NDArray[np.float64]:
     sequences = [trace.prompt_token_ids + trace.token_ids for trace in traces]
     return policy.conditionals(sequences, [len(trace.prompt_token_ids) for trace in traces], sampling, seed=seed)
 
@@ -128,7 +121,7 @@ def _draws(
     seed: int,
     earlier: Mapping[int, NDArray[np.float64]],
 ) -> Draws:
-    by_token = _columns(traces, policy, sampling, seed)
+    by_token = judged(traces, policy, sampling=sampling, seed=seed)
     versions = np.asarray([version for trace in traces for version in trace.policy_versions], dtype=np.int64)
     for version, said in earlier.items():
         by_token = np.where((versions == version)[:, None], said, by_token)
@@ -141,8 +134,8 @@ def _draws(
         logprob_mean=columns[2],
         logprob_variance=columns[3],
         position=place,
-        sharper=Bias(mass_before=columns[4], probability=columns[5], total_variation=columns[6]),
-        flatter=Bias(mass_before=columns[7], probability=columns[8], total_variation=columns[9]),
+        sharper=Bias(*columns[4:7]),
+        flatter=Bias(*columns[7:10]),
     )
 
 
@@ -162,7 +155,7 @@ class _PairProbabilities:
         return [self._known[prefix] for prefix in prefixes]
 
 
-def _count_tests(sample: Sample, exact: _PairProbabilities) -> _Found:
+def _count_tests(sample: Sample, exact: _PairProbabilities) -> Tests:
     firsts, pairs = [], []
     for traces in sample.repeats:
         prompt = traces[0].prompt_token_ids
@@ -181,7 +174,7 @@ def _count_tests(sample: Sample, exact: _PairProbabilities) -> _Found:
     }
 
 
-def _pair_comparison(first: Sample, second: Sample) -> _Found:
+def _pair_comparison(first: Sample, second: Sample) -> Tests:
     parts = []
     for traces in zip(first.repeats, second.repeats, strict=True):
         counted = [Counter(trace.token_ids for trace in side) for side in traces]
@@ -195,23 +188,19 @@ def _pair_comparison(first: Sample, second: Sample) -> _Found:
 def _greedy(
     speculative: Sequence[Trace], autoregressive: Sequence[Trace], policy: ExactPolicy, near_tie_nats: float
 ) -> GreedyRecord:
-    prefixes, choices = [], []
+    gaps, prefixes, choices = [], [], []
     for one, other in zip(speculative, autoregressive, strict=True):
-        if one.token_ids == other.token_ids:
-            continue
         at = next((i for i, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=False)) if a != b), None)
-        if at is None:  # one ended where the other went on: impossible with the same rules, so not excusable
-            prefixes.append(one.prompt_token_ids)
-            choices.append(None)
-            continue
-        prefixes.append(one.prompt_token_ids + one.token_ids[:at])
-        choices.append((one.token_ids[at], other.token_ids[at]))
+        if at is not None:
+            prefixes.append(one.prompt_token_ids + one.token_ids[:at])
+            choices.append([one.token_ids[at], other.token_ids[at]])
+        elif len(one.token_ids) != len(other.token_ids):  # impossible with the same rules, so not excusable
+            gaps.append(_LARGEST_GAP)
     plain = SamplingConfig(temperature=1.0, max_response_tokens=1)
-    gaps = []
-    if prefixes:
-        for probabilities_V, choice in zip(policy.next_token_probabilities(prefixes, plain), choices, strict=True):
-            pair = None if choice is None else probabilities_V[list(choice)]
-            gaps.append(_LARGEST_GAP if pair is None or pair.min() <= 0 else float(abs(np.log(pair[0] / pair[1]))))
+    found = policy.next_token_probabilities(prefixes, plain) if prefixes else ()
+    for probabilities_V, choice in zip(found, choices, strict=True):
+        pair = probabilities_V[choice]
+        gaps.append(_LARGEST_GAP if pair.min() <= 0 else float(abs(np.log(pair[0] / pair[1]))))
     return GreedyRecord(
         num_responses=len(speculative),
         num_equal=len(speculative) - len(gaps),
@@ -251,5 +240,5 @@ def _verdict(
 def _histograms(draws: Draws, seed: int) -> dict[str, tuple[int, ...]]:
     u = hypothesis_tests.uniforms(draws.mass_before, draws.probability, seed)
     edges = np.linspace(0.0, 1.0, _PIT_BINS + 1)
-    masks: dict[str, Any] = hypothesis_tests.window_positions(draws.position)
-    return {name: tuple(int(n) for n in np.histogram(u[mask], edges)[0]) for name, mask in masks.items()}
+    masks = hypothesis_tests.window_positions(draws.position)
+    return {name: tuple(np.histogram(u[mask], edges)[0].tolist()) for name, mask in masks.items()}

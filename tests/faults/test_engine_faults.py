@@ -206,7 +206,7 @@ def in_flight(bench: Bench, kv_cache: KvCache, *, mixed_up: bool = False) -> Cer
     sample = draw(bench.engine, PROMPTS, config=CONFIG, sampling=SAMPLING, batch=32, seed=1, across=across)
     bench.engine.run_in_flight(None)
     assert {version for trace in sample.traces for version in trace.policy_versions} == {0, 1}
-    earlier = judged(sample.traces, bench.exact["old"], sampling=SAMPLING, config=CONFIG)
+    earlier = judged(sample.traces, bench.exact["old"], sampling=SAMPLING, seed=CONFIG.seed)
     how: dict[str, Any] = {"sampling": SAMPLING, "earlier": {1 if mixed_up else 0: earlier}}
     return certified(sample, bench.baseline, bench.exact["new"], CONFIG, **how)
 
