@@ -19,6 +19,7 @@ from typing import Any
 from slipstream.data.prompts import PromptStream, read_prompt_sets
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.rewards.verifier import Verifier
+from slipstream.types import Prompt
 
 MARK = "@trl "  # of a line that is for the caller: TRL prints others
 READY = "ready"
@@ -40,6 +41,15 @@ def _say(text: str) -> None:
     print(f"{MARK}{text}", flush=True)
 
 
+def _prompts(recipe: Recipe, execution: Path, num_steps: int) -> list[Prompt]:
+    stream = PromptStream(
+        prompts=read_prompt_sets(execution / "prepare_data").train,
+        batch_size=recipe.grpo.prompts_per_step,
+        seed=recipe.grpo.seed,
+    )
+    return [prompt for step in range(num_steps) for prompt in stream.batch(step)]
+
+
 def _train(recipe: Recipe, execution: Path, num_steps: int, dtype: str) -> list[float]:
     """Mean tokens a response, of each step."""
     import torch
@@ -51,12 +61,7 @@ def _train(recipe: Recipe, execution: Path, num_steps: int, dtype: str) -> list[
     policy = execution / "prepare_policy" / "policy"
     tokenizer = AutoTokenizer.from_pretrained(policy)
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=getattr(torch, dtype))
-    stream = PromptStream(
-        prompts=read_prompt_sets(execution / "prepare_data").train,
-        batch_size=recipe.grpo.prompts_per_step,
-        seed=recipe.grpo.seed,
-    )
-    rows = [prompt for step in range(num_steps) for prompt in stream.batch(step)]
+    rows = _prompts(recipe, execution, num_steps)
     texts = [tokenizer.decode(list(prompt.token_ids)) for prompt in rows]
     for text, prompt in zip(texts, rows, strict=True):
         assert tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) == prompt.token_ids, "TRL reads our tokens"

@@ -39,6 +39,23 @@ def _each(task: Any) -> Any:
     return map_task(task, concurrency=CLUSTER.parallel_parts, min_success_ratio=_ONE_OF_MANY)
 
 
+def _ranked(planned: Any) -> Any:
+    """Wire the parts of each kind, one kind after the other, and the ranking of the variants."""
+    policies = _each(make_policy)(context=planned.policies).with_overrides(name="policies", node_name="policies")
+    drafts, baselines, variants = (
+        _each(make_part)(context=contexts).with_overrides(name=name, node_name=name)
+        for name, contexts in (
+            ("drafts", planned.drafts),
+            ("baselines", planned.baselines),
+            ("variants", planned.variants),
+        )
+    )
+    policies >> drafts >> baselines >> variants  # pyright: ignore[reportUnusedExpression]
+    return rank_ablation(contexts=planned.variants, finished=variants).with_overrides(
+        name="rank the variants", node_name="rank-ablation"
+    )
+
+
 @workflow(failure_policy=WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE, on_failure=fail_ablation)
 def ablation(  # noqa: PLR0913  # one input a line of the launch form
     recipe: str = "tiny",
@@ -91,16 +108,4 @@ def ablation(  # noqa: PLR0913  # one input a line of the launch form
         run_root=run_root,
         reuse_stored=reuse_stored,
     ).with_overrides(name="check every variant", node_name="plan-ablation")
-    policies = _each(make_policy)(context=planned.policies).with_overrides(name="policies", node_name="policies")
-    drafts, baselines, variants = (
-        _each(make_part)(context=contexts).with_overrides(name=name, node_name=name)
-        for name, contexts in (
-            ("drafts", planned.drafts),
-            ("baselines", planned.baselines),
-            ("variants", planned.variants),
-        )
-    )
-    policies >> drafts >> baselines >> variants  # pyright: ignore[reportUnusedExpression]
-    return rank_ablation(contexts=planned.variants, finished=variants).with_overrides(
-        name="rank the variants", node_name="rank-ablation"
-    )
+    return _ranked(planned)

@@ -11,10 +11,9 @@ from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.types import ArmLoop, Workload
 from tasks.bake_off import BakeOff, check_drafters, fail_bake_off
 from tasks.bake_off import bake_off as compare
-from tasks.prepare_data import prepare_data
-from tasks.prepare_policy import prepare_policy
 from tasks.resources import CLUSTER
 from tasks.start_run import start_run
+from workflows.chain import data_and_policy
 
 
 @workflow(failure_policy=WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE, on_failure=fail_bake_off)
@@ -72,11 +71,8 @@ def bake_off(  # noqa: PLR0913  # one input a line of the launch form
     }
     shared = {"context": run.context, "recipe": run.recipe}
     checked = check_drafters(**shared, **field).with_overrides(name="check every drafter", node_name="check-drafters")
-    data = prepare_data(**shared).with_overrides(name="prepare data", node_name="prepare-data").data
+    data, policy = data_and_policy(shared)
     checked >> data  # pyright: ignore[reportUnusedExpression]
-    policy = (
-        prepare_policy(**shared, data=data).with_overrides(name="prepare policy", node_name="prepare-policy").policy
-    )
     return compare(**shared, **field, policy=policy, data=data).with_overrides(
         name="compare drafters", node_name="bake-off"
     )

@@ -37,13 +37,19 @@ class Prepared:
     tuning: Any
 
 
-def prepared(run: Any) -> Prepared:
-    """Data, policy, draft and draft length of the run that `start_run` opened."""
-    shared = {"context": run.context, "recipe": run.recipe}
+def data_and_policy(shared: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Wire data and policy of a run; `shared` is what every task takes."""
     data = prepare_data(**shared).with_overrides(name="prepare data", node_name="prepare-data").data
     policy = (
         prepare_policy(**shared, data=data).with_overrides(name="prepare policy", node_name="prepare-policy").policy
     )
+    return data, policy
+
+
+def prepared(run: Any) -> Prepared:
+    """Wire data, policy, draft and draft length of the run that `start_run` opened."""
+    shared = {"context": run.context, "recipe": run.recipe}
+    data, policy = data_and_policy(shared)
     draft = (
         pretrain_draft(**shared, policy=policy, data=data)
         .with_overrides(name="pretrain draft", node_name="pretrain-draft")

@@ -21,6 +21,15 @@ QWEN3 = "Qwen3ForCausalLM"
 QWEN3_MOE = "Qwen3MoeForCausalLM"
 MIMO = "MiMoForCausalLM"
 _MODEL_TYPES = {QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe", MIMO: "qwen2"}  # MiMo's trunk is a Qwen2, which vLLM reads
+_HF_NAMES = {  # of sizes that an `Architecture` and a `ScratchConfig` have, in a `config.json`
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "ffn_hidden_size": "intermediate_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "tie_word_embeddings": "tie_word_embeddings",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +83,6 @@ class Experts:
             "router_aux_loss_coef": 0.0,  # reinforcement learning has no loss that balances experts
         }
 
-    def are_in(self, layer: int) -> bool:
-        """Return True if a layer has experts."""
-        return layer not in self.dense_layers
-
-    def num_parameters(self, hidden_size: int) -> int:
-        """Parameters of a layer's router and experts."""
-        return self.num_experts * hidden_size * (1 + 3 * self.ffn_hidden_size)
-
 
 def require_even_experts(experts: Experts | None, parallel: ParallelConfig) -> None:
     """Refuse layouts that the policy's experts, or their absence, rule out.
@@ -130,21 +131,8 @@ class Architecture:
     @classmethod
     def from_scratch(cls, scratch: ScratchConfig, *, vocab_size: int, eos_token_id: int) -> Architecture:
         """The architecture that a `ScratchConfig` describes, over a tokenizer's vocabulary."""
-        return cls(
-            vocab_size=vocab_size,
-            hidden_size=scratch.hidden_size,
-            num_layers=scratch.num_layers,
-            num_attention_heads=scratch.num_attention_heads,
-            num_query_groups=scratch.num_query_groups,
-            head_dim=scratch.head_dim,
-            ffn_hidden_size=scratch.ffn_hidden_size,
-            max_position_embeddings=scratch.max_position_embeddings,
-            rope_theta=scratch.rope_theta,
-            norm_eps=1e-6,
-            tie_word_embeddings=scratch.tie_word_embeddings,
-            eos_token_id=eos_token_id,
-            num_mtp_layers=scratch.num_mtp_layers,
-        )
+        sizes = {name: getattr(scratch, name) for name in (*_HF_NAMES, "head_dim", "rope_theta", "num_mtp_layers")}
+        return cls(vocab_size=vocab_size, eos_token_id=eos_token_id, norm_eps=1e-6, **sizes)
 
     @classmethod
     def from_hf(cls, path: Path) -> Architecture:
@@ -169,16 +157,10 @@ class Architecture:
         eos = config["eos_token_id"]
         return cls(
             vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            num_layers=config["num_hidden_layers"],
-            num_attention_heads=config["num_attention_heads"],
-            num_query_groups=config["num_key_value_heads"],
-            head_dim=config["hidden_size"] // config["num_attention_heads"] if is_mimo else config["head_dim"],
-            ffn_hidden_size=config["intermediate_size"],
-            max_position_embeddings=config["max_position_embeddings"],
-            rope_theta=_rope_theta(config),
             norm_eps=config["rms_norm_eps"],
-            tie_word_embeddings=config["tie_word_embeddings"],
+            **{name: config[hf_name] for name, hf_name in _HF_NAMES.items()},
+            head_dim=config["hidden_size"] // config["num_attention_heads"] if is_mimo else config["head_dim"],
+            rope_theta=_rope_theta(config),
             eos_token_id=eos[0] if isinstance(eos, list) else eos,
             experts=Experts.from_hf(config) if architectures == [QWEN3_MOE] else None,
             num_mtp_layers=1 if is_mimo else 0,
@@ -203,7 +185,7 @@ class Architecture:
 
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer routes tokens to experts."""
-        return self.experts is not None and self.experts.are_in(layer)
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     def to_hf(self, dtype: Dtype) -> dict[str, Any]:
         """The `config.json` that transformers and vLLM read as this architecture."""
@@ -211,19 +193,13 @@ class Architecture:
             "architectures": [self.name],
             "model_type": _MODEL_TYPES[self.name],
             "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_query_groups,
+            "rms_norm_eps": self.norm_eps,
+            **{hf_name: getattr(self, name) for name, hf_name in _HF_NAMES.items()},
             "head_dim": self.head_dim,
-            "intermediate_size": self.ffn_hidden_size,
             "hidden_act": "silu",
-            "max_position_embeddings": self.max_position_embeddings,
             # transformers 5 reads rope_parameters; everything older reads rope_theta.
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
             "rope_theta": self.rope_theta,
-            "rms_norm_eps": self.norm_eps,
-            "tie_word_embeddings": self.tie_word_embeddings,
             "attention_bias": self.has_mtp,
             "attention_dropout": 0.0,
             "use_sliding_window": False,
@@ -241,7 +217,8 @@ class Architecture:
         matrices = self.hidden_size * 2 * (queries + keys)
         vectors = 2 * self.hidden_size + (queries + 2 * keys if self.has_mtp else 2 * self.head_dim)
         dense = 3 * self.hidden_size * self.ffn_hidden_size
-        sparse = 0 if self.experts is None else self.experts.num_parameters(self.hidden_size)
+        experts = self.experts  # each with three matrices, and a row of the router
+        sparse = experts.num_experts * self.hidden_size * (1 + 3 * experts.ffn_hidden_size) if experts else 0
         networks = sum(sparse if self.has_experts(layer) else dense for layer in range(self.num_layers))
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         # An MTP layer joins two states into one, has three norms, and is a layer like the others.

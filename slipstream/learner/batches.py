@@ -84,31 +84,29 @@ class Batching:
         lengths = [len(tokens) for tokens in sequences]
         return self._packed(sequences, lengths, device) if self.packs else self._padded(sequences, lengths, device)
 
-    def microbatches(self, sequences: Sequences, loss_starts: Sequence[int], device: torch.device) -> list[MicroBatch]:
-        """Cut the sequences into micro-batches; labels count from each sequence's `loss_starts` on."""
-        return [
-            self._microbatch(sequences, loss_starts, indices, device)
-            for indices in self.plan([len(tokens) for tokens in sequences])
-        ]
+    def microbatches(
+        self, sequences: Sequences, loss_starts: Sequence[int] | None, device: torch.device
+    ) -> list[MicroBatch]:
+        """Cut the sequences into micro-batches.
 
-    def whole(self, sequences: Sequences, device: torch.device) -> list[MicroBatch]:
-        """Micro-batches that read every token, and of which no label counts."""
-        found = []
-        for indices in self.plan([len(tokens) for tokens in sequences]):
-            inputs = self.inputs([sequences[index] for index in indices], device)
-            none_BT = torch.zeros(inputs.token_ids_BT.shape, dtype=torch.bool, device=device)
-            found.append(MicroBatch(indices=indices, inputs=inputs, labels_BT=inputs.token_ids_BT, mask_BT=none_BT))
-        return found
+        Args:
+            loss_starts: index of the first token of each sequence that counts as a label; None: every token is an input
+                and no label counts.
+        """
+        plan = self.plan([len(tokens) for tokens in sequences])
+        return [self._microbatch(sequences, loss_starts, indices, device) for indices in plan]
 
     def _microbatch(
-        self, sequences: Sequences, loss_starts: Sequence[int], indices: tuple[int, ...], device: torch.device
+        self, sequences: Sequences, loss_starts: Sequence[int] | None, indices: tuple[int, ...], device: torch.device
     ) -> MicroBatch:
-        inputs = self.inputs([sequences[index][:-1] for index in indices], device)
+        chosen = [sequences[index] if loss_starts is None else sequences[index][:-1] for index in indices]
+        inputs = self.inputs(chosen, device)
         labels_BT = np.zeros(tuple(inputs.token_ids_BT.shape), dtype=np.int64)
         mask_BT = np.zeros(labels_BT.shape, dtype=bool)
-        for index, (row, columns) in zip(indices, inputs.places, strict=True):
-            labels_BT[row, columns] = sequences[index][1:]
-            mask_BT[row, columns.start + loss_starts[index] - 1 : columns.stop] = True
+        if loss_starts is not None:
+            for index, (row, columns) in zip(indices, inputs.places, strict=True):
+                labels_BT[row, columns] = sequences[index][1:]
+                mask_BT[row, columns.start + loss_starts[index] - 1 : columns.stop] = True
         labels, mask = torch.from_numpy(labels_BT).to(device), torch.from_numpy(mask_BT).to(device)
         return MicroBatch(indices=indices, inputs=inputs, labels_BT=labels, mask_BT=mask)
 

@@ -42,7 +42,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from slipstream.config import require
 from slipstream.learner.architecture import Architecture, Experts
-from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute
+from slipstream.learner.config import LearnerConfig, Packing, Recompute
 from slipstream.learner.cpu import host
 from slipstream.learner.cpu.host import use_cpu_dispatchers
 from slipstream.learner.cpu.layer import CpuTransformerLayer
@@ -52,6 +52,12 @@ from slipstream.learner.weights import Layout, ParameterMapping, Shard, mappings
 from slipstream.types import Dtype
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+_RECOMPUTED = ["core_attn", "mlp"]
+_RECOMPUTE: dict[Recompute, dict[str, Any]] = {  # settings of a `TransformerConfig`
+    Recompute.NONE: {},
+    Recompute.SELECTIVE: {"recompute_granularity": "selective", "recompute_modules": _RECOMPUTED},
+    Recompute.FULL: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
 class CausalAttention(MegatronModule):
@@ -327,13 +333,12 @@ def _transformer_config(arch: Architecture, learner: LearnerConfig) -> Transform
         # The loss arrives divided by the token count of the whole step: Megatron must sum, over micro-batches and
         # data-parallel ranks, and divide by nothing.
         calculate_per_token_loss=True,
-        finalize_model_grads_func=_finalize_sums,
-        **_recomputed(learner.recompute, has_experts=arch.experts is not None),
-        **({} if arch.experts is None else _mixture(arch.experts, parallel)),
+        finalize_model_grads_func=lambda model, num_tokens, **kwargs: finalize_model_grads(model, None, **kwargs),
+        **(_RECOMPUTE[learner.recompute] | ({} if arch.experts is None else _mixture(arch.experts, learner))),
     )
 
 
-def _mixture(experts: Experts, parallel: ParallelConfig) -> dict[str, Any]:
+def _mixture(experts: Experts, learner: LearnerConfig) -> dict[str, Any]:
     """A router as transformers and vLLM have it, in the type of the weights, and no loss that balances experts."""
     return {
         "num_moe_experts": experts.num_experts,
@@ -341,21 +346,6 @@ def _mixture(experts: Experts, parallel: ParallelConfig) -> dict[str, Any]:
         "moe_router_topk": experts.num_experts_per_token,
         "moe_router_pre_softmax": not experts.normalizes_chosen,
         "moe_router_load_balancing_type": "none",
-        "expert_model_parallel_size": parallel.expert,
+        "expert_model_parallel_size": learner.parallel.expert,
+        **({"recompute_modules": [*_RECOMPUTED, "moe"]} if learner.recompute is Recompute.SELECTIVE else {}),
     }
-
-
-def _recomputed(recompute: Recompute, *, has_experts: bool) -> dict[str, Any]:
-    match recompute:
-        case Recompute.NONE:
-            return {}
-        case Recompute.SELECTIVE:
-            modules = ["core_attn", "mlp", *(["moe"] if has_experts else [])]
-            return {"recompute_granularity": "selective", "recompute_modules": modules}
-        case Recompute.FULL:
-            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-def _finalize_sums(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
-    del num_tokens  # would divide once more
-    finalize_model_grads(model, None, **kwargs)

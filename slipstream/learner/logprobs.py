@@ -83,7 +83,7 @@ class OutputHead:
             # Backwards the ranks' gradients are summed. Megatron drops the sum if the gradient is not contiguous, as
             # that of a transposed tensor is: so of these rows.
             hidden_NH = cast(Tensor, copy_to_tensor_model_parallel_region(hidden_NH))
-        weight_VH = self._weight()
+        weight_VH = output_weight(self._gpt)
         logprobs_N, entropy_N = _ChunkedLogprobs.apply(
             hidden_NH,
             weight_VH,
@@ -104,7 +104,7 @@ class OutputHead:
         Yields:
             A sequence of the micro-batch, which of its labels that count, their logits [C, vocabulary], the labels [C].
         """
-        hidden_BTH, weight_VH = self._all_tokens(hidden_TBH).transpose(0, 1), self._weight()
+        hidden_BTH, weight_VH = self._all_tokens(hidden_TBH).transpose(0, 1), output_weight(self._gpt)
         for number, place in enumerate(batch.inputs.places):
             mask_T = batch.mask_BT[place]
             hidden_NH, labels_N = hidden_BTH[place][mask_T], batch.labels_BT[place][mask_T]
@@ -115,7 +115,7 @@ class OutputHead:
                 yield number, part, torch.cat(shards, dim=-1), labels_N[part]
 
     def _whole(self, hidden_TBH: Tensor, batch: MicroBatch, temperature: float, *, with_entropy: bool) -> TokenScores:
-        logits_TBV, _ = self._gpt.output_layer(hidden_TBH, weight=self._weight())
+        logits_TBV, _ = self._gpt.output_layer(hidden_TBH, weight=output_weight(self._gpt))
         logits_BTV = logits_TBV.transpose(0, 1).contiguous().float() / temperature
         entropy = None
         if with_entropy:
@@ -132,11 +132,6 @@ class OutputHead:
         if self._gpt.config.sequence_parallel:
             return cast(Tensor, gather_from_sequence_parallel_region(hidden_TBH))
         return hidden_TBH
-
-    def _weight(self) -> Tensor:
-        if self._gpt.share_embeddings_and_output_weights:
-            return self._gpt.shared_embedding_or_output_weight()
-        return cast(Tensor, self._gpt.output_layer.weight)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -167,7 +162,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             inside_C1, at_C1 = _inside(own_N[part], logits_CV.shape[1])
             chosen_C = torch.where(inside_C1, logits_CV.gather(1, at_C1), 0.0)[:, 0]
             sum_C, dot_C = _moments(logits_CV)
-            sum_C, dot_C, chosen_C = parallel.summed(torch.stack([sum_C, dot_C, chosen_C]), head.group)
+            sum_C, dot_C, chosen_C = parallel.all_reduce(torch.stack([sum_C, dot_C, chosen_C]), head.group)
             log_C = sum_C.log()
             logprobs_N[part] = chosen_C - log_C
             entropy_N[part] = log_C - dot_C / sum_C
@@ -207,6 +202,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return d_hidden_NH, d_weight_VH.to(weight_VH.dtype), None, None
 
 
+def output_weight(gpt: GPTModel) -> Tensor:
+    """[V, H], this rank's part of the output layer, which may be the embeddings."""
+    if gpt.share_embeddings_and_output_weights:
+        return gpt.shared_embedding_or_output_weight()
+    return cast(Tensor, gpt.output_layer.weight)
+
+
 def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens))
 
@@ -218,10 +220,7 @@ def _inside(own_C: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 def largest(logits_CV: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[C], over the vocabulary of all ranks."""
-    largest_C = logits_CV.amax(-1)
-    if group.size() > 1:
-        dist.all_reduce(largest_C, op=dist.ReduceOp.MAX, group=group)
-    return largest_C
+    return parallel.all_reduce(logits_CV.amax(-1), group, dist.ReduceOp.MAX)
 
 
 def _moments(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
@@ -234,7 +233,7 @@ def _moments(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
 def _entropy(logits_BTV: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, T], nats, of softmax(logits) over the vocabulary of all ranks."""
     logits_NV = logits_BTV.flatten(0, 1)
-    sum_N, dot_N = parallel.summed(torch.stack(_moments(logits_NV - largest(logits_NV, group)[:, None])), group)
+    sum_N, dot_N = parallel.all_reduce(torch.stack(_moments(logits_NV - largest(logits_NV, group)[:, None])), group)
     return (sum_N.log() - dot_N / sum_N).view(logits_BTV.shape[:2])
 
 

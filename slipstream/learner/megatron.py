@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -114,99 +114,14 @@ class Capture:
             self.by_sequence[index] = states[:, : num_layers * size].contiguous(), states[:, -size:].contiguous()
 
 
-def device_with_room(num_bytes: int, device: torch.device) -> torch.device:
-    """Choose where states are kept: on the rank's device if they fill at most half of its free memory."""
-    if device.type == "cpu":
-        return device
-    free, _ = torch.cuda.mem_get_info(device)
-    return device if 2 * num_bytes <= free else _CPU
-
-
-def hooked_layers(gpt: GPTModel, call: Callable[[], None]) -> list[RemovableHandle]:
-    """Have `call` made after the forward and before the backward pass of each of this rank's layers.
-
-    Until the handles are removed. It changes nothing in what the layers compute.
-    """
-
-    def backward(gradient: Tensor) -> None:
-        del gradient
-        call()
-
-    def forward(module: torch.nn.Module, args: Any, output: Any) -> None:
-        del module, args
-        call()
-        hidden: Tensor = output[0] if isinstance(output, tuple) else output
-        if hidden.requires_grad:
-            hidden.register_hook(backward)
-
-    decoder: Any = gpt.decoder
-    return [layer.register_forward_hook(forward) for layer in decoder.layers]
-
-
-def run_passes(
-    module: torch.nn.Module,
-    gpt: GPTModel,
-    batches: list[MicroBatch],
-    loss_of: LossOf,
-    *,
-    forward_only: bool,
-    capture: Capture | None = None,
-) -> list[Result]:
-    """Run forward, and backward unless `forward_only`, by Megatron's schedule for the layout.
-
-    The ranks of one model pass the same micro-batches.
-
-    Args:
-        module: `gpt`, or what wraps it to accumulate gradients.
-    Returns:
-        What `loss_of` named, by micro-batch that is not idle; empty except on the last pipeline stage.
-    """
-    if not batches:
-        return []
-
-    def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
-        batch = next(data)
-        with host.model_arithmetic(), capture.of(gpt, batch) if capture else contextlib.nullcontext():
-            output = forward(model, batch.inputs)
-
-        def loss_func(hidden_TBH: Tensor) -> tuple[Tensor, Tensor, Result]:
-            with host.model_arithmetic():
-                loss, result = loss_of(hidden_TBH, batch) if batch.indices else _idle(hidden_TBH)
-            return loss, torch.zeros((), dtype=torch.int), result
-
-        return output, loss_func
-
-    with host.cuda_as_cpu(), torch.set_grad_enabled(not forward_only):
-        results = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=[module],
-            num_microbatches=len(batches),
-            seq_length=max(batch.labels_BT.shape[1] for batch in batches),
-            micro_batch_size=max(len(batch.labels_BT) for batch in batches),
-            forward_only=forward_only,
-        )
-    return [result for result, batch in zip(results, batches, strict=False) if batch.indices]
-
-
-def _idle(hidden_TBH: Tensor) -> tuple[Tensor, Result]:
-    """No loss, yet one that goes backward: gradients of other ranks' tokens pass through this rank's experts."""
-    return hidden_TBH.sum() * 0.0, {}
-
-
 FloatArray = NDArray[np.float32]
 _EMBEDDINGS, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class Parts(NamedTuple):
-    """This rank's part of the model, and of the MTP layer beside it."""
-
-    gpt: GPTModel
-    mtp: MtpLayer | None
-
-
-def build_parts(architecture: Architecture, learner: LearnerConfig, read: Callable[[str], Tensor]) -> Parts:
-    """This rank's part, of full tensors that `read` gives by their Hugging Face names."""
+def _build(
+    architecture: Architecture, learner: LearnerConfig, read: Callable[[str], Tensor]
+) -> tuple[GPTModel, MtpLayer | None]:
+    """Build this rank's part of the model and of its MTP layer from full tensors by their Hugging Face names."""
     shard = parallel.current_shard()
     require_divisible(architecture, tensor=shard.tensor_size, pipeline=shard.pipeline_size)
     require_even_experts(architecture.experts, learner.parallel)
@@ -215,7 +130,7 @@ def build_parts(architecture: Architecture, learner: LearnerConfig, read: Callab
     load_exactly(model, dict(shard_from_hf(read, architecture, shard)))
     if mtp is not None:
         load_exactly(mtp, dict(shard_from_hf(read, architecture, shard, mtp_mappings(architecture))))
-    return Parts(model, mtp)
+    return model, mtp
 
 
 class MegatronPolicy:
@@ -228,12 +143,17 @@ class MegatronPolicy:
     """
 
     def __init__(
-        self, parts: Parts, architecture: Architecture, learner: LearnerConfig, optimizer: OptimizerConfig | None
+        self,
+        read: Callable[[str], Tensor],
+        architecture: Architecture,
+        learner: LearnerConfig,
+        optimizer: OptimizerConfig | None,
     ) -> None:
         self.device = parallel.device()
         self.architecture = architecture
-        self._gpt = parts.gpt.to(self.device)
-        self._mtp = None if parts.mtp is None else parts.mtp.to(self.device)
+        gpt, mtp = _build(architecture, learner, read)
+        self._gpt = gpt.to(self.device)
+        self._mtp = None if mtp is None else mtp.to(self.device)
         self._shard = parallel.current_shard()
         self.version = 0
         self._learner = learner
@@ -262,18 +182,16 @@ class MegatronPolicy:
         self._checkpoints = PolicyCheckpoints(self._gpt, self._optimizer, architecture)
 
     @classmethod
-    def load(
-        cls, hf_path: Path, *, learner: LearnerConfig, optimizer: OptimizerConfig | None, **rank: Unpack[parallel.Rank]
-    ) -> MegatronPolicy:
+    def load(cls, hf_path: Path, *, learner: LearnerConfig, optimizer: OptimizerConfig | None) -> MegatronPolicy:
         """Load a model directory in Hugging Face format; without `optimizer` the policy only evaluates.
 
         Raises:
             ConfigError: not a Qwen3 or Qwen3-MoE, or one that `learner.parallel` cannot split evenly.
         """
         architecture = Architecture.from_hf(hf_path)
-        parallel.initialize(learner.parallel, **rank)
+        parallel.initialize(learner.parallel)
         with open_weights(hf_path) as read:
-            return cls(build_parts(architecture, learner, read), architecture, learner, optimizer)
+            return cls(read, architecture, learner, optimizer)
 
     @classmethod
     def from_scratch(
@@ -284,16 +202,15 @@ class MegatronPolicy:
         eos_token_id: int,
         learner: LearnerConfig,
         optimizer: OptimizerConfig | None,
-        **rank: Unpack[parallel.Rank],
     ) -> MegatronPolicy:
         """A policy with random weights, which depend on `scratch` alone, not on the layout.
 
         Its MTP layer, if it has one, learns with every `lm_step`, by an optimizer of the same config.
         """
         architecture = Architecture.from_scratch(scratch, vocab_size=vocab_size, eos_token_id=eos_token_id)
-        parallel.initialize(learner.parallel, **rank)
+        parallel.initialize(learner.parallel)
         weights = initial_weights(architecture, std=scratch.init_std, seed=scratch.seed)
-        policy = cls(build_parts(architecture, learner, weights.__getitem__), architecture, learner, optimizer)
+        policy = cls(weights.__getitem__, architecture, learner, optimizer)
         if architecture.has_mtp and optimizer is not None:
             policy.start_mtp(optimizer)
         return policy
@@ -426,10 +343,25 @@ class MegatronPolicy:
         return Trained(stats=stats, own_logprobs=None if own is None else own.collected())
 
     def around_layers(self, call: Callable[[], None] | None) -> None:
-        """Have `call` made between the passes of this rank's layers; None: nothing any more. See `hooked_layers`."""
+        """Have `call` made after the forward and before the backward pass of each of this rank's layers.
+
+        It changes nothing in what the layers compute. None removes the hooks.
+        """
         for hook in self._layer_hooks:
             hook.remove()
-        self._layer_hooks = [] if call is None else hooked_layers(self._gpt, call)
+        self._layer_hooks = []
+        if call is None:
+            return
+
+        def after_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
+            del module, args
+            call()
+            hidden: Tensor = output[0] if isinstance(output, tuple) else output
+            if hidden.requires_grad:
+                hidden.register_hook(lambda gradient: call())
+
+        decoder: Any = self._gpt.decoder
+        self._layer_hooks = [layer.register_forward_hook(after_forward) for layer in decoder.layers]
 
     def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
         """One optimizer update on the next-token loss.
@@ -467,15 +399,15 @@ class MegatronPolicy:
             learner's dtype, on every rank of the model; on its device, if they are small beside what is free there.
         """
         num_bytes = self.hidden_states_bytes(token_ids, layer_ids)
-        capture = Capture(layer_ids, device=device_with_room(num_bytes, self.device))
+        # The states stay on the rank's device if they fill at most half of its free memory.
+        fits = self.device.type == "cpu" or 2 * num_bytes <= torch.cuda.mem_get_info(self.device)[0]
+        capture = Capture(layer_ids, device=self.device if fits else _CPU)
 
         def nothing(hidden_TBH: Tensor, micro: MicroBatch) -> tuple[Tensor, Result]:
             del micro
             return hidden_TBH.new_zeros(()), {}
 
-        batches = self._batching.whole(token_ids, self.device)
-        batches += [idle_microbatch(self.device)] * self._num_idle(len(batches))
-        self._run(batches, nothing, forward_only=True, capture=capture)
+        self._run(self._microbatches(token_ids, None), nothing, forward_only=True, capture=capture)
         capture.finish()
         return [capture.by_sequence[index] for index in range(len(token_ids))]
 
@@ -546,18 +478,49 @@ class MegatronPolicy:
         self.version, self._num_updates = state["version"], state["num_updates"]
         return state["extra"]
 
-    def _microbatches(self, sequences: Sequences, loss_starts: Sequence[int]) -> list[MicroBatch]:
+    def _microbatches(self, sequences: Sequences, loss_starts: Sequence[int] | None) -> list[MicroBatch]:
         batches = self._batching.microbatches(sequences, loss_starts, self.device)
-        return batches + [idle_microbatch(self.device)] * self._num_idle(len(batches))
-
-    def _num_idle(self, num_batches: int) -> int:
-        """Micro-batches more that another rank has: those that share experts compute each of their layers together."""
-        return parallel.most_over_expert_ranks(num_batches) - num_batches
+        # Ranks that share experts compute each of their layers together, so all have as many micro-batches.
+        num_idle = parallel.most_over_expert_ranks(len(batches)) - len(batches)
+        return batches + [idle_microbatch(self.device)] * num_idle
 
     def _run(
         self, batches: list[MicroBatch], loss_of: LossOf, *, forward_only: bool, capture: Capture | None = None
     ) -> list[Result]:
-        return run_passes(self._module, self._gpt, batches, loss_of, forward_only=forward_only, capture=capture)
+        """Run forward, and backward unless `forward_only`, by Megatron's schedule for the layout.
+
+        The ranks of one model pass the same micro-batches.
+
+        Returns:
+            The scalars that `loss_of` names, for each micro-batch that is not idle; none but on the last stage.
+        """
+        if not batches:
+            return []
+
+        def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
+            batch = next(data)
+            with host.model_arithmetic(), capture.of(self._gpt, batch) if capture else contextlib.nullcontext():
+                output = forward(model, batch.inputs)
+
+            def loss_func(hidden_TBH: Tensor) -> tuple[Tensor, Tensor, Result]:
+                with host.model_arithmetic():
+                    # An idle rank goes backward too: gradients of other ranks' tokens pass through its experts.
+                    loss, result = loss_of(hidden_TBH, batch) if batch.indices else (hidden_TBH.sum() * 0.0, {})
+                return loss, torch.zeros((), dtype=torch.int), result
+
+            return output, loss_func
+
+        with host.cuda_as_cpu(), torch.set_grad_enabled(not forward_only):
+            results = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(batches),
+                model=[self._module],
+                num_microbatches=len(batches),
+                seq_length=max(batch.labels_BT.shape[1] for batch in batches),
+                micro_batch_size=max(len(batch.labels_BT) for batch in batches),
+                forward_only=forward_only,
+            )
+        return [result for result, batch in zip(results, batches, strict=False) if batch.indices]
 
     def _update(
         self,

@@ -43,7 +43,7 @@ from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.checkpoint.policy import MAIN, HeldParameter, held_parameters
 from slipstream.learner.config import LearnerConfig
 from slipstream.learner.cpu import host
-from slipstream.learner.logprobs import largest
+from slipstream.learner.logprobs import largest, output_weight
 from slipstream.learner.optimizer import TrainingMemory, with_optimizer
 from slipstream.learner.weights import hf_from_shards, mtp_mappings, shard_from_hf
 
@@ -297,7 +297,7 @@ class MtpTrainer:
     def _divergence(self, hidden_NH: Tensor, last_NH: Tensor, temperature: float) -> Tensor:
         """KL(policy || draft) summed over tokens; logits of `logprob_chunk_tokens` are held at once, if that is set."""
         size = self._chunk_tokens or max(len(hidden_NH), 1)
-        of_part = partial(_divergence, self._weight(), temperature)
+        of_part = partial(_divergence, output_weight(self._gpt), temperature)
         parts = [
             cast(Tensor, checkpoint(of_part, *each, use_reentrant=False)) if self._chunk_tokens else of_part(*each)
             for each in zip(hidden_NH.split(size), last_NH.split(size), strict=True)
@@ -311,7 +311,7 @@ class MtpTrainer:
         for index, drafted_TBH in zip(range(num_tokens), self._drafted(chats), strict=False):
             hidden_BTH = drafted_TBH.roll(-index, 0).transpose(0, 1)[inside_BT]
             last_BTH = chats.last_TBH.roll(-index - 1, 0).transpose(0, 1)[inside_BT]
-            chances.append(_overlap(self._weight(), temperature, hidden_BTH, last_BTH))
+            chances.append(_overlap(output_weight(self._gpt), temperature, hidden_BTH, last_BTH))
         return torch.stack(chances)
 
     def _drafted(self, chats: _Chats) -> Iterator[Tensor]:
@@ -343,12 +343,6 @@ class MtpTrainer:
     @torch.no_grad()
     def _embeddings(self, token_ids_BT: Tensor) -> Tensor:
         return cast(Any, self._gpt.embedding).word_embeddings(token_ids_BT).transpose(0, 1)
-
-    def _weight(self) -> Tensor:
-        """[V, H] of the output layer."""
-        if self._gpt.share_embeddings_and_output_weights:
-            return self._gpt.shared_embedding_or_output_weight().detach()
-        return cast(Tensor, self._gpt.output_layer.weight).detach()
 
     def _chats(self, sequences: Sequences, loss_starts: Sequence[int], states: States) -> Iterator[_Chats]:
         # A position takes part if the token after it is known: the last one's is not.

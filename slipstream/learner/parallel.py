@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TypedDict, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore
 
 from slipstream.config import require
 from slipstream.learner.config import ParallelConfig
@@ -19,58 +19,31 @@ from slipstream.learner.cpu import host
 from slipstream.learner.weights import Shard
 
 
-class Rank(TypedDict, total=False):
-    """A process's rank in the learner, and where rank 0 waits: arguments of `initialize`."""
+def initialize(parallel: ParallelConfig) -> None:
+    """Give Megatron the layout of the learner's process group, once a process; a second policy shares it.
 
-    rank: int
-    world_size: int
-    master_address: str
-    master_port: int
+    The ranks of a learner have formed their group before (`Rendezvous`); a process without one is its only rank.
 
-
-def initialize(
-    parallel: ParallelConfig,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    master_address: str = "127.0.0.1",
-    master_port: int = 0,
-    seed: int = 0,
-) -> None:
-    """Join the learner's process group, once a process; a second policy in the process shares it.
-
-    Args:
-        master_port: port of rank 0, needed with more than one rank; a single rank opens none.
     Raises:
-        ConfigError: `world_size` is not the product of `parallel`, or the process has joined with another layout.
+        ConfigError: the group's size is not the product of `parallel`, or the process has joined with another layout.
     """
-    need = parallel.world_size
-    require(world_size == need, "learner.parallel", f"must multiply to the {world_size} ranks started", need)
     host.install()
+    if not dist.is_initialized():  # no port is opened, so that any number of such learners run on one machine
+        dist.init_process_group("gloo" if host.is_cpu_only() else "nccl", store=HashStore(), rank=0, world_size=1)
+    need, size = parallel.world_size, dist.get_world_size()
+    require(size == need, "learner.parallel", f"must multiply to the {size} ranks started", need)
     if parallel_state.model_parallel_is_initialized():
         _require_same_layout(parallel)
         return
     if not host.is_cpu_only():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
-    if not dist.is_initialized():  # ranks on several hosts have met before: `rendezvous`
-        _init_process_group(rank, world_size, master_address, master_port)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", dist.get_rank() % torch.cuda.device_count())))
     with host.cuda_as_cpu():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
             expert_model_parallel_size=parallel.expert,
         )
-        model_parallel_cuda_manual_seed(seed)
-
-
-def _init_process_group(rank: int, world_size: int, master_address: str, master_port: int) -> None:
-    backend = "gloo" if host.is_cpu_only() else "nccl"
-    if world_size == 1:
-        # Nobody to meet: no port, so that any number of single-rank learners run on one machine.
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        return
-    store = TCPStore(master_address, master_port, world_size, is_master=rank == 0)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        model_parallel_cuda_manual_seed(0)
 
 
 def _require_same_layout(parallel: ParallelConfig) -> None:
@@ -78,9 +51,8 @@ def _require_same_layout(parallel: ParallelConfig) -> None:
     joined = (shard.tensor_size, shard.pipeline_size, shard.expert_size)
     wanted = (parallel.tensor, parallel.pipeline, parallel.expert)
     fix = f"this process has joined as {joined}; call parallel.teardown() first"
-    require(
-        joined == wanted, "learner.parallel", "must not change within a process (tensor, pipeline, expert)", wanted, fix
-    )
+    rule = "must not change within a process (tensor, pipeline, expert)"
+    require(joined == wanted, "learner.parallel", rule, wanted, fix)
 
 
 def teardown() -> None:
@@ -141,12 +113,7 @@ def from_expert_rank(holder: int, tensor: Tensor) -> Tensor:
 
 def most_over_expert_ranks(count: int) -> int:
     """The largest of the counts of the ranks that experts are dealt to."""
-    group = _expert_group()
-    if group.size() == 1:
-        return count
-    most = torch.tensor(count, device=device())
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    return int(most.item())
+    return int(all_reduce(torch.tensor(count, device=device()), _expert_group(), dist.ReduceOp.MAX).item())
 
 
 def from_pipeline_stage(stage: int, tensors: Sequence[tuple[str, Tensor]] | None) -> list[tuple[str, Tensor]]:
@@ -169,7 +136,7 @@ def from_pipeline_stage(stage: int, tensors: Sequence[tuple[str, Tensor]] | None
 
 def sum_over_stages(tensor: Tensor) -> Tensor:
     """Sum over the pipeline stages, on each of them: a stage passes zeros where it has nothing."""
-    return summed(tensor, _pipeline_group())
+    return all_reduce(tensor, _pipeline_group())
 
 
 def num_pipeline_stages() -> int:
@@ -179,16 +146,12 @@ def num_pipeline_stages() -> int:
 
 def sum_over_data_ranks(count: int) -> int:
     """Sum of the data-parallel ranks' counts."""
-    if _data_group().size() == 1:
-        return count
-    return int(summed_over_data_ranks(torch.tensor(count, device=device())).item())
+    return int(all_reduce(torch.tensor(count, device=device()), _data_group()).item())
 
 
 def summed_over_data_ranks(tensor: Tensor) -> Tensor:
     """Sum over the data-parallel ranks, on the device where the learner's ranks exchange tensors."""
-    if _data_group().size() == 1:
-        return tensor
-    return summed(tensor.to(device(), copy=True), _data_group()).to(tensor.device)
+    return all_reduce(tensor.to(device(), copy=True), _data_group()).to(tensor.device)
 
 
 def sum_results(results: Sequence[dict[str, Tensor]], names: Sequence[str], device: torch.device) -> dict[str, float]:
@@ -196,13 +159,13 @@ def sum_results(results: Sequence[dict[str, Tensor]], names: Sequence[str], devi
     sums = torch.zeros(len(names), dtype=torch.float64, device=device)
     for result in results:
         sums += torch.stack([result[name].double() for name in names])
-    return dict(zip(names, sum_over_stages(summed(sums, _data_group())).tolist(), strict=True))
+    return dict(zip(names, sum_over_stages(all_reduce(sums, _data_group())).tolist(), strict=True))
 
 
-def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the ranks of a group, in place."""
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Combine a tensor over the ranks of a group, in place."""
     if group.size() > 1:
-        dist.all_reduce(tensor, group=group)
+        dist.all_reduce(tensor, op=op, group=group)
     return tensor
 
 

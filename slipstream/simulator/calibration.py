@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -76,7 +75,7 @@ def fit_profile(length_by_k: Mapping[int, float]) -> AcceptanceProfile:
     def residuals(x: Array) -> Array:
         return np.array([(profile(x).length(k) - length) / _LENGTH_SD for k, length in pairs.items()])
 
-    return profile(minimise(Problem(residuals=residuals, prior=_PRIOR, prior_sd=_PRIOR_SD)).solution)
+    return profile(fit_posterior(residuals, _PRIOR, _PRIOR_SD).mode)
 
 
 _LONGEST_MEAN = 0.98  # of max_response_tokens: a mean must leave room for the longest
@@ -197,10 +196,7 @@ class Calibration:
     """One structural variant, fitted."""
 
     variant: Variant
-    log_values: Array  # [P], the most probable ones
-    samples: Array  # [draws, P]
-    effective_parameters: float  # what the data decided, rather than the priors
-    log_evidence: float
+    posterior: Posterior  # of the logarithms of the variant's free parameters
     cells: tuple[Cell, ...]
     fitted_s: Array  # [N]
     validity: Validity
@@ -223,17 +219,17 @@ class Calibration:
     @property
     def model_log_sd(self) -> float:
         """Error of a prediction apart from its parameters': what the fit left, for the degrees that were left."""
-        free = max(1.0, len(self.cells) - self.effective_parameters)
+        free = max(1.0, len(self.cells) - self.posterior.effective_parameters)
         residuals = np.log1p(self.relative_errors)
         return float(np.sqrt(residuals @ residuals / free))
 
     def model(self, setting: Setting) -> CostModel:
         """The most probable cost model, on the engines of `setting`."""
-        return CostModel(setting=setting, parameters=self.variant.parameters(self.log_values))
+        return CostModel(setting=setting, parameters=self.variant.parameters(self.posterior.mode))
 
     def sample(self, random: np.random.Generator) -> Array:
         """Logarithms of one draw of the free parameters."""
-        return self.samples[random.integers(len(self.samples))]
+        return self.posterior.samples[random.integers(len(self.posterior.samples))]
 
 
 def fit(setting: Setting, cells: Sequence[Cell], priors: Mapping[str, Prior], regime: Regime) -> Calibration:
@@ -255,16 +251,12 @@ def fit(setting: Setting, cells: Sequence[Cell], priors: Mapping[str, Prior], re
 
     ks = [cell.k for cell in cells if cell.k > 0] or [0]
     max_batch = float(max(cell.group.shape.per_engine for cell in cells))
-    problem = Problem(residuals=residuals, prior=prior, prior_sd=prior_sd)
-    found = minimise(problem)
+    posterior = fit_posterior(residuals, prior, prior_sd)
     return Calibration(
         variant=variant,
-        log_values=found.solution,
-        samples=sample_posterior(problem, found),
-        effective_parameters=float(np.sum(1.0 - np.diag(found.covariance) / prior_sd**2)),
-        log_evidence=found.log_evidence,
+        posterior=posterior,
         cells=tuple(cells),
-        fitted_s=variant.predict_s(cells, found.solution),
+        fitted_s=variant.predict_s(cells, posterior.mode),
         validity=Validity(min_k=min(ks), max_k=max(ks), max_batch=max_batch),
     )
 
@@ -322,7 +314,7 @@ class Ensemble:
     @property
     def weights(self) -> Array:
         """Probability of each member given the data, all alike before: a softmax of the log evidence."""
-        evidence = np.array([member.log_evidence for member in self.members])
+        evidence = np.array([member.posterior.log_evidence for member in self.members])
         odds = np.exp(evidence - evidence.max())
         return odds / odds.sum()
 
@@ -333,7 +325,7 @@ class Ensemble:
 
     def predict_s(self, cells: Sequence[Cell]) -> Array:
         """Seconds of `cells` of the calibrated groups: the members' weighted geometric mean."""
-        predicted = [member.variant.predict_s(cells, member.log_values) for member in self.members]
+        predicted = [member.variant.predict_s(cells, member.posterior.mode) for member in self.members]
         return np.exp(self.weights @ np.log(predicted))
 
     def bands_s(self, cells: Sequence[Cell]) -> tuple[Spread, ...]:
@@ -373,7 +365,7 @@ class Ensemble:
                     regime=member.variant.regime.value,
                     weight=weight,
                     num_parameters=len(member.variant.free),
-                    effective_parameters=member.effective_parameters,
+                    effective_parameters=member.posterior.effective_parameters,
                     rms_error=member.rms_error,
                     max_error=member.max_error,
                 )
@@ -397,7 +389,7 @@ def calibrate(setting: Setting, cells: Sequence[Cell]) -> Ensemble:
     priors, regimes = load_priors(target), _REGIMES[target]
     fitted = [fit(setting, cells, priors, regime) for regime in regimes]
     # Variants that the data cannot tell apart stay in the order of `regimes`, whatever the rounding of numpy.
-    return Ensemble(members=tuple(sorted(fitted, key=lambda member: -round(member.log_evidence, 6))))
+    return Ensemble(members=tuple(sorted(fitted, key=lambda member: -round(member.posterior.log_evidence, 6))))
 
 
 logger = logging.getLogger(__name__)
@@ -408,33 +400,37 @@ _DRAWS = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """Residuals in units of their own standard deviation, and the prior of each parameter."""
+class Posterior:
+    """The most probable parameters of a fit, and how far they may be off."""
 
-    residuals: Callable[[Array], Array]  # [P] -> [R]
-    prior: Array  # [P]
-    prior_sd: Array  # [P]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Solution:
-    """The most probable parameters."""
-
-    solution: Array  # [P]
-    covariance: Array  # [P, P], the Gauss-Newton (Laplace) approximation
+    mode: Array  # [P]
+    effective_parameters: float  # how many of them the data decided, rather than the prior
     log_evidence: float  # of the data under this structure, up to a constant that all structures share
+    samples: Array  # [200, P]
+    covariance: Array  # [P, P], the Gauss-Newton (Laplace) approximation
 
 
-def minimise(problem: Problem) -> Solution:
-    """Minimise |residuals|^2 + |(x - prior) / prior_sd|^2, starting from the prior.
+def fit_posterior(residuals: Callable[[Array], Array], prior: Array, prior_sd: Array) -> Posterior:
+    """Minimise |residuals|^2 + |(x - prior) / prior_sd|^2 from the prior on, and sample around the minimum.
 
-    Source: evidence by Laplace's method, MacKay, Neural Computation 4 (1992) 415, equation 2.10.
+    Where a roofline bends, half the samples of the Gaussian are improbable, so the samples are resampled by their
+    probability. A weight is at most sqrt(number of samples) times the mean weight: no sample replaces all others.
+
+    Args:
+        residuals: from parameters [P] to residuals [R], in units of their own standard deviation.
+    Source:
+        Evidence by Laplace's method: MacKay, Neural Computation 4 (1992) 415, equation 2.10. Resampling: Rubin,
+        Bayesian Statistics 3 (1988) 395; Ionides, J. Comput. Graph. Stat. 17 (2008) 295.
     """
+
+    def stacked(x: Array) -> Array:
+        return np.concatenate([residuals(x), (x - prior) / prior_sd])
+
     found = least_squares(
-        partial(_stacked, problem),
-        problem.prior,
+        stacked,
+        prior,
         method="lm",
-        x_scale=problem.prior_sd,
+        x_scale=prior_sd,
         jac="3-point",  # at a roofline's bend a difference to one side depends on the last bit of the figures
         ftol=_TOLERANCE,
         xtol=_TOLERANCE,
@@ -446,27 +442,17 @@ def minimise(problem: Problem) -> Solution:
     covariance = np.asarray(np.linalg.inv(found.jac.T @ found.jac), dtype=np.float64)
     sign, log_volume = np.linalg.slogdet(covariance)
     assert sign > 0
-    log_evidence = 0.5 * (log_volume - 2.0 * float(np.sum(np.log(problem.prior_sd)))) - found.cost
-    return Solution(solution=found.x, covariance=covariance, log_evidence=float(log_evidence))
-
-
-def sample_posterior(problem: Problem, found: Solution) -> Array:
-    """Draws [200, P] of the parameters: the Gaussian's, resampled by how probable they really are.
-
-    Where a roofline bends, the Gaussian puts half its draws where the data would not have them. Weights are truncated
-    at sqrt(number of draws) times their mean, so that no draw stands for all.
-
-    Source: Rubin, Bayesian Statistics 3 (1988) 395; Ionides, J. Comput. Graph. Stat. 17 (2008) 295.
-    """
     random = np.random.default_rng(0)
-    standard = random.standard_normal((_PROPOSALS, len(found.solution)))
-    proposed = found.solution + standard @ np.linalg.cholesky(found.covariance).T
-    costs = np.array([np.sum(_stacked(problem, x) ** 2) for x in proposed])
+    standard = random.standard_normal((_PROPOSALS, len(prior)))
+    proposed = found.x + standard @ np.linalg.cholesky(covariance).T
+    costs = np.array([np.sum(stacked(x) ** 2) for x in proposed])
     log_weights = 0.5 * (np.sum(standard**2, axis=1) - costs)
     weights = np.exp(log_weights - log_weights.max())
     weights = np.minimum(weights, weights.mean() * np.sqrt(_PROPOSALS))
-    return proposed[random.choice(_PROPOSALS, size=_DRAWS, p=weights / weights.sum())]
-
-
-def _stacked(problem: Problem, x: Array) -> Array:
-    return np.concatenate([problem.residuals(x), (x - problem.prior) / problem.prior_sd])
+    return Posterior(
+        mode=found.x,
+        covariance=covariance,
+        effective_parameters=float(np.sum(1.0 - np.diag(covariance) / prior_sd**2)),
+        log_evidence=float(0.5 * (log_volume - 2.0 * float(np.sum(np.log(prior_sd)))) - found.cost),
+        samples=proposed[random.choice(_PROPOSALS, size=_DRAWS, p=weights / weights.sum())],
+    )

@@ -65,7 +65,7 @@ def paper_cells() -> tuple[Cell, ...]:
     AR, k = 3 and n-gram were published in seconds; the others are the AR seconds over the published speedup.
     """
     workloads, ngram_s = _workloads(), read_simulator_reference().ngram_generation_s
-    return tuple(cell for name in WORKLOADS for cell in _of_workload(_group(name), workloads[name], ngram_s[name]))
+    return tuple(cell for name in WORKLOADS for cell in _of_workload(name, workloads[name], ngram_s[name]))
 
 
 def paper_steps() -> dict[tuple[str, Arm], StageTimes]:
@@ -76,25 +76,16 @@ def paper_steps() -> dict[tuple[str, Arm], StageTimes]:
 
 @cache
 def calibrate_paper() -> Ensemble:
-    """Fit to all of the paper's cells."""
-    return calibrate_cells(paper_cells())
-
-
-def calibrate_cells(cells: Sequence[Cell]) -> Ensemble:
-    """Fit to some of the paper's cells, one calibration a structural variant, the most probable first."""
-    return calibrate(load_setting(PAPER_SETTING), cells)
-
-
-def mean_paper_step() -> StageTimes:
-    """Mean of each stage over the four measured steps."""
-    return stagewise(lambda seconds: sum(seconds) / len(seconds), list(paper_steps().values()))
+    """Fit to all of the paper's cells, one calibration a structural variant, the most probable first."""
+    return calibrate(load_setting(PAPER_SETTING), paper_cells())
 
 
 def paper_learner() -> Learner:
-    """The paper's learner."""
+    """The paper's learner, by the mean of each stage over its four measured steps."""
     setting = load_setting(PAPER_SETTING)
     mean = max(setting.mean_response_tokens.values())
-    return Learner(measured=mean_paper_step(), setting=setting, mean_tokens=mean)
+    measured = stagewise(lambda seconds: sum(seconds) / len(seconds), list(paper_steps().values()))
+    return Learner(measured=measured, setting=setting, mean_tokens=mean)
 
 
 @cache
@@ -102,14 +93,15 @@ def _workloads() -> dict[str, Any]:
     return read_mapping(_REFERENCE, "reference")["workloads"]
 
 
-def _group(workload: str) -> Group:
-    """A workload, with an unknown mean response length."""
+def _of_workload(workload: str, values: Mapping[str, Any], ngram_s: float) -> Iterator[Cell]:
     setting = load_setting(PAPER_SETTING)
-    mean, spread = setting.mean_response_tokens[workload], setting.length_log_sd
-    return Group(name=workload, shape=setting.shape(), mean_tokens=mean, mean_log_sd=_MEAN_LOG_SD, length_log_sd=spread)
-
-
-def _of_workload(group: Group, values: Mapping[str, Any], ngram_s: float) -> Iterator[Cell]:
+    group = Group(
+        name=workload,
+        shape=setting.shape(),
+        mean_tokens=setting.mean_response_tokens[workload],
+        mean_log_sd=_MEAN_LOG_SD,
+        length_log_sd=setting.length_log_sd,
+    )
     base_s = values["autoregressive"]["generation_s"]
 
     def cell(label: str, k: int, length: float, seconds: float, drafting: Drafting = Drafting.EAGLE3) -> Cell:

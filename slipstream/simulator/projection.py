@@ -234,14 +234,10 @@ def speedup_map(
     """Rollout speedup [len(ks), len(acceptance_lengths)] of the most probable parameters; NaN where AL > k + 1."""
     trace = slowest_engine(scenario.setting.lengths(scenario.mean_tokens), scenario.shape)
     model = calibration.model(scenario.setting)
-
-    def seconds(k: int) -> float:
-        return float(model.span_s(trace, k=k, tokens_per_iteration=1.0).sum())
-
-    base_s = seconds(0)
+    ks_K1 = np.array(ks)[:, None]
+    seconds_K = model.span_s(trace, k=np.vstack([[0], ks_K1]), tokens_per_iteration=1.0).sum(axis=1)
     lengths = np.asarray(acceptance_lengths, dtype=np.float64)
-    rows = [np.where(lengths <= k + 1, base_s / seconds(k) * lengths, np.nan) for k in ks]
-    return np.stack(rows)
+    return np.where(lengths <= ks_K1 + 1, seconds_K[0] / seconds_K[1:, None] * lengths, np.nan)
 
 
 def best_of_map(scenario: Scenario, calibration: Calibration) -> Scenario:
