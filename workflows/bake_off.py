@@ -1,7 +1,8 @@
-"""Which drafter pays: all of them on one policy, their steps in turn, ranked by measured time."""
+"""Workflow `bake_off`: all drafters on one policy, with their steps in turn, ranked by measured time."""
 
-# Inside a workflow a task gives promises, which flytekit types as a union of all that a task may give anywhere.
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportArgumentType=false
+# Inside a workflow a task returns promises, which flytekit types as a union of all return types of a task.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false,
+# reportArgumentType=false
 
 from __future__ import annotations
 
@@ -30,12 +31,12 @@ def bake_off(  # noqa: PLR0913  # one input a line of the launch form
     run_root: str = CLUSTER.run_root,
     reuse_stored: bool = True,
 ) -> BakeOff:
-    """Train with every drafter from one policy, their steps in turn with an autoregressive arm's, and rank them.
+    """Train with every drafter from one policy, in turn with an autoregressive arm, and rank all by time.
 
-    A drafter that fails is in the table with its reason; the others go on.
+    A failed drafter is listed with its reason and does not stop the others.
 
     Args:
-        recipe: name of a file in configs/ without its ending, or a path to one.
+        recipe: name of a file in configs/ without its extension, or a path to a recipe.
         methods: speculation methods, named as in vLLM: eagle3, draft_model, ngram, suffix.
         inits: prompts that drafts are pretrained on: in_domain, general; methods without pretraining ignore them.
         online: training of the draft during RL: off, always, when_stale; methods without it ignore them.

@@ -1,9 +1,10 @@
-"""The learner: a Qwen3, dense or a mixture of experts, or a MiMo in Megatron-Core: log-probabilities and updates.
+"""The policy in Megatron-Core: logprobs, hidden states, updates, weights and checkpoints of one rank.
 
-Legend: `B` sequences of a micro-batch, `T` predicted tokens (inputs are positions 0 .. T-1, labels 1 .. T), `V` the
-vocabulary, `H` hidden size, `A` layers whose states a draft reads. The ranks of one model (tensor- and
-pipeline-parallel) are called with the same arguments; data-parallel ranks each with their own share of the sequences,
-of which they return the results. What an update returns is of the whole step, and the same everywhere.
+Legend: `B` sequences of a micro-batch, `T` predicted tokens (inputs are positions 0 .. T-1, labels 1 .. T), `V`
+vocabulary size, `H` hidden size, `A` layers whose states a draft reads.
+
+Tensor- and pipeline-parallel ranks are called with the same arguments. Each data-parallel rank passes its own share of
+the sequences and returns the results of that share. Statistics of an update cover all ranks and are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -50,21 +51,22 @@ from slipstream.records.steps import TrainStats
 from slipstream.refit.fingerprint import HeldWeights
 
 _CPU = torch.device("cpu")
-_LAST = -1  # stands for what the output layer sees
+_LAST = -1  # layer id of the output layer's input
 
 Result = dict[str, Tensor]
 LossOf = Callable[[Tensor, MicroBatch], tuple[Tensor, Result]]
-"""From the hidden states [T, B, H] of a micro-batch to its loss and to named scalars."""
+"""Function from the hidden states [T, B, H] of a micro-batch to its loss and named scalars."""
 
 
 class Capture:
-    """Collects the hidden states of the forward passes of one update, for a draft to learn from.
+    """Hidden states of the forward passes of one update, collected for the training of a draft.
 
-    The states are detached copies: no gradient of what is computed from them reaches the policy. Labels are the inputs
-    shifted by one, so a sequence of T tokens has states for its first T - 1.
+    The states are detached copies, so no gradient of a draft reaches the policy. Labels are the inputs shifted by one,
+    so a sequence of T tokens has states for its first T - 1.
 
     Attributes:
-        by_sequence: after `finish`, a pair by the sequence's index: [T, A H], and after the final norm [T, H].
+        by_sequence: filled by `finish`; by the sequence's index the states of the layers [T, A H] and, after the final
+            norm, [T, H].
     """
 
     def __init__(self, layer_ids: Sequence[int], *, device: torch.device = _CPU) -> None:
@@ -75,7 +77,7 @@ class Capture:
 
     @contextlib.contextmanager
     def of(self, gpt: GPTModel, batch: MicroBatch) -> Iterator[None]:
-        """Capture the forward pass of the block, which reads `batch`, of this pipeline stage."""
+        """Capture the forward pass of `batch` on this pipeline stage inside the block."""
         by_id: dict[int, Tensor] = {}  # [T, B, H]
 
         def keep(layer_id: int, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -85,7 +87,7 @@ class Capture:
                 hidden = torch.cat(parallel.tensor_parallel_shards(hidden))
             by_id[layer_id] = hidden
 
-        decoder: Any = gpt.decoder  # whose layers are declared as modules of any kind
+        decoder: Any = gpt.decoder  # declares its layers as modules of any class
         modules: dict[int, Any] = {layer.layer_number: layer for layer in decoder.layers}
         if gpt.pre_process:
             modules[0] = gpt.embedding
@@ -106,7 +108,7 @@ class Capture:
             self._parts[index] = part if parallel.num_pipeline_stages() > 1 else part.to(self._device)
 
     def finish(self) -> None:
-        """Bring together what the stages of the pipeline have; all of them call it, after the last forward pass."""
+        """Sum the states over the pipeline stages; every stage calls this after the last forward pass."""
         num_layers = len(self._layer_ids)
         for index in sorted(self._parts):
             states = parallel.sum_over_stages(self._parts.pop(index)).to(self._device)
@@ -134,12 +136,12 @@ def _build(
 
 
 class MegatronPolicy:
-    """A policy with its optimizer, on this rank. Build it with `load` or `from_scratch`.
+    """This rank's part of a policy and its optimizer; built by `load` or `from_scratch`.
 
     Attributes:
-        version: how many `train_step`s the weights have seen.
-        device: where this rank computes.
-        mtp_loss: of the MTP layer in the last `lm_step` that trained it.
+        version: number of `train_step`s that the weights have seen.
+        device: device on which this rank computes.
+        mtp_loss: loss of the MTP layer in the last `lm_step` that trained the layer.
     """
 
     def __init__(
@@ -183,10 +185,10 @@ class MegatronPolicy:
 
     @classmethod
     def load(cls, hf_path: Path, *, learner: LearnerConfig, optimizer: OptimizerConfig | None) -> MegatronPolicy:
-        """Load a model directory in Hugging Face format; without `optimizer` the policy only evaluates.
+        """Load a model directory in Hugging Face format; without `optimizer` the policy cannot be updated.
 
         Raises:
-            ConfigError: not a Qwen3 or Qwen3-MoE, or one that `learner.parallel` cannot split evenly.
+            ConfigError: the architecture is unknown, or `learner.parallel` does not split the model evenly.
         """
         architecture = Architecture.from_hf(hf_path)
         parallel.initialize(learner.parallel)
@@ -203,9 +205,9 @@ class MegatronPolicy:
         learner: LearnerConfig,
         optimizer: OptimizerConfig | None,
     ) -> MegatronPolicy:
-        """A policy with random weights, which depend on `scratch` alone, not on the layout.
+        """Build a policy with random weights, which depend on `scratch` alone and not on the layout.
 
-        Its MTP layer, if it has one, learns with every `lm_step`, by an optimizer of the same config.
+        An MTP layer of the policy is trained in every `lm_step`, by an optimizer of the same config.
         """
         architecture = Architecture.from_scratch(scratch, vocab_size=vocab_size, eos_token_id=eos_token_id)
         parallel.initialize(learner.parallel)
@@ -216,7 +218,7 @@ class MegatronPolicy:
         return policy
 
     def load_mtp(self, path: Path) -> None:
-        """Replace the MTP layer by that of another directory, before its training starts."""
+        """Replace the MTP layer by that of another model directory, before the layer's training starts."""
         assert self._mtp is not None and self._mtp_trainer is None, "a policy with an MTP layer that is not trained yet"
         with open_weights(path) as read:
             load_exactly(
@@ -224,7 +226,7 @@ class MegatronPolicy:
             )
 
     def start_mtp(self, optimizer: OptimizerConfig) -> MtpTrainer:
-        """Build the trainer of the policy's MTP layer, with an optimizer and a clip of its own.
+        """Build the trainer of the policy's MTP layer, which has its own optimizer and gradient clipping.
 
         Raises:
             ConfigError: the policy has no MTP layer.
@@ -245,10 +247,10 @@ class MegatronPolicy:
         return self._mtp_trainer
 
     def logprobs(self, token_ids: Sequences, prompt_lengths: Sequence[int], temperature: float) -> list[FloatArray]:
-        """Log-probability of each response token under softmax(logits / temperature), without gradient.
+        """Compute the logprob of each response token under softmax(logits / temperature), without gradient.
 
         Returns:
-            One float32 array a sequence, in the order given, of its response's length.
+            One float32 array a sequence, in the order of `token_ids`, with an entry a response token.
         """
         values = ByToken(token_ids, prompt_lengths, self.device)
 
@@ -271,10 +273,10 @@ class MegatronPolicy:
         """Apply a function to the logits that predict each response token, without gradient.
 
         Args:
-            function: from logits [N, vocabulary] and the tokens that came [N] to values [N, width]; of a sequence,
-                or of `logprob_chunk_tokens` of its tokens.
+            function: function from logits [N, vocabulary] and the actual tokens [N] to values [N, width], called with
+                the tokens of one sequence, at most `logprob_chunk_tokens` of them at a time.
         Returns:
-            [response tokens of all sequences, width], in the order given.
+            [response tokens of all sequences, width], in the order of `token_ids`.
         """
         values_NW = torch.zeros(num_labels(token_ids, prompt_lengths), width, dtype=torch.float64, device=self.device)
         offsets = np.cumsum([0, *(len(t) - p for t, p in zip(token_ids, prompt_lengths, strict=True))])
@@ -289,12 +291,12 @@ class MegatronPolicy:
         return parallel.sum_over_stages(values_NW).cpu().numpy()
 
     def train_step(self, update: Update, *, capture: Capture | None = None) -> Trained:
-        """One optimizer update; against its own `trainer_logprobs` the first ratio is exactly 1.
+        """Do one optimizer update of the policy.
 
         Args:
-            update: the sequences, what is known of them, and the loss; without `trainer_logprobs` this pass's own,
-                detached, take their place, and are returned.
-            capture: takes the hidden states of this same forward pass, detached; the update does not depend on it.
+            update: rollouts, logprobs and loss. Without `trainer_logprobs` the detached logprobs of this forward pass
+                replace them, so that the ratio of the loss is exactly 1, and are returned.
+            capture: collects the hidden states of this forward pass; the update does not depend on it.
         Raises:
             FloatingPointError: the gradient is not finite.
         """
@@ -343,9 +345,9 @@ class MegatronPolicy:
         return Trained(stats=stats, own_logprobs=None if own is None else own.collected())
 
     def around_layers(self, call: Callable[[], None] | None) -> None:
-        """Have `call` made after the forward and before the backward pass of each of this rank's layers.
+        """Run `call` after the forward and before the backward pass of each of this rank's layers.
 
-        It changes nothing in what the layers compute. None removes the hooks.
+        The hooks do not change the results of the layers. None removes the hooks.
         """
         for hook in self._layer_hooks:
             hook.remove()
@@ -364,13 +366,13 @@ class MegatronPolicy:
         self._layer_hooks = [layer.register_forward_hook(after_forward) for layer in decoder.layers]
 
     def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
-        """One optimizer update on the next-token loss.
+        """Do one optimizer update on the next-token loss.
 
         Args:
-            loss_starts: tokens before this index are read but not learned; 0 learns all that have a predecessor.
-            learning_rate: of this update; None follows the optimizer's config.
+            loss_starts: index of each sequence's first token in the loss; 0 learns every token that has a predecessor.
+            learning_rate: learning rate of this update; None follows the optimizer's config.
         Returns:
-            Mean loss a learned token, in nats.
+            Mean loss over the learned tokens, in nats.
         """
         starts = [max(start, 1) for start in loss_starts]
         num_tokens = parallel.sum_over_data_ranks(num_labels(sequences, starts))
@@ -390,16 +392,16 @@ class MegatronPolicy:
         return sums["loss"]
 
     def hidden_states(self, token_ids: Sequences, layer_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Compute what an EAGLE-3 draft learns from: auxiliary hidden states and the output layer's input.
+        """Compute the hidden states that a draft learns from: those of some layers, and the output layer's input.
 
         Args:
-            layer_ids: id i is the residual stream after i layers, before the final norm (0: the embeddings).
+            layer_ids: id i is the residual stream after i layers, before the final norm; id 0 is the embeddings.
         Returns:
-            For each sequence a pair ([T, len(layer_ids) * H], [T, H]), the second after the final norm, in the
-            learner's dtype, on every rank of the model; on its device, if they are small beside what is free there.
+            For each sequence the states of the layers [T, len(layer_ids) * H] and, after the final norm, [T, H], in the
+            learner's dtype, on every rank of the model.
         """
         num_bytes = self.hidden_states_bytes(token_ids, layer_ids)
-        # The states stay on the rank's device if they fill at most half of its free memory.
+        # The states stay on the rank's device if they fill at most half of the device's free memory.
         fits = self.device.type == "cpu" or 2 * num_bytes <= torch.cuda.mem_get_info(self.device)[0]
         capture = Capture(layer_ids, device=self.device if fits else _CPU)
 
@@ -412,66 +414,66 @@ class MegatronPolicy:
         return [capture.by_sequence[index] for index in range(len(token_ids))]
 
     def hidden_states_bytes(self, token_ids: Sequences, layer_ids: Sequence[int]) -> int:
-        """Size of what `hidden_states` returns; of ranks that share experts, for whoever has most."""
+        """Estimate the bytes that `hidden_states` returns; the maximum over expert-parallel ranks."""
         num_tokens = parallel.most_over_expert_ranks(sum(map(len, token_ids)))
         itemsize = TORCH_DTYPES[self._learner.dtype].itemsize
         return num_tokens * (len(layer_ids) + 1) * self.architecture.hidden_size * itemsize
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters under their Hugging Face names, in the learner's dtype; collective over all ranks.
+        """Gather the full parameters under their Hugging Face names, in the learner's dtype; collective over all ranks.
 
-        Tensors may share memory with the model: copy before the next update.
+        Tensors may share memory with the model: copy them before the next update.
         """
         return gathered_weights(dict(self._gpt.named_parameters()), self.architecture, self._shard)
 
     def mtp_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters of the MTP layer, which are no part of `weights`; none without one."""
+        """Gather the full parameters of the MTP layer, which `weights` leaves out; empty without such a layer."""
         return gathered_mtp_weights(self._mtp, self.architecture)
 
     def vocabulary_weights(self) -> tuple[Tensor, Tensor]:
-        """Embeddings and output layer, each [V, H], whole, in the learner's dtype; collective, see `weights`."""
+        """Gather embeddings and output layer, [V, H] each, in the learner's dtype; collective over all ranks."""
         named = dict(self._gpt.named_parameters())
         found = dict(gathered_weights(named, self.architecture, self._shard, only=(_EMBEDDINGS, _OUTPUT)))
         return found[_EMBEDDINGS], found.get(_OUTPUT, found[_EMBEDDINGS])
 
     def held_weights(self) -> Iterator[HeldWeights]:
-        """This rank's shards where they lie; over all ranks each element once, data-parallel copies on the first."""
+        """List this rank's shards in place; over all ranks each element occurs once, copies on the first data rank."""
         return held_weights(dict(self._gpt.named_parameters()), self.architecture, self._shard)
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
-        """Write a directory that transformers and vLLM load: config, weights, and the tokenizer's files copied."""
+        """Write config, weights and the tokenizer's files to a directory that transformers and vLLM load."""
         self._write(path, itertools.chain(self.weights(), self.mtp_weights()), tokenizer_dir)
 
     def save_mtp(self, path: Path, tokenizer_dir: Path) -> None:
-        """Write the MTP layer as a draft beside the policy: config, its tensors alone, and the tokenizer's files."""
+        """Write config, the MTP layer's weights and the tokenizer's files to a directory, as a draft."""
         self._write(path, self.mtp_weights(), tokenizer_dir)
 
     def _write(self, path: Path, weights: Iterator[tuple[str, Tensor]], tokenizer_dir: Path) -> None:
         if parallel.is_main_rank():
             save_model(path, self.architecture.to_hf(self._learner.dtype), weights, tokenizer_dir)
-        else:  # gathering is collective: every rank runs through it, and keeps nothing
+        else:  # gathering is collective: every rank iterates, and keeps no tensor
             collections.deque(weights, maxlen=0)
         parallel.barrier()
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any], *, beside: Mapping[str, Tensor] | None = None) -> None:
-        """Write, in the background, what a resumed run needs: weights, optimizer, random state, and JSON `extra`.
+        """Write weights, optimizer, random state and JSON `extra` in the background, for a resumed run.
 
         Args:
-            beside: other tensors that belong to the run, the same on all ranks.
+            beside: other tensors of the run, equal on all ranks.
         """
         self._memory.onload()
         version, num_updates = self.version, self._num_updates
         self._checkpoints.save(path, version=version, num_updates=num_updates, extra=extra, beside=beside or {})
 
     def finish_checkpoint(self) -> None:
-        """Wait until the checkpoint is written; raises if it could not be, as the next update would."""
+        """Wait until the checkpoint is written; a failed write raises here, or in the next update."""
         self._checkpoints.wait()
 
     def load_checkpoint(self, path: Path, *, beside: dict[str, Tensor] | None = None) -> dict[str, Any]:
-        """Restore what `save_checkpoint` wrote, bit for bit, under this or another layout; returns its `extra`.
+        """Restore a checkpoint of `save_checkpoint` bit for bit, under this or another layout; returns its `extra`.
 
         Args:
-            beside: is filled with the tensors that were written beside the policy.
+            beside: dictionary to fill with the tensors that were written beside the policy.
         """
         self._memory.onload()
         state = self._checkpoints.load(path, beside=beside)
@@ -480,19 +482,19 @@ class MegatronPolicy:
 
     def _microbatches(self, sequences: Sequences, loss_starts: Sequence[int] | None) -> list[MicroBatch]:
         batches = self._batching.microbatches(sequences, loss_starts, self.device)
-        # Ranks that share experts compute each of their layers together, so all have as many micro-batches.
+        # Expert-parallel ranks compute each layer together, so they need the same number of micro-batches.
         num_idle = parallel.most_over_expert_ranks(len(batches)) - len(batches)
         return batches + [idle_microbatch(self.device)] * num_idle
 
     def _run(
         self, batches: list[MicroBatch], loss_of: LossOf, *, forward_only: bool, capture: Capture | None = None
     ) -> list[Result]:
-        """Run forward, and backward unless `forward_only`, by Megatron's schedule for the layout.
+        """Run the forward pass, and the backward pass unless `forward_only`, by Megatron's schedule for the layout.
 
         The ranks of one model pass the same micro-batches.
 
         Returns:
-            The scalars that `loss_of` names, for each micro-batch that is not idle; none but on the last stage.
+            The scalars of `loss_of` for each micro-batch that is not idle; empty except on the last pipeline stage.
         """
         if not batches:
             return []
@@ -504,7 +506,7 @@ class MegatronPolicy:
 
             def loss_func(hidden_TBH: Tensor) -> tuple[Tensor, Tensor, Result]:
                 with host.model_arithmetic():
-                    # An idle rank goes backward too: gradients of other ranks' tokens pass through its experts.
+                    # An idle rank needs a backward pass: gradients of other ranks' tokens pass through its experts.
                     loss, result = loss_of(hidden_TBH, batch) if batch.indices else (hidden_TBH.sum() * 0.0, {})
                 return loss, torch.zeros((), dtype=torch.int), result
 
@@ -530,7 +532,11 @@ class MegatronPolicy:
         learning_rate: float,
         capture: Capture | None = None,
     ) -> tuple[dict[str, float], float]:
-        """Accumulate gradients over the micro-batches and step; sums of the results and the gradient's norm."""
+        """Accumulate gradients over the micro-batches and step the optimizer.
+
+        Returns:
+            Sums of the named results over micro-batches and ranks, and the norm of the gradient.
+        """
         assert self._optimizer is not None, "this policy was built without an optimizer"
         assert batches, "every data-parallel rank has a sequence of an update"
         self._checkpoints.raise_error()
@@ -539,8 +545,8 @@ class MegatronPolicy:
             group["lr"] = learning_rate
         assert isinstance(self._module, DistributedDataParallel)
         self._module.zero_grad_buffer()
-        # In float32 the optimizer leaves `param.grad` as an alias of the buffer: kept, the first micro-batch of the
-        # next update would be added twice.
+        # In float32 the optimizer leaves `param.grad` as an alias of the buffer: without this call the first
+        # micro-batch of the next update would be added twice.
         self._optimizer.zero_grad()
         results = self._run(batches, loss_of, forward_only=False, capture=capture)
         with host.cuda_as_cpu():
@@ -551,7 +557,7 @@ class MegatronPolicy:
         return parallel.sum_results(results, names, self.device), float(grad_norm)
 
     def offload(self) -> int:
-        """Offload what updates alone need, until the next one, or a checkpoint; returns the bytes of the device."""
+        """Offload gradients and optimizer state until the next update or checkpoint; returns the freed bytes."""
         return self._memory.offload() + (0 if self._mtp_trainer is None else self._mtp_trainer.memory.offload())
 
     @property

@@ -1,4 +1,4 @@
-"""Process group and Megatron model-parallel state of a learner rank, and bringing what ranks hold in parts to all."""
+"""Process group and Megatron's model-parallel state of a learner rank, and collectives between the ranks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from slipstream.learner.weights import Shard
 
 
 def initialize(parallel: ParallelConfig) -> None:
-    """Give Megatron the layout of the learner's process group, once a process; a second policy shares it.
+    """Initialize Megatron's parallel state for a layout, once a process; a second policy shares the state.
 
-    The ranks of a learner have formed their group before (`Rendezvous`); a process without one is its only rank.
+    The ranks of a learner form their process group before (`Rendezvous`); a process without a group is the only rank.
 
     Raises:
-        ConfigError: the group's size is not the product of `parallel`, or the process has joined with another layout.
+        ConfigError: the group's size is not the product of `parallel`, or the process was initialized with another
+            layout.
     """
     host.install()
-    if not dist.is_initialized():  # no port is opened, so that any number of such learners run on one machine
+    if not dist.is_initialized():  # without a port, so that any number of single-rank learners run on one machine
         dist.init_process_group("gloo" if host.is_cpu_only() else "nccl", store=HashStore(), rank=0, world_size=1)
     need, size = parallel.world_size, dist.get_world_size()
     require(size == need, "learner.parallel", f"must multiply to the {size} ranks started", need)
@@ -63,7 +64,7 @@ def teardown() -> None:
 
 
 def current_shard() -> Shard:
-    """The part of the model that this rank holds."""
+    """Return which part of the model this rank holds."""
     return Shard(
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -76,23 +77,23 @@ def current_shard() -> Shard:
 
 
 def device() -> torch.device:
-    """The device on which this rank computes."""
+    """Return the device on which this rank computes."""
     return torch.device("cpu") if host.is_cpu_only() else torch.device("cuda", torch.cuda.current_device())
 
 
 def is_main_rank() -> bool:
-    """Return True on the rank that writes the files that exist once."""
+    """Return True on rank 0, which writes the files that all ranks share."""
     return dist.get_rank() == 0
 
 
 def barrier() -> None:
-    """Wait for every learner rank."""
+    """Wait until every learner rank has arrived."""
     if dist.get_world_size() > 1:
         dist.barrier()
 
 
 def tensor_parallel_shards(tensor: Tensor) -> list[Tensor]:
-    """The tensors of all tensor-parallel ranks, in rank order."""
+    """Gather the tensors of all tensor-parallel ranks, in rank order."""
     size = parallel_state.get_tensor_model_parallel_world_size()
     if size == 1:
         return [tensor]
@@ -102,7 +103,7 @@ def tensor_parallel_shards(tensor: Tensor) -> list[Tensor]:
 
 
 def from_expert_rank(holder: int, tensor: Tensor) -> Tensor:
-    """The tensor of one of the ranks that experts are dealt to, on all of them; all pass one of its shape."""
+    """Broadcast the tensor of one expert-parallel rank to the others; every rank passes a tensor of that shape."""
     group = _expert_group()
     if group.size() == 1:
         return tensor
@@ -112,12 +113,12 @@ def from_expert_rank(holder: int, tensor: Tensor) -> Tensor:
 
 
 def most_over_expert_ranks(count: int) -> int:
-    """The largest of the counts of the ranks that experts are dealt to."""
+    """Return the largest count over the expert-parallel ranks."""
     return int(all_reduce(torch.tensor(count, device=device()), _expert_group(), dist.ReduceOp.MAX).item())
 
 
 def from_pipeline_stage(stage: int, tensors: Sequence[tuple[str, Tensor]] | None) -> list[tuple[str, Tensor]]:
-    """Named tensors of one pipeline stage, on every stage; only that stage passes them."""
+    """Broadcast named tensors of one pipeline stage to all stages; the other stages pass None."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         assert tensors is not None
         return list(tensors)
@@ -135,22 +136,22 @@ def from_pipeline_stage(stage: int, tensors: Sequence[tuple[str, Tensor]] | None
 
 
 def sum_over_stages(tensor: Tensor) -> Tensor:
-    """Sum over the pipeline stages, on each of them: a stage passes zeros where it has nothing."""
+    """Sum a tensor over the pipeline stages; a stage passes zeros where another stage has the values."""
     return all_reduce(tensor, _pipeline_group())
 
 
 def num_pipeline_stages() -> int:
-    """Over how many ranks the layers are dealt."""
+    """Return the number of pipeline stages."""
     return int(parallel_state.get_pipeline_model_parallel_world_size())
 
 
 def sum_over_data_ranks(count: int) -> int:
-    """Sum of the data-parallel ranks' counts."""
+    """Sum a count over the data-parallel ranks."""
     return int(all_reduce(torch.tensor(count, device=device()), _data_group()).item())
 
 
 def summed_over_data_ranks(tensor: Tensor) -> Tensor:
-    """Sum over the data-parallel ranks, on the device where the learner's ranks exchange tensors."""
+    """Sum a tensor over the data-parallel ranks; the sum is exchanged on the learner's device."""
     return all_reduce(tensor.to(device(), copy=True), _data_group()).to(tensor.device)
 
 
@@ -169,11 +170,11 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOp
     return tensor
 
 
-# Megatron declares its groups as a group, a list of groups or None, and gives a group for every layout of ours.
+# Megatron declares a group, a list of groups or None, and returns a single group for every layout of ours.
 
 
 def tensor_group() -> dist.ProcessGroup:
-    """The ranks that hold the parts of one layer."""
+    """Return the tensor-parallel ranks, which hold the parts of one layer."""
     return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
 
 

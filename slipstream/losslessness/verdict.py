@@ -1,4 +1,4 @@
-"""The certificate: what the exact policy, as the learner computes it, says about two engines' samples."""
+"""The losslessness certificate: a verdict on two engines' samples from the exact policy that the learner computes."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ KEPT = (
 )
 LOSSLESS, BIASED, TOO_WEAK = "lossless", "biased", "too weak"
 _PIT_BINS = 20
-_LARGEST_GAP = 1e9  # nats: where one token is impossible
+_LARGEST_GAP = 1e9  # nats, recorded where the policy gives one of the two tokens no probability
 
 
 class ExactPolicy(Protocol):
-    """The policy as the learner computes it."""
+    """Policy with exact probabilities, as the learner computes them."""
 
     def conditionals(
         self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
     ) -> NDArray[np.float64]:
-        """See `slipstream.workers.learner_process.LearnerProcess.conditionals`."""
+        """Compute `slipstream.learner.logprobs.COLUMNS` for every response token, [tokens, columns]."""
         ...
 
     def next_token_probabilities(
         self, prefixes: Sequence[Sequence[int]], sampling: SamplingConfig
     ) -> NDArray[np.float64]:
-        """See `slipstream.workers.learner_process.LearnerProcess.next_token_probabilities`."""
+        """Compute the distribution that is sampled after each prefix, [prefixes, vocabulary]."""
         ...
 
 
@@ -63,9 +63,9 @@ def certify(
     """Judge the speculative engine's sample against the policy and against the autoregressive engine's.
 
     Args:
-        started_s: `time.perf_counter()` when drawing began.
-        earlier: what other versions of the policy say of the sample's long responses, by version: see `judged`; the
-            tokens that carry none of these are held against `policy`.
+        started_s: `time.perf_counter()` at the start of sampling.
+        earlier: `judged` of earlier policy versions on the sample's long responses, by version; tokens of any other
+            version are compared with `policy`.
     """
     draws = _draws(sample.traces, policy, sampling, config.seed, earlier or {})
     control = _draws(baseline.traces, policy, sampling, config.seed + 1, {})
@@ -109,7 +109,7 @@ def certify(
 
 
 def judged(traces: Sequence[Trace], policy: ExactPolicy, *, sampling: SamplingConfig, seed: int) -> NDArray[np.float64]:
-    """What a version of the policy says of every token of the sample's long responses, whatever version drew it."""
+    """Compute the columns of `ExactPolicy.conditionals` for the responses of `traces`, [tokens, columns]."""
     sequences = [trace.prompt_token_ids + trace.token_ids for trace in traces]
     return policy.conditionals(sequences, [len(trace.prompt_token_ids) for trace in traces], sampling, seed=seed)
 
@@ -140,7 +140,7 @@ def _draws(
 
 
 class _PairProbabilities:
-    """Exact probabilities of the first token and the first pair after a prompt, each computed once."""
+    """Cache of exact next-token distributions: each prefix is computed once."""
 
     def __init__(self, policy: ExactPolicy, sampling: SamplingConfig) -> None:
         self._policy = policy
@@ -148,7 +148,7 @@ class _PairProbabilities:
         self._known: dict[tuple[int, ...], NDArray[np.float64]] = {}
 
     def after(self, prefixes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float64]]:
-        """The next token's distribution after each prefix."""
+        """Return the distribution [V] of the next token after each prefix."""
         new = [prefix for prefix in prefixes if prefix not in self._known]
         if new:
             self._known.update(zip(new, self._policy.next_token_probabilities(new, self._sampling), strict=True))
@@ -194,7 +194,7 @@ def _greedy(
         if at is not None:
             prefixes.append(one.prompt_token_ids + one.token_ids[:at])
             choices.append([one.token_ids[at], other.token_ids[at]])
-        elif len(one.token_ids) != len(other.token_ids):  # impossible with the same rules, so not excusable
+        elif len(one.token_ids) != len(other.token_ids):  # no near tie explains a different length
             gaps.append(_LARGEST_GAP)
     plain = SamplingConfig(temperature=1.0, max_response_tokens=1)
     found = policy.next_token_probabilities(prefixes, plain) if prefixes else ()
