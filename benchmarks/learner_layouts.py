@@ -1,6 +1,6 @@
-"""What the learner trains a second in each layout, on the tiny policy, each rank pinned to a core of its own.
+"""Training throughput of the learner in each layout, on the tiny policy, with each rank pinned to its own core.
 
-One rank has one core, two have two: so a layout of two ranks is worth its cores if it trains twice as many tokens.
+One rank has one core and two ranks have two, so a layout of two ranks pays if it trains twice as many tokens a second.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _batch(num_rollouts: int) -> TrainBatch:
 
 
 def _time(config: LearnerConfig, batch: TrainBatch, cores: list[int], num_steps: int) -> float:
-    """Median seconds of an update, as the slowest rank sees it."""
+    """Measure the median seconds of an update on the slowest rank."""
     world_size = config.parallel.world_size
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""Time the simulator: `python -m benchmarks.simulator`. Needs no GPU, no engine and no run."""
+"""Timings of the simulator: `python -m benchmarks.simulator`. Needs no GPU, no engine and no run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAP_LIMIT_MS = 1000.0
 
 
 def main() -> None:
-    """Print the median of each timing beside its limit, which no timing is judged by: machines differ."""
+    """Print the median of each timing beside its limit; the limit judges nothing, because machines differ."""
     setting, ensemble, learner = load_setting(PAPER_SETTING), calibrate_paper(), paper_learner()
     scenario = ProjectionRequest(model="qwen3-235b-a22b", num_gpus=2048, k=5, acceptance_length=4.0, lag=2).scenario()
     lengths = np.linspace(1.0, 20.0, 20).tolist()

@@ -1,7 +1,7 @@
 """Compare sizes of the library and its tests, and how it is documented, with budgets.toml, for `make check`.
 
-Code lines are lines that hold code: no blank line, no comment alone, no docstring, each line once. `--write` sets every
-entry to today's figure and keeps the comments; only a person calls it, and says in the commit why an entry has risen.
+Code lines are lines with code: no blank line, no comment alone, no docstring. `--write` sets every entry to today's
+figure and keeps the comments; only a person calls it, and gives the reason for a higher entry in the commit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Figures = dict[str, int]  # by `section.entry`
 
 
 def measure(root: Path) -> Figures:
-    """Count the checkout at `root`."""
+    """Compute all figures of the checkout at `root`."""
     library = root / _LIBRARY
     code = {path: code_lines(path) for path in _python(library)}
     packages: Counter[str] = Counter()
@@ -52,7 +52,7 @@ def measure(root: Path) -> Figures:
 
 
 def code_lines(path: Path) -> int:
-    """Lines of a file that hold code."""
+    """Count the lines of a file that hold code."""
     with tokenize.open(path) as file:
         held = {
             line
@@ -68,13 +68,13 @@ def code_lines(path: Path) -> int:
 
 
 def repeated_stems(library: Path) -> list[str]:
-    """Names that more than one module has."""
+    """List the names that more than one module has."""
     stems = Counter(path.stem for path in _python(library))
     return sorted(stem for stem, count in stems.items() if count > 1 and stem not in _FREE_STEMS)
 
 
 def recipe_fields(library: Path, module: str = f"{_LIBRARY}.recipe", name: str = "Recipe") -> Iterator[str]:
-    """Leaves of the schema below a config class: nested configs count by their own fields, and a list as one more."""
+    """List the leaves of a config class: nested configs count by their fields, and a list counts as one more."""
     path = library.parent / module.replace(".", "/")
     tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
     origins = {
@@ -108,7 +108,7 @@ def recipe_fields(library: Path, module: str = f"{_LIBRARY}.recipe", name: str =
 
 
 def docstring_fragments(root: Path) -> Iterator[str]:
-    """List docstrings that begin with a word of `_FRAGMENTS`, as `path:line`; those of attributes are among them."""
+    """List docstrings of modules, classes, functions and attributes that begin with a word of `_FRAGMENTS`."""
     for path in itertools.chain.from_iterable(_python(root / folder) for folder in _DOCUMENTED):
         for node in ast.walk(ast.parse(path.read_text())):
             for text in _docstrings(node):
@@ -135,7 +135,7 @@ def problems(figures: Figures, entries: Figures, *, offenders: Mapping[str, Sequ
 
 
 def rewritten(table: str, figures: Figures) -> str:
-    """The table with today's figures: comments stay; entries come, in their order, and go with their packages."""
+    """Return the table with today's figures and its comments; entries of new packages are added in order."""
     section, found, lines = "", set(), []
     for line in table.splitlines():
         if heading := _SECTION.match(line):
@@ -170,7 +170,7 @@ def _protocols(path: Path) -> int:
 
 
 def _docstrings(node: ast.AST) -> Iterator[ast.Constant]:
-    """Strings that document a node, or an attribute that is assigned right before."""
+    """Iterate over the docstrings of a node and of the attributes in its body."""
     body = getattr(node, "body", None)
     if not isinstance(body, list):
         return
@@ -188,7 +188,7 @@ def _is_config(each: ast.ClassDef) -> bool:
 
 
 def main() -> None:
-    """Check the working directory's checkout, or write its table anew."""
+    """Check the checkout in the working directory, or rewrite its table."""
     root = Path()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"set every entry of {_TABLE} to today's figure")
