@@ -61,12 +61,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], *,
     projected.add_argument("--k", type=int, required=True, help="draft tokens an iteration")
     projected.add_argument("--acceptance-length", type=float, required=True, help="bonus token included")
     projected.add_argument("--lag", type=int, default=0, help="policy lag in steps; 0 is synchronous and colocated")
-    projected.add_argument(
-        "--generation-fraction", type=float, default=0.75, help="fraction of the GPUs; used with a lag"
-    )
-    projected.add_argument(
-        "--gpus-per-engine", type=int, default=0, help="0: the layout's, or as many as the weights need"
-    )
+    projected.add_argument("--generation-fraction", type=float, default=0.75, help="fraction of GPUs; used with a lag")
+    projected.add_argument("--gpus-per-engine", type=int, default=0, help="0: the layout's, or as many as weights need")
     rollouts = "responses a step; 0 keeps the layout's"
     projected.add_argument("--rollouts", dest="num_rollouts", metavar="ROLLOUTS", type=int, default=0, help=rollouts)
     projected.add_argument("--mean-tokens", type=float, default=0.0, help="tokens of a response; 0 keeps the layout's")

@@ -38,22 +38,6 @@ class Drafting(StrEnum):
     NGRAM = "ngram"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class IterationCost:
-    """Seconds of one iteration, by cause."""
-
-    weights_s: Array
-    attention_s: Array
-    draft_s: Array
-    host_s: Array
-    regime_s: Array
-
-    @property
-    def total_s(self) -> Array:
-        """Sum over all causes, which run one after another."""
-        return self.weights_s + self.attention_s + self.draft_s + self.host_s + self.regime_s
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
     """Cost model of one engine of a layout."""
@@ -66,12 +50,12 @@ class CostModel:
         self, trace: Trace, *, k: int | Array, tokens_per_iteration: float | Array, drafting: Drafting = Drafting.EAGLE3
     ) -> Array:
         """Compute the seconds of each span [S] if an iteration gives each sequence `tokens_per_iteration` tokens."""
-        cost = self.iteration(batch_S=trace.batch_S, context_S=trace.context_S, k=k, drafting=drafting)
-        return trace.tokens_S * cost.total_s / tokens_per_iteration
+        costs = self.iteration(batch_S=trace.batch_S, context_S=trace.context_S, k=k, drafting=drafting)
+        return trace.tokens_S * sum(costs.values()) / tokens_per_iteration
 
     def iteration(
         self, *, batch_S: Array, context_S: Array, k: int | Array, drafting: Drafting = Drafting.EAGLE3
-    ) -> IterationCost:
+    ) -> dict[str, Array]:
         """Compute the cost of verifying `k` draft tokens for each of `batch_S` sequences.
 
         Weights cost the larger of reading the parameters that n tokens use (with experts, those that n tokens hit) and
@@ -81,19 +65,21 @@ class CostModel:
 
         Args:
             context_S: cached tokens, summed over the sequences.
+        Returns:
+            Seconds [S] by cause; the causes run one after another.
         """
         model, parameters = self.setting.model_shape, self.parameters
         tokens_S = batch_S * (k + 1)
         multiplied_S = 2.0 * model.parameters_per_token * tokens_S * self._flop_s
         read_S = context_S * model.key_value_elements() * self._read_s
         attended_S = context_S * (k + 1) * model.attention_flops() * self._flop_s
-        return IterationCost(
-            weights_s=np.maximum(parameters_read(model, tokens_S) * self._read_s, multiplied_S),
-            attention_s=np.maximum(read_S * (1.0 + k * parameters.attention_per_draft_token), attended_S),
-            draft_s=self._draft(batch_S, context_S, k, drafting),
-            host_s=parameters.host_s + parameters.host_per_token_s * tokens_S + self._collectives(tokens_S),
-            regime_s=self._regime(tokens_S, read_S, k),
-        )
+        return {
+            "weights": np.maximum(parameters_read(model, tokens_S) * self._read_s, multiplied_S),
+            "attention": np.maximum(read_S * (1.0 + k * parameters.attention_per_draft_token), attended_S),
+            "draft": self._draft(batch_S, context_S, k, drafting),
+            "host": parameters.host_s + parameters.host_per_token_s * tokens_S + self._collectives(tokens_S),
+            "regime": self._regime(tokens_S, read_S, k),
+        }
 
     @property
     def _read_s(self) -> float:

@@ -99,10 +99,8 @@ class ProjectionRequest:
     mean_tokens: float = 0.0
 
     def __post_init__(self) -> None:
-        require(self.num_gpus >= 1, "num_gpus", "must be >= 1", self.num_gpus)
-        require(self.gpus_per_engine >= 0, "gpus_per_engine", "must be >= 0", self.gpus_per_engine)
-        require(self.num_rollouts >= 0, "num_rollouts", "must be >= 0", self.num_rollouts)
-        require(self.mean_tokens >= 0, "mean_tokens", "must be >= 0", self.mean_tokens)
+        for name, least in (("num_gpus", 1), ("gpus_per_engine", 0), ("num_rollouts", 0), ("mean_tokens", 0)):
+            require(getattr(self, name) >= least, name, f"must be >= {least}", getattr(self, name))
         rule = f"must be at most {_MAX_ROLLOUTS}, each of which is simulated"
         require(self.num_rollouts <= _MAX_ROLLOUTS, "num_rollouts", rule, self.num_rollouts)
         require_sizes(self)
