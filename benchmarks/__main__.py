@@ -26,7 +26,7 @@ from slipstream.workers.session import connect
 
 
 def main() -> int:
-    """Run the benchmark; status 2 for bad input, as without a finished demo."""
+    """Run the benchmark; status 2 for invalid input, such as a missing demo."""
     parser = argparse.ArgumentParser(prog="benchmarks")
     parser.add_argument(
         "--run", type=Path, default=Path("runs/latest"), help="directory of a finished run, or of its report"

@@ -215,19 +215,21 @@ def _interval(estimate: Estimate) -> str:
 
 
 def main() -> int:
-    """Run the benchmark; status 2 for bad input."""
+    """Run the benchmark; status 2 for invalid input."""
     parser = argparse.ArgumentParser(prog="benchmarks.draft_schedule")
     parser.add_argument("--run", type=Path, default=Path("runs/latest"), help="directory of a finished run")
-    parser.add_argument("--draft-steps", type=int, default=24, help="of a weak draft; 0: the run's own draft")
-    parser.add_argument("--draft", type=Path, default=None, help="where the weak draft lies, or is to lie")
-    parser.add_argument("--widen", type=int, default=1, help="times as wide a feed-forward: a policy that costs more")
-    parser.add_argument("--wide", type=Path, default=None, help="where that policy lies, or is to lie")
+    parser.add_argument("--draft-steps", type=int, default=24, help="steps of a weak draft; 0: the run's own draft")
+    parser.add_argument("--draft", type=Path, default=None, help="directory of the weak draft; made if missing")
+    parser.add_argument("--widen", type=int, default=1, help="factor on the policy's feed-forward width")
+    parser.add_argument("--wide", type=Path, default=None, help="directory of the wider policy; made if missing")
     parser.add_argument("--batch", type=int, default=192, help="rollouts of a generation")
     parser.add_argument("--num-long", type=int, default=0, help="prompts with long answers beside short ones")
-    parser.add_argument("--long-terms", type=int, default=0, help="of those prompts; 0: the run's longest ones")
+    parser.add_argument(
+        "--long-terms", type=int, default=0, help="terms of the long problems; 0: the run's longest prompts"
+    )
     parser.add_argument("--ks", type=int, nargs="+", default=[0, 1, 2, 3, 5, 7], help="draft lengths, 0 among them")
     parser.add_argument("--sweep-rounds", type=int, default=6)
-    parser.add_argument("--num-rounds", type=int, default=16, help="of the comparison; 0 ends with the sweep")
+    parser.add_argument("--num-rounds", type=int, default=16, help="rounds of the comparison; 0 ends after the sweep")
     options = parser.parse_args()
     logs.configure()
     try:

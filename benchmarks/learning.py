@@ -55,11 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workload", choices=list(Workload), type=Workload, help="default: the recipe's")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--k", type=int, default=7, help="draft tokens of the speculative arm; the sweep is skipped")
-    parser.add_argument("--evaluate", action="store_true", help="also the accuracy of the policy before GRPO")
-    parser.add_argument("--pin", action="store_true", help="each seed to one core of its own, with one thread")
+    parser.add_argument("--evaluate", action="store_true", help="measure the accuracy of the policy before GRPO, too")
+    parser.add_argument("--pin", action="store_true", help="pin each seed to its own core, with one thread")
     parser.add_argument("--parallel", type=int, default=1, help="seeds at once; more than one needs --pin")
-    parser.add_argument("--override", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="of the recipe")
-    parser.add_argument("--root", type=Path, default=Path("runs/learning"), help="each seed's run root lies below it")
+    parser.add_argument("--override", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="recipe field")
+    parser.add_argument("--root", type=Path, default=Path("runs/learning"), help="parent of the seeds' run roots")
     parser.add_argument("--output", type=Path, default=None, help="default: results.jsonl in --root")
     return parser
 

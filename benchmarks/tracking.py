@@ -26,7 +26,7 @@ from slipstream.stages.runs import execution_run, tracked
 from slipstream.stages.start_run import start_run
 
 _COMPARE_LIMIT_S = 5.0
-_COST_LIMIT = 0.01  # of a step
+_COST_LIMIT = 0.01  # fraction of a step
 _NUM_REPEATS = 3
 _METRICS = {f"train/metric_{number}": 0.5 for number in range(45)}  # about as many as a step logs
 _COPIED = ("params", "tags", "latest_metrics")
@@ -44,8 +44,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Print each figure beside its limit; the limit judges nothing. Status 2 for invalid input."""
     parser = argparse.ArgumentParser(prog="benchmarks.tracking")
     parser.add_argument("--executions", type=int, default=200)
-    parser.add_argument("--runs", type=int, default=40, help="of each execution, its own included")
-    parser.add_argument("--step-s", type=float, default=6.0, help="between two logged steps: tiny's takes that long")
+    parser.add_argument("--runs", type=int, default=40, help="runs of each execution, its own included")
+    parser.add_argument(
+        "--step-s", type=float, default=6.0, help="seconds between two logged steps; 6 as in the tiny recipe"
+    )
     parser.add_argument("--num-steps", type=int, default=12)
     options = parser.parse_args(arguments)
     try:

@@ -56,7 +56,7 @@ def _train(recipe: Recipe, execution: Path, num_steps: int, dtype: str) -> list[
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]  # of make bench-setup
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]  # installed by make bench-setup
 
     torch.set_num_threads(recipe.learner.num_threads or torch.get_num_threads())
     policy = execution / "prepare_policy" / "policy"

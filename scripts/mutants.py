@@ -162,7 +162,7 @@ def is_known(path: Path, statuses: dict[str, str], before: dict[Path, Kept]) -> 
     if num_untried == 0 or path not in before or before[path].counts["not checked"] > num_untried:
         return False
     commit = before[path].commit.removesuffix("-dirty")
-    return subprocess.run(["git", "diff", "--quiet", commit, "--", path]).returncode == 0  # of an unknown one: 128
+    return subprocess.run(["git", "diff", "--quiet", commit, "--", path]).returncode == 0  # 128 for an unknown commit
 
 
 def tried(before: dict[Path, Kept]) -> dict[Path, Kept]:

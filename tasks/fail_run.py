@@ -35,7 +35,7 @@ def fail_run(  # noqa: PLR0913  # Flyte asks for every input of the workflow, an
 
 @task(**on_cpus(CHECKING))
 @recoverable
-def fail_certificate(  # noqa: PLR0913  # as above
+def fail_certificate(  # noqa: PLR0913  # as in `fail_run`
     policy: FlyteDirectory,
     draft: FlyteDirectory,
     recipe: str,

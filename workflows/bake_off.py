@@ -38,16 +38,16 @@ def bake_off(  # noqa: PLR0913  # one input a line of the launch form
     Args:
         recipe: name of a file in configs/ without its extension, or a path to a recipe.
         methods: speculation methods, named as in vLLM: eagle3, draft_model, ngram, suffix.
-        inits: prompts that drafts are pretrained on: in_domain, general; methods without pretraining ignore them.
-        online: training of the draft during RL: off, always, when_stale; methods without it ignore them.
-        num_speculative_tokens: draft tokens an iteration (k), at least 1, the same for all drafters.
-        workload: what the policy is when RL starts: rl_zero is a base model, rl_think one with reasoning traces;
-            left out, the recipe's.
-        num_steps: GRPO steps of each arm; left out, the recipe's.
-        seed: integer that prompts, sampling and training are drawn with; left out, the recipe's.
-        overrides: fields of the recipe as field=value, one an item.
-        run_root: absolute directory on the volume that all pods share.
-        reuse_stored: take data, policy and drafts from run_root/store where an earlier execution made them alike.
+        inits: prompts for the pretraining of drafts: in_domain, general; ignored by methods without pretraining.
+        online: training of the draft during RL: off, always, when_stale; ignored by methods without such training.
+        num_speculative_tokens: draft tokens an iteration (k), at least 1, equal for all drafters.
+        workload: kind of policy at the start of RL: rl_zero is a base model, rl_think a model with reasoning traces;
+            default: the recipe's.
+        num_steps: GRPO steps of each arm; default: the recipe's.
+        seed: integer seed of prompts, sampling and training; default: the recipe's.
+        overrides: recipe fields as field=value, one an item.
+        run_root: absolute directory on the shared volume of all pods.
+        reuse_stored: reuse data, policies and drafts that executions with equal settings kept in run_root/store.
 
     Returns:
         comparison: bake_off.html, bake_off.json and speedups.svg.

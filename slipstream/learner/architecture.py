@@ -38,7 +38,7 @@ class Experts:
 
     num_experts: int
     num_experts_per_token: int
-    ffn_hidden_size: int  # of one expert
+    ffn_hidden_size: int  # width of one expert
     normalizes_chosen: bool  # True: the weights of a token's experts sum to 1; False: those of all experts sum to 1
     dense_layers: tuple[int, ...] = ()  # layers with a single network of the model's `ffn_hidden_size`
 

@@ -51,7 +51,7 @@ class Lengths(Checked, path="lengths"):
         return float(np.mean(self.at(_LEVELS) ** 2))
 
 
-@lru_cache(maxsize=64)  # a fit asks again for every parameter that changes no length
+@lru_cache(maxsize=64)  # most parameters of a fit do not change lengths
 def lengths_with_mean(*, mean: float, log_sd: float, max_tokens: float) -> Lengths:
     """Find the distribution with a given mean, truncated responses included.
 
@@ -174,7 +174,7 @@ def cached_sequences(lengths: Lengths, shape: RolloutShape) -> float:
     return max(1.0, shape.cache_tokens / mean_context(lengths, prompt_tokens=shape.prompt_tokens))
 
 
-@lru_cache(maxsize=64)  # every draw of a projection asks for the same few
+@lru_cache(maxsize=64)  # the samples of a projection share a few schedules
 def slowest_engine(lengths: Lengths, shape: RolloutShape) -> Trace:
     """Schedule the engine that ends last: typical responses and the longest response of all engines."""
     lengths_B = stratified(lengths, shape.per_engine, longest_of_count=shape.num_rollouts)

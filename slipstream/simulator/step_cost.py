@@ -44,7 +44,7 @@ from slipstream.simulator.rollout import (
 from slipstream.simulator.settings import Setting, load_belief
 from slipstream.types import STAGES, LoopMode, StageTimes
 
-_FORWARD_FLOPS = 2.0  # for each parameter and token
+_FORWARD_FLOPS = 2.0  # flops for each parameter and token
 _TRAIN_FLOPS = 6.0  # forward and backward, without recomputation
 
 
