@@ -73,12 +73,6 @@ class Batching:
     microbatch_cost: int = MICROBATCH_COST
     multiple: int = 1
 
-    def plan(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
-        """Group the indices of sequences by micro-batch, the longest sequence of each first."""
-        if self.packs:
-            return plan_packed_microbatches(lengths, max_tokens=self.max_tokens)
-        return plan_microbatches(lengths, max_tokens=self.max_tokens, microbatch_cost=self.microbatch_cost)
-
     def inputs(self, sequences: Sequences, device: torch.device) -> Inputs:
         """Build the model's inputs from every token of some sequences."""
         lengths = [len(tokens) for tokens in sequences]
@@ -93,7 +87,11 @@ class Batching:
             loss_starts: index of each sequence's first token that counts as a label; None: every token is an input, and
                 no label counts.
         """
-        plan = self.plan([len(tokens) for tokens in sequences])
+        lengths = [len(tokens) for tokens in sequences]
+        if self.packs:
+            plan = plan_packed_microbatches(lengths, max_tokens=self.max_tokens)
+        else:
+            plan = plan_microbatches(lengths, max_tokens=self.max_tokens, microbatch_cost=self.microbatch_cost)
         return [self._microbatch(sequences, loss_starts, indices, device) for indices in plan]
 
     def _microbatch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -69,7 +69,7 @@ def certify(
     """
     draws = _draws(sample.traces, policy, sampling, config.seed, earlier or {})
     control = _draws(baseline.traces, policy, sampling, config.seed + 1, {})
-    exact = _PairProbabilities(policy, sampling)
+    exact = _next_tokens(policy, sampling)
     found = {
         **hypothesis_tests.conditional_tests(draws, seed=config.seed),
         **_count_tests(sample, exact),
@@ -139,32 +139,32 @@ def _draws(
     )
 
 
-class _PairProbabilities:
-    """Cache of exact next-token distributions: each prefix is computed once."""
-
-    def __init__(self, policy: ExactPolicy, sampling: SamplingConfig) -> None:
-        self._policy = policy
-        self._sampling = sampling
-        self._known: dict[tuple[int, ...], NDArray[np.float64]] = {}
-
-    def after(self, prefixes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float64]]:
-        """Return the distribution [V] of the next token after each prefix."""
-        new = [prefix for prefix in prefixes if prefix not in self._known]
-        if new:
-            self._known.update(zip(new, self._policy.next_token_probabilities(new, self._sampling), strict=True))
-        return [self._known[prefix] for prefix in prefixes]
+NextTokens = Callable[[Sequence[tuple[int, ...]]], list[NDArray[np.float64]]]
+"""Function from prefixes to the distribution [V] of the next token after each."""
 
 
-def _count_tests(sample: Sample, exact: _PairProbabilities) -> Tests:
+def _next_tokens(policy: ExactPolicy, sampling: SamplingConfig) -> NextTokens:
+    """Return the policy's exact next-token distributions as a function that computes each prefix once."""
+    known: dict[tuple[int, ...], NDArray[np.float64]] = {}
+
+    def after(prefixes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float64]]:
+        if new := [prefix for prefix in prefixes if prefix not in known]:
+            known.update(zip(new, policy.next_token_probabilities(new, sampling), strict=True))
+        return [known[prefix] for prefix in prefixes]
+
+    return after
+
+
+def _count_tests(sample: Sample, exact: NextTokens) -> Tests:
     firsts, pairs = [], []
     for traces in sample.repeats:
         prompt = traces[0].prompt_token_ids
-        (first_V,) = exact.after([prompt])
+        (first_V,) = exact([prompt])
         counts_V = np.bincount([trace.token_ids[0] for trace in traces], minlength=len(first_V))
         firsts.append(hypothesis_tests.count_test(counts_V, first_V))
         common = [token for token, count in enumerate(counts_V) if count]
         followed = [token for token in common if any(len(t.token_ids) == 2 for t in traces if t.token_ids[0] == token)]
-        for token, second_V in zip(followed, exact.after([(*prompt, token) for token in followed]), strict=True):
+        for token, second_V in zip(followed, exact([(*prompt, token) for token in followed]), strict=True):
             drawn = [trace.token_ids[1] for trace in traces if trace.token_ids[0] == token]
             pairs.append(hypothesis_tests.count_test(np.bincount(drawn, minlength=len(second_V)), second_V))
     num = sum(map(len, sample.repeats))

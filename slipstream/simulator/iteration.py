@@ -70,11 +70,12 @@ class CostModel:
         """
         model, parameters = self.setting.model_shape, self.parameters
         tokens_S = batch_S * (k + 1)
+        used_S = model.shared_parameters + active_experts(model, tokens_S) * model.expert_parameters
         multiplied_S = 2.0 * model.parameters_per_token * tokens_S * self._flop_s
         read_S = context_S * model.key_value_elements() * self._read_s
         attended_S = context_S * (k + 1) * model.attention_flops() * self._flop_s
         return {
-            "weights": np.maximum(parameters_read(model, tokens_S) * self._read_s, multiplied_S),
+            "weights": np.maximum(used_S * self._read_s, multiplied_S),
             "attention": np.maximum(read_S * (1.0 + k * parameters.attention_per_draft_token), attended_S),
             "draft": self._draft(batch_S, context_S, k, drafting),
             "host": parameters.host_s + parameters.host_per_token_s * tokens_S + self._collectives(tokens_S),
@@ -141,11 +142,6 @@ def active_experts(model: ModelShape, tokens: Array) -> Array:
         return np.zeros_like(tokens)
     missed = 1.0 - model.num_experts_per_token / model.num_experts
     return model.num_experts * (1.0 - missed**tokens)
-
-
-def parameters_read(model: ModelShape, tokens: Array) -> Array:
-    """Count the parameters that a forward pass over `tokens` tokens reads from memory."""
-    return model.shared_parameters + active_experts(model, tokens) * model.expert_parameters
 
 
 def _ring_share(num: int) -> float:

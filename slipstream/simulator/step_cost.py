@@ -44,9 +44,6 @@ from slipstream.simulator.rollout import (
 from slipstream.simulator.settings import Setting, load_belief
 from slipstream.types import STAGES, LoopMode, StageTimes
 
-_FORWARD_FLOPS = 2.0  # flops for each parameter and token
-_TRAIN_FLOPS = 6.0  # forward and backward, without recomputation
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Learner:
@@ -59,7 +56,7 @@ class Learner:
     def stages(self, setting: Setting, *, num_gpus: int, mean_tokens: float, deviation: float = 0.0) -> StageTimes:
         """Scale the measured step, without generation, to another layout; data and prepare keep their seconds.
 
-        A stage takes its flops over peak and efficiency. The efficiency is measured over all tokens, padding included.
+        A stage's seconds are proportional to its flops over peak and efficiency, for all tokens, padding included.
         A stage that was not run stays at 0 s.
 
         Args:
@@ -68,18 +65,15 @@ class Learner:
                 of the ratio's logarithm.
         """
         ratio, log_sd = relative_efficiency(setting, self.setting)
-        ideal_s = _ideal_s(setting, num_gpus, mean_tokens) / (ratio * math.exp(log_sd * deviation))
-        own_ideal_s = _ideal_s(self.setting, self.setting.num_gpus, self.mean_tokens)
-
-        def scaled_s(flops: float, measured_s: float) -> float:
-            return flops * ideal_s / (flops * own_ideal_s / measured_s) if measured_s > 0 else 0.0
+        factor = _ideal_s(setting, num_gpus, mean_tokens) / (ratio * math.exp(log_sd * deviation))
+        factor /= _ideal_s(self.setting, self.setting.num_gpus, self.mean_tokens)
 
         return StageTimes.in_sequence(
             data_s=self.measured.data_s,
             prepare_s=self.measured.prepare_s,
             generation_s=0.0,
-            logprob_s=scaled_s(_FORWARD_FLOPS, self.measured.logprob_s),
-            train_s=scaled_s(_TRAIN_FLOPS, self.measured.train_s),
+            logprob_s=factor * self.measured.logprob_s,
+            train_s=factor * self.measured.train_s,
         )
 
 
