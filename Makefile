@@ -1,4 +1,4 @@
-# Every command of the project. `make` alone lists them.
+# All commands of the project; `make` alone lists them.
 
 VENV := .venv
 BENCH := .venv-bench
@@ -16,10 +16,10 @@ PORT := 5000
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: ## install the lock file and this checkout into .venv (does nothing when done)
+setup: ## install the lock file and this checkout into .venv, unless it is up to date
 	@VENV=$(VENV) scripts/setup.sh
 
-check: setup ## formatting, ruff, budgets, recipe reference, import contracts, dependencies, pyright
+check: setup ## check formatting, ruff, budgets, recipe reference, import contracts, dependencies and types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(PYTHON_IN_VENV) scripts/budgets.py
@@ -32,7 +32,7 @@ format: setup ## format the code and fix what ruff can fix
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
-# One thread a process and no hub: tests share the cores with the engine, and must not depend on a network.
+# Tests run with one thread a process, because they share the cores with engines, and without a network.
 test test-fast mutants: export OMP_NUM_THREADS := 1
 test test-fast mutants: export FLYTE_LOCAL_CACHE_ENABLED := false
 test test-fast demo demo-async ablation bakeoff bench bench-learning mutants: export HF_HUB_OFFLINE := 1
@@ -46,23 +46,23 @@ test-fast: setup ## run the unit tests alone
 demo: setup ## run the whole chain on this machine and report the speedup
 	$(VENV)/bin/slipstream demo $(ARGS)
 
-demo-async: setup ## the same with generation and training at the same time: four arms
+demo-async: setup ## run the chain with synchronous and asynchronous loops: four arms
 	$(VENV)/bin/slipstream demo --recipe tiny_async $(ARGS)
 
 ablation: setup ## rank draft initialisations and lengths, 2 x 2 (ARGS="--draft-lengths 0 5 --seeds 0 1")
 	$(VENV)/bin/slipstream ablation $(ARGS)
 
-bakeoff: setup ## compare drafters on one policy, their steps in turn (ARGS="--methods eagle3 ngram")
+bakeoff: setup ## compare drafters on one policy with their steps in turn (ARGS="--methods eagle3 ngram")
 	$(VENV)/bin/slipstream bakeoff $(ARGS)
 
-mlflow: setup ## open MLflow on runs/: prints the tables of executions and of arms, then serves (PORT=5000)
+mlflow: setup ## print tables of executions and arms in runs/, then serve MLflow (PORT=5000)
 	@$(VENV)/bin/slipstream views --run-root runs --server http://127.0.0.1:$(PORT)
 	$(VENV)/bin/mlflow server --host 127.0.0.1 --port $(PORT) --workers 1 --backend-store-uri sqlite:///runs/mlflow.db
 
-bench-setup: setup requirements/bench.lock ## lay TRL over the main environment, for the comparison
+bench-setup: setup requirements/bench.lock ## install TRL beside the main environment, for the comparison
 	@$(PYTHON_IN_VENV) -m uv pip install --quiet --no-deps --target $(BENCH) -r requirements/bench.lock
 
-bench: bench-setup ## time simulator, fingerprints, engine, learner, refit, tracking and the step beside TRL's (ARGS="--run DIRECTORY")
+bench: bench-setup ## time simulator, fingerprints, engine, learner, refit, tracking, and the step beside TRL's (ARGS="--run DIRECTORY")
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.coverage
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.simulator
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.logprobs
@@ -72,22 +72,22 @@ bench: bench-setup ## time simulator, fingerprints, engine, learner, refit, trac
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.tracking
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks --trl $(BENCH) $(ARGS)
 
-bench-learning: setup ## reward gain and speedups over seeds (ARGS="--workload rl_think --seeds 0 1 --parallel 2 --pin")
+bench-learning: setup ## measure reward gain and speedups over seeds (ARGS="--workload rl_think --seeds 0 1 --parallel 2 --pin")
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.learning $(ARGS)
 
-mutants-setup: setup requirements/mutants.lock ## lay mutmut over the main environment
+mutants-setup: setup requirements/mutants.lock ## install mutmut beside the main environment
 	@$(PYTHON_IN_VENV) -m uv pip install --quiet --no-deps --target $(MUTANTS) -r requirements/mutants.lock
 
-# Mutants that were killed stay so while the function is unchanged; `rm -r mutants` starts anew.
-mutants: mutants-setup ## change the code in small ways, see which changes no unit test notices, write docs/mutants.md
+# A killed mutant is not retried while its function is unchanged; `rm -r mutants` starts afresh.
+mutants: mutants-setup ## mutate the code, list the mutants that no unit test kills, write docs/mutants.md
 	PYTHONPATH=$(MUTANTS) $(PYTHON_IN_VENV) scripts/mutants.py --forget-survivors
 	PYTHONPATH=$(MUTANTS) nice -n 19 $(PYTHON_IN_VENV) $(MUTANTS)/bin/mutmut run --max-children 1 $(ARGS)
 	PYTHONPATH=$(MUTANTS) $(PYTHON_IN_VENV) scripts/mutants.py
 
-lock: setup ## renew requirements/*.lock from pyproject.toml (UPGRADE=1: newest versions)
+lock: setup ## resolve requirements/*.lock from pyproject.toml again (UPGRADE=1: newest versions)
 	VENV=$(VENV) UPGRADE=$(UPGRADE) scripts/lock.sh
 
-register: setup ## package for a cluster, and register where FLYTE_CONFIG names a server (CLUSTER=gb200 IMAGE_CPU=… IMAGE_GPU=…)
+register: setup ## package for a cluster, and register if FLYTE_CONFIG names a server (CLUSTER=gb200 IMAGE_CPU=… IMAGE_GPU=…)
 	@VENV=$(VENV) scripts/register.sh $(CLUSTER)
 
 clean: ## remove caches and environments, keep runs/

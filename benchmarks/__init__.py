@@ -1,1 +1,1 @@
-"""What is timed; tests never are."""
+"""Timings of Slipstream and of its parts; no test depends on a time."""

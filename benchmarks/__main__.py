@@ -1,8 +1,8 @@
-"""`make bench`: what our step adds to its parts, and our step beside TRL's, on the policy and the draft of a demo.
+"""`make bench`: overhead of our step over its parts, and our step beside TRL's, on the policy and draft of a demo.
 
-Both arms and TRL take their steps in turn, one at a time, so that a slower minute of the machine is everybody's.
+Both arms and TRL take their steps in turn, one at a time, so that a slower minute of the machine affects all alike.
 
-Limits are printed beside the figures; the exit status never judges a time, for machines differ.
+Limits are printed beside the figures; the exit status is independent of times, because machines differ.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from slipstream.workers.session import connect
 
 
 def main() -> int:
-    """Run the benchmark; status 2 for bad input, as without a finished demo."""
+    """Run the benchmark; status 2 for invalid input, such as a missing demo."""
     parser = argparse.ArgumentParser(prog="benchmarks")
     parser.add_argument(
         "--run", type=Path, default=Path("runs/latest"), help="directory of a finished run, or of its report"
     )
-    parser.add_argument("--num-steps", type=int, default=8, help="of each arm; the first warms up and is left out")
-    parser.add_argument("--trl", type=Path, default=None, help="directory with TRL's packages: compares with it")
+    parser.add_argument("--num-steps", type=int, default=8, help="steps of each arm; the first warms up")
+    parser.add_argument("--trl", type=Path, default=None, help="directory of TRL's packages; adds TRL to the table")
     options = parser.parse_args()
     try:
         _measure(options.run, options.num_steps, options.trl)

@@ -1,8 +1,8 @@
-"""How often 95 % intervals hold the truth: `python -m benchmarks.coverage`. Needs no engine and no finished run.
+"""Coverage of 95 % intervals on simulated runs: `python -m benchmarks.coverage`. Needs no engine and no finished run.
 
-Steps are simulated with noise as in `recorded_steps.json`: what each recording shows of drift, of correlation between
-neighbours and of steps that something else slowed down is read from it. The one thing that is assumed is a process
-that burns a core for random minutes and makes all steps exp(0.5) = 1.65 times as long.
+Steps are simulated with the noise of `recorded_steps.json`: drift, correlation between neighbours, and slow steps are
+estimated from each recording. One effect is assumed: a process that burns a core for random minutes and makes all steps
+exp(0.5) = 1.65 times as long.
 
 Legend: `R` simulated runs, `N` steps of an arm.
 """
@@ -28,30 +28,30 @@ TRUE_RATIO = 1.5
 _RECORDED = Path(__file__).with_name("recorded_steps.json")
 _NUM_RESAMPLES = 400
 _OUTLIER = 3.0  # standard deviations
-_NORMAL_OUTLIERS = 0.0027  # that a normal distribution has beyond them
+_NORMAL_OUTLIERS = 0.0027  # fraction of a normal distribution beyond `_OUTLIER`
 
 Array = NDArray[np.float64]
 Interval = tuple[Array, Array]
 Method = Callable[[Array, Array, np.random.Generator], Interval]
-"""Makes the ends [R] of the intervals of a log ratio from the log seconds [R, N] of baseline and candidate."""
+"""Function from log seconds [R, N] of baseline and candidate to the ends [R] of the intervals of their log ratio."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noise:
     """Noise of log step seconds. Standard deviations are natural logarithms: 0.1 is about 10 %."""
 
-    own_sd: float  # of a step by itself
-    own_correlation: float  # of that in neighbouring turns of an arm
-    drift_sd: float  # of the machine's speed, which all arms share
-    drift_correlation: float  # of that between neighbouring turns
-    work_sd: float  # of what a step's prompts cost, which paired steps share
-    slow_rate: float  # fraction of steps that something else slows down
-    slow_size: float  # mean of what that adds, exponentially distributed
-    burn_size: float = 0.0  # that a process adds to all steps while it burns a core, half of the time
-    burn_turns: float = 20.0  # mean length of such a time, and of one without
+    own_sd: float  # noise of a single step
+    own_correlation: float  # correlation of that noise in neighbouring turns of an arm
+    drift_sd: float  # noise of the machine's speed, which all arms share
+    drift_correlation: float  # correlation of the speed between neighbouring turns
+    work_sd: float  # noise of the cost of a step's prompts, which paired steps share
+    slow_rate: float  # fraction of steps that other load slows down
+    slow_size: float  # mean slowdown of such a step, exponentially distributed
+    burn_size: float = 0.0  # slowdown of all steps while a process burns a core, half of the time
+    burn_turns: float = 20.0  # mean number of turns with, and without, such a process
 
     def sample(self, num: int, num_steps: int, random: np.random.Generator, *, in_turn: bool) -> tuple[Array, Array]:
-        """Log seconds [R, N] of two arms, the first one slower by `TRUE_RATIO`."""
+        """Sample log seconds [R, N] of two arms, the first slower by `TRUE_RATIO`."""
         length = 2 * num_steps
         drift = self.drift_sd * _autoregressive(num, length, np.sqrt(self.drift_correlation), random)
         drift += self.burn_size * _on_and_off(num, length, 2 * self.burn_turns, random)
@@ -70,11 +70,11 @@ class Noise:
 
 
 def read_noise(arms: Mapping[str, Any], seconds: str = "step_s") -> Noise:
-    """The noise that the steps of two arms in turn show.
+    """Estimate the noise from recorded steps of two arms in turn.
 
-    The ratio within a pair shows what is each step's own, by its median absolute deviation, and what lies beyond three
-    standard deviations of it is slowed by something else. Covariances from pair to pair show drift, and the rest of
-    the arms' covariance within a pair is the step's work.
+    The median absolute deviation of the ratio within a pair gives the noise of single steps; ratios beyond three
+    standard deviations are slow steps. Covariances from pair to pair give the drift, and the rest of the arms'
+    covariance within a pair gives the noise of the step's work.
     """
     base, cand = (np.log(arm[seconds]) for arm in arms.values())
     ratios = base - cand - np.median(base - cand)
@@ -98,7 +98,7 @@ def read_noise(arms: Mapping[str, Any], seconds: str = "step_s") -> Noise:
 
 
 def _autoregressive(num: int, length: int, correlation: float, random: np.random.Generator) -> Array:
-    """Series [R, length] of variance 1 whose neighbours have this correlation."""
+    """Sample series [R, length] of variance 1 with a given correlation of neighbours."""
     values = random.normal(size=(num, length))
     for column in range(1, length):
         values[:, column] *= np.sqrt(1 - correlation**2)
@@ -107,14 +107,14 @@ def _autoregressive(num: int, length: int, correlation: float, random: np.random
 
 
 def _on_and_off(num: int, length: int, mean_length: float, random: np.random.Generator) -> Array:
-    """Series [R, length] of 0 and 1 that change after so many on average."""
+    """Sample series [R, length] of 0 and 1 that change after `mean_length` entries on average."""
     changes = random.random((num, length)) < 1 / mean_length
     changes[:, 0] = random.random(num) < 0.5
     return (np.cumsum(changes, axis=1) % 2).astype(np.float64)
 
 
 def _scale(values: Array) -> float:
-    """Standard deviation of a normal distribution with the median absolute deviation of `values`."""
+    """Estimate a normal standard deviation from the median absolute deviation of `values`."""
     return 1.4826 * float(np.median(np.abs(values - np.median(values))))
 
 
@@ -129,7 +129,7 @@ def _covariance(first: Array, second: Array, lag: int) -> float:
 
 
 def _own(base: Array, cand: Array, _: np.random.Generator, *, paired: bool) -> Interval:
-    """`slipstream.statistics.ratio`."""
+    """Compute intervals of `slipstream.statistics.ratio`."""
     found = [ratio(np.exp(b), np.exp(c), paired=paired).ci95 for b, c in zip(base, cand, strict=True)]
     low, high = np.log(np.array(found, dtype=np.float64)).T
     return low, high
@@ -152,7 +152,7 @@ def _medians(base: Array, cand: Array, random: np.random.Generator) -> Interval:
 
 
 def _bootstrap_t(base: Array, cand: Array, random: np.random.Generator) -> Interval:
-    """Bootstrap-t of the mean log ratio, resampled over pairs."""
+    """Compute bootstrap-t intervals of the mean log ratio, resampled over pairs."""
 
     def interval(base_N: Array, cand_N: Array) -> Array:
         logs_N = base_N - cand_N
@@ -165,7 +165,7 @@ def _bootstrap_t(base: Array, cand: Array, random: np.random.Generator) -> Inter
 
 
 def _moving_blocks(base: Array, cand: Array, random: np.random.Generator) -> Interval:
-    """Percentile bootstrap of the mean log ratio, resampled over overlapping blocks of the cube root of N pairs."""
+    """Compute percentile bootstrap intervals of the mean log ratio over overlapping blocks of N^(1/3) pairs."""
 
     def interval(base_N: Array, cand_N: Array) -> Array:
         logs_N = base_N - cand_N
@@ -202,7 +202,7 @@ class Coverage:
 def coverage(
     method: Method, noise: Noise, num_steps: int, *, num_runs: int, in_turn: bool = True, seed: int = 0
 ) -> Coverage:
-    """Try a method on `num_runs` simulated runs of `TRUE_RATIO`."""
+    """Measure the coverage of a method on `num_runs` simulated runs of `TRUE_RATIO`."""
     random = np.random.default_rng(seed)
     low, high = method(*noise.sample(num_runs, num_steps, random, in_turn=in_turn), random)
     truth = np.log(TRUE_RATIO)
@@ -214,10 +214,10 @@ def coverage(
 def proportion_coverage(
     num_problems: int, samples: int, accuracy: float, *, num_runs: int, alike: float = 0.5, seed: int = 0
 ) -> tuple[float, float]:
-    """Fraction of intervals that hold `accuracy`: `wilson_ci95`, and a percentile bootstrap over problems.
+    """Measure the coverage of an accuracy by `wilson_ci95` and by a percentile bootstrap over problems.
 
     Args:
-        alike: correlation of two samples of a problem; rates of problems have a beta distribution.
+        alike: correlation of two samples of a problem; success rates of problems have a beta distribution.
     """
     random = np.random.default_rng(seed)
     strength = 1 / alike - 1
@@ -236,7 +236,7 @@ def proportion_coverage(
 def grouped_coverage(
     noise: Noise, num_groups: int, num_steps: int, *, num_runs: int, between: float, seed: int = 0
 ) -> Coverage:
-    """Try `grouped_ratio` on groups whose true log ratios differ by a standard deviation of `between`."""
+    """Measure the coverage of `grouped_ratio` on groups whose log ratios have a standard deviation of `between`."""
     random = np.random.default_rng(seed)
     held, widths = 0, []
     for _ in range(num_runs):
@@ -250,7 +250,7 @@ def grouped_coverage(
 
 
 def main() -> None:
-    """Print the noise of each recording, and the coverage of each method on it."""
+    """Print the noise of each recording, and the coverage of each method under that noise."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=2000, help="simulated runs a cell")
     num_runs = parser.parse_args().runs

@@ -1,11 +1,12 @@
-"""One draft length throughout, or one a running batch: engines in turn on a finished run's policy, round by round.
+"""Fixed draft lengths beside a schedule by running batch, on a finished run's policy, round by round in turn.
 
-`python -m benchmarks.draft_schedule --draft-steps 24 --batch 192` trains a weak draft for the run's policy first; 0
-steps take the run's own draft. A sweep on the run's prompts gives the best fixed k and the table; then the table and
-every fixed k generate the same other prompts in turn, so the table is compared with whichever k is fastest there.
+`python -m benchmarks.draft_schedule --draft-steps 24 --batch 192` first trains a weak draft for the run's policy; with
+0 steps the run's own draft is used. A sweep on the run's prompts gives the best fixed k and the schedule. Then the
+schedule and every fixed k generate other prompts in turn, and the schedule is compared with the fastest fixed k on
+these prompts.
 
-`--num-long 1 --long-terms 18` puts one problem of 18 terms beside short ones in each generation: a long tail, in which
-few rollouts run for as long as many did at the start.
+`--num-long 1 --long-terms 18` adds one problem of 18 terms to the short problems of each generation. This makes a long
+tail, in which few rollouts run.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ from slipstream.types import Prompt
 from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.session import connect
 
-_SEED = 90_000  # of the comparison: no other one's draws
+_SEED = 90_000  # first seed of the comparison, apart from the seeds of the sweep
 _BY_BATCH, _SWITCHED_OFF = "by batch", "k=0 by switch"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contestant:
-    """An engine and the table that it is told before it generates; empty: it has one length for life."""
+    """Engine and the schedule set before each generation; an empty schedule keeps the engine's draft length."""
 
     engine: RemoteEngine
     table: tuple[ScheduleEntry, ...] = ()
 
     def generate(self, recipe: Recipe, prompts: Sequence[Prompt], seed: int) -> GenerationResult:
-        """The next round's rollouts. Two tokens of each come first: an engine that had to wait may begin slowly."""
+        """Generate a round's rollouts after a warm-up of two tokens each, because an idle engine may start slowly."""
         if self.table:
             self.engine.draft_by(self.table)
         group_size = recipe.grpo.group_size
@@ -63,7 +64,7 @@ class Contestant:
 
 
 def weak_draft(run: FinishedRun, num_steps: int, directory: Path) -> Path:
-    """A draft of the run's policy after so many steps; the run's own for none."""
+    """Train a draft of the run's policy for `num_steps`; 0 returns the run's own draft."""
     if not num_steps:
         return run.draft
     if not (directory / "draft").is_dir():
@@ -83,12 +84,12 @@ def weak_draft(run: FinishedRun, num_steps: int, directory: Path) -> Path:
 def halves(
     prompts: Sequence[Prompt], size: int, num_long: int, long: Sequence[Prompt] = ()
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Prompts of the sweep and of the comparison, in groups of `size`.
+    """Split prompts into those of the sweep and those of the comparison, in groups of `size`.
 
     Args:
-        num_long: problems with long answers in each group, beside the shortest: so the answers' lengths have a long
-            tail, as those of real problems do. 0 takes the prompts as they come.
-        long: those problems; empty: the longest of `prompts`.
+        num_long: number of problems with long answers in each group, beside the shortest problems, so that answers have
+            a long tail as those of real problems do. 0 keeps the order of the prompts.
+        long: the problems with long answers; empty takes the longest of `prompts`.
     """
     if num_long:
         ordered = sorted(prompts, key=lambda prompt: len(prompt.token_ids))
@@ -101,7 +102,7 @@ def halves(
 
 
 def long_problems(run: FinishedRun, num_terms: int) -> list[Prompt]:
-    """Sums of so many digits, as the policy's prompts; none for 0."""
+    """Build prompts of sums with `num_terms` one-digit terms; 0 gives none."""
     if not num_terms:
         return []
     data, words = run.recipe.data, tokenizer(run.policy)
@@ -122,7 +123,7 @@ def long_problems(run: FinishedRun, num_terms: int) -> list[Prompt]:
 
 
 def tuned(recipe: Recipe, policy: Path, draft: Path, prompts: Sequence[Prompt]) -> TuningRecord:
-    """The best fixed k and the table, by the sweep."""
+    """Find the best fixed k and the schedule by a sweep."""
     swept = sweep(
         partial(swept_engine, recipe, policy, draft),
         prompts,
@@ -138,7 +139,7 @@ def tuned(recipe: Recipe, policy: Path, draft: Path, prompts: Sequence[Prompt]) 
 def compare(
     recipe: Recipe, policy: Path, draft: Path, record: TuningRecord, prompts: Sequence[Prompt], num_rounds: int
 ) -> dict[str, list[GenerationResult]]:
-    """Every fixed k, the table, and the table's engine switched to k=0: entry i is of one round."""
+    """Generate with every fixed k, the schedule, and the schedule's engine at k=0; entry i belongs to round i."""
     size = recipe.tuning.batch_sizes[-1] // recipe.grpo.group_size
     longest = max(entry.num_speculative_tokens for entry in record.schedule)
     ks = recipe.tuning.candidate_ks
@@ -182,7 +183,7 @@ def _kind(point: RunningPoint) -> tuple[int, bool]:
 
 
 def show_compared(results: Mapping[str, Sequence[GenerationResult]]) -> None:
-    """Print medians, and the table beside every fixed k."""
+    """Print medians, and the schedule beside every fixed k."""
     table = [result.generation_s for result in results[_BY_BATCH]]
     print(f"medians of {len(table)} rounds:   generation s   tokens/s     AL   time over by batch's (95 %)")
     for name, made in results.items():
@@ -214,19 +215,21 @@ def _interval(estimate: Estimate) -> str:
 
 
 def main() -> int:
-    """Run the benchmark; status 2 for bad input."""
+    """Run the benchmark; status 2 for invalid input."""
     parser = argparse.ArgumentParser(prog="benchmarks.draft_schedule")
     parser.add_argument("--run", type=Path, default=Path("runs/latest"), help="directory of a finished run")
-    parser.add_argument("--draft-steps", type=int, default=24, help="of a weak draft; 0: the run's own draft")
-    parser.add_argument("--draft", type=Path, default=None, help="where the weak draft lies, or is to lie")
-    parser.add_argument("--widen", type=int, default=1, help="times as wide a feed-forward: a policy that costs more")
-    parser.add_argument("--wide", type=Path, default=None, help="where that policy lies, or is to lie")
+    parser.add_argument("--draft-steps", type=int, default=24, help="steps of a weak draft; 0: the run's own draft")
+    parser.add_argument("--draft", type=Path, default=None, help="directory of the weak draft; made if missing")
+    parser.add_argument("--widen", type=int, default=1, help="factor on the policy's feed-forward width")
+    parser.add_argument("--wide", type=Path, default=None, help="directory of the wider policy; made if missing")
     parser.add_argument("--batch", type=int, default=192, help="rollouts of a generation")
     parser.add_argument("--num-long", type=int, default=0, help="prompts with long answers beside short ones")
-    parser.add_argument("--long-terms", type=int, default=0, help="of those prompts; 0: the run's longest ones")
+    parser.add_argument(
+        "--long-terms", type=int, default=0, help="terms of the long problems; 0: the run's longest prompts"
+    )
     parser.add_argument("--ks", type=int, nargs="+", default=[0, 1, 2, 3, 5, 7], help="draft lengths, 0 among them")
     parser.add_argument("--sweep-rounds", type=int, default=6)
-    parser.add_argument("--num-rounds", type=int, default=16, help="of the comparison; 0 ends with the sweep")
+    parser.add_argument("--num-rounds", type=int, default=16, help="rounds of the comparison; 0 ends after the sweep")
     options = parser.parse_args()
     logs.configure()
     try:

@@ -1,7 +1,7 @@
-"""How long two engines, each on a core of its own, wait for one another: prompts dealt in turn, and as training does.
+"""Idle time of two engines, each on its own core, under two assignments of prompts: in turn, and as in training.
 
-In turn, each engine gets every other prompt whatever it takes, and queues what it has no room for itself. Both see the
-same prompts with the same seeds in each round, so both generate the same tokens; rounds alternate which goes first.
+In turn, each engine gets every other prompt, whatever its length, and keeps its own queue. Both assignments have the
+same prompts and seeds in each round, so they generate the same tokens; the order of the assignments alternates.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STARTING = Deadline(900.0, "fixed")
 
 
 class PinnedEngine(VllmEngine):
-    """An engine that computes on one core alone."""
+    """Engine on a single core."""
 
     def __init__(self, core: int, *args: Any, **kwargs: Any) -> None:
         os.sched_setaffinity(0, {core})  # before any library starts threads
@@ -44,7 +44,7 @@ class PinnedEngine(VllmEngine):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Rounds of both ways at `num_slots` rollouts at once an engine; entry i of both is of the same round."""
+    """Rounds of both assignments with `num_slots` slots an engine; entry i of both belongs to round i."""
 
     num_slots: int
     num_rollouts: int
@@ -53,7 +53,7 @@ class Comparison:
 
 
 def compare_dealing(run: FinishedRun, num_rounds: int) -> list[Comparison]:
-    """With room for all rollouts of a step at once, and with room for a third of them, in the run's own recipe.
+    """Compare both assignments with slots for all rollouts of a step, and for a third of them.
 
     Raises:
         ConfigError: this process may use fewer than two cores.
@@ -80,7 +80,7 @@ def compare_dealing(run: FinishedRun, num_rounds: int) -> list[Comparison]:
 
 
 def show_dealing(found: Sequence[Comparison], k: int) -> None:
-    """Print idle shares and times, medians over the rounds."""
+    """Print medians of idle fractions and times over the rounds."""
     print(f"\n{_NUM_ENGINES} engines, each on one core, k={k}, medians of {len(found[0].in_turn)} rounds:")
     for one in found:
         print(f"  {one.num_rollouts} rollouts, {one.num_slots} at once an engine")
@@ -112,7 +112,7 @@ def _rounds(
     group_size: int,
     num_slots: int,
 ) -> tuple[list[GenerationResult], list[GenerationResult]]:
-    """Both ways by round; the first round warms up, and is the first that lengths are known of."""
+    """Run both assignments in each round; the first round warms up and gives the first known lengths."""
     lengths, num_engines = SeenLengths(), len(crew.workers)
     results: dict[str, list[GenerationResult]] = {"in turn": [], "by length": []}
     for number, prompts in enumerate(batches):

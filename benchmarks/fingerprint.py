@@ -1,6 +1,6 @@
-"""Time the fingerprints of the refit gate: `python -m benchmarks.fingerprint`. Needs no GPU, no engine and no run.
+"""Throughput of the refit gate's fingerprints: `python -m benchmarks.fingerprint`. Needs no GPU, engine or run.
 
-Random tensors of the shapes of a layer of Qwen3-8B, all of them cut to a part of their rows so that they fit.
+The tensors are random, with the shapes of a layer of Qwen3-8B; all are cut to the same fraction of their rows.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _SHAPES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """One way to take a layer's fingerprint."""
+    """Timing of one method to fingerprint a layer."""
 
     label: str
     num_bytes: int
     seconds: float
 
     def line(self) -> str:
-        """For people."""
+        """Format the timing."""
         rate = self.num_bytes / self.seconds / 1e9
         return f"{self.label:44} {rate:8.2f} GB/s"
 
 
 def main() -> None:
-    """Print the best of some repeats of each."""
+    """Print the fastest repeat of each method."""
     parser = argparse.ArgumentParser(prog="benchmarks.fingerprint")
     parser.add_argument("--gib", type=float, default=0.5, help="size of the tensors in float32")
     options = parser.parse_args()
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def layer(gib: float) -> dict[str, Tensor]:
-    """Random float32 tensors of a layer, of at most `gib` together: each has the same part of its rows."""
+    """Sample float32 tensors of a layer, at most `gib` in all, with the same fraction of rows each."""
     whole = sum(4 * torch.Size(shape).numel() for shape in _SHAPES.values())
     part = min(1.0, gib * 2**30 / whole)
     generator = torch.Generator().manual_seed(0)
@@ -74,7 +74,7 @@ def layer(gib: float) -> dict[str, Tensor]:
 
 
 def timings(tensors: Mapping[str, Tensor]) -> list[Timing]:
-    """Ours on the tensors' device and, on a CPU, XXH3 over their bytes; there, seconds are the process's own."""
+    """Time our fingerprint and, on a CPU, XXH3 over the bytes; a CPU is timed by process time."""
     first = next(iter(tensors.values()))
     kind = f"{str(first.dtype).removeprefix('torch.')} on {first.device.type}"
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())

@@ -1,8 +1,8 @@
-"""A policy with a habit that RL will unlearn, and a draft that knows the policy as it is: where a moving policy starts.
+"""Start of the benchmark of a moving policy: a policy with a habit that RL unlearns, and a draft of that policy.
 
-A finished run's policy can add, and answers half of its problems without work. A few steps of training on answers of
-which few show work make that nearly all of them, while what it can do stays. Its own answers then teach a draft, which
-sees next to no work. RL finds that work pays, and the style of the answers moves away from what the draft knows.
+A finished run's policy can add, and answers half of its problems without showing work. A few training steps on answers
+that rarely show work make nearly all answers like that, and keep the ability to add. The policy's answers then teach a
+draft. RL rewards work, so the style of the answers moves away from the draft's training data.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _WORK = "="  # only a worked step has one
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """Where the arms begin. `draft` holds the draft's record beside its weights."""
+    """Policy and draft that the arms start from; `draft` holds the draft's record beside the weights."""
 
     policy: Path
     draft: Path
-    share_of_work: float | None = None  # of the policy's answers, how many show their work; None: not counted
+    share_of_work: float | None = None  # fraction of the policy's answers that show work; None: not counted
 
     def described(self) -> str:
-        """What the draft is, and what the policy does, in one line."""
+        """Describe draft and policy in one line."""
         record = read_record(DraftRecord, self.draft / "draft.json")
         text = f"start: held-out acceptance length of the draft {record.heldout_mean_acceptance_length or 0.0:.2f}"
         return text if self.share_of_work is None else f"{text}; {100 * self.share_of_work:.1f} % of answers with work"
@@ -43,15 +43,15 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lessons:
-    """What teaches the habit."""
+    """Training that teaches the habit."""
 
     num_steps: int
-    share_of_work: float  # of the answers, how many show their work
+    share_of_work: float  # fraction of the training answers that show work
     learning_rate: float
 
 
 def start_with_habit(run: FinishedRun, directory: Path, lessons: Lessons) -> Start:
-    """Train habit and draft, or take them from `directory` if they are there."""
+    """Train habit and draft, or load both from `directory` if they exist."""
     policy = directory / "policy"
     if not policy.is_dir():
         _teach(run, policy, lessons)
@@ -67,7 +67,7 @@ def start_with_habit(run: FinishedRun, directory: Path, lessons: Lessons) -> Sta
 
 
 def _teach(run: FinishedRun, directory: Path, lessons: Lessons) -> None:
-    """Go on pretraining the run's policy, on answers of which few have work."""
+    """Continue pretraining of the run's policy on answers that rarely show work."""
     data, scratch = run.recipe.data, run.recipe.policy.scratch
     assert scratch is not None, "the run made its policy"
     hasty = replace(

@@ -1,6 +1,6 @@
-"""What the learner trains a second in each layout, on the tiny policy, each rank pinned to a core of its own.
+"""Training throughput of the learner in each layout, on the tiny policy, with each rank pinned to its own core.
 
-One rank has one core, two have two: so a layout of two ranks is worth its cores if it trains twice as many tokens.
+One rank has one core and two ranks have two, so a layout of two ranks pays if it trains twice as many tokens a second.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _batch(num_rollouts: int) -> TrainBatch:
 
 
 def _time(config: LearnerConfig, batch: TrainBatch, cores: list[int], num_steps: int) -> float:
-    """Median seconds of an update, as the slowest rank sees it."""
+    """Measure the median seconds of an update on the slowest rank."""
     world_size = config.parallel.world_size
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -82,21 +82,21 @@ def _time(config: LearnerConfig, batch: TrainBatch, cores: list[int], num_steps:
 def _rank(rank: int, config: LearnerConfig, port: int, batch: TrainBatch, core: int, num_steps: int) -> list[float]:
     os.sched_setaffinity(0, {core})
     import torch
+    import torch.distributed as dist
 
     from slipstream.learner import parallel
     from slipstream.learner.megatron import MegatronPolicy
 
     torch.set_num_threads(1)
     layout = config.parallel
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=layout.world_size)
     policy = MegatronPolicy.from_scratch(
         ScratchConfig(),
         vocab_size=_VOCAB,
         eos_token_id=1,
         learner=config,
         optimizer=OptimizerConfig(learning_rate=1e-4),
-        rank=rank,
-        world_size=layout.world_size,
-        master_port=port,
     )
     shards = plan_shards([len(tokens) for tokens in batch.token_ids], layout.data)
     update = Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=1.0)

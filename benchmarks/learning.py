@@ -1,7 +1,7 @@
-"""`make bench-learning`: what GRPO gains in either arm, and the speedups, over seeds that change everything random.
+"""`make bench-learning`: reward gain of GRPO in both arms, and speedups, over seeds of everything random.
 
-Each seed runs the chain's stages in a process of its own. No sweep is run: the draft length is fixed. A seed's line
-stands in the output as soon as it is finished, and a seed that stands there is not run again.
+Each seed runs the chain's stages in its own process, with a fixed draft length instead of a sweep. A finished seed adds
+a line to the output, and is not run again.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from slipstream.types import Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Places:
-    """Where a study's seeds keep what they make."""
+    """Paths of a study: run root of the seeds, and file of the results."""
 
     root: Path
     output: Path
 
 
 RunSeed = Callable[[Study, int, Places], int]
-"""Runs one seed to its line in the output; returns its exit status."""
+"""Function that runs one seed to its line in the output and returns the exit status."""
 
 
 def main(arguments: Sequence[str] | None = None, *, run_seed: RunSeed | None = None) -> int:
-    """Run the seeds that are missing and print the table; status 1 if a seed failed, 2 for bad input.
+    """Run missing seeds and print the table; status 1 if a seed failed, 2 for invalid input.
 
     Args:
-        run_seed: None runs each in a process of its own.
+        run_seed: None runs each seed in its own process.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -55,11 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workload", choices=list(Workload), type=Workload, help="default: the recipe's")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--k", type=int, default=7, help="draft tokens of the speculative arm; the sweep is skipped")
-    parser.add_argument("--evaluate", action="store_true", help="also the accuracy of the policy before GRPO")
-    parser.add_argument("--pin", action="store_true", help="each seed to one core of its own, with one thread")
+    parser.add_argument("--evaluate", action="store_true", help="measure the accuracy of the policy before GRPO, too")
+    parser.add_argument("--pin", action="store_true", help="pin each seed to its own core, with one thread")
     parser.add_argument("--parallel", type=int, default=1, help="seeds at once; more than one needs --pin")
-    parser.add_argument("--override", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="of the recipe")
-    parser.add_argument("--root", type=Path, default=Path("runs/learning"), help="each seed's run root lies below it")
+    parser.add_argument("--override", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="recipe field")
+    parser.add_argument("--root", type=Path, default=Path("runs/learning"), help="parent of the seeds' run roots")
     parser.add_argument("--output", type=Path, default=None, help="default: results.jsonl in --root")
     return parser
 
@@ -91,7 +91,7 @@ def _run(options: argparse.Namespace, run_seed: RunSeed) -> int:
 
 
 def _cores(parallel: int, *, pin: bool) -> list[int | None]:
-    """One entry a seed that runs at the same time: its core, or None to leave it to the system."""
+    """List a core for each concurrent seed; None leaves the choice to the system."""
     require(parallel >= 1, "--parallel", "must be >= 1", parallel)
     if not pin:
         require(
@@ -106,13 +106,13 @@ def _cores(parallel: int, *, pin: bool) -> list[int | None]:
 
 
 def _run_all(run_seed: Callable[[int], int], seeds: Sequence[int], *, cores: Sequence[int | None]) -> list[int]:
-    """Run `seeds`, one at a time on each of `cores`; returns those that failed, which stop no others."""
+    """Run `seeds`, one at a time on each of `cores`; returns the failed seeds, which do not stop the others."""
     free: SimpleQueue[int | None] = SimpleQueue()
     for core in cores:
         free.put(core)
 
     def take_core() -> None:
-        """Pin the calling thread: what it starts inherits its core, before any library makes threads."""
+        """Pin the calling thread, so that its child processes inherit the core before any library starts threads."""
         core = free.get()
         if core is not None:
             os.sched_setaffinity(0, {core})
@@ -123,7 +123,7 @@ def _run_all(run_seed: Callable[[int], int], seeds: Sequence[int], *, cores: Seq
 
 
 def _run_in_process(study: Study, seed: int, places: Places) -> int:
-    """One seed in its own process; what it logs goes to a file beside its run root."""
+    """Run one seed in its own process; its log goes to a file beside its run root."""
     places.root.mkdir(parents=True, exist_ok=True)
     log = places.root / f"seed-{seed}.log"
     command = [sys.executable, "-m", "benchmarks.learning_seed", "--study", json.dumps(to_mapping(study))]

@@ -1,6 +1,6 @@
-"""One seed of the learning benchmark, in a process of its own: the chain's stages with a fixed draft length.
+"""One seed of the learning benchmark in its own process: the chain's stages with a fixed draft length.
 
-Run by `python -m benchmarks.learning`, which gives it its core, its directory and the settings as JSON.
+`python -m benchmarks.learning` starts this module with a core, a directory and the settings as JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from slipstream.types import Arm, ArmLoop
 
 
 def main() -> int:
-    """Run the seed and add its line to the results."""
+    """Run the seed and append its line to the results."""
     parser = argparse.ArgumentParser(prog="benchmarks.learning_seed")
     parser.add_argument("--study", required=True, help="as JSON")
     parser.add_argument("--seed", type=int, required=True)
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def run_seed(study: Study, seed: int, root: Path) -> SeedResult:
-    """Policy, draft and both arms from `seed` alone."""
+    """Make policy, draft and both arms from `seed` alone."""
     start = time.perf_counter()
     context, resolved = start_run(
         study.recipe,
@@ -76,9 +76,9 @@ def run_seed(study: Study, seed: int, root: Path) -> SeedResult:
 
 
 def with_whole_generation(arm: ArmRecord) -> ArmRecord:
-    """An asynchronous arm with all that its engines generated as generation, not what training waited for alone.
+    """Replace an asynchronous arm's exposed generation by the whole generation of its engines.
 
-    It counts evenly over the steps: the first one generates more than its own batch, and the last one none.
+    Generation is spread evenly over the steps: the first step generates more than its own batch, and the last none.
     """
     overlaps = [step.overlap for step in arm.steps if step.overlap is not None]
     if not overlaps:
@@ -89,7 +89,7 @@ def with_whole_generation(arm: ArmRecord) -> ArmRecord:
 
 
 def fix_draft_length(context: RunContext, k: int) -> Path:
-    """Stand in for the sweep: a directory with the tuning.json that the later stages read."""
+    """Write a tuning.json with a fixed k, in place of the sweep; returns its directory."""
     directory = context.directory("tune_draft_length")
     reason = f"k={k} was given to the learning benchmark, which runs no sweep"
     write_record(TuningRecord(chosen_k=k, reason=reason, points=(), schedule=()), directory / "tuning.json")
@@ -135,7 +135,7 @@ def _result(
 
 
 def _commit() -> str:
-    """The checkout's, with `-dirty` where files differ from it; unknown outside one."""
+    """Return the commit of the checkout, with `-dirty` if files differ; `unknown` outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"

@@ -1,8 +1,8 @@
-"""Log-probabilities with and without chunks: peak memory and seconds of one forward and backward pass.
+"""Peak memory and seconds of logprobs with and without chunks, for one forward and backward pass.
 
-An output layer as wide as Qwen3-8B's on one of 8 tensor-parallel ranks (vocabulary 19,000), over hidden states that
-need a gradient. Each case runs in a process of its own, whose highest resident set is read from the kernel: Python's
-tools do not see what torch allocates.
+The output layer is as wide as Qwen3-8B's on one of 8 tensor-parallel ranks (vocabulary 19,000); the hidden states need
+a gradient. Each case runs in its own process, whose peak resident set comes from the kernel, because Python's tools do
+not count torch's allocations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """Of one case, in its own process."""
+    """Measurement of one case in its own process."""
 
     peak_mib: float  # above what the process held before the pass
     seconds: float  # least of some passes
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def measure(case: Case) -> Measured:
-    """Peak and time of the learner's own output head on random hidden states."""
+    """Measure peak memory and time of the learner's output head on random hidden states."""
     import torch
 
     from slipstream.learner.batches import Batching, MicroBatch

@@ -1,8 +1,8 @@
-"""Each method of speculation beside autoregressive decoding, on one policy: `python -m benchmarks.methods --run RUN`.
+"""Speculation methods beside autoregressive decoding, on one policy: `python -m benchmarks.methods --run RUN`.
 
-The policy and its prompts are those of a finished run. What is looked up needs nothing more; a small model is taught
-by the policy's answers as `pretrain_draft` does; the EAGLE-3 draft is the run's own. Every draft length is timed in
-turn with k = 0, as `tune_draft_length` does.
+Policy and prompts are those of a finished run. Lookup methods need nothing more; a small draft model is trained on the
+policy's answers as in `pretrain_draft`; the EAGLE-3 draft is the run's own. Every draft length is timed in turn with
+k = 0, as in `tune_draft_length`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _config(draft: DraftConfig, method: DraftMethod, lookup: Sequence[int], step
 
 
 def measure(run: FinishedRun, recipe: Recipe) -> None:
-    """Make the draft if it has to be made, then time every draft length at every batch."""
+    """Train the draft if the method needs it, then time every draft length at every batch size."""
     sets = read_prompt_sets(run.data)
     with tempfile.TemporaryDirectory() as directory:
         draft = run.draft

@@ -1,12 +1,13 @@
-"""A policy that moves away from its draft: `python -m benchmarks.moving_policy --run RUN`.
+"""Acceptance of a draft while the policy moves away from it: `python -m benchmarks.moving_policy --run RUN`.
 
-A finished run's policy is first taught to answer without work (`benchmarks/habit.py`), and a draft its answers. Then
-arms of GRPO train from there: the policy learns to work, and a frozen draft is accepted less. The arms differ in
-`draft.online` alone and take their steps in turn. Shown is what each keeps of the acceptance, and what its training of
-the draft took. `--habit-steps 0` starts from the run's own policy and draft.
+A finished run's policy is first trained to answer without work (`benchmarks/habit.py`), and a draft on its answers.
+Arms of GRPO start from there: the policy learns to show work, and a frozen draft is accepted less. The arms differ in
+`draft.online` alone and take their steps in turn. The table shows acceptance and the cost of draft training of each
+arm. `--habit-steps 0` starts from the run's own policy and draft.
 
-Drafts that differ draw other rollouts, so the arms' policies part: at a rate that breaks them they part widely, and one
-run says little about which arm is better. An arm that the acceptance guard stops is shown with its steps until then.
+Different drafts lead to different rollouts, so the arms' policies diverge; at a learning rate that breaks the policy
+they diverge widely, and one run does not show which arm is better. An arm that the acceptance guard stops is shown with
+its steps until then.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contestant:
-    """One arm: how its draft learns and at what rate (None: the recipe's), and the policy's learning rate."""
+    """Arm with its training of the draft, the draft's learning rate (None: the recipe's) and the policy's."""
 
     online: DraftOnline
     learning_rate: float
@@ -52,7 +53,7 @@ class Contestant:
 
     @property
     def name(self) -> str:
-        """In the table."""
+        """Name of the arm in the table."""
         draft = "" if self.draft_rate is None else f" at {self.draft_rate:.1e}"
         return f"{self.online.value}{draft}, {self.learning_rate:.1e}"
 
@@ -62,16 +63,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--learning-rates", nargs="+", type=float, default=[3e-4])
-    parser.add_argument("--habit-steps", type=int, default=24, help="of training on answers of which few show work")
-    parser.add_argument("--habit-work", type=float, default=0.05, help="how many of them do, as a fraction")
+    parser.add_argument("--habit-steps", type=int, default=24, help="training steps on answers that rarely show work")
+    parser.add_argument("--habit-work", type=float, default=0.05, help="fraction of these answers that show work")
     parser.add_argument("--habit-rate", type=float, default=1e-3, help="learning rate of these steps")
-    parser.add_argument("--start", type=Path, help="where policy and draft with the habit lie, or are to lie")
+    parser.add_argument("--start", type=Path, help="directory of policy and draft with the habit; made if missing")
     parser.add_argument("--online", nargs="+", choices=list(DraftOnline), default=list(DraftOnline))
-    parser.add_argument("--draft-rates", nargs="+", type=float, help="of drafts that learn; default: the recipe's")
+    parser.add_argument("--draft-rates", nargs="+", type=float, help="learning rates of drafts; default: the recipe's")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--num-speculative-tokens", type=int, default=3)
     parser.add_argument("--overrides", nargs="+", default=[], metavar="FIELD=VALUE", help="of the run's recipe")
-    parser.add_argument("--records", type=Path, help="where to write the metrics of all steps")
+    parser.add_argument("--records", type=Path, help="file for the metrics of all steps")
     options = parser.parse_args(arguments)
     logs.configure()
     run = open_run(options.run)
@@ -110,7 +111,7 @@ def measured(
     k: int,
     directory: Path,
 ) -> tuple[dict[str, list[Metrics]], dict[str, str]]:
-    """The metrics of each contestant's steps, and how its arm ended."""
+    """Train the arms in turn; returns the metrics of each arm's steps, and how each arm ended."""
     prompts = read_prompt_sets(run.data).train
     steps: dict[str, list[Metrics]] = {each.name: [] for each in contestants}
 
@@ -147,7 +148,7 @@ def measured(
 
 
 def recipe_of(recipe: Recipe, contestant: Contestant, changes: Mapping[str, Any], *, k: int) -> Recipe:
-    """The run's recipe, changed for one contestant."""
+    """Return the run's recipe with the changes of one arm."""
     draft: dict[str, Any] = {"online": contestant.online.value}
     if contestant.draft_rate is not None:
         draft["online_learning_rate"] = contestant.draft_rate
@@ -176,7 +177,7 @@ HEADINGS = [
 
 
 def row(name: str, steps: Sequence[Metrics], end: str) -> list[str]:
-    """What the arm kept, and what it paid: means over its steps."""
+    """Format an arm's acceptance, cost and reward, as means over its steps."""
     quarter = max(1, len(steps) // 4)
     first, last = steps[:quarter], steps[-quarter:]
     trained = [step["draft/train_s"] for step in steps if step.get("draft/trained")]

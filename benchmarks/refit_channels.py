@@ -1,7 +1,7 @@
-"""Part of `make bench`: seconds and GB/s of a refit by each channel that this machine can do, at a size of your choice.
+"""Seconds and GB/s of a refit by each channel that this machine supports; part of `make bench`.
 
-A random Qwen3 goes from a real learner into real engines; the time is that of `send`, from the learner's
-weights to engines that may generate. The first refit of each channel warms up and is left out.
+A random Qwen3 is sent from a real learner to real engines. The time is that of `send`, from the learner's weights to
+engines that are ready to generate. The first refit of each channel warms up and is left out.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _HEAD_DIM = 64
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; status 2 for bad input."""
+    """Run the benchmark; status 2 for invalid input."""
     parser = argparse.ArgumentParser(prog="benchmarks.refit_channels")
     parser.add_argument("--hidden-size", type=int, default=512, help=f"a multiple of {_HEAD_DIM}")
     parser.add_argument("--num-layers", type=int, default=12)
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--dtype", type=Dtype, choices=[Dtype.FLOAT32, Dtype.BFLOAT16], default=Dtype.FLOAT32)
     parser.add_argument("--num-engines", type=int, default=1)
-    parser.add_argument("--on-gpu", action="store_true", help="engines on GPUs: the NCCL or the IPC channel too")
+    parser.add_argument("--on-gpu", action="store_true", help="engines on GPUs, with the NCCL or the IPC channel")
     parser.add_argument("--bucket-mib", type=float, default=RefitConfig().bucket_mib)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(arguments)
@@ -80,7 +80,7 @@ def _measure(options: argparse.Namespace) -> None:
 
 
 def _seconds(config: RefitConfig, learner: RemoteLearner, engines: RemoteEngine, repeats: int, num_bytes: int) -> str:
-    """Median seconds of a refit and its GB/s, or why there is none."""
+    """Format median seconds and GB/s of a refit, or the reason why the channel is not available."""
     times = []
     try:
         with open_channel(config, learner, engines) as channel:
@@ -98,7 +98,7 @@ def _seconds(config: RefitConfig, learner: RemoteLearner, engines: RemoteEngine,
 
 
 def _write_policy(path: Path, options: argparse.Namespace) -> Path:
-    """A random Qwen3 of the size asked for."""
+    """Write a random Qwen3 of the requested size."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -1,4 +1,4 @@
-"""A finished run as the benchmarks read it: where its stages left what, and in which type it computed."""
+"""A finished run as input of the benchmarks: paths of its stages' outputs, and its floating-point types."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NEEDED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedRun:
-    """One execution; `recipe` names its types: nothing in it is `auto` any more."""
+    """Finished execution; `recipe` has resolved types instead of `auto`."""
 
     execution: Path
     recipe: Recipe
@@ -33,21 +33,21 @@ class FinishedRun:
 
     @property
     def policy(self) -> Path:
-        """The policy that both arms started from."""
+        """Directory of the policy that both arms started from."""
         return self.execution / "prepare_policy" / "policy"
 
     @property
     def data(self) -> Path:
-        """The prompt sets."""
+        """Directory of the prompt sets."""
         return self.execution / "prepare_data"
 
     @property
     def draft(self) -> Path:
-        """The draft as vLLM loads it."""
+        """Directory of the draft in vLLM's format."""
         return self.execution / "pretrain_draft" / "draft"
 
     def described(self) -> str:
-        """The run, its types and what the processor says that it can do, in one line each."""
+        """Describe run, types and processor, one line each."""
         found = capabilities()
         flags = ", ".join(f"{flag} {'yes' if flag in found else 'no'}" for flag in _FLAGS)
         types = f"learner {self.recipe.learner.dtype.value}, engine {self.recipe.engine.dtype.value}"
@@ -55,12 +55,13 @@ class FinishedRun:
 
 
 def find_execution(path: Path) -> Path:
-    """The execution's directory, which holds one directory a stage.
+    """Find the directory of an execution, which holds a directory for each stage.
 
     Args:
-        path: that directory itself, or the report's below it, as `runs/latest` links to.
+        path: the execution's directory, or the directory of its report, to which `runs/latest` links.
     Raises:
-        ConfigError: neither it nor its parent holds what the stages before GRPO leave; what is missing is named.
+        ConfigError: neither `path` nor its parent holds the outputs of the stages before GRPO; the missing ones are
+            named.
     """
     resolved = path.resolve()
     candidates = (resolved, resolved.parent) if resolved.is_dir() else ()
@@ -79,10 +80,10 @@ def find_execution(path: Path) -> Path:
 
 
 def open_run(path: Path) -> FinishedRun:
-    """Read the run at `path`, settling `dtype: auto` as its stages did.
+    """Read the run at `path`, with `dtype: auto` resolved as in its stages.
 
     Raises:
-        ConfigError: `path` is no finished run.
+        ConfigError: `path` holds no finished run.
     """
     execution = find_execution(path)
     recipe = load_recipe(str(execution / "start_run" / "recipe.yaml"))

@@ -1,4 +1,4 @@
-"""Time the simulator: `python -m benchmarks.simulator`. Needs no GPU, no engine and no run."""
+"""Timings of the simulator: `python -m benchmarks.simulator`. Needs no GPU, no engine and no run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from slipstream.simulator.observed import calibrate_cells, calibrate_paper, paper_cells, paper_learner
+from slipstream.simulator.calibration import calibrate
+from slipstream.simulator.observed import PAPER_SETTING, calibrate_paper, paper_cells, paper_learner
 from slipstream.simulator.projection import ProjectionRequest, project, speedup_map
+from slipstream.simulator.settings import load_setting
 
 _NUM_REPEATS = 9
 _PROJECTION_LIMIT_MS = 50.0
@@ -16,12 +18,12 @@ _MAP_LIMIT_MS = 1000.0
 
 
 def main() -> None:
-    """Print the median of each timing beside its limit, which no timing is judged by: machines differ."""
-    ensemble, learner = calibrate_paper(), paper_learner()
+    """Print the median of each timing beside its limit; the limit judges nothing, because machines differ."""
+    setting, ensemble, learner = load_setting(PAPER_SETTING), calibrate_paper(), paper_learner()
     scenario = ProjectionRequest(model="qwen3-235b-a22b", num_gpus=2048, k=5, acceptance_length=4.0, lag=2).scenario()
     lengths = np.linspace(1.0, 20.0, 20).tolist()
     timings = (
-        ("calibration on 16 cells, 3 variants", lambda: calibrate_cells(paper_cells()), None),
+        ("calibration on 16 cells, 3 variants", lambda: calibrate(setting, paper_cells()), None),
         ("one projection, both arms, with bands", lambda: project(scenario, ensemble, learner), _PROJECTION_LIMIT_MS),
         (
             "map of 20 x 20, k x acceptance length",

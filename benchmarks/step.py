@@ -1,4 +1,4 @@
-"""What our step adds to its parts: the loop on a finished run's policy and draft, and the engine's own clock."""
+"""Overhead of our step over its parts: the loop on a finished run's policy and draft, beside the engine's own clock."""
 
 from __future__ import annotations
 
@@ -27,44 +27,44 @@ from slipstream.types import Arm
 from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.learners import start_learner
 
-_MIN_EXPLAINED = 0.98  # of a step's wall time, by its five stages
+_MIN_EXPLAINED = 0.98  # smallest fraction of a step's wall time that its five stages explain
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedSteps:
-    """Steps of one arm after the first; entry i of both belongs to the same step."""
+    """Steps of one arm after the first; entry i of both fields belongs to step i."""
 
     k: int
     records: tuple[StepRecord, ...]
-    engine_s: tuple[float, ...]  # generation by the engine's own clock
+    engine_s: tuple[float, ...]  # seconds of generation by the engine's own clock
 
     @property
     def step_s(self) -> float:
-        """Median wall time."""
+        """Median wall time of a step."""
         return _median([record.times.step_s for record in self.records])
 
 
 @dataclass
 class NotingEngine:
-    """Passes everything on and notes the engine's own generation time."""
+    """Engine that records the generation time of the wrapped engine's own clock."""
 
     engine: RemoteEngine
     seconds: list[float]
 
     def generate(self, *args: Any, **kwargs: Any) -> GenerationResult:
-        """Generate, as `Engines.generate` says."""
+        """Generate like `Engines.generate`."""
         result = self.engine.generate(*args, **kwargs)
         self.seconds.append(result.generation_s)
         return result
 
 
 def time_steps(run: FinishedRun, num_steps: int, k: int, turn: Turn) -> TimedSteps:
-    """Train `num_steps` steps with k draft tokens, 0 for none, on a copy of the run's policy; the first warms up.
+    """Train `num_steps` steps with k draft tokens on a copy of the run's policy; the first step warms up.
 
     Args:
-        turn: a step begins in it.
+        turn: turn of this arm, in which each step starts.
     """
-    # What is timed next runs alone.
+    # No idle engine or learner is kept, so that the next member is timed alone.
     recipe = replace(
         run.recipe,
         engine=replace(run.recipe.engine, num_kept_idle=0),

@@ -1,4 +1,4 @@
-"""The learning benchmark's settings, the results it keeps and the table it prints: all that needs no engine."""
+"""Settings, results and table of the learning benchmark."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.report.summary import ArmSummary
 from slipstream.types import Workload
 
 GAIN = 0.10
-"""Of the mean reward, in both arms: what counts as having learned. Printed, never judged."""
+"""Gain of the mean reward in both arms that counts as learning; the table prints it, and no status depends on it."""
 
 _SEEDS = ("grpo.seed", "data.seed", "draft.seed", "policy.scratch.seed")
 _COLUMNS = (
@@ -35,13 +35,13 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What all seeds have in common. `overrides` are `section.field=value`, the value as YAML reads it."""
+    """Settings that all seeds share; `overrides` are `section.field=value` with a YAML value."""
 
     recipe: str
     workload: Workload
     k: int  # draft tokens of the speculative arm; no sweep is run
-    evaluate: bool  # also the accuracy of the policy that GRPO starts from
-    pinned: bool  # each seed to one core, with one thread
+    evaluate: bool  # measure the accuracy of the policy before GRPO, too
+    pinned: bool  # pin each seed to one core, with one thread
     overrides: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class Study:
         require(self.k <= longest, "--k", f"must be at most {longest}, the recipe's longest draft", self.k)
 
     def overrides_of(self, seed: int) -> dict[str, Any]:
-        """The recipe's overrides for `seed`: everything random follows it."""
+        """Return the recipe's overrides for `seed`, which sets every random seed."""
         common = self._common()
         base = load_recipe(self.recipe, workload=self.workload, overrides=common)
         fields = [field for field in _SEEDS if base.policy.scratch is not None or not field.startswith("policy.")]
@@ -59,11 +59,11 @@ class Study:
         return common
 
     def recipe_of(self, seed: int) -> Recipe:
-        """The recipe of `seed`, checked."""
+        """Return the checked recipe of `seed`."""
         return load_recipe(self.recipe, workload=self.workload, overrides=self.overrides_of(seed))
 
     def key(self, seed: int) -> str:
-        """Of all that a result of `seed` depends on but code and machine: a result with another key is another's."""
+        """Return a key of all settings that a result of `seed` depends on, except code and machine."""
         recipe = self.recipe_of(seed)
         return f"{recipe.fingerprint()}-{recipe.grpo.num_steps}steps-k{self.k}{'-pinned' if self.pinned else ''}"
 
@@ -78,7 +78,7 @@ class Study:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeedResult:
-    """One seed. Gains are of the mean reward: last quarter of the steps minus the first."""
+    """Result of one seed; a gain is the mean reward of the last quarter of the steps minus that of the first."""
 
     seed: int
     key: str
@@ -90,7 +90,7 @@ class SeedResult:
     dtype: str
     commit: str
     execution: str  # directory of the run
-    start_reward: float  # of both arms' first steps, before any update
+    start_reward: float  # mean reward of both arms' first steps, before any update
     gain_autoregressive: float
     gain_speculative: float
     mean_acceptance_length: float  # bonus token included
@@ -99,16 +99,16 @@ class SeedResult:
     start_accuracy: float | None  # avg@k before GRPO
     rewards_autoregressive: tuple[float, ...]  # by step
     rewards_speculative: tuple[float, ...]
-    elapsed_s: float  # the whole seed
+    elapsed_s: float  # seconds of the whole seed
 
 
 def gain(arm: ArmSummary) -> float:
-    """By how much the mean reward rose from the first to the last quarter of the steps."""
+    """Return the rise of the mean reward from the first to the last quarter of the steps."""
     return arm.reward_last_quarter - arm.reward_first_quarter
 
 
 def append(result: SeedResult, path: Path) -> None:
-    """Add one line, mostly in one write, so that seeds that finish together do not mix."""
+    """Append one line, in a single write where possible, so that concurrent seeds do not mix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b", buffering=0) as file:
         append_line(file, json.dumps(to_mapping(result), allow_nan=False).encode())
@@ -116,10 +116,10 @@ def append(result: SeedResult, path: Path) -> None:
 
 
 def finished(path: Path, study: Study, seeds: Sequence[int]) -> dict[int, SeedResult]:
-    """Results of `seeds` in `path` that this very study left, by seed; the last one of a seed counts.
+    """Read the results of `seeds` with this study's settings, by seed; the last result of a seed counts.
 
     Raises:
-        ConfigError: a line holds other fields than a result.
+        ConfigError: the fields of a line are not those of a result.
     """
     if not path.is_file():
         return {}
@@ -133,7 +133,7 @@ def finished(path: Path, study: Study, seeds: Sequence[int]) -> dict[int, SeedRe
 
 
 def _whole_lines(path: Path) -> Iterator[Any]:
-    """What the lines say; one that a crash cut off is no JSON, and its seed runs again."""
+    """Parse the lines; a line that a crash truncated is no JSON, and its seed runs again."""
     for line in path.read_bytes().splitlines():
         try:
             yield json.loads(line)
@@ -142,7 +142,7 @@ def _whole_lines(path: Path) -> Iterator[Any]:
 
 
 def table(results: Mapping[int, SeedResult]) -> str:
-    """One line a seed in Markdown, their medians, and how many seeds learned in both arms."""
+    """Format a Markdown table of the seeds with medians, and the number of seeds that learned in both arms."""
     if not results:
         return "no seed has finished"
     ordered = [results[seed] for seed in sorted(results)]

@@ -1,7 +1,7 @@
-"""What tracking costs, and how fast it answers: `python -m benchmarks.tracking`. Needs no engine and no finished run.
+"""Cost of tracking, and time of `slipstream compare`: `python -m benchmarks.tracking`. Needs no engine or finished run.
 
-A store of many executions is made from three real runs (an execution, an arm, another task), copied row by row; the
-history of metrics, which `slipstream compare` does not read, is left out.
+A store of many executions is copied row by row from three real runs (an execution, an arm, another task), without the
+history of metrics, which `slipstream compare` does not read.
 """
 
 from __future__ import annotations
@@ -26,26 +26,28 @@ from slipstream.stages.runs import execution_run, tracked
 from slipstream.stages.start_run import start_run
 
 _COMPARE_LIMIT_S = 5.0
-_COST_LIMIT = 0.01  # of a step
+_COST_LIMIT = 0.01  # fraction of a step
 _NUM_REPEATS = 3
-_METRICS = {f"train/metric_{number}": 0.5 for number in range(45)}  # about as many as a step has
+_METRICS = {f"train/metric_{number}": 0.5 for number in range(45)}  # about as many as a step logs
 _COPIED = ("params", "tags", "latest_metrics")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """What tracking took of a process that logs steps, a step."""
+    """Cost of tracking for a process that logs steps, in seconds a step."""
 
-    log_s: float  # that the loop waits
-    cpu_s: float  # of all threads, the one that talks to MLflow included
+    log_s: float  # wait of the loop
+    cpu_s: float  # CPU time of all threads, the MLflow thread included
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print each figure beside its limit, which none is judged by: machines differ. Status 2 for bad input."""
+    """Print each figure beside its limit; the limit judges nothing. Status 2 for invalid input."""
     parser = argparse.ArgumentParser(prog="benchmarks.tracking")
     parser.add_argument("--executions", type=int, default=200)
-    parser.add_argument("--runs", type=int, default=40, help="of each execution, its own included")
-    parser.add_argument("--step-s", type=float, default=6.0, help="between two logged steps: tiny's takes that long")
+    parser.add_argument("--runs", type=int, default=40, help="runs of each execution, its own included")
+    parser.add_argument(
+        "--step-s", type=float, default=6.0, help="seconds between two logged steps; 6 as in the tiny recipe"
+    )
     parser.add_argument("--num-steps", type=int, default=12)
     options = parser.parse_args(arguments)
     try:
@@ -70,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def fill_store(root: Path, *, num_executions: int, runs_per_execution: int) -> int:
-    """A SQLite store under `root` as so many executions of the tiny recipe leave it; how many runs it has."""
+    """Fill a SQLite store under `root` with executions of the tiny recipe; returns the number of runs."""
     context, path = start_run("tiny", root=root, execution="original", overrides={})
     recipe = load_recipe(str(path))
     _log_original(context, recipe)
@@ -87,7 +89,7 @@ def fill_store(root: Path, *, num_executions: int, runs_per_execution: int) -> i
 
 
 def time_compare(root: Path) -> float:
-    """Median wall time of the command, from the start of its process, in seconds."""
+    """Measure the median wall time of the command in seconds, from the start of its process."""
     command = [sys.executable, "-m", "slipstream.cli", "compare", "--run-root", str(root)]
     seconds = []
     for _ in range(_NUM_REPEATS):
@@ -98,7 +100,7 @@ def time_compare(root: Path) -> float:
 
 
 def tracking_cost(root: Path, *, step_s: float, num_steps: int) -> Cost:
-    """Log steps at their pace, with the tiny recipe's tracking, into the store under `root`."""
+    """Log steps at their usual pace with the tiny recipe's tracking, into the store under `root`."""
     recipe = load_recipe("tiny")
     context = RunContext(execution="timed", root=str(root), experiment=recipe.name, workload=recipe.workload.value)
     log_s = 0.0
@@ -130,7 +132,7 @@ def _results() -> Mapping[str, float]:
 
 
 def _copy(database: Connection, original: str, run_id: str, name: str) -> None:
-    """A run with another id and name, and with the same parameters, tags and last metrics."""
+    """Copy a run with its parameters, tags and last metrics under another id and name."""
     _copy_rows(database, "runs", original, run_id, {"name": name})
     for table in _COPIED:
         _copy_rows(database, table, original, run_id, {})

@@ -1,4 +1,4 @@
-"""Our step beside TRL's, in the type that the run computed in: the same numerics on both sides make the ratio count."""
+"""Our step beside TRL's in the run's floating-point type, because the ratio needs equal numerics on both sides."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.config import require
 from slipstream.train.turns import Turn
 from slipstream.types import Dtype
 
-_LIMITS = {"autoregressive": 0.70, "speculative": 0.50}  # of TRL's step
+_LIMITS = {"autoregressive": 0.70, "speculative": 0.50}  # largest ratio to TRL's step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class TrlSteps:
 
 
 def require_packages(packages: Path) -> None:
-    """Refuse a directory without TRL, before minutes of our own steps.
+    """Check that a directory holds TRL, before our own steps take minutes.
 
     Raises:
         ConfigError: the directory does not hold the package.
@@ -41,19 +41,18 @@ def require_packages(packages: Path) -> None:
 
 
 def dtypes(settled: Dtype) -> tuple[Dtype, ...]:
-    """In which types TRL is timed, the one that counts first.
+    """List the types in which TRL is timed, that of the comparison first.
 
-    Where a processor does not multiply bfloat16 it is an order of magnitude slower, so it is timed only where the run
-    took it.
+    Without bfloat16 instructions bfloat16 is ten times slower, so it is timed only if the run chose it.
     """
     return (settled, Dtype.FLOAT32) if settled is Dtype.BFLOAT16 else (settled,)
 
 
 def time_trl(run: FinishedRun, packages: Path, num_steps: int, dtype: Dtype, turn: Turn) -> TrlSteps:
-    """TRL's trainer on the run's policy and prompts, in a process of its own; the first step warms up.
+    """Time TRL's trainer on the run's policy and prompts, in its own process; the first step warms up.
 
     Args:
-        turn: a step begins in it.
+        turn: turn of TRL, in which each step starts.
     """
     path = os.pathsep.join([str(packages.resolve()), str(Path(__file__).parents[1])])
     command = [sys.executable, "-m", "benchmarks.trl_step", str(run.execution), "--num-steps", str(num_steps)]
@@ -83,10 +82,10 @@ def time_trl(run: FinishedRun, packages: Path, num_steps: int, dtype: Dtype, tur
 
 
 def messages(lines: Iterable[str]) -> Iterator[str]:
-    """What `benchmarks.trl_step` says among whatever TRL prints.
+    """Filter the lines of `benchmarks.trl_step` from TRL's output.
 
     Raises:
-        RuntimeError: it said nothing more.
+        RuntimeError: the output ended.
     """
     for line in lines:
         if line.startswith(MARK):
@@ -95,11 +94,11 @@ def messages(lines: Iterable[str]) -> Iterator[str]:
 
 
 def comparison(ours: Mapping[str, float], trl: Sequence[TrlSteps]) -> str:
-    """The table, and the ratios that count below it.
+    """Format the table of steps, and the ratios to TRL of the same type.
 
     Args:
-        ours: median seconds a step by arm.
-        trl: TRL's steps, those in our own type first.
+        ours: median seconds of a step by arm.
+        trl: TRL's steps, those in the run's type first.
     """
     same = trl[0]
     lines = [f"{'median seconds a step':32}{'step':>10}  of TRL in {same.dtype.value}"]
@@ -115,5 +114,5 @@ def comparison(ours: Mapping[str, float], trl: Sequence[TrlSteps]) -> str:
 
 
 def _ratio(ours: Mapping[str, float], arm: str, same: TrlSteps) -> str:
-    """To TRL's step; an arm is absent where the run's own sweep chose no speculation."""
+    """Format the ratio to TRL's step; an arm is absent if the run's sweep chose no speculation."""
     return f"{ours[arm] / same.step_s:.2f}" if arm in ours else "not run: the sweep chose k = 0"

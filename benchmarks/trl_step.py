@@ -1,9 +1,10 @@
-"""TRL's GRPO trainer on the same step as ours, in a process of its own.
+"""TRL's GRPO trainer on the same step as ours, in its own process.
 
-It says when it is ready for a step, waits for a line, takes the step and says its seconds; at the end the mean lengths.
+For each step the process prints that it is ready, waits for a line, takes the step and prints the seconds. At the end
+it prints the mean lengths.
 
-The same policy, prompts, rewards, group size, lengths, temperature and learning rate; generation by transformers, as
-TRL does without an engine. Run by `python -m benchmarks`, which lays TRL's packages beside this environment.
+Policy, prompts, rewards, group size, lengths, temperature and learning rate are those of the run; transformers
+generates, as in TRL without an engine. `python -m benchmarks` starts this module with TRL's packages on the path.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from typing import Any
 from slipstream.data.prompts import PromptStream, read_prompt_sets
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.rewards.verifier import Verifier
+from slipstream.types import Prompt
 
-MARK = "@trl "  # of a line that is for the caller: TRL prints others
+MARK = "@trl "  # prefix of a line for the caller, because TRL prints other lines
 READY = "ready"
 
 
 def main() -> int:
-    """Take some steps."""
+    """Train some steps and print the mean lengths."""
     parser = argparse.ArgumentParser(prog="benchmarks.trl_step")
     parser.add_argument("execution", type=Path, help="directory of a run: its policy, data and recipe are used")
     parser.add_argument("--num-steps", type=int, required=True)
@@ -40,29 +42,33 @@ def _say(text: str) -> None:
     print(f"{MARK}{text}", flush=True)
 
 
-def _train(recipe: Recipe, execution: Path, num_steps: int, dtype: str) -> list[float]:
-    """Mean tokens a response, of each step."""
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]  # of make bench-setup
-
-    torch.set_num_threads(recipe.learner.num_threads or torch.get_num_threads())
-    policy = execution / "prepare_policy" / "policy"
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    model = AutoModelForCausalLM.from_pretrained(policy, dtype=getattr(torch, dtype))
+def _prompts(recipe: Recipe, execution: Path, num_steps: int) -> list[Prompt]:
     stream = PromptStream(
         prompts=read_prompt_sets(execution / "prepare_data").train,
         batch_size=recipe.grpo.prompts_per_step,
         seed=recipe.grpo.seed,
     )
-    rows = [prompt for step in range(num_steps) for prompt in stream.batch(step)]
+    return [prompt for step in range(num_steps) for prompt in stream.batch(step)]
+
+
+def _train(recipe: Recipe, execution: Path, num_steps: int, dtype: str) -> list[float]:
+    """Train with TRL; returns the mean response tokens of each step."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]  # installed by make bench-setup
+
+    torch.set_num_threads(recipe.learner.num_threads or torch.get_num_threads())
+    policy = execution / "prepare_policy" / "policy"
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=getattr(torch, dtype))
+    rows = _prompts(recipe, execution, num_steps)
     texts = [tokenizer.decode(list(prompt.token_ids)) for prompt in rows]
     for text, prompt in zip(texts, rows, strict=True):
         assert tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) == prompt.token_ids, "TRL reads our tokens"
 
     class Clock(TrainerCallback):
-        """Wall time of each step: generation, rewards, logprobs and update."""
+        """Clock of each step's wall time: generation, rewards, logprobs and update."""
 
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             _say(READY)

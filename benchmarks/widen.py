@@ -1,9 +1,8 @@
-"""The same policy at a higher price: a feed-forward that is some times as wide, by columns of zeros.
+"""A policy with a wider feed-forward network, padded with zeros, for a higher cost of verification.
 
-What the policy computes stays the same but for rounding, and so does what a draft knows of it; verifying a token costs
-what it costs a policy of that width. The tiny policy is so small that an engine's own work for a rollout outweighs
-the verification of its tokens. With a policy that has to compute, as a large one does, a long draft is dear where many
-rollouts run.
+The policy's function is unchanged except for rounding, so a draft still fits the policy, but verifying a token costs as
+much as with a policy of that width. In the tiny policy the engine's own work for a rollout exceeds the verification of
+the rollout's tokens. In a wide policy, as in a large one, long drafts are expensive while many rollouts run.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _WEIGHTS = "model.safetensors"
 
 
 def widened(policy: Path, directory: Path, factor: int) -> Path:
-    """Write `policy` with its feed-forward widened, in HF format; `policy` itself for a factor of 1."""
+    """Write `policy` with a wider feed-forward network in HF format; a factor of 1 returns `policy`."""
     if factor == 1:
         return policy
     if not directory.is_dir():
@@ -35,7 +34,7 @@ def widened(policy: Path, directory: Path, factor: int) -> Path:
 
 
 def _wide(name: str, tensor: Tensor, more: int) -> Tensor:
-    """[I, H] of the projections into the feed-forward get rows, [H, I] of the one out of it columns."""
+    """Pad a tensor: rows of the projections [I, H] into the feed-forward network, columns of that [H, I] out of it."""
     if name.endswith(("mlp.gate_proj.weight", "mlp.up_proj.weight")):
         return pad(tensor, (0, 0, 0, more))
     if name.endswith("mlp.down_proj.weight"):

@@ -1,24 +1,28 @@
-"""Compare the size of the library and its tests with the entries of budgets.toml, for `make check`.
+"""Compare sizes of the library and its tests, and how it is documented, with budgets.toml, for `make check`.
 
-Code lines are lines that hold code: no blank line, no comment alone, no docstring, each line once. `--write` sets every
-entry to today's figure and keeps the comments; only a person calls it, and says in the commit why an entry has risen.
+Code lines are lines with code: no blank line, no comment alone, no docstring. `--write` sets every entry to today's
+figure and keeps the comments; only a person calls it, and gives the reason for a higher entry in the commit.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import re
 import sys
 import tokenize
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 _TABLE = "budgets.toml"
 _LIBRARY = "slipstream"
 _FREE_STEMS = ("__init__", "config", "cli")  # may occur in every package
+_DOCUMENTED = (_LIBRARY, "tasks", "workflows")
+_FRAGMENTS = {"Of", "That", "What", "Whether", "Those", "They", "See", "Who", "With", "How"}  # first words
+_HOLDERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 _ENTRY = re.compile(r"^([\w-]+) = \d+")
 _SECTION = re.compile(r"^\[(\w+)\]")
@@ -27,7 +31,7 @@ Figures = dict[str, int]  # by `section.entry`
 
 
 def measure(root: Path) -> Figures:
-    """Count the checkout at `root`."""
+    """Compute all figures of the checkout at `root`."""
     library = root / _LIBRARY
     code = {path: code_lines(path) for path in _python(library)}
     packages: Counter[str] = Counter()
@@ -41,13 +45,14 @@ def measure(root: Path) -> Figures:
         "library.protocols": sum(map(_protocols, code)),
         "library.repeated_stems": len(repeated_stems(library)),
         "library.recipe_fields": len(list(recipe_fields(library))),
+        "library.docstring_fragments": len(list(docstring_fragments(root))),
         "tests.lines": _lines(root / "tests"),
         **{f"packages.{name}": count for name, count in sorted(packages.items())},
     }
 
 
 def code_lines(path: Path) -> int:
-    """Lines of a file that hold code."""
+    """Count the lines of a file that hold code."""
     with tokenize.open(path) as file:
         held = {
             line
@@ -63,13 +68,13 @@ def code_lines(path: Path) -> int:
 
 
 def repeated_stems(library: Path) -> list[str]:
-    """Names that more than one module has."""
+    """List the names that more than one module has."""
     stems = Counter(path.stem for path in _python(library))
     return sorted(stem for stem, count in stems.items() if count > 1 and stem not in _FREE_STEMS)
 
 
 def recipe_fields(library: Path, module: str = f"{_LIBRARY}.recipe", name: str = "Recipe") -> Iterator[str]:
-    """Leaves of the schema below a config class: nested configs count by their own fields, and a list as one more."""
+    """List the leaves of a config class: nested configs count by their fields, and a list counts as one more."""
     path = library.parent / module.replace(".", "/")
     tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
     origins = {
@@ -102,13 +107,27 @@ def recipe_fields(library: Path, module: str = f"{_LIBRARY}.recipe", name: str =
         yield from nested
 
 
-def problems(figures: Figures, entries: Figures, *, repeated: list[str]) -> Iterator[str]:
-    """What exceeds its entry, has none, or is no longer counted; each with the fix."""
+def docstring_fragments(root: Path) -> Iterator[str]:
+    """List docstrings of modules, classes, functions and attributes that begin with a word of `_FRAGMENTS`."""
+    for path in itertools.chain.from_iterable(_python(root / folder) for folder in _DOCUMENTED):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for text in _docstrings(node):
+                words = str(text.value).split(maxsplit=1)
+                if words and words[0].strip(",.:;`") in _FRAGMENTS:
+                    yield f"{path.relative_to(root)}:{text.lineno}"
+
+
+def problems(figures: Figures, entries: Figures, *, offenders: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Name each figure that exceeds its entry, has none, or is no longer counted, with the fix.
+
+    Args:
+        offenders: by figure, the places that it counts.
+    """
     for name, value in figures.items():
         if name not in entries:
             yield f"{name} must have an entry in {_TABLE}, got none: add `{name.partition('.')[2]} = {value}`"
         elif value > entries[name]:
-            which = f" ({', '.join(repeated)})" if name == "library.repeated_stems" else ""
+            which = f" ({', '.join(offenders[name])})" if name in offenders else ""
             fix = f"lower it, or raise the entry in {_TABLE} with a reason"
             yield f"{name} must be <= {entries[name]:,}, got {value:,}{which}: {fix}"
     for name in sorted(entries.keys() - figures.keys()):
@@ -116,7 +135,7 @@ def problems(figures: Figures, entries: Figures, *, repeated: list[str]) -> Iter
 
 
 def rewritten(table: str, figures: Figures) -> str:
-    """The table with today's figures: comments stay; entries come, in their order, and go with their packages."""
+    """Return the table with today's figures and its comments; entries of new packages are added in order."""
     section, found, lines = "", set(), []
     for line in table.splitlines():
         if heading := _SECTION.match(line):
@@ -150,13 +169,26 @@ def _protocols(path: Path) -> int:
     return sum(any("Protocol" in ast.unparse(base) for base in each.bases) for each in classes)
 
 
+def _docstrings(node: ast.AST) -> Iterator[ast.Constant]:
+    """Iterate over the docstrings of a node and of the attributes in its body."""
+    body = getattr(node, "body", None)
+    if not isinstance(body, list):
+        return
+    for before, each in zip([node, *body], body, strict=False):
+        is_text = (
+            isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) and isinstance(each.value.value, str)
+        )
+        if is_text and isinstance(before, _HOLDERS if before is node else (ast.Assign, ast.AnnAssign)):
+            yield each.value
+
+
 def _is_config(each: ast.ClassDef) -> bool:
     declared = " ".join(map(ast.unparse, [*each.decorator_list, *each.bases]))
     return "dataclass" in declared or "Checked" in declared
 
 
 def main() -> None:
-    """Check the working directory's checkout, or write its table anew."""
+    """Check the checkout in the working directory, or rewrite its table."""
     root = Path()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"set every entry of {_TABLE} to today's figure")
@@ -167,7 +199,11 @@ def main() -> None:
         return
     sections = tomllib.loads(table.read_text())
     entries = {f"{section}.{name}": value for section, named in sections.items() for name, value in named.items()}
-    if found := list(problems(figures, entries, repeated=repeated_stems(root / _LIBRARY))):
+    offenders = {
+        "library.repeated_stems": repeated_stems(root / _LIBRARY),
+        "library.docstring_fragments": list(docstring_fragments(root)),
+    }
+    if found := list(problems(figures, entries, offenders=offenders)):
         sys.exit("\n".join(["budgets:", *found]))
     slack = [f"{name} {entries[name]:,} -> {value:,}" for name, value in figures.items() if value < entries[name]]
     sys.stdout.write(f"budgets: kept; could be lowered: {', '.join(slack) or 'none'}\n")

@@ -1,7 +1,7 @@
-"""What `make mutants` found: writes docs/mutants.md from mutmut's working directory.
+"""Report of `make mutants`: writes docs/mutants.md from mutmut's working directory.
 
-Every mutant that survived needs an entry in scripts/mutants_accepted.yaml that says why; so does the total need 92 %.
-Of modules that the working directory has not tried the report keeps what it said before.
+Every surviving mutant needs an entry with a reason in scripts/mutants_accepted.yaml, and 92 % of all mutants must be
+found. The report keeps its rows of modules that the working directory has not tried.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ many mutants are not tried.
 
 @dataclass(frozen=True, kw_only=True)
 class Survivor:
-    """A mutant that no test noticed."""
+    """Mutant that no test killed."""
 
     path: Path
     line: int
@@ -59,13 +59,13 @@ class Survivor:
 
     @property
     def change(self) -> str:
-        """What the entries of the accepted list are matched with."""
+        """Text that the entries of the accepted list are matched with."""
         return f"{self.old} -> {self.new}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What the report said of a module before."""
+    """Row and survivors of a module."""
 
     commit: str
     counts: Counter[str]
@@ -73,7 +73,7 @@ class Kept:
 
 
 def results() -> Iterator[tuple[Path, dict[str, str]]]:
-    """By source file the status of each of its mutants."""
+    """Iterate over source files with the status of each mutant."""
     for meta in sorted(_WORK.rglob("*.meta")):
         codes = json.loads(meta.read_text())["exit_code_by_key"]
         if codes:
@@ -81,7 +81,7 @@ def results() -> Iterator[tuple[Path, dict[str, str]]]:
 
 
 def survivor(path: Path, key: str) -> Survivor:
-    """Where the mutant `key` of `path` differs from the source."""
+    """Find the line in which the mutant `key` differs from the source `path`."""
     lines = get_diff_for_mutant(key, path=path).splitlines()[2:]
     old = " ".join(line[1:].strip() for line in lines if line.startswith("-"))
     new = " ".join(line[1:].strip() for line in lines if line.startswith("+"))
@@ -92,7 +92,7 @@ def survivor(path: Path, key: str) -> Survivor:
 
 
 def _first_line(path: Path, key: str) -> int:
-    """Line of the function that a mutant is of: `module.x_name__mutmut_1`, or of a class `xǁClassǁname__mutmut_1`."""
+    """Find the first line of a mutant's function: `module.x_name__mutmut_1`, or of a class `xǁClassǁname__mutmut_1`."""
     name = key.rpartition("__mutmut_")[0].rpartition(".")[2]
     owner, name = name.split("ǁ")[1:] if "ǁ" in name else ("", name.removeprefix("x_"))
     body = ast.parse(path.read_text()).body
@@ -102,7 +102,7 @@ def _first_line(path: Path, key: str) -> int:
 
 
 def reason_of(found: Survivor, accepted: list[dict[str, str]]) -> str | None:
-    """Why this survivor is accepted, None if nobody said so."""
+    """Look up the reason why a survivor is accepted; None if no entry matches."""
     for entry in accepted:
         if found.path.match(entry.get("file", "*")) and re.search(entry["change"], found.change):
             return entry["reason"]
@@ -110,7 +110,7 @@ def reason_of(found: Survivor, accepted: list[dict[str, str]]) -> str | None:
 
 
 def forget_survivors() -> None:
-    """Have the next run try again what was not killed."""
+    """Make the next run retry every mutant that was not killed."""
     for meta in _WORK.rglob("*.meta"):
         data = json.loads(meta.read_text())
         codes = data["exit_code_by_key"]
@@ -119,7 +119,7 @@ def forget_survivors() -> None:
 
 
 def kept(text: str) -> dict[Path, Kept]:
-    """By source file what a report says of it; of files that are still there."""
+    """Parse the rows and survivors of a report, by source file; files that no longer exist are left out."""
     found = {}
     for path, commit, numbers in re.findall(r"^\| `(\S+)` \| (\S+) \| ([\d |]+) \|", text, re.MULTILINE):
         num, *counts = map(int, numbers.split(" | "))
@@ -137,12 +137,12 @@ def kept(text: str) -> dict[Path, Kept]:
 
 
 def known() -> dict[str, dict[str, str]]:
-    """By source file when this working directory last found something new of it."""
+    """Read digest and commit of each source file's results from the working directory."""
     return json.loads(_TRIED.read_text()) if _TRIED.exists() else {}
 
 
 def tried_at(found: dict[Path, dict[str, str]], commit: str) -> dict[str, str]:
-    """By source file the commit at which its results last changed; remembered beside the results."""
+    """Return the commit at which each source file's results last changed, and store it beside the results."""
     noted = known()
     for path, statuses in found.items():
         decided = {key: status for key, status in statuses.items() if status != "not checked"}
@@ -154,19 +154,19 @@ def tried_at(found: dict[Path, dict[str, str]], commit: str) -> dict[str, str]:
 
 
 def is_known(path: Path, statuses: dict[str, str], before: dict[Path, Kept]) -> bool:
-    """Whether the report says as much of a module as the working directory, and its file is still what was tried.
+    """Return True if the report knows as much of a module as the working directory, and the file is unchanged.
 
-    A run of some modules alone leaves the others, or what survived in them, untried.
+    A run of selected modules leaves the mutants of other modules untried.
     """
     num_untried = Counter(statuses.values())["not checked"]
     if num_untried == 0 or path not in before or before[path].counts["not checked"] > num_untried:
         return False
     commit = before[path].commit.removesuffix("-dirty")
-    return subprocess.run(["git", "diff", "--quiet", commit, "--", path]).returncode == 0  # of an unknown one: 128
+    return subprocess.run(["git", "diff", "--quiet", commit, "--", path]).returncode == 0  # 128 for an unknown commit
 
 
 def tried(before: dict[Path, Kept]) -> dict[Path, Kept]:
-    """What the working directory found of each module of which the report knew less `before`."""
+    """Collect the results of each module of which the report knew less `before`."""
     described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
     found = {path: statuses for path, statuses in results() if not is_known(path, statuses, before)}
     commits = tried_at(found, described.stdout.strip())
@@ -180,7 +180,7 @@ def tried(before: dict[Path, Kept]) -> dict[Path, Kept]:
 
 
 def report() -> list[str]:
-    """Write the report; returns what is wrong with the result."""
+    """Write the report; returns the problems of the result."""
     untried = {path: Kept(commit="-", counts=Counter(statuses.values()), survivors=[]) for path, statuses in results()}
     before = kept(_REPORT.read_text())
     modules = dict(sorted((untried | before | tried(before)).items()))
@@ -225,9 +225,9 @@ def _list(listed: list[tuple[str, Survivor]]) -> str:
 
 
 def main() -> None:
-    """Report, or prepare the next run."""
+    """Write the report, or prepare the next run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--forget-survivors", action="store_true", help="have the next run try them again")
+    parser.add_argument("--forget-survivors", action="store_true", help="make the next run retry them")
     if parser.parse_args().forget_survivors:
         forget_survivors()
         return

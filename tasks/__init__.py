@@ -1,1 +1,1 @@
-"""Typed Flyte tasks: one file a stage, no logic."""
+"""Typed Flyte tasks, one file a stage, without logic of their own."""

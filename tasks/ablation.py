@@ -1,4 +1,4 @@
-"""The tasks of an ablation: check every variant, make one part, rank the variants or what a failed one left."""
+"""Tasks of an ablation: check every variant, make one part, rank the variants, report a failure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tasks.start_run import execution_name
 
 
 class PlannedAblation(NamedTuple):
-    """Contexts of the parts, by kind."""
+    """Contexts of the parts of an ablation, by kind."""
 
     policies: list[RunContext]
     drafts: list[RunContext]
@@ -52,7 +52,7 @@ def plan_ablation(  # noqa: PLR0913  # one input a line of the launch form
     run_root: str,
     reuse_stored: bool,
 ) -> PlannedAblation:
-    """Raises before anything expensive starts if the recipe or the cluster refuses a variant."""
+    """Check every variant against recipe and cluster before any expensive work, and list the parts to make."""
     grid = Grid(
         draft_inits=tuple(draft_inits),
         methods=tuple(methods),
@@ -81,25 +81,25 @@ def plan_ablation(  # noqa: PLR0913  # one input a line of the launch form
 @task(**on_cpus(PREPARING))
 @recoverable
 def make_policy(context: RunContext) -> str:
-    """Data and policy of a workload; the part's name."""
+    """Make data and policy of a workload; returns the part's name."""
     return stage.make_part(context)
 
 
 @task(**on_gpus(TRAINING))
 @recoverable
 def make_part(context: RunContext) -> str:
-    """A draft, a baseline or a variant, whichever `context` names; the part's name."""
+    """Make the draft, baseline or variant that `context` names; returns the part's name."""
     return stage.make_part(context)
 
 
 @task(**on_cpus(CHECKING), enable_deck=True, deck_fields=())
 @recoverable
 def rank_ablation(contexts: list[RunContext], finished: list[str | None]) -> Ranking:
-    """ablation.html, which is also the task's deck, ablation.json and speedups.svg.
+    """Rank the variants in ablation.html, which is also the task's deck, ablation.json and speedups.svg.
 
-    `finished` names the variants that did; why the others did not lies under the run's root.
+    `finished` holds the names of finished variants; the reasons of failed ones lie under the run's root.
     """
-    del finished  # it says when to start
+    del finished  # this input only makes the task wait for the variants
     directory = stage.rank_ablation(Path(contexts[0].root), contexts[0].part_of)
     Deck("ablation", (directory / "ablation.html").read_text())
     return Ranking(ranking=FlyteDirectory(str(directory)))
@@ -122,7 +122,7 @@ def fail_ablation(  # noqa: PLR0913  # Flyte asks for every input of the workflo
     num_steps: int | None = None,
     err: FlyteError | None = None,
 ) -> None:
-    """The page of what there is, beside the parts, and the ablation's runs ended."""
+    """Rank the finished variants, and end the ablation's runs in MLflow."""
     del draft_inits, methods, losses, draft_lengths, seeds, workloads, num_steps, overrides, kickoff_time, reuse_stored
     root = shared_root(run_root, CLUSTER, is_local=runs_locally())
     stage.fail_ablation(root.resolve(), execution_name(recipe), message=err.message if err is not None else "")

@@ -1,4 +1,4 @@
-"""Compare drafters on one policy, their steps in turn."""
+"""Tasks of a bake-off: compare drafters on one policy, with their steps in turn."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_drafters(
     online: list[DraftOnline],
     num_speculative_tokens: int,
 ) -> list[str]:
-    """The drafters' names. Raises before anything expensive starts if the recipe refuses one."""
+    """Check every drafter against the recipe before any expensive work; returns the drafters' names."""
     grid = _grid(methods, inits, online, num_speculative_tokens)
     return stage.check_drafters(context, load_recipe(os.fspath(recipe)), grid)
 
@@ -55,7 +55,7 @@ def bake_off(
     online: list[DraftOnline],
     num_speculative_tokens: int,
 ) -> BakeOff:
-    """bake_off.html, which is also the task's deck, bake_off.json and speedups.svg."""
+    """Train with every drafter; writes bake_off.html (also the task's deck), bake_off.json and speedups.svg."""
     directory = stage.bake_off(
         context,
         load_recipe(os.fspath(recipe)),
@@ -83,7 +83,7 @@ def fail_bake_off(  # noqa: PLR0913  # Flyte asks for every input of the workflo
     seed: int | None = None,
     err: FlyteError | None = None,
 ) -> None:
-    """failure.md and failure.json beside the execution's stages, and its runs ended."""
+    """Write failure.md and failure.json beside the execution's stages, and end its runs in MLflow."""
     del methods, inits, online, num_speculative_tokens, workload, num_steps, seed, overrides, reuse_stored
     end_failed(recipe, run_root, err)
 

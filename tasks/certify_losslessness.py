@@ -1,4 +1,4 @@
-"""Certify that speculation leaves the policy's distribution alone, and fail a run whose certificate does not say so."""
+"""Certify that speculation keeps the policy's distribution, and fail a run without a lossless certificate."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tasks.resources import CHECKING, MEASURING, on_cpus, on_gpus
 
 
 class Certificate(NamedTuple):
-    """Output of a certification."""
+    """Output of a certification: the directory of certificate.json."""
 
     certificate: FlyteDirectory
 
 
 class Report(NamedTuple):
-    """Output of a chain."""
+    """Output of a workflow: the directory of its report."""
 
     report: FlyteDirectory
 
@@ -40,7 +40,10 @@ def certify_losslessness(
     draft: FlyteDirectory,
     tuning: FlyteDirectory,
 ) -> Certificate:
-    """certificate.json. `trained` is the speculative arm: weights in `policy/`, a draft that learned in `draft/`."""
+    """Certify a trained speculative arm in certificate.json.
+
+    `trained` holds the arm's weights in `policy/` and, if the draft learned during RL, the draft in `draft/`.
+    """
     loaded, arm = load_recipe(os.fspath(recipe)), model_of(context, trained)
     directory = stage.certify_losslessness(
         context,
@@ -60,7 +63,7 @@ def certify_losslessness(
 def certify_draft(
     context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory, draft: FlyteDirectory, k: int
 ) -> Certificate:
-    """certificate.json of any policy and draft, without a run around them."""
+    """Certify any policy and draft in certificate.json, without a training run."""
     directory = stage.certify_alone(
         context,
         load_recipe(os.fspath(recipe)),
@@ -75,6 +78,6 @@ def certify_draft(
 @task(**on_cpus(CHECKING, retries=0))
 @recoverable
 def require_lossless(certificate: FlyteDirectory, report: FlyteDirectory) -> Report:
-    """The report, unless the certificate fails the run: this comes last, so that there is a report to read."""
+    """Return the report, or fail the run if the certificate is not lossless; the report is written before."""
     stage.require_lossless(records_of(certificate))
     return Report(report=report)

@@ -1,4 +1,4 @@
-"""Measure the accuracy of one policy on the validation problems."""
+"""Task that measures the accuracy of one policy on the validation problems."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tasks.resources import MEASURING, on_gpus
 
 
 class Evaluation(NamedTuple):
-    """Output of an evaluation."""
+    """Output of an evaluation: the directory of evaluation.json."""
 
     evaluation: FlyteDirectory
 
@@ -28,7 +28,10 @@ class Evaluation(NamedTuple):
 def evaluate_aime(
     context: RunContext, recipe: FlyteFile, data: FlyteDirectory, model: FlyteDirectory, policy: str
 ) -> Evaluation:
-    """evaluation.json. `policy` names the weights: `start`, or an arm, whose directory holds them as `policy/`."""
+    """Evaluate a policy in evaluation.json.
+
+    `policy` is the name `start` or that of an arm; the weights of an arm lie in `policy/` of `model`.
+    """
     path = model_of(context, model)
     weights = path / "policy" if (path / "policy").is_dir() else path
     loaded = load_recipe(os.fspath(recipe))

@@ -1,4 +1,4 @@
-"""What Flyte calls when an execution fails: end its runs, keep what it knows, say what failed."""
+"""Tasks that Flyte runs when an execution fails: end its MLflow runs and write the failure."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def fail_run(  # noqa: PLR0913  # Flyte asks for every input of the workflow, an
     max_off_policy_steps: int | None = None,
     err: FlyteError | None = None,
 ) -> None:
-    """failure.md and failure.json beside the execution's stages, and as artifacts of its MLflow run."""
+    """Write failure.md and failure.json beside the execution's stages, and as artifacts of its MLflow run."""
     del workload, num_steps, seed, overrides, max_off_policy_steps, reuse_stored
     _fail(resume_execution or execution_name(recipe), run_root, err)
 
 
 @task(**on_cpus(CHECKING))
 @recoverable
-def fail_certificate(  # noqa: PLR0913  # as above
+def fail_certificate(  # noqa: PLR0913  # as in `fail_run`
     policy: FlyteDirectory,
     draft: FlyteDirectory,
     recipe: str,
@@ -46,13 +46,13 @@ def fail_certificate(  # noqa: PLR0913  # as above
     seed: int | None = None,
     err: FlyteError | None = None,
 ) -> None:
-    """The same for an execution that certifies alone."""
+    """Write the failure of an execution of the workflow `certify`."""
     del policy, draft, workload, num_speculative_tokens, seed, overrides
     end_failed(recipe, run_root, err)
 
 
 def end_failed(recipe: str, run_root: str, error: FlyteError | None) -> None:
-    """What a failed execution of any workflow ends with."""
+    """Write the failure of an execution that cannot be resumed."""
     _fail(execution_name(recipe), run_root, error)
 
 

@@ -1,4 +1,4 @@
-"""Flyte's side of the pods: a fresh template for each task, and the Ray job of a task with GPUs."""
+"""Pod templates of the tasks, and the Ray job of a task with GPUs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from flytekitplugins.ray import RayJobConfig
 
 _CPU, _RAY = "cpu", "ray"
-# The job is submitted through the dashboard's port, so it listens on the pod's address: with a token, behind the
-# network policy of deploy/, and without an ingress. Nothing but the task's own process runs on the head.
+# The job is submitted through the dashboard's port, so the dashboard listens on the pod's address, with a token, behind
+# the network policy of deploy/, and without an ingress. Only the task's own process runs on the head.
 _HEAD_PARAMS = {"num-cpus": "0", "num-gpus": "0", "include-dashboard": "true", "dashboard-host": "0.0.0.0"}
 
 
 def cpu_template(profile: ClusterProfile) -> PodTemplate:
-    """The pod of a task without GPUs."""
+    """Build the pod template of a task without GPUs."""
     return PodTemplate(
         pod_spec=pods.cpu_pod(profile), primary_container_name=pods.PRIMARY, labels=pods.labels(_CPU), annotations={}
     )
 
 
 def preflight_template(profile: ClusterProfile) -> PodTemplate:
-    """The pod of a preflight."""
+    """Build the pod template of a preflight."""
     return PodTemplate(
         pod_spec=pods.preflight_pod(profile),
         primary_container_name=pods.PRIMARY,
@@ -36,7 +36,7 @@ def preflight_template(profile: ClusterProfile) -> PodTemplate:
 
 
 def ray_template(profile: ClusterProfile) -> PodTemplate:
-    """The base of all pods of a Ray job; its labels are those of the job, where queues look for them."""
+    """Build the base template of a Ray job's pods; its labels become those of the job, which queues read."""
     return PodTemplate(
         pod_spec=pods.ray_base(profile),
         primary_container_name=pods.PRIMARY,
@@ -46,10 +46,10 @@ def ray_template(profile: ClusterProfile) -> PodTemplate:
 
 
 def ray_job(profile: ClusterProfile) -> RayJobConfig:
-    """A Ray cluster over all GPU nodes of the profile, for one task; it goes as soon as the task is done.
+    """Describe a Ray cluster over all GPU nodes of the profile, which is deleted when its task ends.
 
-    Only templates, never requests or limits beside them: with one of the two the plugin drops the template silently.
-    Ray is not imported before a task runs in a pod.
+    The config has pod templates and never requests or limits, because with either the plugin silently drops the
+    template. The plugin is imported here, so that Ray is not imported before a task runs in a pod.
     """
     from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
 

@@ -1,4 +1,4 @@
-"""Ask the cluster what it lacks for the runs of its profile, from one of its own pods."""
+"""Tasks of the preflight: check from a pod that the cluster has everything that runs of its profile need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tasks.resources import CHECKING, CLUSTER, on_cpus, on_cpus_with_token, runs
 
 
 class Findings(NamedTuple):
-    """Output of a preflight."""
+    """Output of a preflight: findings.json."""
 
     findings: FlyteFile
 
@@ -26,7 +26,7 @@ class Findings(NamedTuple):
 @task(**on_cpus_with_token(CHECKING), enable_deck=True, deck_fields=())
 @recoverable
 def preflight(run_root: str, timeout_s: float) -> Findings:
-    """findings.json, and as the task's deck the table: what, found, needed, fix."""
+    """Check the cluster in findings.json; the task's deck is a table of what, found, needed and fix."""
     root = shared_root(run_root, CLUSTER, is_local=runs_locally())
     record = stage.preflight(CLUSTER, root=root, timeout_s=timeout_s)
     Deck("preflight", f"<pre>{html.escape(record.table)}</pre>")
@@ -37,6 +37,6 @@ def preflight(run_root: str, timeout_s: float) -> Findings:
 @task(**on_cpus(CHECKING, retries=0))
 @recoverable
 def require_ready(findings: FlyteFile) -> Findings:
-    """The findings, unless something is missing: this comes last, so that there is a table to read."""
+    """Return the findings, or fail if something is missing; the table is written before."""
     stage.require_ready(read_record(stage.PreflightRecord, Path(os.fspath(findings))))
     return Findings(findings=findings)

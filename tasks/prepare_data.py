@@ -1,4 +1,4 @@
-"""Load, filter and tokenize the prompt sets."""
+"""Tasks that load, filter and tokenize the prompt sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RECORDS = ("*.jsonl", "manifest.json", "tokenizer/*")
 
 
 class Data(NamedTuple):
-    """Output of the preparation."""
+    """Output of the preparation: the directory of the prompt sets."""
 
     data: FlyteDirectory
 
@@ -28,7 +28,7 @@ class Data(NamedTuple):
 @task(**on_cpus(PREPARING))
 @recoverable
 def prepare_data(context: RunContext, recipe: FlyteFile) -> Data:
-    """The train, draft and validation prompts, their manifest, and under `tokenizer/` the recipe's tokenizer."""
+    """Prepare train, draft and validation prompts, their manifest and, in `tokenizer/`, the recipe's tokenizer."""
     return Data(
         data=handed_on(
             context, "prepare_data", stage.prepare_data(context, load_recipe(os.fspath(recipe))), records=_RECORDS
@@ -39,6 +39,6 @@ def prepare_data(context: RunContext, recipe: FlyteFile) -> Data:
 @task(**on_cpus(PREPARING))
 @recoverable
 def prepare_data_for(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory) -> Data:
-    """The same with the tokenizer of `policy`, which may be another model than the recipe's."""
+    """Prepare the prompt sets with the tokenizer of `policy`, which may differ from the recipe's model."""
     directory = stage.prepare_data(context, load_recipe(os.fspath(recipe)), policy=records_of(policy))
     return Data(data=handed_on(context, "prepare_data", directory, records=_RECORDS))

@@ -1,4 +1,4 @@
-"""Resolve the policy, or train the recipe's own from random weights."""
+"""Task that resolves the policy, or trains the recipe's own from random weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RECORDS = ("policy.json", "*config.json", "tokenizer*", "*.jinja")
 
 
 class Policy(NamedTuple):
-    """Output of the preparation."""
+    """Output of the preparation: the directory of the model."""
 
     policy: FlyteDirectory
 
@@ -28,6 +28,6 @@ class Policy(NamedTuple):
 @task(**on_cpus(PREPARING))
 @recoverable
 def prepare_policy(context: RunContext, recipe: FlyteFile, data: FlyteDirectory) -> Policy:
-    """A model directory in Hugging Face format, with its tokenizer and policy.json."""
+    """Prepare a model directory in Hugging Face format, with its tokenizer and policy.json."""
     directory = stage.prepare_policy(context, load_recipe(os.fspath(recipe)), data=records_of(data))
     return Policy(policy=handed_on(context, "prepare_policy", directory, records=_RECORDS, weights=(".",)))

@@ -1,4 +1,4 @@
-"""Train the draft on the policy's own responses, or take it as it is."""
+"""Task that trains the draft on the policy's own responses, or resolves a pretrained draft."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tasks.resources import MEASURING, on_gpus
 
 
 class Draft(NamedTuple):
-    """Output of the training."""
+    """Output of the pretraining: the directory of the draft."""
 
     draft: FlyteDirectory
 
@@ -26,7 +26,7 @@ class Draft(NamedTuple):
 @task(**on_gpus(MEASURING))
 @recoverable
 def pretrain_draft(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory) -> Draft:
-    """draft.json and, under `draft/`, a draft that vLLM loads, if the method has weights."""
+    """Pretrain the draft; writes draft.json and, if the method has weights, a draft for vLLM in `draft/`."""
     directory = stage.pretrain_draft(
         context, load_recipe(os.fspath(recipe)), policy=model_of(context, policy), data=records_of(data)
     )

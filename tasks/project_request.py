@@ -1,4 +1,4 @@
-"""Project one setting that a user asks for, without a run."""
+"""Task that projects the speedup for a user's request, without a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tasks.resources import CHECKING, on_cpus
 
 
 class RequestedProjection(NamedTuple):
-    """Output of the projection."""
+    """Output of the projection: projection.json."""
 
     projection: FlyteFile
 
@@ -34,7 +34,7 @@ def project_request(  # noqa: PLR0913  # one input a line of the launch form
     mean_response_tokens: float,
     kickoff_time: datetime,
 ) -> RequestedProjection:
-    """projection.json: speedups of an ideal stack and calibrated on the paper's measurements, with bands."""
+    """Project speedups with bands in projection.json, on an ideal stack and calibrated on published measurements."""
     request = ProjectionRequest(
         model=model,
         hardware=hardware,

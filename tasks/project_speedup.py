@@ -1,4 +1,4 @@
-"""Project the measured speedup: to other draft lengths here, and from the published figures to their clusters."""
+"""Task that projects speedups: to other draft lengths on this machine, and to the clusters of published figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tasks.resources import CHECKING, on_cpus
 
 
 class Projection(NamedTuple):
-    """Output of the projection."""
+    """Output of the projection: the directory of projection.json."""
 
     projection: FlyteDirectory
 
@@ -28,7 +28,7 @@ class Projection(NamedTuple):
 def project_speedup(
     context: RunContext, recipe: FlyteFile, tuning: FlyteDirectory, arms: list[FlyteDirectory]
 ) -> Projection:
-    """projection.json: calibrations, predicted beside measured for the speculative arm, projections with bands."""
+    """Write calibrations, the check on the speculative arm and projections with bands to projection.json."""
     directory = stage.project_speedup(
         context, load_recipe(os.fspath(recipe)), tuning=records_of(tuning), arms=[records_of(arm) for arm in arms]
     )

@@ -1,4 +1,4 @@
-"""A task's failures in Flyte's words: only `FlyteRecoverableException` makes Flyte use an attempt that is left."""
+"""Retries of a task: Flyte retries only after a `FlyteRecoverableException`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ R = TypeVar("R")
 
 
 def recoverable(body: Callable[P, R]) -> Callable[P, R]:
-    """Show our log, and raise what another attempt may outlive as `FlyteRecoverableException`; all else passes.
+    """Configure logging, and re-raise transient errors of a task as `FlyteRecoverableException`.
 
-    Stands below `@task`. Interrupts pass: they leave no error document, so Flyte counts the pod as lost and starts
-    another.
+    The decorator stands below `@task`. Interrupts pass unchanged: they leave no error document, so Flyte treats the pod
+    as lost and starts another attempt.
     """
 
     @functools.wraps(body)

@@ -1,4 +1,4 @@
-"""Bring the records of a run together in one page."""
+"""Task that writes the report of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tasks.resources import CHECKING, on_cpus
 
 
 class SpeedupReport(NamedTuple):
-    """Output of the report."""
+    """Output of the report: the directory of its files."""
 
     report: FlyteDirectory
 
@@ -37,7 +37,7 @@ def report_speedup(  # noqa: PLR0913  # one input a record
     certificate: FlyteDirectory,
     projection: FlyteDirectory,
 ) -> SpeedupReport:
-    """report.html, which is also the task's deck, report.json, run.json and drift.json."""
+    """Write report.html (also the task's deck), report.json, run.json and drift.json from a run's records."""
     directory = stage.report_speedup(
         context,
         load_recipe(os.fspath(recipe)),

@@ -1,4 +1,4 @@
-"""Fail an execution whose results drifted, where its recipe says so: Flyte notifies of how executions end alone."""
+"""Task that fails an execution whose results drifted, because Flyte notifies only of how executions end."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ from tasks.resources import CHECKING, on_cpus
 @task(**on_cpus(CHECKING, retries=0))
 @recoverable
 def require_no_drift(recipe: FlyteFile, report: FlyteDirectory) -> Report:
-    """The report, unless its results drifted: this comes last, so that all else is written and there is a report."""
+    """Return the report, or fail if results drifted and tracking.drift.fail is set; the report is written before."""
     stage.require_no_drift(load_recipe(os.fspath(recipe)), records_of(report))
     return Report(report=report)

@@ -1,7 +1,8 @@
-"""What tasks share: image, pods, time-outs and retries, by the cluster that they are registered for.
+"""Images, pods, time-outs and retries of the tasks, by the cluster profile of the registration.
 
-`SLIPSTREAM_CLUSTER` names the profile in configs/clusters/; without it tasks run where the workflow is started, as
-`slipstream demo` runs them. The same variable is set in every pod, so a task is there what it was when registered.
+`SLIPSTREAM_CLUSTER` names the profile in configs/clusters/; without the variable, tasks run in the process that starts
+the workflow, as in `slipstream demo`. Every pod sets the variable, so that a task is declared alike in a pod and at
+registration.
 """
 
 from __future__ import annotations
@@ -17,37 +18,37 @@ CLUSTER = active_profile()
 
 CPU_IMAGE = "{{.image.cpu.fqn}}:{{.image.cpu.version}}"
 GPU_IMAGE = "{{.image.gpu.fqn}}:{{.image.gpu.version}}"
-"""Built from the Dockerfile at the root and from images/gpu.Dockerfile; named at registration by
-`--image cpu=… --image gpu=…`, which fails where one is missing."""
+"""Images of Dockerfile and images/gpu.Dockerfile; `--image cpu=… --image gpu=…` names them at registration, which fails
+where one is missing."""
 
 RETRIES = 2
-"""A retried task finds its checkpoints and its MLflow run by execution and node."""
+"""Number of retries; a retried task finds its checkpoints and its MLflow run by execution and node."""
 
-# No task is cached by Flyte: data, policy and draft are kept by slipstream.stages.store, under the root that every pod
-# sees. Its keys hold the sections of the recipe that matter, what the inputs contain, and versions; Flyte's would hold
-# the address of recipe.yaml, new in every execution. A hit there could also outlive the weights that it stands for, and
-# would leave the execution without their MLflow runs. What it costs: a task that finds its output in the store still
-# waits for its pod.
+# Flyte's cache is off: slipstream.stages.store keeps data, policy and draft under the root that every pod mounts. Keys
+# of the store hold the relevant sections of the recipe, contents of inputs, and versions; Flyte's key would hold the
+# address of recipe.yaml, which is new in every execution. A hit in Flyte's cache could also outlive the weights, and
+# would leave the execution without MLflow runs. The price: a task that finds its output in the store still waits for a
+# pod.
 
-CHECKING = timedelta(minutes=30)  # reads records, computes little
-PREPARING = timedelta(hours=12)  # downloads a model or a data set, filters it
-MEASURING = timedelta(hours=24)  # generates, trains a draft
-TRAINING = timedelta(days=14)  # the arms of GRPO
+CHECKING = timedelta(minutes=30)  # a task that reads records and computes little
+PREPARING = timedelta(hours=12)  # a task that downloads and filters a model or a data set
+MEASURING = timedelta(hours=24)  # a task that generates or trains a draft
+TRAINING = timedelta(days=14)  # a task that trains arms of GRPO
 
 
 def on_cpus(timeout: timedelta, *, retries: int = RETRIES) -> dict[str, Any]:
-    """Arguments of `task` for one that needs no GPU."""
+    """Return the arguments of `task` for a task without GPUs."""
     shared = {"container_image": CPU_IMAGE, "timeout": timeout, "retries": retries}
     if CLUSTER.is_local:
         return {**shared, "requests": Resources(cpu=str(CLUSTER.cpu.cpus), mem=f"{CLUSTER.cpu.memory_gib}Gi")}
     from tasks.pods import cpu_template
 
-    # No requests beside a template: flytekit would replace the template's, and GPUs and claims with them.
+    # Requests beside a template would replace the resources of the template, GPUs and claims included.
     return {**shared, "pod_template": cpu_template(CLUSTER)}
 
 
 def on_cpus_with_token(timeout: timedelta) -> dict[str, Any]:
-    """Arguments of `task` for one that asks the Kubernetes API, under the account of a preflight."""
+    """Return the arguments of `task` for a task that calls the Kubernetes API, under the preflight's account."""
     if CLUSTER.is_local:
         return on_cpus(timeout)
     from tasks.pods import preflight_template
@@ -56,7 +57,7 @@ def on_cpus_with_token(timeout: timedelta) -> dict[str, Any]:
 
 
 def on_gpus(timeout: timedelta) -> dict[str, Any]:
-    """Arguments of `task` for one that runs engines or the learner: over all GPU nodes, where the cluster has any."""
+    """Return the arguments of `task` for a task with engines or learner, on all GPU nodes if the cluster has any."""
     if CLUSTER.gpu is None:
         return on_cpus(timeout)
     from tasks.pods import ray_job, ray_template
@@ -71,6 +72,6 @@ def on_gpus(timeout: timedelta) -> dict[str, Any]:
 
 
 def runs_locally() -> bool:
-    """Whether this task runs in the process that the workflow was started in."""
+    """Return True if this task runs in the process that started the workflow."""
     state = FlyteContextManager.current_context().execution_state
     return state is not None and state.is_local_execution()

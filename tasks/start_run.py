@@ -1,4 +1,4 @@
-"""Check the recipe and open the run that all other tasks belong to."""
+"""Task that checks the recipe and opens the run of all other tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOCAL_EXECUTION = "local"
 
 
 class StartedRun(NamedTuple):
-    """What the other tasks need to know of the run."""
+    """Context of the run and its resolved recipe."""
 
     context: RunContext
     recipe: FlyteFile
@@ -39,10 +39,9 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch form
     reuse_stored: bool,
     loop: ArmLoop | None,
 ) -> StartedRun:
-    """Raises before anything expensive starts if the recipe breaks a rule, or the cluster cannot hold it.
+    """Check the recipe against its rules and the cluster before any expensive work, and open the run.
 
-    Inputs that are None keep what the recipe says.
-    `loop` is what the workflow is there for; None of one that trains no arm.
+    Inputs that are None keep the recipe's values. `loop` is the loop that the workflow trains; None trains no arm.
     """
     changes = requested(overrides, workload=workload, num_steps=num_steps, seed=seed)
     changes = with_lag(changes, recipe, max_off_policy_steps=max_off_policy_steps, loop=loop)
@@ -60,7 +59,7 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch form
 
 
 def execution_name(recipe: str) -> str:
-    """The platform's name of the execution; on a laptop `slipstream demo`'s, else one of recipe and time."""
+    """Return Flyte's name of the execution; a local run takes that of `slipstream demo`, or one of recipe and time."""
     execution = current_context().execution_id
     if execution is not None and execution.name and execution.name != _LOCAL_EXECUTION:
         return execution.name

@@ -1,4 +1,4 @@
-"""Train the arms of a loop with GRPO: the synchronous one, or the recipe's own."""
+"""Task that trains the arms of a loop with GRPO: the synchronous loop, or the recipe's asynchronous one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tasks.resources import TRAINING, on_gpus
 
 
 class Trained(NamedTuple):
-    """Output of the arms, in the order in which they were asked for."""
+    """Output of the training: a directory for each arm, in the order of the input `arms`."""
 
     trained: list[FlyteDirectory]
 
@@ -37,9 +37,10 @@ def train_grpo(
     arms: list[Arm],
     loop: ArmLoop,
 ) -> Trained:
-    """arm.json of each arm with every step, under `policy/` its final policy, and under `draft/` a draft that learned.
+    """Train the arms of a loop.
 
-    A retry goes on with all of them from their last checkpoints.
+    Each arm's directory holds arm.json with every step, the final policy in `policy/` and, if the draft learned during
+    RL, the draft in `draft/`. A retry resumes all arms from their last checkpoints.
     """
     directories = stage.train_grpo(
         context,

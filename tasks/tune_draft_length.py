@@ -1,4 +1,4 @@
-"""Choose the draft length by measured time."""
+"""Task that chooses the draft length by measured time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tasks.resources import MEASURING, on_gpus
 
 
 class Tuning(NamedTuple):
-    """Output of the sweep."""
+    """Output of the sweep: the directory of tuning.json."""
 
     tuning: FlyteDirectory
 
@@ -28,7 +28,7 @@ class Tuning(NamedTuple):
 def tune_draft_length(
     context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory, draft: FlyteDirectory
 ) -> Tuning:
-    """tuning.json: every point of the sweep, the chosen k, and a schedule by batch size."""
+    """Measure a sweep over draft lengths; writes points, the chosen k and a schedule by batch size to tuning.json."""
     loaded = load_recipe(os.fspath(recipe))
     directory = stage.tune_draft_length(
         context, loaded, policy=model_of(context, policy), data=records_of(data), draft=model_of(context, draft)

@@ -1,1 +1,1 @@
-"""Flyte workflows: they wire tasks."""
+"""Flyte workflows, which wire tasks."""

@@ -1,6 +1,6 @@
-"""The whole chain for a recipe with an asynchronous loop: both arms of GRPO in it, and in the synchronous one."""
+"""Workflow `asynchronous_rl`: the whole chain, with both arms of GRPO in a synchronous and an asynchronous loop."""
 
-# Inside a workflow a task gives promises, which flytekit types as a union of all that a task may give anywhere.
+# Inside a workflow a task returns promises, which flytekit types as a union of all return types of a task.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ def asynchronous_rl(  # noqa: PLR0913  # one input a line of the launch form
     workload: Workload | None = None,
     num_steps: int | None = None,
     seed: int | None = None,
-    overrides: list[str] = [],  # noqa: B006  # flytekit reads the default as a value, and hands on a copy
+    overrides: list[str] = [],  # noqa: B006  # flytekit reads the default as a value, and passes a copy
     max_off_policy_steps: int | None = None,
     run_root: str = CLUSTER.run_root,
     resume_execution: str = "",
     reuse_stored: bool = True,
 ) -> Report:
-    """Train the same recipe with and without speculation, synchronously and asynchronously, and compare all four arms.
+    """Train a recipe with and without speculation, synchronously and asynchronously, and compare all four arms.
 
     Args:
-        recipe: name of a file in configs/ without its ending, or a path to one; its loop must be asynchronous,
-            as tiny_async's is, or become so by max_off_policy_steps.
-        workload: what the policy is when RL starts: rl_zero is a base model, rl_think one that writes reasoning
-            traces; left out, the recipe's.
-        num_steps: GRPO steps of each of the four arms; left out, the recipe's.
-        seed: integer that prompts, sampling and training are drawn with, shared by all arms; left out, the recipe's.
-        overrides: fields of the recipe as field=value, one an item, as in grpo.group_size=16; units are in the
-            fields' names. An unknown field or a value that breaks a rule ends the execution within seconds.
-        max_off_policy_steps: steps by which rollouts may lag behind the policy that learns from them; left out,
-            the recipe's. A synchronous recipe becomes one_step_off, unless overrides set loop.mode.
-        run_root: absolute directory on the volume that all pods share; checkpoints and tracking spool lie there.
-        resume_execution: name of an execution under run_root to go on with, its finished stages not done again; a
-            recipe other than the one that it was started with is refused. Empty starts a new one.
-        reuse_stored: take data, policy and draft from run_root/store where an earlier execution made them from the
-            same sections of the recipe. Nothing that is measured is ever taken from there.
+        recipe: name of a file in configs/ without its extension, or a path to a recipe. Its loop must be asynchronous,
+            as in tiny_async, or be made asynchronous by max_off_policy_steps.
+        workload: kind of policy at the start of RL: rl_zero is a base model, rl_think a model with reasoning traces;
+            default: the recipe's.
+        num_steps: GRPO steps of each of the four arms; default: the recipe's.
+        seed: integer seed of prompts, sampling and training, shared by all arms; default: the recipe's.
+        overrides: recipe fields as field=value, one an item, as in grpo.group_size=16; a field's name contains its
+            unit. An unknown field or an invalid value ends the execution within seconds.
+        max_off_policy_steps: largest lag of rollouts behind the trained policy, in steps; default: the recipe's. A
+            synchronous recipe becomes one_step_off, unless overrides set loop.mode.
+        run_root: absolute directory on the shared volume of all pods, for checkpoints and the tracking spool.
+        resume_execution: name of an execution under run_root to resume; its finished stages are kept, and a changed
+            recipe is refused. Empty starts a new execution.
+        reuse_stored: reuse data, policy and draft that earlier executions with equal recipe sections kept in
+            run_root/store. Measurements are never reused.
 
     Returns:
-        report: report.html, report.json, run.json and drift.json; the execution fails after them if speculation was
-            not lossless, or if results drifted and tracking.drift.fail says so.
+        report: report.html, report.json, run.json and drift.json. The execution fails after the report if speculation
+            was not lossless, or if results drifted and tracking.drift.fail is set.
     """
     run = start_run(
         recipe=recipe,

@@ -1,7 +1,8 @@
-"""Which drafter pays: all of them on one policy, their steps in turn, ranked by measured time."""
+"""Workflow `bake_off`: all drafters on one policy, with their steps in turn, ranked by measured time."""
 
-# Inside a workflow a task gives promises, which flytekit types as a union of all that a task may give anywhere.
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportArgumentType=false
+# Inside a workflow a task returns promises, which flytekit types as a union of all return types of a task.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false,
+# reportArgumentType=false
 
 from __future__ import annotations
 
@@ -11,10 +12,9 @@ from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.types import ArmLoop, Workload
 from tasks.bake_off import BakeOff, check_drafters, fail_bake_off
 from tasks.bake_off import bake_off as compare
-from tasks.prepare_data import prepare_data
-from tasks.prepare_policy import prepare_policy
 from tasks.resources import CLUSTER
 from tasks.start_run import start_run
+from workflows.chain import data_and_policy
 
 
 @workflow(failure_policy=WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE, on_failure=fail_bake_off)
@@ -31,23 +31,23 @@ def bake_off(  # noqa: PLR0913  # one input a line of the launch form
     run_root: str = CLUSTER.run_root,
     reuse_stored: bool = True,
 ) -> BakeOff:
-    """Train with every drafter from one policy, their steps in turn with an autoregressive arm's, and rank them.
+    """Train with every drafter from one policy, in turn with an autoregressive arm, and rank all by time.
 
-    A drafter that fails is in the table with its reason; the others go on.
+    A failed drafter is listed with its reason and does not stop the others.
 
     Args:
-        recipe: name of a file in configs/ without its ending, or a path to one.
+        recipe: name of a file in configs/ without its extension, or a path to a recipe.
         methods: speculation methods, named as in vLLM: eagle3, draft_model, ngram, suffix.
-        inits: prompts that drafts are pretrained on: in_domain, general; methods without pretraining ignore them.
-        online: training of the draft during RL: off, always, when_stale; methods without it ignore them.
-        num_speculative_tokens: draft tokens an iteration (k), at least 1, the same for all drafters.
-        workload: what the policy is when RL starts: rl_zero is a base model, rl_think one with reasoning traces;
-            left out, the recipe's.
-        num_steps: GRPO steps of each arm; left out, the recipe's.
-        seed: integer that prompts, sampling and training are drawn with; left out, the recipe's.
-        overrides: fields of the recipe as field=value, one an item.
-        run_root: absolute directory on the volume that all pods share.
-        reuse_stored: take data, policy and drafts from run_root/store where an earlier execution made them alike.
+        inits: prompts for the pretraining of drafts: in_domain, general; ignored by methods without pretraining.
+        online: training of the draft during RL: off, always, when_stale; ignored by methods without such training.
+        num_speculative_tokens: draft tokens an iteration (k), at least 1, equal for all drafters.
+        workload: kind of policy at the start of RL: rl_zero is a base model, rl_think a model with reasoning traces;
+            default: the recipe's.
+        num_steps: GRPO steps of each arm; default: the recipe's.
+        seed: integer seed of prompts, sampling and training; default: the recipe's.
+        overrides: recipe fields as field=value, one an item.
+        run_root: absolute directory on the shared volume of all pods.
+        reuse_stored: reuse data, policies and drafts that executions with equal settings kept in run_root/store.
 
     Returns:
         comparison: bake_off.html, bake_off.json and speedups.svg.
@@ -72,11 +72,8 @@ def bake_off(  # noqa: PLR0913  # one input a line of the launch form
     }
     shared = {"context": run.context, "recipe": run.recipe}
     checked = check_drafters(**shared, **field).with_overrides(name="check every drafter", node_name="check-drafters")
-    data = prepare_data(**shared).with_overrides(name="prepare data", node_name="prepare-data").data
+    data, policy = data_and_policy(shared)
     checked >> data  # pyright: ignore[reportUnusedExpression]
-    policy = (
-        prepare_policy(**shared, data=data).with_overrides(name="prepare policy", node_name="prepare-policy").policy
-    )
     return compare(**shared, **field, policy=policy, data=data).with_overrides(
         name="compare drafters", node_name="bake-off"
     )

@@ -1,10 +1,11 @@
-"""What the chains of tasks share: how the stages before the arms, the arms and the stages after them are wired.
+"""Wiring that the workflows share: the stages before the arms, the arms, and the stages after the arms.
 
-Called inside a workflow, whose nodes they add in the order of the calls.
+These functions are called inside a workflow and add its nodes in the order of the calls.
 """
 
-# Inside a workflow a task gives promises, which flytekit types as a union of all that a task may give anywhere.
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportArgumentType=false
+# Inside a workflow a task returns promises, which flytekit types as a union of all return types of a task.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false,
+# reportArgumentType=false
 
 from __future__ import annotations
 
@@ -28,22 +29,28 @@ from tasks.tune_draft_length import tune_draft_length
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Promises of what every arm starts from."""
+    """Promises of every arm's inputs."""
 
-    shared: Mapping[str, Any]  # the run and its recipe, which every task takes
+    shared: Mapping[str, Any]  # run and recipe, inputs of every task
     data: Any
     policy: Any
     draft: Any
     tuning: Any
 
 
-def prepared(run: Any) -> Prepared:
-    """Data, policy, draft and draft length of the run that `start_run` opened."""
-    shared = {"context": run.context, "recipe": run.recipe}
+def data_and_policy(shared: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Wire data and policy of a run; `shared` holds the inputs of every task."""
     data = prepare_data(**shared).with_overrides(name="prepare data", node_name="prepare-data").data
     policy = (
         prepare_policy(**shared, data=data).with_overrides(name="prepare policy", node_name="prepare-policy").policy
     )
+    return data, policy
+
+
+def prepared(run: Any) -> Prepared:
+    """Wire data, policy, draft and draft length of the run that `start_run` opened."""
+    shared = {"context": run.context, "recipe": run.recipe}
+    data, policy = data_and_policy(shared)
     draft = (
         pretrain_draft(**shared, policy=policy, data=data)
         .with_overrides(name="pretrain draft", node_name="pretrain-draft")
@@ -58,7 +65,7 @@ def prepared(run: Any) -> Prepared:
 
 
 def trained(start: Prepared, loops: Iterable[ArmLoop]) -> dict[str, Any]:
-    """Both arms in each of the loops, by their names."""
+    """Wire both arms in each of the loops; returns their promises by name."""
     arms = [Arm.AUTOREGRESSIVE, Arm.SPECULATIVE]
     found: dict[str, Any] = {}
     for loop in loops:
@@ -81,7 +88,7 @@ def trained(start: Prepared, loops: Iterable[ArmLoop]) -> dict[str, Any]:
 
 
 def concluded(start: Prepared, arms: Mapping[str, Any], *, certified: str) -> Any:
-    """Evaluations of the policy before RL and of every arm, the certificate of one of them, and the report."""
+    """Wire evaluations of the policy before RL and of every arm, the certificate of one arm, and the report."""
     evaluations = [
         evaluate_aime(**start.shared, data=start.data, model=model, policy=name)
         .with_overrides(name=f"evaluate {name.replace('_', ', ')}", node_name=f"evaluate-{name.replace('_', '-')}")
@@ -100,7 +107,7 @@ def concluded(start: Prepared, arms: Mapping[str, Any], *, certified: str) -> An
         .with_overrides(name="certify losslessness", node_name="certify-losslessness")
         .certificate
     )
-    # All of these want the same machine or the same nodes: none runs beside an arm, or beside another.
+    # All of these tasks need the same machine or nodes: each runs alone, after the arms.
     one_a_loop = [arms[name] for name in arms if name.startswith(Arm.AUTOREGRESSIVE.value)]
     for before, after in pairwise([*one_a_loop, *evaluations, certificate]):
         before >> after  # pyright: ignore[reportUnusedExpression]

@@ -1,10 +1,10 @@
-"""Presets of the chain, as the UI lists them: docs/deploy.md says what each is for, takes and costs.
+"""Launch plans of the Flyte UI; docs/deploy.md describes purpose, inputs and cost of each.
 
-Each runs under the cluster's service account and writes to its object store; recipe and workload are fixed, the rest
-of the form is open.
+Each launch plan runs under the cluster's service account and writes to its object store. Fixed inputs are a recipe and
+a workload; the launch form asks for the others.
 """
 
-# flytekit types a decorated workflow as the plain function that it was.
+# flytekit types a decorated workflow as a plain function.
 # pyright: reportArgumentType=false
 
 from __future__ import annotations

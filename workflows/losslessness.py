@@ -1,7 +1,8 @@
-"""The losslessness certificate alone, of any policy and draft."""
+"""Workflow `certify`: the losslessness certificate of any policy and draft."""
 
-# Inside a workflow a task gives promises, which flytekit types as a union of all that a task may give anywhere.
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportArgumentType=false
+# Inside a workflow a task returns promises, which flytekit types as a union of all return types of a task.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false,
+# reportArgumentType=false
 
 from __future__ import annotations
 
@@ -24,24 +25,25 @@ def certify(
     workload: Workload | None = None,
     num_speculative_tokens: int = 3,
     seed: int | None = None,
-    overrides: list[str] = [],  # noqa: B006  # flytekit reads the default as a value, and hands on a copy
+    overrides: list[str] = [],  # noqa: B006  # flytekit reads the default as a value, and passes a copy
     run_root: str = CLUSTER.run_root,
 ) -> Report:
-    """Certify that speculation with `draft` samples `policy`'s own distribution; fails where it does not.
+    """Certify that speculation with `draft` samples the distribution of `policy`, and fail if it does not.
 
     Args:
         policy: model directory in Hugging Face format, with its tokenizer.
-        draft: EAGLE-3 draft as vLLM loads it.
-        recipe: name of a file in configs/ without its ending: engine, sampling, prompts, and the certificate's size.
-        workload: which workload's section of the recipe holds: rl_zero or rl_think; left out, the recipe's.
+        draft: directory of an EAGLE-3 draft in vLLM's format.
+        recipe: name of a file in configs/ without its extension; sets engine, sampling, prompts and size of the
+            certificate.
+        workload: workload whose section of the recipe applies: rl_zero or rl_think; default: the recipe's.
         num_speculative_tokens: draft tokens an iteration (k), at least 1.
-        seed: integer that prompts are drawn with; left out, the recipe's.
-        overrides: fields of the recipe as field=value, one an item, as in losslessness.num_tokens=200000; units are in
-            the fields' names.
-        run_root: absolute directory on the volume that all pods share.
+        seed: integer seed of the prompts; default: the recipe's.
+        overrides: recipe fields as field=value, one an item, as in losslessness.num_tokens=200000; a field's name
+            contains its unit.
+        run_root: absolute directory on the shared volume of all pods.
 
     Returns:
-        report: certificate.json; the execution fails if it is not lossless.
+        report: certificate.json; the execution fails if the verdict is not lossless.
     """
     run = start_run(
         recipe=recipe,

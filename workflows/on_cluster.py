@@ -1,4 +1,4 @@
-"""What every launch plan of a cluster has in common."""
+"""Settings that all launch plans of a cluster share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tasks.resources import CLUSTER
 
 
 def on_cluster(account: str | None = CLUSTER.service_account) -> dict[str, Any]:
-    """As whom pods run, and where Flyte keeps what they hand on."""
+    """Return the service account of the pods and the prefix of Flyte's outputs, as arguments of a launch plan."""
     settings: dict[str, Any] = {}
     if account is not None and not CLUSTER.is_local:
         settings["security_context"] = SecurityContext(run_as=Identity(k8s_service_account=account))

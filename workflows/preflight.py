@@ -1,7 +1,8 @@
-"""What a cluster lacks, asked from inside, before a run waits for it."""
+"""Workflow `preflight`: checks from inside a cluster that nothing is missing for the runs of its profile."""
 
-# Inside a workflow a task gives promises, which flytekit types as a union of all that a task may give anywhere.
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportArgumentType=false
+# Inside a workflow a task returns promises, which flytekit types as a union of all return types of a task.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false,
+# reportArgumentType=false
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from tasks.resources import CLUSTER
 
 @workflow
 def preflight(run_root: str = CLUSTER.run_root, timeout_s: float = 10.0) -> Findings:
-    """Look for everything that the runs of this cluster's profile need; fails with a table where something is missing.
+    """Check everything that runs of this cluster's profile need, and fail with a table if something is missing.
 
     Args:
-        run_root: absolute directory on the volume that all pods share, which a pod tries to write to.
-        timeout_s: seconds that each question to the Kubernetes API and to MLflow may take.
+        run_root: absolute directory on the shared volume of all pods; a pod tests that it can write there.
+        timeout_s: time limit of each request to the Kubernetes API and to MLflow, in seconds.
 
     Returns:
-        findings: findings.json, a row a check: what, found, needed, state, fix.
+        findings: findings.json, with what, found, needed, state and fix of each check.
     """
     found = ask(run_root=run_root, timeout_s=timeout_s).with_overrides(name="ask the cluster", node_name="preflight")
     return require_ready(findings=found.findings).with_overrides(name="require ready", node_name="require-ready")

@@ -1,6 +1,6 @@
-"""Project speculation to a cluster that nobody has to own."""
+"""Workflow `projection`: projects speculation to any cluster, without a run."""
 
-# Inside a workflow a task gives promises, which flytekit types as a union of all that a task may give anywhere.
+# Inside a workflow a task returns promises, which flytekit types as a union of all return types of a task.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ def projection(  # noqa: PLR0913  # one input a line of the launch form
     mean_response_tokens: float = 0.0,
     kickoff_time: datetime = datetime(1970, 1, 1, tzinfo=UTC),
 ) -> RequestedProjection:
-    """Speedup bands of speculation, from a calibration on published measurements.
+    """Project bands of the speedup of speculation, from a calibration on published measurements.
 
     Args:
-        model: name of a section of configs/sim/models.yaml, as in qwen3-235b-a22b.
-        hardware: name of a section of configs/sim/hardware.yaml, as in gb200.
-        num_gpus: number of all GPUs, generating and training.
+        model: name of a section of configs/sim/models.yaml, such as qwen3-235b-a22b.
+        hardware: name of a section of configs/sim/hardware.yaml, such as gb200.
+        num_gpus: number of all GPUs, for generation and training.
         num_speculative_tokens: draft tokens an iteration (k).
-        mean_acceptance_length: tokens that an iteration gives on average, the bonus token counted; at most k + 1.
+        mean_acceptance_length: mean tokens an iteration, bonus token included; at most k + 1.
         max_off_policy_steps: policy lag in steps; 0 is synchronous and colocated.
-        generation_fraction: share of the GPUs that generate, 0 to 1, with a lag.
-        mean_response_tokens: length of a response in tokens; 0 keeps the layout's.
-        kickoff_time: when a schedule started this; its days since 1970-01-01 UTC seed the draws behind the bands.
+        generation_fraction: fraction of the GPUs that generate, 0 to 1; used with a lag.
+        mean_response_tokens: mean length of a response in tokens; 0 keeps the layout's.
+        kickoff_time: start time of a schedule; its days since 1970-01-01 UTC seed the samples of the bands.
 
     Returns:
         projection: projection.json.

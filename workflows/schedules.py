@@ -1,11 +1,11 @@
-"""Recurring launch plans: docs/operate.md says when each runs, what it takes and how it is started.
+"""Recurring launch plans; docs/operate.md describes schedule, inputs and activation of each.
 
-Each has the time of its kickoff as an input, takes its seed from it, and is skipped while its last execution goes on.
-Flyte starts them only once they are active: at registration where the cluster profile says `schedules.activate`, else
-by `flytectl update launchplan`. Whom Flyte tells how they ended is the profile's too.
+The time of the kickoff is an input, from which a launch plan takes its seed. Flyte skips a kickoff while the last
+execution runs. A launch plan is activated at registration if the cluster profile sets `schedules.activate`, else by
+`flytectl update launchplan`. The profile names the recipients of notifications, too.
 """
 
-# flytekit types a decorated workflow as the plain function that it was.
+# flytekit types a decorated workflow as a plain function.
 # pyright: reportArgumentType=false
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from workflows.projection import projection
 _FAILED = [WorkflowExecutionPhase.FAILED, WorkflowExecutionPhase.TIMED_OUT, WorkflowExecutionPhase.ABORTED]
 _ENDED = [*_FAILED, WorkflowExecutionPhase.SUCCEEDED]
 _KICKOFF = "kickoff_time"
-# Enough for the intervals of a speedup; whether rewards agree is for a run of the whole chain.
+# Enough steps for the interval of a speedup; a comparison of rewards needs a run of the whole chain.
 _STEPS = {"nightly": 12, "weekly": 24}
 
 
 def _recurring(cron: str) -> dict[str, Any]:
-    """What all of them have in common. Slack hears of every end, a mailbox only of a bad one."""
+    """Return the arguments that all recurring launch plans share; Slack hears of every end, e-mail of failures."""
     told: list[Notification] = []
     if CLUSTER.schedules.slack:
         told.append(Slack(phases=_ENDED, recipients_email=list(CLUSTER.schedules.slack)))
@@ -39,7 +39,7 @@ def _recurring(cron: str) -> dict[str, Any]:
         told.append(Email(phases=_FAILED, recipients_email=list(CLUSTER.schedules.email)))
     return {
         "schedule": CronSchedule(schedule=cron, kickoff_time_input_arg=_KICKOFF),  # in UTC
-        "concurrency": ConcurrencyPolicy(max_concurrency=1),  # its one behaviour is to skip
+        "concurrency": ConcurrencyPolicy(max_concurrency=1),  # Flyte's only behaviour here is to skip a kickoff
         "notifications": told,
         "auto_activate": CLUSTER.schedules.activate,
         **on_cluster(),

@@ -1,6 +1,6 @@
-"""The whole chain: data, policy, draft, draft length, both arms of GRPO, evaluation, certificate, report."""
+"""Workflow `speculative_rl`, the whole chain: data, policy, draft, draft length, both arms, evaluation, report."""
 
-# Inside a workflow a task gives promises, which flytekit types as a union of all that a task may give anywhere.
+# Inside a workflow a task returns promises, which flytekit types as a union of all return types of a task.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ def speculative_rl(  # noqa: PLR0913  # one input a line of the launch form
     workload: Workload | None = None,
     num_steps: int | None = None,
     seed: int | None = None,
-    overrides: list[str] = [],  # noqa: B006  # flytekit reads the default as a value, and hands on a copy
+    overrides: list[str] = [],  # noqa: B006  # flytekit reads the default as a value, and passes a copy
     max_off_policy_steps: int | None = None,
     run_root: str = CLUSTER.run_root,
     resume_execution: str = "",
     reuse_stored: bool = True,
 ) -> Report:
-    """Train the same recipe with and without speculation, prove that it changes no distribution, report the speedup.
+    """Train a recipe with and without speculation, certify that it changes no distribution, and report the speedup.
 
     Args:
-        recipe: name of a file in configs/ without its ending, or a path to one; tiny and qwen3_8b are two.
-        workload: what the policy is when RL starts: rl_zero is a base model, rl_think one that writes reasoning
-            traces; left out, the recipe's.
-        num_steps: GRPO steps of each arm; left out, the recipe's.
-        seed: integer that prompts, sampling and training are drawn with, shared by both arms; left out, the recipe's.
-        overrides: fields of the recipe as field=value, one an item, as in grpo.group_size=16; units are in the
-            fields' names. An unknown field or a value that breaks a rule ends the execution within seconds.
-        max_off_policy_steps: steps by which rollouts may lag behind the policy; left out or 0 here, which is
-            synchronous: the workflow asynchronous_rl takes more.
-        run_root: absolute directory on the volume that all pods share; checkpoints and tracking spool lie there.
-        resume_execution: name of an execution under run_root to go on with, its finished stages not done again; a
-            recipe other than the one that it was started with is refused. Empty starts a new one.
-        reuse_stored: take data, policy and draft from run_root/store where an earlier execution made them from the
-            same sections of the recipe. Nothing that is measured is ever taken from there.
+        recipe: name of a file in configs/ without its extension, such as tiny or qwen3_8b, or a path to a recipe.
+        workload: kind of policy at the start of RL: rl_zero is a base model, rl_think a model with reasoning traces;
+            default: the recipe's.
+        num_steps: GRPO steps of each arm; default: the recipe's.
+        seed: integer seed of prompts, sampling and training, shared by both arms; default: the recipe's.
+        overrides: recipe fields as field=value, one an item, as in grpo.group_size=16; a field's name contains its
+            unit. An unknown field or an invalid value ends the execution within seconds.
+        max_off_policy_steps: largest lag of rollouts behind the trained policy, in steps. This workflow is synchronous,
+            so the value is 0 or left out; the workflow asynchronous_rl takes larger values.
+        run_root: absolute directory on the shared volume of all pods, for checkpoints and the tracking spool.
+        resume_execution: name of an execution under run_root to resume; its finished stages are kept, and a changed
+            recipe is refused. Empty starts a new execution.
+        reuse_stored: reuse data, policy and draft that earlier executions with equal recipe sections kept in
+            run_root/store. Measurements are never reused.
 
     Returns:
-        report: report.html, report.json, run.json and drift.json; the execution fails after them if speculation was
-            not lossless, or if results drifted and tracking.drift.fail says so.
+        report: report.html, report.json, run.json and drift.json. The execution fails after the report if speculation
+            was not lossless, or if results drifted and tracking.drift.fail is set.
     """
     run = start_run(
         recipe=recipe,

@@ -1,1 +1,1 @@
-"""Group-relative policy optimisation: pure tensors in, tensors out."""
+"""Group-relative policy optimization as pure functions of tensors and arrays."""

@@ -1,8 +1,8 @@
-"""How much each token counts whose sampler was not quite the policy that is trained.
+"""Importance weights for tokens that were sampled by another policy than the one being trained.
 
-An engine rounds in its own way, and in an asynchronous loop its weights are older than the learner's. The ratio of a
-token is trained policy / policy that sampled, both before the step's first update; its weight multiplies the token's
-policy loss, and a token outside the band leaves the loss whole.
+Engines round differently from the learner, and in an asynchronous loop their weights are older. The ratio of a token is
+its probability under the trained policy over its probability under the policy that sampled it, both before the step's
+first update. The weight of a token multiplies its policy loss; a token outside the band is left out of the loss.
 
 Legend: `B` rows of a micro-batch, `T` predicted tokens.
 """
@@ -18,52 +18,55 @@ from torch import Tensor
 from slipstream.grpo.config import Correction, Level, LossConfig
 
 Places = Sequence[tuple[int, slice]]
-"""Of each sequence of a micro-batch: its row, and its columns there."""
+"""Row and columns of each sequence of a micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
-    """What the correction makes of a micro-batch's tokens, without gradient."""
+    """Weight and mask of each token of a micro-batch, without gradient."""
 
     weight_BT: Tensor
     kept_BT: Tensor | None  # bool, False where the band masks a token out; None: all are kept
+    changed_BT: Tensor  # bool, True where the cap or the band changed the token's weight
 
 
 def corrected(log_ratio_BT: Tensor, mask_BT: Tensor, places: Places | None, config: LossConfig) -> Weights | None:
-    """Weights and mask of a micro-batch; None where the loss corrects nothing.
+    """Compute weights and mask of a micro-batch; None where the loss corrects nothing.
 
-    Weight by token: min(ratio, cap). By sequence: the product of a response's ratios, capped, for each of its tokens;
-    that is the ratio of the response's two probabilities, and with it the estimate of the gradient is unbiased up to
-    the cap. The band holds a token's ratio, or the geometric mean of a response's ratios, which does not grow with its
-    length as the product does.
+    At token level the weight is min(ratio, cap). At sequence level each token gets the capped product of its response's
+    ratios, which is the ratio of the response's two probabilities: the gradient's estimate is then unbiased up to the
+    cap. The band bounds a token's ratio, or the geometric mean of a response's ratios, which does not grow with its
+    length.
 
     Args:
-        log_ratio_BT: [B, T] log of trained policy / policy that sampled; anything where `mask_BT` is False.
+        log_ratio_BT: [B, T] log of trained policy / policy that sampled; ignored where `mask_BT` is False.
         mask_BT: [B, T] bool, True on response tokens.
-        places: of the sequences, each of them whole; None: one a row.
+        places: places of the sequences, each of them whole; None: one sequence a row.
     Source:
-        By token: https://fengyao.notion.site/off-policy-rl. By sequence, and the mask by geometric mean:
-        https://richardli.xyz/rl-collapse. Mask by token: https://ringtech.notion.site/icepop.
+        Token level: https://fengyao.notion.site/off-policy-rl. Sequence level, and the band on the geometric mean:
+        https://richardli.xyz/rl-collapse. Band on tokens: https://ringtech.notion.site/icepop.
     """
     log_ratio_BT = log_ratio_BT.detach()
     if config.corrects is Correction.NONE:
         return None
     by_sequence = config.corrects is Correction.SEQUENCE
-    weight_BT = torch.exp(_over_sequences(log_ratio_BT, mask_BT, places) if by_sequence else log_ratio_BT)
-    weight_BT = weight_BT.clamp(max=config.truncated_importance_sampling).to(log_ratio_BT.dtype)
-    if config.mask_band is None:
-        return Weights(weight_BT=weight_BT, kept_BT=None)
-    mean_BT = log_ratio_BT
-    if config.mask_level is Level.SEQUENCE:
-        lengths_BT = _over_sequences(torch.ones_like(log_ratio_BT), mask_BT, places)
-        mean_BT = _over_sequences(log_ratio_BT, mask_BT, places) / lengths_BT.clamp(min=1.0)
-    low, high = config.mask_band
-    ratio_BT = torch.exp(mean_BT)
-    return Weights(weight_BT=weight_BT, kept_BT=(ratio_BT >= low) & (ratio_BT <= high))
+    ratio_BT = torch.exp(_over_sequences(log_ratio_BT, mask_BT, places) if by_sequence else log_ratio_BT)
+    weight_BT = ratio_BT.clamp(max=config.truncated_importance_sampling)
+    changed_BT, kept_BT = weight_BT < ratio_BT, None
+    if config.mask_band is not None:
+        mean_BT = log_ratio_BT
+        if config.mask_level is Level.SEQUENCE:
+            lengths_BT = _over_sequences(torch.ones_like(log_ratio_BT), mask_BT, places)
+            mean_BT = _over_sequences(log_ratio_BT, mask_BT, places) / lengths_BT.clamp(min=1.0)
+        low, high = config.mask_band
+        ratio_BT = torch.exp(mean_BT)
+        kept_BT = (ratio_BT >= low) & (ratio_BT <= high)
+        changed_BT = changed_BT | ~kept_BT
+    return Weights(weight_BT=weight_BT.to(log_ratio_BT.dtype), kept_BT=kept_BT, changed_BT=changed_BT)
 
 
 def _over_sequences(values_BT: Tensor, mask_BT: Tensor, places: Places | None) -> Tensor:
-    """[B, T], at each token the sum over its response; in float64, so that it does not depend on the padding."""
+    """Sum over each response, at each of its tokens [B, T]; float64, so that the sum does not depend on the padding."""
     values_BT = torch.where(mask_BT, values_BT, 0.0).double()
     sums_BT = values_BT.sum(dim=1, keepdim=True).expand_as(values_BT)
     if places is not None:

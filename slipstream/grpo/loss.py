@@ -22,11 +22,11 @@ def group_advantages(rewards_PG: Tensor, *, scale_by_std: bool = False, eps: flo
         rewards_PG: [P, G] float, one scalar reward a rollout.
         scale_by_std: divide by the group's standard deviation (GRPO, arXiv:2402.03300);
             False keeps the mean-only baseline (Dr. GRPO, arXiv:2503.20783).
-        eps: added to the standard deviation.
+        eps: constant that is added to the standard deviation.
     Returns:
         [P, G]; a group of equal rewards gets exactly 0.
     Raises:
-        ValueError: not two-dimensional, or G < 2, for one rollout has no baseline.
+        ValueError: the rewards are not two-dimensional, or G < 2, for one rollout has no baseline.
     """
     if rewards_PG.dim() != 2 or rewards_PG.shape[1] < 2:
         raise ValueError(f"rewards must be [P, G] with G >= 2, got shape {tuple(rewards_PG.shape)}")
@@ -39,10 +39,10 @@ def group_advantages(rewards_PG: Tensor, *, scale_by_std: bool = False, eps: flo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLoss:
-    """What one micro-batch contributes to a step; every field adds up over micro-batches and ranks."""
+    """Contribution of one micro-batch to a step; every field is summed over micro-batches and ranks."""
 
-    loss: Tensor  # scalar with gradient, already divided by the step's token count
-    num_clipped: Tensor  # scalar, tokens whose gradient the clip cut off
+    loss: Tensor  # scalar with gradient, divided by the token count of the whole step
+    num_clipped: Tensor  # scalar, number of tokens whose gradient the clip removes
     kl_sum: Tensor  # scalar, sum over tokens of k3 to the reference; 0 without a reference
 
 
@@ -57,22 +57,22 @@ def policy_loss(
     weights: Weights | None = None,
     ref_logprobs_BT: Tensor | None = None,
 ) -> PolicyLoss:
-    """Token-level clipped policy loss of one micro-batch.
+    """Compute the token-level clipped policy loss of one micro-batch.
 
     Args:
-        logprobs_BT: [B, T] under the policy being trained, with gradient.
-        trainer_logprobs_BT: [B, T] under the policy before this batch's first update, by the same learner.
-        advantages_BT: [B, T] or broadcastable, e.g. [B, 1].
+        logprobs_BT: [B, T] logprobs under the policy being trained, with gradient.
+        trainer_logprobs_BT: [B, T] logprobs that the same learner computed before this batch's first update.
+        advantages_BT: [B, T], or a shape that broadcasts to it, such as [B, 1].
         mask_BT: [B, T] bool, True on response tokens.
-        num_tokens: response tokens of the whole step, over all micro-batches and ranks: the one normaliser, so
-            that contributions add up to the loss of the undivided batch. Tokens that the correction masks out stay
-            in it: their number depends on the policies, and the weight of all others must not.
-        weights: of the tokens, for a correction; None: there is none.
-        ref_logprobs_BT: [B, T] under the reference policy; None means no KL.
+        num_tokens: response tokens of the whole step, over all micro-batches and ranks. Every contribution is
+            divided by this number, so that the contributions sum to the loss of the undivided batch. Tokens that the
+            correction masks out are counted, because the weight of the other tokens must not depend on them.
+        weights: weights of `correction.corrected`; None: the loss corrects nothing.
+        ref_logprobs_BT: [B, T] logprobs under the reference policy; None leaves the KL out.
     Raises:
-        ValueError: a correction without its weights, or a KL coefficient without the logprobs that it needs.
+        ValueError: the config has a correction and `weights` is None, or a KL and `ref_logprobs_BT` is None.
     Source:
-        k3 estimator: http://joschu.net/blog/kl-approx.html
+        Clipped loss: PPO, arXiv:1707.06347. k3 estimator of the KL: http://joschu.net/blog/kl-approx.html
     """
     ratio_BT = torch.exp(logprobs_BT - trainer_logprobs_BT)
     clipped_BT = ratio_BT.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
@@ -99,5 +99,5 @@ def policy_loss(
 
 
 def _masked_sum(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    # where, not multiply: padding may hold inf or nan, and 0 * inf is nan.
+    # `where` instead of a product: padding may hold inf or nan, and 0 * inf is nan.
     return torch.where(mask_BT, values_BT, 0.0).sum()

@@ -1,4 +1,4 @@
-"""What one optimizer update is computed from, and how a step is cut into several.
+"""Inputs and outcome of one optimizer update, and the split of a step into several updates.
 
 Legend: `B` rollouts of a step.
 """
@@ -21,32 +21,32 @@ from slipstream.types import TrainBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """One optimizer update: the rollouts, what is known of their tokens, and the loss."""
+    """Inputs of one optimizer update: the rollouts, logprobs of their tokens, and the loss."""
 
     batch: TrainBatch
-    # B, under the policy before the step's first update; None takes those of the update's own forward pass, which
-    # are the same if it is the first: the ratio of the loss is then exactly 1.
+    # B, under the policy before the step's first update. None takes the logprobs of the update's own forward pass: they
+    # are equal in the first update, so the ratio of the loss is exactly 1.
     trainer_logprobs: Sequence[NDArray[np.float32]] | None
     ref_logprobs: Sequence[NDArray[np.float32]] | None  # B, under the reference policy; None leaves the KL out
     loss: LossConfig
-    temperature: float  # at which the rollouts were sampled
-    trains_draft: bool = False  # on the hidden states of this update's forward pass
+    temperature: float  # sampling temperature of the rollouts
+    trains_draft: bool = False  # the draft learns from the hidden states of this update's forward pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """What one update, or a whole step of them, did."""
+    """Outcome of one update, or of all updates of a step."""
 
     stats: TrainStats
-    own_logprobs: Sequence[NDArray[np.float32]] | None  # B, of the forward pass; None if the update was given some
-    draft: DraftUpdate | None = None  # None: the draft was not trained
+    own_logprobs: Sequence[NDArray[np.float32]] | None  # B, of the forward pass; None: they were given
+    draft: DraftUpdate | None = None  # None: no draft was trained
 
 
 def minibatches(update: Update, count: int) -> list[Update]:
-    """Cut a step's rollouts into `count` updates, in their order, of sizes that differ by one at most.
+    """Split a step's rollouts, in their order, into `count` updates whose sizes differ by at most one.
 
-    Every update keeps the log-probabilities from before the first one, so from the second on the ratio of the loss is
-    that of the policy now to the policy that the step began with.
+    Every update keeps the logprobs from before the first one. From the second update on, the ratio of the loss
+    therefore compares the current policy with the policy at the start of the step.
 
     Raises:
         ValueError: there are fewer rollouts than updates, or several updates without `trainer_logprobs`.
@@ -54,14 +54,19 @@ def minibatches(update: Update, count: int) -> list[Update]:
     num = len(update.batch.token_ids)
     if not 1 <= count <= num:
         raise ValueError(f"a step of {num} rollouts gives 1 to {num} updates, got {count}")
-    if count > 1 and update.trainer_logprobs is None:
+    if count == 1:
+        return [update]
+    if update.trainer_logprobs is None:
         raise ValueError(f"{count} updates need the trainer_logprobs from before the first, got none")
     bounds = [index * num // count for index in range(count + 1)]
-    return [_part(update, slice(start, end)) for start, end in itertools.pairwise(bounds)]
+    return [part_of(update, range(start, end)) for start, end in itertools.pairwise(bounds)]
 
 
 def combined(updates: Sequence[Trained]) -> Trained:
-    """A whole step: means over its tokens; of the gradient's norm and the learning rate, over its updates."""
+    """Combine the updates of a step.
+
+    Loss, KL, clip fraction and entropy are means over tokens; gradient norm and learning rate are means over updates.
+    """
     if len(updates) == 1:
         return updates[0]
     stats = [update.stats for update in updates]
@@ -96,7 +101,7 @@ def _combined_draft(updates: Sequence[DraftUpdate | None]) -> DraftUpdate | None
 
 
 def part_of(update: Update, indices: Sequence[int]) -> Update:
-    """Some rollouts of an update, in arrays."""
+    """Select rollouts of an update, as arrays."""
     given, reference = update.trainer_logprobs, update.ref_logprobs
     return replace(
         update,
@@ -107,29 +112,13 @@ def part_of(update: Update, indices: Sequence[int]) -> Update:
 
 
 def part_of_batch(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
-    """Some rollouts of a batch, in arrays."""
+    """Select rollouts of a batch, as arrays."""
     return replace(
         batch,
         token_ids=_rows(batch.token_ids, indices, np.int32),
         prompt_lengths=[batch.prompt_lengths[index] for index in indices],
         rollout_logprobs=_rows(batch.rollout_logprobs, indices, np.float32),
         advantages=[batch.advantages[index] for index in indices],
-    )
-
-
-def _part(update: Update, where: slice) -> Update:
-    batch = update.batch
-    return replace(
-        update,
-        batch=replace(
-            batch,
-            token_ids=batch.token_ids[where],
-            prompt_lengths=batch.prompt_lengths[where],
-            rollout_logprobs=batch.rollout_logprobs[where],
-            advantages=batch.advantages[where],
-        ),
-        trainer_logprobs=None if update.trainer_logprobs is None else update.trainer_logprobs[where],
-        ref_logprobs=None if update.ref_logprobs is None else update.ref_logprobs[where],
     )
 
 

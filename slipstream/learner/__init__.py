@@ -1,1 +1,1 @@
-"""The policy: its architecture, its Megatron-Core learner and its weights in other formats."""
+"""The learner: a policy in Megatron-Core, its architecture, updates, checkpoints and export."""

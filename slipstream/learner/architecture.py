@@ -1,4 +1,4 @@
-"""Shape of a Qwen3 model, dense or a mixture of experts, or of a MiMo, and its Hugging Face config.json.
+"""Architecture of a dense Qwen3, a Qwen3-MoE or a MiMo, read from and written to a Hugging Face config.json.
 
 Source of the experts: transformers 5, `models/qwen3_moe/modeling_qwen3_moe.py`; vLLM 0.32,
 `model_executor/models/qwen3_moe.py`.
@@ -21,24 +21,33 @@ QWEN3 = "Qwen3ForCausalLM"
 QWEN3_MOE = "Qwen3MoeForCausalLM"
 MIMO = "MiMoForCausalLM"
 _MODEL_TYPES = {QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe", MIMO: "qwen2"}  # MiMo's trunk is a Qwen2, which vLLM reads
+_HF_NAMES = {  # sizes that an `Architecture` and a `ScratchConfig` share, with their names in a `config.json`
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "ffn_hidden_size": "intermediate_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "tie_word_embeddings": "tie_word_embeddings",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The feed-forward of the layers that route each token to a few of many networks."""
+    """Feed-forward networks of a mixture of experts, where a router sends each token to a few of many."""
 
     num_experts: int
     num_experts_per_token: int
-    ffn_hidden_size: int  # of one expert
-    normalizes_chosen: bool  # whether the weights of a token's experts sum to one, or are their share of all experts'
-    dense_layers: tuple[int, ...] = ()  # layers with one network instead, of the model's `ffn_hidden_size`
+    ffn_hidden_size: int  # width of one expert
+    normalizes_chosen: bool  # True: the weights of a token's experts sum to 1; False: those of all experts sum to 1
+    dense_layers: tuple[int, ...] = ()  # layers with a single network of the model's `ffn_hidden_size`
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Experts:
-        """Those of a Qwen3-MoE's `config.json`.
+        """Read the experts of a Qwen3-MoE's `config.json`.
 
         Raises:
-            ConfigError: a router that gets no gradient, or no layer with experts.
+            ConfigError: the router would get no gradient, or no layer has experts.
         """
         num_layers, every = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
         named_dense = config.get("mlp_only_layers") or []
@@ -62,7 +71,7 @@ class Experts:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """Entries of a `config.json`."""
+        """Return the experts' entries of a `config.json`."""
         return {
             "num_experts": self.num_experts,
             "num_experts_per_tok": self.num_experts_per_token,
@@ -74,20 +83,12 @@ class Experts:
             "router_aux_loss_coef": 0.0,  # reinforcement learning has no loss that balances experts
         }
 
-    def are_in(self, layer: int) -> bool:
-        """Return True if a layer has experts."""
-        return layer not in self.dense_layers
-
-    def num_parameters(self, hidden_size: int) -> int:
-        """Parameters of a layer's router and experts."""
-        return self.num_experts * hidden_size * (1 + 3 * self.ffn_hidden_size)
-
 
 def require_even_experts(experts: Experts | None, parallel: ParallelConfig) -> None:
-    """Refuse layouts that the policy's experts, or their absence, rule out.
+    """Check `learner.parallel` against the policy's experts.
 
     Raises:
-        ConfigError: a dense policy with `expert` above 1, experts that do not divide, or tensor parallelism with them.
+        ConfigError: a dense policy has `expert` above 1, the experts do not divide, or experts meet tensor parallelism.
     """
     if experts is None:
         rule = "must be 1 for a policy without experts"
@@ -106,10 +107,10 @@ def require_even_experts(experts: Experts | None, parallel: ParallelConfig) -> N
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Everything that determines the parameters' shapes and the forward pass.
+    """Sizes and settings that determine the parameters' shapes and the forward pass.
 
-    A MiMo is what has an MTP layer, which predicts the token after the next. Its attention is that of Qwen2, with
-    biases on queries, keys and values, and without norms on queries and keys.
+    A model with an MTP layer, which predicts the token after the next, is a MiMo. A MiMo's attention is that of Qwen2,
+    with biases on queries, keys and values, and without norms on queries and keys.
     """
 
     vocab_size: int
@@ -124,34 +125,21 @@ class Architecture:
     norm_eps: float
     tie_word_embeddings: bool
     eos_token_id: int
-    experts: Experts | None = None  # None of a dense model
-    num_mtp_layers: int = 0  # 1 of a MiMo
+    experts: Experts | None = None  # None: the model is dense
+    num_mtp_layers: int = 0  # 1 in a MiMo
 
     @classmethod
     def from_scratch(cls, scratch: ScratchConfig, *, vocab_size: int, eos_token_id: int) -> Architecture:
-        """The architecture that a `ScratchConfig` describes, over a tokenizer's vocabulary."""
-        return cls(
-            vocab_size=vocab_size,
-            hidden_size=scratch.hidden_size,
-            num_layers=scratch.num_layers,
-            num_attention_heads=scratch.num_attention_heads,
-            num_query_groups=scratch.num_query_groups,
-            head_dim=scratch.head_dim,
-            ffn_hidden_size=scratch.ffn_hidden_size,
-            max_position_embeddings=scratch.max_position_embeddings,
-            rope_theta=10_000.0,
-            norm_eps=1e-6,
-            tie_word_embeddings=scratch.tie_word_embeddings,
-            eos_token_id=eos_token_id,
-            num_mtp_layers=scratch.num_mtp_layers,
-        )
+        """Combine the sizes of a `ScratchConfig` with a tokenizer's vocabulary."""
+        sizes = {name: getattr(scratch, name) for name in (*_HF_NAMES, "head_dim", "num_mtp_layers")}
+        return cls(vocab_size=vocab_size, eos_token_id=eos_token_id, rope_theta=10_000.0, norm_eps=1e-6, **sizes)
 
     @classmethod
     def from_hf(cls, path: Path) -> Architecture:
         """Read `config.json` of a model directory in Hugging Face format.
 
         Raises:
-            ConfigError: another architecture than Qwen3, Qwen3-MoE or MiMo, or a feature of it that the learner lacks.
+            ConfigError: the architecture is none of Qwen3, Qwen3-MoE and MiMo, or has a feature that the learner lacks.
         """
         config = json.loads((path / "config.json").read_text())
         architectures = config.get("architectures")
@@ -169,16 +157,10 @@ class Architecture:
         eos = config["eos_token_id"]
         return cls(
             vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            num_layers=config["num_hidden_layers"],
-            num_attention_heads=config["num_attention_heads"],
-            num_query_groups=config["num_key_value_heads"],
-            head_dim=config["hidden_size"] // config["num_attention_heads"] if is_mimo else config["head_dim"],
-            ffn_hidden_size=config["intermediate_size"],
-            max_position_embeddings=config["max_position_embeddings"],
-            rope_theta=_rope_theta(config),
             norm_eps=config["rms_norm_eps"],
-            tie_word_embeddings=config["tie_word_embeddings"],
+            **{name: config[hf_name] for name, hf_name in _HF_NAMES.items()},
+            head_dim=config["hidden_size"] // config["num_attention_heads"] if is_mimo else config["head_dim"],
+            rope_theta=_rope_theta(config),
             eos_token_id=eos[0] if isinstance(eos, list) else eos,
             experts=Experts.from_hf(config) if architectures == [QWEN3_MOE] else None,
             num_mtp_layers=1 if is_mimo else 0,
@@ -186,44 +168,38 @@ class Architecture:
 
     @property
     def name(self) -> str:
-        """Class of the model in transformers and vLLM."""
+        """Class name of the model in transformers and vLLM."""
         if self.has_mtp:
             return MIMO
         return QWEN3 if self.experts is None else QWEN3_MOE
 
     @property
     def has_mtp(self) -> bool:
-        """True of a MiMo."""
+        """True if the model has an MTP layer."""
         return self.num_mtp_layers > 0
 
     @property
     def mtp_layer_ids(self) -> tuple[int, ...]:
-        """Ids of the states that an MTP layer reads: the residual stream after so many layers."""
+        """Layer ids of the hidden states that an MTP layer reads: the residual stream after the last layer."""
         return (self.num_layers,)
 
     def has_experts(self, layer: int) -> bool:
-        """Return True if a layer routes tokens to experts."""
-        return self.experts is not None and self.experts.are_in(layer)
+        """Return True if the layer routes tokens to experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     def to_hf(self, dtype: Dtype) -> dict[str, Any]:
-        """The `config.json` that transformers and vLLM read as this architecture."""
+        """Return the `config.json` of this architecture for transformers and vLLM."""
         return {
             "architectures": [self.name],
             "model_type": _MODEL_TYPES[self.name],
             "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_query_groups,
+            "rms_norm_eps": self.norm_eps,
+            **{hf_name: getattr(self, name) for name, hf_name in _HF_NAMES.items()},
             "head_dim": self.head_dim,
-            "intermediate_size": self.ffn_hidden_size,
             "hidden_act": "silu",
-            "max_position_embeddings": self.max_position_embeddings,
             # transformers 5 reads rope_parameters; everything older reads rope_theta.
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
             "rope_theta": self.rope_theta,
-            "rms_norm_eps": self.norm_eps,
-            "tie_word_embeddings": self.tie_word_embeddings,
             "attention_bias": self.has_mtp,
             "attention_dropout": 0.0,
             "use_sliding_window": False,
@@ -236,25 +212,26 @@ class Architecture:
         }
 
     def num_parameters(self) -> int:
-        """Parameters of the model, a tied embedding counted once."""
+        """Count the model's parameters; a tied embedding counts once."""
         queries, keys = self.num_attention_heads * self.head_dim, self.num_query_groups * self.head_dim
         matrices = self.hidden_size * 2 * (queries + keys)
         vectors = 2 * self.hidden_size + (queries + 2 * keys if self.has_mtp else 2 * self.head_dim)
         dense = 3 * self.hidden_size * self.ffn_hidden_size
-        sparse = 0 if self.experts is None else self.experts.num_parameters(self.hidden_size)
+        experts = self.experts  # each with three matrices, and a row of the router
+        sparse = experts.num_experts * self.hidden_size * (1 + 3 * experts.ffn_hidden_size) if experts else 0
         networks = sum(sparse if self.has_experts(layer) else dense for layer in range(self.num_layers))
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        # An MTP layer joins two states into one, has three norms, and is a layer like the others.
+        # An MTP layer projects two states into one, has three norms, and is otherwise a layer of the trunk.
         mtp = self.num_mtp_layers * (2 * self.hidden_size**2 + 3 * self.hidden_size + matrices + vectors + dense)
         return self.num_layers * (matrices + vectors) + networks + embeddings + self.hidden_size + mtp
 
 
 Shape = Architecture | ModelShape
-"""A model that is at hand, or a published one: sizes that determine the tensors of a dense model."""
+"""Sizes of a model that was loaded, or of a published one."""
 
 
 def _require_mimo(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse a MiMo that the learner and vLLM would read differently."""
+    """Check that the learner and vLLM read the MiMo's config alike."""
     layers = config.get("num_nextn_predict_layers")
     require(layers == 1, "policy.model", f"a {MIMO} must have num_nextn_predict_layers 1", layers, f"see {path}")
     require(config.get("attention_bias", True), "policy.model", f"a {MIMO} must have attention bias", False)
@@ -275,7 +252,10 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
 
 
 def require_divisible(shape: Shape, *, tensor: int, pipeline: int) -> None:
-    """Refuse a split over learner ranks that does not come out even; as many query heads share each key-value head."""
+    """Check that tensor and pipeline parallelism split the model evenly.
+
+    Query heads need no check of their own, because every key-value head has the same number of them.
+    """
     for name, size in (
         ("key-value heads", shape.num_query_groups),
         ("ffn hidden size", shape.ffn_hidden_size),

@@ -1,4 +1,4 @@
-"""Token sequences as micro-batches of tensors: padded, a row each, or packed one behind the other into one row.
+"""Micro-batches of token sequences: padded to one row each, or packed one behind the other into a single row.
 
 Legend: `B` rows of a micro-batch, `T` predicted tokens: inputs are positions 0 .. T-1, labels positions 1 .. T.
 """
@@ -25,33 +25,33 @@ Values = Sequence[float] | NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """The model's inputs."""
+    """Inputs of the model."""
 
     token_ids_BT: Tensor
-    positions_BT: Tensor  # each sequence's 0, 1, …
-    padding_BT: Tensor | None  # True where there is no token; None: packed
-    packed: PackedSeqParams | None  # where each sequence starts and ends in the one row
-    places: tuple[tuple[int, slice], ...]  # of each sequence: its row, and its columns there
+    positions_BT: Tensor  # 0, 1, … within each sequence
+    padding_BT: Tensor | None  # True where there is no token; None: the sequences are packed
+    packed: PackedSeqParams | None  # start and end of each sequence in the single row
+    places: tuple[tuple[int, slice], ...]  # row and columns of each sequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Some of the caller's sequences; of an idle one nothing counts."""
+    """Inputs and labels of some of the caller's sequences; an idle micro-batch has no sequence and no label."""
 
-    indices: tuple[int, ...]  # into the caller's sequences, in the order of `inputs.places`; none if it is idle
+    indices: tuple[int, ...]  # indices of the caller's sequences, in the order of `inputs.places`; empty if idle
     inputs: Inputs
     labels_BT: Tensor
-    mask_BT: Tensor  # True where the label counts
+    mask_BT: Tensor  # True where the label enters the loss
 
     def spread(self, values: Sequence[Values]) -> Tensor:
-        """[B, T] float32 holding each sequence's `values` at its labels that count, 0 elsewhere."""
+        """Scatter `values`, one number a label that counts, to [B, T] float32; 0 elsewhere."""
         mine = np.concatenate([np.asarray(values[index], dtype=np.float32) for index in self.indices])
         spread_BT = torch.zeros(self.mask_BT.shape, device=self.mask_BT.device)
         spread_BT[self.mask_BT] = torch.from_numpy(mine).to(self.mask_BT.device)
         return spread_BT
 
     def repeat(self, values: Sequence[float]) -> Tensor:
-        """[B, T] float32 holding each sequence's one value at all of its labels, 0 elsewhere."""
+        """Repeat one value a sequence over its columns, [B, T] float32; 0 elsewhere."""
         repeated_BT = np.zeros(tuple(self.mask_BT.shape), dtype=np.float32)
         for index, place in zip(self.indices, self.inputs.places, strict=True):
             repeated_BT[place] = values[index]
@@ -60,12 +60,12 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batching:
-    """Rules by which sequences are put together.
+    """Rules that combine sequences into micro-batches.
 
     Attributes:
-        microbatch_cost: see `plan_microbatches`; packed sequences need none, for they waste nothing.
-        multiple: of which T is made one, for sequence parallelism, which splits the inputs evenly over ranks; this
-            padding is not part of `max_tokens`.
+        microbatch_cost: cost of a micro-batch for `plan_microbatches`; unused when sequences are packed.
+        multiple: T is padded to a multiple of this number, because sequence parallelism splits the inputs evenly over
+            ranks; this padding is not part of `max_tokens`.
     """
 
     max_tokens: int
@@ -73,42 +73,38 @@ class Batching:
     microbatch_cost: int = MICROBATCH_COST
     multiple: int = 1
 
-    def plan(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
-        """Plan which sequences share a micro-batch, the longest of each first."""
-        if self.packs:
-            return plan_packed_microbatches(lengths, max_tokens=self.max_tokens)
-        return plan_microbatches(lengths, max_tokens=self.max_tokens, microbatch_cost=self.microbatch_cost)
-
     def inputs(self, sequences: Sequences, device: torch.device) -> Inputs:
-        """The model's inputs of one micro-batch, of every token."""
+        """Build the model's inputs from every token of some sequences."""
         lengths = [len(tokens) for tokens in sequences]
         return self._packed(sequences, lengths, device) if self.packs else self._padded(sequences, lengths, device)
 
-    def microbatches(self, sequences: Sequences, loss_starts: Sequence[int], device: torch.device) -> list[MicroBatch]:
-        """Cut the sequences into micro-batches; labels count from each sequence's `loss_starts` on."""
-        return [
-            self._microbatch(sequences, loss_starts, indices, device)
-            for indices in self.plan([len(tokens) for tokens in sequences])
-        ]
+    def microbatches(
+        self, sequences: Sequences, loss_starts: Sequence[int] | None, device: torch.device
+    ) -> list[MicroBatch]:
+        """Split sequences into micro-batches.
 
-    def whole(self, sequences: Sequences, device: torch.device) -> list[MicroBatch]:
-        """Micro-batches that read every token, and of which no label counts."""
-        found = []
-        for indices in self.plan([len(tokens) for tokens in sequences]):
-            inputs = self.inputs([sequences[index] for index in indices], device)
-            none_BT = torch.zeros(inputs.token_ids_BT.shape, dtype=torch.bool, device=device)
-            found.append(MicroBatch(indices=indices, inputs=inputs, labels_BT=inputs.token_ids_BT, mask_BT=none_BT))
-        return found
+        Args:
+            loss_starts: index of each sequence's first token that counts as a label; None: every token is an input, and
+                no label counts.
+        """
+        lengths = [len(tokens) for tokens in sequences]
+        if self.packs:
+            plan = plan_packed_microbatches(lengths, max_tokens=self.max_tokens)
+        else:
+            plan = plan_microbatches(lengths, max_tokens=self.max_tokens, microbatch_cost=self.microbatch_cost)
+        return [self._microbatch(sequences, loss_starts, indices, device) for indices in plan]
 
     def _microbatch(
-        self, sequences: Sequences, loss_starts: Sequence[int], indices: tuple[int, ...], device: torch.device
+        self, sequences: Sequences, loss_starts: Sequence[int] | None, indices: tuple[int, ...], device: torch.device
     ) -> MicroBatch:
-        inputs = self.inputs([sequences[index][:-1] for index in indices], device)
+        chosen = [sequences[index] if loss_starts is None else sequences[index][:-1] for index in indices]
+        inputs = self.inputs(chosen, device)
         labels_BT = np.zeros(tuple(inputs.token_ids_BT.shape), dtype=np.int64)
         mask_BT = np.zeros(labels_BT.shape, dtype=bool)
-        for index, (row, columns) in zip(indices, inputs.places, strict=True):
-            labels_BT[row, columns] = sequences[index][1:]
-            mask_BT[row, columns.start + loss_starts[index] - 1 : columns.stop] = True
+        if loss_starts is not None:
+            for index, (row, columns) in zip(indices, inputs.places, strict=True):
+                labels_BT[row, columns] = sequences[index][1:]
+                mask_BT[row, columns.start + loss_starts[index] - 1 : columns.stop] = True
         labels, mask = torch.from_numpy(labels_BT).to(device), torch.from_numpy(mask_BT).to(device)
         return MicroBatch(indices=indices, inputs=inputs, labels_BT=labels, mask_BT=mask)
 
@@ -126,7 +122,7 @@ class Batching:
         )
 
     def _packed(self, sequences: Sequences, lengths: Sequence[int], device: torch.device) -> Inputs:
-        rest = self._width(sum(lengths)) - sum(lengths)  # a sequence of its own, which nobody asks for
+        rest = self._width(sum(lengths)) - sum(lengths)  # padding is a sequence of its own, which has no place
         all_lengths = [*lengths, rest] if rest else list(lengths)
         ends = np.cumsum(all_lengths)
         starts = torch.tensor([0, *ends], dtype=torch.int32, device=device)
@@ -148,7 +144,7 @@ class Batching:
 
 
 class ByToken:
-    """One number a label that counts, gathered from micro-batches."""
+    """One number a label that counts, collected over micro-batches."""
 
     def __init__(self, sequences: Sequences, loss_starts: Sequence[int], device: torch.device) -> None:
         self._values_N = torch.zeros(num_labels(sequences, loss_starts), device=device)
@@ -156,19 +152,19 @@ class ByToken:
         self._offsets = np.cumsum([0, *lengths])
 
     def keep(self, values_BT: Tensor, batch: MicroBatch) -> None:
-        """Take those of one micro-batch."""
+        """Store the numbers of one micro-batch."""
         for index, place in zip(batch.indices, batch.inputs.places, strict=True):
             start, end = self._offsets[index : index + 2]
             self._values_N[start:end] = values_BT[place][batch.mask_BT[place]]
 
     def collected(self) -> list[NDArray[np.float32]]:
-        """One array a sequence, in the caller's order, on every stage of the pipeline."""
+        """Return one array a sequence, in the caller's order, on every pipeline stage."""
         values_N = parallel.sum_over_stages(self._values_N).cpu().numpy()
         return [values_N[start:end] for start, end in itertools.pairwise(self._offsets)]
 
 
 def forward(model: torch.nn.Module, inputs: Inputs) -> Tensor:
-    """The hidden states [T, B, H] of this pipeline stage."""
+    """Compute the hidden states [T, B, H] of this pipeline stage."""
     return model(
         input_ids=inputs.token_ids_BT,
         position_ids=inputs.positions_BT,
@@ -179,7 +175,7 @@ def forward(model: torch.nn.Module, inputs: Inputs) -> Tensor:
 
 
 def idle_microbatch(device: torch.device) -> MicroBatch:
-    """One token, with which a rank takes part in what others compute of theirs."""
+    """Build a micro-batch of one token, for a rank that joins the collectives of a layer of experts without data."""
     inputs = Batching(max_tokens=1).inputs([[0]], device)
     is_none_11 = torch.zeros(1, 1, dtype=torch.bool, device=device)
     return MicroBatch(
@@ -188,10 +184,10 @@ def idle_microbatch(device: torch.device) -> MicroBatch:
 
 
 def num_labels(sequences: Sequences, loss_starts: Sequence[int]) -> int:
-    """Labels that count, over all sequences.
+    """Count the labels that enter the loss, over all sequences.
 
     Raises:
-        ValueError: a sequence has no label, or a first one that no token precedes.
+        ValueError: a sequence has no label, or no token precedes its first label.
     """
     for index, (tokens, start) in enumerate(zip(sequences, loss_starts, strict=True)):
         if not 1 <= start < len(tokens):

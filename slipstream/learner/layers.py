@@ -1,11 +1,10 @@
-"""The model as a Megatron-Core layer spec, of torch kernels, which run with and without CUDA, or of
-TransformerEngine's.
+"""Megatron-Core layer specs of the model, from torch kernels (with or without CUDA) or from TransformerEngine.
 
-Megatron's local spec has a LayerNorm that needs Apex and an attention that materialises the scores (2.6 times slower
-at 1,024 tokens on a CPU). On a CPU, layers that are whole on their rank are those of `cpu/layer.py`.
+Megatron's local spec is not used: its LayerNorm needs Apex, and its attention materializes the scores (2.6 times slower
+at 1,024 tokens on a CPU). On a CPU, dense layers without tensor parallelism are those of `cpu/layer.py`.
 
-Legend: `S` tokens (of the longest sequence), `B` sequences, `N` query and `K` key-value heads on this rank, `D` head
-dim, `P` tokens of all packed sequences.
+Legend: `S` tokens of the longest sequence, `B` sequences, `N` query and `K` key-value heads on this rank, `D` head dim,
+`P` tokens of all packed sequences.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from slipstream.config import require
 from slipstream.learner.architecture import Architecture, Experts
-from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute
+from slipstream.learner.config import LearnerConfig, Packing, Recompute
 from slipstream.learner.cpu import host
 from slipstream.learner.cpu.host import use_cpu_dispatchers
 from slipstream.learner.cpu.layer import CpuTransformerLayer
@@ -52,10 +51,16 @@ from slipstream.learner.weights import Layout, ParameterMapping, Shard, mappings
 from slipstream.types import Dtype
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+_RECOMPUTED = ["core_attn", "mlp"]
+_RECOMPUTE: dict[Recompute, dict[str, Any]] = {  # arguments of `TransformerConfig`
+    Recompute.NONE: {},
+    Recompute.SELECTIVE: {"recompute_granularity": "selective", "recompute_modules": _RECOMPUTED},
+    Recompute.FULL: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
 class CausalAttention(MegatronModule):
-    """Causal attention with grouped queries. Padding is on the right, so no real token ever attends to it."""
+    """Causal grouped-query attention. Padding is on the right, so no real token attends to padding."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
@@ -70,7 +75,10 @@ class CausalAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """[S, B, N, D] queries, [S, B, K, D] keys and values to [S, B, N * D]; packed, B is 1 and S all tokens."""
+        """Attend over queries [S, B, N, D], keys and values [S, B, K, D]; returns [S, B, N * D].
+
+        With packed sequences B is 1 and S counts all tokens.
+        """
         assert attention_mask is None, "the causal mask is the only one"
         if packed_seq_params is not None:
             query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
@@ -82,10 +90,10 @@ class CausalAttention(MegatronModule):
 def packed_attention(
     query_PND: Tensor, key_PKD: Tensor, value_PKD: Tensor, packed: PackedSeqParams, *, scale: float
 ) -> Tensor:
-    """[P, N, D]: each token attends to itself and to those before it in its own sequence.
+    """Attend from each token to itself and to earlier tokens of its own sequence; returns [P, N, D].
 
-    On a GPU in 16 bits by torch's FlashAttention kernel for sequences of different lengths; elsewhere sequence by
-    sequence, which is slow and there to be compared with.
+    A GPU computes 16-bit types with torch's FlashAttention kernel for sequences of different lengths. The loop over
+    sequences elsewhere is slow; it serves as the reference.
     """
     grouped = query_PND.shape[1] != key_PKD.shape[1]
     if query_PND.is_cuda and query_PND.dtype in _KERNEL_DTYPES:
@@ -105,7 +113,7 @@ def packed_attention(
 
 
 def _attention(query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scale: float) -> Tensor:
-    """[S, B, N * D]."""
+    """Compute causal attention, [S, B, N * D]."""
     grouped = query_BNSD.size(1) != key_BKSD.size(1)
     out = F.scaled_dot_product_attention(
         query_BNSD, key_BKSD, value_BKSD, is_causal=True, scale=scale, enable_gqa=grouped
@@ -135,10 +143,10 @@ def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard) -> GPT
 
 
 def build_mtp(arch: Architecture, learner: LearnerConfig) -> MtpLayer | None:
-    """The layer beside the model that predicts the token after the next, with undefined weights; None without one.
+    """Build the MTP layer, which predicts the token after the next, with undefined weights; None without such a layer.
 
     Raises:
-        ConfigError: `learner.parallel` splits what the layer reads.
+        ConfigError: `learner.parallel` splits the states that the layer reads.
     """
     if not arch.has_mtp:
         return None
@@ -156,11 +164,11 @@ def build_mtp(arch: Architecture, learner: LearnerConfig) -> MtpLayer | None:
 
 
 class _HeadlessGpt(GPTModel):
-    """Ends with the hidden states after the final norm: `OutputHead` applies the output layer, to as many tokens at a
-    time as the learner has memory for.
+    """GPT model whose output is the hidden states after the final norm.
 
-    Packed sequences pass as one long sequence, of which only the angles of the rotary embedding and the attention know
-    better. Megatron's own way with them (`qkv_format="thd"`) waits for the device twice a layer.
+    `OutputHead` applies the output layer, to as many tokens at a time as fit the memory. Packed sequences are computed
+    as one long sequence; only the angles of the rotary embedding and the attention know their borders. Megatron's own
+    path for packed sequences (`qkv_format="thd"`) synchronizes with the device twice a layer.
     """
 
     def _preprocess(  # type: ignore[override]  # called by name
@@ -170,7 +178,7 @@ class _HeadlessGpt(GPTModel):
             position_ids=position_ids, packed_seq_params=cast(PackedSeqParams, packed_seq_params), **inputs
         )
         hidden, angles_S11D, *others = whole
-        if packed_seq_params is not None:  # of 0, 1, … up to the longest: each token takes its own
+        if packed_seq_params is not None:  # the angles are those of positions 0, 1, …: select each token's own
             angles_S11D = angles_S11D[position_ids[0]]
         return hidden, angles_S11D, *others
 
@@ -179,22 +187,23 @@ class _HeadlessGpt(GPTModel):
 
 
 def skips_padding(arch: Architecture, learner: LearnerConfig) -> bool:
-    """Return True if layers compute real tokens only, as `CpuTransformerLayer` does, which holds whole dense layers."""
+    """Return True if the layers are `CpuTransformerLayer`, which computes real tokens only and is dense and unsplit."""
     whole = learner.parallel.tensor == 1 and arch.experts is None and not arch.has_mtp
     return host.is_cpu_only() and whole and not packs(learner)
 
 
 def packs(learner: LearnerConfig) -> bool:
-    """Return True if sequences are packed one behind the other: `auto` packs where a kernel takes them so."""
+    """Return True if sequences are packed one behind the other; `auto` packs where an attention kernel supports it."""
     if learner.packing is Packing.AUTO:
         return not host.is_cpu_only() and learner.dtype is Dtype.BFLOAT16
     return learner.packing is Packing.ALWAYS
 
 
 def _mark_tensor_parallel(model: torch.nn.Module, table: Iterable[ParameterMapping]) -> None:
-    """Tag split parameters, as Megatron does only while it initialises them, and TransformerEngine always.
+    """Tag parameters that are split over tensor-parallel ranks.
 
-    Without the tag a split parameter counts as a copy, and gradient clipping sees the norm of rank 0's part alone.
+    Megatron tags parameters only while it initializes them. Without the tag a split parameter counts as a copy, and
+    gradient clipping sees the norm of rank 0's part alone. TransformerEngine tags its parameters itself.
     """
     parameters = dict(model.named_parameters())
     for mapping in table:
@@ -205,16 +214,17 @@ def _mark_tensor_parallel(model: torch.nn.Module, table: Iterable[ParameterMappi
 
 
 class _RmsNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm under Megatron's constructor."""
+    """torch's RMSNorm with the constructor that Megatron expects."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # Under sequence parallelism each rank sees a part of the tokens: the tag has its gradient summed over ranks.
+        # Under sequence parallelism each rank sees a part of the tokens: this tag makes Megatron sum the gradient over
+        # ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class _Kernels(NamedTuple):
-    """Modules that a layer is made of; the parameters have the same names whichever they are."""
+    """Module classes of a layer; the parameters have the same names in each choice."""
 
     norm: Any
     column: Any  # a linear split by outputs
@@ -223,10 +233,10 @@ class _Kernels(NamedTuple):
 
 
 def _kernels(learner: LearnerConfig) -> _Kernels:
-    """TransformerEngine's on a GPU where it is installed, else torch's; attention over packed sequences is torch's.
+    """Choose TransformerEngine's kernels on a GPU where it is installed, else torch's.
 
-    Its norm and its linear stay apart: together they would save a pass over the activations, but their parameters
-    would have other names.
+    Attention over packed sequences is always torch's. TransformerEngine's fused norm and linear would save a pass over
+    the activations, but the parameters would have other names.
     """
     if host.is_cpu_only() or find_spec("transformer_engine") is None:
         return _Kernels(_RmsNorm, ColumnParallelLinear, RowParallelLinear, CausalAttention)
@@ -239,10 +249,10 @@ def _kernels(learner: LearnerConfig) -> _Kernels:
 
 
 class _Router(TopKRouter):
-    """Megatron's in the weights' type, as transformers and vLLM have it.
+    """Megatron's router, computed in the weights' type as in transformers and vLLM.
 
-    Its own product needs TransformerEngine, and a function for a bias, which there is not, compiles itself in the first
-    step.
+    Megatron's own gating product needs TransformerEngine, and its function for the expert bias, which these models
+    lack, compiles itself in the first step.
     """
 
     def gating(self, input: Tensor) -> Tensor:
@@ -290,7 +300,7 @@ def _layer_spec(module: type[TransformerLayer], kernels: _Kernels, arch: Archite
 
 
 def _transformer_config(arch: Architecture, learner: LearnerConfig) -> TransformerConfig:
-    assert learner.dtype is not Dtype.AUTO, "the stage settles what auto stands for"
+    assert learner.dtype is not Dtype.AUTO, "the stage resolves auto"
     dtype, parallel = TORCH_DTYPES[learner.dtype], learner.parallel
     return TransformerConfig(
         num_layers=arch.num_layers,
@@ -324,38 +334,22 @@ def _transformer_config(arch: Architecture, learner: LearnerConfig) -> Transform
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
-        # The loss arrives divided by the token count of the whole step: Megatron must sum, over micro-batches and
-        # data-parallel ranks, and divide by nothing.
+        # The loss is already divided by the token count of the whole step: Megatron must only sum over micro-batches
+        # and data-parallel ranks, so `num_tokens`, its divisor, is dropped.
         calculate_per_token_loss=True,
-        finalize_model_grads_func=_finalize_sums,
-        **_recomputed(learner.recompute, has_experts=arch.experts is not None),
-        **({} if arch.experts is None else _mixture(arch.experts, parallel)),
+        finalize_model_grads_func=lambda model, num_tokens, **kwargs: finalize_model_grads(model, None, **kwargs),
+        **(_RECOMPUTE[learner.recompute] | ({} if arch.experts is None else _mixture(arch.experts, learner))),
     )
 
 
-def _mixture(experts: Experts, parallel: ParallelConfig) -> dict[str, Any]:
-    """A router as transformers and vLLM have it, in the type of the weights, and no loss that balances experts."""
+def _mixture(experts: Experts, learner: LearnerConfig) -> dict[str, Any]:
+    """Return the `TransformerConfig` arguments of a router as in transformers and vLLM, without a balancing loss."""
     return {
         "num_moe_experts": experts.num_experts,
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
         "moe_router_topk": experts.num_experts_per_token,
         "moe_router_pre_softmax": not experts.normalizes_chosen,
         "moe_router_load_balancing_type": "none",
-        "expert_model_parallel_size": parallel.expert,
+        "expert_model_parallel_size": learner.parallel.expert,
+        **({"recompute_modules": [*_RECOMPUTED, "moe"]} if learner.recompute is Recompute.SELECTIVE else {}),
     }
-
-
-def _recomputed(recompute: Recompute, *, has_experts: bool) -> dict[str, Any]:
-    match recompute:
-        case Recompute.NONE:
-            return {}
-        case Recompute.SELECTIVE:
-            modules = ["core_attn", "mlp", *(["moe"] if has_experts else [])]
-            return {"recompute_granularity": "selective", "recompute_modules": modules}
-        case Recompute.FULL:
-            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-def _finalize_sums(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
-    del num_tokens  # would divide once more
-    finalize_model_grads(model, None, **kwargs)

@@ -1,12 +1,13 @@
-"""From hidden states to log-probabilities and entropies, without holding the logits of all tokens at once.
+"""Logprobs and entropies from hidden states, without holding the logits of all tokens at once.
 
-The output layer is applied to a chunk of tokens at a time, and its logits are computed anew for the gradient: at a
-vocabulary of 150,000 the logits of a micro-batch are larger than everything else that it needs. Only the tokens whose
-label counts are computed. The certificate asks for more: the exact conditional distribution that a sampler should have
-drawn a given token from.
+The output layer is applied to a chunk of tokens at a time, and its logits are recomputed for the gradient: with a
+vocabulary of 150,000 the logits of a micro-batch are larger than all other tensors together. Only tokens whose label
+counts are computed. `conditionals` serves the losslessness certificate: statistics of a token under the exact
+distribution from which a sampler should have sampled the token.
 
-Legend: `T` tokens, `B` sequences, `N` tokens whose label counts, `C` of them in a chunk, `H` hidden size, `V` this
-rank's part of the vocabulary, which in `conditionals` is all of it.
+Legend: `T` tokens, `B` sequences, `N` tokens whose label counts, `C` tokens of a chunk, `H` hidden size, `V` this
+    rank's
+part of the vocabulary (in `conditionals` the whole vocabulary).
 """
 
 from __future__ import annotations
@@ -42,26 +43,27 @@ COLUMNS = (
     "flatter_probability",
     "flatter_total_variation",
 )
-"""Columns of `conditionals`; `slipstream.losslessness.hypothesis_tests.Draws` explains each."""
+"""Columns of `conditionals`; `slipstream.losslessness.hypothesis_tests.Draws` describes each."""
 _SHARPER, _FLATTER = 2.0, 0.5  # exponents of the probabilities
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenScores:
-    """Scores of the labels of a micro-batch under the policy, at one temperature."""
+    """Logprobs and entropy of a micro-batch's labels under the policy, at one temperature."""
 
-    logprobs_BT: Tensor  # with gradient; undefined where the label does not count
-    entropy: Tensor | None  # scalar without gradient: nats summed over the labels that count; None: not asked for
+    logprobs_BT: Tensor  # with gradient; undefined where a label does not count
+    entropy: Tensor | None  # scalar without gradient: sum of nats over the labels that count; None: not requested
 
 
 class OutputHead:
-    """The output layer of a pipeline's last stage, over the hidden states that the model ends with."""
+    """Output layer of the last pipeline stage."""
 
     def __init__(self, gpt: GPTModel, *, chunk_tokens: int | None, adds_to_main_grad: bool) -> None:
-        """Hold the logits of a whole micro-batch, with their gradient, if there are no `chunk_tokens`.
+        """Wrap the output layer of `gpt`.
 
         Args:
-            adds_to_main_grad: the weight's gradient goes straight into Megatron's float32 buffer.
+            chunk_tokens: tokens whose logits are held at once; None holds those of a whole micro-batch.
+            adds_to_main_grad: the weight's gradient is added to Megatron's float32 buffer directly.
         """
         self._gpt = gpt
         self._chunk_tokens = chunk_tokens
@@ -71,19 +73,19 @@ class OutputHead:
     def scores(
         self, hidden_TBH: Tensor, batch: MicroBatch, temperature: float, *, with_entropy: bool = False
     ) -> TokenScores:
-        """Score a micro-batch's labels under softmax(logits / temperature).
+        """Compute logprobs of a micro-batch's labels under softmax(logits / temperature).
 
         Args:
-            hidden_TBH: after the final norm; under sequence parallelism this rank's part of the tokens.
+            hidden_TBH: states after the final norm; under sequence parallelism this rank's part of the tokens.
         """
         if self._chunk_tokens is None:
             return self._whole(hidden_TBH, batch, temperature, with_entropy=with_entropy)
         hidden_NH = self._all_tokens(hidden_TBH).transpose(0, 1)[batch.mask_BT]
         if self._group.size() > 1 and not self._gpt.config.sequence_parallel:
-            # Backwards the ranks' gradients are summed. Megatron drops the sum if the gradient is not contiguous, as
-            # that of a transposed tensor is: so of these rows.
+            # The backward pass sums the gradient over ranks. Megatron drops the sum of a gradient that is not
+            # contiguous, such as that of a transposed tensor, so the sum is taken of these rows.
             hidden_NH = cast(Tensor, copy_to_tensor_model_parallel_region(hidden_NH))
-        weight_VH = self._weight()
+        weight_VH = output_weight(self._gpt)
         logprobs_N, entropy_N = _ChunkedLogprobs.apply(
             hidden_NH,
             weight_VH,
@@ -99,12 +101,12 @@ class OutputHead:
         return TokenScores(logprobs_BT=logprobs_BT, entropy=entropy_N.sum() if with_entropy else None)
 
     def rows(self, hidden_TBH: Tensor, batch: MicroBatch) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
-        """The logits over the whole vocabulary, without gradient, a few tokens of one sequence at a time.
+        """Iterate over logits of the whole vocabulary, without gradient, by chunks of one sequence's tokens.
 
         Yields:
-            A sequence of the micro-batch, which of its labels that count, their logits [C, vocabulary], the labels [C].
+            Index of a sequence in the micro-batch, slice of its labels that count, logits [C, vocabulary], labels [C].
         """
-        hidden_BTH, weight_VH = self._all_tokens(hidden_TBH).transpose(0, 1), self._weight()
+        hidden_BTH, weight_VH = self._all_tokens(hidden_TBH).transpose(0, 1), output_weight(self._gpt)
         for number, place in enumerate(batch.inputs.places):
             mask_T = batch.mask_BT[place]
             hidden_NH, labels_N = hidden_BTH[place][mask_T], batch.labels_BT[place][mask_T]
@@ -115,7 +117,7 @@ class OutputHead:
                 yield number, part, torch.cat(shards, dim=-1), labels_N[part]
 
     def _whole(self, hidden_TBH: Tensor, batch: MicroBatch, temperature: float, *, with_entropy: bool) -> TokenScores:
-        logits_TBV, _ = self._gpt.output_layer(hidden_TBH, weight=self._weight())
+        logits_TBV, _ = self._gpt.output_layer(hidden_TBH, weight=output_weight(self._gpt))
         logits_BTV = logits_TBV.transpose(0, 1).contiguous().float() / temperature
         entropy = None
         if with_entropy:
@@ -124,24 +126,19 @@ class OutputHead:
         if self._group.size() == 1:
             losses = F.cross_entropy(logits_BTV.flatten(0, 1), batch.labels_BT.flatten(), reduction="none")
             return TokenScores(logprobs_BT=-losses.view_as(batch.labels_BT), entropy=entropy)
-        # Overwrites its argument, which the division above has just made.
+        # The function overwrites its argument, a temporary of the division above.
         return TokenScores(logprobs_BT=-vocab_parallel_cross_entropy(logits_BTV, batch.labels_BT), entropy=entropy)
 
     def _all_tokens(self, hidden_TBH: Tensor) -> Tensor:
-        """Under sequence parallelism those of the other ranks too; backwards the ranks' gradients are summed."""
+        """Gather the tokens of all ranks under sequence parallelism; the backward pass sums the gradient over ranks."""
         if self._gpt.config.sequence_parallel:
             return cast(Tensor, gather_from_sequence_parallel_region(hidden_TBH))
         return hidden_TBH
 
-    def _weight(self) -> Tensor:
-        if self._gpt.share_embeddings_and_output_weights:
-            return self._gpt.shared_embedding_or_output_weight()
-        return cast(Tensor, self._gpt.output_layer.weight)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Head:
-    """Arguments of `_ChunkedLogprobs` beside tensors."""
+    """Arguments of `_ChunkedLogprobs` that are no tensors, and the gradient buffer."""
 
     temperature: float
     chunk_tokens: int
@@ -149,16 +146,16 @@ class _Head:
     main_grad_VH: Tensor | None
 
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:
-        """[C, V] float32, which the caller may overwrite."""
+        """Compute logits [C, V] in float32; the caller may overwrite the result."""
         return (hidden_CH @ weight_VH.t()).float().div_(self.temperature)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Log-probabilities of labels, and entropies without gradient; keeps one number a token for the gradient."""
+    """Logprobs of labels, and entropies without gradient; saves one number a token for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
-        own_N = labels_N - head.group.rank() * len(weight_VH)  # outside 0 .. V-1 where another rank has it
+        own_N = labels_N - head.group.rank() * len(weight_VH)  # outside 0 .. V-1 where another rank holds the label
         logprobs_N, entropy_N, normalizer_N = (hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32) for _ in "123")
         for part in _chunks(len(hidden_NH), head.chunk_tokens):
             logits_CV = head.logits(hidden_NH[part], weight_VH)
@@ -167,7 +164,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             inside_C1, at_C1 = _inside(own_N[part], logits_CV.shape[1])
             chosen_C = torch.where(inside_C1, logits_CV.gather(1, at_C1), 0.0)[:, 0]
             sum_C, dot_C = _moments(logits_CV)
-            sum_C, dot_C, chosen_C = parallel.summed(torch.stack([sum_C, dot_C, chosen_C]), head.group)
+            sum_C, dot_C, chosen_C = parallel.all_reduce(torch.stack([sum_C, dot_C, chosen_C]), head.group)
             log_C = sum_C.log()
             logprobs_N[part] = chosen_C - log_C
             entropy_N[part] = log_C - dot_C / sum_C
@@ -207,44 +204,48 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return d_hidden_NH, d_weight_VH.to(weight_VH.dtype), None, None
 
 
+def output_weight(gpt: GPTModel) -> Tensor:
+    """Return this rank's part [V, H] of the output layer's weight, which may be tied to the embeddings."""
+    if gpt.share_embeddings_and_output_weights:
+        return gpt.shared_embedding_or_output_weight()
+    return cast(Tensor, gpt.output_layer.weight)
+
+
 def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens))
 
 
 def _inside(own_C: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """[C, 1] each: whether this rank has the label, and a place that exists."""
+    """Return a mask [C, 1] of the labels that this rank holds, and valid column indices [C, 1]."""
     return ((own_C >= 0) & (own_C < size))[:, None], own_C.clamp(0, size - 1)[:, None]
 
 
 def largest(logits_CV: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[C], over the vocabulary of all ranks."""
-    largest_C = logits_CV.amax(-1)
-    if group.size() > 1:
-        dist.all_reduce(largest_C, op=dist.ReduceOp.MAX, group=group)
-    return largest_C
+    """Compute the largest logit [C] over the vocabulary of all ranks."""
+    return parallel.all_reduce(logits_CV.amax(-1), group, dist.ReduceOp.MAX)
 
 
 def _moments(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """[C] each, of this rank's logits x: the sums of exp(x) and of x exp(x)."""
+    """Sum exp(x) and x exp(x) over this rank's logits x; [C] each."""
     mass_CV = logits_CV.exp()
     sum_C = mass_CV.sum(-1)
     return sum_C, mass_CV.mul_(logits_CV).sum(-1)
 
 
 def _entropy(logits_BTV: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, T], nats, of softmax(logits) over the vocabulary of all ranks."""
+    """Compute the entropy [B, T] of softmax(logits) in nats, over the vocabulary of all ranks."""
     logits_NV = logits_BTV.flatten(0, 1)
-    sum_N, dot_N = parallel.summed(torch.stack(_moments(logits_NV - largest(logits_NV, group)[:, None])), group)
+    sum_N, dot_N = parallel.all_reduce(torch.stack(_moments(logits_NV - largest(logits_NV, group)[:, None])), group)
     return (sum_N.log() - dot_N / sum_N).view(logits_BTV.shape[:2])
 
 
 def processed_logprobs(logits_NV: Tensor, *, temperature: float, top_p: float, top_k: int) -> Tensor:
-    """Log-probabilities of the distribution that is sampled: temperature, then top-k, then top-p, as in vLLM.
+    """Compute logprobs of the sampling distribution: temperature, then top-k, then top-p, as in vLLM.
 
     Args:
         top_k: 0 keeps all tokens.
     Returns:
-        [N, V] float32, -inf for tokens that cannot be drawn.
+        [N, V] float32, -inf for tokens that cannot be sampled.
     """
     logits_NV = logits_NV.float() / temperature
     if top_k:
@@ -262,7 +263,7 @@ def processed_logprobs(logits_NV: Tensor, *, temperature: float, top_p: float, t
 def conditionals(
     logits_NV: Tensor, labels_N: Tensor, *, temperature: float, top_p: float, top_k: int, generator: torch.Generator
 ) -> Tensor:
-    """For each label what `COLUMNS` names, [N, len(COLUMNS)] float64."""
+    """Compute the `COLUMNS` of each label, [N, len(COLUMNS)] float64."""
     logprobs_NV = processed_logprobs(logits_NV, temperature=temperature, top_p=top_p, top_k=top_k).double()
     mass_NV = logprobs_NV.exp()
     finite_NV = torch.where(mass_NV > 0, logprobs_NV, 0.0)
@@ -278,7 +279,11 @@ def conditionals(
 
 
 def _place(mass_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Mass of the tokens before each token by falling probability (ties by id), NaN if it has none; its own."""
+    """Sum the probability of all tokens that precede each token in falling probability, ties by id.
+
+    Returns:
+        That sum [N], NaN for a token of probability 0, and the token's own probability [N].
+    """
     own_N1 = mass_NV.gather(-1, tokens_N[:, None])
     ids_V = torch.arange(mass_NV.shape[-1], device=mass_NV.device)
     before_NV = (mass_NV > own_N1) | ((mass_NV == own_N1) & (ids_V < tokens_N[:, None]))

@@ -1,9 +1,10 @@
-"""The learner: a Qwen3, dense or a mixture of experts, or a MiMo in Megatron-Core: log-probabilities and updates.
+"""The policy in Megatron-Core: logprobs, hidden states, updates, weights and checkpoints of one rank.
 
-Legend: `B` sequences of a micro-batch, `T` predicted tokens (inputs are positions 0 .. T-1, labels 1 .. T), `V` the
-vocabulary, `H` hidden size, `A` layers whose states a draft reads. The ranks of one model (tensor- and
-pipeline-parallel) are called with the same arguments; data-parallel ranks each with their own share of the sequences,
-of which they return the results. What an update returns is of the whole step, and the same everywhere.
+Legend: `B` sequences of a micro-batch, `T` predicted tokens (inputs are positions 0 .. T-1, labels 1 .. T), `V`
+vocabulary size, `H` hidden size, `A` layers whose states a draft reads.
+
+Tensor- and pipeline-parallel ranks are called with the same arguments. Each data-parallel rank passes its own share of
+the sequences and returns the results of that share. Statistics of an update cover all ranks and are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,21 +51,22 @@ from slipstream.records.steps import TrainStats
 from slipstream.refit.fingerprint import HeldWeights
 
 _CPU = torch.device("cpu")
-_LAST = -1  # stands for what the output layer sees
+_LAST = -1  # layer id of the output layer's input
 
 Result = dict[str, Tensor]
 LossOf = Callable[[Tensor, MicroBatch], tuple[Tensor, Result]]
-"""From the hidden states [T, B, H] of a micro-batch to its loss and to named scalars."""
+"""Function from the hidden states [T, B, H] of a micro-batch to its loss and named scalars."""
 
 
 class Capture:
-    """Collects the hidden states of the forward passes of one update, for a draft to learn from.
+    """Hidden states of the forward passes of one update, collected for the training of a draft.
 
-    The states are detached copies: no gradient of what is computed from them reaches the policy. Labels are the inputs
-    shifted by one, so a sequence of T tokens has states for its first T - 1.
+    The states are detached copies, so no gradient of a draft reaches the policy. Labels are the inputs shifted by one,
+    so a sequence of T tokens has states for its first T - 1.
 
     Attributes:
-        by_sequence: after `finish`, a pair by the sequence's index: [T, A H], and after the final norm [T, H].
+        by_sequence: filled by `finish`; by the sequence's index the states of the layers [T, A H] and, after the final
+            norm, [T, H].
     """
 
     def __init__(self, layer_ids: Sequence[int], *, device: torch.device = _CPU) -> None:
@@ -75,7 +77,7 @@ class Capture:
 
     @contextlib.contextmanager
     def of(self, gpt: GPTModel, batch: MicroBatch) -> Iterator[None]:
-        """Capture the forward pass of the block, which reads `batch`, of this pipeline stage."""
+        """Capture the forward pass of `batch` on this pipeline stage inside the block."""
         by_id: dict[int, Tensor] = {}  # [T, B, H]
 
         def keep(layer_id: int, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -85,7 +87,7 @@ class Capture:
                 hidden = torch.cat(parallel.tensor_parallel_shards(hidden))
             by_id[layer_id] = hidden
 
-        decoder: Any = gpt.decoder  # whose layers are declared as modules of any kind
+        decoder: Any = gpt.decoder  # declares its layers as modules of any class
         modules: dict[int, Any] = {layer.layer_number: layer for layer in decoder.layers}
         if gpt.pre_process:
             modules[0] = gpt.embedding
@@ -106,7 +108,7 @@ class Capture:
             self._parts[index] = part if parallel.num_pipeline_stages() > 1 else part.to(self._device)
 
     def finish(self) -> None:
-        """Bring together what the stages of the pipeline have; all of them call it, after the last forward pass."""
+        """Sum the states over the pipeline stages; every stage calls this after the last forward pass."""
         num_layers = len(self._layer_ids)
         for index in sorted(self._parts):
             states = parallel.sum_over_stages(self._parts.pop(index)).to(self._device)
@@ -114,99 +116,14 @@ class Capture:
             self.by_sequence[index] = states[:, : num_layers * size].contiguous(), states[:, -size:].contiguous()
 
 
-def device_with_room(num_bytes: int, device: torch.device) -> torch.device:
-    """Choose where states are kept: on the rank's device if they fill at most half of its free memory."""
-    if device.type == "cpu":
-        return device
-    free, _ = torch.cuda.mem_get_info(device)
-    return device if 2 * num_bytes <= free else _CPU
-
-
-def hooked_layers(gpt: GPTModel, call: Callable[[], None]) -> list[RemovableHandle]:
-    """Have `call` made after the forward and before the backward pass of each of this rank's layers.
-
-    Until the handles are removed. It changes nothing in what the layers compute.
-    """
-
-    def backward(gradient: Tensor) -> None:
-        del gradient
-        call()
-
-    def forward(module: torch.nn.Module, args: Any, output: Any) -> None:
-        del module, args
-        call()
-        hidden: Tensor = output[0] if isinstance(output, tuple) else output
-        if hidden.requires_grad:
-            hidden.register_hook(backward)
-
-    decoder: Any = gpt.decoder
-    return [layer.register_forward_hook(forward) for layer in decoder.layers]
-
-
-def run_passes(
-    module: torch.nn.Module,
-    gpt: GPTModel,
-    batches: list[MicroBatch],
-    loss_of: LossOf,
-    *,
-    forward_only: bool,
-    capture: Capture | None = None,
-) -> list[Result]:
-    """Run forward, and backward unless `forward_only`, by Megatron's schedule for the layout.
-
-    The ranks of one model pass the same micro-batches.
-
-    Args:
-        module: `gpt`, or what wraps it to accumulate gradients.
-    Returns:
-        What `loss_of` named, by micro-batch that is not idle; empty except on the last pipeline stage.
-    """
-    if not batches:
-        return []
-
-    def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
-        batch = next(data)
-        with host.model_arithmetic(), capture.of(gpt, batch) if capture else contextlib.nullcontext():
-            output = forward(model, batch.inputs)
-
-        def loss_func(hidden_TBH: Tensor) -> tuple[Tensor, Tensor, Result]:
-            with host.model_arithmetic():
-                loss, result = loss_of(hidden_TBH, batch) if batch.indices else _idle(hidden_TBH)
-            return loss, torch.zeros((), dtype=torch.int), result
-
-        return output, loss_func
-
-    with host.cuda_as_cpu(), torch.set_grad_enabled(not forward_only):
-        results = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=[module],
-            num_microbatches=len(batches),
-            seq_length=max(batch.labels_BT.shape[1] for batch in batches),
-            micro_batch_size=max(len(batch.labels_BT) for batch in batches),
-            forward_only=forward_only,
-        )
-    return [result for result, batch in zip(results, batches, strict=False) if batch.indices]
-
-
-def _idle(hidden_TBH: Tensor) -> tuple[Tensor, Result]:
-    """No loss, yet one that goes backward: gradients of other ranks' tokens pass through this rank's experts."""
-    return hidden_TBH.sum() * 0.0, {}
-
-
 FloatArray = NDArray[np.float32]
 _EMBEDDINGS, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class Parts(NamedTuple):
-    """This rank's part of the model, and of the MTP layer beside it."""
-
-    gpt: GPTModel
-    mtp: MtpLayer | None
-
-
-def build_parts(architecture: Architecture, learner: LearnerConfig, read: Callable[[str], Tensor]) -> Parts:
-    """This rank's part, of full tensors that `read` gives by their Hugging Face names."""
+def _build(
+    architecture: Architecture, learner: LearnerConfig, read: Callable[[str], Tensor]
+) -> tuple[GPTModel, MtpLayer | None]:
+    """Build this rank's part of the model and of its MTP layer from full tensors by their Hugging Face names."""
     shard = parallel.current_shard()
     require_divisible(architecture, tensor=shard.tensor_size, pipeline=shard.pipeline_size)
     require_even_experts(architecture.experts, learner.parallel)
@@ -215,25 +132,30 @@ def build_parts(architecture: Architecture, learner: LearnerConfig, read: Callab
     load_exactly(model, dict(shard_from_hf(read, architecture, shard)))
     if mtp is not None:
         load_exactly(mtp, dict(shard_from_hf(read, architecture, shard, mtp_mappings(architecture))))
-    return Parts(model, mtp)
+    return model, mtp
 
 
 class MegatronPolicy:
-    """A policy with its optimizer, on this rank. Build it with `load` or `from_scratch`.
+    """This rank's part of a policy and its optimizer; built by `load` or `from_scratch`.
 
     Attributes:
-        version: how many `train_step`s the weights have seen.
-        device: where this rank computes.
-        mtp_loss: of the MTP layer in the last `lm_step` that trained it.
+        version: number of `train_step`s that the weights have seen.
+        device: device on which this rank computes.
+        mtp_loss: loss of the MTP layer in the last `lm_step` that trained the layer.
     """
 
     def __init__(
-        self, parts: Parts, architecture: Architecture, learner: LearnerConfig, optimizer: OptimizerConfig | None
+        self,
+        read: Callable[[str], Tensor],
+        architecture: Architecture,
+        learner: LearnerConfig,
+        optimizer: OptimizerConfig | None,
     ) -> None:
         self.device = parallel.device()
         self.architecture = architecture
-        self._gpt = parts.gpt.to(self.device)
-        self._mtp = None if parts.mtp is None else parts.mtp.to(self.device)
+        gpt, mtp = _build(architecture, learner, read)
+        self._gpt = gpt.to(self.device)
+        self._mtp = None if mtp is None else mtp.to(self.device)
         self._shard = parallel.current_shard()
         self.version = 0
         self._learner = learner
@@ -262,18 +184,16 @@ class MegatronPolicy:
         self._checkpoints = PolicyCheckpoints(self._gpt, self._optimizer, architecture)
 
     @classmethod
-    def load(
-        cls, hf_path: Path, *, learner: LearnerConfig, optimizer: OptimizerConfig | None, **rank: Unpack[parallel.Rank]
-    ) -> MegatronPolicy:
-        """Load a model directory in Hugging Face format; without `optimizer` the policy only evaluates.
+    def load(cls, hf_path: Path, *, learner: LearnerConfig, optimizer: OptimizerConfig | None) -> MegatronPolicy:
+        """Load a model directory in Hugging Face format; without `optimizer` the policy cannot be updated.
 
         Raises:
-            ConfigError: not a Qwen3 or Qwen3-MoE, or one that `learner.parallel` cannot split evenly.
+            ConfigError: the architecture is unknown, or `learner.parallel` does not split the model evenly.
         """
         architecture = Architecture.from_hf(hf_path)
-        parallel.initialize(learner.parallel, **rank)
+        parallel.initialize(learner.parallel)
         with open_weights(hf_path) as read:
-            return cls(build_parts(architecture, learner, read), architecture, learner, optimizer)
+            return cls(read, architecture, learner, optimizer)
 
     @classmethod
     def from_scratch(
@@ -284,22 +204,21 @@ class MegatronPolicy:
         eos_token_id: int,
         learner: LearnerConfig,
         optimizer: OptimizerConfig | None,
-        **rank: Unpack[parallel.Rank],
     ) -> MegatronPolicy:
-        """A policy with random weights, which depend on `scratch` alone, not on the layout.
+        """Build a policy with random weights, which depend on `scratch` alone and not on the layout.
 
-        Its MTP layer, if it has one, learns with every `lm_step`, by an optimizer of the same config.
+        An MTP layer of the policy is trained in every `lm_step`, by an optimizer of the same config.
         """
         architecture = Architecture.from_scratch(scratch, vocab_size=vocab_size, eos_token_id=eos_token_id)
-        parallel.initialize(learner.parallel, **rank)
+        parallel.initialize(learner.parallel)
         weights = initial_weights(architecture, std=scratch.init_std, seed=scratch.seed)
-        policy = cls(build_parts(architecture, learner, weights.__getitem__), architecture, learner, optimizer)
+        policy = cls(weights.__getitem__, architecture, learner, optimizer)
         if architecture.has_mtp and optimizer is not None:
             policy.start_mtp(optimizer)
         return policy
 
     def load_mtp(self, path: Path) -> None:
-        """Replace the MTP layer by that of another directory, before its training starts."""
+        """Replace the MTP layer by that of another model directory, before the layer's training starts."""
         assert self._mtp is not None and self._mtp_trainer is None, "a policy with an MTP layer that is not trained yet"
         with open_weights(path) as read:
             load_exactly(
@@ -307,7 +226,7 @@ class MegatronPolicy:
             )
 
     def start_mtp(self, optimizer: OptimizerConfig) -> MtpTrainer:
-        """Build the trainer of the policy's MTP layer, with an optimizer and a clip of its own.
+        """Build the trainer of the policy's MTP layer, which has its own optimizer and gradient clipping.
 
         Raises:
             ConfigError: the policy has no MTP layer.
@@ -328,10 +247,10 @@ class MegatronPolicy:
         return self._mtp_trainer
 
     def logprobs(self, token_ids: Sequences, prompt_lengths: Sequence[int], temperature: float) -> list[FloatArray]:
-        """Log-probability of each response token under softmax(logits / temperature), without gradient.
+        """Compute the logprob of each response token under softmax(logits / temperature), without gradient.
 
         Returns:
-            One float32 array a sequence, in the order given, of its response's length.
+            One float32 array a sequence, in the order of `token_ids`, with an entry a response token.
         """
         values = ByToken(token_ids, prompt_lengths, self.device)
 
@@ -354,10 +273,10 @@ class MegatronPolicy:
         """Apply a function to the logits that predict each response token, without gradient.
 
         Args:
-            function: from logits [N, vocabulary] and the tokens that came [N] to values [N, width]; of a sequence,
-                or of `logprob_chunk_tokens` of its tokens.
+            function: function from logits [N, vocabulary] and the actual tokens [N] to values [N, width], called with
+                the tokens of one sequence, at most `logprob_chunk_tokens` of them at a time.
         Returns:
-            [response tokens of all sequences, width], in the order given.
+            [response tokens of all sequences, width], in the order of `token_ids`.
         """
         values_NW = torch.zeros(num_labels(token_ids, prompt_lengths), width, dtype=torch.float64, device=self.device)
         offsets = np.cumsum([0, *(len(t) - p for t, p in zip(token_ids, prompt_lengths, strict=True))])
@@ -372,12 +291,12 @@ class MegatronPolicy:
         return parallel.sum_over_stages(values_NW).cpu().numpy()
 
     def train_step(self, update: Update, *, capture: Capture | None = None) -> Trained:
-        """One optimizer update; against its own `trainer_logprobs` the first ratio is exactly 1.
+        """Do one optimizer update of the policy.
 
         Args:
-            update: the sequences, what is known of them, and the loss; without `trainer_logprobs` this pass's own,
-                detached, take their place, and are returned.
-            capture: takes the hidden states of this same forward pass, detached; the update does not depend on it.
+            update: rollouts, logprobs and loss. Without `trainer_logprobs` the detached logprobs of this forward pass
+                replace them, so that the ratio of the loss is exactly 1, and are returned.
+            capture: collects the hidden states of this forward pass; the update does not depend on it.
         Raises:
             FloatingPointError: the gradient is not finite.
         """
@@ -426,19 +345,34 @@ class MegatronPolicy:
         return Trained(stats=stats, own_logprobs=None if own is None else own.collected())
 
     def around_layers(self, call: Callable[[], None] | None) -> None:
-        """Have `call` made between the passes of this rank's layers; None: nothing any more. See `hooked_layers`."""
+        """Run `call` after the forward and before the backward pass of each of this rank's layers.
+
+        The hooks do not change the results of the layers. None removes the hooks.
+        """
         for hook in self._layer_hooks:
             hook.remove()
-        self._layer_hooks = [] if call is None else hooked_layers(self._gpt, call)
+        self._layer_hooks = []
+        if call is None:
+            return
+
+        def after_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
+            del module, args
+            call()
+            hidden: Tensor = output[0] if isinstance(output, tuple) else output
+            if hidden.requires_grad:
+                hidden.register_hook(lambda gradient: call())
+
+        decoder: Any = self._gpt.decoder
+        self._layer_hooks = [layer.register_forward_hook(after_forward) for layer in decoder.layers]
 
     def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
-        """One optimizer update on the next-token loss.
+        """Do one optimizer update on the next-token loss.
 
         Args:
-            loss_starts: tokens before this index are read but not learned; 0 learns all that have a predecessor.
-            learning_rate: of this update; None follows the optimizer's config.
+            loss_starts: index of each sequence's first token in the loss; 0 learns every token that has a predecessor.
+            learning_rate: learning rate of this update; None follows the optimizer's config.
         Returns:
-            Mean loss a learned token, in nats.
+            Mean loss over the learned tokens, in nats.
         """
         starts = [max(start, 1) for start in loss_starts]
         num_tokens = parallel.sum_over_data_ranks(num_labels(sequences, starts))
@@ -458,106 +392,137 @@ class MegatronPolicy:
         return sums["loss"]
 
     def hidden_states(self, token_ids: Sequences, layer_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Compute what an EAGLE-3 draft learns from: auxiliary hidden states and the output layer's input.
+        """Compute the hidden states that a draft learns from: those of some layers, and the output layer's input.
 
         Args:
-            layer_ids: id i is the residual stream after i layers, before the final norm (0: the embeddings).
+            layer_ids: id i is the residual stream after i layers, before the final norm; id 0 is the embeddings.
         Returns:
-            For each sequence a pair ([T, len(layer_ids) * H], [T, H]), the second after the final norm, in the
-            learner's dtype, on every rank of the model; on its device, if they are small beside what is free there.
+            For each sequence the states of the layers [T, len(layer_ids) * H] and, after the final norm, [T, H], in the
+            learner's dtype, on every rank of the model.
         """
         num_bytes = self.hidden_states_bytes(token_ids, layer_ids)
-        capture = Capture(layer_ids, device=device_with_room(num_bytes, self.device))
+        # The states stay on the rank's device if they fill at most half of the device's free memory.
+        fits = self.device.type == "cpu" or 2 * num_bytes <= torch.cuda.mem_get_info(self.device)[0]
+        capture = Capture(layer_ids, device=self.device if fits else _CPU)
 
         def nothing(hidden_TBH: Tensor, micro: MicroBatch) -> tuple[Tensor, Result]:
             del micro
             return hidden_TBH.new_zeros(()), {}
 
-        batches = self._batching.whole(token_ids, self.device)
-        batches += [idle_microbatch(self.device)] * self._num_idle(len(batches))
-        self._run(batches, nothing, forward_only=True, capture=capture)
+        self._run(self._microbatches(token_ids, None), nothing, forward_only=True, capture=capture)
         capture.finish()
         return [capture.by_sequence[index] for index in range(len(token_ids))]
 
     def hidden_states_bytes(self, token_ids: Sequences, layer_ids: Sequence[int]) -> int:
-        """Size of what `hidden_states` returns; of ranks that share experts, for whoever has most."""
+        """Estimate the bytes that `hidden_states` returns; the maximum over expert-parallel ranks."""
         num_tokens = parallel.most_over_expert_ranks(sum(map(len, token_ids)))
         itemsize = TORCH_DTYPES[self._learner.dtype].itemsize
         return num_tokens * (len(layer_ids) + 1) * self.architecture.hidden_size * itemsize
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters under their Hugging Face names, in the learner's dtype; collective over all ranks.
+        """Gather the full parameters under their Hugging Face names, in the learner's dtype; collective over all ranks.
 
-        Tensors may share memory with the model: copy before the next update.
+        Tensors may share memory with the model: copy them before the next update.
         """
         return gathered_weights(dict(self._gpt.named_parameters()), self.architecture, self._shard)
 
     def mtp_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters of the MTP layer, which are no part of `weights`; none without one."""
+        """Gather the full parameters of the MTP layer, which `weights` leaves out; empty without such a layer."""
         return gathered_mtp_weights(self._mtp, self.architecture)
 
     def vocabulary_weights(self) -> tuple[Tensor, Tensor]:
-        """Embeddings and output layer, each [V, H], whole, in the learner's dtype; collective, see `weights`."""
+        """Gather embeddings and output layer, [V, H] each, in the learner's dtype; collective over all ranks."""
         named = dict(self._gpt.named_parameters())
         found = dict(gathered_weights(named, self.architecture, self._shard, only=(_EMBEDDINGS, _OUTPUT)))
         return found[_EMBEDDINGS], found.get(_OUTPUT, found[_EMBEDDINGS])
 
     def held_weights(self) -> Iterator[HeldWeights]:
-        """This rank's shards where they lie; over all ranks each element once, data-parallel copies on the first."""
+        """List this rank's shards in place; over all ranks each element occurs once, copies on the first data rank."""
         return held_weights(dict(self._gpt.named_parameters()), self.architecture, self._shard)
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
-        """Write a directory that transformers and vLLM load: config, weights, and the tokenizer's files copied."""
+        """Write config, weights and the tokenizer's files to a directory that transformers and vLLM load."""
         self._write(path, itertools.chain(self.weights(), self.mtp_weights()), tokenizer_dir)
 
     def save_mtp(self, path: Path, tokenizer_dir: Path) -> None:
-        """Write the MTP layer as a draft beside the policy: config, its tensors alone, and the tokenizer's files."""
+        """Write config, the MTP layer's weights and the tokenizer's files to a directory, as a draft."""
         self._write(path, self.mtp_weights(), tokenizer_dir)
 
     def _write(self, path: Path, weights: Iterator[tuple[str, Tensor]], tokenizer_dir: Path) -> None:
         if parallel.is_main_rank():
             save_model(path, self.architecture.to_hf(self._learner.dtype), weights, tokenizer_dir)
-        else:  # gathering is collective: every rank runs through it, and keeps nothing
+        else:  # gathering is collective: every rank iterates, and keeps no tensor
             collections.deque(weights, maxlen=0)
         parallel.barrier()
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any], *, beside: Mapping[str, Tensor] | None = None) -> None:
-        """Write, in the background, what a resumed run needs: weights, optimizer, random state, and JSON `extra`.
+        """Write weights, optimizer, random state and JSON `extra` in the background, for a resumed run.
 
         Args:
-            beside: other tensors that belong to the run, the same on all ranks.
+            beside: other tensors of the run, equal on all ranks.
         """
         self._memory.onload()
         version, num_updates = self.version, self._num_updates
         self._checkpoints.save(path, version=version, num_updates=num_updates, extra=extra, beside=beside or {})
 
     def finish_checkpoint(self) -> None:
-        """Wait until the checkpoint is written; raises if it could not be, as the next update would."""
+        """Wait until the checkpoint is written; a failed write raises here, or in the next update."""
         self._checkpoints.wait()
 
     def load_checkpoint(self, path: Path, *, beside: dict[str, Tensor] | None = None) -> dict[str, Any]:
-        """Restore what `save_checkpoint` wrote, bit for bit, under this or another layout; returns its `extra`.
+        """Restore a checkpoint of `save_checkpoint` bit for bit, under this or another layout; returns its `extra`.
 
         Args:
-            beside: is filled with the tensors that were written beside the policy.
+            beside: dictionary to fill with the tensors that were written beside the policy.
         """
         self._memory.onload()
         state = self._checkpoints.load(path, beside=beside)
         self.version, self._num_updates = state["version"], state["num_updates"]
         return state["extra"]
 
-    def _microbatches(self, sequences: Sequences, loss_starts: Sequence[int]) -> list[MicroBatch]:
+    def _microbatches(self, sequences: Sequences, loss_starts: Sequence[int] | None) -> list[MicroBatch]:
         batches = self._batching.microbatches(sequences, loss_starts, self.device)
-        return batches + [idle_microbatch(self.device)] * self._num_idle(len(batches))
-
-    def _num_idle(self, num_batches: int) -> int:
-        """Micro-batches more that another rank has: those that share experts compute each of their layers together."""
-        return parallel.most_over_expert_ranks(num_batches) - num_batches
+        # Expert-parallel ranks compute each layer together, so they need the same number of micro-batches.
+        num_idle = parallel.most_over_expert_ranks(len(batches)) - len(batches)
+        return batches + [idle_microbatch(self.device)] * num_idle
 
     def _run(
         self, batches: list[MicroBatch], loss_of: LossOf, *, forward_only: bool, capture: Capture | None = None
     ) -> list[Result]:
-        return run_passes(self._module, self._gpt, batches, loss_of, forward_only=forward_only, capture=capture)
+        """Run the forward pass, and the backward pass unless `forward_only`, by Megatron's schedule for the layout.
+
+        The ranks of one model pass the same micro-batches.
+
+        Returns:
+            The scalars of `loss_of` for each micro-batch that is not idle; empty except on the last pipeline stage.
+        """
+        if not batches:
+            return []
+
+        def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
+            batch = next(data)
+            with host.model_arithmetic(), capture.of(self._gpt, batch) if capture else contextlib.nullcontext():
+                output = forward(model, batch.inputs)
+
+            def loss_func(hidden_TBH: Tensor) -> tuple[Tensor, Tensor, Result]:
+                with host.model_arithmetic():
+                    # An idle rank needs a backward pass: gradients of other ranks' tokens pass through its experts.
+                    loss, result = loss_of(hidden_TBH, batch) if batch.indices else (hidden_TBH.sum() * 0.0, {})
+                return loss, torch.zeros((), dtype=torch.int), result
+
+            return output, loss_func
+
+        with host.cuda_as_cpu(), torch.set_grad_enabled(not forward_only):
+            results = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(batches),
+                model=[self._module],
+                num_microbatches=len(batches),
+                seq_length=max(batch.labels_BT.shape[1] for batch in batches),
+                micro_batch_size=max(len(batch.labels_BT) for batch in batches),
+                forward_only=forward_only,
+            )
+        return [result for result, batch in zip(results, batches, strict=False) if batch.indices]
 
     def _update(
         self,
@@ -567,7 +532,11 @@ class MegatronPolicy:
         learning_rate: float,
         capture: Capture | None = None,
     ) -> tuple[dict[str, float], float]:
-        """Accumulate gradients over the micro-batches and step; sums of the results and the gradient's norm."""
+        """Accumulate gradients over the micro-batches and step the optimizer.
+
+        Returns:
+            Sums of the named results over micro-batches and ranks, and the norm of the gradient.
+        """
         assert self._optimizer is not None, "this policy was built without an optimizer"
         assert batches, "every data-parallel rank has a sequence of an update"
         self._checkpoints.raise_error()
@@ -576,8 +545,8 @@ class MegatronPolicy:
             group["lr"] = learning_rate
         assert isinstance(self._module, DistributedDataParallel)
         self._module.zero_grad_buffer()
-        # In float32 the optimizer leaves `param.grad` as an alias of the buffer: kept, the first micro-batch of the
-        # next update would be added twice.
+        # In float32 the optimizer leaves `param.grad` as an alias of the buffer: without this call the first
+        # micro-batch of the next update would be added twice.
         self._optimizer.zero_grad()
         results = self._run(batches, loss_of, forward_only=False, capture=capture)
         with host.cuda_as_cpu():
@@ -588,7 +557,7 @@ class MegatronPolicy:
         return parallel.sum_results(results, names, self.device), float(grad_norm)
 
     def offload(self) -> int:
-        """Offload what updates alone need, until the next one, or a checkpoint; returns the bytes of the device."""
+        """Offload gradients and optimizer state until the next update or checkpoint; returns the freed bytes."""
         return self._memory.offload() + (0 if self._mtp_trainer is None else self._mtp_trainer.memory.offload())
 
     @property

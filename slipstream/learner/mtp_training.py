@@ -1,15 +1,17 @@
-"""The layer of a MiMo that predicts the token after the next, of Megatron's parts, and its training.
+"""The MTP layer of a MiMo, which predicts the token after the next, and its training.
 
-Megatron's own block for it (`MultiTokenPredictionBlock`) computes something else: it reads the states after the final
-norm where MiMo reads those before it, joins embedding and state in the other order, and lets the first position see its
-token. So the layer between input and output is Megatron's `TransformerLayer`, and the rest is written here.
+Megatron's `MultiTokenPredictionBlock` computes another function: it reads the states after the final norm where MiMo
+reads those before the norm, concatenates embedding and state in the other order, and shows the first position its
+token. So only the transformer layer inside is Megatron's `TransformerLayer`.
 
-It learns from states that the policy left behind: no gradient reaches the policy. It has gradient buffers, an optimizer
-and a clip of its own, and reads the policy's embeddings and output layer without moving them.
+The layer learns from detached hidden states of the policy, so no gradient reaches the policy. The layer has its own
+gradient buffers, optimizer and gradient clipping; it reads the policy's embeddings and output layer without training
+them.
 
-Legend: `T` tokens, `B` sequences of a micro-batch, `N` chosen or drafted tokens, `H` hidden size, `V` this rank's part
-of the vocabulary. A window is what is drafted from one position on; pass `i` drafts token `i` of every window, at the
-position `i` later.
+Legend: `T` tokens, `B` sequences of a micro-batch, `N` selected or drafted tokens, `H` hidden size, `V` this rank's
+    part
+of the vocabulary. A window is the sequence of tokens drafted from one position; pass `i` drafts token `i` of every
+window, at the position `i` later.
 
 Source: vLLM's `mimo_mtp.py`, which follows XiaomiMiMo/MiMo-7B-RL.
 """
@@ -43,25 +45,25 @@ from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.checkpoint.policy import MAIN, HeldParameter, held_parameters
 from slipstream.learner.config import LearnerConfig
 from slipstream.learner.cpu import host
-from slipstream.learner.logprobs import largest
+from slipstream.learner.logprobs import largest, output_weight
 from slipstream.learner.optimizer import TrainingMemory, with_optimizer
 from slipstream.learner.weights import hf_from_shards, mtp_mappings, shard_from_hf
 
 _NUM_UPDATES = "num_updates"
 States = Sequence[tuple[Tensor, Tensor]]
-"""Each sequence's residual stream after the last layer, before the final norm, and the output layer's input."""
+"""For each sequence the residual stream after the last layer, before the final norm, and the output layer's input."""
 
 
 class MtpLayer(MegatronModule):
-    """A state and the token that followed it, to the state that predicts the token after that one."""
+    """Layer from a hidden state and the token that follows it to the state that predicts the token after that one."""
 
     def __init__(self, config: TransformerConfig, *, norm: Any, layer: ModuleSpec) -> None:
-        """Build the layer without defined weights; `norm` and `layer` are made as those of the model are."""
+        """Build the layer with undefined weights; `norm` and `layer` are the specs of the model's own layers."""
         super().__init__(config=config)
         sizes = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.token_layernorm = build_module(norm, **sizes)
         self.hidden_layernorm = build_module(norm, **sizes)
-        # Whole on every rank, as in vLLM: the states are.
+        # Not split over ranks, as in vLLM, because every rank has whole states.
         hidden = config.hidden_size
         self.input_proj = torch.nn.Linear(2 * hidden, hidden, bias=False, dtype=config.params_dtype)
         self.layer = build_module(layer, config=config)
@@ -76,14 +78,15 @@ class MtpLayer(MegatronModule):
         angles_S11D: Tensor,
         packed: PackedSeqParams | None = None,
     ) -> Tensor:
-        """[T, B, H], after a norm of its own: the output layer follows.
+        """Compute the output layer's input, [T, B, H].
 
         Args:
-            states_TBH: the residual stream after the last layer, before the final norm, of each position; or what this
-                function gave for the position before, to draft further.
-            embeddings_TBH: of the token that follows each position; position 0 does not see it.
-            positions_BT: of the states; each sequence's 0, 1, …
-            angles_S11D: of the rotary embedding, of each token, or of positions 0, 1, … if all sequences start there.
+            states_TBH: the residual stream of each position after the last layer, before the final norm; to draft
+                further, this function's output for the position before.
+            embeddings_TBH: embedding of the token that follows each position; position 0 does not read it.
+            positions_BT: positions of the states: 0, 1, … within each sequence.
+            angles_S11D: angles of the rotary embedding of each token, or of positions 0, 1, … if every row starts
+                there.
         """
         is_first_TB1 = (positions_BT == 0).t().unsqueeze(-1)
         tokens_TBH = self.token_layernorm(embeddings_TBH.masked_fill(is_first_TB1, 0.0))
@@ -95,11 +98,11 @@ class MtpLayer(MegatronModule):
 
 
 def soft_cross_entropy(logits_NV: Tensor, targets_NV: Tensor) -> Tensor:
-    """[N], with gradient to the logits: -sum over the whole vocabulary of p log q, in nats.
+    """Compute -sum over the whole vocabulary of p log q in nats, [N], with gradient to the logits.
 
     Args:
-        logits_NV: of q, this rank's part of the vocabulary, float32.
-        targets_NV: p, the same part.
+        logits_NV: logits of q on this rank's part of the vocabulary, float32.
+        targets_NV: p on the same part.
     """
     normalizer_N = _log_normalizer(logits_NV)
     dot_N = cast(Tensor, reduce_from_tensor_model_parallel_region((targets_NV * logits_NV).sum(-1)))
@@ -107,18 +110,21 @@ def soft_cross_entropy(logits_NV: Tensor, targets_NV: Tensor) -> Tensor:
 
 
 def probabilities(logits_NV: Tensor) -> Tensor:
-    """[N, V], this rank's part of softmax over the whole vocabulary."""
+    """Compute this rank's part [N, V] of the softmax over the whole vocabulary."""
     return (logits_NV - _log_normalizer(logits_NV)[:, None]).exp()
 
 
 def logits_of(hidden_NH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
-    """[N, V] float32, this rank's part; the gradient of the states is that of all ranks' parts, the weight has none."""
+    """Compute this rank's part [N, V] of the logits in float32.
+
+    The gradient of the states covers all ranks' parts; the weight gets no gradient.
+    """
     whole_NH = cast(Tensor, copy_to_tensor_model_parallel_region(hidden_NH))
     return (whole_NH @ weight_VH.detach().t()).float() / temperature
 
 
 def _log_normalizer(logits_NV: Tensor) -> Tensor:
-    """[N], of the whole vocabulary."""
+    """Compute log sum exp of the logits over the whole vocabulary, [N]."""
     largest_N = largest(logits_NV.detach(), parallel.tensor_group())
     mass_N = (logits_NV - largest_N[:, None]).exp().sum(-1)
     return largest_N + cast(Tensor, reduce_from_tensor_model_parallel_region(mass_N)).log()
@@ -126,21 +132,21 @@ def _log_normalizer(logits_NV: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Chats:
-    """A micro-batch with the policy's states."""
+    """Micro-batch with the policy's hidden states."""
 
-    batch: MicroBatch  # its labels are the tokens that follow each position
+    batch: MicroBatch  # the labels are the tokens that follow each position
     states_TBH: Tensor
     last_TBH: Tensor  # after the final norm
-    has_target_BT: Tensor  # whether the policy's answer to the token that follows is known
+    has_target_BT: Tensor  # True where the policy's distribution after the following token is known
 
     def drafts(self, index: int) -> Tensor:
-        """[B, T], where token `index` of a window lies whose first token follows a token of the response."""
+        """Mark the positions [B, T] of token `index` of every window whose first token follows a response token."""
         mask_BT = self.batch.mask_BT.roll(index, 1) & (self.batch.inputs.positions_BT >= index)
         return mask_BT & self.has_target_BT
 
 
 class MtpTrainer:
-    """Gradient buffers and optimizer around the MTP layer of one policy; every rank calls each method."""
+    """Gradient buffers and optimizer of the MTP layer of one policy; every rank calls each method."""
 
     def __init__(
         self,
@@ -155,7 +161,7 @@ class MtpTrainer:
     ) -> None:
         self._gpt, self._mtp, self._batching, self._device = gpt, mtp, batching, device
         self._chunk_tokens = learner.logprob_chunk_tokens
-        # One layer's moments are too few to deal them out.
+        # The moments of a single layer are too small to be distributed over ranks.
         self._module, self._optimizer = with_optimizer(mtp, replace(learner, distributed_optimizer=False), optimizer)
         self.memory = TrainingMemory.of_megatron(self._module, self._optimizer, device)
         self._architecture, self._shard = architecture, parallel.current_shard()
@@ -175,15 +181,16 @@ class MtpTrainer:
         num_passes: int = 1,
         decay: float = 1.0,
     ) -> float:
-        """One update; data-parallel ranks pass their shares.
+        """Do one optimizer update; each data-parallel rank passes its share of the sequences.
 
         Args:
-            loss_starts: where each response starts: its first token is the policy's, what follows is drafted.
-            states: of each token, the last one's are not needed.
-            temperature: at which the policy samples, and the layer drafts.
-            num_passes: tokens that it learns to draft from one position; `decay` of the loss from one to the next.
+            loss_starts: index of each response's first token, which the policy samples; later tokens are drafted.
+            states: hidden states of each token; those of the last token are not needed.
+            temperature: sampling temperature of the policy and of the drafted tokens.
+            num_passes: number of tokens to draft from one position.
+            decay: factor on the loss from one pass to the next.
         Returns:
-            KL(policy || draft) of a drafted token, in nats, the weighted sum over the passes.
+            Weighted sum over the passes of the mean KL(policy || draft) of a drafted token, in nats.
         Raises:
             FloatingPointError: the gradient is not finite.
         """
@@ -219,13 +226,13 @@ class MtpTrainer:
         num_tokens: int,
         temperature: float = 1.0,
     ) -> tuple[list[float], float]:
-        """Acceptance of windows of `num_tokens` after the sequences' own tokens, under rejection sampling.
+        """Compute the acceptance of drafted windows of `num_tokens` under rejection sampling.
 
         Returns:
-            Over all data-parallel ranks: the mean over windows of sum_v min(p(v), q(v)), by position, and the mean
-            acceptance length: 1 + the sum of the products of those chances up to each position.
+            Over all data-parallel ranks, the mean over windows of sum_v min(p(v), q(v)) by position, and the mean
+            acceptance length: 1 + the sum over positions of the product of those probabilities up to the position.
         """
-        # Of each position the chances, and the products up to it; then the number of windows.
+        # Acceptance probability of each position, product up to each position, number of windows.
         sums = torch.zeros(2 * num_tokens + 1, dtype=torch.float64, device=self._device)
         for each in self._chats(sequences, loss_starts, states):
             with host.cuda_as_cpu(), host.model_arithmetic():
@@ -238,7 +245,7 @@ class MtpTrainer:
         return means[:num_tokens].tolist(), 1.0 + float(means[num_tokens:-1].sum())
 
     def state(self) -> dict[str, Tensor]:
-        """All that the next update depends on, whole, whatever the layout; tensors may share memory with it."""
+        """Gather the state that the next update depends on, independent of the layout; tensors may share its memory."""
         self.memory.onload()
         found = {_NUM_UPDATES: torch.tensor([self.num_updates])}
         for mapping, held in zip(mtp_mappings(self._architecture), self._held, strict=True):
@@ -250,10 +257,10 @@ class MtpTrainer:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a `state`, bit for bit, under this or another layout.
+        """Restore a `state` bit for bit, under this or another layout.
 
         Raises:
-            CheckpointError: it is none of this layer.
+            CheckpointError: the state lacks a parameter of this layer.
         """
         names = {f"{MAIN}/{name}" for mapping in mtp_mappings(self._architecture) for name in mapping.hf}
         if missing := sorted(names - state.keys()):
@@ -271,14 +278,14 @@ class MtpTrainer:
                 moment.copy_(own[kind][held.name])
 
     def _stepped(self, held: HeldParameter) -> dict[str, Tensor]:
-        """The float32 parameter and the optimizer's moments of it, once it has stepped."""
+        """Return the float32 parameter and, after the first step, the optimizer's moments."""
         assert held.stepped is not None
         moments = held.stepped.moments if self.num_updates else ()
         state = held.stepped.optimizer.state[held.stepped.main] if moments else {}
         return {MAIN: held.stepped.main, **{kind: state[kind] for kind in moments}}
 
     def _own(self, state: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
-        """This rank's part of one kind; parameters that AdamW steps have no moment of Muon."""
+        """Return this rank's part of one kind of tensors; parameters of AdamW have no moment of Muon."""
 
         def read(name: str) -> Tensor:
             return state[f"{kind}/{name}"]
@@ -294,9 +301,9 @@ class MtpTrainer:
         return total
 
     def _divergence(self, hidden_NH: Tensor, last_NH: Tensor, temperature: float) -> Tensor:
-        """KL(policy || draft) summed over tokens; logits of `logprob_chunk_tokens` are held at once, if that is set."""
+        """Sum KL(policy || draft) over tokens, with the logits of at most `logprob_chunk_tokens` tokens at once."""
         size = self._chunk_tokens or max(len(hidden_NH), 1)
-        of_part = partial(_divergence, self._weight(), temperature)
+        of_part = partial(_divergence, output_weight(self._gpt), temperature)
         parts = [
             cast(Tensor, checkpoint(of_part, *each, use_reentrant=False)) if self._chunk_tokens else of_part(*each)
             for each in zip(hidden_NH.split(size), last_NH.split(size), strict=True)
@@ -304,19 +311,19 @@ class MtpTrainer:
         return torch.stack(parts).sum()
 
     def _chances(self, chats: _Chats, num_tokens: int, temperature: float) -> Tensor:
-        """[num_tokens, windows]; windows that lie within one response with all their tokens."""
+        """Compute acceptance probabilities [num_tokens, windows] of the windows that lie within one response."""
         inside_BT = torch.stack([chats.drafts(i).roll(-i, 1) for i in range(num_tokens)]).all(0)
         chances = []
         for index, drafted_TBH in zip(range(num_tokens), self._drafted(chats), strict=False):
             hidden_BTH = drafted_TBH.roll(-index, 0).transpose(0, 1)[inside_BT]
             last_BTH = chats.last_TBH.roll(-index - 1, 0).transpose(0, 1)[inside_BT]
-            chances.append(_overlap(self._weight(), temperature, hidden_BTH, last_BTH))
+            chances.append(_overlap(output_weight(self._gpt), temperature, hidden_BTH, last_BTH))
         return torch.stack(chances)
 
     def _drafted(self, chats: _Chats) -> Iterator[Tensor]:
-        """[T, B, H] of each pass, for ever: what the output layer sees of the draft of each position.
+        """Yield the output layer's input [T, B, H] of each pass, without end.
 
-        A pass attends to its own keys alone; an engine keeps those of the first pass for what is verified.
+        A pass attends to its own keys alone, whereas an engine keeps the first pass's keys of verified tokens.
         """
         inputs = chats.batch.inputs
         embeddings_TBH = self._embeddings(chats.batch.labels_BT)
@@ -336,21 +343,15 @@ class MtpTrainer:
             )
             yield drafted_TBH
             index += 1
-            # A window's next token is drafted one position later, from what its last one left.
+            # A window's next token is drafted one position later, from the state of its last token.
             states_TBH = torch.where(positions_TB1 < index, chats.states_TBH, drafted_TBH.roll(1, 0))
 
     @torch.no_grad()
     def _embeddings(self, token_ids_BT: Tensor) -> Tensor:
         return cast(Any, self._gpt.embedding).word_embeddings(token_ids_BT).transpose(0, 1)
 
-    def _weight(self) -> Tensor:
-        """[V, H] of the output layer."""
-        if self._gpt.share_embeddings_and_output_weights:
-            return self._gpt.shared_embedding_or_output_weight().detach()
-        return cast(Tensor, self._gpt.output_layer.weight).detach()
-
     def _chats(self, sequences: Sequences, loss_starts: Sequence[int], states: States) -> Iterator[_Chats]:
-        # A position takes part if the token after it is known: the last one's is not.
+        # A position needs the token after it, which the last position lacks.
         lengths = [min(len(tokens) - 1, len(last)) for tokens, (_, last) in zip(sequences, states, strict=True)]
         cut = [list(tokens[: length + 1]) for tokens, length in zip(sequences, lengths, strict=True)]
         for batch in self._batching.microbatches(cut, loss_starts, self._device):
@@ -366,7 +367,7 @@ class MtpTrainer:
 
 
 def _chosen(chats: _Chats, index: int, drafted_TBH: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, H] each, of the tokens that pass `index` drafts: its own, and what the policy's output layer saw there."""
+    """Select the tokens that pass `index` drafts: states of the draft and of the policy, [N, H] each."""
     mask_BT = chats.drafts(index)
     return drafted_TBH.transpose(0, 1)[mask_BT], chats.last_TBH.roll(-1, 0).transpose(0, 1)[mask_BT]
 
@@ -380,7 +381,7 @@ def _divergence(weight_VH: Tensor, temperature: float, hidden_NH: Tensor, last_N
 
 
 def _overlap(weight_VH: Tensor, temperature: float, hidden_NH: Tensor, last_NH: Tensor) -> Tensor:
-    """[N], sum_v min(p(v), q(v)) over the whole vocabulary."""
+    """Compute sum_v min(p(v), q(v)) over the whole vocabulary, [N]."""
     policy_NV, draft_NV = (probabilities(logits_of(each, weight_VH, temperature)) for each in (last_NH, hidden_NH))
     shared_N = torch.minimum(policy_NV, draft_NV).sum(-1)
     return torch.stack(parallel.tensor_parallel_shards(shared_N)).sum(0)

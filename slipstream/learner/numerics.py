@@ -1,8 +1,8 @@
-"""The floating-point type that this machine multiplies faster: what `dtype: auto` of a recipe stands for.
+"""Choice of the floating-point type that this machine multiplies faster, for `dtype: auto` of a recipe.
 
-Without AVX-512 BF16, AMX or their like torch multiplies bfloat16 in a scalar loop, an order of magnitude slower than
-float32; with them bfloat16 wins. Capability flags say what a processor has, not what the installed kernels make of it,
-so the answer comes from a measurement of some milliseconds, and the flags stand beside it in the record.
+Without instructions such as AVX-512 BF16 or AMX, torch multiplies bfloat16 in a scalar loop, ten times slower than
+float32; with these instructions bfloat16 is faster. Capability flags do not say which kernels are installed, so the
+choice rests on a measurement of some milliseconds. The record keeps the flags beside the measurement.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ import torch
 from slipstream.records.run import NumericsRecord
 from slipstream.types import Dtype
 
-_ROWS, _INNER, _OUTER = 1024, 128, 384  # a micro-batch through the tiny policy's MLP
-_TOKENS = (1000, 1537, 3000, 4096)  # that a weight's gradient sums over
-_ODD = 53  # of no register's width a multiple
+_ROWS, _INNER, _OUTER = 1024, 128, 384  # sizes of a micro-batch in the tiny policy's MLP
+_TOKENS = (1000, 1537, 3000, 4096)  # numbers of tokens over which a weight's gradient is summed
+_ODD = 53  # a row length that is no multiple of any register's width
 _NUM_REPEATS = 15
 _MS = 1e3
 _BFLOAT16_UNITS = frozenset({"avx512_bf16", "amx_bf16"})
-_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")  # as /proc/cpuinfo spells them
+_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")  # names in /proc/cpuinfo
 TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
 
 def choose_dtype(
     *, num_threads: int | None, product_ms: Callable[[torch.dtype], float] | None = None
 ) -> NumericsRecord:
-    """Measure a matrix product in float32 and in bfloat16 and take the faster type.
+    """Measure a matrix product in float32 and in bfloat16, and choose the faster type.
 
     Args:
-        num_threads: with which the learner will compute; None leaves torch's own choice.
-        product_ms: milliseconds of one product in a type; None measures on this machine.
+        num_threads: number of threads of the learner; None keeps torch's own choice.
+        product_ms: function that returns milliseconds of one product in a type; None measures on this machine.
     """
     timed = product_ms or _product_ms
     ms = dict.fromkeys(TORCH_DTYPES, math.inf)
     with _threads(num_threads):
-        for _ in range(_NUM_REPEATS):  # in turn, and the least counts: whatever else the machine does only adds
+        for _ in range(_NUM_REPEATS):  # interleaved; the minimum counts, because other load only adds time
             ms = {dtype: min(ms[dtype], timed(of_torch)) for dtype, of_torch in TORCH_DTYPES.items()}
     chosen = min(ms, key=lambda dtype: (ms[dtype], dtype is not Dtype.FLOAT32))
     return NumericsRecord(
@@ -60,10 +60,10 @@ def choose_dtype(
 def learner_keeps_bits(
     dtype: Dtype, *, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.mm
 ) -> bool:
-    """Try out whether products of a learner in `dtype` are the same bits on one thread and on two, in this process.
+    """Test in this process that matrix products in `dtype` have the same bits on one thread and on two.
 
-    A weight's gradient sums over thousands of tokens, and libraries differ in whether threads share out such a sum: MKL
-    does, in float32, unless MKL_CBWR is AUTO,STRICT in the environment of the process, on a processor with AVX2.
+    A weight's gradient is a sum over thousands of tokens, and some libraries split that sum over threads. MKL does so
+    in float32 on a processor with AVX2, unless the environment of the process sets MKL_CBWR to AUTO,STRICT.
     """
     of_torch, numbers = TORCH_DTYPES.get(dtype), torch.Generator().manual_seed(0)
     if of_torch is None:
@@ -79,10 +79,10 @@ def learner_keeps_bits(
 def draft_keeps_bits(
     *, gradient: Callable[[torch.Tensor, torch.Tensor, int, torch.dtype], torch.Tensor] = torch._softmax_backward_data
 ) -> bool:
-    """Try out whether the gradient of a softmax is the same bits on one thread and on two, in this process.
+    """Test in this process that the gradient of a softmax has the same bits on one thread and on two.
 
-    Unlike the policy's layer for CPUs, a draft that is trained beside the policy computes it with torch's own
-    operation. That one depends on its threads on a processor with AVX2, where a row's length is no multiple of 8.
+    Unlike the policy's layer for CPUs, a draft that is trained beside the policy uses torch's own operation. On a
+    processor with AVX2 the bits of torch's operation depend on the threads where a row's length is no multiple of 8.
     """
     numbers = torch.Generator().manual_seed(0)
     chances = torch.randn(_ROWS, _ODD, generator=numbers).softmax(-1)
@@ -91,15 +91,16 @@ def draft_keeps_bits(
 
 
 def engine_keeps_bits(dtype: Dtype) -> bool:
-    """Return True if a vLLM engine in `dtype` samples the same bits on one thread and on two, on this machine.
+    """Return True if a vLLM engine in `dtype` computes the same bits on one thread and on two, on this machine.
 
-    In bfloat16 it does where the processor multiplies that; elsewhere its kernels share out their work by threads.
+    In bfloat16 the bits are equal on a processor with bfloat16 instructions; elsewhere vLLM's kernels split sums over
+    threads.
     """
     return dtype is Dtype.FLOAT32 or (dtype is Dtype.BFLOAT16 and not _BFLOAT16_UNITS.isdisjoint(processor_flags()))
 
 
 def capabilities() -> tuple[str, ...]:
-    """Capabilities by torch's level, oneDNN's answer and the CPU's own flags."""
+    """List torch's CPU level, oneDNN's bfloat16 support, the architecture and the processor's flags."""
     found = [f"torch {torch.backends.cpu.get_cpu_capability()}"]
     if torch.backends.mkldnn.is_available():
         found.append(f"oneDNN bfloat16 {'yes' if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 'no'}")
@@ -107,7 +108,7 @@ def capabilities() -> tuple[str, ...]:
 
 
 def processor_flags() -> tuple[str, ...]:
-    """The processor's own flags, as Linux gives them, as far as they matter here; none on another system."""
+    """List the flags of `_FLAGS` that Linux reports for this processor; empty on another system."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = set(cpuinfo.read_text().split()) if cpuinfo.is_file() else set()
     return tuple(flag for flag in _FLAGS if flag in flags)
@@ -122,14 +123,14 @@ def _same_on_threads(compute: Callable[[], torch.Tensor]) -> bool:
 
 
 def _product_ms(dtype: torch.dtype) -> float:
-    """One product, after another that pays for what is set up on first use."""
+    """Time one product after a warm-up product."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.ones(_ROWS, _INNER, dtype=dtype, device=device)
     weight = torch.ones(_INNER, _OUTER, dtype=dtype, device=device)
     float((x @ weight)[0, 0])
     start = time.perf_counter()
     product = x @ weight
-    float(product[0, 0])  # waits for a device that computes on its own
+    float(product[0, 0])  # waits for the device, which computes asynchronously
     return (time.perf_counter() - start) * _MS
 
 

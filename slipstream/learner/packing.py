@@ -1,17 +1,17 @@
-"""Plans of which sequences share a micro-batch: lists of indices, so that the order can be restored."""
+"""Plans that group sequences into micro-batches, as indices, so that the original order can be restored."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 MICROBATCH_COST = 300
-"""Cost of one more micro-batch beside its tokens, in tokens: measured on two cores, docs/log.md."""
+"""Fixed cost of a micro-batch in tokens, measured on two cores: docs/log.md."""
 
 UNPADDED_MICROBATCH_COST = 3000
-"""Cost of one more micro-batch where the layers skip padding, which then costs next to nothing."""
+"""Fixed cost of a micro-batch, in tokens, where the layers skip padding, so that padding costs almost nothing."""
 
 _RECTANGLE_COST = 40_000
-"""Cost of one more attention rectangle beside its scores, in scores: of the tiny recipe, docs/log.md."""
+"""Fixed cost of an attention rectangle in scores, measured with the tiny recipe: docs/log.md."""
 
 
 def plan_microbatches(
@@ -19,9 +19,9 @@ def plan_microbatches(
 ) -> list[tuple[int, ...]]:
     """Split sequences into micro-batches whose padded size (count x longest) stays within `max_tokens`.
 
-    Neighbours in length share a micro-batch, and of all such splits the one with the least padding is taken, every
-    micro-batch counting `microbatch_cost` tokens itself. The longest come first, so that a bound too large for the
-    memory fails at once. Deterministic; every index occurs exactly once.
+    Sequences of similar length share a micro-batch. Among all such splits the plan has the least padding plus
+    `microbatch_cost` tokens a micro-batch. The longest sequences come first, so that a bound that exceeds the memory
+    fails at once. The plan is deterministic; every index occurs exactly once.
 
     Raises:
         ValueError: a sequence is empty or longer than `max_tokens`.
@@ -37,9 +37,9 @@ def plan_microbatches(
 
 
 def plan_packed_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list[tuple[int, ...]]:
-    """Split sequences into few micro-batches, about equally full, each of at most `max_tokens` tokens.
+    """Split sequences into few, about equally full micro-batches of at most `max_tokens` tokens.
 
-    The longest sequence of each comes first. Deterministic; every index occurs exactly once.
+    The longest sequence of each micro-batch comes first. The plan is deterministic; every index occurs exactly once.
 
     Raises:
         ValueError: a sequence is empty or longer than `max_tokens`.
@@ -54,15 +54,15 @@ def plan_packed_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list
 
 
 def plan_shards(lengths: Sequence[int], num_shards: int) -> list[tuple[int, ...]]:
-    """Deal sequences to data-parallel ranks: the longest first, each to whoever has the fewest tokens so far.
+    """Distribute sequences over data-parallel ranks, balanced by tokens.
 
-    Each share keeps the sequences' order; with no more sequences than shards, some have one and the others none.
+    Each shard keeps the sequences' order. With fewer sequences than shards, some shards are empty.
     """
     return [tuple(sorted(shard)) for shard in _dealt(lengths, num_shards)]
 
 
 def _dealt(lengths: Sequence[int], num_shares: int) -> list[list[int]]:
-    """The longest first, each to whoever has the fewest tokens so far."""
+    """Assign sequences, the longest first, to the share with the fewest tokens so far."""
     shares: list[list[int]] = [[] for _ in range(num_shares)]
     taken = [0] * num_shares
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -73,9 +73,9 @@ def _dealt(lengths: Sequence[int], num_shares: int) -> list[list[int]]:
 
 
 def plan_rectangles(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Split neighbouring sequences, as (start, end), so that attention over each part's rectangle costs least.
+    """Split neighbouring sequences into parts (start, end) whose padded attention costs least.
 
-    A part costs its count x longest^2 scores, and something itself; longest first (or last) is the best order.
+    A part costs count x longest^2 scores plus a fixed cost; sequences sorted by length give the best plan.
     """
 
     def cost(start: int, end: int) -> int:
@@ -85,7 +85,7 @@ def plan_rectangles(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _cheapest_split(num_items: int, cost: Callable[[int, int], int | None]) -> list[tuple[int, int]]:
-    """Cut 0 .. num_items into (start, end) of the least summed cost; None: no longer part that ends there may be."""
+    """Split 0 .. num_items into parts (start, end) of the least total cost; None forbids a part and all longer ones."""
     # least[end]: cost of the best split of the first `end` items; starts[end]: where its last part begins
     least, starts = [0], [0]
     for end in range(1, num_items + 1):

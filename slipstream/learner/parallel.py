@@ -1,17 +1,17 @@
-"""Process group and Megatron model-parallel state of a learner rank, and bringing what ranks hold in parts to all."""
+"""Process group and Megatron's model-parallel state of a learner rank, and collectives between the ranks."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TypedDict, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore
 
 from slipstream.config import require
 from slipstream.learner.config import ParallelConfig
@@ -19,58 +19,32 @@ from slipstream.learner.cpu import host
 from slipstream.learner.weights import Shard
 
 
-class Rank(TypedDict, total=False):
-    """A process's rank in the learner, and where rank 0 waits: arguments of `initialize`."""
+def initialize(parallel: ParallelConfig) -> None:
+    """Initialize Megatron's parallel state for a layout, once a process; a second policy shares the state.
 
-    rank: int
-    world_size: int
-    master_address: str
-    master_port: int
+    The ranks of a learner form their process group before (`Rendezvous`); a process without a group is the only rank.
 
-
-def initialize(
-    parallel: ParallelConfig,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    master_address: str = "127.0.0.1",
-    master_port: int = 0,
-    seed: int = 0,
-) -> None:
-    """Join the learner's process group, once a process; a second policy in the process shares it.
-
-    Args:
-        master_port: port of rank 0, needed with more than one rank; a single rank opens none.
     Raises:
-        ConfigError: `world_size` is not the product of `parallel`, or the process has joined with another layout.
+        ConfigError: the group's size is not the product of `parallel`, or the process was initialized with another
+            layout.
     """
-    need = parallel.world_size
-    require(world_size == need, "learner.parallel", f"must multiply to the {world_size} ranks started", need)
     host.install()
+    if not dist.is_initialized():  # without a port, so that any number of single-rank learners run on one machine
+        dist.init_process_group("gloo" if host.is_cpu_only() else "nccl", store=HashStore(), rank=0, world_size=1)
+    need, size = parallel.world_size, dist.get_world_size()
+    require(size == need, "learner.parallel", f"must multiply to the {size} ranks started", need)
     if parallel_state.model_parallel_is_initialized():
         _require_same_layout(parallel)
         return
     if not host.is_cpu_only():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
-    if not dist.is_initialized():  # ranks on several hosts have met before: `rendezvous`
-        _init_process_group(rank, world_size, master_address, master_port)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", dist.get_rank() % torch.cuda.device_count())))
     with host.cuda_as_cpu():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
             expert_model_parallel_size=parallel.expert,
         )
-        model_parallel_cuda_manual_seed(seed)
-
-
-def _init_process_group(rank: int, world_size: int, master_address: str, master_port: int) -> None:
-    backend = "gloo" if host.is_cpu_only() else "nccl"
-    if world_size == 1:
-        # Nobody to meet: no port, so that any number of single-rank learners run on one machine.
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        return
-    store = TCPStore(master_address, master_port, world_size, is_master=rank == 0)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        model_parallel_cuda_manual_seed(0)
 
 
 def _require_same_layout(parallel: ParallelConfig) -> None:
@@ -78,9 +52,8 @@ def _require_same_layout(parallel: ParallelConfig) -> None:
     joined = (shard.tensor_size, shard.pipeline_size, shard.expert_size)
     wanted = (parallel.tensor, parallel.pipeline, parallel.expert)
     fix = f"this process has joined as {joined}; call parallel.teardown() first"
-    require(
-        joined == wanted, "learner.parallel", "must not change within a process (tensor, pipeline, expert)", wanted, fix
-    )
+    rule = "must not change within a process (tensor, pipeline, expert)"
+    require(joined == wanted, "learner.parallel", rule, wanted, fix)
 
 
 def teardown() -> None:
@@ -91,7 +64,7 @@ def teardown() -> None:
 
 
 def current_shard() -> Shard:
-    """The part of the model that this rank holds."""
+    """Return which part of the model this rank holds."""
     return Shard(
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -104,23 +77,23 @@ def current_shard() -> Shard:
 
 
 def device() -> torch.device:
-    """The device on which this rank computes."""
+    """Return the device on which this rank computes."""
     return torch.device("cpu") if host.is_cpu_only() else torch.device("cuda", torch.cuda.current_device())
 
 
 def is_main_rank() -> bool:
-    """Return True on the rank that writes the files that exist once."""
+    """Return True on rank 0, which writes the files that all ranks share."""
     return dist.get_rank() == 0
 
 
 def barrier() -> None:
-    """Wait for every learner rank."""
+    """Wait until every learner rank has arrived."""
     if dist.get_world_size() > 1:
         dist.barrier()
 
 
 def tensor_parallel_shards(tensor: Tensor) -> list[Tensor]:
-    """The tensors of all tensor-parallel ranks, in rank order."""
+    """Gather the tensors of all tensor-parallel ranks, in rank order."""
     size = parallel_state.get_tensor_model_parallel_world_size()
     if size == 1:
         return [tensor]
@@ -130,7 +103,7 @@ def tensor_parallel_shards(tensor: Tensor) -> list[Tensor]:
 
 
 def from_expert_rank(holder: int, tensor: Tensor) -> Tensor:
-    """The tensor of one of the ranks that experts are dealt to, on all of them; all pass one of its shape."""
+    """Broadcast the tensor of one expert-parallel rank to the others; every rank passes a tensor of that shape."""
     group = _expert_group()
     if group.size() == 1:
         return tensor
@@ -140,17 +113,12 @@ def from_expert_rank(holder: int, tensor: Tensor) -> Tensor:
 
 
 def most_over_expert_ranks(count: int) -> int:
-    """The largest of the counts of the ranks that experts are dealt to."""
-    group = _expert_group()
-    if group.size() == 1:
-        return count
-    most = torch.tensor(count, device=device())
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    return int(most.item())
+    """Return the largest count over the expert-parallel ranks."""
+    return int(all_reduce(torch.tensor(count, device=device()), _expert_group(), dist.ReduceOp.MAX).item())
 
 
 def from_pipeline_stage(stage: int, tensors: Sequence[tuple[str, Tensor]] | None) -> list[tuple[str, Tensor]]:
-    """Named tensors of one pipeline stage, on every stage; only that stage passes them."""
+    """Broadcast named tensors of one pipeline stage to all stages; the other stages pass None."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         assert tensors is not None
         return list(tensors)
@@ -168,27 +136,23 @@ def from_pipeline_stage(stage: int, tensors: Sequence[tuple[str, Tensor]] | None
 
 
 def sum_over_stages(tensor: Tensor) -> Tensor:
-    """Sum over the pipeline stages, on each of them: a stage passes zeros where it has nothing."""
-    return summed(tensor, _pipeline_group())
+    """Sum a tensor over the pipeline stages; a stage passes zeros where another stage has the values."""
+    return all_reduce(tensor, _pipeline_group())
 
 
 def num_pipeline_stages() -> int:
-    """Over how many ranks the layers are dealt."""
+    """Return the number of pipeline stages."""
     return int(parallel_state.get_pipeline_model_parallel_world_size())
 
 
 def sum_over_data_ranks(count: int) -> int:
-    """Sum of the data-parallel ranks' counts."""
-    if _data_group().size() == 1:
-        return count
-    return int(summed_over_data_ranks(torch.tensor(count, device=device())).item())
+    """Sum a count over the data-parallel ranks."""
+    return int(all_reduce(torch.tensor(count, device=device()), _data_group()).item())
 
 
 def summed_over_data_ranks(tensor: Tensor) -> Tensor:
-    """Sum over the data-parallel ranks, on the device where the learner's ranks exchange tensors."""
-    if _data_group().size() == 1:
-        return tensor
-    return summed(tensor.to(device(), copy=True), _data_group()).to(tensor.device)
+    """Sum a tensor over the data-parallel ranks; the sum is exchanged on the learner's device."""
+    return all_reduce(tensor.to(device(), copy=True), _data_group()).to(tensor.device)
 
 
 def sum_results(results: Sequence[dict[str, Tensor]], names: Sequence[str], device: torch.device) -> dict[str, float]:
@@ -196,21 +160,21 @@ def sum_results(results: Sequence[dict[str, Tensor]], names: Sequence[str], devi
     sums = torch.zeros(len(names), dtype=torch.float64, device=device)
     for result in results:
         sums += torch.stack([result[name].double() for name in names])
-    return dict(zip(names, sum_over_stages(summed(sums, _data_group())).tolist(), strict=True))
+    return dict(zip(names, sum_over_stages(all_reduce(sums, _data_group())).tolist(), strict=True))
 
 
-def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the ranks of a group, in place."""
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Combine a tensor over the ranks of a group, in place."""
     if group.size() > 1:
-        dist.all_reduce(tensor, group=group)
+        dist.all_reduce(tensor, op=op, group=group)
     return tensor
 
 
-# Megatron declares its groups as a group, a list of groups or None, and gives a group for every layout of ours.
+# Megatron declares a group, a list of groups or None, and returns a single group for every layout of ours.
 
 
 def tensor_group() -> dist.ProcessGroup:
-    """The ranks that hold the parts of one layer."""
+    """Return the tensor-parallel ranks, which hold the parts of one layer."""
     return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
 
 

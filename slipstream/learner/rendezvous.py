@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of a learner: rank 0 opens a port on its own host, the others connect to it."""
+"""Rendezvous of the ranks of a learner: rank 0 opens a port on its own host, and the others connect to the port."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slipstream.config import require
 
 
 class Rendezvous:
-    """A place to meet. Rank 0 makes it with `listen`, the others from its address and port."""
+    """Store through which ranks form a process group: `listen` on rank 0, the constructor on the others."""
 
     def __init__(self, *, address: str, port: int, world_size: int, store: TCPStore | None = None) -> None:
         self.address = address
@@ -26,7 +26,7 @@ class Rendezvous:
 
     @classmethod
     def listen(cls, address: str, *, world_size: int) -> Rendezvous:
-        """Open a port of `address` that the system chooses: it is ours from its choice on, so nothing can clash."""
+        """Open a port of `address` that the system chooses; the socket stays open, so the port cannot be taken."""
         listening = socket.create_server((address, 0))
         port = int(listening.getsockname()[1])
         store = TCPStore(
@@ -35,11 +35,11 @@ class Rendezvous:
         return cls(address=address, port=port, world_size=world_size, store=store)
 
     def join(self, rank: int, *, own_address: str) -> None:
-        """Form the process group; returns when all ranks are in it.
+        """Form the process group; returns when all ranks have joined.
 
         Args:
-            own_address: of this host, whose network interface gloo then uses; it would else ask for the host's name,
-                which many containers resolve to 127.0.0.1. `GLOO_SOCKET_IFNAME` goes before.
+            own_address: address of this host, whose network interface gloo uses unless `GLOO_SOCKET_IFNAME` is set. By
+                default gloo resolves the host's name, which is 127.0.0.1 in many containers.
         """
         store = self._store or TCPStore(self.address, self.port, self._world_size, is_master=False)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(own_address))
@@ -48,12 +48,12 @@ class Rendezvous:
 
 
 def interface_of(address: str, interfaces: Mapping[str, Iterable[Any]] | None = None) -> str:
-    """Name of the network interface that has `address`.
+    """Find the network interface that has `address`.
 
     Args:
-        interfaces: this host's addresses by interface, as psutil gives them.
+        interfaces: this host's addresses by interface, in psutil's form; None asks psutil.
     Raises:
-        ConfigError: none has it.
+        ConfigError: no interface has the address.
     """
     known = psutil.net_if_addrs() if interfaces is None else interfaces
     found = [name for name, each in known.items() if address in (entry.address for entry in each)]

@@ -1,29 +1,29 @@
-"""The statistics of the losslessness certificate: does speculation sample the policy's own distribution?
+"""Hypothesis tests of the losslessness certificate: does speculation sample the policy's own distribution?
 
-The claim: every token that the speculative engine emits is a draw from the policy's conditional at the run's
-temperature, top-p and top-k. The exact conditionals come from the learner, never from the engine under test.
+The null hypothesis: every token that the speculative engine emits is a sample of the policy's conditional distribution
+at the run's temperature, top-p and top-k. The exact conditionals come from the learner, never from the engine under
+test.
 
-What is tested, and why that way:
+The tests and their reasons:
 
-- The randomised probability integral transform of a token x is u = F(x-) + v p(x), v uniform, with the vocabulary in
-  order of falling probability. If x is a draw from p given its prefix, u is uniform and independent of all before it
-  (Rosenblatt 1952), whatever the length of the response or the batch.
-- It is tested apart for each position of the draft window. Given that a position is reached, its token, accepted or
-  corrected, is a draw from p. Accepted tokens alone are not (they follow min(p, q)), nor are corrected ones alone:
-  a test of either against uniform would fail an exact engine. The bonus token is the last position.
-- The log-probability of what was drawn has a known mean and variance given its prefix; their sums give a z-score.
-- Repeated prompts give counts of first tokens and first pairs to hold against exact probabilities.
-- The same statistics of an autoregressive engine, tested against each other: what neither the learner's nor the
-  engine's rounding can explain.
+- The randomized probability integral transform of a token x is u = F(x-) + v p(x), with v uniform and the vocabulary
+  sorted by falling probability. If x is a sample of p given its prefix, u is uniform and independent of all earlier
+  tokens (Rosenblatt 1952), for every length of response and batch.
+- Each position of the draft window has a test of its own. Given that a position is reached, its token, accepted or
+  corrected, is a sample of p. Accepted tokens alone follow min(p, q), and corrected tokens alone are biased as well: a
+  test of either against the uniform distribution would reject an exact engine. The bonus token is the last position.
+- The logprob of a sampled token has a known mean and variance given its prefix; the sums give a z-score.
+- Repeated prompts give counts of first tokens and first pairs, which are compared with exact probabilities.
+- A two-sample test compares both engines: rounding differs between learner and engine, but not between engines.
 
-All p-values enter one Holm correction, so an exact engine fails with at most the family level.
+All p-values enter one Holm correction, so an exact engine is rejected with at most the probability `family_level`.
 Legend: `N` tokens, `K` cells, `R` replications.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,15 +33,19 @@ from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.records.stages import Finding, Power
 
 Floats = NDArray[np.float64]
+Tests = dict[str, tuple[int, float, float]]
+"""Observations, statistic and p-value of each test, by its name."""
 _NUM_BINS = 32
-_MIN_EXPECTED = 5.0  # smaller cells are pooled: the chi-square approximation needs them this large
+_MIN_EXPECTED = 5.0  # smaller cells are pooled: the chi-square approximation needs this many expected counts
+_EDGES = np.linspace(0.0, 1.0, _NUM_BINS + 1)
 _TINY = float(np.finfo(np.float64).tiny)
-_MIN_TOKENS = 100  # positions reached less often are pooled into the one before
+_LARGEST = float(np.finfo(np.float64).max)  # JSON knows no infinity, and an impossible token makes a statistic infinite
+_MIN_TOKENS = 100  # positions with fewer tokens are pooled into the position before
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Bias:
-    """One draw a token from a biased policy, seen by the true one, and the bias in total variation."""
+    """One sample a token of a biased policy, scored by the true policy, and the bias in total variation."""
 
     mass_before: Floats
     probability: Floats
@@ -50,48 +54,44 @@ class Bias:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draws:
-    """Tokens and what the policy says about each, all of length N. Mass is probability under the policy.
+    """Sampled tokens with their statistics under the policy, arrays of length N.
 
-    `sharper` and `flatter` hold, for the same prefixes, one draw of a policy with all probabilities squared, and with
-    their square roots (normalised): known biases, to measure what the tests can see.
+    `sharper` and `flatter` hold one sample for each of the same prefixes, of a policy with all probabilities squared,
+    and of one with their square roots (both normalized). These known biases measure the power of the tests.
     """
 
-    mass_before: Floats  # of the tokens more likely than the drawn one; NaN where the policy cannot draw it
+    mass_before: Floats  # probability of all likelier tokens; NaN where the policy cannot sample the token
     probability: Floats
-    logprob_mean: Floats  # of the conditional: minus its entropy
+    logprob_mean: Floats  # mean logprob of the conditional distribution: minus its entropy
     logprob_variance: Floats
-    position: NDArray[np.int64]  # in the draft window, from 1; 0: drawn without a draft
+    position: NDArray[np.int64]  # position in the draft window, from 1; 0: sampled without a draft
     sharper: Bias
     flatter: Bias
 
 
 def uniforms(mass_before: Floats, probability: Floats, seed: int) -> Floats:
-    """Randomised probability integral transform, [N] in [0, 1]; an impossible token (NaN) gives 1."""
+    """Compute the randomized probability integral transform, [N] in [0, 1]; an impossible token (NaN) gives 1."""
     v = np.random.default_rng(seed).random(len(probability))
     return np.where(np.isnan(mass_before), 1.0, np.clip(mass_before + v * probability, 0.0, 1.0))
 
 
-def conditional_tests(draws: Draws, *, seed: int) -> dict[str, tuple[int, float, float]]:
-    """Tests of draws against the policy's conditionals: name -> (observations, statistic, p-value)."""
-    return _conditional_tests(draws, draws.mass_before, draws.probability, seed)
-
-
-def _conditional_tests(
-    draws: Draws, mass_before: Floats, probability: Floats, seed: int
-) -> dict[str, tuple[int, float, float]]:
-    u = uniforms(mass_before, probability, seed)
-    found = {"pit, all tokens": (len(u), *_chi_square_uniform(u))}
+def conditional_tests(draws: Draws, *, seed: int) -> Tests:
+    """Test sampled tokens against the policy's conditional distributions."""
+    u = uniforms(draws.mass_before, draws.probability, seed)
+    counts = np.histogram(u, _EDGES)[0]
+    uniform = np.full(_NUM_BINS, 1.0 / _NUM_BINS)
+    found = {"pit, all tokens": (len(u), *summed_chi_square([count_test(counts, uniform)]))}
     for position, mask in window_positions(draws.position).items():
         found[f"pit, {position}"] = (int(mask.sum()), *_kolmogorov(u[mask]))
     with np.errstate(divide="ignore"):
-        excess = np.where(probability > 0, np.log(probability), -np.inf) - draws.logprob_mean
-    z = float(excess.sum() / np.sqrt(draws.logprob_variance.sum() + _TINY))
-    found["log-probability, z"] = (len(u), z, float(special.erfc(abs(z) / np.sqrt(2.0))))
+        logprob = np.where(draws.probability > 0, np.log(draws.probability), -np.inf)
+    z = (logprob - draws.logprob_mean).sum() / np.sqrt(draws.logprob_variance.sum() + _TINY)
+    found["log-probability, z"] = (len(u), *_normal(z))
     return found
 
 
 def window_positions(position: NDArray[np.int64]) -> dict[str, NDArray[np.bool_]]:
-    """Masks of the tokens drawn without a draft, and at each position of the window; rare positions are pooled."""
+    """Build a mask [N] for tokens without a draft and for each position of the window; rare positions are pooled."""
     groups: dict[str, NDArray[np.bool_]] = {}
     last = int(position.max(initial=0))
     for index in range(last + 1):
@@ -108,11 +108,11 @@ def window_positions(position: NDArray[np.int64]) -> dict[str, NDArray[np.bool_]
 
 
 def count_test(counts: NDArray[np.int64], probabilities: Floats) -> tuple[float, int]:
-    """Pearson's chi-square of counts against exact probabilities, and its degrees of freedom.
+    """Compute Pearson's chi-square of counts against exact probabilities, and its degrees of freedom.
 
     Args:
-        counts: [K], of draws.
-        probabilities: [K], summing to 1. Cells that expect fewer than 5 draws are pooled.
+        counts: [K] number of samples in each cell.
+        probabilities: [K], summing to 1. Cells that expect fewer than 5 samples are pooled.
     """
     expected = probabilities * counts.sum()
     observed, expected = _pool(counts.astype(np.float64), expected)
@@ -120,7 +120,7 @@ def count_test(counts: NDArray[np.int64], probabilities: Floats) -> tuple[float,
 
 
 def homogeneity_test(first: NDArray[np.int64], second: NDArray[np.int64]) -> tuple[float, int]:
-    """Chi-square of two samples over the same cells, and its degrees of freedom; rare cells are pooled."""
+    """Compute chi-square of two samples' counts [K] and its degrees of freedom; rare cells are pooled."""
     total = (first + second).astype(np.float64)
     share = first.sum() / total.sum()
     smaller = total * min(share, 1 - share)
@@ -132,16 +132,15 @@ def homogeneity_test(first: NDArray[np.int64], second: NDArray[np.int64]) -> tup
 
 
 def summed_chi_square(parts: Sequence[tuple[float, int]]) -> tuple[float, float]:
-    """Sum of independent chi-square statistics, and its p-value; without degrees of freedom the p-value is 1."""
+    """Sum independent chi-square statistics; the p-value is 1 without degrees of freedom."""
     statistic, dof = sum(part[0] for part in parts), sum(part[1] for part in parts)
     return statistic, float(special.chdtrc(dof, statistic)) if dof > 0 else 1.0
 
 
-def two_sample_tests(first: Draws, second: Draws, *, seed: int) -> dict[str, tuple[int, float, float]]:
-    """Do two engines draw alike? The same tests' uniforms and log-probabilities, held against one another."""
+def two_sample_tests(first: Draws, second: Draws, *, seed: int) -> Tests:
+    """Test whether two engines sample alike, by the uniforms and the logprobs of the tests above."""
     u = [uniforms(draws.mass_before, draws.probability, seed + i) for i, draws in enumerate((first, second))]
-    edges = np.linspace(0.0, 1.0, _NUM_BINS + 1)
-    counts = [np.histogram(values, edges)[0] for values in u]
+    counts = [np.histogram(values, _EDGES)[0] for values in u]
     num = len(u[0]) + len(u[1])
     found = {"autoregressive beside speculative, pit": (num, *summed_chi_square([homogeneity_test(*counts)]))}
     means, variances = [], []
@@ -150,13 +149,13 @@ def two_sample_tests(first: Draws, second: Draws, *, seed: int) -> dict[str, tup
         excess = np.log(draws.probability[known]) - draws.logprob_mean[known]
         means.append(excess.mean())
         variances.append(draws.logprob_variance.mean() / len(excess))
-    z = float((means[0] - means[1]) / np.sqrt(sum(variances)))
-    found["autoregressive beside speculative, log-probability"] = (num, z, float(special.erfc(abs(z) / np.sqrt(2.0))))
+    z = (means[0] - means[1]) / np.sqrt(sum(variances))
+    found["autoregressive beside speculative, log-probability"] = (num, *_normal(z))
     return found
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down correction: reject where the corrected value is below the family level.
+    """Apply Holm's step-down correction: reject where the corrected p-value is below the family level.
 
     Source:
         Holm, A simple sequentially rejective multiple test procedure (1979).
@@ -170,14 +169,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected.tolist()
 
 
-def family(found: Mapping[str, tuple[int, float, float]], *, level: float) -> tuple[Finding, ...]:
-    """All tests under one Holm correction."""
+def family(found: Tests, *, level: float) -> tuple[Finding, ...]:
+    """Judge all tests under one Holm correction."""
     corrected = holm([p_value for _, _, p_value in found.values()])
     return tuple(
         Finding(
             name=name,
             num_observations=num,
-            statistic=_finite(statistic),
+            statistic=float(np.clip(statistic, -_LARGEST, _LARGEST)),
             p_value=p_value,
             p_value_corrected=fixed,
             reject=fixed < level,
@@ -187,52 +186,50 @@ def family(found: Mapping[str, tuple[int, float, float]], *, level: float) -> tu
 
 
 def detectable_bias(draws: Draws, *, num_tests: int, config: LosslessnessConfig) -> tuple[Power, ...]:
-    """Mix known biases into the recorded draws and find the smallest that the tests see.
+    """Mix known biases into the recorded samples and find the smallest bias that the tests detect.
 
-    Each token is replaced, with probability f, by the draw of a sharper or flatter policy; f is bisected until a test
-    of the conditionals rejects in `config.power` of the replications, at the strictest level that Holm's correction
-    over `num_tests` would ask for.
+    Each token is replaced, with probability f, by the sample of a sharper or flatter policy. f is bisected until a test
+    of the conditionals rejects in a fraction `config.power` of the replications, at the strictest level of Holm's
+    correction over `num_tests`.
     """
     level = config.family_level / num_tests
     found = []
     for alternative, bias in (("sharper", draws.sharper), ("flatter", draws.flatter)):
-        if _power(draws, bias, 1.0, level, config) < config.power:
-            found.append(Power(alternative=alternative, detectable_total_variation=1.0, detectable_fraction=1.0))
-            continue
-        low, high = 0.0, 1.0
-        while high - low > max(0.02 * high, 1e-4):
-            middle = (low + high) / 2
-            low, high = (low, middle) if _power(draws, bias, middle, level, config) >= config.power else (middle, high)
-        found.append(
-            Power(
-                alternative=alternative,
-                detectable_total_variation=float(high * bias.total_variation.mean()),
-                detectable_fraction=high,
-            )
-        )
+        high, variation = 1.0, 1.0
+        if _power(draws, bias, 1.0, level, config) >= config.power:
+            low = 0.0
+            while high - low > max(0.02 * high, 1e-4):
+                middle = (low + high) / 2
+                seen = _power(draws, bias, middle, level, config) >= config.power
+                low, high = (low, middle) if seen else (middle, high)
+            variation = float(high * bias.total_variation.mean())
+        found.append(Power(alternative=alternative, detectable_total_variation=variation, detectable_fraction=high))
     return tuple(found)
 
 
 def _power(draws: Draws, bias: Bias, fraction: float, level: float, config: LosslessnessConfig) -> float:
-    """Share of replications in which some test of the conditionals sees the bias."""
+    """Fraction of replications in which some test of the conditionals detects the bias."""
     rejected = 0
     for replication in range(config.num_replications):
         random = np.random.default_rng([config.seed, replication])
         replaced = random.random(len(draws.probability)) < fraction
-        mass_before = np.where(replaced, bias.mass_before, draws.mass_before)
-        probability = np.where(replaced, bias.probability, draws.probability)
-        tests = _conditional_tests(draws, mass_before, probability, int(random.integers(2**31)))
+        biased = replace(
+            draws,
+            mass_before=np.where(replaced, bias.mass_before, draws.mass_before),
+            probability=np.where(replaced, bias.probability, draws.probability),
+        )
+        tests = conditional_tests(biased, seed=int(random.integers(2**31)))
         rejected += min(p_value for _, _, p_value in tests.values()) < level
     return rejected / config.num_replications
 
 
-def _chi_square_uniform(u: Floats) -> tuple[float, float]:
-    counts = np.histogram(u, np.linspace(0.0, 1.0, _NUM_BINS + 1))[0]
-    return summed_chi_square([count_test(counts, np.full(_NUM_BINS, 1.0 / _NUM_BINS))])
+def _normal(z: float) -> tuple[float, float]:
+    """Pair a standard normal statistic with its two-sided p-value."""
+    return float(z), float(special.erfc(abs(z) / np.sqrt(2.0)))
 
 
 def _kolmogorov(u: Floats) -> tuple[float, float]:
-    """Kolmogorov-Smirnov distance from uniform, scaled with Stephens' correction for small samples."""
+    """Compute the Kolmogorov-Smirnov distance from uniform, and its p-value with Stephens' small-sample correction."""
     ordered = np.sort(u)
     steps = np.arange(1, len(u) + 1) / len(u)
     distance = max(float((steps - ordered).max()), float((ordered - steps + 1 / len(u)).max()))
@@ -241,7 +238,7 @@ def _kolmogorov(u: Floats) -> tuple[float, float]:
 
 
 def _pool(values: Floats, expected: Floats) -> tuple[Floats, Floats]:
-    """Merge the cells that expect too little, smallest first, into cells that expect enough."""
+    """Merge cells that expect fewer than `_MIN_EXPECTED` counts, smallest first."""
     order = np.argsort(expected)
     merged: list[list[float]] = []
     value = mass = 0.0
@@ -257,8 +254,3 @@ def _pool(values: Floats, expected: Floats) -> tuple[Floats, Floats]:
         merged.append([value, max(mass, _TINY)])
     pooled = np.asarray(merged)
     return pooled[:, 0], pooled[:, 1]
-
-
-def _finite(value: float) -> float:
-    """JSON knows no infinity: an impossible token makes a statistic infinite."""
-    return float(np.clip(value, -np.finfo(np.float64).max, np.finfo(np.float64).max))

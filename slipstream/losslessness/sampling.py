@@ -1,4 +1,4 @@
-"""What one engine draws for the certificate: long responses, repeated first pairs, and greedy responses."""
+"""Samples that the certificate takes from one engine: long responses, repeated first pairs and greedy responses."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from slipstream.types import Prompt
 
 
 class TracingEngine(Protocol):
-    """An engine that tells which tokens came out of it together."""
+    """Engine whose responses record which tokens each iteration emitted."""
 
     def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
-        """See `slipstream.engine.vllm_engine.VllmEngine.trace`."""
+        """Generate a group of responses to each prompt, with the window lengths of `Trace`."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """What one engine drew."""
+    """Responses of one engine."""
 
     traces: tuple[Trace, ...]
     repeats: tuple[tuple[Trace, ...], ...]  # responses of at most two tokens, by repeated prompt
@@ -33,20 +33,20 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        """Of the traces."""
+        """Number of tokens of `traces`."""
         return sum(len(trace.token_ids) for trace in self.traces)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """What the certificate is about, as it is written into it."""
+    """Policy, draft and versions that a certificate names."""
 
     num_speculative_tokens: int
     policy_fingerprint: str
     draft_fingerprint: str
     versions: Mapping[str, str]
     schedule: tuple[ScheduleEntry, ...] = ()  # k by running batch
-    kv_cache: KvCache | None = None  # of a run whose engines are refitted in flight
+    kv_cache: KvCache | None = None  # None: the run does not refit engines in flight
 
 
 def draw(
@@ -60,18 +60,18 @@ def draw(
     across: Callable[..., list[Trace]] | None = None,
     on_drawn: Callable[[int], None] = lambda num_tokens: None,
 ) -> Sample:
-    """Draw what the certificate needs from one engine.
+    """Sample the responses that the certificate needs from one engine.
 
     Args:
-        batch: responses at a time: as many as in training, for the best draft length depends on it.
-        seed: the repeated pairs take it, the batches those after it: `config.num_tokens` of them at most.
-        across: the engine's `trace` with refits during the long responses; the others are of the last weights.
-        on_drawn: told the number of tokens of each batch.
+        batch: number of responses at a time, as in training, because the best draft length depends on it.
+        seed: seed of the repeated pairs; batch i of the long responses takes `seed + 1 + i`.
+        across: replacement of `engine.trace` for the long responses, which refits the engine while it generates them.
+        on_drawn: callback with the number of tokens of each batch.
     """
     require(len(prompts) > 0, "losslessness", "must have prompts", len(prompts))
     traces: list[Trace] = []
     num_tokens = 0
-    for call in range(config.num_tokens):  # each gives a token at least
+    for call in range(config.num_tokens):  # every call yields at least one token
         if num_tokens >= config.num_tokens:
             break
         chosen = [prompts[(call * batch + i) % len(prompts)] for i in range(batch)]
@@ -99,6 +99,6 @@ def draw(
 
 
 def positions(trace: Trace) -> list[int]:
-    """Position in its draft window of every token: 0 for the prefill's, else from 1."""
+    """List the position of every token in its draft window: 0 for tokens of the prefill, else from 1."""
     first, *later = trace.window_lengths
     return [0] * first + [position for length in later for position in range(1, length + 1)]

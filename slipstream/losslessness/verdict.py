@@ -1,11 +1,11 @@
-"""The certificate: what the exact policy, as the learner computes it, says about two engines' samples."""
+"""The losslessness certificate: a verdict on two engines' samples from the exact policy that the learner computes."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from slipstream.engine.protocol import Trace
 from slipstream.grpo.loop_config import KvCache
 from slipstream.losslessness import hypothesis_tests
 from slipstream.losslessness.config import LosslessnessConfig
-from slipstream.losslessness.hypothesis_tests import Bias, Draws
+from slipstream.losslessness.hypothesis_tests import Bias, Draws, Tests
 from slipstream.losslessness.sampling import Sample, Subject, positions
 from slipstream.records.stages import CertificateRecord, Finding, GreedyRecord, Power
 
@@ -30,23 +30,22 @@ KEPT = (
 )
 LOSSLESS, BIASED, TOO_WEAK = "lossless", "biased", "too weak"
 _PIT_BINS = 20
-_LARGEST_GAP = 1e9  # nats: where one token is impossible
-_Found = dict[str, tuple[int, float, float]]
+_LARGEST_GAP = 1e9  # nats, recorded where the policy gives one of the two tokens no probability
 
 
 class ExactPolicy(Protocol):
-    """The policy as the learner computes it."""
+    """Policy with exact probabilities, as the learner computes them."""
 
     def conditionals(
         self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
     ) -> NDArray[np.float64]:
-        """See `slipstream.workers.learner_process.LearnerProcess.conditionals`."""
+        """Compute `slipstream.learner.logprobs.COLUMNS` for every response token, [tokens, columns]."""
         ...
 
     def next_token_probabilities(
         self, prefixes: Sequence[Sequence[int]], sampling: SamplingConfig
     ) -> NDArray[np.float64]:
-        """See `slipstream.workers.learner_process.LearnerProcess.next_token_probabilities`."""
+        """Compute the distribution that is sampled after each prefix, [prefixes, vocabulary]."""
         ...
 
 
@@ -64,13 +63,13 @@ def certify(
     """Judge the speculative engine's sample against the policy and against the autoregressive engine's.
 
     Args:
-        started_s: `time.perf_counter()` when drawing began.
-        earlier: what other versions of the policy say of the sample's long responses, by version: see `judged`; the
-            tokens that carry none of these are held against `policy`.
+        started_s: `time.perf_counter()` at the start of sampling.
+        earlier: `judged` of earlier policy versions on the sample's long responses, by version; tokens of any other
+            version are compared with `policy`.
     """
     draws = _draws(sample.traces, policy, sampling, config.seed, earlier or {})
     control = _draws(baseline.traces, policy, sampling, config.seed + 1, {})
-    exact = _PairProbabilities(policy, sampling)
+    exact = _next_tokens(policy, sampling)
     found = {
         **hypothesis_tests.conditional_tests(draws, seed=config.seed),
         **_count_tests(sample, exact),
@@ -109,14 +108,8 @@ def certify(
     )
 
 
-def judged(
-    traces: Sequence[Trace], policy: ExactPolicy, *, sampling: SamplingConfig, config: LosslessnessConfig
-) -> NDArray[np.float64]:
-    """What a version of the policy says of every token of the sample's long responses, whatever version drew it."""
-    return _columns(traces, policy, sampling, config.seed)
-
-
-def _columns(traces: Sequence[Trace], policy: ExactPolicy, sampling: SamplingConfig, seed: int) -> NDArray[np.float64]:
+def judged(traces: Sequence[Trace], policy: ExactPolicy, *, sampling: SamplingConfig, seed: int) -> NDArray[np.float64]:
+    """Compute the columns of `ExactPolicy.conditionals` for the responses of `traces`, [tokens, columns]."""
     sequences = [trace.prompt_token_ids + trace.token_ids for trace in traces]
     return policy.conditionals(sequences, [len(trace.prompt_token_ids) for trace in traces], sampling, seed=seed)
 
@@ -128,7 +121,7 @@ def _draws(
     seed: int,
     earlier: Mapping[int, NDArray[np.float64]],
 ) -> Draws:
-    by_token = _columns(traces, policy, sampling, seed)
+    by_token = judged(traces, policy, sampling=sampling, seed=seed)
     versions = np.asarray([version for trace in traces for version in trace.policy_versions], dtype=np.int64)
     for version, said in earlier.items():
         by_token = np.where((versions == version)[:, None], said, by_token)
@@ -141,37 +134,37 @@ def _draws(
         logprob_mean=columns[2],
         logprob_variance=columns[3],
         position=place,
-        sharper=Bias(mass_before=columns[4], probability=columns[5], total_variation=columns[6]),
-        flatter=Bias(mass_before=columns[7], probability=columns[8], total_variation=columns[9]),
+        sharper=Bias(*columns[4:7]),
+        flatter=Bias(*columns[7:10]),
     )
 
 
-class _PairProbabilities:
-    """Exact probabilities of the first token and the first pair after a prompt, each computed once."""
-
-    def __init__(self, policy: ExactPolicy, sampling: SamplingConfig) -> None:
-        self._policy = policy
-        self._sampling = sampling
-        self._known: dict[tuple[int, ...], NDArray[np.float64]] = {}
-
-    def after(self, prefixes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float64]]:
-        """The next token's distribution after each prefix."""
-        new = [prefix for prefix in prefixes if prefix not in self._known]
-        if new:
-            self._known.update(zip(new, self._policy.next_token_probabilities(new, self._sampling), strict=True))
-        return [self._known[prefix] for prefix in prefixes]
+NextTokens = Callable[[Sequence[tuple[int, ...]]], list[NDArray[np.float64]]]
+"""Function from prefixes to the distribution [V] of the next token after each."""
 
 
-def _count_tests(sample: Sample, exact: _PairProbabilities) -> _Found:
+def _next_tokens(policy: ExactPolicy, sampling: SamplingConfig) -> NextTokens:
+    """Return the policy's exact next-token distributions as a function that computes each prefix once."""
+    known: dict[tuple[int, ...], NDArray[np.float64]] = {}
+
+    def after(prefixes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float64]]:
+        if new := [prefix for prefix in prefixes if prefix not in known]:
+            known.update(zip(new, policy.next_token_probabilities(new, sampling), strict=True))
+        return [known[prefix] for prefix in prefixes]
+
+    return after
+
+
+def _count_tests(sample: Sample, exact: NextTokens) -> Tests:
     firsts, pairs = [], []
     for traces in sample.repeats:
         prompt = traces[0].prompt_token_ids
-        (first_V,) = exact.after([prompt])
+        (first_V,) = exact([prompt])
         counts_V = np.bincount([trace.token_ids[0] for trace in traces], minlength=len(first_V))
         firsts.append(hypothesis_tests.count_test(counts_V, first_V))
         common = [token for token, count in enumerate(counts_V) if count]
         followed = [token for token in common if any(len(t.token_ids) == 2 for t in traces if t.token_ids[0] == token)]
-        for token, second_V in zip(followed, exact.after([(*prompt, token) for token in followed]), strict=True):
+        for token, second_V in zip(followed, exact([(*prompt, token) for token in followed]), strict=True):
             drawn = [trace.token_ids[1] for trace in traces if trace.token_ids[0] == token]
             pairs.append(hypothesis_tests.count_test(np.bincount(drawn, minlength=len(second_V)), second_V))
     num = sum(map(len, sample.repeats))
@@ -181,7 +174,7 @@ def _count_tests(sample: Sample, exact: _PairProbabilities) -> _Found:
     }
 
 
-def _pair_comparison(first: Sample, second: Sample) -> _Found:
+def _pair_comparison(first: Sample, second: Sample) -> Tests:
     parts = []
     for traces in zip(first.repeats, second.repeats, strict=True):
         counted = [Counter(trace.token_ids for trace in side) for side in traces]
@@ -195,23 +188,19 @@ def _pair_comparison(first: Sample, second: Sample) -> _Found:
 def _greedy(
     speculative: Sequence[Trace], autoregressive: Sequence[Trace], policy: ExactPolicy, near_tie_nats: float
 ) -> GreedyRecord:
-    prefixes, choices = [], []
+    gaps, prefixes, choices = [], [], []
     for one, other in zip(speculative, autoregressive, strict=True):
-        if one.token_ids == other.token_ids:
-            continue
         at = next((i for i, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=False)) if a != b), None)
-        if at is None:  # one ended where the other went on: impossible with the same rules, so not excusable
-            prefixes.append(one.prompt_token_ids)
-            choices.append(None)
-            continue
-        prefixes.append(one.prompt_token_ids + one.token_ids[:at])
-        choices.append((one.token_ids[at], other.token_ids[at]))
+        if at is not None:
+            prefixes.append(one.prompt_token_ids + one.token_ids[:at])
+            choices.append([one.token_ids[at], other.token_ids[at]])
+        elif len(one.token_ids) != len(other.token_ids):  # no near tie explains a different length
+            gaps.append(_LARGEST_GAP)
     plain = SamplingConfig(temperature=1.0, max_response_tokens=1)
-    gaps = []
-    if prefixes:
-        for probabilities_V, choice in zip(policy.next_token_probabilities(prefixes, plain), choices, strict=True):
-            pair = None if choice is None else probabilities_V[list(choice)]
-            gaps.append(_LARGEST_GAP if pair is None or pair.min() <= 0 else float(abs(np.log(pair[0] / pair[1]))))
+    found = policy.next_token_probabilities(prefixes, plain) if prefixes else ()
+    for probabilities_V, choice in zip(found, choices, strict=True):
+        pair = probabilities_V[choice]
+        gaps.append(_LARGEST_GAP if pair.min() <= 0 else float(abs(np.log(pair[0] / pair[1]))))
     return GreedyRecord(
         num_responses=len(speculative),
         num_equal=len(speculative) - len(gaps),
@@ -251,5 +240,5 @@ def _verdict(
 def _histograms(draws: Draws, seed: int) -> dict[str, tuple[int, ...]]:
     u = hypothesis_tests.uniforms(draws.mass_before, draws.probability, seed)
     edges = np.linspace(0.0, 1.0, _PIT_BINS + 1)
-    masks: dict[str, Any] = hypothesis_tests.window_positions(draws.position)
-    return {name: tuple(int(n) for n in np.histogram(u[mask], edges)[0]) for name, mask in masks.items()}
+    masks = hypothesis_tests.window_positions(draws.position)
+    return {name: tuple(np.histogram(u[mask], edges)[0].tolist()) for name, mask in masks.items()}

@@ -1,14 +1,13 @@
-"""A run's arms in an asynchronous loop, and the split of its GPUs (or two cores) that its measured times suggest.
+"""Predictions of a run's arms in an asynchronous loop, for every split of its GPUs or its two cores.
 
-On two cores, engine and learner have one each. A stage takes longer on one core than on the two that it has in a
-synchronous run: by how much are the only figures that do not come from the synchronous arms. Stages are joined step by
-step, then averaged: a long rollout beside a short update is not hidden by a short rollout beside a long one.
+On two cores, engine and learner have one core each. The slowdown of a stage from two cores to one is the only input
+that does not come from the synchronous arms. Stages are overlapped step by step and then averaged, because a short
+update hides less of a long rollout than the means suggest.
 
-On GPUs the cost model is fitted to the run and brought to each arm's own generation time by one factor; then every
-split in whole engines is played with it, the learner at its measured efficiency on what is left. Only the heading's
-synchronous steps are measured.
+On GPUs the cost model is fitted to the run and scaled to each arm's generation time by one factor. The model then
+predicts every split in whole engines, with the learner at its measured efficiency on the remaining GPUs.
 
-Legend: `D` draws of the factors, the first one the medians, `S` steps; seconds are [D, S].
+Legend: `D` samples of the slowdowns, the first one the medians, `S` steps; seconds are [D, S].
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from slipstream.types import Arm, LoopMode
 
 _NUM_DRAWS = 200
 _HALVINGS = 40
-_MEASURED_LOG_SD = 0.03  # assumed noise of a factor that one run measured, on a shared machine
+_MEASURED_LOG_SD = 0.03  # assumed noise of a slowdown that one run measured on a shared machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoreSlowdowns:
-    """Time of a stage on a core of its own, over what it takes on the cores of a synchronous step."""
+    """Seconds of a stage on one core over its seconds on the cores of a synchronous step."""
 
     engine: Prior
     learner: Prior
@@ -46,36 +45,36 @@ class CoreSlowdowns:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictedArm:
-    """One arm in an asynchronous loop, seconds of a mean step; p10 to p90 is what the factors leave open."""
+    """Predicted seconds of one arm's mean step in an asynchronous loop; p10 to p90 covers the slowdowns' priors."""
 
     arm: Arm
-    synchronous_step_s: float  # measured, the input
+    synchronous_step_s: float  # measured
     step_s: float
     step_p10_s: float
     step_p90_s: float
-    exposed_s: float  # of generation: the trainer waits
-    hidden_s: float  # of generation: the trainer is at work
+    exposed_s: float  # generation while the trainer waits
+    hidden_s: float  # generation while the trainer works
     bound: Bound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AsynchronousPrediction:
-    """All arms of a loop. Nothing in it but `synchronous_step_s` was measured in this run."""
+    """Predictions of all arms of a loop; only `synchronous_step_s` was measured in this run."""
 
     mode: LoopMode
     lag: int
     idle_core_helps: bool
     arms: tuple[PredictedArm, ...]
-    sources: dict[str, str]  # of each arm's factors
+    sources: dict[str, str]  # sources of the slowdowns, by arm
 
 
 def believed_slowdowns() -> CoreSlowdowns:
-    """The factors before any asynchronous step was measured."""
+    """Load the priors of the slowdowns, for a run without a measured asynchronous step."""
     return CoreSlowdowns(engine=load_belief("cores", "engine"), learner=load_belief("cores", "learner"))
 
 
 def measured_slowdowns(synchronous: ArmRecord, asynchronous: ArmRecord) -> CoreSlowdowns | None:
-    """The factors of an arm that ran in both loops; None where the asynchronous one did not record its overlap."""
+    """Measure the slowdowns of an arm that ran in both loops; None if its asynchronous steps have no overlap record."""
     steps = asynchronous.timed_steps
     whole_s = [step.overlap.generation_s for step in steps if step.overlap is not None]
     if not steps or len(whole_s) < len(steps):
@@ -97,12 +96,12 @@ def predict_asynchronous(
     has_logprob_pass: bool = True,
     idle_core_helps: bool = False,
 ) -> AsynchronousPrediction:
-    """Each arm of `sync_arms` in an asynchronous loop on two cores, from its measured stages.
+    """Predict each arm of `sync_arms` in an asynchronous loop on two cores, from the arm's measured stages.
 
     Args:
-        slowdowns: of the arms that measured theirs; the others take `believed_slowdowns`.
-        has_logprob_pass: False leaves the stage out, as an asynchronous loop with one update a step does.
-        idle_core_helps: who is ready first lends its core to the other.
+        slowdowns: measured slowdowns by arm; other arms take `believed_slowdowns`.
+        has_logprob_pass: False leaves the stage `logprob` out, as an asynchronous loop with one update a step does.
+        idle_core_helps: a stage that waits leaves its core to the other stage.
     Raises:
         ConfigError: the mode is synchronous, or the lag is below 1.
     """
@@ -123,7 +122,7 @@ def _predict(
     random = np.random.default_rng(0)
     beliefs = (factors.engine, factors.learner, load_belief("cores", "engine_fixed_share"))
     engine, learner, fixed_share = (_drawn(belief, random) for belief in beliefs)
-    # Batch t + 1 is generated while step t trains; the last step has none that follows.
+    # Batch t + 1 is generated while step t trains; the last step is paired with the first batch.
     generated_s = engine * np.array([each.generation_s for each in (*times[1:], times[0])])
     trained_s = learner * np.array([each.train_s + (each.logprob_s if has_logprob_pass else 0.0) for each in times])
     bound_s, busy_s = generated_s, np.array([each.data_s for each in times]) + trained_s
@@ -149,11 +148,11 @@ def _predict(
 
 
 def _in_flight_s(drained_s: Array, busy_s: Array, lag: int, fixed_share: Array) -> Array:
-    """Shortest step of engines that are never drained, from the seconds of a drained batch.
+    """Compute the shortest step of engines that are never drained, from the seconds of a drained batch.
 
-    A drained batch of `drained_s` seconds has `fixed_share` of them whatever runs at once, the rest in proportion to
-    its tokens. If in a step the engine advances by a share u of the longest response, T(u) = drained (fixed u + 1 -
-    fixed), and that response must end in its window, (1 + lag) T - busy >= T / u: the smallest such u is the best.
+    A fraction `fixed_share` of `drained_s` is independent of the number of running sequences; the rest is proportional
+    to the tokens. If a step generates a fraction u of the longest response, T(u) = drained (fixed u + 1 - fixed). The
+    longest response must end within the lag, (1 + lag) T - busy >= T / u; the smallest such u gives the shortest step.
     """
     low, high = np.full_like(drained_s, 1.0 / (1 + lag)), np.ones_like(drained_s)
     for _ in range(_HALVINGS):
@@ -165,12 +164,12 @@ def _in_flight_s(drained_s: Array, busy_s: Array, lag: int, fixed_share: Array) 
 
 
 def _helped_s(own_s: Array, other_s: Array, factor: Array) -> Array:
-    """Seconds of a stage that has both cores once the other one is done."""
+    """Compute the seconds of a stage that gets both cores when the other stage has ended."""
     return np.where(own_s > other_s, other_s + (own_s - other_s) / np.maximum(1.0, factor), own_s)
 
 
 def _drawn(belief: Prior, random: np.random.Generator) -> Array:
-    """Draws [D, 1] of a belief, the first one its median."""
+    """Sample a prior, [D, 1]; the first sample is the median."""
     deviations = np.append(0.0, random.standard_normal(_NUM_DRAWS))[:, None]
     return belief.median * np.exp(belief.log_sd * deviations)
 
@@ -181,41 +180,41 @@ def _measured(factor: float) -> Prior:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceRow:
-    """One arm on one split, projected: seconds of a step, and of its generation what the trainer waits for."""
+    """Projection of one arm on one split: seconds of a step and of exposed generation."""
 
     arm: Arm
     generation: int
     training: int
     step_s: float
     exposed_s: float
-    bound: str  # `Bound`
+    bound: str  # value of `Bound`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceRecord:
-    """All splits of a run's machine. The steps by arm are measured; everything in `rows` is projected."""
+    """Splits of a run's machine; steps by arm are measured, and `rows` are projected."""
 
-    unit: str  # what is split: "GPU" or "core"
+    unit: str  # "GPU" or "core"
     mode: LoopMode
     lag: int
     synchronous_step_s: dict[str, float]
-    asynchronous_step_s: dict[str, float]  # of the run's own loop; empty where it had none
+    asynchronous_step_s: dict[str, float]  # empty if the run had no asynchronous loop
     rows: tuple[BalanceRow, ...]
 
     def best(self, arm: Arm) -> BalanceRow:
-        """The fastest split for an arm; of equals the one with the fewest for generation."""
+        """Return the fastest split of an arm; among equals, the split with the fewest units for generation."""
         return min((row for row in self.rows if row.arm is arm), key=lambda row: (row.step_s, row.generation))
 
 
 def balance(
     run: RunRecord, *, lag: int = 1, mode: LoopMode = LoopMode.IN_FLIGHT, gpus_per_node: int = 1
 ) -> BalanceRecord:
-    """The predicted step of every split of the run's GPUs in whole engines, for each of its synchronous arms.
+    """Predict the step of each synchronous arm on every split of the run's GPUs in whole engines.
 
     Args:
-        gpus_per_node: splits in whole nodes alone, as `placement.generation_nodes` needs them; 1 lists them all.
+        gpus_per_node: list splits in whole nodes only, as `placement.generation_nodes` needs; 1 lists every split.
     Raises:
-        ConfigError: the run does not say on what it ran, its GPUs cannot be split, or the lag is below 1.
+        ConfigError: the run has no layout, its GPUs cannot be split, the lag is below 1, or the mode is synchronous.
     """
     require(lag >= 1, "--lag", "must be >= 1", lag, "with a lag of 0 engines and learner share all GPUs")
     require(mode is not LoopMode.SYNCHRONOUS, "--mode", "must be asynchronous", mode.value)
@@ -237,7 +236,10 @@ def _measured_s(arms: Sequence[ArmRecord]) -> dict[str, float]:
 
 
 def _of_cores(run: RunRecord, lag: int, mode: LoopMode) -> Iterator[BalanceRow]:
-    """Two cores have one split, and who is alone has both of them: what a run measured holds that already."""
+    """Predict the only split of two cores.
+
+    A stage whose partner waits has both cores. Measured slowdowns include that effect, and priors do not.
+    """
     beside = {arm.arm: arm for arm in run.asynchronous}
     pairs = [(arm.arm, measured_slowdowns(arm, beside[arm.arm])) for arm in run.arms if arm.arm in beside]
     slowdowns = {arm: factors for arm, factors in pairs if factors is not None}
@@ -252,7 +254,7 @@ def _of_gpus(
 ) -> Iterator[BalanceRow]:
     require(gpus_per_node >= 1, "--gpus-per-node", "must be >= 1", gpus_per_node)
     engine, total = layout.gpus_per_engine, layout.num_gpus
-    # Measured on the GPUs that each stage had.
+    # Each stage is measured on the GPUs that it used.
     generating = replace(run_setting(layout), num_gpus=layout.generation_gpus or total)
     found = calibrate_run(run.arms, run.tuning, generating)
     training = replace(found.setting, num_gpus=total - layout.generation_gpus)
@@ -283,7 +285,7 @@ def _of_gpus(
 
 
 def _measured_cost(found: RunCalibration, k: int, generation_s: float) -> Callable[[Trace], Array]:
-    """The fitted cost of an engine's spans with `k` draft tokens, brought to a measured generation time by a factor."""
+    """Scale the fitted cost of an engine's spans with `k` draft tokens to a measured generation time."""
     model, accepted = found.ensemble.best.model(found.setting), found.profile.length(k)
     fitted_s = partial(model.span_s, k=k, tokens_per_iteration=accepted)
     slowest = slowest_engine(found.setting.lengths(found.mean_tokens), found.setting.shape())

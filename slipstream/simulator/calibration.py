@@ -1,11 +1,12 @@
-"""Measured generation times, the cost model fitted to them in several structural variants, and predictions with bands.
+"""Fits of the cost model to measured generation times, in several structural variants, and predictions with bands.
 
-A calibration is one variant, fitted: a Gaussian over the logarithms of its free parameters, the ranges in which it was
-measured, and the error that it leaves. An ensemble weighs the variants by the data. Acceptance rates are conditional:
-the chance that the draft's token i (from 0) is accepted given that those before were. AL(k) = 1 + a_0 + a_0 a_1 + ...
-(k terms): the bonus token counts. One constant rate for all positions would fit one k and miss the others, so rates
-fall with the position, on the logit scale. A fit is least squares with Gaussian priors, by
-MINPACK's Levenberg and Marquardt. Legend: `P` free parameters, `N` cells, `R` residuals.
+A calibration is one fitted variant: the posterior of the logarithms of its free parameters, the measured ranges, and
+the residual error. An ensemble weighs the variants by their evidence. Acceptance rates are conditional: a_i is the
+probability that draft token i (from 0) is accepted if all earlier tokens are. AL(k) = 1 + a_0 + a_0 a_1 + ... has k
+terms after the bonus token. A constant rate would fit one k and miss the others, so rates fall with the position, on
+the logit scale. A fit is least squares with Gaussian priors, by MINPACK's Levenberg-Marquardt.
+
+Legend: `P` free parameters, `N` cells, `R` residuals.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -26,41 +26,41 @@ from slipstream.simulator.rollout import RolloutShape, Trace, lengths_with_mean,
 from slipstream.simulator.settings import NAMES, CostParameters, Prior, Regime, Setting, believed, load_priors, names_of
 from slipstream.statistics import Spread, spread
 
-# What a profile is before any data: 80 % for the first token, a little less for each that follows.
+# Prior of a profile: 80 % for the first token, a little less for each later one.
 _PRIOR = np.array([1.4, 0.1])
 _PRIOR_SD = np.array([2.0, 0.3])
-_LENGTH_SD = 0.02  # an acceptance length is published with two decimals
+_LENGTH_SD = 0.02  # acceptance lengths are published with two decimals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AcceptanceProfile:
-    """Conditional rates a_i = sigmoid(level - fall * i), for every position i from 0."""
+    """Conditional acceptance rates a_i = sigmoid(level - fall * i) for positions i from 0."""
 
     level: float
     fall: float
 
     def rates(self, k: int) -> tuple[float, ...]:
-        """Conditional rates of the first `k` positions."""
+        """Return the conditional rates of the first `k` positions."""
         return tuple(float(rate) for rate in 1.0 / (1.0 + np.exp(-(self.level - self.fall * np.arange(k)))))
 
     def length(self, k: int) -> float:
-        """Mean acceptance length with `k` draft tokens, the bonus token counted; 1 for k = 0."""
+        """Compute the mean acceptance length with `k` draft tokens, bonus token included; 1 for k = 0."""
         return acceptance_length(self.rates(k))
 
 
 def acceptance_length(rates: Sequence[float]) -> float:
-    """1 + the expected number of accepted draft tokens, from conditional rates."""
+    """Compute 1 + the expected number of accepted draft tokens from conditional rates."""
     return 1.0 + float(np.sum(np.cumprod(rates)))
 
 
 def check_length(k: int, length: float, field: str = "acceptance_length") -> None:
-    """Refuse an acceptance length that `k` draft tokens cannot have."""
+    """Check that `k` draft tokens can have an acceptance length."""
     require(k >= 0, "k", "must be >= 0", k)
     require(1.0 <= length <= k + 1, field, f"must lie in [1, k + 1 = {k + 1}]", length)
 
 
 def fit_profile(length_by_k: Mapping[int, float]) -> AcceptanceProfile:
-    """The profile whose lengths come nearest to those measured with different k.
+    """Fit a profile to acceptance lengths that were measured with different k.
 
     Raises:
         ConfigError: no k >= 1 is given, or a length lies outside [1, k + 1].
@@ -76,19 +76,20 @@ def fit_profile(length_by_k: Mapping[int, float]) -> AcceptanceProfile:
     def residuals(x: Array) -> Array:
         return np.array([(profile(x).length(k) - length) / _LENGTH_SD for k, length in pairs.items()])
 
-    return profile(minimise(Problem(residuals=residuals, prior=_PRIOR, prior_sd=_PRIOR_SD)).solution)
+    return profile(fit_posterior(residuals, _PRIOR, _PRIOR_SD).mode)
 
 
-_LONGEST_MEAN = 0.98  # of max_response_tokens: a mean must leave room for the longest
-_WIDENING = 0.15  # standard deviation of the logarithm that each doubling beyond the measured range adds
+_LONGEST_MEAN = 0.98  # largest mean, as a fraction of max_response_tokens: the longest responses exceed the mean
+_WIDENING = 0.15  # log standard deviation that each doubling beyond the measured range adds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Rollouts of one kind of responses: a workload, or one batch of a sweep.
+    """Rollouts with one distribution of response lengths: a workload, or one batch size of a sweep.
 
-    `mean_tokens` is where the mean response length is believed to be, `mean_log_sd` how surely: 0 means that it was
-    counted, anything else makes it a free parameter of the calibration. `length_log_sd` is the spread of the responses.
+    The mean response length has a log-normal prior with median `mean_tokens` and `mean_log_sd`. A `mean_log_sd` of 0
+    means that the mean was counted; otherwise the mean is a free parameter. `length_log_sd` is the spread of the
+    responses.
     """
 
     name: str
@@ -98,7 +99,7 @@ class Group:
     length_log_sd: float
 
     def trace(self, setting: Setting, mean_tokens: float) -> Trace:
-        """The slowest engine's rollout if responses had `mean_tokens` tokens on average."""
+        """Schedule the slowest engine for responses of `mean_tokens` tokens on average."""
         mean = min(max(mean_tokens, 1.0), _LONGEST_MEAN * setting.max_response_tokens)
         limit = float(setting.max_response_tokens)
         return slowest_engine(lengths_with_mean(mean=mean, log_sd=self.length_log_sd, max_tokens=limit), self.shape)
@@ -106,9 +107,9 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One measured generation time; `log_sd` is the noise of its logarithm. k = 0 is autoregressive decoding.
+    """Measured generation time with the noise `log_sd` of its logarithm; k = 0 is autoregressive decoding.
 
-    `clock` names the cell whose machine time this one was scaled to: it shares that cell's noise, and adds its own.
+    `clock` names the cell whose seconds this cell is scaled by; this cell shares the noise of that cell.
     """
 
     label: str
@@ -128,14 +129,14 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Validity:
-    """Range that was measured: a prediction outside of it is a guess."""
+    """Measured ranges; predictions outside the ranges have wider bands."""
 
-    min_k: int  # of the speculative cells; 0 when there are none
+    min_k: int  # smallest k of the speculative cells; 0 without such cells
     max_k: int
-    max_batch: float  # a rollout's batch shrinks to its last sequence, so everything below was run
+    max_batch: float  # largest measured batch; a rollout's batch shrinks to 1, so smaller batches were measured too
 
     def warnings(self, *, k: int, batch: float) -> tuple[str, ...]:
-        """Sentences on what lies outside the range."""
+        """Return a sentence for each figure outside the measured ranges."""
         found = []
         if k > 0 and not self.min_k <= k <= self.max_k:
             measured = f"only k = {self.min_k}" if self.min_k == self.max_k else f"k = {self.min_k} to {self.max_k}"
@@ -145,16 +146,16 @@ class Validity:
         return tuple(f"{sentence}: the band is wider" for sentence in found)
 
     def extra_log_sd(self, *, k: int, batch: float) -> float:
-        """Standard deviation that extrapolation adds: in doublings of k + 1 and of the batch beyond the range."""
+        """Compute the log sd of extrapolation, from doublings of k + 1 and of the batch beyond the ranges."""
         drafts = max(1.0, (k + 1) / (self.max_k + 1), (self.min_k + 1) / (k + 1)) if k > 0 else 1.0
         return _WIDENING * float(np.hypot(np.log2(drafts), np.log2(max(1.0, batch / self.max_batch))))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Variant:
-    """One structure of the cost model on the layout that was measured.
+    """Structural variant of the cost model on the measured layout.
 
-    `free` are cost parameters, then names of the groups whose mean length is not known; a point of the fit holds the
+    `free` lists cost parameters, then names of the groups with an unknown mean length; a point of the fit holds the
     logarithms of both.
     """
 
@@ -164,17 +165,17 @@ class Variant:
     free: tuple[str, ...]
 
     def parameters(self, log_values: Array) -> CostParameters:
-        """Cost parameters at `log_values` [P]."""
+        """Return the cost parameters at a point `log_values` [P]."""
         costs = [name for name in self.free if name in NAMES]
         return replace(self.believed, **dict(zip(costs, np.exp(log_values[: len(costs)]).tolist(), strict=True)))
 
     def means(self, log_values: Array) -> dict[str, float]:
-        """Mean response tokens of the groups in `free` at `log_values` [P]."""
+        """Return the mean response tokens of the groups in `free` at a point `log_values` [P]."""
         values = zip(self.free, np.exp(log_values).tolist(), strict=True)
         return {name: value for name, value in values if name not in NAMES}
 
     def predict_s(self, cells: Sequence[Cell], log_values: Array) -> Array:
-        """Seconds [N] of `cells`, measured or not."""
+        """Predict the seconds [N] of cells at a point `log_values` [P]."""
         means = self.means(log_values)
         model = CostModel(setting=self.setting, parameters=self.parameters(log_values))
         alike: dict[tuple[Group, Drafting], list[int]] = {}
@@ -194,20 +195,17 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Calibration:
-    """One structural variant, fitted."""
+    """Fitted structural variant."""
 
     variant: Variant
-    log_values: Array  # [P], the most probable ones
-    samples: Array  # [draws, P]
-    effective_parameters: float  # what the data decided, rather than the priors
-    log_evidence: float
+    posterior: Posterior  # over logarithms of the variant's free parameters
     cells: tuple[Cell, ...]
     fitted_s: Array  # [N]
     validity: Validity
 
     @property
     def relative_errors(self) -> Array:
-        """Fitted over measured, less 1, of each cell."""
+        """Relative error of each cell: fitted / measured - 1."""
         return self.fitted_s / np.array([cell.generation_s for cell in self.cells]) - 1.0
 
     @property
@@ -222,22 +220,22 @@ class Calibration:
 
     @property
     def model_log_sd(self) -> float:
-        """Error of a prediction apart from its parameters': what the fit left, for the degrees that were left."""
-        free = max(1.0, len(self.cells) - self.effective_parameters)
+        """Log standard deviation of the model's own error: residuals of the fit by remaining degrees of freedom."""
+        free = max(1.0, len(self.cells) - self.posterior.effective_parameters)
         residuals = np.log1p(self.relative_errors)
         return float(np.sqrt(residuals @ residuals / free))
 
     def model(self, setting: Setting) -> CostModel:
-        """The most probable cost model, on the engines of `setting`."""
-        return CostModel(setting=setting, parameters=self.variant.parameters(self.log_values))
+        """Return the most probable cost model for the engines of `setting`."""
+        return CostModel(setting=setting, parameters=self.variant.parameters(self.posterior.mode))
 
     def sample(self, random: np.random.Generator) -> Array:
-        """Logarithms of one draw of the free parameters."""
-        return self.samples[random.integers(len(self.samples))]
+        """Sample logarithms of the free parameters from the posterior."""
+        return self.posterior.samples[random.integers(len(self.posterior.samples))]
 
 
 def fit(setting: Setting, cells: Sequence[Cell], priors: Mapping[str, Prior], regime: Regime) -> Calibration:
-    """The most probable parameters of one structural variant, and what is left open."""
+    """Fit one structural variant to measured cells."""
     costs = names_of(regime, ngram=any(cell.drafting is Drafting.NGRAM for cell in cells))
     lengths = [group for group in dict.fromkeys(cell.group for cell in cells) if group.mean_log_sd > 0]
     free = (*costs, *(group.name for group in lengths))
@@ -255,28 +253,24 @@ def fit(setting: Setting, cells: Sequence[Cell], priors: Mapping[str, Prior], re
 
     ks = [cell.k for cell in cells if cell.k > 0] or [0]
     max_batch = float(max(cell.group.shape.per_engine for cell in cells))
-    problem = Problem(residuals=residuals, prior=prior, prior_sd=prior_sd)
-    found = minimise(problem)
+    posterior = fit_posterior(residuals, prior, prior_sd)
     return Calibration(
         variant=variant,
-        log_values=found.solution,
-        samples=sample_posterior(problem, found),
-        effective_parameters=float(np.sum(1.0 - np.diag(found.covariance) / prior_sd**2)),
-        log_evidence=found.log_evidence,
+        posterior=posterior,
         cells=tuple(cells),
-        fitted_s=variant.predict_s(cells, found.solution),
+        fitted_s=variant.predict_s(cells, posterior.mode),
         validity=Validity(min_k=min(ks), max_k=max(ks), max_batch=max_batch),
     )
 
 
 _BAND_DRAWS = 400
-# The CPU engine captures no graphs, so nothing can leave the captured sizes.
+# The CPU engine captures no graphs, so it has no captured sizes.
 _REGIMES = {"cpu": (Regime.SMOOTH, Regime.TILE), "gpu": tuple(Regime)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
-    """One way the world may be, given the measurements. The errors are factors on generation times: the model's own."""
+    """Sample of parameters and model error; the errors are factors on generation times."""
 
     parameters: CostParameters
     autoregressive_error: float
@@ -285,7 +279,7 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VariantRecord:
-    """One structural variant of a calibration. Errors are relative."""
+    """Record of one structural variant of a calibration; errors are relative."""
 
     regime: str
     weight: float
@@ -297,7 +291,7 @@ class VariantRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedCell:
-    """A measured generation time and the ensemble's."""
+    """Measured generation time beside the ensemble's."""
 
     label: str
     measured_s: float
@@ -306,7 +300,7 @@ class FittedCell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationRecord:
-    """Fit of one set of measurements, with its errors."""
+    """Record of a calibration: its variants, and measured beside simulated times."""
 
     source: str
     variants: tuple[VariantRecord, ...]
@@ -315,14 +309,14 @@ class CalibrationRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ensemble:
-    """Calibrations of the same cells under different structures, the most probable first."""
+    """Calibrations of the same cells in different structural variants, the most probable first."""
 
     members: tuple[Calibration, ...]
 
     @property
     def weights(self) -> Array:
-        """Probability of each member given the data, all alike before: a softmax of the log evidence."""
-        evidence = np.array([member.log_evidence for member in self.members])
+        """Posterior probability of each member under a uniform prior: the softmax of the log evidence."""
+        evidence = np.array([member.posterior.log_evidence for member in self.members])
         odds = np.exp(evidence - evidence.max())
         return odds / odds.sum()
 
@@ -332,12 +326,12 @@ class Ensemble:
         return self.members[0]
 
     def predict_s(self, cells: Sequence[Cell]) -> Array:
-        """Seconds of `cells` of the calibrated groups: the members' weighted geometric mean."""
-        predicted = [member.variant.predict_s(cells, member.log_values) for member in self.members]
+        """Predict the seconds of cells of the calibrated groups: the members' weighted geometric mean."""
+        predicted = [member.variant.predict_s(cells, member.posterior.mode) for member in self.members]
         return np.exp(self.weights @ np.log(predicted))
 
     def bands_s(self, cells: Sequence[Cell]) -> tuple[Spread, ...]:
-        """The band of each of `cells`: members, covariance, model error, and what extrapolation adds."""
+        """Compute the band of each cell from members, posterior samples, model error and extrapolation."""
         random = np.random.default_rng(0)
         sampled = []
         for index in random.choice(len(self.members), size=_BAND_DRAWS, p=self.weights):
@@ -348,11 +342,11 @@ class Ensemble:
         return tuple(spread(column) for column in np.stack(sampled, axis=1).tolist())
 
     def draws(self, *, k: int, batch: float, count: int, seed: int) -> tuple[Draw, ...]:
-        """Sample members by their weight and parameters by their covariance.
+        """Sample members by weight, and parameters and errors of each.
 
         Args:
-            k: draft length to be projected; outside what was measured the error grows.
-            batch: largest running batch to be projected, likewise.
+            k: draft length to project; the error grows outside the measured range.
+            batch: largest running batch to project; the error grows outside the measured range.
         """
         random, found = np.random.default_rng(seed), []
         for index in random.choice(len(self.members), size=count, p=self.weights):
@@ -364,7 +358,7 @@ class Ensemble:
         return tuple(found)
 
     def record(self, source: str) -> CalibrationRecord:
-        """Variants and cells, as plain figures; `source` says where the cells are from."""
+        """Build the record of this ensemble; `source` names the origin of the cells."""
         cells = self.best.cells
         return CalibrationRecord(
             source=source,
@@ -373,7 +367,7 @@ class Ensemble:
                     regime=member.variant.regime.value,
                     weight=weight,
                     num_parameters=len(member.variant.free),
-                    effective_parameters=member.effective_parameters,
+                    effective_parameters=member.posterior.effective_parameters,
                     rms_error=member.rms_error,
                     max_error=member.max_error,
                 )
@@ -387,7 +381,7 @@ class Ensemble:
 
 
 def calibrate(setting: Setting, cells: Sequence[Cell]) -> Ensemble:
-    """Fit every structural variant that the machine of `setting` can have.
+    """Fit every structural variant that is possible on the machine of `setting`.
 
     Raises:
         ConfigError: there are no cells.
@@ -396,77 +390,71 @@ def calibrate(setting: Setting, cells: Sequence[Cell]) -> Ensemble:
     target = target_of(setting.hardware)
     priors, regimes = load_priors(target), _REGIMES[target]
     fitted = [fit(setting, cells, priors, regime) for regime in regimes]
-    # Variants that the data cannot tell apart stay in the order of `regimes`, whatever the rounding of numpy.
-    return Ensemble(members=tuple(sorted(fitted, key=lambda member: -round(member.log_evidence, 6))))
+    # Variants with equal evidence keep the order of `regimes`, independent of numpy's rounding.
+    return Ensemble(members=tuple(sorted(fitted, key=lambda member: -round(member.posterior.log_evidence, 6))))
 
 
 logger = logging.getLogger(__name__)
 
-_TOLERANCE = 1e-12  # as far as it goes: a flat direction's last digits would differ between processors
+_TOLERANCE = 1e-12  # the smallest that converges: in a flat direction last digits would differ between processors
 _PROPOSALS = 256
 _DRAWS = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """Residuals in units of their own standard deviation, and the prior of each parameter."""
+class Posterior:
+    """Posterior of a fit: its mode, its covariance, and samples."""
 
-    residuals: Callable[[Array], Array]  # [P] -> [R]
-    prior: Array  # [P]
-    prior_sd: Array  # [P]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Solution:
-    """The most probable parameters."""
-
-    solution: Array  # [P]
+    mode: Array  # [P]
+    effective_parameters: float  # number of parameters that the data determine, rather than the prior
+    log_evidence: float  # log evidence of the structure, up to a constant that all structures share
+    samples: Array  # [200, P]
     covariance: Array  # [P, P], the Gauss-Newton (Laplace) approximation
-    log_evidence: float  # of the data under this structure, up to a constant that all structures share
 
 
-def minimise(problem: Problem) -> Solution:
-    """Minimise |residuals|^2 + |(x - prior) / prior_sd|^2, starting from the prior.
+def fit_posterior(residuals: Callable[[Array], Array], prior: Array, prior_sd: Array) -> Posterior:
+    """Minimise |residuals|^2 + |(x - prior) / prior_sd|^2 from the prior on, and sample around the minimum.
 
-    Source: evidence by Laplace's method, MacKay, Neural Computation 4 (1992) 415, equation 2.10.
+    Where a roofline bends, half the samples of the Gaussian are improbable, so the samples are resampled by their
+    probability. A weight is at most sqrt(number of samples) times the mean weight: no sample replaces all others.
+
+    Args:
+        residuals: from parameters [P] to residuals [R], in units of their own standard deviation.
+    Source:
+        Evidence by Laplace's method: MacKay, Neural Computation 4 (1992) 415, equation 2.10. Resampling: Rubin,
+        Bayesian Statistics 3 (1988) 395; Ionides, J. Comput. Graph. Stat. 17 (2008) 295.
     """
+
+    def stacked(x: Array) -> Array:
+        return np.concatenate([residuals(x), (x - prior) / prior_sd])
+
     found = least_squares(
-        partial(_stacked, problem),
-        problem.prior,
+        stacked,
+        prior,
         method="lm",
-        x_scale=problem.prior_sd,
-        jac="3-point",  # at a roofline's bend a difference to one side depends on the last bit of the figures
+        x_scale=prior_sd,
+        jac="3-point",  # a one-sided difference at a roofline's bend depends on the last bit of the figures
         ftol=_TOLERANCE,
         xtol=_TOLERANCE,
         gtol=_TOLERANCE,
     )
     if not found.success:
         logger.warning("the fit stopped before its minimum: %s", found.message)
-    # The priors' rows make the product positive definite.
+    # The rows of the priors make the product positive definite.
     covariance = np.asarray(np.linalg.inv(found.jac.T @ found.jac), dtype=np.float64)
     sign, log_volume = np.linalg.slogdet(covariance)
     assert sign > 0
-    log_evidence = 0.5 * (log_volume - 2.0 * float(np.sum(np.log(problem.prior_sd)))) - found.cost
-    return Solution(solution=found.x, covariance=covariance, log_evidence=float(log_evidence))
-
-
-def sample_posterior(problem: Problem, found: Solution) -> Array:
-    """Draws [200, P] of the parameters: the Gaussian's, resampled by how probable they really are.
-
-    Where a roofline bends, the Gaussian puts half its draws where the data would not have them. Weights are truncated
-    at sqrt(number of draws) times their mean, so that no draw stands for all.
-
-    Source: Rubin, Bayesian Statistics 3 (1988) 395; Ionides, J. Comput. Graph. Stat. 17 (2008) 295.
-    """
     random = np.random.default_rng(0)
-    standard = random.standard_normal((_PROPOSALS, len(found.solution)))
-    proposed = found.solution + standard @ np.linalg.cholesky(found.covariance).T
-    costs = np.array([np.sum(_stacked(problem, x) ** 2) for x in proposed])
+    standard = random.standard_normal((_PROPOSALS, len(prior)))
+    proposed = found.x + standard @ np.linalg.cholesky(covariance).T
+    costs = np.array([np.sum(stacked(x) ** 2) for x in proposed])
     log_weights = 0.5 * (np.sum(standard**2, axis=1) - costs)
     weights = np.exp(log_weights - log_weights.max())
     weights = np.minimum(weights, weights.mean() * np.sqrt(_PROPOSALS))
-    return proposed[random.choice(_PROPOSALS, size=_DRAWS, p=weights / weights.sum())]
-
-
-def _stacked(problem: Problem, x: Array) -> Array:
-    return np.concatenate([problem.residuals(x), (x - problem.prior) / problem.prior_sd])
+    return Posterior(
+        mode=found.x,
+        covariance=covariance,
+        effective_parameters=float(np.sum(1.0 - np.diag(covariance) / prior_sd**2)),
+        log_evidence=float(0.5 * (log_volume - 2.0 * float(np.sum(np.log(prior_sd)))) - found.cost),
+        samples=proposed[random.choice(_PROPOSALS, size=_DRAWS, p=weights / weights.sum())],
+    )

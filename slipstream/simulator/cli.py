@@ -1,6 +1,6 @@
-"""The commands `slipstream simulate project`, `calibrate` and `balance`, and what they print.
+"""Commands `slipstream simulate project`, `calibrate` and `balance`, and their output.
 
-Beside `slipstream.cli` the only file that prints. Measured and projected figures never share a column.
+Only this module and `slipstream.cli` print. Measured and projected figures never share a column.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from slipstream.statistics import Spread
 from slipstream.types import Arm, LoopMode
 
 FetchRun = Callable[[str, str], RunRecord]
-"""Reads the records that an execution logged, from its name and the tracking server's address."""
+"""Function that reads an execution's records, from its name and the tracking server's address."""
 
 _RUN_FILE = "run.json"
-_REPORT = "report_speedup"  # where in a run's own directory its report lies
+_REPORT = "report_speedup"  # directory of the report inside a run's directory
 _BANDS = (
     ("rollout speedup", "rollout_speedup"),
     ("step speedup", "step_speedup"),
@@ -51,7 +51,7 @@ _BANDS = (
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], *, fetch_run: FetchRun) -> None:
-    """Add `simulate` with its commands."""
+    """Add `simulate` and its subcommands."""
     simulate = commands.add_parser("simulate", help="project speculation to other models, GPUs, k and lags")
     inner = simulate.add_subparsers(required=True, metavar="command")
     projected = inner.add_parser("project", help="project from the paper's measurements, with bands")
@@ -59,39 +59,39 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], *,
     projected.add_argument("--hardware", choices=section_names("hardware"), default="gb200")
     projected.add_argument("--gpus", dest="num_gpus", metavar="GPUS", type=int, required=True)
     projected.add_argument("--k", type=int, required=True, help="draft tokens an iteration")
-    projected.add_argument("--acceptance-length", type=float, required=True, help="the bonus token counted")
+    projected.add_argument("--acceptance-length", type=float, required=True, help="bonus token included")
     projected.add_argument("--lag", type=int, default=0, help="policy lag in steps; 0 is synchronous and colocated")
-    projected.add_argument("--generation-fraction", type=float, default=0.75, help="of the GPUs, with a lag")
-    projected.add_argument("--gpus-per-engine", type=int, default=0, help="0: the layout's, or what holds the weights")
+    projected.add_argument("--generation-fraction", type=float, default=0.75, help="fraction of GPUs; used with a lag")
+    projected.add_argument("--gpus-per-engine", type=int, default=0, help="0: the layout's, or as many as weights need")
     rollouts = "responses a step; 0 keeps the layout's"
     projected.add_argument("--rollouts", dest="num_rollouts", metavar="ROLLOUTS", type=int, default=0, help=rollouts)
-    projected.add_argument("--mean-tokens", type=float, default=0.0, help="of a response; 0 keeps the layout's")
+    projected.add_argument("--mean-tokens", type=float, default=0.0, help="tokens of a response; 0 keeps the layout's")
     projected.set_defaults(run=_project)
     calibrated = inner.add_parser("calibrate", help="fit the model to a run and check it on the speculative arm")
     source = _add_run_options(calibrated, fetch_run)
     source.add_argument("--paper", action="store_true", help="the 16 generation times of arXiv 2604.26779")
     calibrated.set_defaults(run=_calibrate)
-    balanced = inner.add_parser("balance", help="which split into generation and training a run's times suggest")
+    balanced = inner.add_parser("balance", help="predict each split of a run's machine into generation and training")
     _add_run_options(balanced, fetch_run)
-    balanced.add_argument("--lag", type=int, help="policy lag in steps; default: of the run's own loop, else 1")
+    balanced.add_argument("--lag", type=int, help="policy lag in steps; default: that of the run's loop, else 1")
     loops = [mode.value for mode in LoopMode if mode is not LoopMode.SYNCHRONOUS]
-    balanced.add_argument("--mode", choices=loops, help="of the loop; default: the run's own, else in_flight")
-    balanced.add_argument("--gpus-per-node", type=int, default=1, help="list splits in whole nodes of so many alone")
+    balanced.add_argument("--mode", choices=loops, help="loop mode; default: that of the run's loop, else in_flight")
+    balanced.add_argument("--gpus-per-node", type=int, default=1, help="list only splits in whole nodes of this size")
     balanced.set_defaults(run=_balance)
 
 
 def _add_run_options(parser: argparse.ArgumentParser, fetch_run: FetchRun) -> argparse._MutuallyExclusiveGroup:
-    """Add the options that say where a command reads a run from."""
+    """Add the options that name the run."""
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", dest="run_path", help=f"directory of a run or of its report, or {_RUN_FILE}")
-    source.add_argument("--mlflow-run", help="execution whose report logged its records, as its parent run is called")
+    source.add_argument("--run", dest="run_path", help=f"directory of a run, directory of its report, or {_RUN_FILE}")
+    source.add_argument("--mlflow-run", help="name of an execution in MLflow whose report logged its records")
     parser.add_argument("--uri", default="sqlite:///runs/mlflow.db", help="tracking server of --mlflow-run")
     parser.set_defaults(fetch_run=fetch_run)
     return source
 
 
 def projection_lines(request: ProjectionRequest, found: RequestedProjection) -> list[str]:
-    """The table of `simulate project`: a column a source, all of them projected."""
+    """Format the table of `simulate project`, a column a source; all figures are projected."""
     scenario = request.scenario()
     setting = scenario.setting
     split = (
@@ -119,7 +119,7 @@ def projection_lines(request: ProjectionRequest, found: RequestedProjection) -> 
 
 
 def calibration_lines(record: CalibrationRecord) -> list[str]:
-    """The tables of a calibration: its variants, then measured beside simulated, in columns of their own."""
+    """Format the tables of a calibration: variants, then measured beside simulated, in separate columns."""
     lines = [
         f"calibrated on: {record.source}",
         f"{'variant':10} {'weight':>7} {'free parameters':>16} {'set by data':>12} {'rms error':>10} {'largest':>9}",
@@ -134,7 +134,7 @@ def calibration_lines(record: CalibrationRecord) -> list[str]:
 
 
 def check_lines(check: CheckRecord | None) -> list[str]:
-    """Predicted beside measured for the arm that the calibration never saw."""
+    """Format predicted beside measured seconds of the arm that the calibration does not use."""
     if check is None:
         return ["no speculative arm with k > 0: nothing to check the calibration on"]
     return [
@@ -146,7 +146,7 @@ def check_lines(check: CheckRecord | None) -> list[str]:
 
 
 def point_lines(points: Sequence[ProjectedPoint]) -> list[str]:
-    """Projections on the run's own machine."""
+    """Format the projections on the run's machine."""
     heading = f"{'projected on this machine':30} {'AL assumed':>11} {'rollout speedup':>22} {'step speedup':>22}"
     rows = [
         f"{f'k = {p.k}':30} {p.acceptance_length:11.2f} {_band(p.rollout_speedup):>22} {_band(p.step_speedup):>22}"
@@ -156,7 +156,7 @@ def point_lines(points: Sequence[ProjectedPoint]) -> list[str]:
 
 
 def balance_lines(record: BalanceRecord) -> list[str]:
-    """The table of `simulate balance`: a line a split, what each arm's step is bound by, its best split marked."""
+    """Format the table of `simulate balance`: a line a split with each arm's step and bound, the best split marked."""
     arms = [arm for arm in Arm if any(row.arm is arm for row in record.rows)]
     by_split: dict[tuple[int, int], dict[Arm, BalanceRow]] = {}
     for row in record.rows:
@@ -218,7 +218,7 @@ def _asked_run(options: argparse.Namespace) -> RunRecord:
 
 
 def _published(request: ProjectionRequest) -> dict[str, float]:
-    """The paper's own projection of the same point, if it has one."""
+    """Look up the paper's projection of the same point; empty if there is none."""
     if (request.model, request.hardware) != (PUBLISHED_MODEL, "gb200"):
         return {}
     for point in read_simulator_reference().projected:

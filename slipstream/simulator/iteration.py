@@ -1,6 +1,7 @@
-"""Seconds of one decode iteration, and of the spans of a rollout, by roofline plus what the roofline does not know.
+"""Seconds of one decode iteration and of a rollout's spans, by the roofline and fitted costs.
 
-Legend: `S` spans of a trace, `n` = batch x (k + 1) tokens of an iteration. Each of several k [K, 1] gives a row [K, S].
+Legend: `S` spans of a trace, `n` = batch x (k + 1) tokens of an iteration. Several k, given as [K, 1], yield rows [K,
+    S].
 """
 
 from __future__ import annotations
@@ -16,46 +17,30 @@ from slipstream.simulator.rollout import Trace
 from slipstream.simulator.settings import CostParameters, Prior, Setting, load_belief
 
 QUERY_TILE = 16
-"""Query rows that one tile of a paged-attention kernel holds: an MMA instruction's m16 (PTX ISA, `mma.sync`)."""
+"""Query rows of one tile of a paged-attention kernel: an MMA instruction's m16 (PTX ISA, `mma.sync`)."""
 
 TILE_FIXED_SHARE = 0.5
-"""Assumed share of a tile's cost that it has however few rows it holds (keys read again); the rest grows with them."""
+"""Assumed fixed fraction of a tile's cost (keys are read again); the rest is proportional to the rows in the tile."""
 
 COLLECTIVE_S = 10e-6
-"""Assumed latency of one all-reduce inside an NVLink domain; two a layer with tensor parallelism."""
+"""Assumed latency of one all-reduce inside an NVLink domain; tensor parallelism needs two a layer."""
 
 
 def network_collective() -> Prior:
-    """Latency in seconds of one all-reduce between NVLink domains, as it is believed to be."""
+    """Load the prior of the latency, in seconds, of one all-reduce between NVLink domains."""
     return load_belief("links", "network_collective_s")
 
 
 class Drafting(StrEnum):
-    """Proposer of tokens."""
+    """Proposer of draft tokens."""
 
     EAGLE3 = "eagle3"
     NGRAM = "ngram"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class IterationCost:
-    """Seconds of one iteration, by cause."""
-
-    weights_s: Array
-    attention_s: Array
-    draft_s: Array
-    host_s: Array
-    regime_s: Array
-
-    @property
-    def total_s(self) -> Array:
-        """All causes together: they run one after another."""
-        return self.weights_s + self.attention_s + self.draft_s + self.host_s + self.regime_s
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """One engine of a layout, and what the roofline does not know of it."""
+    """Cost model of one engine of a layout."""
 
     setting: Setting
     parameters: CostParameters
@@ -64,35 +49,42 @@ class CostModel:
     def span_s(
         self, trace: Trace, *, k: int | Array, tokens_per_iteration: float | Array, drafting: Drafting = Drafting.EAGLE3
     ) -> Array:
-        """Seconds of each span [S] of `trace` when an iteration gives each sequence `tokens_per_iteration` tokens."""
-        cost = self.iteration(batch_S=trace.batch_S, context_S=trace.context_S, k=k, drafting=drafting)
-        return trace.tokens_S * cost.total_s / tokens_per_iteration
+        """Compute the seconds of each span [S] if an iteration gives each sequence `tokens_per_iteration` tokens."""
+        costs = self.iteration(batch_S=trace.batch_S, context_S=trace.context_S, k=k, drafting=drafting)
+        return trace.tokens_S * sum(costs.values()) / tokens_per_iteration
 
     def iteration(
         self, *, batch_S: Array, context_S: Array, k: int | Array, drafting: Drafting = Drafting.EAGLE3
-    ) -> IterationCost:
-        """Cost of verifying `k` draft tokens for each of `batch_S` sequences with `context_S` cached tokens together.
+    ) -> dict[str, Array]:
+        """Compute the cost of verifying `k` draft tokens for each of `batch_S` sequences.
 
-        Weights: the larger of reading what n tokens need (experts: those that n tokens hit) and of multiplying it.
-        Attention: the larger of reading keys and values once and of its flops, times 1 + k x attention_per_draft_token.
-        Draft: a fixed cost, and k passes over the batch. Host: an iteration, a token, a collective.
+        Weights cost the larger of reading the parameters that n tokens use (with experts, those that n tokens hit) and
+        of multiplying with them. Attention costs the larger of reading keys and values once, times 1 + k x
+        attention_per_draft_token, and of its flops. The draft costs a fixed time and k passes over the batch. The host
+        costs a time for the iteration, each token and each collective.
+
+        Args:
+            context_S: cached tokens, summed over the sequences.
+        Returns:
+            Seconds [S] by cause; the causes run one after another.
         """
         model, parameters = self.setting.model_shape, self.parameters
         tokens_S = batch_S * (k + 1)
+        used_S = model.shared_parameters + active_experts(model, tokens_S) * model.expert_parameters
         multiplied_S = 2.0 * model.parameters_per_token * tokens_S * self._flop_s
         read_S = context_S * model.key_value_elements() * self._read_s
         attended_S = context_S * (k + 1) * model.attention_flops() * self._flop_s
-        return IterationCost(
-            weights_s=np.maximum(parameters_read(model, tokens_S) * self._read_s, multiplied_S),
-            attention_s=np.maximum(read_S * (1.0 + k * parameters.attention_per_draft_token), attended_S),
-            draft_s=self._draft(batch_S, context_S, k, drafting),
-            host_s=parameters.host_s + parameters.host_per_token_s * tokens_S + self._collectives(tokens_S),
-            regime_s=self._regime(tokens_S, read_S, k),
-        )
+        return {
+            "weights": np.maximum(used_S * self._read_s, multiplied_S),
+            "attention": np.maximum(read_S * (1.0 + k * parameters.attention_per_draft_token), attended_S),
+            "draft": self._draft(batch_S, context_S, k, drafting),
+            "host": parameters.host_s + parameters.host_per_token_s * tokens_S + self._collectives(tokens_S),
+            "regime": self._regime(tokens_S, read_S, k),
+        }
 
     @property
     def _read_s(self) -> float:
-        """Seconds to read one element of weights or of keys and values."""
+        """Seconds to read one element of weights, keys or values."""
         memory = self.setting.gpus_per_engine * self.setting.accelerator.memory_bytes_per_s
         return BYTES[self.setting.precision] / (memory * self.parameters.bandwidth_efficiency)
 
@@ -111,20 +103,20 @@ class CostModel:
         return np.where(k > 0, parameters.speculation_s + k * (one_pass + keys + parameters.draft_pass_s), 0.0)
 
     def _regime(self, tokens_S: Array, read_S: Array, k: int | Array) -> Array:
-        """Seconds that jump with k; of each structural variant all but its own parameter are 0."""
+        """Compute the seconds that jump with k; a structural variant has only its own parameter above 0."""
         model, parameters = self.setting.model_shape, self.parameters
         eager_s = parameters.eager_s_per_layer * model.num_layers
         rows = (k + 1) * model.queries_per_group
-        first = -(-model.queries_per_group // QUERY_TILE)  # autoregressive decode has these anyway
+        first = -(-model.queries_per_group // QUERY_TILE)  # tiles of autoregressive decoding
         begun, filled = -(-rows // QUERY_TILE) - first, np.maximum(0.0, rows / QUERY_TILE - first)
         tiles = parameters.tile_factor * (TILE_FIXED_SHARE * begun + (1.0 - TILE_FIXED_SHARE) * filled)
         return np.where(tokens_S > self.setting.captured_tokens, eager_s, 0.0) + tiles * read_S
 
     def _collectives(self, tokens_S: Array) -> Array:
-        """Two all-reduces a layer over the engine's GPUs: latency, and the ring's bytes on the links.
+        """Compute the seconds of two all-reduces a layer over an engine's GPUs: latency plus bytes over bandwidth.
 
-        An engine that spans NVLink domains reduces inside each of them, then between them: each of a domain's GPUs
-        carries its part of the bytes over the network.
+        An engine that spans NVLink domains reduces inside each domain, then between domains, where each GPU of a domain
+        sends its part of the bytes over the network.
         """
         num_gpus, model, hardware = self.setting.gpus_per_engine, self.setting.model_shape, self.setting.accelerator
         if num_gpus == 1:
@@ -142,9 +134,9 @@ class CostModel:
 
 
 def active_experts(model: ModelShape, tokens: Array) -> Array:
-    """Expected number of distinct experts that `tokens` tokens hit, if the router were uniform.
+    """Compute the expected number of distinct experts that `tokens` tokens hit under a uniform router.
 
-    Source: E (1 - (1 - m / E)^n) for m of E experts a token, drawn independently.
+    Source: E (1 - (1 - m / E)^n) for m of E experts a token, chosen independently.
     """
     if not model.num_experts:
         return np.zeros_like(tokens)
@@ -152,11 +144,6 @@ def active_experts(model: ModelShape, tokens: Array) -> Array:
     return model.num_experts * (1.0 - missed**tokens)
 
 
-def parameters_read(model: ModelShape, tokens: Array) -> Array:
-    """Parameters that a forward pass over `tokens` tokens brings in from memory."""
-    return model.shared_parameters + active_experts(model, tokens) * model.expert_parameters
-
-
 def _ring_share(num: int) -> float:
-    """Share of an array's bytes that each of `num` members of a ring all-reduce sends."""
+    """Return the fraction of an array's bytes that each of `num` members of a ring all-reduce sends."""
     return 2.0 * (num - 1) / num

@@ -1,6 +1,6 @@
-"""Measured generation times as cells of a calibration: the published ones (arXiv 2604.26779), and a run's own.
+"""Calibrations on measured generation times: those of arXiv 2604.26779, and those of a run.
 
-Of a run these are its autoregressive arm and its sweep over k, never the arm to predict.
+A run is calibrated on its autoregressive arm and its sweep over k, never on the arm to predict.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ PAPER_SETTING = "paper-8b"
 WORKLOADS = ("rl_zero", "rl_think")
 _REFERENCE = CONFIGS / "reference" / "paper.yaml"
 _MORE = CONFIGS / "reference" / "paper_simulator.yaml"
-_MEAN_LOG_SD = 0.7  # no publication says how long the responses were
-_PAPER_LOG_SD = 0.04  # one run each, speedups printed with two decimals
-_OFFLINE = "EAGLE-3, DAPO, offline"  # is the k = 3 cell itself
+_MEAN_LOG_SD = 0.7  # the paper does not publish the lengths of responses
+_PAPER_LOG_SD = 0.04  # one run each, and speedups with two decimals
+_OFFLINE = "EAGLE-3, DAPO, offline"  # the draft of the k = 3 cell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProjectedReference:
-    """A point of the authors' closed simulator; `k` None is the best point of their map."""
+    """Projection of the paper's closed simulator; `k` None is the best point of its map."""
 
     num_gpus: int
     lag: int
@@ -47,7 +47,7 @@ class ProjectedReference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatorReference:
-    """Figures beside those of configs/reference/paper.yaml. `asynchronous` is measured and never fitted."""
+    """Figures of configs/reference/paper_simulator.yaml; `asynchronous` is measured and never fitted."""
 
     ngram_generation_s: dict[str, float]
     asynchronous: dict[str, float]
@@ -55,46 +55,37 @@ class SimulatorReference:
 
 
 def read_simulator_reference() -> SimulatorReference:
-    """The paper's n-gram and asynchronous times, and its projections."""
+    """Read the paper's n-gram and asynchronous times, and its projections."""
     return from_mapping(SimulatorReference, read_mapping(_MORE, "reference"), "paper_simulator")
 
 
 def paper_cells() -> tuple[Cell, ...]:
-    """The 16 measured generation times: 2 workloads x {AR, k = 3, 5, 7, n-gram, 3 other drafts}.
+    """Build the paper's 16 measured cells: 2 workloads x {AR, k = 3, 5, 7, n-gram, 3 other drafts}.
 
-    AR, k = 3 and n-gram were published in seconds; the others are the AR seconds over the published speedup.
+    AR, k = 3 and n-gram are published in seconds; the other cells divide the AR seconds by the published speedup.
     """
     workloads, ngram_s = _workloads(), read_simulator_reference().ngram_generation_s
-    return tuple(cell for name in WORKLOADS for cell in _of_workload(_group(name), workloads[name], ngram_s[name]))
+    return tuple(cell for name in WORKLOADS for cell in _of_workload(name, workloads[name], ngram_s[name]))
 
 
 def paper_steps() -> dict[tuple[str, Arm], StageTimes]:
-    """The four measured steps."""
+    """Read the paper's four measured steps, by workload and arm."""
     workloads = _workloads()
     return {(name, arm): StageTimes(**workloads[name][arm.value]) for name in WORKLOADS for arm in Arm}
 
 
 @cache
 def calibrate_paper() -> Ensemble:
-    """Fit to all of the paper's cells."""
-    return calibrate_cells(paper_cells())
-
-
-def calibrate_cells(cells: Sequence[Cell]) -> Ensemble:
-    """Fit to some of the paper's cells, one calibration a structural variant, the most probable first."""
-    return calibrate(load_setting(PAPER_SETTING), cells)
-
-
-def mean_paper_step() -> StageTimes:
-    """Mean of each stage over the four measured steps."""
-    return stagewise(lambda seconds: sum(seconds) / len(seconds), list(paper_steps().values()))
+    """Fit the cost model to all cells of the paper."""
+    return calibrate(load_setting(PAPER_SETTING), paper_cells())
 
 
 def paper_learner() -> Learner:
-    """The paper's learner."""
+    """Build the paper's learner, with the mean of each stage over the four measured steps."""
     setting = load_setting(PAPER_SETTING)
     mean = max(setting.mean_response_tokens.values())
-    return Learner(measured=mean_paper_step(), setting=setting, mean_tokens=mean)
+    measured = stagewise(lambda seconds: sum(seconds) / len(seconds), list(paper_steps().values()))
+    return Learner(measured=measured, setting=setting, mean_tokens=mean)
 
 
 @cache
@@ -102,14 +93,15 @@ def _workloads() -> dict[str, Any]:
     return read_mapping(_REFERENCE, "reference")["workloads"]
 
 
-def _group(workload: str) -> Group:
-    """A workload, with an unknown mean response length."""
+def _of_workload(workload: str, values: Mapping[str, Any], ngram_s: float) -> Iterator[Cell]:
     setting = load_setting(PAPER_SETTING)
-    mean, spread = setting.mean_response_tokens[workload], setting.length_log_sd
-    return Group(name=workload, shape=setting.shape(), mean_tokens=mean, mean_log_sd=_MEAN_LOG_SD, length_log_sd=spread)
-
-
-def _of_workload(group: Group, values: Mapping[str, Any], ngram_s: float) -> Iterator[Cell]:
+    group = Group(
+        name=workload,
+        shape=setting.shape(),
+        mean_tokens=setting.mean_response_tokens[workload],
+        mean_log_sd=_MEAN_LOG_SD,
+        length_log_sd=setting.length_log_sd,
+    )
     base_s = values["autoregressive"]["generation_s"]
 
     def cell(label: str, k: int, length: float, seconds: float, drafting: Drafting = Drafting.EAGLE3) -> Cell:
@@ -137,19 +129,19 @@ def _of_workload(group: Group, values: Mapping[str, Any], ngram_s: float) -> Ite
 
 
 _CPU_SETTING = "cpu-2core"
-_LEAST_LOG_SD = 0.05  # of the lengths of a step's responses
-_CELL_LOG_SD = 0.05  # a shared machine; medians of few repeats
-_P10_TO_P90 = 2.563  # standard deviations of a normal distribution
-_MEDIAN_OVER_MEAN = 1.2533  # of the standard deviation: sqrt(pi / 2)
-_SWEEP_MEAN_LOG_SD = 0.3  # of a sweep that did not record its tokens: its prompts are others than the arm's
+_LEAST_LOG_SD = 0.05  # smallest spread of the lengths of a step's responses
+_CELL_LOG_SD = 0.05  # noise of a median of few repeats on a shared machine
+_P10_TO_P90 = 2.563  # distance in standard deviations of a normal distribution
+_MEDIAN_OVER_MEAN = 1.2533  # standard error of a median over that of a mean: sqrt(pi / 2)
+_SWEEP_MEAN_LOG_SD = 0.3  # uncertainty of a sweep's mean length if the sweep did not record tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckRecord:
-    """Predicted beside measured for the arm that the calibration never saw: mean seconds of a step's generation."""
+    """Predicted beside measured mean generation seconds of the speculative arm, which the calibration does not use."""
 
     k: int
-    acceptance_length: float  # of the sweep, which the prediction uses
+    acceptance_length: float  # acceptance length of the sweep
     measured_s: float
     predicted_s: float
     predicted_p10_s: float
@@ -158,23 +150,23 @@ class CheckRecord:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunCalibration:
-    """Calibration of a run's machine from its own measurements."""
+    """Calibration of a run's machine on the run's measurements."""
 
-    setting: Setting  # with the run's own counts
+    setting: Setting  # layout with the run's counts
     mean_tokens: float
     ensemble: Ensemble
     profile: AcceptanceProfile
     step: StageTimes  # medians of the autoregressive arm
-    check: CheckRecord | None  # None: there is no speculative arm with k > 0
+    check: CheckRecord | None  # None: the run has no speculative arm with k > 0
 
 
 def calibrate_run(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting) -> RunCalibration:
     """Fit the cost model to the autoregressive arm and the sweep, and check it on the speculative arm.
 
     Args:
-        setting: layout of the run; rollouts a step, mean and spread of the responses are counted in the arm instead.
+        setting: layout of the run; rollouts a step and the mean and spread of lengths are counted in the arm.
     Raises:
-        ConfigError: there is no autoregressive arm, or no sweep.
+        ConfigError: the run has no autoregressive arm or no sweep.
     """
     base = _arm(arms, Arm.AUTOREGRESSIVE)
     require(base is not None, "run.arms", "must hold the autoregressive arm", [arm.arm.value for arm in arms])
@@ -206,9 +198,10 @@ def calibrate_run(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Sett
 
 
 def _length_log_sd(setting: Setting, steps: Sequence[StepRecord], mean: float) -> float:
-    """Spread of the responses of one step: what the truncated share implies, less the spread between steps.
+    """Estimate the spread of one step's response lengths.
 
-    Where none or most responses were truncated, what the longest of a step implies; without it the setting's own.
+    The truncated fraction implies the spread over all steps, of which the spread between steps is subtracted. If none
+    or most responses are truncated, the longest response of a step implies the spread.
     """
     rollouts = sum(step.num_rollouts for step in steps)
     truncated = sum(step.num_truncated for step in steps) / rollouts
@@ -220,7 +213,7 @@ def _length_log_sd(setting: Setting, steps: Sequence[StepRecord], mean: float) -
 
 
 def _spread_of(setting: Setting, mean: float, longest: Sequence[float], count: int) -> float:
-    """Spread from the longest of `count` responses, met several times; the setting's own where none was recorded."""
+    """Estimate the spread from the longest of `count` responses, or take the setting's if no length was recorded."""
     if not all(longest):
         return setting.length_log_sd
     limit = float(setting.max_response_tokens)
@@ -231,7 +224,7 @@ def _check(arms: Sequence[ArmRecord], tuning: TuningRecord, group: Group, ensemb
     arm = _arm(arms, Arm.SPECULATIVE)
     k = 0 if arm is None else arm.num_speculative_tokens
     if arm is None or k == 0 or len({entry.num_speculative_tokens for entry in arm.schedule}) > 1:
-        return None  # the simulator knows one k a rollout
+        return None  # the simulator models a single k during a rollout
     at_k = [point for point in tuning.points if point.k == k]
     require(bool(at_k), "run.tuning.points", f"must hold the speculative arm's k = {k}", k)
     nearest = min(at_k, key=lambda point: abs(point.batch - group.shape.num_rollouts))
@@ -263,9 +256,9 @@ def _arm_cell(label: str, group: Group, k: int, length: float, steps: Sequence[S
 
 
 def _sweep_cells(setting: Setting, mean: float, points: Sequence[SweepPoint]) -> list[Cell]:
-    """One cell a point, each on the clock of its own interleaved baseline: the machine drifts between points.
+    """Build a cell for each point of a sweep, relative to the point's interleaved baseline, because machines drift.
 
-    A batch's autoregressive time is the median over its baselines; a point's is that over its own speedup.
+    The autoregressive time of a batch size is the median over its baselines; a point's time is that over its speedup.
     """
     by_batch = {batch: [point for point in points if point.batch == batch] for batch in {p.batch for p in points}}
     groups = {batch: _sweep_group(setting, mean, batch, of_batch) for batch, of_batch in by_batch.items()}
@@ -287,19 +280,19 @@ def _sweep_cells(setting: Setting, mean: float, points: Sequence[SweepPoint]) ->
 
 
 def _baseline_log_sd(point: SweepPoint) -> float:
-    """Noise of the median of a baseline's rounds, from their own spread."""
+    """Estimate the noise of the median of a baseline's rounds from the spread of the rounds."""
     spread = log(point.generation_p90_s / point.generation_p10_s) / _P10_TO_P90
     return max(_CELL_LOG_SD, _MEDIAN_OVER_MEAN * spread / sqrt(point.num_repeats))
 
 
 def _sweep_group(setting: Setting, mean: float, batch: int, points: Sequence[SweepPoint]) -> Group:
-    """The responses of all `points` of one batch; `mean` of the arm's where theirs were not counted."""
+    """Describe the responses of a sweep at one batch size; the mean defaults to the arm's `mean` if not recorded."""
     tokens = [point.autoregressive_response_tokens for point in points]
     longest = [point.autoregressive_longest_tokens for point in points]
     own_mean, log_sd = (fmean(tokens), 0.0) if all(tokens) else (mean, _SWEEP_MEAN_LOG_SD)
     return Group(
         name=f"sweep, batch {batch}",
-        shape=replace(setting.shape(), num_rollouts=batch, num_engines=1),  # tuning runs one engine
+        shape=replace(setting.shape(), num_rollouts=batch, num_engines=1),  # the sweep runs one engine
         mean_tokens=own_mean,
         mean_log_sd=log_sd,
         length_log_sd=_spread_of(setting, own_mean, longest, batch),
@@ -307,9 +300,10 @@ def _sweep_group(setting: Setting, mean: float, batch: int, points: Sequence[Swe
 
 
 def _speedup(point: SweepPoint) -> float:
-    """Over the interleaved baseline, for equal responses: k = 0 and k sample other ones to the same prompts.
+    """Compute a point's speedup over its interleaved baseline for responses of equal length.
 
-    By the longest of a round where it was recorded, for a round lasts as long as it; else by their tokens.
+    k = 0 and k > 0 sample different responses to the same prompts. The longest response of a round sets its duration,
+    so the correction uses the longest lengths where they were recorded, else the mean lengths.
     """
     counted = (
         (point.longest_response_tokens, point.autoregressive_longest_tokens),
@@ -320,7 +314,11 @@ def _speedup(point: SweepPoint) -> float:
 
 
 def known_layout(run: RunRecord) -> LayoutRecord:
-    """Layout of a run, which a command that needs it requires the recipe to name."""
+    """Return the layout of a run.
+
+    Raises:
+        ConfigError: the recipe does not name the simulator's model and hardware.
+    """
     rule = "must be of a recipe that names its simulator.model and simulator.hardware"
     require(run.layout is not None, "--run", rule, run.recipe)
     assert run.layout is not None
@@ -328,7 +326,7 @@ def known_layout(run: RunRecord) -> LayoutRecord:
 
 
 def run_setting(layout: LayoutRecord) -> Setting:
-    """The layout of a run. What it does not hold (prompts, spread of lengths) is assumed as for its kind of machine."""
+    """Build the setting of a run's layout; prompts and spread of lengths are assumed for the kind of machine."""
     base = load_setting(_CPU_SETTING if target_of(layout.hardware) == "cpu" else PAPER_SETTING)
     return replace(
         base,
@@ -339,5 +337,5 @@ def run_setting(layout: LayoutRecord) -> Setting:
         num_gpus=layout.num_gpus,
         gpus_per_engine=layout.gpus_per_engine,
         max_response_tokens=layout.max_response_tokens,
-        slots=Slots.RESPONSE,  # of the loops here; the published runs' make room by the group
+        slots=Slots.RESPONSE,  # as the loops of Slipstream; those of the published runs free slots by the group
     )

@@ -1,11 +1,11 @@
-"""Projections with bands: what speculation would give on another model, GPU count, draft length or policy lag.
+"""Projections of speculation, with bands, to other models, GPU counts, draft lengths and policy lags.
 
-A band is p10 to p90 over draws of the structural variant, of its parameters, of the layouts that the assumptions
-allow, of the learner's efficiency where it was not measured, and of the error that the calibration left; outside the
-measured ranges that error grows.
+A band is p10 to p90 over samples of the structural variant, its parameters, layouts within the assumptions, the
+learner's efficiency where it was not measured, and the residual error of the calibration, which grows outside the
+measured ranges.
 
-The record of the stage `project_speedup` holds both: from a run's own calibration other draft lengths on its machine;
-from the paper's, models and clusters of the paper, and all that the page's figures draw.
+The record of the stage `project_speedup` projects other draft lengths on the run's machine, from the run's calibration,
+and models and clusters of the paper, from the paper's calibration; it holds the data of the report's figures.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ from slipstream.simulator.step_cost import Learner, Overlap, overlap
 from slipstream.statistics import Spread, spread
 from slipstream.types import StageTimes
 
-PUBLISHED_MODEL = "qwen3-235b-a22b"  # that the paper's own simulator projects, on GB200
+PUBLISHED_MODEL = "qwen3-235b-a22b"  # model of the paper's own projections, on GB200
 _LARGE_SETTING = "paper-235b"
 _MAX_ROLLOUTS = 1_000_000
-_GENERATION_FRACTION = 0.75  # arXiv 2604.26779 has 12 of 16 nodes
-_WEIGHT_SHARE = 0.5  # of an engine's memory at most: the rest is for the key-value cache
+_GENERATION_FRACTION = 0.75  # 12 of 16 nodes in arXiv 2604.26779
+_WEIGHT_SHARE = 0.5  # largest fraction of an engine's memory for weights; the rest is for the key-value cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """Point to project. `acceptance_length` counts the bonus token; `lag` 0 is a synchronous, colocated step."""
+    """Point to project; `acceptance_length` includes the bonus token, and `lag` 0 is a synchronous, colocated step."""
 
     setting: Setting
     mean_tokens: float
     k: int
     acceptance_length: float
     lag: int = 0
-    generation_fraction: float = _GENERATION_FRACTION  # of the GPUs, when lag >= 1
+    generation_fraction: float = _GENERATION_FRACTION  # fraction of the GPUs, used if lag >= 1
 
     def __post_init__(self) -> None:
         check_length(self.k, self.acceptance_length)
@@ -78,24 +78,24 @@ class Scenario:
 
     @property
     def generation_gpus(self) -> int:
-        """GPUs that generate."""
+        """Number of GPUs that generate."""
         gpus = self.setting.num_gpus
         return gpus if self.lag == 0 else max(1, round(gpus * self.generation_fraction))
 
     @property
     def training_gpus(self) -> int:
-        """GPUs that train: the same ones when colocated."""
+        """Number of GPUs that train; all GPUs when colocated."""
         gpus = self.setting.num_gpus
         return gpus if self.lag == 0 else max(1, gpus - self.generation_gpus)
 
     @property
     def shape(self) -> RolloutShape:
-        """The rollouts, over the engines that generate."""
+        """Rollouts of a step over the engines of the GPUs that generate."""
         return self.setting.shape(self.generation_gpus)
 
 
 class ProjectionRequest(Checked):
-    """Request of a user. 0 takes the layout's own value; `acceptance_length` counts the bonus token."""
+    """Request of a user; 0 takes the layout's value, and `acceptance_length` includes the bonus token."""
 
     model: str
     hardware: str = "gb200"
@@ -109,7 +109,7 @@ class ProjectionRequest(Checked):
     mean_tokens: NonNegativeFloat = 0.0
 
     def scenario(self) -> Scenario:
-        """The request on the layout that comes nearest to its model.
+        """Apply the request to the published layout of the most similar model.
 
         Raises:
             ConfigError: model or hardware is unknown, or the model does not fit on the GPUs.
@@ -146,7 +146,7 @@ class ProjectionRequest(Checked):
 
 
 def assumed_layouts(scenario: Scenario) -> tuple[Scenario, ...]:
-    """Other readings of a layout that no one published: GPUs an engine and mean length, each up and down."""
+    """List alternatives of a layout that was not published: GPUs an engine and mean length, each up and down."""
     setting, found = scenario.setting, []
     for gpus in (setting.gpus_per_engine // 2, setting.gpus_per_engine, setting.gpus_per_engine * 2):
         for factor in (1 / 1.5, 1.0, 1.5):
@@ -159,7 +159,7 @@ def assumed_layouts(scenario: Scenario) -> tuple[Scenario, ...]:
 
 
 def _fitting_gpus(model: str, hardware: str, precision: Precision) -> int:
-    """The smallest power of two of GPUs whose memory holds the weights and as much again."""
+    """Find the smallest power of two of GPUs whose memory holds twice the weights."""
     needed = load_model(model).total_parameters * BYTES[precision]
     gpus = 1
     while needed > _WEIGHT_SHARE * gpus * load_hardware(hardware).memory_bytes:
@@ -173,7 +173,7 @@ _IDEAL_STACK = "an ideal stack: no host, launch or draft overhead, all peaks rea
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProjectedPoint:
-    """Speedups of speculation over autoregressive decoding in one setting, with what to be wary of."""
+    """Projected speedups of speculation over autoregressive decoding at one point, with warnings."""
 
     model: str
     hardware: str
@@ -190,7 +190,7 @@ class ProjectedPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Projection:
-    """Bands of what was asked, and the steps of the draw whose step speedup is the median."""
+    """Bands of a projection, and both arms' steps in the sample with the median step speedup."""
 
     point: ProjectedPoint
     autoregressive: StageTimes
@@ -206,16 +206,16 @@ def project(
     num_draws: int = _NUM_DRAWS,
     seed: int = 0,
 ) -> Projection:
-    """Both arms of `scenario`, with bands.
+    """Project both arms of a scenario, with bands.
 
     Args:
-        layouts: other readings of what the scenario only assumes; draws are spread evenly over all of them.
+        layouts: alternatives of the scenario's assumptions; samples are spread evenly over all of them.
     """
     scenarios = (scenario, *layouts)
     batch = max(float(each.shape.per_engine) for each in scenarios)
     sampled = ensemble.draws(k=scenario.k, batch=batch, count=num_draws, seed=seed)
     latency = network_collective()
-    around = np.random.default_rng([seed, 1]).standard_normal((num_draws, 2))  # apart from the calibration's draws
+    around = np.random.default_rng([seed, 1]).standard_normal((num_draws, 2))  # apart from the ensemble's
     collectives_s = latency.median * np.exp(latency.log_sd * around[:, 1])
     drawn = zip(cycle(scenarios), sampled, around[:, 0].tolist(), collectives_s.tolist(), strict=False)
     arms = [_arms(each, learner, draw, deviation, latency_s) for each, draw, deviation, latency_s in drawn]
@@ -223,7 +223,7 @@ def project(
 
 
 def project_ideal(scenario: Scenario, learner: Learner, *, layouts: Sequence[Scenario] = ()) -> Projection:
-    """The same on a stack without overhead: peaks reached, nothing but the roofline. Bands over the layouts alone."""
+    """Project both arms on a stack without overhead, which runs at the roofline; bands cover the layouts alone."""
     draw = Draw(parameters=IDEAL, autoregressive_error=1.0, speculative_error=1.0)
     arms = [_arms(each, learner, draw, 0.0, 0.0) for each in (scenario, *layouts)]
     return _summary(scenario, arms, (_IDEAL_STACK,))
@@ -232,21 +232,17 @@ def project_ideal(scenario: Scenario, learner: Learner, *, layouts: Sequence[Sce
 def speedup_map(
     scenario: Scenario, calibration: Calibration, *, ks: Sequence[int], acceptance_lengths: Sequence[float]
 ) -> Array:
-    """Rollout speedup [len(ks), len(acceptance_lengths)] of the most probable parameters; NaN where AL > k + 1."""
+    """Compute rollout speedups [len(ks), len(acceptance_lengths)] of the most probable model; NaN if AL > k + 1."""
     trace = slowest_engine(scenario.setting.lengths(scenario.mean_tokens), scenario.shape)
     model = calibration.model(scenario.setting)
-
-    def seconds(k: int) -> float:
-        return float(model.span_s(trace, k=k, tokens_per_iteration=1.0).sum())
-
-    base_s = seconds(0)
+    ks_K1 = np.array(ks)[:, None]
+    seconds_K = model.span_s(trace, k=np.vstack([[0], ks_K1]), tokens_per_iteration=1.0).sum(axis=1)
     lengths = np.asarray(acceptance_lengths, dtype=np.float64)
-    rows = [np.where(lengths <= k + 1, base_s / seconds(k) * lengths, np.nan) for k in ks]
-    return np.stack(rows)
+    return np.where(lengths <= ks_K1 + 1, seconds_K[0] / seconds_K[1:, None] * lengths, np.nan)
 
 
 def best_of_map(scenario: Scenario, calibration: Calibration) -> Scenario:
-    """The point of the k x acceptance map, k = 1 to 7, where the rollout is fastest."""
+    """Find the fastest rollout on the map of k = 1 to 7 and acceptance lengths of 1 to 8."""
     ks, lengths = range(1, 8), [float(length) for length in range(1, 9)]
     found = speedup_map(scenario, calibration, ks=ks, acceptance_lengths=lengths)
     row, column = np.unravel_index(int(np.nanargmax(found)), found.shape)
@@ -256,11 +252,11 @@ def best_of_map(scenario: Scenario, calibration: Calibration) -> Scenario:
 def _arms(
     scenario: Scenario, learner: Learner, draw: Draw, deviation: float, network_collective_s: float
 ) -> tuple[Overlap, Overlap]:
-    """The autoregressive and the speculative arm of a draw.
+    """Simulate the autoregressive and the speculative arm for one sample.
 
     Args:
-        deviation: the learner's, see `Learner.stages`.
-        network_collective_s: latency of a collective between domains.
+        deviation: `deviation` of `Learner.stages`.
+        network_collective_s: latency of a collective between NVLink domains.
     """
     setting, mean = scenario.setting, scenario.mean_tokens
     model = CostModel(setting=setting, parameters=draw.parameters, network_collective_s=network_collective_s)
@@ -299,7 +295,7 @@ def _summary(scenario: Scenario, arms: Sequence[tuple[Overlap, Overlap]], warnin
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedPoint:
-    """The paper's own projection, and ours beside it: on an ideal stack, and as calibrated on its measurements."""
+    """Projection of the paper beside ours: on an ideal stack, and calibrated on the paper's measurements."""
 
     published_rollout_speedup: float
     published_step_speedup: float
@@ -309,7 +305,7 @@ class PublishedPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestedProjection:
-    """Projection of a request, and the assumptions about its layout."""
+    """Projections of a request, and the assumptions about its layout."""
 
     ideal: ProjectedPoint
     calibrated: ProjectedPoint
@@ -317,7 +313,7 @@ class RequestedProjection:
 
 
 def project_published() -> list[PublishedPoint]:
-    """The points that the paper's closed simulator projects, from a calibration on the paper's measurements."""
+    """Project the points of the paper's closed simulator, from a calibration on the paper's measurements."""
     points = []
     for reference in read_simulator_reference().projected:
         scenario = ProjectionRequest(
@@ -340,10 +336,10 @@ def project_published() -> list[PublishedPoint]:
 
 
 def project_request(request: ProjectionRequest, *, seed: int = 0) -> RequestedProjection:
-    """Project a request on an ideal stack, and from the paper's measurements.
+    """Project a request on an ideal stack, and from a calibration on the paper's measurements.
 
     Args:
-        seed: of the draws behind the bands.
+        seed: seed of the samples of the bands.
     """
     scenario = request.scenario()
     sources = scenario.setting.sources.items()
@@ -352,7 +348,7 @@ def project_request(request: ProjectionRequest, *, seed: int = 0) -> RequestedPr
 
 
 def write_request(request: ProjectionRequest, directory: Path, *, seed: int = 0) -> Path:
-    """Project `request` from the paper's measurements, write projection.json into `directory`; its path."""
+    """Write projection.json of a request into `directory`; returns its path."""
     return write_record(project_request(request, seed=seed), directory / "projection.json")
 
 
@@ -362,18 +358,18 @@ def _projected(scenario: Scenario, seed: int = 0) -> dict[str, ProjectedPoint]:
     return {"ideal": project_ideal(scenario, learner, layouts=layouts).point, "calibrated": calibrated.point}
 
 
-# The first point that the paper projects.
+# Point of the figures: the first that the paper projects.
 _DRAWN = ProjectionRequest(model=PUBLISHED_MODEL, num_gpus=512, k=3, acceptance_length=3.0)
 _KS = (1, 2, 3, 4, 5, 6, 7)
 _LENGTHS = tuple(1.0 + 0.25 * index for index in range(29))  # 1 to 8 = 7 + 1
 _GPUS = (256, 512, 1024, 2048)
 _LAGS = (0, 1, 2, 4)
-_LINE_DRAWS = 24  # of a point of a line: its median alone is drawn
+_LINE_DRAWS = 24  # samples of a point of a line, of which only the median is used
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedupMap:
-    """Rollout speedup by draft length and acceptance length; None where the length exceeds k + 1."""
+    """Rollout speedup by draft length and acceptance length; None where the acceptance length exceeds k + 1."""
 
     ks: tuple[int, ...]
     acceptance_lengths: tuple[float, ...]
@@ -382,7 +378,7 @@ class SpeedupMap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LagLine:
-    """Median step speedup over the number of GPUs at one policy lag."""
+    """Median step speedup by number of GPUs, at one policy lag."""
 
     lag: int
     num_gpus: tuple[int, ...]
@@ -391,7 +387,7 @@ class LagLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunningBatch:
-    """Sequences that run in each span of a rollout, and the seconds that it lasts."""
+    """Number of running sequences and seconds of each span of a rollout."""
 
     label: str
     batch: tuple[float, ...]
@@ -400,10 +396,10 @@ class RunningBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProjectedFigures:
-    """For one setting the map, the lines and the steps; for the run's own machine the running batch."""
+    """Data of the report's figures: map, lines and steps of one setting, and running batches of the run's machine."""
 
     setting: str
-    k: int  # of the lines and the steps
+    k: int  # draft length of the lines and the steps
     acceptance_length: float
     speedup_map: SpeedupMap
     lag_lines: tuple[LagLine, ...]
@@ -413,7 +409,7 @@ class ProjectedFigures:
 
 
 def projected_figures(*, running: tuple[RunningBatch, ...]) -> ProjectedFigures:
-    """Everything that is drawn, from the paper's measurements but for what is `running` on the run's machine."""
+    """Compute the data of the report's figures from the paper's calibration; `running` is that of the run."""
     scenario = _DRAWN.scenario()
     middle = project(scenario, calibrate_paper(), paper_learner())
     speedups = speedup_map(scenario, calibrate_paper().best, ks=_KS, acceptance_lengths=_LENGTHS).tolist()
@@ -434,7 +430,7 @@ def projected_figures(*, running: tuple[RunningBatch, ...]) -> ProjectedFigures:
 
 
 def running_batches(run: RunCalibration) -> tuple[RunningBatch, ...]:
-    """The most probable schedule of a run's slowest engine, autoregressive and with the speculative arm's k."""
+    """Compute the most probable schedule of a run's slowest engine, autoregressive and with the speculative arm's k."""
     trace = slowest_engine(run.setting.lengths(run.mean_tokens), run.setting.shape())
     model = run.ensemble.best.model(run.setting)
     drafted = [] if run.check is None else [(run.check.k, run.check.acceptance_length)]
@@ -457,11 +453,11 @@ PAPER_SOURCE = "arXiv 2604.26779, measured"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProjectionRecord:
-    """Output of `project_speedup` for the report. All is projected but for fields whose names say measured."""
+    """Record of the stage `project_speedup`; all fields but those named measured are projected."""
 
-    run_calibration: CalibrationRecord | None  # None: the recipe does not say on what it ran
-    run_check: CheckRecord | None  # None: no speculative arm with k > 0, or no calibration
-    from_run: tuple[ProjectedPoint, ...]  # the run's machine, every k of its sweep
+    run_calibration: CalibrationRecord | None  # None: the recipe names no model and hardware of the simulator
+    run_check: CheckRecord | None  # None: no calibration, or no speculative arm with k > 0
+    from_run: tuple[ProjectedPoint, ...]  # every k of the sweep, on the run's machine
     paper_calibration: CalibrationRecord
     from_paper: tuple[PublishedPoint, ...]
     figures: ProjectedFigures
@@ -470,10 +466,10 @@ class ProjectionRecord:
 def project_speedup(
     arms: Sequence[ArmRecord], tuning: TuningRecord, *, layout: LayoutRecord | None, execution: str
 ) -> ProjectionRecord:
-    """Calibrate on a run, check on its speculative arm, and project; separately, project from the paper's figures.
+    """Calibrate on a run, check on its speculative arm and project; separately, project from the paper's figures.
 
     Args:
-        layout: on what the run ran; None leaves out everything that would be projected from it.
+        layout: layout of the run; None leaves out projections from the run.
     Raises:
         ConfigError: the run has no autoregressive arm or no sweep.
     """
@@ -489,12 +485,12 @@ def project_speedup(
 
 
 def swept_ks(tuning: TuningRecord) -> list[int]:
-    """Draft lengths of a sweep."""
+    """List the draft lengths k >= 1 of a sweep."""
     return sorted({point.k for point in tuning.points if point.k > 0})
 
 
 def project_run(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:
-    """Every k of `ks` on the run's own machine, at the acceptance lengths of its sweep's profile."""
+    """Project every k of `ks` on the run's machine, at the acceptance lengths of the sweep's profile."""
     learner = Learner(measured=run.step, setting=run.setting, mean_tokens=run.mean_tokens)
     scenarios = [
         Scenario(setting=run.setting, mean_tokens=run.mean_tokens, k=k, acceptance_length=run.profile.length(k))

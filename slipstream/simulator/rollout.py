@@ -1,9 +1,9 @@
-"""Response lengths, a truncated log-normal, and continuous batching over them: the batch shrinks, the tail is exposed.
+"""Response lengths from a truncated log-normal, and the schedule of continuous batching over these lengths.
 
-Sequences that run together advance together (each iteration gives each the same expected number of tokens), so the
-schedule is a matter of tokens alone: it holds for any model, hardware and k, and is worked out once.
+Each iteration gives every running sequence the same expected number of tokens. The schedule therefore depends on tokens
+alone: one schedule holds for every model, hardware and k.
 
-Key-value memory caps the sequences that run at once: those beyond it queue, and one starts where another has ended.
+Key-value memory bounds the number of running sequences; the others wait in a queue until a running sequence ends.
 
 Legend: `B` sequences of one engine, `S` spans between two changes of the running batch.
 """
@@ -30,32 +30,32 @@ _LEVELS = (np.arange(512) + 0.5) / 512
 
 
 class Lengths(Checked, path="lengths"):
-    """A log-normal cut off at `max_tokens`: what is longer is truncated there, as an engine does."""
+    """Log-normal distribution of response lengths, truncated at `max_tokens` as an engine truncates."""
 
     median: PositiveFloat
     log_sd: NonNegativeFloat
     max_tokens: Annotated[float, Field(ge=1, le=LARGEST), NUMBER]
 
     def at(self, levels: Array) -> Array:
-        """Length that a share `levels` in (0, 1) of responses do not exceed; rises with the level."""
+        """Compute the quantiles of the length at `levels` in (0, 1)."""
         return np.clip(self.median * np.exp(self.log_sd * _normal_quantile(levels)), 1.0, self.max_tokens)
 
     @property
     def mean_tokens(self) -> float:
-        """Mean tokens of a response."""
+        """Mean number of tokens of a response."""
         return float(np.mean(self.at(_LEVELS)))
 
     @property
     def mean_square_tokens(self) -> float:
-        """Mean of the square of a response's tokens."""
+        """Mean square of the number of tokens of a response."""
         return float(np.mean(self.at(_LEVELS) ** 2))
 
 
-@lru_cache(maxsize=64)  # a fit asks again for every parameter that changes no length
+@lru_cache(maxsize=64)  # most parameters of a fit do not change lengths
 def lengths_with_mean(*, mean: float, log_sd: float, max_tokens: float) -> Lengths:
-    """The distribution whose mean, truncated responses included, is `mean`.
+    """Find the distribution with a given mean, truncated responses included.
 
-    A mean of `max_tokens` says that all of them are truncated.
+    A mean of `max_tokens` means that every response is truncated.
 
     Raises:
         ConfigError: the mean is above `max_tokens`.
@@ -71,17 +71,17 @@ def lengths_with_mean(*, mean: float, log_sd: float, max_tokens: float) -> Lengt
 
 
 def log_sd_of_truncation(*, mean: float, max_tokens: float, truncated_fraction: float) -> float:
-    """The spread that truncates `truncated_fraction` of responses of that mean at `max_tokens`.
+    """Find the `log_sd` with which a given fraction of responses is truncated at `max_tokens`.
 
     Raises:
-        ConfigError: the fraction is not in (0, 0.5): none truncated says only that the spread is small.
+        ConfigError: the fraction is not in (0, 0.5); without truncated responses the spread is not determined.
     """
     require(0 < truncated_fraction < 0.5, "truncated_fraction", "must lie in (0, 0.5)", truncated_fraction)
     return _log_sd_reaching(max_tokens, level=1.0 - truncated_fraction, mean=mean, max_tokens=max_tokens)
 
 
 def log_sd_of_longest(*, mean: float, max_tokens: float, longest: float, count: int) -> float:
-    """The spread with which the longest of `count` responses of that mean has `longest` tokens, as a median.
+    """Find the `log_sd` with which the median of the longest of `count` responses is `longest` tokens.
 
     Raises:
         ConfigError: the longest is shorter than the mean.
@@ -91,7 +91,7 @@ def log_sd_of_longest(*, mean: float, max_tokens: float, longest: float, count: 
 
 
 def _log_sd_reaching(tokens: float, *, level: float, mean: float, max_tokens: float) -> float:
-    """The spread with which a share `level` of responses has at most `tokens`: a wider one has more beyond."""
+    """Find the `log_sd` whose quantile at `level` is `tokens`, by bisection: the quantile rises with the spread."""
     z = float(_normal_quantile(np.array([level]))[0])
     low, high = 0.01, 3.0
     for _ in range(_BISECTIONS):
@@ -102,92 +102,92 @@ def _log_sd_reaching(tokens: float, *, level: float, mean: float, max_tokens: fl
 
 
 def longest_of(lengths: Lengths, count: int) -> float:
-    """Median of the longest of `count` responses."""
+    """Compute the median of the longest of `count` responses."""
     return float(lengths.at(np.array([_median_level_of_longest(count)]))[0])
 
 
 def mean_longest_of(lengths: Lengths, count: int) -> float:
-    """Mean of the longest of `count` responses."""
+    """Compute the mean of the longest of `count` responses."""
     return float(np.mean(lengths.at(_LEVELS ** (1.0 / count))))
 
 
 def stratified(lengths: Lengths, count: int, *, longest_of_count: int) -> Array:
-    """`count` typical responses, ascending; the last is the longest of `longest_of_count` >= `count` responses."""
+    """List `count` typical lengths in rising order; the last is the longest of `longest_of_count` responses."""
     levels = (np.arange(count) + 0.5) / count
     levels[-1] = max(levels[-1], _median_level_of_longest(longest_of_count))
     return lengths.at(levels)
 
 
 def _normal_quantile(levels: Array) -> Array:
-    """Inverse of the standard normal distribution function, by table: numpy has none."""
+    """Interpolate the standard normal quantile function in a table, because numpy has no such function."""
     return np.interp(levels, _NORMAL_LEVELS, _NORMAL_VALUES)
 
 
 def _median_level_of_longest(count: int) -> float:
-    # All of `count` lie below level u with chance u^count, which is a half at the median.
+    # All of `count` responses lie below level u with probability u^count, which is 1/2 at the median.
     return 0.5 ** (1.0 / count)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trace:
-    """One engine's rollout: in each span `batch_S` sequences run until each has `tokens_S` tokens more."""
+    """Schedule of one engine: in span s, `batch_S[s]` sequences run until each has generated `tokens_S[s]` tokens."""
 
     tokens_S: Array
     batch_S: Array
-    context_S: Array  # tokens in the key-value cache, all running sequences together, mean over the span
+    context_S: Array  # tokens in the key-value cache, summed over running sequences, mean over the span
 
 
 class Slots(StrEnum):
-    """Event that makes room for another group while generation runs beside training."""
+    """Event that frees a slot for another group while generation runs beside training."""
 
-    RESPONSE = "response"  # each response that ends: the lag bound alone limits how many groups are under way
+    RESPONSE = "response"  # each response that ends: only the lag bounds the number of running groups
     GROUP = "group"  # a whole group that ends: at most prompts x lag groups run at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutShape:
-    """Responses of a step and the engines that they are spread over, at least one an engine."""
+    """Responses of a step and the engines that generate them, with at least one response an engine."""
 
     num_rollouts: int
     num_engines: int
     prompt_tokens: float
     group_size: int = 1
     slots: Slots = Slots.RESPONSE
-    cache_tokens: float = math.inf  # that the key-value memory of an engine holds
+    cache_tokens: float = math.inf  # capacity of an engine's key-value memory
 
     @property
     def per_engine(self) -> int:
-        """Responses of the fullest engine."""
+        """Number of responses of the fullest engine."""
         return -(-self.num_rollouts // self.num_engines)
 
 
 def mean_context(lengths: Lengths, *, prompt_tokens: float) -> float:
-    """Cached tokens of a running sequence, met at any time: the prompt and E[L^2] / (2 E[L]).
+    """Compute the mean number of cached tokens of a running sequence: the prompt plus E[L^2] / (2 E[L]).
 
-    A sequence is met in proportion to its length and half-way through on average.
+    At a random time a running sequence is picked in proportion to its length L, and half of it is generated on average.
     """
     return prompt_tokens + lengths.mean_square_tokens / (2.0 * lengths.mean_tokens)
 
 
 def cached_sequences(lengths: Lengths, shape: RolloutShape) -> float:
-    """Sequences of mean context that the key-value memory of an engine holds; at least one."""
+    """Compute how many sequences of mean context the key-value memory of an engine holds; at least one."""
     return max(1.0, shape.cache_tokens / mean_context(lengths, prompt_tokens=shape.prompt_tokens))
 
 
-@lru_cache(maxsize=64)  # every draw of a projection asks for the same few
+@lru_cache(maxsize=64)  # the samples of a projection share a few schedules
 def slowest_engine(lengths: Lengths, shape: RolloutShape) -> Trace:
-    """The rollout of the engine that ends last: typical responses, and the longest of all engines'."""
+    """Schedule the engine that ends last: typical responses and the longest response of all engines."""
     lengths_B = stratified(lengths, shape.per_engine, longest_of_count=shape.num_rollouts)
     fitting = cached_sequences(lengths, shape)
     if fitting >= shape.per_engine:
         return batch_continuously(lengths_B, prompt_tokens=shape.prompt_tokens)
-    shuffled_B = np.random.default_rng(0).permutation(lengths_B)  # nobody knows the long ones beforehand
+    shuffled_B = np.random.default_rng(0).permutation(lengths_B)  # lengths are not known before generation
     return batch_in_slots(shuffled_B, prompt_tokens=shape.prompt_tokens, num_slots=int(fitting))
 
 
 def batch_in_slots(lengths_B: Array, *, prompt_tokens: float, num_slots: int) -> Trace:
-    """Run sequences of `lengths_B` tokens in their order, `num_slots` at a time: one starts where another has ended."""
-    free = [0.0] * min(num_slots, len(lengths_B))  # when each slot is free, in tokens since the start
+    """Schedule sequences of `lengths_B` tokens in their order, `num_slots` at a time."""
+    free = [0.0] * min(num_slots, len(lengths_B))  # time at which each slot becomes free, in tokens since the start
     starts_B = np.empty(len(lengths_B))
     for index, length in enumerate(lengths_B.tolist()):
         starts_B[index] = free[0]
@@ -205,7 +205,7 @@ def batch_in_slots(lengths_B: Array, *, prompt_tokens: float, num_slots: int) ->
 
 
 def batch_continuously(lengths_B: Array, *, prompt_tokens: float) -> Trace:
-    """Start sequences of `lengths_B` tokens together; each runs until it ends."""
+    """Schedule sequences of `lengths_B` tokens that all start at once."""
     borders = np.unique(np.concatenate([[0.0], lengths_B]))
     ended_S = np.searchsorted(np.sort(lengths_B), borders[:-1], side="right")
     batch_S = (len(lengths_B) - ended_S).astype(np.float64)
@@ -214,9 +214,9 @@ def batch_continuously(lengths_B: Array, *, prompt_tokens: float) -> Trace:
 
 
 def steady_state(lengths: Lengths, *, running_S: Array, prompt_tokens: float) -> Trace:
-    """Engines that are never drained: `running_S` sequences at all times, each span one mean response long.
+    """Schedule engines that are never drained: `running_S` sequences run at all times.
 
-    The spans are alternatives, one an entry of `running_S`.
+    The spans are alternatives, one an entry of `running_S`, and each lasts one mean response.
     """
     context = mean_context(lengths, prompt_tokens=prompt_tokens)
     return Trace(

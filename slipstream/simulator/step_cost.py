@@ -1,22 +1,22 @@
-"""Seconds of a GRPO step: the learner's stages by flops and measured efficiency, and generation joined with them.
+"""Seconds of a GRPO step: the learner's stages from flops and measured efficiency, overlapped with generation.
 
-Generation that runs beside training, on GPUs of its own, with a policy at most `lag` versions old.
+The asynchronous loops generate on GPUs of their own, with a policy at most `lag` versions old.
 
-`one_step_off`: a whole batch is generated while the trainer is at work, and both rest while weights are refitted:
+`one_step_off` generates a whole batch during a training step; both sides wait for the refit:
 
     step = refit + max(drained batch, trainer)
 
-`in_flight`: engines are never drained; training waits only for the refit and for the batch that is due. A batch's
-responses start when weights are published, and train `lag` publications later. While the trainer waits for its batch
-the next ones run on, so in a step of T seconds with a trainer of B the window of a response is (1 + lag) T - B. With r
-running sequences of an engine, t(r) seconds a token and N responses a step:
+`in_flight` never drains the engines; training waits only for the refit and for the next batch. A batch's responses
+start when weights are published, and are trained `lag` publications later. Later batches run on while the trainer
+waits, so in a step of T seconds with B seconds of training a response has (1 + lag) T - B seconds. With r running
+sequences of an engine, t(r) seconds a token and N responses a step:
 
     throughput: T >= (N / engines) E[L] t(r) / r;
-    latency:    T >= (L_max t(r) + B) / (1 + lag), for the longest ends in its window.
+        latency:    T >= (L_max t(r) + B) / (1 + lag), because the longest response must end within that time.
 
-More running sequences help the first and hurt the second. How many there can be is bounded as well: by the lag itself,
-r <= (N / engines) (1 + lag) E[L] / L_max; by the key-value memory; and, where only a whole group that ends makes room
-(`Slots.GROUP`), by (N / engines) lag E[L] / E[longest of a group], because the rest of a group's room stands empty.
+A larger r improves throughput and worsens latency. r has three bounds: the lag, r <= (N / engines) (1 + lag) E[L] /
+L_max; the key-value memory; and, where only a whole group frees its slots (`Slots.GROUP`), (N / engines) lag E[L] /
+E[longest of a group], because the slots of a group's shorter responses stay empty.
 """
 
 from __future__ import annotations
@@ -44,48 +44,43 @@ from slipstream.simulator.rollout import (
 from slipstream.simulator.settings import Setting, load_belief
 from slipstream.types import STAGES, LoopMode, StageTimes
 
-_FORWARD_FLOPS = 2.0  # a parameter and token
-_TRAIN_FLOPS = 6.0  # forward and backward, without recomputation
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Learner:
-    """A learner of which a step was measured, on all GPUs of `setting`."""
+    """Learner with a measured step on all GPUs of `setting`."""
 
     measured: StageTimes
     setting: Setting
-    mean_tokens: float  # of a response of that step
+    mean_tokens: float  # mean response tokens of the measured step
 
     def stages(self, setting: Setting, *, num_gpus: int, mean_tokens: float, deviation: float = 0.0) -> StageTimes:
-        """A step without its generation: flops over peak and efficiency; data and prepare stay as measured.
+        """Scale the measured step, without generation, to another layout; data and prepare keep their seconds.
 
-        The efficiency is the measured one, over all tokens, padding included; a stage that was left out stays so.
+        A stage's seconds are proportional to its flops over peak and efficiency, for all tokens, padding included.
+        A stage that was not run stays at 0 s.
 
         Args:
-            mean_tokens: of a response.
-            deviation: from the believed ratio of the efficiencies of `setting` and where it was measured, in standard
-                deviations of its logarithm.
+            mean_tokens: mean tokens of a response.
+            deviation: deviation from the prior's ratio of efficiencies between the two layouts, in standard deviations
+                of the ratio's logarithm.
         """
         ratio, log_sd = relative_efficiency(setting, self.setting)
-        ideal_s = _ideal_s(setting, num_gpus, mean_tokens) / (ratio * math.exp(log_sd * deviation))
-        own_ideal_s = _ideal_s(self.setting, self.setting.num_gpus, self.mean_tokens)
-
-        def scaled_s(flops: float, measured_s: float) -> float:
-            return flops * ideal_s / (flops * own_ideal_s / measured_s) if measured_s > 0 else 0.0
+        factor = _ideal_s(setting, num_gpus, mean_tokens) / (ratio * math.exp(log_sd * deviation))
+        factor /= _ideal_s(self.setting, self.setting.num_gpus, self.mean_tokens)
 
         return StageTimes.in_sequence(
             data_s=self.measured.data_s,
             prepare_s=self.measured.prepare_s,
             generation_s=0.0,
-            logprob_s=scaled_s(_FORWARD_FLOPS, self.measured.logprob_s),
-            train_s=scaled_s(_TRAIN_FLOPS, self.measured.train_s),
+            logprob_s=factor * self.measured.logprob_s,
+            train_s=factor * self.measured.train_s,
         )
 
 
 def relative_efficiency(setting: Setting, measured_on: Setting) -> tuple[float, float]:
-    """Believed efficiency of the learner of `setting` over that of `measured_on`: median, log sd.
+    """Compute the prior of the learner's efficiency on `setting` over that on `measured_on`: median and log sd.
 
-    By their hardware and whether they have experts; 1 and 0 where they are alike.
+    The ratio depends on the hardware and on experts; median 1 and log sd 0 if both are equal.
     """
     log_ratio, variance = 0.0, 0.0
     if setting.hardware != measured_on.hardware:
@@ -101,41 +96,41 @@ def relative_efficiency(setting: Setting, measured_on: Setting) -> tuple[float, 
 
 
 def stagewise(statistic: Callable[[Sequence[float]], float], times: Sequence[StageTimes]) -> StageTimes:
-    """`statistic` of each stage over several steps."""
+    """Apply a statistic to each stage's seconds over several steps."""
     by_stage = [step.by_stage() for step in times]
     return StageTimes.in_sequence(**{f"{stage}_s": statistic([each[stage] for each in by_stage]) for stage in STAGES})
 
 
 def _ideal_s(setting: Setting, num_gpus: int, mean_tokens: float) -> float:
-    """Seconds of one flop a parameter and token of the batch at the peak."""
+    """Compute the seconds at peak of one flop for each parameter and token of the batch."""
     peak = setting.accelerator.flops_per_s[setting.learner_precision]
     return setting.model_shape.parameters_per_token * setting.learner_tokens(mean_tokens) / (num_gpus * peak)
 
 
 _POINTS = 65
-"""Running batches that are tried, twice: over the whole range, then around the best of it."""
+"""Number of running batches in a grid search, over the whole range and again around its best point."""
 
 
 class Bound(StrEnum):
-    """Bound of a step's time."""
+    """Limit of a step's time."""
 
     LEARNER = "learner"
     DRAINED = "drained batch"
-    LAG = "lag"  # the longest response must end within its window
+    LAG = "lag"  # the longest response must end within the lag
     MEMORY = "key-value memory"
     GROUPS = "group slots"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """A step with its hidden generation. `period_s`: the shortest step that generation alone could sustain."""
+    """Step with overlapped generation."""
 
     period_s: float
-    step: StageTimes  # its generation_s is the exposed part
+    step: StageTimes  # generation_s is the exposed part
     bound: Bound
 
 
-def overlap(  # what generates, what trains, and how they are joined
+def overlap(
     trainer: StageTimes,
     *,
     lengths: Lengths,
@@ -144,12 +139,12 @@ def overlap(  # what generates, what trains, and how they are joined
     seconds: Callable[[Trace], Array],
     mode: LoopMode = LoopMode.IN_FLIGHT,
 ) -> Overlap:
-    """Join a trainer's stages (`trainer.generation_s` is ignored) with engines that run `lag` steps ahead at most.
+    """Overlap a trainer's stages with engines that run at most `lag` steps ahead; `trainer.generation_s` is ignored.
 
     Args:
-        seconds: time of each span of a trace on one engine, with or without speculation.
-        lag: 0 waits for every batch, as a synchronous step does.
-        mode: of the loop, where `lag` is at least 1.
+        seconds: function from a trace to the seconds of each span on one engine, with or without speculation.
+        lag: 0 makes the step synchronous.
+        mode: loop mode, used if `lag` is at least 1.
     """
     require(lag >= 0, "lag", "must be >= 0", lag)
     drained_s = float(seconds(slowest_engine(lengths, shape)).sum())
@@ -172,7 +167,7 @@ def overlap(  # what generates, what trains, and how they are joined
 def _pace(
     lengths: Lengths, shape: RolloutShape, lag: int, seconds: Callable[[Trace], Array], busy_s: float
 ) -> tuple[float, Bound]:
-    """The shortest step that generation allows beside a trainer of `busy_s`, at the best number of sequences."""
+    """Find the shortest step that generation allows beside `busy_s` of training, over the number of sequences."""
     per_engine = shape.num_rollouts / shape.num_engines
     mean, longest = lengths.mean_tokens, longest_of(lengths, shape.num_rollouts)
     caps = {Bound.LAG: max(1.0, per_engine * (1 + lag) * mean / longest), **_caps(lengths, shape, lag)}
@@ -193,7 +188,7 @@ def _pace(
 
 
 def _caps(lengths: Lengths, shape: RolloutShape, lag: int) -> dict[Bound, float]:
-    """Sequences that an engine can run on average, by what else limits them than the lag."""
+    """Compute bounds other than the lag on the mean number of running sequences of an engine."""
     found = {Bound.MEMORY: cached_sequences(lengths, shape)} if math.isfinite(shape.cache_tokens) else {}
     if shape.slots is Slots.GROUP:
         filled = lengths.mean_tokens / mean_longest_of(lengths, shape.group_size)

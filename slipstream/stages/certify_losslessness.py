@@ -124,7 +124,7 @@ def _certificate(
         earlier = {}
         if subject.kv_cache is not None:
             learner.load(start, None)
-            earlier[_START] = judged(speculative.traces, learner, sampling=sampling, config=config)
+            earlier[_START] = judged(speculative.traces, learner, sampling=sampling, seed=config.seed)
         learner.load(trained, None)
         return certify(
             speculative,

@@ -138,8 +138,6 @@ class LearnerProcess:
             eos_token_id=eos_token_id,
             learner=self._config,
             optimizer=optimizer,
-            rank=self._rank,
-            world_size=self._world_size,
         )
         self._is_new(POLICY)
         return self._policy.architecture.num_parameters()
@@ -430,8 +428,6 @@ class LearnerProcess:
             path,
             learner=self._config,
             optimizer=optimizer,
-            rank=self._rank,
-            world_size=self._world_size,
         )
 
 

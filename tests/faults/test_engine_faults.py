@@ -225,7 +225,7 @@ def in_flight(bench: Bench, kv_cache: KvCache) -> Sample:
 
 def rejections_of_versions(bench: Bench, sample: Sample, *, old: int = 0) -> list[str]:
     """Conditional tests that reject when tokens of version `old` are held against the old policy, others the new."""
-    earlier = {old: judged(sample.traces, bench.exact["old"], sampling=SAMPLING, config=CONFIG)}
+    earlier = {old: judged(sample.traces, bench.exact["old"], sampling=SAMPLING, seed=CONFIG.seed)}
     how: dict[str, Any] = {"sampling": SAMPLING, "earlier": earlier}
     return conditional_rejections(certified(sample, bench.baseline, bench.exact["new"], CONFIG, **how))
 

@@ -32,6 +32,13 @@ def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s
         return [rank.result() for rank in ranks]
 
 
+def join(rank: int, world_size: int, port: int) -> None:
+    """Form the process group of a learner on this host; rank 0 opens the port."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+
+
 def free_ports(count: int) -> list[int]:
     """Find free ports below those that the system gives whoever asks for any: some are opened a minute later."""
     ports: list[int] = []

@@ -23,7 +23,7 @@ from slipstream.learner.cpu import host
 from slipstream.learner.layers import TORCH_DTYPES
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.types import Dtype
-from tests.forked.ranks import free_ports, on_ranks
+from tests.forked.ranks import free_ports, join, on_ranks
 
 VOCAB = 32
 # Small weights keep every gradient well above rounding, which Adam would divide by itself.
@@ -77,9 +77,8 @@ def _through(rank: int, case: Case, ports: list[int], model: Path, directory: Pa
     """Two updates under the first layout; then each layout takes over the checkpoint, saves it, and goes on by two."""
     links = []
     for index, (layout, port) in enumerate(zip(case.layouts, ports, strict=True)):
-        policy = MegatronPolicy.load(
-            model, learner=case.learner(layout), optimizer=case.optimizer, rank=rank, world_size=2, master_port=port
-        )
+        join(rank, 2, port)
+        policy = MegatronPolicy.load(model, learner=case.learner(layout), optimizer=case.optimizer)
         if index in case.distributed:
             _deal_out_optimizer(policy, case)
         if index == 0:
@@ -164,9 +163,8 @@ def test_a_checkpoint_that_other_layouts_took_over_comes_back_to_the_last_bit(ca
 
 
 def _hosts_apart(rank: int, case: Case, ports: list[int], model: Path, directory: Path) -> str:
-    policy = MegatronPolicy.load(
-        model, learner=case.learner(DATA), optimizer=case.optimizer, rank=rank, world_size=2, master_port=ports[0]
-    )
+    join(rank, 2, ports[0])
+    policy = MegatronPolicy.load(model, learner=case.learner(DATA), optimizer=case.optimizer)
     policy.save_checkpoint(directory / f"host-{rank}" / "checkpoint", {})
     _step(policy, 0)
     try:

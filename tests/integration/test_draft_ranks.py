@@ -20,7 +20,7 @@ from slipstream.learner.packing import plan_shards
 from slipstream.ragged import Ragged
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.learner_process import LearnerProcess
-from tests.forked.ranks import free_ports, on_ranks
+from tests.forked.ranks import free_ports, join, on_ranks
 
 VOCAB = 32
 SCRATCH = ScratchConfig(
@@ -121,7 +121,8 @@ def _online(process: LearnerProcess, model: Path, mine: tuple[int, ...]) -> tupl
 
 
 def _rank(rank: int, learner: LearnerConfig, port: int, model: Path) -> dict[str, Any]:
-    parallel.initialize(learner.parallel, rank=rank, world_size=2, master_port=port)
+    join(rank, 2, port)
+    parallel.initialize(learner.parallel)
     outcome = _outcome(model, learner, rank, 2)
     parallel.barrier()
     parallel.teardown()

@@ -19,7 +19,7 @@ from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.packing import plan_shards
 from slipstream.refit.fingerprint import file_fingerprints, held_whole, part_fingerprints, weight_totals
 from slipstream.types import Dtype
-from tests.forked.ranks import free_ports, on_ranks
+from tests.forked.ranks import free_ports, join, on_ranks
 from tests.integration import qwen3_moe
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, betas=(0.5, 0.9), clip_grad=1e6)  # so large a norm is never clipped
@@ -68,9 +68,8 @@ def train(policy: MegatronPolicy, learner: LearnerConfig, directory: Path, rank:
 
 def run_rank(rank: int, learner: LearnerConfig, port: int, model: Path, directory: Path) -> dict[str, Any]:
     size = learner.parallel.world_size
-    policy = MegatronPolicy.load(
-        model, learner=learner, optimizer=OPTIMIZER, rank=rank, world_size=size, master_port=port
-    )
+    join(rank, size, port)
+    policy = MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER)
     result = train(policy, learner, directory, rank)
     (directory / "tokenizer").mkdir(exist_ok=True)
     policy.save_hf(directory / "saved", directory / "tokenizer")

@@ -18,7 +18,7 @@ from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.packing import plan_shards
 from slipstream.refit.fingerprint import held_whole, part_fingerprints, weight_totals
 from slipstream.types import Dtype, TrainBatch
-from tests.forked.ranks import free_ports, on_ranks
+from tests.forked.ranks import free_ports, join, on_ranks
 
 VOCAB = 32
 # Small weights keep every gradient well above rounding, which Adam would divide by itself.
@@ -112,11 +112,10 @@ def _weights(policy: MegatronPolicy) -> dict[str, np.ndarray]:
 
 
 def _rank(rank: int, learner: LearnerConfig, port: int, model: Path, directory: Path) -> dict[str, Any]:
-    policy = MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER, rank=rank, world_size=2, master_port=port)
+    join(rank, 2, port)
+    policy = MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER)
     result = _train(policy, learner, directory, rank)
-    fresh = MegatronPolicy.from_scratch(
-        SCRATCH, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=None, rank=rank, world_size=2
-    )
+    fresh = MegatronPolicy.from_scratch(SCRATCH, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=None)
     result["random"] = _weights(fresh)
     parallel.barrier()
     parallel.teardown()

@@ -13,7 +13,7 @@ from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner import parallel
 from slipstream.learner.config import LearnerConfig, ParallelConfig
 from slipstream.learner.megatron import MegatronPolicy
-from tests.forked.ranks import free_ports, on_ranks
+from tests.forked.ranks import free_ports, join, on_ranks
 from tests.unit.learner import mimo
 
 LEARNER = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
@@ -44,7 +44,8 @@ def _train(policy: MegatronPolicy, mine: slice) -> dict[str, Any]:
 
 
 def _rank(rank: int, learner: LearnerConfig, port: int, model: Path) -> dict[str, Any]:
-    policy = MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER, rank=rank, world_size=2, master_port=port)
+    join(rank, 2, port)
+    policy = MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER)
     mine = slice(rank * 5, rank * 5 + 5) if learner.parallel.data > 1 else slice(None)
     result = _train(policy, mine)
     parallel.barrier()

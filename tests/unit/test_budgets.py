@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.budgets import code_lines, measure, recipe_fields, repeated_stems
+from scripts.budgets import code_lines, docstring_fragments, measure, recipe_fields, repeated_stems
 
 ROOT = Path(__file__).parents[2]
 LOSS = '''"""The docstring of a module,
@@ -84,6 +84,7 @@ files = 5
 protocols = 1
 repeated_stems = 0 # names
 recipe_fields = 5
+docstring_fragments = 1
 
 [tests]
 lines = 2
@@ -132,6 +133,7 @@ def test_a_tree_is_counted_as_by_hand(tree: Path) -> None:
         "library.protocols": 1,
         "library.repeated_stems": 0,
         "library.recipe_fields": 5,
+        "library.docstring_fragments": 1,
         "tests.lines": 2,
         "packages.grpo": 12 + 5,
         "packages.root_files": 8,
@@ -155,6 +157,29 @@ def test_a_second_module_of_a_name_is_found_unless_every_package_may_have_one(tr
 
     (tree / "slipstream/loss.py").write_text("")
     assert repeated_stems(tree / "slipstream") == ["loss"]
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ('"""What a module does."""\n', [1]),
+        ('"""A module of what is kept."""\n', []),
+        ('class Kept:\n    """`Those` that are kept."""\n', [2]),
+        ('def keep() -> None:\n    """\n    Whether it is kept.\n    """\n', [2]),
+        ('async def keep() -> None:\n    """Howitzers are kept."""\n', []),
+        ('KEPT = 1\n"""Of the kept."""\n', [2]),
+        ('kept: int = 1\n"""See `KEPT`."""\n', [2]),
+        ('print()\n"""What documents nothing."""\n', []),
+        ('if True:\n    """What documents nothing."""\n', []),
+        ('"""  """\n', []),
+    ],
+)
+def test_a_docstring_that_begins_as_a_fragment_is_found(tmp_path: Path, text: str, lines: list[int]) -> None:
+    for folder in ("slipstream", "tasks", "workflows", "tests"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "kept.py").write_text(text)
+    folders = ("slipstream", "tasks", "workflows")
+    assert list(docstring_fragments(tmp_path)) == [f"{folder}/kept.py:{line}" for folder in folders for line in lines]
 
 
 def test_what_keeps_every_entry_passes(tree: Path) -> None:

@@ -1,1 +1,1 @@
-"""Parts that only a host without CUDA needs. Nothing in here does anything when CUDA is present."""
+"""Modules that only a host without CUDA needs; none has an effect where CUDA is present."""

@@ -1,9 +1,9 @@
-"""Parts that Megatron-Core lacks on a host without CUDA. Nothing here does anything when CUDA is present.
+"""Adaptation of Megatron-Core to a host without CUDA; nothing here has an effect where CUDA is present.
 
-Megatron names the device "cuda" in a few places that its own gloo code paths reach: scalars of the schedules and of
-gradient clipping, buffers of the gradient all-reduce, and the names of tensor types in the optimizers. Its arithmetic
-does not care. So the learner answers those questions with "cpu", but only inside `cuda_as_cpu`, never at import. Its
-dispatcher of tokens to experts waits for no stream, and its splits are lists.
+Megatron names the device "cuda" in a few places that its gloo code paths reach: scalars of the schedules and of
+gradient clipping, buffers of the gradient all-reduce, and names of tensor types in the optimizers. Inside
+`cuda_as_cpu`, never at import, these places get the CPU. The dispatcher of tokens to experts waits for no stream, and
+its splits are lists, as gloo needs them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def is_cpu_only() -> bool:
 def install() -> None:
     """Give Megatron a random-number tracker made of CPU generators.
 
-    Weight initialisation and dropout under sequence parallelism fork it; the stock one saves and restores states of
-    CUDA generators. Calling it again changes nothing.
+    Weight initialization, and dropout under sequence parallelism, fork the tracker; Megatron's own tracker saves and
+    restores the states of CUDA generators. A second call has no effect.
     """
     if is_cpu_only() and not isinstance(megatron_random._CUDA_RNG_STATE_TRACKER, _CpuRngTracker):
         megatron_random._CUDA_RNG_STATE_TRACKER = _CpuRngTracker()
@@ -39,17 +39,17 @@ def install() -> None:
 
 @contextlib.contextmanager
 def cuda_as_cpu() -> Iterator[None]:
-    """Let Megatron find the CPU where it asks for CUDA; put everything back at the end."""
+    """Give Megatron the CPU wherever it asks for CUDA; restore everything on exit."""
     if not is_cpu_only():
         yield
         return
     current_device, synchronize, stream = torch.cuda.current_device, torch.cuda.synchronize, torch.cuda.Stream
     get_state, set_state = megatron_random._get_cuda_rng_state, megatron_random._set_cuda_rng_state
-    # Annotated as returning an index, but every caller in Megatron passes the answer on as `device=`.
+    # The function is annotated as returning an index, but every caller in Megatron passes the result on as `device=`.
     torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.synchronize = lambda device=None: None  # pipeline sends wait for the stream; gloo has none
-    torch.cuda.Stream = lambda: None  # a dispatcher of tokens makes one, to copy beside
-    # What is recomputed for a gradient draws the same numbers again; the state of the CPU is kept beside this one.
+    torch.cuda.synchronize = lambda device=None: None  # pipeline sends wait for the stream, which gloo does not have
+    torch.cuda.Stream = lambda: None  # a token dispatcher makes a stream for asynchronous copies
+    # Recomputation for a gradient restores the random state; Megatron keeps the CPU's state apart from CUDA's.
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
     megatron_random._set_cuda_rng_state = lambda *_, **__: None
     try:
@@ -62,15 +62,15 @@ def cuda_as_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def model_arithmetic() -> Iterator[None]:
-    """Inside `cuda_as_cpu`: stop looking at every operation, as the model's own name no device (6 % of a step)."""
+    """Disable the interception of `cuda_as_cpu`, which costs 6 % of a step, for the model, which names no device."""
     with torch._C.DisableTorchFunction() if is_cpu_only() else contextlib.nullcontext():
         yield
 
 
 class _CudaAsCpu(TorchFunctionMode):
-    """Redirects `device="cuda"` and `Tensor.cuda`, and lets `Tensor.type()` answer with the CUDA name.
+    """Mode that redirects `device="cuda"` and `Tensor.cuda`, and makes `Tensor.type()` return CUDA type names.
 
-    The optimizers sort parameters by `param.type() == "torch.cuda.FloatTensor"` and refuse every other name.
+    The optimizers sort parameters by `param.type() == "torch.cuda.FloatTensor"` and reject every other name.
     """
 
     def __torch_function__(
@@ -87,7 +87,7 @@ class _CudaAsCpu(TorchFunctionMode):
 
 
 class _CpuRngTracker(megatron_random.CudaRNGStatesTracker):
-    """Megatron's tracker of named random states, over the CPU generator."""
+    """Megatron's tracker of named random states, on CPU generators."""
 
     def add(self, name: str, seed: int) -> None:
         assert name not in self.states_, f"random state {name} exists"
@@ -107,7 +107,7 @@ class _CpuRngTracker(megatron_random.CudaRNGStatesTracker):
 
 
 def use_cpu_dispatchers(model: torch.nn.Module) -> None:
-    """Give the layers of experts the dispatcher below."""
+    """Replace the token dispatchers of a model's expert layers by `_CpuDispatcher`."""
     for layer in model.modules():
         if isinstance(layer, MoELayer):
             layer.token_dispatcher = _CpuDispatcher(
@@ -119,7 +119,7 @@ def use_cpu_dispatchers(model: torch.nn.Module) -> None:
 
 
 class _CpuDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's dispatcher with counts of tokens as gloo's all-to-all takes them."""
+    """Megatron's dispatcher with token counts as lists, which gloo's all-to-all needs."""
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:  # type: ignore[override]  # declared to return a tensor always
         if point == self.cuda_dtoh_point:

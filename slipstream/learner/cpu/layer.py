@@ -1,8 +1,8 @@
-"""A transformer layer for CPUs: Megatron's, with its forward pass and its gradient each written as one operation.
+"""Transformer layer for CPUs: Megatron's layer with forward and backward pass written as one operation each.
 
-On a CPU a small layer is bound by the number of operations and by what padding costs, more than by its arithmetic. This
-one takes fewer, keeps no graph inside the layer, and computes real tokens only. It holds the same parameters under the
-same names, so that everything else of Megatron (blocks, schedules, optimizer) is unaware of it; docs/log.md.
+On a CPU the time of a small layer depends more on the number of operations and on padding than on arithmetic. This
+layer takes fewer operations, keeps no graph inside, and computes real tokens only. The parameters keep Megatron's
+names, so that blocks, schedules and optimizer work unchanged; docs/log.md has the measurements.
 
 Legend: `S` tokens, `B` sequences, `N` real tokens of them all, `H` hidden size, `G` query groups (key-value heads), `R`
 query heads a group, `D` head dim, `F` width of the MLP.
@@ -26,60 +26,60 @@ class _Parameters(NamedTuple):
     """Parameters of one layer, in the order in which the operation takes them and returns their gradients."""
 
     input_norm_H: Tensor
-    qkv_QH: Tensor  # Q = G * (R + 2) * D: for each group its queries, its key, its value
+    qkv_QH: Tensor  # Q = G * (R + 2) * D: queries, key and value of each group
     query_norm_D: Tensor
     key_norm_D: Tensor
     proj_HO: Tensor  # O = G * R * D
     mlp_norm_H: Tensor
-    gate_up_FH: Tensor  # 2 F rows: the gate's, then those it multiplies
+    gate_up_FH: Tensor  # 2 F rows: those of the gate, then those that the gate multiplies
     down_HF: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rectangle:
-    """Neighbouring sequences of like lengths, padded for attention to `B` x `S` = `C` cells.
+    """Neighbouring sequences of similar lengths, padded for attention to `B` x `S` = `C` cells.
 
-    A cell of padding holds a copy of the first token; no real token sees it.
+    A cell of padding holds a copy of the first token; no real token attends to padding.
     """
 
-    start: int  # of its tokens
+    start: int  # index of the first token
     end: int
     batch: int
     num_tokens: int  # S
-    cells_N: Tensor  # of each token
-    tokens_C: Tensor  # in each cell, from `start`
+    cells_N: Tensor  # cell of each token
+    tokens_C: Tensor  # token of each cell, counted from `start`
     future_1RS: Tensor  # [1, R * S, S]: -inf where the key comes after the query
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
-    """Places of the `N` tokens of a micro-batch, sequence by sequence, and what depends on their positions alone.
+    """Rows of the `N` tokens of a micro-batch, sequence by sequence, and tensors that depend on positions alone.
 
-    All but the attention itself runs over the real tokens only.
+    Every operation except the attention runs over real tokens only.
     """
 
-    rows_N: Tensor  # in the layer's input, flattened to [S * B, H]
+    rows_N: Tensor  # row of each token in the layer's input, flattened to [S * B, H]
     cos_N11D: Tensor
-    sin_N11D: Tensor  # the first half negated, so that rotating needs no negation
+    sin_N11D: Tensor  # the first half is negated, so that the rotation needs no negation
     rectangles: tuple[_Rectangle, ...]
 
 
 class _Settings(NamedTuple):
-    eps: float  # of the norms
-    recomputes: bool  # attention and the MLP, for the gradient, instead of keeping what is inside them
+    eps: float  # epsilon of the norms
+    recomputes: bool  # the backward pass recomputes the insides of attention and MLP
 
 
 class CpuTransformerLayer(TransformerLayer):
-    """A dense pre-norm layer: grouped-query attention with norms on queries and keys, a gated MLP, all on one rank."""
+    """Dense pre-norm layer on one rank: grouped-query attention with norms on queries and keys, and a gated MLP."""
 
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, padding_mask: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, None]:
-        """[S, B, H] to [S, B, H]; a token attends to itself and to those before it in its sequence.
+        """Compute [S, B, H] from [S, B, H]; a token attends to itself and to earlier tokens of its sequence.
 
         Args:
-            rotary_pos_emb: [S, 1, 1, D], the angle of each position.
-            padding_mask: [B, S], True where there is no token, on the right; zeros come out there.
+            rotary_pos_emb: [S, 1, 1, D], the angles of each position.
+            padding_mask: [B, S], True where there is no token, on the right; the output is zero there.
         """
         attention, mlp = cast(Any, self.self_attention), cast(Any, self.mlp)
         parameters = _Parameters(
@@ -98,7 +98,7 @@ class CpuTransformerLayer(TransformerLayer):
         return cast(Tensor, _Layer.apply(hidden_states, plan, settings, *parameters)), None
 
 
-@functools.lru_cache(maxsize=1)  # by identity of the tensors, which all layers are given in turn
+@functools.lru_cache(maxsize=1)  # keyed by the tensors' identity: all layers of a pass get the same tensors
 def _plan(
     padding_BS: Tensor | None, batch: int, rotary_pos_emb_S11D: Tensor, dtype: torch.dtype, heads_of_a_group: int
 ) -> _Plan:
@@ -127,7 +127,7 @@ def _plan(
 
 
 class _Layer(torch.autograd.Function):
-    """y = x + attention(norm(x)), then y + mlp(norm(y))."""
+    """Compute y = x + attention(norm(x)), then y + mlp(norm(y))."""
 
     @staticmethod
     def forward(ctx: Any, x_SBH: Tensor, plan: _Plan, settings: _Settings, *parameters: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        with torch._C.DisableTorchFunction():  # `cuda_as_cpu` looks at every operation
+        with torch._C.DisableTorchFunction():  # `cuda_as_cpu` intercepts every operation
             return _Layer._backward(ctx, grads[0])
 
     @staticmethod
@@ -219,7 +219,7 @@ class _Layer(torch.autograd.Function):
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """RMSNorm over the last dimension, computed in float32: the result, x / rms and 1 / rms."""
+    """Compute RMSNorm over the last dimension in float32; returns the result, x / rms and 1 / rms."""
     wide = x.float()
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     normed = wide * scale
@@ -227,7 +227,10 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor
 
 
 def _norm_backward(grad: Tensor, normed: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of n = x / rms: dx = (g w - n mean(g w n)) / rms, dw = sum(g n). `weight` may have many dimensions."""
+    """Compute RMSNorm's gradients: with n = x / rms, dx = (g w - n mean(g w n)) / rms and dw = sum(g n).
+
+    `weight` may have several dimensions.
+    """
     by_normed = grad * normed
     grad_weight = by_normed.flatten(0, -1 - weight.dim()).sum(0)
     mean = by_normed.mul_(weight).mean(-1, keepdim=True)
@@ -235,12 +238,12 @@ def _norm_backward(grad: Tensor, normed: Tensor, weight: Tensor, scale: Tensor) 
 
 
 def _qk_weight(p: _Parameters, repeat: int) -> Tensor:
-    """[R + 1, D]: the weight of the queries' norm for each query head of a group, then the key's."""
+    """Stack the norm weights of a group's heads, [R + 1, D]: R times that of the queries, then that of the key."""
     return torch.cat((p.query_norm_D.expand(repeat, -1), p.key_norm_D.unsqueeze(0)))
 
 
 def _attend(qkv_NGXD: Tensor, rectangle: _Rectangle) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys, values, and the chances with which each query takes from each key, within a rectangle.
+    """Compute queries, keys, values and attention probabilities within a rectangle.
 
     The heads of a group are stacked along the query axis: queries [B * G, R * S, D], keys and values [B * G, S, D].
     """
@@ -253,7 +256,7 @@ def _attend(qkv_NGXD: Tensor, rectangle: _Rectangle) -> tuple[Tensor, Tensor, Te
 
 
 def _attended(qkv_NGXD: Tensor, mixed: Tensor, rectangle: _Rectangle) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Causal attention within a rectangle, written to its tokens in `mixed` [N, G * R * D]; what its gradient needs."""
+    """Write causal attention to a rectangle's tokens in `mixed` [N, G * R * D]; returns the results of `_attend`."""
     query, key, value, chances = _attend(qkv_NGXD, rectangle)
     repeat = qkv_NGXD.shape[2] - 2
     by_cell = _unstack(torch.bmm(chances, value), rectangle, repeat).reshape(len(rectangle.tokens_C), -1)
@@ -264,11 +267,11 @@ def _attended(qkv_NGXD: Tensor, mixed: Tensor, rectangle: _Rectangle) -> tuple[T
 def _attend_backward(
     d_mixed: Tensor, dots_NA: Tensor, d_qkv_NGXD: Tensor, attended: tuple[Tensor, ...], rectangle: _Rectangle
 ) -> None:
-    """The gradient of `_attend`, written to the rectangle's tokens in `d_qkv_NGXD`.
+    """Write the gradient of `_attend` to the rectangle's tokens in `d_qkv_NGXD`.
 
-    That of a softmax, (d - sum(d chances)) chances, is not torch's own operation: on a processor with AVX2 its bits
-    depend on the number of threads where a row's length is no multiple of 8. The sum over all keys is the dot product
-    of what came out of a head with its gradient, [N, A] for A heads (Dao et al., FlashAttention, arXiv 2205.14135).
+    The gradient of the softmax, (d - sum(d chances)) chances, is not torch's own operation, whose bits depend on the
+    number of threads on a processor with AVX2 where a row's length is no multiple of 8. The sum over all keys is the
+    dot product of a head's output with its gradient, [N, A] for A heads (FlashAttention, arXiv:2205.14135).
     """
     query, key, value, chances = attended
     _, groups, width, dim = d_qkv_NGXD.shape
@@ -289,17 +292,17 @@ def _attend_backward(
 
 
 def _cells(x_N: Tensor, rectangle: _Rectangle) -> Tensor:
-    """The rows of a rectangle's tokens in its cells; zeros in padding, which passes nothing on."""
+    """Scatter the rows of a rectangle's tokens to its cells; padding holds zeros."""
     cells = x_N.new_zeros(len(rectangle.tokens_C), x_N.shape[1])
     return cells.index_copy_(0, rectangle.cells_N, x_N[rectangle.start : rectangle.end])
 
 
 def _stack(x_BSGRD: Tensor) -> Tensor:
-    """[B * G, R * S, D]."""
+    """Stack the heads of a group along the query axis, [B * G, R * S, D]."""
     batch, num_tokens, groups, repeat, dim = x_BSGRD.shape
     return x_BSGRD.permute(0, 2, 3, 1, 4).reshape(batch * groups, repeat * num_tokens, dim)
 
 
 def _unstack(x: Tensor, rectangle: _Rectangle, repeat: int) -> Tensor:
-    """The inverse of `_stack`, a view [B, S, G, R, D]."""
+    """Invert `_stack`, as a view [B, S, G, R, D]."""
     return x.view(rectangle.batch, -1, repeat, rectangle.num_tokens, x.shape[-1]).permute(0, 3, 1, 2, 4)

@@ -33,11 +33,11 @@ STATS = TrainStats(loss=1.0, grad_norm=2.0, kl=4.0, clip_fraction=0.0, num_token
 
 def test_five_rollouts_in_two_updates_are_two_and_three_in_their_order() -> None:
     first, second = minibatches(UPDATE, 2)
-    assert first.batch.token_ids == ((0, 7, 2), (1, 7, 2))
-    assert second.batch.token_ids == ((2, 7, 2), (3, 7, 2), (4, 7, 2))
-    assert (first.batch.prompt_lengths, second.batch.prompt_lengths) == ((1, 1), (1, 1, 2))
-    assert second.batch.rollout_logprobs == ((-0.5, -2.0), (-0.5, -3.0), (-0.5, -4.0))
-    assert (first.batch.advantages, second.batch.advantages) == ((0.0, 1.0), (2.0, 3.0, 4.0))
+    assert [list(row) for row in first.batch.token_ids] == [[0, 7, 2], [1, 7, 2]]
+    assert [list(row) for row in second.batch.token_ids] == [[2, 7, 2], [3, 7, 2], [4, 7, 2]]
+    assert (first.batch.prompt_lengths, second.batch.prompt_lengths) == ([1, 1], [1, 1, 2])
+    assert [list(row) for row in second.batch.rollout_logprobs] == [[-0.5, -2.0], [-0.5, -3.0], [-0.5, -4.0]]
+    assert (first.batch.advantages, second.batch.advantages) == ([0.0, 1.0], [2.0, 3.0, 4.0])
     assert second.trainer_logprobs is not None
     assert [row[0] for row in second.trainer_logprobs] == [-2.0, -3.0, -4.0]
     assert second.ref_logprobs is not None
@@ -47,9 +47,8 @@ def test_five_rollouts_in_two_updates_are_two_and_three_in_their_order() -> None
 
 
 def test_one_update_is_the_whole_step_and_five_are_one_rollout_each() -> None:
-    (whole,) = minibatches(UPDATE, 1)
-    assert whole.batch == UPDATE.batch
-    assert [part.batch.advantages for part in minibatches(UPDATE, 5)] == [(0.0,), (1.0,), (2.0,), (3.0,), (4.0,)]
+    assert minibatches(UPDATE, 1) == [UPDATE]
+    assert [part.batch.advantages for part in minibatches(UPDATE, 5)] == [[0.0], [1.0], [2.0], [3.0], [4.0]]
 
 
 def test_without_a_reference_no_part_has_one() -> None:

@@ -18,7 +18,7 @@ from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner import logprobs
 from slipstream.learner.batches import Batching, MicroBatch
 from slipstream.learner.config import LearnerConfig
-from slipstream.learner.logprobs import OutputHead, TokenScores, conditionals, processed_logprobs
+from slipstream.learner.logprobs import OutputHead, TokenScores, conditionals, output_weight, processed_logprobs
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.types import Dtype
 from tests.unit.learner.policies import LEARNER, SCRATCH, VOCAB, new_policy, update_of
@@ -78,7 +78,7 @@ def test_chunks_give_the_values_and_the_gradients_of_all_logits_at_once(chunk_to
         leaf = hidden_TBH.clone().requires_grad_()
         scores = head.scores(leaf, batch, temperature, with_entropy=True)
         (torch.where(mask_BT, scores.logprobs_BT, 0.0) * upstream_BT).sum().backward()
-        grad = head._weight().grad
+        grad = output_weight(head._gpt).grad
         assert leaf.grad is not None and grad is not None
         return scores, leaf.grad, grad
 

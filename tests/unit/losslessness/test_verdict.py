@@ -203,7 +203,7 @@ class Later(Policy):
 def findings_in_flight(*, of_version: int) -> list[str]:
     """Tests of the conditionals that reject, where those of the first policy are held against this version's tokens."""
     drawn = sample(Refitted(k=3), seed=1)
-    earlier = {of_version: judged(drawn.traces, Policy(), sampling=SAMPLING, config=CONFIG)}
+    earlier = {of_version: judged(drawn.traces, Policy(), sampling=SAMPLING, seed=CONFIG.seed)}
     record = certificate(drawn, sample(Engine(), seed=2), policy=Later(), config=CONFIG, earlier=earlier)
     assert record.claim.endswith("each token is tested against the version that it carries.")
     return [finding.name for finding in record.findings if finding.reject and finding.name.startswith("pit")]
@@ -292,7 +292,7 @@ def test_a_certificate_says_what_it_is_about_and_how_much_was_drawn() -> None:
 
 def test_a_certificate_claims_no_more_than_was_drawn(drawn: Sample, baseline: Sample) -> None:
     def claim(kv_cache: KvCache | None, *, across_versions: bool) -> str:
-        earlier = {7: judged(drawn.traces, Policy(), sampling=SAMPLING, config=SMALL)} if across_versions else None
+        earlier = {7: judged(drawn.traces, Policy(), sampling=SAMPLING, seed=SMALL.seed)} if across_versions else None
         subject = replace(SUBJECT, kv_cache=kv_cache)
         return certificate(drawn, baseline, config=SMALL, subject=subject, earlier=earlier).claim
 
@@ -468,5 +468,5 @@ def test_a_certificate_of_the_same_samples_is_the_same_and_the_engines_have_seed
     assert policies[0].seeds == [4, 5]
     # Prompts are shared by both engines, and asked about once.
     assert len(policies[0].prefixes) == len(set(policies[0].prefixes))
-    judged(drawn.traces, policies[1], sampling=SAMPLING, config=config)
+    judged(drawn.traces, policies[1], sampling=SAMPLING, seed=config.seed)
     assert policies[1].seeds == [4, 5, 4]

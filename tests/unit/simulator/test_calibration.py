@@ -12,7 +12,7 @@ import yaml
 from slipstream.catalog import CONFIGS
 from slipstream.config import ConfigError
 from slipstream.simulator import Array, calibration
-from slipstream.simulator.calibration import AcceptanceProfile, Problem, acceptance_length, fit_profile, minimise
+from slipstream.simulator.calibration import AcceptanceProfile, acceptance_length, fit_posterior, fit_profile
 from slipstream.simulator.observed import WORKLOADS
 
 
@@ -55,16 +55,15 @@ def test_lengths_that_no_draft_could_have_are_refused() -> None:
 
 def test_the_solver_finds_a_line_and_its_covariance() -> None:
     x, y = np.arange(5.0), np.array([1.0, 3.0, 5.0, 7.0, 9.0])
-    found = minimise(Problem(residuals=lambda p: p[0] + p[1] * x - y, prior=np.zeros(2), prior_sd=np.array([1e6, 1e6])))
-    assert found.solution == pytest.approx([1.0, 2.0], abs=1e-6)
+    found = fit_posterior(lambda p: p[0] + p[1] * x - y, np.zeros(2), np.array([1e6, 1e6]))
+    assert found.mode == pytest.approx([1.0, 2.0], abs=1e-6)
     # (X'X)^-1 of a line through x = 0..4: [[0.6, -0.2], [-0.2, 0.1]].
     assert found.covariance == pytest.approx(np.array([[0.6, -0.2], [-0.2, 0.1]]), abs=1e-4)
 
 
 def test_a_parameter_without_data_stays_at_its_prior() -> None:
-    problem = Problem(residuals=lambda p: np.array([p[0] - 3.0]), prior=np.zeros(2), prior_sd=np.array([10.0, 0.5]))
-    found = minimise(problem)
-    assert found.solution[1] == pytest.approx(0.0, abs=1e-9)
+    found = fit_posterior(lambda p: np.array([p[0] - 3.0]), np.zeros(2), np.array([10.0, 0.5]))
+    assert found.mode[1] == pytest.approx(0.0, abs=1e-9)
     assert found.covariance[1, 1] == pytest.approx(0.25, rel=1e-6)
 
 
@@ -74,11 +73,11 @@ def test_a_bent_valley_is_followed_to_its_end() -> None:
     def residuals(p: Array) -> Array:
         return np.array([10.0 * (p[1] - p[0] ** 2), 1.0 - p[0]])
 
-    found = minimise(Problem(residuals=residuals, prior=np.array([-1.2, 1.0]), prior_sd=np.array([1e4, 1e4])))
-    assert found.solution == pytest.approx([1.0, 1.0], abs=1e-6)
+    found = fit_posterior(residuals, np.array([-1.2, 1.0]), np.array([1e4, 1e4]))
+    assert found.mode == pytest.approx([1.0, 1.0], abs=1e-6)
 
 
 def test_a_fit_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(calibration, "least_squares", partial(calibration.least_squares, max_nfev=1))
-    minimise(Problem(residuals=lambda p: np.exp(p) - 3.0, prior=np.zeros(1), prior_sd=np.array([10.0])))
+    fit_posterior(lambda p: np.exp(p) - 3.0, np.zeros(1), np.array([10.0]))
     assert "the fit stopped before its minimum" in caplog.text

@@ -15,15 +15,13 @@ from slipstream.recipe import load_recipe
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.simulator import Array
-from slipstream.simulator.calibration import Cell, Ensemble
+from slipstream.simulator.calibration import Cell, Ensemble, calibrate
 from slipstream.simulator.iteration import Drafting
 from slipstream.simulator.observed import (
     WORKLOADS,
     RunCalibration,
-    calibrate_cells,
     calibrate_paper,
     calibrate_run,
-    mean_paper_step,
     paper_cells,
     paper_learner,
     paper_steps,
@@ -173,7 +171,7 @@ def without(held_out: str) -> tuple[Ensemble, list[Cell]]:
     left_out = [
         cell for cell in cells if (cell.k == 7 if held_out == SEVEN else cell.group.name == held_out and cell.k > 0)
     ]
-    return calibrate_cells([cell for cell in cells if cell not in left_out]), left_out
+    return calibrate(PUBLISHED, [cell for cell in cells if cell not in left_out]), left_out
 
 
 def errors(cells: Sequence[Cell], predicted_s: np.ndarray) -> np.ndarray:
@@ -206,7 +204,7 @@ def test_so_does_the_weighed_ensemble() -> None:
 
 
 def test_cells_in_any_order_are_predicted_as_each_alone() -> None:
-    variant, at = fitted().best.variant, fitted().best.log_values
+    variant, at = fitted().best.variant, fitted().best.posterior.mode
     cells = paper_cells()[::-3]
     alone = [variant.predict_s([cell], at)[0] for cell in cells]
     assert variant.predict_s(cells, at) == pytest.approx(alone)
@@ -227,7 +225,7 @@ def test_no_smooth_cost_fits() -> None:
 def test_free_parameters_are_fewer_than_cells() -> None:
     for member in fitted().members:
         assert len(member.variant.free) == (10 if member.variant.regime is Regime.SMOOTH else 11)
-        assert 0 < member.effective_parameters < len(member.variant.free) < len(member.cells)
+        assert 0 < member.posterior.effective_parameters < len(member.variant.free) < len(member.cells)
 
 
 def test_the_four_step_totals_are_met() -> None:
@@ -235,7 +233,7 @@ def test_the_four_step_totals_are_met() -> None:
     seconds = dict(zip([cell.label for cell in cells], fitted().predict_s(cells).tolist(), strict=True))
     for (workload, arm), measured in paper_steps().items():
         generation_s = seconds[f"{workload}, {'k = 3' if arm is Arm.SPECULATIVE else 'autoregressive'}"]
-        assert mean_paper_step().with_generation(generation_s).step_s == pytest.approx(measured.step_s, rel=0.05)
+        assert paper_learner().measured.with_generation(generation_s).step_s == pytest.approx(measured.step_s, rel=0.05)
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
@@ -252,7 +250,7 @@ def test_seven_draft_tokens_are_predicted_from_three_and_five() -> None:
 
 
 def test_a_fit_on_three_draft_tokens_alone_warns_and_widens() -> None:
-    only_three = calibrate_cells([cell for cell in paper_cells() if cell.k in (0, 3)])
+    only_three = calibrate(PUBLISHED, [cell for cell in paper_cells() if cell.k in (0, 3)])
     assert only_three.best.validity.warnings(k=5, batch=64) == (
         "k = 5 was not measured (only k = 3): the band is wider",
     )
@@ -279,7 +277,7 @@ def test_bands_cover_most_held_out_cells() -> None:
 
 REFERENCE = read_simulator_reference().asynchronous
 TRAINER_S = {arm: REFERENCE[f"{arm.value}_step_s"] - REFERENCE[f"{arm.value}_exposed_s"] for arm in Arm}
-PREPARE_S = mean_paper_step().prepare_s  # a refit hides nothing
+PREPARE_S = paper_learner().measured.prepare_s  # a refit hides nothing
 
 
 def asynchronous_step(arm: Arm, setting: Setting, lengths: Lengths, seconds: Callable[[Trace], Array]) -> StageTimes:
@@ -293,7 +291,7 @@ def asynchronous_step(arm: Arm, setting: Setting, lengths: Lengths, seconds: Cal
 def fitted_asynchronous_steps(*, rollouts: float = 1.0, tokens: float = 1.0) -> dict[Arm, StageTimes]:
     """Both arms by the fitted cost, with a share of the synchronous step's rollouts, or of each one's tokens."""
     best = fitted().best
-    mean, model = best.variant.means(best.log_values)["rl_think"], best.model(PUBLISHED)
+    mean, model = best.variant.means(best.posterior.mode)["rl_think"], best.model(PUBLISHED)
     setting = replace(
         PUBLISHED,
         num_rollouts=round(rollouts * PUBLISHED.num_rollouts),
@@ -323,7 +321,7 @@ def test_half_the_gpus_train_the_synchronous_batch_in_twice_the_time_and_the_pap
 def test_no_iteration_cost_brings_the_synchronous_batch_below_90_seconds(slots: Slots, fixed: float) -> None:
     """From nothing fixed to everything fixed, brought to the synchronous generation time: the paper measured 75.0 s."""
     setting = replace(PUBLISHED, slots=slots)
-    lengths = setting.lengths(fitted().best.variant.means(fitted().best.log_values)["rl_think"])
+    lengths = setting.lengths(fitted().best.variant.means(fitted().best.posterior.mode)["rl_think"])
 
     def unscaled(trace: Trace) -> Array:
         return trace.tokens_S * (fixed + (1.0 - fixed) * trace.batch_S / setting.shape().per_engine)
