@@ -1,6 +1,6 @@
-"""Moving weights from the learner into running engines, and proving that they arrived.
+"""Refit: sending the learner's weights into running engines, and proof of their arrival.
 
-In the order of the way: `channel` (which way they take, as the driver holds it), `snapshot` (a file in memory that both
-sides see) or `stream` with `vllm` (what the learner sends), `slipstream.engine.weight_transfer` (the engine
-takes them), `fingerprint` (what both sides compare), `gate` (decides whether the run goes on).
+Modules in the order of a refit: `gate` starts and checks a refit, `channel` drives one of the ways, `snapshot` writes
+files in shared memory, `stream` and `vllm` send from the learner, `slipstream.engine.weight_transfer` loads weights in
+the engine, and `fingerprint` computes the numbers that both sides compare.
 """

@@ -1,6 +1,6 @@
-"""Moving weights from the learner to engines on the same host: versioned snapshots in memory that both see.
+"""Snapshots of weights in shared memory, by which a learner refits engines on the same host.
 
-A snapshot is one safetensors file under the names of the Hugging Face checkpoint, in `/dev/shm` where there is one.
+A snapshot is one safetensors file with the names of the Hugging Face checkpoint, in `/dev/shm` if the host has it.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ if TYPE_CHECKING:
 
     from slipstream.refit.stream import WeightSource
 
-_SHARED_MEMORY = Path("/dev/shm")  # a file system in memory that learner and engine share
+_SHARED_MEMORY = Path("/dev/shm")
 _NUM_FILES = 2  # engines may read one version while the next is written
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """One version of a model's weights on disk."""
+    """A file with one version of a model's weights."""
 
     path: str
     version: int
     num_bytes: int
-    digest: str  # of the file's bytes: what every engine must have read
+    digest: str  # of the file's bytes, which every engine must report
 
 
 def transfer_directory() -> Path:
-    """A fresh directory for snapshots, in memory where the host has such a file system. The caller removes it."""
+    """Make a directory for snapshots, in memory if the host has such a file system; the caller removes it."""
     where = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
     return Path(tempfile.mkdtemp(prefix=_transfer_prefix(os.getpid()), dir=where))
 
 
 def discard_transfers(pid: int) -> None:
-    """Remove the transfer directories of a process that was killed and could not do it itself."""
+    """Remove the transfer directories of a process that was killed."""
     if _SHARED_MEMORY.is_dir():
         for directory in _SHARED_MEMORY.glob(f"{_transfer_prefix(pid)}*"):
             shutil.rmtree(directory, ignore_errors=True)
 
 
 def require_space(directory: Path, num_bytes: int) -> None:
-    """Refuse a file system without room for all snapshots of a model of `num_bytes`.
+    """Refuse a file system without room for the snapshots of `num_bytes` of weights.
 
-    Whoever writes to a mapped page that the file system cannot give is killed by a signal and says nothing.
+    A process that writes to a mapped page without room is killed by a signal, without an error.
 
     Raises:
-        ConfigError: there is less.
+        ConfigError: the free space is too small.
     """
     free = shutil.disk_usage(directory).free
     needed = _NUM_FILES * num_bytes
@@ -74,11 +74,11 @@ def _transfer_prefix(pid: int) -> str:
 
 
 class SnapshotWriter:
-    """Writes version after version of one model's weights into two files in turn.
+    """Writes the versions of one model's weights into two files in turn.
 
-    The files are mapped into memory once and overwritten in place, which costs a third of writing a new one. An engine
-    gets the path when the version is complete, and the version after it goes into the other file. Tensors are written
-    as they come: nobody holds the whole model but the file.
+    The files are mapped into memory once and overwritten in place, which takes a third of the time of a new file. An
+    engine gets the path of a complete version, and the next version goes into the other file. Tensors are written one
+    at a time, so no process holds the whole model.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -88,11 +88,11 @@ class SnapshotWriter:
         self._header = b""
 
     def write(self, source: WeightSource, *, version: int) -> Snapshot:
-        """Write what `source` gives as `version`.
+        """Write the tensors of `source` as `version`.
 
         Raises:
-            ConfigError: the file system has no room for it.
-            ValueError: a tensor holds NaN or Inf; nobody must read the file.
+            ConfigError: the file system has no room.
+            ValueError: a tensor holds NaN or Inf; the file must not be read.
         """
         from slipstream.refit.stream import as_bytes
 
@@ -125,10 +125,10 @@ class SnapshotWriter:
 
 
 def _reserve(file: IO[bytes], size: int) -> None:
-    """Have the file system set the space aside: a write to a mapped page that it cannot give kills the process.
+    """Allocate the file's space, as a write to a mapped page without room kills the process.
 
     Raises:
-        OSError: there is too little.
+        OSError: the free space is too small.
     """
     try:
         os.posix_fallocate(file.fileno(), 0, size)
@@ -141,7 +141,7 @@ def _reserve(file: IO[bytes], size: int) -> None:
 
 
 def bytes_digest(parts: Iterable[Tensor]) -> str:
-    """Digest of byte tensors, one behind the other."""
+    """Compute the digest of byte tensors in sequence."""
     digest = xxhash.xxh3_64()
     for part in parts:
         digest.update(part.numpy().data)

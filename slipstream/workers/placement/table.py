@@ -1,4 +1,4 @@
-"""Text tables, and a plan as one."""
+"""Text tables, and the table of a plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slipstream.workers.placement.plan import Plan, Slot
 
 
 def plan_text(plan: Plan) -> str:
-    """One row a node, one column a GPU; `L5` is rank 5 of the learner, `E2.1` worker 1 of engine 2."""
+    """Format a plan with a row a node and a column a GPU; `L5` is learner rank 5, `E2.1` is worker 1 of engine 2."""
     where, layout = plan.layout.parallel, plan.layout
     sequence = " with SP" if where.sequence_parallel else ""
     workers = f"TP {layout.engine_tensor}"
@@ -33,7 +33,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def executor_words(plan: Plan) -> str:
-    """Name vLLM's executor of an engine's workers."""
+    """Name vLLM's executor for the workers of an engine."""
     if plan.layout.engine_tensor == 1:
         return "uni (in one process)"
     is_inside = all(len({slot.node for slot in slots}) == 1 for slots in plan.engines)
@@ -41,7 +41,7 @@ def executor_words(plan: Plan) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; the first row is the head."""
+    """Align rows into columns; the first row is the head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
