@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -32,6 +32,14 @@ class RunningTime:
             num_tokens=self.num_tokens + other.num_tokens,
             elapsed_s=self.elapsed_s + other.elapsed_s,
         )
+
+
+def summed(times: Iterable[RunningTime]) -> tuple[RunningTime, ...]:
+    """Sum decoding steps by the size of the running batch."""
+    found: dict[int, RunningTime] = {}
+    for time in times:
+        found[time.num_running] = found[time.num_running].plus(time) if time.num_running in found else time
+    return tuple(found[num] for num in sorted(found))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

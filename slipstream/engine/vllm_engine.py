@@ -179,7 +179,7 @@ class VllmEngine:
         self._has_draft = speculative_config is not None and "model" in speculative_config  # with weights of its own
         self._is_draft_updating = False
         self.policy_version = self.draft_version = self.num_prefix_cache_resets = 0
-        self.policy_digest = self.draft_digest = ""
+        self._digests = {False: "", True: ""}  # of the bytes that were read last, by `is_draft`
         self._check_sampler()
         self._drafting = None if speculative_config is None else Drafting(self._llm)
         self._cache = CacheMemory(self._llm)
@@ -418,10 +418,7 @@ class VllmEngine:
         digests = set(self._llm.collective_rpc("received_digest"))
         if len(digests) > 1:
             raise RuntimeError("the engine's ranks read different weights in one update")
-        if self._is_draft_updating:
-            self.draft_digest = digests.pop()
-        else:
-            self.policy_digest = digests.pop()
+        self._digests[self._is_draft_updating] = digests.pop()
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
         """Return the types of the policy's tensors, or of the draft's, over all ranks of the engine.
@@ -447,9 +444,9 @@ class VllmEngine:
         """Return the versions, digests and the counter that a refit changes."""
         return EngineState(
             policy_version=self.policy_version,
-            policy_digest=self.policy_digest,
+            policy_digest=self._digests[False],
             draft_version=self.draft_version if self._has_draft else None,
-            draft_digest=self.draft_digest,
+            draft_digest=self._digests[True],
             num_prefix_cache_resets=self.num_prefix_cache_resets,
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from slipstream.config import require
 from slipstream.engine.acceptance import AcceptanceCounters, read_counters
-from slipstream.engine.protocol import RunningTime, Trace
+from slipstream.engine.protocol import RunningTime, Trace, summed
 from slipstream.engine.requests import GroupRequest
 from slipstream.records.steps import ScheduleEntry
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
@@ -78,7 +78,7 @@ class GroupsUnderWay:
         self._num_salts = 0
         self._rollouts: dict[str, _Rollout] = {}  # unfinished rollouts by vLLM's request id
         self._finished: list[_Group] = []  # complete groups that `step` has not returned
-        self._running: dict[int, RunningTime] = {}
+        self._running: list[RunningTime] = []
         self.before_step: Callable[[], None] | None = None
 
     def start(self, request: GroupRequest, params: Callable[[int], Any]) -> None:
@@ -144,8 +144,7 @@ class GroupsUnderWay:
 
     def take_running(self) -> tuple[RunningTime, ...]:
         """Return the decoding steps since the last call, by running batch."""
-        taken = tuple(self._running[num] for num in sorted(self._running))
-        self._running.clear()
+        taken, self._running = summed(self._running), []
         return taken
 
     def is_empty(self) -> bool:
@@ -213,9 +212,9 @@ class GroupsUnderWay:
             is_decoding &= rollout.is_computed
             rollout.length, rollout.is_computed = length, True
         if num_tokens and is_decoding:
-            step = RunningTime(num_running=len(outputs), num_steps=1, num_tokens=num_tokens, elapsed_s=elapsed_s)
-            known = self._running.get(step.num_running)
-            self._running[step.num_running] = step if known is None else known.plus(step)
+            self._running.append(
+                RunningTime(num_running=len(outputs), num_steps=1, num_tokens=num_tokens, elapsed_s=elapsed_s)
+            )
 
 
 def group_of(request: GroupRequest, drawn: Sequence[Drawn]) -> RolloutGroup:

@@ -58,8 +58,7 @@ from vllm.platforms import current_platform
 
 from slipstream.refit.config import Channel
 from slipstream.refit.fingerprint import HeldWeights, WeightPart
-from slipstream.refit.snapshot import bytes_digest
-from slipstream.refit.stream import GlooGroup, GlooInit, GlooUpdate, WeightMeta, receive
+from slipstream.refit.stream import GlooGroup, WeightMeta, bytes_digest, receive
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
@@ -362,37 +361,28 @@ def draft_names(draft: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 @dataclass
-class ChannelInit(WeightTransferInitInfo):
-    """Channel to join, with the sender's settings; files need none."""
+class ChannelInfo(WeightTransferInitInfo, WeightTransferUpdateInfo):
+    """Channel to join or to receive over, with the sender's settings; for files `path`, a file or a directory."""
 
     channel: Channel = Channel.SHARED_MEMORY
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
-class ChannelUpdate(WeightTransferUpdateInfo):
-    """Channel of an update, with its settings; for files `path`, a file or a directory."""
-
-    channel: Channel = Channel.SHARED_MEMORY
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-class ChannelTransfer(WeightTransferEngine[ChannelInit, ChannelUpdate]):
+class ChannelTransfer(WeightTransferEngine[ChannelInfo, ChannelInfo]):
     """Loads tensors with the checkpoint's names into the model, policy or draft, that the running update targets."""
 
-    init_info_cls = ChannelInit
-    update_info_cls = ChannelUpdate
+    init_info_cls = update_info_cls = ChannelInfo
     received_digest = ""  # digest of the last update's bytes; empty where vLLM's own engines receive
     _group: GlooGroup | None = None
     _vllm: WeightTransferEngine | None = None
     _is_vllm_updating = False
 
-    def init_transfer_engine(self, init_info: ChannelInit) -> None:
+    def init_transfer_engine(self, init_info: ChannelInfo) -> None:
         """Join the channel; leaves a channel that was joined before."""
         self.shutdown()
         channel = Channel(init_info.channel)
         if channel is Channel.GLOO:
-            self._group = GlooGroup.join(GlooInit(**init_info.settings), worker=self.parallel_config.rank)
+            self._group = GlooGroup.join(**init_info.settings, worker=self.parallel_config.rank)
         elif channel in (Channel.NCCL, Channel.IPC):
             config = WeightTransferConfig(backend=channel.value)
             self._vllm = WeightTransferEngineFactory.create_engine(
@@ -404,7 +394,7 @@ class ChannelTransfer(WeightTransferEngine[ChannelInit, ChannelUpdate]):
         """Finish an update that broke; `receive_weights` chooses the loader."""
         self._finish_vllm()
 
-    def receive_weights(self, update_info: ChannelUpdate) -> None:
+    def receive_weights(self, update_info: ChannelInfo) -> None:
         """Receive and load weights, and recompute the values that layers derive from weights.
 
         Raises:
@@ -415,7 +405,7 @@ class ChannelTransfer(WeightTransferEngine[ChannelInit, ChannelUpdate]):
             case Channel.SHARED_MEMORY:
                 self._read(Path(update_info.settings["path"]))
             case Channel.GLOO:
-                self._receive(GlooUpdate.of(update_info.settings))
+                self._receive(**update_info.settings)
             case _:
                 self._receive_with_vllm(update_info.settings)
 
@@ -450,22 +440,19 @@ class ChannelTransfer(WeightTransferEngine[ChannelInit, ChannelUpdate]):
         loader.take(tensors)
         loader.finish()
 
-    def _receive(self, update: GlooUpdate) -> None:
+    def _receive(self, metas: Sequence[WeightMeta], bucket_bytes: int) -> None:
         assert self._group is not None, "init_transfer_engine comes first"
         try:
-            self._load(self._group, update)
+            loader = loader_of(self.model, self.model_config, metas)
+            try:
+                self.received_digest = receive(self._group, loader.take, metas=metas, bucket_bytes=bucket_bytes)
+            except BaseException:
+                loader.abandon()
+                raise
+            loader.finish()
         except BaseException:
             self.shutdown()  # the sender would wait for this rank
             raise
-
-    def _load(self, group: GlooGroup, update: GlooUpdate) -> None:
-        loader = loader_of(self.model, self.model_config, update.metas)
-        try:
-            self.received_digest = receive(group, update, loader.take)
-        except BaseException:
-            loader.abandon()
-            raise
-        loader.finish()
 
     def _receive_with_vllm(self, settings: dict[str, Any]) -> None:
         assert self._vllm is not None, "init_transfer_engine comes first"

@@ -24,7 +24,7 @@ from slipstream.config import ConfigError, require
 from slipstream.kubernetes import pods
 from slipstream.kubernetes.kubernetes_api import Api, Finding, Refusal, State, connect
 from slipstream.kubernetes.profile import ClusterProfile, GpuNodes, Scheduler
-from slipstream.workers.placement.table import table
+from slipstream.workers.placement.plan import table
 
 _GPU = "nvidia.com/gpu"
 _RAY = ("rayjobs.ray.io", "v1", "KubeRay")  # custom resource, version, provider
@@ -64,6 +64,28 @@ class _Row:
         return answer.finding(self.what, needed=self.needed, right=self.right, absent=self.absent)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreflightRecord:
+    """Findings of a preflight."""
+
+    cluster: str
+    namespace: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def table(self) -> str:
+        """The findings as a text table, missing ones first."""
+        order = [State.MISSING, State.UNCHECKED, State.FINE]
+        rows = sorted(self.findings, key=lambda finding: order.index(finding.state))
+        head = ["", "what", "found", "needed", "fix"]
+        return table([head, *[[row.state.value, row.what, row.found, row.needed, row.fix] for row in rows]])
+
+    @property
+    def num_missing(self) -> int:
+        """Number of findings that prevent a run."""
+        return sum(finding.state is State.MISSING for finding in self.findings)
+
+
 def check(
     api: Api,
     profile: ClusterProfile,
@@ -72,7 +94,7 @@ def check(
     image: str | None = None,
     own_root: Path | None = None,
     probe_timeout_s: float = 120.0,
-) -> list[Finding]:
+) -> PreflightRecord:
     """Check all that runs on the cluster of `profile` need.
 
     Args:
@@ -91,14 +113,14 @@ def check(
     if profile.tracking is not None:
         findings.append(_check_mlflow(profile.tracking.uri, timeout_s=api.timeout_s))
     if own_root is not None:
-        return [*findings, _check_own_root(own_root, profile.storage.group)]
-    if image is not None:
-        probe = _probe(api, profile, namespace=namespace, image=image, timeout_s=probe_timeout_s)
-        return [*findings, probe.finding()]
-    fix = "give --image to let a pod try"
-    needed = _writable(profile.storage.mount_path)
-    row = Finding(what=_ROOT, found="no pod was started", needed=needed, state=State.UNCHECKED, fix=fix)
-    return [*findings, row]
+        root = _check_own_root(own_root, profile.storage.group)
+    elif image is not None:
+        root = _probe(api, profile, namespace=namespace, image=image, timeout_s=probe_timeout_s).finding()
+    else:
+        fix = "give --image to let a pod try"
+        needed = _writable(profile.storage.mount_path)
+        root = Finding(what=_ROOT, found="no pod was started", needed=needed, state=State.UNCHECKED, fix=fix)
+    return PreflightRecord(cluster=profile.name, namespace=namespace, findings=(*findings, root))
 
 
 def require_pods(profile: ClusterProfile) -> None:
@@ -376,19 +398,6 @@ def _check_mlflow(uri: str, *, timeout_s: float) -> Finding:
     return Finding.of(f"MLflow at {uri}", found=found, needed="200 on /health", fix=fix)
 
 
-def findings_table(findings: Sequence[Finding]) -> str:
-    """Format findings as a text table, missing ones first."""
-    order = [State.MISSING, State.UNCHECKED, State.FINE]
-    rows = sorted(findings, key=lambda finding: order.index(finding.state))
-    head = ["", "what", "found", "needed", "fix"]
-    return table([head, *[[row.state.value, row.what, row.found, row.needed, row.fix] for row in rows]])
-
-
-def num_missing(findings: Sequence[Finding]) -> int:
-    """Count the findings that prevent a run."""
-    return sum(finding.state is State.MISSING for finding in findings)
-
-
 def _probe(api: Api, profile: ClusterProfile, *, namespace: str, image: str, timeout_s: float) -> _Row:
     """Row for a pod that writes, reads and removes a file on the shared root; the pod is always deleted."""
     assert profile.storage is not None
@@ -484,20 +493,6 @@ NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 """File with the namespace of a pod, mounted by Kubernetes."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreflightRecord:
-    """Findings of a preflight."""
-
-    cluster: str
-    namespace: str
-    findings: tuple[Finding, ...]
-
-    @property
-    def table(self) -> str:
-        """The findings as a text table, missing ones first."""
-        return findings_table(self.findings)
-
-
 def preflight(profile: ClusterProfile, *, root: Path, timeout_s: float) -> PreflightRecord:
     """Check the cluster of this pod.
 
@@ -505,9 +500,7 @@ def preflight(profile: ClusterProfile, *, root: Path, timeout_s: float) -> Prefl
         ConfigError: the process runs in no pod with a service account's token, or the profile describes this machine.
     """
     namespace = own_namespace()
-    api = connect(context=None, timeout_s=timeout_s)
-    findings = check(api, profile, namespace=namespace, own_root=root)
-    return PreflightRecord(cluster=profile.name, namespace=namespace, findings=tuple(findings))
+    return check(connect(context=None, timeout_s=timeout_s), profile, namespace=namespace, own_root=root)
 
 
 def own_namespace(path: Path = NAMESPACE_FILE) -> str:
@@ -526,6 +519,5 @@ def require_ready(record: PreflightRecord) -> None:
     Raises:
         ConfigError: a finding is missing; the error contains the table.
     """
-    missing = num_missing(record.findings)
-    if missing:
-        raise ConfigError(f"cluster {record.cluster} lacks {missing} of what its runs need:\n{record.table}")
+    if record.num_missing:
+        raise ConfigError(f"cluster {record.cluster} lacks {record.num_missing} of what its runs need:\n{record.table}")

@@ -10,26 +10,27 @@ import logging
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from slipstream.config import require
 from slipstream.refit.config import Channel, EngineState, RefitConfig
 from slipstream.refit.fingerprint import Turn
-from slipstream.refit.snapshot import Snapshot, require_space, transfer_directory
 
 if TYPE_CHECKING:
-    from slipstream.refit.stream import EngineControl, Sent
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from slipstream.refit.stream import EngineControl
 
 logger = logging.getLogger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
+NUM_SNAPSHOTS = 2  # engines may read one version while the next is written
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -62,17 +63,11 @@ def resolve(wanted: Channel, *, driver: Location, learner: Sequence[Location], e
         ConfigError: the locations do not allow the wanted channel.
     """
     if wanted is Channel.AUTO:
-        return _best(driver, learner, engines)
+        fastest = (Channel.IPC, Channel.NCCL, Channel.SHARED_MEMORY, Channel.GLOO)
+        return next(channel for channel in fastest if not _obstacle(channel, driver, learner, engines)[0])
     problem, fix = _obstacle(wanted, driver, learner, engines)
     require(not problem, "refit.channel", problem, wanted.value, fix)
     return wanted
-
-
-def _best(driver: Location, learner: Sequence[Location], engines: Sequence[Location]) -> Channel:
-    for channel in (Channel.IPC, Channel.NCCL, Channel.SHARED_MEMORY):
-        if not _obstacle(channel, driver, learner, engines)[0]:
-            return channel
-    return Channel.GLOO
 
 
 def _obstacle(
@@ -99,13 +94,21 @@ def _obstacle(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """A file with one version of a model's weights."""
+
+    path: str
+    version: int
+    digest: str  # of the file's bytes, which every engine must report
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
     """Result of a delivery: what was sent, and the state that every engine reports afterwards."""
 
     states: Sequence[EngineState]
     digest: str | None  # digest of the policy's bytes as sent; None for a channel without digests
     draft_digest: str | None = None  # digest of the draft's bytes as sent; None if no draft was sent
-    num_bytes: int
     origin: str  # file or channel that the engines read, for messages
 
 
@@ -191,8 +194,8 @@ class SendingLearner(Protocol):
         """Join a channel with the engines; leaves a channel that was open."""
         ...
 
-    def stream(self, *, is_draft: bool, timeout_s: float) -> Sent:
-        """Send the policy, or the draft, to the engines that joined."""
+    def stream(self, *, is_draft: bool, timeout_s: float) -> str | None:
+        """Send the policy, or the draft, to the engines that joined; returns the digest of the bytes, if any."""
         ...
 
     def close_stream(self) -> None:
@@ -255,6 +258,42 @@ class ReceivingEngines(Protocol):
         ...
 
 
+def transfer_directory() -> Path:
+    """Make a directory for snapshots, in memory if the host has such a file system; the caller removes it."""
+    where = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+    return Path(tempfile.mkdtemp(prefix=_transfer_prefix(os.getpid()), dir=where))
+
+
+def discard_transfers(pid: int) -> None:
+    """Remove the transfer directories of a process that was killed."""
+    if _SHARED_MEMORY.is_dir():
+        for directory in _SHARED_MEMORY.glob(f"{_transfer_prefix(pid)}*"):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def require_space(directory: Path, num_bytes: int) -> None:
+    """Refuse a file system without room for the snapshots of `num_bytes` of weights.
+
+    A process that writes to a mapped page without room is killed by a signal, without an error.
+
+    Raises:
+        ConfigError: the free space is too small.
+    """
+    free = shutil.disk_usage(directory).free
+    needed = NUM_SNAPSHOTS * num_bytes
+    require(
+        needed <= free,
+        "refit.channel",
+        f"shared_memory needs {needed:,} bytes for {NUM_SNAPSHOTS} snapshots of the weights in {directory.parent}",
+        f"{free:,} bytes free",
+        "mount a larger /dev/shm (a pod has 64 MiB unless it says otherwise), or set gloo, which needs no files",
+    )
+
+
+def _transfer_prefix(pid: int) -> str:
+    return f"slipstream-refit-{pid}-"
+
+
 class SharedMemoryChannel:
     """Channel of snapshot files in the shared memory of one host: the learner writes, the engines read."""
 
@@ -303,7 +342,6 @@ class SharedMemoryChannel:
             states=states(),
             digest=policy.digest,
             draft_digest=None if draft is None else draft.digest,
-            num_bytes=policy.num_bytes + (0 if draft is None else draft.num_bytes),
             origin=policy.path,
         )
 
@@ -344,14 +382,13 @@ class StreamChannel:
 
     def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
         """Send the learner's weights and begin to adopt their versions."""
-        sent = self._learner.stream(is_draft=False, timeout_s=self._timeout_s)
+        digest = self._learner.stream(is_draft=False, timeout_s=self._timeout_s)
         draft = None if draft_version is None else self._learner.stream(is_draft=True, timeout_s=self._timeout_s)
         states = self._engines.start_adopt(policy_version=exported.policy_version, draft_version=draft_version)
         return lambda: Delivery(
             states=states(),
-            digest=sent.digest,
-            draft_digest=None if draft is None else draft.digest,
-            num_bytes=sent.num_bytes + (0 if draft is None else draft.num_bytes),
+            digest=digest,
+            draft_digest=draft,
             origin=f"the {self._channel.value} channel",
         )
 

@@ -130,7 +130,8 @@ def part_fingerprints(held: Iterable[HeldWeights], dtypes: Mapping[str, str] | N
     running = torch.cat([sums[0].new_zeros(1), (torch.cat(sums) * torch.cat(keys)).cumsum(0)])
     bounds = torch.tensor([0, *accumulate(lengths)], device=running.device)
     totals = running[bounds].diff().tolist()
-    return {part: total * _name_key(part) % _MODULUS for part, total in zip(parts, totals, strict=True)}
+    names = [xxhash.xxh3_64_intdigest(f"{part.dtype} {part.name}".encode()) | 1 for part in parts]
+    return {part: total * name % _MODULUS for part, total, name in zip(parts, totals, names, strict=True)}
 
 
 def weight_totals(ranks: Iterable[Mapping[WeightPart, int]]) -> dict[str, int]:
@@ -278,7 +279,8 @@ class _SameColumns:
         values = self._matrix("values", self._dtype)
         for block, own in zip(self._blocks, values.split([b.shape[0] for b in self._blocks]), strict=True):
             _copy_without_minus_zero(block, own)
-        products = self._matrix("products", torch.int64).copy_(values.view(_integer_of(self._dtype)))
+        integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[self._dtype.itemsize]
+        products = self._matrix("products", torch.int64).copy_(values.view(integer))
         products.mul_(self._keys_C)
         upper = torch.bitwise_right_shift(products, 32, out=self._matrix("upper", torch.int64))
         self._sums.append(products.bitwise_xor_(upper).sum(1))
@@ -317,16 +319,6 @@ def _halves(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     values = torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
     _copy_without_minus_zero(matrix, values)
     return values.view(torch.int32)
-
-
-def _integer_of(dtype: torch.dtype) -> torch.dtype:
-    import torch
-
-    return {1: torch.int8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
-
-
-def _name_key(part: WeightPart) -> int:
-    return xxhash.xxh3_64_intdigest(f"{part.dtype} {part.name}".encode()) | 1
 
 
 def _row_keys(part: WeightPart, num_rows: int, device: torch.device) -> Tensor:

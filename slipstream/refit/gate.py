@@ -88,8 +88,8 @@ class RefitGate:
         self._config = config
         self._probes = probes
         self._states: Sequence[EngineState] = engine.states()
-        self._dtypes = self._readable_dtypes()
-        self._draft_dtypes = None if draft is None else self._readable_draft_dtypes()
+        self._dtypes = self._readable_dtypes(is_draft=False)
+        self._draft_dtypes = None if draft is None else self._readable_dtypes(is_draft=True)
         self._draft_expected: dict[str, int] | None = None  # fingerprints of a fixed draft; None: the learner's
         if draft is not None and not trains_draft:
             self._draft_expected = file_fingerprints(draft, self._draft_dtypes or {})
@@ -218,26 +218,17 @@ class RefitGate:
                 f"engine {index} must read draft version {version} as the learner sent it, got other bytes"
             )
 
-    def _readable_dtypes(self) -> dict[str, str] | None:
+    def _readable_dtypes(self, *, is_draft: bool) -> dict[str, str] | None:
         try:
-            return self._engine.weight_dtypes(is_draft=False)
+            return self._engine.weight_dtypes(is_draft=is_draft)
         except LookupError as error:
-            if not self._probes:
+            if not is_draft and not self._probes:
                 raise
-            logger.warning(
-                "refit: the engine's tensors cannot be read (%s); logprobs on %d fixed prompts are compared instead",
-                _last_line(error),
-                len(self._probes),
-            )
-            return None
-
-    def _readable_draft_dtypes(self) -> dict[str, str] | None:
-        try:
-            return self._engine.weight_dtypes(is_draft=True)
-        except LookupError as error:
-            logger.warning(
-                "refit: the draft's tensors cannot be read (%s); acceptance alone guards it", _last_line(error)
-            )
+            whose = "draft" if is_draft else "engine"
+            probed = f"logprobs on {len(self._probes)} fixed prompts are compared instead"
+            instead = "acceptance alone guards it" if is_draft else probed
+            reason = str(error).strip().splitlines()[-1]  # an error of another process contains a traceback
+            logger.warning("refit: the %s's tensors cannot be read (%s); %s", whose, reason, instead)
             return None
 
     def _start_draft_fingerprints(self, turn: Turn) -> Callable[[], dict[str, int]] | None:
@@ -265,11 +256,6 @@ class RefitGate:
                 )
             worst = max(worst, difference)
         return worst
-
-
-def _last_line(error: Exception) -> str:
-    """Return the last line of an error, which from another process contains a traceback."""
-    return str(error).strip().splitlines()[-1]
 
 
 def _compare(expected: Mapping[str, int], engines: Sequence[Mapping[str, int]], what: str) -> int:

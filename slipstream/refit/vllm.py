@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCT
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
 from slipstream.refit.config import RefitConfig
-from slipstream.refit.stream import EngineControl, Sender, Sent, WeightSource, whole_tensors_bucket
+from slipstream.refit.stream import EngineControl, Sender, WeightSource, whole_tensors_bucket
 
 
 class SourceForVllm(VllmWeightSource):
@@ -51,7 +51,7 @@ class VllmSender(Sender):
         self._trainer = trainer
         self._engines = engines
 
-    def send(self, source: WeightSource, *, is_draft: bool) -> Sent:
+    def send(self, source: WeightSource, *, is_draft: bool) -> None:
         """Send all of `source` by vLLM's engine; raises as `Sender.send` does."""
         self._engines.aim(is_draft=is_draft)
         adapted = SourceForVllm(source)
@@ -62,7 +62,6 @@ class VllmSender(Sender):
             adapted.drain()
             raise
         source.require_finite()
-        return Sent(num_bytes=source.num_bytes(), digest=None)
 
     def close(self) -> None:
         """Leave the group."""

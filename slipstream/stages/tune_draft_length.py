@@ -96,7 +96,7 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
         @contextmanager
         def start(k: int) -> Iterator[RemoteEngine]:
             with swept_engine(recipe, policy, draft, k) as engine:
-                timed.update(engine.engines)
+                timed.update(engine.workers)
                 yield engine
 
         def on_points(points: Sequence[SweepPoint]) -> None:

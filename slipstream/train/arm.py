@@ -108,7 +108,7 @@ def train(
             else None,
         )
         steps = run.with_restarts(engines)
-        machine = machines(engines.engines)
+        machine = machines(engines.workers)
     return ArmRecord(
         arm=plan.arm,
         num_speculative_tokens=plan.num_speculative_tokens,
@@ -150,7 +150,7 @@ class Run:
                     return self._attempt(engines, learner, checkpoints, threads)
             except LostWorkerError as error:
                 num_learners += 1
-                is_engine = {worker.name for worker in error.workers} & {worker.name for worker in engines.engines}
+                is_engine = {worker.name for worker in error.workers} & {worker.name for worker in engines.workers}
                 if is_engine or num_learners > config.learner.max_restarts:
                     raise
                 logger.error(

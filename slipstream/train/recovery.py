@@ -247,7 +247,7 @@ class FaultTolerantEngines:
 
     def _replaceable(self, error: LostWorkerError) -> Sequence[Worker]:
         """The lost engines, counted; raises the error if they may not be replaced."""
-        running = [engine.name for engine in self._engines.engines]
+        running = [engine.name for engine in self._engines.workers]
         lost = [worker for worker in error.workers if worker.name in running]
         if len(lost) < len(error.workers) or self._num_restarts + len(lost) > self._max_restarts:
             raise error

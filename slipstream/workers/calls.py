@@ -70,17 +70,17 @@ class Deadline:
 _ALIVE = Deadline(10.0, "fixed")  # an idle process answers at once
 
 
-E = TypeVar("E", bound=Any)  # engines or a learner
 StatesOf = Callable[[Sequence[Worker]], Mapping[Worker, str]]
 
 
 class Crew:
     """Workers that are called together, with the name of the last call that all of them completed."""
 
-    def __init__(self, workers: Sequence[Worker], deadline: Deadline) -> None:
+    def __init__(self, workers: Sequence[Worker], deadline: Deadline, *, cause_s: float = _CAUSE_S) -> None:
         self.workers = tuple(workers)
         self.last_done = "nothing yet"
-        self._deadline = deadline
+        self.deadline = deadline
+        self._cause_s = cause_s
 
     def ask(self, what: str, call: Callable[[Any], Any], *, deadline: Deadline | None = None) -> list[Any]:
         """Call all workers at once and return the answers in the order of the workers; raises as `answers` does.
@@ -103,16 +103,45 @@ class Crew:
         Raises:
             LostWorkerError: no call is answered before the deadline.
         """
-        done, _ = ray.wait([ref for _, ref in calls], num_returns=1, timeout=self._deadline.seconds)
+        done, _ = ray.wait([ref for _, ref in calls], num_returns=1, timeout=self.deadline.seconds)
         if done:
             return done[0]
-        raise _silent([worker for worker, _ in calls], what, self.last_done, self._deadline, process_states)
+        raise _silent([worker for worker, _ in calls], what, self.last_done, self.deadline, process_states)
 
     def gather(self, what: str, calls: Sequence[tuple[Worker, Any]], *, deadline: Deadline | None = None) -> list[Any]:
         """Wait for the answers to calls that were made to some of the workers."""
-        found = answers(calls, what=what, deadline=deadline or self._deadline, last_done=self.last_done)
+        deadline = deadline or self.deadline
+        found = answers(calls, what=what, deadline=deadline, last_done=self.last_done, cause_s=self._cause_s)
         self.last_done = what
         return found
+
+
+class Proxy:
+    """Driver's proxy for workers that it calls together: the engines of a run, or the ranks of a learner."""
+
+    def __init__(self, workers: Sequence[Worker], deadline: Deadline) -> None:
+        self._crew = Crew(workers, deadline)
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """The actors, with the nodes that they run on; of a learner, rank 0 first."""
+        return self._crew.workers
+
+    def is_alive(self) -> bool:
+        """Return True if every worker's process answers."""
+        try:
+            self._crew.ask("its time at rest", lambda actor: actor.__ray_ready__.remote(), deadline=_ALIVE)
+        except LostWorkerError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Kill the workers' processes, as vLLM frees its memory in no other way."""
+        for worker in self.workers:
+            ray.kill(worker.actor)
+
+
+E = TypeVar("E", bound=Any)  # engines or a learner
 
 
 def answers(
@@ -192,17 +221,15 @@ class RayEngineControl:
     """
 
     def __init__(self, engines: Sequence[Worker], *, channel: Channel, num_workers_each: int, timeout_s: float) -> None:
-        self._engines = list(engines)
+        self._crew = Crew(engines, Deadline(timeout_s, "refit.timeout_s"), cause_s=_STEERED_CAUSE_S)
         self._channel = channel
         self._num_workers_each = num_workers_each
-        self._deadline = Deadline(timeout_s, "refit.timeout_s")
         self._is_draft = False
-        self._last_done = "nothing yet"
 
     @property
     def num_workers(self) -> int:
         """Number of receiving processes, over all engines."""
-        return len(self._engines) * self._num_workers_each
+        return len(self._crew.workers) * self._num_workers_each
 
     def aim(self, *, is_draft: bool) -> None:
         """Choose the model, policy or draft, that the next updates replace."""
@@ -210,31 +237,25 @@ class RayEngineControl:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Let all engines join the channel; ranks are numbered engine by engine."""
-
-        def join(index: int, actor: Any) -> Any:
+        calls = []
+        for index, engine in enumerate(self._crew.workers):
             settings = settings_of(init_info, index=index, num_workers_each=self._num_workers_each)
-            return actor.join_channel.remote(self._channel, settings)
-
-        self._on_all(f"joining the {self._channel.value} channel", join)
+            calls.append((engine, engine.actor.join_channel.remote(self._channel, settings)))
+        self._crew.gather(f"joining the {self._channel.value} channel", calls)
 
     def start_weight_update(self) -> None:
         """Begin an update of the chosen model."""
-        self._on_all("the start of an update", lambda _, actor: actor.start_update.remote(is_draft=self._is_draft))
+        self._crew.ask("the start of an update", lambda actor: actor.start_update.remote(is_draft=self._is_draft))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Let all engines load a part of the weights."""
         shared = ray.put(update_info)
-        self._on_all("a transfer of weights", lambda _, actor: actor.update.remote(self._channel, shared))
+        self._crew.ask("a transfer of weights", lambda actor: actor.update.remote(self._channel, shared))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """End the update; the engines adopt the versions in a later call."""
         del weight_version
-        self._on_all("the end of an update", lambda _, actor: actor.finish_update.remote())
-
-    def _on_all(self, what: str, call: Callable[[int, Any], Any]) -> None:
-        calls = [(engine, call(index, engine.actor)) for index, engine in enumerate(self._engines)]
-        answers(calls, what=what, deadline=self._deadline, last_done=self._last_done, cause_s=_STEERED_CAUSE_S)
-        self._last_done = what
+        self._crew.ask("the end of an update", lambda actor: actor.finish_update.remote())
 
 
 def settings_of(init_info: Mapping[str, Any], *, index: int, num_workers_each: int) -> dict[str, Any]:
@@ -283,15 +304,6 @@ class Idle(Generic[E]):
             ended, self._idle = self._idle, []
         for _, process in ended:
             process.close()
-
-
-def is_alive(workers: Sequence[Worker]) -> bool:
-    """Return True if every worker's process answers."""
-    try:
-        Crew(workers, _ALIVE).ask("its time at rest", lambda actor: actor.__ray_ready__.remote())
-    except LostWorkerError:
-        return False
-    return True
 
 
 def process_states(workers: Sequence[Worker]) -> dict[Worker, str]:

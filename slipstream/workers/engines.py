@@ -26,11 +26,11 @@ from slipstream.refit.channel import Location
 from slipstream.refit.config import Channel, EngineState
 from slipstream.refit.fingerprint import Turn
 from slipstream.types import Prompt
-from slipstream.workers.calls import Crew, Deadline, Idle, LostWorkerError, RayEngineControl, Worker, is_alive, started
+from slipstream.workers.calls import Crew, Deadline, Idle, LostWorkerError, Proxy, RayEngineControl, Worker, started
 from slipstream.workers.cores import CoreShare, CoreSlot
 from slipstream.workers.placement.config import Layout
-from slipstream.workers.reservation import Reservation, Start, require_gpu, reserved
-from slipstream.workers.scheduler import Call, Deal, Ledger, SeenLengths, deal, gather, joined, together
+from slipstream.workers.reservation import Start, require_gpu, reserved
+from slipstream.workers.scheduler import Deal, Ledger, SeenLengths, deal, gather, joined, together
 from slipstream.workers.session import actor_environment, node_address, require_here
 
 logger = logging.getLogger(__name__)
@@ -47,12 +47,10 @@ class EngineProcess(VllmEngine):
         *,
         config: EngineConfig,
         speculative_config: dict[str, Any] | None,
-        executor: str | None = None,
-        is_in_flight: bool = False,
-        can_sleep: bool = False,
         logical_gpus: bool = False,
+        **options: Any,
     ) -> None:
-        """Start a `VllmEngine` with these arguments.
+        """Start a `VllmEngine` with these arguments and `options`.
 
         Args:
             logical_gpus: GPUs that Ray assigned to this process are only counted, and the engine may use the CPU.
@@ -64,14 +62,7 @@ class EngineProcess(VllmEngine):
             require_gpu("engine", problem=without_gpu)
         require_here(policy, draft_directory(speculative_config))
         _name_interface()
-        super().__init__(
-            policy,
-            config=config,
-            speculative_config=speculative_config,
-            executor=executor,
-            is_in_flight=is_in_flight,
-            can_sleep=can_sleep,
-        )
+        super().__init__(policy, config=config, speculative_config=speculative_config, **options)
         self._dtype = config.dtype
         self._most_threads = config.num_threads
         self._share: CoreShare | None = None
@@ -125,7 +116,7 @@ def draft_directory(speculative_config: dict[str, Any] | None) -> Path | None:
     return Path(speculative_config["model"])
 
 
-class RemoteEngine:
+class RemoteEngine(Proxy):
     """Driver's proxy for all rollout engines of a run; each method calls every engine at once.
 
     `slipstream.workers.scheduler` divides the prompts of a call. Generation in flight runs in short calls, and every
@@ -146,8 +137,7 @@ class RemoteEngine:
             start: starts the engine of this number again after a loss; None leaves the engine lost.
             max_num_seqs: rollouts that each engine runs at once; None sets no limit.
         """
-        self._crew = Crew(engines, deadline)
-        self._deadline = deadline
+        super().__init__(engines, deadline)
         self._start = start
         self._policy_version = 0
         self._max_num_seqs = max_num_seqs
@@ -157,17 +147,12 @@ class RemoteEngine:
         self._ledger = Ledger()
         self._held: list[Portion] = []  # portions from a call in which another engine was lost
 
-    @property
-    def engines(self) -> tuple[Worker, ...]:
-        """The actors, with the nodes that they run on."""
-        return self._crew.workers
-
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
     ) -> GenerationResult:
         """Sample the groups of all prompts; the response lengths seen so far decide which engine gets which."""
         requests = group_requests(prompts, group_size=group_size, seed=seed)
-        num_engines = len(self.engines)
+        num_engines = len(self.workers)
         num_slots = self._max_num_seqs if num_engines > 1 else None  # a single engine has vLLM's own queue
         dealt = deal(requests, self._lengths, num_engines=num_engines, num_slots=num_slots)
         result = joined(requests, generate_dealt(self._crew, dealt, sampling, self._of("generate")))
@@ -225,15 +210,10 @@ class RemoteEngine:
         """Groups that were submitted and are not complete."""
         return self._ledger.requests
 
-    @property
-    def workers(self) -> tuple[Worker, ...]:
-        """Alias of `engines`, as learner and engines both have it."""
-        return self.engines
-
     def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
         """Hand each engine its slot in the host's shared cores."""
         self._slots = tuple(slots)
-        calls = [(each, each.actor.share_cores.remote(slot)) for each, slot in zip(self.engines, slots, strict=True)]
+        calls = [(each, each.actor.share_cores.remote(slot)) for each, slot in zip(self.workers, slots, strict=True)]
         self._crew.gather("share_cores", calls)
 
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
@@ -287,12 +267,13 @@ class RemoteEngine:
 
     def locations(self) -> list[Location]:
         """Locations of all workers, engine by engine."""
-        return [place for places in self._locations() for place in places]
+        by_engine = self._crew.ask("locations", lambda engine: engine.locations.remote())
+        return [place for places in by_engine for place in places]
 
     def control(self, channel: Channel, *, timeout_s: float) -> RayEngineControl:
         """Make the control by which a sender in another process calls all engines."""
-        num_workers = len(self._locations()[0])
-        return RayEngineControl(self.engines, channel=channel, num_workers_each=num_workers, timeout_s=timeout_s)
+        num_workers = len(self.locations()) // len(self.workers)
+        return RayEngineControl(self.workers, channel=channel, num_workers_each=num_workers, timeout_s=timeout_s)
 
     def start_adopt(self, *, policy_version: int, draft_version: int | None) -> Callable[[], list[EngineState]]:
         """Let all engines adopt these versions for the weights that they received."""
@@ -324,14 +305,14 @@ class RemoteEngine:
     def replace(self, lost: Sequence[Worker]) -> None:
         """Start another engine in place of each of `lost`, with the weights of the run's start."""
         assert self._start is not None, "only engines that `start_engine` made can be replaced"
-        engines, names = list(self.engines), {engine.name for engine in lost}
+        engines, names = list(self.workers), {engine.name for engine in lost}
         for index, engine in enumerate(engines):
             if engine.name in names:  # host and process may differ: an engine may have been replaced before
                 ray.kill(engine.actor)
                 engines[index] = self._start(index)
                 if engines[index].node_id != engine.node_id and self._slots:
                     self._slots = (*self._slots[:index], None, *self._slots[index + 1 :])
-        self._crew = Crew(engines, self._deadline)
+        self._crew = Crew(engines, self._crew.deadline)
         if self._kv_cache is not None:
             calls = self._of_some(names, lambda each: each.actor.run_in_flight.remote(self._kv_cache))
             self._crew.gather(self._of("a change of mode"), calls)
@@ -340,20 +321,11 @@ class RemoteEngine:
             calls = self._of_some(names, lambda each: each.actor.share_cores.remote(slots[each.name]))
             self._crew.gather(self._of("share_cores"), calls)
 
-    def is_alive(self) -> bool:
-        """Return True if every engine's process answers."""
-        return is_alive(self.engines)
-
-    def close(self) -> None:
-        """Kill the engines' processes, as vLLM frees its memory in no other way."""
-        for engine in self.engines:
-            ray.kill(engine.actor)
-
     def _slice(self, max_s: float) -> list[Portion]:
         """Run every engine that has groups: a single engine for `max_s`, several engines for a short slice."""
         is_alone = len(self._crew.workers) == 1
         arguments = {"max_s": max_s if is_alone else min(max_s, _SLICE_S), "stops_at_first": is_alone}
-        busy = [worker.name for worker in self.engines if self._ledger.of(worker.name)]
+        busy = [worker.name for worker in self.workers if self._ledger.of(worker.name)]
         calls = self._of_some(busy, lambda each: each.actor.advance.remote(**arguments))
         portions, lost = self._answers(calls)
         self._ledger.complete(index for portion in portions for index, _ in portion.groups)
@@ -373,14 +345,11 @@ class RemoteEngine:
                 lost.append(error)
         return portions, lost
 
-    def _locations(self) -> list[list[Location]]:
-        return self._crew.ask("locations", lambda engine: engine.locations.remote())
-
     def _of_some(self, names: Collection[str], call: Callable[[Worker], Any]) -> list[tuple[Worker, Any]]:
-        return [(engine, call(engine)) for engine in self.engines if engine.name in names]
+        return [(engine, call(engine)) for engine in self.workers if engine.name in names]
 
     def _of_first(self, what: str, call: Callable[[Any], Any]) -> Any:
-        first = self.engines[0]
+        first = self.workers[0]
         return self._crew.gather(self._of(what), [(first, call(first.actor))])[0]
 
     def _of(self, what: str) -> str:
@@ -391,11 +360,9 @@ def generate_dealt(crew: Crew, dealt: Deal, sampling: SamplingConfig, what: str)
     """Generate the dealt groups on the engines of `crew`; `what` names the call in errors."""
     running: dict[Any, Worker] = {}
 
-    def start(index: int, call: Call) -> Any:
+    def start(index: int, requests: tuple[GroupRequest, ...], is_first: bool, room_for: int | None) -> Any:
         engine = crew.workers[index]
-        ref = engine.actor.generate.remote(
-            call.requests, sampling=sampling, is_first=call.is_first, room_for=call.room_for
-        )
+        ref = engine.actor.generate.remote(requests, sampling=sampling, is_first=is_first, room_for=room_for)
         running[ref] = engine
         return ref
 
@@ -466,7 +433,12 @@ def _new_engine(
     starting = Deadline(config.start_timeout_s, "engine.start_timeout_s")
 
     def begin(index: int) -> Worker:
-        start = _start(reserved(layout), index, config)
+        reservation = reserved(layout)
+        if reservation is None:  # Ray chooses the node
+            executor = "uni" if config.tensor_parallel_size == 1 else "mp"
+            start = Start(place={"num_gpus": 0}, environment={}, executor=executor)
+        else:
+            start = reservation.engine_start(index)
         environment = actor_environment({**process_environment(config), **start.environment})
         # Learner and engine share the cores, so Ray reserves none.
         options = {"num_cpus": 0, **start.place, "runtime_env": {"env_vars": environment}}
@@ -496,13 +468,6 @@ def _new_engine(
         start=replacement,
         max_num_seqs=config.max_num_seqs,
     )
-
-
-def _start(reservation: Reservation | None, index: int, config: EngineConfig) -> Start:
-    """Return the start of an engine on its reserved GPUs; without GPUs Ray chooses the node."""
-    if reservation is not None:
-        return reservation.engine_start(index)
-    return Start(place={"num_gpus": 0}, environment={}, executor="uni" if config.tensor_parallel_size == 1 else "mp")
 
 
 def _engine_key(

@@ -26,9 +26,8 @@ from slipstream.grpo.config import OptimizerConfig
 from slipstream.imports import uncollected
 from slipstream.learner.config import LearnerConfig, ScratchConfig
 from slipstream.ragged import Ragged
-from slipstream.refit import channel
+from slipstream.refit.channel import Location, Snapshot, here
 from slipstream.refit.fingerprint import Turn, WeightPart, held_whole, part_fingerprints
-from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.cores import CoreShare, CoreSlot, num_cores
 from slipstream.workers.reservation import require_gpu
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from slipstream.learner.megatron import MegatronPolicy
     from slipstream.learner.rendezvous import Rendezvous
     from slipstream.refit.config import RefitConfig
-    from slipstream.refit.stream import EngineControl, Sender, Sent, WeightSource
+    from slipstream.refit.stream import EngineControl, Sender, SnapshotWriter, WeightSource
 
 POLICY, DRAFT = "policy", "draft"  # the models whose weights are sent
 
@@ -332,13 +331,13 @@ class LearnerProcess:
         if model == DRAFT:
             self._draft_dtype = draft_dtype
 
-    def location(self) -> channel.Location:
+    def location(self) -> Location:
         """Return the host and the GPU of this rank."""
         import torch
 
         if not torch.cuda.is_available():
-            return channel.here()
-        return channel.here(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+            return here()
+        return here(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
 
     def weight_bytes(self) -> int:
         """Compute the size of all models that are sent to engines; collective."""
@@ -346,6 +345,8 @@ class LearnerProcess:
 
     def publish(self, directory: Path, version: int, *, is_draft: bool = False) -> Snapshot | None:
         """Write a snapshot of the policy, or of the draft; rank 0 alone writes and returns the snapshot."""
+        from slipstream.refit.stream import SnapshotWriter
+
         model = DRAFT if is_draft else POLICY
         source = self._source(model)
         with self._at_work():
@@ -365,8 +366,8 @@ class LearnerProcess:
             settings, engines=engines, sources=self._sent_sources(), rank=self._rank, address=node_address()
         )
 
-    def stream(self, *, is_draft: bool) -> Sent:
-        """Send the policy, or the draft, to the engines; the driver reads rank 0's result."""
+    def stream(self, *, is_draft: bool) -> str | None:
+        """Send the policy, or the draft, to the engines; rank 0 returns the digest of the bytes, if any."""
         assert self._sender is not None, "open_stream comes first"
         return self._sender.send(self._source(DRAFT if is_draft else POLICY), is_draft=is_draft)
 

@@ -26,10 +26,10 @@ from slipstream.grpo.update import part_of, part_of_batch
 from slipstream.learner.config import LearnerConfig, ParallelConfig, ScratchConfig
 from slipstream.learner.packing import plan_shards
 from slipstream.ragged import Ragged
-from slipstream.refit.channel import Location
+from slipstream.refit.channel import Location, Snapshot
 from slipstream.refit.fingerprint import Turn, weight_totals
 from slipstream.types import Dtype, TrainBatch
-from slipstream.workers.calls import Crew, Deadline, Idle, Worker, is_alive, started
+from slipstream.workers.calls import Crew, Deadline, Idle, Proxy, Worker, started
 from slipstream.workers.cores import CoreSlot
 from slipstream.workers.learner_process import LearnerProcess
 from slipstream.workers.placement.config import Layout
@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
     from slipstream.grpo.update import Trained, Update
     from slipstream.refit.config import RefitConfig
-    from slipstream.refit.snapshot import Snapshot
-    from slipstream.refit.stream import EngineControl, Sent
+    from slipstream.refit.stream import EngineControl
 
 Sequences = Sequence[Sequence[int]]
 T = TypeVar("T")
@@ -86,7 +85,7 @@ class Shards:
         return [by_index[index] for index in range(len(by_index))]
 
 
-class RemoteLearner:
+class RemoteLearner(Proxy):
     """Driver's proxy for the ranks of one learner; `LearnerProcess` documents the methods and their shapes.
 
     A rank runs its calls in the order in which they are made. A call that was started therefore sees the weights of
@@ -94,22 +93,12 @@ class RemoteLearner:
     """
 
     def __init__(self, ranks: Sequence[Worker], layout: ParallelConfig, deadline: Deadline) -> None:
-        self._crew = Crew(ranks, deadline)
+        super().__init__(ranks, deadline)
         self._layout = layout
-
-    @property
-    def ranks(self) -> tuple[Worker, ...]:
-        """The actors, with the nodes that they run on, rank 0 first."""
-        return self._crew.workers
-
-    @property
-    def workers(self) -> tuple[Worker, ...]:
-        """Alias of `ranks`, as learner and engines both have it."""
-        return self.ranks
 
     def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
         """Hand each rank its slot in the host's shared cores."""
-        calls = [(rank, rank.actor.share_cores.remote(slot)) for rank, slot in zip(self.ranks, slots, strict=True)]
+        calls = [(rank, rank.actor.share_cores.remote(slot)) for rank, slot in zip(self.workers, slots, strict=True)]
         self._crew.gather("share_cores", calls)
 
     def load(self, path: Path, optimizer: OptimizerConfig | None, *, with_reference: bool = False) -> int:
@@ -125,7 +114,7 @@ class RemoteLearner:
         answers = self._on_shards(
             "lm_step",
             Shards.of_update(sequences, self._layout.data),
-            lambda indices: (_rows(sequences, indices), [loss_starts[index] for index in indices]),
+            partial(_chats, sequences, loss_starts),
             lambda rank, data: rank.lm_step.remote(data, learning_rate=learning_rate),
         )
         return answers[0]
@@ -167,7 +156,7 @@ class RemoteLearner:
         by_sequence = self._by_sequence(
             "conditionals",
             sequences,
-            lambda indices: (_rows(sequences, indices), [prompt_lengths[index] for index in indices]),
+            partial(_chats, sequences, prompt_lengths),
             lambda rank, data: rank.conditionals.remote(data, sampling, seed=seed),
         )
         return np.concatenate(by_sequence)
@@ -215,7 +204,7 @@ class RemoteLearner:
 
     def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
         """Return the `extra` of a complete checkpoint without restoring it."""
-        first = self.ranks[0]
+        first = self.workers[0]
         return self._crew.gather("inspect_checkpoint", [(first, first.actor.inspect_checkpoint.remote(path))])[0]
 
     def continue_draft(self, draft: Path, policy: Path, config: DraftConfig, engine_dtype: Dtype) -> int:
@@ -300,7 +289,7 @@ class RemoteLearner:
             deadline=_sending(settings.timeout_s),
         )
 
-    def stream(self, *, is_draft: bool, timeout_s: float) -> Sent:
+    def stream(self, *, is_draft: bool, timeout_s: float) -> str | None:
         """Send the policy, or the draft, to the engines that joined; raises as `open_stream` does."""
         what = f"sending the {'draft' if is_draft else 'policy'}"
         deadline = _sending(timeout_s)
@@ -329,15 +318,6 @@ class RemoteLearner:
         """Release policy, optimizer and draft; the ranks' processes stay."""
         self._on_all("release", lambda rank: rank.release.remote())
 
-    def is_alive(self) -> bool:
-        """Return True if every rank's process answers."""
-        return is_alive(self.ranks)
-
-    def close(self) -> None:
-        """Kill the ranks' processes."""
-        for rank in self.ranks:
-            ray.kill(rank.actor)
-
     def _on_all(self, what: str, call: Callable[[Any], Any]) -> Any:
         return self._crew.ask(what, call)[0]
 
@@ -347,12 +327,12 @@ class RemoteLearner:
         Raises:
             ConfigError: a rank's host does not see the directory of `path`.
         """
-        if all(rank.node_id == own_node() for rank in self.ranks):
+        if all(rank.node_id == own_node() for rank in self.workers):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".seen-") as mark:
             seen = self._crew.ask("sees", lambda rank: rank.sees.remote(Path(mark.name)))
-        blind = [str(rank) for rank, sees in zip(self.ranks, seen, strict=True) if not sees]
+        blind = [str(rank) for rank, sees in zip(self.workers, seen, strict=True) if not sees]
         require(
             not blind,
             str(path.parent),
@@ -368,7 +348,7 @@ class RemoteLearner:
         data = [part(indices) for indices in shards.indices]
         if self._layout.world_size > self._layout.data:  # several ranks read each part
             data = [ray.put(each) for each in data]
-        calls = [(rank, call(rank.actor, data[self._layout.data_rank(i)])) for i, rank in enumerate(self.ranks)]
+        calls = [(rank, call(rank.actor, data[self._layout.data_rank(i)])) for i, rank in enumerate(self.workers)]
         answers = self._crew.gather(what, calls)
         first_stage = self._layout.tensor * self._layout.data
         return answers[: first_stage : self._layout.tensor]

@@ -43,7 +43,6 @@ class Seat:
     group: PlacementGroup
     bundle: int
     node_id: str
-    address: str
     gpu_id: str  # as in CUDA_VISIBLE_DEVICES
 
 
@@ -255,7 +254,7 @@ def _seats(
     for reference in answers:
         group, bundle = asked[reference]
         node_id, gpu_id = ray.get(reference)
-        seat = Seat(group=group, bundle=bundle, node_id=node_id, address=nodes[node_id].address, gpu_id=gpu_id)
+        seat = Seat(group=group, bundle=bundle, node_id=node_id, gpu_id=gpu_id)
         by_node.setdefault(index_of[node_id], []).append(seat)
     return {
         Slot(index, gpu): seat

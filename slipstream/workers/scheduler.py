@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from slipstream.engine.acceptance import combine
-from slipstream.engine.protocol import GenerationResult, Portion, RunningTime
+from slipstream.engine.protocol import GenerationResult, Portion, summed
 from slipstream.engine.requests import GroupRequest
 from slipstream.types import Prompt, RolloutGroup
 
@@ -97,24 +97,19 @@ def _moved(mean: float | None, value: float) -> float:
     return value if mean is None else mean + _NEW * (value - mean)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """Arguments for one call of `VllmEngine.generate`."""
-
-    requests: tuple[GroupRequest, ...]
-    is_first: bool
-    room_for: int | None
-
-
 def gather(
-    dealt: Deal, *, start: Callable[[int, Call], H], wait: Callable[[Sequence[H]], tuple[H, Portion]]
+    dealt: Deal,
+    *,
+    start: Callable[[int, tuple[GroupRequest, ...], bool, int | None], H],
+    wait: Callable[[Sequence[H]], tuple[H, Portion]],
 ) -> list[list[Portion]]:
     """Generate the assigned groups and the queue; an engine gets its next group as soon as it has room.
 
     All engines compute at the same time, each with one call at a time.
 
     Args:
-        start: starts a call on the engine of this number and returns at once.
+        start: starts a call of `VllmEngine.generate` on the engine of this number, with the requests, `is_first` and
+            `room_for`; returns at once.
         wait: waits for the call that ends first; returns the call and its result.
     Returns:
         The portions of each engine, in the order of the engine's calls.
@@ -127,7 +122,7 @@ def gather(
     def call(engine: int, requests: tuple[GroupRequest, ...], *, is_first: bool) -> None:
         missing[engine] += len(requests)
         room_for = len(queue[0].seeds) if queue else None
-        running[start(engine, Call(requests=requests, is_first=is_first, room_for=room_for))] = engine
+        running[start(engine, requests, is_first, room_for)] = engine
 
     for engine, share in enumerate(dealt.shares):
         if share:
@@ -156,7 +151,7 @@ def joined(requests: Sequence[GroupRequest], portions: Sequence[Sequence[Portion
         acceptance=combine(known) if known else None,
         generation_s=generation_s,
         engine_idle_fraction=1.0 - worked_s / (len(portions) * generation_s) if len(portions) > 1 else 0.0,
-        running=_running(parts),
+        running=summed(time for part in parts for time in part.running),
     )
 
 
@@ -169,16 +164,8 @@ def together(portions: Sequence[Portion], *, num_engines: int) -> Portion:
         acceptance=combine(known) if known else None,
         started_s=0.0,
         ended_s=worked_s / num_engines,
-        running=_running(portions),
+        running=summed(time for portion in portions for time in portion.running),
     )
-
-
-def _running(parts: Sequence[Portion]) -> tuple[RunningTime, ...]:
-    """Sum the engines' steps by the size of the running batch."""
-    found: dict[int, RunningTime] = {}
-    for time in (time for part in parts for time in part.running):
-        found[time.num_running] = found[time.num_running].plus(time) if time.num_running in found else time
-    return tuple(found[num] for num in sorted(found))
 
 
 class Ledger:

@@ -25,7 +25,7 @@ from slipstream.learner.config import LearnerConfig, ParallelConfig, PolicyConfi
 from slipstream.refit.config import Channel
 from slipstream.types import Dtype
 from slipstream.workers.placement.config import Layout, PlacementMode
-from slipstream.workers.placement.table import table
+from slipstream.workers.placement.plan import table
 
 RUNTIME_RATE = 0.05
 """Assumed share of a GPU for CUDA contexts, NCCL's buffers and fragmentation; not measured."""

@@ -4,8 +4,7 @@ from slipstream.learner.config import ParallelConfig
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.workers.placement.config import Layout, PlacementConfig, PlacementMode
 from slipstream.workers.placement.memory import memory_text
-from slipstream.workers.placement.plan import Node, make_plan, parse_cluster
-from slipstream.workers.placement.table import plan_text, table
+from slipstream.workers.placement.plan import Node, make_plan, parse_cluster, plan_text, table
 from tests.unit.workers.placement.test_memory import SPLIT
 
 
