@@ -102,7 +102,7 @@ def _drafted(part: AcceptanceStats | AcceptanceCounters) -> tuple[int, ...]:
 def sampling_deviation(stats: AcceptanceStats) -> float:
     """Compute the standard error of the mean acceptance length from the counts by position.
 
-    For n accepted tokens of a draft, E[n] is the sum of P(n >= i) over i, and E[n^2] is the sum of (2 i - 1) P(n >= i).
+    A draft has n accepted tokens: E[n] is the sum of P(n >= i), and E[n^2] the sum of (2 i - 1) P(n >= i).
     """
     if stats.num_drafts == 0:
         return 0.0

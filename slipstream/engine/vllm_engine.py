@@ -38,8 +38,8 @@ def engine_arguments(config: EngineConfig, *, is_in_flight: bool, can_sleep: boo
 
     An engine that `can_sleep` uses vLLM's sleep mode, whose allocator for GPUs can free the KV cache.
 
-    On a GPU vLLM schedules asynchronously by default: the next step starts before the tokens of a step are returned,
-    and a refit between the two steps would come too late. On a CPU vLLM never does.
+    On a GPU vLLM schedules asynchronously by default. The next step starts before the tokens of a step are returned,
+    and a refit between the two steps would come too late. On a CPU vLLM never schedules asynchronously.
     """
     arguments = {
         "dtype": config.dtype.value,

@@ -72,8 +72,8 @@ def draw_draft_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample a draft token for each request, from the request's own generator where it has a seed.
 
-    The rejection sampler uses the same generators for its uniforms and corrected tokens. Its samples stay independent
-    of the drafts, because a generator only advances and is never copied.
+    The rejection sampler uses the same generators for its uniforms and corrected tokens. The sampler's numbers stay
+    independent of the drafts, because a generator only advances and is never copied.
 
     Args:
         logits: [batch, vocabulary], the draft's; divided by the temperatures in place, as in vLLM.

@@ -4,18 +4,18 @@ One weight-transfer engine of vLLM's API serves every channel. Files and gloo ar
 to vLLM's own engines. Every update names its channel, so an engine can be refitted over the network during training
 and from a directory afterwards.
 
-vLLM's layerwise reload runs each layer's own loading and post-processing again. It works for policy and draft, on CPU
-and GPU, with sharded and prepacked layouts. Its bookkeeping in Python costs time for each layer. On a CPU the layers of
-a plain policy can be written directly, in a third of the time. Both loaders take tensors one at a time, and each rank
-of the engine cuts its shard from a tensor.
+vLLM's layerwise reload runs each layer's own loading and post-processing again. The reload works for policy and draft,
+on CPU and GPU, with sharded and prepacked layouts, but spends time on each layer in Python. On a CPU the layers of a
+plain policy can be written directly, in a third of the time. Both loaders take tensors one at a time, and each rank of
+the engine cuts its shard from a tensor.
 
 A model's weights are read, and on a CPU written, in the model's layout. Fused layers are cut into the checkpoint's
 tensors, and tensor-parallel shards are named by their slice. Weights that a CPU backend has packed are recovered by
 multiplication with the identity, which is exact, because every sum has one term.
 
-vLLM packs a layer's experts at the first load but not at a reload, which would leave them in the checkpoint's order
-for a kernel that expects the packed order, without an error. Experts are therefore packed and written here. Packing
-moves numbers and computes none. The packed order is found by packing indices, so experts are read exactly.
+vLLM packs a layer's experts at the first load but not at a reload. After a reload the kernel would read experts in the
+checkpoint's order as packed ones, without an error. Experts are therefore packed and written here. Packing moves
+numbers and computes none. The packed order is found by packing indices, so experts are read exactly.
 
 A MiMo's layer that predicts the token after the next is stored in the policy's checkpoint. An engine loads that layer
 as a draft model, which borrows the policy's embeddings and output layer. The policy therefore never loads the layer's

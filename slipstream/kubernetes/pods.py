@@ -1,9 +1,9 @@
 """Pod specs for a cluster profile: tasks without GPUs, and the three kinds of pods of a Ray job.
 
-Flyte's Ray plugin makes all pods of a job from a base, the task's own pod, and merges an overlay of ours into the head
-and the workers: maps are merged, lists are appended, and a set value wins. Settings of all three kinds therefore stand
-in the base alone, each list entry once. The submitter is the base itself. Every call makes new objects, because
-flytekit and its plugins change their arguments.
+Flyte's Ray plugin makes all pods of a job from a base, the task's own pod, and merges an overlay into the head and the
+workers. Maps are merged, lists are appended, and a set value wins. Settings of all three kinds therefore stand in the
+base alone, each list entry once. The submitter is the base itself. Every call makes new objects, because flytekit and
+its plugins change their arguments.
 
 Source: `buildHeadPodTemplate`, `buildSubmitterPodTemplate` and `mergeCustomPodSpec` of
 flyteplugins/go/tasks/plugins/k8s/ray/ray.go in flyteorg/flyte.

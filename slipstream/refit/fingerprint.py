@@ -1,12 +1,12 @@
 """Fingerprints of weights: 64 bits over name, type, and every element with its place in the checkpoint's tensor.
 
-Fingerprints add up. A tensor's fingerprint is the sum, modulo 2**64, of a number for each element, which depends on the
-element's bits and on its row and column in the whole tensor. The fingerprints of shards therefore sum to the
+Fingerprints add up. A tensor's fingerprint is the sum of a number for each element, modulo 2**64. The number depends on
+the element's bits and on its row and column in the whole tensor. The fingerprints of shards therefore sum to the
 fingerprint of the whole tensor, however it is cut. Every rank fingerprints its own shards on its own device, and only
 the sums are sent.
 
-An element with bits `b` in row `r` and column `c` counts `R[r] * (C[c] + mix(b * C[c]))`, with `mix(x) = x ^ x >> 32`
-and odd 64-bit pseudo-random keys `R` and `C`. A 64-bit element counts as two columns of 32 bits. The product spreads
+An element with bits `b` in row `r` and column `c` counts `R[r] * (C[c] + mix(b * C[c]))`. `mix(x)` is `x ^ x >> 32`,
+and the keys `R` and `C` are odd 64-bit pseudo-random numbers. A 64-bit element counts as two columns. The product spreads
 `b` over the upper half, and `mix` spreads the upper half over the lower. As the keys are odd, a change of one element
 is always seen. Several changes cancel with a probability near 2**-60, or 2**-32 for changes of signs in one row.
 Fingerprints find faults, not forgeries.

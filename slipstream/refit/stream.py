@@ -3,11 +3,11 @@
 A snapshot is one safetensors file with the names of the Hugging Face checkpoint, for engines on the same host.
 
 In a broadcast bytes are packed in the order of the source. A tensor may begin in one bucket and end in a later one, so
-no bucket has to hold the largest tensor; vLLM's IPC alone keeps each tensor whole. Every rank of the learner has a
+no bucket has to hold the largest tensor. vLLM's IPC alone keeps each tensor whole. Every rank of the learner has a
 sender, and the sender of rank 0 sends.
 
 Between CPUs torch's gloo broadcasts the buckets from the learner's rank 0 to the engines. The gloo group serves this
-transfer alone and leaves the process groups of learner and vLLM unchanged. Its members meet at a store on the
+transfer alone and leaves the process groups of learner and vLLM unchanged. The group's members meet at a store on the
 learner's rank 0.
 """
 

@@ -1,8 +1,8 @@
 """Division of a host's cores between engines and a learner that compute at the same time.
 
-Threads that wait for one another spin, so two processes with a thread on every core stall each other: on two cores
-they took three to six times as long as one after the other. Each worker therefore marks in shared memory when it is
-busy, and each sets its number of threads by the number of busy workers. The number of threads must change no bit of a
+Threads that wait for one another spin, so two processes with a thread on every core stall each other. On two cores two
+such processes took three to six times as long as one after the other. Each worker therefore marks in shared memory when
+it is busy, and sets its number of threads by the number of busy workers. The number of threads must change no bit of a
 rollout or an update. A worker whose results depend on threads (`slipstream.learner.numerics` tests for it) keeps the
 number of threads that it has when all are busy.
 """

@@ -120,7 +120,7 @@ class RemoteEngine(Proxy):
     """Driver's proxy for all rollout engines of a run; each method calls every engine at once.
 
     `slipstream.workers.scheduler` divides the prompts of a call. Generation in flight runs in short calls, and every
-    engine is idle between two of them, so a refit that another process steers falls between two steps of every engine.
+    engine is idle between two calls. A refit by another process therefore falls between two steps of every engine.
     """
 
     def __init__(

@@ -164,7 +164,7 @@ class LearnerProcess:
         return self._loaded.mtp_loss
 
     def lm_step(self, part: Learned, *, learning_rate: float | None = None) -> float:
-        """One next-token update; returns its loss."""
+        """Update the policy on the next-token loss; returns the loss."""
         sequences, loss_starts = part
         return self._loaded.lm_step(sequences, loss_starts, learning_rate=learning_rate)
 

@@ -286,8 +286,8 @@ def activation_bytes(shape: Shape, learner: LearnerConfig, recompute: Recompute 
 def logit_bytes(shape: Shape, learner: LearnerConfig) -> float:
     """Count the bytes of one token's logits at the peak: (b + 12) V / t.
 
-    The terms are the logits, and three float32 arrays of the same size: the softmax that the loss keeps, its gradient,
-    and the gradient before the temperature.
+    The terms are the logits, the softmax that the loss keeps, its gradient, and the gradient before the temperature.
+    The last three are float32.
 
     Source: `learner/megatron.py _logprobs`.
     """
