@@ -6,10 +6,10 @@ fingerprint of the whole tensor, however it is cut. Every rank fingerprints its 
 the sums are sent.
 
 An element with bits `b` in row `r` and column `c` counts `R[r] * (C[c] + mix(b * C[c]))`. `mix(x)` is `x ^ x >> 32`,
-and the keys `R` and `C` are odd 64-bit pseudo-random numbers. A 64-bit element counts as two columns. The product spreads
-`b` over the upper half, and `mix` spreads the upper half over the lower. As the keys are odd, a change of one element
-is always seen. Several changes cancel with a probability near 2**-60, or 2**-32 for changes of signs in one row.
-Fingerprints find faults, not forgeries.
+and the keys `R` and `C` are odd 64-bit pseudo-random numbers. A 64-bit element counts as two columns. The product
+spreads `b` over the upper half, and `mix` spreads the upper half over the lower. As the keys are odd, a change of one
+element is always seen. Several changes cancel with a probability near 2**-60, or 2**-32 for changes of signs in one
+row. Fingerprints find faults, not forgeries.
 
 -0.0 counts as 0.0, because packed layouts are read by multiplication, which gives 0.0 for both.
 """
