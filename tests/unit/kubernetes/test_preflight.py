@@ -361,7 +361,7 @@ def test_the_quota_is_that_of_one_task_with_all_its_pods() -> None:
 
 
 def test_a_cluster_without_gpus_is_asked_for_none() -> None:
-    what = [row.what for row in found(whole_cluster(), read_profile("cpu"), image=None)]
+    what = [row.what for row in found(whole_cluster(), read_profile("cpu"), image=None).findings]
     assert what[0].startswith("volume claim ")
     assert [name for name in what if name.startswith(("pod ", "custom ", "GPU ", "claim template"))] == [
         "pod cpu, dry run"
