@@ -46,7 +46,7 @@ class FileControl:
         write(self._directory / "update", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """They know."""
+        """Do nothing: a receiver knows the end by the bytes."""
 
 
 def write(path: Path, values: Any) -> None:

@@ -64,7 +64,7 @@ def found(
 
 
 def missing(answers: dict[str, Answer], profile: ClusterProfile = PROFILE, **options: Any) -> list[Finding]:
-    """What a cluster lacks that is whole but for `answers`."""
+    """Missing findings of a cluster that is whole but for `answers`."""
     cluster = whole_cluster()
     cluster.answers.update(answers)
     return [row for row in found(cluster, profile, **options).findings if row.state is State.MISSING]

@@ -184,7 +184,7 @@ def test_a_host_without_such_a_file_system_takes_its_temporary_directory(monkeyp
 
 
 def test_fresh_directories_that_a_killed_process_left_in_memory_are_discarded_and_nothing_else(tmp_path: Path) -> None:
-    """Of this process, for the directory carries the number of the process that made it."""
+    """The directory's name contains the id of the process that made it."""
     ours, fresh = transfer_directory(), transfer_directory()
     assert ours != fresh
     assert ours.parent == Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())

@@ -157,7 +157,7 @@ def test_an_ipc_bucket_holds_the_largest_tensor_of_policy_and_draft(
 def test_every_tensor_that_a_rank_sends_fits_the_bucket_that_it_opened_ipc_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of Qwen3-8B and a draft with its whole vocabulary; a source of the policy alone would be too small in float32."""
+    """Qwen3-8B and a draft with its whole vocabulary: the policy's largest tensor would be too small in float32."""
     opened: list[Any] = []
     trainer = type("T", (), {"trainer_init": lambda init, **_: opened.append(init) or RecordingTrainer(engines)})
     engines = RecordingEngines()

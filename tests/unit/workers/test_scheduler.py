@@ -1,4 +1,4 @@
-"""Who gets which groups: by the lengths that were seen; over engines on clocks of their own; and while in flight."""
+"""Scheduling of groups by seen lengths, over engines on clocks of their own, and in flight."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def requests_of(*seconds: int, group_size: int = 2) -> tuple[GroupRequest, ...]:
 
 
 def accepted(drafts: int, num_accepted: int) -> AcceptanceStats:
-    """Of drafts of two tokens, all in the first place."""
+    """Acceptance of drafts of two tokens, all in the first place."""
     return AcceptanceStats(
         num_drafts=drafts,
         num_draft_tokens=2 * drafts,

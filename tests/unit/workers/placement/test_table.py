@@ -1,4 +1,4 @@
-"""What a user reads: who lies where, and what each GPU holds."""
+"""Tables for users: the place of each process, and the memory of each GPU."""
 
 from slipstream.learner.config import ParallelConfig
 from slipstream.recipe import Recipe, load_recipe
