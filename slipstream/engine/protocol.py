@@ -24,22 +24,21 @@ class RunningTime:
     num_tokens: int  # over all rollouts
     elapsed_s: float
 
-    def plus(self, other: RunningTime) -> RunningTime:
-        """Sum two counts for the same running batch."""
-        return RunningTime(
-            num_running=self.num_running,
-            num_steps=self.num_steps + other.num_steps,
-            num_tokens=self.num_tokens + other.num_tokens,
-            elapsed_s=self.elapsed_s + other.elapsed_s,
-        )
-
 
 def summed(times: Iterable[RunningTime]) -> tuple[RunningTime, ...]:
     """Sum decoding steps by the size of the running batch."""
-    found: dict[int, RunningTime] = {}
+    by_batch: dict[int, list[RunningTime]] = {}
     for time in times:
-        found[time.num_running] = found[time.num_running].plus(time) if time.num_running in found else time
-    return tuple(found[num] for num in sorted(found))
+        by_batch.setdefault(time.num_running, []).append(time)
+    return tuple(
+        RunningTime(
+            num_running=num_running,
+            num_steps=sum(time.num_steps for time in same),
+            num_tokens=sum(time.num_tokens for time in same),
+            elapsed_s=sum(time.elapsed_s for time in same),
+        )
+        for num_running, same in sorted(by_batch.items())
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -354,10 +355,10 @@ class VllmEngine:
                 if self._groups.is_empty():
                     break
                 if refits and step % steps_between == 0:
-                    self._take(refits[step // steps_between % len(refits)])
+                    self.refit(**asdict(refits[step // steps_between % len(refits)]))
                 found.update((request.index, drawn) for request, drawn in self._groups.step())
             if refits:
-                self._take(refits[-1])
+                self.refit(**asdict(refits[-1]))
         except BaseException:
             self._groups.drop()  # the next call would return them
             raise
@@ -504,13 +505,6 @@ class VllmEngine:
         self.update(Channel.SHARED_MEMORY, {"path": str(path)})
         self.finish_update()
 
-    def _take(self, weights: WeightFiles) -> None:
-        self.refit(
-            weights.policy,
-            policy_version=weights.policy_version,
-            draft=weights.draft,
-            draft_version=weights.draft_version,
-        )
 
     def _check_sampler(self) -> None:
         broken = [answer for answer in self._llm.collective_rpc("check_sampler") if answer]
