@@ -90,7 +90,7 @@ class NotedLearner:
 
     def start_publish(self, directory: Path, version: int, *, is_draft: bool = False) -> Callable[[], Snapshot]:
         self.channels.append("published")
-        return lambda: Snapshot(path="weights", version=version, num_bytes=4, digest="d")
+        return lambda: Snapshot(path="weights", version=version, digest="d")
 
     def continue_draft(self, draft: Path, policy: Path, config: Any, engine_dtype: Any) -> None:
         self.drafts.append((draft.name, config, engine_dtype))
