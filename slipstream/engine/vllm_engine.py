@@ -505,7 +505,6 @@ class VllmEngine:
         self.update(Channel.SHARED_MEMORY, {"path": str(path)})
         self.finish_update()
 
-
     def _check_sampler(self) -> None:
         broken = [answer for answer in self._llm.collective_rpc("check_sampler") if answer]
         if broken:

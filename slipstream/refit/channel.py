@@ -129,15 +129,8 @@ class Exported:
 class WeightChannel(Protocol):
     """Channel that brings the learner's weights to every engine in two parts: an export, then a delivery."""
 
-    @property
-    def keeps_weights(self) -> bool:
-        """True if an export keeps its weights, so that the learner may train before the delivery, or it is repeated."""
-        ...
-
-    @property
-    def takes_digest(self) -> bool:
-        """True if the channel computes a digest of the bytes."""
-        ...
+    keeps_weights: bool  # True: the learner may train between export and delivery, and a delivery may be repeated
+    takes_digest: bool  # True: the channel computes a digest of the bytes
 
     def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
         """Begin to export the learner's present policy, and its draft if `draft_version` is given.
@@ -363,17 +356,13 @@ class StreamChannel:
         self._channel = channel
         self._timeout_s = config.timeout_s
         self._settings = replace(config, channel=channel)
+        self.takes_digest = channel is Channel.GLOO  # vLLM's NCCL and IPC transfers compute none
         self.engines_changed()
 
     def engines_changed(self) -> None:
         """Let all engines join again."""
         engines = self._engines.control(self._channel, timeout_s=self._timeout_s)
         self._learner.open_stream(self._settings, engines)
-
-    @property
-    def takes_digest(self) -> bool:
-        """True for gloo; vLLM's NCCL and IPC transfers compute no digest."""
-        return self._channel is Channel.GLOO
 
     def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
         """Do nothing, as weights are sent at delivery."""

@@ -272,10 +272,7 @@ class EngineControl(Protocol):
     or missed the deadline.
     """
 
-    @property
-    def num_workers(self) -> int:
-        """Number of receiving processes: the tensor-parallel ranks of all engines."""
-        ...
+    num_workers: int  # receiving processes: the tensor-parallel ranks of all engines
 
     def aim(self, *, is_draft: bool) -> None:
         """Choose the model, policy or draft, that the next updates replace."""

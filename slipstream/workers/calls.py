@@ -224,12 +224,8 @@ class RayEngineControl:
         self._crew = Crew(engines, Deadline(timeout_s, "refit.timeout_s"), cause_s=_STEERED_CAUSE_S)
         self._channel = channel
         self._num_workers_each = num_workers_each
+        self.num_workers = len(engines) * num_workers_each
         self._is_draft = False
-
-    @property
-    def num_workers(self) -> int:
-        """Number of receiving processes, over all engines."""
-        return len(self._crew.workers) * self._num_workers_each
 
     def aim(self, *, is_draft: bool) -> None:
         """Choose the model, policy or draft, that the next updates replace."""
