@@ -23,7 +23,7 @@ from slipstream.recipe import Recipe
 from slipstream.records.stages import SweepPoint
 from slipstream.stages.pretrain_draft import train_on
 from slipstream.stages.recipe_engines import recipe_engine
-from slipstream.workers.placement.table import table
+from slipstream.workers.placement.plan import table
 from slipstream.workers.session import connect
 
 

@@ -37,7 +37,7 @@ from slipstream.train.acceptance_guard import AcceptanceCollapse
 from slipstream.train.arm import Run
 from slipstream.train.turns import Turn, in_turn
 from slipstream.types import Arm
-from slipstream.workers.placement.table import table
+from slipstream.workers.placement.plan import table
 from slipstream.workers.session import connect
 
 Metrics = Mapping[str, float]

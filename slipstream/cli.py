@@ -32,8 +32,7 @@ from slipstream.tracking.spool import spool_directory
 from slipstream.types import Prompt, Workload
 from slipstream.workers.placement.config import ArmsInTurn
 from slipstream.workers.placement.memory import memory_text
-from slipstream.workers.placement.plan import make_plan, parse_cluster
-from slipstream.workers.placement.table import plan_text, table
+from slipstream.workers.placement.plan import make_plan, parse_cluster, plan_text, table
 
 _RECIPE = "tiny"
 _INTERRUPTED = 128 + signal.SIGINT
@@ -314,7 +313,7 @@ def _cluster(_: argparse.Namespace) -> int:
 
 def _preflight(options: argparse.Namespace) -> int:
     from slipstream.kubernetes.kubernetes_api import connect
-    from slipstream.kubernetes.preflight import check, findings_table, num_missing, require_pods
+    from slipstream.kubernetes.preflight import check, require_pods
     from slipstream.kubernetes.profile import read_profile
 
     seconds = options.timeout_s
@@ -322,10 +321,10 @@ def _preflight(options: argparse.Namespace) -> int:
     profile = read_profile(options.cluster)
     require_pods(profile)
     api = connect(context=options.context, timeout_s=seconds)
-    findings = check(api, profile, namespace=options.namespace, image=options.image)
-    print(findings_table(findings))
-    print(f"\n{num_missing(findings)} missing")
-    return 1 if num_missing(findings) else 0
+    record = check(api, profile, namespace=options.namespace, image=options.image)
+    print(record.table)
+    print(f"\n{record.num_missing} missing")
+    return 1 if record.num_missing else 0
 
 
 def _sizes(recipe: Recipe) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from slipstream.config import ConfigError, require
 from slipstream.kubernetes.profile import CLUSTER_VARIABLE
 from slipstream.recipe import CONFIGS, Recipe, load_recipe, recipe_path
-from slipstream.refit.snapshot import discard_transfers
+from slipstream.refit.channel import discard_transfers
 from slipstream.stages.context import (
     EXECUTION_VARIABLE,
     handed_on,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.engine.config import EngineConfig, SamplingConfig
@@ -20,10 +21,9 @@ from slipstream.ragged import Ragged
 from slipstream.recipe import Recipe
 from slipstream.records.stages import CertificateRecord
 from slipstream.records.steps import ArmRecord
-from slipstream.refit.channel import Delivery, Exported
+from slipstream.refit.channel import Delivery, Exported, Snapshot
 from slipstream.refit.config import EngineState
 from slipstream.refit.fingerprint import Turn, weight_totals
-from slipstream.refit.snapshot import Snapshot, bytes_digest
 from slipstream.types import Arm, Dtype, Prompt
 
 ENGINE = EngineConfig(
@@ -135,19 +135,17 @@ class FileChannel:
         self.engine, self.path, self._digest = engine, model / "model.safetensors", digest
 
     def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
-        import torch
-
         assert draft_version is None
         content = self.path.read_bytes()
-        digest = self._digest or bytes_digest([torch.tensor(list(content)).byte()])
-        policy = Snapshot(path=str(self.path), version=policy_version, num_bytes=len(content), digest=digest)
+        digest = self._digest or xxhash.xxh3_64(content).hexdigest()
+        policy = Snapshot(path=str(self.path), version=policy_version, digest=digest)
         return lambda: Exported(policy_version=policy_version, policy=policy)
 
     def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
         policy = exported.policy
         assert policy is not None
         states = self.refit(policy_version=policy.version)
-        return lambda: Delivery(states=states, digest=policy.digest, num_bytes=policy.num_bytes, origin=policy.path)
+        return lambda: Delivery(states=states, digest=policy.digest, origin=policy.path)
 
     def engines_changed(self) -> None:
         """All engines read where they are told to."""

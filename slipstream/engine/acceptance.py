@@ -1,4 +1,4 @@
-"""Acceptance arithmetic: from an engine's cumulative counters to the acceptance of one span of generation."""
+"""Acceptance of a span of generation, computed from an engine's cumulative counters."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _COUNTER = "vllm:spec_decode_num_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AcceptanceCounters:
-    """An engine's counters since its start. `accepted_by_position[i]` counts accepted draft tokens i (from 0).
+    """Counters of an engine since its start.
 
-    `drafted_by_position[i]` counts the drafts that had a token i; where it is empty all drafts were of one length.
+    `accepted_by_position[i]` counts the accepted draft tokens at position i (from 0). `drafted_by_position[i]` counts
+    the drafts with a token at position i; an empty tuple means that all drafts had one length.
     """
 
     num_drafts: int
@@ -29,12 +30,12 @@ class AcceptanceCounters:
 
 
 def read_counters(metrics: Iterable[Any], *, drafted_by_position: Sequence[int] = ()) -> AcceptanceCounters:
-    """The counters among vLLM's metrics; a missing one is an error, never a zero.
+    """Read the counters from vLLM's metrics; a missing counter is an error, never a zero.
 
     Args:
-        drafted_by_position: counted elsewhere, for vLLM exports no such metric.
+        drafted_by_position: drafts by position, for which vLLM has no metric.
     Raises:
-        RuntimeError: there is no such counter.
+        RuntimeError: vLLM reports no such counter.
     """
     by_name = {metric.name.removeprefix(_COUNTER): metric for metric in metrics}
     try:
@@ -50,10 +51,10 @@ def read_counters(metrics: Iterable[Any], *, drafted_by_position: Sequence[int] 
 
 
 def acceptance_between(before: AcceptanceCounters, after: AcceptanceCounters) -> AcceptanceStats:
-    """Acceptance of what was generated between two readings of the counters.
+    """Compute the acceptance of the generation between two readings of the counters.
 
     Raises:
-        RuntimeError: the counters ran backwards or contradict each other: the engine was restarted or miscounts.
+        RuntimeError: a counter fell, or counters contradict each other: the engine was restarted or miscounts.
     """
     positions = tuple(a - b for b, a in zip(before.accepted_by_position, after.accepted_by_position, strict=True))
     delta = AcceptanceCounters(
@@ -69,10 +70,10 @@ def acceptance_between(before: AcceptanceCounters, after: AcceptanceCounters) ->
 
 
 def combine(parts: Sequence[AcceptanceStats]) -> AcceptanceStats:
-    """Acceptance over several spans or engines, from their summed counts; drafts may differ in length.
+    """Sum the counts of several spans or engines; drafts may differ in length.
 
     Raises:
-        ValueError: there is no part.
+        ValueError: `parts` is empty.
     """
     if not parts:
         raise ValueError("parts must hold at least one span, got none")
@@ -94,14 +95,14 @@ def _summed(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _drafted(part: AcceptanceStats | AcceptanceCounters) -> tuple[int, ...]:
-    """Drafts that had a token i: all of them, where they were of one length."""
+    """Count the drafts with a token at each position: all drafts where they have one length."""
     return part.drafted_by_position or (part.num_drafts,) * len(part.accepted_by_position)
 
 
 def sampling_deviation(stats: AcceptanceStats) -> float:
-    """Standard error of the mean acceptance length, from the counts by position alone.
+    """Compute the standard error of the mean acceptance length from the counts by position.
 
-    Of a draft with n accepted tokens, E[n] and E[n^2] follow from P(n >= i): sum of them, and sum of (2 i - 1) of them.
+    A draft has n accepted tokens: E[n] is the sum of P(n >= i), and E[n^2] the sum of (2 i - 1) P(n >= i).
     """
     if stats.num_drafts == 0:
         return 0.0

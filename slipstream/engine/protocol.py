@@ -1,11 +1,11 @@
-"""The protocol of rollout engines: what the GRPO loop, tuning and evaluation ask of them, and nothing more.
+"""Protocol of rollout engines for the GRPO loop, tuning and evaluation, and the results of generation.
 
-Moving weights into an engine has a protocol of its own (`slipstream.refit.channel`), and so has the certificate.
+`slipstream.refit.channel` has the protocol for a refit, `slipstream.losslessness.sampling` the certificate's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,33 +17,42 @@ from slipstream.types import Prompt, RolloutGroup, VersionSpan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunningTime:
-    """An engine's steps while `num_running` rollouts ran, those that computed a prompt left out."""
+    """Decoding steps of an engine with `num_running` rollouts in the batch, without steps that compute a prompt."""
 
     num_running: int
     num_steps: int
-    num_tokens: int  # of all rollouts
+    num_tokens: int  # over all rollouts
     elapsed_s: float
 
-    def plus(self, other: RunningTime) -> RunningTime:
-        """Both together; of one running batch."""
-        return RunningTime(
-            num_running=self.num_running,
-            num_steps=self.num_steps + other.num_steps,
-            num_tokens=self.num_tokens + other.num_tokens,
-            elapsed_s=self.elapsed_s + other.elapsed_s,
+
+def summed(times: Iterable[RunningTime]) -> tuple[RunningTime, ...]:
+    """Sum decoding steps by the size of the running batch."""
+    by_batch: dict[int, list[RunningTime]] = {}
+    for time in times:
+        by_batch.setdefault(time.num_running, []).append(time)
+    return tuple(
+        RunningTime(
+            num_running=num_running,
+            num_steps=sum(time.num_steps for time in same),
+            num_tokens=sum(time.num_tokens for time in same),
+            elapsed_s=sum(time.elapsed_s for time in same),
         )
+        for num_running, same in sorted(by_batch.items())
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationResult:
-    """Result of one call of `generate`: `len(prompts)` groups in the order of the prompts.
+    """Result of one call of `generate`: a group for each prompt, in the order of the prompts.
 
-    `generation_s` is the wall time of the engine that took longest, on its own clock, without the transport of prompts
-    and rollouts. `acceptance` is None for an engine without a draft. `engine_idle_fraction` is the share of
-    `generation_s` that engines spent without work, over all engines: 0 for a single one. `num_engine_restarts` counts
-    engines that were lost and replaced since the call before, and `num_regenerated` the rollouts that were therefore
-    asked for more than once. `running` are the engines' steps by running batch, and
-    `autopilot` is what decided whether to draft, None where nothing does.
+    Attributes:
+        acceptance: None for an engine without a draft.
+        generation_s: wall time of the slowest engine on its own clock, without transport of prompts and rollouts.
+        num_engine_restarts: engines that were lost and replaced since the call before.
+        num_regenerated: rollouts that were sampled again because an engine was lost.
+        engine_idle_fraction: share of `generation_s` that engines were idle, over all engines; 0 for a single engine.
+        running: the engines' decoding steps by running batch.
+        autopilot: state of the controller that switches drafting on and off; None without a controller.
     """
 
     groups: tuple[RolloutGroup, ...]
@@ -58,22 +67,22 @@ class GenerationResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Portion:
-    """Work of one engine in one call: the groups that it finished, by `GroupRequest.index`, and when it worked.
+    """Result of one engine's call: the groups that it completed, by `GroupRequest.index`, and its time.
 
-    Of several engines, which share no clock, it is what they did together, from 0 to the mean of the times they worked.
+    A portion joined from several engines, which share no clock, runs from 0 to the engines' mean busy time.
     """
 
     groups: tuple[tuple[int, RolloutGroup], ...]
-    acceptance: AcceptanceStats | None  # of all that it generated in the call, in unfinished groups too
+    acceptance: AcceptanceStats | None  # over all tokens of the call, also those of unfinished groups
     started_s: float  # on the engine's own clock
     ended_s: float
     running: tuple[RunningTime, ...] = ()
-    num_regenerated: int = 0  # rollouts that were submitted again since the call before, for an engine was lost
+    num_regenerated: int = 0  # rollouts that were submitted again since the call before, as an engine was lost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFiles:
-    """Directories of weights, and their versions."""
+    """Directories of the weights of policy and draft, with their versions."""
 
     policy: Path
     policy_version: int
@@ -83,11 +92,11 @@ class WeightFiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """One rollout, and how many of its tokens each step of the engine gave: the draft windows it was made of.
+    """One rollout with its draft windows: the number of tokens from each step of the engine.
 
-    The first window is the prefill's one token, sampled without a draft. In each later one token i (from 1) stands at
-    position i of the draft; position k + 1 is the bonus token. The last window may be cut short by the end.
-    `versions` are those of a `Rollout`.
+    The first window is the prefill's one token, sampled without a draft. In a later window token i (from 1) stands at
+    position i of the draft, and position k + 1 is the bonus token. The end of the rollout may cut the last window.
+    `versions` is defined as in `Rollout`.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -99,20 +108,21 @@ class Trace:
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
-        """The version of each token."""
+        """Policy version of each token."""
         if not self.versions:
             return (self.policy_version,) * len(self.token_ids)
         return tuple(span.policy_version for span in self.versions for _ in range(span.num_tokens))
 
 
 class Engines(Protocol):
-    """Running engines that hold one version of the policy and, if they speculate, one of the draft."""
+    """Running engines with one version of the policy and, if they speculate, one version of the draft."""
 
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
     ) -> GenerationResult:
-        """Sample `group_size` rollouts a prompt; the same `seed` and weights give the same rollouts.
+        """Sample `group_size` rollouts a prompt.
 
-        Each depends on the seed, its prompt and its place in the group alone: see `slipstream.engine.requests`.
+        A rollout depends on the weights, `seed`, its prompt and its place in the group alone, as
+        `slipstream.engine.requests` documents.
         """
         ...

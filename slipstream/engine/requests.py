@@ -1,7 +1,7 @@
 """Requests to an engine: prompts in groups, and a seed for every rollout.
 
-A rollout's seed follows from its prompt, its place in the group and the call's seed alone. So its tokens do not depend
-on how many engines there are, on which one it runs, on the order of the prompts or on what else is in the batch.
+A rollout's seed follows from its prompt, its place in the group and the call's seed alone. The rollout's tokens
+therefore do not depend on the number of engines, its engine, the order of the prompts or the batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slipstream.types import Prompt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRequest:
-    """One prompt and one seed a rollout; `index` is its place among the prompts of the call."""
+    """A prompt with a seed for each of its rollouts; `index` is the prompt's place in the call."""
 
     index: int
     prompt: Prompt
@@ -24,7 +24,7 @@ class GroupRequest:
 
 
 def group_requests(prompts: Sequence[Prompt], *, group_size: int, seed: int) -> tuple[GroupRequest, ...]:
-    """One request a prompt. A prompt that stands there again goes on counting its samples: no seed is used twice."""
+    """Make a request for each prompt; a repeated prompt continues its sample numbers, so no seed is used twice."""
     num_seen: Counter[str] = Counter()
     requests = []
     for index, prompt in enumerate(prompts):
@@ -36,9 +36,9 @@ def group_requests(prompts: Sequence[Prompt], *, group_size: int, seed: int) -> 
 
 
 def rollout_seed(seed: int, prompt_id: str, sample: int) -> int:
-    """Seed of one rollout, in [0, 2**63): every engine's generators take such numbers.
+    """Compute the seed of one rollout, in [0, 2**63), the range of an engine's generators.
 
-    A hash, so that neighbouring calls, prompts and samples share nothing.
+    The seed is a hash, so that neighbouring calls, prompts and samples get unrelated seeds.
     """
     digest = hashlib.blake2b(f"{seed}/{prompt_id}/{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

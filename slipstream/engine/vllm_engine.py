@@ -1,6 +1,6 @@
-"""The rollout engine on vLLM: exact speculative sampling of the policy, refit in place, counters read as deltas.
+"""Rollout engine on vLLM: exact speculative sampling of the policy, refit in place, acceptance from counter deltas.
 
-One `VllmEngine` a process (deleting one of two breaks the other): `slipstream.workers` gives each one of its own.
+A process holds one `VllmEngine` only, as deleting one of two breaks the other.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,12 @@ _PROBE = "slipstream.engine.vllm_plugin.EngineProbe"
 
 
 def engine_arguments(config: EngineConfig, *, is_in_flight: bool, can_sleep: bool = False) -> dict[str, Any]:
-    """vLLM's arguments that follow from the recipe, with those of the device.
+    """Return vLLM's arguments that follow from the recipe and the device.
 
-    An engine that `can_sleep` has its memory from an allocator that can give parts of it back; vLLM has one for GPUs.
+    An engine that `can_sleep` uses vLLM's sleep mode, whose allocator for GPUs can free the KV cache.
 
-    On a GPU vLLM schedules asynchronously by default: while one step's tokens come out the next step runs already, with
-    the old weights where a refit comes in between. On a CPU it never does.
+    On a GPU vLLM schedules asynchronously by default. The next step starts before the tokens of a step are returned,
+    and a refit between the two steps would come too late. On a CPU vLLM never schedules asynchronously.
     """
     arguments = {
         "dtype": config.dtype.value,
@@ -55,15 +56,15 @@ def engine_arguments(config: EngineConfig, *, is_in_flight: bool, can_sleep: boo
     return {
         **arguments,
         "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
-        # After each chunk but a prompt's last, vLLM 0.32 takes a seeded request's draw back by its generator's offset;
-        # a CPU's generator has none, and the engine would end there.
+        # After each chunk but a prompt's last, vLLM 0.32 rewinds a seeded request's generator by its offset. A CPU's
+        # generator has no offset, and the engine would end there.
         "enable_chunked_prefill": False,
     }
 
 
 @contextmanager
 def loadable(model: Path) -> Iterator[Path]:
-    """The directory `model` by a name under which vLLM finds its weights: it searches them by a glob pattern."""
+    """Yield a path to the directory `model` without glob characters, as vLLM finds weights by a glob pattern."""
     if glob.escape(str(model)) == str(model):
         yield model
         return
@@ -74,9 +75,9 @@ def loadable(model: Path) -> Iterator[Path]:
 
 
 def without_gpu() -> str:
-    """Why vLLM would generate on the CPU in this process; empty if it would not.
+    """Return why vLLM would generate on the CPU in this process; empty if vLLM would use a GPU.
 
-    It is asked, not torch: its workers may be forked from this process, which must leave CUDA alone.
+    The answer is vLLM's, not torch's, as torch would initialize CUDA in a process from which vLLM may fork workers.
     """
     from vllm.platforms import current_platform
 
@@ -84,7 +85,7 @@ def without_gpu() -> str:
 
 
 def stop_token_ids(policy: Path) -> tuple[int, ...]:
-    """End-of-sequence tokens of config.json and, where there is one, generation_config.json."""
+    """Read the end-of-sequence tokens of config.json and, if present, generation_config.json."""
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         path = policy / name
@@ -96,7 +97,7 @@ def stop_token_ids(policy: Path) -> tuple[int, ...]:
 
 
 def sampling_params(sampling: SamplingConfig, stop_tokens: Sequence[int]) -> Any:
-    """vLLM's sampling parameters."""
+    """Convert to vLLM's sampling parameters."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -105,18 +106,18 @@ def sampling_params(sampling: SamplingConfig, stop_tokens: Sequence[int]) -> Any
         top_k=sampling.top_k,
         max_tokens=sampling.max_response_tokens,
         stop_token_ids=list(stop_tokens),
-        logprobs=0,  # of the sampled token alone
+        logprobs=0,  # the sampled token's alone
         flat_logprobs=True,
         detokenize=False,
     )
 
 
 def process_environment(config: EngineConfig) -> dict[str, str]:
-    """Environment that the engine's process must start with.
+    """Environment variables that the engine's process must start with.
 
-    vLLM's core runs in that same process: it has no other work, and a step then needs no message between processes.
-    The ranks of a tensor-parallel engine are its children and inherit the rest. None is bound to cores: vLLM would bind
-    the ranks of every engine on the host to the same ones.
+    vLLM's core runs in the same process, so a step needs no message between processes. The ranks of a tensor-parallel
+    engine are child processes and inherit the variables. No process is bound to cores, as vLLM would bind the ranks of
+    every engine on the host to the same cores.
     """
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -129,7 +130,7 @@ def process_environment(config: EngineConfig) -> dict[str, str]:
 
 
 class VllmEngine:
-    """A running vLLM engine that holds one version of the policy and one of the draft, if that has weights."""
+    """Running vLLM engine with one version of the policy, and one version of a draft that has weights."""
 
     def __init__(
         self,
@@ -145,14 +146,14 @@ class VllmEngine:
 
         Args:
             policy: model directory in Hugging Face format.
-            speculative_config: vLLM's own, None for autoregressive decoding.
-            executor: of the engine's workers: `uni`, `mp` or `ray`; None leaves vLLM its choice.
-            is_in_flight: it may be refitted while rollouts are under way.
-            can_sleep: it may be told to `sleep`.
+            speculative_config: vLLM's settings of speculation; None for autoregressive decoding.
+            executor: vLLM's executor of the workers: `uni`, `mp` or `ray`; None leaves the choice to vLLM.
+            is_in_flight: True if a refit may come while rollouts are in flight.
+            can_sleep: True if `sleep` may be called.
         Raises:
-            RuntimeError: the process samples with a broken sampler.
+            RuntimeError: vLLM's sampler is broken in this process.
         """
-        assert config.dtype is not Dtype.AUTO, "the stage settles what auto stands for"
+        assert config.dtype is not Dtype.AUTO, "the stage resolves auto"
         os.environ.update(process_environment(config))
         with uncollected():  # vLLM collects garbage seven times while it starts
             from vllm import LLM
@@ -168,23 +169,23 @@ class VllmEngine:
                 str(links.enter_context(loadable(policy))),
                 distributed_executor_backend=executor,
                 skip_tokenizer_init=True,
-                disable_log_stats=False,  # the acceptance counters live there
-                logprobs_mode="processed_logprobs",  # at temperature != 1 raw ones are of another distribution
+                disable_log_stats=False,  # for the acceptance counters
+                logprobs_mode="processed_logprobs",  # of the distribution that is sampled, at any temperature
                 speculative_config=speculative_config,
                 weight_transfer_config={"backend": BACKEND},
                 worker_extension_cls=_PROBE,
-                seed=0,  # of what no rollout sees: each has a seed of its own
+                seed=0,  # unused by rollouts, which have seeds of their own
                 **engine_arguments(config, is_in_flight=is_in_flight, can_sleep=can_sleep),
             )
         self._has_draft = speculative_config is not None and "model" in speculative_config  # with weights of its own
         self._is_draft_updating = False
         self.policy_version = self.draft_version = self.num_prefix_cache_resets = 0
-        self.policy_digest = self.draft_digest = ""
+        self._digests = {False: "", True: ""}  # of the bytes that were read last, by `is_draft`
         self._check_sampler()
         self._drafting = None if speculative_config is None else Drafting(self._llm)
         self._cache = CacheMemory(self._llm)
         self._max_model_len = config.max_model_len
-        self._is_updating = False  # from the first new weight until the versions are adopted
+        self._is_updating = False  # True from the start of an update until `adopt`
         self._kv_cache: KvCache | None = None
         self._groups = GroupsUnderWay(self._llm.llm_engine, max_num_seqs=config.max_num_seqs)
         self._groups.adopt(self._versions)
@@ -198,12 +199,12 @@ class VllmEngine:
         is_first: bool = True,
         room_for: int | None = None,
     ) -> Portion:
-        """Start `requests` beside what is under way, and generate.
+        """Start `requests` beside the rollouts in flight, and generate.
 
         Args:
-            is_first: of the calls of one generation: forget what an earlier one that failed may have left.
-            room_for: return as soon as so many more rollouts have room; the unfinished ones go on with the next call.
-                None generates until all are done.
+            is_first: True for the first call of a generation, which drops the rollouts of a failed call.
+            room_for: return as soon as this many more rollouts have room; the unfinished rollouts continue in the next
+                call. None generates until all rollouts are complete.
         """
         if is_first:
             self._start_over()
@@ -214,12 +215,12 @@ class VllmEngine:
             raise
 
     def run_in_flight(self, kv_cache: KvCache | None) -> None:
-        """From now on rollouts outlive new weights, with what `kv_cache` says of theirs; None: they do not.
+        """Start generation in flight, where rollouts survive a refit; None ends it. All rollouts are dropped.
 
-        Whatever is under way is dropped.
-
+        Args:
+            kv_cache: treatment of the rollouts' KV cache at a refit.
         Raises:
-            ConfigError: vLLM schedules asynchronously: tokens that it drew before a refit would come out after it.
+            ConfigError: vLLM schedules asynchronously, and would return tokens of the old weights after a refit.
         """
         self._groups.drop()
         batches = self._llm.llm_engine.engine_core.engine_core.batch_queue
@@ -228,22 +229,22 @@ class VllmEngine:
         self._kv_cache = kv_cache
 
     def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig) -> None:
-        """Queue groups behind those that are under way; `GroupRequest.index` is unique over a training."""
+        """Queue groups; `GroupRequest.index` is unique over a training run."""
         self._require_in_flight()
         self._start(requests, sampling)
 
     def advance(self, *, max_s: float, stops_at_first: bool = True) -> Portion:
-        """Run until a group is complete, until `max_s` seconds have passed, or until nothing is under way.
+        """Run until a group is complete, `max_s` seconds have passed, or no rollout is in flight.
 
         Args:
-            stops_at_first: False goes on for `max_s`, and returns all groups that were completed.
+            stops_at_first: False runs on for `max_s` after a complete group.
         """
         self._require_in_flight()
         end_s = time.perf_counter() + max_s
         return self._run((), None, lambda done: bool(done and stops_at_first) or time.perf_counter() >= end_s)
 
     def restart(self, seeds: Mapping[int, Sequence[int]]) -> int:
-        """Start the unfinished rollouts of these groups anew with these seeds, one a place in the group; how many."""
+        """Restart the unfinished rollouts of these groups with new seeds; returns the number of restarts."""
         self._require_in_flight()
         return sum(self._groups.restart(index, of_group) for index, of_group in seeds.items())
 
@@ -265,7 +266,7 @@ class VllmEngine:
         sampling: SamplingConfig | None,
         is_over: Callable[[list[tuple[int, RolloutGroup]]], bool],
     ) -> Portion:
-        """Start `requests` and take steps until all is done, or as `is_over` of the groups so far says."""
+        """Start `requests` and run steps until no rollout is in flight, or `is_over` of the complete groups is True."""
         self._cache.wake()
         before = self._counters()
         started_s = time.perf_counter()
@@ -289,9 +290,9 @@ class VllmEngine:
         )
 
     def sleep(self) -> None:
-        """Free the memory of the key-value cache until something is generated; see `CacheMemory`.
+        """Free the memory of the KV cache until the next generation, and drop the rollouts of a failed call.
 
-        What a generation that failed may have left is forgotten. Weights may come and be compared meanwhile.
+        A sleeping engine can be refitted and fingerprinted.
         """
         self._start_over()
         self._cache.sleep()
@@ -299,12 +300,12 @@ class VllmEngine:
     def around_work(
         self, at_work: Callable[[], AbstractContextManager[None]], before_iteration: Callable[[], None] | None
     ) -> None:
-        """Generate within a block of `at_work`, with `before_iteration` called before each iteration in it."""
+        """Run each generation in a block of `at_work`, and call `before_iteration` before each step."""
         self._at_work = at_work
         self._groups.before_step = before_iteration
 
     def _start_over(self) -> None:
-        """Forget what an earlier call that failed may have left; nobody waits for it."""
+        """Drop the rollouts of a failed call."""
         rule = "must be complete before another call generates"
         require(self._kv_cache is None or self._groups.is_empty(), "groups that were submitted", rule, "some under way")
         self._groups.drop()
@@ -316,10 +317,10 @@ class VllmEngine:
             raise RuntimeError("an engine must adopt the weights that it received before it goes on: no step mixes two")
 
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
-        """Draft by another table from the next generation on; only an engine that started with one can.
+        """Set the draft-length schedule from the next generation on.
 
         Raises:
-            ConfigError: the engine does not speculate, or started without a table.
+            ConfigError: the engine does not speculate, or started without a schedule.
         """
         self._start_over()
         require(self._drafting is not None, "draft.length", "needs an engine that speculates", None)
@@ -336,12 +337,12 @@ class VllmEngine:
         refits: Sequence[WeightFiles] = (),
         steps_between: int = 1,
     ) -> list[Trace]:
-        """Sample as `generate` does, and tell which tokens came out of the engine together: for the certificate.
+        """Sample as `generate` does, and record the draft windows for the certificate.
 
         Args:
-            refits: weights to take while the rollouts are under way, in turn and over again, in an engine that runs in
-                flight; when all is drawn it takes the last of them.
-            steps_between: steps from one of them to the next.
+            refits: weights to load while the rollouts are in flight, in a cycle; the last of them is loaded at the end.
+                Needs an engine that runs in flight.
+            steps_between: steps from one refit to the next.
         Returns:
             One trace a rollout, prompt by prompt.
         """
@@ -354,26 +355,26 @@ class VllmEngine:
                 if self._groups.is_empty():
                     break
                 if refits and step % steps_between == 0:
-                    self._take(refits[step // steps_between % len(refits)])
+                    self.refit(**asdict(refits[step // steps_between % len(refits)]))
                 found.update((request.index, drawn) for request, drawn in self._groups.step())
             if refits:
-                self._take(refits[-1])
+                self.refit(**asdict(refits[-1]))
         except BaseException:
-            self._groups.drop()  # or they would come out of the next call
+            self._groups.drop()  # the next call would return them
             raise
         return [trace_of(prompts[index], drawn) for index in range(len(prompts)) for drawn in found[index]]
 
     def refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
     ) -> EngineState:
-        """Replace the policy's weights, and the draft's if `draft` is given, and forget all cached prefixes.
+        """Load the policy's weights, and the draft's if `draft` is given, and reset the prefix cache.
 
         Args:
-            policy: safetensors file under the names of the Hugging Face checkpoint, or a directory of such files.
-            draft: the same for the draft.
+            policy: safetensors file with the names of the Hugging Face checkpoint, or a directory of such files.
+            draft: file or directory of the draft's weights.
         Raises:
-            RuntimeError: vLLM could not reset the prefix cache, or its ranks read different weights; the engine must
-                not be used further.
+            RuntimeError: vLLM did not reset the prefix cache, or its ranks read different weights; the engine must not
+                be used further.
         """
         self._read(policy, is_draft=False)
         if draft is not None:
@@ -381,35 +382,35 @@ class VllmEngine:
         return self.adopt(policy_version=policy_version, draft_version=None if draft is None else draft_version)
 
     def locations(self) -> list[Location]:
-        """Devices of the engine's workers."""
+        """Return the locations of the engine's workers."""
         return self._llm.collective_rpc("location")
 
     def join_channel(self, channel: Channel, settings: dict[str, Any]) -> None:
-        """Get ready to receive over `channel`; `settings` are what its sender says. Files can be read at any time."""
+        """Join a channel with the sender's `settings`; a shared-memory channel needs no call."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         init = {"channel": channel, "settings": settings}
         self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
 
     def start_update(self, *, is_draft: bool) -> None:
-        """Begin an update of the policy, or of the draft; no step is taken until `adopt`."""
+        """Begin an update of the policy, or of the draft; no step runs until `adopt`."""
         if self._kv_cache is None:
-            self._groups.drop()  # what a generation that failed in another engine left here: nobody waits for it
+            self._groups.drop()  # rollouts of a generation that failed on another engine
         rule = "needs an engine whose draft has weights of its own"
         require(self._has_draft or not is_draft, "refit.draft", rule, is_draft)
-        self._llm.collective_rpc("abandon_update")  # that of a refit in which another engine was lost
+        self._llm.collective_rpc("abandon_update")  # left by a refit in which another engine was lost
         (self._llm.start_draft_weight_update if is_draft else self._llm.start_weight_update)()
         self._is_draft_updating, self._is_updating = is_draft, True
 
     def update(self, channel: Channel, settings: dict[str, Any]) -> None:
-        """Receive some or all weights over `channel`."""
+        """Receive a part of the weights, or all, over `channel`."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         info = {"channel": channel, "settings": settings}
         self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
 
     def finish_update(self) -> None:
-        """All weights have come.
+        """End an update after the last weights.
 
         Raises:
             RuntimeError: the engine's ranks read different weights; the engine must not be used further.
@@ -418,16 +419,13 @@ class VllmEngine:
         digests = set(self._llm.collective_rpc("received_digest"))
         if len(digests) > 1:
             raise RuntimeError("the engine's ranks read different weights in one update")
-        if self._is_draft_updating:
-            self.draft_digest = digests.pop()
-        else:
-            self.policy_digest = digests.pop()
+        self._digests[self._is_draft_updating] = digests.pop()
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
-        """The tensors of the policy, or of the draft, that the engine's ranks hold, and their types.
+        """Return the types of the policy's tensors, or of the draft's, over all ranks of the engine.
 
         Raises:
-            LookupError: a layer keeps its weights where nobody can read them.
+            LookupError: a layer hides its weights.
         """
         return {
             name: dtype
@@ -436,7 +434,7 @@ class VllmEngine:
         }
 
     def weight_fingerprints(self, *, is_draft: bool, turn: Turn) -> dict[str, int]:
-        """Fingerprints of the tensors that the engine computes with and whose turn it is, whatever each rank holds.
+        """Fingerprint the engine's tensors in `turn`, over all ranks of the engine.
 
         Raises:
             RuntimeError: two ranks hold the same part with different values.
@@ -444,24 +442,24 @@ class VllmEngine:
         return weight_totals(self._llm.collective_rpc("weight_fingerprints", args=(is_draft, turn)))
 
     def state(self) -> EngineState:
-        """Versions and counters that every refit must move."""
+        """Return the versions, digests and the counter that a refit changes."""
         return EngineState(
             policy_version=self.policy_version,
-            policy_digest=self.policy_digest,
+            policy_digest=self._digests[False],
             draft_version=self.draft_version if self._has_draft else None,
-            draft_digest=self.draft_digest,
+            draft_digest=self._digests[True],
             num_prefix_cache_resets=self.num_prefix_cache_resets,
         )
 
     def adopt(self, *, policy_version: int, draft_version: int | None) -> EngineState:
-        """Call what was received by these versions, and let nothing start from prefixes that were cached before.
+        """Set the versions of the received weights, and reset the prefix cache.
 
-        What is under way goes on with the new weights, in an engine that runs in flight.
+        Rollouts in flight continue with the new weights.
 
         Args:
-            draft_version: None if the draft stayed as it was.
+            draft_version: None if the draft did not change.
         Raises:
-            RuntimeError: vLLM could not reset the prefix cache; the engine must not be used further.
+            RuntimeError: vLLM did not reset the prefix cache; the engine must not be used further.
         """
         self.policy_version = policy_version
         if draft_version is not None:
@@ -473,7 +471,7 @@ class VllmEngine:
         return self.state()
 
     def _leave_cache(self) -> None:
-        """Leave the cache of the old weights, as `KvCache` says."""
+        """Reset the prefix cache, and treat the KV cache of rollouts in flight as `KvCache` says."""
         if self._kv_cache is KvCache.KEEP and not self._groups.is_empty():
             self._groups.forget_drafts()
             self._groups.leave_cached_prefixes()
@@ -483,9 +481,9 @@ class VllmEngine:
             self._groups.expect_recomputation()
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Logprob of each token but the first, given those before it, at temperature 1; from the policy alone.
+        """Compute the policy's logprob of each token but the first, given all tokens before it, at temperature 1.
 
-        An engine whose cache sleeps has it asleep again afterwards.
+        A sleeping engine sleeps again afterwards.
         """
         from vllm import SamplingParams
 
@@ -507,14 +505,6 @@ class VllmEngine:
         self.update(Channel.SHARED_MEMORY, {"path": str(path)})
         self.finish_update()
 
-    def _take(self, weights: WeightFiles) -> None:
-        self.refit(
-            weights.policy,
-            policy_version=weights.policy_version,
-            draft=weights.draft,
-            draft_version=weights.draft_version,
-        )
-
     def _check_sampler(self) -> None:
         broken = [answer for answer in self._llm.collective_rpc("check_sampler") if answer]
         if broken:
@@ -533,7 +523,7 @@ class VllmEngine:
         )
 
     def _counters(self) -> AcceptanceCounters | None:
-        """The engine's counters, None without a draft."""
+        """Read the acceptance counters; None without a draft."""
         return None if self._drafting is None else self._drafting.counters()
 
     @property

@@ -1,10 +1,8 @@
-"""Parts of a vLLM engine whose core runs in this process: the groups under way, its drafts, the memory of its cache.
+"""Parts of a vLLM engine whose core runs in this process: groups in flight, draft lengths, memory of the KV cache.
 
-Requests go in, and whole groups come out as they finish.
-
-vLLM looks the draft length up at every step, by the number of rollouts in it, for the draft that the next step verifies
-(`Scheduler.dynamic_sd_lookup`). At length 0 the draft's first pass still runs, which keeps its KV cache whole: its cost
-remains, and a later longer draft starts from what it would have started from anyway.
+At every step vLLM looks up the draft length for the next step by the number of rollouts
+(`Scheduler.dynamic_sd_lookup`). At length 0 the draft's first pass still runs, which keeps its KV cache complete. The
+cost of that pass remains, and a later longer draft finds the same cache as without the pause.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Any
 
 from slipstream.config import require
 from slipstream.engine.acceptance import AcceptanceCounters, read_counters
-from slipstream.engine.protocol import RunningTime, Trace
+from slipstream.engine.protocol import RunningTime, Trace, summed
 from slipstream.engine.requests import GroupRequest
 from slipstream.records.steps import ScheduleEntry
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
@@ -26,11 +24,11 @@ Versions = tuple[int, int | None]  # of policy and draft
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """One finished rollout."""
+    """A finished rollout."""
 
-    output: Any  # vLLM's
-    window_lengths: tuple[int, ...]  # tokens that each step gave
-    versions: tuple[VersionSpan, ...]  # of all its tokens; one span at least
+    output: Any  # vLLM's `RequestOutput`
+    window_lengths: tuple[int, ...]  # tokens from each step
+    versions: tuple[VersionSpan, ...]  # versions of all tokens, in at least one span
 
 
 @dataclass
@@ -46,14 +44,14 @@ class _Group:
 
 @dataclass
 class _Rollout:
-    """One unfinished rollout. `since` are the versions that it ran under, and how many tokens it had at their start."""
+    """An unfinished rollout; `since` holds each version pair with the number of tokens at its start."""
 
     group: _Group
     sample: int
     since: list[tuple[int, Versions]]
     window_lengths: list[int] = field(default_factory=list)
     length: int = 0
-    is_computed: bool = False  # its prompt, and what it has drawn, stand in the KV cache
+    is_computed: bool = False  # True if its prompt and tokens are in the KV cache
 
     def spans(self) -> tuple[VersionSpan, ...]:
         ends = [*(start for start, _ in self.since[1:]), self.length]
@@ -65,11 +63,11 @@ class _Rollout:
 
 
 class GroupsUnderWay:
-    """Requests of an engine whose core runs in this process.
+    """Groups in flight on an engine whose core runs in this process.
 
     Args:
-        engine: vLLM's `LLMEngine`, which has no step under way between two calls of its `step`.
-        max_num_seqs: rollouts that it runs at once.
+        engine: vLLM's `LLMEngine`, which runs no step between two calls of `step`.
+        max_num_seqs: rollouts that the engine runs at once.
     """
 
     def __init__(self, engine: Any, *, max_num_seqs: int) -> None:
@@ -78,23 +76,23 @@ class GroupsUnderWay:
         self._num_started = 0
         self._versions: Versions = (0, None)
         self._num_salts = 0
-        self._rollouts: dict[str, _Rollout] = {}  # unfinished ones by vLLM's name for them
-        self._finished: list[_Group] = []  # completed while something else was asked for
-        self._running: dict[int, RunningTime] = {}
+        self._rollouts: dict[str, _Rollout] = {}  # unfinished rollouts by vLLM's request id
+        self._finished: list[_Group] = []  # complete groups that `step` has not returned
+        self._running: list[RunningTime] = []
         self.before_step: Callable[[], None] | None = None
 
     def start(self, request: GroupRequest, params: Callable[[int], Any]) -> None:
         """Add a group's rollouts.
 
         Args:
-            params: sampling parameters for a seed.
+            params: makes sampling parameters from a seed.
         """
         group = _Group(request, params)
         for sample in range(len(request.seeds)):
             self._add(group, sample)
 
     def restart(self, index: int, seeds: Sequence[int]) -> int:
-        """Start a group's unfinished rollouts anew, each with its place's seed; how many those were."""
+        """Restart a group's unfinished rollouts, each with the seed of its place; returns the number of restarts."""
         names = [name for name, rollout in self._rollouts.items() if rollout.group.request.index == index]
         for name in names:
             group = self._rollouts[name].group
@@ -103,39 +101,39 @@ class GroupsUnderWay:
         return len(names)
 
     def adopt(self, versions: Versions) -> None:
-        """All tokens from now on are drawn by these versions of policy and draft."""
+        """Set the versions of policy and draft for all tokens from now on."""
         self._versions = versions
         for rollout in self._rollouts.values():
             rollout.since.append((rollout.length, versions))
 
     def leave_cached_prefixes(self) -> None:
-        """No rollout that starts from now on finds a block of the KV cache that was computed before.
+        """Hide the present blocks of the KV cache from all rollouts that start from now on.
 
-        vLLM finds blocks by their tokens and the request's salt, so a new salt does it while old blocks are in use.
-        What waits in vLLM without a token of its own is started anew, for it has the old salt.
+        vLLM finds cached blocks by tokens and the request's salt, so a new salt hides blocks that are still in use.
+        Rollouts that wait in vLLM without a token have the old salt and are restarted.
         """
         self._num_salts += 1
         self._start_anew([name for name, rollout in self._rollouts.items() if not rollout.length])
 
     def forget_drafts(self) -> None:
-        """The next step verifies no draft that was proposed before."""
+        """Drop the drafts that the next step would verify."""
         for request in self._engine.engine_core.engine_core.scheduler.running:
             request.spec_token_ids = []
 
     def expect_recomputation(self) -> None:
-        """The KV cache of all that runs is gone: the steps that compute it anew are no decoding."""
+        """Note that the KV cache of all rollouts is lost, so that steps which recompute it do not count as decoding."""
         for rollout in self._rollouts.values():
             rollout.is_computed = False
 
     def step(self) -> list[tuple[GroupRequest, Sequence[Drawn]]]:
-        """One step of the engine: the groups that it completed, each with its rollouts in the order of its seeds."""
+        """Run one step of the engine; returns the complete groups, with rollouts in the order of the seeds."""
         if not self._finished:
             self._step()
         done, self._finished = self._finished, []
         return [(group.request, [group.drawn[i] for i in range(len(group.request.seeds))]) for group in done]
 
     def aside(self, prompts: Sequence[Any], params: Any) -> list[Any]:
-        """vLLM's outputs for these prompts, asked for beside the rollouts, which go on meanwhile."""
+        """Run these prompts beside the rollouts in flight; returns vLLM's outputs."""
         names = [self._name("aside") for _ in prompts]
         for name, prompt in zip(names, prompts, strict=True):
             self._engine.add_request(name, prompt, params)
@@ -145,22 +143,21 @@ class GroupsUnderWay:
         return [found[name] for name in names]
 
     def take_running(self) -> tuple[RunningTime, ...]:
-        """The steps since the last call of this, by running batch."""
-        taken = tuple(self._running[num] for num in sorted(self._running))
-        self._running.clear()
+        """Return the decoding steps since the last call, by running batch."""
+        taken, self._running = summed(self._running), []
         return taken
 
     def is_empty(self) -> bool:
-        """Return True if all groups are done, and have come out."""
+        """Return True if no group is in flight, and none waits to be returned."""
         return not self._rollouts and not self._finished
 
     def has_room(self, num_rollouts: int) -> bool:
-        """Return True if so many more would run at once: a full KV cache has rollouts wait inside vLLM."""
+        """Return True if this many more rollouts would run at once; a full KV cache makes rollouts wait in vLLM."""
         running, waiting = self._engine.engine_core.engine_core.scheduler.get_request_counts()
         return waiting == 0 and running + num_rollouts <= self._max_num_seqs
 
     def drop(self) -> None:
-        """Forget what is unfinished: what a call that failed left behind would come out of the next one."""
+        """Drop all groups, as the next call would return the groups of a failed call."""
         if self._rollouts:
             self._engine.abort_request(list(self._rollouts))
             self._rollouts.clear()
@@ -185,7 +182,7 @@ class GroupsUnderWay:
         return f"{kind}-{self._num_started}"
 
     def _step(self) -> list[Any]:
-        """One step; the outputs of what is no rollout."""
+        """Run one step; returns the outputs of other requests than rollouts."""
         if self.before_step is not None:
             self.before_step()
         started_s = time.perf_counter()
@@ -205,7 +202,7 @@ class GroupsUnderWay:
         return [output for output in outputs if not output.request_id.startswith("rollout-")]
 
     def _note(self, outputs: Sequence[tuple[Any, _Rollout]], elapsed_s: float, *, is_decoding: bool) -> None:
-        """Count a step's tokens, and the step to its running batch unless something else was computed in it."""
+        """Count the tokens of a step, and count the step for its running batch if it decoded and computed no prompt."""
         num_tokens = 0
         for output, rollout in outputs:
             length = len(output.outputs[0].token_ids)
@@ -215,18 +212,18 @@ class GroupsUnderWay:
             is_decoding &= rollout.is_computed
             rollout.length, rollout.is_computed = length, True
         if num_tokens and is_decoding:
-            step = RunningTime(num_running=len(outputs), num_steps=1, num_tokens=num_tokens, elapsed_s=elapsed_s)
-            known = self._running.get(step.num_running)
-            self._running[step.num_running] = step if known is None else known.plus(step)
+            self._running.append(
+                RunningTime(num_running=len(outputs), num_steps=1, num_tokens=num_tokens, elapsed_s=elapsed_s)
+            )
 
 
 def group_of(request: GroupRequest, drawn: Sequence[Drawn]) -> RolloutGroup:
-    """The rollouts of a request."""
+    """Make the rollout group of a request."""
     return RolloutGroup(prompt=request.prompt, rollouts=tuple(_rollout(each, request.prompt) for each in drawn))
 
 
 def trace_of(prompt: Prompt, drawn: Drawn) -> Trace:
-    """A rollout, and which of its tokens came together."""
+    """Make the trace of a rollout."""
     return Trace(
         prompt_token_ids=prompt.token_ids,
         token_ids=tuple(drawn.output.outputs[0].token_ids),
@@ -257,43 +254,37 @@ def _if_several(versions: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
 
 
 class CacheMemory:
-    """The key-value cache of an engine whose core runs in this process, on a GPU and with vLLM's sleep mode.
+    """KV cache of an engine whose core runs in this process, on a GPU and with vLLM's sleep mode.
 
-    Weights, draft and CUDA graphs stay where they are: an engine without its cache is refitted, and shows what it
-    holds, like any other. What it had cached is gone; new weights would have made it stale anyway.
+    Weights, draft and CUDA graphs stay, so a sleeping engine can be refitted and fingerprinted. The cached prefixes are
+    lost; new weights would have made them stale.
 
     Source: vLLM 0.32, `v1/engine/core.py release_kv_cache_memory` and `wake_up`, `device_allocator/cumem.py`.
     """
 
     def __init__(self, llm: Any) -> None:
-        """Take an engine as it started, with its cache.
-
-        Args:
-            llm: vLLM's `LLM`.
-        """
+        """Take vLLM's `LLM`, awake."""
         self._llm = llm
         self.is_asleep = False
 
     def sleep(self) -> None:
-        """Free the memory until `wake`, which precedes every generation; nothing if it is free already.
-
-        Nothing may be under way.
+        """Free the memory of the cache until `wake`; no rollout may be in flight.
 
         Raises:
-            RuntimeError: vLLM cannot on this device, or was started without its sleep mode.
+            RuntimeError: the device has no sleep mode, or vLLM was started without it.
         """
         if self.is_asleep:
             return
         self._drain()
-        self.is_asleep = True  # from here on nothing is scheduled, whatever becomes of the memory
+        self.is_asleep = True  # set first, as a failure below leaves the cache unusable
         self._llm.sleep(level=0)
         self._llm.release_kv_cache_memory()
 
     def wake(self) -> None:
-        """Have the cache again, if it sleeps, with nothing in it.
+        """Allocate an empty cache if the engine sleeps.
 
         Raises:
-            RuntimeError: the device has no room for it.
+            RuntimeError: the device has no room for the cache.
         """
         if not self.is_asleep:
             return
@@ -302,10 +293,10 @@ class CacheMemory:
         self.is_asleep = False
 
     def _drain(self) -> None:
-        """Take the steps that nobody waited for.
+        """Run the steps that remain.
 
-        vLLM lets go of what has finished in the step after it, and with asynchronous scheduling a step that was begun
-        too early is still under way: it releases no memory until both are done.
+        vLLM removes a finished request in the step after its end, and asynchronous scheduling may have begun one step
+        too many. vLLM frees no memory before both are done.
         """
         engine = self._llm.llm_engine
         core = engine.engine_core.engine_core
@@ -314,10 +305,10 @@ class CacheMemory:
 
 
 class Drafting:
-    """The drafts of an engine whose core runs in this process.
+    """Draft lengths and acceptance counters of an engine whose core runs in this process.
 
-    It is one of vLLM's stat loggers, for vLLM counts how many drafts had a token at each position but exports no such
-    metric. Drafts differ in length under a table.
+    The class is one of vLLM's stat loggers, because vLLM counts drafts by position but exports no such metric. Under a
+    schedule drafts differ in length.
 
     Args:
         llm: vLLM's `LLM`.
@@ -329,15 +320,15 @@ class Drafting:
         llm.llm_engine.logger_manager.stat_loggers.append(self)
 
     def counters(self) -> AcceptanceCounters:
-        """Since the engine's start."""
+        """Read the counters since the engine's start."""
         return read_counters(self._llm.get_metrics(), drafted_by_position=self._drafted)
 
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
-        """Replace the table; nothing may be under way.
+        """Replace the schedule; no rollout may be in flight.
 
         Raises:
-            ConfigError: vLLM was started without a table, and may have captured graphs for one length alone; or the new
-                one asks for longer drafts than it has room for.
+            ConfigError: vLLM was started without a schedule, and may have captured graphs for one length alone; or the
+                schedule has longer drafts than vLLM has room for.
         """
         from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
@@ -365,6 +356,6 @@ class Drafting:
             self._drafted = [a + b for a, b in zip(self._drafted, stats.num_draft_tokens_per_pos, strict=True)]
 
     def log(self, *_: Any, **__: Any) -> None:
-        """Log nothing; vLLM calls each of its stat loggers by these names."""
+        """Log nothing; vLLM calls these methods of each stat logger."""
 
     log_engine_initialized = record_sleep_state = log

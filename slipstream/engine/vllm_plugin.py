@@ -1,16 +1,16 @@
-"""The plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`): fixes and a probe.
+"""Plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`): sampler fixes and a probe.
 
-`register` installs the fixes; `EngineProbe.check_sampler` proves at engine start that they, or what needs no fix, are
-what the process that samples uses.
+`register` installs the fixes. `EngineProbe.check_sampler` proves at engine start that the process which samples uses a
+correct sampler.
 
-vLLM has two model runners with samplers of their own. The second one (V2, wherever Triton runs) draws all noise from a
-request's seed and the token's position, drafts apart from the rest: nothing is replaced there. The first one (V1, on a
-CPU always) needs two fixes:
+vLLM has two model runners with samplers of their own. The second (V2, wherever Triton runs) derives all noise from a
+request's seed and the token's position, separately for drafts, and needs no fix. The first (V1, on a CPU always) needs
+two fixes:
 
-- On a CPU, vLLM 0.32 as shipped biases every sampled speculative rollout and says nothing: the stand-in of one Triton
-  kernel fills a temporary copy, so temperature, top-k and top-p of the rejection sampler are uninitialised memory
-  (upstream issue #55005).
-- Everywhere, its drafts ignore the requests' seeds, so a rollout depends on what else is in its batch.
+- On a CPU, vLLM 0.32 biases every sampled speculative rollout without an error. The replacement of a Triton kernel
+  fills a temporary copy, so temperature, top-k and top-p of the rejection sampler are uninitialised memory (upstream
+  issue #55005).
+- On all devices its drafts ignore the requests' seeds, so a rollout depends on its batch.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from slipstream.refit.channel import Location, here
 from slipstream.refit.fingerprint import Turn, WeightPart, part_fingerprints
 
 SHIPPED_EXPAND = rejection_sampler.expand_batch_to_tokens
-"""vLLM's own function: what the fault suite puts back to show that the certificate sees it."""
+"""vLLM's own function, which the fault suite restores to show that the certificate sees the bias."""
 
 SHIPPED_DRAFTS = llm_base_proposer.compute_probs_and_sample_next_token
-"""vLLM's own function, which draws every request's drafts from the process's one generator."""
+"""vLLM's own function, which samples all requests' drafts from one generator."""
 
-_GREEDY = 1e-5  # temperatures below it are greedy, as in vLLM
-_SEED = 7  # of the checks
-_VOCABULARY = 4096  # of the checks: so many that two independent draws are hardly ever equal
+_GREEDY = 1e-5  # lower temperatures are greedy, as in vLLM
+_SEED = 7  # in the checks
+_VOCABULARY = 4096  # in the checks; two independent samples are hardly ever equal
 
-_EAGLE3 = "eagle3"  # in vLLM's words
+_EAGLE3 = "eagle3"  # vLLM's name
 
 
 def install() -> None:
-    """Put the fixes in place. Safe to call again."""
+    """Install the sampler fixes; repeated calls change nothing."""
     llm_base_proposer.compute_probs_and_sample_next_token = draw_draft_tokens
     if current_platform.is_cpu():
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
@@ -56,7 +56,7 @@ def expand_batch_to_tokens(
     """Repeat each request's value for each of its draft tokens.
 
     Args:
-        x: [batch], one value a request; entries equal to `replace_from` become `replace_to`.
+        x: [batch], a value for each request; entries equal to `replace_from` become `replace_to`.
         cu_num_tokens: [batch], cumulative number of draft tokens.
     Returns:
         [num_tokens].
@@ -70,13 +70,13 @@ def expand_batch_to_tokens(
 def draw_draft_tokens(
     logits: torch.Tensor, sampling_metadata: SamplingMetadata, use_fp64_gumbel: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One draft token a request, drawn with the generators of the requests that have a seed.
+    """Sample a draft token for each request, from the request's own generator where it has a seed.
 
-    The rejection sampler draws its uniforms and its corrected tokens from the same generators, before and after: they
-    stay independent of the drafts because a generator only moves on; nothing is drawn from a copy of one.
+    The rejection sampler uses the same generators for its uniforms and corrected tokens. The sampler's numbers stay
+    independent of the drafts, because a generator only advances and is never copied.
 
     Args:
-        logits: [batch, vocabulary] of the draft; divided by the temperatures in place, as vLLM does.
+        logits: [batch, vocabulary], the draft's; divided by the temperatures in place, as in vLLM.
     Returns:
         Tokens [batch], and the draft's probabilities [batch, vocabulary].
     """
@@ -90,7 +90,7 @@ def draw_draft_tokens(
     noise = empty_exponential_noise_like(probs, use_fp64_gumbel)
     if len(sampling_metadata.generators) < len(noise):
         noise.exponential_()
-    rows = noise.unbind()  # cheaper than an index a request, of which there are k a step
+    rows = noise.unbind()  # cheaper than an index for each request
     for row, generator in sampling_metadata.generators.items():
         rows[row].exponential_(generator=generator)
     tokens = sample_with_exponential_noise(probs.clone(), noise)
@@ -98,11 +98,11 @@ def draw_draft_tokens(
 
 
 def broken_v1(device: torch.device) -> str:
-    """Name what is wrong with the sampler that the first model runner uses; empty if nothing is.
+    """Describe the fault of the first model runner's sampler; empty for a correct sampler.
 
-    The answers are known by hand. x = [7, 0, 9] with 2, 3 and 1 draft tokens and 0 -> 1 is [7, 7, 1, 1, 1, 9]. With all
-    tokens equally likely, the drawn one has the least exponential noise: the first draft has the first noise of its
-    request's generator, the next draft that generator's next.
+    The expected values are worked by hand. x = [7, 0, 9] with 2, 3 and 1 draft tokens and 0 -> 1 is [7, 7, 1, 1, 1, 9].
+    If all tokens are equally likely, the sampled token has the least exponential noise. The first draft uses the first
+    noise of its request's generator, and the next draft uses the next noise.
     """
     x = torch.tensor([7.0, 0.0, 9.0], device=device)
     ends = torch.tensor([2, 5, 6], dtype=torch.int32, device=device)
@@ -127,11 +127,11 @@ def broken_v1(device: torch.device) -> str:
 
 
 def broken_v2(device: torch.device) -> str:
-    """Name what is wrong with the sampler that the second model runner uses; empty if nothing is.
+    """Describe the fault of the second model runner's sampler; empty for a correct sampler.
 
-    Three requests at one position, two with the same seed. Equal seeds must give equal noise and other seeds other
-    noise, and drafts must not get the noise of the policy's own draws. Logits of 6 at temperatures 0.5, 1 and 2 are 12,
-    6 and 3.
+    Three requests stand at one position, two of them with the same seed. Equal seeds must give equal noise, and other
+    seeds other noise. Drafts must not get the noise of the policy's samples. Logits of 6 at temperatures 0.5, 1 and 2
+    are 12, 6 and 3.
     """
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
@@ -169,7 +169,7 @@ def broken_v2(device: torch.device) -> str:
 
 
 def _two_seeded_of_three(device: torch.device) -> SamplingMetadata:
-    """Requests at temperature 1, the first and the last with generators of equal seeds."""
+    """Make three requests at temperature 1, the first and the last with generators of the same seed."""
     none = torch.empty(0, device=device)
     return SamplingMetadata(
         temperature=torch.ones(3, device=device),
@@ -192,44 +192,44 @@ def _two_seeded_of_three(device: torch.device) -> SamplingMetadata:
 
 
 def register() -> None:
-    """Install the sampler's fixes and the weight transfer. Safe to call again."""
+    """Install the sampler fixes and the weight transfer; repeated calls change nothing."""
     weight_transfer.register()
     install()
 
 
 class EngineProbe:
-    """Methods added to vLLM's worker (`worker_extension_cls`), called in every worker process by name."""
+    """Methods added to vLLM's worker (`worker_extension_cls`), which the engine calls in every worker process."""
 
     def check_sampler(self) -> str:
-        """Empty if this process samples with the requests' parameters and seeds, else what it does instead."""
+        """Describe the sampler's fault in this process; empty if it honours the requests' parameters and seeds."""
         device = torch.device(current_platform.device_type)
         uses_v2: bool = self.use_v2_model_runner  # type: ignore[attr-defined]  # of the worker
         return broken_v2(device) if uses_v2 else broken_v1(device)
 
     def location(self) -> Location:
-        """The device on which this rank computes."""
+        """Return the host and the device of this rank."""
         device: torch.device = self.device  # type: ignore[attr-defined]  # of the worker
         return here(str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None)
 
     def received_digest(self) -> str:
-        """Digest of the bytes that the last weight update of this rank read."""
+        """Return the digest of the bytes in this rank's last weight update."""
         return self.weight_transfer_engine.received_digest  # type: ignore[attr-defined]  # of the worker
 
     def abandon_update(self) -> None:
-        """End a weight update that began and was never finished, or no other could begin; the next brings all."""
+        """End a weight update that was never finished, as vLLM could begin no other."""
         if self._weight_update_active:  # type: ignore[attr-defined]  # of the worker
             self.finish_weight_update()  # type: ignore[attr-defined]
 
     def weight_dtypes(self, is_draft: bool) -> dict[str, str]:
-        """The tensors of the policy, or of the draft, that this rank holds parts of, and their types."""
+        """Return the types of the policy's tensors, or of the draft's, of which this rank holds a part."""
         return {part.name: part.dtype for slot in self._slots(is_draft) for part in slot.parts}
 
     def weight_fingerprints(self, is_draft: bool, turn: Turn) -> dict[WeightPart, int]:
-        """Fingerprints of the parts that this rank computes with and whose turn it is."""
+        """Fingerprint this rank's parts of the tensors in `turn`."""
         return part_fingerprints(slot.read() for slot in self._slots(is_draft) if turn.takes(slot.parts[0].name))
 
     def _slots(self, is_draft: bool) -> tuple[Slot, ...]:
-        # Both of vLLM's model runners have these two; the attributes behind them differ.
+        # Both of vLLM's model runners have these two methods, while their attributes differ.
         runner: Any = self.model_runner  # type: ignore[attr-defined]  # of the worker that this class extends
         policy = runner.get_model()
         if not is_draft:
@@ -238,6 +238,6 @@ class EngineProbe:
         if draft is None:
             raise LookupError("the engine drafts without a model")
         method = self.vllm_config.speculative_config.method  # type: ignore[attr-defined]  # of the worker
-        # The layer of an EAGLE-3 draft has no prefix in its checkpoint; a model that drafts is a checkpoint as it is.
+        # An EAGLE-3 draft's checkpoint has no prefix `model.`; a draft model has the names of its checkpoint.
         rename = (("model.", ""),) if method == _EAGLE3 else draft_names(draft)
         return slots(draft, rename=rename, without=policy)

@@ -1,28 +1,27 @@
-"""The way of new weights into a running vLLM engine, and the weights that its model really computes with.
+"""Loading of new weights into a running vLLM engine, and reading of the weights that its model computes with.
 
-One weight-transfer engine of vLLM's own API serves every channel. Files and gloo are received here; NCCL and IPC are
-left to vLLM's own engines. A channel is named with every update, so one engine can be refitted over the network in
-training and from a directory afterwards.
+One weight-transfer engine of vLLM's API serves every channel. Files and gloo are received here; NCCL and IPC are left
+to vLLM's own engines. Every update names its channel, so an engine can be refitted over the network during training
+and from a directory afterwards.
 
-vLLM's layerwise reload re-runs each layer's own loading and post-processing, so it works for the policy and for the
-draft, on CPU and GPU, with sharded and prepacked layouts. Its bookkeeping is Python, a layer at a time: on a CPU, where
-a plain policy's layers can be written directly, that takes a third of the time. Either way tensors are taken as they
-come, and each rank of the engine cuts its own shard from them.
+vLLM's layerwise reload runs each layer's own loading and post-processing again. The reload works for policy and draft,
+on CPU and GPU, with sharded and prepacked layouts, but spends time on each layer in Python. On a CPU the layers of a
+plain policy can be written directly, in a third of the time. Both loaders take tensors one at a time, and each rank of
+the engine cuts its shard from a tensor.
 
-A model's weights are read, and on a CPU written, in whatever layout it keeps them. Fused layers are cut into the
-checkpoint's tensors, tensor-parallel shards are named by the slice they hold, and weights that a CPU backend has packed
-out of sight are recovered by multiplying with the identity, which is exact: every sum has one term.
+A model's weights are read, and on a CPU written, in the model's layout. Fused layers are cut into the checkpoint's
+tensors, and tensor-parallel shards are named by their slice. Weights that a CPU backend has packed are recovered by
+multiplication with the identity, which is exact, because every sum has one term.
 
-vLLM packs a layer's experts when it first loads them, and not when it reloads: its own reload would leave them in the
-checkpoint's order for a kernel that takes it for the packed one, and say nothing. So they are written here, packed
-anew. Packing moves numbers and computes none; where it moves them is found by packing their indices, so experts are
-read exactly, in whatever order.
+vLLM packs a layer's experts at the first load but not at a reload. After a reload the kernel would read experts in the
+checkpoint's order as packed ones, without an error. Experts are therefore packed and written here. Packing moves
+numbers and computes none. The packed order is found by packing indices, so experts are read exactly.
 
-The layer of a MiMo that predicts the token after the next lies in the policy's checkpoint; an engine loads it as a
-draft model of its own, which borrows the policy's embeddings and output layer. So the policy never takes the layer's
-tensors, and the draft takes no others: an embedding that came with them would overwrite the policy's.
+A MiMo's layer that predicts the token after the next is stored in the policy's checkpoint. An engine loads that layer
+as a draft model, which borrows the policy's embeddings and output layer. The policy therefore never loads the layer's
+tensors, and the draft loads no others: an embedding among them would overwrite the policy's.
 
-Legend: `E` experts, `H` hidden size, `F` width of an expert, `P` the same padded to what the kernel takes.
+Legend: `E` experts, `H` hidden size, `F` width of an expert, `P` width of an expert padded for the kernel.
 """
 
 from __future__ import annotations
@@ -59,36 +58,35 @@ from vllm.platforms import current_platform
 
 from slipstream.refit.config import Channel
 from slipstream.refit.fingerprint import HeldWeights, WeightPart
-from slipstream.refit.snapshot import bytes_digest
-from slipstream.refit.stream import GlooGroup, GlooInit, GlooUpdate, WeightMeta, receive
+from slipstream.refit.stream import GlooGroup, WeightMeta, bytes_digest, receive
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
 _W13, _W2 = "w13_weight", "w2_weight"  # a layer of experts: gate and up, down
-_RENAMED = {"draft_id_to_target_id": "d2t"}  # of the model itself: by vLLM's EAGLE-3 drafts, when they load
+_RENAMED = {"draft_id_to_target_id": "d2t"}  # vLLM's name in an EAGLE-3 draft -> the checkpoint's
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _LAYERS = "model.mtp_layers."
-_BLOCK = "mtp_block."  # what vLLM puts around the layer between the norms
+_BLOCK = "mtp_block."  # vLLM's prefix of the layer between the norms
 
 BACKEND = "slipstream"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """One parameter of a vLLM model, and the checkpoint's parts that lie in it one below the other."""
+    """A parameter of a vLLM model, and the parts of the checkpoint's tensors in its rows."""
 
     module: nn.Module
     parameter: str
     parts: tuple[WeightPart, ...]
-    shape: tuple[int, int] | None = None  # [outputs, inputs] of a layer that multiplies; None of others
+    shape: tuple[int, int] | None = None  # [outputs, inputs] of a matrix; None for other parameters
 
     def read(self) -> HeldWeights:
-        """The parts as the model computes with them, without what pads them.
+        """Read the parts that the model computes with, without padding.
 
         Raises:
-            LookupError: the backend hides them.
-            RuntimeError: a layer multiplies with another weight than it holds.
+            LookupError: the backend hides the parameter.
+            RuntimeError: a layer multiplies with another weight than its parameter.
         """
         held: Tensor = getattr(self.module, self.parameter)
         if isinstance(self.module, RoutedExperts):
@@ -106,7 +104,7 @@ class Slot:
         return HeldWeights(tensor=held[: sum(lengths)], parts=self.parts, split=lambda rows: rows.split(lengths))
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the parameter by whole tensors of a checkpoint, and have a layer that packs it do so anew."""
+        """Replace the parameter by whole tensors of a checkpoint, and pack it again where the layer packs."""
         cuts = [tensors[part.name].narrow(part.dim, part.start, part.length) for part in self.parts]
         rows = cuts[0] if len(cuts) == 1 else torch.cat(cuts)
         if isinstance(self.module, RoutedExperts):
@@ -122,7 +120,7 @@ class Slot:
             self.module.quant_method.process_weights_after_loading(self.module)  # type: ignore[operator,union-attr]
 
     def _recovered(self, num_inputs: int) -> Tensor:
-        """[outputs, inputs]: the layer's answer to the identity matrix."""
+        """Compute the weight [outputs, inputs] as the layer's product with the identity."""
         weight: Tensor = getattr(self.module, self.parameter)
         return self.module.cpu_linear(_identity(num_inputs, weight.dtype), weight, None).t()  # type: ignore[operator]
 
@@ -131,13 +129,13 @@ class Slot:
 def slots(
     model: nn.Module, *, rename: tuple[tuple[str, str], ...] = (), without: nn.Module | None = None
 ) -> tuple[Slot, ...]:
-    """Every parameter of the model, in the parts that this rank holds; they stay, whatever is loaded into them.
+    """List every parameter of the model with this rank's parts; loading weights changes no slot.
 
     Args:
-        rename: prefixes of the model's names, and what the checkpoint has instead of each; the first that fits counts.
-        without: a model whose modules do not count: a draft borrows the policy's embeddings.
+        rename: prefixes of the model's names with the checkpoint's prefixes; the first match counts.
+        without: a model whose modules are left out, as a draft borrows the policy's embeddings.
     Raises:
-        LookupError: a module has parameters that this function does not know.
+        LookupError: a module has unknown parameters.
     """
     borrowed = set() if without is None else {id(module) for module in without.modules()}
     found: list[Slot] = []
@@ -156,9 +154,9 @@ def _renamed(path: str, rename: tuple[tuple[str, str], ...]) -> str:
 
 
 def can_write(slots: Sequence[Slot], tensors: Mapping[str, Tensor]) -> bool:
-    """Return True if `Slot.write` does all that vLLM's own reload would: plain layers on a CPU, and tensors that fit.
+    """Return True if `Slot.write` can replace vLLM's reload: plain layers on a CPU, and tensors that fit.
 
-    A GPU's kernels may have derived more from a weight than its layer tells; there vLLM's reload it is.
+    On a GPU vLLM's reload is needed, as kernels may keep values that they derived from a weight.
     """
     names = {part.name for slot in slots for part in slot.parts}
     return (
@@ -173,7 +171,7 @@ def _is_plain(module: nn.Module) -> bool:
     if type(module) is RMSNorm or are_on_cpu(module):
         return True
     methods = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-    skips = getattr(module, "_cpu_skip_gemm_dispatch", False)  # whose weight others have taken apart
+    skips = getattr(module, "_cpu_skip_gemm_dispatch", False)  # set where another module has split the weight
     return type(getattr(module, "quant_method", None)) in methods and not skips
 
 
@@ -207,10 +205,10 @@ def _module_slots(path: str, module: nn.Module, own: dict[str, nn.Parameter]) ->
 
 
 def _of_bias(parts: tuple[WeightPart, ...], bias: Tensor) -> tuple[WeightPart, ...]:
-    """A number an output, in the same parts as the weight's rows.
+    """Derive the parts of a bias, a number for each row of the weight, from the weight's parts.
 
     Raises:
-        LookupError: the rows are cut by input, so that each rank holds all of them.
+        LookupError: the weight is split by its inputs.
     """
     if any(part.dim for part in parts):
         raise LookupError(f"{parts[0].name} is split by its inputs, and has a bias")
@@ -218,12 +216,12 @@ def _of_bias(parts: tuple[WeightPart, ...], bias: Tensor) -> tuple[WeightPart, .
 
 
 def _whole_name(path: str, name: str) -> str:
-    """The checkpoint's name of a parameter that is there whole."""
+    """Return the checkpoint's name of a parameter that is not split."""
     return f"{path}.{name}" if path else _RENAMED.get(name, name)
 
 
 def _linear_shape(module: LinearBase) -> tuple[int, int]:
-    """[outputs, inputs] of this rank."""
+    """Return [outputs, inputs] on this rank."""
     if isinstance(module, RowParallelLinear):
         return module.output_size, module.input_size_per_partition
     if isinstance(module, ColumnParallelLinear):
@@ -270,15 +268,15 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def are_on_cpu(module: nn.Module) -> bool:
-    """Return True if the module holds experts in the order of a CPU's kernel."""
+    """Return True if the module holds experts packed for a CPU's kernel."""
     return isinstance(module, RoutedExperts) and isinstance(_kernel(module), CPUUnquantizedExperts)
 
 
 def expert_parts(path: str, module: RoutedExperts, own: dict[str, nn.Parameter]) -> dict[str, tuple[WeightPart, ...]]:
-    """The checkpoint's tensors in each parameter, one below the other.
+    """List the checkpoint's tensors in the rows of each parameter.
 
     Raises:
-        LookupError: experts that this module does not know: split, quantized, with a bias, or another device's.
+        LookupError: the experts are split, quantized, have a bias, or lie on another device.
     """
     config, kernel = module.moe_config, _kernel(module)
     is_whole = module.local_num_experts == module.global_num_experts and config.tp_size == 1
@@ -298,7 +296,7 @@ def expert_parts(path: str, module: RoutedExperts, own: dict[str, nn.Parameter])
 
 
 def read_experts(module: RoutedExperts, parameter: str) -> Tensor:
-    """[rows of all experts, columns] in the checkpoint's order: [E * 2 F, H] of gate and up, [E * H, F] of down."""
+    """Read experts in the checkpoint's order: [E * 2 F, H] for gate and up, [E * H, F] for down."""
     packed: Tensor = getattr(module, parameter).detach()
     order = _order(packed.shape[1], packed.shape[2], packed.dtype, _kernel(module).isa)
     plain = torch.empty_like(packed).flatten(1)
@@ -310,7 +308,7 @@ def read_experts(module: RoutedExperts, parameter: str) -> Tensor:
 
 
 def write_experts(module: RoutedExperts, parameter: str, rows: Tensor) -> None:
-    """The inverse of `read_experts`."""
+    """Pack and write experts; the inverse of `read_experts`."""
     packed: Tensor = getattr(module, parameter).data
     plain, width = torch.zeros_like(packed), _width(module)
     if parameter == _W2:
@@ -334,9 +332,9 @@ def _width(module: RoutedExperts) -> int:
 
 @cache
 def _order(num_rows: int, num_columns: int, dtype: torch.dtype, isa: str) -> Tensor:
-    """[rows * columns]: the index in an expert's matrix of each number of its packed form.
+    """Compute [rows * columns]: the index in an expert's matrix of each number in packed order.
 
-    Indices are packed as the bits of numbers: of 16 bits, in two halves.
+    Indices are packed as the bits of numbers; for 16-bit types in two halves.
     """
     bits = 8 * dtype.itemsize
     indices = torch.arange(num_rows * num_columns)
@@ -350,12 +348,12 @@ def _order(num_rows: int, num_columns: int, dtype: torch.dtype, isa: str) -> Ten
 
 
 def takes(model: nn.Module, name: str) -> bool:
-    """Return True if a tensor of a checkpoint belongs into this model, policy or draft."""
+    """Return True if a tensor of a checkpoint belongs to this model, policy or draft."""
     return name.startswith(_LAYERS) == isinstance(model, MiMoMTP)
 
 
 def draft_names(draft: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Prefixes of an MTP draft's names in vLLM, and what a checkpoint has instead of each; none of another draft."""
+    """List the prefixes of an MTP draft's names in vLLM with the checkpoint's; empty for another draft."""
     if not isinstance(draft, MiMoMTP):
         return ()
     pairs = [(f"{_LAYERS}{key}.", f"{_LAYERS}{index}.") for index, key in enumerate(draft.model.mtp_layers)]
@@ -363,37 +361,28 @@ def draft_names(draft: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 @dataclass
-class ChannelInit(WeightTransferInitInfo):
-    """The channel to join, and what it needs to know; files need nothing."""
+class ChannelInfo(WeightTransferInitInfo, WeightTransferUpdateInfo):
+    """Channel to join or to receive over, with the sender's settings; for files `path`, a file or a directory."""
 
     channel: Channel = Channel.SHARED_MEMORY
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
-class ChannelUpdate(WeightTransferUpdateInfo):
-    """Over which channel weights come, and what it needs to know: for files `path`, a file or a directory of them."""
+class ChannelTransfer(WeightTransferEngine[ChannelInfo, ChannelInfo]):
+    """Loads tensors with the checkpoint's names into the model, policy or draft, that the running update targets."""
 
-    channel: Channel = Channel.SHARED_MEMORY
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-class ChannelTransfer(WeightTransferEngine[ChannelInit, ChannelUpdate]):
-    """Brings tensors under the checkpoint's names into whichever model, policy or draft, the running update targets."""
-
-    init_info_cls = ChannelInit
-    update_info_cls = ChannelUpdate
-    received_digest = ""  # of the bytes that the last update read; empty where vLLM's own engines read them
+    init_info_cls = update_info_cls = ChannelInfo
+    received_digest = ""  # digest of the last update's bytes; empty where vLLM's own engines receive
     _group: GlooGroup | None = None
     _vllm: WeightTransferEngine | None = None
     _is_vllm_updating = False
 
-    def init_transfer_engine(self, init_info: ChannelInit) -> None:
-        """Join the channel; one that was joined before is left."""
+    def init_transfer_engine(self, init_info: ChannelInfo) -> None:
+        """Join the channel; leaves a channel that was joined before."""
         self.shutdown()
         channel = Channel(init_info.channel)
         if channel is Channel.GLOO:
-            self._group = GlooGroup.join(GlooInit(**init_info.settings), worker=self.parallel_config.rank)
+            self._group = GlooGroup.join(**init_info.settings, worker=self.parallel_config.rank)
         elif channel in (Channel.NCCL, Channel.IPC):
             config = WeightTransferConfig(backend=channel.value)
             self._vllm = WeightTransferEngineFactory.create_engine(
@@ -402,26 +391,26 @@ class ChannelTransfer(WeightTransferEngine[ChannelInit, ChannelUpdate]):
             self._vllm.init_transfer_engine(self._vllm.parse_init_info(init_info.settings))
 
     def start_weight_update(self) -> None:
-        """Nothing but to tidy up after an update that broke: how to load is known when the channel is."""
+        """Finish an update that broke; `receive_weights` chooses the loader."""
         self._finish_vllm()
 
-    def receive_weights(self, update_info: ChannelUpdate) -> None:
-        """Load what comes, and rebuild what the layers derive from their weights.
+    def receive_weights(self, update_info: ChannelInfo) -> None:
+        """Receive and load weights, and recompute the values that layers derive from weights.
 
         Raises:
-            FileNotFoundError: there are no files.
-            ChannelBrokeError: the sender or another engine is gone, or stood still.
+            FileNotFoundError: the directory holds no safetensors file.
+            ChannelBrokeError: the sender or another engine died or stalled.
         """
         match Channel(update_info.channel):
             case Channel.SHARED_MEMORY:
                 self._read(Path(update_info.settings["path"]))
             case Channel.GLOO:
-                self._receive(GlooUpdate.of(update_info.settings))
+                self._receive(**update_info.settings)
             case _:
                 self._receive_with_vllm(update_info.settings)
 
     def finish_weight_update(self) -> None:
-        """Have vLLM's own engine finish; here one update brings all tensors."""
+        """Finish the update of vLLM's own engine; on the other channels one call receives all tensors."""
         self._finish_vllm()
 
     def shutdown(self) -> None:
@@ -451,22 +440,19 @@ class ChannelTransfer(WeightTransferEngine[ChannelInit, ChannelUpdate]):
         loader.take(tensors)
         loader.finish()
 
-    def _receive(self, update: GlooUpdate) -> None:
+    def _receive(self, metas: Sequence[WeightMeta], bucket_bytes: int) -> None:
         assert self._group is not None, "init_transfer_engine comes first"
         try:
-            self._load(self._group, update)
+            loader = loader_of(self.model, self.model_config, metas)
+            try:
+                self.received_digest = receive(self._group, loader.take, metas=metas, bucket_bytes=bucket_bytes)
+            except BaseException:
+                loader.abandon()
+                raise
+            loader.finish()
         except BaseException:
-            self.shutdown()  # or the sender would wait for this rank
+            self.shutdown()  # the sender would wait for this rank
             raise
-
-    def _load(self, group: GlooGroup, update: GlooUpdate) -> None:
-        loader = loader_of(self.model, self.model_config, update.metas)
-        try:
-            self.received_digest = receive(group, update, loader.take)
-        except BaseException:
-            loader.abandon()
-            raise
-        loader.finish()
 
     def _receive_with_vllm(self, settings: dict[str, Any]) -> None:
         assert self._vllm is not None, "init_transfer_engine comes first"
@@ -479,15 +465,15 @@ class ChannelTransfer(WeightTransferEngine[ChannelInit, ChannelUpdate]):
 
 
 def loader_of(model: nn.Module, model_config: Any, metas: Sequence[WeightMeta]) -> SlotLoader | ReloadLoader:
-    """The faster loader that can load these tensors.
+    """Choose the fastest loader that can load these tensors.
 
     Raises:
-        LookupError: there is none: what holds experts on a CPU cannot be reloaded by vLLM (this module).
+        LookupError: no loader can, as vLLM cannot reload experts on a CPU.
     """
     try:
         known = slots(model)
     except LookupError:
-        known = ()  # some parameters only vLLM can write
+        known = ()  # vLLM alone can write some parameters
     shapes = {meta.name: torch.empty(meta.shape, dtype=meta.torch_dtype, device="meta") for meta in metas}
     if can_write(known, shapes):
         return SlotLoader(known)
@@ -497,7 +483,7 @@ def loader_of(model: nn.Module, model_config: Any, metas: Sequence[WeightMeta]) 
 
 
 class SlotLoader:
-    """Writes the model's parameters, each when all tensors of it have come: a layer's worth waits at most."""
+    """Writes each parameter of the model when all of its tensors have come, and keeps at most a layer's tensors."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._by_name: dict[str, list[Slot]] = {}
@@ -508,7 +494,7 @@ class SlotLoader:
         self._num_unwritten = len(slots)
 
     def take(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Load some, or keep them until their layer's others come."""
+        """Write these tensors, or keep them until the rest of their parameter comes."""
         for name, tensor in tensors:
             self._waiting[name] = tensor
             for slot in self._by_name[name]:
@@ -519,15 +505,15 @@ class SlotLoader:
                         del self._waiting[part.name]
 
     def finish(self) -> None:
-        """Check that all have come."""
+        """Check that every parameter was written."""
         assert not self._num_unwritten, f"{self._num_unwritten} parameters were not written"
 
     def abandon(self) -> None:
-        """The rest will not come: every parameter is as it was, or written; the model can take others."""
+        """Do nothing, as every parameter holds its old or its new value and can be written again."""
 
 
 class ReloadLoader:
-    """vLLM's own layerwise reload: it keeps a layer's tensors until the layer is complete."""
+    """vLLM's own layerwise reload, which keeps a layer's tensors until the layer is complete."""
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
         self._model = model
@@ -535,14 +521,14 @@ class ReloadLoader:
         initialize_layerwise_reload(model)
 
     def take(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Load some; vLLM keeps them until their layer's others come."""
+        """Load these tensors; vLLM keeps them until the rest of their layer comes."""
         if not tensors:
             return
         with disable_mtp_completeness_check():  # a portion is never complete
             self._model.load_weights(tensors)  # type: ignore[operator]  # every vLLM model has it
 
     def finish(self) -> None:
-        """Have vLLM make layers of what came: all, or of an update that broke a part."""
+        """Build the layers from the tensors that came: all, or a part where an update broke."""
         finalize_layerwise_reload(self._model, self._model_config)
 
     abandon = finish
@@ -556,6 +542,6 @@ def _files(path: Path) -> list[Path]:
 
 
 def register() -> None:
-    """Make the backend known to vLLM in this process; vLLM calls plugins more than once."""
+    """Register the backend with vLLM in this process; vLLM calls plugins more than once."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, ChannelTransfer)

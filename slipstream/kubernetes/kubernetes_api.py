@@ -1,4 +1,4 @@
-"""The Kubernetes API, asked so that a refusal or silence is an answer too."""
+"""Client of the Kubernetes API that returns refusals and time-outs as values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One row: what was looked at, what was found, what is needed, and how to get there."""
+    """A row of the preflight's table: the subject, its state, the need and the fix."""
 
     what: str
     found: str
@@ -36,28 +36,28 @@ class Finding:
 
     @classmethod
     def of(cls, what: str, *, found: str, needed: str, fix: str) -> Finding:
-        """Fine without a fix, or missing with it."""
+        """Make a finding whose state is missing if there is a fix, else fine."""
         return cls(what=what, found=found, needed=needed, state=State.MISSING if fix else State.FINE, fix=fix)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """Why there is no answer; `status` is HTTP's, 0 for a server that did not answer at all."""
+    """Reason for a missing answer; `status` is the HTTP status, 0 if the server did not answer."""
 
     status: int
     reason: str
 
     @property
     def is_absent(self) -> bool:
-        """The server knows that there is no such thing."""
+        """True if the server says that the object does not exist."""
         return self.status == 404
 
     def finding(self, what: str, *, needed: str, right: str, absent: str) -> Finding:
-        """The row of a check that ended here.
+        """Make the row of a check that got no answer.
 
         Args:
-            right: what the caller must be allowed to do, as in `list nodes`.
-            absent: the fix where the thing does not exist.
+            right: right that the caller needs, as in `list nodes`.
+            absent: fix for an object that does not exist.
         """
         by_status = {
             401: "log in again: the API server does not accept these credentials",
@@ -71,21 +71,21 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True)
 class Api:
-    """One API server and how long it is waited for."""
+    """An API server, and the time limit of a call."""
 
     client: k8s.ApiClient
     timeout_s: float
 
     def ask(self, call: Callable[..., Any], *arguments: object, **options: object) -> Any:
-        """Return what `call` answers within the time limit, or a `Refusal`.
+        """Return the answer of `call` within the time limit, or a `Refusal`.
 
-        The client types every field of an answer as optional, also those that the API always sets: hence `Any`.
+        The result is `Any`, because the client types every field as optional, also fields that the API always sets.
         """
         try:
             return call(*arguments, _request_timeout=self.timeout_s, **options)
         except k8s.ApiException as error:
             return Refusal(status=error.status or 0, reason=_reason(error))
-        except urllib3.exceptions.NewConnectionError as error:  # a kind of time-out to urllib3
+        except urllib3.exceptions.NewConnectionError as error:  # a subclass of urllib3's time-out
             return Refusal(status=0, reason=f"no connection: {error}")
         except urllib3.exceptions.TimeoutError:
             return Refusal(status=0, reason=f"no answer within {self.timeout_s:g} s")
@@ -94,15 +94,15 @@ class Api:
 
 
 def connect(*, context: str | None, timeout_s: float) -> Api:
-    """The cluster of the kubeconfig's `context`, or the one that this pod runs in.
+    """Connect to the cluster of the kubeconfig's `context`, or to the cluster of this pod.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: there is no kubeconfig, and this process runs in no pod.
     """
     configuration = k8s.Configuration()
     try:
         try:
-            # Named here, for the client reads the variable once, when it is imported.
+            # The client itself reads the variable only once, at import.
             path = os.environ.get("KUBECONFIG") or None
             kubeconfig.load_kube_config(config_file=path, context=context, client_configuration=configuration)
         except kubeconfig.ConfigException:
@@ -116,13 +116,13 @@ def connect(*, context: str | None, timeout_s: float) -> Api:
 
 
 def api_of(configuration: k8s.Configuration, *, timeout_s: float) -> Api:
-    """The API server of a configuration. A call is made once: a silent server would be waited for thrice otherwise."""
+    """Make the API of a configuration without retries, which would triple the wait for a silent server."""
     configuration.retries = False
     return Api(client=k8s.ApiClient(configuration), timeout_s=timeout_s)
 
 
 def _reason(error: k8s.ApiException) -> str:
-    """The server's own sentence, which names the user and the verb, after the status."""
+    """Format status and message of the server; the message names the user and the verb."""
     try:
         message = json.loads(error.body or "")["message"]
     except (ValueError, KeyError, TypeError):

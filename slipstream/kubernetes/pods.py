@@ -1,9 +1,9 @@
 """Pod specs for a cluster profile: tasks without GPUs, and the three kinds of pods of a Ray job.
 
-Flyte's Ray plugin makes all pods of a job from one base, the task's own pod, and lays a spec of ours over the head's
-and over the workers': maps are merged, lists appended, and a value that is set wins. So what all three need stands in
-the base alone, each list entry once; the submitter is the base as it is. Every call makes fresh objects, for flytekit
-and its plugins change what they are given.
+Flyte's Ray plugin makes all pods of a job from a base, the task's own pod, and merges an overlay into the head and the
+workers. Maps are merged, lists are appended, and a set value wins. Settings of all three kinds therefore stand in the
+base alone, each list entry once. The submitter is the base itself. Every call makes new objects, because flytekit and
+its plugins change their arguments.
 
 Source: `buildHeadPodTemplate`, `buildSubmitterPodTemplate` and `mergeCustomPodSpec` of
 flyteplugins/go/tasks/plugins/k8s/ray/ray.go in flyteorg/flyte.
@@ -26,20 +26,20 @@ from slipstream.kubernetes.profile import (
 
 PRIMARY = "primary"
 RAY_HEAD, RAY_WORKER = "ray-head", "ray-worker"
-"""The names that KubeRay's plugin gives the primary container: an overlay of another name is dropped."""
+"""KubeRay's names for the primary container; an overlay with another name is dropped."""
 
-RAY_TOKEN_KEY = "auth_token"  # the key in the secret that KubeRay looks for
-USER = 1000  # flytekit, in both images
+RAY_TOKEN_KEY = "auth_token"  # KubeRay's key in the secret
+USER = 1000  # user flytekit in both images
 _SUBMITTER = PodSize(cpus=1, memory_gib=4, ephemeral_storage_gib=4)
 _RUNS, _SHM, _CHANNEL = "runs", "shm", "compute-domain-channel"
 _GPU = "nvidia.com/gpu"
 
 
-PREFLIGHT_ACCOUNT = "slipstream-preflight"  # of deploy/preflight: it may read what a preflight asks for
+PREFLIGHT_ACCOUNT = "slipstream-preflight"  # made by deploy/preflight, with the rights that a preflight needs
 
 
 def preflight_pod(profile: ClusterProfile) -> k8s.V1PodSpec:
-    """The pod of a preflight: of a task without GPUs, but with a token of the cluster."""
+    """Make the pod of a preflight: a task's pod without GPUs, but with a token for the cluster's API."""
     pod = cpu_pod(profile)
     pod.service_account_name = PREFLIGHT_ACCOUNT
     pod.automount_service_account_token = True
@@ -47,7 +47,7 @@ def preflight_pod(profile: ClusterProfile) -> k8s.V1PodSpec:
 
 
 def cpu_pod(profile: ClusterProfile) -> k8s.V1PodSpec:
-    """The pod of a task without GPUs; any Ray in it is a local instance on the loopback interface."""
+    """Make the pod of a task without GPUs, in which Ray is a local instance on the loopback interface."""
     pod = _base(profile, profile.cpu)
     container = pod.containers[0]
     container.env_from = _secrets(profile)
@@ -56,7 +56,7 @@ def cpu_pod(profile: ClusterProfile) -> k8s.V1PodSpec:
 
 
 def ray_base(profile: ClusterProfile) -> k8s.V1PodSpec:
-    """Spec that the submitter, the head and the workers of a Ray job have in common; it is the submitter's pod."""
+    """Make the base of a Ray job's pods, which is the submitter's pod."""
     secret = k8s.V1SecretKeySelector(name=profile.ray_token_secret, key=RAY_TOKEN_KEY)
     token = [
         k8s.V1EnvVar(name="RAY_AUTH_MODE", value="token"),
@@ -68,7 +68,7 @@ def ray_base(profile: ClusterProfile) -> k8s.V1PodSpec:
 
 
 def head_overlay(profile: ClusterProfile) -> k8s.V1PodSpec:
-    """Parts of Ray's head beyond the base: it runs the task's process, so it alone has the servers' credentials."""
+    """Make the overlay of Ray's head, which runs the task's process and alone has the servers' credentials."""
     size = profile.head
     assert size is not None
     container = k8s.V1Container(name=RAY_HEAD, resources=_resources(size), env_from=_secrets(profile))
@@ -78,16 +78,16 @@ def head_overlay(profile: ClusterProfile) -> k8s.V1PodSpec:
 
 
 def worker_overlay(profile: ClusterProfile) -> k8s.V1PodSpec:
-    """Parts of a node's worker beyond the base: all its GPUs, the fabric, memory that may be pinned."""
+    """Make the overlay of a worker: all GPUs of a node, the fabric, and memory that may be pinned."""
     gpu = _gpu(profile)
     resources = _resources(gpu.pod, {_GPU: gpu.gpus_per_node, **gpu.rdma_resources})
-    # With a channel of the ComputeDomain NCCL reaches other nodes over NVLink, or says why not.
+    # With a channel of the ComputeDomain NCCL reaches other nodes over NVLink, or fails with an error.
     fabric = {"NCCL_DEBUG": "WARN", **({"NCCL_MNNVL_ENABLE": "1"} if gpu.channel_claim_template else {})}
     container = k8s.V1Container(
         name=RAY_WORKER,
         resources=resources,
         env=[k8s.V1EnvVar(name=name, value=value) for name, value in fabric.items()],
-        # RDMA pins what it sends, which the limit of locked memory would refuse.
+        # RDMA pins the memory that it sends, beyond the limit of locked memory.
         security_context=k8s.V1SecurityContext(capabilities=k8s.V1Capabilities(add=["IPC_LOCK"])),
     )
     pod = k8s.V1PodSpec(
@@ -104,12 +104,12 @@ def worker_overlay(profile: ClusterProfile) -> k8s.V1PodSpec:
 
 
 def labels(component: str) -> dict[str, str]:
-    """Labels that deploy/'s network policies select."""
+    """Labels that the network policies in deploy/ select."""
     return {"app.kubernetes.io/name": "slipstream", "app.kubernetes.io/component": component}
 
 
 def queue_labels(profile: ClusterProfile) -> dict[str, str]:
-    """Labels of the Ray job: Kueue, or Volcano through KubeRay, starts all of its pods together or none.
+    """Labels of the Ray job, by which Kueue, or Volcano through KubeRay, starts all of its pods together or none.
 
     Source: KubeRay's guides to Kueue and Volcano; batchscheduler/volcano/volcano_scheduler.go of KubeRay 1.6.
     """
@@ -120,7 +120,7 @@ def queue_labels(profile: ClusterProfile) -> dict[str, str]:
 
 
 def worker_annotations(profile: ClusterProfile) -> dict[str, str]:
-    """Annotations of the workers: Kueue keeps them in one NVLink domain, where its queue knows the topology."""
+    """Annotations of the workers, by which Kueue keeps them in one NVLink domain if its queue knows the topology."""
     if profile.queue is None or not profile.queue.knows_topology:
         return {}
     label = _gpu(profile).clique_label
@@ -130,10 +130,10 @@ def worker_annotations(profile: ClusterProfile) -> dict[str, str]:
 def _base(profile: ClusterProfile, size: PodSize, env: Sequence[k8s.V1EnvVar] = ()) -> k8s.V1PodSpec:
     storage = profile.storage
     assert storage is not None
-    node = k8s.V1ObjectFieldSelector(field_path="spec.nodeName")  # inside the pod the host's name is the pod's
+    node = k8s.V1ObjectFieldSelector(field_path="spec.nodeName")  # a host name inside the pod is the pod's name
     shared = [
         k8s.V1EnvVar(name=CLUSTER_VARIABLE, value=profile.name),
-        # A policy is links to files there, which later tasks follow.
+        # A policy of the hub is a directory of links into this directory, which later tasks follow.
         k8s.V1EnvVar(name="HF_HOME", value=f"{storage.mount_path}/hub"),
         k8s.V1EnvVar(name=NODE_VARIABLE, value_from=k8s.V1EnvVarSource(field_ref=node)),
     ]
@@ -165,13 +165,13 @@ def _base(profile: ClusterProfile, size: PodSize, env: Sequence[k8s.V1EnvVar] = 
             seccomp_profile=k8s.V1SeccompProfile(type="RuntimeDefault"),
         ),
         service_account_name=profile.service_account,
-        automount_service_account_token=False,  # no task but the preflight asks Kubernetes for anything
+        automount_service_account_token=False,  # the preflight alone calls the cluster's API
         enable_service_links=False,
     )
 
 
 def amounts(size: PodSize) -> dict[str, str]:
-    """A pod's size in Kubernetes quantities."""
+    """Convert a pod's size to Kubernetes quantities."""
     return {
         "cpu": str(size.cpus),
         "memory": f"{size.memory_gib}Gi",
@@ -180,13 +180,13 @@ def amounts(size: PodSize) -> dict[str, str]:
 
 
 def _resources(size: PodSize, extended: dict[str, int] | None = None) -> k8s.V1ResourceRequirements:
-    """Requests equal to limits: a pod of ours is never evicted for what another one uses."""
+    """Make requests equal to limits, so that a pod is never evicted for the use of another."""
     asked = {**amounts(size), **{name: str(count) for name, count in (extended or {}).items()}}
     return k8s.V1ResourceRequirements(requests=dict(asked), limits=dict(asked))
 
 
 def _share_memory(pod: k8s.V1PodSpec, container: k8s.V1Container, size: PodSize) -> None:
-    """Replace the 64 MiB of /dev/shm by memory of the pod's."""
+    """Mount memory of the pod at /dev/shm in place of Kubernetes' 64 MiB."""
     if not size.shared_memory_gib:
         return
     memory = k8s.V1EmptyDirVolumeSource(medium="Memory", size_limit=f"{size.shared_memory_gib}Gi")
@@ -196,7 +196,7 @@ def _share_memory(pod: k8s.V1PodSpec, container: k8s.V1Container, size: PodSize)
 
 
 def _same_clique(label: str) -> k8s.V1Affinity:
-    """Affinity that keeps all workers of a Ray cluster in one NVLink domain, whichever the first one finds."""
+    """Affinity that keeps all workers of a Ray cluster in the NVLink domain of the first worker."""
     term = k8s.V1PodAffinityTerm(
         topology_key=label,
         label_selector=k8s.V1LabelSelector(match_labels={"ray.io/node-type": "worker"}),

@@ -1,7 +1,7 @@
-"""Checks of what a cluster lacks, before a run waits for it: of the Kubernetes API, of MLflow, and of a pod.
+"""Preflight: checks that a cluster has all that a run needs, by the Kubernetes API, MLflow's server and a pod.
 
-Most questions are rows of one table (`_Row`): what is looked at, how the API is asked, how its answer is judged, and
-what to do when it fails. No check raises because the cluster refuses or is silent.
+Most checks are rows of one table (`_Row`): the subject, the call to the API, the judgement of its answer, and the fix.
+A refusal or a time-out of the cluster is a finding and raises no error.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from slipstream.config import ConfigError, require
 from slipstream.kubernetes import pods
 from slipstream.kubernetes.kubernetes_api import Api, Finding, Refusal, State, connect
 from slipstream.kubernetes.profile import ClusterProfile, GpuNodes, Scheduler
-from slipstream.workers.placement.table import table
+from slipstream.workers.placement.plan import table
 
 _GPU = "nvidia.com/gpu"
-_RAY = ("rayjobs.ray.io", "v1", "KubeRay")  # custom resource, the version that is used, what installs it
+_RAY = ("rayjobs.ray.io", "v1", "KubeRay")  # custom resource, version, provider
 _DOMAIN = ("computedomains.resource.nvidia.com", "v1beta1", "NVIDIA's DRA driver")
 _QUEUES = {
     Scheduler.KUEUE: ("localqueues.kueue.x-k8s.io", "v1beta1", "Kueue"),
     Scheduler.VOLCANO: ("queues.scheduling.volcano.sh", "v1beta1", "Volcano"),
 }
-_UNKNOWN_IMAGE = "slipstream:preflight"  # admission looks at a name, nobody pulls it in a dry run
+_UNKNOWN_IMAGE = "slipstream:preflight"  # admission checks the name; a dry run pulls no image
 _BLOCKING = ("NoSchedule", "NoExecute")
 _SHARED = "ReadWriteMany"
 _DRA = "resource.k8s.io"
@@ -43,18 +43,18 @@ _ROOT = "shared root"
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """One question to the API server."""
+    """A check by one call to the API server."""
 
     what: str
     needed: str
     ask: Callable[[], Any]
-    judge: Callable[[Any], tuple[str, str]]  # an answer -> what was found, and the fix where it is not enough
-    right: str  # that the caller must have, as in `list nodes`
-    absent: str = ""  # the fix where there is no such thing
-    refused: str = ""  # the fix where the server refuses what was sent, rather than who sent it
+    judge: Callable[[Any], tuple[str, str]]  # an answer -> what was found, and the fix if it is not enough
+    right: str  # right that the caller needs, as in `list nodes`
+    absent: str = ""  # fix for an object that does not exist
+    refused: str = ""  # fix if the server refuses the object that was sent, rather than the caller
 
     def finding(self) -> Finding:
-        """The row with its answer."""
+        """Call the API and judge the answer."""
         answer = self.ask()
         if not isinstance(answer, Refusal):
             found, fix = self.judge(answer)
@@ -62,6 +62,28 @@ class _Row:
         if self.refused and answer.status in (400, 403, 422):
             return Finding.of(self.what, found=answer.reason, needed=self.needed, fix=self.refused)
         return answer.finding(self.what, needed=self.needed, right=self.right, absent=self.absent)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreflightRecord:
+    """Findings of a preflight."""
+
+    cluster: str
+    namespace: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def table(self) -> str:
+        """The findings as a text table, missing ones first."""
+        order = [State.MISSING, State.UNCHECKED, State.FINE]
+        rows = sorted(self.findings, key=lambda finding: order.index(finding.state))
+        head = ["", "what", "found", "needed", "fix"]
+        return table([head, *[[row.state.value, row.what, row.found, row.needed, row.fix] for row in rows]])
+
+    @property
+    def num_missing(self) -> int:
+        """Number of findings that prevent a run."""
+        return sum(finding.state is State.MISSING for finding in self.findings)
 
 
 def check(
@@ -72,14 +94,14 @@ def check(
     image: str | None = None,
     own_root: Path | None = None,
     probe_timeout_s: float = 120.0,
-) -> list[Finding]:
-    """Ask everything that runs of `profile` need; a refusal or silence of the cluster is a finding like any other.
+) -> PreflightRecord:
+    """Check all that runs on the cluster of `profile` need.
 
     Args:
-        image: that a pod of the preflight can run, with a shell in it; None starts no pod.
-        own_root: that this process, in a pod of the cluster, tries to write to instead of a pod of its own.
+        image: image with a shell for a pod that writes to the shared root; None starts no pod.
+        own_root: shared root of this process in a pod of the cluster, which then writes in place of another pod.
     Raises:
-        ConfigError: the profile is of this machine, which has nothing to ask; or the namespace has no name.
+        ConfigError: the profile describes this machine, or the namespace has no name.
     """
     require_pods(profile)
     require(namespace != "", "namespace", "must name a namespace", namespace)
@@ -91,23 +113,23 @@ def check(
     if profile.tracking is not None:
         findings.append(_check_mlflow(profile.tracking.uri, timeout_s=api.timeout_s))
     if own_root is not None:
-        return [*findings, _check_own_root(own_root, profile.storage.group)]
-    if image is not None:
-        probe = _probe(api, profile, namespace=namespace, image=image, timeout_s=probe_timeout_s)
-        return [*findings, probe.finding()]
-    fix = "give --image to let a pod try"
-    needed = _writable(profile.storage.mount_path)
-    row = Finding(what=_ROOT, found="no pod was started", needed=needed, state=State.UNCHECKED, fix=fix)
-    return [*findings, row]
+        root = _check_own_root(own_root, profile.storage.group)
+    elif image is not None:
+        root = _probe(api, profile, namespace=namespace, image=image, timeout_s=probe_timeout_s).finding()
+    else:
+        fix = "give --image to let a pod try"
+        needed = _writable(profile.storage.mount_path)
+        root = Finding(what=_ROOT, found="no pod was started", needed=needed, state=State.UNCHECKED, fix=fix)
+    return PreflightRecord(cluster=profile.name, namespace=namespace, findings=(*findings, root))
 
 
 def require_pods(profile: ClusterProfile) -> None:
-    """Refuse the profile of this machine, which has nothing to ask."""
+    """Refuse the profile of this machine, which has no API to check."""
     require(not profile.is_local, "--cluster", "must name a cluster of pods", profile.name, "as in gb200")
 
 
 def _installed(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[_Row]:
-    """Rows of nodes, and of what is installed for the whole cluster; none without GPUs."""
+    """Rows for nodes and for cluster-wide installations; none without GPUs."""
     gpu = profile.gpu
     if gpu is None:
         return
@@ -145,7 +167,7 @@ def _installed(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[_R
 
 
 def _named(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[_Row]:
-    """Rows of what has a name in the namespace; no secret's value is looked at."""
+    """Rows for named objects in the namespace; no value of a secret is read."""
     core, account = k8s.CoreV1Api(api.client), profile.service_account
     services = (service.secret for service in (profile.tracking, profile.object_store) if service)
     secrets = (*((name, ()) for name in services), (profile.ray_token_secret, (pods.RAY_TOKEN_KEY,)))
@@ -180,7 +202,7 @@ def _named(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[_Row]:
 
 
 def _dry_runs(api: Api, manifests: Mapping[str, Any], namespace: str) -> Iterator[_Row]:
-    """A server-side dry run of each pod: its schema, defaults and every admission plugin; nothing is created."""
+    """Rows for a server-side dry run of each pod: schema, defaults and every admission plugin; no pod is created."""
     for role, manifest in manifests.items():
         yield _Row(
             what=f"pod {role}, dry run",
@@ -189,13 +211,13 @@ def _dry_runs(api: Api, manifests: Mapping[str, Any], namespace: str) -> Iterato
             judge=lambda _: ("admitted", ""),
             right="create pods",
             absent=f"create the namespace {namespace}",
-            # An admission plugin refuses with 403 as well: its sentence says which rule the pod breaks.
+            # An admission plugin refuses with 403 too, and its message names the rule that the pod breaks.
             refused="change the cluster profile, or the policy that refuses the pod",
         )
 
 
 def run_quota(profile: ClusterProfile) -> dict[str, str]:
-    """Resources of one task with GPUs, the largest thing that runs at once: all of its workers and its head."""
+    """Resources of one task with GPUs, the largest unit that runs at once: all workers and the head."""
     gpu, head = profile.gpu, profile.head
     if gpu is None or head is None:
         return {"requests.cpu": str(profile.cpu.cpus), "requests.memory": f"{profile.cpu.memory_gib}Gi"}
@@ -207,7 +229,7 @@ def run_quota(profile: ClusterProfile) -> dict[str, str]:
 
 
 def pod_manifests(profile: ClusterProfile, image: str | None) -> dict[str, dict[str, Any]]:
-    """A pod of each kind, as Flyte and KubeRay will make them."""
+    """Make a pod of each kind as Flyte and KubeRay make it."""
     specs = {"cpu": ("cpu", _plain(pods.cpu_pod(profile)))}
     if profile.gpu is not None:
         for role, overlay in (("head", pods.head_overlay(profile)), ("worker", pods.worker_overlay(profile))):
@@ -227,7 +249,7 @@ def _plain(spec: k8s.V1PodSpec) -> dict[str, Any]:
 
 
 def laid_over(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
-    """`overlay` over `base` as Flyte's Ray plugin does it: maps merge, lists are appended, the one container merges."""
+    """Merge `overlay` into `base` as Flyte's Ray plugin does: maps and the one container merge, lists are appended."""
     (below,), (above,) = base["containers"], overlay["containers"]
     return {**_merged(base, overlay), "containers": [_merged(below, above)]}
 
@@ -250,7 +272,7 @@ def _where(gpu: GpuNodes) -> str:
 def _judge_nodes(
     profile: ClusterProfile, gpu: GpuNodes, allocatable: Mapping[str, str], selector: str, answer: Any
 ) -> tuple[str, str]:
-    """Usable nodes of each clique, and why the others are not usable."""
+    """Count the usable nodes of each clique, and the reasons against the other nodes."""
     tolerated = {toleration.key for toleration in profile.tolerations}
     usable: Counter[str] = Counter()
     unusable: Counter[str] = Counter()
@@ -269,7 +291,7 @@ def _judge_nodes(
 
 
 def _unusable(node: Any, allocatable: Mapping[str, str], tolerated: set[str], clique_label: str | None) -> str:
-    """Why no worker can run here; empty if one can."""
+    """Return why no worker can run on the node; empty if one can."""
     ready = {condition.type: condition.status for condition in node.status.conditions or ()}.get("Ready")
     if ready != "True":
         return "not ready"
@@ -297,7 +319,7 @@ def _judge_crd(version: str, provider: str, answer: Any) -> tuple[str, str]:
 
 
 def _ask_template(api: Api, namespace: str, name: str) -> Any:
-    """The version of the API that the cluster prefers and has the template in; empty without the API."""
+    """Return the cluster's preferred API version that has the template; empty without the API."""
     groups = api.ask(k8s.ApisApi(api.client).get_api_versions)
     if isinstance(groups, Refusal):
         return groups
@@ -321,7 +343,7 @@ def _judge_secret(wanted: Sequence[str], answer: Any) -> tuple[str, str]:
 
 
 def _check_claim(api: Api, namespace: str, claim: str) -> list[Finding]:
-    """The claim is bound, or waits for its first pod, and every node can write to it; its storage class exists."""
+    """Check that the claim is bound or waits for its first pod, every node may write, and the storage class exists."""
     what, needed = f"volume claim {claim}", f"Bound, {_SHARED}"
     fix = f"create it in namespace {namespace}: deploy/ has one to adapt"
     answer = api.ask(k8s.CoreV1Api(api.client).read_namespaced_persistent_volume_claim, claim, namespace)
@@ -345,13 +367,13 @@ def _check_claim(api: Api, namespace: str, claim: str) -> list[Finding]:
         right="get storageclasses",
         absent="name one of the cluster's own",
     ).finding()
-    # Storage classes belong to the cluster: few accounts may see them.
+    # Storage classes are cluster-wide, and few accounts may read them.
     is_hidden = isinstance(storage_class, Refusal) and not storage_class.is_absent and phase == "Bound"
     return [*rows, replace(row, state=State.UNCHECKED, fix="the claim is bound") if is_hidden else row]
 
 
 def _judge_quota(needed: Mapping[str, str], answer: Any) -> tuple[str, str]:
-    """Quotas that leave less than a run takes."""
+    """Find the quotas without room for a run."""
     lacking = []
     for quota in answer.items:
         hard, used = quota.status.hard or {}, quota.status.used or {}
@@ -364,7 +386,7 @@ def _judge_quota(needed: Mapping[str, str], answer: Any) -> tuple[str, str]:
 
 
 def _check_mlflow(uri: str, *, timeout_s: float) -> Finding:
-    """MLflow's server answers on its health route, as seen from here."""
+    """Check that MLflow's server answers on its health route from this host."""
     fix = "is the server up? an address inside the cluster answers pods alone: run the preflight from one"
     try:
         with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=timeout_s) as answer:
@@ -376,21 +398,8 @@ def _check_mlflow(uri: str, *, timeout_s: float) -> Finding:
     return Finding.of(f"MLflow at {uri}", found=found, needed="200 on /health", fix=fix)
 
 
-def findings_table(findings: Sequence[Finding]) -> str:
-    """Plain text: state, what, found, needed, fix; what is missing first."""
-    order = [State.MISSING, State.UNCHECKED, State.FINE]
-    rows = sorted(findings, key=lambda finding: order.index(finding.state))
-    head = ["", "what", "found", "needed", "fix"]
-    return table([head, *[[row.state.value, row.what, row.found, row.needed, row.fix] for row in rows]])
-
-
-def num_missing(findings: Sequence[Finding]) -> int:
-    """Number of findings that stand in the way of a run."""
-    return sum(finding.state is State.MISSING for finding in findings)
-
-
 def _probe(api: Api, profile: ClusterProfile, *, namespace: str, image: str, timeout_s: float) -> _Row:
-    """Row of a pod that writes, reads back and removes one file; it is deleted whatever happens."""
+    """Row for a pod that writes, reads and removes a file on the shared root; the pod is always deleted."""
     assert profile.storage is not None
     core, group = k8s.CoreV1Api(api.client), profile.storage.group
 
@@ -415,7 +424,7 @@ def _probe(api: Api, profile: ClusterProfile, *, namespace: str, image: str, tim
 
 
 def _check_own_root(root: Path, group: int) -> Finding:
-    """This process, as the user and group of every task, can write, read back and remove a file under the root."""
+    """Check that this process, with every task's user and group, can write, read and remove a file under the root."""
     mark = root / f".preflight-{os.getpid()}"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -436,7 +445,7 @@ def _fix(group: int) -> str:
 
 
 def probe_pod(profile: ClusterProfile, image: str, timeout_s: float) -> dict[str, Any]:
-    """The pod of a task without GPUs, but small, without the servers' credentials, and with another command."""
+    """Make a small pod from a task's pod without GPUs, with another command and without the servers' credentials."""
     assert profile.storage is not None
     path = f"{profile.storage.mount_path}/.preflight-$HOSTNAME"
     script = f'set -e; echo written > "{path}"; test "$(cat "{path}")" = written; rm "{path}"'
@@ -452,7 +461,7 @@ def probe_pod(profile: ClusterProfile, image: str, timeout_s: float) -> dict[str
 
 
 def _wait(api: Api, namespace: str, name: str, timeout_s: float, group: int) -> tuple[str, str]:
-    """Wait for the pod; its end in words, and the fix where it could not write."""
+    """Wait for the pod; returns its end in words, and the fix if it could not write."""
     waited_s, phase, reason = 0.0, "Pending", "no status"
     while waited_s < timeout_s:
         pod = api.ask(k8s.CoreV1Api(api.client).read_namespaced_pod, name, namespace)
@@ -469,7 +478,7 @@ def _wait(api: Api, namespace: str, name: str, timeout_s: float, group: int) -> 
 
 
 def _reason(pod: Any) -> str:
-    """The pod's own words: of its container, else of a condition that does not hold."""
+    """Return the message of the pod's container, else of a condition that does not hold."""
     for status in pod.status.container_statuses or ():
         state = status.state
         if state.terminated is not None:
@@ -481,51 +490,34 @@ def _reason(pod: Any) -> str:
 
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-"""File in which Kubernetes tells a pod its namespace."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreflightRecord:
-    """Findings of a preflight."""
-
-    cluster: str
-    namespace: str
-    findings: tuple[Finding, ...]
-
-    @property
-    def table(self) -> str:
-        """Plain text, what is missing first."""
-        return findings_table(self.findings)
+"""File with the namespace of a pod, mounted by Kubernetes."""
 
 
 def preflight(profile: ClusterProfile, *, root: Path, timeout_s: float) -> PreflightRecord:
-    """Ask the cluster that this pod runs in.
+    """Check the cluster of this pod.
 
     Raises:
-        ConfigError: this is no pod with a service account's token; or the profile is of this machine.
+        ConfigError: the process runs in no pod with a service account's token, or the profile describes this machine.
     """
     namespace = own_namespace()
-    api = connect(context=None, timeout_s=timeout_s)
-    findings = check(api, profile, namespace=namespace, own_root=root)
-    return PreflightRecord(cluster=profile.name, namespace=namespace, findings=tuple(findings))
+    return check(connect(context=None, timeout_s=timeout_s), profile, namespace=namespace, own_root=root)
 
 
 def own_namespace(path: Path = NAMESPACE_FILE) -> str:
-    """The namespace of this pod.
+    """Read the namespace of this pod.
 
     Raises:
-        ConfigError: no token of a service account is mounted here.
+        ConfigError: no token of a service account is mounted.
     """
     require(path.is_file(), "preflight", "must run in a pod with a service account's token", f"no {path}")
     return path.read_text().strip()
 
 
 def require_ready(record: PreflightRecord) -> None:
-    """Refuse a cluster that lacks something.
+    """Refuse a cluster with missing findings.
 
     Raises:
-        ConfigError: with the table.
+        ConfigError: a finding is missing; the error contains the table.
     """
-    missing = num_missing(record.findings)
-    if missing:
-        raise ConfigError(f"cluster {record.cluster} lacks {missing} of what its runs need:\n{record.table}")
+    if record.num_missing:
+        raise ConfigError(f"cluster {record.cluster} lacks {record.num_missing} of what its runs need:\n{record.table}")

@@ -1,7 +1,7 @@
-"""A cluster as its platform team describes it once: `configs/clusters/<name>.yaml`, read when tasks are registered.
+"""Cluster profiles: a cluster's description in `configs/clusters/<name>.yaml`, read when tasks are registered.
 
-A recipe says what is computed; a profile says where. The same recipe runs on every cluster whose nodes it fits.
-A launch that does not fit is refused within seconds.
+A recipe defines the computation, and a profile defines the nodes and pods. The same recipe runs on every cluster whose
+nodes it fits. A launch that does not fit is refused within seconds.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from slipstream.config import (
 
 CLUSTERS = Path(slipstream.__file__).resolve().parents[1] / "configs" / "clusters"
 NODE_VARIABLE = "SLIPSTREAM_NODE"
-"""Set in a pod from `spec.nodeName`: inside it the host's name is the pod's."""
+"""Environment variable with the node of a pod, set from `spec.nodeName`, as a host name inside a pod is the pod's."""
 
 CLUSTER_VARIABLE = "SLIPSTREAM_CLUSTER"
-"""Environment variable that names the profile: at registration, and then in every pod."""
+"""Environment variable with the name of the profile, at registration and in every pod."""
 LOCAL = "local"
 
 
@@ -255,7 +255,7 @@ class ClusterProfile(Checked):
 
 
 def read_profile(name: str) -> ClusterProfile:
-    """The profile `configs/clusters/<name>.yaml`, or the file `name`.
+    """Read the profile `configs/clusters/<name>.yaml`, or the file `name`.
 
     Raises:
         ConfigError: the file is missing or not YAML, a key is unknown, or a rule is broken; the error names the file.
@@ -274,18 +274,18 @@ def read_profile(name: str) -> ClusterProfile:
 
 
 def active_profile() -> ClusterProfile:
-    """The profile that SLIPSTREAM_CLUSTER names, by default `local`."""
+    """Read the profile that SLIPSTREAM_CLUSTER names, by default `local`."""
     return read_profile(os.environ.get(CLUSTER_VARIABLE) or LOCAL)
 
 
 def shared_root(run_root: str, profile: ClusterProfile, *, is_local: bool) -> Path:
-    """`run_root` as a directory that every task of the execution sees.
+    """Return `run_root` as a directory that every task of the execution sees.
 
     Args:
-        is_local: all tasks run in this process, as `slipstream demo` runs them.
+        is_local: True if all tasks run in this process, as in `slipstream demo`.
     Raises:
-        ConfigError: a URI, which would become a folder of that name on the pod's own disk; in pods, a relative path
-            or one outside the shared volume, which would end with the pod.
+        ConfigError: `run_root` is a URI, which would become a directory on the pod's own disk; or, in pods, a path that
+            is relative or outside the shared volume, which would be lost with the pod.
     """
     require("://" not in run_root, "run_root", "must be a path, not a URI", run_root, f"as in {profile.run_root}")
     if is_local:
@@ -304,7 +304,7 @@ def require_fits(profile: ClusterProfile, *, nodes: int, gpus_per_node: int, tra
     """Refuse a recipe whose placement the cluster's nodes cannot hold.
 
     Raises:
-        ConfigError: with the field of the recipe.
+        ConfigError: the placement does not fit; the error names the recipe's field.
     """
     where = f"cluster {profile.name}"
     if profile.gpu is None:

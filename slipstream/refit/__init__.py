@@ -1,6 +1,6 @@
-"""Moving weights from the learner into running engines, and proving that they arrived.
+"""Refit: sending the learner's weights into running engines, and proof of their arrival.
 
-In the order of the way: `channel` (which way they take, as the driver holds it), `snapshot` (a file in memory that both
-sides see) or `stream` with `vllm` (what the learner sends), `slipstream.engine.weight_transfer` (the engine
-takes them), `fingerprint` (what both sides compare), `gate` (decides whether the run goes on).
+In the driver `gate` starts and checks a refit, and `channel` drives the transfer. `stream` and `vllm` are the learner's
+half of a transfer, and `slipstream.engine.weight_transfer` is the engine's half. `fingerprint` computes the numbers
+that both sides compare.
 """

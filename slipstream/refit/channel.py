@@ -1,7 +1,7 @@
-"""Channels by which weights travel, as the driver holds them: what the gate asks of one, and which fits the places.
+"""Channels that bring weights from the learner to the engines, as the driver controls them.
 
-A driver moves no weights: it tells the learner's ranks and the engines to. Which channel is taken is a pure function
-of the places where learner and engines run.
+The driver sends no weights itself but calls the learner's ranks and the engines. The choice of the channel is a pure
+function of the locations of learner and engines.
 """
 
 from __future__ import annotations
@@ -10,75 +10,70 @@ import logging
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from slipstream.config import require
 from slipstream.refit.config import Channel, EngineState, RefitConfig
 from slipstream.refit.fingerprint import Turn
-from slipstream.refit.snapshot import Snapshot, require_space, transfer_directory
 
 if TYPE_CHECKING:
-    from slipstream.refit.stream import EngineControl, Sent
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from slipstream.refit.stream import EngineControl
 
 logger = logging.getLogger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
+NUM_SNAPSHOTS = 2  # engines may read one version while the next is written
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Location:
-    """Place in which a process of a run computes."""
+    """Host, shared memory and device of a process."""
 
-    host: str  # for people
-    memory: str  # equal where two processes see the same files in memory: neither host names nor addresses tell
-    gpu: str | None = None  # the device's own id, whatever a mask calls it; None on a CPU
+    host: str  # name in messages
+    memory: str  # equal for two processes that see the same files in /dev/shm, which host names do not tell
+    gpu: str | None = None  # UUID of the device; None on a CPU
 
 
 def here(gpu: str | None = None) -> Location:
-    """Place of this process."""
+    """Return the location of this process."""
     host = socket.gethostname()
     if not (_SHARED_MEMORY.is_dir() and _BOOT.is_file()):
         return Location(host=host, memory=host, gpu=gpu)
-    # A container, or a host made of namespaces, has a file system of its own there: its device number says so.
+    # A container has a file system of its own at /dev/shm, with another device number.
     return Location(host=host, memory=f"{_BOOT.read_text().strip()}/{os.stat(_SHARED_MEMORY).st_dev}", gpu=gpu)
 
 
 def resolve(wanted: Channel, *, driver: Location, learner: Sequence[Location], engines: Sequence[Location]) -> Channel:
-    """The channel to take; `auto` takes the fastest that the hosts can do.
+    """Choose the channel; `auto` takes the fastest channel that the locations allow.
 
     Args:
-        driver: of the process that holds the transfer directory.
-        learner: of each rank, rank 0 first: it sends.
-        engines: of each worker of each engine.
+        driver: location of the driver, which makes the transfer directory.
+        learner: location of each rank; rank 0 comes first and sends.
+        engines: location of each worker of each engine.
     Raises:
-        ConfigError: the hosts cannot do the channel asked for.
+        ConfigError: the locations do not allow the wanted channel.
     """
     if wanted is Channel.AUTO:
-        return _best(driver, learner, engines)
+        fastest = (Channel.IPC, Channel.NCCL, Channel.SHARED_MEMORY, Channel.GLOO)
+        return next(channel for channel in fastest if not _obstacle(channel, driver, learner, engines)[0])
     problem, fix = _obstacle(wanted, driver, learner, engines)
     require(not problem, "refit.channel", problem, wanted.value, fix)
     return wanted
 
 
-def _best(driver: Location, learner: Sequence[Location], engines: Sequence[Location]) -> Channel:
-    for channel in (Channel.IPC, Channel.NCCL, Channel.SHARED_MEMORY):
-        if not _obstacle(channel, driver, learner, engines)[0]:
-            return channel
-    return Channel.GLOO
-
-
 def _obstacle(
     channel: Channel, driver: Location, learner: Sequence[Location], engines: Sequence[Location]
 ) -> tuple[str, str]:
-    """The rule that the places break, and what to set instead; empty if there is none."""
+    """Return the rule that the locations break, and the fix; empty texts if the channel is possible."""
     cpus = sorted({place.host for place in (*learner, *engines) if place.gpu is None})
     trained, served = {place.gpu for place in learner}, {place.gpu for place in engines}
     match channel:
@@ -99,23 +94,31 @@ def _obstacle(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """A file with one version of a model's weights."""
+
+    path: str
+    version: int
+    digest: str  # of the file's bytes, which every engine must report
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
-    """Weights that were sent, and the states that every engine reports after it."""
+    """Result of a delivery: what was sent, and the state that every engine reports afterwards."""
 
     states: Sequence[EngineState]
-    digest: str | None  # of the policy's bytes as they were sent; None where the channel takes none
-    draft_digest: str | None = None  # the same of the draft; None also if none was sent
-    num_bytes: int
-    origin: str  # where the engines read, for people
+    digest: str | None  # digest of the policy's bytes as sent; None for a channel without digests
+    draft_digest: str | None = None  # digest of the draft's bytes as sent; None if no draft was sent
+    origin: str  # file or channel that the engines read, for messages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """A version of the learner's weights on its way.
+    """A version of the learner's weights that is ready for delivery.
 
     Attributes:
-        policy: where it was written; None where weights stream, straight from the learner.
-        draft: the learner's newest draft at that version; None also if none was ever written.
+        policy: snapshot of the policy; None where weights stream from the learner.
+        draft: snapshot of the newest draft; None where weights stream, and before the first draft.
     """
 
     policy_version: int
@@ -124,78 +127,68 @@ class Exported:
 
 
 class WeightChannel(Protocol):
-    """Brings the learner's weights to every engine, in two parts: first the learner's, then the engines'."""
+    """Channel that brings the learner's weights to every engine in two parts: an export, then a delivery."""
 
-    @property
-    def keeps_weights(self) -> bool:
-        """True if an export can be delivered, more than once, whatever the learner has by then.
-
-        Else the learner must have the weights of that version until they are delivered.
-        """
-        ...
-
-    @property
-    def takes_digest(self) -> bool:
-        """True if the channel counts the bytes that it brings in a digest."""
-        ...
+    keeps_weights: bool  # True: the learner may train between export and delivery, and a delivery may be repeated
+    takes_digest: bool  # True: the channel computes a digest of the bytes
 
     def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
-        """Have the learner's present policy written as `policy_version`, and its draft if a version of it is named.
+        """Begin to export the learner's present policy, and its draft if `draft_version` is given.
 
-        Returns at once; what it returns waits. The version before must have been delivered, as files are reused.
+        Returns a function that waits for the export. The version before must be delivered, as files are reused.
 
         Raises:
-            ValueError: of what it returns: a weight is not finite.
+            ValueError: raised by the returned function if a weight is not finite.
         """
         ...
 
     def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
-        """Have every engine take the policy, and the draft as this version if one is named.
+        """Begin to load the policy into every engine, and the draft if `draft_version` is given.
 
-        Returns once all that is asked of the engines was asked; what it returns waits for their answers.
+        Returns a function that waits for the engines' answers, once all calls to the engines are made.
 
         Raises:
-            RefitError: an engine failed, died or did not take them in time; of what it returns too.
-            ValueError: a weight is not finite, where they stream.
+            RefitError: an engine failed, died or missed the deadline; raised by the returned function too.
+            ValueError: a weight is not finite, where weights stream.
         """
         ...
 
     def engines_changed(self) -> None:
-        """Some engines are new, and have not joined."""
+        """Prepare the channel for engines that were replaced."""
         ...
 
 
 def send(channel: WeightChannel, policy_version: int, *, draft_version: int | None = None) -> Delivery:
-    """Both parts, one after the other; errors as of the two."""
+    """Export and deliver; raises as the two parts do."""
     exported = channel.start_export(policy_version, draft_version=draft_version)()
     return channel.start_delivery(exported, draft_version=draft_version)()
 
 
 class SendingLearner(Protocol):
-    """Ranks of the learner, as far as a refit needs them; each call is made on all ranks.
+    """Learner as far as a refit needs it; each call runs on all ranks, after all calls made before.
 
-    What a method starts is of the weights that the learner has once all is done that it was asked before. Such a method
-    returns at once; what it returns waits, as often as it is called, and raises what went wrong.
+    A `start_` method returns at once. The function that it returns waits for the result, may be called again, and
+    raises the errors of the call.
     """
 
     def locations(self) -> list[Location]:
-        """Place of each rank, rank 0 first."""
+        """Return the location of each rank, rank 0 first."""
         ...
 
     def weight_bytes(self) -> int:
-        """Size of all models that are sent."""
+        """Compute the size of all models that are sent."""
         ...
 
     def start_publish(self, directory: Path, version: int, *, is_draft: bool = False) -> Callable[[], Snapshot]:
-        """Have the policy, or the draft, written where engines on this host find it."""
+        """Begin to write a snapshot of the policy, or of the draft."""
         ...
 
     def open_stream(self, settings: RefitConfig, engines: EngineControl) -> None:
-        """Join a channel with the engines; one that was open is left."""
+        """Join a channel with the engines; leaves a channel that was open."""
         ...
 
-    def stream(self, *, is_draft: bool, timeout_s: float) -> Sent:
-        """Send the policy, or the draft, to the engines that joined."""
+    def stream(self, *, is_draft: bool, timeout_s: float) -> str | None:
+        """Send the policy, or the draft, to the engines that joined; returns the digest of the bytes, if any."""
         ...
 
     def close_stream(self) -> None:
@@ -205,76 +198,115 @@ class SendingLearner(Protocol):
     def start_fingerprints(
         self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
     ) -> Callable[[], dict[str, int]]:
-        """Compute, of every tensor whose turn it is, the fingerprint that an engine with these types must have."""
+        """Begin to fingerprint the tensors in `turn` as engines with these types must hold them."""
         ...
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> Sequence[NDArray[np.float32]]:
-        """Logprobs that those of the engines must be near to."""
+        """Compute the logprobs that the engines' logprobs are compared with."""
         ...
 
 
 class ReceivingEngines(Protocol):
-    """Rollout engines, as far as a refit needs them. The methods are those of `VllmEngine`, asked of all engines.
+    """Rollout engines as far as a refit needs them; each call runs on all engines, after all calls made before.
 
-    What a `start_` method returns waits for the answers, one an engine; an engine answers once it has done all that it
-    was asked before.
+    A `start_` method returns at once; the function that it returns waits for the answers, one an engine.
     """
 
     def locations(self) -> list[Location]:
-        """Place of each worker of each engine."""
+        """Return the location of each worker of each engine."""
         ...
 
     def start_refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
     ) -> Callable[[], list[EngineState]]:
-        """Have the engines read files."""
+        """Begin to load weights from files."""
         ...
 
     def control(self, channel: Channel, *, timeout_s: float) -> EngineControl:
-        """Control with which a sender in another process steers them."""
+        """Make the control by which a sender in another process calls the engines."""
         ...
 
     def start_adopt(self, *, policy_version: int, draft_version: int | None) -> Callable[[], list[EngineState]]:
-        """Have the engines call by these versions what they received."""
+        """Begin to adopt these versions for the received weights."""
         ...
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
-        """Types of the tensors that can be read; `LookupError` where they cannot."""
+        """Return the types of the readable tensors.
+
+        Raises:
+            LookupError: an engine hides a tensor.
+        """
         ...
 
     def start_fingerprints(self, *, is_draft: bool, turn: Turn) -> Callable[[], list[dict[str, int]]]:
-        """Compute the fingerprints of the tensors whose turn it is."""
+        """Begin to fingerprint the tensors in `turn`."""
         ...
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> Sequence[Sequence[Sequence[float]]]:
-        """Logprobs of each sequence's tokens."""
+        """Compute the logprobs of each sequence's tokens."""
         ...
 
     def states(self) -> list[EngineState]:
-        """Versions that each engine holds."""
+        """Return the versions that each engine holds."""
         ...
 
 
+def transfer_directory() -> Path:
+    """Make a directory for snapshots, in memory if the host has such a file system; the caller removes it."""
+    where = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+    return Path(tempfile.mkdtemp(prefix=_transfer_prefix(os.getpid()), dir=where))
+
+
+def discard_transfers(pid: int) -> None:
+    """Remove the transfer directories of a process that was killed."""
+    if _SHARED_MEMORY.is_dir():
+        for directory in _SHARED_MEMORY.glob(f"{_transfer_prefix(pid)}*"):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def require_space(directory: Path, num_bytes: int) -> None:
+    """Refuse a file system without room for the snapshots of `num_bytes` of weights.
+
+    A process that writes to a mapped page without room is killed by a signal, without an error.
+
+    Raises:
+        ConfigError: the free space is too small.
+    """
+    free = shutil.disk_usage(directory).free
+    needed = NUM_SNAPSHOTS * num_bytes
+    require(
+        needed <= free,
+        "refit.channel",
+        f"shared_memory needs {needed:,} bytes for {NUM_SNAPSHOTS} snapshots of the weights in {directory.parent}",
+        f"{free:,} bytes free",
+        "mount a larger /dev/shm (a pod has 64 MiB unless it says otherwise), or set gloo, which needs no files",
+    )
+
+
+def _transfer_prefix(pid: int) -> str:
+    return f"slipstream-refit-{pid}-"
+
+
 class SharedMemoryChannel:
-    """Versioned files in one host's memory: the learner writes, the engines read."""
+    """Channel of snapshot files in the shared memory of one host: the learner writes, the engines read."""
 
     keeps_weights = True  # a file stays until the version after the next is written
     takes_digest = True
 
     def __init__(self, learner: SendingLearner, engines: ReceivingEngines, directory: Path) -> None:
-        """The caller removes `directory`.
+        """Check the space in `directory`, which the caller removes.
 
         Raises:
-            ConfigError: its file system has no room for two versions.
+            ConfigError: the file system has no room for two versions.
         """
         require_space(directory, learner.weight_bytes())
         self._learner = learner
         self._engines = engines
         self._directory = directory
-        self._draft: Snapshot | None = None  # that was written last
+        self._draft: Snapshot | None = None  # the last draft that was written
 
     def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
-        """Have the learner write files."""
+        """Begin to write the learner's snapshots."""
         policy = self._learner.start_publish(self._directory, policy_version)
         draft = None
         if draft_version is not None:
@@ -289,7 +321,7 @@ class SharedMemoryChannel:
         return wait
 
     def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
-        """Have the engines read what was written."""
+        """Begin to load the snapshots into the engines."""
         policy = exported.policy
         assert policy is not None, "exported over another channel"
         draft = exported.draft if draft_version is not None else None
@@ -303,16 +335,15 @@ class SharedMemoryChannel:
             states=states(),
             digest=policy.digest,
             draft_digest=None if draft is None else draft.digest,
-            num_bytes=policy.num_bytes + (0 if draft is None else draft.num_bytes),
             origin=policy.path,
         )
 
     def engines_changed(self) -> None:
-        """Do nothing: whoever is told where a file is reads it."""
+        """Do nothing, as any engine can read the files."""
 
 
 class StreamChannel:
-    """gloo, NCCL and IPC: the learner's ranks send, and steer the engines while they do."""
+    """Channel over gloo, NCCL or CUDA IPC: the learner's ranks send, and rank 0 calls the engines meanwhile."""
 
     keeps_weights = False
 
@@ -325,33 +356,28 @@ class StreamChannel:
         self._channel = channel
         self._timeout_s = config.timeout_s
         self._settings = replace(config, channel=channel)
+        self.takes_digest = channel is Channel.GLOO  # vLLM's NCCL and IPC transfers compute none
         self.engines_changed()
 
     def engines_changed(self) -> None:
-        """Have all engines join anew."""
+        """Let all engines join again."""
         engines = self._engines.control(self._channel, timeout_s=self._timeout_s)
         self._learner.open_stream(self._settings, engines)
 
-    @property
-    def takes_digest(self) -> bool:
-        """True of what we send ourselves; vLLM's own transfers count no bytes."""
-        return self._channel is Channel.GLOO
-
     def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
-        """Write nothing: weights leave the learner when they are delivered."""
+        """Do nothing, as weights are sent at delivery."""
         del draft_version
         return lambda: Exported(policy_version=policy_version)
 
     def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
-        """Have the learner's ranks send, and steer the engines until all has come."""
-        sent = self._learner.stream(is_draft=False, timeout_s=self._timeout_s)
+        """Send the learner's weights and begin to adopt their versions."""
+        digest = self._learner.stream(is_draft=False, timeout_s=self._timeout_s)
         draft = None if draft_version is None else self._learner.stream(is_draft=True, timeout_s=self._timeout_s)
         states = self._engines.start_adopt(policy_version=exported.policy_version, draft_version=draft_version)
         return lambda: Delivery(
             states=states(),
-            digest=sent.digest,
-            draft_digest=None if draft is None else draft.digest,
-            num_bytes=sent.num_bytes + (0 if draft is None else draft.num_bytes),
+            digest=digest,
+            draft_digest=draft,
             origin=f"the {self._channel.value} channel",
         )
 
@@ -362,13 +388,13 @@ class StreamChannel:
 
 @contextmanager
 def open_channel(config: RefitConfig, learner: SendingLearner, engines: ReceivingEngines) -> Iterator[WeightChannel]:
-    """The channel of `config` between a learner that has loaded its policy and engines that run.
+    """Open the channel of `config` between a learner with a loaded policy and running engines.
 
     Raises:
-        ConfigError: the hosts cannot do it.
+        ConfigError: the locations do not allow the channel.
     """
     channel = resolve(config.channel, driver=here(), learner=learner.locations(), engines=engines.locations())
-    logger.info("refit: weights travel by %s", channel.value)
+    logger.info("refit: weights are sent by %s", channel.value)
     if channel is Channel.SHARED_MEMORY:
         directory = transfer_directory()
         try:

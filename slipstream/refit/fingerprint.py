@@ -1,16 +1,17 @@
 """Fingerprints of weights: 64 bits over name, type, and every element with its place in the checkpoint's tensor.
 
-They add up. A tensor's fingerprint is the sum, modulo 2**64, of a number for each element, which depends on its bits
-and on its row and column in the whole tensor. So the fingerprints of shards sum to the fingerprint of the whole,
-however it was cut; every rank computes those of what it holds, where it holds it, and only the sums travel.
+Fingerprints add up. A tensor's fingerprint is the sum of a number for each element, modulo 2**64. The number depends on
+the element's bits and on its row and column in the whole tensor. The fingerprints of shards therefore sum to the
+fingerprint of the whole tensor, however it is cut. Every rank fingerprints its own shards on its own device, and only
+the sums are sent.
 
-An element with bits `b` in row `r` and column `c` counts `R[r] * (C[c] + mix(b * C[c]))`, with `mix(x) = x ^ x >> 32`
-and odd 64-bit pseudo-random keys `R` and `C`; one of 64 bits counts as two columns of 32. The product spreads `b` over
-the upper half and `mix` from there over the lower one; since the keys are odd, a change of one element is seen. Several
-changes cancel each other with a probability near 2**-60, or 2**-32 if they change nothing but signs, in one row. This
-finds faults, not forgers.
+An element with bits `b` in row `r` and column `c` counts `R[r] * (C[c] + mix(b * C[c]))`. `mix(x)` is `x ^ x >> 32`,
+and the keys `R` and `C` are odd 64-bit pseudo-random numbers. A 64-bit element counts as two columns. The product
+spreads `b` over the upper half, and `mix` spreads the upper half over the lower. As the keys are odd, a change of one
+element is always seen. Several changes cancel with a probability near 2**-60, or 2**-32 for changes of signs in one
+row. Fingerprints find faults, not forgeries.
 
--0.0 counts as 0.0: layouts that an engine can only be asked for by multiplication give no other.
+-0.0 counts as 0.0, because packed layouts are read by multiplication, which gives 0.0 for both.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MODULUS = 1 << 64
-_CPU_CHUNK = 1 << 17  # elements that are worked on at once, at about 20 bytes each: what a core's cache holds
+_CPU_CHUNK = 1 << 17  # elements computed at once; at about 20 bytes each they fit into a core's cache
 _DEVICE_CHUNK = 1 << 22
 _ROW_SEED, _COLUMN_SEED = 0x243F6A8885A308D3, 0x13198A2E03707344  # digits of pi
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightPart:
-    """The part of a checkpoint's tensor that one rank holds: a slice of one dimension."""
+    """A rank's slice of a checkpoint's tensor, along one dimension."""
 
-    name: str  # under which the checkpoint has the whole tensor
-    dim: int  # 0, or 1 of a matrix
+    name: str  # name of the whole tensor in the checkpoint
+    dim: int  # 0, or 1 for a matrix
     start: int
     length: int
-    dtype: str  # torch's name, without `torch.`: as what it is compared
+    dtype: str  # type of the comparison: torch's name, without `torch.`
 
     def __post_init__(self) -> None:
         assert self.dim in (0, 1), f"{self.name} is cut in dimension {self.dim}"
@@ -51,16 +52,16 @@ class WeightPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """The tensors whose turn it is where a comparison of all of them is spread over `count` refits, by their layers.
+    """Selection of layers for one refit, where the comparison of all tensors is spread over `count` refits.
 
-    The first number in a tensor's name counts as its layer, so what a model fuses into one tensor has the same turn.
+    The first number in a tensor's name counts as its layer, so tensors that a model fuses are selected together.
     """
 
     index: int  # in [0, count)
     count: int
 
     def takes(self, name: str) -> bool:
-        """Whether it is this tensor's turn; one without a number has the first."""
+        """Return True if the tensor is selected; a tensor without a number belongs to layer 0."""
         layer = next((int(word) for word in name.split(".") if word.isdecimal()), 0)
         return layer % self.count == self.index
 
@@ -70,10 +71,10 @@ ALL = Turn(index=0, count=1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldWeights:
-    """A tensor in memory and the checkpoint's parts that make up its rows.
+    """A tensor in memory, and the parts of the checkpoint's tensors that make up its rows.
 
-    Several parts have all columns (`dim` 0) and one `dtype`. `split` takes one value a row of the tensor and gives
-    those of each part, in the order that the part's rows have in the checkpoint.
+    Several parts have all columns (`dim` 0) and one `dtype`. `split` divides values, one a row of the tensor, into the
+    values of each part, in the checkpoint's order of rows.
     """
 
     tensor: Tensor
@@ -82,7 +83,7 @@ class HeldWeights:
 
 
 def held_whole(name: str, tensor: Tensor) -> HeldWeights:
-    """A tensor of a checkpoint that nobody cut."""
+    """Describe a whole tensor of a checkpoint."""
     length = len(tensor) if tensor.dim() else 1
     part = WeightPart(name=name, dim=0, start=0, length=length, dtype=str(tensor.dtype).removeprefix("torch."))
     return HeldWeights(tensor=tensor, parts=(part,), split=lambda rows: [rows])
@@ -90,10 +91,10 @@ def held_whole(name: str, tensor: Tensor) -> HeldWeights:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Have torch compute in the calling thread alone.
+    """Limit torch to the calling thread.
 
-    An operation on a chunk takes some 30 µs: a second thread saves a quarter of it while its core is idle, and where a
-    neighbour works there, the two wait for each other many times as long at the end of each operation.
+    An operation on a chunk takes about 30 µs. A second thread on an idle core saves a quarter of the time. On a busy
+    core the two threads wait for each other many times as long at the end of each operation.
     """
     import torch
 
@@ -107,12 +108,12 @@ def _one_thread() -> Iterator[None]:
 
 @_one_thread()
 def part_fingerprints(held: Iterable[HeldWeights], dtypes: Mapping[str, str] | None = None) -> dict[WeightPart, int]:
-    """The fingerprint of each part, in [0, 2**64); all tensors are on one device, where all is computed.
+    """Compute the fingerprint of each part, in [0, 2**64), on the one device that holds all tensors.
 
-    On a CPU that takes one core, also of what `held` computes to give its tensors.
+    On a CPU one core is used, also by the iterator `held`.
 
     Args:
-        dtypes: types, by name, that tensors are converted to before; others are taken as they are.
+        dtypes: types, by name, to which tensors are converted first; other tensors keep their type.
     """
     import torch
 
@@ -125,15 +126,16 @@ def part_fingerprints(held: Iterable[HeldWeights], dtypes: Mapping[str, str] | N
         return {}
     lengths = [own.shape[0] for own in sums]
     keys = [_row_keys(part, length, sums[0].device) for part, length in zip(parts, lengths, strict=True)]
-    # Each part's sum is a difference of running sums, which wrap around as they should: few calls for many parts.
+    # Each part's sum is a difference of running sums modulo 2**64, which takes few calls for many parts.
     running = torch.cat([sums[0].new_zeros(1), (torch.cat(sums) * torch.cat(keys)).cumsum(0)])
     bounds = torch.tensor([0, *accumulate(lengths)], device=running.device)
     totals = running[bounds].diff().tolist()
-    return {part: total * _name_key(part) % _MODULUS for part, total in zip(parts, totals, strict=True)}
+    names = [xxhash.xxh3_64_intdigest(f"{part.dtype} {part.name}".encode()) | 1 for part in parts]
+    return {part: total * name % _MODULUS for part, total, name in zip(parts, totals, names, strict=True)}
 
 
 def weight_totals(ranks: Iterable[Mapping[WeightPart, int]]) -> dict[str, int]:
-    """The fingerprint of each tensor, from those of the parts that ranks hold; what several hold counts once.
+    """Sum the fingerprints of the ranks' parts into one for each tensor; a part on several ranks counts once.
 
     Raises:
         RuntimeError: two ranks hold the same part with different values.
@@ -151,20 +153,17 @@ def weight_totals(ranks: Iterable[Mapping[WeightPart, int]]) -> dict[str, int]:
 
 
 def file_fingerprints(path: Path, dtypes: Mapping[str, str]) -> dict[str, int]:
-    """Fingerprints that the tensors of a safetensors file, or of a directory of them, have as these types.
-
-    Tensors that `dtypes` does not name are left out.
-    """
+    """Fingerprint the tensors that `dtypes` names, converted to these types, in a safetensors file or a directory."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     held = (held_whole(name, tensor) for file in files for name, tensor in _tensors(file, only=dtypes.keys()))
     return weight_totals([part_fingerprints(held, dtypes)])
 
 
 def directory_fingerprint(path: Path) -> str:
-    """Of all tensors in a directory's safetensors files, in 16 hexadecimal digits.
+    """Fingerprint all tensors in a directory's safetensors files together, as 16 hexadecimal digits.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the directory holds no such file.
     """
     files = sorted(path.glob("*.safetensors"))
     if not files:
@@ -174,12 +173,12 @@ def directory_fingerprint(path: Path) -> str:
 
 
 def differences(expected: Mapping[str, int], found: Mapping[str, int]) -> list[str]:
-    """Names whose fingerprints differ, or that only one side has."""
+    """List the names whose fingerprints differ, or that only one side has."""
     return sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
 
 
 def _tensors(file: Path, only: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """One after the other: nobody needs them all at once."""
+    """Yield tensors one at a time, so that a model's tensors are never all in memory."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as opened:
@@ -199,7 +198,7 @@ def _converted(held: Iterable[HeldWeights], dtypes: Mapping[str, str]) -> Iterat
 
 
 def _row_sums(held: Iterable[HeldWeights]) -> Iterator[tuple[HeldWeights, Tensor]]:
-    """Each row's sum over its columns: [rows] int64. A vector is a matrix of one column."""
+    """Sum each tensor over its columns: [rows] int64. A vector counts as a matrix of one column."""
     import torch
 
     scratch: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
@@ -221,9 +220,9 @@ def _row_sums(held: Iterable[HeldWeights]) -> Iterator[tuple[HeldWeights, Tensor
 
 
 class _SameColumns:
-    """Row sums of tensors that have the same columns, layout and type: large ones in chunks, small ones together.
+    """Row sums of tensors with the same columns, layout and type: large tensors in chunks, small tensors together.
 
-    One call for each small tensor would cost more than its elements, and fresh memory more than the arithmetic.
+    A call for each small tensor would cost more than its elements, and fresh memory more than the arithmetic.
     """
 
     def __init__(
@@ -236,8 +235,8 @@ class _SameColumns:
         scratch: dict[tuple[str, torch.dtype, torch.device], Tensor],
     ) -> None:
         """Args:
-        is_transposed: rows, not columns, lie one behind the other in memory.
-        scratch: memory of a chunk, shared by all groups.
+        is_transposed: True for column-major memory.
+        scratch: memory for a chunk, shared by all groups.
         """
         import torch
 
@@ -249,11 +248,11 @@ class _SameColumns:
         self._scratch = scratch
         self._members: list[tuple[HeldWeights, int]] = []
         self._blocks: list[Tensor] = []
-        self._num_rows = 0  # of the blocks
+        self._num_rows = 0  # in the blocks
         self._sums: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=device)]
 
     def add(self, weights: HeldWeights, matrix: Tensor) -> None:
-        """Take the tensor, as a matrix."""
+        """Add a tensor in the form of a matrix."""
         num_rows = matrix.shape[0]
         self._members.append((weights, num_rows))
         for block in [matrix] if num_rows <= self._chunk_rows else matrix.split(self._chunk_rows):
@@ -263,7 +262,7 @@ class _SameColumns:
             self._num_rows += block.shape[0]
 
     def finish(self) -> Iterator[tuple[HeldWeights, Tensor]]:
-        """All tensors and their row sums, in the order in which they came."""
+        """Return all tensors with their row sums, in the order of `add`."""
         import torch
 
         self._work()
@@ -280,14 +279,15 @@ class _SameColumns:
         values = self._matrix("values", self._dtype)
         for block, own in zip(self._blocks, values.split([b.shape[0] for b in self._blocks]), strict=True):
             _copy_without_minus_zero(block, own)
-        products = self._matrix("products", torch.int64).copy_(values.view(_integer_of(self._dtype)))
+        integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[self._dtype.itemsize]
+        products = self._matrix("products", torch.int64).copy_(values.view(integer))
         products.mul_(self._keys_C)
         upper = torch.bitwise_right_shift(products, 32, out=self._matrix("upper", torch.int64))
         self._sums.append(products.bitwise_xor_(upper).sum(1))
         self._blocks, self._num_rows = [], 0
 
     def _matrix(self, use: str, dtype: torch.dtype) -> Tensor:
-        """Scratch memory of the blocks' shape and layout."""
+        """Return scratch memory in the shape and layout of the blocks."""
         import torch
 
         size = self._num_rows * self._num_columns
@@ -301,7 +301,7 @@ class _SameColumns:
 
 
 def _copy_without_minus_zero(source: Tensor, target: Tensor) -> None:
-    """Copy, converted to the target's type."""
+    """Copy and convert to the target's type; -0.0 becomes 0.0."""
     import torch
 
     if not target.is_floating_point():
@@ -313,22 +313,12 @@ def _copy_without_minus_zero(source: Tensor, target: Tensor) -> None:
 
 
 def _halves(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """[rows, 2 * columns] int32 of elements that have 64 bits as `dtype`: a product has no upper half for those."""
+    """View 64-bit elements as [rows, 2 * columns] int32, because a product of 64 bits would lose its upper half."""
     import torch
 
     values = torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
     _copy_without_minus_zero(matrix, values)
     return values.view(torch.int32)
-
-
-def _integer_of(dtype: torch.dtype) -> torch.dtype:
-    import torch
-
-    return {1: torch.int8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
-
-
-def _name_key(part: WeightPart) -> int:
-    return xxhash.xxh3_64_intdigest(f"{part.dtype} {part.name}".encode()) | 1
 
 
 def _row_keys(part: WeightPart, num_rows: int, device: torch.device) -> Tensor:
@@ -342,7 +332,7 @@ def _keys(seed: int, length: int, device: torch.device) -> Tensor:
 
 @cache
 def _key_table(seed: int, length: int, device: torch.device) -> Tensor:
-    """[length] odd int64: the generator SplitMix64 (Steele, Lea, Flood 2014), its lowest bit set."""
+    """Compute [length] odd int64 by the generator SplitMix64 (Steele, Lea, Flood 2014), with the lowest bit set."""
     import torch
 
     x = torch.arange(1, length + 1, device=device) * _signed(0x9E3779B97F4A7C15) + _signed(seed)
@@ -352,7 +342,7 @@ def _key_table(seed: int, length: int, device: torch.device) -> Tensor:
 
 
 def _shifted(x: Tensor, num_bits: int) -> Tensor:
-    """Logical shift to the right: torch's own repeats the sign."""
+    """Shift to the right with zeros; torch's shift repeats the sign."""
     return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)
 
 

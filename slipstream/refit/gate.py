@@ -1,4 +1,4 @@
-"""The gate that every refit passes: the engines hold what the learner holds, and say so, or the run stops."""
+"""Gate of every refit: the run stops unless all engines prove that they hold the learner's weights."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ logger = logging.getLogger(__name__)
 MAX_PROBE_DIFFERENCE = 0.1
 """Mean difference in nats a token between an engine and the learner over which the probes stop a run."""
 
-_NAMED = 5  # of the tensors that differ
+_NAMED = 5  # differing tensors that an error names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Export:
-    """A version of the learner's weights for the engines, and what they must say of it.
+    """A version of the learner's weights for the engines, with the fingerprints that the engines must report.
 
     Attributes:
-        turn: of the tensors that are compared.
-        policy: waits for the learner's fingerprints of those; None of tensors that engines hide.
-        draft: the same of the draft, the learner's or the file's; None: none of it is compared.
-        frees_learner: it may change its weights before the engines have these.
+        turn: selection of the policy's tensors that are compared.
+        policy: waits for the learner's fingerprints of the policy; None if the engines hide their tensors.
+        draft: waits for the fingerprints of the draft, from the learner or a file; None if no tensor is compared.
+        frees_learner: True if the learner may change its weights before the delivery.
     """
 
     version: int
@@ -45,24 +45,23 @@ class Export:
 
 
 class RefitGate:
-    """Has the learner's weights sent to the engines and checks that they arrived, over whichever channel.
+    """Sends the learner's weights to the engines over a channel, and checks their arrival.
 
-    After every refit the engines must have read the bytes that the learner sent, hold the new version, and have reset
-    their prefix caches, which they count. And the fingerprints of the tensors that they compute with, of policy and
-    draft, must be the learner's own: of all tensors at the first refit after a start or resume and at each one over a
-    channel that takes no digest of the bytes, else of the layers whose turn it is, each once in `check_every_steps`.
+    After every refit each engine must have read the bytes that the learner sent, hold the new version, and have reset
+    its prefix cache. The fingerprints of the engine's tensors, of policy and draft, must equal the learner's. All
+    tensors are compared at the first refit after a start or resume, and at every refit over a channel without digests.
+    At other refits a selection of layers is compared, each layer once in `check_every_steps`.
 
-    A draft that the learner trains is sent wherever an engine holds another version of it than is asked for, and then
-    compared in full.
+    A draft that the learner trains is sent if an engine holds another version, and is then compared in full.
 
-    An engine that hides tensors of the policy is compared by its logprobs on fixed prompts instead, which rounding
-    blurs: such a check finds a refit that failed, not one that lost a step. Hidden tensors of a draft are left to the
-    acceptance guard. Either is logged once, and a probe's result is in the step's record.
+    An engine that hides the policy's tensors is compared by its logprobs on fixed prompts. Rounding limits that check:
+    a failed refit is found, a lost step is not. Hidden tensors of a draft are left to the acceptance guard. Either case
+    is logged once, and the logprob difference is in the step's record.
 
-    A refit has two parts. `export` is the learner's: the bytes, and the fingerprints that engines must have. `deliver`
-    is the engines': it has them take the bytes, and compares. The learner may train between the two and during the
-    second where `Export.frees_learner`; one thread may do the first part while another does `deliver_again`. Both sides
-    are asked for their fingerprints behind what they are asked for anyway, so that nobody waits for an answer between.
+    A refit has two parts. `export` runs on the learner: bytes and fingerprints. `deliver` runs on the engines: the
+    bytes are loaded and the fingerprints compared. If `Export.frees_learner`, the learner may train from the end of
+    `export`. One thread may export while another calls `deliver_again`. Fingerprints are requested right behind the
+    calls that change the weights, so no side waits for an answer in between.
     """
 
     def __init__(
@@ -76,12 +75,12 @@ class RefitGate:
         config: RefitConfig,
         probes: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Ask the engines what they hold.
+        """Read the engines' versions and tensor types.
 
         Args:
-            channel: from this learner to these engines.
-            draft: directory of the draft that the engines start with; None without one.
-            trains_draft: the learner has it, too, and changes it.
+            channel: channel from this learner to these engines.
+            draft: directory of the draft that the engines start with; None without a draft.
+            trains_draft: True if the learner trains the draft.
             probes: token sequences for engines that hide their tensors.
         Raises:
             LookupError: an engine hides its tensors, and there are no probes.
@@ -92,32 +91,32 @@ class RefitGate:
         self._config = config
         self._probes = probes
         self._states: Sequence[EngineState] = engine.states()
-        self._dtypes = self._readable_dtypes()
-        self._draft_dtypes = None if draft is None else self._readable_draft_dtypes()
-        self._draft_expected: dict[str, int] | None = None  # of one that never changes; None: ask the learner
+        self._dtypes = self._readable_dtypes(is_draft=False)
+        self._draft_dtypes = None if draft is None else self._readable_dtypes(is_draft=True)
+        self._draft_expected: dict[str, int] | None = None  # fingerprints of a fixed draft; None: the learner's
         if draft is not None and not trains_draft:
             self._draft_expected = file_fingerprints(draft, self._draft_dtypes or {})
         self._trains_draft = trains_draft
-        self._num_exports = 0  # since all tensors were compared
-        self._delivered: Export | None = None  # what all engines hold
+        self._num_exports = 0  # since the last comparison of all tensors
+        self._delivered: Export | None = None  # the version that all engines hold
 
     def engines_changed(self) -> None:
-        """Some engines are new: what they hold is known from the next refit on, and the next export is of all."""
+        """Read the versions of replaced engines, and compare all tensors at the next refit."""
         self._channel.engines_changed()
         self._states = self._engine.states()
         self._num_exports = 0
 
     def refit(self, version: int, *, draft_version: int | None = None) -> RefitCheck:
-        """Bring the engines to the learner's present weights, as `version`, and as `draft_version` of a trained draft.
+        """Send the learner's present weights to the engines as `version`, and a trained draft as `draft_version`.
 
         Raises:
-            RefitError: an engine did not take the weights, kept another version, did not reset its prefix cache, or
+            RefitError: an engine did not load the weights, kept another version, did not reset its prefix cache, or
                 holds other weights.
         """
         return self.deliver(self._start(version, draft_version))
 
     def export(self, version: int, *, draft_version: int | None = None) -> Export:
-        """The learner's part of `refit`; done when it returns. The version before must have been delivered."""
+        """Do the learner's part of `refit` and wait for it; the version before must be delivered."""
         started = self._start(version, draft_version)
         policy = None if started.policy is None else started.policy()
         draft = None if started.draft is None else started.draft()
@@ -128,7 +127,7 @@ class RefitGate:
         )
 
     def deliver(self, export: Export) -> RefitCheck:
-        """The engines' part of `refit`; again, if an engine was lost in it. Errors as of that."""
+        """Do the engines' part of `refit`, again if an engine was lost in it; raises as `refit` does."""
         sent_draft = export.draft_version if self._needs_draft(export.draft_version) else None
         delivering = self._channel.start_delivery(export.weights, draft_version=sent_draft)
         policy = export.policy and self._engine.start_fingerprints(is_draft=False, turn=export.turn)
@@ -144,12 +143,12 @@ class RefitGate:
         return RefitCheck(num_tensors=num_tensors, elapsed_s=time.perf_counter() - start, probe_difference=difference)
 
     def deliver_again(self, version: int) -> bool:
-        """Bring new engines to what the others hold, without the learner, which may have moved on; False: nobody can.
+        """Load the last delivered version into all engines again, without the learner; False if that is impossible.
 
-        All engines read it, and the bytes are compared. The tensors are not: the learner has others by now.
+        Versions and digests are checked. Fingerprints are not, as the learner may hold newer weights.
 
         Raises:
-            RefitError: see `refit`.
+            RefitError: as in `refit`.
         """
         export = self._delivered
         if export is None or not self._channel.keeps_weights:
@@ -160,7 +159,7 @@ class RefitGate:
         return True
 
     def _start(self, version: int, draft_version: int | None) -> Export:
-        """Have the learner do its part; what is compared waits for it."""
+        """Export the weights and begin the learner's fingerprints."""
         count = self._config.check_every_steps
         is_first = self._num_exports == 0 or not self._channel.takes_digest
         turn = ALL if is_first else Turn(index=self._num_exports % count, count=count)
@@ -222,30 +221,21 @@ class RefitGate:
                 f"engine {index} must read draft version {version} as the learner sent it, got other bytes"
             )
 
-    def _readable_dtypes(self) -> dict[str, str] | None:
+    def _readable_dtypes(self, *, is_draft: bool) -> dict[str, str] | None:
         try:
-            return self._engine.weight_dtypes(is_draft=False)
+            return self._engine.weight_dtypes(is_draft=is_draft)
         except LookupError as error:
-            if not self._probes:
+            if not is_draft and not self._probes:
                 raise
-            logger.warning(
-                "refit: the engine's tensors cannot be read (%s); logprobs on %d fixed prompts are compared instead",
-                _last_line(error),
-                len(self._probes),
-            )
-            return None
-
-    def _readable_draft_dtypes(self) -> dict[str, str] | None:
-        try:
-            return self._engine.weight_dtypes(is_draft=True)
-        except LookupError as error:
-            logger.warning(
-                "refit: the draft's tensors cannot be read (%s); acceptance alone guards it", _last_line(error)
-            )
+            whose = "draft" if is_draft else "engine"
+            probed = f"logprobs on {len(self._probes)} fixed prompts are compared instead"
+            instead = "acceptance alone guards it" if is_draft else probed
+            reason = str(error).strip().splitlines()[-1]  # an error of another process contains a traceback
+            logger.warning("refit: the %s's tensors cannot be read (%s); %s", whose, reason, instead)
             return None
 
     def _start_draft_fingerprints(self, turn: Turn) -> Callable[[], dict[str, int]] | None:
-        """Have those of the draft computed, of its file or of a learner that trains it; None: nothing has its turn."""
+        """Begin the fingerprints of the draft, from its file or the learner; None if no tensor is selected."""
         if not any(turn.takes(name) for name in self._draft_dtypes or {}):
             return None
         fixed = self._draft_expected
@@ -255,13 +245,13 @@ class RefitGate:
         return self._learner.start_fingerprints(self._draft_dtypes, turn, is_draft=True)
 
     def _check_probes(self, version: int) -> float:
-        """Largest over the engines of the mean absolute difference to the learner, in nats a token."""
+        """Compute each engine's mean absolute logprob difference to the learner in nats; return the largest."""
         expected = np.concatenate(self._learner.token_logprobs(self._probes))
         worst = 0.0
         for index, answers in enumerate(self._engine.token_logprobs(self._probes)):
             found = np.concatenate([np.asarray(answer) for answer in answers])
             difference = float(np.abs(found - expected).mean())
-            if not difference <= MAX_PROBE_DIFFERENCE:  # NaN is no agreement
+            if not difference <= MAX_PROBE_DIFFERENCE:  # true for NaN too
                 raise RefitError(
                     f"engine {index} must hold policy version {version}: the logprobs of {len(expected)} probe tokens "
                     f"must lie within {MAX_PROBE_DIFFERENCE} of the learner's on average, "
@@ -271,13 +261,8 @@ class RefitGate:
         return worst
 
 
-def _last_line(error: Exception) -> str:
-    """An error of another process arrives with its whole traceback."""
-    return str(error).strip().splitlines()[-1]
-
-
 def _compare(expected: Mapping[str, int], engines: Sequence[Mapping[str, int]], what: str) -> int:
-    """Count the tensors, all of which each engine holds to the last bit, or raise."""
+    """Refuse fingerprints that differ on an engine; returns the number of compared tensors."""
     for index, found in enumerate(engines):
         wrong = differences(expected, found)
         if wrong:

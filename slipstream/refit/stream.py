@@ -1,32 +1,39 @@
-"""The learner's half of a channel that streams: weights that nobody holds whole, their bytes in buckets, and who sends.
+"""Learner's half of a refit: tensors one at a time, into a snapshot in shared memory or a broadcast over gloo.
 
-Bytes stand one behind the other in the order of the source; a tensor may begin in one bucket and end in a later one, so
+A snapshot is one safetensors file with the names of the Hugging Face checkpoint, for engines on the same host.
+
+In a broadcast bytes are packed in the order of the source. A tensor may begin in one bucket and end in a later one, so
 no bucket has to hold the largest tensor. vLLM's IPC alone keeps each tensor whole. Every rank of the learner has a
-sender, and rank 0's sends.
+sender, and the sender of rank 0 sends.
 
-Between CPUs they travel by torch's gloo, broadcast from the learner's rank 0 to the engines. That group is of this
-transfer alone: it leaves the learner's and vLLM's own process groups as they are, and meets at a store that the sender
-keeps at its own address.
+Between CPUs torch's gloo broadcasts the buckets from the learner's rank 0 to the engines. The gloo group serves this
+transfer alone and leaves the process groups of learner and vLLM unchanged. The group's members meet at a store on the
+learner's rank 0.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import socket
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from pathlib import Path
+from typing import IO, Any, Protocol
 
 import torch
 import xxhash
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, Work
 
+from slipstream.refit.channel import NUM_SNAPSHOTS, Snapshot, require_space
 from slipstream.refit.config import Channel, ChannelBrokeError, RefitConfig
+from slipstream.storage import SAFETENSORS_DTYPES, safetensors_header
 from slipstream.types import Dtype
 
 Weights = Iterator[tuple[str, Tensor]]
@@ -34,7 +41,7 @@ Weights = Iterator[tuple[str, Tensor]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightMeta:
-    """One tensor of a checkpoint: all that a receiver has to know before its bytes come."""
+    """Name, type and shape of a checkpoint's tensor, which a receiver needs before the bytes."""
 
     name: str
     dtype: str  # torch's name, without `torch.`
@@ -57,38 +64,38 @@ class WeightMeta:
 
 
 class WeightSource:
-    """One model's weights, by their names in a checkpoint, always the same ones in the same order.
+    """Weights of one model by their names in a checkpoint, in the same order at every pass.
 
-    Where several ranks hold the model, each of them has a source of its own and goes through it at the same time:
-    gathering a tensor is collective.
+    If several ranks hold the model, each rank iterates over a source of its own at the same time, because gathering a
+    tensor is collective.
     """
 
     def __init__(self, weights: Callable[[], Weights], *, model: str, dtype: Dtype | None = None) -> None:
-        """Take tensors as they come.
+        """Describe a source without reading tensors.
 
         Args:
-            weights: starts a fresh pass.
-            model: its name in errors.
-            dtype: of floating-point tensors as they are sent; None: as the model has them.
+            weights: starts a pass over the tensors.
+            model: name of the model in errors.
+            dtype: type in which floating-point tensors are sent; None keeps the model's types.
         """
         self._weights = weights
         self._model = model
         self._dtype = None if dtype is None else getattr(torch, dtype.value)
         self._metas: tuple[WeightMeta, ...] = ()
-        self._wrong = ""  # the first tensor of the last pass that was not finite
+        self._wrong = ""  # first tensor of the last pass with NaN or Inf
 
     def metas(self) -> tuple[WeightMeta, ...]:
-        """Tensors of a pass; the first call goes through all of them once and keeps none: collective."""
+        """Describe the tensors; the first call is collective and iterates over all tensors without keeping any."""
         if not self._metas:
             self._metas = tuple(WeightMeta.of(name, tensor) for name, tensor in self._converted())
         return self._metas
 
     def num_bytes(self) -> int:
-        """Size of all weights; collective the first time."""
+        """Compute the size of all weights; the first call is collective."""
         return sum(meta.num_bytes for meta in self.metas())
 
     def __iter__(self) -> Weights:
-        """All tensors, one at a time; copy one before the next update of the model. Ask `require_finite` afterwards."""
+        """Yield the tensors one at a time; call `require_finite` at the end."""
         self._wrong = ""
         for meta, (name, tensor) in zip(self.metas(), self._converted(), strict=True):
             assert meta == WeightMeta.of(name, tensor), f"{meta} first, {name} {tensor.shape} now"
@@ -97,12 +104,12 @@ class WeightSource:
             yield name, tensor.detach()
 
     def require_finite(self) -> None:
-        """Refuse what the last pass gave if a tensor of it held NaN or Inf: an engine would sample noise, silently.
+        """Refuse the last pass if a tensor held NaN or Inf, as an engine would sample noise without an error.
 
-        Not while the weights go by: every rank, and every engine that receives them, is waiting for the rest.
+        The pass itself raises nothing, because all ranks and receiving engines wait for its end.
 
         Raises:
-            ValueError: it did.
+            ValueError: a tensor held NaN or Inf.
         """
         if self._wrong:
             raise ValueError(f"weight {self._wrong} of the {self._model} must be finite, got NaN or Inf")
@@ -113,26 +120,20 @@ class WeightSource:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """True if no value is NaN or Inf: both survive a sum, which is cheaper than looking at each value."""
+    """Return True if no value is NaN or Inf; both survive a sum, which is cheaper than a test of each value."""
     return math.isfinite(tensor.sum(dtype=torch.float32)) or bool(torch.isfinite(tensor).all())
 
 
-def bucket_sizes(num_bytes: int, bucket_bytes: int) -> list[int]:
-    """Bytes of each bucket: full ones, and what is left in the last."""
-    full, rest = divmod(num_bytes, bucket_bytes)
-    return [bucket_bytes] * full + ([rest] if rest else [])
-
-
 def whole_tensors_bucket(bucket_bytes: int, models: Iterable[Iterable[WeightMeta]]) -> int:
-    """Bytes of a bucket that no tensor may be cut for: as large as the largest tensor of any model that travels."""
+    """Compute the bytes of a bucket that holds whole tensors: at least the largest tensor of any sent model."""
     return max([bucket_bytes, *(meta.num_bytes for metas in models for meta in metas)])
 
 
 def packed(weights: Iterable[tuple[str, Tensor]], buffers: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Fill the buffers in turn with the tensors' bytes; gives each when it is full, and the last as far as it is.
+    """Fill the buffers in turn with the tensors' bytes; yields each full buffer, and the filled part of the last.
 
     Args:
-        buffers: uint8 tensors of one size. With n of them, what was given is overwritten once n - 1 more are taken.
+        buffers: uint8 tensors of one size. With n buffers, a yielded buffer is overwritten after n - 1 more.
     """
     turn, filled = 0, 0
     for _, tensor in weights:
@@ -151,12 +152,12 @@ def packed(weights: Iterable[tuple[str, Tensor]], buffers: Sequence[Tensor]) -> 
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """[bytes]: a tensor's memory."""
+    """View a tensor's memory as [bytes] uint8."""
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 class Unpacker:
-    """Puts tensors together again; each has memory of its own, for a receiver may keep it for a while."""
+    """Reassembles tensors from buckets; each tensor gets memory of its own, as a receiver may keep it."""
 
     def __init__(self, metas: Iterable[WeightMeta]) -> None:
         self._metas = iter(metas)
@@ -165,10 +166,10 @@ class Unpacker:
         self._filled = 0
 
     def feed(self, bucket: Tensor) -> list[tuple[str, Tensor]]:
-        """The tensors that are complete with these bytes.
+        """Add the bytes of a bucket; returns the tensors that are complete.
 
         Raises:
-            ValueError: there are more bytes than the metas announced.
+            ValueError: more bytes came than the metas announced.
         """
         done: list[tuple[str, Tensor]] = []
         start = 0
@@ -186,39 +187,107 @@ class Unpacker:
 
     @property
     def is_complete(self) -> bool:
-        """True if every tensor has come."""
+        """True if all tensors are complete."""
         return self._meta is None
 
     def _fresh(self) -> Tensor:
         return torch.empty(0 if self._meta is None else self._meta.num_bytes, dtype=torch.uint8)
 
 
-class EngineControl(Protocol):
-    """All engines at once, as a sender steers them: the four calls of vLLM's `VLLMWeightSyncClient`, and two more.
+class SnapshotWriter:
+    """Writes the versions of one model's weights into two files in turn.
 
-    Each call is made on every engine at the same time and returns when all have answered. It raises `RefitError` that
-    names the engines which failed, died, or did not answer in time.
+    The files are mapped into memory once and overwritten in place, which takes a third of the time of a new file. An
+    engine gets the path of a complete version, and the next version goes into the other file. Tensors are written one
+    at a time, so no process holds the whole model.
     """
 
-    @property
-    def num_workers(self) -> int:
-        """Processes that receive: tensor-parallel ranks of all engines."""
-        ...
+    def __init__(self, directory: Path, name: str) -> None:
+        self._directory = directory
+        self._name = name
+        self._buffers: dict[int, Tensor] = {}
+        self._header = b""
+
+    def write(self, source: WeightSource, *, version: int) -> Snapshot:
+        """Write the tensors of `source` as `version`.
+
+        Raises:
+            ConfigError: the file system has no room.
+            ValueError: a tensor holds NaN or Inf; the file must not be read.
+        """
+        metas = [(each.name, SAFETENSORS_DTYPES[each.dtype], each.shape, each.num_bytes) for each in source.metas()]
+        header = safetensors_header(metas, metadata={"format": "pt"})
+        assert self._header in (b"", header), "every version has the same tensors"
+        self._header = header
+        path = self._directory / f"{self._name}-{version % NUM_SNAPSHOTS}.safetensors"
+        buffer = self._buffer(path, version % NUM_SNAPSHOTS, source.num_bytes())
+        start = len(header)
+        for _, tensor in source:
+            raw = as_bytes(tensor)
+            buffer[start : start + len(raw)].copy_(raw)
+            start += len(raw)
+        source.require_finite()
+        return Snapshot(path=str(path), version=version, digest=bytes_digest([buffer]))
+
+    def _buffer(self, path: Path, index: int, num_bytes: int) -> Tensor:
+        if index not in self._buffers:
+            if not self._buffers:
+                require_space(self._directory, len(self._header) + num_bytes)
+            size = len(self._header) + num_bytes
+            with path.open("wb") as file:
+                _reserve(file, size)
+                file.write(self._header)
+            self._buffers[index] = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        return self._buffers[index]
+
+
+def _reserve(file: IO[bytes], size: int) -> None:
+    """Allocate the file's space, as a write to a mapped page without room kills the process.
+
+    Raises:
+        OSError: the free space is too small.
+    """
+    try:
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        directory = Path(file.name).parent
+        free = shutil.disk_usage(directory).free
+        raise OSError(
+            error.errno, f"the weights need {size:,} bytes in {directory}, which has {free:,} free"
+        ) from error
+
+
+def bytes_digest(parts: Iterable[Tensor]) -> str:
+    """Compute the digest of byte tensors in sequence."""
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part.numpy().data)
+    return digest.hexdigest()
+
+
+class EngineControl(Protocol):
+    """Calls of a sender to all engines at once: the four calls of vLLM's `VLLMWeightSyncClient`, and two more.
+
+    Each call returns when all engines have answered. A call raises an error that names the engines which failed, died,
+    or missed the deadline.
+    """
+
+    num_workers: int  # receiving processes: the tensor-parallel ranks of all engines
 
     def aim(self, *, is_draft: bool) -> None:
-        """Choose the engines' model that the next updates are for."""
+        """Choose the model, policy or draft, that the next updates replace."""
         ...
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Join the channel; `rank_offset` in `init_info` is that of the first engine."""
+        """Join the channel; `rank_offset` in `init_info` is the first engine's."""
         ...
 
     def start_weight_update(self) -> None:
-        """Get ready for an update of one model."""
+        """Begin an update of the chosen model."""
         ...
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Take a part of the weights; where they are broadcast, this waits for them."""
+        """Load a part of the weights; with a broadcast, wait for its end."""
         ...
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -226,31 +295,25 @@ class EngineControl(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sent:
-    """Bytes that went over a channel."""
-
-    num_bytes: int
-    digest: str | None  # of the bytes in their order; None where the channel takes none
-
-
 class Sender:
-    """One rank's part in sending; all ranks make the same calls at the same time.
+    """A rank's part in sending; all ranks make the same calls at the same time.
 
-    This one sends nothing itself: it takes part in the gathering of what rank 0 sends.
+    This base class sends nothing but takes part in gathering the tensors that rank 0 sends.
     """
 
-    def send(self, source: WeightSource, *, is_draft: bool) -> Sent:
-        """Go through all of `source`; of rank 0, bring it into every engine's policy, or its draft.
+    def send(self, source: WeightSource, *, is_draft: bool) -> str | None:
+        """Iterate over all of `source`; on rank 0, send it into every engine's policy or draft.
 
+        Returns:
+            The digest of the bytes; None on other ranks, and for a channel without digests.
         Raises:
-            RefitError: an engine failed, died, or took longer than the settings allow.
+            RefitError: an engine failed, died, or missed the deadline.
             ValueError: a weight is not finite.
         """
         del is_draft
         for _ in source:
             pass
-        return Sent(num_bytes=0, digest=None)
+        return None
 
     def close(self) -> None:
         """Leave the channel."""
@@ -262,16 +325,16 @@ def open_sender(
     """Join the channel with the engines.
 
     Args:
-        settings: the recipe's, with the channel that was chosen.
-        sources: of every model whose weights will travel, the policy's first.
-        address: of this rank's host, which the engines' hosts can reach.
+        settings: the recipe's settings with a resolved channel.
+        sources: source of every model that is sent, the policy's first.
+        address: address at which the engines' hosts reach this rank's host.
     """
     if settings.channel is Channel.IPC:
         from slipstream.refit import vllm
 
         return vllm.open_ipc(settings, engines=engines, sources=sources, rank=rank)
     for source in sources:
-        source.metas()  # collective, so on all ranks or on none: one that gathered alone would wait for ever
+        source.metas()  # collective, so a rank that gathered alone would wait for ever
     if rank > 0:
         return Sender()
     if settings.channel is Channel.NCCL:
@@ -282,48 +345,19 @@ def open_sender(
     return GlooSender(settings, engines=engines, address=address)
 
 
-_NUM_BUFFERS = 2  # one travels while the other is filled, or read
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GlooInit:
-    """Settings for an engine to join; plain values, for they travel through vLLM."""
-
-    master_address: str
-    master_port: int
-    rank_offset: int  # of the engine's first worker
-    world_size: int
-    timeout_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GlooUpdate:
-    """Settings for an engine to receive one model."""
-
-    metas: Sequence[WeightMeta]
-    bucket_bytes: int
-
-    def plain(self) -> dict[str, Any]:
-        """Plain values, which travel through vLLM."""
-        return {"metas": [asdict(meta) for meta in self.metas], "bucket_bytes": self.bucket_bytes}
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> GlooUpdate:
-        """Read what `plain` gave."""
-        metas = [WeightMeta(**{**meta, "shape": tuple(meta["shape"])}) for meta in values["metas"]]
-        return cls(metas=metas, bucket_bytes=values["bucket_bytes"])
+_NUM_BUFFERS = 2  # one is sent while the other is filled or read
 
 
 class GlooGroup:
-    """Rank 0 sends, all others receive what it sends."""
+    """Process group over gloo in which rank 0 sends and all other ranks receive."""
 
     def __init__(self, store: TCPStore, *, rank: int, world_size: int, address: str, timeout_s: float) -> None:
-        """Meet the others; returns when all are there.
+        """Join the group; returns when all ranks have joined.
 
         Args:
-            address: of this host's interface to the others: what a host's name resolves to may be its loopback.
+            address: address of this host's interface to the other hosts; the host's name may resolve to its loopback.
         Raises:
-            ChannelBrokeError: not all of them came in time.
+            ChannelBrokeError: a rank missed the deadline.
         """
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs leave it out
         options._timeout = timedelta(seconds=timeout_s)
@@ -335,36 +369,39 @@ class GlooGroup:
             raise ChannelBrokeError(
                 f"rank {rank} of the {world_size} in the gloo channel could not meet the others: {error}"
             ) from error
-        self._store = store  # rank 0's is the server, which ends with it
+        self._store = store  # on rank 0 the server, which lives as long as this reference
         self._timeout_s = timeout_s
 
     @classmethod
-    def join(cls, init: GlooInit, *, worker: int) -> GlooGroup:
-        """Join as worker number `worker` of an engine."""
-        store = TCPStore(init.master_address, init.master_port, timeout=timedelta(seconds=init.timeout_s))
-        address = address_towards(init.master_address, init.master_port)
-        return cls(
-            store,
-            rank=init.rank_offset + worker,
-            world_size=init.world_size,
-            address=address,
-            timeout_s=init.timeout_s,
-        )
+    def join(
+        cls,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        timeout_s: float,
+        worker: int,
+    ) -> GlooGroup:
+        """Join as worker number `worker` of the engine whose first worker has rank `rank_offset`."""
+        store = TCPStore(master_address, master_port, timeout=timedelta(seconds=timeout_s))
+        address = address_towards(master_address, master_port)
+        return cls(store, rank=rank_offset + worker, world_size=world_size, address=address, timeout_s=timeout_s)
 
     def broadcast(self, buffer: Tensor) -> Transfer:
-        """Begin to send or receive."""
+        """Begin to send a bucket, or to receive one."""
         assert self._group is not None, "closed"
         options = BroadcastOptions()
         options.rootRank = 0
         return Transfer(self._group.broadcast([buffer], options), self._timeout_s)
 
     def close(self) -> None:
-        """Leave; whoever waits for this rank gets an error. The connections end with the last reference to them."""
+        """Leave the group, which raises an error in ranks that wait; the last reference closes the connections."""
         self._group = None
 
 
 class Transfer:
-    """A bucket on its way."""
+    """Broadcast of one bucket."""
 
     def __init__(self, work: Work, timeout_s: float) -> None:
         self._work: Work | None = work
@@ -374,9 +411,9 @@ class Transfer:
         """Wait until the bucket has arrived.
 
         Raises:
-            ChannelBrokeError: another rank is gone, or stood still.
+            ChannelBrokeError: another rank died or stalled.
         """
-        work, self._work = self._work, None  # which keeps the connections open, in a traceback too
+        work, self._work = self._work, None  # a reference keeps the connections open, in a traceback too
         assert work is not None, "waited already"
         try:
             work.wait()
@@ -388,15 +425,15 @@ class Transfer:
             del work
 
     def drop(self) -> None:
-        """Nobody waits for it any more."""
+        """Drop the reference to a broadcast that is not waited for."""
         self._work = None
 
 
 class GlooSender(Sender):
-    """The learner's rank 0."""
+    """Sender of the learner's rank 0 over gloo."""
 
     def __init__(self, settings: RefitConfig, *, engines: EngineControl, address: str) -> None:
-        """Open the store, have the engines join, and join."""
+        """Open the store, let the engines join, and join."""
         self._settings = settings
         self._engines = engines
         self._buffers: list[Tensor] = []
@@ -404,24 +441,19 @@ class GlooSender(Sender):
         timeout_s, world_size = settings.timeout_s, 1 + engines.num_workers
         store = TCPStore(
             address, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-        )  # port 0: any that is free
-        init = GlooInit(
-            master_address=address,
-            master_port=store.port,
-            rank_offset=1,
-            world_size=world_size,
-            timeout_s=timeout_s,
-        )
+        )  # port 0 takes any free port
+        init = {"master_address": address, "master_port": store.port, "rank_offset": 1}
+        init |= {"world_size": world_size, "timeout_s": timeout_s}
 
         def join() -> GlooGroup:
             return GlooGroup(store, rank=0, world_size=world_size, address=address, timeout_s=timeout_s)
 
-        self._group = self._beside(join, lambda: engines.init_weight_transfer_engine(asdict(init)))
+        self._group = self._beside(join, lambda: engines.init_weight_transfer_engine(init))
 
-    def send(self, source: WeightSource, *, is_draft: bool) -> Sent:
-        """Broadcast all of `source`, as `Sender.send` says."""
-        metas, weights = source.metas(), iter(source)
-        update = GlooUpdate(metas=metas, bucket_bytes=self._settings.bucket_bytes).plain()
+    def send(self, source: WeightSource, *, is_draft: bool) -> str:
+        """Broadcast all of `source`; raises as `Sender.send` does."""
+        update = {"metas": source.metas(), "bucket_bytes": self._settings.bucket_bytes}
+        weights = iter(source)
         try:
             self._engines.aim(is_draft=is_draft)
             self._engines.start_weight_update()
@@ -429,12 +461,12 @@ class GlooSender(Sender):
                 lambda: self._broadcast(weights, source.num_bytes()), lambda: self._engines.update_weights(update)
             )
         except BaseException:
-            for _ in weights:  # the learner's other ranks are on their way through them
+            for _ in weights:  # the learner's other ranks iterate to the end
                 pass
             raise
         source.require_finite()
         self._engines.finish_weight_update()
-        return Sent(num_bytes=source.num_bytes(), digest=digest)
+        return digest
 
     def close(self) -> None:
         """Leave the group."""
@@ -455,7 +487,7 @@ class GlooSender(Sender):
                 digest.update(bucket.numpy().data)
                 on_their_way.append(group.broadcast(bucket))
                 if len(on_their_way) == _NUM_BUFFERS:
-                    on_their_way.popleft().wait()  # or its buffer would be overwritten next
+                    on_their_way.popleft().wait()  # before its buffer is filled again
             for transfer in on_their_way:
                 transfer.wait()
         finally:
@@ -463,10 +495,10 @@ class GlooSender(Sender):
         return digest.hexdigest()
 
     def _beside(self, ours: Callable[[], Any], theirs: Callable[[], None]) -> Any:
-        """Both at the same time, for each waits for the other; what `ours` gives.
+        """Run `ours` and `theirs` at the same time, as each waits for the other; returns the result of `ours`.
 
-        `theirs` knows which engine failed, so its error comes first; it has a deadline of its own. If either fails the
-        channel is closed, so that nobody waits for the other.
+        The error of `theirs` comes first, because it names the engine that failed; `theirs` has a deadline of its own.
+        If `ours` fails, the channel is closed, so that no engine waits for it.
         """
         with ThreadPoolExecutor(max_workers=1) as pool:
             answer = pool.submit(theirs)
@@ -481,14 +513,20 @@ class GlooSender(Sender):
         return result
 
 
-def receive(group: GlooGroup, update: GlooUpdate, take: Callable[[Sequence[tuple[str, Tensor]]], None]) -> str:
-    """Take tensors as they are complete; returns the digest of all bytes that came.
+def receive(
+    group: GlooGroup,
+    take: Callable[[Sequence[tuple[str, Tensor]]], None],
+    *,
+    metas: Sequence[WeightMeta],
+    bucket_bytes: int,
+) -> str:
+    """Receive one model and hand complete tensors to `take`; returns the digest of all bytes.
 
     Raises:
-        ChannelBrokeError: the sender is gone, or stood still.
+        ChannelBrokeError: the sender died or stalled.
     """
-    unpacker, digest = Unpacker(update.metas), xxhash.xxh3_64()
-    with closing(_buckets(group, update)) as buckets:
+    unpacker, digest = Unpacker(metas), xxhash.xxh3_64()
+    with closing(_buckets(group, sum(meta.num_bytes for meta in metas), bucket_bytes)) as buckets:
         for bucket in buckets:
             digest.update(bucket.numpy().data)
             take(unpacker.feed(bucket))
@@ -496,9 +534,9 @@ def receive(group: GlooGroup, update: GlooUpdate, take: Callable[[Sequence[tuple
     return digest.hexdigest()
 
 
-def _buckets(group: GlooGroup, update: GlooUpdate) -> Generator[Tensor, None, None]:
-    """The buckets in their order; while one is read the next is on its way."""
-    sizes = bucket_sizes(sum(meta.num_bytes for meta in update.metas), update.bucket_bytes)
+def _buckets(group: GlooGroup, num_bytes: int, bucket_bytes: int) -> Generator[Tensor, None, None]:
+    """Yield the buckets in order, while the next bucket is being received."""
+    sizes = [min(bucket_bytes, num_bytes - start) for start in range(0, num_bytes, bucket_bytes)]
     buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes[:_NUM_BUFFERS]]
     views = [buffers[index % _NUM_BUFFERS][:size] for index, size in enumerate(sizes)]
     transfer = group.broadcast(views[0])
@@ -513,7 +551,7 @@ def _buckets(group: GlooGroup, update: GlooUpdate) -> Generator[Tensor, None, No
 
 
 def address_towards(address: str, port: int) -> str:
-    """This host's own address on the way to another one; nothing is sent."""
+    """Look up this host's own address on the route to another address; nothing is sent."""
     family = socket.getaddrinfo(address, port)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))

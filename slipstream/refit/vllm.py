@@ -1,8 +1,8 @@
-"""The learner's half of vLLM's own weight transfer: NCCL between GPUs, CUDA IPC on a GPU that both share.
+"""Learner's half of vLLM's own weight transfer: NCCL between GPUs, CUDA IPC on a shared GPU.
 
-vLLM's trainer engines do the sending and steer the engines through `EngineControl`, which has the calls of vLLM's
-`VLLMWeightSyncClient`. What is added here: several engines in one group, drafts, and this project's weight sources.
-Neither channel counts the bytes that arrive: the refit gate compares every tensor instead, each time.
+vLLM's trainer engines send the weights and call the engines through `EngineControl`, which has the calls of vLLM's
+`VLLMWeightSyncClient`. This module adds several engines in one group, drafts, and `WeightSource`. Neither channel
+computes a digest of the bytes, so the refit gate compares every tensor at each refit.
 Source: vllm/distributed/weight_transfer (nccl_engine.py, ipc_engine.py) of vLLM 0.32.
 """
 
@@ -19,18 +19,18 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCT
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
 from slipstream.refit.config import RefitConfig
-from slipstream.refit.stream import EngineControl, Sender, Sent, WeightSource, whole_tensors_bucket
+from slipstream.refit.stream import EngineControl, Sender, WeightSource, whole_tensors_bucket
 
 
 class SourceForVllm(VllmWeightSource):
-    """A source as vLLM's trainer engines read it."""
+    """Adapter of a `WeightSource` for vLLM's trainer engines."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
         self._pass: Iterator[tuple[str, torch.Tensor]] | None = None
 
     def metadata(self) -> list[ParamMeta]:
-        """Name, type and shape of each tensor."""
+        """Describe each tensor by name, type and shape."""
         return [ParamMeta(meta.name, meta.torch_dtype, meta.shape) for meta in self._source.metas()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -38,21 +38,21 @@ class SourceForVllm(VllmWeightSource):
         return self._pass
 
     def drain(self) -> None:
-        """Go through what is left of the pass: the learner's other ranks are on their way through it."""
+        """Iterate to the end of the pass, as the learner's other ranks do."""
         for _ in self._pass or iter(self._source):
             pass
 
 
 class VllmSender(Sender):
-    """One rank of the learner before one of vLLM's trainer engines."""
+    """Sender over one of vLLM's trainer engines."""
 
     def __init__(self, trainer: Any, engines: EngineControl) -> None:
-        """Take a `TrainerWeightTransferEngine` of vLLM: its `source`, `send_weights` and `shutdown` are used."""
+        """Take vLLM's `TrainerWeightTransferEngine`."""
         self._trainer = trainer
         self._engines = engines
 
-    def send(self, source: WeightSource, *, is_draft: bool) -> Sent:
-        """Have vLLM's engine send all of `source`."""
+    def send(self, source: WeightSource, *, is_draft: bool) -> None:
+        """Send all of `source` by vLLM's engine; raises as `Sender.send` does."""
         self._engines.aim(is_draft=is_draft)
         adapted = SourceForVllm(source)
         self._trainer.source = adapted
@@ -62,7 +62,6 @@ class VllmSender(Sender):
             adapted.drain()
             raise
         source.require_finite()
-        return Sent(num_bytes=source.num_bytes(), digest=None)
 
     def close(self) -> None:
         """Leave the group."""
@@ -70,7 +69,7 @@ class VllmSender(Sender):
 
 
 def open_nccl(settings: RefitConfig, *, engines: EngineControl, source: WeightSource, address: str) -> VllmSender:
-    """The learner's rank 0 and every worker of every engine in one NCCL group; they meet at rank 0's address."""
+    """Form an NCCL group of the learner's rank 0 and every worker of every engine, at rank 0's address."""
     trainer = NCCLTrainerWeightTransferEngine.trainer_init(
         nccl_init(settings, num_workers=engines.num_workers, address=address, port=_free_port(address)),
         client=engines,
@@ -82,7 +81,7 @@ def open_nccl(settings: RefitConfig, *, engines: EngineControl, source: WeightSo
 def open_ipc(
     settings: RefitConfig, *, engines: EngineControl, sources: Sequence[WeightSource], rank: int
 ) -> VllmSender:
-    """Every rank of the learner maps its bucket into the engine worker on its own GPU; all `sources` go through it."""
+    """Map a bucket of each learner rank into the engine worker on the same GPU; all `sources` use that bucket."""
     trainer = IPCTrainerWeightTransferEngine.trainer_init(
         ipc_init(settings, sources=sources, rank=rank), client=engines, source=SourceForVllm(sources[0])
     )
@@ -90,7 +89,7 @@ def open_ipc(
 
 
 def nccl_init(settings: RefitConfig, *, num_workers: int, address: str, port: int) -> NCCLTrainerInitInfo:
-    """Settings that vLLM's NCCL sender starts with; a bucket may grow by the tensor that fills it."""
+    """Settings of vLLM's NCCL sender; a bucket may grow by the tensor that fills it."""
     return NCCLTrainerInitInfo(
         rank=0,
         master_address=address,
@@ -102,7 +101,7 @@ def nccl_init(settings: RefitConfig, *, num_workers: int, address: str, port: in
 
 
 def ipc_init(settings: RefitConfig, *, sources: Sequence[WeightSource], rank: int) -> IPCTrainerInitInfo:
-    """Settings that vLLM's IPC sender starts with: its one bucket holds whole tensors, of the policy as of a draft."""
+    """Settings of vLLM's IPC sender, whose one bucket holds whole tensors of policy and draft."""
     size = whole_tensors_bucket(settings.bucket_bytes, (source.metas() for source in sources))
     return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=size)
 

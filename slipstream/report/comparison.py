@@ -11,7 +11,7 @@ from slipstream.report.claims import recorded, said
 from slipstream.report.formats import KINDS, UNITS, estimate_of, interval, render, speedup, speedup_with_interval
 from slipstream.tracking.executions import Execution
 from slipstream.types import Arm
-from slipstream.workers.placement.table import table
+from slipstream.workers.placement.plan import table
 
 NOTHING = "-"
 

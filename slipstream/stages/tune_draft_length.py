@@ -100,7 +100,7 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
             with ExitStack() as stack:
                 with starting:
                     engine = stack.enter_context(swept_engine(recipe, policy, draft, k))
-                timed.update(engine.engines)
+                timed.update(engine.workers)
                 yield engine
 
         def on_points(points: Sequence[SweepPoint]) -> None:

@@ -24,7 +24,7 @@ from slipstream.report.reference import DraftReference, read_reference
 from slipstream.study.ranking import Row, StudyRecord, equals_first, loses, verdict
 from slipstream.study.variants import TUNED, Setting, Study
 from slipstream.types import Arm
-from slipstream.workers.placement.table import table
+from slipstream.workers.placement.plan import table
 
 _WORDS = {
     **{"eagle3": "EAGLE-3", "draft_model": "small model", "ngram": "n-gram", "suffix": "suffix", "mtp": "MTP"},

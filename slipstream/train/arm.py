@@ -91,7 +91,7 @@ class Run:
         recipe, plan = self.recipe, self.plan
         with plan.start_engine() as engines, open_reward(recipe.reward) as reward:
             steps = self.with_restarts(engines, reward)
-            machine = machines(engines.engines)
+            machine = machines(engines.workers)
         return ArmRecord(
             arm=plan.arm,
             num_speculative_tokens=plan.num_speculative_tokens,
@@ -119,7 +119,7 @@ class Run:
                     return self._attempt(engines, learner, reward, checkpoints, threads)
             except LostWorkerError as error:
                 num_learners += 1
-                is_engine = {worker.name for worker in error.workers} & {worker.name for worker in engines.engines}
+                is_engine = {worker.name for worker in error.workers} & {worker.name for worker in engines.workers}
                 if is_engine or num_learners > config.learner.max_restarts:
                     raise
                 logger.error(

@@ -239,7 +239,7 @@ class FaultTolerantEngines:
 
     def _replaceable(self, error: LostWorkerError) -> Sequence[Worker]:
         """Count and return the lost engines; raise the error if they may not be replaced."""
-        running = [engine.name for engine in self.engines.engines]
+        running = [engine.name for engine in self.engines.workers]
         lost = [worker for worker in error.workers if worker.name in running]
         if len(lost) < len(error.workers) or self._num_restarts + len(lost) > self.max_restarts:
             raise error

@@ -1,7 +1,7 @@
-"""Waiting for other processes: every wait has a deadline, and its end says who failed on which host, doing what.
+"""Calls to Ray actors under a deadline; an error names the worker that failed, its host and the call.
 
-The first failure that is seen is seldom the cause: when one rank of a learner dies, the others fail in the collective
-that they share with it. So an error that may be such a consequence is held back until the cause had time to show.
+The first error is seldom the cause. When one rank of a learner dies, the other ranks fail in the collective that they
+share with the dead rank. A RuntimeError is therefore held back until the death of another worker had time to show.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from slipstream.workers.session import actor_environment, counted, machine, on_n
 
 UNKNOWN_HOST = "a host not known yet"
 _CAUSE_S = 60.0  # Ray declares a host dead after at most 50 s of silence
-_STEERED_CAUSE_S = 10.0  # the same of a broken channel, before whoever waits for its steering process loses patience
-_PROBE_S = 15.0  # for a host to say how a process of it does
+_STEERED_CAUSE_S = 10.0  # the same for calls by the learner's rank 0: shorter than the driver's deadline for the rank
+_PROBE_S = 15.0  # time for a host to report the state of a process
 _RUNNING = frozenset({"running", "sleeping", "disk-sleep", "idle"})
 
 
 class LostWorkerError(RuntimeError):
-    """A process of the run died, or does not answer: what it held is lost, and what shared a collective with it stuck.
+    """Error for a worker that died or does not answer: its memory is lost, and its collectives hang.
 
-    A worker that steers others raises it as well, and it stays this error on its way to the driver.
+    The learner's rank 0, which calls engines itself, raises this error too; the driver gets the same error.
 
     Attributes:
-        workers: those that are lost.
+        workers: the lost workers.
     """
 
     def __init__(self, message: str, workers: Sequence[Worker]) -> None:
@@ -40,20 +40,20 @@ class LostWorkerError(RuntimeError):
         self.workers = tuple(workers)
 
     def __reduce__(self) -> tuple[type[LostWorkerError], tuple[str, list[Worker]]]:
-        """Send who they are, for nobody can call them any more."""
+        """Pickle the workers without their actors, which a lost worker no longer has."""
         return LostWorkerError, (str(self), [replace(worker, actor=None) for worker in self.workers])
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """An actor, and how people call it: `engine 0`, `learner rank 3`."""
+    """A Ray actor with its name (`engine 0`, `learner rank 3`) and its place."""
 
     actor: Any = field(compare=False)
     name: str
-    host: str = UNKNOWN_HOST  # address of its node
+    host: str = UNKNOWN_HOST  # address of the node
     node_id: str = ""
     pid: int = 0
-    machine: str = ""  # what it runs on, in words
+    machine: str = ""  # processor, system and GPUs of the node in words
 
     def __str__(self) -> str:
         return f"{self.name} on {self.host}"
@@ -61,58 +61,87 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """Time that an answer may take, and the field that says so."""
+    """Time that an answer may take, and the recipe field that sets the time."""
 
     seconds: float
     field: str
 
 
-_ALIVE = Deadline(10.0, "fixed")  # an idle process has nothing else to do
+_ALIVE = Deadline(10.0, "fixed")  # an idle process answers at once
 
 
-E = TypeVar("E", bound=Any)  # engines or a learner
 StatesOf = Callable[[Sequence[Worker]], Mapping[Worker, str]]
 
 
 class Crew:
-    """Workers that are asked together, and what they did last."""
+    """Workers that are called together, with the name of the last call that all of them completed."""
 
-    def __init__(self, workers: Sequence[Worker], deadline: Deadline) -> None:
+    def __init__(self, workers: Sequence[Worker], deadline: Deadline, *, cause_s: float = _CAUSE_S) -> None:
         self.workers = tuple(workers)
         self.last_done = "nothing yet"
-        self._deadline = deadline
+        self.deadline = deadline
+        self._cause_s = cause_s
 
     def ask(self, what: str, call: Callable[[Any], Any], *, deadline: Deadline | None = None) -> list[Any]:
-        """Call all of them at once; the answers in their order. See `answers` for errors.
+        """Call all workers at once and return the answers in the order of the workers; raises as `answers` does.
 
         Args:
-            deadline: of this call alone.
+            deadline: deadline for this call in place of the crew's.
         """
         return self.start(what, call, deadline=deadline)()
 
     def start(
         self, what: str, call: Callable[[Any], Any], *, deadline: Deadline | None = None
     ) -> Callable[[], list[Any]]:
-        """Call all of them at once; what it returns waits for the answers, as `ask` does, from then on by the clock."""
+        """Call all workers at once and return a function that waits as `ask` does; the deadline runs from that wait."""
         calls = [(worker, call(worker.actor)) for worker in self.workers]
         return lambda: self.gather(what, calls, deadline=deadline)
 
     def first_of(self, what: str, calls: Sequence[tuple[Worker, Any]]) -> Any:
-        """Give the call that is answered first, of those that were made to some of them.
+        """Return the first of `calls` to some of the workers that is answered.
 
         Raises:
-            LostWorkerError: none is before the deadline.
+            LostWorkerError: no call is answered before the deadline.
         """
-        done, _ = ray.wait([ref for _, ref in calls], num_returns=1, timeout=self._deadline.seconds)
+        done, _ = ray.wait([ref for _, ref in calls], num_returns=1, timeout=self.deadline.seconds)
         if done:
             return done[0]
-        raise _silent([worker for worker, _ in calls], what, self.last_done, self._deadline, process_states)
+        raise _silent([worker for worker, _ in calls], what, self.last_done, self.deadline, process_states)
 
     def gather(self, what: str, calls: Sequence[tuple[Worker, Any]], *, deadline: Deadline | None = None) -> list[Any]:
-        """The answers to calls that were made to some of them."""
-        found = answers(calls, what=what, deadline=deadline or self._deadline, last_done=self.last_done)
+        """Wait for the answers to calls that were made to some of the workers."""
+        deadline = deadline or self.deadline
+        found = answers(calls, what=what, deadline=deadline, last_done=self.last_done, cause_s=self._cause_s)
         self.last_done = what
         return found
+
+
+class Proxy:
+    """Driver's proxy for workers that it calls together: the engines of a run, or the ranks of a learner."""
+
+    def __init__(self, workers: Sequence[Worker], deadline: Deadline) -> None:
+        self._crew = Crew(workers, deadline)
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """The actors, with the nodes that they run on; of a learner, rank 0 first."""
+        return self._crew.workers
+
+    def is_alive(self) -> bool:
+        """Return True if every worker's process answers."""
+        try:
+            self._crew.ask("its time at rest", lambda actor: actor.__ray_ready__.remote(), deadline=_ALIVE)
+        except LostWorkerError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Kill the workers' processes, as vLLM frees its memory in no other way."""
+        for worker in self.workers:
+            ray.kill(worker.actor)
+
+
+E = TypeVar("E", bound=Any)  # engines or a learner
 
 
 def answers(
@@ -125,17 +154,18 @@ def answers(
     backend: Any = ray,
     states_of: StatesOf | None = None,
 ) -> list[Any]:
-    """Wait for the answers to `calls`, which belong together: workers and what Ray gave for calling them.
+    """Wait for the answers to one call that several workers got.
 
     Args:
-        what: what they are doing, for the error.
-        last_done: what they did before that.
-        backend: Ray, of which `wait` and `get` are used.
-        cause_s: how long a RuntimeError of one of several is held back: another's death may be its cause.
-        states_of: what the processes of workers that do not answer are doing.
+        calls: each worker with Ray's reference to its answer.
+        what: name of the call in errors.
+        last_done: name of the call before, in errors.
+        cause_s: time for which a worker's RuntimeError is held back, as the death of another worker may be the cause.
+        backend: module with Ray's `wait` and `get`.
+        states_of: returns the process states of workers that do not answer.
     Raises:
-        LostWorkerError: one died, or did not answer before the deadline; or one that steers others says so of them.
-        Exception: what a worker raised, with a note of who it was; one that only saw a channel break comes last.
+        LostWorkerError: a worker died or missed the deadline, or a worker raised this error about others.
+        Exception: the error of a worker, with a note that names the worker; a ChannelBrokeError only without another.
     """
     waiting = {ref: worker for worker, ref in calls}
     found: dict[Any, Any] = {}
@@ -151,7 +181,7 @@ def answers(
         except RayTaskError as error:
             error.add_note(f"{worker} failed during {what} (done before: {last_done})")
             if isinstance(error, LostWorkerError):
-                raise error.cause from error  # as the worker raised it that steers the lost one
+                raise error.cause from error  # raised by the learner's rank 0 about an engine that it called
             if not isinstance(error, RuntimeError):
                 raise
             failed.append(error)
@@ -167,9 +197,9 @@ def answers(
 
 
 def started(workers: Sequence[Worker], deadline: Deadline) -> list[Worker]:
-    """Wait until the workers have started; the same with their hosts and process ids. If one does not, all end.
+    """Wait until the workers have started and return them with hosts and process ids; kill all if one fails to start.
 
-    An actor that is still starting would put its start on the clock of whoever calls it first.
+    Without this wait the time of the start would count against the deadline of the first call.
     """
     try:
         places = Crew(workers, deadline).ask("its start", lambda actor: actor.__ray_call__.remote(_place))
@@ -185,59 +215,47 @@ def started(workers: Sequence[Worker], deadline: Deadline) -> list[Worker]:
 
 
 class RayEngineControl:
-    """All engines of a run at once, as a sender steers them: an `EngineControl` of `slipstream.refit.stream`.
+    """`EngineControl` of `slipstream.refit.stream` over Ray: a sender's calls go to all engines of the run.
 
-    The driver makes it, and the learner's rank 0, to which it travels, uses it.
+    The driver makes the object and sends it to the learner's rank 0, which makes the calls.
     """
 
     def __init__(self, engines: Sequence[Worker], *, channel: Channel, num_workers_each: int, timeout_s: float) -> None:
-        self._engines = list(engines)
+        self._crew = Crew(engines, Deadline(timeout_s, "refit.timeout_s"), cause_s=_STEERED_CAUSE_S)
         self._channel = channel
         self._num_workers_each = num_workers_each
-        self._deadline = Deadline(timeout_s, "refit.timeout_s")
+        self.num_workers = len(engines) * num_workers_each
         self._is_draft = False
-        self._last_done = "nothing yet"
-
-    @property
-    def num_workers(self) -> int:
-        """Processes that receive, of all engines."""
-        return len(self._engines) * self._num_workers_each
 
     def aim(self, *, is_draft: bool) -> None:
-        """Choose the model that the next updates are for."""
+        """Choose the model, policy or draft, that the next updates replace."""
         self._is_draft = is_draft
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have all engines join; the workers of each come after those of the one before."""
-
-        def join(index: int, actor: Any) -> Any:
+        """Let all engines join the channel; ranks are numbered engine by engine."""
+        calls = []
+        for index, engine in enumerate(self._crew.workers):
             settings = settings_of(init_info, index=index, num_workers_each=self._num_workers_each)
-            return actor.join_channel.remote(self._channel, settings)
-
-        self._on_all(f"joining the {self._channel.value} channel", join)
+            calls.append((engine, engine.actor.join_channel.remote(self._channel, settings)))
+        self._crew.gather(f"joining the {self._channel.value} channel", calls)
 
     def start_weight_update(self) -> None:
-        """Begin an update of the model that was chosen."""
-        self._on_all("the start of an update", lambda _, actor: actor.start_update.remote(is_draft=self._is_draft))
+        """Begin an update of the chosen model."""
+        self._crew.ask("the start of an update", lambda actor: actor.start_update.remote(is_draft=self._is_draft))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Have all engines take a part of the weights."""
+        """Let all engines load a part of the weights."""
         shared = ray.put(update_info)
-        self._on_all("a transfer of weights", lambda _, actor: actor.update.remote(self._channel, shared))
+        self._crew.ask("a transfer of weights", lambda actor: actor.update.remote(self._channel, shared))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End the update; versions are adopted later."""
+        """End the update; the engines adopt the versions in a later call."""
         del weight_version
-        self._on_all("the end of an update", lambda _, actor: actor.finish_update.remote())
-
-    def _on_all(self, what: str, call: Callable[[int, Any], Any]) -> None:
-        calls = [(engine, call(index, engine.actor)) for index, engine in enumerate(self._engines)]
-        answers(calls, what=what, deadline=self._deadline, last_done=self._last_done, cause_s=_STEERED_CAUSE_S)
-        self._last_done = what
+        self._crew.ask("the end of an update", lambda actor: actor.finish_update.remote())
 
 
 def settings_of(init_info: Mapping[str, Any], *, index: int, num_workers_each: int) -> dict[str, Any]:
-    """Settings for engine number `index`: vLLM's senders know one engine, whose workers have the first ranks."""
+    """Shift the rank offset in `init_info` to engine number `index`; vLLM's senders know a single engine."""
     settings = dict(init_info)
     if "rank_offset" in settings:
         settings["rank_offset"] += index * num_workers_each
@@ -245,11 +263,11 @@ def settings_of(init_info: Mapping[str, Any], *, index: int, num_workers_each: i
 
 
 class Idle(Generic[E]):
-    """Engines or learners that nobody uses, by what they were started with; the longest idle one goes first.
+    """Pool of idle engines or learners, keyed by their start settings; the longest idle one is closed first.
 
-    Starting one takes longer than much of what is then asked of it, so a process that runs several stages one after
-    another may keep it warm: the next user gives it other weights. Off by default, for an idle process holds memory.
-    Safe in threads.
+    A start takes longer than many stages compute. A driver that runs several stages may therefore keep engines and
+    learners alive, and the next stage loads other weights. The pool is off by default, as idle processes hold memory.
+    The pool is thread-safe.
     """
 
     def __init__(self) -> None:
@@ -257,7 +275,7 @@ class Idle(Generic[E]):
         self._lock = threading.Lock()
 
     def take(self, key: str) -> E | None:
-        """An idle one that was started with `key`, None if there is none; dead ones are dropped on the way."""
+        """Remove and return the entry for `key`, or None; dead entries for `key` are closed."""
         while True:
             with self._lock:
                 found = [index for index, (kept, _) in enumerate(self._idle) if kept == key]
@@ -269,7 +287,7 @@ class Idle(Generic[E]):
             process.close()
 
     def put(self, key: str, process: E, *, capacity: int) -> None:
-        """Keep `process` for the next user; beyond `capacity` idle ones the longest idle are closed."""
+        """Add `process` to the pool and close the longest idle entries beyond `capacity`."""
         with self._lock:
             self._idle.append((key, process))
             surplus = [self._idle.pop(0)[1] for _ in range(len(self._idle) - capacity)]
@@ -277,24 +295,15 @@ class Idle(Generic[E]):
             longest_idle.close()
 
     def end(self) -> None:
-        """Close all idle ones."""
+        """Close all entries."""
         with self._lock:
             ended, self._idle = self._idle, []
         for _, process in ended:
             process.close()
 
 
-def is_alive(workers: Sequence[Worker]) -> bool:
-    """Ask whether every worker's process still answers."""
-    try:
-        Crew(workers, _ALIVE).ask("its time at rest", lambda actor: actor.__ray_ready__.remote())
-    except LostWorkerError:
-        return False
-    return True
-
-
 def process_states(workers: Sequence[Worker]) -> dict[Worker, str]:
-    """State of each worker's process by its host's word; of a silent host, that it does not answer."""
+    """Ask each worker's host for the state of the worker's process; a silent host is reported as such."""
     environment = {"env_vars": actor_environment({})}
     probe = ray.remote(_process_state)
     asked = {
@@ -316,12 +325,12 @@ def process_states(workers: Sequence[Worker]) -> dict[Worker, str]:
 
 
 def machines(workers: Iterable[Worker]) -> str:
-    """Machines of these workers in words, each host once."""
+    """Describe the machines of these workers, each host once."""
     return counted({worker.node_id: worker.machine for worker in workers}.values())
 
 
 def _place(actor: Any) -> tuple[str, int, str]:
-    """Runs in the actor: its node's id, its process id, and its machine."""
+    """Return node id, process id and machine; runs in the actor."""
     del actor
     return own_node(), os.getpid(), machine()
 

@@ -1,9 +1,10 @@
-"""The cores of a host whose engines and learner work at the same time: each takes its part, and all when it is alone.
+"""Division of a host's cores between engines and a learner that compute at the same time.
 
-Threads that wait for one another spin, so two processes with a thread on every core stop each other: on two cores they
-took three to six times as long as in turn. So each worker says in shared memory while it works, and fits its number of
-threads to how many do so. That must change no rollout and no update to the last bit: one whose results depend on its
-threads (`slipstream.learner.numerics` knows) keeps the number that it has while all work.
+Threads that wait for one another spin, so two processes with a thread on every core stall each other. On two cores two
+such processes took three to six times as long as one after the other. Each worker therefore marks in shared memory when
+it is busy, and sets its number of threads by the number of busy workers. The number of threads must change no bit of a
+rollout or an update. A worker whose results depend on threads (`slipstream.learner.numerics` tests for it) keeps the
+number of threads that it has when all are busy.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from slipstream.workers.calls import Worker
 
 logger = logging.getLogger(__name__)
 
-_MEMORY = Path("/dev/shm")  # what is written there stays in memory
+_MEMORY = Path("/dev/shm")  # a file system in memory
 
 
 @dataclass(frozen=True, slots=True)
 class CoreSlot:
-    """A worker's byte in the shared memory that says who works."""
+    """A worker's byte in the shared memory of busy flags."""
 
     path: Path
     index: int
@@ -41,20 +42,20 @@ _NUM_COLUMNS = 6  # of a line of /proc/self/maps that names a file
 
 
 def write_shared(path: Path, num_workers: int) -> None:
-    """Make the shared memory in which `num_workers` workers say whether they work."""
+    """Create the shared memory with a busy flag for each of `num_workers` workers."""
     path.write_bytes(_RESTS * num_workers)
 
 
 class CoreShare:
-    """One worker's view of who works."""
+    """One worker's busy flag, and the number of threads that follows from the flags of all workers."""
 
     def __init__(self, slot: CoreSlot, *, most: int, cores: int = 0, changes: bool = True) -> None:
-        """Join the workers of `slot.path`.
+        """Map the flags of `slot.path`.
 
         Args:
-            most: threads that this worker ever takes.
-            cores: that all share; 0: those that this process may run on.
-            changes: False always counts all others as at work: for one whose results depend on its threads.
+            most: largest number of threads of this worker.
+            cores: number of shared cores; 0 takes the cores that this process may run on.
+            changes: False counts all other workers as busy at all times, for results that depend on threads.
         """
         self._most = most
         self._slot = slot.index
@@ -62,17 +63,17 @@ class CoreShare:
         with slot.path.open("r+b") as file:
             self._said = mmap.mmap(file.fileno(), 0)
         self._changes = changes
-        self._num_threads = 0  # as set last; 0: never
+        self._num_threads = 0  # the number set last; 0 before the first
 
     @property
     def num_threads(self) -> int:
-        """Threads of this worker now: the cores over the number of workers at work, this one counted."""
+        """Threads of this worker now: the cores divided by the number of busy workers, with this worker counted."""
         num_workers = len(self._said)
         others = sum(self._said[i] for i in range(num_workers) if i != self._slot) if self._changes else num_workers - 1
         return min(self._most, max(1, self._num_cores // (1 + others)))
 
     def fit(self) -> None:
-        """Take as many threads from now on as are this worker's now; to be called between two pieces of work."""
+        """Set this process's number of threads to `num_threads`; call it between two computations."""
         num_threads = self.num_threads
         if num_threads != self._num_threads:
             set_threads(num_threads)
@@ -80,7 +81,7 @@ class CoreShare:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Have the others leave this worker its part of the cores."""
+        """Mark this worker as busy in the block, so that other workers leave it a part of the cores."""
         self._said[self._slot : self._slot + 1] = _WORKS
         try:
             self.fit()
@@ -89,7 +90,7 @@ class CoreShare:
             self._said[self._slot : self._slot + 1] = _RESTS
 
     def leave(self) -> None:
-        """Work alone from now on."""
+        """Unmap the flags and take this worker's largest number of threads."""
         self._said.close()
         set_threads(self._most)
 
@@ -99,17 +100,17 @@ class Sharing(Protocol):
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """Actors and the nodes that they run on."""
+        """The actors, with the nodes that they run on."""
         ...
 
     def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
-        """Hand each its slot; None for one that shares no cores, or no longer."""
+        """Hand each worker its slot; None ends the sharing for a worker."""
         ...
 
 
 @contextmanager
 def shared_cores(node_id: str, *parties: Sharing) -> Iterator[None]:
-    """Have the workers on this process's node share its cores in the block; others go on as they are."""
+    """Let the workers on this process's node share its cores in the block; workers on other nodes keep theirs."""
     with tempfile.TemporaryDirectory(
         dir=_MEMORY if _MEMORY.is_dir() else None, prefix="slipstream-cores-"
     ) as directory:
@@ -130,14 +131,14 @@ def shared_cores(node_id: str, *parties: Sharing) -> Iterator[None]:
 
 
 def num_cores() -> int:
-    """Number of cores on which this process may run."""
+    """Count the cores on which this process may run."""
     return len(os.sched_getaffinity(0))
 
 
 def set_threads(count: int) -> None:
-    """Have every OpenMP runtime of this process compute with `count` threads when the calling thread asks for it.
+    """Set the number of threads that the calling thread gets from every OpenMP runtime of this process.
 
-    vLLM's kernels bring runtimes of their own beside torch's, which torch's call does not reach.
+    vLLM's kernels bring OpenMP runtimes of their own, which `torch.set_num_threads` does not reach.
     """
     import torch
 
@@ -149,6 +150,6 @@ def set_threads(count: int) -> None:
 @lru_cache(maxsize=1)
 def _runtimes() -> tuple[ctypes.CDLL, ...]:
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    mapped = {line[5] for line in lines if len(line) == _NUM_COLUMNS}  # the last is the file; memory has none
+    mapped = {line[5] for line in lines if len(line) == _NUM_COLUMNS}  # anonymous memory has no sixth column
     paths = sorted(path for path in mapped if Path(path).name.startswith(("libgomp", "libiomp", "libomp")))
     return tuple(ctypes.CDLL(path) for path in paths)

@@ -1,4 +1,4 @@
-"""Rollout engines: the process of one, and all of them as a driver sees them, which keeps them warm between stages."""
+"""Rollout engines on Ray: the actor of one engine, the driver's proxy for all engines, and their start."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from slipstream.refit.channel import Location
 from slipstream.refit.config import Channel, EngineState
 from slipstream.refit.fingerprint import Turn
 from slipstream.types import Prompt
-from slipstream.workers.calls import Crew, Deadline, Idle, LostWorkerError, RayEngineControl, Worker, is_alive, started
+from slipstream.workers.calls import Crew, Deadline, Idle, LostWorkerError, Proxy, RayEngineControl, Worker, started
 from slipstream.workers.cores import CoreShare, CoreSlot
 from slipstream.workers.placement.config import Layout
-from slipstream.workers.reservation import Reservation, Start, require_gpu, reserved
-from slipstream.workers.scheduler import Call, Deal, Ledger, SeenLengths, deal, gather, joined, together
+from slipstream.workers.reservation import Start, require_gpu, reserved
+from slipstream.workers.scheduler import Deal, Ledger, SeenLengths, deal, gather, joined, together
 from slipstream.workers.session import actor_environment, node_address, require_here
 
 logger = logging.getLogger(__name__)
 
-_SLICE_S = 0.25  # of several engines: none can be told to stop because another has completed a group
+_SLICE_S = 0.25  # length of a call where there are several engines: a call cannot be ended when another engine is done
 
 
 class EngineProcess(VllmEngine):
-    """A rollout engine in an actor, on whichever host; it may share the host's cores with a learner."""
+    """A `VllmEngine` in a Ray actor; the engine may share the host's cores with a learner."""
 
     def __init__(
         self,
@@ -47,39 +47,30 @@ class EngineProcess(VllmEngine):
         *,
         config: EngineConfig,
         speculative_config: dict[str, Any] | None,
-        executor: str | None = None,
-        is_in_flight: bool = False,
-        can_sleep: bool = False,
         logical_gpus: bool = False,
+        **options: Any,
     ) -> None:
-        """Start a `VllmEngine` with these arguments.
+        """Start a `VllmEngine` with these arguments and `options`.
 
         Args:
-            logical_gpus: GPUs that Ray gave this process are only counted: it may compute on the CPU.
+            logical_gpus: GPUs that Ray assigned to this process are only counted, and the engine may use the CPU.
         Raises:
             ConfigError: this host does not see `policy`, or the draft.
-            PlacementError: it would compute on the CPU, and Ray's GPUs are meant to be some.
+            PlacementError: the engine would compute on the CPU in spite of an assigned GPU.
         """
         if not logical_gpus:
             require_gpu("engine", problem=without_gpu)
         require_here(policy, draft_directory(speculative_config))
         _name_interface()
-        super().__init__(
-            policy,
-            config=config,
-            speculative_config=speculative_config,
-            executor=executor,
-            is_in_flight=is_in_flight,
-            can_sleep=can_sleep,
-        )
+        super().__init__(policy, config=config, speculative_config=speculative_config, **options)
         self._dtype = config.dtype
         self._most_threads = config.num_threads
         self._share: CoreShare | None = None
 
     def share_cores(self, slot: CoreSlot | None) -> None:
-        """Leave some of the host's cores to a learner that works at the same time; None: no longer.
+        """Share the host's cores with a learner that computes at the same time; None ends the sharing.
 
-        The ranks of a tensor-parallel engine, which have processes of their own, keep their threads.
+        The ranks of a tensor-parallel engine have processes of their own and keep their threads.
         """
         if self._share is not None:
             self._share.leave()
@@ -95,7 +86,7 @@ class EngineProcess(VllmEngine):
     def refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
     ) -> EngineState:
-        """Refit the engine, and count as at work meanwhile.
+        """Refit the engine, marked as busy in the shared cores.
 
         Raises:
             ConfigError: this host does not see `policy`, or `draft`.
@@ -106,9 +97,10 @@ class EngineProcess(VllmEngine):
 
 
 def _name_interface() -> None:
-    """Tell gloo, which vLLM uses too, of this host's interface: it would ask for the host's name, which may have none.
+    """Set the network interface for gloo, which vLLM uses too.
 
-    The ranks of a tensor-parallel engine inherit it.
+    Without the setting gloo resolves the host's name, which may have no address. The ranks of a tensor-parallel engine
+    inherit the variable.
     """
     address = node_address()
     if address != "127.0.0.1":
@@ -118,18 +110,17 @@ def _name_interface() -> None:
 
 
 def draft_directory(speculative_config: dict[str, Any] | None) -> Path | None:
-    """Directory of the draft's own weights; None without a draft, and where it has none."""
+    """Return the directory of the draft's weights; None without a draft, and for a draft without weights."""
     if speculative_config is None or "model" not in speculative_config:
         return None
     return Path(speculative_config["model"])
 
 
-class RemoteEngine:
-    """Rollout engines in processes of their own: what `VllmEngine` does, of all of them at once.
+class RemoteEngine(Proxy):
+    """Driver's proxy for all rollout engines of a run; each method calls every engine at once.
 
-    `slipstream.workers.scheduler` says how they share a call's prompts. Generation in flight leaves no call under way:
-    between two of them every engine is idle, so a refit that another process steers comes between two steps of all of
-    them.
+    `slipstream.workers.scheduler` divides the prompts of a call. Generation in flight runs in short calls, and every
+    engine is idle between two calls. A refit by another process therefore falls between two steps of every engine.
     """
 
     def __init__(
@@ -140,35 +131,29 @@ class RemoteEngine:
         start: Callable[[int], Worker] | None = None,
         max_num_seqs: int | None = None,
     ) -> None:
-        """Speak to engines that run.
+        """Take engines that have started.
 
         Args:
-            start: makes another engine in the place of a lost one; None leaves it lost.
-            max_num_seqs: rollouts that each engine runs at once; None: as many as it is asked for.
+            start: starts the engine of this number again after a loss; None leaves the engine lost.
+            max_num_seqs: rollouts that each engine runs at once; None sets no limit.
         """
-        self._crew = Crew(engines, deadline)
-        self._deadline = deadline
+        super().__init__(engines, deadline)
         self._start = start
         self._policy_version = 0
         self._max_num_seqs = max_num_seqs
         self._lengths = SeenLengths()
-        self._slots: tuple[CoreSlot | None, ...] = ()  # in the cores of the host; empty: they share none
-        self._kv_cache: KvCache | None = None  # of engines in flight
+        self._slots: tuple[CoreSlot | None, ...] = ()  # in the host's shared cores; empty without sharing
+        self._kv_cache: KvCache | None = None  # None outside generation in flight
         self._ledger = Ledger()
-        self._held: list[Portion] = []  # of a call in which another engine was lost
-
-    @property
-    def engines(self) -> tuple[Worker, ...]:
-        """The actors and where they run."""
-        return self._crew.workers
+        self._held: list[Portion] = []  # portions from a call in which another engine was lost
 
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
     ) -> GenerationResult:
-        """Sample the groups of all prompts, dealt to the engines by the lengths seen so far."""
+        """Sample the groups of all prompts; the response lengths seen so far decide which engine gets which."""
         requests = group_requests(prompts, group_size=group_size, seed=seed)
-        num_engines = len(self.engines)
-        num_slots = self._max_num_seqs if num_engines > 1 else None  # one engine queues what it has no room for itself
+        num_engines = len(self.workers)
+        num_slots = self._max_num_seqs if num_engines > 1 else None  # a single engine has vLLM's own queue
         dealt = deal(requests, self._lengths, num_engines=num_engines, num_slots=num_slots)
         result = joined(requests, generate_dealt(self._crew, dealt, sampling, self._of("generate")))
         self._lengths.note(result.groups)
@@ -176,7 +161,7 @@ class RemoteEngine:
 
     @contextmanager
     def unnoted(self) -> Iterator[None]:
-        """Forget, at the end of the block, the response lengths that were seen in it."""
+        """Restore the seen response lengths at the end of the block."""
         kept = copy.deepcopy(self._lengths)
         try:
             yield
@@ -184,20 +169,20 @@ class RemoteEngine:
             self._lengths = kept
 
     def run_in_flight(self, kv_cache: KvCache | None) -> None:
-        """Change the mode of all engines, and of those that take the place of lost ones."""
+        """Set the mode of all engines, and of engines that are started in place of lost ones."""
         self._kv_cache = kv_cache
         self._ledger = Ledger()
         self._held = []
         self._crew.ask("a change of mode", lambda engine: engine.run_in_flight.remote(kv_cache))
 
     def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig) -> None:
-        """Queue groups; what an engine was given that turns out to be lost is known as its own."""
+        """Queue groups; the ledger holds a group for its engine even if the engine turns out to be lost."""
         given = self._ledger.place(requests, [worker.name for worker in self._crew.workers])
         calls = self._of_some(given, lambda each: each.actor.submit.remote(given[each.name], sampling=sampling))
         self._crew.gather("submitting groups", calls)
 
     def advance(self, *, max_s: float) -> Portion:
-        """Run all engines until one completes a group, for about `max_s` seconds, or until nothing is under way."""
+        """Run all engines until one completes a group, about `max_s` seconds have passed, or no group is in flight."""
         end_s = time.monotonic() + max_s
         portions, self._held = self._held, []
         while self._ledger.requests and not any(portion.groups for portion in portions):
@@ -211,33 +196,28 @@ class RemoteEngine:
         return together(portions, num_engines=len(self._crew.workers))
 
     def restart(self, indices: Sequence[int], *, seeds: Callable[[GroupRequest], tuple[int, ...]]) -> int:
-        """Restart the unfinished rollouts of these groups with other seeds; returns how many they were."""
+        """Restart the unfinished rollouts of these groups with other seeds; returns the number of restarts."""
         told = self._ledger.reseed(indices, seeds)
         calls = self._of_some(told, lambda each: each.actor.restart.remote(told[each.name]))
         return sum(self._crew.gather("a restart of rollouts", calls))
 
     def take_lost(self, names: Collection[str]) -> tuple[GroupRequest, ...]:
-        """Take back what engines of these names had under way."""
+        """Remove and return the groups that these engines had in flight."""
         return self._ledger.take(names)
 
     @property
     def under_way(self) -> tuple[GroupRequest, ...]:
-        """Groups that were submitted and did not come back."""
+        """Groups that were submitted and are not complete."""
         return self._ledger.requests
 
-    @property
-    def workers(self) -> tuple[Worker, ...]:
-        """Alias of `engines`, as learner and engines both have it."""
-        return self.engines
-
     def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
-        """Hand each engine its slot in the cores of the host."""
+        """Hand each engine its slot in the host's shared cores."""
         self._slots = tuple(slots)
-        calls = [(each, each.actor.share_cores.remote(slot)) for each, slot in zip(self.engines, slots, strict=True)]
+        calls = [(each, each.actor.share_cores.remote(slot)) for each, slot in zip(self.workers, slots, strict=True)]
         self._crew.gather("share_cores", calls)
 
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
-        """Have all engines draft by another schedule."""
+        """Set the draft-length schedule of all engines."""
         self._crew.ask(self._of("draft_by"), lambda engine: engine.draft_by.remote(schedule))
 
     def trace(
@@ -250,7 +230,7 @@ class RemoteEngine:
         refits: Sequence[WeightFiles] = (),
         steps_between: int = 1,
     ) -> list[Trace]:
-        """Trace rollouts on the first engine, which answers for all: they hold the same weights."""
+        """Trace rollouts on the first engine; all engines hold the same weights."""
         return self._of_first(
             "trace",
             lambda engine: engine.trace.remote(
@@ -264,19 +244,19 @@ class RemoteEngine:
         )
 
     def sleep(self) -> None:
-        """Put all engines to sleep; each wakes when it is asked to generate."""
+        """Put all engines to sleep; an engine wakes when it generates."""
         self._crew.ask(self._of("sleep"), lambda engine: engine.sleep.remote())
 
     def refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
     ) -> list[EngineState]:
-        """Refit every engine; returns what each holds when all have the new weights."""
+        """Refit every engine; returns the state of each engine after the refit."""
         return self.start_refit(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)()
 
     def start_refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
     ) -> Callable[[], list[EngineState]]:
-        """Begin to refit every engine; what it returns waits."""
+        """Begin to refit every engine and return a function that waits for the states."""
         self._policy_version = policy_version
         return self._crew.start(
             self._of("refit"),
@@ -286,16 +266,17 @@ class RemoteEngine:
         )
 
     def locations(self) -> list[Location]:
-        """Places of all workers, engine by engine."""
-        return [place for places in self._locations() for place in places]
+        """Locations of all workers, engine by engine."""
+        by_engine = self._crew.ask("locations", lambda engine: engine.locations.remote())
+        return [place for places in by_engine for place in places]
 
     def control(self, channel: Channel, *, timeout_s: float) -> RayEngineControl:
-        """Control with which a sender in another process steers all engines."""
-        num_workers = len(self._locations()[0])
-        return RayEngineControl(self.engines, channel=channel, num_workers_each=num_workers, timeout_s=timeout_s)
+        """Make the control by which a sender in another process calls all engines."""
+        num_workers = len(self.locations()) // len(self.workers)
+        return RayEngineControl(self.workers, channel=channel, num_workers_each=num_workers, timeout_s=timeout_s)
 
     def start_adopt(self, *, policy_version: int, draft_version: int | None) -> Callable[[], list[EngineState]]:
-        """Have all engines call what they received by these versions."""
+        """Let all engines adopt these versions for the weights that they received."""
         self._policy_version = policy_version
         return self._crew.start(
             self._of("adopt"),
@@ -303,57 +284,48 @@ class RemoteEngine:
         )
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
-        """Types of the tensors of the first engine: all engines hold the same."""
+        """Return the tensor types of the first engine; all engines hold the same tensors."""
         return self._of_first("weight_dtypes", lambda engine: engine.weight_dtypes.remote(is_draft=is_draft))
 
     def start_fingerprints(self, *, is_draft: bool, turn: Turn) -> Callable[[], list[dict[str, int]]]:
-        """Have fingerprints computed of the weights that each engine was told to take last."""
+        """Begin to fingerprint the last weights that each engine was sent."""
         return self._crew.start(
             self._of("weight_fingerprints"),
             lambda engine: engine.weight_fingerprints.remote(is_draft=is_draft, turn=turn),
         )
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """Logprobs of each sequence's tokens, by engine."""
+        """Compute the logprobs of each sequence's tokens on every engine."""
         return self._crew.ask(self._of("token_logprobs"), lambda engine: engine.token_logprobs.remote(sequences))
 
     def states(self) -> list[EngineState]:
-        """Versions that each engine holds."""
+        """Return the versions that each engine holds."""
         return self._crew.ask("state", lambda engine: engine.state.remote())
 
     def replace(self, lost: Sequence[Worker]) -> None:
-        """Start another engine in the place of each of `lost`, with the weights that the first ones started with."""
+        """Start another engine in place of each of `lost`, with the weights of the run's start."""
         assert self._start is not None, "only engines that `start_engine` made can be replaced"
-        engines, names = list(self.engines), {engine.name for engine in lost}
+        engines, names = list(self.workers), {engine.name for engine in lost}
         for index, engine in enumerate(engines):
-            if engine.name in names:  # its host and process may be another one's already
+            if engine.name in names:  # host and process may differ: an engine may have been replaced before
                 ray.kill(engine.actor)
                 engines[index] = self._start(index)
                 if engines[index].node_id != engine.node_id and self._slots:
                     self._slots = (*self._slots[:index], None, *self._slots[index + 1 :])
-        self._crew = Crew(engines, self._deadline)
+        self._crew = Crew(engines, self._crew.deadline)
         if self._kv_cache is not None:
             calls = self._of_some(names, lambda each: each.actor.run_in_flight.remote(self._kv_cache))
             self._crew.gather(self._of("a change of mode"), calls)
-        if self._slots:  # a lost engine may have said that it works, which whoever has its slot alone takes back
+        if self._slots:  # a lost engine may have left its busy flag set, which the owner of the slot alone clears
             slots = {engine.name: slot for engine, slot in zip(engines, self._slots, strict=True)}
             calls = self._of_some(names, lambda each: each.actor.share_cores.remote(slots[each.name]))
             self._crew.gather(self._of("share_cores"), calls)
 
-    def is_alive(self) -> bool:
-        """Ask whether every engine's process still answers."""
-        return is_alive(self.engines)
-
-    def close(self) -> None:
-        """End the engines' processes: vLLM frees its memory in no other way."""
-        for engine in self.engines:
-            ray.kill(engine.actor)
-
     def _slice(self, max_s: float) -> list[Portion]:
-        """Run every engine that has work, until one of one or all of several have had their time."""
+        """Run every engine that has groups: a single engine for `max_s`, several engines for a short slice."""
         is_alone = len(self._crew.workers) == 1
         arguments = {"max_s": max_s if is_alone else min(max_s, _SLICE_S), "stops_at_first": is_alone}
-        busy = [worker.name for worker in self.engines if self._ledger.of(worker.name)]
+        busy = [worker.name for worker in self.workers if self._ledger.of(worker.name)]
         calls = self._of_some(busy, lambda each: each.actor.advance.remote(**arguments))
         portions, lost = self._answers(calls)
         self._ledger.complete(index for portion in portions for index, _ in portion.groups)
@@ -363,7 +335,7 @@ class RemoteEngine:
         return portions
 
     def _answers(self, calls: Sequence[tuple[Worker, Any]]) -> tuple[list[Portion], list[LostWorkerError]]:
-        """Wait for each engine by itself: what one completed is there although another died."""
+        """Wait for each engine on its own, so that the groups of one survive the death of another."""
         portions: list[Portion] = []
         lost: list[LostWorkerError] = []
         for call in calls:
@@ -373,14 +345,11 @@ class RemoteEngine:
                 lost.append(error)
         return portions, lost
 
-    def _locations(self) -> list[list[Location]]:
-        return self._crew.ask("locations", lambda engine: engine.locations.remote())
-
     def _of_some(self, names: Collection[str], call: Callable[[Worker], Any]) -> list[tuple[Worker, Any]]:
-        return [(engine, call(engine)) for engine in self.engines if engine.name in names]
+        return [(engine, call(engine)) for engine in self.workers if engine.name in names]
 
     def _of_first(self, what: str, call: Callable[[Any], Any]) -> Any:
-        first = self.engines[0]
+        first = self.workers[0]
         return self._crew.gather(self._of(what), [(first, call(first.actor))])[0]
 
     def _of(self, what: str) -> str:
@@ -388,14 +357,12 @@ class RemoteEngine:
 
 
 def generate_dealt(crew: Crew, dealt: Deal, sampling: SamplingConfig, what: str) -> list[list[Portion]]:
-    """Have the engines of `crew` generate what was dealt to them; `what` names that in errors."""
+    """Generate the dealt groups on the engines of `crew`; `what` names the call in errors."""
     running: dict[Any, Worker] = {}
 
-    def start(index: int, call: Call) -> Any:
+    def start(index: int, requests: tuple[GroupRequest, ...], is_first: bool, room_for: int | None) -> Any:
         engine = crew.workers[index]
-        ref = engine.actor.generate.remote(
-            call.requests, sampling=sampling, is_first=call.is_first, room_for=call.room_for
-        )
+        ref = engine.actor.generate.remote(requests, sampling=sampling, is_first=is_first, room_for=room_for)
         running[ref] = engine
         return ref
 
@@ -420,12 +387,14 @@ def start_engine(
     layout: Layout = _ANYWHERE,
     kv_cache: KvCache | None = None,
 ) -> Iterator[RemoteEngine]:
-    """Start `config.num_engines` engines that hold `policy` for the span of the block, on the GPUs that `layout` says.
+    """Start `config.num_engines` engines with the weights of `policy` on the GPUs of `layout`.
 
-    With `kv_cache` they run in flight: rollouts outlive a refit, and it says what becomes of their keys and values.
+    The end of the block closes the engines. If `config.num_kept_idle` > 0, the engines stay alive, and a later block
+    with the same settings refits the idle engines to its policy and draft. After an exception all engines are closed,
+    as their weights are unknown.
 
-    With `config.num_kept_idle` > 0 they outlive the block, and a later one that asks for the same settings gets them
-    back, refitted to its own policy and draft. After an exception they end: nobody knows what they hold.
+    Args:
+        kv_cache: treatment of the rollouts' KV cache at a refit, for generation in flight; None for other generation.
     """
     is_in_flight = kv_cache is not None
     key = _engine_key(policy, config, speculative_config, layout, is_in_flight=is_in_flight)
@@ -436,7 +405,8 @@ def start_engine(
         else:
             engine.run_in_flight(None)
             engine.refit(policy, policy_version=0, draft=draft_directory(speculative_config))
-            if speculative_config is not None and SCHEDULE in speculative_config:  # its last user may have changed it
+            if speculative_config is not None and SCHEDULE in speculative_config:
+                # An earlier block may have changed the schedule.
                 entries = speculative_config[SCHEDULE]
                 engine.draft_by(
                     [ScheduleEntry(batch_from=low, batch_to=high, num_speculative_tokens=k) for low, high, k in entries]
@@ -463,9 +433,14 @@ def _new_engine(
     starting = Deadline(config.start_timeout_s, "engine.start_timeout_s")
 
     def begin(index: int) -> Worker:
-        start = _start(reserved(layout), index, config)
+        reservation = reserved(layout)
+        if reservation is None:  # Ray chooses the node
+            executor = "uni" if config.tensor_parallel_size == 1 else "mp"
+            start = Start(place={"num_gpus": 0}, environment={}, executor=executor)
+        else:
+            start = reservation.engine_start(index)
         environment = actor_environment({**process_environment(config), **start.environment})
-        # Learner and engine share the cores, in turn.
+        # Learner and engine share the cores, so Ray reserves none.
         options = {"num_cpus": 0, **start.place, "runtime_env": {"env_vars": environment}}
         actor = (
             ray.remote(EngineProcess)
@@ -495,13 +470,6 @@ def _new_engine(
     )
 
 
-def _start(reservation: Reservation | None, index: int, config: EngineConfig) -> Start:
-    """Start of an engine on its GPUs, or without any wherever Ray puts it."""
-    if reservation is not None:
-        return reservation.engine_start(index)
-    return Start(place={"num_gpus": 0}, environment={}, executor="uni" if config.tensor_parallel_size == 1 else "mp")
-
-
 def _engine_key(
     policy: Path,
     config: EngineConfig,
@@ -510,7 +478,7 @@ def _engine_key(
     *,
     is_in_flight: bool,
 ) -> str:
-    """Key of what no refit can change: the engine's settings and place, the architectures of policy and draft."""
+    """Key of all that a refit cannot change: engine settings, layout, and the architectures of policy and draft."""
     draft = draft_directory(speculative_config)
     models = [policy] if draft is None else [policy, draft]
     architectures = [(model / "config.json").read_text() for model in models]

@@ -1,4 +1,4 @@
-"""The process of a learner rank: policy, optimizer, the trainer of its draft, and the sending half of a refit."""
+"""Process of a learner rank: policy, optimizer, draft trainer, and the sending half of a refit."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ from slipstream.grpo.config import OptimizerConfig
 from slipstream.imports import uncollected
 from slipstream.learner.config import LearnerConfig, ScratchConfig
 from slipstream.ragged import Ragged
-from slipstream.refit import channel
+from slipstream.refit.channel import Location, Snapshot, here
 from slipstream.refit.fingerprint import Turn, WeightPart, held_whole, part_fingerprints
-from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.cores import CoreShare, CoreSlot, num_cores
 from slipstream.workers.reservation import require_gpu
@@ -41,30 +40,30 @@ if TYPE_CHECKING:
     from slipstream.learner.megatron import MegatronPolicy
     from slipstream.learner.rendezvous import Rendezvous
     from slipstream.refit.config import RefitConfig
-    from slipstream.refit.stream import EngineControl, Sender, Sent, WeightSource
+    from slipstream.refit.stream import EngineControl, Sender, SnapshotWriter, WeightSource
 
-POLICY, DRAFT = "policy", "draft"  # the models whose weights travel
+POLICY, DRAFT = "policy", "draft"  # the models whose weights are sent
 
 Learned = tuple[Ragged, Sequence[int]]
-"""A part of some sequences, and from which token on each counts."""
+"""A rank's sequences, and for each the index of the first token that counts."""
 
 
 class LearnerProcess:
     """One rank of the learner; every method is called on all ranks.
 
-    Those that take a part of a batch are handed the share of the rank's data-parallel group, as arrays, and return what
-    they say of it, a row a sequence; the others have the same arguments on all ranks.
+    A parameter `part` is the share of a batch that the rank's data-parallel rank computes, as arrays; the result has a
+    row a sequence. All other arguments are the same on all ranks.
     """
 
     def __init__(
         self, config: LearnerConfig, *, rank: int = 0, world_size: int = 1, logical_gpus: bool = False
     ) -> None:
-        """Not yet a member of the group of `world_size` ranks, see `join`.
+        """Start without a process group, which `join` forms.
 
         Args:
-            logical_gpus: a GPU that Ray gave this process is only counted: it may compute on the CPU.
+            logical_gpus: a GPU that Ray assigned to this process is only counted, and the rank may use the CPU.
         Raises:
-            PlacementError: it would, and Ray's GPU is meant to be one.
+            PlacementError: the rank would compute on the CPU in spite of an assigned GPU.
         """
         self._rank = rank
         if not logical_gpus:
@@ -75,16 +74,16 @@ class LearnerProcess:
         self._policy: MegatronPolicy | None = None
         self._reference: MegatronPolicy | None = None
         self._draft: LearnerDraft | None = None
-        self._online: tuple[LearnerDraft, DraftConfig] | None = None  # one that is trained beside the policy
+        self._online: tuple[LearnerDraft, DraftConfig] | None = None  # a draft that is trained beside the policy
         self._draft_chats: HeldChats | None = None
         self._share: CoreShare | None = None
         self._sources: dict[str, WeightSource] = {}  # by model
-        self._draft_dtype: Dtype | None = None  # of the engines; None: they keep the draft that they start with
+        self._draft_dtype: Dtype | None = None  # as a draft is sent to engines; None sends none
         self._snapshots: dict[tuple[Path, str], SnapshotWriter] = {}  # by directory and model
         self._sender: Sender | None = None
 
     def share_cores(self, slot: CoreSlot | None) -> None:
-        """Leave some of the host's cores to engines that work at the same time; None: no longer."""
+        """Share the host's cores with engines that compute at the same time; None ends the sharing."""
         if self._share is not None:
             self._share.leave()
         self._share = None
@@ -99,7 +98,7 @@ class LearnerProcess:
         return nullcontext() if self._share is None else self._share.at_work()
 
     def listen(self, address: str) -> int:
-        """Open the port of this host on which the ranks will meet; rank 0 alone is asked. Returns the port."""
+        """Open the rendezvous port on this host and return it; called on rank 0 alone."""
         with uncollected():
             from slipstream.learner.rendezvous import Rendezvous
 
@@ -107,10 +106,11 @@ class LearnerProcess:
         return self._rendezvous.port
 
     def join(self, address: str, port: int, *, own_address: str) -> None:
-        """Form one process group with the others; returns when all are in it.
+        """Form one process group with the other ranks; returns when all ranks have joined.
 
         Args:
-            own_address: of this host: its network interface carries the collectives.
+            address: address of the rendezvous host, with its port.
+            own_address: address of this host; its network interface carries the collectives.
         """
         with uncollected():
             from slipstream.learner.rendezvous import Rendezvous
@@ -120,7 +120,7 @@ class LearnerProcess:
         self._rendezvous.join(self._rank, own_address=own_address)
 
     def load(self, path: Path, optimizer: OptimizerConfig | None, *, with_reference: bool = False) -> int:
-        """Load the policy, and a frozen copy as reference for the KL; returns the number of parameters."""
+        """Load the policy, and a frozen copy as the reference of the KL; returns the number of parameters."""
         require_here(path)
         self._policy = self._load(path, optimizer)
         self._is_new(POLICY)
@@ -128,7 +128,7 @@ class LearnerProcess:
         return self._policy.architecture.num_parameters()
 
     def create(self, scratch: ScratchConfig, vocab_size: int, eos_token_id: int, optimizer: OptimizerConfig) -> int:
-        """A policy with random weights; returns the number of parameters."""
+        """Make a policy with random weights; returns the number of parameters."""
         with uncollected():
             from slipstream.learner.megatron import MegatronPolicy
 
@@ -143,47 +143,47 @@ class LearnerProcess:
         return self._policy.architecture.num_parameters()
 
     def release(self) -> None:
-        """Forget all that was loaded; the process group stays."""
+        """Release all models; the process group stays."""
         self._policy = self._reference = self._draft = self._draft_chats = self._online = None
         self.close_stream()
         self._sources, self._snapshots, self._draft_dtype = {}, {}, None
         gc.collect()
 
     def offload(self) -> int:
-        """Free the memory that updates alone need until the next one; how many bytes. The weights stay."""
+        """Offload gradients and optimizer state until the next update; returns the number of freed bytes."""
         return self._loaded.offload() + (0 if self._draft is None else self._draft.offload())
 
     def sees(self, path: Path) -> bool:
-        """Say whether this host sees `path`."""
+        """Return True if `path` exists on this host."""
         return path.exists()
 
     def mtp_loss(self) -> float | None:
-        """Loss of the policy's MTP layer in the last `lm_step`; None where none was trained."""
+        """Loss of the policy's MTP layer in the last `lm_step`; None for a policy without one."""
         return self._loaded.mtp_loss
 
     def lm_step(self, part: Learned, *, learning_rate: float | None = None) -> float:
-        """One next-token update; returns its loss."""
+        """Update the policy on the next-token loss; returns the loss."""
         sequences, loss_starts = part
         return self._loaded.lm_step(sequences, loss_starts, learning_rate=learning_rate)
 
     def logprobs(self, part: TrainBatch, temperature: float) -> Ragged:
-        """Trainer logprobs of the response tokens."""
+        """Compute the trainer logprobs of the response tokens."""
         with self._at_work():
             return _float32(self._loaded.logprobs(part.token_ids, part.prompt_lengths, temperature))
 
     def token_logprobs(self, part: Ragged) -> Ragged:
-        """Logprob of each token but the first, given those before it, at temperature 1."""
+        """Compute the logprob of each token but the first, given all tokens before it, at temperature 1."""
         return _float32(self._loaded.logprobs(part, [1] * len(part), 1.0))
 
     def ref_logprobs(self, part: TrainBatch, temperature: float) -> Ragged | None:
-        """Logprobs under the reference policy, None without one."""
+        """Compute the logprobs under the reference policy; None without a reference."""
         if self._reference is None:
             return None
         with self._at_work():
             return _float32(self._reference.logprobs(part.token_ids, part.prompt_lengths, temperature))
 
     def conditionals(self, part: Learned, sampling: SamplingConfig, *, seed: int) -> list[np.ndarray]:
-        """Conditionals of each response token: a sequence's are [N, columns of `learner.logprobs`]."""
+        """Compute the conditionals of each response token: [N, columns of `learner.logprobs`] for each sequence."""
         from slipstream.learner.logprobs import COLUMNS, conditionals
 
         sequences, prompt_lengths = part
@@ -200,7 +200,7 @@ class LearnerProcess:
         return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
     def next_token_probabilities(self, part: Ragged, sampling: SamplingConfig) -> np.ndarray:
-        """The distribution that is sampled after each prefix, [prefixes, vocabulary]."""
+        """Compute the distribution that is sampled after each prefix: [prefixes, vocabulary]."""
         from slipstream.learner.logprobs import processed_logprobs
 
         def function(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
@@ -209,12 +209,12 @@ class LearnerProcess:
                 logits_NV, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
             ).exp()
 
-        extended = [[*prefix, 0] for prefix in part]  # some token has to come: what it is does not matter
+        extended = [[*prefix, 0] for prefix in part]  # logits are computed for a next token, whichever it is
         width = self._loaded.architecture.vocab_size
         return self._loaded.map_logits(extended, [len(prefix) for prefix in part], function, width=width)
 
     def train_step(self, part: Update) -> Trained:
-        """One update of the policy, and of the draft where `part` says so; the stats are those of the whole update."""
+        """Update the policy, and the draft where `part` says so; the stats cover the update on all ranks."""
         with self._at_work():
             if not part.trains_draft:
                 return self._loaded.train_step(part)
@@ -222,15 +222,15 @@ class LearnerProcess:
             return train_beside(self._loaded, *self._online, part, self._config)
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
-        """Write the policy as transformers and vLLM read it."""
+        """Write the policy in Hugging Face format."""
         self._loaded.save_hf(path, tokenizer_dir)
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write all that a resumed run needs, in the background; with the draft, where it is trained beside."""
+        """Write the checkpoint of the policy, and of a draft trained beside the policy, in the background."""
         self._loaded.save_checkpoint(path, extra, beside=self._online[0].state() if self._online else None)
 
     def finish_checkpoint(self) -> None:
-        """Wait for the checkpoint that is being written."""
+        """Wait until the checkpoint is written."""
         self._loaded.finish_checkpoint()
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
@@ -243,16 +243,16 @@ class LearnerProcess:
         return extra
 
     def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
-        """The `extra` of a checkpoint that is whole, which is not restored; rank 0 alone is asked."""
+        """Return the `extra` of a complete checkpoint without restoring it; called on rank 0 alone."""
         from slipstream.learner.checkpoint.on_disk import inspect_checkpoint
 
         return inspect_checkpoint(path)["extra"]
 
     def continue_draft(self, draft: Path, policy: Path, config: DraftConfig, engine_dtype: Dtype) -> int:
-        """Go on training the saved `draft` beside the policy; returns its number of trained parameters.
+        """Continue to train the saved `draft` beside the policy; returns the number of trained parameters.
 
         Args:
-            engine_dtype: as which it is sent to engines; it is trained in float32.
+            engine_dtype: type in which the draft is sent to engines; the draft is trained in float32.
         """
         require_here(draft)
         trainer = start_training(
@@ -269,12 +269,10 @@ class LearnerProcess:
         given: Path | None = None,
         token_ids: Sequence[int] | None = None,
     ) -> int:
-        """A fresh draft for the loaded policy (its own MTP layer is one), or the `given` one.
-
-        Returns its number of trained parameters.
+        """Make a fresh draft for the loaded policy, or load the `given` draft; return the number of trained parameters.
 
         Args:
-            token_ids: that a fresh draft knows; None: all.
+            token_ids: vocabulary of a fresh draft; None takes all tokens.
         """
         require_here(given)
         self._draft = start_training(
@@ -285,17 +283,17 @@ class LearnerProcess:
         return self._draft.num_parameters
 
     def hold_draft_chats(self, part: IndexedChats, config: DraftConfig) -> bool:
-        """Take this rank's share of the chats that `draft_step` names; whether their hidden states fit the cache.
+        """Keep this rank's share of the draft's training chats; returns True if their hidden states fit the cache.
 
-        Those that fit are captured here, in one order: a resumed training computes the same bits again.
+        Hidden states that fit are captured here, in a fixed order, so that a resumed training computes the same bits.
         """
         self._draft_chats = HeldChats.of(part, self._loaded, config)
         return self._draft_chats.states is not None
 
     def draft_step(self, indices: Sequence[int], config: DraftConfig, temperature: float) -> float:
-        """One update of the draft on the frozen policy's hidden states of these chats; returns the loss.
+        """Update the draft on the frozen policy's hidden states of these chats; returns the loss.
 
-        Each data-parallel rank computes those that it holds, and the update is that of all of them.
+        Each data-parallel rank computes the chats that it holds, and the gradients are summed over the ranks.
         """
         chats = self._draft_chats
         assert chats is not None, "hold_draft_chats comes first"
@@ -303,18 +301,18 @@ class LearnerProcess:
         return self._drafting.step(*mine, temperature=temperature)
 
     def evaluate_draft(self, part: Learned, config: DraftConfig, temperature: float) -> DraftProgress:
-        """Held-out acceptance of the draft, over the shares of all ranks."""
+        """Compute the held-out acceptance of the draft over the chats of all ranks."""
         sequences, prompt_lengths = part
         states = self._loaded.hidden_states(sequences, layer_ids(self._loaded, config))
         rates, length = self._drafting.evaluate(sequences, prompt_lengths, states, temperature=temperature)
         return DraftProgress(rate_by_position=tuple(rates), mean_acceptance_length=length)
 
     def save_draft(self, path: Path) -> None:
-        """Write the draft as vLLM loads it; rank 0 alone writes, and gathering an MTP layer is collective."""
+        """Write the draft in vLLM's format; rank 0 alone writes, and gathering an MTP layer is collective."""
         self._drafting.save(path)
 
     def save_draft_checkpoint(self, path: Path) -> None:
-        """Write what resumed draft training needs; rank 0 alone writes, and gathering an MTP layer is collective."""
+        """Write the draft's checkpoint; rank 0 alone writes, and gathering an MTP layer is collective."""
         self._drafting.save_checkpoint(path)
 
     def load_draft_checkpoint(self, path: Path) -> None:
@@ -322,41 +320,43 @@ class LearnerProcess:
         self._drafting.load_checkpoint(path)
 
     def _is_new(self, model: str, *, draft_dtype: Dtype | None = None) -> None:
-        """Forget what was known of the tensors of `model`: another one is loaded.
+        """Drop the weight source of `model` after a load.
 
         Args:
-            draft_dtype: in which engines compute a draft that is sent to them; None: no draft is.
+            draft_dtype: type in which the draft is sent to engines; None for a draft that is not sent.
         """
         self._sources.pop(model, None)
         if model == DRAFT:
             self._draft_dtype = draft_dtype
 
-    def location(self) -> channel.Location:
-        """Host and GPU of this rank."""
+    def location(self) -> Location:
+        """Return the host and the GPU of this rank."""
         import torch
 
         if not torch.cuda.is_available():
-            return channel.here()
-        return channel.here(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+            return here()
+        return here(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
 
     def weight_bytes(self) -> int:
-        """Size of all models as they are sent to engines; collective."""
+        """Compute the size of all models that are sent to engines; collective."""
         return sum(source.num_bytes() for source in self._sent_sources())
 
     def publish(self, directory: Path, version: int, *, is_draft: bool = False) -> Snapshot | None:
-        """Write the policy, or the draft, for engines on this host; rank 0 alone writes and returns the snapshot."""
+        """Write a snapshot of the policy, or of the draft; rank 0 alone writes and returns the snapshot."""
+        from slipstream.refit.stream import SnapshotWriter
+
         model = DRAFT if is_draft else POLICY
         source = self._source(model)
         with self._at_work():
             if self._rank == 0:
                 writer = self._snapshots.setdefault((directory, model), SnapshotWriter(directory, model))
                 return writer.write(source, version=version)
-            for _ in source:  # gathering is collective: every rank must run through it
+            for _ in source:  # gathering is collective, so every rank iterates
                 pass
         return None
 
     def open_stream(self, settings: RefitConfig, engines: EngineControl) -> None:
-        """Join a channel with the engines, which rank 0 steers; one that was open is left."""
+        """Join a channel with the engines, which rank 0 calls; leaves a channel that was open."""
         from slipstream.refit.stream import open_sender
 
         self.close_stream()
@@ -364,13 +364,13 @@ class LearnerProcess:
             settings, engines=engines, sources=self._sent_sources(), rank=self._rank, address=node_address()
         )
 
-    def stream(self, *, is_draft: bool) -> Sent:
-        """Send the policy, or the draft, to the engines; what rank 0 returns counts."""
+    def stream(self, *, is_draft: bool) -> str | None:
+        """Send the policy, or the draft, to the engines; rank 0 returns the digest of the bytes, if any."""
         assert self._sender is not None, "open_stream comes first"
         return self._sender.send(self._source(DRAFT if is_draft else POLICY), is_draft=is_draft)
 
     def close_stream(self) -> None:
-        """Leave the channel, if there is one."""
+        """Leave the channel, if one is open."""
         if self._sender is not None:
             self._sender.close()
         self._sender = None
@@ -378,9 +378,9 @@ class LearnerProcess:
     def weight_fingerprints(
         self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
     ) -> dict[WeightPart, int]:
-        """Fingerprints, as these types, of the parts of the policy that this rank answers for and whose turn it is.
+        """Fingerprint this rank's parts of the policy's tensors in `turn`, converted to `dtypes`.
 
-        Of the draft, rank 0 alone answers; gathering an MTP layer is collective.
+        For the draft rank 0 alone returns fingerprints; gathering an MTP layer is collective.
         """
         if not is_draft:
             held = (weights for weights in self._loaded.held_weights() if turn.takes(weights.parts[0].name))
@@ -403,7 +403,7 @@ class LearnerProcess:
         return [self._source(model) for model in ((POLICY,) if self._draft_dtype is None else (POLICY, DRAFT))]
 
     def _generator(self, seed: int) -> torch.Generator:
-        """Random generator on the learner's device; ranks that compute different tokens draw different numbers."""
+        """Make a random generator on the learner's device, with a seed of its own for each data-parallel rank."""
         import torch
 
         data_rank = self._config.parallel.data_rank(self._rank)

@@ -1,7 +1,7 @@
-"""The learner's ranks as a driver sees them: every method runs on all ranks at once.
+"""Driver's proxy for the learner's ranks; every method runs on all ranks at once.
 
-Of a batch each data-parallel rank is handed its own share, as arrays, and the answers come back in the batch's order;
-what is asked of the whole learner is rank 0's answer.
+A batch is divided over the data-parallel ranks, and the answers are put back into the batch's order. A call without a
+batch returns rank 0's answer.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from slipstream.grpo.update import part_of, part_of_batch
 from slipstream.learner.config import LearnerConfig, ParallelConfig, ScratchConfig
 from slipstream.learner.packing import plan_shards
 from slipstream.ragged import Ragged
-from slipstream.refit.channel import Location
+from slipstream.refit.channel import Location, Snapshot
 from slipstream.refit.fingerprint import Turn, weight_totals
 from slipstream.types import Dtype, TrainBatch
-from slipstream.workers.calls import Crew, Deadline, Idle, Worker, is_alive, started
+from slipstream.workers.calls import Crew, Deadline, Idle, Proxy, Worker, started
 from slipstream.workers.cores import CoreSlot
 from slipstream.workers.learner_process import LearnerProcess
 from slipstream.workers.placement.config import Layout
@@ -41,28 +41,27 @@ if TYPE_CHECKING:
 
     from slipstream.grpo.update import Trained, Update
     from slipstream.refit.config import RefitConfig
-    from slipstream.refit.snapshot import Snapshot
-    from slipstream.refit.stream import EngineControl, Sent
+    from slipstream.refit.stream import EngineControl
 
 Sequences = Sequence[Sequence[int]]
 T = TypeVar("T")
-_GRACE_S = 30.0  # a sender has its own deadline, and names the engine that missed it: it is given the time to
+_GRACE_S = 30.0  # added to a sender's own deadline, whose error names the engine that missed it
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Sequences of a batch that each data-parallel rank computes, balanced by tokens."""
+    """Division of a batch over data-parallel ranks, balanced by tokens."""
 
-    indices: tuple[tuple[int, ...], ...]  # by data-parallel rank
+    indices: tuple[tuple[int, ...], ...]  # of the sequences, by data-parallel rank
 
     @classmethod
     def of(cls, sequences: Sequence[Any], num_ranks: int) -> Shards:
-        """Deal the sequences; a rank may have none."""
+        """Divide the sequences; a rank may get none."""
         return cls(tuple(plan_shards([len(sequence) for sequence in sequences], num_ranks)))
 
     @classmethod
     def of_update(cls, sequences: Sequence[Any], num_ranks: int) -> Shards:
-        """Deal the sequences of an optimizer update, of which every rank needs one.
+        """Divide the sequences of an optimizer update, where every rank needs at least one.
 
         Raises:
             ConfigError: there are fewer sequences than ranks.
@@ -77,7 +76,7 @@ class Shards:
         return cls.of(sequences, num_ranks)
 
     def in_order(self, answers: Sequence[Sequence[T]]) -> list[T]:
-        """One answer a sequence in the batch's order, from the answers of each rank in its own."""
+        """Put the ranks' answers, one a sequence, into the batch's order."""
         by_index = {
             index: answer
             for indices, rows in zip(self.indices, answers, strict=True)
@@ -86,56 +85,46 @@ class Shards:
         return [by_index[index] for index in range(len(by_index))]
 
 
-class RemoteLearner:
-    """The ranks of one learner, rank 0 first. What each method does, and its shapes, stand at `LearnerProcess`.
+class RemoteLearner(Proxy):
+    """Driver's proxy for the ranks of one learner; `LearnerProcess` documents the methods and their shapes.
 
-    A rank does what it is asked in the order in which it is asked, so what is only started is of the weights that the
-    learner has then, whatever is asked of it next.
+    A rank runs its calls in the order in which they are made. A call that was started therefore sees the weights of
+    that moment, whatever call follows.
     """
 
     def __init__(self, ranks: Sequence[Worker], layout: ParallelConfig, deadline: Deadline) -> None:
-        self._crew = Crew(ranks, deadline)
+        super().__init__(ranks, deadline)
         self._layout = layout
 
-    @property
-    def ranks(self) -> tuple[Worker, ...]:
-        """The actors and where they run, rank 0 first."""
-        return self._crew.workers
-
-    @property
-    def workers(self) -> tuple[Worker, ...]:
-        """Alias of `ranks`, as learner and engines both have it."""
-        return self.ranks
-
     def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
-        """Hand each rank its slot in the cores of the host."""
-        calls = [(rank, rank.actor.share_cores.remote(slot)) for rank, slot in zip(self.ranks, slots, strict=True)]
+        """Hand each rank its slot in the host's shared cores."""
+        calls = [(rank, rank.actor.share_cores.remote(slot)) for rank, slot in zip(self.workers, slots, strict=True)]
         self._crew.gather("share_cores", calls)
 
     def load(self, path: Path, optimizer: OptimizerConfig | None, *, with_reference: bool = False) -> int:
-        """Load the policy; returns the number of its parameters."""
+        """Load the policy; returns the number of parameters."""
         return self._on_all("load", lambda rank: rank.load.remote(path, optimizer, with_reference=with_reference))
 
     def create(self, scratch: ScratchConfig, vocab_size: int, eos_token_id: int, optimizer: OptimizerConfig) -> int:
-        """Make a policy with random weights; returns the number of its parameters."""
+        """Make a policy with random weights; returns the number of parameters."""
         return self._on_all("create", lambda rank: rank.create.remote(scratch, vocab_size, eos_token_id, optimizer))
 
     def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
-        """One next-token update; returns its loss."""
+        """Update the policy on the next-token loss; returns the loss."""
         answers = self._on_shards(
             "lm_step",
             Shards.of_update(sequences, self._layout.data),
-            lambda indices: (_rows(sequences, indices), [loss_starts[index] for index in indices]),
+            partial(_chats, sequences, loss_starts),
             lambda rank, data: rank.lm_step.remote(data, learning_rate=learning_rate),
         )
         return answers[0]
 
     def mtp_loss(self) -> float | None:
-        """Loss of the policy's MTP layer in the last `lm_step`; None of a policy without one."""
+        """Loss of the policy's MTP layer in the last `lm_step`; None for a policy without one."""
         return self._on_all("mtp_loss", lambda rank: rank.mtp_loss.remote())
 
     def logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]]:
-        """Trainer logprobs of the response tokens."""
+        """Compute the trainer logprobs of the response tokens."""
         return self._by_sequence(
             _of("logprobs", batch),
             batch.token_ids,
@@ -144,7 +133,7 @@ class RemoteLearner:
         )
 
     def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]] | None:
-        """Logprobs of the response tokens under the reference policy, None without one."""
+        """Compute the response tokens' logprobs under the reference policy; None without a reference."""
         shards = Shards.of(batch.token_ids, self._layout.data)
         answers = self._on_shards(
             _of("ref_logprobs", batch),
@@ -155,7 +144,7 @@ class RemoteLearner:
         return None if answers[0] is None else shards.in_order(answers)
 
     def token_logprobs(self, sequences: Sequences) -> list[NDArray[np.float32]]:
-        """Logprob of each token but the first, at temperature 1."""
+        """Compute the logprob of each token but the first, at temperature 1."""
         return self._by_sequence(
             "token_logprobs", sequences, partial(_rows, sequences), lambda rank, data: rank.token_logprobs.remote(data)
         )
@@ -163,17 +152,17 @@ class RemoteLearner:
     def conditionals(
         self, sequences: Sequences, prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
     ) -> NDArray[np.float64]:
-        """Conditionals of each response token."""
+        """Compute the conditionals of each response token."""
         by_sequence = self._by_sequence(
             "conditionals",
             sequences,
-            lambda indices: (_rows(sequences, indices), [prompt_lengths[index] for index in indices]),
+            partial(_chats, sequences, prompt_lengths),
             lambda rank, data: rank.conditionals.remote(data, sampling, seed=seed),
         )
         return np.concatenate(by_sequence)
 
     def next_token_probabilities(self, prefixes: Sequences, sampling: SamplingConfig) -> NDArray[np.float64]:
-        """The distribution that is sampled after each prefix."""
+        """Compute the distribution that is sampled after each prefix."""
         by_prefix = self._by_sequence(
             "next_token_probabilities",
             prefixes,
@@ -183,7 +172,7 @@ class RemoteLearner:
         return np.stack(by_prefix)
 
     def train_step(self, update: Update) -> Trained:
-        """One update of the policy."""
+        """Update the policy, and the draft where `update` says so."""
         shards = Shards.of_update(update.batch.token_ids, self._layout.data)
         answers: list[Trained] = self._on_shards(
             _of("train_step", update.batch),
@@ -195,17 +184,17 @@ class RemoteLearner:
         return replace(answers[0], own_logprobs=shards.in_order(own) if own else None)
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
-        """Write the policy as transformers and vLLM read it."""
+        """Write the policy in Hugging Face format."""
         self._require_shared(path)
         self._on_all("save_hf", lambda rank: rank.save_hf.remote(path, tokenizer_dir))
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write all that a resumed run needs, in the background; an error of that is raised by what comes next."""
+        """Write a checkpoint in the background; the learner's next checkpoint call raises an error of the write."""
         self._require_shared(path)
         self._on_all("save_checkpoint", lambda rank: rank.save_checkpoint.remote(path, extra))
 
     def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
-        """Wait for the checkpoint that is being written."""
+        """Wait until the checkpoint is written."""
         deadline = None if timeout_s is None else Deadline(timeout_s, "fixed")
         self._crew.ask("finish_checkpoint", lambda rank: rank.finish_checkpoint.remote(), deadline=deadline)
 
@@ -214,12 +203,12 @@ class RemoteLearner:
         return self._on_all("load_checkpoint", lambda rank: rank.load_checkpoint.remote(path))
 
     def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
-        """The `extra` of a checkpoint that is whole, which is not restored."""
-        first = self.ranks[0]
+        """Return the `extra` of a complete checkpoint without restoring it."""
+        first = self.workers[0]
         return self._crew.gather("inspect_checkpoint", [(first, first.actor.inspect_checkpoint.remote(path))])[0]
 
     def continue_draft(self, draft: Path, policy: Path, config: DraftConfig, engine_dtype: Dtype) -> int:
-        """Go on training a saved draft beside the policy; returns its number of trained parameters."""
+        """Continue to train a saved draft beside the policy; returns the number of trained parameters."""
         return self._on_all(
             "continue_draft", lambda rank: rank.continue_draft.remote(draft, policy, config, engine_dtype)
         )
@@ -231,15 +220,15 @@ class RemoteLearner:
         given: Path | None = None,
         token_ids: Sequence[int] | None = None,
     ) -> int:
-        """Make a fresh draft, or go on from a `given` one; returns its number of trained parameters.
+        """Make a fresh draft, or load the `given` draft; returns the number of trained parameters.
 
         Args:
-            token_ids: that a fresh draft knows; None: all.
+            token_ids: vocabulary of a fresh draft; None takes all tokens.
         """
         return self._on_all("start_draft", lambda rank: rank.start_draft.remote(policy, config, given, token_ids))
 
     def hold_draft_chats(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> bool:
-        """Take the chats that `draft_step` names by index; whether their hidden states fit the cache."""
+        """Hand over the draft's training chats; returns True if their hidden states fit every rank's cache."""
         fits = self._on_shards(
             "hold_draft_chats",
             Shards.of(sequences, self._layout.data),
@@ -249,13 +238,13 @@ class RemoteLearner:
         return all(fits)
 
     def draft_step(self, indices: Sequence[int], config: DraftConfig, temperature: float) -> float:
-        """One update of the draft; returns its loss."""
+        """Update the draft on the chats of these indices; returns the loss."""
         return self._on_all("draft_step", lambda rank: rank.draft_step.remote(indices, config, temperature))
 
     def evaluate_draft(
         self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig, temperature: float
     ) -> DraftProgress:
-        """Held-out acceptance of the draft."""
+        """Compute the held-out acceptance of the draft."""
         answers = self._on_shards(
             "evaluate_draft",
             Shards.of(sequences, self._layout.data),
@@ -265,12 +254,12 @@ class RemoteLearner:
         return answers[0]
 
     def save_draft(self, path: Path) -> None:
-        """Write the draft as vLLM loads it."""
+        """Write the draft in vLLM's format."""
         self._require_shared(path)
         self._on_all("save_draft", lambda rank: rank.save_draft.remote(path))
 
     def save_draft_checkpoint(self, path: Path) -> None:
-        """Write what resumed draft training needs."""
+        """Write the draft's checkpoint."""
         self._require_shared(path)
         self._on_all("save_draft_checkpoint", lambda rank: rank.save_draft_checkpoint.remote(path))
 
@@ -279,29 +268,29 @@ class RemoteLearner:
         self._on_all("load_draft_checkpoint", lambda rank: rank.load_draft_checkpoint.remote(path))
 
     def locations(self) -> list[Location]:
-        """Host and GPU of each rank."""
+        """Return the host and the GPU of each rank."""
         return self._crew.ask("location", lambda rank: rank.location.remote())
 
     def weight_bytes(self) -> int:
-        """Size of all models as they are sent to engines."""
+        """Compute the size of all models that are sent to engines."""
         return self._on_all("weight_bytes", lambda rank: rank.weight_bytes.remote())
 
     def start_publish(self, directory: Path, version: int, *, is_draft: bool = False) -> Callable[[], Snapshot]:
-        """Have the present policy, or the draft, written for the engines; what it returns waits for that."""
+        """Begin to write the present policy, or the draft, as a snapshot; returns a function that waits for it."""
         what = f"publish of {'draft' if is_draft else 'policy'} version {version}"
         wait = self._crew.start(what, lambda rank: rank.publish.remote(directory, version, is_draft=is_draft))
         return lambda: wait()[0]
 
     def open_stream(self, settings: RefitConfig, engines: EngineControl) -> None:
-        """Join a channel with the engines. Errors are those of `answers`: engines may be lost as well as ranks."""
+        """Join a channel with the engines; raises as `answers` does, as engines may be lost as well as ranks."""
         self._crew.ask(
             f"opening the {settings.channel.value} channel",
             lambda rank: rank.open_stream.remote(settings, engines),
             deadline=_sending(settings.timeout_s),
         )
 
-    def stream(self, *, is_draft: bool, timeout_s: float) -> Sent:
-        """Send the policy, or the draft, to the engines that joined. Errors as of `open_stream`."""
+    def stream(self, *, is_draft: bool, timeout_s: float) -> str | None:
+        """Send the policy, or the draft, to the engines that joined; raises as `open_stream` does."""
         what = f"sending the {'draft' if is_draft else 'policy'}"
         deadline = _sending(timeout_s)
         return self._crew.ask(what, lambda rank: rank.stream.remote(is_draft=is_draft), deadline=deadline)[0]
@@ -313,46 +302,37 @@ class RemoteLearner:
     def start_fingerprints(
         self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
     ) -> Callable[[], dict[str, int]]:
-        """Have the fingerprints computed that an engine with these types must have of the tensors whose turn it is.
+        """Begin to fingerprint the tensors in `turn` as engines with these types must hold them.
 
-        Returns what waits for them. Of the draft, rank 0 alone answers, once all have gathered what is split over them.
+        Returns a function that waits for the fingerprints. For the draft rank 0 alone returns fingerprints.
         """
         what = "draft_fingerprints" if is_draft else "weight_fingerprints"
         wait = self._crew.start(what, lambda rank: rank.weight_fingerprints.remote(dtypes, turn, is_draft=is_draft))
         return lambda: weight_totals(wait())
 
     def offload(self) -> None:
-        """Free the memory that updates alone need; each rank onloads it for the next one."""
+        """Offload gradients and optimizer state; each rank onloads them for its next update."""
         self._on_all("offload", lambda rank: rank.offload.remote())
 
     def release(self) -> None:
-        """Forget the policy, its optimizer and the draft: what is left is a process with its imports."""
+        """Release policy, optimizer and draft; the ranks' processes stay."""
         self._on_all("release", lambda rank: rank.release.remote())
-
-    def is_alive(self) -> bool:
-        """Ask whether every rank's process still answers."""
-        return is_alive(self.ranks)
-
-    def close(self) -> None:
-        """End the ranks' processes."""
-        for rank in self.ranks:
-            ray.kill(rank.actor)
 
     def _on_all(self, what: str, call: Callable[[Any], Any]) -> Any:
         return self._crew.ask(what, call)[0]
 
     def _require_shared(self, path: Path) -> None:
-        """Ranks write what the driver reads, and one rank what another one does.
+        """Refuse a directory that a rank's host does not see, as driver and ranks read one another's files.
 
         Raises:
-            ConfigError: a rank's host does not see the driver's directory.
+            ConfigError: a rank's host does not see the directory of `path`.
         """
-        if all(rank.node_id == own_node() for rank in self.ranks):
+        if all(rank.node_id == own_node() for rank in self.workers):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".seen-") as mark:
             seen = self._crew.ask("sees", lambda rank: rank.sees.remote(Path(mark.name)))
-        blind = [str(rank) for rank, sees in zip(self.ranks, seen, strict=True) if not sees]
+        blind = [str(rank) for rank, sees in zip(self.workers, seen, strict=True) if not sees]
         require(
             not blind,
             str(path.parent),
@@ -364,11 +344,11 @@ class RemoteLearner:
     def _on_shards(
         self, what: str, shards: Shards, part: Callable[[Sequence[int]], Any], call: Callable[[Any, Any], Any]
     ) -> list[Any]:
-        """Hand each rank what `part` makes of its data-parallel rank's indices; one answer a data-parallel rank."""
+        """Call every rank with its data-parallel rank's part of a batch; returns one answer a data-parallel rank."""
         data = [part(indices) for indices in shards.indices]
-        if self._layout.world_size > self._layout.data:  # several ranks read each share
+        if self._layout.world_size > self._layout.data:  # several ranks read each part
             data = [ray.put(each) for each in data]
-        calls = [(rank, call(rank.actor, data[self._layout.data_rank(i)])) for i, rank in enumerate(self.ranks)]
+        calls = [(rank, call(rank.actor, data[self._layout.data_rank(i)])) for i, rank in enumerate(self.workers)]
         answers = self._crew.gather(what, calls)
         first_stage = self._layout.tensor * self._layout.data
         return answers[: first_stage : self._layout.tensor]
@@ -376,7 +356,7 @@ class RemoteLearner:
     def _by_sequence(
         self, what: str, sequences: Sequence[Any], part: Callable[[Sequence[int]], Any], call: Callable[[Any, Any], Any]
     ) -> list[Any]:
-        """Answers of the data-parallel ranks, one a sequence, in order."""
+        """Call every rank with its part of `sequences`; returns one answer a sequence, in the batch's order."""
         shards = Shards.of(sequences, self._layout.data)
         return shards.in_order(self._on_shards(what, shards, part, call))
 
@@ -395,10 +375,10 @@ idle_learners: Idle[RemoteLearner] = Idle()
 
 @contextmanager
 def start_learner(config: LearnerConfig, *, layout: Layout = _ANYWHERE) -> Iterator[RemoteLearner]:
-    """The learner's ranks, without a model, for the span of the block, on the GPUs that `layout` says.
+    """Start the learner's ranks on the GPUs of `layout`, without a model.
 
-    With `config.num_kept_idle` > 0 they outlive the block, and a later one with the same settings gets them back
-    without what they held. After an exception they end.
+    The end of the block closes the ranks. If `config.num_kept_idle` > 0, the ranks release their models and stay alive
+    for a later block with the same settings. After an exception the ranks are closed.
     """
     key = repr((config, layout))
     learner = idle_learners.take(key) or _new_learner(config, layout)
@@ -423,11 +403,11 @@ def _new_learner(config: LearnerConfig, layout: Layout) -> RemoteLearner:
 def start_ranks(
     config: LearnerConfig, places: Sequence[Mapping[str, Any]], *, logical_gpus: bool = False
 ) -> RemoteLearner:
-    """Start the learner's ranks and bring them together, wherever they are.
+    """Start the learner's ranks, and form their process group.
 
     Args:
-        places: Ray's options of each rank that decide where it runs.
-        logical_gpus: those among them are only counted.
+        places: Ray's placement options for each rank.
+        logical_gpus: GPUs among the options are only counted, and the ranks may use the CPU.
     """
     threads = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
     options = {"num_cpus": 0, "runtime_env": {"env_vars": actor_environment(threads)}}
@@ -449,9 +429,9 @@ def start_ranks(
 
 
 def _join(ranks: Sequence[Worker], deadline: Deadline) -> None:
-    """Have the ranks form one process group: rank 0 listens on its own host, the others connect there."""
+    """Form one process group: rank 0 listens on its host, and the other ranks connect to that address."""
     if len(ranks) == 1 and ranks[0].host == "127.0.0.1":
-        return  # on a cluster gloo must be told its interface: it would ask for the host's name, which may have none
+        return  # on a cluster gloo needs its interface named, as the host's name may have no address
     first = Crew(ranks[:1], deadline)
     (port,) = first.ask("listen", lambda rank: rank.listen.remote(ranks[0].host))
     crew = Crew(ranks, deadline)

@@ -1,7 +1,7 @@
-"""A plan on Ray: its GPUs reserved as placement groups, and each process put into the bundle of its GPU.
+"""Reservation of a plan's GPUs on Ray: placement groups, and the bundle in which each process runs.
 
-A bundle is one GPU. Rank i of the learner and worker i of every engine set lie in the same bundle; the fractions of
-a GPU that they ask for are Ray's bookkeeping, not limits, and sum to less than one.
+A bundle is one GPU. Rank i of the learner and worker i of every engine set run in the same bundle. The fractions of a
+GPU that these processes request are Ray's bookkeeping, not limits, and sum to less than one.
 """
 
 from __future__ import annotations
@@ -33,28 +33,27 @@ _BUNDLES = "VLLM_RAY_BUNDLE_INDICES"
 
 
 class PlacementError(RuntimeError):
-    """The cluster did not give a run its GPUs within the deadline."""
+    """Error for GPUs that the cluster did not provide within the deadline, or that a process cannot use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seat:
-    """A bundle, and the GPU that it stands for."""
+    """A bundle, and its physical GPU."""
 
     group: PlacementGroup
     bundle: int
     node_id: str
-    address: str
-    gpu_id: str  # as CUDA_VISIBLE_DEVICES names it
+    gpu_id: str  # as in CUDA_VISIBLE_DEVICES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """Start of an engine: where, with what environment, by which executor.
+    """Ray and vLLM settings that start an engine on its GPUs.
 
     Attributes:
-        place: options of its Ray actor that decide where it runs.
-        environment: what its process needs beside its own.
-        executor: vLLM's, of its workers.
+        place: placement options of the engine's Ray actor.
+        environment: additional environment variables of the engine's process.
+        executor: vLLM's executor of the engine's workers: `uni`, `mp` or `ray`.
     """
 
     place: dict[str, Any]
@@ -63,22 +62,22 @@ class Start:
 
 
 class Reservation:
-    """The GPUs of a plan, held until `release` or the end of this process."""
+    """Reserved GPUs of a plan, held until `release` or the end of this process."""
 
     def __init__(self, plan: Plan, seats: Mapping[Slot, Seat]) -> None:
         self.plan = plan
         self.seats = dict(seats)
 
     def learner_place(self, rank: int) -> dict[str, Any]:
-        """Options that put the actor of this rank on its GPU."""
+        """Return Ray's options that place the actor of this rank on its GPU."""
         seat = self.seats[self.plan.learner[rank]]
         return _in_bundle(seat.group, seat.bundle, learner_share(self.plan.layout))
 
     def engine_start(self, index: int) -> Start:
-        """Start of the engine of this number.
+        """Return the start of the engine of this number.
 
-        Within a node vLLM starts its workers itself, and the actor sees all their GPUs; over several nodes it puts
-        each into a bundle that it is told. Left alone, vLLM takes Ray for any engine inside a placement group.
+        Within a node vLLM starts its workers itself, and the actor sees the GPUs of all workers. Over several nodes
+        vLLM puts each worker into a named bundle. Without a named executor vLLM takes Ray's in a placement group.
 
         Source: vLLM 0.32, `config/parallel.py __post_init__`, `v1/executor/ray_executor_v2.py _init_executor`.
         """
@@ -87,7 +86,7 @@ class Reservation:
         place = _in_bundle(seats[0].group, seats[0].bundle, share)
         if len(seats) == 1:
             return Start(place=place, environment={}, executor="uni")
-        # Ray shows an actor the GPU of its own bundle alone; here the actor's children use the others.
+        # Ray shows an actor the GPU of its own bundle alone, but the actor's child processes use the other bundles.
         own = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         if len({seat.node_id for seat in seats}) == 1:
             own["CUDA_VISIBLE_DEVICES"] = ",".join(seat.gpu_id for seat in seats)
@@ -97,23 +96,23 @@ class Reservation:
         return Start(place=place | {"num_gpus": 0.0}, environment=own, executor="ray")
 
     def is_whole(self) -> bool:
-        """Ask whether all its nodes are alive."""
+        """Return True if all nodes of the reservation are alive."""
         return {seat.node_id for seat in self.seats.values()} <= {node.id for node in ray_nodes()}
 
     def release(self) -> None:
-        """Give the GPUs back; what still runs on them ends."""
+        """Release the GPUs; Ray kills the processes that run on them."""
         for group in {seat.group for seat in self.seats.values()}:
             remove_placement_group(group)
         self.seats.clear()
 
 
 def learner_share(layout: Layout) -> float:
-    """Fraction of a GPU that a learner rank asks Ray for."""
+    """Fraction of a GPU that a learner rank requests from Ray."""
     return _floor(_LEARNERS / layout.num_learners)
 
 
 def engine_share(layout: Layout) -> float:
-    """Fraction of a GPU that one worker of one engine set asks Ray for."""
+    """Fraction of a GPU that one worker of one engine set requests from Ray."""
     return _floor(_ENGINES / layout.num_engine_sets)
 
 
@@ -122,13 +121,13 @@ _lock = threading.Lock()
 
 
 def reserved(layout: Layout) -> Reservation | None:
-    """The GPUs of `layout`, reserved at the first call in a process; None for one without GPUs.
+    """Return the reservation of `layout`, made at the first call in a process; None for a layout without GPUs.
 
-    All stages of a process that have the same layout share its reservation; another layout releases it. Where nodes
-    were lost, others take their places, and what runs on the rest goes on.
+    The stages of a process share the reservation of a layout; another layout releases it. Lost nodes are replaced, and
+    processes on the other nodes keep running.
 
     Raises:
-        PlacementError: the cluster does not have them free within `placement.start_timeout_s`.
+        PlacementError: the GPUs are not free within `placement.start_timeout_s`.
     """
     if not layout.has_gpus:
         return None
@@ -144,11 +143,11 @@ def reserved(layout: Layout) -> Reservation | None:
 
 
 def reserve(layout: Layout) -> Reservation:
-    """Reserve the GPUs of `layout` and find out which physical GPU each bundle is.
+    """Reserve the GPUs of `layout` and look up the physical GPU of each bundle.
 
     Raises:
-        PlacementError: the cluster does not have them free within `placement.start_timeout_s`; it says what was
-            wanted where, and what is free there.
+        PlacementError: the GPUs are not free within `placement.start_timeout_s`; the message names the request and the
+            free resources of each node.
     """
     deadline = time.monotonic() + layout.placement.start_timeout_s
     plan, nodes = _planned(layout, lambda cluster: make_plan(layout, cluster), deadline)
@@ -156,10 +155,10 @@ def reserve(layout: Layout) -> Reservation:
 
 
 def renewed(held: Reservation) -> Reservation:
-    """`held` with other nodes for those that were lost; it gives back what is reserved together with one of these.
+    """Replace the lost nodes of `held`; placement groups that contain a lost node are reserved anew.
 
     Raises:
-        PlacementError: as `reserve`; then all of `held` is given back.
+        PlacementError: as in `reserve`; all of `held` is released.
     """
     layout, before = held.plan.layout, held.plan.nodes
     deadline = time.monotonic() + layout.placement.start_timeout_s
@@ -179,7 +178,7 @@ def renewed(held: Reservation) -> Reservation:
 def _reserve(
     plan: Plan, wanted: Iterable[tuple[int, ...]], nodes: Mapping[str, RayNode], deadline: float
 ) -> dict[Slot, Seat]:
-    """The seats of these of the plan's groups."""
+    """Reserve these groups of the plan's nodes."""
     groups = {_group(plan, members, nodes): members for members in wanted}
     indices = sorted(index for members in groups.values() for index in members)
     addresses = ", ".join(nodes[plan.nodes[index].name].address for index in indices)
@@ -198,7 +197,7 @@ def _reserve(
 
 
 def _planned(layout: Layout, plan_on: Callable[[Cluster], Plan], deadline: float) -> tuple[Plan, dict[str, RayNode]]:
-    """The plan, as soon as the cluster is large enough for it: its nodes may still be on their way."""
+    """Make the plan as soon as the cluster has enough nodes, which may join until the deadline."""
     timeout_s, is_first = layout.placement.start_timeout_s, True
     while True:
         nodes = ray_nodes()
@@ -216,7 +215,7 @@ def _planned(layout: Layout, plan_on: Callable[[Cluster], Plan], deadline: float
 
 
 def _group(plan: Plan, members: Sequence[int], nodes: Mapping[str, RayNode]) -> PlacementGroup:
-    """One bundle for each GPU that the plan takes of these nodes, pinned to them."""
+    """Request a bundle for each GPU that the plan takes of these nodes, pinned to the nodes."""
     bundles, selectors = [], []
     for index in members:
         node = nodes[plan.nodes[index].name]
@@ -228,14 +227,14 @@ def _group(plan: Plan, members: Sequence[int], nodes: Mapping[str, RayNode]) -> 
 
 
 def _bundle(node: RayNode) -> dict[str, float]:
-    """A GPU and, where the node has one for each, a core that no other work gets."""
+    """Resources of a bundle: a GPU and, where the node has enough cores, a core."""
     return {"GPU": 1.0, "CPU": 1.0} if node.num_cpus >= node.num_gpus else {"GPU": 1.0}
 
 
 def _seats(
     plan: Plan, groups: Sequence[PlacementGroup], nodes: Mapping[str, RayNode], deadline: float
 ) -> dict[Slot, Seat]:
-    """Ask in every bundle which GPU it is, and number a node's GPUs in their own order."""
+    """Look up the physical GPU of every bundle, and number the GPUs of a node by their ids."""
     environment = {"env_vars": actor_environment({})}
     probe: Any = ray.remote(num_cpus=0, runtime_env=environment)(_gpu_here)
     asked = {
@@ -255,7 +254,7 @@ def _seats(
     for reference in answers:
         group, bundle = asked[reference]
         node_id, gpu_id = ray.get(reference)
-        seat = Seat(group=group, bundle=bundle, node_id=node_id, address=nodes[node_id].address, gpu_id=gpu_id)
+        seat = Seat(group=group, bundle=bundle, node_id=node_id, gpu_id=gpu_id)
         by_node.setdefault(index_of[node_id], []).append(seat)
     return {
         Slot(index, gpu): seat
@@ -265,23 +264,23 @@ def _seats(
 
 
 def _gpu_here() -> tuple[str, str]:
-    """Node and GPU of the process that runs this."""
+    """Return the node and the GPU of this process."""
     context = ray.get_runtime_context()
     (gpu_id,) = context.get_accelerator_ids()["GPU"]
     return context.get_node_id(), str(gpu_id)
 
 
 def require_gpu(process: str, *, problem: Callable[[], str]) -> None:
-    """Refuse to compute on the CPU in a process to which Ray gave a GPU: it would be slow, and say nothing.
+    """Refuse to compute on the CPU in a process to which Ray assigned a GPU; the run would be slow without an error.
 
     Args:
-        process: its name.
-        problem: why it would compute on the CPU; empty if it would not. Asked only where Ray gave a GPU.
+        process: name of the process in the error.
+        problem: returns why the process would use the CPU, or an empty string; called only with an assigned GPU.
     Raises:
-        PlacementError: it would.
+        PlacementError: the process would use the CPU.
     """
     ids = ray.get_runtime_context().get_accelerator_ids()["GPU"] if ray.is_initialized() else []
-    bundles = os.environ.get(_BUNDLES)  # of an engine whose workers are actors of their own
+    bundles = os.environ.get(_BUNDLES)  # set for an engine whose workers are Ray actors
     if not ids and not bundles:
         return
     found = problem()
@@ -303,7 +302,7 @@ def _in_bundle(group: PlacementGroup, bundle: int, share: float) -> dict[str, An
 
 
 def _not_free(plan: Plan, missing: Iterable[int], nodes: Mapping[str, RayNode]) -> str:
-    """Text of what was wanted, and what is there instead."""
+    """Error text with the request and the free resources of each missing node."""
     timeout_s = plan.layout.placement.start_timeout_s
     now = {node.id: node for node in ray_nodes()}
     words = []
@@ -323,7 +322,7 @@ def _not_free(plan: Plan, missing: Iterable[int], nodes: Mapping[str, RayNode]) 
 
 
 def _free() -> str:
-    """Text of what every node has free."""
+    """Text of the free resources of every node."""
     words = [
         f"{n.address} {n.free_gpus:g} of {n.num_gpus} GPU, {n.free_cpus:g} of {n.num_cpus:g} CPU" for n in ray_nodes()
     ]
@@ -335,5 +334,5 @@ def _gpu_order(gpu_id: str) -> tuple[int, str]:
 
 
 def _floor(share: float) -> float:
-    """Ray counts in ten-thousandths; rounded down, so that the sum stays below one."""
+    """Round down to Ray's ten-thousandths, so that the sum stays below one."""
     return int(share * 10_000) / 10_000

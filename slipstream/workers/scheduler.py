@@ -1,10 +1,9 @@
-"""Scheduling of groups over engines: which engine gets which prompts, and what each has under way.
+"""Scheduling of groups over engines, for generation that waits for its batch and for generation in flight.
 
-A generation that waits for its batch deals the longest groups first, each to the engine with the least to do. What has
-no room yet is queued, and an engine takes from the queue as soon as it has room for a group. Dealing alone would leave
-an engine idle when its prompts end early; a queue alone would give the first engine that asks everything it has room
-for. Generation in flight gives each group to the engine with the fewest rollouts, and a ledger knows which groups did
-not come back.
+A generation that waits for its batch assigns the longest groups first, each to the engine with the least load. Groups
+without room are queued, and an engine takes from the queue as soon as it has room. Assignment alone would leave an
+engine idle when its responses end early. A queue alone would fill up the first engine that asks. Generation in flight
+assigns each group to the engine with the fewest rollouts, and a ledger holds the groups that are not complete.
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from slipstream.engine.acceptance import combine
-from slipstream.engine.protocol import GenerationResult, Portion, RunningTime
+from slipstream.engine.protocol import GenerationResult, Portion, summed
 from slipstream.engine.requests import GroupRequest
 from slipstream.types import Prompt, RolloutGroup
 
-_TOKENS_PER_KIND = 8  # prompts whose lengths differ by less are of one kind
-_NEW = 0.25  # weight of the newest group in a mean: lengths drift while the policy learns
+_TOKENS_PER_KIND = 8  # width of a bin of prompt lengths
+_NEW = 0.25  # weight of the newest group in a moving mean, as lengths drift while the policy learns
 
 H = TypeVar("H", bound=Hashable)
 
 
 @dataclass
 class SeenLengths:
-    """Response lengths seen so far, in tokens: what a prompt's next rollouts are expected to take.
+    """Response lengths seen so far, in tokens, as a forecast for a prompt's next rollouts.
 
-    A prompt that was seen takes what it took last, another one the mean of its kind (prompts of about its length), or
-    of all prompts; before any was seen all are expected to be equal.
+    The forecast is the prompt's last length. A new prompt gets the moving mean of its kind (prompts of about the same
+    length), else the moving mean of all prompts. Without any seen response all forecasts are equal.
     """
 
     _by_prompt: dict[str, float] = field(default_factory=dict)
@@ -38,7 +37,7 @@ class SeenLengths:
     _mean: float | None = None
 
     def note(self, groups: Iterable[RolloutGroup]) -> None:
-        """Remember how long these responses were."""
+        """Add the response lengths of these groups."""
         for group in groups:
             length = sum(len(rollout.token_ids) for rollout in group.rollouts) / len(group.rollouts)
             kind = _kind(group.prompt)
@@ -47,25 +46,25 @@ class SeenLengths:
             self._mean = _moved(self._mean, length)
 
     def expected(self, prompt: Prompt) -> float:
-        """Tokens of one response."""
+        """Forecast the tokens of one response."""
         fallback = 1.0 if self._mean is None else self._mean
         return self._by_prompt.get(prompt.id, self._by_kind.get(_kind(prompt), fallback))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deal:
-    """Groups that each engine starts with, and those that wait for room, longest first."""
+    """Groups that each engine starts with, and a queue of groups without room, longest first."""
 
     shares: tuple[tuple[GroupRequest, ...], ...]
     queue: tuple[GroupRequest, ...]
 
 
 def deal(requests: Sequence[GroupRequest], lengths: SeenLengths, *, num_engines: int, num_slots: int | None) -> Deal:
-    """Longest first, each to the engine with the fewest expected tokens of those with room for it.
+    """Assign the longest groups first, each to the engine with room that has the fewest expected tokens.
 
     Args:
-        num_slots: rollouts that run at once on an engine; None: as many as there are. A group that is larger is dealt
-            to an engine of its own and waits there.
+        num_slots: rollouts that an engine runs at once; None sets no limit. A larger group gets an engine of its own
+            and waits in that engine.
     """
 
     def tokens(request: GroupRequest) -> float:
@@ -77,7 +76,7 @@ def deal(requests: Sequence[GroupRequest], lengths: SeenLengths, *, num_engines:
     for request in sorted(requests, key=tokens, reverse=True):
         open_to = [i for i in range(num_engines) if _fits(request, shares[i], num_slots)]
         if queue or not open_to:
-            queue.append(request)  # a shorter one does not overtake it
+            queue.append(request)  # and all shorter groups after it
             continue
         engine = min(open_to, key=lambda i: loads[i])
         shares[engine].append(request)
@@ -98,37 +97,32 @@ def _moved(mean: float | None, value: float) -> float:
     return value if mean is None else mean + _NEW * (value - mean)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """Arguments of one call of `VllmEngine.generate`."""
-
-    requests: tuple[GroupRequest, ...]
-    is_first: bool
-    room_for: int | None
-
-
 def gather(
-    dealt: Deal, *, start: Callable[[int, Call], H], wait: Callable[[Sequence[H]], tuple[H, Portion]]
+    dealt: Deal,
+    *,
+    start: Callable[[int, tuple[GroupRequest, ...], bool, int | None], H],
+    wait: Callable[[Sequence[H]], tuple[H, Portion]],
 ) -> list[list[Portion]]:
-    """Generate what was dealt, and the queue: an engine gets its next group as soon as it has room.
+    """Generate the assigned groups and the queue; an engine gets its next group as soon as it has room.
 
-    Engines work at the same time, each on one call at a time.
+    All engines compute at the same time, each with one call at a time.
 
     Args:
-        start: hands a call to the engine of that number; returns at once.
-        wait: gives the call that ends first, and its result.
+        start: starts a call of `VllmEngine.generate` on the engine of this number, with the requests, `is_first` and
+            `room_for`; returns at once.
+        wait: waits for the call that ends first; returns the call and its result.
     Returns:
-        The portions of each engine, in the order in which it made them.
+        The portions of each engine, in the order of the engine's calls.
     """
     queue = deque(dealt.queue)
     portions: list[list[Portion]] = [[] for _ in dealt.shares]
-    missing = [0] * len(dealt.shares)  # groups that an engine has and did not return
+    missing = [0] * len(dealt.shares)  # groups in flight on each engine
     running: dict[H, int] = {}
 
     def call(engine: int, requests: tuple[GroupRequest, ...], *, is_first: bool) -> None:
         missing[engine] += len(requests)
         room_for = len(queue[0].seeds) if queue else None
-        running[start(engine, Call(requests=requests, is_first=is_first, room_for=room_for))] = engine
+        running[start(engine, requests, is_first, room_for)] = engine
 
     for engine, share in enumerate(dealt.shares):
         if share:
@@ -146,7 +140,7 @@ def gather(
 
 
 def joined(requests: Sequence[GroupRequest], portions: Sequence[Sequence[Portion]]) -> GenerationResult:
-    """The result of a generation from the engines' portions: the groups in the order of the requests."""
+    """Join the engines' portions into the result of a generation, with the groups in the order of the requests."""
     parts = [part for engine in portions for part in engine]
     groups = dict(entry for part in parts for entry in part.groups)
     known = [part.acceptance for part in parts if part.acceptance is not None]
@@ -157,12 +151,12 @@ def joined(requests: Sequence[GroupRequest], portions: Sequence[Sequence[Portion
         acceptance=combine(known) if known else None,
         generation_s=generation_s,
         engine_idle_fraction=1.0 - worked_s / (len(portions) * generation_s) if len(portions) > 1 else 0.0,
-        running=_running(parts),
+        running=summed(time for part in parts for time in part.running),
     )
 
 
 def together(portions: Sequence[Portion], *, num_engines: int) -> Portion:
-    """Join what engines did at the same time, or one after the other, into one portion."""
+    """Join portions of several engines or calls into one."""
     known = [portion.acceptance for portion in portions if portion.acceptance is not None]
     worked_s = sum(portion.ended_s - portion.started_s for portion in portions)
     return Portion(
@@ -170,31 +164,23 @@ def together(portions: Sequence[Portion], *, num_engines: int) -> Portion:
         acceptance=combine(known) if known else None,
         started_s=0.0,
         ended_s=worked_s / num_engines,
-        running=_running(portions),
+        running=summed(time for portion in portions for time in portion.running),
     )
 
 
-def _running(parts: Sequence[Portion]) -> tuple[RunningTime, ...]:
-    """Steps of the engines by the running batch of the engine that made them."""
-    found: dict[int, RunningTime] = {}
-    for time in (time for part in parts for time in part.running):
-        found[time.num_running] = found[time.num_running].plus(time) if time.num_running in found else time
-    return tuple(found[num] for num in sorted(found))
-
-
 class Ledger:
-    """Groups that were submitted and did not come back, by the engine that has them, in the order of submission."""
+    """Groups in flight, with the engine that each was assigned to, in the order of submission."""
 
     def __init__(self) -> None:
         self._placed: dict[int, tuple[str, GroupRequest]] = {}
 
     @property
     def requests(self) -> tuple[GroupRequest, ...]:
-        """All of them."""
+        """All groups in flight."""
         return tuple(request for _, request in self._placed.values())
 
     def place(self, requests: Iterable[GroupRequest], engines: Sequence[str]) -> dict[str, list[GroupRequest]]:
-        """Give each group to the engine that has the fewest rollouts; what each gets."""
+        """Assign each group to the engine with the fewest rollouts; returns the new groups of each engine."""
         loads = {engine: sum(len(request.seeds) for request in self.of(engine)) for engine in engines}
         given: dict[str, list[GroupRequest]] = {}
         for request in requests:
@@ -206,13 +192,13 @@ class Ledger:
         return given
 
     def of(self, engine: str) -> tuple[GroupRequest, ...]:
-        """Groups that this engine has."""
+        """Groups in flight on this engine."""
         return tuple(request for name, request in self._placed.values() if name == engine)
 
     def reseed(
         self, indices: Collection[int], seeds: Callable[[GroupRequest], tuple[int, ...]]
     ) -> dict[str, dict[int, tuple[int, ...]]]:
-        """Give these groups other seeds, if they are under way; by engine and group, what each must be told."""
+        """Change the seeds of the groups that are in flight; returns the new seeds by engine and group."""
         told: dict[str, dict[int, tuple[int, ...]]] = {}
         for index in indices:
             if index not in self._placed:
@@ -223,12 +209,12 @@ class Ledger:
         return told
 
     def complete(self, indices: Iterable[int]) -> None:
-        """These groups came back."""
+        """Remove groups that are complete."""
         for index in indices:
             del self._placed[index]
 
     def take(self, engines: Collection[str]) -> tuple[GroupRequest, ...]:
-        """Take out the groups that these engines had, and lost."""
+        """Remove and return the groups in flight on these engines."""
         lost = tuple(request for name, request in self._placed.values() if name in engines)
         self.complete(request.index for request in lost)
         return lost

@@ -1,4 +1,4 @@
-"""The connection to Ray, a cluster's or a local instance; its nodes, and the machine of this process."""
+"""Connection to Ray, a cluster's or a local instance; Ray's nodes, and the machine of this process."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from slipstream.workers.placement.plan import Node
 logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 200 << 20
-# Ray would give way to every other process: timed work must not.
+# Ray lowers the priority of its workers by default, which would distort timings.
 _LOCAL_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
-_LOCAL = "local"  # in Ray's words
+_LOCAL = "local"  # Ray's address of an instance of its own
 _NUM_STARTS = 3
-_START_TIMED_OUT = "timed out during startup"  # of Ray's error, which has no class of its own
+_START_TIMED_OUT = "timed out during startup"  # text of Ray's error, which has no class of its own
 _PASSED_ON = ("HF_HUB_OFFLINE", "DO_NOT_TRACK", "PYTHONPATH")
 
 NVLINK_LABEL = "ray.io/gpu-domain"
-"""Ray's own label of nodes that share an NVLink domain: its topology strategies read it too."""
+"""Ray's label for nodes that share an NVLink domain; Ray's topology strategies read the label too."""
 
 NUMA_LABEL = "slipstream.io/numa"
-"""NUMA node of each GPU in their order, as in `0-0-1-1`; given with `ray start --labels`."""
+"""Label with the NUMA node of each GPU in order, as in `0-0-1-1`; set with `ray start --labels`."""
 
 _TYPE_LABEL = "ray.io/accelerator-type"  # set by Ray on nodes with accelerators
 _GPU, _CPU, _STORE = "GPU", "CPU", "object_store_memory"
 
 
 def connect() -> None:
-    """Connect this process to Ray, once: to the cluster that `RAY_ADDRESS` names, else to a local instance of its own.
+    """Connect this process to Ray, once: to the cluster at `RAY_ADDRESS`, else to a local instance of its own.
 
-    A local instance takes seconds to start, so the stages of one process share it; it ends with the process. Another
-    Ray on this machine, or the address that a dead one left in /tmp/ray, changes nothing; `auto` asks for it.
+    A local instance takes seconds to start, so the stages of one process share the instance, which ends with the
+    process. Another Ray on this machine, alive or dead, is ignored unless `RAY_ADDRESS` is `auto`.
 
     Raises:
-        TimeoutError: no local instance started; see `start_patiently`.
+        TimeoutError: no local instance started in several attempts.
     """
     if ray.is_initialized():
         return
@@ -59,16 +59,16 @@ def connect() -> None:
     logger.info("starting Ray")
     for name, value in _LOCAL_RAY.items():
         os.environ.setdefault(name, value)
-    # Without an address Ray looks for a cluster that runs here, and refuses the arguments of an instance of our own.
+    # Without an address Ray looks for a cluster that runs here, and refuses the arguments of a local instance.
     local: dict[str, Any] = {"address": _LOCAL, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     start_patiently(lambda: ray.init(object_store_memory=_OBJECT_STORE_BYTES, **local, **quiet))
 
 
 def start_patiently(start: Callable[[], object]) -> None:
-    """Start a local Ray, again where its processes do not answer within the 30 s that it grants them.
+    """Start a local Ray, and retry if its processes do not answer within Ray's 30 s.
 
     Raises:
-        TimeoutError: they did not in several attempts.
+        TimeoutError: no attempt succeeded.
     """
     for attempt in range(1, _NUM_STARTS + 1):
         try:
@@ -83,25 +83,26 @@ def start_patiently(start: Callable[[], object]) -> None:
 
 
 def actor_environment(own: dict[str, str]) -> dict[str, str]:
-    """Environment variables of an actor: what this process hands on, and the actor's `own`."""
+    """Environment variables of an actor: those inherited from this process, and the actor's `own`."""
     passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     return {**passed_on, **own}
 
 
 def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
-    """Ray's strategy for that node and no other."""
+    """Ray's scheduling strategy that allows this node alone."""
     return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
 def own_node() -> str:
-    """Ray's id of the node that this process runs on."""
+    """Ray's id for the node of this process."""
     return ray.get_runtime_context().get_node_id()
 
 
 def machine() -> str:
-    """This machine's processor, system and GPUs, with the flags that decide how fast it multiplies.
+    """Describe this machine's processor, system and GPUs, with the processor flags that decide matrix speed.
 
-    GPUs are those that the driver lists: asking CUDA would set it up in this process, and vLLM forks from it.
+    The GPUs are read from the driver's files, as a call to CUDA would initialize CUDA in a process from which vLLM
+    forks.
     """
     from slipstream.learner.numerics import processor_flags
 
@@ -112,27 +113,27 @@ def machine() -> str:
 
 
 def counted(names: Iterable[str]) -> str:
-    """`4 x NVIDIA GB200`: what there is, and how often where it is more than once."""
+    """Join names with their counts, as in `4 x NVIDIA GB200`."""
     found = sorted(Counter(names).items())
     return "; ".join(f"{count} x {name}" if count > 1 else name for name, count in found)
 
 
 def _gpu_models(directory: Path) -> list[str]:
-    """Models of all GPUs of the host, as NVIDIA's driver names them."""
+    """Read the models of all GPUs of the host from NVIDIA's driver."""
     lines = [line for path in directory.glob("*/information") for line in path.read_text().splitlines()]
     return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
 
 
 def node_address() -> str:
-    """Address of this process's host, as other hosts of the Ray cluster reach it."""
+    """Address of this host in the Ray cluster."""
     return ray.util.get_node_ip_address()
 
 
 def require_here(*paths: Path | None) -> None:
-    """Refuse files and directories that this host does not see; a policy of the hub is links to files elsewhere.
+    """Refuse files and directories that this host does not see, and broken links in a policy of the hub.
 
     Raises:
-        ConfigError: it does not see one of `paths`, or what a link below it leads to.
+        ConfigError: this host does not see one of `paths`, or the target of a link below it.
     """
     rule = "must be on storage that all hosts of the run share"
     fix = "give the run another --root, or HF_HOME, policy.model and draft.model other paths"
@@ -143,7 +144,7 @@ def require_here(*paths: Path | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayNode:
-    """One live node."""
+    """A live node of Ray."""
 
     id: str
     address: str
@@ -156,19 +157,19 @@ class RayNode:
 
 
 def ray_nodes() -> list[RayNode]:
-    """The live nodes, by address."""
+    """Live nodes, sorted by address."""
     free = available_resources_per_node()
     nodes = [_node(values, free.get(values["NodeID"], {})) for values in ray.nodes() if values["Alive"]]
     return sorted(nodes, key=lambda node: (_numeric(node.address), node.id))
 
 
 def accelerators() -> str:
-    """The types of the cluster's accelerators as Ray calls them, as in `H200`; empty without any."""
+    """Names of the cluster's accelerator types in Ray, as in `H200`; empty without any."""
     return " ".join(sorted({node.labels[_TYPE_LABEL] for node in ray_nodes() if _TYPE_LABEL in node.labels}))
 
 
 def as_cluster(nodes: Sequence[RayNode]) -> list[Node]:
-    """Cluster as the planner sees it; a node's name is its id.
+    """Convert Ray's nodes to the planner's; a node's name is Ray's id.
 
     Raises:
         ConfigError: the NUMA label of a node does not name each of its GPUs.
@@ -205,7 +206,7 @@ def _numa(node: RayNode) -> tuple[int, ...]:
 
 
 def _numeric(address: str) -> tuple[int, str]:
-    """10.0.0.9 comes before 10.0.0.11; names that are no address come last."""
+    """Sort key that orders 10.0.0.9 before 10.0.0.11, and host names last."""
     try:
         return int(ipaddress.ip_address(address)), ""
     except ValueError:

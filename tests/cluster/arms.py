@@ -112,8 +112,8 @@ class _Arm:
             record = train_arm(self._recipe, self._policy, self._directory, **how)
         with self._engines(K) as engines, start_learner(self._recipe.learner, layout=self._recipe.layout) as learner:
             hosts = {
-                "learner": [rank.host for rank in learner.ranks],
-                "engines": [each.host for each in engines.engines],
+                "learner": [rank.host for rank in learner.workers],
+                "engines": [each.host for each in engines.workers],
             }
         return {"steps": _told(record), "hosts": hosts, "log": lines}
 

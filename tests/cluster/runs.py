@@ -40,7 +40,7 @@ def train_two_steps(directory: str, layouts: Sequence[tuple[dict[str, Any], Sequ
             stats = [learner.train_step(_update(version)).stats for version in range(2)]
             found.append(
                 {
-                    "hosts": [rank.host for rank in learner.ranks],
+                    "hosts": [rank.host for rank in learner.workers],
                     "losses": [each.loss for each in stats],
                     "grad_norms": [each.grad_norm for each in stats],
                 }

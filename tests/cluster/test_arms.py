@@ -102,7 +102,7 @@ def test_engines_on_a_host_of_their_own_generate_while_the_learners_hosts_train(
 
 @pytest.mark.parametrize("name", ["split", "split, one step off", "colocated"])
 def test_between_hosts_weights_travel_by_gloo_and_every_tensor_is_compared(arms: dict[str, Any], name: str) -> None:
-    assert "refit: weights travel by gloo" in arms[name]["log"]
+    assert "refit: weights are sent by gloo" in arms[name]["log"]
     assert min(step["num_compared"] for step in arms[name]["steps"]) > 47  # the policy's, and the draft's
 
 

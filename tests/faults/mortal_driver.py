@@ -98,7 +98,7 @@ class NotedLearner(Mortal):
     """Notes the prompts of every step that it trained."""
 
     def __init__(self, learner: Any, death: tuple[str, int], note: Callable[[Update], None]) -> None:
-        super().__init__(learner, learner.ranks[0].actor, death)
+        super().__init__(learner, learner.workers[0].actor, death)
         self._note = note
 
     def train_step(self, update: Update) -> Trained:
@@ -156,7 +156,7 @@ def train(training: Training, policy: Path, draft: Path, directory: Path) -> Non
         with engines.start_engine(
             policy, config=recipe.engine, speculative_config=speculative, kv_cache=kv_cache
         ) as engine:
-            yield Mortal(engine, engine.engines[0].actor, deaths.engine)
+            yield Mortal(engine, engine.workers[0].actor, deaths.engine)
 
     @contextmanager
     def start_learner(config: Any, **where: Any) -> Iterator[Any]:

@@ -14,7 +14,7 @@ import pytest
 
 from slipstream.records.files import read_record
 from slipstream.records.steps import ArmRecord
-from slipstream.refit.snapshot import discard_transfers
+from slipstream.refit.channel import discard_transfers
 from tests.faults.mortal_driver import GROUP_SIZE, LIVES, NUM_STEPS, PROMPTS_PER_STEP, batches
 
 pytestmark = pytest.mark.slow

@@ -42,7 +42,7 @@ class MortalEngine:
 
         self._calls_left -= 1
         if self._calls_left == 0:
-            pid: Any = ray.get(self._engine.engines[0].actor.__ray_call__.remote(lambda _: os.getpid()))
+            pid: Any = ray.get(self._engine.workers[0].actor.__ray_call__.remote(lambda _: os.getpid()))
             os.kill(pid, signal.SIGSTOP)  # so that it cannot be done before it is killed
             threading.Timer(0.1, os.kill, [pid, signal.SIGKILL]).start()
         return self._engine.generate(*args, **kwargs)
@@ -147,7 +147,7 @@ def test_a_run_whose_learner_is_killed_between_optimizer_step_and_checkpoint_rep
 
     def log(metrics: Mapping[str, float], step: int) -> None:
         if step == 3 and len(learners) == 1:  # updated; the checkpoint would come next
-            rank = learners[0].ranks[0].actor
+            rank = learners[0].workers[0].actor
             ray.kill(rank)  # asks only: the loop goes on when it is dead
             with pytest.raises(RayActorError):
                 while True:

@@ -65,7 +65,7 @@ def test_an_engine_that_dies_while_it_receives_weights_is_replaced_and_the_run_e
     tmp_path: Path, recipe: Recipe, policy: Path, whole: ArmRecord, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The other engine has a part of the weights by then, and takes all of them again."""
-    record = train_arm(recipe, policy, tmp_path, within=beset(tmp_path, lambda engines: engines.engines[1].pid))
+    record = train_arm(recipe, policy, tmp_path, within=beset(tmp_path, lambda engines: engines.workers[1].pid))
 
     assert_equal(record, whole)
     assert [step.num_engine_restarts for step in record.steps] == [0, 0, 1, 0]

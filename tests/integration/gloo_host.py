@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 import sys
 import time
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from slipstream.refit.config import Channel, RefitConfig, RefitError
-from slipstream.refit.stream import GlooGroup, GlooInit, GlooSender, GlooUpdate, WeightSource, receive
+from slipstream.refit.stream import GlooGroup, GlooSender, WeightSource, receive
 
 NUM_RECEIVERS, NUM_TENSORS, TIMEOUT_S = 2, 40, 8.0
 
@@ -46,12 +46,12 @@ class FileControl:
         write(self._directory / "update", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """The receivers know when an update ends."""
+        """Do nothing: a receiver knows the end by the bytes."""
 
 
 def write(path: Path, values: Any) -> None:
-    """Write a file that readers see whole or not at all."""
-    path.with_suffix(".part").write_text(json.dumps(values))
+    """Whole or not at all."""
+    path.with_suffix(".part").write_bytes(pickle.dumps(values))
     path.with_suffix(".part").rename(path)
 
 
@@ -60,7 +60,7 @@ def read(path: Path) -> Any:
     while not path.exists():
         assert time.monotonic() < deadline, path
         time.sleep(0.02)
-    return json.loads(path.read_text())
+    return pickle.loads(path.read_bytes())
 
 
 def send(directory: Path, address: str) -> str:
@@ -68,7 +68,7 @@ def send(directory: Path, address: str) -> str:
     settings = RefitConfig(channel=Channel.GLOO, bucket_mib=1.0, timeout_s=TIMEOUT_S)
     sender = GlooSender(settings, engines=FileControl(directory), address=address)
     source = WeightSource(weights, model="policy")
-    digest = sender.send(source, is_draft=False).digest
+    digest = sender.send(source, is_draft=False)
     write(directory / "sent", digest)
     read(directory / "cut")
     start = time.monotonic()
@@ -80,11 +80,10 @@ def send(directory: Path, address: str) -> str:
 
 
 def take(directory: Path, worker: int) -> str:
-    """Receive once, write whether the tensors are right, and return the digest."""
-    group = GlooGroup.join(GlooInit(**read(directory / "init")), worker=worker)
+    """Receive once; returns the digest and whether the tensors are right."""
+    group = GlooGroup.join(**read(directory / "init"), worker=worker)
     received: dict[str, torch.Tensor] = {}
-    update = GlooUpdate.of(read(directory / "update"))
-    digest = receive(group, update, lambda tensors: received.update(tensors))
+    digest = receive(group, received.update, **read(directory / "update"))
     right = all(torch.equal(received[name], tensor) for name, tensor in weights())
     write(directory / f"received-{worker}", [digest, right])
     read(directory / "cut")

@@ -32,9 +32,9 @@ def test_one_step_off_over_gloo_is_the_run_over_shared_memory(
 ) -> None:
     caplog.set_level("INFO")
     expected = train_arm(recipe("one_step_off"), policy, tmp_path / "shared")
-    assert "weights travel by gloo" not in caplog.text
+    assert "weights are sent by gloo" not in caplog.text
     found = train_arm(recipe("one_step_off", refit=GLOO), policy, tmp_path / "gloo")
-    assert "weights travel by gloo" in caplog.text
+    assert "weights are sent by gloo" in caplog.text
 
     assert [step.policy_version for step in found.steps] == [0, 0, 1, 2]
     for ours, theirs in zip(found.steps, expected.steps, strict=True):
@@ -78,7 +78,7 @@ def test_in_flight_over_gloo_trains_on_responses_as_long_as_those_that_were_gene
     caplog.set_level("INFO")
     record = train_arm(recipe("in_flight", refit=GLOO), policy, tmp_path)
 
-    assert "weights travel by gloo" in caplog.text
+    assert "weights are sent by gloo" in caplog.text
     num_trained = sum(step.num_rollouts for step in record.steps)
     assert num_trained == len(generated) == 32
     assert sum(step.num_response_tokens for step in record.steps) / num_trained == sum(generated) / len(generated)

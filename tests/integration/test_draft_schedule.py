@@ -93,11 +93,11 @@ def test_an_idle_engine_is_handed_on_with_the_table_that_it_was_started_with(
     models: dict[str, Path], ray_session: None
 ) -> None:
     with start(models, TABLE) as engine:
-        (process,) = [each.pid for each in engine.engines]
+        (process,) = [each.pid for each in engine.workers]
         before = engine.generate(PROMPTS[:1], sampling=SAMPLING, group_size=2, seed=1)
         engine.draft_by(constant(0))
     with start(models, TABLE) as engine:
-        assert [each.pid for each in engine.engines] == [process]
+        assert [each.pid for each in engine.workers] == [process]
         after = engine.generate(PROMPTS[:1], sampling=SAMPLING, group_size=2, seed=1)
         engine.close()
     assert tokens(after) == tokens(before)

@@ -230,7 +230,7 @@ def test_no_step_is_taken_between_new_weights_and_their_version(engine: RemoteEn
     engine.run_in_flight(KvCache.RECOMPUTE)
     _refit(engine, models, 0)
     engine.submit(_requests(first=20)[:1], sampling=SAMPLING)
-    actor = engine.engines[0].actor
+    actor = engine.workers[0].actor
     import ray
 
     ray.get(actor.start_update.remote(is_draft=False))

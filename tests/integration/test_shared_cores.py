@@ -71,7 +71,7 @@ def test_an_engine_in_the_place_of_a_lost_one_takes_back_that_it_was_at_work(
     write_shared(path, 1)
     with start_engine(make_policy(tmp_path / "policy", 0), config=config) as engine:
         engine.share_cores([CoreSlot(path, 0)])
-        (lost,) = engine.engines
+        (lost,) = engine.workers
         ray.kill(lost.actor)
         _say(path, 0, is_at_work=True)  # as of one that died in a generation
         engine.replace([lost])

@@ -102,7 +102,7 @@ def test_the_gate_compares_every_tensor_of_what_came_over_gloo(ends: Ends) -> No
 
 def test_an_engine_that_stands_still_is_named_within_the_deadline(ends: Ends) -> None:
     """Last but one in this module: the channel breaks."""
-    pid = ends.engines.engines[1].pid
+    pid = ends.engines.workers[1].pid
     config = RefitConfig(channel=Channel.GLOO, timeout_s=5.0)
     with open_channel(config, ends.learner, ends.engines) as channel:
         os.kill(pid, signal.SIGSTOP)
@@ -113,12 +113,12 @@ def test_an_engine_that_stands_still_is_named_within_the_deadline(ends: Ends) ->
         finally:
             os.kill(pid, signal.SIGCONT)
         assert time.monotonic() - start < 25.0
-        assert caught.value.workers == (ends.engines.engines[1],)
+        assert caught.value.workers == (ends.engines.workers[1],)
 
 
 def test_an_engine_that_was_killed_is_named(ends: Ends) -> None:
     """Last in this module: one engine is gone."""
     with open_channel(GLOO, ends.learner, ends.engines) as channel:
-        os.kill(ends.engines.engines[1].pid, signal.SIGKILL)
+        os.kill(ends.engines.workers[1].pid, signal.SIGKILL)
         with pytest.raises(LostWorkerError, match=r"^engine 1 on [\d.]+ died during the start of an update"):
             send(channel, 4)

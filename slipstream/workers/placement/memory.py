@@ -1,10 +1,11 @@
-"""Memory of one GPU by part: one estimate, which `slipstream check` prints and warns by.
+"""Estimate of the memory of one GPU by part, from which `slipstream check` prints a table and warnings.
 
-Every formula counts the tensors that the code named in its docstring keeps, `RUNTIME_RATE` leaves room for what no
-formula counts, and nothing of it was measured on a GPU. So a recipe is refused only for what cannot fit however small
-the batch: weights, gradients and optimizer. Legend: `h` hidden size, `f` feed-forward width, `A` query heads x head
-dim, `K` key-value heads x head dim, `V` vocabulary, `b` bytes of a weight, `t` tensor-parallel ranks. All sizes are
-bytes.
+Every formula counts the tensors that the code named in its docstring keeps. `RUNTIME_RATE` leaves room for all other
+memory. No figure was measured on a GPU. A recipe is therefore refused only for memory that no batch size changes:
+weights, gradients and optimizer state.
+
+Legend: `h` hidden size, `f` feed-forward width, `A` query heads x head dim, `K` key-value heads x head dim, `V`
+vocabulary, `b` bytes of a weight, `t` tensor-parallel ranks. All sizes are bytes.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from slipstream.learner.config import LearnerConfig, ParallelConfig, PolicyConfi
 from slipstream.refit.config import Channel
 from slipstream.types import Dtype
 from slipstream.workers.placement.config import Layout, PlacementMode
-from slipstream.workers.placement.table import table
+from slipstream.workers.placement.plan import table
 
 RUNTIME_RATE = 0.05
-"""Share of a GPU for CUDA contexts, NCCL's buffers and fragmentation. Assumed: nothing of it was measured here."""
+"""Assumed share of a GPU for CUDA contexts, NCCL's buffers and fragmentation; not measured."""
 
 WEIGHT_BYTES = {Dtype.BFLOAT16: 2, Dtype.FLOAT32: 4, Dtype.AUTO: 4}
-"""Bytes of one weight; `auto` may turn out as either, and is counted as the larger."""
+"""Bytes of one weight; `auto` may resolve to either type and counts as the larger."""
 
 _FLOAT32 = 4
-_TOKENIZER_SIZE = 64  # of the character tokenizer that a policy from scratch has
-_KEPT = ("weights", "reference")  # by an offloaded learner
-_CACHE = "KV cache"  # which an engine that sleeps has not
+_TOKENIZER_SIZE = 64  # vocabulary of the character tokenizer of a policy from scratch
+_KEPT = ("weights", "reference")  # parts that an offloaded learner keeps
+_CACHE = "KV cache"  # freed while an engine sleeps
 _STATES = ("weights", "gradients", "optimizer", "reference")
 
 
 def known_shape(policy: PolicyConfig, simulator: SimulatorConfig | None) -> Architecture | ModelShape | None:
-    """The policy's shape as far as the recipe knows it; None for a model of the hub that no data file describes."""
+    """Look up the policy's shape; None for a model of the hub without a data file."""
     if policy.scratch is not None:
         return Architecture.from_scratch(policy.scratch, vocab_size=_TOKENIZER_SIZE, eos_token_id=0)
     path = Path(policy.model)
@@ -51,13 +52,13 @@ def known_shape(policy: PolicyConfig, simulator: SimulatorConfig | None) -> Arch
 
 
 def require_even(shape: Architecture | ModelShape, parallel: ParallelConfig, *, engine_tensor: int) -> None:
-    """Refuse layouts that do not divide the policy.
+    """Refuse layouts that do not divide the policy's matrices evenly.
 
     Raises:
-        ConfigError: heads, layers, vocabulary or experts do not divide.
+        ConfigError: the layout does not divide heads, layers, vocabulary or experts.
 
-    Source: vLLM 0.32, `config/model.py verify_with_parallel_config` and `model_executor/models/qwen2.py`: query heads
-    divide; key-value heads divide, or are copied evenly; every matrix of the feed-forward divides.
+    Source: vLLM 0.32, `config/model.py verify_with_parallel_config` and `model_executor/models/qwen2.py`: the layout
+    divides query heads and every matrix of the feed-forward, and divides key-value heads or copies them evenly.
     """
     experts = shape.experts if isinstance(shape, Architecture) else None
     require_divisible(shape, tensor=parallel.tensor, pipeline=parallel.pipeline)
@@ -72,10 +73,10 @@ def require_even(shape: Architecture | ModelShape, parallel: ParallelConfig, *, 
 
 
 def resolved_channel(wanted: Channel, layout: Layout) -> Channel:
-    """Resolve `auto` on GPUs; a channel that the placement rules out is refused now, not when it is opened.
+    """Resolve `auto` on GPUs, and refuse a channel that the placement rules out before any process starts.
 
     Raises:
-        ConfigError: the recipe names it.
+        ConfigError: the recipe names a channel that the placement rules out.
     """
     if not layout.has_gpus:
         rule = "must do without CUDA: placement.gpus_per_node is 0"
@@ -94,7 +95,7 @@ def resolved_channel(wanted: Channel, layout: Layout) -> Channel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Bytes by part of the learner's fullest rank and of an engine's worker, which share a GPU where colocated."""
+    """Bytes by part for the learner's fullest rank and for an engine's worker, which share a GPU if colocated."""
 
     hardware: Hardware
     layout: Layout
@@ -102,14 +103,14 @@ class MemoryEstimate:
     engine: dict[str, float]
     kv_bytes_per_token: float
     max_model_len: int
-    microbatch_tokens: int  # of the recipe
-    growing: float  # what grows with the micro-batch: activations, and logits that are not taken in chunks
-    refit_bytes: float  # into each engine
-    uncounted: str = ""  # what the estimate leaves out
+    microbatch_tokens: int  # from the recipe
+    growing: float  # bytes that grow with the micro-batch: activations, and logits that are not computed in chunks
+    refit_bytes: float  # sent to each engine
+    uncounted: str = ""  # warning about a part that the estimate leaves out
 
     @property
     def kinds(self) -> dict[str, dict[str, float]]:
-        """Parts that lie on one GPU at once, by the GPU's role or by who is at work."""
+        """Parts that share a GPU at one time, by the GPU's role or by the phase of the step."""
         if self.layout.placement.mode is not PlacementMode.COLOCATED:
             return {"training GPU": self.learner, "generation GPU": self.engine}
         if not self.layout.placement.takes_turns:
@@ -122,26 +123,26 @@ class MemoryEstimate:
 
     @property
     def usable(self) -> float:
-        """Bytes of a GPU that the parts may take: all but what is set aside for the runtime."""
+        """Bytes of a GPU that the parts may take: all but the runtime's share."""
         return (1 - RUNTIME_RATE) * self.hardware.memory_bytes
 
     @property
     def max_microbatch_tokens(self) -> int:
-        """Tokens of the longest micro-batch that would fit."""
+        """Tokens of the longest micro-batch that fits."""
         training = next(held for held in self.kinds.values() if "gradients" in held)
         room = self.usable - sum(training.values()) + self.growing
         return max(0, int(room * self.microbatch_tokens / self.growing))
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens of context that an engine's cache holds."""
+        """Tokens of context that an engine's KV cache holds."""
         return max(0, int(self.engine[_CACHE] / self.kv_bytes_per_token))
 
     def require_states(self) -> None:
-        """Refuse what no micro-batch and no cache is small enough for: weights, gradients and optimizer state alone.
+        """Refuse weights, gradients and optimizer state that are larger than the GPU, whatever the batch and the cache.
 
         Raises:
-            ConfigError: they are larger than the GPU.
+            ConfigError: the states do not fit.
         """
         has, name = self.hardware.memory_bytes, self.hardware.name
         weights = self.engine["engine weights"]
@@ -157,7 +158,7 @@ class MemoryEstimate:
         require(states + beside <= has, "learner.parallel.tensor", f"{rule}a {name} has {_gb(has)} GB", parallel, fix)
 
     def warnings(self) -> Iterator[str]:
-        """A sentence for each way in which the estimate says that the run may end for want of memory."""
+        """Describe each way in which the run may run out of memory by this estimate."""
         for kind, held in self.kinds.items():
             needed = sum(held.values())
             if needed > self.usable:
@@ -176,7 +177,7 @@ class MemoryEstimate:
             )
 
 
-def estimate(  # one parameter a section that decides it
+def estimate(  # one parameter for each section of the recipe that decides memory
     shape: Shape,
     hardware: str,
     *,
@@ -190,8 +191,8 @@ def estimate(  # one parameter a section that decides it
     """Estimate the memory of a GPU named in configs/sim/hardware.yaml.
 
     Args:
-        longest_k: draft tokens of a request; without any there is no draft.
-        has_reference: whether the loss has a KL to frozen weights.
+        longest_k: longest draft of a request in tokens; 0 without a draft.
+        has_reference: True if the loss has a KL to frozen weights.
     """
     found = load_hardware(hardware)
     held = learner_memory(shape, learner, has_reference=has_reference)
@@ -215,11 +216,11 @@ def estimate(  # one parameter a section that decides it
 
 
 def learner_memory(shape: Shape, learner: LearnerConfig, *, has_reference: bool) -> dict[str, float]:
-    """The learner's peak, in the backward pass of its largest micro-batch, on the first or the last stage.
+    """Estimate the learner's peak: the backward pass of its largest micro-batch, on the first or the last stage.
 
-    Source: `learner/optimizer.py`: gradients accumulate in float32 (`grad_reduce_in_fp32`), AdamW keeps two float32
-    moments and, beside weights in bfloat16, float32 masters (`Float16OptimizerWithFloat16Params`); a distributed
-    optimizer splits moments and masters. Muon keeps one moment of a matrix; two are counted.
+    Source: `learner/optimizer.py`. Gradients accumulate in float32 (`grad_reduce_in_fp32`). AdamW keeps two float32
+    moments and, beside bfloat16 weights, float32 masters (`Float16OptimizerWithFloat16Params`). A distributed optimizer
+    splits moments and masters. Muon keeps one moment of a matrix, but two are counted.
     """
     width, where, tokens = WEIGHT_BYTES[learner.dtype], learner.parallel, learner.max_tokens_per_microbatch
     masters = _FLOAT32 if learner.dtype is Dtype.BFLOAT16 else 0
@@ -228,7 +229,7 @@ def learner_memory(shape: Shape, learner: LearnerConfig, *, has_reference: bool)
 
     def of_stage(stage: int) -> dict[str, float]:
         parameters, is_last = stage_parameters(shape, learner, stage), stage == where.pipeline - 1
-        # Micro-batches whose backward pass is still to come, times layers; and the one layer that is recomputed.
+        # Micro-batches in flight on the stage, times its layers; the layer that is recomputed comes on top.
         layers = (where.pipeline - stage) * (shape.num_layers // where.pipeline)
         counted = min(tokens, learner.logprob_chunk_tokens or tokens) if is_last else 0
         return {
@@ -244,10 +245,11 @@ def learner_memory(shape: Shape, learner: LearnerConfig, *, has_reference: bool)
 
 
 def stage_parameters(shape: Shape, learner: LearnerConfig, stage: int) -> float:
-    """Parameters on one rank of a pipeline stage.
+    """Count the parameters on one rank of a pipeline stage.
 
-    Source: `learner/weights.py mappings`: matrices are split over t ranks, norms are on each; the first stage holds the
-    embedding, the last one the final norm and the output layer, a copy of the embedding where the two are tied.
+    Source: `learner/weights.py mappings`. Matrices are split over t ranks, and every rank holds all norms. The first
+    stage holds the embedding. The last stage holds the final norm and the output layer, which is a copy of the
+    embedding where the two are tied.
     """
     where = learner.parallel
     heads, groups = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
@@ -260,16 +262,16 @@ def stage_parameters(shape: Shape, learner: LearnerConfig, stage: int) -> float:
 
 
 def activation_bytes(shape: Shape, learner: LearnerConfig, recompute: Recompute = Recompute.NONE) -> float:
-    """Bytes that one layer keeps of one token for the backward pass: b (4h / s + (4f + 4A + 3K) / t).
+    """Count the bytes that one layer keeps of one token for the backward pass: b (4h / s + (4f + 4A + 3K) / t).
 
-    `s` is t with sequence parallelism, else 1. Both norms keep their input and the two projections behind them their
-    own: 4h, on every rank without sequence parallelism. Attention keeps queries and keys before and after their norms,
+    `s` is t with sequence parallelism, else 1. Both norms and the two projections behind the norms keep their input:
+    4h, on every rank without sequence parallelism. Attention keeps queries and keys before and after their norms,
     values, its output and a copy in another order: 4A + 3K. The gated unit keeps gate and up, SiLU of the gate, and
-    the product: 4f. Recomputed selectively, the feed-forward keeps its input alone and attention no output of its own:
-    3A + 3K are left. Recomputed whole, a layer keeps its input: h.
+    the product: 4f. With selective recomputation the feed-forward keeps its input alone, and attention keeps no output:
+    3A + 3K are left. With full recomputation a layer keeps its input: h.
 
-    Source: `learner/layers.py`, counted there; the terms are those of arXiv 2205.05198, section 4, with flash attention
-    and without dropout.
+    Source: the tensors of `learner/layers.py`; the terms of arXiv 2205.05198, section 4, with flash attention and
+    without dropout.
     """
     where, width = learner.parallel, WEIGHT_BYTES[learner.dtype]
     heads, groups = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
@@ -282,10 +284,10 @@ def activation_bytes(shape: Shape, learner: LearnerConfig, recompute: Recompute 
 
 
 def logit_bytes(shape: Shape, learner: LearnerConfig) -> float:
-    """Bytes of the logits of one token at the peak: (b + 12) V / t.
+    """Count the bytes of one token's logits at the peak: (b + 12) V / t.
 
-    The logits themselves, and three float32 arrays of their size: the softmax that the loss keeps, its gradient, and
-    that before the temperature.
+    The terms are the logits, the softmax that the loss keeps, its gradient, and the gradient before the temperature.
+    The last three are float32.
 
     Source: `learner/megatron.py _logprobs`.
     """
@@ -295,14 +297,14 @@ def logit_bytes(shape: Shape, learner: LearnerConfig) -> float:
 def engine_memory(
     shape: Shape, engine: EngineConfig, *, gpu_bytes: float, longest_k: int, draft: DraftConfig | None
 ) -> tuple[dict[str, float], float]:
-    """One worker's parts, and the bytes of a cached token: the cache takes what the rest leaves of the worker's share.
+    """Estimate one worker's parts and the bytes of a cached token; the cache takes the rest of the worker's share.
 
-    Weights are split over the engine's ranks, the draft's too. Activations are those of one pass over the most tokens
-    that vLLM batches (residual and input, 2h, gate, up and product, 3f / t), or of the sampler over every request's
-    k + 1 rows (three float32 arrays of [rows, V] on every worker).
+    The weights of policy and draft are split over the engine's ranks. Activations are the larger of two peaks. One is
+    a pass over the most tokens that vLLM batches: residual and input, 2h, and gate, up and product, 3f / t. The other
+    is the sampler over every request's k + 1 rows: three float32 arrays of [rows, V] on every worker.
 
-    Source: vLLM 0.32, `v1/worker/gpu_worker.py determine_available_memory` (the cache is what the share leaves after
-    weights and the peak of a profiling pass; a sleeping engine discards it alone) and `engine/arg_utils.py
+    Source: vLLM 0.32, `v1/worker/gpu_worker.py determine_available_memory` (the cache takes the share without weights
+    and the peak of a profiling pass; a sleeping engine frees the cache alone) and `engine/arg_utils.py
     get_batch_defaults` (16,384 tokens offline on GPUs from 70 GiB on).
     """
     width, tensor = WEIGHT_BYTES[engine.dtype], engine.tensor_parallel_size
@@ -320,12 +322,12 @@ def engine_memory(
 
 
 def draft_sizes(shape: Shape, config: DraftConfig, tensor: int) -> tuple[float, float]:
-    """Parameters of the draft, and elements of its keys that a worker caches a token; zeros where it holds none.
+    """Count the draft's parameters, and the elements of its keys that a worker caches a token; zeros without weights.
 
-    An EAGLE-3 draft is counted as it is saved, without the embedding, which is the policy's; an MTP layer like it.
+    An EAGLE-3 draft counts without the embedding, which is the policy's; an MTP layer counts like an EAGLE-3 draft.
 
-    Source: `drafts/eagle3.py`: three hidden states fused into one (3h x h), one layer whose attention reads twice the
-    width, an output layer over the whole vocabulary; norms left out.
+    Source: `drafts/eagle3.py`: a fusion of three hidden states into one (3h x h), a layer whose attention reads twice
+    the width, and an output layer over the whole vocabulary; norms are left out.
     """
     match config.method:
         case DraftMethod.EAGLE3 | DraftMethod.MTP:
@@ -344,7 +346,7 @@ def draft_sizes(shape: Shape, config: DraftConfig, tensor: int) -> tuple[float, 
 
 
 def _draft_model(shape: Shape, config: DraftConfig) -> ModelShape | None:
-    """The shape of a draft model; None of one of the hub whose files are not at hand."""
+    """Look up the shape of a draft model; None for a model of the hub whose files are not on this host."""
     sizes = {"num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "head_dim", "ffn_hidden_size"}
     if config.model is None:
         values = {"vocab_size": shape.vocab_size, **{name: getattr(config.scratch, name) for name in sizes}}
@@ -368,17 +370,17 @@ def _draft_model(shape: Shape, config: DraftConfig) -> ModelShape | None:
 
 
 def _cached_elements(shape: Shape, num_layers: int, tensor: int) -> float:
-    """Elements of the keys that one worker caches a token; key-value heads are copied where there are fewer."""
+    """Count the elements of the keys that one worker caches a token; too few key-value heads are copied."""
     return num_layers * max(1.0, shape.num_query_groups / tensor) * shape.head_dim
 
 
 def num_parameters(shape: Shape) -> float:
-    """Parameters of the whole policy."""
+    """Count the parameters of the whole policy."""
     return stage_parameters(shape, LearnerConfig(), 0)
 
 
 def memory_text(found: MemoryEstimate, channel: Channel) -> str:
-    """Memory by part, in GB a GPU, and what follows from it."""
+    """Format the memory by part in GB a GPU, with the longest micro-batch, cached tokens and refit size."""
     kinds, layout = found.kinds, found.layout
     runtime = RUNTIME_RATE * found.hardware.memory_bytes
     rows = [["part", *(f"{kind}, GB" for kind in kinds)]]

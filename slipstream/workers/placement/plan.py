@@ -1,8 +1,8 @@
 """Placement of learner ranks and engine workers on GPUs: a pure function of layout and cluster.
 
-Order is (node, GPU). Tensor-parallel ranks are neighbours, or those that share experts, then data-parallel ones, then
-pipeline stages, as Megatron numbers them (`parallel_state.initialize_model_parallel`, order "tp-cp-ep-dp-pp"); worker j
-of engine e is number e * tensor_parallel_size + j.
+GPUs are ordered by node, then by number. Ranks follow Megatron's order (`parallel_state.initialize_model_parallel`,
+"tp-cp-ep-dp-pp"): tensor-parallel or expert-parallel ranks are neighbours, then data-parallel ranks, then pipeline
+stages. Worker j of engine e is number e * tensor_parallel_size + j.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _ENGINE_FIELD = "engine.tensor_parallel_size"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """One host. Labels are None or empty where nobody gave them."""
+    """One host of a cluster; labels that are not set are None or empty."""
 
-    name: str  # its address, where it has one
+    name: str
     num_gpus: int
     nvlink_domain: str | None = None  # nodes of one domain reach each other's GPUs over NVLink
     numa: tuple[int, ...] = ()  # NUMA node of each GPU
@@ -35,22 +35,22 @@ class Node:
 
 
 Cluster = Sequence[Node]
-"""Hosts that run now, or that are meant to."""
+"""Hosts of a running or a planned cluster."""
 
 
 def sizes(cluster: Cluster) -> str:
-    """Count nodes by their GPUs, as in `8x4, 1x0`."""
+    """Count nodes by number of GPUs, as in `8x4, 1x0`."""
     counts = [node.num_gpus for node in cluster]
     return ", ".join(f"{counts.count(gpus)}x{gpus}" for gpus in sorted(set(counts), reverse=True)) or "no nodes"
 
 
 def parse_cluster(text: str, *, domain_nodes: int | None = None) -> list[Node]:
-    """The cluster that `8x4` (8 nodes of 4 GPUs) describes.
+    """Parse a cluster such as `8x4`: 8 nodes of 4 GPUs.
 
     Args:
-        domain_nodes: so many neighbouring nodes are one NVLink domain; None: no label says so.
+        domain_nodes: number of neighbouring nodes that form an NVLink domain; None leaves the nodes unlabelled.
     Raises:
-        ConfigError: another form, or no GPUs.
+        ConfigError: the text has another form, or no GPUs.
     """
     match = re.fullmatch(r"(\d{1,5})x(\d{1,3})", text, re.ASCII)
     require(match is not None, "--cluster", "must read NODESxGPUS", text, "as in 8x4: 8 nodes of 4 GPUs")
@@ -67,7 +67,7 @@ def parse_cluster(text: str, *, domain_nodes: int | None = None) -> list[Node]:
 
 
 class Slot(NamedTuple):
-    """A GPU: the index of its node among the plan's, and its own on that node."""
+    """A GPU by the index of its node in the plan and its own index on that node."""
 
     node: int
     gpu: int
@@ -78,9 +78,9 @@ class Plan:
     """Placement of every rank and worker.
 
     Attributes:
-        nodes: those that the run takes, in order.
-        learner: the slot of each rank.
-        engines: the slots of each engine's workers.
+        nodes: nodes of the run, in order.
+        learner: slot of each rank.
+        engines: slots of each engine's workers.
     """
 
     layout: Layout
@@ -90,13 +90,13 @@ class Plan:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Every GPU that the run takes, in order."""
+        """All GPUs of the run, in order."""
         per_node = self.layout.placement.gpus_per_node
         return tuple(Slot(node, gpu) for node in range(len(self.nodes)) for gpu in range(per_node))
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Node indices that are reserved together, because an engine's workers span them: mostly each alone."""
+        """Node indices in groups that are reserved together, because the workers of an engine span the nodes."""
         unit = self.layout.engine_unit
         first = self.engines[0][0].node
         alone = [(node,) for node in range(len(self.nodes)) if node < first]
@@ -115,7 +115,7 @@ def make_plan(layout: Layout, cluster: Cluster) -> Plan:
     is_split = placement.mode is PlacementMode.SPLIT
     nodes = _split_nodes(cluster, layout) if is_split else _shared_nodes(cluster, layout)
     slots = [Slot(node, gpu) for node in range(len(nodes)) for gpu in range(per_node)]
-    workers = slots[placement.training_nodes * per_node :]  # no training nodes: from the first
+    workers = slots[placement.training_nodes * per_node :]  # 0 training nodes if colocated
     size = layout.engine_tensor
     return Plan(
         layout=layout,
@@ -126,12 +126,12 @@ def make_plan(layout: Layout, cluster: Cluster) -> Plan:
 
 
 def replanned(plan: Plan, cluster: Cluster) -> Plan:
-    """`plan` with other nodes in the place of those that the cluster has lost: what lies on the rest stays.
+    """Replace the nodes of `plan` that the cluster has lost; ranks and workers on other nodes keep their places.
 
-    Groups that span nodes are placed anew, for a substitute would have to be of their domain.
+    Groups that span nodes are planned anew, as a replacement would have to lie in the same NVLink domain.
 
     Raises:
-        ConfigError: as `make_plan`.
+        ConfigError: as in `make_plan`.
     """
     layout, per_node = plan.layout, plan.layout.placement.gpus_per_node
     alive, taken = {node.name for node in cluster}, {node.name for node in plan.nodes}
@@ -149,7 +149,7 @@ def _shared_nodes(cluster: Cluster, layout: Layout) -> list[Node]:
 
 
 def _split_nodes(cluster: Cluster, layout: Layout) -> list[Node]:
-    """The learner's nodes, then the engines'; whose groups need more neighbours chooses first."""
+    """Choose the learner's nodes, then the engines' nodes; the role with larger groups of neighbours chooses first."""
     placement = layout.placement
     wanted = [
         (layout.learner_unit, placement.training_nodes, _learner_field(layout)),
@@ -165,15 +165,15 @@ def _split_nodes(cluster: Cluster, layout: Layout) -> list[Node]:
 
 
 def _learner_field(layout: Layout) -> str:
-    """Field that decides how many neighbours a group of the learner has."""
+    """Recipe field that decides the number of neighbours in a group of the learner."""
     return _EXPERT_FIELD if layout.parallel.expert > 1 else "learner.parallel.tensor"
 
 
 def _take(nodes: Sequence[Node], count: int, layout: Layout, unit: int, field: str) -> list[Node]:
-    """`count` of the nodes with enough GPUs; runs of `unit` neighbours lie in one NVLink domain each.
+    """Take `count` nodes with enough GPUs, in runs of `unit` neighbours that each lie in one NVLink domain.
 
     Args:
-        field: what makes the unit larger than a node.
+        field: recipe field that makes the unit larger than a node.
     """
     needed = layout.placement.gpus_per_node
     fitting = [node for node in nodes if node.num_gpus >= needed]
@@ -213,3 +213,47 @@ def _require_nodes(nodes: Sequence[Node], count: int, needed: int) -> None:
         count,
         "lower it and the layout with it, or add nodes",
     )
+
+
+def plan_text(plan: Plan) -> str:
+    """Format a plan with a row a node and a column a GPU; `L5` is learner rank 5, `E2.1` is worker 1 of engine 2."""
+    where, layout = plan.layout.parallel, plan.layout
+    sequence = " with SP" if where.sequence_parallel else ""
+    workers = f"TP {layout.engine_tensor}"
+    per_node = layout.placement.gpus_per_node
+    kind = "logical GPUs (processes may compute on CPUs)" if layout.placement.logical_gpus else "GPUs"
+    head = [
+        f"{len(plan.nodes)} x {per_node} {kind}, {layout.placement.mode.value}",
+        f"learner: {len(plan.learner)} ranks, TP {where.tensor}{sequence} x PP {where.pipeline} x DP {where.data}",
+        f"engines: {layout.num_engines} of {workers}, executor {executor_words(plan)}",
+    ]
+    held: dict[Slot, list[str]] = {slot: [] for slot in plan.slots}
+    for rank, slot in enumerate(plan.learner):
+        held[slot].append(f"L{rank}")
+    for engine, slots in enumerate(plan.engines):
+        for worker, slot in enumerate(slots):
+            held[slot].append(f"E{engine}" if layout.engine_tensor == 1 else f"E{engine}.{worker}")
+    rows = [["node", "NVLink domain", *(f"GPU {gpu}" for gpu in range(per_node))]]
+    for index, node in enumerate(plan.nodes):
+        cells = [" ".join(held[Slot(index, gpu)]) + _numa(node.numa, gpu) for gpu in range(per_node)]
+        rows.append([node.name, node.nvlink_domain or "-", *cells])
+    return "\n".join([*head, "", table(rows)])
+
+
+def executor_words(plan: Plan) -> str:
+    """Name vLLM's executor for the workers of an engine."""
+    if plan.layout.engine_tensor == 1:
+        return "uni (in one process)"
+    is_inside = all(len({slot.node for slot in slots}) == 1 for slots in plan.engines)
+    return "mp (processes of one node)" if is_inside else "ray (over several nodes)"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Align rows into columns; the first row is the head."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def _numa(numa: Sequence[int], gpu: int) -> str:
+    return f" (NUMA {numa[gpu]})" if numa else ""

@@ -33,7 +33,7 @@ class Cluster:
 
 
 def status(code: int, message: str) -> Answer:
-    """What the API server answers where it refuses."""
+    """Answer of an API server that refuses."""
     body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "code": code}
     return code, body
 
@@ -107,7 +107,7 @@ def secret(**values: str) -> Answer:
 
 
 def api_groups(*groups: str) -> Answer:
-    """Of `group/version`."""
+    """Names in the form `group/version`."""
     items = []
     for group in groups:
         name, _, version = group.partition("/")
@@ -117,7 +117,7 @@ def api_groups(*groups: str) -> Answer:
 
 
 def quotas(*items: tuple[dict[str, str], dict[str, str]]) -> Answer:
-    """Of (hard, used)."""
+    """Pairs of (hard, used)."""
     listed = [{"metadata": {"name": "team"}, "status": {"hard": hard, "used": used}} for hard, used in items]
     return 200, {"kind": "ResourceQuotaList", "apiVersion": "v1", "metadata": {}, "items": listed}
 

@@ -14,9 +14,7 @@ from slipstream.kubernetes.kubernetes_api import Finding, State
 from slipstream.kubernetes.preflight import (
     PreflightRecord,
     check,
-    findings_table,
     laid_over,
-    num_missing,
     own_namespace,
     pod_manifests,
     probe_pod,
@@ -60,16 +58,16 @@ IMAGE = "registry/slipstream-cpu:v1"
 
 def found(
     cluster: Cluster, profile: ClusterProfile = PROFILE, *, timeout_s: float = 5.0, **options: Any
-) -> list[Finding]:
+) -> PreflightRecord:
     with serving(cluster, timeout_s=timeout_s) as (api, _):
         return check(api, profile, namespace=NAMESPACE, **{"image": IMAGE, **options})
 
 
 def missing(answers: dict[str, Answer], profile: ClusterProfile = PROFILE, **options: Any) -> list[Finding]:
-    """What a cluster lacks that is whole but for `answers`."""
+    """Missing findings of a cluster that is whole but for `answers`."""
     cluster = whole_cluster()
     cluster.answers.update(answers)
-    return [row for row in found(cluster, profile, **options) if row.state is State.MISSING]
+    return [row for row in found(cluster, profile, **options).findings if row.state is State.MISSING]
 
 
 def at(uri: str) -> ClusterProfile:
@@ -80,10 +78,10 @@ def at(uri: str) -> ClusterProfile:
 def test_a_whole_cluster_is_ready() -> None:
     cluster = whole_cluster()
     with serving(cluster) as (api, address):
-        rows = check(api, at(address), namespace=NAMESPACE, image=IMAGE)
-    assert [row.what for row in rows if row.state is not State.FINE] == []
-    assert num_missing(rows) == 0
-    assert [row.what for row in rows] == [
+        record = check(api, at(address), namespace=NAMESPACE, image=IMAGE)
+    assert [row.what for row in record.findings if row.state is not State.FINE] == []
+    assert record.num_missing == 0
+    assert [row.what for row in record.findings] == [
         "GPU nodes",
         "custom resource rayjobs.ray.io",
         "custom resource computedomains.resource.nvidia.com",
@@ -99,7 +97,7 @@ def test_a_whole_cluster_is_ready() -> None:
         f"MLflow at {address}",
         "shared root",
     ]
-    assert rows[0].found == "8 usable in clique a.0"
+    assert record.findings[0].found == "8 usable in clique a.0"
     asked = [path for path, _ in cluster.asked]
     assert "GET /api/v1/nodes?labelSelector=kubernetes.io/arch%3Darm64%2Cnvidia.com/gpu.product%3DNVIDIA-GB200" in asked
     assert (f"{CREATE}?dryRun=All", pod_manifests(at(address), IMAGE)["worker"]) in cluster.asked
@@ -197,9 +195,9 @@ def test_a_claim_may_wait_for_its_first_pod() -> None:
 def test_a_bound_claim_needs_no_right_to_see_storage_classes() -> None:
     cluster = whole_cluster()
     cluster.answers[CLASS] = forbidden("get", "storageclasses")
-    rows = found(cluster)
-    assert num_missing(rows) == 0
-    assert [row.what for row in rows if row.state is State.UNCHECKED] == ["storage class lustre"]
+    record = found(cluster)
+    assert record.num_missing == 0
+    assert [row.what for row in record.findings if row.state is State.UNCHECKED] == ["storage class lustre"]
 
 
 def test_a_refusal_is_quoted_with_the_right_that_is_lacking() -> None:
@@ -210,16 +208,16 @@ def test_a_refusal_is_quoted_with_the_right_that_is_lacking() -> None:
 
 
 def test_a_server_that_refuses_everything_gives_a_row_a_check_and_no_traceback() -> None:
-    rows = found(Cluster(answers={route: forbidden("do", "anything") for route in whole_cluster().answers}))
-    assert num_missing(rows) == len(rows)
-    assert {row.state for row in rows} == {State.MISSING}
-    assert all(row.fix for row in rows)
+    record = found(Cluster(answers={route: forbidden("do", "anything") for route in whole_cluster().answers}))
+    assert record.num_missing == len(record.findings)
+    assert {row.state for row in record.findings} == {State.MISSING}
+    assert all(row.fix for row in record.findings)
 
 
 def test_a_silent_server_is_waited_for_once_a_check() -> None:
     cluster = whole_cluster()
     cluster.answers[NODES] = HANGS
-    rows = [row for row in found(cluster, timeout_s=0.5) if row.state is State.MISSING]
+    rows = [row for row in found(cluster, timeout_s=0.5).findings if row.state is State.MISSING]
     assert [(row.what, row.found) for row in rows] == [("GPU nodes", "no answer within 0.5 s")]
     assert sum(path.startswith(NODES) for path, _ in cluster.asked) == 1
 
@@ -227,7 +225,7 @@ def test_a_silent_server_is_waited_for_once_a_check() -> None:
 def test_no_server_at_all_is_a_finding() -> None:
     with serving(whole_cluster()) as (api, _):
         pass
-    (row, *_) = check(api, PROFILE, namespace=NAMESPACE)
+    (row, *_) = check(api, PROFILE, namespace=NAMESPACE).findings
     assert row.found.startswith("no connection: ")
     assert row.fix == "is the API server's address right, and does a firewall let this host through?"
 
@@ -236,10 +234,10 @@ def test_mlflow_that_is_ill_or_away_is_missing() -> None:
     cluster = whole_cluster()
     cluster.answers["GET /health"] = status(503, "starting")
     with serving(cluster) as (api, address):
-        ill = [row for row in check(api, at(address), namespace=NAMESPACE) if row.state is State.MISSING]
+        ill = [row for row in check(api, at(address), namespace=NAMESPACE).findings if row.state is State.MISSING]
     assert [row.found for row in ill] == ["503 Service Unavailable"]
     with serving(whole_cluster()) as (api, _):
-        away = [row for row in check(api, at(address), namespace=NAMESPACE) if row.state is State.MISSING]
+        away = [row for row in check(api, at(address), namespace=NAMESPACE).findings if row.state is State.MISSING]
     assert away[0].found.startswith("no answer: ")
 
 
@@ -258,7 +256,7 @@ def test_mlflow_that_is_ill_or_away_is_missing() -> None:
 def test_a_root_that_no_pod_can_write_is_missing_and_the_pod_is_deleted(answer: Answer, said: str, fix: str) -> None:
     cluster = whole_cluster()
     cluster.answers[f"GET {PROBE}"] = answer
-    rows = [row for row in found(cluster, probe_timeout_s=1.0) if row.state is State.MISSING]
+    rows = [row for row in found(cluster, probe_timeout_s=1.0).findings if row.state is State.MISSING]
     assert [row.what for row in rows] == ["shared root"]
     assert rows[0].found.startswith(said) and rows[0].fix.startswith(fix)
     assert [path for path, _ in cluster.asked if path.startswith("DELETE ")] == [f"DELETE {PROBE}?gracePeriodSeconds=0"]
@@ -266,17 +264,17 @@ def test_a_root_that_no_pod_can_write_is_missing_and_the_pod_is_deleted(answer: 
 
 def test_without_an_image_no_pod_is_started_and_the_root_is_not_checked() -> None:
     cluster = whole_cluster()
-    rows = found(cluster, image=None)
+    rows = found(cluster, image=None).findings
     assert [(row.what, row.state) for row in rows if row.state is not State.FINE] == [("shared root", State.UNCHECKED)]
     assert [path for path, _ in cluster.asked if path.startswith("POST") and path.endswith("/pods")] == []
 
 
 def test_the_table_puts_what_is_missing_first() -> None:
-    rows = [
+    rows = (
         Finding.of("one", found="a", needed="a", fix=""),
         Finding.of("two", found="b", needed="c", fix="do it"),
-    ]
-    assert findings_table(rows).splitlines() == [
+    )
+    assert PreflightRecord(cluster="gb200", namespace=NAMESPACE, findings=rows).table.splitlines() == [
         "         what  found  needed  fix",
         "-------  ----  -----  ------  -----",
         "MISSING  two   b      c       do it",
@@ -287,10 +285,8 @@ def test_the_table_puts_what_is_missing_first() -> None:
 def test_the_root_is_written_to_here_and_no_pod_is_started_for_it(tmp_path: Path) -> None:
     cluster = whole_cluster()
     with serving(cluster) as (api, _):
-        rows = check(api, read_profile("gb200"), namespace=NAMESPACE, own_root=tmp_path / "runs")
-    record = PreflightRecord(cluster="gb200", namespace=NAMESPACE, findings=tuple(rows))
-
-    row = rows[-1]
+        record = check(api, read_profile("gb200"), namespace=NAMESPACE, own_root=tmp_path / "runs")
+    row = record.findings[-1]
     assert (row.state, row.found) == (State.FINE, "written, read and removed")
     assert list((tmp_path / "runs").iterdir()) == []
     created = [request for request, _ in cluster.asked if request.startswith("POST") and "/pods" in request]
@@ -304,7 +300,7 @@ def test_the_root_is_written_to_here_and_no_pod_is_started_for_it(tmp_path: Path
 def test_a_root_that_this_user_cannot_write_to_is_missing_and_says_how_to_fix_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with serving(whole_cluster()) as (api, _):
-        rows = check(api, PROFILE, namespace=NAMESPACE, own_root=tmp_path / "file" / "runs")
+        rows = check(api, PROFILE, namespace=NAMESPACE, own_root=tmp_path / "file" / "runs").findings
 
     row = rows[-1]
     assert (row.state, row.fix) == (
@@ -365,7 +361,7 @@ def test_the_quota_is_that_of_one_task_with_all_its_pods() -> None:
 
 
 def test_a_cluster_without_gpus_is_asked_for_none() -> None:
-    what = [row.what for row in found(whole_cluster(), read_profile("cpu"), image=None)]
+    what = [row.what for row in found(whole_cluster(), read_profile("cpu"), image=None).findings]
     assert what[0].startswith("volume claim ")
     assert [name for name in what if name.startswith(("pod ", "custom ", "GPU ", "claim template"))] == [
         "pod cpu, dry run"

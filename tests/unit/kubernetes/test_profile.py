@@ -39,7 +39,7 @@ SOUND: dict[str, Any] = {
 
 
 def refusal(directory: Path, changes: dict[str, Any]) -> str:
-    """What the profile SOUND with `changes` is refused for; `None` leaves a section out."""
+    """Refusal of the profile SOUND with `changes`; `None` leaves a section out."""
     values = {key: value for key, value in merge(SOUND, changes).items() if value is not None}
     path = directory / "mine.yaml"
     path.write_text(yaml.safe_dump(values))

@@ -132,7 +132,6 @@ class NotedEngine:
 
     def __init__(self, *, hidden: bool = False) -> None:
         self.calls: list[Any] = []
-        self.engines: tuple[Any, ...] = ()
         self.workers: tuple[Any, ...] = ()
         self.under_way: tuple[Any, ...] = ()
         self.hidden, self.version, self.num_resets = hidden, 0, 0

@@ -22,11 +22,9 @@ from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained
 from slipstream.recipe import Recipe
 from slipstream.records.steps import DraftUpdate, TrainStats
-from slipstream.refit.channel import Location, here
+from slipstream.refit.channel import Location, Snapshot, here
 from slipstream.refit.config import EngineState
 from slipstream.refit.fingerprint import Turn
-from slipstream.refit.snapshot import Snapshot
-from slipstream.refit.stream import Sent
 from slipstream.rewards import verifier
 from slipstream.rewards.function import RewardError, open_reward
 from slipstream.rewards.pool import Outcome
@@ -85,16 +83,16 @@ class NotedLearner:
     def open_stream(self, settings: Any, engines: Any) -> None:
         self.channels.append((settings, engines))
 
-    def stream(self, *, is_draft: bool, timeout_s: float) -> Sent:
+    def stream(self, *, is_draft: bool, timeout_s: float) -> str | None:
         self.channels.append(timeout_s)
-        return Sent(num_bytes=4, digest="d")
+        return "d"
 
     def close_stream(self) -> None:
         self.channels.append("closed")
 
     def start_publish(self, directory: Path, version: int, *, is_draft: bool = False) -> Callable[[], Snapshot]:
         self.channels.append("published")
-        return lambda: Snapshot(path="weights", version=version, num_bytes=4, digest="d")
+        return lambda: Snapshot(path="weights", version=version, digest="d")
 
     def continue_draft(self, draft: Path, policy: Path, config: Any, engine_dtype: Any) -> None:
         self.drafts.append((draft.name, config, engine_dtype))
@@ -124,10 +122,10 @@ class NotedLearner:
 class LostEngine(NotedEngine):
     def __init__(self) -> None:
         super().__init__()
-        self.engines = (Worker(None, "engine 0"),)
+        self.workers = (Worker(None, "engine 0"),)
 
     def generate(self, prompts: Sequence[Prompt], **_: Any) -> GenerationResult:
-        raise LostWorkerError("engine 0 died", self.engines)
+        raise LostWorkerError("engine 0 died", self.workers)
 
     def replace(self, lost: Sequence[Worker]) -> None:
         self.calls.append("replaced")

@@ -11,8 +11,7 @@ from slipstream.engine.vllm_engine import sampling_params
 from slipstream.recipe import Recipe
 from slipstream.stages.recipe_engines import recipe_engine
 from slipstream.workers import engines, learners
-from slipstream.workers.placement.plan import make_plan, parse_cluster
-from slipstream.workers.placement.table import plan_text
+from slipstream.workers.placement.plan import make_plan, parse_cluster, plan_text
 from tests.unit.recipe_fields.base import Check, Tools
 
 

@@ -14,6 +14,7 @@ from slipstream.refit.channel import (
     Delivery,
     Location,
     SharedMemoryChannel,
+    Snapshot,
     StreamChannel,
     here,
     open_channel,
@@ -21,8 +22,6 @@ from slipstream.refit.channel import (
     send,
 )
 from slipstream.refit.config import Channel, EngineState, RefitConfig
-from slipstream.refit.snapshot import Snapshot
-from slipstream.refit.stream import Sent
 
 STATES = [
     EngineState(policy_version=7, policy_digest="p", draft_version=3, draft_digest="d", num_prefix_cache_resets=1)
@@ -47,9 +46,9 @@ class Ends:
     def start_publish(self, directory: Path, version: int, *, is_draft: bool = False) -> Callable[[], Snapshot]:
         if is_draft:
             self.calls.append(("publish draft", directory, version))
-            return lambda: Snapshot(path=f"draft {version}", version=version, num_bytes=2, digest="d")
+            return lambda: Snapshot(path=f"draft {version}", version=version, digest="d")
         self.calls.append(("publish", directory, version))
-        return lambda: Snapshot(path=f"policy {version}", version=version, num_bytes=10, digest="p")
+        return lambda: Snapshot(path=f"policy {version}", version=version, digest="p")
 
     def start_refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
@@ -68,9 +67,9 @@ class Ends:
     def open_stream(self, settings: RefitConfig, engines: Any) -> None:
         self.calls.append(("open", settings, engines))
 
-    def stream(self, *, is_draft: bool, timeout_s: float) -> Sent:
+    def stream(self, *, is_draft: bool, timeout_s: float) -> str | None:
         self.calls.append(("stream", is_draft, timeout_s))
-        return Sent(num_bytes=2, digest="d") if is_draft else Sent(num_bytes=10, digest=self._digest)
+        return "d" if is_draft else self._digest
 
     def close_stream(self) -> None:
         self.calls.append("close")
@@ -85,7 +84,7 @@ def test_shared_memory_writes_and_has_the_engines_read_the_policy_alone_or_with_
     channel = SharedMemoryChannel(ends, ends, tmp_path)
     delivery = send(channel, 7)
     assert ends.calls == [("publish", tmp_path, 7), ("refit", Path("policy 7"), 7, None, 0), "taken"]
-    assert delivery == Delivery(states=STATES, digest="p", num_bytes=10, origin="policy 7")
+    assert delivery == Delivery(states=STATES, digest="p", origin="policy 7")
     ends.calls.clear()
     delivery = send(channel, 7, draft_version=3)
     assert ends.calls == [
@@ -94,7 +93,7 @@ def test_shared_memory_writes_and_has_the_engines_read_the_policy_alone_or_with_
         ("refit", Path("policy 7"), 7, Path("draft 3"), 3),
         "taken",
     ]
-    assert (delivery.num_bytes, delivery.draft_digest) == (12, "d")
+    assert delivery.draft_digest == "d"
     ends.calls.clear()
     channel.engines_changed()
     assert ends.calls == []  # whoever is told where the file is reads it
@@ -149,11 +148,7 @@ def test_a_stream_is_opened_once_and_adopted_when_all_has_come(channel: Channel)
         ("adopt", 8, 3),
         "close",
     ]
-    assert (delivery.digest, delivery.draft_digest, delivery.num_bytes) == (
-        "p" if channel is Channel.GLOO else None,
-        None,
-        10,
-    )
+    assert (delivery.digest, delivery.draft_digest) == ("p" if channel is Channel.GLOO else None, None)
     assert delivery.origin == f"the {channel.value} channel"
 
 

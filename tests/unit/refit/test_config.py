@@ -1,4 +1,4 @@
-"""What a recipe may say of the checks of a refit."""
+"""Rules for a recipe's settings of a refit."""
 
 from __future__ import annotations
 

@@ -129,7 +129,6 @@ class Channel:
                 states=self.engine.take(version, digest, draft_version),
                 digest=digest or None,
                 draft_digest=f"draft {draft_version}" if self.takes_digest and draft_version is not None else None,
-                num_bytes=4,
                 origin=f"weights {version}",
             )
 

@@ -19,9 +19,9 @@ import xxhash
 from safetensors.torch import load_file
 
 from slipstream.config import ConfigError
-from slipstream.refit import snapshot
-from slipstream.refit.snapshot import SnapshotWriter, discard_transfers, require_space, transfer_directory
-from slipstream.refit.stream import WeightSource
+from slipstream.refit import channel, stream
+from slipstream.refit.channel import discard_transfers, require_space, transfer_directory
+from slipstream.refit.stream import SnapshotWriter, WeightSource
 
 
 def source(tensors: list[tuple[str, torch.Tensor]], model: str = "policy") -> WeightSource:
@@ -46,7 +46,6 @@ def test_a_snapshot_is_a_safetensors_file_of_exactly_the_weights(tmp_path: Path)
     read = load_file(written.path)
 
     assert written.version == 7
-    assert written.num_bytes == Path(written.path).stat().st_size
     assert set(read) == {name for name, _ in tensors(2.0)}
     for name, tensor in tensors(2.0):
         assert read[name].dtype == tensor.dtype
@@ -70,7 +69,7 @@ def test_a_file_is_a_padded_header_and_then_the_bytes(tmp_path: Path) -> None:
     expected = len(padded).to_bytes(8, "little") + padded + bytes([1, *[0] * 7, 2, *[0] * 7, 1, 0])
     assert len(header) % 8 != 0  # or nothing would be padded here
     assert Path(written.path).read_bytes() == expected
-    assert (written.path, written.num_bytes) == (str(tmp_path / "policy-0.safetensors"), len(expected))
+    assert written.path == str(tmp_path / "policy-0.safetensors")
     assert written.digest == xxhash.xxh3_64(expected).hexdigest()
 
 
@@ -111,8 +110,7 @@ def _may_mount() -> bool:
 def test_a_shared_memory_of_one_mebibyte_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
     """As in a pod: the tensor fits once and not twice."""
     script = (
-        "import torch; from pathlib import Path; from slipstream.refit.stream import WeightSource; "
-        "from slipstream.refit.snapshot import SnapshotWriter; "
+        "import torch; from pathlib import Path; from slipstream.refit.stream import SnapshotWriter, WeightSource; "
         "source = WeightSource(lambda: iter([('w', torch.ones(150_000))]), model='policy'); "
         f"SnapshotWriter(Path('{tmp_path}') / 'small', 'policy').write(source, version=0)"
     )
@@ -133,10 +131,10 @@ def test_the_space_of_both_files_is_asked_for_once_before_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Path, int]] = []
-    monkeypatch.setattr(snapshot, "require_space", lambda directory, num_bytes: asked.append((directory, num_bytes)))
+    monkeypatch.setattr(stream, "require_space", lambda directory, num_bytes: asked.append((directory, num_bytes)))
     writer = SnapshotWriter(tmp_path, "policy")
     first = writer.write(weights(1.0), version=0)
-    assert asked == [(tmp_path, first.num_bytes)]  # of a whole file, its header among it
+    assert asked == [(tmp_path, Path(first.path).stat().st_size)]  # of a whole file, its header among it
     for version in (1, 2):
         writer.write(weights(1.0), version=version)
     assert len(asked) == 1
@@ -179,14 +177,14 @@ def test_other_tensors_under_the_same_name_are_a_mistake_of_ours(tmp_path: Path)
 
 
 def test_a_host_without_such_a_file_system_takes_its_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "_SHARED_MEMORY", Path("/nowhere"))
+    monkeypatch.setattr(channel, "_SHARED_MEMORY", Path("/nowhere"))
     directory = transfer_directory()
     directory.rmdir()
     assert directory.parent == Path(tempfile.gettempdir())
 
 
 def test_fresh_directories_that_a_killed_process_left_in_memory_are_discarded_and_nothing_else(tmp_path: Path) -> None:
-    """Of this process, for the directory carries the number of the process that made it."""
+    """The directory's name contains the id of the process that made it."""
     ours, fresh = transfer_directory(), transfer_directory()
     assert ours != fresh
     assert ours.parent == Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())

@@ -79,7 +79,7 @@ def test_a_source_tells_vllm_what_it_then_gives() -> None:
 def test_policy_and_draft_go_through_one_trainer_each_with_its_own_weights() -> None:
     engines = RecordingEngines()
     sender = vllm.VllmSender(RecordingTrainer(engines), engines)
-    sent = sender.send(source(), is_draft=False)
+    sender.send(source(), is_draft=False)
     sender.send(source([("fc", torch.ones(1))]), is_draft=True)
     sender.close()
     assert engines.calls == [
@@ -87,7 +87,6 @@ def test_policy_and_draft_go_through_one_trainer_each_with_its_own_weights() -> 
         *[("aim", True), "start", ("update", {"names": ["fc"]}), "finish"],
         "shutdown",
     ]
-    assert (sent.num_bytes, sent.digest) == (12 + 8, None)
 
 
 def test_weights_that_are_not_finite_are_an_error_after_all_were_sent() -> None:
@@ -158,7 +157,7 @@ def test_an_ipc_bucket_holds_the_largest_tensor_of_policy_and_draft(
 def test_every_tensor_that_a_rank_sends_fits_the_bucket_that_it_opened_ipc_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of Qwen3-8B and a draft with its whole vocabulary; a source of the policy alone would be too small in float32."""
+    """Qwen3-8B and a draft with its whole vocabulary: the policy's largest tensor would be too small in float32."""
     opened: list[Any] = []
     trainer = type("T", (), {"trainer_init": lambda init, **_: opened.append(init) or RecordingTrainer(engines)})
     engines = RecordingEngines()

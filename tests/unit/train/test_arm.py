@@ -74,7 +74,7 @@ PILOTED = {"draft": {"autopilot": {"enabled": True}}}
 class Engines(FlightWorld):
     """Engines and their gate; at the generations whose numbers are in `lost` one dies."""
 
-    engines: tuple[Worker, ...] = (ENGINE,)
+    workers: tuple[Worker, ...] = (ENGINE,)
     lost: list[int] = field(default_factory=list)
     modes: list[KvCache | None] = field(default_factory=list)
     tables: list[Sequence[ScheduleEntry]] = field(default_factory=list)

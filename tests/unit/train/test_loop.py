@@ -18,11 +18,10 @@ from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig, RecomputeLogprobs
 from slipstream.grpo.update import Trained, Update
 from slipstream.records.steps import Mismatch, RefitCheck, StepRecord, TrainStats
-from slipstream.refit.channel import Delivery, Exported
+from slipstream.refit.channel import Delivery, Exported, Snapshot
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import ALL, Turn
 from slipstream.refit.gate import RefitGate
-from slipstream.refit.snapshot import Snapshot
 from slipstream.rewards.reward import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.loop import Draft, Gate, SyncLoop, TrainedDraft, Trainer
@@ -151,16 +150,14 @@ class NotingChannel:
     def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
         assert draft_version is None  # the loop trains the policy alone
         digest = self.learner.give(policy_version)
-        policy = Snapshot(path=f"weights {policy_version}", version=policy_version, num_bytes=4, digest=digest)
+        policy = Snapshot(path=f"weights {policy_version}", version=policy_version, digest=digest)
         return lambda: Exported(policy_version=policy_version, policy=policy)
 
     def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
         assert draft_version is None
         policy = exported.policy
         assert policy is not None
-        return lambda: Delivery(
-            states=self.engine.take(policy.version), digest=policy.digest, num_bytes=4, origin=policy.path
-        )
+        return lambda: Delivery(states=self.engine.take(policy.version), digest=policy.digest, origin=policy.path)
 
     def engines_changed(self) -> None:
         raise AssertionError("no engine is replaced here")

@@ -45,7 +45,7 @@ class World:
     def __init__(
         self, losses: dict[int, Sequence[Worker]] | None = None, *, keeps_weights: bool = True, drafting_s: float = 1.0
     ) -> None:
-        self.engines = ENGINES
+        self.workers = ENGINES
         self.under_way: tuple[GroupRequest, ...] = ()
         self.calls: list[Any] = []
         self.generations: list[Any] = []

@@ -1,4 +1,4 @@
-"""Waiting for other processes: who is named when one fails, how long a wait may last; and keeping them warm."""
+"""Calls to actors under a deadline: the named worker of a failure, the length of a wait, and the pool of idle ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Answers:
 
 
 def raised(cause: Exception) -> Exception:
-    """How Ray raises here what an actor's method raised there."""
+    """Make the exception that Ray raises in the driver for an actor's error."""
     return RayTaskError("LearnerProcess.train_step", f"traceback of the rank: {cause}", cause).as_instanceof_cause()
 
 

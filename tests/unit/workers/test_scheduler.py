@@ -1,4 +1,4 @@
-"""Who gets which groups: by the lengths that were seen; over engines on clocks of their own; and while in flight."""
+"""Scheduling of groups by seen lengths, over engines on clocks of their own, and in flight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slipstream.engine.protocol import Portion, RunningTime
 from slipstream.engine.requests import GroupRequest, group_requests
 from slipstream.types import Prompt, RolloutGroup
-from slipstream.workers.scheduler import Call, Deal, Ledger, SeenLengths, deal, gather, joined, together
+from slipstream.workers.scheduler import Deal, Ledger, SeenLengths, deal, gather, joined, together
 from tests.unit.sampled import accepted, rollout
 
 
@@ -100,18 +100,18 @@ class TimedEngines:
 
     num_engines: int
     num_slots: int
-    calls: list[tuple[int, Call]] = field(default_factory=list)
+    calls: list[tuple[int, Sequence[GroupRequest], bool, int | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.now = [0.0] * self.num_engines
         self.left: list[dict[int, tuple[GroupRequest, float]]] = [{} for _ in range(self.num_engines)]
         self.ended: dict[int, Portion] = {}
 
-    def start(self, engine: int, call: Call) -> int:
+    def start(self, engine: int, requests: Sequence[GroupRequest], is_first: bool, room_for: int | None) -> int:
         """The whole call at once: nothing from outside changes what an engine does before it returns."""
-        self.calls.append((engine, call))
+        self.calls.append((engine, requests, is_first, room_for))
         started_s, left = self.now[engine], self.left[engine]
-        for request in call.requests:
+        for request in requests:
             left[request.index] = (request, self.now[engine] + float(request.prompt.id))
         done = []
         while left:
@@ -119,7 +119,7 @@ class TimedEngines:
             request, self.now[engine] = left.pop(index)
             done.append((index, group(request.prompt, *[1] * len(request.seeds))))
             running = sum(len(other.seeds) for other, _ in left.values())
-            if call.room_for is not None and running + call.room_for <= self.num_slots:
+            if room_for is not None and running + room_for <= self.num_slots:
                 break
         self.ended[len(self.calls)] = Portion(
             groups=tuple(done), acceptance=None, started_s=started_s, ended_s=self.now[engine]
@@ -144,10 +144,7 @@ def test_without_a_queue_every_engine_gets_one_call_that_runs_to_its_end() -> No
     requests = requests_of(5, 3, 2)
     portions = engines.generate(deal(requests, SeenLengths(), num_engines=2, num_slots=8))
     result = joined(requests, portions)
-    assert [(engine, call.is_first, call.room_for) for engine, call in engines.calls] == [
-        (0, True, None),
-        (1, True, None),
-    ]
+    assert [(engine, *rest) for engine, _, *rest in engines.calls] == [(0, True, None), (1, True, None)]
     assert [each.prompt.id for each in result.groups] == ["5", "3", "2"]
     # 5 and 2 on the first engine, at the same time; 3 on the second, which idles for 2 of 2 x 5 seconds.
     assert (result.generation_s, result.engine_idle_fraction) == (5.0, pytest.approx(0.2))
@@ -169,8 +166,8 @@ def test_an_engine_takes_from_the_queue_when_a_group_has_room_and_goes_on_when_i
     first, second = shares
     dealt = Deal(shares=(requests[:first], requests[first:second]), queue=requests[second:])
     result = joined(requests, engines.generate(dealt))
-    assert [(engine, names(call.requests), call.room_for) for engine, call in engines.calls] == calls
-    assert [call.is_first for _, call in engines.calls] == [True, True, False, False]
+    assert [(engine, names(taken), room) for engine, taken, _, room in engines.calls] == calls
+    assert [is_first for _, _, is_first, _ in engines.calls] == [True, True, False, False]
     assert "".join(each.prompt.id for each in result.groups) == seconds
     assert (result.generation_s, result.engine_idle_fraction) == (ends[0], pytest.approx(ends[1]))
 
@@ -256,8 +253,8 @@ def test_no_engine_is_idle_while_a_group_waits(
     assert [each.prompt.id for each in result.groups] == [str(second) for second in seconds]
     taken_s = [
         engines.ended[number].started_s
-        for number, (_, call) in enumerate(engines.calls, start=1)
-        if call.requests and not call.is_first
+        for number, (_, taken, is_first, _) in enumerate(engines.calls, start=1)
+        if taken and not is_first
     ]
     if taken_s:
         assert min(engine[-1].ended_s for engine in portions) >= max(taken_s)

@@ -1,4 +1,4 @@
-"""How a local Ray is started, what a machine is called, and what Ray says of its nodes."""
+"""Start of a local Ray, the description of a machine, and Ray's nodes."""
 
 from __future__ import annotations
 

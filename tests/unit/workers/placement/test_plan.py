@@ -1,4 +1,4 @@
-"""Who lies where, and the clusters that plans are made for."""
+"""Plans of ranks and workers on GPUs, and the clusters that plans are made for."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""What a user reads: who lies where, and what each GPU holds."""
+"""Tables for users: the place of each process, and the memory of each GPU."""
 
 from slipstream.learner.config import ParallelConfig
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.workers.placement.config import Layout, PlacementConfig, PlacementMode
 from slipstream.workers.placement.memory import memory_text
-from slipstream.workers.placement.plan import Node, make_plan, parse_cluster
-from slipstream.workers.placement.table import plan_text, table
+from slipstream.workers.placement.plan import Node, make_plan, parse_cluster, plan_text, table
 from tests.unit.workers.placement.test_memory import SPLIT
 
 
