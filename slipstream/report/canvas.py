@@ -1,5 +1,4 @@
-"""The one style of all figures, and how they become inline SVG. Colours are Okabe and Ito's, told apart by the
-colour-blind."""
+"""Style of all figures, and their conversion to inline SVG. Colours are Okabe and Ito's, safe for the colour-blind."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ _STYLE = matplotlib.rc_params_from_file(Path(__file__).with_name("figures.mplsty
 def draw_svg(
     columns: int, height: float, draw: Callable[[Sequence[Axes]], None], *, rows: int = 1, width: float = WIDTH_IN
 ) -> str:
-    """An SVG element of `rows` x `columns` axes filled by `draw`."""
+    """Draw `rows` x `columns` axes with `draw` and return the figure as an SVG element."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.08, wspace=0.05)  # type: ignore[union-attr]
@@ -45,11 +44,11 @@ def draw_svg(
 
 
 def _inline(svg: str) -> str:
-    """The bare element, with ids that no other figure of the page has."""
+    """Strip the XML header and make the ids unique on the page."""
     svg = svg[svg.index("<svg") :]
     prefix = f"f{zlib.crc32(svg.encode()):08x}-"
     svg = re.sub(r'\bid="', f'id="{prefix}', svg)
     svg = svg.replace('href="#', f'href="#{prefix}').replace("url(#", f"url(#{prefix}")
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    # Hundredths of a point are enough for a coordinate; text, which lies between the tags, is left alone.
+    # Hundredths of a point are enough for a coordinate. Text between the tags stays as it is.
     return re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d+\.\d{2})\d+", r"\1", tag.group()), svg)

@@ -1,4 +1,4 @@
-"""The tables of the page, as plain cells. A column is either measured here or quoted, never both."""
+"""Tables of the report page as plain cells. A column is either measured or quoted, never both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from slipstream.types import STAGES
 
 
 class ColumnGroup(NamedTuple):
-    """Columns under one heading; `quoted` ones come from a publication and look like it."""
+    """Columns under one heading; quoted columns come from a publication and are tinted."""
 
     heading: str
     columns: tuple[str, ...]
@@ -38,16 +38,16 @@ class ColumnGroup(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One line: a label, then the cells of every group in turn."""
+    """One row: a label, then the cells of all groups."""
 
     label: str
     cells: tuple[str, ...]
-    kind: str = ""  # of "total", "baseline", "loses", "chosen": how the page sets it
+    kind: str = ""  # CSS classes: "total", "baseline", "loses", "chosen"
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table; `cells` of each row match the columns of all groups."""
+    """A table; each row has one cell for every column of every group."""
 
     label: str
     groups: tuple[ColumnGroup, ...]
@@ -58,22 +58,22 @@ class Table:
 
     @property
     def quoted(self) -> tuple[bool, ...]:
-        """One flag a column: True for one that comes from a publication."""
+        """One flag a column, True where the column quotes a publication."""
         return tuple(group.quoted for group in self.groups for _ in group.columns)
 
 
 def build_table(label: str, groups: Mapping[str, Sequence[str]], rows: Iterable[Row], *, quoted: str = "-") -> Table:
-    """A table of columns by the heading over them.
+    """Build a table from its columns by heading.
 
     Args:
-        quoted: the heading whose columns come from a publication.
+        quoted: heading of the columns that come from a publication.
     """
     made = (ColumnGroup(heading, tuple(columns), heading == quoted) for heading, columns in groups.items())
     return Table(label, tuple(made), tuple(rows))
 
 
 def step_table(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> Table:
-    """Seconds a step by stage: both arms, their ratio, and the reference's own three columns."""
+    """Tabulate the seconds of each stage in both arms, their ratio, and the reference's values."""
     groups = {arm.arm.value: ("median s", "p10 to p90", "share") for arm in run.arms} | {"": ("ratio",)}
     if workload is not None:
         groups[reference.label] = ("AR s", "spec s", "ratio")
@@ -82,7 +82,7 @@ def step_table(run: RunSummary, workload: WorkloadReference | None, reference: R
 
 
 def _step_row(run: RunSummary, workload: WorkloadReference | None, stage: str) -> Row:
-    """One stage; the whole step without a name."""
+    """Build the row of one stage; an empty name is the whole step."""
     cells: list[str] = []
     times = [arm.stages.get(stage, arm.step) for arm in run.arms]
     for arm, time in zip(run.arms, times, strict=True):
@@ -97,7 +97,7 @@ def _step_row(run: RunSummary, workload: WorkloadReference | None, stage: str) -
 
 
 def speedup_table(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> Table:
-    """The ratios of the two arms, with their intervals."""
+    """Tabulate the speedups with their intervals and verdicts."""
     groups: dict[str, tuple[str, ...]] = {"this run, measured": ("ratio", "95 % interval", "verdict")}
     if workload is not None:
         groups[reference.label] = ("ratio",)
@@ -109,7 +109,7 @@ def speedup_table(run: RunSummary, workload: WorkloadReference | None, reference
 
 
 def sweep_table(record: RunRecord) -> Table:
-    """Every configuration that tuning tried, the losing ones too."""
+    """Tabulate every draft length that tuning measured."""
     columns = ("batch", "generation s", "p10 to p90", "repeats", "k = 0, s", "speedup", "AL", "choice")
     rows = []
     for point in sorted(record.tuning.points, key=lambda point: (point.batch, point.k)):
@@ -131,7 +131,7 @@ def sweep_table(record: RunRecord) -> Table:
 
 
 def running_table(record: RunRecord) -> Table:
-    """Speedup of every k over k = 0 at every running batch, and the k of the schedule there."""
+    """Tabulate the speedup of every k at every running batch, and the schedule's choice."""
     tuning = record.tuning
     kinds = sorted({(point.k, point.is_switched_off) for point in tuning.running})
     known = {(point.batch_from, point.k, point.is_switched_off): point.speedup for point in tuning.running}
@@ -147,7 +147,7 @@ def running_table(record: RunRecord) -> Table:
 
 
 def accuracy_table(record: RunRecord) -> Table:
-    """Accuracy before, during and after training, with everything that qualifies it."""
+    """Tabulate accuracy before, during and after RL, with sample sizes and losses."""
     columns = ("avg@k", "95 % interval", "maj@k", "k", "problems", "truncated", "time-outs", "prompts")
     curves, rows = accuracy_curves(record), []
     for last in record.evaluations:
@@ -160,7 +160,7 @@ def accuracy_table(record: RunRecord) -> Table:
 
 
 def count_table(run: RunSummary) -> Table:
-    """Counts of all that was lost or taught nothing."""
+    """Tabulate counts of rollouts, tokens and losses of each arm."""
     labels = {
         "steps": lambda arm: count(arm.num_steps),
         "rollouts": lambda arm: count(arm.num_rollouts),
@@ -172,14 +172,14 @@ def count_table(run: RunSummary) -> Table:
         "reward, first quarter": lambda arm: f"{arm.reward_first_quarter:.3f}",
         "reward, last quarter": lambda arm: f"{arm.reward_last_quarter:.3f}",
     }
-    if any(arm.engine_idle_fraction > 0 for arm in run.arms):  # of several engines: a single one has no such time
+    if any(arm.engine_idle_fraction > 0 for arm in run.arms):  # a single engine is never idle during generation
         labels["engines idle during generation"] = lambda arm: percent(arm.engine_idle_fraction)
     rows = [Row(label, tuple(value(arm) for arm in run.arms)) for label, value in labels.items()]
     return build_table("over all steps", {"": [arm.arm.value for arm in run.arms]}, rows)
 
 
 def data_table(record: RunRecord) -> Table:
-    """Rows read and kept of each data set, and why the others went."""
+    """Tabulate the rows read, kept and dropped of each data set."""
     columns = ("source", "read", "kept", "duplicate", "conflicting", "unparseable", "too long", "held out", "empty")
     rows = []
     for d in record.data:
@@ -189,7 +189,7 @@ def data_table(record: RunRecord) -> Table:
 
 
 def draft_table(record: RunRecord) -> Table:
-    """The draft's held-out acceptance, position by position."""
+    """Tabulate the draft's held-out acceptance by position."""
     rates = record.draft.heldout_rate_by_position
     both = enumerate(zip(rates, np.cumprod(rates).tolist(), strict=True), start=1)
     rows = [Row(str(position), (percent(rate), percent(joint))) for position, (rate, joint) in both]
@@ -197,7 +197,7 @@ def draft_table(record: RunRecord) -> Table:
 
 
 def quoted_table(workload: WorkloadReference, reference: Reference, *, by_draft: bool) -> Table:
-    """The reference's measurements with other draft lengths, or with other drafts."""
+    """Tabulate the reference's measurements by draft length or by kind of draft."""
     label = f"draft, k = {workload.num_speculative_tokens}" if by_draft else "k"
     lengths = {str(each.k): each for each in workload.draft_lengths}
     published = {each.draft: each for each in workload.drafts} if by_draft else lengths
@@ -209,7 +209,7 @@ def quoted_table(workload: WorkloadReference, reference: Reference, *, by_draft:
 
 
 def certificate_table(certificate: CertificateRecord) -> Table:
-    """Every test of the losslessness certificate, and the control's beside it."""
+    """Tabulate the tests of the losslessness certificate with the control's p-values."""
     control = {finding.name: f"{finding.p_value:.2g}" for finding in certificate.control}
     rows = []
     for each in certificate.findings:
@@ -222,7 +222,7 @@ def certificate_table(certificate: CertificateRecord) -> Table:
 
 
 def drift_table(drift: DriftRecord) -> Table:
-    """A row a result: its value, the band of the executions before, how many these are, and the verdict."""
+    """Tabulate each judged result with its band and verdict."""
 
     def number(value: float) -> str:
         return f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}"
@@ -236,7 +236,7 @@ def drift_table(drift: DriftRecord) -> Table:
 
 
 def loop_table(compared: LoopComparison) -> Table:
-    """Parts of a step's time in every arm, and its speedups."""
+    """Tabulate step times and speedups of all arms, with exposed, hidden and idle shares."""
     groups = {
         "step": ("median s", "p10 to p90"),
         "step speedup over": ("the baseline", "the same arm in turn"),
@@ -261,7 +261,7 @@ def loop_table(compared: LoopComparison) -> Table:
 
 
 def lag_table(compared: LoopComparison) -> Table:
-    """The tokens that the asynchronous arms were trained on, by how far they lag, and how they were corrected."""
+    """Tabulate the tokens that asynchronous arms train on by lag, with their importance ratios."""
     columns = ("tokens", "share", "ratio, mean", "ratio, largest", "weights changed", "effective sample size")
     rows = []
     for arm in compared.asynchronous:
@@ -275,7 +275,7 @@ def lag_table(compared: LoopComparison) -> Table:
 
 
 def loop_learning_table(compared: LoopComparison, evaluations: tuple[EvaluationRecord, ...]) -> Table:
-    """Reward and accuracy of all arms, and what became of rollouts in the asynchronous ones."""
+    """Tabulate reward, accuracy and rollout losses of all arms."""
     groups = {
         "reward": ("first quarter", "last quarter", "gain", "of gain in turn"),
         "AIME-2024-like": ("avg@k", "95 % interval"),

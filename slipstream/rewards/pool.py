@@ -1,4 +1,4 @@
-"""Worker processes that run sympy, each with a deadline for each request and killed when it passes."""
+"""Pool of worker processes that run sympy; a worker that misses a request's deadline is killed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import IO
 logger = logging.getLogger(__name__)
 
 _SCRIPT = Path(__file__).with_name("worker.py")
-_START_TIMEOUT_S = 120.0  # imports on a busy machine
-_ORPHAN_GRACE_S = 5.0  # a worker ends itself so long after its deadline: only when the parent is gone
+_START_TIMEOUT_S = 120.0  # for imports on a busy machine
+_ORPHAN_GRACE_S = 5.0  # after its deadline a worker ends itself, in case its parent is gone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Is `answer` equal to `gold`? With `answer` None: can `gold` be read?"""
+    """Compare `answer` with `gold`; None asks if `gold` can be read."""
 
     gold: str
     answer: str | None
@@ -31,7 +31,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Verdicts in the order of the requests; one that timed out or crashed its worker is False."""
+    """Verdicts in the order of the requests; a timeout or a crash is False."""
 
     verdicts: tuple[bool, ...]
     num_timeouts: int
@@ -39,10 +39,10 @@ class Outcome:
 
 
 class WorkerPool:
-    """Up to `num_workers` processes, started when there is work and again after a kill. Not thread-safe."""
+    """Up to `num_workers` processes, started on demand and restarted after a kill. Not thread-safe."""
 
     def __init__(self, *, num_workers: int, timeout_s: float, memory_gib: float) -> None:
-        """Nothing starts yet. `timeout_s` holds for one request, without the start of its worker."""
+        """Set the limits; `timeout_s` applies to each request, without the start of its worker."""
         self._num_workers = num_workers
         self._timeout_s = timeout_s
         self._memory_bytes = int(memory_gib * 2**30)
@@ -55,7 +55,7 @@ class WorkerPool:
         self._workers = []
 
     def run(self, requests: Sequence[Request]) -> Outcome:
-        """Decide all `requests`.
+        """Run all `requests` and return their verdicts.
 
         Raises:
             RuntimeError: a worker could not start.
@@ -77,12 +77,12 @@ class WorkerPool:
                     self._drop(worker, worker.job, f"ran into the deadline of {self._timeout_s} s")
                     num_timeouts += 1
         except BaseException:
-            self.close()  # replies to this call must never be taken for replies to the next
+            self.close()  # a late reply must not answer the next call's request
             raise
         return Outcome(verdicts=tuple(verdicts), num_timeouts=num_timeouts, num_crashes=num_crashes)
 
     def _feed(self, queue: deque[tuple[int, Request]]) -> None:
-        """Give each idle worker a request, and start workers for what then waits."""
+        """Send a request to each idle worker, and start workers for the requests that remain."""
         for worker in self._workers:
             if queue and worker.is_idle():
                 worker.send(queue.popleft(), timeout_s=self._timeout_s)
@@ -92,7 +92,7 @@ class WorkerPool:
             num_starting += 1
 
     def _wait(self) -> list[_Worker]:
-        """Workers that replied or ended; none when the next deadline comes first."""
+        """Wait for workers that replied or ended; empty when the next deadline comes first."""
         waiting = [worker for worker in self._workers if not worker.is_idle()]
         with selectors.DefaultSelector() as selector:
             for worker in waiting:
@@ -101,7 +101,7 @@ class WorkerPool:
             return [key.data for key, _ in selector.select(timeout=max(0.0, remaining_s))]
 
     def _drop(self, worker: _Worker, job: tuple[int, Request] | None, why: str) -> None:
-        """Kill a worker; the next `_feed` replaces it. One that never got ready will not do so next time either."""
+        """Kill a worker, which the next `_feed` replaces, and raise if it never became ready."""
         worker.kill()
         self._workers.remove(worker)
         if not worker.ready:
@@ -110,7 +110,7 @@ class WorkerPool:
 
 
 class _Worker:
-    """One process and the job (index and request) that it works on."""
+    """One process and its current job, the index and the request."""
 
     def __init__(self, *, memory_bytes: int, alarm_s: float) -> None:
         command = [sys.executable, str(_SCRIPT), str(memory_bytes), str(alarm_s)]
@@ -131,7 +131,7 @@ class _Worker:
         return not self.is_idle() and time.monotonic() >= self.deadline_s
 
     def send(self, job: tuple[int, Request], *, timeout_s: float) -> None:
-        """Start on `job`. A worker that died while idle shows when its reply is taken."""
+        """Start `job`. The death of an idle worker shows when its reply is read."""
         assert self._process.stdin is not None
         self.job, self.deadline_s = job, time.monotonic() + timeout_s
         line = json.dumps({"gold": job[1].gold, "answer": job[1].answer}) + "\n"
@@ -141,7 +141,7 @@ class _Worker:
             logger.debug("a reward worker died while idle")
 
     def take_reply(self) -> tuple[tuple[int, Request] | None, bytes]:
-        """The finished job (None: the worker got ready) and the reply, empty if the process has ended."""
+        """Return the finished job (None for the ready signal) and the reply, empty if the process has ended."""
         job, reply = self.job, self.replies.read(1)
         if reply:
             self.ready, self.job = True, None

@@ -1,8 +1,8 @@
-"""The process in which sympy runs. It is started by path, and may be killed.
+"""Process that runs sympy, started by path, and killable.
 
 Protocol: one JSON line `{"gold", "answer"}` on stdin, one byte back on stdout: `R` once when ready, then `1` or `0`.
-`answer` null asks whether `gold` can be read. sympy may hang or eat memory in C code, where no Python time-out
-helps: memory is limited here, time by the parent, and by an alarm with its default action should the parent be gone.
+A null `answer` asks if `gold` can be read. sympy may hang or exhaust memory in C code, beyond the reach of Python's
+timeouts. So this process limits its memory, the parent enforces the deadline, and an alarm ends an orphan.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import sys
 from pathlib import Path
 
 _UNSOLVED = (ArithmeticError, AttributeError, LookupError, RecursionError, NotImplementedError, TypeError, ValueError)
-"""What sympy raises where it cannot do something; whatever else it raises ends this process."""
+"""Exceptions of sympy for unsupported input; any other exception ends this process."""
 
 
 def main(memory_bytes: int, alarm_s: float) -> None:
     """Answer requests until stdin ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     reply = os.dup(1)
-    os.dup2(2, 1)  # whatever a library prints must not look like a reply
+    os.dup2(2, 1)  # output of a library must not look like a reply
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
-    # In the place of this file's directory, whose modules may bear the names of others.
+    # Replaces this file's directory, whose module names may shadow others.
     sys.path[0] = str(Path(__file__).parents[2])
     from slipstream.rewards import algebra
     from slipstream.rewards.expressions import install
@@ -36,7 +36,7 @@ def main(memory_bytes: int, alarm_s: float) -> None:
     install(algebra)
     logging.disable(logging.CRITICAL)
     silence = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # up to here errors of the start show; from here on a library may print a gigabyte
+    for stream in (1, 2):  # errors of the start were visible; from here a library may print gigabytes
         os.dup2(silence, stream)
     os.write(reply, b"R")
     for line in sys.stdin:

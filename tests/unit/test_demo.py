@@ -164,9 +164,9 @@ def test_an_execution_that_runs_is_not_started_twice(root: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "interrupted", "last"),
     [
-        ("a", True, r"interrupted; go on with: .*slipstream.* demo --run-root ROOT --resume a"),
-        ("a", False, r"failed with status 1; go on with: .*slipstream.* demo --run-root ROOT --resume a"),
-        ("new", True, r"interrupted before anything was made; start again with the same command"),
+        ("a", True, r"interrupted; resume with: .*slipstream.* demo --run-root ROOT --resume a"),
+        ("a", False, r"failed with status 1; resume with: .*slipstream.* demo --run-root ROOT --resume a"),
+        ("new", True, r"interrupted before its recipe was recorded; start again with the same command"),
     ],
 )
 def test_the_last_line_says_how_to_go_on(root: Path, name: str, interrupted: bool, last: str) -> None:
@@ -176,7 +176,7 @@ def test_the_last_line_says_how_to_go_on(root: Path, name: str, interrupted: boo
     assert re.fullmatch(last.replace("ROOT", re.escape(str(root))), line)
 
 
-@pytest.mark.parametrize(("status", "when"), [(0, "by"), (1, "when you go on, or by")])
+@pytest.mark.parametrize(("status", "when"), [(0, "by"), (1, "when you resume, or by")])
 def test_what_mlflow_has_not_got_is_said_at_the_end_of_every_execution(tmp_path: Path, status: int, when: str) -> None:
     server = "http://mlflow:5000"
     write_recipe(load_recipe("tiny", overrides={"tracking": {"uri": server}}), recorded_recipe(tmp_path, "a"))
@@ -189,7 +189,7 @@ def test_what_mlflow_has_not_got_is_said_at_the_end_of_every_execution(tmp_path:
     spool.close()
     what, how = demo._last_words(launch.execution, tmp_path, outcome).splitlines()[:2]
     assert what == "1 MLflow run(s) are not up to date: a/train (2 points and 1 other entries)"
-    assert how.startswith(f"they are {when}: ") and how.endswith(f" replay {tmp_path} --uri {server}")
+    assert how.startswith(f"they are completed {when}: ") and how.endswith(f" replay {tmp_path} --uri {server}")
 
 
 def test_executions_that_start_in_one_second_have_names_of_their_own_in_their_order() -> None:

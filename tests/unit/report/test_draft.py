@@ -71,12 +71,12 @@ def test_an_engine_that_drafts_nothing_although_it_has_a_draft_has_a_column_of_i
 
 def test_the_schedule_is_said_with_what_it_should_gain_and_whether_it_was_used() -> None:
     assert schedule_text(record()) == (
-        "By running batch: 1-2: 5, 3-4: 2. By these times it decodes 1.10x as fast as k = 2 throughout. "
-        "The speculative arm drafted by it."
+        "By running batch: 1-2: 5, 3-4: 2. Its expected decoding speedup is 1.10x over k = 2 throughout. "
+        "The speculative arm used it."
     )
-    assert schedule_text(record(arm_has_it=False)).endswith("The arm drafted with one k all the same.")
+    assert schedule_text(record(arm_has_it=False)).endswith("The speculative arm used one k instead.")
     constant = replace(RECORD, tuning=replace(RECORD.tuning, schedule=TABLE[1:], chosen_k=2))
-    assert schedule_text(constant) == "No running batch wants another draft length: k = 2 everywhere."
+    assert schedule_text(constant) == "The schedule has one draft length, k = 2 at every running batch."
 
 
 def test_an_arm_that_drafts_by_the_running_batch_is_named_with_its_table() -> None:
@@ -90,10 +90,10 @@ def test_the_autopilots_turns_are_said_step_by_step() -> None:
     probe = replace(off, is_probe=True)
     flown = (on, probe, replace(off, has_switched=True), off, replace(on, has_switched=True))
     assert autopilot_text(record(flown=flown)) == (
-        "The autopilot had 3 of 5 steps generate without drafts, 1 steps were probes. "
-        "It turned at step 3 (off), step 5 (on again)."
+        "The autopilot ran 3 of 5 steps without drafts, 1 of all as probes. "
+        "It switched at step 3 (off), step 5 (on again)."
     )
-    assert autopilot_text(record(flown=(on, on))).endswith("It never turned speculation off.")
+    assert autopilot_text(record(flown=(on, on))).endswith("It never switched.")
     assert autopilot_text(RECORD) == ""
 
 
@@ -102,7 +102,7 @@ def test_the_page_shows_the_table_and_the_autopilot() -> None:
     page = page_text(record(flown=(on, on)))
     assert "k = by running batch (1-2: 5, 3-4: 2)" in page
     assert "running batch" in page
-    assert "The autopilot had 0 of 2 steps" in page
+    assert "The autopilot ran 0 of 2 steps" in page
 
 
 NO = DraftDecision(

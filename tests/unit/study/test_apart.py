@@ -91,7 +91,7 @@ def test_one_variant_that_is_refused_refuses_all_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("failed", "reason"),
     [
-        ("", f"{DRAFT} did not end: its task was lost or never ran"),
+        ("", f"{DRAFT} left no record: its task was lost or never started"),
         ("ConfigError: too few prompts", f"{DRAFT} failed: ConfigError: too few prompts"),
     ],
 )
@@ -118,7 +118,7 @@ def test_a_variant_without_an_arm_fails_for_its_own_reason_else_that_of_what_it_
     ended(tmp_path, VARIANT, "FloatingPointError: the loss is not finite")
     found = {failure.variant.name: failure.reason for failure in collect(tmp_path, read_plan(tmp_path, "abl")).failures}
     assert found[VARIANT] == "FloatingPointError: the loss is not finite"
-    assert found[other].startswith("it left no word")
+    assert found[other].startswith("it left no record")
     ended(tmp_path, "policy-rl_zero", "ConfigError: no such model")
     found = {failure.variant.name: failure.reason for failure in collect(tmp_path, read_plan(tmp_path, "abl")).failures}
     assert found[other] == "policy-rl_zero failed: ConfigError: no such model"
