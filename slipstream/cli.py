@@ -89,7 +89,9 @@ def _is_output_lost() -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="slipstream", description="Speculative rollouts for RL post-training of language models.")
+    parser = argparse.ArgumentParser(
+        prog="slipstream", description="Speculative rollouts for RL post-training of language models."
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
     chain = commands.add_parser("demo", help="run the whole chain on this machine and report the speedup")
     chain.add_argument("--recipe", help=f"a name in configs/ or a path; default: {_RECIPE}")
@@ -108,7 +110,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="EXECUTION",
         help="resume an execution with its recorded recipe; default: the latest without a report",
     )
-    chain.add_argument("--fresh", action="store_true", help="make data, policy and draft again, even if they are stored")
+    chain.add_argument(
+        "--fresh", action="store_true", help="make data, policy and draft again, even if they are stored"
+    )
     chain.set_defaults(run=_demo)
     for name, words in study_command.PRESETS.items():
         study = commands.add_parser(name, help=words)
@@ -117,14 +121,20 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="check a recipe without running it")
     check.add_argument("recipe")
     check.add_argument("--cluster", metavar="NODESxGPUS", help="print the placement plan for this cluster, such as 8x4")
-    check.add_argument("--domain-nodes", type=int, metavar="N", help="number of neighbouring nodes in one NVLink domain")
+    check.add_argument(
+        "--domain-nodes", type=int, metavar="N", help="number of neighbouring nodes in one NVLink domain"
+    )
     check.set_defaults(run=_check)
     cluster = commands.add_parser("cluster", help="list the nodes of the Ray cluster at RAY_ADDRESS, or this machine")
     cluster.set_defaults(run=_cluster)
     preflight = commands.add_parser("preflight", help="check a Kubernetes cluster for what a profile's runs need")
     preflight.add_argument("--cluster", required=True, help="a profile of configs/clusters/, or a path to one")
-    preflight.add_argument("--namespace", default="slipstream-development", help="namespace of Flyte's project and domain")
-    preflight.add_argument("--context", default=None, help="context of the kubeconfig; default: its current one, or this pod's account")
+    preflight.add_argument(
+        "--namespace", default="slipstream-development", help="namespace of Flyte's project and domain"
+    )
+    preflight.add_argument(
+        "--context", default=None, help="context of the kubeconfig; default: its current one, or this pod's account"
+    )
     preflight.add_argument("--image", default=None, help="image of a pod that tries to write under the shared root")
     preflight.add_argument("--timeout-s", type=float, default=10.0, help="time limit of each request")
     preflight.set_defaults(run=_preflight)
@@ -133,12 +143,14 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--uri", default=None, help="tracking server; default: the SQLite store under run_root")
     replay.set_defaults(run=_replay)
     compare = commands.add_parser("compare", help="compare executions from the tracking store")
-    compare.add_argument("--experiment", default=None, help="compare executions of this experiment only; default: of all")
-    compare.add_argument("--runs", nargs="+", default=[], metavar="EXECUTION", help="executions to compare, in this order")
-    _add_store(compare)
     compare.add_argument(
-        "--html", default=None, help="path of the page; default: comparison.html in --run-root"
+        "--experiment", default=None, help="compare executions of this experiment only; default: of all"
     )
+    compare.add_argument(
+        "--runs", nargs="+", default=[], metavar="EXECUTION", help="executions to compare, in this order"
+    )
+    _add_store(compare)
+    compare.add_argument("--html", default=None, help="path of the page; default: comparison.html in --run-root")
     compare.set_defaults(run=_compare)
     views = commands.add_parser("views", help="print the addresses of MLflow's tables of executions and arms")
     _add_store(views)
@@ -166,7 +178,7 @@ def _demo(options: argparse.Namespace) -> int:
             arms_in_turn=options.arms_in_turn,
             reuse_stored=not options.fresh,
         )
-    status = demo.run(launch.execution, launch.command(root), root)
+    status = demo.run(launch, root)
     if status == 0:
         _show(root)
     return status
@@ -176,7 +188,7 @@ def _study(options: argparse.Namespace) -> int:
     """Run the workflow of a study through `pyflyte run`, and print its tables."""
     root = Path(options.run_root).resolve()
     launch = study_command.launched(options)
-    status = demo.run(launch.execution, launch.command(root), root)
+    status = demo.run(launch, root)
     if status == 0:
         print(study_command.result(root, launch))
     return status

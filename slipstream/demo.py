@@ -11,10 +11,11 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slipstream.config import ConfigError, require
 from slipstream.kubernetes.profile import CLUSTER_VARIABLE
@@ -23,7 +24,6 @@ from slipstream.refit.snapshot import discard_transfers
 from slipstream.stages.context import EXECUTION_VARIABLE, is_finished, new_execution, recorded_recipe, requested
 from slipstream.supervisor import Outcome, supervise
 from slipstream.tracking import RunStatus, end_open_runs, replay_command, unsent
-from slipstream.types import Workload
 from slipstream.workers.placement.config import ArmsInTurn
 
 LATEST = ""
@@ -46,39 +46,25 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """Recipe, inputs and execution that a workflow is started with."""
+    """Execution and inputs that a workflow is started with."""
 
-    recipe: str
-    workload: Workload | None = None  # None keeps the recipe's value, as in the fields below
-    num_steps: int | None = None
-    seed: int | None = None
-    arms_in_turn: ArmsInTurn | None = None
+    workflow: str
     execution: str
-    is_resumed: bool = False
+    inputs: Mapping[str, Any]  # None for an input that was not given, which keeps the recipe's value
     reuse_stored: bool = True
-    workflow: str = "speculative_rl"
 
     def command(self, root: Path) -> list[str]:
         """Return the command line of `pyflyte run` with the workflow's inputs."""
+        pyflyte = Path(sys.executable).with_name("pyflyte")
+        given = {name: value for name, value in {**self.inputs, "run_root": root}.items() if value is not None}
+        values = {
+            name: json.dumps(value) if isinstance(value, list | tuple) else str(value) for name, value in given.items()
+        }
         return [
-            *pyflyte_run(self.workflow),
-            *("--recipe", self.recipe),
-            *given_inputs(workload=self.workload, num_steps=self.num_steps, seed=self.seed),
-            *(["--overrides", json.dumps(_overrides(self.arms_in_turn))] if self.arms_in_turn else []),
-            *("--run_root", str(root)),
-            *(["--resume_execution", self.execution] if self.is_resumed else []),
+            *(str(pyflyte), "run", f"workflows/{self.workflow}.py", self.workflow),
+            *(word for name, value in values.items() for word in (f"--{name}", value)),
             "--reuse_stored" if self.reuse_stored else "--no_reuse_stored",
         ]
-
-
-def pyflyte_run(workflow: str) -> list[str]:
-    """Return the command line that starts a workflow, without its inputs."""
-    return [str(Path(sys.executable).with_name("pyflyte")), "run", f"workflows/{workflow}.py", workflow]
-
-
-def given_inputs(**inputs: str | int | None) -> list[str]:
-    """Return the inputs as options of `pyflyte run`, without those that are None."""
-    return [word for name, value in inputs.items() if value is not None for word in (f"--{name}", str(value))]
 
 
 def handed_on_recipe(recipe: str) -> str:
@@ -86,18 +72,19 @@ def handed_on_recipe(recipe: str) -> str:
     return recipe if recipe_path(recipe).parent == CONFIGS else os.path.abspath(recipe)
 
 
-def run(execution: str, command: Sequence[str], root: Path) -> int:
-    """Run `command` to its end; returns the exit status.
+def run(launch: Launch, root: Path) -> int:
+    """Run the launched workflow to its end; returns the exit status.
 
     Prints how to resume, and which MLflow runs are incomplete.
     """
     path = os.pathsep.join(filter(None, (str(_REPOSITORY), os.environ.get("PYTHONPATH"))))
+    execution = launch.execution
     environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path, EXECUTION_VARIABLE: execution}
     profile = environment.get(CLUSTER_VARIABLE, "")
     if Path(profile).is_file():
         environment[CLUSTER_VARIABLE] = os.path.abspath(profile)
     with _claimed(root, execution):
-        outcome = supervise(command, cwd=_REPOSITORY, environment=environment)
+        outcome = supervise(launch.command(root), cwd=_REPOSITORY, environment=environment)
         discard_transfers(outcome.pid)
         if outcome.status:
             end_open_runs(root, execution, RunStatus.KILLED if outcome.interrupted else RunStatus.FAILED)
@@ -123,51 +110,30 @@ def resumed(root: Path, execution: str, *, reuse_stored: bool) -> Launch:
         execution or "the latest",
         f"known: {known}",
     )
-    path = recorded_recipe(root, name)
-    recipe = load_recipe(str(path))
-    return Launch(
-        recipe=str(path),
-        execution=name,
-        is_resumed=True,
-        reuse_stored=reuse_stored,
-        workflow=workflow_of(recipe),
-    )
+    path = str(recorded_recipe(root, name))
+    inputs = {"recipe": path, "resume_execution": name}
+    return Launch(workflow=_workflow_of(load_recipe(path)), execution=name, inputs=inputs, reuse_stored=reuse_stored)
 
 
-def started(
-    recipe: str,
-    *,
-    workload: Workload | None,
-    num_steps: int | None,
-    seed: int | None,
-    reuse_stored: bool,
-    arms_in_turn: ArmsInTurn | None = None,
-) -> Launch:
+def started(recipe: str, *, reuse_stored: bool, arms_in_turn: ArmsInTurn | None = None, **inputs: Any) -> Launch:
     """Build the launch of a new execution; an input of None keeps the recipe's value.
 
+    Args:
+        inputs: `workload`, `num_steps` and `seed`.
     Raises:
         ConfigError: the recipe breaks a rule.
     """
-    changes = requested(_overrides(arms_in_turn), workload=workload, num_steps=num_steps, seed=seed)
-    loaded = load_recipe(recipe, overrides=changes)
+    overrides = [] if arms_in_turn is None else [f"placement.arms_in_turn={arms_in_turn}"]
+    loaded = load_recipe(recipe, overrides=requested(overrides, **inputs))
     return Launch(
-        recipe=handed_on_recipe(recipe),
-        workload=workload,
-        num_steps=num_steps,
-        seed=seed,
-        arms_in_turn=arms_in_turn,
+        workflow=_workflow_of(loaded),
         execution=new_execution(recipe),
+        inputs={"recipe": handed_on_recipe(recipe), "overrides": overrides or None, **inputs},
         reuse_stored=reuse_stored,
-        workflow=workflow_of(loaded),
     )
 
 
-def _overrides(arms_in_turn: ArmsInTurn | None) -> list[str]:
-    return [] if arms_in_turn is None else [f"placement.arms_in_turn={arms_in_turn}"]
-
-
-def workflow_of(recipe: Recipe) -> str:
-    """Return the workflow that runs the recipe's loop."""
+def _workflow_of(recipe: Recipe) -> str:
     return "speculative_rl" if recipe.loop.is_synchronous else "asynchronous_rl"
 
 

@@ -57,7 +57,7 @@ def check_draft(policy: Path, draft: Path, *, max_model_len: int) -> None:
         ConfigError: hidden size, vocabulary, auxiliary layers or positions do not fit; a tensor is missing or extra;
             or head or embeddings equal the policy's, so that vLLM would share them.
     """
-    policy_config, draft_config = _config(policy, "policy.model"), _config(draft, "draft")
+    policy_config, draft_config = read_config(policy, "policy.model"), read_config(draft, "draft")
     layer = draft_config.get("transformer_layer_config")
     require(isinstance(layer, dict), "draft", "must be an EAGLE-3 draft as speculators saves it", str(draft))
     assert isinstance(layer, dict)
@@ -126,7 +126,12 @@ def _check_not_shared(policy: Path, policy_name: str, name: str, tensor: Any) ->
             require(not same, f"draft {name}", "must differ from the policy's", "equal", fix + "overwrites the policy")
 
 
-def _config(path: Path, field: str) -> dict[str, Any]:
+def read_config(path: Path, field: str) -> dict[str, Any]:
+    """Read the config of a model directory.
+
+    Raises:
+        ConfigError: there is no config.json; the error names `field`.
+    """
     file = path / "config.json"
     require(file.is_file(), field, "must be a model directory with a config.json", str(path))
     return json.loads(file.read_text())
@@ -140,7 +145,7 @@ def check_draft_model(policy: Path, draft: Path, *, max_model_len: int, field: s
     Raises:
         ConfigError: no model or no weights, another vocabulary, or positions that end before the longest sequence.
     """
-    ours, theirs = _config(policy, "policy.model"), _config(draft, field)
+    ours, theirs = read_config(policy, "policy.model"), read_config(draft, field)
     require(any(draft.glob(_WEIGHTS)), field, f"must have weights in {_WEIGHTS} files", str(draft))
     vocab, fix = ours["vocab_size"], "its tokens would stand for other ones of the policy's"
     found = theirs.get("vocab_size")

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,11 +25,12 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from slipstream.config import require
-from slipstream.drafts.compatibility import check_draft
+from slipstream.drafts.compatibility import check_draft, read_config
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.passes import ATTENTION
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.policy_source import locate
+from slipstream.storage import replaced_directory
 
 logger = logging.getLogger(__name__)
 
@@ -131,9 +130,7 @@ def load_draft(draft: Path, policy: Path, config: DraftConfig) -> Eagle3DraftMod
 
 def _saved_config(draft: Path, config: DraftConfig) -> dict[str, Any]:
     """Read the config of a saved draft and check that it reads the layers that `config` names."""
-    file = draft / "config.json"
-    require(file.is_file(), "draft", "must be a model directory with a config.json", str(draft))
-    saved = json.loads(file.read_text())
+    saved = read_config(draft, "draft")
     is_eagle3 = saved.get("speculators_model_type") == "eagle3"
     require(is_eagle3, "draft", "must be an EAGLE-3 draft as speculators saves it", str(draft))
     ids, wanted = saved["eagle_aux_hidden_state_layer_ids"], list(config.aux_hidden_state_layer_ids)
@@ -189,16 +186,13 @@ def save_draft(model: Eagle3DraftModel, path: Path) -> None:
 
 def write_draft(settings: Eagle3SpeculatorConfig, tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write a draft in the format that vLLM loads to the directory `path` atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     config = settings.to_dict()
     config.pop("auto_map", None)
     config["architectures"] = ["Eagle3DraftModel"]
-    (temporary / "config.json").write_text(json.dumps(config, indent=1, default=str))
     on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(on_host, temporary / "model.safetensors", metadata={"format": "pt"})
-    shutil.rmtree(path, ignore_errors=True)
-    temporary.replace(path)
+    with replaced_directory(path) as partial:
+        (partial / "config.json").write_text(json.dumps(config, indent=1, default=str))
+        save_file(on_host, partial / "model.safetensors", metadata={"format": "pt"})
 
 
 def bring_draft(config: DraftConfig, policy: Path, directory: Path, *, max_model_len: int) -> None:
@@ -211,14 +205,17 @@ def bring_draft(config: DraftConfig, policy: Path, directory: Path, *, max_model
     """
     assert config.model is not None
     source = locate(config.model, ("*.json", _WEIGHTS), field=_FIELD)
-    settings, tensors = _settings(source, config.model), _tensors(source, config.model)
+    settings, tensors = read_config(source, _FIELD), _tensors(source, config.model)
     architecture = Architecture.from_hf(policy)
     if "speculators_model_type" in settings:
-        ours = _of_speculators(settings, config.model)
+        kind = settings["speculators_model_type"]
+        require(kind == "eagle3", _FIELD, "must be an EAGLE-3 draft", f"{config.model}: {kind}")
+        ours = Eagle3SpeculatorConfig.model_validate(settings)
     else:
         ours = _of_original(settings, config.model, policy, architecture, num_tokens=config.ttt_steps)
     if not ours.eagle_aux_hidden_state_layer_ids:
-        ours.eagle_aux_hidden_state_layer_ids = list(_default_layers(architecture.num_layers))
+        num = architecture.num_layers  # the default layers of vLLM's `get_eagle3_default_aux_hidden_state_layers`
+        ours.eagle_aux_hidden_state_layer_ids = [2, num // 2, num - 3]
     ours.speculators_config.verifier = VerifierConfig.from_pretrained(str(policy))
     ids, wanted = ours.eagle_aux_hidden_state_layer_ids, list(config.aux_hidden_state_layer_ids)
     fix = f"set it to {ids}"
@@ -226,12 +223,6 @@ def bring_draft(config: DraftConfig, policy: Path, directory: Path, *, max_model
     write_draft(ours, _without_embeddings(_with_both_maps(tensors, architecture.vocab_size), policy), directory)
     check_draft(policy, directory, max_model_len=max_model_len)
     logger.info("draft %s: %d tensors, a vocabulary of %d tokens", config.model, len(tensors), ours.draft_vocab_size)
-
-
-def _settings(source: Path, model: str) -> dict[str, Any]:
-    file = source / "config.json"
-    require(file.is_file(), _FIELD, "must have a config.json", model)
-    return json.loads(file.read_text())
 
 
 def _tensors(source: Path, model: str) -> dict[str, Tensor]:
@@ -243,12 +234,6 @@ def _tensors(source: Path, model: str) -> dict[str, Tensor]:
     for file in files:
         found |= load_file(file)
     return {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in found.items()}
-
-
-def _of_speculators(settings: Mapping[str, Any], model: str) -> Eagle3SpeculatorConfig:
-    kind = settings["speculators_model_type"]
-    require(kind == "eagle3", _FIELD, "must be an EAGLE-3 draft", f"{model}: {kind}")
-    return Eagle3SpeculatorConfig.model_validate(dict(settings))
 
 
 def _of_original(
@@ -279,11 +264,6 @@ def _of_original(
             verifier=VerifierConfig.from_pretrained(str(policy)),
         ),
     )
-
-
-def _default_layers(num_layers: int) -> tuple[int, int, int]:
-    """Auxiliary layers of a draft that names none. Source: vLLM's `get_eagle3_default_aux_hidden_state_layers`."""
-    return 2, num_layers // 2, num_layers - 3
 
 
 def _with_both_maps(tensors: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:

@@ -166,24 +166,17 @@ def sweep(
     rounds: list[Round] = []
     baselines: dict[int, list[GenerationResult]] = {batch: [] for batch in config.batch_sizes}
 
-    def start(ks: Sequence[int], stack: ExitStack) -> dict[int, Engines]:
-        """Start engines by k; those that started before one failed end with the stack."""
-        with ThreadPoolExecutor(config.num_starting) as pool:
-            engines = dict(zip(ks, pool.map(lambda k: stack.enter_context(start_engine(k)), ks), strict=True))
-        for engine in engines.values():
-            warm_up(engine)
-        return engines
-
     def warm_up(engine: Engines) -> None:
         """Run a first generation, which pays for compilation and allocations."""
         engine.generate(prompts[: largest // group_size], sampling=sampling, group_size=group_size, seed=0)
 
+    drafting, size = [k for k in config.candidate_ks if k], config.max_live_engines - 1
     with ExitStack() as outer:
-        baseline = start([0], outer)
-        for ks in _chunks(config):
+        baseline = _started([0], start_engine, outer, config.num_starting, warm_up)
+        for ks in (drafting[start : start + size] for start in range(0, len(drafting), size)):
             with ExitStack() as inner:
-                engines = {**baseline, **start(ks, inner)}
-                if switch is not None and ks[-1] == config.candidate_ks[-1]:
+                engines = {**baseline, **_started(ks, start_engine, inner, config.num_starting, warm_up)}
+                if switch is not None and ks[-1] == drafting[-1]:
                     engines[SWITCHED_OFF] = _SwitchedOff(engine=engines[ks[-1]], k=ks[-1], switch=switch)
                     warm_up(engines[SWITCHED_OFF])
                 for batch in config.batch_sizes:
@@ -236,11 +229,19 @@ def _batches(prompts: Sequence[Prompt], size: int, count: int) -> list[list[Prom
     return [[prompts[(i * size + j) % len(prompts)] for j in range(size)] for i in range(count)]
 
 
-def _chunks(config: TuningConfig) -> Iterator[Sequence[int]]:
-    """Split the k > 0 into chunks that live at once beside k = 0."""
-    ks, size = [k for k in config.candidate_ks if k], config.max_live_engines - 1
-    for start in range(0, len(ks), size):
-        yield ks[start : start + size]
+def _started(
+    ks: Sequence[int],
+    start_engine: EngineFactory,
+    stack: ExitStack,
+    num_starting: int,
+    warm_up: Callable[[Engines], None],
+) -> dict[int, Engines]:
+    """Start and warm up engines by k; those that started before one failed end with the stack."""
+    with ThreadPoolExecutor(num_starting) as pool:
+        engines = dict(zip(ks, pool.map(lambda k: stack.enter_context(start_engine(k)), ks), strict=True))
+    for engine in engines.values():
+        warm_up(engine)
+    return engines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

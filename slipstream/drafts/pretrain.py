@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.learner_draft import sample_parts
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Engines
 from slipstream.records.files import write_atomic
@@ -45,15 +45,8 @@ class Responses:
 
     def batch(self, step: int, *, num_tokens: int, seed: int) -> list[int]:
         """Sample indices of distinct chats with about `num_tokens` tokens, a pure function of seed and step."""
-        order = list(range(len(self.token_ids)))
-        random.Random(f"{seed}/draft/{step}").shuffle(order)
-        taken, chosen = 0, []
-        for index in order:
-            if chosen and taken + len(self.token_ids[index]) > num_tokens:
-                break
-            chosen.append(index)
-            taken += len(self.token_ids[index])
-        return chosen
+        lengths = [len(tokens) for tokens in self.token_ids]
+        return sample_parts(lengths, num_parts=1, num_tokens=num_tokens, seed=f"{seed}/draft/{step}")[0]
 
     def select(self, indices: Sequence[int]) -> Responses:
         """Return the chats with these indices."""
@@ -138,7 +131,9 @@ def train_draft(
         logger.info("pretrain_draft: resuming at step %d", len(losses))
     if not hold():
         fix = "raise it if memory allows, to compute them once"
-        logger.info("pretrain_draft: hidden states exceed draft.states_cache_gib and are computed in each step; %s", fix)
+        logger.info(
+            "pretrain_draft: hidden states exceed draft.states_cache_gib and are computed in each step; %s", fix
+        )
 
     def save_all(losses: list[float]) -> None:
         save(checkpoint / f"step-{len(losses)}")

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,27 +50,12 @@ DISTANCES: Mapping[str, Distance] = {
 _EPS = 1e-5  # as in speculators: the loss of a pass without counted tokens is 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Judging:
-    """Settings of the comparison with the policy.
-
-    Attributes:
-        decay: factor of pass i is decay**i.
-        chunk_tokens: number of tokens whose logits are held at a time.
-    """
-
-    distance: Distance
-    decay: float
-    temperature: float
-    chunk_tokens: int
-
-
 def chunk_losses(
-    model: Eagle3DraftModel, head_inputs: Sequence[Tensor], batch: PackedChats, judging: Judging
+    model: Eagle3DraftModel, head_inputs: Sequence[Tensor], batch: PackedChats, config: DraftConfig, temperature: float
 ) -> Iterator[Tensor]:
     """Yield parts of a row's loss, each with a graph of its own: go backward before taking the next.
 
-    The loss is the sum over passes of decay**i times the mean distance over the tokens that count.
+    The loss is the sum over passes i of `ttt_step_loss_decay` ** i times the mean distance over the counted tokens.
 
     Args:
         head_inputs: [1, N, H] for each pass.
@@ -79,18 +63,19 @@ def chunk_losses(
     num, num_passes = batch.loss_mask.shape[1], len(head_inputs)
     mask_1N = batch.loss_mask.float()
     counts = [mask_1N[:, number:].sum(dim=1) + _EPS for number in range(num_passes)]
-    for start, stop in _chunks(num, judging.chunk_tokens):
+    for start, stop in _chunks(num, config.loss_chunk_tokens):
         with torch.no_grad():  # states of later passes lie beyond the chunk
             states = batch.last[:, start : stop + num_passes - 1]
-            targets = _scaled(model.verifier_lm_head(states), judging.temperature)
+            targets = model.verifier_lm_head(states) / temperature
         loss = torch.zeros((), device=mask_1N.device)
         for number, hidden_1NH in enumerate(head_inputs):
             size = min(stop, num - number) - start
             if size <= 0:
                 break
-            logits = _scaled(model.lm_head(hidden_1NH[:, start:stop]), judging.temperature)[:, :size]
-            distance = judging.distance(logits, targets[:, number : number + size])
-            counted = distance * mask_1N[:, start + number : start + number + size] * judging.decay**number
+            logits = (model.lm_head(hidden_1NH[:, start:stop]) / temperature)[:, :size]
+            distance = DISTANCES[config.loss](logits, targets[:, number : number + size])
+            decayed = mask_1N[:, start + number : start + number + size] * config.ttt_step_loss_decay**number
+            counted = distance * decayed
             loss = loss + (counted.sum(dim=1) / counts[number]).mean()
         yield loss
 
@@ -100,7 +85,8 @@ def overlaps(
     model: Eagle3DraftModel,
     head_inputs: Sequence[Tensor],
     batch: PackedChats,
-    judging: Judging,
+    config: DraftConfig,
+    temperature: float,
     *,
     policy_head_VH: Tensor,
 ) -> Tensor:
@@ -111,21 +97,17 @@ def overlaps(
     """
     num = batch.loss_mask.shape[1]
     found = torch.zeros(len(head_inputs), num, device=batch.last.device)
-    for start, stop in _chunks(num, judging.chunk_tokens):
+    for start, stop in _chunks(num, config.loss_chunk_tokens):
         states = batch.last[0, start : stop + len(head_inputs) - 1]
-        policy = _scaled(torch.nn.functional.linear(states, policy_head_VH), judging.temperature).softmax(-1)
+        policy = (torch.nn.functional.linear(states, policy_head_VH) / temperature).softmax(-1)
         policy = policy if model.d2t is None else policy[:, draft_ids(model)]
         for number, hidden_1NH in enumerate(head_inputs):
             size = min(stop, num - number) - start
             if size <= 0:
                 break
-            draft = _scaled(model.lm_head(hidden_1NH[0, start:stop]), judging.temperature).softmax(-1)[:size]
+            draft = (model.lm_head(hidden_1NH[0, start:stop]) / temperature).softmax(-1)[:size]
             found[number, start : start + size] = torch.minimum(policy[number : number + size], draft).sum(-1)
     return found
-
-
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    return logits if temperature == 1.0 else logits / temperature
 
 
 def _chunks(num: int, size: int) -> Iterator[tuple[int, int]]:
@@ -206,8 +188,7 @@ class DraftTrainer(LearnerDraft):
             num_tokens = int(self._sum_over_ranks(torch.tensor(num_tokens)))
         if num_tokens == 0:
             return 0.0  # responses of one token leave nothing to draft
-        judging = self._judging(temperature)
-        losses = [self._backward(row, judging, int(row.loss_mask.sum()) / num_tokens) for row in rows]
+        losses = [self._backward(row, temperature, int(row.loss_mask.sum()) / num_tokens) for row in rows]
         total = sum(float(loss) for loss in losses)
         if self._sum_over_ranks is not None:
             total = self._sum_gradients(total, self._sum_over_ranks)
@@ -219,13 +200,13 @@ class DraftTrainer(LearnerDraft):
         self._num_steps += 1
         return total
 
-    def _backward(self, row: PackedChats, judging: Judging, share: float) -> Tensor:
+    def _backward(self, row: PackedChats, temperature: float, share: float) -> Tensor:
         """Accumulate the gradient of a row's loss times `share`; returns that loss."""
         inputs = head_inputs(self._model, row, self._num_passes())
         # The head goes backward chunk by chunk into these copies; the passes go backward once, afterwards.
         leaves = [each.detach().requires_grad_() for each in inputs]
         total = torch.zeros((), device=self._device)
-        for part in chunk_losses(self._model, leaves, row, judging):
+        for part in chunk_losses(self._model, leaves, row, self._config, temperature):
             loss = part * share
             loss.backward()
             total += loss.detach()
@@ -309,24 +290,11 @@ class DraftTrainer(LearnerDraft):
         limit = self._config.tokens_per_row
         return rows_of(sequences, prompt_lengths, states, max_tokens=limit, device=self._device)
 
-    def _judging(self, temperature: float) -> Judging:
-        return Judging(
-            distance=DISTANCES[self._config.loss],
-            decay=self._config.ttt_step_loss_decay,
-            temperature=temperature,
-            chunk_tokens=self._config.loss_chunk_tokens,
-        )
-
     def _windows(self, batch: PackedChats, temperature: float) -> Tensor:
         """[ttt_steps, windows] probability of accepting each token of every draft window within one response."""
         num_steps = self._config.ttt_steps
-        found = overlaps(
-            self._model,
-            head_inputs(self._model, batch, num_steps),
-            batch,
-            self._judging(temperature),
-            policy_head_VH=self._policy_head_VH,
-        )
+        inputs = head_inputs(self._model, batch, num_steps)
+        found = overlaps(self._model, inputs, batch, self._config, temperature, policy_head_VH=self._policy_head_VH)
         num = max(batch.input_ids.shape[1] - num_steps + 1, 0)
         documents = batch.document_ids[0]
         inside = torch.ones(num, dtype=torch.bool, device=self._device)
@@ -339,53 +307,47 @@ class DraftOptimizer:
     """Optimizers of a draft's parameters, with their moments.
 
     Attributes:
-        learning_rate: learning rate of the latest update.
+        steppers: the torch optimizers: AdamW, and Muon where it takes matrices.
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], method: OptimizerMethod) -> None:
         """Start without moments; `named` are the trained parameters in their order."""
-        self._parameters = [parameter for _, parameter in named]
-        matrices = [
-            parameter
-            for name, parameter in named
-            if method is OptimizerMethod.MUON and parameter.dim() == 2 and not name.startswith(_OUTPUT)
-        ]
-        self._by_muon = {id(parameter) for parameter in matrices}
-        rest = [parameter for parameter in self._parameters if id(parameter) not in self._by_muon]
-        self.learning_rate = 0.0
-        self._optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-        ]
+        is_muon = method is OptimizerMethod.MUON
+        by_muon = [is_muon and parameter.dim() == 2 and not name.startswith(_OUTPUT) for name, parameter in named]
+        matrices, rest = (
+            [each for (_, each), by in zip(named, by_muon, strict=True) if by is muon] for muon in (True, False)
+        )
+        adamw = torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        self.steppers: tuple[torch.optim.Optimizer, ...] = (adamw,)
         if matrices:
             dtype = torch.float32 if matrices[0].device.type == "cpu" else torch.bfloat16
             muon = BatchedMuon(matrices, lr=0.0, momentum=_MOMENTUM, num_iterations=_NUM_ITERATIONS, dtype=dtype)
-            self._optimizers.append(muon)
-
-    @property
-    def steppers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """The torch optimizers, one or two."""
-        return tuple(self._optimizers)
+            self.steppers = (adamw, muon)
+        self._held = [
+            (parameter, self.steppers[by].state, _MUON_MOMENTS if by else _ADAMW_MOMENTS)
+            for (_, parameter), by in zip(named, by_muon, strict=True)
+        ]
 
     def step(self, *, learning_rate: float) -> None:
         """Make one update from the parameters' gradients."""
-        self.learning_rate = learning_rate
-        for optimizer in self._optimizers:
+        for optimizer in self.steppers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
             optimizer.step()
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        for parameter in self._parameters:
-            parameter.grad = None
+        for optimizer in self.steppers:
+            optimizer.zero_grad()
 
     def moments(self) -> dict[str, Tensor]:
         """Return the moments by `<index of the parameter>.<name>`, sharing memory; empty before the first update."""
-        found: dict[str, Tensor] = {}
-        for index, parameter in enumerate(self._parameters):
-            state = self._optimizer_of(parameter).state.get(parameter, {})
-            found |= {f"{index}.{name}": state[name] for name in self._names(parameter) if name in state}
-        return found
+        return {
+            f"{index}.{name}": state[parameter][name]
+            for index, (parameter, state, names) in enumerate(self._held)
+            for name in names
+            if name in state.get(parameter, {})
+        }
 
     def restore(self, moments: Mapping[str, Tensor], *, num_updates: int) -> None:
         """Continue from `moments` after `num_updates` updates.
@@ -393,19 +355,10 @@ class DraftOptimizer:
         Raises:
             KeyError: a moment is missing.
         """
-        for index, parameter in enumerate(self._parameters):
-            state = self._optimizer_of(parameter).state
+        for index, (parameter, state, names) in enumerate(self._held):
             state.pop(parameter, None)
             if not num_updates:
                 continue
-            names = self._names(parameter)
-            own = {name: moments[f"{index}.{name}"].to(parameter.device, copy=True) for name in names}
-            # Fused AdamW keeps its step count on the parameter's device.
-            count = torch.tensor(float(num_updates), device=parameter.device)
-            state[parameter] = own if names is _MUON_MOMENTS else {"step": count, **own}
-
-    def _optimizer_of(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
-        return self._optimizers[1 if id(parameter) in self._by_muon else 0]
-
-    def _names(self, parameter: torch.nn.Parameter) -> tuple[str, ...]:
-        return _MUON_MOMENTS if id(parameter) in self._by_muon else _ADAMW_MOMENTS
+            state[parameter] = {name: moments[f"{index}.{name}"].to(parameter.device, copy=True) for name in names}
+            if names is _ADAMW_MOMENTS:  # fused AdamW keeps its step count on the parameter's device
+                state[parameter]["step"] = torch.tensor(float(num_updates), device=parameter.device)

@@ -82,7 +82,9 @@ def answer(execution: Execution) -> str:
     """State in one or two sentences which arm was faster, by how much, and how their rewards compare."""
     step, generation = (recorded(execution.metrics, f"{name}_speedup") for name in ("step", "generation"))
     if generation is None or step is None:
-        return {"RUNNING": "is running, no result yet."}.get(execution.status, f"{execution.status.lower()}, no result.")
+        return {"RUNNING": "is running, no result yet."}.get(
+            execution.status, f"{execution.status.lower()}, no result."
+        )
     k = execution.metrics.get("result/num_speculative_tokens", 0.0)
     if k == 0:
         return f"speculation lost in tuning, so both arms ran without it{_asynchronous(execution)}."

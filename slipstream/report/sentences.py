@@ -30,7 +30,9 @@ def verdict(record: RunRecord, run: RunSummary) -> str:
     if len(set(machines.values())) < 2:
         return effect
     where = ", ".join(f"{arm} on {machine}" for arm, machine in machines.items())
-    return f"{effect} The arms ran on different hardware ({where}): their ratio is not the speedup of speculation alone."
+    return (
+        f"{effect} The arms ran on different hardware ({where}): their ratio is not the speedup of speculation alone."
+    )
 
 
 def _effect(record: RunRecord, run: RunSummary) -> str:
@@ -73,9 +75,7 @@ def autopilot_text(record: RunRecord) -> str:
     switched = [(step, each.speculates) for step, each in flown if each.has_switched]
     turns = ", ".join(f"step {step + 1} ({'on again' if is_on else 'off'})" for step, is_on in switched)
     told = f"It switched at {turns}." if turns else "It never switched."
-    return (
-        f"The autopilot ran {without} of {len(flown)} steps without drafts, {probes} of all as probes. {told}"
-    )
+    return f"The autopilot ran {without} of {len(flown)} steps without drafts, {probes} of all as probes. {told}"
 
 
 def accuracy_text(record: RunRecord) -> str:
@@ -88,9 +88,7 @@ def accuracy_text(record: RunRecord) -> str:
     if difference.ci95 is not None:
         is_seen = not difference.ci95[0] <= 0.0 <= difference.ci95[1]
         said = "the arms differ" if is_seen else "no difference beyond the noise is seen"
-    apart = (
-        " Asynchronous arms are evaluated only before and after RL." if record.asynchronous else ""
-    )
+    apart = " Asynchronous arms are evaluated only before and after RL." if record.asynchronous else ""
     return (
         f"After step {step} the accuracy of the speculative arm minus that of the autoregressive one is "
         f"{difference_with_interval(difference)}, paired by problem: {said}.{apart}"

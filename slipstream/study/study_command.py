@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -50,22 +47,6 @@ _EPILOG = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StudyLaunch:
-    """A workflow with its inputs, as this machine starts it."""
-
-    study: Study
-    inputs: Mapping[str, Any]  # None for an input that was not given
-    execution: str
-    reuse_stored: bool
-
-    def command(self, root: Path) -> list[str]:
-        """Return the command line of `pyflyte run` with the workflow's inputs."""
-        given = {name: json.dumps(v) if isinstance(v, tuple) else v for name, v in self.inputs.items()}
-        reuse = "--reuse_stored" if self.reuse_stored else "--no_reuse_stored"
-        return [*demo.pyflyte_run(self.study.value), *demo.given_inputs(**given, run_root=str(root)), reuse]
-
-
 def add_options(command: argparse.ArgumentParser, preset: str) -> None:
     """Add the options of a study: the lists that span the grid, and settings of all variants."""
     command.add_argument("--recipe", default="tiny")
@@ -73,7 +54,9 @@ def add_options(command: argparse.ArgumentParser, preset: str) -> None:
         choices = list(kind) if issubclass(kind, StrEnum) else None
         command.add_argument(*flags, dest=name, nargs="+", default=[], type=str if choices else kind, choices=choices)
     command.add_argument("--num-steps", type=int, help="GRPO steps an arm; default: the recipe's")
-    command.add_argument("--overrides", nargs="+", default=[], metavar="FIELD=VALUE", help="changes of every variant's recipe")
+    command.add_argument(
+        "--overrides", nargs="+", default=[], metavar="FIELD=VALUE", help="changes of every variant's recipe"
+    )
     command.add_argument("--run-root", default="runs")
     command.add_argument("--fresh", action="store_true", help="make data, policies and drafts again, even if stored")
     if preset == "study":
@@ -82,7 +65,7 @@ def add_options(command: argparse.ArgumentParser, preset: str) -> None:
     command.epilog = _EPILOG
 
 
-def launched(options: argparse.Namespace) -> StudyLaunch:
+def launched(options: argparse.Namespace) -> demo.Launch:
     """Build the launch that the options ask for.
 
     Raises:
@@ -100,8 +83,8 @@ def launched(options: argparse.Namespace) -> StudyLaunch:
         variant_recipes(options.recipe, grid, requested(overrides, num_steps=options.num_steps))
         inputs = {name: values for name, values in vars(grid).items() if name != "online"}
     inputs |= {"recipe": demo.handed_on_recipe(options.recipe), "num_steps": options.num_steps, "overrides": overrides}
-    return StudyLaunch(
-        study=Study.BAKE_OFF if options.in_turn else Study.ABLATION,
+    return demo.Launch(
+        workflow=Study.BAKE_OFF if options.in_turn else Study.ABLATION,
         inputs=inputs,
         execution=new_execution(f"{options.preset}-{Path(options.recipe).stem}"),
         reuse_stored=not options.fresh,
@@ -123,12 +106,12 @@ def _grid(options: argparse.Namespace) -> Grid:
     return Grid(**given | {name: given[name] or values for name, values in _IN_TURN.items()})
 
 
-def result(root: Path, launch: StudyLaunch) -> str:
+def result(root: Path, launch: demo.Launch) -> str:
     """Return the text to print at the end: tables, answers, and the path of the page."""
     from slipstream.study.ranking import StudyRecord
     from slipstream.study.study_page import answers, study_text
 
-    page = root / launch.execution / launch.study.node / f"{launch.study.value}.html"
+    page = root / launch.execution / Study(launch.workflow).node / f"{launch.workflow}.html"
     require(page.with_suffix(".json").is_file(), "the study", "must have left a ranking", str(page.parent))
     record = read_record(StudyRecord, page.with_suffix(".json"))
     return "\n\n".join(["", study_text(record), *answers(record), f"page: {page}"])

@@ -182,7 +182,9 @@ def test_a_page_says_that_drafts_are_looked_up_and_shows_no_table_of_a_model_tha
     assert "accepted, given those before" in page_text(RECORD)
     assert "accepted, given those before" not in text
     given = replace(UNTRAINED, method="draft_model", num_parameters=7_000)
-    assert "Draft: draft_model, 7\u00a0000 parameters, used without training." in page_text(replace(RECORD, draft=given))
+    assert "Draft: draft_model, 7\u00a0000 parameters, used without training." in page_text(
+        replace(RECORD, draft=given)
+    )
 
 
 def test_a_page_of_lookups_that_lost_needs_no_figure_of_acceptance() -> None:
