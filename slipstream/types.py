@@ -143,18 +143,9 @@ class StageTimes:
     step_s: float
 
     @classmethod
-    def in_sequence(
-        cls, *, data_s: float, prepare_s: float, generation_s: float, logprob_s: float, train_s: float
-    ) -> StageTimes:
+    def in_sequence(cls, *, generation_s: float, **others_s: float) -> StageTimes:
         """Return a step whose stages run one after another without gaps."""
-        return cls(
-            data_s=data_s,
-            prepare_s=prepare_s,
-            generation_s=generation_s,
-            logprob_s=logprob_s,
-            train_s=train_s,
-            step_s=data_s + prepare_s + logprob_s + train_s + generation_s,
-        )
+        return cls(generation_s=0.0, step_s=0.0, **others_s).with_generation(generation_s)
 
     @property
     def other_s(self) -> float:
@@ -167,10 +158,4 @@ class StageTimes:
 
     def by_stage(self) -> dict[str, float]:
         """Return the seconds by stage name, in the order of `STAGES`."""
-        return {
-            "data": self.data_s,
-            "prepare": self.prepare_s,
-            "generation": self.generation_s,
-            "logprob": self.logprob_s,
-            "train": self.train_s,
-        }
+        return {stage: getattr(self, f"{stage}_s") for stage in STAGES}

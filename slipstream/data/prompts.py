@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from jinja2 import TemplateError
 
@@ -72,12 +72,7 @@ class PromptSets:
 
     def sizes(self) -> dict[Split, int]:
         """Return the number of distinct prompts by set."""
-        return {
-            "train": len(self.train),
-            "draft_in_domain": len(self.draft_in_domain),
-            "draft_general": len(self.draft_general),
-            "validation": len(self.validation),
-        }
+        return {split: len(getattr(self, split)) for split in get_args(Split)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +129,14 @@ def load_prompt_sets(
         records += own
         problems[split] = {prompt_id(item.problem) for item, _ in kept}
         prompts[split] = _ordered([prompt for _, prompt in kept], split, config.seed)
-    _check_num_problems(prompts["validation"], records, config.num_validation_problems)
+    expected, found = config.num_validation_problems, [record for record in records if record.name == "validation"]
+    require(
+        expected in (None, len(prompts["validation"])),
+        "data.validation",
+        f"must give {expected} unique problems",
+        len(prompts["validation"]),
+        f"found {found}; set data.num_validation_problems to what the set holds",
+    )
     return PromptSets(**prompts, records=tuple(records))
 
 
@@ -392,14 +394,3 @@ def _ordered(prompts: Collection[Prompt], split: Split, seed: int) -> tuple[Prom
     if split == "validation":
         return tuple(prompts)
     return tuple(sorted(prompts, key=lambda prompt: hashlib.sha256(f"{seed}/{prompt.id}".encode()).digest()))
-
-
-def _check_num_problems(prompts: Sequence[Prompt], records: Sequence[DataSetRecord], expected: int | None) -> None:
-    found = [record for record in records if record.name == "validation"]
-    require(
-        expected is None or len(prompts) == expected,
-        "data.validation",
-        f"must give {expected} unique problems",
-        len(prompts),
-        f"found {found}; set data.num_validation_problems to what the set holds",
-    )

@@ -52,14 +52,12 @@ def find_drift(subject: Subject, executions: Iterable[Execution], config: DriftC
     earlier = comparable(subject, executions, config)
     known = {name: _values(earlier, name) for name, kind in KINDS.items() if kind.judged and name in subject.results}
     own = {f"result/{name}": value for name, value in subject.results.items()}
-    measured = {name: values for name, values in known.items() if _is_measured(own, name)}
-    num_judged = sum(len(values) >= config.min_executions for values in measured.values())
+    measured = {name for name in known if _is_measured(own, name)}
+    num_judged = sum(len(known[name]) >= config.min_executions for name in measured)
     level = 1 - config.false_alarm_rate / max(1, num_judged)
     findings = tuple(
-        _judge(name, subject.results[name], known[name], level, config)
-        if name in measured
-        else _unmeasured(name, subject.results[name], len(known[name]))
-        for name in known
+        _judge(name, subject.results[name], values, level if name in measured else None, config)
+        for name, values in known.items()
     )
     return DriftRecord(
         summary=_summary(findings, len(earlier), config),
@@ -159,13 +157,10 @@ def _is_measured(metrics: Mapping[str, float], name: str) -> bool:
     return claim is not None and claim.kind is not ClaimKind.NOT_MEASURED
 
 
-def _unmeasured(name: str, value: float, num_executions: int) -> DriftFinding:
-    return DriftFinding(name=name, value=value, num_executions=num_executions, band=None, verdict=NOT_MEASURED)
-
-
-def _judge(name: str, value: float, earlier: Sequence[float], level: float, config: DriftConfig) -> DriftFinding:
-    band, verdict = None, TOO_FEW
-    if len(earlier) >= config.min_executions:
+def _judge(name: str, value: float, earlier: Sequence[float], level: float | None, config: DriftConfig) -> DriftFinding:
+    """Judge one result at `level`; None where the result itself is not measured."""
+    band, verdict = None, NOT_MEASURED if level is None else TOO_FEW
+    if level is not None and len(earlier) >= config.min_executions:
         low, high = prediction_interval(earlier, level=level)
         mean = float(np.mean(earlier))
         least = config.min_change * (abs(mean) if KINDS[name].judged == "relative" else 1.0)
