@@ -144,6 +144,20 @@ def wilson_ci95(rates_N: Sequence[float]) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def reward_ci95(rewards_N: Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of the mean of `rewards_N`, one mean reward a prompt, whose rollouts are correlated.
+
+    It is Wilson's for rewards in [0, 1], which has a positive width for 0 of N, and the t interval for other rewards.
+    None for fewer than two prompts, or where the t interval has no width.
+    """
+    rewards = np.asarray(rewards_N, dtype=np.float64)
+    if len(rewards) < 2:
+        return None
+    if rewards.min() >= 0 and rewards.max() <= 1:
+        return wilson_ci95(rewards_N)
+    return sum_of_centres((rewards,)).ci95 if np.ptp(rewards) > 1e-12 else None
+
+
 def sum_of_centres(
     samples: Sequence[NDArray[np.float64]], *, trim: float = 0.0, widening: float = 1.0, min_values: int = MIN_STEPS
 ) -> Estimate:

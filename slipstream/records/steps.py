@@ -196,6 +196,7 @@ class StepRecord:
     longest_response_tokens: int = 0  # 0: not recorded
     evaluation: EvaluationRecord | None = None  # of `policy_version`, outside `times`; None: none was due
     machine: MachineUse | None = None  # None: not recorded
+    rewards_by_prompt: tuple[float, ...] = ()  # mean reward of each prompt's rollouts; empty: not recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -112,6 +112,12 @@ def difference_with_interval(estimate: Estimate) -> str:
     return f"{estimate.value:+.3f}{ends}"
 
 
+def reward_with_interval(estimate: Estimate) -> str:
+    """Format `0.500 [0.310, 0.690]`, or `0.500` without an interval."""
+    ends = "" if estimate.ci95 is None else f" [{estimate.ci95[0]:.3f}, {estimate.ci95[1]:.3f}]"
+    return f"{estimate.value:.3f}{ends}"
+
+
 def metrics_with_ends(name: str, estimate: Estimate) -> dict[str, float]:
     """Metrics of an estimate: `name`, and `name_low` and `name_high` if it has an interval."""
     ends = dict(zip(("low", "high"), estimate.ci95 or (), strict=False))

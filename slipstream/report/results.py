@@ -18,6 +18,7 @@ from slipstream.report.formats import (
     interval,
     metrics_with_ends,
     percent,
+    reward_with_interval,
     seconds,
     speedup,
 )
@@ -110,7 +111,7 @@ def speedups(run: RunSummary, workload: WorkloadReference | None = None) -> list
 
 def rewards(run: RunSummary) -> list[Result]:
     """Return the mean reward of each synchronous arm over the last quarter of its steps."""
-    return [_reward(arm.arm.value, arm.reward_first_quarter, arm.reward_last_quarter) for arm in run.arms]
+    return [_reward(arm.arm.value, arm.reward_first, arm.reward_last) for arm in run.arms]
 
 
 def reward_difference(record: RunRecord) -> Estimate:
@@ -222,8 +223,8 @@ def _ratio(
     return _result(name, ratio, label=label, reference=reference, note=note, verdict=kind)
 
 
-def _reward(name: str, first: float, last: float) -> Result:
-    return _result(f"reward_{name}", last, note=f"last quarter; first quarter {first:.3f}")
+def _reward(name: str, first: Estimate, last: Estimate) -> Result:
+    return _result(f"reward_{name}", last, note=f"at first {reward_with_interval(first)}")
 
 
 def _asynchronous_results(compared: LoopComparison) -> list[Result]:
@@ -232,7 +233,7 @@ def _asynchronous_results(compared: LoopComparison) -> list[Result]:
         assert arm.over_baseline is not None
         label = f"step speedup over the baseline, {POLICY_LABELS[arm.name]}"
         found.append(_ratio("", arm.over_baseline, arm.claims["baseline"], label=label))
-        found.append(_reward(arm.name, arm.reward_first_quarter, arm.reward_last_quarter))
+        found.append(_reward(arm.name, arm.reward_first, arm.reward_last))
     return found
 
 

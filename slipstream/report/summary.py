@@ -18,7 +18,7 @@ from slipstream.engine.acceptance import combine
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import AcceptanceStats, ArmRecord, EvaluationRecord, LagStats, Overlap, StepRecord
 from slipstream.report.claims import Claim, claim
-from slipstream.statistics import Estimate, Spread, amdahl, difference, ratio, spread
+from slipstream.statistics import Estimate, Spread, amdahl, difference, ratio, reward_ci95, spread
 from slipstream.types import STAGES, Arm
 
 _COUNTS = ("num_rollouts", "num_response_tokens", "num_truncated", "num_reward_timeouts", "num_zero_signal_groups")
@@ -40,8 +40,8 @@ class ArmSummary:
     left_out: tuple[str, ...]  # stages that the loop skipped in every step
     step: Spread
     rewards: tuple[float, ...]
-    reward_first_quarter: float
-    reward_last_quarter: float
+    reward_first: Estimate  # mean reward of the first quarter of the steps
+    reward_last: Estimate  # mean reward of the last quarter of the steps
     num_rollouts: int
     num_response_tokens: int
     num_truncated: int
@@ -118,8 +118,8 @@ class LoopArm:
     exposed_joining_fraction: float | None  # training waited for scores and weights; None for a synchronous arm
     hidden_joining_fraction: float | None  # the rest of scoring and publishing, which overlapped training
     lags: tuple[LagStats, ...]  # over all steps; empty for a synchronous arm
-    reward_first_quarter: float
-    reward_last_quarter: float
+    reward_first: Estimate  # as in `ArmSummary`
+    reward_last: Estimate
     num_awaited: int
     num_restarted: int
     num_regenerated: int
@@ -134,6 +134,8 @@ class LoopArm:
             "over_synchronous": estimate_json(self.over_synchronous),
             "exposed_s": self.exposed_s,
             "mean_lag": self.mean_lag,
+            "reward_first_quarter": self.reward_first.value,
+            "reward_last_quarter": self.reward_last.value,
         }
 
     @property
@@ -157,7 +159,7 @@ class LoopArm:
     @property
     def reward_gain(self) -> float:
         """Mean reward of the last quarter of the steps minus that of the first."""
-        return self.reward_last_quarter - self.reward_first_quarter
+        return self.reward_last.value - self.reward_first.value
 
     @property
     def mean_lag(self) -> float:
@@ -206,7 +208,6 @@ def summarise_arms(records: Sequence[ArmRecord]) -> RunSummary:
 def summarise_arm(arm: ArmRecord) -> ArmSummary:
     """Compute the figures of one arm."""
     steps = arm.timed_steps
-    rewards = tuple(step.reward_mean for step in arm.steps)
     generation_s = sum(step.times.generation_s for step in steps)  # 0 where training hides all generation
     return ArmSummary(
         arm=arm.arm,
@@ -215,13 +216,19 @@ def summarise_arm(arm: ArmRecord) -> ArmSummary:
         stages={stage: spread([step.times.by_stage()[stage] for step in steps]) for stage in STAGES},
         left_out=() if any(step.has_logprob_pass for step in steps) else ("logprob",),
         step=spread([step.times.step_s for step in steps]),
-        rewards=rewards,
-        reward_first_quarter=float(np.mean(rewards[: len(last_quarter(rewards))])),
-        reward_last_quarter=float(np.mean(last_quarter(rewards))),
+        rewards=tuple(step.reward_mean for step in arm.steps),
+        reward_first=_reward(arm.steps[: len(last_quarter(arm.steps))]),
+        reward_last=_reward(last_quarter(arm.steps)),
         **{name: sum(getattr(step, name) for step in arm.steps) for name in _COUNTS},
         generation_tokens_per_s=sum(step.num_response_tokens for step in steps) / generation_s if generation_s else 0.0,
         engine_idle_fraction=float(np.mean([step.engine_idle_fraction for step in steps])),
     )
+
+
+def _reward(steps: Sequence[StepRecord]) -> Estimate:
+    """Mean reward of the steps; steps without a record of their prompts' rewards count as one prompt each."""
+    by_prompt = [reward for step in steps for reward in step.rewards_by_prompt or (step.reward_mean,)]
+    return Estimate(value=float(np.mean([step.reward_mean for step in steps])), ci95=reward_ci95(by_prompt))
 
 
 def pooled_acceptance(steps: Sequence[StepRecord]) -> AcceptanceStats | None:
@@ -341,6 +348,10 @@ def summarise(record: RunRecord) -> dict[str, Any]:
         },
         "sweep": [_fields(point, *_SWEEP_FIELDS) for point in record.tuning.points],
         "reward": {arm.arm.value: list(arm.rewards) for arm in run.arms},
+        "reward_quarters": {
+            arm.arm.value: {"first": estimate_json(arm.reward_first), "last": estimate_json(arm.reward_last)}
+            for arm in run.arms
+        },
         "accuracy_by_step": {
             name: [{"step": step, **_fields(point, "avg_at_k", "ci95")} for step, point in curve.items()]
             for name, curve in accuracy_curves(record).items()
@@ -452,8 +463,8 @@ def _summarise_loop(arm: ArmRecord, base: ArmRecord, synchronous: ArmRecord | No
         exposed_joining_fraction=exposed_s / total_s if overlaps else None,
         hidden_joining_fraction=sum(map(_hidden_joining_s, overlaps)) / total_s if overlaps else None,
         lags=pooled_lags(arm.steps),
-        reward_first_quarter=own.reward_first_quarter,
-        reward_last_quarter=own.reward_last_quarter,
+        reward_first=own.reward_first,
+        reward_last=own.reward_last,
         **{name: sum(getattr(each, name) for each in all_overlaps) for name in _LOST},
     )
 

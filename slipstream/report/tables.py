@@ -17,6 +17,7 @@ from slipstream.report.formats import (
     STAGE_LABELS,
     count,
     percent,
+    reward_with_interval,
     seconds,
     seconds_band,
     speedup,
@@ -169,8 +170,8 @@ def count_table(run: RunSummary) -> Table:
         "truncated rollouts": lambda arm: f"{arm.num_truncated} ({percent(arm.num_truncated / arm.num_rollouts)})",
         "reward time-outs (scored 0)": lambda arm: str(arm.num_reward_timeouts),
         "zero-signal groups": lambda arm: str(arm.num_zero_signal_groups),
-        "reward, first quarter": lambda arm: f"{arm.reward_first_quarter:.3f}",
-        "reward, last quarter": lambda arm: f"{arm.reward_last_quarter:.3f}",
+        "reward, first quarter": lambda arm: reward_with_interval(arm.reward_first),
+        "reward, last quarter": lambda arm: reward_with_interval(arm.reward_last),
     }
     if any(arm.engine_idle_fraction > 0 for arm in run.arms):  # a single engine is never idle during generation
         labels["engines idle during generation"] = lambda arm: percent(arm.engine_idle_fraction)
@@ -292,7 +293,8 @@ def loop_learning_table(compared: LoopComparison, evaluations: tuple[EvaluationR
 def _learning(arm: LoopArm, compared: LoopComparison) -> tuple[str, ...]:
     gain = compared.synchronous(arm.arm).reward_gain
     share = f"{arm.reward_gain / gain:.2f}" if not arm.is_synchronous and gain > 0 else ""
-    return f"{arm.reward_first_quarter:.3f}", f"{arm.reward_last_quarter:.3f}", f"{arm.reward_gain:+.3f}", share
+    quarters = map(reward_with_interval, (arm.reward_first, arm.reward_last))
+    return *quarters, f"{arm.reward_gain:+.3f}", share
 
 
 def _lost(arm: LoopArm) -> tuple[str, ...]:

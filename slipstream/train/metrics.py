@@ -271,6 +271,7 @@ def step_record(
         draft_update=trained.draft,
         autopilot=result.autopilot,
         longest_response_tokens=max(len(rollout.token_ids) for rollout in rollouts),
+        rewards_by_prompt=tuple(rewards_PG.mean(axis=1).tolist()),
     )
 
 
