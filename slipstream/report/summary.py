@@ -348,10 +348,8 @@ def summarise(record: RunRecord) -> dict[str, Any]:
         },
         "sweep": [_fields(point, *_SWEEP_FIELDS) for point in record.tuning.points],
         "reward": {arm.arm.value: list(arm.rewards) for arm in run.arms},
-        "reward_quarters": {
-            arm.arm.value: {"first": estimate_json(arm.reward_first), "last": estimate_json(arm.reward_last)}
-            for arm in run.arms
-        },
+        "reward_first": {arm.arm.value: estimate_json(arm.reward_first) for arm in run.arms},
+        "reward_last": {arm.arm.value: estimate_json(arm.reward_last) for arm in run.arms},
         "accuracy_by_step": {
             name: [{"step": step, **_fields(point, "avg_at_k", "ci95")} for step, point in curve.items()]
             for name, curve in accuracy_curves(record).items()

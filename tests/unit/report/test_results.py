@@ -46,10 +46,9 @@ def test_rewards_have_the_interval_of_their_prompts_in_every_rendering() -> None
     assert [metrics[f"result/reward_speculative{end}"] for end in ("", "_low", "_high")] == pytest.approx(
         [1, 1 - width, 1]
     )
-    assert report_json(record)["reward_quarters"]["speculative"] == {
-        "first": {"value": 0.0, "ci95": pytest.approx([0.0, width])},
-        "last": {"value": 1.0, "ci95": pytest.approx([1 - width, 1.0])},
-    }
+    made = report_json(record)
+    assert made["reward_first"]["speculative"] == {"value": 0.0, "ci95": pytest.approx([0.0, width])}
+    assert made["reward_last"]["speculative"] == {"value": 1.0, "ci95": pytest.approx([1 - width, 1.0])}
     shown = "reward, speculative                            1.000  [0.820, 1.000]  at first 0.000 [0.000, 0.180]"
     assert shown in terminal_table(record).splitlines()
     assert '<dd class="note">95 %: 0.820 to 1.000; at first 0.000 [0.000, 0.180]</dd>' in page_text(record)
