@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.methods import TRAITS, DraftMethod, Weights, require_package
+from slipstream.drafts.methods import TRAITS, DraftMethod, require_package
 
 _LAYER = "layers.0."
 _REQUIRED = (
@@ -38,7 +38,7 @@ def require_fit(config: DraftConfig, policy: Path, draft: Path | None, *, max_mo
             is not installed.
     """
     require_package(config.method)
-    if TRAITS[config.method].weights is not Weights.OWN:
+    if not TRAITS[config.method].has_weights:
         return  # the method has no weights of its own
     assert draft is not None
     match config.method:

@@ -33,14 +33,6 @@ class DraftMethod(StrEnum):
     SUFFIX = "suffix"  # the continuation of a match in all responses of the engine
 
 
-class Weights(StrEnum):
-    """Location of the weights that propose tokens."""
-
-    NONE = "none"  # no weights: drafts are looked up
-    OWN = "own"  # a model directory of their own
-    POLICY = "policy"  # heads of the policy: saved, loaded and refitted with it
-
-
 class Training(StrEnum):
     """Data that `pretrain_draft` trains on."""
 
@@ -53,15 +45,14 @@ class Training(StrEnum):
 class Traits:
     """Traits of one method.
 
-    `samples`: the draft samples from a distribution of its own; otherwise it proposes one sequence with certainty.
+    `has_weights`: a model in a directory of its own samples drafts; otherwise they are looked up, and certain.
     `trains_online`: RL can train the draft (`draft.online`), and a refit transfers the draft too.
     `fields`: fields of `DraftConfig`, beside `method`, that the method reads.
     `package`: package that the method needs beside vLLM.
     """
 
-    weights: Weights = Weights.NONE
+    has_weights: bool = False
     training: Training = Training.NONE
-    samples: bool = False
     trains_online: bool = False
     fields: frozenset[str]
     package: str | None = None
@@ -97,9 +88,8 @@ ONLINE_FIELDS = (
 
 TRAITS = {
     DraftMethod.EAGLE3: Traits(
-        weights=Weights.OWN,
+        has_weights=True,
         training=Training.HIDDEN_STATES,
-        samples=True,
         trains_online=True,
         fields=_TRAINED.union(
             ONLINE_FIELDS,
@@ -109,16 +99,14 @@ TRAITS = {
     ),
     DraftMethod.MTP: Traits(
         # The layer lies in the policy's checkpoint, but is trained, saved and refitted as a draft of its own.
-        weights=Weights.OWN,
+        has_weights=True,
         training=Training.HIDDEN_STATES,
-        samples=True,
         trains_online=True,
         fields=_TRAINED.union(ONLINE_FIELDS, ("states_cache_gib", "ttt_step_loss_decay", "clip_grad")),
     ),
     DraftMethod.DRAFT_MODEL: Traits(
-        weights=Weights.OWN,
+        has_weights=True,
         training=Training.RESPONSES,
-        samples=True,
         fields=_TRAINED | {"model", "scratch"},
     ),
     DraftMethod.NGRAM: Traits(fields=frozenset({"prompt_lookup_min", "prompt_lookup_max"})),
@@ -164,7 +152,7 @@ def speculative_config(
     """
     require(num_speculative_tokens >= 1, "num_speculative_tokens", "must be >= 1", num_speculative_tokens)
     traits = TRAITS[config.method]
-    assert (draft is not None) == (traits.weights is Weights.OWN), f"{config.method} with draft {draft}"
+    assert (draft is not None) == traits.has_weights, f"{config.method} with draft {draft}"
     require_package(config.method)
     told: dict[str, Any] = {
         "method": config.method.value,
@@ -174,10 +162,8 @@ def speculative_config(
     if schedule:
         told[SCHEDULE] = [[entry.batch_from, entry.batch_to, entry.num_speculative_tokens] for entry in schedule]
     if draft is not None:
-        told["model"] = str(draft)
-    if traits.samples:
-        told["draft_sample_method"] = "probabilistic"
-    if traits.weights is Weights.NONE:
+        told |= {"model": str(draft), "draft_sample_method": "probabilistic"}
+    else:
         lookup = {name: getattr(config, name) for name in sorted(traits.fields)}
         told |= {name.replace("suffix_", "suffix_decoding_"): value for name, value in lookup.items()}
     return told

@@ -9,7 +9,6 @@ from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import CertificateRecord
 from slipstream.records.steps import EvaluationRecord
-from slipstream.report.claims import Claim
 from slipstream.report.formats import (
     KINDS,
     POLICY_LABELS,
@@ -26,6 +25,7 @@ from slipstream.report.machine_section import findings
 from slipstream.report.reference import WorkloadReference
 from slipstream.report.sentences import verdict
 from slipstream.report.summary import (
+    ArmSummary,
     LoopArm,
     LoopComparison,
     RunSummary,
@@ -83,7 +83,7 @@ def results(record: RunRecord) -> list[Result]:
         difference = reward_difference(record)
         note = "" if difference.ci95 else "no interval: few steps, or all alike"
         found.append(_result("reward_difference", difference, note=note))
-    found += rewards(run)
+    found += [_reward(arm.arm.value, arm) for arm in run.arms]
     found += [] if compared is None else _asynchronous_results(compared)
     for e in record.evaluations:
         found.append(_result(f"aime24_{e.policy}", _avg_at_k(e), note=f"avg@{e.k} of {e.num_problems} problems"))
@@ -101,17 +101,12 @@ def speedups(run: RunSummary, workload: WorkloadReference | None = None) -> list
     generation, step, claims = compared.generation, compared.step, compared.claims
     published = (workload.generation_speedup, workload.step_speedup) if workload else (None, None)
     return [
-        _ratio("generation_speedup", generation, claims["generation"], reference=published[0]),
-        _ratio("", compared.generation_per_token, label="  the same per generated token"),
-        _ratio("step_speedup", step, claims["step"], reference=published[1]),
+        _result("generation_speedup", generation, reference=published[0], verdict=claims["generation"].kind),
+        _result("", compared.generation_per_token, label="  the same per generated token"),
+        _result("step_speedup", step, reference=published[1], verdict=claims["step"].kind),
         _result("", compared.step_bound, label="  bound, drafting for free", note="1 / (g / AL + 1 - g)"),
-        *([] if compared.control is None else [_ratio("control_ratio", compared.control)]),
+        *([] if compared.control is None else [_result("control_ratio", compared.control)]),
     ]
-
-
-def rewards(run: RunSummary) -> list[Result]:
-    """Return the mean reward of each synchronous arm over the last quarter of its steps."""
-    return [_reward(arm.arm.value, arm.reward_first, arm.reward_last) for arm in run.arms]
 
 
 def reward_difference(record: RunRecord) -> Estimate:
@@ -196,11 +191,13 @@ def _result(
     label: str | None = None,
     unit: str = "x",
     reference: float | None = None,
-    note: str = "",
+    note: str | None = None,
     verdict: str = "",
 ) -> Result:
-    """Build a result from `KINDS`, or with the given `label` and `unit`."""
+    """Build a result from `KINDS`, or with the given `label` and `unit`; an estimate without interval says why."""
     estimate = value if isinstance(value, Estimate) else Estimate(value=value, ci95=None)
+    if note is None:
+        note = interval(estimate) if estimate is value and estimate.ci95 is None else ""
     if label is None:
         label, unit = KINDS[name].label, KINDS[name].unit
     return Result(name, label, unit, estimate.value, estimate.ci95, reference, note, verdict)
@@ -211,20 +208,8 @@ def _avg_at_k(evaluation: EvaluationRecord) -> Estimate:
     return Estimate(value=evaluation.avg_at_k, ci95=(low, high))
 
 
-def _ratio(
-    name: str,
-    ratio: Estimate,
-    claimed: Claim | None = None,
-    *,
-    label: str | None = None,
-    reference: float | None = None,
-) -> Result:
-    note, kind = "" if ratio.ci95 else interval(ratio), claimed.kind if claimed is not None else ""
-    return _result(name, ratio, label=label, reference=reference, note=note, verdict=kind)
-
-
-def _reward(name: str, first: Estimate, last: Estimate) -> Result:
-    return _result(f"reward_{name}", last, note=f"at first {reward_with_interval(first)}")
+def _reward(name: str, arm: ArmSummary | LoopArm) -> Result:
+    return _result(f"reward_{name}", arm.reward_last, note=f"at first {reward_with_interval(arm.reward_first)}")
 
 
 def _asynchronous_results(compared: LoopComparison) -> list[Result]:
@@ -232,8 +217,8 @@ def _asynchronous_results(compared: LoopComparison) -> list[Result]:
     for arm in compared.asynchronous:
         assert arm.over_baseline is not None
         label = f"step speedup over the baseline, {POLICY_LABELS[arm.name]}"
-        found.append(_ratio("", arm.over_baseline, arm.claims["baseline"], label=label))
-        found.append(_reward(arm.name, arm.reward_first, arm.reward_last))
+        found.append(_result("", arm.over_baseline, label=label, verdict=arm.claims["baseline"].kind))
+        found.append(_reward(arm.name, arm))
     return found
 
 

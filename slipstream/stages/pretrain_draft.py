@@ -20,7 +20,7 @@ from slipstream.drafts.distill import (
     num_parameters,
     scratch_model,
 )
-from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Weights, require_package
+from slipstream.drafts.methods import TRAITS, DraftMethod, Training, require_package
 from slipstream.drafts.pretrain import DraftProgress, Responses
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner.architecture import Architecture
@@ -84,7 +84,7 @@ def _take(context: RunContext, recipe: Recipe, policy: Path) -> Path:
     """Write down what the draft is, and lay links to its weights beside it if it has any."""
     start, config = time.perf_counter(), recipe.draft
     directory = context.directory(_NODE)
-    has_weights = TRAITS[config.method].weights is Weights.OWN
+    has_weights = TRAITS[config.method].has_weights
     with tracked(context, recipe, _NODE, {"draft.init": draft_init(config)}):
         require_package(config.method)
         length = recipe.engine.max_model_len
