@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,18 +123,19 @@ def raise_on_signals() -> None:
 
     Flytekit and Ray install handlers of their own, so callers repeat this before they open a resource.
     """
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _interrupt)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    _handle_signals(interrupt)
 
 
 def ignore_signals() -> None:
     """Ignore both signals while runs are closed, so that a repeated signal does not interrupt that."""
+    _handle_signals(signal.SIG_IGN)
+
+
+def _handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    del frame
-    raise KeyboardInterrupt(signal.Signals(number).name)
+            signal.signal(number, handler)

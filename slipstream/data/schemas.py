@@ -56,7 +56,7 @@ class NoProblemError(ValueError):
     """A row that gives no prompt; the message says why."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Schema:
     """Columns of a data set, with functions that read a row's turns and, where it has one, its answer."""
 
@@ -107,41 +107,23 @@ def _turn(turn: Any, *, speaker: str, text: str) -> Turn:
 
 SCHEMAS = (
     Schema(
-        name="DAPO-Math-17k, processed (open-r1)",
-        columns=("prompt", "solution", "source_prompt"),
-        turns=_text("prompt"),
-        answer=lambda row: row["solution"],
+        "DAPO-Math-17k, processed (open-r1)",
+        ("prompt", "solution", "source_prompt"),
+        _text("prompt"),
+        lambda row: row["solution"],
     ),
     Schema(
-        name="DAPO-Math-17k (BytedTsinghua)",
-        columns=("prompt", "reward_model"),
-        turns=_chat("prompt", speaker="role", text="content"),
-        answer=lambda row: row["reward_model"]["ground_truth"],
+        "DAPO-Math-17k (BytedTsinghua)",
+        ("prompt", "reward_model"),
+        _chat("prompt", speaker="role", text="content"),
+        lambda row: row["reward_model"]["ground_truth"],
     ),
     Schema(
-        name="UltraChat-200k",
-        columns=("prompt", "prompt_id", "messages"),
-        turns=_chat("messages", speaker="role", text="content"),
-        answer=None,
+        "UltraChat-200k", ("prompt", "prompt_id", "messages"), _chat("messages", speaker="role", text="content"), None
     ),
-    Schema(
-        name="Magpie",
-        columns=("conversations",),
-        turns=_chat("conversations", speaker="from", text="value"),
-        answer=None,
-    ),
-    Schema(
-        name="AIME-2024 (HuggingFaceH4)",
-        columns=("problem", "answer"),
-        turns=_text("problem"),
-        answer=lambda row: row["answer"],
-    ),
-    Schema(
-        name="AIME-2024 (Maxwell-Jia)",
-        columns=("Problem", "Answer"),
-        turns=_text("Problem"),
-        answer=lambda row: row["Answer"],
-    ),
+    Schema("Magpie", ("conversations",), _chat("conversations", speaker="from", text="value"), None),
+    Schema("AIME-2024 (HuggingFaceH4)", ("problem", "answer"), _text("problem"), lambda row: row["answer"]),
+    Schema("AIME-2024 (Maxwell-Jia)", ("Problem", "Answer"), _text("Problem"), lambda row: row["Answer"]),
 )
 """Known schemas in order of precedence."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slipstream.records.files import write_atomic
 from slipstream.report.claims import recorded, said
-from slipstream.report.formats import KINDS, UNITS, estimate_of, interval, render, speedup, speedup_with_interval
+from slipstream.report.formats import KINDS, UNITS, estimate_of, interval, render, speedup, with_interval
 from slipstream.tracking import Execution
 from slipstream.types import Arm
 from slipstream.workers.placement.table import table
@@ -139,4 +139,4 @@ def _cell(execution: Execution, name: str) -> str:
     if name == "lossless":
         return "yes" if estimate.value == 1 else "NO"
     unit = KINDS[name].unit
-    return speedup_with_interval(estimate) if unit == "x" else UNITS[unit].format(estimate.value)
+    return with_interval(estimate) if unit == "x" else UNITS[unit].format(estimate.value)

@@ -100,22 +100,10 @@ def interval(estimate: Estimate, label: str = "") -> str:
     return f"{label}{estimate.ci95[0]:.2f} to {estimate.ci95[1]:.2f}"
 
 
-def speedup_with_interval(estimate: Estimate) -> str:
-    """Format `1.77x [1.60, 1.91]`, or `1.77x` without an interval."""
-    ends = "" if estimate.ci95 is None else f" [{estimate.ci95[0]:.2f}, {estimate.ci95[1]:.2f}]"
-    return f"{speedup(estimate.value)}{ends}"
-
-
-def difference_with_interval(estimate: Estimate) -> str:
-    """Format `+0.031 [-0.010, +0.072]`, or `+0.031` without an interval."""
-    ends = "" if estimate.ci95 is None else f" [{estimate.ci95[0]:+.3f}, {estimate.ci95[1]:+.3f}]"
-    return f"{estimate.value:+.3f}{ends}"
-
-
-def reward_with_interval(estimate: Estimate) -> str:
-    """Format `0.500 [0.310, 0.690]`, or `0.500` without an interval."""
-    ends = "" if estimate.ci95 is None else f" [{estimate.ci95[0]:.3f}, {estimate.ci95[1]:.3f}]"
-    return f"{estimate.value:.3f}{ends}"
+def with_interval(estimate: Estimate, unit: str = "x") -> str:
+    """Format `1.77x [1.60, 1.91]`, or `1.77x` without an interval, by a key of `UNITS`."""
+    ends = ", ".join(UNITS[unit].format(end).rstrip("x") for end in estimate.ci95 or ())
+    return UNITS[unit].format(estimate.value) + (f" [{ends}]" if ends else "")
 
 
 def metrics_with_ends(name: str, estimate: Estimate) -> dict[str, float]:

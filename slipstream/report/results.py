@@ -17,9 +17,9 @@ from slipstream.report.formats import (
     interval,
     metrics_with_ends,
     percent,
-    reward_with_interval,
     seconds,
     speedup,
+    with_interval,
 )
 from slipstream.report.machine_section import findings
 from slipstream.report.reference import WorkloadReference
@@ -209,7 +209,7 @@ def _avg_at_k(evaluation: EvaluationRecord) -> Estimate:
 
 
 def _reward(name: str, arm: ArmSummary | LoopArm) -> Result:
-    return _result(f"reward_{name}", arm.reward_last, note=f"at first {reward_with_interval(arm.reward_first)}")
+    return _result(f"reward_{name}", arm.reward_last, note=f"at first {with_interval(arm.reward_first, 'reward')}")
 
 
 def _asynchronous_results(compared: LoopComparison) -> list[Result]:

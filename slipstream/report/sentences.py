@@ -7,11 +7,10 @@ from slipstream.records.run import RunRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.report.claims import said
 from slipstream.report.formats import (
-    difference_with_interval,
     percent,
     seconds,
     speedup,
-    speedup_with_interval,
+    with_interval,
 )
 from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_difference
 from slipstream.types import Arm
@@ -91,7 +90,7 @@ def accuracy_text(record: RunRecord) -> str:
     apart = " Asynchronous arms are evaluated only before and after RL." if record.asynchronous else ""
     return (
         f"After step {step} the accuracy of the speculative arm minus that of the autoregressive one is "
-        f"{difference_with_interval(difference)}, paired by problem: {said}.{apart}"
+        f"{with_interval(difference, 'reward difference')}, paired by problem: {said}.{apart}"
     )
 
 
@@ -108,7 +107,7 @@ def bound_text(compared: LoopComparison) -> str:
     )
     measured = ""
     if compared.speculation is not None and compared.claim is not None:
-        ratio = speedup_with_interval(compared.speculation)
+        ratio = with_interval(compared.speculation)
         noise = f"nothing was drafted here, so the ratio of both arms, {ratio}, shows the machine's noise"
         measured = f"; {noise}" if drafting is None else f". {said({'speculation': compared.claim}).removesuffix('.')}"
     most = f"at most about {speedup(1 / (1 - share))} can be had of it{measured}.{_helped(base, drafting)}"

@@ -15,7 +15,7 @@ from slipstream.records.run import RunRecord
 from slipstream.report.canvas import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, draw_svg
 from slipstream.report.formats import POLICY_LABELS, seconds, speedup
 from slipstream.report.summary import LoopComparison
-from slipstream.report.tables import Row, Table, build_table
+from slipstream.report.tables import Row, Table
 from slipstream.simulator.balance import AsynchronousPrediction, balance, predict_asynchronous
 from slipstream.simulator.calibration import CalibrationRecord
 from slipstream.simulator.observed import CheckRecord
@@ -59,7 +59,7 @@ def prediction_table(prediction: AsynchronousPrediction, compared: LoopCompariso
         band = f"{seconds(each.step_p10_s)} to {seconds(each.step_p90_s)}"
         projected = (seconds(each.step_s), band, seconds(each.exposed_s), seconds(each.hidden_s))
         rows.append(Row(POLICY_LABELS[arm.name], (*measured, *projected, f"{each.step_s / arm.step_s - 1:+.0%}")))
-    return build_table("mean step", groups, rows)
+    return Table("mean step", groups, rows)
 
 
 def split_text(prediction: AsynchronousPrediction) -> str:
@@ -89,7 +89,7 @@ def split_table(record: RunRecord, compared: LoopComparison) -> Table | None:
         cells += [seconds(row.step_s), seconds(row.exposed_s), bound]
     groups = {f"{row.arm.value}, projected": ("step s", "exposed s", "bound by") for row in best}
     rows = [Row(split, tuple(cells)) for split, cells in by_split.items()]
-    return build_table("GPUs that generate + train", groups, rows)
+    return Table("GPUs that generate + train", groups, rows)
 
 
 def check_table(check: CheckRecord) -> Table:
@@ -98,7 +98,7 @@ def check_table(check: CheckRecord) -> Table:
     band = f"{seconds(check.predicted_p10_s)} to {seconds(check.predicted_p90_s)}"
     error = f"{check.predicted_s / check.measured_s - 1:+.0%}"
     cells = (seconds(check.measured_s), seconds(check.predicted_s), band, error)
-    return build_table("speculative arm", groups, [Row(f"k = {check.k}", cells)])
+    return Table("speculative arm", groups, [Row(f"k = {check.k}", cells)])
 
 
 def own_table(projection: ProjectionRecord) -> Table:
@@ -111,7 +111,7 @@ def own_table(projection: ProjectionRecord) -> Table:
         Row(f"k = {each.k}", (f"{each.acceptance_length:.2f}", _band(each.rollout_speedup), _band(each.step_speedup)))
         for each in projection.from_run
     ]
-    return build_table("this machine", groups, rows)
+    return Table("this machine", groups, rows)
 
 
 def published_table(projection: ProjectionRecord) -> Table:
@@ -125,7 +125,7 @@ def published_table(projection: ProjectionRecord) -> Table:
         quoted = (point.published_rollout_speedup, point.published_step_speedup)
         cells = (_band(ours.rollout_speedup), _band(ours.step_speedup), *map(speedup, (*medians, *quoted)))
         rows.append(Row(label, cells))
-    return build_table("Qwen3-235B-A22B", dict.fromkeys(headings, ("rollout", "step")), rows, quoted=headings[-1])
+    return Table("Qwen3-235B-A22B", dict.fromkeys(headings, ("rollout", "step")), rows, quoted=headings[-1])
 
 
 def projection_figures(projection: ProjectionRecord) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,25 +17,16 @@ from slipstream.report.formats import (
     STAGE_LABELS,
     count,
     percent,
-    reward_with_interval,
     seconds,
     seconds_band,
     speedup,
-    speedup_with_interval,
+    with_interval,
 )
 from slipstream.report.reference import Reference, WorkloadReference
 from slipstream.report.results import speedups
 from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_curves
 from slipstream.statistics import Estimate
 from slipstream.types import STAGES
-
-
-class ColumnGroup(NamedTuple):
-    """Columns under one heading; quoted columns come from a publication and are tinted."""
-
-    heading: str
-    columns: tuple[str, ...]
-    quoted: bool = False
 
 
 class Row(NamedTuple):
@@ -48,29 +39,25 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table; each row has one cell for every column of every group."""
+    """A table; each row has one cell for every column.
+
+    Attributes:
+        groups: columns by the heading over them.
+        quoted: heading of the columns that quote a publication, and are tinted.
+    """
 
     label: str
-    groups: tuple[ColumnGroup, ...]
-    rows: tuple[Row, ...]
+    groups: Mapping[str, Sequence[str]]
+    rows: Sequence[Row]
+    quoted: str = "-"
 
     def __post_init__(self) -> None:
-        assert all(len(row.cells) == len(self.quoted) for row in self.rows), self.label
+        assert all(len(row.cells) == len(self.are_quoted) for row in self.rows), self.label
 
     @property
-    def quoted(self) -> tuple[bool, ...]:
+    def are_quoted(self) -> tuple[bool, ...]:
         """One flag a column, True where the column quotes a publication."""
-        return tuple(group.quoted for group in self.groups for _ in group.columns)
-
-
-def build_table(label: str, groups: Mapping[str, Sequence[str]], rows: Iterable[Row], *, quoted: str = "-") -> Table:
-    """Build a table from its columns by heading.
-
-    Args:
-        quoted: heading of the columns that come from a publication.
-    """
-    made = (ColumnGroup(heading, tuple(columns), heading == quoted) for heading, columns in groups.items())
-    return Table(label, tuple(made), tuple(rows))
+        return tuple(heading == self.quoted for heading, columns in self.groups.items() for _ in columns)
 
 
 def step_table(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> Table:
@@ -79,7 +66,7 @@ def step_table(run: RunSummary, workload: WorkloadReference | None, reference: R
     if workload is not None:
         groups[reference.label] = ("AR s", "spec s", "ratio")
     rows = [_step_row(run, workload, stage) for stage in (*STAGES, "")]
-    return build_table("stage", groups, rows, quoted=reference.label)
+    return Table("stage", groups, rows, quoted=reference.label)
 
 
 def _step_row(run: RunSummary, workload: WorkloadReference | None, stage: str) -> Row:
@@ -106,7 +93,7 @@ def speedup_table(run: RunSummary, workload: WorkloadReference | None, reference
     for each in speedups(run, workload):
         quoted = [] if workload is None else [speedup(each.reference) if each.reference else ""]
         rows.append(Row(each.label.strip(), (each.text, each.uncertainty, each.verdict, *quoted)))
-    return build_table("of both arms", groups, rows, quoted=reference.label)
+    return Table("of both arms", groups, rows, quoted=reference.label)
 
 
 def sweep_table(record: RunRecord) -> Table:
@@ -128,7 +115,7 @@ def sweep_table(record: RunRecord) -> Table:
             ", ".join(choice),
         )
         rows.append(Row(str(point.k), cells, " ".join([*slower, *choice])))
-    return build_table("k", {"this run, measured": columns}, rows)
+    return Table("k", {"this run, measured": columns}, rows)
 
 
 def running_table(record: RunRecord) -> Table:
@@ -144,7 +131,7 @@ def running_table(record: RunRecord) -> Table:
         label = str(start) if start == end else f"{start} to {end}"
         rows.append(Row(label, (*cells, f"k = {chosen}"), "" if chosen == tuning.chosen_k else "chosen"))
     columns = ["drafts switched off" if is_off else f"k = {k}" for k, is_off in kinds]
-    return build_table("running batch", {"speedup over k = 0, measured": columns, "": ("schedule",)}, rows)
+    return Table("running batch", {"speedup over k = 0, measured": columns, "": ("schedule",)}, rows)
 
 
 def accuracy_table(record: RunRecord) -> Table:
@@ -157,7 +144,7 @@ def accuracy_table(record: RunRecord) -> Table:
             label = POLICY_LABELS[e.policy] + ("" if e is last else f", after step {step}")
             problems = (f"{e.maj_at_k:.3f}", str(e.k), str(e.num_problems), percent(e.truncated_fraction))
             rows.append(Row(label, (*_accuracy(e), *problems, str(e.num_timeouts), e.prompt_hash)))
-    return build_table("policy", {"": columns}, rows)
+    return Table("policy", {"": columns}, rows)
 
 
 def count_table(run: RunSummary) -> Table:
@@ -170,13 +157,13 @@ def count_table(run: RunSummary) -> Table:
         "truncated rollouts": lambda arm: f"{arm.num_truncated} ({percent(arm.num_truncated / arm.num_rollouts)})",
         "reward time-outs (scored 0)": lambda arm: str(arm.num_reward_timeouts),
         "zero-signal groups": lambda arm: str(arm.num_zero_signal_groups),
-        "reward, first quarter": lambda arm: reward_with_interval(arm.reward_first),
-        "reward, last quarter": lambda arm: reward_with_interval(arm.reward_last),
+        "reward, first quarter": lambda arm: with_interval(arm.reward_first, "reward"),
+        "reward, last quarter": lambda arm: with_interval(arm.reward_last, "reward"),
     }
     if any(arm.engine_idle_fraction > 0 for arm in run.arms):  # a single engine is never idle during generation
         labels["engines idle during generation"] = lambda arm: percent(arm.engine_idle_fraction)
     rows = [Row(label, tuple(value(arm) for arm in run.arms)) for label, value in labels.items()]
-    return build_table("over all steps", {"": [arm.arm.value for arm in run.arms]}, rows)
+    return Table("over all steps", {"": [arm.arm.value for arm in run.arms]}, rows)
 
 
 def data_table(record: RunRecord) -> Table:
@@ -186,7 +173,7 @@ def data_table(record: RunRecord) -> Table:
     for d in record.data:
         lost = (d.num_duplicates, d.num_conflicting, d.num_unparseable, d.num_too_long, d.num_held_out, d.num_empty)
         rows.append(Row(d.name, (d.source, *map(count, (d.num_read, d.num_kept, *lost)))))
-    return build_table("data set", {"": columns}, rows)
+    return Table("data set", {"": columns}, rows)
 
 
 def draft_table(record: RunRecord) -> Table:
@@ -194,7 +181,7 @@ def draft_table(record: RunRecord) -> Table:
     rates = record.draft.heldout_rate_by_position
     both = enumerate(zip(rates, np.cumprod(rates).tolist(), strict=True), start=1)
     rows = [Row(str(position), (percent(rate), percent(joint))) for position, (rate, joint) in both]
-    return build_table("draft position", {"held out": ("accepted, given those before", "accepted")}, rows)
+    return Table("draft position", {"held out": ("accepted, given those before", "accepted")}, rows)
 
 
 def quoted_table(workload: WorkloadReference, reference: Reference, *, by_draft: bool) -> Table:
@@ -206,7 +193,7 @@ def quoted_table(workload: WorkloadReference, reference: Reference, *, by_draft:
         Row(name, (f"{each.mean_acceptance_length:.2f}", speedup(each.generation_speedup)))
         for name, each in published.items()
     ]
-    return build_table(label, {reference.label: ("AL", "generation speedup")}, rows, quoted=reference.label)
+    return Table(label, {reference.label: ("AL", "generation speedup")}, rows, quoted=reference.label)
 
 
 def certificate_table(certificate: CertificateRecord) -> Table:
@@ -219,7 +206,7 @@ def certificate_table(certificate: CertificateRecord) -> Table:
         cells = (count(each.num_observations), *figures, verdict, control.get(each.name, ""))
         rows.append(Row(each.name, cells, kind))
     columns = ("observations", "statistic", "p", "p, Holm", "verdict")
-    return build_table("test", {"speculative engine": columns, "autoregressive, as control": ("p",)}, rows)
+    return Table("test", {"speculative engine": columns, "autoregressive, as control": ("p",)}, rows)
 
 
 def drift_table(drift: DriftRecord) -> Table:
@@ -233,7 +220,7 @@ def drift_table(drift: DriftRecord) -> Table:
         band = " to ".join(map(number, each.band or ()))
         cells = (number(each.value), band, str(each.num_executions), each.verdict)
         rows.append(Row(KINDS[each.name].label, cells, "loses" if each in drift.outside else ""))
-    return build_table("result", {"": ("this execution", "band", "executions before", "verdict")}, rows)
+    return Table("result", {"": ("this execution", "band", "executions before", "verdict")}, rows)
 
 
 def loop_table(compared: LoopComparison) -> Table:
@@ -258,7 +245,7 @@ def loop_table(compared: LoopComparison) -> Table:
         joining = ("" if x is None else percent(x) for x in (arm.exposed_joining_fraction, arm.hidden_joining_fraction))
         kind = "baseline" if arm.over_baseline is None else ""
         rows.append(Row(POLICY_LABELS[arm.name], (*step, seconds(arm.exposed_s), hidden, *idle, *joining), kind))
-    return build_table("arm", groups, rows)
+    return Table("arm", groups, rows)
 
 
 def lag_table(compared: LoopComparison) -> Table:
@@ -272,7 +259,7 @@ def lag_table(compared: LoopComparison) -> Table:
             ratios = (f"{lag.ratio_mean:.3f}", f"{lag.ratio_max:.2f}", percent(lag.clipped_fraction))
             cells = (*tokens, *ratios, percent(lag.effective_sample_size))
             rows.append(Row(f"{arm.arm.value}, {lag.lag}", cells))
-    return build_table("arm, lag", {"": columns}, rows)
+    return Table("arm, lag", {"": columns}, rows)
 
 
 def loop_learning_table(compared: LoopComparison, evaluations: tuple[EvaluationRecord, ...]) -> Table:
@@ -287,13 +274,13 @@ def loop_learning_table(compared: LoopComparison, evaluations: tuple[EvaluationR
         Row(POLICY_LABELS[arm.name], (*_learning(arm, compared), *accuracies.get(arm.name, ("", "")), *_lost(arm)))
         for arm in compared.arms
     ]
-    return build_table("arm", groups, rows)
+    return Table("arm", groups, rows)
 
 
 def _learning(arm: LoopArm, compared: LoopComparison) -> tuple[str, ...]:
     gain = compared.synchronous(arm.arm).reward_gain
     share = f"{arm.reward_gain / gain:.2f}" if not arm.is_synchronous and gain > 0 else ""
-    quarters = map(reward_with_interval, (arm.reward_first, arm.reward_last))
+    quarters = (with_interval(reward, "reward") for reward in (arm.reward_first, arm.reward_last))
     return *quarters, f"{arm.reward_gain:+.3f}", share
 
 
@@ -307,4 +294,4 @@ def _accuracy(evaluation: EvaluationRecord) -> tuple[str, str]:
 
 
 def _ratio(estimate: Estimate | None) -> str:
-    return "" if estimate is None else speedup_with_interval(estimate)
+    return "" if estimate is None else with_interval(estimate)

@@ -258,10 +258,7 @@ def _char(char: str) -> str:
 
 
 def _command(match: re.Match[str]) -> str:
-    name = match[1]
-    if name in _COMMANDS:
-        return _COMMANDS[name] or ""
-    return match[0]
+    return _COMMANDS.get(match[1], match[0]) or ""
 
 
 def _words(match: re.Match[str]) -> str:

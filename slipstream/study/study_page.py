@@ -15,10 +15,9 @@ from slipstream.report.canvas import ARM_COLOURS, INK, LOSS, draw_svg
 from slipstream.report.claims import ClaimKind
 from slipstream.report.formats import (
     WORKLOAD_LABELS,
-    difference_with_interval,
     render,
     speedup,
-    speedup_with_interval,
+    with_interval,
 )
 from slipstream.report.reference import DraftReference, read_reference
 from slipstream.study.ranking import Row, StudyRecord, equals_first, loses, verdict
@@ -96,11 +95,11 @@ COLUMNS: dict[str, Cell] = {
     "drafter": lambda record, row: label(record, row.setting),
     "k": lambda _, row: ", ".join(map(str, sorted(set(row.lengths)))),  # `5, 7` where seeds tuned to different k
     "seeds": _seeds,
-    "step speedup": lambda _, row: speedup_with_interval(row.step),
-    "generation speedup": lambda _, row: speedup_with_interval(row.generation),
-    "step time / first": lambda _, row: "-" if row.behind is None else speedup_with_interval(row.behind),
-    "control": lambda _, row: "-" if row.control is None else speedup_with_interval(row.control),
-    "reward - AR": lambda _, row: difference_with_interval(row.reward_difference),
+    "step speedup": lambda _, row: with_interval(row.step),
+    "generation speedup": lambda _, row: with_interval(row.generation),
+    "step time / first": lambda _, row: "-" if row.behind is None else with_interval(row.behind),
+    "control": lambda _, row: "-" if row.control is None else with_interval(row.control),
+    "reward - AR": lambda _, row: with_interval(row.reward_difference, "reward difference"),
     "acceptance length": lambda _, row: f"{row.mean_acceptance_length:.2f}",
     "AL": lambda _, row: f"{row.mean_acceptance_length:.2f}",
     "AL, first to last": lambda _, row: " to ".join(f"{length:.2f}" for length in row.outcomes[0].ends),
