@@ -16,7 +16,7 @@ from slipstream import demo, logs
 from slipstream.config import LARGEST, ConfigError, require
 from slipstream.data.config import SYNTHETIC
 from slipstream.recipe import Recipe, load_recipe, resolve_recipe
-from slipstream.records.files import read_record
+from slipstream.records.files import read_record, write_atomic
 from slipstream.records.run import RunRecord
 from slipstream.simulator import cli as simulator
 from slipstream.stages.context import add_inputs
@@ -306,7 +306,7 @@ def _store(options: argparse.Namespace) -> str:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from slipstream.report.comparison import comparison_table, write_comparison
+    from slipstream.report.comparison import comparison_table, render_comparison
 
     uri = _store(options)
     executions = read_executions(uri, experiment=options.experiment, names=options.runs)
@@ -314,10 +314,10 @@ def _compare(options: argparse.Namespace) -> int:
     print(comparison_table(executions))
     page = Path(options.html or f"{options.run_root}/comparison.html")
     try:
-        written = write_comparison(executions, page, uri=uri)
+        write_atomic(page, render_comparison(executions, uri=uri).encode())
     except OSError as error:
         raise ConfigError(f"--html must be a path that can be written, got {str(page)!r} ({error.strerror})") from error
-    print(f"\npage: {written}")
+    print(f"\npage: {page}")
     return 0
 
 

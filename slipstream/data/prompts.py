@@ -67,8 +67,12 @@ class PromptSets:
     records: tuple[DataSetRecord, ...]  # one for each source
 
     def __post_init__(self) -> None:
-        check_disjoint({"train": self.train, "validation": self.validation, "draft_in_domain": self.draft_in_domain})
-        check_disjoint({"train": self.train, "validation": self.validation, "draft_general": self.draft_general})
+        for draft in ("draft_in_domain", "draft_general"):
+            owner: dict[str, str] = {}
+            for name in ("train", "validation", draft):
+                for prompt in getattr(self, name):
+                    other = owner.setdefault(prompt.id, name)
+                    require(other == name, f"data.{name}", f"must share no problem with {other}", prompt.text)
 
     def sizes(self) -> dict[Split, int]:
         """Return the number of distinct prompts by set."""
@@ -143,27 +147,20 @@ def load_prompt_sets(
 def write_prompt_sets(sets: PromptSets, directory: Path) -> None:
     """Write one JSON Lines file for each set, and the manifest."""
     for split in _ORDER:
-        write_prompts(directory / f"{split}.jsonl", getattr(sets, split))
+        lines = "".join(json.dumps(asdict(prompt)) + "\n" for prompt in getattr(sets, split))
+        write_atomic(directory / f"{split}.jsonl", lines.encode())
     write_atomic(directory / _MANIFEST, json.dumps([asdict(record) for record in sets.records], indent=1).encode())
 
 
 def read_prompt_sets(directory: Path) -> PromptSets:
     """Read what `write_prompt_sets` wrote."""
     manifest = json.loads((directory / _MANIFEST).read_text())
-    prompts = {split: read_prompts(directory / f"{split}.jsonl") for split in _ORDER}
+    prompts: dict[Split, tuple[Prompt, ...]] = {}
+    for split in _ORDER:
+        with (directory / f"{split}.jsonl").open() as lines:
+            rows = map(json.loads, lines)
+            prompts[split] = tuple(Prompt(**{**row, "token_ids": tuple(row["token_ids"])}) for row in rows)
     return PromptSets(**prompts, records=tuple(DataSetRecord(**record) for record in manifest))
-
-
-def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
-    """Write one JSON object for each prompt and line."""
-    write_atomic(path, "".join(json.dumps(asdict(prompt)) + "\n" for prompt in prompts).encode())
-
-
-def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """Read what `write_prompts` wrote."""
-    with path.open() as lines:
-        rows = [json.loads(line) for line in lines]
-    return tuple(Prompt(**{**row, "token_ids": tuple(row["token_ids"])}) for row in rows)
 
 
 def prompt_id(text: str) -> str:
@@ -182,19 +179,6 @@ def render(
     messages = _messages(problem, instruction, context)
     encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     return tuple(encoded["input_ids"])
-
-
-def check_disjoint(sets: dict[str, Sequence[Prompt]]) -> None:
-    """Check that no two sets share a problem.
-
-    Raises:
-        ConfigError: two sets share a problem; the error names them and the first such problem.
-    """
-    owner: dict[str, str] = {}
-    for name, prompts in sets.items():
-        for prompt in prompts:
-            other = owner.setdefault(prompt.id, name)
-            require(other == name, f"data.{name}", f"must share no problem with {other}", prompt.text)
 
 
 def require_size(sets: PromptSets, split: Split, field: str, value: int, *, rollouts_per_prompt: int = 1) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 
-from slipstream.records.files import write_atomic
 from slipstream.report.claims import recorded, said
 from slipstream.report.formats import KINDS, UNITS, estimate_of, interval, render, speedup, with_interval
 from slipstream.tracking import Execution
@@ -51,18 +49,12 @@ def comparison_table(executions: Sequence[Execution]) -> str:
     return "\n\n".join(parts)
 
 
-def write_comparison(executions: Sequence[Execution], path: Path, *, uri: str) -> Path:
-    """Write the page of `slipstream compare`, one self-contained HTML file, atomically.
+def render_comparison(executions: Sequence[Execution], *, uri: str) -> str:
+    """Render the page of `slipstream compare`.
 
     Args:
         uri: address of the tracking store that the executions were read from.
     """
-    write_atomic(path, render_comparison(executions, uri=uri).encode())
-    return path
-
-
-def render_comparison(executions: Sequence[Execution], *, uri: str) -> str:
-    """Render the page of `slipstream compare`."""
     shown = [
         {"name": run.name, "answer": answer(run), "cells": cells(run), "url": _link(run.tags)} for run in executions
     ]

@@ -8,7 +8,7 @@ Parts of an asynchronous step are means over the timed steps, so that they add u
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -25,6 +25,9 @@ _COUNTS = ("num_rollouts", "num_response_tokens", "num_truncated", "num_reward_t
 _LOST = ("num_awaited", "num_restarted", "num_regenerated")
 _SWEEP_FIELDS = ("k", "batch", "generation_s", "mean_acceptance_length", "speedup")
 _ACCURACY_FIELDS = ("avg_at_k", "k", "ci95", "truncated_fraction")
+_ON_POLICY = LagStats(  # tokens of the trained version, which need no correction
+    lag=0, num_tokens=0, ratio_mean=1.0, ratio_max=1.0, clipped_fraction=0.0, effective_sample_size=1.0
+)
 
 T = TypeVar("T")
 
@@ -265,7 +268,7 @@ def pooled_lags(steps: Sequence[StepRecord]) -> tuple[LagStats, ...]:
     """
     of_lag: dict[int, list[LagStats]] = {}
     for step in steps:
-        for lag in step.lags or (_on_policy(step.num_response_tokens),):
+        for lag in step.lags or (replace(_ON_POLICY, num_tokens=step.num_response_tokens),):
             of_lag.setdefault(lag.lag, []).append(lag)
     return tuple(_pooled(lag, of_lag[lag]) for lag in sorted(of_lag))
 
@@ -434,6 +437,8 @@ def _summarise_loop(arm: ArmRecord, base: ArmRecord, synchronous: ArmRecord | No
     all_overlaps = [] if synchronous is None else [_overlap(step) for step in arm.steps]
     overlaps = all_overlaps[-len(steps) :]
     exposed_s = sum(each.exposed_score_s + each.exposed_publish_s for each in overlaps)
+    hidden = [(each.score_s - each.exposed_score_s, each.publish_s - each.exposed_publish_s) for each in overlaps]
+    hidden_s = sum(max(0.0, part) for parts in hidden for part in parts)  # a wait can be longer than the work
 
     def share(value: Callable[[StepRecord], float]) -> float:
         return sum(value(step) for step in steps) / total_s
@@ -459,7 +464,7 @@ def _summarise_loop(arm: ArmRecord, base: ArmRecord, synchronous: ArmRecord | No
         engine_idle_fraction=engine,
         learner_idle_fraction=learner,
         exposed_joining_fraction=exposed_s / total_s if overlaps else None,
-        hidden_joining_fraction=sum(map(_hidden_joining_s, overlaps)) / total_s if overlaps else None,
+        hidden_joining_fraction=hidden_s / total_s if overlaps else None,
         lags=pooled_lags(arm.steps),
         reward_first=own.reward_first,
         reward_last=own.reward_last,
@@ -471,19 +476,6 @@ def _overlap(step: StepRecord) -> Overlap:
     if step.overlap is None:
         raise ValueError(f"step {step.step} of an asynchronous arm must say what overlapped, got none")
     return step.overlap
-
-
-def _hidden_joining_s(overlap: Overlap) -> float:
-    """Seconds of scoring and publishing that overlapped training; a wait slightly longer than the work counts as 0."""
-    hidden = (overlap.score_s - overlap.exposed_score_s, overlap.publish_s - overlap.exposed_publish_s)
-    return sum(max(0.0, each) for each in hidden)
-
-
-def _on_policy(num_tokens: int) -> LagStats:
-    """Statistics of on-policy tokens, which need no correction."""
-    return LagStats(
-        lag=0, num_tokens=num_tokens, ratio_mean=1.0, ratio_max=1.0, clipped_fraction=0.0, effective_sample_size=1.0
-    )
 
 
 def _pooled(lag: int, parts: Sequence[LagStats]) -> LagStats:

@@ -24,7 +24,7 @@ from slipstream.report.formats import (
 )
 from slipstream.report.reference import Reference, WorkloadReference
 from slipstream.report.results import speedups
-from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_curves
+from slipstream.report.summary import LoopComparison, RunSummary, accuracy_curves
 from slipstream.statistics import Estimate
 from slipstream.types import STAGES
 
@@ -270,23 +270,16 @@ def loop_learning_table(compared: LoopComparison, evaluations: tuple[EvaluationR
         "rollouts": ("waited for", "begun anew", "lost"),
     }
     accuracies = {evaluation.policy: _accuracy(evaluation) for evaluation in evaluations}
-    rows = [
-        Row(POLICY_LABELS[arm.name], (*_learning(arm, compared), *accuracies.get(arm.name, ("", "")), *_lost(arm)))
-        for arm in compared.arms
-    ]
+    rows = []
+    for arm in compared.arms:
+        gain, share, lost = compared.synchronous(arm.arm).reward_gain, "", ("", "", "")
+        if not arm.is_synchronous:
+            share = f"{arm.reward_gain / gain:.2f}" if gain > 0 else ""
+            lost = tuple(map(str, (arm.num_awaited, arm.num_restarted, arm.num_regenerated)))
+        rewards = (with_interval(arm.reward_first, "reward"), with_interval(arm.reward_last, "reward"))
+        learned = (*rewards, f"{arm.reward_gain:+.3f}", share)
+        rows.append(Row(POLICY_LABELS[arm.name], (*learned, *accuracies.get(arm.name, ("", "")), *lost)))
     return Table("arm", groups, rows)
-
-
-def _learning(arm: LoopArm, compared: LoopComparison) -> tuple[str, ...]:
-    gain = compared.synchronous(arm.arm).reward_gain
-    share = f"{arm.reward_gain / gain:.2f}" if not arm.is_synchronous and gain > 0 else ""
-    quarters = (with_interval(reward, "reward") for reward in (arm.reward_first, arm.reward_last))
-    return *quarters, f"{arm.reward_gain:+.3f}", share
-
-
-def _lost(arm: LoopArm) -> tuple[str, ...]:
-    numbers = (arm.num_awaited, arm.num_restarted, arm.num_regenerated)
-    return tuple("" if arm.is_synchronous else str(number) for number in numbers)
 
 
 def _accuracy(evaluation: EvaluationRecord) -> tuple[str, str]:

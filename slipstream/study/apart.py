@@ -59,10 +59,9 @@ class PlanRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartRecord:
-    """Ending of a part: finished, or failed with a reason."""
+    """Ending of a part."""
 
-    is_finished: bool
-    reason: str  # empty where the part finished
+    reason: str  # why the part failed; empty where it finished
 
 
 class PartMissingError(RuntimeError):
@@ -125,15 +124,15 @@ def make_part(context: RunContext) -> str:
             found = ending(Path(context.root), plan.execution, name)
             if found is None:
                 raise PartMissingError(f"{name} left no record: its task was lost or never started")
-            if not found.is_finished:
+            if found.reason:
                 raise PartMissingError(f"{name} failed: {found.reason}")
         _make(context, recipe, part)
     except Exception as error:
-        write_record(PartRecord(is_finished=False, reason=f"{type(error).__name__}: {error}"), path)
+        write_record(PartRecord(reason=f"{type(error).__name__}: {error}"), path)
         execution_run(context, recipe).close(RunStatus.FAILED)
         logger.error("ablation: %s failed, the other parts continue: %s", context.execution, error)
         raise
-    write_record(PartRecord(is_finished=True, reason=""), path)
+    write_record(PartRecord(reason=""), path)
     execution_run(context, recipe).close()
     return part.name
 
@@ -172,7 +171,7 @@ def collect(root: Path, plan: PlanRecord) -> StudyRecord:
     for part in (*plan.of_kind(Kind.BASELINE), *plan.of_kind(Kind.VARIANT)):
         node = arm_node(Arm.AUTOREGRESSIVE if part.kind is Kind.BASELINE else Arm.SPECULATIVE)
         path, found = root / plan.execution / part.name / node / "arm.json", ending(root, plan.execution, part.name)
-        is_there = found is not None and found.is_finished and path.is_file()
+        is_there = found is not None and not found.reason and path.is_file()
         arms[part.name] = read_record(ArmRecord, path) if is_there else None
     ended: dict[Variant, Trained | str] = {}
     for part in plan.of_kind(Kind.VARIANT):

@@ -29,18 +29,24 @@ class Trained:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """Results of one variant against its autoregressive arm; intervals are over steps."""
+class Measured:
+    """Comparison of a variant, or of a setting over its seeds, with the autoregressive arm."""
 
-    variant: Variant
-    num_speculative_tokens: int  # 0 where speculation lost in tuning
-    num_steps: int
     generation: Estimate  # autoregressive / variant generation time
     step: Estimate  # autoregressive / variant step time, which includes training of the draft
     control: Estimate | None  # ratio of the work that speculation does not change; None where it is not measured
     paired: bool  # True if both arms alternated step by step
     reward_difference: Estimate  # variant minus autoregressive, over the last quarter of the steps
-    mean_acceptance_length: float  # bonus token included
+    mean_acceptance_length: float  # bonus token included; mean over the seeds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome(Measured):
+    """Results of one variant against its autoregressive arm; intervals are over steps."""
+
+    variant: Variant
+    num_speculative_tokens: int  # 0 where speculation lost in tuning
+    num_steps: int
     ends: tuple[float, float]  # mean acceptance length over the first and over the last quarter of the steps
     pretraining_s: float  # in a bake-off, with the policy's responses; 0 without pretraining
     training_s: float  # mean of a step's training of the draft; 0 without training
@@ -63,20 +69,14 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class Row(Measured):
     """Results of one setting over its seeds; intervals are over seeds, or over steps with one seed."""
 
     rank: int  # from 1 within the workload
     setting: Setting
     outcomes: tuple[Outcome, ...]  # by seed
-    generation: Estimate
-    step: Estimate
-    control: Estimate | None
-    paired: bool
     behind: Estimate | None  # step time / that of the workload's first; None for the first, or without a common seed
     behind_control: Estimate | None = None  # the control of `behind`
-    reward_difference: Estimate
-    mean_acceptance_length: float  # mean over the seeds
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -184,7 +184,7 @@ def outcome_metrics(outcome: Outcome) -> dict[str, float]:
     return {"result/num_speculative_tokens": float(outcome.num_speculative_tokens), **_metrics(outcome)}
 
 
-def _metrics(found: Row | Outcome, suffix: str = "") -> dict[str, float]:
+def _metrics(found: Measured, suffix: str = "") -> dict[str, float]:
     return {
         f"result/mean_acceptance_length{suffix}": found.mean_acceptance_length,
         **metrics_with_ends(f"result/generation_speedup{suffix}", found.generation),
