@@ -3,7 +3,7 @@
 In each process SIGINT and SIGTERM act alike: they raise an interrupt, so that open resources are closed.
 
 Linux only. Orphans of the command become children of this process (a subreaper), so none escapes through a session of
-its own, and the command gets a signal when this process dies. Only descendants are ever killed.
+its own. The command gets a signal when this process dies. Only descendants are ever killed.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ inverse to the acceptance length, so a step below the reachable length loses
 
 seconds. A deviation that counting noise explains is no loss. Training is due once the seconds lost since earlier
 trainings reach the cost of one training, which is then subtracted. A run so spends on training what it loses without
-it, which minimises the sum: if each training recovers a share r of the loss, a policy that moves by d a step leaves a
-loss of g = d / (f r) at f trainings a step, and f x cost_s + generation_s x g is least where both terms are equal,
-whatever r is. A draft that training does not improve costs at most what it loses. Training that cannot save its cost
-in the remaining steps is skipped.
+it, which minimises the sum. For if each training recovers a share r of the loss, a policy that moves by d a step leaves
+a loss of g = d / (f r) at f trainings a step. The sum f x cost_s + generation_s x g is least where both terms are
+equal, whatever r is. A draft that training does not improve costs at most what it loses. Training that cannot save its
+cost in the remaining steps is skipped.
 
 The decision is a pure function of the steps' records, so a resumed run decides like an uninterrupted one.
 """

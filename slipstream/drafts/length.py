@@ -7,9 +7,9 @@ prompts with a group of rollouts each, as in training, and every round takes the
 
 Schedule (`schedule`). As rollouts finish, a generation passes through every running batch down to 1, and engines report
 the time of their steps at each. The cost of a k at a running batch is the time in which every running rollout gains one
-token: seconds of a step over tokens gained by a rollout. An engine that has a draft but drafts nothing still runs the
-draft's first pass to keep its KV cache complete, so it is slower than an engine without a draft. A schedule that may
-switch drafting off needs that cost too, and the sweep measures it as `SWITCHED_OFF`.
+token: seconds of a step over tokens gained by a rollout. An engine whose drafting is switched off still runs the
+draft's first pass to keep its KV cache complete, so an engine without a draft is faster. A schedule that may switch
+drafting off needs that cost too, and the sweep measures it as `SWITCHED_OFF`.
 
 Autopilot (`decide`). The cost of a step is its generation time over its generated tokens. A run stays in one mode,
 drafting or not, and measures the other mode in single steps (probes): once both modes can be compared, then at growing

@@ -1,8 +1,8 @@
 """Passes of an EAGLE-3 draft over its own states (training-time test), up to the input of its output head.
 
 Chats are packed into rows and shifted. Pass i drafts, at every position at once, token i of the window that starts
-there. In pass i a token attends to the first pass' keys of its chat up to itself, and to its own key of passes 1 to i,
-one score each. A mask over the whole row would compute N^2 scores a pass, almost all of them masked.
+there. In pass i a token attends to the first pass' keys of its chat up to itself, and to its own keys of passes 1 to i.
+A mask over the whole row would compute N^2 scores a pass, almost all of them masked.
 
 Legend: `T` tokens of a chat, `N` packed tokens of a row, `A` auxiliary layers, `H` hidden size, `B` chats of a
 rectangle, `S` tokens of its longest, `G` key-value heads, `R` query heads of each, `D` head dim, `P` passes after the

@@ -3,9 +3,9 @@
 The optimizer is AdamW, or Muon for the layer's matrices and AdamW for the rest. Muon needs fewer tokens to learn, and
 training beside the policy has few (docs/log.md).
 
-The loss compares draft and policy a few tokens at a time, and never holds the logits of all tokens. With p the policy's
-distribution of a token and q the draft's, both softmax(logits / temperature) over the draft's vocabulary, and
-a = sum_v min(p, q) the probability that rejection sampling accepts the draft's token:
+The loss compares draft and policy a few tokens at a time, and never holds the logits of all tokens. Let p be the
+policy's distribution of a token and q the draft's, both softmax(logits / temperature) over the draft's vocabulary.
+Rejection sampling accepts the draft's token with probability a = sum_v min(p, q). The losses are:
 
     kl_div      sum_v p log(p / q)
     tv          1 - a
