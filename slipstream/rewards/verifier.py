@@ -1,8 +1,8 @@
 """Scores of responses against reference answers: 1 if the final answer is right, else 0.
 
 Words, plain arithmetic, and lists and intervals of them are decided by exact values in microseconds (`values`). Answers
-that require algebra (`\\log 8` against `3\\log 2`) go to sympy, which may not terminate or may exhaust memory: it runs in
-a worker process that is killed at its deadline.
+that require algebra (`\\log 8` against `3\\log 2`) go to sympy, which may not terminate or may exhaust memory: it runs
+in a worker process that is killed at its deadline.
 """
 
 from __future__ import annotations
