@@ -54,8 +54,12 @@ def read_rows(source: SourceConfig, *, field: str, seed: int) -> datasets.Datase
         ConfigError: the source does not exist, cannot be read, or has no rows.
     """
     datasets.disable_progress_bars()
-    local = _is_local(source.path)
-    arguments = _local_arguments(source, field) if local else _hub_arguments(source, field)
+    path = Path(source.path)
+    local = source.path.startswith((".", "/", "~")) or path.suffix in _KINDS or path.is_dir()
+    rule = "must be a hub id (owner/name), a local file or directory, or `synthetic`"
+    require(local or _HUB_ID.fullmatch(source.path) is not None, field, rule, source.path)
+    on_hub = {"path": source.path, "name": source.subset, "split": source.split or _TRAIN}
+    arguments = _local_arguments(source, field) if local else on_hub
     try:
         rows: Any = datasets.load_dataset(**arguments)
         rows.data.validate(full=True)  # otherwise text that is not UTF-8 fails only when its row is read
@@ -78,10 +82,6 @@ class _DataFile:
     split: str | None  # name of the split without a shard number; None where the path names none
     meanings: frozenset[str]  # splits that the name stands for, as keys of `_SPELLINGS`
     is_shard: bool  # a shard in the hub's naming, whose split is the whole name
-
-
-def _is_local(path: str) -> bool:
-    return path.startswith((".", "/", "~")) or Path(path).suffix in _KINDS or Path(path).is_dir()
 
 
 def _local_arguments(source: SourceConfig, field: str) -> dict[str, Any]:
@@ -250,13 +250,3 @@ def _is_pair(names: Sequence[str]) -> bool:
     trains = [name for name in names if _TRAIN in name.casefold()]
     others = [name for name in names if re.search(r"test|eval|valid|dev", name.casefold())]
     return bool(trains and others)
-
-
-def _hub_arguments(source: SourceConfig, field: str) -> dict[str, Any]:
-    require(
-        _HUB_ID.fullmatch(source.path) is not None,
-        field,
-        "must be a hub id (owner/name), a local file or directory, or `synthetic`",
-        source.path,
-    )
-    return {"path": source.path, "name": source.subset, "split": source.split or _TRAIN}

@@ -149,10 +149,8 @@ def ultrachat_rows(config: SyntheticConfig, *, seed: int) -> list[Row]:
     rows: list[Row] = []
     for _ in range(config.num_draft_rows):
         example = _general_example(rng)
-        messages = [
-            {"role": "user", "content": example.problem},
-            {"role": "assistant", "content": example.response},
-        ]
+        turns = (("user", example.problem), ("assistant", example.response))
+        messages = [{"role": role, "content": said} for role, said in turns]
         prompt_id = hashlib.sha256(example.problem.encode()).hexdigest()
         rows.append({"prompt": example.problem, "prompt_id": prompt_id, "messages": messages})
     return rows
@@ -164,18 +162,10 @@ def magpie_rows(config: SyntheticConfig, *, seed: int) -> list[Row]:
     rows: list[Row] = []
     for index in range(config.num_draft_rows):
         example = _general_example(rng)
-        conversations = [
-            {"from": "human", "value": example.problem},
-            {"from": "gpt", "value": example.response},
-        ]
-        rows.append(
-            {
-                "uuid": f"{index:08d}",
-                "instruction": example.problem,
-                "response": example.response,
-                "conversations": conversations,
-            }
-        )
+        turns = (("human", example.problem), ("gpt", example.response))
+        conversations = [{"from": role, "value": said} for role, said in turns]
+        asked = {"instruction": example.problem, "response": example.response}
+        rows.append({"uuid": f"{index:08d}", **asked, "conversations": conversations})
     return rows
 
 

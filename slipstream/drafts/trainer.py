@@ -63,7 +63,8 @@ def chunk_losses(
     num, num_passes = batch.loss_mask.shape[1], len(head_inputs)
     mask_1N = batch.loss_mask.float()
     counts = [mask_1N[:, number:].sum(dim=1) + _EPS for number in range(num_passes)]
-    for start, stop in _chunks(num, config.loss_chunk_tokens):
+    for start in range(0, num, config.loss_chunk_tokens):
+        stop = min(start + config.loss_chunk_tokens, num)
         with torch.no_grad():  # states of later passes lie beyond the chunk
             states = batch.last[:, start : stop + num_passes - 1]
             targets = model.verifier_lm_head(states) / temperature
@@ -97,7 +98,8 @@ def overlaps(
     """
     num = batch.loss_mask.shape[1]
     found = torch.zeros(len(head_inputs), num, device=batch.last.device)
-    for start, stop in _chunks(num, config.loss_chunk_tokens):
+    for start in range(0, num, config.loss_chunk_tokens):
+        stop = min(start + config.loss_chunk_tokens, num)
         states = batch.last[0, start : stop + len(head_inputs) - 1]
         policy = (torch.nn.functional.linear(states, policy_head_VH) / temperature).softmax(-1)
         policy = policy if model.d2t is None else policy[:, draft_ids(model)]
@@ -108,11 +110,6 @@ def overlaps(
             draft = (model.lm_head(hidden_1NH[0, start:stop]) / temperature).softmax(-1)[:size]
             found[number, start : start + size] = torch.minimum(policy[number : number + size], draft).sum(-1)
     return found
-
-
-def _chunks(num: int, size: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, num, size):
-        yield start, min(start + size, num)
 
 
 SumOverRanks = Callable[[Tensor], Tensor]

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from slipstream.statistics import Estimate
 from slipstream.types import Arm
 
 ARM_COLOURS = {Arm.AUTOREGRESSIVE: "#6f7681", Arm.SPECULATIVE: "#0072b2"}
@@ -41,6 +42,19 @@ def draw_svg(
         file = io.StringIO()
         FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None, "Creator": None})
     return _inline(file.getvalue())
+
+
+def errors(estimate: Estimate) -> list[list[float]]:
+    """Distances from the value to the ends of its interval, as matplotlib takes one error bar."""
+    low, high = estimate.ci95 or (estimate.value, estimate.value)
+    return [[max(0.0, estimate.value - low)], [max(0.0, high - estimate.value)]]
+
+
+def legend_below(axes: Axes, num_columns: int) -> None:
+    """Draw the legend of `axes` below its figure."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.legend(loc="outside lower center", ncols=num_columns, columnspacing=1.4, handlelength=1.0)
 
 
 def _inline(svg: str) -> str:

@@ -11,7 +11,17 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import CertificateRecord, SweepPoint
 from slipstream.records.steps import StepRecord
-from slipstream.report.canvas import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, WIDTH_IN, draw_svg
+from slipstream.report.canvas import (
+    ARM_COLOURS,
+    HIGHLIGHT,
+    INK,
+    LOSS,
+    STAGE_COLOURS,
+    WIDTH_IN,
+    draw_svg,
+    errors,
+    legend_below,
+)
 from slipstream.report.formats import POLICY_LABELS, percent, seconds, speedup
 from slipstream.report.reference import Reference, WorkloadReference
 from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_curves, decided_steps
@@ -63,12 +73,8 @@ def bound(run: RunSummary) -> str:
         ax = axes[0]
         ax.plot(lengths, [amdahl(share, x) for x in lengths], color=INK, label="bound 1 / (g / AL + 1 - g)")
         ax.axhline(1, color=LOSS, linewidth=0.9, linestyle="--", label="no gain")
-        low, high = step.ci95 or (step.value, step.value)
-        errors = [[max(0.0, step.value - low)], [max(0.0, high - step.value)]]
-        colour = ARM_COLOURS[Arm.SPECULATIVE]
-        ax.errorbar(
-            [length], [step.value], yerr=errors, fmt="o", color=colour, capsize=3, label="measured, 95 % interval"
-        )
+        colour, label = ARM_COLOURS[Arm.SPECULATIVE], "measured, 95 % interval"
+        ax.errorbar([length], [step.value], yerr=errors(step), fmt="o", color=colour, capsize=3, label=label)
         ax.set(xlabel="mean acceptance length (AL)", title=f"Step speedup, g = {percent(share)} of the step")
         ax.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0))
 
@@ -213,9 +219,7 @@ def step_lanes(compared: LoopComparison) -> str:
         for stage, label in (("prepare", "data, refit"), ("generation", "generation"), ("train", "training")):
             ax.barh(0, 0, color=STAGE_COLOURS[stage], label=label)
         ax.barh(0, 0, color=_WAITING, edgecolor="#c4c9d1", label="waiting")
-        figure = ax.get_figure(root=True)
-        assert figure is not None
-        figure.legend(loc="outside lower center", ncols=4, columnspacing=1.4, handlelength=1.0)
+        legend_below(ax, 4)
 
     return draw_svg(1, 0.72 * len(compared.arms) + 0.7, draw)
 
@@ -282,9 +286,7 @@ def _stacked(ax: Axes, title: str, bars: dict[str, dict[str, float]]) -> None:
     ax.set_yticks(range(len(bars)), list(bars))
     ax.set(title=title, xlabel="seconds a step", xlim=(0, longest * 1.04))
     if ax.get_subplotspec().colspan.start == 0:  # type: ignore[union-attr]
-        figure = ax.get_figure(root=True)
-        assert figure is not None
-        figure.legend(loc="outside lower center", ncols=len(STAGES), columnspacing=1.4, handlelength=1.0)
+        legend_below(ax, len(STAGES))
     ax.invert_yaxis()
     ax.grid(visible=False)
 

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from slipstream.records.files import write_atomic, write_record
-from slipstream.report.canvas import ARM_COLOURS, INK, LOSS, draw_svg
+from slipstream.report.canvas import ARM_COLOURS, INK, LOSS, draw_svg, errors
 from slipstream.report.claims import ClaimKind
 from slipstream.report.formats import (
     WORKLOAD_LABELS,
@@ -204,10 +204,10 @@ def speedups(record: StudyRecord) -> str:
         for ax, kind in zip(axes, ("step", "generation"), strict=True):
             for place, row in enumerate(record.rows):
                 estimate = getattr(row, kind)
-                low, high = estimate.ci95 or (estimate.value, estimate.value)
-                errors = [[max(0.0, estimate.value - low)], [max(0.0, high - estimate.value)]]
                 colour = LOSS if loses(row) else ARM_COLOURS[Arm.SPECULATIVE]
-                ax.errorbar([estimate.value], [place], xerr=errors, fmt="o", markersize=5, color=colour, capsize=3)
+                ax.errorbar(
+                    estimate.value, place, xerr=errors(estimate), fmt="o", markersize=5, color=colour, capsize=3
+                )
                 values = [getattr(outcome, kind).value for outcome in row.outcomes]
                 ax.plot(values, [place + 0.24] * len(values), "|", color=INK, markersize=5, alpha=0.7)
             ax.axvline(1, color=INK, linewidth=0.9, linestyle="--")
