@@ -205,9 +205,7 @@ def speedups(record: StudyRecord) -> str:
             for place, row in enumerate(record.rows):
                 estimate = getattr(row, kind)
                 colour = LOSS if loses(row) else ARM_COLOURS[Arm.SPECULATIVE]
-                ax.errorbar(
-                    estimate.value, place, xerr=errors(estimate), fmt="o", markersize=5, color=colour, capsize=3
-                )
+                ax.errorbar(estimate.value, place, xerr=errors(estimate), fmt="o", ms=5, color=colour, capsize=3)
                 values = [getattr(outcome, kind).value for outcome in row.outcomes]
                 ax.plot(values, [place + 0.24] * len(values), "|", color=INK, markersize=5, alpha=0.7)
             ax.axvline(1, color=INK, linewidth=0.9, linestyle="--")
