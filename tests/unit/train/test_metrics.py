@@ -326,7 +326,7 @@ def test_a_record_counts_over_all_groups_and_shows_what_the_autopilot_did() -> N
         STEP.times,
         STEP.refit,
         result=GenerationResult(groups=groups, acceptance=None, generation_s=4.0, autopilot=PROBE),
-        rewards=RewardResult(rewards=(1.0, 0.0, 0.5, 0.5), num_timeouts=0, num_crashes=0),
+        rewards=RewardResult(rewards=(1.0, 0.5, 0.25, 0.25), num_timeouts=0, num_crashes=0),
         trained=Trained(stats=STEP.train, own_logprobs=None),
         mismatch=STEP.mismatch,
         has_logprob_pass=True,
@@ -334,6 +334,7 @@ def test_a_record_counts_over_all_groups_and_shows_what_the_autopilot_did() -> N
     assert (record.num_rollouts, record.num_response_tokens, record.longest_response_tokens) == (4, 10, 4)
     assert (record.num_truncated, record.num_zero_signal_groups, record.reward_mean) == (1, 1, 0.5)
     assert (record.autopilot, record.has_logprob_pass) == (PROBE, True)
+    assert record.rewards_by_prompt == (0.75, 0.25)
 
 
 def test_one_rollout_is_enough_for_a_record() -> None:
@@ -362,6 +363,7 @@ def test_one_rollout_is_enough_for_a_record() -> None:
     assert record == replace(
         STEP,
         reward_mean=0.5,
+        rewards_by_prompt=(0.5,),
         num_rollouts=1,
         num_response_tokens=3,
         num_truncated=1,
