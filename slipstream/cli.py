@@ -93,27 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="slipstream", description="Speculative rollouts for RL post-training of language models."
     )
     commands = parser.add_subparsers(required=True, metavar="command")
-    chain = commands.add_parser("demo", help="run the whole chain on this machine and report the speedup")
-    chain.add_argument("--recipe", help=f"a name in configs/ or a path; default: {_RECIPE}")
-    add_inputs(chain)
-    chain.add_argument(
-        "--arms-in-turn",
-        choices=list(ArmsInTurn),
-        type=ArmsInTurn,
-        help="alternate the steps of both arms, so that machine load affects both alike; default: the recipe's",
-    )
-    chain.add_argument("--run-root", default="runs")
-    chain.add_argument(
-        "--resume",
-        nargs="?",
-        const=demo.LATEST,
-        metavar="EXECUTION",
-        help="resume an execution with its recorded recipe; default: the latest without a report",
-    )
-    chain.add_argument(
-        "--fresh", action="store_true", help="make data, policy and draft again, even if they are stored"
-    )
-    chain.set_defaults(run=_demo)
+    _add_demo(commands)
     for name, words in study_command.PRESETS.items():
         study = commands.add_parser(name, help=words)
         study_command.add_options(study, name)
@@ -158,6 +138,30 @@ def _parser() -> argparse.ArgumentParser:
     views.set_defaults(run=_views)
     simulator.add_parser(commands, fetch_run=_fetch_run)
     return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    chain = commands.add_parser("demo", help="run the whole chain on this machine and report the speedup")
+    chain.add_argument("--recipe", help=f"a name in configs/ or a path; default: {_RECIPE}")
+    add_inputs(chain)
+    chain.add_argument(
+        "--arms-in-turn",
+        choices=list(ArmsInTurn),
+        type=ArmsInTurn,
+        help="alternate the steps of both arms, so that machine load affects both alike; default: the recipe's",
+    )
+    chain.add_argument("--run-root", default="runs")
+    chain.add_argument(
+        "--resume",
+        nargs="?",
+        const=demo.LATEST,
+        metavar="EXECUTION",
+        help="resume an execution with its recorded recipe; default: the latest without a report",
+    )
+    chain.add_argument(
+        "--fresh", action="store_true", help="make data, policy and draft again, even if they are stored"
+    )
+    chain.set_defaults(run=_demo)
 
 
 def _demo(options: argparse.Namespace) -> int:
