@@ -103,8 +103,8 @@ class SeedResult:
 
 
 def gain(arm: ArmSummary) -> float:
-    """Return the rise of the mean reward from the first to the last quarter of the steps."""
-    return arm.reward_last_quarter - arm.reward_first_quarter
+    """By how much the mean reward rose from the first to the last quarter of the steps."""
+    return arm.reward_last.value - arm.reward_first.value
 
 
 def append(result: SeedResult, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Models, accelerators and other sections of configs/sim/*.yaml by name; each constant there has its source."""
+"""Catalog of models, accelerators and simulator settings in configs/sim/*.yaml; each constant there has its source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 def load(cls: type[T], kind: str, name: str) -> T:
-    """The section `name` of configs/sim/<kind>.yaml as a `cls`.
+    """Load the section `name` of configs/sim/<kind>.yaml as a `cls`.
 
     Raises:
         ConfigError: there is no such section, or it breaks a rule of `cls`.
@@ -26,7 +26,7 @@ def load(cls: type[T], kind: str, name: str) -> T:
 
 
 def section(kind: str, name: str) -> dict[str, Any]:
-    """The plain values of a section.
+    """Return the plain values of a section.
 
     Raises:
         ConfigError: there is no such section.
@@ -37,7 +37,7 @@ def section(kind: str, name: str) -> dict[str, Any]:
 
 
 def section_names(kind: str) -> tuple[str, ...]:
-    """Names that `section` takes."""
+    """Return the names of a file's sections."""
     return tuple(_sections(kind))
 
 
@@ -58,20 +58,20 @@ BYTES = {Precision.FLOAT32: 4, Precision.BFLOAT16: 2, Precision.FLOAT8: 1}
 
 
 def target_of(hardware: str) -> str:
-    """The kind of machine that a section of configs/sim/hardware.yaml is: `cpu` or `gpu`."""
+    """Return the kind of machine of a section of configs/sim/hardware.yaml: `cpu` or `gpu`."""
     return "cpu" if hardware.startswith("cpu") else "gpu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """One accelerator. Peaks, in bytes, bytes/s and flop/s; `sources` says of each where it is from."""
+    """One accelerator, with its peak rates in bytes, bytes/s and flop/s and the source of each."""
 
     name: str
     memory_bytes: float
     memory_bytes_per_s: float
-    link_bytes_per_s: float  # one direction, to accelerators of the same NVLink domain
-    domain_gpus: int  # accelerators of one NVLink domain
-    network_bytes_per_s: float  # of one accelerator, one direction, between domains
+    link_bytes_per_s: float  # one direction, within an NVLink domain
+    domain_gpus: int  # accelerators of an NVLink domain
+    network_bytes_per_s: float  # one direction, one accelerator, between domains
     flops_per_s: dict[str, float]  # dense, by `Precision`
     sources: dict[str, str]
 
@@ -89,13 +89,13 @@ class Hardware:
 
 @cache
 def load_hardware(name: str) -> Hardware:
-    """The section `name` of configs/sim/hardware.yaml; refuses what `load` refuses."""
+    """Load the section `name` of configs/sim/hardware.yaml."""
     return load(Hardware, "hardware", name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A decoder with grouped-query attention, dense or mixture-of-experts, and its one-layer draft."""
+    """A dense or mixture-of-experts decoder with grouped-query attention, and its one-layer draft."""
 
     name: str
     num_layers: int
@@ -125,32 +125,32 @@ class ModelShape:
 
     @property
     def queries_per_group(self) -> int:
-        """Query heads that share one key-value head."""
+        """Number of query heads that share a key-value head."""
         return self.num_attention_heads // self.num_query_groups
 
     @property
     def shared_parameters(self) -> float:
-        """Parameters that every token reads: attention, dense feed-forward, output head."""
+        """Number of parameters that every token reads: attention, dense feed-forward, output head."""
         return self.num_layers * (self._attention() + self._ffn(self.ffn_hidden_size)) + self._head()
 
     @property
     def expert_parameters(self) -> float:
-        """Parameters of one expert, over all layers."""
+        """Number of one expert's parameters over all layers."""
         return self.num_layers * self._ffn(self.expert_ffn_hidden_size)
 
     @property
     def parameters_per_token(self) -> float:
-        """Parameters that take part in one token's forward pass."""
+        """Number of parameters in one token's forward pass."""
         return self.shared_parameters + self.num_experts_per_token * self.expert_parameters
 
     @property
     def total_parameters(self) -> float:
-        """All parameters, with the input embedding."""
+        """Number of all parameters, with the input embedding."""
         return self.shared_parameters + self.num_experts * self.expert_parameters + self._head()
 
     @property
     def draft_parameters(self) -> float:
-        """Parameters that one draft pass reads: fused features, one layer (twice as wide an input), output head.
+        """Number of parameters that a draft pass reads: fused features, a layer with a double-width input, output head.
 
         Source: EAGLE-3, arXiv 2503.01840, section 3.
         """
@@ -160,11 +160,11 @@ class ModelShape:
         return fused + layer + self.hidden_size * self.draft_vocab_size
 
     def key_value_elements(self) -> float:
-        """Elements of the key-value cache a token of context."""
+        """Return the key-value cache elements of one token."""
         return 2.0 * self.num_layers * self.num_query_groups * self.head_dim
 
     def attention_flops(self) -> float:
-        """Flops of attention for one query token over one token of context: scores and values."""
+        """Return the attention flops of one query token over one token of context, for scores and values."""
         return 4.0 * self.num_layers * self.num_attention_heads * self.head_dim
 
     def _attention(self) -> float:
@@ -179,12 +179,12 @@ class ModelShape:
 
 @cache
 def load_model(name: str) -> ModelShape:
-    """The section `name` of configs/sim/models.yaml; refuses what `load` refuses."""
+    """Load the section `name` of configs/sim/models.yaml."""
     return load(ModelShape, "models", name)
 
 
 class SimulatorConfig(Checked, path="simulator"):
-    """Sections of configs/sim/models.yaml and configs/sim/hardware.yaml. Nothing but the projection depends on them."""
+    """Sections of configs/sim/models.yaml and configs/sim/hardware.yaml, which only the projection reads."""
 
     model: str
     """Section of configs/sim/models.yaml with the policy's shape."""

@@ -1,4 +1,4 @@
-"""The command line: run the demo or a study, check a recipe. Prints, as `simulator.cli` does."""
+"""Command line of Slipstream: run the demo or a study, check a recipe, compare executions. Commands print to stdout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream import demo, logs
 from slipstream.config import LARGEST, ConfigError, parse_overrides, require
 from slipstream.data.config import SYNTHETIC
 from slipstream.recipe import Recipe, load_recipe, recipe_schema, resolve_recipe
-from slipstream.records.files import read_record
+from slipstream.records.files import read_record, write_atomic
 from slipstream.records.run import RunRecord
 from slipstream.simulator import cli as simulator
 from slipstream.stages.context import add_inputs
@@ -36,14 +36,14 @@ from slipstream.workers.placement.plan import make_plan, parse_cluster, plan_tex
 
 _RECIPE = "tiny"
 _INTERRUPTED = 128 + signal.SIGINT
-_UNREAD = 128 + signal.SIGPIPE  # what a shell says of a command whose reader has left
+_UNREAD = 128 + signal.SIGPIPE  # a shell's status of a command whose reader has closed the pipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit status: 2 for bad input, 1 without a tracking server, 130 after Ctrl-C, 141 if nobody reads the output.
+        The exit status: 2 for bad input, 1 for a tracking error, 130 after Ctrl-C, 141 if nobody reads the output.
     """
     try:
         try:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 1
         finally:
-            if sys.stdout is not None:  # closed by whoever started us
+            if sys.stdout is not None:  # the caller may have closed it
                 sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if sys.stdout is None or not _is_output_lost():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
         if isinstance(error, BrokenPipeError):
             return _UNREAD
         print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_output_lost() -> bool:
-    """Return True if nobody reads what is printed, or it cannot be written."""
+    """Return True if the output has no reader or cannot be written."""
     poller = select.poll()
     poller.register(sys.stdout, select.POLLOUT)
     if any(event & select.POLLERR for _, event in poller.poll(0)):
@@ -85,28 +85,11 @@ def _is_output_lost() -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="slipstream", description="Speculative rollouts for RL post-training.")
+    parser = argparse.ArgumentParser(
+        prog="slipstream", description="Speculative rollouts for RL post-training of language models."
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
-    chain = commands.add_parser("demo", help="run the whole chain on this machine and report the speedup")
-    chain.add_argument("--recipe", help=f"a name in configs/ or a path; default: {_RECIPE}")
-    add_inputs(chain)
-    chain.add_argument(
-        "--arms-in-turn",
-        choices=list(ArmsInTurn),
-        type=ArmsInTurn,
-        help="steps of both arms alternate, so that what slows the machine slows both; default: the recipe's",
-    )
-    _add_set(chain)
-    chain.add_argument("--run-root", default="runs")
-    chain.add_argument(
-        "--resume",
-        nargs="?",
-        const=demo.LATEST,
-        metavar="EXECUTION",
-        help="go on where an execution was cut off, with its own recipe; default: the latest without a report",
-    )
-    chain.add_argument("--fresh", action="store_true", help="make data, policy and draft anew, though they are stored")
-    chain.set_defaults(run=_demo)
+    _add_demo(commands)
     for name, words in study_command.PRESETS.items():
         study = commands.add_parser(name, help=words)
         study_command.add_options(study, name)
@@ -114,8 +97,10 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="check a recipe without running it")
     check.add_argument("recipe")
     _add_set(check)
-    check.add_argument("--cluster", metavar="NODESxGPUS", help="print the plan for such a cluster, as in 8x4")
-    check.add_argument("--domain-nodes", type=int, metavar="N", help="so many neighbours are one NVLink domain")
+    check.add_argument("--cluster", metavar="NODESxGPUS", help="print the placement plan for this cluster, such as 8x4")
+    check.add_argument(
+        "--domain-nodes", type=int, metavar="N", help="number of neighbouring nodes in one NVLink domain"
+    )
     check.set_defaults(run=_check)
     schema = commands.add_parser("schema", help="print the JSON schema of recipe files, which editors read")
     schema.set_defaults(run=_schema)
@@ -126,28 +111,34 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--json", action="store_true", help="print one JSON line a response, with its `score`")
     _add_set(score)
     score.set_defaults(run=_score)
-    cluster = commands.add_parser("cluster", help="what the Ray cluster has that RAY_ADDRESS names, else this machine")
+    cluster = commands.add_parser("cluster", help="list the nodes of the Ray cluster at RAY_ADDRESS, or this machine")
     cluster.set_defaults(run=_cluster)
-    preflight = commands.add_parser("preflight", help="what a Kubernetes cluster lacks for the runs of a profile")
+    preflight = commands.add_parser("preflight", help="check a Kubernetes cluster for what a profile's runs need")
     preflight.add_argument("--cluster", required=True, help="a profile of configs/clusters/, or a path to one")
-    preflight.add_argument("--namespace", default="slipstream-development", help="of Flyte's project and domain")
-    preflight.add_argument("--context", default=None, help="of the kubeconfig; default: its current one, or this pod's")
-    preflight.add_argument("--image", default=None, help="starts a pod that tries to write under the shared root")
-    preflight.add_argument("--timeout-s", type=float, default=10.0, help="that each question may take")
-    preflight.set_defaults(run=_preflight)
-    replay = commands.add_parser("replay", help="bring spooled points to a tracking server")
-    replay.add_argument("run_root")
-    replay.add_argument("--uri", default=None, help="default: the SQLite store under run_root")
-    replay.set_defaults(run=_replay)
-    compare = commands.add_parser("compare", help="executions side by side, from the tracking store alone")
-    compare.add_argument("--experiment", default=None, help="of this one alone; default: of all")
-    compare.add_argument("--runs", nargs="+", default=[], metavar="EXECUTION", help="these, in this order")
-    _add_store(compare)
-    compare.add_argument(
-        "--html", default=None, help="the page that is written; default: comparison.html in --run-root"
+    preflight.add_argument(
+        "--namespace", default="slipstream-development", help="namespace of Flyte's project and domain"
     )
+    preflight.add_argument(
+        "--context", default=None, help="context of the kubeconfig; default: its current one, or this pod's account"
+    )
+    preflight.add_argument("--image", default=None, help="image of a pod that tries to write under the shared root")
+    preflight.add_argument("--timeout-s", type=float, default=10.0, help="time limit of each request")
+    preflight.set_defaults(run=_preflight)
+    replay = commands.add_parser("replay", help="send spooled points to a tracking server")
+    replay.add_argument("run_root")
+    replay.add_argument("--uri", default=None, help="tracking server; default: the SQLite store under run_root")
+    replay.set_defaults(run=_replay)
+    compare = commands.add_parser("compare", help="compare executions from the tracking store")
+    compare.add_argument(
+        "--experiment", default=None, help="compare executions of this experiment only; default: of all"
+    )
+    compare.add_argument(
+        "--runs", nargs="+", default=[], metavar="EXECUTION", help="executions to compare, in this order"
+    )
+    _add_store(compare)
+    compare.add_argument("--html", default=None, help="path of the page; default: comparison.html in --run-root")
     compare.set_defaults(run=_compare)
-    views = commands.add_parser("views", help="the addresses of MLflow's tables of executions and arms")
+    views = commands.add_parser("views", help="print the addresses of MLflow's tables of executions and arms")
     _add_store(views)
     views.add_argument("--server", required=True, help="address of the MLflow server on that store")
     views.set_defaults(run=_views)
@@ -155,16 +146,38 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _demo(options: argparse.Namespace) -> int:
-    """The same as `pyflyte run workflows/speculative_rl.py speculative_rl --recipe tiny`, then the table.
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    chain = commands.add_parser("demo", help="run the whole chain on this machine and report the speedup")
+    chain.add_argument("--recipe", help=f"a name in configs/ or a path; default: {_RECIPE}")
+    add_inputs(chain)
+    chain.add_argument(
+        "--arms-in-turn",
+        choices=list(ArmsInTurn),
+        type=ArmsInTurn,
+        help="alternate the steps of both arms, so that machine load affects both alike; default: the recipe's",
+    )
+    _add_set(chain)
+    chain.add_argument("--run-root", default="runs")
+    chain.add_argument(
+        "--resume",
+        nargs="?",
+        const=demo.LATEST,
+        metavar="EXECUTION",
+        help="resume an execution with its recorded recipe; default: the latest without a report",
+    )
+    chain.add_argument(
+        "--fresh", action="store_true", help="make data, policy and draft again, even if they are stored"
+    )
+    chain.set_defaults(run=_demo)
 
-    A recipe with an asynchronous loop runs `asynchronous_rl`.
-    """
+
+def _demo(options: argparse.Namespace) -> int:
+    """Run the workflow of the recipe's loop through `pyflyte run`, and print the table of the report."""
     root = Path(options.run_root).resolve()
     if options.resume is not None:
         for name in ("recipe", "workload", "num_steps", "seed", "arms_in_turn", "set"):
             value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
-            fix = "an execution goes on with the recipe that it recorded"
+            fix = "an execution resumes with its recorded recipe"
             require(value in (None, []), flag, "must be left out with --resume", value, fix)
         launch = demo.resumed(root, options.resume, reuse_stored=not options.fresh)
     else:
@@ -176,17 +189,17 @@ def _demo(options: argparse.Namespace) -> int:
             overrides=[*options.set, *_arms_in_turn(options.arms_in_turn)],
             reuse_stored=not options.fresh,
         )
-    status = demo.run(launch.execution, launch.command(root), root)
+    status = demo.run(launch, root)
     if status == 0:
         _show(root)
     return status
 
 
 def _study(options: argparse.Namespace) -> int:
-    """The same as `pyflyte run workflows/ablation.py ablation`, or that of `bake_off`, then the tables."""
+    """Run the workflow of a study through `pyflyte run`, and print its tables."""
     root = Path(options.run_root).resolve()
     launch = study_command.launched(options)
-    status = demo.run(launch.execution, launch.command(root), root)
+    status = demo.run(launch, root)
     if status == 0:
         print(study_command.result(root, launch))
     return status
@@ -220,7 +233,7 @@ def _check(options: argparse.Namespace) -> int:
         for warning in memory.warnings() if memory else ():
             print(f"warning: {warning}")
         plans.append(_plan(recipe, options.cluster, options.domain_nodes))
-    for plan in filter(None, dict.fromkeys(plans)):  # mostly the same for both
+    for plan in filter(None, dict.fromkeys(plans)):  # both workloads usually have the same plan
         print(f"\n{plan}")
     return 0
 
@@ -231,7 +244,7 @@ def _schema(_: argparse.Namespace) -> int:
 
 
 def _plan(recipe: Recipe, cluster: str | None, domain_nodes: int | None) -> str:
-    """What each GPU holds, and on a cluster who lies where; empty where there is nothing to say."""
+    """Render the memory of each GPU, and on a cluster the placement plan; empty where neither is known."""
     if not recipe.layout.has_gpus:
         return "no GPUs: every process runs on one host (placement.gpus_per_node 0)" if cluster else ""
     plan = (
@@ -328,7 +341,7 @@ def _preflight(options: argparse.Namespace) -> int:
 
 
 def _sizes(recipe: Recipe) -> str:
-    """Prompts kept in each set where they can be made here and now, large enough for what the stages take."""
+    """Count the prompts of each set if they can be built here, and check that the stages have enough."""
     sources = (*recipe.data.train, *recipe.data.draft_in_domain, *recipe.data.draft_general, *recipe.data.validation)
     if recipe.policy.scratch is None or any(source.path != SYNTHETIC for source in sources):
         return "fine; the sizes of its prompt sets are checked when the data are read"
@@ -349,12 +362,12 @@ def _replay(options: argparse.Namespace) -> int:
         result = replay(spool_directory(root), uri)
     except TrackingError as error:
         raise TrackingError(f"nothing more was sent: {error}") from error
-    left_out = f"; {result.num_broken_lines} line(s) that a crash cut off are lost" if result.num_broken_lines else ""
+    left_out = f"; {result.num_broken_lines} line(s) that a crash truncated are lost" if result.num_broken_lines else ""
     print(f"{result.num_runs} run(s) are whole on {uri}; {result.num_points} points were sent now{left_out}")
     for spool, reason in result.refused.items():
         print(f"error: {spool} has not arrived: {reason}", file=sys.stderr)
     if result.refused:
-        print("replay again when that is mended; to give a run up, remove its spool", file=sys.stderr)
+        print("fix this and replay again; to discard a run, remove its spool", file=sys.stderr)
     return 1 if result.refused else 0
 
 
@@ -364,7 +377,7 @@ def _add_set(command: argparse.ArgumentParser) -> None:
 
 
 def _add_store(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--run-root", default="runs", help="holds the SQLite store that is read without --uri")
+    command.add_argument("--run-root", default="runs", help="directory of the SQLite store that is read without --uri")
     command.add_argument("--uri", default=None, help="MLflow server, or sqlite:///FILE")
 
 
@@ -373,7 +386,7 @@ def _store(options: argparse.Namespace) -> str:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from slipstream.report.comparison import comparison_table, write_comparison
+    from slipstream.report.comparison import comparison_table, render_comparison
 
     uri = _store(options)
     executions = read_executions(uri, experiment=options.experiment, names=options.runs)
@@ -381,10 +394,10 @@ def _compare(options: argparse.Namespace) -> int:
     print(comparison_table(executions))
     page = Path(options.html or f"{options.run_root}/comparison.html")
     try:
-        written = write_comparison(executions, page, uri=uri)
+        write_atomic(page, render_comparison(executions, uri=uri).encode())
     except OSError as error:
         raise ConfigError(f"--html must be a path that can be written, got {str(page)!r} ({error.strerror})") from error
-    print(f"\npage: {written}")
+    print(f"\npage: {page}")
     return 0
 
 
@@ -396,7 +409,7 @@ def _views(options: argparse.Namespace) -> int:
 
 
 def _fetch_run(execution: str, uri: str) -> RunRecord:
-    """The records that `execution` logged on the tracking server at `uri`."""
+    """Read the record that `execution` logged on the tracking server at `uri`."""
     with tempfile.TemporaryDirectory() as directory:
         key = f"{execution}/report_speedup"
         try:

@@ -1,7 +1,7 @@
-"""`slipstream demo`: one execution of a workflow on this machine, from its start or from where it was cut off.
+"""Command `slipstream demo`: start or resume one execution of a workflow on this machine.
 
-The workflow runs in a process of its own, as `pyflyte run` starts it; this one stays small, so that an interrupt is
-answered at any moment, and says at the end how to go on.
+The workflow runs in a process of its own, like under `pyflyte run`. This process stays small, so it can answer an
+interrupt at any moment, and prints at the end how to resume.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slipstream.config import ConfigError, require
 from slipstream.kubernetes.profile import CLUSTER_VARIABLE
@@ -31,80 +32,66 @@ from slipstream.stages.context import (
 from slipstream.supervisor import Outcome, supervise
 from slipstream.tracking.replay import replay_command, unsent
 from slipstream.tracking.spool import RunStatus, end_open_runs
-from slipstream.types import Workload
 
 LATEST = ""
-"""`--resume` without a name: the latest execution that did not come to its report."""
+"""Value of `--resume` without a name: the latest execution without a report."""
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
-    "FLYTE_LOCAL_CACHE_ENABLED": "false",  # a demo that shows an old run's timings would lie
-    "MKL_CBWR": "AUTO,STRICT",  # a learner in float32 may take a core that falls idle: `learner_keeps_bits`
+    "FLYTE_LOCAL_CACHE_ENABLED": "false",  # cached tasks would report an old run's times
+    "MKL_CBWR": "AUTO,STRICT",  # equal bits on any number of threads: `learner_keeps_bits`
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "PYTHONDONTWRITEBYTECODE": "",  # each process of a run would compile all its imports again: scripts/env
+    "PYTHONDONTWRITEBYTECODE": "",  # otherwise each process compiles all its imports again: scripts/env
     "PYTHONWARNINGS": "ignore",
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_get_check_signal_interval_milliseconds": "200",  # how soon a wait for an engine notices an interrupt
+    "RAY_get_check_signal_interval_milliseconds": "200",  # delay until a wait for an engine notices an interrupt
     "VLLM_NO_USAGE_STATS": "1",
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What the workflow is started with."""
+    """Execution and inputs that a workflow is started with."""
 
-    recipe: str
-    workload: Workload | None = None  # None keeps the recipe's, here and below
-    num_steps: int | None = None
-    seed: int | None = None
-    overrides: Sequence[str] = ()  # as in `grpo.group_size=16`
+    workflow: str
     execution: str
-    is_resumed: bool = False
+    inputs: Mapping[str, Any]  # None for an input that was not given, which keeps the recipe's value
     reuse_stored: bool = True
-    workflow: str = "speculative_rl"
 
     def command(self, root: Path) -> list[str]:
-        """`pyflyte run` and the workflow's inputs."""
+        """Return the command line of `pyflyte run` with the workflow's inputs."""
+        pyflyte = Path(sys.executable).with_name("pyflyte")
+        given = {name: value for name, value in {**self.inputs, "run_root": root}.items() if value is not None}
+        values = {
+            name: json.dumps(value) if isinstance(value, list | tuple) else str(value) for name, value in given.items()
+        }
         return [
-            *pyflyte_run(self.workflow),
-            *("--recipe", self.recipe),
-            *given_inputs(workload=self.workload, num_steps=self.num_steps, seed=self.seed),
-            *(["--overrides", json.dumps(list(self.overrides))] if self.overrides else []),
-            *("--run_root", str(root)),
-            *(["--resume_execution", self.execution] if self.is_resumed else []),
+            *(str(pyflyte), "run", f"workflows/{self.workflow}.py", self.workflow),
+            *(word for name, value in values.items() for word in (f"--{name}", value)),
             "--reuse_stored" if self.reuse_stored else "--no_reuse_stored",
         ]
 
 
-def pyflyte_run(workflow: str) -> list[str]:
-    """How a workflow is started here, without its inputs."""
-    return [str(Path(sys.executable).with_name("pyflyte")), "run", f"workflows/{workflow}.py", workflow]
-
-
-def given_inputs(**inputs: str | int | None) -> list[str]:
-    """Inputs of a workflow as `pyflyte run` takes them; one that was not given is left out."""
-    return [word for name, value in inputs.items() if value is not None for word in (f"--{name}", str(value))]
-
-
 def handed_on_recipe(recipe: str) -> str:
-    """A recipe for a process in another working directory: its name, or the absolute path of its file."""
+    """Return a recipe's name, or the absolute path of its file, for a process in another directory."""
     return recipe if recipe_path(recipe).parent == CONFIGS else os.path.abspath(recipe)
 
 
-def run(execution: str, command: Sequence[str], root: Path) -> int:
-    """Run the workflow that `command` starts to its end; the exit status.
+def run(launch: Launch, root: Path) -> int:
+    """Run the launched workflow to its end; returns the exit status.
 
-    Prints how to go on, and what MLflow has not got.
+    Prints how to resume, and which MLflow runs are incomplete.
     """
     path = os.pathsep.join(filter(None, (str(_REPOSITORY), os.environ.get("PYTHONPATH"))))
+    execution = launch.execution
     environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path, EXECUTION_VARIABLE: execution}
     profile = environment.get(CLUSTER_VARIABLE, "")
     if Path(profile).is_file():
         environment[CLUSTER_VARIABLE] = os.path.abspath(profile)
     with _claimed(root, execution):
-        outcome = supervise(command, cwd=_REPOSITORY, environment=environment)
+        outcome = supervise(launch.command(root), cwd=_REPOSITORY, environment=environment)
         discard_transfers(outcome.pid)
         if outcome.status:
             end_open_runs(root, execution, RunStatus.KILLED if outcome.interrupted else RunStatus.FAILED)
@@ -115,10 +102,10 @@ def run(execution: str, command: Sequence[str], root: Path) -> int:
 
 
 def resumed(root: Path, execution: str, *, reuse_stored: bool) -> Launch:
-    """What goes on with `execution`, with the recipe that it recorded.
+    """Build the launch that resumes `execution` with its recorded recipe.
 
     Raises:
-        ConfigError: there is none, or it has its report already.
+        ConfigError: there is no such execution, or it has its report.
     """
     unfinished = _unfinished(root)
     name = execution or next(iter(unfinished), "")
@@ -130,66 +117,49 @@ def resumed(root: Path, execution: str, *, reuse_stored: bool) -> Launch:
         execution or "the latest",
         f"known: {known}",
     )
-    path = recorded_recipe(root, name)
-    recipe = load_recipe(str(path))
-    return Launch(
-        recipe=str(path),
-        execution=name,
-        is_resumed=True,
-        reuse_stored=reuse_stored,
-        workflow=workflow_of(recipe),
-    )
+    path = str(recorded_recipe(root, name))
+    inputs = {"recipe": path, "resume_execution": name}
+    return Launch(workflow=_workflow_of(load_recipe(path)), execution=name, inputs=inputs, reuse_stored=reuse_stored)
 
 
-def started(
-    recipe: str,
-    *,
-    workload: Workload | None,
-    num_steps: int | None,
-    seed: int | None,
-    overrides: Sequence[str] = (),
-    reuse_stored: bool,
-) -> Launch:
-    """Build the launch of a new execution; an input that is None keeps the recipe's value.
+def started(recipe: str, *, reuse_stored: bool, overrides: Sequence[str] = (), **inputs: Any) -> Launch:
+    """Build the launch of a new execution; an input of None keeps the recipe's value.
 
+    Args:
+        overrides: changes of the recipe, as in `grpo.group_size=16`.
+        inputs: `workload`, `num_steps` and `seed`.
     Raises:
         ConfigError: the recipe breaks a rule.
     """
     overrides = handed_on(overrides)
-    changes = requested(overrides, workload=workload, num_steps=num_steps, seed=seed)
-    loaded = load_recipe(recipe, overrides=changes)
+    loaded = load_recipe(recipe, overrides=requested(overrides, **inputs))
     return Launch(
-        recipe=handed_on_recipe(recipe),
-        workload=workload,
-        num_steps=num_steps,
-        seed=seed,
-        overrides=overrides,
+        workflow=_workflow_of(loaded),
         execution=new_execution(recipe),
+        inputs={"recipe": handed_on_recipe(recipe), "overrides": overrides or None, **inputs},
         reuse_stored=reuse_stored,
-        workflow=workflow_of(loaded),
     )
 
 
-def workflow_of(recipe: Recipe) -> str:
-    """The workflow that runs the whole chain for the recipe: with an asynchronous loop it has twice as many arms."""
+def _workflow_of(recipe: Recipe) -> str:
     return "speculative_rl" if recipe.loop.is_synchronous else "asynchronous_rl"
 
 
 def _unfinished(root: Path) -> list[str]:
-    """Executions without a report that have recorded their recipe, the latest first."""
+    """Return the executions that have a recorded recipe but no report, the latest first."""
     recipes = sorted(root.glob("*/start_run/recipe.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
     names = [path.parents[1].name for path in recipes]
     return [name for name in names if not is_finished(root, name) and not _starts_anew(root, name)]
 
 
 def _starts_anew(root: Path, execution: str) -> bool:
-    """Whether it compares many settings: such a one is not gone on with."""
+    """Return True for a study, which starts anew instead of resuming."""
     return any((root / execution / node).is_dir() for node in ("plan_ablation", "bake_off"))
 
 
 @contextmanager
 def _claimed(root: Path, execution: str) -> Iterator[None]:
-    """Keep a second process from going on with an execution that runs; the claim ends with this process."""
+    """Hold a lock on the execution, so that no second process resumes it while it runs."""
     directory = root / execution
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -208,7 +178,7 @@ def _claimed(root: Path, execution: str) -> Iterator[None]:
 
 
 def _last_words(execution: str, root: Path, outcome: Outcome) -> str:
-    """Say what an execution leaves to be done; the last line tells how to resume an interrupted or failed one."""
+    """Say which MLflow runs are incomplete, and how to resume an interrupted or failed execution."""
     what = "interrupted" if outcome.interrupted else f"failed with status {outcome.status}"
     lines = []
     recorded = recorded_recipe(root, execution)
@@ -216,23 +186,23 @@ def _last_words(execution: str, root: Path, outcome: Outcome) -> str:
     if waiting:
         uri = load_recipe(str(recorded)).tracking.uri if recorded.is_file() else None
         replay = replay_command(root, uri, program=_slipstream())
-        when = "when you go on, or by" if outcome.status else "by"
+        when = "when you resume, or by" if outcome.status else "by"
         lines.append(f"{len(waiting)} MLflow run(s) are not up to date: {', '.join(waiting)}")
-        lines.append(f"they are {when}: {replay}")
+        lines.append(f"they are completed {when}: {replay}")
     if not outcome.status:
         return "\n".join(lines)
     if _starts_anew(root, execution):
-        lines.append(f"{what}; the same command starts anew, and takes policies and drafts from {root / 'store'}")
+        lines.append(f"{what}; the same command starts again, with policies and drafts from {root / 'store'}")
     elif recorded.is_file():
         resume = shlex.join([*_slipstream(), "demo", "--run-root", str(root), "--resume", execution])
-        lines.append(f"{what}; go on with: {resume}")
+        lines.append(f"{what}; resume with: {resume}")
     else:
-        lines.append(f"{what} before anything was made; start again with the same command")
+        lines.append(f"{what} before its recipe was recorded; start again with the same command")
     return "\n".join(lines)
 
 
 def _slipstream() -> list[str]:
-    """The command as it can be typed."""
+    """Return the command as a user can type it."""
     script = Path(sys.executable).with_name("slipstream")
     if not script.is_file():
         return [sys.executable, "-m", "slipstream.cli"]

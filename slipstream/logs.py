@@ -1,7 +1,7 @@
-"""What people see of long work: one compact log format for every process of ours, and how far a task is.
+"""Log format of every Slipstream process, and progress of long work as a bar or as log lines.
 
-Our progress is logged at INFO, other libraries only when they warn. A terminal has a live bar, a log a plain line now
-and then, with rate and time left.
+Slipstream logs progress at INFO; other libraries log only warnings or errors. A terminal shows a live bar, a log gets a
+line now and then, with rate and time left.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import TextIO
 from tqdm import tqdm
 
 _OURS = "slipstream"
-tqdm.set_lock(threading.RLock())  # its own is of all processes, and costs each a semaphore
+tqdm.set_lock(threading.RLock())  # tqdm's own lock spans processes, and costs each a semaphore
 tqdm.monitor_interval = 0  # no thread that redraws bars
 
 
 class BarHandler(logging.StreamHandler[TextIO]):
-    """Log lines; a bar that is drawn on the same terminal makes room for them and comes back below."""
+    """Log handler that writes lines above a bar on the same terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a log line."""
@@ -32,7 +32,7 @@ class BarHandler(logging.StreamHandler[TextIO]):
 
 
 def configure() -> None:
-    """Show our progress on standard error. Safe to call again."""
+    """Log progress to standard error. Repeated calls are safe."""
     handler = BarHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     ours = logging.getLogger(_OURS)
@@ -45,7 +45,7 @@ def configure() -> None:
 
 
 def terminal() -> TextIO | None:
-    """Where a bar can be drawn: None before `configure`, and where nobody watches."""
+    """Return the stream that shows a bar; None before `configure`, and without a terminal."""
     for handler in logging.getLogger(_OURS).handlers:
         if isinstance(handler, BarHandler) and handler.stream.isatty():
             return handler.stream
@@ -60,16 +60,16 @@ _BAR = "{desc} [{bar:24}] {unit} {n_fmt}/{total_fmt}, {rate_fmt}, {remaining} le
 
 
 class Progress:
-    """Counts on a bar; where that is drawn nowhere, its line may go to a log."""
+    """Counter on a bar; without a terminal its line can go to a log."""
 
     def __init__(
         self, bar: tqdm, log: Callable[[str], None] | None = None, now_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._bar, self._log, self._now_s = bar, log, now_s
-        self._due_s = now_s()  # the first step shows at once
+        self._due_s = now_s()  # the first step is logged at once
 
     def advance(self, num: int = 1, text: str = "") -> None:
-        """`num` more are done; `text` says what is known of the last one."""
+        """Advance by `num`; `text` describes the latest item."""
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(min(num, self._bar.total - self._bar.n))
         is_done = self._bar.n >= self._bar.total
@@ -80,18 +80,18 @@ class Progress:
             self._due_s = self._now_s() + _LOG_S
 
     def left(self) -> str:
-        """Time left in words; empty before there is a rate, and at the end."""
+        """Return the time left as text; empty before there is a rate, and at the end."""
         remaining = tqdm.format_meter(**{**self._bar.format_dict, "bar_format": "{remaining}", "ncols": None})
         return "" if remaining == "?" or self._bar.n >= self._bar.total else f"{remaining} left"
 
 
 @contextmanager
 def progress(task: str, *, total: int, unit: str, done: int = 0, in_log: bool = True) -> Iterator[Progress]:
-    """Follow work for the span of the block.
+    """Track the progress of work within the block.
 
     Args:
-        done: how many of `total` an earlier attempt did.
-        in_log: False where the caller writes a line of its own for each step: only a terminal gets a bar.
+        done: items that an earlier attempt completed.
+        in_log: False where the caller logs each step itself, so that only a terminal shows a bar.
     """
     stream = terminal()
     has_size = stream is not None and _has_size(stream)
@@ -108,7 +108,7 @@ def progress(task: str, *, total: int, unit: str, done: int = 0, in_log: bool = 
             ascii=".#",
             leave=False,
             mininterval=0.2,
-            miniters=1,  # else steps that grow slower than the first ones are not drawn
+            miniters=1,  # otherwise steps slower than the first ones are not drawn
             dynamic_ncols=has_size,
             ncols=ncols,
             nrows=nrows,
@@ -118,8 +118,8 @@ def progress(task: str, *, total: int, unit: str, done: int = 0, in_log: bool = 
 
 
 def _has_size(stream: TextIO) -> bool:
-    """Whether a terminal is wider than nothing, as that of a container without an input is: tqdm would hide the bar."""
+    """Return False for a terminal of width 0, as in a container without input, where tqdm would hide the bar."""
     try:
         return os.get_terminal_size(stream.fileno()).columns > 0
-    except (OSError, ValueError):  # no terminal after all
+    except (OSError, ValueError):  # not a terminal
         return True

@@ -1,4 +1,4 @@
-"""Sequences of different lengths in two arrays: what crosses a process border as bytes, not as Python numbers."""
+"""Sequences of different lengths in two arrays, which cross a process boundary as bytes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from numpy.typing import DTypeLike, NDArray
 
 
 @dataclass(frozen=True, eq=False)
-class Ragged(Sequence[Any]):  # of arrays, which serve as the sequences of numbers that others are declared to take
-    """Rows of different lengths, one behind the other; a row is a view of `values`."""
+class Ragged(Sequence[Any]):  # items are arrays, which serve where sequences of numbers are declared
+    """Rows of different lengths, concatenated; a row is a view of `values`."""
 
     values: NDArray[Any]
-    ends: NDArray[np.int64]  # of each row, in `values`
+    ends: NDArray[np.int64]  # end of each row in `values`
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[Any] | NDArray[Any]], dtype: DTypeLike) -> Ragged:
@@ -25,7 +25,7 @@ class Ragged(Sequence[Any]):  # of arrays, which serve as the sequences of numbe
         return cls(values, np.cumsum([len(array) for array in arrays], dtype=np.int64))
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return len(self.ends)
 
     @overload
@@ -35,12 +35,12 @@ class Ragged(Sequence[Any]):  # of arrays, which serve as the sequences of numbe
     def __getitem__(self, index: slice) -> list[NDArray[Any]]: ...
 
     def __getitem__(self, index: int | slice) -> NDArray[Any] | list[NDArray[Any]]:
-        """A row, or some of them."""
+        """Return one row, or the rows of a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         at = range(len(self))[index]
         return self.values[(self.ends[at - 1] if at else 0) : self.ends[at]]
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
-        """The rows in turn."""
+        """Iterate over the rows."""
         return (self[index] for index in range(len(self)))

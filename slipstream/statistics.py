@@ -1,6 +1,6 @@
-"""Summaries of repeated timings and of rates: percentiles, and ratios, differences and proportions with intervals.
+"""Summaries of repeated timings and rates: percentiles, and ratios, differences and proportions with intervals.
 
-`python -m benchmarks.coverage` shows how often the intervals hold the truth, on noise as it was recorded.
+`python -m benchmarks.coverage` measures how often the intervals hold the truth on recorded noise.
 
 Legend: `N` steps of the baseline, `M` steps of the candidate.
 """
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from scipy import special
 
 MIN_STEPS = 5
-"""Timed steps below which there is no interval, and so no verdict."""
+"""Smallest number of timed steps with an interval, and so with a verdict."""
 TRIM = 0.1
-"""Fraction of the log ratios that is left out at each end."""
+"""Fraction of the log ratios that is trimmed at each end."""
 WIDENING = 1.05
-"""Factor on the standard error of a ratio: that of a correlation of 0.05 between neighbours, sqrt(1.05 / 0.95)."""
+"""Factor on the standard error of a ratio, for a correlation of 0.05 between neighbours: sqrt(1.05 / 0.95)."""
 
-_MIN_PROBLEMS = 5  # with a right sample, and with a wrong one: below, they do not show how they differ
+_MIN_PROBLEMS = 5  # problems with right samples, and with wrong ones, below which their variance is not trusted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,14 +36,14 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A value and its 95 % interval; the interval is None below `MIN_STEPS` observations an arm."""
+    """A value and its 95 % interval; None below `MIN_STEPS` observations an arm."""
 
     value: float
     ci95: tuple[float, float] | None
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median, 10th and 90th percentile of `values`.
+    """Compute median, 10th and 90th percentile.
 
     Raises:
         ValueError: `values` is empty.
@@ -54,21 +54,21 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratio(baseline_N: Sequence[float], candidate_M: Sequence[float], *, paired: bool) -> Estimate:
-    """Typical ratio of the baseline to the candidate, with its 95 % interval from `MIN_STEPS` steps on.
+    """Estimate the typical ratio of the baseline to the candidate, with an interval from `MIN_STEPS` steps on.
 
-    The estimand is exp of the centre of the log ratio of a step, and the value exp of the trimmed mean of the log
-    ratios: a step that something else slowed down moves it little. The interval is Yuen's t, wider by `WIDENING`.
+    The estimand is exp of the centre of a step's log ratio. The estimate is exp of the trimmed mean of the log ratios,
+    so outlier steps change it little. The interval is Yuen's t, widened by `WIDENING`.
 
     Args:
-        baseline_N: seconds of the slower arm make the ratio a speedup. A step of 0 seconds has no logarithm: the
-            value is then the ratio of the means, without an interval.
-        paired: entry i of both was timed in the same turn, so what both have in common (the prompts, how busy the
-            machine is) cancels. Arms that ran one after the other are not paired: a drift between them is part of
-            the value, and their interval is too narrow for it.
+        baseline_N: seconds of the slower arm make the ratio a speedup. A step of 0 seconds has no logarithm; the
+            estimate is then the ratio of the means, without an interval.
+        paired: entries i of both arms ran in the same turn, so common effects (prompts, load of the machine) cancel.
+            For arms that ran one after the other, drift between them enters the value and is missing from the
+            interval.
     Raises:
         ValueError: an arm is empty, a candidate is not positive, a baseline is negative, or `paired` with N != M.
     Source:
-        Yuen, Biometrika 61 (1974) 165; of one sample Tukey and McLaughlin, Sankhya A 25 (1963) 331.
+        Yuen, Biometrika 61 (1974) 165; for one sample Tukey and McLaughlin, Sankhya A 25 (1963) 331.
     """
     _check_not_empty(baseline_N)
     _check_not_empty(candidate_M)
@@ -86,10 +86,10 @@ def ratio(baseline_N: Sequence[float], candidate_M: Sequence[float], *, paired: 
 
 
 def grouped_ratio(ratios: Sequence[Estimate]) -> Estimate:
-    """Geometric mean of the groups' ratios, with the 95 % t interval of their logarithms.
+    """Estimate the geometric mean of the groups' ratios, with the t interval of their logarithms.
 
-    How groups differ (their seeds, say) is part of the interval, so two or three groups give a wide one. One group
-    keeps its own interval, and a group without one leaves the whole without one.
+    Differences between groups (their seeds, say) are part of the interval, so two or three groups give a wide one. A
+    single group keeps its own interval. If any group has no interval, neither has the result.
 
     Raises:
         ValueError: there is no group.
@@ -103,9 +103,9 @@ def grouped_ratio(ratios: Sequence[Estimate]) -> Estimate:
 
 
 def difference(baseline_N: Sequence[float], candidate_N: Sequence[float]) -> Estimate:
-    """Mean of candidate - baseline over pairs, with its 95 % t interval from `MIN_STEPS` pairs on.
+    """Estimate the mean of candidate - baseline over pairs, with a t interval from `MIN_STEPS` pairs on.
 
-    Differences that are all equal, as rewards that are all 0, say nothing of their spread: they have no interval.
+    Equal differences, such as rewards that are all 0, do not show their spread and give no interval.
 
     Raises:
         ValueError: an arm is empty, or the arms differ in length.
@@ -118,16 +118,16 @@ def difference(baseline_N: Sequence[float], candidate_N: Sequence[float]) -> Est
 
 
 def wilson_ci95(rates_N: Sequence[float]) -> tuple[float, float]:
-    """Wilson's 95 % interval of the mean of `rates_N`, one rate a problem; it has a width for 0 of N too.
+    """Wilson's interval of the mean of `rates_N`, one rate a problem; 0 of N has a positive width too.
 
-    Samples of one problem are alike, so they count for fewer independent ones: for as many as would give the mean the
-    variance that the problems show, and for at most N where fewer than five problems have a right sample, or a wrong
-    one. The quantile is of Student's t with N - 1 degrees of freedom, for that variance is an estimate.
+    Samples of one problem are correlated, so the effective number of samples is the one that gives the mean the
+    variance between problems. It is at most N where fewer than five problems have a right sample, or a wrong one. The
+    quantile is Student's t with N - 1 degrees of freedom, for that variance is an estimate.
 
     Raises:
         ValueError: there is no rate, or one outside [0, 1].
     Source:
-        Wilson, JASA 22 (1927) 209; of clustered samples Korn and Graubard, Survey Methodology 24 (1998) 193.
+        Wilson, JASA 22 (1927) 209; for clustered samples Korn and Graubard, Survey Methodology 24 (1998) 193.
     """
     _check_not_empty(rates_N)
     rates = np.asarray(rates_N, dtype=np.float64)
@@ -144,13 +144,27 @@ def wilson_ci95(rates_N: Sequence[float]) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def reward_ci95(rewards_N: Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of the mean of `rewards_N`, one mean reward a prompt, whose rollouts are correlated.
+
+    It is Wilson's for rewards in [0, 1], which has a positive width for 0 of N, and the t interval for other rewards.
+    None for fewer than two prompts, or where the t interval has no width.
+    """
+    rewards = np.asarray(rewards_N, dtype=np.float64)
+    if len(rewards) < 2:
+        return None
+    if rewards.min() >= 0 and rewards.max() <= 1:
+        return wilson_ci95(rewards_N)
+    return sum_of_centres((rewards,)).ci95 if np.ptp(rewards) > 1e-12 else None
+
+
 def sum_of_centres(
     samples: Sequence[NDArray[np.float64]], *, trim: float = 0.0, widening: float = 1.0, min_values: int = MIN_STEPS
 ) -> Estimate:
-    """Sum of the samples' trimmed means, with its 95 % t interval (of two samples Welch's degrees of freedom).
+    """Estimate the sum of the samples' trimmed means, with a t interval (Welch's degrees of freedom for two samples).
 
     Args:
-        trim: fraction that is left out at each end, rounded down to whole values.
+        trim: fraction that is trimmed at each end, rounded down to whole values.
     """
     means, squared_errors, degrees = [], [], []
     for sample in samples:
@@ -176,7 +190,7 @@ def _exp(logarithm: Estimate) -> Estimate:
 
 
 def amdahl(share: float, speedup: float) -> float:
-    """Speedup of the whole when a part of `share` becomes `speedup` times as fast.
+    """Return the speedup of the whole if a part of `share` becomes `speedup` times as fast.
 
     Raises:
         ValueError: the share is not in [0, 1] or the speedup not positive.
@@ -191,7 +205,7 @@ def amdahl(share: float, speedup: float) -> float:
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
-    """Mean over at most `window` entries centred on each one; at the ends over those that exist."""
+    """Average at most `window` entries centred on each one; at the ends those that exist."""
     if window < 1:
         raise ValueError(f"window must be >= 1, got {window}")
     left, right = (window - 1) // 2, window // 2

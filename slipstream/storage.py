@@ -1,4 +1,4 @@
-"""Files and directories that appear whole: replaced as a whole, hashed, or numbered by training steps."""
+"""Atomic replacement of files and directories, file digests, and directories numbered by training step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import xxhash
 _STEP = re.compile(r"step-([0-9]{6,})")
 _PARTIAL, _OLD = "partial", "old"
 _BLOCK_BYTES = 16 << 20
-_ALIGNMENT = 8  # of the first tensor, as safetensors' own writer has it
+_ALIGNMENT = 8  # of the first tensor, as safetensors' own writer aligns it
 
 SAFETENSORS_DTYPES = {
     "float64": "F64",
@@ -27,12 +27,12 @@ SAFETENSORS_DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""The names of types in a safetensors file, by torch's."""
+"""Names of types in a safetensors file, by torch's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """The size of a file in bytes, and its digest."""
+    """Size and digest of a file."""
 
     num_bytes: int
     xxh3: str
@@ -40,18 +40,18 @@ class Sum:
 
 @contextlib.contextmanager
 def replaced_directory(path: Path) -> Iterator[Path]:
-    """A directory beside `path` to write into, which takes its place when the block ends without an error."""
+    """Yield a directory to write into, which replaces `path` if the block ends without an error."""
     partial = begin_directory(path)
     try:
         yield partial
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)  # what is half-written helps nobody, and may have filled the disk
+        shutil.rmtree(partial, ignore_errors=True)  # a half-written directory may have filled the disk
         raise
     put_in_place(path)
 
 
 def begin_directory(path: Path) -> Path:
-    """An empty directory beside `path`, for `put_in_place`."""
+    """Create an empty directory beside `path` for `put_in_place`."""
     partial = partial_directory(path)
     remove(partial)
     partial.mkdir(parents=True)
@@ -59,12 +59,12 @@ def begin_directory(path: Path) -> Path:
 
 
 def partial_directory(path: Path) -> Path:
-    """The place where what is to become `path` is written."""
+    """Return the directory in which the new `path` is written."""
     return _beside(path, _PARTIAL)
 
 
 def put_in_place(path: Path) -> None:
-    """Let what `begin_directory` began take the place of `path`."""
+    """Replace `path` by the directory of `begin_directory`."""
     old = _beside(path, _OLD)
     remove(old)
     if path.is_symlink() or path.exists():
@@ -74,10 +74,10 @@ def put_in_place(path: Path) -> None:
 
 
 def existing_directory(path: Path) -> Path:
-    """`path`, or what it held before if the process died between the two renames of `put_in_place`.
+    """Return `path`, or its previous content if the process died between the two renames of `put_in_place`.
 
     Raises:
-        FileNotFoundError: there is neither.
+        FileNotFoundError: neither exists.
     """
     for candidate in (path, _beside(path, _OLD)):
         if candidate.is_dir():
@@ -86,7 +86,7 @@ def existing_directory(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory, a file or a link, if it is there; what cannot be removed stays."""
+    """Remove a directory, a file or a link if it exists and can be removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -95,24 +95,24 @@ def remove(path: Path) -> None:
 
 
 def step_directory(directory: Path, step: int) -> Path:
-    """The path of a step's directory."""
+    """Return the directory of a step."""
     return directory / f"step-{step:06d}"
 
 
 def step_of(path: Path) -> int | None:
-    """The inverse of `step_directory`; None for any other name."""
+    """Return the step of a directory of `step_directory`; None for any other name."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match and path == step_directory(path.parent, int(match[1])) else None
 
 
 def step_directories(directory: Path) -> tuple[list[Path], list[Path]]:
-    """The steps that have a directory, oldest first, and what is only called like one."""
+    """Return the steps' directories, oldest first, and other paths with a similar name."""
     found: set[Path] = set()
     others: set[Path] = set()
     for path in directory.glob("step-*"):
         own = path.with_name(path.name.removesuffix(f".{_OLD}"))
         if "." in own.name:
-            continue  # half-written, or a file beside a directory
+            continue  # half-written, or a file beside a step's directory
         if path.is_dir() and step_of(own) is not None:
             found.add(own)
         else:
@@ -125,7 +125,7 @@ def _beside(path: Path, role: str) -> Path:
 
 
 def sum_of(path: Path) -> Sum:
-    """Read a file for its digest."""
+    """Compute the size and digest of a file."""
     digest, num_bytes = xxhash.xxh3_128(), 0
     with path.open("rb") as stream:
         while block := stream.read(_BLOCK_BYTES):
@@ -135,7 +135,7 @@ def sum_of(path: Path) -> Sum:
 
 
 def flush_directory(path: Path) -> None:
-    """Make the names in a directory survive a loss of power, as `fsync` does for what is in a file."""
+    """Flush a directory's entries to disk, as `fsync` does for a file's content."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -146,10 +146,10 @@ def flush_directory(path: Path) -> None:
 def safetensors_header(
     tensors: Iterable[tuple[str, str, Sequence[int], int]], *, metadata: dict[str, str] | None = None
 ) -> bytes:
-    """The head of a safetensors file, from each tensor's name, type, shape and number of bytes, in the data's order.
+    """Build the header of a safetensors file from each tensor's name, type, shape and number of bytes, in order.
 
     Args:
-        metadata: of the file; with it the JSON is as compact as safetensors' own writer has it.
+        metadata: metadata of the file; with it the JSON is as compact as from safetensors' own writer.
 
     Source:
         https://huggingface.co/docs/safetensors, "Format": length of the header, the header in JSON, the tensors.

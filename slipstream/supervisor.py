@@ -1,9 +1,9 @@
-"""A command and all processes that come from it: they end with it, or within seconds of an interrupt.
+"""Supervision of a command: all its descendants end with it, or within seconds of an interrupt.
 
-In each of them SIGINT and SIGTERM alike end a run as an interrupt does: what is open is closed on the way out.
+In each process SIGINT and SIGTERM act alike: they raise an interrupt, so that open resources are closed.
 
-Linux alone: orphans of the command become ours (a subreaper's), so that nothing escapes by starting a session of its
-own, and the command is told when we die. Nobody else's process is ever touched: only descendants are ended.
+Linux only. Orphans of the command become children of this process (a subreaper), so none escapes through a session of
+its own. The command gets a signal when this process dies. Only descendants are ever killed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +24,10 @@ from types import FrameType
 import psutil
 
 GRACE_S = 3.0
-"""From an interrupt to the kill: the command may close its MLflow runs meanwhile."""
+"""Time from an interrupt to the kill, in which the command can close its MLflow runs."""
 
-_KILL_S = 1.5  # for the kernel to end what was killed
-_ASK_S = 0.75  # it is asked again so often: Python drops what a handler raises within some callbacks
+_KILL_S = 1.5  # time for the kernel to end killed processes
+_ASK_S = 0.75  # interval of repeated signals: Python drops exceptions that a handler raises in some callbacks
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -35,18 +35,18 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How the command ended."""
+    """Exit of a command."""
 
     pid: int
-    status: int  # 128 + the signal's number after an interrupt: what a shell says
+    status: int  # 128 + the signal's number after an interrupt, as in a shell
     interrupted: bool
 
 
 def supervise(command: Sequence[str], *, cwd: Path, environment: Mapping[str, str]) -> Outcome:
-    """Run `command` to its end, or to an interrupt: SIGINT or SIGTERM, to us or to the whole foreground group.
+    """Run `command` until it ends, or until SIGINT or SIGTERM reaches this process or its foreground group.
 
-    When this returns, no descendant of ours is left. The command runs in a session of its own, so that Ctrl-C reaches
-    it through us alone; a second one kills at once.
+    No descendant is left when this returns. The command runs in a session of its own, so Ctrl-C reaches it only through
+    this process; a second Ctrl-C kills it at once.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with _caught_signals() as caught:
@@ -62,10 +62,10 @@ def supervise(command: Sequence[str], *, cwd: Path, environment: Mapping[str, st
 
 
 def _wait(child: subprocess.Popen[bytes], caught: Sequence[int]) -> int | None:
-    """Wait for `child`; after the first signal in `caught` it is asked to end and has `GRACE_S` to do so.
+    """Wait for `child`; the first signal in `caught` terminates it within `GRACE_S`.
 
     Returns:
-        Its exit status, None if it still runs: the grace is over, or there was a second signal.
+        The exit status; None if the child still runs after the grace time or a second signal.
     """
     interrupted_s, num_asked = math.inf, 0
     while (status := child.poll()) is None:
@@ -82,13 +82,13 @@ def _wait(child: subprocess.Popen[bytes], caught: Sequence[int]) -> int | None:
 
 
 def _end_descendants() -> None:
-    """Kill all processes that come from this one, and again those that they started meanwhile, until none is left."""
+    """Kill all descendants, including those started meanwhile, until none is left."""
     deadline_s = time.monotonic() + _KILL_S
     while (descendants := psutil.Process().children(recursive=True)) and time.monotonic() < deadline_s:
         for process in descendants:
-            with suppress(psutil.NoSuchProcess):  # it was quicker
+            with suppress(psutil.NoSuchProcess):  # it ended first
                 process.kill()
-        with suppress(ChildProcessError):  # dead children that nobody waits for stay, and `children` lists them
+        with suppress(ChildProcessError):  # reap dead children, which `children` would list
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         time.sleep(_POLL_S / 5)
@@ -96,7 +96,7 @@ def _end_descendants() -> None:
 
 @contextmanager
 def _caught_signals() -> Iterator[list[int]]:
-    """The numbers of the signals that came within the block."""
+    """Collect the numbers of signals within the block."""
     caught: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda number, frame: caught.append(number)) for number in numbers]
@@ -108,7 +108,7 @@ def _caught_signals() -> Iterator[list[int]]:
 
 
 def _end_with_parent() -> None:
-    """In the child: have the kernel ask it to end should we be killed."""
+    """Ask the kernel to terminate this child when its parent dies."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -119,22 +119,23 @@ def _prctl(option: int, value: int) -> None:
 
 
 def raise_on_signals() -> None:
-    """Make both signals raise KeyboardInterrupt where the process works; safe to call again, and off the main thread.
+    """Make both signals raise KeyboardInterrupt in this process; safe to repeat, and off the main thread.
 
-    Flytekit and Ray set handlers of their own, so whoever opens something calls this first.
+    Flytekit and Ray install handlers of their own, so callers repeat this before they open a resource.
     """
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _interrupt)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    _handle_signals(interrupt)
 
 
 def ignore_signals() -> None:
-    """From here on runs are closed: a signal that is sent again must not cut that short."""
+    """Ignore both signals while runs are closed, so that a repeated signal does not interrupt that."""
+    _handle_signals(signal.SIG_IGN)
+
+
+def _handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    del frame
-    raise KeyboardInterrupt(signal.Signals(number).name)
+            signal.signal(number, handler)

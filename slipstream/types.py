@@ -1,8 +1,7 @@
-"""The records that travel between the parts of a GRPO step. Frozen, without torch, cheap to pickle.
+"""Records that travel between the parts of a GRPO step: frozen, without torch, cheap to pickle.
 
 Legend: `P` prompts a step, `G` rollouts per prompt (`group_size`), `B` = P * G rollouts, `T` tokens.
-Rollouts keep their tokens as plain tuples: they cross process borders (Ray) and are turned into tensors
-only by the learner.
+Rollouts keep their tokens as tuples, for they cross process boundaries (Ray); only the learner builds tensors.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ from enum import StrEnum
 from typing import Any
 
 STAGES = ("data", "prepare", "generation", "logprob", "train")
-"""The five timed stages of a GRPO step, in order; `prepare` is refit plus backend ready."""
+"""The five timed stages of a GRPO step, in order; `prepare` is refit and backend readiness."""
 
 
 class Workload(StrEnum):
-    """What the policy is when RL starts."""
+    """State of the policy when RL starts."""
 
     RL_ZERO = "rl_zero"  # a base model
     RL_THINK = "rl_think"  # a model that already writes reasoning traces
 
 
 class Arm(StrEnum):
-    """The two arms of an ablation: same start, prompts and engine settings; only speculation differs.
+    """The two arms of a run: same start, prompts and engine settings; only speculation differs.
 
-    Each draws its rollouts with seeds of its own, so the arms are independent samples of the same training.
+    Each arm samples rollouts with seeds of its own, so the arms are independent samples of the same training.
     """
 
     AUTOREGRESSIVE = "autoregressive"
@@ -34,38 +33,38 @@ class Arm(StrEnum):
 
 
 class LoopMode(StrEnum):
-    """How generation and training share a step."""
+    """Order of generation and training in a step."""
 
-    SYNCHRONOUS = "synchronous"  # in turn: batch t comes from version t
-    ONE_STEP_OFF = "one_step_off"  # batch t comes, whole, from version t - n, while earlier batches are trained on
+    SYNCHRONOUS = "synchronous"  # in turn: version t generates batch t
+    ONE_STEP_OFF = "one_step_off"  # version t - n generates the whole batch t while earlier batches are trained on
     IN_FLIGHT = "in_flight"  # engines never stop: new weights enter between two of their iterations
 
 
 class ArmLoop(StrEnum):
-    """Which of an execution's two loops an arm is trained in."""
+    """The loop of an execution that trains an arm."""
 
     SYNCHRONOUS = "synchronous"
-    ASYNCHRONOUS = "asynchronous"  # the recipe's own, which lets generation and training overlap
+    ASYNCHRONOUS = "asynchronous"  # the recipe's loop, in which generation and training overlap
 
 
 def arm_name(arm: Arm, loop: ArmLoop = ArmLoop.SYNCHRONOUS) -> str:
-    """An arm of an execution, as its task, its policy and its results are called: no two share a name."""
+    """Return the unique name of an execution's arm in tasks, policies and results."""
     return arm.value if loop is ArmLoop.SYNCHRONOUS else f"{arm.value}_{loop.value}"
 
 
 class Dtype(StrEnum):
     """Floating-point type of weights and activations; reductions and the optimizer stay in float32."""
 
-    AUTO = "auto"  # whichever of the others the machine multiplies faster; settled before anything is built
+    AUTO = "auto"  # the type that the machine multiplies faster, resolved before anything is built
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
 
 class FinishReason(StrEnum):
-    """Why a rollout ended."""
+    """Reason why a rollout ended."""
 
     STOP = "stop"  # the policy sampled its end-of-sequence token
-    LENGTH = "length"  # it ran into `max_response_tokens`: truncated
+    LENGTH = "length"  # it reached `max_response_tokens`: truncated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +83,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VersionSpan:
-    """Tokens of a rollout, one after another, that one version of policy and draft gave."""
+    """Consecutive tokens of a rollout that come from one version of policy and draft."""
 
     policy_version: int
     draft_version: int | None  # None: no draft took part
@@ -111,7 +110,7 @@ class Rollout:
 
     @property
     def spans(self) -> tuple[VersionSpan, ...]:
-        """Which versions gave which of its tokens, in their order."""
+        """Versions of the rollout's tokens, in order."""
         whole = VersionSpan(
             policy_version=self.policy_version, draft_version=self.draft_version, num_tokens=len(self.token_ids)
         )
@@ -128,7 +127,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch:
-    """One GRPO batch of `B` sequences, prompt and response joined; on its way to a learner rank its rows are arrays."""
+    """One GRPO batch of `B` sequences, prompt and response joined; a learner rank receives its rows as arrays."""
 
     token_ids: Sequence[Sequence[int]]  # B sequences of prompt + response tokens
     prompt_lengths: Sequence[int]  # B
@@ -139,7 +138,7 @@ class TrainBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTimes:
-    """Wall time of each stage of one step, and of the whole step measured on its own."""
+    """Wall time of each stage of one step, and of the whole step, measured independently."""
 
     data_s: float
     prepare_s: float
@@ -149,34 +148,19 @@ class StageTimes:
     step_s: float
 
     @classmethod
-    def in_sequence(
-        cls, *, data_s: float, prepare_s: float, generation_s: float, logprob_s: float, train_s: float
-    ) -> StageTimes:
-        """A step whose stages run one after another with nothing between them."""
-        return cls(
-            data_s=data_s,
-            prepare_s=prepare_s,
-            generation_s=generation_s,
-            logprob_s=logprob_s,
-            train_s=train_s,
-            step_s=data_s + prepare_s + logprob_s + train_s + generation_s,
-        )
+    def in_sequence(cls, *, generation_s: float, **others_s: float) -> StageTimes:
+        """Return a step whose stages run one after another without gaps."""
+        return cls(generation_s=0.0, step_s=0.0, **others_s).with_generation(generation_s)
 
     @property
     def other_s(self) -> float:
-        """All stages but generation."""
+        """Time of all stages except generation."""
         return self.data_s + self.prepare_s + self.logprob_s + self.train_s
 
     def with_generation(self, generation_s: float) -> StageTimes:
-        """The same stages one after another with another generation time."""
+        """Return the same sequential stages with another generation time."""
         return replace(self, generation_s=generation_s, step_s=self.other_s + generation_s)
 
     def by_stage(self) -> dict[str, float]:
-        """Seconds by stage name, in the order of `STAGES`."""
-        return {
-            "data": self.data_s,
-            "prepare": self.prepare_s,
-            "generation": self.generation_s,
-            "logprob": self.logprob_s,
-            "train": self.train_s,
-        }
+        """Return the seconds by stage name, in the order of `STAGES`."""
+        return {stage: getattr(self, f"{stage}_s") for stage in STAGES}

@@ -1,1 +1,1 @@
-"""Prompts, synthetic stand-ins, tokenizer and packing."""
+"""Data sets: sources, schemas, prompts, synthetic stand-ins and the tiny policy's tokenizer."""

@@ -1,4 +1,4 @@
-"""Turn data sets into prompts: deduplicated, with usable answers, disjoint, and counted row by row.
+"""Prompt sets from data sources: deduplicated, answerable, disjoint, and accounted for row by row.
 
 The order of a set and each training batch are pure functions of the seed, so a resumed run needs only its step.
 """
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from jinja2 import TemplateError
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Gradable = Callable[[Sequence[str]], Sequence[bool]]
-"""For each reference answer: responses can be scored against it."""
+"""Returns for each reference answer whether responses can be scored against it."""
 Equal = Callable[[Sequence[tuple[str, str]]], Sequence[bool]]
-"""For each pair of answers: they are the same to the scorer."""
+"""Returns for each pair of answers whether the scorer treats them as equal."""
 
 
-# A set gives up the rows that an earlier one has: training has the most rows to spare.
+# A set drops the rows that an earlier set has; training comes last, for it has most rows.
 _ORDER: tuple[Split, ...] = ("validation", "draft_in_domain", "draft_general", "train")
 _SCORED: tuple[Split, ...] = ("validation", "train")
 _MANIFEST = "manifest.json"
@@ -58,33 +58,32 @@ _COUNTERS = tuple(name for name in DataSetRecord.__dataclass_fields__ if name.st
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSets:
-    """The prompts of a run. No problem is in two sets, save that the two draft sets may share some."""
+    """The prompts of a run. Sets share no problem, except that the two draft sets may overlap."""
 
     train: tuple[Prompt, ...]
     draft_in_domain: tuple[Prompt, ...]
     draft_general: tuple[Prompt, ...]
     validation: tuple[Prompt, ...]
-    records: tuple[DataSetRecord, ...]  # one a source
+    records: tuple[DataSetRecord, ...]  # one for each source
 
     def __post_init__(self) -> None:
-        check_disjoint({"train": self.train, "validation": self.validation, "draft_in_domain": self.draft_in_domain})
-        check_disjoint({"train": self.train, "validation": self.validation, "draft_general": self.draft_general})
+        for draft in ("draft_in_domain", "draft_general"):
+            owner: dict[str, str] = {}
+            for name in ("train", "validation", draft):
+                for prompt in getattr(self, name):
+                    other = owner.setdefault(prompt.id, name)
+                    require(other == name, f"data.{name}", f"must share no problem with {other}", prompt.text)
 
     def sizes(self) -> dict[Split, int]:
-        """Number of distinct prompts, by set."""
-        return {
-            "train": len(self.train),
-            "draft_in_domain": len(self.draft_in_domain),
-            "draft_general": len(self.draft_general),
-            "validation": len(self.validation),
-        }
+        """Return the number of distinct prompts by set."""
+        return {split: len(getattr(self, split)) for split in get_args(Split)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptStream:
-    """Training batches: each epoch is a fresh permutation, cut into batches of distinct prompts.
+    """Training batches: each epoch is a new permutation, cut into batches of distinct prompts.
 
-    What does not fill a batch at the end of an epoch waits for the next one.
+    Prompts that do not fill the last batch of an epoch are left out of that epoch.
     """
 
     prompts: tuple[Prompt, ...]
@@ -100,7 +99,7 @@ class PromptStream:
         )
 
     def batch(self, step: int) -> tuple[Prompt, ...]:
-        """The prompts of `step` (from 0): a pure function of the prompts, the seed and the step."""
+        """Return the prompts of `step`, counted from 0: a pure function of the prompts, the seed and the step."""
         epoch, position = divmod(step, len(self.prompts) // self.batch_size)
         order = list(range(len(self.prompts)))
         random.Random(f"{self.seed}/epoch/{epoch}").shuffle(order)
@@ -114,11 +113,12 @@ def load_prompt_sets(
     """Read, filter, deduplicate and tokenize all sets.
 
     Args:
-        gradable, equal: the scorer's reading of reference answers, as of `Verifier`.
-        directory: where the synthetic stand-ins are written before they are read like any other file.
+        gradable: checks which reference answers can be scored, as of `Verifier`.
+        equal: compares answers, as of `Verifier`.
+        directory: destination of the synthetic files, which are then read like any other source.
     Raises:
-        ConfigError: a source is missing, has unknown columns, has no usable answers or leaves no prompt; or the
-            validation set has not as many unique problems as `data.num_validation_problems` says.
+        ConfigError: a source is missing, has unknown columns or no usable answers, or leaves no prompt; or the
+            number of validation problems differs from `data.num_validation_problems`.
     """
     require(tokenizer.chat_template is not None, "policy.model", "must have a chat template", tokenizer.name_or_path)
     prompts: dict[Split, tuple[Prompt, ...]] = {}
@@ -133,38 +133,38 @@ def load_prompt_sets(
         records += own
         problems[split] = {prompt_id(item.problem) for item, _ in kept}
         prompts[split] = _ordered([prompt for _, prompt in kept], split, config.seed)
-    _check_num_problems(prompts["validation"], records, config.num_validation_problems)
+    expected, found = config.num_validation_problems, [record for record in records if record.name == "validation"]
+    require(
+        expected in (None, len(prompts["validation"])),
+        "data.validation",
+        f"must give {expected} unique problems",
+        len(prompts["validation"]),
+        f"found {found}; set data.num_validation_problems to what the set holds",
+    )
     return PromptSets(**prompts, records=tuple(records))
 
 
 def write_prompt_sets(sets: PromptSets, directory: Path) -> None:
-    """Write one JSON Lines file a set, and the manifest."""
+    """Write one JSON Lines file for each set, and the manifest."""
     for split in _ORDER:
-        write_prompts(directory / f"{split}.jsonl", getattr(sets, split))
+        lines = "".join(json.dumps(asdict(prompt)) + "\n" for prompt in getattr(sets, split))
+        write_atomic(directory / f"{split}.jsonl", lines.encode())
     write_atomic(directory / _MANIFEST, json.dumps([asdict(record) for record in sets.records], indent=1).encode())
 
 
 def read_prompt_sets(directory: Path) -> PromptSets:
     """Read what `write_prompt_sets` wrote."""
     manifest = json.loads((directory / _MANIFEST).read_text())
-    prompts = {split: read_prompts(directory / f"{split}.jsonl") for split in _ORDER}
+    prompts: dict[Split, tuple[Prompt, ...]] = {}
+    for split in _ORDER:
+        with (directory / f"{split}.jsonl").open() as lines:
+            rows = map(json.loads, lines)
+            prompts[split] = tuple(Prompt(**{**row, "token_ids": tuple(row["token_ids"])}) for row in rows)
     return PromptSets(**prompts, records=tuple(DataSetRecord(**record) for record in manifest))
 
 
-def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
-    """Write one JSON object a line."""
-    write_atomic(path, "".join(json.dumps(asdict(prompt)) + "\n" for prompt in prompts).encode())
-
-
-def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """Read what `write_prompts` wrote."""
-    with path.open() as lines:
-        rows = [json.loads(line) for line in lines]
-    return tuple(Prompt(**{**row, "token_ids": tuple(row["token_ids"])}) for row in rows)
-
-
 def prompt_id(text: str) -> str:
-    """Content hash of the normalised prompt: equal in every data set that has the prompt."""
+    """Return the content hash of the normalised prompt, which is equal across data sets."""
     return hashlib.sha256(normalise(text).encode()).hexdigest()[:16]
 
 
@@ -175,26 +175,17 @@ def render(
     instruction: str = "{problem}",
     context: Sequence[Turn] = (),
 ) -> tuple[int, ...]:
-    """Tokens of the chat up to where the policy's response begins; `context` are the turns before the problem."""
+    """Tokenize the chat up to the policy's response; `context` holds the turns before the problem."""
     messages = _messages(problem, instruction, context)
     encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     return tuple(encoded["input_ids"])
 
 
-def check_disjoint(sets: dict[str, Sequence[Prompt]]) -> None:
-    """Raise a ConfigError that names the two sets and the first problem they share."""
-    owner: dict[str, str] = {}
-    for name, prompts in sets.items():
-        for prompt in prompts:
-            other = owner.setdefault(prompt.id, name)
-            require(other == name, f"data.{name}", f"must share no problem with {other}", prompt.text)
-
-
 def require_size(sets: PromptSets, split: Split, field: str, value: int, *, rollouts_per_prompt: int = 1) -> None:
-    """Refuse a prompt set that is too small for `value`, of `field`: known long before its prompts are used.
+    """Check early that a prompt set is large enough for the recipe's `field`.
 
     Raises:
-        ConfigError: it names the field, what is left, and where the other rows went.
+        ConfigError: the set is too small; the error says where its rows went.
     """
     left = sets.sizes()[split]
     rule = f"must be <= {left}, the number of distinct prompts in data.{split}"
@@ -211,7 +202,7 @@ def require_size(sets: PromptSets, split: Split, field: str, value: int, *, roll
 
 
 def _account(sets: PromptSets, split: Split) -> str:
-    """How many rows were read, and why the others are no prompts."""
+    """Describe how many rows were read, and why rows were dropped."""
     own = [record for record in sets.records if record.name == split]
     dropped = {reason: sum(getattr(record, name) for record in own) for name, reason in _REASONS.items()}
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
@@ -220,15 +211,15 @@ def _account(sets: PromptSets, split: Split) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Group:
-    """The rows of one prompt, of all sources of a set."""
+    """Rows of one prompt over all sources of a set."""
 
-    item: Item  # the first
-    rows: Counter[tuple[int, str]] = field(default_factory=Counter)  # by index of the source and answer, as they came
+    item: Item  # the first row
+    rows: Counter[tuple[int, str]] = field(default_factory=Counter)  # by index of the source and raw answer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SetReader:
-    """Reads the sources of one set; `held_out` are ids of problems that other sets already have."""
+    """Reader of one set; `held_out` holds the ids of problems that other sets already have."""
 
     config: DataConfig
     split: Split
@@ -238,7 +229,7 @@ class _SetReader:
     held_out: Collection[str]
 
     def read(self, sources: Sequence[SourceConfig]) -> tuple[list[tuple[Item, Prompt]], list[DataSetRecord]]:
-        """The prompts of a set, and one record a source that accounts for each of its rows."""
+        """Return the set's prompts, and one record for each source that accounts for all its rows."""
         groups: dict[str, _Group] = {}
         counts = [self._collect(source, index, groups) for index, source in enumerate(sources)]
         scorable = self._scorable(sources, groups)
@@ -263,14 +254,14 @@ class _SetReader:
             for source, count in zip(sources, counts, strict=True)
         ]
         if refused:
-            logger.warning("data.%s: %d prompts are left out, the first: %s", self.split, len(refused), refused[0])
+            logger.warning("data.%s: %d prompts are dropped, the first: %s", self.split, len(refused), refused[0])
         found = "; ".join((f"found {records}", *refused[:1]))
         require(bool(kept), f"data.{self.split}", "must leave at least one prompt", 0, found)
         return kept, records
 
     def _collect(self, source: SourceConfig, index: int, groups: dict[str, _Group]) -> Counter[str]:
-        """Put the rows of `source` that have a problem into `groups`, and count all rows and those that have none."""
-        from slipstream.data.sources import read_rows  # `datasets` takes seconds; readers of prompts need none of it
+        """Group the rows of `source` by prompt, and count rows read and rows without a usable problem."""
+        from slipstream.data.sources import read_rows  # `datasets` takes seconds, and readers of prompts do not need it
 
         name = f"data.{self.split}"
         rows = read_rows(source, field=name, seed=self.config.seed)
@@ -284,7 +275,7 @@ class _SetReader:
             try:
                 item = read_item(schema, row)
                 id_ = prompt_id(item.text)
-                if id_ not in groups:  # millions of rows repeat some thousand prompts
+                if id_ not in groups:  # checked once: millions of rows can repeat some thousand prompts
                     check_asks(item, instruction=self.config.instruction)
                     groups[id_] = _Group(item=item)
                 groups[id_].rows[index, item.answer] += 1
@@ -298,7 +289,7 @@ class _SetReader:
         return counts
 
     def _scorable(self, sources: Sequence[SourceConfig], groups: dict[str, _Group]) -> frozenset[str]:
-        """Answers that responses can be scored against; all of a set that is not scored."""
+        """Return the answers that responses can be scored against; all answers of a set that is not scored."""
         keys = {key for group in groups.values() for key in group.rows}
         answers = sorted({answer for _, answer in keys})
         if self.split not in _SCORED:
@@ -311,7 +302,7 @@ class _SetReader:
         return scorable
 
     def _conflicting(self, groups: dict[str, _Group], scorable: Collection[str]) -> set[str]:
-        """Ids of the prompts whose scorable answers are not all equal to the first, as the scorer compares them."""
+        """Return ids of prompts with two scorable answers that the scorer treats as different."""
         owners: list[str] = []
         pairs: list[tuple[str, str]] = []
         for id_, group in groups.items():
@@ -326,7 +317,7 @@ class _SetReader:
         return {id_ for id_, is_equal in zip(owners, equal, strict=True) if not is_equal}
 
     def _prompt(self, id_: str, item: Item, answer: str, refused: list[str]) -> Prompt | str:
-        """The prompt of a group, or the counter of the reason why there is none."""
+        """Return the group's prompt, or the name of the counter that says why it has none."""
         if prompt_id(item.problem) in self.held_out:
             return "num_held_out"
         try:
@@ -346,12 +337,16 @@ class _SetReader:
         )
 
     def _tokens(self, item: Item) -> tuple[int, ...]:
-        """Tokens of the prompt; a NoProblemError where the chat template refuses a turn or leaves one out."""
+        """Tokenize the prompt.
+
+        Raises:
+            NoProblemError: the chat template rejects a turn or leaves one out.
+        """
         try:
             if item.context:
                 messages = _messages(item.problem, self.config.instruction, item.context)
                 text = str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-                # Templates that know no system role say so or leave it out; the thoughts of earlier replies they may.
+                # Templates without a system role reject it or leave it out. They may drop earlier replies' thoughts.
                 lost = [role for role, said in item.context if role != "assistant" and said.strip() not in text]
                 if lost:
                     raise NoProblemError(f"the policy's chat template leaves out the {lost[0]} turn")
@@ -369,14 +364,14 @@ def _messages(problem: str, instruction: str, context: Sequence[Turn]) -> list[d
 
 
 def _rivals(split: Split) -> tuple[Split, ...]:
-    """The sets whose problems `split` must not have, all of them read before it."""
+    """Return the earlier sets, whose problems `split` must not contain."""
     if split == "train":
         return ("validation", "draft_in_domain", "draft_general")
     return () if split == "validation" else ("validation",)
 
 
 def _resolve(config: DataConfig, split: Split, directory: Path) -> Iterator[SourceConfig]:
-    """The sources of `split`, the synthetic ones written to files first."""
+    """Yield the sources of `split`; synthetic ones are written to files first."""
     sources: tuple[SourceConfig, ...] = getattr(config, split)
     for source in sources:
         if source.path != SYNTHETIC:
@@ -387,18 +382,7 @@ def _resolve(config: DataConfig, split: Split, directory: Path) -> Iterator[Sour
 
 
 def _ordered(prompts: Collection[Prompt], split: Split, seed: int) -> tuple[Prompt, ...]:
-    """By seed, whatever the order of the rows was; validation sets keep theirs, for people know it."""
+    """Order prompts by a hash of seed and id; validation sets keep their published order."""
     if split == "validation":
         return tuple(prompts)
     return tuple(sorted(prompts, key=lambda prompt: hashlib.sha256(f"{seed}/{prompt.id}".encode()).digest()))
-
-
-def _check_num_problems(prompts: Sequence[Prompt], records: Sequence[DataSetRecord], expected: int | None) -> None:
-    found = [record for record in records if record.name == "validation"]
-    require(
-        expected is None or len(prompts) == expected,
-        "data.validation",
-        f"must give {expected} unique problems",
-        len(prompts),
-        f"found {found}; set data.num_validation_problems to what the set holds",
-    )

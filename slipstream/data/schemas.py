@@ -1,7 +1,7 @@
-"""The schemas of the data sets that Slipstream reads: known by their columns, never by their name.
+"""Schemas of the data sets that Slipstream reads, recognised by their columns.
 
-The prompt of a chat is all of it up to its last user turn: the system message and earlier exchanges are its context,
-the last user turn is its problem. What follows is a response of another model, which the policy gives anew.
+The prompt of a chat ends with its last user turn, which is the problem. The system message and earlier turns are its
+context. Later turns are another model's response, which the policy replaces with its own.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from slipstream.config import ConfigError
 
 Row = Mapping[str, Any]
 Turn = tuple[str, str]
-"""Who speaks (`system`, `user` or `assistant`), and the text."""
+"""Role of a speaker (`system`, `user` or `assistant`), and the text."""
 
-# What DAPO-Math-17k puts around each problem; the policy gets `data.instruction` instead.
+# Wrapper of DAPO-Math-17k around each problem; the policy gets `data.instruction` instead.
 _DAPO_WRAPPER = re.compile(
     r"\A\s*Solve the following math problem step by step\. The last line of your response should be of the form "
     r"Answer: \$Answer \(without quotes\) where \$Answer is the answer to the problem\.(?P<problem>.*?)"
     r"(?:Remember to put your answer on its own line after \"Answer:\"\.)?\s*\Z",
     re.DOTALL,
 )
-# What is left of a row whose problem is missing: labels, instructions and marks around nothing.
+# Remains of a row without a problem: labels, instructions and marks around nothing.
 _FRAME = re.compile(
     r"\b(?:problem|question|answer|solution|user|assistant|human|q|a)\s*:"
     r"|(?:please |let'?s )?(?:think|reason|solve (?:it|this)?) ?step[ -]by[ -]step"
@@ -44,22 +44,22 @@ _SPEAKERS = {
     "chatgpt": "assistant",
     "model": "assistant",
 }
-# Letters of no width (fillers of Hangul) and the blank of Braille.
+# Hangul fillers, which have no width, and the Braille blank.
 _FILLERS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
-# Spaces, joiners and marks of direction without a width. Invisible operators (U+2062, times) mean something.
+# Zero-width spaces, joiners and direction marks. Invisible operators such as U+2062 (times) carry meaning.
 _ZERO_WIDTH = frozenset("\u00ad\u180e\u200b\u200c\u200d\u200e\u200f\u2060\u2066\u2067\u2068\u2069\ufeff")
-# Compatibility forms that differ in their looks alone; superscripts, fractions and circled digits do not.
+# Compatibility forms that only look different; superscripts, fractions and circled digits are not among them.
 _LOOKS = ("<wide>", "<narrow>", "<small>", "<noBreak>", "<initial>", "<medial>", "<final>", "<isolated>")
 _LONGEST_FRAME = 400  # characters; a longer text is a problem unless all of it is invisible
 
 
 class NoProblemError(ValueError):
-    """A row from which no prompt can be made; the message says why."""
+    """A row that gives no prompt; the message says why."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Schema:
-    """How to read the turns of a prompt and, where the set has one, its answer from a row with these columns."""
+    """Columns of a data set, with functions that read a row's turns and, where it has one, its answer."""
 
     name: str
     columns: tuple[str, ...]
@@ -69,7 +69,7 @@ class Schema:
 
 
 def _text(column: str) -> Callable[[Row], list[Turn]]:
-    """One user turn, the text in `column`."""
+    """Return a reader of one user turn from the text in `column`."""
 
     def turns(row: Row) -> list[Turn]:
         text = row.get(column)
@@ -81,7 +81,7 @@ def _text(column: str) -> Callable[[Row], list[Turn]]:
 
 
 def _chat(column: str, *, speaker: str, text: str) -> Callable[[Row], list[Turn]]:
-    """All turns of the chat in `column` up to the last user turn, but for system turns that say nothing."""
+    """Return a reader of the chat in `column` up to its last user turn, without empty system turns."""
 
     def turns(row: Row) -> list[Turn]:
         chat = row.get(column)
@@ -120,61 +120,33 @@ def _last_box(text: str) -> str:
 
 SCHEMAS = (
     Schema(
-        name="DAPO-Math-17k, processed (open-r1)",
-        columns=("prompt", "solution", "source_prompt"),
-        turns=_text("prompt"),
-        answer=lambda row: row["solution"],
+        "DAPO-Math-17k, processed (open-r1)",
+        ("prompt", "solution", "source_prompt"),
+        _text("prompt"),
+        lambda row: row["solution"],
     ),
     Schema(
-        name="DAPO-Math-17k (BytedTsinghua)",
-        columns=("prompt", "reward_model"),
-        turns=_chat("prompt", speaker="role", text="content"),
-        answer=lambda row: row["reward_model"]["ground_truth"],
+        "DAPO-Math-17k (BytedTsinghua)",
+        ("prompt", "reward_model"),
+        _chat("prompt", speaker="role", text="content"),
+        lambda row: row["reward_model"]["ground_truth"],
         for_rewards=("data_source", "extra_info"),
     ),
     Schema(
-        name="UltraChat-200k",
-        columns=("prompt", "prompt_id", "messages"),
-        turns=_chat("messages", speaker="role", text="content"),
-        answer=None,
+        "UltraChat-200k", ("prompt", "prompt_id", "messages"), _chat("messages", speaker="role", text="content"), None
     ),
-    Schema(
-        name="Magpie",
-        columns=("conversations",),
-        turns=_chat("conversations", speaker="from", text="value"),
-        answer=None,
-    ),
-    Schema(
-        name="GSM8K",
-        columns=("question", "answer"),
-        turns=_text("question"),
-        answer=lambda row: row["answer"].rpartition("####")[2],
-    ),
-    Schema(
-        name="AIME-2024 (HuggingFaceH4)",
-        columns=("problem", "answer"),
-        turns=_text("problem"),
-        answer=lambda row: row["answer"],
-    ),
-    Schema(
-        name="AIME-2024 (Maxwell-Jia)",
-        columns=("Problem", "Answer"),
-        turns=_text("Problem"),
-        answer=lambda row: row["Answer"],
-    ),
-    Schema(
-        name="MATH",
-        columns=("problem", "solution"),
-        turns=_text("problem"),
-        answer=lambda row: _last_box(row["solution"]),
-    ),
+    Schema("Magpie", ("conversations",), _chat("conversations", speaker="from", text="value"), None),
+    Schema("GSM8K", ("question", "answer"), _text("question"), lambda row: row["answer"].rpartition("####")[2]),
+    Schema("AIME-2024 (HuggingFaceH4)", ("problem", "answer"), _text("problem"), lambda row: row["answer"]),
+    Schema("AIME-2024 (Maxwell-Jia)", ("Problem", "Answer"), _text("Problem"), lambda row: row["Answer"]),
+    Schema("MATH", ("problem", "solution"), _text("problem"), lambda row: _last_box(row["solution"])),
 )
-"""In the order in which they are tried."""
+"""Known schemas in order of precedence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """One row as every schema gives it: `answer` is "" for a set without answers, and for a row without one."""
+    """One row of any schema; `answer` is "" where the set or the row has none."""
 
     context: tuple[Turn, ...]  # turns before the problem
     problem: str
@@ -184,17 +156,17 @@ class Item:
 
     @property
     def text(self) -> str:
-        """The problem, behind the turns before it where there are any."""
+        """The problem, with its context where there is any."""
         if not self.context:
             return self.problem
         return "\n\n".join(f"{role}: {said}" for role, said in (*self.context, ("user", self.problem)))
 
 
 def recognise(columns: Collection[str], *, field: str, source: str) -> Schema:
-    """The schema whose columns are all among `columns`.
+    """Return the first schema whose columns are all among `columns`.
 
     Raises:
-        ConfigError: none fits; the message lists the columns found and the schemas known.
+        ConfigError: no schema fits; the message lists the columns found and the known schemas.
     """
     for schema in SCHEMAS:
         if set(schema.columns) <= set(columns):
@@ -208,7 +180,7 @@ def read_item(schema: Schema, row: Any) -> Item:
     """Read one row.
 
     Raises:
-        NoProblemError: a column holds something else than its schema says, or there is no user turn.
+        NoProblemError: a column's content does not follow the schema, or there is no user turn.
     """
     if not isinstance(row, Mapping):
         raise NoProblemError(f"a row must have columns, got {row!r}")
@@ -226,7 +198,11 @@ def read_item(schema: Schema, row: Any) -> Item:
 
 
 def check_asks(item: Item, *, instruction: str) -> None:
-    """Raise a NoProblemError where a turn says nothing, or the problem only repeats the words of `instruction`."""
+    """Check that the item asks something.
+
+    Raises:
+        NoProblemError: a turn is blank, or the problem only repeats `instruction`.
+    """
     if is_blank(item.problem):
         raise NoProblemError("the problem is empty")
     if any(is_blank(said) for _, said in item.context):
@@ -236,10 +212,10 @@ def check_asks(item: Item, *, instruction: str) -> None:
 
 
 def normalise(text: str) -> str:
-    """Text with equal content spelled equally: NFC, one space for each run of white space, no zero-width characters.
+    """Spell equal content equally: NFC, one space for each run of white space, no zero-width characters.
 
-    Full-width and other forms of mere looks become plain ones. Superscripts, fractions and what else NFKC would take
-    apart keep their meaning: `2\u00b3` is not `23`, and `1\u00bd` is not `11/2`.
+    Forms that only look different, such as full-width ones, become plain. Superscripts, fractions and other forms that
+    NFKC would decompose keep their meaning: `2\u00b3` is not `23`, and `1\u00bd` is not `11/2`.
     """
     if not text.isascii():
         text = unicodedata.normalize("NFC", text.translate(_PLAIN))
@@ -247,7 +223,7 @@ def normalise(text: str) -> str:
 
 
 def is_blank(text: str) -> bool:
-    """Return True if `text` shows nothing, or only the marks, labels and instructions that stand around a problem."""
+    """Return True if `text` shows nothing, or only marks, labels and instructions that surround a problem."""
     if len(text) > _LONGEST_FRAME:
         return all(map(_is_invisible, text))
     bare = _FRAME.sub("", text)
@@ -256,7 +232,7 @@ def is_blank(text: str) -> bool:
 
 
 class _PlainForms(dict[int, str]):
-    """Replacements of characters for `normalise`, each found when the character is first met."""
+    """Replacements of characters for `normalise`, computed on first use."""
 
     def __missing__(self, code: int) -> str:
         char = chr(code)
@@ -278,7 +254,7 @@ def _is_invisible(char: str) -> bool:
 
 
 def _answer(schema: Schema, row: Row) -> str:
-    """The answer of a row; "" where it has none, or one that is neither text nor a number."""
+    """Return the answer of a row; "" where it is missing, or neither text nor a number."""
     if schema.answer is None:
         return ""
     try:

@@ -1,8 +1,8 @@
-"""Read rows from the hub or from local files through `datasets` (the only import of it).
+"""Reader of data set rows from the hub or local files through `datasets`, which only this module imports.
 
-Of a local directory the files of one split and one subset are read, as from the hub: by the `configs` in its README.md,
-else by the names of files and directories (`data/train_sft-00000-of-00003.parquet`, `en/test-0.jsonl`). Where names do
-not decide, the source is refused: a mixture of splits would be trained on without a word.
+A local directory is read like a hub data set: one split and one subset. The `configs` in its README.md select the
+files, otherwise names of files and directories do (`data/train_sft-00000-of-00003.parquet`, `en/test-0.jsonl`). A
+source whose names do not decide is rejected, for training would otherwise mix splits without notice.
 """
 
 from __future__ import annotations
@@ -48,17 +48,21 @@ _COUNTERS = (
 
 
 def read_rows(source: SourceConfig, *, field: str, seed: int) -> datasets.Dataset:
-    """The rows of `source`, at most `source.max_rows` of them, chosen by `seed`.
+    """Read the rows of `source`, at most `source.max_rows`, sampled by `seed`.
 
     Raises:
-        ConfigError: there is no such file, directory or hub id, or it cannot be read, or it has no rows.
+        ConfigError: the source does not exist, cannot be read, or has no rows.
     """
     datasets.disable_progress_bars()
-    local = _is_local(source.path)
-    arguments = _local_arguments(source, field) if local else _hub_arguments(source, field)
+    path = Path(source.path)
+    local = source.path.startswith((".", "/", "~")) or path.suffix in _KINDS or path.is_dir()
+    rule = "must be a hub id (owner/name), a local file or directory, or `synthetic`"
+    require(local or _HUB_ID.fullmatch(source.path) is not None, field, rule, source.path)
+    on_hub = {"path": source.path, "name": source.subset, "split": source.split or _TRAIN}
+    arguments = _local_arguments(source, field) if local else on_hub
     try:
         rows: Any = datasets.load_dataset(**arguments)
-        rows.data.validate(full=True)  # text that is not UTF-8 is otherwise met when its row is read
+        rows.data.validate(full=True)  # otherwise text that is not UTF-8 fails only when its row is read
     except (OSError, ValueError, TypeError, DatasetGenerationError) as error:
         fix = "is it JSON Lines in UTF-8, or Parquet?" if local else "is the hub reachable and the split right?"
         cause = str(error.__cause__ or error).split("\n")[0]
@@ -71,23 +75,19 @@ def read_rows(source: SourceConfig, *, field: str, seed: int) -> datasets.Datase
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DataFile:
-    """A file of a local data set, and what its path says of it."""
+    """A file of a local data set, with what its path tells about it."""
 
     path: Path
-    subset: str  # "" for files of the directory itself
-    split: str | None  # as it is spelled, without a counter; None: no split is named
-    meanings: frozenset[str]  # keys of `_SPELLINGS` that stand for what is named
-    is_shard: bool  # of a data set of the hub: then `split` is its whole name
-
-
-def _is_local(path: str) -> bool:
-    return path.startswith((".", "/", "~")) or Path(path).suffix in _KINDS or Path(path).is_dir()
+    subset: str  # "" for a file in the data set's own directory
+    split: str | None  # name of the split without a shard number; None where the path names none
+    meanings: frozenset[str]  # splits that the name stands for, as keys of `_SPELLINGS`
+    is_shard: bool  # a shard in the hub's naming, whose split is the whole name
 
 
 def _local_arguments(source: SourceConfig, field: str) -> dict[str, Any]:
     path = Path(source.path).expanduser()
     require(path.exists(), field, "must be a file or directory that exists", source.path)
-    split, bracket, rows = (source.split or _TRAIN).partition("[")  # `train[:10%]` takes a tenth, as from the hub
+    split, bracket, rows = (source.split or _TRAIN).partition("[")  # `train[:10%]` takes a tenth, as on the hub
     if path.is_dir():
         files = _declared_files(path, source, split, field) or _named_files(path, source, split, field)
         _check_shards(files, field)
@@ -110,7 +110,7 @@ def _local_arguments(source: SourceConfig, field: str) -> dict[str, Any]:
 
 
 def _declared_files(directory: Path, source: SourceConfig, split: str, field: str) -> list[Path]:
-    """Files that the `configs` of the directory's README.md declare for the split; none without `configs`."""
+    """Return the split's files by the `configs` of the directory's README.md; empty without `configs`."""
     configs = _readme_configs(directory, field)
     if not configs:
         return []
@@ -142,7 +142,7 @@ def _declared_files(directory: Path, source: SourceConfig, split: str, field: st
 
 
 def _readme_configs(directory: Path, field: str) -> list[dict[str, Any]]:
-    """The `configs` of the block of YAML that a README.md of the hub begins with."""
+    """Read the `configs` from the YAML block at the start of a README.md."""
     path = directory / "README.md"
     if not path.is_file():
         return []
@@ -157,7 +157,7 @@ def _readme_configs(directory: Path, field: str) -> list[dict[str, Any]]:
 
 
 def _named_files(directory: Path, source: SourceConfig, split: str, field: str) -> list[Path]:
-    """Files whose names, or those of their directories, say that they are of the split and the subset."""
+    """Return the files whose own or directories' names give the split and the subset."""
     paths = sorted(path for path in directory.rglob("*") if _is_data(path.relative_to(directory)) and not path.is_dir())
     require(bool(paths), field, f"must hold {', '.join(_KINDS)} files", source.path)
     files = [_data_file(path, directory) for path in paths]
@@ -178,12 +178,12 @@ def _named_files(directory: Path, source: SourceConfig, split: str, field: str) 
     fix = f"set it: files of the split {split} lie in each of them ({_DEFAULT}: {directory} itself)"
     require(len(subsets) == 1, f"subset of {field}", f"must be one of {', '.join(subsets)}", source.subset, fix)
     if len(chosen) < len(paths):
-        logger.info("%s: %d of the %d files in %s are of the split", field, len(chosen), len(paths), directory)
+        logger.info("%s: %d of the %d files in %s belong to the split", field, len(chosen), len(paths), directory)
     return [file.path for file in chosen]
 
 
 def _check_shards(files: Sequence[Path], field: str) -> None:
-    """Refuse a split of which some `-00000-of-00003` are there and others are not."""
+    """Reject a split with missing shards, such as `-00001-of-00003`."""
     shards = [(file.parent, match) for file in files if (match := _SHARD.fullmatch(file.stem))]
     found = Counter((folder / match[1], int(match[2])) for folder, match in shards)
     for (name, num), num_found in found.items():
@@ -197,10 +197,10 @@ def _is_data(path: Path) -> bool:
 
 
 def _of_split(files: Sequence[_DataFile], split: str) -> list[_DataFile]:
-    """The files of `split`; none where names do not say which they are.
+    """Return the files of `split`; empty where names do not decide.
 
-    A name is a split of its own (`train_sft`), or stands for one (`gsm8k_train`, `dev` for validation) where no
-    other does. Files without any split's name are of `train`, where no file has one.
+    A name is a split itself (`train_sft`), or stands for one (`gsm8k_train`, `dev` for validation) if no other name
+    does. Files without a split's name belong to `train` if no file has one.
     """
     named = [file for file in files if file.split is not None]
     if not named:
@@ -232,7 +232,7 @@ def _data_file(path: Path, directory: Path) -> _DataFile:
 
 
 def _meanings(name: str) -> frozenset[str]:
-    """The splits that the words of a name stand for: `trainset`, `held-out` and `TEST` name one each."""
+    """Return the splits that the words of a name stand for; `trainset`, `held-out` and `TEST` stand for one each."""
     words = _WORD.findall(re.sub(r"(?i)(held|hold)[-_ ]out", r"\1out", name))
     bare = (re.sub(r"(?<=.)(?:sets?|data|splits?)$", "", word.casefold()) for word in words)
     return frozenset(_SPLITS[word] for word in bare if word in _SPLITS)
@@ -246,17 +246,7 @@ def _without_counter(name: str) -> str:
 
 
 def _is_pair(names: Sequence[str]) -> bool:
-    """Return True if some of the names hold `train` and others another split, as `mathtrain` and `mathtest`."""
+    """Return True if some names contain `train` and others another split, such as `mathtrain` and `mathtest`."""
     trains = [name for name in names if _TRAIN in name.casefold()]
     others = [name for name in names if re.search(r"test|eval|valid|dev", name.casefold())]
     return bool(trains and others)
-
-
-def _hub_arguments(source: SourceConfig, field: str) -> dict[str, Any]:
-    require(
-        _HUB_ID.fullmatch(source.path) is not None,
-        field,
-        "must be a hub id (owner/name), a local file or directory, or `synthetic`",
-        source.path,
-    )
-    return {"path": source.path, "name": source.subset, "split": source.split or _TRAIN}

@@ -1,8 +1,8 @@
-"""Offline stand-ins for the real data sets, column for column, and the corpus that the tiny policy is trained on.
+"""Offline stand-ins for the real data sets, with the same columns, and the tiny policy's pretraining corpus.
 
-The in-domain task is chained addition, `12+7+30=?`, worked step by step and closed with a boxed answer. It is easy
-for a character-level model of a few million parameters, has answers in AIME's range 0-999, and its responses have
-the long right tail in length that makes rollouts expensive. The general-domain task edits text over the same
+The in-domain task is chained addition, `12+7+30=?`, worked step by step and closed with a boxed answer. A
+character-level model of a few million parameters learns it easily. Answers lie in AIME's range 0-999, and response
+lengths have the long right tail that makes rollouts expensive. The general-domain task edits text over the same
 characters.
 """
 
@@ -27,8 +27,8 @@ Row = dict[str, Any]
 
 MAX_ANSWER = 999
 Size = Annotated[Int, Field(ge=1, le=1_000_000), Fix("larger sets come from files")]
-_MAX_TRIES = 10_000  # without a problem that fits, or a new one
-_VALIDATION_SHARE = 16  # one problem in so many is kept for validation: the corpus never holds it
+_MAX_TRIES = 10_000  # samples in a row without a new problem that fits
+_VALIDATION_SHARE = 16  # one problem in so many is reserved for validation and never in the corpus
 _TEXT = (
     "a red fox ran over the old stone bridge while two small birds sang in tall green trees near our house and "
     "my friend reads books about ships stars rivers mountains music bread rain snow wind fire every quiet morning"
@@ -104,12 +104,12 @@ class Example:
 
 
 def pretraining_corpus(config: SyntheticConfig, *, workload: Workload, seed: int) -> Iterator[Example]:
-    """Endless noisy examples for pretraining the tiny policy; the same arguments give the same examples.
+    """Generate endless noisy examples for pretraining the tiny policy, a pure function of the arguments.
 
-    No validation problem is among them, whatever its seed. A direct response lists the steps; one of `rl_think`
-    works inside `<think>` … `</think>` and checks each step. Mistakes come at `noise_rate` a step, so a policy that
-    has learned the corpus well is still wrong at that rate when sampled at temperature 1. At `careless_rate` there is
-    no work at all and a wrong answer: what RL unlearns first, as it does with a base model's habits.
+    No validation problem is among them, whatever its seed. A direct response lists the steps; one of `rl_think` works
+    inside `<think>` … `</think>` and checks each step. Mistakes occur at `noise_rate` a step, so a well-trained policy
+    is wrong at that rate when sampled at temperature 1. At `careless_rate` the response has no work and a wrong
+    answer, a habit that RL unlearns first.
     """
     rng = random.Random(f"{seed}/corpus/{workload}")
     respond = _thinking_response if workload is Workload.RL_THINK else _direct_response
@@ -124,7 +124,7 @@ def pretraining_corpus(config: SyntheticConfig, *, workload: Workload, seed: int
 
 
 def dapo_rows(config: SyntheticConfig, *, split: Split, seed: int) -> list[Row]:
-    """Rows with the columns of DAPO-Math-17k; in the training split with copies, conflicting answers and leaks."""
+    """Rows with the columns of DAPO-Math-17k; the training split has copies, conflicting answers and leaks."""
     rng = random.Random(f"{seed}/{split}")
     if split != "train":
         chains = [_draw_terms(rng, config, validation=False) for _ in range(config.num_draft_rows)]
@@ -156,43 +156,33 @@ def aime_rows(config: SyntheticConfig, *, seed: int) -> list[Row]:
 
 
 def ultrachat_rows(config: SyntheticConfig, *, seed: int) -> list[Row]:
-    """Rows with the columns of HuggingFaceH4/ultrachat_200k, of the general domain."""
+    """General-domain rows with the columns of HuggingFaceH4/ultrachat_200k."""
     rng = random.Random(f"{seed}/ultrachat")
     rows: list[Row] = []
     for _ in range(config.num_draft_rows):
         example = _general_example(rng)
-        messages = [
-            {"role": "user", "content": example.problem},
-            {"role": "assistant", "content": example.response},
-        ]
+        turns = (("user", example.problem), ("assistant", example.response))
+        messages = [{"role": role, "content": said} for role, said in turns]
         prompt_id = hashlib.sha256(example.problem.encode()).hexdigest()
         rows.append({"prompt": example.problem, "prompt_id": prompt_id, "messages": messages})
     return rows
 
 
 def magpie_rows(config: SyntheticConfig, *, seed: int) -> list[Row]:
-    """Rows with the text columns of Magpie-Align/Magpie-Llama-3.1-Pro-300K-Filtered, of the general domain."""
+    """General-domain rows with the text columns of Magpie-Align/Magpie-Llama-3.1-Pro-300K-Filtered."""
     rng = random.Random(f"{seed}/magpie")
     rows: list[Row] = []
     for index in range(config.num_draft_rows):
         example = _general_example(rng)
-        conversations = [
-            {"from": "human", "value": example.problem},
-            {"from": "gpt", "value": example.response},
-        ]
-        rows.append(
-            {
-                "uuid": f"{index:08d}",
-                "instruction": example.problem,
-                "response": example.response,
-                "conversations": conversations,
-            }
-        )
+        turns = (("human", example.problem), ("gpt", example.response))
+        conversations = [{"from": role, "value": said} for role, said in turns]
+        asked = {"instruction": example.problem, "response": example.response}
+        rows.append({"uuid": f"{index:08d}", **asked, "conversations": conversations})
     return rows
 
 
 def write_split(config: SyntheticConfig, directory: Path, *, split: Split, seed: int) -> tuple[Path, ...]:
-    """Write the stand-ins for `split` as JSON Lines, one file a data set, and return their paths."""
+    """Write the stand-ins for `split` as JSON Lines, one file for each data set; returns their paths."""
     makers: dict[Split, dict[str, Callable[[], list[Row]]]] = {
         "train": {"dapo_math_17k": lambda: dapo_rows(config, split="train", seed=seed)},
         "draft_in_domain": {"dapo_math_17k": lambda: dapo_rows(config, split="draft_in_domain", seed=seed)},
@@ -212,7 +202,7 @@ def write_split(config: SyntheticConfig, directory: Path, *, split: Split, seed:
 
 
 def _draw_terms(rng: random.Random, config: SyntheticConfig, *, validation: bool) -> tuple[int, ...]:
-    """Signed terms whose running sums all lie in 0-999, from the share of problems that is (not) for validation."""
+    """Sample signed terms whose running sums lie in 0-999, reserved for validation or not."""
     counts = range(config.min_terms, config.max_terms + 1)
     num_terms = rng.choices(counts, [config.terms_decay**n for n in counts])[0]
     for _ in range(_MAX_TRIES):
@@ -269,7 +259,7 @@ def _problem(terms: tuple[int, ...]) -> str:
 
 
 def _noisy_sum(left: int, term: int, rng: random.Random, noise_rate: float) -> int:
-    """`left + term`, or with chance `noise_rate` the same with a carry forgotten or invented (10 off)."""
+    """Return `left + term`, at `noise_rate` off by 10 as if a carry were forgotten or invented."""
     exact = left + term
     if rng.random() >= noise_rate:
         return exact
@@ -288,7 +278,7 @@ def _direct_response(terms: tuple[int, ...], rng: random.Random, noise_rate: flo
 
 
 def _thinking_response(terms: tuple[int, ...], rng: random.Random, noise_rate: float) -> str:
-    """Each step is worked and then checked; where the two differ the check says `no` and the step is redone once."""
+    """Work and check each step; where they differ the check says `no`, and the step is redone once."""
     lines = []
     total = terms[0]
     for term in terms[1:]:

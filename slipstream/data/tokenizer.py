@@ -1,4 +1,4 @@
-"""The character-level tokenizer of the tiny policy, in the Hugging Face format that the engine and learner load."""
+"""Character-level tokenizer of the tiny policy, in the Hugging Face format that engine and learner load."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ CHARACTERS = "\n 0123456789abcdefghijklmnopqrstuvwxyz+-*/=^?.,:;'\\{}()"
 
 _TOKENS = (PAD, UNKNOWN, START, END, *ROLES, *THINK, *CHARACTERS)
 VOCAB_SIZE = len(_TOKENS)
-assert VOCAB_SIZE == 64  # what the tiny policy's embedding is made for, and the engine's own padding unit
+assert VOCAB_SIZE == 64  # size of the tiny policy's embedding, and the engine's padding unit
 
-# The layout of Qwen's template with each role as one token and no line breaks: five tokens around a problem.
+# Qwen's layout with one token a role and no line breaks: five tokens around a problem.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message.role not in ['system', 'user', 'assistant'] -%}"
@@ -32,14 +32,14 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
-    """One token a character; what is outside `CHARACTERS` becomes `<|unk|>`, one for each character.
+    """Build a tokenizer of one token a character; every character outside `CHARACTERS` becomes `<|unk|>`.
 
-    `<think>` and `</think>` are single tokens but not special ones: decoding keeps them, as Qwen3's does.
+    `<think>` and `</think>` are single tokens that decoding keeps, as Qwen3's are.
 
     Args:
-        max_length: tokens of the longest sequence that the model takes.
+        max_length: number of tokens of the model's longest sequence.
     """
-    from transformers import PreTrainedTokenizerFast  # takes a second, and most who read this module build none
+    from transformers import PreTrainedTokenizerFast  # takes a second, and most importers build no tokenizer
 
     vocabulary = {token: index for index, token in enumerate(_TOKENS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -61,5 +61,5 @@ def build_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
 
 
 def write_tokenizer(directory: Path, *, max_length: int) -> None:
-    """Write the tokenizer into `directory`, from where `AutoTokenizer.from_pretrained` reads it."""
+    """Write the tokenizer into `directory` for `AutoTokenizer.from_pretrained`."""
     build_tokenizer(max_length=max_length).save_pretrained(str(directory))

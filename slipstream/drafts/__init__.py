@@ -1,1 +1,1 @@
-"""Draft models: config, EAGLE-3 training, checks against the policy."""
+"""Draft models: methods, config, pretraining, online training, draft length, and checks against the policy."""

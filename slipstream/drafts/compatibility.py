@@ -1,4 +1,4 @@
-"""Checks that a draft fits its policy, from configs and file headers, before an engine starts."""
+"""Checks that a draft fits its policy, made from configs and file headers before an engine starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.methods import TRAITS, DraftMethod, Weights, require_package
+from slipstream.drafts.methods import TRAITS, DraftMethod, require_package
 
 _LAYER = "layers.0."
 _REQUIRED = (
@@ -25,20 +25,21 @@ _REQUIRED = (
 _OPTIONAL = ("d2t", "t2d", "embed_tokens.weight", *(f"{_LAYER}self_attn.{name}_norm.weight" for name in "qk"))
 _MTP_PREFIX = "model.mtp_layers."
 _WEIGHTS = "*.safetensors"
-_NUM_NAMED = 5  # of the words that differ
+_NUM_NAMED = 5  # words that an error names
 
 
 def require_fit(config: DraftConfig, policy: Path, draft: Path | None, *, max_model_len: int) -> None:
-    """Refuse a draft that vLLM would load wrongly, or late.
+    """Reject a draft that vLLM would load wrongly, or would reject only when it starts.
 
     Args:
         draft: directory of the draft; None where the method has no weights of its own.
     Raises:
-        ConfigError: see `check_draft`, `check_mtp` and `check_draft_model`; or the method's package is not installed.
+        ConfigError: the draft does not fit (`check_draft`, `check_mtp`, `check_draft_model`), or the method's package
+            is not installed.
     """
     require_package(config.method)
-    if TRAITS[config.method].weights is not Weights.OWN:
-        return  # nothing is loaded
+    if not TRAITS[config.method].has_weights:
+        return  # the method has no weights of its own
     assert draft is not None
     match config.method:
         case DraftMethod.EAGLE3:
@@ -50,13 +51,13 @@ def require_fit(config: DraftConfig, policy: Path, draft: Path | None, *, max_mo
 
 
 def check_draft(policy: Path, draft: Path, *, max_model_len: int) -> None:
-    """Refuse an EAGLE-3 draft that vLLM would load wrongly, or late.
+    """Reject an EAGLE-3 draft that vLLM would load wrongly, or would reject only when it starts.
 
     Raises:
         ConfigError: hidden size, vocabulary, auxiliary layers or positions do not fit; a tensor is missing or extra;
             or head or embeddings equal the policy's, so that vLLM would share them.
     """
-    policy_config, draft_config = _config(policy, "policy.model"), _config(draft, "draft")
+    policy_config, draft_config = read_config(policy, "policy.model"), read_config(draft, "draft")
     layer = draft_config.get("transformer_layer_config")
     require(isinstance(layer, dict), "draft", "must be an EAGLE-3 draft as speculators saves it", str(draft))
     assert isinstance(layer, dict)
@@ -88,7 +89,7 @@ def _check_tensors(policy: Path, draft: Path, *, hidden: int, num_aux: int, draf
             ("lm_head.weight", (draft_vocab, hidden), f"[draft_vocab_size {draft_vocab}, {hidden}]"),
             ("d2t", (draft_vocab,), f"[{draft_vocab}]"),
         ):
-            found = tuple(file.get_slice(name).get_shape()) if name in names else shape  # `d2t` may be left out
+            found = tuple(file.get_slice(name).get_shape()) if name in names else shape  # `d2t` is optional
             require(found == shape, f"draft {name}", f"must be {rule}", found)
         for name, ours in (("lm_head.weight", "lm_head.weight"), ("embed_tokens.weight", "model.embed_tokens.weight")):
             if name in names:
@@ -96,7 +97,7 @@ def _check_tensors(policy: Path, draft: Path, *, hidden: int, num_aux: int, draf
 
 
 def _check_vocabulary_maps(path: Path, *, vocab: int, draft_vocab: int) -> None:
-    """`d2t` holds, for each draft id, the policy's id minus the draft id; `t2d` marks the policy's ids that it has."""
+    """Check `d2t` (policy id minus draft id, by draft id) and `t2d` (flag by policy id) against each other."""
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
         maps = {name: file.get_tensor(name).tolist() for name in ("d2t", "t2d") if name in names}
@@ -125,21 +126,26 @@ def _check_not_shared(policy: Path, policy_name: str, name: str, tensor: Any) ->
             require(not same, f"draft {name}", "must differ from the policy's", "equal", fix + "overwrites the policy")
 
 
-def _config(path: Path, field: str) -> dict[str, Any]:
+def read_config(path: Path, field: str) -> dict[str, Any]:
+    """Read the config of a model directory.
+
+    Raises:
+        ConfigError: there is no config.json; the error names `field`.
+    """
     file = path / "config.json"
     require(file.is_file(), field, "must be a model directory with a config.json", str(path))
     return json.loads(file.read_text())
 
 
 def check_draft_model(policy: Path, draft: Path, *, max_model_len: int, field: str = "draft") -> None:
-    """Refuse a model that cannot draft for this policy.
+    """Reject a model that cannot draft for this policy.
 
     Args:
         field: what an error calls the draft.
     Raises:
         ConfigError: no model or no weights, another vocabulary, or positions that end before the longest sequence.
     """
-    ours, theirs = _config(policy, "policy.model"), _config(draft, field)
+    ours, theirs = read_config(policy, "policy.model"), read_config(draft, field)
     require(any(draft.glob(_WEIGHTS)), field, f"must have weights in {_WEIGHTS} files", str(draft))
     vocab, fix = ours["vocab_size"], "its tokens would stand for other ones of the policy's"
     found = theirs.get("vocab_size")
@@ -153,7 +159,7 @@ def check_draft_model(policy: Path, draft: Path, *, max_model_len: int, field: s
 
 
 def _differing_words(policy: Path, draft: Path) -> list[str]:
-    """Some words whose ids differ; none where one of the two has no tokenizer file to compare."""
+    """Return some words whose ids differ; empty where either model has no readable tokenizer file."""
     ours, theirs = _words(policy), _words(draft)
     if not ours or not theirs:
         return []
@@ -161,7 +167,7 @@ def _differing_words(policy: Path, draft: Path) -> list[str]:
 
 
 def _words(model: Path) -> dict[str, int]:
-    """Id by word, of a fast tokenizer's file; empty without one, or where its words have no table."""
+    """Read the ids of a fast tokenizer's words; empty without a tokenizer file or without a word table."""
     path = model / "tokenizer.json"
     if not path.is_file():
         return {}
@@ -172,7 +178,7 @@ def _words(model: Path) -> dict[str, int]:
 
 
 def check_mtp(policy: Path, draft: Path) -> None:
-    """Refuse a directory that is not the MTP layer of this policy.
+    """Reject a directory that does not hold the MTP layer of this policy.
 
     Raises:
         ConfigError: the policy has no such layer, or the draft's tensors are others or of another shape.
@@ -186,7 +192,7 @@ def check_mtp(policy: Path, draft: Path) -> None:
 
 
 def _shapes(path: Path) -> dict[str, list[int]]:
-    """Of the MTP layer's tensors in a directory, which may hold more."""
+    """Read the shapes of the MTP layer's tensors; other tensors in the directory are ignored."""
     shapes = {}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:

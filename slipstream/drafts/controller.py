@@ -1,18 +1,18 @@
-"""Is it worth training the draft in this step? Seconds lost for want of training against seconds that training costs.
+"""Decision of each step on training the draft: seconds lost by a stale draft against seconds that training costs.
 
-A policy that learns moves away from its draft, which is then accepted less. With the same tokens to generate, the
-number of verify iterations is inverse to the acceptance length, so a step whose length is below the reachable one loses
+A draft falls behind a policy that learns, and is accepted less. For the same tokens, the number of verify iterations is
+inverse to the acceptance length, so a step below the reachable length loses
 
     generation_s x (1 - length / reachable length)
 
-seconds; what counting noise explains is no loss. A training is due once the seconds that were lost since earlier
-trainings come to what one training takes, and it takes them off. So a run spends on trainings what it loses for want of
-them, which is least in sum: where each training brings back a share r of the loss, a policy that moves by d a step
-leaves a loss of g = d / (f r) at f trainings a step, and f x cost_s + generation_s x g is least where both terms are
-equal, whatever r is. A draft that no training improves costs at most what it loses. A training that cannot save its
-cost in the steps that are left is left out.
+seconds. A deviation that counting noise explains is no loss. Training is due once the seconds lost since earlier
+trainings reach the cost of one training, which is then subtracted. A run so spends on training what it loses without
+it, which minimises the sum. For if each training recovers a share r of the loss, a policy that moves by d a step leaves
+a loss of g = d / (f r) at f trainings a step. The sum f x cost_s + generation_s x g is least where both terms are
+equal, whatever r is. A draft that training does not improve costs at most what it loses. Training that cannot save its
+cost in the remaining steps is skipped.
 
-All of it is a pure function of the steps' records, so a resumed run decides as an uninterrupted one.
+The decision is a pure function of the steps' records, so a resumed run decides like an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from dataclasses import dataclass, replace
 from slipstream.engine.acceptance import combine, sampling_deviation
 from slipstream.records.steps import AcceptanceStats, DraftDecision
 
-_WINDOW = 3  # steps whose acceptance counts as the present one
+_WINDOW = 3  # latest steps, whose acceptance is the present one
 _NUM_DEVIATIONS = 2.0
 _NUM_COSTS = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Staleness:
-    """What is known of a draft after some steps.
+    """State of a draft after some steps.
 
     Attributes:
-        reference: mean acceptance length that the draft can reach, as far as is known; None: nothing is known yet.
-        recent: acceptance of the last steps.
+        reference: highest mean acceptance length that the draft has reached; None before the first drafts.
+        recent: acceptance of the latest steps.
         costs_s: seconds of each training.
-        lost_s: seconds of generation lost since earlier trainings, less what these took.
+        lost_s: seconds of generation lost since earlier trainings, minus what those trainings took.
     """
 
     reference: float | None = None
@@ -46,12 +46,12 @@ class Staleness:
 
     @property
     def length(self) -> float:
-        """Mean acceptance length of the last steps together; 1 where nothing was drafted."""
+        """Mean acceptance length over the latest steps; 1 where nothing was drafted."""
         return combine(self.recent).mean_acceptance_length if self.recent else 1.0
 
     @property
     def lost(self) -> float:
-        """Share of generation that goes because the draft is not what it can be; what chance explains is none."""
+        """Fraction of generation that is lost because the draft is stale; counting noise is no loss."""
         if self.reference is None or not self.recent:
             return 0.0
         noise = _NUM_DEVIATIONS * sampling_deviation(combine(self.recent))
@@ -59,11 +59,11 @@ class Staleness:
 
     @property
     def cost_s(self) -> float | None:
-        """Median of the last trainings, but the first, which pays for cold caches; None: not measured yet."""
+        """Median seconds of the latest trainings, without the first, which fills caches; None before the second."""
         return statistics.median(self.costs_s[1:][-_NUM_COSTS:]) if len(self.costs_s) > 1 else None
 
     def observed(self, acceptance: AcceptanceStats | None, generation_s: float) -> Staleness:
-        """After the rollouts of another step, which took so long; None, or no drafts, tell nothing."""
+        """Return the state after a step's rollouts; a step without drafts changes nothing."""
         if acceptance is None or acceptance.num_drafts == 0:
             return self
         seen = replace(self, recent=(*self.recent, acceptance)[-_WINDOW:])
@@ -71,18 +71,18 @@ class Staleness:
         return replace(seen, lost_s=seen.lost_s + generation_s * seen.lost)
 
     def trained(self, training_s: float) -> Staleness:
-        """After the same step trained the draft, which took so many seconds."""
+        """Return the state after the same step trained the draft for `training_s`."""
         seen = replace(self, costs_s=(*self.costs_s, training_s))
-        # What is left over counts for the next one, but for no more than that.
+        # A loss above the cost counts towards the next training, up to one training's cost.
         cost_s = seen.cost_s or 0.0
         return replace(seen, lost_s=min(max(0.0, self.lost_s - cost_s), cost_s))
 
     def decide(self, *, generation_s: float, horizon_steps: int) -> DraftDecision:
-        """Decide whether to train the draft now.
+        """Decide whether this step trains the draft.
 
         Args:
-            generation_s: of the last step.
-            horizon_steps: for which a training is expected to last; 0: no step is left.
+            generation_s: generation time of the latest step.
+            horizon_steps: number of steps for which a training is expected to help; 0 where no step is left.
         """
         cost_s = self.cost_s or 0.0
         saved_s = horizon_steps * generation_s * self.lost

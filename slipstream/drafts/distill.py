@@ -1,7 +1,7 @@
-"""A small language model as draft: one that lies somewhere, or one that the policy's own responses teach.
+"""A small language model as draft, either given or trained on the policy's own responses.
 
-Sequence-level distillation (arXiv 1606.07947): the student learns, as text, what the teacher has sampled. Resumable as
-the training on hidden states is: each batch is a pure function of the seed and the step.
+Training is sequence-level distillation (arXiv 1606.07947): the student learns the teacher's sampled text. A batch is a
+pure function of seed and step, so training resumes exactly.
 """
 
 from __future__ import annotations
@@ -33,32 +33,28 @@ _WEIGHTS = "*.safetensors"
 
 
 class SmallLearner(Protocol):
-    """A learner that holds the small model, as far as its training needs it."""
+    """The part of a learner that trains the small model."""
 
     def lm_step(
         self, sequences: Sequence[Sequence[int]], loss_starts: Sequence[int], *, learning_rate: float | None = None
     ) -> float:
-        """One update on the next-token loss; returns the mean loss a learned token."""
-        ...
+        """Update on the next-token loss; returns the mean loss of a learned token."""
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write what resumed training needs; may go on in the background."""
-        ...
+        """Write the state of training, possibly in the background."""
 
     def finish_checkpoint(self) -> None:
-        """Wait until it is written."""
-        ...
+        """Wait until the latest checkpoint is written."""
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        """Restore it; returns its `extra`."""
-        ...
+        """Restore a checkpoint; returns its `extra`."""
 
 
 def link_draft_model(config: DraftConfig, policy: Path, directory: Path, *, max_model_len: int) -> int:
-    """Check the model that `draft.model` names, and lay links to its files into `directory`; its parameters.
+    """Check the model that `draft.model` names and link its files into `directory`; returns its parameter count.
 
     Raises:
-        ConfigError: there is no such model, or see `check_draft_model`.
+        ConfigError: there is no such model, or it cannot draft for the policy (`check_draft_model`).
     """
     assert config.model is not None
     source = locate(config.model, ("*.json", "tokenizer*", _WEIGHTS), field="draft.model")
@@ -72,7 +68,7 @@ def link_draft_model(config: DraftConfig, policy: Path, directory: Path, *, max_
 
 
 def num_parameters(model: Path) -> int:
-    """Elements of all tensors in a model directory."""
+    """Count the elements of all tensors in a model directory."""
     total = 0
     for path in model.glob(_WEIGHTS):
         with safe_open(path, framework="pt") as file:
@@ -81,7 +77,7 @@ def num_parameters(model: Path) -> int:
 
 
 def scratch_model(config: DraftConfig, policy: Path) -> tuple[ScratchConfig, int, int]:
-    """The small Qwen3 that `draft.scratch` describes, and the policy's vocabulary and end of a sequence."""
+    """Return the Qwen3 that `draft.scratch` describes, and the policy's vocabulary size and end-of-sequence id."""
     ours = json.loads((policy / "config.json").read_text())
     eos = ours["eos_token_id"]
     scratch = ScratchConfig(
@@ -105,10 +101,10 @@ def distill(
     checkpoint: Path,
     on_step: Callable[[int, float], None],
 ) -> list[float]:
-    """Train to the last step, from the checkpoint of an earlier attempt if there is one; the loss of every step.
+    """Train to the last step, from the newest checkpoint if there is one; returns the loss of every step.
 
     Args:
-        learner: that holds `scratch`, with random weights.
+        learner: learner that holds `scratch` with random weights.
     """
     losses, saved = _resumed(learner, checkpoint)
 
@@ -117,7 +113,7 @@ def distill(
         return learner.lm_step(batch.token_ids, batch.prompt_lengths, learning_rate=learning_rate_at(step, scratch))
 
     def save(losses: list[float]) -> None:
-        """Write a checkpoint, then drop the one before it."""
+        """Write a checkpoint, then remove the previous one."""
         nonlocal saved
         path = step_directory(checkpoint, len(losses))
         learner.save_checkpoint(path, {_LOSSES: list(losses)})
@@ -130,28 +126,28 @@ def distill(
 
 
 def num_distilled(checkpoint: Path) -> int:
-    """How many steps an earlier attempt left in `checkpoint`."""
+    """Return the number of steps that an earlier attempt completed."""
     found, _ = step_directories(checkpoint)
     return (step_of(found[-1]) or 0) if found else 0
 
 
 def _resumed(learner: SmallLearner, checkpoint: Path) -> tuple[list[float], Path | None]:
-    """Restore the newest whole checkpoint, if an earlier attempt left one; the losses up to it, and where it lies.
+    """Restore the newest whole checkpoint; returns the losses up to it and its path, or no losses and None.
 
     Raises:
-        CheckpointError: there are checkpoints, and all are damaged.
+        CheckpointError: all checkpoints are damaged.
     """
     damaged: list[CheckpointError] = []
     for path in reversed(step_directories(checkpoint)[0]):
         try:
             losses = list(learner.load_checkpoint(path)[_LOSSES])
         except FileNotFoundError:
-            logger.warning("pretrain_draft: %s is no checkpoint, and is left alone", path)
+            logger.warning("pretrain_draft: %s is not a checkpoint and is skipped", path)
         except CheckpointError as error:
             damaged.append(error)
-            logger.error("pretrain_draft: %s; trying the one before it", error)
+            logger.error("pretrain_draft: %s; trying the previous one", error)
         else:
-            logger.info("pretrain_draft: going on from step %d", len(losses))
+            logger.info("pretrain_draft: resuming at step %d", len(losses))
             return losses, path
     if damaged:
         raise CheckpointError(f"{damaged[0]}; remove {checkpoint} to train the draft anew") from damaged[0]
@@ -161,14 +157,15 @@ def _resumed(learner: SmallLearner, checkpoint: Path) -> tuple[list[float], Path
 def heldout_acceptance(
     policy: Sequence[NDArray[np.float32]], draft: Sequence[NDArray[np.float32]], *, num_tokens: int
 ) -> DraftProgress:
-    """How much of a draft of `num_tokens` the policy accepts, from responses that the policy sampled.
+    """Estimate the policy's acceptance of drafts of `num_tokens`, from held-out responses that the policy sampled.
 
-    A draft token is accepted with probability sum_v min(p(v), q(v)) of policy and draft, which is the mean over the
-    policy's own tokens of min(1, q / p); of several in a row it is the mean of the product. The first draft follows a
-    response's first token, and a window lies within one response.
+    The probability of accepting a draft token is sum_v min(p(v), q(v)) of policy and draft. It equals the mean of
+    min(1, q / p) over the policy's own tokens, and for several tokens the mean of the product. The first draft
+    follows a response's first token, and a window lies within one response.
 
     Args:
-        policy: logprobs of each response's tokens at the sampling temperature; `draft`: of the same tokens.
+        policy: logprobs of each response's tokens at the sampling temperature.
+        draft: the draft's logprobs of the same tokens.
     Raises:
         ConfigError: no response is long enough.
     """

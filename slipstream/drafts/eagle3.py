@@ -1,17 +1,15 @@
-"""A one-layer EAGLE-3 draft of a policy, through speculators: built, read and saved as vLLM loads it.
+"""Build, read, convert and save one-layer EAGLE-3 drafts through speculators, in the format that vLLM loads.
 
-Drafts that somebody else has trained come in two formats. speculators nests the layer's config under
-`transformer_layer_config`; the original one (github.com/SafeAILab/EAGLE) has the config of a Llama whose architecture
-is `LlamaForCausalLMEagle3`, and calls the layer `midlayer`. vLLM loads both (`model_executor/models/llama_eagle3.py`);
-what is trained and refitted here is the first.
+Pretrained drafts come in two formats. speculators nests the layer's config under `transformer_layer_config`. The
+original format (github.com/SafeAILab/EAGLE) has the config of a Llama with architecture `LlamaForCausalLMEagle3`, and
+calls the layer `midlayer`. vLLM loads both (`model_executor/models/llama_eagle3.py`). Slipstream trains and refits the
+format of speculators, and converts the other one.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,11 +25,12 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from slipstream.config import require
-from slipstream.drafts.compatibility import check_draft
+from slipstream.drafts.compatibility import check_draft, read_config
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.passes import ATTENTION
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.policy_source import locate
+from slipstream.storage import replaced_directory
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +53,9 @@ _NOT_OF_A_LAYER = (
     "transformers_version",
 )
 
-# Frozen copies of the policy's own: vLLM takes the policy's embeddings when the draft brings none, and the verifier
-# parts serve training alone. A draft with the policy's embeddings or head would be made to share the policy's modules,
-# and refitting it would then overwrite the policy.
+# Frozen copies of the policy's tensors. vLLM takes the policy's embeddings where the draft has none, and only training
+# needs the verifier's. A saved draft with the policy's embeddings or head would share the policy's modules in vLLM, and
+# a refit of the draft would overwrite the policy.
 _NOT_SAVED = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 _HEAD_NOISE = 0.02
 _LAYER_FIELDS = (
@@ -76,10 +75,10 @@ _LAYER_FIELDS = (
 
 
 def build_draft(policy: Path, config: DraftConfig, *, token_ids: Sequence[int] | None = None) -> Eagle3DraftModel:
-    """A fresh draft: random layer, and an output head near the policy's (never equal to it).
+    """Build a fresh draft with a random layer and an output head near, but never equal to, the policy's.
 
     Args:
-        token_ids: of the policy's vocabulary those that the draft knows, ascending; None: all.
+        token_ids: ids of the policy's vocabulary that the draft knows, ascending; None keeps all.
     """
     layer = _layer_config(policy)
     t2d, d2t = (None, None) if token_ids is None else vocabulary_maps(token_ids, layer.vocab_size)
@@ -94,7 +93,7 @@ def build_draft(policy: Path, config: DraftConfig, *, token_ids: Sequence[int] |
             ttt_steps=config.ttt_steps,
             verifier_name_or_path=str(policy),
             target_layer_ids=list(config.aux_hidden_state_layer_ids),
-            draft_attn_impl="sdpa",  # the default, flex attention, needs a GPU
+            draft_attn_impl="sdpa",  # the default, flex attention, requires a GPU
         ).float()
         noise = torch.randn_like(model.lm_head.weight) * model.lm_head.weight.std() * _HEAD_NOISE
     model.lm_head.weight.data.add_(noise)
@@ -102,7 +101,7 @@ def build_draft(policy: Path, config: DraftConfig, *, token_ids: Sequence[int] |
 
 
 def vocabulary_maps(token_ids: Sequence[int], vocab_size: int) -> tuple[Tensor, Tensor]:
-    """`t2d` [vocabulary] marks `token_ids`; `d2t` [draft vocabulary] is what to add to a draft's id to get them."""
+    """Return `t2d` [vocabulary], which flags `token_ids`, and `d2t` [draft vocabulary], policy id minus draft id."""
     ids = torch.tensor(token_ids)
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[ids] = True
@@ -110,10 +109,10 @@ def vocabulary_maps(token_ids: Sequence[int], vocab_size: int) -> tuple[Tensor, 
 
 
 def load_draft(draft: Path, policy: Path, config: DraftConfig) -> Eagle3DraftModel:
-    """The draft that was saved in the directory `draft`, to be trained further for `policy`.
+    """Load the saved draft in the directory `draft` to train it further for `policy`.
 
     Raises:
-        ConfigError: it is no EAGLE-3 draft, or reads other layers of the policy than `config` names.
+        ConfigError: the directory holds no EAGLE-3 draft, or the draft reads other layers than `config` names.
     """
     saved = _saved_config(draft, config)
     saved["transformer_layer_config"]["_attn_implementation"] = "sdpa"
@@ -130,10 +129,8 @@ def load_draft(draft: Path, policy: Path, config: DraftConfig) -> Eagle3DraftMod
 
 
 def _saved_config(draft: Path, config: DraftConfig) -> dict[str, Any]:
-    """The config of a saved draft, which reads the layers that `config` names."""
-    file = draft / "config.json"
-    require(file.is_file(), "draft", "must be a model directory with a config.json", str(draft))
-    saved = json.loads(file.read_text())
+    """Read the config of a saved draft and check that it reads the layers that `config` names."""
+    saved = read_config(draft, "draft")
     is_eagle3 = saved.get("speculators_model_type") == "eagle3"
     require(is_eagle3, "draft", "must be an EAGLE-3 draft as speculators saves it", str(draft))
     ids, wanted = saved["eagle_aux_hidden_state_layer_ids"], list(config.aux_hidden_state_layer_ids)
@@ -143,7 +140,7 @@ def _saved_config(draft: Path, config: DraftConfig) -> dict[str, Any]:
 
 def _trainable(model: Eagle3DraftModel) -> Eagle3DraftModel:
     model.lm_head.weight.requires_grad_(True)
-    # The learner hands over what the output layer sees, after the final norm: speculators would apply it once more.
+    # The learner's states are already past the final norm, which speculators would apply once more.
     model.verifier_norm = torch.nn.Identity()
     (layer,) = model.layers
     layer.self_attn.config._attn_implementation = ATTENTION
@@ -151,9 +148,9 @@ def _trainable(model: Eagle3DraftModel) -> Eagle3DraftModel:
 
 
 def _layer_config(policy: Path) -> PretrainedConfig:
-    """One layer of the policy; of a mixture of experts a dense one, as wide as the experts of a token together.
+    """Config of one decoder layer of the policy; for a mixture of experts a dense layer as wide as a token's experts.
 
-    Source: of the width, the drafts of EAGLE-3 (arXiv 2503.01840), which are dense layers.
+    Source: EAGLE-3 (arXiv 2503.01840), whose drafts are dense layers.
     """
     layer = AutoConfig.from_pretrained(policy)
     if layer.model_type == "qwen3_moe":
@@ -165,77 +162,71 @@ def _layer_config(policy: Path) -> PretrainedConfig:
 
 
 def draft_ids(model: Eagle3DraftModel) -> Tensor:
-    """[D] the policy's token that each token of a cut vocabulary stands for."""
+    """[D] policy id of each token of a cut draft vocabulary."""
     assert model.d2t is not None, "the draft knows the whole vocabulary"
     return torch.arange(len(model.d2t), device=model.d2t.device) + model.d2t
 
 
 def policy_head(policy: Path) -> Tensor:
-    """[vocabulary, H] float32, the policy's output layer."""
-    names = ("lm_head.weight", "model.embed_tokens.weight")  # tied, it is the embeddings
+    """[vocabulary, H] float32 output layer of the policy."""
+    names = ("lm_head.weight", "model.embed_tokens.weight")  # tied embeddings are the output layer
     found = load_model_layers(list(names), str(policy))
     return next(found[name] for name in names if name in found).float()
 
 
 def draft_tensors(model: Eagle3DraftModel) -> dict[str, Tensor]:
-    """The draft's tensors under the names that vLLM loads."""
+    """Return the draft's tensors under the names that vLLM loads."""
     return {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items() if name not in _NOT_SAVED}
 
 
 def save_draft(model: Eagle3DraftModel, path: Path) -> None:
-    """Write config and weights to the directory `path`, whole or not at all."""
+    """Write config and weights to the directory `path` atomically."""
     write_draft(model.config, draft_tensors(model), path)
 
 
 def write_draft(settings: Eagle3SpeculatorConfig, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a draft as vLLM loads it to the directory `path`, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    """Write a draft in the format that vLLM loads to the directory `path` atomically."""
     config = settings.to_dict()
     config.pop("auto_map", None)
     config["architectures"] = ["Eagle3DraftModel"]
-    (temporary / "config.json").write_text(json.dumps(config, indent=1, default=str))
     on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(on_host, temporary / "model.safetensors", metadata={"format": "pt"})
-    shutil.rmtree(path, ignore_errors=True)
-    temporary.replace(path)
+    with replaced_directory(path) as partial:
+        (partial / "config.json").write_text(json.dumps(config, indent=1, default=str))
+        save_file(on_host, partial / "model.safetensors", metadata={"format": "pt"})
 
 
 def bring_draft(config: DraftConfig, policy: Path, directory: Path, *, max_model_len: int) -> None:
-    """Write the draft that `draft.model` names to `directory`, as it is trained and loaded here; no weight changes.
+    """Convert the pretrained draft that `draft.model` names into `directory`; no weight changes.
 
     Raises:
-        ConfigError: there is no such draft, it is in no known format, it reads other layers than
-            `draft.aux_hidden_state_layer_ids`, it has embeddings of its own, or it does not fit the policy, see
-            `check_draft`.
+        ConfigError: there is no such draft, its format is unknown, it reads other layers than
+            `draft.aux_hidden_state_layer_ids`, it has embeddings of its own, or it does not fit the policy
+            (`check_draft`).
     """
     assert config.model is not None
     source = locate(config.model, ("*.json", _WEIGHTS), field=_FIELD)
-    settings, tensors = _settings(source, config.model), _tensors(source, config.model)
+    settings, tensors = read_config(source, _FIELD), _tensors(source, config.model)
     architecture = Architecture.from_hf(policy)
     if "speculators_model_type" in settings:
-        ours = _of_speculators(settings, config.model)
+        kind = settings["speculators_model_type"]
+        require(kind == "eagle3", _FIELD, "must be an EAGLE-3 draft", f"{config.model}: {kind}")
+        ours = Eagle3SpeculatorConfig.model_validate(settings)
     else:
         ours = _of_original(settings, config.model, policy, architecture, num_tokens=config.ttt_steps)
     if not ours.eagle_aux_hidden_state_layer_ids:
-        ours.eagle_aux_hidden_state_layer_ids = list(_default_layers(architecture.num_layers))
+        num = architecture.num_layers  # the default layers of vLLM's `get_eagle3_default_aux_hidden_state_layers`
+        ours.eagle_aux_hidden_state_layer_ids = [2, num // 2, num - 3]
     ours.speculators_config.verifier = VerifierConfig.from_pretrained(str(policy))
     ids, wanted = ours.eagle_aux_hidden_state_layer_ids, list(config.aux_hidden_state_layer_ids)
     fix = f"set it to {ids}"
     require(ids == wanted, "draft.aux_hidden_state_layer_ids", f"must be the layers that {_FIELD} reads", wanted, fix)
     write_draft(ours, _without_embeddings(_with_both_maps(tensors, architecture.vocab_size), policy), directory)
     check_draft(policy, directory, max_model_len=max_model_len)
-    logger.info("draft of %s: %d tensors, vocabulary of %d tokens", config.model, len(tensors), ours.draft_vocab_size)
-
-
-def _settings(source: Path, model: str) -> dict[str, Any]:
-    file = source / "config.json"
-    require(file.is_file(), _FIELD, "must have a config.json", model)
-    return json.loads(file.read_text())
+    logger.info("draft %s: %d tensors, a vocabulary of %d tokens", config.model, len(tensors), ours.draft_vocab_size)
 
 
 def _tensors(source: Path, model: str) -> dict[str, Tensor]:
-    """All tensors, under the names of speculators."""
+    """Read all tensors under the names of speculators."""
     files = sorted(source.glob(_WEIGHTS))
     fix = "other formats are not read, for they can run code: convert the file with safetensors first"
     require(bool(files), _FIELD, f"must have weights in {_WEIGHTS} files", model, fix)
@@ -243,12 +234,6 @@ def _tensors(source: Path, model: str) -> dict[str, Tensor]:
     for file in files:
         found |= load_file(file)
     return {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in found.items()}
-
-
-def _of_speculators(settings: Mapping[str, Any], model: str) -> Eagle3SpeculatorConfig:
-    kind = settings["speculators_model_type"]
-    require(kind == "eagle3", _FIELD, "must be an EAGLE-3 draft", f"{model}: {kind}")
-    return Eagle3SpeculatorConfig.model_validate(dict(settings))
 
 
 def _of_original(
@@ -260,7 +245,7 @@ def _of_original(
     layer = LlamaConfig(**{name: value for name, value in settings.items() if name not in _NOT_OF_A_LAYER})
     layer.vocab_size = settings.get("target_vocab_size", architecture.vocab_size)
     if not settings.get("rope_scaling"):
-        # These positions are only how far tables reach: many drafts say 2,048, and would be clamped there.
+        # These positions only size tables: many drafts say 2,048 and would be clamped there.
         layer.max_position_embeddings = max(layer.max_position_embeddings, architecture.max_position_embeddings)
     eagle = settings.get("eagle_config") or {}
     return Eagle3SpeculatorConfig(
@@ -281,23 +266,18 @@ def _of_original(
     )
 
 
-def _default_layers(num_layers: int) -> tuple[int, int, int]:
-    """Layers of a draft that names none. Source: vLLM's `get_eagle3_default_aux_hidden_state_layers`."""
-    return 2, num_layers // 2, num_layers - 3
-
-
 def _with_both_maps(tensors: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
-    """`t2d` follows from `d2t`; training needs both."""
+    """Derive `t2d` from `d2t` where it is missing, for training needs both."""
     d2t = tensors.get("d2t")
     if d2t is None or "t2d" in tensors:
         return tensors
     ids = d2t + torch.arange(len(d2t))
-    known = ids[(ids >= 0) & (ids < vocab_size)]  # others are for `check_draft` to refuse
+    known = ids[(ids >= 0) & (ids < vocab_size)]  # `check_draft` rejects the others
     return {**tensors, "t2d": vocabulary_maps(known.tolist(), vocab_size)[0]}
 
 
 def _without_embeddings(tensors: dict[str, Tensor], policy: Path) -> dict[str, Tensor]:
-    """A copy of the policy's embeddings goes: vLLM takes the policy's own, which a refit moves."""
+    """Drop a copy of the policy's embeddings: vLLM uses the policy's own, which a refit updates."""
     own = tensors.get(_EMBEDDINGS)
     if own is None:
         return tensors

@@ -1,4 +1,4 @@
-"""Drafts as one rank of the learner trains them: before RL on chats that it holds, or beside the policy."""
+"""Draft training in one learner rank, either before RL on stored chats or beside the policy during RL."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ _TENSORS, _STATE = "draft.safetensors", "draft.json"
 
 Sequences = Sequence[Sequence[int]]
 IndexedChats = tuple[Sequence[int], Ragged, Sequence[int]]
-"""A part of some chats: their indices in the whole, their tokens, and where each response begins."""
+"""This rank's chats: their indices among all chats, their tokens, and their prompt lengths."""
 
 States = Sequence[tuple["Tensor", "Tensor"]]
-"""For each sequence of T tokens the auxiliary hidden states [T, AH] and what the output layer sees [T, H]."""
+"""For each sequence of T tokens the auxiliary hidden states [T, AH] and the input of the output layer [T, H]."""
 
 Chats = tuple[Sequences, Sequence[int], States]
-"""Tokens of chats, where each response begins, and the policy's hidden states."""
+"""Chats: their tokens, their prompt lengths, and the policy's hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldChats:
-    """This rank's share of what the draft trains on; without `states` they are computed at each step."""
+    """This rank's share of the training chats; without `states` each step computes them again."""
 
-    places: Mapping[int, int]  # in what follows, by the index in the whole
+    places: Mapping[int, int]  # position in the fields below, by index among all chats
     sequences: Sequences
     prompt_lengths: Sequence[int]
     states: States | None
 
     @classmethod
     def of(cls, part: IndexedChats, policy: MegatronPolicy, config: DraftConfig) -> HeldChats:
-        """Take a share.
+        """Hold a share of the chats, with their hidden states if these fit `draft.states_cache_gib`.
 
-        States that fit the cache are captured here, in one order: a resumed training computes the same bits again.
+        States are computed in one fixed order, so a resumed training gets the same bits.
         """
         indices, sequences, prompt_lengths = part
         layers = layer_ids(policy, config)
@@ -62,7 +62,7 @@ class HeldChats:
         return cls(places, sequences, prompt_lengths, states)
 
     def mine(self, indices: Sequence[int], policy: MegatronPolicy, config: DraftConfig) -> Chats:
-        """Those of the chats with these indices in the whole that this rank holds, with their states."""
+        """Return this rank's chats among those with the given indices, with their states."""
         places = [self.places[index] for index in indices if index in self.places]
         sequences, lengths = [self.sequences[at] for at in places], [self.prompt_lengths[at] for at in places]
         if self.states is None:
@@ -71,51 +71,51 @@ class HeldChats:
 
 
 def layer_ids(policy: MegatronPolicy, config: DraftConfig) -> tuple[int, ...]:
-    """Layers of the policy whose states the draft reads."""
+    """Return the layers of the policy whose states the draft reads."""
     return policy.architecture.mtp_layer_ids if config.method is DraftMethod.MTP else config.aux_hidden_state_layer_ids
 
 
 class LearnerDraft(ABC):
-    """A draft that learns from the states that the policy left behind; every rank calls each method.
+    """A draft that trains on the policy's detached hidden states; every rank calls each method.
 
-    It never sees the policy's graph, so no gradient can reach the policy.
+    The draft never sees the policy's graph, so no gradient reaches the policy.
 
     Attributes:
-        num_warmup_updates: of training beside the policy, over which the learning rate rises.
-        reads_last_token: the last token of a sequence, after which nothing was computed, has a draft that counts.
+        num_warmup_updates: online updates over which the learning rate rises.
+        reads_last_token: True if training uses the last token of a sequence, after which there is no state.
     """
 
     num_warmup_updates = 1
     reads_last_token = False
 
     def __init__(self, config: DraftConfig, *, is_online: bool, writes: bool) -> None:
-        """Begin.
+        """Set the mode of training.
 
         Args:
-            is_online: it learns beside the policy, by the `draft.online_` fields.
-            writes: whether this rank writes drafts and checkpoints.
+            is_online: train beside the policy, with the `draft.online_` fields.
+            writes: this rank writes drafts and checkpoints.
         """
         self._config, self._is_online, self._writes = config, is_online, writes
 
     @property
     @abstractmethod
     def num_parameters(self) -> int:
-        """Trained parameters."""
+        """Number of trained parameters."""
 
     @property
     @abstractmethod
     def num_updates(self) -> int:
-        """Updates so far."""
+        """Number of updates so far."""
 
     @abstractmethod
     def step(
         self, sequences: Sequences, prompt_lengths: Sequence[int], states: States, *, temperature: float = 1.0
     ) -> float:
-        """One update; returns the loss summed over the passes.
+        """Make one update; returns the loss summed over the passes.
 
         Args:
-            temperature: at which responses are sampled: the draft learns softmax(logits / temperature) of the policy,
-                as softmax(its own logits / temperature), which is what it drafts from.
+            temperature: sampling temperature of the responses. The draft learns the policy's
+                softmax(logits / temperature) with its own softmax(logits / temperature), from which it drafts.
         Raises:
             FloatingPointError: the loss or its gradient is not finite.
         """
@@ -124,42 +124,42 @@ class LearnerDraft(ABC):
     def evaluate(
         self, sequences: Sequences, prompt_lengths: Sequence[int], states: States, *, temperature: float = 1.0
     ) -> tuple[list[float], float]:
-        """Held-out acceptance under rejection sampling at `temperature`, over all ranks.
+        """Measure held-out acceptance under rejection sampling at `temperature`, over all ranks.
 
-        The chance to accept draft token i is sum_v min(p(v), q(v)) of policy and draft after the chat's own tokens
-        (teacher forcing). The length is 1 + the mean over windows of the sum over i of the product of the chances
-        up to i.
+        The probability of accepting draft token i is sum_v min(p(v), q(v)) of policy and draft after the chat's own
+        tokens (teacher forcing). The mean acceptance length is 1 + the mean over windows of the sum over i of the
+        product of the probabilities up to i.
 
         Returns:
-            The mean chance by position, and the mean acceptance length.
+            The mean probability by position, and the mean acceptance length.
         """
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The draft's tensors under the names that vLLM loads."""
+        """Iterate over the draft's tensors under the names that vLLM loads."""
 
     @abstractmethod
     def save(self, path: Path) -> None:
-        """Write the draft as vLLM loads it."""
+        """Write the draft in the format that vLLM loads."""
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """All that its next update depends on; the tensors may share memory with it."""
+        """Return everything that the next update depends on; tensors may share memory with the draft."""
 
     @abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`, bit for bit.
+        """Continue from a `state`, bit for bit.
 
         Raises:
-            CheckpointError: it is none of this draft.
+            CheckpointError: the state belongs to another draft.
         """
 
     def offload(self) -> int:
-        """Offload what updates alone need, until the next one, or a checkpoint; returns the bytes of the device."""
+        """Offload gradients and optimizer until the next update or checkpoint; returns the freed device bytes."""
         return 0
 
     def follow(self, vocabulary_weights: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        """Take over the policy's present embeddings and output layer, where the draft has copies of them."""
+        """Copy the policy's current embeddings and output layer into the draft, where it has copies."""
         del vocabulary_weights
 
     def learn(
@@ -171,17 +171,17 @@ class LearnerDraft(ABC):
         temperature: float,
         num_ranks: int = 1,
     ) -> float:
-        """`online_updates` updates, each on other rollouts of a step; returns their mean loss.
+        """Make `online_updates` updates, each on other rollouts of the step; returns their mean loss.
 
         Args:
-            num_ranks: that share an update's tokens.
+            num_ranks: number of ranks that share the tokens of an update.
         """
         config = self._config
         parts = sample_parts(
             [len(tokens) for tokens in sequences],
             num_parts=config.online_updates,
             num_tokens=config.online_tokens // num_ranks,
-            seed=f"{config.seed}/online/{self.num_updates}",  # each step's training samples anew
+            seed=f"{config.seed}/online/{self.num_updates}",  # a new sample in every step
         )
         losses = [
             self.step(
@@ -195,7 +195,7 @@ class LearnerDraft(ABC):
         return sum(losses) / len(losses)
 
     def save_checkpoint(self, path: Path) -> None:
-        """Write a `state`, so that a resumed training goes on bit for bit."""
+        """Write the `state`, from which training resumes bit for bit."""
         from slipstream.learner.checkpoint.on_disk import write_json, write_tensors
 
         state = self.state()
@@ -207,10 +207,10 @@ class LearnerDraft(ABC):
         write_json(path / _STATE, {**counts, "xxh3": total.xxh3})
 
     def load_checkpoint(self, path: Path) -> None:
-        """Restore what `save_checkpoint` wrote.
+        """Restore a checkpoint of `save_checkpoint`.
 
         Raises:
-            CheckpointError: the file of tensors is not the one that was saved.
+            CheckpointError: the tensors' digest differs from the saved one.
         """
         from safetensors.torch import load_file
 
@@ -234,11 +234,11 @@ class LearnerDraft(ABC):
 
 
 class MtpDraft(LearnerDraft):
-    """The MTP layer of a learner's policy as a draft, and the schedule of its training.
+    """The MTP layer of a learner's policy, trained as a draft.
 
-    The layer stays in the policy, which says what it computes, and its gradient is always that of all data-parallel
-    ranks. Saved is a directory of the layer's tensors alone, under the names that they have in the policy's checkpoint.
-    Its loss is the divergence from the policy, whatever `draft.loss` says of drafts that stand beside it.
+    The layer stays in the policy, which computes the states, and its gradient is summed over all data-parallel ranks. A
+    saved draft is a directory of the layer's tensors under their names in the policy's checkpoint. The loss is the
+    divergence from the policy for every value of `draft.loss`.
     """
 
     reads_last_token = True
@@ -252,10 +252,10 @@ class MtpDraft(LearnerDraft):
         writes: bool = True,
         is_online: bool = False,
     ) -> None:
-        """Train the layer that the policy holds.
+        """Start the training of the policy's MTP layer.
 
         Args:
-            tokenizer_dir: whose files are copied to where the draft is saved.
+            tokenizer_dir: directory whose tokenizer files are copied beside a saved draft.
         Raises:
             ConfigError: the policy has no MTP layer.
         """
@@ -314,9 +314,9 @@ class MtpDraft(LearnerDraft):
 
 
 def sample_parts(lengths: Sequence[int], *, num_parts: int, num_tokens: int, seed: str) -> list[list[int]]:
-    """Parts of some sequences in a random order, none twice, of `num_tokens` tokens at most or of one sequence.
+    """Sample disjoint parts of the sequences in random order, each of one sequence or at most `num_tokens` tokens.
 
-    A part is empty where there are more parts than sequences.
+    Parts beyond the number of sequences are empty.
     """
     order = list(range(len(lengths)))
     random.Random(seed).shuffle(order)
@@ -343,12 +343,13 @@ def start_training(
     token_ids: Sequence[int] | None = None,
     is_online: bool = False,
 ) -> LearnerDraft:
-    """Start training a fresh draft for the policy in `path` (its own MTP layer is one), or go on with the `given` one.
+    """Start or continue training a draft for the policy in `path`; the policy's own MTP layer is one.
 
     Args:
-        writes: whether this rank writes checkpoints.
-        token_ids: that a fresh draft knows; None: all.
-        is_online: it learns beside the policy.
+        writes: this rank writes checkpoints.
+        given: directory of a draft to continue; None starts a fresh one.
+        token_ids: ids that a fresh draft knows; None keeps all.
+        is_online: train beside the policy.
     """
     if config.method is DraftMethod.MTP:
         if given is not None:
@@ -372,18 +373,17 @@ def start_training(
 def train_beside(
     policy: MegatronPolicy, draft: LearnerDraft, config: DraftConfig, update: Update, learner: LearnerConfig
 ) -> Trained:
-    """One update of the policy, and the draft's on the hidden states of the same forward pass.
+    """Update the policy, and its draft on the hidden states of the same forward pass.
 
-    Each data-parallel rank passes its share of the update, and the draft's gradient is that of all of them.
-
-    The draft sees detached states and has its own optimizer and clip, so the policy's update is the one of
-    a `train_step` without it to the last bit.
+    Each data-parallel rank passes its share of the update; the draft's gradient is summed over ranks. The draft sees
+    detached states and has its own optimizer and clip, so the policy's update is bit-identical to one of `train_step`
+    without a draft.
     """
     from slipstream.learner.megatron import Capture
 
     capture, batch = Capture(layer_ids(policy, config)), update.batch
     start = time.perf_counter()
-    draft.follow(policy.vocabulary_weights)  # of the policy that the forward pass asks
+    draft.follow(policy.vocabulary_weights)  # before the update, as in the forward pass below
     follow_s = time.perf_counter() - start
     trained = policy.train_step(update, capture=capture)
     start = time.perf_counter()

@@ -1,21 +1,21 @@
-"""Draft length by measured time: time decides, acceptance only explains. Length 0 drafts nothing.
+"""Choice of the draft length by measured time: a sweep before RL, and the autopilot during RL. Length 0 drafts nothing.
 
-Before RL, a sweep: engines with different draft lengths k, and one without a draft, generate the same prompts in turn,
-round by round, each round in another order. However busy the machine is in a round, all of them feel it, so a round
-gives one speedup for each k, and `choose` judges k by the median of these. As in training a batch is a few prompts with
-a group of rollouts each; every round takes the next prompts.
+Sweep (`sweep`, `choose`). Engines with different draft lengths k, and one without a draft, generate the same prompts in
+rounds, in another order each round. A busy machine slows all engines of a round alike, so each round gives one speedup
+for each k, and the median over rounds decides. Acceptance explains the choice but does not make it. A batch is a few
+prompts with a group of rollouts each, as in training, and every round takes the next prompts.
 
-The sweep also gives k by running batch (`schedule`). Rollouts finish, so a generation runs through every running batch
-from its first to 1, and engines say how long their steps took at each. The cost of a k at a running batch is the time
-in which every running rollout gains a token: seconds of a step over the tokens that it gave a rollout. An engine with a
-draft that drafts nothing still runs the draft's first pass, which keeps the draft's KV cache whole, so it is slower
-than one without a draft. Where a table may switch drafting off, that is measured: `SWITCHED_OFF`.
+Schedule (`schedule`). As rollouts finish, a generation passes through every running batch down to 1, and engines report
+the time of their steps at each. The cost of a k at a running batch is the time in which every running rollout gains one
+token: seconds of a step over tokens gained by a rollout. An engine whose drafting is switched off still runs the
+draft's first pass to keep its KV cache complete, so an engine without a draft is faster. A schedule that may switch
+drafting off needs that cost too, and the sweep measures it as `SWITCHED_OFF`.
 
-During RL, the autopilot (`decide`): the cost of a step is its generation time over its generated tokens. A run goes one
-way, drafting or not, and measures the other in single steps (probes): as soon as there is something to compare with,
-then at growing intervals, and at once when the way it goes seems to lose. It turns round when every one of the last
-`patience_steps` cost more, by `margin`, than two probes of the other way that are no older than those steps. So one odd
-step turns nothing, and as the steps' records alone decide, a resumed run decides as if it had never stopped.
+Autopilot (`decide`). The cost of a step is its generation time over its generated tokens. A run stays in one mode,
+drafting or not, and measures the other mode in single steps (probes): once both modes can be compared, then at growing
+intervals, and at once when the current mode seems slower. The run switches when each of the last `patience_steps` costs
+more, by `margin`, than two probes no older than those steps, so one slow step switches nothing. The decision depends on
+the steps' records alone, so a resumed run decides like an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from slipstream.records.steps import NUM_WARMUP_STEPS, AutopilotStep, ScheduleEn
 from slipstream.statistics import spread
 from slipstream.types import Prompt
 
-_NUM_PROBES = 2  # that must agree
+_NUM_PROBES = 2  # latest probes, which must agree
 _MAX_BACK_OFF = 8  # times `probe_every_steps`
 
 SWITCHED_OFF = -1
-"""In the place of a k: length 0 in an engine that has a draft; 0 itself is an engine without one."""
+"""Stands for a k: length 0 in an engine that has a draft. 0 itself is an engine without one."""
 
 Round = Mapping[int, Sequence[RunningTime]]
-"""By k, what its engine's steps took in one round: all engines generated the same prompts."""
+"""Step times of one round by k; all engines of a round generate the same prompts."""
 
 EngineFactory = Callable[[int], AbstractContextManager[Engines]]
-"""Starts an engine with k draft tokens (0: without a draft) and ends it with the block; called from several threads."""
+"""Starts an engine with k draft tokens (0: without a draft), which ends with the context; several threads call it."""
 
 Switch = Callable[[Engines, int], None]
-"""Has an engine with a draft draft so many tokens from now on; 0: none."""
+"""Sets the draft length of an engine that has a draft; 0 switches drafting off."""
 
 
 def _rises(values: Sequence[int]) -> bool:
@@ -84,16 +84,16 @@ class TuningConfig(Checked, path="tuning"):
 
 
 def require_groups(config: TuningConfig, group_size: int) -> None:
-    """Refuse batches that no whole number of groups fills."""
+    """Reject batch sizes that are not whole groups."""
     uneven = [size for size in config.batch_sizes if size % group_size]
     require(not uneven, "tuning.batch_sizes", f"must be multiples of grpo.group_size {group_size}", uneven)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftLength:
-    """How long the drafts of an engine are.
+    """Draft length of an engine: one k, or a schedule by running batch.
 
-    `num_speculative_tokens` is the largest, 0 for an engine without a draft. An empty schedule is one k throughout.
+    `num_speculative_tokens` is the largest k, 0 for an engine without a draft. An empty schedule means one k.
     """
 
     num_speculative_tokens: int
@@ -101,13 +101,13 @@ class DraftLength:
 
     @property
     def label(self) -> str:
-        """The k, or `by_batch` if it has several."""
+        """The k as text, or `by_batch` for several."""
         ks = {entry.num_speculative_tokens for entry in self.schedule}
         return "by_batch" if len(ks) > 1 else str(self.num_speculative_tokens)
 
 
 def length_of(record: TuningRecord, *, by_batch: bool) -> DraftLength:
-    """The tuned table, where one is asked for and it has more than one k; else the best fixed k."""
+    """Return the tuned schedule if one is asked for and has several k, else the best fixed k."""
     ks = {entry.num_speculative_tokens for entry in record.schedule}
     if by_batch and len(ks) > 1:
         return DraftLength(num_speculative_tokens=max(ks), schedule=record.schedule)
@@ -115,18 +115,18 @@ def length_of(record: TuningRecord, *, by_batch: bool) -> DraftLength:
 
 
 def described(schedule: Sequence[ScheduleEntry]) -> str:
-    """`1-8: 7, 9-48: 3`."""
+    """Format a schedule as `1-8: 7, 9-48: 3`."""
     return ", ".join(f"{entry.batch_from}-{entry.batch_to}: {entry.num_speculative_tokens}" for entry in schedule)
 
 
 def constant(k: int) -> tuple[ScheduleEntry, ...]:
-    """A table of one k: vLLM carries it on to any batch."""
+    """Return a schedule of one k, which vLLM extends to any batch."""
     return (ScheduleEntry(batch_from=1, batch_to=1, num_speculative_tokens=k),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sweep:
-    """Measurements of a sweep: by k and batch size, and by round what every engine's steps took."""
+    """Measurements of a sweep: points by k and batch size, and step times by round."""
 
     points: tuple[SweepPoint, ...]
     rounds: tuple[Round, ...]
@@ -143,13 +143,13 @@ def sweep(
     switch: Switch | None = None,
     on_points: Callable[[Sequence[SweepPoint]], None] = lambda points: None,
 ) -> Sweep:
-    """Measure every k at every batch size; up to `max_live_engines` live at a time, and only one of them works.
+    """Measure every k at every batch size, with up to `max_live_engines` engines of which one works at a time.
 
     Args:
-        prompts: enough for the largest batch at least.
+        prompts: at least as many as the largest batch needs.
         group_size: rollouts a prompt; every batch size is a multiple of it.
-        switch: measures drafting that is switched off too, in the engine of the longest drafts; None: does not.
-        on_points: gets the points of a batch size as soon as they are known, but those of k=0.
+        switch: sets the draft length of an engine, to measure `SWITCHED_OFF` too; None leaves that out.
+        on_points: called with the points of each batch size as soon as they are known, except those of k = 0.
     Returns:
         The points by k, then by batch size.
     Raises:
@@ -163,24 +163,17 @@ def sweep(
     rounds: list[Round] = []
     baselines: dict[int, list[GenerationResult]] = {batch: [] for batch in config.batch_sizes}
 
-    def start(ks: Sequence[int], stack: ExitStack) -> dict[int, Engines]:
-        """Engines by k; those that started before one failed end with the stack."""
-        with ThreadPoolExecutor(len(ks)) as pool:
-            engines = dict(zip(ks, pool.map(lambda k: stack.enter_context(start_engine(k)), ks), strict=True))
-        for engine in engines.values():
-            warm_up(engine)
-        return engines
-
     def warm_up(engine: Engines) -> None:
-        """Its first call pays for what is compiled or allocated on first use."""
+        """Run a first generation, which pays for compilation and allocations."""
         engine.generate(prompts[: largest // group_size], sampling=sampling, group_size=group_size, seed=0)
 
+    drafting, size = [k for k in config.candidate_ks if k], config.max_live_engines - 1
     with ExitStack() as outer:
-        baseline = start([0], outer)
-        for ks in _chunks(config):
+        baseline = _started([0], start_engine, outer, warm_up)
+        for ks in (drafting[start : start + size] for start in range(0, len(drafting), size)):
             with ExitStack() as inner:
-                engines = {**baseline, **start(ks, inner)}
-                if switch is not None and ks[-1] == config.candidate_ks[-1]:
+                engines = {**baseline, **_started(ks, start_engine, inner, warm_up)}
+                if switch is not None and ks[-1] == drafting[-1]:
                     engines[SWITCHED_OFF] = _SwitchedOff(engine=engines[ks[-1]], k=ks[-1], switch=switch)
                     warm_up(engines[SWITCHED_OFF])
                 for batch in config.batch_sizes:
@@ -198,10 +191,10 @@ def sweep(
 def choose(
     points: Sequence[SweepPoint], *, config: TuningConfig, batch: int, rounds: Sequence[Round] = ()
 ) -> TuningRecord:
-    """The fastest k at the measured batch nearest to `batch`, and a schedule over all running batches.
+    """Choose the fastest k at the measured batch size nearest to `batch`, and a schedule over all running batches.
 
     Args:
-        rounds: of the sweep; without them the schedule is the chosen k throughout.
+        rounds: step times of the sweep; without them the schedule is the chosen k throughout.
     """
     nearest = min(config.batch_sizes, key=lambda size: (abs(size - batch), size))
     at_batch = [point for point in points if point.batch == nearest]
@@ -229,20 +222,27 @@ def choose(
 
 
 def _batches(prompts: Sequence[Prompt], size: int, count: int) -> list[list[Prompt]]:
-    """`count` times the next `size` prompts, from the start again when they run out."""
+    """Return `count` batches of `size` prompts each, cycling through `prompts`."""
     return [[prompts[(i * size + j) % len(prompts)] for j in range(size)] for i in range(count)]
 
 
-def _chunks(config: TuningConfig) -> Iterator[Sequence[int]]:
-    """The k > 0 that live at once, beside k=0."""
-    ks, size = [k for k in config.candidate_ks if k], config.max_live_engines - 1
-    for start in range(0, len(ks), size):
-        yield ks[start : start + size]
+def _started(
+    ks: Sequence[int],
+    start_engine: EngineFactory,
+    stack: ExitStack,
+    warm_up: Callable[[Engines], None],
+) -> dict[int, Engines]:
+    """Start and warm up engines by k; those that started before one failed end with the stack."""
+    with ThreadPoolExecutor(len(ks)) as pool:
+        engines = dict(zip(ks, pool.map(lambda k: stack.enter_context(start_engine(k)), ks), strict=True))
+    for engine in engines.values():
+        warm_up(engine)
+    return engines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SwitchedOff:
-    """An engine of k draft tokens that drafts none while this generates."""
+    """An engine whose drafting is switched off while it generates through this wrapper."""
 
     engine: Engines
     k: int
@@ -264,7 +264,7 @@ def _rounds(
     group_size: int,
     seed: int,
 ) -> dict[int, list[GenerationResult]]:
-    """Each engine's generations of the batches, by k; every round starts with another engine."""
+    """Generate every batch on every engine, each round in another order; returns results by k."""
     results: dict[int, list[GenerationResult]] = {k: [] for k in engines}
     order = list(engines)
     for number, prompts in enumerate(batches):
@@ -279,7 +279,7 @@ def _rounds(
 def _sweep_point(
     k: int, batch: int, results: Sequence[GenerationResult], baseline: Sequence[GenerationResult]
 ) -> SweepPoint:
-    """The point that `results` make beside the baseline's of the same rounds."""
+    """Build the sweep point of `results` against the baseline's results of the same rounds."""
     own = spread([result.generation_s for result in results])
     ratios = [other.generation_s / result.generation_s for other, result in zip(baseline, results, strict=True)]
     acceptance = [result.acceptance for result in results if result.acceptance is not None]
@@ -304,15 +304,15 @@ def _sweep_point(
 
 
 def _response_lengths(results: Sequence[GenerationResult]) -> list[list[int]]:
-    """Tokens of each response of each generation."""
+    """Return the number of tokens of each response, by generation."""
     return [[len(r.token_ids) for group in result.groups for r in group.rollouts] for result in results]
 
 
 def running_points(rounds: Sequence[Round], *, chosen_k: int, largest: int) -> tuple[RunningPoint, ...]:
-    """Every k at every range of running batches that its engine came through, up to `largest`.
+    """Compute cost, speedup and gain of every k in every range of running batches up to `largest`.
 
-    Ranges double: 1, 2, 3 to 4, 5 to 8, ... A k is compared in the rounds in which the other one was there too; one
-    that never met the chosen k, as too few engines live at once, is compared with it through k=0.
+    Ranges double: 1, 2, 3 to 4, 5 to 8, ... Two k are compared in the rounds that both took part in. A k that shared no
+    round with the chosen k, because too few engines live at once, is compared with it through k = 0.
     """
     ks = sorted({k for each in rounds for k in each})
     points = []
@@ -325,10 +325,10 @@ def running_points(rounds: Sequence[Round], *, chosen_k: int, largest: int) -> t
 def schedule(
     points: Sequence[RunningPoint], rounds: Sequence[Round], *, chosen_k: int, largest: int, min_gain: float = 1.03
 ) -> tuple[ScheduleEntry, ...]:
-    """The fastest k of each range by more rounds than one; the chosen k throughout if that gains too little over all.
+    """Schedule the fastest k of each range, or the chosen k throughout if the expected gain is below `min_gain`.
 
-    Length 0 takes a range by its cost in an engine with a draft. Where speculation lost as a whole, `chosen_k` 0, there
-    is a table only if that was measured.
+    Only gains that hold in several rounds count. Length 0 counts by its cost in an engine with a draft. Where
+    speculation lost as a whole (`chosen_k` 0), a schedule needs that cost to be measured.
     """
     fixed = (ScheduleEntry(batch_from=1, batch_to=largest, num_speculative_tokens=chosen_k),)
     if chosen_k == 0 and not any(point.is_switched_off for point in points):
@@ -344,7 +344,7 @@ def schedule(
 def expected_gain(
     points: Sequence[RunningPoint], table: Sequence[ScheduleEntry], rounds: Sequence[Round], *, chosen_k: int
 ) -> float:
-    """Decoding time of the chosen k over that of the table, by the measured times; 1 if they are the same."""
+    """Decoding time of the chosen k over that of the schedule, from the measured times; 1 if they are the same."""
     spent = after = 0.0
     for batches in {(point.batch_from, point.batch_to) for point in points}:
         seconds = sum(time.elapsed_s for each in rounds for time in _within(each.get(chosen_k, ()), batches))
@@ -367,10 +367,10 @@ def _within(times: Iterable[RunningTime], batches: tuple[int, int]) -> list[Runn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cost:
-    """Cost of one k in one round, at one range of running batches."""
+    """Cost of one k in one round within one range of running batches."""
 
     num_steps: int
-    num_gained: float  # tokens of a rollout
+    num_gained: float  # tokens gained by each running rollout
     elapsed_s: float
 
     @property
@@ -379,7 +379,7 @@ class _Cost:
 
 
 def _costs(rounds: Sequence[Round], k: int, batches: tuple[int, int]) -> dict[int, _Cost]:
-    """Costs by round; without those that never came to these batches."""
+    """Sum the costs by round; rounds without these running batches are left out."""
     by_round = {number: _within(each.get(k, ()), batches) for number, each in enumerate(rounds)}
     return {
         number: _Cost(
@@ -419,21 +419,21 @@ def _running_point(
 
 
 def _log_ratios(others: Mapping[int, _Cost], own: Mapping[int, _Cost]) -> list[float]:
-    """Logarithms of the others' cost over this one's, round by round."""
+    """Log ratios of the others' cost to this one's, by common round."""
     return [log(others[number].token_s / own[number].token_s) for number in sorted(others.keys() & own.keys())]
 
 
 def _estimate(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The ratio whose logarithm is the sum of the samples' means, and that of their least.
+    """Ratio whose logarithm is the sum of the samples' means, and the ratio from the samples' minima.
 
-    A ratio of 1 where nothing is known; a least of 0 where that, or one round of a sample, is all.
+    The ratio is 1 where nothing is known. The lower ratio is 0 unless every sample has several rounds.
     """
     gain = exp(sum(map(fmean, samples))) if all(samples) else 1.0
     return gain, exp(sum(map(min, samples))) if min(map(len, samples)) > 1 else 0.0
 
 
 def _is_of(point: RunningPoint, k: int) -> bool:
-    """It was measured in an engine that a table can have draft `k` tokens."""
+    """Return True if a schedule can have `k` as this point measured it."""
     return point.k == k and (k > 0 or point.is_switched_off)
 
 
@@ -445,26 +445,26 @@ def _best(points: Sequence[RunningPoint], batches: tuple[int, int], chosen_k: in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The autopilot's decision on the next step."""
+    """Decision of the autopilot on the next step."""
 
     speculates: bool
     is_probe: bool = False
     has_switched: bool = False
-    own_ms: float | None = None  # median cost of the way that was gone, over the last steps; None: not yet known
-    other_ms: float | None = None  # the last cost of the other
+    own_ms: float | None = None  # median cost of the current mode over the last steps; None before `patience_steps`
+    other_ms: float | None = None  # latest cost of the other mode
 
 
 def decide(steps: Sequence[AutopilotStep], config: AutopilotConfig) -> Decision:
-    """Go on after `steps`, probe the other way for a step, or turn round."""
+    """Stay in the current mode, probe the other one for a step, or switch, after `steps`."""
     patience, now = config.patience_steps, len(steps)
     speculates, interval, last_look = True, config.probe_every_steps, 0
-    costs: dict[bool, list[tuple[int, float]]] = {True: [], False: []}  # with the step's index, by whether it drafted
+    costs: dict[bool, list[tuple[int, float]]] = {True: [], False: []}  # index and cost of steps, by mode
     for index, step in enumerate(steps):
         if step.is_probe:
             interval, last_look = min(2 * interval, _MAX_BACK_OFF * config.probe_every_steps), index
         elif step.speculates != speculates:
             speculates, interval, last_look = step.speculates, config.probe_every_steps, index
-        if index >= NUM_WARMUP_STEPS:  # the first pays for allocations
+        if index >= NUM_WARMUP_STEPS:  # warm-up steps pay for allocations
             costs[step.speculates].append((index, step.token_ms))
     own = [cost for _, cost in costs[speculates][-patience:]]
     if len(own) < patience:

@@ -1,7 +1,7 @@
-"""What sets each method of speculation apart, in one table.
+"""Traits of each method of speculation, in one table.
 
-Everything that depends on the method asks here: what pretraining makes, what an engine loads, what a refit brings,
-what may be trained during RL, and what vLLM is told (`speculative_config`).
+All code that depends on the method reads this table: what pretraining produces, what an engine loads, what a refit
+transfers, what RL may train, and vLLM's `speculative_config`.
 """
 
 from __future__ import annotations
@@ -20,52 +20,43 @@ if TYPE_CHECKING:
     from slipstream.drafts.config import DraftConfig
 
 SCHEDULE = "num_speculative_tokens_per_batch_size"
-"""vLLM's name for the table of draft lengths by running batch."""
+"""vLLM's key of the schedule of draft lengths by running batch."""
 
 
 class DraftMethod(StrEnum):
     """Speculation methods, named as in vLLM."""
 
     EAGLE3 = "eagle3"  # one layer on the policy's hidden states
-    MTP = "mtp"  # the layer of the policy itself that predicts the token after the next
-    DRAFT_MODEL = "draft_model"  # a small language model of the policy's vocabulary
-    NGRAM = "ngram"  # what followed the last tokens where they stood before in this sequence
-    SUFFIX = "suffix"  # the same over all that the engine has answered
-
-
-class Weights(StrEnum):
-    """Where the weights lie that propose tokens."""
-
-    NONE = "none"  # drafts are looked up
-    OWN = "own"  # in a model directory of their own
-    POLICY = "policy"  # they are heads of the policy: saved, loaded and refitted with it
+    MTP = "mtp"  # the policy's own layer that predicts the token after the next
+    DRAFT_MODEL = "draft_model"  # a small language model with the policy's vocabulary
+    NGRAM = "ngram"  # the continuation of an earlier match of the last tokens in the same sequence
+    SUFFIX = "suffix"  # the continuation of a match in all responses of the engine
 
 
 class Training(StrEnum):
-    """From what `pretrain_draft` trains."""
+    """Data that `pretrain_draft` trains on."""
 
     NONE = "none"  # nothing to train
-    HIDDEN_STATES = "hidden_states"  # of the policy, on its own responses
-    RESPONSES = "responses"  # of the policy, as text alone
+    HIDDEN_STATES = "hidden_states"  # the policy's states on its own responses
+    RESPONSES = "responses"  # the policy's responses as text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """What sets one method apart.
+    """Traits of one method.
 
-    `samples`: it draws its tokens from a distribution of its own; else it proposes one sequence as if it were certain.
-    `trains_online`: `draft.online` has something to train, and a refit brings the draft too.
-    `fields`: of `DraftConfig`, beside `method`, that change what the method does.
-    `package`: what must be installed beside vLLM.
+    `has_weights`: a model in a directory of its own samples drafts; otherwise they are looked up, and certain.
+    `trains_online`: RL can train the draft (`draft.online`), and a refit transfers the draft too.
+    `fields`: fields of `DraftConfig`, beside `method`, that the method reads.
+    `package`: package that the method needs beside vLLM.
     """
 
-    weights: Weights = Weights.NONE
+    has_weights: bool = False
     training: Training = Training.NONE
-    samples: bool = False
     trains_online: bool = False
     fields: frozenset[str]
     package: str | None = None
-    has_one_length: bool = False  # vLLM's proposer cannot draft fewer tokens than it was started for
+    has_one_length: bool = False  # vLLM's proposer cannot draft fewer tokens than at its start
 
 
 _TRAINED = frozenset(
@@ -93,13 +84,12 @@ ONLINE_FIELDS = (
     "online_ttt_steps",
     "online_updates",
 )
-"""What pretraining does not read."""
+"""Fields that only training in RL reads."""
 
 TRAITS = {
     DraftMethod.EAGLE3: Traits(
-        weights=Weights.OWN,
+        has_weights=True,
         training=Training.HIDDEN_STATES,
-        samples=True,
         trains_online=True,
         fields=_TRAINED.union(
             ONLINE_FIELDS,
@@ -108,17 +98,15 @@ TRAITS = {
         ),
     ),
     DraftMethod.MTP: Traits(
-        # In the policy's checkpoint, yet trained apart: it has a directory of its own, and is refitted as a draft.
-        weights=Weights.OWN,
+        # The layer lies in the policy's checkpoint, but is trained, saved and refitted as a draft of its own.
+        has_weights=True,
         training=Training.HIDDEN_STATES,
-        samples=True,
         trains_online=True,
         fields=_TRAINED.union(ONLINE_FIELDS, ("states_cache_gib", "ttt_step_loss_decay", "clip_grad")),
     ),
     DraftMethod.DRAFT_MODEL: Traits(
-        weights=Weights.OWN,
+        has_weights=True,
         training=Training.RESPONSES,
-        samples=True,
         fields=_TRAINED | {"model", "scratch"},
     ),
     DraftMethod.NGRAM: Traits(fields=frozenset({"prompt_lookup_min", "prompt_lookup_max"})),
@@ -130,14 +118,14 @@ TRAITS = {
         has_one_length=True,
     ),
 }
-"""A method that looks its drafts up has the defaults."""
+"""Traits by method; a method that looks its drafts up keeps the defaults."""
 
 
 def require_package(method: DraftMethod) -> None:
-    """Refuse a method whose package is not installed.
+    """Reject a method whose package is not installed.
 
     Raises:
-        ConfigError: the message has the package to install.
+        ConfigError: the package is missing; the message names the package to install.
     """
     package = TRAITS[method].package
     if package is None or find_spec(package) is not None:
@@ -149,22 +137,22 @@ def require_package(method: DraftMethod) -> None:
 def speculative_config(
     config: DraftConfig, draft: Path | None, num_speculative_tokens: int, *, schedule: Sequence[ScheduleEntry] = ()
 ) -> dict[str, Any]:
-    """vLLM's `speculative_config`.
+    """Build vLLM's `speculative_config`.
 
-    `draft_sample_method` is explicit where it applies: vLLM's default drafts greedily, which wastes acceptance at
-    temperature > 0. A method that looks drafts up proposes one token alone at each position; the same rejection rule
-    then accepts it with the policy's probability of it, and draws what it rejects from the others.
+    `draft_sample_method` is set where it applies, for vLLM's default drafts greedily and wastes acceptance at
+    temperature > 0. A method that looks drafts up proposes one token with certainty at each position. Rejection
+    sampling accepts it with the policy's probability of it, and samples the replacement from the other tokens.
 
     Args:
         draft: directory of the draft; None exactly where the method has no weights of its own.
-        num_speculative_tokens: of every draft; with a schedule, of the longest.
-        schedule: k by running batch. Only with one can the length be changed while the engine lives.
+        num_speculative_tokens: draft length; with a schedule, the longest.
+        schedule: k by running batch; the length can change while the engine lives only with a schedule.
     Raises:
-        ConfigError: fewer than one token, or the method's package is not installed.
+        ConfigError: `num_speculative_tokens` is below 1, or the method's package is not installed.
     """
     require(num_speculative_tokens >= 1, "num_speculative_tokens", "must be >= 1", num_speculative_tokens)
     traits = TRAITS[config.method]
-    assert (draft is not None) == (traits.weights is Weights.OWN), f"{config.method} with draft {draft}"
+    assert (draft is not None) == traits.has_weights, f"{config.method} with draft {draft}"
     require_package(config.method)
     told: dict[str, Any] = {
         "method": config.method.value,
@@ -174,10 +162,8 @@ def speculative_config(
     if schedule:
         told[SCHEDULE] = [[entry.batch_from, entry.batch_to, entry.num_speculative_tokens] for entry in schedule]
     if draft is not None:
-        told["model"] = str(draft)
-    if traits.samples:
-        told["draft_sample_method"] = "probabilistic"
-    if traits.weights is Weights.NONE:
+        told |= {"model": str(draft), "draft_sample_method": "probabilistic"}
+    else:
         lookup = {name: getattr(config, name) for name in sorted(traits.fields)}
         told |= {name.replace("suffix_", "suffix_decoding_"): value for name, value in lookup.items()}
     return told

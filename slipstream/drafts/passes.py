@@ -1,8 +1,8 @@
-"""The passes of a draft over its own states (EAGLE-3's training-time test), up to what its output head reads.
+"""Passes of an EAGLE-3 draft over its own states (training-time test), up to the input of its output head.
 
-Chats are packed into rows, one behind the other, and shifted. Pass i drafts, at every position at once, the token i of
-the window that starts there. In pass i a token sees the first pass' keys of its chat up to itself, and of passes 1 to i
-its own key: one score each. A mask over a whole row would compute N^2 scores a pass, nearly all of them to throw away.
+Chats are packed into rows and shifted. Pass i drafts, at every position at once, token i of the window that starts
+there. In pass i a token attends to the first pass' keys of its chat up to itself, and to its own keys of passes 1 to i.
+A mask over the whole row would compute N^2 scores a pass, almost all of them masked.
 
 Legend: `T` tokens of a chat, `N` packed tokens of a row, `A` auxiliary layers, `H` hidden size, `B` chats of a
 rectangle, `S` tokens of its longest, `G` key-value heads, `R` query heads of each, `D` head dim, `P` passes after the
@@ -33,12 +33,12 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedChats:
-    """Chats one behind the other, aligned as EAGLE-3 reads them; the batch dimension is 1."""
+    """A row of chats, shifted as EAGLE-3 reads them; the batch dimension is 1."""
 
-    input_ids: Tensor  # [1, N] the token after the one whose states stand beside it
+    input_ids: Tensor  # [1, N] the token after the one whose states are at the same position
     hidden_states: Tensor  # [1, N, AH] float32
-    last: Tensor  # [1, N, H] float32, states of the token in input_ids: they predict the token after it
-    loss_mask: Tensor  # [1, N] bool: what is predicted belongs to a response
+    last: Tensor  # [1, N, H] float32, states of the token in input_ids, which predict the next token
+    loss_mask: Tensor  # [1, N] bool, True where the predicted token belongs to a response
     document_ids: Tensor  # [1, N]
     position_ids: Tensor  # [1, N] from 1 in each chat
 
@@ -51,7 +51,7 @@ def rows_of(
     max_tokens: int,
     device: torch.device = _CPU,
 ) -> list[PackedChats]:
-    """Chats in rows of at most `max_tokens` tokens (a longer chat has a row of its own), in their order."""
+    """Pack chats in their order into rows of at most `max_tokens` tokens; a longer chat gets a row of its own."""
     rows: list[list[int]] = []
     taken = 0
     for index, tokens in enumerate(sequences):
@@ -66,7 +66,7 @@ def rows_of(
         )
         for row in rows
     ]
-    # A row whose responses are all too short to draft for teaches nothing.
+    # A row whose responses are all too short to draft for gives no loss.
     return [row for row in packed if row.loss_mask.any()]
 
 
@@ -77,7 +77,7 @@ def pack_chats(
     *,
     device: torch.device = _CPU,
 ) -> PackedChats:
-    """Pack chats and shift them: input ids, last states and mask move left by one within each chat, states stay.
+    """Pack chats and shift them: within each chat, input ids, last states and mask move left by one.
 
     For a chat x0 .. xT with states g0 .. gT and last states y0 .. yT this gives rows (x1, g0, y1) .. (xT, gT-1, yT).
     Row j predicts the token after x(j+1); the first draft follows the first response token.
@@ -89,7 +89,7 @@ def pack_chats(
         hidden.append(aux_TA[:-1].to(device).float())
         last.append(last_TH[1:].to(device).float())
         position = torch.arange(1, num + 1)
-        # y of the chat's last token predicts what nobody sampled: it teaches nothing that will be asked for.
+        # The last state of a chat predicts a token that was never sampled.
         mask.append((position >= start) & (position < num))
         documents.append(torch.full((num,), index))
         places.append(position)
@@ -104,12 +104,12 @@ def pack_chats(
 
 
 def head_inputs(model: Eagle3DraftModel, batch: PackedChats, num_passes: int) -> list[Tensor]:
-    """What the draft's output head reads in each pass, [1, N, H] each; position j of pass i speaks of position j + i.
+    """Compute the inputs of the draft's output head, [1, N, H] a pass; position j of pass i predicts for j + i.
 
-    The chats' own tokens are fed in each pass (teacher forcing).
+    Every pass reads the chats' own tokens (teacher forcing).
 
-    Source: the loop of `Eagle3DraftModel.forward` of speculators 0.9. That one holds the logits [N, vocabulary] of all
-    passes at once, and where it sees a GPU it compiles itself.
+    Source: the loop of `Eagle3DraftModel.forward` of speculators 0.9, which holds the logits [N, vocabulary] of all
+    passes at once, and compiles itself where it sees a GPU.
     """
     (layer,) = model.layers
     num = batch.input_ids.shape[1]
@@ -130,7 +130,7 @@ def head_inputs(model: Eagle3DraftModel, batch: PackedChats, num_passes: int) ->
         outputs.append(model.norm(hidden))
         if model.config.norm_output:
             hidden = outputs[-1]
-        # What is fed past the end of the row stands for nothing: no loss looks at it.
+        # Tokens past the end of the row are padding, which no loss reads.
         ids = torch.cat([batch.input_ids[:, 1 + number :], batch.input_ids.new_zeros(1, 1 + number)], dim=-1)[:, :num]
         positions = positions + 1
     return outputs
@@ -138,18 +138,18 @@ def head_inputs(model: Eagle3DraftModel, batch: PackedChats, num_passes: int) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ChatRectangles:
-    """Places of the chats of a row, in rectangles of chats of like lengths, padded to the longest.
+    """Layout of a row's chats in rectangles of similar lengths, padded to the longest chat of each.
 
-    A cell of padding holds a copy of the chat's first token; no real token sees it.
+    Padding repeats the chat's first token, and no real token attends to it.
     """
 
-    tokens_BS: tuple[Tensor, ...]  # of each rectangle: which token of the row is in each cell
-    future_SS: tuple[Tensor, ...]  # True where the key comes after the query
-    cells_N: Tensor  # of each token, counted through all rectangles
+    tokens_BS: tuple[Tensor, ...]  # by rectangle: the row's token in each cell
+    future_SS: tuple[Tensor, ...]  # by rectangle: True where the key comes after the query
+    cells_N: Tensor  # cell of each token, counted over all rectangles
 
     @classmethod
     def of(cls, document_ids_N: Tensor) -> ChatRectangles:
-        """The chats of a row, one behind the other, by the number of the chat that each token belongs to."""
+        """Lay out a row's chats from the chat number of each token."""
         device = document_ids_N.device
         lengths = torch.unique_consecutive(document_ids_N, return_counts=True)[1].tolist()
         starts = [sum(lengths[:index]) for index in range(len(lengths))]
@@ -184,15 +184,15 @@ def attend(
     scaling: float,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as `transformers` asks an attention function to, for a row.
+    """Attend within the chats of a row, with the signature that `transformers` calls.
 
     Args:
-        query: [1, G * R, N, D] of a pass.
+        query: [1, G * R, N, D] of one pass.
         key: [1, G, (1 + P) * N, D] of all passes so far.
-        value: the same.
-        attention_mask: where its chats lie.
+        value: [1, G, (1 + P) * N, D].
+        attention_mask: layout of the row's chats.
     Returns:
-        [1, N, G * R, D], and no scores.
+        [1, N, G * R, D], and None in place of the scores.
     """
     del module
     num, groups = query.shape[2], key.shape[1]
@@ -220,7 +220,7 @@ def attend(
 def _scores(
     query_NGRD: Tensor, key_NGD: Tensor, tokens_BS: Tensor, future_SS: Tensor, own_NGRP: Tensor | None
 ) -> Tensor:
-    """[B, G, R * S, S + P] of a rectangle."""
+    """Scores of a rectangle, [B, G, R * S, S + P]."""
     query = _stacked(query_NGRD[tokens_BS])
     scores = query @ key_NGD[tokens_BS].permute(0, 2, 3, 1)
     scores = scores.masked_fill(future_SS.repeat(query_NGRD.shape[2], 1), float("-inf"))
@@ -228,12 +228,12 @@ def _scores(
 
 
 def _stacked(cells_BSGRX: Tensor) -> Tensor:
-    """[B, G, R * S, X]: the query heads of a group one behind the other."""
+    """Stack the query heads of a group, [B, G, R * S, X]."""
     return cells_BSGRX.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
 def _by_cell(stacked: Tensor, size: int) -> Tensor:
-    """The inverse, cell by cell: [B * S, G, R, X]."""
+    """Undo `_stacked` and flatten to cells, [B * S, G, R, X]."""
     return stacked.unflatten(2, (-1, size)).permute(0, 3, 1, 2, 4).flatten(0, 1)
 
 

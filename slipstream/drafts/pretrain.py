@@ -1,7 +1,7 @@
-"""Draft pretraining: the policy's own responses, and updates on them to the last step.
+"""Draft pretraining on the policy's own responses, and the draft's vocabulary.
 
-Resumable: responses and draft checkpoints lie in the stage's directory, and each batch is a pure function of the
-seed and the step. A large vocabulary can be cut to the tokens that the policy answers with most.
+Pretraining resumes from responses and checkpoints in the stage's directory, and a batch is a pure function of seed and
+step. A large vocabulary can be cut to the tokens that the policy's responses use most.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.learner_draft import sample_parts
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Engines
 from slipstream.records.files import write_atomic
@@ -30,7 +30,7 @@ _SEED_OFFSET = 7919  # draft responses and training rollouts must not share engi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftProgress:
-    """Held-out acceptance of a draft: by position given the tokens before, and over the window."""
+    """Held-out acceptance of a draft: by position given the tokens before, and mean acceptance length."""
 
     rate_by_position: tuple[float, ...]
     mean_acceptance_length: float
@@ -38,25 +38,18 @@ class DraftProgress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Responses:
-    """Chats of the policy: tokens of prompt and response, and where the response begins."""
+    """Chats with the policy's responses: tokens of prompt and response, and prompt lengths."""
 
     token_ids: tuple[tuple[int, ...], ...]
     prompt_lengths: tuple[int, ...]
 
     def batch(self, step: int, *, num_tokens: int, seed: int) -> list[int]:
-        """Indices of distinct chats of about `num_tokens` tokens, sampled by seed and step alone."""
-        order = list(range(len(self.token_ids)))
-        random.Random(f"{seed}/draft/{step}").shuffle(order)
-        taken, chosen = 0, []
-        for index in order:
-            if chosen and taken + len(self.token_ids[index]) > num_tokens:
-                break
-            chosen.append(index)
-            taken += len(self.token_ids[index])
-        return chosen
+        """Sample indices of distinct chats with about `num_tokens` tokens, a pure function of seed and step."""
+        lengths = [len(tokens) for tokens in self.token_ids]
+        return sample_parts(lengths, num_parts=1, num_tokens=num_tokens, seed=f"{seed}/draft/{step}")[0]
 
     def select(self, indices: Sequence[int]) -> Responses:
-        """These chats."""
+        """Return the chats with these indices."""
         return Responses(
             token_ids=tuple(self.token_ids[i] for i in indices),
             prompt_lengths=tuple(self.prompt_lengths[i] for i in indices),
@@ -66,7 +59,7 @@ class Responses:
 def regenerate(
     engine: Engines, prompts: Sequence[Prompt], *, config: DraftConfig, sampling: SamplingConfig
 ) -> tuple[Responses, float]:
-    """Answers of the engine's policy to `prompts`, and the seconds that they took."""
+    """Generate the policy's responses to `prompts`; returns them and the seconds of generation."""
     seed, group_size = config.seed + _SEED_OFFSET, config.samples_per_prompt
     result = engine.generate(prompts, sampling=sampling, group_size=group_size, seed=seed)
     pairs = [(group.prompt.token_ids, rollout) for group in result.groups for rollout in group.rollouts]
@@ -78,7 +71,7 @@ def regenerate(
 
 
 def write_responses(responses: Responses, path: Path) -> None:
-    """Keep `responses` for a resumed attempt."""
+    """Store `responses` for a resumed attempt."""
     kept = {"token_ids": responses.token_ids, "prompt_lengths": responses.prompt_lengths}
     write_atomic(path, json.dumps(kept).encode())
 
@@ -98,11 +91,11 @@ def train_to_end(
     save: Callable[[list[float]], None],
     on_step: Callable[[int, float], None],
 ) -> list[float]:
-    """Train to the last step after those of `losses`; the loss of every step.
+    """Train from the step after `losses` to the last one; returns the loss of every step.
 
     Args:
-        update: makes the update of a step on the chats with these indices; returns its loss.
-        save: writes a checkpoint after the steps with these losses.
+        update: updates on the chats with the given indices in the given step; returns the loss.
+        save: writes a checkpoint after the steps with the given losses.
     """
     for step in range(len(losses), config.num_steps):
         losses.append(update(step, train.batch(step, num_tokens=config.tokens_per_step, seed=config.seed)))
@@ -123,19 +116,24 @@ def train_draft(
     checkpoint: Path,
     on_step: Callable[[int, float], None],
 ) -> list[float]:
-    """Train to the last step, from the checkpoint of an earlier attempt if there is one; the loss of every step.
+    """Train to the last step, from an earlier attempt's checkpoint if there is one; returns the loss of every step.
 
     Args:
-        update: of the draft, on the chats with these indices, which `hold` takes; `save` and `load` its checkpoint.
+        update: updates the draft on the chats with the given indices.
+        save: writes the draft's checkpoint.
+        load: reads the draft's checkpoint.
+        hold: computes the chats' hidden states once; returns False if they exceed the cache.
     """
     progress = checkpoint / _LOSSES
     losses: list[float] = json.loads(progress.read_text()) if progress.is_file() else []
     if losses:
         load(checkpoint / f"step-{len(losses)}")
-        logger.info("pretrain_draft: going on from step %d", len(losses))
+        logger.info("pretrain_draft: resuming at step %d", len(losses))
     if not hold():
-        fix = "raise it, where there is memory, to compute them once"
-        logger.info("pretrain_draft: hidden states exceed draft.states_cache_gib and come at each step; %s", fix)
+        fix = "raise it if memory allows, to compute them once"
+        logger.info(
+            "pretrain_draft: hidden states exceed draft.states_cache_gib and are computed in each step; %s", fix
+        )
 
     def save_all(losses: list[float]) -> None:
         save(checkpoint / f"step-{len(losses)}")
@@ -145,19 +143,19 @@ def train_draft(
 
 
 def num_done(checkpoint: Path) -> int:
-    """How many steps an earlier attempt left in `checkpoint`."""
+    """Return the number of steps that an earlier attempt completed."""
     progress = checkpoint / _LOSSES
     return len(json.loads(progress.read_text())) if progress.is_file() else 0
 
 
 def require_cut(num: int, vocab_size: int) -> None:
-    """Refuse a draft's vocabulary that is none of the policy's, or all of it."""
+    """Reject a draft's vocabulary that is empty or not smaller than the policy's."""
     fix = "null keeps the whole vocabulary"
     require(0 < num < vocab_size, "draft.vocab_size", f"must be < the policy's {vocab_size} tokens", num, fix)
 
 
 def frequent_tokens(responses: Iterable[Sequence[int]], *, num: int, vocab_size: int) -> tuple[int, ...]:
-    """The `num` tokens that occur most, in ascending order; of two that occur as often the smaller one.
+    """Return the `num` most frequent tokens in ascending order; ties go to the smaller id.
 
     Source: `build_vocab_mappings_from_distribution` of speculators 0.9.
     """
@@ -167,6 +165,6 @@ def frequent_tokens(responses: Iterable[Sequence[int]], *, num: int, vocab_size:
 
 
 def coverage(responses: Iterable[Sequence[int]], token_ids: Iterable[int]) -> float:
-    """Fraction of the tokens in `responses` that are among `token_ids`."""
+    """Return the fraction of the tokens in `responses` that are among `token_ids`."""
     counts = Counter(itertools.chain.from_iterable(responses))
     return sum(counts[token] for token in set(token_ids)) / max(counts.total(), 1)

@@ -1,18 +1,18 @@
 """Training of an EAGLE-3 draft on detached hidden states, before RL or beside the policy.
 
-Its optimizer is AdamW, or Muon for the layer's matrices and AdamW for the rest. Muon learns from fewer tokens, of which
-a draft that is trained beside the policy has few (docs/log.md).
+The optimizer is AdamW, or Muon for the layer's matrices and AdamW for the rest. Muon needs fewer tokens to learn, and
+training beside the policy has few (docs/log.md).
 
-How far the draft is from the policy is computed a few tokens at a time: logits of all tokens are never held. With p the
-policy's distribution of a token and q the draft's, both softmax(logits / temperature) over the draft's vocabulary, and
-a = sum_v min(p, q) the chance that rejection sampling accepts the draft's token:
+The loss compares draft and policy a few tokens at a time, and never holds the logits of all tokens. Let p be the
+policy's distribution of a token and q the draft's, both softmax(logits / temperature) over the draft's vocabulary.
+Rejection sampling accepts the draft's token with probability a = sum_v min(p, q). The losses are:
 
     kl_div      sum_v p log(p / q)
     tv          1 - a
     lk          -log(a), with a no smaller than 1e-5
     lk_hybrid   w kl_div + (1 - w) tv, with w = exp(-3 a) taken as a constant
 
-Source: `speculators.losses.eager` of speculators 0.9, of which these are the functions; lk and lk_hybrid are of Samarin
+Source: `speculators.losses.eager` of speculators 0.9, whose functions these are; lk and lk_hybrid come from Samarin
 et al., "LK Losses" (arXiv 2602.23881).
 
 Legend: `N` packed tokens, `C` of them in a chunk, `H` hidden size, `D` the draft's vocabulary, `V` the policy's.
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.optimizer import BatchedMuon, TrainingMemory
 
 Distance = Callable[[Tensor, Tensor], Tensor]
-"""From the draft's logits and the policy's, [1, C, D] each, to a number a token, [1, C]."""
+"""Maps the draft's and the policy's logits, [1, C, D] each, to a distance of each token, [1, C]."""
 
 DISTANCES: Mapping[str, Distance] = {
     "kl_div": eager.kl_div_loss,
@@ -48,49 +47,36 @@ DISTANCES: Mapping[str, Distance] = {
     "lk": eager.neg_log_acceptance_loss,
     "lk_hybrid": eager.lk_hybrid_loss,
 }
-_EPS = 1e-5  # of speculators: a pass without a token that counts has no loss
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Judging:
-    """How passes are compared with the policy.
-
-    Attributes:
-        decay: pass i counts decay**i.
-        chunk_tokens: how many tokens' logits are held at a time.
-    """
-
-    distance: Distance
-    decay: float
-    temperature: float
-    chunk_tokens: int
+_EPS = 1e-5  # as in speculators: the loss of a pass without counted tokens is 0
 
 
 def chunk_losses(
-    model: Eagle3DraftModel, head_inputs: Sequence[Tensor], batch: PackedChats, judging: Judging
+    model: Eagle3DraftModel, head_inputs: Sequence[Tensor], batch: PackedChats, config: DraftConfig, temperature: float
 ) -> Iterator[Tensor]:
-    """Parts of a row's loss, each with its own graph: go backward before taking the next.
+    """Yield parts of a row's loss, each with a graph of its own: go backward before taking the next.
 
-    The loss is the sum over passes of decay**i times the mean distance over the tokens that count.
+    The loss is the sum over passes i of `ttt_step_loss_decay` ** i times the mean distance over the counted tokens.
 
     Args:
-        head_inputs: of each pass, [1, N, H].
+        head_inputs: [1, N, H] for each pass.
     """
     num, num_passes = batch.loss_mask.shape[1], len(head_inputs)
     mask_1N = batch.loss_mask.float()
     counts = [mask_1N[:, number:].sum(dim=1) + _EPS for number in range(num_passes)]
-    for start, stop in _chunks(num, judging.chunk_tokens):
-        with torch.no_grad():  # later passes look beyond the chunk
+    for start in range(0, num, config.loss_chunk_tokens):
+        stop = min(start + config.loss_chunk_tokens, num)
+        with torch.no_grad():  # states of later passes lie beyond the chunk
             states = batch.last[:, start : stop + num_passes - 1]
-            targets = _scaled(model.verifier_lm_head(states), judging.temperature)
+            targets = model.verifier_lm_head(states) / temperature
         loss = torch.zeros((), device=mask_1N.device)
         for number, hidden_1NH in enumerate(head_inputs):
             size = min(stop, num - number) - start
             if size <= 0:
                 break
-            logits = _scaled(model.lm_head(hidden_1NH[:, start:stop]), judging.temperature)[:, :size]
-            distance = judging.distance(logits, targets[:, number : number + size])
-            counted = distance * mask_1N[:, start + number : start + number + size] * judging.decay**number
+            logits = (model.lm_head(hidden_1NH[:, start:stop]) / temperature)[:, :size]
+            distance = DISTANCES[config.loss](logits, targets[:, number : number + size])
+            decayed = mask_1N[:, start + number : start + number + size] * config.ttt_step_loss_decay**number
+            counted = distance * decayed
             loss = loss + (counted.sum(dim=1) / counts[number]).mean()
         yield loss
 
@@ -100,54 +86,47 @@ def overlaps(
     model: Eagle3DraftModel,
     head_inputs: Sequence[Tensor],
     batch: PackedChats,
-    judging: Judging,
+    config: DraftConfig,
+    temperature: float,
     *,
     policy_head_VH: Tensor,
 ) -> Tensor:
-    """[passes, N] chance to accept token i of the window that starts at each position; 0 beyond the row.
+    """[passes, N] probability of accepting token i of the window that starts at each position; 0 beyond the row.
 
     Args:
-        policy_head_VH: the policy's whole output layer: what the draft's vocabulary lacks is never drafted, and counts.
+        policy_head_VH: the policy's whole output layer; tokens outside the draft's vocabulary count as never drafted.
     """
     num = batch.loss_mask.shape[1]
     found = torch.zeros(len(head_inputs), num, device=batch.last.device)
-    for start, stop in _chunks(num, judging.chunk_tokens):
+    for start in range(0, num, config.loss_chunk_tokens):
+        stop = min(start + config.loss_chunk_tokens, num)
         states = batch.last[0, start : stop + len(head_inputs) - 1]
-        policy = _scaled(torch.nn.functional.linear(states, policy_head_VH), judging.temperature).softmax(-1)
+        policy = (torch.nn.functional.linear(states, policy_head_VH) / temperature).softmax(-1)
         policy = policy if model.d2t is None else policy[:, draft_ids(model)]
         for number, hidden_1NH in enumerate(head_inputs):
             size = min(stop, num - number) - start
             if size <= 0:
                 break
-            draft = _scaled(model.lm_head(hidden_1NH[0, start:stop]), judging.temperature).softmax(-1)[:size]
+            draft = (model.lm_head(hidden_1NH[0, start:stop]) / temperature).softmax(-1)[:size]
             found[number, start : start + size] = torch.minimum(policy[number : number + size], draft).sum(-1)
     return found
 
 
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    return logits if temperature == 1.0 else logits / temperature
-
-
-def _chunks(num: int, size: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, num, size):
-        yield start, min(start + size, num)
-
-
 SumOverRanks = Callable[[Tensor], Tensor]
-"""Adds up a tensor over trainers of which each has a part of the sequences, and which all call it alike."""
+"""Sums a tensor over the trainers of all data-parallel ranks; every rank calls it."""
 
 _CPU = torch.device("cpu")
 _ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 _MUON_MOMENTS = ("momentum_buffer",)
-_MOMENTUM = 0.9  # as the policy's Muon has: a short training wants a short memory
+_MOMENTUM = 0.9  # as the policy's Muon, for short trainings
 _NUM_ITERATIONS = 3
 _OUTPUT = "lm_head."
 
 
 class DraftTrainer(LearnerDraft):
-    """An EAGLE-3 draft, its optimizer and its schedule; every rank has all of it."""
+    """An EAGLE-3 draft with its optimizer and learning rate; every rank holds all of it."""
 
-    # Adam's first updates move every weight by nearly the whole learning rate, which sets a good draft back.
+    # Adam's first updates move every weight by almost the whole learning rate, which harms a good draft.
     num_warmup_updates = 5
 
     def __init__(
@@ -162,13 +141,13 @@ class DraftTrainer(LearnerDraft):
         writes: bool = True,
         sum_over_ranks: SumOverRanks | None = None,
     ) -> None:
-        """Train a fresh draft of `policy`, or the saved one in `given` further, with a fresh optimizer.
+        """Start training a fresh draft of `policy`, or the saved draft in `given`, with a fresh optimizer.
 
         Args:
-            token_ids: see `build_draft`.
-            sum_over_ranks: None: this trainer has all the sequences.
+            token_ids: ids that a fresh draft knows (`build_draft`).
+            sum_over_ranks: None where this trainer has all sequences.
         Raises:
-            ConfigError: see `load_draft`.
+            ConfigError: `given` is not a draft that `load_draft` reads.
         """
         super().__init__(config, is_online=is_online, writes=writes)
         self._device, self._sum_over_ranks = device, sum_over_ranks
@@ -205,27 +184,26 @@ class DraftTrainer(LearnerDraft):
         if self._sum_over_ranks is not None:
             num_tokens = int(self._sum_over_ranks(torch.tensor(num_tokens)))
         if num_tokens == 0:
-            return 0.0  # responses of a single token leave nothing to draft
-        judging = self._judging(temperature)
-        losses = [self._backward(row, judging, int(row.loss_mask.sum()) / num_tokens) for row in rows]
+            return 0.0  # responses of one token leave nothing to draft
+        losses = [self._backward(row, temperature, int(row.loss_mask.sum()) / num_tokens) for row in rows]
         total = sum(float(loss) for loss in losses)
         if self._sum_over_ranks is not None:
             total = self._sum_gradients(total, self._sum_over_ranks)
         if not math.isfinite(total):
             raise FloatingPointError(f"draft loss of step {self._num_steps} must be finite, got {total}")
-        # A group of its own: under one shared clip the draft's larger gradients would shrink the policy's step.
+        # A clip of its own: under a shared one the draft's larger gradients would shrink the policy's step.
         torch.nn.utils.clip_grad_norm_(self._trained, self._config.clip_grad)
         self._optimizer.step(learning_rate=self._learning_rate())
         self._num_steps += 1
         return total
 
-    def _backward(self, row: PackedChats, judging: Judging, share: float) -> Tensor:
-        """Add up the gradient of a row's loss times `share`; returns that."""
+    def _backward(self, row: PackedChats, temperature: float, share: float) -> Tensor:
+        """Accumulate the gradient of a row's loss times `share`; returns that loss."""
         inputs = head_inputs(self._model, row, self._num_passes())
-        # The head goes backward chunk by chunk into these copies, and the passes once, when all is known of them.
+        # The head goes backward chunk by chunk into these copies; the passes go backward once, afterwards.
         leaves = [each.detach().requires_grad_() for each in inputs]
         total = torch.zeros((), device=self._device)
-        for part in chunk_losses(self._model, leaves, row, judging):
+        for part in chunk_losses(self._model, leaves, row, self._config, temperature):
             loss = part * share
             loss.backward()
             total += loss.detach()
@@ -234,7 +212,7 @@ class DraftTrainer(LearnerDraft):
         return total
 
     def _sum_gradients(self, loss: float, sum_over_ranks: SumOverRanks) -> float:
-        """Add up the parameters' gradients, in one piece, and the loss."""
+        """Sum gradients and loss over ranks, in one tensor; returns the loss."""
         # A rank whose responses are all too short to draft for has no gradient.
         own = [torch.zeros_like(each) if each.grad is None else each.grad for each in self._trained]
         flat = torch.cat([*(grad.flatten() for grad in own), own[0].new_tensor([loss])])
@@ -260,7 +238,7 @@ class DraftTrainer(LearnerDraft):
 
     @torch.no_grad()
     def follow(self, vocabulary_weights: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        """Take over the policy's present embeddings and output layer."""
+        """Copy the policy's current embeddings and output layer into the draft."""
         embeddings_VH, head_VH = vocabulary_weights()
         self._model.embed_tokens.weight.copy_(embeddings_VH)
         self._policy_head_VH.copy_(head_VH)
@@ -276,7 +254,7 @@ class DraftTrainer(LearnerDraft):
         yield from draft_tensors(self._model).items()
 
     def offload(self) -> int:
-        """Offload what updates alone need; returns the bytes of the device."""
+        """Offload gradients and optimizer; returns the freed device bytes."""
         return self._memory.offload()
 
     def save(self, path: Path) -> None:
@@ -309,24 +287,11 @@ class DraftTrainer(LearnerDraft):
         limit = self._config.tokens_per_row
         return rows_of(sequences, prompt_lengths, states, max_tokens=limit, device=self._device)
 
-    def _judging(self, temperature: float) -> Judging:
-        return Judging(
-            distance=DISTANCES[self._config.loss],
-            decay=self._config.ttt_step_loss_decay,
-            temperature=temperature,
-            chunk_tokens=self._config.loss_chunk_tokens,
-        )
-
     def _windows(self, batch: PackedChats, temperature: float) -> Tensor:
-        """[ttt_steps, windows]: chance to accept each token of every draft window that lies within one response."""
+        """[ttt_steps, windows] probability of accepting each token of every draft window within one response."""
         num_steps = self._config.ttt_steps
-        found = overlaps(
-            self._model,
-            head_inputs(self._model, batch, num_steps),
-            batch,
-            self._judging(temperature),
-            policy_head_VH=self._policy_head_VH,
-        )
+        inputs = head_inputs(self._model, batch, num_steps)
+        found = overlaps(self._model, inputs, batch, self._config, temperature, policy_head_VH=self._policy_head_VH)
         num = max(batch.input_ids.shape[1] - num_steps + 1, 0)
         documents = batch.document_ids[0]
         inside = torch.ones(num, dtype=torch.bool, device=self._device)
@@ -336,76 +301,61 @@ class DraftTrainer(LearnerDraft):
 
 
 class DraftOptimizer:
-    """Updates of a draft's parameters, and what the next one depends on.
+    """Optimizers of a draft's parameters, with their moments.
 
     Attributes:
-        learning_rate: of the last update.
+        steppers: the torch optimizers: AdamW, and Muon where it takes matrices.
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], method: OptimizerMethod) -> None:
-        """Begin without moments; `named` are the trained parameters in their order."""
-        self._parameters = [parameter for _, parameter in named]
-        matrices = [
-            parameter
-            for name, parameter in named
-            if method is OptimizerMethod.MUON and parameter.dim() == 2 and not name.startswith(_OUTPUT)
-        ]
-        self._by_muon = {id(parameter) for parameter in matrices}
-        rest = [parameter for parameter in self._parameters if id(parameter) not in self._by_muon]
-        self.learning_rate = 0.0
-        self._optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-        ]
+        """Start without moments; `named` are the trained parameters in their order."""
+        is_muon = method is OptimizerMethod.MUON
+        by_muon = [is_muon and parameter.dim() == 2 and not name.startswith(_OUTPUT) for name, parameter in named]
+        matrices, rest = (
+            [each for (_, each), by in zip(named, by_muon, strict=True) if by is muon] for muon in (True, False)
+        )
+        adamw = torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        self.steppers: tuple[torch.optim.Optimizer, ...] = (adamw,)
         if matrices:
             dtype = torch.float32 if matrices[0].device.type == "cpu" else torch.bfloat16
             muon = BatchedMuon(matrices, lr=0.0, momentum=_MOMENTUM, num_iterations=_NUM_ITERATIONS, dtype=dtype)
-            self._optimizers.append(muon)
-
-    @property
-    def steppers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Torch's, one or two."""
-        return tuple(self._optimizers)
+            self.steppers = (adamw, muon)
+        self._held = [
+            (parameter, self.steppers[by].state, _MUON_MOMENTS if by else _ADAMW_MOMENTS)
+            for (_, parameter), by in zip(named, by_muon, strict=True)
+        ]
 
     def step(self, *, learning_rate: float) -> None:
-        """One update by the parameters' gradients."""
-        self.learning_rate = learning_rate
-        for optimizer in self._optimizers:
+        """Make one update from the parameters' gradients."""
+        for optimizer in self.steppers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
             optimizer.step()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
-        for parameter in self._parameters:
-            parameter.grad = None
+        """Drop the gradients."""
+        for optimizer in self.steppers:
+            optimizer.zero_grad()
 
     def moments(self) -> dict[str, Tensor]:
-        """By `<index of the parameter>.<name>`, sharing memory; none before the first update."""
-        found: dict[str, Tensor] = {}
-        for index, parameter in enumerate(self._parameters):
-            state = self._optimizer_of(parameter).state.get(parameter, {})
-            found |= {f"{index}.{name}": state[name] for name in self._names(parameter) if name in state}
-        return found
+        """Return the moments by `<index of the parameter>.<name>`, sharing memory; empty before the first update."""
+        return {
+            f"{index}.{name}": state[parameter][name]
+            for index, (parameter, state, names) in enumerate(self._held)
+            for name in names
+            if name in state.get(parameter, {})
+        }
 
     def restore(self, moments: Mapping[str, Tensor], *, num_updates: int) -> None:
-        """Go on from the `moments` after so many updates.
+        """Continue from `moments` after `num_updates` updates.
 
         Raises:
-            KeyError: some are missing.
+            KeyError: a moment is missing.
         """
-        for index, parameter in enumerate(self._parameters):
-            state = self._optimizer_of(parameter).state
+        for index, (parameter, state, names) in enumerate(self._held):
             state.pop(parameter, None)
             if not num_updates:
                 continue
-            names = self._names(parameter)
-            own = {name: moments[f"{index}.{name}"].to(parameter.device, copy=True) for name in names}
-            # fused AdamW counts where its parameter is
-            count = torch.tensor(float(num_updates), device=parameter.device)
-            state[parameter] = own if names is _MUON_MOMENTS else {"step": count, **own}
-
-    def _optimizer_of(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
-        return self._optimizers[1 if id(parameter) in self._by_muon else 0]
-
-    def _names(self, parameter: torch.nn.Parameter) -> tuple[str, ...]:
-        return _MUON_MOMENTS if id(parameter) in self._by_muon else _ADAMW_MOMENTS
+            state[parameter] = {name: moments[f"{index}.{name}"].to(parameter.device, copy=True) for name in names}
+            if names is _ADAMW_MOMENTS:  # fused AdamW keeps its step count on the parameter's device
+                state[parameter]["step"] = torch.tensor(float(num_updates), device=parameter.device)

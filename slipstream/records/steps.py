@@ -199,6 +199,7 @@ class StepRecord:
     machine: MachineUse | None = None  # None: not recorded
     num_reward_failures: int = 0  # of a reward function, beside time-outs and crashes
     reward_metrics: dict[str, float] = field(default_factory=dict)  # means of what it returned beside the score
+    rewards_by_prompt: tuple[float, ...] = ()  # mean reward of each prompt's rollouts; empty: not recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""From the record of a run to what people read: an HTML page, a JSON summary, a table for the terminal.
+"""Reports: an HTML page, a JSON summary and a table for the terminal, from the record of a run.
 
-Import from its modules: the page draws with matplotlib, which takes seconds to import and the tables do not need.
+Import the modules themselves: the page imports matplotlib, which takes seconds and which tables do not need.
 """

@@ -1,5 +1,4 @@
-"""The one style of all figures, and how they become inline SVG. Colours are Okabe and Ito's, told apart by the
-colour-blind."""
+"""Style of all figures, and their conversion to inline SVG. Colours are Okabe and Ito's, safe for the colour-blind."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from slipstream.statistics import Estimate
 from slipstream.types import Arm
 
 ARM_COLOURS = {Arm.AUTOREGRESSIVE: "#6f7681", Arm.SPECULATIVE: "#0072b2"}
@@ -34,7 +34,7 @@ _STYLE = matplotlib.rc_params_from_file(Path(__file__).with_name("figures.mplsty
 def draw_svg(
     columns: int, height: float, draw: Callable[[Sequence[Axes]], None], *, rows: int = 1, width: float = WIDTH_IN
 ) -> str:
-    """An SVG element of `rows` x `columns` axes filled by `draw`."""
+    """Draw `rows` x `columns` axes with `draw` and return the figure as an SVG element."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.08, wspace=0.05)  # type: ignore[union-attr]
@@ -44,12 +44,25 @@ def draw_svg(
     return _inline(file.getvalue())
 
 
+def errors(estimate: Estimate) -> list[list[float]]:
+    """Distances from the value to the ends of its interval, as matplotlib takes one error bar."""
+    low, high = estimate.ci95 or (estimate.value, estimate.value)
+    return [[max(0.0, estimate.value - low)], [max(0.0, high - estimate.value)]]
+
+
+def legend_below(axes: Axes, num_columns: int) -> None:
+    """Draw the legend of `axes` below its figure."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.legend(loc="outside lower center", ncols=num_columns, columnspacing=1.4, handlelength=1.0)
+
+
 def _inline(svg: str) -> str:
-    """The bare element, with ids that no other figure of the page has."""
+    """Strip the XML header and make the ids unique on the page."""
     svg = svg[svg.index("<svg") :]
     prefix = f"f{zlib.crc32(svg.encode()):08x}-"
     svg = re.sub(r'\bid="', f'id="{prefix}', svg)
     svg = svg.replace('href="#', f'href="#{prefix}').replace("url(#", f"url(#{prefix}")
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    # Hundredths of a point are enough for a coordinate; text, which lies between the tags, is left alone.
+    # Hundredths of a point are enough for a coordinate. Text between the tags stays as it is.
     return re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d+\.\d{2})\d+", r"\1", tag.group()), svg)

@@ -1,7 +1,7 @@
-"""Words for a measured ratio of times: faster, slower, no difference seen, or not measured.
+"""Verdict on a measured ratio of times: faster, slower, no difference seen, or not measured.
 
-Headline, tables, JSON, tags, `compare`, the ranking of a study and the drift gate all call `claim`, each about an
-interval of its own. A ratio is the baseline's seconds over the candidate's, so above 1 the candidate is faster.
+The report, its JSON and tags, `compare`, the ranking of a study and the drift gate take their verdicts from `claim`.
+A ratio is the baseline's seconds over the candidate's, so the candidate is faster above 1.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from slipstream.report.formats import estimate_of, interval, percent, speedup
 from slipstream.statistics import Estimate
 
 CONTROL_WARNS = (0.95, 1.05)
-"""A control outside of these is a warning."""
+"""Range of the control outside of which a verdict carries a warning."""
 CONTROL_HOLDS = (0.9, 1.1)
-"""A control outside of these leaves a ratio without a verdict."""
+"""Range of the control outside of which there is no verdict."""
 UNPAIRED = "Unpaired: the arms ran one after the other."
 NO_CONTROL = "No control: training overlaps generation."
 
@@ -32,29 +32,29 @@ class ClaimKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """A verdict on one ratio, and what qualifies it."""
+    """Verdict on one ratio, with the notes that qualify it."""
 
     kind: ClaimKind
-    finding: str  # the kind in words, with its figures
-    notes: tuple[str, ...]  # sentences: the reasons why nothing was measured with what to do, and the warnings
+    finding: str  # the verdict in words, with its figures
+    notes: tuple[str, ...]  # sentences: reasons why nothing was measured, each with the fix, then warnings
 
     @property
     def sentence(self) -> str:
-        """The whole of it."""
+        """The finding and its notes in full sentences."""
         return " ".join([f"{self.finding[0].upper()}{self.finding[1:]}.", *self.notes])
 
     def as_json(self) -> dict[str, str]:
-        """Content of `report.json` about it."""
+        """Return the `verdict` entry of `report.json`."""
         return {"kind": self.kind.value, "sentence": self.sentence}
 
 
 def claim(ratio: Estimate, control: Estimate | None, *, paired: bool, overlaps: bool = False) -> Claim:
-    """Say if the candidate is faster or slower than the baseline, or that this was not seen, or not measured.
+    """Judge whether the candidate is faster or slower than the baseline.
 
     Args:
-        control: the ratio of work that is the same in both arms; None: it is not known.
-        paired: the arms took the same steps in turn.
-        overlaps: training overlaps generation, so that there is no control; `control` is ignored.
+        control: ratio of the work that is the same in both arms; None where it was not measured.
+        paired: True if the arms alternated step by step.
+        overlaps: training overlaps generation, so there is no control and `control` is ignored.
     """
     warnings = [] if paired else [UNPAIRED]
     if overlaps:
@@ -74,7 +74,7 @@ def claim(ratio: Estimate, control: Estimate | None, *, paired: bool, overlaps: 
 
 
 def said(claims: Mapping[str, Claim]) -> str:
-    """The findings by what they are about, each in a sentence; notes that they share stand once, behind."""
+    """Join the findings of several claims, by the name of each ratio; notes that claims share are written once."""
     about: dict[str, list[str]] = {}
     for name, each in claims.items():
         about.setdefault(each.finding, []).append(name)
@@ -83,7 +83,7 @@ def said(claims: Mapping[str, Claim]) -> str:
 
 
 def recorded(metrics: Mapping[str, float], name: str) -> Claim | None:
-    """The claim about the result `name` from an execution's metrics; None where it has no such result."""
+    """Judge the ratio `name` from an execution's metrics; None where the execution has no such metric."""
     ratio = estimate_of(metrics, name)
     if ratio is None:
         return None
@@ -92,7 +92,7 @@ def recorded(metrics: Mapping[str, float], name: str) -> Claim | None:
 
 
 def _missing(ratio: Estimate, control: Estimate | None, *, overlaps: bool) -> list[str]:
-    """The reasons why the ratio says nothing, with what to do."""
+    """Reasons why there is no verdict, each with what to do."""
     reasons = []
     if control is None and not overlaps:
         reasons.append("There is no control that shows if the machine was as fast for both arms: run again.")

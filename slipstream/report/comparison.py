@@ -1,14 +1,12 @@
-"""Executions side by side, from what their MLflow runs carry: which arm, how much faster, at which reward and cost."""
+"""Comparison of executions by what MLflow holds of them: speedups, rewards, accuracy and cost side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 
-from slipstream.records.files import write_atomic
 from slipstream.report.claims import recorded, said
-from slipstream.report.formats import KINDS, UNITS, estimate_of, interval, render, speedup, speedup_with_interval
+from slipstream.report.formats import KINDS, UNITS, estimate_of, interval, render, speedup, with_interval
 from slipstream.tracking.executions import Execution
 from slipstream.types import Arm
 from slipstream.workers.placement.plan import table
@@ -32,14 +30,14 @@ _RESULTS = {
     "hours": "hours",
     "GPU hours": "gpu_hours",
 }
-"""Columns of results, whose labels are too long for a table of executions."""
+"""Metrics by short column heading: the labels of `KINDS` are too long for this table."""
 HEADINGS = ("execution", "started", "status", *_RESULTS)
-_MAX_COLUMNS = 6  # executions whose values stand side by side in a terminal; the page shows those of more
+_MAX_COLUMNS = 6  # executions whose parameters fit side by side in a terminal; the page has no limit
 _TELLING_TAGS = ("git.commit", "image", "node", "gpu")
 
 
 def comparison_table(executions: Sequence[Execution]) -> str:
-    """Plain text: a row an execution, then what was not the same in all of them, then each answer in a sentence."""
+    """Render the executions as plain text: one row each, then differing parameters, then one sentence each."""
     parts = [table([list(HEADINGS), *[cells(execution) for execution in executions]])]
     differing = differences(executions)
     if len(executions) > _MAX_COLUMNS:
@@ -51,18 +49,12 @@ def comparison_table(executions: Sequence[Execution]) -> str:
     return "\n\n".join(parts)
 
 
-def write_comparison(executions: Sequence[Execution], path: Path, *, uri: str) -> Path:
-    """Write the page of `slipstream compare`, one self-contained HTML file, atomically.
+def render_comparison(executions: Sequence[Execution], *, uri: str) -> str:
+    """Render the page of `slipstream compare`.
 
     Args:
-        uri: of the tracking store that the executions were read from.
+        uri: address of the tracking store that the executions were read from.
     """
-    write_atomic(path, render_comparison(executions, uri=uri).encode())
-    return path
-
-
-def render_comparison(executions: Sequence[Execution], *, uri: str) -> str:
-    """The page: an answer an execution, the table, and what was not the same in all of them."""
     shown = [
         {"name": run.name, "answer": answer(run), "cells": cells(run), "url": _link(run.tags)} for run in executions
     ]
@@ -72,17 +64,19 @@ def render_comparison(executions: Sequence[Execution], *, uri: str) -> str:
 
 
 def cells(execution: Execution) -> list[str]:
-    """One execution under `HEADINGS`."""
+    """Return the cells of an execution's row under `HEADINGS`."""
     started = datetime.fromtimestamp(execution.start_ms / 1000, tz=UTC)
     known = [execution.name, f"{started:%Y-%m-%d %H:%M}", execution.status.lower()]
     return [*known, *(_cell(execution, name) for name in _RESULTS.values())]
 
 
 def answer(execution: Execution) -> str:
-    """Which arm was faster, by how much, and whether both reached the same reward."""
+    """State in one or two sentences which arm was faster, by how much, and how their rewards compare."""
     step, generation = (recorded(execution.metrics, f"{name}_speedup") for name in ("step", "generation"))
     if generation is None or step is None:
-        return {"RUNNING": "goes on, no result yet."}.get(execution.status, f"{execution.status.lower()}, no result.")
+        return {"RUNNING": "is running, no result yet."}.get(
+            execution.status, f"{execution.status.lower()}, no result."
+        )
     k = execution.metrics.get("result/num_speculative_tokens", 0.0)
     if k == 0:
         return f"speculation lost in tuning, so both arms ran without it{_asynchronous(execution)}."
@@ -91,7 +85,7 @@ def answer(execution: Execution) -> str:
 
 
 def differences(executions: Sequence[Execution]) -> dict[str, list[str]]:
-    """The parameters and the telling tags that are not the same in all executions; what one lacks is `-`."""
+    """Parameters and tags that differ between the executions; a missing value is `-`."""
     params = sorted({name for execution in executions for name in execution.params})
     columns = {name: [execution.params.get(name, NOTHING) for execution in executions] for name in params}
     columns |= {name: [execution.tags.get(name, NOTHING) for execution in executions] for name in _TELLING_TAGS}
@@ -99,13 +93,13 @@ def differences(executions: Sequence[Execution]) -> dict[str, list[str]]:
 
 
 def _link(tags: dict[str, str]) -> str:
-    """Flyte's page of the execution; a tag that is no web address is no link."""
+    """Address of the execution in Flyte; empty where the tag is not a web address."""
     url = tags.get("flyte.execution_url", "")
     return url if url.startswith(("http://", "https://")) else ""
 
 
 def _asynchronous(execution: Execution) -> str:
-    """Speedups of the step of each arm by the other loop; empty for an execution that has none."""
+    """Speedup of each arm's asynchronous step over its synchronous step; empty without asynchronous arms."""
     found = {arm: estimate_of(execution.metrics, f"asynchronous_step_speedup_{arm.value}") for arm in Arm}
     ratios = [
         f"{arm.value} {speedup(each.value)} ({interval(each)})" for arm, each in found.items() if each is not None
@@ -130,11 +124,11 @@ def _proof(execution: Execution) -> str:
 
 
 def _cell(execution: Execution, name: str) -> str:
-    """A result as it is written; a ratio with its interval."""
+    """Format a result; a ratio includes its interval."""
     estimate = estimate_of(execution.metrics, name)
     if estimate is None:
         return NOTHING
     if name == "lossless":
         return "yes" if estimate.value == 1 else "NO"
     unit = KINDS[name].unit
-    return speedup_with_interval(estimate) if unit == "x" else UNITS[unit].format(estimate.value)
+    return with_interval(estimate) if unit == "x" else UNITS[unit].format(estimate.value)

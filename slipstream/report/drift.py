@@ -1,9 +1,8 @@
-"""Drift: results of an execution outside the bands that the executions before it let one expect.
+"""Drift detection: results of an execution outside the prediction bands of comparable earlier executions.
 
-The band of a result is a prediction interval from the spread of the earlier executions. All results of an execution
-are judged together: with Q of them each interval has the level 1 - FALSE_ALARM_RATE / Q (Bonferroni), so an execution
-in which nothing drifted is called drifted at most that often, however the results depend on each other. A result that
-is not normally distributed over executions makes this rate approximate.
+A band is a prediction interval from the spread of earlier executions. With Q judged results each interval has the level
+1 - FALSE_ALARM_RATE / Q (Bonferroni). An execution without drift is then flagged at most that often, however its
+results depend on each other. The rate is approximate for results that are not normally distributed over executions.
 """
 
 from __future__ import annotations
@@ -33,34 +32,36 @@ NOT_MEASURED = ClaimKind.NOT_MEASURED.value
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """The execution that is judged: what it came to, and what another one must share to be comparable."""
+    """The execution that is judged: its results, and the settings that comparable executions share."""
 
     execution: str
     workload: str
-    hardware: str  # of the arms
-    dtype: str | None  # that `auto` was settled to; None: the recipe names its types
+    hardware: str  # the machines that timed the arms
+    dtype: str | None  # the type that `auto` resolved to; None where the recipe names one
     params: Mapping[str, str]
-    results: Mapping[str, float]  # without `result/`
+    results: Mapping[str, float]  # by metric name without `result/`
 
 
 def hardware(record: RunRecord) -> str:
-    """Machines that the arms were timed on."""
+    """Return the machines that the arms were timed on."""
     return "; ".join(dict.fromkeys(arm.machine for arm in record.arms if arm.machine)) or record.machine
 
 
 def find_drift(subject: Subject, executions: Iterable[Execution], config: DriftConfig) -> DriftRecord:
-    """Compare with the last comparable of `executions`, which come newest first and may hold the execution itself."""
+    """Judge the subject's results against the latest comparable executions.
+
+    Args:
+        executions: newest first; the subject itself may be among them and is skipped.
+    """
     earlier = comparable(subject, executions, config)
     known = {name: _values(earlier, name) for name, kind in KINDS.items() if kind.judged and name in subject.results}
     own = {f"result/{name}": value for name, value in subject.results.items()}
-    measured = {name: values for name, values in known.items() if _is_measured(own, name)}
-    num_judged = sum(len(values) >= MIN_EXECUTIONS for values in measured.values())
+    measured = {name for name in known if _is_measured(own, name)}
+    num_judged = sum(len(known[name]) >= MIN_EXECUTIONS for name in measured)
     level = 1 - FALSE_ALARM_RATE / max(1, num_judged)
     findings = tuple(
-        _judge(name, subject.results[name], known[name], level)
-        if name in measured
-        else _unmeasured(name, subject.results[name], len(known[name]))
-        for name in known
+        _judge(name, subject.results[name], values, level if name in measured else None)
+        for name, values in known.items()
     )
     return DriftRecord(
         summary=_summary(findings, len(earlier)),
@@ -71,10 +72,10 @@ def find_drift(subject: Subject, executions: Iterable[Execution], config: DriftC
 
 
 def comparable(subject: Subject, executions: Iterable[Execution], config: DriftConfig) -> list[Execution]:
-    """The last executions that came to results, lossless ones, with the same recipe, workload, hardware and dtype.
+    """Select the latest lossless executions with the subject's recipe, workload, hardware and dtype.
 
-    Seeds are part of the noise. Executions with the subject's own seeds are taken alone where there are enough of
-    them; otherwise of each choice of seeds the newest, for repetitions of one say nothing of the spread over seeds.
+    Seeds are part of the noise. Executions with the subject's own seeds are used alone where there are enough.
+    Otherwise each choice of seeds counts once, by its newest execution: repetitions do not show the spread over seeds.
     """
     found = [execution for execution in executions if _is_comparable(subject, execution)]
     own = [execution for execution in found if _seeds(execution.params) == _seeds(subject.params)]
@@ -86,10 +87,10 @@ def comparable(subject: Subject, executions: Iterable[Execution], config: DriftC
 
 
 def prediction_interval(values_N: Sequence[float], *, level: float) -> tuple[float, float]:
-    """Interval that holds one further value with probability `level`, if all are sampled from one normal distribution.
+    """Interval that holds one further value with probability `level`, if all values share one normal distribution.
 
     mean +- t s sqrt(1 + 1/N), with s the standard deviation over N - 1 and t the quantile of Student's distribution
-    with N - 1 degrees of freedom: it knows how little a few values say of their own spread, so few make it wide.
+    with N - 1 degrees of freedom. Few values give a wide interval.
 
     Raises:
         ValueError: fewer than two values, or a level outside (0, 1).
@@ -107,7 +108,7 @@ def prediction_interval(values_N: Sequence[float], *, level: float) -> tuple[flo
 
 
 def drift_metrics(drift: DriftRecord) -> dict[str, float]:
-    """`drift/…`: of each result that was judged -1, 0 or 1 (below, within, above) and the ends of its band."""
+    """Metrics `drift/…`: for each judged result -1, 0 or 1 (below, within, above), and the ends of its band."""
     metrics = {"drift/num_executions": float(len(drift.executions)), "drift/num_outside": float(len(drift.outside))}
     for finding in drift.findings:
         if finding.band is not None:
@@ -118,14 +119,14 @@ def drift_metrics(drift: DriftRecord) -> dict[str, float]:
 
 
 def drift_tags(drift: DriftRecord) -> dict[str, str]:
-    """`drift.verdict` to filter by, and the sentence."""
+    """Tags of an execution: `drift.verdict` as a filter, and `drift.summary` as a sentence."""
     names = ", ".join(f"{finding.name} {finding.verdict}" for finding in drift.outside)
     judged = any(finding.band is not None for finding in drift.findings)
     return {"drift.verdict": names or (WITHIN if judged else TOO_FEW), "drift.summary": drift.summary}
 
 
 def _is_comparable(subject: Subject, execution: Execution) -> bool:
-    """A parameter that one of both lacks is a field that came or went between their commits, and no difference."""
+    """Compare every parameter that both have; one that only one has was added or removed between their commits."""
     shared = subject.params.keys() & execution.params.keys()
     return (
         execution.name != subject.execution
@@ -138,7 +139,7 @@ def _is_comparable(subject: Subject, execution: Execution) -> bool:
 
 
 def _is_free(parameter: str) -> bool:
-    """Return True for a seed, and for a field that says how a run is operated: they may differ."""
+    """Return True for a seed, and for an operational field: both may differ between comparable executions."""
     return parameter.rpartition(".")[2] in ("seed", *OPERATION)
 
 
@@ -153,20 +154,17 @@ def _values(executions: Sequence[Execution], name: str) -> list[float]:
 
 
 def _is_measured(metrics: Mapping[str, float], name: str) -> bool:
-    """Return False for a speedup without a verdict: no control, one that went astray, or no interval."""
+    """Return False for a speedup without a verdict: its control or its interval is missing, or the control is off."""
     if KINDS[name].unit != "x":
         return True
     claim = recorded(metrics, name)
     return claim is not None and claim.kind is not ClaimKind.NOT_MEASURED
 
 
-def _unmeasured(name: str, value: float, num_executions: int) -> DriftFinding:
-    return DriftFinding(name=name, value=value, num_executions=num_executions, band=None, verdict=NOT_MEASURED)
-
-
-def _judge(name: str, value: float, earlier: Sequence[float], level: float) -> DriftFinding:
-    band, verdict = None, TOO_FEW
-    if len(earlier) >= MIN_EXECUTIONS:
+def _judge(name: str, value: float, earlier: Sequence[float], level: float | None) -> DriftFinding:
+    """Judge one result at `level`; None where the result itself is not measured."""
+    band, verdict = None, NOT_MEASURED if level is None else TOO_FEW
+    if level is not None and len(earlier) >= MIN_EXECUTIONS:
         low, high = prediction_interval(earlier, level=level)
         mean = float(np.mean(earlier))
         least = _MIN_CHANGE * (abs(mean) if KINDS[name].judged == "relative" else 1.0)

@@ -1,4 +1,4 @@
-"""The figures of the page: what was measured."""
+"""Figures of measured values on the report page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import CertificateRecord, SweepPoint
 from slipstream.records.steps import StepRecord
-from slipstream.report.canvas import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, WIDTH_IN, draw_svg
+from slipstream.report.canvas import (
+    ARM_COLOURS,
+    HIGHLIGHT,
+    INK,
+    LOSS,
+    STAGE_COLOURS,
+    WIDTH_IN,
+    draw_svg,
+    errors,
+    legend_below,
+)
 from slipstream.report.formats import POLICY_LABELS, percent, seconds, speedup
 from slipstream.report.reference import Reference, WorkloadReference
 from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_curves, decided_steps
@@ -19,13 +29,13 @@ from slipstream.statistics import amdahl, moving_average
 from slipstream.types import STAGES, Arm
 
 _UNIFORMS_IN_A_ROW = 5
-_LANE, _ARM_PITCH = 0.38, 1.0  # heights in the chart of a step's parts
+_LANE, _ARM_PITCH = 0.38, 1.0  # heights of a lane and of an arm in `step_lanes`
 _WAITING = "#f2f3f5"
 _LEARNING = ("logprob", "train")
 
 
 def stage_bars(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> str:
-    """Median seconds of each stage, stacked, one bar an arm; the reference on an axis of its own."""
+    """Draw the median seconds of each stage as one stacked bar an arm; the reference has an axis of its own."""
     measured = {arm.arm.value: {stage: arm.stages[stage].median for stage in STAGES} for arm in run.arms}
     if workload is None:
         return draw_svg(1, 1.8, lambda axes: _stacked(axes[0], "this run, measured", measured))
@@ -39,7 +49,7 @@ def stage_bars(run: RunSummary, workload: WorkloadReference | None, reference: R
 
 
 def step_times(record: RunRecord) -> str:
-    """Seconds of generation and of the whole step, over steps."""
+    """Draw the seconds of generation and of the whole step over steps."""
 
     def draw(axes: Sequence[Axes]) -> None:
         _over_steps(axes[0], record, lambda step: step.times.generation_s)
@@ -53,7 +63,7 @@ def step_times(record: RunRecord) -> str:
 
 
 def bound(run: RunSummary) -> str:
-    """The measured step speedup under the curve of drafting for free, over the acceptance length."""
+    """Draw the measured step speedup below its bound, over the acceptance length."""
     assert run.comparison is not None and run.autoregressive is not None and run.acceptance is not None
     share, step = run.autoregressive.share("generation"), run.comparison.step
     length = run.acceptance.mean_acceptance_length
@@ -63,12 +73,8 @@ def bound(run: RunSummary) -> str:
         ax = axes[0]
         ax.plot(lengths, [amdahl(share, x) for x in lengths], color=INK, label="bound 1 / (g / AL + 1 - g)")
         ax.axhline(1, color=LOSS, linewidth=0.9, linestyle="--", label="no gain")
-        low, high = step.ci95 or (step.value, step.value)
-        errors = [[max(0.0, step.value - low)], [max(0.0, high - step.value)]]
-        colour = ARM_COLOURS[Arm.SPECULATIVE]
-        ax.errorbar(
-            [length], [step.value], yerr=errors, fmt="o", color=colour, capsize=3, label="measured, 95 % interval"
-        )
+        colour, label = ARM_COLOURS[Arm.SPECULATIVE], "measured, 95 % interval"
+        ax.errorbar([length], [step.value], yerr=errors(step), fmt="o", color=colour, capsize=3, label=label)
         ax.set(xlabel="mean acceptance length (AL)", title=f"Step speedup, g = {percent(share)} of the step")
         ax.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0))
 
@@ -76,12 +82,12 @@ def bound(run: RunSummary) -> str:
 
 
 def acceptance(record: RunRecord, run: RunSummary) -> str:
-    """Acceptance by draft position, next to the draft's held-out acceptance, and its length over steps.
+    """Draw acceptance by draft position, with the held-out rates, and acceptance length over steps.
 
-    Empty where nothing was drafted and nothing held out.
+    Empty where nothing was drafted and no held-out rate is known.
     """
     measured = run.acceptance.rate_by_position if run.acceptance else ()
-    # The record holds chances given the positions before; an engine's counters give their product.
+    # Recorded held-out rates are conditional on the positions before; the engine counts joint acceptance.
     held_out = np.cumprod(record.draft.heldout_rate_by_position)
     k = len(measured) or len(held_out)
     if not k:
@@ -110,7 +116,7 @@ def acceptance(record: RunRecord, run: RunSummary) -> str:
 
 
 def sweep(points: Sequence[SweepPoint], chosen_k: int) -> str:
-    """Generation time and acceptance length over k, a column a batch size; what loses to k=0 is marked."""
+    """Draw generation time and acceptance length over k, one column a batch size; k slower than k = 0 is hatched."""
     batches = sorted({point.batch for point in points})
 
     def draw(axes: Sequence[Axes]) -> None:
@@ -126,7 +132,7 @@ def sweep(points: Sequence[SweepPoint], chosen_k: int) -> str:
 
 
 def learning(record: RunRecord) -> str:
-    """Reward and accuracy of both arms over steps."""
+    """Draw reward and accuracy of both arms over steps."""
 
     def draw(axes: Sequence[Axes]) -> None:
         _over_steps(axes[0], record, lambda step: step.reward_mean, smooth=True)
@@ -139,7 +145,7 @@ def learning(record: RunRecord) -> str:
 
 
 def mismatch(record: RunRecord) -> str:
-    """Disagreement of learner and engine on the log-probabilities of the same tokens."""
+    """Draw the difference between the learner's and the engine's log-probabilities of the same tokens."""
 
     def draw(axes: Sequence[Axes]) -> None:
         _over_steps(axes[0], record, lambda step: step.mismatch.k1)
@@ -153,7 +159,7 @@ def mismatch(record: RunRecord) -> str:
 
 
 def losses(record: RunRecord) -> str:
-    """Training losses of policy and draft, before RL."""
+    """Draw the training losses of policy and draft before RL."""
     curves = {"Policy pretraining, loss": record.policy.pretrain_losses, "Draft training, loss": record.draft.losses}
     curves = {title: values for title, values in curves.items() if values}
 
@@ -168,7 +174,7 @@ def losses(record: RunRecord) -> str:
 
 
 def uniforms(certificate: CertificateRecord) -> str:
-    """Probability integral transforms by position in the draft window: flat where the engine is exact."""
+    """Draw histograms of probability integral transforms by draft position; an exact engine gives flat ones."""
     histograms = certificate.pit_histograms
     columns = min(len(histograms), _UNIFORMS_IN_A_ROW)
     rows = -(-len(histograms) // columns)
@@ -190,7 +196,7 @@ def uniforms(certificate: CertificateRecord) -> str:
 
 
 def step_lanes(compared: LoopComparison) -> str:
-    """Engines and learner over the mean step of every arm: who works when, and who waits."""
+    """Draw when engines and learner work and wait in the mean step of every arm."""
 
     def draw(axes: Sequence[Axes]) -> None:
         ax = axes[0]
@@ -213,15 +219,13 @@ def step_lanes(compared: LoopComparison) -> str:
         for stage, label in (("prepare", "data, refit"), ("generation", "generation"), ("train", "training")):
             ax.barh(0, 0, color=STAGE_COLOURS[stage], label=label)
         ax.barh(0, 0, color=_WAITING, edgecolor="#c4c9d1", label="waiting")
-        figure = ax.get_figure(root=True)
-        assert figure is not None
-        figure.legend(loc="outside lower center", ncols=4, columnspacing=1.4, handlelength=1.0)
+        legend_below(ax, 4)
 
     return draw_svg(1, 0.72 * len(compared.arms) + 0.7, draw)
 
 
 def loop_learning(record: RunRecord, compared: LoopComparison) -> str:
-    """Reward of every arm over steps, and how far the tokens lag that the asynchronous ones were trained on."""
+    """Draw the reward of every arm over steps, and the lag of the tokens that asynchronous arms train on."""
 
     def draw(axes: Sequence[Axes]) -> None:
         for arm in (*record.arms, *record.asynchronous):
@@ -238,7 +242,7 @@ def loop_learning(record: RunRecord, compared: LoopComparison) -> str:
 
 
 def draft_training(record: RunRecord) -> str:
-    """Acceptance with the steps that trained the draft, and both sides of the inequality, over steps."""
+    """Draw acceptance length, the steps that trained the draft, and both sides of the decision over steps."""
     decided = [(step, step.draft_decision) for step in decided_steps(record) if step.draft_decision is not None]
     places = [step.step for step, _ in decided]
     drafted = [
@@ -282,9 +286,7 @@ def _stacked(ax: Axes, title: str, bars: dict[str, dict[str, float]]) -> None:
     ax.set_yticks(range(len(bars)), list(bars))
     ax.set(title=title, xlabel="seconds a step", xlim=(0, longest * 1.04))
     if ax.get_subplotspec().colspan.start == 0:  # type: ignore[union-attr]
-        figure = ax.get_figure(root=True)
-        assert figure is not None
-        figure.legend(loc="outside lower center", ncols=len(STAGES), columnspacing=1.4, handlelength=1.0)
+        legend_below(ax, len(STAGES))
     ax.invert_yaxis()
     ax.grid(visible=False)
 
@@ -310,7 +312,7 @@ def _over_steps(
 
 
 def _from_zero(ax: Axes) -> None:
-    """Start the axis at 0 unless values lie below, with room for a marker above the largest."""
+    """Start the y axis at 0, or below the lowest negative value, with headroom for markers."""
     low, high = ax.dataLim.y0, ax.dataLim.y1
     ax.set_ylim(min(0.0, 1.1 * low), 1.1 * high if high > 0 else 1.0)
 
@@ -328,7 +330,7 @@ def _sweep_times(ax: Axes, points: Sequence[SweepPoint], chosen_k: int) -> None:
         top = max(point.generation_p90_s, point.generation_s)
         weight = "bold" if point.k == chosen_k and point.k else "normal"
         label = ax.annotate(text, (x, top), (0, 4), textcoords="offset points", ha="center", fontweight=weight)
-        label.set(fontsize=7.5, bbox={"facecolor": "white", "linewidth": 0, "pad": 0.8})  # over the dashed line
+        label.set(fontsize=7.5, bbox={"facecolor": "white", "linewidth": 0, "pad": 0.8})  # hides the dashed line
     ax.set_xticks(range(len(points)), [str(point.k) for point in points])
     ax.set_ylim(0, 1.14 * max(max(point.generation_p90_s, point.generation_s) for point in points))
 
@@ -341,7 +343,7 @@ def _sweep_lengths(ax: Axes, points: Sequence[SweepPoint]) -> None:
 
 
 def _accuracies(ax: Axes, record: RunRecord) -> None:
-    """The curves of the synchronous arms, a little apart, so that no interval hides another."""
+    """Draw the accuracy curves of the synchronous arms, shifted a little so that no interval hides another."""
     curves = accuracy_curves(record)
     points = [point for curve in curves.values() for point in curve.values()]
     longest = max((len(arm.steps) for arm in record.arms), default=0)
@@ -359,11 +361,11 @@ def _accuracies(ax: Axes, record: RunRecord) -> None:
 
 
 Span = tuple[float, float, str]
-"""Start, width and colour of a part of a step, in seconds."""
+"""Start and width in seconds, and colour, of a part of a step."""
 
 
 def _learner_spans(arm: LoopArm) -> list[Span]:
-    """The learner's step: data and refit, then the wait and its work, in the other order where both overlap."""
+    """Parts of the learner's step; asynchronous arms wait after their work, synchronous ones before it."""
     stages = arm.stages_s
     first, wait = ("prepare", stages["data"] + stages["prepare"]), ("", arm.exposed_s)
     work = [(stage, stages[stage]) for stage in _LEARNING]
@@ -376,7 +378,7 @@ def _learner_spans(arm: LoopArm) -> list[Span]:
 
 
 def _engine_spans(arm: LoopArm) -> list[Span]:
-    """The engines' step: idle before generation, at work while training waits, and while it does not."""
+    """Parts of the engines' step: idle before generation, then generation, then idle until the step ends."""
     before = arm.stages_s["data"] + arm.stages_s["prepare"]
     exposed, step = arm.exposed_s, arm.step_s
     hidden = min(arm.hidden_s, max(0.0, step - before - exposed))

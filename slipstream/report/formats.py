@@ -1,4 +1,4 @@
-"""Names of results, forms of numbers and the template environment: the same for every page, terminal and metric."""
+"""Names and units of results, number formats and the template environment of every page, terminal table and metric."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ UNITS = {
     "h": "{:.2f}",
     "GPU h": "{:.1f}",
 }
-"""The form of a value, by its unit."""
+"""Format of a value by its unit."""
 
 
 class Kind(NamedTuple):
-    """Label and unit of all results of one name."""
+    """Label and unit of a result."""
 
     label: str
     unit: str
-    judged: str = ""  # "relative", "absolute": how a change counts as drift; empty: no drift is looked for
+    judged: str = ""  # kind of change that counts as drift, "relative" or "absolute"; empty: no drift check
 
 
 def _by_arm(name: str, label: str, unit: str, loop: ArmLoop, judged: str = "absolute") -> dict[str, Kind]:
-    """A result of each arm of a loop."""
+    """Return one `Kind` for each arm of the loop."""
     arms = [arm_name(arm, loop) for arm in Arm]
     return {f"{name}_{arm}": Kind(f"{label}, {POLICY_LABELS[arm]}", unit, judged) for arm in arms}
 
@@ -66,11 +66,11 @@ KINDS = {
     "hours": Kind("hours", "h"),
     "gpu_hours": Kind("GPU hours", "GPU h"),
 }
-"""Results that are shown, by the name of their metric without `result/`."""
+"""Kinds of results, by metric name without `result/`."""
 
 
 def seconds(value: float) -> str:
-    """Three significant digits or so, never an exponent: `0.004`, `0.53`, `4.10`, `87.0`, `151`."""
+    """Format about three significant digits without an exponent: `0.004`, `0.53`, `4.10`, `87.0`, `151`."""
     if value >= 100:
         return f"{value:.0f}"
     if value >= 10:
@@ -79,47 +79,41 @@ def seconds(value: float) -> str:
 
 
 def seconds_band(times: Spread) -> str:
-    """`5.90 to 6.20`: the 10th and the 90th percentile."""
+    """Format the 10th and 90th percentile: `5.90 to 6.20`."""
     return f"{seconds(times.p10)} to {seconds(times.p90)}"
 
 
 def percent(fraction: float) -> str:
-    """`0.667` as `67 %`; one decimal below 10 %."""
+    """Format `0.667` as `67 %`, with one decimal below 10 %."""
     return f"{100 * fraction:.0f} %" if fraction >= 0.0995 else f"{100 * fraction:.1f} %"
 
 
 def speedup(value: float) -> str:
-    """`1.77x`."""
+    """Format `1.77x`."""
     return f"{value:.2f}x"
 
 
 def interval(estimate: Estimate, label: str = "") -> str:
-    """The 95 % interval after its `label`, or why there is none."""
+    """Format the 95 % interval after `label`, or say why there is none."""
     if estimate.ci95 is None:
         return "too few steps, no interval"
     return f"{label}{estimate.ci95[0]:.2f} to {estimate.ci95[1]:.2f}"
 
 
-def speedup_with_interval(estimate: Estimate) -> str:
-    """`1.77x [1.60, 1.91]`; without the interval where there is none."""
-    ends = "" if estimate.ci95 is None else f" [{estimate.ci95[0]:.2f}, {estimate.ci95[1]:.2f}]"
-    return f"{speedup(estimate.value)}{ends}"
-
-
-def difference_with_interval(estimate: Estimate) -> str:
-    """`+0.031 [-0.010, +0.072]`; without the interval where there is none."""
-    ends = "" if estimate.ci95 is None else f" [{estimate.ci95[0]:+.3f}, {estimate.ci95[1]:+.3f}]"
-    return f"{estimate.value:+.3f}{ends}"
+def with_interval(estimate: Estimate, unit: str = "x") -> str:
+    """Format `1.77x [1.60, 1.91]`, or `1.77x` without an interval, by a key of `UNITS`."""
+    ends = ", ".join(UNITS[unit].format(end).rstrip("x") for end in estimate.ci95 or ())
+    return UNITS[unit].format(estimate.value) + (f" [{ends}]" if ends else "")
 
 
 def metrics_with_ends(name: str, estimate: Estimate) -> dict[str, float]:
-    """The value as `name`, and the ends of its interval, if it has one, as `name_low` and `name_high`."""
+    """Metrics of an estimate: `name`, and `name_low` and `name_high` if it has an interval."""
     ends = dict(zip(("low", "high"), estimate.ci95 or (), strict=False))
     return {name: estimate.value, **{f"{name}_{end}": value for end, value in ends.items()}}
 
 
 def estimate_of(metrics: Mapping[str, float], name: str) -> Estimate | None:
-    """The result that `metrics_with_ends` spelled as `result/name`; None where there is none."""
+    """Read back the metrics that `metrics_with_ends` wrote for `result/name`; None where they are missing."""
     value, low, high = (metrics.get(f"result/{name}{end}") for end in ("", "_low", "_high"))
     if value is None:
         return None
@@ -127,15 +121,15 @@ def estimate_of(metrics: Mapping[str, float], name: str) -> Estimate | None:
 
 
 def count(value: int) -> str:
-    """`4 882 176`, with gaps that no line breaks at."""
+    """Format `4 882 176` with non-breaking spaces."""
     return f"{value:,}".replace(",", "\u00a0")
 
 
 def render(template: str | Path, **context: Any) -> str:
-    """Fill a page's template, with the one style sheet of all pages as `style`.
+    """Render a page's template with the shared style sheet as `style`.
 
     Args:
-        template: absolute, or beside this module.
+        template: an absolute path, or a name beside this module.
     """
     here = Path(__file__).parent
     path = here / template

@@ -1,4 +1,4 @@
-"""The machine that the arms ran on, as each arm found it, and what of it a reader of the figures has to know."""
+"""Load, memory pressure and clocks of the machine while the arms ran, and warnings about them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _MANY = {
     "other_cpu_fraction": (0.1, "other processes used {} of the cores"),
     "steal_fraction": (0.05, "the host gave {} of the cores' time to other machines"),
     "memory_pressure_fraction": (0.05, "processes waited for memory in {} of the time"),
-}  # from where on a share says something, and what
+}  # by field: the share from which a warning is due, and its text
 _CLOCKS = {"cpu_mhz": "cores", "sm_clock_mhz": "GPUs"}
-_CLOCKS_DIFFER = 1.1  # above this ratio of two arms' clocks
+_CLOCKS_DIFFER = 1.1  # ratio of two arms' clocks above which a warning is due
 
 
 def pooled_use(arm: ArmRecord) -> MachineUse | None:
-    """Means over the timed steps, weighted by their times; None if no step has a record of its machine."""
+    """Average the timed steps, weighted by their times; None if no step recorded its machine."""
     uses = [(step.times.step_s, step.machine) for step in arm.timed_steps if step.machine is not None]
     if not uses:
         return None
@@ -34,7 +34,7 @@ def pooled_use(arm: ArmRecord) -> MachineUse | None:
 
 
 def findings(record: RunRecord) -> list[str]:
-    """Conditions that may have moved the times of an arm, a sentence each without its full stop; mostly none."""
+    """Warnings about conditions that may have changed an arm's times, one clause each; usually none."""
     uses = _uses(record)
     found: list[str] = []
     for arm, use in uses.items():
@@ -53,17 +53,17 @@ def findings(record: RunRecord) -> list[str]:
 
 
 def machine_json(record: RunRecord) -> dict[str, Any]:
-    """Content of `report.json` about the machine."""
+    """Return the `machine` entry of `report.json`."""
     return {"arms": {arm: asdict(use) for arm, use in _uses(record).items()}, "findings": findings(record)}
 
 
 def num_warmup_steps(record: RunRecord) -> int:
-    """First steps of each arm that its times leave out; 0: there was no other step."""
+    """Number of first steps of each arm that its times leave out; 0 where an arm has only one step."""
     return max((len(arm.steps) - len(arm.timed_steps) for arm in (*record.arms, *record.asynchronous)), default=0)
 
 
 def warmup_text(record: RunRecord) -> str:
-    """The number of first steps that medians and intervals leave out."""
+    """State how many first steps medians and intervals leave out."""
     number = num_warmup_steps(record)
     if not number:
         return "One step ran: its times include the warm-up." if record.arms else ""

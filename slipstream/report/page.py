@@ -1,4 +1,4 @@
-"""One self-contained HTML page a run: no script, no font and no style from elsewhere."""
+"""Report page of a run: one HTML file without scripts, fonts or styles from elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.report.results import results
 from slipstream.report.summary import compare_loops, draft_training, estimate_json, summarise, summarise_arms
 from slipstream.simulator.projection import ProjectionRecord
 
-_HEADLINE = ("x", "tokens", "reward")  # units of the results at the top of the page
+_HEADLINE = ("x", "tokens", "reward")  # units of the results in the page's header
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class ReportPaths:
 
 
 def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord | None = None) -> dict[str, str]:
-    """The page's figures, as SVG by name."""
+    """Draw the figures that the run has data for; returns SVG by name."""
     run, compared = summarise_arms(record.arms), compare_loops(record)
     drawn = {"losses": figures.losses(record), "uniforms": figures.uniforms(record.certificate)}
     if run.arms:
@@ -62,11 +62,11 @@ def render_page(
     drift: DriftRecord | None = None,
     drawn: Mapping[str, str] | None = None,
 ) -> str:
-    """The page. A run with one arm, one step or no draft in it gets a page that says so.
+    """Render the page; sections whose data are missing (an arm, a draft) say so.
 
     Args:
-        drift: None for a run that was not compared with others.
-        drawn: what `draw` gave, if the caller has it.
+        drift: None where the run was not compared with earlier ones.
+        drawn: result of `draw`, where the caller already has it.
     """
     compared = compare_loops(record)
     drawn = draw(record, reference, projection) if drawn is None else drawn
@@ -115,12 +115,12 @@ def write_report(
 
 
 def report_json(record: RunRecord, drift: DriftRecord | None = None) -> dict[str, Any]:
-    """Content of `report.json`: the run's figures, those of its asynchronous arms, and its drift."""
+    """Return the content of `report.json`."""
     summary, compared = summarise(record), compare_loops(record)
     summary["num_warmup_steps"] = machine_section.num_warmup_steps(record)
     summary["machine"] = machine_section.machine_json(record)
     if compared is not None:
-        prediction = simulator_section.predicted(record, compared)  # what is predicted stands apart
+        prediction = simulator_section.predicted(record, compared)  # projected figures stand apart from measured ones
         summary["asynchronous"] = {
             "predicted": None if prediction is None else asdict(prediction),
             "bound": sentences.bound_text(compared),

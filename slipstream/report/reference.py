@@ -1,4 +1,4 @@
-"""Published measurements that a report quotes beside its own, in columns of their own."""
+"""Published measurements, which reports quote in columns of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PAPER = Path(__file__).parents[2] / "configs" / "reference" / "paper.yaml"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftLengthReference:
-    """One draft length."""
+    """Published results of one draft length."""
 
     k: int
     mean_acceptance_length: float
@@ -23,7 +23,7 @@ class DraftLengthReference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftReference:
-    """One kind of draft."""
+    """Published results of one kind of draft."""
 
     draft: str
     mean_acceptance_length: float
@@ -32,7 +32,7 @@ class DraftReference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadReference:
-    """Figures measured on one workload."""
+    """Published results of one workload."""
 
     policy: str
     method: str
@@ -48,7 +48,7 @@ class WorkloadReference:
     drafts: tuple[DraftReference, ...]
 
     def times(self, arm: Arm) -> StageTimes:
-        """Seconds of one arm's step."""
+        """Stage times of one arm's step."""
         return self.speculative if arm is Arm.SPECULATIVE else self.autoregressive
 
 
@@ -64,12 +64,12 @@ class Reference:
 
     @property
     def label(self) -> str:
-        """Heading of every column that quotes it."""
+        """Heading of the columns that quote the publication."""
         return f"paper, measured (arXiv {self.arxiv_id}), {self.hardware}"
 
 
 def read_reference(path: Path | None = None) -> Reference:
-    """Read reference figures; None takes the ones that come with the package.
+    """Read reference figures; None reads those of the paper.
 
     Raises:
         ConfigError: the file is missing or holds other fields.

@@ -1,4 +1,4 @@
-"""Results of a run, each spelled once, and what renders them: MLflow's metrics and description, and the terminal."""
+"""Results of a run, each defined once, and their renderings: MLflow metrics and description, and terminal table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import CertificateRecord
 from slipstream.records.steps import EvaluationRecord
-from slipstream.report.claims import Claim
 from slipstream.report.formats import (
     KINDS,
     POLICY_LABELS,
@@ -20,11 +19,13 @@ from slipstream.report.formats import (
     percent,
     seconds,
     speedup,
+    with_interval,
 )
 from slipstream.report.machine_section import findings
 from slipstream.report.reference import WorkloadReference
 from slipstream.report.sentences import verdict
 from slipstream.report.summary import (
+    ArmSummary,
     LoopArm,
     LoopComparison,
     RunSummary,
@@ -43,32 +44,32 @@ _WIDTH = _LABEL_WIDTH + 4 * _COLUMN_WIDTH
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One figure that a run came to."""
+    """One result of a run."""
 
-    name: str  # of its metric, without `result/`; empty: it is shown and is no metric
-    label: str  # empty: it is a metric and is not shown
+    name: str  # metric without `result/`; empty: the result is shown but is no metric
+    label: str  # empty: the result is a metric but is not shown
     unit: str  # a key of `UNITS`
     value: float
     interval: tuple[float, float] | None = None  # 95 %
-    reference: float | None = None  # what the publication says of it
+    reference: float | None = None  # published value
     note: str = ""  # qualifies the value, or says why it has no interval
-    verdict: str = ""  # kind of the claim about the value; empty: nothing is claimed
+    verdict: str = ""  # `ClaimKind` of the value; empty where there is no verdict
 
     @property
     def text(self) -> str:
-        """The value as it is written."""
+        """The formatted value."""
         return UNITS[self.unit].format(self.value)
 
     @property
     def uncertainty(self) -> str:
-        """The ends of the interval; the note where there is none."""
+        """The formatted interval, or the note where there is none."""
         if self.interval is None:
             return self.note
         return " to ".join(UNITS[self.unit].format(end).rstrip("x") for end in self.interval)
 
 
 def results(record: RunRecord) -> list[Result]:
-    """Everything that a run came to; what it lacks (an arm, a second timed step for an interval) is left out."""
+    """Return every result of a run; results whose data are missing (an arm, enough timed steps) are left out."""
     run, compared = summarise_arms(record.arms), compare_loops(record)
     k = run.speculative.k if run.speculative else 0
     found = speedups(run)
@@ -82,7 +83,7 @@ def results(record: RunRecord) -> list[Result]:
         difference = reward_difference(record)
         note = "" if difference.ci95 else "no interval: few steps, or all alike"
         found.append(_result("reward_difference", difference, note=note))
-    found += rewards(run)
+    found += [_reward(arm.arm.value, arm) for arm in run.arms]
     found += [] if compared is None else _asynchronous_results(compared)
     for e in record.evaluations:
         found.append(_result(f"aime24_{e.policy}", _avg_at_k(e), note=f"avg@{e.k} of {e.num_problems} problems"))
@@ -93,28 +94,23 @@ def results(record: RunRecord) -> list[Result]:
 
 
 def speedups(run: RunSummary, workload: WorkloadReference | None = None) -> list[Result]:
-    """The ratios of the two synchronous arms, beside what was published; empty with one arm."""
+    """Return the speedups of the synchronous speculative arm with published values; empty with one arm."""
     compared = run.comparison
     if compared is None:
         return []
     generation, step, claims = compared.generation, compared.step, compared.claims
     published = (workload.generation_speedup, workload.step_speedup) if workload else (None, None)
     return [
-        _ratio("generation_speedup", generation, claims["generation"], reference=published[0]),
-        _ratio("", compared.generation_per_token, label="  the same per generated token"),
-        _ratio("step_speedup", step, claims["step"], reference=published[1]),
+        _result("generation_speedup", generation, reference=published[0], verdict=claims["generation"].kind),
+        _result("", compared.generation_per_token, label="  the same per generated token"),
+        _result("step_speedup", step, reference=published[1], verdict=claims["step"].kind),
         _result("", compared.step_bound, label="  bound, drafting for free", note="1 / (g / AL + 1 - g)"),
-        *([] if compared.control is None else [_ratio("control_ratio", compared.control)]),
+        *([] if compared.control is None else [_result("control_ratio", compared.control)]),
     ]
 
 
-def rewards(run: RunSummary) -> list[Result]:
-    """The mean reward of each synchronous arm over the last quarter of its steps."""
-    return [_reward(arm.arm.value, arm.reward_first_quarter, arm.reward_last_quarter) for arm in run.arms]
-
-
 def reward_difference(record: RunRecord) -> Estimate:
-    """Speculative minus autoregressive reward, of the mean over the last quarter of the steps that both arms made."""
+    """Speculative minus autoregressive reward over the last quarter of the steps that both arms made."""
     arms = {arm.arm: {step.step: step.reward_mean for step in arm.steps} for arm in record.arms}
     base, spec = arms[Arm.AUTOREGRESSIVE], arms[Arm.SPECULATIVE]
     steps = last_quarter(sorted(base.keys() & spec.keys()))
@@ -122,7 +118,7 @@ def reward_difference(record: RunRecord) -> Estimate:
 
 
 def result_metrics(record: RunRecord, *, hours: float, gpu_hours: float) -> dict[str, float]:
-    """Every `result/…` metric."""
+    """Return all `result/…` metrics of the run, with the given durations."""
     metrics = {"result/hours": hours, "result/gpu_hours": gpu_hours}
     for each in results(record):
         if each.name:
@@ -131,13 +127,13 @@ def result_metrics(record: RunRecord, *, hours: float, gpu_hours: float) -> dict
 
 
 def verdict_tags(record: RunRecord) -> dict[str, str]:
-    """`verdict.step` and `verdict.generation`, to filter by: faster, slower, no difference seen or not measured."""
+    """Tags `verdict.step` and `verdict.generation`, to filter executions by the kind of their verdict."""
     comparison = summarise_arms(record.arms).comparison
     return {} if comparison is None else {f"verdict.{name}": each.kind for name, each in comparison.claims.items()}
 
 
 def curve_metrics(record: RunRecord) -> list[tuple[int, dict[str, float]]]:
-    """The accuracy curve of each arm as metrics, with the step that each is of."""
+    """Accuracy metrics of each arm's curve, each with its step."""
     return [
         (step, metrics_with_ends(f"aime24/{name}", _avg_at_k(evaluation)))
         for name, curve in accuracy_curves(record).items()
@@ -146,12 +142,12 @@ def curve_metrics(record: RunRecord) -> list[tuple[int, dict[str, float]]]:
 
 
 def certificate_metrics(certificate: CertificateRecord) -> dict[str, float]:
-    """1 for an engine that was shown to draw from the policy, 0 for any other verdict."""
+    """Metric `result/lossless`: 1 if the certificate's verdict is lossless, else 0."""
     return {"result/lossless": float(certificate.verdict == LOSSLESS)}
 
 
 def description(record: RunRecord, *, execution_url: str = "") -> str:
-    """The description of an execution's MLflow run in Markdown: the verdict in a sentence, and a table of results."""
+    """Render the description of the execution's MLflow run in Markdown: the verdict and a table of results."""
     rows = [("figure", "value", "95 % interval, or what it is"), ("---", "---", "---")]
     shown = [each for each in results(record) if each.label]
     rows += [(e.label.strip(), e.text, ", ".join(filter(None, dict.fromkeys((e.uncertainty, e.note))))) for e in shown]
@@ -161,7 +157,7 @@ def description(record: RunRecord, *, execution_url: str = "") -> str:
 
 
 def terminal_table(record: RunRecord) -> str:
-    """Plain text of 100 columns: step time by stage, then every result; asynchronous arms have blocks of their own."""
+    """Render the results as plain text of 100 columns: stage times, results, then a block an asynchronous arm."""
     run, compared = summarise_arms(record.arms), compare_loops(record)
     shown = [each for each in results(record) if each.label and each.name != "reward_difference"]
     overlapping = () if compared is None else compared.asynchronous
@@ -195,11 +191,13 @@ def _result(
     label: str | None = None,
     unit: str = "x",
     reference: float | None = None,
-    note: str = "",
+    note: str | None = None,
     verdict: str = "",
 ) -> Result:
-    """A result of one of `KINDS`, or one with a `label` and a `unit` of its own."""
+    """Build a result from `KINDS`, or with the given `label` and `unit`; an estimate without interval says why."""
     estimate = value if isinstance(value, Estimate) else Estimate(value=value, ci95=None)
+    if note is None:
+        note = interval(estimate) if estimate is value and estimate.ci95 is None else ""
     if label is None:
         label, unit = KINDS[name].label, KINDS[name].unit
     return Result(name, label, unit, estimate.value, estimate.ci95, reference, note, verdict)
@@ -210,20 +208,8 @@ def _avg_at_k(evaluation: EvaluationRecord) -> Estimate:
     return Estimate(value=evaluation.avg_at_k, ci95=(low, high))
 
 
-def _ratio(
-    name: str,
-    ratio: Estimate,
-    claimed: Claim | None = None,
-    *,
-    label: str | None = None,
-    reference: float | None = None,
-) -> Result:
-    note, kind = "" if ratio.ci95 else interval(ratio), claimed.kind if claimed is not None else ""
-    return _result(name, ratio, label=label, reference=reference, note=note, verdict=kind)
-
-
-def _reward(name: str, first: float, last: float) -> Result:
-    return _result(f"reward_{name}", last, note=f"last quarter; first quarter {first:.3f}")
+def _reward(name: str, arm: ArmSummary | LoopArm) -> Result:
+    return _result(f"reward_{name}", arm.reward_last, note=f"at first {with_interval(arm.reward_first, 'reward')}")
 
 
 def _asynchronous_results(compared: LoopComparison) -> list[Result]:
@@ -231,13 +217,13 @@ def _asynchronous_results(compared: LoopComparison) -> list[Result]:
     for arm in compared.asynchronous:
         assert arm.over_baseline is not None
         label = f"step speedup over the baseline, {POLICY_LABELS[arm.name]}"
-        found.append(_ratio("", arm.over_baseline, arm.claims["baseline"], label=label))
-        found.append(_reward(arm.name, arm.reward_first_quarter, arm.reward_last_quarter))
+        found.append(_result("", arm.over_baseline, label=label, verdict=arm.claims["baseline"].kind))
+        found.append(_reward(arm.name, arm))
     return found
 
 
 def _asynchronous_metrics(compared: LoopComparison | None) -> dict[str, float | Estimate]:
-    """Metrics of the asynchronous arms that are not shown with the other results."""
+    """Return the asynchronous arms' metrics that have no row among the results."""
     metrics: dict[str, float | Estimate] = {}
     if compared is not None and compared.speculation is not None:
         metrics["asynchronous_speculation_step_speedup"] = compared.speculation
@@ -257,7 +243,7 @@ def _asynchronous_metrics(compared: LoopComparison | None) -> dict[str, float | 
 def _row(label: str, *cells: str) -> str:
     *inner, last = cells
     columns = "".join(cell.rjust(_COLUMN_WIDTH) for cell in inner)
-    too_long = max(0, len(label) - _LABEL_WIDTH)  # the space before the first column gives way to it
+    too_long = max(0, len(label) - _LABEL_WIDTH)  # a long label takes the space before the first column
     return label.ljust(_LABEL_WIDTH) + columns[too_long:] + "  " + last
 
 
@@ -279,7 +265,7 @@ def _result_row(result: Result, label: str) -> str:
 
 
 def _asynchronous_lines(arm: LoopArm, shown: list[Result]) -> list[str]:
-    """The step of an asynchronous arm, what is exposed and hidden of its generation, and its results."""
+    """Lines of an asynchronous arm: its step, exposed and hidden generation, idle shares and results."""
     assert arm.over_synchronous is not None
     own = f", {POLICY_LABELS[arm.name]}"
     lag = f"{arm.loop}, lag at most {arm.max_off_policy_steps}, mean {arm.mean_lag:.2f}"

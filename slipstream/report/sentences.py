@@ -1,4 +1,4 @@
-"""Sentences of a report: its verdict, the draft length, the autopilot, and the bound of an asynchronous step."""
+"""Sentences of a report: verdict, draft length, autopilot, accuracy, and the bound of an asynchronous step."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from slipstream.records.run import RunRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.report.claims import said
 from slipstream.report.formats import (
-    difference_with_interval,
     percent,
     seconds,
     speedup,
-    speedup_with_interval,
+    with_interval,
 )
 from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_difference
 from slipstream.types import Arm
 
 LEARNER_BOUND = 0.05
-"""Largest share of a step that training waits for rollouts if the learner bounds the step."""
+"""Largest share of a step that training may wait for rollouts while the learner still bounds the step."""
 
 _LESS_TRAINING = 0.95
-"""Training beside speculation that takes less than this share of the time without it is said to be faster."""
+"""Ratio of training times with and without speculation below which training itself counts as faster."""
 
 
 def verdict(record: RunRecord, run: RunSummary) -> str:
-    """The effect of speculation on generation and step, with its uncertainty; a warning if the arms do not compare."""
+    """State the effect of speculation with its uncertainty; warn if the arms ran on different machines."""
     machines = {arm.arm.value: arm.machine for arm in record.arms if arm.machine}
     effect = _effect(record, run)
     if len(set(machines.values())) < 2:
         return effect
     where = ", ".join(f"{arm} on {machine}" for arm, machine in machines.items())
-    return f"{effect} The arms ran on different hardware ({where}): their ratio is no speedup of speculation alone."
+    return (
+        f"{effect} The arms ran on different hardware ({where}): their ratio is not the speedup of speculation alone."
+    )
 
 
 def _effect(record: RunRecord, run: RunSummary) -> str:
@@ -45,26 +46,26 @@ def _effect(record: RunRecord, run: RunSummary) -> str:
 
 
 def arm_length(arm: ArmRecord) -> str:
-    """An arm's k, in words where it goes by the running batch."""
+    """Format an arm's draft length, or its schedule by running batch."""
     length = DraftLength(num_speculative_tokens=arm.num_speculative_tokens, schedule=arm.schedule)
     return length.label if length.label != "by_batch" else f"by running batch ({described(length.schedule)})"
 
 
 def schedule_text(record: RunRecord) -> str:
-    """The schedule, what it is expected to gain, and whether the arm drafted by it."""
+    """Describe the schedule of draft lengths, its expected gain, and whether the arm used it."""
     tuning = record.tuning
     if len({entry.num_speculative_tokens for entry in tuning.schedule}) < 2:
-        return f"No running batch wants another draft length: k = {tuning.chosen_k} everywhere."
+        return f"The schedule has one draft length, k = {tuning.chosen_k} at every running batch."
     used = any(arm.schedule for arm in record.arms if arm.arm is Arm.SPECULATIVE)
     return (
-        f"By running batch: {described(tuning.schedule)}. By these times it decodes {speedup(tuning.schedule_gain)} as "
-        f"fast as k = {tuning.chosen_k} throughout. "
-        f"{'The speculative arm drafted by it.' if used else 'The arm drafted with one k all the same.'}"
+        f"By running batch: {described(tuning.schedule)}. Its expected decoding speedup is "
+        f"{speedup(tuning.schedule_gain)} over k = {tuning.chosen_k} throughout. "
+        f"{'The speculative arm used it.' if used else 'The speculative arm used one k instead.'}"
     )
 
 
 def autopilot_text(record: RunRecord) -> str:
-    """A summary of what the autopilot did; empty where none was on."""
+    """Summarise the autopilot's decisions; empty where it was off."""
     flown = [(step.step, step.autopilot) for arm in record.arms for step in arm.steps if step.autopilot is not None]
     if not flown:
         return ""
@@ -72,14 +73,12 @@ def autopilot_text(record: RunRecord) -> str:
     probes = sum(each.is_probe for _, each in flown)
     switched = [(step, each.speculates) for step, each in flown if each.has_switched]
     turns = ", ".join(f"step {step + 1} ({'on again' if is_on else 'off'})" for step, is_on in switched)
-    told = f"It turned at {turns}." if turns else "It never turned speculation off."
-    return (
-        f"The autopilot had {without} of {len(flown)} steps generate without drafts, {probes} steps were probes. {told}"
-    )
+    told = f"It switched at {turns}." if turns else "It never switched."
+    return f"The autopilot ran {without} of {len(flown)} steps without drafts, {probes} of all as probes. {told}"
 
 
 def accuracy_text(record: RunRecord) -> str:
-    """Whether the arms differ at the last point of their accuracy curves; empty where there is none."""
+    """State if the arms' accuracies differ at the last common point of their curves; empty without one."""
     compared = accuracy_difference(record)
     if compared is None:
         return ""
@@ -88,17 +87,15 @@ def accuracy_text(record: RunRecord) -> str:
     if difference.ci95 is not None:
         is_seen = not difference.ci95[0] <= 0.0 <= difference.ci95[1]
         said = "the arms differ" if is_seen else "no difference beyond the noise is seen"
-    apart = (
-        " Arms that generate while they train are evaluated before and after it alone." if record.asynchronous else ""
-    )
+    apart = " Asynchronous arms are evaluated only before and after RL." if record.asynchronous else ""
     return (
-        f"After step {step} the accuracy of the speculative arm less that of the autoregressive one is "
-        f"{difference_with_interval(difference)}, paired by problem: {said}.{apart}"
+        f"After step {step} the accuracy of the speculative arm minus that of the autoregressive one is "
+        f"{with_interval(difference, 'reward difference')}, paired by problem: {said}.{apart}"
     )
 
 
 def bound_text(compared: LoopComparison) -> str:
-    """The bound of the asynchronous step without speculation, and so of the gain by speculation; empty: unknown."""
+    """State what bounds the asynchronous step, and so the gain of speculation; empty without a baseline."""
     base = next((arm for arm in compared.asynchronous if arm.arm is Arm.AUTOREGRESSIVE), None)
     if base is None:
         return ""
@@ -110,7 +107,7 @@ def bound_text(compared: LoopComparison) -> str:
     )
     measured = ""
     if compared.speculation is not None and compared.claim is not None:
-        ratio = speedup_with_interval(compared.speculation)
+        ratio = with_interval(compared.speculation)
         noise = f"nothing was drafted here, so the ratio of both arms, {ratio}, shows the machine's noise"
         measured = f"; {noise}" if drafting is None else f". {said({'speculation': compared.claim}).removesuffix('.')}"
     most = f"at most about {speedup(1 / (1 - share))} can be had of it{measured}.{_helped(base, drafting)}"
@@ -124,7 +121,7 @@ def bound_text(compared: LoopComparison) -> str:
 
 
 def _helped(base: LoopArm, drafting: LoopArm | None) -> str:
-    """A sentence where training itself was faster beside engines that are done sooner, which is none of the wait."""
+    """Explain a step whose training itself got faster beside speculation; empty for any other step."""
     before_s, after_s = base.stages_s["train"], (drafting or base).stages_s["train"]
     if after_s >= _LESS_TRAINING * before_s:
         return ""

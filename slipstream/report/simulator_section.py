@@ -1,6 +1,6 @@
-"""The simulator's part of a page: projections, and the asynchronous arms as it predicts them.
+"""Projections on the report page, and the simulator's prediction of the asynchronous arms.
 
-Projected figures stand in columns and figures of their own; the scatter's two axes keep measured and projected apart.
+Projected figures have columns and figures of their own. Only the scatter plot shows both, on separate axes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slipstream.records.run import RunRecord
 from slipstream.report.canvas import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, draw_svg
 from slipstream.report.formats import POLICY_LABELS, seconds, speedup
 from slipstream.report.summary import LoopComparison
-from slipstream.report.tables import Row, Table, build_table
+from slipstream.report.tables import Row, Table
 from slipstream.simulator.balance import AsynchronousPrediction, balance, predict_asynchronous
 from slipstream.simulator.calibration import CalibrationRecord
 from slipstream.simulator.observed import CheckRecord
@@ -23,12 +23,12 @@ from slipstream.simulator.projection import LagLine, ProjectionRecord, RunningBa
 from slipstream.statistics import Spread
 from slipstream.types import Arm, LoopMode, StageTimes
 
-_ON_CORES = "cpu"  # how the simulator's hardware begins that has engine and learner on a core each
+_ON_CORES = "cpu"  # prefix of simulator hardware that gives engine and learner a core each
 _LAG_COLOURS = ("#6f7681", "#56b4e9", "#0072b2", "#009e73", "#e69f00")
 
 
 def predicted(record: RunRecord, compared: LoopComparison | None) -> AsynchronousPrediction | None:
-    """The simulator's prediction; None of a run without a lag, or on other hardware than it predicts from."""
+    """Predict the asynchronous arms; None for a run without a lag, or on hardware other than CPU cores."""
     arms = () if compared is None else compared.asynchronous
     if not arms or arms[0].max_off_policy_steps < 1 or not _is_on_cores(record):
         return None
@@ -37,7 +37,7 @@ def predicted(record: RunRecord, compared: LoopComparison | None) -> Asynchronou
         lag=arms[0].max_off_policy_steps,
         mode=LoopMode(arms[0].loop),
         has_logprob_pass=any(step.has_logprob_pass for arm in record.asynchronous for step in arm.steps),
-        idle_core_helps=True,  # engine and learner share the cores of a host, and who is alone has all of them
+        idle_core_helps=True,  # engine and learner share a host's cores, so either uses the other's idle core
     )
 
 
@@ -46,7 +46,7 @@ def _is_on_cores(record: RunRecord) -> bool:
 
 
 def prediction_table(prediction: AsynchronousPrediction, compared: LoopComparison) -> Table:
-    """The mean step of each asynchronous arm, its exposed and its hidden generation: measured, and predicted."""
+    """Tabulate each asynchronous arm's mean step, exposed and hidden generation, measured and predicted."""
     groups = {
         "measured": ("step s", "exposed s", "hidden s"),
         "projected": ("step s", "p10 to p90", "exposed s", "hidden s", "step's error"),
@@ -59,11 +59,11 @@ def prediction_table(prediction: AsynchronousPrediction, compared: LoopCompariso
         band = f"{seconds(each.step_p10_s)} to {seconds(each.step_p90_s)}"
         projected = (seconds(each.step_s), band, seconds(each.exposed_s), seconds(each.hidden_s))
         rows.append(Row(POLICY_LABELS[arm.name], (*measured, *projected, f"{each.step_s / arm.step_s - 1:+.0%}")))
-    return build_table("mean step", groups, rows)
+    return Table("mean step", groups, rows)
 
 
 def split_text(prediction: AsynchronousPrediction) -> str:
-    """The words of `slipstream simulate balance` about two cores, which have one split."""
+    """State what the simulator expects of two cores, which have only one split."""
     bounds = " and ".join(f"the {arm.arm.value} step to be bound by its {arm.bound.value}" for arm in prediction.arms)
     return (
         f"Two cores have one split, one core for generation and one for training. On it the simulator expects {bounds}."
@@ -71,9 +71,9 @@ def split_text(prediction: AsynchronousPrediction) -> str:
 
 
 def split_table(record: RunRecord, compared: LoopComparison) -> Table | None:
-    """The projected step of each arm on every split of the run's GPUs; None of a run without a lag, or on cores.
+    """Tabulate each arm's projected step on every split of the run's GPUs; None without a lag, or on CPU cores.
 
-    Two cores have one split, and so a sentence in place of a table: `split_text`.
+    Two cores have one split, which `split_text` describes instead.
     """
     first, layout = compared.asynchronous[0], record.layout
     if first.max_off_policy_steps < 1 or layout is None or _is_on_cores(record):
@@ -89,20 +89,20 @@ def split_table(record: RunRecord, compared: LoopComparison) -> Table | None:
         cells += [seconds(row.step_s), seconds(row.exposed_s), bound]
     groups = {f"{row.arm.value}, projected": ("step s", "exposed s", "bound by") for row in best}
     rows = [Row(split, tuple(cells)) for split, cells in by_split.items()]
-    return build_table("GPUs that generate + train", groups, rows)
+    return Table("GPUs that generate + train", groups, rows)
 
 
 def check_table(check: CheckRecord) -> Table:
-    """The speculative arm, which the calibration never saw."""
+    """Compare the projected with the measured speculative arm, which the calibration did not use."""
     groups = {"measured": ("generation s",), "projected": ("generation s", "p10 to p90", "error")}
     band = f"{seconds(check.predicted_p10_s)} to {seconds(check.predicted_p90_s)}"
     error = f"{check.predicted_s / check.measured_s - 1:+.0%}"
     cells = (seconds(check.measured_s), seconds(check.predicted_s), band, error)
-    return build_table("speculative arm", groups, [Row(f"k = {check.k}", cells)])
+    return Table("speculative arm", groups, [Row(f"k = {check.k}", cells)])
 
 
 def own_table(projection: ProjectionRecord) -> Table:
-    """Other draft lengths on the machine of the run."""
+    """Tabulate projections of other draft lengths on this machine."""
     groups = {
         "assumed": ("acceptance length",),
         "projected, p10 to p90": ("generation speedup", "step speedup"),
@@ -111,11 +111,11 @@ def own_table(projection: ProjectionRecord) -> Table:
         Row(f"k = {each.k}", (f"{each.acceptance_length:.2f}", _band(each.rollout_speedup), _band(each.step_speedup)))
         for each in projection.from_run
     ]
-    return build_table("this machine", groups, rows)
+    return Table("this machine", groups, rows)
 
 
 def published_table(projection: ProjectionRecord) -> Table:
-    """The settings that the reference projected: its figures, and ours from its measured ones."""
+    """Tabulate the settings that the reference projected, with its projections and ours."""
     headings = ("projected here, calibrated", "projected here, ideal stack", "projected by the reference")
     rows = []
     for point in projection.from_paper:
@@ -125,11 +125,11 @@ def published_table(projection: ProjectionRecord) -> Table:
         quoted = (point.published_rollout_speedup, point.published_step_speedup)
         cells = (_band(ours.rollout_speedup), _band(ours.step_speedup), *map(speedup, (*medians, *quoted)))
         rows.append(Row(label, cells))
-    return build_table("Qwen3-235B-A22B", dict.fromkeys(headings, ("rollout", "step")), rows, quoted=headings[-1])
+    return Table("Qwen3-235B-A22B", dict.fromkeys(headings, ("rollout", "step")), rows, quoted=headings[-1])
 
 
 def projection_figures(projection: ProjectionRecord) -> dict[str, str]:
-    """The figures of the section on the projection, as SVG by name."""
+    """Draw the figures of the projection; returns SVG by name."""
     drawn = projection.figures
     calibrations = [each for each in (projection.run_calibration, projection.paper_calibration) if each is not None]
     return {
@@ -142,7 +142,7 @@ def projection_figures(projection: ProjectionRecord) -> dict[str, str]:
 
 
 def speedup_map(surface: SpeedupMap) -> str:
-    """Projected rollout speedup over k and acceptance length; blank where the length exceeds k + 1."""
+    """Draw projected rollout speedup over k and acceptance length; lengths above k + 1 are blank."""
     ks, acceptance_lengths = surface.ks, surface.acceptance_lengths
     speedups = np.array([[np.nan if x is None else x for x in row] for row in surface.rollout_speedups])
 
@@ -164,7 +164,7 @@ def speedup_map(surface: SpeedupMap) -> str:
 
 
 def speedup_over_gpus(lines: Sequence[LagLine]) -> str:
-    """Projected step speedup over the number of GPUs, a line a policy lag."""
+    """Draw projected step speedup over the number of GPUs, one line a policy lag."""
 
     def draw(axes: Sequence[Axes]) -> None:
         ax = axes[0]
@@ -183,7 +183,7 @@ def speedup_over_gpus(lines: Sequence[LagLine]) -> str:
 
 
 def stage_waterfall(autoregressive: StageTimes, speculative: StageTimes) -> str:
-    """From the projected autoregressive step to the speculative one, stage by stage."""
+    """Draw the change of each projected stage from the autoregressive to the speculative step."""
     before, after = autoregressive.by_stage(), speculative.by_stage()
 
     def draw(axes: Sequence[Axes]) -> None:
@@ -207,7 +207,7 @@ def stage_waterfall(autoregressive: StageTimes, speculative: StageTimes) -> str:
 
 
 def measured_against_simulated(calibrations: Sequence[CalibrationRecord]) -> str:
-    """Generation times that were fitted, a panel a calibration: measured across, simulated up."""
+    """Draw simulated over measured generation times, one panel a calibration."""
 
     def draw(axes: Sequence[Axes]) -> None:
         for ax, record in zip(axes, calibrations, strict=True):
@@ -223,7 +223,7 @@ def measured_against_simulated(calibrations: Sequence[CalibrationRecord]) -> str
 
 
 def running_batch(rollouts: Sequence[RunningBatch]) -> str:
-    """Sequences of the slowest engine that still run, over projected time: the tail that keeps a step waiting."""
+    """Draw the running sequences of the slowest engine over projected time."""
 
     def draw(axes: Sequence[Axes]) -> None:
         ax = axes[0]

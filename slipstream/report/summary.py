@@ -1,14 +1,14 @@
-"""The figures of a run, computed once for every page, JSON and terminal: its arms in turn, and those that overlap.
+"""Derived figures of a run, computed once for every page, JSON and terminal: synchronous and asynchronous arms.
 
-Times leave out the first steps of each arm where there are more: they pay for first allocations and cold caches.
-Counts, rewards, lags and acceptance take all steps. Medians and spreads are of steps, and ratios typical ones of a
-step. Parts of an asynchronous step are means over the timed steps, so that they add up to it.
+Times exclude the warm-up steps of each arm, which pay for allocations and cold caches; counts, rewards, lags and
+acceptance include all steps. Medians and spreads are over steps, and a ratio of arms is the typical ratio of a step.
+Parts of an asynchronous step are means over the timed steps, so that they add up to the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -18,30 +18,33 @@ from slipstream.engine.acceptance import combine
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import AcceptanceStats, ArmRecord, EvaluationRecord, LagStats, Overlap, StepRecord
 from slipstream.report.claims import Claim, claim
-from slipstream.statistics import Estimate, Spread, amdahl, difference, ratio, spread
+from slipstream.statistics import Estimate, Spread, amdahl, difference, ratio, reward_ci95, spread
 from slipstream.types import STAGES, Arm
 
 _COUNTS = ("num_rollouts", "num_response_tokens", "num_truncated", "num_reward_timeouts", "num_zero_signal_groups")
 _LOST = ("num_awaited", "num_restarted", "num_regenerated")
 _SWEEP_FIELDS = ("k", "batch", "generation_s", "mean_acceptance_length", "speedup")
 _ACCURACY_FIELDS = ("avg_at_k", "k", "ci95", "truncated_fraction")
+_ON_POLICY = LagStats(  # tokens of the trained version, which need no correction
+    lag=0, num_tokens=0, ratio_mean=1.0, ratio_max=1.0, clipped_fraction=0.0, effective_sample_size=1.0
+)
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmSummary:
-    """One arm. `stages` are spreads of seconds by stage, `step` of the wall time of the whole step."""
+    """Figures of one synchronous arm; `stages` and `step` are spreads of seconds over the timed steps."""
 
     arm: Arm
     k: int
     num_steps: int
     stages: dict[str, Spread]
-    left_out: tuple[str, ...]  # stages that no step had
+    left_out: tuple[str, ...]  # stages that the loop skipped in every step
     step: Spread
     rewards: tuple[float, ...]
-    reward_first_quarter: float
-    reward_last_quarter: float
+    reward_first: Estimate  # mean reward of the first quarter of the steps
+    reward_last: Estimate  # mean reward of the last quarter of the steps
     num_rollouts: int
     num_response_tokens: int
     num_truncated: int
@@ -51,31 +54,31 @@ class ArmSummary:
     engine_idle_fraction: float  # mean over the timed steps
 
     def share(self, stage: str) -> float:
-        """Median of the stage as a fraction of the median step."""
+        """Return the stage's median as a fraction of the median step."""
         return self.stages[stage].median / self.step.median
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Speculative against autoregressive: typical ratios of a step, above 1 where speculation is faster."""
+    """Speculative against autoregressive arm: typical ratios of a step, above 1 where speculation is faster."""
 
     generation: Estimate
     step: Estimate
-    generation_per_token: Estimate  # the arms' responses differ in length once their policies differ
-    step_bound: float  # if drafting and verifying were free: generation shrinks by the whole acceptance length
-    control: Estimate | None  # the same ratio of what speculation cannot change; None: that took no time
+    generation_per_token: Estimate  # per response token, as the policies' response lengths drift apart
+    step_bound: float  # bound for free drafting and verifying: generation shrinks by the mean acceptance length
+    control: Estimate | None  # ratio of the work that speculation does not change; None where that took no time
     paired: bool
 
     @property
     def claims(self) -> dict[str, Claim]:
-        """Verdicts on the step and on its generation, by their names."""
+        """Verdicts on step and generation, by name."""
         ratios = {"step": self.step, "generation": self.generation}
         return {name: claim(ratio, self.control, paired=self.paired) for name, ratio in ratios.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """All derived figures of a run; what a run lacks (an arm, a draft in it) is None."""
+    """All figures of the synchronous arms; a figure is None where its arm or the draft is missing."""
 
     autoregressive: ArmSummary | None
     speculative: ArmSummary | None
@@ -90,42 +93,42 @@ class RunSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftTraining:
-    """Training of the draft beside the policy, in an arm whose recipe has it."""
+    """Cost of training the draft during RL."""
 
     num_steps: int
-    num_trained: int  # steps that trained the draft: each made another version of it
+    num_trained: int  # steps that trained the draft, each to a new version
     elapsed_s: float
-    share: float  # of the arm's time
+    share: float  # fraction of the arm's time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopArm:
-    """One arm in one loop, over the timed steps; fractions are of its time."""
+    """Figures of one arm over its timed steps; fractions refer to the arm's time."""
 
     name: str
     arm: Arm
     loop: str
     max_off_policy_steps: int
-    num_speculative_tokens: int  # 0: nothing was drafted
+    num_speculative_tokens: int  # 0 where nothing was drafted
     step: Spread
-    over_baseline: Estimate | None  # the synchronous autoregressive arm's step over this one's; None: it is that arm
-    over_synchronous: Estimate | None  # the same arm's synchronous step over this one's; None: it is synchronous
-    stages_s: dict[str, float]  # means; of generation what training waited for
+    over_baseline: Estimate | None  # baseline step / this step; None for the baseline itself
+    over_synchronous: Estimate | None  # same arm's synchronous step / this step; None for a synchronous arm
+    stages_s: dict[str, float]  # means; generation counts only the time that training waited for it
     step_s: float  # mean
-    hidden_s: float  # generation while the learner was at work, mean
+    hidden_s: float  # mean time of generation while the learner worked
     engine_idle_fraction: float
     learner_idle_fraction: float
-    exposed_joining_fraction: float | None  # training waited for scores and new weights; None: a synchronous arm
-    hidden_joining_fraction: float | None  # the rest of what those took, which went on beside
-    lags: tuple[LagStats, ...]  # over all steps; tokens of a synchronous arm have none
-    reward_first_quarter: float
-    reward_last_quarter: float
+    exposed_joining_fraction: float | None  # training waited for scores and weights; None for a synchronous arm
+    hidden_joining_fraction: float | None  # the rest of scoring and publishing, which overlapped training
+    lags: tuple[LagStats, ...]  # over all steps; empty for a synchronous arm
+    reward_first: Estimate  # as in `ArmSummary`
+    reward_last: Estimate
     num_awaited: int
     num_restarted: int
     num_regenerated: int
 
     def as_json(self) -> dict[str, Any]:
-        """Content of `report.json` about the arm."""
+        """Return the arm's entry of `report.json`."""
         return {
             **{name: value for name, value in asdict(self).items() if name not in ("name", "arm", "step")},
             "arm": self.arm.value,
@@ -134,16 +137,18 @@ class LoopArm:
             "over_synchronous": estimate_json(self.over_synchronous),
             "exposed_s": self.exposed_s,
             "mean_lag": self.mean_lag,
+            "reward_first_quarter": self.reward_first.value,
+            "reward_last_quarter": self.reward_last.value,
         }
 
     @property
     def is_synchronous(self) -> bool:
-        """Return True if generation and training take turns."""
+        """Return True if generation and training alternate."""
         return self.over_synchronous is None
 
     @property
     def claims(self) -> dict[str, Claim]:
-        """Verdicts on an asynchronous step against the baseline's and the same arm's in turn, which ran before it."""
+        """Verdicts on an asynchronous step against the baseline and against the same arm's synchronous step."""
         ratios = {"baseline": self.over_baseline, "in turn": self.over_synchronous}
         return {
             name: claim(ratio, None, paired=False, overlaps=True) for name, ratio in ratios.items() if ratio is not None
@@ -151,47 +156,47 @@ class LoopArm:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds that training waited for rollouts, mean of a step."""
+        """Mean seconds of a step that training waited for rollouts."""
         return self.stages_s["generation"]
 
     @property
     def reward_gain(self) -> float:
-        """Gain of the last quarter of the steps over the first."""
-        return self.reward_last_quarter - self.reward_first_quarter
+        """Mean reward of the last quarter of the steps minus that of the first."""
+        return self.reward_last.value - self.reward_first.value
 
     @property
     def mean_lag(self) -> float:
-        """Versions that the tokens were behind the policy that learned from them."""
+        """Mean lag of the trained tokens in policy versions."""
         tokens = sum(lag.num_tokens for lag in self.lags)
         return sum(lag.lag * lag.num_tokens for lag in self.lags) / tokens if tokens else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopComparison:
-    """The arms of both loops, the synchronous ones first."""
+    """Figures of all arms, synchronous ones first."""
 
     arms: tuple[LoopArm, ...]
-    speculation: Estimate | None  # asynchronous: the autoregressive step over the speculative one; None: an arm lacks
-    paired: bool  # the arms of `speculation`
+    speculation: Estimate | None  # autoregressive / speculative asynchronous step; None with one such arm
+    paired: bool  # True if the two arms of `speculation` alternated step by step
 
     @property
     def claim(self) -> Claim | None:
-        """The verdict on `speculation`, which has no control."""
+        """Verdict on `speculation`, which has no control."""
         found = self.speculation
         return None if found is None else claim(found, None, paired=self.paired, overlaps=True)
 
     @property
     def asynchronous(self) -> tuple[LoopArm, ...]:
-        """The arms in which generation and training overlap."""
+        """Arms whose generation and training overlap."""
         return tuple(arm for arm in self.arms if not arm.is_synchronous)
 
     def synchronous(self, arm: Arm) -> LoopArm:
-        """The same arm in the synchronous loop."""
+        """Return the same arm in the synchronous loop."""
         return next(each for each in self.arms if each.arm is arm and each.is_synchronous)
 
 
 def summarise_arms(records: Sequence[ArmRecord]) -> RunSummary:
-    """Compute every figure of the synchronous arms of a run."""
+    """Compute the figures of a run's synchronous arms."""
     arms = {arm.arm: arm for arm in records if arm.steps}
     base, spec = arms.get(Arm.AUTOREGRESSIVE), arms.get(Arm.SPECULATIVE)
     acceptance = pooled_acceptance(spec.steps) if spec is not None else None
@@ -204,10 +209,9 @@ def summarise_arms(records: Sequence[ArmRecord]) -> RunSummary:
 
 
 def summarise_arm(arm: ArmRecord) -> ArmSummary:
-    """Compute every figure of one arm."""
+    """Compute the figures of one arm."""
     steps = arm.timed_steps
-    rewards = tuple(step.reward_mean for step in arm.steps)
-    generation_s = sum(step.times.generation_s for step in steps)  # 0 where training hides all of it
+    generation_s = sum(step.times.generation_s for step in steps)  # 0 where training hides all generation
     return ArmSummary(
         arm=arm.arm,
         k=arm.num_speculative_tokens,
@@ -215,23 +219,29 @@ def summarise_arm(arm: ArmRecord) -> ArmSummary:
         stages={stage: spread([step.times.by_stage()[stage] for step in steps]) for stage in STAGES},
         left_out=() if any(step.has_logprob_pass for step in steps) else ("logprob",),
         step=spread([step.times.step_s for step in steps]),
-        rewards=rewards,
-        reward_first_quarter=float(np.mean(rewards[: len(last_quarter(rewards))])),
-        reward_last_quarter=float(np.mean(last_quarter(rewards))),
+        rewards=tuple(step.reward_mean for step in arm.steps),
+        reward_first=_reward(arm.steps[: len(last_quarter(arm.steps))]),
+        reward_last=_reward(last_quarter(arm.steps)),
         **{name: sum(getattr(step, name) for step in arm.steps) for name in _COUNTS},
         generation_tokens_per_s=sum(step.num_response_tokens for step in steps) / generation_s if generation_s else 0.0,
         engine_idle_fraction=float(np.mean([step.engine_idle_fraction for step in steps])),
     )
 
 
+def _reward(steps: Sequence[StepRecord]) -> Estimate:
+    """Mean reward of the steps; steps without a record of their prompts' rewards count as one prompt each."""
+    by_prompt = [reward for step in steps for reward in step.rewards_by_prompt or (step.reward_mean,)]
+    return Estimate(value=float(np.mean([step.reward_mean for step in steps])), ci95=reward_ci95(by_prompt))
+
+
 def pooled_acceptance(steps: Sequence[StepRecord]) -> AcceptanceStats | None:
-    """Acceptance over all steps together, from their summed counters; None when nothing was drafted."""
+    """Acceptance over all steps from their summed counters; None where nothing was drafted."""
     parts = [step.acceptance for step in steps if step.acceptance is not None]
     return combine(parts) if any(part.num_drafts for part in parts) else None
 
 
 def compare_loops(record: RunRecord) -> LoopComparison | None:
-    """Every arm in every loop; None of a run without an asynchronous arm, or whose synchronous ones are not all there.
+    """Compute the figures of all arms; None without asynchronous arms, or without each one's synchronous arm.
 
     Raises:
         ValueError: an asynchronous step has no record of what overlapped.
@@ -252,25 +262,25 @@ def compare_loops(record: RunRecord) -> LoopComparison | None:
 
 
 def pooled_lags(steps: Sequence[StepRecord]) -> tuple[LagStats, ...]:
-    """The tokens of all steps together by lag, the youngest first; steps without a record of it lag by 0.
+    """Pool the trained tokens of all steps by lag, in ascending order; a step without lags counts as lag 0.
 
-    Means are weighted by tokens. Effective sizes are of the weights of each step, and their mean is weighted alike.
+    Means are weighted by tokens, also the mean of the steps' effective sample sizes.
     """
     of_lag: dict[int, list[LagStats]] = {}
     for step in steps:
-        for lag in step.lags or (_on_policy(step.num_response_tokens),):
+        for lag in step.lags or (replace(_ON_POLICY, num_tokens=step.num_response_tokens),):
             of_lag.setdefault(lag.lag, []).append(lag)
     return tuple(_pooled(lag, of_lag[lag]) for lag in sorted(of_lag))
 
 
 def decided_steps(record: RunRecord) -> list[StepRecord]:
-    """The steps of the speculative arm that decided whether to train the draft."""
+    """Return the speculative arm's steps that decided whether to train the draft."""
     steps = [step for arm in record.arms if arm.arm is Arm.SPECULATIVE for step in arm.steps]
     return [step for step in steps if step.draft_decision is not None]
 
 
 def draft_training(record: RunRecord) -> DraftTraining | None:
-    """The cost of training the draft in the speculative arm; None where the draft was fixed."""
+    """Sum the cost of training the draft in the speculative arm; None for a fixed draft."""
     steps = decided_steps(record)
     if not steps:
         return None
@@ -284,9 +294,9 @@ def draft_training(record: RunRecord) -> DraftTraining | None:
 
 
 def accuracy_curves(record: RunRecord) -> dict[str, dict[int, EvaluationRecord]]:
-    """The evaluations of every arm, by the number of updates that the evaluated policy had made: start, training, end.
+    """Evaluations of each arm before, during and after RL, by the number of updates of the evaluated policy.
 
-    Arms that generate while they train have no point in between.
+    Asynchronous arms are evaluated before and after RL only.
     """
     known = {evaluation.policy: evaluation for evaluation in record.evaluations}
     curves: dict[str, dict[int, EvaluationRecord]] = {}
@@ -299,9 +309,9 @@ def accuracy_curves(record: RunRecord) -> dict[str, dict[int, EvaluationRecord]]
 
 
 def accuracy_difference(record: RunRecord) -> tuple[int, Estimate] | None:
-    """The last number of steps after which both arms were evaluated, and speculative minus autoregressive avg@k there.
+    """Last step with an evaluation of both arms, and the speculative minus the autoregressive avg@k there.
 
-    Its interval is paired by problem. None: no trained policies of both arms were evaluated on the same problems.
+    The interval is paired by problem. None where no trained policies were evaluated on the same problems.
     """
     curves = accuracy_curves(record)
     base, spec = (curves.get(arm.value, {}) for arm in (Arm.AUTOREGRESSIVE, Arm.SPECULATIVE))
@@ -314,7 +324,7 @@ def accuracy_difference(record: RunRecord) -> tuple[int, Estimate] | None:
 
 
 def summarise(record: RunRecord) -> dict[str, Any]:
-    """Content of `report.json`. Without two arms a speedup's value is null, without two timed steps its interval."""
+    """Return the run's part of `report.json`; figures that need a missing arm or interval are null."""
     run = summarise_arms(record.arms)
     comparison, acceptance = run.comparison, run.acceptance
     return {
@@ -341,6 +351,8 @@ def summarise(record: RunRecord) -> dict[str, Any]:
         },
         "sweep": [_fields(point, *_SWEEP_FIELDS) for point in record.tuning.points],
         "reward": {arm.arm.value: list(arm.rewards) for arm in run.arms},
+        "reward_first": {arm.arm.value: estimate_json(arm.reward_first) for arm in run.arms},
+        "reward_last": {arm.arm.value: estimate_json(arm.reward_last) for arm in run.arms},
         "accuracy_by_step": {
             name: [{"step": step, **_fields(point, "avg_at_k", "ci95")} for step, point in curve.items()]
             for name, curve in accuracy_curves(record).items()
@@ -350,12 +362,12 @@ def summarise(record: RunRecord) -> dict[str, Any]:
 
 
 def last_quarter(values: Sequence[T]) -> Sequence[T]:
-    """The last quarter of `values`, rounded down, and at least one of them."""
+    """Return the last quarter of `values`, rounded down to at least one value."""
     return values[-max(1, len(values) // 4) :]
 
 
 def estimate_json(estimate: Estimate | None) -> dict[str, Any]:
-    """Its value and the ends of its interval; what there is not is null."""
+    """Return the estimate as JSON; missing parts are null."""
     if estimate is None:
         return {"value": None, "ci95": None}
     return {"value": estimate.value, "ci95": list(estimate.ci95) if estimate.ci95 else None}
@@ -375,26 +387,26 @@ def _compare(base: ArmRecord, spec: ArmRecord, acceptance: AcceptanceStats | Non
 
 
 def are_paired(base: ArmRecord, other: ArmRecord) -> bool:
-    """Return True if the arms took the same timed steps in turn, equally many a turn."""
+    """Return True if the arms alternated: the same timed steps, equally many a turn."""
     same = [step.step for step in base.timed_steps] == [step.step for step in other.timed_steps]
     return same and base.steps_a_turn == other.steps_a_turn > 0
 
 
 def control_s(step: StepRecord) -> float:
-    """Seconds of what speculation cannot change: log-probabilities, and training without that of the draft."""
+    """Seconds of a step that speculation does not change: log-probabilities, and training without the draft's."""
     draft_s = step.draft_update.elapsed_s if step.draft_update is not None else 0.0
     return step.times.logprob_s + step.times.train_s - draft_s
 
 
 def has_control(*arms: ArmRecord) -> bool:
-    """Return True if what speculation cannot change took time in every timed step, and nothing overlapped it."""
+    """Return True if every timed step has control time that nothing overlapped."""
     return all(control_s(step) > 0 and step.overlap is None for arm in arms for step in arm.timed_steps)
 
 
 def timed_values(
     base: ArmRecord, other: ArmRecord, value: Callable[[StepRecord], float]
 ) -> tuple[list[float], list[float]]:
-    """The timed steps' `value` in both arms; of paired ones that took several steps a turn, its mean in each turn."""
+    """Values of both arms' timed steps; paired arms with several steps a turn give the mean of each turn."""
     size = base.steps_a_turn if are_paired(base, other) else 1
     first, second = (
         [float(np.mean([*map(value, turn)])) for _, turn in groupby(arm.timed_steps, lambda step: step.step // size)]
@@ -406,7 +418,7 @@ def timed_values(
 def timed_ratio(
     base: ArmRecord, other: ArmRecord, value: Callable[[StepRecord], float] = lambda step: step.times.step_s
 ) -> Estimate:
-    """The typical ratio of `base` to `other`; of the whole step where no `value` is named."""
+    """Typical ratio of `base` to `other` in `value`, by default the time of the whole step."""
     return ratio(*timed_values(base, other, value), paired=are_paired(base, other))
 
 
@@ -419,12 +431,14 @@ def _fields(record: Any, *names: str) -> dict[str, Any]:
 
 
 def _summarise_loop(arm: ArmRecord, base: ArmRecord, synchronous: ArmRecord | None) -> LoopArm:
-    """An arm; `synchronous` is None if it is a synchronous one itself."""
+    """Compute an arm's figures; `synchronous` is its synchronous counterpart, None for a synchronous arm itself."""
     steps, own = arm.timed_steps, summarise_arm(arm)
     total_s = sum(step.times.step_s for step in steps)
     all_overlaps = [] if synchronous is None else [_overlap(step) for step in arm.steps]
     overlaps = all_overlaps[-len(steps) :]
     exposed_s = sum(each.exposed_score_s + each.exposed_publish_s for each in overlaps)
+    hidden = [(each.score_s - each.exposed_score_s, each.publish_s - each.exposed_publish_s) for each in overlaps]
+    hidden_s = sum(max(0.0, part) for parts in hidden for part in parts)  # a wait can be longer than the work
 
     def share(value: Callable[[StepRecord], float]) -> float:
         return sum(value(step) for step in steps) / total_s
@@ -450,10 +464,10 @@ def _summarise_loop(arm: ArmRecord, base: ArmRecord, synchronous: ArmRecord | No
         engine_idle_fraction=engine,
         learner_idle_fraction=learner,
         exposed_joining_fraction=exposed_s / total_s if overlaps else None,
-        hidden_joining_fraction=sum(map(_hidden_joining_s, overlaps)) / total_s if overlaps else None,
+        hidden_joining_fraction=hidden_s / total_s if overlaps else None,
         lags=pooled_lags(arm.steps),
-        reward_first_quarter=own.reward_first_quarter,
-        reward_last_quarter=own.reward_last_quarter,
+        reward_first=own.reward_first,
+        reward_last=own.reward_last,
         **{name: sum(getattr(each, name) for each in all_overlaps) for name in _LOST},
     )
 
@@ -462,19 +476,6 @@ def _overlap(step: StepRecord) -> Overlap:
     if step.overlap is None:
         raise ValueError(f"step {step.step} of an asynchronous arm must say what overlapped, got none")
     return step.overlap
-
-
-def _hidden_joining_s(overlap: Overlap) -> float:
-    """Seconds of scores and new weights beside training, which may wait a moment longer than they take."""
-    hidden = (overlap.score_s - overlap.exposed_score_s, overlap.publish_s - overlap.exposed_publish_s)
-    return sum(max(0.0, each) for each in hidden)
-
-
-def _on_policy(num_tokens: int) -> LagStats:
-    """Tokens of the trained version, which are not corrected."""
-    return LagStats(
-        lag=0, num_tokens=num_tokens, ratio_mean=1.0, ratio_max=1.0, clipped_fraction=0.0, effective_sample_size=1.0
-    )
 
 
 def _pooled(lag: int, parts: Sequence[LagStats]) -> LagStats:

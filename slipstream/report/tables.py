@@ -1,8 +1,8 @@
-"""The tables of the page, as plain cells. A column is either measured here or quoted, never both."""
+"""Tables of the report page as plain cells. A column is either measured or quoted, never both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,69 +20,57 @@ from slipstream.report.formats import (
     seconds,
     seconds_band,
     speedup,
-    speedup_with_interval,
+    with_interval,
 )
 from slipstream.report.reference import Reference, WorkloadReference
 from slipstream.report.results import speedups
-from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_curves
+from slipstream.report.summary import LoopComparison, RunSummary, accuracy_curves
 from slipstream.statistics import Estimate
 from slipstream.types import STAGES
 
 
-class ColumnGroup(NamedTuple):
-    """Columns under one heading; `quoted` ones come from a publication and look like it."""
-
-    heading: str
-    columns: tuple[str, ...]
-    quoted: bool = False
-
-
 class Row(NamedTuple):
-    """One line: a label, then the cells of every group in turn."""
+    """One row: a label, then the cells of all groups."""
 
     label: str
     cells: tuple[str, ...]
-    kind: str = ""  # of "total", "baseline", "loses", "chosen": how the page sets it
+    kind: str = ""  # CSS classes: "total", "baseline", "loses", "chosen"
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table; `cells` of each row match the columns of all groups."""
+    """A table; each row has one cell for every column.
+
+    Attributes:
+        groups: columns by the heading over them.
+        quoted: heading of the columns that quote a publication, and are tinted.
+    """
 
     label: str
-    groups: tuple[ColumnGroup, ...]
-    rows: tuple[Row, ...]
+    groups: Mapping[str, Sequence[str]]
+    rows: Sequence[Row]
+    quoted: str = "-"
 
     def __post_init__(self) -> None:
-        assert all(len(row.cells) == len(self.quoted) for row in self.rows), self.label
+        assert all(len(row.cells) == len(self.are_quoted) for row in self.rows), self.label
 
     @property
-    def quoted(self) -> tuple[bool, ...]:
-        """One flag a column: True for one that comes from a publication."""
-        return tuple(group.quoted for group in self.groups for _ in group.columns)
-
-
-def build_table(label: str, groups: Mapping[str, Sequence[str]], rows: Iterable[Row], *, quoted: str = "-") -> Table:
-    """A table of columns by the heading over them.
-
-    Args:
-        quoted: the heading whose columns come from a publication.
-    """
-    made = (ColumnGroup(heading, tuple(columns), heading == quoted) for heading, columns in groups.items())
-    return Table(label, tuple(made), tuple(rows))
+    def are_quoted(self) -> tuple[bool, ...]:
+        """One flag a column, True where the column quotes a publication."""
+        return tuple(heading == self.quoted for heading, columns in self.groups.items() for _ in columns)
 
 
 def step_table(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> Table:
-    """Seconds a step by stage: both arms, their ratio, and the reference's own three columns."""
+    """Tabulate the seconds of each stage in both arms, their ratio, and the reference's values."""
     groups = {arm.arm.value: ("median s", "p10 to p90", "share") for arm in run.arms} | {"": ("ratio",)}
     if workload is not None:
         groups[reference.label] = ("AR s", "spec s", "ratio")
     rows = [_step_row(run, workload, stage) for stage in (*STAGES, "")]
-    return build_table("stage", groups, rows, quoted=reference.label)
+    return Table("stage", groups, rows, quoted=reference.label)
 
 
 def _step_row(run: RunSummary, workload: WorkloadReference | None, stage: str) -> Row:
-    """One stage; the whole step without a name."""
+    """Build the row of one stage; an empty name is the whole step."""
     cells: list[str] = []
     times = [arm.stages.get(stage, arm.step) for arm in run.arms]
     for arm, time in zip(run.arms, times, strict=True):
@@ -97,7 +85,7 @@ def _step_row(run: RunSummary, workload: WorkloadReference | None, stage: str) -
 
 
 def speedup_table(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> Table:
-    """The ratios of the two arms, with their intervals."""
+    """Tabulate the speedups with their intervals and verdicts."""
     groups: dict[str, tuple[str, ...]] = {"this run, measured": ("ratio", "95 % interval", "verdict")}
     if workload is not None:
         groups[reference.label] = ("ratio",)
@@ -105,11 +93,11 @@ def speedup_table(run: RunSummary, workload: WorkloadReference | None, reference
     for each in speedups(run, workload):
         quoted = [] if workload is None else [speedup(each.reference) if each.reference else ""]
         rows.append(Row(each.label.strip(), (each.text, each.uncertainty, each.verdict, *quoted)))
-    return build_table("of both arms", groups, rows, quoted=reference.label)
+    return Table("of both arms", groups, rows, quoted=reference.label)
 
 
 def sweep_table(record: RunRecord) -> Table:
-    """Every configuration that tuning tried, the losing ones too."""
+    """Tabulate every draft length that tuning measured."""
     columns = ("batch", "generation s", "p10 to p90", "repeats", "k = 0, s", "speedup", "AL", "choice")
     rows = []
     for point in sorted(record.tuning.points, key=lambda point: (point.batch, point.k)):
@@ -127,11 +115,11 @@ def sweep_table(record: RunRecord) -> Table:
             ", ".join(choice),
         )
         rows.append(Row(str(point.k), cells, " ".join([*slower, *choice])))
-    return build_table("k", {"this run, measured": columns}, rows)
+    return Table("k", {"this run, measured": columns}, rows)
 
 
 def running_table(record: RunRecord) -> Table:
-    """Speedup of every k over k = 0 at every running batch, and the k of the schedule there."""
+    """Tabulate the speedup of every k at every running batch, and the schedule's choice."""
     tuning = record.tuning
     kinds = sorted({(point.k, point.is_switched_off) for point in tuning.running})
     known = {(point.batch_from, point.k, point.is_switched_off): point.speedup for point in tuning.running}
@@ -143,11 +131,11 @@ def running_table(record: RunRecord) -> Table:
         label = str(start) if start == end else f"{start} to {end}"
         rows.append(Row(label, (*cells, f"k = {chosen}"), "" if chosen == tuning.chosen_k else "chosen"))
     columns = ["drafts switched off" if is_off else f"k = {k}" for k, is_off in kinds]
-    return build_table("running batch", {"speedup over k = 0, measured": columns, "": ("schedule",)}, rows)
+    return Table("running batch", {"speedup over k = 0, measured": columns, "": ("schedule",)}, rows)
 
 
 def accuracy_table(record: RunRecord) -> Table:
-    """Accuracy before, during and after training, with everything that qualifies it."""
+    """Tabulate accuracy before, during and after RL, with sample sizes and losses."""
     columns = ("avg@k", "95 % interval", "maj@k", "k", "problems", "truncated", "time-outs", "prompts")
     curves, rows = accuracy_curves(record), []
     for last in record.evaluations:
@@ -156,11 +144,11 @@ def accuracy_table(record: RunRecord) -> Table:
             label = POLICY_LABELS[e.policy] + ("" if e is last else f", after step {step}")
             problems = (f"{e.maj_at_k:.3f}", str(e.k), str(e.num_problems), percent(e.truncated_fraction))
             rows.append(Row(label, (*_accuracy(e), *problems, str(e.num_timeouts), e.prompt_hash)))
-    return build_table("policy", {"": columns}, rows)
+    return Table("policy", {"": columns}, rows)
 
 
 def count_table(run: RunSummary) -> Table:
-    """Counts of all that was lost or taught nothing."""
+    """Tabulate counts of rollouts, tokens and losses of each arm."""
     labels = {
         "steps": lambda arm: count(arm.num_steps),
         "rollouts": lambda arm: count(arm.num_rollouts),
@@ -169,35 +157,35 @@ def count_table(run: RunSummary) -> Table:
         "truncated rollouts": lambda arm: f"{arm.num_truncated} ({percent(arm.num_truncated / arm.num_rollouts)})",
         "reward time-outs (scored 0)": lambda arm: str(arm.num_reward_timeouts),
         "zero-signal groups": lambda arm: str(arm.num_zero_signal_groups),
-        "reward, first quarter": lambda arm: f"{arm.reward_first_quarter:.3f}",
-        "reward, last quarter": lambda arm: f"{arm.reward_last_quarter:.3f}",
+        "reward, first quarter": lambda arm: with_interval(arm.reward_first, "reward"),
+        "reward, last quarter": lambda arm: with_interval(arm.reward_last, "reward"),
     }
-    if any(arm.engine_idle_fraction > 0 for arm in run.arms):  # of several engines: a single one has no such time
+    if any(arm.engine_idle_fraction > 0 for arm in run.arms):  # a single engine is never idle during generation
         labels["engines idle during generation"] = lambda arm: percent(arm.engine_idle_fraction)
     rows = [Row(label, tuple(value(arm) for arm in run.arms)) for label, value in labels.items()]
-    return build_table("over all steps", {"": [arm.arm.value for arm in run.arms]}, rows)
+    return Table("over all steps", {"": [arm.arm.value for arm in run.arms]}, rows)
 
 
 def data_table(record: RunRecord) -> Table:
-    """Rows read and kept of each data set, and why the others went."""
+    """Tabulate the rows read, kept and dropped of each data set."""
     columns = ("source", "read", "kept", "duplicate", "conflicting", "unparseable", "too long", "held out", "empty")
     rows = []
     for d in record.data:
         lost = (d.num_duplicates, d.num_conflicting, d.num_unparseable, d.num_too_long, d.num_held_out, d.num_empty)
         rows.append(Row(d.name, (d.source, *map(count, (d.num_read, d.num_kept, *lost)))))
-    return build_table("data set", {"": columns}, rows)
+    return Table("data set", {"": columns}, rows)
 
 
 def draft_table(record: RunRecord) -> Table:
-    """The draft's held-out acceptance, position by position."""
+    """Tabulate the draft's held-out acceptance by position."""
     rates = record.draft.heldout_rate_by_position
     both = enumerate(zip(rates, np.cumprod(rates).tolist(), strict=True), start=1)
     rows = [Row(str(position), (percent(rate), percent(joint))) for position, (rate, joint) in both]
-    return build_table("draft position", {"held out": ("accepted, given those before", "accepted")}, rows)
+    return Table("draft position", {"held out": ("accepted, given those before", "accepted")}, rows)
 
 
 def quoted_table(workload: WorkloadReference, reference: Reference, *, by_draft: bool) -> Table:
-    """The reference's measurements with other draft lengths, or with other drafts."""
+    """Tabulate the reference's measurements by draft length or by kind of draft."""
     label = f"draft, k = {workload.num_speculative_tokens}" if by_draft else "k"
     lengths = {str(each.k): each for each in workload.draft_lengths}
     published = {each.draft: each for each in workload.drafts} if by_draft else lengths
@@ -205,11 +193,11 @@ def quoted_table(workload: WorkloadReference, reference: Reference, *, by_draft:
         Row(name, (f"{each.mean_acceptance_length:.2f}", speedup(each.generation_speedup)))
         for name, each in published.items()
     ]
-    return build_table(label, {reference.label: ("AL", "generation speedup")}, rows, quoted=reference.label)
+    return Table(label, {reference.label: ("AL", "generation speedup")}, rows, quoted=reference.label)
 
 
 def certificate_table(certificate: CertificateRecord) -> Table:
-    """Every test of the losslessness certificate, and the control's beside it."""
+    """Tabulate the tests of the losslessness certificate with the control's p-values."""
     control = {finding.name: f"{finding.p_value:.2g}" for finding in certificate.control}
     rows = []
     for each in certificate.findings:
@@ -218,11 +206,11 @@ def certificate_table(certificate: CertificateRecord) -> Table:
         cells = (count(each.num_observations), *figures, verdict, control.get(each.name, ""))
         rows.append(Row(each.name, cells, kind))
     columns = ("observations", "statistic", "p", "p, Holm", "verdict")
-    return build_table("test", {"speculative engine": columns, "autoregressive, as control": ("p",)}, rows)
+    return Table("test", {"speculative engine": columns, "autoregressive, as control": ("p",)}, rows)
 
 
 def drift_table(drift: DriftRecord) -> Table:
-    """A row a result: its value, the band of the executions before, how many these are, and the verdict."""
+    """Tabulate each judged result with its band and verdict."""
 
     def number(value: float) -> str:
         return f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}"
@@ -232,11 +220,11 @@ def drift_table(drift: DriftRecord) -> Table:
         band = " to ".join(map(number, each.band or ()))
         cells = (number(each.value), band, str(each.num_executions), each.verdict)
         rows.append(Row(KINDS[each.name].label, cells, "loses" if each in drift.outside else ""))
-    return build_table("result", {"": ("this execution", "band", "executions before", "verdict")}, rows)
+    return Table("result", {"": ("this execution", "band", "executions before", "verdict")}, rows)
 
 
 def loop_table(compared: LoopComparison) -> Table:
-    """Parts of a step's time in every arm, and its speedups."""
+    """Tabulate step times and speedups of all arms, with exposed, hidden and idle shares."""
     groups = {
         "step": ("median s", "p10 to p90"),
         "step speedup over": ("the baseline", "the same arm in turn"),
@@ -257,11 +245,11 @@ def loop_table(compared: LoopComparison) -> Table:
         joining = ("" if x is None else percent(x) for x in (arm.exposed_joining_fraction, arm.hidden_joining_fraction))
         kind = "baseline" if arm.over_baseline is None else ""
         rows.append(Row(POLICY_LABELS[arm.name], (*step, seconds(arm.exposed_s), hidden, *idle, *joining), kind))
-    return build_table("arm", groups, rows)
+    return Table("arm", groups, rows)
 
 
 def lag_table(compared: LoopComparison) -> Table:
-    """The tokens that the asynchronous arms were trained on, by how far they lag, and how they were corrected."""
+    """Tabulate the tokens that asynchronous arms train on by lag, with their importance ratios."""
     columns = ("tokens", "share", "ratio, mean", "ratio, largest", "weights changed", "effective sample size")
     rows = []
     for arm in compared.asynchronous:
@@ -271,33 +259,27 @@ def lag_table(compared: LoopComparison) -> Table:
             ratios = (f"{lag.ratio_mean:.3f}", f"{lag.ratio_max:.2f}", percent(lag.clipped_fraction))
             cells = (*tokens, *ratios, percent(lag.effective_sample_size))
             rows.append(Row(f"{arm.arm.value}, {lag.lag}", cells))
-    return build_table("arm, lag", {"": columns}, rows)
+    return Table("arm, lag", {"": columns}, rows)
 
 
 def loop_learning_table(compared: LoopComparison, evaluations: tuple[EvaluationRecord, ...]) -> Table:
-    """Reward and accuracy of all arms, and what became of rollouts in the asynchronous ones."""
+    """Tabulate reward, accuracy and rollout losses of all arms."""
     groups = {
         "reward": ("first quarter", "last quarter", "gain", "of gain in turn"),
         "AIME-2024-like": ("avg@k", "95 % interval"),
         "rollouts": ("waited for", "begun anew", "lost"),
     }
     accuracies = {evaluation.policy: _accuracy(evaluation) for evaluation in evaluations}
-    rows = [
-        Row(POLICY_LABELS[arm.name], (*_learning(arm, compared), *accuracies.get(arm.name, ("", "")), *_lost(arm)))
-        for arm in compared.arms
-    ]
-    return build_table("arm", groups, rows)
-
-
-def _learning(arm: LoopArm, compared: LoopComparison) -> tuple[str, ...]:
-    gain = compared.synchronous(arm.arm).reward_gain
-    share = f"{arm.reward_gain / gain:.2f}" if not arm.is_synchronous and gain > 0 else ""
-    return f"{arm.reward_first_quarter:.3f}", f"{arm.reward_last_quarter:.3f}", f"{arm.reward_gain:+.3f}", share
-
-
-def _lost(arm: LoopArm) -> tuple[str, ...]:
-    numbers = (arm.num_awaited, arm.num_restarted, arm.num_regenerated)
-    return tuple("" if arm.is_synchronous else str(number) for number in numbers)
+    rows = []
+    for arm in compared.arms:
+        gain, share, lost = compared.synchronous(arm.arm).reward_gain, "", ("", "", "")
+        if not arm.is_synchronous:
+            share = f"{arm.reward_gain / gain:.2f}" if gain > 0 else ""
+            lost = tuple(map(str, (arm.num_awaited, arm.num_restarted, arm.num_regenerated)))
+        rewards = (with_interval(arm.reward_first, "reward"), with_interval(arm.reward_last, "reward"))
+        learned = (*rewards, f"{arm.reward_gain:+.3f}", share)
+        rows.append(Row(POLICY_LABELS[arm.name], (*learned, *accuracies.get(arm.name, ("", "")), *lost)))
+    return Table("arm", groups, rows)
 
 
 def _accuracy(evaluation: EvaluationRecord) -> tuple[str, str]:
@@ -305,4 +287,4 @@ def _accuracy(evaluation: EvaluationRecord) -> tuple[str, str]:
 
 
 def _ratio(estimate: Estimate | None) -> str:
-    return "" if estimate is None else speedup_with_interval(estimate)
+    return "" if estimate is None else with_interval(estimate)

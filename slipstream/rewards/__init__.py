@@ -1,1 +1,1 @@
-"""Rewards: what an answer is, and whether it is right, by text or by math-verify in processes that may be killed."""
+"""Rewards: extraction and comparison of answers, with sympy in killable worker processes."""

@@ -1,4 +1,4 @@
-"""Expressions compared by sympy, exactly; imported in the worker process alone, for sympy may run without end."""
+"""Exact comparison of expressions with sympy; only worker processes import it, for sympy may not terminate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.rewards.spelling import to_latex
 _CONFIG = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
 _CONSTANTS = [(sympy.Symbol("i"), sympy.I), (sympy.Symbol("e"), sympy.E)]
 _DIGITS = 60
-# What the grammar wants in braces: numbers under a root, in a fraction and an exponent.
+# Numbers that the grammar requires in braces: under a root, in a fraction and in an exponent.
 _BARE = (
     (re.compile(r"(\d*)\.(\d+)|(\d+)\."), lambda m: str(m[3] or f"\\frac{{{int(m[1] + m[2])}}}{{1{'0' * len(m[2])}}}")),
     (re.compile(r"\\sqrt(\[[^\[\]]*\])?\s*(\d+|[A-Za-z]|\\[A-Za-z]+)"), r"\\sqrt\1{\2}"),
@@ -33,7 +33,7 @@ def equal(a: str, b: str) -> bool | None:
 
 
 def proportional(a: tuple[str, str], b: tuple[str, str]) -> bool | None:
-    """Compare the two sides of two equations up to a factor; None if one cannot be read."""
+    """Compare two equations up to a factor, by their sides; None if a side cannot be read."""
     sides = [side for side in map(_read, (*a, *b)) if side is not None]
     if len(sides) < 4:
         return None
@@ -44,14 +44,14 @@ def proportional(a: tuple[str, str], b: tuple[str, str]) -> bool | None:
 
 
 def approximate(text: str) -> Fraction | None:
-    """A real constant to 60 digits; None for what is none."""
+    """Evaluate a real constant to 60 digits; None for any other text."""
     expression = _read(text)
     value = None if expression is None or expression.free_symbols else expression.evalf(_DIGITS)
     return Fraction(str(value)) if value is not None and value.is_Float else None
 
 
 def _is_zero(difference: sympy.Expr) -> bool:
-    if difference is sympy.nan:  # of two infinities
+    if difference is sympy.nan:  # the difference of two infinities
         return False
     expanded = sympy.expand(difference)
     if expanded == 0:
@@ -59,7 +59,7 @@ def _is_zero(difference: sympy.Expr) -> bool:
     symbols = sorted(expanded.free_symbols, key=str)
     point = [(symbol, sympy.Rational(1237 + 114 * index, 1000)) for index, symbol in enumerate(symbols)]
     value = expanded.subs(point).evalf(_DIGITS)
-    if value.is_comparable and abs(value) > 10 ** (-_DIGITS // 2):  # not 0 at one point
+    if value.is_comparable and abs(value) > 10 ** (-_DIGITS // 2):  # not 0 at the test point
         return False
     return sympy.simplify(expanded) == 0
 

@@ -1,4 +1,4 @@
-"""Extraction of a response's answer, by text alone and linear in its length."""
+"""Extraction of a response's answer from its text, in linear time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.rewards.values import is_falsehood
 
 THINK_START, THINK_END = "<think>", "</think>"
 _BRACES = re.compile(r"\\[{}]|\\(?:boxed|fbox|framebox)(?![A-Za-z])(?:\s*(\{)|)|[{}]")
-# What `\boxed` without braces holds: it begins like a number, a symbol or a command, and no brace is left open or over.
+# Content of `\boxed` without braces: it begins like a number, a symbol or a command, and its braces are balanced.
 _UNBRACED = re.compile(r"[ \t]*((?=[-+]?(?:[\w.(]|\\[A-Za-z]))(?:[^\s{}$]|\{(?:[^{}]|\{[^{}]*\})*\})++)(?![{}])")
 _ANSWER_LINE = re.compile(r"answer[*_ \t]{0,8}(?:is[*_ \t]{0,8})?[:\N{FULLWIDTH COLON}][ \t]*([^\n]*)", re.IGNORECASE)
 _CLOSED_EMPHASIS = re.compile(r"(?:\*\*|__|\*|_)(?=\s|$)")
@@ -19,14 +19,14 @@ _NEXT_LINE = re.compile(r"\s*([^\n]*)")
 
 
 def extract_answer(response: str, *, is_cut_off: bool = False) -> str | None:
-    """The content of the last complete `\\boxed{}`, else what follows the last `Answer:`; None if there is neither.
+    """Extract the content of the last complete `\\boxed{}`, else the text after the last `Answer:`, else None.
 
-    Only text after the last `</think>` counts, and an unfinished thought holds no answer. An equation, or a chain of
-    them, that does not hold is no answer either: `2+2=5`. Linear in the length.
+    Only text after the last `</think>` counts, and an unfinished thought holds no answer. A chain of equations that
+    does not hold, such as `2+2=5`, is no answer. Time is linear in the length.
 
     Args:
-        response: with `<think>` before it where the prompt ends inside a thought.
-        is_cut_off: the response ran into its limit, so that an answer without an end of its own may be a part of one.
+        response: the response, preceded by `<think>` where the prompt ends inside a thought.
+        is_cut_off: the response reached its length limit, so an answer without a delimiter may be incomplete.
     """
     _, closed, final = response.rpartition(THINK_END)
     if not closed and THINK_START in response:
@@ -41,11 +41,11 @@ def extract_answer(response: str, *, is_cut_off: bool = False) -> str | None:
 
 
 def opens_thought(prompt: str, *, is_turn: bool) -> bool:
-    """Return True if a response begins inside a thought, which the chat template has opened before it.
+    """Return True if a response begins inside a thought that the chat template opened.
 
     Args:
-        is_turn: `prompt` is no more than the beginning of the policy's own turn. Else what a user wrote of `<think>`
-            may be in it, and only a tag at its very end counts.
+        is_turn: `prompt` holds only the start of the policy's own turn. Otherwise a user may have written `<think>`,
+            and only a tag at the very end counts.
     """
     _, _, rest = prompt.rpartition(THINK_END)
     return THINK_START in rest if is_turn else rest.rstrip().endswith(THINK_START)
@@ -64,9 +64,9 @@ def _last_line(text: str, *, is_cut_off: bool) -> str | None:
 
 
 def _last_boxed(text: str, *, is_cut_off: bool) -> str | None:
-    """Content of the box that closes last; where boxes nest, that is the outer one."""
+    """Return the content of the box that closes last; of nested boxes that is the outer one."""
     opened: list[int | None] = []  # where the content of each open box starts; None for other braces
-    found: deque[tuple[int, int | None]] = deque(maxlen=2)  # start and end of contents; no end: a box without braces
+    found: deque[tuple[int, int | None]] = deque(maxlen=2)  # start and end of contents; None for a box without braces
     for match in _BRACES.finditer(text):
         token = match[0]
         if token == "}":
@@ -89,6 +89,6 @@ def _last_boxed(text: str, *, is_cut_off: bool) -> str | None:
 
 
 def _unwrapped(answer: str) -> str:
-    """An answer without the signs around it; one that nobody reads for its length stays as it is."""
+    """Strip the signs around an answer; one that is too long to be compared stays as it is."""
     answer = answer.strip()
     return unwrap(answer) if len(answer) <= MAX_ANSWER_CHARS else answer

@@ -1,8 +1,7 @@
-"""Numbers and expressions, with their units, as people and models write them.
+"""Numbers and expressions with units, in the spellings of people and models.
 
-Plain arithmetic has an exact value at once. An expression with a root, a constant, a variable or a function is compared
-by sympy, in the worker process alone (`install`); elsewhere its equality is not known. What may be read in two ways is
-refused.
+Plain arithmetic has an exact value at once. Expressions with roots, constants, variables or functions are compared by
+sympy, which only worker processes `install`; in other processes their equality is unknown. Ambiguous text is rejected.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from types import ModuleType
 from slipstream.rewards.spelling import DEGREE, FUNCTIONS, looks_mathematical
 
 RELATIVE_TOLERANCE = Fraction(1, 10**6)
-"""How far a decimal may be from a number that it is rounded, or cut off, from."""
+"""Largest relative difference between a decimal and the number that it rounds or truncates."""
 
-_MAX_BITS = 4000  # of a power
+_MAX_BITS = 4000  # size of a power
 _MAX_EXPONENT = 1000
 
 
 class UnreadError(ValueError):
-    """The text may mean more than one thing, or nothing that this module knows."""
+    """The text is ambiguous, or in no known notation."""
 
 
-_algebra: ModuleType | None = None  # `slipstream.rewards.algebra`, where it may run without end
+_algebra: ModuleType | None = None  # `slipstream.rewards.algebra` in worker processes
 
 
 def install(algebra: ModuleType) -> None:
-    """Let `algebra` decide in this process what plain arithmetic cannot."""
+    """Let `algebra` compare in this process what plain arithmetic cannot."""
     global _algebra
     _algebra = algebra
 
@@ -44,9 +43,9 @@ class Number:
     """A number or an expression.
 
     Attributes:
-        text: how it is spelled, without its unit.
-        value: of plain arithmetic; None for what takes algebra.
-        place: a unit of the last decimal place, of a number that is written as a decimal.
+        text: the spelling without its unit.
+        value: exact value of plain arithmetic; None where algebra is required.
+        place: value of the last decimal place, for a number written as a decimal.
         unit: `%`, `°`, a currency or a word; empty without one.
     """
 
@@ -57,12 +56,12 @@ class Number:
 
     @property
     def symbol(self) -> str | None:
-        """The variable or constant that it is; None if it is none."""
+        """Name of the variable or constant that the text consists of; None for any other text."""
         return "".join(self.text.split()) if _SYMBOL.fullmatch(self.text) else None
 
     @property
     def is_constant(self) -> bool:
-        """Return True if it holds no variable."""
+        """Return True if the number holds no variable."""
         return self.value is not None or re.search(r"[A-Za-z]", _CONSTANT.sub("", self.text)) is None
 
 
@@ -105,7 +104,7 @@ _NOT_EXPRESSION = re.compile(
 
 
 def read_number(text: str) -> Number:
-    """A number or an expression, with its unit."""
+    """Read a number or an expression with its unit."""
     unit, scale = "", 1
     currency = _CURRENCY.match(text)
     if currency is not None:
@@ -124,7 +123,7 @@ def read_number(text: str) -> Number:
 
 
 def _without_unit(text: str) -> tuple[str, str, int]:
-    """The text before a unit at its end, the unit, and the number that `million` stands for."""
+    """Split the text into number, trailing unit, and the factor of a word such as `million`."""
     for match in _UNIT.finditer(text):
         if match.end() < len(text) or match.start() == 0:
             continue
@@ -146,7 +145,7 @@ def _is_known(words: Sequence[str]) -> bool:
 
 
 def _unit(words: Sequence[str]) -> str:
-    """One spelling of a unit: its sign if it has a common one, and no plural."""
+    """Normalise a unit: its common sign if it has one, and no plural."""
     if not words:
         return ""
     if words[0] in ("square", "sq", "cubic") and len(words) > 1:
@@ -156,7 +155,7 @@ def _unit(words: Sequence[str]) -> str:
 
 
 def _decimal_number(match: re.Match[str]) -> Number:
-    """Exactly what is written, and a unit of the last place if it has a point or a power of ten."""
+    """Return the exact value of a decimal, with its last place if it has a point or a power of ten."""
     whole, places = match[2], match[3] or ""
     exponent = int(match[4] or match[5] or match[6] or 0)
     if abs(exponent) > _MAX_EXPONENT:
@@ -179,7 +178,7 @@ _LITERAL = re.compile(r"\d+\.?\d*|\.\d+")
 
 
 def _arithmetic(text: str) -> Fraction | None:
-    """Exact value of digits, operators and fractions, read by Python's grammar; None for whatever holds more."""
+    """Evaluate digits, operators and fractions exactly by Python's grammar; None for any other text."""
     while "\\frac" in text and (replaced := _FRACTION.sub(r"((\1\2)/(\3\4))", text)) != text:
         text = replaced
     if not _PLAIN.fullmatch(text):
@@ -230,7 +229,7 @@ def _combined(a: Fraction, operator: ast.operator, b: Fraction) -> Fraction | No
 
 
 def equal_numbers(a: Number, b: Number) -> bool | None:
-    """Compare two numbers or expressions, of which one may leave out the unit; None if equality is not known."""
+    """Compare two numbers or expressions, of which one may omit the unit; None if equality is unknown."""
     if a.unit and b.unit and a.unit != b.unit:
         return False
     verdict = _equal_sizes(a, b)
@@ -239,7 +238,7 @@ def equal_numbers(a: Number, b: Number) -> bool | None:
     percent, plain = (a, b) if a.unit == "%" else (b, a)
     return (
         _equal_sizes(_scaled(percent, Fraction(1, 100)), plain) or verdict
-    )  # 50 % is a half, and 50 if it is asked so
+    )  # 50 % is a half, and 50 where the question asks for percent
 
 
 def _equal_sizes(a: Number, b: Number) -> bool | None:
@@ -253,7 +252,7 @@ def _equal_sizes(a: Number, b: Number) -> bool | None:
 
 
 def is_rounding(decimal: Number, other: Number, tolerance: Fraction | None = RELATIVE_TOLERANCE) -> bool:
-    """Return True if a number written as a decimal is the other one, rounded or cut off after its last place."""
+    """Return True if a decimal is the other number, rounded or truncated after its last place."""
     if decimal.value is None or decimal.place is None:
         return False
     exact = other.value
@@ -267,7 +266,7 @@ def is_rounding(decimal: Number, other: Number, tolerance: Fraction | None = REL
 
 
 def equal_equations(a: tuple[str, str], b: tuple[str, str]) -> bool | None:
-    """Compare two equations, by the texts of their sides: they are equal if their differences are, up to a factor."""
+    """Compare two equations by their sides, up to a factor; None if equality is unknown."""
     return True if a == b else None if _algebra is None else _algebra.proportional(a, b)
 
 

@@ -47,7 +47,7 @@ class Outcome:
 
 
 class WorkerPool:
-    """Up to `num_workers` processes, started when there is work and again after a kill. Not thread-safe."""
+    """Up to `num_workers` processes, started on demand and restarted after a kill. Not thread-safe."""
 
     def __init__(self, function: str = MATHEMATICS, *, num_workers: int, timeout_s: float, memory_gib: float) -> None:
         """Keep the settings; nothing starts yet.
@@ -112,12 +112,12 @@ class WorkerPool:
                     self._drop(worker, worker.job, why)
                     num_timeouts += 1
         except BaseException:
-            self.close()  # replies to this call must never be taken for replies to the next
+            self.close()  # a late reply must not answer the next call's request
             raise
         return Outcome(values=tuple(values), failures=failures, num_timeouts=num_timeouts, num_crashes=num_crashes)
 
     def _feed(self, queue: deque[tuple[int, Request]]) -> None:
-        """Give each idle worker a request, and start workers for what then waits."""
+        """Send a request to each idle worker, and start workers for the requests that remain."""
         for worker in self._workers:
             if queue and worker.is_idle():
                 worker.send(queue.popleft(), timeout_s=self._timeout_s)
@@ -129,7 +129,7 @@ class WorkerPool:
             num_starting += 1
 
     def _wait(self) -> list[_Worker]:
-        """Workers that replied or ended; none when the next deadline comes first."""
+        """Wait for workers that replied or ended; empty when the next deadline comes first."""
         waiting = [worker for worker in self._workers if not worker.is_idle()]
         with selectors.DefaultSelector() as selector:
             for worker in waiting:
@@ -138,7 +138,7 @@ class WorkerPool:
             return [key.data for key, _ in selector.select(timeout=max(0.0, remaining_s))]
 
     def _drop(self, worker: _Worker, job: tuple[int, Request] | None, why: str) -> None:
-        """Kill a worker; the next `_feed` replaces it. One that never got ready will not do so next time either."""
+        """Kill a worker, which the next `_feed` replaces, and raise if it never became ready."""
         worker.kill()
         self._workers.remove(worker)
         if not worker.ready:
@@ -148,7 +148,7 @@ class WorkerPool:
 
 
 class _Worker:
-    """One process and the job (index and request) that it works on."""
+    """One process and its current job, the index and the request."""
 
     def __init__(self, function: str, *, memory_bytes: int, alarm_s: float) -> None:
         command = [sys.executable, str(_SCRIPT), function, str(memory_bytes), str(alarm_s)]
@@ -173,7 +173,7 @@ class _Worker:
         return not self.is_idle() and time.monotonic() >= self.deadline_s
 
     def send(self, job: tuple[int, Request], *, timeout_s: float) -> None:
-        """Start on `job`. A worker that died while idle shows when its reply is taken."""
+        """Start `job`. The death of an idle worker shows when its reply is read."""
         assert self._process.stdin is not None
         self.job, self.deadline_s = job, time.monotonic() + timeout_s
         line = json.dumps(dict(job[1].arguments)).encode() + b"\n"

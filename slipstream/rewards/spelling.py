@@ -1,6 +1,6 @@
-"""One spelling for the many in which people and models write the same answer: Unicode, LaTeX, markdown and plain text.
+"""Normal form of the many spellings of an answer in Unicode, LaTeX, markdown and plain text.
 
-What carries meaning stays: exponents, blanks between numbers, commas, units and the difference of a range and a minus.
+Meaning stays: exponents, blanks between numbers, commas, units, and the difference between a range and a minus.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ _FROM_SPELLED = str.maketrans(_TO_LATEX)
 
 
 def spell(answer: str) -> str:
-    """The one spelling of a bare answer, as `values.parse` reads it."""
+    """Convert a bare answer to the normal form that `values.parse` reads."""
     text = unwrap(answer if answer.isascii() else _ascii(answer))
     text = _THOUSANDS.sub(lambda match: _NOT_DIGIT.sub("", match[0]), text)
     text = _MATH_MODE.sub("", _NO_SPACE.sub("", _COLOR.sub("", text)))
@@ -157,7 +157,7 @@ def spell(answer: str) -> str:
 
 
 def unwrap(text: str) -> str:
-    """Without the signs around it: white space, a full stop, `$`, emphasis and quotation marks."""
+    """Strip the signs around a text: white space, a full stop, `$`, emphasis and quotation marks."""
     while True:
         before = text
         text = _CLOSING.sub("", text.strip().rstrip("\\")).strip()
@@ -171,17 +171,17 @@ _IN_DEGREES = re.compile(r"(\d+(?:\.\d+)?)" + DEGREE)
 
 
 def without_invisible(text: str) -> str:
-    """Without characters that have no width: soft hyphens, joiners, marks of the direction of writing."""
+    """Remove characters without width: soft hyphens, joiners and direction marks."""
     return text if text.isascii() else text.translate(_INVISIBLE)
 
 
 def to_latex(spelled: str) -> str:
-    """Write a spelled expression as LaTeX again, with degrees as radians."""
+    """Convert the normal form of an expression to LaTeX, with degrees as radians."""
     return _IN_DEGREES.sub(r"\\frac{\1\\pi}{180}", spelled).translate(_FROM_SPELLED)
 
 
 def is_balanced(text: str) -> bool:
-    """Whether each brace has its partner, so that `\\boxed{text}` is one box."""
+    """Return True if the braces are balanced, so that `\\boxed{text}` is one box."""
     depth = 0
     for match in _BRACES.finditer(text):
         if not match[0].startswith("\\"):
@@ -192,10 +192,10 @@ def is_balanced(text: str) -> bool:
 
 
 def looks_mathematical(spelled: str) -> bool:
-    """Return True if math-verify may be asked about a spelled text.
+    """Return True if sympy's parser reads the normal form as it is meant.
 
-    It drops an operator that has nothing to apply to, and what stands in `\\text{}`; it reads any word as a product of
-    its letters, two numbers side by side as one, and a range as a difference.
+    The parser drops an operator without operands and the content of `\\text{}`. It reads a word as the product of its
+    letters, two adjacent numbers as one, and a range as a difference.
     """
     without_commands = _COMMAND.sub(" ", spelled)
     if (
@@ -210,7 +210,7 @@ def looks_mathematical(spelled: str) -> bool:
 
 
 def _without_emphasis(text: str) -> str:
-    """Without the first pair of marks if the text begins with one, and without marks that nothing began."""
+    """Remove the first pair of marks around the text's start, and marks without an opening one."""
     for mark in _EMPHASIS:
         if text.startswith(mark) and (end := text.find(mark, len(mark))) > 0:
             return text[len(mark) : end] + text[end + len(mark) :]
@@ -218,7 +218,7 @@ def _without_emphasis(text: str) -> str:
 
 
 def _ascii(text: str) -> str:
-    """Characters of other alphabets and typographers in those of LaTeX, with invisible ones left out."""
+    """Convert characters of other alphabets and typographic ones to LaTeX, and drop invisible ones."""
     text = "".join(char for char in text if unicodedata.category(char) != "Cf")
     text = _RANGE.sub(RANGE, text)
     text = _SLASHED.sub(lambda match: f"\\frac{{{_plain(match[1])}}}{{{_plain(match[2])}}}", text)
@@ -258,14 +258,11 @@ def _char(char: str) -> str:
 
 
 def _command(match: re.Match[str]) -> str:
-    name = match[1]
-    if name in _COMMANDS:
-        return _COMMANDS[name] or ""
-    return match[0]
+    return _COMMANDS.get(match[1], match[0]) or ""
 
 
 def _words(match: re.Match[str]) -> str:
-    """Text that is a number, a symbol or a function as such; `and` as a comma; other words stay marked."""
+    """Unwrap text that is a number, a symbol or a function, turn `and` into a comma, and keep other words marked."""
     content = match[1]
     if _CONNECTIVE.fullmatch(content):
         return ", "

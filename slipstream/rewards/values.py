@@ -1,7 +1,7 @@
-"""Values of answers: what `\\frac{1}{2}`, `0.5` and `½` have in common, and `(1, 2)` and `1, 2` have not.
+"""Values of answers: `\\frac{1}{2}`, `0.5` and `½` are equal, `(1, 2)` and `1, 2` are not.
 
-Around numbers stand lists, tuples, intervals, matrices, equations and words. What this module cannot read with
-certainty it does not read at all.
+Numbers may stand in lists, tuples, intervals, matrices, equations and words. Text that cannot be read with certainty is
+not read at all.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Bag:
-    """Values in any order: a list without brackets, or a set, which has each of them once."""
+    """Values in any order: a list without brackets, or a set, which holds each value once."""
 
     items: tuple[Value, ...]
 
@@ -57,23 +57,23 @@ class Union:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Rows of cells."""
+    """Cells of a matrix by row."""
 
     rows: tuple[tuple[Value, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """Text, in lower case; a choice is one letter."""
+    """Text in lower case; a choice is one letter."""
 
     text: str
     is_choice: bool = False
-    is_marked: bool = False  # by `\\text{}`: not just prose
+    is_marked: bool = False  # by `\\text{}`, which tells the word from prose
 
 
 @dataclass(frozen=True, slots=True)
 class Numeral:
-    """Digits with the base that they are written in."""
+    """Digits with their base."""
 
     digits: str
     base: int
@@ -81,7 +81,7 @@ class Numeral:
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """Two sides that are equal; `name` is what it assigns `value` to, if it is an assignment."""
+    """Two equal sides; an assignment has the `name` that it assigns `value` to."""
 
     sides: tuple[str, str] | None
     name: str | None = None
@@ -95,19 +95,19 @@ class Falsehood:
 
 @dataclass(frozen=True, slots=True)
 class Undecided:
-    """A set or an equation whose members only algebra could compare, in a process that has none."""
+    """A set or an equation that only algebra can compare, in a process without it."""
 
 
 Value = Number | Row | Bag | Union | Matrix | Word | Numeral | Equation | Falsehood | Undecided
 
 
 class UndecidedError(ValueError):
-    """Reading takes algebra."""
+    """The text can only be read with algebra."""
 
 
 @lru_cache(maxsize=4096)
 def parse(answer: str) -> Value | None:
-    """The value of a bare answer; None if it cannot be read with certainty."""
+    """Read the value of a bare answer; None if it cannot be read with certainty."""
     try:
         return _value(spell(answer), 0)
     except UndecidedError:
@@ -117,7 +117,7 @@ def parse(answer: str) -> Value | None:
 
 
 def compare(a: str, b: str) -> bool | None:
-    """Compare two bare answers by value, or by text if they have no value; None if it takes algebra."""
+    """Compare two bare answers by value, or by text without values; None if algebra is required."""
     if _INTEGER.fullmatch(a) and _INTEGER.fullmatch(b) and a.isascii() and b.isascii():
         return int(a) == int(b)
     left, right = parse(a), parse(b)
@@ -132,11 +132,10 @@ def is_falsehood(answer: str) -> bool:
 
 
 def equal(a: Value, b: Value) -> bool | None:
-    """Compare two values; None if equality takes more than is known here.
+    """Compare two values; None if equality is unknown.
 
-    Integers, fractions and surds are compared exactly. A decimal also equals what it is rounded or cut off
-    from, to all the places that it has, if the two differ by no more than one millionth of their size: 0.333333 is a
-    third, and 0.333 is none.
+    Integers, fractions and surds are compared exactly. A decimal also equals a number that it rounds or truncates, to
+    all its places, if the two differ by at most one millionth: 0.333333 equals a third, and 0.333 does not.
     """
     for kind, verdict in ((Falsehood, False), (Undecided, None)):
         if isinstance(a, kind) or isinstance(b, kind):
@@ -156,11 +155,11 @@ def equal(a: Value, b: Value) -> bool | None:
             return _equal_matrices(a, b)
         case Bag(), Bag():
             return _equal_bags(a.items, b.items)
-    return a == b  # numerals, and values of two kinds
+    return a == b  # numerals, or values of different kinds
 
 
 def is_prose(value: Value) -> bool:
-    """Return True if a value is, or holds, words that nothing marks as such, or an equation that does not hold."""
+    """Return True if a value contains unmarked words or an equation that does not hold."""
     match value:
         case Word():
             return not value.is_marked
@@ -174,7 +173,7 @@ def is_prose(value: Value) -> bool:
 
 
 def _all(verdicts: Iterable[bool | None]) -> bool | None:
-    """False if any is, else None if any is."""
+    """Return False if any verdict is False, else None if any is None, else True."""
     found = list(verdicts)
     if False in found:
         return False
@@ -196,7 +195,7 @@ def _equal_rows(a: Row, b: Row) -> bool | None:
 
 
 def _equal_bags(a: Sequence[Value], b: Sequence[Value]) -> bool | None:
-    """Match each value of one list with an equal value of the other; None if a match is not known."""
+    """Match each value of one list with an equal value of the other; None if a match is unknown."""
     if len(a) != len(b):
         return False
     left, is_certain = list(b), True
@@ -217,7 +216,7 @@ def _equal_words(a: Value, b: Value) -> bool:
 
 
 def _spelled(value: Value) -> str | None:
-    """A word, or a variable that may be a choice."""
+    """Return the text of a word, or of a variable that may be a choice."""
     if isinstance(value, Word):
         return value.text
     symbol = value.symbol if isinstance(value, Number) and not value.unit else None
@@ -235,7 +234,7 @@ def _equal_equations(a: Value, b: Value) -> bool | None:
     return False if equation.value is None else equal(equation.value, other)
 
 
-# Reading: from the whole answer down to a number.
+# Reading, from the whole answer down to a number.
 
 _INTEGER = re.compile(r"[+-]?\d+")
 _GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
@@ -280,7 +279,7 @@ def _value(text: str, depth: int) -> Value:
 
 
 def _item(text: str, depth: int) -> Value:
-    """One value: between brackets, a matrix, a numeral, or a number of which a sign may be open."""
+    """Read one value: brackets, a matrix, a numeral, or a number with possible ± signs."""
     for sign, kind in (("\\cup", Union), (":", partial(Row, ":", ":"))):
         if sign in text:
             return kind(tuple(_value(part.strip(), depth + 1) for part in text.split(sign)))
@@ -319,10 +318,10 @@ def _word(text: str) -> Word | None:
 
 
 def _pieces(text: str, *, is_inside: bool) -> list[str]:
-    """Cut at the commas (or semicolons) that separate, as against those of thousands.
+    """Split at the commas or semicolons that separate items, but not at those of thousands.
 
-    A comma with a blank separates, and so does any comma if not all have the places of thousands. Inside brackets one
-    without a blank is of thousands only where others have a blank, or where a group begins with 0.
+    A comma before a blank separates, and so do all commas if some do not fit thousands. Inside brackets, a comma
+    without a blank belongs to thousands only where other commas have a blank, or where a group begins with 0.
     """
     cuts, level = [], 0
     for index, char in enumerate(text):
@@ -348,7 +347,7 @@ def _pieces(text: str, *, is_inside: bool) -> list[str]:
 
 
 def _bag(pieces: Sequence[str], depth: int) -> Value:
-    """A list without brackets; the name that its values are assigned to is left out if it is one."""
+    """Read a list without brackets; a single name that all values are assigned to is dropped."""
     values: list[Value] = []
     for piece in pieces:
         value = _value(piece, depth + 1)
@@ -402,7 +401,7 @@ def _matrix(body: str, depth: int) -> Value:
 
 
 def _equation(text: str, depth: int) -> Value:
-    """An assignment, an equation, or a chain of equations, which has the value of its sides if they are equal."""
+    """Read an assignment, an equation, or a chain of equations; a true chain has the value of its sides."""
     sides = [side.strip() for side in text.removeprefix("=").split("=")]
     if "" in sides or len(sides) > _MAX_ITEMS:
         raise UnreadError(text)
@@ -428,7 +427,7 @@ def _equation(text: str, depth: int) -> Value:
 
 
 def _is_name(side: str) -> bool:
-    """Return True if a side is a variable, a function's value, a word or a name, and no constant."""
+    """Return True if a side is a variable, a function's value, a word or a name, but not a constant."""
     if _NAME.fullmatch(side):
         return True
     try:
@@ -439,30 +438,30 @@ def _is_name(side: str) -> bool:
 
 
 def _sides(sides: Sequence[str], values: Sequence[Value]) -> tuple[str, str] | None:
-    """Both sides of an equation of expressions; None for one of other things."""
+    """Return both sides of an equation of expressions; None for an equation of other values."""
     return (sides[0], sides[-1]) if all(isinstance(each, Number) for each in values) else None
 
 
 def _same(a: Value, b: Value) -> bool | None:
-    """Compare both sides of `a = b`; a decimal may stand for what it is rounded from, however few its places."""
+    """Compare both sides of `a = b`; a decimal may round the other side to any number of places."""
     if isinstance(a, Number) and isinstance(b, Number) and not a.unit and not b.unit:
         return is_rounding(a, b, None) or is_rounding(b, a, None) or equal(a, b)
     return equal(a, b)
 
 
 def _are_constants(*values: Value) -> bool:
-    """Return True if all are numbers without units and variables."""
+    """Return True if all values are numbers without units and variables."""
     return all(isinstance(each, Number) and each.is_constant and not each.unit for each in values)
 
 
 def _most_exact(values: Sequence[Value]) -> Value:
-    """The last value, but for a rounded one whose exact one stands before it."""
+    """Return the last value that is not written as a decimal, or the last value."""
     exact = [each for each in values if not (isinstance(each, Number) and each.place is not None)]
     return (exact or values)[-1]
 
 
 def _range(text: str, depth: int) -> Value:
-    """`2 < x`, `-2 \\le x < 7`: an interval of one variable."""
+    """Read an interval of one variable, such as `2 < x` or `-2 \\le x < 7`."""
     parts = [part.strip() for part in _ORDER.split(text)]
     signs = [{"<=": AT_MOST, ">=": AT_LEAST}.get(sign, sign) for sign in parts[1::2]]
     sides = [_value(side, depth + 1) for side in parts[::2]]

@@ -1,8 +1,8 @@
-"""Score responses against reference answers: 1 if the final answer is right, else 0.
+"""Scores of responses against reference answers: 1 if the final answer is right, else 0.
 
-Words, plain arithmetic, and lists and intervals of it are decided by their exact values, in microseconds (`values`).
-What takes algebra (`\\log 8` against `3\\log 2`) is asked of sympy in a worker process that is killed at its deadline,
-for sympy can run, or eat memory, without end.
+Words, plain arithmetic, and lists and intervals of them are decided by exact values in microseconds (`values`). Answers
+that require algebra (`\\log 8` against `3\\log 2`) go to sympy, which may not terminate or may exhaust memory: it runs
+in a worker process that is killed at its deadline.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slipstream.types import Prompt
 
 
 class Verifier:
-    """Scores responses. Workers start at the first answer that needs one; `close` ends them. Not thread-safe."""
+    """Scorer of responses. Workers start with the first answer that needs one; `close` ends them. Not thread-safe."""
 
     def __init__(self, config: RewardConfig) -> None:
         """Keep `config`; nothing starts yet."""
@@ -51,8 +51,8 @@ class Verifier:
         """Score `responses[i]` against the answer `references[i]`.
 
         Args:
-            responses: with `<think>` before those whose prompt ends inside a thought.
-            cut_off: whether each response ran into its limit; empty: none did.
+            responses: each preceded by `<think>` where its prompt ends inside a thought.
+            cut_off: True for each response that reached its length limit; empty where none did.
         """
         answers = [
             extract_answer(response, is_cut_off=is_cut_off)
@@ -66,13 +66,13 @@ class Verifier:
         )
 
     def equal(self, pairs: Sequence[tuple[str, str]]) -> tuple[bool, ...]:
-        """Compare the two bare answers of each pair, as responses are scored."""
+        """Compare the bare answers of each pair like a response's answer with its reference."""
         return self._verdicts([self._judge(answer, reference) for reference, answer in pairs])
 
     def gradable(self, references: Sequence[str]) -> tuple[bool, ...]:
-        """Check that responses can be scored against each reference: 1 for itself, 0 for another value.
+        """Check that each reference scores 1 for itself and 0 for another value.
 
-        Prose, "", an equation that does not hold, and what takes too long cannot.
+        Prose, "", an equation that does not hold, and comparisons that time out cannot be scored.
         """
         are_read = self._verdicts([self._reads(reference) for reference in references])
         others = self._verdicts(
@@ -103,7 +103,7 @@ class Verifier:
         return tuple(reward == 1.0 for reward in self._decide(judged).rewards)
 
     def _decide(self, judged: Sequence[bool | Request]) -> RewardResult:
-        """Let the pool decide what text could not, and put everything in order."""
+        """Let the pool decide the requests, and return all verdicts in order."""
         outcome = self._pool.run([verdict for verdict in judged if isinstance(verdict, Request)])
         decided = iter(outcome.values)
         verdicts = [next(decided) is True if isinstance(verdict, Request) else verdict for verdict in judged]

@@ -22,7 +22,7 @@ from typing import Any
 
 _REPLY_BYTES = 4000  # a pipe takes so many at once or not at all
 _UNSOLVED = (ArithmeticError, AttributeError, LookupError, RecursionError, NotImplementedError, TypeError, ValueError)
-"""What sympy raises where it cannot do something; whatever else it raises ends this process."""
+"""Exceptions of sympy for unsupported input; any other exception ends this process."""
 
 
 def main(function: str, memory_bytes: int, alarm_s: float) -> None:

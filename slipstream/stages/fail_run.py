@@ -119,6 +119,6 @@ def _results(record: FailureRecord, directory: Path) -> list[str]:
 
 def _arm_result(record: ArmRecord) -> str:
     arm = summarise_arm(record)
-    reward = f"reward {arm.reward_first_quarter:.3f} to {arm.reward_last_quarter:.3f}"
+    reward = f"reward {arm.reward_first.value:.3f} to {arm.reward_last.value:.3f}"
     name = f"{POLICY_LABELS[record.name]}, k={arm.k}"
     return f"{name}: {arm.num_steps} steps of {seconds(arm.step.median)} s (median), {reward}"

@@ -21,7 +21,7 @@ from slipstream.drafts.distill import (
     num_parameters,
     scratch_model,
 )
-from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Weights, require_package
+from slipstream.drafts.methods import TRAITS, DraftMethod, Training, require_package
 from slipstream.drafts.pretrain import DraftProgress, Responses
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner.architecture import Architecture
@@ -86,7 +86,7 @@ def _take(context: RunContext, recipe: Recipe, policy: Path) -> Path:
     directory, num = context.directory(_NODE), 0
     with tracked(context, recipe, _NODE, {"draft.init": draft_init(config)}):
         require_package(config.method)
-        if TRAITS[config.method].weights is Weights.OWN:
+        if TRAITS[config.method].has_weights:
             num = _take_weights(config, policy, directory / _DRAFT, max_model_len=recipe.engine.max_model_len)
         record = DraftRecord(
             method=config.method.value,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slipstream.drafts.config import DraftConfig, DraftLengthRule
 from slipstream.drafts.length import DraftLength, constant, length_of
-from slipstream.drafts.methods import TRAITS, Weights, speculative_config
+from slipstream.drafts.methods import TRAITS, speculative_config
 from slipstream.engine.protocol import Engines
 from slipstream.grpo.loop_config import KvCache
 from slipstream.recipe import Recipe
@@ -70,8 +70,8 @@ def draft_length(recipe: Recipe, tuning: Path) -> DraftLength:
 
 
 def draft_weights(config: DraftConfig, draft: Path) -> Path | None:
-    """Directory of the draft's own weights, in a stage's output or as given; None for a method without any."""
-    if TRAITS[config.method].weights is not Weights.OWN:
+    """The draft itself, in a directory that `pretrain_draft` wrote or that somebody brought; None of no own weights."""
+    if not TRAITS[config.method].has_weights:
         return None
     inner = draft / "draft"
     return inner if inner.is_dir() else draft

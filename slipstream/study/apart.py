@@ -1,8 +1,7 @@
-"""An ablation: planned at once, its parts made one by one, each in `<root>/<ablation>/<part>/` and in an MLflow run
-below the ablation's, then ranked.
+"""Ablation: plan all variants, produce each part in `<root>/<ablation>/<part>/` and an MLflow run of its own, rank.
 
-A part is made by the stages of the whole chain. Data, policy and draft come from the store, so that the parts that
-share them only look them up. How a part ended is a record beside it: the others read that, not what the platform says.
+Stages of the whole chain produce a part. Parts share data, policy and draft through the store. How a part ended is a
+record beside it, which the other parts read instead of the platform's status.
 """
 
 from __future__ import annotations
@@ -43,33 +42,32 @@ _PLAN, _ENDING = "plan.json", "part.json"
 _PLAN_NODE, _POLICY_NODE = "plan_ablation", "prepare_policy"
 _RECIPES = "the recipe's"
 _AXES = ("draft_inits", "methods", "losses", "draft_lengths", "seeds", "workloads")
-_LOST = "it left no word: its task was lost, cut off or never started"
+_LOST = "it left no record: its task was lost, cancelled or never started"
 _MAX_TAG_CHARACTERS = 5000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRecord:
-    """The parts of an ablation."""
+    """Parts of an ablation."""
 
     execution: str
     recipe: str
     parts: tuple[Part, ...]
 
     def of_kind(self, kind: Kind) -> tuple[Part, ...]:
-        """Its parts of one kind."""
+        """Return the parts of one kind."""
         return tuple(part for part in self.parts if part.kind is kind)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartRecord:
-    """The end of a part."""
+    """Ending of a part."""
 
-    is_finished: bool
-    reason: str  # empty where it is finished
+    reason: str  # why the part failed; empty where it finished
 
 
 class PartMissingError(RuntimeError):
-    """A part that this one needs has failed."""
+    """A part that this part needs has failed."""
 
 
 def plan_ablation(
@@ -82,12 +80,12 @@ def plan_ablation(
     cluster: ClusterProfile,
     reuse_stored: bool = True,
 ) -> dict[Kind, list[RunContext]]:
-    """Check the recipe of every variant before anything starts, write them all out, and open the ablation's run.
+    """Validate and write the recipe of every variant before anything starts, and open the ablation's MLflow run.
 
     Returns:
-        Contexts of the parts, by kind.
+        Contexts of the parts by kind.
     Raises:
-        ConfigError: the recipe or the cluster refuses a variant, which the error names.
+        ConfigError: a variant's recipe or the cluster breaks a rule; the error names the variant.
     """
     root = root.resolve()
     resolved = variant_recipes(recipe_name, grid, requested)
@@ -112,39 +110,39 @@ def plan_ablation(
 
 
 def make_part(context: RunContext) -> str:
-    """Make the part that `context` names in an MLflow run of its own, and record how it ended; its name.
+    """Run the part that `context` names in an MLflow run of its own, and record how it ended; returns its name.
 
     Raises:
-        PartMissingError: a part that it needs failed.
+        PartMissingError: a part that this one needs has failed.
     """
     plan = read_plan(Path(context.root), context.part_of)
     part = next(part for part in plan.parts if f"{plan.execution}/{part.name}" == context.execution)
     recipe = load_recipe(str(recorded_recipe(Path(context.root), context.execution)))
     logger.info("ablation: part %d of %d, %s", plan.parts.index(part) + 1, len(plan.parts), part.name)
     execution_run(context, recipe, origin_tags(), parameters(recipe)).detach()
-    path = Path(context.root) / context.execution / _ENDING  # an interrupt leaves none
+    path = Path(context.root) / context.execution / _ENDING  # an interrupted part leaves no record
     try:
-        for name in part.needs:  # without them it would fail as they did, or be compared with nothing
+        for name in part.needs:  # without them the part would fail too, or have no baseline
             found = ending(Path(context.root), plan.execution, name)
             if found is None:
-                raise PartMissingError(f"{name} did not end: its task was lost or never ran")
-            if not found.is_finished:
+                raise PartMissingError(f"{name} left no record: its task was lost or never started")
+            if found.reason:
                 raise PartMissingError(f"{name} failed: {found.reason}")
         _make(context, recipe, part)
     except Exception as error:
-        write_record(PartRecord(is_finished=False, reason=f"{type(error).__name__}: {error}"), path)
+        write_record(PartRecord(reason=f"{type(error).__name__}: {error}"), path)
         execution_run(context, recipe).close(RunStatus.FAILED)
-        logger.error("ablation: %s failed, the others go on: %s", context.execution, error)
+        logger.error("ablation: %s failed, the other parts continue: %s", context.execution, error)
         raise
-    write_record(PartRecord(is_finished=True, reason=""), path)
+    write_record(PartRecord(reason=""), path)
     execution_run(context, recipe).close()
     return part.name
 
 
 def rank_ablation(root: Path, execution: str) -> Path:
-    """Rank, write the page and end the ablation's run; the directory of the page.
+    """Rank the variants, write the page and close the ablation's run; returns the directory of the page.
 
-    A failed variant is in the table of failures and fails nothing else.
+    Failed variants are listed with their reasons and do not fail the ranking.
     """
     record = collect(root, read_plan(root, execution))
     for outcome in record.outcomes:
@@ -158,14 +156,14 @@ def rank_ablation(root: Path, execution: str) -> Path:
 
 
 def fail_ablation(root: Path, execution: str, *, message: str) -> Path | None:
-    """End the open runs of a failed ablation, and rank what there is; None for one that has no plan yet."""
+    """Close the open runs of a failed ablation and rank its finished variants; None if it has no plan yet."""
     if not (root / execution / _PLAN_NODE / _PLAN).is_file():
         logger.error("ablation %s failed before it was planned: %s", execution, message)
         return None
     end_open_runs(root, execution, RunStatus.FAILED)
     tags = {"failed.message": message[-_MAX_TAG_CHARACTERS:] or "unknown"}
     directory = _report(root, collect(root, read_plan(root, execution)), tags, RunStatus.FAILED)
-    logger.error("ablation %s failed; what it knows is in %s", execution, directory)
+    logger.error("ablation %s failed; its results so far are in %s", execution, directory)
     return directory
 
 
@@ -175,7 +173,7 @@ def collect(root: Path, plan: PlanRecord) -> StudyRecord:
     for part in (*plan.of_kind(Kind.BASELINE), *plan.of_kind(Kind.VARIANT)):
         node = arm_node(Arm.AUTOREGRESSIVE if part.kind is Kind.BASELINE else Arm.SPECULATIVE)
         path, found = root / plan.execution / part.name / node / "arm.json", ending(root, plan.execution, part.name)
-        is_there = found is not None and found.is_finished and path.is_file()
+        is_there = found is not None and not found.reason and path.is_file()
         arms[part.name] = read_record(ArmRecord, path) if is_there else None
     ended: dict[Variant, Trained | str] = {}
     for part in plan.of_kind(Kind.VARIANT):
@@ -195,7 +193,7 @@ def read_plan(root: Path, execution: str) -> PlanRecord:
 
 
 def ending(root: Path, execution: str, name: str) -> PartRecord | None:
-    """The end of a part; None for one that left no word."""
+    """Read how a part ended; None without a record."""
     path = root / execution / name / _ENDING
     return read_record(PartRecord, path) if path.is_file() else None
 
@@ -205,13 +203,13 @@ def _context(root: Path, execution: str, recipe: Recipe) -> RunContext:
 
 
 def _ablation_run(root: Path, plan: PlanRecord, recipe: Recipe, params: Mapping[str, str] | None = None) -> Tracker:
-    """The MLflow run of the ablation, to which those of its parts belong; with `params` it is opened."""
+    """Return the ablation's MLflow run, the parent of its parts' runs; with `params` the run is opened."""
     tags = {KIND_TAG: ABLATION, **(origin_tags() if params else {})}
     return execution_run(_context(root, plan.execution, recipe), recipe, tags, params)
 
 
 def _make(context: RunContext, recipe: Recipe, part: Part) -> None:
-    """Run the stages of a part. The policy is the one that its own part delivered: the same files for all others."""
+    """Run the stages of a part, on the policy that the policy's part delivered."""
     data = prepare_data(context, recipe, trains_draft=part.kind in (Kind.DRAFT, Kind.VARIANT))
     if part.kind is Kind.POLICY:
         policy = prepare_policy(context, recipe, data=data)
@@ -219,7 +217,7 @@ def _make(context: RunContext, recipe: Recipe, part: Part) -> None:
         return
     delivered = Path(context.root) / context.part_of / part.needs[0] / "deliverables" / _POLICY_NODE
     policy = assemble(context, delivered)
-    if part.kind is Kind.BASELINE:  # reads neither draft nor tuning
+    if part.kind is Kind.BASELINE:  # an autoregressive arm reads neither draft nor tuning
         train_grpo(context, recipe, [Arm.AUTOREGRESSIVE], policy=policy, data=data, draft=policy, tuning=data)
         return
     draft = pretrain_draft(context, recipe, policy=policy, data=data)
@@ -234,7 +232,7 @@ def _make(context: RunContext, recipe: Recipe, part: Part) -> None:
 
 
 def _given_length(context: RunContext, recipe: Recipe, k: int, *, policy: Path, draft: Path) -> Path:
-    """The record of a draft length that the grid names, which is not measured before it is used."""
+    """Write the tuning record of a draft length that the grid names, without measuring it."""
     from slipstream.drafts.compatibility import require_fit
 
     weights = draft_weights(recipe.draft, draft)
@@ -246,7 +244,7 @@ def _given_length(context: RunContext, recipe: Recipe, k: int, *, policy: Path, 
 
 
 def _reason(root: Path, plan: PlanRecord, part: Part) -> str:
-    """Reason why a part has no result: its own, else that of what it needs, for one that never started has none."""
+    """Return why a part has no result: its own failure, else the failure of a part that it needs."""
     for name in (part.name, *part.needs):
         found = ending(root, plan.execution, name)
         if found is not None and found.reason:
@@ -257,7 +255,7 @@ def _reason(root: Path, plan: PlanRecord, part: Part) -> str:
 def _report(
     root: Path, record: StudyRecord, tags: Mapping[str, str] | None = None, status: RunStatus = RunStatus.FINISHED
 ) -> Path:
-    """Write the page, log results, table and figure in the ablation's run, and end that; the page's directory."""
+    """Write the page, log results and page in the ablation's run and close it; returns the page's directory."""
     directory = root / record.execution / record.study.node
     paths = write_study(record, directory)
     plan = read_plan(root, record.execution)

@@ -1,6 +1,6 @@
-"""Rank the variants of a study by measured step time, each beside the autoregressive arm that it is compared with.
+"""Ranking of a study's variants by measured step time against an autoregressive arm.
 
-Speedups are ratios within a seed, paired by step, and only then taken over seeds: what a seed's prompts cost cancels.
+Speedups are ratios within a seed, paired by step, and pooled over seeds afterwards: costs of a seed's prompts cancel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slipstream.study.variants import Setting, Study, Variant
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """A variant's arm, and the autoregressive one of its workload and seed, in a bake-off that of its group."""
+    """A variant's arm, and the autoregressive arm of its workload and seed (in a bake-off of its group)."""
 
     arm: ArmRecord
     baseline: ArmRecord
@@ -29,28 +29,34 @@ class Trained:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """One variant beside its autoregressive arm; intervals are over steps."""
+class Measured:
+    """Comparison of a variant, or of a setting over its seeds, with the autoregressive arm."""
+
+    generation: Estimate  # autoregressive / variant generation time
+    step: Estimate  # autoregressive / variant step time, which includes training of the draft
+    control: Estimate | None  # ratio of the work that speculation does not change; None where it is not measured
+    paired: bool  # True if both arms alternated step by step
+    reward_difference: Estimate  # variant minus autoregressive, over the last quarter of the steps
+    mean_acceptance_length: float  # bonus token included; mean over the seeds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome(Measured):
+    """Results of one variant against its autoregressive arm; intervals are over steps."""
 
     variant: Variant
-    num_speculative_tokens: int  # it drafted with; 0: speculation lost in tuning
+    num_speculative_tokens: int  # 0 where speculation lost in tuning
     num_steps: int
-    generation: Estimate  # autoregressive seconds over the variant's
-    step: Estimate  # the same of whole steps, training of the draft included
-    control: Estimate | None  # the same of what speculation cannot change; None: that took no time, or is hidden
-    paired: bool  # both arms took their steps in turn
-    reward_difference: Estimate  # variant minus autoregressive, over the last quarter of the steps
-    mean_acceptance_length: float  # bonus token included
-    ends: tuple[float, float]  # the same over the first quarter of the steps and over the last
-    pretraining_s: float  # with the policy's responses, in a bake-off; 0: there was none
-    training_s: float  # of the draft, a step on average; 0: there was none
-    saved_s: float  # a step, median autoregressive less median own; negative: lost
-    machine: str  # empty: not recorded
+    ends: tuple[float, float]  # mean acceptance length over the first and over the last quarter of the steps
+    pretraining_s: float  # in a bake-off, with the policy's responses; 0 without pretraining
+    training_s: float  # mean of a step's training of the draft; 0 without training
+    saved_s: float  # median autoregressive step minus median own step; negative where time is lost
+    machine: str  # empty where it was not recorded
     baseline_machine: str
 
     @property
     def is_unequal(self) -> bool:
-        """Return True if it was timed on another machine than its baseline: their ratio says little."""
+        """Return True if variant and baseline were timed on different machines, so that their ratio says little."""
         return "" not in (self.machine, self.baseline_machine) and self.machine != self.baseline_machine
 
 
@@ -63,61 +69,55 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One setting over its seeds. Intervals are over seeds, with one seed over its steps."""
+class Row(Measured):
+    """Results of one setting over its seeds; intervals are over seeds, or over steps with one seed."""
 
-    rank: int  # from 1, within its workload
+    rank: int  # from 1 within the workload
     setting: Setting
     outcomes: tuple[Outcome, ...]  # by seed
-    generation: Estimate
-    step: Estimate
-    control: Estimate | None
-    paired: bool
-    behind: Estimate | None  # step time over the first's of its workload; None: it is that, or no seed is common
-    behind_control: Estimate | None = None  # the same of what speculation cannot change
-    reward_difference: Estimate
-    mean_acceptance_length: float  # mean over the seeds
+    behind: Estimate | None  # step time / that of the workload's first; None for the first, or without a common seed
+    behind_control: Estimate | None = None  # the control of `behind`
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Draft tokens an iteration by seed; where they are tuned they may differ."""
+        """Draft length of each seed; tuned lengths may differ."""
         return tuple(outcome.num_speculative_tokens for outcome in self.outcomes)
 
     @property
     def claim(self) -> Claim:
-        """The verdict on its step against the autoregressive one."""
+        """Verdict on the step against the autoregressive one."""
         return claim(self.step, self.control, paired=self.paired)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyRecord:
-    """A whole study: every variant of its grid is among the rows' outcomes or the failures."""
+    """A whole study; every variant of its grid is either in a row's outcomes or among the failures."""
 
     study: Study
     execution: str
     recipe: str
-    rows: tuple[Row, ...]  # by workload, the fastest step first
+    rows: tuple[Row, ...]  # by workload, fastest step first
     failures: tuple[Failure, ...]
-    dtype: str = ""  # of learner and engines; empty: not recorded
+    dtype: str = ""  # type of learner and engines; empty where it was not recorded
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """Every variant that came to a result."""
+        """Outcomes of all variants with a result."""
         return tuple(outcome for row in self.rows for outcome in row.outcomes)
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """All variants, those that failed too."""
+        """All variants, with those that failed."""
         return (*(o.variant for o in self.outcomes), *(failure.variant for failure in self.failures))
 
 
 def rank(
     study: Study, ended: Mapping[Variant, Trained | str], *, execution: str, recipe: str, dtype: str = ""
 ) -> StudyRecord:
-    """Rank every variant that was trained, within its workload.
+    """Rank the trained variants within their workload.
 
     Args:
-        ended: the arms of each variant of the grid, or the reason why it has none.
+        ended: each variant's arms, or the reason why it has none.
     """
     trained = {variant: arms for variant, arms in ended.items() if isinstance(arms, Trained)}
     warmup = num_warmup(arm for arms in trained.values() for arm in (arms.baseline, arms.arm))
@@ -133,7 +133,7 @@ def rank(
         for number, row in enumerate(own, start=1):
             arms = by_setting[row.setting]
             common = [Trained(baseline=arms[s].arm, arm=first[s].arm) for s in sorted(arms.keys() & first.keys())]
-            # Groups of a bake-off had autoregressive arms of their own, so that their steps are not compared directly.
+            # In a bake-off groups have different autoregressive arms, so steps of two groups do not compare directly.
             if number > 1 and common and study is Study.ABLATION:
                 row = replace(row, behind=_speedup(common, _step_s), behind_control=_control(common))
             rows.append(replace(row, rank=number))
@@ -144,7 +144,7 @@ def rank(
 
 
 def verdict(row: Row) -> str:
-    """Say if the setting is faster than no speculation, and if another one is better than it."""
+    """State if the setting beats no speculation, and if it is behind the workload's first setting."""
     if not any(row.lengths):
         return "speculation lost in tuning"
     kind = row.claim.kind
@@ -162,7 +162,7 @@ def loses(row: Row) -> bool:
 
 
 def equals_first(row: Row, first: Row) -> bool:
-    """Return True if a measured setting is not told apart from the first of its workload."""
+    """Return True if a measured setting cannot be told apart from the first of its workload."""
     if row.behind is not None:
         return verdict(row) == "faster, as the first"
     if row.claim.kind is ClaimKind.NOT_MEASURED or row.step.ci95 is None or first.step.ci95 is None:
@@ -171,7 +171,7 @@ def equals_first(row: Row, first: Row) -> bool:
 
 
 def result_metrics(record: StudyRecord) -> dict[str, float]:
-    """Every `result/…` metric of the study's run: the counts, those of each setting, and those of the best."""
+    """Return the metrics of the study's run: counts, each setting's results, and those of the best setting."""
     counts = ("num_settings", "num_failed") if record.study is Study.ABLATION else ("num_drafters", "num_dropouts")
     metrics = {f"result/{counts[0]}": float(len(record.rows)), f"result/{counts[1]}": float(len(record.failures))}
     for row in record.rows:
@@ -180,11 +180,11 @@ def result_metrics(record: StudyRecord) -> dict[str, float]:
 
 
 def outcome_metrics(outcome: Outcome) -> dict[str, float]:
-    """Every `result/…` metric of a variant's run."""
+    """Return the metrics of a variant's run."""
     return {"result/num_speculative_tokens": float(outcome.num_speculative_tokens), **_metrics(outcome)}
 
 
-def _metrics(found: Row | Outcome, suffix: str = "") -> dict[str, float]:
+def _metrics(found: Measured, suffix: str = "") -> dict[str, float]:
     return {
         f"result/mean_acceptance_length{suffix}": found.mean_acceptance_length,
         **metrics_with_ends(f"result/generation_speedup{suffix}", found.generation),
@@ -195,7 +195,7 @@ def _metrics(found: Row | Outcome, suffix: str = "") -> dict[str, float]:
 
 
 def _standing(row: Row) -> tuple[bool, float]:
-    """Sorts rows that were measured before the others, and the faster step before the slower one."""
+    """Sort key: measured rows first, then faster steps first."""
     return row.claim.kind is ClaimKind.NOT_MEASURED, -row.step.value
 
 
@@ -224,7 +224,7 @@ def _outcome(variant: Variant, trained: Trained) -> Outcome:
 
 
 def _estimates(trained: Sequence[Trained]) -> dict[str, Any]:
-    """The fields that a row and an outcome share, over one seed or several."""
+    """Compute the fields that a row and an outcome share, over one seed or several."""
     return {
         "generation": _speedup(trained, lambda step: step.times.generation_s),
         "step": _speedup(trained, _step_s),
@@ -248,7 +248,7 @@ def _step_s(step: StepRecord) -> float:
 
 
 def _reward_difference(trained: Iterable[Trained]) -> Estimate:
-    """Rewards of the last quarter of the steps that both arms made, variant minus autoregressive."""
+    """Variant minus autoregressive reward over the last quarter of the steps that both arms made."""
     pairs: list[tuple[float, float]] = []
     for each in trained:
         base, own = ({step.step: step.reward_mean for step in arm.steps} for arm in (each.baseline, each.arm))

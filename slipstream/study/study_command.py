@@ -1,11 +1,8 @@
-"""`slipstream study`, with its presets `ablation` and `bakeoff`: variants beside a baseline here, and their table."""
+"""Command `slipstream study` with its presets `ablation` and `bakeoff`: train variants here and print their table."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -20,11 +17,11 @@ from slipstream.study.variants import Grid, Study, drafter_recipes, variant_reci
 from slipstream.types import Workload
 
 PRESETS = {
-    "study": "train variants of a draft here, one by one or their steps in turn, and rank them",
+    "study": "train variants of a draft here, one by one or alternating their steps, and rank them",
     "ablation": "train a grid of drafts and draft lengths here, and rank them",
-    "bakeoff": "compare drafters on one policy here, their steps in turn",
+    "bakeoff": "compare drafters on one policy here, alternating their steps",
 }
-"""Help of each command."""
+"""Help text of each command."""
 _AXES: dict[str, tuple[type, list[str]]] = {
     "methods": (DraftMethod, ["--methods"]),
     "draft_inits": (DraftInit, ["--draft-inits", "--inits"]),
@@ -34,7 +31,7 @@ _AXES: dict[str, tuple[type, list[str]]] = {
     "seeds": (int, ["--seeds", "--seed"]),
     "workloads": (Workload, ["--workloads", "--workload"]),
 }
-"""Lists that span the grid, with the flags that the presets have for them."""
+"""Lists that span the grid, each with its type and flags."""
 _APART = {"draft_inits": FRESH_INITS, "draft_lengths": (3, 7)}
 _IN_TURN = {
     "methods": (DraftMethod.EAGLE3, DraftMethod.DRAFT_MODEL, DraftMethod.NGRAM),
@@ -43,31 +40,15 @@ _IN_TURN = {
     "draft_lengths": (3,),
 }
 _EPILOG = (
-    "A list that is left out keeps what the recipe says. An ablation without any has --draft-inits in_domain general "
-    "--draft-lengths 3 7. With steps in turn there is one length, seed and workload, and lists that are left out are "
+    "An omitted list keeps the recipe's value. An ablation without any list has --draft-inits in_domain general "
+    "--draft-lengths 3 7. A bake-off has one length, seed and workload, and its omitted lists are "
     "--methods eagle3 draft_model ngram --draft-inits in_domain general --online off always --draft-lengths 3. An "
-    "ablation chooses a length (k) of 0 by measured time."
+    "ablation tunes a length (k) of 0 by measured time."
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StudyLaunch:
-    """A workflow with its inputs."""
-
-    study: Study
-    inputs: Mapping[str, Any]  # None: not given
-    execution: str
-    reuse_stored: bool
-
-    def command(self, root: Path) -> list[str]:
-        """`pyflyte run` and the workflow's inputs."""
-        given = {name: json.dumps(v) if isinstance(v, tuple) else v for name, v in self.inputs.items()}
-        reuse = "--reuse_stored" if self.reuse_stored else "--no_reuse_stored"
-        return [*demo.pyflyte_run(self.study.value), *demo.given_inputs(**given, run_root=str(root)), reuse]
-
-
 def add_options(command: argparse.ArgumentParser, preset: str) -> None:
-    """The lists that span the grid, and what all variants share."""
+    """Add the options of a study: the lists that span the grid, and settings of all variants."""
     command.add_argument("--recipe", default="tiny")
     for name, (kind, flags) in _AXES.items():
         choices = list(kind) if issubclass(kind, StrEnum) else None
@@ -83,14 +64,14 @@ def add_options(command: argparse.ArgumentParser, preset: str) -> None:
         help="set fields of every variant's recipe, as in grpo.group_size=16",
     )
     command.add_argument("--run-root", default="runs")
-    command.add_argument("--fresh", action="store_true", help="make data, policies and drafts anew, though stored")
+    command.add_argument("--fresh", action="store_true", help="make data, policies and drafts again, even if stored")
     if preset == "study":
-        command.add_argument("--in-turn", action="store_true", help="one step of each variant in turn: a bake-off")
+        command.add_argument("--in-turn", action="store_true", help="alternate the steps of all variants: a bake-off")
     command.set_defaults(preset=preset, **({} if preset == "study" else {"in_turn": preset == "bakeoff"}))
     command.epilog = _EPILOG
 
 
-def launched(options: argparse.Namespace) -> StudyLaunch:
+def launched(options: argparse.Namespace) -> demo.Launch:
     """Build the launch that the options ask for.
 
     Raises:
@@ -108,8 +89,8 @@ def launched(options: argparse.Namespace) -> StudyLaunch:
         variant_recipes(options.recipe, grid, requested(overrides, num_steps=options.num_steps))
         inputs = {name: values for name, values in vars(grid).items() if name != "online"}
     inputs |= {"recipe": demo.handed_on_recipe(options.recipe), "num_steps": options.num_steps, "overrides": overrides}
-    return StudyLaunch(
-        study=Study.BAKE_OFF if options.in_turn else Study.ABLATION,
+    return demo.Launch(
+        workflow=Study.BAKE_OFF if options.in_turn else Study.ABLATION,
         inputs=inputs,
         execution=new_execution(f"{options.preset}-{Path(options.recipe).stem}"),
         reuse_stored=not options.fresh,
@@ -117,7 +98,7 @@ def launched(options: argparse.Namespace) -> StudyLaunch:
 
 
 def _grid(options: argparse.Namespace) -> Grid:
-    """The grid that the lists span, with the preset's values for those that it needs."""
+    """Build the grid from the given lists and the preset's defaults."""
     given = {name: tuple(map(kind, getattr(options, name))) for name, (kind, _) in _AXES.items()}
     if not options.in_turn:
         rule = "must be left out without steps in turn"
@@ -131,12 +112,12 @@ def _grid(options: argparse.Namespace) -> Grid:
     return Grid(**given | {name: given[name] or values for name, values in _IN_TURN.items()})
 
 
-def result(root: Path, launch: StudyLaunch) -> str:
-    """Text for the end: the tables, the answers, and where the page lies."""
+def result(root: Path, launch: demo.Launch) -> str:
+    """Return the text to print at the end: tables, answers, and the path of the page."""
     from slipstream.study.ranking import StudyRecord
     from slipstream.study.study_page import answers, study_text
 
-    page = root / launch.execution / launch.study.node / f"{launch.study.value}.html"
+    page = root / launch.execution / Study(launch.workflow).node / f"{launch.workflow}.html"
     require(page.with_suffix(".json").is_file(), "the study", "must have left a ranking", str(page.parent))
     record = read_record(StudyRecord, page.with_suffix(".json"))
     return "\n\n".join(["", study_text(record), *answers(record), f"page: {page}"])

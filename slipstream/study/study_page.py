@@ -1,4 +1,4 @@
-"""The tables of a study, in a terminal and on one self-contained HTML page with their figure and what failed."""
+"""Tables of a study as plain text, and the study's self-contained HTML page with its figure and failures."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from slipstream.records.files import write_atomic, write_record
-from slipstream.report.canvas import ARM_COLOURS, INK, LOSS, draw_svg
+from slipstream.report.canvas import ARM_COLOURS, INK, LOSS, draw_svg, errors
 from slipstream.report.claims import ClaimKind
 from slipstream.report.formats import (
     WORKLOAD_LABELS,
-    difference_with_interval,
     render,
     speedup,
-    speedup_with_interval,
+    with_interval,
 )
 from slipstream.report.reference import DraftReference, read_reference
 from slipstream.study.ranking import Row, StudyRecord, equals_first, loses, verdict
@@ -33,7 +32,7 @@ _WORDS = {
     "from_hub": "a given draft, the task's prompts",
     **{"always": "trained every step", "when_stale": "trained when stale"},
 }
-"""A drafter's method, prompts and training in RL, as they are shown."""
+"""Display names of a drafter's method, prompts and training in RL."""
 _PUBLISHED = {
     "ngram-off": "n-gram",
     "eagle3-general-off": "EAGLE-3, UltraChat + Magpie, offline",
@@ -41,15 +40,15 @@ _PUBLISHED = {
     "eagle3-in_domain-off": "EAGLE-3, DAPO, offline",
     "eagle3-in_domain-always": "EAGLE-3, DAPO, online",
 }
-"""Published draft of each drafter's kind: general prompts were UltraChat and Magpie, the task's DAPO."""
+"""Published draft comparable to each drafter; general prompts were UltraChat and Magpie, in-domain ones DAPO."""
 _ROW_HEIGHT_IN = 0.34
-_WIDTH = 120  # of notes in a terminal
+_WIDTH = 120  # characters a line of notes in a terminal
 
 Cell = Callable[[StudyRecord, Row], str]
 
 
 def label(record: StudyRecord, setting: Setting) -> str:
-    """Describe the drafter; in an ablation, what sets it apart from the others, and all of it if nothing does."""
+    """Name a drafter, or an ablation's setting by the axes in which settings differ."""
     if setting.online is not None:
         return ", ".join(_WORDS[part] for part in (setting.method, setting.init, setting.online) if part in _WORDS)
     settings = {variant.setting for variant in record.variants}
@@ -63,7 +62,7 @@ def label(record: StudyRecord, setting: Setting) -> str:
 
 
 def _seeds(record: StudyRecord, row: Row) -> str:
-    """Number of seeds that came to a result, of all where one failed."""
+    """Number of seeds with a result; with the number of all seeds where one failed."""
     number = len({variant.seed for variant in record.variants})
     return str(number) if len(row.outcomes) == number else f"{len(row.outcomes)} of {number}"
 
@@ -73,7 +72,7 @@ def _seconds(value: float, digits: int) -> str:
 
 
 def _repaid(_: StudyRecord, row: Row) -> str:
-    """Steps after which the time that they save is that of pretraining."""
+    """Number of steps whose savings add up to the time of pretraining."""
     (outcome,) = row.outcomes
     if not outcome.pretraining_s:
         return "-"
@@ -81,7 +80,7 @@ def _repaid(_: StudyRecord, row: Row) -> str:
 
 
 def _published(form: Callable[[DraftReference], str]) -> Cell:
-    """A cell of what was measured elsewhere of a drafter of this kind, on the workload of the same name."""
+    """Return a cell that quotes the comparable published draft for the workload of the same name."""
 
     def cell(_: StudyRecord, row: Row) -> str:
         drafts = read_reference().workloads[row.setting.workload.value].drafts
@@ -94,13 +93,13 @@ COLUMNS: dict[str, Cell] = {
     "rank": lambda _, row: str(row.rank),
     "setting": lambda record, row: label(record, row.setting),
     "drafter": lambda record, row: label(record, row.setting),
-    "k": lambda _, row: ", ".join(map(str, sorted(set(row.lengths)))),  # `5, 7` where seeds were tuned differently
+    "k": lambda _, row: ", ".join(map(str, sorted(set(row.lengths)))),  # `5, 7` where seeds tuned to different k
     "seeds": _seeds,
-    "step speedup": lambda _, row: speedup_with_interval(row.step),
-    "generation speedup": lambda _, row: speedup_with_interval(row.generation),
-    "step time / first": lambda _, row: "-" if row.behind is None else speedup_with_interval(row.behind),
-    "control": lambda _, row: "-" if row.control is None else speedup_with_interval(row.control),
-    "reward - AR": lambda _, row: difference_with_interval(row.reward_difference),
+    "step speedup": lambda _, row: with_interval(row.step),
+    "generation speedup": lambda _, row: with_interval(row.generation),
+    "step time / first": lambda _, row: "-" if row.behind is None else with_interval(row.behind),
+    "control": lambda _, row: "-" if row.control is None else with_interval(row.control),
+    "reward - AR": lambda _, row: with_interval(row.reward_difference, "reward difference"),
     "acceptance length": lambda _, row: f"{row.mean_acceptance_length:.2f}",
     "AL": lambda _, row: f"{row.mean_acceptance_length:.2f}",
     "AL, first to last": lambda _, row: " to ".join(f"{length:.2f}" for length in row.outcomes[0].ends),
@@ -114,14 +113,14 @@ COLUMNS: dict[str, Cell] = {
 _RANKED = ("rank", "setting", "k", "seeds", "step speedup", "generation speedup", "control")
 TABLES: dict[Study, tuple[tuple[str, ...], ...]] = {
     Study.ABLATION: ((*_RANKED, "step time / first", "reward - AR", "acceptance length", "verdict"),),
-    Study.BAKE_OFF: (  # each fits a terminal
+    Study.BAKE_OFF: (  # several tables, so that each fits a terminal
         ("drafter", "AL", "generation speedup", "step speedup", "verdict"),
         ("drafter", "control", "reward - AR", "training a step"),
         ("drafter", "pretraining", "repaid after", "AL, first to last"),
         ("drafter", "paper: acceptance length", "paper: generation speedup"),
     ),
 }
-"""Headings of the tables. AL is the acceptance length; what was published stands in columns of its own."""
+"""Headings of each study's tables. AL is the acceptance length; published figures have columns of their own."""
 
 
 def cells(record: StudyRecord, row: Row, headings: Sequence[str]) -> list[str]:
@@ -130,7 +129,7 @@ def cells(record: StudyRecord, row: Row, headings: Sequence[str]) -> list[str]:
 
 
 def study_text(record: StudyRecord) -> str:
-    """Plain text: the tables, then what failed and why."""
+    """Render the study as plain text: tables, notes, and failures with their reasons."""
     tables = [
         table([list(headings), *(cells(record, row, headings) for row in record.rows)])
         for headings in (TABLES[record.study] if record.rows else ())
@@ -142,7 +141,7 @@ def study_text(record: StudyRecord) -> str:
 
 
 def notes(record: StudyRecord) -> list[str]:
-    """What qualifies the verdicts, each with the rows that it is about."""
+    """Return the notes of all verdicts, each with the rows that it applies to."""
     about: dict[str, list[str]] = {}
     for row in record.rows:
         for note in row.claim.notes:
@@ -152,7 +151,7 @@ def notes(record: StudyRecord) -> list[str]:
 
 
 def answers(record: StudyRecord) -> list[str]:
-    """One sentence a workload: which setting is the fastest, by how much, and which are as good."""
+    """State for each workload which setting is fastest, by how much, and which settings are as fast."""
     sentences = []
     for first in (row for row in record.rows if row.rank == 1):
         workload, name = first.setting.workload, label(record, first.setting)
@@ -172,13 +171,13 @@ def answers(record: StudyRecord) -> list[str]:
 
 
 def write_study(record: StudyRecord, directory: Path) -> list[Path]:
-    """Write the page, `speedups.svg` if there is a result, and the record, each atomically and named as the study."""
+    """Write the page, the figure if there is a result, and the record as files named after the study."""
     html, figure = directory / f"{record.study.value}.html", directory / "speedups.svg"
     svg = speedups(record) if record.rows else ""
     write_atomic(html, _page(record, svg).encode())
     if svg:
         write_atomic(figure, svg.encode())
-    written = write_record(record, html.with_suffix(".json"))  # last: it says that all is there
+    written = write_record(record, html.with_suffix(".json"))  # last, for its presence marks the study as finished
     return [html, *([figure] if svg else []), written]
 
 
@@ -199,16 +198,14 @@ def _page(record: StudyRecord, svg: str) -> str:
 
 
 def speedups(record: StudyRecord) -> str:
-    """Step and generation speedup of every setting, ranked from the top: interval, value, and each seed's own value."""
+    """Draw step and generation speedup of every setting in rank order: value, interval, and each seed's value."""
 
     def draw(axes: Sequence[Axes]) -> None:
         for ax, kind in zip(axes, ("step", "generation"), strict=True):
             for place, row in enumerate(record.rows):
                 estimate = getattr(row, kind)
-                low, high = estimate.ci95 or (estimate.value, estimate.value)
-                errors = [[max(0.0, estimate.value - low)], [max(0.0, high - estimate.value)]]
                 colour = LOSS if loses(row) else ARM_COLOURS[Arm.SPECULATIVE]
-                ax.errorbar([estimate.value], [place], xerr=errors, fmt="o", markersize=5, color=colour, capsize=3)
+                ax.errorbar(estimate.value, place, xerr=errors(estimate), fmt="o", ms=5, color=colour, capsize=3)
                 values = [getattr(outcome, kind).value for outcome in row.outcomes]
                 ax.plot(values, [place + 0.24] * len(values), "|", color=INK, markersize=5, alpha=0.7)
             ax.axvline(1, color=INK, linewidth=0.9, linestyle="--")

@@ -1,11 +1,11 @@
-"""The plan of a study: its variants, their recipes, and the parts that make them. Pure, before anything starts.
+"""Plan of a study: its variants, their recipes, and the parts that produce them. Pure functions only.
 
-An ablation trains its variants one by one; a bake-off takes their steps in turn. Extend both by adding to the enums of
-`drafts.config`: what they hold, a grid may name. A part of an ablation is what runs once:
+An ablation trains its variants one by one; a bake-off alternates their steps. A new value of an enum in `drafts.config`
+is available to both. A part of an ablation runs once:
 
-    policy      a workload's, with the data
-    draft       of a workload, initialisation, method, loss and seed; every draft length takes the same one
-    baseline    the autoregressive arm of a workload and seed, which every variant of both is compared with
+    policy      a workload's policy and data
+    draft       one of a workload, initialisation, method, loss and seed, shared by all draft lengths
+    baseline    the autoregressive arm of a workload and seed, with which all its variants are compared
     variant     the speculative arm of one point of the grid
 """
 
@@ -27,25 +27,25 @@ from slipstream.types import ArmLoop, Workload
 
 MAX_VARIANTS, MAX_DRAFTERS = 64, 24
 TUNED = "tuned"
-"""In names and tables: the draft length is chosen by measured time, as in a run of the whole chain."""
-_OWN_INPUTS = {"init": "draft_inits", "method": "methods", "loss": "losses", "seed": "seeds"}  # by field of the draft
+"""Name of a draft length that is chosen by measured time, as in a run of the whole chain."""
+_OWN_INPUTS = {"init": "draft_inits", "method": "methods", "loss": "losses", "seed": "seeds"}  # by field of `draft`
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Study(StrEnum):
-    """The two studies, by the name of their workflow and of their page's file."""
+    """Kinds of study, named like their workflow and their page's file."""
 
     ABLATION = "ablation"
     BAKE_OFF = "bake_off"
 
     @property
     def node(self) -> str:
-        """The task that leaves the page."""
+        """Name of the task that writes the page."""
         return "rank_ablation" if self is Study.ABLATION else "bake_off"
 
 
 class Kind(StrEnum):
-    """Product of a part."""
+    """Kind of a part."""
 
     POLICY = "policy"
     DRAFT = "draft"
@@ -55,23 +55,23 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One point of a grid, whatever the seed."""
+    """One point of a grid without its seed."""
 
     workload: Workload
     method: DraftMethod
-    init: DraftInit | None  # None: nothing is pretrained
+    init: DraftInit | None  # None where nothing is pretrained
     loss: str
-    num_speculative_tokens: int  # 0: tuned
-    online: DraftOnline | None = None  # None: the recipe's, as in an ablation
+    num_speculative_tokens: int  # 0 is tuned
+    online: DraftOnline | None = None  # None keeps the recipe's value, as in an ablation
 
     @property
     def draft_name(self) -> str:
-        """Name of the draft, which all draft lengths of an ablation share."""
+        """Name of the draft; settings that differ only in draft length share it."""
         return f"{self.workload.value}-{self.init}-{self.method.value}-{self.loss}"
 
     @property
     def name(self) -> str:
-        """Name of a directory or a run; in a bake-off the drafter's, for nothing else differs there."""
+        """Name of the setting in directories and runs; a bake-off names the drafter alone."""
         if self.online is None:
             return f"{self.draft_name}-k{self.num_speculative_tokens or f'-{TUNED}'}"
         return "-".join(filter(None, (self.method, self.init, self.online)))
@@ -79,28 +79,28 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """One setting with one seed: what is trained once."""
+    """One setting with one seed, trained once."""
 
     setting: Setting
     seed: int
 
     @property
     def name(self) -> str:
-        """Name of a directory or a run; all variants of a bake-off have one seed."""
+        """Name of the variant in directories and runs; a bake-off has one seed and leaves it out."""
         return f"{self.setting.name}-seed{self.seed}" if self.setting.online is None else self.setting.name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Lists of values to compare: every combination is a variant. An empty list keeps what the recipe says."""
+    """Lists of values to compare, of which every combination is a variant; an empty list keeps the recipe's value."""
 
     draft_inits: tuple[DraftInit, ...] = ()
     methods: tuple[DraftMethod, ...] = ()
     losses: tuple[str, ...] = ()
-    draft_lengths: tuple[int, ...] = ()  # k; 0, or no list: chosen by measured time, as `tune_draft_length` chooses it
+    draft_lengths: tuple[int, ...] = ()  # k; 0 or an empty list is tuned by `tune_draft_length`
     seeds: tuple[int, ...] = ()
     workloads: tuple[Workload, ...] = ()
-    online: tuple[DraftOnline, ...] = ()  # of a bake-off alone
+    online: tuple[DraftOnline, ...] = ()  # bake-offs only
 
     def __post_init__(self) -> None:
         number = 1
@@ -113,9 +113,9 @@ class Grid:
         require(number <= MAX_VARIANTS, "the grid", rule, number, "shorten one of its lists, or run two ablations")
 
     def variants(self, recipes: Iterable[Recipe]) -> tuple[Variant, ...]:
-        """All variants of `recipes`, the study's for each workload; those that share a baseline lie together.
+        """Return all variants of `recipes`, one recipe a workload; variants with the same baseline are adjacent.
 
-        In a bake-off a method that is not pretrained has no prompts, and one that RL cannot train is not trained.
+        In a bake-off a method without pretraining has no prompts, and a method without training in RL stays fixed.
         """
         found: dict[Variant, None] = {}
         for recipe in recipes:
@@ -140,16 +140,16 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Product of one task, made once. Its recipe is that of `variant`; a policy and a baseline ignore its draft."""
+    """One task of an ablation. A policy and a baseline ignore the draft of `variant`'s recipe."""
 
     name: str
     kind: Kind
     variant: Variant
-    needs: tuple[str, ...]  # parts that must be finished before
+    needs: tuple[str, ...]  # names of the parts that finish before this one starts
 
 
 def parts(variants: Iterable[Variant]) -> tuple[Part, ...]:
-    """The parts of all `variants`, each after those that it needs."""
+    """Return the parts of all `variants`; each part follows the parts that it needs."""
     found: dict[str, Part] = {}
     for variant in variants:
         setting, seed = variant.setting, f"seed{variant.seed}"
@@ -168,13 +168,13 @@ def parts(variants: Iterable[Variant]) -> tuple[Part, ...]:
 
 
 def chosen_seeds(seeds: Iterable[int], kickoff_time: datetime) -> tuple[int, ...]:
-    """The seeds that are given, else the one of a schedule's kickoff, else none: the recipe's is kept."""
+    """Return the given seeds, else the seed of a schedule's kickoff, else none to keep the recipe's."""
     day = kickoff_day(kickoff_time)
     return tuple(seeds) or ((day,) if day else ())
 
 
 def kickoff_day(kickoff_time: datetime) -> int:
-    """Days from 1970-01-01 to the kickoff in UTC, the seed of what a schedule starts; 0 without a schedule."""
+    """Number of days from 1970-01-01 to the kickoff in UTC, which seeds a scheduled run; 0 without a schedule."""
     moment = kickoff_time if kickoff_time.tzinfo is not None else kickoff_time.replace(tzinfo=UTC)
     return (moment - _EPOCH).days
 
@@ -182,13 +182,13 @@ def kickoff_day(kickoff_time: datetime) -> int:
 def variant_recipes(
     name: str, grid: Grid, requested: Mapping[str, Any]
 ) -> dict[Variant, tuple[Recipe, dict[str, str]]]:
-    """Every variant of an ablation with its recipe, and who gave the recipe's values, as `resolve_recipe` says.
+    """Resolve the recipe of every variant of an ablation, with the provenance of its values (`resolve_recipe`).
 
     Args:
-        name: of the ablation's recipe, or a path to it.
-        requested: what the launch overrides for all of them, but not what the grid varies.
+        name: name or path of the ablation's recipe.
+        requested: overrides of all variants, without the fields that the grid varies.
     Raises:
-        ConfigError: the recipe refuses a variant, which the error names.
+        ConfigError: a variant's recipe breaks a rule; the error names the variant.
     """
     draft = requested.get("draft", {})
     for field, own in _OWN_INPUTS.items():
@@ -201,13 +201,13 @@ def variant_recipes(
 def _variant_recipe(
     name: str, variant: Variant, requested: Mapping[str, Any], grid: Grid
 ) -> tuple[Recipe, dict[str, str]]:
-    """The recipe of one variant, in which only what the grid lists is changed."""
+    """Resolve the recipe of one variant, which differs from the ablation's recipe only in the grid's fields."""
     setting = variant.setting
     values = {"init": str(setting.init), "method": setting.method.value, "loss": setting.loss, "seed": variant.seed}
     own: dict[str, Any] = {"draft": {field: values[field] for field, of in _OWN_INPUTS.items() if getattr(grid, of)}}
     if grid.seeds:
         own["grpo"] = {"seed": variant.seed}
-    if setting.num_speculative_tokens:  # the engine must have room for it
+    if setting.num_speculative_tokens:  # the engine allocates room for the longest candidate
         own["tuning"] = {"candidate_ks": [0, setting.num_speculative_tokens]}
     workload = setting.workload if grid.workloads else None
     try:
@@ -219,10 +219,10 @@ def _variant_recipe(
 
 
 def drafter_recipes(recipe: Recipe, grid: Grid) -> dict[Variant, Recipe]:
-    """Every drafter of a bake-off with its recipe.
+    """Return every drafter of a bake-off with its recipe.
 
     Raises:
-        ConfigError: a list is empty, there are too many drafters, or the recipe refuses one, which the error names.
+        ConfigError: a list is empty, there are too many drafters, or a drafter's recipe breaks a rule.
     """
     for name in ("methods", "draft_inits", "online", "draft_lengths"):
         require(bool(getattr(grid, name)), name, "must name at least one value", ())
@@ -234,10 +234,10 @@ def drafter_recipes(recipe: Recipe, grid: Grid) -> dict[Variant, Recipe]:
 
 
 def _drafter_recipe(recipe: Recipe, setting: Setting) -> Recipe:
-    """The recipe of one drafter, in which only its draft is changed."""
+    """Return the recipe of one drafter, which differs from the bake-off's recipe only in its draft."""
     assert setting.online is not None
     try:
-        require_loop(recipe, ArmLoop.SYNCHRONOUS)  # steps in turn are one after another
+        require_loop(recipe, ArmLoop.SYNCHRONOUS)  # arms can alternate only between whole steps
         require_package(setting.method)
         require(
             not recipe.placement.takes_turns,
@@ -250,7 +250,7 @@ def _drafter_recipe(recipe: Recipe, setting: Setting) -> Recipe:
         return replace(
             recipe,
             draft=replace(recipe.draft, method=setting.method, init=init, online=setting.online),
-            tuning=replace(recipe.tuning, candidate_ks=(0, setting.num_speculative_tokens)),  # the engine has room
+            tuning=replace(recipe.tuning, candidate_ks=(0, setting.num_speculative_tokens)),  # room in the engine
             engine=replace(recipe.engine, num_kept_idle=min(recipe.engine.num_kept_idle, 1)),
         )
     except ConfigError as error:

@@ -292,6 +292,7 @@ class Trainer:
             if is_corrected
             else (),
             longest_response_tokens=max(lengths),
+            rewards_by_prompt=tuple(rewards_PG.mean(axis=1).tolist()),
             machine=machine,
         )
         self.draft.note(record)

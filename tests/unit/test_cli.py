@@ -96,7 +96,7 @@ def test_flags_that_a_resume_would_drop_are_refused_by_name(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str, value: str, shown: str
 ) -> None:
     assert main(["demo", "--resume", "--run-root", str(tmp_path), flag, value]) == 2
-    fix = "; an execution goes on with the recipe that it recorded"
+    fix = "; an execution resumes with its recorded recipe"
     assert capsys.readouterr().err == f"error: {flag} must be left out with --resume, got {shown}{fix}\n"
 
 

@@ -35,8 +35,7 @@ def execution(root: Path, name: str, *, started_s: int, is_finished: bool = Fals
 
 
 def started(recipe: str, **given: Any) -> Launch:
-    nothing: dict[str, Any] = {"workload": None, "num_steps": None, "seed": None, "reuse_stored": True}
-    return demo.started(recipe, **{**nothing, **given})
+    return demo.started(recipe, **{"reuse_stored": True, **given})
 
 
 @pytest.fixture
@@ -49,7 +48,8 @@ def root(tmp_path: Path) -> Path:
 
 def test_the_latest_unfinished_execution_goes_on_with_its_own_recipe(root: Path) -> None:
     launch = demo.resumed(root, demo.LATEST, reuse_stored=True)
-    assert launch == Launch(recipe=str(root / "b" / "start_run" / "recipe.yaml"), execution="b", is_resumed=True)
+    inputs = {"recipe": str(root / "b" / "start_run" / "recipe.yaml"), "resume_execution": "b"}
+    assert launch == Launch(workflow="speculative_rl", execution="b", inputs=inputs)
     command = launch.command(root)
     assert command[command.index("--resume_execution") + 1] == "b"
     assert demo.resumed(root, "a", reuse_stored=True).execution == "a"
@@ -99,8 +99,7 @@ def test_a_recipe_of_a_relative_path_is_handed_on_as_an_absolute_one(
 ) -> None:
     write_recipe(load_recipe("tiny"), tmp_path / "mine.yaml")
     monkeypatch.chdir(tmp_path)
-    launch = started("mine.yaml")
-    assert launch.recipe == str(tmp_path / "mine.yaml")
+    assert started("mine.yaml").inputs["recipe"] == str(tmp_path / "mine.yaml")
     assert demo.handed_on_recipe("tiny") == "tiny"
 
 
@@ -136,7 +135,7 @@ def test_a_profile_of_a_relative_path_is_handed_on_as_an_absolute_one(
     monkeypatch.setattr(demo, "supervise", supervise)
     for name, handed_on in (("mine.yaml", f"{tmp_path}/mine.yaml"), ("local", "local")):
         monkeypatch.setenv("SLIPSTREAM_CLUSTER", name)
-        assert demo.run("e", ["pyflyte"], tmp_path / "runs") == 0
+        assert demo.run(started("tiny"), tmp_path / "runs") == 0
         assert seen["SLIPSTREAM_CLUSTER"] == handed_on
 
 
@@ -166,32 +165,30 @@ def test_an_execution_that_runs_is_not_started_twice(root: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "interrupted", "last"),
     [
-        ("a", True, r"interrupted; go on with: .*slipstream.* demo --run-root ROOT --resume a"),
-        ("a", False, r"failed with status 1; go on with: .*slipstream.* demo --run-root ROOT --resume a"),
-        ("new", True, r"interrupted before anything was made; start again with the same command"),
+        ("a", True, r"interrupted; resume with: .*slipstream.* demo --run-root ROOT --resume a"),
+        ("a", False, r"failed with status 1; resume with: .*slipstream.* demo --run-root ROOT --resume a"),
+        ("new", True, r"interrupted before its recipe was recorded; start again with the same command"),
     ],
 )
 def test_the_last_line_says_how_to_go_on(root: Path, name: str, interrupted: bool, last: str) -> None:
-    launch = Launch(recipe="tiny", execution=name)
     outcome = Outcome(pid=1, status=130 if interrupted else 1, interrupted=interrupted)
-    line = demo._last_words(launch.execution, root, outcome).splitlines()[-1]
+    line = demo._last_words(name, root, outcome).splitlines()[-1]
     assert re.fullmatch(last.replace("ROOT", re.escape(str(root))), line)
 
 
-@pytest.mark.parametrize(("status", "when"), [(0, "by"), (1, "when you go on, or by")])
+@pytest.mark.parametrize(("status", "when"), [(0, "by"), (1, "when you resume, or by")])
 def test_what_mlflow_has_not_got_is_said_at_the_end_of_every_execution(tmp_path: Path, status: int, when: str) -> None:
     server = "http://mlflow:5000"
     write_recipe(load_recipe("tiny", overrides={"tracking": {"uri": server}}), recorded_recipe(tmp_path, "a"))
-    launch = Launch(recipe="tiny", execution="a")
     outcome = Outcome(pid=1, status=status, interrupted=False)
-    assert "MLflow" not in demo._last_words(launch.execution, tmp_path, outcome)
+    assert "MLflow" not in demo._last_words("a", tmp_path, outcome)
     spool = Spool(spool_path(tmp_path / "spool", experiment="tiny", key="a/train"))
     spool.append(Event(kind="open", time_ms=1, header=RunHeader(experiment="tiny", key="a/train", name="train")))
     spool.append(Event(kind="metrics", time_ms=2, metrics={"train/loss": 1.0, "train/reward": 0.5}))
     spool.close()
-    what, how = demo._last_words(launch.execution, tmp_path, outcome).splitlines()[:2]
+    what, how = demo._last_words("a", tmp_path, outcome).splitlines()[:2]
     assert what == "1 MLflow run(s) are not up to date: a/train (2 points and 1 other entries)"
-    assert how.startswith(f"they are {when}: ") and how.endswith(f" replay {tmp_path} --uri {server}")
+    assert how.startswith(f"they are completed {when}: ") and how.endswith(f" replay {tmp_path} --uri {server}")
 
 
 def test_executions_that_start_in_one_second_have_names_of_their_own_in_their_order() -> None:

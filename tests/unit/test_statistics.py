@@ -20,6 +20,7 @@ from slipstream.statistics import (
     grouped_ratio,
     moving_average,
     ratio,
+    reward_ci95,
     spread,
     wilson_ci95,
 )
@@ -229,6 +230,15 @@ def test_none_and_all_of_thirty_problems_have_an_interval() -> None:
     assert wilson_ci95([0.0] * 30) == pytest.approx((0.0, high))
     assert wilson_ci95([1.0] * 30) == pytest.approx((1 - high, 1.0))
     assert wilson_ci95([0.0])[1] > 0.99
+
+
+def test_rewards_of_prompts_have_an_interval_also_where_all_are_0() -> None:
+    assert reward_ci95([0.0] * 30) == wilson_ci95([0.0] * 30)  # (0, t^2 / (30 + t^2)) with t(29) = 2.04523
+    assert reward_ci95([0.0]) is None  # one prompt shows no spread
+    # Rewards -1 and 2 of five prompts each: mean 0.5, standard error sqrt(22.5 / 9 / 10), t(9) = 2.262157.
+    half = 2.262157 * 0.25**0.5
+    assert reward_ci95([-1.0, 2.0] * 5) == pytest.approx((0.5 - half, 0.5 + half))
+    assert reward_ci95([2.0] * 9) is None
 
 
 def test_half_of_the_problems_are_wilsons_own_interval() -> None:

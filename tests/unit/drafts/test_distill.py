@@ -142,7 +142,7 @@ def test_the_newest_whole_checkpoint_is_gone_on_from_and_what_is_none_is_left_al
     again = distill(resumed, TRAIN, CONFIG, SCRATCH, checkpoint=directory, on_step=lambda step, loss: None)
     assert again == losses
     assert resumed.steps == whole.steps[2:]
-    assert "step-000003 is damaged; trying the one before it" in caplog.text
+    assert "step-000003 is damaged; trying the previous one" in caplog.text
     assert {path.name for path in directory.iterdir()} == {"step-000003", "step-000004", "step-000008", "step-000009"}
 
 

@@ -176,7 +176,10 @@ def _other_map(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "rule"),
     [
-        (lambda path: (path / "config.json").unlink(), "draft.model must have a config.json, got "),
+        (
+            lambda path: (path / "config.json").unlink(),
+            "draft.model must be a model directory with a config.json, got ",
+        ),
         (_pickled, "draft.model must have weights in *.safetensors files, got "),
         (
             partial(_edit, architectures=["LlamaForCausalLM"]),

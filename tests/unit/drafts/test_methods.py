@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slipstream.drafts.config import DraftConfig, DraftInit, DraftOnline
-from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Weights, require_package, speculative_config
+from slipstream.drafts.methods import TRAITS, DraftMethod, Training, require_package, speculative_config
 
 Draft = partial(DraftConfig, aux_hidden_state_layer_ids=(0, 1, 2))
 DIRECTORY = Path("draft")
@@ -35,7 +35,7 @@ def test_every_method_has_traits_and_every_field_a_method_that_reads_it() -> Non
 
 def test_only_what_has_weights_is_trained() -> None:
     for traits in TRAITS.values():
-        assert traits.weights is not Weights.NONE or (traits.training is Training.NONE and not traits.trains_online)
+        assert traits.has_weights or (traits.training is Training.NONE and not traits.trains_online)
 
 
 def test_a_draft_model_that_is_given_is_not_trained_and_one_that_is_not_is() -> None:
@@ -127,6 +127,6 @@ def test_speculation_without_tokens_is_refused(refusal: Callable[..., str]) -> N
 
 @pytest.mark.parametrize("method", DraftMethod)
 def test_a_draft_directory_is_given_exactly_where_a_method_has_weights_of_its_own(method: DraftMethod) -> None:
-    has_weights = TRAITS[method].weights is Weights.OWN
+    has_weights = TRAITS[method].has_weights
     with pytest.raises(AssertionError, match="with draft"):
         speculative_config(replace(Draft(), method=method), None if has_weights else DIRECTORY, 1)

@@ -335,7 +335,7 @@ def test_online_training_lowers_the_loss_at_a_rate_that_rises_over_five_updates(
     losses, rates = [], []
     for _ in range(30):
         losses.append(trainer.learn(CHATS, PROMPTS, states, temperature=1.0))
-        rates.append(trainer._optimizer.learning_rate)
+        rates.append(trainer._optimizer.steppers[0].param_groups[0]["lr"])
     assert losses[-1] < 0.5 * losses[0]
     assert rates == pytest.approx([2e-3, 4e-3, 6e-3, 8e-3, *[1e-2] * 26])
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slipstream.drafts.config import LOSSES, DraftOnline
 from slipstream.drafts.learner_draft import States
 from slipstream.drafts.passes import ATTENTION, head_inputs, pack_chats, rows_of
-from slipstream.drafts.trainer import DISTANCES, DraftOptimizer, DraftTrainer, Judging, chunk_losses
+from slipstream.drafts.trainer import DISTANCES, DraftOptimizer, DraftTrainer, chunk_losses
 from slipstream.grpo.config import OptimizerMethod
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.ragged import Ragged
@@ -167,7 +167,7 @@ def test_muon_takes_the_matrices_but_the_output_head() -> None:
     optimizer.step(learning_rate=0.1)
     adamw = [f"{index}.{name}" for index in (1, 2) for name in ("exp_avg", "exp_avg_sq")]
     assert list(optimizer.moments()) == ["0.momentum_buffer", *adamw]
-    assert optimizer.learning_rate == 0.1
+    assert [each.param_groups[0]["lr"] for each in optimizer.steppers] == [0.1, 0.1]
     optimizer.zero_grad()
     assert all(parameter.grad is None for _, parameter in named)
 
@@ -391,9 +391,8 @@ def test_logits_of_more_than_a_chunk_are_never_held(policy: Path, states: States
         setattr(model, name, torch.nn.Linear(2, num_vocabulary, bias=False))
     inputs = [torch.randn(1, 18, 2, requires_grad=True) for _ in range(CONFIG.ttt_steps)]
     row = replace(row, last=row.last[..., :2])
-    judging = Judging(distance=DISTANCES["kl_div"], decay=1.0, temperature=0.7, chunk_tokens=chunk)
     with Largest() as largest:
-        for part in chunk_losses(model, inputs, row, judging):
+        for part in chunk_losses(model, inputs, row, replace(CONFIG, loss_chunk_tokens=chunk), 0.7):
             part.backward()
     assert largest.num_elements == (chunk + CONFIG.ttt_steps - 1) * num_vocabulary
 

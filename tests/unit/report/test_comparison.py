@@ -77,7 +77,7 @@ def test_the_answer_says_what_is_wrong() -> None:
 @pytest.mark.parametrize(
     ("execution", "said"),
     [
-        (RUNNING, "goes on, no result yet."),
+        (RUNNING, "is running, no result yet."),
         (replace(RUNNING, status="FAILED"), "failed, no result."),
         (replace(DONE, metrics=result_metrics(LOST, hours=1.0, gpu_hours=0.0)), "speculation lost in tuning"),
     ],

@@ -182,7 +182,9 @@ def test_a_page_says_that_drafts_are_looked_up_and_shows_no_table_of_a_model_tha
     assert "accepted, given those before" in page_text(RECORD)
     assert "accepted, given those before" not in text
     given = replace(UNTRAINED, method="draft_model", num_parameters=7_000)
-    assert "Draft: draft_model, 7\u00a0000 parameters, taken as it is." in page_text(replace(RECORD, draft=given))
+    assert "Draft: draft_model, 7\u00a0000 parameters, used without training." in page_text(
+        replace(RECORD, draft=given)
+    )
 
 
 def test_a_page_of_lookups_that_lost_needs_no_figure_of_acceptance() -> None:
@@ -315,7 +317,7 @@ def test_the_arms_accuracies_are_compared_where_both_were_evaluated_last(
 ) -> None:
     ended = replace(CURVES, evaluations=(*CURVES.evaluations[:1], *ends))
     assert re.match(f"After step 6 .* is {said}", accuracy_text(ended))
-    assert "generate while they train" not in accuracy_text(ended)
+    assert "Asynchronous arms are evaluated" not in accuracy_text(ended)
     # Where the end is of other problems, or of one arm, the last common point is that of training.
     other = right("speculative", 4, 4, prompt_hash="other")
     for left in ((ends[0],), (ends[0], other)):
@@ -329,4 +331,4 @@ def test_the_arms_accuracies_are_compared_where_both_were_evaluated_last(
 
 def test_without_a_trained_policy_of_both_arms_no_accuracy_is_compared() -> None:
     assert accuracy_text(ONE_ARM) == accuracy_text(replace(RECORD, evaluations=RECORD.evaluations[:2])) == ""
-    assert "evaluated before and after it alone" in accuracy_text(ASYNCHRONOUS)
+    assert "evaluated only before and after RL" in accuracy_text(ASYNCHRONOUS)

@@ -7,8 +7,15 @@ from dataclasses import replace
 import pytest
 
 from slipstream.records.run import RunRecord
-from slipstream.report.results import curve_metrics, description, result_metrics, reward_difference
-from tests.unit.report.handmade import CERTIFICATE, CURVES, LOST, ONE_ARM, RECORD, TWO_STEPS
+from slipstream.report.page import report_json
+from slipstream.report.results import (
+    curve_metrics,
+    description,
+    result_metrics,
+    reward_difference,
+    terminal_table,
+)
+from tests.unit.report.handmade import CERTIFICATE, CURVES, LOST, ONE_ARM, RECORD, TWO_STEPS, page_text
 
 
 def with_spec_rewards(*rewards: float) -> RunRecord:
@@ -20,6 +27,35 @@ def with_spec_rewards(*rewards: float) -> RunRecord:
         for index, reward in enumerate(rewards, start=20 - len(rewards))
     ]
     return replace(RECORD, arms=(replace(base, steps=tuple(steps)), replace(spec, steps=tuple(other))))
+
+
+def test_rewards_have_the_interval_of_their_prompts_in_every_rendering() -> None:
+    """Eight steps of ten prompts: 20 of a quarter, none solved at first and all at the end, t(19) = 2.093024."""
+    rates = [(0.0,) * 10] * 2 + [(0.5,) * 10] * 4 + [(1.0,) * 10] * 2
+    solved = [
+        replace(
+            arm,
+            steps=tuple(
+                replace(arm.steps[0], step=i, rewards_by_prompt=r, reward_mean=r[0]) for i, r in enumerate(rates)
+            ),
+        )
+        for arm in RECORD.arms
+    ]
+    record, width = replace(RECORD, arms=tuple(solved)), 2.093024**2 / (20 + 2.093024**2)
+    metrics = result_metrics(record, hours=0.0, gpu_hours=0.0)
+    assert [metrics[f"result/reward_speculative{end}"] for end in ("", "_low", "_high")] == pytest.approx(
+        [1, 1 - width, 1]
+    )
+    made = report_json(record)
+    assert made["reward_first"]["speculative"] == {"value": 0.0, "ci95": pytest.approx([0.0, width])}
+    assert made["reward_last"]["speculative"] == {"value": 1.0, "ci95": pytest.approx([1 - width, 1.0])}
+    shown = "reward, speculative                            1.000  [0.820, 1.000]  at first 0.000 [0.000, 0.180]"
+    assert shown in terminal_table(record).splitlines()
+    assert '<dd class="note">95 %: 0.820 to 1.000; at first 0.000 [0.000, 0.180]</dd>' in page_text(record)
+    assert (
+        "| reward, speculative | 1.000 | 0.820 to 1.000, at first 0.000 [0.000, 0.180] |"
+        in description(record).splitlines()
+    )
 
 
 def test_the_metrics_are_those_worked_by_hand() -> None:

@@ -59,9 +59,9 @@ def test_the_page_keeps_measured_and_projected_apart(
     record = project_speedup(demo_arms(1.0), demo_tuning, layout=DEMO_LAYOUT, execution="demo")
     assert record.run_check is not None
     check = section.check_table(record.run_check)
-    assert [group.heading for group in check.groups] == ["measured", "projected"]
+    assert [*check.groups] == ["measured", "projected"]
     assert len(section.own_table(record).rows) == len(record.from_run)
-    assert section.published_table(record).quoted == (False,) * 4 + (True,) * 2
+    assert section.published_table(record).are_quoted == (False,) * 4 + (True,) * 2
 
 
 def test_what_is_predicted_stands_beside_what_was_measured_in_columns_of_its_own() -> None:
@@ -69,7 +69,7 @@ def test_what_is_predicted_stands_beside_what_was_measured_in_columns_of_its_own
     assert prediction is not None
     assert [arm.synchronous_step_s for arm in prediction.arms] == pytest.approx([9.0, 5.0])
     table = prediction_table(prediction, COMPARED)
-    assert [(group.heading, len(group.columns)) for group in table.groups] == [("measured", 3), ("projected", 5)]
+    assert [(heading, len(columns)) for heading, columns in table.groups.items()] == [("measured", 3), ("projected", 5)]
     arm, row = prediction.arms[1], table.rows[1]
     assert row.label == "speculative, asynchronous"
     assert row.cells[:4] == ("2.50", "0.50", "1.50", f"{arm.step_s:.2f}")
@@ -107,7 +107,7 @@ def test_on_gpus_every_split_in_whole_engines_is_projected_and_the_fastest_is_ma
     table = split_table(on_gpus, COMPARED)
     assert table is not None
     assert [row.label for row in table.rows] == ["1 + 3", "2 + 2", "3 + 1"]
-    assert [group.heading for group in table.groups] == ["autoregressive, projected", "speculative, projected"]
+    assert [*table.groups] == ["autoregressive, projected", "speculative, projected"]
     for column in (2, 5):
         assert sum(row.cells[column].endswith(", fastest") for row in table.rows) == 1
     assert "3 + 1" in page_text(on_gpus)

@@ -47,7 +47,7 @@ def plan(root: Path, cluster: str = "local", **changes: Any) -> dict[Kind, list[
 
 
 def ended(root: Path, name: str, reason: str = "") -> None:
-    write_record(PartRecord(is_finished=not reason, reason=reason), root / "abl" / name / "part.json")
+    write_record(PartRecord(reason=reason), root / "abl" / name / "part.json")
 
 
 def test_every_part_has_a_context_and_a_recipe_of_its_own_below_the_ablations(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_one_variant_that_is_refused_refuses_all_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("failed", "reason"),
     [
-        ("", f"{DRAFT} did not end: its task was lost or never ran"),
+        ("", f"{DRAFT} left no record: its task was lost or never started"),
         ("ConfigError: too few prompts", f"{DRAFT} failed: ConfigError: too few prompts"),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_variant_is_not_tried_without_its_draft_and_says_why(tmp_path: Path, f
         ended(tmp_path, DRAFT, failed)
     with pytest.raises(PartMissingError, match=reason):
         make_part(context)
-    assert ending(tmp_path, "abl", VARIANT) == PartRecord(is_finished=False, reason=f"PartMissingError: {reason}")
+    assert ending(tmp_path, "abl", VARIANT) == PartRecord(reason=f"PartMissingError: {reason}")
     events = [event for path in (tmp_path / "spool").glob("*.jsonl") for event in read_spool(path).events]
     own = [event.header for event in events if event.header is not None and event.header.key == context.execution]
     assert {(header.parent_key, header.name, header.tags["slipstream.kind"]) for header in own} == {
@@ -118,7 +118,7 @@ def test_a_variant_without_an_arm_fails_for_its_own_reason_else_that_of_what_it_
     ended(tmp_path, VARIANT, "FloatingPointError: the loss is not finite")
     found = {failure.variant.name: failure.reason for failure in collect(tmp_path, read_plan(tmp_path, "abl")).failures}
     assert found[VARIANT] == "FloatingPointError: the loss is not finite"
-    assert found[other].startswith("it left no word")
+    assert found[other].startswith("it left no record")
     ended(tmp_path, "policy-rl_zero", "ConfigError: no such model")
     found = {failure.variant.name: failure.reason for failure in collect(tmp_path, read_plan(tmp_path, "abl")).failures}
     assert found[other] == "policy-rl_zero failed: ConfigError: no such model"

@@ -187,7 +187,7 @@ def test_a_variant_of_another_machine_than_its_baseline_is_named(
 ) -> None:
     record = ablation({variant(2): arm([2] * 5, k=2, machine=machine)}, {0: arm([6] * 5, machine="a")})
     html, *_ = write_study(record, tmp_path)
-    said = "On another machine than their baseline" in html.read_text()
+    said = "on another machine than their baseline" in html.read_text()
     assert (record.outcomes[0].is_unequal, said) == (is_unequal, is_unequal)
 
 

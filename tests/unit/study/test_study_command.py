@@ -11,11 +11,12 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.config import ConfigError
+from slipstream.demo import Launch
 from slipstream.recipe import load_recipe, write_recipe
-from slipstream.study.study_command import StudyLaunch, add_options, launched, result
+from slipstream.study.study_command import add_options, launched, result
 
 
-def launch(preset: str, *arguments: str) -> StudyLaunch:
+def launch(preset: str, *arguments: str) -> Launch:
     parser = argparse.ArgumentParser()
     add_options(parser, preset)
     return launched(parser.parse_args(arguments))

@@ -337,12 +337,13 @@ def test_a_record_counts_over_all_groups_and_shows_what_the_autopilot_did() -> N
     )
     record = recorded(
         GenerationResult(groups=groups, acceptance=None, generation_s=4.0, autopilot=PROBE),
-        RewardResult(rewards=(1.0, 0.0, 0.5, 0.5), num_timeouts=0, num_crashes=0),
+        RewardResult(rewards=(1.0, 0.5, 0.25, 0.25), num_timeouts=0, num_crashes=0),
         recompute=RecomputeLogprobs.ALWAYS,
     )
     assert (record.num_rollouts, record.num_response_tokens, record.longest_response_tokens) == (4, 10, 4)
     assert (record.num_truncated, record.num_zero_signal_groups, record.reward_mean) == (1, 1, 0.5)
     assert (record.autopilot, record.has_logprob_pass) == (PROBE, True)
+    assert record.rewards_by_prompt == (0.75, 0.25)
 
 
 def test_one_rollout_is_enough_for_a_record() -> None:
@@ -360,6 +361,7 @@ def test_one_rollout_is_enough_for_a_record() -> None:
         STEP,
         mismatch=Mismatch(k1=0.0, k3=0.0, mean=0.0, largest=0.0, outside_fraction=0.0),
         reward_mean=0.5,
+        rewards_by_prompt=(0.5,),
         num_rollouts=1,
         num_response_tokens=3,
         num_truncated=1,
