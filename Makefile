@@ -78,7 +78,7 @@ mutants-setup: setup requirements/mutants.lock ## lay mutmut over the main envir
 	@$(PYTHON_IN_VENV) -m uv pip install --quiet --no-deps --target $(MUTANTS) -r requirements/mutants.lock
 
 # Mutants that were killed stay so while the function is unchanged; `rm -r mutants` starts anew.
-mutants: mutants-setup ## change the code in small ways, see which changes no unit test notices, write docs/mutants.md
+mutants: mutants-setup ## change the code in small ways, see which changes no unit test notices, write research/mutants.md
 	PYTHONPATH=$(MUTANTS) $(PYTHON_IN_VENV) scripts/mutants.py --forget-survivors
 	PYTHONPATH=$(MUTANTS) nice -n 19 $(PYTHON_IN_VENV) $(MUTANTS)/bin/mutmut run --max-children 1 $(ARGS)
 	PYTHONPATH=$(MUTANTS) $(PYTHON_IN_VENV) scripts/mutants.py

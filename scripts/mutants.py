@@ -1,4 +1,4 @@
-"""What `make mutants` found: writes docs/mutants.md from mutmut's working directory.
+"""What `make mutants` found: writes research/mutants.md from mutmut's working directory.
 
 Every mutant that survived needs an entry in scripts/mutants_accepted.yaml that says why; so does the total need 92 %.
 Of modules that the working directory has not tried the report keeps what it said before.
@@ -25,7 +25,7 @@ from mutmut.stats import status_by_exit_code
 
 _WORK = Path("mutants")
 _ACCEPTED = Path("scripts/mutants_accepted.yaml")
-_REPORT = Path("docs/mutants.md")
+_REPORT = Path("research/mutants.md")
 _TRIED = _WORK / "tried.json"
 _LEAST_SHARE = 0.92
 _NO_REASON = "No reason yet"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "research").glob("*.md")), *sorted(ROOT.glob("*.md"))]
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 

@@ -1,4 +1,4 @@
-"""Each method of speculation beside autoregressive decoding, on one policy: `python -m benchmarks.methods --run RUN`.
+"""Each method of speculation beside autoregressive decoding, on one policy: `python -m research.methods --run RUN`.
 
 The policy and its prompts are those of a finished run. What is looked up needs nothing more; a small model is taught
 by the policy's answers as `pretrain_draft` does; the EAGLE-3 draft is the run's own. Every draft length is timed in

@@ -1,6 +1,6 @@
-"""A policy that moves away from its draft: `python -m benchmarks.moving_policy --run RUN`.
+"""A policy that moves away from its draft: `python -m research.moving_policy --run RUN`.
 
-A finished run's policy is first taught to answer without work (`benchmarks/habit.py`), and a draft its answers. Then
+A finished run's policy is first taught to answer without work (`research/habit.py`), and a draft its answers. Then
 arms of GRPO train from there: the policy learns to work, and a frozen draft is accepted less. The arms differ in
 `draft.online` alone and take their steps in turn. Shown is what each keeps of the acceptance, and what its training of
 the draft took. `--habit-steps 0` starts from the run's own policy and draft.
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.habit import Lessons, Start, start_with_habit
+from research.habit import Lessons, Start, start_with_habit
 from benchmarks.runs import FinishedRun, open_run
 from slipstream import logs
 from slipstream.config import from_mapping, merge, parse_overrides, to_mapping

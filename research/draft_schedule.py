@@ -1,6 +1,6 @@
 """One draft length throughout, or one a running batch: engines in turn on a finished run's policy, round by round.
 
-`python -m benchmarks.draft_schedule --draft-steps 24 --batch 192` trains a weak draft for the run's policy first; 0
+`python -m research.draft_schedule --draft-steps 24 --batch 192` trains a weak draft for the run's policy first; 0
 steps take the run's own draft. A sweep on the run's prompts gives the best fixed k and the table; then the table and
 every fixed k generate the same other prompts in turn, so the table is compared with whichever k is fastest there.
 
@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.runs import FinishedRun, open_run
-from benchmarks.widen import widened
+from research.widen import widened
 from slipstream import logs
 from slipstream.config import ConfigError, require
 from slipstream.data.prompts import read_prompt_sets, render
@@ -215,7 +215,7 @@ def _interval(estimate: Estimate) -> str:
 
 def main() -> int:
     """Run the benchmark; status 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="benchmarks.draft_schedule")
+    parser = argparse.ArgumentParser(prog="research.draft_schedule")
     parser.add_argument("--run", type=Path, default=Path("runs/latest"), help="directory of a finished run")
     parser.add_argument("--draft-steps", type=int, default=24, help="of a weak draft; 0: the run's own draft")
     parser.add_argument("--draft", type=Path, default=None, help="where the weak draft lies, or is to lie")
