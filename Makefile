@@ -11,7 +11,7 @@ export $(shell sed -n 's/^\([A-Z_]*\)=.*/\1/p' scripts/env)
 .DEFAULT_GOAL := help
 PORT := 5000
 
-.PHONY: help setup check format test test-fast demo demo-async ablation bakeoff mlflow bench bench-learning bench-setup mutants mutants-setup lock register clean
+.PHONY: help setup check docs format test test-fast demo demo-async ablation bakeoff mlflow bench bench-learning bench-setup mutants mutants-setup lock register clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,13 +19,17 @@ help: ## list the commands
 setup: ## install the lock file and this checkout into .venv (does nothing when done)
 	@VENV=$(VENV) scripts/setup.sh
 
-check: setup ## formatting, ruff, budgets, import contracts, dependencies, pyright
+check: setup ## formatting, ruff, budgets, import contracts, dependencies, pyright, documents
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(PYTHON_IN_VENV) scripts/budgets.py
 	PYTHONPATH=. $(VENV)/bin/lint-imports --no-logo
 	$(VENV)/bin/deptry .
 	$(VENV)/bin/pyright
+	$(VENV)/bin/mkdocs build --strict --quiet
+
+docs: setup ## build the site of docs/ into build/docs; broken links and anchors fail
+	$(VENV)/bin/mkdocs build --strict --quiet
 
 format: setup ## format the code and fix what ruff can fix
 	$(VENV)/bin/ruff format .
