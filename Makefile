@@ -26,10 +26,10 @@ check: setup ## formatting, ruff, budgets, import contracts, dependencies, pyrig
 	PYTHONPATH=. $(VENV)/bin/lint-imports --no-logo
 	$(VENV)/bin/deptry .
 	$(VENV)/bin/pyright
-	$(VENV)/bin/mkdocs build --strict --quiet
+	$(VENV)/bin/mkdocs build --strict
 
-docs: setup ## build the site of docs/ into build/docs; broken links and anchors fail
-	$(VENV)/bin/mkdocs build --strict --quiet
+docs: setup ## build the site of docs/ into build/docs; broken links and anchors fail (search needs python -m http.server)
+	$(VENV)/bin/mkdocs build --strict
 
 format: setup ## format the code and fix what ruff can fix
 	$(VENV)/bin/ruff format .
@@ -38,6 +38,8 @@ format: setup ## format the code and fix what ruff can fix
 # One thread a process and no hub: tests share the cores with the engine, and must not depend on a network.
 test test-fast mutants: export OMP_NUM_THREADS := 1
 test test-fast mutants: export FLYTE_LOCAL_CACHE_ENABLED := false
+# The announcement of a successor at every build.
+check docs: export NO_MKDOCS_2_WARNING := 1
 test test-fast demo demo-async ablation bakeoff bench bench-learning mutants: export HF_HUB_OFFLINE := 1
 
 test: setup ## run all tests that need no GPU; select with ARGS="-k name"

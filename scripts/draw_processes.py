@@ -51,10 +51,11 @@ def _box(kind: str, place: tuple[int, int, int, int], title: str, *lines: str, i
         for shift in ((8, 4, 0) if is_many else (0,))
     ]
     center, top = x + width // 2, y + 24
-    return "\n".join(
-        [*cards, _text(center, top, title, kind="title", anchor="middle")]
-        + [_text(center, top + 19, *lines, kind="", anchor="middle")]
-    )
+    texts = [
+        _text(center, top, title, kind="title", anchor="middle"),
+        _text(center, top + 19, *lines, kind="", anchor="middle"),
+    ]
+    return "\n".join([*cards, *texts])
 
 
 def _arrow(x: int, start: int, end: int, *label: str) -> str:
@@ -81,7 +82,7 @@ def drawing() -> str:
         _arrow(48, 146, 78, "responses"),
         _arrow(138, 78, 146, "rewards"),
         _arrow(270, 146, 78, "metrics, through", "a spool on disk"),
-        _box("other", (12, 14, 186, 64), "reward workers", "can be killed", is_many=False),
+        _box("other", (12, 14, 186, 64), "reward workers", "can be killed"),
         _box("other", (222, 14, 186, 64), "MLflow", "runs, metrics, artifacts"),
         '<path class="gate" d="M210 236V482"/>',
         _box(
@@ -97,9 +98,33 @@ def drawing() -> str:
         _arrow(340, 316, 236, "losses"),
         '<path class="weights" d="M320 440V482H100V452"/>',
         '<path class="big" d="M90 456h20l-10 -14z"/>',
-        _box("engine", (12, 316, 172, 112), "engine", "vLLM, one or more", "policy verifies", "draft proposes", "sampler, checked", is_many=True),
-        _box("learner", (232, 316, 168, 112), "learner rank", "Megatron-Core, one a GPU", "policy, optimizer", "draft trainer", is_many=True),
-        _text(210, 506, "refit channel: weights of policy and draft;", "the gate compares fingerprints of both sides", kind="", anchor="middle"),
+        _box(
+            "engine",
+            (12, 316, 172, 112),
+            "engine",
+            "vLLM, one or more",
+            "policy verifies",
+            "draft proposes",
+            "sampler, checked",
+            is_many=True,
+        ),
+        _box(
+            "learner",
+            (232, 316, 168, 112),
+            "learner rank",
+            "Megatron-Core, one a GPU",
+            "policy, optimizer",
+            "draft trainer",
+            is_many=True,
+        ),
+        _text(
+            210,
+            506,
+            "refit channel: weights of policy and draft;",
+            "the gate compares fingerprints of both sides",
+            kind="",
+            anchor="middle",
+        ),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"

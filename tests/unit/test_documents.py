@@ -14,7 +14,9 @@ import pytest
 from scripts import draw_processes, draw_terminal
 
 ROOT = Path(__file__).parents[2]
-PAGES = [page for folder in (ROOT, ROOT / "docs", ROOT / "research", ROOT / "deploy") for page in sorted(folder.glob("*.md"))]
+PAGES = [
+    page for folder in (ROOT, ROOT / "docs", ROOT / "research", ROOT / "deploy") for page in sorted(folder.glob("*.md"))
+]
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -68,7 +70,9 @@ def test_the_picture_of_the_processes_is_the_one_that_its_script_draws() -> None
 
 
 def test_a_terminal_is_drawn_from_the_last_table_of_the_output_without_its_paths() -> None:
-    output = "median seconds a step  old\nreport: /a\nlog\nmedian seconds a step  x\nstep speedup 1.50x < 2\n\nreport: /b\n"
+    output = (
+        "median seconds a step  old\nreport: /a\nlog\nmedian seconds a step  x\nstep speedup 1.50x < 2\n\nreport: /b\n"
+    )
 
     assert draw_terminal.table(output) == ["median seconds a step  x", "step speedup 1.50x < 2"]
     assert "1.50x &lt; 2" in draw_terminal.drawing(draw_terminal.table(output))
