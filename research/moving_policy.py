@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from research.habit import Lessons, Start, start_with_habit
 from benchmarks.runs import FinishedRun, open_run
+from research.habit import Lessons, Start, start_with_habit
 from slipstream import logs
 from slipstream.config import from_mapping, merge, parse_overrides, to_mapping
 from slipstream.data.prompts import read_prompt_sets
