@@ -50,7 +50,7 @@ def _box(kind: str, place: tuple[int, int, int, int], title: str, *lines: str, i
         f'<rect class="{kind}" x="{x + shift}" y="{y + shift}" width="{width}" height="{height}" rx="8"/>'
         for shift in ((8, 4, 0) if is_many else (0,))
     ]
-    center, top = x + width // 2, y + 24
+    center, top = x + width // 2, y + (height - 19 - _LINE * (len(lines) - 1)) // 2 + 5
     texts = [
         _text(center, top, title, kind="title", anchor="middle"),
         _text(center, top + 19, *lines, kind="", anchor="middle"),
@@ -101,8 +101,8 @@ def drawing() -> str:
         _box(
             "engine",
             (12, 316, 172, 112),
-            "engine",
-            "vLLM, one or more",
+            "engines",
+            "vLLM",
             "policy verifies",
             "draft proposes",
             "sampler, checked",
@@ -111,8 +111,8 @@ def drawing() -> str:
         _box(
             "learner",
             (232, 316, 168, 112),
-            "learner rank",
-            "Megatron-Core, one a GPU",
+            "learner ranks",
+            "Megatron-Core",
             "policy, optimizer",
             "draft trainer",
             is_many=True,
