@@ -1,7 +1,7 @@
 """Draw the table that ends a demo, from the demo's own output, as docs/images/demo.svg.
 
-`make demo 2>&1 | tee demo.log`, then `.venv/bin/python scripts/draw_terminal.py demo.log`. Lines are drawn as printed;
-paths, which are those of one machine, are left out.
+`make demo 2>&1 | tee demo.log`, then `.venv/bin/python scripts/draw_terminal.py demo.log`. Lines are drawn as printed in
+a narrow terminal, which wraps them; paths, which are those of one machine, are left out.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "demo.svg"
 _FIRST, _AFTER = "median seconds a step", "report: "
+_COLUMNS = 88
 _CHARACTER, _LINE, _MARGIN = 7.25, 17, 18  # pixels
 _STYLE = (
     'text { font: 12px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #d7dce6; white-space: pre } '
@@ -24,7 +25,14 @@ def table(output: str) -> list[str]:
     """The lines of the table, of the last demo in `output`."""
     lines = output[output.rindex(_FIRST) :].splitlines()
     end = next(index for index, line in enumerate(lines) if line.startswith(_AFTER))
-    return "\n".join(lines[:end]).rstrip().splitlines()
+    printed = "\n".join(lines[:end]).rstrip().splitlines()
+    return [part for line in printed for part in _wrapped(line)]
+
+
+def _wrapped(line: str) -> list[str]:
+    if set(line) == {"-"}:
+        return [line[:_COLUMNS]]
+    return [line[start : start + _COLUMNS] for start in range(0, max(len(line), 1), _COLUMNS)]
 
 
 def drawing(lines: list[str]) -> str:
