@@ -1,7 +1,7 @@
 """Draw the table that ends a demo, from the demo's own output, as docs/images/demo.svg.
 
-`make demo 2>&1 | tee demo.log`, then `.venv/bin/python scripts/draw_terminal.py demo.log`. Lines are drawn as printed in
-a narrow terminal, which wraps them; paths, which are those of one machine, are left out.
+`make demo 2>&1 | tee demo.log`, then `.venv/bin/python scripts/draw_terminal.py demo.log`. Lines are drawn as printed
+in a narrow terminal, which wraps them; paths, which are those of one machine, are left out.
 """
 
 from __future__ import annotations
