@@ -1,18 +1,19 @@
 """Draw the table that ends a demo, from the demo's own output, as docs/images/demo.svg.
 
-`make demo 2>&1 | tee demo.log`, then `.venv/bin/python scripts/draw_terminal.py demo.log`. Lines are drawn as printed
-in a narrow terminal, which wraps them; paths, which are those of one machine, are left out.
+`make demo 2>&1 | tee demo.log`, then `.venv/bin/python scripts/draw_terminal.py demo.log`. Lines are drawn as printed,
+wrapped where they are wide; paths, which are those of one machine, are left out.
 """
 
 from __future__ import annotations
 
 import sys
+import textwrap
 from html import escape
 from pathlib import Path
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "demo.svg"
 _FIRST, _AFTER = "median seconds a step", "report: "
-_COLUMNS = 88
+_COLUMNS = 92
 _CHARACTER, _LINE, _MARGIN = 7.25, 17, 18  # pixels
 _STYLE = (
     'text { font: 12px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #d7dce6; white-space: pre } '
@@ -30,9 +31,7 @@ def table(output: str) -> list[str]:
 
 
 def _wrapped(line: str) -> list[str]:
-    if set(line) == {"-"}:
-        return [line[:_COLUMNS]]
-    return [line[start : start + _COLUMNS] for start in range(0, max(len(line), 1), _COLUMNS)]
+    return [line[:_COLUMNS]] if set(line) == {"-"} else textwrap.wrap(line, _COLUMNS) or [""]
 
 
 def drawing(lines: list[str]) -> str:

@@ -18,6 +18,7 @@ PAGES = [
     page for folder in (ROOT, ROOT / "docs", ROOT / "research", ROOT / "deploy") for page in sorted(folder.glob("*.md"))
 ]
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+_NAMED = re.compile(r"\b(?:docs|research)/\w+\.md")
 
 
 def _anchors(page: Path) -> set[str]:
@@ -59,6 +60,35 @@ def test_every_link_to_a_page_leads_somewhere(page: Path) -> None:
         found = page.parent / path if path else page
         assert found.exists(), target
         assert not anchor or anchor in _anchors(found), target
+
+
+@pytest.mark.parametrize("folder", ["slipstream", "tasks", "workflows", "configs", "scripts", "deploy", "benchmarks"])
+def test_every_document_that_code_names_exists(folder: str) -> None:
+    files = [path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".yaml", ".jinja", ".sh", ".md"}]
+    named = {name for path in files for name in _NAMED.findall(path.read_text())}
+
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
+def test_every_recipe_field_that_a_document_names_exists() -> None:
+    """`docs/recipe.md` is written from the config classes: a field of its tables stands below its section's heading."""
+    fields, sections = set(), [""]
+    for line in (ROOT / "docs" / "recipe.md").read_text().splitlines():
+        if line.startswith("#"):
+            sections = re.findall(r"`([\w.]+)(?:\[\])?`", line)
+            fields.update(sections)
+        elif name := re.match(r"\| `(\w+)` ", line):
+            fields.update(f"{section}.{name[1]}" for section in sections)
+    first = "|".join(sorted({field.split(".")[0] for field in fields if "." in field}))
+    texts = {
+        page.name: page.read_text() for page in PAGES if "research" not in page.parts and page.name != "CHANGELOG.md"
+    }
+    named = {
+        (page, match[1]) for page, text in texts.items() for match in re.finditer(rf"`((?:{first})\.[\w.]+)", text)
+    }
+
+    assert len(named) > 50
+    assert {(page, name) for page, name in named if name not in fields} == set()
 
 
 def test_the_readme_fits_on_two_screens() -> None:
