@@ -11,7 +11,7 @@ export $(shell sed -n 's/^\([A-Z_]*\)=.*/\1/p' scripts/env)
 .DEFAULT_GOAL := help
 PORT := 5000
 
-.PHONY: help setup check format test test-fast demo demo-async ablation bakeoff mlflow bench bench-learning bench-setup mutants mutants-setup lock register clean
+.PHONY: help setup check docs format test test-fast demo demo-async ablation bakeoff mlflow bench bench-learning bench-setup mutants mutants-setup lock register clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,7 +19,7 @@ help: ## list the commands
 setup: ## install the lock file and this checkout into .venv, unless it is up to date
 	@VENV=$(VENV) scripts/setup.sh
 
-check: setup ## check formatting, ruff, budgets, recipe reference, import contracts, dependencies and types
+check: setup ## check formatting, ruff, budgets, recipe reference, import contracts, dependencies, types and documents
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(PYTHON_IN_VENV) scripts/budgets.py
@@ -27,6 +27,10 @@ check: setup ## check formatting, ruff, budgets, recipe reference, import contra
 	PYTHONPATH=. $(VENV)/bin/lint-imports --no-logo
 	$(VENV)/bin/deptry .
 	$(VENV)/bin/pyright
+	$(VENV)/bin/mkdocs build --strict
+
+docs: setup ## build the site of docs/ into build/docs; broken links and anchors fail (search needs python -m http.server)
+	$(VENV)/bin/mkdocs build --strict
 
 format: setup ## format the code and fix what ruff can fix
 	$(VENV)/bin/ruff format .
@@ -35,6 +39,8 @@ format: setup ## format the code and fix what ruff can fix
 # Tests run with one thread a process, because they share the cores with engines, and without a network.
 test test-fast mutants: export OMP_NUM_THREADS := 1
 test test-fast mutants: export FLYTE_LOCAL_CACHE_ENABLED := false
+# The announcement of a successor at every build.
+check docs: export NO_MKDOCS_2_WARNING := 1
 test test-fast demo demo-async ablation bakeoff bench bench-learning mutants: export HF_HUB_OFFLINE := 1
 
 test: setup ## run all tests that need no GPU; select with ARGS="-k name"
@@ -79,7 +85,7 @@ mutants-setup: setup requirements/mutants.lock ## install mutmut beside the main
 	@$(PYTHON_IN_VENV) -m uv pip install --quiet --no-deps --target $(MUTANTS) -r requirements/mutants.lock
 
 # A killed mutant is not retried while its function is unchanged; `rm -r mutants` starts afresh.
-mutants: mutants-setup ## mutate the code, list the mutants that no unit test kills, write docs/mutants.md
+mutants: mutants-setup ## mutate the code, list the mutants that no unit test kills, write research/mutants.md
 	PYTHONPATH=$(MUTANTS) $(PYTHON_IN_VENV) scripts/mutants.py --forget-survivors
 	PYTHONPATH=$(MUTANTS) nice -n 19 $(PYTHON_IN_VENV) $(MUTANTS)/bin/mutmut run --max-children 1 $(ARGS)
 	PYTHONPATH=$(MUTANTS) $(PYTHON_IN_VENV) scripts/mutants.py

@@ -1,4 +1,4 @@
-"""Report of `make mutants`: writes docs/mutants.md from mutmut's working directory.
+"""Report of `make mutants`: writes research/mutants.md from mutmut's working directory.
 
 Every surviving mutant needs an entry with a reason in scripts/mutants_accepted.yaml, and 92 % of all mutants must be
 found. The report keeps its rows of modules that the working directory has not tried.
@@ -25,7 +25,7 @@ from mutmut.stats import status_by_exit_code
 
 _WORK = Path("mutants")
 _ACCEPTED = Path("scripts/mutants_accepted.yaml")
-_REPORT = Path("docs/mutants.md")
+_REPORT = Path("research/mutants.md")
 _TRIED = _WORK / "tried.json"
 _LEAST_SHARE = 0.92
 _NO_REASON = "No reason yet"

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import silu
 
-from benchmarks.widen import widened
+from research.widen import widened
 
 NAMES = [f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
 

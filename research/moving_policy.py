@@ -1,6 +1,6 @@
-"""Acceptance of a draft while the policy moves away from it: `python -m benchmarks.moving_policy --run RUN`.
+"""Acceptance of a draft while the policy moves away from it: `python -m research.moving_policy --run RUN`.
 
-A finished run's policy is first trained to answer without work (`benchmarks/habit.py`), and a draft on its answers.
+A finished run's policy is first trained to answer without work (`research/habit.py`), and a draft on its answers.
 Arms of GRPO start from there: the policy learns to show work, and a frozen draft is accepted less. The arms differ in
 `draft.online` alone and take their steps in turn. The table shows acceptance and the cost of draft training of each
 arm. `--habit-steps 0` starts from the run's own policy and draft.
@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.habit import Lessons, Start, start_with_habit
 from benchmarks.runs import FinishedRun, open_run
+from research.habit import Lessons, Start, start_with_habit
 from slipstream import logs
 from slipstream.config import from_mapping, merge, parse_overrides, to_mapping
 from slipstream.data.prompts import read_prompt_sets

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks.draft_schedule import Contestant, halves, show_compared
+from research.draft_schedule import Contestant, halves, show_compared
 from slipstream.drafts.length import constant
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult

@@ -1,4 +1,4 @@
-"""Speculation methods beside autoregressive decoding, on one policy: `python -m benchmarks.methods --run RUN`.
+"""Speculation methods beside autoregressive decoding, on one policy: `python -m research.methods --run RUN`.
 
 Policy and prompts are those of a finished run. Lookup methods need nothing more; a small draft model is trained on the
 policy's answers as in `pretrain_draft`; the EAGLE-3 draft is the run's own. Every draft length is timed in turn with

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.habit import Start
-from benchmarks.moving_policy import Contestant, recipe_of, row
+from research.habit import Start
+from research.moving_policy import Contestant, recipe_of, row
 from slipstream.drafts.config import DraftOnline
 from slipstream.recipe import load_recipe
 from slipstream.records.files import write_record

@@ -1,6 +1,6 @@
 """Fixed draft lengths beside a schedule by running batch, on a finished run's policy, round by round in turn.
 
-`python -m benchmarks.draft_schedule --draft-steps 24 --batch 192` first trains a weak draft for the run's policy; with
+`python -m research.draft_schedule --draft-steps 24 --batch 192` first trains a weak draft for the run's policy; with
 0 steps the run's own draft is used. A sweep on the run's prompts gives the best fixed k and the schedule. Then the
 schedule and every fixed k generate other prompts in turn, and the schedule is compared with the fastest fixed k on
 these prompts.
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.runs import FinishedRun, open_run
-from benchmarks.widen import widened
+from research.widen import widened
 from slipstream import logs
 from slipstream.config import ConfigError, require
 from slipstream.data.prompts import read_prompt_sets, render
@@ -216,7 +216,7 @@ def _interval(estimate: Estimate) -> str:
 
 def main() -> int:
     """Run the benchmark; status 2 for invalid input."""
-    parser = argparse.ArgumentParser(prog="benchmarks.draft_schedule")
+    parser = argparse.ArgumentParser(prog="research.draft_schedule")
     parser.add_argument("--run", type=Path, default=Path("runs/latest"), help="directory of a finished run")
     parser.add_argument("--draft-steps", type=int, default=24, help="steps of a weak draft; 0: the run's own draft")
     parser.add_argument("--draft", type=Path, default=None, help="directory of the weak draft; made if missing")
