@@ -14,6 +14,7 @@ import inspect
 import itertools
 import operator
 import re
+import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -137,13 +138,13 @@ class Checked:
         dataclass(cls, frozen=True, kw_only=True, config=_STRICT)
         validate = cls.__init__
 
-        def init(self: Checked, **values: Any) -> None:
+        def init(self: Any, **values: Any) -> None:
             try:
                 validate(self, **values)
             except ValidationError as error:
                 raise _refusal(cls, _problems(error)[0], path) from None
 
-        cls.__init__ = init  # type: ignore[method-assign]
+        cls.__init__ = init
 
     def __post_init__(self) -> None:
         self._check()
@@ -198,9 +199,9 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
 
 
 @cache
-def _adapter(cls: type[T]) -> TypeAdapter[tuple[T]]:
+def _adapter(cls: type) -> TypeAdapter[tuple[Any]]:
     """Validate a tuple of one `cls`: pydantic gives a dataclass of the standard library no config of its own."""
-    return TypeAdapter(tuple[cls], config=_STRICT)
+    return TypeAdapter(types.GenericAlias(tuple, (cls,)), config=_STRICT)
 
 
 def to_mapping(config: Any) -> dict[str, Any]:

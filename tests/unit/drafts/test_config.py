@@ -37,7 +37,7 @@ Draft = partial(DraftConfig, aux_hidden_state_layer_ids=(0, 1, 2))
         ),
         (
             {"aux_hidden_state_layer_ids": (2, 1, 3)},
-            "draft.aux_hidden_state_layer_ids must rise from 0, got (2, 1, 3)",
+            "draft.aux_hidden_state_layer_ids must rise, got (2, 1, 3)",
         ),
         (
             {"aux_hidden_state_layer_ids": (-1, 1, 2)},
