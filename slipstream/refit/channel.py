@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.config import require
 from slipstream.refit.config import Channel, EngineState, RefitConfig
@@ -24,8 +24,6 @@ from slipstream.refit.fingerprint import Turn
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-    from slipstream.refit.stream import EngineControl
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +122,36 @@ class Exported:
     policy_version: int
     policy: Snapshot | None = None
     draft: Snapshot | None = None
+
+
+class EngineControl(Protocol):
+    """Calls of a sender to all engines at once: the four calls of vLLM's `VLLMWeightSyncClient`, and two more.
+
+    Each call returns when all engines have answered. A call raises an error that names the engines which failed, died,
+    or missed the deadline.
+    """
+
+    num_workers: int  # receiving processes: the tensor-parallel ranks of all engines
+
+    def aim(self, *, is_draft: bool) -> None:
+        """Choose the model, policy or draft, that the next updates replace."""
+        ...
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Join the channel; `rank_offset` in `init_info` is the first engine's."""
+        ...
+
+    def start_weight_update(self) -> None:
+        """Begin an update of the chosen model."""
+        ...
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Load a part of the weights; with a broadcast, wait for its end."""
+        ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """End the update."""
+        ...
 
 
 class WeightChannel(Protocol):

@@ -24,14 +24,14 @@ from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
 import xxhash
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, Work
 
-from slipstream.refit.channel import NUM_SNAPSHOTS, Snapshot, require_space
+from slipstream.refit.channel import NUM_SNAPSHOTS, EngineControl, Snapshot, require_space
 from slipstream.refit.config import Channel, ChannelBrokeError, RefitConfig
 from slipstream.storage import SAFETENSORS_DTYPES, safetensors_header
 from slipstream.types import Dtype
@@ -263,36 +263,6 @@ def bytes_digest(parts: Iterable[Tensor]) -> str:
     for part in parts:
         digest.update(part.numpy().data)
     return digest.hexdigest()
-
-
-class EngineControl(Protocol):
-    """Calls of a sender to all engines at once: the four calls of vLLM's `VLLMWeightSyncClient`, and two more.
-
-    Each call returns when all engines have answered. A call raises an error that names the engines which failed, died,
-    or missed the deadline.
-    """
-
-    num_workers: int  # receiving processes: the tensor-parallel ranks of all engines
-
-    def aim(self, *, is_draft: bool) -> None:
-        """Choose the model, policy or draft, that the next updates replace."""
-        ...
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Join the channel; `rank_offset` in `init_info` is the first engine's."""
-        ...
-
-    def start_weight_update(self) -> None:
-        """Begin an update of the chosen model."""
-        ...
-
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Load a part of the weights; with a broadcast, wait for its end."""
-        ...
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End the update."""
-        ...
 
 
 class Sender:

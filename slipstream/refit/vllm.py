@@ -18,8 +18,9 @@ from vllm.distributed.weight_transfer.base import WeightSource as VllmWeightSour
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
+from slipstream.refit.channel import EngineControl
 from slipstream.refit.config import RefitConfig
-from slipstream.refit.stream import EngineControl, Sender, WeightSource, whole_tensors_bucket
+from slipstream.refit.stream import Sender, WeightSource, whole_tensors_bucket
 
 
 class SourceForVllm(VllmWeightSource):

@@ -215,7 +215,7 @@ def started(workers: Sequence[Worker], deadline: Deadline) -> list[Worker]:
 
 
 class RayEngineControl:
-    """`EngineControl` of `slipstream.refit.stream` over Ray: a sender's calls go to all engines of the run.
+    """`EngineControl` of `slipstream.refit.channel` over Ray: a sender's calls go to all engines of the run.
 
     The driver makes the object and sends it to the learner's rank 0, which makes the calls.
     """

@@ -26,7 +26,7 @@ from slipstream.grpo.config import OptimizerConfig
 from slipstream.imports import uncollected
 from slipstream.learner.config import LearnerConfig, ScratchConfig
 from slipstream.ragged import Ragged
-from slipstream.refit.channel import Location, Snapshot, here
+from slipstream.refit.channel import EngineControl, Location, Snapshot, here
 from slipstream.refit.fingerprint import Turn, WeightPart, held_whole, part_fingerprints
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.cores import CoreShare, CoreSlot, num_cores
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from slipstream.learner.megatron import MegatronPolicy
     from slipstream.learner.rendezvous import Rendezvous
     from slipstream.refit.config import RefitConfig
-    from slipstream.refit.stream import EngineControl, Sender, SnapshotWriter, WeightSource
+    from slipstream.refit.stream import Sender, SnapshotWriter, WeightSource
 
 POLICY, DRAFT = "policy", "draft"  # the models whose weights are sent
 

@@ -26,7 +26,7 @@ from slipstream.grpo.update import part_of, part_of_batch
 from slipstream.learner.config import LearnerConfig, ParallelConfig, ScratchConfig
 from slipstream.learner.packing import plan_shards
 from slipstream.ragged import Ragged
-from slipstream.refit.channel import Location, Snapshot
+from slipstream.refit.channel import EngineControl, Location, Snapshot
 from slipstream.refit.fingerprint import Turn, weight_totals
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.calls import Crew, Deadline, Idle, Proxy, Worker, started
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from slipstream.grpo.update import Trained, Update
     from slipstream.refit.config import RefitConfig
-    from slipstream.refit.stream import EngineControl
 
 Sequences = Sequence[Sequence[int]]
 T = TypeVar("T")
