@@ -12,7 +12,7 @@ def uncollected() -> Iterator[None]:
     """Disable garbage collection within the block, and exempt what it imported from later collections.
 
     An import of thousands of modules makes almost no garbage, but triggers collections that scan all of them: a fifth
-    of vLLM's import time (docs/log.md).
+    of vLLM's import time (research/log.md).
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -1,7 +1,7 @@
 """Training of an EAGLE-3 draft on detached hidden states, before RL or beside the policy.
 
 The optimizer is AdamW, or Muon for the layer's matrices and AdamW for the rest. Muon needs fewer tokens to learn, and
-training beside the policy has few (docs/log.md).
+training beside the policy has few (research/log.md).
 
 The loss compares draft and policy a few tokens at a time, and never holds the logits of all tokens. Let p be the
 policy's distribution of a token and q the draft's, both softmax(logits / temperature) over the draft's vocabulary.

@@ -1,7 +1,7 @@
 """Megatron's gradient buffers and optimizer around a model, Muon for many small matrices, and the memory of both.
 
 Muon orthogonalizes all matrices of one shape together. `torch.optim.Muon` does so one by one, which on a CPU takes more
-than twice as long for the same updates (docs/log.md).
+than twice as long for the same updates (research/log.md).
 
 Memory that only updates need is offloaded while other processes use the same device. Gradients are freed, because every
 update begins with zeros. The optimizer's float32 masters and moments move to host memory and come back bit for bit. The
@@ -34,7 +34,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as in Jor
 _EPS = 1e-7
 
 # The defaults are 0.95 and five. A short training learns faster with a lower momentum, and three iterations teach as
-# much as five (docs/log.md).
+# much as five (research/log.md).
 _MUON_MOMENTUM = 0.9
 _NUM_MUON_ITERATIONS = 3
 _PIECE_BYTES = 2**28  # torch rounds a block of pinned memory up to a power of two

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 MICROBATCH_COST = 300
-"""Fixed cost of a micro-batch in tokens, measured on two cores: docs/log.md."""
+"""Fixed cost of a micro-batch in tokens, measured on two cores: research/log.md."""
 
 UNPADDED_MICROBATCH_COST = 3000
 """Fixed cost of a micro-batch, in tokens, where the layers skip padding, so that padding costs almost nothing."""
 
 _RECTANGLE_COST = 40_000
-"""Fixed cost of an attention rectangle in scores, measured with the tiny recipe: docs/log.md."""
+"""Fixed cost of an attention rectangle in scores, measured with the tiny recipe: research/log.md."""
 
 
 def plan_microbatches(

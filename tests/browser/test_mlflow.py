@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.report.comparison import comparison_table
+from slipstream.report.comparison import comparison_table, render_comparison
 from slipstream.tracking.executions import open_store, read_executions
 from slipstream.tracking.mlflow_store import view_addresses
 from slipstream.types import Arm

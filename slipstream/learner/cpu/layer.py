@@ -2,7 +2,7 @@
 
 On a CPU the time of a small layer depends more on the number of operations and on padding than on arithmetic. This
 layer takes fewer operations, keeps no graph inside, and computes real tokens only. The parameters keep Megatron's
-names, so that blocks, schedules and optimizer work unchanged; docs/log.md has the measurements.
+names, so that blocks, schedules and optimizer work unchanged; research/log.md has the measurements.
 
 Legend: `S` tokens, `B` sequences, `N` real tokens of them all, `H` hidden size, `G` query groups (key-value heads), `R`
 query heads a group, `D` head dim, `F` width of the MLP.
