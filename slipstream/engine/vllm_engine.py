@@ -22,7 +22,7 @@ from slipstream.engine.acceptance import AcceptanceCounters, acceptance_between
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import Portion, Trace, WeightFiles
 from slipstream.engine.requests import GroupRequest, group_requests
-from slipstream.engine.vllm_groups import CacheMemory, Drafting, Drawn, GroupsUnderWay, group_of, trace_of
+from slipstream.engine.vllm_groups import CacheMemory, Drafting, FinishedRollout, GroupsUnderWay, group_of, trace_of
 from slipstream.grpo.loop_config import KvCache
 from slipstream.imports import uncollected
 from slipstream.records.steps import ScheduleEntry
@@ -275,7 +275,7 @@ class VllmEngine:
             self._start(requests, sampling)
         with self._at_work():
             while not self._groups.is_empty():
-                done += [(request.index, group_of(request, drawn)) for request, drawn in self._groups.step()]
+                done += [(request.index, group_of(request, finished)) for request, finished in self._groups.step()]
                 if is_over(done):
                     break
         ended_s = time.perf_counter()
@@ -348,7 +348,7 @@ class VllmEngine:
         """
         self._start_over()
         self._cache.wake()
-        found: dict[int, Sequence[Drawn]] = {}
+        found: dict[int, Sequence[FinishedRollout]] = {}
         try:
             self._start(group_requests(prompts, group_size=group_size, seed=seed), sampling)
             for step in itertools.count():
@@ -356,13 +356,13 @@ class VllmEngine:
                     break
                 if refits and step % steps_between == 0:
                     self.refit(**asdict(refits[step // steps_between % len(refits)]))
-                found.update((request.index, drawn) for request, drawn in self._groups.step())
+                found.update((request.index, finished) for request, finished in self._groups.step())
             if refits:
                 self.refit(**asdict(refits[-1]))
         except BaseException:
             self._groups.drop()  # the next call would return them
             raise
-        return [trace_of(prompts[index], drawn) for index in range(len(prompts)) for drawn in found[index]]
+        return [trace_of(prompts[index], finished) for index in range(len(prompts)) for finished in found[index]]
 
     def refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0

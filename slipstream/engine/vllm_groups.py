@@ -23,7 +23,7 @@ Versions = tuple[int, int | None]  # of policy and draft
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
+class FinishedRollout:
     """A finished rollout."""
 
     output: Any  # vLLM's `RequestOutput`
@@ -35,11 +35,11 @@ class Drawn:
 class _Group:
     request: GroupRequest
     params: Callable[[int], Any]
-    drawn: dict[int, Drawn] = field(default_factory=dict)  # by sample
+    finished: dict[int, FinishedRollout] = field(default_factory=dict)  # by sample
 
     @property
     def is_done(self) -> bool:
-        return len(self.drawn) == len(self.request.seeds)
+        return len(self.finished) == len(self.request.seeds)
 
 
 @dataclass
@@ -125,12 +125,12 @@ class GroupsUnderWay:
         for rollout in self._rollouts.values():
             rollout.is_computed = False
 
-    def step(self) -> list[tuple[GroupRequest, Sequence[Drawn]]]:
+    def step(self) -> list[tuple[GroupRequest, Sequence[FinishedRollout]]]:
         """Run one step of the engine; returns the complete groups, with rollouts in the order of the seeds."""
         if not self._finished:
             self._step()
         done, self._finished = self._finished, []
-        return [(group.request, [group.drawn[i] for i in range(len(group.request.seeds))]) for group in done]
+        return [(group.request, [group.finished[i] for i in range(len(group.request.seeds))]) for group in done]
 
     def aside(self, prompts: Sequence[Any], params: Any) -> list[Any]:
         """Run these prompts beside the rollouts in flight; returns vLLM's outputs."""
@@ -194,7 +194,7 @@ class GroupsUnderWay:
             if not output.finished:
                 continue
             del self._rollouts[output.request_id]
-            rollout.group.drawn[rollout.sample] = Drawn(
+            rollout.group.finished[rollout.sample] = FinishedRollout(
                 output=output, window_lengths=tuple(rollout.window_lengths), versions=rollout.spans()
             )
             if rollout.group.is_done:
@@ -217,25 +217,25 @@ class GroupsUnderWay:
             )
 
 
-def group_of(request: GroupRequest, drawn: Sequence[Drawn]) -> RolloutGroup:
+def group_of(request: GroupRequest, finished: Sequence[FinishedRollout]) -> RolloutGroup:
     """Make the rollout group of a request."""
-    return RolloutGroup(prompt=request.prompt, rollouts=tuple(_rollout(each, request.prompt) for each in drawn))
+    return RolloutGroup(prompt=request.prompt, rollouts=tuple(_rollout(each, request.prompt) for each in finished))
 
 
-def trace_of(prompt: Prompt, drawn: Drawn) -> Trace:
+def trace_of(prompt: Prompt, finished: FinishedRollout) -> Trace:
     """Make the trace of a rollout."""
     return Trace(
         prompt_token_ids=prompt.token_ids,
-        token_ids=tuple(drawn.output.outputs[0].token_ids),
-        window_lengths=drawn.window_lengths,
-        policy_version=drawn.versions[0].policy_version,
-        draft_version=drawn.versions[0].draft_version,
-        versions=_if_several(drawn.versions),
+        token_ids=tuple(finished.output.outputs[0].token_ids),
+        window_lengths=finished.window_lengths,
+        policy_version=finished.versions[0].policy_version,
+        draft_version=finished.versions[0].draft_version,
+        versions=_if_several(finished.versions),
     )
 
 
-def _rollout(drawn: Drawn, prompt: Prompt) -> Rollout:
-    completion = drawn.output.outputs[0]
+def _rollout(finished: FinishedRollout, prompt: Prompt) -> Rollout:
+    completion = finished.output.outputs[0]
     logprobs = tuple(completion.logprobs.logprobs)
     assert len(logprobs) == len(completion.token_ids), "one logprob a token: the sampled one's"
     return Rollout(
@@ -243,9 +243,9 @@ def _rollout(drawn: Drawn, prompt: Prompt) -> Rollout:
         token_ids=tuple(completion.token_ids),
         rollout_logprobs=logprobs,
         finish_reason=FinishReason(completion.finish_reason),
-        policy_version=drawn.versions[0].policy_version,
-        draft_version=drawn.versions[0].draft_version,
-        versions=_if_several(drawn.versions),
+        policy_version=finished.versions[0].policy_version,
+        draft_version=finished.versions[0].draft_version,
+        versions=_if_several(finished.versions),
     )
 
 

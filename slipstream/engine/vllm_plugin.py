@@ -45,7 +45,7 @@ _EAGLE3 = "eagle3"  # vLLM's name
 
 def install() -> None:
     """Install the sampler fixes; repeated calls change nothing."""
-    llm_base_proposer.compute_probs_and_sample_next_token = draw_draft_tokens
+    llm_base_proposer.compute_probs_and_sample_next_token = sample_draft_tokens
     if current_platform.is_cpu():
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
@@ -67,7 +67,7 @@ def expand_batch_to_tokens(
     return torch.repeat_interleave(x, counts.long(), output_size=num_tokens)
 
 
-def draw_draft_tokens(
+def sample_draft_tokens(
     logits: torch.Tensor, sampling_metadata: SamplingMetadata, use_fp64_gumbel: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample a draft token for each request, from the request's own generator where it has a seed.
@@ -150,7 +150,7 @@ def broken_v2(device: torch.device) -> str:
     if scaled[:, 0].tolist() != [12.0, 6.0, 3.0]:
         return f"apply_temperature gave {scaled[:, 0].tolist()}: it loses sampling parameters"
     positions = torch.full((3,), 5, dtype=torch.int64, device=device)
-    drawn, drafted = (
+    sampled, drafted = (
         gumbel_sample(
             torch.zeros(3, _VOCABULARY, device=device),
             rows,
@@ -162,10 +162,10 @@ def broken_v2(device: torch.device) -> str:
         ).tolist()
         for is_drafting in (False, True)
     )
-    for tokens in (drawn, drafted):
+    for tokens in (sampled, drafted):
         if tokens[0] != tokens[1] or tokens[0] == tokens[2]:
             return f"seeds {seeds} draw {tokens}: noise must follow from the seed"
-    return f"drafts get the noise of the policy's draws: {drawn}" if drawn == drafted else ""
+    return f"drafts get the noise of the policy's draws: {sampled}" if sampled == drafted else ""
 
 
 def _two_seeded_of_three(device: torch.device) -> SamplingMetadata:

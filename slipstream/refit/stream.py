@@ -344,14 +344,7 @@ class GlooGroup:
 
     @classmethod
     def join(
-        cls,
-        *,
-        master_address: str,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-        timeout_s: float,
-        worker: int,
+        cls, *, master_address: str, master_port: int, rank_offset: int, world_size: int, timeout_s: float, worker: int
     ) -> GlooGroup:
         """Join as worker number `worker` of the engine whose first worker has rank `rank_offset`."""
         store = TCPStore(master_address, master_port, timeout=timedelta(seconds=timeout_s))

@@ -17,7 +17,7 @@ import ray
 
 from slipstream.drafts.methods import SCHEDULE
 from slipstream.engine.config import EngineConfig, SamplingConfig
-from slipstream.engine.protocol import GenerationResult, Portion, Trace, WeightFiles
+from slipstream.engine.protocol import GenerationResult, Portion, Trace
 from slipstream.engine.requests import GroupRequest, group_requests
 from slipstream.engine.vllm_engine import VllmEngine, engine_arguments, process_environment, without_gpu
 from slipstream.grpo.loop_config import KvCache
@@ -220,28 +220,9 @@ class RemoteEngine(Proxy):
         """Set the draft-length schedule of all engines."""
         self._crew.ask(self._of("draft_by"), lambda engine: engine.draft_by.remote(schedule))
 
-    def trace(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        sampling: SamplingConfig,
-        group_size: int,
-        seed: int,
-        refits: Sequence[WeightFiles] = (),
-        steps_between: int = 1,
-    ) -> list[Trace]:
-        """Trace rollouts on the first engine; all engines hold the same weights."""
-        return self._of_first(
-            "trace",
-            lambda engine: engine.trace.remote(
-                prompts,
-                sampling=sampling,
-                group_size=group_size,
-                seed=seed,
-                refits=refits,
-                steps_between=steps_between,
-            ),
-        )
+    def trace(self, prompts: Sequence[Prompt], **settings: Any) -> list[Trace]:
+        """Trace rollouts on the first engine with the arguments of `VllmEngine.trace`; all engines are alike."""
+        return self._of_first("trace", lambda engine: engine.trace.remote(prompts, **settings))
 
     def sleep(self) -> None:
         """Put all engines to sleep; an engine wakes when it generates."""
@@ -397,14 +378,18 @@ def start_engine(
         kv_cache: treatment of the rollouts' KV cache at a refit, for generation in flight; None for other generation.
     """
     is_in_flight = kv_cache is not None
-    key = _engine_key(policy, config, speculative_config, layout, is_in_flight=is_in_flight)
+    # The key holds all that a refit cannot change.
+    draft = draft_directory(speculative_config)
+    architectures = [(model / "config.json").read_text() for model in (policy, draft) if model is not None]
+    arguments = engine_arguments(config, is_in_flight=is_in_flight)
+    key = json.dumps([asdict(config), speculative_config, architectures, asdict(layout), arguments])
     engine = idle_engines.take(key)
     try:
         if engine is None:
             engine = _new_engine(policy, config, speculative_config, layout, is_in_flight=is_in_flight)
         else:
             engine.run_in_flight(None)
-            engine.refit(policy, policy_version=0, draft=draft_directory(speculative_config))
+            engine.refit(policy, policy_version=0, draft=draft)
             if speculative_config is not None and SCHEDULE in speculative_config:
                 # An earlier block may have changed the schedule.
                 entries = speculative_config[SCHEDULE]
@@ -468,19 +453,3 @@ def _new_engine(
         start=replacement,
         max_num_seqs=config.max_num_seqs,
     )
-
-
-def _engine_key(
-    policy: Path,
-    config: EngineConfig,
-    speculative_config: dict[str, Any] | None,
-    layout: Layout,
-    *,
-    is_in_flight: bool,
-) -> str:
-    """Key of all that a refit cannot change: engine settings, layout, and the architectures of policy and draft."""
-    draft = draft_directory(speculative_config)
-    models = [policy] if draft is None else [policy, draft]
-    architectures = [(model / "config.json").read_text() for model in models]
-    arguments = engine_arguments(config, is_in_flight=is_in_flight)
-    return json.dumps([asdict(config), speculative_config, architectures, asdict(layout), arguments])

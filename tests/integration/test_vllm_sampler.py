@@ -48,7 +48,7 @@ def test_the_installed_sampler_passes_its_own_check_and_vllms_drafts_do_not() ->
 
 def test_a_token_is_the_one_with_the_largest_probability_over_its_noise() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]])
-    tokens, probs = vllm_plugin.draw_draft_tokens(logits.clone(), metadata(seeded(5, 6), [1.0, 2.0]))
+    tokens, probs = vllm_plugin.sample_draft_tokens(logits.clone(), metadata(seeded(5, 6), [1.0, 2.0]))
     for row, (seed, temperature) in enumerate(((5, 1.0), (6, 2.0))):
         expected = torch.softmax(logits[row] / temperature, dim=-1)
         noise = torch.empty(3).exponential_(generator=torch.Generator().manual_seed(seed))
@@ -59,15 +59,15 @@ def test_a_token_is_the_one_with_the_largest_probability_over_its_noise() -> Non
 def test_a_requests_drafts_do_not_depend_on_its_batch_or_on_the_process() -> None:
     logits = torch.randn(3, 64)
     torch.manual_seed(0)
-    together, _ = vllm_plugin.draw_draft_tokens(logits.clone(), metadata(seeded(1, 2, 3), [1.0] * 3))
+    together, _ = vllm_plugin.sample_draft_tokens(logits.clone(), metadata(seeded(1, 2, 3), [1.0] * 3))
     torch.manual_seed(1)
-    alone, _ = vllm_plugin.draw_draft_tokens(logits[2:].clone(), metadata(seeded(3), [1.0]))
+    alone, _ = vllm_plugin.sample_draft_tokens(logits[2:].clone(), metadata(seeded(3), [1.0]))
     assert int(together[2]) == int(alone[0])
 
 
 def test_a_request_without_a_seed_moves_no_generator() -> None:
     generators = seeded(1)
-    vllm_plugin.draw_draft_tokens(torch.zeros(2, 64), metadata(generators, [1.0, 1.0]))
+    vllm_plugin.sample_draft_tokens(torch.zeros(2, 64), metadata(generators, [1.0, 1.0]))
     by_hand = torch.Generator().manual_seed(1)
     torch.empty(64).exponential_(generator=by_hand)
     assert torch.equal(generators[0].get_state(), by_hand.get_state())
@@ -75,9 +75,9 @@ def test_a_request_without_a_seed_moves_no_generator() -> None:
 
 def test_greedy_requests_take_the_likeliest_token() -> None:
     logits = torch.tensor([[0.0, 4.0, 1.0], [0.0, 1.0, 4.0]])
-    tokens, _ = vllm_plugin.draw_draft_tokens(logits.clone(), metadata({}, [0.0, 0.0]))
+    tokens, _ = vllm_plugin.sample_draft_tokens(logits.clone(), metadata({}, [0.0, 0.0]))
     assert tokens.tolist() == [1, 2]
-    tokens, probs = vllm_plugin.draw_draft_tokens(logits.clone(), metadata({1: seeded(3)[0]}, [0.0, 1.0]))
+    tokens, probs = vllm_plugin.sample_draft_tokens(logits.clone(), metadata({1: seeded(3)[0]}, [0.0, 1.0]))
     assert int(tokens[0]) == 1
     assert torch.allclose(probs[0], torch.softmax(logits[0], dim=-1))
 
@@ -86,9 +86,9 @@ def test_drafts_follow_the_drafts_probabilities() -> None:
     """20,000 requests of one draw each, and one request of 20,000 draws, against the exact probabilities."""
     logits = torch.tensor([1.0, 0.0, -1.0, 0.5, 2.0])
     num, exact = 20_000, torch.softmax(logits.double() / 0.7, dim=-1).numpy()
-    many, _ = vllm_plugin.draw_draft_tokens(logits.repeat(num, 1), metadata(seeded(*range(num)), [0.7] * num))
+    many, _ = vllm_plugin.sample_draft_tokens(logits.repeat(num, 1), metadata(seeded(*range(num)), [0.7] * num))
     one = metadata(seeded(9), [0.7])
-    along = [int(vllm_plugin.draw_draft_tokens(logits[None].clone(), one)[0]) for _ in range(num)]
+    along = [int(vllm_plugin.sample_draft_tokens(logits[None].clone(), one)[0]) for _ in range(num)]
     for drawn in (many.numpy(), np.asarray(along)):
         assert stats.chisquare(np.bincount(drawn, minlength=5), exact * num).pvalue > 1e-3
 

@@ -345,7 +345,7 @@ def test_passes_and_losses_are_those_of_speculators(policy: Path, states: States
     grads = [parameter.grad.clone() for parameter in trainer._trained]
     trainer._optimizer.zero_grad()
     settings._attn_implementation = ATTENTION
-    assert float(trainer._backward(row, trainer._judging(1.0), 1.0)) == pytest.approx(expected.item(), rel=1e-6)
+    assert float(trainer._backward(row, 1.0, 1.0)) == pytest.approx(expected.item(), rel=1e-6)
     for parameter, grad in zip(trainer._trained, grads, strict=True):
         assert (parameter.grad - grad).norm() <= 1e-5 * grad.norm()
 
@@ -357,7 +357,7 @@ def test_chunks_change_neither_loss_nor_gradient_nor_acceptance(
 ) -> None:
     (row,) = rows_of(CHATS, PROMPTS, states, max_tokens=64)
     whole, parts = (DraftTrainer(policy, replace(CONFIG, loss=loss, loss_chunk_tokens=n)) for n in (1024, chunk))
-    losses = [float(trainer._backward(row, trainer._judging(0.7), 1.0)) for trainer in (whole, parts)]
+    losses = [float(trainer._backward(row, 0.7, 1.0)) for trainer in (whole, parts)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     for one, other in zip(whole._trained, parts._trained, strict=True):
         assert (other.grad - one.grad).norm() <= 1e-6 * one.grad.norm()

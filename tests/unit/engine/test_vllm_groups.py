@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.engine.requests import GroupRequest
-from slipstream.engine.vllm_groups import CacheMemory, Drafting, Drawn, GroupsUnderWay
+from slipstream.engine.vllm_groups import CacheMemory, Drafting, FinishedRollout, GroupsUnderWay
 from slipstream.records.steps import ScheduleEntry
 from slipstream.types import Prompt
 
@@ -64,8 +64,8 @@ def test_a_group_comes_out_whole_in_the_order_of_its_seeds() -> None:
     groups = under_way(engine, request(0, 1, 2), request(1, 1, 2))
     assert groups.step() == []
     second, first = groups.step(), groups.step()
-    assert [(done.index, [each.output.number for each in drawn]) for done, drawn in second] == [(1, [2, 3])]
-    assert [(done.index, [each.output.number for each in drawn]) for done, drawn in first] == [(0, [0, 1])]
+    assert [(done.index, [each.output.number for each in finished]) for done, finished in second] == [(1, [2, 3])]
+    assert [(done.index, [each.output.number for each in finished]) for done, finished in first] == [(0, [0, 1])]
     assert groups.is_empty()
 
 
@@ -158,8 +158,8 @@ def test_a_step_in_which_another_rollout_got_its_first_token_is_left_out(steps: 
     assert [(time.num_running, time.num_tokens) for time in groups.take_running()] == [(2, 2)]
 
 
-def spans(drawn: Drawn) -> list[tuple[int, int | None, int]]:
-    return [(span.policy_version, span.draft_version, span.num_tokens) for span in drawn.versions]
+def spans(finished: FinishedRollout) -> list[tuple[int, int | None, int]]:
+    return [(span.policy_version, span.draft_version, span.num_tokens) for span in finished.versions]
 
 
 def test_tokens_carry_the_versions_that_drew_them_and_the_windows_that_they_came_in() -> None:
@@ -172,7 +172,7 @@ def test_tokens_carry_the_versions_that_drew_them_and_the_windows_that_they_came
     groups.adopt((2, 12))
     groups.step()
     groups.adopt((3, 13))
-    groups.adopt((4, 14))  # none was drawn under 3
+    groups.adopt((4, 14))  # none was sampled under 3
     groups.step()
     ((_, (first, second)),) = groups.step()
     assert spans(first) == [(1, 11, 1), (2, 12, 2), (4, 14, 1)]
