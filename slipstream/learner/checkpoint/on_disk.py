@@ -48,7 +48,7 @@ from slipstream.storage import (
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
 _BLOCK_BYTES = 16 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_TIMEOUT = timedelta(minutes=30)  # the slowest rank's disk may take this much longer than the fastest's
+_TIMEOUT = timedelta(minutes=30)  # the slowest rank may finish writing this much later than the fastest
 _FORMAT = 1
 _TOKEN = "token"
 _POLL_S = 0.05
@@ -132,7 +132,7 @@ def on_all(ranks: LearnerRanks, work: Callable[[], Any], *, error: type[Exceptio
     problem, value, cause = None, None, None
     try:
         value = work()
-    except Exception as caught:  # noqa: BLE001  # whatever it is, the other ranks wait to hear of it; raised below
+    except Exception as caught:  # noqa: BLE001  # the other ranks wait for this report; raised below
         cause = caught
         where = f"rank {ranks.rank} on host {this_host()}: " if ranks.size > 1 else ""
         problem = where + (str(caught) if isinstance(caught, error) else f"{type(caught).__name__}: {caught}")
@@ -334,7 +334,7 @@ def open_checkpoint(ranks: LearnerRanks, path: Path) -> tuple[Reader, dict[str, 
         CheckpointStorageError: the ranks do not see the same checkpoint.
     """
     _require_same_storage(ranks, path)
-    directory = _existing(path)  # all ranks see the same, so all of them raise or none
+    directory = _existing(path)  # every rank sees the same checkpoint, so all of them raise or none
 
     def verified() -> dict[str, Sum]:
         sums = _manifest(directory)
@@ -397,7 +397,7 @@ def _require_same_storage(ranks: LearnerRanks, path: Path) -> None:
 
 
 def _fingerprint(path: Path) -> str:
-    """A text that tells checkpoints apart; empty without one."""
+    """Digest of the manifest, which tells checkpoints apart; empty without a checkpoint."""
     try:
         manifest = _existing(path) / MANIFEST
     except FileNotFoundError:
