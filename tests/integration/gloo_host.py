@@ -1,4 +1,4 @@
-"""The sender of `test_gloo_hosts.py`, or a receiver; files bring them together, as Ray does elsewhere."""
+"""One process of `test_gloo_hosts.py`: the sender, or a receiver; they find each other through files, as over Ray."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def weights() -> Any:
 
 
 class FileControl:
-    """`EngineControl` by files, which all receivers read alike."""
+    """`EngineControl` by files: what is sent to whom does not matter here, all receivers do the same."""
 
     num_workers = NUM_RECEIVERS
 
@@ -35,22 +35,22 @@ class FileControl:
         """There is one model."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Write the address for the receivers."""
+        """Write it where they look."""
         write(self._directory / "init", init_info)
 
     def start_weight_update(self) -> None:
         """Nothing to prepare."""
 
     def update_weights(self, update_info: Any) -> None:
-        """Write the announcement for the receivers."""
+        """Write it where they look."""
         write(self._directory / "update", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """The receivers know when an update ends."""
+        """They know."""
 
 
 def write(path: Path, values: Any) -> None:
-    """Write a file that readers see whole or not at all."""
+    """Whole or not at all."""
     path.with_suffix(".part").write_text(json.dumps(values))
     path.with_suffix(".part").rename(path)
 
@@ -64,7 +64,7 @@ def read(path: Path) -> Any:
 
 
 def send(directory: Path, address: str) -> str:
-    """Send once, and once more after the line was cut; return the digest or the error."""
+    """Send once, and once more if the test asks for it; returns the digest or the error."""
     settings = RefitConfig(channel=Channel.GLOO, bucket_mib=1.0, timeout_s=TIMEOUT_S)
     sender = GlooSender(settings, engines=FileControl(directory), address=address)
     source = WeightSource(weights, model="policy")
@@ -80,7 +80,7 @@ def send(directory: Path, address: str) -> str:
 
 
 def take(directory: Path, worker: int) -> str:
-    """Receive once, write whether the tensors are right, and return the digest."""
+    """Receive once; returns the digest and whether the tensors are right."""
     group = GlooGroup.join(GlooInit(**read(directory / "init")), worker=worker)
     received: dict[str, torch.Tensor] = {}
     update = GlooUpdate.of(read(directory / "update"))

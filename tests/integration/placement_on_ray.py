@@ -96,7 +96,7 @@ def refused(reserve: Any) -> dict[str, Any]:
 
 
 def start_error(start: Callable[..., Any], where: Layout) -> str:
-    """Start a learner or engines on GPUs that do not exist; return the error."""
+    """What ends the start of learner or engines that are to have GPUs, where there are none."""
     try:
         with start(LearnerConfig(parallel=where.parallel, num_threads=1), layout=where):
             return "started"
@@ -115,7 +115,7 @@ def engine_of(_: LearnerConfig, *, layout: Layout) -> Any:
 
 
 def lost_node(cluster: Cluster) -> dict[str, Any]:
-    """Remove one of the two nodes of a reservation, with a third to spare; return where its actors are then."""
+    """What becomes of a reservation of two nodes of which one is lost, with a third to spare."""
     pair = layout(per_node=2)
     here: Any = ray.remote(Here)
 

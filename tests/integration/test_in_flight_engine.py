@@ -118,7 +118,7 @@ def _in_flight(engine: RemoteEngine, models: dict[str, Path], kv_cache: KvCache)
 
 
 def _differences(groups: Sequence[RolloutGroup], models: dict[str, Path]) -> list[np.ndarray]:
-    """Engine's logprob of each token of each rollout, less that of the policy version that the token carries."""
+    """Of each rollout, the engine's logprob of each token less that of the policy version that the token carries."""
     import torch
     from transformers import Qwen3ForCausalLM
 

@@ -25,16 +25,15 @@ from slipstream.grpo.config import GrpoConfig, OptimizerConfig
 from slipstream.learner import numerics
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import LearnerConfig, Recompute
-from slipstream.records.steps import RefitCheck, StepRecord
+from slipstream.records.steps import AcceptanceStats, RefitCheck, StepRecord
 from slipstream.refit.fingerprint import ALL, Turn, file_fingerprints, weight_totals
 from slipstream.rewards.verifier import RewardResult
 from slipstream.train.checkpoints import Checkpoints
 from slipstream.train.loop import Draft, SyncLoop, TrainedDraft
-from slipstream.types import Arm, Dtype, Prompt, Rollout, RolloutGroup
+from slipstream.types import Arm, Dtype, FinishReason, Prompt, Rollout, RolloutGroup
 from slipstream.workers import cores
 from slipstream.workers.learner_process import LearnerProcess
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
-from tests.unit.sampled import accepted, rollout
 from tests.unit.train.world import BareLearner
 
 ALWAYS = replace(CONFIG, online=DraftOnline.ALWAYS, online_learning_rate=1e-2, tokens_per_step=40)
@@ -46,7 +45,15 @@ GRPO = GrpoConfig(
     optimizer=OptimizerConfig(learning_rate=1e-2, clip_grad=0.01),  # clips: a shared norm would show
 )
 LEARNER = LearnerConfig(max_tokens_per_microbatch=32)
-ACCEPTED = accepted(100, 80, 50, 20)
+ACCEPTED = AcceptanceStats(
+    num_drafts=100,
+    num_draft_tokens=300,
+    num_accepted_tokens=150,
+    accepted_by_position=(80, 50, 20),
+    mean_acceptance_length=2.5,
+    acceptance_rate=0.5,
+    rate_by_position=(0.8, 0.5, 0.2),
+)
 
 
 class DrawnRollouts:
@@ -65,12 +72,20 @@ class DrawnRollouts:
         random = np.random.default_rng(seed)
         version, draft_version = self.versions[-1]
 
-        def answer(prompt: Prompt) -> Rollout:
+        def rollout(prompt: Prompt) -> Rollout:
             tokens = (*random.integers(5, 16, size=random.integers(3, 9)).tolist(), 3)
-            return rollout(tokens, -2.0, prompt_id=prompt.id, policy_version=version, draft_version=draft_version)
+            return Rollout(
+                prompt_id=prompt.id,
+                token_ids=tokens,
+                rollout_logprobs=(-2.0,) * len(tokens),
+                finish_reason=FinishReason.STOP,
+                policy_version=version,
+                draft_version=draft_version,
+            )
 
         groups = tuple(
-            RolloutGroup(prompt=prompt, rollouts=tuple(answer(prompt) for _ in range(group_size))) for prompt in prompts
+            RolloutGroup(prompt=prompt, rollouts=tuple(rollout(prompt) for _ in range(group_size)))
+            for prompt in prompts
         )
         return GenerationResult(groups=groups, acceptance=ACCEPTED, generation_s=1000.0)
 

@@ -21,7 +21,7 @@ from slipstream.grpo.correction import corrected
 from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained
 from slipstream.recipe import Recipe
-from slipstream.records.steps import DraftUpdate, TrainStats
+from slipstream.records.steps import AcceptanceStats, DraftUpdate, TrainStats
 from slipstream.refit.channel import Location, here
 from slipstream.refit.config import EngineState
 from slipstream.refit.fingerprint import Turn
@@ -35,7 +35,6 @@ from slipstream.types import Arm, Prompt
 from slipstream.workers.calls import LostWorkerError, Worker
 from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, rollout_groups
 from tests.unit.recipe_fields.policy import megatron_optimizer
-from tests.unit.sampled import accepted
 from tests.unit.train.world import Delays, FlightWorld, in_flight
 
 
@@ -288,7 +287,15 @@ def reward_workers(recipe: Recipe, tools: Tools) -> object:
     return trained(recipe, tools)[3]
 
 
-ACCEPTED = accepted(10**6, 750_000)
+ACCEPTED = AcceptanceStats(
+    num_drafts=10**6,
+    num_draft_tokens=10**6,
+    num_accepted_tokens=750_000,
+    accepted_by_position=(750_000,),
+    mean_acceptance_length=1.75,
+    acceptance_rate=0.75,
+    rate_by_position=(0.75,),
+)
 
 
 class DraftingEngine(NotedEngine):

@@ -17,7 +17,7 @@ from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig, RecomputeLogprobs
 from slipstream.grpo.update import Trained, Update
-from slipstream.records.steps import Mismatch, RefitCheck, StepRecord, TrainStats
+from slipstream.records.steps import AcceptanceStats, Mismatch, RefitCheck, StepRecord, TrainStats
 from slipstream.refit.channel import Delivery, Exported
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import ALL, Turn
@@ -28,7 +28,7 @@ from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.loop import Draft, Gate, SyncLoop, TrainedDraft
 from slipstream.train.metrics import StageClock
 from slipstream.types import Arm, Prompt, Rollout, RolloutGroup, StageTimes, TrainBatch
-from tests.unit.sampled import accepted, rollout
+from tests.unit import sampled
 from tests.unit.train.world import BareLearner
 
 PROMPTS = tuple(Prompt(id=str(i), text=str(i), token_ids=(1, i), answer="7") for i in range(4))
@@ -70,7 +70,7 @@ class NotingEngine:
             )
             for prompt in prompts
         )
-        acceptance = None if self.draft_version is None else accepted(10, 24, 0, 0)
+        acceptance = None if self.draft_version is None else accepted(24)
         return GenerationResult(groups=groups, acceptance=acceptance, generation_s=0.0)
 
     def take(self, version: int) -> list[EngineState]:
@@ -169,7 +169,12 @@ class NotingChannel:
 
 def _rollout(prompt: Prompt, version: int, draft_version: int | None) -> Rollout:
     how = {"policy_version": version, "draft_version": draft_version}
-    return rollout((7, 2), (-0.5, -0.25), prompt_id=prompt.id, is_cut=prompt.id == "3", **how)
+    return sampled.rollout((7, 2), (-0.5, -0.25), prompt_id=prompt.id, is_cut=prompt.id == "3", **how)
+
+
+def accepted(num_accepted: int) -> AcceptanceStats:
+    """Acceptance of 10 drafts of 3 tokens."""
+    return sampled.accepted(10, num_accepted, 0, 0)
 
 
 def run(
@@ -283,7 +288,7 @@ def test_a_steps_record_says_what_happened_in_it() -> None:
     assert first.train == TrainStats(
         loss=0.1, grad_norm=1.0, kl=0.2, clip_fraction=0.3, num_tokens=8, learning_rate=1e-4
     )
-    assert (first.acceptance, first.draft_version) == (accepted(10, 24, 0, 0), 4)
+    assert (first.acceptance, first.draft_version) == (accepted(24), 4)
     assert (first.refit.num_tensors, first.refit.probe_difference) == (1, None)
     # Rollout minus trainer logprob is 0 and 0.25, their ratio 1 and exp(-0.25) = 0.78, which is under the band's 0.9.
     assert isinstance(gap, Mismatch)
@@ -406,7 +411,7 @@ def test_a_resumed_loop_sees_the_prompts_and_seeds_of_an_uninterrupted_one() -> 
 def test_acceptance_that_collapses_stops_the_run_before_it_learns() -> None:
     learner = NotingLearner()
     with pytest.raises(RuntimeError, match=r"mean acceptance length must stay near .* at policy version 0\."):
-        run(NotingEngine(draft_version=0), learner, guard=AcceptanceGuard(accepted(10, 2800, 0, 0) for _ in range(8)))
+        run(NotingEngine(draft_version=0), learner, guard=AcceptanceGuard(accepted(2800) for _ in range(8)))
     assert learner.updates == []
 
 

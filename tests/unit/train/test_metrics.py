@@ -9,6 +9,7 @@ import pytest
 from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.update import Trained
 from slipstream.records.steps import (
+    AcceptanceStats,
     AutopilotStep,
     DraftDecision,
     DraftUpdate,
@@ -25,8 +26,7 @@ from slipstream.rewards.verifier import RewardResult
 from slipstream.tracking.config import check_metrics
 from slipstream.train.machine_use import Counters
 from slipstream.train.metrics import StageClock, metrics_of, step_line, step_record
-from slipstream.types import Prompt, Rollout, RolloutGroup, StageTimes
-from tests.unit.sampled import accepted, rollout
+from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, StageTimes
 
 STEP = StepRecord(
     step=6,
@@ -48,7 +48,15 @@ STEP = StepRecord(
     engine_idle_fraction=0.25,
     longest_response_tokens=7,
 )
-ACCEPTANCE = accepted(10, 8, 4)
+ACCEPTANCE = AcceptanceStats(
+    num_drafts=10,
+    num_draft_tokens=20,
+    num_accepted_tokens=12,
+    accepted_by_position=(8, 4),
+    mean_acceptance_length=2.2,
+    acceptance_rate=0.6,
+    rate_by_position=(0.8, 0.4),
+)
 DECISION = DraftDecision(
     trains=True,
     reason="it pays",
@@ -297,11 +305,20 @@ def test_time_that_was_measured_elsewhere_is_added_to_a_stage() -> None:
 def test_a_record_counts_over_all_groups_and_shows_what_the_autopilot_did() -> None:
     """Two groups of two rollouts of 1 to 4 tokens; the second group has one reward alone, so no signal."""
 
-    def of(prompt_id: str, num: int) -> Rollout:
-        return rollout((7,) * num, prompt_id=prompt_id, is_cut=num == 4, policy_version=10)
+    def rollout(prompt_id: str, num: int) -> Rollout:
+        return Rollout(
+            prompt_id=prompt_id,
+            token_ids=(7,) * num,
+            rollout_logprobs=(0.0,) * num,
+            finish_reason=FinishReason.LENGTH if num == 4 else FinishReason.STOP,
+            policy_version=10,
+            draft_version=None,
+        )
 
     groups = tuple(
-        RolloutGroup(prompt=Prompt(id=name, text="", token_ids=(1,), answer="7"), rollouts=(of(name, a), of(name, b)))
+        RolloutGroup(
+            prompt=Prompt(id=name, text="", token_ids=(1,), answer="7"), rollouts=(rollout(name, a), rollout(name, b))
+        )
         for name, (a, b) in {"0": (3, 4), "1": (2, 1)}.items()
     )
     record = step_record(
@@ -321,8 +338,15 @@ def test_a_record_counts_over_all_groups_and_shows_what_the_autopilot_did() -> N
 
 def test_one_rollout_is_enough_for_a_record() -> None:
     prompt = Prompt(id="0", text="0", token_ids=(1,), answer="7")
-    one = rollout((7, 2, 2), is_cut=True, policy_version=10, draft_version=4)
-    group = RolloutGroup(prompt=prompt, rollouts=(one,))
+    rollout = Rollout(
+        prompt_id="0",
+        token_ids=(7, 2, 2),
+        rollout_logprobs=(0.0, 0.0, 0.0),
+        finish_reason=FinishReason.LENGTH,
+        policy_version=10,
+        draft_version=4,
+    )
+    group = RolloutGroup(prompt=prompt, rollouts=(rollout,))
     record = step_record(
         6,
         STEP.times,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,9 +12,9 @@ from hypothesis import strategies as st
 
 from slipstream.engine.protocol import Portion, RunningTime
 from slipstream.engine.requests import GroupRequest, group_requests
-from slipstream.types import Prompt, RolloutGroup
+from slipstream.records.steps import AcceptanceStats
+from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 from slipstream.workers.scheduler import Call, Deal, Ledger, SeenLengths, deal, gather, joined, together
-from tests.unit.sampled import accepted, rollout
 
 
 def prompt(name: str, length: int = 4) -> Prompt:
@@ -24,7 +23,18 @@ def prompt(name: str, length: int = 4) -> Prompt:
 
 def group(prompt: Prompt, *lengths: int) -> RolloutGroup:
     return RolloutGroup(
-        prompt=prompt, rollouts=tuple(rollout((7,) * length, prompt_id=prompt.id) for length in lengths)
+        prompt=prompt,
+        rollouts=tuple(
+            Rollout(
+                prompt_id=prompt.id,
+                token_ids=(7,) * length,
+                rollout_logprobs=(0.0,) * length,
+                finish_reason=FinishReason.STOP,
+                policy_version=0,
+                draft_version=None,
+            )
+            for length in lengths
+        ),
     )
 
 
@@ -139,6 +149,19 @@ def requests_of(*seconds: int, group_size: int = 2) -> tuple[GroupRequest, ...]:
     return group_requests(prompts, group_size=group_size, seed=0)
 
 
+def accepted(drafts: int, num_accepted: int) -> AcceptanceStats:
+    """Of drafts of two tokens, all in the first place."""
+    return AcceptanceStats(
+        num_drafts=drafts,
+        num_draft_tokens=2 * drafts,
+        num_accepted_tokens=num_accepted,
+        accepted_by_position=(num_accepted, 0),
+        mean_acceptance_length=1 + num_accepted / drafts,
+        acceptance_rate=num_accepted / (2 * drafts),
+        rate_by_position=(num_accepted / drafts, 0.0),
+    )
+
+
 def test_without_a_queue_every_engine_gets_one_call_that_runs_to_its_end() -> None:
     engines = TimedEngines(num_engines=2, num_slots=8)
     requests = requests_of(5, 3, 2)
@@ -153,26 +176,38 @@ def test_without_a_queue_every_engine_gets_one_call_that_runs_to_its_end() -> No
     assert (result.generation_s, result.engine_idle_fraction) == (5.0, pytest.approx(0.2))
 
 
-@pytest.mark.parametrize(
-    ("seconds", "num_slots", "shares", "calls", "ends"),
-    [
-        # The second engine has done the 1 at second 1, takes the 2, is done at 3, takes the 3, and ends at 6.
-        ("4123", 2, (1, 2), [(0, "4", 2), (1, "1", 2), (1, "2", 2), (1, "3", None)], (6.0, 2 / 12)),
-        # The first returns at second 1 for the 3; the second at 2, to an empty queue, and goes on with the 8.
-        ("91823", 4, (2, 4), [(0, "91", 2), (1, "82", 2), (0, "3", None), (1, "", None)], (9.0, 1 / 18)),
-    ],
-)
-def test_an_engine_takes_from_the_queue_when_a_group_has_room_and_goes_on_when_it_is_empty(
-    seconds: str, num_slots: int, shares: tuple[int, int], calls: list[Any], ends: tuple[float, float]
-) -> None:
-    engines, requests = TimedEngines(num_engines=2, num_slots=num_slots), requests_of(*map(int, seconds))
-    first, second = shares
-    dealt = Deal(shares=(requests[:first], requests[first:second]), queue=requests[second:])
-    result = joined(requests, engines.generate(dealt))
-    assert [(engine, names(call.requests), call.room_for) for engine, call in engines.calls] == calls
+def test_an_engine_takes_from_the_queue_when_a_group_has_room() -> None:
+    engines = TimedEngines(num_engines=2, num_slots=2)
+    requests = requests_of(4, 1, 2, 3)
+    portions = engines.generate(Deal(shares=(requests[:1], requests[1:2]), queue=requests[2:]))
+    result = joined(requests, portions)
+    # The second engine has done the 1 at second 1, takes the 2, is done at 3, takes the 3, and ends at 6.
+    assert [(engine, [r.prompt.id for r in call.requests], call.room_for) for engine, call in engines.calls] == [
+        (0, ["4"], 2),
+        (1, ["1"], 2),
+        (1, ["2"], 2),
+        (1, ["3"], None),
+    ]
     assert [call.is_first for _, call in engines.calls] == [True, True, False, False]
-    assert "".join(each.prompt.id for each in result.groups) == seconds
-    assert (result.generation_s, result.engine_idle_fraction) == (ends[0], pytest.approx(ends[1]))
+    assert [each.prompt.id for each in result.groups] == ["4", "1", "2", "3"]
+    assert (result.generation_s, result.engine_idle_fraction) == (6.0, pytest.approx(2 / 12))
+
+
+def test_an_engine_that_returned_early_is_let_go_on_when_the_queue_is_empty() -> None:
+    engines = TimedEngines(num_engines=2, num_slots=4)
+    requests = requests_of(9, 1, 8, 2, 3)
+    portions = engines.generate(Deal(shares=(requests[:2], requests[2:4]), queue=requests[4:]))
+    # The first returns at second 1 for the 3; the second at 2, to an empty queue, with the 8 unfinished.
+    assert [(engine, [r.prompt.id for r in call.requests], call.room_for) for engine, call in engines.calls] == [
+        (0, ["9", "1"], 2),
+        (1, ["8", "2"], 2),
+        (0, ["3"], None),
+        (1, [], None),
+    ]
+    assert [call.is_first for _, call in engines.calls] == [True, True, False, False]
+    result = joined(requests, portions)
+    assert [each.prompt.id for each in result.groups] == ["9", "1", "8", "2", "3"]
+    assert (result.generation_s, result.engine_idle_fraction) == (9.0, pytest.approx(1 / 18))
 
 
 def test_engines_that_got_nothing_are_idle_all_the_time() -> None:
@@ -204,7 +239,7 @@ def test_the_time_is_that_of_the_engine_that_took_longest_from_its_first_call_to
 def test_acceptance_is_that_of_all_calls_together() -> None:
     def portion(index: int, drafts: int, num_accepted: int) -> Portion:
         groups = ((index, group(requests[index].prompt, 1, 1)),)
-        return Portion(groups=groups, acceptance=accepted(drafts, num_accepted, 0), started_s=0.0, ended_s=1.0)
+        return Portion(groups=groups, acceptance=accepted(drafts, num_accepted), started_s=0.0, ended_s=1.0)
 
     requests = requests_of(1, 2)
     acceptance = joined(requests, [[portion(0, 4, 1)], [portion(1, 6, 4)]]).acceptance
@@ -223,12 +258,12 @@ def test_engines_that_share_no_clock_did_together_what_each_did_in_their_mean_ti
     entries = [(index, group(requests[index].prompt, 1, 1)) for index in (0, 1)]
     one = Portion(groups=(entries[1],), acceptance=None, started_s=7.0, ended_s=10.0, running=tuple(steps[:1]))
     other = Portion(
-        groups=(entries[0],), acceptance=accepted(6, 4, 0), started_s=1.0, ended_s=2.0, running=tuple(steps[1:])
+        groups=(entries[0],), acceptance=accepted(6, 4), started_s=1.0, ended_s=2.0, running=tuple(steps[1:])
     )
 
     assert together([one, other], num_engines=2) == Portion(
         groups=(entries[1], entries[0]),
-        acceptance=accepted(6, 4, 0),
+        acceptance=accepted(6, 4),
         started_s=0.0,
         ended_s=2.0,
         running=(steps[1], RunningTime(num_running=2, num_steps=6, num_tokens=24, elapsed_s=0.75)),
