@@ -21,10 +21,7 @@ from slipstream.ragged import Ragged
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.learner_process import LearnerProcess
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 VOCAB = 8192
 SCRATCH = ScratchConfig(hidden_size=256, num_layers=4, num_attention_heads=4, head_dim=64, ffn_hidden_size=512)

@@ -13,13 +13,7 @@ from benchmarks import coverage as module
 from benchmarks.coverage import METHODS, Noise, coverage, grouped_coverage, proportion_coverage, read_noise
 
 QUIET = Noise(
-    own_sd=0.05,
-    own_correlation=0.0,
-    drift_sd=0.1,
-    drift_correlation=0.9,
-    work_sd=0.1,
-    slow_rate=0.05,
-    slow_size=1.0,
+    own_sd=0.05, own_correlation=0.0, drift_sd=0.1, drift_correlation=0.9, work_sd=0.1, slow_rate=0.05, slow_size=1.0
 )
 
 

@@ -159,8 +159,7 @@ def test_a_chat_of_another_type_gives_the_reason(chat: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "read"),
-    [(" 2 ", "2"), (2, "2"), (2.5, "2.5"), (None, ""), (True, ""), (["2"], ""), ({"a": 2}, "")],
+    ("answer", "read"), [(" 2 ", "2"), (2, "2"), (2.5, "2.5"), (None, ""), (True, ""), (["2"], ""), ({"a": 2}, "")]
 )
 def test_an_answer_is_text_or_a_number(answer: object, read: str) -> None:
     assert dapo(("user", "1+1=?"), answer=answer).answer == read

@@ -103,12 +103,7 @@ def test_a_resumed_run_goes_on_with_policy_and_layer_bit_for_bit(path: Path, tmp
         policy_version=0,
     )
     update = Update(
-        batch=batch,
-        trainer_logprobs=None,
-        ref_logprobs=None,
-        loss=LossConfig(),
-        temperature=0.8,
-        trains_draft=True,
+        batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=0.8, trains_draft=True
     )
     straight, resumed = _process(path, optimizer), _process(path, optimizer)
     for process in (straight, resumed):

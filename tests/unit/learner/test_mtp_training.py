@@ -151,9 +151,7 @@ def test_pretraining_learns_the_same_trunk_with_and_without_the_mtp_layers_loss(
     assert both.mtp_loss is not None and both.mtp_loss > 0
 
 
-def test_the_loss_is_the_divergence_from_the_policy_of_every_token_after_the_first_of_the_response(
-    path: Path,
-) -> None:
+def test_the_loss_is_the_divergence_from_the_policy_of_every_token_after_the_first_of_the_response(path: Path) -> None:
     policy = _load(path, dataclasses.replace(LEARNER, logprob_chunk_tokens=5))
     trainer = policy.start_mtp(OPTIMIZER)
     sequences, start = mimo.sequences(3), 3

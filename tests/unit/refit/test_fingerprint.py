@@ -258,10 +258,7 @@ def test_one_thread_computes_and_afterwards_there_are_as_many_as_before(fails: b
 def test_a_part_is_converted_as_the_engine_holds_it() -> None:
     blurred = MATRIX + 0.001
     found = part_fingerprints([held(blurred, part()), held(MATRIX[0], part("v", length=4))], {"m": "bfloat16"})
-    assert found == {
-        part(dtype="bfloat16"): whole(blurred.bfloat16()),
-        part("v", length=4): whole(MATRIX[0], "v"),
-    }
+    assert found == {part(dtype="bfloat16"): whole(blurred.bfloat16()), part("v", length=4): whole(MATRIX[0], "v")}
 
 
 def test_ranks_that_disagree_on_what_they_share_are_an_error() -> None:

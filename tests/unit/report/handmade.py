@@ -9,13 +9,7 @@ from pathlib import Path
 from slipstream.records.files import read_record
 from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.records.stages import SweepPoint, TuningRecord
-from slipstream.records.steps import (
-    AcceptanceStats,
-    ArmRecord,
-    EvaluationRecord,
-    ScheduleEntry,
-    StepRecord,
-)
+from slipstream.records.steps import AcceptanceStats, ArmRecord, EvaluationRecord, ScheduleEntry, StepRecord
 from slipstream.report.page import render_page
 from slipstream.report.reference import read_reference
 from slipstream.types import Arm, StageTimes

@@ -108,10 +108,7 @@ _GENERATION = (
 @pytest.mark.parametrize(
     ("arms", "text"),
     [
-        (
-            ASYNCHRONOUS.asynchronous,
-            f"{_GENERATION} to 0.50 s: at most about 2.00x can be had of it. {_MEASURED}",
-        ),
+        (ASYNCHRONOUS.asynchronous, f"{_GENERATION} to 0.50 s: at most about 2.00x can be had of it. {_MEASURED}"),
         (
             (ASYNCHRONOUS.asynchronous[0], replace(ASYNCHRONOUS.asynchronous[1], steps=_QUICKER)),
             f"{_GENERATION} to 0.50 s: at most about 2.00x can be had of it. {_MEASURED} Training "

@@ -396,10 +396,7 @@ def test_the_stage_writes_a_record_that_reads_back(
     write_record(demo_tuning, tmp_path / "tuning" / "tuning.json")
     context = RunContext(execution="demo", root=str(tmp_path), experiment="tiny", workload="rl_zero")
     directory = project_stage(
-        context,
-        DEMO,
-        tuning=tmp_path / "tuning",
-        arms=[tmp_path / "autoregressive", tmp_path / "speculative"],
+        context, DEMO, tuning=tmp_path / "tuning", arms=[tmp_path / "autoregressive", tmp_path / "speculative"]
     )
     assert directory == context.directory("project_speedup")
     record = read_record(ProjectionRecord, directory / "projection.json")

@@ -103,11 +103,7 @@ def test_what_variants_share_is_made_once_and_before_it_is_needed(grid: Grid) ->
 def test_a_variant_needs_the_policy_the_draft_and_the_baseline_of_its_own_seed() -> None:
     made = parts(variants_of(Grid(**{**ONE, "seeds": (0, 4)})))
     assert made[-1].name == "rl_zero-in_domain-eagle3-kl_div-k3-seed4"
-    assert made[-1].needs == (
-        "policy-rl_zero",
-        "draft-rl_zero-in_domain-eagle3-kl_div-seed4",
-        "baseline-rl_zero-seed4",
-    )
+    assert made[-1].needs == ("policy-rl_zero", "draft-rl_zero-in_domain-eagle3-kl_div-seed4", "baseline-rl_zero-seed4")
 
 
 def test_a_length_of_0_or_none_is_one_that_is_tuned() -> None:

@@ -243,11 +243,7 @@ CASES = {
     ),
     "train_grpo": Case(
         values={"arms": list(Arm), "loop": ArmLoop.ASYNCHRONOUS},
-        seen={
-            **_marks("policy", "data", "draft", "tuning"),
-            "others": (list(Arm),),
-            "loop": ArmLoop.ASYNCHRONOUS,
-        },
+        seen={**_marks("policy", "data", "draft", "tuning"), "others": (list(Arm),), "loop": ArmLoop.ASYNCHRONOUS},
         handed_on=("arm.json", _DELIVERED, "arm.json", _DELIVERED),
     ),
     "evaluate_aime": Case(

@@ -24,10 +24,7 @@ from slipstream.tracking.config import (
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"uri": ""},
-            "tracking.uri must name a server or be null, got ''; as http://HOST:PORT; null uses SQLite",
-        ),
+        ({"uri": ""}, "tracking.uri must name a server or be null, got ''; as http://HOST:PORT; null uses SQLite"),
         (
             {"uri": "mlflow.example.com:5000"},
             "tracking.uri must name a server or be null, got 'mlflow.example.com:5000'; as http://HOST:PORT; "
@@ -61,21 +58,14 @@ def test_without_a_server_the_store_is_sqlite_under_the_root(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "quoted"),
-    [
-        ("runs", "runs"),
-        ("a#b", "a#b"),
-        ("a b", "a b"),
-        ("überlauf", "überlauf"),
-    ],
+    ("name", "quoted"), [("runs", "runs"), ("a#b", "a#b"), ("a b", "a b"), ("überlauf", "überlauf")]
 )
 def test_the_address_of_a_file_is_its_path(name: str, quoted: str) -> None:
     _check_address(name, f"sqlite:////srv/{quoted}/mlflow.db")
 
 
 @pytest.mark.parametrize(
-    ("name", "quoted"),
-    [("feature%2Fx", "feature%252Fx"), ("100%", "100%25"), ("a?b=%3F", "a%3Fb=%253F")],
+    ("name", "quoted"), [("feature%2Fx", "feature%252Fx"), ("100%", "100%25"), ("a?b=%3F", "a%3Fb=%253F")]
 )
 def test_an_address_in_which_a_character_means_something_is_quoted(name: str, quoted: str) -> None:
     _check_address(name, f"sqlite+pysqlite:////srv/{quoted}/mlflow.db")

@@ -90,23 +90,11 @@ def step(
         # What is left of an export when the rollouts are there is exposed, and scores come after.
         ({"exported_s": 14.0, "generated_s": 11.0, "ended_s": 17.0, "engine": (5.0, 11.0)}, (3.0, 1.0, 3.0), 4.0),
         # A wait for rollouts is first one for the weights that the engines took before.
-        (
-            {"generated_s": 13.0, "ended_s": 13.0, "delivery": (5.0, 6.0), "engine": (6.0, 13.0)},
-            (1.0, 2.0, 0.0),
-            1.0,
-        ),
+        ({"generated_s": 13.0, "ended_s": 13.0, "delivery": (5.0, 6.0), "engine": (6.0, 13.0)}, (1.0, 2.0, 0.0), 1.0),
         # A wait that is shorter than the delivery is all publication.
-        (
-            {"generated_s": 10.5, "ended_s": 11.0, "delivery": (5.0, 9.0), "engine": (9.0, 10.5)},
-            (0.5, 0.0, 0.5),
-            4.0,
-        ),
+        ({"generated_s": 10.5, "ended_s": 11.0, "delivery": (5.0, 9.0), "engine": (9.0, 10.5)}, (0.5, 0.0, 0.5), 4.0),
         # A delivery after the rollouts held nothing up.
-        (
-            {"generated_s": 12.0, "ended_s": 14.0, "delivery": (12.0, 13.0), "engine": (5.0, 12.0)},
-            (0.0, 2.0, 2.0),
-            1.0,
-        ),
+        ({"generated_s": 12.0, "ended_s": 14.0, "delivery": (12.0, 13.0), "engine": (5.0, 12.0)}, (0.0, 2.0, 2.0), 1.0),
     ],
 )
 def test_a_wait_is_publication_generation_and_scores_one_after_the_other(
