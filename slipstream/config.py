@@ -201,7 +201,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
 @cache
 def _adapter(cls: type) -> TypeAdapter[tuple[Any]]:
     """Validate a tuple of one `cls`: pydantic gives a dataclass of the standard library no config of its own."""
-    return TypeAdapter(types.GenericAlias(tuple, (cls,)), config=_STRICT)
+    return TypeAdapter(typing.cast(Any, types.GenericAlias(tuple, (cls,))), config=_STRICT)
 
 
 def to_mapping(config: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import typing
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,9 +30,9 @@ def tracked_run(recipe: Recipe, tools: Tools) -> object:
             seen.append(wait_s)
 
     class Noting(tracker.Tracker):
-        def __init__(self, config: Any, header: Any, *, root: Path) -> None:
-            seen.append((header.experiment, header.tags))
-            super().__init__(config, header, root=root)
+        def __init__(self, config: Any, **given: Any) -> None:
+            super().__init__(config, **given)
+            seen.append((self._header.experiment, self._header.tags))
 
     tools.patch.setattr(tracker, "_ReplayThread", Thread)
     tools.patch.setattr(tracker, "import_mlflow", lambda: None)

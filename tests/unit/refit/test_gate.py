@@ -467,11 +467,12 @@ def test_probes_that_differ_stop_the_run(offset: float, shown: str) -> None:
     )
 
 
-def test_probes_on_the_bound_are_taken() -> None:
+def test_probes_on_the_bound_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.refit.gate.MAX_PROBE_DIFFERENCE", 0.5)
     engine = Engines()
     engine.hidden = LookupError("quantised")
     engine.offsets = (0.0, 0.5)  # a half is exact in binary
-    checked = gate(engine, probes=PROBES, config=RefitConfig(max_probe_difference=0.5))
+    checked = gate(engine, probes=PROBES)
     assert checked.refit(4).probe_difference == 0.5
 
 

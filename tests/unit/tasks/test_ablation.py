@@ -14,7 +14,7 @@ from slipstream.study.variants import Grid, Kind
 
 ROOT = Path(__file__).parents[3]
 UNTRACKED = {"uri": "http://127.0.0.1:9", "close_wait_s": 0.0}
-POLICY = PartRecord(is_finished=False, reason="ConfigError: no such model")
+POLICY = PartRecord(reason="ConfigError: no such model")
 
 
 def test_a_pod_makes_the_part_of_its_index_and_leaves_its_error(tmp_path: Path) -> None:

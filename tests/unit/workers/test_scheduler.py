@@ -34,7 +34,7 @@ def seen(**lengths: int) -> SeenLengths:
     return history
 
 
-def names(requests: tuple[GroupRequest, ...]) -> str:
+def names(requests: Sequence[GroupRequest]) -> str:
     return "".join(request.prompt.id for request in requests)
 
 
