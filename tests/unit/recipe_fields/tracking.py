@@ -31,8 +31,8 @@ def tracked_run(recipe: Recipe, tools: Tools) -> object:
 
     class Noting(tracker.Tracker):
         def __init__(self, config: Any, **given: Any) -> None:
+            seen.append((config.experiment or given["experiment"], given.get("tags")))
             super().__init__(config, **given)
-            seen.append((self._header.experiment, self._header.tags))
 
     tools.patch.setattr(tracker, "_ReplayThread", Thread)
     tools.patch.setattr(tracker, "import_mlflow", lambda: None)
