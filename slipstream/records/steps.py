@@ -79,7 +79,7 @@ class TrainStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftDecision:
-    """Decision about training the draft: it trains if `saved_s` is above `cost_s`, and `lost_s` has reached `cost_s`."""
+    """Decision to train the draft, if `saved_s` is above `cost_s` and `lost_s` has reached `cost_s`, or not to."""
 
     trains: bool
     reason: str

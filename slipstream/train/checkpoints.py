@@ -108,9 +108,7 @@ class Checkpoints:
             logger.info("train_grpo: resuming from %s, step %d", path.name, len(history))
             return Restored(steps=history, pending=pending)
         if damaged:
-            raise CheckpointError(
-                f"no checkpoint can be resumed from; remove them to start anew: {'; '.join(damaged)}"
-            )
+            raise CheckpointError(f"no checkpoint can be resumed from; remove them to start anew: {'; '.join(damaged)}")
         return Restored(steps=[])
 
     def _drop_oldest(self, learner: Learner, *, writing: Path | None = None) -> None:
