@@ -46,9 +46,8 @@ class LosslessnessError(RuntimeError):
 def tuned_length(recipe: Recipe, tuning: Path) -> DraftLength:
     """Draft length to certify: the trained arm's, or the largest candidate where speculation lost."""
     length = draft_length(recipe, tuning)
-    return (
-        length if length.num_speculative_tokens else DraftLength(num_speculative_tokens=max(recipe.tuning.candidate_ks))
-    )
+    k = length.num_speculative_tokens
+    return length if k else DraftLength(num_speculative_tokens=max(recipe.tuning.candidate_ks))
 
 
 def certify_losslessness(

@@ -58,9 +58,10 @@ def deliver(
     assert any(path.is_file() for pattern in records for path in directory.glob(pattern)), f"{directory} has no records"
     for at in weights:
         require(any(path.is_file() for path in (directory / at).rglob("*")), "weights", "must hold a model", at)
-    whole = Path(context.execution) / "handed_on" / f"{node}-{identity(directory, *records, *_below(weights))}"
+    both = (*records, *(f"{each}/**/*" for each in weights))
+    whole = Path(context.execution) / "handed_on" / f"{node}-{identity(directory, *both)}"
     with put(root / whole) as folder:
-        _link_all(directory, (*records, *_below(weights)), folder)
+        _link_all(directory, both, folder)
     target = root / context.execution / "deliverables" / node
     with replaced_directory(target) as folder:
         _link_all(directory, records, folder)
@@ -107,10 +108,6 @@ def put(target: Path) -> Iterator[Path]:
         except OSError:
             if not target.is_dir():
                 raise  # else another task has put the same content there
-
-
-def _below(directories: Sequence[str]) -> list[str]:
-    return [f"{directory}/**/*" for directory in directories]
 
 
 def _link_all(directory: Path, patterns: Sequence[str], target: Path) -> None:

@@ -112,13 +112,14 @@ def _member(
     length = draft_length(recipe, tuning) if arm is Arm.SPECULATIVE else DraftLength(num_speculative_tokens=0)
     logger.info("%s: k=%s, %d steps; learner and engine start first", node, length.label, recipe.grpo.num_steps)
     labels = arm_labels(recipe, arm, length)
+    table = {"k_by_batch": described(length.schedule)} if length.label == "by_batch" else {}
     with tracked(
         context,
         recipe,
         node,
         labels,
         name=f"{context.execution} {name}",
-        params={**parameters(recipe), **labels, **_table(length)},
+        params={**parameters(recipe), **labels, **table},
         gpu=accelerators(),
     ) as tracker:
         plan = arm_plan(recipe, arm, policy=policy, draft=draft, length=length, label=name)
@@ -189,11 +190,6 @@ def known_length(draft: Path, k: int) -> float | None:
     if not rates:  # the draft was not trained here
         return None
     return 1.0 + sum(math.prod(rates[: i + 1]) for i in range(min(k, len(rates))))
-
-
-def _table(length: DraftLength) -> dict[str, str]:
-    """Draft length by running batch as a parameter, where there is more than one."""
-    return {"k_by_batch": described(length.schedule)} if length.label == "by_batch" else {}
 
 
 def arm_labels(recipe: Recipe, arm: Arm, length: DraftLength) -> dict[str, str]:

@@ -169,4 +169,4 @@ def test_on_reserved_gpus_a_spare_host_takes_the_place_of_one_of_engines_and_of_
     assert len(found["steps"]) == 3
     said = "\n".join(found["log"])
     assert re.search(rf"engine 0 on {generating.address} .*; restart 1 of at most 3 in this run", said), said
-    assert re.search(rf"learner rank 1 on {second.address} .*; the learner starts anew from its last checkpoint", said)
+    assert re.search(rf"learner rank 1 on {second.address} .*; the learner restarts from its last checkpoint", said)

@@ -8,6 +8,7 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,16 +201,17 @@ def planned(recipe: Recipe, tools: Tools, arms: list[Arm]) -> list[tuple[Any, An
     record = TuningRecord(chosen_k=1, reason="told so", points=(), schedule=TABLE)
     write_record(record, tools.directory / "tuning.json")
 
-    def train(recipe: Recipe, plan: Any, *, turn: Any, **_: Any) -> Any:
+    def run(*, plan: Any, turn: Any, directory: Path, **_: Any) -> Any:
         plans.append((plan, turn))
-        return ArmRecord(arm=plan.arm, num_speculative_tokens=plan.num_speculative_tokens, steps=())
+        record = ArmRecord(arm=plan.arm, num_speculative_tokens=plan.num_speculative_tokens, steps=())
+        return SimpleNamespace(directory=directory, train=lambda: record)
 
     for name in ("connect", "accelerators", "decode", "tokenizer", "parameters"):
         tools.patch.setattr(train_grpo, name, lambda *_: {})
     tools.patch.setattr(train_grpo, "read_prompt_sets", lambda data: SimpleNamespace(train=(), validation=()))
     tracker = SimpleNamespace(log=None, log_artifact=lambda path: None)
     tools.patch.setattr(train_grpo, "tracked", lambda *arguments, **more: nullcontext(tracker))
-    tools.patch.setattr(train_grpo, "train", train)
+    tools.patch.setattr(train_grpo, "Run", run)
     context = support.RunContext(execution="e", root=str(tools.directory), experiment="x", workload="w")
     here = tools.directory
     train_grpo.train_grpo(context, recipe, arms, policy=here, data=here, draft=here, tuning=here)

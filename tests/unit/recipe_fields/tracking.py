@@ -12,6 +12,7 @@ from slipstream.report.drift import Subject, find_drift
 from slipstream.stages import drift_check, runs, start_run, support
 from slipstream.tracking import tracker
 from slipstream.tracking.executions import Execution
+from slipstream.tracking.spool import read_events
 from tests.unit.recipe_fields.base import Check, Tools
 
 
@@ -30,9 +31,10 @@ def tracked_run(recipe: Recipe, tools: Tools) -> object:
             seen.append(wait_s)
 
     class Noting(tracker.Tracker):
-        def __init__(self, config: Any, **given: Any) -> None:
-            seen.append((config.experiment or given["experiment"], given.get("tags")))
-            super().__init__(config, **given)
+        def __init__(self, config: Any, **run: Any) -> None:
+            super().__init__(config, **run)
+            header = next(event.header for event in read_events(self._spool.path) if event.header is not None)
+            seen.append((header.experiment, header.tags))
 
     tools.patch.setattr(tracker, "_ReplayThread", Thread)
     tools.patch.setattr(tracker, "import_mlflow", lambda: None)

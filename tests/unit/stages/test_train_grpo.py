@@ -15,7 +15,7 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.drafts.length import DraftLength
 from slipstream.recipe import Recipe, load_recipe, parameters
-from slipstream.records.files import write_record
+from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord, ScheduleEntry
 from slipstream.stages import train_grpo as stage
@@ -149,8 +149,9 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tu
                 raise
             runs.append(node)
 
-        for name in ("connect", "accelerators", "decode", "tokenizer", "versions"):
+        for name in ("connect", "accelerators", "decode", "tokenizer"):
             monkeypatch.setattr(stage, name, lambda *_: {})
+        monkeypatch.setattr(stage, "versions", lambda: {"vllm": "1"})
         monkeypatch.setattr(
             stage, "read_prompt_sets", lambda data: SimpleNamespace(train=(), validation=("a problem",))
         )
@@ -169,11 +170,15 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tu
     return run
 
 
-def test_arms_take_turns_or_follow_one_another(trained: Callable[..., tuple[Trained, list[str]]]) -> None:
+def test_arms_take_turns_and_their_records_have_the_packages_of_their_machine(
+    trained: Callable[..., tuple[Trained, list[str]]], tmp_path: Path
+) -> None:
     fake, runs = trained({})
     assert fake.steps == ["a0", "s0", "s1", "a1", "a2", "s2"]
     assert fake.validated == [("a problem",)] * 2
     assert sorted(runs) == ["train_grpo_autoregressive", "train_grpo_speculative"]
+    for arm in Arm:
+        assert read_record(ArmRecord, tmp_path / "e" / arm_node(arm) / "arm.json").versions == {"vllm": "1"}
 
 
 def test_without_turns_one_arm_is_trained_after_the_other(trained: Callable[..., tuple[Trained, list[str]]]) -> None:
