@@ -194,14 +194,12 @@ def _module_slots(path: str, module: nn.Module, own: dict[str, nn.Parameter]) ->
         shape = (module.num_embeddings_per_partition, module.embedding_dim)
         part = WeightPart(name=f"{path}.weight", dim=0, start=start, length=stop - start, dtype=_dtype(own["weight"]))
         return [Slot(module=module, parameter="weight", parts=(part,), shape=shape)]
-    return [
-        Slot(
-            module=module,
-            parameter=name,
-            parts=(WeightPart(name=_whole_name(path, name), dim=0, start=0, length=len(tensor), dtype=_dtype(tensor)),),
-        )
-        for name, tensor in own.items()
-    ]
+    found = []
+    for name, tensor in own.items():
+        saved = f"{path}.{name}" if path else _RENAMED.get(name, name)
+        part = WeightPart(name=saved, dim=0, start=0, length=len(tensor), dtype=_dtype(tensor))
+        found.append(Slot(module=module, parameter=name, parts=(part,)))
+    return found
 
 
 def _of_bias(parts: tuple[WeightPart, ...], bias: Tensor) -> tuple[WeightPart, ...]:
@@ -213,11 +211,6 @@ def _of_bias(parts: tuple[WeightPart, ...], bias: Tensor) -> tuple[WeightPart, .
     if any(part.dim for part in parts):
         raise LookupError(f"{parts[0].name} is split by its inputs, and has a bias")
     return tuple(replace(part, name=part.name.removesuffix("weight") + "bias", dtype=_dtype(bias)) for part in parts)
-
-
-def _whole_name(path: str, name: str) -> str:
-    """Return the checkpoint's name of a parameter that is not split."""
-    return f"{path}.{name}" if path else _RENAMED.get(name, name)
 
 
 def _linear_shape(module: LinearBase) -> tuple[int, int]:
@@ -430,7 +423,9 @@ class ChannelTransfer(WeightTransferEngine[ChannelInfo, ChannelInfo]):
             self._vllm.reset_weight_update_target()
 
     def _read(self, path: Path) -> None:
-        files = _files(path)
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not files:
+            raise FileNotFoundError(f"no weights to refit with: {path} holds no safetensors file")
         maps = [torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8) for file in files]
         self.received_digest = bytes_digest(maps)
         opened = [safe_open(file, framework="pt") for file in files]
@@ -532,13 +527,6 @@ class ReloadLoader:
         finalize_layerwise_reload(self._model, self._model_config)
 
     abandon = finish
-
-
-def _files(path: Path) -> list[Path]:
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files:
-        raise FileNotFoundError(f"no weights to refit with: {path} holds no safetensors file")
-    return files
 
 
 def register() -> None:

@@ -381,8 +381,9 @@ class Transfer:
         try:
             work.wait()
         except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
             raise ChannelBrokeError(
-                f"the gloo channel broke, or stood still for {self._timeout_s:g} s: {_first_line(error)}"
+                f"the gloo channel broke, or stood still for {self._timeout_s:g} s: {reason}"
             ) from error
         finally:
             del work
@@ -519,7 +520,3 @@ def address_towards(address: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))
         return str(probe.getsockname()[0])
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

@@ -130,7 +130,7 @@ class Proxy:
     def is_alive(self) -> bool:
         """Return True if every worker's process answers."""
         try:
-            self._crew.ask("its time at rest", lambda actor: actor.__ray_ready__.remote(), deadline=_ALIVE)
+            Crew(self.workers, _ALIVE).ask("its time at rest", lambda actor: actor.__ray_ready__.remote())
         except LostWorkerError:
             return False
         return True

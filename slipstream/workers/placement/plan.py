@@ -235,7 +235,8 @@ def plan_text(plan: Plan) -> str:
             held[slot].append(f"E{engine}" if layout.engine_tensor == 1 else f"E{engine}.{worker}")
     rows = [["node", "NVLink domain", *(f"GPU {gpu}" for gpu in range(per_node))]]
     for index, node in enumerate(plan.nodes):
-        cells = [" ".join(held[Slot(index, gpu)]) + _numa(node.numa, gpu) for gpu in range(per_node)]
+        numa = [f" (NUMA {number})" for number in node.numa] or [""] * per_node
+        cells = [" ".join(held[Slot(index, gpu)]) + numa[gpu] for gpu in range(per_node)]
         rows.append([node.name, node.nvlink_domain or "-", *cells])
     return "\n".join([*head, "", table(rows)])
 
@@ -253,7 +254,3 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
-
-
-def _numa(numa: Sequence[int], gpu: int) -> str:
-    return f" (NUMA {numa[gpu]})" if numa else ""
