@@ -1,4 +1,4 @@
-"""Whether to train the draft: the account by hand, and what holds for every series of acceptance."""
+"""Decision to train the draft: the balance by hand, and properties for every series of acceptance."""
 
 from __future__ import annotations
 

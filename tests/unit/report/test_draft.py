@@ -1,4 +1,4 @@
-"""What the page says of the draft during RL: its length by running batch, the autopilot, and its training."""
+"""The page's part on the draft during RL: its length by running batch, the autopilot, and its training."""
 
 from __future__ import annotations
 

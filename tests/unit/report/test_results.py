@@ -1,4 +1,4 @@
-"""What an execution's MLflow run carries, worked by hand from the small record."""
+"""Metrics, tags and description of an execution's MLflow run, worked by hand from the small record."""
 
 from __future__ import annotations
 
