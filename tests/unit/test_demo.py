@@ -1,4 +1,4 @@
-"""Which execution is gone on with, with what inputs, and what an interrupted one says last."""
+"""Start and resumption of an execution, its inputs, and the last words of an interrupted one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user sees of long work: a bar on a terminal with log lines above it, or lines in a log, by a clock of ours."""
+"""Progress of long work: a bar on a terminal with log lines above it, or lines in a log, by a test's clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """What our log writes to: a terminal unless a test says otherwise."""
+    """Stream of the log, which is a terminal unless a test changes that."""
     stream = getattr(request, "param", Terminal)()
     monkeypatch.setattr(logging.getLogger("slipstream"), "handlers", [BarHandler(stream)])
     monkeypatch.setattr(logging.getLogger("slipstream"), "propagate", False)

@@ -1,4 +1,4 @@
-"""What a recipe may say of the data."""
+"""Rules of the data section of a recipe."""
 
 from __future__ import annotations
 

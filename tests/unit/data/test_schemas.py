@@ -1,4 +1,4 @@
-"""What a row says: its turns and its answer, whether it asks anything, and which texts are the same."""
+"""Reading of a row: turns, answer, blank problems, and texts that are the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe may say of the draft, and what vLLM is told of it."""
+"""Rules of the draft section of a recipe, and vLLM's config that follows from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether to train the draft: the account by hand, and what holds for every series of acceptance."""
+"""Decision to train the draft: the balance by hand, and properties for every series of acceptance."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_training_takes_its_cost_off_what_was_lost_and_leaves_no_more_than_one
 
 
 def test_a_loss_that_stands_is_trained_for_as_often_as_it_comes_to_what_a_training_costs() -> None:
-    """Of 10 s a step a little over a quarter is lost: a training's 10 s in four steps.
+    """A little over a quarter of 10 s is lost in each step, so four steps reach the 10 s of a training.
 
     The first two trainings come before the cost is known.
     """

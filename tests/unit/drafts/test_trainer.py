@@ -217,7 +217,7 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _probabilities(policy: Path, states: States, temperature: float) -> tuple[np.ndarray, np.ndarray]:
-    """What policy and fresh draft say of the response tokens of the first chat but the first, [N, V] each."""
+    """Probabilities of policy and fresh draft for the first chat's response after its first token, [N, V] each."""
     model = DraftTrainer(policy, ONE_PASS)._model
     settings: Any = model.layers[0].self_attn.config
     settings._attn_implementation = "sdpa"  # which takes the mask that its own forward pass makes
@@ -383,7 +383,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("chunk", [2, 4])
 def test_logits_of_more_than_a_chunk_are_never_held(policy: Path, states: States, chunk: int) -> None:
-    """Of the policy's as many more as later passes look beyond it."""
+    """The policy's chunk is longer by the tokens that later passes read."""
     num_vocabulary = 4096
     (row,) = rows_of(CHATS, PROMPTS, states, max_tokens=64)
     model = DraftTrainer(policy, CONFIG)._model

@@ -1,4 +1,4 @@
-"""What the page says of the arms of an asynchronous loop, by hand from the small record.
+"""The page's part on asynchronous arms, worked by hand from the small record.
 
 Synchronous steps take 8, 8, 6.5, 10 and 8 s, and with speculation 5, of which 2 s are no generation: 0.1 data, 0.2
 prepare, 0.5 logprob, 1.2 train. Asynchronous ones wait 2.0 s for rollouts, with speculation 0.5 s: they take 4 and

@@ -1,4 +1,4 @@
-"""What `compare` says of executions, from their metrics, parameters and tags."""
+"""Answers and tables of `compare`, from metrics, parameters and tags of executions."""
 
 from __future__ import annotations
 

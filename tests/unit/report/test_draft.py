@@ -1,4 +1,4 @@
-"""What the page says of the draft during RL: its length by running batch, the autopilot, and its training."""
+"""The page's part on the draft during RL: its length by running batch, the autopilot, and its training."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ YES = replace(NO, trains=True, reason="it pays", length=2.0, saved_s=6.0, lost_s
 
 
 def trained_record() -> RunRecord:
-    """Of the speculative arm's steps, one of 52 s and five of 5, the last two trained the draft, for 0.5 and 0.75 s."""
+    """One speculative step takes 52 s and five take 5; the last two trained the draft for 0.5 and 0.75 s."""
     base, spec = RECORD.arms
     seconds = (*[None] * 4, 0.5, 0.75)
     steps = tuple(

@@ -1,4 +1,4 @@
-"""What an execution's MLflow run carries, worked by hand from the small record."""
+"""Metrics, tags and description of an execution's MLflow run, worked by hand from the small record."""
 
 from __future__ import annotations
 
@@ -56,6 +56,13 @@ def test_rewards_have_the_interval_of_their_prompts_in_every_rendering() -> None
         "| reward, speculative | 1.000 | 0.820 to 1.000, at first 0.000 [0.000, 0.180] |"
         in description(record).splitlines()
     )
+
+
+def test_steps_without_a_record_of_their_prompts_count_as_one_prompt_each() -> None:
+    metrics = result_metrics(with_spec_rewards(*[0.5] * 20), hours=0.0, gpu_hours=0.0)
+    half = 2.776445 / (2 * (5 + 2.776445**2) ** 0.5)  # Wilson's for five steps of 0.5, t(4) = 2.776445
+    ends = [metrics[f"result/reward_autoregressive_{end}"] for end in ("low", "high")]
+    assert ends == pytest.approx([0.5 - half, 0.5 + half])
 
 
 def test_the_metrics_are_those_worked_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""What the simulator adds to a page keeps measured and projected values apart, each in columns of its own."""
+"""Projections on the page, in columns apart from measured values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as the answer of a response."""
+"""Extraction of a response's answer."""
 
 from __future__ import annotations
 

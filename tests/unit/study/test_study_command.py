@@ -23,7 +23,7 @@ def launch(preset: str, *arguments: str) -> Launch:
 
 
 def inputs(preset: str, *arguments: str) -> dict[str, Any]:
-    """What the workflow is given, lists and numbers read as `pyflyte run` reads them."""
+    """Inputs of the workflow, with lists and numbers read like `pyflyte run` reads them."""
     command = launch(preset, *arguments).command(Path("/runs"))
     assert command[1] == "run"
     values = dict(zip(command[4:-1:2], command[5:-1:2], strict=True))
