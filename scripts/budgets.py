@@ -111,10 +111,10 @@ def docstring_fragments(root: Path) -> Iterator[str]:
     """List docstrings of modules, classes, functions and attributes that begin with a word of `_FRAGMENTS`."""
     for path in itertools.chain.from_iterable(_python(root / folder) for folder in _DOCUMENTED):
         for node in ast.walk(ast.parse(path.read_text())):
-            for text in _docstrings(node):
-                words = str(text.value).split(maxsplit=1)
+            for line, text in _docstrings(node):
+                words = text.split(maxsplit=1)
                 if words and words[0].strip(",.:;`") in _FRAGMENTS:
-                    yield f"{path.relative_to(root)}:{text.lineno}"
+                    yield f"{path.relative_to(root)}:{line}"
 
 
 def problems(figures: Figures, entries: Figures, *, offenders: Mapping[str, Sequence[str]]) -> Iterator[str]:
@@ -169,17 +169,16 @@ def _protocols(path: Path) -> int:
     return sum(any("Protocol" in ast.unparse(base) for base in each.bases) for each in classes)
 
 
-def _docstrings(node: ast.AST) -> Iterator[ast.Constant]:
-    """Iterate over the docstrings of a node and of the attributes in its body."""
+def _docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Iterate over line and text of the docstrings of a node and of the attributes in its body."""
     body = getattr(node, "body", None)
     if not isinstance(body, list):
         return
     for before, each in zip([node, *body], body, strict=False):
-        is_text = (
-            isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) and isinstance(each.value.value, str)
-        )
-        if is_text and isinstance(before, _HOLDERS if before is node else (ast.Assign, ast.AnnAssign)):
-            yield each.value
+        is_documented = isinstance(before, _HOLDERS if before is node else (ast.Assign, ast.AnnAssign))
+        match each:
+            case ast.Expr(value=ast.Constant(value=str(text))) if is_documented:
+                yield each.lineno, text
 
 
 def _is_config(each: ast.ClassDef) -> bool:

@@ -17,8 +17,7 @@ The kinds of parts run one after another, so the bound holds for all parts toget
 """
 
 # Inside a workflow a task returns promises, which flytekit types as a union of all return types of a task.
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
-# pyright: reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportArgumentType=false
 
 from __future__ import annotations
 

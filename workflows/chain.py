@@ -4,8 +4,7 @@ These functions are called inside a workflow and add its nodes in the order of t
 """
 
 # Inside a workflow a task returns promises, which flytekit types as a union of all return types of a task.
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
-# pyright: reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportArgumentType=false
 
 from __future__ import annotations
 

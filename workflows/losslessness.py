@@ -1,8 +1,7 @@
 """Workflow `certify`: the losslessness certificate of any policy and draft."""
 
 # Inside a workflow a task returns promises, which flytekit types as a union of all return types of a task.
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
-# pyright: reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportArgumentType=false
 
 from __future__ import annotations
 

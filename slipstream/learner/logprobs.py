@@ -110,9 +110,7 @@ class OutputHead:
         for number, place in enumerate(batch.inputs.places):
             mask_T = batch.mask_BT[place]
             hidden_NH, labels_N = hidden_BTH[place][mask_T], batch.labels_BT[place][mask_T]
-            size = self._chunk_tokens or len(labels_N)
-            for start in range(0, len(labels_N), size):
-                part = slice(start, min(start + size, len(labels_N)))
+            for part in _chunks(len(labels_N), self._chunk_tokens or len(labels_N)):
                 shards = parallel.tensor_parallel_shards(hidden_NH[part] @ weight_VH.t())
                 yield number, part, torch.cat(shards, dim=-1), labels_N[part]
 

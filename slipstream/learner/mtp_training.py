@@ -295,8 +295,10 @@ class MtpTrainer:
 
     def _loss(self, chats: _Chats, temperature: float, weights: Sequence[float]) -> Tensor:
         total = torch.zeros((), device=self._device)
+        policy_BTH = chats.last_TBH.roll(-1, 0).transpose(0, 1)  # the policy's state where a token is drafted
         for index, (weight, drafted_TBH) in enumerate(zip(weights, self._drafted(chats), strict=False)):
-            hidden_NH, last_NH = _chosen(chats, index, drafted_TBH)
+            mask_BT = chats.drafts(index)
+            hidden_NH, last_NH = drafted_TBH.transpose(0, 1)[mask_BT], policy_BTH[mask_BT]
             total = total + weight * self._divergence(hidden_NH, last_NH, temperature)
         return total
 
@@ -364,12 +366,6 @@ class MtpTrainer:
                     into[columns, row] = own[: lengths[index]].detach()
             states_TBH, last_TBH = (each.to(self._device) for each in gathered)
             yield _Chats(batch=batch, states_TBH=states_TBH, last_TBH=last_TBH, has_target_BT=has_target_BT)
-
-
-def _chosen(chats: _Chats, index: int, drafted_TBH: Tensor) -> tuple[Tensor, Tensor]:
-    """Select the tokens that pass `index` drafts: states of the draft and of the policy, [N, H] each."""
-    mask_BT = chats.drafts(index)
-    return drafted_TBH.transpose(0, 1)[mask_BT], chats.last_TBH.roll(-1, 0).transpose(0, 1)[mask_BT]
 
 
 def _divergence(weight_VH: Tensor, temperature: float, hidden_NH: Tensor, last_NH: Tensor) -> Tensor:

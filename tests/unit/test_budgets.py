@@ -169,9 +169,7 @@ def test_a_second_module_of_a_name_is_found_unless_every_package_may_have_one(tr
         ('async def keep() -> None:\n    """Howitzers are kept."""\n', []),
         ('KEPT = 1\n"""Of the kept."""\n', [2]),
         ('kept: int = 1\n"""See `KEPT`."""\n', [2]),
-        ('print()\n"""What documents nothing."""\n', []),
         ('if True:\n    """What documents nothing."""\n', []),
-        ('"""  """\n', []),
     ],
 )
 def test_a_docstring_that_begins_as_a_fragment_is_found(tmp_path: Path, text: str, lines: list[int]) -> None:

@@ -115,8 +115,8 @@ def test_padded_and_packed_it_is_the_same(rows: list[list[float]], config: LossC
     near_edge = _near_edges(log_ratios, config)
     got_N = torch.where(kept_BT, found.weight_BT, 0.0)[mask_BT].numpy()
     np.testing.assert_allclose(got_N[~near_edge], weight_N[~near_edge], rtol=1e-9)
-    cap = config.truncated_importance_sampling or np.inf
-    assert not changed_N[~near_edge & (weight_N > 0) & (weight_N < cap)].any()
+    assert config.truncated_importance_sampling is not None
+    assert not changed_N[~near_edge & (weight_N > 0) & (weight_N < config.truncated_importance_sampling)].any()
 
 
 def _near_edges(log_ratios: list[np.ndarray], config: LossConfig) -> np.ndarray:

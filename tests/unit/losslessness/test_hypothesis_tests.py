@@ -180,18 +180,13 @@ def test_the_largest_distance_from_uniform_by_hand(u: tuple[float, ...], distanc
     assert found == (3, pytest.approx(distance), pytest.approx(p_value))
 
 
-def test_an_impossible_token_is_infinitely_unlikely() -> None:
-    draws = placed(EVEN)
-    draws.probability[0] = 0.0
+def test_an_impossible_token_is_infinitely_unlikely_and_a_certain_one_says_nothing() -> None:
+    impossible, sure = placed(EVEN), certain()
+    impossible.probability[0] = sure.logprob_variance[:] = 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert hypothesis_tests.conditional_tests(draws, seed=0)["log-probability, z"] == (320, -np.inf, 0.0)
-
-
-def test_draws_that_nothing_else_was_possible_for_say_nothing() -> None:
-    draws = certain()
-    draws.logprob_variance[:] = 0.0
-    assert hypothesis_tests.conditional_tests(draws, seed=0)["log-probability, z"] == (64, 0.0, 1.0)
+        for draws, expected in ((impossible, (320, -np.inf, 0.0)), (sure, (64, 0.0, 1.0))):
+            assert hypothesis_tests.conditional_tests(draws, seed=0)["log-probability, z"] == expected
 
 
 def test_two_engines_that_draw_alike_differ_in_nothing() -> None:

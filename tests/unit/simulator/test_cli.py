@@ -43,11 +43,6 @@ def test_every_option_reaches_the_projection(capsys: pytest.CaptureFixture[str])
     ]
 
 
-def test_an_acceptance_length_above_k_plus_1_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "project", *ASKED[:-1], "7"]) == 2
-    assert "acceptance_length must lie in [1, k + 1 = 6], got 7.0" in capsys.readouterr().err
-
-
 def test_calibrate_paper_prints_variants_and_their_free_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "calibrate", "--paper"]) == 0
     out = capsys.readouterr().out.splitlines()
@@ -122,12 +117,14 @@ def test_balance_takes_mode_and_lag_of_the_runs_own_loop(
         assert lines[2].startswith(f"projected, {loop};")
 
 
-def test_balance_of_a_loop_without_a_lag_is_refused(
-    run: RunRecord, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_figures_that_cannot_be_are_refused(run: RunRecord, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     written = write_record(run, tmp_path / "run.json")
-    assert main(["simulate", "balance", "--run", str(written), "--lag", "0"]) == 2
-    assert "--lag must be >= 1, got 0" in capsys.readouterr().err
+    for arguments, message in (
+        (["balance", "--run", str(written), "--lag", "0"], "--lag must be >= 1, got 0"),
+        (["project", *ASKED[:-1], "7"], "acceptance_length must lie in [1, k + 1 = 6], got 7.0"),
+    ):
+        assert main(["simulate", *arguments]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_an_unknown_simulator_model_is_refused() -> None:
