@@ -149,8 +149,8 @@ def _trained(
     starting = threading.Semaphore(recipe.layout.num_starting)
     end_idle()
     prompts, text = read_prompt_sets(data).train, decode(tokenizer(policy))  # imports, before several threads would
-    given = {"policy": policy, "prompts": prompts, "decode": text}
-    arms = in_turn({name: partial(_train, member, starting, **given) for name, member in members.items()})
+    given = {"starting": starting, "policy": policy, "prompts": prompts, "decode": text}
+    arms = in_turn({name: partial(_train, member, **given) for name, member in members.items()})
     if isinstance(arms[alone], BaseException):
         raise arms[alone]
     ended: dict[Variant, Trained | str] = {}
@@ -164,7 +164,7 @@ def _trained(
     return ended
 
 
-def _train(member: _Member, starting: threading.Semaphore, turn: Turn, **given: Any) -> ArmRecord:
+def _train(member: _Member, turn: Turn, *, starting: threading.Semaphore, **given: Any) -> ArmRecord:
     """Train one arm, a step at a time; its MLflow run ends with the training."""
     plan = replace(member.plan, start_engine=partial(_started, member.plan, starting))
     with execution_run(member.context, member.recipe) as tracker:

@@ -181,14 +181,7 @@ class Run:
                     if self.turn is not None:
                         learner.finish_checkpoint()  # else it would be written while another arm's step is timed
 
-            trainer = Trainer(
-                learner=learner,
-                config=recipe.grpo,
-                temperature=recipe.sampling.temperature,
-                draft=self._draft(history),
-                guard=AcceptanceGuard(record.acceptance for record in history if record.acceptance is not None),
-                max_lag=recipe.loop.max_off_policy_steps,
-            )
+            trainer = self._trainer(learner, history)
             tolerant = self.fault_tolerant(engines, gate, learner, history, pending)
             rewards = partial(score, reward=reward, decode=self.decode)
             start_clock = partial(self._start_clock, history)
@@ -302,10 +295,18 @@ class Run:
     def _trains_draft(self) -> bool:
         return self.plan.draft is not None and self.recipe.draft.online is not DraftOnline.OFF
 
-    def _draft(self, history: Sequence[StepRecord]) -> Draft:
+    def _trainer(self, learner: RemoteLearner, history: Sequence[StepRecord]) -> Trainer:
+        recipe, draft = self.recipe, Draft(version=None if self.plan.draft is None else 0)
         if self._trains_draft:
-            return TrainedDraft(self.recipe.draft, reference=self.plan.draft_length, history=history)
-        return Draft(version=None if self.plan.draft is None else 0)
+            draft = TrainedDraft(recipe.draft, reference=self.plan.draft_length, history=history)
+        return Trainer(
+            learner=learner,
+            config=recipe.grpo,
+            temperature=recipe.sampling.temperature,
+            draft=draft,
+            guard=AcceptanceGuard(record.acceptance for record in history if record.acceptance is not None),
+            max_lag=recipe.loop.max_off_policy_steps,
+        )
 
 
 def score(groups: Sequence[RolloutGroup], reward: Reward, decode: Decode) -> RewardResult:

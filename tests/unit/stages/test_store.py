@@ -145,7 +145,7 @@ def test_an_output_with_a_link_that_leads_nowhere_is_made_again(
     model.unlink()
     for again in (run, context(tmp_path / "runs", "second")):
         assert kept(again, recipe, STAGE, "k1") is None
-    assert f"pretrain_draft: {model} is gone, to which " in caplog.text
+    assert f"pretrain_draft: the target {model} of the link " in caplog.text
     assert make(run, "once more") == entry
     assert (entry / "draft.json").read_text() == "once more"
     assert kept(run, recipe, STAGE, "k1") == entry

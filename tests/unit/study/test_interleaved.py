@@ -1,0 +1,77 @@
+"""Arms of a bake-off: each is trained in its own execution, their steps in turn."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slipstream.records.files import read_record
+from slipstream.records.steps import ArmRecord
+from slipstream.stages import train_grpo
+from slipstream.stages.context import RunContext
+from slipstream.study import interleaved
+from slipstream.train.arm import ArmPlan
+from slipstream.train.turns import in_turn
+from slipstream.types import Arm
+
+
+def test_arms_take_turns_after_their_engines_have_started_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    starting: list[str] = []
+
+    @contextmanager
+    def start_engine(name: str) -> Iterator[Any]:
+        assert starting == [], "another engine is starting"
+        starting.append(name)
+        time.sleep(0.02)
+        starting.remove(name)
+        yield None
+
+    def run(*, plan: ArmPlan, turn: Any, directory: Path, **given: Any) -> Any:
+        assert given["decode"] == "decoder"
+
+        def train() -> ArmRecord:
+            with plan.start_engine():
+                for step in range(2):
+                    turn.begin(step)
+                    steps.append(f"{plan.label}{step}")
+            return ArmRecord(arm=plan.arm, num_speculative_tokens=plan.num_speculative_tokens, steps=())
+
+        return SimpleNamespace(directory=directory, train=train)
+
+    tracker = SimpleNamespace(log=None, log_artifact=lambda path: None)
+    monkeypatch.setattr(interleaved, "execution_run", lambda *_: nullcontext(tracker))
+    monkeypatch.setattr(train_grpo, "Run", run)
+    nothing: Any = None
+    members = {
+        name: interleaved._Member(
+            context=RunContext(execution=f"e/{name}", root=str(tmp_path), experiment="x", workload="rl_zero"),
+            recipe=nothing,
+            plan=ArmPlan(
+                arm=Arm.SPECULATIVE,
+                num_speculative_tokens=k,
+                draft=None,
+                start_engine=partial(start_engine, name),
+                label=name,
+            ),
+        )
+        for name, k in (("a", 1), ("b", 2))
+    }
+    one_by_one = threading.Semaphore(1)
+    train = partial(interleaved._train, starting=one_by_one, policy=tmp_path, prompts=(), decode="decoder")
+    found = in_turn({name: partial(train, member) for name, member in members.items()})
+    assert steps == ["a0", "b0", "b1", "a1"]
+    for name, k in (("a", 1), ("b", 2)):
+        record = read_record(ArmRecord, tmp_path / "e" / name / "train_grpo" / "arm.json")
+        assert record == found[name]
+        assert record.num_speculative_tokens == k
