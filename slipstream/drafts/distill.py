@@ -39,15 +39,19 @@ class SmallLearner(Protocol):
         self, sequences: Sequence[Sequence[int]], loss_starts: Sequence[int], *, learning_rate: float | None = None
     ) -> float:
         """Update on the next-token loss; returns the mean loss of a learned token."""
+        ...
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         """Write the state of training, possibly in the background."""
+        ...
 
     def finish_checkpoint(self) -> None:
         """Wait until the latest checkpoint is written."""
+        ...
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         """Restore a checkpoint; returns its `extra`."""
+        ...
 
 
 def link_draft_model(config: DraftConfig, policy: Path, directory: Path, *, max_model_len: int) -> int:
