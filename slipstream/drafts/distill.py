@@ -43,9 +43,11 @@ class SmallLearner(Protocol):
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         """Write the state of training, possibly in the background."""
+        ...
 
     def finish_checkpoint(self) -> None:
         """Wait until the latest checkpoint is written."""
+        ...
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         """Restore a checkpoint; returns its `extra`."""
