@@ -16,7 +16,7 @@ class RewardConfig(Checked, path="reward"):
     """How long and in how many processes answers are verified."""
 
     function: str | None = None
-    """Reward of your own as `FILE:NAME`, with verl's signature; null compares final answers as mathematics."""
+    """Reward of your own as `FILE:NAME`, with verl's arguments; null compares mathematics. Set it for your task."""
     max_failed_fraction: Probability = 0.1
     """Share of a step's responses for which `function` may fail; more end the run. Set it by how sure you are of it."""
     timeout_s: PositiveFloat = 5.0

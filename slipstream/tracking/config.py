@@ -48,7 +48,7 @@ class DriftConfig(Checked, path="tracking.drift"):
     """With how many earlier executions the results of one are compared, and what follows if they drifted."""
 
     num_executions: Annotated[Int, Field(ge=5)] = 20
-    """Last comparable executions that results are compared with; five are the fewest that say anything."""
+    """Last comparable executions that results are compared with; at least five. Set it for a longer memory."""
     fail: Switch = False
     """Fail the execution after everything is written, so that Flyte notifies of the drift."""
 

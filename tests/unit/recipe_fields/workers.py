@@ -10,7 +10,7 @@ from slipstream.engine import vllm_engine
 from slipstream.engine.vllm_engine import sampling_params
 from slipstream.recipe import Recipe
 from slipstream.stages.recipe_engines import recipe_engine
-from slipstream.workers import engines, learners
+from slipstream.workers import calls, engines, learners
 from slipstream.workers.placement.plan import make_plan, parse_cluster, plan_text
 from tests.unit.recipe_fields.base import Check, Tools
 
@@ -69,7 +69,7 @@ def started_engines(recipe: Recipe, tools: Tools) -> object:
     tools.patch.setattr(engines, "started", started(seen))
     tools.patch.setattr(engines, "reserved", lambda layout: seen.append(layout.placement.start_timeout_s))
     idle = SimpleNamespace(
-        take=lambda key: None, put=lambda key, engine, capacity: kept.append((capacity, engine._deadline))
+        take=lambda key: None, put=lambda key, engine, capacity: kept.append((capacity, engine._crew.deadline))
     )
     tools.patch.setattr(engines, "idle_engines", idle)
     with recipe_engine(recipe, tools.directory, tools.directory, 0):
@@ -83,7 +83,8 @@ def started_learner(recipe: Recipe, tools: Tools) -> object:
     tools.patch.setattr(learners, "ray", ray)
     tools.patch.setattr(learners, "own_node", lambda: "node")
     tools.patch.setattr(learners, "started", started(patience))
-    tools.patch.setattr(learners, "Crew", lambda workers, deadline: NotedCrew(patience, deadline))
+    for module in (learners, calls):
+        tools.patch.setattr(module, "Crew", lambda workers, deadline: NotedCrew(patience, deadline))
     idle = SimpleNamespace(take=lambda key: None, put=lambda key, learner, capacity: kept.append(capacity))
     tools.patch.setattr(learners, "idle_learners", idle)
     with learners.start_learner(recipe.learner, layout=recipe.layout):

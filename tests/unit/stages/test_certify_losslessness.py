@@ -77,7 +77,9 @@ def test_the_speculative_engine_is_given_what_policy_and_draft_became_and_in_fli
     with pytest.raises(JudgedError):
         stage.certify_losslessness(
             RunContext(execution="e", root=str(tmp_path), experiment="x", workload="rl_zero"),
-            load_recipe("tiny_async", overrides={"loop": {"mode": "in_flight", "kv_cache": "keep"}})
+            load_recipe(
+                "tiny_async", overrides={"loop": {"mode": "in_flight", "kv_cache": "keep"}, "grpo": {"num_steps": 24}}
+            )
             if in_flight
             else load_recipe("tiny"),
             policy=models["policy"],

