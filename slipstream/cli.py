@@ -18,7 +18,7 @@ from typing import Any
 from slipstream import demo, logs
 from slipstream.config import LARGEST, ConfigError, parse_overrides, require
 from slipstream.data.config import SYNTHETIC
-from slipstream.recipe import Recipe, load_recipe, recipe_schema, resolve_recipe
+from slipstream.recipe import Recipe, load_recipe, recipe_file_schema, resolve_recipe
 from slipstream.records.files import read_record, write_atomic
 from slipstream.records.run import RunRecord
 from slipstream.simulator import cli as simulator
@@ -239,7 +239,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _schema(_: argparse.Namespace) -> int:
-    print(json.dumps(recipe_schema(), indent=1))
+    print(json.dumps(recipe_file_schema(), indent=1))
     return 0
 
 

@@ -52,6 +52,7 @@ from slipstream.workers.placement.memory import MemoryEstimate, estimate, known_
 
 CONFIGS = Path(slipstream.__file__).resolve().parents[1] / "configs"
 _WORKLOADS = "workloads"
+_BASE = "base"
 _PATHS = (
     *(("data", name) for name in ("train", "draft_in_domain", "draft_general", "validation")),
     ("policy", "model"),
@@ -352,7 +353,8 @@ def resolve_recipe(
 ) -> tuple[Recipe, dict[str, str]]:
     """Read `configs/<name>.yaml`, or the file `name`, lay the workload's section and `overrides` over it, check all.
 
-    A recipe file may hold `workloads: {rl_think: {...}}`: overrides that belong to one workload. Relative paths of
+    A recipe file may start from another one (`base: tiny`) and say only what it changes, and may hold
+    `workloads: {rl_think: {...}}`: overrides that belong to one workload. Relative paths of
     data, models and databases become absolute: those of the file against its directory, those of `overrides` against
     the working directory.
 
@@ -365,12 +367,12 @@ def resolve_recipe(
         ConfigError: the file is missing or not YAML, a key is unknown, or a rule is broken.
     """
     path = recipe_path(name)
-    values = absolute_paths(_read_recipe(path), path.parent)
+    values = _read_recipe(path)
     by_workload = values.pop(_WORKLOADS)
     given = {"workload": workload.value} if workload is not None else {}
     launched = absolute_paths(merge(overrides or {}, given), Path.cwd())
     chosen = merge(values, launched).get("workload", Workload.RL_ZERO.value)
-    section = absolute_paths(by_workload.get(str(chosen), {}), path.parent)
+    section = by_workload.get(str(chosen), {})
     layers = {"recipe": values, f"recipe, workloads.{chosen}": section, "launch": launched}
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -392,14 +394,18 @@ def recipe_path(name: str) -> Path:
     return path
 
 
-def _read_recipe(path: Path) -> dict[str, Any]:
-    """Read a recipe file, with a mapping for each workload that it has a section for.
+def _read_recipe(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Read a recipe file over its base, with absolute paths and a mapping for each workload that has a section.
 
+    Args:
+        above: files that start from this one.
     Raises:
         ConfigError: it is no recipe file, or a section is of no workload or has an unknown key, though another workload
             is run.
     """
     values = read_mapping(path, "recipe")
+    base = values.pop(_BASE, None)
+    require(base is None or "name" in values, "name", f"must be given beside {_BASE}", None, "runs are found by it")
     sections = values.get(_WORKLOADS) or {}
     require(isinstance(sections, dict), _WORKLOADS, "must be a mapping of workload to what it changes", sections)
     known = [workload.value for workload in Workload]
@@ -412,7 +418,21 @@ def _read_recipe(path: Path) -> dict[str, Any]:
         check_known(Recipe, section or {}, where)
         rule = "must be left out: the section is of that workload"
         require("workload" not in (section or {}), f"{where}.workload", rule, (section or {}).get("workload"))
-    return {**values, _WORKLOADS: {name: section or {} for name, section in sections.items()}}
+    sections = {name: absolute_paths(section or {}, path.parent) for name, section in sections.items()}
+    own = {**absolute_paths(values, path.parent), _WORKLOADS: sections}
+    return own if base is None else merge(_read_base(base, path, (*above, path.resolve())), own)
+
+
+def _read_base(name: Any, path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    """Read the recipe that the file `path` starts from: a name, or a path from that file.
+
+    Raises:
+        ConfigError: there is no such recipe, or it starts from one that starts from it.
+    """
+    require(isinstance(name, str), _BASE, "must name a recipe", name)
+    base = recipe_path(str(path.parent / name) if name.endswith((".yaml", ".yml")) else name)
+    require(base.resolve() not in above, _BASE, "must not lead back to the recipe itself", name)
+    return _read_recipe(base, above)
 
 
 def absolute_paths(values: Mapping[str, Any], base: Path) -> dict[str, Any]:
@@ -537,6 +557,17 @@ def recipe_schema() -> dict[str, Any]:
         "additionalProperties": False,
     }
     return {"$schema": GenerateJsonSchema.schema_dialect, **schema}
+
+
+def recipe_file_schema() -> dict[str, Any]:
+    """JSON schema of a recipe file: a whole recipe, or with `base` the name of another one and what it changes."""
+    schema = recipe_schema()
+    dialect, sections = schema.pop("$schema"), schema.pop("$defs")
+    base = {"type": "string", "minLength": 1, "description": "Recipe that this one starts from: a name, or a path."}
+    own = {name: schema["properties"][name] for name in ("workload", _WORKLOADS)}
+    changes = sections["PartialRecipe"]
+    changes = {**changes, "properties": {**changes["properties"], **own, _BASE: base}, "required": [_BASE, "name"]}
+    return {"$schema": dialect, "if": {"required": [_BASE]}, "then": changes, "else": schema, "$defs": sections}
 
 
 _PARTIAL_RECIPE = {"$ref": "#/$defs/PartialRecipe"}

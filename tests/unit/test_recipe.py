@@ -283,6 +283,41 @@ def test_a_workloads_section_is_checked_though_another_workload_is_run(
         assert str(caught.value) == message
 
 
+def test_a_recipe_may_start_from_another_and_say_what_it_changes(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    middle = tmp_path / "middle.yaml"
+    middle.write_text(
+        "base: tiny\nname: middle\ndata: {train: [{path: ./mine.jsonl}]}\ngrpo: {num_steps: 3}\n"
+        "workloads: {rl_think: {grpo: {num_steps: 4}}}\n"
+    )
+    top = tmp_path / "below" / "top.yaml"
+    top.write_text("base: ../middle.yaml\nname: top\ngrpo: {group_size: 16}\n")
+    recipe, tiny = load_recipe(str(top)), load_recipe("tiny")
+    assert (recipe.name, recipe.grpo.num_steps, recipe.grpo.group_size) == ("top", 3, 16)
+    assert recipe.data.train[0].path == str(tmp_path / "mine.jsonl")
+    assert (recipe.draft, recipe.grpo.optimizer) == (tiny.draft, tiny.grpo.optimizer)
+    thinking = load_recipe(str(top), workload=Workload.RL_THINK)
+    assert thinking.grpo.num_steps == 4
+    assert thinking.sampling == load_recipe("tiny", workload=Workload.RL_THINK).sampling
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base: tiny\ngrpo: {num_steps: 3}\n", "name must be given beside base, got None; runs are found by it"),
+        ("base: 3\nname: mine\n", "base must name a recipe, got 3"),
+        ("base: tyni\nname: mine\n", "recipe must name a recipe file, got 'tyni'; known recipes: "),
+        ("base: mine.yaml\nname: mine\n", "base must not lead back to the recipe itself, got 'mine.yaml'"),
+        ("base: tiny\nname: mine\ngrpo: {group_siz: 3}\n", "unknown key 'grpo.group_siz'; did you mean"),
+    ],
+)
+def test_a_base_that_cannot_be_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(str(tmp_path / "mine.yaml"))
+    assert str(caught.value).startswith(message)
+
+
 @pytest.mark.parametrize(
     "workloads", ["", "workloads:", "workloads: {}", "workloads: {rl_think: }", "workloads: {rl_think: {}, rl_zero: ~}"]
 )

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from scripts import recipe_reference
 from slipstream import cli
 from slipstream.config import merge, read_yaml
-from slipstream.recipe import CONFIGS, recipe_schema
+from slipstream.recipe import CONFIGS, recipe_file_schema, recipe_schema
 from slipstream.types import Workload
 
 SCHEMA = recipe_schema()
@@ -39,7 +39,22 @@ USES = recipe_reference.uses()
 def test_every_shipped_recipe_satisfies_the_schema_that_its_first_line_names(path: Path) -> None:
     text = path.read_text()
     assert text.startswith("# yaml-language-server: $schema=../recipe.schema.json\n")
-    Draft202012Validator(SCHEMA).validate(read_yaml(text))
+    Draft202012Validator(recipe_file_schema()).validate(read_yaml(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [
+        ("{base: tiny, name: mine, grpo: {num_steps: 3}}", True),
+        ("{base: tiny, name: mine, workload: rl_think, workloads: {rl_think: {grpo: {num_steps: 3}}}}", True),
+        ("{base: tiny}", False),
+        ("{name: mine}", False),
+        ("{base: tiny, name: mine, grpo: {num_steps: 0}}", False),
+        ("{base: tiny, name: mine, gpro: {}}", False),
+    ],
+)
+def test_a_file_with_a_base_says_only_what_it_changes(text: str, is_right: bool) -> None:
+    assert Draft202012Validator(recipe_file_schema()).is_valid(read_yaml(text)) is is_right
 
 
 @pytest.mark.parametrize(
@@ -99,4 +114,4 @@ def test_a_row_has_type_range_default_meaning_and_who_sets_the_field() -> None:
 
 def test_the_command_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["schema"]) == 0
-    assert json.loads(capsys.readouterr().out) == SCHEMA
+    assert json.loads(capsys.readouterr().out) == recipe_file_schema()
