@@ -9,13 +9,16 @@ from __future__ import annotations
 import argparse
 import ast
 import itertools
+import json
 import re
+import subprocess
 import sys
 import tokenize
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 _TABLE = "budgets.toml"
 _LIBRARY = "slipstream"
@@ -44,7 +47,7 @@ def measure(root: Path) -> Figures:
         "library.files": len(code),
         "library.protocols": sum(map(_protocols, code)),
         "library.repeated_stems": len(repeated_stems(library)),
-        "library.recipe_fields": len(list(recipe_fields(library))),
+        "library.recipe_fields": len(list(recipe_fields(_schema(root)))),
         "library.docstring_fragments": len(list(docstring_fragments(root))),
         "tests.lines": _lines(root / "tests"),
         **{f"packages.{name}": count for name, count in sorted(packages.items())},
@@ -73,38 +76,22 @@ def repeated_stems(library: Path) -> list[str]:
     return sorted(stem for stem, count in stems.items() if count > 1 and stem not in _FREE_STEMS)
 
 
-def recipe_fields(library: Path, module: str = f"{_LIBRARY}.recipe", name: str = "Recipe") -> Iterator[str]:
-    """List the leaves of a config class: nested configs count by their fields, and a list counts as one more."""
-    path = library.parent / module.replace(".", "/")
-    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
-    origins = {
-        alias.asname or alias.name: (node.module or "", alias.name)
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{_LIBRARY}.")
-        for alias in node.names
-    }
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    if name in origins:
-        yield from recipe_fields(library, *origins[name])
-    config = classes.get(name)
-    if config is None or not _is_config(config):
-        return
-    for field in config.body:
-        if not isinstance(field, ast.AnnAssign) or "ClassVar" in ast.unparse(field.annotation):
-            continue
-        kind = field.annotation
-        if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Annotated":
-            assert isinstance(kind.slice, ast.Tuple)
-            kind = kind.slice.elts[0]  # rules of the field stand behind its type
-        named = {each.id for each in ast.walk(kind) if isinstance(each, ast.Name)}
-        nested = [
-            f"{ast.unparse(field.target)}.{leaf}"
-            for each in sorted(named & {*origins, *classes})
-            for leaf in recipe_fields(library, *origins.get(each, (module, each)))
-        ]
-        if not nested or named & {"tuple", "list", "dict", "Sequence", "Mapping"}:
-            yield ast.unparse(field.target)
-        yield from nested
+def recipe_fields(schema: Mapping[str, Any]) -> Iterator[str]:
+    """List the leaves of a recipe's JSON schema; a section that several fields share counts once."""
+    sections = {name: each for name, each in schema["$defs"].items() if not name.startswith("Partial")}
+    for name, section in {"Recipe": schema, **sections}.items():
+        for field, each in section.get("properties", {}).items():
+            parts = (each, each.get("items", {}), *each.get("anyOf", ()))
+            below = (sections.get(part.get("$ref", "").rpartition("/")[2], {}) for part in parts)
+            if field != "workloads" and not any("properties" in part for part in below):
+                yield f"{name}.{field}"
+
+
+def _schema(root: Path) -> dict[str, Any]:
+    """JSON schema of the recipes of a checkout."""
+    command = "import json; from slipstream.recipe import recipe_schema; print(json.dumps(recipe_schema()))"
+    done = subprocess.run([sys.executable, "-c", command], cwd=root, capture_output=True, check=True)
+    return json.loads(done.stdout)
 
 
 def docstring_fragments(root: Path) -> Iterator[str]:
@@ -179,11 +166,6 @@ def _docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
         match each:
             case ast.Expr(value=ast.Constant(value=str(text))) if is_documented:
                 yield each.lineno, text
-
-
-def _is_config(each: ast.ClassDef) -> bool:
-    declared = " ".join(map(ast.unparse, [*each.decorator_list, *each.bases]))
-    return "dataclass" in declared or "Checked" in declared
 
 
 def main() -> None:

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-import slipstream
 from scripts.budgets import recipe_fields
 from slipstream.config import ConfigError, from_mapping, merge
 from slipstream.kubernetes.profile import ClusterProfile
-from slipstream.recipe import Recipe, load_recipe
+from slipstream.recipe import Recipe, load_recipe, recipe_schema
 from tests.unit.recipe_fields import data, draft, judging, policy, tracking, training, workers
 from tests.unit.recipe_fields.base import Tools, outcome, recipe_with
 
@@ -50,8 +49,9 @@ def test_every_field_of_a_recipe_has_a_check() -> None:
 
 
 def test_the_budget_counts_every_field_of_a_recipe() -> None:
-    library = Path(slipstream.__file__).parent
-    assert sorted(recipe_fields(library)) == sorted(leaf.replace("[]", "") for leaf in leaves(Recipe))
+    names = {leaf.rpartition(".")[2].removesuffix("[]") for leaf in leaves(Recipe)}
+    counted = [field.partition(".")[2] for field in recipe_fields(recipe_schema())]
+    assert set(counted) == names - {"train", "validation", "draft_in_domain", "draft_general"}  # lists of sections
 
 
 @pytest.mark.parametrize("field", CHECKS)
