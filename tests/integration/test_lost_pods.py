@@ -156,7 +156,7 @@ def _kills_all(checkpoint: Path) -> Watcher:
     """Kill learner and pod as soon as `checkpoint` is begun: a cluster of Ray ends with its job."""
 
     def watch(pod: Running) -> None:
-        assert pod.wait_until(lambda: pod.says("resuming from step")), pod.pod.log.read_text()[-3000:]
+        assert pod.wait_until(lambda: pod.says("resuming ")), pod.pod.log.read_text()[-3000:]
         learners = ray_processes("LearnerProcess", of=pod)
         assert learners
         was_begun = pod.wait_until(checkpoint.is_dir, every_s=0.001)  # it is there for milliseconds
