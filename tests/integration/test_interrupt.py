@@ -90,7 +90,7 @@ def test_a_demo_is_interrupted_resumed_and_reused(tmp_path: Path) -> None:
     assert statuses(runs, early_execution)[early_execution] == "KILLED"
 
     first = Demo(tmp_path, "first", "--recipe", str(recipe))
-    first.wait_for("tune_draft_length: compares")  # all that can be reused is made
+    first.wait_for("tune_draft_length: comparing")  # all that can be reused is made
     first.stop()
 
     second = Demo(tmp_path, "second", "--recipe", str(recipe), is_interrupted=True)
