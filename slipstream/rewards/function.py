@@ -51,7 +51,7 @@ class FunctionReward:
     """A reward by a function that takes verl's arguments: `data_source, solution_str, ground_truth, extra_info`.
 
     It returns a number, or a mapping with a `score` and further numbers, which become metrics; it may be async. It is
-    called in a process that is killed at its deadline, so that it can neither stop a run nor reach into it.
+    called in a process that is killed at its deadline, so a call that hangs or crashes costs its own response alone.
     """
 
     def __init__(self, config: RewardConfig) -> None:

@@ -360,6 +360,18 @@ def test_the_order_follows_the_seed_and_not_the_order_of_the_rows(tmp_path: Path
     assert load(tmp_path / "3", train=forward, seed=1).train != first
 
 
+def test_a_prompt_has_what_its_row_holds_for_a_reward_and_keeps_it_when_written(tmp_path: Path) -> None:
+    bare = {name: cell for name, cell in dapo("2+2=?", "4").items() if name in ("prompt", "reward_model")}
+    with_extras, without = (write(tmp_path / f"{i}.jsonl", [row]) for i, row in enumerate((dapo("1+1=?", "2"), bare)))
+    sets = load(tmp_path / "out", train=(*with_extras, *without))
+    write_prompt_sets(sets, tmp_path / "kept")
+    for found in (sets, read_prompt_sets(tmp_path / "kept")):
+        assert {each.text: (each.data_source, each.extra) for each in found.train} == {
+            "1+1=?": ("math_dapo", {"index": "0"}),
+            "2+2=?": ("", {}),
+        }
+
+
 def test_prompt_sets_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     sets = load(tmp_path / "raw")
     write_prompt_sets(sets, tmp_path / "sets")
