@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -32,6 +34,53 @@ def test_the_reward_of_the_example_prefers_a_short_right_answer(
     table = capsys.readouterr().out
     assert "mean 0.475 of 4 responses, 0 without a reward" in table
     assert "reward/right 0.5" in table
+
+
+@pytest.fixture(scope="module")
+def code_reward() -> ModuleType:
+    """The reward for programs, which waits for them less long here."""
+    spec = importlib.util.spec_from_file_location("code_reward", EXAMPLES / "code_reward" / "reward.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (RuntimeError, FileNotFoundError) as error:
+        pytest.skip(f"programs are not run without a sandbox: {error}")
+    module.WALL_SECONDS = 2
+    return module
+
+
+_ADD = "\ndef add(a, b): return a + b"
+
+
+@pytest.mark.parametrize(
+    ("code", "score"),
+    [
+        pytest.param(_ADD, 1.0, id="right"),
+        pytest.param("def add(a, b): return 3", 0.5, id="right in one case of two"),
+        pytest.param("def add(a, b): return 1 / b if b > 1 else 0", 0.5, id="raises in one case"),
+        pytest.param("while True: pass", 0.0, id="never ends"),
+        pytest.param("import time\ntime.sleep(60)" + _ADD, 0.0, id="sleeps"),
+        pytest.param("x = ' ' * 10**10" + _ADD, 0.0, id="eats memory"),
+        pytest.param("import os\nos.fork()" + _ADD, 0.0, id="forks"),
+        pytest.param("import _posixsubprocess" + _ADD, 0.0, id="forks by a back door"),
+        pytest.param("import subprocess\nsubprocess.run(['true'])" + _ADD, 0.0, id="starts a process"),
+        pytest.param("import ctypes" + _ADD, 0.0, id="calls C"),
+        pytest.param("import socket\nsocket.socket()" + _ADD, 0.0, id="opens a socket"),
+        pytest.param("import os\nos.remove(__file__)" + _ADD, 0.0, id="removes a file"),
+        pytest.param("open('/tmp/written', 'w')" + _ADD, 0.0, id="writes a file"),
+        pytest.param("import os\nos.write(1, b'3\\n0\\n')\nos._exit(0)", 0.0, id="claims its values"),
+        pytest.param(
+            "class Equal(int):\n  __eq__ = lambda *_: True\ndef add(a, b): return Equal(5)", 0.0, id="is equal to all"
+        ),
+    ],
+)
+def test_a_program_is_scored_by_its_values_and_harms_nobody(code_reward: ModuleType, code: str, score: float) -> None:
+    task = json.dumps({"function": "add", "cases": [[[1, 2], 3], [[-1, 1], 0]]})
+    assert code_reward.compute_score("", f"Thus:\n```python\n{code}\n```", task) == {"score": score, "has_code": 1.0}
+    assert not Path("/tmp/written").exists()
+    assert code_reward.compute_score("", "no program", task) == {"score": 0.0, "has_code": 0.0}
 
 
 @pytest.mark.parametrize(
