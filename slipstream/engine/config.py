@@ -34,16 +34,20 @@ TopK = Annotated[NonNegativeInt, Fix("0 means all tokens")]
 
 
 class SamplingConfig(Checked, path="sampling"):
-    """The distribution that rollouts are drawn from: the policy's conditionals at `temperature`, cut by top-p/top-k."""
+    """The distribution that responses are sampled from: the policy's conditionals, cut by top-p and top-k.
+
+    Training needs the whole distribution, for its log-probabilities know no cut, and a temperature above 0, for greedy
+    rollouts of a group are all equal.
+    """
 
     temperature: Temperature = 1.0
-    """Temperature of rollouts, above 0: greedy rollouts of a group are all equal."""
+    """Temperature of responses; 0 is greedy decoding."""
     top_p: Rate = 1.0
-    """Probability mass that rollouts are sampled from. Set by nobody in training, whose log-probabilities need 1."""
+    """Probability mass that responses are sampled from; 1 means all."""
     top_k: TopK = 0
-    """Tokens that rollouts are sampled from; 0 means all. Set by nobody in training, whose log-probabilities need 0."""
+    """Tokens that responses are sampled from; 0 means all."""
     max_response_tokens: PositiveInt
-    """Tokens after which a rollout is cut off."""
+    """Tokens after which a response is cut off."""
 
 
 class EngineConfig(Checked, path="engine"):

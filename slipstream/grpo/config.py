@@ -111,12 +111,16 @@ class LossConfig(Checked, path="grpo.loss"):
 
 
 class OptimizerConfig(Checked, path="optimizer"):
-    """The learning rate rises linearly over `warmup_steps` updates, then stays."""
+    """Optimizer of a model. Its learning rate rises linearly over `warmup_steps` updates.
+
+    Then it stays in GRPO and beside it, falls to zero in the pretraining of small models, and along a cosine to a
+    tenth in that of EAGLE-3 and MTP drafts.
+    """
 
     learning_rate: Rate
     """Learning rate after warm-up."""
     method: OptimizerMethod = OptimizerMethod.ADAMW
-    """AdamW for all parameters, or Muon for the matrices of the layers."""
+    """AdamW for all parameters, or Muon for the matrices of the layers, which needs a learner without shards."""
     betas: Betas = (0.9, 0.95)
     """Decay of AdamW's two moments. Set it to tune the optimizer."""
     weight_decay: Probability = 0.0
