@@ -40,7 +40,7 @@ class ConfigError(ValueError):
     """A value that the user gave and that breaks a rule."""
 
 
-class _Broken(ConfigError):
+class _BrokenRuleError(ConfigError):
     """A broken rule of a section, which knows only the name that its class has: `text` begins below it."""
 
     def __init__(self, path: str, text: str) -> None:
@@ -123,7 +123,7 @@ class Fix(str):
 class rule:  # noqa: N801  # reads as `Annotated[str, rule("must ...", ...)]`
     """A rule that no type and no range says, for `Annotated`; an error has its text.
 
-    A JSON schema has it as `keywords`, or without any at the end of the field's description.
+    A JSON schema has it as `keywords`, or, without any, in the field's description.
     """
 
     def __init__(self, text: str, holds: Callable[[Any], bool], **keywords: Any) -> None:
@@ -202,7 +202,7 @@ class Checked:
         try:
             require(condition, field, rule, value.value if isinstance(value, enum.Enum) else value, fix)
         except ConfigError as error:
-            raise _Broken(self._path, str(error)) from None
+            raise _BrokenRuleError(self._path, str(error)) from None
 
     def _check(self) -> None:
         """Refuse values that do not go together, where a config has such rules."""
@@ -214,8 +214,9 @@ class Checked:
         properties = handler.resolve_ref_schema(schema)["properties"]
         hints = get_type_hints(cls, include_extras=True)
         for name, text in _descriptions(cls).items():
-            rules = (part for part in _parts(hints[name]) if isinstance(part, rule) and not part.keywords)
-            properties[name]["description"] = " ".join([text, *(f"The value {each.text}." for each in rules)])
+            rules = [part for part in _parts(hints[name]) if isinstance(part, rule) and not part.keywords]
+            meaning, *who = re.split(r"(?<=\.) (?=Set )", text, maxsplit=1)
+            properties[name]["description"] = " ".join([meaning, *(f"It {each.text}." for each in rules), *who])
         return schema
 
 
@@ -355,8 +356,10 @@ def _refusal(cls: type, problem: Mapping[str, Any], path: str) -> ConfigError:
     """An error of pydantic's about a `cls` at `path`, as field, rule, value and fix."""
     kind, loc, value, context = problem["type"], problem["loc"], problem["input"], problem.get("ctx", {})
     broken = context.get("error")
-    if isinstance(broken, ConfigError):  # of a `_check`
-        return ConfigError(_join(_dotted(path, loc), broken.text)) if isinstance(broken, _Broken) and loc else broken
+    if isinstance(broken, _BrokenRuleError) and loc:
+        return ConfigError(_join(_dotted(path, loc), broken.text))
+    if isinstance(broken, ConfigError):
+        return broken
     if kind in _UNKNOWN:
         return _unknown_key(cls, loc[:-1], str(loc[-1]), path)
     shown = {key: f"{each:.15g}" if isinstance(each, float) else str(each) for key, each in context.items()}
@@ -384,7 +387,7 @@ def _unknown_key(cls: type, loc: Sequence[int | str], key: str, path: str) -> Co
 
 
 def _likeness(key: str, name: str) -> float:
-    """How much a key is like a known name, or like the last part of one below it."""
+    """Return the likeness of a key to a known name, or to the last part of one below it; 1 if they are equal."""
     words = (name,) if "." not in name else (name.rpartition(".")[2], name.replace(".", "_"))
     best = max(difflib.SequenceMatcher(None, word, key).ratio() for word in words)
     return best if "." not in name else 0.9 * best * (best >= 0.8)

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class EvaluationConfig(Checked, path="evaluation"):
-    """How the problems are sampled, apart from training. The defaults are what Qwen3 is published with."""
+    """Evaluation on the validation problems, apart from training, with the sampling that Qwen3 is published with."""
 
     num_samples_per_problem: PositiveInt = 32
     """Responses to each validation problem, whose mean accuracy is reported."""
@@ -43,7 +43,7 @@ class EvaluationConfig(Checked, path="evaluation"):
         )
 
     def is_due(self, num_updates: int) -> bool:
-        """Whether a policy that goes on training is evaluated after so many updates."""
+        """Return True if a policy that goes on training is evaluated after so many updates."""
         return self.every_steps is not None and num_updates > 0 and num_updates % self.every_steps == 0
 
 

@@ -180,7 +180,7 @@ class Recipe(Checked):
 
     @property
     def layout(self) -> Layout:
-        """How learner and engines are spread over GPUs."""
+        """Layout of learner and engines over GPUs."""
         return Layout(
             placement=self.placement,
             parallel=self.learner.parallel,
@@ -196,7 +196,7 @@ class Recipe(Checked):
         return resolved_channel(self.refit.channel, self.layout)
 
     def memory(self) -> MemoryEstimate | None:
-        """What each GPU has to hold; None without GPUs, and where hardware or a dense model's shape is not known."""
+        """Estimate of a GPU's memory; None without GPUs, and where hardware or a dense model's shape is not known."""
         shape = known_shape(self.policy, self.simulator)
         is_sparse = isinstance(shape, Architecture) and shape.experts is not None
         if shape is None or is_sparse or self.simulator is None or not self.layout.has_gpus:
@@ -223,7 +223,7 @@ class Recipe(Checked):
             memory.require_states()
 
     def _check_devices(self) -> None:
-        """What the accelerators and their number must allow."""
+        """Refuse settings that the accelerators or their number do not allow."""
         live = self.tuning.max_live_engines
         self._require(
             self.engine.kv_cache_gib is not None or live * self.engine.gpu_memory_utilization <= _GPU_MEMORY,
@@ -257,7 +257,7 @@ class Recipe(Checked):
         )
 
     def _check_online(self) -> None:
-        """What training of the draft beside the policy needs."""
+        """Refuse more updates of the draft beside the policy than there are rollouts."""
         if self.draft.online.when is DraftOnline.OFF:
             return
         num_ranks = self.learner.parallel.data
@@ -270,7 +270,7 @@ class Recipe(Checked):
         )
 
     def _check_loop(self) -> None:
-        """What generation and training at the same time need: engines of their own, and work for all of them."""
+        """Generation and training at the same time need engines of their own, and work for all of them."""
         if self.loop.is_synchronous:
             return
         mode = self.loop.mode.value
@@ -314,7 +314,7 @@ class Recipe(Checked):
         )
 
     def _check_turns(self) -> None:
-        """What learner and engines that give memory back in turn need: nobody beside them who keeps any."""
+        """Where learner and engines free memory in turn, nothing may be kept idle beside them."""
         if not self.placement.takes_turns:
             return
         for section, kept in (("engine", self.engine.num_kept_idle), ("learner", self.learner.num_kept_idle)):
@@ -327,7 +327,7 @@ class Recipe(Checked):
             )
 
     def fingerprint(self) -> str:
-        """Of everything that the trained weights depend on: not of how long, how often saved, or where tracked."""
+        """Hash of all that the trained weights depend on; number of steps, checkpoints and tracking are left out."""
         values = to_mapping(self)
         for section in _NO_INFLUENCE:
             values.pop(section)

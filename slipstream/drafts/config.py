@@ -43,12 +43,12 @@ class DraftInit(StrEnum):
 
 
 FRESH_INITS = (DraftInit.IN_DOMAIN, DraftInit.GENERAL)
-"""Those that need no `draft.model`."""
+"""Inits that need no `draft.model`."""
 
 
 Loss = Literal["kl_div", "tv", "lk", "lk_hybrid"]
 LOSSES: tuple[Loss, ...] = get_args(Loss)
-"""What each means is in `drafts/trainer.py`."""
+"""Losses of an EAGLE-3 draft, which `drafts/trainer.py` defines."""
 
 
 class DraftLengthRule(StrEnum):
@@ -98,8 +98,8 @@ class Eagle3Config(Checked, path="draft.eagle3"):
     """Layer of `method: eagle3` on the policy's hidden states, and its loss."""
 
     aux_hidden_state_layer_ids: tuple[NonNegativeInt, ...] | None = None
-    """Three layers of the policy that the draft reads, i for the residual stream after i layers; null takes those of
-    vLLM's rule, or of the draft that `draft.model` names. Set by who compares them."""
+    """Three layers of the policy that the draft reads, 0 for its embeddings; null takes vLLM's default, or those of a
+    pretrained draft. Set by studies."""
     vocab_size: Annotated[PositiveInt, Fix("null keeps the whole vocabulary")] | None = None
     """Tokens that the draft knows, the policy's most frequent ones; null keeps all. Set it for large vocabularies."""
     loss: Loss = "kl_div"
@@ -219,7 +219,7 @@ class DraftConfig(Checked, path="draft"):
 
     @property
     def is_given(self) -> bool:
-        """Whether training, if there is any, begins with a draft that somebody else has trained."""
+        """True if training, where there is any, begins with a draft that somebody else has trained."""
         return self.init is DraftInit.FROM_HUB
 
     @property
@@ -230,16 +230,16 @@ class DraftConfig(Checked, path="draft"):
 
     @property
     def online_passes(self) -> int:
-        """How many tokens are drafted after every position where the draft learns beside the policy."""
+        """Number of tokens drafted after every position where the draft learns beside the policy."""
         return self.online.ttt_steps or self.pretrain.ttt_steps
 
     @property
     def online_tokens(self) -> int:
-        """How many tokens an update beside the policy's takes at most."""
+        """Largest number of tokens of an update beside the policy's."""
         return self.online.tokens_per_update or self.pretrain.tokens_per_step
 
     def reads(self, name: str) -> bool:
-        """Whether the method reads this field or section."""
+        """Return True if the method reads this field or section."""
         return name in TRAITS[self.method].fields
 
     def _check_online(self) -> None:

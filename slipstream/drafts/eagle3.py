@@ -80,7 +80,8 @@ def build_draft(policy: Path, config: DraftConfig, *, token_ids: Sequence[int] |
     Args:
         token_ids: ids of the policy's vocabulary that the draft knows, ascending; None keeps all.
     """
-    layer, num_layers = _layer_config(policy), Architecture.from_hf(policy).num_layers
+    layer = _layer_config(policy)
+    layers = config.eagle3.aux_hidden_state_layer_ids or aux_layer_ids(None, Architecture.from_hf(policy).num_layers)
     t2d, d2t = (None, None) if token_ids is None else vocabulary_maps(token_ids, layer.vocab_size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -92,7 +93,7 @@ def build_draft(policy: Path, config: DraftConfig, *, token_ids: Sequence[int] |
             norm_before_residual=True,
             ttt_steps=config.pretrain.ttt_steps,
             verifier_name_or_path=str(policy),
-            target_layer_ids=list(aux_layer_ids(config.eagle3.aux_hidden_state_layer_ids, num_layers)),
+            target_layer_ids=list(layers),
             draft_attn_impl="sdpa",  # the default, flex attention, requires a GPU
         ).float()
         noise = torch.randn_like(model.lm_head.weight) * model.lm_head.weight.std() * _HEAD_NOISE

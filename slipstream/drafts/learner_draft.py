@@ -49,9 +49,7 @@ class HeldChats:
     states: States | None
 
     @classmethod
-    def of(
-        cls, part: IndexedChats, policy: MegatronPolicy, layers: tuple[int, ...], *, cache_gib: float
-    ) -> HeldChats:
+    def of(cls, part: IndexedChats, policy: MegatronPolicy, layers: tuple[int, ...], *, cache_gib: float) -> HeldChats:
         """Hold a share of the chats, with their hidden states if these fit `cache_gib`.
 
         States are computed in one fixed order, so a resumed training gets the same bits.

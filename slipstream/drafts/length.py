@@ -14,8 +14,8 @@ drafting off needs that cost too, and the sweep measures it as `SWITCHED_OFF`.
 Autopilot (`decide`). The cost of a step is its generation time over its generated tokens. A run stays in one mode,
 drafting or not, and measures the other mode in single steps (probes): once both modes can be compared, then at growing
 intervals, and at once when the current mode seems slower. The run switches when each of the last `PATIENCE_STEPS` costs
-more, by `_MARGIN`, than two probes no older than those steps, so one slow step switches nothing. The decision depends on
-the steps' records alone, so a resumed run decides like an uninterrupted one.
+more, by `_MARGIN`, than two probes no older than those steps, so one slow step switches nothing. The decision depends
+on the steps' records alone, so a resumed run decides like an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _rises(values: Sequence[int]) -> bool:
 
 
 class TuningConfig(Checked, path="tuning"):
-    """What is swept. The running batch of training should be among `batch_sizes`."""
+    """Sweep of draft lengths. The running batch of training should be among `batch_sizes`."""
 
     candidate_ks: tuple[NonNegativeInt, ...] = (0, 1, 2, 3, 5, 7)
     """Numbers of draft tokens that are compared, rising from 0, the engine without a draft."""

@@ -322,7 +322,9 @@ class DraftOptimizer:
         self.steppers: tuple[torch.optim.Optimizer, ...] = (adamw,)
         if matrices:
             dtype = torch.float32 if matrices[0].device.type == "cpu" else torch.bfloat16
-            muon = BatchedMuon(matrices, lr=0.0, momentum=_MOMENTUM, num_iterations=_NUM_ITERATIONS, dtype=dtype, weight_decay=decay)
+            muon = BatchedMuon(
+                matrices, lr=0.0, momentum=_MOMENTUM, num_iterations=_NUM_ITERATIONS, dtype=dtype, weight_decay=decay
+            )
             self.steppers = (adamw, muon)
         self._held = [
             (parameter, self.steppers[by].state, _MUON_MOMENTS if by else _ADAMW_MOMENTS)

@@ -1,4 +1,4 @@
-"""How rollouts are sampled and how the engine that samples them is set up."""
+"""Configs of sampling and of the engine that samples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ _LOWEST_TEMPERATURE = 0.01
 Temperature = Annotated[
     float,
     Field(ge=0, le=LARGEST),
-    rule(f"must be 0 or >= {_LOWEST_TEMPERATURE}", lambda value: value == 0 or value >= _LOWEST_TEMPERATURE),
+    rule(
+        f"must be 0 or >= {_LOWEST_TEMPERATURE}",
+        lambda value: value == 0 or value >= _LOWEST_TEMPERATURE,
+        **{"not": {"exclusiveMinimum": 0, "exclusiveMaximum": _LOWEST_TEMPERATURE}},
+    ),
     NUMBER,
     Fix(f"vLLM samples at {_LOWEST_TEMPERATURE} instead of anything between"),
 ]

@@ -46,7 +46,7 @@ def aux_layer_ids(given: Sequence[int] | None, num_layers: int) -> tuple[int, ..
     last = num_layers - 3
     default = (2, num_layers // 2, last) if num_layers >= 7 else (last, last + 1, last + 2)
     ids = default if given is None else tuple(given)
-    rule = f"must be in [0, {num_layers}), the policy's number of layers"
+    rule = f"must be in [0, {num_layers}), the policy's layers"
     require(all(0 <= layer < num_layers for layer in ids), "draft.eagle3.aux_hidden_state_layer_ids", rule, ids)
     return ids
 

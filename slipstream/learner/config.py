@@ -29,7 +29,7 @@ SCRATCH = "scratch"
 
 
 class Packing(StrEnum):
-    """Whether the sequences of a micro-batch are packed one behind the other, without padding."""
+    """Rule by which the sequences of a micro-batch are packed one behind the other, without padding."""
 
     AUTO = "auto"  # on a GPU in bfloat16, which has a kernel for them
     ALWAYS = "always"
@@ -37,7 +37,7 @@ class Packing(StrEnum):
 
 
 class Recompute(StrEnum):
-    """What of a layer is computed anew for the gradient instead of being kept."""
+    """Parts of a layer that are computed anew for the gradient instead of being kept."""
 
     NONE = "none"
     SELECTIVE = "selective"  # the attention of queries to keys, and the MLP
@@ -121,7 +121,7 @@ class PolicyConfig(Checked, path="policy"):
 
 
 class ParallelConfig(Checked, path="learner.parallel"):
-    """How the learner is spread over ranks; their number is tensor x pipeline x data."""
+    """Layout of the learner over ranks; their number is tensor x pipeline x data."""
 
     tensor: PositiveInt = 1
     """Ranks that split each matrix."""
@@ -162,7 +162,7 @@ class ParallelConfig(Checked, path="learner.parallel"):
 
 
 class LearnerConfig(Checked, path="learner"):
-    """How the learner computes."""
+    """Computation of the learner."""
 
     max_tokens_per_microbatch: PositiveInt = 2048
     """Tokens of a micro-batch, padding included; memory grows with it."""

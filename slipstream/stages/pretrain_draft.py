@@ -114,8 +114,8 @@ def train_on(
     """Sample responses to `prompts`, train a draft on them into `directory/draft`, and measure its held-out acceptance.
 
     Raises:
-        ConfigError: fewer prompts than `draft.pretrain.num_prompts` + `num_heldout_prompts`; a given draft that does not
-            fit; or a `draft.eagle3.vocab_size` that leaves no token out.
+        ConfigError: fewer prompts than `num_prompts` + `num_heldout_prompts` of `draft.pretrain`; a given draft that
+            does not fit; or a `draft.eagle3.vocab_size` that leaves no token out.
     """
     config = recipe.draft
     start = time.perf_counter()

@@ -193,8 +193,8 @@ def variant_recipes(
     """
     taken = leaves(requested)
     for field, own in _OWN_INPUTS.items():
-        name = f"draft.{field}"
-        require(name not in taken, "overrides", f"must leave out {name}", name, f"give the input {own}")
+        varied = f"draft.{field}"
+        require(varied not in taken, "overrides", f"must leave out {varied}", varied, f"give the input {own}")
     recipes = [load_recipe(name, workload=of, overrides=requested) for of in grid.workloads or (None,)]
     return {variant: _variant_recipe(name, variant, requested, grid) for variant in grid.variants(recipes)}
 

@@ -16,7 +16,6 @@ from slipstream.drafts.learner_draft import (
     HeldChats,
     IndexedChats,
     LearnerDraft,
-    layer_ids,
     start_training,
     train_beside,
 )
