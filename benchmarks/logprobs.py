@@ -71,12 +71,14 @@ def measure(case: Case) -> Measured:
     import torch
 
     from slipstream.learner.batches import Batching, MicroBatch
-    from slipstream.learner.config import LearnerConfig, ScratchConfig
+    from slipstream.learner.config import LearnerConfig, ScratchConfig, ShapeConfig
     from slipstream.learner.logprobs import OutputHead
     from slipstream.learner.megatron import MegatronPolicy
 
     scratch = ScratchConfig(
-        hidden_size=case.hidden_size, num_layers=1, ffn_hidden_size=8, num_attention_heads=1, num_query_groups=1
+        shape=ShapeConfig(
+            hidden_size=case.hidden_size, num_layers=1, ffn_hidden_size=8, num_attention_heads=1, num_query_groups=1
+        )
     )
     policy = MegatronPolicy.from_scratch(
         scratch, vocab_size=case.vocab_size, eos_token_id=1, learner=LearnerConfig(), optimizer=None

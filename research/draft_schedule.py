@@ -68,7 +68,10 @@ def weak_draft(run: FinishedRun, num_steps: int, directory: Path) -> Path:
     if not num_steps:
         return run.draft
     if not (directory / "draft").is_dir():
-        shorter = replace(run.recipe.draft, num_steps=num_steps, num_prompts=256, warmup_steps=min(20, num_steps))
+        plan = run.recipe.draft.pretrain
+        optimizer = replace(plan.optimizer, warmup_steps=min(20, num_steps))
+        plan = replace(plan, num_steps=num_steps, num_prompts=256, optimizer=optimizer)
+        shorter = replace(run.recipe.draft, pretrain=plan)
         recipe = replace(run.recipe, draft=shorter, learner=replace(run.recipe.learner, num_kept_idle=0))
         record = train_on(
             read_prompt_sets(run.data).draft_in_domain,

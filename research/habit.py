@@ -13,7 +13,6 @@ from pathlib import Path
 from benchmarks.runs import FinishedRun
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.pretrain import read_responses
-from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner.policy_source import pretrain
 from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import DraftRecord
@@ -76,12 +75,15 @@ def _teach(run: FinishedRun, directory: Path, lessons: Lessons) -> None:
     short = replace(
         scratch,
         num_steps=lessons.num_steps,
-        warmup_steps=min(scratch.warmup_steps, lessons.num_steps),
         tokens_per_step=_TOKENS_PER_STEP,
-        learning_rate=lessons.learning_rate,
+        optimizer=replace(
+            scratch.optimizer,
+            learning_rate=lessons.learning_rate,
+            warmup_steps=min(scratch.optimizer.warmup_steps, lessons.num_steps),
+        ),
     )
     with start_learner(replace(run.recipe.learner, num_kept_idle=0)) as learner:
-        learner.load(run.policy, OptimizerConfig(method=scratch.optimizer, learning_rate=lessons.learning_rate))
+        learner.load(run.policy, short.optimizer)
         corpus = documents(replace(run.recipe, data=hasty), tokenizer(run.policy))
         pretrain(learner.lm_step, corpus, short)
         learner.save_hf(directory, run.policy)

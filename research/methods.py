@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.runs import FinishedRun, open_run
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts import length
-from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.config import DraftConfig, NgramConfig
 from slipstream.drafts.methods import DraftMethod, Training
 from slipstream.recipe import Recipe
 from slipstream.records.stages import SweepPoint
@@ -55,8 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _config(draft: DraftConfig, method: DraftMethod, lookup: Sequence[int], steps: int | None) -> DraftConfig:
     shortest, longest = lookup
-    found = replace(draft, method=method, prompt_lookup_min=shortest, prompt_lookup_max=longest)
-    return found if steps is None else replace(found, num_steps=steps)
+    ngram = NgramConfig(prompt_lookup_min=shortest, prompt_lookup_max=longest)
+    found = replace(draft, method=method, ngram=ngram)
+    return found if steps is None else replace(found, pretrain=replace(draft.pretrain, num_steps=steps))
 
 
 def measure(run: FinishedRun, recipe: Recipe) -> None:
@@ -72,7 +73,7 @@ def measure(run: FinishedRun, recipe: Recipe) -> None:
             print(
                 f"{recipe.draft.method.value}: {record.num_parameters:,} parameters, {record.num_steps} steps, last "
                 f"loss {record.losses[-1]:.3f}, held-out acceptance length {record.heldout_mean_acceptance_length:.2f} "
-                f"at k={recipe.draft.ttt_steps}, {record.elapsed_s:.0f} s with the policy's answers"
+                f"at k={recipe.draft.pretrain.ttt_steps}, {record.elapsed_s:.0f} s with the policy's answers"
             )
         found = length.sweep(
             partial(recipe_engine, recipe, run.policy, draft),

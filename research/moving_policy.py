@@ -149,9 +149,9 @@ def measured(
 
 def recipe_of(recipe: Recipe, contestant: Contestant, changes: Mapping[str, Any], *, k: int) -> Recipe:
     """Return the run's recipe with the changes of one arm."""
-    draft: dict[str, Any] = {"online": contestant.online.value}
+    draft: dict[str, Any] = {"online": {"when": contestant.online.value}}
     if contestant.draft_rate is not None:
-        draft["online_learning_rate"] = contestant.draft_rate
+        draft["online"]["optimizer"] = {"learning_rate": contestant.draft_rate}
     own = {
         "draft": draft,
         "grpo": {"optimizer": {"learning_rate": contestant.learning_rate}},

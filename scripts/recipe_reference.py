@@ -67,21 +67,24 @@ def _names(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 
 def sections(schema: Schema) -> dict[tuple[str, ...], dict[str, Any]]:
-    """The config classes by the dotted names of the fields that hold them, each before those below it."""
+    """The config classes by the dotted names of the fields that hold them, each before those below it.
+
+    A class has under `places` the schemas of these fields, which may have other defaults for its own fields.
+    """
     names: dict[str, list[str]] = {"": []}
     found: dict[str, dict[str, Any]] = {}
 
-    def visit(title: str, section: dict[str, Any], path: str) -> None:
+    def visit(title: str, section: dict[str, Any], path: str, place: dict[str, Any]) -> None:
         names.setdefault(title, []).extend([path] if path else [])
-        found.setdefault(title, section)
+        found.setdefault(title, {**section, "places": {}})["places"][path] = place
         for name, each in section["properties"].items():
             for part in (each, each.get("items", {}), *each.get("anyOf", ())):
                 below = schema["$defs"].get(part.get("$ref", "").rpartition("/")[2], {})
                 if "properties" in below:
                     child = f"{path}.{name}" if path else name
-                    visit(below["title"], below, f"{child}[]" if "items" in each else child)
+                    visit(below["title"], below, f"{child}[]" if "items" in each else child, each)
 
-    visit("", dict(schema), "")
+    visit("", dict(schema), "", {})
     return {tuple(names[title]): section for title, section in found.items()}
 
 
@@ -90,7 +93,18 @@ def fields(schema: Schema, section: Schema) -> Iterator[tuple[str, dict[str, Any
     for name, each in section["properties"].items():
         whole = _resolved(schema, each)
         if all("properties" not in part for part in (whole, *whole.get("anyOf", ()))):
-            yield name, whole | {"required": name in section.get("required", ())}
+            yield name, whole | {"defaults": dict(_defaults(section, name))}
+
+
+def _defaults(section: Schema, name: str) -> Iterator[tuple[str, str]]:
+    """The default of a section's field as text, by the dotted names of the fields that hold the section."""
+    for path, place in section["places"].items():
+        over = place.get("default")
+        if name in (*section.get("required", ()), *place.get("required", ())):
+            yield path, "required"
+        else:
+            values = over if isinstance(over, dict) and name in over else {name: section["properties"][name]["default"]}
+            yield path, f"`{_yaml(values[name])}`"
 
 
 def _resolved(schema: Schema, each: Schema) -> dict[str, Any]:
@@ -102,7 +116,9 @@ def _resolved(schema: Schema, each: Schema) -> dict[str, Any]:
 
 def row(names: tuple[str, ...], name: str, field: Schema, used: Mapping[str, list[str]]) -> str:
     """One field as a row of its section's table."""
-    default = "required" if field["required"] else f"`{_yaml(field['default'])}`"
+    first, *others = dict.fromkeys(field["defaults"].values())
+    own = {text: [f"`{path}`" for path, each in field["defaults"].items() if each == text] for text in others}
+    default = "; ".join([first, *(f"{text} in {', '.join(places)}" for text, places in own.items())])
     meaning, who = description(field)
     paths = [f"{path}.{name}" for path in names] or [name]
     recipes = ", ".join(dict.fromkeys(recipe for path in paths for recipe in used.get(path, ())))

@@ -23,8 +23,9 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import pydantic
 import yaml
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+from pydantic_core import core_schema
 
 T = TypeVar("T")
 
@@ -37,6 +38,14 @@ _Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C: several ti
 
 class ConfigError(ValueError):
     """A value that the user gave and that breaks a rule."""
+
+
+class _BrokenRuleError(ConfigError):
+    """A broken rule of a section, which knows only the name that its class has: `text` begins below it."""
+
+    def __init__(self, path: str, text: str) -> None:
+        super().__init__(_join(path, text))
+        self.text = text
 
 
 class _SafeLoader(_Parser):
@@ -111,15 +120,53 @@ class Fix(str):
     __slots__ = ()
 
 
-def rule(text: str, holds: Callable[[Any], bool]) -> AfterValidator:
-    """A rule that no type and no range says, for `Annotated`; an error has its text."""
+class rule:  # noqa: N801  # reads as `Annotated[str, rule("must ...", ...)]`
+    """A rule that no type and no range says, for `Annotated`; an error has its text.
 
-    def check(value: Any) -> Any:
-        if not holds(value):
-            raise ValueError(text)
+    A JSON schema has it as `keywords`, or, without any, in the field's description.
+    """
+
+    def __init__(self, text: str, holds: Callable[[Any], bool], **keywords: Any) -> None:
+        self.text, self._holds, self.keywords = text, holds, keywords
+
+    def _check(self, value: Any) -> Any:
+        if not self._holds(value):
+            raise ValueError(self.text)
         return value
 
-    return AfterValidator(check)
+    def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> Any:
+        """Validate by the type first, then by the rule."""
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
+        """Add the keywords."""
+        return {**handler(core), **self.keywords}
+
+
+class Defaults:
+    """Defaults of a section that several fields share, for the `Annotated` of one of these fields.
+
+    They lie under what a mapping gives; fields without any keep the defaults of their class.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def _fill(self, value: Any) -> Any:
+        return {**self.values, **value} if isinstance(value, Mapping) else value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> Any:
+        """Complete a mapping before it is validated."""
+        return core_schema.no_info_before_validator_function(self._fill, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
+        """Add the defaults."""
+        return {**handler(core), "default": self.values}
+
+
+def section() -> Any:
+    """Give a field that holds a section, with its `Defaults` if it has any, the section without changes."""
+    return Field(default_factory=dict, validate_default=True)
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field, Field))
@@ -152,7 +199,10 @@ class Checked:
     def _require(self, condition: bool, field: str, rule: str, fix: str = "") -> None:
         """Refuse the value of `field`, a name of the config or one below it, unless `condition` holds."""
         value = operator.attrgetter(field)(self)
-        require(condition, _join(self._path, field), rule, value.value if isinstance(value, enum.Enum) else value, fix)
+        try:
+            require(condition, field, rule, value.value if isinstance(value, enum.Enum) else value, fix)
+        except ConfigError as error:
+            raise _BrokenRuleError(self._path, str(error)) from None
 
     def _check(self) -> None:
         """Refuse values that do not go together, where a config has such rules."""
@@ -162,8 +212,11 @@ class Checked:
         """Describe each field in a JSON schema by the docstring below it."""
         schema = handler(core)
         properties = handler.resolve_ref_schema(schema)["properties"]
+        hints = get_type_hints(cls, include_extras=True)
         for name, text in _descriptions(cls).items():
-            properties[name]["description"] = text
+            rules = [part for part in _parts(hints[name]) if isinstance(part, rule) and not part.keywords]
+            meaning, *who = re.split(r"(?<=\.) (?=Set )", text, maxsplit=1)
+            properties[name]["description"] = " ".join([meaning, *(f"It {each.text}." for each in rules), *who])
         return schema
 
 
@@ -266,6 +319,7 @@ def check_known(cls: type, values: Any, path: str) -> None:
                 raise _refusal(cls, problem, path) from None
 
 
+_LEAST_LIKENESS = 0.5  # of an unknown key to the name that its error suggests
 _UNKNOWN = ("unexpected_keyword_argument", "invalid_key")
 _BOUND = {
     "greater_than": "> {gt}",
@@ -301,8 +355,11 @@ def _problems(error: ValidationError, *, depth: int = 0) -> list[Any]:
 def _refusal(cls: type, problem: Mapping[str, Any], path: str) -> ConfigError:
     """An error of pydantic's about a `cls` at `path`, as field, rule, value and fix."""
     kind, loc, value, context = problem["type"], problem["loc"], problem["input"], problem.get("ctx", {})
-    if isinstance(context.get("error"), ConfigError):  # of a `_check`
-        return context["error"]
+    broken = context.get("error")
+    if isinstance(broken, _BrokenRuleError) and loc:
+        return ConfigError(_join(_dotted(path, loc), broken.text))
+    if isinstance(broken, ConfigError):
+        return broken
     if kind in _UNKNOWN:
         return _unknown_key(cls, loc[:-1], str(loc[-1]), path)
     shown = {key: f"{each:.15g}" if isinstance(each, float) else str(each) for key, each in context.items()}
@@ -323,9 +380,28 @@ def _refusal(cls: type, problem: Mapping[str, Any], path: str) -> ConfigError:
 def _unknown_key(cls: type, loc: Sequence[int | str], key: str, path: str) -> ConfigError:
     config = next(filter(_is_config, _declared(cls, loc)))
     known = [field.name for field in dataclasses.fields(config) if field.init]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    fix = f"did you mean {_dotted(path, (*loc, near[0]))!r}?" if near else f"known: {', '.join(known)}"
+    near = max(_names(config), key=lambda name: _likeness(key, name))
+    is_near = _likeness(key, near) >= _LEAST_LIKENESS
+    fix = f"did you mean {_dotted(path, (*loc, near))!r}?" if is_near else f"known: {', '.join(known)}"
     return ConfigError(f"unknown key {_dotted(path, (*loc, key))!r}; {fix}")
+
+
+def _likeness(key: str, name: str) -> float:
+    """Return the likeness of a key to a known name, or to the last part of one below it; 1 if they are equal."""
+    words = (name,) if "." not in name else (name.rpartition(".")[2], name.replace(".", "_"))
+    best = max(difflib.SequenceMatcher(None, word, key).ratio() for word in words)
+    return best if "." not in name else 0.9 * best * (best >= 0.8)
+
+
+def _names(config: type) -> list[str]:
+    """Names of the fields of a config and, with dots, of the configs below it, the nearer ones first."""
+    found, waiting = list[str](), [("", config)]
+    for path, each in waiting:
+        for name, hint in get_type_hints(each, include_extras=True).items():
+            if name in each.__dataclass_fields__:
+                found.append(_join(path, name))
+                waiting += [(found[-1], below) for below in filter(_is_config, _parts(hint))][:1]
+    return found
 
 
 def _declared(cls: type, loc: Sequence[int | str]) -> list[Any]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import numpy as np
 
-from slipstream.config import Checked, PositiveInt, Rate, require
-from slipstream.engine.config import SamplingConfig, Temperature, TopK
+from slipstream.config import Checked, Defaults, PositiveInt, require
+from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Engines
 from slipstream.records.steps import EvaluationRecord
 from slipstream.rewards.answers import extract_answer
@@ -25,41 +25,26 @@ T = TypeVar("T")
 
 
 class EvaluationConfig(Checked, path="evaluation"):
-    """How the problems are sampled, apart from training. The defaults are what Qwen3 is published with."""
+    """Evaluation on the validation problems, apart from training, with the sampling that Qwen3 is published with."""
 
     num_samples_per_problem: PositiveInt = 32
     """Responses to each validation problem, whose mean accuracy is reported."""
-    temperature: Temperature = 0.6
-    """Temperature of these responses; 0 is greedy decoding."""
-    top_p: Rate = 0.95
-    """Probability mass that these responses are sampled from; 1 means all."""
-    top_k: TopK = 20
-    """Tokens that these responses are sampled from; 0 means all."""
-    max_response_tokens: PositiveInt
-    """Tokens after which such a response is cut off."""
+    sampling: Annotated[SamplingConfig, Defaults(temperature=0.6, top_p=0.95, top_k=20)]
+    """Sampling of these responses."""
     every_steps: PositiveInt | None = None
     """Steps between evaluations of a synchronous arm while it trains; null evaluates before and after it alone."""
 
     def _check(self) -> None:
         self._require(
-            self.temperature > 0 or self.num_samples_per_problem == 1,
-            "temperature",
+            self.sampling.temperature > 0 or self.num_samples_per_problem == 1,
+            "sampling.temperature",
             "must be > 0 with more than one sample a problem",
             "greedy samples are all equal: set num_samples_per_problem to 1",
         )
 
     def is_due(self, num_updates: int) -> bool:
-        """Whether a policy that goes on training is evaluated after so many updates."""
+        """Return True if a policy that goes on training is evaluated after so many updates."""
         return self.every_steps is not None and num_updates > 0 and num_updates % self.every_steps == 0
-
-    def sampling(self) -> SamplingConfig:
-        """These settings as the engine takes them."""
-        return SamplingConfig(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            max_response_tokens=self.max_response_tokens,
-        )
 
 
 def avg_at_k(rewards_Nk: Sequence[Sequence[float]]) -> float:
@@ -103,7 +88,7 @@ def evaluate(
     """
     require(len(prompts) > 0, "data.validation", "must have problems to evaluate on", len(prompts))
     k = config.num_samples_per_problem
-    groups = engine.generate(prompts, sampling=config.sampling(), group_size=k, seed=seed).groups
+    groups = engine.generate(prompts, sampling=config.sampling, group_size=k, seed=seed).groups
     assert [len(group.rollouts) for group in groups] == [k] * len(prompts)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     texts = [decode(group.prompt.token_ids, rollout.token_ids) for group in groups for rollout in group.rollouts]

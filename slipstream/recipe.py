@@ -39,7 +39,7 @@ from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.evaluation import EvaluationConfig
 from slipstream.grpo.config import Correction, GrpoConfig, OptimizerMethod
 from slipstream.grpo.loop_config import LoopConfig
-from slipstream.learner.architecture import Architecture
+from slipstream.learner.architecture import Architecture, aux_layer_ids
 from slipstream.learner.config import SCRATCH, LearnerConfig, PolicyConfig
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.records.files import write_atomic
@@ -87,9 +87,9 @@ class Recipe(Checked):
     """Nodes and GPUs."""
     data: DataConfig
     """Prompts and problems."""
-    draft: DraftConfig
+    draft: DraftConfig = field(default_factory=DraftConfig)
     """Draft and its training."""
-    tuning: TuningConfig
+    tuning: TuningConfig = field(default_factory=TuningConfig)
     """Sweep of draft lengths."""
     grpo: GrpoConfig
     """Steps, loss and optimizer of the policy."""
@@ -125,7 +125,7 @@ class Recipe(Checked):
         longest_k = max(self.tuning.candidate_ks)
         for section, response in (
             ("sampling", self.sampling.max_response_tokens),
-            ("evaluation", self.evaluation.max_response_tokens),
+            ("evaluation.sampling", self.evaluation.sampling.max_response_tokens),
         ):
             # In flight are a last token with k drafts, and vLLM drafts for nobody in a batch in which one sequence has
             # no room for k more: then a rollout would depend on the length of the others.
@@ -172,19 +172,15 @@ class Recipe(Checked):
             "engine.max_model_len",
             f"must be <= policy.scratch.max_position_embeddings {scratch.max_position_embeddings}",
         )
-        ids, reads_states = self.draft.aux_hidden_state_layer_ids, self.draft.reads("aux_hidden_state_layer_ids")
-        self._require(
-            not reads_states or ids[-1] < scratch.num_layers,
-            "draft.aux_hidden_state_layer_ids",
-            f"must be < policy.scratch.num_layers {scratch.num_layers}",
-        )
+        if self.draft.reads("eagle3"):
+            aux_layer_ids(self.draft.eagle3.aux_hidden_state_layer_ids, scratch.shape.num_layers)
         rule, layers = f"must be 1 with draft.method {self.draft.method}", scratch.num_mtp_layers
         needs_mtp = self.draft.method is DraftMethod.MTP
         self._require(layers > 0 or not needs_mtp, "policy.scratch.num_mtp_layers", rule, "or choose another method")
 
     @property
     def layout(self) -> Layout:
-        """How learner and engines are spread over GPUs."""
+        """Layout of learner and engines over GPUs."""
         return Layout(
             placement=self.placement,
             parallel=self.learner.parallel,
@@ -200,7 +196,7 @@ class Recipe(Checked):
         return resolved_channel(self.refit.channel, self.layout)
 
     def memory(self) -> MemoryEstimate | None:
-        """What each GPU has to hold; None without GPUs, and where hardware or a dense model's shape is not known."""
+        """Estimate of a GPU's memory; None without GPUs, and where hardware or a dense model's shape is not known."""
         shape = known_shape(self.policy, self.simulator)
         is_sparse = isinstance(shape, Architecture) and shape.experts is not None
         if shape is None or is_sparse or self.simulator is None or not self.layout.has_gpus:
@@ -227,7 +223,7 @@ class Recipe(Checked):
             memory.require_states()
 
     def _check_devices(self) -> None:
-        """What the accelerators and their number must allow."""
+        """Refuse settings that the accelerators or their number do not allow."""
         live = self.tuning.max_live_engines
         self._require(
             self.engine.kv_cache_gib is not None or live * self.engine.gpu_memory_utilization <= _GPU_MEMORY,
@@ -241,9 +237,9 @@ class Recipe(Checked):
             "must do without CUDA: engine.kv_cache_gib is for engines on CPUs",
             "set auto",
         )
-        methods = [self.grpo.optimizer.method, *([self.policy.scratch.optimizer] if self.policy.scratch else [])]
-        methods += [self.draft.scratch.optimizer] if self.draft.trains is Training.RESPONSES else []
-        if OptimizerMethod.MUON in methods:
+        optimizers = [self.grpo.optimizer, *([self.policy.scratch.optimizer] if self.policy.scratch else [])]
+        optimizers += [self.draft.draft_model.optimizer] if self.draft.trains is Training.RESPONSES else []
+        if any(each.method is OptimizerMethod.MUON for each in optimizers):
             learner, case = self.learner, f"with the optimizer {OptimizerMethod.MUON.value!r}"
             fix = "it makes whole matrices orthogonal, not their shards: take adamw"
             self._require(learner.parallel.tensor == 1, "learner.parallel.tensor", f"must be 1 {case}", fix)
@@ -261,20 +257,20 @@ class Recipe(Checked):
         )
 
     def _check_online(self) -> None:
-        """What training of the draft beside the policy needs."""
-        if self.draft.online is DraftOnline.OFF:
+        """Refuse more updates of the draft beside the policy than there are rollouts."""
+        if self.draft.online.when is DraftOnline.OFF:
             return
         num_ranks = self.learner.parallel.data
         num_rollouts = self.grpo.prompts_per_step * self.grpo.group_size // self.grpo.updates_per_step
         self._require(
-            self.draft.online_updates * num_ranks <= num_rollouts,
-            "draft.online_updates",
+            self.draft.online.updates * num_ranks <= num_rollouts,
+            "draft.online.updates",
             f"must be at most the {num_rollouts} rollouts of an update / {num_ranks} data-parallel ranks",
             "each learns from rollouts of its own",
         )
 
     def _check_loop(self) -> None:
-        """What generation and training at the same time need: engines of their own, and work for all of them."""
+        """Generation and training at the same time need engines of their own, and work for all of them."""
         if self.loop.is_synchronous:
             return
         mode = self.loop.mode.value
@@ -303,8 +299,8 @@ class Recipe(Checked):
             "a group runs on one engine, and whoever waits for room there grows old",
         )
         self._require(
-            not self.draft.autopilot.enabled or self.loop.mode is not LoopMode.IN_FLIGHT,
-            "draft.autopilot.enabled",
+            not self.draft.autopilot or self.loop.mode is not LoopMode.IN_FLIGHT,
+            "draft.autopilot",
             f"must be false with loop.mode {mode}",
             "it weighs one generation against another, and here none ends: set loop.mode one_step_off",
         )
@@ -318,7 +314,7 @@ class Recipe(Checked):
         )
 
     def _check_turns(self) -> None:
-        """What learner and engines that give memory back in turn need: nobody beside them who keeps any."""
+        """Where learner and engines free memory in turn, nothing may be kept idle beside them."""
         if not self.placement.takes_turns:
             return
         for section, kept in (("engine", self.engine.num_kept_idle), ("learner", self.learner.num_kept_idle)):
@@ -331,7 +327,7 @@ class Recipe(Checked):
             )
 
     def fingerprint(self) -> str:
-        """Of everything that the trained weights depend on: not of how long, how often saved, or where tracked."""
+        """Hash of all that the trained weights depend on; number of steps, checkpoints and tracking are left out."""
         values = to_mapping(self)
         for section in _NO_INFLUENCE:
             values.pop(section)
@@ -545,6 +541,7 @@ class _Untitled(GenerateJsonSchema):
 def recipe_schema() -> dict[str, Any]:
     """JSON schema (draft 2020-12) of a recipe file, for editors and for docs/recipe.md."""
     schema = TypeAdapter(Recipe).json_schema(schema_generator=_Untitled)
+    _require_in_place(schema)
     whole = {key: value for key, value in schema.items() if key != "$defs"}
     sections = {**schema["$defs"], "Recipe": whole}
     partial = {f"Partial{name}": _partial(section) for name, section in sections.items()}
@@ -557,6 +554,18 @@ def recipe_schema() -> dict[str, Any]:
         "additionalProperties": False,
     }
     return {"$schema": GenerateJsonSchema.schema_dialect, **schema}
+
+
+def _require_in_place(schema: dict[str, Any]) -> None:
+    """Move what shared sections require to the fields that hold them, which may have defaults for it."""
+    sections = schema["$defs"]
+    holders = [each for section in (schema, *sections.values()) for each in section.get("properties", {}).values()]
+    for name in {each["$ref"].rpartition("/")[2] for each in holders if isinstance(each.get("default"), dict)}:
+        required = sections[name].pop("required", [])
+        for each in holders:
+            if each.get("$ref", "").endswith(f"/{name}"):
+                left = [field for field in required if field not in each.get("default", {})]
+                each |= {"required": left} if left else {}
 
 
 def recipe_file_schema() -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from slipstream.config import from_mapping, merge, to_mapping
 from slipstream.drafts.config import DraftConfig
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import GenerationResult
@@ -30,7 +31,14 @@ ENGINE = EngineConfig(
     max_model_len=128, max_num_seqs=16, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.1
 )
 SAMPLING = SamplingConfig(temperature=0.8, max_response_tokens=24)
-DRAFT = DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3))
+
+
+def draft_with(base: DraftConfig | None = None, /, **values: Any) -> DraftConfig:
+    """`base`, or the defaults, with `values` as a recipe's `draft` says them."""
+    return from_mapping(DraftConfig, merge({} if base is None else to_mapping(base), values), "draft")
+
+
+DRAFT = draft_with(eagle3={"aux_hidden_state_layer_ids": (1, 2, 3)})
 PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="1") for i in range(4))
 CERTIFICATE = LosslessnessConfig(
     num_tokens=4000,
@@ -42,7 +50,7 @@ CERTIFICATE = LosslessnessConfig(
 )
 RECIPE: dict[str, Any] = {
     "sampling": {"max_response_tokens": 16},
-    "evaluation": {"max_response_tokens": 16},
+    "evaluation": {"sampling": {"max_response_tokens": 16}},
     "tuning": {"candidate_ks": [0, 2]},
     "engine": {
         "max_model_len": 128,

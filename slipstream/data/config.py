@@ -52,9 +52,14 @@ class DataConfig(Checked, path="data"):
     """Number of unique validation problems that the run insists on; null takes any number."""
     max_prompt_tokens: PositiveInt
     """Tokens of the longest prompt; longer ones are dropped and counted."""
-    instruction: Annotated[str, rule("must hold {problem} exactly once", lambda text: text.count("{problem}") == 1)] = (
-        "{problem}"
-    )
+    instruction: Annotated[
+        str,
+        rule(
+            "must hold {problem} exactly once",
+            lambda text: text.count("{problem}") == 1,
+            pattern=r"^((?!\{problem\})[\s\S])*\{problem\}((?!\{problem\})[\s\S])*$",
+        ),
+    ] = "{problem}"
     """Text of the user turn, in which `{problem}` stands for the problem."""
     seed: Seed = 0
     """Seed of the order of rows and of the synthetic sets. Set it for another sample of the data."""

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -81,16 +82,16 @@ def num_parameters(model: Path) -> int:
 
 
 def scratch_model(config: DraftConfig, policy: Path) -> tuple[ScratchConfig, int, int]:
-    """Return the Qwen3 that `draft.scratch` describes, and the policy's vocabulary size and end-of-sequence id."""
+    """Return the Qwen3 that `draft.draft_model` describes, and the policy's vocabulary size and end-of-sequence id."""
     ours = json.loads((policy / "config.json").read_text())
     eos = ours["eos_token_id"]
+    optimizer, num_steps = config.draft_model.optimizer, config.pretrain.num_steps
     scratch = ScratchConfig(
-        **vars(config.scratch),
+        shape=config.draft_model.shape,
         max_position_embeddings=ours["max_position_embeddings"],
-        num_steps=config.num_steps,
-        tokens_per_step=config.tokens_per_step,
-        learning_rate=config.learning_rate,
-        warmup_steps=min(config.warmup_steps, config.num_steps),
+        num_steps=num_steps,
+        tokens_per_step=config.pretrain.tokens_per_step,
+        optimizer=replace(optimizer, warmup_steps=min(optimizer.warmup_steps, num_steps)),
         seed=config.seed,
     )
     return scratch, ours["vocab_size"], eos[0] if isinstance(eos, list) else eos
@@ -176,7 +177,7 @@ def heldout_acceptance(
     chances = [np.exp(np.minimum(q[1:] - p[1:], 0.0, dtype=np.float64)) for p, q in zip(policy, draft, strict=True)]
     long = [each for each in chances if len(each) >= num_tokens]
     rule = f"must leave a held-out response of more than {num_tokens} tokens"
-    require(bool(long), "draft.ttt_steps", rule, max(map(len, chances), default=0) + 1, "lower it")
+    require(bool(long), "draft.pretrain.ttt_steps", rule, max(map(len, chances), default=0) + 1, "lower it")
     windows = np.concatenate([np.lib.stride_tricks.sliding_window_view(each, num_tokens) for each in long])
     return DraftProgress(
         rate_by_position=tuple(float(rate) for rate in windows.mean(axis=0)),

@@ -28,7 +28,7 @@ from slipstream.config import require
 from slipstream.drafts.compatibility import check_draft, read_config
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.passes import ATTENTION
-from slipstream.learner.architecture import Architecture
+from slipstream.learner.architecture import Architecture, aux_layer_ids
 from slipstream.learner.policy_source import locate
 from slipstream.storage import replaced_directory
 
@@ -81,6 +81,7 @@ def build_draft(policy: Path, config: DraftConfig, *, token_ids: Sequence[int] |
         token_ids: ids of the policy's vocabulary that the draft knows, ascending; None keeps all.
     """
     layer = _layer_config(policy)
+    layers = config.eagle3.aux_hidden_state_layer_ids or aux_layer_ids(None, Architecture.from_hf(policy).num_layers)
     t2d, d2t = (None, None) if token_ids is None else vocabulary_maps(token_ids, layer.vocab_size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -90,9 +91,9 @@ def build_draft(policy: Path, config: DraftConfig, *, token_ids: Sequence[int] |
             d2t=d2t,
             draft_vocab_size=layer.vocab_size if token_ids is None else len(token_ids),
             norm_before_residual=True,
-            ttt_steps=config.ttt_steps,
+            ttt_steps=config.pretrain.ttt_steps,
             verifier_name_or_path=str(policy),
-            target_layer_ids=list(config.aux_hidden_state_layer_ids),
+            target_layer_ids=list(layers),
             draft_attn_impl="sdpa",  # the default, flex attention, requires a GPU
         ).float()
         noise = torch.randn_like(model.lm_head.weight) * model.lm_head.weight.std() * _HEAD_NOISE
@@ -133,9 +134,15 @@ def _saved_config(draft: Path, config: DraftConfig) -> dict[str, Any]:
     saved = read_config(draft, "draft")
     is_eagle3 = saved.get("speculators_model_type") == "eagle3"
     require(is_eagle3, "draft", "must be an EAGLE-3 draft as speculators saves it", str(draft))
-    ids, wanted = saved["eagle_aux_hidden_state_layer_ids"], list(config.aux_hidden_state_layer_ids)
-    require(ids == wanted, "draft.aux_hidden_state_layer_ids", f"must be those of the draft, {ids}", wanted)
+    _require_layers(config, saved["eagle_aux_hidden_state_layer_ids"], "the draft")
     return saved
+
+
+def _require_layers(config: DraftConfig, ids: Sequence[int], whose: str) -> None:
+    """Reject layers of a config that are not those which a draft reads; a config need not name any."""
+    given, rule = config.eagle3.aux_hidden_state_layer_ids, f"must be the layers that {whose} reads, {list(ids)}"
+    fits = given is None or list(given) == list(ids)
+    require(fits, "draft.eagle3.aux_hidden_state_layer_ids", rule, given, "leave it out")
 
 
 def _trainable(model: Eagle3DraftModel) -> Eagle3DraftModel:
@@ -200,7 +207,7 @@ def bring_draft(config: DraftConfig, policy: Path, directory: Path, *, max_model
 
     Raises:
         ConfigError: there is no such draft, its format is unknown, it reads other layers than
-            `draft.aux_hidden_state_layer_ids`, it has embeddings of its own, or it does not fit the policy
+            `draft.eagle3.aux_hidden_state_layer_ids`, it has embeddings of its own, or it does not fit the policy
             (`check_draft`).
     """
     assert config.model is not None
@@ -212,14 +219,11 @@ def bring_draft(config: DraftConfig, policy: Path, directory: Path, *, max_model
         require(kind == "eagle3", _FIELD, "must be an EAGLE-3 draft", f"{config.model}: {kind}")
         ours = Eagle3SpeculatorConfig.model_validate(settings)
     else:
-        ours = _of_original(settings, config.model, policy, architecture, num_tokens=config.ttt_steps)
+        ours = _of_original(settings, config.model, policy, architecture, num_tokens=config.pretrain.ttt_steps)
     if not ours.eagle_aux_hidden_state_layer_ids:
-        num = architecture.num_layers  # the default layers of vLLM's `get_eagle3_default_aux_hidden_state_layers`
-        ours.eagle_aux_hidden_state_layer_ids = [2, num // 2, num - 3]
+        ours.eagle_aux_hidden_state_layer_ids = list(aux_layer_ids(None, architecture.num_layers))
     ours.speculators_config.verifier = VerifierConfig.from_pretrained(str(policy))
-    ids, wanted = ours.eagle_aux_hidden_state_layer_ids, list(config.aux_hidden_state_layer_ids)
-    fix = f"set it to {ids}"
-    require(ids == wanted, "draft.aux_hidden_state_layer_ids", f"must be the layers that {_FIELD} reads", wanted, fix)
+    _require_layers(config, ours.eagle_aux_hidden_state_layer_ids, _FIELD)
     write_draft(ours, _without_embeddings(_with_both_maps(tensors, architecture.vocab_size), policy), directory)
     check_draft(policy, directory, max_model_len=max_model_len)
     logger.info("draft %s: %d tensors, a vocabulary of %d tokens", config.model, len(tensors), ours.draft_vocab_size)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import DraftMethod
-from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import LearnerConfig
 from slipstream.ragged import Ragged
@@ -46,33 +45,28 @@ class HeldChats:
     places: Mapping[int, int]  # position in the fields below, by index among all chats
     sequences: Sequences
     prompt_lengths: Sequence[int]
+    layers: tuple[int, ...]  # of the policy, whose states the draft reads
     states: States | None
 
     @classmethod
-    def of(cls, part: IndexedChats, policy: MegatronPolicy, config: DraftConfig) -> HeldChats:
-        """Hold a share of the chats, with their hidden states if these fit `draft.states_cache_gib`.
+    def of(cls, part: IndexedChats, policy: MegatronPolicy, layers: tuple[int, ...], *, cache_gib: float) -> HeldChats:
+        """Hold a share of the chats, with their hidden states if these fit `cache_gib`.
 
         States are computed in one fixed order, so a resumed training gets the same bits.
         """
         indices, sequences, prompt_lengths = part
-        layers = layer_ids(policy, config)
-        fits = policy.hidden_states_bytes(sequences, layers) <= config.states_cache_gib * 2**30
+        fits = policy.hidden_states_bytes(sequences, layers) <= cache_gib * 2**30
         states = policy.hidden_states(sequences, layers) if fits else None
         places = {index: place for place, index in enumerate(indices)}
-        return cls(places, sequences, prompt_lengths, states)
+        return cls(places, sequences, prompt_lengths, layers, states)
 
-    def mine(self, indices: Sequence[int], policy: MegatronPolicy, config: DraftConfig) -> Chats:
+    def mine(self, indices: Sequence[int], policy: MegatronPolicy) -> Chats:
         """Return this rank's chats among those with the given indices, with their states."""
         places = [self.places[index] for index in indices if index in self.places]
         sequences, lengths = [self.sequences[at] for at in places], [self.prompt_lengths[at] for at in places]
         if self.states is None:
-            return sequences, lengths, policy.hidden_states(sequences, layer_ids(policy, config))
+            return sequences, lengths, policy.hidden_states(sequences, self.layers)
         return sequences, lengths, [self.states[at] for at in places]
-
-
-def layer_ids(policy: MegatronPolicy, config: DraftConfig) -> tuple[int, ...]:
-    """Return the layers of the policy whose states the draft reads."""
-    return policy.architecture.mtp_layer_ids if config.method is DraftMethod.MTP else config.aux_hidden_state_layer_ids
 
 
 class LearnerDraft(ABC):
@@ -81,21 +75,25 @@ class LearnerDraft(ABC):
     The draft never sees the policy's graph, so no gradient reaches the policy.
 
     Attributes:
-        num_warmup_updates: online updates over which the learning rate rises.
         reads_last_token: True if training uses the last token of a sequence, after which there is no state.
     """
 
-    num_warmup_updates = 1
     reads_last_token = False
 
     def __init__(self, config: DraftConfig, *, is_online: bool, writes: bool) -> None:
         """Set the mode of training.
 
         Args:
-            is_online: train beside the policy, with the `draft.online_` fields.
+            is_online: train beside the policy, with the settings of `draft.online`.
             writes: this rank writes drafts and checkpoints.
         """
         self._config, self._is_online, self._writes = config, is_online, writes
+        self._settings = config.online.optimizer if is_online else config.pretrain.optimizer
+
+    @property
+    @abstractmethod
+    def layer_ids(self) -> tuple[int, ...]:
+        """Layers of the policy whose states the draft reads."""
 
     @property
     @abstractmethod
@@ -171,7 +169,7 @@ class LearnerDraft(ABC):
         temperature: float,
         num_ranks: int = 1,
     ) -> float:
-        """Make `online_updates` updates, each on other rollouts of the step; returns their mean loss.
+        """Make `draft.online.updates` updates, each on other rollouts of the step; returns their mean loss.
 
         Args:
             num_ranks: number of ranks that share the tokens of an update.
@@ -179,7 +177,7 @@ class LearnerDraft(ABC):
         config = self._config
         parts = sample_parts(
             [len(tokens) for tokens in sequences],
-            num_parts=config.online_updates,
+            num_parts=config.online.updates,
             num_tokens=config.online_tokens // num_ranks,
             seed=f"{config.seed}/online/{self.num_updates}",  # a new sample in every step
         )
@@ -226,11 +224,11 @@ class LearnerDraft(ABC):
 
     def _learning_rate(self) -> float:
         if not self._is_online:
-            return self._config.learning_rate_at(self.num_updates)
-        return self._config.online_learning_rate * min(1.0, (self.num_updates + 1) / self.num_warmup_updates)
+            return self._config.pretrain.learning_rate_at(self.num_updates)
+        return self._settings.learning_rate * min(1.0, (self.num_updates + 1) / max(self._settings.warmup_steps, 1))
 
     def _num_passes(self) -> int:
-        return self._config.online_passes if self._is_online else self._config.ttt_steps
+        return self._config.online_passes if self._is_online else self._config.pretrain.ttt_steps
 
 
 class MtpDraft(LearnerDraft):
@@ -238,7 +236,7 @@ class MtpDraft(LearnerDraft):
 
     The layer stays in the policy, which computes the states, and its gradient is summed over all data-parallel ranks. A
     saved draft is a directory of the layer's tensors under their names in the policy's checkpoint. The loss is the
-    divergence from the policy for every value of `draft.loss`.
+    divergence from the policy for every value of `draft.eagle3.loss`.
     """
 
     reads_last_token = True
@@ -261,9 +259,12 @@ class MtpDraft(LearnerDraft):
         """
         super().__init__(config, is_online=is_online, writes=writes)
         self._policy, self._tokenizer_dir = policy, tokenizer_dir
-        self._trainer = policy.start_mtp(
-            OptimizerConfig(learning_rate=config.learning_rate, clip_grad=config.clip_grad, betas=(0.9, 0.95))
-        )
+        self._trainer = policy.start_mtp(self._settings)
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The layer whose states the MTP layer reads."""
+        return self._policy.architecture.mtp_layer_ids
 
     @property
     def num_parameters(self) -> int:
@@ -286,14 +287,14 @@ class MtpDraft(LearnerDraft):
             learning_rate=self._learning_rate(),
             temperature=temperature,
             num_passes=self._num_passes(),
-            decay=self._config.ttt_step_loss_decay,
+            decay=self._config.pretrain.ttt_step_loss_decay,
         )
 
     def evaluate(
         self, sequences: Sequences, prompt_lengths: Sequence[int], states: States, *, temperature: float = 1.0
     ) -> tuple[list[float], float]:
         """Held-out acceptance by position, and the mean acceptance length."""
-        num_tokens = self._config.ttt_steps
+        num_tokens = self._config.pretrain.ttt_steps
         return self._trainer.evaluate(sequences, prompt_lengths, states, num_tokens=num_tokens, temperature=temperature)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -381,7 +382,7 @@ def train_beside(
     """
     from slipstream.learner.megatron import Capture
 
-    capture, batch = Capture(layer_ids(policy, config)), update.batch
+    capture, batch = Capture(draft.layer_ids), update.batch
     start = time.perf_counter()
     draft.follow(policy.vocabulary_weights)  # before the update, as in the forward pass below
     follow_s = time.perf_counter() - start
@@ -396,4 +397,4 @@ def train_beside(
         kept, batch.prompt_lengths, states, temperature=update.temperature, num_ranks=learner.parallel.data
     )
     elapsed_s = follow_s + time.perf_counter() - start
-    return replace(trained, draft=DraftUpdate(loss=loss, num_updates=config.online_updates, elapsed_s=elapsed_s))
+    return replace(trained, draft=DraftUpdate(loss=loss, num_updates=config.online.updates, elapsed_s=elapsed_s))

@@ -13,9 +13,9 @@ drafting off needs that cost too, and the sweep measures it as `SWITCHED_OFF`.
 
 Autopilot (`decide`). The cost of a step is its generation time over its generated tokens. A run stays in one mode,
 drafting or not, and measures the other mode in single steps (probes): once both modes can be compared, then at growing
-intervals, and at once when the current mode seems slower. The run switches when each of the last `patience_steps` costs
-more, by `margin`, than two probes no older than those steps, so one slow step switches nothing. The decision depends on
-the steps' records alone, so a resumed run decides like an uninterrupted one.
+intervals, and at once when the current mode seems slower. The run switches when each of the last `PATIENCE_STEPS` costs
+more, by `_MARGIN`, than two probes no older than those steps, so one slow step switches nothing. The decision depends
+on the steps' records alone, so a resumed run decides like an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from typing import Annotated
 from pydantic import Field
 
 from slipstream.config import Checked, Int, NonNegativeInt, PositiveInt, require, rule
-from slipstream.drafts.config import AutopilotConfig
 from slipstream.engine.acceptance import combine
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Engines, GenerationResult, RunningTime
@@ -41,8 +40,12 @@ from slipstream.records.steps import NUM_WARMUP_STEPS, AutopilotStep, ScheduleEn
 from slipstream.statistics import spread
 from slipstream.types import Prompt
 
+PATIENCE_STEPS = 3
+"""Successive steps that must lose before the autopilot switches drafting."""
+_MARGIN = 0.05  # extra cost of a step, as a fraction, from which a mode loses
+_PROBE_EVERY_STEPS = 8  # steps before the first probe of the other mode; the interval doubles
 _NUM_PROBES = 2  # latest probes, which must agree
-_MAX_BACK_OFF = 8  # times `probe_every_steps`
+_MAX_BACK_OFF = 8  # times `_PROBE_EVERY_STEPS`
 
 SWITCHED_OFF = -1
 """Stands for a k: length 0 in an engine that has a draft. 0 itself is an engine without one."""
@@ -62,7 +65,7 @@ def _rises(values: Sequence[int]) -> bool:
 
 
 class TuningConfig(Checked, path="tuning"):
-    """What is swept. The running batch of training should be among `batch_sizes`."""
+    """Sweep of draft lengths. The running batch of training should be among `batch_sizes`."""
 
     candidate_ks: tuple[NonNegativeInt, ...] = (0, 1, 2, 3, 5, 7)
     """Numbers of draft tokens that are compared, rising from 0, the engine without a draft."""
@@ -450,27 +453,27 @@ class Decision:
     speculates: bool
     is_probe: bool = False
     has_switched: bool = False
-    own_ms: float | None = None  # median cost of the current mode over the last steps; None before `patience_steps`
+    own_ms: float | None = None  # median cost of the current mode over the last steps; None before `PATIENCE_STEPS`
     other_ms: float | None = None  # latest cost of the other mode
 
 
-def decide(steps: Sequence[AutopilotStep], config: AutopilotConfig) -> Decision:
+def decide(steps: Sequence[AutopilotStep]) -> Decision:
     """Stay in the current mode, probe the other one for a step, or switch, after `steps`."""
-    patience, now = config.patience_steps, len(steps)
-    speculates, interval, last_look = True, config.probe_every_steps, 0
+    patience, now = PATIENCE_STEPS, len(steps)
+    speculates, interval, last_look = True, _PROBE_EVERY_STEPS, 0
     costs: dict[bool, list[tuple[int, float]]] = {True: [], False: []}  # index and cost of steps, by mode
     for index, step in enumerate(steps):
         if step.is_probe:
-            interval, last_look = min(2 * interval, _MAX_BACK_OFF * config.probe_every_steps), index
+            interval, last_look = min(2 * interval, _MAX_BACK_OFF * _PROBE_EVERY_STEPS), index
         elif step.speculates != speculates:
-            speculates, interval, last_look = step.speculates, config.probe_every_steps, index
+            speculates, interval, last_look = step.speculates, _PROBE_EVERY_STEPS, index
         if index >= NUM_WARMUP_STEPS:  # warm-up steps pay for allocations
             costs[step.speculates].append((index, step.token_ms))
     own = [cost for _, cost in costs[speculates][-patience:]]
     if len(own) < patience:
         return Decision(speculates=speculates)
     probes = costs[not speculates][-_NUM_PROBES:]
-    loses = [min(own) > (1 + config.margin) * cost for _, cost in probes]
+    loses = [min(own) > (1 + _MARGIN) * cost for _, cost in probes]
     are_fresh = all(now - index <= patience for index, _ in probes)
     has_switched = len(probes) == _NUM_PROBES and all(loses) and are_fresh
     is_probe = not has_switched and (not probes or loses[-1] or now - last_look >= interval)

@@ -47,7 +47,7 @@ class Traits:
 
     `has_weights`: a model in a directory of its own samples drafts; otherwise they are looked up, and certain.
     `trains_online`: RL can train the draft (`draft.online`), and a refit transfers the draft too.
-    `fields`: fields of `DraftConfig`, beside `method`, that the method reads.
+    `fields`: fields and sections of `DraftConfig`, beside `method`, that the method reads.
     `package`: package that the method needs beside vLLM.
     """
 
@@ -59,61 +59,30 @@ class Traits:
     has_one_length: bool = False  # vLLM's proposer cannot draft fewer tokens than at its start
 
 
-_TRAINED = frozenset(
-    {
-        "init",
-        "num_prompts",
-        "samples_per_prompt",
-        "num_heldout_prompts",
-        "num_steps",
-        "tokens_per_step",
-        "ttt_steps",
-        "learning_rate",
-        "warmup_steps",
-        "checkpoint_every_steps",
-        "seed",
-    }
-)
-
-ONLINE_FIELDS = (
-    "online",
-    "online_horizon_steps",
-    "online_learning_rate",
-    "online_optimizer",
-    "online_tokens_per_update",
-    "online_ttt_steps",
-    "online_updates",
-)
-"""Fields that only training in RL reads."""
+_TRAINED = frozenset({"init", "pretrain", "seed"})
 
 TRAITS = {
     DraftMethod.EAGLE3: Traits(
         has_weights=True,
         training=Training.HIDDEN_STATES,
         trains_online=True,
-        fields=_TRAINED.union(
-            ONLINE_FIELDS,
-            ("aux_hidden_state_layer_ids", "states_cache_gib", "tokens_per_row", "ttt_step_loss_decay", "clip_grad"),
-            ("loss", "loss_chunk_tokens", "model", "vocab_size"),
-        ),
+        fields=_TRAINED | {"eagle3", "model", "online"},
     ),
     DraftMethod.MTP: Traits(
         # The layer lies in the policy's checkpoint, but is trained, saved and refitted as a draft of its own.
         has_weights=True,
         training=Training.HIDDEN_STATES,
         trains_online=True,
-        fields=_TRAINED.union(ONLINE_FIELDS, ("states_cache_gib", "ttt_step_loss_decay", "clip_grad")),
+        fields=_TRAINED | {"online"},
     ),
     DraftMethod.DRAFT_MODEL: Traits(
         has_weights=True,
         training=Training.RESPONSES,
-        fields=_TRAINED | {"model", "scratch"},
+        fields=_TRAINED | {"draft_model", "model"},
     ),
-    DraftMethod.NGRAM: Traits(fields=frozenset({"prompt_lookup_min", "prompt_lookup_max"})),
+    DraftMethod.NGRAM: Traits(fields=frozenset({"ngram"})),
     DraftMethod.SUFFIX: Traits(
-        fields=frozenset(
-            f"suffix_{name}" for name in ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob")
-        ),
+        fields=frozenset({"suffix"}),
         package="arctic_inference",
         has_one_length=True,
     ),
@@ -164,6 +133,6 @@ def speculative_config(
     if draft is not None:
         told |= {"model": str(draft), "draft_sample_method": "probabilistic"}
     else:
-        lookup = {name: getattr(config, name) for name in sorted(traits.fields)}
-        told |= {name.replace("suffix_", "suffix_decoding_"): value for name, value in lookup.items()}
+        prefix = "suffix_decoding_" if config.method is DraftMethod.SUFFIX else ""
+        told |= {f"{prefix}{name}": value for name, value in vars(getattr(config, config.method.value)).items()}
     return told

@@ -60,7 +60,7 @@ def regenerate(
     engine: Engines, prompts: Sequence[Prompt], *, config: DraftConfig, sampling: SamplingConfig
 ) -> tuple[Responses, float]:
     """Generate the policy's responses to `prompts`; returns them and the seconds of generation."""
-    seed, group_size = config.seed + _SEED_OFFSET, config.samples_per_prompt
+    seed, group_size = config.seed + _SEED_OFFSET, config.pretrain.samples_per_prompt
     result = engine.generate(prompts, sampling=sampling, group_size=group_size, seed=seed)
     pairs = [(group.prompt.token_ids, rollout) for group in result.groups for rollout in group.rollouts]
     responses = Responses(
@@ -97,10 +97,11 @@ def train_to_end(
         update: updates on the chats with the given indices in the given step; returns the loss.
         save: writes a checkpoint after the steps with the given losses.
     """
-    for step in range(len(losses), config.num_steps):
-        losses.append(update(step, train.batch(step, num_tokens=config.tokens_per_step, seed=config.seed)))
+    plan = config.pretrain
+    for step in range(len(losses), plan.num_steps):
+        losses.append(update(step, train.batch(step, num_tokens=plan.tokens_per_step, seed=config.seed)))
         on_step(step, losses[-1])
-        if len(losses) % config.checkpoint_every_steps == 0 and len(losses) < config.num_steps:
+        if len(losses) % plan.checkpoint_every_steps == 0 and len(losses) < plan.num_steps:
             save(losses)
     return losses
 
@@ -130,10 +131,8 @@ def train_draft(
         load(checkpoint / f"step-{len(losses)}")
         logger.info("pretrain_draft: resuming at step %d", len(losses))
     if not hold():
-        fix = "raise it if memory allows, to compute them once"
-        logger.info(
-            "pretrain_draft: hidden states exceed draft.states_cache_gib and are computed in each step; %s", fix
-        )
+        text = "pretrain_draft: hidden states exceed %s and are computed in each step; raise it if memory allows"
+        logger.info(text, "draft.pretrain.states_cache_gib")
 
     def save_all(losses: list[float]) -> None:
         save(checkpoint / f"step-{len(losses)}")
@@ -151,7 +150,7 @@ def num_done(checkpoint: Path) -> int:
 def require_cut(num: int, vocab_size: int) -> None:
     """Reject a draft's vocabulary that is empty or not smaller than the policy's."""
     fix = "null keeps the whole vocabulary"
-    require(0 < num < vocab_size, "draft.vocab_size", f"must be < the policy's {vocab_size} tokens", num, fix)
+    require(0 < num < vocab_size, "draft.eagle3.vocab_size", f"must be < the policy's {vocab_size} tokens", num, fix)
 
 
 def frequent_tokens(responses: Iterable[Sequence[int]], *, num: int, vocab_size: int) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.eagle3 import build_draft, draft_ids, draft_tensors, load_draft, policy_head, save_draft
 from slipstream.drafts.learner_draft import NUM_STEPS, LearnerDraft, Sequences, States
 from slipstream.drafts.passes import PackedChats, head_inputs, rows_of
-from slipstream.grpo.config import OptimizerMethod
+from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.optimizer import BatchedMuon, TrainingMemory
 
@@ -60,11 +60,12 @@ def chunk_losses(
     Args:
         head_inputs: [1, N, H] for each pass.
     """
-    num, num_passes = batch.loss_mask.shape[1], len(head_inputs)
+    num, num_passes, chunk = batch.loss_mask.shape[1], len(head_inputs), config.eagle3.loss_chunk_tokens
+    distance_of, decay = DISTANCES[config.eagle3.loss], config.pretrain.ttt_step_loss_decay
     mask_1N = batch.loss_mask.float()
     counts = [mask_1N[:, number:].sum(dim=1) + _EPS for number in range(num_passes)]
-    for start in range(0, num, config.loss_chunk_tokens):
-        stop = min(start + config.loss_chunk_tokens, num)
+    for start in range(0, num, chunk):
+        stop = min(start + chunk, num)
         with torch.no_grad():  # states of later passes lie beyond the chunk
             states = batch.last[:, start : stop + num_passes - 1]
             targets = model.verifier_lm_head(states) / temperature
@@ -74,8 +75,8 @@ def chunk_losses(
             if size <= 0:
                 break
             logits = (model.lm_head(hidden_1NH[:, start:stop]) / temperature)[:, :size]
-            distance = DISTANCES[config.loss](logits, targets[:, number : number + size])
-            decayed = mask_1N[:, start + number : start + number + size] * config.ttt_step_loss_decay**number
+            distance = distance_of(logits, targets[:, number : number + size])
+            decayed = mask_1N[:, start + number : start + number + size] * decay**number
             counted = distance * decayed
             loss = loss + (counted.sum(dim=1) / counts[number]).mean()
         yield loss
@@ -96,10 +97,10 @@ def overlaps(
     Args:
         policy_head_VH: the policy's whole output layer; tokens outside the draft's vocabulary count as never drafted.
     """
-    num = batch.loss_mask.shape[1]
+    num, chunk = batch.loss_mask.shape[1], config.eagle3.loss_chunk_tokens
     found = torch.zeros(len(head_inputs), num, device=batch.last.device)
-    for start in range(0, num, config.loss_chunk_tokens):
-        stop = min(start + config.loss_chunk_tokens, num)
+    for start in range(0, num, chunk):
+        stop = min(start + chunk, num)
         states = batch.last[0, start : stop + len(head_inputs) - 1]
         policy = (torch.nn.functional.linear(states, policy_head_VH) / temperature).softmax(-1)
         policy = policy if model.d2t is None else policy[:, draft_ids(model)]
@@ -125,9 +126,6 @@ _OUTPUT = "lm_head."
 
 class DraftTrainer(LearnerDraft):
     """An EAGLE-3 draft with its optimizer and learning rate; every rank holds all of it."""
-
-    # Adam's first updates move every weight by almost the whole learning rate, which harms a good draft.
-    num_warmup_updates = 5
 
     def __init__(
         self,
@@ -159,9 +157,14 @@ class DraftTrainer(LearnerDraft):
             self._cut_policy_head()
         named = [(name, each) for name, each in self._model.named_parameters() if each.requires_grad]
         self._trained = [parameter for _, parameter in named]
-        self._optimizer = DraftOptimizer(named, config.online_optimizer if is_online else OptimizerMethod.ADAMW)
+        self._optimizer = DraftOptimizer(named, self._settings)
         self._memory = TrainingMemory(self._model, self._optimizer.steppers, device=device)
         self._num_steps = 0
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Layers of the policy whose states the draft reads, by its own config."""
+        return tuple(self._model.config.eagle_aux_hidden_state_layer_ids)
 
     @property
     def num_parameters(self) -> int:
@@ -192,7 +195,7 @@ class DraftTrainer(LearnerDraft):
         if not math.isfinite(total):
             raise FloatingPointError(f"draft loss of step {self._num_steps} must be finite, got {total}")
         # A clip of its own: under a shared one the draft's larger gradients would shrink the policy's step.
-        torch.nn.utils.clip_grad_norm_(self._trained, self._config.clip_grad)
+        torch.nn.utils.clip_grad_norm_(self._trained, self._settings.clip_grad)
         self._optimizer.step(learning_rate=self._learning_rate())
         self._num_steps += 1
         return total
@@ -227,7 +230,7 @@ class DraftTrainer(LearnerDraft):
     ) -> tuple[list[float], float]:
         """Held-out acceptance by position, and the mean acceptance length."""
         rows = self._rows(sequences, prompt_lengths, states)
-        none = torch.zeros(self._config.ttt_steps, 0, device=self._device)
+        none = torch.zeros(self._config.pretrain.ttt_steps, 0, device=self._device)
         windows = torch.cat([none, *(self._windows(row, temperature) for row in rows)], dim=1)
         accepted, num = windows.cumprod(dim=0).sum(dim=0).sum(), windows.new_tensor(windows.shape[1])
         sums = torch.cat([windows.sum(dim=1), torch.stack([accepted, num])])
@@ -284,12 +287,12 @@ class DraftTrainer(LearnerDraft):
         self._optimizer.restore(state, num_updates=self._num_steps)
 
     def _rows(self, sequences: Sequences, prompt_lengths: Sequence[int], states: States) -> list[PackedChats]:
-        limit = self._config.tokens_per_row
+        limit = self._config.eagle3.tokens_per_row
         return rows_of(sequences, prompt_lengths, states, max_tokens=limit, device=self._device)
 
     def _windows(self, batch: PackedChats, temperature: float) -> Tensor:
         """[ttt_steps, windows] probability of accepting each token of every draft window within one response."""
-        num_steps = self._config.ttt_steps
+        num_steps = self._config.pretrain.ttt_steps
         inputs = head_inputs(self._model, batch, num_steps)
         found = overlaps(self._model, inputs, batch, self._config, temperature, policy_head_VH=self._policy_head_VH)
         num = max(batch.input_ids.shape[1] - num_steps + 1, 0)
@@ -307,18 +310,21 @@ class DraftOptimizer:
         steppers: the torch optimizers: AdamW, and Muon where it takes matrices.
     """
 
-    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], method: OptimizerMethod) -> None:
+    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], config: OptimizerConfig) -> None:
         """Start without moments; `named` are the trained parameters in their order."""
-        is_muon = method is OptimizerMethod.MUON
+        is_muon, decay = config.method is OptimizerMethod.MUON, config.weight_decay
         by_muon = [is_muon and parameter.dim() == 2 and not name.startswith(_OUTPUT) for name, parameter in named]
         matrices, rest = (
             [each for (_, each), by in zip(named, by_muon, strict=True) if by is muon] for muon in (True, False)
         )
-        adamw = torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        beta1, beta2 = config.betas
+        adamw = torch.optim.AdamW(rest, lr=0.0, betas=(beta1, beta2), weight_decay=decay, fused=True)
         self.steppers: tuple[torch.optim.Optimizer, ...] = (adamw,)
         if matrices:
             dtype = torch.float32 if matrices[0].device.type == "cpu" else torch.bfloat16
-            muon = BatchedMuon(matrices, lr=0.0, momentum=_MOMENTUM, num_iterations=_NUM_ITERATIONS, dtype=dtype)
+            muon = BatchedMuon(
+                matrices, lr=0.0, momentum=_MOMENTUM, num_iterations=_NUM_ITERATIONS, dtype=dtype, weight_decay=decay
+            )
             self.steppers = (adamw, muon)
         self._held = [
             (parameter, self.steppers[by].state, _MUON_MOMENTS if by else _ADAMW_MOMENTS)

@@ -1,4 +1,4 @@
-"""How rollouts are sampled and how the engine that samples them is set up."""
+"""Configs of sampling and of the engine that samples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ _LOWEST_TEMPERATURE = 0.01
 Temperature = Annotated[
     float,
     Field(ge=0, le=LARGEST),
-    rule(f"must be 0 or >= {_LOWEST_TEMPERATURE}", lambda value: value == 0 or value >= _LOWEST_TEMPERATURE),
+    rule(
+        f"must be 0 or >= {_LOWEST_TEMPERATURE}",
+        lambda value: value == 0 or value >= _LOWEST_TEMPERATURE,
+        **{"not": {"exclusiveMinimum": 0, "exclusiveMaximum": _LOWEST_TEMPERATURE}},
+    ),
     NUMBER,
     Fix(f"vLLM samples at {_LOWEST_TEMPERATURE} instead of anything between"),
 ]
@@ -34,16 +38,20 @@ TopK = Annotated[NonNegativeInt, Fix("0 means all tokens")]
 
 
 class SamplingConfig(Checked, path="sampling"):
-    """The distribution that rollouts are drawn from: the policy's conditionals at `temperature`, cut by top-p/top-k."""
+    """The distribution that responses are sampled from: the policy's conditionals, cut by top-p and top-k.
+
+    Training needs the whole distribution, for its log-probabilities know no cut, and a temperature above 0, for greedy
+    rollouts of a group are all equal.
+    """
 
     temperature: Temperature = 1.0
-    """Temperature of rollouts, above 0: greedy rollouts of a group are all equal."""
+    """Temperature of responses; 0 is greedy decoding."""
     top_p: Rate = 1.0
-    """Probability mass that rollouts are sampled from. Set by nobody in training, whose log-probabilities need 1."""
+    """Probability mass that responses are sampled from; 1 means all."""
     top_k: TopK = 0
-    """Tokens that rollouts are sampled from; 0 means all. Set by nobody in training, whose log-probabilities need 0."""
+    """Tokens that responses are sampled from; 0 means all."""
     max_response_tokens: PositiveInt
-    """Tokens after which a rollout is cut off."""
+    """Tokens after which a response is cut off."""
 
 
 class EngineConfig(Checked, path="engine"):

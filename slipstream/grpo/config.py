@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import field
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -35,7 +35,7 @@ class OptimizerMethod(StrEnum):
 
 
 class RecomputeLogprobs(StrEnum):
-    """Whether the learner computes its log-probabilities of the rollouts in a pass of their own, before it trains."""
+    """Rule by which the learner computes its log-probabilities of rollouts in a pass of their own, before it trains."""
 
     AUTO = "auto"  # only where the gradient depends on it
     ALWAYS = "always"
@@ -45,22 +45,35 @@ def _surrounds_1(band: Sequence[float]) -> bool:
     return len(band) == 2 and 0 <= band[0] < 1 < band[1]
 
 
-Band = Annotated[tuple[Annotated[float, NUMBER], ...], rule("must be two ratios around 1", _surrounds_1)]
+def _pair(*ranges: dict[str, float]) -> dict[str, Any]:
+    """Keywords of a JSON schema for a list of two numbers in these ranges."""
+    return {"prefixItems": [{"type": "number", **each} for each in ranges], "minItems": 2, "maxItems": 2}
+
+
+_SHARE = {"minimum": 0, "exclusiveMaximum": 1}
+Band = Annotated[
+    tuple[Annotated[float, NUMBER], ...],
+    rule("must be two ratios around 1", _surrounds_1, **_pair(_SHARE, {"exclusiveMinimum": 1})),
+]
 Betas = Annotated[
     tuple[Annotated[float, NUMBER], ...],
-    rule("must be two numbers in [0, 1)", lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas)),
+    rule(
+        "must be two numbers in [0, 1)",
+        lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+        **_pair(_SHARE, _SHARE),
+    ),
 ]
 
 
 class Level(StrEnum):
-    """Of what a ratio of two policies is taken."""
+    """Granularity of the ratios of two policies."""
 
     TOKEN = "token"
     SEQUENCE = "sequence"  # a whole response
 
 
 class Correction(StrEnum):
-    """How the loss weighs tokens that another policy sampled than the one that is trained."""
+    """Weights in the loss of tokens that another policy sampled than the one that is trained."""
 
     TOKEN = "token"  # by each token's own ratio: little variance, and a bias that grows with the lag
     SEQUENCE = "sequence"  # by the product of the response's ratios: no bias but the cap's, and more variance
@@ -104,19 +117,23 @@ class LossConfig(Checked, path="grpo.loss"):
 
     @property
     def corrects(self) -> Correction:
-        """What `correction` says, or the cap where it says nothing."""
+        """Correction that the loss makes: `correction`, or where that is null the one that the cap implies."""
         if self.correction is not None:
             return self.correction
         return Correction.NONE if self.truncated_importance_sampling is None else Correction.TOKEN
 
 
 class OptimizerConfig(Checked, path="optimizer"):
-    """The learning rate rises linearly over `warmup_steps` updates, then stays."""
+    """Optimizer of a model. Its learning rate rises linearly over `warmup_steps` updates.
+
+    Then it stays in GRPO and beside it, falls to zero in the pretraining of small models, and along a cosine to a
+    tenth in that of EAGLE-3 and MTP drafts.
+    """
 
     learning_rate: Rate
     """Learning rate after warm-up."""
     method: OptimizerMethod = OptimizerMethod.ADAMW
-    """AdamW for all parameters, or Muon for the matrices of the layers."""
+    """AdamW for all parameters, or Muon for the matrices of the layers, which needs a learner without shards."""
     betas: Betas = (0.9, 0.95)
     """Decay of AdamW's two moments. Set it to tune the optimizer."""
     weight_decay: Probability = 0.0
@@ -128,7 +145,7 @@ class OptimizerConfig(Checked, path="optimizer"):
 
 
 class GrpoConfig(Checked, path="grpo"):
-    """How the policy learns from groups of rollouts; both arms of an ablation share it."""
+    """Training of the policy on groups of rollouts; both arms of an ablation share it."""
 
     num_steps: PositiveInt
     """Steps of each arm: rollouts, rewards and updates."""
@@ -161,12 +178,12 @@ class GrpoConfig(Checked, path="grpo"):
         )
 
     def is_checkpoint_due(self, step: int) -> bool:
-        """Whether a checkpoint is written after this step."""
+        """Return True if a checkpoint is written after this step."""
         return (step + 1) % self.checkpoint_every_steps == 0
 
     @property
     def needs_logprob_pass(self) -> bool:
-        """Whether the stage `logprob` runs.
+        """True if the stage `logprob` runs.
 
         With one update a step the policy that trains is the one that the pass would ask: its own log-probabilities,
         detached, are the same bits, and the ratio of the loss is exactly 1. From a second update on the ratio is

@@ -12,14 +12,14 @@ from slipstream.types import LoopMode
 
 
 class KvCache(StrEnum):
-    """What becomes of a running sequence's keys and values when new weights enter; for `in_flight`."""
+    """Treatment of a running sequence's keys and values when new weights enter; for `in_flight`."""
 
     KEEP = "keep"  # those of the old weights stay: no work, and a small bias in every later token of the sequence
     RECOMPUTE = "recompute"  # they are computed anew: one slow iteration, and tokens exactly of the version they carry
 
 
 class TooOld(StrEnum):
-    """What becomes of a group whose version would fall behind the bound before it is complete; for `in_flight`."""
+    """Treatment of a group whose version would fall behind the bound before it is complete; for `in_flight`."""
 
     FINISH = "finish"  # training waits for it
     RESTART = "restart"  # its unfinished rollouts start anew under the newest weights: shorter ones gain a little
@@ -54,10 +54,10 @@ class LoopConfig(Checked, path="loop"):
 
     @property
     def in_flight_kv_cache(self) -> KvCache | None:
-        """What an engine that is refitted in flight is told; None where engines are at rest while new weights enter."""
+        """Treatment that an engine refitted in flight is told; None where engines rest while new weights enter."""
         return self.kv_cache if self.mode is LoopMode.IN_FLIGHT else None
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether generation and training take turns."""
+        """True if generation and training take turns."""
         return self.mode is LoopMode.SYNCHRONOUS

@@ -250,7 +250,7 @@ class ClusterProfile(Checked):
 
     @property
     def is_local(self) -> bool:
-        """Whether tasks run in this process rather than in pods."""
+        """True if tasks run in this process rather than in pods."""
         return self.storage is None
 
 

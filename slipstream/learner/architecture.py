@@ -7,7 +7,7 @@ Source of the experts: transformers 5, `models/qwen3_moe/modeling_qwen3_moe.py`;
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,25 @@ _HF_NAMES = {  # sizes that an `Architecture` and a `ScratchConfig` share, with 
     "max_position_embeddings": "max_position_embeddings",
     "tie_word_embeddings": "tie_word_embeddings",
 }
+
+
+def aux_layer_ids(given: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
+    """Return the layers of a policy that an EAGLE-3 draft reads, by default those that vLLM takes.
+
+    The rule gives three rising layers from seven layers on; a shallower policy gives its last three.
+
+    Args:
+        given: layers that somebody chose; None takes the default.
+    Raises:
+        ConfigError: the policy lacks one of them.
+    Source: `get_eagle3_default_aux_hidden_state_layers` of vLLM 0.32, which is the rule of EAGLE-3's authors.
+    """
+    last = num_layers - 3
+    default = (2, num_layers // 2, last) if num_layers >= 7 else (last, last + 1, last + 2)
+    ids = default if given is None else tuple(given)
+    rule = f"must be in [0, {num_layers}), the policy's layers"
+    require(all(0 <= layer < num_layers for layer in ids), "draft.eagle3.aux_hidden_state_layer_ids", rule, ids)
+    return ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +150,8 @@ class Architecture:
     @classmethod
     def from_scratch(cls, scratch: ScratchConfig, *, vocab_size: int, eos_token_id: int) -> Architecture:
         """Combine the sizes of a `ScratchConfig` with a tokenizer's vocabulary."""
-        sizes = {name: getattr(scratch, name) for name in (*_HF_NAMES, "head_dim", "num_mtp_layers")}
+        sizes = {**vars(scratch.shape), **vars(scratch)}
+        sizes = {name: sizes[name] for name in (*_HF_NAMES, "head_dim", "num_mtp_layers")}
         return cls(vocab_size=vocab_size, eos_token_id=eos_token_id, rope_theta=10_000.0, norm_eps=1e-6, **sizes)
 
     @classmethod

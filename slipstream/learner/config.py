@@ -10,17 +10,18 @@ from pydantic import Field
 
 from slipstream.config import (
     Checked,
+    Defaults,
     Fix,
     Int,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Rate,
     Seed,
     Switch,
     Text,
+    section,
 )
-from slipstream.grpo.config import OptimizerMethod
+from slipstream.grpo.config import OptimizerConfig
 from slipstream.types import Dtype
 
 SCRATCH = "scratch"
@@ -28,7 +29,7 @@ SCRATCH = "scratch"
 
 
 class Packing(StrEnum):
-    """Whether the sequences of a micro-batch are packed one behind the other, without padding."""
+    """Rule by which the sequences of a micro-batch are packed one behind the other, without padding."""
 
     AUTO = "auto"  # on a GPU in bfloat16, which has a kernel for them
     ALWAYS = "always"
@@ -36,15 +37,15 @@ class Packing(StrEnum):
 
 
 class Recompute(StrEnum):
-    """What of a layer is computed anew for the gradient instead of being kept."""
+    """Parts of a layer that are computed anew for the gradient instead of being kept."""
 
     NONE = "none"
     SELECTIVE = "selective"  # the attention of queries to keys, and the MLP
     FULL = "full"  # the whole layer: its input alone is kept
 
 
-class ScratchConfig(Checked, path="policy.scratch"):
-    """A small Qwen3, or with an MTP layer a small MiMo, and how it is pretrained.
+class ShapeConfig(Checked, path="shape"):
+    """Sizes of a small Qwen3 that is trained from random weights.
 
     Deep and narrow by default: its decode is bound by per-layer cost, as a GPU's is by memory bandwidth.
     """
@@ -61,26 +62,8 @@ class ScratchConfig(Checked, path="policy.scratch"):
     """Dimensions of a head. Set it with `hidden_size`."""
     ffn_hidden_size: PositiveInt = 384
     """Width of the feed-forward layers. Set it with `hidden_size`."""
-    max_position_embeddings: PositiveInt = 512
-    """Tokens of the longest sequence that the policy knows. Set it with a longer `engine.max_model_len`."""
-    tie_word_embeddings: Switch = False
-    """One matrix for input and output embeddings. Set by tests of models that tie them."""
-    num_mtp_layers: Annotated[Int, Field(ge=0, le=1)] = 0
-    """Layers that predict the token after the next; 1 makes a MiMo. Set 1 for `draft.method: mtp`."""
     init_std: PositiveFloat = 0.04
     """Standard deviation of the initial weights, about 0.5 / sqrt(`hidden_size`). Set it with `hidden_size`."""
-    num_steps: NonNegativeInt = 400
-    """Updates of the pretraining; 0 keeps random weights."""
-    tokens_per_step: PositiveInt = 4096
-    """Tokens of an update."""
-    optimizer: OptimizerMethod = OptimizerMethod.MUON
-    """Optimizer of the pretraining; Muon learns from half the tokens. Set `adamw` with a learner in parallel."""
-    learning_rate: Rate = 2e-3
-    """Learning rate after warm-up."""
-    warmup_steps: NonNegativeInt = 20
-    """Updates over which the learning rate rises, at most `num_steps`."""
-    seed: Seed = 0
-    """Seed of the initial weights and the corpus. Set it for another policy of the same kind."""
 
     def _check(self) -> None:
         self._require(
@@ -88,13 +71,36 @@ class ScratchConfig(Checked, path="policy.scratch"):
             "num_query_groups",
             f"must divide num_attention_heads {self.num_attention_heads}",
         )
+
+
+class ScratchConfig(Checked, path="policy.scratch"):
+    """A small Qwen3, or with an MTP layer a small MiMo, and how it is pretrained."""
+
+    shape: ShapeConfig = field(default_factory=ShapeConfig)
+    """Sizes of the model."""
+    max_position_embeddings: PositiveInt = 512
+    """Tokens of the longest sequence that the policy knows. Set it with a longer `engine.max_model_len`."""
+    tie_word_embeddings: Switch = False
+    """One matrix for input and output embeddings. Set by tests of models that tie them."""
+    num_mtp_layers: Annotated[Int, Field(ge=0, le=1)] = 0
+    """Layers that predict the token after the next; 1 makes a MiMo. Set 1 for `draft.method: mtp`."""
+    num_steps: NonNegativeInt = 400
+    """Updates of the pretraining; 0 keeps random weights."""
+    tokens_per_step: PositiveInt = 4096
+    """Tokens of an update."""
+    optimizer: Annotated[OptimizerConfig, Defaults(method="muon", learning_rate=2e-3, warmup_steps=20)] = section()
+    """Optimizer of the pretraining. Muon learns from half the tokens; a learner in parallel needs `adamw`."""
+    seed: Seed = 0
+    """Seed of the initial weights and the corpus. Set it for another policy of the same kind."""
+
+    def _check(self) -> None:
+        hidden, heads = self.shape.hidden_size, self.shape.num_attention_heads
         if self.num_mtp_layers:
-            rule = f"must be hidden_size {self.hidden_size} / num_attention_heads {self.num_attention_heads} with MTP"
-            whole = self.head_dim * self.num_attention_heads == self.hidden_size
-            self._require(whole, "head_dim", rule, "vLLM's MiMo knows no other")
-        self._require(
-            self.warmup_steps <= self.num_steps, "warmup_steps", f"must lie in [0, num_steps {self.num_steps}]"
-        )
+            rule = f"must be hidden_size {hidden} / num_attention_heads {heads} with MTP"
+            whole = self.shape.head_dim * heads == hidden
+            self._require(whole, "shape.head_dim", rule, "vLLM's MiMo knows no other")
+        rule = f"must lie in [0, num_steps {self.num_steps}]"
+        self._require(self.optimizer.warmup_steps <= self.num_steps, "optimizer.warmup_steps", rule)
 
 
 class PolicyConfig(Checked, path="policy"):
@@ -115,7 +121,7 @@ class PolicyConfig(Checked, path="policy"):
 
 
 class ParallelConfig(Checked, path="learner.parallel"):
-    """How the learner is spread over ranks; their number is tensor x pipeline x data."""
+    """Layout of the learner over ranks; their number is tensor x pipeline x data."""
 
     tensor: PositiveInt = 1
     """Ranks that split each matrix."""
@@ -156,7 +162,7 @@ class ParallelConfig(Checked, path="learner.parallel"):
 
 
 class LearnerConfig(Checked, path="learner"):
-    """How the learner computes."""
+    """Computation of the learner."""
 
     max_tokens_per_microbatch: PositiveInt = 2048
     """Tokens of a micro-batch, padding included; memory grows with it."""

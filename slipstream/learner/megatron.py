@@ -211,7 +211,7 @@ class MegatronPolicy:
         """
         architecture = Architecture.from_scratch(scratch, vocab_size=vocab_size, eos_token_id=eos_token_id)
         parallel.initialize(learner.parallel)
-        weights = initial_weights(architecture, std=scratch.init_std, seed=scratch.seed)
+        weights = initial_weights(architecture, std=scratch.shape.init_std, seed=scratch.seed)
         policy = cls(weights.__getitem__, architecture, learner, optimizer)
         if architecture.has_mtp and optimizer is not None:
             policy.start_mtp(optimizer)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.config import ConfigError, require
 from slipstream.data.tokenizer import write_tokenizer
-from slipstream.learner.architecture import MIMO, Architecture
+from slipstream.learner.architecture import MIMO, Architecture, aux_layer_ids
 from slipstream.learner.config import PolicyConfig, ScratchConfig
 from slipstream.records.stages import PolicyRecord
 
@@ -35,7 +35,7 @@ class Needs:
     """Requirements of a run on its policy."""
 
     max_model_len: int  # in tokens, of the longest sequence
-    draft_layer_ids: Sequence[int]  # layers whose hidden states the draft reads
+    draft_layer_ids: Sequence[int] | None  # layers whose hidden states the draft reads; None for the default ones
     mtp: bool = False  # the policy must have an MTP layer
 
 
@@ -104,10 +104,7 @@ def _check_configs(source: Path, model: str, needs: Needs) -> tuple[Architecture
     name = architecture.name
     fix = f"take a {MIMO}, or another draft.method"
     require(architecture.has_mtp or not needs.mtp, "policy.model", "must have an MTP layer to draft with", name, fix)
-    layers = needs.draft_layer_ids
-    rule = f"must be < {architecture.num_layers}, the policy's number of layers"
-    fits = all(layer < architecture.num_layers for layer in layers)
-    require(fits, "draft.aux_hidden_state_layer_ids", rule, layers)
+    aux_layer_ids(needs.draft_layer_ids, architecture.num_layers)
     return architecture, tokenizer
 
 
@@ -164,10 +161,11 @@ def pretrain(
 
 
 def learning_rate_at(step: int, config: ScratchConfig) -> float:
-    """Linear warmup to `config.learning_rate`, then linear decay that would reach zero one step after the last."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    return config.learning_rate * (config.num_steps - step) / (config.num_steps - config.warmup_steps)
+    """Linear warmup to the optimizer's rate, then linear decay that would reach zero one step after the last."""
+    highest, warmup = config.optimizer.learning_rate, config.optimizer.warmup_steps
+    if step < warmup:
+        return highest * (step + 1) / warmup
+    return highest * (config.num_steps - step) / (config.num_steps - warmup)
 
 
 def _take(stream: Iterator[Document], num_tokens: int) -> list[Document]:

@@ -13,7 +13,7 @@ MAX_ANSWER_CHARS = 512
 
 
 class RewardConfig(Checked, path="reward"):
-    """How long and in how many processes answers are verified."""
+    """Reward and the processes that compute it."""
 
     function: str | None = None
     """Reward of your own as `FILE:NAME`, with verl's arguments; null compares mathematics. Set it for your task."""

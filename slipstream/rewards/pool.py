@@ -38,7 +38,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What the function returned, in the order of the requests; None where it returned nothing, for a reason."""
+    """Results of the function in the order of the requests; None where it returned nothing, for a reason."""
 
     values: tuple[Any, ...]
     failures: Mapping[int, str]  # the reason, by the request's index; time-outs and crashes are among them

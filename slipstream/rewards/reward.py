@@ -1,4 +1,4 @@
-"""What a reward is: the built-in one for mathematics, or a function of the user's."""
+"""Rewards: the built-in one for mathematics, or a function of the user's."""
 
 from __future__ import annotations
 

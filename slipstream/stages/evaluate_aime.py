@@ -40,7 +40,7 @@ def evaluate_aime(context: RunContext, recipe: Recipe, policy: str, *, data: Pat
         node,
         len(prompts),
         recipe.evaluation.num_samples_per_problem,
-        recipe.evaluation.max_response_tokens,
+        recipe.evaluation.sampling.max_response_tokens,
     )
     connect()
     with tracked(context, recipe, node, {"policy": policy}) as tracker:

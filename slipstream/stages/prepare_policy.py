@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from slipstream.data.prompts import render
 from slipstream.data.synthetic import pretraining_corpus
-from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner.architecture import MIMO, QWEN3
 from slipstream.learner.config import SCRATCH
 from slipstream.learner.policy_source import pretrain, resolve
@@ -103,7 +102,7 @@ def train_from_scratch(recipe: Recipe, directory: Path, *, tokenizer_dir: Path, 
             scratch,
             len(words),
             words.eos_token_id,
-            OptimizerConfig(method=scratch.optimizer, learning_rate=scratch.learning_rate),
+            scratch.optimizer,
         )
         losses = pretrain(learner.lm_step, documents(recipe, words), scratch, on_step)
         learner.save_hf(directory, tokenizer_dir)

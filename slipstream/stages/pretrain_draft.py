@@ -23,7 +23,6 @@ from slipstream.drafts.distill import (
 )
 from slipstream.drafts.methods import TRAITS, DraftMethod, Training, require_package
 from slipstream.drafts.pretrain import DraftProgress, Responses
-from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner.architecture import Architecture
 from slipstream.logs import progress
 from slipstream.recipe import Recipe
@@ -72,7 +71,7 @@ def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: P
     logger.info(
         "pretrain_draft: held-out acceptance length %.2f at k=%d, %.0f s",
         record.heldout_mean_acceptance_length,
-        recipe.draft.ttt_steps,
+        recipe.draft.pretrain.ttt_steps,
         record.elapsed_s,
     )
     for name in (_CHECKPOINT, _GIVEN):  # as large as the draft, and of no more use
@@ -115,8 +114,8 @@ def train_on(
     """Sample responses to `prompts`, train a draft on them into `directory/draft`, and measure its held-out acceptance.
 
     Raises:
-        ConfigError: fewer prompts than `draft.num_prompts` + `draft.num_heldout_prompts`; a given draft that does not
-            fit; or a `draft.vocab_size` that leaves no token out.
+        ConfigError: fewer prompts than `num_prompts` + `num_heldout_prompts` of `draft.pretrain`; a given draft that
+            does not fit; or a `draft.eagle3.vocab_size` that leaves no token out.
     """
     config = recipe.draft
     start = time.perf_counter()
@@ -125,10 +124,10 @@ def train_on(
 
         bring_draft(config, policy, directory / _GIVEN, max_model_len=recipe.engine.max_model_len)
         logger.info("pretrain_draft: training starts from %s", config.model)
-    if config.vocab_size is not None:
-        pretrain.require_cut(config.vocab_size, Architecture.from_hf(policy).vocab_size)
+    if config.reads("eagle3") and config.eagle3.vocab_size is not None:
+        pretrain.require_cut(config.eagle3.vocab_size, Architecture.from_hf(policy).vocab_size)
     responses = _responses(prompts, recipe, policy, directory / "responses.json")
-    num_heldout = config.num_heldout_prompts * config.samples_per_prompt
+    num_heldout = config.pretrain.num_heldout_prompts * config.pretrain.samples_per_prompt
     train = responses.select(range(num_heldout, len(responses.token_ids)))
     teaching = _Teaching(
         recipe=recipe, policy=policy, train=train, heldout=responses.select(range(num_heldout)), directory=directory
@@ -138,7 +137,7 @@ def train_on(
     done = num_distilled(checkpoint) or pretrain.num_done(checkpoint)
     with (
         start_learner(recipe.learner, layout=recipe.layout) as learner,
-        progress(_NODE, total=config.num_steps, unit="step", done=done) as bar,
+        progress(_NODE, total=config.pretrain.num_steps, unit="step", done=done) as bar,
     ):
 
         def on_each_step(step: int, loss: float) -> None:
@@ -151,7 +150,7 @@ def train_on(
         init=config.init.value,
         num_parameters=num,
         num_training_tokens=sum(map(len, train.token_ids)),
-        num_steps=config.num_steps,
+        num_steps=config.pretrain.num_steps,
         losses=tuple(losses),
         heldout_rate_by_position=found.rate_by_position,
         heldout_mean_acceptance_length=found.mean_acceptance_length,
@@ -163,11 +162,11 @@ def _responses(prompts: Sequence[Prompt], recipe: Recipe, policy: Path, path: Pa
     """Sample the policy's responses to the draft prompts, held-out ones first; a resumed attempt reads `path`."""
     if path.is_file():
         return pretrain.read_responses(path)
-    config = recipe.draft
+    config = recipe.draft.pretrain
     needed = config.num_prompts + config.num_heldout_prompts
     require(
         len(prompts) >= needed,
-        "draft.num_prompts + num_heldout_prompts",
+        "draft.pretrain.num_prompts + num_heldout_prompts",
         f"must be <= {len(prompts)}",
         needed,
         "lower them or give data.draft_* more rows",
@@ -179,7 +178,8 @@ def _responses(prompts: Sequence[Prompt], recipe: Recipe, policy: Path, path: Pa
         recipe.sampling.max_response_tokens,
     )
     with start_engine(policy, config=recipe.engine, layout=recipe.layout) as engine:
-        responses, generation_s = pretrain.regenerate(engine, prompts[:needed], config=config, sampling=recipe.sampling)
+        asked = prompts[:needed]
+        responses, generation_s = pretrain.regenerate(engine, asked, config=recipe.draft, sampling=recipe.sampling)
     logger.info("pretrain_draft: the policy sampled %d responses in %.0f s", len(responses.token_ids), generation_s)
     pretrain.write_responses(responses, path)
     return responses
@@ -235,22 +235,22 @@ class _Teaching:
         learner.load(self.policy, None)
         of_policy = learner.logprobs(judged, temperature)
         scratch, vocab_size, eos = scratch_model(config, self.policy)
-        optimizer = OptimizerConfig(method=scratch.optimizer, learning_rate=scratch.learning_rate)
-        num = learner.create(scratch, vocab_size, eos, optimizer)
+        num = learner.create(scratch, vocab_size, eos, scratch.optimizer)
         checkpoint = self.directory / _CHECKPOINT
         losses = distill(learner, self.train, config, scratch, checkpoint=checkpoint, on_step=on_step)
         of_draft = learner.logprobs(judged, temperature)
         learner.save_hf(self.directory / _DRAFT, self.policy)
-        return num, losses, heldout_acceptance(of_policy, of_draft, num_tokens=config.ttt_steps)
+        return num, losses, heldout_acceptance(of_policy, of_draft, num_tokens=config.pretrain.ttt_steps)
 
 
 def known_tokens(config: DraftConfig, train: Responses, policy: Path) -> tuple[int, ...] | None:
     """Tokens of a draft with a reduced vocabulary; None for all tokens."""
-    if config.vocab_size is None:
+    num = config.eagle3.vocab_size if config.reads("eagle3") else None
+    if num is None:
         return None
     answers = [tokens[start:] for tokens, start in zip(train.token_ids, train.prompt_lengths, strict=True)]
     vocab_size = Architecture.from_hf(policy).vocab_size
-    token_ids = pretrain.frequent_tokens(answers, num=config.vocab_size, vocab_size=vocab_size)
+    token_ids = pretrain.frequent_tokens(answers, num=num, vocab_size=vocab_size)
     known = 100 * pretrain.coverage(answers, token_ids)
     logger.info("pretrain_draft: %d of %d tokens make up %.2f %% of the responses", len(token_ids), vocab_size, known)
     return token_ids

@@ -64,7 +64,7 @@ def draft_length(recipe: Recipe, tuning: Path) -> DraftLength:
     """
     record = read_record(TuningRecord, tuning / "tuning.json")
     length = length_of(record, by_batch=drafts_by_batch(recipe))
-    if recipe.draft.autopilot.enabled and length.num_speculative_tokens and not length.schedule:
+    if recipe.draft.autopilot and length.num_speculative_tokens and not length.schedule:
         return replace(length, schedule=constant(length.num_speculative_tokens))
     return length
 

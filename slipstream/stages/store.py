@@ -25,7 +25,7 @@ from typing import Any
 from slipstream.config import to_mapping
 from slipstream.data.config import DataConfig
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.methods import ONLINE_FIELDS, TRAITS
+from slipstream.drafts.methods import TRAITS
 from slipstream.engine.config import EngineConfig
 from slipstream.learner.config import LearnerConfig
 from slipstream.learner.policy_source import config_files
@@ -139,7 +139,7 @@ def _link(own: Path, entry: Path) -> None:
 
 DATA_FORMAT = 2
 POLICY_FORMAT = 1
-DRAFT_FORMAT = 2
+DRAFT_FORMAT = 3
 """Formats of the stages' outputs. Raise one when its stage makes another output of equal inputs."""
 
 
@@ -202,8 +202,9 @@ def draft_key(recipe: Recipe, *, policy: str, data: str) -> str:
         policy: identity of the policy.
         data: identity of the prompts.
     """
-    read = {"method", *TRAITS[recipe.draft.method].fields} - {"checkpoint_every_steps", *ONLINE_FIELDS}
+    read = {"method", *TRAITS[recipe.draft.method].fields} - {"online"}
     draft = {name: value for name, value in to_mapping(recipe.draft).items() if name in read}
+    draft.get("pretrain", {}).pop("checkpoint_every_steps", None)
     return _key(
         "pretrain_draft",
         DRAFT_FORMAT,

@@ -67,8 +67,8 @@ def require_prompts(recipe: Recipe, sets: PromptSets, *, trains_draft: bool = Tr
     """
     if trains_draft and recipe.draft.trains is not Training.NONE:
         split = "draft_general" if recipe.draft.init is DraftInit.GENERAL else "draft_in_domain"
-        num_prompts = recipe.draft.num_prompts + recipe.draft.num_heldout_prompts
-        require_size(sets, split, "draft.num_prompts + draft.num_heldout_prompts", num_prompts)
+        num_prompts = recipe.draft.pretrain.num_prompts + recipe.draft.pretrain.num_heldout_prompts
+        require_size(sets, split, "draft.pretrain.num_prompts + num_heldout_prompts", num_prompts)
     batch, certificate = max(recipe.tuning.batch_sizes), recipe.losslessness
     require_size(sets, "train", "grpo.prompts_per_step", recipe.grpo.prompts_per_step)
     require_size(sets, "train", "tuning.batch_sizes", batch, rollouts_per_prompt=recipe.grpo.group_size)
@@ -78,10 +78,10 @@ def require_prompts(recipe: Recipe, sets: PromptSets, *, trains_draft: bool = Tr
 
 def policy_needs(recipe: Recipe) -> Needs:
     """Requirements of the recipe on its policy."""
-    reads_states = recipe.draft.reads("aux_hidden_state_layer_ids")
+    layers = recipe.draft.eagle3.aux_hidden_state_layer_ids
     return Needs(
         max_model_len=recipe.engine.max_model_len,
-        draft_layer_ids=recipe.draft.aux_hidden_state_layer_ids if reads_states else (),
+        draft_layer_ids=layers if recipe.draft.reads("eagle3") else (),
         mtp=recipe.draft.method is DraftMethod.MTP,
     )
 

@@ -105,7 +105,7 @@ def _grid(options: argparse.Namespace) -> Grid:
         require(not given["online"], "--online", rule, options.online, "an ablation keeps the recipe's")
         return Grid(**(given if any(given.values()) else _APART))
     rule = "must be left out with steps in turn"
-    require(not given["losses"], "--losses", rule, options.losses, "override draft.loss, for all of them")
+    require(not given["losses"], "--losses", rule, options.losses, "override draft.eagle3.loss, for all of them")
     for name in ("draft_lengths", "seeds", "workloads"):
         rule = "must name at most one value with steps in turn"
         require(len(given[name]) <= 1, _AXES[name][1][0], rule, getattr(options, name), "an ablation takes several")

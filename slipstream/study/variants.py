@@ -21,14 +21,15 @@ from typing import Any
 from slipstream.config import ConfigError, merge, require
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.drafts.methods import TRAITS, Training, require_package
-from slipstream.recipe import Recipe, load_recipe, resolve_recipe
+from slipstream.recipe import Recipe, leaves, load_recipe, resolve_recipe
 from slipstream.stages.context import require_loop
 from slipstream.types import ArmLoop, Workload
 
 MAX_VARIANTS, MAX_DRAFTERS = 64, 24
 TUNED = "tuned"
 """Name of a draft length that is chosen by measured time, as in a run of the whole chain."""
-_OWN_INPUTS = {"init": "draft_inits", "method": "methods", "loss": "losses", "seed": "seeds"}  # by field of `draft`
+_OWN_INPUTS = {"init": "draft_inits", "method": "methods", "eagle3.loss": "losses", "seed": "seeds"}
+"""Inputs of a study, by the field of `draft` that each varies."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -123,7 +124,7 @@ class Grid:
                 self.seeds or (recipe.grpo.seed,),
                 self.methods or (recipe.draft.method,),
                 self.draft_inits or (recipe.draft.init,),
-                self.losses or (recipe.draft.loss,),
+                self.losses or (recipe.draft.eagle3.loss,),
                 self.draft_lengths or (0,),
                 self.online or (None,),
             ):
@@ -190,10 +191,10 @@ def variant_recipes(
     Raises:
         ConfigError: a variant's recipe breaks a rule; the error names the variant.
     """
-    draft = requested.get("draft", {})
+    taken = leaves(requested)
     for field, own in _OWN_INPUTS.items():
-        taken = isinstance(draft, Mapping) and field in draft
-        require(not taken, "overrides", f"must leave out draft.{field}", f"draft.{field}", f"give the input {own}")
+        varied = f"draft.{field}"
+        require(varied not in taken, "overrides", f"must leave out {varied}", varied, f"give the input {own}")
     recipes = [load_recipe(name, workload=of, overrides=requested) for of in grid.workloads or (None,)]
     return {variant: _variant_recipe(name, variant, requested, grid) for variant in grid.variants(recipes)}
 
@@ -203,8 +204,13 @@ def _variant_recipe(
 ) -> tuple[Recipe, dict[str, str]]:
     """Resolve the recipe of one variant, which differs from the ablation's recipe only in the grid's fields."""
     setting = variant.setting
-    values = {"init": str(setting.init), "method": setting.method.value, "loss": setting.loss, "seed": variant.seed}
-    own: dict[str, Any] = {"draft": {field: values[field] for field, of in _OWN_INPUTS.items() if getattr(grid, of)}}
+    draft = {
+        **({"init": str(setting.init)} if grid.draft_inits else {}),
+        **({"method": setting.method.value} if grid.methods else {}),
+        **({"eagle3": {"loss": setting.loss}} if grid.losses else {}),
+        **({"seed": variant.seed} if grid.seeds else {}),
+    }
+    own: dict[str, Any] = {"draft": draft}
     if grid.seeds:
         own["grpo"] = {"seed": variant.seed}
     if setting.num_speculative_tokens:  # the engine allocates room for the longest candidate
@@ -247,9 +253,10 @@ def _drafter_recipe(recipe: Recipe, setting: Setting) -> Recipe:
             "there several learners live at once, and each would wait with all its memory",
         )
         init = recipe.draft.init if setting.init is None else setting.init
+        online = replace(recipe.draft.online, when=setting.online)
         return replace(
             recipe,
-            draft=replace(recipe.draft, method=setting.method, init=init, online=setting.online),
+            draft=replace(recipe.draft, method=setting.method, init=init, online=online),
             tuning=replace(recipe.tuning, candidate_ks=(0, setting.num_speculative_tokens)),  # room in the engine
             engine=replace(recipe.engine, num_kept_idle=min(recipe.engine.num_kept_idle, 1)),
         )

@@ -45,7 +45,7 @@ _MAX_TAG_CHARACTERS = 8000
 
 
 class DriftConfig(Checked, path="tracking.drift"):
-    """With how many earlier executions the results of one are compared, and what follows if they drifted."""
+    """Comparison of an execution's results with those of earlier ones, and the consequence of a drift."""
 
     num_executions: Annotated[Int, Field(ge=5)] = 20
     """Last comparable executions that results are compared with; at least five. Set it for a longer memory."""

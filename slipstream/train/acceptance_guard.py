@@ -27,7 +27,7 @@ _MAD_TO_DEVIATION = 1.4826  # standard deviation of a normal distribution over i
 _LEAST_SHARE = 0.5
 _PACE_STEPS = 3  # steps over which the speed of a fall is measured
 _HASTE = 2.0  # a step that falls up to this many times as fast continues the same fall
-_FIX = "draft.online: when_stale trains during RL, and draft.autopilot switches off where it loses"
+_FIX = "draft.online.when: when_stale trains during RL, and draft.autopilot switches off where it loses"
 
 
 class AcceptanceCollapse(RuntimeError):  # noqa: N818  # named after the event

@@ -256,7 +256,7 @@ class Run:
         in_flight = recipe.loop.mode is LoopMode.IN_FLIGHT
         if in_flight:
             engines.run_in_flight(recipe.loop.kv_cache)  # also drops what an earlier attempt left unfinished
-        watches = k > 0 and recipe.draft.autopilot.enabled and not in_flight
+        watches = k > 0 and recipe.draft.autopilot and not in_flight
         return FaultTolerantEngines(
             engines,
             gate,
@@ -264,7 +264,7 @@ class Run:
             max_restarts=recipe.engine.max_restarts,
             is_beside_training=not recipe.loop.is_synchronous,
             memory_sharer=learner if recipe.placement.takes_turns else None,
-            autopilot=Autopilot(recipe.draft.autopilot, self.plan.schedule, steps) if watches else None,
+            autopilot=Autopilot(self.plan.schedule, steps) if watches else None,
         )
 
     def _evaluated(self, record: StepRecord, engines: FaultTolerantEngines, reward: Reward) -> StepRecord:
@@ -293,7 +293,7 @@ class Run:
 
     @property
     def _trains_draft(self) -> bool:
-        return self.plan.draft is not None and self.recipe.draft.online is not DraftOnline.OFF
+        return self.plan.draft is not None and self.recipe.draft.online.when is not DraftOnline.OFF
 
     def _trainer(self, learner: RemoteLearner, history: Sequence[StepRecord]) -> Trainer:
         recipe, draft = self.recipe, Draft(version=None if self.plan.draft is None else 0)

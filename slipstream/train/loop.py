@@ -110,8 +110,8 @@ class TrainedDraft(Draft):
             reference: mean acceptance length of the draft before RL; None: not measured.
         """
         super().__init__(version=0)
-        self._always = config.online is DraftOnline.ALWAYS
-        self._horizon_steps = config.online_horizon_steps
+        self._always = config.online.when is DraftOnline.ALWAYS
+        self._horizon_steps = config.online.horizon_steps
         self._staleness = Staleness(reference=reference)
         for record in history:
             generation_s = 0.0 if record.draft_decision is None else record.draft_decision.generation_s

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from slipstream.drafts.config import AutopilotConfig
-from slipstream.drafts.length import Decision, constant, decide
+from slipstream.drafts.length import PATIENCE_STEPS, Decision, constant, decide
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult, Portion
 from slipstream.engine.requests import GroupRequest
@@ -39,21 +38,18 @@ class Autopilot:
         steps: decisions of the generations so far.
     """
 
-    def __init__(
-        self, config: AutopilotConfig, schedule: Sequence[ScheduleEntry], steps: Iterable[AutopilotStep | None] = ()
-    ) -> None:
-        self._config = config
+    def __init__(self, schedule: Sequence[ScheduleEntry], steps: Iterable[AutopilotStep | None] = ()) -> None:
         self._schedule = tuple(schedule)
         self._steps = [step for step in steps if step is not None]
 
     @property
     def schedule(self) -> tuple[ScheduleEntry, ...]:
         """Schedule of the next generation."""
-        return self._schedule if decide(self._steps, self._config).speculates else constant(0)
+        return self._schedule if decide(self._steps).speculates else constant(0)
 
     def noted(self, result: GenerationResult) -> GenerationResult:
         """Count a generation that drafted by `schedule`; a result without drafts gets no acceptance."""
-        decision = decide(self._steps, self._config)
+        decision = decide(self._steps)
         num_tokens = sum(len(rollout.token_ids) for group in result.groups for rollout in group.rollouts)
         step = AutopilotStep(
             speculates=decision.speculates,
@@ -62,7 +58,7 @@ class Autopilot:
             has_switched=decision.has_switched,
         )
         if decision.has_switched:
-            _announce(decision, self._config.patience_steps)
+            _announce(decision)
         self._steps.append(step)
         return replace(result, autopilot=step, acceptance=result.acceptance if decision.speculates else None)
 
@@ -248,14 +244,14 @@ class FaultTolerantEngines:
         return lost
 
 
-def _announce(decision: Decision, patience_steps: int) -> None:
+def _announce(decision: Decision) -> None:
     own, other = (f"{cost:.3f} ms a token" for cost in (decision.own_ms or 0.0, decision.other_ms or 0.0))
     if decision.speculates:
         logger.warning("speculation is on again: probes of it took %s, generation without it %s", other, own)
     else:
         logger.warning(
             "speculation is off: for %d steps it lost, %s with it and %s without; it is probed from time to time",
-            patience_steps,
+            PATIENCE_STEPS,
             own,
             other,
         )

@@ -16,7 +16,6 @@ from slipstream.drafts.learner_draft import (
     HeldChats,
     IndexedChats,
     LearnerDraft,
-    layer_ids,
     start_training,
     train_beside,
 )
@@ -287,7 +286,9 @@ class LearnerProcess:
 
         Hidden states that fit are captured here, in a fixed order, so that a resumed training computes the same bits.
         """
-        self._draft_chats = HeldChats.of(part, self._loaded, config)
+        self._draft_chats = HeldChats.of(
+            part, self._loaded, self._drafting.layer_ids, cache_gib=config.pretrain.states_cache_gib
+        )
         return self._draft_chats.states is not None
 
     def draft_step(self, indices: Sequence[int], config: DraftConfig, temperature: float) -> float:
@@ -297,13 +298,13 @@ class LearnerProcess:
         """
         chats = self._draft_chats
         assert chats is not None, "hold_draft_chats comes first"
-        mine = chats.mine(indices, self._loaded, config)
+        mine = chats.mine(indices, self._loaded)
         return self._drafting.step(*mine, temperature=temperature)
 
     def evaluate_draft(self, part: Learned, config: DraftConfig, temperature: float) -> DraftProgress:
         """Compute the held-out acceptance of the draft over the chats of all ranks."""
         sequences, prompt_lengths = part
-        states = self._loaded.hidden_states(sequences, layer_ids(self._loaded, config))
+        states = self._loaded.hidden_states(sequences, self._drafting.layer_ids)
         rates, length = self._drafting.evaluate(sequences, prompt_lengths, states, temperature=temperature)
         return DraftProgress(rate_by_position=tuple(rates), mean_acceptance_length=length)
 

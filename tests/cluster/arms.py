@@ -25,11 +25,11 @@ from tests.small import additions, certified, train_arm
 K = 2
 _SMALL: dict[str, Any] = {
     "sampling": {"max_response_tokens": 12},
-    "evaluation": {"max_response_tokens": 12},
+    "evaluation": {"sampling": {"max_response_tokens": 12}},
     "tuning": {"candidate_ks": [0, K]},
     "engine": {"max_model_len": 128, "max_num_seqs": 32, "kv_cache_gib": 0.1, "dtype": "float32", "num_threads": 1},
     "learner": {"max_tokens_per_microbatch": 256, "dtype": "float32", "num_threads": 1, "num_kept_idle": 1},
-    "policy": {"scratch": {"optimizer": "adamw"}},  # Muon needs whole matrices
+    "policy": {"scratch": {"optimizer": {"method": "adamw"}}},  # Muon needs whole matrices
     "grpo": {
         "num_steps": 3,
         "prompts_per_step": 4,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.data.prompts import PromptStream
+from slipstream.drafts import length
 from slipstream.drafts.length import constant
 from slipstream.grpo.update import Trained, Update
 from slipstream.recipe import Recipe, load_recipe
@@ -30,11 +31,11 @@ from tests.small import additions, odd_sum
 NUM_STEPS, PROMPTS_PER_STEP, GROUP_SIZE, K = 8, 2, 4, 2
 SMALL: dict[str, Any] = {
     "sampling": {"max_response_tokens": 16},
-    "evaluation": {"max_response_tokens": 16},
+    "evaluation": {"sampling": {"max_response_tokens": 16}},
     "tuning": {"candidate_ks": [0, K]},
     "engine": {"max_model_len": 128, "max_num_seqs": 16, "kv_cache_gib": 0.1, "dtype": "float32", "num_threads": 1},
     "learner": {"max_tokens_per_microbatch": 512, "dtype": "float32", "num_threads": 1, "num_kept_idle": 1},
-    "draft": {"aux_hidden_state_layer_ids": [1, 2, 3], "online": "always"},
+    "draft": {"online": {"when": "always"}},
     "grpo": {
         "num_steps": NUM_STEPS,
         "prompts_per_step": PROMPTS_PER_STEP,
@@ -109,7 +110,8 @@ class NotedLearner(Mortal):
 
 def recipe_of(mode: str) -> Recipe:
     """Recipe of an arm whose draft learns at every step; the autopilot watches where it can, and tries k = 0."""
-    autopilot = {"enabled": mode == "one_step_off", "patience_steps": 2}
+    autopilot = mode == "one_step_off"
+    length.PATIENCE_STEPS = 2
     loop = {"mode": mode, "max_off_policy_steps": 1}
     return load_recipe("tiny", overrides={**SMALL, "draft": {**SMALL["draft"], "autopilot": autopilot}, "loop": loop})
 
@@ -133,7 +135,7 @@ def train(training: Training, policy: Path, draft: Path, directory: Path) -> Non
     from slipstream.workers import engines, learners
 
     recipe, deaths, prompts = recipe_of(training.mode), training.deaths, all_prompts(policy)
-    schedule = constant(K) if recipe.draft.autopilot.enabled else ()
+    schedule = constant(K) if recipe.draft.autopilot else ()
     directory.mkdir(parents=True, exist_ok=True)
     by_tokens = {prompt.token_ids: prompt.id for prompt in prompts}
     left = [deaths.learner]

@@ -302,14 +302,13 @@ def test_draft_pretraining_that_dies_goes_on_from_its_checkpoint_and_ends_equal(
     from slipstream.stages.pretrain_draft import train_on
 
     draft = {
-        "aux_hidden_state_layer_ids": [1, 2, 3],
         "num_prompts": 12,
         "num_heldout_prompts": 4,
         "num_steps": 6,
         "checkpoint_every_steps": 2,
         "tokens_per_step": 128,
     }
-    recipe = load_recipe("tiny", overrides={**SMALL, "draft": draft})
+    recipe = load_recipe("tiny", overrides={**SMALL, "draft": {"pretrain": draft}})
     prompts = additions(policy, num=16, addend=2)
 
     def dies_at(last: int) -> Callable[[int, float], None]:

@@ -15,7 +15,7 @@ from transformers import Qwen3ForCausalLM
 from slipstream.engine.config import SamplingConfig
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
-from slipstream.learner.config import LearnerConfig, Packing, Recompute, ScratchConfig
+from slipstream.learner.config import LearnerConfig, Packing, Recompute, ScratchConfig, ShapeConfig
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.ragged import Ragged
 from slipstream.types import Dtype, TrainBatch
@@ -24,7 +24,9 @@ from slipstream.workers.learner_process import LearnerProcess
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 VOCAB = 8192
-SCRATCH = ScratchConfig(hidden_size=256, num_layers=4, num_attention_heads=4, head_dim=64, ffn_hidden_size=512)
+SCRATCH = ScratchConfig(
+    shape=ShapeConfig(hidden_size=256, num_layers=4, num_attention_heads=4, head_dim=64, ffn_hidden_size=512)
+)
 LEARNER = LearnerConfig(max_tokens_per_microbatch=2048, dtype=Dtype.BFLOAT16)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-4)
 SEQUENCES = [np.random.default_rng(i).integers(0, VOCAB, 200 + 10 * i).tolist() for i in range(16)]

@@ -14,7 +14,7 @@ import torch
 from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
-from slipstream.learner.config import LearnerConfig, ScratchConfig
+from slipstream.learner.config import LearnerConfig, ScratchConfig, ShapeConfig
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.refit.channel import open_channel
 from slipstream.refit.config import RefitConfig
@@ -32,7 +32,9 @@ pytestmark = [
 ]
 
 VOCAB = 8192
-SCRATCH = ScratchConfig(hidden_size=1024, num_layers=8, num_attention_heads=16, head_dim=64, ffn_hidden_size=3072)
+SCRATCH = ScratchConfig(
+    shape=ShapeConfig(hidden_size=1024, num_layers=8, num_attention_heads=16, head_dim=64, ffn_hidden_size=3072)
+)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-4)
 SEQUENCES = [np.random.default_rng(i).integers(0, VOCAB, 100).tolist() for i in range(4)]
 

@@ -14,17 +14,25 @@ from slipstream.recipe import CONFIGS
 _SMALL: dict[str, Any] = {
     "learner": {"num_threads": 1},
     "engine": {"num_threads": 1},
-    "policy": {"scratch": {"num_layers": 4, "num_steps": 4, "warmup_steps": 2, "tokens_per_step": 512}},
+    "policy": {
+        "scratch": {
+            "shape": {"num_layers": 4},
+            "num_steps": 4,
+            "optimizer": {"warmup_steps": 2},
+            "tokens_per_step": 512,
+        }
+    },
     "draft": {
-        "aux_hidden_state_layer_ids": [1, 2, 3],
-        "num_prompts": 32,
-        "num_heldout_prompts": 8,
-        "num_steps": 4,
-        "tokens_per_step": 512,
-        "warmup_steps": 1,
+        "pretrain": {
+            "num_prompts": 32,
+            "num_heldout_prompts": 8,
+            "num_steps": 4,
+            "tokens_per_step": 512,
+            "optimizer": {"warmup_steps": 1},
+        },
     },
     "sampling": {"max_response_tokens": 24},
-    "evaluation": {"num_samples_per_problem": 2, "max_response_tokens": 24, "every_steps": 2},
+    "evaluation": {"num_samples_per_problem": 2, "sampling": {"max_response_tokens": 24}, "every_steps": 2},
     "tuning": {"candidate_ks": [0, 2], "batch_sizes": [4], "num_repeats": 1},
     "grpo": {"num_steps": 3, "prompts_per_step": 2, "group_size": 2, "checkpoint_every_steps": 2},
     "losslessness": {

@@ -38,7 +38,7 @@ def test_a_failed_variant_is_shown_with_its_reason_and_the_others_are_ranked(
     assert row["mean_acceptance_length"] > 1
     (failure,) = record["failures"]
     assert failure["variant"]["setting"]["init"] == "general"
-    assert "draft.num_prompts + draft.num_heldout_prompts must be <= 5" in failure["reason"]
+    assert "draft.pretrain.num_prompts + num_heldout_prompts must be <= 5" in failure["reason"]
     assert failure["reason"] in (page / "ablation.html").read_text().replace("&lt;", "<")
     assert len(list((root / "store" / "pretrain_draft").iterdir())) == 1  # shared by draft and variant
     assert len(list((root / "store" / "prepare_policy").iterdir())) == 1

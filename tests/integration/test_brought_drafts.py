@@ -24,13 +24,14 @@ RECIPE: dict[str, Any] = {
     "engine": {"max_num_seqs": 32},
     "learner": {"num_kept_idle": 0},
     "draft": {
-        "aux_hidden_state_layer_ids": [1, 2, 3],
-        "num_prompts": 24,
-        "num_heldout_prompts": 8,
-        "num_steps": 12,
-        "tokens_per_step": 256,
-        "warmup_steps": 1,
-        "vocab_size": KNOWN,
+        "pretrain": {
+            "num_prompts": 24,
+            "num_heldout_prompts": 8,
+            "num_steps": 12,
+            "tokens_per_step": 256,
+            "optimizer": {"warmup_steps": 1},
+        },
+        "eagle3": {"vocab_size": KNOWN},
     },
     "policy": {"scratch": None},
     "grpo": {"num_steps": STEPS, "prompts_per_step": 4},
@@ -64,7 +65,8 @@ def test_a_cut_draft_is_trained_used_through_refits_and_brought_to_another_run(
     assert [step.acceptance is not None for step in steps] == [True] * STEPS
     assert all(step.acceptance.mean_acceptance_length > 1.0 for step in steps if step.acceptance is not None)
 
-    brought = _recipe(policy, {"init": "from_hub", "model": str(draft), "vocab_size": None, "num_steps": 4})
+    changes = {"pretrain": {"num_steps": 4}, "eagle3": {"vocab_size": None}}
+    brought = _recipe(policy, {"init": "from_hub", "model": str(draft), **changes})
     second = _pretrained(brought, policy, tmp_path / "second")
     assert second.init == "from_hub"
     assert second.losses[0] < first.losses[0], "it begins where the other ended"

@@ -18,7 +18,7 @@ from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner import parallel
 from slipstream.learner.checkpoint import CheckpointWriteError
 from slipstream.learner.checkpoint.policy import PolicyCheckpoints
-from slipstream.learner.config import LearnerConfig, ParallelConfig, ScratchConfig
+from slipstream.learner.config import LearnerConfig, ParallelConfig, ScratchConfig, ShapeConfig
 from slipstream.learner.cpu import host
 from slipstream.learner.layers import TORCH_DTYPES
 from slipstream.learner.megatron import MegatronPolicy
@@ -28,7 +28,8 @@ from tests.forked.ranks import free_ports, join, on_ranks
 VOCAB = 32
 # Small weights keep every gradient well above rounding, which Adam would divide by itself.
 SCRATCH = ScratchConfig(
-    hidden_size=32, num_layers=4, head_dim=16, ffn_hidden_size=48, max_position_embeddings=64, init_std=0.02
+    shape=ShapeConfig(hidden_size=32, num_layers=4, head_dim=16, ffn_hidden_size=48, init_std=0.02),
+    max_position_embeddings=64,
 )
 TENSOR, DATA, PIPELINE = ParallelConfig(tensor=2), ParallelConfig(data=2), ParallelConfig(pipeline=2)
 SEQUENCE = ParallelConfig(tensor=2, sequence_parallel=True)

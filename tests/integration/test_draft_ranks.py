@@ -9,29 +9,32 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.drafts.config import DraftConfig, DraftOnline
+from slipstream.drafts.config import DraftOnline
 from slipstream.drafts.eagle3 import build_draft, save_draft
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update, part_of
 from slipstream.learner import parallel
-from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute, ScratchConfig
+from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute, ScratchConfig, ShapeConfig
 from slipstream.learner.megatron import Capture, MegatronPolicy
 from slipstream.learner.packing import plan_shards
 from slipstream.ragged import Ragged
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.learner_process import LearnerProcess
 from tests.forked.ranks import free_ports, join, on_ranks
+from tests.small import draft_with
 
 VOCAB = 32
 SCRATCH = ScratchConfig(
-    hidden_size=32, num_layers=4, head_dim=16, ffn_hidden_size=48, max_position_embeddings=64, init_std=0.2
+    shape=ShapeConfig(hidden_size=32, num_layers=4, head_dim=16, ffn_hidden_size=48, init_std=0.2),
+    max_position_embeddings=64,
 )
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, clip_grad=0.5)
 LAYERS = (0, 2, 3)  # the embeddings, and layers of both stages
-DRAFT = DraftConfig(  # every chat has a row of its own: what shares one is not the same on two ranks
-    aux_hidden_state_layer_ids=LAYERS, ttt_steps=2, num_steps=4, warmup_steps=2, tokens_per_row=1, learning_rate=1e-3
+DRAFT = draft_with(
+    eagle3={"aux_hidden_state_layer_ids": LAYERS, "tokens_per_row": 1},
+    pretrain={"ttt_steps": 2, "num_steps": 4, "optimizer": {"warmup_steps": 2, "learning_rate": 1e-3}},
 )
-ONLINE = replace(DRAFT, online=DraftOnline.ALWAYS, online_learning_rate=1e-3)
+ONLINE = draft_with(DRAFT, online={"when": DraftOnline.ALWAYS, "optimizer": {"learning_rate": 1e-3}})
 ALONE = LearnerConfig(max_tokens_per_microbatch=66, num_threads=1)
 SEQUENCE = ParallelConfig(tensor=2, sequence_parallel=True)
 PIPELINE = ParallelConfig(pipeline=2)
@@ -93,7 +96,7 @@ def _outcome(model: Path, learner: LearnerConfig, rank: int = 0, world_size: int
     process.load(model, OPTIMIZER)
     losses: dict[str, list[float]] = {}
     for name, gib in (("captured once", 1.0), ("captured at each step", 0.0)):
-        config = replace(DRAFT, states_cache_gib=gib)
+        config = draft_with(DRAFT, pretrain={"states_cache_gib": gib})
         process.start_draft(model, config)
         assert process.hold_draft_chats((mine, chats, lengths), config) is (gib > 0)
         losses[name] = [process.draft_step(indices, config, 0.8) for indices in ((0, 1, 2, 3), (4, 5), (6,), (7, 8))]

@@ -23,7 +23,6 @@ RECIPE: dict[str, Any] = {
     "sampling": {"max_response_tokens": 12},
     "engine": {"max_num_seqs": 32},
     "learner": {"num_kept_idle": 0},
-    "draft": {"aux_hidden_state_layer_ids": [0, 1, 2]},
     "policy": {"scratch": None},
     "grpo": {"num_steps": STEPS, "prompts_per_step": 4, "optimizer": {"method": "adamw", "learning_rate": 1e-3}},
     "refit": {"check_every_steps": 1},

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import speculative_config
 from slipstream.learner.config import LearnerConfig, ParallelConfig
 from slipstream.refit.channel import open_channel
@@ -20,12 +19,12 @@ from slipstream.refit.fingerprint import ALL, differences, file_fingerprints
 from slipstream.refit.gate import RefitGate
 from slipstream.types import Dtype
 from tests.integration import qwen3_moe
-from tests.small import ENGINE, PROMPTS, SAMPLING, require_equal
+from tests.small import ENGINE, PROMPTS, SAMPLING, draft_with, require_equal
 
 pytestmark = pytest.mark.slow
 
 LEARNER = LearnerConfig(dtype=Dtype.FLOAT32, parallel=ParallelConfig(data=2, expert=2), num_threads=1)
-DRAFT = DraftConfig(aux_hidden_state_layer_ids=(0, 1, 2), seed=9)
+DRAFT = draft_with(eagle3={"aux_hidden_state_layer_ids": (0, 1, 2)}, seed=9)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ _RECIPE: dict[str, Any] = {
     "engine": {"max_restarts": 0, "dtype": "float32"},
     "learner": {"max_restarts": 0, "dtype": "float32"},
     "grpo": {"num_steps": 4, "prompts_per_step": 4, "group_size": 4, "checkpoint_every_steps": 2},
-    "draft": {"num_prompts": 12, "num_heldout_prompts": 4, "num_steps": 6, "checkpoint_every_steps": 2},
+    "draft": {"pretrain": {"num_prompts": 12, "num_heldout_prompts": 4, "num_steps": 6, "checkpoint_every_steps": 2}},
     # The policy learns to box a number, which is right now and then: without rewards that differ no step would learn.
     "policy": {"scratch": {"num_steps": 40}},
     "sampling": {"max_response_tokens": 32},

@@ -13,7 +13,7 @@ import pytest
 from slipstream.grpo.config import Correction, Level, LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update, part_of, part_of_batch
 from slipstream.learner import parallel
-from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute, ScratchConfig
+from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute, ScratchConfig, ShapeConfig
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.packing import plan_shards
 from slipstream.refit.fingerprint import held_whole, part_fingerprints, weight_totals
@@ -23,7 +23,8 @@ from tests.forked.ranks import free_ports, join, on_ranks
 VOCAB = 32
 # Small weights keep every gradient well above rounding, which Adam would divide by itself.
 SCRATCH = ScratchConfig(
-    hidden_size=32, num_layers=4, head_dim=16, ffn_hidden_size=48, max_position_embeddings=64, init_std=0.02
+    shape=ShapeConfig(hidden_size=32, num_layers=4, head_dim=16, ffn_hidden_size=48, init_std=0.02),
+    max_position_embeddings=64,
 )
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, clip_grad=0.5)
 LOSS = LossConfig(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import DraftMethod, speculative_config
 from slipstream.learner.config import LearnerConfig
 from slipstream.losslessness.sampling import Sample, draw
@@ -20,14 +19,17 @@ from slipstream.refit.fingerprint import ALL, file_fingerprints
 from slipstream.refit.gate import RefitGate
 from slipstream.types import Prompt
 from tests import small
-from tests.small import CERTIFICATE, certified, require_equal, tokens
+from tests.small import CERTIFICATE, certified, draft_with, require_equal, tokens
 from tests.unit.learner import mimo
 
 pytestmark = pytest.mark.slow
 
 ENGINE = replace(small.ENGINE, max_model_len=64, max_num_seqs=32)
 SAMPLING = replace(small.SAMPLING, max_response_tokens=32)
-CONFIG = DraftConfig(method=DraftMethod.MTP, ttt_steps=3, num_steps=20, warmup_steps=2, learning_rate=1e-2)
+CONFIG = draft_with(
+    method=DraftMethod.MTP,
+    pretrain={"ttt_steps": 3, "num_steps": 20, "optimizer": {"warmup_steps": 2, "learning_rate": 1e-2}},
+)
 PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 3 + i, 20, 5 + i), answer="") for i in range(4))
 
 

@@ -24,7 +24,7 @@ from slipstream.workers.engines import RemoteEngine, start_engine
 from slipstream.workers.learners import RemoteLearner, start_learner
 from tests import small
 from tests.conftest import _make_policy
-from tests.small import CERTIFICATE, certified, require_equal, tokens
+from tests.small import CERTIFICATE, certified, draft_with, require_equal, tokens
 
 pytestmark = pytest.mark.slow
 
@@ -33,8 +33,8 @@ SAMPLING = replace(small.SAMPLING, max_response_tokens=32)
 PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i, 20), answer="") for i in range(4))
 K = 3
 CONFIGS = {
-    DraftMethod.NGRAM: DraftConfig(method=DraftMethod.NGRAM, prompt_lookup_min=1),
-    DraftMethod.SUFFIX: DraftConfig(method=DraftMethod.SUFFIX, suffix_min_token_prob=0.0),
+    DraftMethod.NGRAM: draft_with(method=DraftMethod.NGRAM, ngram={"prompt_lookup_min": 1}),
+    DraftMethod.SUFFIX: draft_with(method=DraftMethod.SUFFIX, suffix={"min_token_prob": 0.0}),
     DraftMethod.DRAFT_MODEL: DraftConfig(method=DraftMethod.DRAFT_MODEL),
 }
 METHODS = [

@@ -10,24 +10,26 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.drafts.compatibility import check_draft_model
-from slipstream.drafts.config import DraftConfig, DraftScratchConfig
+from slipstream.drafts.config import DraftScratchConfig
 from slipstream.drafts.distill import distill, num_parameters, scratch_model
 from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.pretrain import Responses
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner.config import LearnerConfig
 from slipstream.workers.learners import RemoteLearner, start_learner
+from tests.small import draft_with
 
 pytestmark = pytest.mark.slow
 
-CONFIG = DraftConfig(
+CONFIG = draft_with(
     method=DraftMethod.DRAFT_MODEL,
-    scratch=DraftScratchConfig(hidden_size=32, num_layers=2, num_attention_heads=1, ffn_hidden_size=48),
-    num_steps=6,
-    tokens_per_step=32,
-    warmup_steps=2,
-    checkpoint_every_steps=2,
-    learning_rate=1e-2,
+    pretrain={
+        "num_steps": 6,
+        "tokens_per_step": 32,
+        "optimizer": {"warmup_steps": 2, "learning_rate": 1e-2},
+        "checkpoint_every_steps": 2,
+    },
+    draft_model={"shape": DraftScratchConfig(hidden_size=32, num_layers=2, num_attention_heads=1, ffn_hidden_size=48)},
 )
 CHATS = tuple(tuple(4 + (start + 5 * step) % 50 for step in range(12)) for start in range(8))
 TRAIN = Responses(token_ids=CHATS, prompt_lengths=(3,) * len(CHATS))

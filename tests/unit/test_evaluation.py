@@ -83,7 +83,9 @@ def test_the_prompt_hash_follows_tokens_answers_and_order() -> None:
 def test_an_evaluation_scores_every_sample_and_counts_truncation() -> None:
     right, wrong, cut = "\\boxed{2}\0", "\\boxed{3}\0", "1+1=2\n\\boxed{"
     engine = ReplayEngine({"1": [right, right, wrong, cut], "2": ["\\boxed{4}\0", cut, wrong, wrong]})
-    config = EvaluationConfig(num_samples_per_problem=4, temperature=0.7, top_p=0.9, top_k=0, max_response_tokens=16)
+    config = EvaluationConfig(
+        num_samples_per_problem=4, sampling=SamplingConfig(temperature=0.7, top_p=0.9, top_k=0, max_response_tokens=16)
+    )
     with Verifier(RewardConfig()) as verifier:
         record = evaluate(engine, PROMPTS, reward=verifier, decode=decode, config=config, policy="start", seed=3)
     assert engine.calls == [(SamplingConfig(temperature=0.7, top_p=0.9, top_k=0, max_response_tokens=16), 4, 3)]
@@ -100,7 +102,9 @@ def test_a_guess_in_a_thought_that_the_prompt_opened_is_no_answer_until_the_thou
     opened = replace(PROMPTS[0], token_ids=tuple(map(ord, "1+1=? t")))
     guess, cut = "so \\boxed{2}? Let me check", "Answer: 2"  # an answer that may go on has no vote either
     engine = ReplayEngine({"1": [guess, guess + "\0", guess + "</think>\\boxed{2}\0", guess + "</think>" + cut]})
-    config = EvaluationConfig(num_samples_per_problem=4, temperature=0.7, max_response_tokens=16)
+    config = EvaluationConfig(
+        num_samples_per_problem=4, sampling=SamplingConfig(temperature=0.7, max_response_tokens=16)
+    )
     with Verifier(RewardConfig()) as verifier:
         record = evaluate(engine, [opened], reward=verifier, decode=decode, config=config, policy="start", seed=3)
     assert (record.correct_by_problem, record.maj_at_k) == ((1,), 1.0)
@@ -120,7 +124,9 @@ def test_answers_and_rewards_come_in_pairs() -> None:
 
 
 def test_one_problem_is_enough_and_the_interval_is_of_the_problems_rates() -> None:
-    config = EvaluationConfig(num_samples_per_problem=200, temperature=0.7, max_response_tokens=16)
+    config = EvaluationConfig(
+        num_samples_per_problem=200, sampling=SamplingConfig(temperature=0.7, max_response_tokens=16)
+    )
     problems = [replace(PROMPTS[0], id=str(i)) for i in range(8)]
     engine = ReplayEngine({str(i): ["\\boxed{2}\0"] * (23 * i) + ["\\boxed{9}\0"] * (200 - 23 * i) for i in range(8)})
     rates = [23 * i / 200 for i in range(8)]
@@ -140,19 +146,19 @@ def test_an_evaluation_without_problems_is_refused() -> None:
             (),
             reward=Verifier(RewardConfig()),
             decode=decode,
-            config=EvaluationConfig(max_response_tokens=16),
+            config=EvaluationConfig(sampling=SamplingConfig(max_response_tokens=16)),
             policy="start",
             seed=0,
         )
 
 
 def test_several_greedy_samples_a_problem_are_refused(refusal: Callable[..., str]) -> None:
-    assert refusal(EvaluationConfig, max_response_tokens=16, temperature=0.0) == (
-        "evaluation.temperature must be > 0 with more than one sample a problem, got 0.0; "
+    assert refusal(EvaluationConfig, sampling={"max_response_tokens": 16, "temperature": 0.0}) == (
+        "evaluation.sampling.temperature must be > 0 with more than one sample a problem, got 0.0; "
         "greedy samples are all equal: set num_samples_per_problem to 1"
     )
 
 
 def test_one_greedy_sample_a_problem_is_taken() -> None:
-    config = EvaluationConfig(temperature=0.0, num_samples_per_problem=1, top_p=0.5, top_k=3, max_response_tokens=16)
-    assert config.sampling() == SamplingConfig(temperature=0.0, top_p=0.5, top_k=3, max_response_tokens=16)
+    greedy = SamplingConfig(temperature=0.0, max_response_tokens=16)
+    assert EvaluationConfig(num_samples_per_problem=1, sampling=greedy).sampling == greedy

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from slipstream.config import LARGEST, Checked
+from slipstream.config import LARGEST, Checked, _parts, rule
 from slipstream.data.config import DataConfig
 from slipstream.data.synthetic import SyntheticConfig
-from slipstream.drafts.config import AutopilotConfig, DraftConfig, DraftScratchConfig
+from slipstream.drafts.config import DraftConfig, Eagle3Config, NgramConfig, OnlineConfig, PretrainConfig, SuffixConfig
 from slipstream.drafts.length import TuningConfig
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.evaluation import EvaluationConfig
 from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
 from slipstream.grpo.loop_config import LoopConfig
-from slipstream.learner.config import LearnerConfig, ParallelConfig, PolicyConfig, ScratchConfig
+from slipstream.learner.config import LearnerConfig, ParallelConfig, PolicyConfig, ScratchConfig, ShapeConfig
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.refit.config import RefitConfig
 from slipstream.rewards.config import RewardConfig
@@ -31,11 +31,14 @@ Optimizer = partial(OptimizerConfig, learning_rate=1e-4)
 SECTIONS: dict[str, partial[Any]] = {
     "data": partial(DataConfig, max_prompt_tokens=1),
     "data.synthetic": partial(SyntheticConfig, num_conflicting=0, num_leaked=0),
-    "draft": partial(DraftConfig, aux_hidden_state_layer_ids=(0, 1, 2), prompt_lookup_max=5),
-    "draft.autopilot": partial(AutopilotConfig),
-    "draft.scratch": partial(DraftScratchConfig),
+    "draft": partial(DraftConfig),
+    "draft.eagle3": partial(Eagle3Config),
+    "draft.ngram": partial(NgramConfig, prompt_lookup_max=5),
+    "draft.online": partial(OnlineConfig),
+    "draft.pretrain": partial(PretrainConfig),
+    "draft.suffix": partial(SuffixConfig),
     "engine": partial(EngineConfig, max_model_len=1, max_num_seqs=1),
-    "evaluation": partial(EvaluationConfig, max_response_tokens=1, num_samples_per_problem=1),
+    "evaluation": partial(EvaluationConfig, sampling=SamplingConfig(max_response_tokens=1), num_samples_per_problem=1),
     "grpo": partial(GrpoConfig, num_steps=1, prompts_per_step=1, group_size=2, optimizer=Optimizer()),
     "grpo.loss": partial(LossConfig, truncated_importance_sampling=2.0),
     "learner": partial(LearnerConfig),
@@ -45,10 +48,11 @@ SECTIONS: dict[str, partial[Any]] = {
     "optimizer": Optimizer,
     "placement": partial(PlacementConfig),
     "policy": partial(PolicyConfig, model="a/b"),
-    "policy.scratch": partial(ScratchConfig, num_query_groups=1, warmup_steps=0),
+    "policy.scratch": partial(ScratchConfig, optimizer=Optimizer()),
     "refit": partial(RefitConfig),
     "reward": partial(RewardConfig),
     "sampling": partial(SamplingConfig, max_response_tokens=1),
+    "shape": partial(ShapeConfig, num_query_groups=1),
     "tracking": partial(TrackingConfig),
     "tracking.drift": partial(DriftConfig),
     "tuning": partial(TuningConfig),
@@ -72,17 +76,18 @@ ROWS: list[Row] = [
         (1,),
         {
             "data": "max_prompt_tokens",
-            "draft": "num_prompts samples_per_prompt num_heldout_prompts tokens_per_step tokens_per_row ttt_steps "
-            "loss_chunk_tokens online_updates online_horizon_steps checkpoint_every_steps",
-            "draft.scratch": "hidden_size num_layers num_query_groups ffn_hidden_size",
+            "draft.eagle3": "tokens_per_row loss_chunk_tokens",
+            "draft.online": "updates horizon_steps",
+            "draft.pretrain": "num_prompts samples_per_prompt num_heldout_prompts tokens_per_step ttt_steps "
+            "checkpoint_every_steps",
             "engine": "max_model_len max_num_seqs tensor_parallel_size num_engines num_threads",
-            "evaluation": "max_response_tokens num_samples_per_problem",
+            "evaluation": "num_samples_per_problem",
             "learner": "max_tokens_per_microbatch",
             "losslessness": "num_tokens num_repeated_prompts num_repeats num_greedy_prompts num_replications",
-            "policy.scratch": "hidden_size num_layers num_attention_heads ffn_hidden_size max_position_embeddings "
-            "tokens_per_step",
+            "policy.scratch": "max_position_embeddings tokens_per_step",
             "reward": "num_workers",
             "sampling": "max_response_tokens",
+            "shape": "hidden_size num_layers num_attention_heads ffn_hidden_size",
         },
     ),
     (
@@ -90,14 +95,13 @@ ROWS: list[Row] = [
         (0.0, -0.5),
         (0.5,),
         {
-            "draft": "clip_grad suffix_max_spec_factor",
-            "draft.scratch": "init_std",
+            "draft.suffix": "max_spec_factor",
             "engine": "start_timeout_s answer_timeout_s",
             "grpo.loss": "clip_high",
             "learner": "start_timeout_s answer_timeout_s",
             "optimizer": "clip_grad",
             "placement": "start_timeout_s",
-            "policy.scratch": "init_std",
+            "shape": "init_std",
             "refit": "bucket_mib timeout_s",
             "reward": "timeout_s",
             "tracking": "replay_every_s",
@@ -112,16 +116,21 @@ ROWS: list[Row] = [
     ("must be >= 1 or null", (0,), (1, None), {"learner": "logprob_chunk_tokens"}),
     ("must be > 0 or null", (0.0,), (0.5, None), {"engine": "kv_cache_gib"}),
     ("must be > 0 or null", (0.0,), (0.5,), {"grpo.loss": "truncated_importance_sampling"}),
-    ("must be >= 1, got 0; null takes draft.ttt_steps", (0,), (1, None), {"draft": "online_ttt_steps"}),
-    ("must be >= 1, got 0; null takes draft.tokens_per_step", (0,), (1, None), {"draft": "online_tokens_per_update"}),
-    ("must be >= 1, got 0; null keeps the whole vocabulary", (0,), (1, None), {"draft": "vocab_size"}),
+    ("must be >= 1, got 0; null takes draft.pretrain.ttt_steps", (0,), (1, None), {"draft.online": "ttt_steps"}),
+    (
+        "must be >= 1, got 0; null takes draft.pretrain.tokens_per_step",
+        (0,),
+        (1, None),
+        {"draft.online": "tokens_per_update"},
+    ),
+    ("must be >= 1, got 0; null keeps the whole vocabulary", (0,), (1, None), {"draft.eagle3": "vocab_size"}),
     (
         "must be >= 0",
         (-1,),
         (0,),
         {
             "data.synthetic": "num_conflicting num_leaked",
-            "draft": "warmup_steps suffix_max_cached_requests",
+            "draft.suffix": "max_cached_requests",
             "engine": "num_kept_idle max_restarts",
             "learner": "num_kept_idle max_restarts",
             "loop": "max_off_policy_steps",
@@ -135,21 +144,20 @@ ROWS: list[Row] = [
         (-0.1,),
         (0.0,),
         {
-            "draft": "states_cache_gib",
-            "draft.autopilot": "margin",
+            "draft.pretrain": "states_cache_gib",
             "grpo.loss": "kl_coefficient",
             "losslessness": "near_tie_nats",
             "tracking": "close_wait_s",
         },
     ),
-    ("must be >= 0, got -1; 0 means all tokens", (-1,), (0,), {"evaluation": "top_k", "sampling": "top_k"}),
+    ("must be >= 0, got -1; 0 means all tokens", (-1,), (0,), {"sampling": "top_k"}),
     (
         "must be >= 1",
         (0,),
         (1,),
         {
-            "draft": "prompt_lookup_min suffix_max_tree_depth",
-            "draft.autopilot": "probe_every_steps",
+            "draft.ngram": "prompt_lookup_min",
+            "draft.suffix": "max_tree_depth",
             "grpo": "num_steps prompts_per_step updates_per_step checkpoint_every_steps",
             "learner.parallel": "tensor pipeline data expert",
             "placement": "nodes",
@@ -163,11 +171,11 @@ ROWS: list[Row] = [
         (2**63 - 1,),
         dict.fromkeys(("data", "draft", "grpo", "losslessness", "policy.scratch"), "seed"),
     ),
-    ("must be >= 0", (-1,), (0,), {"placement": "generation_nodes training_nodes", "policy.scratch": "warmup_steps"}),
-    ("must be >= 0", (-1,), (1,), {"draft": "num_steps"}),
-    ("must be >= 1", (0,), (5,), {"draft": "prompt_lookup_max"}),
-    ("must be >= 1", (0,), (1,), {"draft.scratch": "num_attention_heads", "policy.scratch": "num_query_groups"}),
-    ("must be >= 2", (1,), (2,), {"draft.autopilot": "patience_steps", "tuning": "max_live_engines"}),
+    ("must be >= 0", (-1,), (0,), {"placement": "generation_nodes training_nodes"}),
+    ("must be >= 0", (-1,), (1,), {"draft.pretrain": "num_steps"}),
+    ("must be >= 1", (0,), (5,), {"draft.ngram": "prompt_lookup_max"}),
+    ("must be >= 1", (0,), (1,), {"shape": "num_query_groups"}),
+    ("must be >= 2", (1,), (2,), {"tuning": "max_live_engines"}),
     ("must be >= 2", (1,), (2,), {"data.synthetic": "min_terms"}),
     (
         "must be >= 2, got 1; advantages are centred on the group's mean, and one rollout has no baseline",
@@ -190,10 +198,8 @@ ROWS: list[Row] = [
         ("must be > 0", 0.0, 1e-9),
         ("must be <= 1", 1.1, 1.0),
         {
-            "draft": "learning_rate ttt_step_loss_decay online_learning_rate",
-            "evaluation": "top_p",
+            "draft.pretrain": "ttt_step_loss_decay",
             "optimizer": "learning_rate",
-            "policy.scratch": "learning_rate",
             "sampling": "top_p",
         },
     ),
@@ -202,7 +208,7 @@ ROWS: list[Row] = [
         ("must be <= 1", 1.1, 1.0),
         {
             "data.synthetic": "one_digit_rate subtraction_rate noise_rate careless_rate general_rate",
-            "draft": "suffix_min_token_prob",
+            "draft.suffix": "min_token_prob",
             "optimizer": "weight_decay",
             "reward": "max_failed_fraction",
         },
@@ -215,19 +221,19 @@ ROWS: list[Row] = [
         {"data.synthetic": "num_train_problems num_copies num_draft_rows num_validation_problems"},
     ),
     *bounds(("must be >= 2", 1, 3), ("must be <= 999", 1000, 999), {"data.synthetic": "max_terms"}),
-    (f"must be 0 or >= 0.01, got 0.009{SAMPLED}", (0.009,), (0.0, 0.01), {"evaluation": "temperature"}),
+    (f"must be 0 or >= 0.01, got 0.009{SAMPLED}", (0.009,), (0.0, 0.01), {"sampling": "temperature"}),
     (f"must be >= 0, got -0.1{SAMPLED}", (-0.1,), (0.0, 0.01), {"sampling": "temperature"}),
     (
         "must be a multiple of 2, got 33; RoPE turns pairs of dimensions",
         (33,),
         (2,),
-        {"draft.scratch": "head_dim", "policy.scratch": "head_dim"},
+        {"shape": "head_dim"},
     ),
     (
         "must be > 0, got 0; RoPE turns pairs of dimensions",
         (0,),
         (6,),
-        {"draft.scratch": "head_dim", "policy.scratch": "head_dim"},
+        {"shape": "head_dim"},
     ),
     *bounds(("must be >= 0", -1, 0), ("must be <= 1", 2, 1), {"policy.scratch": "num_mtp_layers"}),
     ("must be two numbers in [0, 1)", ((0.9,), (0.9, 1.0), (-0.1, 0.9)), ((0.0, 0.5),), {"optimizer": "betas"}),
@@ -286,5 +292,5 @@ def ruled(config: type) -> Iterator[str]:
         bounds = {
             (key, value) for part in (schema, *schema.get("anyOf", ())) for key, value in part.items() if key in BOUNDS
         }
-        if bounds - {("maximum", LARGEST)} or "AfterValidator" in str(hints[name]):
+        if bounds - {("maximum", LARGEST)} or any(isinstance(part, rule) for part in _parts(hints[name])):
             yield name

@@ -108,18 +108,27 @@ CRASH = (
 MUON = "must be 1 with the optimizer 'muon', got 2; it makes whole matrices orthogonal, not their shards: take adamw"
 WHOLE = "the learner's logprobs know no truncation: set top_p 1.0 and top_k 0"
 NO_CUDA = "refit.channel must do without CUDA: engine.kv_cache_gib is for engines on CPUs, got"
-ADAMW = ("grpo.optimizer.method=adamw", "policy.scratch.optimizer=adamw")
-ONLINE = ("draft.online=always", *ADAMW)
-ROLLOUTS = "draft.online_updates must be at most the 48 rollouts of an update /"
+ADAMW = ("grpo.optimizer.method=adamw", "policy.scratch.optimizer.method=adamw")
+ONLINE = ("draft.online.when=always", *ADAMW)
+ROLLOUTS = "draft.online.updates must be at most the 48 rollouts of an update /"
 REFUSED: dict[tuple[str, ...], str] = {
     ("grpo.group_sise=4",): "unknown key 'grpo.group_sise'; did you mean 'grpo.group_size'?",
+    ("draft.num_prompts=4",): "unknown key 'draft.num_prompts'; did you mean 'draft.pretrain.num_prompts'?",
+    ("draft.suffix_max_tree_depth=4",): "unknown key 'draft.suffix_max_tree_depth'; did you mean "
+    "'draft.suffix.max_tree_depth'?",
+    ("draft.online_learning_rate=1",): "unknown key 'draft.online_learning_rate'; did you mean "
+    "'draft.online.optimizer.learning_rate'?",
+    ("policy.scratch.num_layers=4",): "unknown key 'policy.scratch.num_layers'; did you mean "
+    "'policy.scratch.shape.num_layers'?",
+    ("draft.draft_model.shape.num_query_groups=3",): "draft.draft_model.shape.num_query_groups must divide "
+    "num_attention_heads 2, got 3",
     ("tuning.batch_sizes=[12, 64]",): "tuning.batch_sizes must be multiples of grpo.group_size 8, got [12]",
-    ("engine.max_model_len=236", "evaluation.max_response_tokens=1"): "engine.max_model_len must hold "
+    ("engine.max_model_len=236", "evaluation.sampling.max_response_tokens=1"): "engine.max_model_len must hold "
     f"data.max_prompt_tokens 64 + sampling.max_response_tokens 160 + 13 for drafts of k 7 = 237 tokens, got 236; "
     f"{CRASH}",
     ("engine.max_model_len=236", "sampling.max_response_tokens=1"): "engine.max_model_len must hold "
-    f"data.max_prompt_tokens 64 + evaluation.max_response_tokens 160 + 13 for drafts of k 7 = 237 tokens, got 236; "
-    f"{CRASH}",
+    f"data.max_prompt_tokens 64 + evaluation.sampling.max_response_tokens 160 + 13 for drafts of k 7 = 237 "
+    f"tokens, got 236; {CRASH}",
     # One draft token needs room for two.
     ("engine.max_model_len=225", "tuning.candidate_ks=[0, 1]"): "engine.max_model_len must hold "
     f"data.max_prompt_tokens 64 + sampling.max_response_tokens 160 + 2 for drafts of k 1 = 226 tokens, got 225; "
@@ -127,7 +136,7 @@ REFUSED: dict[tuple[str, ...], str] = {
     (
         "engine.max_model_len=1024",
     ): "engine.max_model_len must be <= policy.scratch.max_position_embeddings 512, got 1024",
-    ("policy.scratch.num_mtp_layers=1", "policy.scratch.head_dim=16"): "policy.scratch.head_dim must be "
+    ("policy.scratch.num_mtp_layers=1", "policy.scratch.shape.head_dim=16"): "policy.scratch.shape.head_dim must be "
     "hidden_size 128 / num_attention_heads 4 with MTP, got 16; vLLM's MiMo knows no other",
     ("engine.kv_cache_gib=null",): "engine.gpu_memory_utilization must be at most 0.95 / tuning.max_live_engines 5, "
     "got 0.6; tuning compares engines that live at once",
@@ -139,7 +148,7 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("learner.parallel.tensor=2", ADAMW[0]): f"learner.parallel.tensor {MUON}",
     ("learner.parallel.tensor=2", ADAMW[1]): f"learner.parallel.tensor {MUON}",
     (
-        *("learner.parallel.tensor=2", *ADAMW, "draft.method=draft_model", "draft.scratch.optimizer=muon"),
+        *("learner.parallel.tensor=2", *ADAMW, "draft.method=draft_model", "draft.draft_model.optimizer.method=muon"),
     ): f"learner.parallel.tensor {MUON}",
     ("learner.parallel={data: 2, expert: 2}",): "learner.parallel.expert must be 1 with the optimizer 'muon', got 2; "
     "it clips by a norm that misses the experts of other ranks: take adamw",
@@ -153,21 +162,27 @@ REFUSED: dict[tuple[str, ...], str] = {
     "are all equal and teach nothing",
     ("learner.max_tokens_per_microbatch=223",): "learner.max_tokens_per_microbatch must hold one whole sequence of 224 "
     "tokens, got 223",
-    ("draft.aux_hidden_state_layer_ids=[2, 12, 24]",): "draft.aux_hidden_state_layer_ids must be < "
-    "policy.scratch.num_layers 24, got (2, 12, 24)",
+    ("draft.eagle3.aux_hidden_state_layer_ids=[2, 12, 24]",): "draft.eagle3.aux_hidden_state_layer_ids must be in "
+    "[0, 24), the policy's layers, got (2, 12, 24)",
     ("draft.method=mtp",): "policy.scratch.num_mtp_layers must be 1 with draft.method mtp, got 0; or choose another "
     "method",
-    (*ONLINE, "draft.online_updates=49"): f"{ROLLOUTS} 1 data-parallel ranks, got 49; each learns from rollouts of its "
+    (*ONLINE, "draft.online.updates=49"): f"{ROLLOUTS} 1 data-parallel ranks, got 49; each learns from rollouts of its "
     "own",
-    (*ONLINE, "draft.online_updates=25", "learner.parallel.data=2"): f"{ROLLOUTS} 2 data-parallel ranks, got 25; each "
+    (*ONLINE, "draft.online.updates=25", "learner.parallel.data=2"): f"{ROLLOUTS} 2 data-parallel ranks, got 25; each "
     "learns from rollouts of its own",
-    (*ONLINE, "draft.method=ngram"): "draft.online must be off with draft.method ngram, got 'always'; nothing of it is "
-    "trained during RL",
+    (
+        *ONLINE,
+        "draft.method=ngram",
+    ): "draft.online.when must be off with draft.method ngram, got 'always'; nothing of it is trained during RL",
     (*ONLINE, "draft.method=mtp", "learner.parallel.pipeline=2"): "learner.parallel must have pipeline 1 and "
     "sequence_parallel false with draft.method mtp, got ParallelConfig(tensor=1, pipeline=2, data=1, expert=1, "
     "sequence_parallel=False); the MTP layer reads whole states, and the embeddings beside them: split by tensor and "
     "data",
-    (*ONLINE, "draft.method=mtp", "draft.online_optimizer=muon"): "draft.online_optimizer must be adamw with "
+    (
+        *ONLINE,
+        "draft.method=mtp",
+        "draft.online.optimizer.method=muon",
+    ): "draft.online.optimizer.method must be adamw with "
     "draft.method mtp, got 'muon'; Muon is for the layer of an EAGLE-3 draft",
     ("loop={mode: one_step_off, max_off_policy_steps: 2}",): "grpo.loss.correction must be given with "
     "loop.max_off_policy_steps 2, got None; rollouts are of older policies than the one that learns: set token or "
@@ -194,17 +209,17 @@ CAPPED = "grpo.loss.truncated_importance_sampling=2.0"
         ("engine.max_model_len=226", "tuning.candidate_ks=[0, 1]"),
         ("learner.max_tokens_per_microbatch=224",),
         ("sampling.temperature=0.5",),
-        ("draft.aux_hidden_state_layer_ids=[2, 12, 23]",),
+        ("draft.eagle3.aux_hidden_state_layer_ids=[2, 12, 23]",),
         ("draft.method=mtp", "policy.scratch.num_mtp_layers=1"),
         ("engine={kv_cache_gib: null, gpu_memory_utilization: 0.475}", "tuning.max_live_engines=2"),
         ("learner.parallel.tensor=2", *ADAMW),
-        ("draft.online=always", "draft.online_updates=48"),
-        ("draft.online=always", "draft.online_updates=24", "learner.parallel.data=2"),
+        ("draft.online.when=always", "draft.online.updates=48"),
+        ("draft.online.when=always", "draft.online.updates=24", "learner.parallel.data=2"),
         ("loop={mode: one_step_off, max_off_policy_steps: 0}",),
         (LAGS, CAPPED),
         (LAGS, CAPPED, "grpo.loss.correction=sequence"),
         (LAGS, "grpo.loss.correction=none"),
-        (LAGS, CAPPED, "draft.autopilot.enabled=true"),
+        (LAGS, CAPPED, "draft.autopilot=true"),
         ("loop={mode: in_flight, max_off_policy_steps: 1}", CAPPED, "engine={num_engines: 6, max_num_seqs: 8}"),
     ],
     ids=", ".join,
@@ -229,7 +244,7 @@ def test_a_workloads_section_lies_over_the_recipe_and_overrides_lie_over_both() 
     override = {"workload": "rl_think", "sampling": {"max_response_tokens": 300}}
     by_override = load_recipe("tiny", overrides=override)
     assert (by_override.workload, by_override.sampling.max_response_tokens) == (Workload.RL_THINK, 300)
-    assert by_override.evaluation.max_response_tokens == 384
+    assert by_override.evaluation.sampling.max_response_tokens == 384
 
 
 def test_a_recipe_may_be_any_yaml_file(tmp_path: Path) -> None:
@@ -328,10 +343,12 @@ def test_an_empty_section_of_workloads_changes_nothing(tmp_path: Path, workloads
 
 
 def test_words_that_yaml_1_1_reads_as_switches_are_words_in_a_recipe(tmp_path: Path) -> None:
-    text = "workloads: {rl_think: {draft: {online: off}, data: {train: [{path: a.jsonl, split: on, subset: no}]}}}"
+    text = (
+        "workloads: {rl_think: {draft: {online: {when: off}}, data: {train: [{path: a.jsonl, split: on, subset: no}]}}}"
+    )
     recipe = load_recipe(tiny_with(tmp_path, text), workload=Workload.RL_THINK)
     (source,) = recipe.data.train
-    assert (recipe.draft.online.value, source.split, source.subset) == ("off", "on", "no")
+    assert (recipe.draft.online.when.value, source.split, source.subset) == ("off", "on", "no")
     assert load_recipe(str(write_recipe(recipe, tmp_path / "written.yaml"))) == recipe
 
 
@@ -430,8 +447,8 @@ IN_TURN = "nobody's turn ever comes to what is kept for later stages, and it hol
             f"{ALONE}whoever waits for room there grows old",
         ),
         (
-            *("tiny", ("draft.autopilot.enabled=true",), IN_FLIGHT),
-            "draft.autopilot.enabled must be false with loop.mode in_flight, got True; it weighs one generation "
+            *("tiny", ("draft.autopilot=true",), IN_FLIGHT),
+            "draft.autopilot must be false with loop.mode in_flight, got True; it weighs one generation "
             "against another, and here none ends: set loop.mode one_step_off",
         ),
         *(

@@ -87,19 +87,21 @@ def test_a_field_with_one_right_value_refuses_every_other(field: str) -> None:
 MAY_BE_0 = {
     f"{section}.{name}"
     for section, names in {
-        "policy.scratch": "num_mtp_layers warmup_steps",
+        "policy.scratch": "num_mtp_layers",
+        "policy.scratch.optimizer": "weight_decay warmup_steps",
         "learner": "num_kept_idle max_restarts",
         "engine": "num_kept_idle max_restarts",
         "sampling": "top_k",
         "placement": "gpus_per_node generation_nodes training_nodes",
         "data.synthetic": "num_conflicting num_leaked one_digit_rate subtraction_rate noise_rate careless_rate "
         "general_rate",
-        "draft.autopilot": "margin",
-        "draft": "suffix_max_cached_requests suffix_min_token_prob states_cache_gib warmup_steps",
+        "draft.pretrain": "states_cache_gib",
+        "draft.suffix": "max_cached_requests min_token_prob",
+        **{f"draft.{each}.optimizer": "weight_decay warmup_steps" for each in ("pretrain", "draft_model", "online")},
         "grpo.optimizer": "weight_decay warmup_steps",
         "grpo.loss": "kl_coefficient",
         "loop": "max_off_policy_steps",
-        "evaluation": "top_k",
+        "evaluation.sampling": "top_k",
         "losslessness": "near_tie_nats",
         "reward": "max_failed_fraction",
         "tracking": "close_wait_s",

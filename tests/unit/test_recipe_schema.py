@@ -35,10 +35,14 @@ LEAVES = {leaf: field for leaf, _, field in leaves()}
 USES = recipe_reference.uses()
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+EXAMPLES = CONFIGS.parent.glob("examples/*/*.yaml")
+
+
+@pytest.mark.parametrize("path", sorted([*CONFIGS.glob("*.yaml"), *EXAMPLES]), ids=lambda path: str(path.parent.stem))
 def test_every_shipped_recipe_satisfies_the_schema_that_its_first_line_names(path: Path) -> None:
     text = path.read_text()
-    assert text.startswith("# yaml-language-server: $schema=../recipe.schema.json\n")
+    up = "../" * len(path.relative_to(CONFIGS.parent).parents[1:])
+    assert text.startswith(f"# yaml-language-server: $schema={up}recipe.schema.json\n")
     Draft202012Validator(recipe_file_schema()).validate(read_yaml(text))
 
 
@@ -64,13 +68,19 @@ def test_a_file_with_a_base_says_only_what_it_changes(text: str, is_right: bool)
         ({"grpo": {"group_size": 1}}, ["grpo", "group_size"]),
         ({"grpo": {"group_size": "8"}}, ["grpo", "group_size"]),
         ({"grpo": {"optimizer": {"learning_rate": 2}}}, ["grpo", "optimizer", "learning_rate"]),
-        ({"draft": {"loss": "mse"}}, ["draft", "loss"]),
+        ({"draft": {"eagle3": {"loss": "mse"}}}, ["draft", "eagle3", "loss"]),
         ({"loop": {"mode": "overlapped"}}, ["loop", "mode"]),
         ({"data": {"train": []}}, ["data", "train"]),
         ({"data": {"train": [{"split": "train"}]}}, ["data", "train", 0]),
         ({"name": None}, ["name"]),
         ({"engine": None}, ["engine"]),
         ({"workloads": {"rl_thnk": {}}}, ["workloads"]),
+        ({"grpo": {"optimizer": {"betas": [0.9, 1.0]}}}, ["grpo", "optimizer", "betas", 1]),
+        ({"grpo": {"optimizer": {"betas": [0.9]}}}, ["grpo", "optimizer", "betas"]),
+        ({"grpo": {"loss": {"mask_band": [0.5, 1.0]}}}, ["grpo", "loss", "mask_band"]),
+        ({"sampling": {"temperature": 0.005}}, ["sampling", "temperature"]),
+        ({"data": {"instruction": "no problem"}}, ["data", "instruction"]),
+        ({"data": {"instruction": "{problem} {problem}"}}, ["data", "instruction"]),
         ({"workloads": {"rl_think": {"grpo": {"group_size": 1}}}}, ["workloads", "rl_think"]),
         ({"workloads": {"rl_think": {"workload": "rl_zero"}}}, ["workloads", "rl_think"]),
     ],
@@ -79,6 +89,30 @@ def test_a_recipe_that_breaks_a_rule_breaks_the_schema_there(change: dict[str, A
     Draft202012Validator.check_schema(SCHEMA)
     (error,) = Draft202012Validator(SCHEMA).iter_errors(merge(TINY, change))
     assert list(error.absolute_path) == where
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"draft": {"online": {"optimizer": {"method": "muon"}}, "draft_model": {"shape": {"num_layers": 1}}}},
+        {"grpo": {"loss": {"mask_band": [0.5, 2.0]}}},
+        {"data": {"instruction": "Solve\n{problem} in {brackets}"}},
+        {"sampling": {"temperature": 0.01}, "evaluation": {"sampling": {"temperature": 0}}},
+    ],
+)
+def test_a_change_of_a_few_fields_satisfies_the_schema(change: dict[str, Any]) -> None:
+    Draft202012Validator(SCHEMA).validate(merge(TINY, change))
+
+
+def test_a_field_is_required_where_a_shared_section_has_no_default_for_it() -> None:
+    optimizer = {**TINY["grpo"], "optimizer": {"method": "muon"}}
+    (error,) = Draft202012Validator(SCHEMA).iter_errors({**TINY, "grpo": optimizer})
+    assert list(error.absolute_path) == ["grpo", "optimizer"]
+    Draft202012Validator(SCHEMA).validate({**TINY, "draft": {"method": "eagle3", "init": "in_domain"}})
+
+
+def test_a_rule_without_keywords_is_told_in_the_description() -> None:
+    assert "It must rise from 1, without repeats." in LEAVES["tuning.batch_sizes"]["description"]
 
 
 def test_a_section_of_a_workload_need_not_repeat_what_the_recipe_says() -> None:
@@ -108,7 +142,7 @@ def test_a_row_has_type_range_default_meaning_and_who_sets_the_field() -> None:
     row = recipe_reference.row(("learner",), "logprob_chunk_tokens", LEAVES["learner.logprob_chunk_tokens"], used)
     assert row.startswith("| `logprob_chunk_tokens` | integer >= 1 or null | `null` | ")
     assert row.endswith(" | Set it where logits fill memory. |")
-    assert recipe_reference.type_text(LEAVES["evaluation.top_p"]) == "number in (0, 1]"
+    assert recipe_reference.type_text(LEAVES["sampling.top_p"]) == "number in (0, 1]"
     assert recipe_reference.type_text(LEAVES["grpo.loss.mask_level"]) == "`token`, `sequence`"
 
 

@@ -25,7 +25,7 @@ class MemoryUse(StrEnum):
 
 
 class ArmsInTurn(StrEnum):
-    """Whether the arms of a loop take their steps in turn, both alive at once, rather than one arm after the other."""
+    """Rule by which the arms of a loop take their steps in turn, both alive at once, or train one after the other."""
 
     AUTO = "auto"  # on without GPUs: on those there is seldom memory for both arms
     ON = "on"
@@ -96,12 +96,12 @@ class PlacementConfig(Checked, path="placement"):
 
     @property
     def has_arms_in_turn(self) -> bool:
-        """Whether all arms of a loop are alive at once."""
+        """True if all arms of a loop are alive at once."""
         return self.gpus_per_node == 0 and self.arms_in_turn is not ArmsInTurn.OFF
 
     @property
     def takes_turns(self) -> bool:
-        """Whether learner and engines free memory while the others work."""
+        """True if learner and engines free memory while the others work."""
         return self.memory is MemoryUse.IN_TURN
 
     @property
@@ -156,7 +156,7 @@ class Layout:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether GPUs are reserved at all."""
+        """True if GPUs are reserved at all."""
         return self.placement.gpus_per_node > 0
 
     @property

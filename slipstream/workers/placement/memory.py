@@ -349,7 +349,7 @@ def _draft_model(shape: Shape, config: DraftConfig) -> ModelShape | None:
     """Look up the shape of a draft model; None for a model of the hub whose files are not on this host."""
     sizes = {"num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "head_dim", "ffn_hidden_size"}
     if config.model is None:
-        values = {"vocab_size": shape.vocab_size, **{name: getattr(config.scratch, name) for name in sizes}}
+        values = {"vocab_size": shape.vocab_size, **{name: getattr(config.draft_model.shape, name) for name in sizes}}
     else:
         file = Path(config.model) / "config.json"
         if not file.is_file():

@@ -63,7 +63,7 @@ def test_the_seed_sets_everything_random() -> None:
 
 
 def test_a_pinned_seed_computes_with_one_thread_and_overrides_reach_the_recipe_as_yaml_reads_them() -> None:
-    changes = ("draft.online=off", "grpo.optimizer.learning_rate=1e-4")
+    changes = ("draft.online.when=off", "grpo.optimizer.learning_rate=1e-4")
     recipe = replace(STUDY, pinned=True, overrides=changes).recipe_of(0)
     assert (recipe.learner.num_threads, recipe.engine.num_threads) == (1, 1)
     assert (recipe.draft.online.value, recipe.grpo.optimizer.learning_rate) == ("off", 1e-4)

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from slipstream.drafts.config import DraftConfig
+from tests.small import draft_with
 
-CONFIG = DraftConfig(
-    aux_hidden_state_layer_ids=(0, 1, 2), num_steps=30, warmup_steps=2, ttt_steps=3, learning_rate=3e-3
+CONFIG = draft_with(
+    eagle3={"aux_hidden_state_layer_ids": (0, 1, 2)},
+    pretrain={"num_steps": 30, "optimizer": {"warmup_steps": 2, "learning_rate": 3e-3}, "ttt_steps": 3},
 )
 CHATS = [[2, 5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 3], [2, 9, 5, 6, 7, 8, 9, 3]]
 PROMPTS = [3, 2]

@@ -21,10 +21,11 @@ from slipstream.drafts.distill import (
 )
 from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.pretrain import Responses, train_draft
-from slipstream.grpo.config import OptimizerMethod
+from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import ScratchConfig
 from slipstream.learner.policy_source import learning_rate_at
+from tests.small import draft_with
 from tests.unit.drafts.small import model
 
 
@@ -48,7 +49,11 @@ def test_links_are_laid_anew_by_a_retry_and_parameters_counted(tmp_path: Path) -
 
 
 def test_a_small_model_has_the_policys_vocabulary_and_positions_and_the_drafts_training(tmp_path: Path) -> None:
-    config = DraftConfig(method=DraftMethod.DRAFT_MODEL, num_steps=10, warmup_steps=20, learning_rate=0.1, seed=4)
+    config = draft_with(
+        method=DraftMethod.DRAFT_MODEL,
+        pretrain={"num_steps": 10, "optimizer": {"warmup_steps": 20, "learning_rate": 0.1}},
+        seed=4,
+    )
     scratch, vocab_size, eos = scratch_model(config, model(tmp_path / "policy", eos_token_id=[5, 6]))
     assert (vocab_size, eos) == (64, 5)
     assert (scratch.hidden_size, scratch.num_layers, scratch.max_position_embeddings) == (64, 2, 512)
@@ -56,10 +61,13 @@ def test_a_small_model_has_the_policys_vocabulary_and_positions_and_the_drafts_t
     assert scratch.optimizer is OptimizerMethod.MUON
 
 
-CONFIG = DraftConfig(
-    method=DraftMethod.DRAFT_MODEL, num_steps=5, tokens_per_step=6, warmup_steps=2, checkpoint_every_steps=2
+CONFIG = draft_with(
+    method=DraftMethod.DRAFT_MODEL,
+    pretrain={"num_steps": 5, "tokens_per_step": 6, "optimizer": {"warmup_steps": 2}, "checkpoint_every_steps": 2},
 )
-SCRATCH = ScratchConfig(num_steps=5, warmup_steps=2, learning_rate=0.1)
+SCRATCH = ScratchConfig(
+    optimizer=OptimizerConfig(method=OptimizerMethod.MUON, learning_rate=0.1, warmup_steps=2), num_steps=5
+)
 TRAIN = Responses(token_ids=((1, 2, 3), (4, 5, 6), (7, 8, 9)), prompt_lengths=(1, 2, 1))
 
 
@@ -179,7 +187,7 @@ def test_the_mean_ratio_over_the_policys_tokens_is_the_overlap_of_the_distributi
 def test_held_out_responses_too_short_for_a_window_are_refused(refusal: Callable[..., str]) -> None:
     ask = [logs(0.5, 0.5)]
     assert refusal(heldout_acceptance, policy=ask, draft=ask, num_tokens=2) == (
-        "draft.ttt_steps must leave a held-out response of more than 2 tokens, got 2; lower it"
+        "draft.pretrain.ttt_steps must leave a held-out response of more than 2 tokens, got 2; lower it"
     )
 
 

@@ -20,6 +20,7 @@ from slipstream.drafts.eagle3 import bring_draft, build_draft
 from slipstream.drafts.learner_draft import States
 from slipstream.drafts.trainer import DraftTrainer
 from tests.integration import qwen3_moe
+from tests.small import draft_with
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 
 HIDDEN, VOCAB, KNOWN = 32, 16, [2, 3, 5, 6, 7, 8, 9, 15]
@@ -135,7 +136,7 @@ def test_a_draft_that_does_not_say_reads_the_layers_that_vllm_would_give_it(
 ) -> None:
     _edit(original, eagle_config={})
     bring = partial(bring_draft, _given(original), policy, tmp_path / "ours", max_model_len=64)
-    rule = "draft.aux_hidden_state_layer_ids must be the layers that draft.model reads"
+    rule = "draft.eagle3.aux_hidden_state_layer_ids must be the layers that draft.model reads"
     assert refusal(bring) == f"{rule}, got [0, 1, 2]; set it to [2, 1, -1]"
 
 
@@ -240,10 +241,11 @@ def test_a_saved_draft_is_trained_further_from_a_fresh_optimizer(policy: Path, s
 
 
 def test_a_saved_draft_of_other_layers_is_refused(policy: Path, draft: Path, refusal: Callable[..., str]) -> None:
-    other = replace(CONFIG, aux_hidden_state_layer_ids=(0, 1, 3))
+    other = draft_with(CONFIG, eagle3={"aux_hidden_state_layer_ids": (0, 1, 3)})
     assert (
         refusal(partial(DraftTrainer, policy, other, given=draft))
-        == "draft.aux_hidden_state_layer_ids must be those of the draft, [0, 1, 2], got [0, 1, 3]"
+        == "draft.eagle3.aux_hidden_state_layer_ids must be the layers that the draft reads, [0, 1, 2], got (0, 1, 3); "
+        "leave it out"
     )
 
 
@@ -254,7 +256,7 @@ def test_a_policy_is_no_draft_to_train_further(policy: Path, refusal: Callable[.
 
 def test_it_is_a_dense_layer_as_wide_as_the_experts_of_a_token(tmp_path: Path) -> None:
     qwen3_moe.write_model(tmp_path, seed=0, expert_width=48)
-    draft = build_draft(tmp_path, DraftConfig(aux_hidden_state_layer_ids=(0, 1, 2)))
+    draft = build_draft(tmp_path, draft_with(eagle3={"aux_hidden_state_layer_ids": (0, 1, 2)}))
     layer = draft.config.transformer_layer_config
     assert (layer.model_type, layer.num_hidden_layers, layer.intermediate_size) == ("qwen3", 1, 2 * 48)
     assert (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim) == (4, 2, 32)

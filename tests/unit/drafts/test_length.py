@@ -11,13 +11,13 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.config import ConfigError
+from slipstream.drafts import length
 from slipstream.drafts.length import (
     SWITCHED_OFF,
-    AutopilotConfig,
     Decision,
     DraftLength,
     Round,
@@ -595,15 +595,20 @@ def test_a_table_is_described_range_by_range() -> None:
     assert described((entry(1, 8, 7), entry(9, 48, 2))) == "1-8: 7, 9-48: 2"
 
 
-PILOT = AutopilotConfig(enabled=True, patience_steps=3, probe_every_steps=4, margin=0.05)
 Cost = Callable[[int, bool], float]
 
 
-def flown(cost: Cost, num_steps: int, config: AutopilotConfig = PILOT) -> list[AutopilotStep]:
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes after four steps."""
+    monkeypatch.setattr(length, "_PROBE_EVERY_STEPS", 4)
+
+
+def flown(cost: Cost, num_steps: int) -> list[AutopilotStep]:
     """Steps of a run whose step i costs `cost(i, speculates)`."""
     steps: list[AutopilotStep] = []
     for index in range(num_steps):
-        decision = decide(steps, config)
+        decision = decide(steps)
         steps.append(
             AutopilotStep(
                 speculates=decision.speculates,
@@ -653,7 +658,7 @@ def test_one_slow_step_turns_nothing() -> None:
 
 def test_the_first_step_which_pays_for_allocations_counts_for_nothing() -> None:
     steps = flown(lambda i, speculates: 99.0 if i == 0 else 1.0 if speculates else 2.0, 4)
-    assert decide(steps, PILOT).own_ms == 1.0
+    assert decide(steps).own_ms == 1.0
 
 
 def test_a_decision_shows_the_median_of_the_last_steps_and_the_last_cost_of_the_other_way() -> None:
@@ -662,23 +667,23 @@ def test_a_decision_shows_the_median_of_the_last_steps_and_the_last_cost_of_the_
     def cost(index: int, speculates: bool) -> float:
         return costs[index] if speculates else 5.0
 
-    assert decide([], PILOT) == Decision(speculates=True, is_probe=False, has_switched=False)
-    assert decide(flown(cost, 3), PILOT) == Decision(speculates=True, is_probe=False, has_switched=False)
-    assert decide(flown(cost, 4), PILOT) == Decision(
+    assert decide([]) == Decision(speculates=True, is_probe=False, has_switched=False)
+    assert decide(flown(cost, 3)) == Decision(speculates=True, is_probe=False, has_switched=False)
+    assert decide(flown(cost, 4)) == Decision(
         speculates=False, is_probe=True, has_switched=False, own_ms=3.0, other_ms=None
     )
     costs = [99.0, 8.0, 1.0, 3.0, 0.0, 2.0]
-    assert decide(flown(cost, 6), PILOT) == Decision(
+    assert decide(flown(cost, 6)) == Decision(
         speculates=True, is_probe=False, has_switched=False, own_ms=2.0, other_ms=5.0
     )
 
 
-def test_a_way_that_costs_more_by_the_margin_and_nothing_else_has_not_lost() -> None:
+def test_a_way_that_costs_more_by_the_margin_and_nothing_else_has_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter is exact in binary."""
-    config = AutopilotConfig(enabled=True, patience_steps=2, probe_every_steps=4, margin=0.25)
-    at, above = (flown(lambda i, speculates, cost=cost: cost if speculates else 4.0, 12, config) for cost in (5.0, 5.1))
+    monkeypatch.setattr(length, "_MARGIN", 0.25)
+    at, above = (flown(lambda i, speculates, cost=cost: cost if speculates else 4.0, 12) for cost in (5.0, 5.1))
     assert not any(step.has_switched for step in at)
-    assert [index for index, step in enumerate(above) if step.has_switched] == [5]
+    assert [index for index, step in enumerate(above) if step.has_switched] == [6]
 
 
 def test_probes_that_are_older_than_the_steps_which_lose_turn_nothing() -> None:
@@ -687,23 +692,14 @@ def test_probes_that_are_older_than_the_steps_which_lose_turn_nothing() -> None:
     assert pattern(steps) == "SSSSp" + "SSSSSSS" + "pp" + "ss"
 
 
-def test_the_least_settings_are_taken() -> None:
-    assert AutopilotConfig(patience_steps=2, probe_every_steps=1, margin=0.0).margin == 0.0
-
-
 @given(
-    ratio=st.floats(0.2, 1.049),
+    ratio=st.floats(0.2, 1.009),
     noise=st.lists(st.floats(-0.02, 0.02), min_size=60, max_size=60),
-    patience=st.integers(2, 5),
-    every=st.integers(1, 10),
 )
-@settings(max_examples=60, deadline=None)
-def test_speculation_that_does_not_lose_by_the_margin_is_never_left(
-    ratio: float, noise: list[float], patience: int, every: int
-) -> None:
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_speculation_that_does_not_lose_by_the_margin_is_never_left(ratio: float, noise: list[float]) -> None:
     """Whatever noise leaves the ratio of any two steps below the margin."""
-    config = AutopilotConfig(enabled=True, patience_steps=patience, probe_every_steps=every, margin=0.10)
-    steps = flown(lambda i, speculates: (ratio if speculates else 1.0) * (1.0 + noise[i]), 60, config)
+    steps = flown(lambda i, speculates: (ratio if speculates else 1.0) * (1.0 + noise[i]), 60)
     assert not any(step.has_switched for step in steps)
 
 
@@ -711,38 +707,34 @@ def test_speculation_that_does_not_lose_by_the_margin_is_never_left(
     at=st.integers(0, 40),
     before=st.floats(0.2, 1.0),
     after=st.floats(1.2, 10.0),
-    patience=st.integers(2, 5),
-    every=st.integers(1, 10),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_after_a_collapse_so_many_steps_draft_as_patience_allows_and_then_none_but_probes(
-    at: int, before: float, after: float, patience: int, every: int
+    at: int, before: float, after: float
 ) -> None:
-    config = AutopilotConfig(enabled=True, patience_steps=patience, probe_every_steps=every)
-    steps = flown(lambda i, speculates: 1.0 if not speculates else before if i < at else after, 80, config)
+    steps = flown(lambda i, speculates: 1.0 if not speculates else before if i < at else after, 80)
     drafted = [index for index, step in enumerate(steps) if index >= at and step.speculates and not step.is_probe]
     warm_up = 1 if at == 0 else 0
-    assert len(drafted) <= patience + warm_up
+    assert len(drafted) <= length.PATIENCE_STEPS + warm_up
     assert any(step.has_switched and not step.speculates for step in steps[at:])
 
 
-@given(at=st.integers(10, 60), patience=st.integers(2, 5), every=st.integers(1, 6))
-@settings(max_examples=60, deadline=None)
-def test_drafting_that_pays_again_is_found_within_the_longest_interval(at: int, patience: int, every: int) -> None:
-    config = AutopilotConfig(enabled=True, patience_steps=patience, probe_every_steps=every)
-    longest = 8 * every + 2
-    steps = flown(lambda i, speculates: 1.0 if not speculates else 3.0 if i < at else 0.5, at + longest + 1, config)
+@given(at=st.integers(10, 60))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_drafting_that_pays_again_is_found_within_the_longest_interval(at: int) -> None:
+    longest = 8 * 4 + 2
+    steps = flown(lambda i, speculates: 1.0 if not speculates else 3.0 if i < at else 0.5, at + longest + 1)
     assert steps[-1].speculates or any(step.has_switched and step.speculates for step in steps[at:])
 
 
 @given(costs=st.lists(st.tuples(st.floats(0.1, 3.0), st.floats(0.1, 3.0)), min_size=30, max_size=30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_run_that_resumes_from_its_records_decides_as_if_it_had_not_stopped(
     costs: list[tuple[float, float]],
 ) -> None:
     steps = flown(lambda i, speculates: costs[i][speculates], 30)
     for stop in range(30):
-        decision = decide(steps[:stop], PILOT)
+        decision = decide(steps[:stop])
         taken = steps[stop]
         assert (decision.speculates, decision.is_probe, decision.has_switched) == (
             taken.speculates,
@@ -751,30 +743,15 @@ def test_a_run_that_resumes_from_its_records_decides_as_if_it_had_not_stopped(
         )
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"patience_steps": 1}, "draft.autopilot.patience_steps must be >= 2, got 1"),
-        ({"probe_every_steps": 0}, "draft.autopilot.probe_every_steps must be >= 1, got 0"),
-        ({"margin": -0.1}, "draft.autopilot.margin must be >= 0, got -0.1"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(values: dict[str, float], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        AutopilotConfig(**values)  # type: ignore[arg-type]
-    assert str(caught.value).startswith(message)
-
-
 def test_probes_and_turns_show_what_they_rest_on() -> None:
     steps = flown(lambda i, speculates: 2.0 if speculates else 1.0, 6)
     probe = Decision(speculates=False, is_probe=True, has_switched=False, own_ms=2.0, other_ms=1.0)
-    assert decide(steps[:5], PILOT) == probe
-    assert decide(steps, PILOT) == Decision(
-        speculates=False, is_probe=False, has_switched=True, own_ms=2.0, other_ms=1.0
-    )
+    assert decide(steps[:5]) == probe
+    assert decide(steps) == Decision(speculates=False, is_probe=False, has_switched=True, own_ms=2.0, other_ms=1.0)
 
 
-def test_of_an_even_number_of_costs_the_upper_one_in_the_middle_is_shown() -> None:
+def test_of_an_even_number_of_costs_the_upper_one_in_the_middle_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(length, "PATIENCE_STEPS", 4)
     costs = [99.0, 4.0, 1.0, 3.0, 2.0]
-    steps = flown(lambda i, speculates: costs[i], 5, replace(PILOT, patience_steps=4))
-    assert decide(steps, replace(PILOT, patience_steps=4)).own_ms == 3.0
+    steps = flown(lambda i, speculates: costs[i], 5)
+    assert decide(steps).own_ms == 3.0

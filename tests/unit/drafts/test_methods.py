@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.drafts.config import DraftConfig, DraftInit, DraftOnline
+from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.methods import TRAITS, DraftMethod, Training, require_package, speculative_config
+from tests.small import draft_with
 
-Draft = partial(DraftConfig, aux_hidden_state_layer_ids=(0, 1, 2))
 DIRECTORY = Path("draft")
 
 
@@ -41,25 +41,19 @@ def test_only_what_has_weights_is_trained() -> None:
 def test_a_draft_model_that_is_given_is_not_trained_and_one_that_is_not_is() -> None:
     assert DraftConfig(method=DraftMethod.DRAFT_MODEL, model="somewhere").trains is Training.NONE
     assert DraftConfig(method=DraftMethod.DRAFT_MODEL).trains is Training.RESPONSES
-    assert Draft().trains is Training.HIDDEN_STATES
-
-
-def test_an_eagle3_draft_that_is_given_is_trained_further_unless_it_gets_no_steps() -> None:
-    given = partial(Draft, init=DraftInit.FROM_HUB, model="somewhere")
-    assert given().trains is Training.HIDDEN_STATES
-    assert given(num_steps=0).trains is Training.NONE
+    assert DraftConfig().trains is Training.HIDDEN_STATES
 
 
 @pytest.mark.parametrize("method", [method for method in DraftMethod if not TRAITS[method].trains_online])
 def test_training_during_rl_is_refused_where_there_is_nothing_to_train(
     refusal: Callable[..., str], method: DraftMethod
 ) -> None:
-    assert refusal(Draft, method=method, online=DraftOnline.ALWAYS) == (
-        f"draft.online must be off with draft.method {method.value}, got 'always'; nothing of it is trained during RL"
+    assert refusal(DraftConfig, method=method, online={"when": DraftOnline.ALWAYS}) == (
+        f"draft.online.when must be off with draft.method {method.value}, got 'always'; "
+        "nothing of it is trained during RL"
     )
 
 
-Draft = partial(DraftConfig, aux_hidden_state_layer_ids=(0, 1, 2))
 DIRECTORY = Path("draft")
 
 
@@ -67,7 +61,7 @@ DIRECTORY = Path("draft")
     ("config", "draft", "told"),
     [
         (
-            Draft(),
+            DraftConfig(),
             DIRECTORY,
             {"method": "eagle3", "model": "draft", "draft_sample_method": "probabilistic"},
         ),
@@ -82,7 +76,7 @@ DIRECTORY = Path("draft")
             {"method": "draft_model", "model": "draft", "draft_sample_method": "probabilistic"},
         ),
         (
-            DraftConfig(method=DraftMethod.NGRAM, prompt_lookup_min=3, prompt_lookup_max=4),
+            draft_with(method=DraftMethod.NGRAM, ngram={"prompt_lookup_min": 3, "prompt_lookup_max": 4}),
             None,
             {"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 4},
         ),
@@ -102,12 +96,9 @@ def test_vllm_is_told_how_much_a_suffix_tree_remembers(tmp_path: Path, monkeypat
     (tmp_path / "arctic_inference").mkdir()
     (tmp_path / "arctic_inference" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    config = DraftConfig(
+    config = draft_with(
         method=DraftMethod.SUFFIX,
-        suffix_max_tree_depth=12,
-        suffix_max_cached_requests=34,
-        suffix_max_spec_factor=1.5,
-        suffix_min_token_prob=0.25,
+        suffix={"max_tree_depth": 12, "max_cached_requests": 34, "max_spec_factor": 1.5, "min_token_prob": 0.25},
     )
     assert speculative_config(config, None, 7) == {
         "method": "suffix",
@@ -121,7 +112,7 @@ def test_vllm_is_told_how_much_a_suffix_tree_remembers(tmp_path: Path, monkeypat
 
 
 def test_speculation_without_tokens_is_refused(refusal: Callable[..., str]) -> None:
-    ask = partial(speculative_config, Draft(), DIRECTORY)
+    ask = partial(speculative_config, DraftConfig(), DIRECTORY)
     assert refusal(ask, num_speculative_tokens=0) == "num_speculative_tokens must be >= 1, got 0"
 
 
@@ -129,4 +120,4 @@ def test_speculation_without_tokens_is_refused(refusal: Callable[..., str]) -> N
 def test_a_draft_directory_is_given_exactly_where_a_method_has_weights_of_its_own(method: DraftMethod) -> None:
     has_weights = TRAITS[method].has_weights
     with pytest.raises(AssertionError, match="with draft"):
-        speculative_config(replace(Draft(), method=method), None if has_weights else DIRECTORY, 1)
+        speculative_config(replace(DraftConfig(), method=method), None if has_weights else DIRECTORY, 1)

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.drafts.compatibility import require_fit
-from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.learner_draft import MtpDraft
 from slipstream.drafts.methods import DraftMethod
 from slipstream.grpo.config import LossConfig, OptimizerConfig
@@ -26,10 +25,14 @@ from slipstream.learner.policy_source import Needs, write_policy_tokenizer
 from slipstream.ragged import Ragged
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.learner_process import LearnerProcess
+from tests.small import draft_with
 from tests.unit.learner import mimo
 
 LEARNER = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
-CONFIG = DraftConfig(method=DraftMethod.MTP, ttt_steps=2, num_steps=20, warmup_steps=2, learning_rate=5e-3)
+CONFIG = draft_with(
+    method=DraftMethod.MTP,
+    pretrain={"ttt_steps": 2, "num_steps": 20, "optimizer": {"warmup_steps": 2, "learning_rate": 5e-3}},
+)
 
 
 @pytest.fixture
@@ -86,7 +89,7 @@ def test_a_step_with_the_layer_is_the_policys_own_to_the_last_bit(path: Path) ->
         trained = both.train_step(dataclasses.replace(update, trains_draft=True))
         assert trained.stats == expected.stats
         assert trained.draft is not None and trained.draft.loss > 0.0
-        assert trained.draft.num_updates == CONFIG.online_updates
+        assert trained.draft.num_updates == CONFIG.online.updates
     weights = [dict(process._loaded.weights()) for process in (alone, both)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert not any(torch.equal(tensor, mimo.random_weights()[name]) for name, tensor in both._drafting.weights())

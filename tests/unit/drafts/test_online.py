@@ -33,11 +33,14 @@ from slipstream.train.loop import Draft, SyncLoop, TrainedDraft, Trainer
 from slipstream.types import Arm, Dtype, Prompt, Rollout, RolloutGroup
 from slipstream.workers import cores
 from slipstream.workers.learner_process import LearnerProcess
+from tests.small import draft_with
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 from tests.unit.sampled import accepted, rollout
 from tests.unit.train.world import BareLearner
 
-ALWAYS = replace(CONFIG, online=DraftOnline.ALWAYS, online_learning_rate=1e-2, tokens_per_step=40)
+ALWAYS = draft_with(
+    CONFIG, online={"when": DraftOnline.ALWAYS, "optimizer": {"learning_rate": 1e-2}}, pretrain={"tokens_per_step": 40}
+)
 STREAM = tuple(Prompt(id=str(i), text=str(i), token_ids=(2, 5 + i), answer="") for i in range(4))
 GRPO = GrpoConfig(
     num_steps=4,
@@ -223,7 +226,7 @@ def test_a_learner_takes_an_idle_core_where_neither_its_policy_nor_its_draft_wou
     cores.write_shared(tmp_path / "at_work", 2)
     before = torch.get_num_threads()
     learner = replace(LEARNER, num_threads=2)
-    process = started(policy, draft, replace(ALWAYS, online=online), learner)
+    process = started(policy, draft, draft_with(ALWAYS, online={"when": online}), learner)
     process.share_cores(cores.CoreSlot(tmp_path / "at_work", 0))
     try:
         with process._at_work():
@@ -234,10 +237,10 @@ def test_a_learner_takes_an_idle_core_where_neither_its_policy_nor_its_draft_wou
 
 
 def test_each_update_of_a_draft_takes_rollouts_of_its_own(policy: Path, draft: Path) -> None:
-    once, twice = started(policy, draft), started(policy, draft, replace(ALWAYS, online_updates=2))
+    once, twice = started(policy, draft), started(policy, draft, draft_with(ALWAYS, online={"updates": 2}))
     one_step = replace(GRPO, num_steps=1)
     (record,), _ = run(once, grpo=one_step)
-    (other,), _ = run(twice, config=replace(ALWAYS, online_updates=2), grpo=one_step)
+    (other,), _ = run(twice, config=draft_with(ALWAYS, online={"updates": 2}), grpo=one_step)
     assert record.draft_update is not None
     assert other.draft_update is not None
     assert (record.draft_update.num_updates, other.draft_update.num_updates) == (1, 2)
@@ -248,7 +251,7 @@ def test_each_update_of_a_draft_takes_rollouts_of_its_own(policy: Path, draft: P
 def test_a_resumed_run_has_the_policy_and_the_draft_of_an_uninterrupted_one_bit_for_bit(
     policy: Path, draft: Path, tmp_path: Path
 ) -> None:
-    config = replace(ALWAYS, online=DraftOnline.WHEN_STALE)
+    config = draft_with(ALWAYS, online={"when": DraftOnline.WHEN_STALE})
     # A draft that is said to have reached 3.5, and never does, is trained in each step that another one follows.
     whole, killed, resumed = (started(policy, draft, config) for _ in range(3))
     six = replace(GRPO, num_steps=6)
@@ -331,7 +334,7 @@ def test_a_checkpoint_without_a_draft_does_not_resume_a_run_that_trains_one(
 def test_online_training_lowers_the_loss_at_a_rate_that_rises_over_five_updates(
     policy: Path, draft: Path, states: States
 ) -> None:
-    trainer = DraftTrainer(policy, replace(ALWAYS, tokens_per_step=100), given=draft, is_online=True)
+    trainer = DraftTrainer(policy, draft_with(ALWAYS, pretrain={"tokens_per_step": 100}), given=draft, is_online=True)
     losses, rates = [], []
     for _ in range(30):
         losses.append(trainer.learn(CHATS, PROMPTS, states, temperature=1.0))
@@ -384,7 +387,7 @@ def test_an_update_takes_no_more_tokens_than_it_is_given(cap: int | None, num_ra
             assert list(prompt_lengths) == [tokens[0] for tokens in sequences]
             return float(len(taken))
 
-    config = replace(ALWAYS, tokens_per_step=12, online_tokens_per_update=cap, online_updates=3)
+    config = draft_with(ALWAYS, pretrain={"tokens_per_step": 12}, online={"tokens_per_update": cap, "updates": 3})
     noted = Noted.__new__(Noted)
     LearnerDraft.__init__(noted, config, is_online=True, writes=True)
     chats = [[1, 0], [2, 0]] * 12

@@ -24,9 +24,10 @@ from slipstream.drafts.trainer import DISTANCES, DraftOptimizer, DraftTrainer, c
 from slipstream.grpo.config import OptimizerMethod
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.ragged import Ragged
+from tests.small import draft_with
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 
-ONLINE = replace(CONFIG, online=DraftOnline.ALWAYS, online_learning_rate=1e-2)
+ONLINE = draft_with(CONFIG, online={"when": DraftOnline.ALWAYS, "optimizer": {"learning_rate": 1e-2}})
 
 
 def test_chats_are_shifted_within_themselves() -> None:
@@ -62,15 +63,14 @@ def test_training_lowers_the_loss_and_raises_held_out_acceptance(
     losses = [trainer.step(CHATS, PROMPTS, states) for _ in range(30)]
     rates, after = trainer.evaluate(CHATS, PROMPTS, states)
     assert losses[-1] < 0.5 * losses[0]
-    assert 1.0 <= before < after <= 1.0 + CONFIG.ttt_steps
-    assert len(rates) == CONFIG.ttt_steps
+    assert 1.0 <= before < after <= 1.0 + CONFIG.pretrain.ttt_steps
+    assert len(rates) == CONFIG.pretrain.ttt_steps
 
 
 def test_rows_do_not_change_the_loss(policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    from dataclasses import replace
 
     together = DraftTrainer(policy, CONFIG).step(CHATS, PROMPTS, states)
-    apart = DraftTrainer(policy, replace(CONFIG, tokens_per_row=12)).step(CHATS, PROMPTS, states)
+    apart = DraftTrainer(policy, draft_with(CONFIG, eagle3={"tokens_per_row": 12})).step(CHATS, PROMPTS, states)
     assert apart == pytest.approx(together, rel=0.05)
 
 
@@ -105,7 +105,7 @@ def test_a_damaged_checkpoint_of_a_draft_is_refused(
 def test_two_trainers_with_a_chat_each_make_the_update_of_one_with_both(
     policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    config = replace(CONFIG, tokens_per_row=12)  # each chat has a row of its own, here as there
+    config = draft_with(CONFIG, eagle3={"tokens_per_row": 12})  # each chat has a row of its own, here as there
     trainers = [DraftTrainer(policy, config) for _ in range(3)]
     for trainer in trainers[1:]:
         trainer._model.load_state_dict(trainers[0]._model.state_dict())
@@ -141,7 +141,7 @@ def test_hidden_states_captured_once_train_the_draft_as_those_of_each_step_do(po
 
     losses = []
     for gib in (1.0, 0.0):
-        config = replace(CONFIG, states_cache_gib=gib)
+        config = draft_with(CONFIG, pretrain={"states_cache_gib": gib})
         learner = LearnerProcess(LearnerConfig(max_tokens_per_microbatch=16))
         learner.load(policy, None)
         learner.start_draft(policy, config)
@@ -186,7 +186,7 @@ def test_adamw_takes_every_parameter_and_moves_it_by_the_learning_rate_at_first(
 def test_a_draft_that_resumes_goes_on_bit_for_bit(
     policy: Path, draft: Path, states: States, method: OptimizerMethod
 ) -> None:
-    config = replace(ONLINE, online_optimizer=method)
+    config = draft_with(ONLINE, online={"optimizer": {"method": method}})
     whole, resumed = (DraftTrainer(policy, config, given=draft, is_online=True) for _ in range(2))
     for _ in range(3):
         whole.learn(CHATS, PROMPTS, states, temperature=1.0)
@@ -200,15 +200,15 @@ def test_online_passes_are_those_of_pretraining_unless_they_are_given(
     policy: Path, draft: Path, states: States
 ) -> None:
     losses = {
-        passes: DraftTrainer(policy, replace(ONLINE, online_ttt_steps=passes), given=draft, is_online=True).learn(
-            CHATS, PROMPTS, states, temperature=1.0
-        )
+        passes: DraftTrainer(
+            policy, draft_with(ONLINE, online={"ttt_steps": passes}), given=draft, is_online=True
+        ).learn(CHATS, PROMPTS, states, temperature=1.0)
         for passes in (None, 3, 1)
     }
     assert losses[None] == losses[3] > losses[1] > 0.0  # the loss is the sum over passes
 
 
-ONE_PASS = replace(CONFIG, ttt_steps=1)
+ONE_PASS = draft_with(CONFIG, pretrain={"ttt_steps": 1})
 
 
 def _softmax(logits: np.ndarray) -> np.ndarray:
@@ -293,7 +293,7 @@ def test_lk_of_a_draft_that_is_never_accepted_stays_finite() -> None:
 def _plain(trainer: DraftTrainer, states: States, loss: str, decay: float, temperature: float) -> float:
     """The loss of both chats in one row, from the logits of all passes, in numpy."""
     (row,) = rows_of(CHATS, PROMPTS, states, max_tokens=64)
-    model, passes = trainer._model, CONFIG.ttt_steps
+    model, passes = trainer._model, CONFIG.pretrain.ttt_steps
     with torch.no_grad():
         inputs = head_inputs(model, row, passes)
         drafts = [_softmax(model.lm_head(each)[0].double().numpy() / temperature) for each in inputs]
@@ -320,7 +320,7 @@ def _plain(trainer: DraftTrainer, states: States, loss: str, decay: float, tempe
 def test_the_loss_of_a_step_is_the_decayed_sum_over_passes(
     policy: Path, states: States, loss: str, decay: float, temperature: float
 ) -> None:
-    trainer = DraftTrainer(policy, replace(CONFIG, loss=loss, ttt_step_loss_decay=decay))
+    trainer = DraftTrainer(policy, draft_with(CONFIG, eagle3={"loss": loss}, pretrain={"ttt_step_loss_decay": decay}))
     expected = _plain(trainer, states, loss, decay, temperature)
     assert trainer.step(CHATS, PROMPTS, states, temperature=temperature) == pytest.approx(expected, rel=1e-4)
 
@@ -338,7 +338,7 @@ def test_passes_and_losses_are_those_of_speculators(policy: Path, states: States
         loss_mask=row.loss_mask,
         position_ids=row.position_ids,
         verifier_last_hidden_states=row.last,
-        ttt_steps=CONFIG.ttt_steps,
+        ttt_steps=CONFIG.pretrain.ttt_steps,
         loss_config=resolve_loss_config(loss, "eager"),
     )
     expected.backward()
@@ -356,7 +356,9 @@ def test_chunks_change_neither_loss_nor_gradient_nor_acceptance(
     policy: Path, states: States, loss: str, chunk: int
 ) -> None:
     (row,) = rows_of(CHATS, PROMPTS, states, max_tokens=64)
-    whole, parts = (DraftTrainer(policy, replace(CONFIG, loss=loss, loss_chunk_tokens=n)) for n in (1024, chunk))
+    whole, parts = (
+        DraftTrainer(policy, draft_with(CONFIG, eagle3={"loss": loss, "loss_chunk_tokens": n})) for n in (1024, chunk)
+    )
     losses = [float(trainer._backward(row, 0.7, 1.0)) for trainer in (whole, parts)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     for one, other in zip(whole._trained, parts._trained, strict=True):
@@ -389,12 +391,12 @@ def test_logits_of_more_than_a_chunk_are_never_held(policy: Path, states: States
     model = DraftTrainer(policy, CONFIG)._model
     for name in ("lm_head", "verifier_lm_head"):
         setattr(model, name, torch.nn.Linear(2, num_vocabulary, bias=False))
-    inputs = [torch.randn(1, 18, 2, requires_grad=True) for _ in range(CONFIG.ttt_steps)]
+    inputs = [torch.randn(1, 18, 2, requires_grad=True) for _ in range(CONFIG.pretrain.ttt_steps)]
     row = replace(row, last=row.last[..., :2])
     with Largest() as largest:
-        for part in chunk_losses(model, inputs, row, replace(CONFIG, loss_chunk_tokens=chunk), 0.7):
+        for part in chunk_losses(model, inputs, row, draft_with(CONFIG, eagle3={"loss_chunk_tokens": chunk}), 0.7):
             part.backward()
-    assert largest.num_elements == (chunk + CONFIG.ttt_steps - 1) * num_vocabulary
+    assert largest.num_elements == (chunk + CONFIG.pretrain.ttt_steps - 1) * num_vocabulary
 
 
 def test_every_loss_makes_another_draft(policy: Path, states: States) -> None:

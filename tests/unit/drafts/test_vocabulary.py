@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from slipstream.drafts.learner_draft import States
 from slipstream.drafts.passes import head_inputs, rows_of
 from slipstream.drafts.pretrain import coverage, frequent_tokens, require_cut
 from slipstream.drafts.trainer import DraftTrainer
+from tests.small import draft_with
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 
 RESPONSES = [chat[start:] for chat, start in zip(CHATS, PROMPTS, strict=True)]
@@ -72,7 +72,7 @@ def test_a_draft_of_a_cut_vocabulary_learns_and_fits_its_policy(policy: Path, st
 
 def test_what_a_draft_does_not_know_counts_as_not_accepted(policy: Path, states: States) -> None:
     """By the policy's probabilities over its whole vocabulary, while the draft's are over what it knows."""
-    config = replace(CONFIG, ttt_steps=1)
+    config = draft_with(CONFIG, pretrain={"ttt_steps": 1})
     trainer = DraftTrainer(policy, config, token_ids=KNOWN)
     (row,) = rows_of(CHATS, PROMPTS, states, max_tokens=64)
     head = load_file(policy / "model.safetensors")["lm_head.weight"]

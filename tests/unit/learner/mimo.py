@@ -18,20 +18,16 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
 
 from slipstream.learner.architecture import Architecture
-from slipstream.learner.config import ScratchConfig
+from slipstream.learner.config import ScratchConfig, ShapeConfig
 from slipstream.learner.weights import initial_weights
 from slipstream.types import Dtype
 
 VOCAB = 32
 SCRATCH = ScratchConfig(
-    hidden_size=128,
-    num_layers=3,
-    head_dim=32,
-    ffn_hidden_size=48,
+    shape=ShapeConfig(hidden_size=128, num_layers=3, head_dim=32, ffn_hidden_size=48, init_std=0.1),
     max_position_embeddings=64,
     num_steps=30,
     num_mtp_layers=1,
-    init_std=0.1,
     seed=3,
 )
 ARCH = Architecture.from_scratch(SCRATCH, vocab_size=VOCAB, eos_token_id=1)

@@ -9,13 +9,16 @@ import numpy as np
 
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
-from slipstream.learner.config import LearnerConfig, ScratchConfig
+from slipstream.learner.config import LearnerConfig, ScratchConfig, ShapeConfig
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.types import TrainBatch
 
 VOCAB = 32
 SCRATCH = ScratchConfig(
-    hidden_size=32, num_layers=3, head_dim=16, ffn_hidden_size=48, max_position_embeddings=64, num_steps=30, seed=3
+    shape=ShapeConfig(hidden_size=32, num_layers=3, head_dim=16, ffn_hidden_size=48),
+    max_position_embeddings=64,
+    num_steps=30,
+    seed=3,
 )
 LEARNER = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1)

@@ -13,13 +13,19 @@ from slipstream.learner.config import ParallelConfig, PolicyConfig, ScratchConfi
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"num_query_groups": 3}, "policy.scratch.num_query_groups must divide num_attention_heads 4, got 3"),
         (
-            {"num_mtp_layers": 1, "hidden_size": 96},
-            "policy.scratch.head_dim must be hidden_size 96 / num_attention_heads 4 with MTP, got 32; "
+            {"shape": {"num_query_groups": 3}},
+            "policy.scratch.shape.num_query_groups must divide num_attention_heads 4, got 3",
+        ),
+        (
+            {"num_mtp_layers": 1, "shape": {"hidden_size": 96}},
+            "policy.scratch.shape.head_dim must be hidden_size 96 / num_attention_heads 4 with MTP, got 32; "
             "vLLM's MiMo knows no other",
         ),
-        ({"warmup_steps": 401}, "policy.scratch.warmup_steps must lie in [0, num_steps 400], got 401"),
+        (
+            {"optimizer": {"warmup_steps": 401}},
+            "policy.scratch.optimizer.warmup_steps must lie in [0, num_steps 400], got 401",
+        ),
     ],
 )
 def test_a_scratch_policy_outside_its_bounds_is_refused(

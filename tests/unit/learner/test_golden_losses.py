@@ -11,20 +11,17 @@ import pytest
 
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
-from slipstream.learner.config import LearnerConfig, ScratchConfig
+from slipstream.learner.config import LearnerConfig, ScratchConfig, ShapeConfig
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.types import TrainBatch
 
 SCRATCH = ScratchConfig(
-    hidden_size=32,
-    num_layers=4,
-    num_attention_heads=4,
-    num_query_groups=2,
-    head_dim=16,
-    ffn_hidden_size=48,
+    shape=ShapeConfig(
+        hidden_size=32, num_layers=4, num_attention_heads=4, num_query_groups=2, head_dim=16, ffn_hidden_size=48
+    ),
+    optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=2),
     max_position_embeddings=64,
     num_steps=8,
-    warmup_steps=2,
     seed=3,
 )
 LOSS = LossConfig(kl_coefficient=0.05, truncated_importance_sampling=1.02)

@@ -16,7 +16,7 @@ from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner import parallel
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.checkpoint import CheckpointError
-from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, ScratchConfig
+from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, ScratchConfig, ShapeConfig
 from slipstream.learner.cpu import host
 from slipstream.learner.layers import build_mtp
 from slipstream.learner.megatron import Capture, MegatronPolicy
@@ -236,7 +236,9 @@ def test_a_state_of_another_model_is_refused(path: Path) -> None:
 
 
 def test_only_a_policy_with_an_mtp_layer_can_draft_with_it() -> None:
-    scratch = ScratchConfig(hidden_size=32, num_layers=2, head_dim=16, ffn_hidden_size=48, num_steps=20)
+    scratch = ScratchConfig(
+        shape=ShapeConfig(hidden_size=32, num_layers=2, head_dim=16, ffn_hidden_size=48), num_steps=20
+    )
     policy = MegatronPolicy.from_scratch(scratch, vocab_size=8, eos_token_id=1, learner=LEARNER, optimizer=None)
     with pytest.raises(ConfigError, match="mtp needs a policy with an MTP layer, got 'Qwen3ForCausalLM'"):
         policy.start_mtp(OPTIMIZER)

@@ -23,16 +23,17 @@ from tests.unit.sampled import rollout
 SMALL = {
     "policy": {
         "scratch": {
-            "hidden_size": 16,
-            "num_layers": 3,
-            "num_attention_heads": 2,
-            "num_query_groups": 1,
-            "head_dim": 8,
-            "ffn_hidden_size": 16,
+            "shape": {
+                "hidden_size": 16,
+                "num_layers": 3,
+                "num_attention_heads": 2,
+                "num_query_groups": 1,
+                "head_dim": 8,
+                "ffn_hidden_size": 16,
+            },
             "num_steps": 3,
             "tokens_per_step": 8,
-            "warmup_steps": 2,
-            "optimizer": "adamw",
+            "optimizer": {"method": "adamw", "warmup_steps": 2},
         }
     },
     "learner": {"dtype": "float32"},
@@ -49,15 +50,16 @@ SMALL = {
         },
     },
     "draft": {
-        "aux_hidden_state_layer_ids": [0, 1, 2],
-        "num_prompts": 4,
-        "num_heldout_prompts": 2,
-        "num_steps": 4,
-        "tokens_per_step": 16,
-        "tokens_per_row": 8,
-        "ttt_steps": 2,
-        "warmup_steps": 1,
-        "checkpoint_every_steps": 2,
+        "pretrain": {
+            "num_prompts": 4,
+            "num_heldout_prompts": 2,
+            "num_steps": 4,
+            "tokens_per_step": 16,
+            "ttt_steps": 2,
+            "optimizer": {"warmup_steps": 1},
+            "checkpoint_every_steps": 2,
+        },
+        "eagle3": {"tokens_per_row": 8},
     },
     "grpo": {
         "num_steps": 4,

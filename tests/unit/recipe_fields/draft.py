@@ -35,7 +35,7 @@ from slipstream.train.pending import Pending
 from slipstream.types import Arm, Prompt
 from slipstream.workers.learner_process import LearnerProcess
 from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, rollout_groups
-from tests.unit.recipe_fields.policy import own_policy
+from tests.unit.recipe_fields.policy import OPTIMIZER, own_policy
 
 
 class DraftLearner:
@@ -144,6 +144,7 @@ def draft_cache(recipe: Recipe, _: Tools) -> bool:
     process._policy = typing.cast(
         Any, SimpleNamespace(hidden_states_bytes=lambda chats, ids: 2**20, hidden_states=lambda chats, ids: [])
     )
+    process._draft = typing.cast(Any, SimpleNamespace(layer_ids=(0, 1, 2)))
     return process.hold_draft_chats(([0], Ragged.of([(1,)], np.int32), [0]), recipe.draft)
 
 
@@ -263,60 +264,60 @@ def small_draft(recipe: Recipe, tools: Tools) -> object:
     return recipe.draft.trains, scratch_model(recipe.draft, tools.directory)
 
 
-AUTOPILOT = {"draft.autopilot.enabled": True}
-FOUR_LAYERS = {"policy.scratch.num_layers": 4}
+FOUR_LAYERS = {"policy.scratch.shape.num_layers": 4}
 NGRAM = {"draft.method": "ngram"}
 SUFFIX = {"draft.method": "suffix"}
 DRAFT_MODEL = {"draft.method": "draft_model"}
 CHECKS = {
     "draft.method": Check("ngram", told_vllm),
-    "draft.prompt_lookup_min": Check(3, told_vllm, NGRAM),
-    "draft.prompt_lookup_max": Check(4, told_vllm, NGRAM),
-    "draft.suffix_max_tree_depth": Check(8, told_vllm, SUFFIX),
-    "draft.suffix_max_cached_requests": Check(0, told_vllm, SUFFIX),
-    "draft.suffix_max_spec_factor": Check(2.0, told_vllm, SUFFIX),
-    "draft.suffix_min_token_prob": Check(0.5, told_vllm, SUFFIX),
+    "draft.ngram.prompt_lookup_min": Check(3, told_vllm, NGRAM),
+    "draft.ngram.prompt_lookup_max": Check(4, told_vllm, NGRAM),
+    "draft.suffix.max_tree_depth": Check(8, told_vllm, SUFFIX),
+    "draft.suffix.max_cached_requests": Check(0, told_vllm, SUFFIX),
+    "draft.suffix.max_spec_factor": Check(2.0, told_vllm, SUFFIX),
+    "draft.suffix.min_token_prob": Check(0.5, told_vllm, SUFFIX),
     "draft.model": Check("somewhere", small_draft, DRAFT_MODEL),
-    "draft.scratch.hidden_size": Check(32, small_draft, DRAFT_MODEL),
-    "draft.scratch.num_layers": Check(1, small_draft, DRAFT_MODEL),
-    "draft.scratch.num_attention_heads": Check(4, small_draft, DRAFT_MODEL),
-    "draft.scratch.num_query_groups": Check(2, small_draft, DRAFT_MODEL),
-    "draft.scratch.head_dim": Check(16, small_draft, DRAFT_MODEL),
-    "draft.scratch.ffn_hidden_size": Check(64, small_draft, DRAFT_MODEL),
-    "draft.scratch.init_std": Check(0.1, small_draft, DRAFT_MODEL),
-    "draft.scratch.optimizer": Check("adamw", small_draft, DRAFT_MODEL),
+    "draft.draft_model.shape.hidden_size": Check(32, small_draft, DRAFT_MODEL),
+    "draft.draft_model.shape.num_layers": Check(1, small_draft, DRAFT_MODEL),
+    "draft.draft_model.shape.num_attention_heads": Check(4, small_draft, DRAFT_MODEL),
+    "draft.draft_model.shape.num_query_groups": Check(2, small_draft, DRAFT_MODEL),
+    "draft.draft_model.shape.head_dim": Check(16, small_draft, DRAFT_MODEL),
+    "draft.draft_model.shape.ffn_hidden_size": Check(64, small_draft, DRAFT_MODEL),
+    "draft.draft_model.shape.init_std": Check(0.1, small_draft, DRAFT_MODEL),
+    **{
+        f"draft.draft_model.optimizer.{name}": Check(value, small_draft, DRAFT_MODEL)
+        for name, value in {**OPTIMIZER, "method": "adamw", "learning_rate": 0.5, "warmup_steps": 1}.items()
+    },
     "placement.arms_in_turn": Check("off", turns_of_arms),
     "draft.init": Check("general", draft_prompts),
-    "draft.num_prompts": Check(3, draft_training),
-    "draft.samples_per_prompt": Check(2, draft_training),
-    "draft.num_heldout_prompts": Check(1, draft_training),
-    "draft.num_steps": Check(5, draft_training),
-    "draft.tokens_per_step": Check(4, draft_training),
-    "draft.checkpoint_every_steps": Check(1, draft_training),
-    "draft.aux_hidden_state_layer_ids": Check([0, 1, 3], draft_steps, FOUR_LAYERS),
-    "draft.tokens_per_row": Check(16, draft_steps),
-    "draft.ttt_steps": Check(3, draft_steps),
-    "draft.ttt_step_loss_decay": Check(0.5, draft_steps),
-    "draft.loss": Check("tv", draft_steps),
-    "draft.loss_chunk_tokens": Check(4, head_calls),
-    "draft.vocab_size": Check(2, known_tokens),
-    "draft.learning_rate": Check(0.1, draft_steps),
-    "draft.warmup_steps": Check(4, draft_steps),
-    "draft.clip_grad": Check(1e-9, draft_steps),
+    "draft.pretrain.num_prompts": Check(3, draft_training),
+    "draft.pretrain.samples_per_prompt": Check(2, draft_training),
+    "draft.pretrain.num_heldout_prompts": Check(1, draft_training),
+    "draft.pretrain.num_steps": Check(5, draft_training),
+    "draft.pretrain.tokens_per_step": Check(4, draft_training),
+    "draft.pretrain.checkpoint_every_steps": Check(1, draft_training),
+    "draft.eagle3.aux_hidden_state_layer_ids": Check([0, 1, 3], draft_steps, FOUR_LAYERS),
+    "draft.eagle3.tokens_per_row": Check(16, draft_steps),
+    "draft.pretrain.ttt_steps": Check(3, draft_steps),
+    "draft.pretrain.ttt_step_loss_decay": Check(0.5, draft_steps),
+    "draft.eagle3.loss": Check("tv", draft_steps),
+    "draft.eagle3.loss_chunk_tokens": Check(4, head_calls),
+    "draft.eagle3.vocab_size": Check(2, known_tokens),
+    "draft.pretrain.optimizer.learning_rate": Check(0.1, draft_steps),
+    "draft.pretrain.optimizer.warmup_steps": Check(4, draft_steps),
+    **{f"draft.pretrain.optimizer.{name}": Check(value, draft_steps) for name, value in OPTIMIZER.items()},
     "draft.seed": Check(1, draft_steps),
-    "draft.online_learning_rate": Check(0.1, online_steps),
-    "draft.online_optimizer": Check("muon", online_steps),
-    "draft.online_tokens_per_update": Check(8, online_steps),
-    "draft.online_ttt_steps": Check(1, online_steps),
-    "draft.online_updates": Check(2, online_steps),
-    "draft.states_cache_gib": Check(0.0001, draft_cache),
+    "draft.online.optimizer.learning_rate": Check(0.1, online_steps),
+    "draft.online.optimizer.warmup_steps": Check(1, online_steps),
+    **{f"draft.online.optimizer.{name}": Check(value, online_steps) for name, value in OPTIMIZER.items()},
+    "draft.online.tokens_per_update": Check(8, online_steps),
+    "draft.online.ttt_steps": Check(1, online_steps),
+    "draft.online.updates": Check(2, online_steps),
+    "draft.pretrain.states_cache_gib": Check(0.0001, draft_cache),
     "tuning.candidate_ks": Check([0, 1], tuning),
     "tuning.batch_sizes": Check([2, 4], tuning),
     "tuning.num_repeats": Check(3, tuning),
     "tuning.max_live_engines": Check(3, tuning),
     "draft.length": Check("by_batch", arm_plan),
-    "draft.autopilot.enabled": Check(True, flight),
-    "draft.autopilot.patience_steps": Check(2, flight, AUTOPILOT),
-    "draft.autopilot.probe_every_steps": Check(3, flight, AUTOPILOT),
-    "draft.autopilot.margin": Check(0.01, flight, AUTOPILOT),
+    "draft.autopilot": Check(True, flight),
 }

@@ -107,10 +107,10 @@ def certificate(recipe: Recipe, _: Tools) -> object:
 
 CHECKS = {
     "evaluation.num_samples_per_problem": Check(3, evaluation_calls),
-    "evaluation.temperature": Check(0.5, evaluation_calls),
-    "evaluation.top_p": Check(0.5, evaluation_calls),
-    "evaluation.top_k": Check(5, evaluation_calls),
-    "evaluation.max_response_tokens": Check(100, evaluation_calls),
+    "evaluation.sampling.temperature": Check(0.5, evaluation_calls),
+    "evaluation.sampling.top_p": Check(0.5, evaluation_calls),
+    "evaluation.sampling.top_k": Check(5, evaluation_calls),
+    "evaluation.sampling.max_response_tokens": Check(100, evaluation_calls),
     "evaluation.every_steps": Check(2, evaluations),
     "losslessness.num_tokens": Check(500, certificate),
     "losslessness.num_repeated_prompts": Check(2, certificate),

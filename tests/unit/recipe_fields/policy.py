@@ -133,28 +133,29 @@ def which_policy(recipe: Recipe, _: Tools) -> object:
     return resolve(recipe.policy, support.policy_needs(recipe), Path("nowhere"))
 
 
+OPTIMIZER = {"method": "muon", "betas": [0.5, 0.9], "weight_decay": 0.5, "clip_grad": 1e-9}
 MIXTURE = {"policy.model": str(Path(__file__).parent / "mixture"), "policy.scratch": None, "learner.parallel.data": 2}
-TWO_GROUPS = {"policy.scratch.num_query_groups": 2}  # one for each of two tensor-parallel ranks
+TWO_GROUPS = {"policy.scratch.shape.num_query_groups": 2}  # one for each of two tensor-parallel ranks
 TWO_RANKS = {"learner.parallel.tensor": 2, **TWO_GROUPS}
 CHECKS = {
     "workload": Check("rl_think", own_training),
     "policy.model": Check("./nowhere", which_policy),
-    "policy.scratch.hidden_size": Check(32, model_config),
-    "policy.scratch.num_layers": Check(4, model_config),
-    "policy.scratch.num_attention_heads": Check(4, model_config),
+    "policy.scratch.shape.hidden_size": Check(32, model_config),
+    "policy.scratch.shape.num_layers": Check(4, model_config),
+    "policy.scratch.shape.num_attention_heads": Check(4, model_config),
     "policy.scratch.num_mtp_layers": Check(1, model_config),
-    "policy.scratch.num_query_groups": Check(2, model_config),
-    "policy.scratch.head_dim": Check(16, model_config),
-    "policy.scratch.ffn_hidden_size": Check(32, model_config),
+    "policy.scratch.shape.num_query_groups": Check(2, model_config),
+    "policy.scratch.shape.head_dim": Check(16, model_config),
+    "policy.scratch.shape.ffn_hidden_size": Check(32, model_config),
     "policy.scratch.max_position_embeddings": Check(1024, model_config),
     "policy.scratch.tie_word_embeddings": Check(True, model_config),
-    "policy.scratch.init_std": Check(0.1, first_weights),
+    "policy.scratch.shape.init_std": Check(0.1, first_weights),
     "policy.scratch.seed": Check(1, first_weights),
     "policy.scratch.num_steps": Check(5, pretraining_steps),
     "policy.scratch.tokens_per_step": Check(9, pretraining_steps),
-    "policy.scratch.learning_rate": Check(0.5, pretraining_steps),
-    "policy.scratch.warmup_steps": Check(1, pretraining_steps),
-    "policy.scratch.optimizer": Check("muon", own_training),
+    "policy.scratch.optimizer.learning_rate": Check(0.5, pretraining_steps),
+    "policy.scratch.optimizer.warmup_steps": Check(1, pretraining_steps),
+    **{f"policy.scratch.optimizer.{name}": Check(value, own_training) for name, value in OPTIMIZER.items()},
     "learner.max_tokens_per_microbatch": Check(512, microbatches),
     "learner.packing": Check("always", rows),
     "learner.logprob_chunk_tokens": Check(8, held_logits),

@@ -333,7 +333,7 @@ CORRECTED = {"grpo.loss.truncated_importance_sampling": 2.0}
 CAPPED_HIGH = {"grpo.loss.truncated_importance_sampling": 1000.0}
 MASKED = {"grpo.loss.truncated_importance_sampling": 2.0, "grpo.loss.mask_band": [0.5, 16.0]}
 GROUPS_OF_4 = {"tuning.batch_sizes": [4, 8]}
-WHEN_STALE = {"draft.online": "when_stale", "grpo.num_steps": 10}
+WHEN_STALE = {"draft.online.when": "when_stale", "grpo.num_steps": 10}
 OVER_GLOO = {"refit.channel": "gloo"}
 ONE_STEP_OFF = {"loop.mode": "one_step_off", **CORRECTED}
 IN_FLIGHT = {"loop.mode": "in_flight", "loop.max_off_policy_steps": 1, **CORRECTED}
@@ -372,8 +372,8 @@ CHECKS = {
     "grpo.loss.correction": Check("sequence", training_loss, CAPPED_HIGH),
     "grpo.loss.mask_band": Check([0.5, 16.0], training_loss, CORRECTED),
     "grpo.loss.mask_level": Check("sequence", training_loss, MASKED),
-    "draft.online": Check("always", online_training),
-    "draft.online_horizon_steps": Check(1, online_training, WHEN_STALE),
+    "draft.online.when": Check("always", online_training),
+    "draft.online.horizon_steps": Check(1, online_training, WHEN_STALE),
     "refit.channel": Check("gloo", training_channel),
     "refit.bucket_mib": Check(1.0, training_channel, OVER_GLOO),
     "refit.timeout_s": Check(5.0, training_channel, OVER_GLOO),

@@ -36,8 +36,12 @@ def test_a_rate_of_the_draft_is_the_recipes_unless_the_arm_has_its_own() -> None
     own = Contestant(online=DraftOnline.ALWAYS, learning_rate=5e-4, draft_rate=3e-3)
     plain = Contestant(online=DraftOnline.ALWAYS, learning_rate=5e-4)
     assert own.name == "always at 3.0e-03, 5.0e-04"
-    assert recipe_of(tiny, own, {}, k=5).draft.online_learning_rate == 3e-3
-    assert recipe_of(tiny, plain, {}, k=5).draft.online_learning_rate == tiny.draft.online_learning_rate != 3e-3
+    assert recipe_of(tiny, own, {}, k=5).draft.online.optimizer.learning_rate == 3e-3
+    assert (
+        recipe_of(tiny, plain, {}, k=5).draft.online.optimizer.learning_rate
+        == tiny.draft.online.optimizer.learning_rate
+        != 3e-3
+    )
 
 
 def test_a_row_shows_quarters_trainings_and_what_they_took() -> None:

@@ -20,6 +20,7 @@ from slipstream.drafts.trainer import DraftTrainer
 from slipstream.recipe import Recipe
 from slipstream.stages import pretrain_draft as stage
 from slipstream.stages.store import draft_key
+from tests.small import draft_with
 from tests.unit.recipe_fields.base import PROMPTS, NotedEngine, recipe_with
 from tests.unit.recipe_fields.draft import DraftLearner
 from tests.unit.recipe_fields.policy import own_policy
@@ -35,7 +36,8 @@ def models(tmp_path: Path) -> tuple[Recipe, Path, Path]:
 
 
 def _with(recipe: Recipe, given: Path, **values: Any) -> Recipe:
-    return replace(recipe, draft=replace(recipe.draft, init=DraftInit.FROM_HUB, model=str(given), **values))
+    draft = draft_with(recipe.draft, init=DraftInit.FROM_HUB, model=str(given), pretrain=values)
+    return replace(recipe, draft=draft)
 
 
 def test_a_given_draft_without_steps_is_handed_on_unchanged(models: tuple[Recipe, Path, Path], tmp_path: Path) -> None:
@@ -82,7 +84,7 @@ def test_a_cut_that_is_none_is_refused_before_an_engine_starts(
     models: tuple[Recipe, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, policy, _ = models
-    cut = replace(recipe, draft=replace(recipe.draft, vocab_size=64))
+    cut = replace(recipe, draft=draft_with(recipe.draft, eagle3={"vocab_size": 64}))
     monkeypatch.setattr(stage, "start_engine", lambda *_, **__: pytest.fail("no engine may start"))
     monkeypatch.setattr(stage, "Architecture", SimpleNamespace(from_hf=lambda path: SimpleNamespace(vocab_size=64)))
     with pytest.raises(ConfigError, match=r"draft\.vocab_size must be < the policy's 64 tokens, got 64"):

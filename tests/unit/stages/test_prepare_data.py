@@ -26,7 +26,7 @@ from slipstream.stages.support import recipe_prompt_sets, tokenizer
 from slipstream.tracking.config import TrackingConfig
 from slipstream.types import Workload
 from slipstream.workers.placement.config import PlacementConfig
-from tests.small import write_config
+from tests.small import draft_with, write_config
 
 # Nothing listens there: points stay in the spool, and no store is set up.
 UNTRACKED = TrackingConfig(uri="http://127.0.0.1:9", replay_every_s=0.1, close_wait_s=0.0)
@@ -69,10 +69,10 @@ def on_local_files(recipe: Recipe, directory: Path) -> Recipe:
     )
     source = write_config(
         directory / "model",
-        num_layers=recipe.draft.aux_hidden_state_layer_ids[-1] + 1,
+        num_layers=4,
         num_positions=recipe.engine.max_model_len,
     )
-    draft = replace(recipe.draft, num_prompts=24, num_heldout_prompts=6)
+    draft = draft_with(recipe.draft, pretrain={"num_prompts": 24, "num_heldout_prompts": 6})
     return replace(with_model(recipe, source), data=data, draft=draft)
 
 
@@ -98,7 +98,7 @@ def test_every_recipe_has_the_prompts_that_its_stages_take(name: str, workload: 
     data = prepare_data(context(tmp_path / "runs", recipe), recipe)
 
     sets = read_prompt_sets(data)
-    needed = recipe.draft.num_prompts + recipe.draft.num_heldout_prompts
+    needed = recipe.draft.pretrain.num_prompts + recipe.draft.pretrain.num_heldout_prompts
     # Either draft set serves: a recipe changes `draft.init` alone to compare them.
     assert min(len(sets.draft_in_domain), len(sets.draft_general)) >= needed
     assert len(sets.train) >= max(recipe.grpo.prompts_per_step, recipe.losslessness.num_greedy_prompts)
@@ -112,7 +112,7 @@ def test_every_recipe_has_the_prompts_that_its_stages_take(name: str, workload: 
 def test_too_few_draft_prompts_are_refused_before_there_is_a_policy(tmp_path: Path) -> None:
     recipe = replace(load_recipe("tiny", workload=Workload.RL_THINK, overrides=FEW_ROWS), tracking=UNTRACKED)
     message = (
-        r"draft\.num_prompts \+ draft\.num_heldout_prompts must be <= \d+, the number of distinct prompts in "
+        r"draft\.pretrain\.num_prompts \+ num_heldout_prompts must be <= \d+, the number of distinct prompts in "
         r"data\.draft_in_domain, got 1152; of 1200 rows read \d+ duplicates were dropped: lower it, or read more rows "
         r"\(synthetic: raise data\.synthetic\.num_draft_rows;"
     )
@@ -132,7 +132,7 @@ def test_check_refuses_too_few_draft_prompts_of_any_workload(
 
     captured = capsys.readouterr()
     assert captured.out.startswith("tiny, rl_zero: fine; prompts kept: train ")
-    assert captured.err.startswith("error: draft.num_prompts + draft.num_heldout_prompts must be <= ")
+    assert captured.err.startswith("error: draft.pretrain.num_prompts + num_heldout_prompts must be <= ")
     assert "raise data.synthetic.num_draft_rows" in captured.err
     assert captured.err.count("\n") == 1
 
@@ -148,7 +148,7 @@ def test_a_model_is_refused_by_its_configs_before_any_row_is_read(tmp_path: Path
 
 def test_the_tokenizer_of_another_policy_can_take_the_place_of_the_recipes(tmp_path: Path) -> None:
     recipe = load_recipe("tiny", overrides={"data": {"synthetic": {"num_draft_rows": 40}}})
-    draft = replace(recipe.draft, num_prompts=20, num_heldout_prompts=2)
+    draft = draft_with(recipe.draft, pretrain={"num_prompts": 20, "num_heldout_prompts": 2})
     recipe = replace(recipe, draft=draft, tracking=UNTRACKED)
     other = write_config(tmp_path / "model", num_layers=2, num_positions=333)
 
@@ -160,7 +160,7 @@ def test_the_tokenizer_of_another_policy_can_take_the_place_of_the_recipes(tmp_p
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"draft": {"init": "general", "num_prompts": 90}}, r"data\.draft_general, got 94"),
+        ({"draft": {"init": "general", "pretrain": {"num_prompts": 90}}}, r"data\.draft_general, got 94"),
         ({"grpo": {"prompts_per_step": 41}}, r"^grpo\.prompts_per_step must be <= \d+, .* data\.train, got 41"),
         (
             {"tuning": {"batch_sizes": [16, 328]}},
@@ -176,7 +176,7 @@ def test_every_number_of_a_recipe_that_takes_prompts_is_held_against_its_own_set
     """40 problems of training at most, and 40 rows in each of the three draft files."""
     small = {
         "data": {"synthetic": {"num_train_problems": 40, "num_draft_rows": 40}},
-        "draft": {"num_prompts": 20, "num_heldout_prompts": 4},
+        "draft": {"pretrain": {"num_prompts": 20, "num_heldout_prompts": 4}},
     }
     recipe = load_recipe("tiny", overrides=merge(small, overrides))
     with pytest.raises(ConfigError, match=message):

@@ -126,7 +126,7 @@ def test_a_small_model_learns_the_policys_answers_and_is_judged_at_the_sampling_
     engine, learner = NotedEngine(), Learner()
     monkeypatch.setattr(stage, "start_engine", lambda policy, config, layout: nullcontext(engine))
     monkeypatch.setattr(stage, "start_learner", lambda config, layout: nullcontext(learner))
-    changes = {"draft.method": "draft_model", "draft.ttt_steps": 1, "sampling.temperature": TEMPERATURE}
+    changes = {"draft.method": "draft_model", "draft.pretrain.ttt_steps": 1, "sampling.temperature": TEMPERATURE}
     policy, directory = model(tmp_path / "policy"), tmp_path / "draft_of"
     told: list[int] = []
     record = train_on(
@@ -157,7 +157,7 @@ def test_prompts_of_a_draft_that_is_not_trained_need_not_suffice(refusal: Callab
 
     recipe = recipe_with({"losslessness.num_repeated_prompts": 1, "losslessness.num_greedy_prompts": 1})
     sets = PromptSets(train=PROMPTS[:6], draft_in_domain=(), draft_general=(), validation=PROMPTS[6:], records=())
-    assert "draft.num_prompts + draft.num_heldout_prompts" in refusal(require_prompts, recipe=recipe, sets=sets)
+    assert "draft.pretrain.num_prompts + num_heldout_prompts" in refusal(require_prompts, recipe=recipe, sets=sets)
     ngram = recipe_with(
         {"draft.method": "ngram", "losslessness.num_repeated_prompts": 1, "losslessness.num_greedy_prompts": 1}
     )

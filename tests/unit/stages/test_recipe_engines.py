@@ -60,7 +60,7 @@ def test_a_table_of_one_k_hands_vllm_no_schedule(tmp_path: Path) -> None:
 
 
 def test_an_engine_under_the_autopilot_starts_with_a_table_so_that_its_length_can_change(tmp_path: Path) -> None:
-    piloted = load_recipe("tiny", overrides={"draft": {"autopilot": {"enabled": True}}})
+    piloted = load_recipe("tiny", overrides={"draft": {"autopilot": True}})
     length = draft_length(piloted, tuned(tmp_path, (1, 48, 3)))
     assert [entry.num_speculative_tokens for entry in length.schedule] == [3]
     assert length.label == "3"

@@ -118,11 +118,15 @@ def test_a_length_of_0_or_none_is_one_that_is_tuned() -> None:
 
 def test_a_list_that_is_left_out_keeps_what_the_recipe_says(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    own = {"workload": "rl_think", "grpo": {"seed": 5}, "draft": {"init": "general", "loss": "tv", "seed": 9}}
+    own = {
+        "workload": "rl_think",
+        "grpo": {"seed": 5},
+        "draft": {"init": "general", "eagle3": {"loss": "tv"}, "seed": 9},
+    }
     write_recipe(load_recipe("tiny", overrides=own), path)
     (recipe,) = recipes_of(recipe=str(path), draft_lengths=(3,))
     assert (recipe.workload, recipe.grpo.seed) == (Workload.RL_THINK, 5)
-    assert (recipe.draft.init, recipe.draft.loss, recipe.draft.seed) == (DraftInit.GENERAL, "tv", 9)
+    assert (recipe.draft.init, recipe.draft.eagle3.loss, recipe.draft.seed) == (DraftInit.GENERAL, "tv", 9)
     (zero,) = recipes_of(recipe=str(path), draft_lengths=(3,), seeds=(0,), workloads=(Workload.RL_ZERO,))
     assert (zero.workload, zero.grpo.seed, zero.draft.seed) == (Workload.RL_ZERO, 0, 0)
 
@@ -165,14 +169,14 @@ def test_the_recipe_of_a_variant_follows_it_alone() -> None:
     grid = {**ONE, "draft_inits": (DraftInit.GENERAL,), "losses": ("tv",), "seeds": (5,)}
     (recipe,) = recipes_of("grpo.group_size=4", "tuning.batch_sizes=[8]", **grid)
     draft = recipe.draft
-    assert (draft.init, draft.loss, draft.seed, recipe.grpo.seed) == (DraftInit.GENERAL, "tv", 5, 5)
+    assert (draft.init, draft.eagle3.loss, draft.seed, recipe.grpo.seed) == (DraftInit.GENERAL, "tv", 5, 5)
     assert (recipe.grpo.group_size, recipe.tuning.candidate_ks) == (4, (0, 3))
 
 
 @pytest.mark.parametrize(
     ("changes", "overrides", "message"),
     [
-        ({"losses": ("mse",)}, {}, "variant rl_zero-in_domain-eagle3-mse-k3-seed0: draft.loss must be one of"),
+        ({"losses": ("mse",)}, {}, "variant rl_zero-in_domain-eagle3-mse-k3-seed0: draft.eagle3.loss must be one of"),
         ({"draft_lengths": (99,)}, {}, "variant rl_zero-in_domain-eagle3-kl_div-k99-seed0: engine.max_model_len must"),
         ({}, ONE_STEP_OFF, "variant rl_zero-in_domain-eagle3-kl_div-k3-seed0: loop.mode must be synchronous here"),
         ({}, {"draft": {"init": "general"}}, "overrides must leave out draft.init, got 'draft.init'; give the input d"),
@@ -222,7 +226,7 @@ def test_a_drafter_has_the_recipe_but_for_its_draft_and_room_for_its_tokens() ->
     recipe = load_recipe("tiny")
     ((drafter, own),) = drafter_recipes(recipe, Grid(**DRAFTERS)).items()
     assert (drafter.seed, drafter.setting.num_speculative_tokens) == (recipe.grpo.seed, 3)
-    draft = (own.draft.method, own.draft.init, own.draft.online)
+    draft = (own.draft.method, own.draft.init, own.draft.online.when)
     assert draft == (DraftMethod.EAGLE3, DraftInit.GENERAL, DraftOnline.OFF)
     assert own.tuning.candidate_ks == (0, 3)
     assert all(getattr(own, name) == getattr(recipe, name) for name in ("grpo", "sampling", "learner", "policy"))

@@ -60,7 +60,7 @@ def test_a_policy_that_moves_away_from_its_draft_is_warned_of_once_and_goes_on(
         guard.check(of_length(length, num_drafts=1000), policy_version=step)
     (message,) = [record.getMessage() for record in caplog.records]
     assert "from 3.90 to 3.60, step by step, up to policy version 8: the policy moves away from its draft" in message
-    assert "draft.online: when_stale" in message
+    assert "draft.online.when: when_stale" in message
 
 
 @pytest.mark.parametrize("num_steps", range(6, 12))
@@ -129,8 +129,8 @@ def test_half_of_what_was_accepted_is_taken_and_anything_lower_is_not() -> None:
         "mean acceptance length must stay near that of the last 6 steps, 1.88, and at least at 1.44, got 1.42 at "
         "policy version 9. Likely: the draft was not refitted with the policy, or twice for one; the prefix cache is "
         "stale; the draft's positions end before max_model_len; prompts of another kind; a policy that a few steps "
-        "moved far from its draft, which draft.online: when_stale trains during RL, and draft.autopilot switches off "
-        "where it loses"
+        "moved far from its draft, which draft.online.when: when_stale trains during RL, and draft.autopilot switches "
+        "off where it loses"
     )
 
 

@@ -67,7 +67,7 @@ BASE: dict[str, Any] = {
 }
 ONE_STEP_OFF = {"loop": {"mode": "one_step_off", "max_off_policy_steps": 2}}
 IN_FLIGHT = {"loop": {"mode": "in_flight", "max_off_policy_steps": 1, "kv_cache": "keep"}}
-PILOTED = {"draft": {"autopilot": {"enabled": True}}}
+PILOTED = {"draft": {"autopilot": True}}
 
 
 @dataclass
@@ -381,7 +381,7 @@ def test_an_arm_is_evaluated_while_it_trains_and_trains_as_if_it_were_not(
     plain, evaluated = Engines(), Engines()
     alone = attempted(tmp_path / "plain", monkeypatch, plain, plan_arm=each)
     records = attempted(tmp_path / "evaluated", monkeypatch, evaluated, EVALUATED, plan_arm=each)
-    settings = load_recipe("tiny", overrides=merge(BASE, EVALUATED)).evaluation.sampling()
+    settings = load_recipe("tiny", overrides=merge(BASE, EVALUATED)).evaluation.sampling
     # Version 2 has made two updates and version 4 four, asked with the seed of the other evaluations.
     asked = asked_of_validation(evaluated)
     assert asked == [(["v0", "v1"], settings, 3, 0, version) for version in (2, 4)]

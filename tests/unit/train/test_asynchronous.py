@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.drafts.config import DraftConfig, DraftOnline
+from slipstream.drafts.config import DraftOnline
 from slipstream.engine.protocol import GenerationResult, Portion
 from slipstream.engine.requests import GroupRequest, group_requests, rollout_seed
 from slipstream.grpo.loop_config import TooOld
@@ -35,6 +35,7 @@ from slipstream.train.loop import TrainedDraft, engine_seed
 from slipstream.train.pending import Pending, Scored
 from slipstream.train.queues import ThreadGroup
 from slipstream.types import Arm, Prompt, RolloutGroup
+from tests.small import draft_with
 from tests.unit.sampled import accepted
 from tests.unit.train.world import (
     CONFIG,
@@ -383,7 +384,10 @@ def test_groups_that_overtake_many_others_leave_no_more_of_these_than_later_step
 @pytest.mark.parametrize("loop", [one_step_off, in_flight])
 def test_a_draft_that_learns_at_every_step_is_published_with_the_policy_that_it_was_trained_beside(loop: Any) -> None:
     """And the loop takes rollouts of no other pair of versions: they carry the one that they were sampled with."""
-    draft = TrainedDraft(DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3), online=DraftOnline.ALWAYS), reference=None)
+    draft = TrainedDraft(
+        draft_with(eagle3={"aux_hidden_state_layer_ids": (1, 2, 3)}, online={"when": DraftOnline.ALWAYS}),
+        reference=None,
+    )
     flight = FlightWorld(delays=Delays(seed=1, longest_s=FAST), lag=1, draft=draft)
     records = loop(flight, 1)
 

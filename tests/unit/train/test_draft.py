@@ -6,15 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from slipstream.drafts.config import DraftConfig, DraftOnline
+from slipstream.drafts.config import DraftOnline
 from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import AcceptanceStats, DraftDecision, DraftUpdate, StepRecord
 from slipstream.train.loop import Draft, TrainedDraft
+from tests.small import draft_with
 from tests.unit.sampled import accepted
 from tests.unit.train.test_metrics import STEP
 
-STALE = DraftConfig(aux_hidden_state_layer_ids=(0, 1, 2), online=DraftOnline.WHEN_STALE, online_horizon_steps=8)
-ALWAYS = replace(STALE, online=DraftOnline.ALWAYS)
+STALE = draft_with(
+    eagle3={"aux_hidden_state_layer_ids": (0, 1, 2)}, online={"when": DraftOnline.WHEN_STALE, "horizon_steps": 8}
+)
+ALWAYS = draft_with(STALE, online={"when": DraftOnline.ALWAYS})
 
 
 def drafted(length: float) -> AcceptanceStats:

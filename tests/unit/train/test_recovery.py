@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from slipstream.drafts.config import AutopilotConfig
 from slipstream.engine.protocol import GenerationResult, Portion
 from slipstream.engine.requests import GroupRequest
 from slipstream.records.steps import AutopilotStep, RefitCheck, ScheduleEntry
@@ -394,7 +393,7 @@ def test_an_arm_begins_with_sleeping_engines_and_takes_turns(tmp_path: Path, mon
 
 
 def autopilot(steps: Sequence[AutopilotStep | None] = ()) -> Autopilot:
-    return Autopilot(AutopilotConfig(enabled=True, patience_steps=2, probe_every_steps=4), TABLE, steps)
+    return Autopilot(TABLE, steps)
 
 
 def test_a_watched_step_says_whether_it_drafted_and_what_a_token_took() -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream.drafts.config import DraftConfig
 from slipstream.learner.config import LearnerConfig
 from slipstream.refit.fingerprint import ALL, HeldWeights, Turn, held_whole, part_fingerprints
 from slipstream.types import Dtype
 from slipstream.workers.learner_process import DRAFT, POLICY, LearnerProcess
+from tests.small import draft_with
 
 
 @dataclass
@@ -115,7 +115,7 @@ def test_the_first_rank_alone_answers_for_the_draft(rank: int, names: set[str]) 
 
 
 def test_a_draft_that_this_host_does_not_see_is_refused(tmp_path: Path, refusal: Callable[..., str]) -> None:
-    rank, absent, config = Rank(), tmp_path / "draft", DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3))
+    rank, absent, config = Rank(), tmp_path / "draft", draft_with(eagle3={"aux_hidden_state_layer_ids": (1, 2, 3)})
     rule = f"{absent} must be on storage that all hosts of the run share"
     assert refusal(rank.start_draft, policy=tmp_path, config=config, given=absent).startswith(rule)
     where = {"draft": absent, "policy": tmp_path}

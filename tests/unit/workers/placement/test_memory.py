@@ -17,12 +17,13 @@ from slipstream.drafts.config import DraftConfig, DraftScratchConfig
 from slipstream.drafts.methods import DraftMethod
 from slipstream.engine.config import EngineConfig
 from slipstream.learner.architecture import Architecture, Experts
-from slipstream.learner.config import LearnerConfig, ParallelConfig, Recompute, ScratchConfig
+from slipstream.learner.config import LearnerConfig, ParallelConfig, Recompute, ScratchConfig, ShapeConfig
 from slipstream.recipe import load_recipe
 from slipstream.refit.config import Channel
 from slipstream.types import Dtype
 from slipstream.workers.placement import memory
 from slipstream.workers.placement.memory import MemoryEstimate
+from tests.small import draft_with
 
 SPLIT = {
     "placement": {"mode": "split", "nodes": 8, "generation_nodes": 6, "training_nodes": 2},
@@ -30,7 +31,7 @@ SPLIT = {
     "engine": {"num_engines": 24},
 }
 IN_TURN = {"placement": {"memory": "in_turn"}}
-EAGLE3 = DraftConfig(aux_hidden_state_layer_ids=(0, 1, 2))
+EAGLE3 = draft_with(eagle3={"aux_hidden_state_layer_ids": (0, 1, 2)})
 
 
 def _refusal(overrides: dict[str, Any], recipe: str = "qwen3_8b") -> str:
@@ -143,7 +144,7 @@ def test_an_engine_may_copy_key_value_heads_evenly(tmp_path: Path) -> None:
 
 def _with_engines_of_eight(directory: Path, **shape: int) -> dict[str, Any]:
     heads = 24 if shape["num_query_groups"] == 6 else 32
-    scratch = ScratchConfig(num_layers=2, num_attention_heads=heads, **shape)  # type: ignore[arg-type]
+    scratch = ScratchConfig(shape=ShapeConfig(num_layers=2, num_attention_heads=heads), **shape)  # type: ignore[arg-type]
     dense = Architecture.from_scratch(scratch, vocab_size=64, eos_token_id=1)
     (directory / "config.json").write_text(json.dumps(dense.to_hf(Dtype.BFLOAT16)))
     return {
@@ -283,7 +284,7 @@ def test_a_draft_model_is_counted_whole_whether_trained_or_given(tmp_path: Path)
     scratch = DraftScratchConfig(
         hidden_size=2, num_layers=3, num_attention_heads=1, num_query_groups=1, head_dim=4, ffn_hidden_size=5
     )
-    trained = DraftConfig(method=DraftMethod.DRAFT_MODEL, scratch=scratch)
+    trained = draft_with(method=DraftMethod.DRAFT_MODEL, draft_model={"shape": scratch})
     values = {"vocab_size": 8, "hidden_size": 2, "num_hidden_layers": 3, "num_attention_heads": 1}
     (tmp_path / "config.json").write_text(json.dumps({**values, "head_dim": 4, "intermediate_size": 5}))
     given = DraftConfig(method=DraftMethod.DRAFT_MODEL, model=str(tmp_path))
@@ -432,7 +433,7 @@ def test_states_that_no_batch_is_small_enough_for_are_refused() -> None:
 
 
 def test_a_mixture_of_experts_is_placed_without_its_memory(tmp_path: Path) -> None:
-    scratch = ScratchConfig(num_layers=2, num_attention_heads=32, num_query_groups=8)
+    scratch = ScratchConfig(shape=ShapeConfig(num_layers=2, num_attention_heads=32, num_query_groups=8))
     experts = Experts(num_experts=8, num_experts_per_token=2, ffn_hidden_size=32, normalizes_chosen=True)
     dense = Architecture.from_scratch(scratch, vocab_size=64, eos_token_id=1)
     config = replace(dense, experts=experts).to_hf(Dtype.BFLOAT16)
