@@ -10,11 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.drafts.compatibility import check_draft_model
-from slipstream.drafts.config import DraftScratchConfig
 from slipstream.drafts.distill import distill, num_parameters, scratch_model
 from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.pretrain import Responses
-from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner.config import LearnerConfig
 from slipstream.workers.learners import RemoteLearner, start_learner
 from tests.small import draft_with
@@ -23,13 +21,11 @@ pytestmark = pytest.mark.slow
 
 CONFIG = draft_with(
     method=DraftMethod.DRAFT_MODEL,
-    pretrain={
-        "num_steps": 6,
-        "tokens_per_step": 32,
+    pretrain={"num_steps": 6, "tokens_per_step": 32, "checkpoint_every_steps": 2},
+    draft_model={
+        "shape": {"hidden_size": 32, "num_attention_heads": 1, "ffn_hidden_size": 48},
         "optimizer": {"warmup_steps": 2, "learning_rate": 1e-2},
-        "checkpoint_every_steps": 2,
     },
-    draft_model={"shape": DraftScratchConfig(hidden_size=32, num_layers=2, num_attention_heads=1, ffn_hidden_size=48)},
 )
 CHATS = tuple(tuple(4 + (start + 5 * step) % 50 for step in range(12)) for start in range(8))
 TRAIN = Responses(token_ids=CHATS, prompt_lengths=(3,) * len(CHATS))
@@ -44,14 +40,13 @@ def test_a_resumed_training_equals_an_uninterrupted_one_and_fits_its_policy(
 ) -> None:
     policy = make_policy(tmp_path / "policy", 0)
     scratch, vocab_size, eos = scratch_model(CONFIG, policy)
-    optimizer = OptimizerConfig(method=scratch.optimizer, learning_rate=scratch.learning_rate)
 
-    def teach(learner: RemoteLearner, name: str, *, end: int = CONFIG.num_steps) -> list[float]:
+    def teach(learner: RemoteLearner, name: str, *, end: int = CONFIG.pretrain.num_steps) -> list[float]:
         def on_step(step: int, loss: float) -> None:
             if step == end:
                 raise KilledError
 
-        learner.create(scratch, vocab_size, eos, optimizer)
+        learner.create(scratch, vocab_size, eos, scratch.optimizer)
         return distill(learner, TRAIN, CONFIG, scratch, checkpoint=tmp_path / f"{name}-checkpoint", on_step=on_step)
 
     with start_learner(LearnerConfig(num_threads=1)) as learner:

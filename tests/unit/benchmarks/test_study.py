@@ -66,7 +66,7 @@ def test_a_pinned_seed_computes_with_one_thread_and_overrides_reach_the_recipe_a
     changes = ("draft.online.when=off", "grpo.optimizer.learning_rate=1e-4")
     recipe = replace(STUDY, pinned=True, overrides=changes).recipe_of(0)
     assert (recipe.learner.num_threads, recipe.engine.num_threads) == (1, 1)
-    assert (recipe.draft.online.value, recipe.grpo.optimizer.learning_rate) == ("off", 1e-4)
+    assert (recipe.draft.online.when.value, recipe.grpo.optimizer.learning_rate) == ("off", 1e-4)
 
 
 @pytest.mark.parametrize(

@@ -51,19 +51,20 @@ def test_links_are_laid_anew_by_a_retry_and_parameters_counted(tmp_path: Path) -
 def test_a_small_model_has_the_policys_vocabulary_and_positions_and_the_drafts_training(tmp_path: Path) -> None:
     config = draft_with(
         method=DraftMethod.DRAFT_MODEL,
-        pretrain={"num_steps": 10, "optimizer": {"warmup_steps": 20, "learning_rate": 0.1}},
+        pretrain={"num_steps": 10},
+        draft_model={"optimizer": {"warmup_steps": 20, "learning_rate": 0.1}},
         seed=4,
     )
     scratch, vocab_size, eos = scratch_model(config, model(tmp_path / "policy", eos_token_id=[5, 6]))
     assert (vocab_size, eos) == (64, 5)
-    assert (scratch.hidden_size, scratch.num_layers, scratch.max_position_embeddings) == (64, 2, 512)
-    assert (scratch.num_steps, scratch.warmup_steps, scratch.learning_rate, scratch.seed) == (10, 10, 0.1, 4)
-    assert scratch.optimizer is OptimizerMethod.MUON
+    assert (scratch.shape.hidden_size, scratch.shape.num_layers, scratch.max_position_embeddings) == (64, 2, 512)
+    assert (scratch.num_steps, scratch.optimizer.warmup_steps, scratch.seed) == (10, 10, 4)
+    assert (scratch.optimizer.learning_rate, scratch.optimizer.method) == (0.1, OptimizerMethod.MUON)
 
 
 CONFIG = draft_with(
     method=DraftMethod.DRAFT_MODEL,
-    pretrain={"num_steps": 5, "tokens_per_step": 6, "optimizer": {"warmup_steps": 2}, "checkpoint_every_steps": 2},
+    pretrain={"num_steps": 5, "tokens_per_step": 6, "checkpoint_every_steps": 2},
 )
 SCRATCH = ScratchConfig(
     optimizer=OptimizerConfig(method=OptimizerMethod.MUON, learning_rate=0.1, warmup_steps=2), num_steps=5

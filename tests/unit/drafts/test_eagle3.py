@@ -131,13 +131,19 @@ def test_a_draft_in_several_files_is_read_whole(policy: Path, draft: Path, tmp_p
     assert load_file(tmp_path / "ours" / "model.safetensors").keys() == tensors.keys()
 
 
-def test_a_draft_that_does_not_say_reads_the_layers_that_vllm_would_give_it(
+def test_a_config_takes_the_layers_of_a_draft_and_a_draft_that_names_none_vllms(
     policy: Path, original: Path, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
+    given = draft_with(_given(original), eagle3={"aux_hidden_state_layer_ids": None})
+    bring_draft(given, policy, tmp_path / "ours", max_model_len=64)
+    assert DraftTrainer(policy, given, given=tmp_path / "ours").layer_ids == (0, 1, 2)
+    field = "draft.eagle3.aux_hidden_state_layer_ids"
+    other = draft_with(given, eagle3={"aux_hidden_state_layer_ids": (0, 1, 3)})
+    bring = partial(bring_draft, other, policy, tmp_path / "ours", max_model_len=64)
+    rule = "must be the layers that draft.model reads, [0, 1, 2], got (0, 1, 3); leave it out"
+    assert refusal(bring) == f"{field} {rule}"
     _edit(original, eagle_config={})
-    bring = partial(bring_draft, _given(original), policy, tmp_path / "ours", max_model_len=64)
-    rule = "draft.eagle3.aux_hidden_state_layer_ids must be the layers that draft.model reads"
-    assert refusal(bring) == f"{rule}, got [0, 1, 2]; set it to [2, 1, -1]"
+    assert refusal(bring) == f"{field} must be in [0, 2), the policy's layers, got (-1, 0, 1)"
 
 
 def test_a_copy_of_the_policys_embeddings_is_left_out_and_others_are_refused(

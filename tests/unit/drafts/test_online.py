@@ -88,7 +88,7 @@ def started(
 ) -> LearnerProcess:
     process = LearnerProcess(learner)
     process.load(policy, GRPO.optimizer)
-    if config.online is not DraftOnline.OFF:
+    if config.online.when is not DraftOnline.OFF:
         process.continue_draft(draft, policy, config, Dtype.BFLOAT16)
     return process
 
@@ -104,7 +104,7 @@ def run(
     rests: bool = False,
 ) -> tuple[list[StepRecord], DrawnRollouts]:
     records, rollouts = list(history), Offloaded(process) if rests else DrawnRollouts()
-    is_off = config.online is DraftOnline.OFF
+    is_off = config.online.when is DraftOnline.OFF
 
     def on_step(record: StepRecord) -> None:
         records.append(record)

@@ -21,7 +21,7 @@ from slipstream.drafts.config import LOSSES, DraftOnline
 from slipstream.drafts.learner_draft import States
 from slipstream.drafts.passes import ATTENTION, head_inputs, pack_chats, rows_of
 from slipstream.drafts.trainer import DISTANCES, DraftOptimizer, DraftTrainer, chunk_losses
-from slipstream.grpo.config import OptimizerMethod
+from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.ragged import Ragged
 from tests.small import draft_with
@@ -160,7 +160,7 @@ def parameters() -> list[tuple[str, torch.nn.Parameter]]:
 
 def test_muon_takes_the_matrices_but_the_output_head() -> None:
     named = parameters()
-    optimizer = DraftOptimizer(named, OptimizerMethod.MUON)
+    optimizer = DraftOptimizer(named, OptimizerConfig(learning_rate=0.1, method=OptimizerMethod.MUON))
     assert optimizer.moments() == {}
     for _, parameter in named:
         parameter.grad = torch.ones_like(parameter)
@@ -174,7 +174,7 @@ def test_muon_takes_the_matrices_but_the_output_head() -> None:
 
 def test_adamw_takes_every_parameter_and_moves_it_by_the_learning_rate_at_first() -> None:
     named = parameters()
-    optimizer = DraftOptimizer(named, OptimizerMethod.ADAMW)
+    optimizer = DraftOptimizer(named, OptimizerConfig(learning_rate=0.1))
     for _, parameter in named:
         parameter.grad = torch.full_like(parameter, 3.0)
     optimizer.step(learning_rate=0.1)
@@ -327,7 +327,7 @@ def test_the_loss_of_a_step_is_the_decayed_sum_over_passes(
 
 @pytest.mark.parametrize("loss", ["kl_div", "tv"])
 def test_passes_and_losses_are_those_of_speculators(policy: Path, states: States, loss: str) -> None:
-    trainer = DraftTrainer(policy, replace(CONFIG, loss=loss))
+    trainer = DraftTrainer(policy, draft_with(CONFIG, eagle3={"loss": loss}))
     (row,) = rows_of(CHATS, PROMPTS, states, max_tokens=64)
     settings = trainer._model.layers[0].self_attn.config
     settings._attn_implementation, trainer._model._create_mask_fn = "sdpa", create_mask  # over the whole row
@@ -402,7 +402,7 @@ def test_logits_of_more_than_a_chunk_are_never_held(policy: Path, states: States
 def test_every_loss_makes_another_draft(policy: Path, states: States) -> None:
     made = []
     for loss in LOSSES:
-        trainer = DraftTrainer(policy, replace(CONFIG, loss=loss))
+        trainer = DraftTrainer(policy, draft_with(CONFIG, eagle3={"loss": loss}))
         trainer.step(CHATS, PROMPTS, states)
         trainer.step(CHATS, PROMPTS, states)
         made.append(trainer._model.lm_head.weight.detach())

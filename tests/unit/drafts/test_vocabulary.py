@@ -47,7 +47,7 @@ def test_coverage_is_the_share_of_the_responses_tokens() -> None:
 
 @pytest.mark.parametrize("num", [0, 16])
 def test_a_cut_that_is_none_is_refused(num: int, refusal: Callable[..., str]) -> None:
-    expected = f"draft.vocab_size must be < the policy's 16 tokens, got {num}; null keeps the whole vocabulary"
+    expected = f"draft.eagle3.vocab_size must be < the policy's 16 tokens, got {num}; null keeps the whole vocabulary"
     assert refusal(lambda: require_cut(num, 16)) == expected
 
 

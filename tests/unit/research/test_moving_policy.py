@@ -26,7 +26,7 @@ def test_arms_differ_in_how_the_draft_learns_and_in_the_rate_alone() -> None:
     contestant = Contestant(online=DraftOnline.WHEN_STALE, learning_rate=5e-4)
     recipe = recipe_of(load_recipe("tiny"), contestant, {"grpo": {"num_steps": 7}}, k=5)
     assert contestant.name == "when_stale, 5.0e-04"
-    assert recipe.draft.online is DraftOnline.WHEN_STALE
+    assert recipe.draft.online.when is DraftOnline.WHEN_STALE
     assert (recipe.grpo.optimizer.learning_rate, recipe.grpo.num_steps) == (5e-4, 7)
     assert recipe.tuning.candidate_ks == (0, 5)
 

@@ -95,7 +95,7 @@ class Learner:
         return 100
 
     def create(self, scratch: Any, vocab_size: int, eos: int, optimizer: Any) -> int:
-        self.calls.append(("create", scratch.hidden_size, vocab_size, eos, optimizer.method.value))
+        self.calls.append(("create", scratch.shape.hidden_size, vocab_size, eos, optimizer.method.value))
         self.probability = 0.25
         return 9
 

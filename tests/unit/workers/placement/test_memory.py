@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slipstream.catalog import load_model
 from slipstream.config import ConfigError
-from slipstream.drafts.config import DraftConfig, DraftScratchConfig
+from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import DraftMethod
 from slipstream.engine.config import EngineConfig
 from slipstream.learner.architecture import Architecture, Experts
@@ -144,7 +144,7 @@ def test_an_engine_may_copy_key_value_heads_evenly(tmp_path: Path) -> None:
 
 def _with_engines_of_eight(directory: Path, **shape: int) -> dict[str, Any]:
     heads = 24 if shape["num_query_groups"] == 6 else 32
-    scratch = ScratchConfig(shape=ShapeConfig(num_layers=2, num_attention_heads=heads), **shape)  # type: ignore[arg-type]
+    scratch = ScratchConfig(shape=ShapeConfig(num_layers=2, num_attention_heads=heads, **shape))
     dense = Architecture.from_scratch(scratch, vocab_size=64, eos_token_id=1)
     (directory / "config.json").write_text(json.dumps(dense.to_hf(Dtype.BFLOAT16)))
     return {
@@ -281,7 +281,7 @@ def test_an_engine_without_a_draft_takes_a_named_cache_as_it_is_and_splits_over_
 
 
 def test_a_draft_model_is_counted_whole_whether_trained_or_given(tmp_path: Path) -> None:
-    scratch = DraftScratchConfig(
+    scratch = ShapeConfig(
         hidden_size=2, num_layers=3, num_attention_heads=1, num_query_groups=1, head_dim=4, ffn_hidden_size=5
     )
     trained = draft_with(method=DraftMethod.DRAFT_MODEL, draft_model={"shape": scratch})
