@@ -10,7 +10,6 @@ import pytest
 from hypothesis import settings
 
 from tests.forked.hook import forked_workers
-from tests.small import draft_with
 
 # The same examples each time: no commit fails by luck. No test is judged by absolute time: a first example pays for
 # cold caches, and the machine is shared.
@@ -163,7 +162,8 @@ def _make_policy(path: Path, seed: int, **shape: Any) -> Path:
 
 
 def _make_draft(path: Path, policy: Path, seed: int) -> Path:
+    from slipstream.drafts.config import DraftConfig
     from slipstream.drafts.eagle3 import build_draft, save_draft
 
-    save_draft(build_draft(policy, draft_with(eagle3={"aux_hidden_state_layer_ids": (1, 2, 3)}, seed=seed)), path)
+    save_draft(build_draft(policy, DraftConfig(seed=seed)), path)
     return path

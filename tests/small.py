@@ -31,14 +31,7 @@ ENGINE = EngineConfig(
     max_model_len=128, max_num_seqs=16, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.1
 )
 SAMPLING = SamplingConfig(temperature=0.8, max_response_tokens=24)
-
-
-def draft_with(base: DraftConfig | None = None, /, **values: Any) -> DraftConfig:
-    """`base`, or the defaults, with `values` as a recipe's `draft` says them."""
-    return from_mapping(DraftConfig, merge({} if base is None else to_mapping(base), values), "draft")
-
-
-DRAFT = draft_with(eagle3={"aux_hidden_state_layer_ids": (1, 2, 3)})
+DRAFT = DraftConfig()  # of a policy of four layers, whose last three it reads
 PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="1") for i in range(4))
 CERTIFICATE = LosslessnessConfig(
     num_tokens=4000,
@@ -63,6 +56,11 @@ RECIPE: dict[str, Any] = {
     "learner": {"max_tokens_per_microbatch": 512, "dtype": "float32", "num_threads": 1, "num_kept_idle": 1},
     "grpo": {"num_steps": 4, "prompts_per_step": 2, "group_size": 4, "checkpoint_every_steps": 2},
 }
+
+
+def draft_with(base: DraftConfig | None = None, /, **values: Any) -> DraftConfig:
+    """`base`, or the defaults, with `values` as a recipe's `draft` says them."""
+    return from_mapping(DraftConfig, merge({} if base is None else to_mapping(base), values), "draft")
 
 
 def tokens(result: GenerationResult) -> list[tuple[int, ...]]:
