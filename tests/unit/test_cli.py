@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream import cli, demo
+from slipstream import cli, run_command
 from slipstream.cli import main
 from slipstream.recipe import CONFIGS, load_recipe, write_recipe
 from slipstream.types import Workload
@@ -220,6 +220,6 @@ def test_an_error_of_a_command_that_can_print_is_not_taken_for_one_of_its_output
     def broken(*_: object, **__: object) -> None:
         raise BrokenPipeError(32, "a socket's")
 
-    monkeypatch.setattr(demo, "resumed", broken)
+    monkeypatch.setattr(run_command, "resumed", broken)
     with pytest.raises(BrokenPipeError, match="a socket's"):
         main(["demo", "--resume"])

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.demo import started
 from slipstream.recipe import CONFIGS
+from slipstream.run_command import started
 from slipstream.types import Workload
 
 GOLDEN = Path(__file__).with_name("golden") / "speculative_rl.json"
