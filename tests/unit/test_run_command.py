@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 
 from slipstream import run_command
+from slipstream.cli import main
 from slipstream.config import ConfigError, parse_overrides
 from slipstream.recipe import load_recipe, write_recipe
+from slipstream.records.files import write_record
+from slipstream.records.run import LaunchRecord
 from slipstream.run_command import Launch
-from slipstream.stages.context import new_execution, recorded_recipe
+from slipstream.stages.context import launch_file, new_execution, recorded_recipe
 from slipstream.supervisor import Outcome
 from slipstream.tracking.config import check_key
 from slipstream.tracking.spool import Event, RunHeader, Spool, spool_path
-from slipstream.types import Workload
+from slipstream.types import Arms, Workload
 from tests.unit.lagging import ONE_STEP_OFF
 
 
@@ -35,23 +38,26 @@ def execution(root: Path, name: str, *, started_s: int, is_finished: bool = Fals
 
 
 def started(recipe: str, **given: Any) -> Launch:
-    return run_command.started(recipe, **{"reuse_stored": True, **given})
+    return run_command.started(recipe, **{"reuse_stored": True, "arms": Arms.SPECULATIVE, **given})
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     execution(tmp_path, "a", started_s=100)
     execution(tmp_path, "b", started_s=200)
+    write_record(LaunchRecord(arms=Arms.SPECULATIVE), launch_file(tmp_path, "b"))
     execution(tmp_path, "c", started_s=300, is_finished=True)
     return tmp_path
 
 
 def test_the_latest_unfinished_execution_goes_on_with_its_own_recipe(root: Path) -> None:
     launch = run_command.resumed(root, run_command.LATEST, reuse_stored=True)
-    inputs = {"recipe": str(root / "b" / "start_run" / "recipe.yaml"), "resume_execution": "b"}
+    recipe = str(root / "b" / "start_run" / "recipe.yaml")
+    inputs = {"recipe": recipe, "arms": Arms.SPECULATIVE, "resume_execution": "b"}
     assert launch == Launch(workflow="speculative_rl", execution="b", inputs=inputs)
     command = launch.command(root)
     assert command[command.index("--resume_execution") + 1] == "b"
+    assert command[command.index("--arms") + 1] == "speculative"
     assert run_command.resumed(root, "a", reuse_stored=True).execution == "a"
 
 
@@ -198,3 +204,22 @@ def test_executions_that_start_in_one_second_have_names_of_their_own_in_their_or
         time.sleep(0.001)
     assert sorted(set(names)) == names
     assert re.fullmatch(r"tiny-\d{8}-\d{6}-\d{6}", names[0])
+
+
+@pytest.mark.parametrize(
+    ("command", "recipe", "arms"),
+    [
+        (["run", "tiny"], "tiny", "speculative"),
+        (["run", "tiny", "--arms", "autoregressive"], "tiny", "autoregressive"),
+        (["run", "--arms", "both", "tiny_async"], "tiny_async", "both"),
+        (["demo"], "tiny", "both"),
+        (["demo", "--recipe", "tiny_async"], "tiny_async", "both"),
+    ],
+)
+def test_run_trains_the_arm_that_speculates_unless_asked_and_demo_both(
+    monkeypatch: pytest.MonkeyPatch, command: list[str], recipe: str, arms: str
+) -> None:
+    seen: list[Launch] = []
+    monkeypatch.setattr(run_command, "run", lambda launch, root: seen.append(launch) or 1)
+    assert main(command) == 1
+    assert (seen[0].inputs["recipe"], seen[0].inputs["arms"]) == (recipe, arms)
