@@ -263,14 +263,14 @@ def pooled_acceptance(steps: Sequence[StepRecord]) -> AcceptanceStats | None:
 def compare_loops(record: RunRecord) -> LoopComparison | None:
     """Compute the figures of all arms; None without asynchronous arms, or without each one's synchronous arm.
 
-    The baseline is the synchronous autoregressive arm, where there is one.
+    The baseline is the synchronous autoregressive arm, beside a speculative one.
 
     Raises:
         ValueError: an asynchronous step has no record of what overlapped.
     """
     synchronous = {arm.arm: arm for arm in record.arms if arm.steps}
     asynchronous = [arm for arm in record.asynchronous if arm.steps]
-    base = synchronous.get(Arm.AUTOREGRESSIVE)
+    base = synchronous.get(Arm.AUTOREGRESSIVE) if len(synchronous) == len(Arm) else None
     if not asynchronous or any(arm.arm not in synchronous for arm in asynchronous):
         return None
     arms = [_summarise_loop(arm, base, None) for arm in synchronous.values()]

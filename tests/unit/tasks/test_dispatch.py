@@ -250,7 +250,9 @@ CASES = {
         },
         handed_on=("recipe.yaml",),
     ),
-    "prepare_data": Case(seen={}, handed_on=(_DELIVERED, "manifest.json", "tokenizer.json", "train.jsonl")),
+    "prepare_data": Case(
+        seen={"trains_draft": True}, handed_on=(_DELIVERED, "manifest.json", "tokenizer.json", "train.jsonl")
+    ),
     "prepare_data_for": Case(
         seen=_marks("policy"), handed_on=(_DELIVERED, "manifest.json", "tokenizer.json", "train.jsonl")
     ),
