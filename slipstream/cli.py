@@ -1,4 +1,4 @@
-"""Command line of Slipstream: run the demo or a study, check a recipe, compare executions. Commands print to stdout."""
+"""Command line of Slipstream: train or check a recipe, run a study, compare executions. Commands print to stdout."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import select
-import shlex
 import signal
 import sys
 import tempfile
@@ -15,14 +14,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from slipstream import demo, logs
+from slipstream import logs, run_command
 from slipstream.config import LARGEST, ConfigError, parse_overrides, require
 from slipstream.data.config import SYNTHETIC
 from slipstream.recipe import Recipe, load_recipe, recipe_file_schema, resolve_recipe
 from slipstream.records.files import read_record, write_atomic
 from slipstream.records.run import RunRecord
 from slipstream.simulator import cli as simulator
-from slipstream.stages.context import add_inputs
+from slipstream.stages.context import add_set
 from slipstream.study import study_command
 from slipstream.tracking.config import TrackingConfig, store_uri
 from slipstream.tracking.executions import open_store, read_executions
@@ -30,11 +29,9 @@ from slipstream.tracking.mlflow_store import TrackingError, view_addresses
 from slipstream.tracking.replay import replay
 from slipstream.tracking.spool import spool_directory
 from slipstream.types import Prompt, Workload
-from slipstream.workers.placement.config import ArmsInTurn
 from slipstream.workers.placement.memory import memory_text
 from slipstream.workers.placement.plan import make_plan, parse_cluster, plan_text, table
 
-_RECIPE = "tiny"
 _INTERRUPTED = 128 + signal.SIGINT
 _UNREAD = 128 + signal.SIGPIPE  # a shell's status of a command whose reader has closed the pipe
 
@@ -89,14 +86,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="slipstream", description="Speculative rollouts for RL post-training of language models."
     )
     commands = parser.add_subparsers(required=True, metavar="command")
-    _add_demo(commands)
+    run_command.add_commands(commands)
     for name, words in study_command.PRESETS.items():
         study = commands.add_parser(name, help=words)
         study_command.add_options(study, name)
         study.set_defaults(run=_study)
     check = commands.add_parser("check", help="check a recipe without running it")
     check.add_argument("recipe")
-    _add_set(check)
+    add_set(check)
     check.add_argument("--cluster", metavar="NODESxGPUS", help="print the placement plan for this cluster, such as 8x4")
     check.add_argument(
         "--domain-nodes", type=int, metavar="N", help="number of neighbouring nodes in one NVLink domain"
@@ -109,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     words = "JSON lines with `response` and `reference`, and where the reward reads them `data_source`, `extra_info`"
     score.add_argument("--responses", required=True, metavar="FILE", help=words)
     score.add_argument("--json", action="store_true", help="print one JSON line a response, with its `score`")
-    _add_set(score)
+    add_set(score)
     score.set_defaults(run=_score)
     cluster = commands.add_parser("cluster", help="list the nodes of the Ray cluster at RAY_ADDRESS, or this machine")
     cluster.set_defaults(run=_cluster)
@@ -146,78 +143,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    chain = commands.add_parser("demo", help="run the whole chain on this machine and report the speedup")
-    chain.add_argument("--recipe", help=f"a name in configs/ or a path; default: {_RECIPE}")
-    add_inputs(chain)
-    chain.add_argument(
-        "--arms-in-turn",
-        choices=list(ArmsInTurn),
-        type=ArmsInTurn,
-        help="alternate the steps of both arms, so that machine load affects both alike; default: the recipe's",
-    )
-    _add_set(chain)
-    chain.add_argument("--run-root", default="runs")
-    chain.add_argument(
-        "--resume",
-        nargs="?",
-        const=demo.LATEST,
-        metavar="EXECUTION",
-        help="resume an execution with its recorded recipe; default: the latest without a report",
-    )
-    chain.add_argument(
-        "--fresh", action="store_true", help="make data, policy and draft again, even if they are stored"
-    )
-    chain.set_defaults(run=_demo)
-
-
-def _demo(options: argparse.Namespace) -> int:
-    """Run the workflow of the recipe's loop through `pyflyte run`, and print the table of the report."""
-    root = Path(options.run_root).resolve()
-    if options.resume is not None:
-        for name in ("recipe", "workload", "num_steps", "seed", "arms_in_turn", "set"):
-            value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
-            fix = "an execution resumes with its recorded recipe"
-            require(value in (None, []), flag, "must be left out with --resume", value, fix)
-        launch = demo.resumed(root, options.resume, reuse_stored=not options.fresh)
-    else:
-        launch = demo.started(
-            options.recipe or _RECIPE,
-            workload=options.workload,
-            num_steps=options.num_steps,
-            seed=options.seed,
-            overrides=[*options.set, *_arms_in_turn(options.arms_in_turn)],
-            reuse_stored=not options.fresh,
-        )
-    status = demo.run(launch, root)
-    if status == 0:
-        _show(root)
-    return status
-
-
 def _study(options: argparse.Namespace) -> int:
     """Run the workflow of a study through `pyflyte run`, and print its tables."""
     root = Path(options.run_root).resolve()
     launch = study_command.launched(options)
-    status = demo.run(launch, root)
+    status = run_command.run(launch, root)
     if status == 0:
         print(study_command.result(root, launch))
     return status
-
-
-def _arms_in_turn(value: ArmsInTurn | None) -> list[str]:
-    return [] if value is None else [f"placement.arms_in_turn={value}"]
-
-
-def _show(root: Path) -> None:
-    from slipstream.report.results import terminal_table
-
-    latest = root / "latest"
-    record = read_record(RunRecord, latest / "run.json")
-    print()
-    print(terminal_table(record))
-    print(f"\nreport: {latest / 'report.html'}")
-    print(f"MLflow: .venv/bin/mlflow ui --host 127.0.0.1 --backend-store-uri {shlex.quote(record.tracking_uri)}")
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -369,11 +302,6 @@ def _replay(options: argparse.Namespace) -> int:
     if result.refused:
         print("fix this and replay again; to discard a run, remove its spool", file=sys.stderr)
     return 1 if result.refused else 0
-
-
-def _add_set(command: argparse.ArgumentParser) -> None:
-    words = "set fields of the recipe, as in grpo.group_size=16"
-    command.add_argument("--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE", help=words)
 
 
 def _add_store(command: argparse.ArgumentParser) -> None:

@@ -32,6 +32,19 @@ class Arm(StrEnum):
     SPECULATIVE = "speculative"
 
 
+class Arms(StrEnum):
+    """The arms that a launch asks for."""
+
+    SPECULATIVE = "speculative"
+    AUTOREGRESSIVE = "autoregressive"
+    BOTH = "both"
+
+    @property
+    def members(self) -> tuple[Arm, ...]:
+        """The arms, the baseline first."""
+        return tuple(Arm) if self is Arms.BOTH else (Arm(self.value),)
+
+
 class LoopMode(StrEnum):
     """Order of generation and training in a step."""
 

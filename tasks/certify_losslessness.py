@@ -23,6 +23,12 @@ class Certificate(NamedTuple):
     certificate: FlyteDirectory
 
 
+class RunCertificate(NamedTuple):
+    """Output of the certification of a run; None without a speculative arm."""
+
+    certificate: FlyteDirectory | None
+
+
 class Report(NamedTuple):
     """Output of a workflow: the directory of its report."""
 
@@ -35,16 +41,18 @@ def certify_losslessness(
     context: RunContext,
     recipe: FlyteFile,
     policy: FlyteDirectory,
-    trained: FlyteDirectory,
+    trained: list[FlyteDirectory],
     data: FlyteDirectory,
-    draft: FlyteDirectory,
-    tuning: FlyteDirectory,
-) -> Certificate:
-    """Certify a trained speculative arm in certificate.json.
+    draft: FlyteDirectory | None,
+    tuning: FlyteDirectory | None,
+) -> RunCertificate:
+    """Certify a trained speculative arm, the last of its loop, in certificate.json.
 
-    `trained` holds the arm's weights in `policy/` and, if the draft learned during RL, the draft in `draft/`.
+    An arm's directory holds its weights in `policy/` and, if the draft learned during RL, the draft in `draft/`.
     """
-    loaded, arm = load_recipe(os.fspath(recipe)), model_of(context, trained)
+    if draft is None or tuning is None:
+        return RunCertificate(certificate=None)
+    loaded, arm = load_recipe(os.fspath(recipe)), model_of(context, trained[-1])
     directory = stage.certify_losslessness(
         context,
         loaded,
@@ -55,7 +63,8 @@ def certify_losslessness(
         draft=model_of(context, draft),
         length=stage.tuned_length(loaded, records_of(tuning)),
     )
-    return Certificate(certificate=handed_on(context, "certify_losslessness", directory, records=("certificate.json",)))
+    handed = handed_on(context, "certify_losslessness", directory, records=("certificate.json",))
+    return RunCertificate(certificate=handed)
 
 
 @task(**on_gpus(MEASURING))
@@ -77,7 +86,11 @@ def certify_draft(
 
 @task(**on_cpus(CHECKING, retries=0))
 @recoverable
-def require_lossless(certificate: FlyteDirectory, report: FlyteDirectory) -> Report:
-    """Return the report, or fail the run if the certificate is not lossless; the report is written before."""
-    stage.require_lossless(records_of(certificate))
+def require_lossless(certificate: FlyteDirectory | None, report: FlyteDirectory) -> Report:
+    """Return the report, or fail the run if there is a certificate that is not lossless; the report is written before.
+
+    A run without a speculative arm has no certificate.
+    """
+    if certificate is not None:
+        stage.require_lossless(records_of(certificate))
     return Report(report=report)

@@ -1,4 +1,4 @@
-"""Task that measures the accuracy of one policy on the validation problems."""
+"""Task that measures the accuracy of a run's policies on the validation problems."""
 
 from __future__ import annotations
 
@@ -17,23 +17,31 @@ from tasks.recoverable import recoverable
 from tasks.resources import MEASURING, on_gpus
 
 
-class Evaluation(NamedTuple):
-    """Output of an evaluation: the directory of evaluation.json."""
+class Evaluations(NamedTuple):
+    """Output of the evaluation: a directory with evaluation.json for each policy, the policy before RL first."""
 
-    evaluation: FlyteDirectory
+    evaluations: list[FlyteDirectory]
 
 
 @task(**on_gpus(MEASURING))
 @recoverable
 def evaluate_aime(
-    context: RunContext, recipe: FlyteFile, data: FlyteDirectory, model: FlyteDirectory, policy: str
-) -> Evaluation:
-    """Evaluate a policy in evaluation.json.
+    context: RunContext,
+    recipe: FlyteFile,
+    data: FlyteDirectory,
+    policy: FlyteDirectory,
+    arms: list[list[FlyteDirectory]],
+) -> Evaluations:
+    """Evaluate the policy before RL, then the trained policy of each arm of each loop, one after the other.
 
-    `policy` is the name `start` or that of an arm; the weights of an arm lie in `policy/` of `model`.
+    The weights of an arm lie in `policy/` of its directory.
     """
-    path = model_of(context, model)
-    weights = path / "policy" if (path / "policy").is_dir() else path
-    loaded = load_recipe(os.fspath(recipe))
-    directory = stage.evaluate_aime(context, loaded, policy, data=records_of(data), model=weights)
-    return Evaluation(evaluation=handed_on(context, f"evaluate_aime_{policy}", directory, records=("evaluation.json",)))
+    trained = [model_of(context, arm) for loop in arms for arm in loop]
+    models = {stage.START: model_of(context, policy), **{stage.trained_name(arm): arm / "policy" for arm in trained}}
+    found: list[FlyteDirectory] = []
+    for name, model in models.items():
+        directory = stage.evaluate_aime(
+            context, load_recipe(os.fspath(recipe)), name, data=records_of(data), model=model
+        )
+        found.append(handed_on(context, f"evaluate_aime_{name}", directory, records=("evaluation.json",)))
+    return Evaluations(evaluations=found)

@@ -8,7 +8,7 @@ from flytekit.types.error.error import FlyteError
 
 from slipstream.kubernetes.profile import shared_root
 from slipstream.stages import fail_run as stage
-from slipstream.types import Workload
+from slipstream.types import Arms, Workload
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, CLUSTER, on_cpus, runs_locally
 from tasks.start_run import execution_name
@@ -26,10 +26,11 @@ def fail_run(  # noqa: PLR0913  # Flyte asks for every input of the workflow, an
     num_steps: int | None = None,
     seed: int | None = None,
     max_off_policy_steps: int | None = None,
+    arms: Arms = Arms.BOTH,
     err: FlyteError | None = None,
 ) -> None:
     """Write failure.md and failure.json beside the execution's stages, and as artifacts of its MLflow run."""
-    del workload, num_steps, seed, overrides, max_off_policy_steps, reuse_stored
+    del workload, num_steps, seed, overrides, max_off_policy_steps, arms, reuse_stored
     _fail(resume_execution or execution_name(recipe), run_root, err)
 
 

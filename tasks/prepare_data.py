@@ -29,11 +29,8 @@ class Data(NamedTuple):
 @recoverable
 def prepare_data(context: RunContext, recipe: FlyteFile) -> Data:
     """Prepare train, draft and validation prompts, their manifest and, in `tokenizer/`, the recipe's tokenizer."""
-    return Data(
-        data=handed_on(
-            context, "prepare_data", stage.prepare_data(context, load_recipe(os.fspath(recipe))), records=_RECORDS
-        )
-    )
+    directory = stage.prepare_data(context, load_recipe(os.fspath(recipe)), trains_draft=context.speculates)
+    return Data(data=handed_on(context, "prepare_data", directory, records=_RECORDS))
 
 
 @task(**on_cpus(PREPARING))

@@ -18,15 +18,17 @@ from tasks.resources import MEASURING, on_gpus
 
 
 class Draft(NamedTuple):
-    """Output of the pretraining: the directory of the draft."""
+    """Output of the pretraining: the directory of the draft; None without a speculative arm."""
 
-    draft: FlyteDirectory
+    draft: FlyteDirectory | None
 
 
 @task(**on_gpus(MEASURING))
 @recoverable
 def pretrain_draft(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory) -> Draft:
     """Pretrain the draft; writes draft.json and, if the method has weights, a draft for vLLM in `draft/`."""
+    if not context.speculates:
+        return Draft(draft=None)
     directory = stage.pretrain_draft(
         context, load_recipe(os.fspath(recipe)), policy=model_of(context, policy), data=records_of(data)
     )

@@ -26,10 +26,13 @@ class Projection(NamedTuple):
 @task(**on_cpus(CHECKING))
 @recoverable
 def project_speedup(
-    context: RunContext, recipe: FlyteFile, tuning: FlyteDirectory, arms: list[FlyteDirectory]
+    context: RunContext, recipe: FlyteFile, tuning: FlyteDirectory | None, arms: list[list[FlyteDirectory]]
 ) -> Projection:
     """Write calibrations, the check on the speculative arm and projections with bands to projection.json."""
     directory = stage.project_speedup(
-        context, load_recipe(os.fspath(recipe)), tuning=records_of(tuning), arms=[records_of(arm) for arm in arms]
+        context,
+        load_recipe(os.fspath(recipe)),
+        tuning=None if tuning is None else records_of(tuning),
+        arms=[records_of(arm) for loop in arms for arm in loop],
     )
     return Projection(projection=handed_on(context, "project_speedup", directory, records=("projection.json",)))

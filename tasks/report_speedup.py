@@ -30,11 +30,11 @@ def report_speedup(  # noqa: PLR0913  # one input a record
     recipe: FlyteFile,
     policy: FlyteDirectory,
     data: FlyteDirectory,
-    draft: FlyteDirectory,
-    tuning: FlyteDirectory,
-    arms: list[FlyteDirectory],
+    draft: FlyteDirectory | None,
+    tuning: FlyteDirectory | None,
+    arms: list[list[FlyteDirectory]],
     evaluations: list[FlyteDirectory],
-    certificate: FlyteDirectory,
+    certificate: FlyteDirectory | None,
     projection: FlyteDirectory,
 ) -> SpeedupReport:
     """Write report.html (also the task's deck), report.json, run.json and drift.json from a run's records."""
@@ -43,11 +43,11 @@ def report_speedup(  # noqa: PLR0913  # one input a record
         load_recipe(os.fspath(recipe)),
         policy=records_of(policy),
         data=records_of(data),
-        draft=records_of(draft),
-        tuning=records_of(tuning),
-        arms=[records_of(arm) for arm in arms],
+        draft=None if draft is None else records_of(draft),
+        tuning=None if tuning is None else records_of(tuning),
+        arms=[records_of(arm) for loop in arms for arm in loop],
         evaluations=[records_of(evaluation) for evaluation in evaluations],
-        certificate=records_of(certificate),
+        certificate=None if certificate is None else records_of(certificate),
         projection=records_of(projection),
     )
     Deck("speedup", (directory / "report.html").read_text())

@@ -1,7 +1,7 @@
 """Images, pods, time-outs and retries of the tasks, by the cluster profile of the registration.
 
 `SLIPSTREAM_CLUSTER` names the profile in configs/clusters/; without the variable, tasks run in the process that starts
-the workflow, as in `slipstream demo`. Every pod sets the variable, so that a task is declared alike in a pod and at
+the workflow, as in `slipstream run`. Every pod sets the variable, so that a task is declared alike in a pod and at
 registration.
 """
 

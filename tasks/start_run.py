@@ -11,7 +11,7 @@ from flytekit.types.file import FlyteFile
 from slipstream.kubernetes.profile import shared_root
 from slipstream.stages import start_run as stage
 from slipstream.stages.context import EXECUTION_VARIABLE, RunContext, new_execution, requested, with_lag
-from slipstream.types import ArmLoop, Workload
+from slipstream.types import ArmLoop, Arms, Workload
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, CLUSTER, on_cpus, runs_locally
 
@@ -38,6 +38,7 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch form
     resume_execution: str,
     reuse_stored: bool,
     loop: ArmLoop | None,
+    arms: Arms = Arms.BOTH,
 ) -> StartedRun:
     """Check the recipe against its rules and the cluster before any expensive work, and open the run.
 
@@ -54,12 +55,13 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch form
         reuse_stored=reuse_stored,
         cluster=CLUSTER,
         loop=loop,
+        arms=arms,
     )
     return StartedRun(context=context, recipe=FlyteFile(str(resolved)))
 
 
 def execution_name(recipe: str) -> str:
-    """Return Flyte's name of the execution; a local run takes that of `slipstream demo`, or one of recipe and time."""
+    """Return Flyte's name of the execution; a local run takes that of `slipstream run`, or one of recipe and time."""
     execution = current_context().execution_id
     if execution is not None and execution.name and execution.name != _LOCAL_EXECUTION:
         return execution.name

@@ -13,14 +13,14 @@ from flytekit.types.file import FlyteFile
 from slipstream.recipe import load_recipe
 from slipstream.stages import train_grpo as stage
 from slipstream.stages.context import RunContext, arm_node
-from slipstream.types import Arm, ArmLoop
+from slipstream.types import ArmLoop, Arms
 from tasks.deliverables import handed_on, model_of, records_of
 from tasks.recoverable import recoverable
 from tasks.resources import TRAINING, on_gpus
 
 
 class Trained(NamedTuple):
-    """Output of the training: a directory for each arm, in the order of the input `arms`."""
+    """Output of the training: a directory for each arm, the baseline first."""
 
     trained: list[FlyteDirectory]
 
@@ -32,12 +32,12 @@ def train_grpo(
     recipe: FlyteFile,
     policy: FlyteDirectory,
     data: FlyteDirectory,
-    draft: FlyteDirectory,
-    tuning: FlyteDirectory,
-    arms: list[Arm],
+    draft: FlyteDirectory | None,
+    tuning: FlyteDirectory | None,
+    arms: Arms,
     loop: ArmLoop,
 ) -> Trained:
-    """Train the arms of a loop.
+    """Train the arms of a loop; only a speculative arm needs draft and tuning.
 
     Each arm's directory holds arm.json with every step, the final policy in `policy/` and, if the draft learned during
     RL, the draft in `draft/`. A retry resumes all arms from their last checkpoints.
@@ -45,15 +45,15 @@ def train_grpo(
     directories = stage.train_grpo(
         context,
         load_recipe(os.fspath(recipe)),
-        arms,
+        arms.members,
         policy=model_of(context, policy),
         data=records_of(data),
-        draft=model_of(context, draft),
-        tuning=records_of(tuning),
+        draft=None if draft is None else model_of(context, draft),
+        tuning=None if tuning is None else records_of(tuning),
         loop=loop,
     )
     return Trained(
-        trained=[_arm(context, arm_node(arm, loop), path) for arm, path in zip(arms, directories, strict=True)]
+        trained=[_arm(context, arm_node(arm, loop), path) for arm, path in zip(arms.members, directories, strict=True)]
     )
 
 

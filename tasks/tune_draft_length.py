@@ -18,17 +18,19 @@ from tasks.resources import MEASURING, on_gpus
 
 
 class Tuning(NamedTuple):
-    """Output of the sweep: the directory of tuning.json."""
+    """Output of the sweep: the directory of tuning.json; None without a draft."""
 
-    tuning: FlyteDirectory
+    tuning: FlyteDirectory | None
 
 
 @task(**on_gpus(MEASURING))
 @recoverable
 def tune_draft_length(
-    context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory, draft: FlyteDirectory
+    context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory, draft: FlyteDirectory | None
 ) -> Tuning:
     """Measure a sweep over draft lengths; writes points, the chosen k and a schedule by batch size to tuning.json."""
+    if draft is None:
+        return Tuning(tuning=None)
     loaded = load_recipe(os.fspath(recipe))
     directory = stage.tune_draft_length(
         context, loaded, policy=model_of(context, policy), data=records_of(data), draft=model_of(context, draft)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from flytekit import WorkflowFailurePolicy, workflow
 
-from slipstream.types import Arm, ArmLoop, Workload, arm_name
+from slipstream.types import ArmLoop, Arms, Workload
 from tasks.certify_losslessness import Report
 from tasks.fail_run import fail_run
 from tasks.resources import CLUSTER
@@ -23,6 +23,7 @@ def asynchronous_rl(  # noqa: PLR0913  # one input a line of the launch form
     seed: int | None = None,
     overrides: list[str] = [],  # noqa: B006  # flytekit reads the default as a value, and passes a copy
     max_off_policy_steps: int | None = None,
+    arms: Arms = Arms.BOTH,
     run_root: str = CLUSTER.run_root,
     resume_execution: str = "",
     reuse_stored: bool = True,
@@ -40,6 +41,8 @@ def asynchronous_rl(  # noqa: PLR0913  # one input a line of the launch form
             unit. An unknown field or an invalid value ends the execution within seconds.
         max_off_policy_steps: largest lag of rollouts behind the trained policy, in steps; default: the recipe's. A
             synchronous recipe becomes one_step_off, unless overrides set loop.mode.
+        arms: speculative, autoregressive or both: one arm alone has no baseline, and so no speedup; autoregressive
+            alone makes no draft.
         run_root: absolute directory on the shared volume of all pods, for checkpoints and the tracking spool.
         resume_execution: name of an execution under run_root to resume; its finished stages are kept, and a changed
             recipe is refused. Empty starts a new execution.
@@ -57,11 +60,11 @@ def asynchronous_rl(  # noqa: PLR0913  # one input a line of the launch form
         seed=seed,
         overrides=overrides,
         max_off_policy_steps=max_off_policy_steps,
+        arms=arms,
         run_root=run_root,
         resume_execution=resume_execution,
         reuse_stored=reuse_stored,
         loop=ArmLoop.ASYNCHRONOUS,
     ).with_overrides(name="check the recipe", node_name="start-run")
     start = prepared(run)
-    arms = trained(start, [ArmLoop.SYNCHRONOUS, ArmLoop.ASYNCHRONOUS])
-    return concluded(start, arms, certified=arm_name(Arm.SPECULATIVE, ArmLoop.ASYNCHRONOUS))
+    return concluded(start, trained(start, arms, [ArmLoop.SYNCHRONOUS, ArmLoop.ASYNCHRONOUS]))

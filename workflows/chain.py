@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from slipstream.types import Arm, ArmLoop, arm_name
+from slipstream.types import ArmLoop
 from tasks.certify_losslessness import certify_losslessness, require_lossless
 from tasks.evaluate_aime import evaluate_aime
 from tasks.prepare_data import prepare_data
@@ -63,13 +63,12 @@ def prepared(run: Any) -> Prepared:
     return Prepared(shared=shared, data=data, policy=policy, draft=draft, tuning=tuning)
 
 
-def trained(start: Prepared, loops: Iterable[ArmLoop]) -> dict[str, Any]:
-    """Wire both arms in each of the loops; returns their promises by name."""
-    arms = [Arm.AUTOREGRESSIVE, Arm.SPECULATIVE]
-    found: dict[str, Any] = {}
+def trained(start: Prepared, arms: Any, loops: Iterable[ArmLoop]) -> list[Any]:
+    """Wire the training in each of the loops; returns the promise of each loop's arms."""
+    found: list[Any] = []
     for loop in loops:
         name = "train" if loop is ArmLoop.SYNCHRONOUS else f"train-{loop.value}"
-        both = (
+        found.append(
             train_grpo(
                 **start.shared,
                 policy=start.policy,
@@ -82,23 +81,21 @@ def trained(start: Prepared, loops: Iterable[ArmLoop]) -> dict[str, Any]:
             .with_overrides(name=name.replace("-", ", "), node_name=name)
             .trained
         )
-        found |= {arm_name(arm, loop): both[index] for index, arm in enumerate(arms)}
     return found
 
 
-def concluded(start: Prepared, arms: Mapping[str, Any], *, certified: str) -> Any:
-    """Wire evaluations of the policy before RL and of every arm, the certificate of one arm, and the report."""
-    evaluations = [
-        evaluate_aime(**start.shared, data=start.data, model=model, policy=name)
-        .with_overrides(name=f"evaluate {name.replace('_', ', ')}", node_name=f"evaluate-{name.replace('_', '-')}")
-        .evaluation
-        for name, model in {"start": start.policy, **arms}.items()
-    ]
+def concluded(start: Prepared, arms: list[Any]) -> Any:
+    """Wire evaluations of the policy before RL and of every arm, the certificate of the last loop, and the report."""
+    evaluations = (
+        evaluate_aime(**start.shared, data=start.data, policy=start.policy, arms=arms)
+        .with_overrides(name="evaluate", node_name="evaluate")
+        .evaluations
+    )
     certificate = (
         certify_losslessness(
             **start.shared,
             policy=start.policy,
-            trained=arms[certified],
+            trained=arms[-1],
             data=start.data,
             draft=start.draft,
             tuning=start.tuning,
@@ -107,11 +104,10 @@ def concluded(start: Prepared, arms: Mapping[str, Any], *, certified: str) -> An
         .certificate
     )
     # All of these tasks need the same machine or nodes: each runs alone, after the arms.
-    one_a_loop = [arms[name] for name in arms if name.startswith(Arm.AUTOREGRESSIVE.value)]
-    for before, after in pairwise([*one_a_loop, *evaluations, certificate]):
+    for before, after in pairwise([*arms, evaluations, certificate]):
         before >> after  # pyright: ignore[reportUnusedExpression]
     projection = (
-        project_speedup(**start.shared, tuning=start.tuning, arms=list(arms.values()))
+        project_speedup(**start.shared, tuning=start.tuning, arms=arms)
         .with_overrides(name="project speedup", node_name="project-speedup")
         .projection
     )
@@ -122,7 +118,7 @@ def concluded(start: Prepared, arms: Mapping[str, Any], *, certified: str) -> An
             data=start.data,
             draft=start.draft,
             tuning=start.tuning,
-            arms=list(arms.values()),
+            arms=arms,
             evaluations=evaluations,
             certificate=certificate,
             projection=projection,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from flytekit import LaunchPlan
 
 from slipstream.kubernetes.pods import PREFLIGHT_ACCOUNT
-from slipstream.types import Workload
+from slipstream.types import Arms, Workload
 from tasks.resources import CLUSTER
 from workflows.ablation import ablation as ablation_workflow
 from workflows.asynchronous_rl import asynchronous_rl
@@ -33,6 +33,12 @@ tiny_async = LaunchPlan.get_or_create(
     workflow=asynchronous_rl,
     name="tiny-async",
     fixed_inputs={"recipe": "tiny_async"},
+    **on_cluster(),
+)
+train_8b = LaunchPlan.get_or_create(
+    workflow=speculative_rl,
+    name="train-8b",
+    fixed_inputs={"recipe": CLUSTER.recipe_8b, "arms": Arms.SPECULATIVE},
     **on_cluster(),
 )
 rl_zero_8b = LaunchPlan.get_or_create(

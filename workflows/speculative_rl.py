@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from flytekit import WorkflowFailurePolicy, workflow
 
-from slipstream.types import Arm, ArmLoop, Workload
+from slipstream.types import ArmLoop, Arms, Workload
 from tasks.certify_losslessness import Report
 from tasks.fail_run import fail_run
 from tasks.resources import CLUSTER
@@ -23,6 +23,7 @@ def speculative_rl(  # noqa: PLR0913  # one input a line of the launch form
     seed: int | None = None,
     overrides: list[str] = [],  # noqa: B006  # flytekit reads the default as a value, and passes a copy
     max_off_policy_steps: int | None = None,
+    arms: Arms = Arms.BOTH,
     run_root: str = CLUSTER.run_root,
     resume_execution: str = "",
     reuse_stored: bool = True,
@@ -39,6 +40,8 @@ def speculative_rl(  # noqa: PLR0913  # one input a line of the launch form
             unit. An unknown field or an invalid value ends the execution within seconds.
         max_off_policy_steps: largest lag of rollouts behind the trained policy, in steps. This workflow is synchronous,
             so the value is 0 or left out; the workflow asynchronous_rl takes larger values.
+        arms: speculative, autoregressive or both: one arm alone has no baseline, and so no speedup; autoregressive
+            alone makes no draft.
         run_root: absolute directory on the shared volume of all pods, for checkpoints and the tracking spool.
         resume_execution: name of an execution under run_root to resume; its finished stages are kept, and a changed
             recipe is refused. Empty starts a new execution.
@@ -56,11 +59,11 @@ def speculative_rl(  # noqa: PLR0913  # one input a line of the launch form
         seed=seed,
         overrides=overrides,
         max_off_policy_steps=max_off_policy_steps,
+        arms=arms,
         run_root=run_root,
         resume_execution=resume_execution,
         reuse_stored=reuse_stored,
         loop=ArmLoop.SYNCHRONOUS,
     ).with_overrides(name="check the recipe", node_name="start-run")
     start = prepared(run)
-    arms = trained(start, [ArmLoop.SYNCHRONOUS])
-    return concluded(start, arms, certified=Arm.SPECULATIVE.value)
+    return concluded(start, trained(start, arms, [ArmLoop.SYNCHRONOUS]))

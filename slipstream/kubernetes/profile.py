@@ -209,7 +209,7 @@ class ClusterProfile(Checked):
     gpu: GpuNodes | None = None
     """Nodes with GPUs; null has none."""
     recipe_8b: str = "qwen3_8b"
-    """Recipe that the launch plans rl-*-8b start: one that fits the nodes."""
+    """Recipe that the launch plans train-8b and rl-*-8b start: one that fits the nodes."""
     labels: dict[str, str] = field(default_factory=dict)
     """Labels that the nodes of every pod must have."""
     tolerations: tuple[Toleration, ...] = ()
@@ -282,7 +282,7 @@ def shared_root(run_root: str, profile: ClusterProfile, *, is_local: bool) -> Pa
     """Return `run_root` as a directory that every task of the execution sees.
 
     Args:
-        is_local: True if all tasks run in this process, as in `slipstream demo`.
+        is_local: True if all tasks run in this process, as in `slipstream run`.
     Raises:
         ConfigError: `run_root` is a URI, which would become a directory on the pod's own disk; or, in pods, a path that
             is relative or outside the shared volume, which would be lost with the pod.

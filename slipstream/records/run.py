@@ -6,6 +6,14 @@ from dataclasses import dataclass
 
 from slipstream.records import stages
 from slipstream.records.steps import ArmRecord, EvaluationRecord
+from slipstream.types import Arms
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchRecord:
+    """Choice of a launch that its recipe does not hold."""
+
+    arms: Arms = Arms.BOTH
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,12 +79,13 @@ class RunRecord:
     machine: str
     policy: stages.PolicyRecord
     data: tuple[stages.DataSetRecord, ...]
-    draft: stages.DraftRecord
-    tuning: stages.TuningRecord
+    draft: stages.DraftRecord | None  # None, as tuning and certificate: no speculative arm was asked for
+    tuning: stages.TuningRecord | None
     arms: tuple[ArmRecord, ...]
     evaluations: tuple[EvaluationRecord, ...]
-    certificate: stages.CertificateRecord
+    certificate: stages.CertificateRecord | None
     numerics: NumericsRecord | None = None  # None: the recipe names its types
     logical_gpus: bool = False  # see `placement.logical_gpus`
     layout: LayoutRecord | None = None  # None: the recipe names none, and the run is not projected from itself
     asynchronous: tuple[ArmRecord, ...] = ()  # the same arms in the recipe's asynchronous loop; empty: it has none
+    requested: Arms = Arms.BOTH

@@ -73,6 +73,15 @@ def cells(execution: Execution) -> list[str]:
 def answer(execution: Execution) -> str:
     """State in one or two sentences which arm was faster, by how much, and how their rewards compare."""
     step, generation = (recorded(execution.metrics, f"{name}_speedup") for name in ("step", "generation"))
+    alone = [arm for arm in Arm if f"result/reward_{arm}" in execution.metrics]
+    if len(alone) == 1:
+        reward, gain = (estimate_of(execution.metrics, f"{name}_{alone[0]}") for name in ("reward", "reward_gain"))
+        learned = ", ".join(
+            f"{word} {with_interval(each, unit)}"
+            for word, each, unit in (("reward", reward, "reward"), ("gained", gain, "reward difference"))
+            if each is not None
+        )
+        return f"the {alone[0]} arm alone, so no speedup; {learned}{_proof(execution)}{_asynchronous(execution)}."
     if generation is None or step is None:
         return {"RUNNING": "is running, no result yet."}.get(
             execution.status, f"{execution.status.lower()}, no result."

@@ -88,7 +88,7 @@ def acceptance(record: RunRecord, run: RunSummary) -> str:
     """
     measured = run.acceptance.rate_by_position if run.acceptance else ()
     # Recorded held-out rates are conditional on the positions before; the engine counts joint acceptance.
-    held_out = np.cumprod(record.draft.heldout_rate_by_position)
+    held_out = np.cumprod(record.draft.heldout_rate_by_position if record.draft is not None else ())
     k = len(measured) or len(held_out)
     if not k:
         return ""
@@ -160,7 +160,8 @@ def mismatch(record: RunRecord) -> str:
 
 def losses(record: RunRecord) -> str:
     """Draw the training losses of policy and draft before RL."""
-    curves = {"Policy pretraining, loss": record.policy.pretrain_losses, "Draft training, loss": record.draft.losses}
+    of_draft = () if record.draft is None else record.draft.losses
+    curves = {"Policy pretraining, loss": record.policy.pretrain_losses, "Draft training, loss": of_draft}
     curves = {title: values for title, values in curves.items() if values}
 
     def draw(axes: Sequence[Axes]) -> None:

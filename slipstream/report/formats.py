@@ -57,6 +57,7 @@ KINDS = {
     **_by_arm("tokens_per_s", "generated tokens a second", "tokens/s", _IN_TURN, "relative"),
     **_by_arm(*_OVER_SYNCHRONOUS, "x", _IN_TURN, "relative"),
     **_by_arm("reward", "reward", "reward", _IN_TURN),
+    **_by_arm("reward_gain", "reward gained", "reward difference", _IN_TURN, ""),
     "reward_difference": Kind("reward, speculative - autoregressive", "reward difference", "absolute"),
     **_by_arm(*_ACCURACY, _IN_TURN),
     **_by_arm("reward", "reward", "reward", _OVERLAPPING),

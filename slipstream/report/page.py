@@ -14,12 +14,19 @@ from slipstream.records.files import write_atomic
 from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.report import figures, machine_section, sentences, simulator_section, tables
 from slipstream.report.formats import WORKLOAD_LABELS, render
-from slipstream.report.reference import Reference, read_reference
+from slipstream.report.reference import Reference, WorkloadReference, read_reference
 from slipstream.report.results import results
-from slipstream.report.summary import compare_loops, draft_training, estimate_json, summarise, summarise_arms
+from slipstream.report.summary import (
+    RunSummary,
+    compare_loops,
+    draft_training,
+    estimate_json,
+    summarise,
+    summarise_arms,
+)
 from slipstream.simulator.projection import ProjectionRecord
 
-_HEADLINE = ("x", "tokens", "reward")  # units of the results in the page's header
+_HEADLINE, _GAIN = ("x", "tokens", "reward"), "reward_gain"  # units and name of the results in the page's header
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,10 +41,12 @@ class ReportPaths:
 def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord | None = None) -> dict[str, str]:
     """Draw the figures that the run has data for; returns SVG by name."""
     run, compared = summarise_arms(record.arms), compare_loops(record)
-    drawn = {"losses": figures.losses(record), "uniforms": figures.uniforms(record.certificate)}
+    drawn = {"losses": figures.losses(record)}
+    if record.certificate is not None:
+        drawn["uniforms"] = figures.uniforms(record.certificate)
     if run.arms:
         drawn |= {
-            "stages": figures.stage_bars(run, reference.workloads.get(record.workload), reference),
+            "stages": figures.stage_bars(run, quoted(record, run, reference), reference),
             "step_times": figures.step_times(record),
             "acceptance": figures.acceptance(record, run),
             "learning": figures.learning(record),
@@ -45,13 +54,18 @@ def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord |
         }
     if run.comparison is not None and run.acceptance is not None:
         drawn["bound"] = figures.bound(run)
-    if record.tuning.points:
+    if record.tuning is not None and record.tuning.points:
         drawn["sweep"] = figures.sweep(record.tuning.points, record.tuning.chosen_k)
     if draft_training(record) is not None:
         drawn["draft_training"] = figures.draft_training(record)
     if compared is not None:
         drawn |= {"loops": figures.step_lanes(compared), "loop_learning": figures.loop_learning(record, compared)}
-    return drawn | ({} if projection is None else simulator_section.projection_figures(projection))
+    return drawn | ({} if projection is None or run.alone else simulator_section.projection_figures(projection))
+
+
+def quoted(record: RunRecord, run: RunSummary, reference: Reference) -> WorkloadReference | None:
+    """Published values of the run's workload, which stand beside both arms; None for one arm alone."""
+    return None if run.alone is not None else reference.workloads.get(record.workload)
 
 
 def render_page(
@@ -68,17 +82,19 @@ def render_page(
         drift: None where the run was not compared with earlier ones.
         drawn: result of `draw`, where the caller already has it.
     """
-    compared = compare_loops(record)
+    run, compared = summarise_arms(record.arms), compare_loops(record)
     drawn = draw(record, reference, projection) if drawn is None else drawn
     return render(
         "page.html.jinja",
         record=record,
-        run=summarise_arms(record.arms),
+        run=run,
         training=draft_training(record),
         reference=reference,
-        workload=reference.workloads.get(record.workload),
+        workload=quoted(record, run, reference),
         headline=[
-            each for each in results(record) if each.label.lstrip() == each.label != "" and each.unit in _HEADLINE
+            each
+            for each in results(record)
+            if each.label.lstrip() == each.label != "" and (each.unit in _HEADLINE or each.name.startswith(_GAIN))
         ],
         figures={name: Markup(svg) for name, svg in drawn.items()},
         tables=tables,
@@ -86,9 +102,9 @@ def render_page(
         simulator=simulator_section,
         compared=compared,
         prediction=simulator_section.predicted(record, compared),
-        splits=None if compared is None else simulator_section.split_table(record, compared),
+        splits=None if compared is None or run.alone else simulator_section.split_table(record, compared),
         drift=drift,
-        projection=projection,
+        projection=None if run.alone else projection,
         workload_label=WORKLOAD_LABELS.get(record.workload, record.workload),
         machine=machine_section,
     )

@@ -73,9 +73,9 @@ def results(record: RunRecord) -> list[Result]:
     run, compared = summarise_arms(record.arms), compare_loops(record)
     k = run.speculative.k if run.speculative else 0
     found = speedups(run)
-    if run.acceptance is None:
+    if run.acceptance is None and record.tuning is not None:
         found.append(_result("mean_acceptance_length", 1.0, note=f"nothing was drafted: {record.tuning.reason}"))
-    else:
+    if run.acceptance is not None:
         by_position = " ".join(percent(rate) for rate in run.acceptance.rate_by_position)
         note = f"of at most {k + 1} (k = {k}); by position {by_position}"
         found.append(_result("mean_acceptance_length", run.acceptance.mean_acceptance_length, note=note))
@@ -83,7 +83,8 @@ def results(record: RunRecord) -> list[Result]:
         difference = reward_difference(record)
         note = "" if difference.ci95 else "no interval: few steps, or all alike"
         found.append(_result("reward_difference", difference, note=note))
-    found += [_reward(arm.arm.value, arm) for arm in run.arms]
+    for arm in run.arms:
+        found += [_reward(arm.arm.value, arm), _gain(arm, is_shown=run.alone is not None)]
     found += [] if compared is None else _asynchronous_results(compared)
     for e in record.evaluations:
         found.append(_result(f"aime24_{e.policy}", _avg_at_k(e), note=f"avg@{e.k} of {e.num_problems} problems"))
@@ -123,7 +124,7 @@ def result_metrics(record: RunRecord, *, hours: float, gpu_hours: float) -> dict
     for each in results(record):
         if each.name:
             metrics |= metrics_with_ends(f"result/{each.name}", Estimate(value=each.value, ci95=each.interval))
-    return metrics | certificate_metrics(record.certificate)
+    return metrics | ({} if record.certificate is None else certificate_metrics(record.certificate))
 
 
 def verdict_tags(record: RunRecord) -> dict[str, str]:
@@ -151,7 +152,8 @@ def description(record: RunRecord, *, execution_url: str = "") -> str:
     rows = [("figure", "value", "95 % interval, or what it is"), ("---", "---", "---")]
     shown = [each for each in results(record) if each.label]
     rows += [(e.label.strip(), e.text, ", ".join(filter(None, dict.fromkeys((e.uncertainty, e.note))))) for e in shown]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in [*rows, ("losslessness", record.certificate.verdict, "")])
+    rows += [] if record.certificate is None else [("losslessness", record.certificate.verdict, "")]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     parts = [verdict(record, summarise_arms(record.arms)), table, "The whole report is the artifact `report.html`."]
     return "\n\n".join([*parts, f"[The execution in Flyte]({execution_url})"] if execution_url else parts)
 
@@ -163,16 +165,17 @@ def terminal_table(record: RunRecord) -> str:
     overlapping = () if compared is None else compared.asynchronous
     blocks = [line for arm in overlapping for line in _asynchronous_lines(arm, shown)]
     others = tuple(f", {POLICY_LABELS[arm.name]}" for arm in overlapping)
-    lines = [_row("median seconds a step", *[f"{arm.arm.value}" for arm in run.arms], "ratio"), "-" * _WIDTH]
+    ratio = "ratio" if run.comparison else ""
+    lines = [_row("median seconds a step", *[f"{arm.arm.value}" for arm in run.arms], ratio), "-" * _WIDTH]
     lines += [_stage_row(label, run, stage) for stage, label in STAGE_LABELS.items()]
     lines += [_stage_row("step (wall time)", run, None), "-" * _WIDTH]
-    lines += [] if run.comparison else ["speedup: one arm alone gives none"]
     if run.comparison is not None:
         pairing = ("paired", "") if run.comparison.paired else ("unpaired", "the arms ran one after the other")
         lines.append(_row("arms", *pairing))
     lines += [_result_row(each, each.label) for each in shown if not each.label.endswith(others)]
-    weakest = max(power.detectable_total_variation for power in record.certificate.detectable)
-    lines.append(_row("losslessness", record.certificate.verdict, f"a bias of {weakest:.3f} a token would be seen"))
+    if record.certificate is not None:
+        weakest = max(power.detectable_total_variation for power in record.certificate.detectable)
+        lines.append(_row("losslessness", record.certificate.verdict, f"a bias of {weakest:.3f} a token would be seen"))
     if record.numerics is not None:
         took = f"{record.numerics.float32_ms:.2f} ms in float32, {record.numerics.bfloat16_ms:.2f} in bfloat16"
         lines.append(_row("computed in", record.numerics.dtype, f"a product takes {took}"))
@@ -212,12 +215,17 @@ def _reward(name: str, arm: ArmSummary | LoopArm) -> Result:
     return _result(f"reward_{name}", arm.reward_last, note=f"at first {with_interval(arm.reward_first, 'reward')}")
 
 
+def _gain(arm: ArmSummary, *, is_shown: bool) -> Result:
+    note = "the last quarter of the steps minus the first" if arm.reward_gain.ci95 else "no interval: few steps"
+    return _result(f"reward_gain_{arm.arm}", arm.reward_gain, label=None if is_shown else "", note=note)
+
+
 def _asynchronous_results(compared: LoopComparison) -> list[Result]:
     found = []
     for arm in compared.asynchronous:
-        assert arm.over_baseline is not None
-        label = f"step speedup over the baseline, {POLICY_LABELS[arm.name]}"
-        found.append(_result("", arm.over_baseline, label=label, verdict=arm.claims["baseline"].kind))
+        if arm.over_baseline is not None:
+            label = f"step speedup over the baseline, {POLICY_LABELS[arm.name]}"
+            found.append(_result("", arm.over_baseline, label=label, verdict=arm.claims["baseline"].kind))
         found.append(_reward(arm.name, arm))
     return found
 

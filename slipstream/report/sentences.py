@@ -13,7 +13,7 @@ from slipstream.report.formats import (
     with_interval,
 )
 from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_difference
-from slipstream.types import Arm
+from slipstream.types import Arm, Arms
 
 LEARNER_BOUND = 0.05
 """Largest share of a step that training may wait for rollouts while the learner still bounds the step."""
@@ -36,13 +36,22 @@ def verdict(record: RunRecord, run: RunSummary) -> str:
 
 def _effect(record: RunRecord, run: RunSummary) -> str:
     comparison = run.comparison
+    reason, method = (record.tuning and record.tuning.reason, record.draft and record.draft.method)
+    speculation = [f"{method}, k = {arm_length(arm)}" for arm in record.arms if arm.arm is Arm.SPECULATIVE]
+    if run.alone is not None:
+        lost = run.speculative is not None and run.speculative.k == 0
+        how = "".join(f" ({f'without drafts: {reason}' if lost else each})" for each in speculation)
+        missing = "baseline" if speculation else "speculative arm"
+        return (
+            f"The {run.alone.arm.value} arm was trained alone{how}. There is no {missing} beside it, so no speedup is "
+            f"claimed; --arms {Arms.BOTH} trains both."
+        )
     if comparison is None or run.speculative is None:
-        return "Only one arm ran, so this page shows times and learning, and no speedup."
+        return "No arm was trained."
     if run.speculative.k == 0:
-        why = f"Speculation lost, so both arms ran without it ({record.tuning.reason})"
+        why = f"Speculation lost, so both arms ran without it ({reason})"
         return f"{why}: their ratio shows the machine's noise. {said(comparison.claims)}"
-    lengths = [arm_length(arm) for arm in record.arms if arm.arm is Arm.SPECULATIVE]
-    return f"Speculation ({record.draft.method}, k = {lengths[0]}) against none. {said(comparison.claims)}"
+    return f"Speculation ({speculation[0]}) against none. {said(comparison.claims)}"
 
 
 def arm_length(arm: ArmRecord) -> str:
@@ -54,6 +63,7 @@ def arm_length(arm: ArmRecord) -> str:
 def schedule_text(record: RunRecord) -> str:
     """Describe the schedule of draft lengths, its expected gain, and whether the arm used it."""
     tuning = record.tuning
+    assert tuning is not None
     if len({entry.num_speculative_tokens for entry in tuning.schedule}) < 2:
         return f"The schedule has one draft length, k = {tuning.chosen_k} at every running batch."
     used = any(arm.schedule for arm in record.arms if arm.arm is Arm.SPECULATIVE)

@@ -18,7 +18,7 @@ from slipstream.engine.acceptance import combine
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import AcceptanceStats, ArmRecord, EvaluationRecord, LagStats, Overlap, StepRecord
 from slipstream.report.claims import Claim, claim
-from slipstream.statistics import Estimate, Spread, amdahl, difference, ratio, reward_ci95, spread
+from slipstream.statistics import Estimate, Spread, amdahl, difference, ratio, reward_ci95, spread, sum_of_centres
 from slipstream.types import STAGES, Arm
 
 _COUNTS = ("num_rollouts", "num_response_tokens", "num_truncated", "num_reward_timeouts", "num_zero_signal_groups")
@@ -45,6 +45,7 @@ class ArmSummary:
     rewards: tuple[float, ...]
     reward_first: Estimate  # mean reward of the first quarter of the steps
     reward_last: Estimate  # mean reward of the last quarter of the steps
+    reward_gain: Estimate  # the last quarter minus the first
     num_rollouts: int
     num_response_tokens: int
     num_truncated: int
@@ -90,6 +91,11 @@ class RunSummary:
         """The arms that ran, the baseline first."""
         return tuple(arm for arm in (self.autoregressive, self.speculative) if arm is not None)
 
+    @property
+    def alone(self) -> ArmSummary | None:
+        """The only arm of the run; None for a run of both or of none."""
+        return self.arms[0] if len(self.arms) == 1 else None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftTraining:
@@ -111,7 +117,7 @@ class LoopArm:
     max_off_policy_steps: int
     num_speculative_tokens: int  # 0 where nothing was drafted
     step: Spread
-    over_baseline: Estimate | None  # baseline step / this step; None for the baseline itself
+    over_baseline: Estimate | None  # baseline step / this step; None for the baseline itself, or without one
     over_synchronous: Estimate | None  # same arm's synchronous step / this step; None for a synchronous arm
     stages_s: dict[str, float]  # means; generation counts only the time that training waited for it
     step_s: float  # mean
@@ -222,6 +228,7 @@ def summarise_arm(arm: ArmRecord) -> ArmSummary:
         rewards=tuple(step.reward_mean for step in arm.steps),
         reward_first=_reward(arm.steps[: len(last_quarter(arm.steps))]),
         reward_last=_reward(last_quarter(arm.steps)),
+        reward_gain=_reward_gain(arm.steps),
         **{name: sum(getattr(step, name) for step in arm.steps) for name in _COUNTS},
         generation_tokens_per_s=sum(step.num_response_tokens for step in steps) / generation_s if generation_s else 0.0,
         engine_idle_fraction=float(np.mean([step.engine_idle_fraction for step in steps])),
@@ -230,8 +237,21 @@ def summarise_arm(arm: ArmRecord) -> ArmSummary:
 
 def _reward(steps: Sequence[StepRecord]) -> Estimate:
     """Mean reward of the steps; steps without a record of their prompts' rewards count as one prompt each."""
-    by_prompt = [reward for step in steps for reward in step.rewards_by_prompt or (step.reward_mean,)]
-    return Estimate(value=float(np.mean([step.reward_mean for step in steps])), ci95=reward_ci95(by_prompt))
+    return Estimate(value=float(np.mean([step.reward_mean for step in steps])), ci95=reward_ci95(_by_prompt(steps)))
+
+
+def _reward_gain(steps: Sequence[StepRecord]) -> Estimate:
+    """Mean reward of the last quarter of the steps minus that of the first; Welch's interval over their prompts.
+
+    Rewards that are all alike in both quarters do not show their spread and give no interval.
+    """
+    first, last = (np.array(_by_prompt(each)) for each in (steps[: len(last_quarter(steps))], last_quarter(steps)))
+    found = sum_of_centres((last, -first))
+    return found if max(np.ptp(first), np.ptp(last)) > 1e-12 else replace(found, ci95=None)
+
+
+def _by_prompt(steps: Sequence[StepRecord]) -> list[float]:
+    return [reward for step in steps for reward in step.rewards_by_prompt or (step.reward_mean,)]
 
 
 def pooled_acceptance(steps: Sequence[StepRecord]) -> AcceptanceStats | None:
@@ -243,13 +263,15 @@ def pooled_acceptance(steps: Sequence[StepRecord]) -> AcceptanceStats | None:
 def compare_loops(record: RunRecord) -> LoopComparison | None:
     """Compute the figures of all arms; None without asynchronous arms, or without each one's synchronous arm.
 
+    The baseline is the synchronous autoregressive arm, beside a speculative one.
+
     Raises:
         ValueError: an asynchronous step has no record of what overlapped.
     """
     synchronous = {arm.arm: arm for arm in record.arms if arm.steps}
     asynchronous = [arm for arm in record.asynchronous if arm.steps]
-    base = synchronous.get(Arm.AUTOREGRESSIVE)
-    if base is None or not asynchronous or any(arm.arm not in synchronous for arm in asynchronous):
+    base = synchronous.get(Arm.AUTOREGRESSIVE) if len(synchronous) == len(Arm) else None
+    if not asynchronous or any(arm.arm not in synchronous for arm in asynchronous):
         return None
     arms = [_summarise_loop(arm, base, None) for arm in synchronous.values()]
     arms += [_summarise_loop(arm, base, synchronous[arm.arm]) for arm in asynchronous]
@@ -330,6 +352,7 @@ def summarise(record: RunRecord) -> dict[str, Any]:
     return {
         "recipe": record.recipe,
         "workload": record.workload,
+        "arms": record.requested.value,
         "versions": dict(record.versions),
         "numerics": None if record.numerics is None else asdict(record.numerics),
         "logical_gpus": record.logical_gpus,
@@ -349,10 +372,11 @@ def summarise(record: RunRecord) -> dict[str, Any]:
             "mean_acceptance_length": acceptance.mean_acceptance_length if acceptance else 1.0,
             "rate_by_position": list(acceptance.rate_by_position) if acceptance else [],
         },
-        "sweep": [_fields(point, *_SWEEP_FIELDS) for point in record.tuning.points],
+        "sweep": [_fields(point, *_SWEEP_FIELDS) for point in (record.tuning.points if record.tuning else ())],
         "reward": {arm.arm.value: list(arm.rewards) for arm in run.arms},
         "reward_first": {arm.arm.value: estimate_json(arm.reward_first) for arm in run.arms},
         "reward_last": {arm.arm.value: estimate_json(arm.reward_last) for arm in run.arms},
+        "reward_gain": {arm.arm.value: estimate_json(arm.reward_gain) for arm in run.arms},
         "accuracy_by_step": {
             name: [{"step": step, **_fields(point, "avg_at_k", "ci95")} for step, point in curve.items()]
             for name, curve in accuracy_curves(record).items()
@@ -430,7 +454,7 @@ def _fields(record: Any, *names: str) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names}
 
 
-def _summarise_loop(arm: ArmRecord, base: ArmRecord, synchronous: ArmRecord | None) -> LoopArm:
+def _summarise_loop(arm: ArmRecord, base: ArmRecord | None, synchronous: ArmRecord | None) -> LoopArm:
     """Compute an arm's figures; `synchronous` is its synchronous counterpart, None for a synchronous arm itself."""
     steps, own = arm.timed_steps, summarise_arm(arm)
     total_s = sum(step.times.step_s for step in steps)
@@ -456,7 +480,7 @@ def _summarise_loop(arm: ArmRecord, base: ArmRecord, synchronous: ArmRecord | No
         max_off_policy_steps=arm.max_off_policy_steps,
         num_speculative_tokens=arm.num_speculative_tokens,
         step=own.step,
-        over_baseline=None if arm is base else timed_ratio(base, arm),
+        over_baseline=None if base is None or arm is base else timed_ratio(base, arm),
         over_synchronous=None if synchronous is None else timed_ratio(synchronous, arm),
         stages_s={stage: float(np.mean([step.times.by_stage()[stage] for step in steps])) for stage in STAGES},
         step_s=total_s / len(steps),

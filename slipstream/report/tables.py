@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.records.run import DriftRecord, RunRecord
-from slipstream.records.stages import CertificateRecord
+from slipstream.records.stages import CertificateRecord, DraftRecord, TuningRecord
 from slipstream.records.steps import EvaluationRecord
 from slipstream.report.formats import (
     KINDS,
@@ -62,7 +62,8 @@ class Table:
 
 def step_table(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> Table:
     """Tabulate the seconds of each stage in both arms, their ratio, and the reference's values."""
-    groups = {arm.arm.value: ("median s", "p10 to p90", "share") for arm in run.arms} | {"": ("ratio",)}
+    groups = {arm.arm.value: ("median s", "p10 to p90", "share") for arm in run.arms}
+    groups |= {"": ("ratio",)} if run.comparison else {}
     if workload is not None:
         groups[reference.label] = ("AR s", "spec s", "ratio")
     rows = [_step_row(run, workload, stage) for stage in (*STAGES, "")]
@@ -76,7 +77,8 @@ def _step_row(run: RunSummary, workload: WorkloadReference | None, stage: str) -
     for arm, time in zip(run.arms, times, strict=True):
         timed = (seconds(time.median), seconds_band(time), percent(time.median / arm.step.median))
         cells += ("left out", "", "") if stage in arm.left_out else timed
-    cells.append(speedup(times[0].median / times[1].median) if len(times) == 2 and times[1].median > 0 else "")
+    if run.comparison is not None:
+        cells.append(speedup(times[0].median / times[1].median) if times[1].median > 0 else "")
     if workload is not None:
         arms = (workload.autoregressive, workload.speculative)
         base, spec = (each.by_stage().get(stage, each.step_s) for each in arms)
@@ -96,13 +98,13 @@ def speedup_table(run: RunSummary, workload: WorkloadReference | None, reference
     return Table("of both arms", groups, rows, quoted=reference.label)
 
 
-def sweep_table(record: RunRecord) -> Table:
+def sweep_table(tuning: TuningRecord) -> Table:
     """Tabulate every draft length that tuning measured."""
     columns = ("batch", "generation s", "p10 to p90", "repeats", "k = 0, s", "speedup", "AL", "choice")
     rows = []
-    for point in sorted(record.tuning.points, key=lambda point: (point.batch, point.k)):
+    for point in sorted(tuning.points, key=lambda point: (point.batch, point.k)):
         choice = ["baseline"] if point.k == 0 else []
-        choice += ["chosen"] if point.k == record.tuning.chosen_k else []
+        choice += ["chosen"] if point.k == tuning.chosen_k else []
         slower = ["loses"] if point.k and point.speedup < 1 else []
         cells = (
             str(point.batch),
@@ -118,9 +120,8 @@ def sweep_table(record: RunRecord) -> Table:
     return Table("k", {"this run, measured": columns}, rows)
 
 
-def running_table(record: RunRecord) -> Table:
+def running_table(tuning: TuningRecord) -> Table:
     """Tabulate the speedup of every k at every running batch, and the schedule's choice."""
-    tuning = record.tuning
     kinds = sorted({(point.k, point.is_switched_off) for point in tuning.running})
     known = {(point.batch_from, point.k, point.is_switched_off): point.speedup for point in tuning.running}
     rows = []
@@ -176,9 +177,9 @@ def data_table(record: RunRecord) -> Table:
     return Table("data set", {"": columns}, rows)
 
 
-def draft_table(record: RunRecord) -> Table:
+def draft_table(draft: DraftRecord) -> Table:
     """Tabulate the draft's held-out acceptance by position."""
-    rates = record.draft.heldout_rate_by_position
+    rates = draft.heldout_rate_by_position
     both = enumerate(zip(rates, np.cumprod(rates).tolist(), strict=True), start=1)
     rows = [Row(str(position), (percent(rate), percent(joint))) for position, (rate, joint) in both]
     return Table("draft position", {"held out": ("accepted, given those before", "accepted")}, rows)
@@ -225,9 +226,10 @@ def drift_table(drift: DriftRecord) -> Table:
 
 def loop_table(compared: LoopComparison) -> Table:
     """Tabulate step times and speedups of all arms, with exposed, hidden and idle shares."""
+    has_baseline = any(arm.over_baseline is not None for arm in compared.arms)
     groups = {
         "step": ("median s", "p10 to p90"),
-        "step speedup over": ("the baseline", "the same arm in turn"),
+        "step speedup over": (*(["the baseline"] if has_baseline else []), "the same arm in turn"),
         "generation": ("exposed s", "hidden s"),
         "idle": ("engines", "learner"),
         "scores and new weights": ("exposed", "hidden"),
@@ -238,12 +240,12 @@ def loop_table(compared: LoopComparison) -> Table:
         step = (
             seconds(arm.step.median),
             seconds_band(arm.step),
-            _ratio(arm.over_baseline),
+            *([_ratio(arm.over_baseline)] if has_baseline else []),
             _ratio(arm.over_synchronous),
         )
         idle = (percent(arm.engine_idle_fraction), percent(arm.learner_idle_fraction))
         joining = ("" if x is None else percent(x) for x in (arm.exposed_joining_fraction, arm.hidden_joining_fraction))
-        kind = "baseline" if arm.over_baseline is None else ""
+        kind = "baseline" if has_baseline and arm.over_baseline is None else ""
         rows.append(Row(POLICY_LABELS[arm.name], (*step, seconds(arm.exposed_s), hidden, *idle, *joining), kind))
     return Table("arm", groups, rows)
 

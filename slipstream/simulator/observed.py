@@ -160,7 +160,7 @@ class RunCalibration:
     check: CheckRecord | None  # None: the run has no speculative arm with k > 0
 
 
-def calibrate_run(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting) -> RunCalibration:
+def calibrate_run(arms: Sequence[ArmRecord], tuning: TuningRecord | None, setting: Setting) -> RunCalibration:
     """Fit the cost model to the autoregressive arm and the sweep, and check it on the speculative arm.
 
     Args:
@@ -170,8 +170,8 @@ def calibrate_run(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Sett
     """
     base = _arm(arms, Arm.AUTOREGRESSIVE)
     require(base is not None, "run.arms", "must hold the autoregressive arm", [arm.arm.value for arm in arms])
-    require(bool(tuning.points), "run.tuning", "must hold a sweep over k", 0)
-    assert base is not None
+    require(tuning is not None and bool(tuning.points), "run.tuning", "must hold a sweep over k", 0)
+    assert base is not None and tuning is not None
     steps = base.timed_steps
     rollouts = sum(step.num_rollouts for step in steps)
     mean = sum(step.num_response_tokens for step in steps) / rollouts

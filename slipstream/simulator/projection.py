@@ -51,7 +51,7 @@ from slipstream.simulator.rollout import RolloutShape, Trace, slowest_engine
 from slipstream.simulator.settings import IDEAL, Setting, load_setting
 from slipstream.simulator.step_cost import Learner, Overlap, overlap
 from slipstream.statistics import Spread, spread
-from slipstream.types import StageTimes
+from slipstream.types import Arm, StageTimes
 
 PUBLISHED_MODEL = "qwen3-235b-a22b"  # model of the paper's own projections, on GB200
 _LARGE_SETTING = "paper-235b"
@@ -464,16 +464,17 @@ class ProjectionRecord:
 
 
 def project_speedup(
-    arms: Sequence[ArmRecord], tuning: TuningRecord, *, layout: LayoutRecord | None, execution: str
+    arms: Sequence[ArmRecord], tuning: TuningRecord | None, *, layout: LayoutRecord | None, execution: str
 ) -> ProjectionRecord:
     """Calibrate on a run, check on its speculative arm and project; separately, project from the paper's figures.
 
     Args:
-        layout: layout of the run; None leaves out projections from the run.
+        layout: layout of the run; None leaves out projections from the run, as a run of one arm does.
     Raises:
-        ConfigError: the run has no autoregressive arm or no sweep.
+        ConfigError: the sweep of a run of both arms is empty.
     """
-    run = None if layout is None else calibrate_run(arms, tuning, run_setting(layout))
+    has_both = tuning is not None and any(arm.arm is Arm.AUTOREGRESSIVE for arm in arms)
+    run = calibrate_run(arms, tuning, run_setting(layout)) if layout is not None and has_both else None
     return ProjectionRecord(
         run_calibration=run.ensemble.record(execution) if run else None,
         run_check=run.check if run else None,
@@ -484,9 +485,9 @@ def project_speedup(
     )
 
 
-def swept_ks(tuning: TuningRecord) -> list[int]:
-    """List the draft lengths k >= 1 of a sweep."""
-    return sorted({point.k for point in tuning.points if point.k > 0})
+def swept_ks(tuning: TuningRecord | None) -> list[int]:
+    """List the draft lengths k >= 1 of a sweep; none of a run without one."""
+    return sorted({point.k for point in tuning.points if point.k > 0}) if tuning else []
 
 
 def project_run(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:

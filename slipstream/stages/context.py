@@ -14,7 +14,9 @@ from typing import Any
 
 from slipstream.config import merge, parse_overrides, require
 from slipstream.recipe import Recipe, absolute_paths, leaves, load_recipe
-from slipstream.types import Arm, ArmLoop, LoopMode, Workload, arm_name
+from slipstream.records.files import read_record
+from slipstream.records.run import LaunchRecord
+from slipstream.types import Arm, ArmLoop, Arms, LoopMode, Workload, arm_name
 
 EXECUTION_VARIABLE = "SLIPSTREAM_EXECUTION"
 """Environment variable that names a local execution before it starts."""
@@ -32,6 +34,17 @@ def new_execution(recipe: str) -> str:
 def recorded_recipe(root: Path, execution: str) -> Path:
     """Path of the whole recipe that an execution was started with."""
     return root / execution / "start_run" / "recipe.yaml"
+
+
+def launch_file(root: Path, execution: str) -> Path:
+    """Path of the choices that an execution was started with beside its recipe."""
+    return recorded_recipe(root, execution).with_name("launch.json")
+
+
+def recorded_arms(root: Path, execution: str) -> Arms:
+    """Return the arms that an execution was started with."""
+    path = launch_file(root, execution)
+    return read_record(LaunchRecord, path).arms if path.is_file() else LaunchRecord().arms
 
 
 def is_finished(root: Path, execution: str) -> bool:
@@ -57,6 +70,7 @@ class RunContext:
     experiment: str
     workload: str
     reuse_stored: bool = True  # take data, policy and draft that an earlier execution made alike
+    arms: str = Arms.BOTH.value
 
     def directory(self, node: str) -> Path:
         """Directory of the task `node`, for files that must outlive an attempt."""
@@ -70,6 +84,11 @@ class RunContext:
     def part_of(self) -> str:
         """Ablation that this execution, named `<ablation>/<part>`, is a part of; empty for a whole execution."""
         return self.execution.rpartition("/")[0]
+
+    @property
+    def speculates(self) -> bool:
+        """Return True if the execution has a speculative arm, and so a draft."""
+        return Arm.SPECULATIVE in Arms(self.arms).members
 
     def shared_directory(self, node: str) -> Path:
         """Directory that all parts of an ablation share; an execution of its own shares it with nobody."""
@@ -95,6 +114,12 @@ def add_inputs(command: ArgumentParser) -> None:
     command.add_argument("--workload", choices=list(Workload), type=Workload, help="default: the recipe's")
     command.add_argument("--num-steps", type=int, help="GRPO steps an arm; default: the recipe's")
     command.add_argument("--seed", type=int, help="of prompts, sampling and training; default: the recipe's")
+
+
+def add_set(command: ArgumentParser) -> None:
+    """Add the option `--set` of a command that reads a recipe."""
+    words = "set fields of the recipe, as in grpo.group_size=16"
+    command.add_argument("--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE", help=words)
 
 
 def requested(

@@ -40,7 +40,7 @@ def drift_of(context: RunContext, recipe: Recipe, record: RunRecord) -> DriftRec
         workload=context.workload,
         hardware=hardware(record),
         dtype=record.numerics.dtype if record.numerics is not None else None,
-        params=parameters(recipe),
+        params={**parameters(recipe), "arms": context.arms},
         results={name.removeprefix("result/"): value for name, value in metrics.items()},
     )
     drift = find_drift(subject, executions, recipe.tracking.drift)

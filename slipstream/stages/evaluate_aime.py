@@ -8,7 +8,8 @@ from pathlib import Path
 from slipstream import evaluation
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.recipe import Recipe
-from slipstream.records.files import write_record
+from slipstream.records.files import read_record, write_record
+from slipstream.records.steps import ArmRecord
 from slipstream.rewards.function import open_reward
 from slipstream.stages.context import RunContext
 from slipstream.stages.runs import tracked
@@ -19,6 +20,14 @@ from slipstream.workers.engines import start_engine
 from slipstream.workers.session import connect
 
 logger = logging.getLogger(__name__)
+
+START = "start"
+"""Name of the policy before RL."""
+
+
+def trained_name(directory: Path) -> str:
+    """Name of an arm's trained policy, from the directory with its arm.json."""
+    return read_record(ArmRecord, directory / "arm.json").name
 
 
 def evaluate_aime(context: RunContext, recipe: Recipe, policy: str, *, data: Path, model: Path) -> Path:

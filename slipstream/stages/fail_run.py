@@ -13,10 +13,10 @@ from slipstream.records.steps import ArmRecord, EvaluationRecord, by_loop
 from slipstream.report.formats import POLICY_LABELS, seconds
 from slipstream.report.results import speedups
 from slipstream.report.summary import summarise_arm, summarise_arms
-from slipstream.stages.context import RunContext, arm_node, recorded_recipe
+from slipstream.stages.context import RunContext, arm_node, recorded_arms, recorded_recipe
 from slipstream.stages.runs import execution_run
 from slipstream.tracking.spool import RunStatus, end_open_runs
-from slipstream.types import Arm, ArmLoop, arm_name
+from slipstream.types import Arm, ArmLoop, Arms, arm_name
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ def fail_run(root: Path, execution: str, *, node: str, message: str) -> Path | N
         return None
     recipe = load_recipe(str(path))
     context = RunContext(execution=execution, root=str(root), experiment=recipe.name, workload=recipe.workload.value)
-    done = {name: (root / execution / name / ending).is_file() for name, ending in _endings(recipe).items()}
+    endings = _endings(recipe, recorded_arms(root, execution))
+    done = {name: (root / execution / name / ending).is_file() for name, ending in endings.items()}
     record = FailureRecord(
         execution=execution,
         node=node,
@@ -67,18 +68,18 @@ def fail_run(root: Path, execution: str, *, node: str, message: str) -> Path | N
     return directory
 
 
-def _endings(recipe: Recipe) -> dict[str, str]:
-    """File that each stage of the execution leaves when it is done."""
+def _endings(recipe: Recipe, asked: Arms) -> dict[str, str]:
+    """File that each stage of the execution leaves when it is done; without a speculative arm there is no draft."""
     loops = [ArmLoop.SYNCHRONOUS] if recipe.loop.is_synchronous else list(ArmLoop)
-    arms = [(arm, loop) for loop in loops for arm in Arm]
+    arms = [(arm, loop) for loop in loops for arm in asked.members]
+    speculates = Arm.SPECULATIVE in asked.members
     return {
         "prepare_data": "manifest.json",
         "prepare_policy": "policy/policy.json",
-        "pretrain_draft": "draft.json",
-        "tune_draft_length": "tuning.json",
+        **({"pretrain_draft": "draft.json", "tune_draft_length": "tuning.json"} if speculates else {}),
         **{arm_node(arm, loop): "arm.json" for arm, loop in arms},
         **{f"evaluate_aime_{name}": "evaluation.json" for name in ("start", *(arm_name(*each) for each in arms))},
-        "certify_losslessness": "certificate.json",
+        **({"certify_losslessness": "certificate.json"} if speculates else {}),
         "project_speedup": "projection.json",
         "report_speedup": "report.json",
     }

@@ -14,13 +14,13 @@ from slipstream.stages.context import RunContext
 from slipstream.stages.support import recipe_layout, settled
 
 
-def project_speedup(context: RunContext, recipe: Recipe, *, tuning: Path, arms: Sequence[Path]) -> Path:
+def project_speedup(context: RunContext, recipe: Recipe, *, tuning: Path | None, arms: Sequence[Path]) -> Path:
     """Calibrate the simulator on the run and project from it; return a directory with projection.json."""
     directory = context.directory("project_speedup")
     synchronous, _ = by_loop(read_record(ArmRecord, arm / "arm.json") for arm in arms)
     record = project(
         synchronous,
-        read_record(TuningRecord, tuning / "tuning.json"),
+        None if tuning is None else read_record(TuningRecord, tuning / "tuning.json"),
         layout=recipe_layout(settled(context, recipe)),
         execution=context.execution,
     )

@@ -22,7 +22,7 @@ from slipstream.workers.engines import RemoteEngine, start_engine
 def recipe_engine(
     recipe: Recipe,
     policy: Path,
-    draft: Path,
+    draft: Path | None,
     k: int,
     *,
     schedule: Sequence[ScheduleEntry] = (),
@@ -31,11 +31,14 @@ def recipe_engine(
     """Engine with `k` draft tokens, the largest of a schedule; nothing but speculation depends on `k`.
 
     Args:
+        draft: None where nothing is drafted.
         kv_cache: treatment of keys and values when new weights enter in flight; None: the engine does not run in
             flight.
     """
-    weights = draft_weights(recipe.draft, draft)
-    speculative = speculative_config(recipe.draft, weights, k, schedule=schedule) if k else None
+    speculative = None
+    if k:
+        assert draft is not None, "an engine that drafts has a draft"
+        speculative = speculative_config(recipe.draft, draft_weights(recipe.draft, draft), k, schedule=schedule)
     return start_engine(
         policy, config=recipe.engine, speculative_config=speculative, layout=recipe.layout, kv_cache=kv_cache
     )

@@ -20,6 +20,7 @@ from slipstream.stages.drift_check import DRIFT_FILE, drift_of
 from slipstream.stages.runs import end_reported_execution, tracked
 from slipstream.stages.support import numerics, recipe_layout, settled, versions
 from slipstream.tracking.config import store_uri
+from slipstream.types import Arms
 from slipstream.workers.session import machine
 
 logger = logging.getLogger(__name__)
@@ -31,16 +32,17 @@ def report_speedup(  # noqa: PLR0913  # one input a record
     *,
     policy: Path,
     data: Path,
-    draft: Path,
-    tuning: Path,
+    draft: Path | None,
+    tuning: Path | None,
     arms: list[Path],
     evaluations: list[Path],
-    certificate: Path,
+    certificate: Path | None,
     projection: Path,
 ) -> Path:
     """Write report.html and three JSON files, and link their directory as runs/latest; return that directory.
 
     Args:
+        draft: None, as tuning and certificate, without a speculative arm.
         arms: directories of the arms in every loop of the run, in any order.
     """
     directory = context.directory("report_speedup")
@@ -54,15 +56,16 @@ def report_speedup(  # noqa: PLR0913  # one input a record
         machine=next((arm.machine for arm in trained if arm.machine), None) or machine(),
         policy=read_record(PolicyRecord, policy / "policy.json"),
         data=read_prompt_sets(data).records,
-        draft=read_record(DraftRecord, draft / "draft.json"),
-        tuning=read_record(TuningRecord, tuning / "tuning.json"),
+        draft=None if draft is None else read_record(DraftRecord, draft / "draft.json"),
+        tuning=None if tuning is None else read_record(TuningRecord, tuning / "tuning.json"),
         arms=trained,
         evaluations=tuple(read_record(EvaluationRecord, path / "evaluation.json") for path in evaluations),
-        certificate=read_record(CertificateRecord, certificate / "certificate.json"),
+        certificate=None if certificate is None else read_record(CertificateRecord, certificate / "certificate.json"),
         numerics=numerics(context, recipe),
         logical_gpus=recipe.placement.logical_gpus,
         layout=recipe_layout(settled(context, recipe)),
         asynchronous=asynchronous,
+        requested=Arms(context.arms),
     )
     with tracked(context, recipe, "report_speedup") as tracker:
         write_record(record, directory / "run.json")

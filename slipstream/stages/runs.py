@@ -201,7 +201,8 @@ def end_reported_execution(
     tracker.set_tags(
         {
             "k": k,
-            "losslessness": record.certificate.verdict,
+            "arms": record.requested.value,
+            **({} if record.certificate is None else {"losslessness": record.certificate.verdict}),
             HARDWARE_TAG: hardware(record),
             **verdict_tags(record),
             **({} if record.numerics is None else {DTYPE_TAG: record.numerics.dtype}),
@@ -217,6 +218,6 @@ def end_reported_execution(
     tracker.close(_status(record.certificate))
 
 
-def _status(certificate: CertificateRecord) -> RunStatus:
-    """Status of an execution: failed if its speculation was not shown to be lossless."""
-    return RunStatus.FINISHED if certificate.verdict == LOSSLESS else RunStatus.FAILED
+def _status(certificate: CertificateRecord | None) -> RunStatus:
+    """Status of an execution: failed if it speculates and that was not shown to be lossless."""
+    return RunStatus.FINISHED if certificate is None or certificate.verdict == LOSSLESS else RunStatus.FAILED

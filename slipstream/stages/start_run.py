@@ -12,16 +12,18 @@ from slipstream.config import require
 from slipstream.drafts.methods import require_package
 from slipstream.kubernetes.profile import ClusterProfile, require_fits
 from slipstream.recipe import Recipe, difference, load_recipe, parameters, recipe_path, resolve_recipe, write_recipe
+from slipstream.records.files import write_record
+from slipstream.records.run import LaunchRecord
 from slipstream.rewards.function import kept, open_reward, write_kept
-from slipstream.stages.context import RunContext, recorded_recipe, require_loop
+from slipstream.stages.context import RunContext, launch_file, recorded_arms, recorded_recipe, require_loop
 from slipstream.stages.runs import NOTE, execution_run, origin_tags, started_text
 from slipstream.tracking.spool import RunStatus
-from slipstream.types import ArmLoop
+from slipstream.types import Arm, ArmLoop, Arms
 
 logger = logging.getLogger(__name__)
 
 
-def start_run(
+def start_run(  # noqa: PLR0913  # one input a line of the launch
     recipe_name: str,
     *,
     root: Path,
@@ -31,14 +33,16 @@ def start_run(
     reuse_stored: bool = True,
     cluster: ClusterProfile | None = None,
     loop: ArmLoop | None = None,
+    arms: Arms = Arms.BOTH,
 ) -> tuple[RunContext, Path]:
     """Check the whole recipe before anything expensive starts, write it out in full, and open the parent run.
 
     Args:
-        resume: continue in the directory of `execution`, which must have been started with the same recipe.
+        resume: continue in the directory of `execution`, which must have been started with the same recipe and arms.
         reuse_stored: take data, policy and draft from the store where another execution made the same.
         cluster: cluster that the recipe must fit on; None, and one without pods: this machine.
         loop: loop of the workflow's arms; None: the workflow trains no arm, or accepts every recipe.
+        arms: arms that the workflow trains.
     """
     recipe, origins = resolve_recipe(recipe_name, overrides=overrides)
     if loop is not None:
@@ -46,7 +50,9 @@ def start_run(
     if cluster is not None:
         tracked, recipe = recipe.tracking, on_cluster(recipe, cluster)
         origins |= {} if recipe.tracking == tracked else {"tracking.uri": f"cluster {cluster.name}"}
-    if cluster is None or cluster.is_local:  # pods draft with another image, in which pretraining checks this
+    if Arm.SPECULATIVE in arms.members and (
+        cluster is None or cluster.is_local
+    ):  # pods draft with another image, in which pretraining checks this
         require_package(recipe.draft.method)
     context = RunContext(
         execution=execution,
@@ -54,19 +60,21 @@ def start_run(
         experiment=recipe.name,
         workload=recipe.workload.value,
         reuse_stored=reuse_stored,
+        arms=arms.value,
     )
     path = recorded_recipe(root.resolve(), execution)
     with open_reward(recipe.reward):
         """A function that cannot be called is an error here."""
     own, recipe = recipe.reward, replace(recipe, reward=kept(recipe.reward, path.parent))
     if resume:
-        _require_same(recipe, path, execution)
+        _require_same(recipe, arms, path, execution)
     write_kept(own, recipe.reward)
+    write_record(LaunchRecord(arms=arms), launch_file(root.resolve(), execution))
     is_recorded = recipe_path(recipe_name).resolve() == path  # the recorded file already has the origin of each value
     resolved = path if is_recorded else write_recipe(recipe, path, origins)
-    tracker = execution_run(
-        context, recipe, {**origin_tags(), NOTE: started_text(recipe, execution)}, parameters(recipe)
-    )
+    tags = {**origin_tags(), NOTE: started_text(recipe, execution)}
+    asked = {} if loop is None else {"arms": context.arms}
+    tracker = execution_run(context, recipe, tags, {**parameters(recipe), **asked})
     try:
         tracker.log_artifact(resolved)
     except BaseException as error:
@@ -76,7 +84,8 @@ def start_run(
     for warning in memory.warnings() if (memory := recipe.memory()) else ():
         logger.warning("memory: %s", warning)
     verb = "resumes" if resume else "starts"
-    logger.info("run %s %s: recipe %s, workload %s", execution, verb, recipe.name, recipe.workload.value)
+    what = (execution, verb, recipe.name, recipe.workload.value, arms.value)
+    logger.info("run %s %s: recipe %s, workload %s, arms %s", *what)
     return context, resolved
 
 
@@ -99,11 +108,14 @@ def on_cluster(recipe: Recipe, cluster: ClusterProfile) -> Recipe:
     return replace(recipe, tracking=replace(recipe.tracking, uri=cluster.tracking.uri))
 
 
-def _require_same(recipe: Recipe, recorded: Path, execution: str) -> None:
-    """Refuse to resume with another recipe: stages that are finished belong to the first one."""
+def _require_same(recipe: Recipe, arms: Arms, recorded: Path, execution: str) -> None:
+    """Refuse to resume with another recipe or other arms: stages that are finished belong to the first ones."""
     root = recorded.parents[2]
     require(recorded.is_file(), "resume_execution", f"must name an execution under {root}", execution, "see its names")
+    first_arms = recorded_arms(root, execution)
     differs = difference(recipe, load_recipe(str(recorded)))
+    if differs is None and arms is not first_arms:
+        differs = "arms", arms.value, first_arms.value
     if differs is not None:
         name, got, first = differs
         fix = "give it that value, or start a new execution"

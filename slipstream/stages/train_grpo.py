@@ -43,8 +43,8 @@ def train_grpo(
     *,
     policy: Path,
     data: Path,
-    draft: Path,
-    tuning: Path,
+    draft: Path | None,
+    tuning: Path | None,
     loop: ArmLoop = ArmLoop.SYNCHRONOUS,
 ) -> list[Path]:
     """Train the arms, each from its last checkpoint if there is one; return directories with arm.json and policy.
@@ -53,6 +53,7 @@ def train_grpo(
     want the same nodes, one is trained after the other.
 
     Args:
+        draft: None, as tuning, where no speculative arm is trained.
         loop: the recipe's own loop, or the synchronous one that it is compared with.
     Raises:
         ConfigError: the recipe is synchronous, and the arms are to be asynchronous.
@@ -102,14 +103,17 @@ def _member(
     arm: Arm,
     *,
     policy: Path,
-    draft: Path,
-    tuning: Path,
+    draft: Path | None,
+    tuning: Path | None,
     loop: ArmLoop,
     validation: tuple[Prompt, ...],
 ) -> Iterator[Callable[..., ArmRecord]]:
     """Yield an arm with its MLflow run, which ends with the block."""
     node, name = arm_node(arm, loop), arm_name(arm, loop)
-    length = draft_length(recipe, tuning) if arm is Arm.SPECULATIVE else DraftLength(num_speculative_tokens=0)
+    length = DraftLength(num_speculative_tokens=0)
+    if arm is Arm.SPECULATIVE:
+        assert draft is not None and tuning is not None, "a speculative arm has a draft and a measured length"
+        length = draft_length(recipe, tuning)
     logger.info("%s: k=%s, %d steps; learner and engine start first", node, length.label, recipe.grpo.num_steps)
     labels = arm_labels(recipe, arm, length)
     table = {"k_by_batch": described(length.schedule)} if length.label == "by_batch" else {}
@@ -160,20 +164,23 @@ def in_loop(recipe: Recipe, loop: ArmLoop) -> Recipe:
     return recipe
 
 
-def arm_plan(recipe: Recipe, arm: Arm, *, policy: Path, draft: Path, length: DraftLength, label: str = "") -> ArmPlan:
+def arm_plan(
+    recipe: Recipe, arm: Arm, *, policy: Path, draft: Path | None, length: DraftLength, label: str = ""
+) -> ArmPlan:
     """Plan of an arm that drafts by `length`.
 
     Args:
-        draft: output of `pretrain_draft`; an arm that drafts nothing does not read it.
+        draft: output of `pretrain_draft`; None for an arm that drafts nothing.
         label: as in `ArmPlan`.
     """
     k = length.num_speculative_tokens
+    drafting = draft if k else None
     return ArmPlan(
         arm=arm,
         num_speculative_tokens=k,
         schedule=length.schedule,
-        draft=draft_weights(recipe.draft, draft) if k else None,
-        draft_length=known_length(draft, k) if k else None,
+        draft=None if drafting is None else draft_weights(recipe.draft, drafting),
+        draft_length=None if drafting is None else known_length(drafting, k),
         start_engine=partial(
             recipe_engine, recipe, policy, draft, k, schedule=length.schedule, kv_cache=recipe.loop.in_flight_kv_cache
         ),

@@ -218,7 +218,7 @@ def _make(context: RunContext, recipe: Recipe, part: Part) -> None:
     delivered = Path(context.root) / context.part_of / part.needs[0] / "deliverables" / _POLICY_NODE
     policy = assemble(context, delivered)
     if part.kind is Kind.BASELINE:  # an autoregressive arm reads neither draft nor tuning
-        train_grpo(context, recipe, [Arm.AUTOREGRESSIVE], policy=policy, data=data, draft=policy, tuning=data)
+        train_grpo(context, recipe, [Arm.AUTOREGRESSIVE], policy=policy, data=data, draft=None, tuning=None)
         return
     draft = pretrain_draft(context, recipe, policy=policy, data=data)
     if part.kind is Kind.VARIANT:

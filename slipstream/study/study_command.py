@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from slipstream import demo
+from slipstream import run_command
 from slipstream.config import require
 from slipstream.drafts.config import FRESH_INITS, DraftInit, DraftMethod, DraftOnline
 from slipstream.recipe import load_recipe
@@ -71,7 +71,7 @@ def add_options(command: argparse.ArgumentParser, preset: str) -> None:
     command.epilog = _EPILOG
 
 
-def launched(options: argparse.Namespace) -> demo.Launch:
+def launched(options: argparse.Namespace) -> run_command.Launch:
     """Build the launch that the options ask for.
 
     Raises:
@@ -88,8 +88,12 @@ def launched(options: argparse.Namespace) -> demo.Launch:
     else:
         variant_recipes(options.recipe, grid, requested(overrides, num_steps=options.num_steps))
         inputs = {name: values for name, values in vars(grid).items() if name != "online"}
-    inputs |= {"recipe": demo.handed_on_recipe(options.recipe), "num_steps": options.num_steps, "overrides": overrides}
-    return demo.Launch(
+    inputs |= {
+        "recipe": run_command.handed_on_recipe(options.recipe),
+        "num_steps": options.num_steps,
+        "overrides": overrides,
+    }
+    return run_command.Launch(
         workflow=Study.BAKE_OFF if options.in_turn else Study.ABLATION,
         inputs=inputs,
         execution=new_execution(f"{options.preset}-{Path(options.recipe).stem}"),
@@ -112,7 +116,7 @@ def _grid(options: argparse.Namespace) -> Grid:
     return Grid(**given | {name: given[name] or values for name, values in _IN_TURN.items()})
 
 
-def result(root: Path, launch: demo.Launch) -> str:
+def result(root: Path, launch: run_command.Launch) -> str:
     """Return the text to print at the end: tables, answers, and the path of the page."""
     from slipstream.study.ranking import StudyRecord
     from slipstream.study.study_page import answers, study_text

@@ -1,4 +1,4 @@
-"""`slipstream demo` is interrupted at its start and in training, reuses what is there, and resumes."""
+"""`slipstream run` of one arm is interrupted at its start and in training, reuses what is there, and resumes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _STOPPED_S = 15.0  # five on a machine of its own; tests share theirs
 _MADE = ("prepare_data", "prepare_policy", "pretrain_draft")
 
 
-class Demo:
-    """One `slipstream demo` and what it printed.
+class Run:
+    """One `slipstream run` and what it printed.
 
     Whatever comes from one that is interrupted must be its descendant, so none of its workers is forked elsewhere.
     """
 
     def __init__(self, directory: Path, name: str, *arguments: str, is_interrupted: bool = False) -> None:
         self.log = directory / f"{name}.log"
-        command = [sys.executable, "-m", "slipstream.cli", "demo", "--run-root", str(directory / "runs"), *arguments]
+        command = [sys.executable, "-m", "slipstream.cli", "run", "--run-root", str(directory / "runs"), *arguments]
         with self.log.open("w") as log:
             environment = not_forked(os.environ) if is_interrupted else dict(os.environ)
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -56,7 +56,7 @@ class Demo:
         assert [process for process in descendants if process.is_running()] == []
 
     def stop(self) -> None:
-        """Interrupt a demo whose workers may be forked elsewhere."""
+        """Interrupt a run whose workers may be forked elsewhere."""
         self.process.send_signal(signal.SIGINT)
         assert self.process.wait(_PATIENCE_S) == 128 + signal.SIGINT
 
@@ -77,41 +77,44 @@ def statuses(root: Path, execution: str) -> dict[str, str]:
     return {key: status for key, status in keys.items() if key.split("/")[0] == execution}
 
 
-def test_a_demo_is_interrupted_resumed_and_reused(tmp_path: Path) -> None:
+def test_a_run_is_interrupted_resumed_and_reused(tmp_path: Path) -> None:
     recipe = write_small_recipe(tmp_path / "smoke.yaml", {"grpo": {"num_steps": 6}})
     runs = tmp_path / "runs"
 
-    early = Demo(tmp_path, "early", "--recipe", str(recipe), is_interrupted=True)
+    early = Run(tmp_path, "early", str(recipe), is_interrupted=True)
     early.wait_for("starting Ray")
     early.interrupt(signal.SIGTERM)
     early_execution = next(path for path in runs.glob("smoke-*")).name
     last = early.log.read_text().splitlines()[-1]
-    assert last.endswith(f"demo --run-root {runs} --resume {early_execution}")
+    assert last.endswith(f"run --run-root {runs} --resume {early_execution}")
     assert statuses(runs, early_execution)[early_execution] == "KILLED"
 
-    first = Demo(tmp_path, "first", "--recipe", str(recipe))
+    first = Run(tmp_path, "first", str(recipe))
     first.wait_for("tune_draft_length: comparing")  # all that can be reused is made
     first.stop()
 
-    second = Demo(tmp_path, "second", "--recipe", str(recipe), is_interrupted=True)
-    second.wait_for("train_grpo autoregressive: step 3/6")
+    second = Run(tmp_path, "second", str(recipe), is_interrupted=True)
+    second.wait_for("train_grpo speculative: step 3/6")
     second.interrupt(signal.SIGINT)
     execution = max(path.name for path in runs.glob("smoke-*"))
     said = second.log.read_text()
     for stage in _MADE:
         assert f"{stage}: reused" in said
-    for measured in ("first measured speedup: k=2", "autoregressive: step 1/6", "speculative: step 1/6"):
+    for measured in ("first measured speedup: k=2", "speculative: step 1/6"):
         assert measured in said
     assert "finished before" not in said
     assert said.splitlines()[-1].endswith(f"--resume {execution}")
     ended = statuses(runs, execution)
-    assert ended[execution] == ended[f"{execution}/train_grpo_autoregressive"] == "KILLED"
+    assert ended[execution] == ended[f"{execution}/train_grpo_speculative"] == "KILLED"
     for spool in (runs / "spool").glob("*.jsonl"):
         assert [json.loads(line) for line in spool.read_text().splitlines()]
 
-    resumed = Demo(tmp_path, "resumed", "--resume").finish()
+    resumed = Run(tmp_path, "resumed", "--resume").finish()
     for stage in (*_MADE, "tune_draft_length"):
         assert f"{stage}: finished before" in resumed
     assert re.search("resuming from step-00000[24]", resumed)  # as far as it came before it ended
-    assert "autoregressive: step 1/6" not in resumed
+    assert "speculative: step 1/6" not in resumed
+    assert "autoregressive: step" not in resumed
+    assert "The speculative arm was trained alone" in resumed
+    assert not (runs / execution / "train_grpo_autoregressive").exists()
     assert set(statuses(runs, execution).values()) == {"FINISHED"}

@@ -1,6 +1,6 @@
 """The whole chain as people launch it, at the smallest size that runs every stage.
 
-RL-Think in both loops here; `test_interrupt.py` runs RL-Zero to its end, synchronously.
+RL-Think in both loops here; `test_interrupt.py` runs one arm of RL-Zero to its end, synchronously.
 """
 
 import json

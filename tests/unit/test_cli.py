@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream import cli, demo
+from slipstream import cli, run_command
 from slipstream.cli import main
 from slipstream.recipe import CONFIGS, load_recipe, write_recipe
 from slipstream.types import Workload
@@ -84,6 +84,7 @@ def test_a_cluster_that_is_too_small_is_an_error(
 @pytest.mark.parametrize(
     ("flag", "value", "shown"),
     [
+        ("--arms", "both", "'both'"),
         ("--seed", "0", "0"),
         ("--num-steps", "3", "3"),
         ("--recipe", "tiny", "'tiny'"),
@@ -94,8 +95,9 @@ def test_a_cluster_that_is_too_small_is_an_error(
 def test_flags_that_a_resume_would_drop_are_refused_by_name(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str, value: str, shown: str
 ) -> None:
-    assert main(["demo", "--resume", "--run-root", str(tmp_path), flag, value]) == 2
-    fix = "; an execution resumes with its recorded recipe"
+    command = "run" if flag == "--arms" else "demo"
+    assert main([command, "--resume", "--run-root", str(tmp_path), flag, value]) == 2
+    fix = "; an execution resumes with its recorded recipe and arms"
     assert capsys.readouterr().err == f"error: {flag} must be left out with --resume, got {shown}{fix}\n"
 
 
@@ -171,6 +173,7 @@ def test_a_run_root_that_cannot_be_written_ends_in_one_line(
             "num_rollouts must be <= 1000000, got 1000001; each of them is simulated",
         ),
         ([*PROJECT, "--lag", str(2**31)], "lag must be <= 2147483647, got 2147483648"),
+        (["run", "tiny", "--arms", "all"], "--arms must be one of speculative, autoregressive, both, got 'all'"),
         (["bakeoff", "--seed", "-1"], "seeds must be >= 0, got (-1,)"),
         (["ablation", "--seeds", "-1"], "seeds must be >= 0, got (-1,)"),
     ],
@@ -220,6 +223,6 @@ def test_an_error_of_a_command_that_can_print_is_not_taken_for_one_of_its_output
     def broken(*_: object, **__: object) -> None:
         raise BrokenPipeError(32, "a socket's")
 
-    monkeypatch.setattr(demo, "resumed", broken)
+    monkeypatch.setattr(run_command, "resumed", broken)
     with pytest.raises(BrokenPipeError, match="a socket's"):
         main(["demo", "--resume"])

@@ -12,7 +12,7 @@ from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.records.steps import AcceptanceStats, ArmRecord, EvaluationRecord, ScheduleEntry, StepRecord
 from slipstream.report.page import render_page
 from slipstream.report.reference import read_reference
-from slipstream.types import Arm, StageTimes
+from slipstream.types import Arm, Arms, StageTimes
 from tests.unit.sampled import accepted
 
 ON_CORES = read_record(RunRecord, Path(__file__).parents[1] / "golden" / "run.json")
@@ -200,7 +200,21 @@ CURVES = replace(
 """0.5 of both arms after two of four steps; the speculative one was evaluated after the first step too."""
 ONE_STEP = replace(RECORD, arms=tuple(replace(arm, steps=arm.steps[:1]) for arm in RECORD.arms))
 TWO_STEPS = replace(RECORD, arms=tuple(replace(arm, steps=arm.steps[:2]) for arm in RECORD.arms))
-ONE_ARM = replace(RECORD, arms=RECORD.arms[:1], evaluations=())
+
+
+def alone(record: RunRecord, arm: Arm) -> RunRecord:
+    """What is left of a run where one arm was asked for; without a speculative arm there is no draft."""
+    kept = replace(
+        record,
+        arms=tuple(each for each in record.arms if each.arm is arm),
+        asynchronous=tuple(each for each in record.asynchronous if each.arm is arm),
+        evaluations=tuple(each for each in record.evaluations if each.policy.startswith(("start", arm.value))),
+        requested=Arms(arm.value),
+    )
+    return kept if arm is Arm.SPECULATIVE else replace(kept, draft=None, tuning=None, certificate=None)
+
+
+ONE_ARM = replace(alone(RECORD, Arm.AUTOREGRESSIVE), evaluations=())
 BARE = replace(
     RECORD,
     workload="other",

@@ -9,7 +9,8 @@ import pytest
 from slipstream.report.comparison import answer, cells, comparison_table, differences, render_comparison
 from slipstream.report.results import result_metrics
 from slipstream.tracking.executions import Execution
-from tests.unit.report.handmade import ASYNCHRONOUS, LOST, RECORD
+from slipstream.types import Arm
+from tests.unit.report.handmade import ASYNCHRONOUS, LOST, RECORD, alone
 
 DONE = Execution(
     run_id="1",
@@ -59,6 +60,12 @@ def test_an_execution_with_both_loops_says_what_the_asynchronous_one_did_to_each
     )
     assert cells(both)[5:9:3] == ["1.60x [1.32, 1.96]", "2.00x [2.00, 2.00]"]
     assert cells(both)[6:8] == ["1.00x [1.00, 1.00]", "2.01x [1.64, 2.45]"]
+
+
+def test_one_arm_alone_has_an_answer_without_a_speedup() -> None:
+    one = replace(DONE, metrics=result_metrics(alone(RECORD, Arm.SPECULATIVE), hours=1.0, gpu_hours=0.0))
+    assert answer(one) == "the speculative arm alone, so no speedup; reward 0.500, gained +0.400, lossless."
+    assert cells(one)[3:10] == ["2", "-", "-", "-", "-", "-", "-"]
 
 
 def test_the_answer_says_what_is_wrong() -> None:

@@ -17,11 +17,12 @@ from slipstream.records.run import RunRecord
 from slipstream.records.steps import EvaluationRecord, StepRecord
 from slipstream.report.page import draw, render_page, report_json, write_report
 from slipstream.report.reference import read_reference
-from slipstream.report.results import terminal_table
+from slipstream.report.results import description, terminal_table
 from slipstream.report.sentences import accuracy_text, verdict
 from slipstream.report.summary import accuracy_difference, pooled_acceptance, summarise, summarise_arms
 from slipstream.report.tables import accuracy_table
 from slipstream.statistics import amdahl
+from slipstream.types import Arm
 from tests.unit.report.handmade import (
     ASYNCHRONOUS,
     BARE,
@@ -32,6 +33,7 @@ from tests.unit.report.handmade import (
     RECORD,
     TWO_STEPS,
     accepted,
+    alone,
     page_text,
     right,
     step,
@@ -160,7 +162,7 @@ def test_a_column_is_measured_or_quoted_never_both() -> None:
         (LOST, "Speculation lost, so both arms ran without it (no k beat k=0)"),
         (ONE_STEP, "Step and generation: not measured. Too few timed steps for an interval: run more steps."),
         (TWO_STEPS, "Step and generation: not measured. Too few timed steps for an interval: run more steps."),
-        (ONE_ARM, "Only one arm ran"),
+        (ONE_ARM, "The autoregressive arm was trained alone. There is no speculative arm beside it, so no speedup is"),
         (BARE, "No GRPO step ran"),
     ],
 )
@@ -168,6 +170,30 @@ def test_a_page_says_what_the_run_lacks(record: RunRecord, sentence: str) -> Non
     assert sentence in render_page(record, REFERENCE)
     terminal_table(record)
     json.dumps(summarise(record), allow_nan=False)
+
+
+@pytest.mark.parametrize("arm", Arm)
+@pytest.mark.parametrize("record", [RECORD, ASYNCHRONOUS], ids=["synchronous", "asynchronous"])
+def test_one_arm_alone_is_shown_without_any_ratio_to_another(record: RunRecord, arm: Arm) -> None:
+    """Ratios that are left: of the sweep's draft lengths, and of the asynchronous loop to the same arm's other one."""
+    other, run = next(each for each in Arm if each is not arm), alone(record, arm)
+    page, table, told = page_text(run), terminal_table(run), description(run)
+    of_this_arm = re.sub(r'<section id="(draft-length|asynchronous|losslessness)">.*?</section>', "", page, flags=re.S)
+    assert not re.search(r"\d\.\d\dx", of_this_arm + table.partition("\nasynchronous")[0] + told)
+    for text in (of_this_arm, table, told):
+        assert "--arms both trains both" in text
+        assert not re.search(r"\b(nan|inf|None|ratio)\b", text)
+        assert "+0.400" in text  # the reward gained: 0.5 - 0.1
+    assert table.splitlines()[0].split()[-1] == arm.value
+    assert f"reward, {other.value}" not in page + table + told
+    shown = re.findall(r'<section id="([a-z-]+)">', page)
+    assert ("acceptance" in shown) == ("draft-length" in shown) == ("losslessness" in shown) == (arm is Arm.SPECULATIVE)
+    assert "speedup" not in shown
+    assert ("asynchronous" in shown) == bool(run.asynchronous)
+    made = report_json(run)
+    assert made["speedup"]["step"] == {"value": None, "ci95": None}
+    assert (made["arms"], list(made["reward"]), made["verdict"]) == (arm.value, [arm.value], {})
+    json.dumps(made, allow_nan=False)
 
 
 _COUNTS = dict.fromkeys(("num_parameters", "num_training_tokens", "num_steps"), 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from scipy.special import stdtrit
 
 from slipstream.records.run import RunRecord
 from slipstream.report.page import report_json
@@ -15,6 +16,7 @@ from slipstream.report.results import (
     reward_difference,
     terminal_table,
 )
+from slipstream.report.summary import summarise_arms
 from tests.unit.report.handmade import CERTIFICATE, CURVES, LOST, ONE_ARM, RECORD, TWO_STEPS, page_text
 
 
@@ -43,6 +45,8 @@ def test_rewards_have_the_interval_of_their_prompts_in_every_rendering() -> None
     ]
     record, width = replace(RECORD, arms=tuple(solved)), 2.093024**2 / (20 + 2.093024**2)
     metrics = result_metrics(record, hours=0.0, gpu_hours=0.0)
+    assert metrics["result/reward_gain_speculative"] == 1.0  # alike within each quarter: no interval
+    assert "result/reward_gain_speculative_low" not in metrics
     assert [metrics[f"result/reward_speculative{end}"] for end in ("", "_low", "_high")] == pytest.approx(
         [1, 1 - width, 1]
     )
@@ -56,6 +60,22 @@ def test_rewards_have_the_interval_of_their_prompts_in_every_rendering() -> None
         "| reward, speculative | 1.000 | 0.820 to 1.000, at first 0.000 [0.000, 0.180] |"
         in description(record).splitlines()
     )
+
+
+def test_the_gain_of_reward_has_the_interval_of_two_samples_of_prompts() -> None:
+    """Four steps of five prompts, so a quarter is one step: variances 0.075 and 0.05, Welch's degrees of freedom."""
+    rates = [(0.0, 0.0, 0.5, 0.5, 0.0), *[(0.5,) * 5] * 2, (1.0, 1.0, 1.0, 1.0, 0.5)]
+    steps = [
+        replace(step, rewards_by_prompt=each, reward_mean=sum(each) / 5)
+        for step, each in zip(RECORD.arms[1].steps, rates, strict=False)
+    ]
+    run = summarise_arms([replace(RECORD.arms[1], steps=tuple(steps))])
+    assert run.alone is not None
+    gain, error = run.alone.reward_gain, ((0.075 + 0.05) / 5) ** 0.5
+    freedom = 4 * 0.125**2 / (0.075**2 + 0.05**2)
+    half = stdtrit(freedom, 0.975) * error
+    assert gain.value == pytest.approx(0.7)
+    assert gain.ci95 == pytest.approx((0.7 - half, 0.7 + half))
 
 
 def test_steps_without_a_record_of_their_prompts_count_as_one_prompt_each() -> None:
@@ -76,6 +96,8 @@ def test_the_metrics_are_those_worked_by_hand() -> None:
             "result/tokens_per_s_speculative": 500 / 15,
             "result/reward_autoregressive": 0.5,
             "result/reward_speculative": 0.5,
+            "result/reward_gain_autoregressive": 0.4,  # a quarter of six steps is one: no interval
+            "result/reward_gain_speculative": 0.4,
             "result/paired": 0.0,
             "result/control_ratio": 1.0,  # 0.5 s of log-probabilities and 1.2 of training in both arms
             "result/control_ratio_low": 1.0,

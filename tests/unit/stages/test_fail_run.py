@@ -12,13 +12,15 @@ import pytest
 
 from slipstream.recipe import load_recipe, write_recipe
 from slipstream.records.files import write_record
+from slipstream.records.run import LaunchRecord
 from slipstream.records.stages import TuningRecord
-from slipstream.stages.context import RunContext, recorded_recipe
+from slipstream.stages.context import RunContext, launch_file, recorded_recipe
 from slipstream.stages.fail_run import fail_run
 from slipstream.stages.runs import execution_run, tracked
 from slipstream.tracking.config import store_uri
 from slipstream.tracking.spool import RunStatus
 from slipstream.tracking.tracker import Tracker
+from slipstream.types import Arms
 from tests.unit.lagging import ONE_STEP_OFF
 from tests.unit.report.handmade import RECORD
 
@@ -76,6 +78,16 @@ def test_an_execution_that_goes_on_after_a_failed_attempt_is_running_again(
 
     status = _runs(stored_root, store_uri(recipe.tracking, stored_root))["e"].info.status
     assert status == ("RUNNING" if raised is None else "FAILED")
+
+
+def test_a_failed_execution_of_one_arm_awaits_no_other_and_no_draft(stored_root: Path) -> None:
+    write_recipe(load_recipe("tiny"), recorded_recipe(stored_root, "e"))
+    write_record(LaunchRecord(arms=Arms.AUTOREGRESSIVE), launch_file(stored_root, "e"))
+    directory = fail_run(stored_root, "e", node="train", message="lost")
+    assert directory is not None
+    page = (directory / "failure.md").read_text()
+    assert "- train_grpo_autoregressive: not finished" in page
+    assert not [word for word in ("speculative", "draft", "losslessness") if word in page]
 
 
 def test_a_failed_asynchronous_execution_names_the_arms_of_both_loops(stored_root: Path) -> None:

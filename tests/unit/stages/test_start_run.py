@@ -11,9 +11,10 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.kubernetes.profile import read_profile
 from slipstream.recipe import load_recipe
-from slipstream.stages.context import RunContext
+from slipstream.stages.context import RunContext, recorded_arms
 from slipstream.stages.start_run import start_run
 from slipstream.tracking.spool import read_spool
+from slipstream.types import Arms
 
 UNTRACKED = {"uri": "http://127.0.0.1:9", "replay_every_s": 0.1, "close_wait_s": 0.0}
 
@@ -29,6 +30,19 @@ def test_a_resumed_execution_keeps_its_directory_and_its_recipe(tmp_path: Path) 
     assert again == first
     assert resolved == recorded == tmp_path / "run" / "start_run" / "recipe.yaml"
     assert load_recipe(str(resolved)).tracking.replay_every_s == 0.2  # where it is tracked is no part of it
+
+
+def test_an_execution_goes_on_with_the_arms_that_it_was_started_with_and_no_others(tmp_path: Path) -> None:
+    def asked(arms: Arms, *, resume: bool = True) -> RunContext:
+        overrides = {"tracking": UNTRACKED}
+        return start_run("tiny", root=tmp_path, execution="run", overrides=overrides, resume=resume, arms=arms)[0]
+
+    assert asked(Arms.SPECULATIVE, resume=False).arms == "speculative"
+    assert asked(Arms.SPECULATIVE).speculates
+    with pytest.raises(ConfigError, match=r"^arms must be 'speculative', with which run was started, got 'both'; "):
+        asked(Arms.BOTH)
+    assert recorded_arms(tmp_path, "run") is Arms.SPECULATIVE
+    assert recorded_arms(tmp_path, "other") is Arms.BOTH  # of an execution that recorded none
 
 
 def test_a_recorded_recipe_that_goes_on_says_who_gave_its_values_at_the_start(tmp_path: Path) -> None:

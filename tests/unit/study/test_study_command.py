@@ -11,8 +11,8 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.config import ConfigError
-from slipstream.demo import Launch
 from slipstream.recipe import load_recipe, write_recipe
+from slipstream.run_command import Launch
 from slipstream.study.study_command import add_options, launched, result
 
 

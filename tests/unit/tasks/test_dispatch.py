@@ -30,16 +30,23 @@ from slipstream.recipe import Recipe, load_recipe, write_recipe
 from slipstream.records.files import write_record
 from slipstream.stages.context import RunContext
 from slipstream.study.variants import Grid, Kind
-from slipstream.types import Arm, ArmLoop, Workload
+from slipstream.types import Arm, ArmLoop, Arms, Workload
 from tests.unit.tasks.declared import declared_tasks
 
 TASKS = declared_tasks()
 LENGTH = 7
+LAST = "speculative"
 FOUND = PreflightRecord(
     cluster="gb200",
     namespace="n",
     findings=(Finding(what="quota", found="none", needed="room", state=State.MISSING, fix="raise it"),),
 )
+_FOLDERS: dict[Any, Callable[[FlyteDirectory], Any]] = {  # inputs by type, of one folder
+    FlyteDirectory: lambda folder: folder,
+    FlyteDirectory | None: lambda folder: folder,
+    list[FlyteDirectory]: lambda folder: [folder, folder],
+    list[list[FlyteDirectory]]: lambda folder: [[folder], [folder]],
+}
 _FILES = {"recipe": "recipe.yaml", "findings": "findings.json"}  # by input
 _MARK = "made_by.json"  # in each input: its name
 
@@ -50,6 +57,7 @@ class Stages:
 
     recipe: Path
     seen: dict[str, Any] = field(default_factory=dict)
+    num_named: int = 0
 
     def namespace(self) -> SimpleNamespace:
         """In the place of a stage's module."""
@@ -72,6 +80,8 @@ class Stages:
             require_lossless=self._require_lossless,
             require_no_drift=self._require_no_drift,
             tuned_length=self._tuned_length,
+            START="start",
+            trained_name=self._trained_name,
             preflight=self._preflight,
             require_ready=self._require_ready,
             PreflightRecord=PreflightRecord,
@@ -101,7 +111,8 @@ class Stages:
         return [self._writes(files)(context, recipe, arms, node=arm.value, **inputs) for arm in arms]
 
     def _start_run(self, recipe: str, **inputs: Any) -> tuple[RunContext, Path]:
-        self.seen |= {"recipe": recipe, "root": inputs["root"], "changes": inputs["overrides"], "loop": inputs["loop"]}
+        self.seen |= {"recipe": recipe, "root": inputs["root"], "changes": inputs["overrides"]}
+        self.seen |= {name: inputs[name] for name in ("loop", "arms")}
         return _context(inputs["root"]), self.recipe
 
     def _fail_run(self, root: Path, execution: str, *, node: str, message: str) -> None:
@@ -150,6 +161,11 @@ class Stages:
             context, recipe, policy=policy, data=data
         )
 
+    def _trained_name(self, directory: Path) -> str:
+        assert _read(directory) == "arms"
+        self.num_named += 1
+        return LAST if self.num_named == 2 else "first"
+
     def _tuned_length(self, recipe: Recipe, tuning: Path) -> int:
         self.seen["tuning"] = _read(tuning)
         return LENGTH
@@ -186,6 +202,7 @@ _FORM = {
     "seed": 0,
     "overrides": [],
     "max_off_policy_steps": None,
+    "arms": Arms.SPECULATIVE,
     "resume_execution": "",
     "reuse_stored": True,
     "num_speculative_tokens": 3,
@@ -229,10 +246,13 @@ CASES = {
             "recipe": "tiny",
             "changes": {"workload": "rl_think", "grpo": {"seed": 0}},  # given is given, 0 too
             "loop": ArmLoop.SYNCHRONOUS,
+            "arms": Arms.SPECULATIVE,
         },
         handed_on=("recipe.yaml",),
     ),
-    "prepare_data": Case(seen={}, handed_on=(_DELIVERED, "manifest.json", "tokenizer.json", "train.jsonl")),
+    "prepare_data": Case(
+        seen={"trains_draft": True}, handed_on=(_DELIVERED, "manifest.json", "tokenizer.json", "train.jsonl")
+    ),
     "prepare_data_for": Case(
         seen=_marks("policy"), handed_on=(_DELIVERED, "manifest.json", "tokenizer.json", "train.jsonl")
     ),
@@ -242,14 +262,13 @@ CASES = {
         seen=_marks("policy", "data", "draft"), handed_on=(_DELIVERED, "sweep.svg", "tuning.json")
     ),
     "train_grpo": Case(
-        values={"arms": list(Arm), "loop": ArmLoop.ASYNCHRONOUS},
-        seen={**_marks("policy", "data", "draft", "tuning"), "others": (list(Arm),), "loop": ArmLoop.ASYNCHRONOUS},
+        values={"arms": Arms.BOTH, "loop": ArmLoop.ASYNCHRONOUS},
+        seen={**_marks("policy", "data", "draft", "tuning"), "others": (tuple(Arm),), "loop": ArmLoop.ASYNCHRONOUS},
         handed_on=("arm.json", _DELIVERED, "arm.json", _DELIVERED),
     ),
     "evaluate_aime": Case(
-        values={"policy": "start"},
-        seen={**_marks("data"), "model": "model/policy", "others": ("start",)},
-        handed_on=(_DELIVERED, "evaluation.json"),
+        seen={**_marks("data"), "model": "arms/policy", "others": (LAST,)},  # the arms after the start
+        handed_on=(_DELIVERED, "evaluation.json") * 3,
     ),
     "certify_losslessness": Case(
         seen={
@@ -360,12 +379,12 @@ def _inputs(task: PythonFunctionTask, case: Case, stages: Stages, store: str, ro
         files.pipe_file(f"{store}/in/{path.name}", path.read_bytes())
     given: dict[str, Any] = {}
     for name, kind in task.python_interface.inputs.items():
-        if kind in (FlyteDirectory, list[FlyteDirectory]):
+        if kind in _FOLDERS:
             files.pipe_file(f"{store}/in/{name}/{_MARK}", name.encode())
             for part in ("policy", "draft"):  # weights that the output of an arm may hold
                 files.pipe_file(f"{store}/in/{name}/{part}/{_MARK}", f"{name}/{part}".encode())
             folder = FlyteDirectory.from_source(f"{store}/in/{name}")
-            given[name] = folder if kind is FlyteDirectory else [folder, folder]
+            given[name] = _FOLDERS[kind](folder)
         elif kind is FlyteFile:
             given[name] = FlyteFile.from_source(f"{store}/in/{_FILES[name]}")
         else:
@@ -389,3 +408,14 @@ def _dispatched(task: PythonFunctionTask, inputs: Mapping[str, Any], directory: 
     if (meta / "error.pb").exists():
         pytest.fail(ErrorDocument.FromString((meta / "error.pb").read_bytes()).error.message)
     return dict(LiteralMap.FromString((meta / "outputs.pb").read_bytes()).literals)
+
+
+def test_without_a_speculative_arm_the_tasks_of_a_draft_make_nothing(tmp_path: Path) -> None:
+    """They return before they read an input: none of these could be fetched."""
+    context, absent = replace(_context(tmp_path), arms=Arms.AUTOREGRESSIVE.value), FlyteDirectory("absent")
+    shared = {"context": context, "recipe": FlyteFile("absent"), "policy": absent, "data": absent}
+    without = {"draft": None, "tuning": None}
+    assert TASKS["pretrain_draft"].task_function(**shared).draft is None
+    assert TASKS["tune_draft_length"].task_function(**shared, draft=None).tuning is None
+    assert TASKS["certify_losslessness"].task_function(**shared, **without, trained=[absent]).certificate is None
+    assert TASKS["require_lossless"].task_function(certificate=None, report=absent).report is absent

@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from slipstream.kubernetes.profile import CLUSTERS, read_profile
-from slipstream.types import Arm, ArmLoop, arm_name
 from tests.unit.workflows.conftest import Registered
 from tests.unit.workflows.registration import registration, task_name
 
@@ -43,7 +42,7 @@ def test_the_profiles_are_those_that_the_documents_name() -> None:
 @profiles
 def test_the_plans_are_registered_and_fix_recipe_and_workload(registered: Registered, profile: str) -> None:
     plans = registered(profile).plans
-    own = {"tiny-smoke", "tiny-async", "rl-zero-8b", "rl-think-8b", "rl-think-8b-async"}
+    own = {"tiny-smoke", "tiny-async", "train-8b", "rl-zero-8b", "rl-think-8b", "rl-think-8b-async"}
     assert set(plans) == {*own, "certify", "projection", "preflight", "ablation", *SCHEDULED}
 
     def fixed(name: str) -> dict[str, Any]:
@@ -53,6 +52,7 @@ def test_the_plans_are_registered_and_fix_recipe_and_workload(registered: Regist
     eight = "qwen3_8b_h200" if profile == "h200" else "qwen3_8b"
     assert fixed("tiny-smoke") == {"recipe": "tiny"}
     assert fixed("tiny-async") == {"recipe": "tiny_async"}
+    assert fixed("train-8b") == {"recipe": eight, "arms": "speculative"}
     assert fixed("rl-zero-8b") == {"recipe": eight, "workload": "rl_zero"}
     assert fixed("rl-think-8b") == {"recipe": eight, "workload": "rl_think"}
     assert fixed("rl-think-8b-async") == {"recipe": eight, "workload": "rl_think", "max_off_policy_steps": "1"}
@@ -83,12 +83,10 @@ def test_outputs_and_nodes_have_names_of_their_own(registered: Registered, profi
     nodes = [node for node in found.workflows["speculative_rl"]["nodes"] if "taskNode" in node]
     assert [node["id"] for node in nodes if node["id"].startswith(("train", "evaluate"))] == [
         "train",
-        "evaluate-start",
-        "evaluate-autoregressive",
-        "evaluate-speculative",
+        "evaluate",
     ]
     names = [node["metadata"]["name"] for node in nodes]
-    assert len(set(names)) == len(names) == 14
+    assert len(set(names)) == len(names) == 12
     assert "train" in names
 
 
@@ -98,16 +96,14 @@ def test_an_asynchronous_run_trains_and_evaluates_every_arm_in_both_loops(regist
     upstream = {name: set(node.get("upstreamNodeIds", ())) for name, node in nodes.items()}
     trained = [name for name in nodes if name.startswith("train")]
     assert trained == ["train", "train-asynchronous"]
-    evaluated = {name for name in nodes if name.startswith("evaluate-")}
-    arms = {arm_name(arm, loop).replace("_", "-") for arm in Arm for loop in ArmLoop}
-    assert evaluated == {"evaluate-start", *(f"evaluate-{name}" for name in arms)}
-    assert {*trained, *evaluated} <= upstream["report-speedup"]
-    certified = [
-        binding["binding"]["promise"]
-        for binding in nodes["certify-losslessness"]["inputs"]
-        if binding["var"] == "trained"
-    ]
-    assert certified == [{"nodeId": "train-asynchronous", "var": "trained", "attrPath": [{"intValue": 1}]}]
+    assert {*trained, "evaluate"} <= upstream["report-speedup"]
+
+    def bound(node: str, name: str) -> dict[str, Any]:
+        return next(each["binding"] for each in nodes[node]["inputs"] if each["var"] == name)
+
+    of_loops = [{"promise": {"nodeId": name, "var": "trained"}} for name in trained]
+    assert bound("evaluate", "arms") == bound("report-speedup", "arms") == {"collection": {"bindings": of_loops}}
+    assert bound("certify-losslessness", "trained") == of_loops[-1]
     names = [node["metadata"]["name"] for node in nodes.values() if "taskNode" in node]
     assert len(set(names)) == len(names)
     assert "train, asynchronous" in names
@@ -132,7 +128,7 @@ def test_no_two_tasks_that_want_the_same_nodes_can_run_at_once(
         for name, node in nodes.items()
         if node.get("taskNode", {}).get("referenceId", {}).get("name", "").rpartition(".")[2] in WITH_GPUS
     }
-    assert len(wanting) > len([name for name in nodes if name.startswith("evaluate-")]) + 2
+    assert {"train", "evaluate", "certify-losslessness"} <= wanting
     for one, other in combinations(sorted(wanting), 2):
         assert one in before(other) or other in before(one), f"{one} and {other} may ask for the same nodes at once"
 

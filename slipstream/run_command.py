@@ -1,11 +1,13 @@
-"""Command `slipstream demo`: start or resume one execution of a workflow on this machine.
+"""Commands `slipstream run` and `slipstream demo`: start or resume one execution of a recipe's chain on this machine.
 
-The workflow runs in a process of its own, like under `pyflyte run`. This process stays small, so it can answer an
-interrupt at any moment, and prints at the end how to resume.
+`slipstream demo` is `slipstream run tiny --arms both`. The workflow runs in a process of its own, like under
+`pyflyte run`. This process stays small, so it can answer an interrupt at any moment, and prints at the end how to
+resume.
 """
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import os
@@ -20,22 +22,30 @@ from typing import Any
 from slipstream.config import ConfigError, require
 from slipstream.kubernetes.profile import CLUSTER_VARIABLE
 from slipstream.recipe import CONFIGS, Recipe, load_recipe, recipe_path
+from slipstream.records.files import read_record
+from slipstream.records.run import RunRecord
 from slipstream.refit.channel import discard_transfers
 from slipstream.stages.context import (
     EXECUTION_VARIABLE,
+    add_inputs,
+    add_set,
     handed_on,
     is_finished,
     new_execution,
+    recorded_arms,
     recorded_recipe,
     requested,
 )
 from slipstream.supervisor import Outcome, supervise
 from slipstream.tracking.replay import replay_command, unsent
 from slipstream.tracking.spool import RunStatus, end_open_runs
+from slipstream.types import Arms
+from slipstream.workers.placement.config import ArmsInTurn
 
 LATEST = ""
 """Value of `--resume` without a name: the latest execution without a report."""
 
+_DEMO = "tiny"
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
@@ -74,6 +84,93 @@ class Launch:
         ]
 
 
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands `run` and `demo`, which share their options."""
+    words = "train a recipe on this machine: data, policy, draft, draft length, GRPO, certificate, evaluation, report"
+    chain = commands.add_parser("run", help=words, description=f"{words[0].upper()}{words[1:]}.")
+    chain.add_argument("recipe", nargs="?", help="a name in configs/, such as tiny, or a path to a recipe")
+    known = ", ".join(Arms)
+    words = (
+        f"arms to train: {known}; one arm alone has no baseline, and so no speedup; default: {Arms.SPECULATIVE.value}"
+    )
+    chain.add_argument("--arms", metavar="ARMS", help=words)
+    _add_options(chain)
+    words = f"run {_DEMO} --arms both: the whole chain with and without speculation, and the speedup"
+    chain = commands.add_parser("demo", help=words, description=f"The command `slipstream {words}`.")
+    chain.add_argument("--recipe", help=f"a name in configs/ or a path; default: {_DEMO}")
+    _add_options(chain)
+    chain.set_defaults(default_recipe=_DEMO, arms=None, default_arms=Arms.BOTH)
+
+
+def _add_options(chain: argparse.ArgumentParser) -> None:
+    add_inputs(chain)
+    chain.add_argument(
+        "--arms-in-turn",
+        choices=list(ArmsInTurn),
+        type=ArmsInTurn,
+        help="alternate the steps of both arms, so that machine load affects both alike; default: the recipe's",
+    )
+    add_set(chain)
+    chain.add_argument("--run-root", default="runs", help="directory of executions, store and tracking; default: runs")
+    chain.add_argument(
+        "--resume",
+        nargs="?",
+        const=LATEST,
+        metavar="EXECUTION",
+        help="resume an execution with its recorded recipe and arms; default: the latest without a report",
+    )
+    chain.add_argument(
+        "--fresh", action="store_true", help="make data, policy and draft again, even if they are stored"
+    )
+    chain.set_defaults(run=_run, default_recipe="", default_arms=Arms.SPECULATIVE)
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Run the workflow of the recipe's loop through `pyflyte run`, and print the table of the report."""
+    root = Path(options.run_root).resolve()
+    if options.resume is not None:
+        for name in ("recipe", "arms", "workload", "num_steps", "seed", "arms_in_turn", "set"):
+            is_positional = name == "recipe" and not options.default_recipe
+            value, flag = getattr(options, name), name if is_positional else f"--{name.replace('_', '-')}"
+            fix = "an execution resumes with its recorded recipe and arms"
+            require(value in (None, []), flag, "must be left out with --resume", value, fix)
+        launch = resumed(root, options.resume, reuse_stored=not options.fresh)
+    else:
+        launch = started(
+            options.recipe or options.default_recipe,
+            arms=_arms(options.arms) or options.default_arms,
+            workload=options.workload,
+            num_steps=options.num_steps,
+            seed=options.seed,
+            overrides=[*options.set, *_arms_in_turn(options.arms_in_turn)],
+            reuse_stored=not options.fresh,
+        )
+    status = run(launch, root)
+    if status == 0:
+        _show(root)
+    return status
+
+
+def _arms(value: str | None) -> Arms | None:
+    require(value is None or value in list(Arms), "--arms", f"must be one of {', '.join(Arms)}", value)
+    return None if value is None else Arms(value)
+
+
+def _arms_in_turn(value: ArmsInTurn | None) -> list[str]:
+    return [] if value is None else [f"placement.arms_in_turn={value}"]
+
+
+def _show(root: Path) -> None:
+    from slipstream.report.results import terminal_table
+
+    latest = root / "latest"
+    record = read_record(RunRecord, latest / "run.json")
+    print()
+    print(terminal_table(record))
+    print(f"\nreport: {latest / 'report.html'}")
+    print(f"MLflow: .venv/bin/mlflow ui --host 127.0.0.1 --backend-store-uri {shlex.quote(record.tracking_uri)}")
+
+
 def handed_on_recipe(recipe: str) -> str:
     """Return a recipe's name, or the absolute path of its file, for a process in another directory."""
     return recipe if recipe_path(recipe).parent == CONFIGS else os.path.abspath(recipe)
@@ -102,7 +199,7 @@ def run(launch: Launch, root: Path) -> int:
 
 
 def resumed(root: Path, execution: str, *, reuse_stored: bool) -> Launch:
-    """Build the launch that resumes `execution` with its recorded recipe.
+    """Build the launch that resumes `execution` with its recorded recipe and arms.
 
     Raises:
         ConfigError: there is no such execution, or it has its report.
@@ -118,11 +215,11 @@ def resumed(root: Path, execution: str, *, reuse_stored: bool) -> Launch:
         f"known: {known}",
     )
     path = str(recorded_recipe(root, name))
-    inputs = {"recipe": path, "resume_execution": name}
+    inputs = {"recipe": path, "arms": recorded_arms(root, name), "resume_execution": name}
     return Launch(workflow=_workflow_of(load_recipe(path)), execution=name, inputs=inputs, reuse_stored=reuse_stored)
 
 
-def started(recipe: str, *, reuse_stored: bool, overrides: Sequence[str] = (), **inputs: Any) -> Launch:
+def started(recipe: str, *, reuse_stored: bool, arms: Arms, overrides: Sequence[str] = (), **inputs: Any) -> Launch:
     """Build the launch of a new execution; an input of None keeps the recipe's value.
 
     Args:
@@ -136,7 +233,7 @@ def started(recipe: str, *, reuse_stored: bool, overrides: Sequence[str] = (), *
     return Launch(
         workflow=_workflow_of(loaded),
         execution=new_execution(recipe),
-        inputs={"recipe": handed_on_recipe(recipe), "overrides": overrides or None, **inputs},
+        inputs={"recipe": handed_on_recipe(recipe), "arms": arms, "overrides": overrides or None, **inputs},
         reuse_stored=reuse_stored,
     )
 
@@ -194,7 +291,7 @@ def _last_words(execution: str, root: Path, outcome: Outcome) -> str:
     if _starts_anew(root, execution):
         lines.append(f"{what}; the same command starts again, with policies and drafts from {root / 'store'}")
     elif recorded.is_file():
-        resume = shlex.join([*_slipstream(), "demo", "--run-root", str(root), "--resume", execution])
+        resume = shlex.join([*_slipstream(), "run", "--run-root", str(root), "--resume", execution])
         lines.append(f"{what}; resume with: {resume}")
     else:
         lines.append(f"{what} before its recipe was recorded; start again with the same command")

@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 
-from slipstream import demo
+from slipstream import run_command
+from slipstream.cli import main
 from slipstream.config import ConfigError, parse_overrides
-from slipstream.demo import Launch
 from slipstream.recipe import load_recipe, write_recipe
-from slipstream.stages.context import new_execution, recorded_recipe
+from slipstream.records.files import write_record
+from slipstream.records.run import LaunchRecord
+from slipstream.run_command import Launch
+from slipstream.stages.context import launch_file, new_execution, recorded_recipe
 from slipstream.supervisor import Outcome
 from slipstream.tracking.config import check_key
 from slipstream.tracking.spool import Event, RunHeader, Spool, spool_path
-from slipstream.types import Workload
+from slipstream.types import Arms, Workload
 from tests.unit.lagging import ONE_STEP_OFF
 
 
@@ -35,35 +38,38 @@ def execution(root: Path, name: str, *, started_s: int, is_finished: bool = Fals
 
 
 def started(recipe: str, **given: Any) -> Launch:
-    return demo.started(recipe, **{"reuse_stored": True, **given})
+    return run_command.started(recipe, **{"reuse_stored": True, "arms": Arms.SPECULATIVE, **given})
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     execution(tmp_path, "a", started_s=100)
     execution(tmp_path, "b", started_s=200)
+    write_record(LaunchRecord(arms=Arms.SPECULATIVE), launch_file(tmp_path, "b"))
     execution(tmp_path, "c", started_s=300, is_finished=True)
     return tmp_path
 
 
 def test_the_latest_unfinished_execution_goes_on_with_its_own_recipe(root: Path) -> None:
-    launch = demo.resumed(root, demo.LATEST, reuse_stored=True)
-    inputs = {"recipe": str(root / "b" / "start_run" / "recipe.yaml"), "resume_execution": "b"}
+    launch = run_command.resumed(root, run_command.LATEST, reuse_stored=True)
+    recipe = str(root / "b" / "start_run" / "recipe.yaml")
+    inputs = {"recipe": recipe, "arms": Arms.SPECULATIVE, "resume_execution": "b"}
     assert launch == Launch(workflow="speculative_rl", execution="b", inputs=inputs)
     command = launch.command(root)
     assert command[command.index("--resume_execution") + 1] == "b"
-    assert demo.resumed(root, "a", reuse_stored=True).execution == "a"
+    assert command[command.index("--arms") + 1] == "speculative"
+    assert run_command.resumed(root, "a", reuse_stored=True).execution == "a"
 
 
 @pytest.mark.parametrize("name", ["c", "d"])
 def test_a_finished_or_unknown_execution_is_refused_with_those_that_can_be_resumed(root: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^--resume must name an .* got '{name}'; known: b, a$"):
-        demo.resumed(root, name, reuse_stored=True)
+        run_command.resumed(root, name, reuse_stored=True)
 
 
 def test_without_an_unfinished_execution_there_is_nothing_to_resume(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"got 'the latest'; known: none$"):
-        demo.resumed(tmp_path, demo.LATEST, reuse_stored=True)
+        run_command.resumed(tmp_path, run_command.LATEST, reuse_stored=True)
 
 
 def test_a_new_execution_is_fresh_only_if_asked_for() -> None:
@@ -100,7 +106,7 @@ def test_a_recipe_of_a_relative_path_is_handed_on_as_an_absolute_one(
     write_recipe(load_recipe("tiny"), tmp_path / "mine.yaml")
     monkeypatch.chdir(tmp_path)
     assert started("mine.yaml").inputs["recipe"] == str(tmp_path / "mine.yaml")
-    assert demo.handed_on_recipe("tiny") == "tiny"
+    assert run_command.handed_on_recipe("tiny") == "tiny"
 
 
 @pytest.mark.parametrize(
@@ -132,10 +138,10 @@ def test_a_profile_of_a_relative_path_is_handed_on_as_an_absolute_one(
 
     (tmp_path / "mine.yaml").touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "supervise", supervise)
+    monkeypatch.setattr(run_command, "supervise", supervise)
     for name, handed_on in (("mine.yaml", f"{tmp_path}/mine.yaml"), ("local", "local")):
         monkeypatch.setenv("SLIPSTREAM_CLUSTER", name)
-        assert demo.run(started("tiny"), tmp_path / "runs") == 0
+        assert run_command.run(started("tiny"), tmp_path / "runs") == 0
         assert seen["SLIPSTREAM_CLUSTER"] == handed_on
 
 
@@ -148,7 +154,7 @@ def test_the_recipes_loop_chooses_the_workflow_also_of_one_that_is_gone_on_with(
     path = write_recipe(load_recipe("tiny", overrides=ONE_STEP_OFF), recorded_recipe(tmp_path, "e"))
     begun = started(str(path))
     shipped = started("tiny_async")
-    for launch in (begun, shipped, demo.resumed(tmp_path, "e", reuse_stored=True)):
+    for launch in (begun, shipped, run_command.resumed(tmp_path, "e", reuse_stored=True)):
         assert launch.command(tmp_path)[2:4] == ["workflows/asynchronous_rl.py", "asynchronous_rl"]
     plain = started("tiny")
     assert plain.command(tmp_path)[2:4] == ["workflows/speculative_rl.py", "speculative_rl"]
@@ -156,23 +162,23 @@ def test_the_recipes_loop_chooses_the_workflow_also_of_one_that_is_gone_on_with(
 
 def test_an_execution_that_runs_is_not_started_twice(root: Path) -> None:
     running = "execution must not be running already, got 'a'; wait for it, or interrupt it"
-    with demo._claimed(root, "a"), pytest.raises(ConfigError, match=running), demo._claimed(root, "a"):
+    with run_command._claimed(root, "a"), pytest.raises(ConfigError, match=running), run_command._claimed(root, "a"):
         pass
-    with demo._claimed(root, "a"):
+    with run_command._claimed(root, "a"):
         pass
 
 
 @pytest.mark.parametrize(
     ("name", "interrupted", "last"),
     [
-        ("a", True, r"interrupted; resume with: .*slipstream.* demo --run-root ROOT --resume a"),
-        ("a", False, r"failed with status 1; resume with: .*slipstream.* demo --run-root ROOT --resume a"),
+        ("a", True, r"interrupted; resume with: .*slipstream.* run --run-root ROOT --resume a"),
+        ("a", False, r"failed with status 1; resume with: .*slipstream.* run --run-root ROOT --resume a"),
         ("new", True, r"interrupted before its recipe was recorded; start again with the same command"),
     ],
 )
 def test_the_last_line_says_how_to_go_on(root: Path, name: str, interrupted: bool, last: str) -> None:
     outcome = Outcome(pid=1, status=130 if interrupted else 1, interrupted=interrupted)
-    line = demo._last_words(name, root, outcome).splitlines()[-1]
+    line = run_command._last_words(name, root, outcome).splitlines()[-1]
     assert re.fullmatch(last.replace("ROOT", re.escape(str(root))), line)
 
 
@@ -181,12 +187,12 @@ def test_what_mlflow_has_not_got_is_said_at_the_end_of_every_execution(tmp_path:
     server = "http://mlflow:5000"
     write_recipe(load_recipe("tiny", overrides={"tracking": {"uri": server}}), recorded_recipe(tmp_path, "a"))
     outcome = Outcome(pid=1, status=status, interrupted=False)
-    assert "MLflow" not in demo._last_words("a", tmp_path, outcome)
+    assert "MLflow" not in run_command._last_words("a", tmp_path, outcome)
     spool = Spool(spool_path(tmp_path / "spool", experiment="tiny", key="a/train"))
     spool.append(Event(kind="open", time_ms=1, header=RunHeader(experiment="tiny", key="a/train", name="train")))
     spool.append(Event(kind="metrics", time_ms=2, metrics={"train/loss": 1.0, "train/reward": 0.5}))
     spool.close()
-    what, how = demo._last_words("a", tmp_path, outcome).splitlines()[:2]
+    what, how = run_command._last_words("a", tmp_path, outcome).splitlines()[:2]
     assert what == "1 MLflow run(s) are not up to date: a/train (2 points and 1 other entries)"
     assert how.startswith(f"they are completed {when}: ") and how.endswith(f" replay {tmp_path} --uri {server}")
 
@@ -198,3 +204,22 @@ def test_executions_that_start_in_one_second_have_names_of_their_own_in_their_or
         time.sleep(0.001)
     assert sorted(set(names)) == names
     assert re.fullmatch(r"tiny-\d{8}-\d{6}-\d{6}", names[0])
+
+
+@pytest.mark.parametrize(
+    ("command", "recipe", "arms"),
+    [
+        (["run", "tiny"], "tiny", "speculative"),
+        (["run", "tiny", "--arms", "autoregressive"], "tiny", "autoregressive"),
+        (["run", "--arms", "both", "tiny_async"], "tiny_async", "both"),
+        (["demo"], "tiny", "both"),
+        (["demo", "--recipe", "tiny_async"], "tiny_async", "both"),
+    ],
+)
+def test_run_trains_the_arm_that_speculates_unless_asked_and_demo_both(
+    monkeypatch: pytest.MonkeyPatch, command: list[str], recipe: str, arms: str
+) -> None:
+    seen: list[Launch] = []
+    monkeypatch.setattr(run_command, "run", lambda launch, root: seen.append(launch) or 1)
+    assert main(command) == 1
+    assert (seen[0].inputs["recipe"], seen[0].inputs["arms"]) == (recipe, arms)
