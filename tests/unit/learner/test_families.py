@@ -19,12 +19,14 @@ from slipstream.types import Dtype
 from tests.unit.learner import families
 from tests.unit.learner.policies import LEARNER, random_sequences, save
 
+OPTIMIZER = OptimizerConfig(clip_grad=0.5, learning_rate=1e-3, weight_decay=1.0)
+
 
 @pytest.mark.parametrize("name", families.MODELS)
 def test_a_family_is_what_transformers_computes_and_updates(name: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
     theirs = families.write_model(source, name)
-    policy = MegatronPolicy.load(source, learner=LEARNER, optimizer=OptimizerConfig(clip_grad=0.5, learning_rate=1e-3))
+    policy = MegatronPolicy.load(source, learner=LEARNER, optimizer=OPTIMIZER)
     written = load_file(source / "model.safetensors")
     ours = dict(policy.weights())
     assert ours.keys() == written.keys()
@@ -45,7 +47,10 @@ def test_a_family_is_what_transformers_computes_and_updates(name: str, tmp_path:
         torch.testing.assert_close(aux, inner, rtol=0, atol=1e-5)
         assert torch.equal(out.logits, copy.logits)
 
-    adam = torch.optim.AdamW(theirs.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    matrices = [each for each in theirs.parameters() if each.dim() == 2]
+    vectors = {"params": [each for each in theirs.parameters() if each.dim() == 1], "weight_decay": 0.0}
+    decay = OPTIMIZER.weight_decay
+    adam = torch.optim.AdamW([{"params": matrices, "weight_decay": decay}, vectors], lr=1e-3, betas=(0.9, 0.95))
     for seed in range(2):
         sequences = random_sequences(seed=seed)
         policy.lm_step(sequences, [1] * len(sequences))
