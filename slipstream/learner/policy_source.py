@@ -106,7 +106,7 @@ def _check_configs(source: Path, model: str, needs: Needs) -> tuple[Architecture
     require(architecture.has_mtp or not needs.mtp, "policy.model", "must have an MTP layer to draft with", name, fix)
     layers = needs.draft_layer_ids
     rule = "must be of a family whose inner states vLLM returns, for an EAGLE-3 draft"
-    require(not layers or architecture.family.eagle3, "policy.model", rule, name, "take another draft.method")
+    require(layers == () or architecture.family.eagle3, "policy.model", rule, name, "take another draft.method")
     rule = f"must be < {architecture.num_layers}, the policy's number of layers"
     fits = all(layer < architecture.num_layers for layer in layers)
     require(fits, "draft.aux_hidden_state_layer_ids", rule, layers)
