@@ -195,7 +195,10 @@ class Architecture:
         family = FAMILIES[name]
         config = {"tie_word_embeddings": False, **config}
         config["num_key_value_heads"] = config.get("num_key_value_heads") or config.get("num_attention_heads")
-        missing = [name for name in ("vocab_size", "rms_norm_eps", *_HF_NAMES.values()) if config.get(name) is None]
+        needed = ["vocab_size", "rms_norm_eps", *_HF_NAMES.values()]
+        if family in (QWEN3, QWEN3_MOE):
+            needed.append("head_dim")  # which defaults to 128 in transformers, whatever the other sizes
+        missing = [name for name in needed if config.get(name) is None]
         require(not missing, "policy.model", "must name its sizes in config.json", f"no {missing}", f"see {path}")
         _require_computed(config, family, path)
         hidden, heads = config["hidden_size"], config["num_attention_heads"]

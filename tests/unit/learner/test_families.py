@@ -79,6 +79,7 @@ def test_a_family_is_what_transformers_computes_and_updates(name: str, tmp_path:
         ("llama3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "must have partial_rotary_factor 1, got 0.5"),
         ("llama3", {"rope_parameters": {"type": "llama3", "factor": 8.0}}, "must name every parameter of llama3 in"),
         ("llama3", {"hidden_size": None}, r"must name its sizes in config.json, got \"no \['hidden_size'\]\""),
+        ("qwen3", {"head_dim": None}, r"must name its sizes in config.json, got \"no \['head_dim'\]\""),
         ("mistral", {"sliding_window": 4096}, "must use full attention, got 'sliding window 4096'; where no sequence"),
         ("qwen2", {"use_sliding_window": True}, "must use full attention, got 'sliding window True'"),
         ("qwen2", {"layer_types": ["sliding_attention"]}, "must use full attention in every layer, got"),
