@@ -137,7 +137,8 @@ class OptimizerConfig(Checked, path="optimizer"):
     betas: Betas = (0.9, 0.95)
     """Decay of AdamW's two moments. Set it to tune the optimizer."""
     weight_decay: Probability = 0.0
-    """Decay of the weights, by the learning rate, in each update. Set it to tune the optimizer."""
+    """Decay of the matrices, by the learning rate, in each update; norms and biases have none. Set it to tune
+    the optimizer."""
     clip_grad: PositiveFloat = 1.0
     """Largest norm of the gradient. Set it where the loss spikes."""
     warmup_steps: NonNegativeInt = 0

@@ -135,6 +135,8 @@ def with_optimizer(
         for group in optimizer.param_groups:
             # On a CPU torch's AdamW runs several kernels a tensor by default; the fused one runs a single kernel.
             group["fused"] = True
+            # Megatron marks norms and biases, and leaves it to its scheduler, which is not used, to spare them.
+            group["weight_decay"] *= group["wd_mult"]
         if matrices:
             assert isinstance(optimizer, ChainedOptimizer)
             optimizer = ChainedOptimizer([*optimizer.chained_optimizers, _muon(matrices, settings)])
