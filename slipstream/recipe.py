@@ -39,7 +39,7 @@ from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.evaluation import EvaluationConfig
 from slipstream.grpo.config import Correction, GrpoConfig, OptimizerMethod
 from slipstream.grpo.loop_config import LoopConfig
-from slipstream.learner.architecture import Architecture
+from slipstream.learner.architecture import Architecture, require_adaptable
 from slipstream.learner.config import SCRATCH, LearnerConfig, PolicyConfig
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.records.files import write_atomic
@@ -214,6 +214,7 @@ class Recipe(Checked):
             layout=self.layout,
             longest_k=max(self.tuning.candidate_ks),
             has_reference=self.grpo.loss.kl_coefficient > 0,
+            lora=self.policy.lora,
         )
 
     def _check_placement(self) -> None:
@@ -221,6 +222,8 @@ class Recipe(Checked):
         shape = known_shape(self.policy, self.simulator)
         if shape is not None:
             require_even(shape, self.learner.parallel, engine_tensor=self.engine.tensor_parallel_size)
+            if self.policy.lora is not None:
+                require_adaptable(shape, self.policy.lora)
         resolved_channel(self.refit.channel, self.layout)
         memory = self.memory()
         if memory is not None:
@@ -243,6 +246,11 @@ class Recipe(Checked):
         )
         methods = [self.grpo.optimizer.method, *([self.policy.scratch.optimizer] if self.policy.scratch else [])]
         methods += [self.draft.scratch.optimizer] if self.draft.trains is Training.RESPONSES else []
+        method = self.grpo.optimizer.method
+        fix = "it steps whole matrices, not their factors: take adamw"
+        is_adamw = method is OptimizerMethod.ADAMW
+        rule = "must be adamw with policy.lora"
+        require(self.policy.lora is None or is_adamw, "grpo.optimizer.method", rule, method.value, fix)
         if OptimizerMethod.MUON in methods:
             learner, case = self.learner, f"with the optimizer {OptimizerMethod.MUON.value!r}"
             fix = "it makes whole matrices orthogonal, not their shards: take adamw"

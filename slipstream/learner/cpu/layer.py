@@ -19,6 +19,7 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from slipstream.learner.lora import weight_of
 from slipstream.learner.packing import plan_rectangles
 
 
@@ -84,13 +85,13 @@ class CpuTransformerLayer(TransformerLayer):
         attention, mlp = cast(Any, self.self_attention), cast(Any, self.mlp)
         parameters = _Parameters(
             cast(Any, self.input_layernorm).weight,
-            attention.linear_qkv.weight,
+            weight_of(attention.linear_qkv),
             attention.q_layernorm.weight,
             attention.k_layernorm.weight,
-            attention.linear_proj.weight,
+            weight_of(attention.linear_proj),
             cast(Any, self.pre_mlp_layernorm).weight,
-            mlp.linear_fc1.weight,
-            mlp.linear_fc2.weight,
+            weight_of(mlp.linear_fc1),
+            weight_of(mlp.linear_fc2),
         )
         heads = cast(int, self.config.num_attention_heads) // cast(int, self.config.num_query_groups)
         plan = _plan(padding_mask, hidden_states.shape[1], rotary_pos_emb, hidden_states.dtype, heads)

@@ -368,7 +368,7 @@ class LoggedLearner(NotedLearner):
         super().__init__()
         self._calls = calls
 
-    def load(self, policy: Path, optimizer: Any, *, with_reference: bool) -> None:
+    def load(self, policy: Path, optimizer: Any, *, with_reference: bool, lora: Any) -> None:
         self._calls.append("load")
         super().load(policy, optimizer, with_reference=with_reference)
 
