@@ -42,8 +42,9 @@ from torch import Tensor
 from slipstream.learner import parallel
 from slipstream.learner.architecture import Architecture, require_adaptable
 from slipstream.learner.config import LoraConfig
-from slipstream.learner.export import gathered_weights
+from slipstream.learner.export import gathered_weights, held_weights
 from slipstream.learner.weights import Layout, ParameterMapping, Shard, mappings, rows_of_parts
+from slipstream.refit.fingerprint import part_fingerprints
 from slipstream.storage import replaced_directory
 
 FOLDER = "adapter"
@@ -52,7 +53,11 @@ _LORA = "lora"  # child of a fused linear
 
 
 class Adapters:
-    """The adapters of this rank's part of a model, whose other parameters are frozen."""
+    """The adapters of this rank's part of a model, whose other parameters are frozen.
+
+    Attributes:
+        fingerprint: sum of the fingerprints of this rank's frozen parameters.
+    """
 
     def __init__(self, gpt: GPTModel, arch: Architecture, lora: LoraConfig, *, base: str) -> None:
         """Freeze the model and add adapters that change nothing yet, because every B is zero.
@@ -67,6 +72,8 @@ class Adapters:
         self._shard = parallel.current_shard()
         self._adapters: list[tuple[torch.nn.Module, Adapter]] = []
         gpt.requires_grad_(False)
+        held = held_weights(dict(gpt.named_parameters()), arch, self._shard)
+        self.fingerprint = sum(part_fingerprints(held).values())
         for mapping in mappings(arch, self._shard):
             if factors_of(mapping, lora):
                 linear = gpt.get_submodule(mapping.megatron.removesuffix(".weight"))

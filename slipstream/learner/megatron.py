@@ -47,7 +47,7 @@ from slipstream.learner.mtp_training import MtpLayer, MtpTrainer
 from slipstream.learner.numerics import TORCH_DTYPES
 from slipstream.learner.optimizer import TrainingMemory, with_optimizer
 from slipstream.learner.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST
-from slipstream.learner.weights import initial_weights, load_exactly, mappings, mtp_mappings, shard_from_hf
+from slipstream.learner.weights import initial_weights, load_exactly, mtp_mappings, shard_from_hf
 from slipstream.records.steps import TrainStats
 from slipstream.refit.fingerprint import HeldWeights
 
@@ -189,8 +189,8 @@ class MegatronPolicy:
             chunk_tokens=learner.logprob_chunk_tokens,
             adds_to_main_grad=optimizer is not None and lora is None,
         )
-        table = mappings if self._adapters is None else self._adapters.table
-        self._checkpoints = PolicyCheckpoints(self._gpt, self._optimizer, architecture, table=table)
+        saved = {} if self._adapters is None else {"table": self._adapters.table, "frozen": self._adapters.fingerprint}
+        self._checkpoints = PolicyCheckpoints(self._gpt, self._optimizer, architecture, **saved)
 
     @classmethod
     def load(
@@ -490,7 +490,8 @@ class MegatronPolicy:
     def save_checkpoint(self, path: Path, extra: dict[str, Any], *, beside: Mapping[str, Tensor] | None = None) -> None:
         """Write weights, optimizer, random state and JSON `extra` in the background, for a resumed run.
 
-        Of a policy with adapters, the adapters alone are written: a resumed run loads the model below them first.
+        Of a policy with adapters, the adapters alone are written, with a fingerprint of the model below them: a resumed
+        run loads that first.
 
         Args:
             beside: other tensors of the run, equal on all ranks.

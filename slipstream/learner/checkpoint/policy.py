@@ -233,9 +233,15 @@ class PolicyCheckpoints:
         arch: Architecture,
         *,
         table: Table = mappings,
+        frozen: int | None = None,
     ) -> None:
-        """Save and restore the parameters that `table` names, which must be all that are not frozen."""
+        """Save and restore the parameters that `table` names.
+
+        Args:
+            frozen: sum of the fingerprints of this rank's other parameters, which no checkpoint holds; None without.
+        """
         self._model, self._optimizer, self._arch, self._table = model, optimizer, arch, table
+        self._frozen = frozen
         self._shard = parallel.current_shard()
         self._writer: CheckpointWriter | None = None
         self._patches: dict[tuple[str, int, int], list[Patch]] = {}
@@ -251,6 +257,8 @@ class PolicyCheckpoints:
             CheckpointWriteError: the checkpoint before could not be written.
         """
         state = {"version": version, "num_updates": num_updates, "layout": _layout(), "extra": extra}
+        if self._frozen is not None:
+            state["frozen"] = self._all_frozen
         if self._writer is None:
             self._writer = CheckpointWriter(self._ranks)
         mine = owned(
@@ -289,6 +297,9 @@ class PolicyCheckpoints:
         reader, state = open_checkpoint(self._ranks, path)
         num_updates = state["num_updates"]
         self._require_same_model(reader, num_updates)
+        if state.get("frozen") != self._all_frozen:
+            rule = "the checkpoint is of another model: fingerprint of the frozen weights must be"
+            raise ValueError(f"{rule} {self._all_frozen}, got {state.get('frozen')}")
         for held in self._held:
             if held.stepped is not None:
                 held.stepped.reset(num_updates)
@@ -308,6 +319,11 @@ class PolicyCheckpoints:
     def _ranks(self) -> LearnerRanks:
         # The first `save` or `load` makes the process group, because all ranks call both at the same point.
         return LearnerRanks()
+
+    @cached_property
+    def _all_frozen(self) -> str | None:
+        """Fingerprint of the frozen weights of all ranks, the same under every layout."""
+        return None if self._frozen is None else f"{sum(self._ranks.gather(self._frozen)) % 2**64:016x}"
 
     @cached_property
     def _held(self) -> list[HeldParameter]:

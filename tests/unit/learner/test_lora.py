@@ -15,12 +15,15 @@ from torch.func import functional_call
 from transformers import Qwen3ForCausalLM
 
 from slipstream.config import ConfigError, from_mapping
+from slipstream.learner import parallel
 from slipstream.learner.architecture import Architecture, require_adaptable
 from slipstream.learner.config import LearnerConfig, LoraConfig, LoraTarget, Packing, PolicyConfig, Recompute
 from slipstream.learner.lora import initial_a, peft_name
 from slipstream.learner.megatron import MegatronPolicy
+from slipstream.learner.weights import initial_weights
 from slipstream.refit.fingerprint import file_fingerprints, part_fingerprints, weight_totals
 from slipstream.types import Dtype
+from tests.unit.learner import mimo
 from tests.unit.learner.policies import LEARNER, OPTIMIZER, SCRATCH, new_policy, random_sequences, save, update_of
 
 MIXTURE = Path(__file__).parents[1] / "recipe_fields" / "mixture"
@@ -187,8 +190,10 @@ def test_a_resumed_policy_goes_on_bit_for_bit_from_the_adapters_alone(
     index = json.loads((tmp_path / "checkpoint" / "index.json").read_text())
     kept = {name.partition("/")[2] for name in index if not name.startswith("rng")}
     assert kept and all(".lora_" in name for name in kept)
-    with pytest.raises(ValueError, match="of another model"):
-        _load(base, None, learner).load_checkpoint(tmp_path / "checkpoint")
+    other = save(new_policy(dataclasses.replace(SCRATCH, tie_word_embeddings=True, seed=99)), tmp_path)
+    for path, lora in ((base, None), (base, SOME), (other, LORA)):
+        with pytest.raises(ValueError, match="of another model"):
+            _load(path, lora, learner).load_checkpoint(tmp_path / "checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -217,3 +222,18 @@ def test_matrices_of_experts_and_ranks_above_the_matrixs_own_are_refused(base: P
     require_adaptable(mixture, LoraConfig(rank=1, targets=(LoraTarget.QUERY, LoraTarget.OUTPUT)))
     with pytest.raises(ConfigError, match=r"policy\.lora\.rank must be at most 32, the shorter side of q_proj, got 33"):
         _load(base, LoraConfig(rank=33))
+
+
+@pytest.mark.parametrize(("is_mimo", "lora"), [(False, ATTENTION), (True, LORA)], ids=["mixture", "MiMo"])
+def test_a_mixtures_attention_and_a_mimos_trunk_have_adapters(is_mimo: bool, lora: LoraConfig) -> None:
+    arch = mimo.ARCH if is_mimo else Architecture.from_hf(MIXTURE)
+    weights = initial_weights(arch, std=0.1, seed=0)
+    parallel.initialize(LEARNER.parallel)
+    policy = MegatronPolicy(weights.__getitem__, arch, LEARNER, ADAMW, lora=lora)
+    if is_mimo:
+        policy.start_mtp(ADAMW)
+    for step in range(2):
+        policy.lm_step(random_sequences(seed=step), [3] * 9)
+    for name, tensor in policy.weights():
+        assert torch.equal(tensor, weights[name]) is not _targeted(name, lora), name
+    assert all(not torch.equal(tensor, weights[name]) for name, tensor in policy.mtp_weights())
