@@ -23,6 +23,7 @@ from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.weights import initial_weights
 from slipstream.refit.fingerprint import file_fingerprints, part_fingerprints, weight_totals
 from slipstream.types import Dtype
+from tests.integration import qwen3_moe
 from tests.unit.learner import mimo
 from tests.unit.learner.policies import LEARNER, OPTIMIZER, SCRATCH, new_policy, random_sequences, save, update_of
 
@@ -50,7 +51,7 @@ def _weights(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
 
 
 def _targeted(name: str, lora: LoraConfig) -> bool:
-    return any(f".{target.value}." in name for target in lora.targets)
+    return name.endswith(tuple(f".{target.value}.weight" for target in lora.targets))
 
 
 @pytest.mark.parametrize("lora", [LORA, ATTENTION, SOME], ids=["all", "attention", "some"])
@@ -224,16 +225,22 @@ def test_matrices_of_experts_and_ranks_above_the_matrixs_own_are_refused(base: P
         _load(base, LoraConfig(rank=33))
 
 
-@pytest.mark.parametrize(("is_mimo", "lora"), [(False, ATTENTION), (True, LORA)], ids=["mixture", "MiMo"])
-def test_a_mixtures_attention_and_a_mimos_trunk_have_adapters(is_mimo: bool, lora: LoraConfig) -> None:
-    arch = mimo.ARCH if is_mimo else Architecture.from_hf(MIXTURE)
-    weights = initial_weights(arch, std=0.1, seed=0)
-    parallel.initialize(LEARNER.parallel)
-    policy = MegatronPolicy(weights.__getitem__, arch, LEARNER, ADAMW, lora=lora)
-    if is_mimo:
-        policy.start_mtp(ADAMW)
+def _require_moved(policy: MegatronPolicy, lora: LoraConfig, before: dict[str, torch.Tensor]) -> None:
     for step in range(2):
         policy.lm_step(random_sequences(seed=step), [3] * 9)
     for name, tensor in policy.weights():
-        assert torch.equal(tensor, weights[name]) is not _targeted(name, lora), name
+        assert torch.equal(tensor, before[name]) is not _targeted(name, lora), name
+
+
+def test_the_attention_of_a_mixture_of_experts_has_adapters(tmp_path: Path) -> None:
+    qwen3_moe.write_model(tmp_path, seed=0)
+    _require_moved(_load(tmp_path, ATTENTION), ATTENTION, load_file(tmp_path / "model.safetensors"))
+
+
+def test_a_mimos_trunk_has_adapters_and_its_mtp_layer_is_trained_whole() -> None:
+    weights = initial_weights(mimo.ARCH, std=0.1, seed=0)
+    parallel.initialize(LEARNER.parallel)
+    policy = MegatronPolicy(weights.__getitem__, mimo.ARCH, LEARNER, ADAMW, lora=LORA)
+    policy.start_mtp(ADAMW)
+    _require_moved(policy, LORA, weights)
     assert all(not torch.equal(tensor, weights[name]) for name, tensor in policy.mtp_weights())
