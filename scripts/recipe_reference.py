@@ -111,6 +111,8 @@ def _resolved(schema: Schema, each: Schema) -> dict[str, Any]:
     found = {**schema["$defs"].get(each.get("$ref", "").rpartition("/")[2], {}), **each}
     if "anyOf" in found:
         found["anyOf"] = [_resolved(schema, part) for part in found["anyOf"]]
+    if "items" in found:
+        found["items"] = _resolved(schema, found["items"])
     return found
 
 
@@ -138,7 +140,7 @@ def type_text(field: Schema) -> str:
     if "enum" in field:
         return ", ".join(f"`{value}`" for value in field["enum"])
     if field["type"] == "array":
-        return f"list of {type_text(field['items'])}" if "$ref" not in field["items"] else "list of mappings"
+        return "list of mappings" if "properties" in field["items"] else f"list of {type_text(field['items'])}"
     kind = {"string": "text", "boolean": "`true` or `false`"}.get(field["type"], field["type"])
     return " ".join(filter(None, (kind, range_text(field))))
 

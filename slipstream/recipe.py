@@ -39,7 +39,7 @@ from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.evaluation import EvaluationConfig
 from slipstream.grpo.config import Correction, GrpoConfig, OptimizerMethod
 from slipstream.grpo.loop_config import LoopConfig
-from slipstream.learner.architecture import Architecture, aux_layer_ids
+from slipstream.learner.architecture import Architecture, aux_layer_ids, require_adaptable
 from slipstream.learner.config import SCRATCH, LearnerConfig, PolicyConfig
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.records.files import write_atomic
@@ -210,6 +210,7 @@ class Recipe(Checked):
             layout=self.layout,
             longest_k=max(self.tuning.candidate_ks),
             has_reference=self.grpo.loss.kl_coefficient > 0,
+            lora=self.policy.lora,
         )
 
     def _check_placement(self) -> None:
@@ -217,6 +218,8 @@ class Recipe(Checked):
         shape = known_shape(self.policy, self.simulator)
         if shape is not None:
             require_even(shape, self.learner.parallel, engine_tensor=self.engine.tensor_parallel_size)
+            if self.policy.lora is not None:
+                require_adaptable(shape, self.policy.lora)
         resolved_channel(self.refit.channel, self.layout)
         memory = self.memory()
         if memory is not None:
@@ -237,6 +240,9 @@ class Recipe(Checked):
             "must do without CUDA: engine.kv_cache_gib is for engines on CPUs",
             "set auto",
         )
+        fix = "it steps whole matrices, not their factors: take adamw"
+        is_served = self.policy.lora is None or self.grpo.optimizer.method is OptimizerMethod.ADAMW
+        self._require(is_served, "grpo.optimizer.method", "must be adamw with policy.lora", fix)
         optimizers = [self.grpo.optimizer, *([self.policy.scratch.optimizer] if self.policy.scratch else [])]
         optimizers += [self.draft.draft_model.optimizer] if self.draft.trains is Training.RESPONSES else []
         if any(each.method is OptimizerMethod.MUON for each in optimizers):

@@ -15,7 +15,7 @@ from typing import Any
 
 from slipstream.catalog import ModelShape
 from slipstream.config import ConfigError, require
-from slipstream.learner.config import ParallelConfig, ScratchConfig
+from slipstream.learner.config import LoraConfig, LoraTarget, ParallelConfig, ScratchConfig
 from slipstream.types import Dtype
 
 
@@ -377,3 +377,22 @@ def require_divisible(shape: Shape, *, tensor: int, pipeline: int) -> None:
         require(size % tensor == 0, "learner.parallel.tensor", f"must divide the policy's {size} {name}", tensor)
     layers = shape.num_layers
     require(layers % pipeline == 0, "learner.parallel.pipeline", f"must divide the policy's {layers} layers", pipeline)
+
+
+def require_adaptable(shape: Shape, lora: LoraConfig) -> None:
+    """Check `policy.lora` against the policy.
+
+    Raises:
+        ConfigError: a target is a matrix of experts, or the rank exceeds a side of a target.
+    """
+    if isinstance(shape, Architecture) and shape.experts is not None:
+        ffn = {LoraTarget.GATE, LoraTarget.UP, LoraTarget.DOWN}
+        refused = [target.value for target in lora.targets if target in ffn]
+        fix = "name q_proj, k_proj, v_proj and o_proj alone"
+        require(not refused, "policy.lora.targets", "must leave out matrices of experts", refused, fix)
+    heads, groups = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
+    inner = {LoraTarget.QUERY: heads, LoraTarget.OUTPUT: heads, LoraTarget.KEY: groups, LoraTarget.VALUE: groups}
+    for target in lora.targets:
+        side = min(shape.hidden_size, inner.get(target, shape.ffn_hidden_size))
+        rule = f"must be at most {side}, the shorter side of {target.value}"
+        require(lora.rank <= side, "policy.lora.rank", rule, lora.rank, "the matrix itself has no higher rank")

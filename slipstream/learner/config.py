@@ -19,6 +19,7 @@ from slipstream.config import (
     Seed,
     Switch,
     Text,
+    rule,
     section,
 )
 from slipstream.grpo.config import OptimizerConfig
@@ -103,6 +104,33 @@ class ScratchConfig(Checked, path="policy.scratch"):
         self._require(self.optimizer.warmup_steps <= self.num_steps, "optimizer.warmup_steps", rule)
 
 
+class LoraTarget(StrEnum):
+    """Matrix of a layer that can have an adapter, by its name in Hugging Face's models."""
+
+    QUERY = "q_proj"
+    KEY = "k_proj"
+    VALUE = "v_proj"
+    OUTPUT = "o_proj"
+    GATE = "gate_proj"
+    UP = "up_proj"
+    DOWN = "down_proj"
+
+
+class LoraConfig(Checked, path="policy.lora"):
+    """Low-rank adapters (arXiv:2106.09685): a matrix is W + (alpha / rank) B A, and A and B alone are trained."""
+
+    rank: PositiveInt = 16
+    """Rows of A and columns of B. Set it higher where the task teaches more."""
+    alpha: PositiveFloat = 32.0
+    """Numerator of the scale alpha / rank. Set it with `rank`."""
+    targets: Annotated[
+        tuple[LoraTarget, ...],
+        Field(min_length=1),
+        rule("must name each matrix once", lambda targets: len(set(targets)) == len(targets)),
+    ] = tuple(LoraTarget)
+    """Matrices of each layer that have an adapter. Set those of the attention for a mixture of experts."""
+
+
 class PolicyConfig(Checked, path="policy"):
     """Which model is trained: a hub id, a local directory in HF format, or `scratch`."""
 
@@ -110,6 +138,8 @@ class PolicyConfig(Checked, path="policy"):
     """Hub id or directory of the model that is trained, or `scratch` for a small one made on the spot."""
     scratch: ScratchConfig | None = None
     """Sizes and pretraining of the small model; null for any other."""
+    lora: LoraConfig | None = None
+    """Adapters that GRPO trains in place of the model's weights; null trains the weights."""
 
     def _check(self) -> None:
         self._require(

@@ -27,6 +27,7 @@ from slipstream.learner.weights import (
     Layout,
     ParameterMapping,
     Shard,
+    Table,
     hf_from_shards,
     mappings,
     mtp_mappings,
@@ -137,11 +138,16 @@ def held_weights(parameters: Mapping[str, Tensor], arch: Architecture, shard: Sh
 
 
 def gathered_weights(
-    parameters: Mapping[str, Tensor], arch: Architecture, shard: Shard, *, only: Container[str] | None = None
+    parameters: Mapping[str, Tensor],
+    arch: Architecture,
+    shard: Shard,
+    *,
+    only: Container[str] | None = None,
+    table: Table = mappings,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Gather all Hugging Face tensors, or those that `only` names, whole on every rank; collective."""
+    """Gather all tensors of `table`, or those that `only` names, whole on every rank; collective."""
     given: set[str] = set()
-    for stage, holder, mapping in _places(arch, shard):
+    for stage, holder, mapping in _places(arch, shard, table):
         if given.issuperset(mapping.hf):
             continue  # the last stage's copy of a tied embedding
         given.update(mapping.hf)
@@ -165,11 +171,11 @@ def gathered_mtp_weights(mtp: Module | None, arch: Architecture) -> Iterator[tup
         yield from hf_from_shards(mapping, shards, arch)
 
 
-def _places(arch: Architecture, shard: Shard) -> Iterator[tuple[int, int, ParameterMapping]]:
-    """Every parameter of the model, with the pipeline stage and the expert-parallel rank that hold it."""
+def _places(arch: Architecture, shard: Shard, table: Table) -> Iterator[tuple[int, int, ParameterMapping]]:
+    """Every parameter of a table, with the pipeline stage and the expert-parallel rank that hold it."""
     for stage in range(shard.pipeline_size):
         for holder in range(shard.expert_size):
-            for mapping in mappings(arch, replace(shard, pipeline_rank=stage, expert_rank=holder)):
+            for mapping in table(arch, replace(shard, pipeline_rank=stage, expert_rank=holder)):
                 if holder == 0 or mapping.is_expert:
                     yield stage, holder, mapping
 

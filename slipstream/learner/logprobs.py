@@ -183,7 +183,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         head: _Head = ctx.head
         d_hidden_NH = torch.empty_like(hidden_NH)
         d_weight_VH = head.main_grad_VH
-        if d_weight_VH is None:
+        if d_weight_VH is None and ctx.needs_input_grad[1]:
             d_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         scaled_N = grad_N / head.temperature
         for part in _chunks(len(hidden_NH), head.chunk_tokens):
@@ -193,11 +193,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
             d_logits_CV.scatter_add_(1, at_C1, torch.where(inside_C1, scaled_N[part, None], 0.0))
             narrow_CV = d_logits_CV.to(weight_VH.dtype)
             torch.mm(narrow_CV, weight_VH, out=d_hidden_NH[part])
+            if d_weight_VH is None:  # frozen
+                continue
             if narrow_CV.dtype is d_weight_VH.dtype:
                 d_weight_VH.addmm_(narrow_CV.t(), hidden_NH[part])
             else:
                 d_weight_VH.add_(narrow_CV.t() @ hidden_NH[part])
-        if head.main_grad_VH is not None:
+        if head.main_grad_VH is not None or d_weight_VH is None:
             return d_hidden_NH, None, None, None
         return d_hidden_NH, d_weight_VH.to(weight_VH.dtype), None, None
 

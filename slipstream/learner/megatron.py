@@ -37,11 +37,12 @@ from slipstream.learner import parallel
 from slipstream.learner.architecture import MIMO, Architecture, require_divisible, require_even_experts
 from slipstream.learner.batches import Batching, ByToken, MicroBatch, Sequences, forward, idle_microbatch, num_labels
 from slipstream.learner.checkpoint.policy import PolicyCheckpoints
-from slipstream.learner.config import LearnerConfig, ScratchConfig
+from slipstream.learner.config import LearnerConfig, LoraConfig, ScratchConfig
 from slipstream.learner.cpu import host
 from slipstream.learner.export import gathered_mtp_weights, gathered_weights, held_weights, open_weights, save_model
 from slipstream.learner.layers import build_model, build_mtp, packs, skips_padding
 from slipstream.learner.logprobs import OutputHead
+from slipstream.learner.lora import FOLDER, Adapters
 from slipstream.learner.mtp_training import MtpLayer, MtpTrainer
 from slipstream.learner.numerics import TORCH_DTYPES
 from slipstream.learner.optimizer import TrainingMemory, with_optimizer
@@ -150,12 +151,17 @@ class MegatronPolicy:
         architecture: Architecture,
         learner: LearnerConfig,
         optimizer: OptimizerConfig | None,
+        *,
+        lora: LoraConfig | None = None,
+        base: str = "",
     ) -> None:
+        """Build this rank's part, and adapters on it if `lora` is given; `base` names the model below them."""
         self.device = parallel.device()
         self.architecture = architecture
         gpt, mtp = _build(architecture, learner, read)
         self._gpt = gpt.to(self.device)
         self._mtp = None if mtp is None else mtp.to(self.device)
+        self._adapters = None if lora is None else Adapters(self._gpt, architecture, lora, base=base)
         self._shard = parallel.current_shard()
         self.version = 0
         self._learner = learner
@@ -179,21 +185,34 @@ class MegatronPolicy:
             self._module, self._optimizer = with_optimizer(self._gpt, learner, optimizer)
             self._memory = TrainingMemory.of_megatron(self._module, self._optimizer, self.device)
         self._head = OutputHead(
-            self._gpt, chunk_tokens=learner.logprob_chunk_tokens, adds_to_main_grad=optimizer is not None
+            self._gpt,
+            chunk_tokens=learner.logprob_chunk_tokens,
+            adds_to_main_grad=optimizer is not None and lora is None,
         )
-        self._checkpoints = PolicyCheckpoints(self._gpt, self._optimizer, architecture)
+        saved = {} if self._adapters is None else {"table": self._adapters.table, "frozen": self._adapters.fingerprint}
+        self._checkpoints = PolicyCheckpoints(self._gpt, self._optimizer, architecture, **saved)
 
     @classmethod
-    def load(cls, hf_path: Path, *, learner: LearnerConfig, optimizer: OptimizerConfig | None) -> MegatronPolicy:
+    def load(
+        cls,
+        hf_path: Path,
+        *,
+        learner: LearnerConfig,
+        optimizer: OptimizerConfig | None,
+        lora: LoraConfig | None = None,
+    ) -> MegatronPolicy:
         """Load a model directory in Hugging Face format; without `optimizer` the policy cannot be updated.
 
+        Args:
+            lora: adapters that are trained in place of the weights; None trains the weights.
         Raises:
-            ConfigError: the architecture is unknown, or `learner.parallel` does not split the model evenly.
+            ConfigError: the architecture is unknown, `learner.parallel` does not split the model evenly, or the model
+                cannot have these adapters.
         """
         architecture = Architecture.from_hf(hf_path)
         parallel.initialize(learner.parallel)
         with open_weights(hf_path) as read:
-            return cls(read, architecture, learner, optimizer)
+            return cls(read, architecture, learner, optimizer, lora=lora, base=str(hf_path))
 
     @classmethod
     def from_scratch(
@@ -261,6 +280,14 @@ class MegatronPolicy:
 
         self._run(self._microbatches(token_ids, prompt_lengths), keep, forward_only=True)
         return values.collected()
+
+    def base_logprobs(
+        self, token_ids: Sequences, prompt_lengths: Sequence[int], temperature: float
+    ) -> list[FloatArray]:
+        """Compute `logprobs` under the model below the adapters."""
+        assert self._adapters is not None, "this policy was loaded without adapters"
+        with self._adapters.switched_off():
+            return self.logprobs(token_ids, prompt_lengths, temperature)
 
     def map_logits(
         self,
@@ -441,8 +468,13 @@ class MegatronPolicy:
         return held_weights(dict(self._gpt.named_parameters()), self.architecture, self._shard)
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
-        """Write config, weights and the tokenizer's files to a directory that transformers and vLLM load."""
+        """Write config, weights and the tokenizer's files to a directory that transformers and vLLM load.
+
+        Adapters are merged into the weights, and are written to the folder `adapter` as well.
+        """
         self._write(path, itertools.chain(self.weights(), self.mtp_weights()), tokenizer_dir)
+        if self._adapters is not None:
+            self._adapters.save(path / FOLDER)
 
     def save_mtp(self, path: Path, tokenizer_dir: Path) -> None:
         """Write config, the MTP layer's weights and the tokenizer's files to a directory, as a draft."""
@@ -457,6 +489,9 @@ class MegatronPolicy:
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any], *, beside: Mapping[str, Tensor] | None = None) -> None:
         """Write weights, optimizer, random state and JSON `extra` in the background, for a resumed run.
+
+        Of a policy with adapters, the adapters alone are written, with a fingerprint of the model below them: a resumed
+        run loads that first.
 
         Args:
             beside: other tensors of the run, equal on all ranks.
@@ -477,6 +512,8 @@ class MegatronPolicy:
         """
         self._memory.onload()
         state = self._checkpoints.load(path, beside=beside)
+        if self._adapters is not None:
+            self._adapters.merge()
         self.version, self._num_updates = state["version"], state["num_updates"]
         return state["extra"]
 
@@ -551,6 +588,8 @@ class MegatronPolicy:
         results = self._run(batches, loss_of, forward_only=False, capture=capture)
         with host.cuda_as_cpu():
             _, grad_norm, _ = self._optimizer.step()  # type: ignore[misc]  # declared by an abstract base without result
+        if self._adapters is not None:
+            self._adapters.merge()
         self._num_updates += 1
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient of update {self._num_updates} is not finite: {grad_norm}")

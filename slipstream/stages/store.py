@@ -180,11 +180,13 @@ def policy_key(recipe: Recipe, *, data: str) -> str:
         recipe: recipe whose every `dtype: auto` is resolved.
         data: identity of the data: the tokenizer, and prompts that the corpus must not hold.
     """
+    policy = to_mapping(recipe.policy)
+    policy.pop("lora")  # GRPO alone trains adapters
     return _key(
         "prepare_policy",
         POLICY_FORMAT,
         {
-            "policy": to_mapping(recipe.policy),
+            "policy": policy,
             "workload": recipe.workload.value,
             "data": to_mapping(recipe.data),
             "learner": _computing(recipe.learner),

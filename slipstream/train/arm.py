@@ -87,7 +87,10 @@ class Run:
     turn: Turn | None = None
 
     def train(self) -> ArmRecord:
-        """Train; write the policy to `directory/policy` and a draft that learned beside it to `directory/draft`."""
+        """Train; write the policy to `directory/policy` and a draft that learned beside it to `directory/draft`.
+
+        Adapters of the policy are in its folder `adapter`.
+        """
         recipe, plan = self.recipe, self.plan
         with plan.start_engine() as engines, open_reward(recipe.reward) as reward:
             steps = self.with_restarts(engines, reward)
@@ -147,7 +150,8 @@ class Run:
         recipe, draft, title = self.recipe, self.plan.draft, self.plan.title
         if recipe.placement.takes_turns:
             engines.sleep()  # they have just started, or were awake when an earlier attempt failed
-        learner.load(self.policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
+        with_reference = recipe.grpo.loss.kl_coefficient > 0
+        learner.load(self.policy, recipe.grpo.optimizer, with_reference=with_reference, lora=recipe.policy.lora)
         if draft is not None and self._trains_draft:
             learner.continue_draft(draft, self.policy, recipe.draft, recipe.engine.dtype)
         restored = checkpoints.restore(learner)

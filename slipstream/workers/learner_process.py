@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from slipstream.drafts.pretrain import DraftProgress
 from slipstream.engine.config import SamplingConfig
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.imports import uncollected
-from slipstream.learner.config import LearnerConfig, ScratchConfig
+from slipstream.learner.config import LearnerConfig, LoraConfig, ScratchConfig
 from slipstream.ragged import Ragged
 from slipstream.refit.channel import EngineControl, Location, Snapshot, here
 from slipstream.refit.fingerprint import Turn, WeightPart, held_whole, part_fingerprints
@@ -71,7 +71,7 @@ class LearnerProcess:
         self._world_size = world_size
         self._rendezvous: Rendezvous | None = None
         self._policy: MegatronPolicy | None = None
-        self._reference: MegatronPolicy | None = None
+        self._reference: Callable[..., Sequence[np.ndarray]] | None = None  # logprobs under the initial policy
         self._draft: LearnerDraft | None = None
         self._online: tuple[LearnerDraft, DraftConfig] | None = None  # a draft that is trained beside the policy
         self._draft_chats: HeldChats | None = None
@@ -118,12 +118,24 @@ class LearnerProcess:
             self._rendezvous = Rendezvous(address=address, port=port, world_size=self._world_size)
         self._rendezvous.join(self._rank, own_address=own_address)
 
-    def load(self, path: Path, optimizer: OptimizerConfig | None, *, with_reference: bool = False) -> int:
-        """Load the policy, and a frozen copy as the reference of the KL; returns the number of parameters."""
+    def load(
+        self,
+        path: Path,
+        optimizer: OptimizerConfig | None,
+        *,
+        with_reference: bool = False,
+        lora: LoraConfig | None = None,
+    ) -> int:
+        """Load the policy, and a frozen copy as the reference of the KL; returns the number of parameters.
+
+        A policy with adapters is its own reference: it has kept the weights below them.
+        """
         require_here(path)
-        self._policy = self._load(path, optimizer)
+        self._policy = self._load(path, optimizer, lora)
         self._is_new(POLICY)
-        self._reference = self._load(path, None) if with_reference else None
+        self._reference = None
+        if with_reference:
+            self._reference = self._load(path, None).logprobs if lora is None else self._policy.base_logprobs
         return self._policy.architecture.num_parameters()
 
     def create(self, scratch: ScratchConfig, vocab_size: int, eos_token_id: int, optimizer: OptimizerConfig) -> int:
@@ -179,7 +191,7 @@ class LearnerProcess:
         if self._reference is None:
             return None
         with self._at_work():
-            return _float32(self._reference.logprobs(part.token_ids, part.prompt_lengths, temperature))
+            return _float32(self._reference(part.token_ids, part.prompt_lengths, temperature))
 
     def conditionals(self, part: Learned, sampling: SamplingConfig, *, seed: int) -> list[np.ndarray]:
         """Compute the conditionals of each response token: [N, columns of `learner.logprobs`] for each sequence."""
@@ -421,7 +433,7 @@ class LearnerProcess:
         assert self._draft is not None, "start_draft comes first"
         return self._draft
 
-    def _load(self, path: Path, optimizer: OptimizerConfig | None) -> MegatronPolicy:
+    def _load(self, path: Path, optimizer: OptimizerConfig | None, lora: LoraConfig | None = None) -> MegatronPolicy:
         with uncollected():
             from slipstream.learner.megatron import MegatronPolicy
 
@@ -429,6 +441,7 @@ class LearnerProcess:
             path,
             learner=self._config,
             optimizer=optimizer,
+            lora=lora,
         )
 
 

@@ -15,7 +15,15 @@ from transformers import Qwen3ForCausalLM
 from slipstream.engine.config import SamplingConfig
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
-from slipstream.learner.config import LearnerConfig, Packing, Recompute, ScratchConfig, ShapeConfig
+from slipstream.learner.config import (
+    LearnerConfig,
+    LoraConfig,
+    LoraTarget,
+    Packing,
+    Recompute,
+    ScratchConfig,
+    ShapeConfig,
+)
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.ragged import Ragged
 from slipstream.types import Dtype, TrainBatch
@@ -59,6 +67,19 @@ def test_logprobs_equal_those_of_transformers(tmp_path: Path) -> None:
             logprobs = torch.log_softmax(theirs(torch.tensor([tokens]).cuda()).logits[0], -1)
         expected = logprobs[range(19, len(tokens) - 1), tokens[20:]].cpu().numpy()
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-3)  # TF32 may be on
+
+
+def test_adapters_move_the_merged_targets_alone(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    _policy().save_hf(tmp_path / "model", tmp_path / "tokenizer")
+    lora = LoraConfig(targets=(LoraTarget.QUERY, LoraTarget.UP, LoraTarget.DOWN))
+    optimizer = OptimizerConfig(learning_rate=1e-2)
+    policy = MegatronPolicy.load(tmp_path / "model", learner=LEARNER, optimizer=optimizer, lora=lora)
+    before = {name: tensor.clone() for name, tensor in policy.weights()}
+    for _ in range(2):
+        assert policy.train_step(_update()).stats.grad_norm > 0
+    for name, tensor in policy.weights():
+        assert torch.equal(tensor, before[name]) is not any(f".{t.value}." in name for t in lora.targets), name
 
 
 @pytest.mark.parametrize(

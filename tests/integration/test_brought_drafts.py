@@ -1,4 +1,7 @@
-"""A draft of a cut vocabulary, trained by the real learner on the real engine's answers, and brought to another run."""
+"""A draft of a cut vocabulary, trained by the real learner on the real engine's answers, and brought to another run.
+
+The policy beside the draft trains adapters, whose merged weights the engine gets.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +41,17 @@ RECIPE: dict[str, Any] = {
     "refit": {"check_every_steps": 1},
     "simulator": None,
 }
+ADAPTERS: dict[str, Any] = {
+    "policy": {"lora": {"rank": 4}},
+    "grpo": {"optimizer": {"method": "adamw", "learning_rate": 1e-2}, "loss": {"kl_coefficient": 0.1}},
+}
 PROMPTS = tuple(
     Prompt(id=str(i), text="", token_ids=(2, 4 + i % 16, 20 + i // 16, 30 + i), answer="1") for i in range(32)
 )
 
 
-def _recipe(policy: Path, draft: dict[str, Any]) -> Recipe:
-    given = {"policy": {"model": str(policy)}, "draft": draft}
+def _recipe(policy: Path, draft: dict[str, Any], changes: dict[str, Any] | None = None) -> Recipe:
+    given = merge({"policy": {"model": str(policy)}, "draft": draft}, changes or {})
     return load_recipe("tiny", overrides=merge(merge(small.RECIPE, RECIPE), given))
 
 
@@ -61,9 +68,13 @@ def test_a_cut_draft_is_trained_used_through_refits_and_brought_to_another_run(
     draft = tmp_path / "first" / "draft"
     assert load_file(draft / "model.safetensors")["d2t"].shape == (KNOWN,)
     assert first.losses[-1] < first.losses[0]
-    steps = train_arm(recipe, policy, tmp_path / "arm", prompts=PROMPTS[:8], k=2, draft=draft).steps
+    adapted = _recipe(policy, {}, ADAPTERS)
+    steps = train_arm(adapted, policy, tmp_path / "arm", prompts=PROMPTS[:8], k=2, draft=draft).steps
     assert [step.acceptance is not None for step in steps] == [True] * STEPS
     assert all(step.acceptance.mean_acceptance_length > 1.0 for step in steps if step.acceptance is not None)
+    assert all(step.mismatch.mean < 1e-4 for step in steps), "the engine's policy is the merged one"
+    assert steps[0].train.kl == 0.0 < steps[1].train.kl, "the reference is the policy below the adapters"
+    assert (tmp_path / "arm" / "policy" / "adapter" / "adapter_model.safetensors").is_file()
 
     changes = {"pretrain": {"num_steps": 4}, "eagle3": {"vocab_size": None}}
     brought = _recipe(policy, {"init": "from_hub", "model": str(draft), **changes})

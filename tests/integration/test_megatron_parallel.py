@@ -9,11 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from slipstream.grpo.config import Correction, Level, LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update, part_of, part_of_batch
 from slipstream.learner import parallel
-from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute, ScratchConfig, ShapeConfig
+from slipstream.learner.config import (
+    LearnerConfig,
+    LoraConfig,
+    Packing,
+    ParallelConfig,
+    Recompute,
+    ScratchConfig,
+    ShapeConfig,
+)
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.packing import plan_shards
 from slipstream.refit.fingerprint import held_whole, part_fingerprints, weight_totals
@@ -35,6 +44,7 @@ LOSS = LossConfig(
     mask_band=(0.5, 2.0),
     mask_level=Level.SEQUENCE,
 )
+LORA = LoraConfig(rank=4, alpha=8.0)
 LEARNER = LearnerConfig(max_tokens_per_microbatch=66, num_threads=1)
 TENSOR = ParallelConfig(tensor=2)
 SEQUENCE = ParallelConfig(tensor=2, sequence_parallel=True)
@@ -113,10 +123,14 @@ def _weights(policy: MegatronPolicy) -> dict[str, np.ndarray]:
     return {name: tensor.float().clone().numpy() for name, tensor in policy.weights()}
 
 
-def _rank(rank: int, learner: LearnerConfig, port: int, model: Path, directory: Path) -> dict[str, Any]:
+def _rank(
+    rank: int, learner: LearnerConfig, port: int, model: Path, directory: Path, lora: LoraConfig | None = None
+) -> dict[str, Any]:
     join(rank, 2, port)
-    policy = MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER)
+    policy = MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER, lora=lora)
     result = _train(policy, learner, directory, rank)
+    if lora is not None:
+        policy.save_hf(directory / "adapted", model)
     fresh = MegatronPolicy.from_scratch(SCRATCH, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=None)
     result["random"] = _weights(fresh)
     parallel.barrier()
@@ -125,26 +139,29 @@ def _rank(rank: int, learner: LearnerConfig, port: int, model: Path, directory: 
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, Any]]:
     directory = tmp_path_factory.mktemp("single")
     (directory / "tokenizer").mkdir()
     scratch = replace(SCRATCH, tie_word_embeddings=request.param)
     model = directory / "model"
     policy = MegatronPolicy.from_scratch(scratch, vocab_size=VOCAB, eos_token_id=1, learner=LEARNER, optimizer=None)
     policy.save_hf(model, directory / "tokenizer")
-    results = {}
+    results: dict[Any, Any] = {}
     for dtype in (Dtype.FLOAT32, Dtype.BFLOAT16):
         learner = replace(LEARNER, dtype=dtype)
         results[dtype] = _train(MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER), learner, directory)
         random = MegatronPolicy.from_scratch(SCRATCH, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=None)
         results[dtype]["random"] = _weights(random)
+    adapted = MegatronPolicy.load(model, learner=LEARNER, optimizer=OPTIMIZER, lora=LORA)
+    results[LORA] = {**results[Dtype.FLOAT32], **_train(adapted, LEARNER, directory)}
+    adapted.save_hf(directory / "adapted", model)
     return model, results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("learner", LEARNERS.values(), ids=LEARNERS)
 def test_two_ranks_compute_what_one_does(
-    learner: LearnerConfig, saved: tuple[Path, dict[str, Any]], tmp_path: Path
+    learner: LearnerConfig, saved: tuple[Path, dict[Any, Any]], tmp_path: Path
 ) -> None:
     model, single = saved[0], saved[1][learner.dtype]
     (port,) = free_ports(1)
@@ -153,6 +170,21 @@ def test_two_ranks_compute_what_one_does(
     for rank in got:
         for name, tensor in rank["random"].items():
             np.testing.assert_array_equal(tensor, single["random"][name], err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", [False], ids=["untied"], indirect=True)
+@pytest.mark.parametrize("name", ["tensor", "sequence, layers recomputed", "pipeline", "data, optimizer split"])
+def test_two_ranks_train_adapters_as_one_does(name: str, saved: tuple[Path, dict[Any, Any]], tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    got = on_ranks(2, _rank, LEARNERS[name], port, saved[0], tmp_path, LORA)
+    _require_same(got, saved[1][LORA], rough=False)
+    found, expected = (
+        load_file(path / "adapted" / "adapter" / "adapter_model.safetensors") for path in (tmp_path, saved[0].parent)
+    )
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        np.testing.assert_allclose(tensor, expected[key], rtol=0, atol=2e-5, err_msg=key)
 
 
 def _require_same(got: list[dict[str, Any]], single: dict[str, Any], *, rough: bool, atol: float = 2e-5) -> None:

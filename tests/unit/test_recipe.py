@@ -158,6 +158,12 @@ REFUSED: dict[tuple[str, ...], str] = {
     f"got (0.9, 0); {WHOLE}",
     ("sampling.top_k=20",): "sampling.top_p and sampling.top_k must leave the policy's distribution whole in training, "
     f"got (1.0, 20); {WHOLE}",
+    (
+        "policy.lora.rank=65",
+        *ADAMW,
+    ): "policy.lora.rank must be at most 64, the shorter side of k_proj, got 65; the matrix itself has no higher rank",
+    ("policy.lora.rank=8", "grpo.optimizer.method=muon"): "grpo.optimizer.method must be adamw with policy.lora, got "
+    "'muon'; it steps whole matrices, not their factors: take adamw",
     ("sampling.temperature=0.0",): "sampling.temperature must be > 0 for training, got 0.0; greedy rollouts of a group "
     "are all equal and teach nothing",
     ("learner.max_tokens_per_microbatch=223",): "learner.max_tokens_per_microbatch must hold one whole sequence of 224 "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,12 +33,9 @@ from slipstream.learner.checkpoint.on_disk import (
     open_checkpoint,
 )
 from slipstream.learner.optimizer import BatchedMuon
-from slipstream.learner.weights import ParameterMapping, Shard, mappings
+from slipstream.learner.weights import Shard, Table, mappings
 
 WEIGHT, MAIN = "weight", "main"
-Table = Callable[[Architecture, Shard], Iterable[ParameterMapping]]
-"""Names the parameters of a model that a rank holds."""
-
 logger = logging.getLogger(__name__)
 _BESIDE = "beside/"
 _RNG_CPU, _RNG_CUDA = "rng.cpu", "rng.cuda"
@@ -120,8 +117,8 @@ def held_parameters(
     *,
     table: Table = mappings,
 ) -> list[HeldParameter]:
-    """The parameters of a rank in model order, all of which `table` must name."""
-    parameters = dict(model.named_parameters())
+    """The parameters of a rank in model order; `table` must name all that are not frozen."""
+    parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
     steppers = None if optimizer is None else _Steppers(optimizer)
     found = [
         HeldParameter(
@@ -229,8 +226,22 @@ def _require_count(stepped: Stepped, name: str, num_updates: int) -> None:
 class PolicyCheckpoints:
     """Checkpoints of one policy; every rank calls each method."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: MegatronOptimizer | None, arch: Architecture) -> None:
-        self._model, self._optimizer, self._arch = model, optimizer, arch
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: MegatronOptimizer | None,
+        arch: Architecture,
+        *,
+        table: Table = mappings,
+        frozen: int | None = None,
+    ) -> None:
+        """Save and restore the parameters that `table` names.
+
+        Args:
+            frozen: sum of the fingerprints of this rank's other parameters, which no checkpoint holds; None without.
+        """
+        self._model, self._optimizer, self._arch, self._table = model, optimizer, arch, table
+        self._frozen = frozen
         self._shard = parallel.current_shard()
         self._writer: CheckpointWriter | None = None
         self._patches: dict[tuple[str, int, int], list[Patch]] = {}
@@ -246,6 +257,8 @@ class PolicyCheckpoints:
             CheckpointWriteError: the checkpoint before could not be written.
         """
         state = {"version": version, "num_updates": num_updates, "layout": _layout(), "extra": extra}
+        if self._frozen is not None:
+            state["frozen"] = self._all_frozen
         if self._writer is None:
             self._writer = CheckpointWriter(self._ranks)
         mine = owned(
@@ -284,6 +297,9 @@ class PolicyCheckpoints:
         reader, state = open_checkpoint(self._ranks, path)
         num_updates = state["num_updates"]
         self._require_same_model(reader, num_updates)
+        if state.get("frozen") != self._all_frozen:
+            rule = "the checkpoint is of another model: fingerprint of the frozen weights must be"
+            raise ValueError(f"{rule} {self._all_frozen}, got {state.get('frozen')}")
         for held in self._held:
             if held.stepped is not None:
                 held.stepped.reset(num_updates)
@@ -305,8 +321,13 @@ class PolicyCheckpoints:
         return LearnerRanks()
 
     @cached_property
+    def _all_frozen(self) -> str | None:
+        """Fingerprint of the frozen weights of all ranks, the same under every layout."""
+        return None if self._frozen is None else f"{sum(self._ranks.gather(self._frozen)) % 2**64:016x}"
+
+    @cached_property
     def _held(self) -> list[HeldParameter]:
-        return held_parameters(self._model, self._optimizer, self._arch, self._shard)
+        return held_parameters(self._model, self._optimizer, self._arch, self._shard, table=self._table)
 
     def _runs(self, num_updates: int) -> list[Run]:
         return [run for held in self._held for run in runs(held, num_updates=num_updates)]
@@ -342,7 +363,7 @@ class PolicyCheckpoints:
                     f"the checkpoint is of another model or optimizer: {name} must be {DTYPES[dtype]} "
                     f"{shape}, got {got}"
                 )
-        known = {name for mapping in mappings(self._arch, Shard()) for name in mapping.hf}
+        known = {name for mapping in self._table(self._arch, Shard()) for name in mapping.hf}
         weights = {name.removeprefix(f"{WEIGHT}/") for name in reader.index if name.startswith(f"{WEIGHT}/")}
         if weights != known:
             first = min(weights ^ known)

@@ -19,6 +19,7 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from slipstream.learner.lora import weight_of
 from slipstream.learner.packing import plan_rectangles
 
 
@@ -91,14 +92,14 @@ class CpuTransformerLayer(TransformerLayer):
         query_norm, key_norm = attention.q_layernorm, attention.k_layernorm
         parameters = _Parameters(
             cast(Any, self.input_layernorm).weight,
-            attention.linear_qkv.weight,
+            weight_of(attention.linear_qkv),
             attention.linear_qkv.bias,
             None if query_norm is None else query_norm.weight,
             None if key_norm is None else key_norm.weight,
-            attention.linear_proj.weight,
+            weight_of(attention.linear_proj),
             cast(Any, self.pre_mlp_layernorm).weight,
-            mlp.linear_fc1.weight,
-            mlp.linear_fc2.weight,
+            weight_of(mlp.linear_fc1),
+            weight_of(mlp.linear_fc2),
         )
         groups, dim = cast(int, self.config.num_query_groups), cast(int, self.config.kv_channels)
         heads = self.config.num_attention_heads // groups

@@ -21,7 +21,7 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import DraftMethod
 from slipstream.engine.config import EngineConfig
 from slipstream.learner.architecture import Architecture, Shape, require_divisible, require_even_experts
-from slipstream.learner.config import LearnerConfig, ParallelConfig, PolicyConfig, Recompute
+from slipstream.learner.config import LearnerConfig, LoraConfig, LoraTarget, ParallelConfig, PolicyConfig, Recompute
 from slipstream.refit.config import Channel
 from slipstream.types import Dtype
 from slipstream.workers.placement.config import Layout, PlacementMode
@@ -35,9 +35,9 @@ WEIGHT_BYTES = {Dtype.BFLOAT16: 2, Dtype.FLOAT32: 4, Dtype.AUTO: 4}
 
 _FLOAT32 = 4
 _TOKENIZER_SIZE = 64  # vocabulary of the character tokenizer of a policy from scratch
-_KEPT = ("weights", "reference")  # parts that an offloaded learner keeps
+_KEPT = ("weights", "base weights", "reference")  # parts that an offloaded learner keeps
 _CACHE = "KV cache"  # freed while an engine sleeps
-_STATES = ("weights", "gradients", "optimizer", "reference")
+_STATES = ("weights", "base weights", "gradients", "optimizer", "reference")
 
 
 def known_shape(policy: PolicyConfig, simulator: SimulatorConfig | None) -> Architecture | ModelShape | None:
@@ -177,7 +177,7 @@ class MemoryEstimate:
             )
 
 
-def estimate(  # one parameter for each section of the recipe that decides memory
+def estimate(  # noqa: PLR0913  # one parameter for each section of the recipe that decides memory
     shape: Shape,
     hardware: str,
     *,
@@ -187,15 +187,17 @@ def estimate(  # one parameter for each section of the recipe that decides memor
     layout: Layout,
     longest_k: int,
     has_reference: bool,
+    lora: LoraConfig | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of a GPU named in configs/sim/hardware.yaml.
 
     Args:
         longest_k: longest draft of a request in tokens; 0 without a draft.
         has_reference: True if the loss has a KL to frozen weights.
+        lora: adapters that are trained in place of the weights.
     """
     found = load_hardware(hardware)
-    held = learner_memory(shape, learner, has_reference=has_reference)
+    held = learner_memory(shape, learner, has_reference=has_reference, lora=lora)
     worker, per_token = engine_memory(
         shape, engine, gpu_bytes=found.memory_bytes, longest_k=longest_k, draft=draft if longest_k else None
     )
@@ -215,12 +217,15 @@ def estimate(  # one parameter for each section of the recipe that decides memor
     )
 
 
-def learner_memory(shape: Shape, learner: LearnerConfig, *, has_reference: bool) -> dict[str, float]:
+def learner_memory(
+    shape: Shape, learner: LearnerConfig, *, has_reference: bool, lora: LoraConfig | None = None
+) -> dict[str, float]:
     """Estimate the learner's peak: the backward pass of its largest micro-batch, on the first or the last stage.
 
     Source: `learner/optimizer.py`. Gradients accumulate in float32 (`grad_reduce_in_fp32`). AdamW keeps two float32
     moments and, beside bfloat16 weights, float32 masters (`Float16OptimizerWithFloat16Params`). A distributed optimizer
-    splits moments and masters. Muon keeps one moment of a matrix, but two are counted.
+    splits moments and masters. Muon keeps one moment of a matrix, but two are counted. Adapters (`learner/lora.py`) are
+    trained in place of the weights, and keep a copy of the matrices below them, which is the reference too.
     """
     width, where, tokens = WEIGHT_BYTES[learner.dtype], learner.parallel, learner.max_tokens_per_microbatch
     masters = _FLOAT32 if learner.dtype is Dtype.BFLOAT16 else 0
@@ -232,11 +237,18 @@ def learner_memory(shape: Shape, learner: LearnerConfig, *, has_reference: bool)
         # Micro-batches in flight on the stage, times its layers; the layer that is recomputed comes on top.
         layers = (where.pipeline - stage) * (shape.num_layers // where.pipeline)
         counted = min(tokens, learner.logprob_chunk_tokens or tokens) if is_last else 0
+        trained, below, has_copy = parameters, 0.0, has_reference
+        if lora is not None:
+            factors, matrices = (
+                shape.num_layers // where.pipeline * each for each in adapter_sizes(shape, learner, lora)
+            )
+            parameters, trained, below, has_copy = parameters + factors, factors, matrices, False
         return {
             "weights": parameters * width,
-            "gradients": parameters * _FLOAT32,
-            "optimizer": parameters * (2 * _FLOAT32 + masters) / shards,
-            **({"reference": parameters * width} if has_reference else {}),
+            **({"base weights": below * width} if below else {}),
+            "gradients": trained * _FLOAT32,
+            "optimizer": trained * (2 * _FLOAT32 + masters) / shards,
+            **({"reference": parameters * width} if has_copy else {}),
             "activations": tokens * (layers * kept + whole - kept),
             "logits": counted * logit_bytes(shape, learner),
         }
@@ -259,6 +271,19 @@ def stage_parameters(shape: Shape, learner: LearnerConfig, stage: int) -> float:
     has_own_head = last and not (first and shape.tie_word_embeddings)
     ends = shape.vocab_size * shape.hidden_size / where.tensor * (first + has_own_head)
     return shape.num_layers // where.pipeline * layer + ends + (shape.hidden_size if last else 0)
+
+
+def adapter_sizes(shape: Shape, learner: LearnerConfig, lora: LoraConfig) -> tuple[float, float]:
+    """Count the elements of one layer's adapters and of the matrices below them, on one rank.
+
+    A matrix of R rows and C columns has r (R + C). Split by rows it has r (R / t + C) on a rank, split by columns
+    r (R + C / t).
+    """
+    heads, groups = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
+    hidden, ffn, ranks = shape.hidden_size, shape.ffn_hidden_size, learner.parallel.tensor
+    inner = {LoraTarget.QUERY: heads, LoraTarget.OUTPUT: heads, LoraTarget.KEY: groups, LoraTarget.VALUE: groups}
+    sides = [inner.get(target, ffn) for target in lora.targets]  # the split side; the other is the hidden size
+    return sum(lora.rank * (side / ranks + hidden) for side in sides), sum(side * hidden / ranks for side in sides)
 
 
 def activation_bytes(shape: Shape, learner: LearnerConfig, recompute: Recompute = Recompute.NONE) -> float:

@@ -56,8 +56,8 @@ class NotedLearner:
     def offload(self) -> None:
         self.num_offloads += 1
 
-    def load(self, policy: Path, optimizer: Any, *, with_reference: bool) -> None:
-        self.loads.append((optimizer, with_reference))
+    def load(self, policy: Path, optimizer: Any, *, with_reference: bool, lora: Any) -> None:
+        self.loads.append((optimizer, with_reference, lora))
 
     def logprobs(self, batch: Any, temperature: float) -> list[Any]:
         return [np.full(2, -0.5, dtype=np.float32) for _ in batch.token_ids]
@@ -189,7 +189,7 @@ def training_calls(recipe: Recipe, tools: Tools) -> object:
         (len(each.batch.token_ids), each.batch.advantages, each.temperature, each.trainer_logprobs is None)
         for each in learner.updates
     ]
-    return engine.calls, updates, learner.checkpoints, [with_reference for _, with_reference in learner.loads]
+    return engine.calls, updates, learner.checkpoints, [with_reference for _, with_reference, _ in learner.loads]
 
 
 def training_loss(recipe: Recipe, tools: Tools) -> object:
@@ -217,6 +217,12 @@ def training_optimizer(recipe: Recipe, tools: Tools) -> object:
     _, learner, _, _ = trained(recipe, tools)
     assert learner.loads[0][0] is recipe.grpo.optimizer
     return megatron_optimizer(recipe, tools)
+
+
+def training_adapters(recipe: Recipe, tools: Tools) -> object:
+    """The adapters that the learner is to train."""
+    _, learner, _, _ = trained(recipe, tools)
+    return [lora for _, _, lora in learner.loads]
 
 
 def training_records(recipe: Recipe, tools: Tools) -> object:
@@ -345,7 +351,11 @@ IN_TURN = {
     "learner.num_kept_idle": 0,
 }
 FAILING = {"reward.function": f"{Path(__file__).with_name('rewards_of_a_user.py')}:strict"}
+ADAPTERS = {"policy.lora.rank": 2}
 CHECKS = {
+    "policy.lora.rank": Check(3, training_adapters, ADAPTERS),
+    "policy.lora.alpha": Check(8.0, training_adapters, ADAPTERS),
+    "policy.lora.targets": Check(["q_proj"], training_adapters, ADAPTERS),
     "placement.memory": Check("in_turn", training_turns, IN_TURN),
     "loop.mode": Check("one_step_off", training_loop),
     "loop.max_off_policy_steps": Check(2, training_loop, ONE_STEP_OFF),

@@ -17,7 +17,7 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import DraftMethod
 from slipstream.engine.config import EngineConfig
 from slipstream.learner.architecture import QWEN3_MOE, Architecture, Experts
-from slipstream.learner.config import LearnerConfig, ParallelConfig, Recompute, ScratchConfig, ShapeConfig
+from slipstream.learner.config import LearnerConfig, LoraConfig, ParallelConfig, Recompute, ScratchConfig, ShapeConfig
 from slipstream.recipe import load_recipe
 from slipstream.refit.config import Channel
 from slipstream.types import Dtype
@@ -234,6 +234,21 @@ def test_a_learner_keeps_masters_and_two_moments_in_bfloat16_and_is_its_own_mast
     assert (found["weights"], found["gradients"], found["optimizer"]) == (4 * size, 4 * size, 8 * size)
     assert "reference" not in found
     assert found["logits"] == 10 * (4 + 12) * 8
+
+
+def test_adapters_alone_have_gradients_and_moments_and_keep_the_matrices_below_them() -> None:
+    # A layer: seven matrices of 4 + 4, 2 + 4, 2 + 4, 4 + 4, 6 + 4, 6 + 4, 6 + 4 rows and columns, 120 elements.
+    found = memory.learner_memory(_tiny(), _learner(), has_reference=True, lora=LoraConfig(rank=1))
+    assert found == {
+        "weights": 2 * (332 + 2 * 58),
+        "base weights": 2 * 2 * 120,
+        "gradients": 4 * 2 * 58,
+        "optimizer": 12 * 2 * 58,
+        "activations": 10 * 2 * 124,
+        "logits": 10 * 112,
+    }
+    split = memory.learner_memory(_tiny(), _learner(tensor=2), has_reference=False, lora=LoraConfig(rank=1))
+    assert (split["base weights"], split["gradients"]) == (2 * 2 * 60, 4 * 2 * (30 / 2 + 7 * 4))
 
 
 def test_the_fuller_stage_counts() -> None:
