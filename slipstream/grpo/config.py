@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from enum import StrEnum
 from typing import Annotated, Any
@@ -45,7 +45,7 @@ def _surrounds_1(band: Sequence[float]) -> bool:
     return len(band) == 2 and 0 <= band[0] < 1 < band[1]
 
 
-def _pair(*ranges: dict[str, float]) -> dict[str, Any]:
+def _pair(*ranges: Mapping[str, float]) -> dict[str, Any]:
     """Keywords of a JSON schema for a list of two numbers in these ranges."""
     return {"prefixItems": [{"type": "number", **each} for each in ranges], "minItems": 2, "maxItems": 2}
 

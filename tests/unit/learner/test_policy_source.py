@@ -85,8 +85,8 @@ _MIMO = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn
             r"policy\.model must be of a family whose inner states vLLM returns, .*, got 'MiMo.*; take another draft",
         ),
         (
-            {"num_hidden_layers": 21},
-            r"draft\.eagle3\.aux_hidden_state_layer_ids must be in \[0, 21\), .* got \(2, 12, 21\)",
+            {"num_hidden_layers": 2},
+            r"draft\.eagle3\.aux_hidden_state_layer_ids must be in \[0, 2\), .* got \(-1, 0, 1\)",
         ),
     ],
     ids=[

@@ -87,7 +87,7 @@ def test_a_cut_that_is_none_is_refused_before_an_engine_starts(
     cut = replace(recipe, draft=draft_with(recipe.draft, eagle3={"vocab_size": 64}))
     monkeypatch.setattr(stage, "start_engine", lambda *_, **__: pytest.fail("no engine may start"))
     monkeypatch.setattr(stage, "Architecture", SimpleNamespace(from_hf=lambda path: SimpleNamespace(vocab_size=64)))
-    with pytest.raises(ConfigError, match=r"draft\.vocab_size must be < the policy's 64 tokens, got 64"):
+    with pytest.raises(ConfigError, match=r"draft\.eagle3\.vocab_size must be < the policy's 64 tokens, got 64"):
         stage.train_on(PROMPTS, cut, policy=policy, directory=tmp_path, on_step=lambda step, loss: None)
 
 

@@ -43,7 +43,7 @@ def some(values: st.SearchStrategy[Any], most: int) -> st.SearchStrategy[tuple[A
     return st.lists(values, min_size=1, max_size=most, unique=True).map(tuple)
 
 
-DRAFT_FIELDS = ("init", "method", "loss", "seed")
+DRAFT_FIELDS = ("init", "method", "eagle3.loss", "seed")
 TINY = {workload: load_recipe("tiny", workload=workload) for workload in Workload}
 
 

@@ -112,9 +112,9 @@ def test_a_layout_that_does_not_divide_is_refused(overrides: dict[str, Any], mes
 
 
 def test_a_vocabulary_that_does_not_divide_is_refused() -> None:
-    scratch = {"num_attention_heads": 3, "num_query_groups": 3, "ffn_hidden_size": 384, "optimizer": "adamw"}
+    shape = {"num_attention_heads": 3, "num_query_groups": 3, "ffn_hidden_size": 384}
     overrides = {
-        "policy": {"scratch": scratch},
+        "policy": {"scratch": {"shape": shape, "optimizer": {"method": "adamw"}}},
         "grpo": {"optimizer": {"method": "adamw"}},
         "learner": {"parallel": {"tensor": 3}},
     }
