@@ -216,7 +216,8 @@ def _reward(name: str, arm: ArmSummary | LoopArm) -> Result:
 
 
 def _gain(arm: ArmSummary, *, is_shown: bool) -> Result:
-    note = "the last quarter of the steps minus the first" if arm.reward_gain.ci95 else "no interval: few steps"
+    has_interval = arm.reward_gain.ci95 is not None
+    note = "the last quarter of the steps minus the first" if has_interval else "no interval: few steps, or all alike"
     return _result(f"reward_gain_{arm.arm}", arm.reward_gain, label=None if is_shown else "", note=note)
 
 
