@@ -25,9 +25,9 @@ from slipstream.learner.architecture import Architecture
 from slipstream.learner.checkpoint.boxes import bands
 from slipstream.learner.weights import (
     Layout,
+    MappingTable,
     ParameterMapping,
     Shard,
-    Table,
     hf_from_shards,
     mappings,
     mtp_mappings,
@@ -143,7 +143,7 @@ def gathered_weights(
     shard: Shard,
     *,
     only: Container[str] | None = None,
-    table: Table = mappings,
+    table: MappingTable = mappings,
 ) -> Iterator[tuple[str, Tensor]]:
     """Gather all tensors of `table`, or those that `only` names, whole on every rank; collective."""
     given: set[str] = set()
@@ -171,7 +171,7 @@ def gathered_mtp_weights(mtp: Module | None, arch: Architecture) -> Iterator[tup
         yield from hf_from_shards(mapping, shards, arch)
 
 
-def _places(arch: Architecture, shard: Shard, table: Table) -> Iterator[tuple[int, int, ParameterMapping]]:
+def _places(arch: Architecture, shard: Shard, table: MappingTable) -> Iterator[tuple[int, int, ParameterMapping]]:
     """Every parameter of a table, with the pipeline stage and the expert-parallel rank that hold it."""
     for stage in range(shard.pipeline_size):
         for holder in range(shard.expert_size):

@@ -76,7 +76,7 @@ _MTP_INPUT = (
     ("input_proj.weight", ("input_proj.weight",), Layout.REPLICATED),
 )
 _MTP_OUTPUT = (("final_layernorm.weight", ("final_layernorm.weight",), Layout.REPLICATED),)
-_Rows = tuple[tuple[str, tuple[str, ...], Layout], ...]
+_Table = tuple[tuple[str, tuple[str, ...], Layout], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +115,7 @@ class Shard:
         return self.pipeline_rank == self.pipeline_size - 1
 
 
-Table = Callable[[Architecture, Shard], Iterable[ParameterMapping]]
+MappingTable = Callable[[Architecture, Shard], Iterable[ParameterMapping]]
 """Names the parameters of a model that a rank holds."""
 
 
@@ -145,7 +145,7 @@ def mtp_mappings(arch: Architecture) -> Iterator[ParameterMapping]:
 
 
 def _layer_mappings(arch: Architecture, shard: Shard, layer: int, hf_layer: int) -> Iterator[ParameterMapping]:
-    def of(table: _Rows) -> Iterator[ParameterMapping]:
+    def of(table: _Table) -> Iterator[ParameterMapping]:
         return _named(table, f"decoder.layers.{layer}.", f"model.layers.{hf_layer}")
 
     yield from of(_attention(arch))
@@ -163,12 +163,12 @@ def _layer_mappings(arch: Architecture, shard: Shard, layer: int, hf_layer: int)
             )
 
 
-def _attention(arch: Architecture) -> _Rows:
+def _attention(arch: Architecture) -> _Table:
     biases, norms = _QKV_BIASES if arch.family.qkv_bias else (), _QK_NORMS if arch.family.qk_norm else ()
     return (*_INPUT, *biases, *norms, *_OUTPUT)
 
 
-def _named(table: _Rows, megatron_layer: str, hf_layer: str) -> Iterator[ParameterMapping]:
+def _named(table: _Table, megatron_layer: str, hf_layer: str) -> Iterator[ParameterMapping]:
     for megatron, hf, layout in table:
         yield ParameterMapping(f"{megatron_layer}{megatron}", tuple(f"{hf_layer}.{name}" for name in hf), layout)
 

@@ -153,7 +153,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         random = MegatronPolicy.from_scratch(SCRATCH, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=None)
         results[dtype]["random"] = _weights(random)
     adapted = MegatronPolicy.load(model, learner=LEARNER, optimizer=OPTIMIZER, lora=LORA)
-    results[LORA] = {**results[Dtype.FLOAT32], **_train(adapted, LEARNER, directory)}
+    results[LORA] = _train(adapted, LEARNER, directory)
     adapted.save_hf(directory / "adapted", model)
     return model, results
 
@@ -210,9 +210,11 @@ def _families(learner: LearnerConfig, models: Path, directory: Path, rank: int =
     return found
 
 
-def _rank_of_families(rank: int, learner: LearnerConfig, port: int, *paths: Path) -> dict[str, dict[str, Any]]:
+def _rank_of_families(
+    rank: int, learner: LearnerConfig, port: int, models: Path, directory: Path
+) -> dict[str, dict[str, Any]]:
     join(rank, 2, port)
-    found = _families(learner, *paths, rank)
+    found = _families(learner, models, directory, rank)
     parallel.barrier()
     parallel.teardown()
     return found

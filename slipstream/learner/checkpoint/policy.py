@@ -33,7 +33,7 @@ from slipstream.learner.checkpoint.on_disk import (
     open_checkpoint,
 )
 from slipstream.learner.optimizer import BatchedMuon
-from slipstream.learner.weights import Shard, Table, mappings
+from slipstream.learner.weights import MappingTable, Shard, mappings
 
 WEIGHT, MAIN = "weight", "main"
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def held_parameters(
     arch: Architecture,
     shard: Shard,
     *,
-    table: Table = mappings,
+    table: MappingTable = mappings,
 ) -> list[HeldParameter]:
     """The parameters of a rank in model order; `table` must name all that are not frozen."""
     parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
@@ -232,7 +232,7 @@ class PolicyCheckpoints:
         optimizer: MegatronOptimizer | None,
         arch: Architecture,
         *,
-        table: Table = mappings,
+        table: MappingTable = mappings,
         frozen: int | None = None,
     ) -> None:
         """Save and restore the parameters that `table` names.
