@@ -28,8 +28,14 @@ class BakeOff(NamedTuple):
     comparison: FlyteDirectory
 
 
-@task(**on_cpus(CHECKING, retries=0))
-@recoverable
+class Drafters(NamedTuple):
+    """Names of the drafters of a bake-off."""
+
+    drafters: list[str]
+
+
+@task(**on_cpus(retries=0))
+@recoverable(CHECKING)
 def check_drafters(
     context: RunContext,
     recipe: FlyteFile,
@@ -37,14 +43,14 @@ def check_drafters(
     inits: list[DraftInit],
     online: list[DraftOnline],
     num_speculative_tokens: int,
-) -> list[str]:
-    """Check every drafter against the recipe before any expensive work; returns the drafters' names."""
+) -> Drafters:
+    """Check every drafter against the recipe before any expensive work."""
     grid = _grid(methods, inits, online, num_speculative_tokens)
-    return stage.check_drafters(context, load_recipe(os.fspath(recipe)), grid)
+    return Drafters(drafters=stage.check_drafters(context, load_recipe(os.fspath(recipe)), grid))
 
 
-@task(**on_gpus(TRAINING), enable_deck=True, deck_fields=())
-@recoverable
+@task(**on_gpus(), enable_deck=True, deck_fields=())
+@recoverable(TRAINING)
 def bake_off(
     context: RunContext,
     recipe: FlyteFile,
@@ -67,8 +73,8 @@ def bake_off(
     return BakeOff(comparison=FlyteDirectory(str(directory)))
 
 
-@task(**on_cpus(CHECKING))
-@recoverable
+@task(**on_cpus())
+@recoverable(CHECKING)
 def fail_bake_off(  # noqa: PLR0913  # Flyte asks for every input of the workflow, and for the error
     recipe: str,
     methods: list[DraftMethod],

@@ -29,8 +29,8 @@ class Report(NamedTuple):
     report: FlyteDirectory
 
 
-@task(**on_gpus(MEASURING))
-@recoverable
+@task(**on_gpus())
+@recoverable(MEASURING)
 def certify_losslessness(
     context: RunContext,
     recipe: FlyteFile,
@@ -58,8 +58,8 @@ def certify_losslessness(
     return Certificate(certificate=handed_on(context, "certify_losslessness", directory, records=("certificate.json",)))
 
 
-@task(**on_gpus(MEASURING))
-@recoverable
+@task(**on_gpus())
+@recoverable(MEASURING)
 def certify_draft(
     context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory, draft: FlyteDirectory, k: int
 ) -> Certificate:
@@ -75,8 +75,8 @@ def certify_draft(
     return Certificate(certificate=handed_on(context, "certify_losslessness", directory, records=("certificate.json",)))
 
 
-@task(**on_cpus(CHECKING, retries=0))
-@recoverable
+@task(**on_cpus(retries=0))
+@recoverable(CHECKING)
 def require_lossless(certificate: FlyteDirectory, report: FlyteDirectory) -> Report:
     """Return the report, or fail the run if the certificate is not lossless; the report is written before."""
     stage.require_lossless(records_of(certificate))

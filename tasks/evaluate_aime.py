@@ -1,4 +1,4 @@
-"""Task that measures the accuracy of one policy on the validation problems."""
+"""Task that measures the accuracy of the policies of a run on the validation problems."""
 
 from __future__ import annotations
 
@@ -17,23 +17,31 @@ from tasks.recoverable import recoverable
 from tasks.resources import MEASURING, on_gpus
 
 
-class Evaluation(NamedTuple):
-    """Output of an evaluation: the directory of evaluation.json."""
+class Evaluated(NamedTuple):
+    """Output of the evaluations: a directory of evaluation.json for the policy before RL, then for each arm."""
 
-    evaluation: FlyteDirectory
+    evaluations: list[FlyteDirectory]
 
 
-@task(**on_gpus(MEASURING))
-@recoverable
+@task(**on_gpus())
+@recoverable(3 * MEASURING)
 def evaluate_aime(
-    context: RunContext, recipe: FlyteFile, data: FlyteDirectory, model: FlyteDirectory, policy: str
-) -> Evaluation:
-    """Evaluate a policy in evaluation.json.
+    context: RunContext,
+    recipe: FlyteFile,
+    data: FlyteDirectory,
+    policy: FlyteDirectory,
+    arms: list[FlyteDirectory],
+    names: list[str],
+) -> Evaluated:
+    """Evaluate the policy before RL, then each arm, whose weights lie in `policy/`; a retry keeps what is finished.
 
-    `policy` is the name `start` or that of an arm; the weights of an arm lie in `policy/` of `model`.
+    One task evaluates all of them, because each Ray cluster takes a minute to start.
     """
-    path = model_of(context, model)
-    weights = path / "policy" if (path / "policy").is_dir() else path
-    loaded = load_recipe(os.fspath(recipe))
-    directory = stage.evaluate_aime(context, loaded, policy, data=records_of(data), model=weights)
-    return Evaluation(evaluation=handed_on(context, f"evaluate_aime_{policy}", directory, records=("evaluation.json",)))
+    loaded, records = load_recipe(os.fspath(recipe)), records_of(data)
+    found = []
+    for name, model in zip(("start", *names), (policy, *arms), strict=True):
+        path = model_of(context, model)
+        weights = path / "policy" if (path / "policy").is_dir() else path
+        directory = stage.evaluate_aime(context, loaded, name, data=records, model=weights)
+        found.append(handed_on(context, f"evaluate_aime_{name}", directory, records=("evaluation.json",)))
+    return Evaluated(evaluations=found)

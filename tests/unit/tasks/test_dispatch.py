@@ -10,7 +10,6 @@ import sys
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,8 +103,8 @@ class Stages:
         self.seen |= {"recipe": recipe, "root": inputs["root"], "changes": inputs["overrides"], "loop": inputs["loop"]}
         return _context(inputs["root"]), self.recipe
 
-    def _fail_run(self, root: Path, execution: str, *, node: str, message: str) -> None:
-        self.seen |= {"root": root, "execution": execution, "node": node, "message": message}
+    def _fail_run(self, root: Path, execution: str, *, message: str) -> None:
+        self.seen |= {"root": root, "execution": execution, "message": message}
 
     def _require_lossless(self, certificate: Path) -> None:
         self.seen["certificate"] = _read(certificate)
@@ -186,10 +185,10 @@ _FORM = {
     "seed": 0,
     "overrides": [],
     "max_off_policy_steps": None,
-    "resume_execution": "",
+    "resume_execution": None,
     "reuse_stored": True,
     "num_speculative_tokens": 3,
-    "err": FlyteError(message="no luck", failed_node_id="train-speculative"),
+    "err": FlyteError(message="no luck", failed_node_id="fn0"),
 }
 _GRID = {
     "recipe": "tiny",
@@ -197,11 +196,11 @@ _GRID = {
     "methods": [DraftMethod.EAGLE3],
     "losses": ["kl_div"],
     "draft_lengths": [3, 7],
-    "seeds": [],
+    "seeds": [2],
     "workloads": [Workload.RL_THINK],
     "num_steps": 2,
     "overrides": [],
-    "kickoff_time": datetime(1970, 1, 3, tzinfo=UTC),
+    "seed_of_the_day": False,
     "reuse_stored": True,
     "err": FlyteError(message="no luck", failed_node_id="variants"),
 }
@@ -219,7 +218,7 @@ _TAKES_PART = {
         draft_lengths=(3,),
     )
 }
-_FAILED = {"node": "train-speculative", "message": "no luck"}
+_FAILED = {"message": "no luck"}
 _CERTIFICATE, _DELIVERED = "certificate.json", "deliverable.json"
 _ARMS = {"arms": ["arms", "arms"]}
 CASES = {
@@ -247,9 +246,9 @@ CASES = {
         handed_on=("arm.json", _DELIVERED, "arm.json", _DELIVERED),
     ),
     "evaluate_aime": Case(
-        values={"policy": "start"},
-        seen={**_marks("data"), "model": "model/policy", "others": ("start",)},
-        handed_on=(_DELIVERED, "evaluation.json"),
+        values={"names": ["autoregressive", "speculative"]},
+        seen={**_marks("data"), "model": "arms/policy", "others": ("speculative",)},  # the last of three
+        handed_on=(*[_DELIVERED] * 3, *["evaluation.json"] * 3),
     ),
     "certify_losslessness": Case(
         seen={
@@ -285,7 +284,7 @@ CASES = {
                 methods=(DraftMethod.EAGLE3,),
                 losses=("kl_div",),
                 draft_lengths=(3, 7),
-                seeds=(2,),  # the kickoff's day
+                seeds=(2,),
                 workloads=(Workload.RL_THINK,),
             ),
             "changes": {"grpo": {"num_steps": 2}},
@@ -320,8 +319,8 @@ CASES = {
             "mean_acceptance_length": 2.5,
             "max_off_policy_steps": 0,
             "generation_fraction": 0.5,
-            "mean_response_tokens": 0.0,
-            "kickoff_time": datetime(1970, 1, 1, tzinfo=UTC),
+            "mean_response_tokens": None,
+            "seed_of_the_day": False,
         },
         seen={},
         handed_on=("projection.json",),
