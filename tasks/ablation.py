@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from slipstream.stages.context import RunContext, requested
 from slipstream.study import apart as stage
 from slipstream.study.variants import Grid, Kind, chosen_seeds, day_seed
 from slipstream.types import Workload
+from tasks.deliverables import handed_on
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, CLUSTER, PREPARING, TRAINING, on_cpus, on_gpus, runs_locally
 from tasks.start_run import execution_name
@@ -100,9 +102,11 @@ def rank_ablation(contexts: list[RunContext], finished: list[str | None]) -> Ran
     `finished` holds the names of finished variants; the reasons of failed ones lie under the run's root.
     """
     del finished  # this input only makes the task wait for the variants
-    directory = stage.rank_ablation(Path(contexts[0].root), contexts[0].part_of)
+    whole = replace(contexts[0], execution=contexts[0].part_of)
+    directory = stage.rank_ablation(Path(whole.root), whole.execution)
     Deck("ablation", (directory / "ablation.html").read_text())
-    return Ranking(ranking=FlyteDirectory(str(directory)))
+    records = ("ablation.html", "ablation.json", "*.svg")
+    return Ranking(ranking=handed_on(whole, "rank_ablation", directory, records=records))
 
 
 @task(**on_cpus())

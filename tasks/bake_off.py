@@ -16,7 +16,7 @@ from slipstream.stages.context import RunContext
 from slipstream.study import interleaved as stage
 from slipstream.study.variants import Grid
 from slipstream.types import Workload
-from tasks.deliverables import model_of, records_of
+from tasks.deliverables import handed_on, model_of, records_of
 from tasks.fail_run import end_failed
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, TRAINING, on_cpus, on_gpus
@@ -70,7 +70,8 @@ def bake_off(
         data=records_of(data),
     )
     Deck("bake-off", (directory / "bake_off.html").read_text())
-    return BakeOff(comparison=FlyteDirectory(str(directory)))
+    records = ("bake_off.html", "bake_off.json", "*.svg")
+    return BakeOff(comparison=handed_on(context, "bake_off", directory, records=records))
 
 
 @task(**on_cpus())
