@@ -349,6 +349,7 @@ def _preflight(options: argparse.Namespace) -> int:
     api = connect(context=options.context, timeout_s=seconds)
     record = check(api, profile, namespace=options.namespace, image=options.image)
     print(record.table)
+    print("not asked: Flyte's own limits (task_resources), which deploy/flyte/values.yaml lifts")
     print(f"\n{record.num_missing} missing")
     return 1 if record.num_missing else 0
 

@@ -1,7 +1,7 @@
 """Workflow `asynchronous_rl`: the whole chain, with both arms of GRPO in a synchronous and an asynchronous loop."""
 
 # Inside a workflow a task returns promises, which flytekit types as a union of all return types of a task.
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Workflow `speculative_rl`, the whole chain: data, policy, draft, draft length, both arms, evaluation, report."""
 
 # Inside a workflow a task returns promises, which flytekit types as a union of all return types of a task.
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
 
 from __future__ import annotations
 

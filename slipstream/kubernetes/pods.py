@@ -162,7 +162,7 @@ def _base(profile: ClusterProfile, size: PodSize, env: Sequence[k8s.V1EnvVar] = 
     if profile.config_map is not None:
         file = f"{profile.name}.yaml"
         mount = k8s.V1VolumeMount(name=_PROFILE, mount_path=f"{_CLUSTERS}/{file}", sub_path=file, read_only=True)
-        container.volume_mounts = [*container.volume_mounts, mount]
+        container.volume_mounts = [*(container.volume_mounts or []), mount]
         source = k8s.V1ConfigMapVolumeSource(name=profile.config_map)
         volumes.append(k8s.V1Volume(name=_PROFILE, config_map=source))
     return k8s.V1PodSpec(

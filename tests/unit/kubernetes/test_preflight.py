@@ -465,6 +465,7 @@ current-context: lab
     assert "MISSING: custom resource localqueues.kueue.x-k8s.io\n" in text and "fix:    install Kueue" in text
     assert any(line.startswith("fine") and "claim template slipstream-channel" in line for line in printed)
     assert printed[-1] == f"{len(missing)} missing"
+    assert "task_resources" in printed[-3]
 
 
 def test_without_a_kubeconfig_the_command_says_what_to_set(

@@ -113,7 +113,7 @@ def _read(name: str, plan: dict[str, Any], workflow: dict[str, Any]) -> dict[str
     from google.protobuf.json_format import ParseDict
 
     spec = LaunchPlanSpec.from_flyte_idl(ParseDict(plan["spec"], launch_plan_pb2.LaunchPlanSpec()))
-    entity = FlyteLaunchPlan.promote_from_model(spec.workflow_id, spec)
+    entity: Any = FlyteLaunchPlan.promote_from_model(spec.workflow_id, spec)
     sent = Interface.from_flyte_idl(ParseDict(workflow["interface"], interface_pb2.TypedInterface()))
     entity._interface = TypedInterface.promote_from_model(sent)
     command = DynamicEntityLaunchCommand(name, "", name, DynamicEntityLaunchCommand.LP_LAUNCHER)
