@@ -6,6 +6,8 @@ fails here; tests/integration/test_pods.py runs the chain with the stages that a
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping
@@ -155,10 +157,12 @@ class Stages:
 
 
 def _read(value: Any) -> Any:
-    """The mark in a folder, of a list those in each."""
+    """The mark in a folder, or its name where a stage made it; of a list those in each."""
     if isinstance(value, list):
         return [_read(item) for item in value]
-    return (value / _MARK).read_text() if isinstance(value, Path) else value
+    if not isinstance(value, Path):
+        return value
+    return (value / _MARK).read_text() if (value / _MARK).is_file() else value.name
 
 
 def _context(root: Path) -> RunContext:
@@ -388,3 +392,21 @@ def _dispatched(task: PythonFunctionTask, inputs: Mapping[str, Any], directory: 
     if (meta / "error.pb").exists():
         pytest.fail(ErrorDocument.FromString((meta / "error.pb").read_bytes()).error.message)
     return dict(LiteralMap.FromString((meta / "outputs.pb").read_bytes()).literals)
+
+
+@pytest.mark.parametrize(("name", "num_arms"), [("speculative_rl", 2), ("asynchronous_rl", 4)])
+def test_nested_workflows_run_as_one_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_arms: int
+) -> None:
+    stages = Stages(recipe=write_recipe(load_recipe("tiny"), tmp_path / "recipe.yaml"))
+    for module in {sys.modules[task.task_function.__module__] for task in TASKS.values()}:
+        if "stage" in vars(module):
+            monkeypatch.setattr(module, "stage", stages.namespace())
+
+    workflow = vars(importlib.import_module(f"workflows.{name}"))[name]
+    made = workflow(recipe="tiny", run_root=str(tmp_path / "runs"))
+
+    assert "report.html" in os.listdir(str(made.report.path))
+    assert len(stages.seen["arms"]) == num_arms
+    assert len(set(stages.seen["evaluations"])) == num_arms + 1  # each of another policy
+    assert stages.seen["trained"] == "policy" and stages.seen["report"]
