@@ -36,6 +36,9 @@ RUN scripts/setup.sh --packages-only && rm -rf /root/.cache
 # repository.
 ARG GIT_COMMIT=
 ENV SLIPSTREAM_GIT_COMMIT=$GIT_COMMIT
+# --build-arg IMAGE=<the image's own name> tags runs with it: nothing in a pod says from which image it was made.
+ARG IMAGE=
+ENV SLIPSTREAM_IMAGE=$IMAGE
 
 COPY --chown=flytekit:flytekit . .
 RUN python -m uv pip install --no-cache --no-deps --no-build-isolation --editable .

@@ -11,7 +11,7 @@ export $(shell sed -n 's/^\([A-Z_]*\)=.*/\1/p' scripts/env)
 .DEFAULT_GOAL := help
 PORT := 5000
 
-.PHONY: help setup check docs format test test-fast demo demo-async ablation bakeoff mlflow bench bench-learning bench-setup mutants mutants-setup lock register clean
+.PHONY: help setup check docs format test test-fast demo demo-async ablation bakeoff mlflow bench bench-learning bench-setup mutants mutants-setup lock register flyte-smoke clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -94,7 +94,13 @@ lock: setup ## resolve requirements/*.lock from pyproject.toml again (UPGRADE=1:
 	VENV=$(VENV) UPGRADE=$(UPGRADE) scripts/lock.sh
 
 register: setup ## package for a cluster, and register if FLYTE_CONFIG names a server (CLUSTER=gb200 IMAGE_CPU=… IMAGE_GPU=…)
-	@VENV=$(VENV) scripts/register.sh $(CLUSTER)
+	@VENV=$(VENV) VERSION=$(VERSION) scripts/register.sh $(CLUSTER)
+
+flyte-smoke: CLUSTER := $(or $(CLUSTER),cpu)
+flyte-smoke: VERSION := $(or $(VERSION),smoke-$(shell date -u +%Y%m%d-%H%M%S))
+
+flyte-smoke: register ## register the profile cpu under a version of its own, launch small executions, print what held
+	$(VENV)/bin/slipstream smoke --cluster $(CLUSTER) --version $(VERSION)
 
 clean: ## remove caches and environments, keep runs/
 	rm -rf $(VENV) $(BENCH) $(MUTANTS) mutants build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

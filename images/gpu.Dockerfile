@@ -5,10 +5,10 @@
 FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 
 # Kernels that are compiled at run time (Triton, FlashInfer) need the headers and g++; NCCL on RDMA needs the verbs
-# libraries.
+# libraries. KubeRay probes a Ray whose version it is not told with wget.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
-        ca-certificates g++ libgomp1 libibverbs1 libnuma1 librdmacm1 python3-dev python3-venv rdma-core \
+        ca-certificates g++ libgomp1 libibverbs1 libnuma1 librdmacm1 python3-dev python3-venv rdma-core wget \
     && rm -rf /var/lib/apt/lists/*
 
 ENV DO_NOT_TRACK=1 \
@@ -39,6 +39,9 @@ RUN scripts/setup.sh --packages-only && rm -rf /root/.cache
 # repository.
 ARG GIT_COMMIT=
 ENV SLIPSTREAM_GIT_COMMIT=$GIT_COMMIT
+# --build-arg IMAGE=<the image's own name> tags runs with it: nothing in a pod says from which image it was made.
+ARG IMAGE=
+ENV SLIPSTREAM_IMAGE=$IMAGE
 
 COPY --chown=flytekit:flytekit . .
 RUN python -m uv pip install --no-cache --no-deps --no-build-isolation --editable .

@@ -27,6 +27,14 @@ if [[ -z ${FLYTE_CONFIG:-} ]]; then
     echo "no server named, so nothing is registered; FLYTE_CONFIG=~/.flyte/config.yaml names one"
     exit
 fi
-"$VENV/bin/pyflyte" --config "$FLYTE_CONFIG" register --copy none \
-    --project "$PROJECT" --domain "$DOMAIN" --version "$VERSION" "${images[@]}" workflows
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+if ! "$VENV/bin/pyflyte" --config "$FLYTE_CONFIG" register --copy none --project "$PROJECT" --domain "$DOMAIN" \
+    --version "$VERSION" "${images[@]}" workflows 2>&1 | tee "$log"; then
+    if grep -q "greater than *current limit set in the platform" "$log"; then
+        echo "cause: Flyte's task_resources.limits must be 0 or at least what the profile's pods ask for;" \
+            "set them as deploy/flyte/values.yaml does (docs/deploy.md, section 2)" >&2
+    fi
+    exit 1
+fi
 echo "registered in $PROJECT-$DOMAIN as $VERSION"

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -121,6 +122,18 @@ def _parser() -> argparse.ArgumentParser:
     preflight.add_argument("--image", default=None, help="image of a pod that tries to write under the shared root")
     preflight.add_argument("--timeout-s", type=float, default=10.0, help="time limit of each request")
     preflight.set_defaults(run=_preflight)
+    flyte = [
+        commands.add_parser("reconcile", help="end the MLflow runs of executions that were terminated in Flyte"),
+        commands.add_parser("smoke", help="launch small executions on a Flyte, and say what held"),
+    ]
+    for command, run in zip(flyte, (_reconcile, _smoke), strict=True):
+        command.add_argument("--cluster", required=True, help="a profile with flyte.endpoint")
+        command.add_argument("--project", default="slipstream")
+        command.add_argument("--domain", default="development")
+        command.set_defaults(run=run)
+    flyte[0].add_argument("--run-root", default=None, help="default: the profile's, where its volume is mounted")
+    flyte[1].add_argument("--version", required=True, help="version that the plans were registered under")
+    flyte[1].add_argument("--context", default=None, help="context of the kubeconfig, to delete a pod of a task")
     replay = commands.add_parser("replay", help="send spooled points to a tracking server")
     replay.add_argument("run_root")
     replay.add_argument("--uri", default=None, help="tracking server; default: the SQLite store under run_root")
@@ -269,8 +282,48 @@ def _preflight(options: argparse.Namespace) -> int:
     api = connect(context=options.context, timeout_s=seconds)
     record = check(api, profile, namespace=options.namespace, image=options.image)
     print(record.table)
+    print("not asked: Flyte's own limits (task_resources), which deploy/flyte/values.yaml lifts")
     print(f"\n{record.num_missing} missing")
     return 1 if record.num_missing else 0
+
+
+def _reconcile(options: argparse.Namespace) -> int:
+    from slipstream.kubernetes.flyte_admin import admin_of
+    from slipstream.kubernetes.profile import read_profile
+    from slipstream.stages.fail_run import reconcile
+
+    profile = read_profile(options.cluster)
+    root = Path(options.run_root or profile.run_root)
+    ended = reconcile(root, admin_of(profile, project=options.project, domain=options.domain))
+    for execution, phase in ended.items():
+        print(f"{execution}: {phase}")
+    print(f"runs of {len(ended)} execution(s) were ended")
+    options.uri = profile.tracking.uri if profile.tracking is not None else None
+    options.run_root = str(root)
+    return _replay(options) if ended else 0
+
+
+def _smoke(options: argparse.Namespace) -> int:
+    from slipstream.kubernetes.flyte_admin import admin_of
+    from slipstream.kubernetes.kubernetes_api import connect, delete_pod
+    from slipstream.kubernetes.profile import read_profile
+    from slipstream.kubernetes.smoke import smoke
+
+    logs.configure()
+    profile = read_profile(options.cluster)
+    require(profile.gpu is None, "--cluster", "must be a profile without GPUs", profile.name, "as in cpu")
+    admin = admin_of(profile, project=options.project, domain=options.domain)
+    api = connect(context=options.context, timeout_s=10.0)
+    namespace = f"{options.project}-{options.domain}"
+    uri = profile.tracking.uri if profile.tracking is not None else None
+    rows = smoke(
+        admin,
+        options.version,
+        delete_pod=partial(delete_pod, api, namespace),
+        tracked=(lambda name: read_executions(uri, names=[name])[0].status) if uri else None,
+    )
+    print(table([["", "what", "seen"], *[["held" if held else "FAILED", *row] for held, *row in rows]]))
+    return 0 if all(held for held, *_ in rows) else 1
 
 
 def _sizes(recipe: Recipe) -> str:

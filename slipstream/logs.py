@@ -41,7 +41,13 @@ def configure() -> None:
     ours.propagate = False
     for name in ("mlflow", "alembic", "httpx", "datasets", "speculators", "megatron", "matplotlib"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("flytekit").addFilter(_says_something)
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron|apex|flytekit")
+
+
+def _says_something(record: logging.LogRecord) -> bool:
+    """Drop flytekit's errors of S3 sessions that it leaves open when a pod ends, which mean nothing."""
+    return "Unclosed client session" not in record.getMessage() and "Unclosed connector" not in record.getMessage()
 
 
 def terminal() -> TextIO | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,8 +15,9 @@ from slipstream.drafts.config import DraftInit, DraftMethod
 from slipstream.kubernetes.profile import shared_root
 from slipstream.stages.context import RunContext, requested
 from slipstream.study import apart as stage
-from slipstream.study.variants import Grid, Kind, chosen_seeds
+from slipstream.study.variants import Grid, Kind, chosen_seeds, day_seed
 from slipstream.types import Workload
+from tasks.deliverables import handed_on
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, CLUSTER, PREPARING, TRAINING, on_cpus, on_gpus, runs_locally
 from tasks.start_run import execution_name
@@ -36,8 +38,8 @@ class Ranking(NamedTuple):
     ranking: FlyteDirectory
 
 
-@task(**on_cpus(CHECKING, retries=0))
-@recoverable
+@task(**on_cpus(retries=0))
+@recoverable(CHECKING)
 def plan_ablation(  # noqa: PLR0913  # one input a line of the launch form
     recipe: str,
     draft_inits: list[DraftInit],
@@ -48,7 +50,7 @@ def plan_ablation(  # noqa: PLR0913  # one input a line of the launch form
     workloads: list[Workload],
     num_steps: int | None,
     overrides: list[str],
-    kickoff_time: datetime,
+    seed_of_the_day: bool,
     run_root: str,
     reuse_stored: bool,
 ) -> PlannedAblation:
@@ -58,7 +60,7 @@ def plan_ablation(  # noqa: PLR0913  # one input a line of the launch form
         methods=tuple(methods),
         losses=tuple(losses),
         draft_lengths=tuple(draft_lengths),
-        seeds=chosen_seeds(seeds, kickoff_time),
+        seeds=chosen_seeds(seeds, day=day_seed(datetime.now(UTC)) if seed_of_the_day else None),
         workloads=tuple(workloads),
     )
     planned = stage.plan_ablation(
@@ -78,35 +80,37 @@ def plan_ablation(  # noqa: PLR0913  # one input a line of the launch form
     )
 
 
-@task(**on_cpus(PREPARING))
-@recoverable
+@task(**on_cpus())
+@recoverable(PREPARING)
 def make_policy(context: RunContext) -> str:
     """Make data and policy of a workload; returns the part's name."""
     return stage.make_part(context)
 
 
-@task(**on_gpus(TRAINING))
-@recoverable
+@task(**on_gpus())
+@recoverable(TRAINING)
 def make_part(context: RunContext) -> str:
     """Make the draft, baseline or variant that `context` names; returns the part's name."""
     return stage.make_part(context)
 
 
-@task(**on_cpus(CHECKING), enable_deck=True, deck_fields=())
-@recoverable
+@task(**on_cpus(), enable_deck=True, deck_fields=())
+@recoverable(CHECKING)
 def rank_ablation(contexts: list[RunContext], finished: list[str | None]) -> Ranking:
     """Rank the variants in ablation.html, which is also the task's deck, ablation.json and speedups.svg.
 
     `finished` holds the names of finished variants; the reasons of failed ones lie under the run's root.
     """
     del finished  # this input only makes the task wait for the variants
-    directory = stage.rank_ablation(Path(contexts[0].root), contexts[0].part_of)
+    whole = replace(contexts[0], execution=contexts[0].part_of)
+    directory = stage.rank_ablation(Path(whole.root), whole.execution)
     Deck("ablation", (directory / "ablation.html").read_text())
-    return Ranking(ranking=FlyteDirectory(str(directory)))
+    records = ("ablation.html", "ablation.json", "*.svg")
+    return Ranking(ranking=handed_on(whole, "rank_ablation", directory, records=records))
 
 
-@task(**on_cpus(CHECKING))
-@recoverable
+@task(**on_cpus())
+@recoverable(CHECKING)
 def fail_ablation(  # noqa: PLR0913  # Flyte asks for every input of the workflow, and for the error
     recipe: str,
     draft_inits: list[DraftInit],
@@ -116,13 +120,24 @@ def fail_ablation(  # noqa: PLR0913  # Flyte asks for every input of the workflo
     seeds: list[int],
     workloads: list[Workload],
     overrides: list[str],
-    kickoff_time: datetime,
+    seed_of_the_day: bool,
     run_root: str,
     reuse_stored: bool,
     num_steps: int | None = None,
     err: FlyteError | None = None,
 ) -> None:
     """Rank the finished variants, and end the ablation's runs in MLflow."""
-    del draft_inits, methods, losses, draft_lengths, seeds, workloads, num_steps, overrides, kickoff_time, reuse_stored
+    del (
+        draft_inits,
+        methods,
+        losses,
+        draft_lengths,
+        seeds,
+        workloads,
+        num_steps,
+        overrides,
+        seed_of_the_day,
+        reuse_stored,
+    )
     root = shared_root(run_root, CLUSTER, is_local=runs_locally())
     stage.fail_ablation(root.resolve(), execution_name(recipe), message=err.message if err is not None else "")

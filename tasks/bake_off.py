@@ -16,7 +16,7 @@ from slipstream.stages.context import RunContext
 from slipstream.study import interleaved as stage
 from slipstream.study.variants import Grid
 from slipstream.types import Workload
-from tasks.deliverables import model_of, records_of
+from tasks.deliverables import handed_on, model_of, records_of
 from tasks.fail_run import end_failed
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, TRAINING, on_cpus, on_gpus
@@ -28,8 +28,14 @@ class BakeOff(NamedTuple):
     comparison: FlyteDirectory
 
 
-@task(**on_cpus(CHECKING, retries=0))
-@recoverable
+class Drafters(NamedTuple):
+    """Names of the drafters of a bake-off."""
+
+    drafters: list[str]
+
+
+@task(**on_cpus(retries=0))
+@recoverable(CHECKING)
 def check_drafters(
     context: RunContext,
     recipe: FlyteFile,
@@ -37,14 +43,14 @@ def check_drafters(
     inits: list[DraftInit],
     online: list[DraftOnline],
     num_speculative_tokens: int,
-) -> list[str]:
-    """Check every drafter against the recipe before any expensive work; returns the drafters' names."""
+) -> Drafters:
+    """Check every drafter against the recipe before any expensive work."""
     grid = _grid(methods, inits, online, num_speculative_tokens)
-    return stage.check_drafters(context, load_recipe(os.fspath(recipe)), grid)
+    return Drafters(drafters=stage.check_drafters(context, load_recipe(os.fspath(recipe)), grid))
 
 
-@task(**on_gpus(TRAINING), enable_deck=True, deck_fields=())
-@recoverable
+@task(**on_gpus(), enable_deck=True, deck_fields=())
+@recoverable(TRAINING)
 def bake_off(
     context: RunContext,
     recipe: FlyteFile,
@@ -64,11 +70,12 @@ def bake_off(
         data=records_of(data),
     )
     Deck("bake-off", (directory / "bake_off.html").read_text())
-    return BakeOff(comparison=FlyteDirectory(str(directory)))
+    records = ("bake_off.html", "bake_off.json", "*.svg")
+    return BakeOff(comparison=handed_on(context, "bake_off", directory, records=records))
 
 
-@task(**on_cpus(CHECKING))
-@recoverable
+@task(**on_cpus())
+@recoverable(CHECKING)
 def fail_bake_off(  # noqa: PLR0913  # Flyte asks for every input of the workflow, and for the error
     recipe: str,
     methods: list[DraftMethod],

@@ -35,8 +35,8 @@ class Report(NamedTuple):
     report: FlyteDirectory
 
 
-@task(**on_gpus(MEASURING))
-@recoverable
+@task(**on_gpus())
+@recoverable(MEASURING)
 def certify_losslessness(
     context: RunContext,
     recipe: FlyteFile,
@@ -67,8 +67,8 @@ def certify_losslessness(
     return RunCertificate(certificate=handed)
 
 
-@task(**on_gpus(MEASURING))
-@recoverable
+@task(**on_gpus())
+@recoverable(MEASURING)
 def certify_draft(
     context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory, draft: FlyteDirectory, k: int
 ) -> Certificate:
@@ -84,8 +84,8 @@ def certify_draft(
     return Certificate(certificate=handed_on(context, "certify_losslessness", directory, records=("certificate.json",)))
 
 
-@task(**on_cpus(CHECKING, retries=0))
-@recoverable
+@task(**on_cpus(retries=0))
+@recoverable(CHECKING)
 def require_lossless(certificate: FlyteDirectory | None, report: FlyteDirectory) -> Report:
     """Return the report, or fail the run if there is a certificate that is not lossless; the report is written before.
 

@@ -23,8 +23,8 @@ class Evaluations(NamedTuple):
     evaluations: list[FlyteDirectory]
 
 
-@task(**on_gpus(MEASURING))
-@recoverable
+@task(**on_gpus())
+@recoverable(3 * MEASURING)
 def evaluate_aime(
     context: RunContext,
     recipe: FlyteFile,

@@ -1,4 +1,7 @@
-"""Tasks that Flyte runs when an execution fails: end its MLflow runs and write the failure."""
+"""Tasks that Flyte runs when an execution fails: end its MLflow runs and write the failure.
+
+Flyte 1 gives the failure node's own name as that of the node that failed, so the stage comes from the run's files.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ from tasks.resources import CHECKING, CLUSTER, on_cpus, runs_locally
 from tasks.start_run import execution_name
 
 
-@task(**on_cpus(CHECKING))
-@recoverable
+@task(**on_cpus())
+@recoverable(CHECKING)
 def fail_run(  # noqa: PLR0913  # Flyte asks for every input of the workflow, and for the error
     recipe: str,
     overrides: list[str],
     run_root: str,
-    resume_execution: str,
     reuse_stored: bool,
+    resume_execution: str | None = None,
     workload: Workload | None = None,
     num_steps: int | None = None,
     seed: int | None = None,
@@ -34,8 +37,8 @@ def fail_run(  # noqa: PLR0913  # Flyte asks for every input of the workflow, an
     _fail(resume_execution or execution_name(recipe), run_root, err)
 
 
-@task(**on_cpus(CHECKING))
-@recoverable
+@task(**on_cpus())
+@recoverable(CHECKING)
 def fail_certificate(  # noqa: PLR0913  # as in `fail_run`
     policy: FlyteDirectory,
     draft: FlyteDirectory,
@@ -61,6 +64,5 @@ def _fail(execution: str, run_root: str, error: FlyteError | None) -> None:
     stage.fail_run(
         shared_root(run_root, CLUSTER, is_local=runs_locally()),
         execution,
-        node=error.failed_node_id if error is not None else "",
         message=error.message if error is not None else "",
     )

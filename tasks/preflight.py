@@ -23,8 +23,8 @@ class Findings(NamedTuple):
     findings: FlyteFile
 
 
-@task(**on_cpus_with_token(CHECKING), enable_deck=True, deck_fields=())
-@recoverable
+@task(**on_cpus_with_token(), enable_deck=True, deck_fields=())
+@recoverable(CHECKING)
 def preflight(run_root: str, timeout_s: float) -> Findings:
     """Check the cluster in findings.json; the task's deck is a table of what, found, needed and fix."""
     root = shared_root(run_root, CLUSTER, is_local=runs_locally())
@@ -34,8 +34,8 @@ def preflight(run_root: str, timeout_s: float) -> Findings:
     return Findings(findings=FlyteFile(str(write_record(record, path))))
 
 
-@task(**on_cpus(CHECKING, retries=0))
-@recoverable
+@task(**on_cpus(retries=0))
+@recoverable(CHECKING)
 def require_ready(findings: FlyteFile) -> Findings:
     """Return the findings, or fail if something is missing; the table is written before."""
     stage.require_ready(read_record(stage.PreflightRecord, Path(os.fspath(findings))))

@@ -25,16 +25,16 @@ class Data(NamedTuple):
     data: FlyteDirectory
 
 
-@task(**on_cpus(PREPARING))
-@recoverable
+@task(**on_cpus())
+@recoverable(PREPARING)
 def prepare_data(context: RunContext, recipe: FlyteFile) -> Data:
     """Prepare train, draft and validation prompts, their manifest and, in `tokenizer/`, the recipe's tokenizer."""
     directory = stage.prepare_data(context, load_recipe(os.fspath(recipe)), trains_draft=context.speculates)
     return Data(data=handed_on(context, "prepare_data", directory, records=_RECORDS))
 
 
-@task(**on_cpus(PREPARING))
-@recoverable
+@task(**on_cpus())
+@recoverable(PREPARING)
 def prepare_data_for(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory) -> Data:
     """Prepare the prompt sets with the tokenizer of `policy`, which may differ from the recipe's model."""
     directory = stage.prepare_data(context, load_recipe(os.fspath(recipe)), policy=records_of(policy))

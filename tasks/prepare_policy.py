@@ -25,8 +25,8 @@ class Policy(NamedTuple):
     policy: FlyteDirectory
 
 
-@task(**on_cpus(PREPARING))
-@recoverable
+@task(**on_cpus())
+@recoverable(PREPARING)
 def prepare_policy(context: RunContext, recipe: FlyteFile, data: FlyteDirectory) -> Policy:
     """Prepare a model directory in Hugging Face format, with its tokenizer and policy.json."""
     directory = stage.prepare_policy(context, load_recipe(os.fspath(recipe)), data=records_of(data))

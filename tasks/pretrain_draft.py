@@ -23,8 +23,8 @@ class Draft(NamedTuple):
     draft: FlyteDirectory | None
 
 
-@task(**on_gpus(MEASURING))
-@recoverable
+@task(**on_gpus())
+@recoverable(MEASURING)
 def pretrain_draft(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory) -> Draft:
     """Pretrain the draft; writes draft.json and, if the method has weights, a draft for vLLM in `draft/`."""
     if not context.speculates:

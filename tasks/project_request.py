@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from flytekit import current_context, task
 from flytekit.types.file import FlyteFile
 
 from slipstream.simulator.projection import ProjectionRequest, write_request
-from slipstream.study.variants import kickoff_day
+from slipstream.study.variants import day_seed
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, on_cpus
 
@@ -21,8 +21,8 @@ class RequestedProjection(NamedTuple):
     projection: FlyteFile
 
 
-@task(**on_cpus(CHECKING))
-@recoverable
+@task(**on_cpus())
+@recoverable(CHECKING)
 def project_request(  # noqa: PLR0913  # one input a line of the launch form
     model: str,
     hardware: str,
@@ -31,8 +31,8 @@ def project_request(  # noqa: PLR0913  # one input a line of the launch form
     mean_acceptance_length: float,
     max_off_policy_steps: int,
     generation_fraction: float,
-    mean_response_tokens: float,
-    kickoff_time: datetime,
+    seed_of_the_day: bool,
+    mean_response_tokens: float | None = None,
 ) -> RequestedProjection:
     """Project speedups with bands in projection.json, on an ideal stack and calibrated on published measurements."""
     request = ProjectionRequest(
@@ -43,7 +43,8 @@ def project_request(  # noqa: PLR0913  # one input a line of the launch form
         acceptance_length=mean_acceptance_length,
         lag=max_off_policy_steps,
         generation_fraction=generation_fraction,
-        mean_tokens=mean_response_tokens,
+        mean_tokens=mean_response_tokens or 0.0,
     )
-    path = write_request(request, Path(current_context().working_directory), seed=kickoff_day(kickoff_time))
+    seed = day_seed(datetime.now(UTC)) if seed_of_the_day else 0
+    path = write_request(request, Path(current_context().working_directory), seed=seed)
     return RequestedProjection(projection=FlyteFile(str(path)))

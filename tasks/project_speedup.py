@@ -23,8 +23,8 @@ class Projection(NamedTuple):
     projection: FlyteDirectory
 
 
-@task(**on_cpus(CHECKING))
-@recoverable
+@task(**on_cpus())
+@recoverable(CHECKING)
 def project_speedup(
     context: RunContext, recipe: FlyteFile, tuning: FlyteDirectory | None, arms: list[list[FlyteDirectory]]
 ) -> Projection:

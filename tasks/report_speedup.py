@@ -23,8 +23,8 @@ class SpeedupReport(NamedTuple):
     report: FlyteDirectory
 
 
-@task(**on_cpus(CHECKING), enable_deck=True, deck_fields=())
-@recoverable
+@task(**on_cpus(), enable_deck=True, deck_fields=())
+@recoverable(CHECKING)
 def report_speedup(  # noqa: PLR0913  # one input a record
     context: RunContext,
     recipe: FlyteFile,

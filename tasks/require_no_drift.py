@@ -16,8 +16,8 @@ from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, on_cpus
 
 
-@task(**on_cpus(CHECKING, retries=0))
-@recoverable
+@task(**on_cpus(retries=0))
+@recoverable(CHECKING)
 def require_no_drift(recipe: FlyteFile, report: FlyteDirectory) -> Report:
     """Return the report, or fail if results drifted and tracking.drift.fail is set; the report is written before."""
     stage.require_no_drift(load_recipe(os.fspath(recipe)), records_of(report))

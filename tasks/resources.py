@@ -30,15 +30,21 @@ RETRIES = 2
 # would leave the execution without MLflow runs. The price: a task that finds its output in the store still waits for a
 # pod.
 
+# Deadlines of an attempt, from the start of its work: `recoverable` ends it. They are guesses.
 CHECKING = timedelta(minutes=30)  # a task that reads records and computes little
 PREPARING = timedelta(hours=12)  # a task that downloads and filters a model or a data set
 MEASURING = timedelta(hours=24)  # a task that generates or trains a draft
 TRAINING = timedelta(days=14)  # a task that trains arms of GRPO
 
+WAITING = timedelta(days=90)
+"""Flyte's time-out of every task. It counts the wait for nodes, and twice its value bounds all attempts together, so it
+exceeds every deadline times the attempts. Source: `FinalTransition` in flytepropeller's nodes/task/handler.go, and
+`ActiveDeadline` in its compiler/transformers/k8s/node.go, 1.16."""
 
-def on_cpus(timeout: timedelta, *, retries: int = RETRIES) -> dict[str, Any]:
+
+def on_cpus(*, retries: int = RETRIES) -> dict[str, Any]:
     """Return the arguments of `task` for a task without GPUs."""
-    shared = {"container_image": CPU_IMAGE, "timeout": timeout, "retries": retries}
+    shared = {"container_image": CPU_IMAGE, "timeout": WAITING, "retries": retries}
     if CLUSTER.is_local:
         return {**shared, "requests": Resources(cpu=str(CLUSTER.cpu.cpus), mem=f"{CLUSTER.cpu.memory_gib}Gi")}
     from tasks.pods import cpu_template
@@ -47,24 +53,24 @@ def on_cpus(timeout: timedelta, *, retries: int = RETRIES) -> dict[str, Any]:
     return {**shared, "pod_template": cpu_template(CLUSTER)}
 
 
-def on_cpus_with_token(timeout: timedelta) -> dict[str, Any]:
+def on_cpus_with_token() -> dict[str, Any]:
     """Return the arguments of `task` for a task that calls the Kubernetes API, under the preflight's account."""
     if CLUSTER.is_local:
-        return on_cpus(timeout)
+        return on_cpus()
     from tasks.pods import preflight_template
 
-    return {**on_cpus(timeout), "pod_template": preflight_template(CLUSTER)}
+    return {**on_cpus(), "pod_template": preflight_template(CLUSTER)}
 
 
-def on_gpus(timeout: timedelta) -> dict[str, Any]:
+def on_gpus() -> dict[str, Any]:
     """Return the arguments of `task` for a task with engines or learner, on all GPU nodes if the cluster has any."""
     if CLUSTER.gpu is None:
-        return on_cpus(timeout)
+        return on_cpus()
     from tasks.pods import ray_job, ray_template
 
     return {
         "container_image": GPU_IMAGE,
-        "timeout": timeout,
+        "timeout": WAITING,
         "retries": RETRIES,
         "pod_template": ray_template(CLUSTER),
         "task_config": ray_job(CLUSTER),

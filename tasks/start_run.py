@@ -25,8 +25,8 @@ class StartedRun(NamedTuple):
     recipe: FlyteFile
 
 
-@task(**on_cpus(CHECKING, retries=0))
-@recoverable
+@task(**on_cpus(retries=0))
+@recoverable(CHECKING)
 def start_run(  # noqa: PLR0913  # one input a line of the launch form
     recipe: str,
     workload: Workload | None,
@@ -35,7 +35,7 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch form
     overrides: list[str],
     max_off_policy_steps: int | None,
     run_root: str,
-    resume_execution: str,
+    resume_execution: str | None,
     reuse_stored: bool,
     loop: ArmLoop | None,
     arms: Arms = Arms.BOTH,

@@ -25,8 +25,8 @@ class Trained(NamedTuple):
     trained: list[FlyteDirectory]
 
 
-@task(**on_gpus(TRAINING))
-@recoverable
+@task(**on_gpus())
+@recoverable(TRAINING)
 def train_grpo(
     context: RunContext,
     recipe: FlyteFile,

@@ -23,8 +23,8 @@ class Tuning(NamedTuple):
     tuning: FlyteDirectory | None
 
 
-@task(**on_gpus(MEASURING))
-@recoverable
+@task(**on_gpus())
+@recoverable(MEASURING)
 def tune_draft_length(
     context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory, draft: FlyteDirectory | None
 ) -> Tuning:

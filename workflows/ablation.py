@@ -21,29 +21,33 @@ The kinds of parts run one after another, so the bound holds for all parts toget
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Any
 
-from flytekit import WorkflowFailurePolicy, map_task, workflow
+from flytekit import map_task
 
 from slipstream.drafts.config import DraftInit, DraftMethod
 from slipstream.types import Workload
 from tasks.ablation import Ranking, fail_ablation, make_part, make_policy, plan_ablation, rank_ablation
 from tasks.resources import CLUSTER
+from workflows.on_cluster import RECIPE, workflow
 
 # One part of a kind must succeed, or nothing is left to compare. A local run reads 0 as all parts.
 _ONE_OF_MANY = 0.001
 
 
-def _each(task: Any) -> Any:
-    return map_task(task, concurrency=CLUSTER.parallel_parts, min_success_ratio=_ONE_OF_MANY)
+def _each(task: Any, name: str, contexts: Any) -> Any:
+    """Wire an array of parts; flytekit gives the name of an override to the parts, so that of the array is set here."""
+    parts = map_task(task, concurrency=CLUSTER.parallel_parts, min_success_ratio=_ONE_OF_MANY)(context=contexts)
+    named = parts.with_overrides(name=name, node_name=name)
+    named.ref.node.metadata._name = name
+    return named
 
 
 def _ranked(planned: Any) -> Any:
     """Wire the parts, one kind after the other, and the ranking of the variants."""
-    policies = _each(make_policy)(context=planned.policies).with_overrides(name="policies", node_name="policies")
+    policies = _each(make_policy, "policies", planned.policies)
     drafts, baselines, variants = (
-        _each(make_part)(context=contexts).with_overrides(name=name, node_name=name)
+        _each(make_part, name, contexts)
         for name, contexts in (
             ("drafts", planned.drafts),
             ("baselines", planned.baselines),
@@ -56,9 +60,9 @@ def _ranked(planned: Any) -> Any:
     )
 
 
-@workflow(failure_policy=WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE, on_failure=fail_ablation)
+@workflow(on_failure=fail_ablation)
 def ablation(  # noqa: PLR0913  # one input a line of the launch form
-    recipe: str = "tiny",
+    recipe: str = RECIPE,
     draft_inits: list[DraftInit] = [],  # noqa: B006  # flytekit reads the default as a value
     methods: list[DraftMethod] = [],  # noqa: B006
     losses: list[str] = [],  # noqa: B006
@@ -67,14 +71,15 @@ def ablation(  # noqa: PLR0913  # one input a line of the launch form
     workloads: list[Workload] = [],  # noqa: B006
     num_steps: int | None = None,
     overrides: list[str] = [],  # noqa: B006
-    kickoff_time: datetime = datetime(1970, 1, 1, tzinfo=UTC),
+    seed_of_the_day: bool = False,
     run_root: str = CLUSTER.run_root,
     reuse_stored: bool = True,
 ) -> Ranking:
     """Train every combination of the lists beside the autoregressive arm of its workload and seed, and rank them.
 
     An empty list keeps the recipe's value. A failed variant is listed with its reason and does not stop the others.
-    The grid has at most 64 variants.
+    The grid has at most 64 variants. Each draft, baseline and variant is one task over all nodes of the profile, one
+    after another: an ablation costs about an arm for each of them.
 
     Args:
         recipe: name of a file in configs/ without its extension, or a path to a recipe.
@@ -82,12 +87,11 @@ def ablation(  # noqa: PLR0913  # one input a line of the launch form
         methods: speculation methods, named as in vLLM: eagle3.
         losses: pretraining losses of drafts: kl_div, tv, lk.
         draft_lengths: draft tokens an iteration (k); 0, or an empty list, tunes k by measured time for each draft.
-        seeds: integer seeds of drafts, prompts, sampling and training; empty takes a seed from kickoff_time in a
-            schedule, else the recipe's.
+        seeds: integer seeds of drafts, prompts, sampling and training; an empty list takes the recipe's, or the day's.
         workloads: kinds of policy at the start of RL: rl_zero is a base model, rl_think a model with reasoning traces.
         num_steps: GRPO steps of each arm; default: the recipe's.
         overrides: recipe fields of every variant as field=value, one an item; fields that a list varies are refused.
-        kickoff_time: start time of a schedule; without seeds, its days since 1970-01-01 UTC are the seed.
+        seed_of_the_day: without seeds, the days since 1970-01-01 UTC are the seed, as schedules have it.
         run_root: absolute directory on the shared volume of all pods.
         reuse_stored: reuse data, policies and drafts that earlier executions with equal settings kept in
             run_root/store.
@@ -105,7 +109,7 @@ def ablation(  # noqa: PLR0913  # one input a line of the launch form
         workloads=workloads,
         num_steps=num_steps,
         overrides=overrides,
-        kickoff_time=kickoff_time,
+        seed_of_the_day=seed_of_the_day,
         run_root=run_root,
         reuse_stored=reuse_stored,
     ).with_overrides(name="check every variant", node_name="plan-ablation")

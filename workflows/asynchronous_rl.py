@@ -1,23 +1,22 @@
 """Workflow `asynchronous_rl`: the whole chain, with both arms of GRPO in a synchronous and an asynchronous loop."""
 
 # Inside a workflow a task returns promises, which flytekit types as a union of all return types of a task.
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
 
 from __future__ import annotations
-
-from flytekit import WorkflowFailurePolicy, workflow
 
 from slipstream.types import ArmLoop, Arms, Workload
 from tasks.certify_losslessness import Report
 from tasks.fail_run import fail_run
 from tasks.resources import CLUSTER
 from tasks.start_run import start_run
-from workflows.chain import concluded, prepared, trained
+from workflows.chain import concluded, prepare, train
+from workflows.on_cluster import workflow
 
 
-@workflow(failure_policy=WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE, on_failure=fail_run)
+@workflow(on_failure=fail_run)
 def asynchronous_rl(  # noqa: PLR0913  # one input a line of the launch form
-    recipe: str = "tiny_async",
+    recipe: str = CLUSTER.recipe_8b if CLUSTER.gpu is not None else "tiny_async",
     workload: Workload | None = None,
     num_steps: int | None = None,
     seed: int | None = None,
@@ -25,10 +24,14 @@ def asynchronous_rl(  # noqa: PLR0913  # one input a line of the launch form
     max_off_policy_steps: int | None = None,
     arms: Arms = Arms.BOTH,
     run_root: str = CLUSTER.run_root,
-    resume_execution: str = "",
+    resume_execution: str | None = None,
     reuse_stored: bool = True,
 ) -> Report:
     """Train a recipe with and without speculation, synchronously and asynchronously, and compare all four arms.
+
+    It trains four arms from one policy: autoregressive and speculative, in the synchronous loop and in an asynchronous
+    one, whose rollouts lag behind the policy. All stages with GPUs follow one another and take all nodes of the
+    profile: a run costs about the sum of four arms.
 
     Args:
         recipe: name of a file in configs/ without its extension, or a path to a recipe. Its loop must be asynchronous,
@@ -45,7 +48,7 @@ def asynchronous_rl(  # noqa: PLR0913  # one input a line of the launch form
             alone makes no draft.
         run_root: absolute directory on the shared volume of all pods, for checkpoints and the tracking spool.
         resume_execution: name of an execution under run_root to resume; its finished stages are kept, and a changed
-            recipe is refused. Empty starts a new execution.
+            recipe is refused. Default: a new execution.
         reuse_stored: reuse data, policy and draft that earlier executions with equal recipe sections kept in
             run_root/store. Measurements are never reused.
 
@@ -66,5 +69,11 @@ def asynchronous_rl(  # noqa: PLR0913  # one input a line of the launch form
         reuse_stored=reuse_stored,
         loop=ArmLoop.ASYNCHRONOUS,
     ).with_overrides(name="check the recipe", node_name="start-run")
-    start = prepared(run)
-    return concluded(start, trained(start, arms, [ArmLoop.SYNCHRONOUS, ArmLoop.ASYNCHRONOUS]))
+    shared = {"context": run.context, "recipe": run.recipe}
+    start = prepare(**shared).with_overrides(name="prepare", node_name="prepare")
+    trained = (
+        train(**shared, arms=arms, policy=start.policy, data=start.data, draft=start.draft, tuning=start.tuning)
+        .with_overrides(name="train in both loops", node_name="train")
+        .trained
+    )
+    return concluded(run, start, trained, certified=trained[1])

@@ -5,20 +5,20 @@
 
 from __future__ import annotations
 
-from flytekit import WorkflowFailurePolicy, workflow
-
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.types import ArmLoop, Workload
 from tasks.bake_off import BakeOff, check_drafters, fail_bake_off
 from tasks.bake_off import bake_off as compare
+from tasks.prepare_data import prepare_data
+from tasks.prepare_policy import prepare_policy
 from tasks.resources import CLUSTER
 from tasks.start_run import start_run
-from workflows.chain import data_and_policy
+from workflows.on_cluster import RECIPE, workflow
 
 
-@workflow(failure_policy=WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE, on_failure=fail_bake_off)
+@workflow(on_failure=fail_bake_off)
 def bake_off(  # noqa: PLR0913  # one input a line of the launch form
-    recipe: str = "tiny",
+    recipe: str = RECIPE,
     methods: list[DraftMethod] = [DraftMethod.EAGLE3, DraftMethod.NGRAM],  # noqa: B006  # flytekit reads the default as a value
     inits: list[DraftInit] = [DraftInit.IN_DOMAIN, DraftInit.GENERAL],  # noqa: B006
     online: list[DraftOnline] = [DraftOnline.OFF, DraftOnline.ALWAYS],  # noqa: B006
@@ -32,7 +32,8 @@ def bake_off(  # noqa: PLR0913  # one input a line of the launch form
 ) -> BakeOff:
     """Train with every drafter from one policy, in turn with an autoregressive arm, and rank all by time.
 
-    A failed drafter is listed with its reason and does not stop the others.
+    One task, over all nodes of the profile, trains the same policy with each drafter, step by step in turn. A failed
+    drafter is listed with its reason and does not stop the others.
 
     Args:
         recipe: name of a file in configs/ without its extension, or a path to a recipe.
@@ -59,7 +60,7 @@ def bake_off(  # noqa: PLR0913  # one input a line of the launch form
         overrides=overrides,
         max_off_policy_steps=None,
         run_root=run_root,
-        resume_execution="",
+        resume_execution=None,
         reuse_stored=reuse_stored,
         loop=ArmLoop.SYNCHRONOUS,
     ).with_overrides(name="check the recipe", node_name="start-run")
@@ -71,8 +72,11 @@ def bake_off(  # noqa: PLR0913  # one input a line of the launch form
     }
     shared = {"context": run.context, "recipe": run.recipe}
     checked = check_drafters(**shared, **field).with_overrides(name="check every drafter", node_name="check-drafters")
-    data, policy = data_and_policy(shared)
-    checked >> data  # pyright: ignore[reportUnusedExpression]
+    data = prepare_data(**shared).with_overrides(name="prepare data", node_name="prepare-data").data
+    policy = (
+        prepare_policy(**shared, data=data).with_overrides(name="prepare policy", node_name="prepare-policy").policy
+    )
+    checked.drafters >> data  # pyright: ignore[reportUnusedExpression]
     return compare(**shared, **field, policy=policy, data=data).with_overrides(
         name="compare drafters", node_name="bake-off"
     )

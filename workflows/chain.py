@@ -1,6 +1,7 @@
-"""Wiring that the workflows share: the stages before the arms, the arms, and the stages after the arms.
+"""Workflows that other workflows nest: the stages before the arms, the arms of both loops, the stages after the arms.
 
-These functions are called inside a workflow and add its nodes in the order of the calls.
+A node of a nested workflow is shown in the console's graph as one box, which opens. Propeller names its pods by
+`<parent>-0-<child>`, and replaces a name of more than 20 characters by a hash: hence the short names.
 """
 
 # Inside a workflow a task returns promises, which flytekit types as a union of all return types of a task.
@@ -8,13 +9,14 @@ These functions are called inside a workflow and add its nodes in the order of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-from slipstream.types import ArmLoop
-from tasks.certify_losslessness import certify_losslessness, require_lossless
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from slipstream.stages.context import RunContext
+from slipstream.types import ArmLoop, Arms
+from tasks.certify_losslessness import Report, certify_losslessness, require_lossless
 from tasks.evaluate_aime import evaluate_aime
 from tasks.prepare_data import prepare_data
 from tasks.prepare_policy import prepare_policy
@@ -24,113 +26,170 @@ from tasks.report_speedup import report_speedup
 from tasks.require_no_drift import require_no_drift
 from tasks.train_grpo import train_grpo
 from tasks.tune_draft_length import tune_draft_length
+from workflows.on_cluster import workflow
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """Promises of every arm's inputs."""
+class Prepared(NamedTuple):
+    """Inputs of every arm; without a speculative arm there are no draft and no draft length."""
 
-    shared: Mapping[str, Any]  # run and recipe, inputs of every task
-    data: Any
-    policy: Any
-    draft: Any
-    tuning: Any
+    data: FlyteDirectory
+    policy: FlyteDirectory
+    draft: FlyteDirectory | None
+    tuning: FlyteDirectory | None
 
 
-def data_and_policy(shared: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Wire data and policy of a run; `shared` holds the inputs of every task."""
-    data = prepare_data(**shared).with_overrides(name="prepare data", node_name="prepare-data").data
-    policy = (
-        prepare_policy(**shared, data=data).with_overrides(name="prepare policy", node_name="prepare-policy").policy
-    )
-    return data, policy
+class Loops(NamedTuple):
+    """Directories of the arms of each loop, the synchronous one first."""
+
+    trained: list[list[FlyteDirectory]]
 
 
-def prepared(run: Any) -> Prepared:
-    """Wire data, policy, draft and draft length of the run that `start_run` opened."""
-    shared = {"context": run.context, "recipe": run.recipe}
-    data, policy = data_and_policy(shared)
+@workflow()
+def prepare(context: RunContext, recipe: FlyteFile) -> Prepared:
+    """Make data, policy, draft and draft length of a run.
+
+    A part of speculative_rl and asynchronous_rl, which is not launched alone. Data, policy and draft come from the
+    store under the run root where an earlier execution made the same.
+
+    Args:
+        context: execution, run root and store, from start-run.
+        recipe: the resolved recipe, from start-run.
+
+    Returns:
+        data: prompts and tokenizer.
+        policy: policy before RL.
+        draft: draft, pretrained.
+        tuning: tuning.json with the chosen draft length.
+    """
+    shared = {"context": context, "recipe": recipe}
+    data = prepare_data(**shared).with_overrides(name="prepare data", node_name="data").data
+    policy = prepare_policy(**shared, data=data).with_overrides(name="prepare policy", node_name="policy").policy
     draft = (
         pretrain_draft(**shared, policy=policy, data=data)
-        .with_overrides(name="pretrain draft", node_name="pretrain-draft")
+        .with_overrides(name="pretrain draft", node_name="draft")
         .draft
     )
     tuning = (
         tune_draft_length(**shared, policy=policy, data=data, draft=draft)
-        .with_overrides(name="tune draft length", node_name="tune-draft-length")
+        .with_overrides(name="tune draft length", node_name="length")
         .tuning
     )
-    return Prepared(shared=shared, data=data, policy=policy, draft=draft, tuning=tuning)
+    return Prepared(data=data, policy=policy, draft=draft, tuning=tuning)
 
 
-def trained(start: Prepared, arms: Any, loops: Iterable[ArmLoop]) -> list[Any]:
-    """Wire the training in each of the loops; returns the promise of each loop's arms."""
-    found: list[Any] = []
-    for loop in loops:
-        name = "train" if loop is ArmLoop.SYNCHRONOUS else f"train-{loop.value}"
-        found.append(
-            train_grpo(
-                **start.shared,
-                policy=start.policy,
-                data=start.data,
-                draft=start.draft,
-                tuning=start.tuning,
-                arms=arms,
-                loop=loop,
-            )
-            .with_overrides(name=name.replace("-", ", "), node_name=name)
-            .trained
-        )
-    return found
+@workflow()
+def train(  # one input an output of `prepare`
+    context: RunContext,
+    recipe: FlyteFile,
+    arms: Arms,
+    policy: FlyteDirectory,
+    data: FlyteDirectory,
+    draft: FlyteDirectory | None,
+    tuning: FlyteDirectory | None,
+) -> Loops:
+    """Train the arms in the synchronous loop, then in the asynchronous one.
+
+    A part of asynchronous_rl, which is not launched alone.
+
+    Args:
+        context: execution, run root and store, from start-run.
+        recipe: the resolved recipe, from start-run.
+        arms: speculative, autoregressive or both.
+        policy: policy before RL, from prepare.
+        data: prompts and tokenizer, from prepare.
+        draft: draft, from prepare.
+        tuning: draft length, from prepare.
+
+    Returns:
+        trained: directories of the arms of each loop, the synchronous one first.
+    """
+    shared = {"context": context, "recipe": recipe, "policy": policy, "data": data, "draft": draft, "tuning": tuning}
+    first, second = (
+        train_grpo(**shared, arms=arms, loop=loop)
+        .with_overrides(name=f"train, {loop.value}", node_name=loop.value)
+        .trained
+        for loop in (ArmLoop.SYNCHRONOUS, ArmLoop.ASYNCHRONOUS)
+    )
+    first >> second  # pyright: ignore[reportUnusedExpression]  # both want all nodes
+    return Loops(trained=[first, second])
 
 
-def concluded(start: Prepared, arms: list[Any]) -> Any:
-    """Wire evaluations of the policy before RL and of every arm, the certificate of the last loop, and the report."""
-    evaluations = (
-        evaluate_aime(**start.shared, data=start.data, policy=start.policy, arms=arms)
-        .with_overrides(name="evaluate", node_name="evaluate")
-        .evaluations
+@workflow()
+def measure(  # one input an output of the other parts
+    context: RunContext,
+    recipe: FlyteFile,
+    data: FlyteDirectory,
+    policy: FlyteDirectory,
+    draft: FlyteDirectory | None,
+    tuning: FlyteDirectory | None,
+    arms: list[list[FlyteDirectory]],
+    certified: list[FlyteDirectory],
+) -> Report:
+    """Evaluate every arm, certify the speculative one if there is one, and write the report.
+
+    A part of speculative_rl and asynchronous_rl, which is not launched alone. It fails after the report if speculation
+    was not lossless, or if results drifted and tracking.drift.fail is set.
+
+    Args:
+        context: execution, run root and store, from start-run.
+        recipe: the resolved recipe, from start-run.
+        data: prompts and tokenizer, from prepare.
+        policy: policy before RL, from prepare.
+        draft: draft, from prepare.
+        tuning: draft length, from prepare.
+        arms: directories of the arms of each loop, from train.
+        certified: directories of the arms of the loop whose speculative arm is certified.
+
+    Returns:
+        report: report.html, report.json, run.json and drift.json.
+    """
+    shared: dict[str, Any] = {"context": context, "recipe": recipe}
+    evaluated = evaluate_aime(**shared, data=data, policy=policy, arms=arms).with_overrides(
+        name="evaluate start and arms", node_name="evaluate"
     )
     certificate = (
-        certify_losslessness(
-            **start.shared,
-            policy=start.policy,
-            trained=arms[-1],
-            data=start.data,
-            draft=start.draft,
-            tuning=start.tuning,
-        )
-        .with_overrides(name="certify losslessness", node_name="certify-losslessness")
+        certify_losslessness(**shared, policy=policy, trained=certified, data=data, draft=draft, tuning=tuning)
+        .with_overrides(name="certify losslessness", node_name="certify")
         .certificate
     )
-    # All of these tasks need the same machine or nodes: each runs alone, after the arms.
-    for before, after in pairwise([*arms, evaluations, certificate]):
-        before >> after  # pyright: ignore[reportUnusedExpression]
+    evaluated.evaluations >> certificate  # pyright: ignore[reportUnusedExpression]  # both want all nodes
     projection = (
-        project_speedup(**start.shared, tuning=start.tuning, arms=arms)
-        .with_overrides(name="project speedup", node_name="project-speedup")
+        project_speedup(**shared, tuning=tuning, arms=arms)
+        .with_overrides(name="project speedup", node_name="project")
         .projection
     )
     report = (
         report_speedup(
-            **start.shared,
-            policy=start.policy,
-            data=start.data,
-            draft=start.draft,
-            tuning=start.tuning,
+            **shared,
+            policy=policy,
+            data=data,
+            draft=draft,
+            tuning=tuning,
             arms=arms,
-            evaluations=evaluations,
+            evaluations=evaluated.evaluations,
             certificate=certificate,
             projection=projection,
         )
-        .with_overrides(name="report speedup", node_name="report-speedup")
+        .with_overrides(name="report speedup", node_name="report")
         .report
     )
     lossless = (
         require_lossless(certificate=certificate, report=report)
-        .with_overrides(name="require lossless", node_name="require-lossless")
+        .with_overrides(name="require lossless", node_name="lossless")
         .report
     )
-    return require_no_drift(recipe=start.shared["recipe"], report=lossless).with_overrides(
-        name="require no drift", node_name="require-no-drift"
-    )
+    return require_no_drift(recipe=recipe, report=lossless).with_overrides(name="require no drift", node_name="drift")
+
+
+def concluded(run: Any, start: Any, arms: Any, *, certified: Any) -> Any:
+    """Wire `measure` behind the arms of each loop."""
+    return measure(
+        context=run.context,
+        recipe=run.recipe,
+        data=start.data,
+        policy=start.policy,
+        draft=start.draft,
+        tuning=start.tuning,
+        arms=arms,
+        certified=certified,
+    ).with_overrides(name="measure", node_name="measure")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from flytekit import WorkflowFailurePolicy, workflow
 from flytekit.types.directory import FlyteDirectory
 
 from slipstream.types import Workload
@@ -14,13 +13,14 @@ from tasks.fail_run import fail_certificate
 from tasks.prepare_data import prepare_data_for
 from tasks.resources import CLUSTER
 from tasks.start_run import start_run
+from workflows.on_cluster import RECIPE, workflow
 
 
-@workflow(failure_policy=WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE, on_failure=fail_certificate)
+@workflow(on_failure=fail_certificate)
 def certify(
     policy: FlyteDirectory,
     draft: FlyteDirectory,
-    recipe: str = "tiny",
+    recipe: str = RECIPE,
     workload: Workload | None = None,
     num_speculative_tokens: int = 3,
     seed: int | None = None,
@@ -28,6 +28,9 @@ def certify(
     run_root: str = CLUSTER.run_root,
 ) -> Report:
     """Certify that speculation with `draft` samples the distribution of `policy`, and fail if it does not.
+
+    No policy is trained: one task, over all nodes of the profile, compares samples of the engine with and without the
+    draft.
 
     Args:
         policy: model directory in Hugging Face format, with its tokenizer.
@@ -52,7 +55,7 @@ def certify(
         overrides=overrides,
         max_off_policy_steps=None,
         run_root=run_root,
-        resume_execution="",
+        resume_execution=None,
         reuse_stored=True,
         loop=None,
     ).with_overrides(name="check the recipe", node_name="start-run")

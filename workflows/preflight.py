@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
-from flytekit import workflow
-
+from slipstream.kubernetes.pods import PREFLIGHT_ACCOUNT
 from tasks.preflight import Findings, require_ready
 from tasks.preflight import preflight as ask
 from tasks.resources import CLUSTER
+from workflows.on_cluster import workflow
 
 
-@workflow
+@workflow(account=PREFLIGHT_ACCOUNT)
 def preflight(run_root: str = CLUSTER.run_root, timeout_s: float = 10.0) -> Findings:
     """Check everything that runs of this cluster's profile need, and fail with a table if something is missing.
+
+    One small pod asks the Kubernetes API and MLflow, and writes to the shared volume. Launch it first on a new cluster.
 
     Args:
         run_root: absolute directory on the shared volume of all pods; a pod tests that it can write there.

@@ -5,14 +5,11 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
-from flytekit import workflow
-
 from tasks.project_request import RequestedProjection, project_request
+from workflows.on_cluster import workflow
 
 
-@workflow
+@workflow()
 def projection(  # noqa: PLR0913  # one input a line of the launch form
     model: str = "qwen3-235b-a22b",
     hardware: str = "gb200",
@@ -21,10 +18,12 @@ def projection(  # noqa: PLR0913  # one input a line of the launch form
     mean_acceptance_length: float = 4.0,
     max_off_policy_steps: int = 2,
     generation_fraction: float = 0.75,
-    mean_response_tokens: float = 0.0,
-    kickoff_time: datetime = datetime(1970, 1, 1, tzinfo=UTC),
+    mean_response_tokens: float | None = None,
+    seed_of_the_day: bool = False,
 ) -> RequestedProjection:
     """Project bands of the speedup of speculation, from a calibration on published measurements.
+
+    One small pod computes for seconds; nothing is trained, and the cluster that is projected need not exist here.
 
     Args:
         model: name of a section of configs/sim/models.yaml, such as qwen3-235b-a22b.
@@ -34,8 +33,8 @@ def projection(  # noqa: PLR0913  # one input a line of the launch form
         mean_acceptance_length: mean tokens an iteration, bonus token included; at most k + 1.
         max_off_policy_steps: policy lag in steps; 0 is synchronous and colocated.
         generation_fraction: fraction of the GPUs that generate, 0 to 1; used with a lag.
-        mean_response_tokens: mean length of a response in tokens; 0 keeps the layout's.
-        kickoff_time: start time of a schedule; its days since 1970-01-01 UTC seed the samples of the bands.
+        mean_response_tokens: mean length of a response in tokens; default: the layout's.
+        seed_of_the_day: seed the samples of the bands by the day, as schedules do; else the seed is 0.
 
     Returns:
         projection: projection.json.
@@ -49,5 +48,5 @@ def projection(  # noqa: PLR0913  # one input a line of the launch form
         max_off_policy_steps=max_off_policy_steps,
         generation_fraction=generation_fraction,
         mean_response_tokens=mean_response_tokens,
-        kickoff_time=kickoff_time,
+        seed_of_the_day=seed_of_the_day,
     ).with_overrides(name="project", node_name="project")

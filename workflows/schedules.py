@@ -1,8 +1,8 @@
 """Recurring launch plans; docs/operate.md describes schedule, inputs and activation of each.
 
-The time of the kickoff is an input, from which a launch plan takes its seed. Flyte skips a kickoff while the last
-execution runs. A launch plan is activated at registration if the cluster profile sets `schedules.activate`, else by
-`flytectl update launchplan`. The profile names the recipients of notifications, too.
+The day of the kickoff is the seed of a plan. Flyte skips a kickoff while the last execution runs. A launch plan is
+activated at registration if the cluster profile sets `schedules.activate`, else by `flytectl update launchplan`. The
+profile names the recipients of notifications, too.
 """
 
 # flytekit types a decorated workflow as a plain function.
@@ -20,13 +20,13 @@ from flytekit.models.core.execution import WorkflowExecutionPhase
 from slipstream.drafts.config import FRESH_INITS, DraftMethod
 from tasks.resources import CLUSTER
 from workflows.ablation import ablation
-from workflows.on_cluster import on_cluster
+from workflows.on_cluster import RECIPE, on_cluster
 from workflows.projection import projection
 
 _FAILED = [WorkflowExecutionPhase.FAILED, WorkflowExecutionPhase.TIMED_OUT, WorkflowExecutionPhase.ABORTED]
 _ENDED = [*_FAILED, WorkflowExecutionPhase.SUCCEEDED]
-_KICKOFF = "kickoff_time"
 # Enough steps for the interval of a speedup; a comparison of rewards needs a run of the whole chain.
+_BY_DAY = {"seed_of_the_day": True}
 _STEPS = {"nightly": 12, "weekly": 24}
 
 
@@ -38,7 +38,7 @@ def _recurring(cron: str) -> dict[str, Any]:
     if CLUSTER.schedules.email:
         told.append(Email(phases=_FAILED, recipients_email=list(CLUSTER.schedules.email)))
     return {
-        "schedule": CronSchedule(schedule=cron, kickoff_time_input_arg=_KICKOFF),  # in UTC
+        "schedule": CronSchedule(schedule=cron),  # in UTC
         "concurrency": ConcurrencyPolicy(max_concurrency=1),  # Flyte's only behaviour here is to skip a kickoff
         "notifications": told,
         "auto_activate": CLUSTER.schedules.activate,
@@ -46,24 +46,25 @@ def _recurring(cron: str) -> dict[str, Any]:
     }
 
 
-_RECIPE = CLUSTER.recipe_8b if CLUSTER.gpu is not None else "tiny"
-
 nightly_draft_length = LaunchPlan.get_or_create(
     workflow=ablation,
     name="nightly-draft-length",
-    fixed_inputs={"recipe": _RECIPE, "draft_lengths": [1, 3, 5, 7], "num_steps": _STEPS["nightly"]},
+    fixed_inputs={"recipe": RECIPE, "draft_lengths": [1, 3, 5, 7], "num_steps": _STEPS["nightly"], **_BY_DAY},
     **_recurring("0 1 * * *"),
 )
 weekly_draft_initialisation = LaunchPlan.get_or_create(
     workflow=ablation,
     name="weekly-draft-initialisation",
     fixed_inputs={
-        "recipe": _RECIPE,
+        "recipe": RECIPE,
         "draft_inits": list(FRESH_INITS),
         "methods": [DraftMethod.EAGLE3],
         "draft_lengths": [0],
         "num_steps": _STEPS["weekly"],
+        **_BY_DAY,
     },
     **_recurring("0 5 * * 6"),
 )
-monthly_projection = LaunchPlan.get_or_create(workflow=projection, name="monthly-projection", **_recurring("0 6 1 * *"))
+monthly_projection = LaunchPlan.get_or_create(
+    workflow=projection, name="monthly-projection", fixed_inputs=dict(_BY_DAY), **_recurring("0 6 1 * *")
+)

@@ -121,6 +121,16 @@ def api_of(configuration: k8s.Configuration, *, timeout_s: float) -> Api:
     return Api(client=k8s.ApiClient(configuration), timeout_s=timeout_s)
 
 
+def delete_pod(api: Api, namespace: str, execution: str, node: str) -> bool:
+    """Delete the pods of an execution's node, which Flyte labels with both names; return False if there is none."""
+    core, selector = k8s.CoreV1Api(api.client), f"execution-id={execution},node-id={node}"
+    found = api.ask(core.list_namespaced_pod, namespace, label_selector=selector)
+    running = [] if isinstance(found, Refusal) else [pod for pod in found.items if pod.status.phase == "Running"]
+    for pod in running:
+        api.ask(core.delete_namespaced_pod, pod.metadata.name, namespace, grace_period_seconds=0)
+    return bool(running)
+
+
 def _reason(error: k8s.ApiException) -> str:
     """Format status and message of the server; the message names the user and the verb."""
     try:

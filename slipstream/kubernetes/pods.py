@@ -30,9 +30,11 @@ RAY_HEAD, RAY_WORKER = "ray-head", "ray-worker"
 
 RAY_TOKEN_KEY = "auth_token"  # KubeRay's key in the secret
 USER = 1000  # user flytekit in both images
-_SUBMITTER = PodSize(cpus=1, memory_gib=4, ephemeral_storage_gib=4)
-_RUNS, _SHM, _CHANNEL = "runs", "shm", "compute-domain-channel"
+SUBMITTER = PodSize(cpus=1, memory_gib=4, ephemeral_storage_gib=4)
+_RUNS, _SHM, _CHANNEL, _PROFILE = "runs", "shm", "compute-domain-channel", "profile"
+_CLUSTERS = "/root/configs/clusters"  # of both images
 _GPU = "nvidia.com/gpu"
+PRODUCT = "nvidia.com/gpu.product"  # label of nodes with GPUs, by the GPU operator's feature discovery
 
 
 PREFLIGHT_ACCOUNT = "slipstream-preflight"  # made by deploy/preflight, with the rights that a preflight needs
@@ -52,6 +54,11 @@ def cpu_pod(profile: ClusterProfile) -> k8s.V1PodSpec:
     container = pod.containers[0]
     container.env_from = _secrets(profile)
     _share_memory(pod, container, profile.cpu)
+    if profile.gpu is not None and not profile.gpu.takes_cpu_pods:  # a node without room for a worker stops every job
+        without = k8s.V1NodeSelectorRequirement(key=PRODUCT, operator="DoesNotExist")
+        terms = k8s.V1NodeSelector(node_selector_terms=[k8s.V1NodeSelectorTerm(match_expressions=[without])])
+        away = k8s.V1NodeAffinity(required_during_scheduling_ignored_during_execution=terms)
+        pod.affinity = k8s.V1Affinity(node_affinity=away)
     return pod
 
 
@@ -62,7 +69,7 @@ def ray_base(profile: ClusterProfile) -> k8s.V1PodSpec:
         k8s.V1EnvVar(name="RAY_AUTH_MODE", value="token"),
         k8s.V1EnvVar(name="RAY_AUTH_TOKEN", value_from=k8s.V1EnvVarSource(secret_key_ref=secret)),
     ]
-    pod = _base(profile, _SUBMITTER, token)
+    pod = _base(profile, SUBMITTER, token)
     pod.node_selector = {**(pod.node_selector or {}), "kubernetes.io/arch": _gpu(profile).architecture.value}
     return pod
 
@@ -92,7 +99,7 @@ def worker_overlay(profile: ClusterProfile) -> k8s.V1PodSpec:
     )
     pod = k8s.V1PodSpec(
         containers=[container],
-        node_selector={"nvidia.com/gpu.product": gpu.product},
+        node_selector={PRODUCT: gpu.product},
         affinity=_same_clique(gpu.clique_label) if gpu.clique_label else None,
     )
     _share_memory(pod, container, gpu.pod)
@@ -151,9 +158,16 @@ def _base(profile: ClusterProfile, size: PodSize, env: Sequence[k8s.V1EnvVar] = 
         ),
     )
     claim = k8s.V1PersistentVolumeClaimVolumeSource(claim_name=storage.claim)
+    volumes = [k8s.V1Volume(name=_RUNS, persistent_volume_claim=claim)]
+    if profile.config_map is not None:
+        file = f"{profile.name}.yaml"
+        mount = k8s.V1VolumeMount(name=_PROFILE, mount_path=f"{_CLUSTERS}/{file}", sub_path=file, read_only=True)
+        container.volume_mounts = [*(container.volume_mounts or []), mount]
+        source = k8s.V1ConfigMapVolumeSource(name=profile.config_map)
+        volumes.append(k8s.V1Volume(name=_PROFILE, config_map=source))
     return k8s.V1PodSpec(
         containers=[container],
-        volumes=[k8s.V1Volume(name=_RUNS, persistent_volume_claim=claim)],
+        volumes=volumes,
         node_selector=dict(profile.labels) or None,
         tolerations=tolerations or None,
         security_context=k8s.V1PodSecurityContext(

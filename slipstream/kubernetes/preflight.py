@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from textwrap import fill, shorten
 from typing import Any
 
 from kubernetes import client as k8s
@@ -23,21 +24,24 @@ from kubernetes.utils.quantity import parse_quantity
 from slipstream.config import ConfigError, require
 from slipstream.kubernetes import pods
 from slipstream.kubernetes.kubernetes_api import Api, Finding, Refusal, State, connect
-from slipstream.kubernetes.profile import ClusterProfile, GpuNodes, Scheduler
-from slipstream.workers.placement.plan import table
+from slipstream.kubernetes.profile import ClusterProfile, GpuNodes, PodSize, Scheduler
 
 _GPU = "nvidia.com/gpu"
 _RAY = ("rayjobs.ray.io", "v1", "KubeRay")  # custom resource, version, provider
 _DOMAIN = ("computedomains.resource.nvidia.com", "v1beta1", "NVIDIA's DRA driver")
 _QUEUES = {
-    Scheduler.KUEUE: ("localqueues.kueue.x-k8s.io", "v1beta1", "Kueue"),
+    Scheduler.KUEUE: ("localqueues.kueue.x-k8s.io", "v1beta2", "Kueue >= 0.14"),
     Scheduler.VOLCANO: ("queues.scheduling.volcano.sh", "v1beta1", "Volcano"),
 }
+_CHANNEL_CLASS = "compute-domain-default-channel.nvidia.com"  # device class of the DRA driver's channels
+_KUEUE_CONFIG = ("kueue-manager-config", "kueue-system")
+_ARCHITECTURE = "kubernetes.io/arch"
 _UNKNOWN_IMAGE = "slipstream:preflight"  # admission checks the name; a dry run pulls no image
 _BLOCKING = ("NoSchedule", "NoExecute")
 _SHARED = "ReadWriteMany"
 _DRA = "resource.k8s.io"
 _EVERY_S = 1.0
+_COLUMNS = 100
 _ROOT = "shared root"
 
 
@@ -74,16 +78,28 @@ class PreflightRecord:
 
     @property
     def table(self) -> str:
-        """The findings as a text table, missing ones first."""
+        """The findings as text of at most 100 columns: missing ones first and in full, the others a line each."""
         order = [State.MISSING, State.UNCHECKED, State.FINE]
         rows = sorted(self.findings, key=lambda finding: order.index(finding.state))
-        head = ["", "what", "found", "needed", "fix"]
-        return table([head, *[[row.state.value, row.what, row.found, row.needed, row.fix] for row in rows]])
+        lines = []
+        for row in rows:
+            heading = f"{row.state.value}: {row.what}"
+            parts = [("found", row.found), ("needed", row.needed), ("fix", row.fix)]
+            is_short = row.state is State.FINE
+            whole = f"{heading}: {row.found}"
+            lines += [shorten(whole, _COLUMNS, placeholder=" …")] if is_short else [shorten(heading, _COLUMNS)]
+            lines += [] if is_short else [_wrapped(name, text) for name, text in parts if text]
+        return "\n".join(lines)
 
     @property
     def num_missing(self) -> int:
         """Number of findings that prevent a run."""
         return sum(finding.state is State.MISSING for finding in self.findings)
+
+
+def _wrapped(name: str, text: str) -> str:
+    indent = "  " + " " * len("needed: ")
+    return fill(text, _COLUMNS, initial_indent=f"  {name}: ".ljust(len(indent)), subsequent_indent=indent)
 
 
 def check(
@@ -107,13 +123,18 @@ def check(
     require(namespace != "", "namespace", "must name a namespace", namespace)
     assert profile.storage is not None
     findings = [row.finding() for row in _installed(api, profile, namespace)]
-    findings += _check_claim(api, namespace, profile.storage.claim)
+    claim = _check_claim(api, namespace, profile.storage.claim)
+    findings += claim
     findings += [row.finding() for row in _named(api, profile, namespace)]
     findings += [row.finding() for row in _dry_runs(api, pod_manifests(profile, image), namespace)]
     if profile.tracking is not None:
         findings.append(_check_mlflow(profile.tracking.uri, timeout_s=api.timeout_s))
     if own_root is not None:
         root = _check_own_root(own_root, profile.storage.group)
+    elif image is not None and any(row.state is State.MISSING for row in claim):
+        fix = f"see {claim[0].what} above, without which no pod starts"
+        needed = _writable(profile.storage.mount_path)
+        root = Finding(what=_ROOT, found="no pod was started", needed=needed, state=State.UNCHECKED, fix=fix)
     elif image is not None:
         root = _probe(api, profile, namespace=namespace, image=image, timeout_s=probe_timeout_s).finding()
     else:
@@ -133,18 +154,7 @@ def _installed(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[_R
     gpu = profile.gpu
     if gpu is None:
         return
-    architecture = {"kubernetes.io/arch": gpu.architecture.value, "nvidia.com/gpu.product": gpu.product}
-    selector = ",".join(f"{name}={value}" for name, value in sorted({**profile.labels, **architecture}.items()))
-    counts = {name: str(count) for name, count in {_GPU: gpu.gpus_per_node, **gpu.rdma_resources}.items()}
-    allocatable = {**pods.amounts(gpu.pod), **counts}
-    amounts = ", ".join(f"{name} {amount}" for name, amount in allocatable.items())
-    yield _Row(
-        what="GPU nodes",
-        needed=f"{gpu.nodes} {_where(gpu)}, each {amounts}",
-        ask=partial(api.ask, k8s.CoreV1Api(api.client).list_node, label_selector=selector),
-        judge=partial(_judge_nodes, profile, gpu, allocatable, selector),
-        right="list nodes",
-    )
+    yield from _nodes(api, profile, gpu)
     domain = [_DOMAIN] if gpu.channel_claim_template else []
     for name, version, provider in (_RAY, *domain, *([_QUEUES[profile.queue.scheduler]] if profile.queue else [])):
         yield _Row(
@@ -155,6 +165,7 @@ def _installed(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[_R
             right="get customresourcedefinitions",
             absent=f"install {provider}",
         )
+    yield from _queues(api, profile, namespace)
     if gpu.channel_claim_template is not None:
         yield _Row(
             what=f"claim template {gpu.channel_claim_template}",
@@ -164,6 +175,87 @@ def _installed(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[_R
             right="read the API's groups and get resourceclaimtemplates",
             absent="create the ComputeDomain of deploy/, which makes it",
         )
+
+
+def _nodes(api: Api, profile: ClusterProfile, gpu: GpuNodes) -> Iterator[_Row]:
+    """Rows for nodes of workers, of Ray's head and of other pods, from one list."""
+    head = profile.head
+    assert head is not None
+    counts = {name: str(count) for name, count in {_GPU: gpu.gpus_per_node, **gpu.rdma_resources}.items()}
+    worker = {**pods.amounts(gpu.pod), **counts}
+    options = {"label_selector": _selector(profile.labels)} if profile.labels else {}
+    answer = api.ask(k8s.CoreV1Api(api.client).list_node, **options)
+    row = partial(_Row, ask=lambda: answer, right="list nodes")
+    yield row(
+        what="GPU nodes",
+        needed=f"{gpu.nodes} {_where(gpu)}, each {', '.join(f'{name} {amount}' for name, amount in worker.items())}",
+        judge=partial(_judge_nodes, profile, gpu, worker),
+    )
+    if isinstance(answer, Refusal):
+        return
+    yield row(
+        what="nodes for Ray's head and submitter",
+        needed=f"{_amounts(head)} and {_amounts(pods.SUBMITTER)}, beside a worker",
+        judge=partial(_judge_head, profile, gpu, worker),
+    )
+    if not gpu.takes_cpu_pods:
+        yield row(
+            what="nodes for pods without GPUs", needed=_amounts(profile.cpu), judge=partial(_judge_others, profile)
+        )
+
+
+def _labelled(answer: Any, labels: Mapping[str, str]) -> list[Any]:
+    return [node for node in answer.items if labels.items() <= (node.metadata.labels or {}).items()]
+
+
+def _queues(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[_Row]:
+    """Rows for the queue, and for Kueue's mapping of the workers' claims, without which it admits no job."""
+    if profile.queue is None or profile.gpu is None:
+        return
+    plural, _, group = _QUEUES[profile.queue.scheduler][0].partition(".")
+    version, name = _QUEUES[profile.queue.scheduler][1], profile.queue.name
+    custom, is_kueue = k8s.CustomObjectsApi(api.client), profile.queue.scheduler is Scheduler.KUEUE
+    ask = (
+        partial(api.ask, custom.get_namespaced_custom_object, group, version, namespace, plural, name)
+        if is_kueue
+        else partial(api.ask, custom.get_cluster_custom_object, group, version, plural, name)
+    )
+    yield _Row(
+        what=f"queue {name}",
+        needed="active" if is_kueue else "Open",
+        ask=ask,
+        judge=_judge_local_queue if is_kueue else _judge_volcano_queue,
+        right=f"get {plural}.{group}",
+        absent=f"kubectl apply -k deploy/{profile.name}, and deploy/kueue with Kueue",
+    )
+    if is_kueue and profile.gpu.channel_claim_template is not None:
+        yield _Row(
+            what="Kueue's deviceClassMappings",
+            needed=_CHANNEL_CLASS,
+            ask=partial(api.ask, k8s.CoreV1Api(api.client).read_namespaced_config_map, *_KUEUE_CONFIG),
+            judge=_judge_mapping,
+            right=f"get the configmap {_KUEUE_CONFIG[0]}",
+            absent="merge deploy/kueue/manager_config.yaml into Kueue's configuration, wherever it is kept",
+        )
+
+
+def _judge_local_queue(answer: Any) -> tuple[str, str]:
+    conditions = {each["type"]: each for each in answer.get("status", {}).get("conditions", [])}
+    active = conditions.get("Active", {})
+    if active.get("status") == "True":
+        return "active", ""
+    return active.get("message") or "not active", "kubectl apply -k deploy/kueue, with the quota of your nodes"
+
+
+def _judge_volcano_queue(answer: Any) -> tuple[str, str]:
+    state = answer.get("status", {}).get("state", "without state")
+    return state, "" if state == "Open" else "open it, as its Volcano describes"
+
+
+def _judge_mapping(answer: Any) -> tuple[str, str]:
+    is_mapped = any(_CHANNEL_CLASS in text for text in (answer.data or {}).values())
+    fix = "" if is_mapped else "merge deploy/kueue/manager_config.yaml into it: Kueue >= 0.18 admits no unmapped claim"
+    return "mapped" if is_mapped else "not mapped", fix
 
 
 def _named(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[_Row]:
@@ -217,13 +309,13 @@ def _dry_runs(api: Api, manifests: Mapping[str, Any], namespace: str) -> Iterato
 
 
 def run_quota(profile: ClusterProfile) -> dict[str, str]:
-    """Resources of one task with GPUs, the largest unit that runs at once: all workers and the head."""
+    """Resources of one task with GPUs, the largest unit that runs at once: all workers, head and submitter."""
     gpu, head = profile.gpu, profile.head
     if gpu is None or head is None:
         return {"requests.cpu": str(profile.cpu.cpus), "requests.memory": f"{profile.cpu.memory_gib}Gi"}
     return {
-        "requests.cpu": str(gpu.nodes * gpu.pod.cpus + head.cpus),
-        "requests.memory": f"{gpu.nodes * gpu.pod.memory_gib + head.memory_gib}Gi",
+        "requests.cpu": str(gpu.nodes * gpu.pod.cpus + head.cpus + pods.SUBMITTER.cpus),
+        "requests.memory": f"{gpu.nodes * gpu.pod.memory_gib + head.memory_gib + pods.SUBMITTER.memory_gib}Gi",
         f"requests.{_GPU}": str(gpu.nodes * gpu.gpus_per_node),
     }
 
@@ -265,18 +357,27 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def _amounts(size: PodSize) -> str:
+    return ", ".join(f"{name} {amount}" for name, amount in pods.amounts(size).items())
+
+
+def _selector(labels: Mapping[str, str]) -> str:
+    return ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
+
+
 def _where(gpu: GpuNodes) -> str:
     return "in one clique" if gpu.clique_label else "in all"
 
 
 def _judge_nodes(
-    profile: ClusterProfile, gpu: GpuNodes, allocatable: Mapping[str, str], selector: str, answer: Any
+    profile: ClusterProfile, gpu: GpuNodes, allocatable: Mapping[str, str], answer: Any
 ) -> tuple[str, str]:
     """Count the usable nodes of each clique, and the reasons against the other nodes."""
     tolerated = {toleration.key for toleration in profile.tolerations}
     usable: Counter[str] = Counter()
     unusable: Counter[str] = Counter()
-    for node in answer.items:
+    labels = {_ARCHITECTURE: gpu.architecture.value, pods.PRODUCT: gpu.product}
+    for node in _labelled(answer, labels):
         clique = (node.metadata.labels or {}).get(gpu.clique_label, "")
         reason = _unusable(node, allocatable, tolerated, gpu.clique_label)
         (unusable if reason else usable)[reason or clique] += 1
@@ -287,7 +388,36 @@ def _judge_nodes(
     found = ", ".join([*cliques, *(f"{count} {reason}" for reason, count in unusable.most_common())])
     doubt = "are the labels of the profile those of the nodes? the GPU operator's feature discovery sets them"
     fewer = f"a cluster profile of at most {largest} nodes, or more nodes ready {_where(gpu)}"
-    return found or f"none with {selector}", "" if largest >= gpu.nodes else fewer if largest else doubt
+    return found or f"none with {_selector(labels)}", "" if largest >= gpu.nodes else fewer if largest else doubt
+
+
+def _judge_head(profile: ClusterProfile, gpu: GpuNodes, worker: Mapping[str, str], answer: Any) -> tuple[str, str]:
+    """Find a node with room for head and submitter, on a node of the workers beside one of them."""
+    head, tolerated = profile.head, {toleration.key for toleration in profile.tolerations}
+    assert head is not None
+    both = {
+        "cpu": head.cpus + pods.SUBMITTER.cpus,
+        "memory": (head.memory_gib + pods.SUBMITTER.memory_gib) * 2**30,
+        "ephemeral-storage": (head.ephemeral_storage_gib + pods.SUBMITTER.ephemeral_storage_gib) * 2**30,
+    }
+    rooms: list[bool] = []
+    for node in _labelled(answer, {_ARCHITECTURE: gpu.architecture.value}):
+        if _unusable(node, {}, tolerated, None):
+            continue
+        is_workers = (node.metadata.labels or {}).get(pods.PRODUCT) == gpu.product
+        taken = {name: parse_quantity(worker[name]) if is_workers else 0 for name in both}
+        offered = {name: parse_quantity((node.status.allocatable or {}).get(name, "0")) for name in both}
+        rooms.append(all(offered[name] >= taken[name] + both[name] for name in both))
+    fix = "" if any(rooms) else "smaller sizes of head and gpu.pod in the profile, or one more node of the architecture"
+    return f"room on {sum(rooms)} of {len(rooms)} nodes", fix
+
+
+def _judge_others(profile: ClusterProfile, answer: Any) -> tuple[str, str]:
+    tolerated = {toleration.key for toleration in profile.tolerations}
+    others = [node for node in answer.items if pods.PRODUCT not in (node.metadata.labels or {})]
+    fits = sum(not _unusable(node, pods.amounts(profile.cpu), tolerated, None) for node in others)
+    fix = "" if fits else "add one without GPUs, or set gpu.takes_cpu_pods in the profile and leave room for these pods"
+    return f"room on {fits} of {len(others)} nodes", fix
 
 
 def _unusable(node: Any, allocatable: Mapping[str, str], tolerated: set[str], clique_label: str | None) -> str:
@@ -471,10 +601,12 @@ def _wait(api: Api, namespace: str, name: str, timeout_s: float, group: int) -> 
             return "written, read and removed", ""
         phase, reason = pod.status.phase, _reason(pod)
         if pod.status.phase == "Failed":
-            return f"failed: {reason}", _fix(group)
+            was_started = any(each.state.terminated is not None for each in pod.status.container_statuses or ())
+            return f"failed: {reason}", _fix(group) if was_started else "see the reason: its container never started"
         time.sleep(_EVERY_S)
         waited_s += _EVERY_S
-    return f"{phase} after {timeout_s:g} s: {reason}", "let the cluster start a small pod of this image in time"
+    fix = "kubectl describe node says what keeps pods from it" if "nodes are available" in reason else ""
+    return f"{phase} after {timeout_s:g} s: {reason}", fix or "let the cluster start a small pod of this image in time"
 
 
 def _reason(pod: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import field
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
@@ -50,6 +51,9 @@ Addresses = Annotated[
     rule("must hold e-mail addresses", lambda addresses: all(map(_ADDRESS.fullmatch, addresses))),
     Fix("Slack shows a channel's"),
 ]
+
+
+Address = Annotated[str, rule("must be http:// or https://", lambda uri: uri.startswith(("http://", "https://")))]
 
 
 class Architecture(StrEnum):
@@ -114,6 +118,8 @@ class GpuNodes(Checked, path="gpu"):
     """Label whose value is the same for nodes that share NVLink; null takes any nodes."""
     channel_claim_template: Name | None = None
     """Claim template that the ComputeDomain makes: deploy/gb200/compute_domain.yaml."""
+    takes_cpu_pods: Switch = False
+    """Pods of tasks without GPUs may run on these nodes: for a cluster that has no others."""
     rdma_resources: dict[str, Int] = field(default_factory=dict)
     """Extended resources for RDMA, and how many a pod takes of each."""
 
@@ -163,11 +169,7 @@ _STORES = ("s3://", "gs://", "abfs://")
 class TrackingService(Checked, path="tracking"):
     """An MLflow server inside or outside the cluster."""
 
-    uri: Annotated[
-        str,
-        rule("must be http:// or https://", lambda uri: uri.startswith(("http://", "https://"))),
-        Fix("pods share no SQLite file"),
-    ]
+    uri: Annotated[Address, Fix("pods share no SQLite file")]
     """Address of the server."""
     secret: Name | None = None
     """Secret whose keys become variables: MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD."""
@@ -182,6 +184,16 @@ class ObjectStore(Checked, path="object_store"):
     """Address below which Flyte writes."""
     secret: Name | None = None
     """Secret whose keys become variables, as FLYTE_AWS_ACCESS_KEY_ID; null leaves the pods' own identity."""
+
+
+class FlyteServer(Checked, path="flyte"):
+    """Flyte's own servers."""
+
+    console: Address | None = None
+    """Address of the console as users type it, as in https://flyte.example.org/console; null leaves runs without links
+    to their executions."""
+    endpoint: Address | None = None
+    """Address of flyteadmin's HTTP port, for `slipstream reconcile`, `slipstream smoke` and start_run."""
 
 
 class Schedules(Checked, path="schedules"):
@@ -222,10 +234,14 @@ class ClusterProfile(Checked):
     """MLflow server; null takes SQLite under the run root."""
     object_store: ObjectStore | None = None
     """Store of Flyte."""
+    flyte: FlyteServer = field(default_factory=FlyteServer)
+    """Servers of Flyte."""
     service_account: Name | None = None
     """Service account of every pod."""
     ray_token_secret: Name | None = None
     """Secret with the key auth_token: whoever has it may run code in a Ray cluster of ours."""
+    config_map: Name | None = None
+    """ConfigMap with this file, mounted in every pod in place of the image's, so that an edit needs no new image."""
     parallel_parts: PositiveInt = 1
     """Parts of an ablation that run at once; each takes all GPU nodes, so more need more than these."""
     schedules: Schedules = field(default_factory=Schedules)
@@ -273,9 +289,9 @@ def read_profile(name: str) -> ClusterProfile:
     return profile
 
 
-def active_profile() -> ClusterProfile:
+def active_profile(environment: Mapping[str, str] = os.environ) -> ClusterProfile:
     """Read the profile that SLIPSTREAM_CLUSTER names, by default `local`."""
-    return read_profile(os.environ.get(CLUSTER_VARIABLE) or LOCAL)
+    return read_profile(environment.get(CLUSTER_VARIABLE) or LOCAL)
 
 
 def shared_root(run_root: str, profile: ClusterProfile, *, is_local: bool) -> Path:

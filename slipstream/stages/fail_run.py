@@ -1,11 +1,14 @@
-"""End of an execution that failed: its runs are ended, and its partial results are kept on one page."""
+"""Ends of executions: a failed one's partial results are kept on one page; runs of a terminated one are ended."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.kubernetes.flyte_admin import FlyteAdmin
+from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.files import read_record, write_atomic, write_record
 from slipstream.records.stages import CertificateRecord, TuningRecord
@@ -15,7 +18,7 @@ from slipstream.report.results import speedups
 from slipstream.report.summary import summarise_arm, summarise_arms
 from slipstream.stages.context import RunContext, arm_node, recorded_arms, recorded_recipe
 from slipstream.stages.runs import execution_run
-from slipstream.tracking.spool import RunStatus, end_open_runs
+from slipstream.tracking.spool import RunStatus, end_open_runs, open_executions
 from slipstream.types import Arm, ArmLoop, Arms, arm_name
 
 logger = logging.getLogger(__name__)
@@ -29,13 +32,13 @@ class FailureRecord:
     """Failure of an execution: its node and message, with the stages that had finished."""
 
     execution: str
-    node: str  # node of the workflow that failed
+    node: str  # stage that failed
     message: str
     finished: tuple[str, ...]  # stages
     unfinished: tuple[str, ...]
 
 
-def fail_run(root: Path, execution: str, *, node: str, message: str) -> Path | None:
+def fail_run(root: Path, execution: str, *, message: str) -> Path | None:
     """End the open runs of a failed execution, and write its error and results; return the directory with failure.md.
 
     Returns None for an execution that failed before it recorded its recipe, because it has no run.
@@ -48,6 +51,7 @@ def fail_run(root: Path, execution: str, *, node: str, message: str) -> Path | N
     context = RunContext(execution=execution, root=str(root), experiment=recipe.name, workload=recipe.workload.value)
     endings = _endings(recipe, recorded_arms(root, execution))
     done = {name: (root / execution / name / ending).is_file() for name, ending in endings.items()}
+    node = _failed(done, root / execution, message)
     record = FailureRecord(
         execution=execution,
         node=node,
@@ -60,12 +64,51 @@ def fail_run(root: Path, execution: str, *, node: str, message: str) -> Path | N
     write_atomic(directory / "failure.md", _page(record, recipe, root / execution).encode())
     end_open_runs(root, execution, RunStatus.FAILED)
     tracker = execution_run(context, recipe)
-    tracker.set_tags({"failed.node": node or "unknown", "failed.message": message[-_MAX_TAG_CHARACTERS:] or "unknown"})
+    tracker.set_tags({"failed.node": node, "failed.message": message[-_MAX_TAG_CHARACTERS:] or "unknown"})
     tracker.log_artifact(directory / "failure.md")
     tracker.log_artifact(directory / "failure.json")
     tracker.close(RunStatus.FAILED)
     logger.error("execution %s failed in %s; its partial results are in %s", execution, node, directory / "failure.md")
     return directory
+
+
+_STATUS = {"SUCCEEDED": RunStatus.FINISHED, "ABORTED": RunStatus.KILLED}  # by Flyte's phase; else failed
+
+
+def reconcile(root: Path, flyte: FlyteAdmin) -> dict[str, str]:
+    """End the runs whose execution Flyte has ended: Terminate in the console starts no failure handler.
+
+    One that another recovers, which goes on in its runs, is left alone, and so is one that Flyte does not know.
+
+    Returns:
+        Flyte's phase of each execution whose runs were ended; `replay` sends their ends to the tracking server.
+    Raises:
+        FlyteError: Flyte does not answer.
+    """
+    going_on = {name for each in flyte.executions() if not each.has_ended for name in (each.name, each.continues)}
+    ended = {}
+    for execution in open_executions(root):
+        state = None if execution in going_on else flyte.execution(execution)
+        if state is not None and state.has_ended:
+            end_open_runs(root, execution, _STATUS.get(state.phase, RunStatus.FAILED))
+            ended[execution] = state.phase
+            logger.warning("execution %s is %s in Flyte; its open runs were ended", execution, state.phase)
+    return ended
+
+
+def _failed(done: Mapping[str, bool], directory: Path, message: str) -> str:
+    """Stage that failed: of the unfinished ones the first that the error names, else the first that was begun.
+
+    After the report, only its two verdicts can fail an execution.
+    """
+    open_stages = [name for name, is_done in done.items() if not is_done]
+    if done["report_speedup"]:
+        path = directory / "certify_losslessness" / "certificate.json"
+        is_lossless = not path.is_file() or read_record(CertificateRecord, path).verdict == LOSSLESS
+        return "require_no_drift" if is_lossless else "require_lossless"
+    named = [name for name in open_stages if name in message]
+    begun = [name for name in open_stages if (directory / name).is_dir()]
+    return [*named, *begun, *open_stages][0]
 
 
 def _endings(recipe: Recipe, asked: Arms) -> dict[str, str]:
@@ -89,7 +132,7 @@ def _page(record: FailureRecord, recipe: Recipe, directory: Path) -> str:
     """Page in Markdown with the error, the finished stages and every result so far."""
     lines = [
         f"# {record.execution} failed",
-        f"Recipe {recipe.name}, workload {recipe.workload.value}. Failed node: {record.node or 'unknown'}.",
+        f"Recipe {recipe.name}, workload {recipe.workload.value}. Failed stage: {record.node}.",
         f"```\n{record.message}\n```",
         "## Stages",
         *(f"- {name}: finished" for name in record.finished),

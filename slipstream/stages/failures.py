@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import errno
 import re
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 PERMANENT = frozenset(
     {
+        "huggingface_hub.errors.OfflineModeIsEnabled",
         "slipstream.config.ConfigError",
         "slipstream.learner.checkpoint.CheckpointError",
         "slipstream.learner.checkpoint.CheckpointStorageError",
@@ -23,6 +26,16 @@ PERMANENT = frozenset(
 )
 """Errors of recipe, checkpoint, losslessness and refit: a retry would fail alike, or hide the cause."""
 
+EXPLAINED = frozenset(
+    {
+        "slipstream.config.ConfigError",
+        "slipstream.stages.certify_losslessness.LosslessnessError",
+        "slipstream.stages.drift_check.DriftError",
+    }
+)
+"""Errors whose message says all; Flyte's console shows it without the traceback, which stands in the log."""
+
+HUB = "the model hub did not answer"
 TRANSIENT = {
     "slipstream.workers.calls.LostWorkerError": "a process of the run was lost",
     "slipstream.refit.config.ChannelBrokeError": "another process left the weights' channel",
@@ -42,11 +55,18 @@ TRANSIENT = {
     "botocore.exceptions.ConnectionError": "the object store did not answer",
     "botocore.exceptions.HTTPClientError": "the object store did not answer",
     "aiohttp.client_exceptions.ClientConnectionError": "the object store did not answer",
+    "httpx2.TransportError": HUB,
+    "requests.exceptions.ConnectionError": HUB,
+    "requests.exceptions.Timeout": HUB,
+    "requests.exceptions.ChunkedEncodingError": HUB,
+    "huggingface_hub.errors.LocalEntryNotFoundError": HUB,
+    "socket.gaierror": "a name was not resolved",
     "builtins.ConnectionError": "a connection broke",
     "builtins.TimeoutError": "an answer did not come in time",
 }
 """Reason why a failure of this class, or of a subclass, may not recur."""
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _STORAGE = frozenset(
     {
         errno.EIO,
@@ -61,6 +81,8 @@ _STORAGE = frozenset(
     }
 )
 _BUSY_CODES = frozenset({"SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "503", "500"})
+_BUSY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+_NO_ANSWER = re.compile(r"couldn't connect to|can't load .* try again|IncompleteRead", re.IGNORECASE)  # transformers'
 _CLIENT_ERROR = "botocore.exceptions.ClientError"
 _ACTOR_DIED = "ray.exceptions.ActorDiedError"
 # gloo's and NCCL's errors often have no class of their own: both name the file or library that failed.
@@ -79,6 +101,24 @@ def transient(error: BaseException) -> str | None:
     if any(names & PERMANENT and "slipstream.refit.config.ChannelBrokeError" not in names for names in kinds):
         return None
     return next((reason for cause in causes if (reason := _reason(cause))), None)
+
+
+def explained(error: BaseException) -> str | None:
+    """Message of an error that needs no traceback: of a user's input, of a verdict, or of a full disk; else None."""
+    full = next((cause for cause in _causes(error) if getattr(cause, "errno", None) in _FULL), None)
+    if isinstance(full, OSError):
+        folder = next((path for path in _folders(full) if path.is_dir()), Path.cwd())
+        disk = shutil.disk_usage(folder)
+        return (
+            f"the disk of {folder} must have room for {full.filename or 'what is written'}, got "
+            f"{disk.free / 2**30:.1f} GiB free of {disk.total / 2**30:.1f} GiB; enlarge it (the profile's volume claim "
+            "or ephemeral_storage_gib), or remove entries of the run root's store/"
+        )
+    return str(error) if EXPLAINED.intersection(_names(error)) else None
+
+
+def _folders(error: OSError) -> list[Path]:
+    return list(Path(error.filename).absolute().parents) if isinstance(error.filename, str) else []
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -102,6 +142,9 @@ def _reason(error: BaseException) -> str | None:
     if _CLIENT_ERROR in names:
         code = error.response.get("Error", {}).get("Code")  # type: ignore[attr-defined]  # of botocore's class
         return "the object store was busy" if code in _BUSY_CODES else None
+    status = getattr(getattr(error, "response", None), "status_code", None)  # of requests, httpx and the hub
+    if isinstance(status, int):
+        return HUB if status in _BUSY_STATUS else None
     if _MISUSE.search(str(error)) and _COLLECTIVE.search(str(error)):
         return None
     named = next((TRANSIENT[name] for name in names if name in TRANSIENT), None)
@@ -109,6 +152,8 @@ def _reason(error: BaseException) -> str | None:
         return named
     if isinstance(error, OSError) and error.errno in _STORAGE:
         return "storage or network failed"
+    if isinstance(error, OSError) and error.errno is None and _NO_ANSWER.search(str(error)):
+        return HUB
     if isinstance(error, RuntimeError) and _COLLECTIVE.search(str(error)):
         return "a collective operation failed"
     return None

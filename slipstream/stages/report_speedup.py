@@ -88,7 +88,8 @@ def report_speedup(  # noqa: PLR0913  # one input a record
 
 def _link_latest(root: Path, directory: Path) -> None:
     """Point `<root>/latest` at this run's report, with a link that holds wherever the root is moved."""
-    link, temporary = root / "latest", root / ".latest.part"
+    # The name is this execution's: another may end at the same moment.
+    link, temporary = root / "latest", root / f".latest.{directory.parent.name}.part"
     if link.is_dir() and not link.is_symlink():
         logger.warning("report_speedup: %s is a directory, not our link, and is left alone", link)
         return

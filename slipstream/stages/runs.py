@@ -5,6 +5,7 @@ Tags name the node and the code version of a task, so that runs of different day
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import subprocess
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING
 
 import slipstream
 from slipstream import supervisor
+from slipstream.config import require
 from slipstream.drafts.length import DraftLength
-from slipstream.kubernetes.profile import NODE_VARIABLE
+from slipstream.kubernetes.profile import NODE_VARIABLE, ClusterProfile, active_profile
 from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.recipe import Recipe
 from slipstream.records.run import DriftRecord, RunRecord
@@ -26,7 +28,7 @@ from slipstream.report.drift import DTYPE_TAG, HARDWARE_TAG, drift_metrics, drif
 from slipstream.report.results import certificate_metrics, description, result_metrics, verdict_tags
 from slipstream.stages.context import RunContext
 from slipstream.tracking.config import EXECUTION, KIND_TAG, PART
-from slipstream.tracking.spool import GPUS_TAG, RunStatus, has_ended, spent
+from slipstream.tracking.spool import GPUS_TAG, RunStatus, has_ended, open_executions, spent
 from slipstream.tracking.tracker import Tracker
 from slipstream.types import Arm, Dtype
 
@@ -36,8 +38,10 @@ if TYPE_CHECKING:
 COMMIT_VARIABLE = "SLIPSTREAM_GIT_COMMIT"
 """Environment variable that is set when an image is built, because an image holds no repository."""
 
-_IMAGE_VARIABLE = "FLYTE_INTERNAL_IMAGE"  # set by flytepropeller and flytekit
-_URL_VARIABLE = "FLYTE_EXECUTION_URL"  # set by flytepropeller where the console's address is configured
+IMAGE_VARIABLE = "SLIPSTREAM_IMAGE"
+"""Environment variable that is set when an image is built, to its own name."""
+
+_ADDRESS_VARIABLES = [f"FLYTE_INTERNAL_EXECUTION_{part}" for part in ("PROJECT", "DOMAIN", "ID")]  # of every pod
 _GIT_TIMEOUT_S = 5.0
 
 
@@ -51,7 +55,7 @@ def origin_tags(environment: Mapping[str, str] = os.environ, *, gpu: str = "") -
     tags = {
         "git.commit": commit,
         "mlflow.source.git.commit": commit,  # MLflow shows this one as the run's version
-        "image": environment.get(_IMAGE_VARIABLE, ""),
+        "image": environment.get(IMAGE_VARIABLE, ""),
         "node": environment.get(NODE_VARIABLE) or platform.node(),
         "gpu": gpu,
         "flyte.execution_url": execution_url(environment),
@@ -60,8 +64,10 @@ def origin_tags(environment: Mapping[str, str] = os.environ, *, gpu: str = "") -
 
 
 def execution_url(environment: Mapping[str, str] = os.environ) -> str:
-    """Address of this task's execution in Flyte's console; empty outside a cluster."""
-    return environment.get(_URL_VARIABLE, "")
+    """Address of this task's execution in Flyte's console; empty outside a cluster, or where no profile names one."""
+    project, domain, name = (environment.get(variable, "") for variable in _ADDRESS_VARIABLES)
+    console = active_profile(environment).flyte.console if project and name else None
+    return f"{console.rstrip('/')}/projects/{project}/domains/{domain}/executions/{name}" if console else ""
 
 
 def checkout_commit(directory: Path) -> str:
@@ -166,6 +172,28 @@ def execution_run(
         tags={"workload": context.workload, "seed": str(recipe.grpo.seed), KIND_TAG: kind, **(tags or {})},
         params=params,
     )
+
+
+@contextmanager
+def alone_on(cluster: ClusterProfile | None, root: Path, execution: str) -> Iterator[None]:
+    """Let no second execution start on GPU nodes without a queue, where Ray jobs would hold nodes by halves for ever.
+
+    The run of the execution is opened within, under a lock on the shared volume.
+
+    Raises:
+        ConfigError: another execution under this root has not ended.
+    """
+    if cluster is None or cluster.gpu is None or cluster.queue is not None:
+        yield
+        return
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / ".nodes.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        others = [name for name in open_executions(root) if name != execution]
+        rule = f"must be alone on cluster {cluster.name}, which has no queue"
+        fix = "launch it when that one has ended; `slipstream reconcile` ends one that was terminated"
+        require(not others, "execution", rule, ", ".join([execution, *others]), fix)
+        yield
 
 
 NOTE = "mlflow.note.content"

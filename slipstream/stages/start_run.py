@@ -10,13 +10,15 @@ from typing import Any
 
 from slipstream.config import require
 from slipstream.drafts.methods import require_package
+from slipstream.kubernetes.flyte_admin import FlyteError, admin_of
 from slipstream.kubernetes.profile import ClusterProfile, require_fits
 from slipstream.recipe import Recipe, difference, load_recipe, parameters, recipe_path, resolve_recipe, write_recipe
 from slipstream.records.files import write_record
 from slipstream.records.run import LaunchRecord
 from slipstream.rewards.function import kept, open_reward, write_kept
 from slipstream.stages.context import RunContext, launch_file, recorded_arms, recorded_recipe, require_loop
-from slipstream.stages.runs import NOTE, execution_run, origin_tags, started_text
+from slipstream.stages.fail_run import reconcile
+from slipstream.stages.runs import NOTE, alone_on, execution_run, origin_tags, started_text
 from slipstream.tracking.spool import RunStatus
 from slipstream.types import Arm, ArmLoop, Arms
 
@@ -54,6 +56,8 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch
         cluster is None or cluster.is_local
     ):  # pods draft with another image, in which pretraining checks this
         require_package(recipe.draft.method)
+    if cluster is not None:
+        _end_terminated(root.resolve(), cluster)
     context = RunContext(
         execution=execution,
         root=str(root.resolve()),
@@ -74,7 +78,8 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch
     resolved = path if is_recorded else write_recipe(recipe, path, origins)
     tags = {**origin_tags(), NOTE: started_text(recipe, execution)}
     asked = {} if loop is None else {"arms": context.arms}
-    tracker = execution_run(context, recipe, tags, {**parameters(recipe), **asked})
+    with alone_on(cluster, root.resolve(), execution):
+        tracker = execution_run(context, recipe, tags, {**parameters(recipe), **asked})
     try:
         tracker.log_artifact(resolved)
     except BaseException as error:
@@ -87,6 +92,19 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch
     what = (execution, verb, recipe.name, recipe.workload.value, arms.value)
     logger.info("run %s %s: recipe %s, workload %s, arms %s", *what)
     return context, resolved
+
+
+def _end_terminated(root: Path, cluster: ClusterProfile) -> None:
+    """End the runs of executions that were terminated, where the profile names Flyte's server; never fail by it."""
+    if cluster.is_local:
+        return
+    if cluster.flyte.endpoint is None:
+        logger.info("runs of terminated executions stay open: profile %s names no flyte.endpoint", cluster.name)
+        return
+    try:
+        reconcile(root, admin_of(cluster))
+    except FlyteError as error:
+        logger.warning("runs of terminated executions stay open: %s", error)
 
 
 def on_cluster(recipe: Recipe, cluster: ClusterProfile) -> Recipe:

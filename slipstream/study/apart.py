@@ -23,7 +23,7 @@ from slipstream.stages.prepare_data import prepare_data
 from slipstream.stages.prepare_policy import prepare_policy
 from slipstream.stages.pretrain_draft import pretrain_draft
 from slipstream.stages.recipe_engines import draft_weights
-from slipstream.stages.runs import NOTE, execution_run, origin_tags
+from slipstream.stages.runs import NOTE, alone_on, execution_run, origin_tags
 from slipstream.stages.start_run import on_cluster
 from slipstream.stages.train_grpo import train_grpo
 from slipstream.stages.tune_draft_length import tune_draft_length
@@ -97,7 +97,8 @@ def plan_ablation(
         write_recipe(recipes[part.variant], path, resolved[part.variant][1])
     write_record(plan, root / execution / _PLAN_NODE / _PLAN)
     axes = {f"grid.{name}": ", ".join(map(str, getattr(grid, name))) or _RECIPES for name in _AXES}
-    _ablation_run(root, plan, first, {**axes, "recipe": first.name}).detach()
+    with alone_on(cluster, root, execution):
+        _ablation_run(root, plan, first, {**axes, "recipe": first.name}).detach()
     counts = ", ".join(f"{len(plan.of_kind(kind))} of {kind.value}" for kind in Kind)
     logger.info("ablation %s starts: recipe %s, parts: %s", execution, first.name, counts)
     return {

@@ -168,16 +168,14 @@ def parts(variants: Iterable[Variant]) -> tuple[Part, ...]:
     return tuple(sorted(found.values(), key=lambda part: order.index(part.kind)))
 
 
-def chosen_seeds(seeds: Iterable[int], kickoff_time: datetime) -> tuple[int, ...]:
-    """Return the given seeds, else the seed of a schedule's kickoff, else none to keep the recipe's."""
-    day = kickoff_day(kickoff_time)
-    return tuple(seeds) or ((day,) if day else ())
+def chosen_seeds(seeds: Iterable[int], *, day: int | None = None) -> tuple[int, ...]:
+    """Return the given seeds, else that of the day, else none to keep the recipe's."""
+    return tuple(seeds) or (() if day is None else (day,))
 
 
-def kickoff_day(kickoff_time: datetime) -> int:
-    """Number of days from 1970-01-01 to the kickoff in UTC, which seeds a scheduled run; 0 without a schedule."""
-    moment = kickoff_time if kickoff_time.tzinfo is not None else kickoff_time.replace(tzinfo=UTC)
-    return (moment - _EPOCH).days
+def day_seed(moment: datetime) -> int:
+    """Number of days from 1970-01-01 to `moment` in UTC, which seeds a recurring run."""
+    return (moment.astimezone(UTC) - _EPOCH).days
 
 
 def variant_recipes(

@@ -167,12 +167,22 @@ def has_ended(root: Path, experiment: str, key: str) -> bool:
     return path.is_file() and not _is_open(path)
 
 
+def open_executions(root: Path) -> list[str]:
+    """Return the executions whose run is open; the key of a task's run has a `/`."""
+    return [key for key, path in _keyed(root) if key and "/" not in key and _is_open(path)]
+
+
 def spools_of(root: Path, execution: str) -> Iterator[tuple[str, Path]]:
     """Yield the spools of an execution's run and of its tasks, each with the key of its run."""
-    for path in sorted(spool_directory(root).glob("*.jsonl")):
-        key = next((event.header.key for event in read_events(path) if event.header is not None), "")
+    for key, path in _keyed(root):
         if key == execution or key.startswith(f"{execution}/"):
             yield key, path
+
+
+def _keyed(root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield all spools, each with the key of its run."""
+    for path in sorted(spool_directory(root).glob("*.jsonl")):
+        yield next((event.header.key for event in read_events(path) if event.header is not None), ""), path
 
 
 def _is_open(path: Path) -> bool:

@@ -77,19 +77,32 @@ class Cluster:
         known = workflow.python_interface.inputs_with_defaults
         given = {name: inputs.get(name, default) for name, (_, default) in known.items()}
         types = {name: kind for name, (kind, _) in known.items()}
-        literals = {_START: dict(TypeEngine.dict_to_literal_map(context, given, types).literals)}
+        return self._walk(workflow, dict(TypeEngine.dict_to_literal_map(context, given, types).literals), "", last)
+
+    def _walk(self, workflow: Any, given: dict[str, Any], prefix: str, last: str) -> dict[str, dict[str, Any]]:
+        """Run the nodes of a workflow, nested ones in turn; outputs of all nodes, by the id that names their pods."""
+        literals, found = {_START: given}, {}
         ids = [node.id for node in workflow.nodes]
-        waiting = workflow.nodes[: ids.index(last) + 1] if last else list(workflow.nodes)
+        own = last.partition("-0-")[0]
+        waiting = workflow.nodes[: ids.index(own) + 1] if last else list(workflow.nodes)
         running: dict[Future[dict[str, Any]], str] = {}
         with ThreadPoolExecutor(self.num_at_once) as pool:
             while waiting or running:
                 for node in [node for node in waiting if _is_ready(node, literals)]:
                     waiting.remove(node)
                     bound = {binding.var: _resolved(binding.binding, literals) for binding in node.bindings}
-                    running[pool.submit(self.run, node.flyte_entity, bound, node=node.id)] = node.id
-                for done in wait(running, return_when=FIRST_COMPLETED).done:
-                    literals[running.pop(done)] = done.result()
-        return literals
+                    if hasattr(node.flyte_entity, "output_bindings"):  # a nested workflow
+                        inside = last.partition("-0-")[2] if node.id == own else ""
+                        name = f"{prefix}{node.id}-0-"
+                        found |= self._walk(node.flyte_entity, bound, name, inside)
+                        literals[node.id] = {} if inside else _outputs(node.flyte_entity, found, name)
+                    else:
+                        name = prefix + node.id
+                        running[pool.submit(self.run, node.flyte_entity, bound, node=name)] = node.id
+                for done in wait(running, return_when=FIRST_COMPLETED).done if running else ():
+                    id_ = running.pop(done)
+                    literals[id_] = found[prefix + id_] = done.result()
+        return found
 
     def run(
         self, task: Any, inputs: Mapping[str, Any], *, node: str, watchers: Sequence[Watcher] = ()
@@ -236,6 +249,12 @@ def _command(task: Any, node: str, number: int, execution: str) -> list[str]:
 
 def _is_ready(node: Any, literals: Mapping[str, Any]) -> bool:
     return all(upstream.id in literals for upstream in node.upstream_nodes)
+
+
+def _outputs(workflow: Any, found: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, Any]:
+    """Outputs of a nested workflow whose nodes have run."""
+    inner = {name.removeprefix(prefix): outputs for name, outputs in found.items() if name.startswith(prefix)}
+    return {binding.var: _resolved(binding.binding, inner) for binding in workflow.output_bindings}
 
 
 def _resolved(binding: Any, literals: Mapping[str, Mapping[str, Any]]) -> Any:

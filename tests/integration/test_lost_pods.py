@@ -111,8 +111,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Iterat
     recipe = str(write_small_recipe(directory / "smoke.yaml", _RECIPE))
     with cluster(directory / "pods", _WHOLE) as pods, ThreadPoolExecutor(1) as beside:
         pods.ray_address = ray.get_runtime_context().gcs_address
-        made = pods.execute(speculative_rl, {"recipe": recipe, "run_root": str(root)}, last="prepare-policy")
-        literals = {**made["start-run"], **made["prepare-data"], **made["prepare-policy"]}
+        made = pods.execute(speculative_rl, {"recipe": recipe, "run_root": str(root)}, last="prepare-0-policy")
+        literals = {**made["start-run"], **made["prepare-0-data"], **made["prepare-0-policy"]}
         literals |= _literals(train_grpo, tuning=str(tuning), arms=list(Arm), loop=ArmLoop.SYNCHRONOUS)
         chain = Chain(pods=pods, root=root, literals=literals)
         torn_draft = beside.submit(_torn_draft, chain)

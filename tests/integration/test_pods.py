@@ -50,15 +50,14 @@ def outputs(directory: Path, pods: Cluster) -> dict[str, dict[str, Any]]:
 def test_the_chain_runs_in_pods_of_its_own_and_moves_records_only(
     pods: Cluster, outputs: dict[str, dict[str, Any]]
 ) -> None:
-    from workflows.speculative_rl import speculative_rl
 
     assert [attempt.kind for attempt in pods.attempts] == [""] * len(pods.attempts)
-    (report,) = outputs[speculative_rl.nodes[-1].id].values()
+    (report,) = outputs["measure-0-drift"].values()
     files = pods.fetched(report)
     assert set(files) == {"report.html", "report.json", "run.json", "drift.json", "deliverable.json"}
     assert json.loads(files["report.json"])["recipe"] == "smoke"
-    moved = {node.id: pods.uploaded_bytes(node.id) for node in speculative_rl.nodes}
-    assert moved.pop("report-speedup") < _MAX_REPORT_BYTES
+    moved = {node: pods.uploaded_bytes(node) for node in outputs}
+    assert moved.pop("measure-0-report") < _MAX_REPORT_BYTES
     assert max(moved.values()) < _MAX_RECORD_BYTES, moved
     for attempt in pods.attempts:
         working = pods.directory / pods.execution / f"{attempt.node}-{attempt.number}"
@@ -70,11 +69,12 @@ def test_the_next_execution_takes_its_data_from_the_store(
 ) -> None:
     from workflows.speculative_rl import speculative_rl
 
-    made = pods.fetched(outputs["prepare-data"]["data"])
+    made = pods.fetched(outputs["prepare-0-data"]["data"])
     assert "tokenizer/tokenizer.json" in made
     assert not any(name.startswith("sources/") for name in made)
     pods.execution = "fagain"
-    again = pods.fetched(pods.execute(speculative_rl, inputs(directory), last="prepare-data")["prepare-data"]["data"])
+    outputs_again = pods.execute(speculative_rl, inputs(directory), last="prepare-0-data")
+    again = pods.fetched(outputs_again["prepare-0-data"]["data"])
     assert again.pop("deliverable.json") == made.pop("deliverable.json").replace(b"fchain", b"fagain")  # the path
     assert again == made
     assert "reused" in pods.attempts[-1].log

@@ -14,7 +14,10 @@ from kubernetes.client import ApiClient
 
 from slipstream.config import ConfigError
 from slipstream.kubernetes import pods
+from slipstream.kubernetes.preflight import run_quota
 from slipstream.kubernetes.profile import CLUSTERS, read_profile
+from slipstream.study.variants import MAX_VARIANTS
+from tasks.resources import TRAINING
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -41,18 +44,19 @@ def names(objects: list[dict[str, Any]], kind: str) -> set[str]:
     return {item["metadata"]["name"] for item in objects if item["kind"] == kind}
 
 
+MERGED = {"manager_config.yaml"}  # a part of another program's configuration
 FOLDERS = sorted(path.parent.name for path in DEPLOY.glob("*/kustomization.yaml"))
 
 
 def test_every_file_belongs_to_a_kustomization_but_the_examples() -> None:
-    assert FOLDERS == ["base", "gb200", "h200", "old_propeller", "preflight", "ray_token"]
+    assert FOLDERS == ["base", "gb200", "h200", "kueue", "old_propeller", "preflight", "ray_token"]
     for name in FOLDERS:
         (kustomization,) = documents(DEPLOY / name / "kustomization.yaml")
         listed = {item for item in kustomization["resources"] if item.endswith(".yaml")}
-        assert listed == {path.name for path in (DEPLOY / name).glob("*.yaml")} - {"kustomization.yaml"}
+        assert listed == {path.name for path in (DEPLOY / name).glob("*.yaml")} - {"kustomization.yaml", *MERGED}
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", sorted({*FOLDERS} - {"kueue"}))
 def test_kubernetes_takes_its_own_kinds(name: str) -> None:
     objects = [item for item in folder(name) if item["apiVersion"] in OF_KUBERNETES]
     assert objects
@@ -124,9 +128,14 @@ def test_a_preflight_may_look_at_what_it_asks_for_and_change_nothing() -> None:
         ("Role", "list", "resourcequotas"),
         ("Role", "get", "secrets"),
         ("Role", "get", "resourceclaimtemplates"),
+        ("Role", "get", "localqueues"),
+        ("ClusterRole", "get", "queues"),
+        ("ClusterRole", "get", "configmaps"),  # of Kueue, by its name
         ("Role", "create", "pods"),  # of a dry run
     }
-    (named,) = [rule["resourceNames"] for item in objects for rule in item.get("rules", []) if "resourceNames" in rule]
+    rules = [rule for item in objects for rule in item.get("rules", []) if "resourceNames" in rule]
+    named, kueue = (rule["resourceNames"] for rule in rules)
+    assert kueue == ["kueue-manager-config"]
     profile = read_profile("gb200")
     assert profile.tracking is not None and profile.object_store is not None
     assert set(named) == {profile.tracking.secret, profile.object_store.secret, profile.ray_token_secret}
@@ -165,6 +174,44 @@ def test_an_old_propeller_is_repaired_with_what_the_workers_ask_for() -> None:
     assert len(named) == 5
     for value in named:
         assert f'"{value}"' in expression
+
+
+def test_kueue_has_room_for_one_job_of_the_profile_and_knows_its_workers_claims() -> None:
+    profile = read_profile("gb200")
+    assert profile.gpu is not None and profile.head is not None
+    objects = {item["kind"]: item for item in folder("kueue")}
+    (local,) = [item for item in folder("gb200") if item["kind"] == "LocalQueue"]
+    assert local["spec"]["clusterQueue"] == objects["ClusterQueue"]["metadata"]["name"]
+    assert {local["apiVersion"], *(item["apiVersion"] for item in objects.values())} == {"kueue.x-k8s.io/v1beta2"}
+    (group,) = objects["ClusterQueue"]["spec"]["resourceGroups"]
+    (flavor,) = group["flavors"]
+    assert flavor["name"] == objects["ResourceFlavor"]["metadata"]["name"]
+    assert objects["ResourceFlavor"]["spec"]["nodeLabels"] == {"kubernetes.io/arch": profile.gpu.architecture.value}
+    quota = {each["name"]: str(each["nominalQuota"]) for each in flavor["resources"]}
+    assert list(quota) == group["coveredResources"]
+    (config,) = documents(DEPLOY / "kueue" / "manager_config.yaml")
+    (mapping,) = config["resources"]["deviceClassMappings"]
+    disk = profile.gpu.nodes * profile.gpu.pod.ephemeral_storage_gib + profile.head.ephemeral_storage_gib + 4
+    needed = {name.removeprefix("requests."): amount for name, amount in run_quota(profile).items()}
+    assert quota == {**needed, "ephemeral-storage": f"{disk}Gi", mapping["name"]: str(profile.gpu.nodes)}
+
+
+def test_flyte_is_installed_with_room_for_every_part_of_an_ablation_and_with_rights_to_ray_jobs() -> None:
+    (values,) = documents(DEPLOY / "flyte" / "values.yaml")
+    inline = values["configuration"]["inline"]
+    hours = int(inline["propeller"]["array-node-config"]["max-delta-timestamp"].removesuffix("h"))
+    assert hours * 3600 >= MAX_VARIANTS * TRAINING.total_seconds()
+    assert "ray" in values["enabled_plugins"]["tasks"]["task-plugins"]["enabled-plugins"]
+    (rule,) = values["rbac"]["extraRules"]
+    assert {"ray.io", "rayjobs", "create", "delete", "watch"} <= {
+        *rule["apiGroups"],
+        *rule["resources"],
+        *rule["verbs"],
+    }
+    (template,) = values["clusterResourceTemplates"]["inline"].values()
+    namespace = yaml.safe_load(template.replace("{{ namespace }}", "slipstream-development"))
+    kubernetes_validate.validate(namespace, "1.37", strict=True)
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "privileged"  # IPC_LOCK
 
 
 def test_profiles_of_other_names_are_not_shipped_with_a_folder_by_accident() -> None:

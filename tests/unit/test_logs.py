@@ -86,3 +86,12 @@ def test_a_terminal_without_a_size_has_a_bar_of_80_columns(
         bar.advance()
         assert bar.left() == "00:00 left"
     assert "train [" in stream.getvalue()
+
+
+def test_sessions_that_flytekit_leaves_open_are_no_errors_in_a_pods_log() -> None:
+    logs.configure()
+    (said,) = (each for each in logging.getLogger("flytekit").filters if callable(each))
+    record = logging.LogRecord("flytekit", logging.ERROR, "asyn.py", 1, "Taskrunner caught %s", ("x",), None)
+    assert said(record)
+    record.args = ("{'message': 'Unclosed client session'}",)
+    assert not said(record)

@@ -34,7 +34,7 @@ def _registered() -> dict[str, Any]:
     )
     entities: OrderedDict[Any, Any] = OrderedDict()
     get_serializable(entities, settings, speculative_rl)
-    found: dict[str, Any] = {"tasks": {}}
+    found: dict[str, Any] = {"tasks": {}, "workflows": {}}
     for spec in entities.values():
         if isinstance(spec, TaskSpec):
             template = MessageToDict(spec.template.to_flyte_idl())
@@ -46,12 +46,18 @@ def _registered() -> dict[str, Any]:
             }
         elif isinstance(spec, WorkflowSpec):
             template = MessageToDict(spec.template.to_flyte_idl())
-            found["inputs"] = sorted(template["interface"]["inputs"]["variables"])
-            found["nodes"] = {
-                node["id"]: [node["taskNode"]["referenceId"]["name"], sorted(node.get("upstreamNodeIds", []))]
-                for node in template["nodes"]
+            found["workflows"][template["id"]["name"]] = {
+                "inputs": sorted(template["interface"]["inputs"]["variables"]),
+                "nodes": {
+                    node["id"]: [_entity(node), sorted(node.get("upstreamNodeIds", []))] for node in template["nodes"]
+                },
             }
     return found
+
+
+def _entity(node: dict[str, Any]) -> str:
+    reference = node["taskNode"]["referenceId"] if "taskNode" in node else node["workflowNode"]["subWorkflowRef"]
+    return reference["name"]
 
 
 def test_the_registered_workflow_is_the_golden_one() -> None:
@@ -89,6 +95,14 @@ def test_inputs_that_are_left_out_say_nothing_of_the_recipe(workflow: str) -> No
         own |= {"draft_inits", "methods", "losses", "draft_lengths"}
     assert len(own) >= 4
     assert all(inputs[name][1] in (None, []) for name in own)
+
+
+def test_the_documents_show_the_workflows_as_they_are_compiled() -> None:
+    from scripts.draw_workflows import IMAGES, NAMES, picture, tasks_with_gpus
+
+    for name in NAMES:
+        drawn = (IMAGES / f"workflow_{name}.svg").read_text()
+        assert drawn == picture(name, tasks_with_gpus()), "run scripts/draw_workflows.py"
 
 
 def test_the_store_alone_keeps_outputs_and_every_expensive_task_is_retried() -> None:

@@ -65,8 +65,16 @@ def node(name: str, *, clique: str | None = "a.0", **changes: Any) -> dict[str, 
     }
 
 
+def other_node(**allocatable: str) -> dict[str, Any]:
+    """A node without GPUs, of the usual architecture."""
+    found = node("other", allocatable=allocatable)
+    found["metadata"]["labels"] = {"kubernetes.io/arch": "amd64"}
+    return found
+
+
 def node_list(*nodes: dict[str, Any]) -> Answer:
-    return 200, {"kind": "NodeList", "apiVersion": "v1", "metadata": {}, "items": list(nodes)}
+    """These nodes, and one for pods without GPUs."""
+    return 200, {"kind": "NodeList", "apiVersion": "v1", "metadata": {}, "items": [*nodes, other_node()]}
 
 
 def crd(name: str, *served: str) -> Answer:

@@ -65,3 +65,12 @@ def test_labels_of_the_nodes_are_asked_for_by_every_pod(gb200: ClusterProfile) -
     profile = replace(gb200, labels={"pool": "rl"})
     assert plain(pods.cpu_pod(profile))["nodeSelector"] == {"pool": "rl"}
     assert plain(pods.ray_base(profile))["nodeSelector"] == {"pool": "rl", "kubernetes.io/arch": "arm64"}
+
+
+def test_a_profile_in_a_config_map_replaces_the_images_file() -> None:
+    profile = replace(read_profile("cpu"), config_map="slipstream-profile")
+    (container,) = pods.cpu_pod(profile).containers
+    (mount,) = [each for each in container.volume_mounts or [] if each.name == "profile"]
+    assert (mount.mount_path, mount.sub_path) == ("/root/configs/clusters/cpu.yaml", "cpu.yaml")
+    (volume,) = [each for each in pods.cpu_pod(profile).volumes or [] if each.name == "profile"]
+    assert volume.config_map is not None and volume.config_map.name == "slipstream-profile"

@@ -35,6 +35,7 @@ from tests.unit.kubernetes.api_server import (
     forbidden,
     node,
     node_list,
+    other_node,
     pod,
     quotas,
     secret,
@@ -53,6 +54,7 @@ QUOTA = f"GET {CORE}/resourcequotas"
 CREATE = f"POST {CORE}/pods"
 PROBE = f"{CORE}/pods/slipstream-preflight-x1"
 PROFILE = replace(read_profile("gb200"), queue=None, tracking=None, object_store=None)
+DEPLOY = Path(__file__).parents[3] / "deploy"
 IMAGE = "registry/slipstream-cpu:v1"
 
 
@@ -83,6 +85,8 @@ def test_a_whole_cluster_is_ready() -> None:
     assert record.num_missing == 0
     assert [row.what for row in record.findings] == [
         "GPU nodes",
+        "nodes for Ray's head and submitter",
+        "nodes for pods without GPUs",
         "custom resource rayjobs.ray.io",
         "custom resource computedomains.resource.nvidia.com",
         "claim template slipstream-channel",
@@ -99,7 +103,7 @@ def test_a_whole_cluster_is_ready() -> None:
     ]
     assert record.findings[0].found == "8 usable in clique a.0"
     asked = [path for path, _ in cluster.asked]
-    assert "GET /api/v1/nodes?labelSelector=kubernetes.io/arch%3Darm64%2Cnvidia.com/gpu.product%3DNVIDIA-GB200" in asked
+    assert asked.count("GET /api/v1/nodes") == 1
     assert (f"{CREATE}?dryRun=All", pod_manifests(at(address), IMAGE)["worker"]) in cluster.asked
 
 
@@ -118,7 +122,7 @@ def test_half_the_nodes_are_named_with_why_the_others_are_not_usable() -> None:
         "4 usable in clique a.0, 1 usable in clique b.1, 1 not ready, 1 cordoned, 1 with nvidia.com/gpu 3, "
         "1 without label nvidia.com/gpu.clique, 1 with taint maintenance, which the pods do not tolerate"
     )
-    assert row.needed == "8 in one clique, each cpu 128, memory 800Gi, ephemeral-storage 500Gi, nvidia.com/gpu 4"
+    assert row.needed == "8 in one clique, each cpu 120, memory 720Gi, ephemeral-storage 500Gi, nvidia.com/gpu 4"
     assert row.fix == "a cluster profile of at most 4 nodes, or more nodes ready in one clique"
 
 
@@ -132,12 +136,13 @@ def test_eight_nodes_of_two_cliques_are_not_eight_of_one_but_do_where_no_clique_
 
 def test_tolerated_taints_and_exact_amounts_are_usable() -> None:
     taints = [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}, {"key": "slow", "effect": "PreferNoSchedule"}]
-    nodes = [node(f"n{index}", taints=taints, allocatable={"cpu": "128000m"}) for index in range(8)]
+    nodes = [node(f"n{index}", taints=taints, allocatable={"cpu": "129000m"}) for index in range(8)]
     assert missing({NODES: node_list(*nodes)}) == []
 
 
 def test_a_cluster_without_such_nodes_doubts_the_labels() -> None:
-    (row,) = missing({NODES: node_list()})
+    row, head = missing({NODES: node_list()})
+    assert head.found == "room on 0 of 0 nodes"
     assert row.found == "none with kubernetes.io/arch=arm64,nvidia.com/gpu.product=NVIDIA-GB200"
     assert row.fix.startswith("are the labels of the profile those of the nodes?")
 
@@ -209,8 +214,8 @@ def test_a_refusal_is_quoted_with_the_right_that_is_lacking() -> None:
 
 def test_a_server_that_refuses_everything_gives_a_row_a_check_and_no_traceback() -> None:
     record = found(Cluster(answers={route: forbidden("do", "anything") for route in whole_cluster().answers}))
-    assert record.num_missing == len(record.findings)
-    assert {row.state for row in record.findings} == {State.MISSING}
+    unsaid = [row.what for row in record.findings if row.state is not State.MISSING]
+    assert unsaid == ["shared root"]  # no pod is started for a claim that is not seen
     assert all(row.fix for row in record.findings)
 
 
@@ -269,17 +274,75 @@ def test_without_an_image_no_pod_is_started_and_the_root_is_not_checked() -> Non
     assert [path for path, _ in cluster.asked if path.startswith("POST") and path.endswith("/pods")] == []
 
 
-def test_the_table_puts_what_is_missing_first() -> None:
+def test_the_table_puts_what_is_missing_first_and_fits_a_terminal() -> None:
     rows = (
         Finding.of("one", found="a", needed="a", fix=""),
-        Finding.of("two", found="b", needed="c", fix="do it"),
+        Finding.of("two", found="b " * 90, needed="c", fix="do it"),
     )
-    assert PreflightRecord(cluster="gb200", namespace=NAMESPACE, findings=rows).table.splitlines() == [
-        "         what  found  needed  fix",
-        "-------  ----  -----  ------  -----",
-        "MISSING  two   b      c       do it",
-        "fine     one   a      a",
+    lines = PreflightRecord(cluster="gb200", namespace=NAMESPACE, findings=rows).table.splitlines()
+    assert lines[0] == "MISSING: two"
+    assert lines[-3:] == ["  needed: c", "  fix:    do it", "fine: one: a"]
+    assert max(map(len, lines)) <= 100 and lines[1].startswith("  found:  b b")
+
+
+def test_a_worker_that_fills_its_node_leaves_none_to_the_head() -> None:
+    full = [node(f"tray-{index}", allocatable={"cpu": "128"}) for index in range(8)]
+    (row,) = missing({NODES: node_list(*full)})
+    assert (row.what, row.found) == ("nodes for Ray's head and submitter", "room on 0 of 8 nodes")
+    ninth = other_node(cpu="9")
+    ninth["metadata"]["labels"]["kubernetes.io/arch"] = "arm64"
+    assert missing({NODES: node_list(*full, ninth)}) == []
+
+
+def test_pods_without_gpus_need_a_node_without_gpus_or_a_profile_that_says_otherwise() -> None:
+    trays = (200, {"kind": "NodeList", "metadata": {}, "items": [node(f"tray-{index}") for index in range(8)]})
+    (row,) = missing({NODES: trays})
+    assert (row.what, row.found) == ("nodes for pods without GPUs", "room on 0 of 0 nodes")
+    assert PROFILE.gpu is not None
+    assert missing({NODES: trays}, replace(PROFILE, gpu=replace(PROFILE.gpu, takes_cpu_pods=True))) == []
+
+
+def test_no_pod_is_started_for_a_claim_that_is_not_bound() -> None:
+    cluster = whole_cluster()
+    cluster.answers[CLAIM] = claim("Pending")
+    rows = [row for row in found(cluster).findings if row.state is not State.FINE]
+    assert [(row.what, row.state) for row in rows] == [
+        ("volume claim slipstream-runs", State.MISSING),
+        ("shared root", State.UNCHECKED),
     ]
+    assert [path for path, _ in cluster.asked if path.startswith("POST") and "dryRun" not in path] == []
+
+
+LOCAL_QUEUE = f"GET /apis/kueue.x-k8s.io/v1beta2/namespaces/{NAMESPACE}/localqueues/slipstream"
+KUEUE = "GET /api/v1/namespaces/kueue-system/configmaps/kueue-manager-config"
+
+
+def test_kueue_admits_nothing_without_an_active_queue_and_a_mapping_of_the_workers_claims() -> None:
+    def configured(text: str) -> Answer:
+        return 200, {"kind": "ConfigMap", "apiVersion": "v1", "metadata": {"name": "c"}, "data": {"config.yaml": text}}
+
+    def queue(status: str, message: str) -> Answer:
+        return 200, {"status": {"conditions": [{"type": "Active", "status": status, "message": message}]}}
+
+    kueue = replace(PROFILE, queue=read_profile("gb200").queue)
+    kind = {f"{CRDS}/localqueues.kueue.x-k8s.io": crd("localqueues.kueue.x-k8s.io", "v1beta2")}
+    mapped = configured((DEPLOY / "kueue" / "manager_config.yaml").read_text())
+    assert missing({**kind, LOCAL_QUEUE: queue("True", "fine"), KUEUE: mapped}, kueue) == []
+    wrong = {LOCAL_QUEUE: queue("False", "ClusterQueue is inactive"), KUEUE: configured("resources: {}")}
+    rows = missing({**kind, **wrong}, kueue)
+    assert [(row.found, row.fix[:40]) for row in rows] == [
+        ("ClusterQueue is inactive", "kubectl apply -k deploy/kueue, with the "),
+        ("not mapped", "merge deploy/kueue/manager_config.yaml i"),
+    ]
+
+
+def test_volcanos_queue_is_open() -> None:
+    path = "GET /apis/scheduling.volcano.sh/v1beta1/queues/slipstream"
+    volcano = replace(PROFILE, queue=read_profile("h200").queue)
+    kind = {f"{CRDS}/queues.scheduling.volcano.sh": crd("queues.scheduling.volcano.sh", "v1beta1")}
+    assert missing({**kind, path: (200, {"status": {"state": "Open"}})}, volcano) == []
+    (row,) = missing({**kind, path: (200, {"status": {"state": "Closed"}})}, volcano)
+    assert (row.what, row.found) == ("queue slipstream", "Closed")
 
 
 def test_the_root_is_written_to_here_and_no_pod_is_started_for_it(tmp_path: Path) -> None:
@@ -354,8 +417,8 @@ def test_maps_merge_lists_are_appended_and_what_is_set_wins() -> None:
 
 
 def test_the_quota_is_that_of_one_task_with_all_its_pods() -> None:
-    # 8 x 128 + 16 cores, 8 x 800 + 128 GiB, 8 x 4 GPUs
-    gpus = {"requests.cpu": "1040", "requests.memory": "6528Gi", "requests.nvidia.com/gpu": "32"}
+    # 8 x 120 + 8 + 1 cores, 8 x 720 + 48 + 4 GiB, 8 x 4 GPUs
+    gpus = {"requests.cpu": "969", "requests.memory": "5812Gi", "requests.nvidia.com/gpu": "32"}
     assert run_quota(read_profile("gb200")) == gpus
     assert set(run_quota(read_profile("cpu"))) == {"requests.cpu", "requests.memory"}
 
@@ -397,10 +460,12 @@ current-context: lab
         assert main(["preflight", "--cluster", "gb200", "--namespace", "slipstream", "--timeout-s", "2"]) == 1
     printed = capsys.readouterr().out.splitlines()
     missing = [line for line in printed if line.startswith("MISSING")]
-    assert any("secret slipstream-mlflow" in line and "create it in namespace slipstream" in line for line in missing)
-    assert any("localqueues.kueue.x-k8s.io" in line and "install Kueue" in line for line in missing)
+    text = "\n".join(printed)
+    assert "MISSING: secret slipstream-mlflow\n" in text and "fix:    create it in namespace slipstream" in text
+    assert "MISSING: custom resource localqueues.kueue.x-k8s.io\n" in text and "fix:    install Kueue" in text
     assert any(line.startswith("fine") and "claim template slipstream-channel" in line for line in printed)
     assert printed[-1] == f"{len(missing)} missing"
+    assert "task_resources" in printed[-3]
 
 
 def test_without_a_kubeconfig_the_command_says_what_to_set(

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from slipstream.config import ConfigError, merge
+from slipstream.kubernetes.pods import SUBMITTER
 from slipstream.kubernetes.profile import (
     CLUSTERS,
     Architecture,
@@ -274,3 +275,16 @@ def test_a_recipe_that_the_cluster_cannot_hold_is_refused(cluster: str, recipe: 
 def test_a_recipe_may_take_less_than_the_cluster_has() -> None:
     require_fits(read_profile("gb200"), nodes=1, gpus_per_node=1, trains_from_scratch=False)
     require_fits(read_profile("cpu"), nodes=1, gpus_per_node=0, trains_from_scratch=True)
+
+
+CAPACITY = {"gb200": (144, 894), "h200": (192, 1862)}
+"""Cores and GiB of a node: a GB200 tray has 2 Grace processors of 72 cores with 480 GB each, an H200 host 2 TB."""
+
+
+@pytest.mark.parametrize("name", sorted(CAPACITY))
+def test_worker_head_and_submitter_fit_on_one_node_and_leave_a_tenth_to_the_system(name: str) -> None:
+    profile, (cpus, memory_gib) = read_profile(name), CAPACITY[name]
+    assert profile.gpu is not None and profile.head is not None
+    sizes = (profile.gpu.pod, profile.head, SUBMITTER)
+    assert sum(size.cpus for size in sizes) <= 0.9 * cpus
+    assert sum(size.memory_gib for size in sizes) <= 0.9 * memory_gib

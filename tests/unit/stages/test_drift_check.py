@@ -72,9 +72,9 @@ def test_the_sixth_execution_is_judged_by_the_five_before_and_its_run_says_what_
     assert run.status == "FINISHED"
 
     # The alert ends the run as failed; its results stay, and count for the next.
-    fail_run(stored_root, "tiny-5", node="require-no-drift", message=f"DriftError: {drift.summary}")
+    fail_run(stored_root, "tiny-5", message=f"DriftError: {drift.summary}")
     (run,) = read_executions(store_uri(TrackingConfig(), stored_root), names=["tiny-5"])
-    assert (run.status, run.tags["failed.node"]) == ("FAILED", "require-no-drift")
+    assert (run.status, run.tags["failed.node"]) == ("FAILED", "require_no_drift")
     assert run.metrics["result/generation_speedup"] == 1.0
     drift, _, _ = execute(stored_root, "tiny-6", TWICE)
     assert drift.executions == ("tiny-5", "tiny-4", "tiny-3", "tiny-2", "tiny-1")

@@ -47,20 +47,21 @@ def test_a_failed_executions_runs_end_and_its_results_are_kept(stored_root: Path
     tuning = TuningRecord(chosen_k=3, reason="k=3 won", points=(), schedule=())
     write_record(tuning, context.directory("tune_draft_length") / "tuning.json")
 
-    directory = fail_run(stored_root, "e", node="train-speculative", message="the loss is not finite")
+    directory = fail_run(stored_root, "e", message="train_grpo_speculative: the loss is not finite")
 
     assert directory is not None
     page = (directory / "failure.md").read_text()
-    for words in ("Failed node: train-speculative", "the loss is not finite", "tune_draft_length: finished", "k=3 won"):
+    stages = ("Failed stage: train_grpo_speculative", "tune_draft_length: finished")
+    for words in (*stages, "the loss is not finite", "k=3 won"):
         assert words in page
     record = json.loads((directory / "failure.json").read_text())
     assert record["finished"] == ["tune_draft_length"]
     runs = _runs(stored_root, store_uri(recipe.tracking, stored_root))
-    assert (runs["e"].info.status, runs["e"].data.tags["failed.node"]) == ("FAILED", "train-speculative")
+    assert (runs["e"].info.status, runs["e"].data.tags["failed.node"]) == ("FAILED", "train_grpo_speculative")
 
 
 def test_an_execution_that_never_started_has_nothing_to_end(tmp_path: Path) -> None:
-    assert fail_run(tmp_path, "e", node="start-run", message="grpo.group_size must be >= 2, got 1") is None
+    assert fail_run(tmp_path, "e", message="grpo.group_size must be >= 2, got 1") is None
     assert not list(tmp_path.iterdir())
 
 
@@ -97,10 +98,11 @@ def test_a_failed_asynchronous_execution_names_the_arms_of_both_loops(stored_roo
         record = replace(RECORD.arms[0], loop=loop, max_off_policy_steps=int(loop != "synchronous"))
         write_record(record, stored_root / "e" / node / "arm.json")
 
-    directory = fail_run(stored_root, "e", node="train-speculative", message="lost")
+    directory = fail_run(stored_root, "e", message="lost")
 
     assert directory is not None
     page = (directory / "failure.md").read_text()
+    assert "Failed stage: prepare_data." in page  # the first that is not finished
     assert "- train_grpo_speculative_asynchronous: not finished" in page
     assert "- evaluate_aime_speculative_asynchronous: not finished" in page
     assert "- autoregressive, k=0: 6 steps of 8.00 s (median), reward 0.100 to 0.500" in page

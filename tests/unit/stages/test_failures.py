@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import importlib
+import re
+import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from slipstream.config import ConfigError
 from slipstream.learner.checkpoint import CheckpointError, CheckpointStorageError, CheckpointWriteError
 from slipstream.refit.config import ChannelBrokeError, RefitError
 from slipstream.stages.certify_losslessness import LosslessnessError
-from slipstream.stages.failures import PERMANENT, TRANSIENT, transient
+from slipstream.stages.failures import EXPLAINED, PERMANENT, TRANSIENT, explained, transient
 from slipstream.tracking.mlflow_store import TrackingError
 from slipstream.train.acceptance_guard import AcceptanceCollapse
 from slipstream.workers.calls import LostWorkerError
@@ -27,6 +30,12 @@ def _made(name: str, *arguments: Any, **more: Any) -> Callable[[], BaseException
 
 def _client_error(code: str) -> Callable[[], BaseException]:
     return _made("botocore.exceptions.ClientError", {"Error": {"Code": code, "Message": "?"}}, "GetObject")
+
+
+def _hub_error(status: int) -> Callable[[], BaseException]:
+    from httpx2 import Request, Response
+
+    return _made("huggingface_hub.errors.HfHubHTTPError", "?", response=Response(status, request=Request("GET", "h")))
 
 
 _DIST = "torch.distributed"
@@ -48,6 +57,20 @@ _COMES_AGAIN_OR_NOT: dict[str, tuple[Callable[[], BaseException], bool]] = {
     "store not reached": (_made("botocore.exceptions.EndpointConnectionError", endpoint_url="http://store"), True),
     "store busy": (_client_error("SlowDown"), True),
     "download failed": (_made("flytekit.exceptions.system.FlyteDownloadDataException", "s3://bucket/policy"), True),
+    "hub not reached": (_made("httpx2.ConnectError", "name resolution"), True),
+    "hub silent": (_made("httpx2.ReadTimeout", "timed out"), True),
+    "hub broke off": (_made("requests.exceptions.ChunkedEncodingError", "IncompleteRead"), True),
+    "hub not reached, as the cache says": (_made("huggingface_hub.errors.LocalEntryNotFoundError", "no file"), True),
+    "hub busy": (_hub_error(503), True),
+    "hub asks to wait": (_hub_error(429), True),
+    "hub refuses": (_hub_error(403), False),
+    "hub has no such model": (_hub_error(404), False),
+    "hub not to be asked": (_made("huggingface_hub.errors.OfflineModeIsEnabled", "HF_HUB_OFFLINE"), False),
+    "hub not reached, as transformers says": (
+        lambda: OSError("We couldn't connect to 'https://huggingface.co' to load the files"),
+        True,
+    ),
+    "no name": (lambda: socket.gaierror(-3, "Temporary failure in name resolution"), True),
     "store refuses": (_client_error("AccessDenied"), False),
     "object missing": (_client_error("NoSuchKey"), False),
     "disk full": (lambda: OSError(errno.ENOSPC, "No space left on device"), False),
@@ -69,6 +92,21 @@ _COMES_AGAIN_OR_NOT: dict[str, tuple[Callable[[], BaseException], bool]] = {
 def test_a_failure_is_transient_or_not(name: str) -> None:
     make, expected = _COMES_AGAIN_OR_NOT[name]
     assert (transient(make()) is not None) is expected
+
+
+def test_a_full_disk_says_how_much_is_free_and_where(tmp_path: Path) -> None:
+    error = RuntimeError("the download failed")
+    error.__cause__ = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "absent" / "model.safetensors"))
+    assert transient(error) is None
+    said = explained(error)
+    assert said is not None
+    assert re.search(rf"disk of {tmp_path} must have room for \S+safetensors, got [\d.]+ GiB free of [\d.]+ GiB", said)
+
+
+def test_a_users_error_and_a_verdict_need_no_traceback_and_a_bug_does() -> None:
+    assert explained(ConfigError("grpo.group_size must be >= 2, got 1")) == "grpo.group_size must be >= 2, got 1"
+    assert explained(LosslessnessError("the run is biased")) == "the run is biased"
+    assert explained(AttributeError("no such")) is None
 
 
 def test_an_actor_whose_constructor_raised_would_do_so_again() -> None:
@@ -99,7 +137,7 @@ def test_a_worker_lost_while_the_refusal_is_raised_does_not_excuse_it() -> None:
     assert transient(caught.value) is None
 
 
-@pytest.mark.parametrize("name", sorted({*PERMANENT, *TRANSIENT}))
+@pytest.mark.parametrize("name", sorted({*PERMANENT, *EXPLAINED, *TRANSIENT}))
 def test_every_class_named_is_there_under_that_name(name: str) -> None:
     module, _, kind = name.rpartition(".")
     found = vars(importlib.import_module(module))[kind]

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from slipstream.config import ConfigError
+from slipstream.kubernetes.profile import CLUSTERS
 from slipstream.recipe import Recipe, load_recipe, parameters
 from slipstream.records.files import write_record
 from slipstream.records.run import DriftRecord
@@ -30,12 +32,18 @@ from slipstream.tracking.executions import Execution, read_executions
 from tests.unit.report.handmade import CERTIFICATE, RECORD
 
 
-def test_a_pod_is_tagged_from_its_environment() -> None:
+def test_a_pod_is_tagged_from_its_environment_and_the_profiles_console(tmp_path: Path) -> None:
+    values = yaml.safe_load((CLUSTERS / "cpu.yaml").read_text()) | {"name": "mine"}
+    values["flyte"] = {"console": "https://flyte/console/"}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
     environment = {
         "SLIPSTREAM_GIT_COMMIT": "abc123",
         "SLIPSTREAM_NODE": "gb200-07",
-        "FLYTE_INTERNAL_IMAGE": "registry/slipstream:v1",
-        "FLYTE_EXECUTION_URL": "https://flyte/console/x",
+        "SLIPSTREAM_IMAGE": "registry/slipstream:v1",
+        "SLIPSTREAM_CLUSTER": str(tmp_path / "mine.yaml"),
+        "FLYTE_INTERNAL_EXECUTION_PROJECT": "slipstream",
+        "FLYTE_INTERNAL_EXECUTION_DOMAIN": "development",
+        "FLYTE_INTERNAL_EXECUTION_ID": "a7rw89",
     }
     assert origin_tags(environment, gpu="GB200") == {
         "git.commit": "abc123",
@@ -43,7 +51,7 @@ def test_a_pod_is_tagged_from_its_environment() -> None:
         "image": "registry/slipstream:v1",
         "node": "gb200-07",
         "gpu": "GB200",
-        "flyte.execution_url": "https://flyte/console/x",
+        "flyte.execution_url": "https://flyte/console/projects/slipstream/domains/development/executions/a7rw89",
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.kubernetes.profile import read_profile
+from slipstream.kubernetes.profile import ClusterProfile, read_profile
 from slipstream.recipe import load_recipe
 from slipstream.stages.context import RunContext, recorded_arms
 from slipstream.stages.start_run import start_run
-from slipstream.tracking.spool import read_spool
+from slipstream.tracking.spool import RunStatus, end_open_runs, read_spool
 from slipstream.types import Arms
 
 UNTRACKED = {"uri": "http://127.0.0.1:9", "replay_every_s": 0.1, "close_wait_s": 0.0}
@@ -150,3 +151,21 @@ def test_a_recipe_that_may_end_for_want_of_memory_starts_with_a_warning(
     assert "memory" not in caplog.text
     start_on(tmp_path / "long", "gb200", "qwen3_8b", tracking=UNTRACKED, learner={"max_tokens_per_microbatch": 100_000})
     assert "memory: GPU: " in caplog.text and "lower learner.max_tokens_per_microbatch to " in caplog.text
+
+
+def test_a_second_execution_does_not_start_on_gpu_nodes_without_a_queue(tmp_path: Path) -> None:
+    queued = read_profile("gb200")
+    overrides = {"tracking": UNTRACKED}
+
+    def begin(execution: str, profile: ClusterProfile) -> None:
+        start_run("qwen3_8b", root=tmp_path, execution=execution, overrides=overrides, cluster=profile)
+
+    alone = replace(queued, queue=None)
+    begin("first", alone)
+    begin("first", alone)  # another attempt of the same
+    with pytest.raises(ConfigError, match=r"must be alone on cluster gb200, which has no queue, got 'second, first'"):
+        begin("second", alone)
+    begin("second", queued)  # waits in the queue
+    end_open_runs(tmp_path, "first", RunStatus.FINISHED)
+    end_open_runs(tmp_path, "second", RunStatus.KILLED)
+    begin("third", alone)

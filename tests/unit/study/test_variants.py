@@ -20,8 +20,8 @@ from slipstream.study.variants import (
     Kind,
     Variant,
     chosen_seeds,
+    day_seed,
     drafter_recipes,
-    kickoff_day,
     parts,
     variant_recipes,
 )
@@ -190,14 +190,14 @@ def test_a_variant_that_the_recipe_refuses_is_named_and_so_is_an_override_of_wha
     assert refusal(variant_recipes, name="tiny", grid=grid, requested=overrides).startswith(message)
 
 
-def test_without_seeds_the_day_of_the_kickoff_in_utc_is_the_seed_and_without_a_kickoff_there_is_none() -> None:
-    assert chosen_seeds([3, 1], datetime(2026, 11, 22, tzinfo=UTC)) == (3, 1)
-    assert chosen_seeds([0], datetime(2026, 11, 22, tzinfo=UTC)) == (0,)
-    assert chosen_seeds([], datetime(1970, 1, 1, tzinfo=UTC)) == ()
-    assert chosen_seeds([], datetime(1970, 1, 31, 23, 59, tzinfo=UTC)) == (30,)
-    assert kickoff_day(datetime(1970, 1, 31, 23, 59)) == 30
+def test_seeds_that_are_given_win_over_the_days_which_is_that_of_utc() -> None:
+    assert chosen_seeds([3, 1], day=20779) == (3, 1)
+    assert chosen_seeds([0], day=20779) == (0,)
+    assert chosen_seeds([]) == ()
+    assert chosen_seeds([], day=30) == (30,)
     west = timezone(timedelta(hours=-5))
-    assert kickoff_day(datetime(1970, 1, 31, 23, 59, tzinfo=west)) == 31
+    assert day_seed(datetime(1970, 1, 31, 23, 59, tzinfo=UTC)) == 30
+    assert day_seed(datetime(1970, 1, 31, 23, 59, tzinfo=west)) == 31
 
 
 DRAFTERS: dict[str, Any] = {

@@ -6,11 +6,12 @@ fails here; tests/integration/test_pods.py runs the chain with the stages that a
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,8 +116,8 @@ class Stages:
         self.seen |= {name: inputs[name] for name in ("loop", "arms")}
         return _context(inputs["root"]), self.recipe
 
-    def _fail_run(self, root: Path, execution: str, *, node: str, message: str) -> None:
-        self.seen |= {"root": root, "execution": execution, "node": node, "message": message}
+    def _fail_run(self, root: Path, execution: str, *, message: str) -> None:
+        self.seen |= {"root": root, "execution": execution, "message": message}
 
     def _require_lossless(self, certificate: Path) -> None:
         self.seen["certificate"] = _read(certificate)
@@ -172,10 +173,12 @@ class Stages:
 
 
 def _read(value: Any) -> Any:
-    """The mark in a folder, of a list those in each."""
+    """The mark in a folder, or its name where a stage made it; of a list those in each."""
     if isinstance(value, list):
         return [_read(item) for item in value]
-    return (value / _MARK).read_text() if isinstance(value, Path) else value
+    if not isinstance(value, Path):
+        return value
+    return (value / _MARK).read_text() if (value / _MARK).is_file() else value.name
 
 
 def _context(root: Path) -> RunContext:
@@ -203,10 +206,10 @@ _FORM = {
     "overrides": [],
     "max_off_policy_steps": None,
     "arms": Arms.SPECULATIVE,
-    "resume_execution": "",
+    "resume_execution": None,
     "reuse_stored": True,
     "num_speculative_tokens": 3,
-    "err": FlyteError(message="no luck", failed_node_id="train-speculative"),
+    "err": FlyteError(message="no luck", failed_node_id="fn0"),
 }
 _GRID = {
     "recipe": "tiny",
@@ -214,11 +217,11 @@ _GRID = {
     "methods": [DraftMethod.EAGLE3],
     "losses": ["kl_div"],
     "draft_lengths": [3, 7],
-    "seeds": [],
+    "seeds": [2],
     "workloads": [Workload.RL_THINK],
     "num_steps": 2,
     "overrides": [],
-    "kickoff_time": datetime(1970, 1, 3, tzinfo=UTC),
+    "seed_of_the_day": False,
     "reuse_stored": True,
     "err": FlyteError(message="no luck", failed_node_id="variants"),
 }
@@ -236,7 +239,7 @@ _TAKES_PART = {
         draft_lengths=(3,),
     )
 }
-_FAILED = {"node": "train-speculative", "message": "no luck"}
+_FAILED = {"message": "no luck"}
 _CERTIFICATE, _DELIVERED = "certificate.json", "deliverable.json"
 _ARMS = {"arms": ["arms", "arms"]}
 CASES = {
@@ -268,7 +271,7 @@ CASES = {
     ),
     "evaluate_aime": Case(
         seen={**_marks("data"), "model": "arms/policy", "others": (LAST,)},  # the arms after the start
-        handed_on=(_DELIVERED, "evaluation.json") * 3,
+        handed_on=(*[_DELIVERED] * 3, *["evaluation.json"] * 3),
     ),
     "certify_losslessness": Case(
         seen={
@@ -304,7 +307,7 @@ CASES = {
                 methods=(DraftMethod.EAGLE3,),
                 losses=("kl_div",),
                 draft_lengths=(3, 7),
-                seeds=(2,),  # the kickoff's day
+                seeds=(2,),
                 workloads=(Workload.RL_THINK,),
             ),
             "changes": {"grpo": {"num_steps": 2}},
@@ -316,14 +319,14 @@ CASES = {
     "rank_ablation": Case(
         values={"finished": ["p0", None]},
         seen={"execution": "whole"},
-        handed_on=("ablation.html", "ablation.json", "speedups.svg"),
+        handed_on=("ablation.html", "ablation.json", _DELIVERED, "speedups.svg"),
     ),
     "fail_ablation": Case(values=_GRID, seen={"message": "no luck"}, handed_on=()),
     "check_drafters": Case(values=_FIELD, seen={"drafters of": "tiny", **_TAKES_PART}, handed_on=()),
     "bake_off": Case(
         values=_FIELD,
         seen={**_marks("policy", "data"), "drafters of": "tiny", **_TAKES_PART},
-        handed_on=("bake_off.html", "bake_off.json", "speedups.svg"),
+        handed_on=("bake_off.html", "bake_off.json", _DELIVERED, "speedups.svg"),
     ),
     "fail_bake_off": Case(values={**_FORM, **_FIELD}, seen=_FAILED, handed_on=()),
     "preflight": Case(
@@ -339,8 +342,8 @@ CASES = {
             "mean_acceptance_length": 2.5,
             "max_off_policy_steps": 0,
             "generation_fraction": 0.5,
-            "mean_response_tokens": 0.0,
-            "kickoff_time": datetime(1970, 1, 1, tzinfo=UTC),
+            "mean_response_tokens": None,
+            "seed_of_the_day": False,
         },
         seen={},
         handed_on=("projection.json",),
@@ -419,3 +422,21 @@ def test_without_a_speculative_arm_the_tasks_of_a_draft_make_nothing(tmp_path: P
     assert TASKS["tune_draft_length"].task_function(**shared, draft=None).tuning is None
     assert TASKS["certify_losslessness"].task_function(**shared, **without, trained=[absent]).certificate is None
     assert TASKS["require_lossless"].task_function(certificate=None, report=absent).report is absent
+
+
+@pytest.mark.parametrize(("name", "num_arms"), [("speculative_rl", 2), ("asynchronous_rl", 4)])
+def test_nested_workflows_run_as_one_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_arms: int
+) -> None:
+    stages = Stages(recipe=write_recipe(load_recipe("tiny"), tmp_path / "recipe.yaml"))
+    for module in {sys.modules[task.task_function.__module__] for task in TASKS.values()}:
+        if "stage" in vars(module):
+            monkeypatch.setattr(module, "stage", stages.namespace())
+
+    workflow = vars(importlib.import_module(f"workflows.{name}"))[name]
+    made = workflow(recipe="tiny", run_root=str(tmp_path / "runs"))
+
+    assert "report.html" in os.listdir(str(made.report.path))
+    assert len(stages.seen["arms"]) == num_arms
+    assert len(set(stages.seen["evaluations"])) == num_arms + 1  # each of another policy
+    assert stages.seen["trained"] == "policy" and stages.seen["report"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from flytekit import WorkflowFailurePolicy
 from flytekit.core.python_function_task import PythonFunctionTask
 from flytekit.core.workflow import PythonFunctionWorkflow
 
+from slipstream.study.variants import day_seed
 from tasks.ablation import fail_ablation
 from tasks.bake_off import fail_bake_off
 from tasks.fail_run import fail_certificate, fail_run
@@ -25,7 +26,7 @@ from workflows.losslessness import certify
 from workflows.speculative_rl import speculative_rl
 
 _LAUNCH = ""  # flytekit's id of where inputs come from
-_ATTEMPT = recoverable(lambda: None).__code__
+_ATTEMPT = recoverable(timedelta(1))(lambda: None).__code__
 
 
 TASKS = declared_tasks()
@@ -76,7 +77,10 @@ def test_the_first_task_is_handed_each_input_of_the_launch_under_its_own_name(wo
     }
 
 
-def test_the_day_of_the_kickoff_seeds_a_projection(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_the_day", [False, True])
+def test_the_day_seeds_a_recurring_projection(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, of_the_day: bool
+) -> None:
     seen: list[int] = []
 
     def write_request(request: Any, directory: Path, *, seed: int) -> Path:
@@ -86,10 +90,10 @@ def test_the_day_of_the_kickoff_seeds_a_projection(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("tasks.project_request.write_request", write_request)
     shape = {"model": "qwen3-8b", "hardware": "gb200", "num_gpus": 32, "generation_fraction": 0.5}
-    numbers = {"num_speculative_tokens": 3, "mean_acceptance_length": 2.5, "mean_response_tokens": 0.0}
-    day = datetime(1970, 1, 31, tzinfo=UTC)
-    project_request.task_function(**shape, **numbers, max_off_policy_steps=0, kickoff_time=day)
-    assert seen == [30]
+    numbers = {"num_speculative_tokens": 3, "mean_acceptance_length": 2.5, "max_off_policy_steps": 0}
+    before = day_seed(datetime.now(UTC))
+    project_request.task_function(**shape, **numbers, seed_of_the_day=of_the_day)
+    assert before <= seen[0] <= before + 1 if of_the_day else seen == [0]
 
 
 def test_a_failed_ablation_is_ranked_by_what_it_left() -> None:

@@ -7,6 +7,7 @@ Tasks read the profile when they are imported, so each profile takes a process o
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import os
 import subprocess
@@ -19,11 +20,6 @@ from typing import Any
 from tests.forked.tasks import forked
 
 ROOT = Path(__file__).parents[3]
-PLANS = (
-    *("tiny_smoke", "tiny_async", "rl_zero_8b", "rl_think_8b", "rl_think_8b_async"),
-    *("certify", "projection", "ablation", "preflight"),
-)
-SCHEDULES = ("nightly_draft_length", "weekly_draft_initialisation", "monthly_projection")
 _APPENDED = "containers"
 
 
@@ -38,6 +34,48 @@ def registration(profile: str, path: Path) -> Registration:
     environment = {**os.environ, "SLIPSTREAM_CLUSTER": profile, "PYTHONPATH": str(ROOT)}
     subprocess.run(forked(__file__, str(path)), cwd=ROOT, env=environment, check=True, timeout=300)
     return Registration(**json.loads(path.read_text()))
+
+
+def flat(workflows: dict[str, dict[str, Any]], name: str) -> dict[str, tuple[dict[str, Any], set[str]]]:
+    """Each node of a workflow and of those that it nests, by the id that propeller names pods by, and what precedes it.
+
+    A node may run when its own upstream nodes, and those of the node that nests it, have ended; a nested workflow has
+    ended when all its nodes have.
+    """
+    found: dict[str, tuple[dict[str, Any], set[str]]] = {}
+    ends: dict[str, set[str]] = {}  # of a node of this level: the nodes that must have ended
+    waiting = {node["id"]: node for node in workflows[name]["nodes"]}
+    while waiting:
+        for id_, node in list(waiting.items()):
+            direct = set(node.get("upstreamNodeIds", ())) - {"start-node"}
+            if direct & waiting.keys():
+                continue
+            del waiting[id_]
+            before = set().union(*(ends[each] for each in direct))
+            before |= set().union(*(found[each][1] for each in before))
+            nested = node.get("workflowNode", {}).get("subWorkflowRef", {}).get("name", "").rpartition(".")[2]
+            children = flat(workflows, nested) if nested else {}
+            inner = {f"{id_}-0-{key}": (child, up) for key, (child, up) in children.items()}
+            for key, (child, up) in inner.items():
+                found[key] = (child, before | {f"{id_}-0-{each}" for each in up})
+            if not nested:
+                found[id_] = (node, before)
+            ends[id_] = set(inner) or {id_}
+    return found
+
+
+def edges(workflow: dict[str, Any]) -> set[tuple[str, str]]:
+    """Edges of a workflow's graph, those from its inputs included."""
+
+    def sources(binding: Any) -> set[str]:
+        if isinstance(binding, dict):
+            own = {binding["promise"].get("nodeId", "start-node")} if "promise" in binding else set()
+            return own.union(*map(sources, binding.values()))
+        return set().union(*map(sources, binding)) if isinstance(binding, list) else set()
+
+    nodes = workflow["nodes"]
+    bound = {(source, node["id"]) for node in nodes for source in sources(node.get("inputs", []))}
+    return bound | {(source, node["id"]) for node in nodes for source in node.get("upstreamNodeIds", ())}
 
 
 def pods(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -127,34 +165,33 @@ def _integers(value: Any) -> Any:
 
 def _registered() -> dict[str, dict[str, Any]]:
     from flytekit.configuration import Image, ImageConfig, SerializationSettings
+    from flytekit.core.launch_plan import LaunchPlan
     from flytekit.models.admin.workflow import WorkflowSpec
     from flytekit.models.core.workflow import Node
-    from flytekit.models.launch_plan import LaunchPlan
+    from flytekit.models.launch_plan import LaunchPlan as SentPlan
     from flytekit.models.task import TaskSpec
     from flytekit.tools.translator import get_serializable
     from google.protobuf.json_format import MessageToDict
 
-    from workflows import launch_plans, schedules
-
+    importlib.import_module("workflows.launch_plans")
+    importlib.import_module("workflows.schedules")
     images = [Image(name=role, fqn=f"registry.example/slipstream-{role}", tag="v1") for role in ("cpu", "gpu")]
     settings = SerializationSettings(
         project="p", domain="d", version="v", env={}, image_config=ImageConfig(default_image=None, images=images)
     )
     entities: OrderedDict[Any, Any] = OrderedDict()
-    for name in PLANS:
-        get_serializable(entities, settings, vars(launch_plans)[name])
-    for name in SCHEDULES:
-        get_serializable(entities, settings, vars(schedules)[name])
+    for plan in list(LaunchPlan.CACHE.values()):  # those of the workflows' own names too
+        get_serializable(entities, settings, plan)
     found: dict[str, dict[str, Any]] = {"tasks": {}, "workflows": {}, "plans": {}}
     for model in entities.values():
         sent = model.to_flyte_idl()
         if isinstance(model, Node):
             continue  # of an array: the workflow holds it too
         decoded = MessageToDict(type(sent).FromString(sent.SerializeToString()))
-        if isinstance(model, LaunchPlan):
+        if isinstance(model, SentPlan):
             found["plans"][decoded["id"]["name"]] = decoded | {"isActivated": model.should_auto_activate}
         elif isinstance(model, TaskSpec | WorkflowSpec):
-            template = decoded["template"]
+            template = decoded["template"] | {"description": decoded.get("description", {})}
             name = task_name(template["id"]["name"])
             found["tasks" if isinstance(model, TaskSpec) else "workflows"][name] = template
     return found

@@ -9,6 +9,8 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
+import yaml
+from kubernetes.utils.quantity import parse_quantity
 
 from tests.unit.workflows.conftest import Registered
 from tests.unit.workflows.registration import pods, ray_job
@@ -39,6 +41,36 @@ def test_kubernetes_takes_every_pod(registered: Registered, profile: str) -> Non
     for task in registered(profile).tasks.values():
         for pod in pods(task).values():
             kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+
+
+STOCK = {"cpu": "2", "memory": "1Gi", "gpu": "1"}
+
+
+def refused(task: dict[str, Any], limits: dict[str, Any]) -> list[str]:
+    """Resources for which flyteadmin refuses a task at registration, by the rule of `validateK8sPod`; 0 is no limit.
+
+    Source: flyteadmin/pkg/manager/impl/validation/task_validator.go and pkg/runtime/task_resource_provider.go, 1.16.8.
+    """
+    names = {"cpu": "cpu", "memory": "memory", "gpu": "nvidia.com/gpu", "ephemeralStorage": "ephemeral-storage"}
+    bounds = {names[name]: parse_quantity(limit) for name, limit in limits.items()}
+    asked = [container["resources"]["limits"] for container in task["k8sPod"]["podSpec"]["containers"]]
+    return [
+        name
+        for amounts in asked
+        for name, amount in amounts.items()
+        if bounds.get(name) and parse_quantity(amount) > bounds[name]
+    ]
+
+
+@on_pods
+def test_flyte_as_deploy_installs_it_takes_every_task_and_as_it_comes_none(
+    registered: Registered, profile: str
+) -> None:
+    values = yaml.safe_load((Path(__file__).parents[3] / "deploy" / "flyte" / "values.yaml").read_text())
+    limits = values["configuration"]["inline"]["task_resources"]["limits"]
+    for name, task in registered(profile).tasks.items():
+        assert refused(task, STOCK), name
+        assert refused(task, limits) == [], name
 
 
 @on_gpus
@@ -143,8 +175,8 @@ def test_the_pods_of_a_gb200_job_have_these_resources(registered: Registered) ->
         sizes = {kind: primary(pod)["resources"] for kind, pod in made.items()}
         amounts = {
             "submitter": {"cpu": "1", "memory": "4Gi", "ephemeral-storage": "4Gi"},
-            "ray-head": {"cpu": "16", "memory": "128Gi", "ephemeral-storage": "200Gi"},
-            "ray-worker": {"cpu": "128", "memory": "800Gi", "ephemeral-storage": "500Gi", "nvidia.com/gpu": "4"},
+            "ray-head": {"cpu": "8", "memory": "48Gi", "ephemeral-storage": "200Gi"},
+            "ray-worker": {"cpu": "120", "memory": "720Gi", "ephemeral-storage": "500Gi", "nvidia.com/gpu": "4"},
         }
         for kind, wanted in amounts.items():
             assert sizes[kind]["requests"] == sizes[kind]["limits"] == wanted
@@ -190,11 +222,19 @@ def test_pods_tolerate_the_taints_of_their_nodes(registered: Registered) -> None
         assert all(pod["spec"]["tolerations"] == [anything] for pod in made.values())
 
 
+@on_pods
+def test_pods_without_gpus_leave_nodes_with_gpus_to_workers(registered: Registered, profile: str) -> None:
+    for task in registered(profile).tasks.values():
+        for kind, pod in pods(task).items():
+            away = pod["spec"].get("affinity", {}).get("nodeAffinity")
+            assert (away is not None) is (kind == "task" and profile in ("gb200", "h200"))
+
+
 @pytest.mark.parametrize(
     ("profile", "kind", "size"),
     [
         ("gb200", "ray-worker", "200Gi"),
-        ("gb200", "ray-head", "32Gi"),
+        ("gb200", "ray-head", "16Gi"),
         ("h200", "ray-worker", "400Gi"),
         ("cpu", "task", "4Gi"),
     ],

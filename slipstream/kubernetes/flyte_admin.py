@@ -1,0 +1,166 @@
+"""Client of flyteadmin's HTTP API: states of executions, nodes and attempts; launches and ends executions.
+
+Source: the gateway's routes and JSON of flyteidl's service/admin.proto, Flyte 1.16; the shapes of answers are those of
+a Flyte 1.16.8 (tests/data/flyte). Launching and terminating were never tried on a server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from slipstream.config import require
+from slipstream.kubernetes.profile import ClusterProfile
+
+TOKEN_VARIABLE = "FLYTE_TOKEN"
+"""Environment variable with a bearer token, for a Flyte that asks for one."""
+
+ENDED = ("SUCCEEDED", "FAILED", "ABORTED", "TIMED_OUT")
+_EXECUTION = "FLYTE_INTERNAL_EXECUTION_"
+_LIMIT = 100
+
+
+class FlyteError(RuntimeError):
+    """Flyteadmin did not answer, or refused."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """Phase of an execution, a node or an attempt, as Flyte names it, with its error."""
+
+    name: str
+    phase: str
+    message: str = ""
+    deck: str = ""  # address of a node's deck
+    continues: str = ""  # execution whose outputs a recovered one has taken over
+
+    @property
+    def has_ended(self) -> bool:
+        """True if Flyte does no more for it."""
+        return self.phase in ENDED
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlyteAdmin:
+    """Flyteadmin's HTTP port, for one project and domain."""
+
+    endpoint: str
+    project: str
+    domain: str
+    token: str = ""
+    timeout_s: float = 10.0
+
+    def execution(self, name: str) -> State | None:
+        """Return the state of an execution; None if Flyte knows none of this name."""
+        answer = self._ask("GET", self._path("executions", name), absent_is_none=True)
+        return None if answer is None else _state(answer, name)
+
+    def executions(self) -> list[State]:
+        """Return the newest executions, those that go on among them."""
+        order = {"limit": _LIMIT, "sort_by.key": "created_at", "sort_by.direction": "DESCENDING"}
+        found = self._ask("GET", f"{self._path('executions')}?{urlencode(order)}").get("executions") or []
+        return [_state(each, each["id"]["name"]) for each in found]
+
+    def nodes(self, execution: str, *, parent: str = "") -> list[State]:
+        """Return the nodes of an execution, or those of its nested workflow `parent`."""
+        query = {"limit": _LIMIT, **({"unique_parent_id": parent} if parent else {})}
+        path = f"{self._path('node_executions', execution)}?{urlencode(query)}"
+        return [_state(each, each["id"]["nodeId"]) for each in self._ask("GET", path).get("nodeExecutions") or []]
+
+    def attempts(self, execution: str, node: str) -> list[State]:
+        """Return the attempts of a node's task."""
+        path = f"{self._path('task_executions', execution, node)}?{urlencode({'limit': _LIMIT})}"
+        found = self._ask("GET", path).get("taskExecutions") or []
+        return [_state(each, str(each["id"].get("retryAttempt", 0))) for each in found]
+
+    def outputs(self, execution: str) -> list[str]:
+        """Return the names of an execution's outputs."""
+        answer = self._ask("GET", self._path("data/executions", execution))
+        return sorted((answer.get("fullOutputs") or {}).get("literals") or {})
+
+    def launch(self, plan: str, version: str, inputs: Mapping[str, Any]) -> str:
+        """Start a launch plan of a version with inputs as Flyte's literals; return the execution's name."""
+        identifier = {"resourceType": "LAUNCH_PLAN", "project": self.project, "domain": self.domain}
+        spec = {"launchPlan": {**identifier, "name": plan, "version": version}, "metadata": {"mode": "MANUAL"}}
+        body = {"project": self.project, "domain": self.domain, "spec": spec, "inputs": {"literals": dict(inputs)}}
+        return self._ask("POST", "executions", body)["id"]["name"]
+
+    def terminate(self, execution: str, cause: str) -> None:
+        """End an execution."""
+        self._ask("DELETE", self._path("executions", execution), {"cause": cause})
+
+    def _path(self, kind: str, *names: str) -> str:
+        return "/".join([kind, *map(quote, (self.project, self.domain, *names))])
+
+    def _ask(self, method: str, path: str, body: Any = None, *, absent_is_none: bool = False) -> Any:
+        request = urllib.request.Request(f"{self.endpoint.rstrip('/')}/api/v1/{path}", method=method)
+        request.add_header("Content-Type", "application/json")
+        if self.token:
+            request.add_header("Authorization", f"Bearer {self.token}")
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with urllib.request.urlopen(request, data, timeout=self.timeout_s) as answer:
+                return json.loads(answer.read() or b"{}")
+        except urllib.error.HTTPError as error:
+            if error.code == 404 and absent_is_none:
+                return None
+            fix = f"; set {TOKEN_VARIABLE}" if error.code in (401, 403) else ""
+            text = error.read().decode(errors="replace")[:500]
+            raise FlyteError(f"flyteadmin at {self.endpoint}: {error.code} {text}{fix}") from error
+        except (OSError, ValueError) as error:
+            raise FlyteError(f"flyteadmin at {self.endpoint} did not answer {method} {path}: {error}") from error
+
+
+def admin_of(
+    profile: ClusterProfile, *, project: str = "", domain: str = "", environment: Mapping[str, str] = os.environ
+) -> FlyteAdmin:
+    """Make the client of a profile's Flyte; project and domain are by default those of this pod.
+
+    Raises:
+        ConfigError: the profile names no endpoint.
+    """
+    endpoint = profile.flyte.endpoint
+    fix = "as in http://flyte-http.flyte.svc.cluster.local:8088"
+    require(endpoint is not None, "flyte.endpoint", f"must be set in the profile {profile.name}", endpoint, fix)
+    return FlyteAdmin(
+        endpoint=str(endpoint),
+        project=project or environment.get(f"{_EXECUTION}PROJECT", "slipstream"),
+        domain=domain or environment.get(f"{_EXECUTION}DOMAIN", "development"),
+        token=environment.get(TOKEN_VARIABLE, ""),
+    )
+
+
+def text(value: str) -> dict[str, Any]:
+    """Make a literal of a string."""
+    return {"scalar": {"primitive": {"stringValue": value}}}
+
+
+def optional_number(value: int) -> dict[str, Any]:
+    """Make a literal of an integer for an input that may be left out, which has a union type."""
+    number = {"scalar": {"primitive": {"integer": str(value)}}}
+    return {"scalar": {"union": {"value": number, "type": {"simple": "INTEGER", "structure": {"tag": "int"}}}}}
+
+
+def texts(*values: str) -> dict[str, Any]:
+    """Make a literal of a list of strings."""
+    return {"collection": {"literals": [text(value) for value in values]}}
+
+
+def _state(answer: Mapping[str, Any], name: str) -> State:
+    closure = answer["closure"]
+    metadata = (answer.get("spec") or {}).get("metadata") or {}
+    error = closure.get("error") or {}
+    aborted = closure.get("abortMetadata") or {}
+    return State(
+        name=name,
+        phase=closure["phase"],
+        message=error.get("message") or aborted.get("cause") or "",
+        deck=closure.get("deckUri") or "",
+        continues=(metadata.get("referenceExecution") or {}).get("name") or "",
+    )
