@@ -80,7 +80,7 @@ def test_a_sound_profile_is_read(tmp_path: Path) -> None:
         ),
         (
             {"gpu": {"pod": {"shared_memory_gib": 400}}},
-            "shared_memory_gib must be < memory_gib 400, of which it is a part, got 400",
+            "gpu.pod.shared_memory_gib must be < memory_gib 400, of which it is a part, got 400",
         ),
         ({"cpu": {"cpus": 0}}, "cpu.cpus must be >= 1, got 0"),
         ({"head": None}, "head is required with gpu, got None; Ray's head runs the task's process"),

@@ -84,7 +84,7 @@ def test_an_execution_that_goes_on_after_a_failed_attempt_is_running_again(
 def test_a_failed_execution_of_one_arm_awaits_no_other_and_no_draft(stored_root: Path) -> None:
     write_recipe(load_recipe("tiny"), recorded_recipe(stored_root, "e"))
     write_record(LaunchRecord(arms=Arms.AUTOREGRESSIVE), launch_file(stored_root, "e"))
-    directory = fail_run(stored_root, "e", node="train", message="lost")
+    directory = fail_run(stored_root, "e", message="lost")
     assert directory is not None
     page = (directory / "failure.md").read_text()
     assert "- train_grpo_autoregressive: not finished" in page
