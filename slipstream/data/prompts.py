@@ -57,7 +57,7 @@ _SYNTHETIC_FIELD = {
     "draft_in_domain": "num_draft_rows",
     "draft_general": "num_draft_rows",
 }
-_REASONS = {
+REASONS = {
     "num_duplicates": "duplicates",
     "num_conflicting": "with conflicting answers",
     "num_unparseable": "without a usable answer",
@@ -66,6 +66,7 @@ _REASONS = {
     "num_empty": "without a usable problem",
     "num_left_out": "beyond the source's weight",
 }
+"""Words for the counters of `DataSetRecord` that say why rows were dropped."""
 _COUNTERS = tuple(name for name in DataSetRecord.__dataclass_fields__ if name.startswith("num_"))
 
 
@@ -211,7 +212,7 @@ def require_size(sets: PromptSets, split: Split, field: str, value: int, *, roll
 def _account(sets: PromptSets, split: Split) -> str:
     """Describe how many rows were read, and why rows were dropped."""
     own = [record for record in sets.records if record.name == split]
-    dropped = {reason: sum(getattr(record, name) for record in own) for name, reason in _REASONS.items()}
+    dropped = {reason: sum(getattr(record, name) for record in own) for name, reason in REASONS.items()}
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
     return f"of {sum(record.num_read for record in own)} rows read {reasons or 'none'} were dropped"
 

@@ -94,9 +94,3 @@ def _dataset(task: str, settings: str) -> Any:
 @lru_cache(maxsize=64)
 def _entry(dataset: Any, index: int) -> Any:
     return dataset[index]
-
-
-def forget() -> None:
-    """Forget the tasks that were made."""
-    _dataset.cache_clear()
-    _entry.cache_clear()

@@ -120,6 +120,11 @@ def _last_box(text: str) -> str:
     raise IndexError("a box without an end")
 
 
+def _after(mark: str, answer: Any) -> Any:
+    """Return what stands after the last `mark` of a text; another value, and a text without the mark, as it is."""
+    return answer.rpartition(mark)[2] if isinstance(answer, str) else answer
+
+
 SCHEMAS = (
     Schema(
         "DAPO-Math-17k, processed (open-r1)",
@@ -138,7 +143,7 @@ SCHEMAS = (
         "UltraChat-200k", ("prompt", "prompt_id", "messages"), _chat("messages", speaker="role", text="content"), None
     ),
     Schema("Magpie", ("conversations",), _chat("conversations", speaker="from", text="value"), None),
-    Schema("GSM8K", ("question", "answer"), _text("question"), lambda row: row["answer"].rpartition("####")[2]),
+    Schema("GSM8K", ("question", "answer"), _text("question"), lambda row: _after("####", row["answer"])),
     Schema("AIME-2024 (HuggingFaceH4)", ("problem", "answer"), _text("problem"), lambda row: row["answer"]),
     Schema("AIME-2024 (Maxwell-Jia)", ("Problem", "Answer"), _text("Problem"), lambda row: row["Answer"]),
     Schema("MATH", ("problem", "solution"), _text("problem"), lambda row: _last_box(row["solution"])),
@@ -191,8 +196,7 @@ def schema_of(source: SourceConfig, columns: Collection[str], *, field: str) -> 
         return schema
     require(answer is not None, f"{field}.answer_after", "must be left out where there is no answer", mark)
     assert answer is not None
-    # Without the mark the answer is "", which no response is scored against.
-    return replace(schema, answer=lambda row: mark in (said := str(answer(row))) and said.rpartition(mark)[2])
+    return replace(schema, answer=lambda row: _after(mark, said) if mark in (said := str(answer(row))) else None)
 
 
 def _declared(names: ColumnsConfig, columns: Collection[str], field: str, path: str) -> Schema:
@@ -297,7 +301,7 @@ def _answer(schema: Schema, row: Row) -> str:
         return ""
     try:
         answer = schema.answer(row)
-    except (KeyError, TypeError, IndexError):
+    except (AttributeError, KeyError, TypeError, IndexError):
         return ""
     return str(answer).strip() if isinstance(answer, str | int | float) and not isinstance(answer, bool) else ""
 

@@ -7,6 +7,7 @@ source whose names do not decide is rejected, for training would otherwise mix s
 
 from __future__ import annotations
 
+import csv
 import glob
 import json
 import logging
@@ -29,7 +30,6 @@ from slipstream.data.config import SourceConfig
 logger = logging.getLogger(__name__)
 
 _KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-_AS_WRITTEN = {"csv": {"dtype": str, "keep_default_na": False}}  # otherwise an answer 007 would be read as 7
 _SHOWN_VALUES = 10
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TRAIN = "train"
@@ -64,7 +64,7 @@ class Rows:
         """Name the file that holds the row `index` of the table, and the row's number in it, counted from 1."""
         number = self.numbers[index]
         for kind, path in self.files if len(self.files) > 1 else ():
-            length = len(_load(path=kind, data_files=[path], split=_TRAIN))
+            length = len(datasets.load_dataset(kind, data_files=[path], split=_TRAIN))
             if number < length:
                 return f"row {number + 1} of {path}"
             number -= length
@@ -85,11 +85,11 @@ def read_rows(source: SourceConfig, *, field: str, seed: int) -> Rows:
     on_hub = {"path": source.path, "name": source.subset, "split": source.split or _TRAIN}
     arguments = _local_arguments(source, field) if local else on_hub
     try:
-        rows: Any = _load(**arguments)
+        rows: Any = datasets.load_dataset(**arguments)
         rows.data.validate(full=True)  # otherwise text that is not UTF-8 fails only when its row is read
     except (OSError, ValueError, TypeError, DatasetGenerationError) as error:
         fix = "is it JSON Lines or CSV in UTF-8, or Parquet?" if local else "is the hub reachable and the split right?"
-        cause = str(error.__cause__ or error).split("\n")[0]
+        cause = _broken_line(arguments) or str(error.__cause__ or error).split("\n")[0]
         raise ConfigError(f"{field} must be readable, got {source.path!r} ({cause}); {fix}") from error
     require(len(rows) > 0, field, "must have rows", source.path, "the data set is empty")
     numbers = _admitted(rows, source, field) if source.where else range(len(rows))
@@ -102,8 +102,19 @@ def read_rows(source: SourceConfig, *, field: str, seed: int) -> Rows:
     return Rows(table=table, numbers=numbers, source=source.path, files=files)
 
 
-def _load(**arguments: Any) -> Any:
-    return datasets.load_dataset(**arguments, **_AS_WRITTEN.get(arguments["path"], {}))
+def _broken_line(arguments: dict[str, Any]) -> str:
+    """Name the first line of local JSON Lines that is no JSON; empty where there is none."""
+    for name in arguments.get("data_files", ()) if arguments["path"] == "json" else ():
+        (path,) = glob.glob(name)
+        with open(path, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if number == 1 and line.lstrip().startswith(b"["):  # a list, not JSON Lines
+                    break
+                try:
+                    json.loads(line) if line.strip() else None
+                except ValueError as error:
+                    return f"row {number} of {path}: {error}"
+    return ""
 
 
 def _admitted(rows: datasets.Dataset, source: SourceConfig, field: str) -> list[int]:
@@ -126,7 +137,7 @@ def _admitted(rows: datasets.Dataset, source: SourceConfig, field: str) -> list[
 def _is(value: Any, wanted: Any) -> bool:
     """Compare a cell; text equals the number, the truth value or the null that it spells."""
     if isinstance(value, str) and not isinstance(wanted, str):
-        return value == json.dumps(wanted)
+        return value.lower() == json.dumps(wanted)  # Python writes True where others write true
     return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
 
 
@@ -167,7 +178,16 @@ def _local_arguments(source: SourceConfig, field: str) -> dict[str, Any]:
     kinds = {_KINDS.get(file.suffix) for file in files}
     require(len(kinds) == 1 and None not in kinds, field, f"must be of one kind of {', '.join(_KINDS)}", source.path)
     names = [glob.escape(str(file)) for file in files]
-    return {"path": kinds.pop(), "data_files": names, "split": f"{_TRAIN}{bracket}{rows}"}
+    as_written = _text_columns(files[0]) if ".csv" in {file.suffix for file in files} else {}
+    return {"path": kinds.pop(), "data_files": names, "split": f"{_TRAIN}{bracket}{rows}", **as_written}
+
+
+def _text_columns(file: Path) -> dict[str, Any]:
+    """Return the arguments that read all columns of a .csv file as text: an answer 007 must not become 7."""
+    with file.open(newline="", encoding="utf-8-sig", errors="replace") as lines:
+        header = next(csv.reader(lines), [])
+    features = datasets.Features({name: datasets.Value("string") for name in header})
+    return {"features": features, "keep_default_na": False}
 
 
 def _declared_files(directory: Path, source: SourceConfig, split: str, field: str) -> list[Path]:

@@ -11,6 +11,7 @@ from typing import Any
 class ChainSumConfig:
     min_terms: int = 2
     max_terms: int = 6
+    max_digits: int = 2
     seed: int | None = None
     size: int = 500
 
@@ -28,7 +29,10 @@ class ChainSum:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         rng = random.Random(self.seed + index)
-        terms = [rng.randint(0, 99) for _ in range(rng.randint(self.config.min_terms, self.config.max_terms))]
+        terms = [
+            rng.randint(0, 10**self.config.max_digits - 1)
+            for _ in range(rng.randint(self.config.min_terms, self.config.max_terms))
+        ]
         # A tuple in the metadata, which JSON would make a list of.
         found = {"source_index": index, "terms": tuple(terms)}
         return {"question": "+".join(map(str, terms)) + "=?", "answer": str(sum(terms)), "metadata": found}

@@ -440,7 +440,8 @@ def test_a_column_of_another_shape_is_shown(tmp_path: Path) -> None:
 def test_an_empty_or_broken_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "rows.jsonl").write_text(text)
     rule = "must be readable" if text else "must have rows"
-    with pytest.raises(ConfigError, match=rf"data\.train {rule}, got '.*rows\.jsonl'"):
+    cause = r" \(row 1 of .*rows\.jsonl: Expecting" if text else ""
+    with pytest.raises(ConfigError, match=rf"data\.train {rule}, got '.*rows\.jsonl'{cause}"):
         load(tmp_path / "out", train=(SourceConfig(path=str(tmp_path / "rows.jsonl")),))
 
 

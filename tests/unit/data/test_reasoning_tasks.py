@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.data import reasoning_tasks
 from slipstream.data.config import DataConfig, SourceConfig
 from slipstream.data.prompts import PromptSets, load_prompt_sets
 from slipstream.data.synthetic import SyntheticConfig
 from slipstream.data.tokenizer import build_tokenizer
 from slipstream.rewards.config import RewardConfig
 from slipstream.rewards.function import open_reward
-from tests.standins import STANDINS
 
 TOKENIZER = build_tokenizer(max_length=256)
 SUMS = "reasoning_gym:chain_sum"
 
 
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "reasoning_gym"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(str(STANDINS))
-    monkeypatch.setenv("PYTHONPATH", f"{STANDINS}:{Path(__file__).parents[3]}")  # of the worker that scores
-    reasoning_tasks.forget()
-    yield
-    reasoning_tasks.forget()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "reasoning_gym"]:
-        del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("stand_in")
 
 
 def load(directory: Path, **changes: Any) -> PromptSets:
@@ -89,8 +76,8 @@ def test_its_prompts_are_scored_by_the_task_itself_and_others_by_mathematics(tmp
         ),
         (
             {"path": SUMS, "config": {"num_terms": 2}},
-            "data.train.config must have settings of the task chain_sum alone, which are min_terms, max_terms, seed, "
-            "size, got 'num_terms'",
+            "data.train.config must have settings of the task chain_sum alone, which are min_terms, max_terms, "
+            "max_digits, seed, size, got 'num_terms'",
         ),
         (
             {"path": SUMS, "config": {"min_terms": 7}},
