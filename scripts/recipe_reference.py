@@ -30,6 +30,8 @@ The last column names the shipped recipes that set a field, or says who sets it 
 _HEAD = "| field | type | default | meaning | set by |\n|---|---|---|---|---|"
 
 Schema = Mapping[str, Any]
+_MAPPINGS = ("chat_template_args", "config", "where")
+"""Fields that hold a mapping and are no sections."""
 
 
 def page() -> str:
@@ -58,7 +60,7 @@ def uses() -> dict[str, list[str]]:
 def _names(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
     for key, value in values.items():
         name = f"{path}{key}"
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and key not in _MAPPINGS:
             yield from _names(value, f"{name}.")
             continue
         yield name
@@ -103,7 +105,11 @@ def _defaults(section: Schema, name: str) -> Iterator[tuple[str, str]]:
         if name in (*section.get("required", ()), *place.get("required", ())):
             yield path, "required"
         else:
-            values = over if isinstance(over, dict) and name in over else {name: section["properties"][name]["default"]}
+            values = (
+                over
+                if isinstance(over, dict) and name in over
+                else {name: section["properties"][name].get("default", {})}
+            )
             yield path, f"`{_yaml(values[name])}`"
 
 
@@ -141,7 +147,7 @@ def type_text(field: Schema) -> str:
         return ", ".join(f"`{value}`" for value in field["enum"])
     if field["type"] == "array":
         return "list of mappings" if "properties" in field["items"] else f"list of {type_text(field['items'])}"
-    kind = {"string": "text", "boolean": "`true` or `false`"}.get(field["type"], field["type"])
+    kind = {"string": "text", "boolean": "`true` or `false`", "object": "mapping"}.get(field["type"], field["type"])
     return " ".join(filter(None, (kind, range_text(field))))
 
 
@@ -160,7 +166,7 @@ def _yaml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_yaml, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_yaml(each)}' for key, each in value.items() if each is not None)}}}"
+        return f"{{{', '.join(f'{key}: {_yaml(each)}' for key, each in value.items() if each not in (None, {}))}}}"
     if isinstance(value, float):
         return f"{value:g}"
     return value if isinstance(value, str) and value else json.dumps(value)

@@ -29,7 +29,7 @@ from slipstream.tracking.executions import open_store, read_executions
 from slipstream.tracking.mlflow_store import TrackingError, view_addresses
 from slipstream.tracking.replay import replay
 from slipstream.tracking.spool import spool_directory
-from slipstream.types import Prompt, Workload
+from slipstream.types import FinishReason, Prompt, Workload
 from slipstream.workers.placement.memory import memory_text
 from slipstream.workers.placement.plan import make_plan, parse_cluster, plan_text, table
 
@@ -109,6 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--json", action="store_true", help="print one JSON line a response, with its `score`")
     add_set(score)
     score.set_defaults(run=_score)
+    data = commands.add_parser("data", help="show prompts as the policy reads them, their lengths, and dropped rows")
+    data.add_argument("recipe")
+    add_set(data)
+    data.set_defaults(run=_data)
     cluster = commands.add_parser("cluster", help="list the nodes of the Ray cluster at RAY_ADDRESS, or this machine")
     cluster.set_defaults(run=_cluster)
     preflight = commands.add_parser("preflight", help="check a Kubernetes cluster for what a profile's runs need")
@@ -207,6 +211,13 @@ def _plan(recipe: Recipe, cluster: str | None, domain_nodes: int | None) -> str:
     return "\n\n".join([*plan, memory])
 
 
+def _data(options: argparse.Namespace) -> int:
+    from slipstream.stages.prepare_data import shown_data
+
+    print(shown_data(load_recipe(options.recipe, overrides=parse_overrides(options.set))))
+    return 0
+
+
 def _score(options: argparse.Namespace) -> int:
     from slipstream.rewards.function import open_reward
 
@@ -218,13 +229,14 @@ def _score(options: argparse.Namespace) -> int:
             text="",
             token_ids=(),
             answer=str(row["reference"]),
-            data_source=row.get("data_source", ""),
-            extra=row.get("extra_info", {}),
+            data_source=str(row.get("data_source") or ""),
+            extra=row.get("extra_info") or {},
         )
         for number, row in enumerate(rows, 1)
     ]
+    cut_off = [prompt.extra.get("finish_reason") == FinishReason.LENGTH for prompt in prompts]
     with open_reward(config) as reward:
-        result = reward.judge(prompts, [row["response"] for row in rows], cut_off=[False] * len(rows))
+        result = reward.judge(prompts, [row["response"] for row in rows], cut_off=cut_off)
     if options.json:
         for row, score in zip(rows, result.rewards, strict=True):
             print(json.dumps({**row, "score": score}))
@@ -252,6 +264,8 @@ def _responses(path: Path) -> list[dict[str, Any]]:
         is_whole = isinstance(row, dict) and isinstance(row.get("response"), str) and "reference" in row
         rule = f"must have the text `response` and a `reference` in line {number}"
         require(is_whole, "--responses", rule, line[:200])
+        is_mapping = isinstance(row.get("extra_info"), dict | None)
+        require(is_mapping, "--responses", f"must have a mapping as `extra_info` in line {number}", line[:200])
         rows.append(row)
     require(bool(rows), "--responses", "must hold at least one response", str(path))
     return rows

@@ -7,7 +7,9 @@ source whose names do not decide is rejected, for training would otherwise mix s
 
 from __future__ import annotations
 
+import csv
 import glob
+import json
 import logging
 import re
 from collections import Counter
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import yaml
 from datasets.data_files import FILES_TO_IGNORE, sanitize_patterns
 from datasets.exceptions import DatasetGenerationError
@@ -26,7 +29,8 @@ from slipstream.data.config import SourceConfig
 
 logger = logging.getLogger(__name__)
 
-_KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+_KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+_SHOWN_VALUES = 10
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TRAIN = "train"
 _DEFAULT = "default"
@@ -47,16 +51,36 @@ _COUNTERS = (
 )
 
 
-def read_rows(source: SourceConfig, *, field: str, seed: int) -> datasets.Dataset:
-    """Read the rows of `source`, at most `source.max_rows`, sampled by `seed`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """Rows of a source, which know where they stand in it."""
+
+    table: datasets.Dataset
+    numbers: Sequence[int]  # of the rows in the source, from 0
+    source: str
+    files: tuple[tuple[str, str], ...]  # kind and path of the files, in the order of their rows; empty: not known
+
+    def place(self, index: int) -> str:
+        """Name the file that holds the row `index` of the table, and the row's number in it, counted from 1."""
+        number = self.numbers[index]
+        for kind, path in self.files if len(self.files) > 1 else ():
+            length = len(datasets.load_dataset(kind, data_files=[path], split=_TRAIN))
+            if number < length:
+                return f"row {number + 1} of {path}"
+            number -= length
+        return f"row {number + 1} of {self.source}"
+
+
+def read_rows(source: SourceConfig, *, field: str, seed: int) -> Rows:
+    """Read the rows of `source` that its `where` admits, at most `source.max_rows` of them, sampled by `seed`.
 
     Raises:
-        ConfigError: the source does not exist, cannot be read, or has no rows.
+        ConfigError: the source does not exist, cannot be read, or has no such rows.
     """
     datasets.disable_progress_bars()
     path = Path(source.path)
     local = source.path.startswith((".", "/", "~")) or path.suffix in _KINDS or path.is_dir()
-    rule = "must be a hub id (owner/name), a local file or directory, or `synthetic`"
+    rule = "must be a hub id (owner/name), a local file or directory, `reasoning_gym:TASK` or `synthetic`"
     require(local or _HUB_ID.fullmatch(source.path) is not None, field, rule, source.path)
     on_hub = {"path": source.path, "name": source.subset, "split": source.split or _TRAIN}
     arguments = _local_arguments(source, field) if local else on_hub
@@ -64,13 +88,61 @@ def read_rows(source: SourceConfig, *, field: str, seed: int) -> datasets.Datase
         rows: Any = datasets.load_dataset(**arguments)
         rows.data.validate(full=True)  # otherwise text that is not UTF-8 fails only when its row is read
     except (OSError, ValueError, TypeError, DatasetGenerationError) as error:
-        fix = "is it JSON Lines in UTF-8, or Parquet?" if local else "is the hub reachable and the split right?"
-        cause = str(error.__cause__ or error).split("\n")[0]
+        fix = "is it JSON Lines or CSV in UTF-8, or Parquet?" if local else "is the hub reachable and the split right?"
+        cause = _broken_line(arguments) or str(error.__cause__ or error).split("\n")[0]
         raise ConfigError(f"{field} must be readable, got {source.path!r} ({cause}); {fix}") from error
     require(len(rows) > 0, field, "must have rows", source.path, "the data set is empty")
-    if source.max_rows is not None and source.max_rows < len(rows):
-        rows = rows.shuffle(seed=seed).select(range(source.max_rows))
-    return rows
+    numbers = _admitted(rows, source, field) if source.where else range(len(rows))
+    if source.max_rows is not None and source.max_rows < len(numbers):
+        order = np.random.default_rng(seed).permutation(len(numbers))[: source.max_rows]
+        numbers = [numbers[index] for index in order]
+    is_part = "[" in (source.split or "")  # then the rows do not begin with the first file's
+    files = tuple((arguments["path"], name) for name in arguments["data_files"]) if local and not is_part else ()
+    table = rows if len(numbers) == len(rows) else rows.select(numbers)
+    return Rows(table=table, numbers=numbers, source=source.path, files=files)
+
+
+def _broken_line(arguments: dict[str, Any]) -> str:
+    """Name the first line of local JSON Lines that is no JSON; empty where there is none."""
+    for name in arguments.get("data_files", ()) if arguments["path"] == "json" else ():
+        (path,) = glob.glob(name)
+        with open(path, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if number == 1 and line.lstrip().startswith(b"["):  # a list, not JSON Lines
+                    break
+                try:
+                    json.loads(line) if line.strip() else None
+                except ValueError as error:
+                    return f"row {number} of {path}: {error}"
+    return ""
+
+
+def _admitted(rows: datasets.Dataset, source: SourceConfig, field: str) -> list[int]:
+    """Return the numbers of the rows whose columns have the values of `source.where`."""
+    for name in source.where:
+        rule = f"must name one of {', '.join(sorted(rows.column_names))}, the columns of {source.path}"
+        require(name in rows.column_names, f"{field}.where", rule, name)
+    named = rows.select_columns(list(source.where))
+    found = [
+        number for number, row in enumerate(named) if all(_is(row[key], value) for key, value in source.where.items())
+    ]
+    if not found:
+        counts = {name: Counter(map(_spelled, named[name])).most_common(_SHOWN_VALUES) for name in source.where}
+        values = "; ".join(f"{name} has {', '.join(value for value, _ in common)}" for name, common in counts.items())
+        raise ConfigError(f"{field}.where must leave a row of {source.path}, got {source.where}; {values}")
+    logger.info("%s: %d of the %d rows of %s are as `where` says", field, len(found), len(rows), source.path)
+    return found
+
+
+def _is(value: Any, wanted: Any) -> bool:
+    """Compare a cell; text equals the number, the truth value or the null that it spells."""
+    if isinstance(value, str) and not isinstance(wanted, str):
+        return value.lower() == json.dumps(wanted)  # Python writes True where others write true
+    return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
+
+
+def _spelled(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +178,16 @@ def _local_arguments(source: SourceConfig, field: str) -> dict[str, Any]:
     kinds = {_KINDS.get(file.suffix) for file in files}
     require(len(kinds) == 1 and None not in kinds, field, f"must be of one kind of {', '.join(_KINDS)}", source.path)
     names = [glob.escape(str(file)) for file in files]
-    return {"path": kinds.pop(), "data_files": names, "split": f"{_TRAIN}{bracket}{rows}"}
+    as_written = _text_columns(files[0]) if ".csv" in {file.suffix for file in files} else {}
+    return {"path": kinds.pop(), "data_files": names, "split": f"{_TRAIN}{bracket}{rows}", **as_written}
+
+
+def _text_columns(file: Path) -> dict[str, Any]:
+    """Return the arguments that read all columns of a .csv file as text: an answer 007 must not become 7."""
+    with file.open(newline="", encoding="utf-8-sig", errors="replace") as lines:
+        header = next(csv.reader(lines), [])
+    features = datasets.Features({name: datasets.Value("string") for name in header})
+    return {"features": features, "keep_default_na": False}
 
 
 def _declared_files(directory: Path, source: SourceConfig, split: str, field: str) -> list[Path]:

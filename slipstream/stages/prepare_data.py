@@ -1,17 +1,23 @@
-"""Load, filter and tokenize the prompt sets, and check their sizes."""
+"""Load, filter and tokenize the prompt sets, check their sizes, and show them before a run."""
 
 from __future__ import annotations
 
 import logging
+import tempfile
 from pathlib import Path
+from typing import get_args
 
-from slipstream.data.prompts import read_prompt_sets, write_prompt_sets
+import numpy as np
+
+from slipstream.data.prompts import REASONS, PromptSets, read_prompt_sets, write_prompt_sets
+from slipstream.data.synthetic import Split
 from slipstream.learner.policy_source import write_policy_tokenizer
 from slipstream.recipe import Recipe
 from slipstream.stages.context import RunContext
 from slipstream.stages.runs import tracked
 from slipstream.stages.store import data_key, kept, publish
-from slipstream.stages.support import policy_needs, recipe_prompt_sets, require_prompts, tokenizer
+from slipstream.stages.support import policy_needs, recipe_prompt_sets, require_prompts, tokenizer, usable_prompts
+from slipstream.workers.placement.plan import table
 
 logger = logging.getLogger(__name__)
 
@@ -43,3 +49,48 @@ def prepare_data(context: RunContext, recipe: Recipe, *, policy: Path | None = N
         for record in sets.records:
             logger.info("prepare_data: %s read %d, kept %d", record.name, record.num_read, record.num_kept)
     return publish(context, "prepare_data", key)
+
+
+def shown_data(recipe: Recipe, *, num_prompts: int = 10) -> str:
+    """Render the first training prompts as the policy reads them, the lengths of all sets, and what was dropped.
+
+    The tokenizer is the policy's: of a policy that is trained from random weights it is made on the spot.
+
+    Raises:
+        ConfigError: the data cannot be read, or leave no prompt.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        write_policy_tokenizer(recipe.policy, policy_needs(recipe), Path(directory) / "tokenizer")
+        words = tokenizer(Path(directory) / "tokenizer")
+        sets = usable_prompts(recipe, words, Path(directory) / "synthetic")
+    texts = []
+    for prompt in sets.train[:num_prompts]:
+        of = f", data source {prompt.data_source}" if prompt.data_source else ""
+        head = f"prompt {prompt.id}, {len(prompt.token_ids)} tokens, answer {prompt.answer!r}{of}"
+        texts.append(f"{head}\n{words.decode(list(prompt.token_ids))}")
+    return "\n\n".join([*texts, table(_lengths(sets)), table(_sources(sets, directory))])
+
+
+def _lengths(sets: PromptSets) -> list[list[str]]:
+    """Rows of a table: the tokens of each set's prompts by percentile."""
+    percentiles = (10, 50, 90, 99, 100)
+    rows = [["set", "prompts", *(f"p{each} tokens" if each < 100 else "longest" for each in percentiles)]]
+    for split in get_args(Split):
+        lengths = [len(prompt.token_ids) for prompt in getattr(sets, split)]
+        found = np.percentile(lengths, percentiles, method="inverted_cdf")
+        rows.append([split, str(len(lengths)), *(str(int(each)) for each in found)])
+    return rows
+
+
+def _sources(sets: PromptSets, directory: str) -> list[list[str]]:
+    """Rows of a table: what was read and kept of each source, and why the rest was dropped.
+
+    Args:
+        directory: where the synthetic sources were, which is gone.
+    """
+    rows = [["set", "source", "rows", "kept", "dropped"]]
+    for record in sets.records:
+        reasons = [f"{num} {reason}" for name, reason in REASONS.items() if (num := getattr(record, name))]
+        counts = [str(record.num_read), str(record.num_kept)]
+        rows.append([record.name, record.source.removeprefix(f"{directory}/"), *counts, ", ".join(reasons) or "none"])
+    return rows

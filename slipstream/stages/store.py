@@ -137,7 +137,7 @@ def _link(own: Path, entry: Path) -> None:
     own.symlink_to(os.path.relpath(entry, own.parent), target_is_directory=True)
 
 
-DATA_FORMAT = 2
+DATA_FORMAT = 3
 POLICY_FORMAT = 1
 DRAFT_FORMAT = 3
 """Formats of the stages' outputs. Raise one when its stage makes another output of equal inputs."""
@@ -169,7 +169,7 @@ def data_key(recipe: Recipe, *, policy: Path | None = None) -> str:
             "reward": reward,
             "tokenizer": tokenizer,
         },
-        packages=("datasets", "latex2sympy2-extended", "sympy", "tokenizers", "transformers"),
+        packages=("datasets", "latex2sympy2-extended", "reasoning-gym", "sympy", "tokenizers", "transformers"),
     )
 
 

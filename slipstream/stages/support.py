@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slipstream.config import require
 from slipstream.data.prompts import PromptSets, load_prompt_sets, require_size
 from slipstream.drafts.config import DraftConfig, DraftInit
 from slipstream.drafts.methods import DraftMethod, Training
@@ -37,6 +38,7 @@ _VERSIONED = (
     "ray",
     "transformers",
     "mlflow",
+    "reasoning-gym",
 )
 
 
@@ -51,11 +53,29 @@ def recipe_prompt_sets(
     Raises:
         ConfigError: a source cannot be read, or a set leaves too few prompts.
     """
+    sets = usable_prompts(recipe, tokenizer, directory)
+    require_prompts(recipe, sets, trains_draft=trains_draft)
+    return sets
+
+
+def usable_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, directory: Path) -> PromptSets:
+    """Load the recipe's four prompt sets, however large they are.
+
+    Args:
+        directory: directory for synthetic sources, which are written before they are read.
+    Raises:
+        ConfigError: a source cannot be read, leaves no prompt, or a reward is for a data source that no prompt has.
+    """
     with open_reward(recipe.reward) as reward:
         sets = load_prompt_sets(
             recipe.data, tokenizer=tokenizer, gradable=reward.gradable, equal=reward.equal, directory=directory
         )
-    require_prompts(recipe, sets, trains_draft=trains_draft)
+    known = sorted({prompt.data_source for prompt in (*sets.train, *sets.validation)})
+    for part in recipe.reward.functions:
+        rule = f"must be one that a training or validation prompt has, of {known}"
+        fix = "name it in data.train[].data_source"
+        is_known = part.data_source is None or part.data_source in known
+        require(is_known, "reward.functions[].data_source", rule, part.data_source, fix)
     return sets
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
+from slipstream.data import reasoning_tasks
 from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.records.steps import ArmRecord, Mismatch, RefitCheck, StepRecord, TrainStats
 from slipstream.tracking.config import sqlite_uri
 from slipstream.tracking.mlflow_store import MlflowStore
 from slipstream.types import Arm, StageTimes
+from tests.standins import STANDINS
 
 _DEMO = Path(__file__).with_name("golden") / "demo_2026_11_21.json"
 
@@ -32,6 +35,23 @@ def logging_of_each_test_alone() -> Iterator[None]:
     yield
     ours.handlers[:], ours.propagate = handlers, propagate
     ours.setLevel(level)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A stand-in of the package reasoning-gym, here and in the workers that score."""
+    monkeypatch.syspath_prepend(str(STANDINS))
+    monkeypatch.setenv("PYTHONPATH", f"{STANDINS}:{Path(__file__).parents[2]}")
+    _forget_tasks()
+    yield
+    _forget_tasks()
+
+
+def _forget_tasks() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "reasoning_gym"]:
+        del sys.modules[name]
+    reasoning_tasks._dataset.cache_clear()
+    reasoning_tasks._entry.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,10 @@
-"""Every example is a recipe that loads, and its reward scores what it says."""
+"""Every example, those of the documents included, is a recipe that loads, and its commands print what they promise."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +13,59 @@ import pytest
 from slipstream.cli import main
 from slipstream.recipe import load_recipe
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+_FILE = re.compile(r"^```\w+ title=\"([\w.]+\.\w+)\"\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+FEW = ["--set", "data.synthetic.num_draft_rows=50"]  # in sets that are not looked at
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    """The files of docs/bring_your_own.md, written beside one another."""
+    files = _FILE.findall((ROOT / "docs" / "bring_your_own.md").read_text())
+    for name, text in files:
+        (tmp_path / name).write_text(text)
+    assert len(files) == 6
+    return tmp_path
+
+
+def test_the_data_of_the_page_are_shown_as_the_policy_reads_them(
+    page: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", str(page / "own_data.yaml"), *FEW]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("answer '") == 3  # the easy rows
+    assert (
+        "50 tokens, answer '17'\n<|im_start|><|user|>add up: 1+2=?<|im_end|><|im_start|><|assistant|>\\boxed{3}"
+        "<|im_end|><|im_start|><|user|>add up: 8+1+2+6=?<|im_end|><|im_start|><|assistant|>\n"
+    ) in printed
+    lines = [line.split() for line in printed.splitlines()]
+    assert ["train", "3", "48", "48", "50", "50", "50"] in lines
+    assert ["train", str(page / "problems.csv"), "3", "3", "none"] in lines
+
+
+def test_the_task_of_the_page_is_made_by_reasoning_gym(
+    page: Path, capsys: pytest.CaptureFixture[str], stand_in: None
+) -> None:
+    assert main(["data", str(page / "own_task.yaml"), *FEW]) == 0
+    assert ", data source reasoning_gym:chain_sum\n<|im_start|><|user|>" in capsys.readouterr().out
+
+
+def test_the_rewards_of_the_page_are_summed(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["score", str(page / "own_reward.yaml"), "--responses", str(page / "responses.jsonl")]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[1] for line in printed.splitlines()[2:5]] == ["1.076", "0.09", "0"]
+    assert "reward/compute_score_boxed 0.666667\n" in printed
+    assert "reward/brevity_score 0.553333\n" in printed
+
+
+def test_the_rows_of_the_example_are_all_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", str(EXAMPLES / "own_data" / "recipe.yaml")]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert next(row[2:4] for row in rows if row[1:2] == [str(EXAMPLES / "own_data" / "problems.csv")]) == ["48", "48"]
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*/recipe.yaml")), ids=lambda path: path.parent.name)

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.rewards.config import RewardConfig
-from slipstream.rewards.function import FunctionReward, RewardError, kept, open_reward, write_kept
+from slipstream.rewards.config import FunctionConfig, RewardConfig
+from slipstream.rewards.function import RewardError, kept, open_reward, write_kept
 from slipstream.rewards.reward import RewardResult, joined
 from slipstream.types import Prompt
 
@@ -105,6 +105,41 @@ def test_a_function_is_handed_what_the_row_and_the_rollout_have(own: Path, caplo
     ]
 
 
+def test_several_functions_score_the_prompts_of_their_data_sources_and_are_summed_by_weight(own: Path) -> None:
+    parts = (
+        FunctionConfig(function=f"{own}:compute_score", weight=2.0, data_source="mine"),
+        FunctionConfig(function="mathematics", data_source="sums"),
+        FunctionConfig(function=f"{own}:later", weight=0.5),
+    )
+    asked = [prompt("4", data_source="mine"), prompt("1/2", data_source="sums"), prompt("4")]
+    with open_reward(RewardConfig(functions=parts)) as reward:
+        result = reward.judge(asked, ["4", "\\boxed{0.5}", "four"], cut_off=[False] * 3)
+        assert reward.equal([("1/2", "0.5")], "sums") == (False,)  # `later`, which scores all, compares text
+        assert reward.gradable(["a word", "1/2"], "sums") == (False, True)
+        assert reward.gradable(["a word"], "mine") == (True,)
+    assert result.rewards == (2.25, 1.25, 0.25)
+    assert result.metrics == {
+        "mine_score": 1.0,
+        "mine_length_chars": 1.0,
+        "sums_score": 1.0,
+        "later_score": 0.5,
+    }
+
+
+def test_a_prompt_that_no_function_scores_has_the_built_in_reward(own: Path) -> None:
+    parts = (FunctionConfig(function=f"{own}:later", data_source="mine"),)
+    asked = [prompt("1/2", data_source="mine"), prompt("1/2")]
+    with open_reward(RewardConfig(functions=parts)) as reward:
+        assert reward.judge(asked, ["x", "\\boxed{0.5}"], cut_off=[False] * 2).rewards == (0.5, 1.0)
+        assert reward.equal([("1/2", "0.5")]) == (True,)
+
+
+def test_one_function_and_several_are_not_given_at_once() -> None:
+    several = (FunctionConfig(function="mathematics"),)
+    with pytest.raises(ConfigError, match=r"^reward\.function must be left out beside functions, got 'mathematics'; "):
+        RewardConfig(function="mathematics", functions=several)
+
+
 def test_a_function_may_be_a_coroutine(own: Path) -> None:
     with open_reward(RewardConfig(function=f"{own}:later")) as reward:
         assert reward.judge([prompt()], ["x"], cut_off=[False]).rewards == (0.5,)
@@ -126,7 +161,11 @@ def test_more_failures_than_the_recipe_allows_end_the_run_and_name_the_first(own
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("reward.py", "reward.function must be FILE:NAME, got 'reward.py'; as in reward.py:compute_score"),
+        (
+            "reward.py",
+            "reward.function must be FILE:NAME, got 'reward.py'; "
+            "as in reward.py:compute_score, or mathematics or reasoning_gym",
+        ),
         ("HERE/none.py:f", "reward.function must name a file, got 'HERE/none.py'"),
         ("OWN:absent", "AttributeError: module 'reward_function' has no attribute 'absent'"),
         ("OWN:narrow", "TypeError: got an unexpected keyword argument 'data_source'"),
@@ -140,8 +179,9 @@ def test_a_function_that_cannot_be_called_is_refused_before_anything_runs(
     (tmp_path / "broken.py").write_text("import a_package_that_is_missing\n")
     (tmp_path / "ends.py").write_text("import os\nos._exit(1)\n")
     before = set(psutil.Process().children())
-    with pytest.raises(ConfigError) as caught:
-        FunctionReward(RewardConfig(function=function.replace("HERE", str(tmp_path)).replace("OWN", str(own))))
+    config = RewardConfig(function=function.replace("HERE", str(tmp_path)).replace("OWN", str(own)))
+    with pytest.raises(ConfigError) as caught, open_reward(config):
+        pass
     assert str(caught.value).endswith(message.replace("HERE", str(tmp_path)))
     assert str(caught.value).startswith("reward.function must ")
     assert set(psutil.Process().children()) <= before
@@ -161,6 +201,9 @@ def test_an_execution_keeps_a_copy_and_refuses_one_that_was_changed(own: Path, t
     Path(path).write_text("")
     with pytest.raises(ConfigError, match=r"^reward\.function must be the function with which the execution was start"):
         kept(copied, tmp_path)
+    parts = (FunctionConfig(function=f"{own}:compute_score", weight=2.0), FunctionConfig(function="mathematics"))
+    both = kept(RewardConfig(functions=parts), tmp_path)
+    assert both.functions == (replace(parts[0], function=copied.function), parts[1])
     assert kept(RewardConfig(), tmp_path) == RewardConfig()
     write_kept(RewardConfig(), RewardConfig())
 

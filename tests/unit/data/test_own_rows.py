@@ -1,0 +1,277 @@
+"""Rows of a user's own: columns by name, filters, weights, and what the policy is shown before a problem."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from slipstream.config import ConfigError
+from slipstream.data.config import DataConfig, SourceConfig
+from slipstream.data.prompts import PromptSets, load_prompt_sets
+from slipstream.data.schemas import read_item, schema_of
+from slipstream.data.synthetic import SyntheticConfig
+from slipstream.data.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from slipstream.types import Prompt
+
+TOKENIZER = build_tokenizer(max_length=256)
+ROWS = [
+    {"asked": f"{i}+{i}=?", "worked": f"so {2 * i} # #### {2 * i}", "level": 1 + i % 3, "hard": i > 5}
+    for i in range(1, 10)
+]
+OWN = {"columns": {"problem": "asked", "answer": "worked", "extra": ["level"]}, "answer_after": "####"}
+
+
+def lay(directory: Path, kind: str, rows: Sequence[Mapping[str, Any]] = ROWS) -> str:
+    """Write rows as a file of a kind; returns its path, or the directory's for two files in one."""
+    path = directory / f"rows.{kind}"
+    if kind == "parquet":
+        Dataset.from_list([dict(row) for row in rows]).to_parquet(path)
+    elif kind == "csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    elif kind == "directory":
+        path.mkdir()
+        for number, part in enumerate((rows[:4], rows[4:])):
+            (path / f"part-{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(directory: Path, *sources: Mapping[str, Any], tokenizer: Any = TOKENIZER, **changes: Any) -> PromptSets:
+    """Load sets whose training set is given; every answer that is not empty can be scored."""
+    train = tuple(SourceConfig(**source) for source in sources)
+    config = DataConfig(
+        **{"max_prompt_tokens": 128, "synthetic": SyntheticConfig(num_draft_rows=5), "train": train, **changes}
+    )
+    return load_prompt_sets(
+        config,
+        tokenizer=tokenizer,
+        gradable=lambda references, _: [bool(each) for each in references],
+        equal=lambda pairs, _: [one == other for one, other in pairs],
+        directory=directory / "out",
+    )
+
+
+def answers(prompts: Sequence[Prompt]) -> dict[str, str]:
+    return {prompt.text: prompt.answer for prompt in prompts}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "csv", "directory"])
+def test_rows_of_any_columns_are_read_from_every_kind_of_file(tmp_path: Path, kind: str) -> None:
+    sets = load(tmp_path, {"path": lay(tmp_path, kind), **OWN, "where": {"level": 2, "hard": True}})
+    assert answers(sets.train) == {"7+7=?": "14"}
+    (prompt,) = sets.train
+    assert prompt.extra["level"] in (2, "2")
+
+
+def test_the_answer_stands_after_the_last_mark_and_a_row_without_it_has_none(tmp_path: Path) -> None:
+    rows = [{"q": "1+1=?", "a": "# 3 # 2"}, {"q": "2+2=?", "a": "4"}, {"q": "3+3=?", "a": None}]
+    source = {"path": lay(tmp_path, "jsonl", rows), "columns": {"problem": "q", "answer": "a"}, "answer_after": "#"}
+    sets = load(tmp_path, source)
+    assert answers(sets.train) == {"1+1=?": "2"}
+    assert next(each for each in sets.records if each.name == "train").num_unparseable == 2
+
+
+@pytest.mark.parametrize(("answer", "read"), [("so #### 5", "5"), (5, "5"), (["5"], ""), (None, ""), ({"a": 1}, "")])
+def test_an_answer_of_another_type_is_its_text_or_none(answer: Any, read: str) -> None:
+    source = SourceConfig(path="here")
+    row = {"question": "2+3=?", "answer": answer}
+    assert read_item(schema_of(source, row, field="data.train"), row).answer == read
+
+
+def test_a_csv_keeps_its_answers_as_they_are_written(tmp_path: Path) -> None:
+    rows = [{"q": "a?", "a": "007"}, {"q": "b?", "a": ""}, {"q": "c?", "a": "NA"}, {"q": "d?", "a": "1.50"}]
+    sets = load(tmp_path, {"path": lay(tmp_path, "csv", rows), "columns": {"problem": "q", "answer": "a"}})
+    assert answers(sets.train) == {"a?": "007", "c?": "NA", "d?": "1.50"}
+
+
+def test_a_column_may_hold_a_chat_and_a_source_may_name_its_data_source(tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "1+1=?"}]
+    source = {
+        "path": lay(tmp_path, "jsonl", [{"turns": turns, "a": 2, "data_source": "theirs"}]),
+        "columns": {"problem": "turns", "answer": "a"},
+    }
+    (theirs,) = load(tmp_path, source).train
+    (ours,) = load(tmp_path, {**source, "data_source": "ours"}).train
+    assert (theirs.text, theirs.answer, theirs.data_source) == ("system: be kind\n\nuser: 1+1=?", "2", "theirs")
+    assert (ours.data_source, ours.id) == ("ours", theirs.id)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"columns": {"problem": "question"}},
+            "data.train.columns.problem must be one of asked, hard, level, worked, the columns of PATH, got 'question'",
+        ),
+        (
+            {"columns": {"problem": "asked", "answer": "worked", "extra": ["year"]}},
+            "data.train.columns.extra must be one of asked, hard, level, worked, the columns of PATH, got 'year'",
+        ),
+        (
+            {"where": {"year": 1}},
+            "data.train.where must name one of asked, hard, level, worked, the columns of PATH, got 'year'",
+        ),
+        ({"where": {"level": 7}}, "data.train.where must leave a row of PATH, got {'level': 7}; level has 2, 3, 1"),
+        ({"columns": {"problem": "level", "answer": "worked"}}, "problem must be text"),
+    ],
+)
+def test_columns_and_filters_that_fit_no_row_are_refused_with_what_there_is(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    path = lay(tmp_path, "jsonl")
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, {"path": path, **OWN, **change})
+    expected = message.replace("PATH", path)
+    if expected.startswith("data."):
+        assert str(caught.value) == expected
+    else:
+        start = f"data.train must follow the schema of `columns` in row 1 of {path}, got "
+        assert str(caught.value).startswith(start)
+        assert str(caught.value).endswith("level must be text, got 2")
+
+
+@pytest.mark.parametrize(("kind", "place"), [("jsonl", "row 7 of {}"), ("directory", "row 3 of {}/part-1.jsonl")])
+def test_a_row_without_a_problem_is_named_by_its_file_and_number_whatever_was_filtered(
+    tmp_path: Path, kind: str, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{**row, "asked": None} if row["asked"] == "7+7=?" else row for row in ROWS]
+    path = lay(tmp_path, kind, rows)
+    load(tmp_path, {"path": path, **OWN, "where": {"hard": True}})
+    assert f"data.train: 1 rows have no usable problem, the first: {place.format(path)}, got " in caplog.text
+    assert "asked must be text, got None" in caplog.text
+
+
+def test_weights_leave_prompts_out_until_the_shares_hold_and_the_scarcest_source_is_whole(tmp_path: Path) -> None:
+    few = [{"asked": f"{i}-{i}=?", "worked": "#### 0"} for i in range(1, 4)]
+    (tmp_path / "few").mkdir()
+    sources = [
+        {"path": lay(tmp_path, "jsonl"), **OWN, "columns": {"problem": "asked", "answer": "worked"}, "weight": 4},
+        {"path": lay(tmp_path / "few", "jsonl", few), "columns": {"problem": "asked", "answer": "worked"}, "weight": 2},
+    ]
+    sets = load(tmp_path, *sources)
+    records = [each for each in sets.records if each.name == "train"]
+    assert [(each.num_read, each.num_kept, each.num_left_out) for each in records] == [(9, 6, 3), (3, 3, 0)]
+    assert load(tmp_path, *sources).train == sets.train
+    assert {each.text for each in load(tmp_path, *sources, seed=1).train} != {each.text for each in sets.train}
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ((1, None), r"^data\.train must have a weight in all of its sources or in none, got \[1\.0, None\]$"),
+        ((1, 0), r"weight must be > 0 or null, got 0$"),
+    ],
+)
+def test_a_weight_of_nothing_is_refused(weights: tuple[float | None, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DataConfig(max_prompt_tokens=1, train=tuple(SourceConfig(path="a/b", weight=each) for each in weights))
+
+
+def test_the_policy_reads_the_system_turn_and_the_examples_before_the_problem(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "2+2=?"}]
+    rows = [{"q": [{"role": "user", "content": "1+1=?"}], "a": "2"}, {"q": chat, "a": "4"}]
+    source = {"path": lay(tmp_path, "jsonl", rows), "columns": {"problem": "q", "answer": "a"}}
+    plain = {prompt.text: prompt.id for prompt in load(tmp_path, source).train}
+    shown = load(
+        tmp_path,
+        source,
+        system="be brief",
+        examples=({"problem": "3+3=?", "response": "6"},),
+        instruction="solve {problem}",
+    )
+    example = "<|im_start|><|user|>solve 3+3=?<|im_end|><|im_start|><|assistant|>6<|im_end|>"
+    texts = {prompt.text: TOKENIZER.decode(list(prompt.token_ids)) for prompt in shown.train}
+    assert texts["1+1=?"] == (
+        f"<|im_start|><|system|>be brief<|im_end|>{example}"
+        "<|im_start|><|user|>solve 1+1=?<|im_end|><|im_start|><|assistant|>"
+    )
+    assert texts["system: be kind\n\nuser: 2+2=?"].startswith(f"<|im_start|><|system|>be kind<|im_end|>{example}")
+    assert {prompt.text: prompt.id for prompt in shown.train} == plain  # they are the same problems
+
+
+THINKING = CHAT_TEMPLATE.replace(
+    "<|im_start|><|assistant|>' -}}", "<|im_start|><|assistant|>' ~ ('<think>' if enable_thinking else '') -}}"
+)
+
+
+def test_arguments_reach_the_chat_template_and_a_reward_is_told_how_the_turn_was_opened(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(max_length=256)
+    tokenizer.chat_template = THINKING
+    source = {"path": lay(tmp_path, "jsonl"), **OWN}
+    for value, end in ((True, "<|im_start|><|assistant|><think>"), (False, "<|im_start|><|assistant|>")):
+        sets = load(tmp_path, source, tokenizer=tokenizer, chat_template_args={"enable_thinking": value})
+        assert {prompt.extra["prompt_end"] for prompt in sets.train} == {end}
+        assert TOKENIZER.decode(list(sets.train[0].token_ids)).endswith(end)
+
+
+WITHOUT_SYSTEM = "{%- for m in messages -%}{%- if m.role != 'system' -%}{{- m.content -}}{%- endif -%}{%- endfor -%}"
+
+
+@pytest.mark.parametrize(
+    ("template", "changes", "message"),
+    [
+        (
+            THINKING,
+            {"chat_template_args": {"thinking": True}},
+            "data.chat_template_args must be arguments of the policy's chat template, which takes enable_thinking, "
+            "got 'thinking'",
+        ),
+        (
+            CHAT_TEMPLATE,
+            {"chat_template_args": {"messages": "x"}},
+            "data.chat_template_args must be arguments of the policy's chat template, which takes none, got 'messages'",
+        ),
+        (
+            WITHOUT_SYSTEM,
+            {"system": "be brief"},
+            "data.system must be shown by the policy's chat template, got 'system'; it leaves that turn out",
+        ),
+        (
+            WITHOUT_SYSTEM.replace("{{- m.content -}}", "{{- raise_exception('one turn') if m.role != 'user' -}}"),
+            {"examples": ({"problem": "1", "response": "2"},)},
+            "data.examples must be taken by the policy's chat template, got one turn; leave it out",
+        ),
+    ],
+)
+def test_what_the_chat_template_does_not_take_is_refused(
+    tmp_path: Path, template: str, changes: dict[str, Any], message: str
+) -> None:
+    tokenizer = build_tokenizer(max_length=256)
+    tokenizer.chat_template = template
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, {"path": lay(tmp_path, "jsonl"), **OWN}, tokenizer=tokenizer, **changes)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"path": "reasoning_gym:chain_sum", "where": {"level": 1}},
+            "data source.where must be left out with path reasoning_gym:chain_sum, got {'level': 1}; "
+            "its rows are made on the spot",
+        ),
+        (
+            {"path": "a/b", "config": {"size": 3}},
+            "data source.config must be left out without reasoning_gym:TASK as path, got {'size': 3}",
+        ),
+        (
+            {"path": "a/b", "where": {"level": [1, 2]}},
+            "data source.where.level must be text, a number, true, false or null, got [1, 2]",
+        ),
+    ],
+)
+def test_fields_of_another_kind_of_source_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SourceConfig(**values)
+    assert str(caught.value) == message
