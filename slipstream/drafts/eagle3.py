@@ -58,6 +58,7 @@ _NOT_OF_A_LAYER = (
 # a refit of the draft would overwrite the policy.
 _NOT_SAVED = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 _HEAD_NOISE = 0.02
+_LAYERS = ("qwen3", "llama")  # model types of the decoder layers that speculators and vLLM have
 _LAYER_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -148,14 +149,18 @@ def _trainable(model: Eagle3DraftModel) -> Eagle3DraftModel:
 
 
 def _layer_config(policy: Path) -> PretrainedConfig:
-    """Config of one decoder layer of the policy; for a mixture of experts a dense layer as wide as a token's experts.
+    """Config of one decoder layer: a Qwen3's for a Qwen3 policy, a Llama's for every other, which speculators has.
+
+    For a mixture of experts the layer is dense and as wide as a token's experts.
 
     Source: EAGLE-3 (arXiv 2503.01840), whose drafts are dense layers.
     """
     layer = AutoConfig.from_pretrained(policy)
-    if layer.model_type == "qwen3_moe":
-        width = layer.num_experts_per_tok * layer.moe_intermediate_size
-        layer = Qwen3Config(intermediate_size=width, **{name: getattr(layer, name) for name in _LAYER_FIELDS})
+    if layer.model_type not in _LAYERS:
+        known, is_sparse = layer.to_dict(), layer.model_type == "qwen3_moe"
+        width = layer.num_experts_per_tok * layer.moe_intermediate_size if is_sparse else layer.intermediate_size
+        sizes = {name: known[name] for name in _LAYER_FIELDS if name in known}
+        layer = (Qwen3Config if is_sparse else LlamaConfig)(intermediate_size=width, **sizes)
     layer.num_hidden_layers = 1
     layer.layer_types = ["full_attention"]
     return layer

@@ -1,14 +1,15 @@
-"""Architecture of a dense Qwen3, a Qwen3-MoE or a MiMo, read from and written to a Hugging Face config.json.
+"""Architecture of a policy, read from and written to a Hugging Face config.json, and the table of known families.
 
-Source of the experts: transformers 5, `models/qwen3_moe/modeling_qwen3_moe.py`; vLLM 0.32,
-`model_executor/models/qwen3_moe.py`.
+`docs/models.md` says how each family was tested, and what a new one takes.
+
+Source: transformers 5, `models/<model type>/modeling_<model type>.py`; vLLM 0.32, `model_executor/models`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,28 @@ from slipstream.config import ConfigError, require
 from slipstream.learner.config import ParallelConfig, ScratchConfig
 from slipstream.types import Dtype
 
-QWEN3 = "Qwen3ForCausalLM"
-QWEN3_MOE = "Qwen3MoeForCausalLM"
-MIMO = "MiMoForCausalLM"
-_MODEL_TYPES = {QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe", MIMO: "qwen2"}  # MiMo's trunk is a Qwen2, which vLLM reads
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A class of transformers and vLLM: one row of `FAMILIES`."""
+
+    name: str  # class name in transformers and vLLM
+    model_type: str
+    qk_norm: bool = False  # norms on queries and keys
+    qkv_bias: bool = False  # biases on queries, keys and values
+    divides_hidden: bool = False  # vLLM takes hidden_size / num_attention_heads for the head dimension
+    eagle3: bool = True  # vLLM returns the hidden states that an EAGLE-3 draft reads
+
+
+QWEN3 = Family(name="Qwen3ForCausalLM", model_type="qwen3", qk_norm=True)
+QWEN3_MOE = Family(name="Qwen3MoeForCausalLM", model_type="qwen3_moe", qk_norm=True)
+# The trunk of a MiMo is a Qwen2, which vLLM reads; vLLM's forward pass of it returns no states of inner layers.
+MIMO = Family(name="MiMoForCausalLM", model_type="qwen2", qkv_bias=True, divides_hidden=True, eagle3=False)
+QWEN2 = Family(name="Qwen2ForCausalLM", model_type="qwen2", qkv_bias=True, divides_hidden=True)  # and Qwen2.5
+LLAMA = Family(name="LlamaForCausalLM", model_type="llama")  # and SmolLM2
+MISTRAL = Family(name="MistralForCausalLM", model_type="mistral")
+FAMILIES = {family.name: family for family in (QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, MIMO)}
+
 _HF_NAMES = {  # sizes that an `Architecture` and a `ScratchConfig` share, with their names in a `config.json`
     "hidden_size": "hidden_size",
     "num_layers": "num_hidden_layers",
@@ -30,6 +49,19 @@ _HF_NAMES = {  # sizes that an `Architecture` and a `ScratchConfig` share, with 
     "max_position_embeddings": "max_position_embeddings",
     "tie_word_embeddings": "tie_word_embeddings",
 }
+_ALLOWED = {  # the only value that an entry of a `config.json` may have, where it is there and not null
+    "hidden_act": "silu",
+    "attention_dropout": 0,
+    "mlp_bias": False,
+    "qkv_bias": False,  # read by vLLM alone
+    "qk_norm": False,  # read by vLLM alone
+    "is_causal": True,
+    "partial_rotary_factor": 1,
+    "quantization_config": None,
+    "dual_chunk_attention_config": None,
+    "llama_4_scaling": None,
+}
+_LLAMA3 = "llama3"  # rope type in a `config.json`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +138,23 @@ def require_even_experts(experts: Experts | None, parallel: ParallelConfig) -> N
 
 
 @dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """Sizes and settings that determine the parameters' shapes and the forward pass.
+class RopeScaling:
+    """Scaling of the rotary embedding as in Llama 3.1, which divides the frequencies of long wavelengths by `factor`.
 
-    A model with an MTP layer, which predicts the token after the next, is a MiMo. A MiMo's attention is that of Qwen2,
-    with biases on queries, keys and values, and without norms on queries and keys.
+    Source: transformers 5, `modeling_rope_utils.py`, rope type `llama3`.
     """
 
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Family, sizes and settings, which determine the parameters' shapes and the forward pass."""
+
+    family: Family = QWEN3
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -122,56 +164,60 @@ class Architecture:
     ffn_hidden_size: int
     max_position_embeddings: int
     rope_theta: float
+    rope_scaling: RopeScaling | None = None
     norm_eps: float
     tie_word_embeddings: bool
     eos_token_id: int
+    more_eos_token_ids: tuple[int, ...] = ()  # further tokens that end a response
     experts: Experts | None = None  # None: the model is dense
-    num_mtp_layers: int = 0  # 1 in a MiMo
+    num_mtp_layers: int = 0  # layers that predict the token after the next: 1 in a MiMo
 
     @classmethod
     def from_scratch(cls, scratch: ScratchConfig, *, vocab_size: int, eos_token_id: int) -> Architecture:
         """Combine the sizes of a `ScratchConfig` with a tokenizer's vocabulary."""
         sizes = {name: getattr(scratch, name) for name in (*_HF_NAMES, "head_dim", "num_mtp_layers")}
-        return cls(vocab_size=vocab_size, eos_token_id=eos_token_id, rope_theta=10_000.0, norm_eps=1e-6, **sizes)
+        family = MIMO if scratch.num_mtp_layers else QWEN3
+        own = {"family": family, "vocab_size": vocab_size, "eos_token_id": eos_token_id}
+        return cls(**own, rope_theta=10_000.0, norm_eps=1e-6, **sizes)
 
     @classmethod
     def from_hf(cls, path: Path) -> Architecture:
         """Read `config.json` of a model directory in Hugging Face format.
 
         Raises:
-            ConfigError: the architecture is none of Qwen3, Qwen3-MoE and MiMo, or has a feature that the learner lacks.
+            ConfigError: the family is none of `FAMILIES`, a size is missing, or the model has a feature that the
+                learner does not compute.
         """
         config = json.loads((path / "config.json").read_text())
-        architectures = config.get("architectures")
-        known = architectures in ([QWEN3], [QWEN3_MOE], [MIMO])
-        rule = f"must be a {QWEN3}, a {QWEN3_MOE} or a {MIMO}"
-        require(known, "policy.model", rule, architectures, f"see {path}")
-        is_mimo = architectures == [MIMO]
-        if is_mimo:
-            _require_mimo(config, path)
-        else:
-            require(
-                not config.get("attention_bias"), "policy.model", "must have no attention bias", True, f"see {path}"
-            )
-        require(not config.get("use_sliding_window"), "policy.model", "must use full attention", "sliding window")
-        eos = config["eos_token_id"]
+        name, *others = config.get("architectures") or [""]
+        rule, fix = f"must be one of {', '.join(FAMILIES)}", f"see docs/models.md and {path}"
+        require(name in FAMILIES and not others, "policy.model", rule, [name, *others], fix)
+        family = FAMILIES[name]
+        config = {"tie_word_embeddings": False, **config}
+        config["num_key_value_heads"] = config.get("num_key_value_heads") or config.get("num_attention_heads")
+        missing = [name for name in ("vocab_size", "rms_norm_eps", *_HF_NAMES.values()) if config.get(name) is None]
+        require(not missing, "policy.model", "must name its sizes in config.json", f"no {missing}", f"see {path}")
+        _require_computed(config, family, path)
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        first, *more = _eos_token_ids(config, path)
         return cls(
+            family=family,
             vocab_size=config["vocab_size"],
             norm_eps=config["rms_norm_eps"],
             **{name: config[hf_name] for name, hf_name in _HF_NAMES.items()},
-            head_dim=config["hidden_size"] // config["num_attention_heads"] if is_mimo else config["head_dim"],
-            rope_theta=_rope_theta(config),
-            eos_token_id=eos[0] if isinstance(eos, list) else eos,
-            experts=Experts.from_hf(config) if architectures == [QWEN3_MOE] else None,
-            num_mtp_layers=1 if is_mimo else 0,
+            head_dim=config.get("head_dim") or hidden // heads,
+            rope_theta=_rope_theta(config, family),
+            rope_scaling=_rope_scaling(config),
+            eos_token_id=first,
+            more_eos_token_ids=tuple(more),
+            experts=Experts.from_hf(config) if family is QWEN3_MOE else None,
+            num_mtp_layers=1 if family is MIMO else 0,
         )
 
     @property
     def name(self) -> str:
         """Class name of the model in transformers and vLLM."""
-        if self.has_mtp:
-            return MIMO
-        return QWEN3 if self.experts is None else QWEN3_MOE
+        return self.family.name
 
     @property
     def has_mtp(self) -> bool:
@@ -189,22 +235,27 @@ class Architecture:
 
     def to_hf(self, dtype: Dtype) -> dict[str, Any]:
         """Return the `config.json` of this architecture for transformers and vLLM."""
+        scaling = None if self.rope_scaling is None else {"rope_type": _LLAMA3, **asdict(self.rope_scaling)}
         return {
             "architectures": [self.name],
-            "model_type": _MODEL_TYPES[self.name],
+            "model_type": self.family.model_type,
             "vocab_size": self.vocab_size,
             "rms_norm_eps": self.norm_eps,
             **{hf_name: getattr(self, name) for name, hf_name in _HF_NAMES.items()},
             "head_dim": self.head_dim,
             "hidden_act": "silu",
-            # transformers 5 reads rope_parameters; everything older reads rope_theta.
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            # transformers 5 reads rope_parameters; everything older reads rope_theta and rope_scaling.
+            "rope_parameters": {"rope_theta": self.rope_theta, **(scaling or {"rope_type": "default"})},
             "rope_theta": self.rope_theta,
-            "attention_bias": self.has_mtp,
+            "rope_scaling": scaling,
+            "attention_bias": self.family.qkv_bias,
             "attention_dropout": 0.0,
             "use_sliding_window": False,
+            "sliding_window": None,
             "initializer_range": 0.02,
-            "eos_token_id": self.eos_token_id,
+            "eos_token_id": [self.eos_token_id, *self.more_eos_token_ids]
+            if self.more_eos_token_ids
+            else self.eos_token_id,
             "dtype": dtype.value,
             "torch_dtype": dtype.value,
             **({} if self.experts is None else self.experts.to_hf()),
@@ -215,7 +266,8 @@ class Architecture:
         """Count the model's parameters; a tied embedding counts once."""
         queries, keys = self.num_attention_heads * self.head_dim, self.num_query_groups * self.head_dim
         matrices = self.hidden_size * 2 * (queries + keys)
-        vectors = 2 * self.hidden_size + (queries + 2 * keys if self.has_mtp else 2 * self.head_dim)
+        vectors = 2 * self.hidden_size
+        vectors += (queries + 2 * keys) * self.family.qkv_bias + 2 * self.head_dim * self.family.qk_norm
         dense = 3 * self.hidden_size * self.ffn_hidden_size
         experts = self.experts  # each with three matrices, and a row of the router
         sparse = experts.num_experts * self.hidden_size * (1 + 3 * experts.ffn_hidden_size) if experts else 0
@@ -230,25 +282,63 @@ Shape = Architecture | ModelShape
 """Sizes of a model that was loaded, or of a published one."""
 
 
-def _require_mimo(config: Mapping[str, Any], path: Path) -> None:
-    """Check that the learner and vLLM read the MiMo's config alike."""
-    layers = config.get("num_nextn_predict_layers")
-    require(layers == 1, "policy.model", f"a {MIMO} must have num_nextn_predict_layers 1", layers, f"see {path}")
-    require(config.get("attention_bias", True), "policy.model", f"a {MIMO} must have attention bias", False)
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    dim = config.get("head_dim") or hidden // heads
-    rule = f"the head_dim of a {MIMO} must be hidden_size / num_attention_heads = {hidden} / {heads}, as vLLM has it"
-    require(dim * heads == hidden, "policy.model", rule, dim, f"see {path}")
+def _require_computed(config: Mapping[str, Any], family: Family, path: Path) -> None:
+    """Check that learner and vLLM compute all that the config says, and read it alike."""
+    where = f"see {path}"
+    for name, allowed in (_ALLOWED | {"attention_bias": family.qkv_bias}).items():
+        value = config.get(name)
+        rule = f"must have {name} {json.dumps(allowed)} as a {family.name}"
+        require(value is None or value == allowed, "policy.model", rule, value, where)
+    window = config.get("use_sliding_window")
+    if family in (LLAMA, MISTRAL):  # transformers gives a Mistral that does not mention it a window of 4,096 tokens
+        window = config.get("sliding_window", 4096 if family is MISTRAL else None)
+    fix = "where no sequence is longer, write null for it in config.json"
+    require(not window, "policy.model", "must use full attention", f"sliding window {window}", fix)
+    kinds = sorted(set(config.get("layer_types") or []) - {"full_attention"})
+    require(not kinds, "policy.model", "must use full attention in every layer", kinds, where)
+    if family is MIMO:
+        layers = config.get("num_nextn_predict_layers")
+        require(layers == 1, "policy.model", f"must have num_nextn_predict_layers 1 as a {family.name}", layers, where)
+    if family.divides_hidden:
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        dim = config.get("head_dim") or hidden // heads
+        rule = f"the head_dim of a {family.name} must be hidden_size / num_attention_heads = {hidden} / {heads}"
+        require(dim * heads == hidden, "policy.model", f"{rule}, as vLLM has it", dim, where)
 
 
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    require(kind == "default", "policy.model", "must use plain RoPE", kind, "remove rope_scaling from its config.json")
-    theta = rope.get("rope_theta", config.get("rope_theta"))
+def _eos_token_ids(config: Mapping[str, Any], path: Path) -> list[int]:
+    """Ids of the tokens that end a response, those of config.json first: an export has no generation_config.json."""
+    generation = path / "generation_config.json"
+    more = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
+    found = [ids if isinstance(ids, list) else [ids] for ids in (config.get("eos_token_id"), more) if ids is not None]
+    require(bool(found), "policy.model", "must name an eos_token_id in its config.json", None, f"see {path}")
+    return list(dict.fromkeys(each for ids in found for each in ids))
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def _rope_theta(config: Mapping[str, Any], family: Family) -> float:
+    theta = _rope(config).get("rope_theta", config.get("rope_theta"))
+    if theta is None and family is LLAMA:
+        return 10_000.0  # the files of Llama 2 do not name it
     if theta is None:
         raise ConfigError("policy.model has no rope_theta in its config.json")
     return float(theta)
+
+
+def _rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
+    rope = _rope(config)
+    kind, partial = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor", 1.0)
+    require(partial == 1, "policy.model", "must have partial_rotary_factor 1", partial, "the whole head is turned")
+    require(kind in ("default", _LLAMA3), "policy.model", f"must use RoPE of type default or {_LLAMA3}", kind)
+    if kind == "default":
+        return None
+    names = [field.name for field in fields(RopeScaling)]
+    missing = [name for name in names if rope.get(name) is None]
+    require(not missing, "policy.model", f"must name every parameter of {_LLAMA3} in rope_scaling", f"no {missing}")
+    return RopeScaling(**{name: rope[name] for name in names})
 
 
 def require_divisible(shape: Shape, *, tensor: int, pipeline: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
 
@@ -136,6 +137,9 @@ def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard) -> GPT
         rotary_base=arch.rope_theta,  # type: ignore[arg-type]  # declared int, used as a float
         share_embeddings_and_output_weights=arch.tie_word_embeddings,
     )
+    if arch.rope_scaling is not None:
+        rope: Any = model.rotary_pos_emb
+        rope.inv_freq = rope._apply_scaling(rope.inv_freq, **asdict(arch.rope_scaling))
     _mark_tensor_parallel(model, mappings(arch, shard))
     if host.is_cpu_only():
         use_cpu_dispatchers(model)
@@ -278,7 +282,7 @@ def _block_spec(
 
 
 def _layer_spec(module: type[TransformerLayer], kernels: _Kernels, arch: Architecture, mlp: ModuleSpec) -> ModuleSpec:
-    norms = {} if arch.has_mtp else {"q_layernorm": kernels.norm, "k_layernorm": kernels.norm}
+    norms = {"q_layernorm": kernels.norm, "k_layernorm": kernels.norm} if arch.family.qk_norm else {}
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -311,8 +315,8 @@ def _transformer_config(arch: Architecture, learner: LearnerConfig) -> Transform
         ffn_hidden_size=arch.ffn_hidden_size,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
-        qk_layernorm=not arch.has_mtp,
-        add_qkv_bias=arch.has_mtp,
+        qk_layernorm=arch.family.qk_norm,
+        add_qkv_bias=arch.family.qkv_bias,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,

@@ -232,7 +232,7 @@ class MegatronPolicy:
             ConfigError: the policy has no MTP layer.
         """
         name, rule = self.architecture.name, "mtp needs a policy with an MTP layer"
-        require(self._mtp is not None, "draft.method", rule, name, f"such as a {MIMO}")
+        require(self._mtp is not None, "draft.method", rule, name, f"such as a {MIMO.name}")
         assert self._mtp is not None
         assert self._mtp_trainer is None, "its parameters have gradient buffers already"
         self._mtp_trainer = MtpTrainer(

@@ -63,7 +63,7 @@ def resolve(policy: PolicyConfig, needs: Needs, directory: Path) -> PolicyRecord
     """Check a hub id or local directory by its configs alone and link its files into `directory`.
 
     Raises:
-        ConfigError: there is no such model, or it is no Qwen3, Qwen3-MoE or MiMo, or it lacks a chat template, an
+        ConfigError: there is no such model, or the learner does not know its family, or it lacks a chat template, an
             end-of-sequence token, weights, the MTP layer that a draft needs, `engine.max_model_len` positions, or a
             layer that the draft reads.
     """
@@ -102,9 +102,11 @@ def _check_configs(source: Path, model: str, needs: Needs) -> tuple[Architecture
     context, length = architecture.max_position_embeddings, needs.max_model_len
     require(length <= context, "engine.max_model_len", f"must be <= the policy's {context} positions", length)
     name = architecture.name
-    fix = f"take a {MIMO}, or another draft.method"
+    fix = f"take a {MIMO.name}, or another draft.method"
     require(architecture.has_mtp or not needs.mtp, "policy.model", "must have an MTP layer to draft with", name, fix)
     layers = needs.draft_layer_ids
+    rule = "must be of a family whose inner states vLLM returns, for an EAGLE-3 draft"
+    require(not layers or architecture.family.eagle3, "policy.model", rule, name, "take another draft.method")
     rule = f"must be < {architecture.num_layers}, the policy's number of layers"
     fits = all(layer < architecture.num_layers for layer in layers)
     require(fits, "draft.aux_hidden_state_layer_ids", rule, layers)

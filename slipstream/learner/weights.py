@@ -1,4 +1,4 @@
-"""Parameter names and layouts of Qwen3 and MiMo: Hugging Face <-> Megatron-Core, for the shards of every layout.
+"""Parameter names and layouts: Hugging Face <-> Megatron-Core, for the shards of every layout.
 
 One table names the HF tensors in each Megatron parameter and its layout. Both directions read the table, so a round
 trip copies elements and computes nothing. A new policy has the same random weights under every layout: those that
@@ -160,8 +160,8 @@ def _layer_mappings(arch: Architecture, shard: Shard, layer: int, hf_layer: int)
 
 
 def _attention(arch: Architecture) -> _Table:
-    """Qwen3 has norms on queries and keys, MiMo biases on queries, keys and values."""
-    return (*_INPUT, *(_QKV_BIASES if arch.has_mtp else _QK_NORMS), *_OUTPUT)
+    biases, norms = _QKV_BIASES if arch.family.qkv_bias else (), _QK_NORMS if arch.family.qk_norm else ()
+    return (*_INPUT, *biases, *norms, *_OUTPUT)
 
 
 def _named(table: _Table, megatron_layer: str, hf_layer: str) -> Iterator[ParameterMapping]:

@@ -109,7 +109,7 @@ def train_from_scratch(recipe: Recipe, directory: Path, *, tokenizer_dir: Path, 
         learner.save_hf(directory, tokenizer_dir)
     return PolicyRecord(
         model=SCRATCH,
-        architecture=MIMO if scratch.num_mtp_layers else QWEN3,
+        architecture=(MIMO if scratch.num_mtp_layers else QWEN3).name,
         num_parameters=num_parameters,
         vocab_size=len(words),
         max_position_embeddings=scratch.max_position_embeddings,

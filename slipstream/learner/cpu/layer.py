@@ -23,12 +23,16 @@ from slipstream.learner.packing import plan_rectangles
 
 
 class _Parameters(NamedTuple):
-    """Parameters of one layer, in the order in which the operation takes them and returns their gradients."""
+    """Parameters of one layer, in the order in which the operation takes them and returns their gradients.
+
+    A layer without biases on queries, keys and values, or without norms on queries and keys, has None there.
+    """
 
     input_norm_H: Tensor
     qkv_QH: Tensor  # Q = G * (R + 2) * D: queries, key and value of each group
-    query_norm_D: Tensor
-    key_norm_D: Tensor
+    qkv_Q: Tensor | None
+    query_norm_D: Tensor | None
+    key_norm_D: Tensor | None
     proj_HO: Tensor  # O = G * R * D
     mlp_norm_H: Tensor
     gate_up_FH: Tensor  # 2 F rows: those of the gate, then those that the gate multiplies
@@ -66,11 +70,13 @@ class _Plan:
 
 class _Settings(NamedTuple):
     eps: float  # epsilon of the norms
+    groups: int
+    dim: int  # of a head
     recomputes: bool  # the backward pass recomputes the insides of attention and MLP
 
 
 class CpuTransformerLayer(TransformerLayer):
-    """Dense pre-norm layer on one rank: grouped-query attention with norms on queries and keys, and a gated MLP."""
+    """Dense pre-norm layer on one rank: grouped-query attention and a gated MLP."""
 
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, padding_mask: Tensor | None = None, **_: Any
@@ -82,19 +88,23 @@ class CpuTransformerLayer(TransformerLayer):
             padding_mask: [B, S], True where there is no token, on the right; the output is zero there.
         """
         attention, mlp = cast(Any, self.self_attention), cast(Any, self.mlp)
+        query_norm, key_norm = attention.q_layernorm, attention.k_layernorm
         parameters = _Parameters(
             cast(Any, self.input_layernorm).weight,
             attention.linear_qkv.weight,
-            attention.q_layernorm.weight,
-            attention.k_layernorm.weight,
+            attention.linear_qkv.bias,
+            None if query_norm is None else query_norm.weight,
+            None if key_norm is None else key_norm.weight,
             attention.linear_proj.weight,
             cast(Any, self.pre_mlp_layernorm).weight,
             mlp.linear_fc1.weight,
             mlp.linear_fc2.weight,
         )
-        heads = cast(int, self.config.num_attention_heads) // cast(int, self.config.num_query_groups)
+        groups, dim = cast(int, self.config.num_query_groups), cast(int, self.config.kv_channels)
+        heads = self.config.num_attention_heads // groups
         plan = _plan(padding_mask, hidden_states.shape[1], rotary_pos_emb, hidden_states.dtype, heads)
-        settings = _Settings(self.config.layernorm_epsilon, self.config.recompute_granularity == "selective")
+        recomputes = self.config.recompute_granularity == "selective"
+        settings = _Settings(self.config.layernorm_epsilon, groups, dim, recomputes)
         return cast(Tensor, _Layer.apply(hidden_states, plan, settings, *parameters)), None
 
 
@@ -130,19 +140,18 @@ class _Layer(torch.autograd.Function):
     """Compute y = x + attention(norm(x)), then y + mlp(norm(y))."""
 
     @staticmethod
-    def forward(ctx: Any, x_SBH: Tensor, plan: _Plan, settings: _Settings, *parameters: Tensor) -> Tensor:
-        p, eps = _Parameters(*parameters), settings.eps
-        dim = p.query_norm_D.shape[0]
+    def forward(ctx: Any, x_SBH: Tensor, plan: _Plan, settings: _Settings, *parameters: Tensor | None) -> Tensor:
+        p, eps, groups, dim = _Parameters(*cast(Any, parameters)), settings.eps, settings.groups, settings.dim
         heads = p.proj_HO.shape[1] // dim
-        groups = (p.qkv_QH.shape[0] // dim - heads) // 2
         repeat = heads // groups
         flat_x = x_SBH.reshape(-1, x_SBH.shape[-1])
         x = flat_x.index_select(0, plan.rows_N)
 
         x_scaled, x_normed, x_scale = _norm(x, p.input_norm_H, eps)
-        qkv = (x_scaled @ p.qkv_QH.t()).view(-1, groups, repeat + 2, dim)
+        qkv = torch.nn.functional.linear(x_scaled, p.qkv_QH, p.qkv_Q).view(-1, groups, repeat + 2, dim)
         qk = qkv[..., : repeat + 1, :]
-        qk_scaled, qk_normed, qk_scale = _norm(qk, _qk_weight(p, repeat), eps)
+        qk_weight = _qk_weight(p, repeat)
+        qk_scaled, qk_normed, qk_scale = (qk, None, None) if qk_weight is None else _norm(qk, qk_weight, eps)
         torch.addcmul(qk_scaled * plan.cos_N11D, qk_scaled.roll(dim // 2, -1), plan.sin_N11D, out=qk)
         mixed = x.new_empty(len(x), heads * dim)
         attended = [_attended(qkv, mixed, rectangle) for rectangle in plan.rectangles]
@@ -169,16 +178,15 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, grad_SBH: Tensor) -> tuple[Tensor | None, ...]:
-        saved, plan = ctx.saved_tensors, ctx.plan
+        saved, plan, groups, dim = ctx.saved_tensors, ctx.plan, ctx.settings.groups, ctx.settings.dim
         x_scaled, x_normed, x_scale, qk_normed, qk_scale, mixed, y_scaled, y_normed, y_scale = saved[:9]
-        p = _Parameters(*saved[9:17])
-        _, groups, repeat, dim = qk_normed.shape
-        repeat -= 1
+        p = _Parameters(*saved[9:18])
+        repeat = p.proj_HO.shape[1] // dim // groups
         if ctx.settings.recomputes:
             gate_up = y_scaled @ p.gate_up_FH.t()
-            attended = itertools.chain.from_iterable(_attend(saved[17], each) for each in plan.rectangles)
+            attended = itertools.chain.from_iterable(_attend(saved[18], each) for each in plan.rectangles)
         else:
-            gate_up, *attended = saved[17:]
+            gate_up, *attended = saved[18:]
         attended = iter(attended)
         grad = grad_SBH.reshape(-1, grad_SBH.shape[-1]).index_select(0, plan.rows_N)
 
@@ -201,13 +209,19 @@ class _Layer(torch.autograd.Function):
             _attend_backward(d_mixed, dots_NA, d_qkv.view(-1, groups, repeat + 2, dim), kept, rectangle)
         d_qk = d_qkv.view(-1, groups, repeat + 2, dim)[..., : repeat + 1, :]
         d_rotated = (d_qk * plan.sin_N11D).roll(dim // 2, -1).addcmul_(d_qk, plan.cos_N11D)
-        d_qk[:], d_qk_norm = _norm_backward(d_rotated, qk_normed, _qk_weight(p, repeat), qk_scale)
+        qk_weight, d_query_norm, d_key_norm = _qk_weight(p, repeat), None, None
+        if qk_weight is None:
+            d_qk[:] = d_rotated
+        else:
+            d_qk[:], d_qk_norm = _norm_backward(d_rotated, qk_normed, qk_weight, qk_scale)
+            d_query_norm, d_key_norm = d_qk_norm[:repeat].sum(0), d_qk_norm[repeat]
         d_x, d_input_norm = _norm_backward(d_qkv @ p.qkv_QH, x_normed, p.input_norm_H, x_scale)
         gradients = _Parameters(
             input_norm_H=d_input_norm,
             qkv_QH=d_qkv.t() @ x_scaled,
-            query_norm_D=d_qk_norm[:repeat].sum(0),
-            key_norm_D=d_qk_norm[repeat],
+            qkv_Q=None if p.qkv_Q is None else d_qkv.sum(0),
+            query_norm_D=d_query_norm,
+            key_norm_D=d_key_norm,
             proj_HO=d_y.t() @ mixed,
             mlp_norm_H=d_mlp_norm,
             gate_up_FH=d_gate_up.t() @ y_scaled,
@@ -237,8 +251,10 @@ def _norm_backward(grad: Tensor, normed: Tensor, weight: Tensor, scale: Tensor) 
     return (grad * weight).addcmul_(normed, mean, value=-1).mul_(scale), grad_weight
 
 
-def _qk_weight(p: _Parameters, repeat: int) -> Tensor:
+def _qk_weight(p: _Parameters, repeat: int) -> Tensor | None:
     """Stack the norm weights of a group's heads, [R + 1, D]: R times that of the queries, then that of the key."""
+    if p.query_norm_D is None or p.key_norm_D is None:
+        return None
     return torch.cat((p.query_norm_D.expand(repeat, -1), p.key_norm_D.unsqueeze(0)))
 
 

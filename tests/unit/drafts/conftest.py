@@ -25,6 +25,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=1,
         head_dim=16,
         max_position_embeddings=64,
+        eos_token_id=3,
         tie_word_embeddings=False,
         initializer_range=0.3,
     )

@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.config import DraftConfig, DraftInit
-from slipstream.drafts.eagle3 import bring_draft, build_draft
+from slipstream.drafts.eagle3 import bring_draft, build_draft, save_draft
 from slipstream.drafts.learner_draft import States
 from slipstream.drafts.trainer import DraftTrainer
 from tests.integration import qwen3_moe
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
+from tests.unit.learner import families
 
 HIDDEN, VOCAB, KNOWN = 32, 16, [2, 3, 5, 6, 7, 8, 9, 15]
 SHAPES = {
@@ -79,6 +80,17 @@ def original(tmp_path: Path) -> Path:
 def _edit(path: Path, **values: Any) -> None:
     file = path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama3", "smollm2", "mistral"])
+def test_the_draft_of_a_family_is_a_layer_of_a_llama_with_the_policys_angles(name: str, tmp_path: Path) -> None:
+    model = families.write_model(tmp_path / "policy", name)
+    draft = build_draft(tmp_path / "policy", CONFIG, token_ids=KNOWN)
+    save_draft(draft, tmp_path / "draft")
+    check_draft(tmp_path / "policy", tmp_path / "draft", max_model_len=64)
+    layer = json.loads((tmp_path / "draft" / "config.json").read_text())["transformer_layer_config"]
+    assert (layer["model_type"], layer["attention_bias"], layer["num_hidden_layers"]) == ("llama", False, 1)
+    assert torch.equal(draft.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
 
 
 def test_an_original_draft_keeps_its_weights_under_the_names_that_are_trained_here(

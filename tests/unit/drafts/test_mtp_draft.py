@@ -19,6 +19,7 @@ from slipstream.drafts.learner_draft import MtpDraft
 from slipstream.drafts.methods import DraftMethod
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
+from slipstream.learner.architecture import QWEN3
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import LearnerConfig, PolicyConfig
 from slipstream.learner.megatron import MegatronPolicy
@@ -149,7 +150,7 @@ def test_a_policy_without_an_mtp_layer_is_refused_before_anything_starts(path: P
 
 
 def test_a_policy_of_a_hub_that_cannot_draft_with_itself_is_refused_by_its_config(tmp_path: Path) -> None:
-    plain = dataclasses.replace(mimo.ARCH, num_mtp_layers=0)
+    plain = dataclasses.replace(mimo.ARCH, family=QWEN3, num_mtp_layers=0)
     model = tmp_path / "model"
     write_tokenizer(model, max_length=64)
     (model / "config.json").write_text(json.dumps(plain.to_hf(Dtype.FLOAT32)))

@@ -24,6 +24,7 @@ from slipstream.learner.megatron import Capture, MegatronPolicy
 from slipstream.learner.policy_source import learning_rate_at, pretrain
 from slipstream.records.steps import TrainStats
 from slipstream.types import Dtype
+from tests.unit.learner import families
 from tests.unit.learner.policies import (
     LEARNER,
     OPTIMIZER,
@@ -229,19 +230,22 @@ def test_a_response_without_a_token_is_refused() -> None:
         new_policy(optimizer=None).logprobs([[1, 2, 3], [1, 2]], [1, 2], 1.0)
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_the_cpu_layer_is_megatrons_in_value_and_gradient(ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "ragged"), [("qwen3", False), ("qwen3", True), ("qwen2", True), ("smollm2", True)])
+def test_the_cpu_layer_is_megatrons_in_value_and_gradient(
+    name: str, ragged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    families.write_model(tmp_path, name, initializer_range=0.04)
     monkeypatch.setattr(packing, "_RECTANGLE_COST", 100)
     lengths = [29, 27, 12, 11, 5, 4] if ragged else [20] * 6
     assert len(packing.plan_rectangles(lengths)) == (4 if ragged else 1)
     width = max(lengths)
-    policy = new_policy(SCRATCH)
+    policy = MegatronPolicy.load(tmp_path, learner=LEARNER, optimizer=None)
     layer = policy._gpt.decoder.layers[1]
     assert type(layer) is CpuTransformerLayer
     padding_BT = torch.arange(width) >= torch.tensor(lengths).unsqueeze(1)
     real_TB = ~padding_BT.t()
-    x_TBH = torch.randn(width, len(lengths), SCRATCH.hidden_size, requires_grad=True)
-    upstream = torch.randn(int(real_TB.sum()), SCRATCH.hidden_size)
+    x_TBH = torch.randn(width, len(lengths), policy.architecture.hidden_size, requires_grad=True)
+    upstream = torch.randn(int(real_TB.sum()), policy.architecture.hidden_size)
     with host.cuda_as_cpu():
         angles = policy._gpt.rotary_pos_emb(width)
 

@@ -72,14 +72,26 @@ def test_a_model_that_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         resolve_policy(recipe("a/b"), tmp_path / "out")
 
 
+_MIMO = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, r"(?i)qwen3.*llama"),
+        ({"architectures": ["GemmaForCausalLM"]}, r"policy\.model must be one of .*LlamaForCausalLM.*, got .'Gemma"),
         ({"max_position_embeddings": 128}, r"engine\.max_model_len must be <= the policy's 128 positions, got 256"),
+        (
+            _MIMO,
+            r"policy\.model must be of a family whose inner states vLLM returns, .*, got 'MiMo.*; take another draft",
+        ),
         ({"num_hidden_layers": 21}, r"draft\.aux_hidden_state_layer_ids must be < 21, .* got \(2, 12, 21\)"),
     ],
-    ids=["another architecture", "a shorter context than the engine's", "fewer layers than the draft reads"],
+    ids=[
+        "another architecture",
+        "a shorter context than the engine's",
+        "states that vLLM keeps",
+        "fewer layers than the draft reads",
+    ],
 )
 def test_a_model_that_does_not_suit_the_run_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     source = model(tmp_path / "model", **changes)

@@ -16,7 +16,7 @@ from slipstream.config import ConfigError
 from slipstream.drafts.config import DraftConfig, DraftScratchConfig
 from slipstream.drafts.methods import DraftMethod
 from slipstream.engine.config import EngineConfig
-from slipstream.learner.architecture import Architecture, Experts
+from slipstream.learner.architecture import QWEN3_MOE, Architecture, Experts
 from slipstream.learner.config import LearnerConfig, ParallelConfig, Recompute, ScratchConfig
 from slipstream.recipe import load_recipe
 from slipstream.refit.config import Channel
@@ -435,7 +435,7 @@ def test_a_mixture_of_experts_is_placed_without_its_memory(tmp_path: Path) -> No
     scratch = ScratchConfig(num_layers=2, num_attention_heads=32, num_query_groups=8)
     experts = Experts(num_experts=8, num_experts_per_token=2, ffn_hidden_size=32, normalizes_chosen=True)
     dense = Architecture.from_scratch(scratch, vocab_size=64, eos_token_id=1)
-    config = replace(dense, experts=experts).to_hf(Dtype.BFLOAT16)
+    config = replace(dense, family=QWEN3_MOE, experts=experts).to_hf(Dtype.BFLOAT16)
     (tmp_path / "config.json").write_text(json.dumps(config))
     dealt = {"policy": {"model": str(tmp_path)}, "learner": {"parallel": {"tensor": 1, "data": 32, "expert": 4}}}
     assert load_recipe("qwen3_8b", overrides=dealt).memory() is None

@@ -1,0 +1,68 @@
+"""Tiny models of each family with random weights, biases and norms too, written by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tests.unit.learner.policies import VOCAB
+
+# An original length of 8 positions: wavelengths of this head are kept, blended and divided.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "eos_token_id": 1,
+    "initializer_range": 0.15,  # the default gives nearly equal logits
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+}
+MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen2.5": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True, "eos_token_id": [1, 5]}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
+    "llama2": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 4, "rope_parameters": None}),
+    "llama3": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3}),
+    "smollm2": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
+    ),
+    "mistral": (MistralConfig, MistralForCausalLM, {"head_dim": 32, "sliding_window": None}),
+}
+
+
+def write_model(path: Path, name: str, *, seed: int = 0, **change: Any) -> PreTrainedModel:
+    """Write a directory as it would come from a hub, and return what transformers computes with."""
+    config, model, own = MODELS[name]
+    torch.manual_seed(seed)
+    built: PreTrainedModel = model(config(**{**_SIZES, **own, **change}))
+    for parameter in built.parameters():
+        if parameter.dim() == 1:
+            parameter.data.add_(torch.randn(parameter.shape) * 0.3)
+    built.save_pretrained(path)
+    return built
