@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaC
 from scripts import smollm2
 from slipstream.config import ConfigError
 from slipstream.data.tokenizer import VOCAB_SIZE, build_tokenizer
+from slipstream.learner.config import LearnerConfig
+from slipstream.learner.megatron import MegatronPolicy
 
 PROMPT = [{"role": "user", "content": "what is 12 + 7?"}]
 SMALL = LlamaConfig(
@@ -103,11 +106,17 @@ def test_without_hub_and_package_the_command_that_installs_it_is_named(tmp_path:
 
 @pytest.mark.lm
 @pytest.mark.usefixtures("offline")
-def test_the_real_package_gives_a_model_that_cannot_add(tmp_path: Path) -> None:
-    smollm2.main(tmp_path / "model")
+def test_the_real_package_gives_a_model_that_cannot_add_and_that_the_learner_computes(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    smollm2.main(directory)
 
-    model, tokenizer = (each.from_pretrained(tmp_path / "model") for each in (AutoModelForCausalLM, AutoTokenizer))
-    assert model.num_parameters() == 134_515_008
-    tokens = tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True, return_tensors="pt", return_dict=False)
-    answer = model.float().generate(tokens, max_new_tokens=12, do_sample=False)[0, tokens.shape[1] :]
-    assert tokenizer.decode(answer).startswith("12 + 7 = 9")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    policy = MegatronPolicy.load(directory, learner=LearnerConfig(num_threads=1), optimizer=None)
+    assert model.num_parameters() == policy.architecture.num_parameters() == 134_515_008
+    prompt = tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    tokens = model.float().generate(prompt, max_new_tokens=12, do_sample=False)
+    assert tokenizer.decode(tokens[0, prompt.shape[1] :]).startswith("12 + 7 = 9")
+    (ours,) = policy.logprobs([tokens[0].tolist()], [1], 1.0)
+    with torch.no_grad():
+        theirs = model(tokens).logits[0, :-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
+    np.testing.assert_allclose(ours, theirs.numpy(), rtol=0, atol=1e-3)
