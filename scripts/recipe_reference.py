@@ -30,6 +30,8 @@ The last column names the shipped recipes that set a field, or says who sets it 
 _HEAD = "| field | type | default | meaning | set by |\n|---|---|---|---|---|"
 
 Schema = Mapping[str, Any]
+_MAPPINGS = ("chat_template_args", "config", "where")
+"""Fields that hold a mapping and are no sections."""
 
 
 def page() -> str:
@@ -58,7 +60,7 @@ def uses() -> dict[str, list[str]]:
 def _names(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
     for key, value in values.items():
         name = f"{path}{key}"
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and key not in _MAPPINGS:
             yield from _names(value, f"{name}.")
             continue
         yield name
@@ -102,7 +104,7 @@ def _resolved(schema: Schema, each: Schema) -> dict[str, Any]:
 
 def row(names: tuple[str, ...], name: str, field: Schema, used: Mapping[str, list[str]]) -> str:
     """One field as a row of its section's table."""
-    default = "required" if field["required"] else f"`{_yaml(field['default'])}`"
+    default = "required" if field["required"] else f"`{_yaml(field.get('default', {}))}`"
     meaning, who = description(field)
     paths = [f"{path}.{name}" for path in names] or [name]
     recipes = ", ".join(dict.fromkeys(recipe for path in paths for recipe in used.get(path, ())))
@@ -123,7 +125,7 @@ def type_text(field: Schema) -> str:
         return ", ".join(f"`{value}`" for value in field["enum"])
     if field["type"] == "array":
         return f"list of {type_text(field['items'])}" if "$ref" not in field["items"] else "list of mappings"
-    kind = {"string": "text", "boolean": "`true` or `false`"}.get(field["type"], field["type"])
+    kind = {"string": "text", "boolean": "`true` or `false`", "object": "mapping"}.get(field["type"], field["type"])
     return " ".join(filter(None, (kind, range_text(field))))
 
 
@@ -142,7 +144,7 @@ def _yaml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_yaml, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_yaml(each)}' for key, each in value.items() if each is not None)}}}"
+        return f"{{{', '.join(f'{key}: {_yaml(each)}' for key, each in value.items() if each not in (None, {}))}}}"
     if isinstance(value, float):
         return f"{value:g}"
     return value if isinstance(value, str) and value else json.dumps(value)

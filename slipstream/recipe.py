@@ -59,8 +59,10 @@ _PATHS = (
     ("draft", "model"),
     ("tracking", "uri"),
     ("reward", "function"),
+    ("reward", "functions"),
 )
-"""Fields whose values may be paths, by section; those of data are lists of sources."""
+"""Fields whose values may be paths, by section; items of lists have theirs in one of `_IN_ITEMS`."""
+_IN_ITEMS = {"data": "path", "reward": "function"}
 _NO_PATHS = (SYNTHETIC, SCRATCH)
 _GPU_MEMORY = 0.95  # the share of a GPU that engines can have between them
 OPERATION = ("num_kept_idle", "start_timeout_s", "answer_timeout_s", "max_restarts")
@@ -446,9 +448,10 @@ def absolute_paths(values: Mapping[str, Any], base: Path) -> dict[str, Any]:
         if not isinstance(held, Mapping) or key not in held:
             continue
         value = held[key]
-        if isinstance(value, (list, tuple)):  # of data sources
+        if isinstance(value, (list, tuple)):
+            name = _IN_ITEMS.get(section, "")
             value = [
-                {**each, "path": _absolute_path(each.get("path"), base)} if isinstance(each, Mapping) else each
+                {**each, name: _absolute_path(each[name], base)} if isinstance(each, Mapping) and name in each else each
                 for each in value
             ]
         else:

@@ -183,11 +183,14 @@ def additions(policy: Path, *, num: int = 8, addend: int = 1) -> list[Prompt]:
     """Prompts in the policy's chat template."""
     from transformers import AutoTokenizer
 
-    from slipstream.data.prompts import render
+    from slipstream.data.chat import render
+    from slipstream.data.config import DataConfig
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
     texts = [f"{i}+{addend}=?" for i in range(num)]
-    return [Prompt(id=text, text=text, token_ids=render(text, tokenizer=tokenizer), answer="1") for text in texts]
+    config = DataConfig(max_prompt_tokens=64)
+    ids = [render(text, config=config, tokenizer=tokenizer) for text in texts]
+    return [Prompt(id=text, text=text, token_ids=own, answer="1") for text, own in zip(texts, ids, strict=True)]
 
 
 def odd_sum(prompt: Sequence[int], ids: Sequence[int]) -> str:

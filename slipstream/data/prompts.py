@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,8 +18,20 @@ from typing import TYPE_CHECKING, Any, get_args
 from jinja2 import TemplateError
 
 from slipstream.config import ConfigError, require
+from slipstream.data.chat import chat, chat_text, opening_of, token_ids_of
 from slipstream.data.config import SYNTHETIC, DataConfig, SourceConfig
-from slipstream.data.schemas import Item, NoProblemError, Turn, check_asks, normalise, read_item, recognise
+from slipstream.data.reasoning_tasks import task_rows
+from slipstream.data.schemas import (
+    REASONING_GYM_ROWS,
+    Item,
+    NoProblemError,
+    Row,
+    Schema,
+    check_asks,
+    normalise,
+    read_item,
+    schema_of,
+)
 from slipstream.data.synthetic import Split, write_split
 from slipstream.records.files import write_atomic
 from slipstream.records.stages import DataSetRecord
@@ -30,10 +42,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Gradable = Callable[[Sequence[str]], Sequence[bool]]
-"""Returns for each reference answer whether responses can be scored against it."""
-Equal = Callable[[Sequence[tuple[str, str]]], Sequence[bool]]
-"""Returns for each pair of answers whether the scorer treats them as equal."""
+Gradable = Callable[[Sequence[str], str], Sequence[bool]]
+"""Returns for each reference answer of a data source whether responses can be scored against it."""
+Equal = Callable[[Sequence[tuple[str, str]], str], Sequence[bool]]
+"""Returns for each pair of answers of a data source whether the scorer treats them as equal."""
 
 
 # A set drops the rows that an earlier set has; training comes last, for it has most rows.
@@ -52,6 +64,7 @@ _REASONS = {
     "num_too_long": "too long",
     "num_held_out": "in another set",
     "num_empty": "without a usable problem",
+    "num_left_out": "beyond the source's weight",
 }
 _COUNTERS = tuple(name for name in DataSetRecord.__dataclass_fields__ if name.startswith("num_"))
 
@@ -113,26 +126,33 @@ def load_prompt_sets(
     """Read, filter, deduplicate and tokenize all sets.
 
     Args:
-        gradable: checks which reference answers can be scored, as of `Verifier`.
-        equal: compares answers, as of `Verifier`.
+        gradable: checks which reference answers can be scored, as of `Reward`.
+        equal: compares answers, as of `Reward`.
         directory: destination of the synthetic files, which are then read like any other source.
     Raises:
-        ConfigError: a source is missing, has unknown columns or no usable answers, or leaves no prompt; or the
-            number of validation problems differs from `data.num_validation_problems`.
+        ConfigError: a source is missing, has unknown columns or no usable answers, or leaves no prompt; the chat
+            template does not take what `data` hands it; or the number of validation problems differs from
+            `data.num_validation_problems`.
     """
-    require(tokenizer.chat_template is not None, "policy.model", "must have a chat template", tokenizer.name_or_path)
+    opening = opening_of(config, tokenizer)
     prompts: dict[Split, tuple[Prompt, ...]] = {}
     problems: dict[Split, set[str]] = {}
     records: list[DataSetRecord] = []
     for split in _ORDER:
         taken = set().union(*(problems[other] for other in _rivals(split)))
         reader = _SetReader(
-            config=config, split=split, tokenizer=tokenizer, gradable=gradable, equal=equal, held_out=taken
+            config=config,
+            split=split,
+            tokenizer=tokenizer,
+            gradable=gradable,
+            equal=equal,
+            held_out=taken,
+            opening=opening,
         )
         kept, own = reader.read(list(_resolve(config, split, directory)))
         records += own
-        problems[split] = {prompt_id(item.problem) for item, _ in kept}
-        prompts[split] = _ordered([prompt for _, prompt in kept], split, config.seed)
+        problems[split] = {prompt_id(each.item.problem) for each in kept}
+        prompts[split] = _ordered([each.prompt for each in kept], split, config.seed)
     expected, found = config.num_validation_problems, [record for record in records if record.name == "validation"]
     require(
         expected in (None, len(prompts["validation"])),
@@ -166,19 +186,6 @@ def read_prompt_sets(directory: Path) -> PromptSets:
 def prompt_id(text: str) -> str:
     """Return the content hash of the normalised prompt, which is equal across data sets."""
     return hashlib.sha256(normalise(text).encode()).hexdigest()[:16]
-
-
-def render(
-    problem: str,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    instruction: str = "{problem}",
-    context: Sequence[Turn] = (),
-) -> tuple[int, ...]:
-    """Tokenize the chat up to the policy's response; `context` holds the turns before the problem."""
-    messages = _messages(problem, instruction, context)
-    encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    return tuple(encoded["input_ids"])
 
 
 def require_size(sets: PromptSets, split: Split, field: str, value: int, *, rollouts_per_prompt: int = 1) -> None:
@@ -216,6 +223,19 @@ class _Group:
     item: Item  # the first row
     rows: Counter[tuple[int, str]] = field(default_factory=Counter)  # by index of the source and raw answer
 
+    def answer(self, answer: str) -> tuple[str, str]:
+        """Return an answer with the data source that says what it means."""
+        return self.item.data_source, answer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kept:
+    """A prompt of a set, its row and the index of its source."""
+
+    item: Item
+    prompt: Prompt
+    source: int
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SetReader:
@@ -227,19 +247,20 @@ class _SetReader:
     gradable: Gradable
     equal: Equal
     held_out: Collection[str]
+    opening: str
 
-    def read(self, sources: Sequence[SourceConfig]) -> tuple[list[tuple[Item, Prompt]], list[DataSetRecord]]:
+    def read(self, sources: Sequence[SourceConfig]) -> tuple[list[_Kept], list[DataSetRecord]]:
         """Return the set's prompts, and one record for each source that accounts for all its rows."""
         groups: dict[str, _Group] = {}
         counts = [self._collect(source, index, groups) for index, source in enumerate(sources)]
         scorable = self._scorable(sources, groups)
         conflicting = self._conflicting(groups, scorable)
-        kept: list[tuple[Item, Prompt]] = []
+        kept: list[_Kept] = []
         refused: list[str] = []
         for id_, group in groups.items():
-            usable = [(key, num) for key, num in group.rows.items() if key[1] in scorable]
+            usable = [(key, num) for key, num in group.rows.items() if group.answer(key[1]) in scorable]
             for (source, answer), num in group.rows.items():
-                counts[source]["num_unparseable"] += num if answer not in scorable else 0
+                counts[source]["num_unparseable"] += num if group.answer(answer) not in scorable else 0
             if not usable:
                 continue
             (first, answer), _ = usable[0]
@@ -247,8 +268,9 @@ class _SetReader:
             for (source, _), num in usable:
                 counts[source]["num_duplicates" if isinstance(made, Prompt) else made] += num
             if isinstance(made, Prompt):
-                kept.append((group.item, made))
+                kept.append(_Kept(item=group.item, prompt=made, source=first))
                 counts[first].update(num_kept=1, num_duplicates=-1)
+        kept = self._weighed(kept, sources, counts)
         records = [
             DataSetRecord(name=self.split, source=source.path, **{name: count[name] for name in _COUNTERS})
             for source, count in zip(sources, counts, strict=True)
@@ -259,28 +281,57 @@ class _SetReader:
         require(bool(kept), f"data.{self.split}", "must leave at least one prompt", 0, found)
         return kept, records
 
-    def _collect(self, source: SourceConfig, index: int, groups: dict[str, _Group]) -> Counter[str]:
-        """Group the rows of `source` by prompt, and count rows read and rows without a usable problem."""
+    def _weighed(
+        self, kept: list[_Kept], sources: Sequence[SourceConfig], counts: Sequence[Counter[str]]
+    ) -> list[_Kept]:
+        """Leave prompts out until each source has its share; the scarcest one stays whole."""
+        weights = [source.weight for source in sources if source.weight is not None]
+        if not weights or not kept:
+            return kept
+        found = Counter(each.source for each in kept)
+        scale = min(found[index] / weight for index, weight in enumerate(weights))
+        taken: set[str] = set()
+        for index, weight in enumerate(weights):
+            own = _ordered([each.prompt for each in kept if each.source == index], "train", self.config.seed)
+            rule = "must leave at least one prompt of each source that has a weight"
+            require(bool(own), f"data.{self.split}", rule, 0, f"{sources[index].path}: {dict(counts[index])}")
+            num_taken = min(max(1, round(scale * weight)), len(own))
+            taken.update(prompt.id for prompt in own[:num_taken])
+            counts[index].update(num_kept=num_taken - len(own), num_left_out=len(own) - num_taken)
+        return [each for each in kept if each.prompt.id in taken]
+
+    def _rows(self, source: SourceConfig) -> tuple[Schema, Sequence[Row] | Any, Callable[[int], str]]:
+        """Return the schema of a source, its rows, and a function that names the place of a row by its index."""
+        name = f"data.{self.split}"
+        if source.task is not None:
+            made = task_rows(source, field=name, seed=self.config.seed)
+            return REASONING_GYM_ROWS, made, lambda index: f"row {index + 1} of {source.path}"
         from slipstream.data.sources import read_rows  # `datasets` takes seconds, and readers of prompts do not need it
 
-        name = f"data.{self.split}"
         rows = read_rows(source, field=name, seed=self.config.seed)
-        schema = recognise(rows.column_names, field=name, source=source.path)
+        present = rows.table.column_names
+        schema = schema_of(source, present, field=name)
+        columns = [*schema.columns, *(column for column in schema.for_rewards if column in present)]
+        return schema, rows.table.select_columns(list(dict.fromkeys(columns))), rows.place
+
+    def _collect(self, source: SourceConfig, index: int, groups: dict[str, _Group]) -> Counter[str]:
+        """Group the rows of `source` by prompt, and count rows read and rows without a usable problem."""
+        name = f"data.{self.split}"
+        schema, rows, place = self._rows(source)
         if schema.answer is None and self.split in _SCORED:
             raise ConfigError(f"{name} must have answers, got {source.path!r} with the schema {schema.name}")
         counts = Counter(num_read=len(rows))
         first = ""
-        columns = [*schema.columns, *(name for name in schema.for_rewards if name in rows.column_names)]
-        for number, row in enumerate(rows.select_columns(columns)):
+        for number, row in enumerate(rows):
             try:
-                item = read_item(schema, row)
+                item = read_item(schema, row, data_source=source.data_source)
                 id_ = prompt_id(item.text)
                 if id_ not in groups:  # checked once: millions of rows can repeat some thousand prompts
                     check_asks(item, instruction=self.config.instruction)
                     groups[id_] = _Group(item=item)
                 groups[id_].rows[index, item.answer] += 1
             except NoProblemError as error:
-                first = first or f"row {number} of {source.path}, got {row!s:.300}; {error}"
+                first = first or f"{place(number)}, got {row!s:.300}; {error}"
                 counts["num_empty"] += 1
         if counts["num_empty"] == len(rows):
             raise ConfigError(f"{name} must follow the schema {schema.name} in {first}")
@@ -288,33 +339,42 @@ class _SetReader:
             logger.warning("%s: %d rows have no usable problem, the first: %s", name, counts["num_empty"], first)
         return counts
 
-    def _scorable(self, sources: Sequence[SourceConfig], groups: dict[str, _Group]) -> frozenset[str]:
-        """Return the answers that responses can be scored against; all answers of a set that is not scored."""
-        keys = {key for group in groups.values() for key in group.rows}
-        answers = sorted({answer for _, answer in keys})
+    def _scorable(self, sources: Sequence[SourceConfig], groups: dict[str, _Group]) -> frozenset[tuple[str, str]]:
+        """Return the answers, with their data sources, that responses can be scored against."""
+        keys = {(index, group.answer(answer)) for group in groups.values() for index, answer in group.rows}
         if self.split not in _SCORED:
-            return frozenset(answers)
-        scorable = frozenset(a for a, ok in zip(answers, self.gradable(answers), strict=True) if ok)
+            return frozenset(each for _, each in keys)
+        scorable: set[tuple[str, str]] = set()
+        for data_source in {each[0] for _, each in keys}:
+            answers = sorted({answer for _, (of, answer) in keys if of == data_source})
+            scored = zip(answers, self.gradable(answers, data_source), strict=True)
+            scorable |= {(data_source, answer) for answer, ok in scored if ok}
         for index, source in enumerate(sources):
-            own = sorted(answer for source_index, answer in keys if source_index == index)
+            own = sorted(each for source_index, each in keys if source_index == index)
             fix = f"no response could be scored against any of them in {source.path}"
-            require(not scorable.isdisjoint(own), f"data.{self.split}", "must have parseable answers", own[:5], fix)
-        return scorable
+            shown = [answer for _, answer in own[:5]]
+            require(not scorable.isdisjoint(own), f"data.{self.split}", "must have parseable answers", shown, fix)
+        return frozenset(scorable)
 
-    def _conflicting(self, groups: dict[str, _Group], scorable: Collection[str]) -> set[str]:
+    def _conflicting(self, groups: dict[str, _Group], scorable: Collection[tuple[str, str]]) -> set[str]:
         """Return ids of prompts with two scorable answers that the scorer treats as different."""
-        owners: list[str] = []
-        pairs: list[tuple[str, str]] = []
+        owners: dict[str, list[str]] = defaultdict(list)  # by data source, as the pairs
+        pairs: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for id_, group in groups.items():
             spellings: dict[str, str] = {}
             for _, answer in group.rows:
-                if answer in scorable:
+                if group.answer(answer) in scorable:
                     spellings.setdefault(normalise(answer), answer)
             first, *others = spellings.values() or ("",)
-            owners += [id_] * len(others)
-            pairs += [(first, other) for other in others]
-        equal = self.equal(pairs) if pairs else ()
-        return {id_ for id_, is_equal in zip(owners, equal, strict=True) if not is_equal}
+            owners[group.item.data_source] += [id_] * len(others)
+            pairs[group.item.data_source] += [(first, other) for other in others]
+        return {
+            id_
+            for data_source, own in pairs.items()
+            if own
+            for id_, is_equal in zip(owners[data_source], self.equal(own, data_source), strict=True)
+            if not is_equal
+        }
 
     def _prompt(self, id_: str, item: Item, answer: str, refused: list[str]) -> Prompt | str:
         """Return the group's prompt, or the name of the counter that says why it has none."""
@@ -333,7 +393,7 @@ class _SetReader:
             token_ids=token_ids,
             answer=answer,
             data_source=item.data_source,
-            extra=item.extra,
+            extra={**item.extra, "prompt_end": self.opening} if self.split in _SCORED else item.extra,
         )
 
     def _tokens(self, item: Item) -> tuple[int, ...]:
@@ -342,25 +402,18 @@ class _SetReader:
         Raises:
             NoProblemError: the chat template rejects a turn or leaves one out.
         """
+        turns = chat(item.problem, self.config, item.context)
         try:
             if item.context:
-                messages = _messages(item.problem, self.config.instruction, item.context)
-                text = str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+                text = chat_text(turns, self.config, self.tokenizer)
                 # Templates without a system role reject it or leave it out. They may drop earlier replies' thoughts.
                 lost = [role for role, said in item.context if role != "assistant" and said.strip() not in text]
                 if lost:
                     raise NoProblemError(f"the policy's chat template leaves out the {lost[0]} turn")
-            return render(
-                item.problem, tokenizer=self.tokenizer, instruction=self.config.instruction, context=item.context
-            )
+            return token_ids_of(turns, self.config, self.tokenizer)
         except TemplateError as error:
-            roles = ", ".join([*(role for role, _ in item.context), "user"])
+            roles = ", ".join(turn["role"] for turn in turns)
             raise NoProblemError(f"the policy's chat template refuses the turns {roles} ({error})") from error
-
-
-def _messages(problem: str, instruction: str, context: Sequence[Turn]) -> list[dict[str, str]]:
-    asked = instruction.replace("{problem}", problem)
-    return [{"role": role, "content": said} for role, said in (*context, ("user", asked))]
 
 
 def _rivals(split: Split) -> tuple[Split, ...]:
@@ -377,8 +430,10 @@ def _resolve(config: DataConfig, split: Split, directory: Path) -> Iterator[Sour
         if source.path != SYNTHETIC:
             yield source
             continue
-        for path in write_split(config.synthetic, directory, split=split, seed=config.seed):
-            yield SourceConfig(path=str(path), max_rows=source.max_rows)
+        paths = write_split(config.synthetic, directory, split=split, seed=config.seed)
+        weight = source.weight and source.weight / len(paths)
+        for path in paths:
+            yield SourceConfig(path=str(path), max_rows=source.max_rows, weight=weight)
 
 
 def _ordered(prompts: Collection[Prompt], split: Split, seed: int) -> tuple[Prompt, ...]:

@@ -10,10 +10,11 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from slipstream.config import ConfigError
+from slipstream.config import ConfigError, require
+from slipstream.data.config import ColumnsConfig, SourceConfig
 
 Row = Mapping[str, Any]
 Turn = tuple[str, str]
@@ -66,6 +67,7 @@ class Schema:
     turns: Callable[[Row], list[Turn]]
     answer: Callable[[Row], Any] | None
     for_rewards: tuple[str, ...] = ()  # columns that a reward function gets, where a set has them
+    extra: tuple[str, ...] = ()  # of `columns`, those that are put into a reward function's `extra_info`
 
 
 def _text(column: str) -> Callable[[Row], list[Turn]]:
@@ -142,6 +144,12 @@ SCHEMAS = (
     Schema("MATH", ("problem", "solution"), _text("problem"), lambda row: _last_box(row["solution"])),
 )
 """Known schemas in order of precedence."""
+REASONING_GYM_ROWS = Schema(
+    "reasoning-gym",
+    ("question", "answer", "data_source", "extra_info"),
+    _text("question"),
+    lambda row: row["answer"],
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,23 +170,52 @@ class Item:
         return "\n\n".join(f"{role}: {said}" for role, said in (*self.context, ("user", self.problem)))
 
 
-def recognise(columns: Collection[str], *, field: str, source: str) -> Schema:
-    """Return the first schema whose columns are all among `columns`.
+def schema_of(source: SourceConfig, columns: Collection[str], *, field: str) -> Schema:
+    """Return the schema that the source declares, else the first known one whose columns are all among `columns`.
 
     Raises:
-        ConfigError: no schema fits; the message lists the columns found and the known schemas.
+        ConfigError: a declared column is missing, or no schema fits; the message lists the columns found.
     """
-    for schema in SCHEMAS:
-        if set(schema.columns) <= set(columns):
-            return schema
-    known = "; ".join(f"{schema.name}: {', '.join(schema.columns)}" for schema in SCHEMAS)
-    found = ", ".join(sorted(columns))
-    raise ConfigError(f"{field} must have the columns of a known schema, got {found} in {source}; known: {known}")
+    if source.columns is None:
+        schema = next((schema for schema in SCHEMAS if set(schema.columns) <= set(columns)), None)
+    else:
+        schema = _declared(source.columns, columns, f"{field}.columns", source.path)
+    if schema is None:
+        known = "; ".join(f"{schema.name}: {', '.join(schema.columns)}" for schema in SCHEMAS)
+        raise ConfigError(
+            f"{field} must have the columns of a known schema, got {', '.join(sorted(columns))} in {source.path}; "
+            f"name them in `columns`; known: {known}"
+        )
+    mark, answer = source.answer_after, schema.answer
+    if mark is None:
+        return schema
+    require(answer is not None, f"{field}.answer_after", "must be left out where there is no answer", mark)
+    assert answer is not None
+    # Without the mark the answer is "", which no response is scored against.
+    return replace(schema, answer=lambda row: mark in (said := str(answer(row))) and said.rpartition(mark)[2])
 
 
-def read_item(schema: Schema, row: Any) -> Item:
+def _declared(names: ColumnsConfig, columns: Collection[str], field: str, path: str) -> Schema:
+    named = {"problem": names.problem, **({} if names.answer is None else {"answer": names.answer})}
+    for key, column in (*named.items(), *(("extra", column) for column in names.extra)):
+        rule = f"must be one of {', '.join(sorted(columns))}, the columns of {path}"
+        require(column in columns, f"{field}.{key}", rule, column)
+    text, chat = _text(names.problem), _chat(names.problem, speaker="role", text="content")
+    return Schema(
+        "of `columns`",
+        (*named.values(), *names.extra),
+        lambda row: (chat if isinstance(row.get(names.problem), list) else text)(row),
+        None if names.answer is None else lambda row: row[names.answer],
+        for_rewards=("data_source", "extra_info"),
+        extra=names.extra,
+    )
+
+
+def read_item(schema: Schema, row: Any, *, data_source: str | None = None) -> Item:
     """Read one row.
 
+    Args:
+        data_source: name that the item gets; None: the row's own, if it has one.
     Raises:
         NoProblemError: a column's content does not follow the schema, or there is no user turn.
     """
@@ -187,13 +224,14 @@ def read_item(schema: Schema, row: Any) -> Item:
     turns = schema.turns(row)
     if not turns:
         raise NoProblemError("there is no user turn")
-    extra = row.get("extra_info")
+    given = row.get("extra_info")
+    extra = {**(given if isinstance(given, dict) else {}), **{name: row[name] for name in schema.extra}}
     return Item(
         context=tuple(turns[:-1]),
         problem=turns[-1][1],
         answer=_answer(schema, row),
-        data_source=str(row.get("data_source") or ""),
-        extra=json.loads(json.dumps(extra, default=str)) if isinstance(extra, dict) else {},
+        data_source=str(data_source or row.get("data_source") or ""),
+        extra=json.loads(json.dumps(extra, default=str)),
     )
 
 

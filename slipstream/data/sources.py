@@ -8,6 +8,7 @@ source whose names do not decide is rejected, for training would otherwise mix s
 from __future__ import annotations
 
 import glob
+import json
 import logging
 import re
 from collections import Counter
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import yaml
 from datasets.data_files import FILES_TO_IGNORE, sanitize_patterns
 from datasets.exceptions import DatasetGenerationError
@@ -26,7 +28,9 @@ from slipstream.data.config import SourceConfig
 
 logger = logging.getLogger(__name__)
 
-_KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+_KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+_AS_WRITTEN = {"csv": {"dtype": str, "keep_default_na": False}}  # otherwise an answer 007 would be read as 7
+_SHOWN_VALUES = 10
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TRAIN = "train"
 _DEFAULT = "default"
@@ -47,30 +51,87 @@ _COUNTERS = (
 )
 
 
-def read_rows(source: SourceConfig, *, field: str, seed: int) -> datasets.Dataset:
-    """Read the rows of `source`, at most `source.max_rows`, sampled by `seed`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """Rows of a source, which know where they stand in it."""
+
+    table: datasets.Dataset
+    numbers: Sequence[int]  # of the rows in the source, from 0
+    source: str
+    files: tuple[tuple[str, str], ...]  # kind and path of the files, in the order of their rows; empty: not known
+
+    def place(self, index: int) -> str:
+        """Name the file that holds the row `index` of the table, and the row's number in it, counted from 1."""
+        number = self.numbers[index]
+        for kind, path in self.files if len(self.files) > 1 else ():
+            length = len(_load(path=kind, data_files=[path], split=_TRAIN))
+            if number < length:
+                return f"row {number + 1} of {path}"
+            number -= length
+        return f"row {number + 1} of {self.source}"
+
+
+def read_rows(source: SourceConfig, *, field: str, seed: int) -> Rows:
+    """Read the rows of `source` that its `where` admits, at most `source.max_rows` of them, sampled by `seed`.
 
     Raises:
-        ConfigError: the source does not exist, cannot be read, or has no rows.
+        ConfigError: the source does not exist, cannot be read, or has no such rows.
     """
     datasets.disable_progress_bars()
     path = Path(source.path)
     local = source.path.startswith((".", "/", "~")) or path.suffix in _KINDS or path.is_dir()
-    rule = "must be a hub id (owner/name), a local file or directory, or `synthetic`"
+    rule = "must be a hub id (owner/name), a local file or directory, `reasoning_gym:TASK` or `synthetic`"
     require(local or _HUB_ID.fullmatch(source.path) is not None, field, rule, source.path)
     on_hub = {"path": source.path, "name": source.subset, "split": source.split or _TRAIN}
     arguments = _local_arguments(source, field) if local else on_hub
     try:
-        rows: Any = datasets.load_dataset(**arguments)
+        rows: Any = _load(**arguments)
         rows.data.validate(full=True)  # otherwise text that is not UTF-8 fails only when its row is read
     except (OSError, ValueError, TypeError, DatasetGenerationError) as error:
-        fix = "is it JSON Lines in UTF-8, or Parquet?" if local else "is the hub reachable and the split right?"
+        fix = "is it JSON Lines or CSV in UTF-8, or Parquet?" if local else "is the hub reachable and the split right?"
         cause = str(error.__cause__ or error).split("\n")[0]
         raise ConfigError(f"{field} must be readable, got {source.path!r} ({cause}); {fix}") from error
     require(len(rows) > 0, field, "must have rows", source.path, "the data set is empty")
-    if source.max_rows is not None and source.max_rows < len(rows):
-        rows = rows.shuffle(seed=seed).select(range(source.max_rows))
-    return rows
+    numbers = _admitted(rows, source, field) if source.where else range(len(rows))
+    if source.max_rows is not None and source.max_rows < len(numbers):
+        order = np.random.default_rng(seed).permutation(len(numbers))[: source.max_rows]
+        numbers = [numbers[index] for index in order]
+    is_part = "[" in (source.split or "")  # then the rows do not begin with the first file's
+    files = tuple((arguments["path"], name) for name in arguments["data_files"]) if local and not is_part else ()
+    table = rows if len(numbers) == len(rows) else rows.select(numbers)
+    return Rows(table=table, numbers=numbers, source=source.path, files=files)
+
+
+def _load(**arguments: Any) -> Any:
+    return datasets.load_dataset(**arguments, **_AS_WRITTEN.get(arguments["path"], {}))
+
+
+def _admitted(rows: datasets.Dataset, source: SourceConfig, field: str) -> list[int]:
+    """Return the numbers of the rows whose columns have the values of `source.where`."""
+    for name in source.where:
+        rule = f"must name one of {', '.join(sorted(rows.column_names))}, the columns of {source.path}"
+        require(name in rows.column_names, f"{field}.where", rule, name)
+    named = rows.select_columns(list(source.where))
+    found = [
+        number for number, row in enumerate(named) if all(_is(row[key], value) for key, value in source.where.items())
+    ]
+    if not found:
+        counts = {name: Counter(map(_spelled, named[name])).most_common(_SHOWN_VALUES) for name in source.where}
+        values = "; ".join(f"{name} has {', '.join(value for value, _ in common)}" for name, common in counts.items())
+        raise ConfigError(f"{field}.where must leave a row of {source.path}, got {source.where}; {values}")
+    logger.info("%s: %d of the %d rows of %s are as `where` says", field, len(found), len(rows), source.path)
+    return found
+
+
+def _is(value: Any, wanted: Any) -> bool:
+    """Compare a cell; text equals the number, the truth value or the null that it spells."""
+    if isinstance(value, str) and not isinstance(wanted, str):
+        return value == json.dumps(wanted)
+    return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
+
+
+def _spelled(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

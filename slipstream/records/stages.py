@@ -95,6 +95,7 @@ class DataSetRecord:
     num_too_long: int
     num_held_out: int  # dropped because a validation set has the same problem
     num_empty: int = 0  # problem that cannot be asked: blank, null, of another type, or refused by the chat template
+    num_left_out: int = 0  # usable, but more than the source's weight admits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,6 +40,16 @@ def extract_answer(response: str, *, is_cut_off: bool = False) -> str | None:
     return answer.strip() or None
 
 
+def tagged_answer(response: str, *, is_cut_off: bool = False) -> str | None:
+    """Extract what stands in the last `<answer>` … `</answer>` after all thoughts, else what `extract_answer` does."""
+    _, closed, final = response.rpartition(THINK_END)
+    _, opened, inside = final.rpartition("<answer>")
+    answer, ended, _ = inside.partition("</answer>")
+    if opened and ended and answer.strip() and (closed or THINK_START not in response):
+        return answer.strip()
+    return extract_answer(response, is_cut_off=is_cut_off)
+
+
 def opens_thought(prompt: str, *, is_turn: bool) -> bool:
     """Return True if a response begins inside a thought that the chat template opened.
 

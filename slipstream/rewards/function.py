@@ -1,4 +1,4 @@
-"""A reward that a user's function computes, and the choice between it and the built-in one."""
+"""A reward that a user's function computes, and the sum of several, each of the prompts that it scores."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from slipstream.config import ConfigError, require
+from slipstream.data.config import REASONING_GYM as TASK
 from slipstream.records.files import write_atomic
-from slipstream.rewards.config import RewardConfig
+from slipstream.rewards.config import BUILT_IN, MATHEMATICS, FunctionConfig, RewardConfig
+from slipstream.rewards.config import REASONING_GYM as GYM
 from slipstream.rewards.pool import Request, WorkerPool
-from slipstream.rewards.reward import Reward, RewardResult
+from slipstream.rewards.reward import Reward, RewardResult, joined
 from slipstream.rewards.verifier import Verifier
 from slipstream.types import FinishReason, Prompt
 
@@ -38,13 +40,86 @@ def open_reward(config: RewardConfig) -> Iterator[Reward]:
     """Open the reward of a recipe; its processes end with the block.
 
     Raises:
-        ConfigError: the reward function cannot be loaded.
+        ConfigError: a reward function cannot be loaded.
     """
-    reward = Verifier(config) if config.function is None else FunctionReward(config)
-    try:
-        yield reward
-    finally:
-        reward.close()
+    with ExitStack() as opened:
+        yield SummedReward(config, opened)
+
+
+class SummedReward:
+    """Sum of the weighted scores of the functions that score a prompt; the built-in reward where none of them does."""
+
+    def __init__(self, config: RewardConfig, opened: ExitStack) -> None:
+        """Load the functions of `config`; `opened` ends them.
+
+        Raises:
+            ConfigError: a function cannot be loaded.
+        """
+        self._config = config
+        self._opened = opened
+        self._rewards: dict[str, Reward] = {}  # by function
+        for part in config.parts:
+            self._reward(part.function)
+
+    def close(self) -> None:
+        """End the processes; a later call starts new ones."""
+        for reward in self._rewards.values():
+            reward.close()
+
+    def gradable(self, references: Sequence[str], data_source: str = "") -> tuple[bool, ...]:
+        """Check that every function of the data source can score against each reference."""
+        found = [self._reward(part.function).gradable(references) for part in self._parts(data_source)]
+        return tuple(map(all, zip(*found, strict=True)))
+
+    def equal(self, pairs: Sequence[tuple[str, str]], data_source: str = "") -> tuple[bool, ...]:
+        """Check that every function of the data source takes both references of each pair for the same."""
+        found = [self._reward(part.function).equal(pairs) for part in self._parts(data_source)]
+        return tuple(map(all, zip(*found, strict=True)))
+
+    def judge(self, prompts: Sequence[Prompt], responses: Sequence[str], *, cut_off: Sequence[bool]) -> RewardResult:
+        """Score each response by the functions of its prompt's data source.
+
+        Where a recipe has several functions, the mean score of each is a metric too, and names of metrics begin with
+        the function's data source, or its name where it scores all.
+
+        Raises:
+            RewardError: a function failed for more than `reward.max_failed_fraction` of its responses.
+        """
+        asked: dict[FunctionConfig, list[int]] = defaultdict(list)
+        for index, prompt in enumerate(prompts):
+            for part in self._parts(prompt.data_source):
+                asked[part].append(index)
+        rewards, results = [0.0] * len(prompts), []
+        for part, own in asked.items():
+            result = self._reward(part.function).judge(
+                [prompts[index] for index in own],
+                [responses[index] for index in own],
+                cut_off=[cut_off[index] for index in own],
+            )
+            for index, score in zip(own, result.rewards, strict=True):
+                rewards[index] += part.weight * score
+            results.append(result if len(self._config.parts) < 2 else _named(part, result))
+        return replace(joined(results), rewards=tuple(rewards))
+
+    def _parts(self, data_source: str) -> Sequence[FunctionConfig]:
+        own = [part for part in self._config.parts if part.data_source in (None, data_source)]
+        built_in = GYM if data_source.startswith(TASK) else MATHEMATICS
+        return own or [FunctionConfig(function=built_in)]
+
+    def _reward(self, function: str) -> Reward:
+        if function not in self._rewards:
+            config = self._config
+            reward = Verifier(config) if function == MATHEMATICS else FunctionReward(config, function)
+            self._rewards[function] = reward
+            self._opened.callback(reward.close)
+        return self._rewards[function]
+
+
+def _named(part: FunctionConfig, result: RewardResult) -> RewardResult:
+    """Name the metrics of one of several functions after it, and put its mean score beside them."""
+    name = _metric(part.data_source or part.function.rpartition(":")[2])
+    own = {f"{name}_{key}": value for key, value in result.metrics.items()}
+    return replace(result, metrics={f"{name}_{_SCORE}": fmean(result.rewards), **own})
 
 
 class FunctionReward:
@@ -54,18 +129,20 @@ class FunctionReward:
     called in a process that is killed at its deadline, so a call that hangs or crashes costs its own response alone.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
-        """Keep `config`, and load the function once.
+    def __init__(self, config: RewardConfig, function: str) -> None:
+        """Keep the limits of `config`, and load the function once.
 
+        Args:
+            function: `FILE:NAME`, or a built-in one.
         Raises:
             ConfigError: there is no such file or function, it cannot be imported, or it takes other arguments.
         """
-        assert config.function is not None
-        _parts(config.function)
-        self._function = config.function
+        if function not in BUILT_IN:
+            _file_and_name(function)
+        self._function = function
         self._max_failed_fraction = config.max_failed_fraction
         self._pool = WorkerPool(
-            config.function,
+            function,
             num_workers=config.num_workers,
             timeout_s=config.timeout_s,
             memory_gib=config.worker_memory_gib,
@@ -75,17 +152,17 @@ class FunctionReward:
         except RuntimeError as error:
             self._pool.close()
             rule = f"must be a function that can be loaded and takes {_SIGNATURE}"
-            raise ConfigError(f"reward.function {rule}, got {config.function!r}; {error}") from error
+            raise ConfigError(f"reward.function {rule}, got {function!r}; {error}") from error
 
     def close(self) -> None:
         """End the processes; a later call starts new ones."""
         self._pool.close()
 
-    def gradable(self, references: Sequence[str]) -> tuple[bool, ...]:
+    def gradable(self, references: Sequence[str], data_source: str = "") -> tuple[bool, ...]:
         """Take every reference: what it means only the function knows."""
         return (True,) * len(references)
 
-    def equal(self, pairs: Sequence[tuple[str, str]]) -> tuple[bool, ...]:
+    def equal(self, pairs: Sequence[tuple[str, str]], data_source: str = "") -> tuple[bool, ...]:
         """Compare the references by their text."""
         return tuple(one == other for one, other in pairs)
 
@@ -136,38 +213,44 @@ def _metric(name: str) -> str:
 
 
 def kept(config: RewardConfig, directory: Path) -> RewardConfig:
-    """Name the copy of the reward function's file that an execution keeps in `directory`: the name has its hash.
+    """Name the copies of the reward functions' files that an execution keeps in `directory`: names have their hashes.
 
     Raises:
-        ConfigError: there is no such file, or the copy was changed after the execution had begun.
+        ConfigError: there is no such file, or a copy was changed after the execution had begun.
     """
-    if config.function is None:
-        return config
-    name, function = _parts(config.function)
-    content = name.read_bytes()
-    digest = hashlib.sha256(content).hexdigest()[:12]
-    if name.parent == directory:
+    functions = tuple(replace(part, function=_copy(part.function, directory)) for part in config.functions)
+    function = None if config.function is None else _copy(config.function, directory)
+    return replace(config, function=function, functions=functions)
+
+
+def _copy(function: str, directory: Path) -> str:
+    if function in BUILT_IN:
+        return function
+    path, name = _file_and_name(function)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    if path.parent == directory:
         rule = "must be the function with which the execution was started"
         fix = "its file was changed: bring it back, or start a new execution"
-        require(name.stem.endswith(f"-{digest}"), "reward.function", rule, config.function, fix)
-        return config
-    return replace(config, function=f"{directory / f'{name.stem}-{digest}.py'}:{function}")
+        require(path.stem.endswith(f"-{digest}"), "reward.function", rule, function, fix)
+        return function
+    return f"{directory / f'{path.stem}-{digest}.py'}:{name}"
 
 
 def write_kept(config: RewardConfig, copy: RewardConfig) -> None:
-    """Write the copy that `kept` named, unless `config` names it already."""
-    if config.function is not None and copy.function not in (None, config.function):
-        write_atomic(Path(copy.function.rpartition(":")[0]), _parts(config.function)[0].read_bytes())
+    """Write the copies that `kept` named, unless `config` names them already."""
+    for own, new in zip(config.parts, copy.parts, strict=True):
+        if own != new:
+            write_atomic(Path(new.function.rpartition(":")[0]), _file_and_name(own.function)[0].read_bytes())
 
 
-def _parts(function: str) -> tuple[Path, str]:
-    """The file and the name of `FILE:NAME`.
+def _file_and_name(function: str) -> tuple[Path, str]:
+    """Split `FILE:NAME`.
 
     Raises:
         ConfigError: it is of another form, or there is no such file.
     """
     path, _, name = function.rpartition(":")
-    fix = "as in reward.py:compute_score"
+    fix = f"as in reward.py:compute_score, or {' or '.join(BUILT_IN)}"
     require(bool(path) and name.isidentifier(), "reward.function", "must be FILE:NAME", function, fix)
     require(Path(path).is_file(), "reward.function", "must name a file", path)
     return Path(path), name

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from slipstream.rewards.config import MATHEMATICS
+
 logger = logging.getLogger(__name__)
 
-MATHEMATICS = ""
-"""The function that compares two answers: its arguments are `gold` and `answer`, its value is a bool."""
 _SCRIPT = Path(__file__).with_name("worker.py")
 _START_TIMEOUT_S = 120.0  # imports on a busy machine
 _ORPHAN_GRACE_S = 5.0  # a worker ends itself so long after its deadline: only when the parent is gone
@@ -49,11 +49,11 @@ class Outcome:
 class WorkerPool:
     """Up to `num_workers` processes, started on demand and restarted after a kill. Not thread-safe."""
 
-    def __init__(self, function: str = MATHEMATICS, *, num_workers: int, timeout_s: float, memory_gib: float) -> None:
+    def __init__(self, function: str, *, num_workers: int, timeout_s: float, memory_gib: float) -> None:
         """Keep the settings; nothing starts yet.
 
         Args:
-            function: `FILE:NAME` of a Python function, or `MATHEMATICS`.
+            function: `FILE:NAME` of a Python function, or one of `BUILT_IN`.
             timeout_s: for one request, without the start of its worker.
         """
         self._function = function
@@ -142,7 +142,8 @@ class WorkerPool:
         worker.kill()
         self._workers.remove(worker)
         if not worker.ready:
-            imports = f"{self._function} start" if self._function else "`import latex2sympy2_extended` work"
+            is_own = self._function != MATHEMATICS
+            imports = f"{self._function} start" if is_own else "`import latex2sympy2_extended` work"
             raise RuntimeError(f"a reward worker {why} before it was ready: does {imports}?")
         logger.warning("a reward worker %s: %s", why, job and job[1].name)
 

@@ -47,12 +47,12 @@ class Reward(Protocol):
         """
         ...
 
-    def gradable(self, references: Sequence[str]) -> tuple[bool, ...]:
-        """Check that responses can be scored against each reference."""
+    def gradable(self, references: Sequence[str], data_source: str = "") -> tuple[bool, ...]:
+        """Check that responses can be scored against each reference of a data source."""
         ...
 
-    def equal(self, pairs: Sequence[tuple[str, str]]) -> tuple[bool, ...]:
-        """Check that both references of each pair mean the same."""
+    def equal(self, pairs: Sequence[tuple[str, str]], data_source: str = "") -> tuple[bool, ...]:
+        """Check that both references of each pair, of a data source, mean the same."""
         ...
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from slipstream.rewards.answers import extract_answer
-from slipstream.rewards.config import MAX_ANSWER_CHARS, RewardConfig
+from slipstream.rewards.config import MATHEMATICS, MAX_ANSWER_CHARS, RewardConfig
 from slipstream.rewards.pool import Request, WorkerPool
 from slipstream.rewards.reward import RewardResult
 from slipstream.rewards.spelling import TEXT, spell
@@ -26,7 +26,10 @@ class Verifier:
     def __init__(self, config: RewardConfig) -> None:
         """Keep `config`; nothing starts yet."""
         self._pool = WorkerPool(
-            num_workers=config.num_workers, timeout_s=config.timeout_s, memory_gib=config.worker_memory_gib
+            MATHEMATICS,
+            num_workers=config.num_workers,
+            timeout_s=config.timeout_s,
+            memory_gib=config.worker_memory_gib,
         )
 
     def __enter__(self) -> Self:
@@ -65,11 +68,11 @@ class Verifier:
             ]
         )
 
-    def equal(self, pairs: Sequence[tuple[str, str]]) -> tuple[bool, ...]:
+    def equal(self, pairs: Sequence[tuple[str, str]], data_source: str = "") -> tuple[bool, ...]:
         """Compare the bare answers of each pair like a response's answer with its reference."""
         return self._verdicts([self._judge(answer, reference) for reference, answer in pairs])
 
-    def gradable(self, references: Sequence[str]) -> tuple[bool, ...]:
+    def gradable(self, references: Sequence[str], data_source: str = "") -> tuple[bool, ...]:
         """Check that each reference scores 1 for itself and 0 for another value.
 
         Prose, "", an equation that does not hold, and comparisons that time out cannot be scored.

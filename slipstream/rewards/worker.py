@@ -29,7 +29,7 @@ def main(function: str, memory_bytes: int, alarm_s: float) -> None:
     """Answer requests until stdin ends.
 
     Args:
-        function: `FILE:NAME`; empty: the comparison of two answers in mathematics.
+        function: `FILE:NAME`, or one of `BUILT_IN`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     requests, reply, own = os.fdopen(os.dup(0)), os.dup(1), os.getpid()
@@ -39,7 +39,9 @@ def main(function: str, memory_bytes: int, alarm_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        call = _own(function) if function else _mathematics()
+        if function in BUILT_IN:  # in the place of this file's directory, whose modules may bear the names of others
+            sys.path[0] = str(Path(__file__).parents[2])
+        call = BUILT_IN[function]() if function in BUILT_IN else _own(function)
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001  # whatever a user's file raises is told
@@ -96,8 +98,7 @@ def _own(function: str) -> Callable[..., Any]:
 
 
 def _mathematics() -> Callable[..., Any]:
-    # In the place of this file's directory, whose modules may bear the names of others.
-    sys.path[0] = str(Path(__file__).parents[2])
+    """Compare two answers: the arguments are `gold` and `answer`, the value is a bool."""
     from slipstream.rewards import algebra
     from slipstream.rewards.expressions import install
     from slipstream.rewards.values import compare
@@ -114,6 +115,20 @@ def _mathematics() -> Callable[..., Any]:
 
     return equal
 
+
+def _reasoning_gym() -> Callable[..., Any]:
+    """Score a response to a task of reasoning-gym by the task's own function."""
+    from slipstream.data.reasoning_tasks import EXTRA, task_score
+    from slipstream.rewards.answers import tagged_answer
+
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+        is_cut_off = extra_info.get("finish_reason") == "length"
+        return task_score(tagged_answer(solution_str, is_cut_off=is_cut_off), extra_info[EXTRA])
+
+    return compute_score
+
+
+BUILT_IN = {"mathematics": _mathematics, "reasoning_gym": _reasoning_gym}
 
 if __name__ == "__main__":
     main(sys.argv[1], memory_bytes=int(sys.argv[2]), alarm_s=float(sys.argv[3]))

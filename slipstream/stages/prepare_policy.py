@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.data.prompts import render
+from slipstream.data.chat import render
 from slipstream.data.synthetic import pretraining_corpus
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner.architecture import MIMO, QWEN3
@@ -125,7 +125,7 @@ def documents(recipe: Recipe, words: PreTrainedTokenizerBase) -> Iterator[tuple[
     """Chats of the synthetic corpus as token ids, with the length of the prompt, which is not learned."""
     corpus = pretraining_corpus(recipe.data.synthetic, workload=recipe.workload, seed=recipe.data.seed)
     for example in corpus:
-        prompt = list(render(example.problem, tokenizer=words, instruction=recipe.data.instruction))
+        prompt = list(render(example.problem, config=recipe.data, tokenizer=words))
         response = words.encode(example.response, add_special_tokens=False)
         assert isinstance(words.eos_token_id, int)
         yield [*prompt, *response, words.eos_token_id], len(prompt)

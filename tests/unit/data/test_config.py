@@ -23,7 +23,7 @@ Data = partial(DataConfig, max_prompt_tokens=1)
         ({"path": "a/b", "split": ""}, "data source.split must not be empty, got ''"),
         (
             {"path": "synthetic", "split": "test"},
-            "data source.split must be null with path synthetic, got 'test'; there is one set only",
+            "data source.split must be left out with path synthetic, got 'test'; its rows are made on the spot",
         ),
     ],
 )

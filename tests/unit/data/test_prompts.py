@@ -27,6 +27,7 @@ from slipstream.records.stages import DataSetRecord
 from slipstream.types import Prompt
 
 TOKENIZER = build_tokenizer(max_length=256)
+OPENING = "<|im_start|><|assistant|>"
 SMALL = SyntheticConfig(
     num_train_problems=20, num_copies=3, num_conflicting=2, num_leaked=1, num_draft_rows=10, num_validation_problems=5
 )
@@ -45,10 +46,10 @@ class Integers:
     def __init__(self) -> None:
         self.asked: list[list[tuple[str, str]]] = []
 
-    def gradable(self, references: Sequence[str]) -> list[bool]:
+    def gradable(self, references: Sequence[str], data_source: str) -> list[bool]:
         return [value(reference) is not None for reference in references]
 
-    def equal(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
+    def equal(self, pairs: Sequence[tuple[str, str]], data_source: str) -> list[bool]:
         self.asked.append(list(pairs))
         return [value(left) == value(right) for left, right in pairs]
 
@@ -189,7 +190,7 @@ def test_rows_without_a_problem_are_counted_and_the_first_is_named(
         sets = load(tmp_path / "out", train=write(tmp_path / "dapo.jsonl", rows), instruction="solve: {problem}")
     kept = record(sets, "train")
     assert (kept.num_read, kept.num_kept, kept.num_empty, kept.num_unparseable) == (7, 1, 5, 1)
-    assert "data.train: 5 rows have no usable problem, the first: row 1 of " in caplog.text
+    assert "data.train: 5 rows have no usable problem, the first: row 2 of " in caplog.text
     assert "prompt must be a list of turns, got None" in caplog.text
 
 
@@ -367,8 +368,8 @@ def test_a_prompt_has_what_its_row_holds_for_a_reward_and_keeps_it_when_written(
     write_prompt_sets(sets, tmp_path / "kept")
     for found in (sets, read_prompt_sets(tmp_path / "kept")):
         assert {each.text: (each.data_source, each.extra) for each in found.train} == {
-            "1+1=?": ("math_dapo", {"index": "0"}),
-            "2+2=?": ("", {}),
+            "1+1=?": ("math_dapo", {"index": "0", "prompt_end": OPENING}),
+            "2+2=?": ("", {"prompt_end": OPENING}),
         }
 
 
@@ -431,7 +432,7 @@ def test_wrong_columns_are_listed_with_the_known_schemas(tmp_path: Path) -> None
 
 def test_a_column_of_another_shape_is_shown(tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", [{"prompt": "1+1=?", "reward_model": {"ground_truth": "2"}}])
-    with pytest.raises(ConfigError, match=r"data\.train must follow the schema DAPO-Math-17k .* in row 0 of"):
+    with pytest.raises(ConfigError, match=r"data\.train must follow the schema DAPO-Math-17k .* in row 1 of"):
         load(tmp_path / "out", train=source)
 
 

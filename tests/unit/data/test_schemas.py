@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.data.schemas import SCHEMAS, Item, NoProblemError, check_asks, is_blank, normalise, read_item, recognise
+from slipstream.data.config import SourceConfig
+from slipstream.data.schemas import SCHEMAS, Item, NoProblemError, check_asks, is_blank, normalise, read_item, schema_of
 
 DAPO = next(schema for schema in SCHEMAS if schema.name == "DAPO-Math-17k (BytedTsinghua)")
 MAGPIE = next(schema for schema in SCHEMAS if schema.name == "Magpie")
@@ -183,7 +184,7 @@ def test_a_row_without_its_reward_model_has_no_answer() -> None:
     ],
 )
 def test_sets_of_worked_answers_give_the_final_one(row: dict[str, Any], name: str, answer: str) -> None:
-    schema = recognise(list(row), field="data.train", source="here")
+    schema = schema_of(SourceConfig(path="here"), list(row), field="data.train")
     item = read_item(schema, row)
     assert (schema.name, item.problem, item.answer) == (name, next(iter(row.values())), answer)
 

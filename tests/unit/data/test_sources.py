@@ -59,7 +59,7 @@ def lay(directory: Path, names: list[str], readme: str | None = None) -> Path:
 
 
 def read(path: Path, **values: Any) -> list[str]:
-    rows = read_rows(SourceConfig(path=str(path), **values), field="data.train", seed=0)
+    rows = read_rows(SourceConfig(path=str(path), **values), field="data.train", seed=0).table
     return [row["name"] for row in rows]  # type: ignore[index]
 
 
@@ -236,7 +236,9 @@ def test_marks_of_patterns_in_a_path_are_letters(tmp_path: Path) -> None:
 
 
 def test_two_kinds_of_file_in_one_split_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^data\.train must be of one kind of \.json, \.jsonl, \.parquet, got "):
+    with pytest.raises(
+        ConfigError, match=r"^data\.train must be of one kind of \.json, \.jsonl, \.parquet, \.csv, got "
+    ):
         read(lay(tmp_path, ["train.jsonl", "train.parquet"]))
 
 

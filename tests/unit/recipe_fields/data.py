@@ -8,23 +8,24 @@ from typing import Any
 
 import datasets
 
-from slipstream.data import synthetic
+from slipstream.data import prompts, synthetic
 from slipstream.data.config import SourceConfig
 from slipstream.data.prompts import PromptSets, load_prompt_sets
 from slipstream.data.sources import read_rows
-from slipstream.data.tokenizer import write_tokenizer
+from slipstream.data.tokenizer import build_tokenizer, write_tokenizer
 from slipstream.recipe import Recipe
 from slipstream.stages import support
+from tests.standins import STANDINS
 from tests.unit.recipe_fields.base import Check, Probe, Tools
 
 
 class AnyAnswer:
     """Takes every answer, and calls those equal that are spelled alike."""
 
-    def gradable(self, references: Sequence[str]) -> list[bool]:
+    def gradable(self, references: Sequence[str], data_source: str) -> list[bool]:
         return [True] * len(references)
 
-    def equal(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
+    def equal(self, pairs: Sequence[tuple[str, str]], data_source: str) -> list[bool]:
         return [left == right for left, right in pairs]
 
 
@@ -65,12 +66,49 @@ def hub_request(split: str) -> Probe:
 
         tools.patch.setattr(datasets, "load_dataset", load_dataset)
         sources: tuple[SourceConfig, ...] = getattr(recipe.data, split)
-        return asked, len(read_rows(sources[0], field=f"data.{split}", seed=0))
+        return asked, len(read_rows(sources[0], field=f"data.{split}", seed=0).table)
+
+    return probe
+
+
+ROWS = [{"q": f"{i}+1=?", "p": f"{i}+2=?", "a": f"x # {i + 1}", "b": f"y # {i}", "level": i % 2} for i in range(6)]
+TOKENIZER = build_tokenizer(max_length=256)
+
+
+def own_rows(split: synthetic.Split) -> Probe:
+    """What is made of the rows of one set, whose sources are on the hub or made by the stand-in of reasoning-gym."""
+
+    def probe(recipe: Recipe, tools: Tools) -> object:
+        tools.patch.syspath_prepend(str(STANDINS))
+        tools.patch.setattr(datasets, "load_dataset", lambda **_: datasets.Dataset.from_list(ROWS))
+        reader = prompts._SetReader(
+            config=recipe.data,
+            split=split,
+            tokenizer=TOKENIZER,
+            gradable=AnyAnswer().gradable,
+            equal=AnyAnswer().equal,
+            held_out=(),
+            opening="",
+        )
+        return reader.read(getattr(recipe.data, split))
 
     return probe
 
 
 SPLITS = typing.get_args(synthetic.Split)
+OWN = {"path": "a/b", "columns": {"problem": "q", "answer": "a"}, "weight": 1.0}
+SECOND = {"path": "c/d", "columns": {"problem": "p", "answer": "a"}, "weight": 0.5}
+OWN_CHANGES = {
+    "columns.problem": {"columns": {"problem": "p", "answer": "a"}},
+    "columns.answer": {"columns": {"problem": "q", "answer": "b"}},
+    "columns.extra": {"columns": {"problem": "q", "answer": "a", "extra": ["level"]}},
+    "answer_after": {"answer_after": "#"},
+    "where": {"where": {"level": 1}},
+    "weight": {"weight": 2.0},
+    "data_source": {"data_source": "own"},
+}
+SUMS = {"path": "reasoning_gym:chain_sum"}
+EXAMPLE = {"problem": "1+1=?", "response": "2"}
 SOURCE = {"path": "a/b"}
 CHECKS = {
     **{f"data.{split}": Check([{"path": "./missing.jsonl"}], prompt_sets) for split in SPLITS},
@@ -79,6 +117,26 @@ CHECKS = {
         for split in SPLITS
         for name, value in {"path": "c/d", "subset": "en", "split": "test", "max_rows": 2}.items()
     },
+    **{
+        f"data.{split}[].{name}": Check(
+            [{**OWN, **change}, SECOND], own_rows(split), {f"data.{split}": [OWN, SECOND], "data.max_prompt_tokens": 64}
+        )
+        for split in SPLITS
+        for name, change in OWN_CHANGES.items()
+    },
+    **{
+        f"data.{split}[].config": Check([{**SUMS, "config": {"size": 3}}], own_rows(split), {f"data.{split}": [SUMS]})
+        for split in SPLITS
+    },
+    "data.system": Check("be brief", own_rows("train"), {"data.train": [OWN]}),
+    "data.examples": Check([EXAMPLE], own_rows("train"), {"data.train": [OWN]}),
+    **{
+        f"data.examples[].{name}": Check(
+            [{**EXAMPLE, name: "3"}], own_rows("train"), {"data.train": [OWN], "data.examples": [EXAMPLE]}
+        )
+        for name in EXAMPLE
+    },
+    "data.chat_template_args": Check({"enable_thinking": False}, prompt_sets),
     "data.num_validation_problems": Check(3, prompt_sets),
     "data.max_prompt_tokens": Check(12, prompt_sets),
     "data.instruction": Check("{problem} Solve it.", prompt_sets),

@@ -150,7 +150,7 @@ def trained(
     engine, learner, pools = engine or NotedEngine(hidden=hidden), learner or NotedLearner(), []
 
     class Pool:
-        def __init__(self, **settings: Any) -> None:
+        def __init__(self, function: str, **settings: Any) -> None:
             pools.append(settings)
 
         def run(self, requests: Sequence[Any]) -> Outcome:
@@ -344,6 +344,7 @@ IN_TURN = {
     "engine.num_kept_idle": 0,
     "learner.num_kept_idle": 0,
 }
+OWN_REWARD = {"function": f"{Path(__file__).with_name('rewards_of_a_user.py')}:compute_score"}
 FAILING = {"reward.function": f"{Path(__file__).with_name('rewards_of_a_user.py')}:strict"}
 CHECKS = {
     "placement.memory": Check("in_turn", training_turns, IN_TURN),
@@ -380,7 +381,14 @@ CHECKS = {
     "engine.max_restarts": Check(1, engine_restarts),
     "learner.max_restarts": Check(2, learner_restarts),
     "refit.check_every_steps": Check(2, training_calls),
-    "reward.function": Check(f"{Path(__file__).with_name('rewards_of_a_user.py')}:compute_score", training_records),
+    "reward.function": Check(OWN_REWARD["function"], training_records),
+    "reward.functions": Check([OWN_REWARD], training_records),
+    **{
+        f"reward.functions[].{name}": Check(
+            [{**OWN_REWARD, name: value}], training_records, {"reward.functions": [OWN_REWARD]}
+        )
+        for name, value in {"function": "mathematics", "weight": 2.0, "data_source": "other"}.items()
+    },
     "reward.max_failed_fraction": Check(0.2, failing_rewards, FAILING),
     "reward.timeout_s": Check(1.0, reward_workers),
     "reward.num_workers": Check(2, reward_workers),

@@ -12,7 +12,7 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.rewards.config import RewardConfig
-from slipstream.rewards.function import FunctionReward, RewardError, kept, open_reward, write_kept
+from slipstream.rewards.function import RewardError, kept, open_reward, write_kept
 from slipstream.rewards.reward import RewardResult, joined
 from slipstream.types import Prompt
 
@@ -126,7 +126,11 @@ def test_more_failures_than_the_recipe_allows_end_the_run_and_name_the_first(own
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("reward.py", "reward.function must be FILE:NAME, got 'reward.py'; as in reward.py:compute_score"),
+        (
+            "reward.py",
+            "reward.function must be FILE:NAME, got 'reward.py'; "
+            "as in reward.py:compute_score, or mathematics or reasoning_gym",
+        ),
         ("HERE/none.py:f", "reward.function must name a file, got 'HERE/none.py'"),
         ("OWN:absent", "AttributeError: module 'reward_function' has no attribute 'absent'"),
         ("OWN:narrow", "TypeError: got an unexpected keyword argument 'data_source'"),
@@ -140,8 +144,9 @@ def test_a_function_that_cannot_be_called_is_refused_before_anything_runs(
     (tmp_path / "broken.py").write_text("import a_package_that_is_missing\n")
     (tmp_path / "ends.py").write_text("import os\nos._exit(1)\n")
     before = set(psutil.Process().children())
-    with pytest.raises(ConfigError) as caught:
-        FunctionReward(RewardConfig(function=function.replace("HERE", str(tmp_path)).replace("OWN", str(own))))
+    config = RewardConfig(function=function.replace("HERE", str(tmp_path)).replace("OWN", str(own)))
+    with pytest.raises(ConfigError) as caught, open_reward(config):
+        pass
     assert str(caught.value).endswith(message.replace("HERE", str(tmp_path)))
     assert str(caught.value).startswith("reward.function must ")
     assert set(psutil.Process().children()) <= before

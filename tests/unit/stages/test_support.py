@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.data.prompts import render
+from slipstream.data.chat import render
+from slipstream.data.config import DataConfig
 from slipstream.data.tokenizer import CHAT_TEMPLATE, END, build_tokenizer
 from slipstream.recipe import load_recipe
 from slipstream.records.files import write_record
@@ -76,7 +77,8 @@ def test_a_response_is_scored_with_the_thought_that_the_chat_template_opened(
     tokenizer = build_tokenizer(max_length=128)
     tokenizer.chat_template = CHAT_TEMPLATE.replace(OPENING, OPENING + opening)
     response = tokenizer(f"so 2{END}", add_special_tokens=False)["input_ids"]
-    assert decode(tokenizer)(render(problem, tokenizer=tokenizer), response) == text
+    prompt = render(problem, config=DataConfig(max_prompt_tokens=64), tokenizer=tokenizer)
+    assert decode(tokenizer)(prompt, response) == text
 
 
 def test_the_tags_of_thoughts_are_kept_where_the_tokenizer_has_them_as_special_tokens() -> None:

@@ -1,0 +1,116 @@
+"""Rows that reasoning-gym makes and scores, here by a stand-in of its interface."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config import ConfigError
+from slipstream.data import reasoning_tasks
+from slipstream.data.config import DataConfig, SourceConfig
+from slipstream.data.prompts import PromptSets, load_prompt_sets
+from slipstream.data.synthetic import SyntheticConfig
+from slipstream.data.tokenizer import build_tokenizer
+from slipstream.rewards.config import RewardConfig
+from slipstream.rewards.function import open_reward
+from tests.standins import STANDINS
+
+TOKENIZER = build_tokenizer(max_length=256)
+SUMS = "reasoning_gym:chain_sum"
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "reasoning_gym"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(STANDINS))
+    monkeypatch.setenv("PYTHONPATH", f"{STANDINS}:{Path(__file__).parents[3]}")  # of the worker that scores
+    reasoning_tasks.forget()
+    yield
+    reasoning_tasks.forget()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "reasoning_gym"]:
+        del sys.modules[name]
+
+
+def load(directory: Path, **changes: Any) -> PromptSets:
+    source = {"path": SUMS, "config": {"size": 20}}
+    sets = {name: (SourceConfig(**source),) for name in ("train", "validation")}
+    config = DataConfig(**{"max_prompt_tokens": 128, "synthetic": SyntheticConfig(num_draft_rows=5), **sets, **changes})
+    with open_reward(RewardConfig()) as reward:
+        return load_prompt_sets(
+            config, tokenizer=TOKENIZER, gradable=reward.gradable, equal=reward.equal, directory=directory
+        )
+
+
+def test_a_task_makes_the_rows_of_a_set_by_its_settings_and_by_the_seed(tmp_path: Path) -> None:
+    short = SourceConfig(path=SUMS, config={"min_terms": 2, "max_terms": 2, "size": 12})
+    first = load(tmp_path, train=(short,))
+    assert {prompt.text.count("+") for prompt in first.train} == {1}
+    assert load(tmp_path, train=(short,)).train == first.train
+    assert {prompt.text for prompt in load(tmp_path, train=(short,), seed=1).train} != {p.text for p in first.train}
+    record = next(each for each in first.records if each.name == "train")
+    assert (record.source, record.num_read) == (SUMS, 12)
+    fixed = SourceConfig(path=SUMS, config={"seed": 7, "size": 30}, max_rows=4)
+    with_seed = load(tmp_path, train=(fixed,))
+    assert {p.text for p in with_seed.train} == {p.text for p in load(tmp_path, train=(fixed,), seed=1).train}
+    assert len(with_seed.train) == 4
+
+
+def test_its_prompts_are_scored_by_the_task_itself_and_others_by_mathematics(tmp_path: Path) -> None:
+    sets = load(tmp_path, validation=(SourceConfig(path="synthetic"),))
+    asked = [sets.train[0]] * 5 + [sets.validation[0]] * 2
+    right, other = sets.train[0].answer, sets.validation[0].answer
+    responses = [
+        f"so <answer>{right}</answer>",
+        f"\\boxed{{{right}}}",
+        "\\boxed{-1}",
+        right,  # no mark says that this is the answer
+        f"<think><answer>{right}</answer>",
+        f"\\boxed{{{other}}}",
+        f"<answer>{other}</answer>",
+    ]
+    with open_reward(RewardConfig()) as reward:
+        result = reward.judge(asked, responses, cut_off=[False] * len(asked))
+    assert result.rewards == (1.0, 1.0, 0.01, 0.0, 0.0, 1.0, 0.0)
+    assert (result.num_failures, result.metrics) == (0, {})
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            {"path": "reasoning_gym:chain_sums"},
+            "data.train must name one of the 1 tasks of reasoning-gym, got 'reasoning_gym:chain_sums'; "
+            "is it one of chain_sum?",
+        ),
+        (
+            {"path": SUMS, "config": {"num_terms": 2}},
+            "data.train.config must have settings of the task chain_sum alone, which are min_terms, max_terms, seed, "
+            "size, got 'num_terms'",
+        ),
+        (
+            {"path": SUMS, "config": {"min_terms": 7}},
+            "data.train.config must be settings that chain_sum takes, got {'min_terms': 7}; "
+            "max_terms must be >= min_terms",
+        ),
+    ],
+)
+def test_an_unknown_task_and_settings_that_it_does_not_take_are_refused(
+    tmp_path: Path, source: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, train=(SourceConfig(**source),))
+    assert str(caught.value) == message
+
+
+def test_without_the_package_the_error_says_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(
+        ConfigError, match=r"^data\.validation must have the package .*; install it: python -m pip inst"
+    ):
+        load(tmp_path)
