@@ -10,12 +10,13 @@ from typing import Any
 
 from markupsafe import Markup
 
+from slipstream.learner.config import SCRATCH
 from slipstream.records.files import write_atomic
 from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.report import figures, machine_section, sentences, simulator_section, tables
 from slipstream.report.formats import WORKLOAD_LABELS, render
 from slipstream.report.reference import Reference, read_reference
-from slipstream.report.results import results
+from slipstream.report.results import Result, results
 from slipstream.report.summary import compare_loops, draft_training, estimate_json, summarise, summarise_arms
 from slipstream.simulator.projection import ProjectionRecord
 
@@ -77,9 +78,7 @@ def render_page(
         training=draft_training(record),
         reference=reference,
         workload=reference.workloads.get(record.workload),
-        headline=[
-            each for each in results(record) if each.label.lstrip() == each.label != "" and each.unit in _HEADLINE
-        ],
+        headline=_headline(record),
         figures={name: Markup(svg) for name, svg in drawn.items()},
         tables=tables,
         sentences=sentences,
@@ -92,6 +91,12 @@ def render_page(
         workload_label=WORKLOAD_LABELS.get(record.workload, record.workload),
         machine=machine_section,
     )
+
+
+def _headline(record: RunRecord) -> list[Result]:
+    """Results of the page's header: first what a given policy learned, or the speedups of one made to be timed."""
+    shown = [each for each in results(record) if each.label.lstrip() == each.label != "" and each.unit in _HEADLINE]
+    return shown if record.policy.model == SCRATCH else sorted(shown, key=lambda each: each.unit != "reward")
 
 
 def write_report(
