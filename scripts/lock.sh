@@ -23,7 +23,7 @@ mark_intel requirements/cpu.lock
 layer=$(mktemp)
 rest=$(mktemp)
 trap 'rm -f "$layer" "$rest"' EXIT
-for extra in bench mutants; do
+for extra in bench mutants lm; do
     compile --python-version 3.11 --python-platform x86_64-manylinux_2_28 --extra cpu --extra dev --extra "$extra" \
         --constraints requirements/cpu.lock -o "$layer"
     {

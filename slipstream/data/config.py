@@ -16,7 +16,7 @@ REASONING_GYM = "reasoning_gym:"
 DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
 """Endings of the local files that are read."""
 
-_PLAIN = rule("must be text, a number, true, false or null", lambda value: not isinstance(value, list | dict))
+_PLAIN = rule("must hold text, a number, true, false or null", lambda value: not isinstance(value, list | dict))
 
 
 class ColumnsConfig(Checked, path="columns"):

@@ -10,12 +10,13 @@ from typing import Any
 
 from markupsafe import Markup
 
+from slipstream.learner.config import SCRATCH
 from slipstream.records.files import write_atomic
 from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.report import figures, machine_section, sentences, simulator_section, tables
 from slipstream.report.formats import WORKLOAD_LABELS, render
 from slipstream.report.reference import Reference, WorkloadReference, read_reference
-from slipstream.report.results import results
+from slipstream.report.results import Result, results
 from slipstream.report.summary import (
     RunSummary,
     compare_loops,
@@ -91,11 +92,7 @@ def render_page(
         training=draft_training(record),
         reference=reference,
         workload=quoted(record, run, reference),
-        headline=[
-            each
-            for each in results(record)
-            if each.label.lstrip() == each.label != "" and (each.unit in _HEADLINE or each.name.startswith(_GAIN))
-        ],
+        headline=_headline(record),
         figures={name: Markup(svg) for name, svg in drawn.items()},
         tables=tables,
         sentences=sentences,
@@ -108,6 +105,16 @@ def render_page(
         workload_label=WORKLOAD_LABELS.get(record.workload, record.workload),
         machine=machine_section,
     )
+
+
+def _headline(record: RunRecord) -> list[Result]:
+    """Results of the page's header: first what a given policy learned, or the speedups of one made to be timed."""
+    shown = [
+        each
+        for each in results(record)
+        if each.label.lstrip() == each.label != "" and (each.unit in _HEADLINE or each.name.startswith(_GAIN))
+    ]
+    return shown if record.policy.model == SCRATCH else sorted(shown, key=lambda each: each.unit != "reward")
 
 
 def write_report(

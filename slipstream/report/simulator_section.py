@@ -19,7 +19,7 @@ from slipstream.report.tables import Row, Table
 from slipstream.simulator.balance import AsynchronousPrediction, balance, predict_asynchronous
 from slipstream.simulator.calibration import CalibrationRecord
 from slipstream.simulator.observed import CheckRecord
-from slipstream.simulator.projection import LagLine, ProjectionRecord, RunningBatch, SpeedupMap
+from slipstream.simulator.projection import LagLine, ProjectedPoint, ProjectionRecord, RunningBatch, SpeedupMap
 from slipstream.statistics import Spread
 from slipstream.types import Arm, LoopMode, StageTimes
 
@@ -112,6 +112,13 @@ def own_table(projection: ProjectionRecord) -> Table:
         for each in projection.from_run
     ]
     return Table("this machine", groups, rows)
+
+
+def gpu_table(points: Sequence[ProjectedPoint]) -> Table:
+    """Tabulate projections of generation on one GPU."""
+    groups = {"assumed": ("acceptance length",), "projected, p10 to p90": ("generation speedup",)}
+    rows = [Row(f"k = {each.k}", (f"{each.acceptance_length:.2f}", _band(each.rollout_speedup))) for each in points]
+    return Table(f"{points[0].model} on one {points[0].hardware}", groups, rows)
 
 
 def published_table(projection: ProjectionRecord) -> Table:

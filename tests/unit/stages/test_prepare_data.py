@@ -66,6 +66,8 @@ def on_local_files(recipe: Recipe, directory: Path) -> Recipe:
         draft_in_domain=rows("open_r1", [open_r1(i) for i in range(30)]),
         draft_general=(*rows("ultrachat", chats), *rows("magpie", magpie)),
         validation=rows("aime", [{"problem": f"{i}+3=?", "answer": str(i + 3)} for i in range(30)]),
+        system=None,
+        examples=(),  # with a token a character they are too long
     )
     source = write_config(
         directory / "model",
