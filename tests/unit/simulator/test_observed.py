@@ -13,7 +13,7 @@ from slipstream.config import ConfigError
 from slipstream.recipe import load_recipe
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
-from slipstream.simulator import Array
+from slipstream.simulator import Array, observed
 from slipstream.simulator.calibration import Cell, Ensemble, calibrate
 from slipstream.simulator.observed import (
     WORKLOADS,
@@ -55,15 +55,30 @@ def test_the_speculative_arm_is_predicted_from_the_baseline_and_the_sweep(record
     assert check.predicted_p10_s < check.predicted_s < check.predicted_p90_s
 
 
+@pytest.fixture
+def cells(recorded: RunCalibration, monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
+    """What the latest calibration would have been fitted to; it has the recorded one's fit."""
+    seen: list[Cell] = []
+
+    def note(setting: Setting, cells: Sequence[Cell]) -> Ensemble:
+        seen[:] = cells
+        return recorded.ensemble
+
+    monkeypatch.setattr(observed, "calibrate", note)
+    return seen
+
+
 def test_the_prediction_does_not_see_the_arm_that_it_predicts(
-    recorded: RunCalibration, demo_arms: DemoArms, demo_tuning: TuningRecord
+    recorded: RunCalibration, cells: list[Cell], demo_arms: DemoArms, demo_tuning: TuningRecord
 ) -> None:
     one, other = recorded.check, calibrate_run(demo_arms(3.0), demo_tuning, SETTING).check
     assert one is not None and other is not None
+    assert cells == list(recorded.ensemble.best.cells)
     assert one.predicted_s == other.predicted_s
     assert other.measured_s == pytest.approx(3.0 * one.measured_s)
 
 
+@pytest.mark.usefixtures("cells")
 def test_the_longest_response_says_how_widely_they_are_spread(demo_arms: DemoArms, demo_tuning: TuningRecord) -> None:
     """A step lasts as long as its longest response, of which the mean says nothing."""
 
@@ -77,7 +92,7 @@ def test_the_longest_response_says_how_widely_they_are_spread(demo_arms: DemoArm
 
 
 def test_a_point_of_the_sweep_is_put_on_equal_responses_by_its_longest(
-    demo_arms: DemoArms, demo_tuning: TuningRecord
+    cells: list[Cell], demo_arms: DemoArms, demo_tuning: TuningRecord
 ) -> None:
     base, point = (next(p for p in demo_tuning.points if p.k == k and p.batch == 64) for k in (0, 5))
     tuning = replace(
@@ -93,19 +108,22 @@ def test_a_point_of_the_sweep_is_put_on_equal_responses_by_its_longest(
             ),
         ),
     )
-    arm, baseline, cell = calibrate_run(demo_arms(1.0)[:1], tuning, SETTING).ensemble.best.cells
+    calibrate_run(demo_arms(1.0)[:1], tuning, SETTING)
+    arm, baseline, cell = cells
     assert (baseline.generation_s, cell.generation_s) == (1.0, pytest.approx(1.0 / (2.0 * 60.0 / 80.0)))
     assert (arm.clock, baseline.clock, cell.clock) == ("", "", baseline.label)
 
 
-def test_a_baseline_whose_rounds_differ_counts_for_less(demo_arms: DemoArms, demo_tuning: TuningRecord) -> None:
+def test_a_baseline_whose_rounds_differ_counts_for_less(
+    cells: list[Cell], demo_arms: DemoArms, demo_tuning: TuningRecord
+) -> None:
     """Three rounds from 1 to 2 s: ln 2 / 2.563 x 1.2533 / sqrt(3) = 0.196."""
     points = tuple(
         replace(point, generation_p10_s=1.0, generation_p90_s=2.0 if point.k == 0 else 4.0)
         for point in demo_tuning.points
     )
-    found = calibrate_run(demo_arms(1.0)[:1], replace(demo_tuning, points=points), SETTING)
-    noise = {cell.label: cell.log_sd for cell in found.ensemble.best.cells}
+    calibrate_run(demo_arms(1.0)[:1], replace(demo_tuning, points=points), SETTING)
+    noise = {cell.label: cell.log_sd for cell in cells}
     assert noise["sweep, batch 64, k = 0"] == pytest.approx(0.1957, abs=1e-4)
     assert noise["sweep, batch 64, k = 5"] == noise["autoregressive arm"] == 0.05
 
@@ -136,6 +154,7 @@ def test_a_run_without_a_baseline_is_refused(demo_arms: DemoArms, demo_tuning: T
         calibrate_run(demo_arms(1.0)[1:], demo_tuning, SETTING)
 
 
+@pytest.mark.usefixtures("cells")
 def test_a_run_without_speculation_has_nothing_to_check(demo_arms: DemoArms, demo_tuning: TuningRecord) -> None:
     assert calibrate_run(demo_arms(1.0)[:1], demo_tuning, SETTING).check is None
 
