@@ -49,27 +49,6 @@ def test_a_fused_attention_matrix_is_queries_keys_and_values_of_each_group_in_tu
     ]
 
 
-def test_the_second_of_two_tensor_ranks_holds_the_second_group() -> None:
-    assert whole_run(QKV, (4, 2), Shard(tensor_rank=1, tensor_size=2)) == [
-        Patch("q", (4, 2), Box((2, 0), (2, 2)), ((0, 4),)),
-        Patch("k", (2, 2), Box((1, 0), (1, 2)), ((4, 6),)),
-        Patch("v", (2, 2), Box((1, 0), (1, 2)), ((6, 8),)),
-    ]
-
-
-def test_a_rank_holds_its_part_of_gate_above_its_part_of_up() -> None:
-    assert whole_run(GATE_UP, (4, 2), Shard(tensor_rank=1, tensor_size=2)) == [
-        Patch("gate", (4, 2), Box((2, 0), (2, 2)), ((0, 4),)),
-        Patch("up", (4, 2), Box((2, 0), (2, 2)), ((4, 8),)),
-    ]
-
-
-def test_a_matrix_split_by_columns_keeps_its_rows() -> None:
-    assert whole_run(ROW, (2, 2), Shard(tensor_rank=1, tensor_size=2)) == [
-        Patch("down", (2, 4), Box((0, 2), (2, 2)), ((0, 4),))
-    ]
-
-
 def test_a_flat_run_is_the_end_of_a_row_whole_rows_and_the_beginning_of_a_row() -> None:
     parts = bands(ParameterMapping("m", ("m",), Layout.COLUMN), (4, 3), ARCH, Shard())
     assert list(pieces(parts, (4, 3), 2, 10)) == [
@@ -77,14 +56,6 @@ def test_a_flat_run_is_the_end_of_a_row_whole_rows_and_the_beginning_of_a_row() 
         Patch("m", (4, 3), Box((1, 0), (2, 3)), ((1, 7),)),
         Patch("m", (4, 3), Box((3, 0), (1, 1)), ((7, 8),)),
     ]
-
-
-def test_a_flat_run_of_a_vector_is_one_piece() -> None:
-    parts = bands(
-        ParameterMapping("norm", ("norm",), Layout.REPLICATED), (5,), ARCH, Shard(tensor_rank=1, tensor_size=2)
-    )
-    assert list(pieces(parts, (5,), 1, 4)) == [Patch("norm", (5,), Box((1,), (3,)), ((0, 3),))]
-    assert list(pieces(parts, (5,), 3, 3)) == []
 
 
 def test_what_follows_each_other_in_a_logical_tensor_is_written_as_one_box() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from slipstream.learner.checkpoint import CheckpointError, CheckpointStorageError, CheckpointWriteError
@@ -46,12 +45,6 @@ def test_tensors_of_each_type_are_read_back_by_safetensors(dtype: torch.dtype, t
     assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in tensors.items())
     data = (tmp_path / "f").read_bytes()
     assert total == Sum(len(data), xxhash.xxh3_128(data).hexdigest()) == sum_of(tmp_path / "f")
-
-
-def test_a_part_of_a_tensor_is_read_alone(tmp_path: Path) -> None:
-    write_tensors(tmp_path / "f", {"m": torch.arange(12.0).view(3, 4)})
-    with safe_open(tmp_path / "f", framework="pt") as file:
-        assert torch.equal(file.get_slice("m")[1:3, 2:3], torch.tensor([[6.0], [10.0]]))
 
 
 def test_json_without_numbers_is_refused(tmp_path: Path) -> None:

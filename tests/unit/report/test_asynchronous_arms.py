@@ -14,7 +14,6 @@ import pytest
 
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import ArmRecord
-from slipstream.report.figures import loop_learning, step_lanes
 from slipstream.report.page import draw, render_page
 from slipstream.report.reference import read_reference
 from slipstream.report.results import description, result_metrics, terminal_table
@@ -183,15 +182,6 @@ def test_the_page_has_the_section_and_needs_nothing_from_elsewhere() -> None:
     assert "workflows/asynchronous_rl.py asynchronous_rl --recipe tiny" in page
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
-
-
-def test_the_figures_name_arms_and_parts() -> None:
-    lanes = step_lanes(compared())
-    for words in ("speculative, asynchronous: engines", "learner", "waiting", "generation", "8.10 s", "2.50 s"):
-        assert words in lanes
-    learning = loop_learning(ASYNCHRONOUS, compared())
-    assert "Trained tokens by lag" in learning
-    assert "autoregressive, asynchronous" in learning
 
 
 def test_the_synchronous_figures_are_the_same_with_asynchronous_arms_beside_them() -> None:

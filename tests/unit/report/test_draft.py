@@ -7,7 +7,6 @@ from dataclasses import replace
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import RunningPoint
 from slipstream.records.steps import ArmRecord, AutopilotStep, DraftDecision, DraftUpdate, ScheduleEntry
-from slipstream.report import figures
 from slipstream.report.page import draw
 from slipstream.report.reference import read_reference
 from slipstream.report.sentences import arm_length, autopilot_text, schedule_text
@@ -147,9 +146,3 @@ def test_the_page_says_whether_the_draft_was_trained() -> None:
     assert "The draft was fixed during RL." in page_text(RECORD)
     assert "draft_training" in draw(trained_record(), reference)
     assert "draft_training" not in draw(RECORD, reference)
-
-
-def test_the_figure_shows_acceptance_decisions_and_both_sides() -> None:
-    svg = figures.draft_training(trained_record())
-    words = ("draft trained", "known to be reached", "expected to save", "lost since the last", "a training costs")
-    assert all(word in svg for word in words)

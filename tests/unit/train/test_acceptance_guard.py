@@ -76,20 +76,6 @@ def test_a_few_long_answers_of_another_style_are_no_fault() -> None:
     guard.check(of_length(3.75, num_drafts=150), policy_version=13)
 
 
-def test_a_resumed_run_knows_its_band() -> None:
-    random = np.random.default_rng(2)
-    guard = AcceptanceGuard(drawn(random, 0.8) for _ in range(6))
-
-    with pytest.raises(AcceptanceCollapse):
-        guard.check(drawn(random, 0.2), policy_version=6)
-
-
-def test_a_young_run_has_no_band_yet() -> None:
-    guard = AcceptanceGuard()
-    guard.check(stats(900, 800, 700), policy_version=0)
-    guard.check(stats(100, 10, 1), policy_version=1)
-
-
 def test_sampling_deviation_by_hand() -> None:
     """Half of 100 drafts have one token accepted, the others none: variance 1/4, standard error 1/2 / 10."""
     assert sampling_deviation(stats(50, 0, num_drafts=100)) == pytest.approx(0.05)

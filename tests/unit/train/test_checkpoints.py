@@ -82,12 +82,6 @@ def test_the_newest_two_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000002", "step-000003"]
 
 
-def test_as_many_are_kept_as_asked_for(tmp_path: Path) -> None:
-    checkpoints = replace(saved(tmp_path, 1, 2), keep=1)
-    checkpoints.save(FileLearner(), HISTORY[:3])
-    assert names(tmp_path) == ["step-000003"]
-
-
 def test_a_half_written_one_is_neither_counted_nor_read(tmp_path: Path) -> None:
     (tmp_path / "step-000009.part").mkdir()
     checkpoints = saved(tmp_path, 1, 2)
@@ -235,24 +229,6 @@ def test_a_checkpoint_whose_rollouts_are_damaged_is_passed_over(
     damage(tmp_path / "step-000003.pending")
     assert checkpoints.restore(FileLearner()) == Restored(steps=HISTORY[:2], pending=b"rollouts 2")
     assert message in caplog.messages[0]
-
-
-class WatchingLearner(FileLearner):
-    """Notes what lies beside a checkpoint when it is written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[list[str]] = []
-
-    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        self.seen.append(names(path.parent))
-        super().save_checkpoint(path, extra)
-
-
-def test_the_rollouts_are_there_before_their_checkpoint_is(tmp_path: Path) -> None:
-    learner = WatchingLearner()
-    saved(tmp_path).save(learner, HISTORY[:1], pending=b"rollouts")
-    assert learner.seen == [["step-000001.pending"]]
 
 
 def test_rollouts_of_a_checkpoint_that_is_still_written_stay_and_those_of_a_dropped_one_go(tmp_path: Path) -> None:

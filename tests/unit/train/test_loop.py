@@ -393,22 +393,6 @@ def test_the_five_stages_are_timed_apart_and_add_up_to_the_step() -> None:
     assert record.machine is not None
 
 
-def test_a_resumed_loop_sees_the_prompts_and_seeds_of_an_uninterrupted_one() -> None:
-    whole, resumed = NotingEngine(), NotingEngine()
-    learners = NotingLearner(), NotingLearner()
-    run(whole, learners[0])
-    run(resumed, learners[1], start_step=2)
-    assert resumed.calls == whole.calls[4:]
-    assert [update.batch for update in learners[1].updates] == [learners[0].updates[2].batch]
-
-
-def test_acceptance_that_collapses_stops_the_run_before_it_learns() -> None:
-    learner = NotingLearner()
-    with pytest.raises(RuntimeError, match=r"mean acceptance length must stay near .* at policy version 0\."):
-        run(NotingEngine(draft_version=0), learner, guard=AcceptanceGuard(accepted(10, 2800, 0, 0) for _ in range(8)))
-    assert learner.updates == []
-
-
 def test_rollouts_of_a_policy_that_was_not_refitted_stop_the_run() -> None:
     with pytest.raises(RuntimeError, match=r"must come from policy version 1, got \[0\]"):
         run(NotingEngine(stuck=True), NotingLearner())

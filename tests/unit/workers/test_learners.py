@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config import ConfigError
-from slipstream.learner.config import ParallelConfig
 from slipstream.learner.packing import plan_shards
 from slipstream.workers.learners import Shards
 
@@ -41,9 +40,3 @@ def test_answers_come_back_in_the_batchs_order() -> None:
 def test_an_update_with_fewer_sequences_than_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"an update must have a sequence for each of 3 data-parallel ranks, got 2"):
         Shards.of_update([[1, 2], [3, 4]], 3)
-
-
-def test_ranks_of_one_tensor_and_pipeline_group_share_a_data_rank() -> None:
-    """Megatron's order: tensor fastest, then data, then pipeline."""
-    layout = ParallelConfig(tensor=2, data=2, pipeline=2)
-    assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]

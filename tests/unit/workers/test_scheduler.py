@@ -89,11 +89,6 @@ def test_a_group_larger_than_an_engine_is_dealt_to_one_of_its_own() -> None:
     assert names(dealt.queue) == "c"
 
 
-def test_with_fewer_prompts_than_engines_some_get_none() -> None:
-    dealt = deal(group_requests([prompt("a")], group_size=8, seed=0), SeenLengths(), num_engines=3, num_slots=8)
-    assert [names(share) for share in dealt.shares] == ["a", "", ""]
-
-
 @dataclass
 class TimedEngines:
     """Engines that run `num_slots` rollouts at once; a prompt's id says how many seconds each of its rollouts takes."""
@@ -281,13 +276,6 @@ def test_each_group_goes_to_the_engine_with_the_fewest_rollouts() -> None:
     assert indices(placed) == {"a": [0, 3], "b": [1, 2]}
     ledger.complete([0, 3])
     assert indices(ledger.place([submitted(4, 1)], ["a", "b"])) == {"a": [4]}
-
-
-def test_what_an_engine_has_already_counts() -> None:
-    ledger = Ledger()
-    ledger.place([submitted(0, 1, 2)], ["a", "b"])
-
-    assert indices(ledger.place([submitted(1, 1)], ["a", "b"])) == {"b": [1]}
 
 
 def test_what_a_lost_engine_had_is_taken_once_and_what_came_back_is_not() -> None:

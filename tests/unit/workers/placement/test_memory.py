@@ -100,11 +100,6 @@ def _engine(**values: float | int | None) -> EngineConfig:
             },
             "engine.tensor_parallel_size must divide the policy's 32 query heads, got 12",
         ),
-        (
-            {"learner": {"parallel": {"data": 7}}},
-            "learner.parallel must multiply to the 32 GPUs that placement gives the learner, got 28; change tensor, "
-            "pipeline or data, or placement.nodes",
-        ),
     ],
 )
 def test_a_layout_that_does_not_divide_is_refused(overrides: dict[str, Any], message: str) -> None:
@@ -158,11 +153,6 @@ def _with_engines_of_eight(directory: Path, **shape: int) -> dict[str, Any]:
 def test_experts_are_not_dealt_where_there_are_none() -> None:
     message = _refusal({"learner": {"parallel": {"tensor": 1, "data": 32, "expert": 4}}})
     assert message == "learner.parallel.expert must be 1 for a policy without experts, got 4"
-
-
-def test_split_without_generation_nodes_is_refused() -> None:
-    message = _refusal({"placement": {"mode": "split", "training_nodes": 8}})
-    assert message == "placement.generation_nodes must be >= 1 with mode 'split', got 0"
 
 
 def test_a_channel_that_the_placement_rules_out_is_refused_with_the_recipe() -> None:
