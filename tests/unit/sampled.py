@@ -1,9 +1,20 @@
-"""Rollouts and acceptance counters as engines report them."""
+"""Rollouts and acceptance counters as engines report them, and a decision on them."""
 
 from __future__ import annotations
 
-from slipstream.records.steps import AcceptanceStats
+from slipstream.records.steps import AcceptanceStats, DraftDecision
 from slipstream.types import FinishReason, Rollout, VersionSpan
+
+DECISION = DraftDecision(
+    trains=True,
+    reason="it pays",
+    length=2.5,
+    reference_length=3.5,
+    generation_s=2.0,
+    saved_s=6.0,
+    lost_s=1.25,
+    cost_s=None,
+)
 
 
 def rollout(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import RunningPoint
-from slipstream.records.steps import ArmRecord, AutopilotStep, DraftDecision, DraftUpdate, ScheduleEntry
+from slipstream.records.steps import ArmRecord, AutopilotStep, DraftUpdate, ScheduleEntry
 from slipstream.report.page import draw
 from slipstream.report.reference import read_reference
 from slipstream.report.sentences import arm_length, autopilot_text, schedule_text
@@ -14,6 +14,7 @@ from slipstream.report.summary import DraftTraining, draft_training
 from slipstream.report.tables import running_table
 from slipstream.types import Arm
 from tests.unit.report.handmade import RECORD, page_text
+from tests.unit.sampled import DECISION
 
 TABLE = tuple(
     ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k) for start, end, k in ((1, 2, 5), (3, 4, 2))
@@ -104,17 +105,10 @@ def test_the_page_shows_the_table_and_the_autopilot() -> None:
     assert "The autopilot ran 0 of 2 steps" in page
 
 
-NO = DraftDecision(
-    trains=False,
-    reason="nothing is lost",
-    length=2.4,
-    reference_length=2.4,
-    generation_s=2.0,
-    saved_s=0.0,
-    lost_s=0.0,
-    cost_s=None,
+NO = replace(
+    DECISION, trains=False, reason="nothing is lost", length=2.4, reference_length=2.4, saved_s=0.0, lost_s=0.0
 )
-YES = replace(NO, trains=True, reason="it pays", length=2.0, saved_s=6.0, lost_s=1.25, cost_s=0.5)
+YES = replace(DECISION, length=2.0, reference_length=2.4, cost_s=0.5)
 
 
 def trained_record() -> RunRecord:

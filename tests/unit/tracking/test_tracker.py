@@ -276,6 +276,17 @@ def test_a_root_of_any_name_holds_its_store_and_gives_everything_back(tmp_path: 
     assert {"mlflow.db", "artifacts", "spool"} <= {path.name for path in root.iterdir()}
 
 
+def test_points_of_a_failed_server_arrive_with_the_next_attempt(root: Path, client: Any) -> None:
+    lost = Tracker(UNREACHABLE, root=root, experiment="tiny", key="e6", name="x")
+    lost.log({"train/loss": 1.0}, step=0)
+    lost.detach()
+    found = Tracker(LOCAL, root=root, experiment="tiny", key="e6", name="x")
+    found.log({"train/loss": 2.0}, step=1)
+    found.close()
+    points = history(client, find_run(client, "e6").info.run_id, "train/loss")
+    assert [(step, value) for step, _, value in points] == [(0, 1.0), (1, 2.0)]
+
+
 def test_a_server_that_hangs_does_not_slow_the_loop(tmp_path: Path, silent_server: str) -> None:
     config = TrackingConfig(uri=silent_server, replay_every_s=0.1, close_wait_s=0.5)
     tracker = Tracker(config, root=tmp_path, experiment="tiny", key="e7", name="x")
@@ -395,6 +406,11 @@ def test_what_nobody_could_read_later_is_refused_at_once(root: Path, client: Any
         tracker.log({"train/loss": float("inf"), "train/kl": 1.0}, step=3)
     tracker.detach()
     assert find_run(client, "e11").data.metrics == {}
+
+
+def test_a_key_that_would_break_the_search_is_refused(root: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tracking\.key must be .* got \"e'1\""):
+        Tracker(LOCAL, root=root, experiment="tiny", key="e'1", name="x")
 
 
 def test_long_params_and_tags_arrive_cut_and_more_of_them_than_a_request_holds(root: Path, client: Any) -> None:

@@ -13,30 +13,11 @@ import pytest
 
 from slipstream import storage
 from slipstream.learner.checkpoint import CheckpointError, CheckpointWriteError
-from slipstream.records.steps import Mismatch, RefitCheck, StepRecord, TrainStats
 from slipstream.train.checkpoints import Checkpoints, Restored, _digest
-from slipstream.types import StageTimes
 from tests.unit.sampled import accepted
-from tests.unit.train.world import BareLearner
+from tests.unit.train.world import STEP, BareLearner
 
-STEP = StepRecord(
-    step=0,
-    times=StageTimes(data_s=1.0, prepare_s=2.0, generation_s=4.0, logprob_s=8.0, train_s=16.0, step_s=32.0),
-    reward_mean=0.125,
-    num_rollouts=64,
-    num_response_tokens=100,
-    num_truncated=3,
-    num_reward_timeouts=0,
-    num_reward_crashes=0,
-    num_zero_signal_groups=7,
-    train=TrainStats(loss=0.1, grad_norm=0.2, kl=0.3, clip_fraction=0.4, num_tokens=9, learning_rate=0.5),
-    mismatch=Mismatch(k1=0.6, k3=0.7, mean=0.8, largest=0.9, outside_fraction=0.95),
-    acceptance=accepted(10, 5),
-    policy_version=0,
-    draft_version=0,
-    refit=RefitCheck(num_tensors=11, elapsed_s=0.15),
-)
-HISTORY = [replace(STEP, step=step) for step in range(4)]
+HISTORY = [replace(STEP, step=step, acceptance=accepted(10, 5), draft_version=0) for step in range(4)]
 
 
 class FileLearner(BareLearner):
@@ -229,6 +210,24 @@ def test_a_checkpoint_whose_rollouts_are_damaged_is_passed_over(
     damage(tmp_path / "step-000003.pending")
     assert checkpoints.restore(FileLearner()) == Restored(steps=HISTORY[:2], pending=b"rollouts 2")
     assert message in caplog.messages[0]
+
+
+class WatchingLearner(FileLearner):
+    """Notes what lies beside a checkpoint when it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[str]] = []
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+        self.seen.append(names(path.parent))
+        super().save_checkpoint(path, extra)
+
+
+def test_the_rollouts_are_there_before_their_checkpoint_is(tmp_path: Path) -> None:
+    learner = WatchingLearner()
+    saved(tmp_path).save(learner, HISTORY[:1], pending=b"rollouts")
+    assert learner.seen == [["step-000001.pending"]]
 
 
 def test_rollouts_of_a_checkpoint_that_is_still_written_stay_and_those_of_a_dropped_one_go(tmp_path: Path) -> None:

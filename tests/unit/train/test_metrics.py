@@ -12,16 +12,13 @@ from slipstream.grpo.config import LossConfig, RecomputeLogprobs
 from slipstream.grpo.update import Trained
 from slipstream.records.steps import (
     AutopilotStep,
-    DraftDecision,
     DraftUpdate,
     EvaluationRecord,
     LagStats,
     MachineUse,
     Mismatch,
     Overlap,
-    RefitCheck,
     StepRecord,
-    TrainStats,
 )
 from slipstream.rewards.reward import RewardResult
 from slipstream.tracking.config import check_metrics
@@ -29,42 +26,10 @@ from slipstream.train.loop import Learned, Trainer
 from slipstream.train.machine_use import Counters
 from slipstream.train.metrics import StageClock, metrics_of, step_line
 from slipstream.types import Prompt, Rollout, RolloutGroup, StageTimes, TrainBatch
-from tests.unit.sampled import accepted, rollout
-from tests.unit.train.world import CONFIG, BareLearner
+from tests.unit.sampled import DECISION, accepted, rollout
+from tests.unit.train.world import CONFIG, STEP, BareLearner
 
-STEP = StepRecord(
-    step=6,
-    times=StageTimes(data_s=1.0, prepare_s=2.0, generation_s=4.0, logprob_s=8.0, train_s=16.0, step_s=32.0),
-    reward_mean=0.125,
-    num_rollouts=64,
-    num_response_tokens=100,
-    num_truncated=3,
-    num_reward_timeouts=5,
-    num_reward_crashes=6,
-    num_reward_failures=8,
-    reward_metrics={"length": 2.5},
-    num_zero_signal_groups=7,
-    train=TrainStats(loss=0.1, grad_norm=0.2, kl=0.3, clip_fraction=0.4, num_tokens=9, learning_rate=0.5),
-    mismatch=Mismatch(k1=0.6, k3=0.7, mean=0.8, largest=0.9, outside_fraction=0.95),
-    acceptance=None,
-    policy_version=10,
-    draft_version=None,
-    refit=RefitCheck(num_tensors=11, elapsed_s=0.15),
-    num_engine_restarts=12,
-    engine_idle_fraction=0.25,
-    longest_response_tokens=7,
-)
 ACCEPTANCE = accepted(10, 8, 4)
-DECISION = DraftDecision(
-    trains=True,
-    reason="it pays",
-    length=2.5,
-    reference_length=3.5,
-    generation_s=2.0,
-    saved_s=6.0,
-    lost_s=1.25,
-    cost_s=None,
-)
 UPDATE = DraftUpdate(loss=1.25, num_updates=2, elapsed_s=0.5)
 METRICS = {
     "time/data_s": 1.0,

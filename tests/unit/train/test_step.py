@@ -17,7 +17,7 @@ from slipstream.train.acceptance_guard import AcceptanceCollapse, AcceptanceGuar
 from slipstream.train.loop import Draft, Trainer, recent
 from slipstream.train.metrics import StageClock, Stopwatch
 from slipstream.types import Prompt, RolloutGroup
-from tests.unit.sampled import accepted, rollout
+from tests.unit.sampled import DECISION, accepted, rollout
 from tests.unit.train.world import BareLearner
 
 PROMPT = Prompt(id="0", text="0", token_ids=(1,), answer="7")
@@ -57,19 +57,6 @@ class NotingDraft(Draft):
         self.noted.append(record)
 
 
-def decision(*, trains: bool) -> DraftDecision:
-    return DraftDecision(
-        trains=trains,
-        reason="told so",
-        length=2.0,
-        reference_length=3.0,
-        generation_s=2.0,
-        saved_s=4.0,
-        lost_s=1.0,
-        cost_s=None,
-    )
-
-
 def generated(
     *, policy_version: int, draft_version: int | None = 6, acceptance: AcceptanceStats | None = None
 ) -> GenerationResult:
@@ -99,7 +86,7 @@ def stepped(made: Trainer, step: int, result: GenerationResult, **more: Any) -> 
     return made.record(step, clock.times(), REFIT, learned, overlap=OVERLAP)
 
 
-@pytest.mark.parametrize("answer", [None, decision(trains=False), decision(trains=True)])
+@pytest.mark.parametrize("answer", [None, replace(DECISION, trains=False), DECISION])
 def test_the_draft_is_asked_before_the_update_and_trained_in_it_where_it_says_so(answer: DraftDecision | None) -> None:
     draft, result = NotingDraft(answer), generated(policy_version=3)
     made, learner = trainer(draft)

@@ -118,6 +118,23 @@ def test_after_a_stop_nobody_waits_for_ever() -> None:
         turns.wait("b", 0)
 
 
+def test_a_stop_wakes_whoever_waits() -> None:
+    turns, found = Turns(["a", "b"]), list[BaseException]()
+
+    def wait() -> None:
+        try:
+            turns.wait("b", 0)
+        except Stopped as stopped:
+            found.append(stopped)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    time.sleep(0.05)  # it waits by then
+    turns.stop()
+    thread.join(5.0)
+    assert len(found) == 1
+
+
 def test_one_that_left_before_it_asked_for_a_turn_is_not_waited_for() -> None:
     turns = Turns(["a", "b"])
     turns.leave("a")

@@ -24,7 +24,7 @@ from slipstream.engine.requests import GroupRequest
 from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
 from slipstream.grpo.loop_config import LoopConfig, TooOld
 from slipstream.grpo.update import Trained, Update
-from slipstream.records.steps import DraftUpdate, RefitCheck, StepRecord, TrainStats
+from slipstream.records.steps import DraftUpdate, Mismatch, RefitCheck, StepRecord, TrainStats
 from slipstream.refit.channel import Exported
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import Export
@@ -61,6 +61,28 @@ CONFIG = GrpoConfig(
     seed=5,
 )
 NO_TIMES = StageTimes(data_s=0.0, prepare_s=0.0, generation_s=0.0, logprob_s=0.0, train_s=0.0, step_s=0.0)
+STEP = StepRecord(
+    step=6,
+    times=StageTimes(data_s=1.0, prepare_s=2.0, generation_s=4.0, logprob_s=8.0, train_s=16.0, step_s=32.0),
+    reward_mean=0.125,
+    num_rollouts=64,
+    num_response_tokens=100,
+    num_truncated=3,
+    num_reward_timeouts=5,
+    num_reward_crashes=6,
+    num_reward_failures=8,
+    reward_metrics={"length": 2.5},
+    num_zero_signal_groups=7,
+    train=TrainStats(loss=0.1, grad_norm=0.2, kl=0.3, clip_fraction=0.4, num_tokens=9, learning_rate=0.5),
+    mismatch=Mismatch(k1=0.6, k3=0.7, mean=0.8, largest=0.9, outside_fraction=0.95),
+    acceptance=None,
+    policy_version=10,
+    draft_version=None,
+    refit=RefitCheck(num_tensors=11, elapsed_s=0.15),
+    num_engine_restarts=12,
+    engine_idle_fraction=0.25,
+    longest_response_tokens=7,
+)
 START = "start"
 
 

@@ -278,6 +278,13 @@ def test_each_group_goes_to_the_engine_with_the_fewest_rollouts() -> None:
     assert indices(ledger.place([submitted(4, 1)], ["a", "b"])) == {"a": [4]}
 
 
+def test_what_an_engine_has_already_counts() -> None:
+    ledger = Ledger()
+    ledger.place([submitted(0, 1, 2)], ["a", "b"])
+
+    assert indices(ledger.place([submitted(1, 1)], ["a", "b"])) == {"b": [1]}
+
+
 def test_what_a_lost_engine_had_is_taken_once_and_what_came_back_is_not() -> None:
     ledger = Ledger()
     ledger.place([submitted(0, 1), submitted(1, 1), submitted(2, 1), submitted(3, 1)], ["a", "b"])
