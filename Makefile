@@ -48,7 +48,7 @@ test: setup ## run all tests that need no GPU; select with ARGS="-k name"
 	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile -m "not gpu and not lm" $(ARGS)
 
 test-fast: setup ## run the unit tests alone
-	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile -m "not gpu and not slow" tests/unit $(ARGS)
+	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile -m "not gpu and not lm and not slow" tests/unit $(ARGS)
 
 test-lm: lm-setup ## run the tests that need the packages of lm-setup
 	PYTHONPATH=$(LM) $(PYTHON_IN_VENV) -m pytest -m lm $(ARGS)

@@ -25,7 +25,8 @@ from benchmarks.runs import FinishedRun, open_run
 from research.widen import widened
 from slipstream import logs
 from slipstream.config import ConfigError, require
-from slipstream.data.prompts import read_prompt_sets, render
+from slipstream.data.chat import render
+from slipstream.data.prompts import read_prompt_sets
 from slipstream.data.synthetic import dapo_rows
 from slipstream.drafts.config import DraftLengthRule
 from slipstream.drafts.length import TuningConfig, choose, constant, described, sweep

@@ -16,7 +16,7 @@ REASONING_GYM = "reasoning_gym:"
 DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
 """Endings of the local files that are read."""
 
-_PLAIN = rule("must hold text, a number, true, false or null", lambda value: not isinstance(value, list | dict))
+_PLAIN = rule("must be text, a number, true, false or null", lambda value: not isinstance(value, list | dict))
 
 
 class ColumnsConfig(Checked, path="columns"):
@@ -47,7 +47,7 @@ class SourceConfig(Checked, path="data source"):
     answer_after: Text | None = None
     """Mark after whose last occurrence the answer stands; a row without it has none. Set it for worked answers."""
     where: dict[str, Annotated[Any, _PLAIN]] = field(default_factory=dict)
-    """Values by column that a row must have to be read; those of a .csv file are text. Set it to read a part."""
+    """Values by column of the rows to read; those of a .csv file are text. Set it to read a part."""
     weight: PositiveFloat | None = None
     """Share of the set's prompts, relative to the other sources'; the source that is scarcest for its weight is taken
     whole. Set it for all sources to mix them."""

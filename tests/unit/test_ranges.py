@@ -243,6 +243,7 @@ ROWS: list[Row] = [
         ((0.0, 2.0), None),
         {"grpo.loss": "mask_band"},
     ),
+    ("must not be empty", ("",), ("a",), {"data": "system", "reward": "function"}),
     ("must not be empty", ((),), (), {"data": "train draft_in_domain draft_general validation"}),
     ("must hold {problem} exactly once", ("solve", "{problem} {problem}"), ("Q: {problem}",), {"data": "instruction"}),
     ("must rise from 1, without repeats", ((), (0, 2), (2, 1), (2, 2)), ((1,), (4, 16)), {"tuning": "batch_sizes"}),
@@ -285,12 +286,15 @@ def test_every_range_has_a_row() -> None:
 
 
 def ruled(config: type) -> Iterator[str]:
-    """Names of the fields that have a range or a rule."""
+    """Names of the fields that have a range or a rule; those of a mapping's values are tested where they are read."""
     assert issubclass(config, Checked)
     hints = typing.get_type_hints(config, include_extras=True)
     for name, schema in TypeAdapter(config).json_schema()["properties"].items():
         bounds = {
             (key, value) for part in (schema, *schema.get("anyOf", ())) for key, value in part.items() if key in BOUNDS
         }
-        if bounds - {("maximum", LARGEST)} or any(isinstance(part, rule) for part in _parts(hints[name])):
+        is_mapping = schema.get("type") == "object"
+        if bounds - {("maximum", LARGEST)} or (
+            not is_mapping and any(isinstance(part, rule) for part in _parts(hints[name]))
+        ):
             yield name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,12 @@ SCRATCH = ScratchConfig(
 )
 LEARNER = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1)
+
+
+def shaped(*, tie_word_embeddings: bool = False, num_mtp_layers: int = 0, **sizes: int) -> ScratchConfig:
+    """`SCRATCH` with other sizes of its shape."""
+    shape = replace(SCRATCH.shape, **sizes)
+    return replace(SCRATCH, shape=shape, tie_word_embeddings=tie_word_embeddings, num_mtp_layers=num_mtp_layers)
 
 
 def new_policy(

@@ -35,7 +35,7 @@ from tests.unit.train.world import BareLearner
 NORM = "decoder.final_layernorm.weight"
 
 
-SCRATCH = dataclasses.replace(policies.SCRATCH, num_layers=2)
+SCRATCH = policies.shaped(num_layers=2)
 
 
 def _policy(
@@ -145,15 +145,15 @@ def test_before_the_first_update_there_are_no_moments(tmp_path: Path) -> None:
             "weight/model.embed_tokens.weight must be BF16",
         ),
         (
-            lambda: _policy(scratch=dataclasses.replace(SCRATCH, num_layers=3)),
+            lambda: _policy(scratch=policies.shaped(num_layers=3)),
             "weight/model.layers.2.input_layernorm.weight must be F32",
         ),
         (
-            lambda: _policy(scratch=dataclasses.replace(SCRATCH, num_layers=1)),
+            lambda: _policy(scratch=policies.shaped(num_layers=1)),
             "weight/model.layers.1.input_layernorm.weight is in one of the two alone",
         ),
         (
-            lambda: _policy(scratch=dataclasses.replace(SCRATCH, ffn_hidden_size=64)),
+            lambda: _policy(scratch=policies.shaped(num_layers=2, ffn_hidden_size=64)),
             r"weight/model\.layers\.0\.mlp\.gate_proj\.weight must be F32 \(64, 32\)",
         ),
     ],

@@ -21,7 +21,7 @@ from slipstream.learner.config import LearnerConfig
 from slipstream.learner.logprobs import OutputHead, TokenScores, conditionals, output_weight, processed_logprobs
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.types import Dtype
-from tests.unit.learner.policies import LEARNER, SCRATCH, VOCAB, new_policy, update_of
+from tests.unit.learner.policies import LEARNER, VOCAB, new_policy, shaped, update_of
 
 WHOLE = LEARNER
 CHUNKED = dataclasses.replace(WHOLE, logprob_chunk_tokens=7)
@@ -29,7 +29,7 @@ SEQUENCES = tuple(tuple(np.random.default_rng(i).integers(0, VOCAB, 5 + 3 * (i %
 
 
 def _policy(learner: LearnerConfig, *, tied: bool = False) -> MegatronPolicy:
-    scratch = dataclasses.replace(SCRATCH, num_layers=2, tie_word_embeddings=tied)
+    scratch = shaped(num_layers=2, tie_word_embeddings=tied)
     return new_policy(scratch, learner, OptimizerConfig(learning_rate=1e-3, clip_grad=0.5))
 
 

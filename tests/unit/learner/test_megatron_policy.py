@@ -206,7 +206,8 @@ def test_an_update_equals_torchs_on_transformers(tmp_path: Path) -> None:
 def test_pretraining_learns_a_pattern() -> None:
     policy = new_policy()
     documents = [(tuple((start + i) % VOCAB for i in range(20)), 4) for start in range(VOCAB)]
-    config = dataclasses.replace(SCRATCH, num_steps=60, tokens_per_step=200, learning_rate=1e-2, warmup_steps=5)
+    optimizer = dataclasses.replace(SCRATCH.optimizer, learning_rate=1e-2, warmup_steps=5)
+    config = dataclasses.replace(SCRATCH, num_steps=60, tokens_per_step=200, optimizer=optimizer)
     losses = pretrain(policy.lm_step, documents, config)
     assert len(losses) == 60
     assert losses[0] == pytest.approx(np.log(VOCAB), abs=0.2)
@@ -215,7 +216,8 @@ def test_pretraining_learns_a_pattern() -> None:
 
 
 def test_pretraining_warms_up_then_decays_towards_zero() -> None:
-    config = dataclasses.replace(SCRATCH, num_steps=12, warmup_steps=2, learning_rate=1.0)
+    optimizer = dataclasses.replace(SCRATCH.optimizer, learning_rate=1.0, warmup_steps=2)
+    config = dataclasses.replace(SCRATCH, num_steps=12, optimizer=optimizer)
     assert [learning_rate_at(step, config) for step in (0, 1, 2)] == [0.5, 1.0, 1.0]
     assert learning_rate_at(11, config) == pytest.approx(0.1)
 
@@ -266,7 +268,7 @@ def test_the_cpu_layers_bits_do_not_depend_on_the_number_of_threads(width: int) 
     """Large enough to be shared out; torch's own gradient of a softmax fails this at a width of 53 with AVX2."""
     policy = new_policy(dataclasses.replace(SCRATCH, max_position_embeddings=width))
     layer = policy._gpt.decoder.layers[1]
-    x_TBH = torch.randn(width, 24, SCRATCH.hidden_size, requires_grad=True)
+    x_TBH = torch.randn(width, 24, SCRATCH.shape.hidden_size, requires_grad=True)
     upstream = torch.randn_like(x_TBH)
     with host.cuda_as_cpu():
         angles = policy._gpt.rotary_pos_emb(width)

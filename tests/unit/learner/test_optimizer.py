@@ -16,7 +16,7 @@ from slipstream.learner.config import ScratchConfig
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.optimizer import BatchedMuon, TrainingMemory, orthogonal
 from slipstream.types import Dtype
-from tests.unit.learner.policies import LEARNER, OPTIMIZER, SCRATCH, VOCAB, new_policy
+from tests.unit.learner.policies import LEARNER, OPTIMIZER, SCRATCH, VOCAB, new_policy, shaped
 
 SHAPES = [(24, 8), (8, 24), (16, 16), (24, 8), (8, 24)]
 
@@ -193,7 +193,7 @@ def test_a_checkpoint_of_an_offloaded_learner_is_that_of_one_awake(
 
 
 def test_an_mtp_layer_rests_with_its_policy() -> None:
-    scratch = replace(SCRATCH, num_mtp_layers=1, head_dim=8)
+    scratch = shaped(num_mtp_layers=1, head_dim=8)
     offloaded, other = _policy(scratch=scratch), _policy(scratch=scratch)
     for _ in range(3):
         offloaded.offload()

@@ -53,7 +53,7 @@ def record(*, arm_has_it: bool = True, flown: tuple[AutopilotStep, ...] = ()) ->
 
 
 def test_every_k_is_shown_at_every_running_batch_with_the_schedules_own() -> None:
-    table = running_table(record())
+    table = running_table(record().tuning)
     assert next(iter(table.groups.values())) == ["k = 2", "k = 5"]
     assert [(row.label, row.cells, row.kind) for row in table.rows] == [
         ("1 to 2", ("1.50x", "2.00x", "k = 5"), "chosen"),
@@ -63,8 +63,7 @@ def test_every_k_is_shown_at_every_running_batch_with_the_schedules_own() -> Non
 
 def test_an_engine_that_drafts_nothing_although_it_has_a_draft_has_a_column_of_its_own() -> None:
     off = replace(point(0, 3, 4, 0.9), is_switched_off=True)
-    plain = record()
-    table = running_table(replace(plain, tuning=replace(plain.tuning, running=(point(0, 3, 4, 1.0), off, *POINTS))))
+    table = running_table(replace(record().tuning, running=(point(0, 3, 4, 1.0), off, *POINTS)))
     assert next(iter(table.groups.values())) == ["k = 0", "drafts switched off", "k = 2", "k = 5"]
     assert table.rows[1].cells == ("1.00x", "0.90x", "1.25x", "", "k = 2")
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from slipstream.drafts import length
 from slipstream.engine.protocol import GenerationResult, Portion
 from slipstream.engine.requests import GroupRequest
 from slipstream.records.steps import AutopilotStep, RefitCheck, ScheduleEntry
 from slipstream.refit.gate import Export
+from slipstream.train import recovery
 from slipstream.train.recovery import Autopilot, FaultTolerantEngines, WeightsLostError
 from slipstream.types import Prompt, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, Worker
@@ -390,6 +392,14 @@ def test_an_arm_begins_with_sleeping_engines_and_takes_turns(tmp_path: Path, mon
     words = [call[0] if isinstance(call, tuple) else call for call in calls]
     turns = [word for word in words if word in ("sleep", "load", "learner offloads", "generate", "train")]
     assert turns == ["sleep", "load", *["learner offloads", "generate", "sleep", "train"] * 2]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An autopilot that probes and decides sooner."""
+    monkeypatch.setattr(length, "PATIENCE_STEPS", 2)
+    monkeypatch.setattr(length, "_PROBE_EVERY_STEPS", 4)
+    monkeypatch.setattr(recovery, "PATIENCE_STEPS", 2)
 
 
 def autopilot(steps: Sequence[AutopilotStep | None] = ()) -> Autopilot:
