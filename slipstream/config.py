@@ -23,9 +23,8 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import pydantic
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
-from pydantic_core import core_schema
 
 T = TypeVar("T")
 
@@ -136,7 +135,7 @@ class rule:  # noqa: N801  # reads as `Annotated[str, rule("must ...", ...)]`
 
     def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> Any:
         """Validate by the type first, then by the rule."""
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
+        return AfterValidator(self._check).__get_pydantic_core_schema__(source, handler)
 
     def __get_pydantic_json_schema__(self, core: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
         """Add the keywords."""
@@ -157,7 +156,7 @@ class Defaults:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> Any:
         """Complete a mapping before it is validated."""
-        return core_schema.no_info_before_validator_function(self._fill, handler(source))
+        return BeforeValidator(self._fill).__get_pydantic_core_schema__(source, handler)
 
     def __get_pydantic_json_schema__(self, core: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
         """Add the defaults."""
