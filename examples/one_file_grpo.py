@@ -25,7 +25,7 @@ from slipstream.recipe import Recipe, load_recipe
 from slipstream.refit.channel import open_channel
 from slipstream.refit.gate import RefitGate
 from slipstream.stages.prepare_policy import train_from_scratch
-from slipstream.stages.support import policy_needs, recipe_prompt_sets, tokenizer
+from slipstream.stages.support import decode, policy_needs, recipe_prompt_sets, tokenizer
 from slipstream.train.batch import assemble
 from slipstream.types import Prompt
 from slipstream.workers.engines import start_engine
@@ -49,6 +49,7 @@ def prepare(recipe: Recipe, directory: Path) -> tuple[Path, tuple[Prompt, ...]]:
     write_policy_tokenizer(recipe.policy, policy_needs(recipe), directory / "tokenizer")
     words = tokenizer(directory / "tokenizer")
     prompts = recipe_prompt_sets(recipe, words, directory / "sources", trains_draft=False).train
+    assert recipe.policy.scratch is not None, "the recipe makes its own policy"
     print(f"{len(prompts)} prompts; the policy trains {recipe.policy.scratch.num_steps} steps")
     train_from_scratch(
         recipe, directory / "policy", tokenizer_dir=directory / "tokenizer", log=lambda metrics, step: None
@@ -63,7 +64,7 @@ def train(recipe: Recipe, policy: Path, prompts: Sequence[Prompt], *, num_drafte
         num_drafted: draft tokens a step of the engine; 0 decodes one token at a time.
         output: directory of the trained policy, in Hugging Face format.
     """
-    grpo, words = recipe.grpo, tokenizer(policy)
+    grpo, text = recipe.grpo, decode(tokenizer(policy))
     stream = PromptStream(prompts=tuple(prompts), batch_size=grpo.prompts_per_step, seed=grpo.seed)
     drafts = speculative_config(recipe.draft, None, num_drafted) if num_drafted else None
     means = []
@@ -81,7 +82,7 @@ def train(recipe: Recipe, policy: Path, prompts: Sequence[Prompt], *, num_drafte
                     stream.batch(step), sampling=recipe.sampling, group_size=grpo.group_size, seed=grpo.seed + step
                 )
                 rewards = [
-                    reward(group.prompt, words.decode(list(rollout.token_ids), skip_special_tokens=True))
+                    reward(group.prompt, text(group.prompt.token_ids, rollout.token_ids))
                     for group in result.groups
                     for rollout in group.rollouts
                 ]
@@ -117,7 +118,7 @@ def train(recipe: Recipe, policy: Path, prompts: Sequence[Prompt], *, num_drafte
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     """Parse the command line, and train."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="GRPO with speculative rollouts in one file.")
     parser.add_argument("--recipe", default="tiny", help="recipe with a policy from random weights")
     parser.add_argument("--num-steps", type=int, default=8, help="steps of GRPO")
     parser.add_argument("--num-drafted", type=int, default=3, help="tokens drafted at once; 0 for none")

@@ -119,7 +119,7 @@ def long_problems(run: FinishedRun, num_terms: int) -> list[Prompt]:
         Prompt(
             id=f"long-{i}",
             text=problem,
-            token_ids=render(problem, tokenizer=words, instruction=data.instruction),
+            token_ids=render(problem, config=data, tokenizer=words),
             answer=rows[i]["reward_model"]["ground_truth"],
         )
         for i, problem in enumerate(problems)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 from slipstream.config import ConfigError, require
@@ -74,21 +75,19 @@ def task_score(answer: str | None, made_by: Mapping[str, Any]) -> float:
 def _known(task: str, field: str) -> type:
     """Return the class of the task's settings."""
     try:
-        from reasoning_gym.factory import DATASETS
+        known: dict[str, Any] = import_module("reasoning_gym.factory").DATASETS
     except ImportError as error:
         rule = "must have the package reasoning-gym installed for such a path"
         raise ConfigError(f"{field} {rule}, got reasoning_gym:{task} ({error}); {_INSTALL}") from error
-    near = ", ".join(get_close_matches(task, DATASETS, n=3, cutoff=0.3) or sorted(DATASETS))
-    rule = f"must name one of the {len(DATASETS)} tasks of reasoning-gym"
-    require(task in DATASETS, field, rule, f"reasoning_gym:{task}", f"is it one of {near}?")
-    return DATASETS[task][1]
+    near = ", ".join(get_close_matches(task, known, n=3, cutoff=0.3) or sorted(known))
+    rule = f"must name one of the {len(known)} tasks of reasoning-gym"
+    require(task in known, field, rule, f"reasoning_gym:{task}", f"is it one of {near}?")
+    return known[task][1]
 
 
 @lru_cache(maxsize=64)
 def _dataset(task: str, settings: str) -> Any:
-    from reasoning_gym import create_dataset
-
-    return create_dataset(task, **json.loads(settings))
+    return import_module("reasoning_gym").create_dataset(task, **json.loads(settings))
 
 
 @lru_cache(maxsize=64)

@@ -204,12 +204,13 @@ def _declared(names: ColumnsConfig, columns: Collection[str], field: str, path: 
     for key, column in (*named.items(), *(("extra", column) for column in names.extra)):
         rule = f"must be one of {', '.join(sorted(columns))}, the columns of {path}"
         require(column in columns, f"{field}.{key}", rule, column)
+    answer = names.answer
     text, chat = _text(names.problem), _chat(names.problem, speaker="role", text="content")
     return Schema(
         "of `columns`",
         (*named.values(), *names.extra),
         lambda row: (chat if isinstance(row.get(names.problem), list) else text)(row),
-        None if names.answer is None else lambda row: row[names.answer],
+        None if answer is None else lambda row: row[answer],
         for_rewards=("data_source", "extra_info"),
         extra=names.extra,
     )

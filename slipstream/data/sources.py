@@ -122,7 +122,7 @@ def _admitted(rows: datasets.Dataset, source: SourceConfig, field: str) -> list[
     for name in source.where:
         rule = f"must name one of {', '.join(sorted(rows.column_names))}, the columns of {source.path}"
         require(name in rows.column_names, f"{field}.where", rule, name)
-    named = rows.select_columns(list(source.where))
+    named: Any = rows.select_columns(list(source.where))
     found = [
         number for number, row in enumerate(named) if all(_is(row[key], value) for key, value in source.where.items())
     ]

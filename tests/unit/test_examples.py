@@ -100,7 +100,7 @@ def code_reward() -> ModuleType:
         spec.loader.exec_module(module)
     except (RuntimeError, FileNotFoundError) as error:
         pytest.skip(f"programs are not run without a sandbox: {error}")
-    module.WALL_SECONDS = 2
+    vars(module)["WALL_SECONDS"] = 2
     return module
 
 

@@ -88,7 +88,8 @@ def test_the_packaged_model_is_written_as_transformers_and_the_learner_read_it(
     smollm2.main(directory)
     monkeypatch.undo()
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     tokens = torch.tensor([tokenizer.apply_chat_template(PROMPT, return_dict=False)])
     torch.testing.assert_close(model.float()(tokens).logits, packaged(tokens).logits)
     config = json.loads((directory / "config.json").read_text())
@@ -110,7 +111,8 @@ def test_the_real_package_gives_a_model_that_cannot_add_and_that_the_learner_com
     directory = tmp_path / "model"
     smollm2.main(directory)
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     policy = MegatronPolicy.load(directory, learner=LearnerConfig(num_threads=1), optimizer=None)
     assert model.num_parameters() == policy.architecture.num_parameters() == 134_515_008
     prompt = tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True, return_tensors="pt", return_dict=False)

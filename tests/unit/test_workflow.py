@@ -33,7 +33,7 @@ def _registered() -> dict[str, Any]:
         project="p", domain="d", version="v", env={}, image_config=ImageConfig(default_image=None, images=[image])
     )
     entities: OrderedDict[Any, Any] = OrderedDict()
-    get_serializable(entities, settings, speculative_rl)
+    get_serializable(entities, settings, speculative_rl)  # pyright: ignore[reportArgumentType]  # it is a workflow
     found: dict[str, Any] = {"tasks": {}, "workflows": {}}
     for spec in entities.values():
         if isinstance(spec, TaskSpec):

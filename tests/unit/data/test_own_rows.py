@@ -190,7 +190,7 @@ def test_the_policy_reads_the_system_turn_and_the_examples_before_the_problem(tm
         instruction="solve {problem}",
     )
     example = "<|im_start|><|user|>solve 3+3=?<|im_end|><|im_start|><|assistant|>6<|im_end|>"
-    texts = {prompt.text: TOKENIZER.decode(list(prompt.token_ids)) for prompt in shown.train}
+    texts = {prompt.text: str(TOKENIZER.decode(list(prompt.token_ids))) for prompt in shown.train}
     assert texts["1+1=?"] == (
         f"<|im_start|><|system|>be brief<|im_end|>{example}"
         "<|im_start|><|user|>solve 1+1=?<|im_end|><|im_start|><|assistant|>"
@@ -211,7 +211,7 @@ def test_arguments_reach_the_chat_template_and_a_reward_is_told_how_the_turn_was
     for value, end in ((True, "<|im_start|><|assistant|><think>"), (False, "<|im_start|><|assistant|>")):
         sets = load(tmp_path, source, tokenizer=tokenizer, chat_template_args={"enable_thinking": value})
         assert {prompt.extra["prompt_end"] for prompt in sets.train} == {end}
-        assert TOKENIZER.decode(list(sets.train[0].token_ids)).endswith(end)
+        assert str(TOKENIZER.decode(list(sets.train[0].token_ids))).endswith(end)
 
 
 WITHOUT_SYSTEM = "{%- for m in messages -%}{%- if m.role != 'system' -%}{{- m.content -}}{%- endif -%}{%- endfor -%}"

@@ -17,7 +17,6 @@ from tests.unit.sampled import accepted
 
 ON_CORES = read_record(RunRecord, Path(__file__).parents[1] / "golden" / "run.json")
 """`ASYNCHRONOUS` on two cores, kept as a file."""
-CERTIFICATE = ON_CORES.certificate
 _FIGURES = (
     *("stages", "step_times", "bound", "loops", "loop_learning", "draft_training", "acceptance", "sweep"),
     *("uniforms", "learning", "mismatch", "losses"),
@@ -119,6 +118,10 @@ RECORD = replace(
     layout=None,
 )
 """A policy of 3.6 M parameters, a draft of 0.5 M with losses 2, 1 and 0.5, and a certificate of two tests."""
+assert RECORD.tuning is not None
+assert RECORD.draft is not None
+assert RECORD.certificate is not None
+TUNING, DRAFT, CERTIFICATE = RECORD.tuning, RECORD.draft, RECORD.certificate
 LOST = replace(
     RECORD,
     tuning=TuningRecord(chosen_k=0, reason="no k beat k=0", points=(point(0, 1.0), point(2, 0.9)), schedule=()),
@@ -223,5 +226,5 @@ BARE = replace(
     evaluations=(),
     tuning=TuningRecord(chosen_k=0, reason="not swept", points=(), schedule=()),
     policy=replace(RECORD.policy, pretrain_steps=0, pretrain_losses=()),
-    draft=replace(RECORD.draft, losses=(), heldout_rate_by_position=()),
+    draft=replace(DRAFT, losses=(), heldout_rate_by_position=()),
 )

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slipstream.records.run import RunRecord
-from slipstream.records.stages import RunningPoint
+from slipstream.records.stages import RunningPoint, TuningRecord
 from slipstream.records.steps import ArmRecord, AutopilotStep, DraftUpdate, ScheduleEntry
 from slipstream.report.page import draw
 from slipstream.report.reference import read_reference
 from slipstream.report.sentences import arm_length, autopilot_text, schedule_text
 from slipstream.report.summary import DraftTraining, draft_training
-from slipstream.report.tables import running_table
+from slipstream.report.tables import Table, running_table
 from slipstream.types import Arm
-from tests.unit.report.handmade import RECORD, page_text
+from tests.unit.report.handmade import RECORD, TUNING, page_text
 from tests.unit.sampled import DECISION
 
 TABLE = tuple(
@@ -39,8 +39,13 @@ def point(k: int, start: int, end: int, speedup: float) -> RunningPoint:
 POINTS = (point(2, 1, 2, 1.5), point(5, 1, 2, 2.0), point(2, 3, 4, 1.25))
 
 
+def table_of(tuning: TuningRecord | None) -> Table:
+    assert tuning is not None
+    return running_table(tuning)
+
+
 def record(*, arm_has_it: bool = True, flown: tuple[AutopilotStep, ...] = ()) -> RunRecord:
-    tuning = replace(RECORD.tuning, chosen_k=2, schedule=TABLE, running=POINTS, schedule_gain=1.1)
+    tuning = replace(TUNING, chosen_k=2, schedule=TABLE, running=POINTS, schedule_gain=1.1)
 
     def arm(each: ArmRecord) -> ArmRecord:
         if each.arm is not Arm.SPECULATIVE:
@@ -53,7 +58,7 @@ def record(*, arm_has_it: bool = True, flown: tuple[AutopilotStep, ...] = ()) ->
 
 
 def test_every_k_is_shown_at_every_running_batch_with_the_schedules_own() -> None:
-    table = running_table(record().tuning)
+    table = table_of(record().tuning)
     assert next(iter(table.groups.values())) == ["k = 2", "k = 5"]
     assert [(row.label, row.cells, row.kind) for row in table.rows] == [
         ("1 to 2", ("1.50x", "2.00x", "k = 5"), "chosen"),
@@ -63,7 +68,7 @@ def test_every_k_is_shown_at_every_running_batch_with_the_schedules_own() -> Non
 
 def test_an_engine_that_drafts_nothing_although_it_has_a_draft_has_a_column_of_its_own() -> None:
     off = replace(point(0, 3, 4, 0.9), is_switched_off=True)
-    table = running_table(replace(record().tuning, running=(point(0, 3, 4, 1.0), off, *POINTS)))
+    table = table_of(replace(TUNING, chosen_k=2, schedule=TABLE, running=(point(0, 3, 4, 1.0), off, *POINTS)))
     assert next(iter(table.groups.values())) == ["k = 0", "drafts switched off", "k = 2", "k = 5"]
     assert table.rows[1].cells == ("1.00x", "0.90x", "1.25x", "", "k = 2")
 
@@ -74,7 +79,7 @@ def test_the_schedule_is_said_with_what_it_should_gain_and_whether_it_was_used()
         "The speculative arm used it."
     )
     assert schedule_text(record(arm_has_it=False)).endswith("The speculative arm used one k instead.")
-    constant = replace(RECORD, tuning=replace(RECORD.tuning, schedule=TABLE[1:], chosen_k=2))
+    constant = replace(RECORD, tuning=replace(TUNING, schedule=TABLE[1:], chosen_k=2))
     assert schedule_text(constant) == "The schedule has one draft length, k = 2 at every running batch."
 
 

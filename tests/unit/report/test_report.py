@@ -27,6 +27,7 @@ from tests.unit.report.handmade import (
     ASYNCHRONOUS,
     BARE,
     CURVES,
+    DRAFT,
     LOST,
     ONE_ARM,
     ONE_STEP,
@@ -206,7 +207,7 @@ def test_one_arm_alone_is_shown_without_any_ratio_to_another(record: RunRecord, 
 
 _COUNTS = dict.fromkeys(("num_parameters", "num_training_tokens", "num_steps"), 0)
 _NOTHING = {"losses": (), "heldout_rate_by_position": (), "heldout_mean_acceptance_length": None}
-UNTRAINED = replace(RECORD.draft, method="ngram", init="none", **_COUNTS, **_NOTHING)
+UNTRAINED = replace(DRAFT, method="ngram", init="none", **_COUNTS, **_NOTHING)
 
 
 def test_a_page_says_that_drafts_are_looked_up_and_shows_no_table_of_a_model_that_is_not_there() -> None:
