@@ -131,6 +131,9 @@ def slots(
 ) -> tuple[Slot, ...]:
     """List every parameter of the model with this rank's parts; loading weights changes no slot.
 
+    A tensor that two modules share, as a tied output layer does with the embedding, has the first one's name in both:
+    each packs a copy of its own to multiply with.
+
     Args:
         rename: prefixes of the model's names with the checkpoint's prefixes; the first match counts.
         without: a model whose modules are left out, as a draft borrows the policy's embeddings.
@@ -139,9 +142,11 @@ def slots(
     """
     borrowed = set() if without is None else {id(module) for module in without.modules()}
     found: list[Slot] = []
+    paths: dict[int, str] = {}
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if own and id(module) not in borrowed:
+            path = paths.setdefault(id(next(iter(own.values()))), path)
             found += _module_slots(_renamed(path, rename), module, own)
     return tuple(found)
 
@@ -492,12 +497,12 @@ class SlotLoader:
         """Write these tensors, or keep them until the rest of their parameter comes."""
         for name, tensor in tensors:
             self._waiting[name] = tensor
-            for slot in self._by_name[name]:
-                if all(part.name in self._waiting for part in slot.parts):
-                    slot.write(self._waiting)
-                    self._num_unwritten -= 1
-                    for part in slot.parts:
-                        del self._waiting[part.name]
+            complete = [slot for slot in self._by_name[name] if all(p.name in self._waiting for p in slot.parts)]
+            for slot in complete:
+                slot.write(self._waiting)
+            self._num_unwritten -= len(complete)
+            for written in {part.name for slot in complete for part in slot.parts}:
+                del self._waiting[written]
 
     def finish(self) -> None:
         """Check that every parameter was written."""

@@ -114,6 +114,8 @@ def part_fingerprints(held: Iterable[HeldWeights], dtypes: Mapping[str, str] | N
 
     Args:
         dtypes: types, by name, to which tensors are converted first; other tensors keep their type.
+    Raises:
+        RuntimeError: two layers share a tensor, and hold different values.
     """
     import torch
 
@@ -131,7 +133,12 @@ def part_fingerprints(held: Iterable[HeldWeights], dtypes: Mapping[str, str] | N
     bounds = torch.tensor([0, *accumulate(lengths)], device=running.device)
     totals = running[bounds].diff().tolist()
     names = [xxhash.xxh3_64_intdigest(f"{part.dtype} {part.name}".encode()) | 1 for part in parts]
-    return {part: total * name % _MODULUS for part, total, name in zip(parts, totals, names, strict=True)}
+    found: dict[WeightPart, int] = {}
+    for part, total, name in zip(parts, totals, names, strict=True):
+        value = total * name % _MODULUS
+        if found.setdefault(part, value) != value:
+            raise RuntimeError(f"{part.name} must be one tensor in all layers that share it, got two")
+    return found
 
 
 def weight_totals(ranks: Iterable[Mapping[WeightPart, int]]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""An engine that serves what the learner exports of a Qwen2 and of a Llama 3, refitted and with a draft."""
+"""An engine serves what the learner exports of a Qwen2.5, with tied embeddings, and of a Llama 3, with a draft."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DRAFT = DraftConfig(eagle3=Eagle3Config(aux_hidden_state_layer_ids=(0, 1, 2)), s
 PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 3 + i, 20, 5 + i), answer="") for i in range(4))
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen2"])
+@pytest.mark.parametrize("name", ["llama3", "qwen2.5"])
 def test_an_engine_serves_a_family_as_the_learner_computes_it(name: str, tmp_path: Path, ray_session: None) -> None:
     from slipstream.drafts.eagle3 import build_draft, save_draft
     from slipstream.workers.engines import start_engine
@@ -50,7 +50,7 @@ def test_an_engine_serves_a_family_as_the_learner_computes_it(name: str, tmp_pat
                 RefitGate(engine, learner, channel=channel, trains_draft=False, draft=draft, config=refit).refit(1)
             dtypes = engine.weight_dtypes(is_draft=False)
             assert engine.start_fingerprints(is_draft=False, turn=ALL)() == [file_fingerprints(new, dtypes)]
-            assert any(weight.endswith("k_proj.bias") for weight in dtypes) == (name == "qwen2")
+            assert any(weight.endswith("k_proj.bias") for weight in dtypes) == (name == "qwen2.5")
             after = engine.token_logprobs(sequences)[0]
             for mine, theirs in zip(learner.token_logprobs(sequences), after, strict=True):
                 np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-5)

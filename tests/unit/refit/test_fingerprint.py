@@ -268,6 +268,12 @@ def test_ranks_that_disagree_on_what_they_share_are_an_error() -> None:
         weight_totals([mine, other])
 
 
+def test_layers_that_share_a_tensor_and_hold_two_are_an_error() -> None:
+    assert part_fingerprints([held(MATRIX, part())] * 2) == {part(): whole(MATRIX)}
+    with pytest.raises(RuntimeError, match=r"^m must be one tensor in all layers that share it, got two$"):
+        part_fingerprints([held(MATRIX, part()), held(MATRIX + 1, part())])
+
+
 def test_a_part_of_another_dimension_is_a_mistake_of_ours() -> None:
     with pytest.raises(AssertionError, match="m is cut in dimension 2"):
         part(dim=2)
