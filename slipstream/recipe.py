@@ -383,6 +383,9 @@ def resolve_recipe(
     for label, layer in layers.items():
         merged = merge(merged, layer)
         origins |= dict.fromkeys(leaves(layer), label)
+    policy = merged.get("policy")
+    if isinstance(policy, dict) and policy.get("model", SCRATCH) != SCRATCH:
+        merged["policy"] = policy | {"scratch": None}  # what a base says of its own policy
     return from_mapping(Recipe, merged), origins
 
 

@@ -11,7 +11,9 @@ from types import ModuleType
 import pytest
 
 from slipstream.cli import main
+from slipstream.data.tokenizer import VOCAB_SIZE, build_tokenizer
 from slipstream.recipe import load_recipe
+from tests.unit.learner import families
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -27,7 +29,7 @@ def page(tmp_path: Path) -> Path:
     files = _FILE.findall((ROOT / "docs" / "bring_your_own.md").read_text())
     for name, text in files:
         (tmp_path / name).write_text(text)
-    assert len(files) == 6
+    assert len(files) == 7
     return tmp_path
 
 
@@ -51,6 +53,19 @@ def test_the_task_of_the_page_is_made_by_reasoning_gym(
 ) -> None:
     assert main(["data", str(page / "own_task.yaml"), *FEW]) == 0
     assert ", data source reasoning_gym:chain_sum\n<|im_start|><|user|>" in capsys.readouterr().out
+
+
+def test_the_model_of_the_page_is_checked_and_shows_its_prompts(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    families.write_model(page / "my_model", "llama3", vocab_size=VOCAB_SIZE, max_position_embeddings=512)
+    build_tokenizer(max_length=512).save_pretrained(page / "my_model")
+    recipe = page / "own_model.yaml"
+    assert main(["check", str(recipe)]) == 0
+    assert "own_model, rl_think: fine" in capsys.readouterr().out
+    assert load_recipe(str(recipe)).policy.scratch is None
+    assert main(["data", str(recipe), *FEW]) == 0
+    assert capsys.readouterr().out.count("answer '") == 3
+    assert main(["check", str(recipe), "--set", "policy.lora.targets=[q_proj, w_proj]"]) == 2
+    assert "policy.lora.targets[1] must be one of q_proj, k_proj" in capsys.readouterr().err
 
 
 def test_the_rewards_of_the_page_are_summed(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
