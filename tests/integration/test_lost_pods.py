@@ -16,7 +16,7 @@ import pytest
 from slipstream.records.files import write_record
 from slipstream.records.stages import TuningRecord
 from slipstream.stages.context import RunContext
-from slipstream.types import Arm, ArmLoop
+from slipstream.types import Arm, ArmLoop, Arms
 from tests.integration.pod_process import Running, ray_processes, says
 from tests.integration.pods import Cluster, Watcher, cluster
 from tests.integration.small_recipe import write_small_recipe
@@ -113,7 +113,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Iterat
         pods.ray_address = ray.get_runtime_context().gcs_address
         made = pods.execute(speculative_rl, {"recipe": recipe, "run_root": str(root)}, last="prepare-0-policy")
         literals = {**made["start-run"], **made["prepare-0-data"], **made["prepare-0-policy"]}
-        literals |= _literals(train_grpo, tuning=str(tuning), arms=list(Arm), loop=ArmLoop.SYNCHRONOUS)
+        literals |= _literals(train_grpo, tuning=str(tuning), arms=Arms.BOTH, loop=ArmLoop.SYNCHRONOUS)
         chain = Chain(pods=pods, root=root, literals=literals)
         torn_draft = beside.submit(_torn_draft, chain)
         whole_draft = chain.run(pretrain_draft, "pretrain-draft", execution=_WHOLE)
