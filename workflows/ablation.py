@@ -39,7 +39,8 @@ def _each(task: Any, name: str, contexts: Any) -> Any:
     """Wire an array of parts; flytekit gives the name of an override to the parts, so that of the array is set here."""
     parts = map_task(task, concurrency=CLUSTER.parallel_parts, min_success_ratio=_ONE_OF_MANY)(context=contexts)
     named = parts.with_overrides(name=name, node_name=name)
-    named.ref.node.metadata._name = name
+    if named.ref is not None:  # on one machine there is no graph
+        named.ref.node.metadata._name = name
     return named
 
 

@@ -111,7 +111,6 @@ class NotedLearner(Mortal):
 def recipe_of(mode: str) -> Recipe:
     """Recipe of an arm whose draft learns at every step; the autopilot watches where it can, and tries k = 0."""
     autopilot = mode == "one_step_off"
-    length.PATIENCE_STEPS = 2
     loop = {"mode": mode, "max_off_policy_steps": 1}
     return load_recipe("tiny", overrides={**SMALL, "draft": {**SMALL["draft"], "autopilot": autopilot}, "loop": loop})
 
@@ -134,6 +133,7 @@ def train(training: Training, policy: Path, draft: Path, directory: Path) -> Non
     from slipstream.train import arm
     from slipstream.workers import engines, learners
 
+    length.PATIENCE_STEPS = 2
     recipe, deaths, prompts = recipe_of(training.mode), training.deaths, all_prompts(policy)
     schedule = constant(K) if recipe.draft.autopilot else ()
     directory.mkdir(parents=True, exist_ok=True)

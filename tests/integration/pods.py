@@ -135,7 +135,8 @@ class Cluster:
         return sum(item["Size"] for page in pages for item in page.get("Contents", []))
 
     def fetched(self, literal: Any) -> dict[str, bytes]:
-        """The files of a directory that a task handed on, by name."""
+        """The files of a directory that a task handed on, by name; also of one that might have been None."""
+        literal = literal.scalar.union.value if literal.scalar.union else literal
         prefix = literal.scalar.blob.uri.removeprefix(f"s3://{_BUCKET}/") + "/"
         found = self.client.list_objects_v2(Bucket=_BUCKET, Prefix=prefix).get("Contents", [])
         return {item["Key"].removeprefix(prefix): self._read(item["Key"]) for item in found}
