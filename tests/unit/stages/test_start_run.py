@@ -12,7 +12,8 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.kubernetes.profile import ClusterProfile, read_profile
 from slipstream.recipe import load_recipe
-from slipstream.stages.context import RunContext, recorded_arms
+from slipstream.stages.context import RunContext, recorded_arms, recorded_recipe
+from slipstream.stages.runs import tracked
 from slipstream.stages.start_run import start_run
 from slipstream.tracking.spool import RunStatus, end_open_runs, read_spool
 from slipstream.types import Arms
@@ -153,7 +154,9 @@ def test_a_recipe_that_may_end_for_want_of_memory_starts_with_a_warning(
     assert "memory: GPU: " in caplog.text and "lower learner.max_tokens_per_microbatch to " in caplog.text
 
 
-def test_a_second_execution_does_not_start_on_gpu_nodes_without_a_queue(tmp_path: Path) -> None:
+def test_a_second_execution_does_not_start_on_gpu_nodes_without_a_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queued = read_profile("gb200")
     overrides = {"tracking": UNTRACKED}
 
@@ -163,6 +166,11 @@ def test_a_second_execution_does_not_start_on_gpu_nodes_without_a_queue(tmp_path
     alone = replace(queued, queue=None)
     begin("first", alone)
     begin("first", alone)  # another attempt of the same
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "first")
+    recipe = load_recipe(str(recorded_recipe(tmp_path, "first")))
+    context = RunContext(execution="first", root=str(tmp_path), experiment=recipe.name, workload="rl_zero")
+    with pytest.raises(OSError, match="node lost"), tracked(context, recipe, "train_grpo"):
+        raise OSError("node lost")  # Flyte starts another attempt of this task
     with pytest.raises(ConfigError, match=r"must be alone on cluster gb200, which has no queue, got 'second, first'"):
         begin("second", alone)
     begin("second", queued)  # waits in the queue
