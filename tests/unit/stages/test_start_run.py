@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -177,3 +178,19 @@ def test_a_second_execution_does_not_start_on_gpu_nodes_without_a_queue(
     end_open_runs(tmp_path, "first", RunStatus.FINISHED)
     end_open_runs(tmp_path, "second", RunStatus.KILLED)
     begin("third", alone)
+
+
+def test_of_two_executions_that_start_at_one_moment_one_is_refused(tmp_path: Path) -> None:
+    alone = replace(read_profile("gb200"), queue=None)
+
+    def begin(execution: str) -> str:
+        try:
+            start_run("qwen3_8b", root=tmp_path, execution=execution, overrides={"tracking": UNTRACKED}, cluster=alone)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(2) as pool:
+        said = sorted(pool.map(begin, ("first", "second")))
+    assert said[0] == ""
+    assert said[1].startswith("execution must be alone on cluster gb200, which has no queue")
