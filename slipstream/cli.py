@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     preflight.add_argument("--timeout-s", type=float, default=10.0, help="time limit of each request")
     preflight.set_defaults(run=_preflight)
     flyte = [
-        commands.add_parser("reconcile", help="end the MLflow runs of executions that were terminated in Flyte"),
+        commands.add_parser("reconcile", help="end the MLflow runs of executions that are over in Flyte"),
         commands.add_parser("smoke", help="launch small executions on a Flyte, and say what held"),
     ]
     for command, run in zip(flyte, (_reconcile, _smoke), strict=True):
@@ -136,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--domain", default="development")
         command.set_defaults(run=run)
     flyte[0].add_argument("--run-root", default=None, help="default: the profile's, where its volume is mounted")
+    flyte[0].add_argument("--ended", default=None, metavar="EXECUTION", help="this one is over: Flyte is not asked")
     flyte[1].add_argument("--version", required=True, help="version that the plans were registered under")
     flyte[1].add_argument("--context", default=None, help="context of the kubeconfig, to delete a pod of a task")
     replay = commands.add_parser("replay", help="send spooled points to a tracking server")
@@ -305,10 +306,17 @@ def _reconcile(options: argparse.Namespace) -> int:
     from slipstream.kubernetes.flyte_admin import admin_of
     from slipstream.kubernetes.profile import read_profile
     from slipstream.stages.fail_run import reconcile
+    from slipstream.tracking.spool import RunStatus, end_open_runs, open_executions
 
     profile = read_profile(options.cluster)
     root = Path(options.run_root or profile.run_root)
-    ended = reconcile(root, admin_of(profile, project=options.project, domain=options.domain))
+    if options.ended is not None:
+        open_ones = open_executions(root)
+        require(options.ended in open_ones, "--ended", "must name an open execution", options.ended, str(open_ones))
+        end_open_runs(root, options.ended, RunStatus.KILLED)
+        ended = {options.ended: RunStatus.KILLED.value}
+    else:
+        ended = reconcile(root, admin_of(profile, project=options.project, domain=options.domain))
     for execution, phase in ended.items():
         print(f"{execution}: {phase}")
     print(f"runs of {len(ended)} execution(s) were ended")

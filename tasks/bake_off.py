@@ -49,7 +49,7 @@ def check_drafters(
     return Drafters(drafters=stage.check_drafters(context, load_recipe(os.fspath(recipe)), grid))
 
 
-@task(**on_gpus(), enable_deck=True, deck_fields=())
+@task(**on_gpus())
 @recoverable(TRAINING)
 def bake_off(
     context: RunContext,

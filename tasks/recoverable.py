@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
@@ -22,7 +22,9 @@ from typing import ParamSpec, TypeVar
 from flytekit.exceptions.user import FlyteRecoverableException
 
 from slipstream import logs
+from slipstream.stages.context import RunContext
 from slipstream.stages.failures import HUB, explained, transient
+from tasks.live_deck import shown_while_it_runs
 from tasks.resources import runs_locally
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,8 @@ class ExplainedError(RuntimeError):
 def recoverable(deadline: timedelta) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Configure logging, end an attempt at its deadline, and re-raise transient errors for another attempt.
 
+    A task with a deck and a run's context shows in it how far the run is.
+
     The decorator stands below `@task`. Interrupts pass unchanged: they leave no error document, so Flyte treats the pod
     as lost and starts another attempt.
 
@@ -53,7 +57,7 @@ def recoverable(deadline: timedelta) -> Callable[[Callable[P, R]], Callable[P, R
         def attempt(*args: P.args, **kwargs: P.kwargs) -> R:
             logs.configure()
             try:
-                with _ended_after(deadline, body.__name__):
+                with _ended_after(deadline, body.__name__), shown_while_it_runs(_context_of(kwargs)):
                     return body(*args, **kwargs)
             except Exception as error:
                 reason = transient(error)
@@ -70,6 +74,11 @@ def recoverable(deadline: timedelta) -> Callable[[Callable[P, R]], Callable[P, R
         return attempt
 
     return decorated
+
+
+def _context_of(inputs: Mapping[str, object]) -> RunContext | None:
+    context = inputs.get("context")
+    return context if isinstance(context, RunContext) else None
 
 
 def _backoff_s() -> float:

@@ -63,12 +63,17 @@ def on_cpus_with_token() -> dict[str, Any]:
 
 
 def on_gpus() -> dict[str, Any]:
-    """Return the arguments of `task` for a task with engines or learner, on all GPU nodes if the cluster has any."""
+    """Return the arguments of `task` for a task with engines or learner, on all GPU nodes if the cluster has any.
+
+    It is long, so its deck shows how far it is.
+    """
+    shown = {"enable_deck": True, "deck_fields": ()}
     if CLUSTER.gpu is None:
-        return on_cpus()
+        return {**on_cpus(), **shown}
     from tasks.pods import ray_job, ray_template
 
     return {
+        **shown,
         "container_image": GPU_IMAGE,
         "timeout": WAITING,
         "retries": RETRIES,

@@ -46,6 +46,7 @@ _NODES = CLUSTER.gpu.nodes if CLUSTER.gpu is not None else 0
 _PLANS: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "tiny-smoke": (speculative_rl, {"recipe": "tiny"}, not _NODES),
     "tiny-async": (asynchronous_rl, {"recipe": "tiny_async"}, not _NODES),
+    "tiny-train": (speculative_rl, {"recipe": "tiny", "arms": Arms.SPECULATIVE}, not _NODES),
     "train-8b": (speculative_rl, {"recipe": CLUSTER.recipe_8b, "arms": Arms.SPECULATIVE}, _NODES > 0),
     "rl-zero-8b": (speculative_rl, {"recipe": CLUSTER.recipe_8b, "workload": Workload.RL_ZERO}, _NODES > 0),
     "rl-think-8b": (speculative_rl, {"recipe": CLUSTER.recipe_8b, "workload": Workload.RL_THINK}, _NODES > 0),

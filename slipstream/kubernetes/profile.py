@@ -171,6 +171,8 @@ class TrackingService(Checked, path="tracking"):
 
     uri: Annotated[Address, Fix("pods share no SQLite file")]
     """Address of the server."""
+    console: Address | None = None
+    """Address of the server as users type it, for links; null takes `uri`."""
     secret: Name | None = None
     """Secret whose keys become variables: MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD."""
 

@@ -21,13 +21,16 @@ from slipstream.config import require
 from slipstream.drafts.length import DraftLength
 from slipstream.kubernetes.profile import NODE_VARIABLE, ClusterProfile, active_profile
 from slipstream.losslessness.verdict import LOSSLESS
-from slipstream.recipe import Recipe
+from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.records.stages import CertificateRecord
 from slipstream.report.drift import DTYPE_TAG, HARDWARE_TAG, drift_metrics, drift_tags, hardware
+from slipstream.report.live import live_page as report_page
 from slipstream.report.results import certificate_metrics, description, result_metrics, verdict_tags
-from slipstream.stages.context import RunContext
+from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.tracking.config import EXECUTION, KIND_TAG, PART
+from slipstream.tracking.executions import open_store
+from slipstream.tracking.mlflow_store import TrackingError
 from slipstream.tracking.spool import GPUS_TAG, RunStatus, has_ended, open_executions, spent
 from slipstream.tracking.tracker import Tracker
 from slipstream.types import Arm, Dtype
@@ -41,7 +44,8 @@ COMMIT_VARIABLE = "SLIPSTREAM_GIT_COMMIT"
 IMAGE_VARIABLE = "SLIPSTREAM_IMAGE"
 """Environment variable that is set when an image is built, to its own name."""
 
-_ADDRESS_VARIABLES = [f"FLYTE_INTERNAL_EXECUTION_{part}" for part in ("PROJECT", "DOMAIN", "ID")]  # of every pod
+_EXECUTION_VARIABLE = "FLYTE_INTERNAL_EXECUTION_ID"  # of every pod of Flyte
+_ADDRESS_VARIABLES = ["FLYTE_INTERNAL_EXECUTION_PROJECT", "FLYTE_INTERNAL_EXECUTION_DOMAIN", _EXECUTION_VARIABLE]
 _GIT_TIMEOUT_S = 5.0
 
 
@@ -68,6 +72,25 @@ def execution_url(environment: Mapping[str, str] = os.environ) -> str:
     project, domain, name = (environment.get(variable, "") for variable in _ADDRESS_VARIABLES)
     console = active_profile(environment).flyte.console if project and name else None
     return f"{console.rstrip('/')}/projects/{project}/domains/{domain}/executions/{name}" if console else ""
+
+
+def live_page(context: RunContext, cluster: ClusterProfile, *, since_s: float) -> str:
+    """Page of what a task's runs have logged since it began, with links to its execution in Flyte and in MLflow."""
+    recipe = load_recipe(str(recorded_recipe(Path(context.root), context.execution)))
+    links = {"the run in MLflow": _mlflow_url(context, recipe, cluster), "the execution in Flyte": execution_url()}
+    return report_page(Path(context.root), context.execution, since_s=since_s, links=links)
+
+
+def _mlflow_url(context: RunContext, recipe: Recipe, cluster: ClusterProfile) -> str:
+    """Address of the execution's run on MLflow's server; empty where none is named, or it does not answer."""
+    server = cluster.tracking and (cluster.tracking.console or cluster.tracking.uri)
+    if not server or recipe.tracking.uri is None:
+        return ""
+    try:
+        route = open_store(recipe.tracking.uri).run_route(experiment_name(context, recipe), context.execution)
+    except TrackingError:
+        return ""
+    return f"{server.rstrip('/')}/{route}" if route else ""
 
 
 def checkout_commit(directory: Path) -> str:
@@ -100,7 +123,8 @@ def tracked(
 ) -> Iterator[Tracker]:
     """Open the MLflow run of a task, below the execution's; a retried task attaches to the run of its first attempt.
 
-    An exception or an interrupt ends the execution's run too; a later attempt opens it again.
+    On one machine an exception or an interrupt ends the execution's run too. Under Flyte its failure handler does, once
+    no attempt follows: between two attempts the execution goes on, and no other may take its nodes.
 
     Args:
         name: name of the run; None: the node's.
@@ -133,7 +157,8 @@ def tracked(
                 supervisor.ignore_signals()
                 raise
     except BaseException as error:
-        execution_run(context, recipe).close(RunStatus.of_error(type(error)))
+        if not os.environ.get(_EXECUTION_VARIABLE):
+            execution_run(context, recipe).close(RunStatus.of_error(type(error)))
         raise
 
 
@@ -191,7 +216,7 @@ def alone_on(cluster: ClusterProfile | None, root: Path, execution: str) -> Iter
         fcntl.flock(lock, fcntl.LOCK_EX)
         others = [name for name in open_executions(root) if name != execution]
         rule = f"must be alone on cluster {cluster.name}, which has no queue"
-        fix = "launch it when that one has ended; `slipstream reconcile` ends one that was terminated"
+        fix = "launch it when that one has ended; `slipstream reconcile` ends the runs of one that was terminated"
         require(not others, "execution", rule, ", ".join([execution, *others]), fix)
         yield
 

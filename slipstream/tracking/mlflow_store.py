@@ -151,6 +151,13 @@ class MlflowStore:
         with _translated(self.uri):
             return {each.experiment_id: each.name for each in _pages(self._client.search_experiments)}
 
+    def run_route(self, experiment: str, key: str) -> str:
+        """Address of a run below the server's own, by the name of its experiment and its key; empty without one."""
+        with _translated(self.uri):
+            named = self._client.get_experiment_by_name(experiment)
+            run = None if named is None else self._find(named.experiment_id, key)
+        return "" if run is None else f"#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
+
     def executions(self, experiment_ids: list[str]) -> list[Run]:
         """Runs of whole executions in these experiments; about 40 times as many runs of tasks lie beside them."""
         search = partial(self._client.search_runs, experiment_ids, f"tags.`{KIND_TAG}` = '{EXECUTION}'")

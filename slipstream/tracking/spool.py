@@ -172,16 +172,22 @@ def open_executions(root: Path) -> list[str]:
     return [key for key, path in _keyed(root) if key and "/" not in key and _is_open(path)]
 
 
-def spools_of(root: Path, execution: str) -> Iterator[tuple[str, Path]]:
-    """Yield the spools of an execution's run and of its tasks, each with the key of its run."""
-    for key, path in _keyed(root):
+def spools_of(root: Path, execution: str, *, since_s: float = 0.0) -> Iterator[tuple[str, Path]]:
+    """Yield the spools of an execution's run and of its tasks, each with the key of its run.
+
+    Args:
+        since_s: leave out spools that were written last before this time, in seconds since 1970.
+    """
+    for key, path in _keyed(root, since_s=since_s):
         if key == execution or key.startswith(f"{execution}/"):
             yield key, path
 
 
-def _keyed(root: Path) -> Iterator[tuple[str, Path]]:
+def _keyed(root: Path, *, since_s: float = 0.0) -> Iterator[tuple[str, Path]]:
     """Yield all spools, each with the key of its run."""
     for path in sorted(spool_directory(root).glob("*.jsonl")):
+        if path.stat().st_mtime < since_s:
+            continue
         yield next((event.header.key for event in read_events(path) if event.header is not None), ""), path
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +214,20 @@ def test_flyte_is_installed_with_room_for_every_part_of_an_ablation_and_with_rig
     namespace = yaml.safe_load(template.replace("{{ namespace }}", "slipstream-development"))
     kubernetes_validate.validate(namespace, "1.37", strict=True)
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "privileged"  # IPC_LOCK
+
+
+def test_a_flyte_with_stock_limits_refuses_and_the_registration_says_what_to_change(tmp_path: Path) -> None:
+    pyflyte = tmp_path / "bin" / "pyflyte"
+    pyflyte.parent.mkdir()
+    refusal = "Requested CPU limit [4] is greater than current limit set in the platform configuration [2]"
+    pyflyte.write_text(f'#!/bin/sh\ncase "$*" in *package*) ;; *) echo "{refusal}"; exit 1 ;; esac\n')
+    pyflyte.chmod(0o755)
+    given = {"VENV": str(tmp_path), "IMAGE_CPU": "cpu:v1", "FLYTE_CONFIG": "config.yaml", "VERSION": "v1"}
+    command = ["bash", str(ROOT / "scripts" / "register.sh"), "cpu"]
+    found = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert refusal in found.stdout
+    assert "task_resources.limits must be 0" in found.stderr and "docs/deploy.md, section 2" in found.stderr
 
 
 def test_profiles_of_other_names_are_not_shipped_with_a_folder_by_accident() -> None:

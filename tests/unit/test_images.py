@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from slipstream.stages.runs import COMMIT_VARIABLE
+from slipstream.stages.runs import COMMIT_VARIABLE, IMAGE_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 IMAGES = [ROOT / "Dockerfile", *sorted((ROOT / "images").glob("*.Dockerfile"))]
@@ -60,10 +60,20 @@ def test_image_sets_the_environment_of_scripts_env(image: Path):
 
 
 @images
-def test_image_takes_the_commit_that_its_runs_are_tagged_with(image: Path):
+def test_image_takes_the_commit_and_the_name_that_its_runs_are_tagged_with(image: Path):
     found = instructions(image)
-    assert ("ARG", "GIT_COMMIT=") in found
+    assert {("ARG", "GIT_COMMIT="), ("ARG", "IMAGE=")} <= set(found)
     assert ("ENV", f"{COMMIT_VARIABLE}=$GIT_COMMIT") in found
+    assert ("ENV", f"{IMAGE_VARIABLE}=$IMAGE") in found
+
+
+def test_the_gpu_image_has_the_program_with_which_kuberay_probes_a_ray_of_unknown_version():
+    (packages,) = [
+        value
+        for name, value in instructions(ROOT / "images" / "gpu.Dockerfile")
+        if name == "RUN" and "apt-get install" in value
+    ]
+    assert "wget" in packages.split()
 
 
 @images

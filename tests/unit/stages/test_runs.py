@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ from slipstream.stages.runs import (
 )
 from slipstream.stages.start_run import start_run
 from slipstream.tracking.config import TrackingConfig, store_uri
-from slipstream.tracking.executions import Execution, read_executions
+from slipstream.tracking.executions import Execution, open_store, read_executions
 from tests.unit.report.handmade import CERTIFICATE, RECORD
 
 
@@ -120,6 +121,8 @@ def test_the_run_lives_as_long_as_the_execution_and_ends_with_its_results(root: 
     begun = read(root, "tiny-1")
     assert begun.status == "RUNNING"
     assert begun.experiment == "tiny"
+    route = open_store(store_uri(TrackingConfig(), root)).run_route("tiny", "tiny-1")
+    assert re.fullmatch(rf"#/experiments/\d+/runs/{begun.run_id}", route)
     assert begun.params == parameters(recipe)
     assert begun.params["grpo.num_steps"] == "24"
     assert "goes on" in begun.tags["mlflow.note.content"]

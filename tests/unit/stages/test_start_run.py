@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.kubernetes.profile import ClusterProfile, read_profile
 from slipstream.recipe import load_recipe
-from slipstream.stages.context import RunContext, recorded_arms
+from slipstream.stages.context import RunContext, recorded_arms, recorded_recipe
+from slipstream.stages.runs import tracked
 from slipstream.stages.start_run import start_run
 from slipstream.tracking.spool import RunStatus, end_open_runs, read_spool
 from slipstream.types import Arms
@@ -153,7 +155,9 @@ def test_a_recipe_that_may_end_for_want_of_memory_starts_with_a_warning(
     assert "memory: GPU: " in caplog.text and "lower learner.max_tokens_per_microbatch to " in caplog.text
 
 
-def test_a_second_execution_does_not_start_on_gpu_nodes_without_a_queue(tmp_path: Path) -> None:
+def test_a_second_execution_does_not_start_on_gpu_nodes_without_a_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queued = read_profile("gb200")
     overrides = {"tracking": UNTRACKED}
 
@@ -163,9 +167,30 @@ def test_a_second_execution_does_not_start_on_gpu_nodes_without_a_queue(tmp_path
     alone = replace(queued, queue=None)
     begin("first", alone)
     begin("first", alone)  # another attempt of the same
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "first")
+    recipe = load_recipe(str(recorded_recipe(tmp_path, "first")))
+    context = RunContext(execution="first", root=str(tmp_path), experiment=recipe.name, workload="rl_zero")
+    with pytest.raises(OSError, match="node lost"), tracked(context, recipe, "train_grpo"):
+        raise OSError("node lost")  # Flyte starts another attempt of this task
     with pytest.raises(ConfigError, match=r"must be alone on cluster gb200, which has no queue, got 'second, first'"):
         begin("second", alone)
     begin("second", queued)  # waits in the queue
     end_open_runs(tmp_path, "first", RunStatus.FINISHED)
     end_open_runs(tmp_path, "second", RunStatus.KILLED)
     begin("third", alone)
+
+
+def test_of_two_executions_that_start_at_one_moment_one_is_refused(tmp_path: Path) -> None:
+    alone = replace(read_profile("gb200"), queue=None)
+
+    def begin(execution: str) -> str:
+        try:
+            start_run("qwen3_8b", root=tmp_path, execution=execution, overrides={"tracking": UNTRACKED}, cluster=alone)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(2) as pool:
+        said = sorted(pool.map(begin, ("first", "second")))
+    assert said[0] == ""
+    assert said[1].startswith("execution must be alone on cluster gb200, which has no queue")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,19 @@ def test_every_part_has_a_context_and_a_recipe_of_its_own_below_the_ablations(tm
     assert load_recipe(str(recorded_recipe(tmp_path, f"abl/{VARIANT}"))).tuning.candidate_ks == (0, 3)
     assert len(read_plan(tmp_path, "abl").parts) == 5
     assert "candidate_ks:  # launch\n" in recorded_recipe(tmp_path, f"abl/{VARIANT}").read_text()
+
+
+def test_an_ablation_does_not_start_beside_another_execution_on_gpu_nodes_without_a_queue(tmp_path: Path) -> None:
+    alone = replace(read_profile("gb200"), queue=None)
+
+    def begin(execution: str) -> None:
+        given = {"execution": execution, "requested": {"tracking": UNTRACKED}, "cluster": alone}
+        plan_ablation("qwen3_8b", Grid(draft_lengths=(3,)), root=tmp_path, **given)
+
+    begin("first")
+    begin("first")  # another attempt of the same
+    with pytest.raises(ConfigError, match=r"must be alone on cluster gb200, which has no queue, got 'second, first'"):
+        begin("second")
 
 
 def test_the_ablations_run_is_open_and_tracks_its_grid_with_the_recipes_axes(tmp_path: Path) -> None:

@@ -66,6 +66,22 @@ def test_another_attempt_leaves_the_hub_time(
     assert waited == [60.0, 300.0, 300.0]
 
 
+@task
+@recoverable(timedelta(seconds=0.5))
+def unending(name: str) -> str:
+    while name:
+        time.sleep(0.01)
+    return name
+
+
+def test_in_a_pod_an_attempt_ends_at_its_deadline_and_another_follows(
+    tmp_path: Path, error_document: Callable[..., tuple[str, str]]
+) -> None:
+    kind, message = error_document(unending, {"name": "e"}, tmp_path)
+    assert kind == "RECOVERABLE"
+    assert "unending must end within 0:00:00.5" in message
+
+
 def test_an_attempt_ends_at_its_deadline_with_the_line_that_it_was_at() -> None:
     @recoverable(timedelta(seconds=0.05))
     def endless() -> None:

@@ -53,7 +53,7 @@ def test_a_profile_registers_the_plans_that_its_nodes_can_run(registered: Regist
     plans = registered(profile).plans
     own = {name: plan for name, plan in plans.items() if "." not in name}
     has_gpus = profile in ("gb200", "h200")
-    runs = {"train-8b", "rl-zero-8b", "rl-think-8b"} if has_gpus else {"tiny-smoke", "tiny-async"}
+    runs = {"train-8b", "rl-zero-8b", "rl-think-8b"} if has_gpus else {"tiny-smoke", "tiny-async", "tiny-train"}
     assert set(own) == {*runs, "certify", "projection", "preflight", "ablation", "bake-off", *SCHEDULED}
     eight = "qwen3_8b_h200" if profile == "h200" else "qwen3_8b"
     if has_gpus:
@@ -63,6 +63,7 @@ def test_a_profile_registers_the_plans_that_its_nodes_can_run(registered: Regist
     else:
         assert fixed(own["tiny-smoke"]) == {"recipe": "tiny"}
         assert fixed(own["tiny-async"]) == {"recipe": "tiny_async"}
+        assert fixed(own["tiny-train"]) == {"recipe": "tiny", "arms": "speculative"}
     for name in ("certify", "ablation", "bake-off"):
         recipe = own[name]["spec"]["defaultInputs"]["parameters"]["recipe"]["default"]
         assert _plain(recipe) == (eight if has_gpus else "tiny"), name
@@ -86,8 +87,8 @@ def test_every_plan_starts_from_the_command_line_with_no_further_words(registere
             if name == "certify":
                 assert required == {"policy", "draft"}
                 continue
-            if "." in name:
-                continue  # started from the console
+            if name.rpartition(".")[2] in NESTED or name.endswith(".certify"):
+                continue  # parts of others, and `certify` again
             assert required == set(), name
             assert set(_read(name, plan, workflow)) == set(inputs(workflow)) - set(fixed_names(plan)), name
 
@@ -210,6 +211,12 @@ def _task_of(node: dict[str, Any]) -> str:
 def test_flytes_time_outs_leave_room_for_the_wait_and_for_every_attempt(registered: Registered, profile: str) -> None:
     for name, task in registered(profile).tasks.items():
         assert task["metadata"]["timeout"] == f"{90 * 86400}s", name
+
+
+@profiles
+def test_each_long_task_has_a_deck_to_show_its_progress_in(registered: Registered, profile: str) -> None:
+    shown = {name for name, task in registered(profile).tasks.items() if task["metadata"].get("generatesDeck")}
+    assert shown == {*WITH_GPUS, "report_speedup", "rank_ablation", "preflight"}
 
 
 @profiles
