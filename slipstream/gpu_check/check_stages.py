@@ -183,7 +183,7 @@ def _missing_on_host(at: Setting) -> Iterator[str]:
 def _missing_packages(at: Setting) -> Iterator[str]:
     """Compare with the lock file: without the packages that all stages use none runs; others are noted alone."""
     lock = _REPOSITORY / "requirements" / ("cpu.lock" if at.is_dry else "gpu.lock")
-    pins = dict(re.findall(r"^([\w.-]+)==([^ ;+]+)", lock.read_text(), re.MULTILINE))
+    pins = dict(re.findall(r"^([\w.-]+)==([^\s;+]+)", lock.read_text(), re.MULTILINE))
     differing = []
     for name, wanted in pins.items():
         try:
@@ -757,6 +757,9 @@ def _tokens(result: GenerationResult) -> list[tuple[int, ...]]:
 
 def on_cpu(work: Callable[[], T]) -> T:
     """Run `work` in a process that sees no GPU: what torch has once seen in a process, it sees to the end."""
-    hide = partial(os.environ.__setitem__, "CUDA_VISIBLE_DEVICES", "")
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=hide) as process:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_hide_gpus) as process:
         return process.submit(work).result()
+
+
+def _hide_gpus() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
