@@ -349,11 +349,15 @@ def _told_by(*command: str) -> list[str]:
 
 
 def _pack(output: Path) -> None:
-    """Pack all files but weights."""
+    """Pack all files but weights, which are removed."""
     with tarfile.open(output.with_suffix(".tar.gz"), "w:gz") as archive:
         for path in sorted(output.rglob("*")):
-            if path.is_file() and not path.is_symlink() and path.stat().st_size <= _LARGEST_FILE:
+            if path.is_symlink() or not path.is_file():
+                continue
+            if path.stat().st_size <= _LARGEST_FILE:
                 archive.add(path, arcname=path.relative_to(output.parent))
+            else:
+                path.unlink()
 
 
 def _say(line: Line) -> None:

@@ -116,7 +116,10 @@ class Setting:
 
     def learner(self, dtype: Dtype | None = None, **changed: Any) -> LearnerConfig:
         """A learner in the stage's type, or another."""
-        return LearnerConfig(max_tokens_per_microbatch=1024, dtype=dtype or self.dtype, num_threads=1, **changed)
+        num_threads = 1 if self.is_dry else None
+        return LearnerConfig(
+            max_tokens_per_microbatch=1024, dtype=dtype or self.dtype, num_threads=num_threads, **changed
+        )
 
     def policy(self, name: str, seed: int) -> Path:
         """Write a random policy."""
@@ -660,7 +663,7 @@ def chain(at: Setting) -> None:
     start_s = time.perf_counter()
     first = subprocess.Popen([*slipstream, "tiny_gpu", "--arms", "both", *root, *changes])
     runs = at.directory / "runs"
-    while first.poll() is None and not list(runs.glob("*/train_grpo_*/checkpoint*/**/*")):
+    while first.poll() is None and not list(runs.glob("*/train_grpo_*/checkpoints/step-*[0-9]")):
         time.sleep(0.2)
     for workflow in psutil.Process(first.pid).children() if first.poll() is None else []:
         workflow.kill()

@@ -62,10 +62,10 @@ def test_the_recipe_of_one_gpu_fits_it(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["check", "tiny_gpu", "--cluster", "1x1"]) == 0
     printed = capsys.readouterr().out
     assert "warning" not in printed
-    assert printed.count("\nnode0  -              L0 E0\n") == 1
-    parameters = load_recipe("tiny_gpu").memory()
-    assert parameters is not None
-    assert 0.09e9 < parameters.refit_bytes / 2 < 0.11e9
+    assert "\nnode0  -              L0 E0\n" in printed
+    memory = load_recipe("tiny_gpu").memory()
+    assert memory is not None
+    assert 0.09e9 < memory.refit_bytes / 2 < 0.11e9  # parameters in bfloat16
 
 
 def test_the_documents_show_what_check_prints(capsys: pytest.CaptureFixture[str]) -> None:
