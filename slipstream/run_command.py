@@ -47,7 +47,7 @@ LATEST = ""
 
 _DEMO = "tiny"
 _REPOSITORY = Path(__file__).resolve().parents[1]
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "FLYTE_LOCAL_CACHE_ENABLED": "false",  # cached tasks would report an old run's times
     "MKL_CBWR": "AUTO,STRICT",  # equal bits on any number of threads: `learner_keeps_bits`
@@ -183,7 +183,7 @@ def run(launch: Launch, root: Path) -> int:
     """
     path = os.pathsep.join(filter(None, (str(_REPOSITORY), os.environ.get("PYTHONPATH"))))
     execution = launch.execution
-    environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path, EXECUTION_VARIABLE: execution}
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, EXECUTION_VARIABLE: execution}
     profile = environment.get(CLUSTER_VARIABLE, "")
     if Path(profile).is_file():
         environment[CLUSTER_VARIABLE] = os.path.abspath(profile)

@@ -25,6 +25,7 @@ _CLUSTER = "tests/cluster/"
 # costs time alone.
 _SECONDS = {
     _CLUSTER: 300,
+    "tests/integration/test_gpu_check.py": 180,
     "tests/integration/test_pods.py": 165,
     "tests/faults/test_killed_runs.py": 110,
     "tests/integration/test_interrupt.py": 130,

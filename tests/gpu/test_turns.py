@@ -1,4 +1,5 @@
 """Learner and engine that have a GPU's memory in turn, on a real one: any single GPU. Not run so far: none was at hand.
+Steps of both in turn are stage 7 of gpu-check (`test_gpu_check.py`).
 
 What is free is read from the driver, over all processes: memory that torch or vLLM keeps for itself does not count.
 """
@@ -11,17 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.engine.protocol import GenerationResult
-from slipstream.grpo.config import LossConfig, OptimizerConfig
-from slipstream.grpo.update import Update
+from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner.config import LearnerConfig, ScratchConfig, ShapeConfig
 from slipstream.learner.megatron import MegatronPolicy
-from slipstream.refit.channel import open_channel
-from slipstream.refit.config import RefitConfig
 from slipstream.refit.fingerprint import ALL
-from slipstream.refit.gate import RefitGate
-from slipstream.train.recovery import FaultTolerantEngines
-from slipstream.types import Dtype, TrainBatch
+from slipstream.types import Dtype
 from tests.gpu.ends import SAMPLING, learner_and_engine
 from tests.small import PROMPTS, tokens
 
@@ -96,29 +91,3 @@ def test_an_engine_without_its_cache_is_refitted_and_then_generates(models: dict
         engines.refit(models["old"], policy_version=2)
         assert engines.start_fingerprints(is_draft=False, turn=ALL)() != [new]
         assert tokens(engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)) == tokens(before)
-
-
-def test_steps_of_learner_and_engine_in_turn_over_ipc(models: dict[str, Path], ray_session: None) -> None:
-    with learner_and_engine(models, can_sleep=True) as (learner, engines):
-        engines.sleep()
-        learner.load(models["new"], OPTIMIZER)
-        config = RefitConfig(bucket_mib=1.0)
-        with open_channel(config, learner, engines) as channel:
-            gate = RefitGate(engines, learner, channel=channel, trains_draft=False, draft=None, config=config)
-            turns = FaultTolerantEngines(engines, gate, sampling=SAMPLING, max_restarts=0, memory_sharer=learner)
-            for step in range(3):
-                assert turns.refit(step, draft_version=None).num_tensors > 0
-                result = turns.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=step)
-                learner.train_step(_update(result, step))
-
-
-def _update(result: GenerationResult, version: int) -> Update:
-    rollouts = [rollout for group in result.groups for rollout in group.rollouts]
-    batch = TrainBatch(
-        token_ids=[[*prompt.token_ids, *each.token_ids] for prompt, each in zip(PROMPTS, rollouts, strict=True)],
-        prompt_lengths=[len(prompt.token_ids) for prompt in PROMPTS],
-        rollout_logprobs=[each.rollout_logprobs for each in rollouts],
-        advantages=[1.0, -1.0, 0.5, -0.5],
-        policy_version=version,
-    )
-    return Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=1.0)

@@ -58,6 +58,16 @@ def test_check_prints_one_plan_for_both_workloads(capsys: pytest.CaptureFixture[
     assert "\nH200 SXM has        141.0\n" in printed
 
 
+def test_the_recipe_of_one_gpu_fits_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "tiny_gpu", "--cluster", "1x1"]) == 0
+    printed = capsys.readouterr().out
+    assert "warning" not in printed
+    assert "\nnode0  -              L0 E0\n" in printed
+    memory = load_recipe("tiny_gpu").memory()
+    assert memory is not None
+    assert 0.09e9 < memory.refit_bytes / 2 < 0.11e9  # parameters in bfloat16
+
+
 def test_the_documents_show_what_check_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "qwen3_8b", "--cluster", "8x4"]) == 0
     _, _, plan = capsys.readouterr().out.partition("\n\n")

@@ -1,0 +1,1 @@
+"""Check of a machine's GPUs: `slipstream gpu-check` proves, in stages, what tests on CPUs cannot."""

