@@ -647,7 +647,7 @@ _DRY_CHAIN = (
     "sampling.max_response_tokens=24",
     "evaluation={num_samples_per_problem: 1, every_steps: null, sampling: {max_response_tokens: 24}}",
     "tuning={candidate_ks: [0, 2], batch_sizes: [4], num_repeats: 1}",
-    "grpo={num_steps: 2, prompts_per_step: 2, group_size: 2, checkpoint_every_steps: 1}",
+    "grpo={prompts_per_step: 2, group_size: 2, checkpoint_every_steps: 1}",
     "losslessness={num_tokens: 200, num_repeated_prompts: 2, num_repeats: 32, num_greedy_prompts: 2, "
     "num_replications: 4, max_detectable_bias: 0.99}",
     "data.synthetic={num_train_problems: 60, num_draft_rows: 60}",
@@ -659,13 +659,14 @@ def chain(at: Setting) -> None:
     """The recipe `tiny_gpu` with both arms; killed behind its first checkpoint, resumed, certified."""
     slipstream = [sys.executable, "-m", "slipstream.cli", "run"]
     root = ["--run-root", str(at.directory / "runs")]
-    changes = ["--set", *_DRY_CHAIN] if at.is_dry else []
+    changes = ["--num-steps", "2", "--set", *_DRY_CHAIN] if at.is_dry else []
     start_s = time.perf_counter()
     first = subprocess.Popen([*slipstream, "tiny_gpu", "--arms", "both", *root, *changes])
     runs = at.directory / "runs"
     while first.poll() is None and not list(runs.glob("*/train_grpo_*/checkpoints/step-*[0-9]")):
         time.sleep(0.2)
-    for workflow in psutil.Process(first.pid).children() if first.poll() is None else []:
+    require(first.poll() is None, "the chain", "must write a checkpoint and go on", f"status {first.returncode}")
+    for workflow in psutil.Process(first.pid).children():
         workflow.kill()
     status = first.wait()
     require(status != 0, "a killed chain", "must end with another status than 0", status)
