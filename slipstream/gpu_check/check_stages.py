@@ -142,7 +142,7 @@ def write_policy(path: Path, *, seed: int, **shape: int) -> Path:
 
     write_tokenizer(path, max_length=256)
     torch.manual_seed(seed)
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": _VOCAB,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -202,6 +202,7 @@ def _missing_packages(at: Setting) -> Iterator[str]:
 
 def _missing_on_gpu(at: Setting) -> Iterator[str]:
     import torch
+    from torch.cuda import nccl
 
     driver = Path("/proc/driver/nvidia/version")
     at.figures["driver"] = driver.read_text().splitlines()[0] if driver.is_file() else "none"
@@ -212,7 +213,7 @@ def _missing_on_gpu(at: Setting) -> Iterator[str]:
     at.figures["num_gpus"] = torch.cuda.device_count()
     at.figures["gpu"] = torch.cuda.get_device_name(0)
     at.figures["capability"] = ".".join(map(str, torch.cuda.get_device_capability(0)))
-    at.figures["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    at.figures["nccl"] = ".".join(map(str, nccl.version()))
     free, total = torch.cuda.mem_get_info(0)
     at.figures["free_gpu_gb"], at.figures["gpu_gb"] = round(free / 1e9, 1), round(total / 1e9, 1)
     if free < _NEEDED_GPU:
@@ -251,9 +252,8 @@ def kernels(at: Setting) -> None:
 def _check_attention(at: Setting, device: Any) -> None:
     """Packed rows of 1, 7, 64 and 300 tokens, four query heads a key-value head, against float32 row by row."""
     import torch
-    from megatron.core.packed_seq_params import PackedSeqParams
 
-    from slipstream.learner.layers import packed_attention
+    from slipstream.learner.layers import PackedSeqParams, packed_attention
 
     lengths, scale = (1, 7, 64, 300), 64**-0.5
     torch.manual_seed(1)
@@ -390,7 +390,9 @@ def _certify(at: Setting, engines: Any, policy: Path) -> None:
     with start_learner(at.learner(Dtype.FLOAT32), layout=at.layout()) as learner:
         learner.load(policy, None)
         subject = Subject(num_speculative_tokens=_K, policy_fingerprint="", draft_fingerprint="", versions={})
-        record = certify(*samples, learner, config=config, sampling=_SAMPLING, subject=subject, started_s=started_s)
+        record = certify(
+            samples[0], samples[1], learner, config=config, sampling=_SAMPLING, subject=subject, started_s=started_s
+        )
     at.figures["certificate"] = record.verdict
     at.figures["certificate_s"] = round(record.elapsed_s, 1)
     require(record.verdict == LOSSLESS, "the certificate", "must say lossless", record.reason)

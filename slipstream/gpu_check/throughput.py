@@ -90,7 +90,7 @@ def throughput(at: Setting) -> None:
     policy, draft = at.work / "policy", at.work / "draft"
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         work = partial(_learner_figures, size, at.learner(), policy, draft, is_dry=at.is_dry)
-        at.figures |= process.submit(work).result()
+        at.figures.update(process.submit(work).result())
     _engine_figures(at, size, policy, draft)
 
 
@@ -227,11 +227,10 @@ def _engine_figures(at: Setting, size: Size, policy: Path, draft: Path) -> None:
 
 
 def _tokens_per_s(engines: Any, size: Size, batch: int) -> float:
-    """Second of two generations, as the first captures and compiles what is left."""
+    """Time the second of two generations, as the first captures and compiles what is left."""
     prompts = [Prompt(id=str(i), text="", token_ids=(2, *range(10 + i, 40 + i)), answer="") for i in range(batch)]
     sampling = SamplingConfig(temperature=1.0, max_response_tokens=size.response_tokens)
-    for _ in range(2):
-        found = engines.generate(prompts, sampling=sampling, group_size=1, seed=1)
+    found = [engines.generate(prompts, sampling=sampling, group_size=1, seed=1) for _ in range(2)][1]
     num = sum(len(rollout.token_ids) for group in found.groups for rollout in group.rollouts)
     return num / found.generation_s
 

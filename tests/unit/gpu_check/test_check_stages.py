@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,10 +43,10 @@ def result(acceptance: AcceptanceStats) -> GenerationResult:
         (0, {}, "with k 0 must be 0, got 30"),
     ],
 )
-def test_counters_that_do_not_fit_k_are_refused(k: int, changed: dict[str, object], error: str) -> None:
+def test_counters_that_do_not_fit_k_are_refused(k: int, changed: dict[str, Any], error: str) -> None:
     check_stages._check_acceptance(result(DRAFTED), k=3)
     with pytest.raises(ConfigError, match=error):
-        check_stages._check_acceptance(result(replace(DRAFTED, **changed)), k=k)  # type: ignore[arg-type]
+        check_stages._check_acceptance(result(replace(DRAFTED, **changed)), k=k)
 
 
 def test_a_norm_apart_is_noted_and_then_refused(tmp_path: Path) -> None:
