@@ -238,11 +238,10 @@ def run_stages(
 
 def _lines(processes: Sequence[Process], output: Path, lanes: int) -> Iterator[Line]:
     alive: set[subprocess.Popen[bytes]] = set()
-    first, rest = processes[:1], processes[1:]
-    if lanes > 1 or not first or first[0].stage.number != 0:
-        first, rest = [], processes
+    gates = [process for process in processes if process.stage.number == 0 and not process.is_dry]
+    rest = [process for process in processes if process not in gates]
     try:
-        for process in first:
+        for process in gates:
             yield (line := _run(process, output, alive))
             if line.outcome == "failed":
                 for other in rest:
