@@ -652,7 +652,7 @@ _DRY_CHAIN = (
     "learner.dtype=float32",
     "learner.num_threads=1",
     "policy.scratch.shape={hidden_size: 32, num_layers: 4, num_attention_heads: 2, num_query_groups: 1, "
-    "head_dim: 16, ffn_hidden_size: 64}",
+    "head_dim: 32, ffn_hidden_size: 64}",
     "policy.scratch.num_steps=4",
     "policy.scratch.tokens_per_step=512",
     "policy.scratch.optimizer.warmup_steps=2",

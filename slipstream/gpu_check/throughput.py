@@ -90,7 +90,7 @@ def throughput(at: Setting) -> None:
     policy, draft = at.work / "policy", at.work / "draft"
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         work = partial(_learner_figures, size, at.learner(), policy, draft, is_dry=at.is_dry)
-        at.figures |= process.submit(work).result()
+        at.figures.update(process.submit(work).result())
     _engine_figures(at, size, policy, draft)
 
 
