@@ -26,9 +26,9 @@ import tarfile
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import distributions
 from pathlib import Path
@@ -41,7 +41,7 @@ from slipstream.gpu_check.check_stages import Setting, Skipped
 from slipstream.gpu_check.throughput import throughput
 from slipstream.records.files import write_atomic
 from slipstream.run_command import ENVIRONMENT
-from slipstream.supervisor import supervise
+from slipstream.supervisor import raise_on_signals, supervise
 from slipstream.workers.placement.plan import table
 
 LINES, FOUND = "lines.jsonl", "found.json"
@@ -194,7 +194,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     check.add_argument(
         "--stage", type=int, nargs="+", choices=numbers, default=numbers, metavar="N", help="stages; default: all"
     )
-    check.add_argument("--output", default="gpu-check", metavar="DIR", help="directory of archives; default: gpu-check")
+    words = "directory of archives; default: runs/gpu-check"
+    check.add_argument("--output", default="runs/gpu-check", metavar="DIR", help=words)
     check.set_defaults(run=_check)
 
 
@@ -202,6 +203,7 @@ def _check(options: argparse.Namespace) -> int:
     output = Path(options.output).resolve() / time.strftime("%Y%m%d-%H%M%S")
     require(not output.exists(), "--output", "must not hold a check of this second", str(output), "start it again")
     output.mkdir(parents=True)
+    raise_on_signals()  # the archive is written after a SIGTERM too
     processes = [_process(stage, is_dry=options.dry) for stage in STAGES if stage.number in options.stage]
     lines = run_stages(processes, output, lanes=_LANES if options.dry else 1, on_line=_say)
     print(f"\n{_table(lines)}\n\narchive: {output.with_suffix('.tar.gz')}")
@@ -226,23 +228,23 @@ def run_stages(
     lines: list[Line] = []
     _describe(output)
     try:
-        for line in _lines(processes, output, lanes):
-            lines.append(line)
-            with (output / LINES).open("a") as file:
-                file.write(f"{json.dumps(asdict(line))}\n")
-            on_line(line)
+        with closing(_lines(processes, output, lanes)) as found:
+            for line in found:
+                lines.append(line)
+                with (output / LINES).open("a") as file:
+                    file.write(f"{json.dumps(asdict(line))}\n")
+                on_line(line)
     finally:
         _pack(output)
     return lines
 
 
-def _lines(processes: Sequence[Process], output: Path, lanes: int) -> Iterator[Line]:
+def _lines(processes: Sequence[Process], output: Path, lanes: int) -> Generator[Line, None, None]:
     alive: set[subprocess.Popen[bytes]] = set()
-    first, rest = processes[:1], processes[1:]
-    if lanes > 1 or not first or first[0].stage.number != 0:
-        first, rest = [], processes
+    gates = [process for process in processes if process.stage.number == 0 and not process.is_dry]
+    rest = [process for process in processes if process not in gates]
     try:
-        for process in first:
+        for process in gates:
             yield (line := _run(process, output, alive))
             if line.outcome == "failed":
                 for other in rest:
