@@ -87,7 +87,7 @@ def make_policy(context: RunContext) -> str:
     return stage.make_part(context)
 
 
-@task(**on_gpus())
+@task(**on_gpus(has_deck=False))
 @recoverable(TRAINING)
 def make_part(context: RunContext) -> str:
     """Make the draft, baseline or variant that `context` names; returns the part's name."""

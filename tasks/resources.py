@@ -62,12 +62,14 @@ def on_cpus_with_token() -> dict[str, Any]:
     return {**on_cpus(), "pod_template": preflight_template(CLUSTER)}
 
 
-def on_gpus() -> dict[str, Any]:
+def on_gpus(*, has_deck: bool = True) -> dict[str, Any]:
     """Return the arguments of `task` for a task with engines or learner, on all GPU nodes if the cluster has any.
 
-    It is long, so its deck shows how far it is.
+    Args:
+        has_deck: its deck shows how far it is. In an array a task has none: flytekit makes the array's task anew in
+            each pod, without its deck (`ArrayNodeMapTaskResolver`).
     """
-    shown = {"enable_deck": True, "deck_fields": ()}
+    shown = {"enable_deck": has_deck, "deck_fields": ()}
     if CLUSTER.gpu is None:
         return {**on_cpus(), **shown}
     from tasks.pods import ray_job, ray_template

@@ -123,8 +123,9 @@ def tracked(
 ) -> Iterator[Tracker]:
     """Open the MLflow run of a task, below the execution's; a retried task attaches to the run of its first attempt.
 
-    On one machine an exception or an interrupt ends the execution's run too. Under Flyte its failure handler does, once
-    no attempt follows: between two attempts the execution goes on, and no other may take its nodes.
+    On one machine an exception or an interrupt ends the execution's run too, and so it ends the run of an ablation's
+    part. Under Flyte the failure handler ends the run of a whole execution, once no attempt follows: between two
+    attempts the execution goes on, and no other may take its nodes.
 
     Args:
         name: name of the run; None: the node's.
@@ -157,7 +158,7 @@ def tracked(
                 supervisor.ignore_signals()
                 raise
     except BaseException as error:
-        if not os.environ.get(_EXECUTION_VARIABLE):
+        if context.part_of or not os.environ.get(_EXECUTION_VARIABLE):
             execution_run(context, recipe).close(RunStatus.of_error(type(error)))
         raise
 
