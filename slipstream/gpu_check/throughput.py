@@ -56,7 +56,7 @@ class Size:
     @property
     def scratch(self) -> ScratchConfig:
         """Policy of this size."""
-        return ScratchConfig(shape=self.shape, max_position_embeddings=self.sequence_tokens)
+        return ScratchConfig(shape=self.shape, max_position_embeddings=2 * self.sequence_tokens)
 
     @property
     def flops(self) -> float:
