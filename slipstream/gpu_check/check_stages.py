@@ -655,7 +655,7 @@ _DRY_CHAIN = (
     "learner.dtype=float32",
     "learner.num_threads=1",
     "policy.scratch.shape={hidden_size: 32, num_layers: 4, num_attention_heads: 2, num_query_groups: 1, "
-    "head_dim: 32, ffn_hidden_size: 64}",
+    "head_dim: 32, ffn_hidden_size: 64, init_std: 0.3}",
     "policy.scratch.num_steps=4",
     "policy.scratch.tokens_per_step=512",
     "policy.scratch.optimizer.warmup_steps=2",
@@ -665,7 +665,7 @@ _DRY_CHAIN = (
     "evaluation={num_samples_per_problem: 1, every_steps: null, sampling: {max_response_tokens: 24}}",
     "tuning={candidate_ks: [0, 2], batch_sizes: [4], num_repeats: 1}",
     "grpo={prompts_per_step: 2, group_size: 2, checkpoint_every_steps: 1}",
-    "losslessness={num_tokens: 200, num_repeated_prompts: 2, num_repeats: 32, num_greedy_prompts: 2, "
+    "losslessness={num_tokens: 400, num_repeated_prompts: 2, num_repeats: 32, num_greedy_prompts: 2, "
     "num_replications: 4, max_detectable_bias: 0.99}",
     "data.synthetic={num_train_problems: 60, num_draft_rows: 60}",
 )
@@ -675,9 +675,10 @@ def chain(at: Setting) -> None:
     """The recipe `tiny_gpu` with both arms; killed behind its first checkpoint, resumed, certified."""
     slipstream = [sys.executable, "-m", "slipstream.cli", "run"]
     root = ["--run-root", str(at.directory / "runs")]
+    arms = ["--arms", "speculative" if at.is_dry else "both"]
     changes = ["--num-steps", "2", "--set", *_DRY_CHAIN] if at.is_dry else []
     start_s = time.perf_counter()
-    first = subprocess.Popen([*slipstream, "tiny_gpu", "--arms", "both", *root, *changes])
+    first = subprocess.Popen([*slipstream, "tiny_gpu", *arms, *root, *changes])
     runs = at.directory / "runs"
     while first.poll() is None and not list(runs.glob("*/train_grpo_*/checkpoints/step-*[0-9]")):
         time.sleep(0.2)
