@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +193,12 @@ class Recipe(Checked):
         )
 
     @property
+    def swept_engine(self) -> EngineConfig:
+        """Settings of the engines that tuning compares."""
+        share = self.tuning.gpu_memory_utilization
+        return self.engine if share is None else replace(self.engine, gpu_memory_utilization=share)
+
+    @property
     def refit_channel(self) -> Channel:
         """The channel that a refit on GPUs takes; `auto` stays so without GPUs."""
         return resolved_channel(self.refit.channel, self.layout)
@@ -229,12 +235,13 @@ class Recipe(Checked):
 
     def _check_devices(self) -> None:
         """Refuse settings that the accelerators or their number do not allow."""
-        live = self.tuning.max_live_engines
+        live, own = self.tuning.max_live_engines, self.tuning.gpu_memory_utilization
         self._require(
-            self.engine.kv_cache_gib is not None or live * self.engine.gpu_memory_utilization <= _GPU_MEMORY,
-            "engine.gpu_memory_utilization",
+            self.engine.kv_cache_gib is not None or live * self.swept_engine.gpu_memory_utilization <= _GPU_MEMORY,
+            "engine.gpu_memory_utilization" if own is None else "tuning.gpu_memory_utilization",
             f"must be at most {_GPU_MEMORY} / tuning.max_live_engines {live}",
-            "tuning compares engines that live at once",
+            "tuning compares engines that live at once"
+            + ("; tuning.gpu_memory_utilization is for these engines alone" if own is None else ""),
         )
         self._require(
             self.engine.kv_cache_gib is None or self.refit.channel not in (Channel.NCCL, Channel.IPC),

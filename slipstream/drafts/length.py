@@ -3,7 +3,9 @@
 Sweep (`sweep`, `choose`). Engines with different draft lengths k, and one without a draft, generate the same prompts in
 rounds, in another order each round. A busy machine slows all engines of a round alike, so each round gives one speedup
 for each k, and the median over rounds decides. Acceptance explains the choice but does not make it. A batch is a few
-prompts with a group of rollouts each, as in training, and every round takes the next prompts.
+prompts with a group of rollouts each, as in training, and every round takes the next prompts. Where not all engines fit
+into memory at once, the middle of the candidates is measured first, and then the neighbours of the fastest k at the
+largest batch, as long as there are any: speedup rises and falls once over k. A schedule needs every k and measures all.
 
 Schedule (`schedule`). As rollouts finish, a generation passes through every running batch down to 1, and engines report
 the time of their steps at each. The cost of a k at a running batch is the time in which every running rollout gains one
@@ -31,7 +33,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from slipstream.config import Checked, Int, NonNegativeInt, PositiveInt, require, rule
+from slipstream.config import Checked, Fix, Fraction, Int, NonNegativeInt, PositiveInt, require, rule
 from slipstream.engine.acceptance import combine
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Engines, GenerationResult, RunningTime
@@ -65,7 +67,7 @@ def _rises(values: Sequence[int]) -> bool:
 
 
 class TuningConfig(Checked, path="tuning"):
-    """Sweep of draft lengths. The running batch of training should be among `batch_sizes`."""
+    """Sweep of draft lengths. The batch of training should be the largest of `batch_sizes`."""
 
     candidate_ks: tuple[NonNegativeInt, ...] = (0, 1, 2, 3, 5, 7)
     """Numbers of draft tokens that are compared, rising from 0, the engine without a draft."""
@@ -76,8 +78,12 @@ class TuningConfig(Checked, path="tuning"):
     """Running batches that every k is timed at, multiples of `grpo.group_size`."""
     num_repeats: PositiveInt = 3
     """Rounds of the sweep; a k is judged by the median of their speedups."""
+    max_response_tokens: Annotated[PositiveInt, Fix("null takes sampling.max_response_tokens")] | None = None
+    """Tokens after which the sweep cuts off a response; null takes `sampling.max_response_tokens`."""
     max_live_engines: Annotated[Int, Field(ge=2)] = 2
     """Engines that fit into memory at once; as many as `candidate_ks` compares all k in every round."""
+    gpu_memory_utilization: Annotated[Fraction, Fix("null takes engine.gpu_memory_utilization")] | None = None
+    """Share of a GPU's memory that each of these engines takes; null takes `engine.gpu_memory_utilization`."""
 
     def _check(self) -> None:
         ks = self.candidate_ks
@@ -146,12 +152,12 @@ def sweep(
     switch: Switch | None = None,
     on_points: Callable[[Sequence[SweepPoint]], None] = lambda points: None,
 ) -> Sweep:
-    """Measure every k at every batch size, with up to `max_live_engines` engines of which one works at a time.
+    """Measure lengths at every batch size, with up to `max_live_engines` engines of which one works at a time.
 
     Args:
         prompts: at least as many as the largest batch needs.
         group_size: rollouts a prompt; every batch size is a multiple of it.
-        switch: sets the draft length of an engine, to measure `SWITCHED_OFF` too; None leaves that out.
+        switch: sets the draft length of an engine, to measure `SWITCHED_OFF` and every k; None leaves that out.
         on_points: called with the points of each batch size as soon as they are known, except those of k = 0.
     Returns:
         The points by k, then by batch size.
@@ -173,7 +179,7 @@ def sweep(
     drafting, size = [k for k in config.candidate_ks if k], config.max_live_engines - 1
     with ExitStack() as outer:
         baseline = _started([0], start_engine, outer, warm_up)
-        for ks in (drafting[start : start + size] for start in range(0, len(drafting), size)):
+        while ks := _next_ks(drafting, points, size, batch=largest, takes_all=switch is not None):
             with ExitStack() as inner:
                 engines = {**baseline, **_started(ks, start_engine, inner, warm_up)}
                 if switch is not None and ks[-1] == drafting[-1]:
@@ -227,6 +233,28 @@ def choose(
 def _batches(prompts: Sequence[Prompt], size: int, count: int) -> list[list[Prompt]]:
     """Return `count` batches of `size` prompts each, cycling through `prompts`."""
     return [[prompts[(i * size + j) % len(prompts)] for j in range(size)] for i in range(count)]
+
+
+def _next_ks(
+    drafting: Sequence[int], points: Sequence[SweepPoint], size: int, *, batch: int, takes_all: bool
+) -> list[int]:
+    """Choose up to `size` lengths to measure next; empty at the end of the sweep.
+
+    Args:
+        drafting: candidates above 0, rising.
+        points: points so far.
+        batch: batch size by whose speedup lengths are compared.
+        takes_all: measure every length, in order.
+    """
+    known = {point.k: point.speedup for point in points if point.batch == batch}
+    left = [k for k in drafting if k not in known]
+    if takes_all or size >= len(drafting):
+        return left[:size]
+    if not known:
+        first = (len(drafting) - size) // 2
+        return list(drafting[first : first + size])
+    best = drafting.index(max(known, key=lambda k: known[k]))
+    return [k for k in drafting[max(0, best - 1) : best + 2] if k in left][:size]
 
 
 def _started(

@@ -9,7 +9,7 @@ class LosslessnessConfig(Checked, path="losslessness"):
     """Size and levels of the certificate. Power grows with the square root of `num_tokens`."""
 
     num_tokens: PositiveInt = 20_000
-    """Least number of tokens that each of the two engines samples."""
+    """Tokens of long responses that are judged of each arm's engines; the last response is judged as a whole."""
     num_repeated_prompts: PositiveInt = 4
     """Prompts whose first pair of tokens is sampled many times. Set it for a test over more prompts."""
     num_repeats: PositiveInt = 512

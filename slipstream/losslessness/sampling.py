@@ -60,7 +60,10 @@ def draw(
     across: Callable[..., list[Trace]] | None = None,
     on_drawn: Callable[[int], None] = lambda num_tokens: None,
 ) -> Sample:
-    """Sample the responses that the certificate needs from one engine.
+    """Sample the responses that the certificate needs from one engine, or from several that are alike.
+
+    Engines sample whole batches, because a token may depend on what runs beside it. Of these the sample takes the
+    responses to the first prompts, each as a whole, until they have `num_tokens`; a learner judges no others.
 
     Args:
         batch: number of responses at a time, as in training, because the best draft length depends on it.
@@ -76,10 +79,13 @@ def draw(
             break
         chosen = [prompts[(call * batch + i) % len(prompts)] for i in range(batch)]
         drawn = (across or engine.trace)(chosen, sampling=sampling, group_size=1, seed=seed + 1 + call)
-        traces += drawn
-        num_drawn = sum(len(each.token_ids) for each in drawn)
-        num_tokens += num_drawn
-        on_drawn(num_drawn)
+        before = num_tokens
+        for each in drawn:
+            if num_tokens >= config.num_tokens:
+                break
+            traces.append(each)
+            num_tokens += len(each.token_ids)
+        on_drawn(num_tokens - before)
     repeated = prompts[: config.num_repeated_prompts]
     pairs = engine.trace(
         repeated, sampling=replace(sampling, max_response_tokens=2), group_size=config.num_repeats, seed=seed

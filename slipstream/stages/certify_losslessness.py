@@ -177,7 +177,10 @@ def _drawn(
             prompts,
             config=config,
             sampling=recipe.sampling,
-            batch=min(recipe.engine.max_num_seqs, recipe.grpo.prompts_per_step * recipe.grpo.group_size),
+            batch=min(
+                recipe.engine.num_engines * recipe.engine.max_num_seqs,
+                recipe.grpo.prompts_per_step * recipe.grpo.group_size,
+            ),
             seed=seed,
             across=across if is_in_flight else None,
             on_drawn=bar.advance,

@@ -46,7 +46,8 @@ def recipe_engine(
 
 def swept_engine(recipe: Recipe, policy: Path, draft: Path, k: int) -> AbstractContextManager[RemoteEngine]:
     """Engine of the tuning sweep; its draft length can be switched if the recipe's follows the running batch."""
-    return recipe_engine(recipe, policy, draft, k, schedule=constant(k) if k and drafts_by_batch(recipe) else ())
+    swept = replace(recipe, engine=recipe.swept_engine, tuning=replace(recipe.tuning, gpu_memory_utilization=None))
+    return recipe_engine(swept, policy, draft, k, schedule=constant(k) if k and drafts_by_batch(recipe) else ())
 
 
 def switch_length(engine: Engines, k: int) -> None:

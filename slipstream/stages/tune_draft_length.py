@@ -92,6 +92,10 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
     starting = Semaphore(recipe.layout.num_starting)
     ks = ", ".join(map(str, recipe.tuning.candidate_ks))
     logger.info("tune_draft_length: comparing k = %s; the engines start first", ks)
+    sampling = recipe.sampling
+    if recipe.tuning.max_response_tokens is not None:
+        longest = min(recipe.tuning.max_response_tokens, sampling.max_response_tokens)
+        sampling = replace(sampling, max_response_tokens=longest)
     total = (len(recipe.tuning.candidate_ks) - 1) * len(recipe.tuning.batch_sizes)
     with progress(_NODE, total=total, unit="point") as bar:
 
@@ -118,7 +122,7 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
             start,
             read_prompt_sets(data).train,
             config=recipe.tuning,
-            sampling=recipe.sampling,
+            sampling=sampling,
             seed=recipe.grpo.seed,
             group_size=recipe.grpo.group_size,
             switch=switch_length if by_batch else None,

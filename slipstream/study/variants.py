@@ -255,8 +255,11 @@ def _drafter_recipe(recipe: Recipe, setting: Setting) -> Recipe:
         return replace(
             recipe,
             draft=replace(recipe.draft, method=setting.method, init=init, online=online),
-            tuning=replace(recipe.tuning, candidate_ks=(0, setting.num_speculative_tokens)),  # room in the engine
-            engine=replace(recipe.engine, num_kept_idle=min(recipe.engine.num_kept_idle, 1)),
+            # The engine has room for that k alone, and as in tuning several engines live at once.
+            tuning=replace(
+                recipe.tuning, candidate_ks=(0, setting.num_speculative_tokens), gpu_memory_utilization=None
+            ),
+            engine=replace(recipe.swept_engine, num_kept_idle=min(recipe.engine.num_kept_idle, 1)),
         )
     except ConfigError as error:
         raise ConfigError(f"drafter {setting.name}: {error}") from error

@@ -220,9 +220,24 @@ class RemoteEngine(Proxy):
         """Set the draft-length schedule of all engines."""
         self._crew.ask(self._of("draft_by"), lambda engine: engine.draft_by.remote(schedule))
 
-    def trace(self, prompts: Sequence[Prompt], **settings: Any) -> list[Trace]:
-        """Trace rollouts on the first engine with the arguments of `VllmEngine.trace`; all engines are alike."""
-        return self._of_first("trace", lambda engine: engine.trace.remote(prompts, **settings))
+    def trace(self, prompts: Sequence[Prompt], *, group_size: int, **settings: Any) -> list[Trace]:
+        """Trace rollouts on all engines, with the arguments of `VllmEngine.trace`.
+
+        One engine traces all rollouts of a prompt, so that their seeds are those of a single engine.
+        """
+        numbers: dict[str, int] = {}
+        shares: list[list[int]] = [[] for _ in self.workers]
+        for index, prompt in enumerate(prompts):
+            shares[numbers.setdefault(prompt.id, len(numbers)) % len(shares)].append(index)
+        dealt = [(engine, share) for engine, share in zip(self.workers, shares, strict=True) if share]
+        calls = [
+            (engine, engine.actor.trace.remote([prompts[i] for i in share], group_size=group_size, **settings))
+            for engine, share in dealt
+        ]
+        found: dict[int, list[Trace]] = {}
+        for (_, share), traces in zip(dealt, self._crew.gather(self._of("trace"), calls), strict=True):
+            found |= {index: traces[n * group_size : (n + 1) * group_size] for n, index in enumerate(share)}
+        return [trace for index in range(len(prompts)) for trace in found[index]]
 
     def sleep(self) -> None:
         """Put all engines to sleep; an engine wakes when it generates."""

@@ -139,7 +139,12 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("policy.scratch.num_mtp_layers=1", "policy.scratch.shape.head_dim=16"): "policy.scratch.shape.head_dim must be "
     "hidden_size 128 / num_attention_heads 4 with MTP, got 16; vLLM's MiMo knows no other",
     ("engine.kv_cache_gib=null",): "engine.gpu_memory_utilization must be at most 0.95 / tuning.max_live_engines 5, "
-    "got 0.6; tuning compares engines that live at once",
+    "got 0.6; tuning compares engines that live at once; tuning.gpu_memory_utilization is for these engines alone",
+    (
+        "engine={kv_cache_gib: null, gpu_memory_utilization: 0.1}",
+        "tuning.gpu_memory_utilization=0.2",
+    ): "tuning.gpu_memory_utilization must be at most 0.95 / tuning.max_live_engines 5, got 0.2; tuning compares "
+    "engines that live at once",
     ("refit.channel=nccl",): f"{NO_CUDA} 'nccl'; set auto",
     ("refit.channel=ipc",): f"{NO_CUDA} 'ipc'; set auto",
     ("learner.distributed_optimizer=true",): "learner.distributed_optimizer must be false with the optimizer 'muon', "
@@ -218,6 +223,10 @@ CAPPED = "grpo.loss.truncated_importance_sampling=2.0"
         ("draft.eagle3.aux_hidden_state_layer_ids=[2, 12, 23]",),
         ("draft.method=mtp", "policy.scratch.num_mtp_layers=1"),
         ("engine={kv_cache_gib: null, gpu_memory_utilization: 0.475}", "tuning.max_live_engines=2"),
+        (
+            "engine={kv_cache_gib: null, gpu_memory_utilization: 0.9}",
+            "tuning={max_live_engines: 2, gpu_memory_utilization: 0.475}",
+        ),
         ("learner.parallel.tensor=2", *ADAMW),
         ("draft.online.when=always", "draft.online.updates=48"),
         ("draft.online.when=always", "draft.online.updates=24", "learner.parallel.data=2"),

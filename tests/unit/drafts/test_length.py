@@ -106,6 +106,44 @@ def test_all_engines_that_fit_take_turns_and_each_round_starts_with_another() ->
     assert [p.speedup for p in points if p.k == 3] == [2.0, 6 / 9]
 
 
+@pytest.mark.parametrize(
+    ("fastest", "live", "measured"),
+    [
+        (3, 2, [[3], [2], [5]]),  # both neighbours of the middle are slower
+        (7, 2, [[3], [2], [5], [7]]),
+        (1, 2, [[3], [2], [1]]),
+        (3, 4, [[2, 3, 5]]),
+        (7, 4, [[2, 3, 5], [7]]),
+        (7, 6, [[1, 2, 3, 5, 7]]),
+    ],
+)
+def test_where_not_all_engines_fit_the_middle_comes_first_and_then_neighbours_of_the_fastest(
+    fastest: int, live: int, measured: list[list[int]]
+) -> None:
+    ks = (0, 1, 2, 3, 5, 7)
+    seconds = {(k, batch): 10.0 + abs(k - fastest) for k in ks for batch in (2, 8)}
+    seconds |= {(k, 2): 10.0 + k for k in ks}  # the smaller batch does not decide
+    told: list[list[int]] = []
+
+    def on_points(points: Sequence[SweepPoint]) -> None:
+        if points[0].batch == 8:
+            told.append([point.k for point in points])
+
+    config = replace(CONFIG, candidate_ks=ks, max_live_engines=live)
+    start = starting(lambda k: TimedEngine(k, seconds, []))
+    sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0, on_points=on_points)
+    assert told == measured
+
+
+def test_a_schedule_is_made_of_every_length() -> None:
+    ks = (0, 1, 2, 3, 5, 7)
+    seconds = {(k, batch): 10.0 for k in ks for batch in (2, 8)}
+    start = starting(lambda k: TimedEngine(k, seconds, []))
+    config = replace(CONFIG, candidate_ks=ks)
+    swept = sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0, switch=lambda engine, k: None)
+    assert sorted({point.k for point in swept.points}) == list(ks)
+
+
 def test_drafting_that_is_switched_off_is_measured_in_the_engine_of_the_longest_drafts() -> None:
     calls: list[tuple[int, int]] = []
     switched: list[tuple[int, int, int]] = []  # whose length, to what, after how many generations

@@ -49,9 +49,9 @@ def test_an_engine_is_asked_for_batches_until_the_tokens_suffice_then_for_pairs_
 
     sample = draw(engine, PROMPTS, config=CONFIG, sampling=SAMPLING, batch=3, seed=7, on_drawn=drawn.append)
 
-    assert drawn == [6, 6]
+    assert drawn == [6, 4]
 
-    # Two tokens a response, three responses a batch: the second batch passes 10 tokens, and takes the next prompts.
+    # Two tokens a response, three responses a batch: the second batch takes the next prompts, and two of them suffice.
     greedy = replace(SAMPLING, temperature=0.0, top_p=1.0, top_k=0)
     assert engine.calls == [
         (["0", "1", "2"], SAMPLING, 1, 8),
@@ -59,10 +59,16 @@ def test_an_engine_is_asked_for_batches_until_the_tokens_suffice_then_for_pairs_
         (["0", "1"], replace(SAMPLING, max_response_tokens=2), 3, 7),
         (["0", "1", "2", "3"], greedy, 1, 7),
     ]
-    assert sample.num_tokens == 12
-    assert [trace.token_ids[1] for trace in sample.traces] == [1, 1, 1, 2, 2, 2]
+    assert sample.num_tokens == 10
+    assert [trace.token_ids[1] for trace in sample.traces] == [1, 1, 1, 2, 2]
+    assert [trace.prompt_token_ids for trace in sample.traces] == [(0,), (1,), (2,), (3,), (4,)]
     assert [[trace.prompt_token_ids for trace in traces] for traces in sample.repeats] == [[(0,)] * 3, [(1,)] * 3]
     assert [trace.token_ids[1] for trace in sample.greedy] == [4] * 4
+
+
+def test_a_response_is_taken_as_a_whole_where_a_part_of_it_would_do() -> None:
+    sample = draw(Engine(), PROMPTS, config=replace(CONFIG, num_tokens=3), sampling=SAMPLING, batch=3, seed=7)
+    assert [len(trace.token_ids) for trace in sample.traces] == [2, 2]
 
 
 def test_as_many_tokens_as_asked_for_are_enough_and_one_too_few_is_not() -> None:
@@ -114,7 +120,7 @@ def test_an_engine_that_is_refitted_while_it_draws_gives_the_long_responses_alon
 def test_nothing_is_drawn_without_prompts() -> None:
     with pytest.raises(ConfigError, match="losslessness must have prompts, got 0"):
         draw(Engine(), [], config=CONFIG, sampling=SAMPLING, batch=3, seed=7)
-    assert draw(Engine(), PROMPTS[:1], config=CONFIG, sampling=SAMPLING, batch=3, seed=7).num_tokens == 12
+    assert draw(Engine(), PROMPTS[:1], config=CONFIG, sampling=SAMPLING, batch=3, seed=7).num_tokens == 10
 
 
 def test_positions_count_from_one_in_each_window_after_the_prefill() -> None:

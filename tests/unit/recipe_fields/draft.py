@@ -27,7 +27,7 @@ from slipstream.recipe import Recipe
 from slipstream.records.files import write_record
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord, ScheduleEntry
-from slipstream.stages import pretrain_draft, support, train_grpo
+from slipstream.stages import pretrain_draft, support, train_grpo, tune_draft_length
 from slipstream.stages import recipe_engines as stage_engines
 from slipstream.stages.context import arm_node
 from slipstream.train.arm import Run
@@ -180,6 +180,26 @@ def tuning(recipe: Recipe, tools: Tools) -> object:
     return calls, record.chosen_k, record.schedule
 
 
+def swept(recipe: Recipe, tools: Tools) -> object:
+    """How much of a GPU the engines of the sweep take, and how long their responses may be."""
+    engines: list[Any] = []
+
+    @contextmanager
+    def start_engine(policy: Path, *, config: Any, **_: Any) -> Iterator[Any]:
+        engines.append(config.gpu_memory_utilization)
+        yield SimpleNamespace(workers=())
+
+    def sweep(start: Any, prompts: Any, *, sampling: Any, **_: Any) -> Any:
+        with start(0):
+            return sampling.max_response_tokens
+
+    tools.patch.setattr(stage_engines, "start_engine", start_engine)
+    tools.patch.setattr(tune_draft_length.length, "sweep", sweep)
+    tools.patch.setattr(tune_draft_length, "read_prompt_sets", lambda data: SimpleNamespace(train=()))
+    here = tools.directory
+    return tune_draft_length._sweep(recipe, policy=here, data=here, draft=here, timed=set()), engines
+
+
 TABLE = tuple(
     ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k) for start, end, k in ((1, 4, 3), (5, 8, 1))
 )
@@ -318,6 +338,8 @@ CHECKS = {
     "tuning.batch_sizes": Check([2, 4], tuning),
     "tuning.num_repeats": Check(3, tuning),
     "tuning.max_live_engines": Check(3, tuning),
+    "tuning.max_response_tokens": Check(1, swept),
+    "tuning.gpu_memory_utilization": Check(0.1, swept),
     "draft.length": Check("by_batch", arm_plan),
     "draft.autopilot": Check(True, flight),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,4 +68,9 @@ def test_drafting_that_is_switched_off_is_swept_where_the_length_may_follow_the_
     here = Path()
     tune_draft_length._sweep(recipe, policy=here, data=here, draft=here, timed=set())
     assert [how["switch"] for how in handed] == [switch]
-    assert totals == [(len(recipe.tuning.candidate_ks) - 1) * len(recipe.tuning.batch_sizes)]
+    assert [how["sampling"] for how in handed] == [recipe.sampling]
+    for most, expected in ((100, 100), (500, recipe.sampling.max_response_tokens)):
+        capped = replace(recipe, tuning=replace(recipe.tuning, max_response_tokens=most))
+        tune_draft_length._sweep(capped, policy=here, data=here, draft=here, timed=set())
+        assert handed[-1]["sampling"] == replace(recipe.sampling, max_response_tokens=expected)
+    assert totals[:1] == [(len(recipe.tuning.candidate_ks) - 1) * len(recipe.tuning.batch_sizes)]

@@ -41,6 +41,10 @@ class Engine:
         self.calls.append(seeds)
         return len(seeds)
 
+    def trace(self, prompts: Sequence[Prompt], **how: Any) -> list[str]:
+        self.calls.append(([prompt.id for prompt in prompts], how))
+        return [f"{prompt.id} {number}" for prompt in prompts for number in range(how["group_size"])]
+
     def advance(self, *, max_s: float, stops_at_first: bool) -> Portion:
         self.calls.append((max_s, stops_at_first))
         first = self.groups.pop(0)
@@ -66,7 +70,7 @@ class Actor:
     """As Ray shows an engine."""
 
     def __init__(self, engine: Engine) -> None:
-        for name in ("run_in_flight", "submit", "restart", "advance"):
+        for name in ("run_in_flight", "submit", "restart", "advance", "trace"):
             setattr(self, name, SimpleNamespace(remote=self._remote(engine, getattr(engine, name))))
 
     @staticmethod
@@ -106,6 +110,18 @@ def test_groups_are_spread_and_come_back_from_all_engines() -> None:
     assert portion.ended_s == 1.0  # the second one had no work
     assert len(second.calls) == 1
     assert done(engines.advance(max_s=60.0)) == []  # nothing is under way: at once
+
+
+def test_traces_are_dealt_over_engines_and_a_prompts_rollouts_stay_together() -> None:
+    first, second = Engine(), Engine()
+    prompts = [Prompt(id=name, text="", token_ids=(2,), answer="") for name in "abcac"]
+    traces = in_flight(first, second).trace(prompts, sampling=SAMPLING, group_size=2, seed=3)
+    assert traces == [f"{name} {number}" for name in "abcac" for number in range(2)]
+    assert first.calls == [(["a", "c", "a", "c"], {"sampling": SAMPLING, "group_size": 2, "seed": 3})]
+    assert [names for names, _ in second.calls] == [["b"]]
+    alone, idle = Engine(), Engine()
+    assert len(in_flight(alone, idle).trace(prompts[:1], sampling=SAMPLING, group_size=2, seed=3)) == 2
+    assert (len(alone.calls), idle.calls) == (1, [])
 
 
 def test_a_single_engine_returns_with_its_first_group() -> None:
