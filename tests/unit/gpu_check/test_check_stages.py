@@ -45,7 +45,7 @@ def result(acceptance: AcceptanceStats) -> GenerationResult:
 def test_counters_that_do_not_fit_k_are_refused(k: int, changed: dict[str, object], error: str) -> None:
     check_stages._check_acceptance(result(DRAFTED), k=3)
     with pytest.raises(ConfigError, match=error):
-        check_stages._check_acceptance(result(replace(DRAFTED, **changed)), k=k)  # type: ignore[arg-type]
+        check_stages._check_acceptance(result(replace(DRAFTED, **changed)), k=k)
 
 
 def test_a_norm_apart_is_noted_and_then_refused(tmp_path: Path) -> None:
