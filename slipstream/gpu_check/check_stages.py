@@ -43,7 +43,7 @@ from slipstream.learner.config import (
     ShapeConfig,
 )
 from slipstream.losslessness.config import LosslessnessConfig
-from slipstream.losslessness.sampling import Subject, draw
+from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import LOSSLESS, certify
 from slipstream.ragged import Ragged
 from slipstream.records.files import read_record
@@ -393,20 +393,26 @@ def _certify(at: Setting, engines: Any, policy: Path) -> None:
     """Certify the engine with drafts against itself without, judged by the learner in float32."""
     from slipstream.workers.learners import start_learner
 
-    small = {"num_tokens": 400, "num_repeats": 32, "num_replications": 4, "max_detectable_bias": 0.99}
-    large = {"num_tokens": 6000, "num_repeats": 256, "num_replications": 20, "max_detectable_bias": 0.5}
+    small: dict[str, Any] = {"num_tokens": 400, "num_repeats": 32, "num_replications": 4, "max_detectable_bias": 0.99}
+    large: dict[str, Any] = {"num_tokens": 6000, "num_repeats": 256, "num_replications": 20, "max_detectable_bias": 0.5}
     config = LosslessnessConfig(num_repeated_prompts=2, num_greedy_prompts=4, **(small if at.is_dry else large))
     started_s = time.perf_counter()
-    samples = []
-    for index, k in enumerate((_K, 0)):
+
+    def sample(k: int, seed: int) -> Sample:
         engines.draft_by(constant(k))
-        seed = index * (config.num_tokens + 1)
-        samples.append(draw(engines, _PROMPTS, config=config, sampling=_SAMPLING, batch=16, seed=seed))
+        return draw(engines, _PROMPTS, config=config, sampling=_SAMPLING, batch=16, seed=seed)
+
+    speculative, baseline = sample(_K, 0), sample(0, config.num_tokens + 1)  # no seed is used twice
     with start_learner(at.learner(Dtype.FLOAT32), layout=at.layout()) as learner:
         learner.load(policy, None)
-        subject = Subject(num_speculative_tokens=_K, policy_fingerprint="", draft_fingerprint="", versions={})
         record = certify(
-            samples[0], samples[1], learner, config=config, sampling=_SAMPLING, subject=subject, started_s=started_s
+            speculative,
+            baseline,
+            learner,
+            config=config,
+            sampling=_SAMPLING,
+            subject=Subject(num_speculative_tokens=_K, policy_fingerprint="", draft_fingerprint="", versions={}),
+            started_s=started_s,
         )
     at.figures["certificate"] = record.verdict
     at.figures["certificate_s"] = round(record.elapsed_s, 1)
@@ -452,7 +458,7 @@ def _refitted(at: Setting, engines: Any, learner: Any, channel: Channel, *, old:
             start_s = time.perf_counter()
             check = gate.refit(version, draft_version=version)
             at.figures[f"{channel.value}_refit_s"] = round(time.perf_counter() - start_s, 4)
-    require(check.num_tensors > 0, "a refit", "must compare tensors", check.num_tensors)
+            require(check.num_tensors > 0, "a refit", "must compare tensors", check.num_tensors)
     sample = _generate(engines, seed=1)
     require(_tokens(sample) != before, "a refit", "must change the sample", "the sample of the old weights")
     logprobs = [rollout.rollout_logprobs for group in sample.groups for rollout in group.rollouts]

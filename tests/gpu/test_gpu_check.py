@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from slipstream.gpu_check.check_command import STAGES, Stage
+from tests.forked.hook import not_forked
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +26,7 @@ pytestmark = [
 )
 def test_a_stage_passes(stage: Stage, tmp_path: Path) -> None:
     check = [sys.executable, "-m", "slipstream.cli", "gpu-check", "--stage", str(stage.number), "--output", tmp_path]
-    run = subprocess.run(check, capture_output=True, text=True, check=False)
+    run = subprocess.run(check, capture_output=True, text=True, check=False, env=not_forked(os.environ))
     line = json.loads(run.stdout.splitlines()[0])
     if line["outcome"] == "skipped":
         pytest.skip(line["reason"])
