@@ -34,6 +34,8 @@ COPY pyproject.toml ./
 COPY requirements ./requirements
 COPY scripts ./scripts
 RUN scripts/setup.sh --packages-only && rm -rf /root/.cache
+# Without these kernels FlashInfer downloads or compiles its own for minutes, at the first start on every node.
+RUN vllm download-kernels && rm -rf /root/.cache
 
 # --build-arg GIT_COMMIT=$(git describe --always --dirty --abbrev=12) tags runs with the commit: an image has no
 # repository.

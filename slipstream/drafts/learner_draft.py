@@ -17,6 +17,7 @@ from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import LearnerConfig
 from slipstream.ragged import Ragged
 from slipstream.records.steps import DraftUpdate
+from slipstream.types import Dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -356,9 +357,10 @@ def start_training(
         if given is not None:
             policy.load_mtp(given)
         return MtpDraft(policy, config, tokenizer_dir=path, writes=writes, is_online=is_online)
-    from slipstream.drafts.trainer import DraftTrainer
-    from slipstream.learner.parallel import summed_over_data_ranks
+    from slipstream.drafts.trainer import DraftRank, DraftTrainer
+    from slipstream.learner.parallel import model_rank, summed_over_ranks
 
+    on_gpu = policy.device.type == "cuda"
     return DraftTrainer(
         path,
         config,
@@ -366,8 +368,12 @@ def start_training(
         token_ids=token_ids,
         device=policy.device,
         is_online=is_online,
-        writes=writes,
-        sum_over_ranks=summed_over_data_ranks if learner.parallel.data > 1 else None,
+        rank=DraftRank(
+            writes=writes,
+            sum_over_ranks=summed_over_ranks if learner.parallel.world_size > 1 else None,
+            share=(model_rank(), learner.parallel.num_model_ranks),
+        ),
+        products=learner.dtype if on_gpu else Dtype.FLOAT32,
     )
 
 
@@ -376,7 +382,8 @@ def train_beside(
 ) -> Trained:
     """Update the policy, and its draft on the hidden states of the same forward pass.
 
-    Each data-parallel rank passes its share of the update; the draft's gradient is summed over ranks. The draft sees
+    Each data-parallel rank passes its share of the update. The ranks that split the policy between them split that
+    share for the draft, whose gradient is summed over all ranks. The draft sees
     detached states and has its own optimizer and clip, so the policy's update is bit-identical to one of `train_step`
     without a draft.
     """

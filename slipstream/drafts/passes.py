@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, DynamicCache
 
 from slipstream.drafts.learner_draft import States
@@ -29,6 +30,8 @@ ATTENTION = "slipstream_passes"
 """Name under which `transformers` finds `attend`."""
 
 _CPU = torch.device("cpu")
+_KEPT_TOKENS = 2048
+"""Longest chat whose attention is kept for the gradient; of a longer one it is computed anew, for it grows by S^2."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,18 +206,35 @@ def attend(
     if own_keys:
         own_NGRP = torch.matmul(query_NGRD, torch.stack(own_keys, dim=-1))
     mixed, shares = [], []
-    for tokens_BS, future_SS in zip(attention_mask.tokens_BS, attention_mask.future_SS, strict=True):
-        chances = _scores(query_NGRD, first, tokens_BS, future_SS, own_NGRP).softmax(-1)
-        size = tokens_BS.shape[1]
-        values = first_value[tokens_BS].transpose(1, 2)  # [B, G, S, D]
-        mixed.append(_by_cell(chances[..., :size] @ values, size))
-        shares.append(_by_cell(chances[..., size:], size))
+    for rectangle in zip(attention_mask.tokens_BS, attention_mask.future_SS, strict=True):
+        inputs = (query_NGRD, first, first_value, own_NGRP, *rectangle)
+        if len(rectangle[1]) > _KEPT_TOKENS:
+            found = checkpoint(_within, *inputs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            found = _within(*inputs)
+        mixed.append(found[0])
+        shares.append(found[1])
     cells_N = attention_mask.cells_N
     mixed_NGRD = torch.cat(mixed)[cells_N]
     if own_values:
         shares_NGRP = torch.cat(shares)[cells_N]
         mixed_NGRD = mixed_NGRD + torch.matmul(shares_NGRP, torch.stack(own_values, dim=-2))
     return mixed_NGRD.flatten(1, 2)[None], None
+
+
+def _within(
+    query_NGRD: Tensor,
+    key_NGD: Tensor,
+    value_NGD: Tensor,
+    own_NGRP: Tensor | None,
+    tokens_BS: Tensor,
+    future_SS: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Mix the first pass' values in a rectangle, [B * S, G, R, D]; shares of the own keys, [B * S, G, R, P]."""
+    chances = _scores(query_NGRD, key_NGD, tokens_BS, future_SS, own_NGRP).softmax(-1)
+    size = tokens_BS.shape[1]
+    values = value_NGD[tokens_BS].transpose(1, 2)  # [B, G, S, D]
+    return _by_cell(chances[..., :size] @ values, size), _by_cell(chances[..., size:], size)
 
 
 def _scores(

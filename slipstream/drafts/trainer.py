@@ -3,6 +3,9 @@
 The optimizer is AdamW, or Muon for the layer's matrices and AdamW for the rest. Muon needs fewer tokens to learn, and
 training beside the policy has few (research/log.md).
 
+Weights, gradients and moments are float32. A GPU that holds its policy in bfloat16 multiplies matrices in bfloat16 in
+an update (autocast), with softmax and loss in float32. Held-out acceptance is measured in float32 everywhere.
+
 The loss compares draft and policy a few tokens at a time, and never holds the logits of all tokens. Let p be the
 policy's distribution of a token and q the draft's, both softmax(logits / temperature) over the draft's vocabulary.
 Rejection sampling accepts the draft's token with probability a = sum_v min(p, q). The losses are:
@@ -22,6 +25,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +42,8 @@ from slipstream.drafts.passes import PackedChats, head_inputs, rows_of
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.optimizer import BatchedMuon, TrainingMemory
+from slipstream.learner.packing import plan_shards
+from slipstream.types import Dtype
 
 Distance = Callable[[Tensor, Tensor], Tensor]
 """Maps the draft's and the policy's logits, [1, C, D] each, to a distance of each token, [1, C]."""
@@ -68,13 +75,13 @@ def chunk_losses(
         stop = min(start + chunk, num)
         with torch.no_grad():  # states of later passes lie beyond the chunk
             states = batch.last[:, start : stop + num_passes - 1]
-            targets = model.verifier_lm_head(states) / temperature
+            targets = model.verifier_lm_head(states).float() / temperature
         loss = torch.zeros((), device=mask_1N.device)
         for number, hidden_1NH in enumerate(head_inputs):
             size = min(stop, num - number) - start
             if size <= 0:
                 break
-            logits = (model.lm_head(hidden_1NH[:, start:stop]) / temperature)[:, :size]
+            logits = (model.lm_head(hidden_1NH[:, start:stop]).float() / temperature)[:, :size]
             distance = distance_of(logits, targets[:, number : number + size])
             decayed = mask_1N[:, start + number : start + number + size] * decay**number
             counted = distance * decayed
@@ -114,8 +121,26 @@ def overlaps(
 
 
 SumOverRanks = Callable[[Tensor], Tensor]
-"""Sums a tensor over the trainers of all data-parallel ranks; every rank calls it."""
+"""Sums a tensor over the trainers of all ranks; every rank calls it."""
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftRank:
+    """Place of a trainer among those of all ranks, which train one draft together; by default a trainer is alone.
+
+    Attributes:
+        writes: this rank writes drafts and checkpoints.
+        sum_over_ranks: None where the trainer has all sequences.
+        share: number of the trainer among those that are handed the same sequences, and their count. Each computes a
+            share of these sequences.
+    """
+
+    writes: bool = True
+    sum_over_ranks: SumOverRanks | None = None
+    share: tuple[int, int] = (0, 1)
+
+
+_ALONE = DraftRank()
 _CPU = torch.device("cpu")
 _ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 _MUON_MOMENTS = ("momentum_buffer",)
@@ -136,19 +161,20 @@ class DraftTrainer(LearnerDraft):
         token_ids: Sequence[int] | None = None,
         device: torch.device = _CPU,
         is_online: bool = False,
-        writes: bool = True,
-        sum_over_ranks: SumOverRanks | None = None,
+        rank: DraftRank = _ALONE,
+        products: Dtype = Dtype.FLOAT32,
     ) -> None:
         """Start training a fresh draft of `policy`, or the saved draft in `given`, with a fresh optimizer.
 
         Args:
             token_ids: ids that a fresh draft knows (`build_draft`).
-            sum_over_ranks: None where this trainer has all sequences.
+            products: type in which an update multiplies matrices.
         Raises:
             ConfigError: `given` is not a draft that `load_draft` reads.
         """
-        super().__init__(config, is_online=is_online, writes=writes)
-        self._device, self._sum_over_ranks = device, sum_over_ranks
+        super().__init__(config, is_online=is_online, writes=rank.writes)
+        self._device, self._sum_over_ranks, self._share = device, rank.sum_over_ranks, rank.share
+        self._is_bfloat16 = products is Dtype.BFLOAT16
         model = build_draft(policy, config, token_ids=token_ids) if given is None else load_draft(given, policy, config)
         self._model = model.to(device)
         self._policy_head_VH: Tensor = self._model.verifier_lm_head.weight
@@ -202,17 +228,26 @@ class DraftTrainer(LearnerDraft):
 
     def _backward(self, row: PackedChats, temperature: float, share: float) -> Tensor:
         """Accumulate the gradient of a row's loss times `share`; returns that loss."""
-        inputs = head_inputs(self._model, row, self._num_passes())
+        with self._products():
+            inputs = head_inputs(self._model, row, self._num_passes())
         # The head goes backward chunk by chunk into these copies; the passes go backward once, afterwards.
         leaves = [each.detach().requires_grad_() for each in inputs]
         total = torch.zeros((), device=self._device)
-        for part in chunk_losses(self._model, leaves, row, self._config, temperature):
+        parts = chunk_losses(self._model, leaves, row, self._config, temperature)
+        while True:
+            with self._products():
+                part = next(parts, None)
+            if part is None:
+                break
             loss = part * share
             loss.backward()
             total += loss.detach()
         known = [(each, leaf.grad) for each, leaf in zip(inputs, leaves, strict=True) if leaf.grad is not None]
         torch.autograd.backward([each for each, _ in known], [grad for _, grad in known])
         return total
+
+    def _products(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._is_bfloat16)
 
     def _sum_gradients(self, loss: float, sum_over_ranks: SumOverRanks) -> float:
         """Sum gradients and loss over ranks, in one tensor; returns the loss."""
@@ -287,8 +322,16 @@ class DraftTrainer(LearnerDraft):
         self._optimizer.restore(state, num_updates=self._num_steps)
 
     def _rows(self, sequences: Sequences, prompt_lengths: Sequence[int], states: States) -> list[PackedChats]:
-        limit = self._config.eagle3.tokens_per_row
-        return rows_of(sequences, prompt_lengths, states, max_tokens=limit, device=self._device)
+        """Pack this trainer's share of the sequences, which is balanced by tokens."""
+        index, count = self._share
+        mine = plan_shards([len(tokens) for tokens in sequences], count)[index]
+        return rows_of(
+            [sequences[i] for i in mine],
+            [prompt_lengths[i] for i in mine],
+            [states[i] for i in mine],
+            max_tokens=self._config.eagle3.tokens_per_row,
+            device=self._device,
+        )
 
     def _windows(self, batch: PackedChats, temperature: float) -> Tensor:
         """[ttt_steps, windows] probability of accepting each token of every draft window within one response."""

@@ -50,6 +50,7 @@ class GenerationResult:
         generation_s: wall time of the slowest engine on its own clock, without transport of prompts and rollouts.
         num_engine_restarts: engines that were lost and replaced since the call before.
         num_regenerated: rollouts that were sampled again because an engine was lost.
+        num_preemptions: preemptions of rollouts whose KV cache had to make room for others and was recomputed.
         engine_idle_fraction: share of `generation_s` that engines were idle, over all engines; 0 for a single engine.
         running: the engines' decoding steps by running batch.
         autopilot: state of the controller that switches drafting on and off; None without a controller.
@@ -60,6 +61,7 @@ class GenerationResult:
     generation_s: float
     num_engine_restarts: int = 0
     num_regenerated: int = 0
+    num_preemptions: int = 0
     engine_idle_fraction: float = 0.0
     running: tuple[RunningTime, ...] = ()
     autopilot: AutopilotStep | None = None
@@ -78,6 +80,7 @@ class Portion:
     ended_s: float
     running: tuple[RunningTime, ...] = ()
     num_regenerated: int = 0  # rollouts that were submitted again since the call before, as an engine was lost
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

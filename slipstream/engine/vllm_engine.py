@@ -22,7 +22,15 @@ from slipstream.engine.acceptance import AcceptanceCounters, acceptance_between
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import Portion, Trace, WeightFiles
 from slipstream.engine.requests import GroupRequest, group_requests
-from slipstream.engine.vllm_groups import CacheMemory, Drafting, FinishedRollout, GroupsUnderWay, group_of, trace_of
+from slipstream.engine.vllm_groups import (
+    CacheMemory,
+    Drafting,
+    FinishedRollout,
+    GroupsUnderWay,
+    Preemptions,
+    group_of,
+    trace_of,
+)
 from slipstream.grpo.loop_config import KvCache
 from slipstream.imports import uncollected
 from slipstream.records.steps import ScheduleEntry
@@ -115,13 +123,15 @@ def sampling_params(sampling: SamplingConfig, stop_tokens: Sequence[int]) -> Any
 def process_environment(config: EngineConfig) -> dict[str, str]:
     """Environment variables that the engine's process must start with.
 
+    vLLM logs errors alone, unless `VLLM_LOGGING_LEVEL` of this process says otherwise.
+
     vLLM's core runs in the same process, so a step needs no message between processes. The ranks of a tensor-parallel
     engine are child processes and inherit the variables. No process is bound to cores, as vLLM would bind the ranks of
     every engine on the host to the same cores.
     """
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(config.num_threads),
@@ -183,6 +193,7 @@ class VllmEngine:
         self._digests = {False: "", True: ""}  # of the bytes that were read last, by `is_draft`
         self._check_sampler()
         self._drafting = None if speculative_config is None else Drafting(self._llm)
+        self._preemptions = Preemptions(self._llm)
         self._cache = CacheMemory(self._llm)
         self._max_model_len = config.max_model_len
         self._is_updating = False  # True from the start of an update until `adopt`
@@ -268,6 +279,7 @@ class VllmEngine:
     ) -> Portion:
         """Start `requests` and run steps until no rollout is in flight, or `is_over` of the complete groups is True."""
         self._cache.wake()
+        self._preemptions.take()  # of what ran since the last generation
         before = self._counters()
         started_s = time.perf_counter()
         done: list[tuple[int, RolloutGroup]] = []
@@ -287,6 +299,7 @@ class VllmEngine:
             started_s=started_s,
             ended_s=ended_s,
             running=self._groups.take_running(),
+            num_preemptions=self._preemptions.take(),
         )
 
     def sleep(self) -> None:
@@ -380,6 +393,16 @@ class VllmEngine:
         if draft is not None:
             self._read(draft, is_draft=True)
         return self.adopt(policy_version=policy_version, draft_version=None if draft is None else draft_version)
+
+    def facts(self) -> dict[str, str]:
+        """Return what vLLM chose at its start and decides speed: kernels, model runner, graphs, size of the cache."""
+        config = self._llm.llm_engine.engine_core.engine_core.scheduler.vllm_config
+        return {
+            "attention": ", ".join(self._llm.collective_rpc("attention_backends")[0]),
+            "model runner": "V2" if config.use_v2_model_runner else "V1",
+            "CUDA graphs": config.compilation_config.cudagraph_mode.name,
+            "KV cache tokens": str(config.cache_config.kv_cache_size_tokens),
+        }
 
     def locations(self) -> list[Location]:
         """Return the locations of the engine's workers."""
@@ -475,10 +498,13 @@ class VllmEngine:
         if self._kv_cache is KvCache.KEEP and not self._groups.is_empty():
             self._groups.forget_drafts()
             self._groups.leave_cached_prefixes()
-        elif not self._llm.reset_prefix_cache(reset_running_requests=self._kv_cache is KvCache.RECOMPUTE):
+            return
+        is_recomputed = self._kv_cache is KvCache.RECOMPUTE
+        if is_recomputed:
+            self._preemptions.expect_recomputation()
+        if not self._llm.reset_prefix_cache(reset_running_requests=is_recomputed):
             raise RuntimeError(f"prefix cache not reset after the refit to policy version {self.policy_version}")
-        else:
-            self._groups.expect_recomputation()
+        self._groups.expect_recomputation()
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Compute the policy's logprob of each token but the first, given all tokens before it, at temperature 1.

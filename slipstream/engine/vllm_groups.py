@@ -304,6 +304,42 @@ class CacheMemory:
             engine.step()
 
 
+class Preemptions:
+    """Count of rollouts that vLLM preempted because the KV cache was full; their caches are recomputed later.
+
+    The class is one of vLLM's stat loggers. A refit in flight that recomputes all caches preempts what runs, and does
+    not count.
+
+    Args:
+        llm: vLLM's `LLM`.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self._num = 0
+        llm.llm_engine.logger_manager.stat_loggers.append(self)
+
+    def expect_recomputation(self) -> None:
+        """Leave out the preemption of everything that runs, which vLLM reports with a later step."""
+        self._num -= len(self._scheduler.running)
+
+    def take(self) -> int:
+        """Return the count since the last call."""
+        num = max(0, self._num)
+        self._num -= num
+        return num
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
+        """Count one step's preemptions; vLLM calls each of its stat loggers (`AggregateStatLoggerBase`)."""
+        del scheduler_stats
+        self._num += 0 if iteration_stats is None else iteration_stats.num_preempted_reqs
+
+    def log(self, *_: Any, **__: Any) -> None:
+        """Log nothing; vLLM calls these methods of each stat logger."""
+
+    log_engine_initialized = record_sleep_state = log
+
+
 class Drafting:
     """Draft lengths and acceptance counters of an engine whose core runs in this process.
 

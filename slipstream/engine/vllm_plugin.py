@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor import LogitsProcessors
@@ -205,6 +206,12 @@ class EngineProbe:
         device = torch.device(current_platform.device_type)
         uses_v2: bool = self.use_v2_model_runner  # type: ignore[attr-defined]  # of the worker
         return broken_v2(device) if uses_v2 else broken_v1(device)
+
+    def attention_backends(self) -> tuple[str, ...]:
+        """Return vLLM's names of the attention kernels of policy and draft."""
+        layers = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
+        attention = (layer for layer in layers.values() if isinstance(layer, AttentionLayerBase))
+        return tuple(sorted({layer.get_attn_backend().get_name() for layer in attention}))
 
     def location(self) -> Location:
         """Return the host and the device of this rank."""

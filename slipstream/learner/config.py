@@ -182,6 +182,11 @@ class ParallelConfig(Checked, path="learner.parallel"):
         return self.tensor * self.pipeline * self.data
 
     @property
+    def num_model_ranks(self) -> int:
+        """Number of ranks that split one copy of the model."""
+        return self.tensor * self.pipeline
+
+    @property
     def num_neighbours(self) -> int:
         """Ranks that exchange tokens or parts of them in every layer: of a tensor-parallel group, or with experts."""
         return self.tensor * self.expert

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import (
@@ -51,6 +52,7 @@ from slipstream.learner.numerics import TORCH_DTYPES
 from slipstream.learner.weights import Layout, ParameterMapping, Shard, mappings, mtp_mappings
 from slipstream.types import Dtype
 
+_ROTATE = rope_utils._apply_rotary_pos_emb_bshd
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _RECOMPUTED = ["core_attn", "mlp"]
 _RECOMPUTE: dict[Recompute, dict[str, Any]] = {  # arguments of `TransformerConfig`
@@ -125,6 +127,8 @@ def _attention(query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scale: 
 def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard) -> GPTModel:
     """Build this rank's part of the model on the CPU, with undefined weights."""
     config = _transformer_config(arch, learner)
+    if _fuses(arch, learner):
+        fuse_rotary_embedding()
     model = _HeadlessGpt(
         config=config,
         # Declared too narrowly: a block spec is allowed.
@@ -239,10 +243,13 @@ class _Kernels(NamedTuple):
 def _kernels(learner: LearnerConfig) -> _Kernels:
     """Choose TransformerEngine's kernels on a GPU where it is installed, else torch's.
 
+    Float32 is computed by torch alone, because TransformerEngine multiplies float32 matrices in TF32. A certificate's
+    judge needs more digits than that.
+
     Attention over packed sequences is always torch's. TransformerEngine's fused norm and linear would save a pass over
     the activations, but the parameters would have other names.
     """
-    if host.is_cpu_only() or find_spec("transformer_engine") is None:
+    if host.is_cpu_only() or learner.dtype is Dtype.FLOAT32 or find_spec("transformer_engine") is None:
         return _Kernels(_RmsNorm, ColumnParallelLinear, RowParallelLinear, CausalAttention)
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
@@ -332,8 +339,8 @@ def _transformer_config(arch: Architecture, learner: LearnerConfig) -> Transform
         moe_token_dispatcher_type="alltoall",  # without experts, Megatron still checks this beside variable lengths
         use_cpu_initialization=True,
         perform_initialization=False,
-        # Each of these needs a CUDA extension, or compiles its kernels in the middle of the first steps.
-        bias_activation_fusion=False,
+        bias_activation_fusion=_fuses(arch, learner),  # torch.compile of the gated unit
+        # Each of these needs a CUDA extension, or has nothing to fuse without bias and dropout.
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
@@ -344,6 +351,24 @@ def _transformer_config(arch: Architecture, learner: LearnerConfig) -> Transform
         finalize_model_grads_func=lambda model, num_tokens, **kwargs: finalize_model_grads(model, None, **kwargs),
         **(_RECOMPUTE[learner.recompute] | ({} if arch.experts is None else _mixture(arch.experts, learner))),
     )
+
+
+def _fuses(arch: Architecture, learner: LearnerConfig) -> bool:
+    """Return True if torch compiles gated unit and rotary embedding: dense layers in bfloat16 on a GPU.
+
+    torch's RMSNorm is one kernel there already. Compiled kernels round once where single operations round after each,
+    so float32, in which a judge computes, stays as it is.
+    """
+    return not host.is_cpu_only() and learner.dtype is Dtype.BFLOAT16 and arch.experts is None
+
+
+def fuse_rotary_embedding() -> None:
+    """Let Megatron rotate queries and keys in one compiled kernel; repeated calls change nothing.
+
+    Megatron's own fusion (`apply_rope_fusion`) needs TransformerEngine.
+    """
+    if rope_utils._apply_rotary_pos_emb_bshd is _ROTATE:
+        rope_utils._apply_rotary_pos_emb_bshd = torch.compile(_ROTATE, dynamic=True)
 
 
 def _mixture(experts: Experts, learner: LearnerConfig) -> dict[str, Any]:

@@ -155,6 +155,17 @@ def summed_over_data_ranks(tensor: Tensor) -> Tensor:
     return all_reduce(tensor.to(device(), copy=True), _data_group()).to(tensor.device)
 
 
+def summed_over_ranks(tensor: Tensor) -> Tensor:
+    """Sum a tensor over all ranks of the learner; the sum is exchanged on the learner's device."""
+    return all_reduce(tensor.to(device(), copy=True), _world()).to(tensor.device)
+
+
+def model_rank() -> int:
+    """Return the number of this rank among those that split one copy of the model."""
+    shard = current_shard()
+    return shard.pipeline_rank * shard.tensor_size + shard.tensor_rank
+
+
 def sum_results(results: Sequence[dict[str, Tensor]], names: Sequence[str], device: torch.device) -> dict[str, float]:
     """Sum named scalars over micro-batches and ranks; `results` is empty except on the last pipeline stage."""
     sums = torch.zeros(len(names), dtype=torch.float64, device=device)
@@ -176,6 +187,10 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOp
 def tensor_group() -> dist.ProcessGroup:
     """Return the tensor-parallel ranks, which hold the parts of one layer."""
     return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+
+
+def _world() -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, dist.group.WORLD)
 
 
 def _pipeline_group() -> dist.ProcessGroup:

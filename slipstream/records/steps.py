@@ -200,6 +200,7 @@ class StepRecord:
     num_reward_failures: int = 0  # of a reward function, beside time-outs and crashes
     reward_metrics: dict[str, float] = field(default_factory=dict)  # means of what it returned beside the score
     rewards_by_prompt: tuple[float, ...] = ()  # mean reward of each prompt's rollouts; empty: not recorded
+    num_preemptions: int = 0  # rollouts that made room in a full KV cache and were recomputed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,6 +222,7 @@ class ArmRecord:
     schedule: tuple[ScheduleEntry, ...] = ()  # k by running batch; empty: one k throughout
     machine: str = ""  # machine of the timed engines; empty: not recorded
     versions: dict[str, str] = field(default_factory=dict)  # package versions on that machine
+    engine: dict[str, str] = field(default_factory=dict)  # what vLLM chose at its start; empty: not recorded
     loop: str = LoopMode.SYNCHRONOUS.value
     max_off_policy_steps: int = 0
     steps_a_turn: int = 0  # steps in its turn, while the other arms waited; 0: it ran alone

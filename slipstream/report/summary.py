@@ -21,7 +21,14 @@ from slipstream.report.claims import Claim, claim
 from slipstream.statistics import Estimate, Spread, amdahl, difference, ratio, reward_ci95, spread, sum_of_centres
 from slipstream.types import STAGES, Arm
 
-_COUNTS = ("num_rollouts", "num_response_tokens", "num_truncated", "num_reward_timeouts", "num_zero_signal_groups")
+_COUNTS = (
+    "num_rollouts",
+    "num_response_tokens",
+    "num_truncated",
+    "num_reward_timeouts",
+    "num_zero_signal_groups",
+    "num_preemptions",
+)
 _LOST = ("num_awaited", "num_restarted", "num_regenerated")
 _SWEEP_FIELDS = ("k", "batch", "generation_s", "mean_acceptance_length", "speedup")
 _ACCURACY_FIELDS = ("avg_at_k", "k", "ci95", "truncated_fraction")
@@ -51,6 +58,7 @@ class ArmSummary:
     num_truncated: int
     num_reward_timeouts: int
     num_zero_signal_groups: int
+    num_preemptions: int
     generation_tokens_per_s: float
     engine_idle_fraction: float  # mean over the timed steps
 

@@ -161,6 +161,8 @@ def count_table(run: RunSummary) -> Table:
         "reward, first quarter": lambda arm: with_interval(arm.reward_first, "reward"),
         "reward, last quarter": lambda arm: with_interval(arm.reward_last, "reward"),
     }
+    if any(arm.num_preemptions for arm in run.arms):  # a cache that is large enough preempts nothing
+        labels["preempted rollouts (KV cache full)"] = lambda arm: count(arm.num_preemptions)
     if any(arm.engine_idle_fraction > 0 for arm in run.arms):  # a single engine is never idle during generation
         labels["engines idle during generation"] = lambda arm: percent(arm.engine_idle_fraction)
     rows = [Row(label, tuple(value(arm) for arm in run.arms)) for label, value in labels.items()]

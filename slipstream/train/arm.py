@@ -41,6 +41,11 @@ Decode = Callable[[Sequence[int], Sequence[int]], str]
 """Function from the tokens of a prompt and its response to the response's text, as `stages.support.decode` has it."""
 
 LogMetrics = Callable[[Mapping[str, float], int], None]
+_PREEMPTED = (
+    "%s: step %d: the KV cache was full, and vLLM preempted and recomputed %d rollouts, which slows generation in both "
+    "arms: raise engine.gpu_memory_utilization, or set placement.memory in_turn and raise it; rollout/preemptions "
+    "counts them from now on"
+)
 _NUM_PROBES = 16  # prompts on which an engine's logprobs are compared if its tensors cannot be read
 
 
@@ -94,13 +99,14 @@ class Run:
         recipe, plan = self.recipe, self.plan
         with plan.start_engine() as engines, open_reward(recipe.reward) as reward:
             steps = self.with_restarts(engines, reward)
-            machine = machines(engines.workers)
+            machine, facts = machines(engines.workers), engines.facts()
         return ArmRecord(
             arm=plan.arm,
             num_speculative_tokens=plan.num_speculative_tokens,
             steps=tuple(steps),
             schedule=plan.schedule,
             machine=machine,
+            engine=facts,
             loop=recipe.loop.mode.value,
             max_off_policy_steps=recipe.loop.max_off_policy_steps,
             steps_a_turn=0 if self.turn is None else self.turn.num_steps,
@@ -175,6 +181,8 @@ class Run:
 
             def on_step(record: StepRecord, waiting: Pending | None = None) -> None:
                 record = self._evaluated(record, tolerant, reward)
+                if record.num_preemptions and not any(each.num_preemptions for each in history):
+                    logger.warning(_PREEMPTED, title, record.step + 1, record.num_preemptions)
                 history.append(record)
                 self.log(metrics_of(record), record.step)
                 bar.advance(text=f"reward {record.reward_mean:.3f}")

@@ -288,6 +288,7 @@ class AsyncLoop:
             groups=tuple(group for each in batch for group in each.result.groups),
             acceptance=combine(drafted) if any(each.num_drafts for each in drafted) else None,
             generation_s=watch.generated_s(),
+            num_preemptions=sum(each.num_preemptions for each in advanced),
         )
         return result, joined([each.rewards for each in batch])
 

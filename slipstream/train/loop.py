@@ -293,6 +293,7 @@ class Trainer:
             else (),
             longest_response_tokens=max(lengths),
             rewards_by_prompt=tuple(rewards_PG.mean(axis=1).tolist()),
+            num_preemptions=result.num_preemptions,
             machine=machine,
         )
         self.draft.note(record)

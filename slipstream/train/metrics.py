@@ -241,6 +241,7 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
         "rollout/longest_response_tokens": record.longest_response_tokens,
         "rollout/truncated": record.num_truncated,
         "rollout/engine_restarts": record.num_engine_restarts,
+        "rollout/preemptions": record.num_preemptions,
         "rollout/engine_idle_fraction": record.engine_idle_fraction,
         "train/reward": record.reward_mean,
         "train/reward_timeouts": record.num_reward_timeouts,

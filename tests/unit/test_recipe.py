@@ -245,7 +245,7 @@ def test_what_stands_on_a_bound_is_taken(overrides: tuple[str, ...]) -> None:
 
 def test_a_policy_that_is_loaded_has_no_sizes_to_hold_against() -> None:
     recipe = load_recipe("qwen3_8b", overrides={"grpo": {"optimizer": {"method": "adamw"}}})
-    assert (recipe.policy.scratch, recipe.learner.parallel.tensor) == (None, 4)
+    assert (recipe.policy.scratch, recipe.learner.parallel.tensor) == (None, 2)
 
 
 def test_a_workloads_section_lies_over_the_recipe_and_overrides_lie_over_both() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from slipstream.catalog import Hardware, ModelShape, SimulatorConfig, load_hardware, load_model
 from slipstream.config import require
-from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.methods import DraftMethod
 from slipstream.engine.config import EngineConfig
 from slipstream.learner.architecture import Architecture, Shape, require_divisible, require_even_experts
@@ -35,7 +35,7 @@ WEIGHT_BYTES = {Dtype.BFLOAT16: 2, Dtype.FLOAT32: 4, Dtype.AUTO: 4}
 
 _FLOAT32 = 4
 _TOKENIZER_SIZE = 64  # vocabulary of the character tokenizer of a policy from scratch
-_KEPT = ("weights", "base weights", "reference")  # parts that an offloaded learner keeps
+_KEPT = ("weights", "base weights", "reference", "online draft", "refit")  # parts that an offloaded learner keeps
 _CACHE = "KV cache"  # freed while an engine sleeps
 _STATES = ("weights", "base weights", "gradients", "optimizer", "reference")
 
@@ -191,6 +191,9 @@ def estimate(  # noqa: PLR0913  # one parameter for each section of the recipe t
 ) -> MemoryEstimate:
     """Estimate the memory of a GPU named in configs/sim/hardware.yaml.
 
+    A refit over IPC moves whole tensors. The learner holds its bucket and the largest tensor twice: the gathered parts
+    and their sum. The engine holds copies of a bucket's tensors, and the layer that it loads them into.
+
     Args:
         longest_k: longest draft of a request in tokens; 0 without a draft.
         has_reference: True if the loss has a KL to frozen weights.
@@ -198,9 +201,14 @@ def estimate(  # noqa: PLR0913  # one parameter for each section of the recipe t
     """
     found = load_hardware(hardware)
     held = learner_memory(shape, learner, has_reference=has_reference, lora=lora)
+    if longest_k and draft.method is DraftMethod.EAGLE3 and draft.online.when is not DraftOnline.OFF:
+        held |= online_draft_memory(shape, draft, freed=held["activations"] + held["logits"])
     worker, per_token = engine_memory(
         shape, engine, gpu_bytes=found.memory_bytes, longest_k=longest_k, draft=draft if longest_k else None
     )
+    if layout.placement.mode is PlacementMode.COLOCATED:
+        largest = shape.vocab_size * shape.hidden_size * WEIGHT_BYTES[learner.dtype]
+        held["refit"], worker["engine refit"] = 3 * largest, 2 * largest
     chunked = learner.logprob_chunk_tokens is not None
     is_unknown = draft.method is DraftMethod.DRAFT_MODEL and _draft_model(shape, draft) is None
     return MemoryEstimate(
@@ -256,6 +264,34 @@ def learner_memory(
     return max((of_stage(stage) for stage in {0, where.pipeline - 1}), key=lambda parts: sum(parts.values()))
 
 
+def online_draft_memory(shape: Shape, draft: DraftConfig, *, freed: float) -> dict[str, float]:
+    """Estimate what an EAGLE-3 draft that learns beside the policy holds on every rank, all of it in float32.
+
+    Kept all the time: trained weights, the policy's embedding and output layer, and where the draft's vocabulary is cut
+    a copy of the output layer's rows. Beside the trained weights come gradients and two moments, which an offloaded
+    learner frees. An update holds the activations of all passes over one row, and the logits of one chunk: those of the
+    policy, and for each pass logits, softmax and gradient.
+
+    Args:
+        freed: bytes of the policy's activations, which are free while the draft learns.
+
+    Source: `drafts/trainer.py DraftTrainer`, `drafts/passes.py head_inputs`. The scores of attention are left out.
+    """
+    trained, _ = draft_sizes(shape, draft, 1)
+    cut = draft.eagle3.vocab_size
+    hidden, known = shape.hidden_size, cut or shape.vocab_size
+    copies = hidden * (2 * shape.vocab_size + (cut or 0))
+    heads, groups = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
+    passes = draft.online_passes
+    layer = 6 * hidden + 2 * heads + 2 * groups + 4 * shape.ffn_hidden_size
+    rows, chunk = min(draft.eagle3.tokens_per_row, draft.online_tokens), draft.eagle3.loss_chunk_tokens
+    update = rows * (4 * hidden + passes * layer) + chunk * (1 + 3 * passes) * known
+    return {
+        "online draft": (trained + copies) * _FLOAT32,
+        "draft training": 3 * trained * _FLOAT32 + max(0.0, update * _FLOAT32 - freed),
+    }
+
+
 def stage_parameters(shape: Shape, learner: LearnerConfig, stage: int) -> float:
     """Count the parameters on one rank of a pipeline stage.
 
@@ -293,7 +329,8 @@ def activation_bytes(shape: Shape, learner: LearnerConfig, recompute: Recompute 
     4h, on every rank without sequence parallelism. Attention keeps queries and keys before and after their norms,
     values, its output and a copy in another order: 4A + 3K. The gated unit keeps gate and up, SiLU of the gate, and
     the product: 4f. With selective recomputation the feed-forward keeps its input alone, and attention keeps no output:
-    3A + 3K are left. With full recomputation a layer keeps its input: h.
+    3A + 3K are left. With full recomputation a layer keeps its input: h. A gated unit that is compiled (bfloat16 on a
+    GPU) keeps no SiLU, f less, which is left in as room.
 
     Source: the tensors of `learner/layers.py`; the terms of arXiv 2205.05198, section 4, with flash attention and
     without dropout.
@@ -352,14 +389,17 @@ def draft_sizes(shape: Shape, config: DraftConfig, tensor: int) -> tuple[float, 
     An EAGLE-3 draft counts without the embedding, which is the policy's; an MTP layer counts like an EAGLE-3 draft.
 
     Source: `drafts/eagle3.py`: a fusion of three hidden states into one (3h x h), a layer whose attention reads twice
-    the width, and an output layer over the whole vocabulary; norms are left out.
+    the width, and an output layer over the draft's vocabulary; norms are left out.
     """
     match config.method:
         case DraftMethod.EAGLE3 | DraftMethod.MTP:
             hidden = shape.hidden_size
             heads, groups = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
             layer = 2 * hidden * (heads + 2 * groups) + heads * hidden + 3 * hidden * shape.ffn_hidden_size
-            parameters = 3 * hidden * hidden + layer + hidden * shape.vocab_size
+            known = shape.vocab_size
+            if config.method is DraftMethod.EAGLE3 and config.eagle3.vocab_size is not None:
+                known = config.eagle3.vocab_size
+            parameters = 3 * hidden * hidden + layer + hidden * known
             return parameters, _cached_elements(shape, 1, tensor)
         case DraftMethod.DRAFT_MODEL:
             small = _draft_model(shape, config)

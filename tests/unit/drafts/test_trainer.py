@@ -24,6 +24,7 @@ from slipstream.drafts.trainer import DISTANCES, DraftOptimizer, DraftTrainer, c
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.ragged import Ragged
+from slipstream.types import Dtype
 from tests.small import draft_with
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 
@@ -102,8 +103,9 @@ def test_a_damaged_checkpoint_of_a_draft_is_refused(
         trainer.load_checkpoint(tmp_path / "draft" / "step-1")
 
 
+@pytest.mark.parametrize("are_handed_both", [False, True])
 def test_two_trainers_with_a_chat_each_make_the_update_of_one_with_both(
-    policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]]
+    policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]], are_handed_both: bool
 ) -> None:
     config = draft_with(CONFIG, eagle3={"tokens_per_row": 12})  # each chat has a row of its own, here as there
     trainers = [DraftTrainer(policy, config) for _ in range(3)]
@@ -122,6 +124,9 @@ def test_two_trainers_with_a_chat_each_make_the_update_of_one_with_both(
     def steps(rank: int) -> list[float]:
         own, reduce = slice(rank, rank + 1), partial(sum_over_ranks, rank)
         trainers[1 + rank]._sum_over_ranks = reduce
+        if are_handed_both:
+            own, trainers[1 + rank]._share = slice(2), (rank, 2)
+            assert len(trainers[1 + rank]._rows(CHATS, PROMPTS, states)) == 1
         return [trainers[1 + rank].step(CHATS[own], PROMPTS[own], states[own]) for _ in range(2)]
 
     expected = [trainers[0].step(CHATS, PROMPTS, states) for _ in range(2)]
@@ -133,6 +138,36 @@ def test_two_trainers_with_a_chat_each_make_the_update_of_one_with_both(
     for other in others:
         for mine, theirs in zip(one, other, strict=True):
             torch.testing.assert_close(theirs, mine, rtol=0, atol=1e-5)
+
+
+def test_products_in_bfloat16_keep_weights_and_moments_in_float32_and_train_as_well(
+    policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    exact, rounded = DraftTrainer(policy, CONFIG), DraftTrainer(policy, CONFIG, products=Dtype.BFLOAT16)
+    with _Products() as seen:
+        losses = [rounded.step(CHATS, PROMPTS, states) for _ in range(30)]
+    assert seen.dtypes == {torch.bfloat16}
+    expected = [exact.step(CHATS, PROMPTS, states) for _ in range(30)]
+    assert losses[0] == pytest.approx(expected[0], rel=5e-2)
+    assert losses[0] != expected[0]
+    assert losses[-1] < 0.5 * losses[0]
+    assert {tensor.dtype for tensor in (*rounded._trained, *rounded._optimizer.moments().values())} == {torch.float32}
+    with _Products() as seen:
+        rounded.evaluate(CHATS, PROMPTS, states)
+    assert seen.dtypes == {torch.float32}
+
+
+class _Products(TorchDispatchMode):
+    """Notes the types that matrices are multiplied in; the angles of positions, which are outer products, aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default) and args[0].shape[-1] > 1:
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
 
 
 def test_hidden_states_captured_once_train_the_draft_as_those_of_each_step_do(policy: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.engine.config import EngineConfig
-from slipstream.engine.vllm_engine import engine_arguments, loadable
+from slipstream.engine.vllm_engine import engine_arguments, loadable, process_environment
 
 GPU = EngineConfig(max_model_len=8, max_num_seqs=1)
 CPU = EngineConfig(max_model_len=8, max_num_seqs=1, kv_cache_gib=1.0)
@@ -48,3 +48,10 @@ def test_only_an_engine_that_can_sleep_has_vllms_sleep_mode_and_only_on_a_gpu() 
     assert plain["gpu_memory_utilization"] == 0.6 and "enable_sleep_mode" not in plain
     assert sleeping == plain | {"enable_sleep_mode": True}
     assert "enable_sleep_mode" not in engine_arguments(CPU, is_in_flight=False, can_sleep=True)
+
+
+def test_vllm_logs_errors_alone_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    assert process_environment(GPU)["VLLM_LOGGING_LEVEL"] == "ERROR"
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    assert process_environment(GPU)["VLLM_LOGGING_LEVEL"] == "INFO"

@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.engine.requests import GroupRequest
-from slipstream.engine.vllm_groups import CacheMemory, Drafting, FinishedRollout, GroupsUnderWay
+from slipstream.engine.vllm_groups import CacheMemory, Drafting, FinishedRollout, GroupsUnderWay, Preemptions
 from slipstream.records.steps import ScheduleEntry
 from slipstream.types import Prompt
 
@@ -281,6 +281,21 @@ def test_an_engine_that_started_without_a_table_cannot_change_its_length() -> No
 def test_a_table_with_longer_drafts_than_the_engine_has_room_for_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"draft.length must be at most 5, got 7"):
         Drafting(drafting_llm(5, [0, 5, 5, 5, 5])).draft_by([entry(1, 1, 7)])
+
+
+def test_preemptions_count_where_the_cache_was_full_and_not_where_a_refit_recomputes_all() -> None:
+    llm = drafting_llm(2, None)
+    llm.llm_engine.engine_core.engine_core.scheduler.running = ["one", "another"]
+    preemptions = Preemptions(llm)
+    (logger,) = llm.llm_engine.logger_manager.stat_loggers
+    for num in (2, 0, 1):
+        logger.record(None, SimpleNamespace(num_preempted_reqs=num), engine_idx=0)
+    logger.record(None, None, engine_idx=0)  # a step without requests
+    assert [preemptions.take(), preemptions.take()] == [3, 0]
+    preemptions.expect_recomputation()
+    assert preemptions.take() == 0  # vLLM reports them with the next step
+    logger.record(None, SimpleNamespace(num_preempted_reqs=3), engine_idx=0)
+    assert preemptions.take() == 1
 
 
 def test_drafts_are_counted_by_position_over_the_steps() -> None:

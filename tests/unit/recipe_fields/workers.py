@@ -22,7 +22,8 @@ def engine_arguments(recipe: Recipe, tools: Tools) -> object:
     class LLM:
         def __init__(self, model: str, **arguments: Any) -> None:
             seen.append(arguments)
-            self.llm_engine = None  # generates nothing here
+            core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=None))  # generates nothing here
+            self.llm_engine = SimpleNamespace(logger_manager=SimpleNamespace(stat_loggers=[]), engine_core=core)
 
         def collective_rpc(self, method: str) -> list[Any]:
             return []

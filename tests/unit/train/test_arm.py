@@ -558,3 +558,20 @@ def test_in_every_loop_a_guess_in_a_thought_that_the_prompt_opened_is_not_reward
     assert sorted(world.rewards) == sorted((prompt, float(int(prompt) % 2 == 0)) for prompt in trained)
     means = [record.reward_mean for record in records]
     assert sum(means) / NUM_STEPS == sum(int(prompt) % 2 == 0 for prompt in trained) / len(trained)
+
+
+class Crowded(Engines):
+    """Engines whose cache is full from the second generation on."""
+
+    def generate(self, *args: Any, **settings: Any) -> GenerationResult:
+        return replace(super().generate(*args, **settings), num_preemptions=4 * (self.num_asked > 1))
+
+
+def test_the_first_step_in_which_a_full_cache_preempts_rollouts_is_a_warning_with_the_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    records = attempted(tmp_path, monkeypatch, Crowded())
+    assert [record.num_preemptions for record in records] == [0, *[4] * (NUM_STEPS - 1)]
+    (warning,) = [each.getMessage() for each in caplog.records if "preempted" in each.getMessage()]
+    assert "step 2: the KV cache was full, and vLLM preempted and recomputed 4 rollouts" in warning
+    assert "raise engine.gpu_memory_utilization" in warning

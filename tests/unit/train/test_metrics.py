@@ -43,6 +43,7 @@ METRICS = {
     "rollout/longest_response_tokens": 7,
     "rollout/truncated": 3,
     "rollout/engine_restarts": 12,
+    "rollout/preemptions": 14,
     "rollout/engine_idle_fraction": 0.25,
     "train/reward": 0.125,
     "train/reward_timeouts": 5,
@@ -317,7 +318,12 @@ def test_one_rollout_is_enough_for_a_record() -> None:
     group = RolloutGroup(prompt=prompt, rollouts=(one,))
     record = recorded(
         GenerationResult(
-            groups=(group,), acceptance=ACCEPTANCE, generation_s=4.0, num_engine_restarts=12, engine_idle_fraction=0.25
+            groups=(group,),
+            acceptance=ACCEPTANCE,
+            generation_s=4.0,
+            num_engine_restarts=12,
+            engine_idle_fraction=0.25,
+            num_preemptions=14,
         ),
         RewardResult(rewards=(0.5,), num_timeouts=5, num_crashes=6, num_failures=8, metrics={"length": 2.5}),
         draft=UPDATE,

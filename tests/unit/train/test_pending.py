@@ -43,6 +43,7 @@ def pending() -> Pending:
         acceptance=ACCEPTED,
         generation_s=0.1,
         num_engine_restarts=1,
+        num_preemptions=3,
         num_regenerated=4,
         engine_idle_fraction=0.3,
         autopilot=AutopilotStep(speculates=True, is_probe=False, token_ms=0.7),

@@ -82,6 +82,7 @@ STEP = StepRecord(
     num_engine_restarts=12,
     engine_idle_fraction=0.25,
     longest_response_tokens=7,
+    num_preemptions=14,
 )
 START = "start"
 

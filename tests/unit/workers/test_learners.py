@@ -1,4 +1,4 @@
-"""Dealing a batch to data-parallel ranks."""
+"""Dealing a batch to data-parallel ranks, and the start of ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config import ConfigError
+from slipstream.learner.config import LearnerConfig
 from slipstream.learner.packing import plan_shards
+from slipstream.workers import learners
 from slipstream.workers.learners import Shards
+from tests.unit.recipe_fields.workers import FakeRay
 
 
 def test_the_longest_go_first_to_whoever_has_the_fewest_tokens() -> None:
@@ -40,3 +43,15 @@ def test_answers_come_back_in_the_batchs_order() -> None:
 def test_an_update_with_fewer_sequences_than_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"an update must have a sequence for each of 3 data-parallel ranks, got 2"):
         Shards.of_update([[1, 2], [3, 4]], 3)
+
+
+def test_a_learners_gpu_has_one_queue_of_work_so_that_megatrons_collectives_overlap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = FakeRay()
+    monkeypatch.setattr(learners, "ray", ray)
+    monkeypatch.setattr(learners, "started", lambda workers, deadline: workers)
+    monkeypatch.setattr(learners, "_join", lambda ranks, deadline: None)
+    learners.start_ranks(LearnerConfig(num_threads=3), [{"num_gpus": 0}])
+    environment = ray.options[0]["runtime_env"]["env_vars"]
+    assert (environment["CUDA_DEVICE_MAX_CONNECTIONS"], environment["OMP_NUM_THREADS"]) == ("1", "3")

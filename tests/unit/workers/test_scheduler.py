@@ -186,11 +186,17 @@ def test_the_time_is_that_of_the_engine_that_took_longest_from_its_first_call_to
     requests = requests_of(1, 2)
     entries = [(index, group(requests[index].prompt, 1, 1)) for index in (0, 1)]
     steps = RunningTime(num_running=2, num_steps=5, num_tokens=20, elapsed_s=0.5)
-    first = Portion(groups=(entries[0],), acceptance=None, started_s=7.0, ended_s=8.0, running=(steps,))
-    second = Portion(groups=(entries[1],), acceptance=None, started_s=9.0, ended_s=10.0, running=(steps,))
+    first = Portion(
+        groups=(entries[0],), acceptance=None, started_s=7.0, ended_s=8.0, running=(steps,), num_preemptions=2
+    )
+    second = Portion(
+        groups=(entries[1],), acceptance=None, started_s=9.0, ended_s=10.0, running=(steps,), num_preemptions=3
+    )
     result = joined(requests, [[first, second]])
     assert (result.generation_s, result.engine_idle_fraction) == (3.0, 0.0)
     assert result.running == (RunningTime(num_running=2, num_steps=10, num_tokens=40, elapsed_s=1.0),)
+    assert result.num_preemptions == 5
+    assert together([first, second], num_engines=1).num_preemptions == 5
 
 
 def test_acceptance_is_that_of_all_calls_together() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.catalog import load_model
-from slipstream.config import ConfigError
+from slipstream.config import ConfigError, merge
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import DraftMethod
 from slipstream.engine.config import EngineConfig
@@ -31,17 +31,25 @@ SPLIT = {
     "engine": {"num_engines": 24},
 }
 IN_TURN = {"placement": {"memory": "in_turn"}}
+PLAIN = {  # a learner that splits neither activations nor its optimizer, and a draft that knows all tokens
+    "learner": {
+        "parallel": {"tensor": 4, "data": 8, "sequence_parallel": False},
+        "distributed_optimizer": False,
+        "logprob_chunk_tokens": None,
+    },
+    "draft": {"eagle3": {"vocab_size": None}},
+}
 EAGLE3 = draft_with(eagle3={"aux_hidden_state_layer_ids": (0, 1, 2)})
 
 
 def _refusal(overrides: dict[str, Any], recipe: str = "qwen3_8b") -> str:
     with pytest.raises(ConfigError) as caught:
-        load_recipe(recipe, overrides=overrides)
+        load_recipe(recipe, overrides=overrides if recipe == "tiny" else merge(PLAIN, overrides))
     return str(caught.value)
 
 
 def _estimate(**overrides: Any) -> MemoryEstimate:
-    found = load_recipe("qwen3_8b", overrides=overrides).memory()
+    found = load_recipe("qwen3_8b", overrides=merge(PLAIN, overrides)).memory()
     assert found is not None
     return found
 
@@ -134,7 +142,7 @@ def test_an_engine_that_does_not_divide_the_policy_is_refused(
 
 def test_an_engine_may_copy_key_value_heads_evenly(tmp_path: Path) -> None:
     overrides = _with_engines_of_eight(tmp_path, num_query_groups=2, ffn_hidden_size=96)
-    load_recipe("qwen3_8b", overrides=overrides)  # four workers have each of the two heads
+    load_recipe("qwen3_8b", overrides=merge(PLAIN, overrides))  # four workers have each of the two heads
 
 
 def _with_engines_of_eight(directory: Path, **shape: int) -> dict[str, Any]:
@@ -167,9 +175,9 @@ def test_a_channel_that_the_placement_rules_out_is_refused_with_the_recipe() -> 
     )
     one_node = {"placement": {"nodes": 1}, "learner": {"parallel": {"data": 1}}, "engine": {"num_engines": 4}}
     two_nodes = {"placement": {"nodes": 2}, "learner": {"parallel": {"data": 2}}, "engine": {"num_engines": 8}}
-    load_recipe("qwen3_8b", overrides={**one_node, "refit": {"channel": "shared_memory"}})
+    load_recipe("qwen3_8b", overrides=merge(PLAIN, {**one_node, "refit": {"channel": "shared_memory"}}))
     assert _refusal({**two_nodes, "refit": {"channel": "shared_memory"}}).startswith("refit.channel must cross 2 nodes")
-    chosen = {"auto": load_recipe("qwen3_8b"), "split": load_recipe("qwen3_8b", overrides=SPLIT)}
+    chosen = {"auto": load_recipe("qwen3_8b"), "split": load_recipe("qwen3_8b", overrides=merge(PLAIN, SPLIT))}
     assert [recipe.refit_channel for recipe in chosen.values()] == [Channel.IPC, Channel.NCCL]
     assert load_recipe("qwen3_8b", overrides={"refit": {"channel": "gloo"}}).refit_channel is Channel.GLOO
 
@@ -285,6 +293,34 @@ def test_an_engine_without_a_draft_takes_a_named_cache_as_it_is_and_splits_over_
     assert (parts["draft"], parts["engine activations"], per_token) == (232, 16_384 * 2 * 17, 24)
 
 
+def test_a_draft_with_a_cut_vocabulary_has_an_output_layer_of_that_many_tokens() -> None:
+    cut = draft_with(EAGLE3, eagle3={"vocab_size": 5})
+    assert memory.draft_sizes(_tiny(), cut, 1)[0] == 48 + 64 + 16 + 72 + 4 * 5
+
+
+def test_a_draft_that_learns_beside_the_policy_holds_copies_of_its_tables_and_what_an_update_needs() -> None:
+    online = {"when": "always", "ttt_steps": 2}
+    draft = draft_with(EAGLE3, online=online, eagle3={"tokens_per_row": 10, "loss_chunk_tokens": 3})
+    # 232 trained; embedding and output layer of 8*4. A token has its states 4*4, and a pass 6*4 + 2*4 + 2*2 + 4*6.
+    found = memory.online_draft_memory(_tiny(), draft, freed=1000)
+    assert found["online draft"] == 4 * (232 + 64)
+    assert found["draft training"] == 4 * 3 * 232 + 4 * (10 * (16 + 2 * 60) + 3 * 7 * 8) - 1000
+    assert memory.online_draft_memory(_tiny(), draft, freed=1e6)["draft training"] == 4 * 3 * 232
+    cut = memory.online_draft_memory(_tiny(), draft_with(draft, eagle3={"vocab_size": 5}), freed=0)
+    assert cut["online draft"] == 4 * (220 + 64 + 20)  # the policy's whole output layer, and its rows of the draft
+
+
+def test_the_plan_counts_an_online_draft_and_the_staging_of_a_refit_on_shared_gpus() -> None:
+    plain, online = _estimate(), _estimate(draft={"online": {"when": "always"}})
+    assert {"online draft", "draft training"} == online.learner.keys() - plain.learner.keys()
+    table = 151_936 * 4096 * 2
+    assert (plain.learner["refit"], plain.engine["engine refit"]) == (3 * table, 2 * table)
+    turns = _estimate(**IN_TURN, draft={"online": {"when": "always"}}).kinds
+    assert "online draft" in turns["generating"]
+    assert "draft training" not in turns["generating"]
+    assert "refit" not in _estimate(**SPLIT).learner
+
+
 def test_a_draft_model_is_counted_whole_whether_trained_or_given(tmp_path: Path) -> None:
     scratch = ShapeConfig(
         hidden_size=2, num_layers=3, num_attention_heads=1, num_query_groups=1, head_dim=4, ffn_hidden_size=5
@@ -361,9 +397,10 @@ def test_more_ranks_never_need_more_each(tensor: int, pipeline: int, is_sequence
 
 def test_a_split_gpu_has_the_engines_share_for_its_micro_batch_and_chunked_logits_do_not_grow() -> None:
     alone, together = _estimate(**SPLIT), _estimate()
-    # Alone, a micro-batch has the engine's share too: 83.7 GB at (67,072 x 36 + 14 x 37,984) bytes a token.
+    # Alone, a micro-batch has the engine's share too: 83.7 GB at (67,072 x 36 + 14 x 37,984) bytes a token,
+    # and no refit stages five copies of the largest tensor there.
     more = alone.max_microbatch_tokens - together.max_microbatch_tokens
-    assert more == pytest.approx(0.45 * 186e9 / (67_072 * 36 + 14 * 37_984), abs=1)
+    assert more == pytest.approx((0.45 * 186e9 + 5 * 151_936 * 4096 * 2) / (67_072 * 36 + 14 * 37_984), abs=1)
     chunked = _estimate(learner={"logprob_chunk_tokens": 1024})
     assert chunked.learner["logits"] == pytest.approx(together.learner["logits"] / 16)
     grown = sum((chunked.learner | chunked.engine).values()) - chunked.learner["activations"]
@@ -375,6 +412,7 @@ def test_a_run_in_turn_keeps_weights_beside_the_engine_and_no_cache_beside_the_l
     assert [part for part in kinds["generating"] if not part.startswith(("engine", "draft"))] == [
         "weights",
         "reference",
+        "refit",
         "KV cache",
     ]
     assert "KV cache" not in kinds["training"]
@@ -384,11 +422,11 @@ def test_a_run_in_turn_keeps_weights_beside_the_engine_and_no_cache_beside_the_l
     ("overrides", "warnings"),
     [
         ({}, []),
-        ({"learner": {"max_tokens_per_microbatch": 19_053}}, []),
+        ({"learner": {"max_tokens_per_microbatch": 16_940}}, []),
         (
             {"learner": {"max_tokens_per_microbatch": 20_000}},
             [
-                "GPU: 179.5 GB are more than the 176.7 GB to give: lower learner.max_tokens_per_microbatch to 19053, "
+                "GPU: 185.7 GB are more than the 176.7 GB to give: lower learner.max_tokens_per_microbatch to 16940, "
                 "or engine.gpu_memory_utilization or engine.kv_cache_gib, or split further"
             ],
         ),
@@ -444,7 +482,7 @@ def test_a_mixture_of_experts_is_placed_without_its_memory(tmp_path: Path) -> No
     config = replace(dense, family=QWEN3_MOE, experts=experts).to_hf(Dtype.BFLOAT16)
     (tmp_path / "config.json").write_text(json.dumps(config))
     dealt = {"policy": {"model": str(tmp_path)}, "learner": {"parallel": {"tensor": 1, "data": 32, "expert": 4}}}
-    assert load_recipe("qwen3_8b", overrides=dealt).memory() is None
+    assert load_recipe("qwen3_8b", overrides=merge(PLAIN, dealt)).memory() is None
     for learner, message in (
         ({"tensor": 1, "data": 32, "expert": 16}, "learner.parallel.expert must divide the policy's 8 experts, got 16"),
         ({"tensor": 4, "data": 8}, "learner.parallel.tensor must be 1 for a mixture of experts, got 4; deal the"),

@@ -1,11 +1,12 @@
 """Tables for users: the place of each process, and the memory of each GPU."""
 
+from slipstream.config import merge
 from slipstream.learner.config import ParallelConfig
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.workers.placement.config import Layout, PlacementConfig, PlacementMode
 from slipstream.workers.placement.memory import memory_text
 from slipstream.workers.placement.plan import Node, make_plan, parse_cluster, plan_text, table
-from tests.unit.workers.placement.test_memory import SPLIT
+from tests.unit.workers.placement.test_memory import PLAIN, SPLIT
 
 
 def _memory_text(recipe: Recipe) -> str:
@@ -64,21 +65,23 @@ def test_memory_of_a_shared_gpu_is_one_column() -> None:
     assert _memory_text(recipe).splitlines() == [  # no KL, no reference
         "part                GPU, GB",
         "------------------  -------",
-        "weights             4.1",
-        "gradients           8.2",
-        "optimizer           24.6",
-        "activations         39.6",
-        "logits              8.7",
+        "weights             8.2",
+        "gradients           16.4",
+        "optimizer           3.1",
+        "activations         50.1",
+        "logits              1.1",
+        "refit               3.7",
         "engine weights      16.4",
-        "draft               1.8",
+        "draft               0.8",
         "engine activations  3.7",
-        "KV cache            61.8",
+        "KV cache            62.8",
+        "engine refit        2.5",
         "runtime (assumed)   9.3",
-        "together            178.1",  # of the exact sizes: 168.8 and a twentieth of 186.0
+        "together            178.1",
         "GB200 has           186.0",
         "",
-        "longest micro-batch that fits: 19,053 tokens",
-        "an engine's cache holds 407,800 tokens of context, 33 of the longest sequences",
+        "longest micro-batch that fits: 18,970 tokens",
+        "an engine's cache holds 414,283 tokens of context, 33 of the longest sequences",
         "a refit moves 16.4 GB into each of 32 engines, 524.2 GB in all, by ipc",
     ]
 
@@ -88,28 +91,30 @@ def test_memory_that_is_had_in_turn_has_a_column_for_each_turn() -> None:
     assert _memory_text(recipe).splitlines() == [
         "part                generating, GB  training, GB",
         "------------------  --------------  ------------",
-        "weights             4.1             4.1",
-        "gradients           -               8.2",
-        "optimizer           -               24.6",
-        "activations         -               39.6",
-        "logits              -               8.7",
+        "weights             8.2             8.2",
+        "gradients           -               16.4",
+        "optimizer           -               3.1",
+        "activations         -               50.1",
+        "logits              -               1.1",
+        "refit               3.7             3.7",
         "engine weights      16.4            16.4",
-        "draft               1.8             1.8",
+        "draft               0.8             0.8",
         "engine activations  3.7             3.7",
-        "KV cache            61.8            -",
+        "KV cache            62.8            -",
+        "engine refit        2.5             2.5",
         "runtime (assumed)   9.3             9.3",
-        "together            97.1            116.3",
+        "together            107.4           115.3",
         "GB200 has           186.0           186.0",
         "",
-        "longest micro-batch that fits: 40,029 tokens",
-        "an engine's cache holds 407,800 tokens of context, 33 of the longest sequences",
+        "longest micro-batch that fits: 39,490 tokens",
+        "an engine's cache holds 414,283 tokens of context, 33 of the longest sequences",
         "a refit moves 16.4 GB into each of 32 engines, 524.2 GB in all, by ipc",
-        "while engines generate, 24.6 GB of each GPU's optimizer wait in host memory: 98.3 GB a node",
+        "while engines generate, 3.1 GB of each GPU's optimizer wait in host memory: 12.3 GB a node",
     ]
 
 
 def test_memory_of_split_gpus_has_a_column_for_each_kind() -> None:
-    recipe = load_recipe("qwen3_8b", overrides={**SPLIT, "grpo": {"loss": {"kl_coefficient": 0.1}}})
+    recipe = load_recipe("qwen3_8b", overrides=merge(PLAIN, {**SPLIT, "grpo": {"loss": {"kl_coefficient": 0.1}}}))
     lines = _memory_text(recipe).splitlines()
     assert lines[0] == "part                training GPU, GB  generation GPU, GB"
     assert lines[5] == "reference           4.1               -"
