@@ -383,9 +383,8 @@ def train_beside(
     """Update the policy, and its draft on the hidden states of the same forward pass.
 
     Each data-parallel rank passes its share of the update. The ranks that split the policy between them split that
-    share for the draft, whose gradient is summed over all ranks. The draft sees
-    detached states and has its own optimizer and clip, so the policy's update is bit-identical to one of `train_step`
-    without a draft.
+    share for the draft, whose gradient is summed over all ranks. The draft sees detached states and has its own
+    optimizer and clip, so the policy's update is bit-identical to one of `train_step` without a draft.
     """
     from slipstream.learner.megatron import Capture
 

@@ -42,8 +42,8 @@ Decode = Callable[[Sequence[int], Sequence[int]], str]
 
 LogMetrics = Callable[[Mapping[str, float], int], None]
 _PREEMPTED = (
-    "%s: step %d: the KV cache was full, and vLLM preempted and recomputed %d rollouts, which slows generation in both "
-    "arms: raise engine.gpu_memory_utilization, or set placement.memory in_turn and raise it; rollout/preemptions "
+    "%s: step %d: the KV cache was full, and vLLM preempted and recomputed %d rollouts, which slows generation: "
+    "raise engine.gpu_memory_utilization, or set placement.memory in_turn and raise it; rollout/preemptions "
     "counts them from now on"
 )
 _NUM_PROBES = 16  # prompts on which an engine's logprobs are compared if its tensors cannot be read
@@ -98,8 +98,11 @@ class Run:
         """
         recipe, plan = self.recipe, self.plan
         with plan.start_engine() as engines, open_reward(recipe.reward) as reward:
+            facts = engines.facts()
+            words = ", ".join(f"{name} {value}" for name, value in facts.items())
+            logger.info("%s: engines with %s", plan.title, words)
             steps = self.with_restarts(engines, reward)
-            machine, facts = machines(engines.workers), engines.facts()
+            machine = machines(engines.workers)
         return ArmRecord(
             arm=plan.arm,
             num_speculative_tokens=plan.num_speculative_tokens,

@@ -20,7 +20,7 @@ from slipstream.report.reference import read_reference
 from slipstream.report.results import description, terminal_table
 from slipstream.report.sentences import accuracy_text, verdict
 from slipstream.report.summary import accuracy_difference, pooled_acceptance, summarise, summarise_arms
-from slipstream.report.tables import accuracy_table
+from slipstream.report.tables import accuracy_table, count_table
 from slipstream.statistics import amdahl
 from slipstream.types import Arm
 from tests.unit.report.handmade import (
@@ -244,6 +244,16 @@ def test_a_run_on_logical_gpus_says_so_and_no_other_does() -> None:
     assert summarise(logical)["logical_gpus"] is True
     assert "logical" not in terminal_table(RECORD)
     assert "The GPUs were logical" not in page_text(RECORD)
+
+
+def test_preempted_rollouts_have_a_row_where_there_were_any() -> None:
+    label = "preempted rollouts (KV cache full)"
+    assert label not in [row.label for row in count_table(summarise_arms(RECORD.arms)).rows]
+    base, spec = RECORD.arms
+    steps = tuple(replace(step, num_preemptions=2) for step in base.steps)
+    rows = count_table(summarise_arms((replace(base, steps=steps), spec))).rows
+    (row,) = [row for row in rows if row.label == label]
+    assert row.cells == (str(2 * len(steps)), "0")
 
 
 def test_a_stage_that_the_arms_left_out_is_said_to_be_and_not_timed_as_zero() -> None:
