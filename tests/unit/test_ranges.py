@@ -125,6 +125,17 @@ ROWS: list[Row] = [
     ),
     ("must be >= 1, got 0; null keeps the whole vocabulary", (0,), (1, None), {"draft.eagle3": "vocab_size"}),
     (
+        "must be >= 1, got 0; null takes sampling.max_response_tokens",
+        (0,),
+        (1, None),
+        {"tuning": "max_response_tokens"},
+    ),
+    *bounds(
+        ("must be > 0, got 0.0; null takes engine.gpu_memory_utilization", 0.0, 1e-9),
+        ("must be < 1, got 1.0; null takes engine.gpu_memory_utilization", 1.0, 1.0 - 1e-9),
+        {"tuning": "gpu_memory_utilization"},
+    ),
+    (
         "must be >= 0",
         (-1,),
         (0,),

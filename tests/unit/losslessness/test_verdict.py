@@ -251,7 +251,7 @@ def baseline() -> Sample:
 
 
 def test_a_certificate_says_what_it_is_about_and_how_much_was_drawn() -> None:
-    config = replace(SMALL, family_level=0.02, power=0.8, max_detectable_bias=0.9, seed=4)
+    config = replace(SMALL, num_tokens=500, family_level=0.02, power=0.8, max_detectable_bias=0.9, seed=4)
     sampling = SamplingConfig(temperature=0.9, top_p=0.95, top_k=8, max_response_tokens=20)
     subject = Subject(
         num_speculative_tokens=3,
