@@ -36,7 +36,7 @@ from typing import Any
 
 from slipstream import logs
 from slipstream.config import require
-from slipstream.gpu_check import check_stages
+from slipstream.gpu_check import check_stages, learner_stages
 from slipstream.gpu_check.check_stages import Setting, Skipped
 from slipstream.gpu_check.throughput import throughput
 from slipstream.records.files import write_atomic
@@ -115,7 +115,7 @@ STAGES = (
     Stage(
         number=5,
         name="learner",
-        work=check_stages.learner,
+        work=learner_stages.learner,
         limit_s=300,
         not_exercised=(
             "bfloat16 with float32 master weights",
@@ -126,7 +126,7 @@ STAGES = (
     Stage(
         number=6,
         name="draft",
-        work=check_stages.draft,
+        work=learner_stages.draft,
         limit_s=240,
         not_exercised=("a draft's update on a GPU beside the same one on the CPU",),
     ),
