@@ -357,7 +357,7 @@ def _accuracies(ax: Axes, record: RunRecord) -> None:
         ax.errorbar(shifted, values, errors, fmt="o-", color=ARM_COLOURS[arm.arm], markersize=4, capsize=3)
     top = max((max(point.ci95[1], point.avg_at_k) for point in points), default=1.0)
     k = points[0].k if points else 0
-    ax.set(title=f"AIME-2024-like accuracy, avg@{k}, 95 % interval", xlabel="after step", ylim=(0, 1.18 * top or 1.0))
+    ax.set(title=f"Validation accuracy, avg@{k}, 95 % interval", xlabel="after step", ylim=(0, 1.18 * top or 1.0))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 

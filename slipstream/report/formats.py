@@ -48,7 +48,7 @@ def _by_arm(name: str, label: str, unit: str, loop: ArmLoop, judged: str = "abso
 
 _IN_TURN, _OVERLAPPING = ArmLoop
 _OVER_SYNCHRONOUS = ("asynchronous_step_speedup", "asynchronous step over the synchronous one")
-_ACCURACY = ("aime24", "AIME-2024-like", "accuracy")
+_ACCURACY = ("validation", "validation accuracy", "accuracy")
 KINDS = {
     "generation_speedup": Kind("generation speedup", "x", "relative"),
     "step_speedup": Kind("step speedup", "x", "relative"),
@@ -62,7 +62,7 @@ KINDS = {
     **_by_arm(*_ACCURACY, _IN_TURN),
     **_by_arm("reward", "reward", "reward", _OVERLAPPING),
     **_by_arm(*_ACCURACY, _OVERLAPPING),
-    "aime24_start": Kind(f"AIME-2024-like, {POLICY_LABELS['start']}", "accuracy"),
+    "validation_start": Kind(f"validation accuracy, {POLICY_LABELS['start']}", "accuracy"),
     "num_speculative_tokens": Kind("draft length", "k"),
     "hours": Kind("hours", "h"),
     "gpu_hours": Kind("GPU hours", "GPU h"),

@@ -87,7 +87,7 @@ def results(record: RunRecord) -> list[Result]:
         found += [_reward(arm.arm.value, arm), _gain(arm, is_shown=run.alone is not None)]
     found += [] if compared is None else _asynchronous_results(compared)
     for e in record.evaluations:
-        found.append(_result(f"aime24_{e.policy}", _avg_at_k(e), note=f"avg@{e.k} of {e.num_problems} problems"))
+        found.append(_result(f"validation_{e.policy}", _avg_at_k(e), note=f"avg@{e.k} of {e.num_problems} problems"))
     metrics: dict[str, float | Estimate] = {f"tokens_per_s_{arm.arm}": arm.generation_tokens_per_s for arm in run.arms}
     metrics |= {"num_speculative_tokens": float(k), **_asynchronous_metrics(compared)}
     metrics |= {"paired": float(run.comparison.paired)} if run.comparison is not None else {}
@@ -136,7 +136,7 @@ def verdict_tags(record: RunRecord) -> dict[str, str]:
 def curve_metrics(record: RunRecord) -> list[tuple[int, dict[str, float]]]:
     """Accuracy metrics of each arm's curve, each with its step."""
     return [
-        (step, metrics_with_ends(f"aime24/{name}", _avg_at_k(evaluation)))
+        (step, metrics_with_ends(f"validation/{name}", _avg_at_k(evaluation)))
         for name, curve in accuracy_curves(record).items()
         for step, evaluation in curve.items()
     ]

@@ -389,7 +389,7 @@ def summarise(record: RunRecord) -> dict[str, Any]:
             name: [{"step": step, **_fields(point, "avg_at_k", "ci95")} for step, point in curve.items()]
             for name, curve in accuracy_curves(record).items()
         },
-        "aime24": {scored.policy: _fields(scored, *_ACCURACY_FIELDS) for scored in record.evaluations},
+        "validation": {scored.policy: _fields(scored, *_ACCURACY_FIELDS) for scored in record.evaluations},
     }
 
 

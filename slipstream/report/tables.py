@@ -270,7 +270,7 @@ def loop_learning_table(compared: LoopComparison, evaluations: tuple[EvaluationR
     """Tabulate reward, accuracy and rollout losses of all arms."""
     groups = {
         "reward": ("first quarter", "last quarter", "gain", "of gain in turn"),
-        "AIME-2024-like": ("avg@k", "95 % interval"),
+        "validation accuracy": ("avg@k", "95 % interval"),
         "rollouts": ("waited for", "begun anew", "lost"),
     }
     accuracies = {evaluation.policy: _accuracy(evaluation) for evaluation in evaluations}

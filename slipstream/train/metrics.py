@@ -283,15 +283,15 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
 
 def accuracy_metrics(evaluation: EvaluationRecord) -> dict[str, float]:
     """Metrics of one policy's accuracy."""
-    name = f"aime24/avg_at_{evaluation.k}"
+    name = f"validation/avg_at_{evaluation.k}"
     low, high = evaluation.ci95
     return {
         name: evaluation.avg_at_k,
         f"{name}_low": low,
         f"{name}_high": high,
-        f"aime24/maj_at_{evaluation.k}": evaluation.maj_at_k,
-        "aime24/truncated_fraction": evaluation.truncated_fraction,
-        "aime24/num_timeouts": evaluation.num_timeouts,
+        f"validation/maj_at_{evaluation.k}": evaluation.maj_at_k,
+        "validation/truncated_fraction": evaluation.truncated_fraction,
+        "validation/num_timeouts": evaluation.num_timeouts,
     }
 
 

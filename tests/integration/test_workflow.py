@@ -28,7 +28,7 @@ def test_the_workflow_runs_every_stage_in_both_loops_and_reports(tmp_path: Path)
     assert [len(rewards) for rewards in report["reward"].values()] == [3, 3]
     assert {point["k"] for point in report["sweep"]} == {0, 2}
     arms = ["autoregressive", "speculative", "autoregressive_asynchronous", "speculative_asynchronous"]
-    assert set(report["aime24"]) == {"start", *arms}
+    assert set(report["validation"]) == {"start", *arms}
     assert run["certificate"]["verdict"] == "lossless"
     assert run["certificate"]["num_tokens"] >= 400
     assert all(step["refit"]["num_tensors"] > 0 for arm in run["arms"] for step in arm["steps"])

@@ -201,7 +201,7 @@ def test_the_executions_metrics_keep_the_loops_apart() -> None:
     assert more["exposed_generation_s_speculative_asynchronous"] == pytest.approx(0.5)
     assert more["mean_lag_speculative_asynchronous"] == pytest.approx(2 / 3)
     assert more["reward_autoregressive_asynchronous"] == 0.4
-    assert more["aime24_speculative_asynchronous"] == 0.29
+    assert more["validation_speculative_asynchronous"] == 0.29
     assert "| step speedup over the baseline, speculative, asynchronous | 3.21x | 2.63 to 3.92 |" in description(
         ASYNCHRONOUS
     )

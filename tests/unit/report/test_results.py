@@ -109,15 +109,15 @@ def test_the_metrics_are_those_worked_by_hand() -> None:
             "result/step_speedup_low": pytest.approx(1.31582, abs=1e-5),
             "result/step_speedup_high": pytest.approx(1.95766, abs=1e-5),
             "result/reward_difference": 0.0,  # a quarter of six steps is one: no interval
-            "result/aime24_start": 0.1,
-            "result/aime24_start_low": 0.05,
-            "result/aime24_start_high": 0.15,
-            "result/aime24_autoregressive": 0.3,
-            "result/aime24_autoregressive_low": 0.25,
-            "result/aime24_autoregressive_high": 0.35,
-            "result/aime24_speculative": 0.31,
-            "result/aime24_speculative_low": 0.26,
-            "result/aime24_speculative_high": 0.36,
+            "result/validation_start": 0.1,
+            "result/validation_start_low": 0.05,
+            "result/validation_start_high": 0.15,
+            "result/validation_autoregressive": 0.3,
+            "result/validation_autoregressive_low": 0.25,
+            "result/validation_autoregressive_high": 0.35,
+            "result/validation_speculative": 0.31,
+            "result/validation_speculative_low": 0.26,
+            "result/validation_speculative_high": 0.36,
             "result/lossless": 1.0,
         }
     )
@@ -125,8 +125,8 @@ def test_the_metrics_are_those_worked_by_hand() -> None:
 
 def test_the_accuracy_curves_are_metrics_by_step() -> None:
     def point(name: str, value: float) -> dict[str, object]:
-        ends = {f"aime24/{name}_low": value - 0.05, f"aime24/{name}_high": value + 0.05}
-        return {f"aime24/{name}": value, **{end: pytest.approx(each) for end, each in ends.items()}}
+        ends = {f"validation/{name}_low": value - 0.05, f"validation/{name}_high": value + 0.05}
+        return {f"validation/{name}": value, **{end: pytest.approx(each) for end, each in ends.items()}}
 
     assert curve_metrics(CURVES) == [
         *((step, point("autoregressive", value)) for step, value in ((0, 0.1), (2, 0.5), (6, 0.3))),
@@ -166,7 +166,7 @@ def test_the_description_is_the_verdict_a_table_and_the_link() -> None:
     assert (
         "| reward, speculative - autoregressive | +0.000 | no interval: few steps, or all alike |" in text.splitlines()
     )
-    assert "| AIME-2024-like, before RL | 0.100 | 0.050 to 0.150, avg@4 of 30 problems |" in text.splitlines()
+    assert "| validation accuracy, before RL | 0.100 | 0.050 to 0.150, avg@4 of 30 problems |" in text.splitlines()
     assert "| losslessness | lossless |  |" in text.splitlines()
     assert text.endswith("[The execution in Flyte](https://flyte/console/x)")
     assert "Flyte" not in description(RECORD)

@@ -94,7 +94,7 @@ def test_a_key_stands_in_a_search_filter(refusal: Callable[..., str]) -> None:
     [
         ({"train/loss": 1.0}, -1, "tracking.step must be >= 0, got -1"),
         ({"loss": 1.0}, 0, "metric name must be `area/name` of [a-z0-9_], got 'loss'"),
-        ({"aime24/avg@32": 1.0}, 0, "metric name must be `area/name` of [a-z0-9_], got 'aime24/avg@32'"),
+        ({"validation/avg@32": 1.0}, 0, "metric name must be `area/name` of [a-z0-9_], got 'validation/avg@32'"),
         ({"time//step_s": 1.0}, 0, "metric name must be `area/name` of [a-z0-9_], got 'time//step_s'"),
         ({"time/generation": 1.0}, 0, "metric name must end with its unit, _s or _ms, got 'time/generation'"),
         ({"train/loss": math.nan}, 3, "metric train/loss of step 3 must be finite, got nan"),

@@ -348,10 +348,10 @@ def test_one_rollout_is_enough_for_a_record() -> None:
 def test_the_accuracy_of_the_policy_that_sampled_a_step_is_a_metric_of_it() -> None:
     found = metrics_of(replace(STEP, evaluation=EVALUATION))
     assert found.items() - metrics_of(STEP).items() == {
-        ("aime24/avg_at_4", 0.25),
-        ("aime24/avg_at_4_low", 0.1),
-        ("aime24/avg_at_4_high", 0.4),
-        ("aime24/maj_at_4", 0.5),
-        ("aime24/truncated_fraction", 0.125),
-        ("aime24/num_timeouts", 1),
+        ("validation/avg_at_4", 0.25),
+        ("validation/avg_at_4_low", 0.1),
+        ("validation/avg_at_4_high", 0.4),
+        ("validation/maj_at_4", 0.5),
+        ("validation/truncated_fraction", 0.125),
+        ("validation/num_timeouts", 1),
     }
