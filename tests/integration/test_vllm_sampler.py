@@ -93,6 +93,63 @@ def test_drafts_follow_the_drafts_probabilities() -> None:
         assert stats.chisquare(np.bincount(drawn, minlength=5), exact * num).pvalue > 1e-3
 
 
+def test_a_draft_with_a_vocabulary_of_its_own_samples_what_it_would_without_the_other_tokens() -> None:
+    known, logits = torch.tensor([3, 700, 901]), torch.randn(4, 3)
+    wide = torch.full((4, 1000), -torch.inf).index_copy_(1, known, logits)
+    tokens, probs = vllm_plugin.sample_draft_tokens(wide, metadata(seeded(1, 2, 3, 4), [0.5, 1.0, 2.0, 0.0]))
+    alone, few = vllm_plugin.sample_draft_tokens(logits.clone(), metadata(seeded(1, 2, 3, 4), [0.5, 1.0, 2.0, 0.0]))
+    assert tokens.tolist() == known[alone].tolist()
+    assert torch.equal(probs[:, known], few)
+    assert probs.dtype == torch.float32
+    assert torch.allclose(probs.sum(dim=-1), torch.ones(4))
+
+
+def recovered(target: torch.Tensor, draft: torch.Tensor | None, ids: list[int], rows: list[int], seeds: int) -> list[int]:
+    """Tokens in place of rejected ones: `ids` [num_tokens], `rows` draft tokens a request, the first with seeds."""
+    given = metadata(seeded(*range(seeds)), [1.0] * len(rows))
+    ends, tokens = torch.tensor(rows).cumsum(0), torch.tensor(ids, dtype=torch.int32)
+    return vllm_plugin.sample_recovered_tokens(max(rows), rows, ends, tokens, draft, target, given, CPU).tolist()
+
+
+@pytest.mark.parametrize("vocabulary", [5, 256, 1000])
+@pytest.mark.parametrize("has_probabilities", [True, False])
+def test_a_token_in_place_of_a_rejected_one_follows_what_the_policy_has_and_the_draft_has_not(
+    vocabulary: int, *, has_probabilities: bool
+) -> None:
+    num, seed = 20_000, torch.Generator().manual_seed(1)
+    shift = torch.arange(vocabulary).float()[torch.randperm(vocabulary, generator=seed)] / vocabulary
+    target, draft = torch.softmax(2 * shift, -1), torch.softmax(-shift, -1)
+    rejected = vocabulary // 2
+    left = (target - draft).clamp(min=0) if has_probabilities else target.index_fill(0, torch.tensor([rejected]), 0.0)
+    given = draft.expand(num, -1) if has_probabilities else None
+    tokens = recovered(target.expand(num, -1), given, [rejected] * num, [1] * num, num // 2)
+    counts, exact = np.bincount(tokens, minlength=vocabulary), (left.double() / left.double().sum() * num).numpy()
+    assert counts[exact == 0].sum() == 0
+    assert stats.chisquare(counts[exact > 0], exact[exact > 0]).pvalue > 1e-3
+
+
+def test_a_recovered_token_depends_on_its_requests_seed_alone_and_only_requests_with_drafts_take_a_number() -> None:
+    target = torch.softmax(torch.randn(3, 600), -1)
+    both = recovered(target, None, [0, 0, 0], [1, 0, 2], 3)
+    generators = seeded(0, 1, 2)
+    for row in (0, 2):
+        torch.empty(1, dtype=torch.float64).uniform_(generator=generators[row])
+    given = metadata(generators, [1.0] * 3)
+    ends, ids = torch.tensor([1, 1, 3]), torch.zeros(3, dtype=torch.int32)
+    untouched = generators[1].get_state()
+    vllm_plugin.sample_recovered_tokens(2, [1, 0, 2], ends, ids, None, target, given, CPU)
+    assert torch.equal(generators[1].get_state(), untouched)
+    assert recovered(target[1:], None, [0, 0], [0, 0, 2], 3) == both[1:]
+
+
+@pytest.mark.parametrize("number", [0.0, 0.25, 0.5, 1 - 2**-53])
+def test_no_number_leads_to_a_token_without_weight(number: float) -> None:
+    weights = torch.zeros(1, 700)
+    weights[0, [10, 300, 690]] = torch.tensor([1.0, 2.0, 1.0])
+    column = vllm_plugin._columns_at(weights, torch.tensor([number], dtype=torch.float64))
+    assert int(column) == {0.0: 10, 0.25: 300, 0.5: 300}.get(number, 690)
+
+
 _INTERPRETED = """
 import types
 from triton.backends import backends
