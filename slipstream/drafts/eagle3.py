@@ -44,6 +44,7 @@ _NOT_OF_A_LAYER = (
     "draft_vocab_size",
     "eagle_aux_hidden_state_layer_ids",
     "eagle_config",
+    "fc_norm",
     "model_type",
     "norm_before_fc",
     "norm_before_residual",
@@ -92,6 +93,8 @@ def build_draft(policy: Path, config: DraftConfig, *, token_ids: Sequence[int] |
             d2t=d2t,
             draft_vocab_size=layer.vocab_size if token_ids is None else len(token_ids),
             norm_before_residual=True,
+            fc_norm=config.eagle3.fc_norm,
+            norm_output=config.eagle3.norm_output,
             ttt_steps=config.pretrain.ttt_steps,
             verifier_name_or_path=str(policy),
             target_layer_ids=list(layers),
@@ -229,6 +232,9 @@ def bring_draft(config: DraftConfig, policy: Path, directory: Path, *, max_model
         ours.eagle_aux_hidden_state_layer_ids = list(aux_layer_ids(None, architecture.num_layers))
     ours.speculators_config.verifier = VerifierConfig.from_pretrained(str(policy))
     _require_layers(config, ours.eagle_aux_hidden_state_layer_ids, _FIELD)
+    for norm in ("fc_norm", "norm_output"):
+        fits = getattr(ours, norm) or not getattr(config.eagle3, norm)
+        require(fits, f"draft.eagle3.{norm}", f"must be false, for {_FIELD} has no such norm", True, "leave it out")
     write_draft(ours, _without_embeddings(_with_both_maps(tensors, architecture.vocab_size), policy), directory)
     check_draft(policy, directory, max_model_len=max_model_len)
     logger.info("draft %s: %d tensors, a vocabulary of %d tokens", config.model, len(tensors), ours.draft_vocab_size)
@@ -262,6 +268,7 @@ def _of_original(
         draft_vocab_size=settings.get("draft_vocab_size") or layer.vocab_size,
         norm_before_residual=settings.get("norm_before_residual", False),
         norm_before_fc=settings.get("norm_before_fc", eagle.get("norm_before_fc", False)),
+        fc_norm=settings.get("fc_norm", False),
         norm_output=settings.get("norm_output", False),
         eagle_aux_hidden_state_layer_ids=settings.get(
             "eagle_aux_hidden_state_layer_ids", eagle.get("eagle_aux_hidden_state_layer_ids")

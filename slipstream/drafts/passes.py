@@ -116,7 +116,7 @@ def head_inputs(model: Eagle3DraftModel, batch: PackedChats, num_passes: int) ->
     """
     (layer,) = model.layers
     num = batch.input_ids.shape[1]
-    hidden = model.fc(batch.hidden_states)
+    hidden = _joined(model, batch.hidden_states)
     chats = ChatRectangles.of(batch.document_ids[0])
     ids, positions, cache = batch.input_ids, batch.position_ids, DynamicCache()
     outputs = []
@@ -137,6 +137,17 @@ def head_inputs(model: Eagle3DraftModel, batch: PackedChats, num_passes: int) ->
         ids = torch.cat([batch.input_ids[:, 1 + number :], batch.input_ids.new_zeros(1, 1 + number)], dim=-1)[:, :num]
         positions = positions + 1
     return outputs
+
+
+def _joined(model: Eagle3DraftModel, states_NA: Tensor) -> Tensor:
+    """[1, N, H] the auxiliary layers' states in one, after the norm or norms that the draft has for them."""
+    if model.input_norm is not None:
+        states_NA = model.input_norm(states_NA)
+    if model.fc_norm is not None:
+        parts = states_NA.chunk(len(model.fc_norm), dim=-1)
+        states_NA = torch.cat([norm(part) for norm, part in zip(model.fc_norm, parts, strict=True)], dim=-1)
+    joined: Tensor = model.fc(states_NA)
+    return joined
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -104,7 +104,9 @@ def test_a_draft_with_a_vocabulary_of_its_own_samples_what_it_would_without_the_
     assert torch.allclose(probs.sum(dim=-1), torch.ones(4))
 
 
-def recovered(target: torch.Tensor, draft: torch.Tensor | None, ids: list[int], rows: list[int], seeds: int) -> list[int]:
+def recovered(
+    target: torch.Tensor, draft: torch.Tensor | None, ids: list[int], rows: list[int], seeds: int
+) -> list[int]:
     """Tokens in place of rejected ones: `ids` [num_tokens], `rows` draft tokens a request, the first with seeds."""
     given = metadata(seeded(*range(seeds)), [1.0] * len(rows))
     ends, tokens = torch.tensor(rows).cumsum(0), torch.tensor(ids, dtype=torch.int32)

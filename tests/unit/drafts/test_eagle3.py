@@ -143,6 +143,19 @@ def test_a_draft_in_several_files_is_read_whole(policy: Path, draft: Path, tmp_p
     assert load_file(tmp_path / "ours" / "model.safetensors").keys() == tensors.keys()
 
 
+@pytest.mark.parametrize("norm", ["fc_norm", "norm_output"])
+def test_a_brought_draft_keeps_its_norms_and_is_asked_for_no_other(
+    norm: str, policy: Path, original: Path, tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    asked = draft_with(_given(original), eagle3={norm: True})
+    bring = partial(bring_draft, asked, policy, tmp_path / "ours", max_model_len=64)
+    rule = "must be false, for draft.model has no such norm, got True; leave it out"
+    assert refusal(bring) == f"draft.eagle3.{norm} {rule}"
+    _edit(original, **{norm: True})
+    bring()
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())[norm] is True
+
+
 def test_a_config_takes_the_layers_of_a_draft_and_a_draft_that_names_none_vllms(
     policy: Path, original: Path, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:

@@ -360,9 +360,21 @@ def test_the_loss_of_a_step_is_the_decayed_sum_over_passes(
     assert trainer.step(CHATS, PROMPTS, states, temperature=temperature) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("loss", ["kl_div", "tv"])
-def test_passes_and_losses_are_those_of_speculators(policy: Path, states: States, loss: str) -> None:
-    trainer = DraftTrainer(policy, draft_with(CONFIG, eagle3={"loss": loss}))
+@pytest.mark.parametrize(
+    ("loss", "norms"), [("kl_div", ()), ("tv", ()), ("kl_div", ("fc_norm", "norm_output")), ("tv", ("input_norm",))]
+)
+def test_passes_and_losses_are_those_of_speculators(
+    policy: Path, states: States, loss: str, norms: tuple[str, ...]
+) -> None:
+    """Norms of EAGLE-3.1, and the one that drafts of gpt-oss have and none that is made here."""
+    own = {norm: True for norm in norms if norm != "input_norm"}
+    trainer = DraftTrainer(policy, draft_with(CONFIG, eagle3={"loss": loss, **own}))
+    model = trainer._model
+    model.input_norm = torch.nn.RMSNorm(3 * model.hidden_size) if "input_norm" in norms else None
+    given = [model.input_norm] if model.input_norm is not None else list(model.fc_norm or ())
+    assert len(given) == {(): 0, ("input_norm",): 1}.get(norms, 3)
+    for norm in given:
+        torch.nn.init.uniform_(norm.weight, 0.5, 2.0)  # not the ones that it begins with
     (row,) = rows_of(CHATS, PROMPTS, states, max_tokens=64)
     settings = trainer._model.layers[0].self_attn.config
     settings._attn_implementation, trainer._model._create_mask_fn = "sdpa", create_mask  # over the whole row
