@@ -103,10 +103,10 @@ class Eagle3Config(Checked, path="draft.eagle3"):
     vocab_size: Annotated[PositiveInt, Fix("null keeps the whole vocabulary")] | None = None
     """Tokens that the draft knows, the policy's most frequent ones; null keeps all. Set it for large vocabularies."""
     fc_norm: Switch = False
-    """RMSNorm of each of these layers' states before they are joined, of drafts made here. Set it with `norm_output` for
-    EAGLE-3.1."""
+    """RMSNorm of each of these layers' states before they are joined, for drafts made here. Set it with `norm_output`
+    for EAGLE-3.1."""
     norm_output: Switch = False
-    """Output norm applied to the states that the draft's next pass reads, of drafts made here. Set it with `fc_norm`."""
+    """Output norm of the states that the draft's next pass reads, for drafts made here. Set it with `fc_norm`."""
     loss: Loss = "kl_div"
     """Distance of draft and policy that training lowers. Set by ablations, to compare losses."""
     loss_chunk_tokens: PositiveInt = 1024

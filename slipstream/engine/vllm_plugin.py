@@ -127,8 +127,7 @@ def sample_recovered_tokens(
     draft_probs: torch.Tensor | None,
     target_probs: torch.Tensor,
     sampling_metadata: SamplingMetadata,
-    device: torch.device,
-    use_fp64_gumbel: bool = False,
+    *_: Any,
 ) -> torch.Tensor:
     """Sample for each draft token the token that takes its place if it is rejected.
 
@@ -149,12 +148,13 @@ def sample_recovered_tokens(
         left = target_probs.scatter(1, draft_token_ids.long().view(-1, 1), 0.0)
     else:
         left = (target_probs - draft_probs).clamp_min_(0.0)
-    uniform = torch.rand(len(num_draft_tokens), dtype=torch.float64, device=device)
+    del max_spec_len, cu_num_draft_tokens
+    uniform = torch.rand(len(num_draft_tokens), dtype=torch.float64, device=left.device)
     numbers = uniform.view(-1, 1).unbind()
     for row, generator in sampling_metadata.generators.items():
         if num_draft_tokens[row] > 0:
             numbers[row].uniform_(generator=generator)
-    counts = torch.tensor(num_draft_tokens, device=device)
+    counts = torch.tensor(num_draft_tokens, device=left.device)
     uniform = torch.repeat_interleave(uniform, counts, output_size=len(left))
     return _columns_at(left, uniform).to(draft_token_ids.dtype)
 
