@@ -21,7 +21,7 @@ from slipstream.config import (
     Switch,
     section,
 )
-from slipstream.drafts.methods import TRAITS, DraftMethod, Training
+from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Verification
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner.config import ShapeConfig
 
@@ -202,6 +202,9 @@ class DraftConfig(Checked, path="draft"):
     """One tuned k for all batches, or one k for each running batch. Set `by_batch` where batches shrink a lot."""
     autopilot: Switch = False
     """Drafting stops while its steps cost more than steps without it. Set it where acceptance may collapse in a run."""
+    verification: Verification = Verification.TOKEN
+    """Test of each draft token, or of whole drafts, which accepts more of them. Set `block` where a draft has weights
+    and a CPU or vLLM's second model runner samples."""
     seed: Seed = 0
     """Seed of the draft's weights and batches. Set by ablations, for another draft."""
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
@@ -221,6 +224,9 @@ class DraftConfig(Checked, path="draft"):
         self._check_length()
         self._check_given()
         self._check_online()
+        rule, fix = f"must be token with draft.method {self.method.value}", "its drafts have no probabilities"
+        is_token = self.verification is Verification.TOKEN
+        self._require(is_token or TRAITS[self.method].has_weights, "verification", rule, fix)
 
     @property
     def is_given(self) -> bool:

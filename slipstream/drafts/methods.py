@@ -33,6 +33,13 @@ class DraftMethod(StrEnum):
     SUFFIX = "suffix"  # the continuation of a match in all responses of the engine
 
 
+class Verification(StrEnum):
+    """What the policy accepts drafts by; the distribution of responses is the policy's in both."""
+
+    TOKEN = "token"  # a test of each draft token, up to the first that fails
+    BLOCK = "block"  # a test of each length of the draft, of which the longest that passes is taken
+
+
 class Training(StrEnum):
     """Data that `pretrain_draft` trains on."""
 
@@ -59,7 +66,7 @@ class Traits:
     has_one_length: bool = False  # vLLM's proposer cannot draft fewer tokens than at its start
 
 
-_TRAINED = frozenset({"init", "pretrain", "seed"})
+_TRAINED = frozenset({"init", "pretrain", "seed", "verification"})
 
 TRAITS = {
     DraftMethod.EAGLE3: Traits(
@@ -126,7 +133,7 @@ def speculative_config(
     told: dict[str, Any] = {
         "method": config.method.value,
         "num_speculative_tokens": num_speculative_tokens,
-        "rejection_sample_method": "standard",
+        "rejection_sample_method": "block" if config.verification is Verification.BLOCK else "standard",
     }
     if schedule:
         told[SCHEDULE] = [[entry.batch_from, entry.batch_to, entry.num_speculative_tokens] for entry in schedule]

@@ -23,7 +23,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
@@ -33,6 +32,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import empty_exponential_noise_like, s
 from vllm.v1.spec_decode import llm_base_proposer
 
 from slipstream.engine import weight_transfer
+from slipstream.engine.verification import columns_at, verify_blocks
 from slipstream.engine.weight_transfer import Slot, draft_names, slots
 from slipstream.refit.channel import Location, here
 from slipstream.refit.fingerprint import Turn, WeightPart, part_fingerprints
@@ -43,8 +43,9 @@ SHIPPED_EXPAND = rejection_sampler.expand_batch_to_tokens
 SHIPPED_DRAFTS = llm_base_proposer.compute_probs_and_sample_next_token
 """vLLM's own function, which samples all requests' drafts from one generator."""
 
-_BLOCK = 256  # columns
-_BELOW_1 = 1.0 - 2.0**-53
+SHIPPED_VERIFICATION = rejection_sampler.rejection_sample
+"""vLLM's own function, which tests each draft token."""
+
 _GREEDY = 1e-5  # lower temperatures are greedy, as in vLLM
 _SEED = 7  # in the checks
 _VOCABULARY = 4096  # in the checks; two independent samples are hardly ever equal
@@ -149,37 +150,60 @@ def sample_recovered_tokens(
     else:
         left = (target_probs - draft_probs).clamp_min_(0.0)
     del max_spec_len, cu_num_draft_tokens
-    uniform = torch.rand(len(num_draft_tokens), dtype=torch.float64, device=left.device)
-    numbers = uniform.view(-1, 1).unbind()
-    for row, generator in sampling_metadata.generators.items():
-        if num_draft_tokens[row] > 0:
-            numbers[row].uniform_(generator=generator)
+    uniform = _number_of_each(num_draft_tokens, sampling_metadata.generators, left.device)
     counts = torch.tensor(num_draft_tokens, device=left.device)
     uniform = torch.repeat_interleave(uniform, counts, output_size=len(left))
-    return _columns_at(left, uniform).to(draft_token_ids.dtype)
+    return columns_at(left, uniform).to(draft_token_ids.dtype)
 
 
-def _columns_at(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return for each row the column at which the cumulative share of its weights exceeds a number in [0, 1).
+def verify_in_blocks(
+    draft_token_ids: torch.Tensor,
+    num_draft_tokens: list[int],
+    max_spec_len: int,
+    cu_num_draft_tokens: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    target_logits: torch.Tensor,
+    bonus_token_ids: torch.Tensor,
+    sampling_metadata: SamplingMetadata,
+    **settings: Any,
+) -> torch.Tensor:
+    """Verify each request's drafts as one block where all requests sample; others as vLLM does, token by token.
 
-    Only a block's sum is in float32; cumulative sums over blocks, and over the columns of one block, are in float64.
+    Returns:
+        [batch, max_spec_len + 1] int32: accepted drafts and the token after them, then vLLM's placeholders.
     """
-    missing = -weights.shape[1] % _BLOCK
-    blocks = (pad(weights, (0, missing)) if missing else weights).view(len(weights), -1, _BLOCK)
-    block, within = _place(blocks.sum(dim=-1), uniform)
-    column, _ = _place(blocks[torch.arange(len(blocks), device=blocks.device), block], within)
-    return block * _BLOCK + column
+    if draft_probs is None or not sampling_metadata.all_random:
+        given = (draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits)
+        return SHIPPED_VERIFICATION(*given, bonus_token_ids, sampling_metadata, **settings)
+    device, generators = target_logits.device, sampling_metadata.generators
+    counts = torch.tensor(num_draft_tokens, device=device)
+    accepted, after = verify_blocks(
+        target_logits.softmax(dim=-1, dtype=torch.float32),
+        draft_probs,
+        draft_token_ids,
+        counts,
+        rejection_sampler.generate_uniform_probs(len(draft_token_ids), num_draft_tokens, generators, device),
+        _number_of_each(num_draft_tokens, generators, device),
+    )
+    width = max_spec_len + 1
+    tokens = torch.full((len(counts), width), rejection_sampler.PLACEHOLDER_TOKEN_ID, dtype=torch.int32, device=device)
+    places = torch.arange(width, device=device)
+    tokens[places < counts[:, None]] = draft_token_ids.to(torch.int32)
+    tokens.masked_fill_(places > accepted[:, None], rejection_sampler.PLACEHOLDER_TOKEN_ID)
+    after = torch.where(accepted == counts, bonus_token_ids.view(-1).long(), after).to(torch.int32)
+    return tokens.scatter_(1, accepted[:, None], after[:, None])
 
 
-def _place(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find each row's column of that cumulative share, and how far into the column it lies, in [0, 1)."""
-    ends = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = ends[:, -1]
-    at = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total))).view(-1, 1)  # rounding may reach it
-    column = torch.searchsorted(ends, at, right=True).clamp_max_(weights.shape[1] - 1)
-    width = weights.gather(1, column).double()
-    into = ((at - ends.gather(1, column) + width) / width).nan_to_num_().clamp_(0.0, _BELOW_1)
-    return column.view(-1), into.view(-1)
+def _number_of_each(
+    num_draft_tokens: list[int], generators: Mapping[int, torch.Generator], device: torch.device
+) -> torch.Tensor:
+    """[batch] float64 uniform numbers, from the generators of requests that have one and drafts."""
+    uniform = torch.rand(len(num_draft_tokens), dtype=torch.float64, device=device)
+    numbers = uniform.view(-1, 1).unbind()  # cheaper than an index for each request
+    for row, generator in generators.items():
+        if num_draft_tokens[row] > 0:
+            numbers[row].uniform_(generator=generator)
+    return uniform
 
 
 def broken_v1(device: torch.device) -> str:
@@ -290,6 +314,10 @@ class EngineProbe:
         device = torch.device(current_platform.device_type)
         uses_v2: bool = self.use_v2_model_runner  # type: ignore[attr-defined]  # of the worker
         return broken_v2(device) if uses_v2 else broken_v1(device)
+
+    def set_verification(self, in_blocks: bool) -> None:
+        """Make the first model runner's sampler verify drafts in blocks, or token by token."""
+        rejection_sampler.rejection_sample = verify_in_blocks if in_blocks else SHIPPED_VERIFICATION
 
     def attention_backends(self) -> tuple[str, ...]:
         """Return vLLM's names of the attention kernels of policy and draft."""

@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.drafts.compatibility import require_fit
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.methods import DraftMethod, speculative_config
+from slipstream.drafts.methods import DraftMethod, Verification, speculative_config
 from slipstream.engine.protocol import GenerationResult
 from slipstream.learner.config import LearnerConfig
 from slipstream.losslessness.sampling import Sample, draw
@@ -32,16 +32,12 @@ ENGINE = replace(small.ENGINE, max_num_seqs=32)
 SAMPLING = replace(small.SAMPLING, max_response_tokens=32)
 PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i, 20), answer="") for i in range(4))
 K = 3
-CONFIGS = {
-    DraftMethod.NGRAM: draft_with(method=DraftMethod.NGRAM, ngram={"prompt_lookup_min": 1}),
-    DraftMethod.SUFFIX: draft_with(method=DraftMethod.SUFFIX, suffix={"min_token_prob": 0.0}),
-    DraftMethod.DRAFT_MODEL: DraftConfig(method=DraftMethod.DRAFT_MODEL),
-}
-METHODS = [
-    DraftMethod.NGRAM,
-    DraftMethod.DRAFT_MODEL,
+CONFIGS = [
+    draft_with(method=DraftMethod.NGRAM, ngram={"prompt_lookup_min": 1}),
+    DraftConfig(method=DraftMethod.DRAFT_MODEL),
+    DraftConfig(method=DraftMethod.DRAFT_MODEL, verification=Verification.BLOCK),
     pytest.param(
-        DraftMethod.SUFFIX,
+        draft_with(method=DraftMethod.SUFFIX, suffix={"min_token_prob": 0.0}),
         marks=pytest.mark.skipif(find_spec("arctic_inference") is None, reason="arctic-inference is not installed"),
     ),
 ]
@@ -80,12 +76,13 @@ def baseline(models: dict[str, Path], ray_session: None) -> Sample:
         return _drawn(engine, seed=10_000)
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=CONFIGS, ids=lambda config: f"{config.method}-{config.verification}")
 def seen(request: pytest.FixtureRequest, models: dict[str, Path], small_model: Path, learner: RemoteLearner) -> Seen:
-    method: DraftMethod = request.param
+    config: DraftConfig = request.param
+    method = config.method
     draft = small_model if method is DraftMethod.DRAFT_MODEL else None
-    require_fit(CONFIGS[method], models["old"], draft, max_model_len=ENGINE.max_model_len)
-    told, refit = speculative_config(CONFIGS[method], draft, K), RefitConfig()
+    require_fit(config, models["old"], draft, max_model_len=ENGINE.max_model_len)
+    told, refit = speculative_config(config, draft, K), RefitConfig()
     with (
         start_engine(models["old"], config=ENGINE, speculative_config=told) as engine,
         open_channel(refit, learner, engine) as channel,

@@ -144,14 +144,6 @@ def test_a_recovered_token_depends_on_its_requests_seed_alone_and_only_requests_
     assert recovered(target[1:], None, [0, 0], [0, 0, 2], 3) == both[1:]
 
 
-@pytest.mark.parametrize("number", [0.0, 0.25, 0.5, 1 - 2**-53])
-def test_no_number_leads_to_a_token_without_weight(number: float) -> None:
-    weights = torch.zeros(1, 700)
-    weights[0, [10, 300, 690]] = torch.tensor([1.0, 2.0, 1.0])
-    column = vllm_plugin._columns_at(weights, torch.tensor([number], dtype=torch.float64))
-    assert int(column) == {0.0: 10, 0.25: 300, 0.5: 300}.get(number, 690)
-
-
 _INTERPRETED = """
 import types
 from triton.backends import backends

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slipstream.drafts.config import DraftConfig, DraftOnline
-from slipstream.drafts.methods import TRAITS, DraftMethod, Training, require_package, speculative_config
+from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Verification, require_package, speculative_config
 from tests.small import draft_with
 
 DIRECTORY = Path("draft")
@@ -90,6 +90,14 @@ def test_vllm_is_told_the_method_and_rejects_by_the_standard_rule(
         "num_speculative_tokens": 2,
         "rejection_sample_method": "standard",
     }
+
+
+def test_vllm_is_told_of_blocks_where_drafts_have_probabilities(refusal: Callable[..., str]) -> None:
+    by_block = {"verification": Verification.BLOCK}
+    assert speculative_config(DraftConfig(**by_block), DIRECTORY, 2)["rejection_sample_method"] == "block"
+    assert refusal(DraftConfig, method=DraftMethod.NGRAM, **by_block) == (
+        "draft.verification must be token with draft.method ngram, got 'block'; its drafts have no probabilities"
+    )
 
 
 def test_vllm_is_told_how_much_a_suffix_tree_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
