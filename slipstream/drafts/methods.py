@@ -34,7 +34,7 @@ class DraftMethod(StrEnum):
 
 
 class Verification(StrEnum):
-    """What the policy accepts drafts by; the distribution of responses is the policy's in both."""
+    """Rule by which the policy accepts drafts; responses have the policy's own distribution by either."""
 
     TOKEN = "token"  # a test of each draft token, up to the first that fails
     BLOCK = "block"  # a test of each length of the draft, of which the longest that passes is taken
