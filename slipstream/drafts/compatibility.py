@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +73,20 @@ def check_draft(policy: Path, draft: Path, *, max_model_len: int) -> None:
     rule = f"must be different layers in [0, {num_layers}]"
     require(are_layers, "draft eagle_aux_hidden_state_layer_ids", rule, ids)
     draft_vocab = draft_config["draft_vocab_size"]
-    _check_tensors(policy, draft, hidden=hidden, num_aux=len(ids), draft_vocab=draft_vocab)
+    norms = [f"fc_norm.{index}.weight" for index in range(len(ids)) if draft_config.get("fc_norm")]
+    norms += ["input_norm.weight"] if draft_config.get("norm_before_fc") else []
+    _check_tensors(policy, draft, (hidden, len(ids), draft_vocab), {*_REQUIRED, *norms})
     _check_vocabulary_maps(draft / "model.safetensors", vocab=vocab, draft_vocab=draft_vocab)
 
 
-def _check_tensors(policy: Path, draft: Path, *, hidden: int, num_aux: int, draft_vocab: int) -> None:
+def _check_tensors(policy: Path, draft: Path, sizes: tuple[int, int, int], required: Set[str]) -> None:
+    """Check names and shapes; sizes are the hidden one, the number of auxiliary layers and the draft's vocabulary."""
+    hidden, num_aux, draft_vocab = sizes
     path = draft / "model.safetensors"
     require(path.is_file(), "draft", "must have a model.safetensors", str(draft))
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
-        missing, extra = sorted(set(_REQUIRED) - names), sorted(names - set(_REQUIRED) - set(_OPTIONAL))
+        missing, extra = sorted(required - names), sorted(names - required - set(_OPTIONAL))
         require(not missing, "draft", "must hold every tensor of an EAGLE-3 layer", f"missing {missing}")
         require(not extra, "draft", "must hold no other tensors", f"extra {extra}")
         for name, shape, rule in (

@@ -46,6 +46,7 @@ SHIPPED_DRAFTS = llm_base_proposer.compute_probs_and_sample_next_token
 SHIPPED_VERIFICATION = rejection_sampler.rejection_sample
 """vLLM's own function, which tests each draft token."""
 
+_NO_TOKEN = -1  # vLLM's placeholder
 _GREEDY = 1e-5  # lower temperatures are greedy, as in vLLM
 _SEED = 7  # in the checks
 _VOCABULARY = 4096  # in the checks; two independent samples are hardly ever equal
@@ -186,10 +187,10 @@ def verify_in_blocks(
         _number_of_each(num_draft_tokens, generators, device),
     )
     width = max_spec_len + 1
-    tokens = torch.full((len(counts), width), rejection_sampler.PLACEHOLDER_TOKEN_ID, dtype=torch.int32, device=device)
+    tokens = torch.full((len(counts), width), _NO_TOKEN, dtype=torch.int32, device=device)
     places = torch.arange(width, device=device)
     tokens[places < counts[:, None]] = draft_token_ids.to(torch.int32)
-    tokens.masked_fill_(places > accepted[:, None], rejection_sampler.PLACEHOLDER_TOKEN_ID)
+    tokens.masked_fill_(places > accepted[:, None], _NO_TOKEN)
     after = torch.where(accepted == counts, bonus_token_ids.view(-1).long(), after).to(torch.int32)
     return tokens.scatter_(1, accepted[:, None], after[:, None])
 

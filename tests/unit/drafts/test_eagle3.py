@@ -152,6 +152,11 @@ def test_a_brought_draft_keeps_its_norms_and_is_asked_for_no_other(
     rule = "must be false, for draft.model has no such norm, got True; leave it out"
     assert refusal(bring) == f"draft.eagle3.{norm} {rule}"
     _edit(original, **{norm: True})
+    if norm == "fc_norm":
+        assert "missing ['fc_norm.0.weight', 'fc_norm.1.weight', 'fc_norm.2.weight']" in refusal(bring)
+        tensors = load_file(original / "model.safetensors")
+        norms = {f"fc_norm.{index}.weight": torch.ones(tensors["norm.weight"].shape) for index in range(3)}
+        save_file({**tensors, **norms}, original / "model.safetensors")
     bring()
     assert json.loads((tmp_path / "ours" / "config.json").read_text())[norm] is True
 

@@ -93,9 +93,9 @@ def test_vllm_is_told_the_method_and_rejects_by_the_standard_rule(
 
 
 def test_vllm_is_told_of_blocks_where_drafts_have_probabilities(refusal: Callable[..., str]) -> None:
-    by_block = {"verification": Verification.BLOCK}
-    assert speculative_config(DraftConfig(**by_block), DIRECTORY, 2)["rejection_sample_method"] == "block"
-    assert refusal(DraftConfig, method=DraftMethod.NGRAM, **by_block) == (
+    by_block = DraftConfig(verification=Verification.BLOCK)
+    assert speculative_config(by_block, DIRECTORY, 2)["rejection_sample_method"] == "block"
+    assert refusal(DraftConfig, method=DraftMethod.NGRAM, verification=Verification.BLOCK) == (
         "draft.verification must be token with draft.method ngram, got 'block'; its drafts have no probabilities"
     )
 
