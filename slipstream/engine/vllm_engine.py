@@ -167,13 +167,13 @@ class VllmEngine:
         os.environ.update(process_environment(config))
         with uncollected():  # vLLM collects garbage seven times while it starts
             from vllm import LLM
-            from vllm.platforms import current_platform
 
             from slipstream.engine.weight_transfer import BACKEND
 
         self._stop_token_ids = stop_token_ids(policy)
         in_blocks = speculative_config is not None and speculative_config.get("rejection_sample_method") == "block"
-        if speculative_config is not None and current_platform.is_cpu():
+        is_on_cpu = config.kv_cache_gib is not None
+        if speculative_config is not None and is_on_cpu:
             # The first model runner does not know "block", and would sample drafts greedily.
             speculative_config = {**speculative_config, "rejection_sample_method": "standard"}
         with ExitStack() as links:
@@ -197,8 +197,8 @@ class VllmEngine:
         self.policy_version = self.draft_version = self.num_prefix_cache_resets = 0
         self._digests = {False: "", True: ""}  # of the bytes that were read last, by `is_draft`
         self._check_sampler()
-        self._is_on_cpu = current_platform.is_cpu()
-        self._set_verification(in_blocks)
+        if in_blocks:
+            self._verify_in_blocks(is_on_cpu=is_on_cpu)
         self._drafting = None if speculative_config is None else Drafting(self._llm)
         self._preemptions = Preemptions(self._llm)
         self._cache = CacheMemory(self._llm)
@@ -546,13 +546,12 @@ class VllmEngine:
                 "or depend on their batch; is slipstream installed, so that vLLM finds its plugin?"
             )
 
-    def _set_verification(self, in_blocks: bool) -> None:
-        """Have the first model runner, which knows tests of single tokens alone, verify drafts in blocks or not."""
-        if self.facts()["model runner"] == "V2":
-            return
-        rule, fix = "must be token where vLLM's first model runner samples on a GPU", "it would sample drafts greedily"
-        require(not in_blocks or self._is_on_cpu, "draft.verification", rule, "block", fix)
-        self._llm.collective_rpc("set_verification", args=(in_blocks,))
+    def _verify_in_blocks(self, *, is_on_cpu: bool) -> None:
+        """Have the first model runner verify in blocks, on a CPU; the second one was told so at its start."""
+        if self.facts()["model runner"] == "V1":
+            rule, fix = "must be token where vLLM's first model runner samples on a GPU", "it samples drafts greedily"
+            require(is_on_cpu, "draft.verification", rule, "block", fix)
+            self._llm.collective_rpc("verify_in_blocks")
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> None:
         longest = max((len(prompt.token_ids) for prompt in prompts), default=0)

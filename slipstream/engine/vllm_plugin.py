@@ -316,9 +316,9 @@ class EngineProbe:
         uses_v2: bool = self.use_v2_model_runner  # type: ignore[attr-defined]  # of the worker
         return broken_v2(device) if uses_v2 else broken_v1(device)
 
-    def set_verification(self, in_blocks: bool) -> None:
-        """Make the first model runner's sampler verify drafts in blocks, or token by token."""
-        rejection_sampler.rejection_sample = verify_in_blocks if in_blocks else SHIPPED_VERIFICATION
+    def verify_in_blocks(self) -> None:
+        """Make the first model runner's sampler of this process verify drafts in blocks."""
+        rejection_sampler.rejection_sample = verify_in_blocks
 
     def attention_backends(self) -> tuple[str, ...]:
         """Return vLLM's names of the attention kernels of policy and draft."""

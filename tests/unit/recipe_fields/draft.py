@@ -290,6 +290,7 @@ SUFFIX = {"draft.method": "suffix"}
 DRAFT_MODEL = {"draft.method": "draft_model"}
 CHECKS = {
     "draft.method": Check("ngram", told_vllm),
+    "draft.verification": Check("block", told_vllm),
     "draft.ngram.prompt_lookup_min": Check(3, told_vllm, NGRAM),
     "draft.ngram.prompt_lookup_max": Check(4, told_vllm, NGRAM),
     "draft.suffix.max_tree_depth": Check(8, told_vllm, SUFFIX),
@@ -320,6 +321,8 @@ CHECKS = {
     "draft.eagle3.tokens_per_row": Check(16, draft_steps),
     "draft.pretrain.ttt_steps": Check(3, draft_steps),
     "draft.pretrain.ttt_step_loss_decay": Check(0.5, draft_steps),
+    "draft.eagle3.fc_norm": Check(True, draft_steps),
+    "draft.eagle3.norm_output": Check(True, draft_steps),
     "draft.eagle3.loss": Check("tv", draft_steps),
     "draft.eagle3.loss_chunk_tokens": Check(4, head_calls),
     "draft.eagle3.vocab_size": Check(2, known_tokens),
