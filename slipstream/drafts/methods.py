@@ -66,7 +66,7 @@ class Traits:
     has_one_length: bool = False  # vLLM's proposer cannot draft fewer tokens than at its start
 
 
-_TRAINED = frozenset({"init", "pretrain", "seed", "verification"})
+_TRAINED = frozenset({"init", "pretrain", "seed"})
 
 TRAITS = {
     DraftMethod.EAGLE3: Traits(

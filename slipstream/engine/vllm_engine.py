@@ -139,6 +139,19 @@ def process_environment(config: EngineConfig) -> dict[str, str]:
     }
 
 
+def _told(speculative_config: dict[str, Any], config: EngineConfig, links: ExitStack) -> dict[str, Any]:
+    """Return the settings of speculation as vLLM gets them: a directory that it can read, and tests that it knows.
+
+    The first model runner, a CPU's, does not verify in blocks and would sample drafts greedily if told to.
+    """
+    told = dict(speculative_config)
+    if "model" in told:
+        told["model"] = str(links.enter_context(loadable(Path(told["model"]))))
+    if config.kv_cache_gib is not None:
+        told["rejection_sample_method"] = "standard"
+    return told
+
+
 class VllmEngine:
     """Running vLLM engine with one version of the policy, and one version of a draft that has weights."""
 
@@ -171,22 +184,14 @@ class VllmEngine:
             from slipstream.engine.weight_transfer import BACKEND
 
         self._stop_token_ids = stop_token_ids(policy)
-        in_blocks = speculative_config is not None and speculative_config.get("rejection_sample_method") == "block"
-        is_on_cpu = config.kv_cache_gib is not None
-        if speculative_config is not None and is_on_cpu:
-            # The first model runner does not know "block", and would sample drafts greedily.
-            speculative_config = {**speculative_config, "rejection_sample_method": "standard"}
         with ExitStack() as links:
-            if speculative_config is not None and "model" in speculative_config:
-                draft = links.enter_context(loadable(Path(speculative_config["model"])))
-                speculative_config = {**speculative_config, "model": str(draft)}
             self._llm: Any = LLM(
                 str(links.enter_context(loadable(policy))),
                 distributed_executor_backend=executor,
                 skip_tokenizer_init=True,
                 disable_log_stats=False,  # for the acceptance counters
                 logprobs_mode="processed_logprobs",  # of the distribution that is sampled, at any temperature
-                speculative_config=speculative_config,
+                speculative_config=speculative_config and _told(speculative_config, config, links),
                 weight_transfer_config={"backend": BACKEND},
                 worker_extension_cls=_PROBE,
                 seed=0,  # unused by rollouts, which have seeds of their own
@@ -197,8 +202,8 @@ class VllmEngine:
         self.policy_version = self.draft_version = self.num_prefix_cache_resets = 0
         self._digests = {False: "", True: ""}  # of the bytes that were read last, by `is_draft`
         self._check_sampler()
-        if in_blocks:
-            self._verify_in_blocks(is_on_cpu=is_on_cpu)
+        if (speculative_config or {}).get("rejection_sample_method") == "block":
+            self._verify_in_blocks(is_on_cpu=config.kv_cache_gib is not None)
         self._drafting = None if speculative_config is None else Drafting(self._llm)
         self._preemptions = Preemptions(self._llm)
         self._cache = CacheMemory(self._llm)

@@ -34,7 +34,7 @@ RECIPE: dict[str, Any] = {
             "tokens_per_step": 256,
             "optimizer": {"warmup_steps": 1},
         },
-        "eagle3": {"vocab_size": KNOWN},
+        "eagle3": {"vocab_size": KNOWN, "fc_norm": True, "norm_output": True},
     },
     "policy": {"scratch": None},
     "grpo": {"num_steps": STEPS, "prompts_per_step": 4},
@@ -66,7 +66,9 @@ def test_a_cut_draft_is_trained_used_through_refits_and_brought_to_another_run(
     recipe = _recipe(policy, {})
     first = _pretrained(recipe, policy, tmp_path / "first")
     draft = tmp_path / "first" / "draft"
-    assert load_file(draft / "model.safetensors")["d2t"].shape == (KNOWN,)
+    tensors = load_file(draft / "model.safetensors")
+    assert tensors["d2t"].shape == (KNOWN,)
+    assert {f"fc_norm.{index}.weight" for index in range(3)} <= tensors.keys()
     assert first.losses[-1] < first.losses[0]
     adapted = _recipe(policy, {}, ADAPTERS)
     steps = train_arm(adapted, policy, tmp_path / "arm", prompts=PROMPTS[:8], k=2, draft=draft).steps

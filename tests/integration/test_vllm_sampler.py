@@ -35,10 +35,12 @@ def seeded(*seeds: int) -> dict[int, torch.Generator]:
 
 
 def test_the_installed_sampler_passes_its_own_check_and_vllms_drafts_do_not() -> None:
+    from vllm.v1.sample import rejection_sampler
     from vllm.v1.spec_decode import llm_base_proposer
 
     vllm_plugin.install()
     assert vllm_plugin.broken_v1(CPU) == ""
+    assert rejection_sampler.sample_recovered_tokens is vllm_plugin.sample_recovered_tokens
     llm_base_proposer.compute_probs_and_sample_next_token = vllm_plugin.SHIPPED_DRAFTS
     try:
         assert "draft 0 of two requests with seed 7" in vllm_plugin.broken_v1(CPU)
@@ -142,6 +144,32 @@ def test_a_recovered_token_depends_on_its_requests_seed_alone_and_only_requests_
     vllm_plugin.sample_recovered_tokens(2, [1, 0, 2], ends, ids, None, target, given, CPU)
     assert torch.equal(generators[1].get_state(), untouched)
     assert recovered(target[1:], None, [0, 0], [0, 0, 2], 3) == both[1:]
+
+
+def test_a_probe_that_is_asked_has_drafts_verified_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with 2, 0 and 1 drafts from the policy itself, all accepted and followed by a bonus token;
+    then two whose drafts the policy never gives.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    monkeypatch.setattr(rejection_sampler, "rejection_sample", vllm_plugin.SHIPPED_VERIFICATION)
+    vllm_plugin.EngineProbe().verify_in_blocks()
+    logits = torch.randn(3, 300)
+    same = torch.softmax(logits, -1)
+
+    def verified(drafts: list[int], rows: list[int], draft: torch.Tensor, logits: torch.Tensor) -> list[list[int]]:
+        given = metadata(seeded(*range(len(rows))), [1.0] * len(rows))
+        ends, ids = torch.tensor(rows).cumsum(0), torch.tensor(drafts, dtype=torch.int32)
+        bonus = torch.tensor([[90 + row] for row in range(len(rows))], dtype=torch.int32)
+        found = rejection_sampler.rejection_sample(ids, rows, 3, ends, draft, logits, bonus, given)
+        assert found.dtype == torch.int32
+        return found.tolist()
+
+    assert verified([5, 6, 7], [2, 0, 1], same, logits) == [[5, 6, 90, -1], [91, -1, -1, -1], [7, 92, -1, -1]]
+    never = logits[:2].index_fill(1, torch.tensor([5]), -torch.inf)
+    first, second = verified([5, 5], [1, 1], same[:2], never)
+    assert first[1:] == second[1:] == [-1, -1, -1]
+    assert 5 not in (first[0], second[0]) and not {90, 91} & {first[0], second[0]}
 
 
 _INTERPRETED = """

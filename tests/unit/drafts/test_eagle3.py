@@ -161,6 +161,22 @@ def test_a_brought_draft_keeps_its_norms_and_is_asked_for_no_other(
     assert json.loads((tmp_path / "ours" / "config.json").read_text())[norm] is True
 
 
+def test_a_brought_draft_is_trained_behind_the_norm_that_it_has_before_its_first_layer(
+    policy: Path, states: States, original: Path, tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    config = _given(original)
+    _edit(original, norm_before_fc=True)
+    bring = partial(bring_draft, config, policy, tmp_path / "ours", max_model_len=64)
+    assert "missing ['input_norm.weight']" in refusal(bring)
+    tensors, losses = load_file(original / "model.safetensors"), []
+    for scale in (1.0, 3.0):
+        weight = torch.full(tensors["fc.weight"].shape[1:], scale)
+        save_file({**tensors, "input_norm.weight": weight}, original / "model.safetensors")
+        bring()
+        losses.append(DraftTrainer(policy, config, given=tmp_path / "ours").step(CHATS, PROMPTS, states))
+    assert losses[0] != losses[1]
+
+
 def test_a_config_takes_the_layers_of_a_draft_and_a_draft_that_names_none_vllms(
     policy: Path, original: Path, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:

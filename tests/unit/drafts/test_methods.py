@@ -30,7 +30,8 @@ def test_suffix_without_its_package_is_refused(
 def test_every_method_has_traits_and_every_field_a_method_that_reads_it() -> None:
     assert set(TRAITS) == set(DraftMethod)
     read = {name for traits in TRAITS.values() for name in traits.fields}
-    assert read == {field.name for field in fields(DraftConfig)} - {"method", "length", "autopilot"}  # of any
+    of_any = {"method", "length", "autopilot", "verification"}
+    assert read == {field.name for field in fields(DraftConfig)} - of_any
 
 
 def test_only_what_has_weights_is_trained() -> None:

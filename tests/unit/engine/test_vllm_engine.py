@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import glob
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from slipstream.config import ConfigError
 from slipstream.engine.config import EngineConfig
-from slipstream.engine.vllm_engine import engine_arguments, loadable, process_environment
+from slipstream.engine.vllm_engine import VllmEngine, engine_arguments, loadable, process_environment
 
 GPU = EngineConfig(max_model_len=8, max_num_seqs=1)
 CPU = EngineConfig(max_model_len=8, max_num_seqs=1, kv_cache_gib=1.0)
@@ -55,3 +59,57 @@ def test_vllm_logs_errors_alone_unless_the_environment_says_otherwise(monkeypatc
     assert process_environment(GPU)["VLLM_LOGGING_LEVEL"] == "ERROR"
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     assert process_environment(GPU)["VLLM_LOGGING_LEVEL"] == "INFO"
+
+
+class FakeLlm:
+    """Notes what vLLM is started with and what its workers are asked."""
+
+    def __init__(self, model: str, *, speculative_config: dict[str, Any], **_: Any) -> None:
+        self.told, self.asked = speculative_config, list[str]()
+        runner = SimpleNamespace(use_v2_model_runner=self.is_v2, compilation_config=SimpleNamespace())
+        runner.compilation_config.cudagraph_mode = SimpleNamespace(name="NONE")
+        runner.cache_config = SimpleNamespace(kv_cache_size_tokens=0)
+        core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=SimpleNamespace(vllm_config=runner)))
+        self.llm_engine = SimpleNamespace(logger_manager=SimpleNamespace(stat_loggers=[]), engine_core=core)
+
+    is_v2 = False
+
+    def collective_rpc(self, method: str) -> list[Any]:
+        self.asked.append(method)
+        return [()] if method == "attention_backends" else []
+
+
+@pytest.mark.parametrize(
+    ("config", "is_v2", "method", "told", "asks"),
+    [
+        (CPU, False, "block", "standard", True),
+        (CPU, False, "standard", "standard", False),
+        (GPU, True, "block", "block", False),
+        (GPU, False, "block", None, False),
+    ],
+)
+def test_blocks_are_verified_by_whom_can(
+    config: EngineConfig,
+    is_v2: bool,
+    method: str,
+    told: str | None,
+    asks: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU the plugin's sampler is asked, on a GPU vLLM's second runner is told; its first one is refused."""
+    (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
+    monkeypatch.setattr(FakeLlm, "is_v2", is_v2)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeLlm))
+    monkeypatch.setitem(sys.modules, "slipstream.engine.weight_transfer", SimpleNamespace(BACKEND="slipstream"))
+    monkeypatch.setattr("slipstream.engine.vllm_engine.Drafting", lambda llm: None)
+    monkeypatch.setattr("slipstream.engine.vllm_engine.os.environ", {})
+    speculative = {"method": "eagle3", "rejection_sample_method": method}
+
+    if told is None:
+        with pytest.raises(ConfigError, match=r"draft\.verification must be token .* got 'block'"):
+            VllmEngine(tmp_path, config=config, speculative_config=speculative)
+        return
+    llm = VllmEngine(tmp_path, config=config, speculative_config=speculative)._llm
+    assert llm.told == {"method": "eagle3", "rejection_sample_method": told}
+    assert ("verify_in_blocks" in llm.asked) == asks
