@@ -11,7 +11,8 @@ Schedule (`schedule`). As rollouts finish, a generation passes through every run
 the time of their steps at each. The cost of a k at a running batch is the time in which every running rollout gains one
 token: seconds of a step over tokens gained by a rollout. An engine whose drafting is switched off still runs the
 draft's first pass to keep its KV cache complete, so an engine without a draft is faster. A schedule that may switch
-drafting off needs that cost too, and the sweep measures it as `SWITCHED_OFF`.
+drafting off needs that cost too, and the sweep measures it as `SWITCHED_OFF`. What remains of a generation, above all
+the prompts, takes longer in an engine with a draft, and counts in the gain that a schedule must have.
 
 Autopilot (`decide`). The cost of a step is its generation time over its generated tokens. A run stays in one mode,
 drafting or not, and measures the other mode in single steps (probes): once both modes can be compared, then at growing
@@ -22,7 +23,7 @@ on the steps' records alone, so a resumed run decides like an uninterrupted one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -52,8 +53,8 @@ _MAX_BACK_OFF = 8  # times `_PROBE_EVERY_STEPS`
 SWITCHED_OFF = -1
 """Stands for a k: length 0 in an engine that has a draft. 0 itself is an engine without one."""
 
-Round = Mapping[int, Sequence[RunningTime]]
-"""Step times of one round by k; all engines of a round generate the same prompts."""
+Round = Mapping[int, GenerationResult]
+"""Generations of one round by k; all engines of a round generate the same prompts."""
 
 EngineFactory = Callable[[int], AbstractContextManager[Engines]]
 """Starts an engine with k draft tokens (0: without a draft), which ends with the context; several threads call it."""
@@ -135,7 +136,7 @@ def constant(k: int) -> tuple[ScheduleEntry, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sweep:
-    """Measurements of a sweep: points by k and batch size, and step times by round."""
+    """Measurements of a sweep: points by k and batch size, and generations by round."""
 
     points: tuple[SweepPoint, ...]
     rounds: tuple[Round, ...]
@@ -189,7 +190,7 @@ def sweep(
                     batches = _batches(prompts, batch // group_size, config.num_repeats)
                     results = _rounds(engines, batches, sampling, group_size, seed)
                     baselines[batch] += results[0]
-                    rounds += ({k: results[k][i].running for k in results} for i in range(config.num_repeats))
+                    rounds += ({k: results[k][i] for k in results} for i in range(config.num_repeats))
                     known = [_sweep_point(k, batch, results[k], results[0]) for k in ks]
                     points += known
                     on_points(known)
@@ -203,7 +204,7 @@ def choose(
     """Choose the fastest k at the measured batch size nearest to `batch`, and a schedule over all running batches.
 
     Args:
-        rounds: step times of the sweep; without them the schedule is the chosen k throughout.
+        rounds: generations of the sweep; without them the schedule is the chosen k throughout.
     """
     nearest = min(config.batch_sizes, key=lambda size: (abs(size - batch), size))
     at_batch = [point for point in points if point.batch == nearest]
@@ -375,14 +376,26 @@ def schedule(
 def expected_gain(
     points: Sequence[RunningPoint], table: Sequence[ScheduleEntry], rounds: Sequence[Round], *, chosen_k: int
 ) -> float:
-    """Decoding time of the chosen k over that of the schedule, from the measured times; 1 if they are the same."""
-    spent = after = 0.0
+    """Generation time of the chosen k over that of the schedule, from the measured times; 1 if they are the same.
+
+    Outside decoding, where prompts are computed, the schedule takes what its engine does: that of its largest k.
+    """
+    num_rounds = sum(chosen_k in each for each in rounds)
+    spent = num_rounds * _rest_s(rounds, chosen_k)
+    after = num_rounds * _rest_s(rounds, max(entry.num_speculative_tokens for entry in table))
     for batches in {(point.batch_from, point.batch_to) for point in points}:
-        seconds = sum(time.elapsed_s for each in rounds for time in _within(each.get(chosen_k, ()), batches))
+        seconds = sum(time.elapsed_s for each in rounds for time in _within(each, chosen_k, batches))
         k = next(e.num_speculative_tokens for e in table if e.batch_from <= batches[0] <= e.batch_to)
         gain = next((p.gain for p in points if _is_of(p, k) and p.batch_from == batches[0]), 1.0)
         spent, after = spent + seconds, after + seconds / gain
     return spent / after if after and len(table) > 1 else 1.0
+
+
+def _rest_s(rounds: Sequence[Round], k: int) -> float:
+    """Return the mean seconds of a k's generations outside decoding; every k has rounds of the same batch sizes."""
+    results = [each[k] for each in rounds if k in each]
+    rests = [max(0.0, result.generation_s - sum(t.elapsed_s for t in result.running)) for result in results]
+    return fmean(rests) if rests else 0.0
 
 
 def _ranges(largest: int) -> Iterator[tuple[int, int]]:
@@ -392,7 +405,9 @@ def _ranges(largest: int) -> Iterator[tuple[int, int]]:
         start, end = end + 1, 2 * end
 
 
-def _within(times: Iterable[RunningTime], batches: tuple[int, int]) -> list[RunningTime]:
+def _within(results: Round, k: int, batches: tuple[int, int]) -> list[RunningTime]:
+    """Return the step times of one k within a range of running batches."""
+    times = results[k].running if k in results else ()
     return [time for time in times if batches[0] <= time.num_running <= batches[1]]
 
 
@@ -411,7 +426,7 @@ class _Cost:
 
 def _costs(rounds: Sequence[Round], k: int, batches: tuple[int, int]) -> dict[int, _Cost]:
     """Sum the costs by round; rounds without these running batches are left out."""
-    by_round = {number: _within(each.get(k, ()), batches) for number, each in enumerate(rounds)}
+    by_round = {number: _within(each, k, batches) for number, each in enumerate(rounds)}
     return {
         number: _Cost(
             num_steps=sum(time.num_steps for time in times),

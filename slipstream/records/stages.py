@@ -60,7 +60,7 @@ class TuningRecord:
     points: tuple[SweepPoint, ...]
     schedule: tuple[ScheduleEntry, ...]
     running: tuple[RunningPoint, ...] = ()
-    schedule_gain: float = 1.0  # generation time with the chosen k over that with the schedule, by these times
+    schedule_gain: float = 1.0  # generation time with the chosen k over that with the schedule, as the sweep expects
     machine: str = ""  # machine of the timed engines; empty: not recorded
     versions: dict[str, str] = field(default_factory=dict)  # package versions on that machine
 

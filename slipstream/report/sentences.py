@@ -68,7 +68,7 @@ def schedule_text(record: RunRecord) -> str:
         return f"The schedule has one draft length, k = {tuning.chosen_k} at every running batch."
     used = any(arm.schedule for arm in record.arms if arm.arm is Arm.SPECULATIVE)
     return (
-        f"By running batch: {described(tuning.schedule)}. Its expected decoding speedup is "
+        f"By running batch: {described(tuning.schedule)}. Its expected speedup of generation is "
         f"{speedup(tuning.schedule_gain)} over k = {tuning.chosen_k} throughout. "
         f"{'The speculative arm used it.' if used else 'The speculative arm used one k instead.'}"
     )

@@ -64,7 +64,7 @@ def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data
         tracker.log({"sweep/schedule_gain": record.schedule_gain})
     logger.info("tune_draft_length: %s", record.reason)
     logger.info(
-        "tune_draft_length: by running batch: %s; decoding takes 1/%.3f of what k=%d throughout takes",
+        "tune_draft_length: by running batch: %s; a generation takes 1/%.3f of what k=%d throughout takes",
         described(record.schedule),
         record.schedule_gain,
         record.chosen_k,

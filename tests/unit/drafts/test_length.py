@@ -334,14 +334,13 @@ def test_k_0_is_chosen_and_said_when_speculation_loses() -> None:
 
 def test_a_sweep_keeps_every_rounds_steps_and_the_schedule_is_made_from_them() -> None:
     """k=1 is chosen for whole generations; the steps say that a rollout alone wants k=3."""
-    seconds = {0: 4.0, 1: 2.0, 3: 3.0}
-    steps = {0: (10, 10, 1.0), 1: (5, 10, 0.5), 3: (3, 10, 0.25)}
+    seconds = {0: 4.0, 1: 2.0, 3: 2.2}
+    steps = {0: (1750, 1750), 1: (750, 750), 3: (350, 1250)}  # ms of one rollout alone and of two
 
     class SteppingEngine(TimedEngine):
         def generate(self, *args: Any, **kwargs: Any) -> GenerationResult:
-            num_steps, num_tokens, elapsed_s = steps[self.k]
-            time = RunningTime(num_running=1, num_steps=num_steps, num_tokens=num_tokens, elapsed_s=elapsed_s)
-            return replace(super().generate(*args, **kwargs), running=(time,))
+            running = tuple(time(n, steps=5, tokens=10 * n, ms=ms) for n, ms in enumerate(steps[self.k], start=1))
+            return replace(super().generate(*args, **kwargs), running=running)
 
     start = starting(lambda k: SteppingEngine(k, {(k, batch): seconds[k] for batch in (2, 8)}, []))
     config = replace(CONFIG, max_live_engines=3)
@@ -355,7 +354,7 @@ def test_a_sweep_keeps_every_rounds_steps_and_the_schedule_is_made_from_them() -
         ScheduleEntry(batch_from=1, batch_to=1, num_speculative_tokens=3),
         ScheduleEntry(batch_from=2, batch_to=8, num_speculative_tokens=1),
     )
-    assert record.schedule_gain == pytest.approx(2.0)
+    assert record.schedule_gain == pytest.approx(2.0 / (0.35 + 0.75 + 0.6))  # 0.6 s of prompts with k=3
     assert record.running == running_points(swept.rounds, chosen_k=1, largest=8)
     three = replace(config, batch_sizes=(2, 4, 8))
     assert choose(swept.points, config=three, batch=8, rounds=swept.rounds).schedule == record.schedule
@@ -411,10 +410,16 @@ def entry(start: int, end: int, k: int) -> ScheduleEntry:
     return ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k)
 
 
+def decoded(*running: RunningTime, prompts_ms: float = 0.0) -> GenerationResult:
+    """A generation of these steps, and of others that compute prompts."""
+    seconds = sum(each.elapsed_s for each in running) + prompts_ms / 1e3
+    return GenerationResult(groups=(), acceptance=None, generation_s=seconds, running=running)
+
+
 # Two rollouts: 10 steps of 2 tokens without a draft, 4 steps with one of 2. Then one alone.
 ROUND: Round = {
-    0: (time(1, steps=10, tokens=10, ms=100), time(2, steps=10, tokens=20, ms=100)),
-    2: (time(1, steps=4, tokens=10, ms=50), time(2, steps=4, tokens=20, ms=125)),
+    0: decoded(time(1, steps=10, tokens=10, ms=100), time(2, steps=10, tokens=20, ms=100)),
+    2: decoded(time(1, steps=4, tokens=10, ms=50), time(2, steps=4, tokens=20, ms=125)),
 }
 
 
@@ -430,8 +435,8 @@ def test_the_cost_of_a_k_is_the_time_in_which_every_running_rollout_gains_a_toke
 
 
 def test_running_batches_are_taken_together_in_ranges_that_double() -> None:
-    times = tuple(time(num, steps=1, tokens=num, ms=num) for num in range(1, 13))
-    points = running_points([{0: times}], chosen_k=0, largest=12)
+    times = [time(num, steps=1, tokens=num, ms=num) for num in range(1, 13)]
+    points = running_points([{0: decoded(*times)}], chosen_k=0, largest=12)
     assert [(p.batch_from, p.batch_to) for p in points] == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 12)]
     # 9 + 10 + 11 + 12 ms for four tokens a rollout.
     assert points[-1].token_ms == pytest.approx(42 / 4)
@@ -439,7 +444,7 @@ def test_running_batches_are_taken_together_in_ranges_that_double() -> None:
 
 
 # k=5 is twice as fast as k=2 for one rollout alone, and slower for two.
-LONG: Round = {**ROUND, 5: (time(1, steps=2, tokens=10, ms=25), time(2, steps=2, tokens=20, ms=250))}
+LONG: Round = {**ROUND, 5: decoded(time(1, steps=2, tokens=10, ms=25), time(2, steps=2, tokens=20, ms=250))}
 
 
 def table_of(rounds: list[Round], *, chosen_k: int = 2, min_gain: float = 1.03) -> tuple[ScheduleEntry, ...]:
@@ -464,15 +469,31 @@ def test_a_table_that_gains_too_little_over_all_is_none() -> None:
     assert table_of(rounds, min_gain=gain) == (entry(1, 1, 5), entry(2, 2, 2))
 
 
+def test_a_table_pays_for_the_prompts_in_its_own_engine() -> None:
+    """Without a draft 200 ms and 100 of prompts; by the table 150, and `prompts_ms` in the engine of k=2."""
+
+    def table_at(prompts_ms: float) -> tuple[tuple[ScheduleEntry, ...], float]:
+        before = switched_off(alone_ms=120, both_ms=100)
+        without = decoded(*before[0].running, prompts_ms=100)
+        rounds = [{**before, 0: without, 2: decoded(*before[2].running, prompts_ms=prompts_ms)}] * 2
+        points = running_points(rounds, chosen_k=0, largest=2)
+        gain = expected_gain(points, (entry(1, 1, 2), entry(2, 2, 0)), rounds, chosen_k=0)
+        return schedule(points, rounds, chosen_k=0, largest=2), gain
+
+    assert table_at(100) == ((entry(1, 1, 2), entry(2, 2, 0)), pytest.approx(300 / 250))
+    assert table_at(144) == ((entry(1, 2, 0),), pytest.approx(300 / 294))
+    assert table_at(300) == ((entry(1, 2, 0),), pytest.approx(300 / 450))
+
+
 def test_a_k_that_is_only_as_fast_as_the_chosen_one_takes_nothing() -> None:
-    equal: Round = {**LONG, 5: (time(1, steps=2, tokens=10, ms=25), time(2, steps=2, tokens=20, ms=125))}
+    equal: Round = {**LONG, 5: decoded(time(1, steps=2, tokens=10, ms=25), time(2, steps=2, tokens=20, ms=125))}
     assert table_of([equal, equal], min_gain=1.0) == (entry(1, 1, 5), entry(2, 2, 2))
 
 
 def test_a_range_of_several_batches_changes_hands_as_a_whole() -> None:
     """k=1 is twice as fast as k=2 for three and four, and half as fast for one and two."""
     both: Round = {
-        k: tuple(time(num, steps=5, tokens=10 * num, ms=ms[num > 2]) for num in (1, 2, 3, 4))
+        k: decoded(*(time(num, steps=5, tokens=10 * num, ms=ms[num > 2]) for num in (1, 2, 3, 4)))
         for k, ms in ((2, (50, 80)), (1, (100, 40)))
     }
     points = running_points([both, both], chosen_k=2, largest=4)
@@ -483,7 +504,7 @@ def test_a_range_of_several_batches_changes_hands_as_a_whole() -> None:
 
 
 def test_where_length_0_was_not_measured_in_an_engine_with_a_draft_it_takes_as_long_as_without() -> None:
-    off = {SWITCHED_OFF: (time(1, steps=10, tokens=10, ms=120),), 2: ROUND[2][:1], 0: ROUND[0]}
+    off = {SWITCHED_OFF: decoded(time(1, steps=10, tokens=10, ms=120)), 2: decoded(ROUND[2].running[0]), 0: ROUND[0]}
     rounds: list[Round] = [off, off]
     points = running_points(rounds, chosen_k=0, largest=2)
     table = schedule(points, rounds, chosen_k=0, largest=2)
@@ -495,7 +516,7 @@ def test_where_length_0_was_not_measured_in_an_engine_with_a_draft_it_takes_as_l
 def test_one_round_is_no_evidence_and_of_several_their_geometric_mean_decides() -> None:
     """Gains of 2, 2 and 50 / 55: a mean of 1.54; of 2 and 50 / 220 a mean of 0.67."""
     assert table_of([LONG]) == (entry(1, 2, 2),)
-    denied, refuted = ({**LONG, 5: (time(1, steps=2, tokens=10, ms=ms), LONG[5][1])} for ms in (55, 220))
+    denied, refuted = ({**LONG, 5: decoded(time(1, steps=2, tokens=10, ms=ms), LONG[5].running[1])} for ms in (55, 220))
     points = running_points([LONG, LONG, denied], chosen_k=2, largest=2)
     of_5 = next(point for point in points if (point.k, point.batch_from) == (5, 1))
     assert (of_5.gain, of_5.gain_low) == pytest.approx(((2 * 2 * 50 / 55) ** (1 / 3), 50 / 55))
@@ -513,7 +534,7 @@ def switched_off(*, alone_ms: float, both_ms: float) -> Round:
     """`ROUND`, with an engine that drafts nothing although it has a draft."""
     return {
         **ROUND,
-        SWITCHED_OFF: (time(1, steps=10, tokens=10, ms=alone_ms), time(2, steps=10, tokens=20, ms=both_ms)),
+        SWITCHED_OFF: decoded(time(1, steps=10, tokens=10, ms=alone_ms), time(2, steps=10, tokens=20, ms=both_ms)),
     }
 
 
@@ -550,7 +571,7 @@ def test_where_no_k_pays_throughout_each_range_goes_to_the_fastest_however_unsur
 
 
 def test_a_k_that_never_met_the_chosen_one_is_compared_with_it_through_k_0() -> None:
-    other: Round = {0: (time(1, steps=10, tokens=10, ms=200),), 5: (time(1, steps=2, tokens=10, ms=50),)}
+    other: Round = {0: decoded(time(1, steps=10, tokens=10, ms=200)), 5: decoded(time(1, steps=2, tokens=10, ms=50))}
     rounds = [ROUND, other, ROUND, other]
     # k=5 is 4 times as fast as k=0 in its rounds, k=2 twice in its own.
     (point,) = [point for point in running_points(rounds, chosen_k=2, largest=1) if point.k == 5]
@@ -560,7 +581,7 @@ def test_a_k_that_never_met_the_chosen_one_is_compared_with_it_through_k_0() -> 
 
 
 def test_a_k_that_met_neither_the_chosen_one_nor_k_0_takes_nothing() -> None:
-    alone: Round = {5: (time(1, steps=2, tokens=10, ms=1),)}
+    alone: Round = {5: decoded(time(1, steps=2, tokens=10, ms=1))}
     assert table_of([ROUND, ROUND, alone, alone]) == (entry(1, 2, 2),)
     points = running_points([ROUND, ROUND, alone, alone], chosen_k=2, largest=2)
     assert [(p.gain, p.gain_low) for p in points if p.k == 5] == [(1.0, 0.0)]
@@ -575,7 +596,7 @@ def test_rounds_without_k_0_or_without_the_chosen_k_say_nothing_of_it() -> None:
 
 
 def test_where_no_engine_without_a_draft_came_there_is_no_speedup_to_tell() -> None:
-    points = running_points([{0: (time(2, steps=1, tokens=2, ms=1),), 2: ROUND[2]}], chosen_k=2, largest=2)
+    points = running_points([{0: decoded(time(2, steps=1, tokens=2, ms=1)), 2: ROUND[2]}], chosen_k=2, largest=2)
     assert [point.speedup is None for point in points if point.k == 2] == [True, False]
 
 
@@ -595,7 +616,7 @@ def test_a_table_covers_every_running_batch_once_whatever_was_measured(
     largest: int, chosen_k: int, costs: dict[tuple[int, int], float]
 ) -> None:
     by_k = {
-        k: tuple(time(num, steps=1, tokens=num, ms=ms) for (of, num), ms in sorted(costs.items()) if of == k)
+        k: decoded(*(time(num, steps=1, tokens=num, ms=ms) for (of, num), ms in sorted(costs.items()) if of == k))
         for k in (SWITCHED_OFF, 0, 2, 7)
     }
     rounds = [by_k, by_k]

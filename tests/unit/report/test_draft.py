@@ -75,7 +75,7 @@ def test_an_engine_that_drafts_nothing_although_it_has_a_draft_has_a_column_of_i
 
 def test_the_schedule_is_said_with_what_it_should_gain_and_whether_it_was_used() -> None:
     assert schedule_text(record()) == (
-        "By running batch: 1-2: 5, 3-4: 2. Its expected decoding speedup is 1.10x over k = 2 throughout. "
+        "By running batch: 1-2: 5, 3-4: 2. Its expected speedup of generation is 1.10x over k = 2 throughout. "
         "The speculative arm used it."
     )
     assert schedule_text(record(arm_has_it=False)).endswith("The speculative arm used one k instead.")
