@@ -64,6 +64,9 @@ def engine_arguments(config: EngineConfig, *, is_in_flight: bool, can_sleep: boo
     return {
         **arguments,
         "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+        # Rollouts of a group share the whole blocks of their prompt, but for the last one in an engine with a draft. Of
+        # vLLM's 128 tokens a block on CPUs a prompt has few; its attention there takes multiples of 32.
+        "block_size": 32,
         # After each chunk but a prompt's last, vLLM 0.32 rewinds a seeded request's generator by its offset. A CPU's
         # generator has no offset, and the engine would end there.
         "enable_chunked_prefill": False,

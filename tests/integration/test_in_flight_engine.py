@@ -73,8 +73,8 @@ def _moved(policy: Path, path: Path, seed: int) -> Path:
 
 def _requests(first: int) -> tuple[GroupRequest, ...]:
     prompts = [
-        # Two blocks of vLLM's KV cache, of 128 tokens, and more: with a draft the last block that is found is not used.
-        Prompt(id=str(i), text="", token_ids=(2, *(4 + (7 * i + 3 * j) % 60 for j in range(270))), answer="")
+        # Two blocks of the KV cache, of 32 tokens, and more: with a draft the last block that is found is not used.
+        Prompt(id=str(i), text="", token_ids=(2, *(4 + (7 * i + 3 * j) % 60 for j in range(78))), answer="")
         for i in range(NUM_GROUPS)
     ]
     return tuple(
