@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 
 from slipstream.data.prompts import PromptStream
 from slipstream.drafts.methods import speculative_config
+from slipstream.grpo.config import LossKind
 from slipstream.grpo.update import Update
 from slipstream.learner.policy_source import write_policy_tokenizer
 from slipstream.recipe import Recipe, load_recipe
@@ -92,6 +93,7 @@ def train(recipe: Recipe, policy: Path, prompts: Sequence[Prompt], *, num_drafte
                     policy_version=step,
                     draft_version=None,
                     scale_by_std=grpo.scale_advantages_by_std,
+                    leave_one_out=grpo.loss.kind is LossKind.RLOO,
                 )
                 trained = learner.train_step(
                     Update(
@@ -100,6 +102,7 @@ def train(recipe: Recipe, policy: Path, prompts: Sequence[Prompt], *, num_drafte
                         ref_logprobs=None,
                         loss=grpo.loss,
                         temperature=recipe.sampling.temperature,
+                        max_response_tokens=recipe.sampling.max_response_tokens,
                     )
                 )
                 means.append(sum(rewards) / len(rewards))

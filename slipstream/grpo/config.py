@@ -80,9 +80,42 @@ class Correction(StrEnum):
     NONE = "none"
 
 
-class LossConfig(Checked, path="grpo.loss"):
-    """Clipped policy loss with separate bounds (DAPO, arXiv:2503.14476) and an optional KL to a reference policy."""
+class LossKind(StrEnum):
+    """Form of the policy loss.
 
+    For each token of a response o: r is its probability under the policy that is trained over that before the step's
+    first update, A is its response's advantage, clip(r) = min(max(r, 1 - clip_low), 1 + clip_high), and p is its
+    logprob. |o| is the number of the response's tokens. Means and sums are over the whole update.
+
+    `dapo`: mean over tokens of -min(r A, clip(r) A), arXiv:2503.14476.
+    `grpo`: mean over responses of the response's mean of the same, arXiv:2402.03300.
+    `dr_grpo`: sum over tokens of the same / (responses x sampling.max_response_tokens), so that no token's weight
+    depends on its response's length, arXiv:2503.20783.
+    `gspo`: mean over responses of -min(s A, clip(s) A), where s is the geometric mean of the response's ratios,
+    arXiv:2507.18071.
+    `cispo`: mean over tokens of -clip(r) A p, where clip(r) has no gradient, so that every token keeps one,
+    arXiv:2506.13585.
+    `rloo`: mean over responses of -A times the response's logprob, where A is the reward less the mean reward of the
+    group's other responses, arXiv:2402.14740.
+    """
+
+    DAPO = "dapo"
+    GRPO = "grpo"
+    DR_GRPO = "dr_grpo"
+    GSPO = "gspo"
+    CISPO = "cispo"
+    RLOO = "rloo"
+
+
+_LARGEST_GSPO_CLIP = 0.05
+
+
+class LossConfig(Checked, path="grpo.loss"):
+    """Policy loss, DAPO's (arXiv:2503.14476) unless `kind` names another, and an optional KL to a reference policy."""
+
+    kind: LossKind = LossKind.DAPO
+    """Form of the loss: mean over tokens (`dapo`, `cispo`) or responses, and what is clipped. Set it to reproduce
+    another method."""
     clip_low: Fraction = 0.2
     """Distance below 1 at which the ratio of policies is clipped. Set it to tune the loss."""
     clip_high: PositiveFloat = 0.28
@@ -99,6 +132,13 @@ class LossConfig(Checked, path="grpo.loss"):
     """Level of the ratios of `mask_band`: single tokens, or geometric means of responses. Set it with `mask_band`."""
 
     def _check(self) -> None:
+        for name, clip in (("clip_low", self.clip_low), ("clip_high", self.clip_high)):
+            self._require(
+                self.kind is not LossKind.GSPO or clip <= _LARGEST_GSPO_CLIP,
+                name,
+                f"must be at most {_LARGEST_GSPO_CLIP} with grpo.loss.kind gspo",
+                "a response's mean ratio stays near 1, and would never be clipped: its paper has 0.0003 and 0.0004",
+            )
         said, cap, band = self.correction, self.truncated_importance_sampling, self.mask_band
         self._require(
             said is None or (said is Correction.NONE) == (cap is None),
@@ -176,6 +216,19 @@ class GrpoConfig(Checked, path="grpo"):
             self.updates_per_step <= self.prompts_per_step * self.group_size,
             "updates_per_step",
             f"must be at most the {self.prompts_per_step * self.group_size} rollouts of a step",
+        )
+        kind = self.loss.kind
+        self._require(
+            not self.scale_advantages_by_std or kind not in (LossKind.DR_GRPO, LossKind.RLOO),
+            "scale_advantages_by_std",
+            f"must be false with grpo.loss.kind {kind.value}",
+            "its advantages are not scaled: drop it, or take kind grpo",
+        )
+        self._require(
+            self.updates_per_step == 1 or kind is not LossKind.RLOO,
+            "updates_per_step",
+            "must be 1 with grpo.loss.kind rloo",
+            "it has no ratio, and from a second update on its gradient would be biased: take another kind",
         )
 
     def is_checkpoint_due(self, step: int) -> bool:

@@ -50,14 +50,13 @@ def corrected(log_ratio_BT: Tensor, mask_BT: Tensor, places: Places | None, conf
     if config.corrects is Correction.NONE:
         return None
     by_sequence = config.corrects is Correction.SEQUENCE
-    ratio_BT = torch.exp(_over_sequences(log_ratio_BT, mask_BT, places) if by_sequence else log_ratio_BT)
+    ratio_BT = torch.exp(over_sequences(log_ratio_BT, mask_BT, places) if by_sequence else log_ratio_BT)
     weight_BT = ratio_BT.clamp(max=config.truncated_importance_sampling)
     changed_BT, kept_BT = weight_BT < ratio_BT, None
     if config.mask_band is not None:
         mean_BT = log_ratio_BT
         if config.mask_level is Level.SEQUENCE:
-            lengths_BT = _over_sequences(torch.ones_like(log_ratio_BT), mask_BT, places)
-            mean_BT = _over_sequences(log_ratio_BT, mask_BT, places) / lengths_BT.clamp(min=1.0)
+            mean_BT = over_sequences(log_ratio_BT, mask_BT, places) / response_lengths(mask_BT, places)
         low, high = config.mask_band
         ratio_BT = torch.exp(mean_BT)
         kept_BT = (ratio_BT >= low) & (ratio_BT <= high)
@@ -65,7 +64,7 @@ def corrected(log_ratio_BT: Tensor, mask_BT: Tensor, places: Places | None, conf
     return Weights(weight_BT=weight_BT.to(log_ratio_BT.dtype), kept_BT=kept_BT, changed_BT=changed_BT)
 
 
-def _over_sequences(values_BT: Tensor, mask_BT: Tensor, places: Places | None) -> Tensor:
+def over_sequences(values_BT: Tensor, mask_BT: Tensor, places: Places | None) -> Tensor:
     """Sum over each response, at each of its tokens [B, T]; float64, so that the sum does not depend on the padding."""
     values_BT = torch.where(mask_BT, values_BT, 0.0).double()
     sums_BT = values_BT.sum(dim=1, keepdim=True).expand_as(values_BT)
@@ -74,3 +73,8 @@ def _over_sequences(values_BT: Tensor, mask_BT: Tensor, places: Places | None) -
         for place in places:
             sums_BT[place] = values_BT[place].sum()
     return sums_BT
+
+
+def response_lengths(mask_BT: Tensor, places: Places | None) -> Tensor:
+    """Count the tokens of each response, at each of its tokens [B, T], in float64; 1 for a response without tokens."""
+    return over_sequences(torch.ones_like(mask_BT, dtype=torch.float64), mask_BT, places).clamp(min=1.0)

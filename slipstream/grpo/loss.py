@@ -11,17 +11,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.grpo.config import Correction, LossConfig
-from slipstream.grpo.correction import Weights
+from slipstream.grpo.config import Correction, LossConfig, LossKind
+from slipstream.grpo.correction import Places, Weights, over_sequences, response_lengths
 
 
-def group_advantages(rewards_PG: Tensor, *, scale_by_std: bool = False, eps: float = 1e-6) -> Tensor:
-    """Center each prompt's rewards on its group mean.
+def group_advantages(
+    rewards_PG: Tensor, *, scale_by_std: bool = False, leave_one_out: bool = False, eps: float = 1e-6
+) -> Tensor:
+    """Center each prompt's rewards on its group mean, or on the mean of the group's other rollouts.
 
     Args:
         rewards_PG: [P, G] float, one scalar reward a rollout.
         scale_by_std: divide by the group's standard deviation (GRPO, arXiv:2402.03300);
             False keeps the mean-only baseline (Dr. GRPO, arXiv:2503.20783).
+        leave_one_out: compare each reward with the mean of the G - 1 others (RLOO, arXiv:2402.14740), which is the
+            difference from the group mean times G / (G - 1).
         eps: constant that is added to the standard deviation.
     Returns:
         [P, G]; a group of equal rewards gets exactly 0.
@@ -31,6 +35,8 @@ def group_advantages(rewards_PG: Tensor, *, scale_by_std: bool = False, eps: flo
     if rewards_PG.dim() != 2 or rewards_PG.shape[1] < 2:
         raise ValueError(f"rewards must be [P, G] with G >= 2, got shape {tuple(rewards_PG.shape)}")
     centered_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
+    if leave_one_out:
+        centered_PG = centered_PG * (rewards_PG.shape[1] / (rewards_PG.shape[1] - 1))
     if scale_by_std:
         centered_PG = centered_PG / (rewards_PG.std(dim=1, keepdim=True) + eps)
     # The mean of G equal numbers may differ from them in the last bit, and dividing by eps would make that a signal.
@@ -41,9 +47,29 @@ def group_advantages(rewards_PG: Tensor, *, scale_by_std: bool = False, eps: flo
 class PolicyLoss:
     """Contribution of one micro-batch to a step; every field is summed over micro-batches and ranks."""
 
-    loss: Tensor  # scalar with gradient, divided by the token count of the whole step
-    num_clipped: Tensor  # scalar, number of tokens whose gradient the clip removes
+    loss: Tensor  # scalar with gradient; the sum over the whole step is divided by `divisor`
+    num_clipped: Tensor  # scalar, tokens whose gradient the clip removes; with `cispo`, whose weight it changes
     kl_sum: Tensor  # scalar, sum over tokens of k3 to the reference; 0 without a reference
+
+
+def divisor(kind: LossKind, *, num_tokens: int, num_responses: int, max_response_tokens: int | None) -> int:
+    """Return the number by which the sum of `policy_loss` over all micro-batches and ranks is divided.
+
+    Args:
+        num_tokens: response tokens of the whole update. Tokens that the correction masks out are counted, because the
+            weight of the other tokens must not depend on them.
+        num_responses: responses of the whole update.
+        max_response_tokens: largest length of a response, the constant of `dr_grpo`.
+    Raises:
+        ValueError: `dr_grpo` without `max_response_tokens`.
+    """
+    if kind in (LossKind.DAPO, LossKind.CISPO):
+        return num_tokens
+    if kind is not LossKind.DR_GRPO:
+        return num_responses
+    if max_response_tokens is None:
+        raise ValueError("loss kind 'dr_grpo' needs max_response_tokens")
+    return num_responses * max_response_tokens
 
 
 def policy_loss(
@@ -52,32 +78,35 @@ def policy_loss(
     trainer_logprobs_BT: Tensor,
     advantages_BT: Tensor,
     mask_BT: Tensor,
-    num_tokens: int,
     config: LossConfig,
+    places: Places | None = None,
     weights: Weights | None = None,
     ref_logprobs_BT: Tensor | None = None,
 ) -> PolicyLoss:
-    """Compute the token-level clipped policy loss of one micro-batch.
+    """Compute the policy loss of one micro-batch in the form that `LossKind` describes.
+
+    A KL is added to each token's loss, so it is averaged as the loss is. The sum over the micro-batches of any split,
+    divided by `divisor` of the whole update, is the loss of the undivided update.
 
     Args:
         logprobs_BT: [B, T] logprobs under the policy being trained, with gradient.
         trainer_logprobs_BT: [B, T] logprobs that the same learner computed before this batch's first update.
         advantages_BT: [B, T], or a shape that broadcasts to it, such as [B, 1].
         mask_BT: [B, T] bool, True on response tokens.
-        num_tokens: response tokens of the whole step, over all micro-batches and ranks. Every contribution is
-            divided by this number, so that the contributions sum to the loss of the undivided batch. Tokens that the
-            correction masks out are counted, because the weight of the other tokens must not depend on them.
+        places: places of the sequences, each of them whole; None: one sequence a row.
         weights: weights of `correction.corrected`; None: the loss corrects nothing.
         ref_logprobs_BT: [B, T] logprobs under the reference policy; None leaves the KL out.
     Raises:
         ValueError: the config has a correction and `weights` is None, or a KL and `ref_logprobs_BT` is None.
     Source:
-        Clipped loss: PPO, arXiv:1707.06347. k3 estimator of the KL: http://joschu.net/blog/kl-approx.html
+        Clipped loss: PPO, arXiv:1707.06347; the other kinds: `LossKind`. k3 estimator of the KL:
+        http://joschu.net/blog/kl-approx.html
     """
-    ratio_BT = torch.exp(logprobs_BT - trainer_logprobs_BT)
-    clipped_BT = ratio_BT.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
-    gain_BT, clipped_gain_BT = ratio_BT * advantages_BT, clipped_BT * advantages_BT
-    loss_BT = -torch.minimum(gain_BT, clipped_gain_BT)
+    log_ratio_BT = logprobs_BT - trainer_logprobs_BT
+    if config.kind is LossKind.GSPO:
+        mean_BT = over_sequences(log_ratio_BT, mask_BT, places) / response_lengths(mask_BT, places)
+        log_ratio_BT = mean_BT.to(logprobs_BT.dtype)
+    loss_BT, is_clipped_BT = _by_token(logprobs_BT, log_ratio_BT, advantages_BT, config)
     if weights is not None:
         loss_BT = loss_BT * weights.weight_BT
     elif config.corrects is not Correction.NONE:
@@ -90,12 +119,24 @@ def policy_loss(
         kl_sum = _masked_sum(kl_BT.detach(), mask_BT)
     elif config.kl_coefficient > 0.0:
         raise ValueError(f"kl_coefficient {config.kl_coefficient} needs ref_logprobs")
+    if config.kind in (LossKind.GRPO, LossKind.GSPO):
+        loss_BT = loss_BT / response_lengths(mask_BT, places).to(logprobs_BT.dtype)
     counts_BT = mask_BT if weights is None or weights.kept_BT is None else mask_BT & weights.kept_BT
-    return PolicyLoss(
-        loss=_masked_sum(loss_BT, counts_BT) / num_tokens,
-        num_clipped=((clipped_gain_BT < gain_BT) & mask_BT).sum(),
-        kl_sum=kl_sum,
-    )
+    return PolicyLoss(loss=_masked_sum(loss_BT, counts_BT), num_clipped=(is_clipped_BT & mask_BT).sum(), kl_sum=kl_sum)
+
+
+def _by_token(
+    logprobs_BT: Tensor, log_ratio_BT: Tensor, advantages_BT: Tensor, config: LossConfig
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token [B, T] before any mean, and bool [B, T]: the clip acts on the token."""
+    if config.kind is LossKind.RLOO:
+        return -logprobs_BT * advantages_BT, torch.zeros_like(logprobs_BT, dtype=torch.bool)
+    ratio_BT = torch.exp(log_ratio_BT)
+    clipped_BT = ratio_BT.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    if config.kind is LossKind.CISPO:
+        return -clipped_BT.detach() * advantages_BT * logprobs_BT, clipped_BT != ratio_BT
+    gain_BT, clipped_gain_BT = ratio_BT * advantages_BT, clipped_BT * advantages_BT
+    return -torch.minimum(gain_BT, clipped_gain_BT), clipped_gain_BT < gain_BT
 
 
 def _masked_sum(values_BT: Tensor, mask_BT: Tensor) -> Tensor:

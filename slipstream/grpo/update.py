@@ -30,6 +30,7 @@ class Update:
     ref_logprobs: Sequence[NDArray[np.float32]] | None  # B, under the reference policy; None leaves the KL out
     loss: LossConfig
     temperature: float  # sampling temperature of the rollouts
+    max_response_tokens: int | None = None  # largest length of a rollout, by which `LossKind.DR_GRPO` divides
     trains_draft: bool = False  # the draft learns from the hidden states of this update's forward pass
 
 

@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from slipstream.config import require
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.correction import corrected
-from slipstream.grpo.loss import policy_loss
+from slipstream.grpo.loss import divisor, policy_loss
 from slipstream.grpo.update import Trained, Update
 from slipstream.learner import parallel
 from slipstream.learner.architecture import MIMO, Architecture, require_divisible, require_even_experts
@@ -329,6 +329,12 @@ class MegatronPolicy:
         """
         batch, ref_logprobs = update.batch, update.ref_logprobs
         num_tokens = parallel.sum_over_data_ranks(num_labels(batch.token_ids, batch.prompt_lengths))
+        by = divisor(
+            update.loss.kind,
+            num_tokens=num_tokens,
+            num_responses=parallel.sum_over_data_ranks(len(batch.token_ids)),
+            max_response_tokens=update.max_response_tokens,
+        )
         given = update.trainer_logprobs
         own = None if given is not None else ByToken(batch.token_ids, batch.prompt_lengths, self.device)
 
@@ -346,12 +352,13 @@ class MegatronPolicy:
                 ref_logprobs_BT=None if ref_logprobs is None else micro.spread(ref_logprobs),
                 advantages_BT=micro.repeat(batch.advantages),
                 mask_BT=micro.mask_BT,
-                num_tokens=num_tokens,
+                places=micro.inputs.places,
                 config=update.loss,
             )
+            loss = part.loss / by
             assert scores.entropy is not None
             sums = {"clipped": part.num_clipped, "kl": part.kl_sum, "entropy": scores.entropy}
-            return part.loss, {"loss": part.loss.detach(), **sums}
+            return loss, {"loss": loss.detach(), **sums}
 
         batches = self._microbatches(batch.token_ids, batch.prompt_lengths)
         learning_rate = self.learning_rate

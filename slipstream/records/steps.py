@@ -71,7 +71,7 @@ class TrainStats:
     loss: float
     grad_norm: float  # before clipping
     kl: float  # to the reference policy, per token; 0 without one
-    clip_fraction: float  # share of tokens whose gradient the clip cut off
+    clip_fraction: float  # share of tokens whose gradient the clip cut off, or whose weight it changed
     num_tokens: int  # response tokens
     learning_rate: float
     entropy: float | None = None  # of the policy at the sampling temperature, nats a token; None: not recorded

@@ -318,6 +318,7 @@ class Run:
             learner=learner,
             config=recipe.grpo,
             temperature=recipe.sampling.temperature,
+            max_response_tokens=recipe.sampling.max_response_tokens,
             draft=draft,
             guard=AcceptanceGuard(record.acceptance for record in history if record.acceptance is not None),
             max_lag=recipe.loop.max_off_policy_steps,

@@ -24,6 +24,7 @@ def assemble(
     policy_version: int,
     draft_version: int | None,
     scale_by_std: bool,
+    leave_one_out: bool = False,
     max_lag: int = 0,
     published: Collection[Versions] | None = None,
 ) -> TrainBatch:
@@ -33,6 +34,7 @@ def assemble(
         rewards: one a rollout, group by group.
         policy_version: version of the policy that learns from the batch.
         draft_version: version of the draft that the engines hold beside it.
+        scale_by_std, leave_one_out: as in `group_advantages`.
         max_lag: number of versions by which a token may be older than `policy_version`.
         published: pairs of policy and draft version that engines held together, which may go further back than
             `max_lag`; None: every policy version had `draft_version`.
@@ -51,7 +53,7 @@ def assemble(
     _require_versions(rollouts, versions=versions, published=published)
     _require_finite(np.concatenate([np.asarray(rollout.rollout_logprobs) for rollout in rollouts]))
     rewards_PG = torch.tensor(rewards, dtype=torch.float32).view(len(groups), -1)
-    advantages_PG = group_advantages(rewards_PG, scale_by_std=scale_by_std)
+    advantages_PG = group_advantages(rewards_PG, scale_by_std=scale_by_std, leave_one_out=leave_one_out)
     prompts = [group.prompt.token_ids for group in groups for _ in group.rollouts]
     return TrainBatch(
         token_ids=tuple(prompt + rollout.token_ids for prompt, rollout in zip(prompts, rollouts, strict=True)),

@@ -20,7 +20,7 @@ from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.controller import Staleness
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Engines, GenerationResult
-from slipstream.grpo.config import Correction, GrpoConfig
+from slipstream.grpo.config import Correction, GrpoConfig, LossKind
 from slipstream.grpo.lags import lag_stats
 from slipstream.grpo.update import Trained, Update, combined, minibatches
 from slipstream.records.steps import DraftDecision, MachineUse, Overlap, RefitCheck, StepRecord
@@ -186,12 +186,14 @@ class Trainer:
 
     Attributes:
         temperature: temperature at which the rollouts were sampled.
+        max_response_tokens: largest length of a rollout; the loss `dr_grpo` needs it.
         max_lag: number of versions by which rollouts may be older than the policy that learns from them.
     """
 
     learner: Learner
     config: GrpoConfig
     temperature: float
+    max_response_tokens: int | None = None
     draft: Draft = field(default_factory=Draft)
     guard: AcceptanceGuard = field(default_factory=AcceptanceGuard)
     max_lag: int = 0
@@ -221,6 +223,7 @@ class Trainer:
                 policy_version=step,
                 draft_version=self.draft.version,
                 scale_by_std=self.config.scale_advantages_by_std,
+                leave_one_out=self.config.loss.kind is LossKind.RLOO,
                 max_lag=self.max_lag,
                 published=published,
             )
@@ -231,6 +234,7 @@ class Trainer:
             ref_logprobs=None,
             loss=self.config.loss,
             temperature=self.temperature,
+            max_response_tokens=self.max_response_tokens,
             trains_draft=decision is not None and decision.trains,
         )
         if self.config.needs_logprob_pass:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from slipstream.grpo.config import Correction, Level, LossConfig, OptimizerConfig
+from slipstream.grpo.config import Correction, Level, LossConfig, LossKind, OptimizerConfig
 from slipstream.grpo.update import Update, part_of, part_of_batch
 from slipstream.learner import parallel
 from slipstream.learner.config import (
@@ -89,7 +89,9 @@ def _sequences() -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(rng.integers(0, VOCAB, rng.integers(6, 32)).tolist()) for _ in range(9))
 
 
-def _train(policy: MegatronPolicy, learner: LearnerConfig, directory: Path, rank: int = 0) -> dict[str, Any]:
+def _train(
+    policy: MegatronPolicy, learner: LearnerConfig, directory: Path, rank: int = 0, loss: LossConfig = LOSS
+) -> dict[str, Any]:
     """Two updates of this rank's share of the sequences; what it says of them, by their index."""
     sequences = _sequences()
     layout = learner.parallel
@@ -112,7 +114,8 @@ def _train(policy: MegatronPolicy, learner: LearnerConfig, directory: Path, rank
 
     before = logprobs()
     known = [before.get(index, np.zeros(len(tokens) - 3)) for index, tokens in enumerate(sequences)]
-    update = part_of(Update(batch=whole, trainer_logprobs=known, ref_logprobs=known, loss=LOSS, temperature=1.3), mine)
+    logprobs_before = {"trainer_logprobs": known, "ref_logprobs": known}
+    update = part_of(Update(batch=whole, loss=loss, temperature=1.3, max_response_tokens=32, **logprobs_before), mine)
     stats = [policy.train_step(update).stats]
     policy.save_checkpoint(directory / "checkpoint", {})
     stats.append(policy.train_step(update).stats)
@@ -248,3 +251,39 @@ def test_two_ranks_split_each_family_as_one_computes_it(tmp_path: Path) -> None:
     for name, expected in single.items():
         # The gradient of a key's bias is near 0, and AdamW's first steps are signs.
         _require_same([rank[name] for rank in got], expected, rough=False, atol=3e-4)
+
+
+def _kinds(learner: LearnerConfig, model: Path, directory: Path, rank: int = 0) -> dict[str, dict[str, Any]]:
+    found = {}
+    for kind in LossKind:
+        policy = MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER)
+        loss = replace(LOSS, kind=kind, clip_low=0.05, clip_high=0.05)
+        found[kind.value] = _train(policy, learner, directory / kind.value, rank, loss)
+    return found
+
+
+def _rank_of_kinds(
+    rank: int, learner: LearnerConfig, port: int, model: Path, directory: Path
+) -> dict[str, dict[str, Any]]:
+    join(rank, 2, port)
+    found = _kinds(learner, model, directory, rank)
+    parallel.barrier()
+    parallel.teardown()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", [False], ids=["untied"], indirect=True)
+def test_two_ranks_that_share_the_responses_compute_each_kind_of_loss_as_one_does(
+    saved: tuple[Path, dict[Any, Any]], tmp_path: Path
+) -> None:
+    for name in ("one", "two"):
+        for kind in LossKind:
+            (tmp_path / name / kind.value).mkdir(parents=True)
+    single = _kinds(LEARNER, saved[0], tmp_path / "one")
+    assert len({each["stats"][1]["loss"] for each in single.values()}) == len(LossKind)
+    (port,) = free_ports(1)
+    learner = replace(LEARNER, parallel=DATA, packing=Packing.ALWAYS)
+    got = on_ranks(2, _rank_of_kinds, learner, port, saved[0], tmp_path / "two")
+    for name, expected in single.items():
+        _require_same([rank[name] for rank in got], expected, rough=False)

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from slipstream.grpo.config import Correction, GrpoConfig, LossConfig, OptimizerConfig
+from slipstream.grpo.config import Correction, GrpoConfig, LossConfig, LossKind, OptimizerConfig
 from slipstream.grpo.loop_config import LoopConfig
 from slipstream.types import LoopMode
 
 Optimizer = partial(OptimizerConfig, learning_rate=1e-4)
 Grpo = partial(GrpoConfig, num_steps=1, prompts_per_step=2, group_size=2, optimizer=Optimizer())
+MEAN_RATIO = "a response's mean ratio stays near 1, and would never be clipped: its paper has 0.0003 and 0.0004"
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,28 @@ Grpo = partial(GrpoConfig, num_steps=1, prompts_per_step=2, group_size=2, optimi
             "loop.max_off_policy_steps must be >= 1 with loop.mode in_flight, got 0; engines that run on while the "
             "policy learns are behind it",
         ),
+        (
+            LossConfig,
+            {"kind": LossKind.GSPO},
+            f"grpo.loss.clip_low must be at most 0.05 with grpo.loss.kind gspo, got 0.2; {MEAN_RATIO}",
+        ),
+        (
+            LossConfig,
+            {"kind": LossKind.GSPO, "clip_low": 0.0003},
+            f"grpo.loss.clip_high must be at most 0.05 with grpo.loss.kind gspo, got 0.28; {MEAN_RATIO}",
+        ),
+        (
+            Grpo,
+            {"loss": LossConfig(kind=LossKind.DR_GRPO), "scale_advantages_by_std": True},
+            "grpo.scale_advantages_by_std must be false with grpo.loss.kind dr_grpo, got True; its advantages are not "
+            "scaled: drop it, or take kind grpo",
+        ),
+        (
+            Grpo,
+            {"loss": LossConfig(kind=LossKind.RLOO), "updates_per_step": 2},
+            "grpo.updates_per_step must be 1 with grpo.loss.kind rloo, got 2; it has no ratio, and from a second "
+            "update on its gradient would be biased: take another kind",
+        ),
         (Grpo, {"updates_per_step": 5}, "grpo.updates_per_step must be at most the 4 rollouts of a step, got 5"),
     ],
 )
@@ -56,6 +79,14 @@ def test_what_two_fields_do_not_allow_together_is_refused(
     refusal: Callable[..., str], config: Callable[..., Any], values: dict[str, Any], message: str
 ) -> None:
     assert refusal(config, **values) == message
+
+
+def test_each_kind_of_loss_is_taken_with_what_its_paper_has() -> None:
+    assert LossConfig().kind is LossKind.DAPO
+    assert LossConfig(kind=LossKind.GSPO, clip_low=0.0003, clip_high=0.05).clip_high == 0.05
+    assert Grpo(loss=LossConfig(kind=LossKind.GRPO), scale_advantages_by_std=True, updates_per_step=2)
+    assert Grpo(loss=LossConfig(kind=LossKind.DR_GRPO), updates_per_step=2)
+    assert Grpo(loss=LossConfig(kind=LossKind.RLOO))
 
 
 def test_a_cap_alone_corrects_by_token_and_nothing_not_at_all() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.grpo.config import Correction, Level, LossConfig
+from slipstream.grpo.config import Correction, Level, LossConfig, LossKind
 from slipstream.grpo.correction import Places, corrected
 from slipstream.grpo.lags import token_weights
 from slipstream.grpo.loss import policy_loss
@@ -70,7 +70,7 @@ def test_without_a_correction_nothing_is_computed() -> None:
 
 
 def test_a_masked_token_leaves_the_loss_and_its_gradient_but_not_the_normaliser() -> None:
-    """Ratios 4 and 1.5; -r A w / n keeps -1.5 x 2 / 2 of the second token alone, and the first's KL is masked too."""
+    """Ratios 4 and 1.5; -r A w keeps -1.5 x 2 of the second token alone, and the first's KL is masked too."""
     logprobs_BT = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
     mask_BT = torch.ones(1, 2, dtype=torch.bool)
     config = replace(BANDS["tokens"], kl_coefficient=0.1)
@@ -79,15 +79,14 @@ def test_a_masked_token_leaves_the_loss_and_its_gradient_but_not_the_normaliser(
         trainer_logprobs_BT=torch.zeros(1, 2, dtype=torch.float64),
         advantages_BT=torch.full((1, 1), 2.0, dtype=torch.float64),
         mask_BT=mask_BT,
-        num_tokens=2,
         config=config,
         weights=corrected(torch.tensor([[4.0, 1.5]], dtype=torch.float64).log(), mask_BT, None, config),
         ref_logprobs_BT=torch.tensor([[-1.0, 0.0]], dtype=torch.float64),
     )
     got.loss.backward()
-    assert got.loss.item() == pytest.approx(-1.5)
+    assert got.loss.item() == pytest.approx(-3.0)
     assert logprobs_BT.grad is not None
-    assert logprobs_BT.grad.tolist() == [pytest.approx([0.0, -1.5])]
+    assert logprobs_BT.grad.tolist() == [pytest.approx([0.0, -3.0])]
     assert got.kl_sum.item() == pytest.approx(np.exp(-1.0))  # a figure of the policy: over all tokens
 
 
@@ -127,23 +126,28 @@ def _near_edges(log_ratios: list[np.ndarray], config: LossConfig) -> np.ndarray:
     return np.isclose(ratio_N, low, rtol=1e-9) | np.isclose(ratio_N, high, rtol=1e-9)
 
 
+@pytest.mark.parametrize("kind", LossKind)
 @given(RATIOS, CONFIGS, st.floats(-2.0, 2.0))
-def test_microbatches_of_whole_sequences_add_up(rows: list[list[float]], config: LossConfig, advantage: float) -> None:
-    num_tokens = sum(map(len, rows))
+def test_microbatches_of_whole_sequences_add_up(
+    kind: LossKind, rows: list[list[float]], config: LossConfig, advantage: float
+) -> None:
+    config = replace(config, kind=kind, clip_low=0.05, clip_high=0.04)
 
-    def loss(part: list[list[float]]) -> float:
+    def loss(part: list[list[float]]) -> tuple[float, float]:
         packed = torch.tensor([[ratio for row in part for ratio in row]], dtype=torch.float64)
         mask_BT = torch.ones_like(packed, dtype=torch.bool)
         ends = np.cumsum([len(row) for row in part]).tolist()
         places = [(0, slice(end - len(row), end)) for end, row in zip(ends, part, strict=True)]
-        return policy_loss(
-            torch.zeros_like(packed),
+        found = policy_loss(
+            packed.log(),
             trainer_logprobs_BT=torch.zeros_like(packed),
             advantages_BT=torch.full((1, 1), advantage, dtype=torch.float64),
             mask_BT=mask_BT,
-            num_tokens=num_tokens,
+            places=places,
             config=config,
             weights=corrected(packed.log(), mask_BT, places, config),
-        ).loss.item()
+        )
+        return found.loss.item(), found.num_clipped.item()
 
-    assert sum(loss([row]) for row in rows) == pytest.approx(loss(rows), abs=1e-9)
+    parts = [loss([row]) for row in rows]
+    assert tuple(map(sum, zip(*parts, strict=True))) == pytest.approx(loss(rows), rel=1e-9, abs=1e-9)

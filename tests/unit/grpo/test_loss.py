@@ -10,16 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.grpo.config import LossConfig
+from slipstream.grpo.config import LossConfig, LossKind
 from slipstream.grpo.correction import Weights, corrected
-from slipstream.grpo.loss import PolicyLoss, group_advantages, policy_loss
+from slipstream.grpo.loss import PolicyLoss, divisor, group_advantages, policy_loss
 
 
 def _loss(
     ratios: list[float],
     advantage: float,
     config: LossConfig,
-    num_tokens: int = 1,
     *,
     weights: Weights | None = None,
     ref_logprobs_BT: Tensor | None = None,
@@ -30,7 +29,6 @@ def _loss(
         trainer_logprobs_BT=torch.zeros_like(logprobs_BT),
         advantages_BT=torch.tensor([[advantage]], dtype=torch.float64),
         mask_BT=torch.ones(logprobs_BT.shape, dtype=torch.bool),
-        num_tokens=num_tokens,
         config=config,
         weights=weights,
         ref_logprobs_BT=ref_logprobs_BT,
@@ -65,14 +63,13 @@ def test_a_clipped_token_has_no_gradient_and_padding_may_hold_anything() -> None
         trainer_logprobs_BT=torch.zeros(1, 4),
         advantages_BT=torch.ones(1, 1),
         mask_BT=torch.tensor([[True, True, False, False]]),
-        num_tokens=2,
         config=LossConfig(),
     )
-    assert (got.loss.item(), got.num_clipped.item()) == (pytest.approx(-(1.28 + 1.1) / 2), 1)
+    assert (got.loss.item(), got.num_clipped.item()) == (pytest.approx(-(1.28 + 1.1)), 1)
     got.loss.backward()
     assert logprobs_BT.grad is not None
-    # d(-r A / n)/d(log r) = -r A / n
-    torch.testing.assert_close(logprobs_BT.grad[:, :2], torch.tensor([[0.0, -1.1 / 2]]))
+    # d(-r A)/d(log r) = -r A
+    torch.testing.assert_close(logprobs_BT.grad[:, :2], torch.tensor([[0.0, -1.1]]))
 
 
 def test_kl_is_k3_to_the_reference() -> None:
@@ -87,17 +84,74 @@ def test_truncated_importance_sampling_weighs_by_the_capped_ratio_to_the_engine(
     # trainer / rollout = 1 / 0.25 = 4, capped at 2, and 1 / 2 = 0.5
     rollout = torch.tensor([[math.log(0.25), math.log(2.0)]], dtype=torch.float64)
     config = LossConfig(truncated_importance_sampling=2.0)
-    got = _loss([1.0, 1.0], 1.0, config, num_tokens=2, weights=_capped(-rollout, config))
-    assert got.loss.item() == pytest.approx(-(2.0 + 0.5) / 2)
+    got = _loss([1.0, 1.0], 1.0, config, weights=_capped(-rollout, config))
+    assert got.loss.item() == pytest.approx(-(2.0 + 0.5))
 
 
-@given(st.lists(st.floats(0.3, 3.0), min_size=2, max_size=12), st.floats(-2, 2), st.data())
-def test_microbatches_add_up_to_the_undivided_loss(ratios: list[float], advantage: float, data: st.DataObject) -> None:
-    cut = data.draw(st.integers(1, len(ratios) - 1))
-    whole = _loss(ratios, advantage, LossConfig(), num_tokens=len(ratios))
-    parts = [_loss(part, advantage, LossConfig(), num_tokens=len(ratios)) for part in (ratios[:cut], ratios[cut:])]
-    assert sum(part.loss.item() for part in parts) == pytest.approx(whole.loss.item(), abs=1e-12)
-    assert sum(part.num_clipped.item() for part in parts) == whole.num_clipped.item()
+S = 0.825 ** (1 / 3)  # geometric mean of 1.5, 1.1 and 0.5
+LOG = math.log
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    ("config", "expected", "num_clipped", "gradient"),
+    [
+        # -(1.28 x 2), -(1.1 x 2), -(0.5 x 2); 0.8 x 2: over 4 tokens
+        (LossConfig(), -(2.56 + 2.2 + 1.0 - 1.6) / 4, 2, [0.0, -2.2 / 4, -1.0 / 4, 0.0]),
+        # the means of 3 tokens and of 1, over 2 responses
+        (LossConfig(kind=LossKind.GRPO), (-5.76 / 3 + 1.6) / 2, 2, [0.0, -2.2 / 6, -1.0 / 6, 0.0]),
+        # over 2 responses x 10 tokens
+        (LossConfig(kind=LossKind.DR_GRPO), -4.16 / 20, 2, [0.0, -0.11, -0.05, 0.0]),
+        # s = 0.938 gains less than 0.96, and stays; 0.5 x -2 is clipped to 0.96 x -2
+        (
+            LossConfig(kind=LossKind.GSPO, clip_low=0.04, clip_high=0.05),
+            (-2 * S + 1.92) / 2,
+            1,
+            [-2 * S / 6] * 3 + [0.0],
+        ),
+        # weights 1.28, 1.1, 0.8 and 0.8, three of them clipped, and each token has a gradient
+        (
+            LossConfig(kind=LossKind.CISPO),
+            (-2 * (1.28 * LOG(1.5) + 1.1 * LOG(1.1) + 0.8 * LOG(0.5)) + 2 * 0.8 * LOG(0.5)) / 4,
+            3,
+            [-2.56 / 4, -2.2 / 4, -1.6 / 4, 1.6 / 4],
+        ),
+        # the responses' logprobs log 0.825 and log 0.5, over 2 responses
+        (LossConfig(kind=LossKind.RLOO), (-2 * LOG(0.825) + 2 * LOG(0.5)) / 2, 0, [-1.0, -1.0, -1.0, 1.0]),
+    ],
+    ids=[kind.value for kind in LossKind],
+)
+def test_each_kind_of_loss_has_its_value_and_gradient(
+    config: LossConfig, expected: float, num_clipped: int, gradient: list[float], is_packed: bool
+) -> None:
+    """Responses of ratios 1.5, 1.1, 0.5 with advantage 2, and 0.5 with -2; the padding is far away."""
+    mask_BT = torch.tensor([[True, True, True], [False, False, True]])
+    ratios_BT = torch.tensor([[1.5, 1.1, 0.5], [9.0, 9.0, 0.5]], dtype=torch.float64)
+    advantages_BT = torch.tensor([[2.0], [-2.0]], dtype=torch.float64).expand(2, 3)
+    places = None
+    if is_packed:
+        mask_BT, ratios_BT, advantages_BT = (each.reshape(1, 6) for each in (mask_BT, ratios_BT, advantages_BT))
+        places = [(0, slice(0, 3)), (0, slice(3, 6))]
+    logprobs_BT = ratios_BT.log().requires_grad_()
+    by = divisor(config.kind, num_tokens=4, num_responses=2, max_response_tokens=10)
+    got = policy_loss(
+        logprobs_BT,
+        trainer_logprobs_BT=torch.zeros_like(ratios_BT),
+        advantages_BT=advantages_BT,
+        mask_BT=mask_BT,
+        places=places,
+        config=config,
+    )
+    (got.loss / by).backward()
+    assert (got.loss.item() / by, got.num_clipped.item()) == (pytest.approx(expected), num_clipped)
+    assert logprobs_BT.grad is not None
+    assert logprobs_BT.grad[mask_BT].tolist() == pytest.approx(gradient)
+    assert logprobs_BT.grad[~mask_BT].tolist() == [0.0, 0.0]
+
+
+def test_dr_grpo_without_its_constant_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^loss kind 'dr_grpo' needs max_response_tokens$"):
+        divisor(LossKind.DR_GRPO, num_tokens=1, num_responses=1, max_response_tokens=None)
 
 
 def test_a_correction_without_its_logprobs_is_refused() -> None:
@@ -117,7 +171,6 @@ def test_a_weight_by_truncated_importance_sampling_has_no_gradient_and_the_kl_ha
         trainer_logprobs_BT=one,
         advantages_BT=torch.full((1, 1), 3.0, dtype=torch.float64),
         mask_BT=torch.ones(1, 1, dtype=torch.bool),
-        num_tokens=1,
         config=config,
         weights=_capped(one - math.log(2.0), config),
         ref_logprobs_BT=one + math.log(2.0),
@@ -145,14 +198,13 @@ def test_ratio_weight_and_kl_are_each_of_two_policies_that_are_neither_at_0() ->
         trainer_logprobs_BT=trainer,
         advantages_BT=torch.tensor([[2.0]], dtype=torch.float64),
         mask_BT=torch.ones(1, 1, dtype=torch.bool),
-        num_tokens=4,
         config=config,
         weights=_capped(trainer - rollout, config),
         ref_logprobs_BT=ref,
     )
     k3 = 0.5 - math.log(0.5) - 1
     assert got.kl_sum.item() == pytest.approx(k3)
-    assert got.loss.item() == pytest.approx((-2.4 * 1.25 + 0.1 * k3) / 4)
+    assert got.loss.item() == pytest.approx(-2.4 * 1.25 + 0.1 * k3)
 
 
 def test_rewards_are_centred_on_their_groups_mean() -> None:
@@ -165,6 +217,12 @@ def test_scaling_divides_by_the_sample_standard_deviation() -> None:
     # mean 2, deviations -1, 0, 1: variance (1 + 0 + 1) / 2 = 1
     advantages = group_advantages(torch.tensor([[1.0, 2.0, 3.0]]), scale_by_std=True, eps=0.0)
     torch.testing.assert_close(advantages, torch.tensor([[-1.0, 0.0, 1.0]]), rtol=0, atol=0)
+
+
+def test_left_out_of_its_own_baseline_a_reward_is_compared_with_the_mean_of_the_others() -> None:
+    rewards_PG = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 2.0]])
+    expected = torch.tensor([[1.0, -1 / 3, -1 / 3, -1 / 3], [0.0, 0.0, -4 / 3, 4 / 3]])
+    torch.testing.assert_close(group_advantages(rewards_PG, leave_one_out=True), expected)
 
 
 @pytest.mark.parametrize("scale_by_std", [False, True])

@@ -12,7 +12,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from transformers import Qwen3ForCausalLM
 
-from slipstream.grpo.config import Correction, Level, LossConfig, OptimizerConfig, OptimizerMethod
+from slipstream.grpo.config import Correction, Level, LossConfig, LossKind, OptimizerConfig, OptimizerMethod
 from slipstream.learner import optimizer as optimizers
 from slipstream.learner import packing
 from slipstream.learner.batches import Batching, forward
@@ -150,12 +150,27 @@ def test_muon_steps_the_layers_matrices_orthogonally_and_adamw_the_rest(dtype: D
         assert moved == pytest.approx(rate, abs=5e-4 if dtype is Dtype.FLOAT32 else 4e-3), name
 
 
-def test_microbatching_changes_no_gradient_beyond_rounding() -> None:
-    whole, split = (new_policy(learner=dataclasses.replace(LEARNER, max_tokens_per_microbatch=n)) for n in (512, 30))
-    one, many = _train(whole, range(3)), _train(split, range(3))
-    for a, b in zip(one, many, strict=True):
-        assert a.loss == pytest.approx(b.loss, abs=1e-6)
-        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
+@pytest.mark.parametrize("kind", LossKind)
+def test_microbatching_and_packing_change_no_gradient_beyond_rounding(kind: LossKind) -> None:
+    """Responses of mean ratios from 0.88 to 1.08, some of which each kind clips."""
+
+    def trained(learner: LearnerConfig) -> tuple[TrainStats, ...]:
+        policy, stats = new_policy(learner=learner), []
+        for step in range(2):
+            update = update_of(policy, seed=step)
+            before = [row + 0.125 - 0.025 * number for number, row in enumerate(update.trainer_logprobs or ())]
+            loss = LossConfig(kind=kind, clip_low=0.05, clip_high=0.05)
+            update = dataclasses.replace(update, trainer_logprobs=before, loss=loss, max_response_tokens=32)
+            stats.append(policy.train_step(update).stats)
+        return tuple(stats)
+
+    whole = trained(dataclasses.replace(LEARNER, max_tokens_per_microbatch=512))
+    assert (whole[0].clip_fraction > 0) == (kind is not LossKind.RLOO)
+    for change in ({"max_tokens_per_microbatch": 30}, {"packing": Packing.ALWAYS}):
+        for a, b in zip(whole, trained(dataclasses.replace(LEARNER, **change)), strict=True):
+            assert a.loss == pytest.approx(b.loss, rel=1e-5, abs=1e-6)
+            assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
+            assert a.clip_fraction == b.clip_fraction
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
