@@ -110,6 +110,24 @@ class LossKind(StrEnum):
 _LARGEST_GSPO_CLIP = 0.05
 
 
+class KlEstimator(StrEnum):
+    """Estimator of KL(policy || reference) from a token that the policy sampled.
+
+    With g, the token's logprob under the reference less that under the policy:
+
+    `k1`: -g. Its mean is the KL, but the mean of its gradient is 0: as a loss it adds noise and pulls nowhere.
+    `k2`: g^2 / 2, a biased value. The mean of its gradient is the gradient of KL(policy || reference).
+    `k3`: exp(g) - g - 1, never negative. Its mean is the KL, and the mean of its gradient is the gradient of
+    KL(reference || policy).
+
+    Source: http://joschu.net/blog/kl-approx.html
+    """
+
+    K1 = "k1"
+    K2 = "k2"
+    K3 = "k3"
+
+
 class LossConfig(Checked, path="grpo.loss"):
     """Policy loss, DAPO's (arXiv:2503.14476) unless `kind` names another, and an optional KL to a reference policy."""
 
@@ -122,6 +140,9 @@ class LossConfig(Checked, path="grpo.loss"):
     """Distance above 1 at which the ratio of policies is clipped. Set it to tune the loss."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Weight of a KL to the initial policy; 0 keeps no reference. Set it where the policy drifts too far."""
+    kl_estimator: KlEstimator = KlEstimator.K3
+    """Estimator of this KL; as a loss `k2` and `k3` pull to the reference and `k1` does not. Set it to reproduce
+    another method."""
     correction: Correction | None = None
     """Level of the weights trainer probability / rollout probability; null means `token` with a cap, else none."""
     truncated_importance_sampling: PositiveFloat | None = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.grpo.config import Correction, LossConfig, LossKind
+from slipstream.grpo.config import Correction, KlEstimator, LossConfig, LossKind
 from slipstream.grpo.correction import Places, Weights, over_sequences, response_lengths
 
 
@@ -49,7 +49,7 @@ class PolicyLoss:
 
     loss: Tensor  # scalar with gradient; the sum over the whole step is divided by `divisor`
     num_clipped: Tensor  # scalar, tokens whose gradient the clip removes; with `cispo`, whose weight it changes
-    kl_sum: Tensor  # scalar, sum over tokens of k3 to the reference; 0 without a reference
+    kl_sum: Tensor  # scalar, sum over tokens of the KL's estimate; 0 without a reference
 
 
 def divisor(kind: LossKind, *, num_tokens: int, num_responses: int, max_response_tokens: int | None) -> int:
@@ -99,8 +99,7 @@ def policy_loss(
     Raises:
         ValueError: the config has a correction and `weights` is None, or a KL and `ref_logprobs_BT` is None.
     Source:
-        Clipped loss: PPO, arXiv:1707.06347; the other kinds: `LossKind`. k3 estimator of the KL:
-        http://joschu.net/blog/kl-approx.html
+        Clipped loss: PPO, arXiv:1707.06347; the other kinds: `LossKind`. Estimators of the KL: `KlEstimator`.
     """
     log_ratio_BT = logprobs_BT - trainer_logprobs_BT
     if config.kind is LossKind.GSPO:
@@ -114,7 +113,7 @@ def policy_loss(
     kl_sum = logprobs_BT.new_zeros(())
     if ref_logprobs_BT is not None:
         gap_BT = ref_logprobs_BT - logprobs_BT
-        kl_BT = torch.exp(gap_BT) - gap_BT - 1.0
+        kl_BT = _kl(gap_BT, config.kl_estimator)
         loss_BT = loss_BT + config.kl_coefficient * kl_BT
         kl_sum = _masked_sum(kl_BT.detach(), mask_BT)
     elif config.kl_coefficient > 0.0:
@@ -137,6 +136,15 @@ def _by_token(
         return -clipped_BT.detach() * advantages_BT * logprobs_BT, clipped_BT != ratio_BT
     gain_BT, clipped_gain_BT = ratio_BT * advantages_BT, clipped_BT * advantages_BT
     return -torch.minimum(gain_BT, clipped_gain_BT), clipped_gain_BT < gain_BT
+
+
+def _kl(gap_BT: Tensor, estimator: KlEstimator) -> Tensor:
+    """Estimate the KL [B, T] from the logprobs under the reference less those under the policy."""
+    if estimator is KlEstimator.K1:
+        return -gap_BT
+    if estimator is KlEstimator.K2:
+        return gap_BT.square() / 2.0
+    return torch.exp(gap_BT) - gap_BT - 1.0
 
 
 def _masked_sum(values_BT: Tensor, mask_BT: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.grpo.config import LossConfig, LossKind
+from slipstream.grpo.config import KlEstimator, LossConfig, LossKind
 from slipstream.grpo.correction import Weights, corrected
 from slipstream.grpo.loss import PolicyLoss, divisor, group_advantages, policy_loss
 
@@ -72,12 +72,55 @@ def test_a_clipped_token_has_no_gradient_and_padding_may_hold_anything() -> None
     torch.testing.assert_close(logprobs_BT.grad[:, :2], torch.tensor([[0.0, -1.1]]))
 
 
-def test_kl_is_k3_to_the_reference() -> None:
-    # policy 0.5, reference 0.25: log(ref / policy) = -log 2, so k3 = 1/2 + log 2 - 1
-    config = LossConfig(kl_coefficient=0.1)
-    got = _loss([1.0], 0.0, config, ref_logprobs_BT=torch.tensor([[-math.log(2.0)]], dtype=torch.float64))
-    assert got.kl_sum.item() == pytest.approx(math.log(2.0) - 0.5)
-    assert got.loss.item() == pytest.approx(0.1 * (math.log(2.0) - 0.5))
+@pytest.mark.parametrize(
+    ("estimator", "expected", "gradient"),
+    [
+        # g = log(0.25 / 0.5) = -log 2; -g, g^2 / 2 and exp(g) - g - 1, and their derivatives 1, -g and 1 - exp(g)
+        (KlEstimator.K1, math.log(2.0), 1.0),
+        (KlEstimator.K2, math.log(2.0) ** 2 / 2, math.log(2.0)),
+        (KlEstimator.K3, math.log(2.0) - 0.5, 0.5),
+    ],
+)
+def test_each_estimator_of_the_kl_has_its_value_and_gradient(
+    estimator: KlEstimator, expected: float, gradient: float
+) -> None:
+    """A token of probability 0.5 under the policy and 0.25 under the reference."""
+    logprobs_BT = torch.tensor([[0.5]], dtype=torch.float64).log().requires_grad_()
+    got = policy_loss(
+        logprobs_BT,
+        trainer_logprobs_BT=logprobs_BT.detach(),
+        advantages_BT=torch.zeros(1, 1, dtype=torch.float64),
+        mask_BT=torch.ones(1, 1, dtype=torch.bool),
+        config=LossConfig(kl_coefficient=0.1, kl_estimator=estimator),
+        ref_logprobs_BT=torch.tensor([[0.25]], dtype=torch.float64).log(),
+    )
+    got.loss.backward()
+    assert got.kl_sum.item() == pytest.approx(expected)
+    assert got.loss.item() == pytest.approx(0.1 * expected)
+    assert logprobs_BT.grad is not None
+    assert logprobs_BT.grad.item() == pytest.approx(0.1 * gradient)
+
+
+def test_the_mean_gradient_of_k1_is_0_of_k2_that_of_the_kl_and_of_k3_that_of_the_reverse_kl() -> None:
+    """Four tokens as a policy p of 3/4 and 1/4 samples them; the reference q has 1/2 each, and KL(p || q) is 0.1308.
+
+    Its gradient at the logits is p (log(p / q) - KL), that of KL(q || p) is p - q.
+    """
+    kl = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    expected = {"k1": 0.0, "k2": 0.75 * (math.log(1.5) - kl), "k3": 0.25}
+    for estimator in KlEstimator:
+        logits_V = torch.tensor([0.75, 0.25], dtype=torch.float64).log().requires_grad_()
+        logprobs_BT = logits_V.log_softmax(0)[[0, 0, 0, 1]][None]
+        got = policy_loss(
+            logprobs_BT,
+            trainer_logprobs_BT=logprobs_BT.detach(),
+            advantages_BT=torch.zeros(1, 1, dtype=torch.float64),
+            mask_BT=torch.ones(1, 4, dtype=torch.bool),
+            config=LossConfig(kl_coefficient=1.0, kl_estimator=estimator),
+            ref_logprobs_BT=torch.full((1, 4), 0.5, dtype=torch.float64).log(),
+        )
+        (gradient_V,) = torch.autograd.grad(got.loss / 4, logits_V)
+        assert gradient_V.tolist() == pytest.approx([expected[estimator], -expected[estimator]], abs=1e-12)
 
 
 def test_truncated_importance_sampling_weighs_by_the_capped_ratio_to_the_engine() -> None:

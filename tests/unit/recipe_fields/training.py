@@ -379,6 +379,7 @@ CHECKS = {
     "grpo.loss.clip_low": Check(0.4, training_loss),
     "grpo.loss.clip_high": Check(0.4, training_loss),
     "grpo.loss.kl_coefficient": Check(0.1, training_loss),
+    "grpo.loss.kl_estimator": Check("k1", training_loss, {"grpo.loss.kl_coefficient": 0.1}),
     "grpo.loss.truncated_importance_sampling": Check(3.0, training_loss, CORRECTED),
     "grpo.loss.correction": Check("sequence", training_loss, CAPPED_HIGH),
     "grpo.loss.mask_band": Check([0.5, 16.0], training_loss, CORRECTED),
