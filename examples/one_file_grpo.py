@@ -19,7 +19,6 @@ from tempfile import TemporaryDirectory
 
 from slipstream.data.prompts import PromptStream
 from slipstream.drafts.methods import speculative_config
-from slipstream.grpo.config import LossKind
 from slipstream.grpo.update import Update
 from slipstream.learner.policy_source import write_policy_tokenizer
 from slipstream.recipe import Recipe, load_recipe
@@ -90,10 +89,9 @@ def train(recipe: Recipe, policy: Path, prompts: Sequence[Prompt], *, num_drafte
                 batch = assemble(
                     result.groups,
                     rewards,
+                    config=grpo,
                     policy_version=step,
                     draft_version=None,
-                    scale_by_std=grpo.scale_advantages_by_std,
-                    leave_one_out=grpo.loss.kind is LossKind.RLOO,
                 )
                 trained = learner.train_step(
                     Update(

@@ -141,6 +141,12 @@ class Recipe(Checked):
                 "raise it, or lower one of the others: where a sequence nears max_model_len, vLLM stops drafting for "
                 "its whole batch, and one that ends there with k+1 tokens in flight crashes the engine",
             )
+        self._require(
+            self.reward.overlong.buffer_tokens <= self.sampling.max_response_tokens,
+            "reward.overlong.buffer_tokens",
+            f"must be at most sampling.max_response_tokens {self.sampling.max_response_tokens}",
+            "the penalty begins that many tokens before the limit",
+        )
         longest = self.data.max_prompt_tokens + self.sampling.max_response_tokens
         self._require(
             longest <= self.learner.max_tokens_per_microbatch,

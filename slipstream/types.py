@@ -147,6 +147,7 @@ class TrainBatch:
     rollout_logprobs: Sequence[Sequence[float]]  # B, one a response token
     advantages: Sequence[float]  # B
     policy_version: int
+    counts: Sequence[bool] = ()  # B, False for a sequence that the loss leaves out; empty: all count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

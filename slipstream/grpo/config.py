@@ -151,6 +151,9 @@ class LossConfig(Checked, path="grpo.loss"):
     """Lowest and highest ratio that counts in the loss; null counts all. Set it where engines and learner differ."""
     mask_level: Level = Level.TOKEN
     """Level of the ratios of `mask_band`: single tokens, or geometric means of responses. Set it with `mask_band`."""
+    filter_overlong: Switch = False
+    """Leave responses that were cut off at `sampling.max_response_tokens` out of the loss (DAPO); their rewards still
+    enter the group's mean. Set it where a response that is cut off says little about its quality."""
 
     def _check(self) -> None:
         for name, clip in (("clip_low", self.clip_low), ("clip_high", self.clip_high)):

@@ -120,6 +120,7 @@ def part_of_batch(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
         prompt_lengths=[batch.prompt_lengths[index] for index in indices],
         rollout_logprobs=_rows(batch.rollout_logprobs, indices, np.float32),
         advantages=[batch.advantages[index] for index in indices],
+        counts=[batch.counts[index] for index in indices] if batch.counts else (),
     )
 
 

@@ -328,11 +328,15 @@ class MegatronPolicy:
             FloatingPointError: the gradient is not finite.
         """
         batch, ref_logprobs = update.batch, update.ref_logprobs
-        num_tokens = parallel.sum_over_data_ranks(num_labels(batch.token_ids, batch.prompt_lengths))
+        counts = batch.counts or [True] * len(batch.token_ids)
+        lengths = [len(tokens) - start for tokens, start in zip(batch.token_ids, batch.prompt_lengths, strict=True)]
+        num_all_tokens = parallel.sum_over_data_ranks(num_labels(batch.token_ids, batch.prompt_lengths))
+        # At least 1, for a step of which every response is left out.
+        num_tokens = max(1, parallel.sum_over_data_ranks(sum(itertools.compress(lengths, counts))))
         by = divisor(
             update.loss.kind,
             num_tokens=num_tokens,
-            num_responses=parallel.sum_over_data_ranks(len(batch.token_ids)),
+            num_responses=max(1, parallel.sum_over_data_ranks(sum(counts))),
             max_response_tokens=update.max_response_tokens,
         )
         given = update.trainer_logprobs
@@ -351,7 +355,7 @@ class MegatronPolicy:
                 weights=corrected(log_ratio_BT, micro.mask_BT, micro.inputs.places, update.loss),
                 ref_logprobs_BT=None if ref_logprobs is None else micro.spread(ref_logprobs),
                 advantages_BT=micro.repeat(batch.advantages),
-                mask_BT=micro.mask_BT,
+                mask_BT=micro.mask_BT if all(counts) else micro.mask_BT & (micro.repeat(counts) > 0),
                 places=micro.inputs.places,
                 config=update.loss,
             )
@@ -374,7 +378,7 @@ class MegatronPolicy:
             clip_fraction=sums["clipped"] / num_tokens,
             num_tokens=num_tokens,
             learning_rate=learning_rate,
-            entropy=sums["entropy"] / num_tokens,
+            entropy=sums["entropy"] / num_all_tokens,
         )
         return Trained(stats=stats, own_logprobs=None if own is None else own.collected())
 

@@ -72,7 +72,7 @@ class TrainStats:
     grad_norm: float  # before clipping
     kl: float  # to the reference policy, per token; 0 without one
     clip_fraction: float  # share of tokens whose gradient the clip cut off, or whose weight it changed
-    num_tokens: int  # response tokens
+    num_tokens: int  # response tokens that enter the loss
     learning_rate: float
     entropy: float | None = None  # of the policy at the sampling temperature, nats a token; None: not recorded
 
@@ -201,6 +201,7 @@ class StepRecord:
     reward_metrics: dict[str, float] = field(default_factory=dict)  # means of what it returned beside the score
     rewards_by_prompt: tuple[float, ...] = ()  # mean reward of each prompt's rollouts; empty: not recorded
     num_preemptions: int = 0  # rollouts that made room in a full KV cache and were recomputed
+    num_filtered: int = 0  # rollouts that were cut off and left out of the loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

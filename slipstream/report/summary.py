@@ -28,6 +28,7 @@ _COUNTS = (
     "num_reward_timeouts",
     "num_zero_signal_groups",
     "num_preemptions",
+    "num_filtered",
 )
 _LOST = ("num_awaited", "num_restarted", "num_regenerated")
 _SWEEP_FIELDS = ("k", "batch", "generation_s", "mean_acceptance_length", "speedup")
@@ -59,6 +60,7 @@ class ArmSummary:
     num_reward_timeouts: int
     num_zero_signal_groups: int
     num_preemptions: int
+    num_filtered: int
     generation_tokens_per_s: float
     engine_idle_fraction: float  # mean over the timed steps
 

@@ -163,6 +163,8 @@ def count_table(run: RunSummary) -> Table:
     }
     if any(arm.num_preemptions for arm in run.arms):  # a cache that is large enough preempts nothing
         labels["preempted rollouts (KV cache full)"] = lambda arm: count(arm.num_preemptions)
+    if any(arm.num_filtered for arm in run.arms):
+        labels["rollouts left out of the loss (cut off)"] = lambda arm: count(arm.num_filtered)
     if any(arm.engine_idle_fraction > 0 for arm in run.arms):  # a single engine is never idle during generation
         labels["engines idle during generation"] = lambda arm: percent(arm.engine_idle_fraction)
     rows = [Row(label, tuple(value(arm) for arm in run.arms)) for label, value in labels.items()]

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Annotated
 
 from pydantic import Field
 
-from slipstream.config import LARGEST, NUMBER, Checked, PositiveFloat, PositiveInt, Probability, Text
+from slipstream.config import (
+    LARGEST,
+    NUMBER,
+    Checked,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Text,
+)
 
 MAX_ANSWER_CHARS = 512
 """Longer answers score 0 unread; a request must fit into a pipe's buffer, or writing it could block."""
@@ -28,6 +38,16 @@ class FunctionConfig(Checked, path="reward function"):
     """Data source whose prompts it scores; null: all prompts. Set it where sets need rewards of their own."""
 
 
+class OverlongConfig(Checked, path="reward.overlong"):
+    """Penalty on responses that near `sampling.max_response_tokens` (DAPO's soft punishment, arXiv:2503.14476)."""
+
+    buffer_tokens: NonNegativeInt = 0
+    """Last tokens before the limit, over which the penalty rises linearly from 0; 0 punishes nothing. Set it where
+    responses grow towards the limit."""
+    penalty: PositiveFloat = 1.0
+    """Reward that a response of the largest length loses. Set it by the scale of the reward."""
+
+
 class RewardConfig(Checked, path="reward"):
     """Functions that score responses, how long they may take, and in how many processes."""
 
@@ -36,6 +56,8 @@ class RewardConfig(Checked, path="reward"):
     functions: tuple[FunctionConfig, ...] = ()
     """Rewards whose weighted scores are summed; where none scores a prompt, reasoning-gym or mathematics does. Set it
     for several."""
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    """Penalty on responses that near their limit, in training alone."""
     max_failed_fraction: Probability = 0.1
     """Share of a step's responses for which a function may fail; more end the run. Set it by how sure you are of it."""
     timeout_s: PositiveFloat = 5.0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from slipstream.rewards.config import OverlongConfig
 from slipstream.types import Prompt
 
 
@@ -32,6 +33,30 @@ def joined(results: Sequence[RewardResult]) -> RewardResult:
         num_crashes=sum(result.num_crashes for result in results),
         num_failures=sum(result.num_failures for result in results),
         metrics={name: sum(m * n for m, n in found) / sum(n for _, n in found) for name, found in totals.items()},
+    )
+
+
+def penalized(
+    result: RewardResult, lengths: Sequence[int], *, max_response_tokens: int, overlong: OverlongConfig
+) -> RewardResult:
+    """Subtract the penalty on responses that near their limit; the metric `overlong_penalty` is its mean.
+
+    A response of n tokens loses `penalty` x (n - (limit - buffer)) / buffer where that is above 0.
+
+    Args:
+        lengths: tokens of each response.
+        max_response_tokens: the limit, in tokens.
+    Source:
+        Soft overlong punishment: DAPO, arXiv:2503.14476, equation 13.
+    """
+    buffer = overlong.buffer_tokens
+    if not buffer or not lengths:
+        return result
+    penalties = [overlong.penalty * max(0, length - (max_response_tokens - buffer)) / buffer for length in lengths]
+    return replace(
+        result,
+        rewards=tuple(reward - penalty for reward, penalty in zip(result.rewards, penalties, strict=True)),
+        metrics={**result.metrics, "overlong_penalty": sum(penalties) / len(penalties)},
     )
 
 

@@ -17,8 +17,9 @@ from slipstream.recipe import Recipe
 from slipstream.records.steps import ArmRecord, ScheduleEntry, StepRecord
 from slipstream.refit.channel import open_channel
 from slipstream.refit.gate import RefitGate
+from slipstream.rewards.config import OverlongConfig
 from slipstream.rewards.function import open_reward
-from slipstream.rewards.reward import Reward, RewardResult
+from slipstream.rewards.reward import Reward, RewardResult, penalized
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.asynchronous import AsyncLoop
 from slipstream.train.checkpoints import Checkpoints
@@ -198,7 +199,8 @@ class Run:
 
             trainer = self._trainer(learner, history)
             tolerant = self.fault_tolerant(engines, gate, learner, history, pending)
-            rewards = partial(score, reward=reward, decode=self.decode)
+            overlong = {"overlong": recipe.reward.overlong, "max_response_tokens": recipe.sampling.max_response_tokens}
+            rewards = partial(score, reward=reward, decode=self.decode, **overlong)
             start_clock = partial(self._start_clock, history)
             loop = self.loop(tolerant, trainer, rewards, on_step, pending, threads, start_clock)
             loop.run(start_step=len(history))
@@ -325,11 +327,20 @@ class Run:
         )
 
 
-def score(groups: Sequence[RolloutGroup], reward: Reward, decode: Decode) -> RewardResult:
-    """Score each rollout, group by group."""
+def score(
+    groups: Sequence[RolloutGroup],
+    reward: Reward,
+    decode: Decode,
+    *,
+    max_response_tokens: int,
+    overlong: OverlongConfig,
+) -> RewardResult:
+    """Score each rollout, group by group, less what `overlong` takes off those that near `max_response_tokens`."""
     pairs = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
-    return reward.judge(
+    found = reward.judge(
         [prompt for prompt, _ in pairs],
         [decode(prompt.token_ids, rollout.token_ids) for prompt, rollout in pairs],
         cut_off=[rollout.finish_reason is FinishReason.LENGTH for _, rollout in pairs],
     )
+    lengths = [len(rollout.token_ids) for _, rollout in pairs]
+    return penalized(found, lengths, max_response_tokens=max_response_tokens, overlong=overlong)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from slipstream.grpo.config import GrpoConfig, LossKind
 from slipstream.records.steps import Mismatch
-from slipstream.types import Rollout, RolloutGroup, TrainBatch
+from slipstream.types import FinishReason, Rollout, RolloutGroup, TrainBatch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -21,10 +22,9 @@ def assemble(
     groups: Sequence[RolloutGroup],
     rewards: Sequence[float],
     *,
+    config: GrpoConfig,
     policy_version: int,
     draft_version: int | None,
-    scale_by_std: bool,
-    leave_one_out: bool = False,
     max_lag: int = 0,
     published: Collection[Versions] | None = None,
 ) -> TrainBatch:
@@ -32,9 +32,9 @@ def assemble(
 
     Args:
         rewards: one a rollout, group by group.
+        config: scale and baseline of the advantages, and the responses that the loss leaves out.
         policy_version: version of the policy that learns from the batch.
         draft_version: version of the draft that the engines hold beside it.
-        scale_by_std, leave_one_out: as in `group_advantages`.
         max_lag: number of versions by which a token may be older than `policy_version`.
         published: pairs of policy and draft version that engines held together, which may go further back than
             `max_lag`; None: every policy version had `draft_version`.
@@ -53,7 +53,10 @@ def assemble(
     _require_versions(rollouts, versions=versions, published=published)
     _require_finite(np.concatenate([np.asarray(rollout.rollout_logprobs) for rollout in rollouts]))
     rewards_PG = torch.tensor(rewards, dtype=torch.float32).view(len(groups), -1)
-    advantages_PG = group_advantages(rewards_PG, scale_by_std=scale_by_std, leave_one_out=leave_one_out)
+    advantages_PG = group_advantages(
+        rewards_PG, scale_by_std=config.scale_advantages_by_std, leave_one_out=config.loss.kind is LossKind.RLOO
+    )
+    is_whole = tuple(rollout.finish_reason is not FinishReason.LENGTH for rollout in rollouts)
     prompts = [group.prompt.token_ids for group in groups for _ in group.rollouts]
     return TrainBatch(
         token_ids=tuple(prompt + rollout.token_ids for prompt, rollout in zip(prompts, rollouts, strict=True)),
@@ -61,6 +64,7 @@ def assemble(
         rollout_logprobs=tuple(rollout.rollout_logprobs for rollout in rollouts),
         advantages=tuple(advantages_PG.flatten().tolist()),
         policy_version=policy_version,
+        counts=is_whole if config.loss.filter_overlong and not all(is_whole) else (),
     )
 
 

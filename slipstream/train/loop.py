@@ -20,7 +20,7 @@ from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.controller import Staleness
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Engines, GenerationResult
-from slipstream.grpo.config import Correction, GrpoConfig, LossKind
+from slipstream.grpo.config import Correction, GrpoConfig
 from slipstream.grpo.lags import lag_stats
 from slipstream.grpo.update import Trained, Update, combined, minibatches
 from slipstream.records.steps import DraftDecision, MachineUse, Overlap, RefitCheck, StepRecord
@@ -220,10 +220,9 @@ class Trainer:
             batch = assemble(
                 result.groups,
                 rewards.rewards,
+                config=self.config,
                 policy_version=step,
                 draft_version=self.draft.version,
-                scale_by_std=self.config.scale_advantages_by_std,
-                leave_one_out=self.config.loss.kind is LossKind.RLOO,
                 max_lag=self.max_lag,
                 published=published,
             )
@@ -298,6 +297,7 @@ class Trainer:
             longest_response_tokens=max(lengths),
             rewards_by_prompt=tuple(rewards_PG.mean(axis=1).tolist()),
             num_preemptions=result.num_preemptions,
+            num_filtered=batch.counts.count(False),
             machine=machine,
         )
         self.draft.note(record)

@@ -249,6 +249,7 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
         "train/reward_failures": record.num_reward_failures,
         **{f"reward/{name}": value for name, value in record.reward_metrics.items()},
         "train/zero_signal_groups": record.num_zero_signal_groups,
+        "train/filtered_rollouts": record.num_filtered,
         "train/loss": record.train.loss,
         "train/grad_norm": record.train.grad_norm,
         "train/kl": record.train.kl,

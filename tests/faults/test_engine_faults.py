@@ -349,13 +349,14 @@ def test_a_draft_refitted_twice_while_the_policy_was_refitted_once_is_an_error(
     bench: Bench, inject: Callable[..., None]
 ) -> None:
     from slipstream.train.batch import assemble
+    from tests.unit.train.world import CONFIG as GRPO
 
     bench.engine.refit(bench.models["old"], policy_version=1, draft=bench.models["old_draft"], draft_version=1)
     bench.engine.refit(bench.models["old"], policy_version=1, draft=bench.models["new_draft"], draft_version=2)
     result = bench.engine.generate(PROMPTS[:2], sampling=SAMPLING, group_size=2, seed=0)
 
     with pytest.raises(RuntimeError, match=r"rollouts must come from draft version 1, got \{2\}"):
-        assemble(result.groups, [0.0, 1.0] * 2, policy_version=1, draft_version=1, scale_by_std=False)
+        assemble(result.groups, [0.0, 1.0] * 2, config=GRPO, policy_version=1, draft_version=1)
 
 
 def test_a_prefix_cache_that_was_not_reset_is_an_error(bench: Bench, inject: Callable[..., None]) -> None:

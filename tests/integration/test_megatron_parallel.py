@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,13 @@ def _sequences() -> tuple[tuple[int, ...], ...]:
 
 
 def _train(
-    policy: MegatronPolicy, learner: LearnerConfig, directory: Path, rank: int = 0, loss: LossConfig = LOSS
+    policy: MegatronPolicy,
+    learner: LearnerConfig,
+    directory: Path,
+    rank: int = 0,
+    *,
+    loss: LossConfig = LOSS,
+    counts: Sequence[bool] = (),
 ) -> dict[str, Any]:
     """Two updates of this rank's share of the sequences; what it says of them, by their index."""
     sequences = _sequences()
@@ -106,6 +113,7 @@ def _train(
         ),
         advantages=tuple(np.random.default_rng(1).normal(size=len(sequences)).tolist()),
         policy_version=0,
+        counts=counts,
     )
     part = part_of_batch(whole, mine)
 
@@ -114,8 +122,8 @@ def _train(
 
     before = logprobs()
     known = [before.get(index, np.zeros(len(tokens) - 3)) for index, tokens in enumerate(sequences)]
-    logprobs_before = {"trainer_logprobs": known, "ref_logprobs": known}
-    update = part_of(Update(batch=whole, loss=loss, temperature=1.3, max_response_tokens=32, **logprobs_before), mine)
+    updates = Update(batch=whole, trainer_logprobs=known, ref_logprobs=known, loss=loss, temperature=1.3)
+    update = part_of(replace(updates, max_response_tokens=32), mine)
     stats = [policy.train_step(update).stats]
     policy.save_checkpoint(directory / "checkpoint", {})
     stats.append(policy.train_step(update).stats)
@@ -258,7 +266,8 @@ def _kinds(learner: LearnerConfig, model: Path, directory: Path, rank: int = 0) 
     for kind in LossKind:
         policy = MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER)
         loss = replace(LOSS, kind=kind, clip_low=0.05, clip_high=0.05)
-        found[kind.value] = _train(policy, learner, directory / kind.value, rank, loss)
+        counts = [index not in (2, 5) for index in range(9)]
+        found[kind.value] = _train(policy, learner, directory / kind.value, rank, loss=loss, counts=counts)
     return found
 
 

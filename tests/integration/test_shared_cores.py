@@ -12,6 +12,7 @@ from slipstream.grpo.update import Update
 from slipstream.learner.config import LearnerConfig
 from slipstream.train.batch import assemble
 from slipstream.types import Dtype, Prompt
+from tests.unit.train.world import CONFIG
 
 pytestmark = pytest.mark.slow
 
@@ -45,9 +46,8 @@ def test_rollouts_and_updates_are_the_same_bits_on_one_thread_and_on_two(
             _say(path, 2, is_at_work=third_works)
             groups = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1).groups
             trained = found[0][0] if found else groups  # the same batch, whatever the engine made of its threads
-            batch = assemble(
-                trained, [float(i % 3) for i in range(16)], policy_version=0, draft_version=None, scale_by_std=False
-            )
+            rewards = [float(i % 3) for i in range(16)]
+            batch = assemble(trained, rewards, config=CONFIG, policy_version=0, draft_version=None)
             update = Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=1.0)
             learner.train_step(update)
             learner.save_hf(tmp_path / f"trained_{third_works}", policy)

@@ -22,7 +22,7 @@ from slipstream.grpo.loop_config import LoopConfig
 from slipstream.learner.config import LearnerConfig, ParallelConfig, PolicyConfig, ScratchConfig, ShapeConfig
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.refit.config import RefitConfig
-from slipstream.rewards.config import RewardConfig
+from slipstream.rewards.config import OverlongConfig, RewardConfig
 from slipstream.tracking.config import DriftConfig, TrackingConfig
 from slipstream.types import LoopMode
 from slipstream.workers.placement.config import PlacementConfig
@@ -51,6 +51,7 @@ SECTIONS: dict[str, partial[Any]] = {
     "policy.scratch": partial(ScratchConfig, optimizer=Optimizer()),
     "refit": partial(RefitConfig),
     "reward": partial(RewardConfig),
+    "reward.overlong": partial(OverlongConfig),
     "sampling": partial(SamplingConfig, max_response_tokens=1),
     "shape": partial(ShapeConfig, num_query_groups=1),
     "tracking": partial(TrackingConfig),
@@ -104,6 +105,7 @@ ROWS: list[Row] = [
             "shape": "init_std",
             "refit": "bucket_mib timeout_s",
             "reward": "timeout_s",
+            "reward.overlong": "penalty",
             "tracking": "replay_every_s",
         },
     ),
@@ -148,6 +150,7 @@ ROWS: list[Row] = [
             "optimizer": "warmup_steps",
             "placement": "gpus_per_node",
             "policy.scratch": "num_steps",
+            "reward.overlong": "buffer_tokens",
         },
     ),
     (

@@ -105,6 +105,7 @@ MAY_BE_0 = {
         "evaluation.sampling": "top_k",
         "losslessness": "near_tie_nats",
         "reward": "max_failed_fraction",
+        "reward.overlong": "buffer_tokens",
         "tracking": "close_wait_s",
         "storage": "group",
         "cpu": "shared_memory_gib",

@@ -13,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from transformers import Qwen3ForCausalLM
 
 from slipstream.grpo.config import Correction, Level, LossConfig, LossKind, OptimizerConfig, OptimizerMethod
+from slipstream.grpo.update import part_of
 from slipstream.learner import optimizer as optimizers
 from slipstream.learner import packing
 from slipstream.learner.batches import Batching, forward
@@ -171,6 +172,26 @@ def test_microbatching_and_packing_change_no_gradient_beyond_rounding(kind: Loss
             assert a.loss == pytest.approx(b.loss, rel=1e-5, abs=1e-6)
             assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
             assert a.clip_fraction == b.clip_fraction
+
+
+@pytest.mark.parametrize("kind", LossKind)
+def test_an_update_is_one_without_the_responses_that_do_not_count(kind: LossKind) -> None:
+    policies = [new_policy() for _ in range(2)]
+    loss = LossConfig(kind=kind, clip_low=0.05, clip_high=0.05)
+    whole = dataclasses.replace(update_of(policies[0]), loss=loss, max_response_tokens=32)
+    rest = part_of(whole, [0, 2, 3, 5, 6, 7])
+    counts = [index not in (1, 4, 8) for index in range(9)]
+    whole = dataclasses.replace(whole, batch=dataclasses.replace(whole.batch, counts=counts))
+    found, expected = (policy.train_step(each).stats for policy, each in zip(policies, (whole, rest), strict=True))
+    assert dataclasses.replace(found, entropy=None) == dataclasses.replace(
+        expected,
+        entropy=None,
+        loss=pytest.approx(expected.loss, rel=1e-5, abs=1e-6),
+        grad_norm=pytest.approx(expected.grad_norm, rel=1e-5),
+    )
+    nothing = dataclasses.replace(whole, batch=dataclasses.replace(whole.batch, counts=[False] * 9))
+    assert (stats := policies[0].train_step(nothing).stats).loss == 0.0
+    assert stats.grad_norm == 0.0
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])

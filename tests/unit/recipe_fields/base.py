@@ -118,10 +118,11 @@ def outcome(probe: Probe, recipe: Recipe, tools: Tools) -> str:
 
 
 def rollout_groups(prompts: Sequence[Prompt], group_size: int, version: int = 0) -> tuple[RolloutGroup, ...]:
-    """Groups whose first rollout answers 7 and whose others answer 2."""
+    """Groups whose first rollout answers 7 and whose others answer 2 and are cut off."""
 
     def answer(prompt: Prompt, token: int) -> Rollout:
-        return rollout((token, 2), (-0.5, -0.25), prompt_id=prompt.id, policy_version=version)
+        how = {"is_cut": token == 2, "policy_version": version}
+        return rollout((token, 2), (-0.5, -0.25), prompt_id=prompt.id, **how)
 
     return tuple(
         RolloutGroup(prompt=prompt, rollouts=tuple(answer(prompt, 2 if i else 7) for i in range(group_size)))

@@ -186,7 +186,7 @@ def training_calls(recipe: Recipe, tools: Tools) -> object:
     """What the engine is asked for, what each update is made of, and when a checkpoint is written."""
     engine, learner, _, _ = trained(recipe, tools)
     updates = [
-        (len(each.batch.token_ids), each.batch.advantages, each.temperature, each.trainer_logprobs is None)
+        (each.batch.counts, each.batch.advantages, each.temperature, each.trainer_logprobs is None)
         for each in learner.updates
     ]
     return engine.calls, updates, learner.checkpoints, [with_reference for _, with_reference, _ in learner.loads]
@@ -384,6 +384,7 @@ CHECKS = {
     "grpo.loss.correction": Check("sequence", training_loss, CAPPED_HIGH),
     "grpo.loss.mask_band": Check([0.5, 16.0], training_loss, CORRECTED),
     "grpo.loss.mask_level": Check("sequence", training_loss, MASKED),
+    "grpo.loss.filter_overlong": Check(True, training_calls),
     "draft.online.when": Check("always", online_training),
     "draft.online.horizon_steps": Check(1, online_training, WHEN_STALE),
     "refit.channel": Check("gloo", training_channel),
@@ -400,6 +401,8 @@ CHECKS = {
         )
         for name, value in {"function": "mathematics", "weight": 2.0, "data_source": "other"}.items()
     },
+    "reward.overlong.buffer_tokens": Check(160, training_records),
+    "reward.overlong.penalty": Check(2.0, training_records, {"reward.overlong.buffer_tokens": 160}),
     "reward.max_failed_fraction": Check(0.2, failing_rewards, FAILING),
     "reward.timeout_s": Check(1.0, reward_workers),
     "reward.num_workers": Check(2, reward_workers),

@@ -246,11 +246,17 @@ def test_a_run_on_logical_gpus_says_so_and_no_other_does() -> None:
     assert "The GPUs were logical" not in page_text(RECORD)
 
 
-def test_preempted_rollouts_have_a_row_where_there_were_any() -> None:
-    label = "preempted rollouts (KV cache full)"
+@pytest.mark.parametrize(
+    ("label", "counter"),
+    [
+        ("preempted rollouts (KV cache full)", "num_preemptions"),
+        ("rollouts left out of the loss (cut off)", "num_filtered"),
+    ],
+)
+def test_a_loss_of_rollouts_has_a_row_where_there_was_any(label: str, counter: str) -> None:
     assert label not in [row.label for row in count_table(summarise_arms(RECORD.arms)).rows]
     base, spec = RECORD.arms
-    steps = tuple(replace(step, num_preemptions=2) for step in base.steps)
+    steps = tuple(replace(step, **{counter: 2}) for step in base.steps)
     rows = count_table(summarise_arms((replace(base, steps=steps), spec))).rows
     (row,) = [row for row in rows if row.label == label]
     assert row.cells == (str(2 * len(steps)), "0")

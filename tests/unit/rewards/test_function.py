@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.rewards.config import FunctionConfig, RewardConfig
+from slipstream.rewards.config import FunctionConfig, OverlongConfig, RewardConfig
 from slipstream.rewards.function import RewardError, kept, open_reward, write_kept
-from slipstream.rewards.reward import RewardResult, joined
+from slipstream.rewards.reward import RewardResult, joined, penalized
 from slipstream.types import Prompt
 
 OWN = """
@@ -206,6 +206,15 @@ def test_an_execution_keeps_a_copy_and_refuses_one_that_was_changed(own: Path, t
     assert both.functions == (replace(parts[0], function=copied.function), parts[1])
     assert kept(RewardConfig(), tmp_path) == RewardConfig()
     write_kept(RewardConfig(), RewardConfig())
+
+
+def test_a_response_loses_more_the_nearer_it_is_to_its_limit() -> None:
+    """A buffer of 4 before a limit of 10: nothing up to 6 tokens, then a quarter of the penalty of 2 for each."""
+    result = RewardResult(rewards=(1.0,) * 4, num_timeouts=1, num_crashes=2, metrics={"a": 1.0})
+    overlong = OverlongConfig(buffer_tokens=4, penalty=2.0)
+    found = penalized(result, [6, 7, 9, 10], max_response_tokens=10, overlong=overlong)
+    assert found == replace(result, rewards=(1.0, 0.5, -0.5, -1.0), metrics={"a": 1.0, "overlong_penalty": 1.0})
+    assert penalized(result, [6, 7, 9, 10], max_response_tokens=10, overlong=OverlongConfig()) is result
 
 
 def test_results_are_joined_with_metrics_weighed_by_responses() -> None:

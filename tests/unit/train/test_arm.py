@@ -25,7 +25,7 @@ from slipstream.grpo.update import Trained, Update
 from slipstream.recipe import load_recipe
 from slipstream.records.steps import RefitCheck, ScheduleEntry, StepRecord
 from slipstream.refit.gate import Export
-from slipstream.rewards.config import RewardConfig
+from slipstream.rewards.config import OverlongConfig, RewardConfig
 from slipstream.rewards.reward import RewardResult
 from slipstream.rewards.verifier import Verifier
 from slipstream.train import arm
@@ -521,9 +521,13 @@ def test_a_verifier_gets_each_rollouts_text_reference_and_whether_it_was_cut_off
     cut = replace(groups[1].rollouts[1], finish_reason=FinishReason.LENGTH)
     groups[1] = replace(groups[1], rollouts=(groups[1].rollouts[0], cut))
     noting = NotingVerifier()
-    assert score(groups, noting, decode).rewards == (1.0, 1.0, 0.0, 0.0)
+    of_4 = partial(score, max_response_tokens=4)
+    assert of_4(groups, noting, decode, overlong=OverlongConfig()).rewards == (1.0, 1.0, 0.0, 0.0)
     texts = [GUESS, GUESS, "<think>" + GUESS, "<think>" + GUESS]
     assert noting.handed == [(texts, ["7"] * 4, [False, False, False, True])]
+    lengths = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]
+    found = of_4(groups, noting, decode, overlong=OverlongConfig(buffer_tokens=4)).rewards
+    assert found == tuple(reward - n / 4 for reward, n in zip((1.0, 1.0, 0.0, 0.0), lengths, strict=True))
 
 
 @dataclass
@@ -535,7 +539,7 @@ class ScoringWorld(FlightWorld):
 
     def score(self, groups: Sequence[RolloutGroup]) -> RewardResult:
         assert self.verifier is not None
-        result = score(groups, self.verifier, decode)
+        result = score(groups, self.verifier, decode, max_response_tokens=4, overlong=OverlongConfig())
         prompts = [group.prompt.id for group in groups for _ in group.rollouts]
         self.rewards += zip(prompts, result.rewards, strict=True)
         return result

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slipstream.grpo.config import LossConfig, LossKind
 from slipstream.train.batch import assemble, mismatch
 from slipstream.types import Prompt, RolloutGroup, TrainBatch, VersionSpan
 from tests.unit.sampled import rollout
+from tests.unit.train.world import CONFIG
 
 PROMPT = Prompt(id="0", text="0", token_ids=(1, 0), answer="7")
 ROLLOUT = rollout((7, 2), (-0.5, -0.25))
@@ -18,7 +20,7 @@ GROUP = RolloutGroup(prompt=PROMPT, rollouts=(ROLLOUT, ROLLOUT))
 
 
 def test_assemble_joins_prompt_and_response() -> None:
-    batch = assemble([GROUP], [1.0, 0.0], policy_version=0, draft_version=None, scale_by_std=False)
+    batch = assemble([GROUP], [1.0, 0.0], policy_version=0, draft_version=None, config=CONFIG)
     assert batch.token_ids == ((1, 0, 7, 2), (1, 0, 7, 2))
     assert batch.prompt_lengths == (2, 2)
     assert batch.rollout_logprobs == ((-0.5, -0.25),) * 2
@@ -26,9 +28,30 @@ def test_assemble_joins_prompt_and_response() -> None:
     assert batch.policy_version == 0
 
 
+def test_the_kind_of_loss_chooses_the_baseline() -> None:
+    """Of rewards 1, 0 and 0 the group's mean is 1/3, and the mean of the others 0, 1/2 and 1/2."""
+    group = replace(GROUP, rollouts=(ROLLOUT,) * 3)
+    for kind, expected in ((LossKind.DAPO, (2 / 3, -1 / 3, -1 / 3)), (LossKind.RLOO, (1.0, -0.5, -0.5))):
+        config = replace(CONFIG, loss=LossConfig(kind=kind))
+        batch = assemble([group], [1.0, 0.0, 0.0], config=config, policy_version=0, draft_version=None)
+        assert batch.advantages == pytest.approx(expected)
+
+
+def test_a_response_that_was_cut_off_does_not_count_where_the_loss_leaves_it_out() -> None:
+    """Its reward still enters the mean of its group; a batch without such a response is the one without the filter."""
+    cut = replace(GROUP, rollouts=(ROLLOUT, rollout((7, 7), is_cut=True)))
+    found = []
+    for is_filtered, groups in ((False, [GROUP, cut]), (True, [GROUP, cut]), (True, [GROUP, GROUP])):
+        config = replace(CONFIG, loss=LossConfig(filter_overlong=is_filtered))
+        found.append(assemble(groups, [1.0, 0.0] * 2, config=config, policy_version=0, draft_version=None))
+    assert [batch.counts for batch in found] == [(), (True, True, True, False), ()]
+    assert found[1] == replace(found[0], counts=found[1].counts)
+    assert found[1].advantages == (0.5, -0.5) * 2
+
+
 def test_rollouts_of_another_draft_stop_the_run() -> None:
     with pytest.raises(RuntimeError, match=r"must come from draft version 3, got \{None\}"):
-        assemble([GROUP], [1.0, 0.0], policy_version=0, draft_version=3, scale_by_std=False)
+        assemble([GROUP], [1.0, 0.0], policy_version=0, draft_version=3, config=CONFIG)
 
 
 def _spanned(*spans: tuple[int, int | None, int]) -> RolloutGroup:
@@ -40,7 +63,7 @@ def _spanned(*spans: tuple[int, int | None, int]) -> RolloutGroup:
 
 def _assembled(group: RolloutGroup, *, policy_version: int, draft_version: int | None = None, **lag: Any) -> TrainBatch:
     return assemble(
-        [group], [1.0, 0.0], policy_version=policy_version, draft_version=draft_version, scale_by_std=False, **lag
+        [group], [1.0, 0.0], policy_version=policy_version, draft_version=draft_version, config=CONFIG, **lag
     )
 
 
@@ -92,7 +115,7 @@ def test_no_version_comes_before_the_first() -> None:
 
 def test_a_lag_is_none_unless_it_is_given() -> None:
     with pytest.raises(RuntimeError, match=r"from policy version 5, got \[4\]"):
-        assemble([_spanned((4, None, 2))], [1.0, 0.0], policy_version=5, draft_version=None, scale_by_std=False)
+        assemble([_spanned((4, None, 2))], [1.0, 0.0], policy_version=5, draft_version=None, config=CONFIG)
 
 
 @pytest.mark.parametrize(("band", "outside"), [((0.5, 1.0), 0.0), ((0.75, 1.0), 0.5), ((0.5, 0.75), 0.5)])
@@ -127,18 +150,19 @@ def test_a_rollout_with_a_nan_logprob_never_becomes_a_batch() -> None:
     broken = replace(GROUP.rollouts[0], rollout_logprobs=(-0.5, float("nan")))
     group = replace(GROUP, rollouts=(broken, *GROUP.rollouts[1:]))
     with pytest.raises(FloatingPointError, match=r"^1 response tokens have a NaN or infinite logprob$"):
-        assemble([group], [1.0, 0.0], policy_version=0, draft_version=None, scale_by_std=False)
+        assemble([group], [1.0, 0.0], policy_version=0, draft_version=None, config=CONFIG)
 
 
 def test_a_group_is_scaled_where_it_is_asked_for_and_whole_numbers_are_rewards_too() -> None:
     """Rewards 2, 0 have the deviation sqrt(2), so they become 1 / sqrt(2) and its negative."""
-    batch = assemble([GROUP], [2, 0], policy_version=0, draft_version=None, scale_by_std=True)
+    config = replace(CONFIG, scale_advantages_by_std=True)
+    batch = assemble([GROUP], [2, 0], config=config, policy_version=0, draft_version=None)
     assert batch.advantages == pytest.approx((0.5**0.5, -(0.5**0.5)), abs=1e-5)
 
 
 def test_rewards_go_to_their_own_group() -> None:
     other = replace(GROUP, prompt=replace(PROMPT, token_ids=(1, 5, 6)))
-    batch = assemble([GROUP, other], [1.0, 0.0, 0.5, 0.5], policy_version=0, draft_version=None, scale_by_std=False)
+    batch = assemble([GROUP, other], [1.0, 0.0, 0.5, 0.5], policy_version=0, draft_version=None, config=CONFIG)
     assert batch.advantages == (0.5, -0.5, 0.0, 0.0)
     assert (batch.prompt_lengths, batch.token_ids[2]) == ((2, 2, 3, 3), (1, 5, 6, 7, 2))
 

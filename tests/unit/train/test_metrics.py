@@ -51,6 +51,7 @@ METRICS = {
     "train/reward_failures": 8,
     "reward/length": 2.5,
     "train/zero_signal_groups": 7,
+    "train/filtered_rollouts": 15,
     "train/loss": 0.1,
     "train/grad_norm": 0.2,
     "train/kl": 0.3,
@@ -342,6 +343,7 @@ def test_one_rollout_is_enough_for_a_record() -> None:
         draft_version=4,
         has_logprob_pass=False,
         draft_update=UPDATE,
+        num_filtered=0,
     )
 
 

@@ -83,6 +83,7 @@ STEP = StepRecord(
     engine_idle_fraction=0.25,
     longest_response_tokens=7,
     num_preemptions=14,
+    num_filtered=15,
 )
 START = "start"
 
