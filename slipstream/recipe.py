@@ -292,9 +292,22 @@ class Recipe(Checked):
 
     def _check_loop(self) -> None:
         """Generation and training at the same time need engines of their own, and work for all of them."""
+        extra = self.grpo.dynamic_sampling.max_extra_batches
+        self._require(
+            not self.draft.autopilot or not extra,
+            "draft.autopilot",
+            f"must be false with grpo.dynamic_sampling.max_extra_batches {extra}",
+            "it weighs one generation a step against another: leave out one of them",
+        )
         if self.loop.is_synchronous:
             return
         mode = self.loop.mode.value
+        self._require(
+            not extra,
+            "grpo.dynamic_sampling.max_extra_batches",
+            f"must be 0 with loop.mode {mode}",
+            "there prompts are submitted before the rewards of others are known: set loop.mode synchronous",
+        )
         self._require(
             not self.placement.takes_turns,
             "placement.memory",

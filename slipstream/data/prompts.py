@@ -114,11 +114,28 @@ class PromptStream:
 
     def batch(self, step: int) -> tuple[Prompt, ...]:
         """Return the prompts of `step`, counted from 0: a pure function of the prompts, the seed and the step."""
+        return tuple(self.prompts[index] for index in self._indices(step))
+
+    def further(self, step: int, number: int) -> tuple[Prompt, ...]:
+        """Return the further batch `number`, counted from 1, of a step that needs more prompts than `batch` gives.
+
+        It has prompts that no other batch of the step has, and is a pure function as well: the prompts of a step do not
+        depend on how many other steps needed.
+        """
+        own = set(self._indices(step))
+        order = [index for index in range(len(self.prompts)) if index not in own]
+        random.Random(f"{self.seed}/step/{step}").shuffle(order)
+        start = (number - 1) * self.batch_size
+        found = tuple(self.prompts[index] for index in order[start : start + self.batch_size])
+        assert len(found) == self.batch_size, "`require_prompts` has counted them"
+        return found
+
+    def _indices(self, step: int) -> list[int]:
         epoch, position = divmod(step, len(self.prompts) // self.batch_size)
         order = list(range(len(self.prompts)))
         random.Random(f"{self.seed}/epoch/{epoch}").shuffle(order)
         start = position * self.batch_size
-        return tuple(self.prompts[index] for index in order[start : start + self.batch_size])
+        return order[start : start + self.batch_size]
 
 
 def load_prompt_sets(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from slipstream.engine.acceptance import combine
 from slipstream.engine.config import SamplingConfig
 from slipstream.records.steps import AcceptanceStats, AutopilotStep
 from slipstream.types import Prompt, RolloutGroup, VersionSpan
@@ -54,6 +55,8 @@ class GenerationResult:
         engine_idle_fraction: share of `generation_s` that engines were idle, over all engines; 0 for a single engine.
         running: the engines' decoding steps by running batch.
         autopilot: state of the controller that switches drafting on and off; None without a controller.
+        num_calls: calls of `generate` that the result covers, with the same weights.
+        extra_generation_s: `generation_s` of all of them but the first.
     """
 
     groups: tuple[RolloutGroup, ...]
@@ -65,6 +68,29 @@ class GenerationResult:
     engine_idle_fraction: float = 0.0
     running: tuple[RunningTime, ...] = ()
     autopilot: AutopilotStep | None = None
+    num_calls: int = 1
+    extra_generation_s: float = 0.0
+
+
+def joined(results: Sequence[GenerationResult]) -> GenerationResult:
+    """Join the results of calls that followed one another with the same weights; none of them had an autopilot."""
+    if len(results) == 1:
+        return results[0]
+    generation_s = sum(result.generation_s for result in results)
+    idle_s = sum(result.engine_idle_fraction * result.generation_s for result in results)
+    acceptances = [result.acceptance for result in results if result.acceptance is not None]
+    return GenerationResult(
+        groups=tuple(group for result in results for group in result.groups),
+        acceptance=combine(acceptances) if acceptances else None,
+        generation_s=generation_s,
+        num_engine_restarts=sum(result.num_engine_restarts for result in results),
+        num_regenerated=sum(result.num_regenerated for result in results),
+        num_preemptions=sum(result.num_preemptions for result in results),
+        engine_idle_fraction=idle_s / generation_s if generation_s else 0.0,
+        running=summed(time for result in results for time in result.running),
+        num_calls=len(results),
+        extra_generation_s=generation_s - results[0].generation_s,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -209,6 +209,15 @@ class OptimizerConfig(Checked, path="optimizer"):
     """Updates over which the learning rate rises."""
 
 
+class DynamicSamplingConfig(Checked, path="grpo.dynamic_sampling"):
+    """Further prompts in place of groups whose rewards are all equal and teach nothing (DAPO, arXiv:2503.14476)."""
+
+    max_extra_batches: NonNegativeInt = 0
+    """Further batches of `grpo.prompts_per_step` prompts that a step may sample until it has as many groups with
+    signal; where they do not suffice, groups without signal fill the step. Set it where many groups are all right or
+    all wrong."""
+
+
 class GrpoConfig(Checked, path="grpo"):
     """Training of the policy on groups of rollouts; both arms of an ablation share it."""
 
@@ -224,6 +233,8 @@ class GrpoConfig(Checked, path="grpo"):
     """Optimizer of the policy."""
     loss: LossConfig = field(default_factory=LossConfig)
     """Loss of the policy."""
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    """Replacement of groups without signal."""
     scale_advantages_by_std: Switch = False
     """Division of advantages by the group's standard deviation, as in the first GRPO. Set it to reproduce that."""
     updates_per_step: PositiveInt = 1

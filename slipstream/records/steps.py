@@ -168,8 +168,25 @@ class MachineUse:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DynamicSampling:
+    """Groups that a step sampled, and those of them that it trained on; one has signal if its rewards differ."""
+
+    num_batches: int  # of prompts; 1: the step's own sufficed
+    num_groups: int
+    num_with_signal: int
+    num_filled: int  # groups without signal that were trained on, because those with signal did not suffice
+    num_surplus: int  # groups with signal that were left out, because the step had enough of them
+    extra_generation_s: float  # generation time of all batches but the first, on the engines' clock
+
+    @property
+    def num_trained(self) -> int:
+        """Groups that were trained on."""
+        return self.num_with_signal - self.num_surplus + self.num_filled
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """One GRPO step of one arm."""
+    """One GRPO step of one arm; rewards and counts of rollouts cover all that it sampled, trained on or not."""
 
     step: int  # from 0
     times: StageTimes
@@ -202,6 +219,7 @@ class StepRecord:
     rewards_by_prompt: tuple[float, ...] = ()  # mean reward of each prompt's rollouts; empty: not recorded
     num_preemptions: int = 0  # rollouts that made room in a full KV cache and were recomputed
     num_filtered: int = 0  # rollouts that were cut off and left out of the loss
+    dynamic_sampling: DynamicSampling | None = None  # None: the step trains on all that it samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

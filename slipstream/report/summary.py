@@ -16,7 +16,15 @@ import numpy as np
 
 from slipstream.engine.acceptance import combine
 from slipstream.records.run import RunRecord
-from slipstream.records.steps import AcceptanceStats, ArmRecord, EvaluationRecord, LagStats, Overlap, StepRecord
+from slipstream.records.steps import (
+    AcceptanceStats,
+    ArmRecord,
+    DynamicSampling,
+    EvaluationRecord,
+    LagStats,
+    Overlap,
+    StepRecord,
+)
 from slipstream.report.claims import Claim, claim
 from slipstream.statistics import Estimate, Spread, amdahl, difference, ratio, reward_ci95, spread, sum_of_centres
 from slipstream.types import STAGES, Arm
@@ -61,6 +69,7 @@ class ArmSummary:
     num_zero_signal_groups: int
     num_preemptions: int
     num_filtered: int
+    sampling: DynamicSampling | None  # sums over the steps; None: they train on all that they sample
     generation_tokens_per_s: float
     engine_idle_fraction: float  # mean over the timed steps
 
@@ -240,9 +249,15 @@ def summarise_arm(arm: ArmRecord) -> ArmSummary:
         reward_last=_reward(last_quarter(arm.steps)),
         reward_gain=_reward_gain(arm.steps),
         **{name: sum(getattr(step, name) for step in arm.steps) for name in _COUNTS},
+        sampling=_sampling(arm.steps),
         generation_tokens_per_s=sum(step.num_response_tokens for step in steps) / generation_s if generation_s else 0.0,
         engine_idle_fraction=float(np.mean([step.engine_idle_fraction for step in steps])),
     )
+
+
+def _sampling(steps: Sequence[StepRecord]) -> DynamicSampling | None:
+    found = [asdict(step.dynamic_sampling) for step in steps if step.dynamic_sampling is not None]
+    return DynamicSampling(**{name: sum(each[name] for each in found) for name in found[0]}) if found else None
 
 
 def _reward(steps: Sequence[StepRecord]) -> Estimate:

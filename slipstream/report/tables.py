@@ -10,7 +10,7 @@ import numpy as np
 
 from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.records.stages import CertificateRecord, DraftRecord, TuningRecord
-from slipstream.records.steps import EvaluationRecord
+from slipstream.records.steps import DynamicSampling, EvaluationRecord
 from slipstream.report.formats import (
     KINDS,
     POLICY_LABELS,
@@ -168,7 +168,23 @@ def count_table(run: RunSummary) -> Table:
     if any(arm.engine_idle_fraction > 0 for arm in run.arms):  # a single engine is never idle during generation
         labels["engines idle during generation"] = lambda arm: percent(arm.engine_idle_fraction)
     rows = [Row(label, tuple(value(arm) for arm in run.arms)) for label, value in labels.items()]
+    sampling = [arm.sampling for arm in run.arms if arm.sampling is not None]
+    rows += _sampling_rows(sampling) if len(sampling) == len(run.arms) else []
     return Table("over all steps", {"": [arm.arm.value for arm in run.arms]}, rows)
+
+
+def _sampling_rows(arms: Sequence[DynamicSampling]) -> list[Row]:
+    """Rows about further batches of prompts, where a recipe asks for them in place of groups without signal."""
+    labels = {
+        "batches of prompts sampled": lambda each: count(each.num_batches),
+        "groups sampled": lambda each: count(each.num_groups),
+        "groups with signal": lambda each: count(each.num_with_signal),
+        "groups trained on": lambda each: count(each.num_trained),
+        "groups without signal trained on": lambda each: count(each.num_filled),
+        "groups with signal left out": lambda each: count(each.num_surplus),
+        "generation of further batches": lambda each: f"{each.extra_generation_s:.1f} s",
+    }
+    return [Row(label, tuple(value(each) for each in arms)) for label, value in labels.items()]
 
 
 def data_table(record: RunRecord) -> Table:

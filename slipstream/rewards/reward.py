@@ -23,6 +23,8 @@ class RewardResult:
 
 def joined(results: Sequence[RewardResult]) -> RewardResult:
     """Put results in one: a metric is the mean over the responses of those that have it."""
+    if len(results) == 1:
+        return results[0]
     totals: dict[str, list[tuple[float, int]]] = {}
     for result in results:
         for name, mean in result.metrics.items():

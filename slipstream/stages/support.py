@@ -91,6 +91,9 @@ def require_prompts(recipe: Recipe, sets: PromptSets, *, trains_draft: bool = Tr
         require_size(sets, split, "draft.pretrain.num_prompts + num_heldout_prompts", num_prompts)
     batch, certificate = max(recipe.tuning.batch_sizes), recipe.losslessness
     require_size(sets, "train", "grpo.prompts_per_step", recipe.grpo.prompts_per_step)
+    extra = recipe.grpo.dynamic_sampling.max_extra_batches
+    most = "(1 + grpo.dynamic_sampling.max_extra_batches) x grpo.prompts_per_step"
+    require_size(sets, "train", most, (1 + extra) * recipe.grpo.prompts_per_step)
     require_size(sets, "train", "tuning.batch_sizes", batch, rollouts_per_prompt=recipe.grpo.group_size)
     require_size(sets, "train", "losslessness.num_repeated_prompts", certificate.num_repeated_prompts)
     require_size(sets, "train", "losslessness.num_greedy_prompts", certificate.num_greedy_prompts)

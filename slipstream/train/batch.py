@@ -18,6 +18,25 @@ Versions = tuple[int, int | None]
 """Versions of policy and draft that engines hold together."""
 
 
+def have_signal(rewards: Sequence[float], num_groups: int) -> NDArray[np.bool_]:
+    """Return for each group whether its rewards differ; equal ones give advantages of 0, which teach nothing."""
+    rewards_PG = np.asarray(rewards).reshape(num_groups, -1)
+    return (rewards_PG != rewards_PG[:, :1]).any(axis=1)
+
+
+def chosen(
+    groups: Sequence[RolloutGroup], rewards: Sequence[float], *, num_wanted: int
+) -> tuple[list[RolloutGroup], list[float]]:
+    """Choose the groups that a step trains on, and their rewards, in the order in which they were sampled.
+
+    The first groups with signal are taken; where they are fewer than `num_wanted`, the first groups without signal fill
+    the step, so that its size never changes.
+    """
+    order = np.argsort(~have_signal(rewards, len(groups)), kind="stable")
+    kept = np.sort(order[:num_wanted])
+    return [groups[index] for index in kept], np.asarray(rewards).reshape(len(groups), -1)[kept].flatten().tolist()
+
+
 def assemble(
     groups: Sequence[RolloutGroup],
     rewards: Sequence[float],

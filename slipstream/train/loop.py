@@ -19,16 +19,17 @@ from slipstream.data.prompts import PromptStream
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.controller import Staleness
 from slipstream.engine.config import SamplingConfig
-from slipstream.engine.protocol import Engines, GenerationResult
+from slipstream.engine.protocol import Engines, GenerationResult, joined
 from slipstream.grpo.config import Correction, GrpoConfig
 from slipstream.grpo.lags import lag_stats
 from slipstream.grpo.update import Trained, Update, combined, minibatches
-from slipstream.records.steps import DraftDecision, MachineUse, Overlap, RefitCheck, StepRecord
+from slipstream.records.steps import DraftDecision, DynamicSampling, MachineUse, Overlap, RefitCheck, StepRecord
 from slipstream.rewards.reward import RewardResult
+from slipstream.rewards.reward import joined as joined_rewards
 from slipstream.train.acceptance_guard import AcceptanceGuard
-from slipstream.train.batch import Versions, assemble, mismatch
+from slipstream.train.batch import Versions, assemble, chosen, have_signal, mismatch
 from slipstream.train.metrics import StageClock
-from slipstream.types import Arm, FinishReason, RolloutGroup, StageTimes, TrainBatch
+from slipstream.types import Arm, FinishReason, Prompt, RolloutGroup, StageTimes, TrainBatch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -155,17 +156,35 @@ class SyncLoop:
                 prompts = self.prompts.batch(step)
             with clock.stage("prepare"):
                 refit = self.gate.refit(step, draft_version=trainer.draft.version)
-            with clock.stage("generation"):
-                result = self.engine.generate(
-                    prompts,
-                    sampling=self.sampling,
-                    group_size=config.group_size,
-                    seed=engine_seed(config.seed, self.arm, step),
-                )
-            with clock.stage("data"):
-                rewards = self.score(result.groups)
+            result, rewards = self._sampled(step, prompts, clock)
             learned = trainer.learn(step, result, rewards, clock=clock)
             self.on_step(trainer.record(step, clock.times(), refit, learned, machine=clock.machine_use()))
+
+    def _sampled(
+        self, step: int, prompts: Sequence[Prompt], clock: StageClock
+    ) -> tuple[GenerationResult, RewardResult]:
+        """Sample and score the step's prompts, and further ones while it lacks groups with signal and may go on.
+
+        All prompts of a step differ, so that they can share its seed.
+        """
+        config, seed = self.trainer.config, engine_seed(self.trainer.config.seed, self.arm, step)
+        results: list[GenerationResult] = []
+        scores: list[RewardResult] = []
+        num_with_signal = 0
+        for number in range(1 + config.dynamic_sampling.max_extra_batches):
+            if number > 0:
+                with clock.stage("data"):
+                    prompts = self.prompts.further(step, number)
+            with clock.stage("generation"):
+                results.append(
+                    self.engine.generate(prompts, sampling=self.sampling, group_size=config.group_size, seed=seed)
+                )
+            with clock.stage("data"):
+                scores.append(self.score(results[-1].groups))
+            num_with_signal += int(have_signal(scores[-1].rewards, len(prompts)).sum())
+            if num_with_signal >= config.prompts_per_step:
+                break
+        return joined(results), joined_rewards(scores)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +193,7 @@ class Learned:
 
     result: GenerationResult
     rewards: RewardResult
+    groups: Sequence[RolloutGroup]  # those of `result` that were trained on
     batch: TrainBatch
     trained: Trained
     before: Sequence[NDArray[np.float32]]
@@ -217,9 +237,10 @@ class Trainer:
         if result.acceptance is not None:
             self.guard.check(result.acceptance, policy_version=result.groups[0].rollouts[0].policy_version)
         with clock.stage("data"):
+            groups, of_groups = chosen(result.groups, rewards.rewards, num_wanted=self.config.prompts_per_step)
             batch = assemble(
-                result.groups,
-                rewards.rewards,
+                groups,
+                of_groups,
                 config=self.config,
                 policy_version=step,
                 draft_version=self.draft.version,
@@ -248,7 +269,15 @@ class Trainer:
             trained = combined([self.learner.train_step(part) for part in parts])
         before = trained.own_logprobs if update.trainer_logprobs is None else update.trainer_logprobs
         assert before is not None, "the learner returns what it was not given"
-        return Learned(result=result, rewards=rewards, batch=batch, trained=trained, before=before, decision=decision)
+        return Learned(
+            result=result,
+            rewards=rewards,
+            groups=groups,
+            batch=batch,
+            trained=trained,
+            before=before,
+            decision=decision,
+        )
 
     def record(
         self,
@@ -266,6 +295,7 @@ class Trainer:
         rollouts = [rollout for group in result.groups for rollout in group.rollouts]
         lengths = [len(rollout.token_ids) for rollout in rollouts]
         rewards_PG = np.asarray(rewards.rewards).reshape(len(result.groups), -1)
+        num_with_signal = int(have_signal(rewards.rewards, len(result.groups)).sum())
         record = StepRecord(
             step=step,
             times=times,
@@ -277,7 +307,7 @@ class Trainer:
             num_reward_crashes=rewards.num_crashes,
             num_reward_failures=rewards.num_failures,
             reward_metrics=rewards.metrics,
-            num_zero_signal_groups=int((rewards_PG == rewards_PG[:, :1]).all(axis=1).sum()),
+            num_zero_signal_groups=len(result.groups) - num_with_signal,
             train=learned.trained.stats,
             mismatch=mismatch(batch.rollout_logprobs, learned.before),
             acceptance=result.acceptance,
@@ -291,13 +321,23 @@ class Trainer:
             draft_update=learned.trained.draft,
             autopilot=result.autopilot,
             overlap=overlap,
-            lags=lag_stats(result.groups, batch, learned.before, policy_version=step, loss=loss)
+            lags=lag_stats(learned.groups, batch, learned.before, policy_version=step, loss=loss)
             if is_corrected
             else (),
             longest_response_tokens=max(lengths),
             rewards_by_prompt=tuple(rewards_PG.mean(axis=1).tolist()),
             num_preemptions=result.num_preemptions,
             num_filtered=batch.counts.count(False),
+            dynamic_sampling=DynamicSampling(
+                num_batches=result.num_calls,
+                num_groups=len(result.groups),
+                num_with_signal=num_with_signal,
+                num_filled=max(0, len(learned.groups) - num_with_signal),
+                num_surplus=max(0, num_with_signal - len(learned.groups)),
+                extra_generation_s=result.extra_generation_s,
+            )
+            if self.config.dynamic_sampling.max_extra_batches
+            else None,
             machine=machine,
         )
         self.draft.note(record)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
-from slipstream.records.steps import EvaluationRecord, LagStats, MachineUse, Overlap, StepRecord
+from slipstream.records.steps import DynamicSampling, EvaluationRecord, LagStats, MachineUse, Overlap, StepRecord
 from slipstream.train.machine_use import Counters, read_counters, use_between
 from slipstream.train.pending import Scored
 from slipstream.types import STAGES, StageTimes
@@ -278,6 +278,8 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
         metrics["spec/acceptance_rate"] = record.acceptance.acceptance_rate
         for position, rate in enumerate(record.acceptance.rate_by_position, start=1):
             metrics[f"spec/acceptance_rate_pos_{position}"] = rate
+    if record.dynamic_sampling is not None:
+        metrics |= _sampling_metrics(record.dynamic_sampling)
     metrics |= _draft_metrics(record) | _lag_metrics(record.lags) | _overlap_metrics(record.overlap)
     return metrics | _machine_metrics(record.machine)
 
@@ -345,6 +347,18 @@ def _draft_metrics(record: StepRecord) -> dict[str, float]:
     return metrics
 
 
+def _sampling_metrics(sampling: DynamicSampling) -> dict[str, float]:
+    """Metrics of a step that samples further prompts in place of groups without signal."""
+    return {
+        "sampling/batches": sampling.num_batches,
+        "sampling/groups": sampling.num_groups,
+        "sampling/groups_with_signal": sampling.num_with_signal,
+        "sampling/groups_filled": sampling.num_filled,
+        "sampling/groups_surplus": sampling.num_surplus,
+        "sampling/extra_generation_s": sampling.extra_generation_s,
+    }
+
+
 def _lag_metrics(lags: Sequence[LagStats]) -> dict[str, float]:
     """Metrics of tokens that are corrected or off-policy: over all of them, and for each lag."""
     if not lags:
@@ -378,7 +392,15 @@ def step_line(record: StepRecord, num_steps: int) -> str:
     more = "" if record.draft_update is None else f", draft trained in {record.draft_update.elapsed_s:.2f} s"
     if record.evaluation is not None:
         more += f"; after step {record.step} avg@{record.evaluation.k} was {record.evaluation.avg_at_k:.3f}"
+    more += _sampling_words(record.dynamic_sampling)
     return (
         f"step {record.step + 1}/{num_steps}, reward {record.reward_mean:.3f}, {record.times.step_s:.2f} s "
         f"(generation {record.times.generation_s:.2f} s, {_tokens_per_s(record):.0f} tokens/s){acceptance}{more}"
     )
+
+
+def _sampling_words(sampling: DynamicSampling | None) -> str:
+    if sampling is None or (sampling.num_batches == 1 and not sampling.num_filled):
+        return ""
+    words = f"; {sampling.num_with_signal} of {sampling.num_groups} groups in {sampling.num_batches} batches had signal"
+    return words + (f", {sampling.num_filled} without it filled the step" if sampling.num_filled else "")

@@ -17,7 +17,7 @@ from slipstream.drafts.config import DraftConfig, Eagle3Config, NgramConfig, Onl
 from slipstream.drafts.length import TuningConfig
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.evaluation import EvaluationConfig
-from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
+from slipstream.grpo.config import DynamicSamplingConfig, GrpoConfig, LossConfig, OptimizerConfig
 from slipstream.grpo.loop_config import LoopConfig
 from slipstream.learner.config import LearnerConfig, ParallelConfig, PolicyConfig, ScratchConfig, ShapeConfig
 from slipstream.losslessness.config import LosslessnessConfig
@@ -40,6 +40,7 @@ SECTIONS: dict[str, partial[Any]] = {
     "engine": partial(EngineConfig, max_model_len=1, max_num_seqs=1),
     "evaluation": partial(EvaluationConfig, sampling=SamplingConfig(max_response_tokens=1), num_samples_per_problem=1),
     "grpo": partial(GrpoConfig, num_steps=1, prompts_per_step=1, group_size=2, optimizer=Optimizer()),
+    "grpo.dynamic_sampling": partial(DynamicSamplingConfig),
     "grpo.loss": partial(LossConfig, truncated_importance_sampling=2.0),
     "learner": partial(LearnerConfig),
     "learner.parallel": partial(ParallelConfig),
@@ -145,6 +146,7 @@ ROWS: list[Row] = [
             "data.synthetic": "num_conflicting num_leaked",
             "draft.suffix": "max_cached_requests",
             "engine": "num_kept_idle max_restarts",
+            "grpo.dynamic_sampling": "max_extra_batches",
             "learner": "num_kept_idle max_restarts",
             "loop": "max_off_policy_steps",
             "optimizer": "warmup_steps",

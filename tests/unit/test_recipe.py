@@ -171,6 +171,12 @@ REFUSED: dict[tuple[str, ...], str] = {
     "'muon'; it steps whole matrices, not their factors: take adamw",
     ("sampling.temperature=0.0",): "sampling.temperature must be > 0 for training, got 0.0; greedy rollouts of a group "
     "are all equal and teach nothing",
+    ("grpo.dynamic_sampling.max_extra_batches=1", "draft.autopilot=true"): "draft.autopilot must be false with "
+    "grpo.dynamic_sampling.max_extra_batches 1, got True; it weighs one generation a step against another: leave out "
+    "one of them",
+    ("grpo.dynamic_sampling.max_extra_batches=2", "loop.mode=one_step_off"): "grpo.dynamic_sampling.max_extra_batches "
+    "must be 0 with loop.mode one_step_off, got 2; there prompts are submitted before the rewards of others are known: "
+    "set loop.mode synchronous",
     ("reward.overlong.buffer_tokens=161",): "reward.overlong.buffer_tokens must be at most "
     "sampling.max_response_tokens 160, got 161; the penalty begins that many tokens before the limit",
     ("learner.max_tokens_per_microbatch=223",): "learner.max_tokens_per_microbatch must hold one whole sequence of 224 "
@@ -222,6 +228,7 @@ CAPPED = "grpo.loss.truncated_importance_sampling=2.0"
         ("engine.max_model_len=226", "tuning.candidate_ks=[0, 1]"),
         ("learner.max_tokens_per_microbatch=224",),
         ("reward.overlong.buffer_tokens=160",),
+        ("grpo.dynamic_sampling.max_extra_batches=2",),
         ("sampling.temperature=0.5",),
         ("draft.eagle3.aux_hidden_state_layer_ids=[2, 12, 23]",),
         ("draft.method=mtp", "policy.scratch.num_mtp_layers=1"),

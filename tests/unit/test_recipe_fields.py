@@ -100,6 +100,7 @@ MAY_BE_0 = {
         "draft.suffix": "max_cached_requests min_token_prob",
         **{f"draft.{each}.optimizer": "weight_decay warmup_steps" for each in ("pretrain", "draft_model", "online")},
         "grpo.optimizer": "weight_decay warmup_steps",
+        "grpo.dynamic_sampling": "max_extra_batches",
         "grpo.loss": "kl_coefficient",
         "loop": "max_off_policy_steps",
         "evaluation.sampling": "top_k",

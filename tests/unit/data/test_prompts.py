@@ -404,6 +404,19 @@ def test_a_batch_never_has_a_prompt_twice_when_epochs_do_not_fill_batches() -> N
     assert all(len({p.id for p in stream.batch(step)}) == 3 for step in range(20))
 
 
+def test_further_prompts_of_a_step_are_none_that_it_has_and_need_only_the_step() -> None:
+    prompts = tuple(prompt(f"{n}=?") for n in range(9))
+    stream, resumed = (PromptStream(prompts=prompts, batch_size=2, seed=0) for _ in range(2))
+    found = []
+    for step in range(8):
+        batches = [stream.batch(step), *(stream.further(step, number) for number in (1, 2, 3))]
+        assert len({each.id for batch in batches for each in batch}) == 8
+        found.append(batches[1:])
+    assert [resumed.further(step, 2) for step in (7, 3)] == [found[7][1], found[3][1]]
+    assert len({batches[0] for batches in found}) > 4
+    assert PromptStream(prompts=prompts, batch_size=2, seed=1).further(0, 1) != found[0][0]
+
+
 def test_a_batch_larger_than_the_set_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"grpo\.prompts_per_step must lie in \[1, 1\], the number of training prompts, got 8"

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream.engine.acceptance import AcceptanceCounters, acceptance_between, combine, read_counters
+from slipstream.engine.protocol import GenerationResult, RunningTime, joined
 from slipstream.records.steps import AcceptanceStats
+from tests.unit.sampled import accepted
 
 
 def _counters(drafts: int, proposed: int, accepted: int, *positions: int) -> AcceptanceCounters:
@@ -152,3 +154,26 @@ def test_drafts_of_counted_and_of_equal_lengths_combine() -> None:
     both = combine([counted, equal])
     assert (both.drafted_by_position, both.rate_by_position) == ((6, 4), (5 / 6, 2 / 4))
     assert combine([equal, equal]).drafted_by_position == ()
+
+
+def test_results_of_calls_are_joined_with_idle_engines_weighed_by_time() -> None:
+    """Engines idle for 0.5 of 1 s and for 0.1 of 3 s: 0.8 s of 4. A call that drafted nothing has no acceptance."""
+    running = RunningTime(num_running=2, num_steps=1, num_tokens=2, elapsed_s=0.5)
+    first = GenerationResult(
+        groups=(), acceptance=accepted(10, 8, 4, 0), generation_s=1.0, engine_idle_fraction=0.5, running=(running,)
+    )
+    second = replace(
+        first, acceptance=None, generation_s=3.0, num_engine_restarts=1, num_regenerated=4, engine_idle_fraction=0.1
+    )
+    found = joined([first, second])
+    assert found == replace(
+        first,
+        generation_s=4.0,
+        num_engine_restarts=1,
+        num_regenerated=4,
+        engine_idle_fraction=pytest.approx(0.2),
+        running=(RunningTime(num_running=2, num_steps=2, num_tokens=4, elapsed_s=1.0),),
+        num_calls=2,
+        extra_generation_s=3.0,
+    )
+    assert joined([first]) is first

@@ -365,6 +365,7 @@ CHECKS = {
     "grpo.num_steps": Check(5, training_calls),
     "grpo.prompts_per_step": Check(1, training_calls),
     "grpo.group_size": Check(4, training_calls, GROUPS_OF_4),
+    "grpo.dynamic_sampling.max_extra_batches": Check(1, training_calls),
     "grpo.scale_advantages_by_std": Check(True, training_calls),
     "grpo.updates_per_step": Check(2, training_calls),
     "grpo.recompute_logprobs": Check("always", training_calls),

@@ -14,7 +14,7 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
-from slipstream.records.steps import EvaluationRecord, StepRecord
+from slipstream.records.steps import DynamicSampling, EvaluationRecord, StepRecord
 from slipstream.report.page import draw, render_page, report_json, write_report
 from slipstream.report.reference import read_reference
 from slipstream.report.results import description, terminal_table
@@ -260,6 +260,31 @@ def test_a_loss_of_rollouts_has_a_row_where_there_was_any(label: str, counter: s
     rows = count_table(summarise_arms((replace(base, steps=steps), spec))).rows
     (row,) = [row for row in rows if row.label == label]
     assert row.cells == (str(2 * len(steps)), "0")
+
+
+def test_what_was_sampled_in_place_of_groups_without_signal_is_summed_over_the_steps() -> None:
+    """Of two steps one had too few groups with signal and the other too many: neither number hides the other."""
+    first = DynamicSampling(
+        num_batches=3, num_groups=6, num_with_signal=1, num_filled=1, num_surplus=0, extra_generation_s=1.5
+    )
+    second = replace(first, num_batches=2, num_groups=4, num_with_signal=3, num_filled=0, num_surplus=1)
+    base, spec = RECORD.arms
+    arms = []
+    for arm in (base, spec):
+        steps = [
+            replace(step, dynamic_sampling=each) for step, each in zip(arm.steps[:2], (first, second), strict=True)
+        ]
+        arms.append(replace(arm, steps=(*steps, *arm.steps[2:])))
+    plain, rows = (count_table(summarise_arms(each)).rows for each in (RECORD.arms, tuple(arms)))
+    assert {row.label: row.cells for row in rows[len(plain) :]} == {
+        "batches of prompts sampled": ("5", "5"),
+        "groups sampled": ("10", "10"),
+        "groups with signal": ("4", "4"),
+        "groups trained on": ("4", "4"),
+        "groups without signal trained on": ("1", "1"),
+        "groups with signal left out": ("1", "1"),
+        "generation of further batches": ("3.0 s", "3.0 s"),
+    }
 
 
 def test_a_stage_that_the_arms_left_out_is_said_to_be_and_not_timed_as_zero() -> None:

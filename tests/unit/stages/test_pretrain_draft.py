@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream.config import ConfigError
+from slipstream.grpo.config import DynamicSamplingConfig
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.files import read_record
 from slipstream.records.stages import DraftRecord
@@ -151,7 +153,9 @@ def test_a_small_model_learns_the_policys_answers_and_is_judged_at_the_sampling_
     assert record.heldout_mean_acceptance_length == pytest.approx(1.5)
 
 
-def test_prompts_of_a_draft_that_is_not_trained_need_not_suffice(refusal: Callable[..., str]) -> None:
+def test_prompts_must_suffice_for_what_is_trained_and_for_the_further_batches_of_a_step(
+    refusal: Callable[..., str],
+) -> None:
     from slipstream.data.prompts import PromptSets
     from slipstream.stages.support import require_prompts
 
@@ -162,3 +166,13 @@ def test_prompts_of_a_draft_that_is_not_trained_need_not_suffice(refusal: Callab
         {"draft.method": "ngram", "losslessness.num_repeated_prompts": 1, "losslessness.num_greedy_prompts": 1}
     )
     require_prompts(ngram, sets)
+    extra = "grpo.dynamic_sampling.max_extra_batches"
+    all_6, more = (
+        replace(ngram, grpo=replace(ngram.grpo, dynamic_sampling=DynamicSamplingConfig(max_extra_batches=num)))
+        for num in (2, 3)
+    )
+    require_prompts(all_6, sets)
+    expected = (
+        f"(1 + {extra}) x grpo.prompts_per_step must be <= 6, the number of distinct prompts in data.train, got 8"
+    )
+    assert refusal(require_prompts, recipe=more, sets=sets).startswith(expected)

@@ -453,6 +453,47 @@ def test_a_resumed_arm_evaluates_only_what_it_does_again(tmp_path: Path, monkeyp
     assert [version for *_, version in asked_of_validation(second)] == [4]
 
 
+SIGNAL = {"grpo": {"dynamic_sampling": {"max_extra_batches": 2}}}
+
+
+def test_a_resumed_arm_samples_the_further_prompts_that_an_uninterrupted_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is cut off in the second batch of step 3, which is its seventh generation."""
+    whole, first, second = Engines(), Engines(lost=[7]), Engines()
+    once = {"engine": {"max_restarts": 0}}
+    records = attempted(tmp_path / "whole", monkeypatch, whole, SIGNAL)
+    with pytest.raises(LostWorkerError):
+        attempted(tmp_path / "cut", monkeypatch, first, SIGNAL, once)
+    resumed = attempted(tmp_path / "cut", monkeypatch, second, SIGNAL, once)
+    assert without_times(resumed) == without_times(records)
+    assert (second.weights, second.trained) == (whole.weights, whole.trained)
+    sampling = [record.dynamic_sampling for record in records if record.dynamic_sampling is not None]
+    assert [each.num_batches for each in sampling] == [2, 1, 2, 3, 3, 3]
+    assert [each.num_filled for each in sampling] == [0, 0, 0, 0, 1, 0]
+    assert [each.num_surplus for each in sampling] == [0, 0, 1, 1, 0, 2]
+    assert {each.num_trained for each in sampling} == {PROMPTS_PER_STEP}
+
+
+def test_arms_that_need_other_numbers_of_batches_keep_the_prompts_of_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[int, list[list[str]]]] = []
+    for each in Arm:
+        engines = Engines()
+        attempted(tmp_path / each.value, monkeypatch, engines, SIGNAL, plan_arm=each)
+        by_step: dict[int, list[list[str]]] = {}
+        for prompts, *_, version in engines.generated:
+            by_step.setdefault(version, []).append(prompts)
+        asked.append(by_step)
+    for step in range(NUM_STEPS):
+        of_step = [arm[step] for arm in asked]
+        common = min(map(len, of_step))
+        assert of_step[0][:common] == of_step[1][:common]
+        assert of_step[0][0] == [prompt.id for prompt in STREAM.batch(step)]
+    assert [len(arm) for arm in asked[0].values()] != [len(arm) for arm in asked[1].values()]
+
+
 def test_an_engine_that_is_lost_in_an_evaluation_gets_the_evaluated_weights_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slipstream.grpo.config import LossConfig, LossKind
-from slipstream.train.batch import assemble, mismatch
+from slipstream.train.batch import assemble, chosen, have_signal, mismatch
 from slipstream.types import Prompt, RolloutGroup, TrainBatch, VersionSpan
 from tests.unit.sampled import rollout
 from tests.unit.train.world import CONFIG
@@ -26,6 +26,22 @@ def test_assemble_joins_prompt_and_response() -> None:
     assert batch.rollout_logprobs == ((-0.5, -0.25),) * 2
     assert batch.advantages == (0.5, -0.5)
     assert batch.policy_version == 0
+
+
+@pytest.mark.parametrize(
+    ("num_wanted", "kept"),
+    [(1, [1]), (2, [1, 3]), (3, [1, 3, 4]), (4, [0, 1, 3, 4]), (5, [0, 1, 2, 3, 4])],
+)
+def test_the_first_groups_with_signal_are_trained_on_and_the_first_without_fill_the_step(
+    num_wanted: int, kept: list[int]
+) -> None:
+    """Groups 1, 3 and 4 have signal."""
+    rewards = [0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.5, 1.0]
+    groups = [replace(GROUP, prompt=replace(PROMPT, id=str(number))) for number in range(5)]
+    assert have_signal(rewards, 5).tolist() == [False, True, False, True, True]
+    found, of_groups = chosen(groups, rewards, num_wanted=num_wanted)
+    assert found == [groups[index] for index in kept]
+    assert of_groups == [reward for index in kept for reward in rewards[2 * index : 2 * index + 2]]
 
 
 def test_the_kind_of_loss_chooses_the_baseline() -> None:

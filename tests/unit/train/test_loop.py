@@ -5,7 +5,8 @@ The gate is the real one: what it asks of engine and learner is part of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 
 from slipstream.data.prompts import PromptStream
+from slipstream.engine.acceptance import combine
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
-from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig, RecomputeLogprobs
+from slipstream.grpo.config import DynamicSamplingConfig, GrpoConfig, LossConfig, OptimizerConfig, RecomputeLogprobs
 from slipstream.grpo.update import Trained, Update
 from slipstream.records.steps import Mismatch, RefitCheck, StepRecord, TrainStats
 from slipstream.refit.channel import Delivery, Exported, Snapshot
@@ -31,6 +33,7 @@ from tests.unit.sampled import accepted, rollout
 from tests.unit.train.world import BareLearner
 
 PROMPTS = tuple(Prompt(id=str(i), text=str(i), token_ids=(1, i), answer="7") for i in range(4))
+STREAM = PromptStream(prompts=PROMPTS, batch_size=2, seed=0)
 SAMPLING = SamplingConfig(temperature=0.5, max_response_tokens=4)
 LOSS = LossConfig(clip_low=0.1, clip_high=0.3)
 CONFIG = GrpoConfig(
@@ -42,6 +45,7 @@ CONFIG = GrpoConfig(
     recompute_logprobs=RecomputeLogprobs.ALWAYS,
     seed=5,
 )
+ACCEPTANCE = accepted(10, 8, 4, 0)
 AUTO = replace(CONFIG, recompute_logprobs=RecomputeLogprobs.AUTO)
 DTYPES = {"weight": "float32"}
 # numpy's own: of the recipe's seed 5, the arm (0: autoregressive, 1: speculative) and the step.
@@ -175,21 +179,23 @@ def run(
     arm: Arm = Arm.AUTOREGRESSIVE,
     config: GrpoConfig = CONFIG,
     start_step: int = 0,
-    rewards: Sequence[float] = (1.0, 0.0, 1.0, 1.0),
+    rewards: Iterable[Sequence[float]] = itertools.repeat((1.0, 0.0, 1.0, 1.0)),
     guard: AcceptanceGuard | None = None,
     scored: list[Sequence[RolloutGroup]] | None = None,
     on_score: Callable[[], None] = lambda: None,
     start_clock: Callable[[], StageClock] = StageClock,
     draft: Draft | TrainedDraft | None = None,
     gate: Gate | None = None,
+    prompts: PromptStream = STREAM,
 ) -> list[StepRecord]:
     records: list[StepRecord] = []
+    each_batch = iter(rewards)
 
     def score(groups: Sequence[RolloutGroup]) -> RewardResult:
         on_score()
         if scored is not None:
             scored.append(groups)
-        return RewardResult(rewards=tuple(rewards), num_timeouts=2, num_crashes=1)
+        return RewardResult(rewards=tuple(next(each_batch)), num_timeouts=2, num_crashes=1)
 
     real_gate = RefitGate(
         cast(Any, engine),
@@ -202,7 +208,7 @@ def run(
     SyncLoop(
         arm=arm,
         engine=engine,
-        prompts=PromptStream(prompts=PROMPTS, batch_size=2, seed=0),
+        prompts=prompts,
         score=score,
         trainer=Trainer(
             learner=learner,
@@ -223,9 +229,8 @@ def test_every_call_of_a_step_gets_what_it_must() -> None:
     """The golden step: order and every argument, between engine and learner."""
     engine, learner, scored = NotingEngine(), NotingLearner(), []
     run(engine, learner, config=replace(CONFIG, num_steps=2), scored=scored)
-    stream = PromptStream(prompts=PROMPTS, batch_size=2, seed=0)
     for step in (0, 1):
-        prompts = stream.batch(step)
+        prompts = STREAM.batch(step)
         take, generate = engine.calls[2 * step : 2 * step + 2]
         assert take == ("take", {"version": step})
         assert generate == (
@@ -391,6 +396,60 @@ def test_the_five_stages_are_timed_apart_and_add_up_to_the_step() -> None:
         data_s=64.0, prepare_s=3.0, generation_s=4.0, logprob_s=24.0, train_s=32.0, step_s=127.0
     )
     assert record.machine is not None
+
+
+@pytest.mark.parametrize(
+    ("rewards", "max_extra_batches", "trained", "sampling"),
+    [
+        ([(1, 0, 1, 1), (0, 0, 1, 1), (0, 1, 1, 0)], 2, [0, 4], (3, 6, 3, 0, 1, 0.5)),  # one of two, none, then two
+        ([(1, 0, 1, 1), (1, 1, 0, 1), (1, 0, 1, 0)], 2, [0, 3], (2, 4, 2, 0, 0, 0.25)),  # the second batch suffices
+        ([(1, 0, 0, 1), (1, 0, 0, 1)], 2, [0, 1], (1, 2, 2, 0, 0, 0.0)),  # the step's own prompts do
+        ([(1, 1, 0, 0), (1, 1, 0, 1), (0, 1, 0, 1)], 1, [0, 3], (2, 4, 1, 1, 0, 0.25)),  # no further batch may follow
+    ],
+)
+def test_a_step_samples_further_prompts_until_it_has_enough_groups_with_signal(
+    rewards: list[tuple[float, ...]], max_extra_batches: int, trained: list[int], sampling: tuple[float, ...]
+) -> None:
+    """Two groups of two rollouts a batch; what was left out and what filled the step stands in its record."""
+
+    class Timed(NotingEngine):
+        def generate(self, *args: Any, **how: Any) -> GenerationResult:
+            found = super().generate(*args, **how)
+            return replace(found, acceptance=ACCEPTANCE, generation_s=0.25, num_preemptions=1)
+
+    engine, learner, scored = Timed(draft_version=4), NotingLearner(), []
+    prompts = tuple(Prompt(id=str(i), text=str(i), token_ids=(1, i), answer="7") for i in range(6))
+    stream = PromptStream(prompts=prompts, batch_size=2, seed=0)
+    more = DynamicSamplingConfig(max_extra_batches=max_extra_batches)
+    config = replace(CONFIG, num_steps=1, dynamic_sampling=more)
+    (record,) = run(engine, learner, config=config, scored=scored, rewards=iter(rewards), prompts=stream)
+    num_batches = int(sampling[0])
+    batches = [stream.batch(0), *(stream.further(0, number) for number in range(1, num_batches))]
+    calls = [call for name, call in engine.calls if name == "generate"]
+    assert [call["prompts"] for call in calls] == batches
+    assert {call["seed"] for call in calls} == {SEEDS[0][0]}
+    assert [name for name, _ in engine.calls].count("take") == 1
+    sampled = [prompt for batch in batches for prompt in batch]
+    (update,) = learner.updates
+    assert [ids[:2] for ids in update.batch.token_ids[::2]] == [sampled[index].token_ids for index in trained]
+    all_rewards = [reward for batch in rewards[:num_batches] for reward in batch]
+    assert update.batch.advantages == tuple(
+        all_rewards[i] - (all_rewards[2 * index] + all_rewards[2 * index + 1]) / 2
+        for index in trained
+        for i in (2 * index, 2 * index + 1)
+    )
+    found = record.dynamic_sampling
+    assert found is not None
+    assert (
+        *(found.num_batches, found.num_groups, found.num_with_signal, found.num_filled, found.num_surplus),
+        found.extra_generation_s,
+    ) == sampling
+    assert found.num_trained == 2
+    assert record.reward_mean == pytest.approx(np.mean(all_rewards))
+    assert (record.num_rollouts, record.num_response_tokens) == (len(all_rewards), 2 * len(all_rewards))
+    assert record.num_zero_signal_groups == found.num_groups - found.num_with_signal
+    assert (record.num_preemptions, record.num_reward_timeouts) == (num_batches, 2 * num_batches)
+    assert record.acceptance == combine([ACCEPTANCE] * num_batches)
 
 
 def test_rollouts_of_a_policy_that_was_not_refitted_stop_the_run() -> None:

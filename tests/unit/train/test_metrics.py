@@ -13,6 +13,7 @@ from slipstream.grpo.update import Trained
 from slipstream.records.steps import (
     AutopilotStep,
     DraftUpdate,
+    DynamicSampling,
     EvaluationRecord,
     LagStats,
     MachineUse,
@@ -30,6 +31,9 @@ from tests.unit.sampled import DECISION, accepted, rollout
 from tests.unit.train.world import CONFIG, STEP, BareLearner
 
 ACCEPTANCE = accepted(10, 8, 4)
+SAMPLED = DynamicSampling(
+    num_batches=3, num_groups=19, num_with_signal=5, num_filled=4, num_surplus=2, extra_generation_s=1.5
+)
 UPDATE = DraftUpdate(loss=1.25, num_updates=2, elapsed_s=0.5)
 METRICS = {
     "time/data_s": 1.0,
@@ -242,6 +246,10 @@ def test_a_step_in_words() -> None:
     assert step_line(replace(STEP, acceptance=ACCEPTANCE), 24) == f"{line}, AL 2.20"
     assert step_line(replace(STEP, evaluation=EVALUATION), 24) == f"{line}; after step {STEP.step} avg@4 was 0.250"
     assert step_line(replace(STEP, draft_update=UPDATE), 24) == f"{line}, draft trained in 0.50 s"
+    few, filled = replace(SAMPLED, num_filled=0), f"{line}; 5 of 19 groups in 3 batches had signal"
+    assert step_line(replace(STEP, dynamic_sampling=few), 24) == filled
+    assert step_line(replace(STEP, dynamic_sampling=SAMPLED), 24) == f"{filled}, 4 without it filled the step"
+    assert step_line(replace(STEP, dynamic_sampling=replace(few, num_batches=1)), 24) == line
     assert step_line(replace(STEP, acceptance=ACCEPTANCE, autopilot=PROBE), 24) == f"{line}, not drafted"
     drafted = replace(PROBE, speculates=True)
     assert step_line(replace(STEP, acceptance=ACCEPTANCE, autopilot=drafted), 24) == f"{line}, AL 2.20"
@@ -283,6 +291,7 @@ def recorded(
     learned = Learned(
         result=result,
         rewards=rewards,
+        groups=result.groups,
         batch=batch,
         trained=Trained(stats=STEP.train, own_logprobs=None, draft=draft),
         before=[np.asarray(row, dtype=np.float32) for row in rows],
@@ -311,6 +320,17 @@ def test_a_record_counts_over_all_groups_and_shows_what_the_autopilot_did() -> N
     assert (record.num_truncated, record.num_zero_signal_groups, record.reward_mean) == (1, 1, 0.5)
     assert (record.autopilot, record.has_logprob_pass) == (PROBE, True)
     assert record.rewards_by_prompt == (0.75, 0.25)
+
+
+def test_a_step_shows_what_it_sampled_in_place_of_groups_without_signal() -> None:
+    assert metrics_of(replace(STEP, dynamic_sampling=SAMPLED)) == METRICS | {
+        "sampling/batches": 3,
+        "sampling/groups": 19,
+        "sampling/groups_with_signal": 5,
+        "sampling/groups_filled": 4,
+        "sampling/groups_surplus": 2,
+        "sampling/extra_generation_s": 1.5,
+    }
 
 
 def test_one_rollout_is_enough_for_a_record() -> None:
