@@ -53,8 +53,12 @@ def test_check_reads_no_hub_and_estimates_the_memory_of_a_gpu_once_for_both_work
 def test_check_prints_one_plan_for_workloads_that_share_it_and_else_one_for_each(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["check", "qwen3_8b", "--cluster", "8x4"]) == 0
-    assert capsys.readouterr().out.count("8 x 4 GPUs, colocated\n") == 1
+    plans = []
+    for recipe in ("qwen3_8b", "dapo_8b"):
+        assert main(["check", recipe, "--cluster", "8x4"]) == 0
+        plans.append(capsys.readouterr().out.replace(recipe, ""))
+    assert plans[0].count("8 x 4 GPUs, colocated\n") == 1
+    assert plans[1] == plans[0]  # what DAPO adds takes no memory
     assert main(["check", "qwen3_8b_h200", "--cluster", "1x8"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("1 x 8 GPUs, colocated\n") == 2

@@ -149,7 +149,8 @@ def test_a_recipe_is_tracked_by_the_server_that_it_names_or_by_the_clusters(tmp_
 def test_a_recipe_that_may_end_for_want_of_memory_starts_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    start_on(tmp_path, "gb200", "qwen3_8b", tracking=UNTRACKED)
+    for recipe in ("qwen3_8b", "dapo_8b"):
+        start_on(tmp_path / recipe, "gb200", recipe, tracking=UNTRACKED)
     assert "memory" not in caplog.text
     start_on(tmp_path / "long", "gb200", "qwen3_8b", tracking=UNTRACKED, learner={"max_tokens_per_microbatch": 100_000})
     assert "memory: GPU: " in caplog.text and "lower learner.max_tokens_per_microbatch to " in caplog.text
