@@ -350,6 +350,7 @@ IN_TURN = {
     "learner.num_kept_idle": 0,
 }
 OWN_REWARD = {"function": f"{Path(__file__).with_name('rewards_of_a_user.py')}:compute_score"}
+ALL_ALIKE = {"reward.function": OWN_REWARD["function"]}
 FAILING = {"reward.function": f"{Path(__file__).with_name('rewards_of_a_user.py')}:strict"}
 ADAPTERS = {"policy.lora.rank": 2}
 CHECKS = {
@@ -365,7 +366,7 @@ CHECKS = {
     "grpo.num_steps": Check(5, training_calls),
     "grpo.prompts_per_step": Check(1, training_calls),
     "grpo.group_size": Check(4, training_calls, GROUPS_OF_4),
-    "grpo.dynamic_sampling.max_extra_batches": Check(1, training_calls),
+    "grpo.dynamic_sampling.max_extra_batches": Check(1, training_calls, ALL_ALIKE),
     "grpo.scale_advantages_by_std": Check(True, training_calls),
     "grpo.updates_per_step": Check(2, training_calls),
     "grpo.recompute_logprobs": Check("always", training_calls),

@@ -62,7 +62,7 @@ def on_local_files(recipe: Recipe, directory: Path) -> Recipe:
     magpie = [{"conversations": [{"from": "human", "value": f"tell {i}"}]} for i in range(15)]
     data = replace(
         recipe.data,
-        train=rows("dapo", [dapo(i) for i in range(40)]),
+        train=rows("dapo", [dapo(i) for i in range(140)]),
         draft_in_domain=rows("open_r1", [open_r1(i) for i in range(30)]),
         draft_general=(*rows("ultrachat", chats), *rows("magpie", magpie)),
         validation=rows("aime", [{"problem": f"{i}+3=?", "answer": str(i + 3)} for i in range(30)]),
