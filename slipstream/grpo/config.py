@@ -213,9 +213,8 @@ class DynamicSamplingConfig(Checked, path="grpo.dynamic_sampling"):
     """Further prompts in place of groups whose rewards are all equal and teach nothing (DAPO, arXiv:2503.14476)."""
 
     max_extra_batches: NonNegativeInt = 0
-    """Further batches of `grpo.prompts_per_step` prompts that a step may sample until it has as many groups with
-    signal; where they do not suffice, groups without signal fill the step. Set it where many groups are all right or
-    all wrong."""
+    """Further batches of `grpo.prompts_per_step` prompts that a step may sample until that many groups have signal;
+    then groups without signal fill it. Set it where many groups are all right or all wrong."""
 
 
 class GrpoConfig(Checked, path="grpo"):
