@@ -28,6 +28,9 @@ from slipstream.types import Dtype
 SCRATCH = "scratch"
 """`policy.model` of a policy that is trained from random weights instead of loaded."""
 
+MUON_BATCH_ELEMENTS = 2**26
+"""Elements of the matrices that Muon orthogonalizes at once, or those of one matrix where it has more."""
+
 
 class Packing(StrEnum):
     """Rule by which the sequences of a micro-batch are packed one behind the other, without padding."""

@@ -10,22 +10,30 @@ model's weights stay on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    MegatronOptimizer,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
-from slipstream.learner.config import LearnerConfig
+from slipstream.learner import parallel
+from slipstream.learner.config import MUON_BATCH_ELEMENTS, LearnerConfig
 from slipstream.learner.cpu import host
 from slipstream.learner.numerics import TORCH_DTYPES
 from slipstream.types import Dtype
@@ -37,14 +45,31 @@ _EPS = 1e-7
 # much as five (research/log.md).
 _MUON_MOMENTUM = 0.9
 _NUM_MUON_ITERATIONS = 3
+_BY_MUON = "with_muon"  # key of Muon's groups; it sorts behind Megatron's, and so do the groups
 _PIECE_BYTES = 2**28  # torch rounds a block of pinned memory up to a power of two
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPart:
+    """The part of a matrix that a rank steps: the elements [start, stop), in flat order, of its tensor-parallel part.
+
+    Attributes:
+        gradient: place of the whole tensor-parallel part in Megatron's float32 buffer of gradients.
+        dim: dimension along which tensor-parallel ranks split the matrix; None where each has all of it.
+    """
+
+    gradient: Tensor
+    start: int
+    stop: int
+    dim: int | None
 
 
 class BatchedMuon(torch.optim.Optimizer):
     """Muon: steps by orthogonalized Nesterov momentum, scaled to AdamW's update size at the same learning rate.
 
     The updates equal those of `torch.optim.Muon(..., adjust_lr_fn="match_rms_adamw")` up to rounding. `dtype` is the
-    iteration's: bfloat16 is precise enough, but only some processors multiply it fast.
+    iteration's: bfloat16 is precise enough, but only some processors multiply it fast. A step overwrites the gradients
+    by the momentum that it orthogonalizes.
 
     Source:
         Jordan et al., Muon (2024); Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982.
@@ -52,36 +77,78 @@ class BatchedMuon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        matrices: Iterable[Tensor],
+        matrices: Iterable[Tensor] | Iterable[dict[str, Any]],
         *,
         lr: float,
         weight_decay: float = 0.0,
         momentum: float = 0.95,
         num_iterations: int = 5,
         dtype: torch.dtype = torch.bfloat16,
+        parts: Mapping[Tensor, MatrixPart] | None = None,
+        gather: Callable[[], None] = lambda: None,
     ) -> None:
+        """Register whole matrices, or parts of matrices.
+
+        Args:
+            parts: by tensor, of which matrix it is which part; a tensor that is not named is a whole matrix.
+            gather: completes the `gradient`s of `parts` out of those of all data-parallel ranks.
+        """
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "num_iterations": num_iterations}
         super().__init__(matrices, defaults)
-        self._dtype = dtype
+        self._dtype, self._parts, self._gather = dtype, parts or {}, gather
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no loss to return
-        """Update every matrix that has a gradient."""
+        """Update every matrix that has a gradient; ranks that hold parts of the same matrices call it together."""
         assert closure is None, "the loss is computed once"
         for group in self.param_groups:
-            by_shape: dict[torch.Size, list[Tensor]] = {}
-            for matrix in group["params"]:
-                if matrix.grad is not None:
-                    by_shape.setdefault(matrix.shape, []).append(matrix)
-            for shape, matrices in by_shape.items():
-                momenta = [self._momentum(matrix) for matrix in matrices]
-                gradients: list[Any] = [matrix.grad for matrix in matrices]
+            stepped = [each for each in group["params"] if each.grad is not None]
+            if stepped:
+                momenta, gradients = [self._momentum(each) for each in stepped], [each.grad for each in stepped]
                 torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-                ahead = torch._foreach_lerp(gradients, momenta, group["momentum"])
-                num_iterations = group["num_iterations"]
-                updates = orthogonal(torch.stack(ahead), num_iterations=num_iterations, dtype=self._dtype).unbind()
-                torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(matrices, updates, alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)
+                torch._foreach_lerp_(gradients, momenta, group["momentum"])
+            self._gather()
+            for batch in self._batches(stepped):
+                updates, longest = self._updates(batch, group["num_iterations"])
+                torch._foreach_mul_(batch, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(batch, updates, alpha=-group["lr"] * 0.2 * longest**0.5)
+
+    def _batches(self, stepped: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Divide what is stepped into matrices of one shape and split, at most `MUON_BATCH_ELEMENTS` at once."""
+        alike: dict[tuple[torch.Size, int | None], list[Tensor]] = {}
+        for each in stepped:
+            part = self._part(each)
+            alike.setdefault((part.gradient.shape, part.dim), []).append(each)
+        for (shape, dim), found in alike.items():
+            ranks = 1 if dim is None else parallel.tensor_group().size()
+            size = max(1, MUON_BATCH_ELEMENTS // (shape.numel() * ranks))
+            yield from (found[start : start + size] for start in range(0, len(found), size))
+
+    def _updates(self, batch: Sequence[Tensor], num_iterations: int) -> tuple[list[Tensor], int]:
+        """Orthogonalize whole matrices; returns the update of each part, and the longer side of a matrix."""
+        parts = [self._part(each) for each in batch]
+        dim = parts[0].dim
+        given_BMN = torch.stack([part.gradient for part in parts])
+        whole_BMN = given_BMN
+        if dim is not None:
+            whole_BMN = torch.cat(parallel.tensor_parallel_shards(given_BMN.to(self._dtype)), dim + 1)
+        found_BMN = orthogonal(whole_BMN, num_iterations=num_iterations, dtype=self._dtype)
+        if dim is not None:
+            group = parallel.tensor_group()
+            found_BMN = found_BMN.chunk(group.size(), dim + 1)[group.rank()].to(given_BMN.dtype)
+        updates = [
+            found_MN if each.shape == found_MN.shape else found_MN.reshape(-1)[part.start : part.stop]
+            for each, part, found_MN in zip(batch, parts, found_BMN.unbind(), strict=True)
+        ]
+        return updates, max(whole_BMN.shape[1:])
+
+    def _part(self, stepped: Tensor) -> MatrixPart:
+        assert stepped.grad is not None
+        part = self._parts.get(stepped)
+        if part is None:
+            return MatrixPart(stepped.grad, 0, stepped.numel(), None)
+        assert stepped.grad.data_ptr() == part.gradient.view(-1)[part.start :].data_ptr(), "it lies in the buffer"
+        return part
 
     def _momentum(self, matrix: Tensor) -> Tensor:
         state: dict[str, Tensor] = self.state[matrix]
@@ -130,16 +197,14 @@ def with_optimizer(
             use_distributed_optimizer=learner.distributed_optimizer,
         )
         matrices = _hidden_matrices(model) if config.method is OptimizerMethod.MUON else []
-        with _left_out(matrices):
-            optimizer = get_megatron_optimizer(settings, [module])
+        optimizer = get_megatron_optimizer(settings, [module], _apart(matrices, settings))
         for group in optimizer.param_groups:
             # On a CPU torch's AdamW runs several kernels a tensor by default; the fused one runs a single kernel.
             group["fused"] = True
             # Megatron marks norms and biases, and leaves it to its scheduler, which is not used, to spare them.
             group["weight_decay"] *= group["wd_mult"]
-        if matrices:
-            assert isinstance(optimizer, ChainedOptimizer)
-            optimizer = ChainedOptimizer([*optimizer.chained_optimizers, _muon(matrices, settings)])
+        for each in _chained(optimizer):
+            _give_to_muon(each, settings)
     return module, optimizer
 
 
@@ -152,39 +217,105 @@ def _hidden_matrices(model: MegatronModule) -> list[torch.nn.Parameter]:
     ]
 
 
-@contextmanager
-def _left_out(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """Hide parameters from Megatron's optimizer, which skips those that need no gradient."""
-    for parameter in parameters:
-        parameter.requires_grad = False
-    yield
-    for parameter in parameters:
-        parameter.requires_grad = True
+def _apart(
+    matrices: Sequence[torch.nn.Parameter], settings: MegatronOptimizerConfig
+) -> dict[ParamKey, ParamGroupOverride] | None:
+    """Put the matrices into groups of their own, marked `_BY_MUON`; None, Megatron's default, without matrices."""
+    if not matrices:
+        return None
+    chosen = {id(matrix) for matrix in matrices}
+    key = ParamKey(predicate=ParamPredicate(name=_BY_MUON, fn=lambda parameter: id(parameter) in chosen))
+    return get_standard_config_overrides(settings) | {key: cast(ParamGroupOverride, {_BY_MUON: True})}
 
 
-def _muon(matrices: Sequence[torch.nn.Parameter], settings: MegatronOptimizerConfig) -> MegatronOptimizer:
-    """Muon with Megatron's float32 masters; Megatron's own Muon needs a package that does not support Python 3.11."""
-    assert settings.lr is not None
+class _AdamWAndMuon:
+    """Two optimizers that one of Megatron's optimizers steps as one.
+
+    Megatron thus handles Muon's matrices as AdamW's parameters under every layout: it reduces, measures and clips their
+    gradients, keeps their float32 masters, and shards both. Its own Muon needs a package that does not support Python
+    3.11.
+    """
+
+    def __init__(self, adamw: torch.optim.Optimizer, muon: BatchedMuon) -> None:
+        self.optimizers = (adamw, muon)
+        self.param_groups = adamw.param_groups  # in Megatron's order, by which it finds a parameter
+        adamw.param_groups = [group for group in self.param_groups if _BY_MUON not in group]
+        muon.param_groups = [group for group in self.param_groups if _BY_MUON in group]
+        for group in muon.param_groups:
+            group.update({name: value for name, value in muon.defaults.items() if name not in group})
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def _give_to_muon(optimizer: Any, settings: MegatronOptimizerConfig) -> None:
+    """Let Muon step the groups that `_apart` has marked in one of Megatron's optimizers."""
+    if not any(_BY_MUON in group for group in optimizer.param_groups):
+        return
+    parts: dict[Tensor, MatrixPart] = {}
+    for each in stepped_parameters(optimizer):
+        matrix: Any = each.parameter
+        dim = matrix.partition_dim if getattr(matrix, "tensor_model_parallel", False) else None
+        is_split = dim is not None and parallel.tensor_group().size() > 1
+        parts[each.main] = MatrixPart(matrix.main_grad, each.start, each.stop, dim if is_split else None)
+    buffers = optimizer.buffers if isinstance(optimizer, DistributedOptimizer) else []
+
+    def gather() -> None:
+        for buffer in buffers:
+            for bucket in buffer.buckets:
+                parallel.gather_in_place(bucket.grad_data, buffer.data_parallel_group)
+
     muon = BatchedMuon(
-        matrices,
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
+        [{"params": []}],  # Megatron's groups have rate and decay; some of their tensors torch's constructor refuses
+        lr=0.0,
         momentum=_MUON_MOMENTUM,
         num_iterations=_NUM_MUON_ITERATIONS,
         dtype=settings.params_dtype,
+        parts=parts,
+        gather=gather,
     )
+    cast(Any, optimizer).optimizer = _AdamWAndMuon(optimizer.optimizer, muon)
 
-    def without_state(*_: Any) -> None:
-        """Initialize nothing: only Megatron's own checkpoints, which this project does not use, need the state."""
 
-    wrapped: Any = (
-        Float16OptimizerWithFloat16Params(muon, settings, cast(Any, None), without_state)
-        if settings.bf16
-        else FP32Optimizer(muon, settings, without_state)
-    )
-    wrapped.grad_stats_parallel_group = parallel_state.get_model_parallel_group()
-    wrapped.tp_group = parallel_state.get_tensor_model_parallel_group()
-    return wrapped
+@dataclass(frozen=True, slots=True)
+class SteppedParameter:
+    """The elements [start, stop) of a parameter in flat order, and the float32 tensor that is stepped for them."""
+
+    parameter: torch.nn.Parameter
+    main: Tensor
+    start: int
+    stop: int
+    is_sharded: bool  # over the data-parallel ranks
+
+
+def stepped_parameters(optimizer: MegatronOptimizer) -> Iterator[SteppedParameter]:
+    """List what this rank steps by one of Megatron's optimizers, or by a chain of them."""
+    for each in _chained(optimizer):
+        if isinstance(each, DistributedOptimizer):
+            for parameter, (group, position) in each.model_param_group_index_map.items():
+                extent = each._get_model_param_range_map(parameter)["param"]
+                main = each.param_groups[group]["params"][position]
+                yield SteppedParameter(parameter, main, extent.start, extent.end, is_sharded=True)
+            continue
+        low, masters, whole = (
+            (each.float16_groups, each.fp32_from_float16_groups, each.fp32_from_fp32_groups)
+            if isinstance(each, Float16OptimizerWithFloat16Params)
+            else ([], [], [group["params"] for group in each.param_groups])
+        )
+        pairs = zip(itertools.chain(*low, *whole), itertools.chain(*masters, *whole), strict=True)
+        for parameter, main in pairs:
+            yield SteppedParameter(parameter, main, 0, main.numel(), is_sharded=False)
+
+
+def steppers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """Torch's optimizers inside Megatron's; a rank that steps nothing has none."""
+    found = [each.optimizer for each in _chained(optimizer) if each.optimizer is not None]
+    return [one for each in found for one in (each.optimizers if isinstance(each, _AdamWAndMuon) else [each])]
+
+
+def _chained(optimizer: MegatronOptimizer) -> list[Any]:
+    return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +364,7 @@ class TrainingMemory:
             for buffer in [*lists.buffers, *lists.expert_parallel_buffers]:
                 yield buffer.grad_data
 
-        return cls(module.module, _steppers(optimizer), device=device, gradients=gradients)
+        return cls(module.module, steppers(optimizer), device=device, gradients=gradients)
 
     @torch.no_grad()
     def offload(self) -> int:
@@ -293,12 +424,6 @@ class TrainingMemory:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def _steppers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """Torch's optimizers inside Megatron's; a rank that steps nothing has none."""
-    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    return [each.optimizer for each in chained if each.optimizer is not None]
 
 
 def _numbers(storage: torch.UntypedStorage) -> Tensor:

@@ -102,6 +102,12 @@ def tensor_parallel_shards(tensor: Tensor) -> list[Tensor]:
     return shards
 
 
+def gather_in_place(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Complete a flat tensor of which each rank of a group holds one of equal parts, in rank order."""
+    if group.size() > 1:
+        dist.all_gather_into_tensor(tensor, tensor.chunk(group.size())[group.rank()], group=group)
+
+
 def from_expert_rank(holder: int, tensor: Tensor) -> Tensor:
     """Broadcast the tensor of one expert-parallel rank to the others; every rank passes a tensor of that shape."""
     group = _expert_group()

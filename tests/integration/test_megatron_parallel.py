@@ -1,10 +1,11 @@
-"""The learner on two gloo ranks against one: the same numbers whatever the split."""
+"""The learner on several gloo ranks against one: the same numbers whatever the split."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from slipstream.grpo.config import Correction, Level, LossConfig, LossKind, OptimizerConfig
+from slipstream.grpo.config import Correction, Level, LossConfig, LossKind, OptimizerConfig, OptimizerMethod
 from slipstream.grpo.update import Update, part_of, part_of_batch
 from slipstream.learner import parallel
 from slipstream.learner.config import (
@@ -38,6 +39,7 @@ SCRATCH = ScratchConfig(
     max_position_embeddings=64,
 )
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, clip_grad=0.5)
+MUON = replace(OPTIMIZER, method=OptimizerMethod.MUON, clip_grad=0.05)  # which the norm exceeds
 LOSS = LossConfig(
     kl_coefficient=0.1,
     correction=Correction.SEQUENCE,
@@ -83,6 +85,20 @@ TIED = (
     "sequence in chunks, optimizer split",
 )
 CASES = [(False, name) for name in LEARNERS] + [(True, name) for name in TIED]
+BY_MUON = {
+    name: LEARNERS[name]
+    for name in (
+        "tensor",
+        "pipeline",
+        "data",
+        "data, optimizer split",
+        "data in chunks, optimizer split, bfloat16",
+        "sequence in chunks, optimizer split",
+    )
+}
+BY_MUON["tensor and data, optimizer split"] = replace(
+    LEARNER, parallel=ParallelConfig(tensor=2, data=2), distributed_optimizer=True
+)
 
 
 def _sequences() -> tuple[tuple[int, ...], ...]:
@@ -145,10 +161,17 @@ def _weights(policy: MegatronPolicy) -> dict[str, np.ndarray]:
 
 
 def _rank(
-    rank: int, learner: LearnerConfig, port: int, model: Path, directory: Path, lora: LoraConfig | None = None
+    rank: int,
+    learner: LearnerConfig,
+    port: int,
+    model: Path,
+    directory: Path,
+    *,
+    optimizer: OptimizerConfig = OPTIMIZER,
+    lora: LoraConfig | None = None,
 ) -> dict[str, Any]:
-    join(rank, 2, port)
-    policy = MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER, lora=lora)
+    join(rank, learner.parallel.world_size, port)
+    policy = MegatronPolicy.load(model, learner=learner, optimizer=optimizer, lora=lora)
     result = _train(policy, learner, directory, rank)
     if lora is not None:
         policy.save_hf(directory / "adapted", model)
@@ -170,9 +193,11 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     results: dict[Any, Any] = {}
     for dtype in (Dtype.FLOAT32, Dtype.BFLOAT16):
         learner = replace(LEARNER, dtype=dtype)
-        results[dtype] = _train(MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER), learner, directory)
+        for optimizer in (OPTIMIZER, MUON):
+            policy = MegatronPolicy.load(model, learner=learner, optimizer=optimizer)
+            results[dtype, optimizer.method] = _train(policy, learner, directory)
         random = MegatronPolicy.from_scratch(SCRATCH, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=None)
-        results[dtype]["random"] = _weights(random)
+        results[dtype, OPTIMIZER.method]["random"] = _weights(random)
     adapted = MegatronPolicy.load(model, learner=LEARNER, optimizer=OPTIMIZER, lora=LORA)
     results[LORA] = _train(adapted, LEARNER, directory)
     adapted.save_hf(directory / "adapted", model)
@@ -188,7 +213,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 )
 def test_two_ranks_compute_what_one_does(saved: tuple[Path, dict[Any, Any]], split: str, tmp_path: Path) -> None:
     learner = LEARNERS[split]
-    model, single = saved[0], saved[1][learner.dtype]
+    model, single = saved[0], saved[1][learner.dtype, OPTIMIZER.method]
     (port,) = free_ports(1)
     got = on_ranks(2, _rank, learner, port, model, tmp_path)
     _require_same(got, single, rough=learner.dtype is Dtype.BFLOAT16)
@@ -202,7 +227,7 @@ def test_two_ranks_compute_what_one_does(saved: tuple[Path, dict[Any, Any]], spl
 @pytest.mark.parametrize("name", ["tensor", "sequence, layers recomputed", "pipeline", "data, optimizer split"])
 def test_two_ranks_train_adapters_as_one_does(name: str, saved: tuple[Path, dict[Any, Any]], tmp_path: Path) -> None:
     (port,) = free_ports(1)
-    got = on_ranks(2, _rank, LEARNERS[name], port, saved[0], tmp_path, LORA)
+    got = on_ranks(2, partial(_rank, lora=LORA), LEARNERS[name], port, saved[0], tmp_path)
     _require_same(got, saved[1][LORA], rough=False)
     found, expected = (
         load_file(path / "adapted" / "adapter" / "adapter_model.safetensors") for path in (tmp_path, saved[0].parent)
@@ -212,19 +237,32 @@ def test_two_ranks_train_adapters_as_one_does(name: str, saved: tuple[Path, dict
         np.testing.assert_allclose(tensor, expected[key], rtol=0, atol=2e-5, err_msg=key)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", [False, True], ids=["untied", "tied"], indirect=True)
+@pytest.mark.parametrize("learner", BY_MUON.values(), ids=BY_MUON)
+def test_ranks_orthogonalize_whole_matrices_as_one_does(
+    learner: LearnerConfig, saved: tuple[Path, dict[Any, Any]], tmp_path: Path
+) -> None:
+    (port,) = free_ports(1)
+    size = learner.parallel.world_size
+    got = on_ranks(size, partial(_rank, optimizer=MUON), learner, port, saved[0], tmp_path)
+    single = saved[1][learner.dtype, MUON.method]
+    _require_same(got, single, rough=learner.dtype is Dtype.BFLOAT16, atol=5e-7)
+
+
 def _require_same(got: list[dict[str, Any]], single: dict[str, Any], *, rough: bool, atol: float = 2e-5) -> None:
     assert weight_totals(rank["fingerprints"] for rank in got) == weight_totals([got[0]["gathered"]])
     # A bfloat16 near 3.4 is known to 0.008, and AdamW's first steps are signs: gradients near 0 go either way.
-    for rank in (0, 1):
+    for rank in got:
         for name in ("before", "after"):
-            for index, row in got[rank][name].items():
+            for index, row in rank[name].items():
                 np.testing.assert_allclose(row, single[name][index], rtol=0, atol=0.05 if rough else 2e-5)
-        for step, expected in zip(got[rank]["stats"], single["stats"], strict=True):
+        for step, expected in zip(rank["stats"], single["stats"], strict=True):
             assert step == pytest.approx(expected, rel=2e-2 if rough else 1e-4, abs=1e-3 if rough else 1e-6)
-        assert got[rank]["weights"].keys() == single["weights"].keys()
-        for name, tensor in got[rank]["weights"].items():
+        assert rank["weights"].keys() == single["weights"].keys()
+        for name, tensor in rank["weights"].items():
             np.testing.assert_allclose(tensor, single["weights"][name], rtol=0, atol=6e-3 if rough else atol)
-    assert got[0]["before"].keys() | got[1]["before"].keys() == single["before"].keys()
+    assert {index for rank in got for index in rank["before"]} == single["before"].keys()
 
 
 def _families(learner: LearnerConfig, models: Path, directory: Path, rank: int = 0) -> dict[str, dict[str, Any]]:

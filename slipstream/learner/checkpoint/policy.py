@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from slipstream.learner import parallel
@@ -32,7 +31,7 @@ from slipstream.learner.checkpoint.on_disk import (
     Reader,
     open_checkpoint,
 )
-from slipstream.learner.optimizer import BatchedMuon
+from slipstream.learner.optimizer import BatchedMuon, stepped_parameters, steppers
 from slipstream.learner.weights import MappingTable, Shard, mappings
 
 WEIGHT, MAIN = "weight", "main"
@@ -119,13 +118,15 @@ def held_parameters(
 ) -> list[HeldParameter]:
     """The parameters of a rank in model order; `table` must name all that are not frozen."""
     parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    steppers = None if optimizer is None else _Steppers(optimizer)
+    stepped = {} if optimizer is None else _stepped(optimizer)
+    is_sharded = any(each.is_sharded for each in stepped.values())
+    assert optimizer is None or is_sharded or stepped.keys() == set(parameters.values())
     found = [
         HeldParameter(
             name=mapping.megatron,
             parameter=parameters[mapping.megatron],
             bands=bands(mapping, tuple(parameters[mapping.megatron].shape), arch, shard),
-            stepped=None if steppers is None else steppers.of(mapping.megatron, parameters[mapping.megatron]),
+            stepped=stepped.get(parameters[mapping.megatron]),
             is_first_copy=not shard.is_model_copy(mapping),
             is_expert=mapping.is_expert,
             is_data_copy=shard.is_copy(mapping),
@@ -183,32 +184,12 @@ def owned(found: list[Run], *, data_rank: int, data_size: int) -> Iterator[Run]:
             yield run
 
 
-class _Steppers:
-    """Lookup of the chained optimizer that steps a parameter."""
-
-    def __init__(self, optimizer: MegatronOptimizer) -> None:
-        chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-        self._sharded = [each for each in chained if isinstance(each, DistributedOptimizer)]
-        self._whole = {
-            id(main): each.optimizer
-            for each in chained
-            if not isinstance(each, DistributedOptimizer)
-            for group in each.optimizer.param_groups
-            for main in group["params"]
-        }
-
-    def of(self, name: str, parameter: torch.nn.Parameter) -> Stepped | None:
-        for each in self._sharded:
-            if parameter in each.model_param_gbuf_map:
-                extent = each._get_model_param_range_map(parameter)["param"]
-                group, position = each.model_param_group_index_map[parameter]
-                main = each.optimizer.param_groups[group]["params"][position]
-                return Stepped(main, extent.start, extent.end, each.optimizer, is_sharded=True)
-        main = parameter if parameter.dtype is torch.float32 else parameter.main_param  # type: ignore[attr-defined]
-        if id(main) in self._whole:
-            return Stepped(main, 0, main.numel(), self._whole[id(main)], is_sharded=False)
-        assert self._sharded, f"{name} is stepped by no optimizer"
-        return None
+def _stepped(optimizer: MegatronOptimizer) -> dict[torch.nn.Parameter, Stepped]:
+    by_main = {id(m): each for each in steppers(optimizer) for group in each.param_groups for m in group["params"]}
+    return {
+        each.parameter: Stepped(each.main, each.start, each.stop, by_main[id(each.main)], each.is_sharded)
+        for each in stepped_parameters(optimizer)
+    }
 
 
 def _require_count(stepped: Stepped, name: str, num_updates: int) -> None:

@@ -200,8 +200,6 @@ def test_an_update_is_one_without_the_responses_that_do_not_count(kind: LossKind
 def test_a_resumed_policy_goes_on_bit_for_bit(
     method: OptimizerMethod, dtype: Dtype, is_split: bool, tmp_path: Path
 ) -> None:
-    if is_split and method is OptimizerMethod.MUON:
-        return  # a recipe with both is refused
     learner = dataclasses.replace(LEARNER, dtype=dtype, distributed_optimizer=is_split)
     optimizer = dataclasses.replace(OPTIMIZER, method=method, warmup_steps=4)
     policy = new_policy(learner=learner, optimizer=optimizer)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.grpo.config import OptimizerMethod
+from slipstream.learner import optimizer as optimizers
 from slipstream.learner.checkpoint.policy import HeldParameter
 from slipstream.learner.config import ScratchConfig
 from slipstream.learner.megatron import MegatronPolicy
@@ -54,6 +55,37 @@ def test_each_matrix_of_a_batch_is_made_orthogonal_by_itself() -> None:
     assert singular_values.max() < 1.5
 
 
+@pytest.mark.parametrize("is_tall", [False, True])
+def test_permuted_rows_are_orthogonalized_to_permuted_rows(is_tall: bool) -> None:
+    """Tensor-parallel ranks hold queries, keys and values, or gate and up, in another order than one rank does."""
+    matrix = torch.randn((96, 32) if is_tall else (32, 96), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(len(matrix), generator=torch.Generator().manual_seed(1))
+    found, moved = (_whole(each) for each in (matrix, matrix[order]))
+    torch.testing.assert_close(moved, found[order], rtol=0, atol=1e-6)
+
+
+def _whole(matrix: Tensor) -> Tensor:
+    return orthogonal(matrix[None], num_iterations=3, dtype=torch.float32)[0]
+
+
+def test_matrices_that_exceed_a_batch_are_orthogonalized_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stepped() -> list[torch.nn.Parameter]:
+        matrices = _matrices()
+        for matrix in matrices:
+            matrix.grad = matrix.detach().clone()
+        BatchedMuon(matrices, lr=0.1, dtype=torch.float32).step()
+        return matrices
+
+    at_once, sizes = stepped(), []
+    genuine = optimizers.orthogonal
+    monkeypatch.setattr(optimizers, "MUON_BATCH_ELEMENTS", 200)
+    monkeypatch.setattr(
+        optimizers, "orthogonal", lambda given, **kind: sizes.append(len(given)) or genuine(given, **kind)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(stepped(), at_once, strict=True))
+    assert sizes == [1] * len(SHAPES)
+
+
 def test_a_matrix_without_gradient_is_left_alone() -> None:
     moving, still = _matrices()[:2]
     before = still.detach().clone()
@@ -67,11 +99,8 @@ STARTS = [3] * len(SEQUENCES)
 KINDS = [
     pytest.param(dtype, method, is_distributed, id=f"{dtype}-{method}{'-distributed' if is_distributed else ''}")
     for dtype in (Dtype.FLOAT32, Dtype.BFLOAT16)
-    for method, is_distributed in (
-        (OptimizerMethod.ADAMW, False),
-        (OptimizerMethod.ADAMW, True),
-        (OptimizerMethod.MUON, False),
-    )
+    for method in OptimizerMethod
+    for is_distributed in (False, True)
 ]
 
 
