@@ -34,7 +34,7 @@ from slipstream.config import (
 from slipstream.data.config import DATA_SUFFIXES, SYNTHETIC, DataConfig
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.length import TuningConfig, require_groups
-from slipstream.drafts.methods import DraftMethod, Training
+from slipstream.drafts.methods import DraftMethod
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.evaluation import EvaluationConfig
 from slipstream.grpo.config import Correction, GrpoConfig, OptimizerMethod
@@ -224,6 +224,7 @@ class Recipe(Checked):
             layout=self.layout,
             longest_k=max(self.tuning.candidate_ks),
             has_reference=self.grpo.loss.kl_coefficient > 0,
+            method=self.grpo.optimizer.method,
             lora=self.policy.lora,
         )
 
@@ -258,17 +259,6 @@ class Recipe(Checked):
         fix = "it steps whole matrices, not their factors: take adamw"
         is_served = self.policy.lora is None or self.grpo.optimizer.method is OptimizerMethod.ADAMW
         self._require(is_served, "grpo.optimizer.method", "must be adamw with policy.lora", fix)
-        optimizers = [self.grpo.optimizer, *([self.policy.scratch.optimizer] if self.policy.scratch else [])]
-        optimizers += [self.draft.draft_model.optimizer] if self.draft.trains is Training.RESPONSES else []
-        if any(each.method is OptimizerMethod.MUON for each in optimizers):
-            learner, case = self.learner, f"with the optimizer {OptimizerMethod.MUON.value!r}"
-            fix = "it makes whole matrices orthogonal, not their shards: take adamw"
-            self._require(learner.parallel.tensor == 1, "learner.parallel.tensor", f"must be 1 {case}", fix)
-            fix = "it clips by a norm that misses the experts of other ranks: take adamw"
-            self._require(learner.parallel.expert == 1, "learner.parallel.expert", f"must be 1 {case}", fix)
-            fix = "it splits matrices over ranks, which Muon needs whole: take adamw"
-            is_whole = not learner.distributed_optimizer
-            self._require(is_whole, "learner.distributed_optimizer", f"must be false {case}", fix)
         whole = self.learner.parallel.pipeline == 1 and not self.learner.parallel.sequence_parallel
         self._require(
             whole or self.draft.method is not DraftMethod.MTP,

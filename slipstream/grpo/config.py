@@ -197,7 +197,8 @@ class OptimizerConfig(Checked, path="optimizer"):
     learning_rate: Rate
     """Learning rate after warm-up."""
     method: OptimizerMethod = OptimizerMethod.ADAMW
-    """AdamW for all parameters, or Muon for the matrices of the layers, which needs a learner without shards."""
+    """AdamW for all parameters, or Muon for the matrices of the layers, which it makes orthogonal as wholes under every
+    layout of the learner."""
     betas: Betas = (0.9, 0.95)
     """Decay of AdamW's two moments. Set it to tune the optimizer."""
     weight_decay: Probability = 0.0

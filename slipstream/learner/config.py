@@ -93,7 +93,7 @@ class ScratchConfig(Checked, path="policy.scratch"):
     tokens_per_step: PositiveInt = 4096
     """Tokens of an update."""
     optimizer: Annotated[OptimizerConfig, Defaults(method="muon", learning_rate=2e-3, warmup_steps=20)] = section()
-    """Optimizer of the pretraining. Muon learns from half the tokens; a learner in parallel needs `adamw`."""
+    """Optimizer of the pretraining. Muon learns from half the tokens."""
     seed: Seed = 0
     """Seed of the initial weights and the corpus. Set it for another policy of the same kind."""
 

@@ -29,7 +29,6 @@ _SMALL: dict[str, Any] = {
     "tuning": {"candidate_ks": [0, K]},
     "engine": {"max_model_len": 128, "max_num_seqs": 32, "kv_cache_gib": 0.1, "dtype": "float32", "num_threads": 1},
     "learner": {"max_tokens_per_microbatch": 256, "dtype": "float32", "num_threads": 1, "num_kept_idle": 1},
-    "policy": {"scratch": {"optimizer": {"method": "adamw"}}},  # Muon needs whole matrices
     "grpo": {
         "num_steps": 3,
         "prompts_per_step": 4,

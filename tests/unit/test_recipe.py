@@ -104,7 +104,6 @@ CRASH = (
 )
 
 
-MUON = "must be 1 with the optimizer 'muon', got 2; it makes whole matrices orthogonal, not their shards: take adamw"
 WHOLE = "the learner's logprobs know no truncation: set top_p 1.0 and top_k 0"
 NO_CUDA = "refit.channel must do without CUDA: engine.kv_cache_gib is for engines on CPUs, got"
 ADAMW = ("grpo.optimizer.method=adamw", "policy.scratch.optimizer.method=adamw")
@@ -146,16 +145,6 @@ REFUSED: dict[tuple[str, ...], str] = {
     "engines that live at once",
     ("refit.channel=nccl",): f"{NO_CUDA} 'nccl'; set auto",
     ("refit.channel=ipc",): f"{NO_CUDA} 'ipc'; set auto",
-    ("learner.distributed_optimizer=true",): "learner.distributed_optimizer must be false with the optimizer 'muon', "
-    "got True; it splits matrices over ranks, which Muon needs whole: take adamw",
-    ("learner.parallel.tensor=2",): f"learner.parallel.tensor {MUON}",
-    ("learner.parallel.tensor=2", ADAMW[0]): f"learner.parallel.tensor {MUON}",
-    ("learner.parallel.tensor=2", ADAMW[1]): f"learner.parallel.tensor {MUON}",
-    (
-        *("learner.parallel.tensor=2", *ADAMW, "draft.method=draft_model", "draft.draft_model.optimizer.method=muon"),
-    ): f"learner.parallel.tensor {MUON}",
-    ("learner.parallel={data: 2, expert: 2}",): "learner.parallel.expert must be 1 with the optimizer 'muon', got 2; "
-    "it clips by a norm that misses the experts of other ranks: take adamw",
     (
         "sampling.top_p=0.9",
     ): "sampling.top_p and sampling.top_k must leave the policy's distribution whole in training, "

@@ -20,8 +20,17 @@ from slipstream.config import require
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.methods import DraftMethod
 from slipstream.engine.config import EngineConfig
+from slipstream.grpo.config import OptimizerMethod
 from slipstream.learner.architecture import Architecture, Shape, require_divisible, require_even_experts
-from slipstream.learner.config import LearnerConfig, LoraConfig, LoraTarget, ParallelConfig, PolicyConfig, Recompute
+from slipstream.learner.config import (
+    MUON_BATCH_ELEMENTS,
+    LearnerConfig,
+    LoraConfig,
+    LoraTarget,
+    ParallelConfig,
+    PolicyConfig,
+    Recompute,
+)
 from slipstream.refit.config import Channel
 from slipstream.types import Dtype
 from slipstream.workers.placement.config import Layout, PlacementMode
@@ -187,6 +196,7 @@ def estimate(  # noqa: PLR0913  # one parameter for each section of the recipe t
     layout: Layout,
     longest_k: int,
     has_reference: bool,
+    method: OptimizerMethod = OptimizerMethod.ADAMW,
     lora: LoraConfig | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of a GPU named in configs/sim/hardware.yaml.
@@ -197,10 +207,11 @@ def estimate(  # noqa: PLR0913  # one parameter for each section of the recipe t
     Args:
         longest_k: longest draft of a request in tokens; 0 without a draft.
         has_reference: True if the loss has a KL to frozen weights.
+        method: optimizer of the policy.
         lora: adapters that are trained in place of the weights.
     """
     found = load_hardware(hardware)
-    held = learner_memory(shape, learner, has_reference=has_reference, lora=lora)
+    held = learner_memory(shape, learner, has_reference=has_reference, method=method, lora=lora)
     if longest_k and draft.method is DraftMethod.EAGLE3 and draft.online.when is not DraftOnline.OFF:
         held |= online_draft_memory(shape, draft, freed=held["activations"] + held["logits"])
     worker, per_token = engine_memory(
@@ -226,14 +237,20 @@ def estimate(  # noqa: PLR0913  # one parameter for each section of the recipe t
 
 
 def learner_memory(
-    shape: Shape, learner: LearnerConfig, *, has_reference: bool, lora: LoraConfig | None = None
+    shape: Shape,
+    learner: LearnerConfig,
+    *,
+    has_reference: bool,
+    method: OptimizerMethod = OptimizerMethod.ADAMW,
+    lora: LoraConfig | None = None,
 ) -> dict[str, float]:
     """Estimate the learner's peak: the backward pass of its largest micro-batch, on the first or the last stage.
 
     Source: `learner/optimizer.py`. Gradients accumulate in float32 (`grad_reduce_in_fp32`). AdamW keeps two float32
     moments and, beside bfloat16 weights, float32 masters (`Float16OptimizerWithFloat16Params`). A distributed optimizer
-    splits moments and masters. Muon keeps one moment of a matrix, but two are counted. Adapters (`learner/lora.py`) are
-    trained in place of the weights, and keep a copy of the matrices below them, which is the reference too.
+    splits moments and masters. Muon keeps one moment of each layer's matrices, and its step holds `muon_bytes`, for
+    which the activations have made room. Adapters (`learner/lora.py`) are trained in place of the weights, and keep a
+    copy of the matrices below them, which is the reference too.
     """
     width, where, tokens = WEIGHT_BYTES[learner.dtype], learner.parallel, learner.max_tokens_per_microbatch
     masters = _FLOAT32 if learner.dtype is Dtype.BFLOAT16 else 0
@@ -243,25 +260,52 @@ def learner_memory(
     def of_stage(stage: int) -> dict[str, float]:
         parameters, is_last = stage_parameters(shape, learner, stage), stage == where.pipeline - 1
         # Micro-batches in flight on the stage, times its layers; the layer that is recomputed comes on top.
-        layers = (where.pipeline - stage) * (shape.num_layers // where.pipeline)
+        num_layers = shape.num_layers // where.pipeline
+        layers = (where.pipeline - stage) * num_layers
         counted = min(tokens, learner.logprob_chunk_tokens or tokens) if is_last else 0
         trained, below, has_copy = parameters, 0.0, has_reference
         if lora is not None:
-            factors, matrices = (
-                shape.num_layers // where.pipeline * each for each in adapter_sizes(shape, learner, lora)
-            )
+            factors, matrices = (num_layers * each for each in adapter_sizes(shape, learner, lora))
             parameters, trained, below, has_copy = parameters + factors, factors, matrices, False
+        is_muon = method is OptimizerMethod.MUON
+        by_muon = num_layers * sum(_matrix_sizes(shape)) / where.tensor if is_muon else 0.0
+        moments = 2 * trained - by_muon
+        activations, logits = tokens * (layers * kept + whole - kept), counted * logit_bytes(shape, learner)
+        more = muon_bytes(shape, learner) - activations - logits if is_muon else 0.0
         return {
             "weights": parameters * width,
             **({"base weights": below * width} if below else {}),
             "gradients": trained * _FLOAT32,
-            "optimizer": trained * (2 * _FLOAT32 + masters) / shards,
+            "optimizer": (moments * _FLOAT32 + trained * masters) / shards,
             **({"reference": parameters * width} if has_copy else {}),
-            "activations": tokens * (layers * kept + whole - kept),
-            "logits": counted * logit_bytes(shape, learner),
+            "activations": activations,
+            "logits": logits,
+            **({"orthogonalization": more} if more > 0 else {}),
         }
 
     return max((of_stage(stage) for stage in {0, where.pipeline - 1}), key=lambda parts: sum(parts.values()))
+
+
+def muon_bytes(shape: Shape, learner: LearnerConfig) -> float:
+    """Count the bytes of Muon's step beside its state: (4 / t + 5b) for each element that it orthogonalizes at once.
+
+    The terms are the momentum of this rank's parts in float32, and in the learner's type the gathered matrices, the
+    iteration's input and output, and two products, which are as large where a matrix is square. Under a distributed
+    optimizer the momentum is gathered into the buffer of the gradients, which are no longer needed.
+
+    Source: `learner/optimizer.py BatchedMuon`.
+    """
+    num_layers = shape.num_layers // learner.parallel.pipeline
+    at_once = max(min(num_layers, max(1, MUON_BATCH_ELEMENTS // each)) * each for each in _matrix_sizes(shape))
+    return at_once * (_FLOAT32 / learner.parallel.tensor + 5 * WEIGHT_BYTES[learner.dtype])
+
+
+def _matrix_sizes(shape: Shape) -> tuple[int, int, int, int]:
+    """Count the elements of a layer's matrices: fused queries, keys and values; output; fused gate and up; down."""
+    heads, groups = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
+    rows = heads + 2 * groups, heads, 2 * shape.ffn_hidden_size, shape.ffn_hidden_size
+    qkv, output, gate_up, down = (shape.hidden_size * each for each in rows)
+    return qkv, output, gate_up, down
 
 
 def online_draft_memory(shape: Shape, draft: DraftConfig, *, freed: float) -> dict[str, float]:
@@ -300,9 +344,7 @@ def stage_parameters(shape: Shape, learner: LearnerConfig, stage: int) -> float:
     embedding where the two are tied.
     """
     where = learner.parallel
-    heads, groups = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
-    matrices = shape.hidden_size * (2 * heads + 2 * groups + 3 * shape.ffn_hidden_size)
-    layer = matrices / where.tensor + 2 * shape.hidden_size + 2 * shape.head_dim
+    layer = sum(_matrix_sizes(shape)) / where.tensor + 2 * shape.hidden_size + 2 * shape.head_dim
     first, last = stage == 0, stage == where.pipeline - 1
     has_own_head = last and not (first and shape.tie_word_embeddings)
     ends = shape.vocab_size * shape.hidden_size / where.tensor * (first + has_own_head)

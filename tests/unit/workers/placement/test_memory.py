@@ -16,6 +16,7 @@ from slipstream.config import ConfigError, merge
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import DraftMethod
 from slipstream.engine.config import EngineConfig
+from slipstream.grpo.config import OptimizerMethod
 from slipstream.learner.architecture import QWEN3_MOE, Architecture, Experts
 from slipstream.learner.config import LearnerConfig, LoraConfig, ParallelConfig, Recompute, ScratchConfig, ShapeConfig
 from slipstream.recipe import load_recipe
@@ -232,6 +233,24 @@ def test_a_learner_keeps_masters_and_two_moments_in_bfloat16_and_is_its_own_mast
     assert (found["weights"], found["gradients"], found["optimizer"]) == (4 * size, 4 * size, 8 * size)
     assert "reference" not in found
     assert found["logits"] == 10 * (4 + 12) * 8
+
+
+def test_muon_keeps_one_moment_of_a_matrix_and_works_where_the_activations_were() -> None:
+    muon = OptimizerMethod.MUON
+    # Of 332 elements 240 lie in matrices. Twice gate and up at once, 2 x 48 elements of 4 + 5 x 2 bytes each: 1,344.
+    found = memory.learner_memory(_tiny(), _learner(), has_reference=False, method=muon)
+    assert found["optimizer"] == 4 * (2 * 332 - 240) + 4 * 332
+    assert "orthogonalization" not in found
+    short = replace(_learner(), max_tokens_per_microbatch=1)
+    found = memory.learner_memory(_tiny(), short, has_reference=False, method=muon)
+    assert found["orthogonalization"] == 1344 - (2 * 124 + 112)
+    # Two tensor-parallel ranks hold 180 elements each, 120 in matrices; four data-parallel ranks share the optimizer.
+    split = replace(_learner(tensor=2, data=4), distributed_optimizer=True)
+    found = memory.learner_memory(_tiny(), split, has_reference=False, method=muon)
+    assert found["optimizer"] == (4 * (2 * 180 - 120) + 4 * 180) / 4
+    assert memory.muon_bytes(_tiny(), split) == 96 * (4 / 2 + 10)
+    # Gate and up of a layer of Qwen3-8B have more elements than a batch: 24,576 x 4,096 at once.
+    assert memory.muon_bytes(load_model("qwen3-8b"), _learner()) == 24_576 * 4_096 * 14
 
 
 def test_adapters_alone_have_gradients_and_moments_and_keep_the_matrices_below_them() -> None:
