@@ -17,7 +17,7 @@ from slipstream.learner.config import ScratchConfig
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.optimizer import BatchedMuon, TrainingMemory, orthogonal
 from slipstream.types import Dtype
-from tests.unit.learner.policies import LEARNER, OPTIMIZER, SCRATCH, VOCAB, new_policy, shaped
+from tests.unit.learner.policies import LEARNER, OPTIMIZER, SCRATCH, VOCAB, new_policy, random_sequences, shaped
 
 SHAPES = [(24, 8), (8, 24), (16, 16), (24, 8), (8, 24)]
 
@@ -66,6 +66,41 @@ def test_permuted_rows_are_orthogonalized_to_permuted_rows(is_tall: bool) -> Non
 
 def _whole(matrix: Tensor) -> Tensor:
     return orthogonal(matrix[None], num_iterations=3, dtype=torch.float32)[0]
+
+
+def _block_difference(momentum: Tensor, dim: int, num_iterations: int) -> float:
+    """Norm of the difference between the updates from two blocks and from the whole, relative to the latter's."""
+
+    def update(matrix: Tensor) -> Tensor:
+        found = orthogonal(matrix[None], num_iterations=num_iterations, dtype=torch.float32)[0]
+        return found * 0.2 * max(matrix.shape) ** 0.5
+
+    whole = update(momentum)
+    return float((torch.cat([update(each) for each in momentum.chunk(2, dim)], dim) - whole).norm() / whole.norm())
+
+
+def test_orthogonalizing_each_ranks_part_alone_is_another_update() -> None:
+    """As `muon_tp_mode: blockwise`, the default of Megatron-Core 0.16.1, does."""
+    generator = torch.Generator().manual_seed(0)
+    square, tall = torch.randn(1024, 1024, generator=generator), torch.randn(3072, 1024, generator=generator)
+    assert _block_difference(square, 0, 5) == pytest.approx(0.50, abs=0.02)
+    assert _block_difference(square, 0, 3) == pytest.approx(0.29, abs=0.02)
+    assert [_block_difference(tall, dim, 5) for dim in (0, 1)] == pytest.approx([0.34, 0.30], abs=0.02)
+
+    policy = new_policy(optimizer=replace(OPTIMIZER, method=OptimizerMethod.MUON))
+    for seed in range(3):
+        policy.lm_step(random_sequences(seed=seed), [1] * 9)
+    found = {}
+    for held in _held(policy):
+        if _is_muons(held) and "layers.1." in held.name:
+            assert held.stepped is not None
+            momentum = held.stepped.optimizer.state[held.stepped.main]["momentum_buffer"]
+            name = held.name.split(".")[-2]
+            if name == "linear_fc1":  # a rank has its half of gate above its half of up
+                momentum = momentum.unflatten(0, (2, 2, -1)).transpose(0, 1).flatten(0, 2)
+            found[name] = _block_difference(momentum, 1 if name in ("linear_proj", "linear_fc2") else 0, 3)
+    expected = {"linear_qkv": 0.43, "linear_proj": 0.50, "linear_fc1": 0.45, "linear_fc2": 0.56}
+    assert found == pytest.approx(expected, abs=0.03)
 
 
 def test_matrices_that_exceed_a_batch_are_orthogonalized_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
