@@ -358,7 +358,7 @@ def _sizes(recipe: Recipe) -> str:
     from slipstream.data.tokenizer import build_tokenizer
     from slipstream.stages.support import recipe_prompt_sets
 
-    tokenizer = build_tokenizer(max_length=recipe.policy.scratch.max_position_embeddings)
+    tokenizer = build_tokenizer(max_length=recipe.policy.scratch_positions)
     with tempfile.TemporaryDirectory() as directory:
         sizes = recipe_prompt_sets(recipe, tokenizer, Path(directory)).sizes()
     return "fine; prompts kept: " + ", ".join(f"{name} {size}" for name, size in sizes.items())

@@ -355,7 +355,7 @@ def _refusal(cls: type, problem: Mapping[str, Any], path: str) -> ConfigError:
     """An error of pydantic's about a `cls` at `path`, as field, rule, value and fix."""
     kind, loc, value, context = problem["type"], problem["loc"], problem["input"], problem.get("ctx", {})
     broken = context.get("error")
-    if isinstance(broken, _BrokenRuleError) and loc:
+    if isinstance(broken, _BrokenRuleError) and (loc or path):
         return ConfigError(_join(_dotted(path, loc), broken.text))
     if isinstance(broken, ConfigError):
         return broken

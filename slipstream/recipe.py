@@ -175,11 +175,10 @@ class Recipe(Checked):
         scratch = self.policy.scratch
         if scratch is None:
             return
-        self._require(
-            self.engine.max_model_len <= scratch.max_position_embeddings,
-            "engine.max_model_len",
-            f"must be <= policy.scratch.max_position_embeddings {scratch.max_position_embeddings}",
-        )
+        rule = f"must be <= policy.scratch.max_position_embeddings {scratch.max_position_embeddings}"
+        if self.policy.rope is not None:
+            rule += f", which policy.rope extends to {self.policy.scratch_positions}"
+        self._require(self.engine.max_model_len <= self.policy.scratch_positions, "engine.max_model_len", rule)
         if self.draft.reads("eagle3"):
             aux_layer_ids(self.draft.eagle3.aux_hidden_state_layer_ids, scratch.shape.num_layers)
         rule, layers = f"must be 1 with draft.method {self.draft.method}", scratch.num_mtp_layers

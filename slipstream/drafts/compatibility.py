@@ -12,6 +12,7 @@ from safetensors import safe_open
 from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import TRAITS, DraftMethod, require_package
+from slipstream.learner.architecture import num_positions
 
 _LAYER = "layers.0."
 _REQUIRED = (
@@ -65,7 +66,7 @@ def check_draft(policy: Path, draft: Path, *, max_model_len: int) -> None:
     hidden, vocab, num_layers = (policy_config[name] for name in ("hidden_size", "vocab_size", "num_hidden_layers"))
     for name, own in (("hidden_size", hidden), ("vocab_size", vocab)):
         require(layer[name] == own, f"draft {name}", f"must equal the policy's {own}", layer[name])
-    positions, rule = layer["max_position_embeddings"], f"must be >= engine.max_model_len {max_model_len}"
+    positions, rule = num_positions(layer), f"must be >= engine.max_model_len {max_model_len}"
     fix = "RoPE would be clamped and acceptance beyond it would collapse"
     require(positions >= max_model_len, "draft max_position_embeddings", rule, positions, fix)
     ids = draft_config.get("eagle_aux_hidden_state_layer_ids") or []
@@ -157,7 +158,7 @@ def check_draft_model(policy: Path, draft: Path, *, max_model_len: int, field: s
     require(found == vocab, f"{field} vocab_size", f"must equal the policy's {vocab}", found, fix)
     words = _differing_words(policy, draft)
     require(not words, f"{field} tokenizer", "must give every word the policy's id", f"others for {words}", fix)
-    positions = theirs.get("max_position_embeddings", 0)
+    positions = num_positions({"max_position_embeddings": 0, **theirs})
     rule = f"must be >= engine.max_model_len {max_model_len}"
     fix = "vLLM stops drafting for a whole batch in which one sequence is longer"
     require(positions >= max_model_len, f"{field} max_position_embeddings", rule, positions, fix)

@@ -22,6 +22,7 @@ from slipstream.config import require
 from slipstream.drafts.compatibility import check_draft_model
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.pretrain import DraftProgress, Responses, train_to_end
+from slipstream.learner.architecture import num_positions
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import ScratchConfig
 from slipstream.learner.policy_source import learning_rate_at, locate
@@ -88,7 +89,7 @@ def scratch_model(config: DraftConfig, policy: Path) -> tuple[ScratchConfig, int
     optimizer, num_steps = config.draft_model.optimizer, config.pretrain.num_steps
     scratch = ScratchConfig(
         shape=config.draft_model.shape,
-        max_position_embeddings=ours["max_position_embeddings"],
+        max_position_embeddings=num_positions(ours),
         num_steps=num_steps,
         tokens_per_step=config.pretrain.tokens_per_step,
         optimizer=replace(optimizer, warmup_steps=min(optimizer.warmup_steps, num_steps)),

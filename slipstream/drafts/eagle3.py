@@ -261,7 +261,7 @@ def _of_original(
     layer.vocab_size = settings.get("target_vocab_size", architecture.vocab_size)
     if not settings.get("rope_scaling"):
         # These positions only size tables: many drafts say 2,048 and would be clamped there.
-        layer.max_position_embeddings = max(layer.max_position_embeddings, architecture.max_position_embeddings)
+        layer.max_position_embeddings = max(layer.max_position_embeddings, architecture.num_positions)
     eagle = settings.get("eagle_config") or {}
     return Eagle3SpeculatorConfig(
         transformer_layer_config=layer,

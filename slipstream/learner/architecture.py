@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from slipstream.catalog import ModelShape
-from slipstream.config import ConfigError, require
-from slipstream.learner.config import LoraConfig, LoraTarget, ParallelConfig, ScratchConfig
+from slipstream.config import ConfigError, from_mapping, require, to_mapping
+from slipstream.learner.config import LoraConfig, LoraTarget, ParallelConfig, RopeConfig, RopeType, ScratchConfig
 from slipstream.types import Dtype
 
 
@@ -61,7 +61,7 @@ _ALLOWED = {  # the only value that an entry of a `config.json` may have, where 
     "dual_chunk_attention_config": None,
     "llama_4_scaling": None,
 }
-_LLAMA3 = "llama3"  # rope type in a `config.json`
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def aux_layer_ids(given: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
@@ -157,19 +157,6 @@ def require_even_experts(experts: Experts | None, parallel: ParallelConfig) -> N
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Scaling of the rotary embedding as in Llama 3.1, which divides the frequencies of long wavelengths by `factor`.
-
-    Source: transformers 5, `modeling_rope_utils.py`, rope type `llama3`.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """Family, sizes and settings, which determine the parameters' shapes and the forward pass."""
 
@@ -183,7 +170,7 @@ class Architecture:
     ffn_hidden_size: int
     max_position_embeddings: int
     rope_theta: float
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeConfig | None = None  # with every original length given, but for type `linear`, which has none
     norm_eps: float
     tie_word_embeddings: bool
     eos_token_id: int
@@ -230,7 +217,7 @@ class Architecture:
             **{name: config[hf_name] for name, hf_name in _HF_NAMES.items()},
             head_dim=config.get("head_dim") or hidden // heads,
             rope_theta=_rope_theta(config, family),
-            rope_scaling=_rope_scaling(config),
+            rope_scaling=_rope_scaling(config, path),
             eos_token_id=first,
             more_eos_token_ids=tuple(more),
             experts=Experts.from_hf(config) if family is QWEN3_MOE else None,
@@ -258,7 +245,6 @@ class Architecture:
 
     def to_hf(self, dtype: Dtype) -> dict[str, Any]:
         """Return the `config.json` of this architecture for transformers and vLLM."""
-        scaling = None if self.rope_scaling is None else {"rope_type": _LLAMA3, **asdict(self.rope_scaling)}
         return {
             "architectures": [self.name],
             "model_type": self.family.model_type,
@@ -267,10 +253,7 @@ class Architecture:
             **{hf_name: getattr(self, name) for name, hf_name in _HF_NAMES.items()},
             "head_dim": self.head_dim,
             "hidden_act": "silu",
-            # transformers 5 reads rope_parameters; everything older reads rope_theta and rope_scaling.
-            "rope_parameters": {"rope_theta": self.rope_theta, **(scaling or {"rope_type": "default"})},
-            "rope_theta": self.rope_theta,
-            "rope_scaling": scaling,
+            **self.positions_to_hf(),
             "attention_bias": self.family.qkv_bias,
             "attention_dropout": 0.0,
             "use_sliding_window": False,
@@ -284,6 +267,53 @@ class Architecture:
             **({} if self.experts is None else self.experts.to_hf()),
             **({"num_nextn_predict_layers": self.num_mtp_layers} if self.has_mtp else {}),
         }
+
+    def positions_to_hf(self) -> dict[str, Any]:
+        """Return the entries of a `config.json` that say where positions end and what angles they have."""
+        scaling: dict[str, Any] | None = None
+        if self.rope_scaling is not None:
+            given = {name: value for name, value in to_mapping(self.rope_scaling).items() if value is not None}
+            scaling = {"rope_type": given.pop("type"), **given}
+        return {
+            "max_position_embeddings": self.max_position_embeddings,
+            # transformers 5 reads rope_parameters; everything older reads rope_theta and rope_scaling.
+            "rope_parameters": {"rope_theta": self.rope_theta, **(scaling or {"rope_type": "default"})},
+            "rope_theta": self.rope_theta,
+            "rope_scaling": scaling,
+        }
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens of the longest sequence that vLLM serves the model for."""
+        return num_positions(self.positions_to_hf())
+
+    def extended(self, rope: RopeConfig | None) -> Architecture:
+        """Return the architecture with `policy.rope`, which gives a model without scaling more positions.
+
+        Raises:
+            ConfigError: the model has another scaling of its own, more positions than the section reaches, or fewer
+                than the section takes for the original ones.
+        """
+        if rope is None:
+            return self
+        own, known = self.rope_scaling, self.max_position_embeddings
+        if own is not None:
+            fix = "leave policy.rope out: the config.json has the scaling that the model was trained with"
+            for name, value in to_mapping(rope).items():
+                expected = to_mapping(own)[name]
+                rule = f"must be the model's own {json.dumps(expected)}"
+                require(value is None or value == expected, f"policy.rope.{name}", rule, value, fix)
+            return self
+        original = rope.original_max_position_embeddings or known
+        rule, fix = f"must be <= the policy's {known} positions", "it is the length that the model was trained on"
+        require(original <= known, "policy.rope.original_max_position_embeddings", rule, original, fix)
+        rule = f"must extend {original} original positions to the policy's {known} at least"
+        require(rope.num_positions(known) >= known, "policy.rope.factor", rule, rope.factor, "raise it")
+        if rope.type is RopeType.LINEAR:  # vLLM multiplies the positions of this type by the factor itself
+            scaling = replace(rope, original_max_position_embeddings=None)
+            return replace(self, max_position_embeddings=original, rope_scaling=scaling)
+        scaling = replace(rope, original_max_position_embeddings=original)
+        return replace(self, max_position_embeddings=rope.num_positions(known), rope_scaling=scaling)
 
     def num_parameters(self) -> int:
         """Count the model's parameters; a tied embedding counts once."""
@@ -338,8 +368,32 @@ def _eos_token_ids(config: Mapping[str, Any], path: Path) -> list[int]:
     return list(dict.fromkeys(each for ids in found for each in ids))
 
 
+def num_positions(config: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence that vLLM serves a `config.json` for; beyond them it has no angles.
+
+    Source: `_get_and_verify_max_len` of vLLM 0.32, and its `layers/rotary_embedding`: YaRN's table of angles ends at
+    `factor` times the original positions.
+    """
+    rope, positions = _rope(config), config["max_position_embeddings"]
+    factor = rope.get("factor") or 1
+    match _rope_type(rope):
+        case RopeType.LINEAR:
+            return int(factor * positions)
+        case RopeType.YARN:
+            return min(positions, int(factor * rope.get(_ORIGINAL, positions)))
+        case _:
+            return positions
+
+
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """Parameters of the rotary embedding; transformers 5 prefers the older name where both are there."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    original = {_ORIGINAL: config[_ORIGINAL]} if config.get(_ORIGINAL) else {}
+    return {**rope, **original}
+
+
+def _rope_type(rope: Mapping[str, Any]) -> str:
+    return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def _rope_theta(config: Mapping[str, Any], family: Family) -> float:
@@ -351,17 +405,29 @@ def _rope_theta(config: Mapping[str, Any], family: Family) -> float:
     return float(theta)
 
 
-def _rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
+def _rope_scaling(config: Mapping[str, Any], path: Path) -> RopeConfig | None:
+    """Read the model's own scaling.
+
+    Raises:
+        ConfigError: the type is unknown, or a parameter is missing or out of range.
+    """
     rope = _rope(config)
-    kind, partial = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor", 1.0)
+    kind, partial = _rope_type(rope), rope.get("partial_rotary_factor", 1.0)
     require(partial == 1, "policy.model", "must have partial_rotary_factor 1", partial, "the whole head is turned")
-    require(kind in ("default", _LLAMA3), "policy.model", f"must use RoPE of type default or {_LLAMA3}", kind)
     if kind == "default":
         return None
-    names = [field.name for field in fields(RopeScaling)]
-    missing = [name for name in names if rope.get(name) is None]
-    require(not missing, "policy.model", f"must name every parameter of {_LLAMA3} in rope_scaling", f"no {missing}")
-    return RopeScaling(**{name: rope[name] for name in names})
+    rule = f"must use RoPE of type default, {', '.join(RopeType)}"
+    require(kind in list(RopeType), "policy.model", rule, kind, f"see {path}")
+    names = {field.name for field in fields(RopeConfig)}
+    given = {name: value for name, value in rope.items() if name in names and name != "type"}
+    if kind == RopeType.LINEAR:
+        given.pop(_ORIGINAL, None)  # neither transformers nor vLLM reads it
+    else:
+        given.setdefault(_ORIGINAL, config["max_position_embeddings"])
+    try:
+        return from_mapping(RopeConfig, {**given, "type": kind}, "rope_scaling")
+    except ConfigError as error:
+        raise ConfigError(f"policy.model must have a complete scaling in {path}/config.json: {error}") from None
 
 
 def require_divisible(shape: Shape, *, tensor: int, pipeline: int) -> None:

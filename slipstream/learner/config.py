@@ -9,6 +9,8 @@ from typing import Annotated
 from pydantic import Field
 
 from slipstream.config import (
+    LARGEST,
+    NUMBER,
     Checked,
     Defaults,
     Fix,
@@ -134,6 +136,69 @@ class LoraConfig(Checked, path="policy.lora"):
     """Matrices of each layer that have an adapter. Set those of the attention for a mixture of experts."""
 
 
+class RopeType(StrEnum):
+    """Rule by which the angles of the rotary embedding are stretched, by its name in transformers and vLLM."""
+
+    LINEAR = "linear"  # divides every frequency by the factor
+    LLAMA3 = "llama3"  # divides those of long wavelengths, as Llama 3.1
+    YARN = "yarn"  # divides those of few turns, and scales the scores (arXiv:2309.00071)
+
+
+class RopeConfig(Checked, path="policy.rope"):
+    """Scaling of the rotary embedding to more positions than the model was trained on; null leaves the type's default.
+
+    Source: transformers 5, `modeling_rope_utils.py`.
+    """
+
+    type: RopeType
+    """Rule of the scaling. Set it as the model's authors do."""
+    factor: Annotated[float, Field(ge=1, le=LARGEST), NUMBER]
+    """Positions with scaling by positions without. Set it by the longest sequence."""
+    original_max_position_embeddings: PositiveInt | None = None
+    """Positions that the model was trained on; null takes those of its config.json. Set it where they are fewer."""
+    low_freq_factor: PositiveFloat | None = None
+    """Original positions by the shortest wavelength that `llama3` divides by the whole factor. Set it with `llama3`."""
+    high_freq_factor: PositiveFloat | None = None
+    """Original positions by the longest wavelength that `llama3` keeps. Set it with `llama3`."""
+    beta_fast: PositiveFloat | None = None
+    """Turns over the original positions from which `yarn` keeps a frequency; null is 32. Set it to tune YaRN."""
+    beta_slow: PositiveFloat | None = None
+    """Turns up to which `yarn` divides by the whole factor; null is 1. Set it to tune YaRN."""
+    attention_factor: PositiveFloat | None = None
+    """Factor of sine and cosine in `yarn`; null is 0.1 ln(`factor`) + 1. Set it to tune YaRN."""
+    mscale: PositiveFloat | None = None
+    """Weight of ln(`factor`) in the numerator of YaRN's own factor of sine and cosine. Set it as DeepSeek's models."""
+    mscale_all_dim: PositiveFloat | None = None
+    """The same in the denominator. Set it with `mscale`."""
+    truncate: Switch | None = None
+    """Whole dimensions as YaRN's bounds; null is true. Set it false for models like gpt-oss."""
+
+    def _check(self) -> None:
+        for name in sorted(_ROPE_PARAMETERS - _OWN_ROPE_PARAMETERS[self.type]):
+            given = getattr(self, name)
+            self._require(given is None, name, f"must be null with type {self.type.value}", "leave it out")
+        if self.type is RopeType.LLAMA3:
+            low, high = self.low_freq_factor, self.high_freq_factor
+            for name, value in (("low_freq_factor", low), ("high_freq_factor", high)):
+                self._require(value is not None, name, "must be given with type llama3", "Llama 3.1 has 1 and 4")
+            assert low is not None and high is not None
+            self._require(low < high, "high_freq_factor", f"must be > low_freq_factor {low}")
+        fast, slow = self.beta_fast or 32.0, self.beta_slow or 1.0
+        self._require(fast > slow, "beta_fast" if self.beta_fast else "beta_slow", "must leave beta_fast > beta_slow")
+        paired = (self.mscale is None) == (self.mscale_all_dim is None)
+        self._require(paired, "mscale", "must be given exactly with mscale_all_dim", "one alone is not read")
+
+    def num_positions(self, own: int) -> int:
+        """Positions of a model whose config.json has `own` of them without this scaling."""
+        return int(self.factor * (self.original_max_position_embeddings or own))
+
+
+_YARN = frozenset({"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"})
+_LLAMA3 = frozenset({"low_freq_factor", "high_freq_factor"})
+_OWN_ROPE_PARAMETERS = {RopeType.LINEAR: frozenset[str](), RopeType.LLAMA3: _LLAMA3, RopeType.YARN: _YARN}
+_ROPE_PARAMETERS = _YARN | _LLAMA3
+
+
 class PolicyConfig(Checked, path="policy"):
     """Which model is trained: a hub id, a local directory in HF format, or `scratch`."""
 
@@ -143,6 +208,8 @@ class PolicyConfig(Checked, path="policy"):
     """Sizes and pretraining of the small model; null for any other."""
     lora: LoraConfig | None = None
     """Adapters that GRPO trains in place of the model's weights; null trains the weights."""
+    rope: RopeConfig | None = None
+    """More positions for the model, from scratch too, once it is pretrained; null keeps the model's own."""
 
     def _check(self) -> None:
         self._require(
@@ -151,6 +218,13 @@ class PolicyConfig(Checked, path="policy"):
             f"must be given exactly when policy.model is {SCRATCH!r}",
             f"policy.model is {self.model!r}",
         )
+
+    @property
+    def scratch_positions(self) -> int:
+        """Positions of a policy from scratch, with those that `rope` adds."""
+        assert self.scratch is not None
+        own = self.scratch.max_position_embeddings
+        return own if self.rope is None else self.rope.num_positions(own)
 
 
 class ParallelConfig(Checked, path="learner.parallel"):

@@ -10,8 +10,8 @@ Legend: `S` tokens of the longest sequence, `B` sequences, `N` query and `K` key
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
-from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
 
@@ -40,6 +40,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.config import require
 from slipstream.learner.architecture import Architecture, Experts
@@ -142,12 +144,18 @@ def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard) -> GPT
         share_embeddings_and_output_weights=arch.tie_word_embeddings,
     )
     if arch.rope_scaling is not None:
-        rope: Any = model.rotary_pos_emb
-        rope.inv_freq = rope._apply_scaling(rope.inv_freq, **asdict(arch.rope_scaling))
+        cast(Any, model.rotary_pos_emb).inv_freq = scaled_rope(arch)[0]
     _mark_tensor_parallel(model, mappings(arch, shard))
     if host.is_cpu_only():
         use_cpu_dispatchers(model)
     return model
+
+
+def scaled_rope(arch: Architecture) -> tuple[Tensor, float]:
+    """Compute transformers' frequencies [D / 2] of a scaled rotary embedding, and its factor of sine and cosine."""
+    assert arch.rope_scaling is not None
+    config = LlamaConfig(head_dim=arch.head_dim, **arch.positions_to_hf())
+    return ROPE_INIT_FUNCTIONS[arch.rope_scaling.type.value](config)
 
 
 def build_mtp(arch: Architecture, learner: LearnerConfig) -> MtpLayer | None:
@@ -313,7 +321,7 @@ def _layer_spec(module: type[TransformerLayer], kernels: _Kernels, arch: Archite
 def _transformer_config(arch: Architecture, learner: LearnerConfig) -> TransformerConfig:
     assert learner.dtype is not Dtype.AUTO, "the stage resolves auto"
     dtype, parallel = TORCH_DTYPES[learner.dtype], learner.parallel
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
         num_attention_heads=arch.num_attention_heads,
@@ -351,6 +359,12 @@ def _transformer_config(arch: Architecture, learner: LearnerConfig) -> Transform
         finalize_model_grads_func=lambda model, num_tokens, **kwargs: finalize_model_grads(model, None, **kwargs),
         **(_RECOMPUTE[learner.recompute] | ({} if arch.experts is None else _mixture(arch.experts, learner))),
     )
+    if arch.rope_scaling is not None:
+        # Megatron multiplies sine and cosine by 0.1 * mscale * ln(scaling factor) + 1; no field has the product itself.
+        yarn: Any = config
+        yarn.yarn_rotary_scaling_factor, yarn.yarn_mscale_all_dim = math.e, 0.0
+        yarn.yarn_mscale = 10 * (scaled_rope(arch)[1] - 1)
+    return config
 
 
 def _fuses(arch: Architecture, learner: LearnerConfig) -> bool:

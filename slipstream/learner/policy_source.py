@@ -6,6 +6,7 @@ A directory and a hub id are checked by their configs alone.
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from slipstream.config import ConfigError, require
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.learner.architecture import MIMO, Architecture, aux_layer_ids
 from slipstream.learner.config import PolicyConfig, ScratchConfig
+from slipstream.records.files import write_atomic
 from slipstream.records.stages import PolicyRecord
 
 if TYPE_CHECKING:
@@ -45,11 +47,10 @@ def write_policy_tokenizer(policy: PolicyConfig, needs: Needs, directory: Path) 
     Raises:
         ConfigError: `resolve` would refuse the model's configs.
     """
-    scratch = policy.scratch
-    if scratch is not None:
-        write_tokenizer(directory, max_length=scratch.max_position_embeddings)
+    if policy.scratch is not None:
+        write_tokenizer(directory, max_length=policy.scratch_positions)
         return
-    _, tokenizer = _check_configs(locate(policy.model, _CONFIG_FILES), policy.model, needs)
+    _, tokenizer = _check_configs(locate(policy.model, _CONFIG_FILES), policy, needs)
     tokenizer.save_pretrained(str(directory))
 
 
@@ -65,11 +66,11 @@ def resolve(policy: PolicyConfig, needs: Needs, directory: Path) -> PolicyRecord
     Raises:
         ConfigError: there is no such model, or the learner does not know its family, or it lacks a chat template, an
             end-of-sequence token, weights, the MTP layer that a draft needs, `engine.max_model_len` positions, or a
-            layer that the draft reads.
+            layer that the draft reads, or `policy.rope` contradicts its own scaling.
     """
     start = time.perf_counter()
     source = locate(policy.model, (*_CONFIG_FILES, _WEIGHTS))
-    architecture, _ = _check_configs(source, policy.model, needs)
+    architecture, _ = _check_configs(source, policy, needs)
     require(any(source.glob(_WEIGHTS)), "policy.model", f"must have weights in {_WEIGHTS} files", policy.model)
     directory.mkdir(parents=True, exist_ok=True)
     for pattern in (*_CONFIG_FILES, _WEIGHTS):
@@ -77,12 +78,13 @@ def resolve(policy: PolicyConfig, needs: Needs, directory: Path) -> PolicyRecord
             link = directory / path.name
             link.unlink(missing_ok=True)
             link.symlink_to(path.resolve())
+    write_positions(architecture, directory)
     return PolicyRecord(
         model=policy.model,
         architecture=architecture.name,
         num_parameters=architecture.num_parameters(),
         vocab_size=architecture.vocab_size,
-        max_position_embeddings=architecture.max_position_embeddings,
+        max_position_embeddings=architecture.num_positions,
         eos_token_id=architecture.eos_token_id,
         pretrain_steps=0,
         pretrain_loss=0.0,
@@ -91,16 +93,30 @@ def resolve(policy: PolicyConfig, needs: Needs, directory: Path) -> PolicyRecord
     )
 
 
-def _check_configs(source: Path, model: str, needs: Needs) -> tuple[Architecture, PreTrainedTokenizerBase]:
+def write_positions(architecture: Architecture, directory: Path) -> None:
+    """Give a model directory's `config.json` a scaled rotary embedding in full, as learner, engine and draft read it.
+
+    A model without scaling keeps its file. vLLM takes no whole number for the factor of type `linear`, and no null for
+    a parameter of `yarn`.
+    """
+    if architecture.rope_scaling is None:
+        return
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | architecture.positions_to_hf()
+    write_atomic(path, json.dumps(config, indent=2).encode())
+
+
+def _check_configs(source: Path, policy: PolicyConfig, needs: Needs) -> tuple[Architecture, PreTrainedTokenizerBase]:
     """Load architecture and tokenizer from `source` and require that both meet the run's needs."""
     from transformers import AutoTokenizer
 
-    architecture = Architecture.from_hf(source)
+    architecture = Architecture.from_hf(source).extended(policy.rope)
     tokenizer = AutoTokenizer.from_pretrained(source)
-    require(tokenizer.chat_template is not None, "policy.model", "must have a chat template", model)
+    require(tokenizer.chat_template is not None, "policy.model", "must have a chat template", policy.model)
     require(tokenizer.eos_token_id is not None, "policy.model", "must have an end-of-sequence token", None)
-    context, length = architecture.max_position_embeddings, needs.max_model_len
-    require(length <= context, "engine.max_model_len", f"must be <= the policy's {context} positions", length)
+    context, length = architecture.num_positions, needs.max_model_len
+    rule, fix = f"must be <= the policy's {context} positions", "lower it, or extend the positions with policy.rope"
+    require(length <= context, "engine.max_model_len", rule, length, fix)
     name = architecture.name
     fix = f"take a {MIMO.name}, or another draft.method"
     require(architecture.has_mtp or not needs.mtp, "policy.model", "must have an MTP layer to draft with", name, fix)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from slipstream.data.chat import render
 from slipstream.data.synthetic import pretraining_corpus
-from slipstream.learner.architecture import MIMO, QWEN3
+from slipstream.learner.architecture import MIMO, QWEN3, Architecture
 from slipstream.learner.config import SCRATCH
-from slipstream.learner.policy_source import pretrain, resolve
+from slipstream.learner.policy_source import pretrain, resolve, write_positions
 from slipstream.logs import progress
 from slipstream.recipe import Recipe
 from slipstream.records.files import write_record
@@ -106,12 +106,14 @@ def train_from_scratch(recipe: Recipe, directory: Path, *, tokenizer_dir: Path, 
         )
         losses = pretrain(learner.lm_step, documents(recipe, words), scratch, on_step)
         learner.save_hf(directory, tokenizer_dir)
+    if recipe.policy.rope is not None:
+        write_positions(Architecture.from_hf(directory).extended(recipe.policy.rope), directory)
     return PolicyRecord(
         model=SCRATCH,
         architecture=(MIMO if scratch.num_mtp_layers else QWEN3).name,
         num_parameters=num_parameters,
         vocab_size=len(words),
-        max_position_embeddings=scratch.max_position_embeddings,
+        max_position_embeddings=recipe.policy.scratch_positions,
         eos_token_id=words.eos_token_id,
         pretrain_steps=scratch.num_steps,
         pretrain_loss=losses[-1] if losses else 0.0,

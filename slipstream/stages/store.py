@@ -151,11 +151,10 @@ def data_key(recipe: Recipe, *, policy: Path | None = None) -> str:
     Args:
         policy: model directory whose tokenizer is used instead of the recipe's.
     """
-    scratch = recipe.policy.scratch
     if policy is not None:
         tokenizer: Any = [sum_of(path).xxh3 for path in config_files(str(policy))]
-    elif scratch is not None:
-        tokenizer = scratch.max_position_embeddings
+    elif recipe.policy.scratch is not None:
+        tokenizer = recipe.policy.scratch_positions
     else:
         tokenizer = [sum_of(path).xxh3 for path in config_files(recipe.policy.model)]
     reward = to_mapping(recipe.reward)

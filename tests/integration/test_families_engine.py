@@ -1,4 +1,4 @@
-"""An engine serves what the learner exports of a Qwen2.5, with tied embeddings, and of a Llama 3, with a draft."""
+"""An engine serves what the learner exports of a Qwen2.5, with tied embeddings, and of scaled angles, with a draft."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DRAFT = DraftConfig(eagle3=Eagle3Config(aux_hidden_state_layer_ids=(0, 1, 2)), s
 PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 3 + i, 20, 5 + i), answer="") for i in range(4))
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen2.5"])
+@pytest.mark.parametrize("name", ["llama3", "linear", "yarn", "qwen2.5"])
 def test_an_engine_serves_a_family_as_the_learner_computes_it(name: str, tmp_path: Path, ray_session: None) -> None:
     from slipstream.drafts.eagle3 import build_draft, save_draft
     from slipstream.workers.engines import start_engine

@@ -19,7 +19,15 @@ from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.evaluation import EvaluationConfig
 from slipstream.grpo.config import DynamicSamplingConfig, GrpoConfig, LossConfig, OptimizerConfig
 from slipstream.grpo.loop_config import LoopConfig
-from slipstream.learner.config import LearnerConfig, ParallelConfig, PolicyConfig, ScratchConfig, ShapeConfig
+from slipstream.learner.config import (
+    LearnerConfig,
+    ParallelConfig,
+    PolicyConfig,
+    RopeConfig,
+    RopeType,
+    ScratchConfig,
+    ShapeConfig,
+)
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.refit.config import RefitConfig
 from slipstream.rewards.config import OverlongConfig, RewardConfig
@@ -49,6 +57,7 @@ SECTIONS: dict[str, partial[Any]] = {
     "optimizer": Optimizer,
     "placement": partial(PlacementConfig),
     "policy": partial(PolicyConfig, model="a/b"),
+    "policy.rope": partial(RopeConfig, type=RopeType.YARN, factor=2.0),
     "policy.scratch": partial(ScratchConfig, optimizer=Optimizer()),
     "refit": partial(RefitConfig),
     "reward": partial(RewardConfig),
@@ -114,11 +123,23 @@ ROWS: list[Row] = [
         "must be >= 1 or null",
         (0, -1),
         (1, None),
-        {"data": "num_validation_problems", "evaluation": "every_steps", "learner": "num_threads"},
+        {
+            "data": "num_validation_problems",
+            "evaluation": "every_steps",
+            "learner": "num_threads",
+            "policy.rope": "original_max_position_embeddings",
+        },
     ),
     ("must be >= 1 or null", (0,), (1, None), {"learner": "logprob_chunk_tokens"}),
     ("must be > 0 or null", (0.0,), (0.5, None), {"engine": "kv_cache_gib"}),
     ("must be > 0 or null", (0.0,), (0.5,), {"grpo.loss": "truncated_importance_sampling"}),
+    (
+        "must be > 0 or null",
+        (0.0,),
+        (4.5,),
+        {"policy.rope": "low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mscale mscale_all_dim"},
+    ),
+    ("must be >= 1", (0.99,), (1.0,), {"policy.rope": "factor"}),
     ("must be >= 1, got 0; null takes draft.pretrain.ttt_steps", (0,), (1, None), {"draft.online": "ttt_steps"}),
     (
         "must be >= 1, got 0; null takes draft.pretrain.tokens_per_step",
@@ -270,6 +291,10 @@ ALONG: dict[str, dict[str, Any]] = {
     "data.synthetic.max_terms": {"min_terms": 3},
     "data.synthetic.num_validation_problems": {"num_leaked": 0},
     "policy.scratch.num_mtp_layers": {},
+    "policy.rope.low_freq_factor": {"type": "llama3", "high_freq_factor": 5.0},
+    "policy.rope.high_freq_factor": {"type": "llama3", "low_freq_factor": 1.0},
+    "policy.rope.mscale": {"mscale_all_dim": 1.0},
+    "policy.rope.mscale_all_dim": {"mscale": 1.0},
 }
 
 

@@ -134,6 +134,11 @@ REFUSED: dict[tuple[str, ...], str] = {
     (
         "engine.max_model_len=1024",
     ): "engine.max_model_len must be <= policy.scratch.max_position_embeddings 512, got 1024",
+    ("engine.max_model_len=1025", "policy.rope={type: yarn, factor: 2}"): "engine.max_model_len must be <= "
+    "policy.scratch.max_position_embeddings 512, which policy.rope extends to 1024, got 1025",
+    ("policy.rope={type: yarn, factor: 2, original_max_position_embeddings: 513}",): "policy.rope."
+    "original_max_position_embeddings must be <= the policy's 512 positions, got 513; it is the length that the model "
+    "was trained on",
     ("policy.scratch.num_mtp_layers=1", "policy.scratch.shape.head_dim=16"): "policy.scratch.shape.head_dim must be "
     "hidden_size 128 / num_attention_heads 4 with MTP, got 16; vLLM's MiMo knows no other",
     ("engine.kv_cache_gib=null",): "engine.gpu_memory_utilization must be at most 0.95 / tuning.max_live_engines 5, "

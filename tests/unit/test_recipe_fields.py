@@ -169,6 +169,8 @@ def with_number(name: str, hint: typing.Any, value: float) -> dict[str, typing.A
         held = {"rdma/ib": value}
     elif "tuple[" in str(hint):
         held = [value]
+    if name.startswith("policy.rope."):
+        return {"policy": {"rope": {"type": "yarn", "factor": 2.0, name.rpartition(".")[2]: held}}}
     for part in reversed(name.split(".")):
         held = {part: held} if "[]" not in part else {part.removesuffix("[]"): [{"path": "synthetic", **held}]}
     return held

@@ -238,6 +238,7 @@ class PolicyCheckpoints:
             CheckpointWriteError: the checkpoint before could not be written.
         """
         state = {"version": version, "num_updates": num_updates, "layout": _layout(), "extra": extra}
+        state["rope"] = self._rope
         if self._frozen is not None:
             state["frozen"] = self._all_frozen
         if self._writer is None:
@@ -278,6 +279,9 @@ class PolicyCheckpoints:
         reader, state = open_checkpoint(self._ranks, path)
         num_updates = state["num_updates"]
         self._require_same_model(reader, num_updates)
+        rope = state.get("rope", self._rope)
+        if rope != self._rope:
+            raise ValueError(f"the checkpoint is of another model: rope_parameters must be {self._rope}, got {rope}")
         if state.get("frozen") != self._all_frozen:
             rule = "the checkpoint is of another model: fingerprint of the frozen weights must be"
             raise ValueError(f"{rule} {self._all_frozen}, got {state.get('frozen')}")
@@ -295,6 +299,11 @@ class PolicyCheckpoints:
         if state["layout"] != _layout() and parallel.is_main_rank():
             logger.info("checkpoint %s was written under %s, read under %s", path.name, state["layout"], _layout())
         return state
+
+    @property
+    def _rope(self) -> dict[str, Any]:
+        """Parameters of the rotary embedding, which no shape of a weight tells."""
+        return self._arch.positions_to_hf()["rope_parameters"]
 
     @cached_property
     def _ranks(self) -> LearnerRanks:

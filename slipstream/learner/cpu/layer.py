@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config,
+)
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -103,7 +106,8 @@ class CpuTransformerLayer(TransformerLayer):
         )
         groups, dim = cast(int, self.config.num_query_groups), cast(int, self.config.kv_channels)
         heads = self.config.num_attention_heads // groups
-        plan = _plan(padding_mask, hidden_states.shape[1], rotary_pos_emb, hidden_states.dtype, heads)
+        scale = _yarn_get_concentration_factor_from_config(self.config)
+        plan = _plan(padding_mask, hidden_states.shape[1], rotary_pos_emb, scale, hidden_states.dtype, heads)
         recomputes = self.config.recompute_granularity == "selective"
         settings = _Settings(self.config.layernorm_epsilon, groups, dim, recomputes)
         return cast(Tensor, _Layer.apply(hidden_states, plan, settings, *parameters)), None
@@ -111,14 +115,19 @@ class CpuTransformerLayer(TransformerLayer):
 
 @functools.lru_cache(maxsize=1)  # keyed by the tensors' identity: all layers of a pass get the same tensors
 def _plan(
-    padding_BS: Tensor | None, batch: int, rotary_pos_emb_S11D: Tensor, dtype: torch.dtype, heads_of_a_group: int
+    padding_BS: Tensor | None,
+    batch: int,
+    rotary_pos_emb_S11D: Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    heads_of_a_group: int,
 ) -> _Plan:
     num_tokens, half = rotary_pos_emb_S11D.shape[0], rotary_pos_emb_S11D.shape[-1] // 2
     lengths = [num_tokens] * batch if padding_BS is None else (~padding_BS).sum(1).tolist()
     position_N = torch.cat([torch.arange(length) for length in lengths])
     sequence_N = torch.arange(batch).repeat_interleave(torch.tensor(lengths))
     angles = rotary_pos_emb_S11D.detach()[position_N]
-    sin = angles.sin()
+    cos, sin = angles.cos() * scale, angles.sin() * scale
     rectangles = []
     start = 0
     for first, last in plan_rectangles(lengths):
@@ -131,7 +140,7 @@ def _plan(
         start = end
     return _Plan(
         rows_N=position_N * batch + sequence_N,
-        cos_N11D=angles.cos().to(dtype),
+        cos_N11D=cos.to(dtype),
         sin_N11D=torch.cat((-sin[..., :half], sin[..., half:]), dim=-1).to(dtype),
         rectangles=tuple(rectangles),
     )

@@ -50,12 +50,17 @@ _STATES = ("weights", "base weights", "gradients", "optimizer", "reference")
 
 
 def known_shape(policy: PolicyConfig, simulator: SimulatorConfig | None) -> Architecture | ModelShape | None:
-    """Look up the policy's shape; None for a model of the hub without a data file."""
+    """Look up the policy's shape; None for a model of the hub without a data file.
+
+    Raises:
+        ConfigError: `policy.rope` does not extend the model.
+    """
     if policy.scratch is not None:
-        return Architecture.from_scratch(policy.scratch, vocab_size=_TOKENIZER_SIZE, eos_token_id=0)
+        own = Architecture.from_scratch(policy.scratch, vocab_size=_TOKENIZER_SIZE, eos_token_id=0)
+        return own.extended(policy.rope)
     path = Path(policy.model)
     if (path / "config.json").is_file():
-        return Architecture.from_hf(path)
+        return Architecture.from_hf(path).extended(policy.rope)
     published = None if simulator is None else load_model(simulator.model)
     return None if published is None or published.num_experts else published
 

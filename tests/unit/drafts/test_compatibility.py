@@ -60,6 +60,11 @@ def test_a_saved_draft_fits_its_policy_and_shares_nothing_with_it(policy: Path, 
             {"max_position_embeddings": 32},
             r"draft max_position_embeddings must be >= engine.max_model_len 64, got 32",
         ),
+        (
+            _edit_config,  # positions of which vLLM's table of angles holds 7 * 9
+            {"rope_parameters": {"rope_type": "yarn", "factor": 7.0, "original_max_position_embeddings": 9}},
+            r"draft max_position_embeddings must be >= engine.max_model_len 64, got 63; RoPE would be clamped",
+        ),
         (_edit_config, {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, r"layer_ids must be different layers"),
         (
             _edit_config,
@@ -123,6 +128,10 @@ def test_a_model_of_the_same_words_fits_and_one_without_a_tokenizer_is_taken_at_
         (
             {"max_position_embeddings": 511},
             r"draft max_position_embeddings must be >= engine.max_model_len 512, got 511; vLLM stops drafting",
+        ),
+        (
+            {"max_position_embeddings": 256, "rope_scaling": {"type": "linear", "factor": 1.5}},
+            r"draft max_position_embeddings must be >= engine.max_model_len 512, got 384; vLLM stops drafting",
         ),
         (
             {"words": {"a": 1, "b": 0}},

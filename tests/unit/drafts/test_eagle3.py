@@ -83,15 +83,17 @@ def _edit(path: Path, **values: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
-@pytest.mark.parametrize("name", ["qwen2", "llama3", "smollm2", "mistral"])
+@pytest.mark.parametrize("name", ["qwen2", "llama3", "linear", "yarn", "smollm2", "mistral"])
 def test_the_draft_of_a_family_is_a_layer_of_a_llama_with_the_policys_angles(name: str, tmp_path: Path) -> None:
     model = families.write_model(tmp_path / "policy", name)
     draft = build_draft(tmp_path / "policy", CONFIG, token_ids=KNOWN)
     save_draft(draft, tmp_path / "draft")
     check_draft(tmp_path / "policy", tmp_path / "draft", max_model_len=64)
     layer = json.loads((tmp_path / "draft" / "config.json").read_text())["transformer_layer_config"]
-    assert (layer["model_type"], layer["attention_bias"], layer["num_hidden_layers"]) == ("llama", False, 1)
+    kind = "qwen3" if name == "yarn" else "llama"
+    assert (layer["model_type"], layer["attention_bias"], layer["num_hidden_layers"]) == (kind, False, 1)
     assert torch.equal(draft.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+    assert draft.rotary_emb.attention_scaling == model.model.rotary_emb.attention_scaling
 
 
 def test_an_original_draft_keeps_its_weights_under_the_names_that_are_trained_here(
@@ -244,7 +246,7 @@ def _other_map(path: Path) -> None:
         (partial(_edit, draft_vocab_size=9), "draft lm_head.weight must be [draft_vocab_size 9, 32], got (8, 32)"),
         (
             partial(_edit, rope_scaling={"rope_type": "linear", "factor": 2.0}),
-            "draft max_position_embeddings must be >= engine.max_model_len 64, got 8; ",
+            "draft max_position_embeddings must be >= engine.max_model_len 64, got 16; ",
         ),
         (_other_map, "draft d2t must lead to policy ids in [0, 16), got "),
     ],

@@ -29,6 +29,16 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8,
 }
+# 64 positions as the table of a model of 8: frequencies of this head are kept, blended and divided.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 0.1,
+    "original_max_position_embeddings": 8,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -47,6 +57,8 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
     "llama2": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 4, "rope_parameters": None}),
     "llama3": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3}),
+    "linear": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LINEAR, "max_position_embeddings": 16}),
+    "yarn": (Qwen3Config, Qwen3ForCausalLM, {"rope_parameters": YARN, "head_dim": 32}),
     "smollm2": (
         LlamaConfig,
         LlamaForCausalLM,

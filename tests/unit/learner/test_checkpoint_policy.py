@@ -23,7 +23,7 @@ from slipstream.learner.checkpoint.policy import (
     owned,
     runs,
 )
-from slipstream.learner.config import LearnerConfig, ScratchConfig
+from slipstream.learner.config import LearnerConfig, RopeConfig, RopeType, ScratchConfig
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.weights import Shard, mappings
 from slipstream.train.checkpoints import Checkpoints, Restored
@@ -53,6 +53,14 @@ def _saved(policy: MegatronPolicy, path: Path, *, num_updates: int = 1) -> Path:
     policy.save_checkpoint(path, {})
     policy.finish_checkpoint()
     return path
+
+
+def _scaled() -> MegatronPolicy:
+    """The same weights, read at other angles."""
+    policy = _policy()
+    rope = RopeConfig(type=RopeType.LINEAR, factor=2.0)
+    policy._checkpoints._arch = policy.architecture.extended(rope)
+    return policy
 
 
 def _run(name: str, size: int, *, is_sharded: bool = False, is_first_copy: bool = True) -> Run:
@@ -118,6 +126,7 @@ def test_an_index_names_each_weight_master_and_moment_once_with_its_whole_shape(
         "num_updates": 1,
         "layout": {"tensor": 1, "pipeline": 1, "data": 1, "expert": 1},
         "extra": {},
+        "rope": {"rope_theta": 10_000.0, "rope_type": "default"},
     }
     with reader:
         for name, weight in policy.weights():
@@ -156,8 +165,12 @@ def test_before_the_first_update_there_are_no_moments(tmp_path: Path) -> None:
             lambda: _policy(scratch=policies.shaped(num_layers=2, ffn_hidden_size=64)),
             r"weight/model\.layers\.0\.mlp\.gate_proj\.weight must be F32 \(64, 32\)",
         ),
+        (
+            _scaled,
+            r"rope_parameters must be {.*'rope_type': 'linear'.*}, got {'rope_theta': 10000.0, 'rope_type': 'default'}",
+        ),
     ],
-    ids=["same", "other optimizer", "other type", "more layers", "fewer layers", "wider layers"],
+    ids=["same", "other optimizer", "other type", "more layers", "fewer layers", "wider layers", "other angles"],
 )
 def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(
     other: Any, message: str | None, tmp_path: Path

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.learner.config import ParallelConfig, PolicyConfig, ScratchConfig
+from slipstream.learner.config import ParallelConfig, PolicyConfig, RopeConfig, ScratchConfig
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,38 @@ def test_sizes_are_given_exactly_for_a_policy_that_is_trained_from_scratch(refus
     message = refusal(PolicyConfig, model="Qwen/Qwen3-8B", scratch=ScratchConfig())
     assert message.startswith("policy.scratch must be given exactly when policy.model is 'scratch', got ScratchConfig(")
     assert message.endswith("; policy.model is 'Qwen/Qwen3-8B'")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"type": "yarn", "low_freq_factor": 1.0},
+            "low_freq_factor must be null with type yarn, got 1.0; leave it out",
+        ),
+        ({"type": "linear", "truncate": True}, "truncate must be null with type linear, got True; leave it out"),
+        ({"type": "llama3"}, "low_freq_factor must be given with type llama3, got None; Llama 3.1 has 1 and 4"),
+        (
+            {"type": "llama3", "low_freq_factor": 1.0},
+            "high_freq_factor must be given with type llama3, got None; Llama 3.1 has 1 and 4",
+        ),
+        (
+            {"type": "llama3", "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+            "high_freq_factor must be > low_freq_factor 4.0, got 4.0",
+        ),
+        ({"type": "yarn", "beta_slow": 32.0}, "beta_slow must leave beta_fast > beta_slow, got 32.0"),
+        ({"type": "yarn", "beta_fast": 1.0}, "beta_fast must leave beta_fast > beta_slow, got 1.0"),
+        (
+            {"type": "yarn", "mscale": 1.0},
+            "mscale must be given exactly with mscale_all_dim, got 1.0; one alone is not",
+        ),
+        ({"type": "ntk"}, "type must be one of linear, llama3, yarn, got 'ntk'"),
+    ],
+)
+def test_a_scaling_of_angles_that_is_not_whole_is_refused(
+    refusal: Callable[..., str], values: dict[str, Any], message: str
+) -> None:
+    assert refusal(RopeConfig, **{"factor": 2.0, **values}).startswith(f"policy.rope.{message}")
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 from slipstream.config import ConfigError
 from slipstream.grpo.config import OptimizerConfig
-from slipstream.learner.architecture import Architecture, require_divisible
+from slipstream.learner.architecture import Architecture, num_positions, require_divisible
+from slipstream.learner.config import RopeConfig
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.types import Dtype
 from tests.unit.learner import families
@@ -75,9 +78,22 @@ def test_a_family_is_what_transformers_computes_and_updates(name: str, tmp_path:
         ("llama3", {"hidden_act": "gelu"}, "must have hidden_act \"silu\" as a LlamaForCausalLM, got 'gelu'"),
         ("llama3", {"attention_dropout": 0.1}, "must have attention_dropout 0 as a LlamaForCausalLM, got 0.1"),
         ("llama3", {"quantization_config": {"bits": 4}}, "must have quantization_config null as a LlamaForCausalLM"),
-        ("llama3", {"rope_parameters": {"type": "yarn"}}, "must use RoPE of type default or llama3, got 'yarn'"),
+        (
+            "llama3",
+            {"rope_scaling": {"type": "dynamic"}},
+            "must use RoPE of type default, linear, llama3, yarn, got 'dy",
+        ),
         ("llama3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "must have partial_rotary_factor 1, got 0.5"),
-        ("llama3", {"rope_parameters": {"type": "llama3", "factor": 8.0}}, "must name every parameter of llama3 in"),
+        (
+            "llama3",
+            {"rope_scaling": {"type": "llama3", "factor": 8.0}},
+            "complete scaling in .*/config.json: rope_scaling.low_freq_factor must be given with type llama3",
+        ),
+        (
+            "yarn",
+            {"rope_theta": 9.0, "rope_scaling": {"type": "yarn", "factor": None}},
+            "rope_scaling.factor must be of type float, got No",
+        ),
         ("llama3", {"hidden_size": None}, r"must name its sizes in config.json, got \"no \['hidden_size'\]\""),
         ("qwen3", {"head_dim": None}, r"must name its sizes in config.json, got \"no \['head_dim'\]\""),
         ("mistral", {"sliding_window": 4096}, "must use full attention, got 'sliding window 4096'; where no sequence"),
@@ -113,6 +129,115 @@ def test_an_exported_model_keeps_every_token_that_ends_a_response(tmp_path: Path
     architecture = Architecture.from_hf(tmp_path)
     assert architecture.eos_token_id == 7
     assert architecture.to_hf(Dtype.FLOAT32)["eos_token_id"] == [7, 9, 4]
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 3},
+        {k: v for k, v in families.LLAMA3.items() if k != "rope_theta"},
+        {"rope_type": "yarn", "factor": 8.0},  # of the 64 positions of the config itself
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 0.7},
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 3, "beta_slow": 0.2, "mscale": 0.7, "mscale_all_dim": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40, "truncate": False},
+    ],
+    ids=lambda scaling: "-".join(map(str, scaling.values())),
+)
+def test_angles_of_either_spelling_are_transformers(scaling: dict[str, Any], spelling: str, tmp_path: Path) -> None:
+    families.write_model(tmp_path, "llama3")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"]
+    if spelling == "rope_parameters":
+        config["rope_parameters"] = {**scaling, "rope_theta": 500.0}
+    else:
+        old = {"type" if name == "rope_type" else name: value for name, value in scaling.items()}
+        # What transformers 5 wrote, and a user then scaled: transformers takes the older entry.
+        config |= {"rope_scaling": old, "rope_theta": 500.0, "rope_parameters": {"rope_type": "default"}}
+    path.write_text(json.dumps(config))
+    policy = MegatronPolicy.load(tmp_path, learner=LEARNER, optimizer=None)
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path).model.rotary_emb
+    assert torch.equal(policy._gpt.rotary_pos_emb.inv_freq, theirs.inv_freq)
+    scale = _yarn_get_concentration_factor_from_config(policy._gpt.config)
+    assert scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
+    assert (scale != 1.0) == (scaling["rope_type"] == "yarn")
+
+
+def extended(architecture: Architecture, **rope: Any) -> Architecture:
+    return architecture.extended(RopeConfig(**rope))
+
+
+def test_a_section_extends_a_model_without_scaling_as_vllm_counts_its_positions(tmp_path: Path) -> None:
+    families.write_model(tmp_path, "llama2")
+    own = Architecture.from_hf(tmp_path)
+    assert own.extended(None) is own
+    linear = extended(own, type="linear", factor=4)
+    assert linear.positions_to_hf() == {
+        "max_position_embeddings": 64,  # vLLM multiplies them by the factor itself
+        "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "linear", "factor": 4.0},
+        "rope_theta": 10_000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    }
+    yarn = extended(own, type="yarn", factor=4, original_max_position_embeddings=48)
+    assert yarn.positions_to_hf()["max_position_embeddings"] == 192
+    assert yarn.positions_to_hf()["rope_scaling"] == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 48,
+    }
+    llama3 = extended(own, type="llama3", factor=2, low_freq_factor=1, high_freq_factor=4)
+    assert [each.num_positions for each in (own, linear, yarn, llama3)] == [64, 256, 192, 128]
+    for each in (linear, yarn, llama3):
+        (tmp_path / "config.json").write_text(json.dumps(each.to_hf(Dtype.FLOAT32)))
+        assert Architecture.from_hf(tmp_path) == each
+        assert each.rope_scaling is not None
+        assert each.extended(each.rope_scaling) is each  # a section that says what the model says itself
+    assert (
+        num_positions({**yarn.to_hf(Dtype.FLOAT32), "max_position_embeddings": 999}) == 192
+    )  # vLLM's table ends there
+
+
+@pytest.mark.parametrize(
+    ("name", "rope", "message"),
+    [
+        (
+            "yarn",
+            {"type": "yarn", "factor": 4.0},
+            "policy.rope.factor must be the model's own 8.0, got 4.0; leave policy.rope out: the config.json has the "
+            "scaling that the model was trained with",
+        ),
+        (
+            "llama3",
+            {"type": "linear", "factor": 8.0},
+            "policy.rope.type must be the model's own \"llama3\", got 'linear",
+        ),
+        (
+            "linear",
+            {"type": "linear", "factor": 4.0, "original_max_position_embeddings": 16},
+            "model's own null, got 16",
+        ),
+        (
+            "llama2",
+            {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 65},
+            "policy.rope.original_max_position_embeddings must be <= the policy's 64 positions, got 65; it is the "
+            "length that the model was trained on",
+        ),
+        (
+            "llama2",
+            {"type": "yarn", "factor": 3.9, "original_max_position_embeddings": 16},
+            "policy.rope.factor must extend 16 original positions to the policy's 64 at least, got 3.9; raise it",
+        ),
+    ],
+)
+def test_a_section_that_contradicts_the_model_is_refused(
+    name: str, rope: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    families.write_model(tmp_path, name)
+    with pytest.raises(ConfigError) as caught:
+        extended(Architecture.from_hf(tmp_path), **rope)
+    assert message in str(caught.value)
 
 
 def test_three_key_value_heads_are_not_split_over_two_ranks(tmp_path: Path) -> None:

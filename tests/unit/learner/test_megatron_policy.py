@@ -266,7 +266,7 @@ def test_a_response_without_a_token_is_refused() -> None:
         new_policy(optimizer=None).logprobs([[1, 2, 3], [1, 2]], [1, 2], 1.0)
 
 
-@pytest.mark.parametrize(("name", "ragged"), [("qwen3", False), ("qwen3", True), ("qwen2", True), ("smollm2", True)])
+@pytest.mark.parametrize(("name", "ragged"), [("qwen3", False), ("yarn", True), ("qwen2", True), ("smollm2", True)])
 def test_the_cpu_layer_is_megatrons_in_value_and_gradient(
     name: str, ragged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

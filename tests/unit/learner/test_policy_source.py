@@ -14,8 +14,9 @@ from huggingface_hub.utils import filter_repo_objects
 
 from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
-from slipstream.learner.config import PolicyConfig
-from slipstream.learner.policy_source import resolve, write_policy_tokenizer
+from slipstream.learner.architecture import Architecture
+from slipstream.learner.config import PolicyConfig, RopeConfig
+from slipstream.learner.policy_source import Needs, resolve, write_policy_tokenizer
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.stages import PolicyRecord
 from slipstream.stages.support import policy_needs
@@ -64,6 +65,34 @@ def test_a_directory_is_resolved_without_reading_its_weights(tmp_path: Path) -> 
     assert record.pretrain_steps == 0
     assert (tmp_path / "out" / "model.safetensors").resolve() == source / "model.safetensors"
     assert (tmp_path / "out" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("own", "rope", "expected"),
+    [
+        ({}, {"type": "yarn", "factor": 2.0}, {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}),
+        # A whole number, which stops vLLM.
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, None, {"type": "linear", "factor": 2.0}),
+    ],
+)
+def test_a_scaling_is_written_in_full_beside_the_links(
+    own: dict[str, Any], rope: dict[str, Any] | None, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    source, out = model(tmp_path / "model", **own), tmp_path / "out"
+    before = (source / "config.json").read_text()
+    given = PolicyConfig(model=str(source), rope=None if rope is None else RopeConfig(**rope))
+    long = Needs(max_model_len=1024, draft_layer_ids=None)
+    for _ in range(2):  # a retry finds the file
+        assert resolve(given, long, out).max_position_embeddings == 1024
+    assert (source / "config.json").read_text() == before
+    assert Architecture.from_hf(out).rope_scaling == RopeConfig(**expected)
+    config = json.loads((out / "config.json").read_text())
+    assert repr(config["rope_parameters"]["factor"]) == "2.0"
+    changed = {name for name, value in QWEN3.items() if config[name] != value}
+    assert changed == ({"max_position_embeddings"} if rope else set())
+    write_policy_tokenizer(given, long, tmp_path / "tokenizer")
+    with pytest.raises(ConfigError, match=r"must be <= the policy's 1024 positions, got 1025; lower it, or extend the"):
+        write_policy_tokenizer(given, replace(long, max_model_len=1025), tmp_path / "tokenizer")
 
 
 def test_a_model_that_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,11 @@ def model_config(recipe: Recipe, tools: Tools) -> object:
     return architecture.to_hf(recipe.learner.dtype), architecture.num_parameters(), split, config.params_dtype
 
 
+def extended_positions(recipe: Recipe, tools: Tools) -> object:
+    """What transformers and vLLM read of the angles that learner, engine and draft take from a policy's directory."""
+    return own_architecture(recipe, tools).extended(recipe.policy.rope).positions_to_hf()
+
+
 def dealt_experts(recipe: Recipe, _: Tools) -> object:
     """What Megatron is told of a mixture's experts."""
     config = _transformer_config(Architecture.from_hf(Path(recipe.policy.model)), recipe.learner)
@@ -137,7 +142,18 @@ OPTIMIZER = {"method": "muon", "betas": [0.5, 0.9], "weight_decay": 0.5, "clip_g
 MIXTURE = {"policy.model": str(Path(__file__).parent / "mixture"), "policy.scratch": None, "learner.parallel.data": 2}
 TWO_GROUPS = {"policy.scratch.shape.num_query_groups": 2}  # one for each of two tensor-parallel ranks
 TWO_RANKS = {"learner.parallel.tensor": 2, **TWO_GROUPS}
+YARN = {"policy.rope.type": "yarn", "policy.rope.factor": 4.0}
+LLAMA3 = YARN | {"policy.rope.type": "llama3", "policy.rope.low_freq_factor": 1.0, "policy.rope.high_freq_factor": 4.0}
+SCALES = YARN | {"policy.rope.mscale": 2.0, "policy.rope.mscale_all_dim": 1.0}
+SCALINGS = {
+    **dict.fromkeys(("type", "factor", "original_max_position_embeddings"), YARN),
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "truncate"), YARN),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), SCALES),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), LLAMA3),
+}
+OTHER = {"type": "linear", "original_max_position_embeddings": 256, "truncate": False, "beta_slow": 0.5}
 CHECKS = {
+    **{f"policy.rope.{name}": Check(OTHER.get(name, 3.0), extended_positions, also) for name, also in SCALINGS.items()},
     "workload": Check("rl_think", own_training),
     "policy.model": Check("./nowhere", which_policy),
     "policy.scratch.shape.hidden_size": Check(32, model_config),
