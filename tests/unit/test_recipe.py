@@ -24,7 +24,7 @@ def test_an_unknown_recipe_names_the_known_ones() -> None:
         load_recipe("tinny")
     assert (
         str(caught.value) == "recipe must name a recipe file, got 'tinny'; known recipes: dapo_8b, qwen2.5_1.5b_gsm8k, "
-        "qwen3_1.7b, qwen3_8b, qwen3_8b_h200, smollm2, tiny, tiny_async, tiny_gpu"
+        "qwen3_1.7b, qwen3_8b, qwen3_8b_h200, smollm2, tiny, tiny_async, tiny_gpu, tiny_long"
     )
 
 
