@@ -116,8 +116,12 @@ def speculative_config(
     """Build vLLM's `speculative_config`.
 
     `draft_sample_method` is set where it applies, for vLLM's default drafts greedily and wastes acceptance at
-    temperature > 0. A method that looks drafts up proposes one token with certainty at each position. Rejection
-    sampling accepts it with the policy's probability of it, and samples the replacement from the other tokens.
+    temperature > 0. With `disable_eagle_block_drop` rollouts share the last whole block of their prompt too. vLLM would
+    compute it anew, as the draft's last entry in it comes from the token behind it: the same one in a group. Where
+    prompts are equal up to that block alone, the entry is another prompt's, and drafts may be accepted less.
+
+    A method that looks drafts up proposes one token with certainty at each position. Rejection sampling accepts it with
+    the policy's probability of it, and samples the replacement from the other tokens.
 
     Args:
         draft: directory of the draft; None exactly where the method has no weights of its own.
@@ -138,7 +142,7 @@ def speculative_config(
     if schedule:
         told[SCHEDULE] = [[entry.batch_from, entry.batch_to, entry.num_speculative_tokens] for entry in schedule]
     if draft is not None:
-        told |= {"model": str(draft), "draft_sample_method": "probabilistic"}
+        told |= {"model": str(draft), "draft_sample_method": "probabilistic", "disable_eagle_block_drop": True}
     else:
         prefix = "suffix_decoding_" if config.method is DraftMethod.SUFFIX else ""
         told |= {f"{prefix}{name}": value for name, value in vars(getattr(config, config.method.value)).items()}

@@ -15,6 +15,7 @@ from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Verificatio
 from tests.small import draft_with
 
 DIRECTORY = Path("draft")
+WITH_WEIGHTS = {"draft_sample_method": "probabilistic", "disable_eagle_block_drop": True}
 
 
 def test_suffix_without_its_package_is_refused(
@@ -64,17 +65,17 @@ DIRECTORY = Path("draft")
         (
             DraftConfig(),
             DIRECTORY,
-            {"method": "eagle3", "model": "draft", "draft_sample_method": "probabilistic"},
+            {"method": "eagle3", "model": "draft", **WITH_WEIGHTS},
         ),
         (
             DraftConfig(method=DraftMethod.MTP),
             DIRECTORY,
-            {"method": "mtp", "model": "draft", "draft_sample_method": "probabilistic"},
+            {"method": "mtp", "model": "draft", **WITH_WEIGHTS},
         ),
         (
             DraftConfig(method=DraftMethod.DRAFT_MODEL),
             DIRECTORY,
-            {"method": "draft_model", "model": "draft", "draft_sample_method": "probabilistic"},
+            {"method": "draft_model", "model": "draft", **WITH_WEIGHTS},
         ),
         (
             draft_with(method=DraftMethod.NGRAM, ngram={"prompt_lookup_min": 3, "prompt_lookup_max": 4}),
