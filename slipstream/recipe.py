@@ -39,7 +39,7 @@ from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.evaluation import EvaluationConfig
 from slipstream.grpo.config import Correction, GrpoConfig, OptimizerMethod
 from slipstream.grpo.loop_config import LoopConfig
-from slipstream.learner.architecture import Architecture, aux_layer_ids, require_adaptable
+from slipstream.learner.architecture import Architecture, aux_layer_ids, require_adaptable, require_routes
 from slipstream.learner.config import SCRATCH, LearnerConfig, PolicyConfig
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.records.files import write_atomic
@@ -234,6 +234,8 @@ class Recipe(Checked):
             require_even(shape, self.learner.parallel, engine_tensor=self.engine.tensor_parallel_size)
             if self.policy.lora is not None:
                 require_adaptable(shape, self.policy.lora)
+            if self.grpo.router_replay:
+                require_routes(shape)
         resolved_channel(self.refit.channel, self.layout)
         memory = self.memory()
         if memory is not None:
@@ -254,6 +256,12 @@ class Recipe(Checked):
             "refit.channel",
             "must do without CUDA: engine.kv_cache_gib is for engines on CPUs",
             "set auto",
+        )
+        self._require(
+            self.engine.kv_cache_gib is None or not self.grpo.router_replay,
+            "grpo.router_replay",
+            "must be false with engines on CPUs (engine.kv_cache_gib)",
+            "vLLM returns the routes of its model runner for GPUs alone",
         )
         fix = "it steps whole matrices, not their factors: take adamw"
         is_served = self.policy.lora is None or self.grpo.optimizer.method is OptimizerMethod.ADAMW
@@ -291,6 +299,12 @@ class Recipe(Checked):
         if self.loop.is_synchronous:
             return
         mode = self.loop.mode.value
+        self._require(
+            not self.grpo.router_replay,
+            "grpo.router_replay",
+            f"must be false with loop.mode {mode}",
+            "the routes of rollouts that wait for training are not kept: set loop.mode synchronous",
+        )
         self._require(
             not extra,
             "grpo.dynamic_sampling.max_extra_batches",

@@ -42,10 +42,13 @@ from slipstream.types import Dtype, Prompt, RolloutGroup
 _PROBE = "slipstream.engine.vllm_plugin.EngineProbe"
 
 
-def engine_arguments(config: EngineConfig, *, is_in_flight: bool, can_sleep: bool = False) -> dict[str, Any]:
+def engine_arguments(
+    config: EngineConfig, *, is_in_flight: bool, can_sleep: bool = False, returns_routes: bool = False
+) -> dict[str, Any]:
     """Return vLLM's arguments that follow from the recipe and the device.
 
-    An engine that `can_sleep` uses vLLM's sleep mode, whose allocator for GPUs can free the KV cache.
+    An engine that `can_sleep` uses vLLM's sleep mode, whose allocator for GPUs can free the KV cache. An engine that
+    `returns_routes` captures the experts of every token, which vLLM 0.32 does in its second model runner, a GPU's.
 
     On a GPU vLLM schedules asynchronously by default. The next step starts before the tokens of a step are returned,
     and a refit between the two steps would come too late. On a CPU vLLM never schedules asynchronously.
@@ -60,7 +63,10 @@ def engine_arguments(config: EngineConfig, *, is_in_flight: bool, can_sleep: boo
     if config.kv_cache_gib is None:
         scheduling = {"async_scheduling": False} if is_in_flight else {}
         sleeping = {"enable_sleep_mode": True} if can_sleep else {}
-        return {**arguments, "gpu_memory_utilization": config.gpu_memory_utilization, **scheduling, **sleeping}
+        routing = {"enable_return_routed_experts": True} if returns_routes else {}
+        share = config.gpu_memory_utilization
+        return {**arguments, "gpu_memory_utilization": share, **scheduling, **sleeping, **routing}
+    assert not returns_routes, "the recipe refuses it on a CPU"
     return {
         **arguments,
         "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
@@ -167,6 +173,7 @@ class VllmEngine:
         executor: str | None = None,
         is_in_flight: bool = False,
         can_sleep: bool = False,
+        returns_routes: bool = False,
     ) -> None:
         """Start the engine.
 
@@ -176,6 +183,7 @@ class VllmEngine:
             executor: vLLM's executor of the workers: `uni`, `mp` or `ray`; None leaves the choice to vLLM.
             is_in_flight: True if a refit may come while rollouts are in flight.
             can_sleep: True if `sleep` may be called.
+            returns_routes: True if rollouts have `routes`.
         Raises:
             RuntimeError: vLLM's sampler is broken in this process.
         """
@@ -198,7 +206,9 @@ class VllmEngine:
                 weight_transfer_config={"backend": BACKEND},
                 worker_extension_cls=_PROBE,
                 seed=0,  # unused by rollouts, which have seeds of their own
-                **engine_arguments(config, is_in_flight=is_in_flight, can_sleep=can_sleep),
+                **engine_arguments(
+                    config, is_in_flight=is_in_flight, can_sleep=can_sleep, returns_routes=returns_routes
+                ),
             )
         self._has_draft = speculative_config is not None and "model" in speculative_config  # with weights of its own
         self._is_draft_updating = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.config import require
 from slipstream.engine.acceptance import AcceptanceCounters, read_counters
@@ -18,6 +18,10 @@ from slipstream.engine.protocol import RunningTime, Trace, summed
 from slipstream.engine.requests import GroupRequest
 from slipstream.records.steps import ScheduleEntry
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Versions = tuple[int, int | None]  # of policy and draft
 
@@ -246,7 +250,16 @@ def _rollout(finished: FinishedRollout, prompt: Prompt) -> Rollout:
         policy_version=finished.versions[0].policy_version,
         draft_version=finished.versions[0].draft_version,
         versions=_if_several(finished.versions),
+        routes=_routes(completion, len(prompt.token_ids) + len(completion.token_ids) - 1),
     )
+
+
+def _routes(completion: Any, num_inputs: int) -> NDArray[np.integer] | None:
+    """Take the experts of a rollout's inputs from vLLM's `CompletionOutput`; None from an engine that returns none."""
+    routes: NDArray[np.integer] | None = completion.routed_experts
+    if routes is not None and len(routes) != num_inputs:
+        raise RuntimeError(f"vLLM must return the experts of each of {num_inputs} computed tokens, got {len(routes)}")
+    return routes
 
 
 def _if_several(versions: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:

@@ -243,6 +243,9 @@ class GrpoConfig(Checked, path="grpo"):
     """Pass for the learner's log-probabilities of rollouts before it trains. Set `always` to time or compare it."""
     checkpoint_every_steps: PositiveInt = 10
     """Steps between checkpoints."""
+    router_replay: Switch = False
+    """Send each token of a mixture of experts to the experts that the engine's routers chose. Set it for a mixture on
+    GPUs."""
     seed: Seed = 0
     """Seed of rollouts and prompt order. Set by launches (`--seed`) and by ablations."""
 

@@ -114,6 +114,7 @@ def part_of(update: Update, indices: Sequence[int]) -> Update:
 
 def part_of_batch(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
     """Select rollouts of a batch, as arrays."""
+    routes = batch.routes
     return replace(
         batch,
         token_ids=_rows(batch.token_ids, indices, np.int32),
@@ -121,6 +122,7 @@ def part_of_batch(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
         rollout_logprobs=_rows(batch.rollout_logprobs, indices, np.float32),
         advantages=[batch.advantages[index] for index in indices],
         counts=[batch.counts[index] for index in indices] if batch.counts else (),
+        routes=_rows(routes, indices, routes[0].dtype) if routes and indices else (),
     )
 
 

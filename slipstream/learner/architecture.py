@@ -156,6 +156,17 @@ def require_even_experts(experts: Experts | None, parallel: ParallelConfig) -> N
     )
 
 
+def require_routes(shape: Shape) -> None:
+    """Check that the policy has routers, whose routes a learner can replay.
+
+    Raises:
+        ConfigError: the policy is dense.
+    """
+    is_sparse = shape.experts is not None if isinstance(shape, Architecture) else shape.num_experts > 0
+    rule, fix = "must be false for a dense policy", "it has no routers: leave it out"
+    require(is_sparse, "grpo.router_replay", rule, True, fix)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """Family, sizes and settings, which determine the parameters' shapes and the forward pass."""

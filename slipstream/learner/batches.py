@@ -1,6 +1,7 @@
 """Micro-batches of token sequences: padded to one row each, or packed one behind the other into a single row.
 
-Legend: `B` rows of a micro-batch, `T` predicted tokens: inputs are positions 0 .. T-1, labels positions 1 .. T.
+Legend: `B` rows of a micro-batch, `T` predicted tokens: inputs are positions 0 .. T-1, labels positions 1 .. T. `L`
+layers, `K` experts a token.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from slipstream.learner.packing import MICROBATCH_COST, plan_microbatches, plan_
 
 Sequences = Sequence[Sequence[int]]
 Values = Sequence[float] | NDArray[np.float32]
+Routes = Sequence[NDArray[np.integer]]
+"""Experts [T, L, K] of each sequence's inputs; empty leaves the choice to the model's routers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +35,7 @@ class Inputs:
     padding_BT: Tensor | None  # True where there is no token; None: the sequences are packed
     packed: PackedSeqParams | None  # start and end of each sequence in the single row
     places: tuple[tuple[int, slice], ...]  # row and columns of each sequence
+    routes_LTBK: Tensor | None = None  # experts of each input, any different ones for padding; None: routers choose
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,20 +83,26 @@ class Batching:
         return self._packed(sequences, lengths, device) if self.packs else self._padded(sequences, lengths, device)
 
     def microbatches(
-        self, sequences: Sequences, loss_starts: Sequence[int] | None, device: torch.device
+        self,
+        sequences: Sequences,
+        loss_starts: Sequence[int] | None,
+        device: torch.device,
+        routes: Routes = (),
     ) -> list[MicroBatch]:
         """Split sequences into micro-batches.
 
         Args:
             loss_starts: index of each sequence's first token that counts as a label; None: every token is an input, and
                 no label counts.
+            routes: experts that replace those of the model's own routers.
         """
         lengths = [len(tokens) for tokens in sequences]
         if self.packs:
             plan = plan_packed_microbatches(lengths, max_tokens=self.max_tokens)
         else:
             plan = plan_microbatches(lengths, max_tokens=self.max_tokens, microbatch_cost=self.microbatch_cost)
-        return [self._microbatch(sequences, loss_starts, indices, device) for indices in plan]
+        batches = [self._microbatch(sequences, loss_starts, indices, device) for indices in plan]
+        return [_routed(batch, routes) for batch in batches] if len(routes) else batches
 
     def _microbatch(
         self, sequences: Sequences, loss_starts: Sequence[int] | None, indices: tuple[int, ...], device: torch.device
@@ -143,6 +153,24 @@ class Batching:
         return -(-num_tokens // self.multiple) * self.multiple
 
 
+def _routed(batch: MicroBatch, routes: Routes) -> MicroBatch:
+    """Add the experts of a micro-batch's sequences.
+
+    Raises:
+        ValueError: a sequence has not one row of experts for each of its inputs.
+    """
+    layers, experts = routes[0].shape[1:]
+    width = batch.labels_BT.shape[::-1]
+    routes_TBLK = np.broadcast_to(np.arange(experts), (*width, layers, experts)).copy()
+    for index, (row, columns) in zip(batch.indices, batch.inputs.places, strict=True):
+        wanted = (columns.stop - columns.start, layers, experts)
+        if routes[index].shape != wanted:
+            raise ValueError(f"routes of sequence {index} must have the shape {wanted}, got {routes[index].shape}")
+        routes_TBLK[columns, row] = routes[index]
+    routes_LTBK = torch.from_numpy(routes_TBLK).permute(2, 0, 1, 3).to(batch.labels_BT.device)
+    return dataclasses.replace(batch, inputs=dataclasses.replace(batch.inputs, routes_LTBK=routes_LTBK))
+
+
 class ByToken:
     """One number a label that counts, collected over micro-batches."""
 
@@ -174,13 +202,12 @@ def forward(model: torch.nn.Module, inputs: Inputs) -> Tensor:
     )
 
 
-def idle_microbatch(device: torch.device) -> MicroBatch:
+def idle_microbatch(device: torch.device, routes_L11K: Tensor | None = None) -> MicroBatch:
     """Build a micro-batch of one token, for a rank that joins the collectives of a layer of experts without data."""
     inputs = Batching(max_tokens=1).inputs([[0]], device)
     is_none_11 = torch.zeros(1, 1, dtype=torch.bool, device=device)
-    return MicroBatch(
-        indices=(), inputs=dataclasses.replace(inputs, places=()), labels_BT=inputs.token_ids_BT, mask_BT=is_none_11
-    )
+    inputs = dataclasses.replace(inputs, places=(), routes_LTBK=routes_L11K)
+    return MicroBatch(indices=(), inputs=inputs, labels_BT=inputs.token_ids_BT, mask_BT=is_none_11)
 
 
 def num_labels(sequences: Sequences, loss_starts: Sequence[int]) -> int:

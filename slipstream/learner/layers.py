@@ -34,6 +34,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -146,6 +147,7 @@ def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard) -> GPT
     if arch.rope_scaling is not None:
         cast(Any, model.rotary_pos_emb).inv_freq = scaled_rope(arch)[0]
     _mark_tensor_parallel(model, mappings(arch, shard))
+    RouterReplay.clear_global_router_replay_instances()  # would keep every model alive; `replayed` asks the model's own
     if host.is_cpu_only():
         use_cpu_dispatchers(model)
     return model
@@ -393,6 +395,7 @@ def _mixture(experts: Experts, learner: LearnerConfig) -> dict[str, Any]:
         "moe_router_topk": experts.num_experts_per_token,
         "moe_router_pre_softmax": not experts.normalizes_chosen,
         "moe_router_load_balancing_type": "none",
+        "moe_enable_routing_replay": True,  # changes nothing until routes are given
         "expert_model_parallel_size": learner.parallel.expert,
         **({"recompute_modules": [*_RECOMPUTED, "moe"]} if learner.recompute is Recompute.SELECTIVE else {}),
     }

@@ -35,7 +35,16 @@ from slipstream.grpo.loss import divisor, policy_loss
 from slipstream.grpo.update import Trained, Update
 from slipstream.learner import parallel
 from slipstream.learner.architecture import MIMO, Architecture, require_divisible, require_even_experts
-from slipstream.learner.batches import Batching, ByToken, MicroBatch, Sequences, forward, idle_microbatch, num_labels
+from slipstream.learner.batches import (
+    Batching,
+    ByToken,
+    MicroBatch,
+    Routes,
+    Sequences,
+    forward,
+    idle_microbatch,
+    num_labels,
+)
 from slipstream.learner.checkpoint.policy import PolicyCheckpoints
 from slipstream.learner.config import LearnerConfig, LoraConfig, ScratchConfig
 from slipstream.learner.cpu import host
@@ -47,6 +56,7 @@ from slipstream.learner.mtp_training import MtpLayer, MtpTrainer
 from slipstream.learner.numerics import TORCH_DTYPES
 from slipstream.learner.optimizer import TrainingMemory, with_optimizer
 from slipstream.learner.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST
+from slipstream.learner.router_replay import forget_routes, replayed
 from slipstream.learner.weights import initial_weights, load_exactly, mtp_mappings, shard_from_hf
 from slipstream.records.steps import TrainStats
 from slipstream.refit.fingerprint import HeldWeights
@@ -265,9 +275,13 @@ class MegatronPolicy:
         )
         return self._mtp_trainer
 
-    def logprobs(self, token_ids: Sequences, prompt_lengths: Sequence[int], temperature: float) -> list[FloatArray]:
+    def logprobs(
+        self, token_ids: Sequences, prompt_lengths: Sequence[int], temperature: float, *, routes: Routes = ()
+    ) -> list[FloatArray]:
         """Compute the logprob of each response token under softmax(logits / temperature), without gradient.
 
+        Args:
+            routes: experts of each sequence's tokens but the last; empty leaves the choice to the policy's routers.
         Returns:
             One float32 array a sequence, in the order of `token_ids`, with an entry a response token.
         """
@@ -278,7 +292,7 @@ class MegatronPolicy:
             values.keep(logprobs_BT, batch)
             return logprobs_BT.new_zeros(()), {}
 
-        self._run(self._microbatches(token_ids, prompt_lengths), keep, forward_only=True)
+        self._run(self._microbatches(token_ids, prompt_lengths, routes), keep, forward_only=True)
         return values.collected()
 
     def base_logprobs(
@@ -322,7 +336,7 @@ class MegatronPolicy:
 
         Args:
             update: rollouts, logprobs and loss. Without `trainer_logprobs` the detached logprobs of this forward pass
-                replace them, so that the ratio of the loss is exactly 1, and are returned.
+                replace them, so that the ratio of the loss is exactly 1, and are returned. Routes are replayed.
             capture: collects the hidden states of this forward pass; the update does not depend on it.
         Raises:
             FloatingPointError: the gradient is not finite.
@@ -364,7 +378,7 @@ class MegatronPolicy:
             sums = {"clipped": part.num_clipped, "kl": part.kl_sum, "entropy": scores.entropy}
             return loss, {"loss": loss.detach(), **sums}
 
-        batches = self._microbatches(batch.token_ids, batch.prompt_lengths)
+        batches = self._microbatches(batch.token_ids, batch.prompt_lengths, batch.routes)
         learning_rate = self.learning_rate
         names = ("loss", "clipped", "kl", "entropy")
         sums, grad_norm = self._update(batches, loss_of, names, learning_rate, capture)
@@ -528,11 +542,15 @@ class MegatronPolicy:
         self.version, self._num_updates = state["version"], state["num_updates"]
         return state["extra"]
 
-    def _microbatches(self, sequences: Sequences, loss_starts: Sequence[int] | None) -> list[MicroBatch]:
-        batches = self._batching.microbatches(sequences, loss_starts, self.device)
+    def _microbatches(
+        self, sequences: Sequences, loss_starts: Sequence[int] | None, routes: Routes = ()
+    ) -> list[MicroBatch]:
+        batches = self._batching.microbatches(sequences, loss_starts, self.device, routes)
         # Expert-parallel ranks compute each layer together, so they need the same number of micro-batches.
         num_idle = parallel.most_over_expert_ranks(len(batches)) - len(batches)
-        return batches + [idle_microbatch(self.device)] * num_idle
+        given = batches[0].inputs.routes_LTBK if batches else None  # an idle token takes those of another
+        idle = idle_microbatch(self.device, None if given is None else given[:, :1, :1])
+        return batches + [idle] * num_idle
 
     def _run(
         self, batches: list[MicroBatch], loss_of: LossOf, *, forward_only: bool, capture: Capture | None = None
@@ -549,7 +567,8 @@ class MegatronPolicy:
 
         def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
             batch = next(data)
-            with host.model_arithmetic(), capture.of(self._gpt, batch) if capture else contextlib.nullcontext():
+            captured = capture.of(self._gpt, batch) if capture else contextlib.nullcontext()
+            with host.model_arithmetic(), captured, replayed(self._gpt, batch.inputs.routes_LTBK):
                 output = forward(model, batch.inputs)
 
             def loss_func(hidden_TBH: Tensor) -> tuple[Tensor, Tensor, Result]:
@@ -560,7 +579,8 @@ class MegatronPolicy:
 
             return output, loss_func
 
-        with host.cuda_as_cpu(), torch.set_grad_enabled(not forward_only):
+        with host.cuda_as_cpu(), torch.set_grad_enabled(not forward_only), contextlib.ExitStack() as afterwards:
+            afterwards.callback(forget_routes, self._gpt)
             results = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iter(batches),

@@ -40,7 +40,12 @@ def recipe_engine(
         assert draft is not None, "an engine that drafts has a draft"
         speculative = speculative_config(recipe.draft, draft_weights(recipe.draft, draft), k, schedule=schedule)
     return start_engine(
-        policy, config=recipe.engine, speculative_config=speculative, layout=recipe.layout, kv_cache=kv_cache
+        policy,
+        config=recipe.engine,
+        speculative_config=speculative,
+        layout=recipe.layout,
+        kv_cache=kv_cache,
+        returns_routes=recipe.grpo.router_replay,
     )
 
 

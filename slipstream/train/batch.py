@@ -60,6 +60,7 @@ def assemble(
     Raises:
         RuntimeError: a token is too old or too new, or no engine ever held its two versions together.
         FloatingPointError: the engine gave a token no finite logprob.
+        LookupError: `config` replays routes, and the engine gave a rollout none.
     """
     import torch
 
@@ -84,7 +85,17 @@ def assemble(
         advantages=tuple(advantages_PG.flatten().tolist()),
         policy_version=policy_version,
         counts=is_whole if config.loss.filter_overlong and not all(is_whole) else (),
+        routes=_routes(rollouts) if config.router_replay else (),
     )
+
+
+def _routes(rollouts: Sequence[Rollout]) -> tuple[NDArray[np.integer], ...]:
+    routes = tuple(rollout.routes for rollout in rollouts if rollout.routes is not None)
+    if len(routes) < len(rollouts):
+        raise LookupError(
+            f"grpo.router_replay needs the routes of {len(rollouts)} rollouts, got those of {len(routes)}"
+        )
+    return routes
 
 
 def _require_versions(rollouts: Sequence[Rollout], *, versions: range, published: Collection[Versions]) -> None:

@@ -386,6 +386,7 @@ def start_engine(
     speculative_config: dict[str, Any] | None = None,
     layout: Layout = _ANYWHERE,
     kv_cache: KvCache | None = None,
+    returns_routes: bool = False,
 ) -> Iterator[RemoteEngine]:
     """Start `config.num_engines` engines with the weights of `policy` on the GPUs of `layout`.
 
@@ -395,17 +396,19 @@ def start_engine(
 
     Args:
         kv_cache: treatment of the rollouts' KV cache at a refit, for generation in flight; None for other generation.
+        returns_routes: True if rollouts have `routes`.
     """
     is_in_flight = kv_cache is not None
     # The key holds all that a refit cannot change.
     draft = draft_directory(speculative_config)
     architectures = [(model / "config.json").read_text() for model in (policy, draft) if model is not None]
-    arguments = engine_arguments(config, is_in_flight=is_in_flight)
+    how = {"is_in_flight": is_in_flight, "returns_routes": returns_routes}
+    arguments = engine_arguments(config, **how)
     key = json.dumps([asdict(config), speculative_config, architectures, asdict(layout), arguments])
     engine = idle_engines.take(key)
     try:
         if engine is None:
-            engine = _new_engine(policy, config, speculative_config, layout, is_in_flight=is_in_flight)
+            engine = _new_engine(policy, config, speculative_config, layout, how)
         else:
             engine.run_in_flight(None)
             engine.refit(policy, policy_version=0, draft=draft)
@@ -430,8 +433,7 @@ def _new_engine(
     config: EngineConfig,
     speculative_config: dict[str, Any] | None,
     layout: Layout,
-    *,
-    is_in_flight: bool,
+    how: dict[str, bool],
 ) -> RemoteEngine:
     k = speculative_config["num_speculative_tokens"] if speculative_config else 0
     starting = Deadline(config.start_timeout_s, "engine.start_timeout_s")
@@ -454,7 +456,7 @@ def _new_engine(
                 config=config,
                 speculative_config=speculative_config,
                 executor=start.executor,
-                is_in_flight=is_in_flight,
+                **how,
                 can_sleep=layout.placement.takes_turns,
                 logical_gpus=layout.placement.logical_gpus,
             )

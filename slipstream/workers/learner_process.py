@@ -180,14 +180,15 @@ class LearnerProcess:
     def logprobs(self, part: TrainBatch, temperature: float) -> Ragged:
         """Compute the trainer logprobs of the response tokens."""
         with self._at_work():
-            return _float32(self._loaded.logprobs(part.token_ids, part.prompt_lengths, temperature))
+            found = self._loaded.logprobs(part.token_ids, part.prompt_lengths, temperature, routes=part.routes)
+            return _float32(found)
 
     def token_logprobs(self, part: Ragged) -> Ragged:
         """Compute the logprob of each token but the first, given all tokens before it, at temperature 1."""
         return _float32(self._loaded.logprobs(part, [1] * len(part), 1.0))
 
     def ref_logprobs(self, part: TrainBatch, temperature: float) -> Ragged | None:
-        """Compute the logprobs under the reference policy; None without a reference."""
+        """Compute the logprobs under the reference policy, with routes of its own; None without a reference."""
         if self._reference is None:
             return None
         with self._at_work():

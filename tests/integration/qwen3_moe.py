@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,20 +45,27 @@ def sequences() -> list[list[int]]:
 
 def logprobs(path: Path, tokens: Sequence[int]) -> np.ndarray:
     """By transformers, in float32: of each token but the first."""
-    model = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32)
-    ids = torch.tensor(tokens)
-    rows = model(ids[None]).logits[0, :-1].log_softmax(-1)
-    return rows.gather(1, ids[1:, None])[:, 0].detach().numpy()
+    return routed(load(path), tokens)[0].detach().numpy()
 
 
-def gradients(path: Path, batch: Sequence[Sequence[int]]) -> tuple[float, dict[str, torch.Tensor]]:
-    """The mean next-token loss and its gradients by transformers, under the names of a checkpoint."""
-    model = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32)
+def load(path: Path) -> Qwen3MoeForCausalLM:
+    """The model in transformers, in float32."""
+    return Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def gradients(
+    path: Path, batch: Sequence[Sequence[int]], routes: Sequence[np.ndarray | None] | None = None
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The mean next-token loss and its gradients by transformers, under the names of a checkpoint.
+
+    Args:
+        routes: experts of each sequence's inputs that replace the routers' own.
+    """
+    model = load(path)
     num_tokens = sum(len(tokens) - 1 for tokens in batch)
     total = torch.zeros(())
-    for tokens in batch:
-        ids = torch.tensor(tokens)
-        total = total + torch.nn.functional.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="sum")
+    for tokens, given in zip(batch, routes or [None] * len(batch), strict=True):
+        total = total - routed(model, tokens, given)[0].sum()
     loss = total / num_tokens
     loss.backward()
     found: dict[str, torch.Tensor] = {}
@@ -73,3 +82,31 @@ def gradients(path: Path, batch: Sequence[Sequence[int]]) -> tuple[float, dict[s
                 gate, up = grad.chunk(2)
                 found |= {f"{layer}.{expert}.gate_proj.weight": gate, f"{layer}.{expert}.up_proj.weight": up}
     return float(loss.detach()), found
+
+
+def routed(
+    model: Qwen3MoeForCausalLM, tokens: Sequence[int], routes: np.ndarray | None = None
+) -> tuple[torch.Tensor, np.ndarray]:
+    """By transformers: logprobs of each token but the first, and the experts [T, layers, 2] of each but the last.
+
+    Args:
+        routes: experts that replace the routers' own, with the weights that the routers give them.
+    """
+    ids = torch.tensor(tokens)
+    found = np.zeros((len(tokens) - 1, model.config.num_hidden_layers, 2), np.int64)
+
+    def choose(layer: int, router: Any, _: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        logits, weights, experts = output
+        if routes is not None:
+            experts = torch.from_numpy(routes[:, layer])
+            weights = logits.softmax(-1).gather(1, experts)
+            weights = weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights
+        found[:, layer] = experts
+        return logits, weights, experts
+
+    layers = [(n, layer.mlp.gate) for n, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")]
+    hooks = [router.register_forward_hook(partial(choose, number)) for number, router in layers]
+    rows = model(ids[None, :-1]).logits[0].log_softmax(-1)
+    for hook in hooks:
+        hook.remove()
+    return rows.gather(1, ids[1:, None])[:, 0], found

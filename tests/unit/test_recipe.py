@@ -108,6 +108,8 @@ WHOLE = "the learner's logprobs know no truncation: set top_p 1.0 and top_k 0"
 NO_CUDA = "refit.channel must do without CUDA: engine.kv_cache_gib is for engines on CPUs, got"
 ADAMW = ("grpo.optimizer.method=adamw", "policy.scratch.optimizer.method=adamw")
 ONLINE = ("draft.online.when=always", *ADAMW)
+MIXTURE = (f"policy.model={Path(__file__).parent / 'recipe_fields' / 'mixture'}", "policy.scratch=null")
+ON_GPU = ("engine={kv_cache_gib: null, gpu_memory_utilization: 0.19}",)
 ROLLOUTS = "draft.online.updates must be at most the 48 rollouts of an update /"
 REFUSED: dict[tuple[str, ...], str] = {
     ("grpo.group_sise=4",): "unknown key 'grpo.group_sise'; did you mean 'grpo.group_size'?",
@@ -170,6 +172,18 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("grpo.dynamic_sampling.max_extra_batches=2", "loop.mode=one_step_off"): "grpo.dynamic_sampling.max_extra_batches "
     "must be 0 with loop.mode one_step_off, got 2; there prompts are submitted before the rewards of others are known: "
     "set loop.mode synchronous",
+    (
+        *ON_GPU,
+        "grpo.router_replay=true",
+    ): "grpo.router_replay must be false for a dense policy, got True; it has no routers: leave it out",
+    (
+        *MIXTURE,
+        "grpo.router_replay=true",
+    ): "grpo.router_replay must be false with engines on CPUs (engine.kv_cache_gib), "
+    "got True; vLLM returns the routes of its model runner for GPUs alone",
+    (*MIXTURE, *ON_GPU, "grpo.router_replay=true", "loop.mode=one_step_off"): "grpo.router_replay must be false with "
+    "loop.mode one_step_off, got True; the routes of rollouts that wait for training are not kept: set loop.mode "
+    "synchronous",
     ("reward.overlong.buffer_tokens=161",): "reward.overlong.buffer_tokens must be at most "
     "sampling.max_response_tokens 160, got 161; the penalty begins that many tokens before the limit",
     ("learner.max_tokens_per_microbatch=223",): "learner.max_tokens_per_microbatch must hold one whole sequence of 224 "

@@ -5,13 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from vllm.outputs import CompletionOutput
 
 from slipstream.config import ConfigError
 from slipstream.engine.requests import GroupRequest
-from slipstream.engine.vllm_groups import CacheMemory, Drafting, FinishedRollout, GroupsUnderWay, Preemptions
+from slipstream.engine.vllm_groups import CacheMemory, Drafting, FinishedRollout, GroupsUnderWay, Preemptions, group_of
 from slipstream.records.steps import ScheduleEntry
-from slipstream.types import Prompt
+from slipstream.types import Prompt, VersionSpan
 
 
 class Scheduled:
@@ -383,3 +385,30 @@ def test_an_engine_without_its_cache_does_not_generate() -> None:
     with pytest.raises(RuntimeError, match="did not take its key-value cache again"):
         memory.wake()
     assert memory.is_asleep
+
+
+@pytest.mark.parametrize("num_returned", [None, 4, 3])
+def test_a_rollout_has_the_experts_of_all_that_was_computed_of_it(num_returned: int | None) -> None:
+    """Of two prompt tokens and three of the response the last is not computed."""
+    given = None if num_returned is None else np.zeros((num_returned, 2, 2), np.uint8)
+    completion = CompletionOutput(
+        index=0,
+        text="",
+        token_ids=[7, 8, 1],
+        cumulative_logprob=None,
+        logprobs=SimpleNamespace(logprobs=[-0.5, -0.5, -0.5]),
+        finish_reason="stop",
+        routed_experts=given,
+    )
+    output = SimpleNamespace(outputs=[completion])
+    finished = FinishedRollout(
+        output=output,
+        window_lengths=(1, 2),
+        versions=(VersionSpan(policy_version=0, draft_version=None, num_tokens=3),),
+    )
+    if num_returned == 3:
+        with pytest.raises(RuntimeError, match="must return the experts of each of 4 computed tokens, got 3"):
+            group_of(request(5, 1), [finished])
+        return
+    (rollout,) = group_of(request(5, 1), [finished]).rollouts
+    assert rollout.routes is given

@@ -13,6 +13,7 @@ from slipstream.stages.recipe_engines import recipe_engine
 from slipstream.workers import calls, engines, learners
 from slipstream.workers.placement.plan import make_plan, parse_cluster, plan_text
 from tests.unit.recipe_fields.base import Check, Tools
+from tests.unit.recipe_fields.policy import MIXTURE
 
 
 def engine_arguments(recipe: Recipe, tools: Tools) -> object:
@@ -63,7 +64,7 @@ class FakeRay:
 
 
 def started_engines(recipe: Recipe, tools: Tools) -> object:
-    """How many engines start and are kept, and how long their GPUs, their start and their answers may take."""
+    """How many engines start and how, how many are kept, and how long GPUs, start and answers may take."""
     ray, kept, seen = FakeRay(), [], []
     (tools.directory / "config.json").write_text("{}")
     tools.patch.setattr(engines, "ray", ray)
@@ -75,7 +76,7 @@ def started_engines(recipe: Recipe, tools: Tools) -> object:
     tools.patch.setattr(engines, "idle_engines", idle)
     with recipe_engine(recipe, tools.directory, tools.directory, 0):
         pass
-    return [started["can_sleep"] for _, _, started in ray.made], seen, kept
+    return [(started["can_sleep"], started["returns_routes"]) for _, _, started in ray.made], seen, kept
 
 
 def started_learner(recipe: Recipe, tools: Tools) -> object:
@@ -133,6 +134,7 @@ SPLIT = {
 ON_GPU = {"engine.kv_cache_gib": None, "engine.gpu_memory_utilization": 0.45}
 CHECKS = {
     "placement.gpus_per_node": Check(1, plan),
+    "grpo.router_replay": Check(True, started_engines, ON_GPU | MIXTURE | {"learner.parallel.data": 1}),
     "placement.nodes": Check(2, plan, ONE_GPU, {"learner.parallel.data": 2, "engine.num_engines": 2}),
     "placement.mode": Check(
         "split",

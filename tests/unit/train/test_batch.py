@@ -53,6 +53,17 @@ def test_the_kind_of_loss_chooses_the_baseline() -> None:
         assert batch.advantages == pytest.approx(expected)
 
 
+def test_routes_travel_with_their_rollouts_where_they_are_replayed() -> None:
+    config = replace(CONFIG, router_replay=True)
+    routes = [np.full((3, 2, 2), number) for number in range(2)]
+    routed = replace(GROUP, rollouts=tuple(replace(ROLLOUT, routes=each) for each in routes))
+    batch = assemble([routed], [1.0, 0.0], config=config, policy_version=0, draft_version=None)
+    assert [each is own for each, own in zip(batch.routes, routes, strict=True)] == [True, True]
+    assert assemble([routed], [1.0, 0.0], config=CONFIG, policy_version=0, draft_version=None).routes == ()
+    with pytest.raises(LookupError, match=r"router_replay needs the routes of 2 rollouts, got those of 0"):
+        assemble([GROUP], [1.0, 0.0], config=config, policy_version=0, draft_version=None)
+
+
 def test_a_response_that_was_cut_off_does_not_count_where_the_loss_leaves_it_out() -> None:
     """Its reward still enters the mean of its group; a batch without such a response is the one without the filter."""
     cut = replace(GROUP, rollouts=(ROLLOUT, rollout((7, 7), is_cut=True)))
