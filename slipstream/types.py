@@ -9,11 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from typing import Any
 
 STAGES = ("data", "prepare", "generation", "logprob", "train")
 """The five timed stages of a GRPO step, in order; `prepare` is refit and backend readiness."""
@@ -114,8 +110,8 @@ class Rollout:
     `token_ids` ends with the end-of-sequence token when `finish_reason` is STOP. `rollout_logprobs[i]` is the
     engine's log-probability of `token_ids[i]` under the policy at the sampling temperature (never the draft's).
     `policy_version` and `draft_version` are those of its first token; `versions` of all of them, empty where one pair
-    gave all. `routes` [tokens - 1, layers, experts a token] are the experts that the engine's routers chose for each
-    token of prompt and response but the last, which no engine computes; layers without experts have any numbers.
+    gave all. `routes` are the experts [T - 1, layers, experts a token] that the engine's routers chose for each token
+    of prompt and response but the last, which no engine computes; layers without experts have any numbers.
     """
 
     prompt_id: str
@@ -125,7 +121,7 @@ class Rollout:
     policy_version: int
     draft_version: int | None  # None: no draft took part
     versions: tuple[VersionSpan, ...] = ()
-    routes: NDArray[np.integer] | None = field(default=None, compare=False)  # None: the engine was not asked for them
+    routes: Any = field(default=None, compare=False)  # an array of integers; None: the engine was not asked for them
 
     @property
     def spans(self) -> tuple[VersionSpan, ...]:
@@ -154,7 +150,7 @@ class TrainBatch:
     advantages: Sequence[float]  # B
     policy_version: int
     counts: Sequence[bool] = ()  # B, False for a sequence that the loss leaves out; empty: all count
-    routes: Sequence[NDArray[np.integer]] = ()  # B, as in `Rollout`; empty: the learner's own routers choose
+    routes: Sequence[Any] = ()  # B arrays, as in `Rollout`; empty: the learner's own routers choose
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

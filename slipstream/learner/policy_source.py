@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.config import ConfigError, require
 from slipstream.data.tokenizer import write_tokenizer
-from slipstream.learner.architecture import MIMO, Architecture, aux_layer_ids
+from slipstream.learner.architecture import MIMO, Architecture, aux_layer_ids, require_routes
 from slipstream.learner.config import PolicyConfig, ScratchConfig
 from slipstream.records.files import write_atomic
 from slipstream.records.stages import PolicyRecord
@@ -39,6 +39,7 @@ class Needs:
     max_model_len: int  # in tokens, of the longest sequence
     draft_layer_ids: Sequence[int] | None  # layers whose hidden states the draft reads; None for the default ones
     mtp: bool = False  # the policy must have an MTP layer
+    routes: bool = False  # the policy must have routers, whose routes are replayed
 
 
 def write_policy_tokenizer(policy: PolicyConfig, needs: Needs, directory: Path) -> None:
@@ -120,6 +121,8 @@ def _check_configs(source: Path, policy: PolicyConfig, needs: Needs) -> tuple[Ar
     name = architecture.name
     fix = f"take a {MIMO.name}, or another draft.method"
     require(architecture.has_mtp or not needs.mtp, "policy.model", "must have an MTP layer to draft with", name, fix)
+    if needs.routes:
+        require_routes(architecture)
     layers = needs.draft_layer_ids
     rule = "must be of a family whose inner states vLLM returns, for an EAGLE-3 draft"
     require(layers == () or architecture.family.eagle3, "policy.model", rule, name, "take another draft.method")

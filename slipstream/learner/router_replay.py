@@ -50,6 +50,7 @@ def _routers(gpt: GPTModel) -> Iterator[tuple[int, RouterReplay]]:
     decoder: Any = gpt.decoder  # declares its layers as modules of any class
     for layer in decoder.layers:
         if isinstance(layer.mlp, MoELayer):
-            replay: RouterReplay | None = layer.mlp.router.router_replay
+            router: Any = layer.mlp.router  # declared as an interface
+            replay: RouterReplay | None = router.router_replay
             assert replay is not None, "`layers.build_model` asks for it"
             yield layer.layer_number - 1, replay

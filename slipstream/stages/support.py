@@ -106,6 +106,7 @@ def policy_needs(recipe: Recipe) -> Needs:
         max_model_len=recipe.engine.max_model_len,
         draft_layer_ids=layers if recipe.draft.reads("eagle3") else (),
         mtp=recipe.draft.method is DraftMethod.MTP,
+        routes=recipe.grpo.router_replay,
     )
 
 

@@ -7,11 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm.outputs import CompletionOutput
 
 from slipstream.config import ConfigError
 from slipstream.engine.requests import GroupRequest
-from slipstream.engine.vllm_groups import CacheMemory, Drafting, FinishedRollout, GroupsUnderWay, Preemptions, group_of
+from slipstream.engine.vllm_groups import (
+    CacheMemory,
+    Drafting,
+    FinishedRollout,
+    GroupsUnderWay,
+    Preemptions,
+    group_of,
+)
 from slipstream.records.steps import ScheduleEntry
 from slipstream.types import Prompt, VersionSpan
 
@@ -387,28 +393,28 @@ def test_an_engine_without_its_cache_does_not_generate() -> None:
     assert memory.is_asleep
 
 
-@pytest.mark.parametrize("num_returned", [None, 4, 3])
-def test_a_rollout_has_the_experts_of_all_that_was_computed_of_it(num_returned: int | None) -> None:
-    """Of two prompt tokens and three of the response the last is not computed."""
-    given = None if num_returned is None else np.zeros((num_returned, 2, 2), np.uint8)
-    completion = CompletionOutput(
-        index=0,
-        text="",
-        token_ids=[7, 8, 1],
-        cumulative_logprob=None,
-        logprobs=SimpleNamespace(logprobs=[-0.5, -0.5, -0.5]),
-        finish_reason="stop",
-        routed_experts=given,
-    )
-    output = SimpleNamespace(outputs=[completion])
-    finished = FinishedRollout(
-        output=output,
-        window_lengths=(1, 2),
-        versions=(VersionSpan(policy_version=0, draft_version=None, num_tokens=3),),
-    )
-    if num_returned == 3:
-        with pytest.raises(RuntimeError, match="must return the experts of each of 4 computed tokens, got 3"):
-            group_of(request(5, 1), [finished])
-        return
-    (rollout,) = group_of(request(5, 1), [finished]).rollouts
-    assert rollout.routes is given
+def test_routes_are_those_of_vllms_own_output_one_row_a_computed_token() -> None:
+    """The prompt has two tokens and the response three, of which the last is never computed."""
+    from vllm.outputs import CompletionOutput
+
+    routes = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)  # [tokens, layers, experts a token]
+    flat = SimpleNamespace(logprobs=[-0.5, -0.25, -0.125])
+
+    def finished(routed_experts: np.ndarray | None) -> FinishedRollout:
+        completion = CompletionOutput(
+            index=0,
+            text="",
+            token_ids=[7, 8, 3],
+            cumulative_logprob=None,
+            logprobs=flat,  # type: ignore[arg-type]  # as far as it is read
+            routed_experts=routed_experts,
+            finish_reason="stop",
+        )
+        spans = (VersionSpan(policy_version=0, draft_version=None, num_tokens=3),)
+        return FinishedRollout(output=SimpleNamespace(outputs=[completion]), window_lengths=(3,), versions=spans)
+
+    whole, none = group_of(request(5, 11, 12), [finished(routes), finished(None)]).rollouts
+    assert whole.routes is routes
+    assert none.routes is None
+    with pytest.raises(RuntimeError, match="experts of each of 4 computed tokens, got 3"):
+        group_of(request(5, 11), [finished(routes[1:])])
