@@ -53,6 +53,12 @@ def load(path: Path) -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
+def routers(model: Qwen3MoeForCausalLM) -> list[Any]:
+    """The router of each layer; None of a dense one."""
+    blocks: list[Any] = [layer.mlp for layer in model.model.layers]
+    return [getattr(block, "gate", None) for block in blocks]
+
+
 def gradients(
     path: Path, batch: Sequence[Sequence[int]], routes: Sequence[np.ndarray | None] | None = None
 ) -> tuple[float, dict[str, torch.Tensor]]:
@@ -104,8 +110,11 @@ def routed(
         found[:, layer] = experts
         return logits, weights, experts
 
-    layers = [(n, layer.mlp.gate) for n, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")]
-    hooks = [router.register_forward_hook(partial(choose, number)) for number, router in layers]
+    hooks = [
+        router.register_forward_hook(partial(choose, number))
+        for number, router in enumerate(routers(model))
+        if router is not None
+    ]
     rows = model(ids[None, :-1]).logits[0].log_softmax(-1)
     for hook in hooks:
         hook.remove()

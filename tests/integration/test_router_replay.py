@@ -29,9 +29,8 @@ def other_routes(path: Path) -> list[np.ndarray]:
     model = qwen3_moe.load(path)
     torch.manual_seed(1)
     with torch.no_grad():
-        for layer in (0, 2):
-            weight: Any = model.model.layers[layer].mlp.gate.weight
-            weight += 0.05 * torch.randn_like(weight)
+        for router in filter(None, qwen3_moe.routers(model)):
+            router.weight += 0.05 * torch.randn_like(router.weight)
     return [qwen3_moe.routed(model, tokens)[1] for tokens in BATCH]
 
 
@@ -41,7 +40,7 @@ def learn(policy: MegatronPolicy, learner: LearnerConfig, routes: list[np.ndarra
     batch = TrainBatch(
         token_ids=BATCH,
         prompt_lengths=STARTS,
-        rollout_logprobs=[np.zeros(len(tokens) - 1, np.float32) for tokens in BATCH],
+        rollout_logprobs=[[0.0] * (len(tokens) - 1) for tokens in BATCH],
         advantages=[1.0] * len(BATCH),  # so the gradient is that of the mean next-token loss
         policy_version=0,
         routes=routes,
