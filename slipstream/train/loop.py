@@ -213,7 +213,7 @@ class Trainer:
     learner: Learner
     config: GrpoConfig
     temperature: float
-    max_response_tokens: int | None = None
+    max_response_tokens: int
     draft: Draft = field(default_factory=Draft)
     guard: AcceptanceGuard = field(default_factory=AcceptanceGuard)
     max_lag: int = 0

@@ -16,6 +16,7 @@ from slipstream.learner.config import LearnerConfig
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.packing import plan_shards
 from slipstream.types import TrainBatch
+from slipstream.workers.learner_process import LearnerProcess
 from tests.forked.ranks import free_ports, join, on_ranks
 from tests.integration import qwen3_moe
 from tests.integration.test_experts import LEARNERS, ONE, OPTIMIZER, require_gradients
@@ -34,19 +35,23 @@ def other_routes(path: Path) -> list[np.ndarray]:
     return [qwen3_moe.routed(model, tokens)[1] for tokens in BATCH]
 
 
-def learn(policy: MegatronPolicy, learner: LearnerConfig, routes: list[np.ndarray], path: Path, rank: int) -> Any:
-    """This rank's logprobs by the given routes, after an update, and by its own routers again."""
-    mine = plan_shards([len(tokens) for tokens in BATCH], learner.parallel.data)[learner.parallel.data_rank(rank)]
+def update_of(routes: list[np.ndarray]) -> Update:
+    """An update whose gradient is that of the mean next-token loss."""
     batch = TrainBatch(
         token_ids=BATCH,
         prompt_lengths=STARTS,
         rollout_logprobs=[[0.0] * (len(tokens) - 1) for tokens in BATCH],
-        advantages=[1.0] * len(BATCH),  # so the gradient is that of the mean next-token loss
+        advantages=[1.0] * len(BATCH),
         policy_version=0,
         routes=routes,
     )
-    update = Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=1.0)
-    part = part_of(update, mine)
+    return Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=1.0)
+
+
+def learn(policy: MegatronPolicy, learner: LearnerConfig, routes: list[np.ndarray], path: Path, rank: int) -> Any:
+    """This rank's logprobs by the given routes, after an update, and by its own routers again."""
+    mine = plan_shards([len(tokens) for tokens in BATCH], learner.parallel.data)[learner.parallel.data_rank(rank)]
+    part = part_of(update_of(routes), mine)
     starts = part.batch.prompt_lengths
     before = policy.logprobs(part.batch.token_ids, starts, 1.0, routes=part.batch.routes)
     own = policy.logprobs(part.batch.token_ids, starts, 1.0)
@@ -89,9 +94,12 @@ def test_tokens_go_where_they_are_sent_and_routers_still_learn(normalizes: bool,
     policy = MegatronPolicy.load(model, learner=ONE, optimizer=OPTIMIZER)
     got = learn(policy, ONE, routes, tmp_path / "checkpoint", 0)
     require_replayed([got], model, routes, tmp_path / "checkpoint")
+    process = LearnerProcess(ONE)
+    process.load(model, None)
+    for row, own in zip(process.logprobs(update_of(routes).batch, 1.0), got["before"], strict=True):
+        np.testing.assert_array_equal(row, own)
     with pytest.raises(ValueError, match=r"routes of sequence 0 must have the shape \(30, 3, 2\), got \(29, 3, 2\)"):
         policy.logprobs(BATCH, STARTS, 1.0, routes=[routes[0][1:], *routes[1:]])
-    assert np.array_equal(policy.logprobs(BATCH[:1], [1], 1.0)[0], policy.logprobs(BATCH[:1], [1], 1.0)[0])
 
 
 @pytest.mark.slow

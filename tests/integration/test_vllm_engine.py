@@ -42,6 +42,20 @@ def generated(engine: Any, *, seed: int = 1) -> GenerationResult:
     return engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=seed)
 
 
+def shared_tokens(process: Any) -> int:
+    """Prompt tokens that an engine has taken from its cache, by vLLM's counter."""
+    return sum(each.value for each in process._llm.get_metrics() if each.name == "vllm:prefix_cache_hits")
+
+
+def test_a_group_shares_all_whole_blocks_of_its_prompt_with_a_draft_too(engine: Any) -> None:
+    """Two blocks of 32 tokens; vLLM's own settings share none of them on a CPU."""
+    prompt = Prompt(id="0", text="", token_ids=(2, *(4 + 7 * i % 60 for i in range(69))), answer="")
+    (before,) = engine._crew.ask("a count", lambda actor: actor.__ray_call__.remote(shared_tokens))
+    engine.generate([prompt], sampling=SAMPLING, group_size=4, seed=0)
+    (after,) = engine._crew.ask("a count", lambda actor: actor.__ray_call__.remote(shared_tokens))
+    assert after - before == 3 * 64
+
+
 def test_rollout_logprobs_are_the_policys_at_the_sampling_temperature(engine: Any, models: dict[str, Path]) -> None:
     result = generated(engine)
     assert result.acceptance is not None

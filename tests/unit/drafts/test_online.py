@@ -121,6 +121,7 @@ def run(
             learner=cast(Any, process),  # its rows are arrays in one block, not lists of them
             config=grpo,
             temperature=0.8,
+            max_response_tokens=10,
             draft=Draft(version=0) if is_off else TrainedDraft(config, reference=reference, history=history),
         ),
         sampling=SamplingConfig(temperature=0.8, max_response_tokens=10),

@@ -54,6 +54,12 @@ def test_only_an_engine_that_can_sleep_has_vllms_sleep_mode_and_only_on_a_gpu() 
     assert "enable_sleep_mode" not in engine_arguments(CPU, is_in_flight=False, can_sleep=True)
 
 
+def test_an_engine_on_a_gpu_returns_routes_where_it_is_asked_to() -> None:
+    plain, routing = (engine_arguments(GPU, is_in_flight=False, returns_routes=each) for each in (False, True))
+    assert "enable_return_routed_experts" not in plain
+    assert routing == plain | {"enable_return_routed_experts": True}
+
+
 def test_vllm_logs_errors_alone_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
     assert process_environment(GPU)["VLLM_LOGGING_LEVEL"] == "ERROR"
@@ -64,8 +70,8 @@ def test_vllm_logs_errors_alone_unless_the_environment_says_otherwise(monkeypatc
 class FakeLlm:
     """Notes what vLLM is started with and what its workers are asked."""
 
-    def __init__(self, model: str, *, speculative_config: dict[str, Any], **_: Any) -> None:
-        self.told, self.asked = speculative_config, list[str]()
+    def __init__(self, model: str, *, speculative_config: dict[str, Any], **others: Any) -> None:
+        self.told, self.others, self.asked = speculative_config, others, list[str]()
         runner = SimpleNamespace(use_v2_model_runner=self.is_v2, compilation_config=SimpleNamespace())
         runner.compilation_config.cudagraph_mode = SimpleNamespace(name="NONE")
         runner.cache_config = SimpleNamespace(kv_cache_size_tokens=0)
@@ -110,6 +116,7 @@ def test_blocks_are_verified_by_whom_can(
         with pytest.raises(ConfigError, match=r"draft\.verification must be token .* got 'block'"):
             VllmEngine(tmp_path, config=config, speculative_config=speculative)
         return
-    llm = VllmEngine(tmp_path, config=config, speculative_config=speculative)._llm
+    llm = VllmEngine(tmp_path, config=config, speculative_config=speculative, returns_routes=is_v2)._llm
+    assert llm.others.get("enable_return_routed_experts", False) == is_v2
     assert llm.told == {"method": "eagle3", "rejection_sample_method": told}
     assert ("verify_in_blocks" in llm.asked) == asks

@@ -174,7 +174,9 @@ def trained(
         return StageClock()
 
     waiting, lag = pending or Pending(), recipe.loop.max_off_policy_steps
-    trainer = Trainer(learner=engines, config=recipe.grpo, temperature=recipe.sampling.temperature, max_lag=lag)
+    trainer = Trainer(
+        learner=engines, config=recipe.grpo, temperature=recipe.sampling.temperature, max_response_tokens=8, max_lag=lag
+    )
     tolerant = run.fault_tolerant(fakes, fakes, fakes, history, waiting)
     loop = run.loop(tolerant, trainer, engines.score, on_step, waiting, ThreadGroup(), start_clock)
     loop.run(start_step=len(history))

@@ -214,6 +214,7 @@ def run(
             learner=learner,
             config=config,
             temperature=SAMPLING.temperature,
+            max_response_tokens=SAMPLING.max_response_tokens,
             draft=Draft(version=engine.draft_version) if draft is None else draft,
             guard=AcceptanceGuard() if guard is None else guard,
         ),
@@ -251,7 +252,7 @@ def test_every_call_of_a_step_gets_what_it_must() -> None:
         assert ref_logprobs == ("ref_logprobs", {"batch": batch, "temperature": 0.5})
         update: Update = train[1]["update"]
         assert train[0] == "train_step"
-        assert (update.batch, update.loss, update.temperature) == (batch, LOSS, 0.5)
+        assert (update.batch, update.loss, update.temperature, update.max_response_tokens) == (batch, LOSS, 0.5, 4)
         assert update.trainer_logprobs is not None
         assert [row.tolist() for row in update.trainer_logprobs] == [[-0.5, -0.5]] * 4
         assert update.ref_logprobs is not None

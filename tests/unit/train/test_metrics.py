@@ -298,7 +298,8 @@ def recorded(
         decision=None,
     )
     config = replace(CONFIG, loss=LossConfig(), recompute_logprobs=recompute)
-    return Trainer(learner=BareLearner(), config=config, temperature=1.0).record(6, STEP.times, STEP.refit, learned)
+    trainer = Trainer(learner=BareLearner(), config=config, temperature=1.0, max_response_tokens=4)
+    return trainer.record(6, STEP.times, STEP.refit, learned)
 
 
 def test_a_record_counts_over_all_groups_and_shows_what_the_autopilot_did() -> None:

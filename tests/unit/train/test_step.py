@@ -73,6 +73,7 @@ def trainer(
         learner=learner,
         config=CONFIG,
         temperature=0.5,
+        max_response_tokens=8,
         draft=draft or NotingDraft(),
         guard=guard or AcceptanceGuard(),
         max_lag=max_lag,

@@ -256,7 +256,7 @@ def synchronous(world: World) -> list[StepRecord]:
         gate=world,
         prompts=STREAM,
         score=world.score,
-        trainer=Trainer(learner=world, config=CONFIG, temperature=SAMPLING.temperature),
+        trainer=_trainer(world, CONFIG),
         sampling=SAMPLING,
         on_step=records.append,
     ).run(start_step=0)
@@ -265,7 +265,7 @@ def synchronous(world: World) -> list[StepRecord]:
 
 def trainer_of(world: World, lag: int, *, every: int) -> Trainer:
     config = replace(CONFIG, checkpoint_every_steps=every)
-    return Trainer(learner=world, config=config, temperature=SAMPLING.temperature, draft=world.draft, max_lag=lag)
+    return _trainer(world, config, draft=world.draft, max_lag=lag)
 
 
 def one_step_off(
@@ -445,3 +445,8 @@ def length_of(seed: int) -> int:
 def timeless(records: Sequence[StepRecord]) -> list[StepRecord]:
     """Without what the clock said."""
     return [replace(record, times=NO_TIMES, overlap=None, machine=None) for record in records]
+
+
+def _trainer(world: Any, config: GrpoConfig, **others: Any) -> Trainer:
+    limit = SAMPLING.max_response_tokens
+    return Trainer(learner=world, config=config, temperature=SAMPLING.temperature, max_response_tokens=limit, **others)
