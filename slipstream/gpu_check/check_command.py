@@ -141,7 +141,7 @@ STAGES = (
         number=8,
         name="chain",
         work=check_stages.chain,
-        limit_s=1200,
+        limit_s=1800,
         not_exercised=(
             "configs/tiny_gpu.yaml at its size",
             "the arm without drafts",
@@ -301,12 +301,12 @@ def _run(process: Process, output: Path, alive: set[subprocess.Popen[bytes]]) ->
         seconds=seconds,
         not_exercised=stage.not_exercised if process.is_dry else (),
     )
-    if is_late:
-        return replace(line, reason=f"did not end within its {process.limit_s:g} s: log.txt ends with every stack")
     found = directory / FOUND
-    if not found.is_file():
-        return replace(line, reason=_ended(child.returncode))
-    return replace(line, **json.loads(found.read_text()))
+    said = json.loads(found.read_text()) if found.is_file() else {"reason": _ended(child.returncode)}
+    if is_late:
+        why = f"did not end within its {process.limit_s:g} s: log.txt ends with every stack"
+        said |= {"outcome": "failed", "reason": why}
+    return replace(line, **said)
 
 
 def _end(alive: set[subprocess.Popen[bytes]]) -> None:
@@ -399,6 +399,7 @@ def main() -> int:
     faulthandler.enable()
     faulthandler.dump_traceback_later(0.95 * options.limit_s)
     logs.configure()
+    raise_on_signals()  # figures so far are written
     (stage,) = [stage for stage in STAGES if stage.number == options.stage]
     with tempfile.TemporaryDirectory(prefix="work-", dir=os.environ.get("RAY_TMPDIR")) as work:
         run_stage(stage.work, Setting(directory=options.directory, work=Path(work), is_dry=options.dry))
@@ -406,17 +407,19 @@ def main() -> int:
 
 
 def run_stage(work: Callable[[Setting], None], at: Setting) -> None:
-    """Run a stage and write its outcome, reason and figures."""
-    outcome, reason = "passed", ""
+    """Run a stage and write its outcome, reason and figures, those so far if it is interrupted."""
+    outcome, reason = "failed", "was interrupted"
     try:
         work(at)
+        outcome, reason = "passed", ""
     except Skipped as error:
         outcome, reason = "skipped", str(error)
     except Exception as error:  # noqa: BLE001  # whatever a stage raises is its result
         traceback.print_exc()
-        outcome, reason = "failed", f"{type(error).__name__}: {error}"
-    found = {"outcome": outcome, "reason": reason, "figures": at.figures}
-    write_atomic(at.directory / FOUND, json.dumps(found).encode())
+        reason = f"{type(error).__name__}: {error}"
+    finally:
+        found = {"outcome": outcome, "reason": reason, "figures": at.figures}
+        write_atomic(at.directory / FOUND, json.dumps(found).encode())
 
 
 if __name__ == "__main__":

@@ -381,9 +381,11 @@ def _fuses(arch: Architecture, learner: LearnerConfig) -> bool:
 def fuse_rotary_embedding() -> None:
     """Let Megatron rotate queries and keys in one compiled kernel; repeated calls change nothing.
 
-    Megatron's own fusion (`apply_rope_fusion`) needs TransformerEngine.
+    Megatron's own fusion (`apply_rope_fusion`) needs TransformerEngine. The factor of sine and cosine is a constant of
+    the kernel: as an input, which floats are by default, it would be a tensor on the CPU with a kernel in C++.
     """
     if rope_utils._apply_rotary_pos_emb_bshd is _ROTATE:
+        torch._dynamo.config.specialize_float = True
         rope_utils._apply_rotary_pos_emb_bshd = torch.compile(_ROTATE, dynamic=True)
 
 

@@ -44,7 +44,7 @@ def test_a_stage_that_hangs_crashes_or_exits_is_named_and_the_next_one_runs(tmp_
     output.mkdir()
     codes = {1: CRASHES, 2: SUPERVISED_CRASHES, 3: EXITS, 5: PASSES}
     processes = [process(number, code) for number, code in codes.items()]
-    processes.insert(3, process(4, HANGS, limit_s=0.5))
+    processes.insert(3, process(4, PASSES + HANGS, limit_s=2.0))
     told: list[Line] = []
 
     lines = run_stages(processes, output, lanes=lanes, on_line=told.append)
@@ -53,11 +53,11 @@ def test_a_stage_that_hangs_crashes_or_exits_is_named_and_the_next_one_runs(tmp_
         (1, "failed", "ended by SIGSEGV without a result: see log.txt"),
         (2, "failed", "ended by SIGSEGV without a result: see log.txt"),
         (3, "failed", "ended with status 3 without a result: see log.txt"),
-        (4, "failed", "did not end within its 0.5 s: log.txt ends with every stack"),
+        (4, "failed", "did not end within its 2 s: log.txt ends with every stack"),
         (5, "passed", ""),
     ]
     assert told == lines
-    assert lines[-1].figures == {"seconds_of_it": 1.5}
+    assert lines[3].figures == lines[4].figures == {"seconds_of_it": 1.5}
     files = archived(output)
     written = [json.loads(line) for line in files[f"check/{LINES}"].splitlines()]
     assert [(line["stage"], line["outcome"]) for line in written] == [(line.stage, line.outcome) for line in lines]
@@ -105,6 +105,17 @@ def test_a_stage_that_raises_keeps_what_it_measured_before(tmp_path: Path) -> No
         {"outcome": "skipped", "reason": "needs two GPUs, and this machine has 1", "figures": {}},
         {"outcome": "passed", "reason": "", "figures": {}},
     ]
+
+
+def test_a_stage_that_is_interrupted_keeps_what_it_measured_before(tmp_path: Path) -> None:
+    def ends(at: Setting) -> None:
+        at.figures["learner_gb"] = 64.6
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_stage(ends, Setting(directory=tmp_path, work=tmp_path, is_dry=True))
+    found = json.loads((tmp_path / FOUND).read_text())
+    assert found == {"outcome": "failed", "reason": "was interrupted", "figures": {"learner_gb": 64.6}}
 
 
 def test_the_stages_are_numbered_from_the_environment_on_and_the_guide_names_each() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,6 +53,23 @@ def _with_gradient(function: Any, *inputs: Tensor) -> list[Tensor]:
     found.square().sum().backward()
     assert leaf.grad is not None
     return [found.detach(), leaf.grad]
+
+
+def test_a_compiled_rotation_takes_tensors_and_sizes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number among its inputs would be a tensor on the CPU, and need g++ on a host of GPUs."""
+    inputs: list[list[Any]] = []
+
+    def noted(graph: torch.fx.GraphModule, examples: list[Any]) -> Any:
+        inputs.append([example.dim() for example in examples if isinstance(example, Tensor)])
+        return graph.forward
+
+    monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_bshd", layers._ROTATE)
+    monkeypatch.setattr(torch._dynamo.config, "specialize_float", False)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=noted))
+    layers.fuse_rotary_embedding()
+    heads, angles = torch.ones(7, 1, 2, 8), torch.ones(7, 1, 1, 8)
+    rope_utils._apply_rotary_pos_emb_bshd(heads, angles, mscale=1.5)
+    assert inputs == [[4, 4]]
 
 
 @pytest.mark.slow  # torch compiles them with g++
