@@ -36,6 +36,7 @@ COLUMNS = (
     "probability",
     "logprob_mean",
     "logprob_variance",
+    "largest_probability",
     "sharper_mass_before",
     "sharper_probability",
     "sharper_total_variation",
@@ -269,7 +270,7 @@ def conditionals(
     finite_NV = torch.where(mass_NV > 0, logprobs_NV, 0.0)
     mean_N = (mass_NV * finite_NV).sum(-1)
     variance_N = (mass_NV * finite_NV.square()).sum(-1) - mean_N.square()
-    columns = [*_place(mass_NV, labels_N), mean_N, variance_N.clamp(min=0.0)]
+    columns = [*_place(mass_NV, labels_N), mean_N, variance_N.clamp(min=0.0), mass_NV.amax(-1)]
     for exponent in (_SHARPER, _FLATTER):
         biased_NV = torch.where(mass_NV > 0, mass_NV.pow(exponent), 0.0)
         biased_NV = biased_NV / biased_NV.sum(-1, keepdim=True)

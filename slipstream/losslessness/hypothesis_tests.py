@@ -64,6 +64,7 @@ class Draws:
     probability: Floats
     logprob_mean: Floats  # mean logprob of the conditional distribution: minus its entropy
     logprob_variance: Floats
+    largest_probability: Floats  # of the conditional distribution
     position: NDArray[np.int64]  # position in the draft window, from 1; 0: sampled without a draft
     sharper: Bias
     flatter: Bias
@@ -190,12 +191,14 @@ def detectable_bias(draws: Draws, *, num_tests: int, config: LosslessnessConfig)
 
     Each token is replaced, with probability f, by the sample of a sharper or flatter policy. f is bisected until a test
     of the conditionals rejects in a fraction `config.power` of the replications, at the strictest level of Holm's
-    correction over `num_tests`.
+    correction over `num_tests`. A bias that goes unseen even at f = 1 is given its largest total variation instead: a
+    sharper policy can be no further away than the one that always takes the likeliest token, a flatter one by 1.
     """
     level = config.family_level / num_tests
     found = []
-    for alternative, bias in (("sharper", draws.sharper), ("flatter", draws.flatter)):
-        high, variation = 1.0, 1.0
+    furthest = float((1.0 - draws.largest_probability).mean())
+    for alternative, bias, variation in (("sharper", draws.sharper, furthest), ("flatter", draws.flatter, 1.0)):
+        high = 1.0
         if _power(draws, bias, 1.0, level, config) >= config.power:
             low = 0.0
             while high - low > max(0.02 * high, 1e-4):

@@ -133,9 +133,10 @@ def _draws(
         probability=columns[1],
         logprob_mean=columns[2],
         logprob_variance=columns[3],
+        largest_probability=columns[4],
         position=place,
-        sharper=Bias(*columns[4:7]),
-        flatter=Bias(*columns[7:10]),
+        sharper=Bias(*columns[5:8]),
+        flatter=Bias(*columns[8:11]),
     )
 
 
@@ -230,6 +231,11 @@ def _verdict(
             f"a {blind.alternative} policy would go unseen up to a total variation of "
             f"{blind.detectable_total_variation:.3f}, over losslessness.max_detectable_bias "
             f"{config.max_detectable_bias}: raise losslessness.num_tokens"
+        )
+    if blind.detectable_fraction == 1.0:
+        return LOSSLESS, (
+            f"none of {len(findings)} tests rejects; a {blind.alternative} policy would go unseen, but none is further "
+            f"from this one than {blind.detectable_total_variation:.3f} in total variation a token"
         )
     return LOSSLESS, (
         f"none of {len(findings)} tests rejects; a bias of {blind.detectable_total_variation:.3f} in total variation "

@@ -133,7 +133,8 @@ class Finding:
 class Power:
     """Smallest bias, in total variation a token, that the tests find at this size with the stated power.
 
-    A total variation of 1 means that the tests would not find even the whole alternative.
+    A fraction of 1 means that the tests would miss even the whole alternative: the total variation is then the largest
+    that any sharper policy can have, the mean probability of all tokens but the likeliest, or 1 for a flatter one.
     """
 
     alternative: str

@@ -189,8 +189,8 @@ def test_conditionals_of_three_tokens_by_hand() -> None:
     mean = 0.5 * np.log(0.5) + 0.3 * np.log(0.3) + 0.2 * np.log(0.2)
     variance = 0.5 * np.log(0.5) ** 2 + 0.3 * np.log(0.3) ** 2 + 0.2 * np.log(0.2) ** 2 - mean**2
     squares = np.array([0.25, 0.09, 0.04]) / 0.38
-    assert row[:4].tolist() == pytest.approx([0.5, 0.3, mean, variance], abs=1e-6)
-    assert float(row[6]) == pytest.approx(0.5 * np.abs(squares - [0.5, 0.3, 0.2]).sum(), abs=1e-6)
+    assert row[:5].tolist() == pytest.approx([0.5, 0.3, mean, variance, 0.5], abs=1e-6)
+    assert float(row[7]) == pytest.approx(0.5 * np.abs(squares - [0.5, 0.3, 0.2]).sum(), abs=1e-6)
 
 
 def test_top_p_keeps_the_smallest_set_that_holds_it_and_top_k_the_k_likeliest() -> None:

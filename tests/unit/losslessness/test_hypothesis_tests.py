@@ -57,9 +57,10 @@ def exact_draws(num: int, random: np.random.Generator) -> Draws:
         probability=c[1],
         logprob_mean=c[2],
         logprob_variance=c[3],
+        largest_probability=c[4],
         position=random.integers(0, 4, size=num),
-        sharper=Bias(mass_before=c[4], probability=c[5], total_variation=c[6]),
-        flatter=Bias(mass_before=c[7], probability=c[8], total_variation=c[9]),
+        sharper=Bias(mass_before=c[5], probability=c[6], total_variation=c[7]),
+        flatter=Bias(mass_before=c[8], probability=c[9], total_variation=c[10]),
     )
 
 
@@ -139,6 +140,7 @@ def placed(mass_before: np.ndarray, *, z: float = 0.0, mean: float = -40.0) -> D
         probability=unlikely * np.exp(z / np.sqrt(num)),
         logprob_mean=np.full(num, mean),
         logprob_variance=np.ones(num),
+        largest_probability=np.linspace(0.7, 0.9, num),
         position=np.zeros(num, dtype=np.int64),
         sharper=bias,
         flatter=bias,
@@ -250,11 +252,13 @@ def test_a_family_rejects_below_its_level_and_writes_no_infinity() -> None:
     assert [each.reject for each in (first, second, third)] == [True, False, False]  # 0.02 is not below 0.02
 
 
-def test_a_bias_that_changes_nothing_is_never_seen() -> None:
+def test_a_bias_that_changes_nothing_is_never_seen_and_bounded_by_the_largest_of_its_kind() -> None:
+    """The sharpest policy always takes the likeliest token: here it moves 0.2 of the mass, the mean of 0.1 to 0.3."""
     config = LosslessnessConfig(num_replications=5)
-    unseen = {"detectable_total_variation": 1.0, "detectable_fraction": 1.0}
-    found = hypothesis_tests.detectable_bias(placed(EVEN), num_tests=3, config=config)
-    assert found == (Power(alternative="sharper", **unseen), Power(alternative="flatter", **unseen))
+    sharper, flatter = hypothesis_tests.detectable_bias(placed(EVEN), num_tests=3, config=config)
+    assert sharper.detectable_total_variation == pytest.approx(0.2)
+    assert flatter == Power(alternative="flatter", detectable_total_variation=1.0, detectable_fraction=1.0)
+    assert sharper.detectable_fraction == 1.0
 
 
 def test_the_detectable_bias_is_where_enough_replications_see_it() -> None:

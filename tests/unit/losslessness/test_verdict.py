@@ -23,7 +23,7 @@ from slipstream.losslessness import verdict as verdicts
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import BIASED, CLAIM, IN_FLIGHT, KEPT, LOSSLESS, TOO_WEAK, certify, judged
-from slipstream.records.stages import CertificateRecord
+from slipstream.records.stages import CertificateRecord, GreedyRecord, Power
 from slipstream.records.steps import ScheduleEntry
 from slipstream.types import Prompt, VersionSpan
 
@@ -411,6 +411,16 @@ def test_a_verdict_says_which_bias_would_have_been_seen(drawn: Sample, baseline:
     )
 
 
+def test_a_policy_so_sharp_that_none_is_much_sharper_is_certified_and_says_why() -> None:
+    """No number of tokens shows a bias that can hardly exist."""
+    unseen = Power(alternative="sharper", detectable_total_variation=0.003, detectable_fraction=1.0)
+    seen = Power(alternative="flatter", detectable_total_variation=0.002, detectable_fraction=0.2)
+    greedy = GreedyRecord(num_responses=1, num_equal=1, num_near_ties=0, largest_gap_nats=0.0, near_tie_nats=0.25)
+    verdict, reason = verdicts._verdict((), (unseen, seen), greedy, SMALL)
+    assert verdict == LOSSLESS
+    assert "a sharper policy would go unseen, but none is further from this one than 0.003" in reason
+
+
 class NumberedPolicy(Policy):
     """Says of each token the numbers of its columns."""
 
@@ -418,7 +428,7 @@ class NumberedPolicy(Policy):
         self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
     ) -> NDArray[np.float64]:
         num_tokens = sum(map(len, sequences)) - sum(prompt_lengths)
-        return np.tile(np.arange(10) / 10, (num_tokens, 1))
+        return np.tile(np.arange(11) / 11, (num_tokens, 1))
 
 
 def test_each_column_that_the_policy_gives_becomes_what_it_is(
@@ -433,8 +443,9 @@ def test_each_column_that_the_policy_gives_becomes_what_it_is(
     certificate(drawn, baseline, policy=NumberedPolicy(), config=SMALL)
     (draws,) = seen
     biases = ((bias.mass_before, bias.probability, bias.total_variation) for bias in (draws.sharper, draws.flatter))
-    columns = (draws.mass_before, draws.probability, draws.logprob_mean, draws.logprob_variance, *chain(*biases))
-    assert [column[0] for column in columns] == [number / 10 for number in range(10)]
+    token = (draws.mass_before, draws.probability, draws.logprob_mean, draws.logprob_variance)
+    columns = (*token, draws.largest_probability, *chain(*biases))
+    assert [column[0] for column in columns] == [number / 11 for number in range(11)]
     assert all(len(column) == drawn.num_tokens == len(draws.position) for column in columns)
 
 

@@ -77,7 +77,7 @@ class ExactPolicy:
         logs = np.log(CHANCES)
         mean = float((CHANCES * logs).sum())
         variance = float((CHANCES * (logs - mean) ** 2).sum())
-        known = [np.cumsum(CHANCES)[drawn] - CHANCES[drawn], CHANCES[drawn], mean, variance]
+        known = [np.cumsum(CHANCES)[drawn] - CHANCES[drawn], CHANCES[drawn], mean, variance, CHANCES.max()]
         bias = [0.0, CHANCES[0], 0.7]
         return np.stack([np.broadcast_to(column, drawn.shape) for column in (*known, *bias, *bias)], axis=1)
 
