@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Trace
 from slipstream.grpo.loop_config import KvCache
+from slipstream.logs import progress
 from slipstream.losslessness import hypothesis_tests
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.hypothesis_tests import Bias, Draws, Tests
@@ -30,6 +31,7 @@ KEPT = (
 )
 LOSSLESS, BIASED, TOO_WEAK = "lossless", "biased", "too weak"
 _PIT_BINS = 20
+_JUDGED_AT_ONCE = 128  # responses between two lines of progress
 _LARGEST_GAP = 1e9  # nats, recorded where the policy gives one of the two tokens no probability
 
 
@@ -110,8 +112,15 @@ def certify(
 
 def judged(traces: Sequence[Trace], policy: ExactPolicy, *, sampling: SamplingConfig, seed: int) -> NDArray[np.float64]:
     """Compute the columns of `ExactPolicy.conditionals` for the responses of `traces`, [tokens, columns]."""
-    sequences = [trace.prompt_token_ids + trace.token_ids for trace in traces]
-    return policy.conditionals(sequences, [len(trace.prompt_token_ids) for trace in traces], sampling, seed=seed)
+    parts = []
+    with progress("certify_losslessness", total=len(traces), unit="response") as done:
+        for first in range(0, len(traces), _JUDGED_AT_ONCE):
+            some = traces[first : first + _JUDGED_AT_ONCE]
+            sequences = [trace.prompt_token_ids + trace.token_ids for trace in some]
+            lengths = [len(trace.prompt_token_ids) for trace in some]
+            parts.append(policy.conditionals(sequences, lengths, sampling, seed=seed + first))
+            done.advance(len(some))
+    return np.concatenate(parts)
 
 
 def _draws(

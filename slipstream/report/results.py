@@ -175,7 +175,9 @@ def terminal_table(record: RunRecord) -> str:
     lines += [_result_row(each, each.label) for each in shown if not each.label.endswith(others)]
     if record.certificate is not None:
         weakest = max(power.detectable_total_variation for power in record.certificate.detectable)
-        lines.append(_row("losslessness", record.certificate.verdict, f"a bias above {weakest:.3f} a token would be seen"))
+        lines.append(
+            _row("losslessness", record.certificate.verdict, f"a bias above {weakest:.3f} a token would be seen")
+        )
     if record.numerics is not None:
         took = f"{record.numerics.float32_ms:.2f} ms in float32, {record.numerics.bfloat16_ms:.2f} in bfloat16"
         lines.append(_row("computed in", record.numerics.dtype, f"a product takes {took}"))

@@ -469,15 +469,19 @@ class NotingPolicy(Policy):
         return super().next_token_probabilities(prefixes, sampling)
 
 
-def test_a_certificate_of_the_same_samples_is_the_same_and_the_engines_have_seeds_of_their_own(
-    drawn: Sample, baseline: Sample
+def test_a_certificate_of_the_same_samples_is_the_same_and_all_that_is_judged_has_seeds_of_its_own(
+    drawn: Sample, baseline: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(verdicts, "_JUDGED_AT_ONCE", 10)
     config = replace(SMALL, seed=4)
     policies = NotingPolicy(), NotingPolicy()
     first, second = (certificate(drawn, baseline, policy=policy, config=config) for policy in policies)
     assert replace(first, elapsed_s=0.0) == replace(second, elapsed_s=0.0)
-    assert policies[0].seeds == [4, 5]
+    counts = len(drawn.traces), len(baseline.traces)
+    speculative, autoregressive = (range(seed, seed + num, 10) for seed, num in zip((4, 5), counts, strict=True))
+    assert policies[0].seeds == [*speculative, *autoregressive]
+    assert len(set(policies[0].seeds)) == len(policies[0].seeds) > 2
     # Prompts are shared by both engines, and asked about once.
     assert len(policies[0].prefixes) == len(set(policies[0].prefixes))
     judged(drawn.traces, policies[1], sampling=SAMPLING, seed=config.seed)
-    assert policies[1].seeds == [4, 5, 4]
+    assert policies[1].seeds == [*speculative, *autoregressive, *speculative]
