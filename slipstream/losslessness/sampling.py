@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from statistics import fmean
 from typing import Protocol
 
 from slipstream.config import require
@@ -13,6 +15,8 @@ from slipstream.grpo.loop_config import KvCache
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.records.steps import ScheduleEntry
 from slipstream.types import Prompt
+
+_FIRST_RANGE = 64  # positions of the first range of `lengths_by_position`
 
 
 class TracingEngine(Protocol):
@@ -108,3 +112,20 @@ def positions(trace: Trace) -> list[int]:
     """List the position of every token in its draft window: 0 for tokens of the prefill, else from 1."""
     first, *later = trace.window_lengths
     return [0] * first + [position for length in later for position in range(1, length + 1)]
+
+
+def lengths_by_position(traces: Sequence[Trace]) -> dict[str, float]:
+    """Compute the mean acceptance length by where in the sequence, prompt included, a draft window begins.
+
+    A rollout's first window has no draft, and its end may cut the last one: both are left out.
+
+    Returns:
+        Lengths by range of positions: `0-63`, `64-127`, `128-255` and so on.
+    """
+    found: dict[int, list[int]] = {}
+    for trace in traces:
+        begins = accumulate(trace.window_lengths, initial=len(trace.prompt_token_ids))
+        for begin, length in list(zip(begins, trace.window_lengths, strict=False))[1:-1]:
+            found.setdefault(max(begin, _FIRST_RANGE // 2).bit_length(), []).append(length)
+    ends = {bits: 1 << bits for bits in sorted(found)}
+    return {f"{end // 2 if end > _FIRST_RANGE else 0}-{end - 1}": fmean(found[bits]) for bits, end in ends.items()}

@@ -17,7 +17,7 @@ from slipstream.logs import progress
 from slipstream.losslessness import hypothesis_tests
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.hypothesis_tests import Bias, Draws, Tests
-from slipstream.losslessness.sampling import Sample, Subject, positions
+from slipstream.losslessness.sampling import Sample, Subject, lengths_by_position, positions
 from slipstream.records.stages import CertificateRecord, Finding, GreedyRecord, Power
 
 CLAIM = (
@@ -106,6 +106,7 @@ def certify(
         draft_fingerprint=subject.draft_fingerprint,
         versions=dict(subject.versions),
         schedule=subject.schedule,
+        lengths_by_position=lengths_by_position(sample.traces),
         elapsed_s=time.perf_counter() - started_s,
     )
 

@@ -180,3 +180,4 @@ class CertificateRecord:
     versions: dict[str, str]
     elapsed_s: float
     schedule: tuple[ScheduleEntry, ...] = ()  # k by running batch; empty: one k throughout
+    lengths_by_position: dict[str, float] = field(default_factory=dict)  # mean acceptance length by place in sequences

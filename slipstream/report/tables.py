@@ -230,6 +230,12 @@ def certificate_table(certificate: CertificateRecord) -> Table:
     return Table("test", {"speculative engine": columns, "autoregressive, as control": ("p",)}, rows)
 
 
+def position_table(certificate: CertificateRecord) -> Table:
+    """Tabulate the acceptance length by position in the sequence."""
+    rows = [Row(positions, (f"{length:.2f}",)) for positions, length in certificate.lengths_by_position.items()]
+    return Table("position in the sequence", {"": ("mean acceptance length",)}, rows)
+
+
 def drift_table(drift: DriftRecord) -> Table:
     """Tabulate each judged result with its band and verdict."""
 

@@ -14,7 +14,7 @@ from slipstream.config import ConfigError
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Trace, WeightFiles
 from slipstream.losslessness.config import LosslessnessConfig
-from slipstream.losslessness.sampling import draw, positions
+from slipstream.losslessness.sampling import draw, lengths_by_position, positions
 from slipstream.types import Prompt
 
 SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_response_tokens=20)
@@ -129,3 +129,21 @@ def test_positions_count_from_one_in_each_window_after_the_prefill() -> None:
     )
 
     assert positions(trace) == [0, 1, 2, 3, 1]
+
+
+def test_lengths_by_position_are_of_whole_windows_by_where_they_begin() -> None:
+    """Windows begin at 61, 62 | 66 of one rollout and at 128 | 131, 135 of the other; their ends are cut."""
+    lengths = ((61, (1, 4, 2)), (127, (1, 3, 4, 1)))
+    traces = [
+        Trace(
+            prompt_token_ids=tuple(range(prompt)),
+            token_ids=tuple(range(sum(windows))),
+            window_lengths=windows,
+            policy_version=0,
+            draft_version=0,
+        )
+        for prompt, windows in lengths
+    ]
+
+    assert lengths_by_position(traces) == {"0-63": 4.0, "128-255": 3.5}
+    assert lengths_by_position(traces[:0]) == {}

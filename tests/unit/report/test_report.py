@@ -333,6 +333,10 @@ def test_the_page_says_what_the_certificate_says() -> None:
     assert re.search(r"first token</th>.*?>rejects<", page, re.DOTALL)
     assert "sharper by 0.012" in page
     assert "losslessness" in terminal_table(RECORD)
+    assert "position in the sequence" not in page
+    assert RECORD.certificate is not None
+    long = replace(RECORD.certificate, lengths_by_position={"0-63": 6.514, "64-127": 6.25})
+    assert re.search(r"64-127</th>\s*<td[^>]*>6.25<", page_text(replace(RECORD, certificate=long)))
 
 
 def test_arms_on_different_hardware_are_marked() -> None:
