@@ -44,7 +44,7 @@ from slipstream.losslessness.verdict import LOSSLESS, certify
 from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
 from slipstream.refit.channel import open_channel
-from slipstream.refit.config import Channel, RefitConfig
+from slipstream.refit.config import Channel, RefitConfig, WeightFiles
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import RefitGate
 from slipstream.types import Dtype, Prompt, TrainBatch
@@ -448,7 +448,7 @@ def refit(at: Setting) -> None:
 
 def _refitted(at: Setting, engines: Any, learner: Any, channel: Channel, *, old: Path, draft: Path) -> list[Any]:
     """Refit three times from the old weights; returns the sample and what the engine holds."""
-    engines.refit(old, policy_version=0, draft=draft)
+    engines.refit(WeightFiles(policy=old, policy_version=0, draft=draft))
     before = _tokens(_generate(engines, seed=1))
     config = RefitConfig(channel=channel, bucket_mib=0.05)
     with open_channel(config, learner, engines) as opened:
@@ -467,7 +467,7 @@ def _refitted(at: Setting, engines: Any, learner: Any, channel: Channel, *, old:
 
 def _refit_in_flight(at: Setting, engines: Any, learner: Any, config: RefitConfig, *, old: Path, draft: Path) -> None:
     """Refit while rollouts run: none is lost, and some carry tokens of both versions."""
-    engines.refit(old, policy_version=0, draft=draft)
+    engines.refit(WeightFiles(policy=old, policy_version=0, draft=draft))
     engines.run_in_flight(KvCache.RECOMPUTE)
     requests = group_requests(_PROMPTS, group_size=_GROUP, seed=7)
     engines.submit(requests, sampling=_SAMPLING)

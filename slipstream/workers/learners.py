@@ -30,7 +30,6 @@ from slipstream.refit.channel import EngineControl, Location, Snapshot
 from slipstream.refit.fingerprint import Turn, weight_totals
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.calls import Crew, Deadline, Idle, Proxy, Worker, started
-from slipstream.workers.cores import CoreSlot
 from slipstream.workers.learner_process import LearnerProcess
 from slipstream.workers.placement.config import Layout
 from slipstream.workers.reservation import reserved
@@ -94,11 +93,6 @@ class RemoteLearner(Proxy):
     def __init__(self, ranks: Sequence[Worker], layout: ParallelConfig, deadline: Deadline) -> None:
         super().__init__(ranks, deadline)
         self._layout = layout
-
-    def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
-        """Hand each rank its slot in the host's shared cores."""
-        calls = [(rank, rank.actor.share_cores.remote(slot)) for rank, slot in zip(self.workers, slots, strict=True)]
-        self._crew.gather("share_cores", calls)
 
     def load(
         self,
