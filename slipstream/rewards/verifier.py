@@ -8,8 +8,6 @@ in a worker process that is killed at its deadline.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 from slipstream.rewards.answers import extract_answer
 from slipstream.rewards.config import MATHEMATICS, MAX_ANSWER_CHARS, RewardConfig
@@ -25,20 +23,7 @@ class Verifier:
 
     def __init__(self, config: RewardConfig) -> None:
         """Keep `config`; nothing starts yet."""
-        self._pool = WorkerPool(
-            MATHEMATICS,
-            num_workers=config.num_workers,
-            timeout_s=config.timeout_s,
-            memory_gib=config.worker_memory_gib,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._pool = WorkerPool(MATHEMATICS, config)
 
     def close(self) -> None:
         """Kill the workers; a later call starts new ones."""
