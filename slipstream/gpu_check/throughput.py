@@ -192,8 +192,8 @@ def _draft_figures(size: Size, config: LearnerConfig, policy: Path, draft: Path)
     num = size.draft_tokens // size.sequence_tokens
     chats = Ragged.of(_sequences(size, num), np.int32)
     process.hold_draft_chats((range(num), chats, [8] * num), settings)
-    process.draft_step(range(num), settings, 1.0)
-    step_s = _seconds(partial(process.draft_step, range(num), settings, 1.0))
+    process.draft_step(range(num), 1.0)
+    step_s = _seconds(partial(process.draft_step, range(num), 1.0))
     process.save_draft(draft)
     return {"draft_step_tokens": size.draft_tokens, "draft_step_s": step_s}
 

@@ -207,14 +207,14 @@ class _Teaching:
         losses = pretrain.train_draft(
             train,
             config,
-            update=lambda indices: learner.draft_step(indices, config, temperature),
+            update=lambda indices: learner.draft_step(indices, temperature),
             save=learner.save_draft_checkpoint,
             load=learner.load_draft_checkpoint,
             hold=lambda: learner.hold_draft_chats(train.token_ids, train.prompt_lengths, config),
             checkpoint=self.directory / _CHECKPOINT,
             on_step=on_step,
         )
-        found = learner.evaluate_draft(self.heldout.token_ids, self.heldout.prompt_lengths, config, temperature)
+        found = learner.evaluate_draft(self.heldout.token_ids, self.heldout.prompt_lengths, temperature)
         learner.save_draft(self.directory / _DRAFT)
         return num, losses, found
 

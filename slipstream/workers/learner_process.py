@@ -13,6 +13,7 @@ import numpy as np
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.learner_draft import (
+    Chats,
     HeldChats,
     IndexedChats,
     LearnerDraft,
@@ -304,7 +305,7 @@ class LearnerProcess:
         )
         return self._draft_chats.states is not None
 
-    def draft_step(self, indices: Sequence[int], config: DraftConfig, temperature: float) -> float:
+    def draft_step(self, indices: Sequence[int], temperature: float) -> float:
         """Update the draft on the frozen policy's hidden states of these chats; returns the loss.
 
         A data-parallel rank has hidden states of the chats that it holds. The ranks that split the policy between them
@@ -312,14 +313,13 @@ class LearnerProcess:
         """
         chats = self._draft_chats
         assert chats is not None, "hold_draft_chats comes first"
-        mine = chats.mine(indices, self._loaded)
-        return self._drafting.step(*mine, temperature=temperature)
+        return self._drafting.step(chats.mine(indices, self._loaded), temperature=temperature)
 
-    def evaluate_draft(self, part: Learned, config: DraftConfig, temperature: float) -> DraftProgress:
+    def evaluate_draft(self, part: Learned, temperature: float) -> DraftProgress:
         """Compute the held-out acceptance of the draft over the chats of all ranks."""
         sequences, prompt_lengths = part
         states = self._loaded.hidden_states(sequences, self._drafting.layer_ids)
-        rates, length = self._drafting.evaluate(sequences, prompt_lengths, states, temperature=temperature)
+        rates, length = self._drafting.evaluate(Chats(sequences, prompt_lengths, states), temperature=temperature)
         return DraftProgress(rate_by_position=tuple(rates), mean_acceptance_length=length)
 
     def save_draft(self, path: Path) -> None:

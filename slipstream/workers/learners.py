@@ -238,19 +238,17 @@ class RemoteLearner(Proxy):
         )
         return all(fits)
 
-    def draft_step(self, indices: Sequence[int], config: DraftConfig, temperature: float) -> float:
+    def draft_step(self, indices: Sequence[int], temperature: float) -> float:
         """Update the draft on the chats of these indices; returns the loss."""
-        return self._on_all("draft_step", lambda rank: rank.draft_step.remote(indices, config, temperature))
+        return self._on_all("draft_step", lambda rank: rank.draft_step.remote(indices, temperature))
 
-    def evaluate_draft(
-        self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig, temperature: float
-    ) -> DraftProgress:
+    def evaluate_draft(self, sequences: Sequences, prompt_lengths: Sequence[int], temperature: float) -> DraftProgress:
         """Compute the held-out acceptance of the draft."""
         answers = self._on_shards(
             "evaluate_draft",
             Shards.of(sequences, self._layout.data),
             partial(_chats, sequences, prompt_lengths),
-            lambda rank, data: rank.evaluate_draft.remote(data, config, temperature),
+            lambda rank, data: rank.evaluate_draft.remote(data, temperature),
         )
         return answers[0]
 

@@ -57,7 +57,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Iterato
         learner.start_draft(new, CONFIG)
         learner.hold_draft_chats(sequences, starts, CONFIG)
         for _ in range(10):
-            learner.draft_step(range(16), CONFIG, 1.0)
+            learner.draft_step(range(16), 1.0)
         learner.save_draft(root / "draft")
         with (
             start_engine(old, config=ENGINE, speculative_config=speculative_config(CONFIG, old, 3)) as engine,
