@@ -141,7 +141,7 @@ def test_a_small_model_learns_the_policys_answers_and_is_judged_at_the_sampling_
         ("create", 64, 64, 3, "muon"),
         "lm_step",
         "lm_step",
-        ("checkpoint", "step-000002"),
+        ("checkpoint", "step-2"),
         "lm_step",
         "lm_step",
         ("logprobs", 2, TEMPERATURE),
