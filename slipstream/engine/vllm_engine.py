@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import require
-from slipstream.engine.acceptance import AcceptanceCounters, acceptance_between
+from slipstream.engine.acceptance import acceptance_between
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import Portion, Trace
 from slipstream.engine.requests import GroupRequest, group_requests
@@ -304,7 +304,7 @@ class VllmEngine:
         """Start `requests` and run steps until no rollout is in flight, or `is_over` of the complete groups is True."""
         self._cache.wake()
         self._preemptions.take()  # of what ran since the last generation
-        before = self._counters()
+        before = None if self._drafting is None else self._drafting.counters()
         started_s = time.perf_counter()
         done: list[tuple[int, RolloutGroup]] = []
         if sampling is not None:
@@ -315,11 +315,10 @@ class VllmEngine:
                 if is_over(done):
                     break
         ended_s = time.perf_counter()
-        after = self._counters()
-        acceptance = None if before is None or after is None else acceptance_between(before, after)
+        after = None if self._drafting is None else self._drafting.counters()
         return Portion(
             groups=tuple(done),
-            acceptance=acceptance,
+            acceptance=None if before is None or after is None else acceptance_between(before, after),
             started_s=started_s,
             ended_s=ended_s,
             running=self._groups.take_running(),
@@ -574,10 +573,6 @@ class VllmEngine:
             f"must hold the longest prompt {longest} + max_response_tokens {sampling.max_response_tokens}",
             self._max_model_len,
         )
-
-    def _counters(self) -> AcceptanceCounters | None:
-        """Read the acceptance counters; None without a draft."""
-        return None if self._drafting is None else self._drafting.counters()
 
     @property
     def _versions(self) -> tuple[int, int | None]:

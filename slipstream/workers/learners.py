@@ -135,14 +135,12 @@ class RemoteLearner(Proxy):
 
     def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]] | None:
         """Compute the response tokens' logprobs under the reference policy; None without a reference."""
-        shards = Shards.of(batch.token_ids, self._layout.data)
-        answers = self._on_shards(
+        return self._by_sequence(
             _of("ref_logprobs", batch),
-            shards,
+            batch.token_ids,
             partial(part_of_batch, batch),
             lambda rank, data: rank.ref_logprobs.remote(data, temperature),
         )
-        return None if answers[0] is None else shards.in_order(answers)
 
     def token_logprobs(self, sequences: Sequences) -> list[NDArray[np.float32]]:
         """Compute the logprob of each token but the first, at temperature 1."""
@@ -354,10 +352,11 @@ class RemoteLearner(Proxy):
 
     def _by_sequence(
         self, what: str, sequences: Sequence[Any], part: Callable[[Sequence[int]], Any], call: Callable[[Any, Any], Any]
-    ) -> list[Any]:
-        """Call every rank with its part of `sequences`; returns one answer a sequence, in the batch's order."""
+    ) -> Any:
+        """Call every rank with its part of `sequences`; returns an answer a sequence, in order, or None as ranks do."""
         shards = Shards.of(sequences, self._layout.data)
-        return shards.in_order(self._on_shards(what, shards, part, call))
+        answers = self._on_shards(what, shards, part, call)
+        return None if answers[0] is None else shards.in_order(answers)
 
 
 def _sending(timeout_s: float) -> Deadline:
