@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -79,7 +79,7 @@ def time_steps(run: FinishedRun, num_steps: int, k: int, turn: Turn) -> TimedSte
     with (
         start_learner(recipe.learner, layout=recipe.layout) as learner,
         recipe_engine(recipe, run.policy, run.draft, k) as remote,
-        Verifier(recipe.reward) as verifier,
+        closing(Verifier(recipe.reward)) as verifier,
         ExitStack() as opened,
     ):
         engine = NotingEngine(engine=remote, seconds=[])

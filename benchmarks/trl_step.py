@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def _train(recipe: Recipe, execution: Path, num_steps: int, dtype: str) -> list[
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             _say(f"{time.perf_counter() - self.started_s:.6f}")
 
-    with Verifier(recipe.reward) as verifier, tempfile.TemporaryDirectory() as output:
+    with closing(Verifier(recipe.reward)) as verifier, tempfile.TemporaryDirectory() as output:
 
         def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
             return list(verifier.score(completions, answer).rewards)

@@ -23,7 +23,7 @@ from slipstream.recipe import Recipe
 from slipstream.records.stages import CertificateRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.refit.channel import Delivery, Exported, Snapshot
-from slipstream.refit.config import EngineState
+from slipstream.refit.config import EngineState, WeightFiles
 from slipstream.refit.fingerprint import Turn, weight_totals
 from slipstream.types import Arm, Dtype, Prompt
 
@@ -157,7 +157,7 @@ class FileChannel:
         """All engines read where they are told to."""
 
     def refit(self, *, policy_version: int) -> list[EngineState]:
-        return self.engine.refit(self.path, policy_version=policy_version)
+        return self.engine.refit(WeightFiles(policy=self.path, policy_version=policy_version))
 
 
 def write_config(path: Path, *, num_layers: int, num_positions: int) -> Path:

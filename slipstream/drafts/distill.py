@@ -7,7 +7,6 @@ pure function of seed and step, so training resumes exactly.
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,16 +20,11 @@ from safetensors import safe_open
 from slipstream.config import require
 from slipstream.drafts.compatibility import check_draft_model
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.pretrain import DraftProgress, Responses, train_to_end
+from slipstream.drafts.pretrain import DraftProgress, Responses, train_draft
 from slipstream.learner.architecture import num_positions
-from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import ScratchConfig
 from slipstream.learner.policy_source import learning_rate_at, locate
-from slipstream.storage import remove, step_directories, step_directory, step_of
 
-logger = logging.getLogger(__name__)
-
-_LOSSES = "losses"
 _WEIGHTS = "*.safetensors"
 
 
@@ -107,57 +101,22 @@ def distill(
     checkpoint: Path,
     on_step: Callable[[int, float], None],
 ) -> list[float]:
-    """Train to the last step, from the newest checkpoint if there is one; returns the loss of every step.
+    """Train as `train_draft` does.
 
     Args:
         learner: learner that holds `scratch` with random weights.
     """
-    losses, saved = _resumed(learner, checkpoint)
 
     def update(step: int, indices: list[int]) -> float:
         batch = train.select(indices)
         return learner.lm_step(batch.token_ids, batch.prompt_lengths, learning_rate=learning_rate_at(step, scratch))
 
-    def save(losses: list[float]) -> None:
-        """Write a checkpoint, then remove the previous one."""
-        nonlocal saved
-        path = step_directory(checkpoint, len(losses))
-        learner.save_checkpoint(path, {_LOSSES: list(losses)})
+    def save(path: Path) -> None:
+        learner.save_checkpoint(path, {})
         learner.finish_checkpoint()
-        if saved is not None:
-            remove(saved)
-        saved = path
 
-    return train_to_end(train, config, losses, update=update, save=save, on_step=on_step)
-
-
-def num_distilled(checkpoint: Path) -> int:
-    """Return the number of steps that an earlier attempt completed."""
-    found, _ = step_directories(checkpoint)
-    return (step_of(found[-1]) or 0) if found else 0
-
-
-def _resumed(learner: SmallLearner, checkpoint: Path) -> tuple[list[float], Path | None]:
-    """Restore the newest whole checkpoint; returns the losses up to it and its path, or no losses and None.
-
-    Raises:
-        CheckpointError: all checkpoints are damaged.
-    """
-    damaged: list[CheckpointError] = []
-    for path in reversed(step_directories(checkpoint)[0]):
-        try:
-            losses = list(learner.load_checkpoint(path)[_LOSSES])
-        except FileNotFoundError:
-            logger.warning("pretrain_draft: %s is not a checkpoint and is skipped", path)
-        except CheckpointError as error:
-            damaged.append(error)
-            logger.error("pretrain_draft: %s; trying the previous one", error)
-        else:
-            logger.info("pretrain_draft: resuming at step %d", len(losses))
-            return losses, path
-    if damaged:
-        raise CheckpointError(f"{damaged[0]}; remove {checkpoint} to train the draft anew") from damaged[0]
-    return [], None
+    load = learner.load_checkpoint
+    return train_draft(train, config, update=update, save=save, load=load, checkpoint=checkpoint, on_step=on_step)
 
 
 def heldout_acceptance(

@@ -119,7 +119,10 @@ def load_draft(draft: Path, policy: Path, config: DraftConfig) -> Eagle3DraftMod
     Raises:
         ConfigError: the directory holds no EAGLE-3 draft, or the draft reads other layers than `config` names.
     """
-    saved = _saved_config(draft, config)
+    saved = read_config(draft, "draft")
+    is_eagle3 = saved.get("speculators_model_type") == "eagle3"
+    require(is_eagle3, "draft", "must be an EAGLE-3 draft as speculators saves it", str(draft))
+    _require_layers(config, saved["eagle_aux_hidden_state_layer_ids"], "the draft")
     saved["transformer_layer_config"]["_attn_implementation"] = "sdpa"
     settings = Eagle3SpeculatorConfig.model_validate(saved)
     settings.speculators_config.verifier = VerifierConfig.from_pretrained(str(policy))
@@ -131,15 +134,6 @@ def load_draft(draft: Path, policy: Path, config: DraftConfig) -> Eagle3DraftMod
     missing, extra = model.float().load_state_dict(tensors, strict=False)
     assert not extra and set(missing) <= set(_NOT_SAVED), (missing, extra)
     return _trainable(model)
-
-
-def _saved_config(draft: Path, config: DraftConfig) -> dict[str, Any]:
-    """Read the config of a saved draft and check that it reads the layers that `config` names."""
-    saved = read_config(draft, "draft")
-    is_eagle3 = saved.get("speculators_model_type") == "eagle3"
-    require(is_eagle3, "draft", "must be an EAGLE-3 draft as speculators saves it", str(draft))
-    _require_layers(config, saved["eagle_aux_hidden_state_layer_ids"], "the draft")
-    return saved
 
 
 def _require_layers(config: DraftConfig, ids: Sequence[int], whose: str) -> None:

@@ -35,8 +35,22 @@ IndexedChats = tuple[Sequence[int], Ragged, Sequence[int]]
 States = Sequence[tuple["Tensor", "Tensor"]]
 """For each sequence of T tokens the auxiliary hidden states [T, AH] and the input of the output layer [T, H]."""
 
-Chats = tuple[Sequences, Sequence[int], States]
-"""Chats: their tokens, their prompt lengths, and the policy's hidden states."""
+
+@dataclass(frozen=True, slots=True)
+class Chats:
+    """Chats with the policy's hidden states."""
+
+    sequences: Sequences
+    prompt_lengths: Sequence[int]
+    states: States
+
+    def some(self, indices: Sequence[int]) -> Chats:
+        """Return the chats with these indices."""
+        return Chats(
+            [self.sequences[i] for i in indices],
+            [self.prompt_lengths[i] for i in indices],
+            [self.states[i] for i in indices],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +79,8 @@ class HeldChats:
         """Return this rank's chats among those with the given indices, with their states."""
         places = [self.places[index] for index in indices if index in self.places]
         sequences, lengths = [self.sequences[at] for at in places], [self.prompt_lengths[at] for at in places]
-        if self.states is None:
-            return sequences, lengths, policy.hidden_states(sequences, self.layers)
-        return sequences, lengths, [self.states[at] for at in places]
+        states = None if self.states is None else [self.states[at] for at in places]
+        return Chats(sequences, lengths, policy.hidden_states(sequences, self.layers) if states is None else states)
 
 
 class LearnerDraft(ABC):
@@ -77,9 +90,13 @@ class LearnerDraft(ABC):
 
     Attributes:
         reads_last_token: True if training uses the last token of a sequence, after which there is no state.
+        layer_ids: layers of the policy whose states the draft reads.
+        num_parameters: number of trained parameters.
     """
 
     reads_last_token = False
+    layer_ids: tuple[int, ...]
+    num_parameters: int
 
     def __init__(self, config: DraftConfig, *, is_online: bool, writes: bool) -> None:
         """Set the mode of training.
@@ -93,23 +110,11 @@ class LearnerDraft(ABC):
 
     @property
     @abstractmethod
-    def layer_ids(self) -> tuple[int, ...]:
-        """Layers of the policy whose states the draft reads."""
-
-    @property
-    @abstractmethod
-    def num_parameters(self) -> int:
-        """Number of trained parameters."""
-
-    @property
-    @abstractmethod
     def num_updates(self) -> int:
         """Number of updates so far."""
 
     @abstractmethod
-    def step(
-        self, sequences: Sequences, prompt_lengths: Sequence[int], states: States, *, temperature: float = 1.0
-    ) -> float:
+    def step(self, chats: Chats, *, temperature: float = 1.0) -> float:
         """Make one update; returns the loss summed over the passes.
 
         Args:
@@ -120,9 +125,7 @@ class LearnerDraft(ABC):
         """
 
     @abstractmethod
-    def evaluate(
-        self, sequences: Sequences, prompt_lengths: Sequence[int], states: States, *, temperature: float = 1.0
-    ) -> tuple[list[float], float]:
+    def evaluate(self, chats: Chats, *, temperature: float = 1.0) -> tuple[list[float], float]:
         """Measure held-out acceptance under rejection sampling at `temperature`, over all ranks.
 
         The probability of accepting draft token i is sum_v min(p(v), q(v)) of policy and draft after the chat's own
@@ -161,15 +164,7 @@ class LearnerDraft(ABC):
         """Copy the policy's current embeddings and output layer into the draft, where it has copies."""
         del vocabulary_weights
 
-    def learn(
-        self,
-        sequences: Sequences,
-        prompt_lengths: Sequence[int],
-        states: States,
-        *,
-        temperature: float,
-        num_ranks: int = 1,
-    ) -> float:
+    def learn(self, chats: Chats, *, temperature: float, num_ranks: int = 1) -> float:
         """Make `draft.online.updates` updates, each on other rollouts of the step; returns their mean loss.
 
         Args:
@@ -177,20 +172,12 @@ class LearnerDraft(ABC):
         """
         config = self._config
         parts = sample_parts(
-            [len(tokens) for tokens in sequences],
+            [len(tokens) for tokens in chats.sequences],
             num_parts=config.online.updates,
             num_tokens=config.online_tokens // num_ranks,
             seed=f"{config.seed}/online/{self.num_updates}",  # a new sample in every step
         )
-        losses = [
-            self.step(
-                [sequences[i] for i in part],
-                [prompt_lengths[i] for i in part],
-                [states[i] for i in part],
-                temperature=temperature,
-            )
-            for part in parts
-        ]
+        losses = [self.step(chats.some(part), temperature=temperature) for part in parts]
         return sum(losses) / len(losses)
 
     def save_checkpoint(self, path: Path) -> None:
@@ -217,10 +204,7 @@ class LearnerDraft(ABC):
 
         counts = json.loads((path / _STATE).read_text())
         if sum_of(path / _TENSORS).xxh3 != counts.pop("xxh3"):
-            raise CheckpointError(
-                f"checkpoint {path} is damaged: {_TENSORS} does not have the digest it was saved with; remove "
-                f"{path.parent} to train the draft anew"
-            )
+            raise CheckpointError(f"checkpoint {path} is damaged: {_TENSORS} has not the digest it was saved with")
         self.restore({**load_file(path / _TENSORS), **counts})
 
     def _learning_rate(self) -> float:
@@ -261,42 +245,30 @@ class MtpDraft(LearnerDraft):
         super().__init__(config, is_online=is_online, writes=writes)
         self._policy, self._tokenizer_dir = policy, tokenizer_dir
         self._trainer = policy.start_mtp(self._settings)
-
-    @property
-    def layer_ids(self) -> tuple[int, ...]:
-        """The layer whose states the MTP layer reads."""
-        return self._policy.architecture.mtp_layer_ids
-
-    @property
-    def num_parameters(self) -> int:
-        """Trained parameters."""
-        return sum(tensor.numel() for _, tensor in self._policy.mtp_weights())
+        self.layer_ids = policy.architecture.mtp_layer_ids
+        self.num_parameters = sum(tensor.numel() for _, tensor in policy.mtp_weights())
 
     @property
     def num_updates(self) -> int:
         """Updates so far."""
         return self._trainer.num_updates
 
-    def step(
-        self, sequences: Sequences, prompt_lengths: Sequence[int], states: States, *, temperature: float = 1.0
-    ) -> float:
+    def step(self, chats: Chats, *, temperature: float = 1.0) -> float:
         """One update; returns the loss summed over the passes."""
         return self._trainer.step(
-            sequences,
-            prompt_lengths,
-            states,
+            chats.sequences,
+            chats.prompt_lengths,
+            chats.states,
             learning_rate=self._learning_rate(),
             temperature=temperature,
             num_passes=self._num_passes(),
             decay=self._config.pretrain.ttt_step_loss_decay,
         )
 
-    def evaluate(
-        self, sequences: Sequences, prompt_lengths: Sequence[int], states: States, *, temperature: float = 1.0
-    ) -> tuple[list[float], float]:
+    def evaluate(self, chats: Chats, *, temperature: float = 1.0) -> tuple[list[float], float]:
         """Held-out acceptance by position, and the mean acceptance length."""
-        num_tokens = self._config.pretrain.ttt_steps
-        return self._trainer.evaluate(sequences, prompt_lengths, states, num_tokens=num_tokens, temperature=temperature)
+        held = chats.sequences, chats.prompt_lengths, chats.states
+        return self._trainer.evaluate(*held, num_tokens=self._config.pretrain.ttt_steps, temperature=temperature)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The draft's tensors under the names that vLLM loads."""
@@ -399,8 +371,7 @@ def train_beside(
     for index, tokens in enumerate(kept):
         aux_TA, last_TH = capture.by_sequence[index]
         states.append((aux_TA[: len(tokens)], last_TH[: len(tokens)]))
-    loss = draft.learn(
-        kept, batch.prompt_lengths, states, temperature=update.temperature, num_ranks=learner.parallel.data
-    )
+    chats = Chats(kept, batch.prompt_lengths, states)
+    loss = draft.learn(chats, temperature=update.temperature, num_ranks=learner.parallel.data)
     elapsed_s = follow_s + time.perf_counter() - start
     return replace(trained, draft=DraftUpdate(loss=loss, num_updates=config.online.updates, elapsed_s=elapsed_s))

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, DynamicCache
 
-from slipstream.drafts.learner_draft import States
+from slipstream.drafts.learner_draft import Chats
 from slipstream.learner.packing import plan_rectangles
 
 if TYPE_CHECKING:
@@ -46,47 +46,30 @@ class PackedChats:
     position_ids: Tensor  # [1, N] from 1 in each chat
 
 
-def rows_of(
-    sequences: Sequence[Sequence[int]],
-    prompt_lengths: Sequence[int],
-    states: States,
-    *,
-    max_tokens: int,
-    device: torch.device = _CPU,
-) -> list[PackedChats]:
+def rows_of(chats: Chats, *, max_tokens: int, device: torch.device = _CPU) -> list[PackedChats]:
     """Pack chats in their order into rows of at most `max_tokens` tokens; a longer chat gets a row of its own."""
     rows: list[list[int]] = []
     taken = 0
-    for index, tokens in enumerate(sequences):
+    for index, tokens in enumerate(chats.sequences):
         if not rows or taken + len(tokens) > max_tokens:
             rows.append([])
             taken = 0
         rows[-1].append(index)
         taken += len(tokens)
-    packed = [
-        pack_chats(
-            [sequences[i] for i in row], [prompt_lengths[i] for i in row], [states[i] for i in row], device=device
-        )
-        for row in rows
-    ]
+    packed = [pack_chats(chats.some(row), device=device) for row in rows]
     # A row whose responses are all too short to draft for gives no loss.
     return [row for row in packed if row.loss_mask.any()]
 
 
-def pack_chats(
-    sequences: Sequence[Sequence[int]],
-    prompt_lengths: Sequence[int],
-    states: States,
-    *,
-    device: torch.device = _CPU,
-) -> PackedChats:
+def pack_chats(chats: Chats, *, device: torch.device = _CPU) -> PackedChats:
     """Pack chats and shift them: within each chat, input ids, last states and mask move left by one.
 
     For a chat x0 .. xT with states g0 .. gT and last states y0 .. yT this gives rows (x1, g0, y1) .. (xT, gT-1, yT).
     Row j predicts the token after x(j+1); the first draft follows the first response token.
     """
     ids, hidden, last, mask, documents, places = [], [], [], [], [], []
-    for index, (tokens, start, (aux_TA, last_TH)) in enumerate(zip(sequences, prompt_lengths, states, strict=True)):
+    each = zip(chats.sequences, chats.prompt_lengths, chats.states, strict=True)
+    for index, (tokens, start, (aux_TA, last_TH)) in enumerate(each):
         num = len(tokens) - 1
         ids.append(torch.tensor(tokens[1:], dtype=torch.long))
         hidden.append(aux_TA[:-1].to(device).float())

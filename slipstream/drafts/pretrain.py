@@ -19,7 +19,9 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.learner_draft import sample_parts
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Engines
+from slipstream.learner.checkpoint import CheckpointError
 from slipstream.records.files import write_atomic
+from slipstream.storage import remove
 from slipstream.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -82,63 +84,48 @@ def read_responses(path: Path) -> Responses:
     return Responses(token_ids=tuple(map(tuple, kept["token_ids"])), prompt_lengths=tuple(kept["prompt_lengths"]))
 
 
-def train_to_end(
-    train: Responses,
-    config: DraftConfig,
-    losses: list[float],
-    *,
-    update: Callable[[int, list[int]], float],
-    save: Callable[[list[float]], None],
-    on_step: Callable[[int, float], None],
-) -> list[float]:
-    """Train from the step after `losses` to the last one; returns the loss of every step.
-
-    Args:
-        update: updates on the chats with the given indices in the given step; returns the loss.
-        save: writes a checkpoint after the steps with the given losses.
-    """
-    plan = config.pretrain
-    for step in range(len(losses), plan.num_steps):
-        losses.append(update(step, train.batch(step, num_tokens=plan.tokens_per_step, seed=config.seed)))
-        on_step(step, losses[-1])
-        if len(losses) % plan.checkpoint_every_steps == 0 and len(losses) < plan.num_steps:
-            save(losses)
-    return losses
-
-
 def train_draft(
     train: Responses,
     config: DraftConfig,
     *,
-    update: Callable[[list[int]], float],
+    update: Callable[[int, list[int]], float],
     save: Callable[[Path], None],
-    load: Callable[[Path], None],
-    hold: Callable[[], bool],
+    load: Callable[[Path], object],
+    hold: Callable[[], bool] = lambda: True,
     checkpoint: Path,
     on_step: Callable[[int, float], None],
 ) -> list[float]:
     """Train to the last step, from an earlier attempt's checkpoint if there is one; returns the loss of every step.
 
     Args:
-        update: updates the draft on the chats with the given indices.
+        update: updates the draft on the chats with the given indices in the given step; returns the loss.
         save: writes the draft's checkpoint.
         load: reads the draft's checkpoint.
         hold: computes the chats' hidden states once; returns False if they exceed the cache.
+    Raises:
+        CheckpointError: the checkpoint is damaged.
     """
-    progress = checkpoint / _LOSSES
+    plan, progress = config.pretrain, checkpoint / _LOSSES
     losses: list[float] = json.loads(progress.read_text()) if progress.is_file() else []
+    num_saved = len(losses)
     if losses:
-        load(checkpoint / f"step-{len(losses)}")
-        logger.info("pretrain_draft: resuming at step %d", len(losses))
+        try:
+            load(checkpoint / f"step-{num_saved}")
+        except (CheckpointError, FileNotFoundError) as error:
+            raise CheckpointError(f"{error}; remove {checkpoint} to train the draft anew") from error
+        logger.info("pretrain_draft: resuming at step %d", num_saved)
     if not hold():
         text = "pretrain_draft: hidden states exceed %s and are computed in each step; raise it if memory allows"
         logger.info(text, "draft.pretrain.states_cache_gib")
-
-    def save_all(losses: list[float]) -> None:
-        save(checkpoint / f"step-{len(losses)}")
-        write_atomic(progress, json.dumps(losses).encode())
-
-    return train_to_end(train, config, losses, update=lambda _, chosen: update(chosen), save=save_all, on_step=on_step)
+    for step in range(num_saved, plan.num_steps):
+        losses.append(update(step, train.batch(step, num_tokens=plan.tokens_per_step, seed=config.seed)))
+        on_step(step, losses[-1])
+        if len(losses) % plan.checkpoint_every_steps == 0 and len(losses) < plan.num_steps:
+            save(checkpoint / f"step-{len(losses)}")
+            write_atomic(progress, json.dumps(losses).encode())
+            remove(checkpoint / f"step-{num_saved}")
+            num_saved = len(losses)
+    return losses
 
 
 def num_done(checkpoint: Path) -> int:

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.eagle3 import build_draft, draft_ids, draft_tensors, load_draft, policy_head, save_draft
-from slipstream.drafts.learner_draft import NUM_STEPS, LearnerDraft, Sequences, States
+from slipstream.drafts.learner_draft import NUM_STEPS, Chats, LearnerDraft
 from slipstream.drafts.passes import PackedChats, head_inputs, rows_of
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner.checkpoint import CheckpointError
@@ -183,32 +183,22 @@ class DraftTrainer(LearnerDraft):
             self._cut_policy_head()
         named = [(name, each) for name, each in self._model.named_parameters() if each.requires_grad]
         self._trained = [parameter for _, parameter in named]
+        self.layer_ids = tuple(model.config.eagle_aux_hidden_state_layer_ids)
+        self.num_parameters = sum(parameter.numel() for parameter in self._trained)
         self._optimizer = DraftOptimizer(named, self._settings)
         self._memory = TrainingMemory(self._model, self._optimizer.steppers, device=device)
         self._num_steps = 0
-
-    @property
-    def layer_ids(self) -> tuple[int, ...]:
-        """Layers of the policy whose states the draft reads, by its own config."""
-        return tuple(self._model.config.eagle_aux_hidden_state_layer_ids)
-
-    @property
-    def num_parameters(self) -> int:
-        """Trained parameters."""
-        return sum(parameter.numel() for parameter in self._trained)
 
     @property
     def num_updates(self) -> int:
         """Updates so far."""
         return self._num_steps
 
-    def step(
-        self, sequences: Sequences, prompt_lengths: Sequence[int], states: States, *, temperature: float = 1.0
-    ) -> float:
+    def step(self, chats: Chats, *, temperature: float = 1.0) -> float:
         """One update; returns the loss summed over the passes."""
         self._memory.onload()
         self._optimizer.zero_grad()
-        rows = self._rows(sequences, prompt_lengths, states)
+        rows = self._rows(chats)
         num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
         if self._sum_over_ranks is not None:
             num_tokens = int(self._sum_over_ranks(torch.tensor(num_tokens)))
@@ -260,11 +250,9 @@ class DraftTrainer(LearnerDraft):
         return float(total)
 
     @torch.no_grad()
-    def evaluate(
-        self, sequences: Sequences, prompt_lengths: Sequence[int], states: States, *, temperature: float = 1.0
-    ) -> tuple[list[float], float]:
+    def evaluate(self, chats: Chats, *, temperature: float = 1.0) -> tuple[list[float], float]:
         """Held-out acceptance by position, and the mean acceptance length."""
-        rows = self._rows(sequences, prompt_lengths, states)
+        rows = self._rows(chats)
         none = torch.zeros(self._config.pretrain.ttt_steps, 0, device=self._device)
         windows = torch.cat([none, *(self._windows(row, temperature) for row in rows)], dim=1)
         accepted, num = windows.cumprod(dim=0).sum(dim=0).sum(), windows.new_tensor(windows.shape[1])
@@ -321,17 +309,11 @@ class DraftTrainer(LearnerDraft):
             parameter.copy_(state[f"{index}.parameter"])
         self._optimizer.restore(state, num_updates=self._num_steps)
 
-    def _rows(self, sequences: Sequences, prompt_lengths: Sequence[int], states: States) -> list[PackedChats]:
+    def _rows(self, chats: Chats) -> list[PackedChats]:
         """Pack this trainer's share of the sequences, which is balanced by tokens."""
         index, count = self._share
-        mine = plan_shards([len(tokens) for tokens in sequences], count)[index]
-        return rows_of(
-            [sequences[i] for i in mine],
-            [prompt_lengths[i] for i in mine],
-            [states[i] for i in mine],
-            max_tokens=self._config.eagle3.tokens_per_row,
-            device=self._device,
-        )
+        mine = plan_shards([len(tokens) for tokens in chats.sequences], count)[index]
+        return rows_of(chats.some(mine), max_tokens=self._config.eagle3.tokens_per_row, device=self._device)
 
     def _windows(self, batch: PackedChats, temperature: float) -> Tensor:
         """[ttt_steps, windows] probability of accepting each token of every draft window within one response."""

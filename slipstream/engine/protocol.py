@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from slipstream.engine.acceptance import combine
@@ -107,16 +106,6 @@ class Portion:
     running: tuple[RunningTime, ...] = ()
     num_regenerated: int = 0  # rollouts that were submitted again since the call before, as an engine was lost
     num_preemptions: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightFiles:
-    """Directories of the weights of policy and draft, with their versions."""
-
-    policy: Path
-    policy_version: int
-    draft: Path | None = None
-    draft_version: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,14 +13,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from slipstream.config import require
-from slipstream.engine.acceptance import AcceptanceCounters, acceptance_between
+from slipstream.engine.acceptance import acceptance_between
 from slipstream.engine.config import EngineConfig, SamplingConfig
-from slipstream.engine.protocol import Portion, Trace, WeightFiles
+from slipstream.engine.protocol import Portion, Trace
 from slipstream.engine.requests import GroupRequest, group_requests
 from slipstream.engine.vllm_groups import (
     CacheMemory,
@@ -35,7 +34,7 @@ from slipstream.grpo.loop_config import KvCache
 from slipstream.imports import uncollected
 from slipstream.records.steps import ScheduleEntry
 from slipstream.refit.channel import Location
-from slipstream.refit.config import Channel, EngineState
+from slipstream.refit.config import Channel, EngineState, WeightFiles
 from slipstream.refit.fingerprint import Turn, weight_totals
 from slipstream.types import Dtype, Prompt, RolloutGroup
 
@@ -305,7 +304,7 @@ class VllmEngine:
         """Start `requests` and run steps until no rollout is in flight, or `is_over` of the complete groups is True."""
         self._cache.wake()
         self._preemptions.take()  # of what ran since the last generation
-        before = self._counters()
+        before = None if self._drafting is None else self._drafting.counters()
         started_s = time.perf_counter()
         done: list[tuple[int, RolloutGroup]] = []
         if sampling is not None:
@@ -316,11 +315,10 @@ class VllmEngine:
                 if is_over(done):
                     break
         ended_s = time.perf_counter()
-        after = self._counters()
-        acceptance = None if before is None or after is None else acceptance_between(before, after)
+        after = None if self._drafting is None else self._drafting.counters()
         return Portion(
             groups=tuple(done),
-            acceptance=acceptance,
+            acceptance=None if before is None or after is None else acceptance_between(before, after),
             started_s=started_s,
             ended_s=ended_s,
             running=self._groups.take_running(),
@@ -393,31 +391,27 @@ class VllmEngine:
                 if self._groups.is_empty():
                     break
                 if refits and step % steps_between == 0:
-                    self.refit(**asdict(refits[step // steps_between % len(refits)]))
+                    self.refit(refits[step // steps_between % len(refits)])
                 found.update((request.index, finished) for request, finished in self._groups.step())
             if refits:
-                self.refit(**asdict(refits[-1]))
+                self.refit(refits[-1])
         except BaseException:
             self._groups.drop()  # the next call would return them
             raise
         return [trace_of(prompts[index], finished) for index in range(len(prompts)) for finished in found[index]]
 
-    def refit(
-        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
-    ) -> EngineState:
-        """Load the policy's weights, and the draft's if `draft` is given, and reset the prefix cache.
+    def refit(self, weights: WeightFiles) -> EngineState:
+        """Load the policy's weights, and the draft's if there are any, and reset the prefix cache.
 
-        Args:
-            policy: safetensors file with the names of the Hugging Face checkpoint, or a directory of such files.
-            draft: file or directory of the draft's weights.
         Raises:
             RuntimeError: vLLM did not reset the prefix cache, or its ranks read different weights; the engine must not
                 be used further.
         """
-        self._read(policy, is_draft=False)
-        if draft is not None:
-            self._read(draft, is_draft=True)
-        return self.adopt(policy_version=policy_version, draft_version=None if draft is None else draft_version)
+        self._read(weights.policy, is_draft=False)
+        if weights.draft is not None:
+            self._read(weights.draft, is_draft=True)
+        draft_version = None if weights.draft is None else weights.draft_version
+        return self.adopt(policy_version=weights.policy_version, draft_version=draft_version)
 
     def facts(self) -> dict[str, str]:
         """Return what vLLM chose at its start and decides speed: kernels, model runner, graphs, size of the cache."""
@@ -579,10 +573,6 @@ class VllmEngine:
             f"must hold the longest prompt {longest} + max_response_tokens {sampling.max_response_tokens}",
             self._max_model_len,
         )
-
-    def _counters(self) -> AcceptanceCounters | None:
-        """Read the acceptance counters; None without a draft."""
-        return None if self._drafting is None else self._drafting.counters()
 
     @property
     def _versions(self) -> tuple[int, int | None]:

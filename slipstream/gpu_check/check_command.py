@@ -61,107 +61,62 @@ _PATIENCE = 3  # times the limit without a GPU, on cores that others may use
 _SHOWN = 4  # figures of a stage in the table
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Stage:
     """One stage; `not_exercised` is what of it a CPU cannot show."""
 
     number: int
-    name: str
     work: Callable[[Setting], None]
     limit_s: float
     not_exercised: tuple[str, ...]
 
+    @property
+    def name(self) -> str:
+        """Name of the stage, that of its function."""
+        return self.work.__name__
+
 
 STAGES = (
     Stage(
-        number=0,
-        name="environment",
-        work=check_stages.environment,
-        limit_s=90,
-        not_exercised=("driver, CUDA and free GPU memory", "requirements/gpu.lock: cpu.lock is compared"),
+        0,
+        check_stages.environment,
+        90,
+        ("driver, CUDA and free GPU memory", "requirements/gpu.lock: cpu.lock is compared"),
+    ),
+    Stage(1, check_stages.kernels, 180, ("torch's FlashAttention for packed rows", "AdamW on a GPU", "pinned memory")),
+    Stage(
+        2,
+        check_stages.engine,
+        300,
+        ("vLLM's second model runner", "FlashAttention or FlashInfer", "bfloat16 beside float32"),
     ),
     Stage(
-        number=1,
-        name="kernels",
-        work=check_stages.kernels,
-        limit_s=180,
-        not_exercised=("torch's FlashAttention for packed rows", "AdamW on a GPU", "pinned memory"),
+        3,
+        check_stages.speculation,
+        480,
+        ("captured graphs of policy and draft", "the second runner's sampler", "k that changes under graphs"),
     ),
+    Stage(4, check_stages.refit, 420, ("CUDA IPC, with the draft in its bucket", "weights that change under graphs")),
     Stage(
-        number=2,
-        name="engine",
-        work=check_stages.engine,
-        limit_s=300,
-        not_exercised=("vLLM's second model runner", "FlashAttention or FlashInfer", "bfloat16 beside float32"),
+        5,
+        learner_stages.learner,
+        300,
+        ("bfloat16 with float32 master weights", "the packing kernel", "a checkpoint through pinned memory"),
     ),
+    Stage(6, learner_stages.draft, 240, ("a draft's update on a GPU beside the same one on the CPU",)),
+    Stage(7, check_stages.in_turn, 300, ("an engine that sleeps", "memory that goes back to the driver")),
     Stage(
-        number=3,
-        name="speculation",
-        work=check_stages.speculation,
-        limit_s=480,
-        not_exercised=(
-            "captured graphs of policy and draft",
-            "the second runner's sampler",
-            "k that changes under graphs",
-        ),
-    ),
-    Stage(
-        number=4,
-        name="refit",
-        work=check_stages.refit,
-        limit_s=420,
-        not_exercised=("CUDA IPC, with the draft in its bucket", "weights that change under graphs"),
-    ),
-    Stage(
-        number=5,
-        name="learner",
-        work=learner_stages.learner,
-        limit_s=300,
-        not_exercised=(
-            "bfloat16 with float32 master weights",
-            "the packing kernel",
-            "a checkpoint through pinned memory",
-        ),
-    ),
-    Stage(
-        number=6,
-        name="draft",
-        work=learner_stages.draft,
-        limit_s=240,
-        not_exercised=("a draft's update on a GPU beside the same one on the CPU",),
-    ),
-    Stage(
-        number=7,
-        name="in_turn",
-        work=check_stages.in_turn,
-        limit_s=300,
-        not_exercised=("an engine that sleeps", "memory that goes back to the driver"),
-    ),
-    Stage(
-        number=8,
-        name="chain",
-        work=check_stages.chain,
-        limit_s=1800,
-        not_exercised=(
+        8,
+        check_stages.chain,
+        1800,
+        (
             "configs/tiny_gpu.yaml at its size",
             "the arm without drafts",
             "graphs, bfloat16, IPC and one GPU for all processes",
         ),
     ),
-    Stage(
-        number=9,
-        name="throughput",
-        work=throughput,
-        limit_s=900,
-        not_exercised=("the shapes of Qwen3-8B", "memory beside its estimate"),
-    ),
-    Stage(
-        number=10,
-        name="several",
-        work=check_stages.several,
-        limit_s=480,
-        not_exercised=("NCCL", "an engine of two ranks", "placement on GPUs"),
-    ),
+    Stage(9, throughput, 900, ("the shapes of Qwen3-8B", "memory beside its estimate")),
+    Stage(10, check_stages.several, 480, ("NCCL", "an engine of two ranks", "placement on GPUs")),
 )
 
 

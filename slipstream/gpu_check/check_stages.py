@@ -15,6 +15,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -43,7 +44,7 @@ from slipstream.losslessness.verdict import LOSSLESS, certify
 from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
 from slipstream.refit.channel import open_channel
-from slipstream.refit.config import Channel, RefitConfig
+from slipstream.refit.config import Channel, RefitConfig, WeightFiles
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import RefitGate
 from slipstream.types import Dtype, Prompt, TrainBatch
@@ -118,6 +119,22 @@ class Setting:
         return LearnerConfig(
             max_tokens_per_microbatch=1024, dtype=dtype or self.dtype, num_threads=num_threads, **changed
         )
+
+    def start_engine(self, policy: Path, *, graphs: bool = True, **options: Any) -> AbstractContextManager[Any]:
+        """Connect to Ray; the context starts an engine of `policy`, with `options` of the function of this name."""
+        from slipstream.workers.engines import start_engine
+        from slipstream.workers.session import connect
+
+        connect()
+        return start_engine(policy, **{"config": self.engine(graphs=graphs), "layout": self.layout(), **options})
+
+    def start_learner(
+        self, dtype: Dtype | None = None, *, layout: Layout | None = None, **changed: Any
+    ) -> AbstractContextManager[Any]:
+        """Start `learner` without a model."""
+        from slipstream.workers.learners import start_learner
+
+        return start_learner(self.learner(dtype, **changed), layout=layout or self.layout())
 
     def policy(self, name: str, seed: int) -> Path:
         """Write a random policy."""
@@ -317,20 +334,16 @@ def _check_conditionals(at: Setting, device: Any) -> None:
 
 def engine(at: Setting) -> None:
     """vLLM without graphs and drafts: one seed gives one sample, and its logprobs are the learner's in float32."""
-    from slipstream.workers.engines import start_engine
-    from slipstream.workers.learners import start_learner
-    from slipstream.workers.session import connect
-
     policy = at.policy("policy", 0)
-    connect()
+    starting = at.start_engine(policy, graphs=False)
     start_s = time.perf_counter()
-    with start_engine(policy, config=at.engine(graphs=False), layout=at.layout()) as engines:
+    with starting as engines:
         at.figures["engine_start_s"] = round(time.perf_counter() - start_s, 1)
         first, again, other = (_generate(engines, seed=seed) for seed in (1, 1, 2))
         at.figures["tokens_per_s"] = round(sum(map(len, _tokens(again))) / again.generation_s)
         require(_tokens(first) == _tokens(again), "two samples of one seed", "must be equal", "others")
         require(_tokens(first) != _tokens(other), "samples of two seeds", "must differ", "equal ones")
-        with start_learner(at.learner(Dtype.FLOAT32), layout=at.layout()) as learner:
+        with at.start_learner(Dtype.FLOAT32) as learner:
             learner.load(policy, None)
             _check_logprobs(at, first, learner)
 
@@ -352,13 +365,9 @@ def _check_logprobs(at: Setting, result: GenerationResult, learner: Any) -> None
 
 def speculation(at: Setting) -> None:
     """EAGLE-3 under graphs: the sampler's own check, seeds, counters, k that changes, and the certificate."""
-    from slipstream.workers.engines import start_engine
-    from slipstream.workers.session import connect
-
     policy = at.policy("policy", 0)
     told = speculative_config(DraftConfig(), at.draft("draft", policy, 5), _K, schedule=constant(_K))
-    connect()
-    with start_engine(policy, config=at.engine(), speculative_config=told, layout=at.layout()) as engines:
+    with at.start_engine(policy, speculative_config=told) as engines:
         first, again = (_generate(engines, seed=1) for _ in range(2))
         require(_tokens(first) == _tokens(again), "two samples of one seed", "must be equal", "others")
         _check_acceptance(first, k=_K)
@@ -390,8 +399,6 @@ def _check_acceptance(result: GenerationResult, *, k: int) -> None:
 
 def _certify(at: Setting, engines: Any, policy: Path) -> None:
     """Certify the engine with drafts against itself without, judged by the learner in float32."""
-    from slipstream.workers.learners import start_learner
-
     small: dict[str, Any] = {"num_tokens": 400, "num_repeats": 32, "num_replications": 4, "max_detectable_bias": 0.99}
     large: dict[str, Any] = {"num_tokens": 6000, "num_repeats": 256, "num_replications": 20, "max_detectable_bias": 0.5}
     config = LosslessnessConfig(num_repeated_prompts=2, num_greedy_prompts=4, **(small if at.is_dry else large))
@@ -402,7 +409,7 @@ def _certify(at: Setting, engines: Any, policy: Path) -> None:
         return draw(engines, _PROMPTS, config=config, sampling=_SAMPLING, batch=16, seed=seed)
 
     speculative, baseline = sample(_K, 0), sample(0, config.num_tokens + 1)  # no seed is used twice
-    with start_learner(at.learner(Dtype.FLOAT32), layout=at.layout()) as learner:
+    with at.start_learner(Dtype.FLOAT32) as learner:
         learner.load(policy, None)
         record = certify(
             speculative,
@@ -420,20 +427,13 @@ def _certify(at: Setting, engines: Any, policy: Path) -> None:
 
 def refit(at: Setting) -> None:
     """Policy and online draft over the fast channel under graphs: bits, several refits, and one in flight."""
-    from slipstream.workers.engines import start_engine
-    from slipstream.workers.learners import start_learner
-    from slipstream.workers.session import connect
-
     old, new = at.policy("old", 0), at.policy("new", 1)
     drafts = {path: at.draft(f"{path.name}_draft", path, 5) for path in (old, new)}
     told = speculative_config(DraftConfig(), drafts[old], _K)
     fast = Channel.GLOO if at.is_dry else Channel.IPC
-    connect()
     with (
-        start_engine(
-            old, config=at.engine(), speculative_config=told, layout=at.layout(), kv_cache=KvCache.RECOMPUTE
-        ) as engines,
-        start_learner(at.learner(), layout=at.layout()) as learner,
+        at.start_engine(old, speculative_config=told, kv_cache=KvCache.RECOMPUTE) as engines,
+        at.start_learner() as learner,
     ):
         learner.load(new, _OPTIMIZER)
         learner.continue_draft(drafts[new], new, DraftConfig(), at.dtype)
@@ -448,7 +448,7 @@ def refit(at: Setting) -> None:
 
 def _refitted(at: Setting, engines: Any, learner: Any, channel: Channel, *, old: Path, draft: Path) -> list[Any]:
     """Refit three times from the old weights; returns the sample and what the engine holds."""
-    engines.refit(old, policy_version=0, draft=draft)
+    engines.refit(WeightFiles(policy=old, policy_version=0, draft=draft))
     before = _tokens(_generate(engines, seed=1))
     config = RefitConfig(channel=channel, bucket_mib=0.05)
     with open_channel(config, learner, engines) as opened:
@@ -467,7 +467,7 @@ def _refitted(at: Setting, engines: Any, learner: Any, channel: Channel, *, old:
 
 def _refit_in_flight(at: Setting, engines: Any, learner: Any, config: RefitConfig, *, old: Path, draft: Path) -> None:
     """Refit while rollouts run: none is lost, and some carry tokens of both versions."""
-    engines.refit(old, policy_version=0, draft=draft)
+    engines.refit(WeightFiles(policy=old, policy_version=0, draft=draft))
     engines.run_in_flight(KvCache.RECOMPUTE)
     requests = group_requests(_PROMPTS, group_size=_GROUP, seed=7)
     engines.submit(requests, sampling=_SAMPLING)
@@ -489,24 +489,20 @@ def _refit_in_flight(at: Setting, engines: Any, learner: Any, config: RefitConfi
 def in_turn(at: Setting) -> None:
     """Three steps in which learner and engine give each other their memory, as the driver counts it."""
     from slipstream.train.recovery import FaultTolerantEngines
-    from slipstream.workers.engines import start_engine
-    from slipstream.workers.learners import start_learner
-    from slipstream.workers.session import connect
 
     policy, layout = at.policy("policy", 0), at.layout(takes_turns=True)
-    connect()
     with (
-        start_engine(policy, config=at.engine(), layout=layout) as engines,
-        start_learner(at.learner(), layout=layout) as learner,
+        at.start_engine(policy, layout=layout) as engines,
+        at.start_learner(layout=layout) as learner,
     ):
         learner.load(policy, _OPTIMIZER)
         config = RefitConfig()
         if not at.is_dry:
-            free = free_gpu_bytes()
+            free, total = gpu_bytes()
             engines.sleep()
-            freed = free_gpu_bytes() - free
+            freed = gpu_bytes()[0] - free
             at.figures["cache_freed_gb"] = round(freed / 1e9, 2)
-            require(freed > 0.1 * _gpu_bytes(), "a sleeping engine", "must free a tenth of the GPU", freed)
+            require(freed > 0.1 * total, "a sleeping engine", "must free a tenth of the GPU", freed)
         with open_channel(config, learner, engines) as channel:
             gate = RefitGate(engines, learner, channel=channel, draft=None, trains_draft=False, config=config)
             turns = FaultTolerantEngines(
@@ -534,17 +530,11 @@ def _rollouts(result: GenerationResult, version: int) -> Update:
     return Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=1.0)
 
 
-def free_gpu_bytes() -> int:
-    """Return what the driver has free of the first GPU, over all processes."""
+def gpu_bytes() -> tuple[int, int]:
+    """Return what the driver has free of the first GPU over all processes, and the GPU's memory."""
     import torch
 
-    return torch.cuda.mem_get_info(0)[0]
-
-
-def _gpu_bytes() -> int:
-    import torch
-
-    return torch.cuda.mem_get_info(0)[1]
+    return torch.cuda.mem_get_info(0)
 
 
 _DRY_CHAIN = (
@@ -602,13 +592,11 @@ def chain(at: Setting) -> None:
 
 def several(at: Setting) -> None:
     """Two GPUs: NCCL between them, a learner and an engine of two ranks, and placement."""
-    from slipstream.workers.learners import start_learner
-    from slipstream.workers.session import connect
+    import torch
 
-    if not at.is_dry and (num := _num_gpus()) < 2:
+    if not at.is_dry and (num := torch.cuda.device_count()) < 2:
         raise Skipped(f"needs two GPUs, and this machine has {num}")
     old, new = at.policy("old", 0), write_policy(at.work / "new", seed=1, num_key_value_heads=2)
-    connect()
     _refit_between(at, old)  # the layout below reserves both GPUs
     split = ParallelConfig(tensor=2)
     layout = Layout()
@@ -616,7 +604,7 @@ def several(at: Setting) -> None:
         placement = PlacementConfig(gpus_per_node=2, start_timeout_s=60.0)
         layout = Layout(placement=placement, parallel=split, engine_tensor=2)
     rows = [[*range(4, 40)], [*range(40, 4, -1)]]
-    with start_learner(at.learner()) as one, start_learner(at.learner(parallel=split), layout=layout) as two:
+    with at.start_learner(layout=Layout()) as one, at.start_learner(layout=layout, parallel=split) as two:
         exact, found = [], []
         for ranks, into in ((one, exact), (two, found)):
             ranks.load(new, None)
@@ -631,11 +619,9 @@ def several(at: Setting) -> None:
 
 def _refit_two_by_ipc(at: Setting, learner: Any, layout: Layout, policy: Path) -> None:
     """An engine of two ranks on the GPUs of a learner of two, refitted by IPC."""
-    from slipstream.workers.engines import start_engine
-
     config = replace(at.engine(), tensor_parallel_size=2)
     with (
-        start_engine(policy, config=config, layout=layout) as engines,
+        at.start_engine(policy, config=config, layout=layout) as engines,
         open_channel(RefitConfig(), learner, engines) as channel,
     ):
         gate = RefitGate(engines, learner, channel=channel, draft=None, trains_draft=False, config=RefitConfig())
@@ -645,13 +631,14 @@ def _refit_two_by_ipc(at: Setting, learner: Any, layout: Layout, policy: Path) -
 
 def _refit_between(at: Setting, policy: Path) -> None:
     """A learner on one GPU refits an engine on another over NCCL; over gloo without GPUs."""
-    from slipstream.workers.engines import start_engine
     from slipstream.workers.learners import start_ranks
+    from slipstream.workers.session import connect
 
+    connect()
     config = RefitConfig(channel=Channel.GLOO if at.is_dry else Channel.NCCL)
     learner = start_ranks(at.learner(), [{"num_gpus": 0 if at.is_dry else 1}])  # Ray gives the engine the next one
     try:
-        with start_engine(policy, config=at.engine(), layout=at.layout()) as engines:
+        with at.start_engine(policy) as engines:
             learner.load(policy, None)
             with open_channel(config, learner, engines) as channel:
                 gate = RefitGate(engines, learner, channel=channel, draft=None, trains_draft=False, config=config)
@@ -661,12 +648,6 @@ def _refit_between(at: Setting, policy: Path) -> None:
                     at.figures[f"{config.channel.value}_refit_s"] = round(time.perf_counter() - start_s, 4)
     finally:
         learner.close()
-
-
-def _num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _generate(engines: Any, *, seed: int) -> GenerationResult:

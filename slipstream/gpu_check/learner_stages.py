@@ -128,4 +128,4 @@ def _draft_losses(policy: Path, config: LearnerConfig, num_steps: int) -> list[f
     process.load(policy, None)
     process.start_draft(policy, settings)
     process.hold_draft_chats((range(32), Ragged.of(chats, np.int32), [8] * 32), settings)
-    return [process.draft_step(range(32), settings, 1.0) for _ in range(num_steps)]
+    return [process.draft_step(range(32), 1.0) for _ in range(num_steps)]

@@ -22,7 +22,7 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.length import constant
 from slipstream.drafts.methods import speculative_config
 from slipstream.engine.config import EngineConfig, SamplingConfig
-from slipstream.gpu_check.check_stages import Setting, Skipped, free_gpu_bytes
+from slipstream.gpu_check.check_stages import Setting, Skipped, gpu_bytes
 from slipstream.gpu_check.learner_stages import sequences_update
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner.config import LearnerConfig, ScratchConfig, ShapeConfig
@@ -87,7 +87,7 @@ _TINY = Size(
 
 def throughput(at: Setting) -> None:
     """Micro-batch, optimizer, fingerprints, draft update, decoding with and without drafts, and refit."""
-    size = _TINY if at.is_dry else _size(free_gpu_bytes())
+    size = _TINY if at.is_dry else _size(gpu_bytes()[0])
     at.figures["num_layers"] = size.shape.num_layers
     policy, draft = at.work / "policy", at.work / "draft"
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
@@ -192,17 +192,13 @@ def _draft_figures(size: Size, config: LearnerConfig, policy: Path, draft: Path)
     num = size.draft_tokens // size.sequence_tokens
     chats = Ragged.of(_sequences(size, num), np.int32)
     process.hold_draft_chats((range(num), chats, [8] * num), settings)
-    process.draft_step(range(num), settings, 1.0)
-    step_s = _seconds(partial(process.draft_step, range(num), settings, 1.0))
+    process.draft_step(range(num), 1.0)
+    step_s = _seconds(partial(process.draft_step, range(num), 1.0))
     process.save_draft(draft)
     return {"draft_step_tokens": size.draft_tokens, "draft_step_s": step_s}
 
 
 def _engine_figures(at: Setting, size: Size, policy: Path, draft: Path) -> None:
-    from slipstream.workers.engines import start_engine
-    from slipstream.workers.learners import start_learner
-    from slipstream.workers.session import connect
-
     config = EngineConfig(
         max_model_len=64 + size.response_tokens,
         max_num_seqs=max(size.batches),
@@ -213,15 +209,15 @@ def _engine_figures(at: Setting, size: Size, policy: Path, draft: Path) -> None:
         num_threads=1,
     )
     told = speculative_config(DraftConfig(), draft, _K, schedule=constant(_K))
-    connect()
+    starting = at.start_engine(policy, config=config, speculative_config=told)
     start_s = time.perf_counter()
-    with start_engine(policy, config=config, speculative_config=told, layout=at.layout()) as engines:
+    with starting as engines:
         at.figures["engine_start_s"] = time.perf_counter() - start_s
         for k in (0, _K):
             engines.draft_by(constant(k))
             for batch in size.batches:
                 at.figures[f"tokens_per_s_{batch}_sequences_k{k}"] = _tokens_per_s(engines, size, batch)
-        with start_learner(at.learner(), layout=at.layout()) as learner:
+        with at.start_learner() as learner:
             learner.load(policy, None)
             num_bytes = learner.weight_bytes()
             with open_channel(RefitConfig(), learner, engines) as channel:

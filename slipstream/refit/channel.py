@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.config import require
-from slipstream.refit.config import Channel, EngineState, RefitConfig
+from slipstream.refit.config import Channel, EngineState, RefitConfig, WeightFiles
 from slipstream.refit.fingerprint import Turn
 
 if TYPE_CHECKING:
@@ -244,9 +244,7 @@ class ReceivingEngines(Protocol):
         """Return the location of each worker of each engine."""
         ...
 
-    def start_refit(
-        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
-    ) -> Callable[[], list[EngineState]]:
+    def start_refit(self, weights: WeightFiles) -> Callable[[], list[EngineState]]:
         """Begin to load weights from files."""
         ...
 
@@ -353,12 +351,10 @@ class SharedMemoryChannel:
         policy = exported.policy
         assert policy is not None, "exported over another channel"
         draft = exported.draft if draft_version is not None else None
-        states = self._engines.start_refit(
-            Path(policy.path),
-            policy_version=policy.version,
-            draft=None if draft is None else Path(draft.path),
-            draft_version=0 if draft is None else draft.version,
-        )
+        weights = WeightFiles(policy=Path(policy.path), policy_version=policy.version)
+        if draft is not None:
+            weights = replace(weights, draft=Path(draft.path), draft_version=draft.version)
+        states = self._engines.start_refit(weights)
         return lambda: Delivery(
             states=states(),
             digest=policy.digest,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from slipstream.config import Checked, PositiveFloat, PositiveInt
 
@@ -46,6 +47,18 @@ class RefitConfig(Checked, path="refit"):
     def bucket_bytes(self) -> int:
         """Size of a bucket."""
         return max(1, int(self.bucket_mib * 2**20))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightFiles:
+    """Weights of the policy, and of the draft if it changes: each a safetensors file with the names of the Hugging Face
+    checkpoint, or a directory of such files.
+    """
+
+    policy: Path
+    policy_version: int
+    draft: Path | None = None
+    draft_version: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -124,11 +124,6 @@ def _is_finite(tensor: Tensor) -> bool:
     return math.isfinite(tensor.sum(dtype=torch.float32)) or bool(torch.isfinite(tensor).all())
 
 
-def whole_tensors_bucket(bucket_bytes: int, models: Iterable[Iterable[WeightMeta]]) -> int:
-    """Compute the bytes of a bucket that holds whole tensors: at least the largest tensor of any sent model."""
-    return max([bucket_bytes, *(meta.num_bytes for metas in models for meta in metas)])
-
-
 def packed(weights: Iterable[tuple[str, Tensor]], buffers: Sequence[Tensor]) -> Iterator[Tensor]:
     """Fill the buffers in turn with the tensors' bytes; yields each full buffer, and the filled part of the last.
 

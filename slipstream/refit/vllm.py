@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NC
 
 from slipstream.refit.channel import EngineControl
 from slipstream.refit.config import RefitConfig
-from slipstream.refit.stream import Sender, WeightSource, whole_tensors_bucket
+from slipstream.refit.stream import Sender, WeightSource
 
 
 class SourceForVllm(VllmWeightSource):
@@ -103,7 +103,7 @@ def nccl_init(settings: RefitConfig, *, num_workers: int, address: str, port: in
 
 def ipc_init(settings: RefitConfig, *, sources: Sequence[WeightSource], rank: int) -> IPCTrainerInitInfo:
     """Settings of vLLM's IPC sender, whose one bucket holds whole tensors of policy and draft."""
-    size = whole_tensors_bucket(settings.bucket_bytes, (source.metas() for source in sources))
+    size = max([settings.bucket_bytes, *(meta.num_bytes for source in sources for meta in source.metas())])
     return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=size)
 
 

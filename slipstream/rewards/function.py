@@ -8,7 +8,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -42,24 +42,19 @@ def open_reward(config: RewardConfig) -> Iterator[Reward]:
     Raises:
         ConfigError: a reward function cannot be loaded.
     """
-    with ExitStack() as opened:
-        yield SummedReward(config, opened)
+    with closing(SummedReward(config)) as reward:
+        for part in config.parts:
+            reward.of(part.function)
+        yield reward
 
 
 class SummedReward:
     """Sum of the weighted scores of the functions that score a prompt; the built-in reward where none of them does."""
 
-    def __init__(self, config: RewardConfig, opened: ExitStack) -> None:
-        """Load the functions of `config`; `opened` ends them.
-
-        Raises:
-            ConfigError: a function cannot be loaded.
-        """
+    def __init__(self, config: RewardConfig) -> None:
+        """Keep `config`; a function is loaded before its first call."""
         self._config = config
-        self._opened = opened
         self._rewards: dict[str, Reward] = {}  # by function
-        for part in config.parts:
-            self._reward(part.function)
 
     def close(self) -> None:
         """End the processes; a later call starts new ones."""
@@ -68,12 +63,12 @@ class SummedReward:
 
     def gradable(self, references: Sequence[str], data_source: str = "") -> tuple[bool, ...]:
         """Check that every function of the data source can score against each reference."""
-        found = [self._reward(part.function).gradable(references) for part in self._parts(data_source)]
+        found = [self.of(part.function).gradable(references) for part in self._parts(data_source)]
         return tuple(map(all, zip(*found, strict=True)))
 
     def equal(self, pairs: Sequence[tuple[str, str]], data_source: str = "") -> tuple[bool, ...]:
         """Check that every function of the data source takes both references of each pair for the same."""
-        found = [self._reward(part.function).equal(pairs) for part in self._parts(data_source)]
+        found = [self.of(part.function).equal(pairs) for part in self._parts(data_source)]
         return tuple(map(all, zip(*found, strict=True)))
 
     def judge(self, prompts: Sequence[Prompt], responses: Sequence[str], *, cut_off: Sequence[bool]) -> RewardResult:
@@ -91,7 +86,7 @@ class SummedReward:
                 asked[part].append(index)
         rewards, results = [0.0] * len(prompts), []
         for part, own in asked.items():
-            result = self._reward(part.function).judge(
+            result = self.of(part.function).judge(
                 [prompts[index] for index in own],
                 [responses[index] for index in own],
                 cut_off=[cut_off[index] for index in own],
@@ -106,12 +101,15 @@ class SummedReward:
         built_in = GYM if data_source.startswith(TASK) else MATHEMATICS
         return own or [FunctionConfig(function=built_in)]
 
-    def _reward(self, function: str) -> Reward:
+    def of(self, function: str) -> Reward:
+        """Return the reward of one function, which the first call loads.
+
+        Raises:
+            ConfigError: it cannot be loaded.
+        """
         if function not in self._rewards:
             config = self._config
-            reward = Verifier(config) if function == MATHEMATICS else FunctionReward(config, function)
-            self._rewards[function] = reward
-            self._opened.callback(reward.close)
+            self._rewards[function] = Verifier(config) if function == MATHEMATICS else FunctionReward(config, function)
         return self._rewards[function]
 
 
@@ -141,12 +139,7 @@ class FunctionReward:
             _file_and_name(function)
         self._function = function
         self._max_failed_fraction = config.max_failed_fraction
-        self._pool = WorkerPool(
-            function,
-            num_workers=config.num_workers,
-            timeout_s=config.timeout_s,
-            memory_gib=config.worker_memory_gib,
-        )
+        self._pool = WorkerPool(function, config)
         try:
             self._pool.start()
         except RuntimeError as error:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from slipstream.rewards.config import MATHEMATICS
+from slipstream.rewards.config import MATHEMATICS, RewardConfig
 
 logger = logging.getLogger(__name__)
 
@@ -49,17 +49,14 @@ class Outcome:
 class WorkerPool:
     """Up to `num_workers` processes, started on demand and restarted after a kill. Not thread-safe."""
 
-    def __init__(self, function: str, *, num_workers: int, timeout_s: float, memory_gib: float) -> None:
+    def __init__(self, function: str, config: RewardConfig) -> None:
         """Keep the settings; nothing starts yet.
 
         Args:
             function: `FILE:NAME` of a Python function, or one of `BUILT_IN`.
-            timeout_s: for one request, without the start of its worker.
         """
         self._function = function
-        self._num_workers = num_workers
-        self._timeout_s = timeout_s
-        self._memory_bytes = int(memory_gib * 2**30)
+        self._config = config
         self._workers: list[_Worker] = []
 
     def close(self) -> None:
@@ -106,7 +103,7 @@ class WorkerPool:
                         failures[job[0]] = reply.get("error", "the worker ended by itself")
                     num_crashes += not reply
                 for worker in [worker for worker in self._workers if worker.is_late()]:
-                    why = f"ran into the deadline of {self._timeout_s} s"
+                    why = f"ran into the deadline of {self._config.timeout_s} s"
                     if worker.job is not None:
                         failures[worker.job[0]] = f"the worker {why}"
                     self._drop(worker, worker.job, why)
@@ -120,12 +117,10 @@ class WorkerPool:
         """Send a request to each idle worker, and start workers for the requests that remain."""
         for worker in self._workers:
             if queue and worker.is_idle():
-                worker.send(queue.popleft(), timeout_s=self._timeout_s)
+                worker.send(queue.popleft(), timeout_s=self._config.timeout_s)
         num_starting = sum(not worker.ready for worker in self._workers)
-        while len(self._workers) < self._num_workers and num_starting < len(queue):
-            self._workers.append(
-                _Worker(self._function, memory_bytes=self._memory_bytes, alarm_s=self._timeout_s + _ORPHAN_GRACE_S)
-            )
+        while len(self._workers) < self._config.num_workers and num_starting < len(queue):
+            self._workers.append(_Worker(self._function, self._config))
             num_starting += 1
 
     def _wait(self) -> list[_Worker]:
@@ -151,8 +146,9 @@ class WorkerPool:
 class _Worker:
     """One process and its current job, the index and the request."""
 
-    def __init__(self, function: str, *, memory_bytes: int, alarm_s: float) -> None:
-        command = [sys.executable, str(_SCRIPT), function, str(memory_bytes), str(alarm_s)]
+    def __init__(self, function: str, config: RewardConfig) -> None:
+        limits = int(config.worker_memory_gib * 2**30), config.timeout_s + _ORPHAN_GRACE_S
+        command = [sys.executable, str(_SCRIPT), function, *map(str, limits)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
         )

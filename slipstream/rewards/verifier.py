@@ -8,8 +8,6 @@ in a worker process that is killed at its deadline.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 from slipstream.rewards.answers import extract_answer
 from slipstream.rewards.config import MATHEMATICS, MAX_ANSWER_CHARS, RewardConfig
@@ -25,20 +23,7 @@ class Verifier:
 
     def __init__(self, config: RewardConfig) -> None:
         """Keep `config`; nothing starts yet."""
-        self._pool = WorkerPool(
-            MATHEMATICS,
-            num_workers=config.num_workers,
-            timeout_s=config.timeout_s,
-            memory_gib=config.worker_memory_gib,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._pool = WorkerPool(MATHEMATICS, config)
 
     def close(self) -> None:
         """Kill the workers; a later call starts new ones."""
@@ -57,14 +42,11 @@ class Verifier:
             responses: each preceded by `<think>` where its prompt ends inside a thought.
             cut_off: True for each response that reached its length limit; empty where none did.
         """
-        answers = [
-            extract_answer(response, is_cut_off=is_cut_off)
-            for response, is_cut_off in zip(responses, cut_off or [False] * len(responses), strict=True)
-        ]
+        asked = zip(responses, references, cut_off or [False] * len(responses), strict=True)
         return self._decide(
             [
-                False if answer is None else self._judge(answer, reference)
-                for answer, reference in zip(answers, references, strict=True)
+                self._judge(extract_answer(response, is_cut_off=is_cut), reference)
+                for response, reference, is_cut in asked
             ]
         )
 
@@ -79,15 +61,12 @@ class Verifier:
         """
         are_read = self._verdicts([self._reads(reference) for reference in references])
         others = self._verdicts(
-            [
-                self._judge(f"{reference}+1", reference) if is_read else False
-                for reference, is_read in zip(references, are_read, strict=True)
-            ]
+            [self._judge(f"{each}+1" if ok else None, each) for each, ok in zip(references, are_read, strict=True)]
         )
         return tuple(is_read and not is_same for is_read, is_same in zip(are_read, others, strict=True))
 
-    def _judge(self, answer: str, reference: str) -> bool | Request:
-        if len(answer) > MAX_ANSWER_CHARS or len(reference) > MAX_ANSWER_CHARS:
+    def _judge(self, answer: str | None, reference: str) -> bool | Request:
+        if answer is None or len(answer) > MAX_ANSWER_CHARS or len(reference) > MAX_ANSWER_CHARS:
             return False
         verdict = compare(reference, answer)
         return _request(reference, answer) if verdict is None else verdict

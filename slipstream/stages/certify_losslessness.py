@@ -11,7 +11,6 @@ from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.length import DraftLength
-from slipstream.engine.protocol import WeightFiles
 from slipstream.grpo.loop_config import KvCache
 from slipstream.logs import progress
 from slipstream.losslessness.sampling import Sample, Subject, draw
@@ -19,6 +18,7 @@ from slipstream.losslessness.verdict import LOSSLESS, certify, judged
 from slipstream.recipe import Recipe
 from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import CertificateRecord
+from slipstream.refit.config import WeightFiles
 from slipstream.refit.fingerprint import directory_fingerprint
 from slipstream.stages.context import RunContext
 from slipstream.stages.recipe_engines import draft_length, draft_weights, recipe_engine
@@ -161,15 +161,13 @@ def _drawn(
         recipe_engine(recipe, start, draft, k, schedule=length.schedule, kv_cache=kv_cache) as engine,
         progress(f"{_NODE} k={length.label}", total=config.num_tokens, unit="token") as bar,
     ):
-        engine.refit(trained, policy_version=num_steps, draft=trained_draft, draft_version=_TRAINED_DRAFT)
+        weights = WeightFiles(
+            policy=trained, policy_version=num_steps, draft=trained_draft, draft_version=_TRAINED_DRAFT
+        )
+        engine.refit(weights)
         across = partial(
             engine.trace,
-            refits=(
-                WeightFiles(policy=start, policy_version=_START, draft=first_draft),
-                WeightFiles(
-                    policy=trained, policy_version=num_steps, draft=trained_draft, draft_version=_TRAINED_DRAFT
-                ),
-            ),
+            refits=(WeightFiles(policy=start, policy_version=_START, draft=first_draft), weights),
             steps_between=max(_STEPS_BETWEEN, recipe.sampling.max_response_tokens // _REFITS_PER_RESPONSE),
         )
         sample = draw(

@@ -17,7 +17,6 @@ from slipstream.drafts.distill import (
     distill,
     heldout_acceptance,
     link_draft_model,
-    num_distilled,
     num_parameters,
     scratch_model,
 )
@@ -134,7 +133,7 @@ def train_on(
     )
     teach = teaching.on_states if config.trains is Training.HIDDEN_STATES else teaching.on_responses
     checkpoint = directory / _CHECKPOINT
-    done = num_distilled(checkpoint) or pretrain.num_done(checkpoint)
+    done = pretrain.num_done(checkpoint)
     with (
         start_learner(recipe.learner, layout=recipe.layout) as learner,
         progress(_NODE, total=config.pretrain.num_steps, unit="step", done=done) as bar,
@@ -207,14 +206,14 @@ class _Teaching:
         losses = pretrain.train_draft(
             train,
             config,
-            update=lambda indices: learner.draft_step(indices, config, temperature),
+            update=lambda _, indices: learner.draft_step(indices, temperature),
             save=learner.save_draft_checkpoint,
             load=learner.load_draft_checkpoint,
             hold=lambda: learner.hold_draft_chats(train.token_ids, train.prompt_lengths, config),
             checkpoint=self.directory / _CHECKPOINT,
             on_step=on_step,
         )
-        found = learner.evaluate_draft(self.heldout.token_ids, self.heldout.prompt_lengths, config, temperature)
+        found = learner.evaluate_draft(self.heldout.token_ids, self.heldout.prompt_lengths, temperature)
         learner.save_draft(self.directory / _DRAFT)
         return num, losses, found
 

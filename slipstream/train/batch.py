@@ -14,6 +14,7 @@ from slipstream.types import FinishReason, Rollout, RolloutGroup, TrainBatch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_AGREEMENT = 0.5, 2.0  # lowest and highest ratio of trainer to rollout probability that counts as agreement
 Versions = tuple[int, int | None]
 """Versions of policy and draft that engines hold together."""
 
@@ -115,16 +116,9 @@ def _require_versions(rollouts: Sequence[Rollout], *, versions: range, published
         raise RuntimeError(f"rollouts must come from draft version {wanted}, got {drafts}")
 
 
-def mismatch(
-    rollout_logprobs: Sequence[Sequence[float]],
-    trainer_logprobs: Sequence[NDArray[np.float32]],
-    *,
-    band: tuple[float, ...] = (0.5, 2.0),
-) -> Mismatch:
+def mismatch(rollout_logprobs: Sequence[Sequence[float]], trainer_logprobs: Sequence[NDArray[np.float32]]) -> Mismatch:
     """Compare the rollout and trainer logprobs of every response token.
 
-    Args:
-        band: lowest and highest ratio of trainer to rollout probability that counts as agreement.
     Raises:
         FloatingPointError: a logprob is NaN or infinite.
     """
@@ -138,7 +132,7 @@ def mismatch(
         k3=float((ratio - 1.0 + gap).mean()),
         mean=float(np.abs(gap).mean()),
         largest=float(np.abs(gap).max()),
-        outside_fraction=float(((ratio < band[0]) | (ratio > band[1])).mean()),
+        outside_fraction=float(((ratio < _AGREEMENT[0]) | (ratio > _AGREEMENT[1])).mean()),
     )
 
 

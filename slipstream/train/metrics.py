@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from slipstream.records.steps import DynamicSampling, EvaluationRecord, LagStats, MachineUse, Overlap, StepRecord
 from slipstream.train.machine_use import Counters, read_counters, use_between
@@ -232,10 +232,7 @@ class Stopwatch:
 
 def metrics_of(record: StepRecord) -> dict[str, float]:
     """Metrics of a step under their MLflow names."""
-    seconds = record.times.by_stage()
-    metrics: dict[str, float] = {f"time/{stage}_s": seconds[stage] for stage in STAGES}
-    metrics |= {
-        "time/step_s": record.times.step_s,
+    metrics: dict[str, float] = {
         "rollout/response_tokens": record.num_response_tokens,
         "rollout/tokens_per_s": _tokens_per_s(record),
         "rollout/longest_response_tokens": record.longest_response_tokens,
@@ -250,27 +247,22 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
         **{f"reward/{name}": value for name, value in record.reward_metrics.items()},
         "train/zero_signal_groups": record.num_zero_signal_groups,
         "train/filtered_rollouts": record.num_filtered,
-        "train/loss": record.train.loss,
-        "train/grad_norm": record.train.grad_norm,
-        "train/kl": record.train.kl,
-        "train/clip_fraction": record.train.clip_fraction,
-        "train/learning_rate": record.train.learning_rate,
-        "train/mismatch_kl": record.mismatch.k1,
-        "train/mismatch_k3": record.mismatch.k3,
-        "train/mismatch_mean": record.mismatch.mean,
-        "train/mismatch_max": record.mismatch.largest,
-        "train/mismatch_outside_fraction": record.mismatch.outside_fraction,
-        "refit/num_checked_tensors": record.refit.num_tensors,
-        "refit/check_s": record.refit.elapsed_s,
         "train/policy_version": record.policy_version,
     }
-    if record.train.entropy is not None:
-        metrics["train/entropy"] = record.train.entropy
-    if record.refit.probe_difference is not None:
-        metrics["refit/probe_difference"] = record.refit.probe_difference
-    if record.autopilot is not None:
-        metrics["spec/autopilot_speculates"] = float(record.autopilot.speculates)
-        metrics["spec/autopilot_probes"] = float(record.autopilot.is_probe)
+    for prefix, part, names in (
+        ("time/", record.times, {}),
+        ("train/", record.train, {"num_tokens": ""}),
+        ("train/mismatch_", record.mismatch, {"k1": "kl", "largest": "max"}),
+        ("refit/", record.refit, {"num_tensors": "num_checked_tensors", "elapsed_s": "check_s"}),
+        ("spec/", record.autopilot, _AUTOPILOT_NAMES),
+        ("sampling/", record.dynamic_sampling, _SAMPLING_NAMES),
+        ("draft/", record.draft_decision, _DRAFT_NAMES),
+        ("overlap/", record.overlap, _OVERLAP_NAMES),
+        ("machine/", record.machine, {}),
+    ):
+        metrics |= _numbers(prefix, part, names)
+    if record.machine is not None and record.machine.sm_clock_mhz is not None:
+        metrics["machine/throttled"] = float(bool(record.machine.throttle_reasons))
     if record.evaluation is not None:
         metrics |= accuracy_metrics(record.evaluation)
     if record.acceptance is not None:
@@ -278,10 +270,46 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
         metrics["spec/acceptance_rate"] = record.acceptance.acceptance_rate
         for position, rate in enumerate(record.acceptance.rate_by_position, start=1):
             metrics[f"spec/acceptance_rate_pos_{position}"] = rate
-    if record.dynamic_sampling is not None:
-        metrics |= _sampling_metrics(record.dynamic_sampling)
-    metrics |= _draft_metrics(record) | _lag_metrics(record.lags) | _overlap_metrics(record.overlap)
-    return metrics | _machine_metrics(record.machine)
+    if record.draft_decision is not None:
+        metrics["draft/train_s"] = 0.0 if record.draft_update is None else record.draft_update.elapsed_s
+        if record.draft_version is not None:
+            metrics["draft/version"] = record.draft_version
+        if record.draft_update is not None:
+            metrics["draft/loss"] = record.draft_update.loss
+    return metrics | _lag_metrics(record.lags)
+
+
+# Names in MLflow where they differ from the record's; an empty one leaves the field out.
+_AUTOPILOT_NAMES = {
+    "speculates": "autopilot_speculates",
+    "is_probe": "autopilot_probes",
+    "token_ms": "",
+    "has_switched": "",
+}
+_SAMPLING_NAMES = {
+    "num_batches": "batches",
+    "num_groups": "groups",
+    "num_with_signal": "groups_with_signal",
+    "num_filled": "groups_filled",
+    "num_surplus": "groups_surplus",
+}
+_DRAFT_NAMES = {"trains": "trained", "generation_s": "", "saved_s": "expected_saved_s", "cost_s": "expected_cost_s"}
+_OVERLAP_NAMES = {
+    "hidden_s": "hidden_generation_s",
+    "num_awaited": "awaited_rollouts",
+    "num_restarted": "restarted_rollouts",
+    "num_regenerated": "regenerated_rollouts",
+}
+
+
+def _numbers(prefix: str, part: Any, names: Mapping[str, str]) -> dict[str, float]:
+    """Metrics of the numbers of a part of a record under its fields' names, or those in `names`."""
+    values = {} if part is None else asdict(part)
+    return {
+        f"{prefix}{names.get(field, field)}": float(value)
+        for field, value in values.items()
+        if isinstance(value, int | float) and names.get(field, field)
+    }
 
 
 def accuracy_metrics(evaluation: EvaluationRecord) -> dict[str, float]:
@@ -302,61 +330,6 @@ def _tokens_per_s(record: StepRecord) -> float:
     """Throughput of the engines while they worked, whether or not training waited for them."""
     generation_s = record.times.generation_s if record.overlap is None else record.overlap.generation_s
     return record.num_response_tokens / generation_s if generation_s > 0.0 else 0.0
-
-
-_OVERLAP_NAMES = {
-    "hidden_s": "hidden_generation_s",
-    "num_awaited": "awaited_rollouts",
-    "num_restarted": "restarted_rollouts",
-    "num_regenerated": "regenerated_rollouts",
-}  # names in MLflow where they differ from the record's
-
-
-def _overlap_metrics(overlap: Overlap | None) -> dict[str, float]:
-    if overlap is None:
-        return {}
-    return {f"overlap/{_OVERLAP_NAMES.get(name, name)}": value for name, value in asdict(overlap).items()}
-
-
-def _machine_metrics(use: MachineUse | None) -> dict[str, float]:
-    if use is None:
-        return {}
-    found = {f"machine/{name}": value for name, value in asdict(use).items() if isinstance(value, float)}
-    return found if use.sm_clock_mhz is None else {**found, "machine/throttled": float(bool(use.throttle_reasons))}
-
-
-def _draft_metrics(record: StepRecord) -> dict[str, float]:
-    """Metrics of online draft training: the decision, the terms of its inequality, and the update."""
-    decision, update = record.draft_decision, record.draft_update
-    if decision is None:
-        return {}
-    metrics = {
-        "draft/trained": float(decision.trains),
-        "draft/length": decision.length,
-        "draft/reference_length": decision.reference_length,
-        "draft/expected_saved_s": decision.saved_s,
-        "draft/lost_s": decision.lost_s,
-        "draft/train_s": 0.0 if update is None else update.elapsed_s,
-    }
-    if record.draft_version is not None:
-        metrics["draft/version"] = record.draft_version
-    if decision.cost_s is not None:
-        metrics["draft/expected_cost_s"] = decision.cost_s
-    if update is not None:
-        metrics["draft/loss"] = update.loss
-    return metrics
-
-
-def _sampling_metrics(sampling: DynamicSampling) -> dict[str, float]:
-    """Metrics of a step that samples further prompts in place of groups without signal."""
-    return {
-        "sampling/batches": sampling.num_batches,
-        "sampling/groups": sampling.num_groups,
-        "sampling/groups_with_signal": sampling.num_with_signal,
-        "sampling/groups_filled": sampling.num_filled,
-        "sampling/groups_surplus": sampling.num_surplus,
-        "sampling/extra_generation_s": sampling.extra_generation_s,
-    }
 
 
 def _lag_metrics(lags: Sequence[LagStats]) -> dict[str, float]:

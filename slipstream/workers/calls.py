@@ -70,9 +70,6 @@ class Deadline:
 _ALIVE = Deadline(10.0, "fixed")  # an idle process answers at once
 
 
-StatesOf = Callable[[Sequence[Worker]], Mapping[Worker, str]]
-
-
 class Crew:
     """Workers that are called together, with the name of the last call that all of them completed."""
 
@@ -106,7 +103,7 @@ class Crew:
         done, _ = ray.wait([ref for _, ref in calls], num_returns=1, timeout=self.deadline.seconds)
         if done:
             return done[0]
-        raise _silent([worker for worker, _ in calls], what, self.last_done, self.deadline, process_states)
+        raise _silent([worker for worker, _ in calls], what, self.last_done, self.deadline)
 
     def gather(self, what: str, calls: Sequence[tuple[Worker, Any]], *, deadline: Deadline | None = None) -> list[Any]:
         """Wait for the answers to calls that were made to some of the workers."""
@@ -135,6 +132,11 @@ class Proxy:
             return False
         return True
 
+    def share_cores(self, slots: Sequence[Any]) -> None:
+        """Hand each worker its `CoreSlot` in the host's shared cores; None ends the sharing for a worker."""
+        calls = [(each, each.actor.share_cores.remote(slot)) for each, slot in zip(self.workers, slots, strict=True)]
+        self._crew.gather("share_cores", calls)
+
     def close(self) -> None:
         """Kill the workers' processes, as vLLM frees its memory in no other way."""
         for worker in self.workers:
@@ -151,8 +153,6 @@ def answers(
     deadline: Deadline,
     last_done: str = "nothing yet",
     cause_s: float = _CAUSE_S,
-    backend: Any = ray,
-    states_of: StatesOf | None = None,
 ) -> list[Any]:
     """Wait for the answers to one call that several workers got.
 
@@ -161,8 +161,6 @@ def answers(
         what: name of the call in errors.
         last_done: name of the call before, in errors.
         cause_s: time for which a worker's RuntimeError is held back, as the death of another worker may be the cause.
-        backend: module with Ray's `wait` and `get`.
-        states_of: returns the process states of workers that do not answer.
     Raises:
         LostWorkerError: a worker died or missed the deadline, or a worker raised this error about others.
         Exception: the error of a worker, with a note that names the worker; a ChannelBrokeError only without another.
@@ -172,12 +170,12 @@ def answers(
     failed: list[Exception] = []
     end_s = time.monotonic() + deadline.seconds
     while waiting:
-        done, _ = backend.wait(list(waiting), num_returns=1, timeout=max(0.0, end_s - time.monotonic()))
+        done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, end_s - time.monotonic()))
         if not done:
             break
         worker = waiting.pop(done[0])
         try:
-            found[done[0]] = backend.get(done[0])
+            found[done[0]] = ray.get(done[0])
         except RayTaskError as error:
             error.add_note(f"{worker} failed during {what} (done before: {last_done})")
             if isinstance(error, LostWorkerError):
@@ -190,7 +188,7 @@ def answers(
             raise _died(worker, error, what, last_done) from (failed[0] if failed else error)
     own = [error for error in failed if not isinstance(error, ChannelBrokeError)]
     if waiting and not own:
-        raise _silent(list(waiting.values()), what, last_done, deadline, states_of or process_states)
+        raise _silent(list(waiting.values()), what, last_done, deadline)
     for error in own or failed:
         raise error
     return [found[ref] for _, ref in calls]
@@ -356,10 +354,8 @@ def _died(worker: Worker, error: RayError, what: str, last_done: str) -> Excepti
     )
 
 
-def _silent(
-    workers: Sequence[Worker], what: str, last_done: str, deadline: Deadline, states_of: StatesOf
-) -> LostWorkerError:
-    states = states_of(workers)
+def _silent(workers: Sequence[Worker], what: str, last_done: str, deadline: Deadline) -> LostWorkerError:
+    states = process_states(workers)
     stuck = [worker for worker in workers if states[worker] not in _RUNNING]
     names = ", ".join(f"{worker} ({states[worker]})" for worker in stuck or workers)
     waiting = [str(worker) for worker in workers if worker not in stuck] if stuck else []

@@ -15,14 +15,13 @@ import logging
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
 
-from slipstream.workers.calls import Worker
+from slipstream.workers.calls import Proxy
 
 logger = logging.getLogger(__name__)
 
@@ -95,21 +94,8 @@ class CoreShare:
         set_threads(self._most)
 
 
-class Sharing(Protocol):
-    """Engines, or the ranks of a learner."""
-
-    @property
-    def workers(self) -> tuple[Worker, ...]:
-        """The actors, with the nodes that they run on."""
-        ...
-
-    def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
-        """Hand each worker its slot; None ends the sharing for a worker."""
-        ...
-
-
 @contextmanager
-def shared_cores(node_id: str, *parties: Sharing) -> Iterator[None]:
+def shared_cores(node_id: str, *parties: Proxy) -> Iterator[None]:
     """Let the workers on this process's node share its cores in the block; workers on other nodes keep theirs."""
     with tempfile.TemporaryDirectory(
         dir=_MEMORY if _MEMORY.is_dir() else None, prefix="slipstream-cores-"

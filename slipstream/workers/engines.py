@@ -23,7 +23,7 @@ from slipstream.engine.vllm_engine import VllmEngine, engine_arguments, process_
 from slipstream.grpo.loop_config import KvCache
 from slipstream.records.steps import ScheduleEntry
 from slipstream.refit.channel import Location
-from slipstream.refit.config import Channel, EngineState
+from slipstream.refit.config import Channel, EngineState, WeightFiles
 from slipstream.refit.fingerprint import Turn
 from slipstream.types import Prompt
 from slipstream.workers.calls import Crew, Deadline, Idle, LostWorkerError, Proxy, RayEngineControl, Worker, started
@@ -83,17 +83,15 @@ class EngineProcess(VllmEngine):
             self._share = CoreShare(slot, most=self._most_threads, changes=engine_keeps_bits(self._dtype))
             self.around_work(self._share.at_work, self._share.fit)
 
-    def refit(
-        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
-    ) -> EngineState:
+    def refit(self, weights: WeightFiles) -> EngineState:
         """Refit the engine, marked as busy in the shared cores.
 
         Raises:
-            ConfigError: this host does not see `policy`, or `draft`.
+            ConfigError: this host does not see the files.
         """
-        require_here(policy, draft)
+        require_here(weights.policy, weights.draft)
         with nullcontext() if self._share is None else self._share.at_work():
-            return super().refit(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
+            return super().refit(weights)
 
 
 def _name_interface() -> None:
@@ -213,8 +211,7 @@ class RemoteEngine(Proxy):
     def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
         """Hand each engine its slot in the host's shared cores."""
         self._slots = tuple(slots)
-        calls = [(each, each.actor.share_cores.remote(slot)) for each, slot in zip(self.workers, slots, strict=True)]
-        self._crew.gather("share_cores", calls)
+        super().share_cores(slots)
 
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
         """Set the draft-length schedule of all engines."""
@@ -243,23 +240,14 @@ class RemoteEngine(Proxy):
         """Put all engines to sleep; an engine wakes when it generates."""
         self._crew.ask(self._of("sleep"), lambda engine: engine.sleep.remote())
 
-    def refit(
-        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
-    ) -> list[EngineState]:
+    def refit(self, weights: WeightFiles) -> list[EngineState]:
         """Refit every engine; returns the state of each engine after the refit."""
-        return self.start_refit(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)()
+        return self.start_refit(weights)()
 
-    def start_refit(
-        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
-    ) -> Callable[[], list[EngineState]]:
+    def start_refit(self, weights: WeightFiles) -> Callable[[], list[EngineState]]:
         """Begin to refit every engine and return a function that waits for the states."""
-        self._policy_version = policy_version
-        return self._crew.start(
-            self._of("refit"),
-            lambda engine: engine.refit.remote(
-                policy, policy_version=policy_version, draft=draft, draft_version=draft_version
-            ),
-        )
+        self._policy_version = weights.policy_version
+        return self._crew.start(self._of("refit"), lambda engine: engine.refit.remote(weights))
 
     def facts(self) -> dict[str, str]:
         """Return what vLLM chose in the first engine; all engines are alike."""
@@ -411,7 +399,7 @@ def start_engine(
             engine = _new_engine(policy, config, speculative_config, layout, how)
         else:
             engine.run_in_flight(None)
-            engine.refit(policy, policy_version=0, draft=draft)
+            engine.refit(WeightFiles(policy=policy, policy_version=0, draft=draft))
             if speculative_config is not None and SCHEDULE in speculative_config:
                 # An earlier block may have changed the schedule.
                 entries = speculative_config[SCHEDULE]

@@ -13,6 +13,7 @@ import numpy as np
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.learner_draft import (
+    Chats,
     HeldChats,
     IndexedChats,
     LearnerDraft,
@@ -208,8 +209,7 @@ class LearnerProcess:
         )
         values = self._loaded.map_logits(sequences, prompt_lengths, function, width=len(COLUMNS))
         lengths = [len(tokens) - start for tokens, start in zip(sequences, prompt_lengths, strict=True)]
-        ends = np.cumsum(lengths, dtype=np.int64)
-        return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+        return np.split(values, np.cumsum(lengths[:-1], dtype=np.int64))
 
     def next_token_probabilities(self, part: Ragged, sampling: SamplingConfig) -> np.ndarray:
         """Compute the distribution that is sampled after each prefix: [prefixes, vocabulary]."""
@@ -304,7 +304,7 @@ class LearnerProcess:
         )
         return self._draft_chats.states is not None
 
-    def draft_step(self, indices: Sequence[int], config: DraftConfig, temperature: float) -> float:
+    def draft_step(self, indices: Sequence[int], temperature: float) -> float:
         """Update the draft on the frozen policy's hidden states of these chats; returns the loss.
 
         A data-parallel rank has hidden states of the chats that it holds. The ranks that split the policy between them
@@ -312,14 +312,13 @@ class LearnerProcess:
         """
         chats = self._draft_chats
         assert chats is not None, "hold_draft_chats comes first"
-        mine = chats.mine(indices, self._loaded)
-        return self._drafting.step(*mine, temperature=temperature)
+        return self._drafting.step(chats.mine(indices, self._loaded), temperature=temperature)
 
-    def evaluate_draft(self, part: Learned, config: DraftConfig, temperature: float) -> DraftProgress:
+    def evaluate_draft(self, part: Learned, temperature: float) -> DraftProgress:
         """Compute the held-out acceptance of the draft over the chats of all ranks."""
         sequences, prompt_lengths = part
         states = self._loaded.hidden_states(sequences, self._drafting.layer_ids)
-        rates, length = self._drafting.evaluate(sequences, prompt_lengths, states, temperature=temperature)
+        rates, length = self._drafting.evaluate(Chats(sequences, prompt_lengths, states), temperature=temperature)
         return DraftProgress(rate_by_position=tuple(rates), mean_acceptance_length=length)
 
     def save_draft(self, path: Path) -> None:

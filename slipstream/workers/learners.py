@@ -30,7 +30,6 @@ from slipstream.refit.channel import EngineControl, Location, Snapshot
 from slipstream.refit.fingerprint import Turn, weight_totals
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.calls import Crew, Deadline, Idle, Proxy, Worker, started
-from slipstream.workers.cores import CoreSlot
 from slipstream.workers.learner_process import LearnerProcess
 from slipstream.workers.placement.config import Layout
 from slipstream.workers.reservation import reserved
@@ -95,11 +94,6 @@ class RemoteLearner(Proxy):
         super().__init__(ranks, deadline)
         self._layout = layout
 
-    def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
-        """Hand each rank its slot in the host's shared cores."""
-        calls = [(rank, rank.actor.share_cores.remote(slot)) for rank, slot in zip(self.workers, slots, strict=True)]
-        self._crew.gather("share_cores", calls)
-
     def load(
         self,
         path: Path,
@@ -141,14 +135,12 @@ class RemoteLearner(Proxy):
 
     def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]] | None:
         """Compute the response tokens' logprobs under the reference policy; None without a reference."""
-        shards = Shards.of(batch.token_ids, self._layout.data)
-        answers = self._on_shards(
+        return self._by_sequence(
             _of("ref_logprobs", batch),
-            shards,
+            batch.token_ids,
             partial(part_of_batch, batch),
             lambda rank, data: rank.ref_logprobs.remote(data, temperature),
         )
-        return None if answers[0] is None else shards.in_order(answers)
 
     def token_logprobs(self, sequences: Sequences) -> list[NDArray[np.float32]]:
         """Compute the logprob of each token but the first, at temperature 1."""
@@ -244,19 +236,17 @@ class RemoteLearner(Proxy):
         )
         return all(fits)
 
-    def draft_step(self, indices: Sequence[int], config: DraftConfig, temperature: float) -> float:
+    def draft_step(self, indices: Sequence[int], temperature: float) -> float:
         """Update the draft on the chats of these indices; returns the loss."""
-        return self._on_all("draft_step", lambda rank: rank.draft_step.remote(indices, config, temperature))
+        return self._on_all("draft_step", lambda rank: rank.draft_step.remote(indices, temperature))
 
-    def evaluate_draft(
-        self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig, temperature: float
-    ) -> DraftProgress:
+    def evaluate_draft(self, sequences: Sequences, prompt_lengths: Sequence[int], temperature: float) -> DraftProgress:
         """Compute the held-out acceptance of the draft."""
         answers = self._on_shards(
             "evaluate_draft",
             Shards.of(sequences, self._layout.data),
             partial(_chats, sequences, prompt_lengths),
-            lambda rank, data: rank.evaluate_draft.remote(data, config, temperature),
+            lambda rank, data: rank.evaluate_draft.remote(data, temperature),
         )
         return answers[0]
 
@@ -362,10 +352,11 @@ class RemoteLearner(Proxy):
 
     def _by_sequence(
         self, what: str, sequences: Sequence[Any], part: Callable[[Sequence[int]], Any], call: Callable[[Any, Any], Any]
-    ) -> list[Any]:
-        """Call every rank with its part of `sequences`; returns one answer a sequence, in the batch's order."""
+    ) -> Any:
+        """Call every rank with its part of `sequences`; returns an answer a sequence, in order, or None as ranks do."""
         shards = Shards.of(sequences, self._layout.data)
-        return shards.in_order(self._on_shards(what, shards, part, call))
+        answers = self._on_shards(what, shards, part, call)
+        return None if answers[0] is None else shards.in_order(answers)
 
 
 def _sending(timeout_s: float) -> Deadline:

@@ -189,7 +189,7 @@ def _reserve(
         if pending:
             missing = [index for reference in pending for index in waiting[reference]]
             raise PlacementError(_not_free(plan, sorted(missing), nodes))
-        return _seats(plan, list(groups), nodes, deadline)
+        return _seats(plan, list(groups), deadline)
     except BaseException:
         for group in groups:
             remove_placement_group(group)
@@ -231,9 +231,7 @@ def _bundle(node: RayNode) -> dict[str, float]:
     return {"GPU": 1.0, "CPU": 1.0} if node.num_cpus >= node.num_gpus else {"GPU": 1.0}
 
 
-def _seats(
-    plan: Plan, groups: Sequence[PlacementGroup], nodes: Mapping[str, RayNode], deadline: float
-) -> dict[Slot, Seat]:
+def _seats(plan: Plan, groups: Sequence[PlacementGroup], deadline: float) -> dict[Slot, Seat]:
     """Look up the physical GPU of every bundle, and number the GPUs of a node by their ids."""
     environment = {"env_vars": actor_environment({})}
     probe: Any = ray.remote(num_cpus=0, runtime_env=environment)(_gpu_here)

@@ -141,18 +141,16 @@ def gather(
 
 def joined(requests: Sequence[GroupRequest], portions: Sequence[Sequence[Portion]]) -> GenerationResult:
     """Join the engines' portions into the result of a generation, with the groups in the order of the requests."""
-    parts = [part for engine in portions for part in engine]
-    groups = dict(entry for part in parts for entry in part.groups)
-    known = [part.acceptance for part in parts if part.acceptance is not None]
+    whole = together([part for engine in portions for part in engine], num_engines=len(portions))
+    groups = dict(whole.groups)
     generation_s = max(engine[-1].ended_s - engine[0].started_s for engine in portions if engine)
-    worked_s = sum(part.ended_s - part.started_s for part in parts)
     return GenerationResult(
         groups=tuple(groups[request.index] for request in requests),
-        acceptance=combine(known) if known else None,
+        acceptance=whole.acceptance,
         generation_s=generation_s,
-        engine_idle_fraction=1.0 - worked_s / (len(portions) * generation_s) if len(portions) > 1 else 0.0,
-        running=summed(time for part in parts for time in part.running),
-        num_preemptions=sum(part.num_preemptions for part in parts),
+        engine_idle_fraction=1.0 - whole.ended_s / generation_s if len(portions) > 1 else 0.0,
+        running=whole.running,
+        num_preemptions=whole.num_preemptions,
     )
 
 

@@ -14,6 +14,7 @@ from slipstream.drafts.methods import speculative_config
 from slipstream.losslessness.sampling import Sample, draw
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.steps import ArmRecord
+from slipstream.refit.config import WeightFiles
 from slipstream.train.arm import LogMetrics
 from slipstream.workers.engines import RemoteEngine, start_engine
 from slipstream.workers.learners import start_learner
@@ -122,7 +123,7 @@ class _Arm:
         config, sampling = recipe.losslessness, recipe.sampling
         for k in (K, 0):
             with self._engines(k) as engines:
-                engines.refit(trained, policy_version=recipe.grpo.num_steps)
+                engines.refit(WeightFiles(policy=trained, policy_version=recipe.grpo.num_steps))
                 seed = len(samples) * (config.num_tokens + 1)
                 samples.append(draw(engines, self._prompts, config=config, sampling=sampling, batch=32, seed=seed))
         with start_learner(recipe.learner, layout=recipe.layout) as learner:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from slipstream.engine.vllm_engine import VllmEngine
-from slipstream.refit.config import EngineState
+from slipstream.refit.config import EngineState, WeightFiles
 
 
 class FaultyEngine(VllmEngine):
@@ -35,19 +35,17 @@ class FaultyEngine(VllmEngine):
     def heal(self) -> None:
         self.inject()
 
-    def refit(
-        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
-    ) -> EngineState:
+    def refit(self, weights: WeightFiles) -> EngineState:
         if "draft not refitted" in self._faults:
-            super().refit(policy, policy_version=policy_version)
-            if draft is not None:
-                self.draft_version = draft_version
+            super().refit(replace(weights, draft=None))
+            if weights.draft is not None:
+                self.draft_version = weights.draft_version
             return self.state()
         reset = self._llm.reset_prefix_cache
         if "prefix cache kept" in self._faults:
             self._llm.reset_prefix_cache = lambda *args, **kwargs: True  # says so, and does nothing
         try:
-            super().refit(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
+            super().refit(weights)
         finally:
             self._llm.reset_prefix_cache = reset
         if "prefix cache reset skipped" in self._faults:

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 
 from slipstream.drafts.methods import speculative_config
 from slipstream.engine.config import SamplingConfig
-from slipstream.engine.protocol import Trace, WeightFiles
+from slipstream.engine.protocol import Trace
 from slipstream.grpo.loop_config import KvCache
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, draw
 from slipstream.losslessness.verdict import BIASED, LOSSLESS, judged
 from slipstream.records.stages import CertificateRecord
-from slipstream.refit.config import EngineState, RefitConfig, RefitError
+from slipstream.refit.config import EngineState, RefitConfig, RefitError, WeightFiles
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import RefitGate
 from slipstream.types import Prompt
@@ -105,7 +105,7 @@ def inject(bench: Bench) -> Iterator[Callable[..., None]]:
 
     yield call
     ray.get(bench.actor.heal.remote())
-    bench.engine.refit(bench.models["old"], policy_version=0, draft=bench.models["old_draft"])
+    bench.engine.refit(WeightFiles(policy=bench.models["old"], policy_version=0, draft=bench.models["old_draft"]))
 
 
 class Sampled:
@@ -204,7 +204,7 @@ def test_a_policy_one_refit_behind_fails(bench: Bench) -> None:
 def test_a_stale_prefix_cache_fails(bench: Bench, inject: Callable[..., None]) -> None:
     inject("prefix cache kept")
     bench.engine.trace(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)  # fills the cache under the old policy
-    bench.engine.refit(bench.models["new"], policy_version=1)
+    bench.engine.refit(WeightFiles(policy=bench.models["new"], policy_version=1))
 
     assert conditional_rejections(certificate(bench, policy="new", prompts=PROMPTS))
 
@@ -234,7 +234,7 @@ def rejections_of_versions(bench: Bench, sample: Sample, *, old: int = 0) -> lis
 def recomputed(bench: Bench) -> Sample:
     """Sample of an engine in flight; the engine is afterwards as it was."""
     sample = in_flight(bench, KvCache.RECOMPUTE)
-    bench.engine.refit(bench.models["old"], policy_version=0, draft=bench.models["old_draft"])
+    bench.engine.refit(WeightFiles(policy=bench.models["old"], policy_version=0, draft=bench.models["old_draft"]))
     return sample
 
 
@@ -339,7 +339,9 @@ def test_an_engine_that_hides_its_tensors_is_compared_by_logprobs(
 
 def test_a_draft_that_was_not_refitted_is_named(bench: Bench, inject: Callable[..., None]) -> None:
     inject("draft not refitted")
-    bench.engine.refit(bench.models["old"], policy_version=0, draft=bench.models["new_draft"], draft_version=1)
+    bench.engine.refit(
+        WeightFiles(policy=bench.models["old"], policy_version=0, draft=bench.models["new_draft"], draft_version=1)
+    )
 
     with pytest.raises(RefitError, match="engine 0 must hold the draft to the last bit"):
         gate(bench, Brought(bench, "old"), draft="new_draft").refit(1)
@@ -351,8 +353,12 @@ def test_a_draft_refitted_twice_while_the_policy_was_refitted_once_is_an_error(
     from slipstream.train.batch import assemble
     from tests.unit.train.world import CONFIG as GRPO
 
-    bench.engine.refit(bench.models["old"], policy_version=1, draft=bench.models["old_draft"], draft_version=1)
-    bench.engine.refit(bench.models["old"], policy_version=1, draft=bench.models["new_draft"], draft_version=2)
+    bench.engine.refit(
+        WeightFiles(policy=bench.models["old"], policy_version=1, draft=bench.models["old_draft"], draft_version=1)
+    )
+    bench.engine.refit(
+        WeightFiles(policy=bench.models["old"], policy_version=1, draft=bench.models["new_draft"], draft_version=2)
+    )
     result = bench.engine.generate(PROMPTS[:2], sampling=SAMPLING, group_size=2, seed=0)
 
     with pytest.raises(RuntimeError, match=r"rollouts must come from draft version 1, got \{2\}"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import pickle
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_answers_that_are_no_numbers_code_or_a_million_characters_are_dropped_an
         synthetic=SyntheticConfig(num_draft_rows=20, num_train_problems=20, num_validation_problems=5),
     )
 
-    with Verifier(RewardConfig()) as verifier:
+    with closing(Verifier(RewardConfig())) as verifier:
         sets = load_prompt_sets(
             config,
             tokenizer=AutoTokenizer.from_pretrained(tmp_path / "tokenizer"),
@@ -76,7 +77,7 @@ def test_answers_that_are_no_numbers_code_or_a_million_characters_are_dropped_an
 
 
 def test_digits_of_other_scripts_mean_what_they_say() -> None:
-    with Verifier(RewardConfig()) as verifier:
+    with closing(Verifier(RewardConfig())) as verifier:
         answers = ["\\boxed{34}", "\\boxed{12}", "\\boxed{43}"]
         assert verifier.score(answers, [ARABIC_34, FULLWIDTH_12, ARABIC_34]).rewards == (1.0, 1.0, 0.0)
 
@@ -85,7 +86,7 @@ def test_an_answer_is_never_run_as_code(tmp_path: Path) -> None:
     target = tmp_path / "run"
     texts = [f"\\boxed{{__import__('pathlib').Path('{target}').touch()}}", f"\\boxed{{\\write18{{touch {target}}}}}"]
 
-    with Verifier(RewardConfig()) as verifier:
+    with closing(Verifier(RewardConfig())) as verifier:
         assert verifier.score(texts, ["0", "0"]).rewards == (0.0, 0.0)
 
     assert not target.exists()

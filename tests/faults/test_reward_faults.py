@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_a_faulty_verifier_costs_its_own_answer_alone(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     answers = [f"\\boxed{{\\log {number}}}" for number in ("5", "66", "7")]
 
-    with Verifier(RewardConfig(timeout_s=5.0 if fault == "hangs" else 10.0)) as verifier:
+    with closing(Verifier(RewardConfig(timeout_s=5.0 if fault == "hangs" else 10.0))) as verifier:
         result = verifier.score(answers, ["\\log 9"] * 3)
 
     assert result == expected

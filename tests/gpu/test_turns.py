@@ -15,6 +15,7 @@ import torch
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner.config import LearnerConfig, ScratchConfig, ShapeConfig
 from slipstream.learner.megatron import MegatronPolicy
+from slipstream.refit.config import WeightFiles
 from slipstream.refit.fingerprint import ALL
 from slipstream.types import Dtype
 from tests.gpu.ends import SAMPLING, learner_and_engine
@@ -80,7 +81,7 @@ def test_an_engine_without_its_cache_is_refitted_and_then_generates(models: dict
 
         total = torch.cuda.mem_get_info()[1]
         assert _free() - free > 0.2 * total  # of the 0.3 that it has, nearly all is cache
-        engines.refit(models["new"], policy_version=1)
+        engines.refit(WeightFiles(policy=models["new"], policy_version=1))
         (new,) = engines.start_fingerprints(is_draft=False, turn=ALL)()
         engines.token_logprobs([PROMPTS[0].token_ids])
         assert _free() - free > 0.2 * total  # it took its cache for that, and gave it back
@@ -88,6 +89,6 @@ def test_an_engine_without_its_cache_is_refitted_and_then_generates(models: dict
         assert abs(_free() - free) < 0.02 * total
         assert tokens(changed) != tokens(before)
         engines.sleep()
-        engines.refit(models["old"], policy_version=2)
+        engines.refit(WeightFiles(policy=models["old"], policy_version=2))
         assert engines.start_fingerprints(is_draft=False, turn=ALL)() != [new]
         assert tokens(engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)) == tokens(before)

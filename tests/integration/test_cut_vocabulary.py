@@ -10,6 +10,7 @@ import torch
 from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.eagle3 import build_draft, save_draft
 from slipstream.drafts.methods import speculative_config
+from slipstream.refit.config import WeightFiles
 from slipstream.refit.fingerprint import ALL, file_fingerprints
 from tests.small import DRAFT, ENGINE, PROMPTS, SAMPLING, require_equal, tokens
 
@@ -41,7 +42,7 @@ def test_a_draft_of_half_the_vocabulary_is_loaded_accepted_and_refitted(
         (held,) = engine.start_fingerprints(is_draft=True, turn=ALL)()
         assert held == file_fingerprints(even, dtypes)
         weights = odd / "model.safetensors"
-        engine.refit(policy / "model.safetensors", policy_version=1, draft=weights, draft_version=1)
+        engine.refit(WeightFiles(policy=policy / "model.safetensors", policy_version=1, draft=weights, draft_version=1))
         (held,) = engine.start_fingerprints(is_draft=True, turn=ALL)()
         assert held == file_fingerprints(odd, dtypes)
         after = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)

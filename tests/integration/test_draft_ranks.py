@@ -100,8 +100,8 @@ def _outcome(model: Path, learner: LearnerConfig, rank: int = 0, world_size: int
         config = draft_with(DRAFT, pretrain={"states_cache_gib": gib})
         process.start_draft(model, config)
         assert process.hold_draft_chats((mine, chats, lengths), config) is (gib > 0)
-        losses[name] = [process.draft_step(indices, config, 0.8) for indices in ((0, 1, 2, 3), (4, 5), (6,), (7, 8))]
-    progress = process.evaluate_draft((chats, lengths), DRAFT, 0.8)
+        losses[name] = [process.draft_step(indices, 0.8) for indices in ((0, 1, 2, 3), (4, 5), (6,), (7, 8))]
+    progress = process.evaluate_draft((chats, lengths), 0.8)
     weights = {name: tensor.clone().numpy() for name, tensor in process._drafting.weights()}
     assert isinstance(process._drafting, DraftTrainer)
     alone, beside = _states(process, mine)

@@ -13,6 +13,7 @@ from slipstream.drafts.length import constant
 from slipstream.drafts.methods import speculative_config
 from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import ScheduleEntry
+from slipstream.refit.config import WeightFiles
 from slipstream.types import Prompt
 from tests import small
 from tests.small import DRAFT, ENGINE, PROMPTS, tokens
@@ -82,7 +83,7 @@ def test_prompts_that_were_cached_without_drafts_are_drafted_for_as_any_other(
         engine.generate(prompts, sampling=SAMPLING, group_size=2, seed=1)
         engine.draft_by(constant(4))
         cached = engine.generate(prompts, sampling=SAMPLING, group_size=2, seed=2)
-        engine.refit(models["old"], policy_version=0)  # forgets what is cached
+        engine.refit(WeightFiles(policy=models["old"], policy_version=0))  # forgets what is cached
         fresh = engine.generate(prompts, sampling=SAMPLING, group_size=2, seed=2)
     assert cached.acceptance is not None and cached.acceptance.num_accepted_tokens > 0
     assert tokens(cached) == tokens(fresh)

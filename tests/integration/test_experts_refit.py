@@ -14,7 +14,7 @@ from safetensors import safe_open
 from slipstream.drafts.methods import speculative_config
 from slipstream.learner.config import LearnerConfig, ParallelConfig
 from slipstream.refit.channel import open_channel
-from slipstream.refit.config import Channel, RefitConfig
+from slipstream.refit.config import Channel, RefitConfig, WeightFiles
 from slipstream.refit.fingerprint import ALL, differences, file_fingerprints
 from slipstream.refit.gate import RefitGate
 from slipstream.types import Dtype
@@ -69,7 +69,7 @@ def ends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("channel", [Channel.SHARED_MEMORY, Channel.GLOO])
 def test_a_refitted_engine_equals_one_that_was_loaded_with_the_same_experts(ends: Ends, channel: Channel) -> None:
     batch = qwen3_moe.sequences()
-    ends.engine.refit(ends.models["old"], policy_version=0)
+    ends.engine.refit(WeightFiles(policy=ends.models["old"], policy_version=0))
     dtypes = ends.engine.weight_dtypes(is_draft=False)
     with safe_open(ends.models["old"] / "model.safetensors", framework="pt") as file:
         assert dtypes.keys() == set(file.keys())  # every expert's three matrices, by their own names

@@ -14,6 +14,7 @@ from slipstream.drafts.methods import speculative_config
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.requests import GroupRequest, group_requests
 from slipstream.grpo.loop_config import KvCache
+from slipstream.refit.config import WeightFiles
 from slipstream.types import Prompt, Rollout, RolloutGroup
 from slipstream.workers.engines import RemoteEngine, start_engine
 from tests import small
@@ -91,8 +92,9 @@ def _refit(engine: RemoteEngine, models: dict[str, Path], version: int) -> None:
     """To the next policy, and every time to another draft, as a learner that trains both would."""
     draft = models[f"draft{5 + version % 2}"] / "model.safetensors" if _has_draft(engine) else None
     before = engine.states()[0].num_prefix_cache_resets
+    policy = models[str(version)] / "model.safetensors"
     (state,) = engine.refit(
-        models[str(version)] / "model.safetensors", policy_version=version, draft=draft, draft_version=100 + version
+        WeightFiles(policy=policy, policy_version=version, draft=draft, draft_version=100 + version)
     )
     assert state.policy_version == version
     assert state.num_prefix_cache_resets == before + 1

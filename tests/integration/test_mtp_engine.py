@@ -14,7 +14,7 @@ from slipstream.learner.config import LearnerConfig
 from slipstream.losslessness.sampling import Sample, draw
 from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.refit.channel import open_channel, send
-from slipstream.refit.config import Channel, RefitConfig
+from slipstream.refit.config import Channel, RefitConfig, WeightFiles
 from slipstream.refit.fingerprint import ALL, file_fingerprints
 from slipstream.refit.gate import RefitGate
 from slipstream.types import Prompt
@@ -57,7 +57,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Iterato
         learner.start_draft(new, CONFIG)
         learner.hold_draft_chats(sequences, starts, CONFIG)
         for _ in range(10):
-            learner.draft_step(range(16), CONFIG, 1.0)
+            learner.draft_step(range(16), 1.0)
         learner.save_draft(root / "draft")
         with (
             start_engine(old, config=ENGINE, speculative_config=speculative_config(CONFIG, old, 3)) as engine,
@@ -71,7 +71,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Iterato
 def test_policy_and_layer_are_refitted_to_the_last_bit(ends: Ends, channel: Channel) -> None:
     """An engine that started from one directory with both answers as one that started with what the learner saved."""
     old = ends.root / "old"
-    ends.engine.refit(old, policy_version=0, draft=old, draft_version=0)
+    ends.engine.refit(WeightFiles(policy=old, policy_version=0, draft=old, draft_version=0))
     dtypes = ends.engine.weight_dtypes(is_draft=True)
     assert ends.engine.start_fingerprints(is_draft=True, turn=ALL)() == [file_fingerprints(old, dtypes)]
     before = ends.engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
@@ -89,7 +89,7 @@ def test_policy_and_layer_are_refitted_to_the_last_bit(ends: Ends, channel: Chan
         )
         check = gate.refit(2)  # of the policy alone; and both are what the learner has
     assert check.num_tensors == len(dtypes) + len(ends.engine.weight_dtypes(is_draft=False))
-    ends.fresh.refit(ends.root / "new", policy_version=2)
+    ends.fresh.refit(WeightFiles(policy=ends.root / "new", policy_version=2))
     samples = [e.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1) for e in (ends.engine, ends.fresh)]
     require_equal(*samples)
     assert samples[0].acceptance is not None and samples[0].acceptance.num_accepted_tokens > 0

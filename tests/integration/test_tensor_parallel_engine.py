@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from slipstream.drafts.methods import speculative_config
 from slipstream.learner.config import LearnerConfig
 from slipstream.refit.channel import open_channel, send
-from slipstream.refit.config import Channel, RefitConfig, RefitError
+from slipstream.refit.config import Channel, RefitConfig, RefitError, WeightFiles
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import RefitGate
 from slipstream.types import Dtype
@@ -69,7 +69,7 @@ def test_both_ranks_cut_their_shards_from_what_comes_over_gloo(engine: Any, mode
         learner.load(models["new"], None)
         learner.start_draft(models["new"], DRAFT)
         for version, channel in enumerate((Channel.SHARED_MEMORY, Channel.GLOO), start=1):
-            engine.refit(models["old"], policy_version=0, draft=models["old_draft"])
+            engine.refit(WeightFiles(policy=models["old"], policy_version=0, draft=models["old_draft"]))
             config = RefitConfig(channel=channel, bucket_mib=0.02, timeout_s=60.0)
             with open_channel(config, learner, engine) as opened:
                 delivery = send(opened, version, draft_version=version)

@@ -14,6 +14,7 @@ from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.methods import speculative_config
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.protocol import GenerationResult
+from slipstream.refit.config import WeightFiles
 from slipstream.refit.fingerprint import ALL
 from slipstream.types import Prompt
 from tests.small import DRAFT, ENGINE, PROMPTS, SAMPLING, require_equal, require_logprobs_of, tokens
@@ -106,7 +107,7 @@ def test_an_engine_gives_its_cache_back_as_far_as_a_cpu_lets_it_is_refitted_and_
     with pytest.raises(RuntimeError, match="Selective discard is not supported on CPU"):
         engine.sleep()
     engine.sleep()  # it sleeps already
-    (state,) = engine.refit(models["old"] / "model.safetensors", policy_version=1)
+    (state,) = engine.refit(WeightFiles(policy=models["old"] / "model.safetensors", policy_version=1))
     assert (state.policy_version, state.num_prefix_cache_resets) == (1, resets + 1)
     (fingerprints,) = engine.start_fingerprints(is_draft=False, turn=ALL)()
     assert fingerprints
@@ -118,7 +119,7 @@ def test_refit_of_policy_and_draft_equals_a_fresh_engine(engine: Any, models: di
     assert tokens(before) == tokens(again)
     assert tokens(before) != tokens(other)
     files = {name: path / "model.safetensors" for name, path in models.items()}
-    engine.refit(files["new"], policy_version=7, draft=files["new_draft"], draft_version=3)
+    engine.refit(WeightFiles(policy=files["new"], policy_version=7, draft=files["new_draft"], draft_version=3))
     refitted = generated(engine)
     with start(models, "new", 3) as started:
         fresh = generated(started)

@@ -16,7 +16,7 @@ from slipstream.drafts.methods import speculative_config
 from slipstream.engine.protocol import GenerationResult
 from slipstream.learner.config import LearnerConfig, ParallelConfig
 from slipstream.refit.channel import open_channel, send
-from slipstream.refit.config import Channel, RefitConfig
+from slipstream.refit.config import Channel, RefitConfig, WeightFiles
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import RefitGate
 from slipstream.types import Dtype
@@ -44,7 +44,7 @@ class Ends:
     models: dict[str, Path]
 
     def back(self) -> None:
-        self.engines.refit(self.models["old"], policy_version=0, draft=self.models["old_draft"])
+        self.engines.refit(WeightFiles(policy=self.models["old"], policy_version=0, draft=self.models["old_draft"]))
 
     def sample(self) -> GenerationResult:
         return self.engines.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -86,7 +87,7 @@ def test_an_evaluation_scores_every_sample_and_counts_truncation() -> None:
     config = EvaluationConfig(
         num_samples_per_problem=4, sampling=SamplingConfig(temperature=0.7, top_p=0.9, top_k=0, max_response_tokens=16)
     )
-    with Verifier(RewardConfig()) as verifier:
+    with closing(Verifier(RewardConfig())) as verifier:
         record = evaluate(engine, PROMPTS, reward=verifier, decode=decode, config=config, policy="start", seed=3)
     assert engine.calls == [(SamplingConfig(temperature=0.7, top_p=0.9, top_k=0, max_response_tokens=16), 4, 3)]
     assert (record.policy, record.num_problems, record.k, record.num_timeouts) == ("start", 2, 4, 0)
@@ -105,7 +106,7 @@ def test_a_guess_in_a_thought_that_the_prompt_opened_is_no_answer_until_the_thou
     config = EvaluationConfig(
         num_samples_per_problem=4, sampling=SamplingConfig(temperature=0.7, max_response_tokens=16)
     )
-    with Verifier(RewardConfig()) as verifier:
+    with closing(Verifier(RewardConfig())) as verifier:
         record = evaluate(engine, [opened], reward=verifier, decode=decode, config=config, policy="start", seed=3)
     assert (record.correct_by_problem, record.maj_at_k) == ((1,), 1.0)
 
@@ -130,7 +131,7 @@ def test_one_problem_is_enough_and_the_interval_is_of_the_problems_rates() -> No
     problems = [replace(PROMPTS[0], id=str(i)) for i in range(8)]
     engine = ReplayEngine({str(i): ["\\boxed{2}\0"] * (23 * i) + ["\\boxed{9}\0"] * (200 - 23 * i) for i in range(8)})
     rates = [23 * i / 200 for i in range(8)]
-    with Verifier(RewardConfig()) as verifier:
+    with closing(Verifier(RewardConfig())) as verifier:
         for count in (1, 8):
             record = evaluate(
                 engine, problems[:count], reward=verifier, decode=decode, config=config, policy="start", seed=3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,11 @@ from slipstream.drafts.distill import (
     distill,
     heldout_acceptance,
     link_draft_model,
-    num_distilled,
     num_parameters,
     scratch_model,
 )
 from slipstream.drafts.methods import DraftMethod
-from slipstream.drafts.pretrain import Responses, train_draft
+from slipstream.drafts.pretrain import Responses, num_done, train_draft
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import ScratchConfig
@@ -125,40 +125,24 @@ def test_a_resumed_training_makes_the_updates_that_were_left(tmp_path: Path) -> 
 
     whole, killed, resumed = Learner(), Killed(), Learner()
     losses = distill(whole, TRAIN, CONFIG, SCRATCH, checkpoint=tmp_path / "a", on_step=lambda step, loss: None)
-    assert num_distilled(tmp_path / "b") == 0
+    assert num_done(tmp_path / "b") == 0
     with pytest.raises(KeyboardInterrupt):
         distill(killed, TRAIN, CONFIG, SCRATCH, checkpoint=tmp_path / "b", on_step=lambda step, loss: None)
-    assert [path.name for path in (tmp_path / "b").iterdir()] == ["step-000004"]
-    assert num_distilled(tmp_path / "b") == 4
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["losses.json", "step-4"]
+    assert num_done(tmp_path / "b") == 4
     again = distill(resumed, TRAIN, CONFIG, SCRATCH, checkpoint=tmp_path / "b", on_step=lambda step, loss: None)
     assert again == losses
     assert resumed.steps == whole.steps[4:]
 
 
-def test_the_newest_whole_checkpoint_is_gone_on_from_and_what_is_none_is_left_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    whole = Learner()
-    losses = distill(whole, TRAIN, CONFIG, SCRATCH, checkpoint=tmp_path / "a", on_step=lambda step, loss: None)
-    first, directory = Learner(), tmp_path / "b"
-    first.count = 2
-    first.save_checkpoint(directory / "step-000002", {"losses": losses[:2]})
-    (directory / "step-000003").mkdir()
-    (directory / "step-000003" / "damaged").touch()
-    (directory / "step-000009").touch()
-    (directory / "step-000008").mkdir()
-    resumed = Learner()
-    again = distill(resumed, TRAIN, CONFIG, SCRATCH, checkpoint=directory, on_step=lambda step, loss: None)
-    assert again == losses
-    assert resumed.steps == whole.steps[2:]
-    assert "step-000003 is damaged; trying the previous one" in caplog.text
-    assert {path.name for path in directory.iterdir()} == {"step-000003", "step-000004", "step-000008", "step-000009"}
-
-
-def test_a_draft_is_not_trained_anew_over_damaged_checkpoints(tmp_path: Path) -> None:
-    (tmp_path / "step-000004").mkdir()
-    (tmp_path / "step-000004" / "damaged").touch()
-    with pytest.raises(CheckpointError, match=f"step-000004 is damaged; remove {tmp_path} to train the draft anew"):
+def test_a_draft_is_not_trained_anew_over_a_damaged_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "losses.json").write_text("[1.0, 2.0, 3.0, 4.0]")
+    (tmp_path / "step-4").mkdir()
+    (tmp_path / "step-4" / "damaged").touch()
+    with pytest.raises(CheckpointError, match=f"step-4 is damaged; remove {tmp_path} to train the draft anew"):
+        distill(Learner(), TRAIN, CONFIG, SCRATCH, checkpoint=tmp_path, on_step=lambda step, loss: None)
+    shutil.rmtree(tmp_path / "step-4")
+    with pytest.raises(CheckpointError, match=r"state'; remove .* to train the draft anew"):
         distill(Learner(), TRAIN, CONFIG, SCRATCH, checkpoint=tmp_path, on_step=lambda step, loss: None)
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.config import DraftConfig, DraftInit
 from slipstream.drafts.eagle3 import bring_draft, build_draft, save_draft
-from slipstream.drafts.learner_draft import States
+from slipstream.drafts.learner_draft import Chats, States
 from slipstream.drafts.trainer import DraftTrainer
 from tests.integration import qwen3_moe
 from tests.small import draft_with
@@ -119,9 +119,9 @@ def test_an_original_draft_is_trained_further(policy: Path, states: States, orig
     config = _given(original)
     bring_draft(config, policy, tmp_path / "ours", max_model_len=64)
     trainer = DraftTrainer(policy, config, given=tmp_path / "ours")
-    _, before = trainer.evaluate(CHATS, PROMPTS, states)
-    losses = [trainer.step(CHATS, PROMPTS, states) for _ in range(20)]
-    _, after = trainer.evaluate(CHATS, PROMPTS, states)
+    _, before = trainer.evaluate(Chats(CHATS, PROMPTS, states))
+    losses = [trainer.step(Chats(CHATS, PROMPTS, states)) for _ in range(20)]
+    _, after = trainer.evaluate(Chats(CHATS, PROMPTS, states))
     assert losses[-1] < losses[0]
     assert after > before
     trainer.save(tmp_path / "trained")
@@ -175,7 +175,7 @@ def test_a_brought_draft_is_trained_behind_the_norm_that_it_has_before_its_first
         weight = torch.full(tensors["fc.weight"].shape[1:], scale)
         save_file({**tensors, "input_norm.weight": weight}, original / "model.safetensors")
         bring()
-        losses.append(DraftTrainer(policy, config, given=tmp_path / "ours").step(CHATS, PROMPTS, states))
+        losses.append(DraftTrainer(policy, config, given=tmp_path / "ours").step(Chats(CHATS, PROMPTS, states)))
     assert losses[0] != losses[1]
 
 
@@ -276,21 +276,21 @@ def test_a_hub_id_that_cannot_be_reached_is_refused_by_name(
 def test_a_saved_draft_goes_round_bit_for_bit(policy: Path, states: States, tmp_path: Path) -> None:
     trained = DraftTrainer(policy, CONFIG)
     for _ in range(2):
-        trained.step(CHATS, PROMPTS, states)
+        trained.step(Chats(CHATS, PROMPTS, states))
     trained.save(tmp_path / "first")
     loaded = DraftTrainer(policy, CONFIG, given=tmp_path / "first")
     loaded.save(tmp_path / "second")
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "second" / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
-    assert loaded.evaluate(CHATS, PROMPTS, states) == trained.evaluate(CHATS, PROMPTS, states)
+    assert loaded.evaluate(Chats(CHATS, PROMPTS, states)) == trained.evaluate(Chats(CHATS, PROMPTS, states))
 
 
 def test_a_saved_draft_is_trained_further_from_a_fresh_optimizer(policy: Path, states: States, tmp_path: Path) -> None:
     fresh = DraftTrainer(policy, CONFIG)
     fresh.save(tmp_path / "draft")
     loaded = DraftTrainer(policy, CONFIG, given=tmp_path / "draft")
-    assert [loaded.step(CHATS, PROMPTS, states) for _ in range(3)] == [
-        fresh.step(CHATS, PROMPTS, states) for _ in range(3)
+    assert [loaded.step(Chats(CHATS, PROMPTS, states)) for _ in range(3)] == [
+        fresh.step(Chats(CHATS, PROMPTS, states)) for _ in range(3)
     ]
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.drafts.compatibility import require_fit
-from slipstream.drafts.learner_draft import MtpDraft
+from slipstream.drafts.learner_draft import Chats, MtpDraft
 from slipstream.drafts.methods import DraftMethod
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
@@ -58,9 +58,9 @@ def test_pretraining_teaches_the_layer_and_saves_it_as_a_draft_that_fits(path: P
         tensor.numel() for name, tensor in mimo.random_weights().items() if "mtp_layers" in name
     )
     assert process.hold_draft_chats((range(16), sequences, starts), CONFIG)
-    before = process.evaluate_draft((sequences, starts), CONFIG, 1.0)
-    losses = [process.draft_step(range(16), CONFIG, 1.0) for _ in range(20)]
-    after = process.evaluate_draft((sequences, starts), CONFIG, 1.0)
+    before = process.evaluate_draft((sequences, starts), 1.0)
+    losses = [process.draft_step(range(16), 1.0) for _ in range(20)]
+    after = process.evaluate_draft((sequences, starts), 1.0)
     assert losses[-1] < losses[0]
     assert after.mean_acceptance_length > before.mean_acceptance_length + 0.1
     assert len(after.rate_by_position) == 2
@@ -127,11 +127,11 @@ def test_a_resumed_pretraining_goes_on_bit_for_bit(path: Path, tmp_path: Path) -
     sequences, starts = mimo.sequences(), [2] * 9
     draft, resumed = _draft(path), _draft(path)
     states = draft._policy.hidden_states(sequences, draft._policy.architecture.mtp_layer_ids)
-    draft.step(sequences, starts, states)
+    draft.step(Chats(sequences, starts, states))
     draft.save_checkpoint(tmp_path / "step-1")
-    expected = [draft.step(sequences, starts, states) for _ in range(2)]
+    expected = [draft.step(Chats(sequences, starts, states)) for _ in range(2)]
     resumed.load_checkpoint(tmp_path / "step-1")
-    assert [resumed.step(sequences, starts, states) for _ in range(2)] == expected
+    assert [resumed.step(Chats(sequences, starts, states)) for _ in range(2)] == expected
     (tmp_path / "step-1" / "draft.safetensors").write_bytes(b"cut")
     with pytest.raises(CheckpointError, match="is damaged"):
         resumed.load_checkpoint(tmp_path / "step-1")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from slipstream.data.prompts import PromptStream
 from slipstream.drafts.config import DraftConfig, DraftOnline
-from slipstream.drafts.learner_draft import LearnerDraft, States, sample_parts
+from slipstream.drafts.learner_draft import Chats, LearnerDraft, States, sample_parts
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
@@ -338,7 +338,7 @@ def test_online_training_lowers_the_loss_at_a_rate_that_rises_over_five_updates(
     trainer = DraftTrainer(policy, draft_with(ALWAYS, pretrain={"tokens_per_step": 100}), given=draft, is_online=True)
     losses, rates = [], []
     for _ in range(30):
-        losses.append(trainer.learn(CHATS, PROMPTS, states, temperature=1.0))
+        losses.append(trainer.learn(Chats(CHATS, PROMPTS, states), temperature=1.0))
         rates.append(trainer._optimizer.steppers[0].param_groups[0]["lr"])
     assert losses[-1] < 0.5 * losses[0]
     assert rates == pytest.approx([2e-3, 4e-3, 6e-3, 8e-3, *[1e-2] * 26])
@@ -347,7 +347,7 @@ def test_online_training_lowers_the_loss_at_a_rate_that_rises_over_five_updates(
 def test_responses_of_one_token_teach_nothing_and_are_no_error(policy: Path, draft: Path, states: States) -> None:
     trainer = DraftTrainer(policy, ALWAYS, given=draft, is_online=True)
     short = [(aux[:4], last[:4]) for aux, last in states]
-    assert trainer.learn([chat[:4] for chat in CHATS], [3, 3], short, temperature=1.0) == 0.0
+    assert trainer.learn(Chats([chat[:4] for chat in CHATS], [3, 3], short), temperature=1.0) == 0.0
 
 
 @given(
@@ -381,11 +381,9 @@ def test_an_update_takes_no_more_tokens_than_it_is_given(cap: int | None, num_ra
     class Noted(DraftTrainer):
         _num_steps = 0
 
-        def step(
-            self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: States, **_: Any
-        ) -> float:
-            taken.append(sum(map(len, sequences)))
-            assert list(prompt_lengths) == [tokens[0] for tokens in sequences]
+        def step(self, chats: Chats, **_: Any) -> float:
+            taken.append(sum(map(len, chats.sequences)))
+            assert list(chats.prompt_lengths) == [tokens[0] for tokens in chats.sequences]
             return float(len(taken))
 
     config = draft_with(ALWAYS, pretrain={"tokens_per_step": 12}, online={"tokens_per_update": cap, "updates": 3})
@@ -393,7 +391,8 @@ def test_an_update_takes_no_more_tokens_than_it_is_given(cap: int | None, num_ra
     LearnerDraft.__init__(noted, config, is_online=True, writes=True)
     chats = [[1, 0], [2, 0]] * 12
     states = [(torch.zeros(2, 1), torch.zeros(2, 1))] * len(chats)
-    assert noted.learn(chats, [tokens[0] for tokens in chats], states, temperature=1.0, num_ranks=num_ranks) == 2.0
+    given = Chats(chats, [tokens[0] for tokens in chats], states)
+    assert noted.learn(given, temperature=1.0, num_ranks=num_ranks) == 2.0
     assert taken == [most] * 3
 
 

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.drafts.config import LOSSES, DraftOnline
-from slipstream.drafts.learner_draft import States
+from slipstream.drafts.learner_draft import Chats, States
 from slipstream.drafts.passes import ATTENTION, head_inputs, pack_chats, rows_of
 from slipstream.drafts.trainer import DISTANCES, DraftOptimizer, DraftTrainer, chunk_losses
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
@@ -36,7 +36,7 @@ def test_chats_are_shifted_within_themselves() -> None:
         aux = torch.arange(offset, offset + length).float()[:, None]
         return aux, aux + 100
 
-    packed = pack_chats([[10, 11, 12, 13], [20, 21, 22]], [1, 1], [one(0, 4), one(50, 3)])
+    packed = pack_chats(Chats([[10, 11, 12, 13], [20, 21, 22]], [1, 1], [one(0, 4), one(50, 3)]))
     assert packed.input_ids.tolist() == [[11, 12, 13, 21, 22]]
     assert packed.hidden_states[0, :, 0].tolist() == [0, 1, 2, 50, 51]
     assert packed.last[0, :, 0].tolist() == [101, 102, 103, 151, 152]
@@ -60,9 +60,9 @@ def test_training_lowers_the_loss_and_raises_held_out_acceptance(
     policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
     trainer = DraftTrainer(policy, CONFIG)
-    _, before = trainer.evaluate(CHATS, PROMPTS, states)
-    losses = [trainer.step(CHATS, PROMPTS, states) for _ in range(30)]
-    rates, after = trainer.evaluate(CHATS, PROMPTS, states)
+    _, before = trainer.evaluate(Chats(CHATS, PROMPTS, states))
+    losses = [trainer.step(Chats(CHATS, PROMPTS, states)) for _ in range(30)]
+    rates, after = trainer.evaluate(Chats(CHATS, PROMPTS, states))
     assert losses[-1] < 0.5 * losses[0]
     assert 1.0 <= before < after <= 1.0 + CONFIG.pretrain.ttt_steps
     assert len(rates) == CONFIG.pretrain.ttt_steps
@@ -70,8 +70,8 @@ def test_training_lowers_the_loss_and_raises_held_out_acceptance(
 
 def test_rows_do_not_change_the_loss(policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
-    together = DraftTrainer(policy, CONFIG).step(CHATS, PROMPTS, states)
-    apart = DraftTrainer(policy, draft_with(CONFIG, eagle3={"tokens_per_row": 12})).step(CHATS, PROMPTS, states)
+    together = DraftTrainer(policy, CONFIG).step(Chats(CHATS, PROMPTS, states))
+    apart = DraftTrainer(policy, draft_with(CONFIG, eagle3={"tokens_per_row": 12})).step(Chats(CHATS, PROMPTS, states))
     assert apart == pytest.approx(together, rel=0.05)
 
 
@@ -79,21 +79,21 @@ def test_a_resumed_draft_training_equals_an_uninterrupted_one(
     policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]], tmp_path: Path
 ) -> None:
     whole = DraftTrainer(policy, CONFIG)
-    losses = [whole.step(CHATS, PROMPTS, states) for _ in range(6)]
+    losses = [whole.step(Chats(CHATS, PROMPTS, states)) for _ in range(6)]
     killed = DraftTrainer(policy, CONFIG)
     for _ in range(3):
-        killed.step(CHATS, PROMPTS, states)
+        killed.step(Chats(CHATS, PROMPTS, states))
     killed.save_checkpoint(tmp_path / "checkpoint")
     resumed = DraftTrainer(policy, CONFIG)
     resumed.load_checkpoint(tmp_path / "checkpoint")
-    assert [resumed.step(CHATS, PROMPTS, states) for _ in range(3)] == losses[3:]
+    assert [resumed.step(Chats(CHATS, PROMPTS, states)) for _ in range(3)] == losses[3:]
 
 
 def test_a_damaged_checkpoint_of_a_draft_is_refused(
     policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]], tmp_path: Path
 ) -> None:
     trainer = DraftTrainer(policy, CONFIG)
-    trainer.step(CHATS, PROMPTS, states)
+    trainer.step(Chats(CHATS, PROMPTS, states))
     trainer.save_checkpoint(tmp_path / "draft" / "step-1")
     file = tmp_path / "draft" / "step-1" / "draft.safetensors"
     data = bytearray(file.read_bytes())
@@ -126,10 +126,10 @@ def test_two_trainers_with_a_chat_each_make_the_update_of_one_with_both(
         trainers[1 + rank]._sum_over_ranks = reduce
         if are_handed_both:
             own, trainers[1 + rank]._share = slice(2), (rank, 2)
-            assert len(trainers[1 + rank]._rows(CHATS, PROMPTS, states)) == 1
-        return [trainers[1 + rank].step(CHATS[own], PROMPTS[own], states[own]) for _ in range(2)]
+            assert len(trainers[1 + rank]._rows(Chats(CHATS, PROMPTS, states))) == 1
+        return [trainers[1 + rank].step(Chats(CHATS[own], PROMPTS[own], states[own])) for _ in range(2)]
 
-    expected = [trainers[0].step(CHATS, PROMPTS, states) for _ in range(2)]
+    expected = [trainers[0].step(Chats(CHATS, PROMPTS, states)) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         losses = list(pool.map(steps, (0, 1)))
     assert losses[0] == losses[1]
@@ -145,15 +145,15 @@ def test_products_in_bfloat16_keep_weights_and_moments_in_float32_and_train_as_w
 ) -> None:
     exact, rounded = DraftTrainer(policy, CONFIG), DraftTrainer(policy, CONFIG, products=Dtype.BFLOAT16)
     with _Products() as seen:
-        losses = [rounded.step(CHATS, PROMPTS, states) for _ in range(30)]
+        losses = [rounded.step(Chats(CHATS, PROMPTS, states)) for _ in range(30)]
     assert seen.dtypes == {torch.bfloat16}
-    expected = [exact.step(CHATS, PROMPTS, states) for _ in range(30)]
+    expected = [exact.step(Chats(CHATS, PROMPTS, states)) for _ in range(30)]
     assert losses[0] == pytest.approx(expected[0], rel=5e-2)
     assert losses[0] != expected[0]
     assert losses[-1] < 0.5 * losses[0]
     assert {tensor.dtype for tensor in (*rounded._trained, *rounded._optimizer.moments().values())} == {torch.float32}
     with _Products() as seen:
-        rounded.evaluate(CHATS, PROMPTS, states)
+        rounded.evaluate(Chats(CHATS, PROMPTS, states))
     assert seen.dtypes == {torch.float32}
 
 
@@ -182,7 +182,7 @@ def test_hidden_states_captured_once_train_the_draft_as_those_of_each_step_do(po
         learner.start_draft(policy, config)
         chats = Ragged.of(CHATS, np.int32)
         assert learner.hold_draft_chats((range(2), chats, PROMPTS), config) is (gib > 0.0)
-        losses.append([learner.draft_step(indices, config, 1.0) for indices in ([0, 1], [1], [0])])
+        losses.append([learner.draft_step(indices, 1.0) for indices in ([0, 1], [1], [0])])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
@@ -224,10 +224,10 @@ def test_a_draft_that_resumes_goes_on_bit_for_bit(
     config = draft_with(ONLINE, online={"optimizer": {"method": method}})
     whole, resumed = (DraftTrainer(policy, config, given=draft, is_online=True) for _ in range(2))
     for _ in range(3):
-        whole.learn(CHATS, PROMPTS, states, temperature=1.0)
+        whole.learn(Chats(CHATS, PROMPTS, states), temperature=1.0)
     resumed.restore({name: tensor.clone() for name, tensor in whole.state().items()})
     for trainer in (whole, resumed):
-        trainer.learn(CHATS, PROMPTS, states, temperature=1.0)
+        trainer.learn(Chats(CHATS, PROMPTS, states), temperature=1.0)
     assert all(torch.equal(tensor, resumed.state()[name]) for name, tensor in whole.state().items())
 
 
@@ -237,7 +237,7 @@ def test_online_passes_are_those_of_pretraining_unless_they_are_given(
     losses = {
         passes: DraftTrainer(
             policy, draft_with(ONLINE, online={"ttt_steps": passes}), given=draft, is_online=True
-        ).learn(CHATS, PROMPTS, states, temperature=1.0)
+        ).learn(Chats(CHATS, PROMPTS, states), temperature=1.0)
         for passes in (None, 3, 1)
     }
     assert losses[None] == losses[3] > losses[1] > 0.0  # the loss is the sum over passes
@@ -282,7 +282,7 @@ def test_the_loss_is_the_divergence_at_the_temperature(policy: Path, states: Sta
     p, q = _probabilities(policy, states, temperature)
     expected = (p * (np.log(p) - np.log(q))).sum(-1).mean()
     trainer = DraftTrainer(policy, ONE_PASS)
-    assert trainer.step(CHATS[:1], PROMPTS[:1], states[:1], temperature=temperature) == pytest.approx(
+    assert trainer.step(Chats(CHATS[:1], PROMPTS[:1], states[:1]), temperature=temperature) == pytest.approx(
         expected, rel=1e-4
     )
 
@@ -293,7 +293,7 @@ def test_held_out_acceptance_is_the_overlap_at_the_temperature(
 ) -> None:
     p, q = _probabilities(policy, states, temperature)
     (rate,), length = DraftTrainer(policy, ONE_PASS).evaluate(
-        CHATS[:1], PROMPTS[:1], states[:1], temperature=temperature
+        Chats(CHATS[:1], PROMPTS[:1], states[:1]), temperature=temperature
     )
     assert rate == pytest.approx(np.minimum(p, q).sum(-1).mean(), rel=1e-5)
     assert length == pytest.approx(1.0 + rate, rel=1e-6)
@@ -327,7 +327,7 @@ def test_lk_of_a_draft_that_is_never_accepted_stays_finite() -> None:
 
 def _plain(trainer: DraftTrainer, states: States, loss: str, decay: float, temperature: float) -> float:
     """The loss of both chats in one row, from the logits of all passes, in numpy."""
-    (row,) = rows_of(CHATS, PROMPTS, states, max_tokens=64)
+    (row,) = rows_of(Chats(CHATS, PROMPTS, states), max_tokens=64)
     model, passes = trainer._model, CONFIG.pretrain.ttt_steps
     with torch.no_grad():
         inputs = head_inputs(model, row, passes)
@@ -357,7 +357,7 @@ def test_the_loss_of_a_step_is_the_decayed_sum_over_passes(
 ) -> None:
     trainer = DraftTrainer(policy, draft_with(CONFIG, eagle3={"loss": loss}, pretrain={"ttt_step_loss_decay": decay}))
     expected = _plain(trainer, states, loss, decay, temperature)
-    assert trainer.step(CHATS, PROMPTS, states, temperature=temperature) == pytest.approx(expected, rel=1e-4)
+    assert trainer.step(Chats(CHATS, PROMPTS, states), temperature=temperature) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_passes_and_losses_are_those_of_speculators(
     assert len(given) == {(): 0, ("input_norm",): 1}.get(norms, 3)
     for norm in given:
         torch.nn.init.uniform_(norm.weight, 0.5, 2.0)  # not the ones that it begins with
-    (row,) = rows_of(CHATS, PROMPTS, states, max_tokens=64)
+    (row,) = rows_of(Chats(CHATS, PROMPTS, states), max_tokens=64)
     settings = trainer._model.layers[0].self_attn.config
     settings._attn_implementation, trainer._model._create_mask_fn = "sdpa", create_mask  # over the whole row
     _, expected, _ = trainer._model(
@@ -402,7 +402,7 @@ def test_passes_and_losses_are_those_of_speculators(
 def test_chunks_change_neither_loss_nor_gradient_nor_acceptance(
     policy: Path, states: States, loss: str, chunk: int
 ) -> None:
-    (row,) = rows_of(CHATS, PROMPTS, states, max_tokens=64)
+    (row,) = rows_of(Chats(CHATS, PROMPTS, states), max_tokens=64)
     whole, parts = (
         DraftTrainer(policy, draft_with(CONFIG, eagle3={"loss": loss, "loss_chunk_tokens": n})) for n in (1024, chunk)
     )
@@ -410,7 +410,7 @@ def test_chunks_change_neither_loss_nor_gradient_nor_acceptance(
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     for one, other in zip(whole._trained, parts._trained, strict=True):
         assert (other.grad - one.grad).norm() <= 1e-6 * one.grad.norm()
-    found = [trainer.evaluate(CHATS, PROMPTS, states, temperature=0.7) for trainer in (whole, parts)]
+    found = [trainer.evaluate(Chats(CHATS, PROMPTS, states), temperature=0.7) for trainer in (whole, parts)]
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)
 
@@ -434,7 +434,7 @@ class Largest(TorchDispatchMode):
 def test_logits_of_more_than_a_chunk_are_never_held(policy: Path, states: States, chunk: int) -> None:
     """The policy's chunk is longer by the tokens that later passes read."""
     num_vocabulary = 4096
-    (row,) = rows_of(CHATS, PROMPTS, states, max_tokens=64)
+    (row,) = rows_of(Chats(CHATS, PROMPTS, states), max_tokens=64)
     model = DraftTrainer(policy, CONFIG)._model
     for name in ("lm_head", "verifier_lm_head"):
         setattr(model, name, torch.nn.Linear(2, num_vocabulary, bias=False))
@@ -450,8 +450,8 @@ def test_every_loss_makes_another_draft(policy: Path, states: States) -> None:
     made = []
     for loss in LOSSES:
         trainer = DraftTrainer(policy, draft_with(CONFIG, eagle3={"loss": loss}))
-        trainer.step(CHATS, PROMPTS, states)
-        trainer.step(CHATS, PROMPTS, states)
+        trainer.step(Chats(CHATS, PROMPTS, states))
+        trainer.step(Chats(CHATS, PROMPTS, states))
         made.append(trainer._model.lm_head.weight.detach())
     for index, one in enumerate(made):
         assert all(not torch.equal(one, other) for other in made[index + 1 :])
@@ -461,15 +461,15 @@ def test_a_draft_follows_the_policys_present_vocabulary(policy: Path, states: St
     trainer = DraftTrainer(policy, CONFIG)
     model = trainer._model
     embeddings, head = model.embed_tokens.weight * 2, model.verifier_lm_head.weight * 0
-    before = trainer.evaluate(CHATS, PROMPTS, states)
+    before = trainer.evaluate(Chats(CHATS, PROMPTS, states))
     trainer.follow(lambda: (embeddings, head))
     assert torch.equal(model.embed_tokens.weight, embeddings)
     assert not model.verifier_lm_head.weight.any()
-    assert trainer.evaluate(CHATS, PROMPTS, states) != before
+    assert trainer.evaluate(Chats(CHATS, PROMPTS, states)) != before
 
 
 def test_what_speculators_would_compile_on_a_gpu_is_not_called(policy: Path, states: States) -> None:
     trainer = DraftTrainer(policy, CONFIG)
     trainer._model.register_forward_pre_hook(lambda *_: pytest.fail("the whole model was called"))
-    trainer.step(CHATS, PROMPTS, states)
-    trainer.evaluate(CHATS, PROMPTS, states)
+    trainer.step(Chats(CHATS, PROMPTS, states))
+    trainer.evaluate(Chats(CHATS, PROMPTS, states))

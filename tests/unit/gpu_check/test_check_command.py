@@ -24,7 +24,11 @@ EXITS = "import sys; sys.exit(3)"
 
 
 def process(number: int, code: str, *, limit_s: float = 60.0) -> Process:
-    stage = Stage(number=number, name=f"stage{number}", work=lambda at: None, limit_s=limit_s, not_exercised=("a GPU",))
+    def work(at: Setting) -> None:
+        """Stand for the code, which runs in a process."""
+
+    work.__name__ = f"stage{number}"
+    stage = Stage(number, work, limit_s, not_exercised=("a GPU",))
     return Process(stage=stage, command=[sys.executable, "-c", code], limit_s=limit_s)
 
 

@@ -12,9 +12,10 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.engine.config import SamplingConfig
-from slipstream.engine.protocol import Trace, WeightFiles
+from slipstream.engine.protocol import Trace
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import draw, lengths_by_position, positions
+from slipstream.refit.config import WeightFiles
 from slipstream.types import Prompt
 
 SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_response_tokens=20)

@@ -15,7 +15,7 @@ from slipstream.config import ConfigError
 from slipstream.engine.protocol import GenerationResult
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.refit.channel import Location, here
-from slipstream.refit.config import Channel, EngineState, RefitError
+from slipstream.refit.config import Channel, EngineState, RefitError, WeightFiles
 from slipstream.refit.fingerprint import Turn
 from slipstream.types import Prompt, Rollout, RolloutGroup
 from tests.unit.sampled import rollout
@@ -165,8 +165,8 @@ class NotedEngine:
     def locations(self) -> list[Location]:
         return [here()]
 
-    def start_refit(self, policy: Path, *, policy_version: int, **_: Any) -> Callable[[], list[EngineState]]:
-        return self.start_adopt(policy_version=policy_version, draft_version=None)
+    def start_refit(self, weights: WeightFiles) -> Callable[[], list[EngineState]]:
+        return self.start_adopt(policy_version=weights.policy_version, draft_version=None)
 
     def control(self, channel: Channel, *, timeout_s: float) -> Any:
         return "control", channel, timeout_s

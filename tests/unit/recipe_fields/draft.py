@@ -19,6 +19,7 @@ from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.drafts import length, methods
 from slipstream.drafts.distill import scratch_model
+from slipstream.drafts.learner_draft import Chats
 from slipstream.drafts.pretrain import Responses
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.engine.protocol import GenerationResult, RunningTime
@@ -95,12 +96,18 @@ def draft_steps(recipe: Recipe, tools: Tools) -> object:
     chats = [random.integers(4, 60, size=8).tolist() for _ in range(3)]
     generator = torch.Generator().manual_seed(0)
     states = [(torch.randn(8, 48, generator=generator), torch.randn(8, 16, generator=generator)) for _ in chats]
-    losses = [trainer.step(chats, [2] * 3, states) for _ in range(2)]
+    losses = [trainer.step(Chats(chats, [2] * 3, states)) for _ in range(2)]
     rows = len(trainer._rows(chats, [2] * 3, states))
     trainer.save(tools.directory / "draft")
     config = json.loads((tools.directory / "draft" / "config.json").read_text())
     weights = sum(float(parameter.detach().double().abs().sum()) for parameter in trainer._trained)
-    return losses, rows, weights, config["eagle_aux_hidden_state_layer_ids"], trainer.evaluate(chats, [2] * 3, states)
+    return (
+        losses,
+        rows,
+        weights,
+        config["eagle_aux_hidden_state_layer_ids"],
+        trainer.evaluate(Chats(chats, [2] * 3, states)),
+    )
 
 
 def head_calls(recipe: Recipe, tools: Tools) -> int:
@@ -110,7 +117,7 @@ def head_calls(recipe: Recipe, tools: Tools) -> int:
     trainer = DraftTrainer(tools.directory / "policy", recipe.draft)
     calls: list[None] = []
     trainer._model.lm_head.register_forward_hook(lambda *_: calls.append(None))
-    trainer.step([list(range(4, 12))], [2], [(torch.zeros(8, 48), torch.zeros(8, 16))])
+    trainer.step(Chats([list(range(4, 12))], [2], [(torch.zeros(8, 48), torch.zeros(8, 16))]))
     return len(calls)
 
 
@@ -133,7 +140,7 @@ def online_steps(recipe: Recipe, tools: Tools) -> object:
     chats = [random.integers(4, 60, size=8).tolist() for _ in range(4)]
     generator = torch.Generator().manual_seed(0)
     states = [(torch.randn(8, 48, generator=generator), torch.randn(8, 16, generator=generator)) for _ in chats]
-    losses = [trainer.learn(chats, [2] * 4, states, temperature=1.0) for _ in range(2)]
+    losses = [trainer.learn(Chats(chats, [2] * 4, states), temperature=1.0) for _ in range(2)]
     weights = sum(float(parameter.detach().double().abs().sum()) for parameter in trainer._trained)
     return losses, int(trainer.state()["num_steps"]), weights
 

@@ -23,7 +23,7 @@ from slipstream.grpo.update import Trained
 from slipstream.recipe import Recipe
 from slipstream.records.steps import DraftUpdate, TrainStats
 from slipstream.refit.channel import Location, Snapshot, here
-from slipstream.refit.config import EngineState
+from slipstream.refit.config import EngineState, WeightFiles
 from slipstream.refit.fingerprint import Turn
 from slipstream.rewards import verifier
 from slipstream.rewards.function import RewardError, open_reward
@@ -318,10 +318,10 @@ class DraftingEngine(NotedEngine):
         )
         return GenerationResult(groups=groups, acceptance=ACCEPTED, generation_s=1.0)
 
-    def start_refit(self, policy: Path, *, policy_version: int, **more: Any) -> Callable[[], list[EngineState]]:
-        if more["draft"] is not None:
-            self.draft_version = more["draft_version"]
-        return self.start_adopt(policy_version=policy_version, draft_version=None)
+    def start_refit(self, weights: WeightFiles) -> Callable[[], list[EngineState]]:
+        if weights.draft is not None:
+            self.draft_version = weights.draft_version
+        return super().start_refit(weights)
 
     def states(self) -> list[EngineState]:
         return [replace(state, draft_version=self.draft_version, draft_digest="d") for state in super().states()]

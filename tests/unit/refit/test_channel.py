@@ -21,7 +21,7 @@ from slipstream.refit.channel import (
     resolve,
     send,
 )
-from slipstream.refit.config import Channel, EngineState, RefitConfig
+from slipstream.refit.config import Channel, EngineState, RefitConfig, WeightFiles
 
 STATES = [
     EngineState(policy_version=7, policy_digest="p", draft_version=3, draft_digest="d", num_prefix_cache_resets=1)
@@ -50,10 +50,8 @@ class Ends:
         self.calls.append(("publish", directory, version))
         return lambda: Snapshot(path=f"policy {version}", version=version, digest="p")
 
-    def start_refit(
-        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
-    ) -> Callable[[], list[EngineState]]:
-        self.calls.append(("refit", policy, policy_version, draft, draft_version))
+    def start_refit(self, weights: WeightFiles) -> Callable[[], list[EngineState]]:
+        self.calls.append(("refit", weights.policy, weights.policy_version, weights.draft, weights.draft_version))
 
         def wait() -> list[EngineState]:
             self.calls.append("taken")

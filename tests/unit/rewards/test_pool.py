@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from slipstream.rewards import pool as pool_module
-from slipstream.rewards.config import MATHEMATICS
+from slipstream.rewards.config import MATHEMATICS, RewardConfig
 from slipstream.rewards.pool import Outcome, Request, WorkerPool
 
 HALF = Request(name="half", arguments={"gold": "0.5", "answer": "\\frac{1}{2}"})
@@ -21,7 +21,7 @@ BOMB = Request(name="bomb", arguments={"gold": "7", "answer": "9^{9^{9^{9}}}"})
 
 def test_a_worker_may_take_the_memory_that_it_was_given_and_no_more() -> None:
     before = set(psutil.Process().children())
-    pool = WorkerPool(MATHEMATICS, num_workers=1, timeout_s=30.0, memory_gib=1.5)
+    pool = WorkerPool(MATHEMATICS, RewardConfig(timeout_s=30.0, worker_memory_gib=1.5))
     assert pool.run([HALF]) == Outcome(values=(True,), failures={}, num_timeouts=0, num_crashes=0)
     (worker,) = set(psutil.Process().children()) - before
     assert worker.rlimit(resource.RLIMIT_AS) == (1_610_612_736, 1_610_612_736)
@@ -29,8 +29,9 @@ def test_a_worker_may_take_the_memory_that_it_was_given_and_no_more() -> None:
     assert set(psutil.Process().children()) <= before
 
 
-def test_a_worker_that_cannot_start_is_an_error_that_says_where_to_look() -> None:
-    pool = WorkerPool(MATHEMATICS, num_workers=1, timeout_s=30.0, memory_gib=0.01)  # not enough for Python's own start
+def test_a_worker_that_cannot_start_is_an_error_that_says_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_SCRIPT", "no file")
+    pool = WorkerPool(MATHEMATICS, RewardConfig())
     with pytest.raises(RuntimeError) as caught:
         pool.run([HALF])
     expected = "a reward worker ended by itself before it was ready: does `import latex2sympy2_extended` work?"
@@ -38,7 +39,7 @@ def test_a_worker_that_cannot_start_is_an_error_that_says_where_to_look() -> Non
 
 
 def test_a_request_that_cost_its_worker_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    pool = WorkerPool(MATHEMATICS, num_workers=1, timeout_s=1.0, memory_gib=2.0)
+    pool = WorkerPool(MATHEMATICS, RewardConfig(num_workers=1, timeout_s=1.0))
     pool.run([HALF])  # the start of a worker is not what is measured
     with caplog.at_level(logging.WARNING):
         outcome = pool.run([BOMB])
@@ -50,7 +51,7 @@ def test_a_request_that_cost_its_worker_is_named(caplog: pytest.LogCaptureFixtur
 
 def test_a_worker_that_died_while_idle_had_no_request_to_name(caplog: pytest.LogCaptureFixture) -> None:
     before = set(psutil.Process().children())
-    pool = WorkerPool(MATHEMATICS, num_workers=2, timeout_s=30.0, memory_gib=2.0)
+    pool = WorkerPool(MATHEMATICS, RewardConfig(num_workers=2, timeout_s=30.0))
     pool.run([HALF])
     (worker,) = set(psutil.Process().children()) - before
     worker.kill()
@@ -63,7 +64,7 @@ def test_a_worker_that_died_while_idle_had_no_request_to_name(caplog: pytest.Log
 
 @pytest.mark.parametrize(("num_requests", "num_workers"), [(1, 1), (2, 2), (5, 3)])
 def test_as_many_workers_start_as_requests_wait_up_to_the_limit(num_requests: int, num_workers: int) -> None:
-    pool = WorkerPool(MATHEMATICS, num_workers=3, timeout_s=30.0, memory_gib=2.0)
+    pool = WorkerPool(MATHEMATICS, RewardConfig(num_workers=3, timeout_s=30.0))
     queue = deque(enumerate([HALF] * num_requests))
     try:
         for _ in range(2):  # those that are still starting count: asked again, no other one starts
@@ -76,7 +77,7 @@ def test_as_many_workers_start_as_requests_wait_up_to_the_limit(num_requests: in
 
 
 def test_a_closed_pool_starts_again_when_there_is_work() -> None:
-    pool = WorkerPool(MATHEMATICS, num_workers=1, timeout_s=30.0, memory_gib=2.0)
+    pool = WorkerPool(MATHEMATICS, RewardConfig(num_workers=1, timeout_s=30.0))
     for _ in range(2):
         assert pool.run([HALF]).values == (True,)
         pool.close()

@@ -7,6 +7,7 @@ import re
 import time
 import unicodedata
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ PIECES = r"""( ) [ ] { } 1 2 10 x y ab + - * / ^ _ = < , ; % ° . ! | e ± ² ½
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[Verifier]:
-    with Verifier(RewardConfig(timeout_s=30.0)) as verifier:
+    with closing(Verifier(RewardConfig(timeout_s=30.0))) as verifier:
         yield verifier
 
 

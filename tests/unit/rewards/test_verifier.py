@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ from slipstream.rewards.verifier import Verifier
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[Verifier]:
-    with Verifier(RewardConfig(timeout_s=30.0)) as verifier:
+    with closing(Verifier(RewardConfig(timeout_s=30.0))) as verifier:
         yield verifier
 
 
@@ -47,7 +48,7 @@ def test_an_answer_or_a_reference_without_all_of_its_braces_scores_0(verifier: V
 
 def test_plain_answers_need_no_worker() -> None:
     before = set(psutil.Process().children())
-    with Verifier(RewardConfig()) as verifier:
+    with closing(Verifier(RewardConfig())) as verifier:
         assert verifier.score(["Answer: {x", "Answer: x"], ["x^2", "{x^2"]).rewards == (0.0, 0.0)
         responses = ["<think>\n12+7=19\n</think>\n" + box(str(i)) for i in range(64)]
         assert sum(verifier.score(responses, ["7"] * 64).rewards) == 1
@@ -55,7 +56,7 @@ def test_plain_answers_need_no_worker() -> None:
 
 
 def test_a_sympy_bomb_is_killed_counted_and_scores_0_while_the_others_are_scored() -> None:
-    with Verifier(RewardConfig(timeout_s=1.0)) as verifier:
+    with closing(Verifier(RewardConfig(timeout_s=1.0))) as verifier:
         verifier.score([box("\\log 8")], ["3\\log 2"])  # the start of a worker is not what is measured
         result = verifier.score([box("9^{9^{9^{9}}}"), box("7")], ["7", "7"])
         assert result == RewardResult(rewards=(0.0, 1.0), num_timeouts=1, num_crashes=0)
@@ -157,7 +158,7 @@ def test_references_and_answers_of_more_than_512_characters_are_not_read(verifie
 
 def test_a_worker_that_dies_is_counted_and_replaced() -> None:
     before = set(psutil.Process().children())
-    with Verifier(RewardConfig()) as verifier:
+    with closing(Verifier(RewardConfig())) as verifier:
         verifier.score([box("\\log 8")], ["3\\log 2"])
         (worker,) = set(psutil.Process().children()) - before
         worker.kill()

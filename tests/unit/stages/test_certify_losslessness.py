@@ -17,6 +17,7 @@ from slipstream.drafts.length import DraftLength
 from slipstream.grpo.loop_config import KvCache
 from slipstream.losslessness.sampling import Subject
 from slipstream.recipe import load_recipe
+from slipstream.refit.config import WeightFiles
 from slipstream.refit.fingerprint import directory_fingerprint
 from slipstream.stages import certify_losslessness as stage
 from slipstream.stages.context import RunContext
@@ -47,8 +48,8 @@ def test_the_speculative_engine_is_given_what_policy_and_draft_became_and_in_fli
     def engine(recipe: Any, policy: Path, draft: Path, k: int, *, schedule: Any, kv_cache: Any) -> Iterator[Any]:
         caches.append(kv_cache)
 
-        def refit(to: Path, *, policy_version: int, draft: Path | None, draft_version: int) -> None:
-            refits.append((policy, k, to, draft))
+        def refit(weights: WeightFiles) -> None:
+            refits.append((policy, k, weights.policy, weights.draft))
 
         yield SimpleNamespace(refit=refit, trace=lambda: None)
 

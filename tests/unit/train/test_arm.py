@@ -7,7 +7,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -541,7 +541,7 @@ def decode(prompt: Sequence[int], response: Sequence[int]) -> str:
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[Verifier]:
-    with Verifier(RewardConfig()) as verifier:
+    with closing(Verifier(RewardConfig())) as verifier:
         yield verifier
 
 

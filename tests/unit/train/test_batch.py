@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from slipstream.grpo.config import LossConfig, LossKind
+from slipstream.train import batch as batch_module
 from slipstream.train.batch import assemble, chosen, have_signal, mismatch
 from slipstream.types import Prompt, RolloutGroup, TrainBatch, VersionSpan
 from tests.unit.sampled import rollout
@@ -145,16 +146,9 @@ def test_a_lag_is_none_unless_it_is_given() -> None:
         assemble([_spanned((4, None, 2))], [1.0, 0.0], policy_version=5, draft_version=None, config=CONFIG)
 
 
-@pytest.mark.parametrize(("band", "outside"), [((0.5, 1.0), 0.0), ((0.75, 1.0), 0.5), ((0.5, 0.75), 0.5)])
-def test_a_ratio_below_the_band_or_above_it_is_outside(band: tuple[float, float], outside: float) -> None:
-    """Ratios of 1/2 and 1, within a rounding."""
-    trainer = np.array([-np.log(2.0) + 1e-6, 0.0], dtype=np.float32)
-    assert mismatch([(0.0,), (0.0,)], [trainer[:1], trainer[1:]], band=band).outside_fraction == outside
-
-
 def test_mismatch_by_hand() -> None:
     """Gaps (rollout - trainer) of 0 and log 4: ratios 1 and 1/4, so k1 = log(4) / 2 and k3 = (1/4 - 1 + log 4) / 2."""
-    gap = mismatch([(-1.0, -1.0)], [np.array([-1.0, -1.0 - np.log(4.0)], dtype=np.float32)], band=(0.5, 2.0))
+    gap = mismatch([(-1.0, -1.0)], [np.array([-1.0, -1.0 - np.log(4.0)], dtype=np.float32)])
 
     assert gap.k1 == pytest.approx(np.log(4.0) / 2, abs=1e-6)
     assert gap.k3 == pytest.approx((np.log(4.0) - 0.75) / 2, abs=1e-6)
@@ -163,8 +157,9 @@ def test_mismatch_by_hand() -> None:
     assert gap.outside_fraction == 0.5
 
 
-def test_a_ratio_on_the_bands_edge_counts_as_agreement() -> None:
-    gap = mismatch([(-1.0, -1.0)], [np.array([-1.0, -1.0], dtype=np.float32)], band=(1.0, 1.0))
+def test_a_ratio_on_the_bands_edge_counts_as_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_module, "_AGREEMENT", (1.0, 1.0))
+    gap = mismatch([(-1.0, -1.0)], [np.array([-1.0, -1.0], dtype=np.float32)])
     assert gap.outside_fraction == 0.0
 
 
@@ -199,7 +194,7 @@ def test_only_the_broken_tokens_are_counted() -> None:
         mismatch([(0.0, float("nan"), float("-inf"), 0.0, 0.0)], [np.zeros(5, dtype=np.float32)])
 
 
-def test_the_default_band_is_a_factor_of_two() -> None:
+def test_the_band_is_a_factor_of_two() -> None:
     """Ratios of trainer to rollout probability: 0.4, 0.6, 1.9 and 2.1; the first and the last lie outside."""
     trainer = np.log(np.array([0.4, 0.6, 1.9, 2.1])).astype(np.float32)
     assert mismatch([(0.0,) * 4], [trainer]).outside_fraction == 0.5

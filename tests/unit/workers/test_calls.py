@@ -10,6 +10,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from slipstream.refit.config import ChannelBrokeError, RefitError
+from slipstream.workers import calls
 from slipstream.workers.calls import Deadline, Idle, LostWorkerError, Worker, answers
 
 DEADLINE = Deadline(5.0, "learner.answer_timeout_s")
@@ -44,14 +45,15 @@ def ask(outcomes: Mapping[str, Any], states: Mapping[str, str] | None = None) ->
     def states_of(workers: Sequence[Worker]) -> dict[Worker, str]:
         return {worker: (states or {})[worker.name] for worker in workers}
 
-    return answers(
-        [(worker, ref) for worker, ref in zip(RANKS, "abc", strict=True)],
-        what="train_step of policy version 3",
-        deadline=DEADLINE,
-        last_done="logprobs of policy version 3",
-        backend=Answers(outcomes),
-        states_of=states_of,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "ray", Answers(outcomes))
+        patch.setattr(calls, "process_states", states_of)
+        return answers(
+            [(worker, ref) for worker, ref in zip(RANKS, "abc", strict=True)],
+            what="train_step of policy version 3",
+            deadline=DEADLINE,
+            last_done="logprobs of policy version 3",
+        )
 
 
 def test_answers_come_in_the_order_of_the_calls_whoever_is_first() -> None:
@@ -84,11 +86,12 @@ def test_a_broken_collective_without_a_dead_rank_is_the_error_of_who_saw_it_firs
     ]
 
 
-def test_an_error_of_a_ranks_own_does_not_wait_for_the_others() -> None:
+def test_an_error_of_a_ranks_own_does_not_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Answers({"b": raised(ValueError("weight w must be finite, got NaN or Inf"))})
+    monkeypatch.setattr(calls, "ray", backend)
 
     with pytest.raises(ValueError, match="must be finite") as caught:
-        answers([(RANKS[0], "a"), (RANKS[1], "b")], what="publish", deadline=DEADLINE, backend=backend)
+        answers([(RANKS[0], "a"), (RANKS[1], "b")], what="publish", deadline=DEADLINE)
     assert len(backend.timeouts) == 1
     assert "learner rank 1 on 10.77.0.11 failed during publish" in caught.value.__notes__[0]
 
@@ -151,17 +154,17 @@ def test_where_all_processes_run_all_that_are_silent_are_named() -> None:
     assert caught.value.workers == tuple(RANKS)
 
 
-def test_a_broken_collective_shortens_the_wait_and_never_lengthens_it() -> None:
+def test_a_broken_collective_shortens_the_wait_and_never_lengthens_it(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = raised(RuntimeError("Connection closed"))
     for seconds, cause_s in ((5.0, 2.0), (5.0, 9.0)):
         backend = Answers({"a": broken})
+        monkeypatch.setattr(calls, "ray", backend)
         with pytest.raises(RuntimeError, match="Connection closed"):
             answers(
                 [(RANKS[0], "a"), (RANKS[1], "b")],
                 what="publish",
                 deadline=Deadline(seconds, "x"),
                 cause_s=cause_s,
-                backend=backend,
             )
         first, second = backend.timeouts
         assert 4.0 < first <= 5.0

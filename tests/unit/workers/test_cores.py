@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.workers.calls import Worker
+from slipstream.workers.calls import Deadline, Proxy, Worker
 from slipstream.workers.cores import CoreShare, CoreSlot, set_threads, shared_cores, write_shared
 
 
@@ -62,9 +62,10 @@ def test_one_that_failed_no_longer_counts_and_one_that_leaves_has_its_own_number
     assert torch.get_num_threads() == 2
 
 
-class Party:
+class Party(Proxy):
     def __init__(self, *node_ids: str) -> None:
-        self.workers = tuple(Worker(None, f"worker {i}", node_id=node_id) for i, node_id in enumerate(node_ids))
+        workers = [Worker(None, f"worker {i}", node_id=node_id) for i, node_id in enumerate(node_ids)]
+        super().__init__(workers, Deadline(1.0, "fixed"))
         self.handed: list[Sequence[CoreSlot | None]] = []
         self.could_join: list[bool] = []
 
