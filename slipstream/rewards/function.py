@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from slipstream.config import ConfigError, require
+from slipstream.config import LARGEST, ConfigError, require
 from slipstream.data.config import REASONING_GYM as TASK
 from slipstream.records.files import write_atomic
 from slipstream.rewards.config import BUILT_IN, MATHEMATICS, FunctionConfig, RewardConfig
@@ -36,13 +35,15 @@ class RewardError(RuntimeError):
 
 
 @contextmanager
-def open_reward(config: RewardConfig) -> Iterator[Reward]:
+def open_reward(config: RewardConfig, *, per_step: int = 0) -> Iterator[Reward]:
     """Open the reward of a recipe; its processes end with the block.
 
+    Args:
+        per_step: responses of a training step, where a call of `judge` may score some of them alone.
     Raises:
         ConfigError: a reward function cannot be loaded.
     """
-    with closing(SummedReward(config)) as reward:
+    with closing(SummedReward(config, per_step=per_step)) as reward:
         for part in config.parts:
             reward.of(part.function)
         yield reward
@@ -51,9 +52,9 @@ def open_reward(config: RewardConfig) -> Iterator[Reward]:
 class SummedReward:
     """Sum of the weighted scores of the functions that score a prompt; the built-in reward where none of them does."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, *, per_step: int = 0) -> None:
         """Keep `config`; a function is loaded before its first call."""
-        self._config = config
+        self._config, self._per_step = config, per_step
         self._rewards: dict[str, Reward] = {}  # by function
 
     def close(self) -> None:
@@ -75,10 +76,10 @@ class SummedReward:
         """Score each response by the functions of its prompt's data source.
 
         Where a recipe has several functions, the mean score of each is a metric too, and names of metrics begin with
-        the function's data source, or its name where it scores all.
+        the function's data source, or its name where it scores all, and with its place where that says too little.
 
         Raises:
-            RewardError: a function failed for more than `reward.max_failed_fraction` of its responses.
+            RewardError: a function failed for more than `reward.max_failed_fraction` of a step's responses.
         """
         asked: dict[FunctionConfig, list[int]] = defaultdict(list)
         for index, prompt in enumerate(prompts):
@@ -93,7 +94,7 @@ class SummedReward:
             )
             for index, score in zip(own, result.rewards, strict=True):
                 rewards[index] += part.weight * score
-            results.append(result if len(self._config.parts) < 2 else _named(part, result))
+            results.append(result if len(self._config.parts) < 2 else _named(part, result, self._config.parts))
         return replace(joined(results), rewards=tuple(rewards))
 
     def _parts(self, data_source: str) -> Sequence[FunctionConfig]:
@@ -108,14 +109,20 @@ class SummedReward:
             ConfigError: it cannot be loaded.
         """
         if function not in self._rewards:
-            config = self._config
-            self._rewards[function] = Verifier(config) if function == MATHEMATICS else FunctionReward(config, function)
+            is_own = function != MATHEMATICS
+            self._rewards[function] = (
+                FunctionReward(self._config, function, per_step=self._per_step) if is_own else Verifier(self._config)
+            )
         return self._rewards[function]
 
 
-def _named(part: FunctionConfig, result: RewardResult) -> RewardResult:
+def _named(part: FunctionConfig, result: RewardResult, parts: Sequence[FunctionConfig]) -> RewardResult:
     """Name the metrics of one of several functions after it, and put its mean score beside them."""
-    name = _metric(part.data_source or part.function.rpartition(":")[2])
+    names = [_metric(each.data_source or each.function.rpartition(":")[2]) for each in parts]
+    place = parts.index(part) if part in parts else None  # None: the built-in reward, where no function scores
+    name = _metric(part.function) if place is None else names[place]
+    if place is not None and names.count(name) > 1:
+        name = f"{name}_{place + 1}"
     own = {f"{name}_{key}": value for key, value in result.metrics.items()}
     return replace(result, metrics={f"{name}_{_SCORE}": fmean(result.rewards), **own})
 
@@ -127,11 +134,12 @@ class FunctionReward:
     called in a process that is killed at its deadline, so a call that hangs or crashes costs its own response alone.
     """
 
-    def __init__(self, config: RewardConfig, function: str) -> None:
+    def __init__(self, config: RewardConfig, function: str, *, per_step: int = 0) -> None:
         """Keep the limits of `config`, and load the function once.
 
         Args:
             function: `FILE:NAME`, or a built-in one.
+            per_step: as in `open_reward`.
         Raises:
             ConfigError: there is no such file or function, it cannot be imported, or it takes other arguments.
         """
@@ -139,6 +147,8 @@ class FunctionReward:
             _file_and_name(function)
         self._function = function
         self._max_failed_fraction = config.max_failed_fraction
+        self._per_step = per_step
+        self._recent: list[bool] = []  # for each of the last responses whether the function failed
         self._pool = WorkerPool(function, config)
         try:
             self._pool.start()
@@ -163,7 +173,8 @@ class FunctionReward:
         """Call the function with each response.
 
         Raises:
-            RewardError: it failed for more than `reward.max_failed_fraction` of the responses.
+            RewardError: it failed for more than `reward.max_failed_fraction` of the responses, or of a step's where the
+                call has fewer: then earlier calls count too.
         """
         asked = zip(prompts, responses, cut_off, strict=True)
         outcome = self._pool.run([_request(prompt, response, is_cut_off) for prompt, response, is_cut_off in asked])
@@ -173,7 +184,7 @@ class FunctionReward:
         for index, value in enumerate(outcome.values):
             found = _numbers(value)
             if found is None:
-                failures.setdefault(index, f"it returned {value!r:.200}, and no finite number")
+                failures.setdefault(index, f"it returned {value!r:.200}, and no number up to {LARGEST}")
                 found = {_SCORE: 0.0}
             rewards.append(found.pop(_SCORE))
             for name, number in found.items():
@@ -191,11 +202,13 @@ class FunctionReward:
         """Log the first failures; raise a RewardError where there are too many."""
         for index in sorted(failures)[:_SHOWN_FAILURES]:
             logger.warning("reward.function for prompt %s: %s", prompts[index].id, failures[index])
-        if len(failures) > self._max_failed_fraction * len(prompts):
+        num = max(len(prompts), self._per_step)
+        self._recent = [*self._recent, *(index in failures for index in range(len(prompts)))][-num:]
+        if failures and sum(self._recent) > self._max_failed_fraction * num:
             first = min(failures)
             raise RewardError(
                 f"reward.function must fail for at most {self._max_failed_fraction:.0%} of the responses "
-                f"(reward.max_failed_fraction), got {len(failures)} of {len(prompts)}; the first, for prompt "
+                f"(reward.max_failed_fraction), got {sum(self._recent)} of {num}; the first of this call, for prompt "
                 f"{prompts[first].id}: {failures[first]}; mend {self._function}"
             )
 
@@ -263,8 +276,8 @@ def _request(prompt: Prompt, response: str, is_cut_off: bool) -> Request:
 
 
 def _numbers(value: Any) -> dict[str, float] | None:
-    """The score and what stands beside it; None where there is no finite score."""
+    """The score and what stands beside it, without values that are no numbers up to `LARGEST`; None without a score."""
     found = value if isinstance(value, Mapping) else {_SCORE: value}
-    numbers = {_metric(str(name)): float(each) for name, each in found.items() if isinstance(each, int | float)}
-    finite = {name: number for name, number in numbers.items() if math.isfinite(number)}
-    return finite if _SCORE in finite else None
+    numbers = {_metric(str(name)): each for name, each in found.items() if isinstance(each, int | float)}
+    usable = {name: float(number) for name, number in numbers.items() if abs(number) <= LARGEST}
+    return usable if _SCORE in usable else None

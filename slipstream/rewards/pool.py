@@ -36,6 +36,10 @@ class Request:
     arguments: Mapping[str, Any]  # that JSON can hold
 
 
+Job = tuple[int, str, bytes]
+"""Index of a request, its name, and the line that a worker reads."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """Results of the function in the order of the requests; None where it returned nothing, for a reason."""
@@ -44,6 +48,19 @@ class Outcome:
     failures: Mapping[int, str]  # the reason, by the request's index; time-outs and crashes are among them
     num_timeouts: int
     num_crashes: int
+
+
+def _jobs(requests: Sequence[Request]) -> tuple[deque[Job], dict[int, str]]:
+    """Encode the requests; those that are longer than a worker's pipe have failed."""
+    jobs: deque[Job] = deque()
+    failures: dict[int, str] = {}
+    for index, request in enumerate(requests):
+        line = json.dumps(dict(request.arguments)).encode() + b"\n"
+        if len(line) <= _REQUEST_BYTES:
+            jobs.append((index, request.name, line))
+        else:
+            failures[index] = f"a call must fit into {_REQUEST_BYTES} bytes, got a response that makes {len(line)}"
+    return jobs, failures
 
 
 class WorkerPool:
@@ -71,7 +88,7 @@ class WorkerPool:
         Raises:
             RuntimeError: it could not be.
         """
-        self._feed(deque([(0, Request(name="", arguments={}))]))
+        self._feed(deque([(0, "", b"")]))
         while not self._workers[0].ready:
             for worker in self._wait():
                 if not worker.take_reply()[1]:
@@ -85,9 +102,8 @@ class WorkerPool:
         Raises:
             RuntimeError: a worker could not start, or its function could not be loaded.
         """
-        queue = deque(enumerate(requests))
+        queue, failures = _jobs(requests)
         values: list[Any] = [None] * len(requests)
-        failures: dict[int, str] = {}
         num_timeouts = num_crashes = 0
         try:
             while queue or any(worker.job is not None for worker in self._workers):
@@ -113,7 +129,7 @@ class WorkerPool:
             raise
         return Outcome(values=tuple(values), failures=failures, num_timeouts=num_timeouts, num_crashes=num_crashes)
 
-    def _feed(self, queue: deque[tuple[int, Request]]) -> None:
+    def _feed(self, queue: deque[Job]) -> None:
         """Send a request to each idle worker, and start workers for the requests that remain."""
         for worker in self._workers:
             if queue and worker.is_idle():
@@ -132,7 +148,7 @@ class WorkerPool:
             remaining_s = min(worker.deadline_s for worker in waiting) - time.monotonic()
             return [key.data for key, _ in selector.select(timeout=max(0.0, remaining_s))]
 
-    def _drop(self, worker: _Worker, job: tuple[int, Request] | None, why: str) -> None:
+    def _drop(self, worker: _Worker, job: Job | None, why: str) -> None:
         """Kill a worker, which the next `_feed` replaces, and raise if it never became ready."""
         worker.kill()
         self._workers.remove(worker)
@@ -140,11 +156,11 @@ class WorkerPool:
             is_own = self._function != MATHEMATICS
             imports = f"{self._function} start" if is_own else "`import latex2sympy2_extended` work"
             raise RuntimeError(f"a reward worker {why} before it was ready: does {imports}?")
-        logger.warning("a reward worker %s: %s", why, job and job[1].name)
+        logger.warning("a reward worker %s: %s", why, job and job[1])
 
 
 class _Worker:
-    """One process and its current job, the index and the request."""
+    """One process and its current job."""
 
     def __init__(self, function: str, config: RewardConfig) -> None:
         limits = int(config.worker_memory_gib * 2**30), config.timeout_s + _ORPHAN_GRACE_S
@@ -154,7 +170,7 @@ class _Worker:
         )
         assert self._process.stdin is not None
         fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, _REQUEST_BYTES)
-        self.job: tuple[int, Request] | None = None
+        self.job: Job | None = None
         self.deadline_s = time.monotonic() + _START_TIMEOUT_S
         self.ready = False
 
@@ -169,19 +185,16 @@ class _Worker:
     def is_late(self) -> bool:
         return not self.is_idle() and time.monotonic() >= self.deadline_s
 
-    def send(self, job: tuple[int, Request], *, timeout_s: float) -> None:
+    def send(self, job: Job, *, timeout_s: float) -> None:
         """Start `job`. The death of an idle worker shows when its reply is read."""
         assert self._process.stdin is not None
         self.job, self.deadline_s = job, time.monotonic() + timeout_s
-        line = json.dumps(dict(job[1].arguments)).encode() + b"\n"
-        if len(line) > _REQUEST_BYTES:
-            raise ValueError(f"{job[1].name} must be sent in {_REQUEST_BYTES} bytes, got {len(line)}")
         try:
-            self._process.stdin.write(line)
+            self._process.stdin.write(job[2])
         except BrokenPipeError:
             logger.debug("a reward worker died while idle")
 
-    def take_reply(self) -> tuple[tuple[int, Request] | None, dict[str, Any]]:
+    def take_reply(self) -> tuple[Job | None, dict[str, Any]]:
         """The finished job (None: the worker got ready) and the reply, empty if there is none to trust.
 
         Raises:

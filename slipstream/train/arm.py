@@ -98,7 +98,8 @@ class Run:
         Adapters of the policy are in its folder `adapter`.
         """
         recipe, plan = self.recipe, self.plan
-        with plan.start_engine() as engines, open_reward(recipe.reward) as reward:
+        per_step = recipe.grpo.prompts_per_step * recipe.grpo.group_size
+        with plan.start_engine() as engines, open_reward(recipe.reward, per_step=per_step) as reward:
             facts = engines.facts()
             words = ", ".join(f"{name} {value}" for name, value in facts.items())
             logger.info("%s: engines with %s", plan.title, words)

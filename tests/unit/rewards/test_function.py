@@ -35,7 +35,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         sys.stdin.read()
     if solution_str == "long":
         return {"score": 1.0, "text": "x" * 100_000}
-    values = {"none": None, "nan": float("nan"), "inf": float("inf"), "text": "1", "no score": {"other": 1.0}}
+    values = {"none": None, "nan": float("nan"), "inf": float("inf"), "text": "1", "no score": {"other": 1.0},
+        "huge": 10**400, "large": 1e39}
     if solution_str in values:
         return values[solution_str]
     return {"score": float(solution_str == ground_truth), "Length (chars)": len(solution_str), "note": "kept out"}
@@ -76,7 +77,7 @@ def test_a_function_gives_a_score_and_numbers_beside_it_become_metrics(judge: Ca
     )
 
 
-@pytest.mark.parametrize("text", ["raise", "none", "nan", "inf", "text", "no score", "long"])
+@pytest.mark.parametrize("text", ["raise", "none", "nan", "inf", "huge", "large", "text", "no score", "long"])
 def test_what_is_no_finite_number_is_a_failure_and_scores_0(judge: Callable[..., RewardResult], text: str) -> None:
     result = judge("4", text)
     assert (result.rewards, result.num_failures) == ((1.0, 0.0), 1)
@@ -154,8 +155,32 @@ def test_more_failures_than_the_recipe_allows_end_the_run_and_name_the_first(own
             reward.judge(asked, ["1", "raise", "3", "nan"], cut_off=[False] * 4)
     assert str(caught.value) == (
         "reward.function must fail for at most 25% of the responses (reward.max_failed_fraction), got 2 of 4; "
-        f"the first, for prompt p2: ValueError: no digit in it; mend {function}"
+        f"the first of this call, for prompt p2: ValueError: no digit in it; mend {function}"
     )
+
+
+def test_a_call_for_a_part_of_a_step_is_judged_with_those_before_it(own: Path) -> None:
+    """Two of the last eight responses may fail, whatever the groups that were scored at once; a third ends the run."""
+    config = RewardConfig(function=f"{own}:compute_score", max_failed_fraction=0.25)
+    with open_reward(config, per_step=8) as reward:
+
+        def judge(*texts: str) -> tuple[float, ...]:
+            return reward.judge([prompt("1")] * len(texts), texts, cut_off=[False] * len(texts)).rewards
+
+        assert judge("raise", "raise") == (0.0, 0.0)
+        assert judge("1", "1") == judge("1", "1") == judge("1", "1") == (1.0, 1.0)
+        assert judge("raise", "raise") == (0.0, 0.0)
+        with pytest.raises(RewardError, match=r"got 3 of 8; the first of this call, for prompt p1: ValueError: "):
+            judge("1", "raise")
+
+
+def test_metrics_of_functions_with_one_name_have_their_place(own: Path) -> None:
+    names = ("compute_score", "later", "compute_score")
+    parts = tuple(FunctionConfig(function=f"{own}:{name}", weight=1.0 + i) for i, name in enumerate(names))
+    with open_reward(RewardConfig(functions=parts)) as reward:
+        found = reward.judge([prompt("4")], ["4"], cut_off=[False]).metrics
+    lengths = {f"compute_score_{place}_length_chars": 1.0 for place in (1, 3)}
+    assert found == {"compute_score_1_score": 1.0, "later_score": 0.5, "compute_score_3_score": 1.0, **lengths}
 
 
 @pytest.mark.parametrize(

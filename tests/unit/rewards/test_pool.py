@@ -38,6 +38,14 @@ def test_a_worker_that_cannot_start_is_an_error_that_says_where_to_look(monkeypa
     assert str(caught.value) == expected
 
 
+def test_a_response_that_is_longer_than_a_pipe_costs_itself_alone() -> None:
+    long = Request(name="long", arguments={"gold": "1", "answer": "x" * 2**20})
+    pool = WorkerPool(MATHEMATICS, RewardConfig(timeout_s=30.0))
+    why = "a call must fit into 1048576 bytes, got a response that makes 1048604"
+    assert pool.run([long, HALF]) == Outcome(values=(None, True), failures={0: why}, num_timeouts=0, num_crashes=0)
+    pool.close()
+
+
 def test_a_request_that_cost_its_worker_is_named(caplog: pytest.LogCaptureFixture) -> None:
     pool = WorkerPool(MATHEMATICS, RewardConfig(num_workers=1, timeout_s=1.0))
     pool.run([HALF])  # the start of a worker is not what is measured
@@ -65,7 +73,7 @@ def test_a_worker_that_died_while_idle_had_no_request_to_name(caplog: pytest.Log
 @pytest.mark.parametrize(("num_requests", "num_workers"), [(1, 1), (2, 2), (5, 3)])
 def test_as_many_workers_start_as_requests_wait_up_to_the_limit(num_requests: int, num_workers: int) -> None:
     pool = WorkerPool(MATHEMATICS, RewardConfig(num_workers=3, timeout_s=30.0))
-    queue = deque(enumerate([HALF] * num_requests))
+    queue = deque((index, "", b"") for index in range(num_requests))
     try:
         for _ in range(2):  # those that are still starting count: asked again, no other one starts
             pool._feed(queue)
