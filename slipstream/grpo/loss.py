@@ -101,7 +101,8 @@ def policy_loss(
     Source:
         Clipped loss: PPO, arXiv:1707.06347; the other kinds: `LossKind`. Estimators of the KL: `KlEstimator`.
     """
-    log_ratio_BT = logprobs_BT - trainer_logprobs_BT
+    # `where` before `exp`: 0 times the gradient of an overflow at a prompt's token is nan.
+    log_ratio_BT = torch.where(mask_BT, logprobs_BT - trainer_logprobs_BT, 0.0)
     if config.kind is LossKind.GSPO:
         mean_BT = over_sequences(log_ratio_BT, mask_BT, places) / response_lengths(mask_BT, places)
         log_ratio_BT = mean_BT.to(logprobs_BT.dtype)
@@ -112,7 +113,7 @@ def policy_loss(
         raise ValueError(f"correction {config.corrects.value!r} needs weights")
     kl_sum = logprobs_BT.new_zeros(())
     if ref_logprobs_BT is not None:
-        gap_BT = ref_logprobs_BT - logprobs_BT
+        gap_BT = torch.where(mask_BT, ref_logprobs_BT - logprobs_BT, 0.0)
         kl_BT = _kl(gap_BT, config.kl_estimator)
         loss_BT = loss_BT + config.kl_coefficient * kl_BT
         kl_sum = _masked_sum(kl_BT.detach(), mask_BT)

@@ -101,6 +101,30 @@ def test_each_estimator_of_the_kl_has_its_value_and_gradient(
     assert logprobs_BT.grad.item() == pytest.approx(0.1 * gradient)
 
 
+@pytest.mark.parametrize("kind", list(LossKind))
+def test_a_prompts_token_changes_nothing_however_unlikely_it_is(kind: LossKind) -> None:
+    """The logprobs of a reference at a prompt's token are 0, so k3 of this one overflows."""
+    values, prompt = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-100.0]])
+    found = []
+    for logprobs_BT, num_prompt in ((values, 0), (torch.cat([prompt, values], dim=1), 1)):
+        logprobs_BT = logprobs_BT.clone().requires_grad_()
+        zeros = torch.zeros(1, num_prompt)
+        config = LossConfig(kind=kind, clip_low=0.04, clip_high=0.05, kl_coefficient=0.1)
+        loss = policy_loss(
+            logprobs_BT,
+            trainer_logprobs_BT=torch.cat([zeros, values + 0.1], dim=1),
+            advantages_BT=torch.ones(1, 1),
+            mask_BT=torch.tensor([[False] * num_prompt + [True, True]]),
+            config=config,
+            ref_logprobs_BT=torch.cat([zeros, values - 0.1], dim=1),
+        ).loss
+        loss.backward()
+        assert logprobs_BT.grad is not None
+        found.append([loss.item(), *logprobs_BT.grad[0, num_prompt:].tolist()])
+        assert logprobs_BT.grad[0, :num_prompt].tolist() == [0.0] * num_prompt
+    assert found[1] == pytest.approx(found[0])
+
+
 def test_the_mean_gradient_of_k1_is_0_of_k2_that_of_the_kl_and_of_k3_that_of_the_reverse_kl() -> None:
     """Four tokens as a policy p of 3/4 and 1/4 samples them; the reference q has 1/2 each, and KL(p || q) is 0.1308.
 
