@@ -66,25 +66,28 @@ def minibatches(update: Update, count: int) -> list[Update]:
 def combined(updates: Sequence[Trained]) -> Trained:
     """Combine the updates of a step.
 
-    Loss, KL, clip fraction and entropy are means over tokens; gradient norm and learning rate are means over updates.
+    Loss, KL and clip fraction are means over the tokens that enter the loss, and entropy over all of them; gradient
+    norm and learning rate are means over updates.
     """
     if len(updates) == 1:
         return updates[0]
     stats = [update.stats for update in updates]
-    num_tokens = sum(part.num_tokens for part in stats)
+    counts = [part.num_tokens for part in stats]
+    all_counts = [part.num_tokens if part.num_all_tokens is None else part.num_all_tokens for part in stats]
+    entropies = [part.entropy for part in stats if part.entropy is not None]
 
     def by_token(values: Sequence[float]) -> float:
-        return sum(value * part.num_tokens for value, part in zip(values, stats, strict=True)) / num_tokens
+        return float(np.average(values, weights=counts))
 
-    entropies = [part.entropy for part in stats if part.entropy is not None]
     whole = TrainStats(
         loss=by_token([part.loss for part in stats]),
         grad_norm=sum(part.grad_norm for part in stats) / len(stats),
         kl=by_token([part.kl for part in stats]),
         clip_fraction=by_token([part.clip_fraction for part in stats]),
-        num_tokens=num_tokens,
+        num_tokens=sum(counts),
         learning_rate=sum(part.learning_rate for part in stats) / len(stats),
-        entropy=by_token(entropies) if len(entropies) == len(stats) else None,
+        entropy=float(np.average(entropies, weights=all_counts)) if len(entropies) == len(stats) else None,
+        num_all_tokens=sum(all_counts),
     )
     return Trained(stats=whole, own_logprobs=None, draft=_combined_draft([update.draft for update in updates]))
 

@@ -393,6 +393,7 @@ class MegatronPolicy:
             num_tokens=num_tokens,
             learning_rate=learning_rate,
             entropy=sums["entropy"] / num_all_tokens,
+            num_all_tokens=num_all_tokens,
         )
         return Trained(stats=stats, own_logprobs=None if own is None else own.collected())
 

@@ -75,6 +75,7 @@ class TrainStats:
     num_tokens: int  # response tokens that enter the loss
     learning_rate: float
     entropy: float | None = None  # of the policy at the sampling temperature, nats a token; None: not recorded
+    num_all_tokens: int | None = None  # response tokens with those that the loss leaves out; None: not recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
