@@ -106,6 +106,7 @@ class Portion:
     running: tuple[RunningTime, ...] = ()
     num_regenerated: int = 0  # rollouts that were submitted again since the call before, as an engine was lost
     num_preemptions: int = 0
+    num_engine_restarts: int = 0  # since the call before
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

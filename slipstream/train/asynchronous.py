@@ -289,6 +289,7 @@ class AsyncLoop:
             acceptance=combine(drafted) if any(each.num_drafts for each in drafted) else None,
             generation_s=watch.generated_s(),
             num_preemptions=sum(each.num_preemptions for each in advanced),
+            num_engine_restarts=sum(each.num_engine_restarts for each in advanced),
         )
         return result, joined([each.rewards for each in batch])
 

@@ -136,10 +136,8 @@ class FaultTolerantEngines:
             return found if self.autopilot is None else self.autopilot.noted(found)
 
         result = self._recovered(generate)
-        num_restarts = self._num_restarts - self._num_reported
-        self._num_reported = self._num_restarts
         num_regenerated = (num_asked - 1) * len(prompts) * group_size
-        return replace(result, num_engine_restarts=num_restarts, num_regenerated=num_regenerated)
+        return replace(result, num_engine_restarts=self._new_restarts(), num_regenerated=num_regenerated)
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
@@ -176,7 +174,12 @@ class FaultTolerantEngines:
         """Run all engines until a group is complete, for about `max_s` seconds; errors as in `generate`."""
         portion = self._recovered(lambda: self.engines.advance(max_s=max_s))
         num, self._num_regenerated = self._num_regenerated, 0
-        return replace(portion, num_regenerated=num)
+        return replace(portion, num_engine_restarts=self._new_restarts(), num_regenerated=num)
+
+    def _new_restarts(self) -> int:
+        """Count the restarts since the last call."""
+        num, self._num_reported = self._num_restarts - self._num_reported, self._num_restarts
+        return num
 
     def restart(self, indices: Sequence[int], *, seeds: Callable[[GroupRequest], tuple[int, ...]]) -> int:
         """Restart the unfinished rollouts of these groups with other seeds; return their number.

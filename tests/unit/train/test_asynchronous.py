@@ -574,7 +574,14 @@ class NotingWorld(FlightWorld):
         ended_s = time.perf_counter() if self.works else start_s
         acceptance = accepted(self.num_drafts, self.num_drafts // 2) if len(self.longest_s) % 2 else None
         num, self.num_lost = self.num_lost, 0
-        return replace(portion, acceptance=acceptance, started_s=start_s, ended_s=ended_s, num_regenerated=num)
+        return replace(
+            portion,
+            acceptance=acceptance,
+            started_s=start_s,
+            ended_s=ended_s,
+            num_regenerated=num,
+            num_engine_restarts=num,
+        )
 
     def restart(self, indices: Sequence[int], *, seeds: Callable[[GroupRequest], tuple[int, ...]]) -> int:
         self.seeds += [
@@ -592,6 +599,7 @@ def test_engines_are_asked_as_the_recipe_says_and_what_they_report_is_in_the_rec
 
     assert set(flight.longest_s) == {0.05}
     assert sum(record.overlap.num_regenerated for record in records if record.overlap) == 3
+    assert sum(record.num_engine_restarts for record in records) == 3
     accepted = [record.acceptance for record in records if record.acceptance is not None]
     assert {each.mean_acceptance_length for each in accepted} == {1.5}
     assert 4 < sum(each.num_drafts for each in accepted) <= 4 * (len(flight.longest_s) + 1) // 2

@@ -314,7 +314,7 @@ def test_each_loss_submits_what_that_engine_had_and_counts_it_once() -> None:
     world = World({3: [ENGINE], 7: [ENGINE]})
     portion = flying(world).advance(max_s=1.0)
     assert world.calls[3:] == [*AGAIN, "advance", *AGAIN, "advance"]
-    assert portion.num_regenerated == 12
+    assert (portion.num_regenerated, portion.num_engine_restarts) == (12, 2)
 
 
 STEP = ["learner offloads", REFIT, GENERATE, "engines sleep"]
