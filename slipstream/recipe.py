@@ -275,11 +275,17 @@ class Recipe(Checked):
         )
 
     def _check_online(self) -> None:
-        """Refuse more updates of the draft beside the policy than there are rollouts."""
-        if self.draft.online.when is DraftOnline.OFF:
-            return
+        """Refuse updates with fewer rollouts than data-parallel ranks, or than updates of the draft beside them."""
         num_ranks = self.learner.parallel.data
         num_rollouts = self.grpo.prompts_per_step * self.grpo.group_size // self.grpo.updates_per_step
+        self._require(
+            num_ranks <= num_rollouts,
+            "learner.parallel.data",
+            f"must be at most the {num_rollouts} rollouts of an update",
+            "each rank learns from rollouts of its own: lower it or grpo.updates_per_step, or sample more rollouts",
+        )
+        if self.draft.online.when is DraftOnline.OFF:
+            return
         self._require(
             self.draft.online.updates * num_ranks <= num_rollouts,
             "draft.online.updates",

@@ -192,6 +192,12 @@ REFUSED: dict[tuple[str, ...], str] = {
     "[0, 24), the policy's layers, got (2, 12, 24)",
     ("draft.method=mtp",): "policy.scratch.num_mtp_layers must be 1 with draft.method mtp, got 0; or choose another "
     "method",
+    (
+        "learner.parallel.data=25",
+        "grpo.updates_per_step=2",
+    ): "learner.parallel.data must be at most the 24 rollouts of an "
+    "update, got 25; each rank learns from rollouts of its own: lower it or grpo.updates_per_step, or sample more "
+    "rollouts",
     (*ONLINE, "draft.online.updates=49"): f"{ROLLOUTS} 1 data-parallel ranks, got 49; each learns from rollouts of its "
     "own",
     (*ONLINE, "draft.online.updates=25", "learner.parallel.data=2"): f"{ROLLOUTS} 2 data-parallel ranks, got 25; each "
