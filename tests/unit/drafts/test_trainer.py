@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_of_a_draft_is_refused(
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=rf"step-1 is damaged: .*; remove {tmp_path / 'draft'} to train"):
+    with pytest.raises(CheckpointError, match=r"step-1 is damaged: draft\.safetensors has not the digest"):
         trainer.load_checkpoint(tmp_path / "draft" / "step-1")
 
 
