@@ -329,24 +329,22 @@ def start_training(
         if given is not None:
             policy.load_mtp(given)
         return MtpDraft(policy, config, tokenizer_dir=path, writes=writes, is_online=is_online)
-    from slipstream.drafts.trainer import DraftRank, DraftTrainer
+    from slipstream.drafts.trainer import DraftTrainer
     from slipstream.learner.parallel import model_rank, summed_over_ranks
 
-    on_gpu = policy.device.type == "cuda"
-    return DraftTrainer(
+    trainer = DraftTrainer(
         path,
         config,
         given=given,
         token_ids=token_ids,
         device=policy.device,
         is_online=is_online,
-        rank=DraftRank(
-            writes=writes,
-            sum_over_ranks=summed_over_ranks if learner.parallel.world_size > 1 else None,
-            share=(model_rank(), learner.parallel.num_model_ranks),
-        ),
-        products=learner.dtype if on_gpu else Dtype.FLOAT32,
+        writes=writes,
+        products=learner.dtype if policy.device.type == "cuda" else Dtype.FLOAT32,
     )
+    if learner.parallel.world_size > 1:
+        trainer.sum_over_ranks, trainer.share = summed_over_ranks, (model_rank(), learner.parallel.num_model_ranks)
+    return trainer
 
 
 def train_beside(

@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -124,23 +123,6 @@ SumOverRanks = Callable[[Tensor], Tensor]
 """Sums a tensor over the trainers of all ranks; every rank calls it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DraftRank:
-    """Place of a trainer among those of all ranks, which train one draft together; by default a trainer is alone.
-
-    Attributes:
-        writes: this rank writes drafts and checkpoints.
-        sum_over_ranks: None where the trainer has all sequences.
-        share: number of the trainer among those that are handed the same sequences, and their count. Each computes a
-            share of these sequences.
-    """
-
-    writes: bool = True
-    sum_over_ranks: SumOverRanks | None = None
-    share: tuple[int, int] = (0, 1)
-
-
-_ALONE = DraftRank()
 _CPU = torch.device("cpu")
 _ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 _MUON_MOMENTS = ("momentum_buffer",)
@@ -150,7 +132,16 @@ _OUTPUT = "lm_head."
 
 
 class DraftTrainer(LearnerDraft):
-    """An EAGLE-3 draft with its optimizer and learning rate; every rank holds all of it."""
+    """An EAGLE-3 draft with its optimizer and learning rate; every rank holds all of it.
+
+    Attributes:
+        sum_over_ranks: None where the trainer has all sequences.
+        share: number of the trainer among those that are handed the same sequences, and their count. Each computes a
+            share of these sequences.
+    """
+
+    sum_over_ranks: SumOverRanks | None = None
+    share = (0, 1)
 
     def __init__(
         self,
@@ -161,7 +152,7 @@ class DraftTrainer(LearnerDraft):
         token_ids: Sequence[int] | None = None,
         device: torch.device = _CPU,
         is_online: bool = False,
-        rank: DraftRank = _ALONE,
+        writes: bool = True,
         products: Dtype = Dtype.FLOAT32,
     ) -> None:
         """Start training a fresh draft of `policy`, or the saved draft in `given`, with a fresh optimizer.
@@ -172,8 +163,8 @@ class DraftTrainer(LearnerDraft):
         Raises:
             ConfigError: `given` is not a draft that `load_draft` reads.
         """
-        super().__init__(config, is_online=is_online, writes=rank.writes)
-        self._device, self._sum_over_ranks, self._share = device, rank.sum_over_ranks, rank.share
+        super().__init__(config, is_online=is_online, writes=writes)
+        self._device = device
         self._is_bfloat16 = products is Dtype.BFLOAT16
         model = build_draft(policy, config, token_ids=token_ids) if given is None else load_draft(given, policy, config)
         self._model = model.to(device)
@@ -200,14 +191,14 @@ class DraftTrainer(LearnerDraft):
         self._optimizer.zero_grad()
         rows = self._rows(chats)
         num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
-        if self._sum_over_ranks is not None:
-            num_tokens = int(self._sum_over_ranks(torch.tensor(num_tokens)))
+        if self.sum_over_ranks is not None:
+            num_tokens = int(self.sum_over_ranks(torch.tensor(num_tokens)))
         if num_tokens == 0:
             return 0.0  # responses of one token leave nothing to draft
         losses = [self._backward(row, temperature, int(row.loss_mask.sum()) / num_tokens) for row in rows]
         total = sum(float(loss) for loss in losses)
-        if self._sum_over_ranks is not None:
-            total = self._sum_gradients(total, self._sum_over_ranks)
+        if self.sum_over_ranks is not None:
+            total = self._sum_gradients(total, self.sum_over_ranks)
         if not math.isfinite(total):
             raise FloatingPointError(f"draft loss of step {self._num_steps} must be finite, got {total}")
         # A clip of its own: under a shared one the draft's larger gradients would shrink the policy's step.
@@ -257,8 +248,8 @@ class DraftTrainer(LearnerDraft):
         windows = torch.cat([none, *(self._windows(row, temperature) for row in rows)], dim=1)
         accepted, num = windows.cumprod(dim=0).sum(dim=0).sum(), windows.new_tensor(windows.shape[1])
         sums = torch.cat([windows.sum(dim=1), torch.stack([accepted, num])])
-        if self._sum_over_ranks is not None:
-            sums = self._sum_over_ranks(sums)
+        if self.sum_over_ranks is not None:
+            sums = self.sum_over_ranks(sums)
         *rates, length = (sums[:-1] / sums[-1]).tolist()
         return rates, 1.0 + length
 
@@ -311,7 +302,7 @@ class DraftTrainer(LearnerDraft):
 
     def _rows(self, chats: Chats) -> list[PackedChats]:
         """Pack this trainer's share of the sequences, which is balanced by tokens."""
-        index, count = self._share
+        index, count = self.share
         mine = plan_shards([len(tokens) for tokens in chats.sequences], count)[index]
         return rows_of(chats.some(mine), max_tokens=self._config.eagle3.tokens_per_row, device=self._device)
 

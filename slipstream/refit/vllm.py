@@ -8,7 +8,6 @@ Source: vllm/distributed/weight_transfer (nccl_engine.py, ipc_engine.py) of vLLM
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta
 from vllm.distributed.weight_transfer.base import WeightSource as VllmWeightSource
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+from vllm.utils.network_utils import get_open_port
 
 from slipstream.refit.channel import EngineControl
 from slipstream.refit.config import RefitConfig
@@ -72,7 +72,7 @@ class VllmSender(Sender):
 def open_nccl(settings: RefitConfig, *, engines: EngineControl, source: WeightSource, address: str) -> VllmSender:
     """Form an NCCL group of the learner's rank 0 and every worker of every engine, at rank 0's address."""
     trainer = NCCLTrainerWeightTransferEngine.trainer_init(
-        nccl_init(settings, num_workers=engines.num_workers, address=address, port=_free_port(address)),
+        nccl_init(settings, num_workers=engines.num_workers, address=address, port=get_open_port()),
         client=engines,
         source=SourceForVllm(source),
     )
@@ -105,9 +105,3 @@ def ipc_init(settings: RefitConfig, *, sources: Sequence[WeightSource], rank: in
     """Settings of vLLM's IPC sender, whose one bucket holds whole tensors of policy and draft."""
     size = max([settings.bucket_bytes, *(meta.num_bytes for source in sources for meta in source.metas())])
     return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=size)
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])

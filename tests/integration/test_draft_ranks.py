@@ -109,7 +109,7 @@ def _outcome(model: Path, learner: LearnerConfig, rank: int = 0, world_size: int
     return {
         "online": online,
         "losses": losses,
-        "share": process._drafting._share,
+        "share": process._drafting.share,
         "acceptance": [*progress.rate_by_position, progress.mean_acceptance_length],
         "weights": weights,
         "alone": alone,

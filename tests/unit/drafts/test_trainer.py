@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_of_a_draft_is_refused(
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=rf"step-1 is damaged: .*; remove {tmp_path / 'draft'} to train"):
+    with pytest.raises(CheckpointError, match=r"step-1 is damaged: draft\.safetensors has not the digest"):
         trainer.load_checkpoint(tmp_path / "draft" / "step-1")
 
 
@@ -123,9 +123,9 @@ def test_two_trainers_with_a_chat_each_make_the_update_of_one_with_both(
 
     def steps(rank: int) -> list[float]:
         own, reduce = slice(rank, rank + 1), partial(sum_over_ranks, rank)
-        trainers[1 + rank]._sum_over_ranks = reduce
+        trainers[1 + rank].sum_over_ranks = reduce
         if are_handed_both:
-            own, trainers[1 + rank]._share = slice(2), (rank, 2)
+            own, trainers[1 + rank].share = slice(2), (rank, 2)
             assert len(trainers[1 + rank]._rows(Chats(CHATS, PROMPTS, states))) == 1
         return [trainers[1 + rank].step(Chats(CHATS[own], PROMPTS[own], states[own])) for _ in range(2)]
 

@@ -97,7 +97,7 @@ def draft_steps(recipe: Recipe, tools: Tools) -> object:
     generator = torch.Generator().manual_seed(0)
     states = [(torch.randn(8, 48, generator=generator), torch.randn(8, 16, generator=generator)) for _ in chats]
     losses = [trainer.step(Chats(chats, [2] * 3, states)) for _ in range(2)]
-    rows = len(trainer._rows(chats, [2] * 3, states))
+    rows = len(trainer._rows(Chats(chats, [2] * 3, states)))
     trainer.save(tools.directory / "draft")
     config = json.loads((tools.directory / "draft" / "config.json").read_text())
     weights = sum(float(parameter.detach().double().abs().sum()) for parameter in trainer._trained)

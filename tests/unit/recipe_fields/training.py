@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import typing
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,7 +27,8 @@ from slipstream.records.steps import DraftUpdate, TrainStats
 from slipstream.refit.channel import Location, Snapshot, here
 from slipstream.refit.config import EngineState, WeightFiles
 from slipstream.refit.fingerprint import Turn
-from slipstream.rewards import verifier
+from slipstream.rewards import pool, verifier
+from slipstream.rewards.config import MATHEMATICS, RewardConfig
 from slipstream.rewards.function import RewardError, open_reward
 from slipstream.rewards.pool import Outcome
 from slipstream.stages.train_grpo import arm_plan
@@ -150,8 +153,8 @@ def trained(
     engine, learner, pools = engine or NotedEngine(hidden=hidden), learner or NotedLearner(), []
 
     class Pool:
-        def __init__(self, function: str, **settings: Any) -> None:
-            pools.append(settings)
+        def __init__(self, function: str, config: RewardConfig) -> None:
+            pools.append(function)
 
         def run(self, requests: Sequence[Any]) -> Outcome:
             return Outcome(values=(False,) * len(requests), failures={}, num_timeouts=0, num_crashes=0)
@@ -289,7 +292,18 @@ def learner_restarts(recipe: Recipe, tools: Tools) -> object:
 
 
 def reward_workers(recipe: Recipe, tools: Tools) -> object:
-    return trained(recipe, tools)[3]
+    """What the workers for three responses are started with: function, memory and time."""
+    start, started = subprocess.Popen, []
+
+    def note(command: list[str], **settings: Any) -> Any:
+        started.append(command[2:])
+        return start(["sleep", "60"], **settings)
+
+    tools.patch.setattr(pool.subprocess, "Popen", note)
+    workers = pool.WorkerPool(MATHEMATICS, recipe.reward)
+    workers._feed(deque(enumerate([pool.Request(name="", arguments={})] * 3)))
+    workers.close()
+    return started
 
 
 def failing_rewards(recipe: Recipe, _: Tools) -> object:
