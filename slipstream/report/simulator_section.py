@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 
 from slipstream.records.run import RunRecord
-from slipstream.report.canvas import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, draw_svg
+from slipstream.report.figures import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, draw_svg
 from slipstream.report.formats import POLICY_LABELS, seconds, speedup
 from slipstream.report.summary import LoopComparison
 from slipstream.report.tables import Row, Table

@@ -11,8 +11,8 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from slipstream.records.files import write_atomic, write_record
-from slipstream.report.canvas import ARM_COLOURS, INK, LOSS, draw_svg, errors
 from slipstream.report.claims import ClaimKind
+from slipstream.report.figures import ARM_COLOURS, INK, LOSS, draw_svg, errors
 from slipstream.report.formats import (
     WORKLOAD_LABELS,
     render,
