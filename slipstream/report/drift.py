@@ -19,7 +19,7 @@ from slipstream.records.run import DriftFinding, DriftRecord, RunRecord
 from slipstream.report.claims import ClaimKind, recorded
 from slipstream.report.formats import KINDS
 from slipstream.tracking.config import DriftConfig
-from slipstream.tracking.executions import Execution
+from slipstream.tracking.mlflow_store import Execution
 
 HARDWARE_TAG = "hardware"
 DTYPE_TAG = "dtype"

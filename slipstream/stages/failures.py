@@ -30,7 +30,7 @@ EXPLAINED = frozenset(
     {
         "slipstream.config.ConfigError",
         "slipstream.stages.certify_losslessness.LosslessnessError",
-        "slipstream.stages.drift_check.DriftError",
+        "slipstream.stages.report_speedup.DriftError",
     }
 )
 """Errors whose message says all; Flyte's console shows it without the traceback, which stands in the log."""

@@ -29,8 +29,7 @@ from slipstream.report.live import live_page as report_page
 from slipstream.report.results import certificate_metrics, description, result_metrics, verdict_tags
 from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.tracking.config import EXECUTION, KIND_TAG, PART
-from slipstream.tracking.executions import open_store
-from slipstream.tracking.mlflow_store import TrackingError
+from slipstream.tracking.mlflow_store import TrackingError, open_store
 from slipstream.tracking.spool import GPUS_TAG, RunStatus, has_ended, open_executions, spent
 from slipstream.tracking.tracker import Tracker
 from slipstream.types import Arm, Dtype

@@ -9,9 +9,9 @@ from typing import Any
 from slipstream.recipe import Recipe, write_recipe
 from slipstream.records.files import write_record
 from slipstream.report.drift import Subject, find_drift
-from slipstream.stages import drift_check, runs, start_run, support
+from slipstream.stages import report_speedup, runs, start_run, support
 from slipstream.tracking import tracker
-from slipstream.tracking.executions import Execution
+from slipstream.tracking.mlflow_store import Execution
 from slipstream.tracking.spool import read_events
 from tests.unit.recipe_fields.base import Check, Tools
 
@@ -65,10 +65,10 @@ def drift_verdict(recipe: Recipe, tools: Tools) -> object:
         execution="now", workload="w", hardware="h", dtype=None, params={}, results={"mean_acceptance_length": 1.015}
     )
     record = find_drift(subject, earlier, recipe.tracking.drift)
-    write_record(record, tools.directory / drift_check.DRIFT_FILE)
+    write_record(record, tools.directory / report_speedup.DRIFT_FILE)
     try:
-        drift_check.require_no_drift(recipe, tools.directory)
-    except drift_check.DriftError as error:
+        report_speedup.require_no_drift(recipe, tools.directory)
+    except report_speedup.DriftError as error:
         return record, str(error)
     return record, "goes on"
 

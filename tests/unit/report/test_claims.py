@@ -17,7 +17,7 @@ from slipstream.statistics import Estimate
 from slipstream.study.ranking import Trained, rank
 from slipstream.study.ranking import verdict as ranked_verdict
 from slipstream.study.variants import Study
-from slipstream.tracking.executions import Execution
+from slipstream.tracking.mlflow_store import Execution
 from tests.unit.report.handmade import ASYNCHRONOUS, RECORD, beside, page_text
 from tests.unit.study.test_ranking import variant
 

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.report.comparison import answer, cells, comparison_table, differences, render_comparison
 from slipstream.report.results import result_metrics
-from slipstream.tracking.executions import Execution
+from slipstream.tracking.mlflow_store import Execution
 from slipstream.types import Arm
 from tests.unit.report.handmade import ASYNCHRONOUS, LOST, RECORD, alone
 

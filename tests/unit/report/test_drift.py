@@ -22,7 +22,7 @@ from slipstream.report.drift import (
     prediction_interval,
 )
 from slipstream.tracking.config import DriftConfig
-from slipstream.tracking.executions import Execution
+from slipstream.tracking.mlflow_store import Execution
 from tests.unit.report.handmade import RECORD, page_text
 
 CONFIG = DriftConfig(num_executions=20)

@@ -29,7 +29,7 @@ from slipstream.stages.runs import (
 )
 from slipstream.stages.start_run import start_run
 from slipstream.tracking.config import TrackingConfig, store_uri
-from slipstream.tracking.executions import Execution, open_store, read_executions
+from slipstream.tracking.mlflow_store import Execution, open_store, read_executions
 from tests.unit.report.handmade import CERTIFICATE, RECORD
 
 

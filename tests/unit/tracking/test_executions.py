@@ -13,8 +13,7 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.tracking.config import TrackingConfig, store_uri
-from slipstream.tracking.executions import open_store, read_executions
-from slipstream.tracking.mlflow_store import TrackingError
+from slipstream.tracking.mlflow_store import TrackingError, open_store, read_executions
 from slipstream.tracking.tracker import Tracker
 
 

@@ -18,7 +18,7 @@ import pytest
 from slipstream.cli import main
 from slipstream.config import ConfigError
 from slipstream.tracking.config import EXECUTION, KIND_TAG, TrackingConfig, store_uri
-from slipstream.tracking.executions import open_store, read_executions
+from slipstream.tracking.mlflow_store import open_store, read_executions
 from slipstream.tracking.replay import SpoolReplay, replay, unsent
 from slipstream.tracking.spool import RunStatus, Spool, spool_directory
 from slipstream.tracking.tracker import Tracker, _ReplayThread
