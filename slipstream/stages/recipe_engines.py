@@ -78,6 +78,19 @@ def draft_length(recipe: Recipe, tuning: Path) -> DraftLength:
     return length
 
 
+def fitting_weights(recipe: Recipe, policy: Path, draft: Path) -> Path | None:
+    """Return `draft_weights` of a draft that fits the policy.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    from slipstream.drafts.compatibility import require_fit
+
+    weights = draft_weights(recipe.draft, draft)
+    require_fit(recipe.draft, policy, weights, max_model_len=recipe.engine.max_model_len)
+    return weights
+
+
 def draft_weights(config: DraftConfig, draft: Path) -> Path | None:
     """The draft itself, in a directory that `pretrain_draft` wrote or that somebody brought; None of no own weights."""
     if not TRAITS[config.method].has_weights:

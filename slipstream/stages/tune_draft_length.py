@@ -17,7 +17,7 @@ from slipstream.recipe import Recipe
 from slipstream.records.files import write_record
 from slipstream.records.stages import SweepPoint
 from slipstream.stages.context import RunContext
-from slipstream.stages.recipe_engines import draft_weights, drafts_by_batch, swept_engine, switch_length
+from slipstream.stages.recipe_engines import drafts_by_batch, fitting_weights, swept_engine, switch_length
 from slipstream.stages.runs import tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import settled, versions
@@ -33,7 +33,6 @@ _LINE = "tune_draft_length: k=%d batch %d: %.2f s, %.2fx, AL %.2f"
 
 def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data: Path, draft: Path) -> Path:
     """Measure generation time by draft length and batch, and choose by time; return a directory with tuning.json."""
-    from slipstream.drafts.compatibility import require_fit
     from slipstream.report.figures import sweep as sweep_figure
 
     done = finished(context, _NODE, "tuning.json")
@@ -41,8 +40,7 @@ def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data
         return done
     recipe = settled(context, recipe)
     directory = context.directory(_NODE)
-    weights = draft_weights(recipe.draft, draft)
-    require_fit(recipe.draft, policy, weights, max_model_len=recipe.engine.max_model_len)
+    fitting_weights(recipe, policy, draft)
     connect()
     with tracked(context, recipe, _NODE) as tracker:
         timed: set[Worker] = set()

@@ -22,7 +22,7 @@ from slipstream.stages.deliverables import assemble, deliver
 from slipstream.stages.prepare_data import prepare_data
 from slipstream.stages.prepare_policy import prepare_policy
 from slipstream.stages.pretrain_draft import pretrain_draft
-from slipstream.stages.recipe_engines import draft_weights
+from slipstream.stages.recipe_engines import fitting_weights
 from slipstream.stages.runs import NOTE, alone_on, execution_run, origin_tags
 from slipstream.stages.start_run import on_cluster
 from slipstream.stages.train_grpo import train_grpo
@@ -234,10 +234,7 @@ def _make(context: RunContext, recipe: Recipe, part: Part) -> None:
 
 def _given_length(context: RunContext, recipe: Recipe, k: int, *, policy: Path, draft: Path) -> Path:
     """Write the tuning record of a draft length that the grid names, without measuring it."""
-    from slipstream.drafts.compatibility import require_fit
-
-    weights = draft_weights(recipe.draft, draft)
-    require_fit(recipe.draft, policy, weights, max_model_len=recipe.engine.max_model_len)
+    fitting_weights(recipe, policy, draft)
     directory = context.directory("tune_draft_length")
     record = TuningRecord(chosen_k=k, reason=f"k={k} is what the grid asks for", points=(), schedule=())
     write_record(record, directory / "tuning.json")

@@ -23,7 +23,7 @@ from slipstream.records.stages import DraftRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.stages.context import RunContext
 from slipstream.stages.pretrain_draft import pretrain_draft
-from slipstream.stages.recipe_engines import draft_weights
+from slipstream.stages.recipe_engines import fitting_weights
 from slipstream.stages.runs import NOTE, execution_run, tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import decode, settled, tokenizer
@@ -105,14 +105,11 @@ def bake_off(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, d
 
 def _pretrained(context: RunContext, drafter: Variant, recipe: Recipe, *, policy: Path, data: Path) -> _Member:
     """Pretrain the draft of a drafter; drafters that differ only in training during RL share one draft."""
-    from slipstream.drafts.compatibility import require_fit
-
     own = replace(context, execution=f"{context.execution}/{drafter.name}")
     execution_run(own, recipe, params=parameters(recipe)).detach()
     try:
         draft = pretrain_draft(own, recipe, policy=policy, data=data)
-        weights = draft_weights(recipe.draft, draft)
-        require_fit(recipe.draft, policy, weights, max_model_len=recipe.engine.max_model_len)
+        fitting_weights(recipe, policy, draft)
         length = DraftLength(num_speculative_tokens=drafter.setting.num_speculative_tokens)
         return _Member(
             context=own,
