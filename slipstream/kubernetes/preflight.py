@@ -41,6 +41,7 @@ _BLOCKING = ("NoSchedule", "NoExecute")
 _SHARED = "ReadWriteMany"
 _DRA = "resource.k8s.io"
 _EVERY_S = 1.0
+_PROBE_S = 120.0  # time of the pod that writes to the shared root
 _COLUMNS = 100
 _ROOT = "shared root"
 
@@ -109,7 +110,6 @@ def check(
     namespace: str,
     image: str | None = None,
     own_root: Path | None = None,
-    probe_timeout_s: float = 120.0,
 ) -> PreflightRecord:
     """Check all that runs on the cluster of `profile` need.
 
@@ -131,14 +131,10 @@ def check(
         findings.append(_check_mlflow(profile.tracking.uri, timeout_s=api.timeout_s))
     if own_root is not None:
         root = _check_own_root(own_root, profile.storage.group)
-    elif image is not None and any(row.state is State.MISSING for row in claim):
-        fix = f"see {claim[0].what} above, without which no pod starts"
-        needed = _writable(profile.storage.mount_path)
-        root = Finding(what=_ROOT, found="no pod was started", needed=needed, state=State.UNCHECKED, fix=fix)
-    elif image is not None:
-        root = _probe(api, profile, namespace=namespace, image=image, timeout_s=probe_timeout_s).finding()
+    elif image is not None and all(row.state is not State.MISSING for row in claim):
+        root = _probe(api, profile, namespace=namespace, image=image).finding()
     else:
-        fix = "give --image to let a pod try"
+        fix = f"see {claim[0].what} above, without which no pod starts" if image else "give --image to let a pod try"
         needed = _writable(profile.storage.mount_path)
         root = Finding(what=_ROOT, found="no pod was started", needed=needed, state=State.UNCHECKED, fix=fix)
     return PreflightRecord(cluster=profile.name, namespace=namespace, findings=(*findings, root))
@@ -528,7 +524,7 @@ def _check_mlflow(uri: str, *, timeout_s: float) -> Finding:
     return Finding.of(f"MLflow at {uri}", found=found, needed="200 on /health", fix=fix)
 
 
-def _probe(api: Api, profile: ClusterProfile, *, namespace: str, image: str, timeout_s: float) -> _Row:
+def _probe(api: Api, profile: ClusterProfile, *, namespace: str, image: str) -> _Row:
     """Row for a pod that writes, reads and removes a file on the shared root; the pod is always deleted."""
     assert profile.storage is not None
     core, group = k8s.CoreV1Api(api.client), profile.storage.group
@@ -536,7 +532,7 @@ def _probe(api: Api, profile: ClusterProfile, *, namespace: str, image: str, tim
     def judge(created: Any) -> tuple[str, str]:
         name = created.metadata.name
         try:
-            found, fix = _wait(api, namespace, name, timeout_s, group)
+            found, fix = _wait(api, namespace, name, _PROBE_S, group)
         finally:
             deleted = api.ask(core.delete_namespaced_pod, name, namespace, grace_period_seconds=0)
         if isinstance(deleted, Refusal) and not deleted.is_absent:
@@ -546,7 +542,7 @@ def _probe(api: Api, profile: ClusterProfile, *, namespace: str, image: str, tim
     return _Row(
         what=_ROOT,
         needed=_writable(profile.storage.mount_path),
-        ask=partial(api.ask, core.create_namespaced_pod, namespace, probe_pod(profile, image, timeout_s)),
+        ask=partial(api.ask, core.create_namespaced_pod, namespace, probe_pod(profile, image, _PROBE_S)),
         judge=judge,
         right="create pods",
         absent="create the namespace",
