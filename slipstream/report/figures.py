@@ -22,8 +22,8 @@ from slipstream.records.run import RunRecord
 from slipstream.records.stages import CertificateRecord, SweepPoint
 from slipstream.records.steps import StepRecord
 from slipstream.report.formats import POLICY_LABELS, percent, seconds, speedup
-from slipstream.report.reference import Reference, WorkloadReference
 from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_curves, decided_steps
+from slipstream.simulator.reference import Reference, WorkloadReference
 from slipstream.statistics import Estimate, amdahl, moving_average
 from slipstream.types import STAGES, Arm
 
@@ -253,10 +253,8 @@ def step_lanes(compared: LoopComparison) -> str:
         longest = max(arm.step_s for arm in compared.arms)
         for row, arm in enumerate(compared.arms):
             place = row * _ARM_PITCH
-            for start, width, colour in _engine_spans(arm):
-                _span(ax, place, start, width, colour, longest)
-            for start, width, colour in _learner_spans(arm):
-                _span(ax, place + _LANE, start, width, colour, longest)
+            _lane(ax, place, _engine_parts(arm), longest)
+            _lane(ax, place + _LANE, _learner_parts(arm), longest)
             text = f"{seconds(arm.step_s)} s"
             ax.text(arm.step_s + 0.01 * longest, place + _LANE / 2, text, va="center", fontweight="bold")
         ax.set_yticks(
@@ -410,42 +408,33 @@ def _accuracies(ax: Axes, record: RunRecord) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
-Span = tuple[float, float, str]
-"""Start and width in seconds, and colour, of a part of a step."""
+Part = tuple[str, float]
+"""Stage, empty for a wait, and seconds of a part of a step."""
 
 
-def _learner_spans(arm: LoopArm) -> list[Span]:
+def _learner_parts(arm: LoopArm) -> list[Part]:
     """Parts of the learner's step; asynchronous arms wait after their work, synchronous ones before it."""
     stages = arm.stages_s
     first, wait = ("prepare", stages["data"] + stages["prepare"]), ("", arm.exposed_s)
     work = [(stage, stages[stage]) for stage in _LEARNING]
-    order = [first, wait, *work] if arm.is_synchronous else [first, *work, wait]
-    spans, start = [], 0.0
-    for stage, width in order:
-        spans.append((start, width, STAGE_COLOURS[stage] if stage else _WAITING))
-        start += width
-    return spans
+    return [first, wait, *work] if arm.is_synchronous else [first, *work, wait]
 
 
-def _engine_spans(arm: LoopArm) -> list[Span]:
+def _engine_parts(arm: LoopArm) -> list[Part]:
     """Parts of the engines' step: idle before generation, then generation, then idle until the step ends."""
-    before = arm.stages_s["data"] + arm.stages_s["prepare"]
-    exposed, step = arm.exposed_s, arm.step_s
-    hidden = min(arm.hidden_s, max(0.0, step - before - exposed))
-    colour = STAGE_COLOURS["generation"]
-    return [
-        (0.0, before, _WAITING),
-        (before, exposed + hidden, colour),
-        (before + exposed + hidden, max(0.0, step - before - exposed - hidden), _WAITING),
-    ]
+    before_s = arm.stages_s["data"] + arm.stages_s["prepare"]
+    busy_s = arm.exposed_s + min(arm.hidden_s, max(0.0, arm.step_s - before_s - arm.exposed_s))
+    return [("", before_s), ("generation", busy_s), ("", max(0.0, arm.step_s - before_s - busy_s))]
 
 
-def _span(ax: Axes, place: float, start: float, width: float, colour: str, longest: float) -> None:
-    edge = "#c4c9d1" if colour == _WAITING else "white"
-    ax.barh(place, width, left=start, height=0.9 * _LANE, color=colour, edgecolor=edge, linewidth=0.6)
-    if width > 0.07 * longest:
-        ink = INK if colour == _WAITING else "white"
-        ax.text(start + width / 2, place, seconds(width), ha="center", va="center", color=ink, fontsize=7.5)
+def _lane(ax: Axes, place: float, parts: Sequence[Part], longest: float) -> None:
+    start = 0.0
+    for stage, width in parts:
+        colour, edge, ink = (STAGE_COLOURS[stage], "white", "white") if stage else (_WAITING, "#c4c9d1", INK)
+        ax.barh(place, width, left=start, height=0.9 * _LANE, color=colour, edgecolor=edge, linewidth=0.6)
+        if width > 0.07 * longest:
+            ax.text(start + width / 2, place, seconds(width), ha="center", va="center", color=ink, fontsize=7.5)
+        start += width
 
 
 def _lags(ax: Axes, arms: Sequence[LoopArm]) -> None:

@@ -19,7 +19,7 @@ from slipstream.report.formats import (
     speedup,
     with_interval,
 )
-from slipstream.report.reference import DraftReference, read_reference
+from slipstream.simulator.reference import DraftReference, read_reference
 from slipstream.study.ranking import Row, StudyRecord, equals_first, loses, verdict
 from slipstream.study.variants import TUNED, Setting, Study
 from slipstream.types import Arm

@@ -12,11 +12,11 @@ from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.report import simulator_section as section
 from slipstream.report.page import render_page, report_json
-from slipstream.report.reference import read_reference
 from slipstream.report.simulator_section import predicted, prediction_table, split_table, split_text
 from slipstream.report.summary import compare_loops
 from slipstream.simulator.observed import calibrate_paper, calibrate_run, run_setting
 from slipstream.simulator.projection import LagLine, SpeedupMap, project_speedup, running_batches
+from slipstream.simulator.reference import read_reference
 from slipstream.simulator.step_cost import Bound
 from slipstream.stages.support import recipe_layout
 from slipstream.types import Arm, StageTimes
