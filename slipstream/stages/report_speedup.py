@@ -12,7 +12,7 @@ from slipstream.records.files import read_record, write_record
 from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.records.stages import CertificateRecord, DraftRecord, PolicyRecord, TuningRecord
 from slipstream.records.steps import ArmRecord, EvaluationRecord, by_loop
-from slipstream.report.drift import Subject, find_drift, hardware
+from slipstream.report.drift import find_drift, setting_tags
 from slipstream.report.page import write_report
 from slipstream.report.results import curve_metrics, result_metrics
 from slipstream.report.summary import summarise
@@ -21,7 +21,7 @@ from slipstream.stages.context import RunContext
 from slipstream.stages.runs import end_reported_execution, experiment_name, tracked
 from slipstream.stages.support import numerics, recipe_layout, settled, versions
 from slipstream.tracking.config import store_uri
-from slipstream.tracking.mlflow_store import TrackingError, read_executions
+from slipstream.tracking.mlflow_store import Execution, TrackingError, read_executions
 from slipstream.types import Arms
 from slipstream.workers.session import machine
 
@@ -114,14 +114,11 @@ def drift_of(context: RunContext, recipe: Recipe, record: RunRecord) -> DriftRec
     except (ConfigError, TrackingError) as error:
         logger.warning("drift is unknown: %s", error)
         return DriftRecord(summary=f"Unknown, for the executions before could not be read: {error}")
-    metrics = result_metrics(record, hours=0.0, gpu_hours=0.0)
-    subject = Subject(
-        execution=context.execution,
-        workload=context.workload,
-        hardware=hardware(record),
-        dtype=record.numerics.dtype if record.numerics is not None else None,
+    subject = Execution(
+        name=context.execution,
+        metrics=result_metrics(record, hours=0.0, gpu_hours=0.0),
         params={**parameters(recipe), "arms": context.arms},
-        results={name.removeprefix("result/"): value for name, value in metrics.items()},
+        tags={"workload": context.workload, **setting_tags(record)},
     )
     drift = find_drift(subject, executions, recipe.tracking.drift)
     logger.log(logging.WARNING if drift.outside else logging.INFO, "%s", drift.summary)

@@ -24,7 +24,7 @@ from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.records.stages import CertificateRecord
-from slipstream.report.drift import DTYPE_TAG, HARDWARE_TAG, drift_metrics, drift_tags, hardware
+from slipstream.report.drift import drift_metrics, drift_tags, setting_tags
 from slipstream.report.live import live_page as report_page
 from slipstream.report.results import certificate_metrics, description, result_metrics, verdict_tags
 from slipstream.stages.context import RunContext, recorded_recipe
@@ -256,9 +256,8 @@ def end_reported_execution(
             "k": k,
             "arms": record.requested.value,
             **({} if record.certificate is None else {"losslessness": record.certificate.verdict}),
-            HARDWARE_TAG: hardware(record),
+            **setting_tags(record),
             **verdict_tags(record),
-            **({} if record.numerics is None else {DTYPE_TAG: record.numerics.dtype}),
             NOTE: description(record, execution_url=execution_url()),
         }
     )

@@ -375,11 +375,9 @@ def _reason(error: Exception) -> str:
 class Execution:
     """Run of one workflow execution: last values of its metrics, its parameters and tags."""
 
-    run_id: str
     name: str
-    experiment: str
-    status: str  # MLflow's: RUNNING, FINISHED, FAILED, KILLED
-    start_ms: int
+    status: str = "RUNNING"  # MLflow's: RUNNING, FINISHED, FAILED, KILLED
+    start_ms: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     params: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
@@ -402,9 +400,7 @@ def read_executions(uri: str, *, experiment: str | None = None, names: Sequence[
     require(experiment is None or bool(chosen), "experiment", f"must name an experiment of {uri}", experiment, fix)
     runs = [
         Execution(
-            run_id=run.info.run_id,
             name=run.info.run_name or run.info.run_id,
-            experiment=known[run.info.experiment_id],
             status=run.info.status,
             start_ms=run.info.start_time,
             metrics=run.data.metrics,

@@ -146,9 +146,7 @@ RUNS = {
 
 def executed(record: RunRecord) -> Execution:
     metrics = result_metrics(record, hours=1.0, gpu_hours=0.0)
-    return Execution(
-        run_id="1", name="e", experiment="x", status="FINISHED", start_ms=0, metrics=metrics, params={}, tags={}
-    )
+    return Execution(name="e", status="FINISHED", start_ms=0, metrics=metrics, params={}, tags={})
 
 
 @pytest.mark.parametrize(("kind", "record"), RUNS.items())

@@ -13,9 +13,7 @@ from slipstream.types import Arm
 from tests.unit.report.handmade import ASYNCHRONOUS, LOST, RECORD, alone
 
 DONE = Execution(
-    run_id="1",
     name="tiny-1",
-    experiment="tiny",
     status="FINISHED",
     start_ms=1_700_000_000_000,  # 2023-11-14 22:13:20 UTC
     metrics={

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 from slipstream.records.run import DriftRecord
 from slipstream.report.drift import (
-    Subject,
     comparable,
     drift_metrics,
     drift_tags,
     find_drift,
-    hardware,
     prediction_interval,
+    setting_tags,
 )
 from slipstream.tracking.config import DriftConfig
 from slipstream.tracking.mlflow_store import Execution
@@ -29,14 +28,12 @@ CONFIG = DriftConfig(num_executions=20)
 PARAMS = {"grpo.group_size": "8", "grpo.seed": "0", "tuning.candidate_ks": "[0, 3]", "engine.max_restarts": "1"}
 
 
-def subject(**results: float) -> Subject:
-    return Subject(
-        execution="now",
-        workload="rl_zero",
-        hardware="2 cores",
-        dtype="float32",
+def subject(**results: float) -> Execution:
+    return Execution(
+        name="now",
+        metrics={f"result/{name}": value for name, value in measured(results).items()},
         params=PARAMS,
-        results=measured(results),
+        tags={"workload": "rl_zero", "hardware": "2 cores", "dtype": "float32"},
     )
 
 
@@ -52,9 +49,7 @@ def measured(results: Mapping[str, float]) -> dict[str, float]:
 
 def with_results(name: str, results: Mapping[str, float], *, seed: int = 0) -> Execution:
     return Execution(
-        run_id=name,
         name=name,
-        experiment="tiny",
         status="FINISHED",
         start_ms=0,
         metrics={"result/lossless": 1.0, **{f"result/{key}": value for key, value in measured(results).items()}},
@@ -281,7 +276,7 @@ def test_a_page_without_a_comparison_says_why_or_nothing() -> None:
 
 def test_the_hardware_is_that_of_the_arms() -> None:
     base, spec = RECORD.arms
-    assert hardware(RECORD) == "2 cores <no GPU>"
+    assert setting_tags(RECORD)["hardware"] == "2 cores <no GPU>"
     arms = (replace(base, machine="a"), replace(spec, machine="a"))
-    assert hardware(replace(RECORD, arms=arms)) == "a"
-    assert hardware(replace(RECORD, arms=(arms[0], replace(spec, machine="b")))) == "a; b"
+    assert setting_tags(replace(RECORD, arms=arms))["hardware"] == "a"
+    assert setting_tags(replace(RECORD, arms=(arms[0], replace(spec, machine="b"))))["hardware"] == "a; b"
