@@ -369,13 +369,12 @@ def _judge_nodes(
     profile: ClusterProfile, gpu: GpuNodes, allocatable: Mapping[str, str], answer: Any
 ) -> tuple[str, str]:
     """Count the usable nodes of each clique, and the reasons against the other nodes."""
-    tolerated = {toleration.key for toleration in profile.tolerations}
     usable: Counter[str] = Counter()
     unusable: Counter[str] = Counter()
     labels = {_ARCHITECTURE: gpu.architecture.value, pods.PRODUCT: gpu.product}
     for node in _labelled(answer, labels):
         clique = (node.metadata.labels or {}).get(gpu.clique_label, "")
-        reason = _unusable(node, allocatable, tolerated, gpu.clique_label)
+        reason = _unusable(node, allocatable, profile, gpu.clique_label)
         (unusable if reason else usable)[reason or clique] += 1
     largest = max(usable.values(), default=0)
     cliques = [
@@ -389,7 +388,7 @@ def _judge_nodes(
 
 def _judge_head(profile: ClusterProfile, gpu: GpuNodes, worker: Mapping[str, str], answer: Any) -> tuple[str, str]:
     """Find a node with room for head and submitter, on a node of the workers beside one of them."""
-    head, tolerated = profile.head, {toleration.key for toleration in profile.tolerations}
+    head = profile.head
     assert head is not None
     both = {
         "cpu": head.cpus + pods.SUBMITTER.cpus,
@@ -398,7 +397,7 @@ def _judge_head(profile: ClusterProfile, gpu: GpuNodes, worker: Mapping[str, str
     }
     rooms: list[bool] = []
     for node in _labelled(answer, {_ARCHITECTURE: gpu.architecture.value}):
-        if _unusable(node, {}, tolerated, None):
+        if _unusable(node, {}, profile, None):
             continue
         is_workers = (node.metadata.labels or {}).get(pods.PRODUCT) == gpu.product
         taken = {name: parse_quantity(worker[name]) if is_workers else 0 for name in both}
@@ -409,14 +408,13 @@ def _judge_head(profile: ClusterProfile, gpu: GpuNodes, worker: Mapping[str, str
 
 
 def _judge_others(profile: ClusterProfile, answer: Any) -> tuple[str, str]:
-    tolerated = {toleration.key for toleration in profile.tolerations}
     others = [node for node in answer.items if pods.PRODUCT not in (node.metadata.labels or {})]
-    fits = sum(not _unusable(node, pods.amounts(profile.cpu), tolerated, None) for node in others)
+    fits = sum(not _unusable(node, pods.amounts(profile.cpu), profile, None) for node in others)
     fix = "" if fits else "add one without GPUs, or set gpu.takes_cpu_pods in the profile and leave room for these pods"
     return f"room on {fits} of {len(others)} nodes", fix
 
 
-def _unusable(node: Any, allocatable: Mapping[str, str], tolerated: set[str], clique_label: str | None) -> str:
+def _unusable(node: Any, allocatable: Mapping[str, str], profile: ClusterProfile, clique_label: str | None) -> str:
     """Return why no worker can run on the node; empty if one can."""
     ready = {condition.type: condition.status for condition in node.status.conditions or ()}.get("Ready")
     if ready != "True":
@@ -425,6 +423,7 @@ def _unusable(node: Any, allocatable: Mapping[str, str], tolerated: set[str], cl
         return "cordoned"
     if clique_label is not None and clique_label not in (node.metadata.labels or {}):
         return f"without label {clique_label}"
+    tolerated = {toleration.key for toleration in profile.tolerations}
     for taint in node.spec.taints or ():
         if taint.effect in _BLOCKING and taint.key not in tolerated:
             return f"with taint {taint.key}, which the pods do not tolerate"
