@@ -70,8 +70,7 @@ def certify_losslessness(
     Args:
         trained_draft: draft that learned beside the policy; None: the draft stayed as it was.
     """
-    done = finished(context, _NODE, "certificate.json")
-    if done is not None:
+    if done := finished(context, _NODE, "certificate.json"):
         return done
     recipe = settled(context, recipe)
     directory = context.directory(_NODE)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Semaphore
 
 from slipstream.drafts.config import DraftConfig, DraftLengthRule
 from slipstream.drafts.length import DraftLength, constant, length_of
@@ -53,6 +54,15 @@ def swept_engine(recipe: Recipe, policy: Path, draft: Path, k: int) -> AbstractC
     """Engine of the tuning sweep; its draft length can be switched if the recipe's follows the running batch."""
     swept = replace(recipe, engine=recipe.swept_engine, tuning=replace(recipe.tuning, gpu_memory_utilization=None))
     return recipe_engine(swept, policy, draft, k, schedule=constant(k) if k and drafts_by_batch(recipe) else ())
+
+
+@contextmanager
+def started(engine: AbstractContextManager[RemoteEngine], starting: Semaphore) -> Iterator[RemoteEngine]:
+    """Open an engine; `starting` bounds how many start at once."""
+    with ExitStack() as opened:
+        with starting:
+            found = opened.enter_context(engine)
+        yield found
 
 
 def switch_length(engine: Engines, k: int) -> None:

@@ -16,7 +16,7 @@ from slipstream.recipe import Recipe, difference, load_recipe, parameters, recip
 from slipstream.records.files import write_record
 from slipstream.records.run import LaunchRecord
 from slipstream.rewards.function import kept, open_reward, write_kept
-from slipstream.stages.context import RunContext, launch_file, recorded_arms, recorded_recipe, require_loop
+from slipstream.stages.context import RunContext, context_of, launch_file, recorded_arms, recorded_recipe, require_loop
 from slipstream.stages.fail_run import reconcile
 from slipstream.stages.runs import NOTE, alone_on, execution_run, origin_tags, started_text
 from slipstream.tracking.spool import RunStatus
@@ -58,14 +58,7 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch
         require_package(recipe.draft.method)
     if cluster is not None:
         _end_terminated(root.resolve(), cluster)
-    context = RunContext(
-        execution=execution,
-        root=str(root.resolve()),
-        experiment=recipe.name,
-        workload=recipe.workload.value,
-        reuse_stored=reuse_stored,
-        arms=arms.value,
-    )
+    context = replace(context_of(root.resolve(), execution, recipe), reuse_stored=reuse_stored, arms=arms.value)
     path = recorded_recipe(root.resolve(), execution)
     with open_reward(recipe.reward):
         """A function that cannot be called is an error here."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Semaphore
@@ -17,7 +17,7 @@ from slipstream.recipe import Recipe
 from slipstream.records.files import write_record
 from slipstream.records.stages import SweepPoint
 from slipstream.stages.context import RunContext
-from slipstream.stages.recipe_engines import drafts_by_batch, fitting_weights, swept_engine, switch_length
+from slipstream.stages.recipe_engines import drafts_by_batch, fitting_weights, started, swept_engine, switch_length
 from slipstream.stages.runs import tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import settled, versions
@@ -35,8 +35,7 @@ def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data
     """Measure generation time by draft length and batch, and choose by time; return a directory with tuning.json."""
     from slipstream.report.figures import sweep as sweep_figure
 
-    done = finished(context, _NODE, "tuning.json")
-    if done is not None:
+    if done := finished(context, _NODE, "tuning.json"):
         return done
     recipe = settled(context, recipe)
     directory = context.directory(_NODE)
@@ -99,9 +98,7 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
 
         @contextmanager
         def start(k: int) -> Iterator[RemoteEngine]:
-            with ExitStack() as stack:
-                with starting:
-                    engine = stack.enter_context(swept_engine(recipe, policy, draft, k))
+            with started(swept_engine(recipe, policy, draft, k), starting) as engine:
                 timed.update(engine.workers)
                 yield engine
 

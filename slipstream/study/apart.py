@@ -17,7 +17,7 @@ from slipstream.recipe import Recipe, load_recipe, parameters, write_recipe
 from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
-from slipstream.stages.context import RunContext, arm_node, recorded_recipe
+from slipstream.stages.context import RunContext, arm_node, context_of, recorded_recipe
 from slipstream.stages.deliverables import assemble, deliver
 from slipstream.stages.prepare_data import prepare_data
 from slipstream.stages.prepare_policy import prepare_policy
@@ -103,7 +103,7 @@ def plan_ablation(
     logger.info("ablation %s starts: recipe %s, parts: %s", execution, first.name, counts)
     return {
         kind: [
-            replace(_context(root, f"{execution}/{part.name}", recipes[part.variant]), reuse_stored=reuse_stored)
+            replace(context_of(root, f"{execution}/{part.name}", recipes[part.variant]), reuse_stored=reuse_stored)
             for part in plan.of_kind(kind)
         ]
         for kind in Kind
@@ -149,7 +149,7 @@ def rank_ablation(root: Path, execution: str) -> Path:
     for outcome in record.outcomes:
         name = f"{execution}/{outcome.variant.name}"
         recipe = load_recipe(str(recorded_recipe(root, name)))
-        with execution_run(_context(root, name, recipe), recipe) as tracker:
+        with execution_run(context_of(root, name, recipe), recipe) as tracker:
             tracker.log(outcome_metrics(outcome))
     directory = _report(root, record)
     logger.info("ablation %s: %s", execution, " ".join(answers(record)))
@@ -199,14 +199,10 @@ def ending(root: Path, execution: str, name: str) -> PartRecord | None:
     return read_record(PartRecord, path) if path.is_file() else None
 
 
-def _context(root: Path, execution: str, recipe: Recipe) -> RunContext:
-    return RunContext(execution=execution, root=str(root), experiment=recipe.name, workload=recipe.workload.value)
-
-
 def _ablation_run(root: Path, plan: PlanRecord, recipe: Recipe, params: Mapping[str, str] | None = None) -> Tracker:
     """Return the ablation's MLflow run, the parent of its parts' runs; with `params` the run is opened."""
     tags = {KIND_TAG: ABLATION, **(origin_tags() if params else {})}
-    return execution_run(_context(root, plan.execution, recipe), recipe, tags, params)
+    return execution_run(context_of(root, plan.execution, recipe), recipe, tags, params)
 
 
 def _make(context: RunContext, recipe: Recipe, part: Part) -> None:
