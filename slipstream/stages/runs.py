@@ -200,7 +200,7 @@ def execution_run(
 
 
 @contextmanager
-def alone_on(cluster: ClusterProfile | None, root: Path, execution: str) -> Iterator[None]:
+def alone_on(cluster: ClusterProfile, root: Path, execution: str) -> Iterator[None]:
     """Let no second execution start on GPU nodes without a queue, where Ray jobs would hold nodes by halves for ever.
 
     The run of the execution is opened within, under a lock on the shared volume.
@@ -208,7 +208,7 @@ def alone_on(cluster: ClusterProfile | None, root: Path, execution: str) -> Iter
     Raises:
         ConfigError: another execution under this root has not ended.
     """
-    if cluster is None or cluster.gpu is None or cluster.queue is not None:
+    if cluster.gpu is None or cluster.queue is not None:
         yield
         return
     root.mkdir(parents=True, exist_ok=True)
