@@ -90,8 +90,10 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     chain = commands.add_parser("run", help=words, description=f"{words[0].upper()}{words[1:]}.")
     chain.add_argument("recipe", nargs="?", help="a name in configs/, such as tiny, or a path to a recipe")
     known = ", ".join(Arms)
-    words = f"arms to train: {known}; one arm alone has no baseline, and so no speedup; default: {Arms.SPECULATIVE}"
-    chain.add_argument("--arms", metavar="ARMS", choices=list(Arms), type=Arms, help=words)
+    words = (
+        f"arms to train: {known}; one arm alone has no baseline, and so no speedup; default: {Arms.SPECULATIVE.value}"
+    )
+    chain.add_argument("--arms", metavar="ARMS", help=words)
     _add_options(chain)
     words = f"run {_DEMO} --arms both: the whole chain with and without speculation, and the speedup"
     chain = commands.add_parser("demo", help=words, description=f"The command `slipstream {words}`.")
@@ -134,20 +136,28 @@ def _run(options: argparse.Namespace) -> int:
             require(value in (None, []), flag, "must be left out with --resume", value, fix)
         launch = resumed(root, options.resume, reuse_stored=not options.fresh)
     else:
-        in_turn = [f"placement.arms_in_turn={options.arms_in_turn}"] if options.arms_in_turn else []
         launch = started(
             options.recipe or options.default_recipe,
-            arms=options.arms or options.default_arms,
+            arms=_arms(options.arms) or options.default_arms,
             workload=options.workload,
             num_steps=options.num_steps,
             seed=options.seed,
-            overrides=[*options.set, *in_turn],
+            overrides=[*options.set, *_arms_in_turn(options.arms_in_turn)],
             reuse_stored=not options.fresh,
         )
     status = run(launch, root)
     if status == 0:
         _show(root)
     return status
+
+
+def _arms(value: str | None) -> Arms | None:
+    require(value is None or value in list(Arms), "--arms", f"must be one of {', '.join(Arms)}", value)
+    return None if value is None else Arms(value)
+
+
+def _arms_in_turn(value: ArmsInTurn | None) -> list[str]:
+    return [] if value is None else [f"placement.arms_in_turn={value}"]
 
 
 def _show(root: Path) -> None:
