@@ -376,6 +376,7 @@ class Execution:
     """Run of one workflow execution: last values of its metrics, its parameters and tags."""
 
     name: str
+    run_id: str = ""  # empty before it is tracked
     status: str = "RUNNING"  # MLflow's: RUNNING, FINISHED, FAILED, KILLED
     start_ms: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -401,6 +402,7 @@ def read_executions(uri: str, *, experiment: str | None = None, names: Sequence[
     runs = [
         Execution(
             name=run.info.run_name or run.info.run_id,
+            run_id=run.info.run_id,
             status=run.info.status,
             start_ms=run.info.start_time,
             metrics=run.data.metrics,

@@ -209,14 +209,12 @@ def test_repetitions_with_other_seeds_count_once_and_with_the_same_seed_each() -
 def test_a_speedup_without_a_verdict_is_not_judged_and_judges_none(spoilt: dict[str, float], is_judged: bool) -> None:
     own = subject(step_speedup=9.0, reward_speculative=0.5)
     earlier = [execution(str(i), step_speedup=1.5 + i / 100, reward_speculative=0.5) for i in range(5)]
-    drift = find_drift(replace(own, results={**own.results, **spoilt}), earlier, CONFIG)
+    changed = {f"result/{name}": value for name, value in spoilt.items()}
+    drift = find_drift(replace(own, metrics={**own.metrics, **changed}), earlier, CONFIG)
     kinds = {finding.name: finding.verdict for finding in drift.findings}
     assert kinds == {"step_speedup": "above" if is_judged else "not measured", "reward_speculative": "within"}
     assert ("Not measured: step speedup." in drift.summary) is not is_judged
-    bad = [
-        replace(each, metrics={**each.metrics, **{f"result/{name}": value for name, value in spoilt.items()}})
-        for each in earlier
-    ]
+    bad = [replace(each, metrics={**each.metrics, **changed}) for each in earlier]
     assert [each.num_executions for each in find_drift(own, bad, CONFIG).findings] == [5 if is_judged else 0, 5]
 
 
