@@ -26,8 +26,7 @@ from slipstream.simulator import cli as simulator
 from slipstream.stages.context import add_set
 from slipstream.study import study_command
 from slipstream.tracking.config import TrackingConfig, store_uri
-from slipstream.tracking.executions import open_store, read_executions
-from slipstream.tracking.mlflow_store import TrackingError, view_addresses
+from slipstream.tracking.mlflow_store import TrackingError, open_store, read_executions, view_addresses
 from slipstream.tracking.replay import replay
 from slipstream.tracking.spool import spool_directory
 from slipstream.types import FinishReason, Prompt, Workload

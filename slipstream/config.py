@@ -256,9 +256,10 @@ def _adapter(cls: type) -> TypeAdapter[tuple[Any]]:
     return TypeAdapter(typing.cast(Any, types.GenericAlias(tuple, (cls,))), config=_STRICT)
 
 
-def to_mapping(config: Any) -> dict[str, Any]:
+def to_mapping(config: Any, *, exclude_defaults: bool = False) -> dict[str, Any]:
     """Plain JSON-ready mapping of a config: enums as their values, tuples as lists."""
-    return _adapter(type(config)).dump_python((config,), mode="json", warnings=False)[0]
+    dump = _adapter(type(config)).dump_python
+    return dump((config,), mode="json", warnings=False, exclude_defaults=exclude_defaults)[0]
 
 
 def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:

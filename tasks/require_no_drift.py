@@ -9,7 +9,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from slipstream.recipe import load_recipe
-from slipstream.stages import drift_check as stage
+from slipstream.stages import report_speedup as stage
 from tasks.certify_losslessness import Report
 from tasks.deliverables import records_of
 from tasks.recoverable import recoverable

@@ -41,6 +41,7 @@ _BLOCKING = ("NoSchedule", "NoExecute")
 _SHARED = "ReadWriteMany"
 _DRA = "resource.k8s.io"
 _EVERY_S = 1.0
+_PROBE_S = 120.0  # time of the pod that writes to the shared root
 _COLUMNS = 100
 _ROOT = "shared root"
 
@@ -109,7 +110,6 @@ def check(
     namespace: str,
     image: str | None = None,
     own_root: Path | None = None,
-    probe_timeout_s: float = 120.0,
 ) -> PreflightRecord:
     """Check all that runs on the cluster of `profile` need.
 
@@ -131,14 +131,10 @@ def check(
         findings.append(_check_mlflow(profile.tracking.uri, timeout_s=api.timeout_s))
     if own_root is not None:
         root = _check_own_root(own_root, profile.storage.group)
-    elif image is not None and any(row.state is State.MISSING for row in claim):
-        fix = f"see {claim[0].what} above, without which no pod starts"
-        needed = _writable(profile.storage.mount_path)
-        root = Finding(what=_ROOT, found="no pod was started", needed=needed, state=State.UNCHECKED, fix=fix)
-    elif image is not None:
-        root = _probe(api, profile, namespace=namespace, image=image, timeout_s=probe_timeout_s).finding()
+    elif image is not None and all(row.state is not State.MISSING for row in claim):
+        root = _probe(api, profile, namespace=namespace, image=image).finding()
     else:
-        fix = "give --image to let a pod try"
+        fix = f"see {claim[0].what} above, without which no pod starts" if image else "give --image to let a pod try"
         needed = _writable(profile.storage.mount_path)
         root = Finding(what=_ROOT, found="no pod was started", needed=needed, state=State.UNCHECKED, fix=fix)
     return PreflightRecord(cluster=profile.name, namespace=namespace, findings=(*findings, root))
@@ -373,13 +369,12 @@ def _judge_nodes(
     profile: ClusterProfile, gpu: GpuNodes, allocatable: Mapping[str, str], answer: Any
 ) -> tuple[str, str]:
     """Count the usable nodes of each clique, and the reasons against the other nodes."""
-    tolerated = {toleration.key for toleration in profile.tolerations}
     usable: Counter[str] = Counter()
     unusable: Counter[str] = Counter()
     labels = {_ARCHITECTURE: gpu.architecture.value, pods.PRODUCT: gpu.product}
     for node in _labelled(answer, labels):
         clique = (node.metadata.labels or {}).get(gpu.clique_label, "")
-        reason = _unusable(node, allocatable, tolerated, gpu.clique_label)
+        reason = _unusable(node, allocatable, profile, gpu.clique_label)
         (unusable if reason else usable)[reason or clique] += 1
     largest = max(usable.values(), default=0)
     cliques = [
@@ -393,7 +388,7 @@ def _judge_nodes(
 
 def _judge_head(profile: ClusterProfile, gpu: GpuNodes, worker: Mapping[str, str], answer: Any) -> tuple[str, str]:
     """Find a node with room for head and submitter, on a node of the workers beside one of them."""
-    head, tolerated = profile.head, {toleration.key for toleration in profile.tolerations}
+    head = profile.head
     assert head is not None
     both = {
         "cpu": head.cpus + pods.SUBMITTER.cpus,
@@ -402,7 +397,7 @@ def _judge_head(profile: ClusterProfile, gpu: GpuNodes, worker: Mapping[str, str
     }
     rooms: list[bool] = []
     for node in _labelled(answer, {_ARCHITECTURE: gpu.architecture.value}):
-        if _unusable(node, {}, tolerated, None):
+        if _unusable(node, {}, profile, None):
             continue
         is_workers = (node.metadata.labels or {}).get(pods.PRODUCT) == gpu.product
         taken = {name: parse_quantity(worker[name]) if is_workers else 0 for name in both}
@@ -413,14 +408,13 @@ def _judge_head(profile: ClusterProfile, gpu: GpuNodes, worker: Mapping[str, str
 
 
 def _judge_others(profile: ClusterProfile, answer: Any) -> tuple[str, str]:
-    tolerated = {toleration.key for toleration in profile.tolerations}
     others = [node for node in answer.items if pods.PRODUCT not in (node.metadata.labels or {})]
-    fits = sum(not _unusable(node, pods.amounts(profile.cpu), tolerated, None) for node in others)
+    fits = sum(not _unusable(node, pods.amounts(profile.cpu), profile, None) for node in others)
     fix = "" if fits else "add one without GPUs, or set gpu.takes_cpu_pods in the profile and leave room for these pods"
     return f"room on {fits} of {len(others)} nodes", fix
 
 
-def _unusable(node: Any, allocatable: Mapping[str, str], tolerated: set[str], clique_label: str | None) -> str:
+def _unusable(node: Any, allocatable: Mapping[str, str], profile: ClusterProfile, clique_label: str | None) -> str:
     """Return why no worker can run on the node; empty if one can."""
     ready = {condition.type: condition.status for condition in node.status.conditions or ()}.get("Ready")
     if ready != "True":
@@ -429,6 +423,7 @@ def _unusable(node: Any, allocatable: Mapping[str, str], tolerated: set[str], cl
         return "cordoned"
     if clique_label is not None and clique_label not in (node.metadata.labels or {}):
         return f"without label {clique_label}"
+    tolerated = {toleration.key for toleration in profile.tolerations}
     for taint in node.spec.taints or ():
         if taint.effect in _BLOCKING and taint.key not in tolerated:
             return f"with taint {taint.key}, which the pods do not tolerate"
@@ -528,7 +523,7 @@ def _check_mlflow(uri: str, *, timeout_s: float) -> Finding:
     return Finding.of(f"MLflow at {uri}", found=found, needed="200 on /health", fix=fix)
 
 
-def _probe(api: Api, profile: ClusterProfile, *, namespace: str, image: str, timeout_s: float) -> _Row:
+def _probe(api: Api, profile: ClusterProfile, *, namespace: str, image: str) -> _Row:
     """Row for a pod that writes, reads and removes a file on the shared root; the pod is always deleted."""
     assert profile.storage is not None
     core, group = k8s.CoreV1Api(api.client), profile.storage.group
@@ -536,7 +531,7 @@ def _probe(api: Api, profile: ClusterProfile, *, namespace: str, image: str, tim
     def judge(created: Any) -> tuple[str, str]:
         name = created.metadata.name
         try:
-            found, fix = _wait(api, namespace, name, timeout_s, group)
+            found, fix = _wait(api, namespace, name, _PROBE_S, group)
         finally:
             deleted = api.ask(core.delete_namespaced_pod, name, namespace, grace_period_seconds=0)
         if isinstance(deleted, Refusal) and not deleted.is_absent:
@@ -546,7 +541,7 @@ def _probe(api: Api, profile: ClusterProfile, *, namespace: str, image: str, tim
     return _Row(
         what=_ROOT,
         needed=_writable(profile.storage.mount_path),
-        ask=partial(api.ask, core.create_namespaced_pod, namespace, probe_pod(profile, image, timeout_s)),
+        ask=partial(api.ask, core.create_namespaced_pod, namespace, probe_pod(profile, image, _PROBE_S)),
         judge=judge,
         right="create pods",
         absent="create the namespace",

@@ -77,25 +77,19 @@ def smoke(
             if now_s() > due_s:
                 flyte.terminate(name, f"smoke test: no end after {timeout_s:g} s")
                 break
-            if case.lost and not lost and delete_pod is not None and _runs(flyte, name, case.lost):
-                lost = delete_pod(name, case.lost)
+            if case.lost and not lost and delete_pod is not None:
+                runs = any(each.name == case.lost and each.phase == "RUNNING" for each in flyte.nodes(name))
+                lost = runs and delete_pod(name, case.lost)
             sleep(_EVERY_S)
         found = _faults(flyte, case, name, state, lost=lost, deletes=delete_pod is not None)
         if case.deck and state is not None and state.phase == case.phase:
-            found += _undecked(flyte, name, *case.deck)
+            parent, node = case.deck
+            has_deck = any(each.deck for each in flyte.nodes(name, parent=parent) if each.name.endswith(node))
+            found += [] if has_deck else [f"no deck of {node}"]
             status = tracked(name) if tracked is not None else "FINISHED"
             found += [] if status == "FINISHED" else [f"its MLflow run is {status}"]
         rows.append((not found, case.what, "; ".join([f"{case.plan} {name}", *found])))
     return rows
-
-
-def _runs(flyte: FlyteAdmin, execution: str, node: str) -> bool:
-    return any(each.name == node and each.phase == "RUNNING" for each in flyte.nodes(execution))
-
-
-def _undecked(flyte: FlyteAdmin, execution: str, parent: str, node: str) -> list[str]:
-    decks = [each.deck for each in flyte.nodes(execution, parent=parent) if each.name.endswith(node)]
-    return [] if any(decks) else [f"no deck of {node}"]
 
 
 def _faults(flyte: FlyteAdmin, case: Case, name: str, state: State | None, *, lost: bool, deletes: bool) -> list[str]:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from slipstream.report.claims import recorded, said
 from slipstream.report.formats import KINDS, UNITS, estimate_of, interval, render, speedup, with_interval
-from slipstream.tracking.executions import Execution
+from slipstream.tracking.mlflow_store import Execution
 from slipstream.types import Arm
 from slipstream.workers.placement.plan import table
 

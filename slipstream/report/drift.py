@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from scipy import special
@@ -19,10 +18,9 @@ from slipstream.records.run import DriftFinding, DriftRecord, RunRecord
 from slipstream.report.claims import ClaimKind, recorded
 from slipstream.report.formats import KINDS
 from slipstream.tracking.config import DriftConfig
-from slipstream.tracking.executions import Execution
+from slipstream.tracking.mlflow_store import Execution
 
-HARDWARE_TAG = "hardware"
-DTYPE_TAG = "dtype"
+_HARDWARE, _DTYPE = "hardware", "dtype"
 MIN_EXECUTIONS = 5  # fewer are too few to say
 FALSE_ALARM_RATE = 0.05  # of an execution in which nothing drifted, over all its results together
 _MIN_CHANGE = 0.01  # a smaller one is none: of the mean, or absolute for rewards and accuracies
@@ -30,38 +28,26 @@ WITHIN, ABOVE, BELOW, TOO_FEW = "within", "above", "below", "too few to say"
 NOT_MEASURED = ClaimKind.NOT_MEASURED.value
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
-    """The execution that is judged: its results, and the settings that comparable executions share."""
-
-    execution: str
-    workload: str
-    hardware: str  # the machines that timed the arms
-    dtype: str | None  # the type that `auto` resolved to; None where the recipe names one
-    params: Mapping[str, str]
-    results: Mapping[str, float]  # by metric name without `result/`
+def setting_tags(record: RunRecord) -> dict[str, str]:
+    """Tags of an execution that comparable ones share: the machines that timed the arms, and the type of `auto`."""
+    machines = "; ".join(dict.fromkeys(arm.machine for arm in record.arms if arm.machine)) or record.machine
+    return {_HARDWARE: machines, **({} if record.numerics is None else {_DTYPE: record.numerics.dtype})}
 
 
-def hardware(record: RunRecord) -> str:
-    """Return the machines that the arms were timed on."""
-    return "; ".join(dict.fromkeys(arm.machine for arm in record.arms if arm.machine)) or record.machine
-
-
-def find_drift(subject: Subject, executions: Iterable[Execution], config: DriftConfig) -> DriftRecord:
+def find_drift(subject: Execution, executions: Iterable[Execution], config: DriftConfig) -> DriftRecord:
     """Judge the subject's results against the latest comparable executions.
 
     Args:
         executions: newest first; the subject itself may be among them and is skipped.
     """
     earlier = comparable(subject, executions, config)
-    known = {name: _values(earlier, name) for name, kind in KINDS.items() if kind.judged and name in subject.results}
-    own = {f"result/{name}": value for name, value in subject.results.items()}
-    measured = {name for name in known if _is_measured(own, name)}
+    own = {name: value for name in KINDS if (value := subject.metrics.get(f"result/{name}")) is not None}
+    known = {name: _values(earlier, name) for name in own if KINDS[name].judged}
+    measured = {name for name in known if _is_measured(subject.metrics, name)}
     num_judged = sum(len(known[name]) >= MIN_EXECUTIONS for name in measured)
     level = 1 - FALSE_ALARM_RATE / max(1, num_judged)
     findings = tuple(
-        _judge(name, subject.results[name], values, level if name in measured else None)
-        for name, values in known.items()
+        _judge(name, own[name], values, level if name in measured else None) for name, values in known.items()
     )
     return DriftRecord(
         summary=_summary(findings, len(earlier)),
@@ -71,7 +57,7 @@ def find_drift(subject: Subject, executions: Iterable[Execution], config: DriftC
     )
 
 
-def comparable(subject: Subject, executions: Iterable[Execution], config: DriftConfig) -> list[Execution]:
+def comparable(subject: Execution, executions: Iterable[Execution], config: DriftConfig) -> list[Execution]:
     """Select the latest lossless executions with the subject's recipe, workload, hardware and dtype.
 
     Seeds are part of the noise. Executions with the subject's own seeds are used alone where there are enough.
@@ -125,15 +111,13 @@ def drift_tags(drift: DriftRecord) -> dict[str, str]:
     return {"drift.verdict": names or (WITHIN if judged else TOO_FEW), "drift.summary": drift.summary}
 
 
-def _is_comparable(subject: Subject, execution: Execution) -> bool:
+def _is_comparable(subject: Execution, execution: Execution) -> bool:
     """Compare every parameter that both have; one that only one has was added or removed between their commits."""
     shared = subject.params.keys() & execution.params.keys()
     return (
-        execution.name != subject.execution
+        execution.name != subject.name
         and execution.metrics.get("result/lossless") == 1
-        and execution.tags.get("workload") == subject.workload
-        and execution.tags.get(HARDWARE_TAG) == subject.hardware
-        and execution.tags.get(DTYPE_TAG) == subject.dtype
+        and all(execution.tags.get(tag) == subject.tags.get(tag) for tag in ("workload", _HARDWARE, _DTYPE))
         and all(subject.params[name] == execution.params[name] for name in shared if not _is_free(name))
     )
 

@@ -1,37 +1,86 @@
-"""Figures of measured values on the report page."""
+"""Figures of measured values on the report page, and the style and SVG of all figures.
+
+Colours are Okabe and Ito's, safe for the colour-blind.
+"""
 
 from __future__ import annotations
 
+import io
+import re
+import zlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import CertificateRecord, SweepPoint
 from slipstream.records.steps import StepRecord
-from slipstream.report.canvas import (
-    ARM_COLOURS,
-    HIGHLIGHT,
-    INK,
-    LOSS,
-    STAGE_COLOURS,
-    WIDTH_IN,
-    draw_svg,
-    errors,
-    legend_below,
-)
 from slipstream.report.formats import POLICY_LABELS, percent, seconds, speedup
-from slipstream.report.reference import Reference, WorkloadReference
 from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_curves, decided_steps
-from slipstream.statistics import amdahl, moving_average
+from slipstream.simulator.reference import Reference, WorkloadReference
+from slipstream.statistics import Estimate, amdahl, moving_average
 from slipstream.types import STAGES, Arm
 
+ARM_COLOURS = {Arm.AUTOREGRESSIVE: "#6f7681", Arm.SPECULATIVE: "#0072b2"}
+STAGE_COLOURS = {
+    "data": "#999999",
+    "prepare": "#e69f00",
+    "generation": "#0072b2",
+    "logprob": "#56b4e9",
+    "train": "#009e73",
+}
+LOSS = "#d55e00"
+HIGHLIGHT = "#e69f00"
+INK = "#30343b"
+WIDTH_IN = 10.2
+_STYLE = matplotlib.rc_params_from_file(Path(__file__).with_name("figures.mplstyle"), use_default_template=False)
 _UNIFORMS_IN_A_ROW = 5
 _LANE, _ARM_PITCH = 0.38, 1.0  # heights of a lane and of an arm in `step_lanes`
 _WAITING = "#f2f3f5"
 _LEARNING = ("logprob", "train")
+
+
+def draw_svg(
+    columns: int, height: float, draw: Callable[[Sequence[Axes]], None], *, rows: int = 1, width: float = WIDTH_IN
+) -> str:
+    """Draw `rows` x `columns` axes with `draw` and return the figure as an SVG element."""
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.08, wspace=0.05)  # type: ignore[union-attr]
+        draw(figure.subplots(rows, columns, squeeze=False).ravel().tolist())
+        file = io.StringIO()
+        FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None, "Creator": None})
+    return _inline(file.getvalue())
+
+
+def errors(estimate: Estimate) -> list[list[float]]:
+    """Distances from the value to the ends of its interval, as matplotlib takes one error bar."""
+    low, high = estimate.ci95 or (estimate.value, estimate.value)
+    return [[max(0.0, estimate.value - low)], [max(0.0, high - estimate.value)]]
+
+
+def legend_below(axes: Axes, num_columns: int) -> None:
+    """Draw the legend of `axes` below its figure."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.legend(loc="outside lower center", ncols=num_columns, columnspacing=1.4, handlelength=1.0)
+
+
+def _inline(svg: str) -> str:
+    """Strip the XML header and make the ids unique on the page."""
+    svg = svg[svg.index("<svg") :]
+    prefix = f"f{zlib.crc32(svg.encode()):08x}-"
+    svg = re.sub(r'\bid="', f'id="{prefix}', svg)
+    svg = svg.replace('href="#', f'href="#{prefix}').replace("url(#", f"url(#{prefix}")
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    # Hundredths of a point are enough for a coordinate. Text between the tags stays as it is.
+    return re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d+\.\d{2})\d+", r"\1", tag.group()), svg)
 
 
 def stage_bars(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> str:
@@ -204,10 +253,8 @@ def step_lanes(compared: LoopComparison) -> str:
         longest = max(arm.step_s for arm in compared.arms)
         for row, arm in enumerate(compared.arms):
             place = row * _ARM_PITCH
-            for start, width, colour in _engine_spans(arm):
-                _span(ax, place, start, width, colour, longest)
-            for start, width, colour in _learner_spans(arm):
-                _span(ax, place + _LANE, start, width, colour, longest)
+            _lane(ax, place, _engine_parts(arm), longest)
+            _lane(ax, place + _LANE, _learner_parts(arm), longest)
             text = f"{seconds(arm.step_s)} s"
             ax.text(arm.step_s + 0.01 * longest, place + _LANE / 2, text, va="center", fontweight="bold")
         ax.set_yticks(
@@ -361,42 +408,33 @@ def _accuracies(ax: Axes, record: RunRecord) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
-Span = tuple[float, float, str]
-"""Start and width in seconds, and colour, of a part of a step."""
+Part = tuple[str, float]
+"""Stage, empty for a wait, and seconds of a part of a step."""
 
 
-def _learner_spans(arm: LoopArm) -> list[Span]:
+def _learner_parts(arm: LoopArm) -> list[Part]:
     """Parts of the learner's step; asynchronous arms wait after their work, synchronous ones before it."""
     stages = arm.stages_s
     first, wait = ("prepare", stages["data"] + stages["prepare"]), ("", arm.exposed_s)
     work = [(stage, stages[stage]) for stage in _LEARNING]
-    order = [first, wait, *work] if arm.is_synchronous else [first, *work, wait]
-    spans, start = [], 0.0
-    for stage, width in order:
-        spans.append((start, width, STAGE_COLOURS[stage] if stage else _WAITING))
-        start += width
-    return spans
+    return [first, wait, *work] if arm.is_synchronous else [first, *work, wait]
 
 
-def _engine_spans(arm: LoopArm) -> list[Span]:
+def _engine_parts(arm: LoopArm) -> list[Part]:
     """Parts of the engines' step: idle before generation, then generation, then idle until the step ends."""
-    before = arm.stages_s["data"] + arm.stages_s["prepare"]
-    exposed, step = arm.exposed_s, arm.step_s
-    hidden = min(arm.hidden_s, max(0.0, step - before - exposed))
-    colour = STAGE_COLOURS["generation"]
-    return [
-        (0.0, before, _WAITING),
-        (before, exposed + hidden, colour),
-        (before + exposed + hidden, max(0.0, step - before - exposed - hidden), _WAITING),
-    ]
+    before_s = arm.stages_s["data"] + arm.stages_s["prepare"]
+    busy_s = arm.exposed_s + min(arm.hidden_s, max(0.0, arm.step_s - before_s - arm.exposed_s))
+    return [("", before_s), ("generation", busy_s), ("", max(0.0, arm.step_s - before_s - busy_s))]
 
 
-def _span(ax: Axes, place: float, start: float, width: float, colour: str, longest: float) -> None:
-    edge = "#c4c9d1" if colour == _WAITING else "white"
-    ax.barh(place, width, left=start, height=0.9 * _LANE, color=colour, edgecolor=edge, linewidth=0.6)
-    if width > 0.07 * longest:
-        ink = INK if colour == _WAITING else "white"
-        ax.text(start + width / 2, place, seconds(width), ha="center", va="center", color=ink, fontsize=7.5)
+def _lane(ax: Axes, place: float, parts: Sequence[Part], longest: float) -> None:
+    start = 0.0
+    for stage, width in parts:
+        colour, edge, ink = (STAGE_COLOURS[stage], "white", "white") if stage else (_WAITING, "#c4c9d1", INK)
+        ax.barh(place, width, left=start, height=0.9 * _LANE, color=colour, edgecolor=edge, linewidth=0.6)
+        if width > 0.07 * longest:
+            ax.text(start + width / 2, place, seconds(width), ha="center", va="center", color=ink, fontsize=7.5)
+        start += width
 
 
 def _lags(ax: Axes, arms: Sequence[LoopArm]) -> None:

@@ -15,7 +15,6 @@ from slipstream.records.files import write_atomic
 from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.report import figures, machine_section, sentences, simulator_section, tables
 from slipstream.report.formats import WORKLOAD_LABELS, render
-from slipstream.report.reference import Reference, WorkloadReference, read_reference
 from slipstream.report.results import Result, results
 from slipstream.report.summary import (
     RunSummary,
@@ -26,6 +25,7 @@ from slipstream.report.summary import (
     summarise_arms,
 )
 from slipstream.simulator.projection import ProjectionRecord
+from slipstream.simulator.reference import Reference, WorkloadReference, read_reference
 
 _HEADLINE, _GAIN = ("x", "tokens", "reward"), "reward_gain"  # units and name of the results in the page's header
 
@@ -121,12 +121,11 @@ def write_report(
     record: RunRecord,
     directory: Path,
     *,
-    reference: Reference | None = None,
     projection: ProjectionRecord | None = None,
     drift: DriftRecord | None = None,
 ) -> ReportPaths:
     """Write `report.html`, `report.json` and `figures/*.svg` into `directory`, each atomically."""
-    reference = reference or read_reference()
+    reference = read_reference()
     drawn = draw(record, reference, projection)
     files = {directory / "figures" / f"{name}.svg": svg for name, svg in drawn.items() if svg}
     paths = ReportPaths(html=directory / "report.html", json=directory / "report.json", figures=tuple(files))

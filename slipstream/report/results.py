@@ -22,7 +22,6 @@ from slipstream.report.formats import (
     with_interval,
 )
 from slipstream.report.machine_section import findings
-from slipstream.report.reference import WorkloadReference
 from slipstream.report.sentences import verdict
 from slipstream.report.summary import (
     ArmSummary,
@@ -31,11 +30,10 @@ from slipstream.report.summary import (
     RunSummary,
     accuracy_curves,
     compare_loops,
-    last_quarter,
     summarise_arms,
 )
-from slipstream.statistics import Estimate, difference
-from slipstream.types import Arm
+from slipstream.simulator.reference import WorkloadReference
+from slipstream.statistics import Estimate
 
 _LABEL_WIDTH = 36
 _COLUMN_WIDTH = 16
@@ -80,7 +78,7 @@ def results(record: RunRecord) -> list[Result]:
         note = f"of at most {k + 1} (k = {k}); by position {by_position}"
         found.append(_result("mean_acceptance_length", run.acceptance.mean_acceptance_length, note=note))
     if run.comparison is not None:
-        difference = reward_difference(record)
+        difference = run.comparison.reward_difference
         note = "" if difference.ci95 else "no interval: few steps, or all alike"
         found.append(_result("reward_difference", difference, note=note))
     for arm in run.arms:
@@ -108,14 +106,6 @@ def speedups(run: RunSummary, workload: WorkloadReference | None = None) -> list
         _result("", compared.step_bound, label="  bound, drafting for free", note="1 / (g / AL + 1 - g)"),
         *([] if compared.control is None else [_result("control_ratio", compared.control)]),
     ]
-
-
-def reward_difference(record: RunRecord) -> Estimate:
-    """Speculative minus autoregressive reward over the last quarter of the steps that both arms made."""
-    arms = {arm.arm: {step.step: step.reward_mean for step in arm.steps} for arm in record.arms}
-    base, spec = arms[Arm.AUTOREGRESSIVE], arms[Arm.SPECULATIVE]
-    steps = last_quarter(sorted(base.keys() & spec.keys()))
-    return difference([base[step] for step in steps], [spec[step] for step in steps])
 
 
 def result_metrics(record: RunRecord, *, hours: float, gpu_hours: float) -> dict[str, float]:
@@ -194,17 +184,15 @@ def _result(
     value: float | Estimate,
     *,
     label: str | None = None,
-    unit: str = "x",
     reference: float | None = None,
     note: str | None = None,
     verdict: str = "",
 ) -> Result:
-    """Build a result from `KINDS`, or with the given `label` and `unit`; an estimate without interval says why."""
+    """Build a result from `KINDS`, or a ratio with the given `label`; an estimate without interval says why."""
     estimate = value if isinstance(value, Estimate) else Estimate(value=value, ci95=None)
     if note is None:
         note = interval(estimate) if estimate is value and estimate.ci95 is None else ""
-    if label is None:
-        label, unit = KINDS[name].label, KINDS[name].unit
+    label, unit = (KINDS[name].label, KINDS[name].unit) if label is None else (label, "x")
     return Result(name, label, unit, estimate.value, estimate.ci95, reference, note, verdict)
 
 

@@ -11,8 +11,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 
+from slipstream.catalog import target_of
 from slipstream.records.run import RunRecord
-from slipstream.report.canvas import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, draw_svg
+from slipstream.report.figures import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, draw_svg
 from slipstream.report.formats import POLICY_LABELS, seconds, speedup
 from slipstream.report.summary import LoopComparison
 from slipstream.report.tables import Row, Table
@@ -23,7 +24,6 @@ from slipstream.simulator.projection import LagLine, ProjectedPoint, ProjectionR
 from slipstream.statistics import Spread
 from slipstream.types import Arm, LoopMode, StageTimes
 
-_ON_CORES = "cpu"  # prefix of simulator hardware that gives engine and learner a core each
 _LAG_COLOURS = ("#6f7681", "#56b4e9", "#0072b2", "#009e73", "#e69f00")
 
 
@@ -42,7 +42,7 @@ def predicted(record: RunRecord, compared: LoopComparison | None) -> Asynchronou
 
 
 def _is_on_cores(record: RunRecord) -> bool:
-    return record.layout is not None and record.layout.hardware.startswith(_ON_CORES)
+    return record.layout is not None and target_of(record.layout.hardware) == "cpu"
 
 
 def prediction_table(prediction: AsynchronousPrediction, compared: LoopComparison) -> Table:
@@ -101,24 +101,14 @@ def check_table(check: CheckRecord) -> Table:
     return Table("speculative arm", groups, [Row(f"k = {check.k}", cells)])
 
 
-def own_table(projection: ProjectionRecord) -> Table:
-    """Tabulate projections of other draft lengths on this machine."""
-    groups = {
-        "assumed": ("acceptance length",),
-        "projected, p10 to p90": ("generation speedup", "step speedup"),
-    }
-    rows = [
-        Row(f"k = {each.k}", (f"{each.acceptance_length:.2f}", _band(each.rollout_speedup), _band(each.step_speedup)))
-        for each in projection.from_run
-    ]
-    return Table("this machine", groups, rows)
-
-
-def gpu_table(points: Sequence[ProjectedPoint]) -> Table:
-    """Tabulate projections of generation on one GPU."""
-    groups = {"assumed": ("acceptance length",), "projected, p10 to p90": ("generation speedup",)}
-    rows = [Row(f"k = {each.k}", (f"{each.acceptance_length:.2f}", _band(each.rollout_speedup))) for each in points]
-    return Table(f"{points[0].model} on one {points[0].hardware}", groups, rows)
+def lengths_table(points: Sequence[ProjectedPoint], label: str, *, has_step: bool) -> Table:
+    """Tabulate projections of other draft lengths: of generation, and with `has_step` of the step."""
+    speedups = ("generation speedup", "step speedup") if has_step else ("generation speedup",)
+    rows = []
+    for each in points:
+        bands = (_band(each.rollout_speedup), _band(each.step_speedup))[: len(speedups)]
+        rows.append(Row(f"k = {each.k}", (f"{each.acceptance_length:.2f}", *bands)))
+    return Table(label, {"assumed": ("acceptance length",), "projected, p10 to p90": speedups}, rows)
 
 
 def published_table(projection: ProjectionRecord) -> Table:

@@ -7,7 +7,7 @@ Parts of an asynchronous step are means over the timed steps, so that they add u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
@@ -88,6 +88,7 @@ class Comparison:
     step_bound: float  # bound for free drafting and verifying: generation shrinks by the mean acceptance length
     control: Estimate | None  # ratio of the work that speculation does not change; None where that took no time
     paired: bool
+    reward_difference: Estimate  # speculative minus autoregressive reward, as in `reward_difference`
 
     @property
     def claims(self) -> dict[str, Claim]:
@@ -432,7 +433,20 @@ def _compare(base: ArmRecord, spec: ArmRecord, acceptance: AcceptanceStats | Non
         ),
         control=timed_ratio(base, spec, control_s) if has_control(base, spec) else None,
         paired=are_paired(base, spec),
+        reward_difference=reward_difference([(base, spec)]),
     )
+
+
+def reward_difference(pairs: Iterable[tuple[ArmRecord, ArmRecord]]) -> Estimate:
+    """Reward of each second arm minus the first's, over the last quarter of the steps that both made."""
+    firsts: list[float] = []
+    seconds: list[float] = []
+    for pair in pairs:
+        first, second = ({step.step: step.reward_mean for step in arm.steps} for arm in pair)
+        common = last_quarter(sorted(first.keys() & second.keys()))
+        firsts += [first[step] for step in common]
+        seconds += [second[step] for step in common]
+    return difference(firsts, seconds)
 
 
 def are_paired(base: ArmRecord, other: ArmRecord) -> bool:

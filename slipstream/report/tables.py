@@ -22,9 +22,9 @@ from slipstream.report.formats import (
     speedup,
     with_interval,
 )
-from slipstream.report.reference import Reference, WorkloadReference
 from slipstream.report.results import speedups
 from slipstream.report.summary import LoopComparison, RunSummary, accuracy_curves
+from slipstream.simulator.reference import Reference, WorkloadReference
 from slipstream.statistics import Estimate
 from slipstream.types import STAGES
 

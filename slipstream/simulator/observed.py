@@ -5,20 +5,20 @@ A run is calibrated on its autoregressive arm and its sweep over k, never on the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import log, sqrt
 from statistics import fmean, median, pstdev
-from typing import Any
 
-from slipstream.catalog import CONFIGS, Precision, target_of
-from slipstream.config import from_mapping, read_mapping, require
+from slipstream.catalog import Precision, target_of
+from slipstream.config import require
 from slipstream.records.run import LayoutRecord, RunRecord
 from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.records.steps import ArmRecord, StepRecord
 from slipstream.simulator.calibration import AcceptanceProfile, Cell, Ensemble, Group, calibrate, fit_profile
 from slipstream.simulator.iteration import Drafting
+from slipstream.simulator.reference import WorkloadReference, read_reference, read_simulator_reference
 from slipstream.simulator.rollout import Slots, log_sd_of_longest, log_sd_of_truncation
 from slipstream.simulator.settings import Setting, load_setting
 from slipstream.simulator.step_cost import Learner, stagewise
@@ -26,37 +26,9 @@ from slipstream.types import Arm, StageTimes
 
 PAPER_SETTING = "paper-8b"
 WORKLOADS = ("rl_zero", "rl_think")
-_REFERENCE = CONFIGS / "reference" / "paper.yaml"
-_MORE = CONFIGS / "reference" / "paper_simulator.yaml"
 _MEAN_LOG_SD = 0.7  # the paper does not publish the lengths of responses
 _PAPER_LOG_SD = 0.04  # one run each, and speedups with two decimals
 _OFFLINE = "EAGLE-3, DAPO, offline"  # the draft of the k = 3 cell
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProjectedReference:
-    """Projection of the paper's closed simulator; `k` None is the best point of its map."""
-
-    num_gpus: int
-    lag: int
-    k: int | None
-    acceptance_length: float | None
-    rollout_speedup: float
-    step_speedup: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SimulatorReference:
-    """Figures of configs/reference/paper_simulator.yaml; `asynchronous` is measured and never fitted."""
-
-    ngram_generation_s: dict[str, float]
-    asynchronous: dict[str, float]
-    projected: tuple[ProjectedReference, ...]
-
-
-def read_simulator_reference() -> SimulatorReference:
-    """Read the paper's n-gram and asynchronous times, and its projections."""
-    return from_mapping(SimulatorReference, read_mapping(_MORE, "reference"), "paper_simulator")
 
 
 def paper_cells() -> tuple[Cell, ...]:
@@ -64,14 +36,14 @@ def paper_cells() -> tuple[Cell, ...]:
 
     AR, k = 3 and n-gram are published in seconds; the other cells divide the AR seconds by the published speedup.
     """
-    workloads, ngram_s = _workloads(), read_simulator_reference().ngram_generation_s
+    workloads, ngram_s = read_reference().workloads, read_simulator_reference().ngram_generation_s
     return tuple(cell for name in WORKLOADS for cell in _of_workload(name, workloads[name], ngram_s[name]))
 
 
 def paper_steps() -> dict[tuple[str, Arm], StageTimes]:
     """Read the paper's four measured steps, by workload and arm."""
-    workloads = _workloads()
-    return {(name, arm): StageTimes(**workloads[name][arm.value]) for name in WORKLOADS for arm in Arm}
+    workloads = read_reference().workloads
+    return {(name, arm): workloads[name].times(arm) for name in WORKLOADS for arm in Arm}
 
 
 @cache
@@ -88,12 +60,7 @@ def paper_learner() -> Learner:
     return Learner(measured=measured, setting=setting, mean_tokens=mean)
 
 
-@cache
-def _workloads() -> dict[str, Any]:
-    return read_mapping(_REFERENCE, "reference")["workloads"]
-
-
-def _of_workload(workload: str, values: Mapping[str, Any], ngram_s: float) -> Iterator[Cell]:
+def _of_workload(workload: str, published: WorkloadReference, ngram_s: float) -> Iterator[Cell]:
     setting = load_setting(PAPER_SETTING)
     group = Group(
         name=workload,
@@ -102,7 +69,7 @@ def _of_workload(workload: str, values: Mapping[str, Any], ngram_s: float) -> It
         mean_log_sd=_MEAN_LOG_SD,
         length_log_sd=setting.length_log_sd,
     )
-    base_s = values["autoregressive"]["generation_s"]
+    base_s = published.autoregressive.generation_s
 
     def cell(label: str, k: int, length: float, seconds: float, drafting: Drafting = Drafting.EAGLE3) -> Cell:
         return Cell(
@@ -116,16 +83,16 @@ def _of_workload(workload: str, values: Mapping[str, Any], ngram_s: float) -> It
         )
 
     yield cell("autoregressive", 0, 1.0, base_s)
-    for entry in values["draft_lengths"]:
-        k = entry["k"]
-        published = values["speculative"]["generation_s"] if k == values["num_speculative_tokens"] else None
-        yield cell(f"k = {k}", k, entry["mean_acceptance_length"], published or base_s / entry["generation_speedup"])
-    for entry in values["drafts"]:
-        length, k = entry["mean_acceptance_length"], values["num_speculative_tokens"]
-        if entry["draft"] == "n-gram":
+    for entry in published.draft_lengths:
+        is_measured = entry.k == published.num_speculative_tokens
+        seconds = published.speculative.generation_s if is_measured else base_s / entry.generation_speedup
+        yield cell(f"k = {entry.k}", entry.k, entry.mean_acceptance_length, seconds)
+    for entry in published.drafts:
+        length, k = entry.mean_acceptance_length, published.num_speculative_tokens
+        if entry.draft == "n-gram":
             yield cell("n-gram", k, length, ngram_s, Drafting.NGRAM)
-        elif entry["draft"] != _OFFLINE:
-            yield cell(entry["draft"].removeprefix("EAGLE-3, "), k, length, base_s / entry["generation_speedup"])
+        elif entry.draft != _OFFLINE:
+            yield cell(entry.draft.removeprefix("EAGLE-3, "), k, length, base_s / entry.generation_speedup)
 
 
 _CPU_SETTING = "cpu-2core"

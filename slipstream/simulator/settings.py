@@ -8,7 +8,7 @@ from enum import StrEnum
 from functools import cache
 
 from slipstream.catalog import BYTES, Hardware, ModelShape, Precision, load, load_hardware, load_model, section
-from slipstream.config import from_mapping, require
+from slipstream.config import PositiveFloat, from_mapping, require
 from slipstream.simulator.rollout import Lengths, RolloutShape, Slots, lengths_with_mean
 
 
@@ -47,13 +47,9 @@ IDEAL = CostParameters(**{name: 1.0 if name.endswith("_efficiency") else 0.0 for
 class Prior:
     """Log-normal prior of a parameter, with its source."""
 
-    median: float
-    log_sd: float
+    median: PositiveFloat
+    log_sd: PositiveFloat
     source: str
-
-    def __post_init__(self) -> None:
-        require(self.median > 0, "prior.median", "must be > 0", self.median)
-        require(self.log_sd > 0, "prior.log_sd", "must be > 0", self.log_sd)
 
 
 @cache

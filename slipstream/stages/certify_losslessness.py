@@ -21,7 +21,7 @@ from slipstream.records.stages import CertificateRecord
 from slipstream.refit.config import WeightFiles
 from slipstream.refit.fingerprint import directory_fingerprint
 from slipstream.stages.context import RunContext
-from slipstream.stages.recipe_engines import draft_length, draft_weights, recipe_engine
+from slipstream.stages.recipe_engines import draft_length, draft_weights, fitting_weights, recipe_engine
 from slipstream.stages.runs import end_execution, tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import settled, versions
@@ -70,16 +70,12 @@ def certify_losslessness(
     Args:
         trained_draft: draft that learned beside the policy; None: the draft stayed as it was.
     """
-    from slipstream.drafts.compatibility import require_fit
-
-    done = finished(context, _NODE, "certificate.json")
-    if done is not None:
+    if done := finished(context, _NODE, "certificate.json"):
         return done
     recipe = settled(context, recipe)
     directory = context.directory(_NODE)
-    weights = draft_weights(recipe.draft, draft)
-    require_fit(recipe.draft, policy, weights, max_model_len=recipe.engine.max_model_len)
-    weights = trained_draft or weights
+    fitting = fitting_weights(recipe, policy, draft)
+    weights = trained_draft or fitting
     prompts = read_prompt_sets(data).train
     started_s = time.perf_counter()
     connect()

@@ -99,6 +99,11 @@ class RunContext:
         return f"{self.execution}/{node}"
 
 
+def context_of(root: Path, execution: str, recipe: Recipe) -> RunContext:
+    """Return the context of an execution of `recipe`."""
+    return RunContext(execution=execution, root=str(root), experiment=recipe.name, workload=recipe.workload.value)
+
+
 _INPUTS = {
     "workload": "workload",
     "grpo.seed": "seed",
@@ -133,8 +138,9 @@ def requested(
         ConfigError: an item cannot be parsed, or has an input of its own.
     """
     values = parse_overrides(overrides)
+    taken = leaves(values)
     for name, own in _INPUTS.items():
-        require(not _holds(values, name), "overrides", f"must leave out {name}", name, f"give the input {own}")
+        require(name not in taken, "overrides", f"must leave out {name}", name, f"give the input {own}")
     grpo = {name: value for name, value in (("num_steps", num_steps), ("seed", seed)) if value is not None}
     if workload is not None:
         values = merge(values, {"workload": workload.value})
@@ -160,7 +166,7 @@ def with_lag(
     require(lag == 0 or loop is not ArmLoop.SYNCHRONOUS, "max_off_policy_steps", rule, lag, _IN_BOTH_LOOPS)
     values: dict[str, Any] = {"max_off_policy_steps": lag}
     of = {name: changes[name] for name in ("workload",) if name in changes}
-    if lag and not _holds(changes, "loop.mode") and load_recipe(recipe, overrides=of).loop.is_synchronous:
+    if lag and "loop.mode" not in leaves(changes) and load_recipe(recipe, overrides=of).loop.is_synchronous:
         values["mode"] = LoopMode.ONE_STEP_OFF.value
     return merge(changes, {"loop": values})
 
@@ -178,15 +184,6 @@ def require_loop(recipe: Recipe, loop: ArmLoop) -> None:
         rule = f"must be {LoopMode.ONE_STEP_OFF.value} or {LoopMode.IN_FLIGHT.value} here"
         fix = "set it, or max_off_policy_steps at the launch; speculative_rl trains synchronously"
         require(mode is not LoopMode.SYNCHRONOUS, "loop.mode", rule, mode.value, fix)
-
-
-def _holds(values: Mapping[str, Any], name: str) -> bool:
-    found: Any = values
-    for part in name.split("."):
-        if not isinstance(found, Mapping) or part not in found:
-            return False
-        found = found[part]
-    return True
 
 
 def handed_on(overrides: Iterable[str]) -> tuple[str, ...]:

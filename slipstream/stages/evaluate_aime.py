@@ -38,8 +38,7 @@ def evaluate_aime(context: RunContext, recipe: Recipe, policy: str, *, data: Pat
         model: directory of its weights.
     """
     node = f"evaluate_aime_{policy}"
-    done = finished(context, node, "evaluation.json")
-    if done is not None:
+    if done := finished(context, node, "evaluation.json"):
         return done
     recipe = settled(context, recipe)
     directory = context.directory(node)

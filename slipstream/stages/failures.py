@@ -30,7 +30,7 @@ EXPLAINED = frozenset(
     {
         "slipstream.config.ConfigError",
         "slipstream.stages.certify_losslessness.LosslessnessError",
-        "slipstream.stages.drift_check.DriftError",
+        "slipstream.stages.report_speedup.DriftError",
     }
 )
 """Errors whose message says all; Flyte's console shows it without the traceback, which stands in the log."""
@@ -107,7 +107,8 @@ def explained(error: BaseException) -> str | None:
     """Message of an error that needs no traceback: of a user's input, of a verdict, or of a full disk; else None."""
     full = next((cause for cause in _causes(error) if getattr(cause, "errno", None) in _FULL), None)
     if isinstance(full, OSError):
-        folder = next((path for path in _folders(full) if path.is_dir()), Path.cwd())
+        above = Path(full.filename).absolute().parents if isinstance(full.filename, str) else ()
+        folder = next((path for path in above if path.is_dir()), Path.cwd())
         disk = shutil.disk_usage(folder)
         return (
             f"the disk of {folder} must have room for {full.filename or 'what is written'}, got "
@@ -115,10 +116,6 @@ def explained(error: BaseException) -> str | None:
             "or ephemeral_storage_gib), or remove entries of the run root's store/"
         )
     return str(error) if EXPLAINED.intersection(_names(error)) else None
-
-
-def _folders(error: OSError) -> list[Path]:
-    return list(Path(error.filename).absolute().parents) if isinstance(error.filename, str) else []
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

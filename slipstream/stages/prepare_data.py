@@ -32,8 +32,7 @@ def prepare_data(context: RunContext, recipe: Recipe, *, policy: Path | None = N
         trains_draft: False where no draft is trained, so that its prompts need not suffice.
     """
     key = data_key(recipe, policy=policy)
-    done = kept(context, recipe, "prepare_data", key)
-    if done is not None:
+    if done := kept(context, recipe, "prepare_data", key):
         require_prompts(recipe, read_prompt_sets(done), trains_draft=trains_draft)
         return done
     directory = context.directory("prepare_data")

@@ -44,8 +44,7 @@ def prepare_policy(context: RunContext, recipe: Recipe, *, data: Path) -> Path:
     if recipe.policy.scratch is None:  # only links to existing files: nothing worth storing
         return _prepare(context, recipe, lambda directory, _: resolve(recipe.policy, policy_needs(recipe), directory))
     key = policy_key(recipe, data=data_identity(data))
-    done = kept(context, recipe, _NODE, key)
-    if done is not None:
+    if done := kept(context, recipe, _NODE, key):
         return done / "policy"
     words = data / "tokenizer"
     _prepare(

@@ -48,8 +48,7 @@ def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: P
     if recipe.draft.trains is Training.NONE:  # only links to existing files, or nothing
         return _take(context, recipe, policy)
     key = draft_key(recipe, policy=policy_identity(policy), data=data_identity(data))
-    done = kept(context, recipe, _NODE, key)
-    if done is not None:
+    if done := kept(context, recipe, _NODE, key):
         return done
     directory = context.directory(_NODE)
     sets = read_prompt_sets(data)

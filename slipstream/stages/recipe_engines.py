@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Semaphore
 
 from slipstream.drafts.config import DraftConfig, DraftLengthRule
 from slipstream.drafts.length import DraftLength, constant, length_of
@@ -55,6 +56,15 @@ def swept_engine(recipe: Recipe, policy: Path, draft: Path, k: int) -> AbstractC
     return recipe_engine(swept, policy, draft, k, schedule=constant(k) if k and drafts_by_batch(recipe) else ())
 
 
+@contextmanager
+def started(engine: AbstractContextManager[RemoteEngine], starting: Semaphore) -> Iterator[RemoteEngine]:
+    """Open an engine; `starting` bounds how many start at once."""
+    with ExitStack() as opened:
+        with starting:
+            found = opened.enter_context(engine)
+        yield found
+
+
 def switch_length(engine: Engines, k: int) -> None:
     """Switch an engine that started with a schedule to `k` draft tokens at every running batch."""
     assert isinstance(engine, RemoteEngine)
@@ -76,6 +86,19 @@ def draft_length(recipe: Recipe, tuning: Path) -> DraftLength:
     if recipe.draft.autopilot and length.num_speculative_tokens and not length.schedule:
         return replace(length, schedule=constant(length.num_speculative_tokens))
     return length
+
+
+def fitting_weights(recipe: Recipe, policy: Path, draft: Path) -> Path | None:
+    """Return `draft_weights` of a draft that fits the policy.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    from slipstream.drafts.compatibility import require_fit
+
+    weights = draft_weights(recipe.draft, draft)
+    require_fit(recipe.draft, policy, weights, max_model_len=recipe.engine.max_model_len)
+    return weights
 
 
 def draft_weights(config: DraftConfig, draft: Path) -> Path | None:

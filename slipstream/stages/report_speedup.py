@@ -1,29 +1,37 @@
-"""Combine the records of a run in one page."""
+"""Combine the records of a run in one page, with its drift from earlier runs."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
 
+from slipstream.config import ConfigError
 from slipstream.data.prompts import read_prompt_sets
-from slipstream.recipe import Recipe
+from slipstream.recipe import Recipe, parameters
 from slipstream.records.files import read_record, write_record
-from slipstream.records.run import RunRecord
+from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.records.stages import CertificateRecord, DraftRecord, PolicyRecord, TuningRecord
 from slipstream.records.steps import ArmRecord, EvaluationRecord, by_loop
+from slipstream.report.drift import find_drift, setting_tags
 from slipstream.report.page import write_report
-from slipstream.report.results import curve_metrics
+from slipstream.report.results import curve_metrics, result_metrics
 from slipstream.report.summary import summarise
 from slipstream.simulator.projection import ProjectionRecord
 from slipstream.stages.context import RunContext
-from slipstream.stages.drift_check import DRIFT_FILE, drift_of
-from slipstream.stages.runs import end_reported_execution, tracked
+from slipstream.stages.runs import end_reported_execution, experiment_name, tracked
 from slipstream.stages.support import numerics, recipe_layout, settled, versions
 from slipstream.tracking.config import store_uri
+from slipstream.tracking.mlflow_store import Execution, TrackingError, read_executions
 from slipstream.types import Arms
 from slipstream.workers.session import machine
 
 logger = logging.getLogger(__name__)
+
+DRIFT_FILE = "drift.json"
+
+
+class DriftError(RuntimeError):
+    """Results of an execution left the bands of the executions before it."""
 
 
 def report_speedup(  # noqa: PLR0913  # one input a record
@@ -96,3 +104,34 @@ def _link_latest(root: Path, directory: Path) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(directory.relative_to(root))
     temporary.replace(link)
+
+
+def drift_of(context: RunContext, recipe: Recipe, record: RunRecord) -> DriftRecord:
+    """Compare with the executions on the tracking store; the drift is unknown if the store cannot be read."""
+    uri = store_uri(recipe.tracking, Path(context.root))
+    try:
+        executions = read_executions(uri, experiment=experiment_name(context, recipe))
+    except (ConfigError, TrackingError) as error:
+        logger.warning("drift is unknown: %s", error)
+        return DriftRecord(summary=f"Unknown, for the executions before could not be read: {error}")
+    subject = Execution(
+        name=context.execution,
+        metrics=result_metrics(record, hours=0.0, gpu_hours=0.0),
+        params={**parameters(recipe), "arms": context.arms},
+        tags={"workload": context.workload, **setting_tags(record)},
+    )
+    drift = find_drift(subject, executions, recipe.tracking.drift)
+    logger.log(logging.WARNING if drift.outside else logging.INFO, "%s", drift.summary)
+    return drift
+
+
+def require_no_drift(recipe: Recipe, report: Path) -> DriftRecord:
+    """Return the drift of a report; raise if results drifted and the recipe makes that an error.
+
+    Raises:
+        DriftError: the message names each result outside its band.
+    """
+    drift = read_record(DriftRecord, report / DRIFT_FILE)
+    if drift.outside and recipe.tracking.drift.fail:
+        raise DriftError(f"{drift.summary} The report is written; tracking.drift.fail makes this an error")
+    return drift

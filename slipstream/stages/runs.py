@@ -24,13 +24,12 @@ from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.records.stages import CertificateRecord
-from slipstream.report.drift import DTYPE_TAG, HARDWARE_TAG, drift_metrics, drift_tags, hardware
+from slipstream.report.drift import drift_metrics, drift_tags, setting_tags
 from slipstream.report.live import live_page as report_page
 from slipstream.report.results import certificate_metrics, description, result_metrics, verdict_tags
 from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.tracking.config import EXECUTION, KIND_TAG, PART
-from slipstream.tracking.executions import open_store
-from slipstream.tracking.mlflow_store import TrackingError
+from slipstream.tracking.mlflow_store import TrackingError, open_store
 from slipstream.tracking.spool import GPUS_TAG, RunStatus, has_ended, open_executions, spent
 from slipstream.tracking.tracker import Tracker
 from slipstream.types import Arm, Dtype
@@ -201,7 +200,7 @@ def execution_run(
 
 
 @contextmanager
-def alone_on(cluster: ClusterProfile | None, root: Path, execution: str) -> Iterator[None]:
+def alone_on(cluster: ClusterProfile, root: Path, execution: str) -> Iterator[None]:
     """Let no second execution start on GPU nodes without a queue, where Ray jobs would hold nodes by halves for ever.
 
     The run of the execution is opened within, under a lock on the shared volume.
@@ -209,7 +208,7 @@ def alone_on(cluster: ClusterProfile | None, root: Path, execution: str) -> Iter
     Raises:
         ConfigError: another execution under this root has not ended.
     """
-    if cluster is None or cluster.gpu is None or cluster.queue is not None:
+    if cluster.gpu is None or cluster.queue is not None:
         yield
         return
     root.mkdir(parents=True, exist_ok=True)
@@ -257,9 +256,8 @@ def end_reported_execution(
             "k": k,
             "arms": record.requested.value,
             **({} if record.certificate is None else {"losslessness": record.certificate.verdict}),
-            HARDWARE_TAG: hardware(record),
+            **setting_tags(record),
             **verdict_tags(record),
-            **({} if record.numerics is None else {DTYPE_TAG: record.numerics.dtype}),
             NOTE: description(record, execution_url=execution_url()),
         }
     )

@@ -11,12 +11,12 @@ from typing import Any
 from slipstream.config import require
 from slipstream.drafts.methods import require_package
 from slipstream.kubernetes.flyte_admin import FlyteError, admin_of
-from slipstream.kubernetes.profile import ClusterProfile, require_fits
+from slipstream.kubernetes.profile import LOCAL, ClusterProfile, read_profile, require_fits
 from slipstream.recipe import Recipe, difference, load_recipe, parameters, recipe_path, resolve_recipe, write_recipe
 from slipstream.records.files import write_record
 from slipstream.records.run import LaunchRecord
 from slipstream.rewards.function import kept, open_reward, write_kept
-from slipstream.stages.context import RunContext, launch_file, recorded_arms, recorded_recipe, require_loop
+from slipstream.stages.context import RunContext, context_of, launch_file, recorded_arms, recorded_recipe, require_loop
 from slipstream.stages.fail_run import reconcile
 from slipstream.stages.runs import NOTE, alone_on, execution_run, origin_tags, started_text
 from slipstream.tracking.spool import RunStatus
@@ -42,30 +42,20 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch
     Args:
         resume: continue in the directory of `execution`, which must have been started with the same recipe and arms.
         reuse_stored: take data, policy and draft from the store where another execution made the same.
-        cluster: cluster that the recipe must fit on; None, and one without pods: this machine.
+        cluster: cluster that the recipe must fit on; None: this machine.
         loop: loop of the workflow's arms; None: the workflow trains no arm, or accepts every recipe.
         arms: arms that the workflow trains.
     """
     recipe, origins = resolve_recipe(recipe_name, overrides=overrides)
     if loop is not None:
         require_loop(recipe, loop)
-    if cluster is not None:
-        tracked, recipe = recipe.tracking, on_cluster(recipe, cluster)
-        origins |= {} if recipe.tracking == tracked else {"tracking.uri": f"cluster {cluster.name}"}
-    if Arm.SPECULATIVE in arms.members and (
-        cluster is None or cluster.is_local
-    ):  # pods draft with another image, in which pretraining checks this
+    cluster = cluster or read_profile(LOCAL)
+    tracked, recipe = recipe.tracking, on_cluster(recipe, cluster)
+    origins |= {} if recipe.tracking == tracked else {"tracking.uri": f"cluster {cluster.name}"}
+    if Arm.SPECULATIVE in arms.members and cluster.is_local:  # pods have another image, where pretraining checks this
         require_package(recipe.draft.method)
-    if cluster is not None:
-        _end_terminated(root.resolve(), cluster)
-    context = RunContext(
-        execution=execution,
-        root=str(root.resolve()),
-        experiment=recipe.name,
-        workload=recipe.workload.value,
-        reuse_stored=reuse_stored,
-        arms=arms.value,
-    )
+    _end_terminated(root.resolve(), cluster)
+    context = replace(context_of(root.resolve(), execution, recipe), reuse_stored=reuse_stored, arms=arms.value)
     path = recorded_recipe(root.resolve(), execution)
     with open_reward(recipe.reward):
         """A function that cannot be called is an error here."""

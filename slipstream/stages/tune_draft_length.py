@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Semaphore
@@ -17,7 +17,7 @@ from slipstream.recipe import Recipe
 from slipstream.records.files import write_record
 from slipstream.records.stages import SweepPoint
 from slipstream.stages.context import RunContext
-from slipstream.stages.recipe_engines import draft_weights, drafts_by_batch, swept_engine, switch_length
+from slipstream.stages.recipe_engines import drafts_by_batch, fitting_weights, started, swept_engine, switch_length
 from slipstream.stages.runs import tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import settled, versions
@@ -33,16 +33,13 @@ _LINE = "tune_draft_length: k=%d batch %d: %.2f s, %.2fx, AL %.2f"
 
 def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data: Path, draft: Path) -> Path:
     """Measure generation time by draft length and batch, and choose by time; return a directory with tuning.json."""
-    from slipstream.drafts.compatibility import require_fit
     from slipstream.report.figures import sweep as sweep_figure
 
-    done = finished(context, _NODE, "tuning.json")
-    if done is not None:
+    if done := finished(context, _NODE, "tuning.json"):
         return done
     recipe = settled(context, recipe)
     directory = context.directory(_NODE)
-    weights = draft_weights(recipe.draft, draft)
-    require_fit(recipe.draft, policy, weights, max_model_len=recipe.engine.max_model_len)
+    fitting_weights(recipe, policy, draft)
     connect()
     with tracked(context, recipe, _NODE) as tracker:
         timed: set[Worker] = set()
@@ -101,9 +98,7 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
 
         @contextmanager
         def start(k: int) -> Iterator[RemoteEngine]:
-            with ExitStack() as stack:
-                with starting:
-                    engine = stack.enter_context(swept_engine(recipe, policy, draft, k))
+            with started(swept_engine(recipe, policy, draft, k), starting) as engine:
                 timed.update(engine.workers)
                 yield engine
 

@@ -17,12 +17,12 @@ from slipstream.recipe import Recipe, load_recipe, parameters, write_recipe
 from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
-from slipstream.stages.context import RunContext, arm_node, recorded_recipe
+from slipstream.stages.context import RunContext, arm_node, context_of, recorded_recipe
 from slipstream.stages.deliverables import assemble, deliver
 from slipstream.stages.prepare_data import prepare_data
 from slipstream.stages.prepare_policy import prepare_policy
 from slipstream.stages.pretrain_draft import pretrain_draft
-from slipstream.stages.recipe_engines import draft_weights
+from slipstream.stages.recipe_engines import fitting_weights
 from slipstream.stages.runs import NOTE, alone_on, execution_run, origin_tags
 from slipstream.stages.start_run import on_cluster
 from slipstream.stages.train_grpo import train_grpo
@@ -103,7 +103,7 @@ def plan_ablation(
     logger.info("ablation %s starts: recipe %s, parts: %s", execution, first.name, counts)
     return {
         kind: [
-            replace(_context(root, f"{execution}/{part.name}", recipes[part.variant]), reuse_stored=reuse_stored)
+            replace(context_of(root, f"{execution}/{part.name}", recipes[part.variant]), reuse_stored=reuse_stored)
             for part in plan.of_kind(kind)
         ]
         for kind in Kind
@@ -149,7 +149,7 @@ def rank_ablation(root: Path, execution: str) -> Path:
     for outcome in record.outcomes:
         name = f"{execution}/{outcome.variant.name}"
         recipe = load_recipe(str(recorded_recipe(root, name)))
-        with execution_run(_context(root, name, recipe), recipe) as tracker:
+        with execution_run(context_of(root, name, recipe), recipe) as tracker:
             tracker.log(outcome_metrics(outcome))
     directory = _report(root, record)
     logger.info("ablation %s: %s", execution, " ".join(answers(record)))
@@ -199,14 +199,10 @@ def ending(root: Path, execution: str, name: str) -> PartRecord | None:
     return read_record(PartRecord, path) if path.is_file() else None
 
 
-def _context(root: Path, execution: str, recipe: Recipe) -> RunContext:
-    return RunContext(execution=execution, root=str(root), experiment=recipe.name, workload=recipe.workload.value)
-
-
 def _ablation_run(root: Path, plan: PlanRecord, recipe: Recipe, params: Mapping[str, str] | None = None) -> Tracker:
     """Return the ablation's MLflow run, the parent of its parts' runs; with `params` the run is opened."""
     tags = {KIND_TAG: ABLATION, **(origin_tags() if params else {})}
-    return execution_run(_context(root, plan.execution, recipe), recipe, tags, params)
+    return execution_run(context_of(root, plan.execution, recipe), recipe, tags, params)
 
 
 def _make(context: RunContext, recipe: Recipe, part: Part) -> None:
@@ -234,10 +230,7 @@ def _make(context: RunContext, recipe: Recipe, part: Part) -> None:
 
 def _given_length(context: RunContext, recipe: Recipe, k: int, *, policy: Path, draft: Path) -> Path:
     """Write the tuning record of a draft length that the grid names, without measuring it."""
-    from slipstream.drafts.compatibility import require_fit
-
-    weights = draft_weights(recipe.draft, draft)
-    require_fit(recipe.draft, policy, weights, max_model_len=recipe.engine.max_model_len)
+    fitting_weights(recipe, policy, draft)
     directory = context.directory("tune_draft_length")
     record = TuningRecord(chosen_k=k, reason=f"k={k} is what the grid asks for", points=(), schedule=())
     write_record(record, directory / "tuning.json")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from slipstream.records.stages import DraftRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.stages.context import RunContext
 from slipstream.stages.pretrain_draft import pretrain_draft
-from slipstream.stages.recipe_engines import draft_weights
+from slipstream.stages.recipe_engines import fitting_weights, started
 from slipstream.stages.runs import NOTE, execution_run, tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import decode, settled, tokenizer
@@ -36,7 +35,6 @@ from slipstream.tracking.spool import RunStatus
 from slipstream.train.arm import ArmPlan
 from slipstream.train.turns import Turn, in_turn
 from slipstream.types import Arm
-from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.session import connect
 
 logger = logging.getLogger(__name__)
@@ -70,8 +68,7 @@ def bake_off(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, d
 
     A drafter that fails is in the table with its reason, and the others continue.
     """
-    done = finished(context, NODE, "bake_off.json")
-    if done is not None:
+    if done := finished(context, NODE, "bake_off.json"):
         return done
     recipe = settled(context, recipe)
     drafters = drafter_recipes(recipe, grid)
@@ -105,14 +102,11 @@ def bake_off(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, d
 
 def _pretrained(context: RunContext, drafter: Variant, recipe: Recipe, *, policy: Path, data: Path) -> _Member:
     """Pretrain the draft of a drafter; drafters that differ only in training during RL share one draft."""
-    from slipstream.drafts.compatibility import require_fit
-
     own = replace(context, execution=f"{context.execution}/{drafter.name}")
     execution_run(own, recipe, params=parameters(recipe)).detach()
     try:
         draft = pretrain_draft(own, recipe, policy=policy, data=data)
-        weights = draft_weights(recipe.draft, draft)
-        require_fit(recipe.draft, policy, weights, max_model_len=recipe.engine.max_model_len)
+        fitting_weights(recipe, policy, draft)
         length = DraftLength(num_speculative_tokens=drafter.setting.num_speculative_tokens)
         return _Member(
             context=own,
@@ -166,16 +160,7 @@ def _trained(
 
 def _train(member: _Member, turn: Turn, *, starting: threading.Semaphore, **given: Any) -> ArmRecord:
     """Train one arm, a step at a time; its MLflow run ends with the training."""
-    plan = replace(member.plan, start_engine=partial(_started, member.plan, starting))
+    plan = replace(member.plan, start_engine=lambda: started(member.plan.start_engine(), starting))
     with execution_run(member.context, member.recipe) as tracker:
         directory = member.context.directory("train_grpo")
         return train_arm(tracker, turn, recipe=member.recipe, plan=plan, directory=directory, **given)
-
-
-@contextmanager
-def _started(plan: ArmPlan, starting: threading.Semaphore) -> Iterator[RemoteEngine]:
-    """The plan's engine, of which only so many start at once."""
-    with ExitStack() as opened:
-        with starting:
-            engine = opened.enter_context(plan.start_engine())
-        yield engine

@@ -14,8 +14,15 @@ import numpy as np
 from slipstream.records.steps import ArmRecord, StepRecord, num_warmup
 from slipstream.report.claims import Claim, ClaimKind, claim
 from slipstream.report.formats import metrics_with_ends
-from slipstream.report.summary import are_paired, control_s, has_control, last_quarter, pooled_acceptance, timed_ratio
-from slipstream.statistics import Estimate, difference, grouped_ratio
+from slipstream.report.summary import (
+    are_paired,
+    control_s,
+    has_control,
+    pooled_acceptance,
+    reward_difference,
+    timed_ratio,
+)
+from slipstream.statistics import Estimate, grouped_ratio
 from slipstream.study.variants import Setting, Study, Variant
 
 
@@ -230,7 +237,7 @@ def _estimates(trained: Sequence[Trained]) -> dict[str, Any]:
         "step": _speedup(trained, _step_s),
         "control": _control(trained),
         "paired": all(are_paired(each.baseline, each.arm) for each in trained),
-        "reward_difference": _reward_difference(trained),
+        "reward_difference": reward_difference((each.baseline, each.arm) for each in trained),
         "mean_acceptance_length": float(np.mean([_acceptance_length(each.arm.steps) for each in trained])),
     }
 
@@ -245,15 +252,6 @@ def _control(trained: Sequence[Trained]) -> Estimate | None:
 
 def _step_s(step: StepRecord) -> float:
     return step.times.step_s
-
-
-def _reward_difference(trained: Iterable[Trained]) -> Estimate:
-    """Variant minus autoregressive reward over the last quarter of the steps that both arms made."""
-    pairs: list[tuple[float, float]] = []
-    for each in trained:
-        base, own = ({step.step: step.reward_mean for step in arm.steps} for arm in (each.baseline, each.arm))
-        pairs += [(base[step], own[step]) for step in last_quarter(sorted(base.keys() & own.keys()))]
-    return difference([base for base, _ in pairs], [own for _, own in pairs])
 
 
 def _acceptance_length(steps: Sequence[StepRecord]) -> float:

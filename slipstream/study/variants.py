@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import StrEnum
 from itertools import product
 from typing import Any
@@ -30,7 +30,6 @@ TUNED = "tuned"
 """Name of a draft length that is chosen by measured time, as in a run of the whole chain."""
 _OWN_INPUTS = {"init": "draft_inits", "method": "methods", "eagle3.loss": "losses", "seed": "seeds"}
 """Inputs of a study, by the field of `draft` that each varies."""
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Study(StrEnum):
@@ -175,7 +174,7 @@ def chosen_seeds(seeds: Iterable[int], *, day: int | None = None) -> tuple[int, 
 
 def day_seed(moment: datetime) -> int:
     """Number of days from 1970-01-01 to `moment` in UTC, which seeds a recurring run."""
-    return (moment.astimezone(UTC) - _EPOCH).days
+    return int(moment.timestamp() // 86400)
 
 
 def variant_recipes(

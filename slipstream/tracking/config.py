@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import unquote
 
 from pydantic import Field
@@ -40,8 +40,7 @@ _SQLITE, _QUOTED_SQLITE = "sqlite:///", "sqlite+pysqlite:///"
 # Source: MLflow 3.17, `mlflow.utils.validation`.
 _MAX_NAME_CHARACTERS = 250
 _MAX_EXPERIMENT_CHARACTERS = 500
-_MAX_PARAM_CHARACTERS = 6000
-_MAX_TAG_CHARACTERS = 8000
+_MAX_CHARACTERS = {"param": 6000, "tag": 8000}
 
 
 class DriftConfig(Checked, path="tracking.drift"):
@@ -135,24 +134,15 @@ def check_metrics(metrics: Mapping[str, float], step: int) -> None:
         require(math.isfinite(value), f"metric {name} of step {step}", "must be finite", value)
 
 
-def fitted_params(params: Mapping[str, object]) -> dict[str, str]:
-    """Parameters as texts that MLflow stores: a longer one is cut and says so, for an artifact has it whole.
+def fitted(kind: Literal["param", "tag"], fields: Mapping[str, object]) -> dict[str, str]:
+    """Parameters or tags as texts that MLflow stores: a longer one is cut and says so.
 
     Raises:
-        ConfigError: a name that no parameter may have.
+        ConfigError: a name that MLflow refuses.
     """
-    return _fitted("param", params, _MAX_PARAM_CHARACTERS)
-
-
-def fitted_tags(tags: Mapping[str, str]) -> dict[str, str]:
-    """Tags as `fitted_params` are."""
-    return _fitted("tag", tags, _MAX_TAG_CHARACTERS)
-
-
-def _fitted(kind: str, fields: Mapping[str, object], max_characters: int) -> dict[str, str]:
     for name in fields:
         require(bool(_FIELD_NAME.fullmatch(name)), f"{kind} name", "must be letters, digits and _.-", name)
-    return {name: _cut(str(value), max_characters) for name, value in fields.items()}
+    return {name: _cut(str(value), _MAX_CHARACTERS[kind]) for name, value in fields.items()}
 
 
 def _cut(text: str, max_characters: int) -> str:

@@ -1,4 +1,7 @@
-"""Access to MLflow: find or create runs, send batches. This file alone imports MLflow, and only when it is used."""
+"""Access to MLflow: find or create runs, send batches, read executions.
+
+This file alone imports MLflow, and only when it is used.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,16 @@ import json
 import logging
 import os
 import shlex
+import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.config import require
 from slipstream.tracking.config import EXECUTION, KEY_TAG, KIND_TAG, check_key, is_sqlite, sqlite_path, sqlite_uri
 from slipstream.tracking.spool import RunHeader
 
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 _PAGE = 1000
+_TIMEOUT_S = 30  # time-out of a request for a page of executions, each with all metrics
 _MAX_METRICS_A_BATCH = 1000
 _MAX_FIELDS_A_BATCH = 100
 _MAX_CHARACTERS_A_BATCH = 80_000  # a server takes 1 MB of JSON, in which one character can be 12 bytes
@@ -362,3 +369,73 @@ def _reason(error: Exception) -> str:
             said = below if isinstance(below, OSError) else said
             below = below.__cause__ or below.__context__
     return next(iter(str(said).strip().splitlines()), type(said).__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Execution:
+    """Run of one workflow execution: last values of its metrics, its parameters and tags."""
+
+    name: str
+    run_id: str = ""  # empty before it is tracked
+    status: str = "RUNNING"  # MLflow's: RUNNING, FINISHED, FAILED, KILLED
+    start_ms: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    params: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+
+
+def read_executions(uri: str, *, experiment: str | None = None, names: Sequence[str] = ()) -> list[Execution]:
+    """Read the executions on the store `uri`, newest first.
+
+    Args:
+        experiment: name of the only experiment to read; None: all of them.
+        names: names of the only executions to return, in this order; none: all of them.
+    Raises:
+        ConfigError: `uri` is no server and no SQLite file, or the store lacks the experiment or one of the names.
+        TrackingError: the store does not answer.
+    """
+    store = open_store(uri)
+    known = store.experiments()
+    chosen = [id_ for id_, name in known.items() if experiment in (None, name)]
+    fix = f"known: {', '.join(sorted(known.values()))}"
+    require(experiment is None or bool(chosen), "experiment", f"must name an experiment of {uri}", experiment, fix)
+    runs = [
+        Execution(
+            name=run.info.run_name or run.info.run_id,
+            run_id=run.info.run_id,
+            status=run.info.status,
+            start_ms=run.info.start_time,
+            metrics=run.data.metrics,
+            params=run.data.params,
+            tags=run.data.tags,
+        )
+        for run in (store.executions(chosen) if chosen else ())
+    ]
+    found = sorted(runs, key=lambda run: (-run.start_ms, run.name))
+    if not names:
+        return found
+    by_name = {run.name: run for run in reversed(found)}  # of two with one name the newer
+    for name in names:
+        newest = ", ".join(run.name for run in found[:5]) or "none"
+        require(name in by_name, "runs", f"must name executions of {uri}", name, f"the newest: {newest}")
+    return [by_name[name] for name in names]
+
+
+def open_store(uri: str) -> MlflowStore:
+    """Open the store `uri` for reading: no file is created, and MLflow adds no tables to a foreign one.
+
+    Raises:
+        ConfigError: `uri` is no server and no SQLite file.
+        TrackingError: the store does not answer.
+    """
+    if not uri.startswith(("http://", "https://", "databricks")):
+        rule = "must be the address of an MLflow server or sqlite:///FILE"
+        require(is_sqlite(uri), "uri", rule, uri, "start MLflow's server on that store")
+        path = sqlite_path(uri)
+        require(path.is_file(), "uri", "must name a store", uri, "no run was tracked there yet")
+        try:
+            with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
+                database.execute("SELECT 1 FROM experiments LIMIT 1")
+        except sqlite3.Error as error:
+            raise TrackingError(f"tracking store {path}: {error}") from error
+    return MlflowStore(uri, request_timeout_s=_TIMEOUT_S)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from slipstream.config import ConfigError, from_mapping, require
-from slipstream.records.files import is_torn, write_atomic
+from slipstream.config import ConfigError, require
+from slipstream.records.files import is_torn, read_record, write_record
 from slipstream.tracking.mlflow_store import MlflowStore, TrackingError
 from slipstream.tracking.spool import Event, read_events, read_spool, spools_of
 
@@ -122,7 +121,7 @@ class SpoolReplay:
     def _note(self, run_id: str) -> None:
         """Write the position to disk."""
         cursor = _Cursor(uri=self._store.uri, run_id=run_id, offset=self._offset, missing=self._missing)
-        write_atomic(_cursor_path(self._path), json.dumps(asdict(cursor)).encode())
+        write_record(cursor, self._path.with_suffix(".cursor"))
 
     def _skip(self, offset: int) -> None:
         """Move to `offset`, and note the points before it as made."""
@@ -224,13 +223,9 @@ def replay_command(root: Path, uri: str | None, *, program: Sequence[str] = ("sl
     return shlex.join([*program, "replay", str(root.resolve()), *([] if uri is None else ["--uri", uri])])
 
 
-def _cursor_path(spool: Path) -> Path:
-    return spool.with_suffix(".cursor")
-
-
 def _read_cursor(spool: Path) -> _Cursor | None:
     """Position of a spool; None if it cannot be read: the spool then starts over, and the server keeps one copy."""
     try:
-        return from_mapping(_Cursor, json.loads(_cursor_path(spool).read_bytes()))
-    except (OSError, ValueError, ConfigError):
+        return read_record(_Cursor, spool.with_suffix(".cursor"))
+    except (OSError, ConfigError):
         return None

@@ -10,14 +10,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from slipstream.config import ConfigError, from_mapping
+from slipstream.config import ConfigError, from_mapping, to_mapping
 from slipstream.records.files import append_line
 
 GPUS_TAG = "num_gpus"
@@ -93,7 +93,7 @@ class Spool:
         Raises:
             OSError: the disk is full or gone: the spool must never lose points silently.
         """
-        line = json.dumps(_without_defaults(event), allow_nan=False, separators=(",", ":")).encode()
+        line = json.dumps(to_mapping(event, exclude_defaults=True), allow_nan=False, separators=(",", ":")).encode()
         with self._lock:
             append_line(self._file, line)
 
@@ -242,12 +242,3 @@ def _parse(line: bytes) -> Event | None:
         return from_mapping(Event, json.loads(line), "spool")
     except (ConfigError, UnicodeDecodeError, json.JSONDecodeError):
         return None
-
-
-def _without_defaults(event: Event) -> Mapping[str, Any]:
-    values = {
-        name: value for name, value in asdict(event).items() if value not in (None, "", {}) and value is not False
-    }
-    if event.kind != "metrics":
-        del values["step"]
-    return values

@@ -17,8 +17,7 @@ from slipstream.tracking.config import (
     check_experiment,
     check_key,
     check_metrics,
-    fitted_params,
-    fitted_tags,
+    fitted,
     store_uri,
 )
 from slipstream.tracking.mlflow_store import MlflowStore, TrackingError, import_mlflow
@@ -82,8 +81,8 @@ class Tracker:
             key=key,
             name=name,
             parent_key=parent_key,
-            tags=fitted_tags(tags or {}),
-            params=fitted_params(params or {}),
+            tags=fitted("tag", tags or {}),
+            params=fitted("param", params or {}),
         )
         self._config = config
         self._spool = Spool(spool_path(spool_directory(root), experiment=header.experiment, key=key))
@@ -110,11 +109,11 @@ class Tracker:
 
     def log_params(self, params: Mapping[str, str | float | bool]) -> None:
         """Log parameters, one a setting, as they are compared by value; a longer text than MLflow stores is cut."""
-        self._spool.append(Event(kind="params", time_ms=now_ms(), fields=fitted_params(params)))
+        self._spool.append(Event(kind="params", time_ms=now_ms(), fields=fitted("param", params)))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags, and replace earlier values; a longer text than MLflow stores is cut."""
-        self._spool.append(Event(kind="tags", time_ms=now_ms(), fields=fitted_tags(tags)))
+        self._spool.append(Event(kind="tags", time_ms=now_ms(), fields=fitted("tag", tags)))
 
     def log_artifact(self, path: Path, *, folder: str = "") -> None:
         """Log one file as it is now: a copy goes into the spool, so the original may change or vanish.

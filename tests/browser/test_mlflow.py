@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.report.comparison import answer, comparison_table, render_comparison
-from slipstream.tracking.executions import open_store, read_executions
-from slipstream.tracking.mlflow_store import view_addresses
+from slipstream.tracking.mlflow_store import open_store, read_executions, view_addresses
 from slipstream.types import Arm
 from tests.browser.server import Served, log_execution, served
 

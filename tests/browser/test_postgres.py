@@ -12,7 +12,7 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.report.comparison import answer, comparison_table
-from slipstream.tracking.executions import read_executions
+from slipstream.tracking.mlflow_store import read_executions
 from slipstream.tracking.replay import replay
 from slipstream.tracking.spool import spool_directory
 from tests.browser.postgres import postgres_server, programs

@@ -13,7 +13,7 @@ from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.records.files import read_record
 from slipstream.records.steps import ArmRecord
 from slipstream.tracking.config import TrackingConfig, store_uri
-from slipstream.tracking.executions import read_executions
+from slipstream.tracking.mlflow_store import read_executions
 from tests.integration.small_recipe import write_small_recipe
 
 pytestmark = pytest.mark.slow

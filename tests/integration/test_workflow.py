@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.tracking.executions import read_executions
+from slipstream.tracking.mlflow_store import read_executions
 from slipstream.types import Workload
 from tests.integration.small_recipe import write_small_recipe
 from tests.unit.lagging import ONE_STEP_OFF

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import tracking
 from slipstream.report.comparison import answer
 from slipstream.tracking.config import TrackingConfig, store_uri
-from slipstream.tracking.executions import read_executions
+from slipstream.tracking.mlflow_store import read_executions
 
 
 def test_the_store_holds_so_many_executions_that_compare_can_read(stored_root: Path) -> None:

@@ -258,10 +258,13 @@ def test_mlflow_that_is_ill_or_away_is_missing() -> None:
         (forbidden("get", "pods"), "403: pods is forbidden", "let this account get pods"),
     ],
 )
-def test_a_root_that_no_pod_can_write_is_missing_and_the_pod_is_deleted(answer: Answer, said: str, fix: str) -> None:
+def test_a_root_that_no_pod_can_write_is_missing_and_the_pod_is_deleted(
+    answer: Answer, said: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.kubernetes.preflight._PROBE_S", 1.0)
     cluster = whole_cluster()
     cluster.answers[f"GET {PROBE}"] = answer
-    rows = [row for row in found(cluster, probe_timeout_s=1.0).findings if row.state is State.MISSING]
+    rows = [row for row in found(cluster).findings if row.state is State.MISSING]
     assert [row.what for row in rows] == ["shared root"]
     assert rows[0].found.startswith(said) and rows[0].fix.startswith(fix)
     assert [path for path, _ in cluster.asked if path.startswith("DELETE ")] == [f"DELETE {PROBE}?gracePeriodSeconds=0"]

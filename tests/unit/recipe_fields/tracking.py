@@ -8,10 +8,10 @@ from typing import Any
 
 from slipstream.recipe import Recipe, write_recipe
 from slipstream.records.files import write_record
-from slipstream.report.drift import Subject, find_drift
-from slipstream.stages import drift_check, runs, start_run, support
+from slipstream.report.drift import find_drift
+from slipstream.stages import report_speedup, runs, start_run, support
 from slipstream.tracking import tracker
-from slipstream.tracking.executions import Execution
+from slipstream.tracking.mlflow_store import Execution
 from slipstream.tracking.spool import read_events
 from tests.unit.recipe_fields.base import Check, Tools
 
@@ -61,24 +61,20 @@ def replay_pauses(recipe: Recipe, tools: Tools) -> object:
 def drift_verdict(recipe: Recipe, tools: Tools) -> object:
     """What a report says of results that are 1.5 % above those of six executions, and what the last task does then."""
     earlier = [_execution(number, value) for number, value in enumerate((1.0, 1.0, 1.001, 0.999, 1.0, 1.0))]
-    subject = Subject(
-        execution="now", workload="w", hardware="h", dtype=None, params={}, results={"mean_acceptance_length": 1.015}
-    )
+    tags = {"workload": "w", "hardware": "h"}
+    subject = Execution(name="now", metrics={"result/mean_acceptance_length": 1.015}, tags=tags)
     record = find_drift(subject, earlier, recipe.tracking.drift)
-    write_record(record, tools.directory / drift_check.DRIFT_FILE)
+    write_record(record, tools.directory / report_speedup.DRIFT_FILE)
     try:
-        drift_check.require_no_drift(recipe, tools.directory)
-    except drift_check.DriftError as error:
+        report_speedup.require_no_drift(recipe, tools.directory)
+    except report_speedup.DriftError as error:
         return record, str(error)
     return record, "goes on"
 
 
 def _execution(number: int, value: float) -> Execution:
     metrics, tags = {"result/lossless": 1.0, "result/mean_acceptance_length": value}, {"workload": "w", "hardware": "h"}
-    run_id = str(number)
-    return Execution(
-        run_id=run_id, name=run_id, experiment="e", status="FINISHED", start_ms=0, metrics=metrics, tags=tags
-    )
+    return Execution(name=str(number), status="FINISHED", metrics=metrics, tags=tags)
 
 
 def layout(recipe: Recipe, _: Tools) -> object:

@@ -11,7 +11,7 @@ from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.records.steps import AcceptanceStats, ArmRecord, EvaluationRecord, ScheduleEntry, StepRecord
 from slipstream.report.page import render_page
-from slipstream.report.reference import read_reference
+from slipstream.simulator.reference import read_reference
 from slipstream.types import Arm, Arms, StageTimes
 from tests.unit.sampled import accepted
 

@@ -15,11 +15,11 @@ import pytest
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.report.page import draw, render_page
-from slipstream.report.reference import read_reference
 from slipstream.report.results import description, result_metrics, terminal_table
 from slipstream.report.sentences import bound_text
 from slipstream.report.summary import LoopComparison, compare_loops, pooled_lags
 from slipstream.report.tables import lag_table, loop_learning_table, loop_table
+from slipstream.simulator.reference import read_reference
 from slipstream.types import Arm
 from tests.unit.report.handmade import ASYNCHRONOUS, ONE_ARM, RECORD, asynchronous_arm, page_text
 

@@ -17,7 +17,7 @@ from slipstream.statistics import Estimate
 from slipstream.study.ranking import Trained, rank
 from slipstream.study.ranking import verdict as ranked_verdict
 from slipstream.study.variants import Study
-from slipstream.tracking.executions import Execution
+from slipstream.tracking.mlflow_store import Execution
 from tests.unit.report.handmade import ASYNCHRONOUS, RECORD, beside, page_text
 from tests.unit.study.test_ranking import variant
 
@@ -146,9 +146,7 @@ RUNS = {
 
 def executed(record: RunRecord) -> Execution:
     metrics = result_metrics(record, hours=1.0, gpu_hours=0.0)
-    return Execution(
-        run_id="1", name="e", experiment="x", status="FINISHED", start_ms=0, metrics=metrics, params={}, tags={}
-    )
+    return Execution(name="e", status="FINISHED", start_ms=0, metrics=metrics, params={}, tags={})
 
 
 @pytest.mark.parametrize(("kind", "record"), RUNS.items())

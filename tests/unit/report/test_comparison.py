@@ -8,14 +8,12 @@ import pytest
 
 from slipstream.report.comparison import answer, cells, comparison_table, differences, render_comparison
 from slipstream.report.results import result_metrics
-from slipstream.tracking.executions import Execution
+from slipstream.tracking.mlflow_store import Execution
 from slipstream.types import Arm
 from tests.unit.report.handmade import ASYNCHRONOUS, LOST, RECORD, alone
 
 DONE = Execution(
-    run_id="1",
     name="tiny-1",
-    experiment="tiny",
     status="FINISHED",
     start_ms=1_700_000_000_000,  # 2023-11-14 22:13:20 UTC
     metrics={

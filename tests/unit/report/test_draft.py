@@ -8,10 +8,10 @@ from slipstream.records.run import RunRecord
 from slipstream.records.stages import RunningPoint, TuningRecord
 from slipstream.records.steps import ArmRecord, AutopilotStep, DraftUpdate, ScheduleEntry
 from slipstream.report.page import draw
-from slipstream.report.reference import read_reference
 from slipstream.report.sentences import arm_length, autopilot_text, schedule_text
 from slipstream.report.summary import DraftTraining, draft_training
 from slipstream.report.tables import Table, running_table
+from slipstream.simulator.reference import read_reference
 from slipstream.types import Arm
 from tests.unit.report.handmade import RECORD, TUNING, page_text
 from tests.unit.sampled import DECISION

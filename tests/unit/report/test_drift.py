@@ -13,30 +13,27 @@ from hypothesis import strategies as st
 
 from slipstream.records.run import DriftRecord
 from slipstream.report.drift import (
-    Subject,
     comparable,
     drift_metrics,
     drift_tags,
     find_drift,
-    hardware,
     prediction_interval,
+    setting_tags,
 )
 from slipstream.tracking.config import DriftConfig
-from slipstream.tracking.executions import Execution
+from slipstream.tracking.mlflow_store import Execution
 from tests.unit.report.handmade import RECORD, page_text
 
 CONFIG = DriftConfig(num_executions=20)
 PARAMS = {"grpo.group_size": "8", "grpo.seed": "0", "tuning.candidate_ks": "[0, 3]", "engine.max_restarts": "1"}
 
 
-def subject(**results: float) -> Subject:
-    return Subject(
-        execution="now",
-        workload="rl_zero",
-        hardware="2 cores",
-        dtype="float32",
+def subject(**results: float) -> Execution:
+    return Execution(
+        name="now",
+        metrics={f"result/{name}": value for name, value in measured(results).items()},
         params=PARAMS,
-        results=measured(results),
+        tags={"workload": "rl_zero", "hardware": "2 cores", "dtype": "float32"},
     )
 
 
@@ -52,9 +49,7 @@ def measured(results: Mapping[str, float]) -> dict[str, float]:
 
 def with_results(name: str, results: Mapping[str, float], *, seed: int = 0) -> Execution:
     return Execution(
-        run_id=name,
         name=name,
-        experiment="tiny",
         status="FINISHED",
         start_ms=0,
         metrics={"result/lossless": 1.0, **{f"result/{key}": value for key, value in measured(results).items()}},
@@ -214,14 +209,12 @@ def test_repetitions_with_other_seeds_count_once_and_with_the_same_seed_each() -
 def test_a_speedup_without_a_verdict_is_not_judged_and_judges_none(spoilt: dict[str, float], is_judged: bool) -> None:
     own = subject(step_speedup=9.0, reward_speculative=0.5)
     earlier = [execution(str(i), step_speedup=1.5 + i / 100, reward_speculative=0.5) for i in range(5)]
-    drift = find_drift(replace(own, results={**own.results, **spoilt}), earlier, CONFIG)
+    changed = {f"result/{name}": value for name, value in spoilt.items()}
+    drift = find_drift(replace(own, metrics={**own.metrics, **changed}), earlier, CONFIG)
     kinds = {finding.name: finding.verdict for finding in drift.findings}
     assert kinds == {"step_speedup": "above" if is_judged else "not measured", "reward_speculative": "within"}
     assert ("Not measured: step speedup." in drift.summary) is not is_judged
-    bad = [
-        replace(each, metrics={**each.metrics, **{f"result/{name}": value for name, value in spoilt.items()}})
-        for each in earlier
-    ]
+    bad = [replace(each, metrics={**each.metrics, **changed}) for each in earlier]
     assert [each.num_executions for each in find_drift(own, bad, CONFIG).findings] == [5 if is_judged else 0, 5]
 
 
@@ -281,7 +274,7 @@ def test_a_page_without_a_comparison_says_why_or_nothing() -> None:
 
 def test_the_hardware_is_that_of_the_arms() -> None:
     base, spec = RECORD.arms
-    assert hardware(RECORD) == "2 cores <no GPU>"
+    assert setting_tags(RECORD)["hardware"] == "2 cores <no GPU>"
     arms = (replace(base, machine="a"), replace(spec, machine="a"))
-    assert hardware(replace(RECORD, arms=arms)) == "a"
-    assert hardware(replace(RECORD, arms=(arms[0], replace(spec, machine="b")))) == "a; b"
+    assert setting_tags(replace(RECORD, arms=arms))["hardware"] == "a"
+    assert setting_tags(replace(RECORD, arms=(arms[0], replace(spec, machine="b"))))["hardware"] == "a; b"

@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.config import ConfigError
 from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import DynamicSampling, EvaluationRecord, StepRecord
 from slipstream.report.page import draw, render_page, report_json, write_report
-from slipstream.report.reference import read_reference
 from slipstream.report.results import description, terminal_table
 from slipstream.report.sentences import accuracy_text, verdict
 from slipstream.report.summary import accuracy_difference, pooled_acceptance, summarise, summarise_arms
 from slipstream.report.tables import accuracy_table, count_table
+from slipstream.simulator.reference import read_reference
 from slipstream.statistics import amdahl
 from slipstream.types import Arm
 from tests.unit.report.handmade import (
@@ -318,11 +317,6 @@ def test_quoted_speedups_agree_with_the_quoted_times() -> None:
         assert base.step_s / spec.step_s == pytest.approx(workload.step_speedup, abs=0.006)
         assert sum(base.by_stage().values()) == pytest.approx(base.step_s, abs=0.2)
         assert sum(spec.by_stage().values()) == pytest.approx(spec.step_s, abs=0.2)
-
-
-def test_a_missing_reference_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"report\.reference must be a file, got '.*absent\.yaml'"):
-        read_reference(tmp_path / "absent.yaml")
 
 
 def test_the_page_says_what_the_certificate_says() -> None:

@@ -13,10 +13,10 @@ from slipstream.report.results import (
     curve_metrics,
     description,
     result_metrics,
-    reward_difference,
     terminal_table,
 )
 from slipstream.report.summary import summarise_arms
+from slipstream.statistics import Estimate
 from tests.unit.report.handmade import CERTIFICATE, CURVES, LOST, ONE_ARM, RECORD, TWO_STEPS, page_text
 
 
@@ -134,15 +134,21 @@ def test_the_accuracy_curves_are_metrics_by_step() -> None:
     ]
 
 
+def reward_difference_of(record: RunRecord) -> Estimate:
+    comparison = summarise_arms(record.arms).comparison
+    assert comparison is not None
+    return comparison.reward_difference
+
+
 def test_the_reward_difference_is_of_the_last_quarter_with_its_interval() -> None:
-    estimate = reward_difference(with_spec_rewards(*[9] * 15, 0.6, 0.7, 0.8, 0.9, 1.0))
+    estimate = reward_difference_of(with_spec_rewards(*[9] * 15, 0.6, 0.7, 0.8, 0.9, 1.0))
     # Differences 0.1 to 0.5: variance 0.025, t(4) = 2.7764.
     assert estimate.value == pytest.approx(0.3)
     assert estimate.ci95 == pytest.approx((0.3 - 2.776445 * 0.005**0.5, 0.3 + 2.776445 * 0.005**0.5))
 
 
 def test_steps_that_one_arm_lacks_are_left_out_of_the_difference() -> None:
-    assert reward_difference(with_spec_rewards(9, 9, 0.4, 0.6)).value == pytest.approx(0.1)
+    assert reward_difference_of(with_spec_rewards(9, 9, 0.4, 0.6)).value == pytest.approx(0.1)
 
 
 def test_what_a_run_lacks_is_left_out() -> None:

@@ -12,11 +12,11 @@ from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.report import simulator_section as section
 from slipstream.report.page import render_page, report_json
-from slipstream.report.reference import read_reference
 from slipstream.report.simulator_section import predicted, prediction_table, split_table, split_text
 from slipstream.report.summary import compare_loops
 from slipstream.simulator.observed import calibrate_paper, calibrate_run, run_setting
 from slipstream.simulator.projection import LagLine, SpeedupMap, project_speedup, running_batches
+from slipstream.simulator.reference import read_reference
 from slipstream.simulator.step_cost import Bound
 from slipstream.stages.support import recipe_layout
 from slipstream.types import Arm, StageTimes
@@ -61,8 +61,12 @@ def test_the_page_keeps_measured_and_projected_apart(
     assert record.run_check is not None
     check = section.check_table(record.run_check)
     assert [*check.groups] == ["measured", "projected"]
-    assert len(section.own_table(record).rows) == len(record.from_run) == len(record.on_gpu)
-    assert [*section.gpu_table(record.on_gpu).groups] == ["assumed", "projected, p10 to p90"]
+    assert (
+        len(section.lengths_table(record.from_run, "", has_step=True).rows)
+        == len(record.from_run)
+        == len(record.on_gpu)
+    )
+    assert [*section.lengths_table(record.on_gpu, "", has_step=False).groups] == ["assumed", "projected, p10 to p90"]
     assert "nothing of this was run" in render_page(RECORD, read_reference(), record)
     assert section.published_table(record).are_quoted == (False,) * 4 + (True,) * 2
 

@@ -13,12 +13,12 @@ from slipstream.records.files import write_record
 from slipstream.records.run import DriftFinding, DriftRecord, RunRecord
 from slipstream.report.page import write_report
 from slipstream.stages.context import RunContext
-from slipstream.stages.drift_check import DriftError, drift_of, require_no_drift
 from slipstream.stages.fail_run import fail_run
+from slipstream.stages.report_speedup import DriftError, drift_of, require_no_drift
 from slipstream.stages.runs import end_reported_execution
 from slipstream.stages.start_run import start_run
 from slipstream.tracking.config import DriftConfig, TrackingConfig, store_uri
-from slipstream.tracking.executions import read_executions
+from slipstream.tracking.mlflow_store import read_executions
 from tests.unit.report.handmade import RECORD, beside
 
 TWICE = beside((6.0,) * 8, (3.0,) * 8)

@@ -29,7 +29,7 @@ from slipstream.stages.runs import (
 )
 from slipstream.stages.start_run import start_run
 from slipstream.tracking.config import TrackingConfig, store_uri
-from slipstream.tracking.executions import Execution, open_store, read_executions
+from slipstream.tracking.mlflow_store import Execution, open_store, read_executions
 from tests.unit.report.handmade import CERTIFICATE, RECORD
 
 
@@ -120,7 +120,7 @@ def test_the_run_lives_as_long_as_the_execution_and_ends_with_its_results(root: 
     context, recipe = start(root, "tiny-1")
     begun = read(root, "tiny-1")
     assert begun.status == "RUNNING"
-    assert begun.experiment == "tiny"
+    assert read_executions(store_uri(TrackingConfig(), root), experiment="tiny", names=["tiny-1"]) == [begun]
     route = open_store(store_uri(TrackingConfig(), root)).run_route("tiny", "tiny-1")
     assert re.fullmatch(rf"#/experiments/\d+/runs/{begun.run_id}", route)
     assert begun.params == parameters(recipe)

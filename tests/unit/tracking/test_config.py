@@ -14,8 +14,7 @@ from slipstream.tracking.config import (
     TrackingConfig,
     check_key,
     check_metrics,
-    fitted_params,
-    fitted_tags,
+    fitted,
     sqlite_path,
     store_uri,
 )
@@ -112,25 +111,25 @@ def test_a_point_with_its_area_and_unit_is_taken() -> None:
 
 
 def test_a_name_that_no_param_or_tag_may_have_is_refused(refusal: Callable[..., str]) -> None:
-    assert refusal(fitted_params, params={"a b": "1"}) == "param name must be letters, digits and _.-, got 'a b'"
-    assert refusal(fitted_tags, tags={"a b": "1"}) == "tag name must be letters, digits and _.-, got 'a b'"
+    assert refusal(fitted, kind="param", fields={"a b": "1"}) == "param name must be letters, digits and _.-, got 'a b'"
+    assert refusal(fitted, kind="tag", fields={"a b": "1"}) == "tag name must be letters, digits and _.-, got 'a b'"
 
 
 def test_what_mlflow_stores_whole_stays_as_it_is() -> None:
-    assert fitted_params({"k.draft-1_a": "x" * 6000, "k": 3, "on": True}) == {
+    assert fitted("param", {"k.draft-1_a": "x" * 6000, "k": 3, "on": True}) == {
         "k.draft-1_a": "x" * 6000,
         "k": "3",
         "on": "True",
     }
-    assert fitted_tags({"arm": "ü" * 8000}) == {"arm": "ü" * 8000}
+    assert fitted("tag", {"arm": "ü" * 8000}) == {"arm": "ü" * 8000}
 
 
 def test_what_mlflow_would_not_store_whole_is_cut_and_says_so() -> None:
     mark = " [cut: 6001 characters in all]"  # 30 characters
-    assert fitted_params({"instruction": "x" * 6001}) == {"instruction": "x" * 5970 + mark}
+    assert fitted("param", {"instruction": "x" * 6001}) == {"instruction": "x" * 5970 + mark}
     mark = " [cut: 20000 characters in all]"  # 31 characters
-    assert fitted_tags({"mlflow.note.content": "y" * 20_000}) == {"mlflow.note.content": "y" * 7969 + mark}
+    assert fitted("tag", {"mlflow.note.content": "y" * 20_000}) == {"mlflow.note.content": "y" * 7969 + mark}
 
 
 def test_what_no_database_can_hold_is_replaced() -> None:
-    assert fitted_tags({"error": "nul \0, half a pair \ud800"}) == {"error": "nul ?, half a pair ?"}
+    assert fitted("tag", {"error": "nul \0, half a pair \ud800"}) == {"error": "nul ?, half a pair ?"}

@@ -18,7 +18,7 @@ import pytest
 from slipstream.cli import main
 from slipstream.config import ConfigError
 from slipstream.tracking.config import EXECUTION, KIND_TAG, TrackingConfig, store_uri
-from slipstream.tracking.executions import open_store, read_executions
+from slipstream.tracking.mlflow_store import open_store, read_executions
 from slipstream.tracking.replay import SpoolReplay, replay, unsent
 from slipstream.tracking.spool import RunStatus, Spool, spool_directory
 from slipstream.tracking.tracker import Tracker, _ReplayThread
@@ -61,7 +61,9 @@ def history(client: Any, run_id: str, metric: str) -> list[tuple[int, int, float
 
 def spooled(root: Path, metric: str) -> list[tuple[int, int, float]]:
     lines = [json.loads(line) for path in spool_directory(root).glob("*.jsonl") for line in path.open()]
-    return sorted((e["step"], e["time_ms"], e["metrics"][metric]) for e in lines if metric in e.get("metrics", {}))
+    return sorted(
+        (e.get("step", 0), e["time_ms"], e["metrics"][metric]) for e in lines if metric in e.get("metrics", {})
+    )
 
 
 def test_a_run_arrives_with_all_that_was_logged(root: Path, client: Any, tmp_path: Path) -> None:

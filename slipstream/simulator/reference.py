@@ -1,15 +1,13 @@
-"""Published measurements, which reports quote in columns of their own."""
+"""Published measurements and projections, which reports quote in columns of their own."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
 
-from slipstream.config import from_mapping, read_mapping, require
+from slipstream.catalog import CONFIGS
+from slipstream.config import from_mapping, read_mapping
 from slipstream.types import Arm, StageTimes
-
-# `configs` lies beside `slipstream` in a checkout, an image and a wheel alike.
-_PAPER = Path(__file__).parents[2] / "configs" / "reference" / "paper.yaml"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,12 +66,34 @@ class Reference:
         return f"paper, measured (arXiv {self.arxiv_id}), {self.hardware}"
 
 
-def read_reference(path: Path | None = None) -> Reference:
-    """Read reference figures; None reads those of the paper.
+@cache
+def read_reference() -> Reference:
+    """Read the paper's figures."""
+    return from_mapping(Reference, read_mapping(CONFIGS / "reference" / "paper.yaml", "reference"), "reference")
 
-    Raises:
-        ConfigError: the file is missing or holds other fields.
-    """
-    source = _PAPER if path is None else path
-    require(source.is_file(), "report.reference", "must be a file", str(source))
-    return from_mapping(Reference, read_mapping(source, "reference"), "reference")
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProjectedReference:
+    """Projection of the paper's closed simulator; `k` None is the best point of its map."""
+
+    num_gpus: int
+    lag: int
+    k: int | None
+    acceptance_length: float | None
+    rollout_speedup: float
+    step_speedup: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatorReference:
+    """Figures of configs/reference/paper_simulator.yaml; `asynchronous` is measured and never fitted."""
+
+    ngram_generation_s: dict[str, float]
+    asynchronous: dict[str, float]
+    projected: tuple[ProjectedReference, ...]
+
+
+def read_simulator_reference() -> SimulatorReference:
+    """Read the paper's n-gram and asynchronous times, and its projections."""
+    values = read_mapping(CONFIGS / "reference" / "paper_simulator.yaml", "reference")
+    return from_mapping(SimulatorReference, values, "paper_simulator")
