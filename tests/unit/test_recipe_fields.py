@@ -71,14 +71,6 @@ def test_changing_a_field_changes_something(field: str, tmp_path: Path) -> None:
     assert seen[0] != seen[2]
 
 
-@pytest.mark.parametrize("field", [name for name, check in CHECKS.items() if check.along])
-def test_a_field_that_others_follow_is_refused_alone(field: str) -> None:
-    value, _, also, along = CHECKS[field]
-    for changes in ({field: value}, along):
-        with pytest.raises(ConfigError):
-            recipe_with({**also, **changes})
-
-
 NO_NUMBER_OF_A_RUN = (-1, math.nan, math.inf, -math.inf, 2**63, 10**30, 1e300)
 MAY_BE_0 = ("storage.group", "cpu.shared_memory_gib", "head.shared_memory_gib")
 PROFILE = {
