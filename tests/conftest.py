@@ -44,7 +44,6 @@ _SECONDS = {
     "tests/browser/test_mlflow.py": 45,
     "tests/integration/test_draft_schedule.py": 40,
     "tests/integration/test_experts.py": 40,
-    "tests/integration/test_ray_beside.py": 40,
     "tests/integration/test_shared_cores.py": 40,
     "tests/integration/test_workflow.py": 40,
     "tests/integration/test_ablation.py": 35,

@@ -30,24 +30,6 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
 _LENGTHS = (7, 12, 9, 15)
 
 
-def train_two_steps(directory: str, layouts: Sequence[tuple[dict[str, Any], Sequence[str]]]) -> list[dict[str, Any]]:
-    """Two updates of a small policy, once in each layout: the learner's, and the host of each rank."""
-    connect()
-    policy, found = _policy(directory), []
-    for parallel, addresses in layouts:
-        with _ranks(parallel, addresses) as learner:
-            learner.load(policy, OPTIMIZER)
-            stats = [learner.train_step(_update(version)).stats for version in range(2)]
-            found.append(
-                {
-                    "hosts": [rank.host for rank in learner.workers],
-                    "losses": [each.loss for each in stats],
-                    "grad_norms": [each.grad_norm for each in stats],
-                }
-            )
-    return found
-
-
 def train_through_faults(directory: str, attempts: Sequence[Sequence[str]], answer_timeout_s: float) -> Any:
     """Train on two tensor-parallel ranks, each attempt but the last until a rank is lost, each on from where it was.
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-from slipstream.tracking.spool import read_spool
-
 _CHILD = """
 import resource, signal, sys
 from pathlib import Path
@@ -49,33 +47,3 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path) -> None:
     assert f"failed: checkpoint {tmp_path / 'step-000001'} could not be written: OSError: " in done.stdout
     assert f"kept: 1.0 {float(torch.full((100_000,), 1.0).sum())}" in done.stdout
     assert "beside it: ['step-000001']" in done.stdout
-
-
-_SPOOL = """
-import resource, signal, sys
-from pathlib import Path
-from slipstream.tracking.spool import Event, Spool
-
-point = lambda step: Event(kind="metrics", time_ms=step, step=step, metrics={"train/loss": 1.0})
-spool = Spool(Path(sys.argv[1]))
-spool.append(point(1))
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit is short, and the next one fails
-resource.setrlimit(resource.RLIMIT_FSIZE, (spool.path.stat().st_size + 20, resource.RLIM_INFINITY))
-try:
-    spool.append(point(2))
-except OSError as error:
-    print("failed:", error)
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-spool.append(point(3))
-spool.close()
-"""
-
-
-def test_a_disk_that_is_full_for_a_moment_costs_one_point_and_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "spool.jsonl"
-    done = subprocess.run([sys.executable, "-c", _SPOOL, str(path)], capture_output=True, text=True, check=True)
-
-    assert done.stdout == "failed: [Errno 27] File too large\n"
-    part = read_spool(path)
-    assert [event.step for event in part.events] == [1, 3]
-    assert part.num_broken_lines == 0

@@ -167,15 +167,6 @@ def regenerated(record: ArmRecord) -> list[int]:
     return [step.overlap.num_regenerated for step in record.steps if step.overlap is not None]
 
 
-def test_one_step_off_without_a_lag_is_the_synchronous_run_bit_for_bit(
-    tmp_path: Path, policy: Path, whole: tuple[ArmRecord, Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    assert_equal(train_arm(one_step_off(0), policy, tmp_path), whole[0])
-    assert "workers share" not in caplog.text  # they work in turn
-    assert trained_policy(tmp_path) == trained_policy(whole[1])
-
-
 def test_one_step_off_ends_equal_after_the_driver_or_an_engine_died(
     tmp_path: Path, policy: Path, ray_session: None, caplog: pytest.LogCaptureFixture
 ) -> None:

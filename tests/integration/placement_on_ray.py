@@ -160,8 +160,6 @@ def main() -> None:
     found["wide"] = report(wide, num_sets=1)
     wide.release()
 
-    found["too_large"] = refused(lambda: placement.reserve(layout(timeout_s=2.0, nodes=3)))
-
     # The library's own learner, through the reservation that stages share.
     ranks = Layout(
         placement=PlacementConfig(nodes=2, gpus_per_node=1, logical_gpus=True),

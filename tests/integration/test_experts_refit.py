@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from safetensors import safe_open
 
@@ -91,11 +90,3 @@ def test_a_refitted_engine_equals_one_that_was_loaded_with_the_same_experts(ends
     assert after == ends.fresh.token_logprobs(batch)
     assert after != before
     require_equal(*(e.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1) for e in (ends.engine, ends.fresh)))
-
-
-def test_engine_and_learner_agree_on_logprobs(ends: Ends) -> None:
-    batch = qwen3_moe.sequences()
-    if set(ends.fresh.weight_dtypes(is_draft=False).values()) != {"float32"}:
-        pytest.skip("the learner computes in float32")
-    for mine, theirs in zip(ends.learner.token_logprobs(batch), ends.fresh.token_logprobs(batch)[0], strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-5)

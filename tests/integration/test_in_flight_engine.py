@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -243,18 +242,3 @@ def test_no_step_is_taken_between_new_weights_and_their_version(engine: RemoteEn
     while engine.under_way:
         found.update(engine.advance(max_s=30.0).groups)
     assert {rollout.policy_version for rollout in found[20].rollouts} == {1}
-
-
-def test_tokens_asked_about_beside_running_rollouts_lose_none_of_them(
-    engine: RemoteEngine, models: dict[str, Path]
-) -> None:
-    engine.run_in_flight(KvCache.KEEP)
-    _refit(engine, models, 0)
-    requests = _requests(first=10)
-    engine.submit(requests, sampling=SAMPLING)
-    ((logprobs,),) = engine.token_logprobs([(2, 11, 12, 13)])
-    assert len(logprobs) == 3
-    found: dict[int, Any] = {}
-    while engine.under_way:
-        found.update(engine.advance(max_s=30.0).groups)
-    assert set(found) == {request.index for request in requests}

@@ -74,14 +74,6 @@ def test_gpus_that_are_held_end_in_an_error_within_the_deadline(found: dict[str,
     assert busy["elapsed_s"] < 8
 
 
-def test_a_cluster_that_stays_too_small_ends_in_an_error_within_the_deadline(found: dict[str, Any]) -> None:
-    small = found["too_large"]
-    assert small["error"].startswith("no plan for the cluster within placement.start_timeout_s 2 s: ")
-    assert "placement.nodes must find that many nodes with 4 GPUs among 2x4: there are 2, got 3" in small["error"]
-    assert small["error"].count("4 of 4 GPU, 4 of 4 CPU") == 2
-    assert small["elapsed_s"] < 8
-
-
 def test_the_librarys_own_learner_starts_in_the_reservation_that_stages_share(found: dict[str, Any]) -> None:
     assert found["alive"] and found["shared"]
 

@@ -1,12 +1,13 @@
 """A recipe is refused as a whole before anything starts, with a message that says how to fix it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from slipstream.config import ConfigError, merge, parse_overrides
+from slipstream.config import merge, parse_overrides
 from slipstream.recipe import CONFIGS, difference, load_recipe, parameters, resolve_recipe, write_recipe
 from slipstream.types import Workload
 
@@ -19,11 +20,10 @@ def test_every_shipped_recipe_is_valid_and_survives_writing(path: Path, workload
     assert load_recipe(str(write_recipe(recipe, tmp_path / "recipe.yaml"))) == recipe
 
 
-def test_an_unknown_recipe_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_recipe("tinny")
+def test_an_unknown_recipe_names_the_known_ones(refusal: Callable[..., str]) -> None:
     assert (
-        str(caught.value) == "recipe must name a recipe file, got 'tinny'; known recipes: dapo_8b, qwen2.5_1.5b_gsm8k, "
+        refusal(lambda: load_recipe("tinny"))
+        == "recipe must name a recipe file, got 'tinny'; known recipes: dapo_8b, qwen2.5_1.5b_gsm8k, "
         "qwen3_1.7b, qwen3_8b, qwen3_8b_h200, smollm2, tiny, tiny_async, tiny_gpu, tiny_long"
     )
 
@@ -210,12 +210,6 @@ REFUSED: dict[tuple[str, ...], str] = {
     "sequence_parallel false with draft.method mtp, got ParallelConfig(tensor=1, pipeline=2, data=1, expert=1, "
     "sequence_parallel=False); the MTP layer reads whole states, and the embeddings beside them: split by tensor and "
     "data",
-    (
-        *ONLINE,
-        "draft.method=mtp",
-        "draft.online.optimizer.method=muon",
-    ): "draft.online.optimizer.method must be adamw with "
-    "draft.method mtp, got 'muon'; Muon is for the layer of an EAGLE-3 draft",
     ("loop={mode: one_step_off, max_off_policy_steps: 2}",): "grpo.loss.correction must be given with "
     "loop.max_off_policy_steps 2, got None; rollouts are of older policies than the one that learns: set token or "
     "sequence with a cap, grpo.loss.truncated_importance_sampling, or none in so many words",
@@ -223,10 +217,8 @@ REFUSED: dict[tuple[str, ...], str] = {
 
 
 @pytest.mark.parametrize("overrides", REFUSED, ids=", ".join)
-def test_a_broken_rule_names_field_rule_value_and_fix(overrides: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_recipe("tiny", overrides=parse_overrides(overrides))
-    assert str(caught.value) == REFUSED[overrides]
+def test_a_broken_rule_names_field_rule_value_and_fix(refusal: Callable[..., str], overrides: tuple[str, ...]) -> None:
+    assert refusal(lambda: load_recipe("tiny", overrides=parse_overrides(overrides))) == REFUSED[overrides]
 
 
 LAGS = "loop={mode: one_step_off, max_off_policy_steps: 2}"
@@ -327,13 +319,11 @@ def tiny_with(directory: Path, workloads: str) -> str:
     ],
 )
 def test_a_workloads_section_is_checked_though_another_workload_is_run(
-    tmp_path: Path, workloads: str, message: str
+    refusal: Callable[..., str], tmp_path: Path, workloads: str, message: str
 ) -> None:
     path = tiny_with(tmp_path, workloads)
     for workload in (None, Workload.RL_ZERO, Workload.RL_THINK):
-        with pytest.raises(ConfigError) as caught:
-            load_recipe(path, workload=workload)
-        assert str(caught.value) == message
+        assert refusal(load_recipe, name=path, workload=workload) == message
 
 
 def test_a_recipe_may_start_from_another_and_say_what_it_changes(tmp_path: Path) -> None:
@@ -364,11 +354,9 @@ def test_a_recipe_may_start_from_another_and_say_what_it_changes(tmp_path: Path)
         ("base: tiny\nname: mine\ngrpo: {group_siz: 3}\n", "unknown key 'grpo.group_siz'; did you mean"),
     ],
 )
-def test_a_base_that_cannot_be_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_a_base_that_cannot_be_is_refused(refusal: Callable[..., str], tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_recipe(str(tmp_path / "mine.yaml"))
-    assert str(caught.value).startswith(message)
+    assert refusal(lambda: load_recipe(str(tmp_path / "mine.yaml"))).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -499,9 +487,7 @@ IN_TURN = "nobody's turn ever comes to what is kept for later stages, and it hol
     ],
 )
 def test_what_a_recipe_may_say_alone_is_refused_where_the_rest_cannot_serve_it(
-    recipe: str, given: tuple[str, ...], and_then: tuple[str, ...], message: str
+    refusal: Callable[..., str], recipe: str, given: tuple[str, ...], and_then: tuple[str, ...], message: str
 ) -> None:
     load_recipe(recipe, overrides=parse_overrides(given))
-    with pytest.raises(ConfigError) as caught:
-        load_recipe(recipe, overrides=parse_overrides((*given, *and_then)))
-    assert str(caught.value) == message
+    assert refusal(lambda: load_recipe(recipe, overrides=parse_overrides((*given, *and_then)))) == message

@@ -71,61 +71,8 @@ def test_changing_a_field_changes_something(field: str, tmp_path: Path) -> None:
     assert seen[0] != seen[2]
 
 
-@pytest.mark.parametrize("field", [name for name, check in CHECKS.items() if check.along])
-def test_a_field_that_others_follow_is_refused_alone(field: str) -> None:
-    value, _, also, along = CHECKS[field]
-    for changes in ({field: value}, along):
-        with pytest.raises(ConfigError):
-            recipe_with({**also, **changes})
-
-
-@pytest.mark.parametrize("field", REFUSED)
-def test_a_field_with_one_right_value_refuses_every_other(field: str) -> None:
-    with pytest.raises(ConfigError, match=field):
-        recipe_with({field: REFUSED[field]})
-
-
-MAY_BE_0 = {
-    f"{section}.{name}"
-    for section, names in {
-        "policy.scratch": "num_mtp_layers",
-        "policy.scratch.optimizer": "weight_decay warmup_steps",
-        "learner": "num_kept_idle max_restarts",
-        "engine": "num_kept_idle max_restarts",
-        "sampling": "top_k",
-        "placement": "gpus_per_node generation_nodes training_nodes",
-        "data.synthetic": "num_conflicting num_leaked one_digit_rate subtraction_rate noise_rate careless_rate "
-        "general_rate",
-        "draft.pretrain": "states_cache_gib",
-        "draft.suffix": "max_cached_requests min_token_prob",
-        **{f"draft.{each}.optimizer": "weight_decay warmup_steps" for each in ("pretrain", "draft_model", "online")},
-        "grpo.optimizer": "weight_decay warmup_steps",
-        "grpo.dynamic_sampling": "max_extra_batches",
-        "grpo.loss": "kl_coefficient",
-        "loop": "max_off_policy_steps",
-        "evaluation.sampling": "top_k",
-        "losslessness": "near_tie_nats",
-        "reward": "max_failed_fraction",
-        "reward.overlong": "buffer_tokens",
-        "tracking": "close_wait_s",
-        "storage": "group",
-        "cpu": "shared_memory_gib",
-        "head": "shared_memory_gib",
-    }.items()
-    for name in names.split()
-}
 NO_NUMBER_OF_A_RUN = (-1, math.nan, math.inf, -math.inf, 2**63, 10**30, 1e300)
-SHARES = (
-    "_rate",
-    "_prob",
-    "_utilization",
-    "top_p",
-    "power",
-    "family_level",
-    "max_detectable_bias",
-    "clip_low",
-    "_fraction",
-)
+MAY_BE_0 = ("storage.group", "cpu.shared_memory_gib", "head.shared_memory_gib")
 PROFILE = {
     "name": "own",
     "run_root": "/shared/runs",
@@ -189,7 +136,7 @@ def test_the_numbers_of_recipes_and_profiles_are_found() -> None:
         Recipe
     ).keys()
     assert {"gpu.rdma_resources", "storage.group", "parallel_parts"} <= numbers(ClusterProfile).keys()
-    assert {*numbers(Recipe), *numbers(ClusterProfile)} >= MAY_BE_0
+    assert numbers(ClusterProfile).keys() >= {*MAY_BE_0}
 
 
 @pytest.mark.parametrize(
@@ -198,12 +145,10 @@ def test_the_numbers_of_recipes_and_profiles_are_found() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_no_number_is_taken_that_no_run_could_have(cls: type, name: str, hint: typing.Any) -> None:
-    may_be_0 = name in MAY_BE_0 or name.endswith("seed")
-    bad = [*NO_NUMBER_OF_A_RUN, *([] if may_be_0 else [0]), *([1.5] if name.endswith(SHARES) else [])]
-    for value in bad:
+    """`test_ranges.py` has the ranges of sections; of lists and of profiles 0 is tried here."""
+    may_be_0 = name in MAY_BE_0 or (cls is Recipe and "[]" not in name)
+    for value in (*NO_NUMBER_OF_A_RUN, *(() if may_be_0 else (0,))):
         with pytest.raises(ConfigError) as caught:
             read_with(cls, with_number(name, hint, value))
         leaf = name.rpartition(".")[2]
         assert leaf in str(caught.value), f"{value}: the error names another field"
-    if may_be_0:
-        read_with(cls, with_number(name, hint, 0))

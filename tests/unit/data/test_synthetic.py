@@ -120,11 +120,6 @@ def test_the_corpus_holds_no_validation_problem_of_any_seed() -> None:
     assert not validation & corpus
 
 
-def test_answers_that_could_exceed_999_are_refused_with_the_mend() -> None:
-    with pytest.raises(ConfigError, match=r"data\.synthetic\.min_terms times max_term must be <= 999.*lower min_terms"):
-        SyntheticConfig(min_terms=11, max_terms=12, max_term=99)
-
-
 def test_more_problems_than_there_are_end_in_an_error_rather_than_never() -> None:
     """Two digits from 1 to 9 make 81 problems, of which validation keeps a few."""
     config = SyntheticConfig(

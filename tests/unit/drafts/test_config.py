@@ -42,10 +42,6 @@ from tests.small import draft_with
         ),
         ({"pretrain": {"num_steps": 0}}, "draft.pretrain.num_steps must be > 0, got 0"),
         (
-            {"init": DraftInit.FROM_HUB, "model": "here", "pretrain": {"num_steps": -1}},
-            "draft.pretrain.num_steps must be >= 0, got -1",
-        ),
-        (
             {"init": DraftInit.FROM_HUB},
             "draft.model must be given exactly when draft.init is from_hub, got None",
         ),
@@ -58,11 +54,6 @@ from tests.small import draft_with
             {"method": DraftMethod.NGRAM, "init": DraftInit.FROM_HUB, "model": "here"},
             "draft.init must be another one with draft.method ngram, got 'from_hub'; "
             "only an EAGLE-3 draft is trained from there on",
-        ),
-        (
-            {"method": DraftMethod.DRAFT_MODEL, "online": {"when": DraftOnline.ALWAYS}},
-            "draft.online.when must be off with draft.method draft_model, got 'always'; nothing of it is trained "
-            "during RL",
         ),
         (
             {

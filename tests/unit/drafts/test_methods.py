@@ -40,12 +40,6 @@ def test_only_what_has_weights_is_trained() -> None:
         assert traits.has_weights or (traits.training is Training.NONE and not traits.trains_online)
 
 
-def test_a_draft_model_that_is_given_is_not_trained_and_one_that_is_not_is() -> None:
-    assert DraftConfig(method=DraftMethod.DRAFT_MODEL, model="somewhere").trains is Training.NONE
-    assert DraftConfig(method=DraftMethod.DRAFT_MODEL).trains is Training.RESPONSES
-    assert DraftConfig().trains is Training.HIDDEN_STATES
-
-
 @pytest.mark.parametrize("method", [method for method in DraftMethod if not TRAITS[method].trains_online])
 def test_training_during_rl_is_refused_where_there_is_nothing_to_train(
     refusal: Callable[..., str], method: DraftMethod

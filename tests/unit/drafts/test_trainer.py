@@ -231,18 +231,6 @@ def test_a_draft_that_resumes_goes_on_bit_for_bit(
     assert all(torch.equal(tensor, resumed.state()[name]) for name, tensor in whole.state().items())
 
 
-def test_online_passes_are_those_of_pretraining_unless_they_are_given(
-    policy: Path, draft: Path, states: States
-) -> None:
-    losses = {
-        passes: DraftTrainer(
-            policy, draft_with(ONLINE, online={"ttt_steps": passes}), given=draft, is_online=True
-        ).learn(Chats(CHATS, PROMPTS, states), temperature=1.0)
-        for passes in (None, 3, 1)
-    }
-    assert losses[None] == losses[3] > losses[1] > 0.0  # the loss is the sum over passes
-
-
 ONE_PASS = draft_with(CONFIG, pretrain={"ttt_steps": 1})
 
 
@@ -444,17 +432,6 @@ def test_logits_of_more_than_a_chunk_are_never_held(policy: Path, states: States
         for part in chunk_losses(model, inputs, row, draft_with(CONFIG, eagle3={"loss_chunk_tokens": chunk}), 0.7):
             part.backward()
     assert largest.num_elements == (chunk + CONFIG.pretrain.ttt_steps - 1) * num_vocabulary
-
-
-def test_every_loss_makes_another_draft(policy: Path, states: States) -> None:
-    made = []
-    for loss in LOSSES:
-        trainer = DraftTrainer(policy, draft_with(CONFIG, eagle3={"loss": loss}))
-        trainer.step(Chats(CHATS, PROMPTS, states))
-        trainer.step(Chats(CHATS, PROMPTS, states))
-        made.append(trainer._model.lm_head.weight.detach())
-    for index, one in enumerate(made):
-        assert all(not torch.equal(one, other) for other in made[index + 1 :])
 
 
 def test_a_draft_follows_the_policys_present_vocabulary(policy: Path, states: States) -> None:

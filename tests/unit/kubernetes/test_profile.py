@@ -11,9 +11,7 @@ import yaml
 from slipstream.config import ConfigError, merge
 from slipstream.kubernetes.pods import SUBMITTER
 from slipstream.kubernetes.profile import (
-    CLUSTERS,
     Architecture,
-    Scheduler,
     active_profile,
     read_profile,
     require_fits,
@@ -144,37 +142,13 @@ def test_an_unknown_profile_is_refused_with_those_that_are_known() -> None:
     )
 
 
-def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("- 1\n")
-    with pytest.raises(ConfigError, match=r"a\.yaml must hold a mapping of field to value, got 'list'"):
-        read_profile(str(tmp_path / "a.yaml"))
-    (tmp_path / "b.yaml").write_text("{")
-    with pytest.raises(ConfigError, match=r"b\.yaml is not YAML: "):
-        read_profile(str(tmp_path / "b.yaml"))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "name: mine\nname: other\n",
-            "is not YAML: the key 'name' stands twice, in lines 1 and 2; leave one of them out",
-        ),
-        (
-            "gpu: {nodes: 1, pod: {cpus: 1, cpus: 2}}\n",
-            "is not YAML: the key 'gpu.pod.cpus' stands twice, in lines 1 and",
-        ),
-        ("", "must hold a mapping of field to value, got 'an empty file'"),
-    ],
-)
-def test_a_profile_in_which_something_stands_twice_or_nothing_is_refused(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_an_empty_profile_is_refused_by_its_path(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
+    path.touch()
+    with pytest.raises(
+        ConfigError, match=rf"^cluster profile {path} must hold a mapping of field to value, got 'an em"
+    ):
         read_profile(str(path))
-    assert str(caught.value).startswith(f"cluster profile {path} {message}")
 
 
 def test_the_profile_is_local_unless_the_environment_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,13 +157,6 @@ def test_the_profile_is_local_unless_the_environment_names_one(monkeypatch: pyte
     assert active_profile().is_local
     monkeypatch.setenv("SLIPSTREAM_CLUSTER", "gb200")
     assert active_profile().name == "gb200"
-
-
-def test_gb200_is_eight_trays_of_one_domain() -> None:
-    profile = read_profile("gb200")
-    assert profile.gpu is not None and profile.queue is not None
-    assert (profile.gpu.nodes, profile.gpu.gpus_per_node) == (8, 4)
-    assert profile.queue.scheduler is Scheduler.KUEUE
 
 
 @pytest.mark.parametrize("name", ["gb200", "h200"])
@@ -203,15 +170,6 @@ def test_the_8b_recipe_of_a_profile_fits_its_nodes(name: str, workload: Workload
         gpus_per_node=recipe.placement.gpus_per_node,
         trains_from_scratch=recipe.policy.scratch is not None,
     )
-
-
-def test_shipped_profiles_are_all_read() -> None:
-    assert [read_profile(path.stem).name for path in sorted(CLUSTERS.glob("*.yaml"))] == [
-        "cpu",
-        "gb200",
-        "h200",
-        "local",
-    ]
 
 
 def refused_root(run_root: str, *, cluster: str, is_local: bool) -> str:

@@ -396,16 +396,8 @@ def test_a_trained_draft_that_did_not_arrive_stops_the_run(draft: Path, lie: dic
 def test_an_engine_with_another_draft_than_the_learners_stops_the_run(draft: Path) -> None:
     learner = Learner()
     learner.draft_version = 8
-    with pytest.raises(RefitError, match="must hold the draft to the last bit: 1 of 1 tensors differ: fc"):
+    with pytest.raises(RefitError, match=r"^engine 0 must hold the draft to the last bit: 1 of 1 tensors differ: fc$"):
         gate(Engines(), learner=learner, draft=draft, trains_draft=True).refit(4, draft_version=7)
-
-
-def test_another_draft_stops_the_run(draft: Path) -> None:
-    engine = Engines()
-    engine.draft = {"fc": 7}
-    with pytest.raises(RefitError) as caught:
-        gate(engine, draft=draft).refit(4)
-    assert str(caught.value) == "engine 0 must hold the draft to the last bit: 1 of 1 tensors differ: fc"
 
 
 def test_a_draft_whose_tensors_are_hidden_is_left_to_acceptance(draft: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -137,12 +137,6 @@ def test_equal_answers_do_not_conflict(verifier: Verifier) -> None:
     assert verifier.equal(pairs) == (True, True, True, True, False)
 
 
-def test_a_guess_in_a_thought_that_the_prompt_opened_scores_0_until_the_thought_is_closed(verifier: Verifier) -> None:
-    guess = "<think>" + "so \\boxed{42}? Let me check"
-    texts = [guess, guess + "</think>\\boxed{42}", guess + "</think>I do not know", "so \\boxed{42}? Let me check"]
-    assert verifier.score(texts, ["42"] * 4, cut_off=[True, False, False, True]).rewards == (0.0, 1.0, 0.0, 1.0)
-
-
 def test_a_response_says_for_itself_whether_it_was_cut_off(verifier: Verifier) -> None:
     assert verifier.score(["Answer: 42"] * 2, ["42"] * 2, cut_off=[True, False]).rewards == (0.0, 1.0)
     with pytest.raises(ValueError, match="zip"):

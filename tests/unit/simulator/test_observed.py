@@ -27,7 +27,7 @@ from slipstream.simulator.observed import (
     run_setting,
 )
 from slipstream.simulator.projection import project_published
-from slipstream.simulator.rollout import Lengths, Slots, Trace, slowest_engine
+from slipstream.simulator.rollout import Lengths, Trace
 from slipstream.simulator.settings import Regime, Setting, load_setting
 from slipstream.simulator.step_cost import overlap
 from slipstream.stages.support import recipe_layout
@@ -282,36 +282,6 @@ def fitted_asynchronous_steps(*, rollouts: float = 1.0, tokens: float = 1.0) -> 
         )
         for arm, k, length in ((Arm.AUTOREGRESSIVE, 0, 1.0), (Arm.SPECULATIVE, 3, 2.77))
     }
-
-
-def test_half_the_gpus_train_the_synchronous_batch_in_twice_the_time_and_the_paper_did_not() -> None:
-    """A learner of 16 GPUs would need 100 s for the batch of the synchronous step; its busy time was 65 % of that."""
-    setting, learner = PUBLISHED, paper_learner()
-    scaled = learner.stages(setting, num_gpus=int(REFERENCE["training_gpus"]), mean_tokens=5000.0)
-    assert scaled.other_s == pytest.approx(99.9, abs=0.5)
-    assert TRAINER_S[Arm.AUTOREGRESSIVE] / scaled.other_s == pytest.approx(WORK, abs=0.01)
-
-
-@pytest.mark.parametrize("fixed", [0.0, 0.25, 0.5, 0.75, 1.0])
-@pytest.mark.parametrize("slots", Slots)
-def test_no_iteration_cost_brings_the_synchronous_batch_below_90_seconds(slots: Slots, fixed: float) -> None:
-    """From nothing fixed to everything fixed, brought to the synchronous generation time: the paper measured 75.0 s."""
-    setting = replace(PUBLISHED, slots=slots)
-    lengths = setting.lengths(fitted().best.variant.means(fitted().best.posterior.mode)["rl_think"])
-
-    def unscaled(trace: Trace) -> Array:
-        return trace.tokens_S * (fixed + (1.0 - fixed) * trace.batch_S / setting.shape().per_engine)
-
-    generation_s = paper_steps()["rl_think", Arm.AUTOREGRESSIVE].generation_s
-    factor = generation_s / float(unscaled(slowest_engine(lengths, setting.shape())).sum())
-    step = asynchronous_step(Arm.AUTOREGRESSIVE, setting, lengths, lambda trace: factor * unscaled(trace))
-    assert step.step_s > 90.0
-
-
-def test_the_synchronous_batch_is_predicted_too_slow() -> None:
-    steps = fitted_asynchronous_steps()
-    assert steps[Arm.AUTOREGRESSIVE].step_s / REFERENCE["autoregressive_step_s"] == pytest.approx(1.44, abs=0.02)
-    assert steps[Arm.SPECULATIVE].step_s / REFERENCE["speculative_step_s"] == pytest.approx(1.17, abs=0.02)
 
 
 def test_with_the_work_that_the_trainer_had_the_measured_steps_lie_between_fewer_and_shorter_responses() -> None:

@@ -159,11 +159,6 @@ NUM_STEPS = 30
 _CYCLE = 12  # steps: with a lag of n the loop repeats itself every n + 1 steps, a long one after n short ones
 
 
-def one_second(trace: Trace) -> Array:
-    """A token takes 1 s however many run."""
-    return trace.tokens_S
-
-
 def batch_times_twentieth(trace: Trace) -> Array:
     """A token takes 1 s and a twentieth for each running sequence."""
     return trace.tokens_S * (1.0 + 0.05 * trace.batch_S)
@@ -191,38 +186,6 @@ def drawn(lengths: Lengths, shape: RolloutShape, num_batches: int) -> list[Array
 def period_s(starts: Array) -> float:
     """Mean of the last steps, of whole cycles."""
     return float((starts[-1] - starts[-1 - _CYCLE]) / _CYCLE)
-
-
-def test_a_slow_trainer_never_waits_after_its_first_batch() -> None:
-    # Both batches of version 0 are there after 3 s; from then on a batch is ready long before it is due.
-    starts = step_starts(equal(5, 2, 2, 3.0), loop(busy_s=10.0), one_second)
-    assert starts.tolist() == [3.0, 13.0, 23.0, 33.0]
-
-
-def test_the_refit_stops_both() -> None:
-    starts = step_starts(equal(5, 2, 2, 3.0), loop(busy_s=10.0, refit_s=1.0), one_second)
-    assert starts.tolist() == [3.0, 14.0, 25.0, 36.0]
-
-
-def test_a_batch_starts_when_weights_are_published_and_the_trainer_waits_for_it() -> None:
-    # 10 tokens. Batches 0 and 1 end at 10. Step 0 trains to 14: batch 2 runs to 24. Step 1 trains from 14 to 18:
-    # batch 3 runs to 28. Step 2 begins at 24 and ends at 28, step 3 begins at 28: two steps in 14 s.
-    starts = step_starts(equal(7, 1, 2, 10.0), loop(), one_second)
-    assert starts.tolist() == [10.0, 14.0, 24.0, 28.0, 38.0, 42.0]
-    # The closed form: (10 + 4) / 2 s a step.
-    assert period_s(step_starts(equal(NUM_STEPS, 1, 2, 10.0), loop(), one_second)) == 7.0
-
-
-def test_with_slots_by_the_group_one_long_response_holds_up_the_next_group() -> None:
-    # One prompt, lag 1: a single group runs at a time, although two may be under way.
-    batches = [np.array([[2.0, 10.0]])] * NUM_STEPS
-    assert period_s(step_starts(batches, loop(), one_second)) == 7.0
-    assert period_s(step_starts(batches, loop(slots=Slots.GROUP), one_second)) == 10.0
-
-
-def test_memory_for_one_sequence_runs_them_one_after_another() -> None:
-    found = period_s(step_starts(equal(NUM_STEPS, 1, 3, 10.0), loop(max_running=1), one_second))
-    assert found == 30.0
 
 
 @settings(max_examples=20)

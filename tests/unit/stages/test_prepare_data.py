@@ -30,7 +30,6 @@ from tests.small import draft_with, write_config
 
 # Nothing listens there: points stay in the spool, and no store is set up.
 UNTRACKED = TrackingConfig(uri="http://127.0.0.1:9", replay_every_s=0.1, close_wait_s=0.0)
-FEW_ROWS = {"data": {"synthetic": {"num_draft_rows": 1200}}}
 
 
 def context(root: Path, recipe: Recipe) -> RunContext:
@@ -109,17 +108,6 @@ def test_every_recipe_has_the_prompts_that_its_stages_take(name: str, workload: 
     text = str(tokenizer(data / "tokenizer").decode(list(sets.validation[0].token_ids)))
     assert sets.validation[0].text in text
     assert text.endswith("<|im_start|><|assistant|>")
-
-
-def test_too_few_draft_prompts_are_refused_before_there_is_a_policy(tmp_path: Path) -> None:
-    recipe = replace(load_recipe("tiny", workload=Workload.RL_THINK, overrides=FEW_ROWS), tracking=UNTRACKED)
-    message = (
-        r"draft\.pretrain\.num_prompts \+ num_heldout_prompts must be <= \d+, the number of distinct prompts in "
-        r"data\.draft_in_domain, got 1152; of 1200 rows read \d+ duplicates were dropped: lower it, or read more rows "
-        r"\(synthetic: raise data\.synthetic\.num_draft_rows;"
-    )
-    with pytest.raises(ConfigError, match=message):
-        prepare_data(context(tmp_path, recipe), recipe)
 
 
 def test_check_refuses_too_few_draft_prompts_of_any_workload(

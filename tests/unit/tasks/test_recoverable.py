@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from flytekit import task
-from flytekit.core.base_task import PythonTask
 from flytekit.exceptions.user import FlyteRecoverableException
 from requests.exceptions import ConnectTimeout
 
@@ -92,11 +91,6 @@ def test_an_attempt_ends_at_its_deadline_with_the_line_that_it_was_at() -> None:
         endless()
     recoverable(timedelta(seconds=0.05))(lambda: None)()
     time.sleep(0.1)  # no alarm is left
-
-
-def test_the_type_that_a_task_declares_is_that_of_its_body() -> None:
-    assert isinstance(failing, PythonTask)
-    assert failing.python_interface.inputs == {"kind": str}
 
 
 def test_an_interrupt_passes_as_it_is() -> None:

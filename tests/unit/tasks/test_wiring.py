@@ -13,7 +13,6 @@ from flytekit.core.python_function_task import PythonFunctionTask
 from flytekit.core.workflow import PythonFunctionWorkflow
 
 from slipstream.study.variants import day_seed
-from tasks.ablation import fail_ablation
 from tasks.bake_off import fail_bake_off
 from tasks.fail_run import fail_certificate, fail_run
 from tasks.project_request import project_request
@@ -30,10 +29,6 @@ _ATTEMPT = recoverable(timedelta(1))(lambda: None).__code__
 
 
 TASKS = declared_tasks()
-
-
-def test_the_tasks_are_found() -> None:
-    assert len(TASKS) >= 16
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
@@ -94,12 +89,3 @@ def test_the_day_seeds_a_recurring_projection(
     before = day_seed(datetime.now(UTC))
     project_request.task_function(**shape, **numbers, seed_of_the_day=of_the_day)
     assert before <= seen[0] <= before + 1 if of_the_day else seen == [0]
-
-
-def test_a_failed_ablation_is_ranked_by_what_it_left() -> None:
-    ablation: Any = decorated
-    ablation.compile()
-
-    assert ablation.failure_node is not None
-    assert ablation.failure_node.flyte_entity is fail_ablation
-    assert ablation.workflow_metadata.on_failure == WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from slipstream.tracking.config import (
-    DriftConfig,
     TrackingConfig,
     check_key,
     check_metrics,
@@ -41,14 +40,6 @@ def test_tracking_outside_its_bounds_is_refused(
     refusal: Callable[..., str], values: dict[str, Any], message: str
 ) -> None:
     assert refusal(TrackingConfig, **values) == message
-
-
-def test_fewer_executions_than_are_needed_are_refused(refusal: Callable[..., str]) -> None:
-    assert refusal(DriftConfig, num_executions=4) == "tracking.drift.num_executions must be >= 5, got 4"
-
-
-def test_drift_on_its_bounds_is_taken_and_fails_nothing_unasked() -> None:
-    assert not DriftConfig(num_executions=5).fail
 
 
 def test_without_a_server_the_store_is_sqlite_under_the_root(tmp_path: Path) -> None:

@@ -477,25 +477,6 @@ def test_a_resumed_arm_samples_the_further_prompts_that_an_uninterrupted_one_doe
     assert {each.num_trained for each in sampling} == {PROMPTS_PER_STEP}
 
 
-def test_arms_that_need_other_numbers_of_batches_keep_the_prompts_of_each_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[dict[int, list[list[str]]]] = []
-    for each in Arm:
-        engines = Engines()
-        attempted(tmp_path / each.value, monkeypatch, engines, SIGNAL, plan_arm=each)
-        by_step: dict[int, list[list[str]]] = {}
-        for prompts, *_, version in engines.generated:
-            by_step.setdefault(version, []).append(prompts)
-        asked.append(by_step)
-    for step in range(NUM_STEPS):
-        of_step = [arm[step] for arm in asked]
-        common = min(map(len, of_step))
-        assert of_step[0][:common] == of_step[1][:common]
-        assert of_step[0][0] == [prompt.id for prompt in STREAM.batch(step)]
-    assert [len(arm) for arm in asked[0].values()] != [len(arm) for arm in asked[1].values()]
-
-
 def test_an_engine_that_is_lost_in_an_evaluation_gets_the_evaluated_weights_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -136,21 +136,6 @@ def test_what_was_made_after_the_last_checkpoint_is_made_again_and_counted(tmp_p
     assert [regenerated(record) for record in found] == [0, 0, 0, PROMPTS_PER_STEP * GROUP_SIZE, 0, 0]
 
 
-def test_between_checkpoints_nobody_waits_for_what_a_checkpoint_would_hold(tmp_path: Path) -> None:
-    """Killed after step 3, the checkpoint after step 2 is the last: batches of steps 3 and 4 are made, 4 twice."""
-
-    def killed(record: StepRecord) -> None:
-        if record.step == 3:
-            raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        one_step_off(World(Delays(seed=7)), 1, directory=tmp_path, on_step=killed, every=3)
-    found = one_step_off(World(), 1, directory=tmp_path, every=3)
-
-    assert timeless(found) == timeless(one_step_off(World(), 1))
-    assert [regenerated(record) for record in found] == [0, 0, 0, PROMPTS_PER_STEP * GROUP_SIZE, 0, 0]
-
-
 @pytest.mark.parametrize("lag", LAGS)
 def test_weights_that_only_the_learner_holds_reach_the_engines_before_it_trains(lag: int) -> None:
     world = World(Delays(seed=8), frees_learner=False)

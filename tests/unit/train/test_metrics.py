@@ -179,10 +179,6 @@ def test_ratios_are_shown_of_each_lag_and_over_all_tokens() -> None:
     check_metrics(found, 0)
 
 
-def test_a_step_without_a_draft_has_these_metrics() -> None:
-    assert metrics_of(STEP) == METRICS
-
-
 def test_a_draft_and_a_probe_add_theirs() -> None:
     step = replace(STEP, acceptance=ACCEPTANCE, refit=replace(STEP.refit, probe_difference=0.05))
     assert metrics_of(step) == METRICS | {

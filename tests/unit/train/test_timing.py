@@ -188,6 +188,7 @@ def test_what_engines_scorer_and_learner_did_in_a_step_and_what_of_it_at_once(no
 def test_a_step_that_took_no_time_was_idle_and_nothing_is_divided_by_it(now: Clock) -> None:
     found = Stopwatch(now_s=now).overlap()
     assert (found.engine_idle_fraction, found.learner_idle_fraction) == (1.0, 1.0)
+    assert (found.num_awaited, found.num_restarted, found.num_regenerated) == (0, 0, 0)
 
 
 def test_a_wait_for_nothing_is_no_generation(now: Clock) -> None:
@@ -220,11 +221,6 @@ def test_the_latest_rollouts_of_a_wait_end_its_generation(now: Clock) -> None:
 
     watch.waited(clock, wait)
     assert (clock.times().generation_s, clock.times().data_s) == (4.0, 2.0)
-
-
-def test_before_anything_happened_nothing_is_counted(now: Clock) -> None:
-    found = Stopwatch(now_s=now).overlap()
-    assert (found.num_awaited, found.num_restarted, found.num_regenerated) == (0, 0, 0)
 
 
 def test_several_waits_of_one_step_add_up(now: Clock) -> None:
