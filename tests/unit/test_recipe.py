@@ -200,8 +200,9 @@ REFUSED: dict[tuple[str, ...], str] = {
         *ONLINE,
         "draft.method=ngram",
     ): "draft.online.when must be off with draft.method ngram, got 'always'; nothing of it is trained during RL",
-    (*ONLINE, "draft.method=mtp", "learner.parallel.pipeline=2"): "learner.parallel must have pipeline 1 and "
-    "sequence_parallel false with draft.method mtp, got ParallelConfig(tensor=1, pipeline=2, data=1, expert=1, "
+    (*ONLINE, "draft.method=mtp", "learner.parallel.pipeline=2"): "learner.parallel must have pipeline 1, "
+    "context 1 and sequence_parallel false with draft.method mtp, got ParallelConfig(tensor=1, pipeline=2, context=1, "
+    "data=1, expert=1, "
     "sequence_parallel=False); the MTP layer reads whole states, and the embeddings beside them: split by tensor and "
     "data",
     (

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from slipstream.config import ConfigError
 from slipstream.learner.config import ParallelConfig
 from slipstream.workers.placement.config import Layout, PlacementConfig, PlacementMode
-from slipstream.workers.placement.plan import Cluster, Node, Plan, Slot, make_plan, parse_cluster, replanned, sizes
+from slipstream.workers.placement.plan import (
+    Cluster,
+    Node,
+    Plan,
+    Slot,
+    make_plan,
+    parse_cluster,
+    plan_text,
+    replanned,
+    sizes,
+)
 
 
 def test_two_nodes_colocated() -> None:
@@ -84,6 +94,15 @@ def test_ranks_that_share_experts_across_nvlink_domains_are_refused(refusal: Cal
     assert message.startswith("learner.parallel.expert must divide the 4 GPUs that placement.gpus_per_node takes of a")
     assert ", got 8; lower it to a divisor of 4" in message
     make_plan(layout, parse_cluster("4x4", domain_nodes=2))  # two domains hold a group each
+
+
+def test_context_parallel_ranks_across_nvlink_domains_are_refused(refusal: Callable[..., str]) -> None:
+    layout = _colocated(nodes=4, per_node=4, tensor=2, context=4)
+    message = refusal(make_plan, layout=layout, cluster=parse_cluster("4x4"))
+    assert message.startswith("learner.parallel.tensor x context must divide the 4 GPUs that placement.gpus_per_node")
+    assert ", got 8; lower it to a divisor of 4" in message
+    plan = make_plan(layout, parse_cluster("4x4", domain_nodes=2))
+    assert "learner: 16 ranks, TP 2 x PP 1 x CP 4 x DP 2" in plan_text(plan)
 
 
 def test_an_engine_across_domains_is_refused_by_its_own_field(refusal: Callable[..., str]) -> None:
