@@ -16,6 +16,7 @@ import torch
 
 from slipstream.learner import parallel
 from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, ScratchConfig, ShapeConfig
+from slipstream.learner.cpu import host
 from slipstream.learner.megatron import MegatronPolicy
 from tests.forked.ranks import free_ports, join, on_ranks
 from tests.integration.test_megatron_parallel import LEARNER, OPTIMIZER, VOCAB
@@ -34,10 +35,11 @@ def _exchange(rank: int, port: int) -> dict[str, np.ndarray]:
     parallel.initialize(ParallelConfig(context=2))
     whole = torch.arange(TOKENS * ROWS * HEADS * DIM, dtype=torch.float32).view(TOKENS, ROWS, HEADS, DIM)
     own = parallel.context_part(whole, 0).clone().requires_grad_()
-    heads = parallel.own_heads(own)
-    back = parallel.own_tokens(heads.flatten(2))
-    gathered = parallel.all_tokens(back, 0)
-    (gathered * whole.flatten(2).square()).sum().backward()
+    with host.cuda_as_cpu():
+        heads = parallel.own_heads(own)
+        back = parallel.own_tokens(heads.flatten(2))
+        gathered = parallel.all_tokens(back, 0)
+        (gathered * whole.flatten(2).square()).sum().backward()
     assert own.grad is not None
     results = {"own": own, "heads": heads, "back": back, "gathered": gathered, "gradient": own.grad}
     parallel.barrier()
@@ -104,4 +106,4 @@ def test_a_rank_saves_its_part_of_the_activations_and_computes_the_same(layout: 
             np.testing.assert_allclose(row, other, rtol=0, atol=2e-5)
         for name, tensor in expected["weights"].items():
             np.testing.assert_allclose(rank["weights"][name], tensor, rtol=0, atol=2e-5, err_msg=name)
-        assert rank["saved"] * layout.world_size < 1.2 * expected["saved"]
+        assert rank["saved"] < (1 / layout.world_size + 0.05) * expected["saved"]
