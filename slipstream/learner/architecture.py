@@ -461,6 +461,16 @@ def require_divisible(shape: Shape, parallel: ParallelConfig) -> None:
     require(groups % context == 0, "learner.parallel.context", rule, context, fix)
 
 
+def require_whole_states(parallel: ParallelConfig) -> None:
+    """Refuse layouts that split the states which an MTP layer reads."""
+    rule = "must be 1 for a policy with an MTP layer, which reads states and embeddings of one stage"
+    require(parallel.pipeline == 1, "learner.parallel.pipeline", rule, parallel.pipeline)
+    rule = "must be 1 for a policy with an MTP layer, which reads the states of whole sequences"
+    require(parallel.context == 1, "learner.parallel.context", rule, parallel.context)
+    rule = "must be false for a policy with an MTP layer, which reads whole states"
+    require(not parallel.sequence_parallel, "learner.parallel.sequence_parallel", rule, True)
+
+
 def require_adaptable(shape: Shape, lora: LoraConfig) -> None:
     """Check `policy.lora` against the policy.
 

@@ -44,9 +44,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from slipstream.config import require
 from slipstream.learner import parallel
-from slipstream.learner.architecture import Architecture, Experts
+from slipstream.learner.architecture import Architecture, Experts, require_whole_states
 from slipstream.learner.config import LearnerConfig, Packing, Recompute
 from slipstream.learner.cpu import host
 from slipstream.learner.cpu.host import use_cpu_dispatchers
@@ -176,13 +175,7 @@ def build_mtp(arch: Architecture, learner: LearnerConfig) -> MtpLayer | None:
     """
     if not arch.has_mtp:
         return None
-    where = learner.parallel
-    rule = "must be 1 for a policy with an MTP layer, which reads states and embeddings of one stage"
-    require(where.pipeline == 1, "learner.parallel.pipeline", rule, where.pipeline)
-    rule = "must be 1 for a policy with an MTP layer, which reads the states of whole sequences"
-    require(where.context == 1, "learner.parallel.context", rule, where.context)
-    rule = "must be false for a policy with an MTP layer, which reads whole states"
-    require(not where.sequence_parallel, "learner.parallel.sequence_parallel", rule, True)
+    require_whole_states(learner.parallel)
     kernels = _kernels(learner)
     network = MLPSubmodules(linear_fc1=kernels.column, linear_fc2=kernels.row)
     layer = _layer_spec(TransformerLayer, kernels, arch, ModuleSpec(module=MLP, submodules=network))

@@ -21,7 +21,13 @@ from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.methods import DraftMethod
 from slipstream.engine.config import EngineConfig
 from slipstream.grpo.config import OptimizerMethod
-from slipstream.learner.architecture import Architecture, Shape, require_divisible, require_even_experts
+from slipstream.learner.architecture import (
+    Architecture,
+    Shape,
+    require_divisible,
+    require_even_experts,
+    require_whole_states,
+)
 from slipstream.learner.config import (
     MUON_BATCH_ELEMENTS,
     LearnerConfig,
@@ -66,15 +72,17 @@ def known_shape(policy: PolicyConfig, simulator: SimulatorConfig | None) -> Arch
 
 
 def require_even(shape: Architecture | ModelShape, parallel: ParallelConfig, *, engine_tensor: int) -> None:
-    """Refuse layouts that do not divide the policy's matrices evenly.
+    """Refuse layouts that do not divide the policy's matrices evenly, or split what an MTP layer reads.
 
     Raises:
-        ConfigError: the layout does not divide heads, layers, vocabulary or experts.
+        ConfigError: the layout does not divide heads, layers, vocabulary or experts, or splits an MTP layer's states.
 
     Source: vLLM 0.32, `config/model.py verify_with_parallel_config` and `model_executor/models/qwen2.py`: the layout
     divides query heads and every matrix of the feed-forward, and divides key-value heads or copies them evenly.
     """
     experts = shape.experts if isinstance(shape, Architecture) else None
+    if isinstance(shape, Architecture) and shape.has_mtp:
+        require_whole_states(parallel)
     require_divisible(shape, parallel)
     require_even_experts(experts, parallel)
     tensor, field = engine_tensor, "engine.tensor_parallel_size"
