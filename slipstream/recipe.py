@@ -266,11 +266,12 @@ class Recipe(Checked):
         fix = "it steps whole matrices, not their factors: take adamw"
         is_served = self.policy.lora is None or self.grpo.optimizer.method is OptimizerMethod.ADAMW
         self._require(is_served, "grpo.optimizer.method", "must be adamw with policy.lora", fix)
-        whole = self.learner.parallel.pipeline == 1 and not self.learner.parallel.sequence_parallel
+        where = self.learner.parallel
+        whole = where.pipeline == where.context == 1 and not where.sequence_parallel
         self._require(
             whole or self.draft.method is not DraftMethod.MTP,
             "learner.parallel",
-            "must have pipeline 1 and sequence_parallel false with draft.method mtp",
+            "must have pipeline 1, context 1 and sequence_parallel false with draft.method mtp",
             "the MTP layer reads whole states, and the embeddings beside them: split by tensor and data",
         )
 

@@ -441,11 +441,12 @@ def _rope_scaling(config: Mapping[str, Any], path: Path) -> RopeConfig | None:
         raise ConfigError(f"policy.model must have a complete scaling in {path}/config.json: {error}") from None
 
 
-def require_divisible(shape: Shape, *, tensor: int, pipeline: int) -> None:
-    """Check that tensor and pipeline parallelism split the model evenly.
+def require_divisible(shape: Shape, parallel: ParallelConfig) -> None:
+    """Check that tensor, pipeline and context parallelism split the model evenly.
 
     Query heads need no check of their own, because every key-value head has the same number of them.
     """
+    tensor, pipeline, context = parallel.tensor, parallel.pipeline, parallel.context
     for name, size in (
         ("key-value heads", shape.num_query_groups),
         ("ffn hidden size", shape.ffn_hidden_size),
@@ -454,6 +455,20 @@ def require_divisible(shape: Shape, *, tensor: int, pipeline: int) -> None:
         require(size % tensor == 0, "learner.parallel.tensor", f"must divide the policy's {size} {name}", tensor)
     layers = shape.num_layers
     require(layers % pipeline == 0, "learner.parallel.pipeline", f"must divide the policy's {layers} layers", pipeline)
+    groups = shape.num_query_groups // tensor
+    rule = f"must divide the {groups} key-value heads that learner.parallel.tensor {tensor} leaves each rank"
+    fix = "attention splits whole heads over these ranks: lower it, or tensor"
+    require(groups % context == 0, "learner.parallel.context", rule, context, fix)
+
+
+def require_whole_states(parallel: ParallelConfig) -> None:
+    """Refuse layouts that split the states which an MTP layer reads."""
+    rule = "must be 1 for a policy with an MTP layer, which reads states and embeddings of one stage"
+    require(parallel.pipeline == 1, "learner.parallel.pipeline", rule, parallel.pipeline)
+    rule = "must be 1 for a policy with an MTP layer, which reads the states of whole sequences"
+    require(parallel.context == 1, "learner.parallel.context", rule, parallel.context)
+    rule = "must be false for a policy with an MTP layer, which reads whole states"
+    require(not parallel.sequence_parallel, "learner.parallel.sequence_parallel", rule, True)
 
 
 def require_adaptable(shape: Shape, lora: LoraConfig) -> None:

@@ -37,6 +37,17 @@ class Inputs:
     places: tuple[tuple[int, slice], ...]  # row and columns of each sequence
     routes_LTBK: Tensor | None = None  # experts of each input, any different ones for padding; None: routers choose
 
+    def of_context_rank(self) -> Inputs:
+        """Cut out the tokens of this context-parallel rank; `packed` and `places` still describe all tokens."""
+        padding_BT, routes_LTBK = self.padding_BT, self.routes_LTBK
+        return dataclasses.replace(
+            self,
+            token_ids_BT=parallel.context_part(self.token_ids_BT, 1),
+            positions_BT=parallel.context_part(self.positions_BT, 1),
+            padding_BT=None if padding_BT is None else parallel.context_part(padding_BT, 1),
+            routes_LTBK=None if routes_LTBK is None else parallel.context_part(routes_LTBK, 1),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
@@ -68,8 +79,8 @@ class Batching:
 
     Attributes:
         microbatch_cost: cost of a micro-batch for `plan_microbatches`; unused when sequences are packed.
-        multiple: T is padded to a multiple of this number, because sequence parallelism splits the inputs evenly over
-            ranks; this padding is not part of `max_tokens`.
+        multiple: T is padded to a multiple of this number, because sequence and context parallelism split the inputs
+            evenly over ranks; this padding is not part of `max_tokens`.
     """
 
     max_tokens: int

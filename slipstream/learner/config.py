@@ -228,12 +228,15 @@ class PolicyConfig(Checked, path="policy"):
 
 
 class ParallelConfig(Checked, path="learner.parallel"):
-    """Layout of the learner over ranks; their number is tensor x pipeline x data."""
+    """Layout of the learner over ranks; their number is tensor x pipeline x context x data."""
 
     tensor: PositiveInt = 1
     """Ranks that split each matrix."""
     pipeline: PositiveInt = 1
     """Ranks that split the layers. Set it where tensor parallelism would cross nodes."""
+    context: PositiveInt = 1
+    """Ranks that split the tokens of a micro-batch, and the heads of its attention. Set it where activations of long
+    sequences fill memory and weights do not."""
     data: PositiveInt = 1
     """Ranks that split each batch."""
     expert: PositiveInt = 1
@@ -246,6 +249,8 @@ class ParallelConfig(Checked, path="learner.parallel"):
         self._require(self.data % self.expert == 0, "expert", rule)
         rule = "must be 1 with tensor parallelism, which is not there for experts"
         self._require(self.tensor == 1 or self.expert == 1, "expert", rule)
+        rule = "must be 1 with context parallelism, which keeps every expert on every rank"
+        self._require(self.context == 1 or self.expert == 1, "expert", rule)
         self._require(
             not self.sequence_parallel or self.tensor > 1,
             "sequence_parallel",
@@ -256,21 +261,26 @@ class ParallelConfig(Checked, path="learner.parallel"):
     @property
     def world_size(self) -> int:
         """Number of learner ranks."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.context * self.data
 
     @property
     def num_model_ranks(self) -> int:
-        """Number of ranks that split one copy of the model."""
-        return self.tensor * self.pipeline
+        """Number of ranks that work on the same share of a batch."""
+        return self.tensor * self.pipeline * self.context
 
     @property
     def num_neighbours(self) -> int:
-        """Ranks that exchange tokens or parts of them in every layer: of a tensor-parallel group, or with experts."""
-        return self.tensor * self.expert
+        """Ranks that exchange tokens or parts of them in every layer: those that split one layer, or share experts."""
+        return self.tensor * self.context * self.expert
 
     def data_rank(self, rank: int) -> int:
-        """Which share of a batch a rank works on: Megatron numbers tensor-parallel ranks first, then data-parallel."""
-        return rank // self.tensor % self.data
+        """Which share of a batch a rank works on: Megatron numbers tensor, then context, then data-parallel ranks."""
+        return rank // (self.tensor * self.context) % self.data
+
+    @property
+    def width_multiple(self) -> int:
+        """Number that must divide a micro-batch's tokens, because ranks split them evenly."""
+        return self.context * (self.tensor if self.sequence_parallel else 1)
 
 
 class LearnerConfig(Checked, path="learner"):

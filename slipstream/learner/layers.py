@@ -44,8 +44,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from slipstream.config import require
-from slipstream.learner.architecture import Architecture, Experts
+from slipstream.learner import parallel
+from slipstream.learner.architecture import Architecture, Experts, require_whole_states
 from slipstream.learner.config import LearnerConfig, Packing, Recompute
 from slipstream.learner.cpu import host
 from slipstream.learner.cpu.host import use_cpu_dispatchers
@@ -66,7 +66,10 @@ _RECOMPUTE: dict[Recompute, dict[str, Any]] = {  # arguments of `TransformerConf
 
 
 class CausalAttention(MegatronModule):
-    """Causal grouped-query attention. Padding is on the right, so no real token attends to padding."""
+    """Causal grouped-query attention. Padding is on the right, so no real token attends to padding.
+
+    Context-parallel ranks hold parts of the tokens. They exchange them for all tokens of some of the heads each.
+    """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
@@ -83,14 +86,16 @@ class CausalAttention(MegatronModule):
     ) -> Tensor:
         """Attend over queries [S, B, N, D], keys and values [S, B, K, D]; returns [S, B, N * D].
 
-        With packed sequences B is 1 and S counts all tokens.
+        With packed sequences B is 1 and S counts all tokens. S is this rank's part under context parallelism.
         """
         assert attention_mask is None, "the causal mask is the only one"
+        query, key, value = (parallel.own_heads(tensor) for tensor in (query, key, value))
         if packed_seq_params is not None:
             query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
-            return packed_attention(query, key, value, packed_seq_params, scale=self._scale).flatten(1).unsqueeze(1)
+            attended = packed_attention(query, key, value, packed_seq_params, scale=self._scale)
+            return parallel.own_tokens(attended.flatten(1).unsqueeze(1))
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        return _attention(query, key, value, self._scale)
+        return parallel.own_tokens(_attention(query, key, value, self._scale))
 
 
 def packed_attention(
@@ -144,8 +149,10 @@ def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard) -> GPT
         rotary_base=arch.rope_theta,  # type: ignore[arg-type]  # declared int, used as a float
         share_embeddings_and_output_weights=arch.tie_word_embeddings,
     )
+    rotary: Any = model.rotary_pos_emb
+    rotary.cp_group = None  # Megatron's order of tokens over context-parallel ranks is another: `_preprocess` selects
     if arch.rope_scaling is not None:
-        cast(Any, model.rotary_pos_emb).inv_freq = scaled_rope(arch)[0]
+        rotary.inv_freq = scaled_rope(arch)[0]
     _mark_tensor_parallel(model, mappings(arch, shard))
     RouterReplay.clear_global_router_replay_instances()  # would keep every model alive; `replayed` asks the model's own
     if host.is_cpu_only():
@@ -168,11 +175,7 @@ def build_mtp(arch: Architecture, learner: LearnerConfig) -> MtpLayer | None:
     """
     if not arch.has_mtp:
         return None
-    where = learner.parallel
-    rule = "must be 1 for a policy with an MTP layer, which reads states and embeddings of one stage"
-    require(where.pipeline == 1, "learner.parallel.pipeline", rule, where.pipeline)
-    rule = "must be false for a policy with an MTP layer, which reads whole states"
-    require(not where.sequence_parallel, "learner.parallel.sequence_parallel", rule, True)
+    require_whole_states(learner.parallel)
     kernels = _kernels(learner)
     network = MLPSubmodules(linear_fc1=kernels.column, linear_fc2=kernels.row)
     layer = _layer_spec(TransformerLayer, kernels, arch, ModuleSpec(module=MLP, submodules=network))
@@ -196,7 +199,8 @@ class _HeadlessGpt(GPTModel):
             position_ids=position_ids, packed_seq_params=cast(PackedSeqParams, packed_seq_params), **inputs
         )
         hidden, angles_S11D, *others = whole
-        if packed_seq_params is not None:  # the angles are those of positions 0, 1, …: select each token's own
+        # The angles are those of positions 0, 1, …: select each token's own.
+        if packed_seq_params is not None or self.config.context_parallel_size > 1:
             angles_S11D = angles_S11D[position_ids[0]]
         return hidden, angles_S11D, *others
 
@@ -206,7 +210,7 @@ class _HeadlessGpt(GPTModel):
 
 def skips_padding(arch: Architecture, learner: LearnerConfig) -> bool:
     """Return True if the layers are `CpuTransformerLayer`, which computes real tokens only and is dense and unsplit."""
-    whole = learner.parallel.tensor == 1 and arch.experts is None and not arch.has_mtp
+    whole = learner.parallel.tensor == learner.parallel.context == 1 and arch.experts is None and not arch.has_mtp
     return host.is_cpu_only() and whole and not packs(learner)
 
 
@@ -256,8 +260,8 @@ def _kernels(learner: LearnerConfig) -> _Kernels:
     Float32 is computed by torch alone, because TransformerEngine multiplies float32 matrices in TF32. A certificate's
     judge needs more digits than that.
 
-    Attention over packed sequences is always torch's. TransformerEngine's fused norm and linear would save a pass over
-    the activations, but the parameters would have other names.
+    Attention over packed sequences is always torch's, and so is that of context-parallel ranks. TransformerEngine's
+    fused norm and linear would save a pass over the activations, but the parameters would have other names.
     """
     if host.is_cpu_only() or learner.dtype is Dtype.FLOAT32 or find_spec("transformer_engine") is None:
         return _Kernels(_RmsNorm, ColumnParallelLinear, RowParallelLinear, CausalAttention)
@@ -265,7 +269,8 @@ def _kernels(learner: LearnerConfig) -> _Kernels:
 
     engine = TESpecProvider()
     norm = engine.layer_norm(rms_norm=True)
-    attention = CausalAttention if packs(learner) else engine.core_attention()
+    is_ours = packs(learner) or learner.parallel.context > 1
+    attention = CausalAttention if is_ours else engine.core_attention()
     return _Kernels(norm, engine.column_parallel_linear(), engine.row_parallel_linear(), attention)
 
 
@@ -322,7 +327,7 @@ def _layer_spec(module: type[TransformerLayer], kernels: _Kernels, arch: Archite
 
 def _transformer_config(arch: Architecture, learner: LearnerConfig) -> TransformerConfig:
     assert learner.dtype is not Dtype.AUTO, "the stage resolves auto"
-    dtype, parallel = TORCH_DTYPES[learner.dtype], learner.parallel
+    dtype, where = TORCH_DTYPES[learner.dtype], learner.parallel
     config = TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -339,13 +344,14 @@ def _transformer_config(arch: Architecture, learner: LearnerConfig) -> Transform
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        sequence_parallel=parallel.sequence_parallel,
+        tensor_model_parallel_size=where.tensor,
+        pipeline_model_parallel_size=where.pipeline,
+        context_parallel_size=where.context,
+        sequence_parallel=where.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=learner.dtype is Dtype.BFLOAT16,
-        variable_seq_lengths=parallel.pipeline > 1,  # stages exchange shapes: micro-batches have different lengths
+        variable_seq_lengths=where.pipeline > 1,  # stages exchange shapes: micro-batches have different lengths
         moe_token_dispatcher_type="alltoall",  # without experts, Megatron still checks this beside variable lengths
         use_cpu_initialization=True,
         perform_initialization=False,

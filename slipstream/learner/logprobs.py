@@ -77,11 +77,24 @@ class OutputHead:
         """Compute logprobs of a micro-batch's labels under softmax(logits / temperature).
 
         Args:
-            hidden_TBH: states after the final norm; under sequence parallelism this rank's part of the tokens.
+            hidden_TBH: states after the final norm; under sequence and context parallelism this rank's part of the
+                tokens.
         """
+        labels_BT, mask_BT = (parallel.context_part(each, 1) for each in (batch.labels_BT, batch.mask_BT))
         if self._chunk_tokens is None:
-            return self._whole(hidden_TBH, batch, temperature, with_entropy=with_entropy)
-        hidden_NH = self._all_tokens(hidden_TBH).transpose(0, 1)[batch.mask_BT]
+            own = self._whole(hidden_TBH, labels_BT, mask_BT, temperature, with_entropy=with_entropy)
+        else:
+            own = self._chunked(hidden_TBH, labels_BT, mask_BT, temperature, chunk_tokens=self._chunk_tokens)
+        entropy = None
+        if with_entropy:
+            assert own.entropy is not None
+            entropy = parallel.sum_over_context(own.entropy)
+        return TokenScores(logprobs_BT=parallel.all_tokens(own.logprobs_BT, 1), entropy=entropy)
+
+    def _chunked(
+        self, hidden_TBH: Tensor, labels_BT: Tensor, mask_BT: Tensor, temperature: float, *, chunk_tokens: int
+    ) -> TokenScores:
+        hidden_NH = self._all_tokens(hidden_TBH).transpose(0, 1)[mask_BT]
         if self._group.size() > 1 and not self._gpt.config.sequence_parallel:
             # The backward pass sums the gradient over ranks. Megatron drops the sum of a gradient that is not
             # contiguous, such as that of a transposed tensor, so the sum is taken of these rows.
@@ -90,16 +103,16 @@ class OutputHead:
         logprobs_N, entropy_N = _ChunkedLogprobs.apply(
             hidden_NH,
             weight_VH,
-            batch.labels_BT[batch.mask_BT],
+            labels_BT[mask_BT],
             _Head(
                 temperature=temperature,
-                chunk_tokens=self._chunk_tokens,
+                chunk_tokens=chunk_tokens,
                 group=self._group,
                 main_grad_VH=cast(Any, weight_VH).main_grad if self._adds_to_main_grad else None,
             ),
         )
-        logprobs_BT = logprobs_N.new_zeros(batch.mask_BT.shape).masked_scatter(batch.mask_BT, logprobs_N)
-        return TokenScores(logprobs_BT=logprobs_BT, entropy=entropy_N.sum() if with_entropy else None)
+        logprobs_BT = logprobs_N.new_zeros(mask_BT.shape).masked_scatter(mask_BT, logprobs_N)
+        return TokenScores(logprobs_BT=logprobs_BT, entropy=entropy_N.sum())
 
     def rows(self, hidden_TBH: Tensor, batch: MicroBatch) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
         """Iterate over logits of the whole vocabulary, without gradient, by chunks of one sequence's tokens.
@@ -107,7 +120,8 @@ class OutputHead:
         Yields:
             Index of a sequence in the micro-batch, slice of its labels that count, logits [C, vocabulary], labels [C].
         """
-        hidden_BTH, weight_VH = self._all_tokens(hidden_TBH).transpose(0, 1), output_weight(self._gpt)
+        whole_TBH = parallel.all_tokens(self._all_tokens(hidden_TBH), 0)
+        hidden_BTH, weight_VH = whole_TBH.transpose(0, 1), output_weight(self._gpt)
         for number, place in enumerate(batch.inputs.places):
             mask_T = batch.mask_BT[place]
             hidden_NH, labels_N = hidden_BTH[place][mask_T], batch.labels_BT[place][mask_T]
@@ -115,21 +129,26 @@ class OutputHead:
                 shards = parallel.tensor_parallel_shards(hidden_NH[part] @ weight_VH.t())
                 yield number, part, torch.cat(shards, dim=-1), labels_N[part]
 
-    def _whole(self, hidden_TBH: Tensor, batch: MicroBatch, temperature: float, *, with_entropy: bool) -> TokenScores:
+    def _whole(
+        self, hidden_TBH: Tensor, labels_BT: Tensor, mask_BT: Tensor, temperature: float, *, with_entropy: bool
+    ) -> TokenScores:
         logits_TBV, _ = self._gpt.output_layer(hidden_TBH, weight=output_weight(self._gpt))
         logits_BTV = logits_TBV.transpose(0, 1).contiguous().float() / temperature
         entropy = None
         if with_entropy:
             entropy_BT = _entropy(logits_BTV.detach(), self._group)
-            entropy = torch.where(batch.mask_BT, entropy_BT, 0.0).sum()
+            entropy = torch.where(mask_BT, entropy_BT, 0.0).sum()
         if self._group.size() == 1:
-            losses = F.cross_entropy(logits_BTV.flatten(0, 1), batch.labels_BT.flatten(), reduction="none")
-            return TokenScores(logprobs_BT=-losses.view_as(batch.labels_BT), entropy=entropy)
+            losses = F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), reduction="none")
+            return TokenScores(logprobs_BT=-losses.view_as(labels_BT), entropy=entropy)
         # The function overwrites its argument, a temporary of the division above.
-        return TokenScores(logprobs_BT=-vocab_parallel_cross_entropy(logits_BTV, batch.labels_BT), entropy=entropy)
+        return TokenScores(logprobs_BT=-vocab_parallel_cross_entropy(logits_BTV, labels_BT), entropy=entropy)
 
     def _all_tokens(self, hidden_TBH: Tensor) -> Tensor:
-        """Gather the tokens of all ranks under sequence parallelism; the backward pass sums the gradient over ranks."""
+        """Gather the tokens of the tensor-parallel ranks under sequence parallelism.
+
+        The backward pass sums the gradient over these ranks.
+        """
         if self._gpt.config.sequence_parallel:
             return cast(Tensor, gather_from_sequence_parallel_region(hidden_TBH))
         return hidden_TBH

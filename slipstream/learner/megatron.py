@@ -3,8 +3,9 @@
 Legend: `B` sequences of a micro-batch, `T` predicted tokens (inputs are positions 0 .. T-1, labels 1 .. T), `V`
 vocabulary size, `H` hidden size, `A` layers whose states a draft reads.
 
-Tensor- and pipeline-parallel ranks are called with the same arguments. Each data-parallel rank passes its own share of
-the sequences and returns the results of that share. Statistics of an update cover all ranks and are equal on all ranks.
+Tensor-, pipeline- and context-parallel ranks are called with the same arguments. Each data-parallel rank passes its own
+share of the sequences and returns the results of that share. Statistics of an update cover all ranks and are equal on
+all ranks.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Capture:
             hidden: Tensor = (output[0] if isinstance(output, tuple) else output).detach()
             if gpt.config.sequence_parallel:  # this rank has computed a part of the tokens
                 hidden = torch.cat(parallel.tensor_parallel_shards(hidden))
-            by_id[layer_id] = hidden
+            by_id[layer_id] = parallel.all_tokens(hidden, 0)
 
         decoder: Any = gpt.decoder  # declares its layers as modules of any class
         modules: dict[int, Any] = {layer.layer_number: layer for layer in decoder.layers}
@@ -136,7 +137,7 @@ def _build(
 ) -> tuple[GPTModel, MtpLayer | None]:
     """Build this rank's part of the model and of its MTP layer from full tensors by their Hugging Face names."""
     shard = parallel.current_shard()
-    require_divisible(architecture, tensor=shard.tensor_size, pipeline=shard.pipeline_size)
+    require_divisible(architecture, learner.parallel)
     require_even_experts(architecture.experts, learner.parallel)
     with host.cuda_as_cpu():
         model, mtp = build_model(architecture, learner, shard), build_mtp(architecture, learner)
@@ -187,7 +188,7 @@ class MegatronPolicy:
             max_tokens=learner.max_tokens_per_microbatch,
             packs=packs(learner),
             microbatch_cost=UNPADDED_MICROBATCH_COST if skips_padding(architecture, learner) else MICROBATCH_COST,
-            multiple=learner.parallel.tensor if learner.parallel.sequence_parallel else 1,
+            multiple=learner.parallel.width_multiple,
         )
         if learner.num_threads is not None:
             torch.set_num_threads(learner.num_threads)
@@ -569,8 +570,9 @@ class MegatronPolicy:
         def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
             batch = next(data)
             captured = capture.of(self._gpt, batch) if capture else contextlib.nullcontext()
-            with host.model_arithmetic(), captured, replayed(self._gpt, batch.inputs.routes_LTBK):
-                output = forward(model, batch.inputs)
+            inputs = batch.inputs.of_context_rank()
+            with host.model_arithmetic(), captured, replayed(self._gpt, inputs.routes_LTBK):
+                output = forward(model, inputs)
 
             def loss_func(hidden_TBH: Tensor) -> tuple[Tensor, Tensor, Result]:
                 with host.model_arithmetic():

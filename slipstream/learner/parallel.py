@@ -9,6 +9,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
@@ -42,6 +43,7 @@ def initialize(parallel: ParallelConfig) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
+            context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
         )
         model_parallel_cuda_manual_seed(0)
@@ -49,10 +51,10 @@ def initialize(parallel: ParallelConfig) -> None:
 
 def _require_same_layout(parallel: ParallelConfig) -> None:
     shard = current_shard()
-    joined = (shard.tensor_size, shard.pipeline_size, shard.expert_size)
-    wanted = (parallel.tensor, parallel.pipeline, parallel.expert)
+    joined = (shard.tensor_size, shard.pipeline_size, shard.expert_size, context_group().size())
+    wanted = (parallel.tensor, parallel.pipeline, parallel.expert, parallel.context)
     fix = f"this process has joined as {joined}; call parallel.teardown() first"
-    rule = "must not change within a process (tensor, pipeline, expert)"
+    rule = "must not change within a process (tensor, pipeline, expert, context)"
     require(joined == wanted, "learner.parallel", rule, wanted, fix)
 
 
@@ -72,7 +74,7 @@ def current_shard() -> Shard:
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
         expert_rank=parallel_state.get_expert_model_parallel_rank(),
         expert_size=parallel_state.get_expert_model_parallel_world_size(),
-        data_rank=parallel_state.get_data_parallel_rank(),
+        data_rank=copies_group().rank(),
     )
 
 
@@ -100,6 +102,53 @@ def tensor_parallel_shards(tensor: Tensor) -> list[Tensor]:
     shards = [torch.empty_like(tensor) for _ in range(size)]
     dist.all_gather(shards, tensor.contiguous(), group=tensor_group())
     return shards
+
+
+def context_part(tensor: Tensor, dim: int) -> Tensor:
+    """Cut out this context-parallel rank's tokens, which lie along `dim`."""
+    group = context_group()
+    return tensor.chunk(group.size(), dim)[group.rank()]
+
+
+def all_tokens(tensor: Tensor, dim: int) -> Tensor:
+    """Gather the tokens of all context-parallel ranks along `dim`; the backward pass cuts the gradient back.
+
+    All these ranks compute the same from the result, so their gradients are equal and are not summed.
+    """
+    if context_group().size() == 1:
+        return tensor
+    first = tensor.transpose(0, dim).contiguous()
+    whole = gather_from_sequence_parallel_region(first, tensor_parallel_output_grad=False, group=context_group())
+    return cast(Tensor, whole).transpose(0, dim)
+
+
+def sum_over_context(tensor: Tensor) -> Tensor:
+    """Sum a tensor over the context-parallel ranks, without gradient and in place."""
+    return all_reduce(tensor, context_group())
+
+
+def own_heads(tensor: Tensor) -> Tensor:
+    """Exchange all heads [S / c, B, N, D] of this context-parallel rank's tokens for [S, B, N / c, D].
+
+    The result has all tokens in order, and of the heads the part of this rank among the c ranks. The backward pass
+    exchanges the gradient back.
+
+    Source: DeepSpeed-Ulysses, arXiv:2309.14509.
+    """
+    group = context_group()
+    if group.size() == 1:
+        return tensor
+    by_rank = torch.stack(tensor.chunk(group.size(), 2))  # [c, S / c, B, N / c, D]
+    return cast(Tensor, all_to_all(group, by_rank)).flatten(0, 1)
+
+
+def own_tokens(tensor: Tensor) -> Tensor:
+    """Undo `own_heads` for attention's output: exchange [S, B, N D / c] for [S / c, B, N D]."""
+    group = context_group()
+    if group.size() == 1:
+        return tensor
+    by_rank = cast(Tensor, all_to_all(group, tensor.unflatten(0, (group.size(), -1))))  # [c, S / c, B, N D / c]
+    return by_rank.movedim(0, 2).flatten(2)
 
 
 def gather_in_place(tensor: Tensor, group: dist.ProcessGroup) -> None:
@@ -167,9 +216,9 @@ def summed_over_ranks(tensor: Tensor) -> Tensor:
 
 
 def model_rank() -> int:
-    """Return the number of this rank among those that split one copy of the model."""
-    shard = current_shard()
-    return shard.pipeline_rank * shard.tensor_size + shard.tensor_rank
+    """Return the number of this rank among those that work on the same share of a batch."""
+    shard, context = current_shard(), context_group()
+    return (shard.pipeline_rank * context.size() + context.rank()) * shard.tensor_size + shard.tensor_rank
 
 
 def sum_results(results: Sequence[dict[str, Tensor]], names: Sequence[str], device: torch.device) -> dict[str, float]:
@@ -193,6 +242,16 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOp
 def tensor_group() -> dist.ProcessGroup:
     """Return the tensor-parallel ranks, which hold the parts of one layer."""
     return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+
+
+def context_group() -> dist.ProcessGroup:
+    """Return the context-parallel ranks, which hold parts of the same sequences and the same parameters."""
+    return cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
+
+
+def copies_group() -> dist.ProcessGroup:
+    """Return the data- and context-parallel ranks, which hold the same parameters, apart from experts."""
+    return cast(dist.ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
 def _world() -> dist.ProcessGroup:

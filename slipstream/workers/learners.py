@@ -347,8 +347,8 @@ class RemoteLearner(Proxy):
             data = [ray.put(each) for each in data]
         calls = [(rank, call(rank.actor, data[self._layout.data_rank(i)])) for i, rank in enumerate(self.workers)]
         answers = self._crew.gather(what, calls)
-        first_stage = self._layout.tensor * self._layout.data
-        return answers[: first_stage : self._layout.tensor]
+        copies = self._layout.tensor * self._layout.context  # ranks of a stage that give the same answer
+        return answers[: copies * self._layout.data : copies]
 
     def _by_sequence(
         self, what: str, sequences: Sequence[Any], part: Callable[[Sequence[int]], Any], call: Callable[[Any, Any], Any]

@@ -27,6 +27,7 @@ SCRATCH = ScratchConfig(
 )
 TENSOR, DATA, PIPELINE = ParallelConfig(tensor=2), ParallelConfig(data=2), ParallelConfig(pipeline=2)
 SEQUENCE = ParallelConfig(tensor=2, sequence_parallel=True)
+CONTEXT = ParallelConfig(context=2)
 SINGLE = ParallelConfig()
 
 
@@ -62,6 +63,7 @@ CASES = {
     "distributed optimizer, masters, tied": Case(
         layouts=[DATA, PIPELINE, DATA], distributed=frozenset({0, 2}), dtype=Dtype.BFLOAT16, tied=True
     ),
+    "context, distributed optimizer": Case(layouts=[CONTEXT, TENSOR, CONTEXT, CONTEXT], distributed=frozenset({0, 3})),
     "muon": Case(layouts=[TENSOR, DATA, PIPELINE, TENSOR], method=OptimizerMethod.MUON),
     "muon, distributed optimizer": Case(
         layouts=[DATA, TENSOR, DATA], distributed=frozenset({0, 2}), method=OptimizerMethod.MUON

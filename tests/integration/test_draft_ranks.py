@@ -51,6 +51,10 @@ LEARNERS = {
     ),
     "pipeline, layers recomputed": replace(ALONE, parallel=PIPELINE, recompute=Recompute.FULL),
     "data": replace(ALONE, parallel=ParallelConfig(data=2)),
+    "context": replace(ALONE, parallel=ParallelConfig(context=2)),
+    "context, packed, layers recomputed": replace(
+        ALONE, parallel=ParallelConfig(context=2), packing=Packing.ALWAYS, recompute=Recompute.FULL
+    ),
 }
 
 

@@ -33,6 +33,9 @@ LEARNERS = {
     "a copy of all on each": replace(ONE, parallel=ParallelConfig(data=2)),
     "dealt, packed": replace(DEALT, packing=Packing.ALWAYS),
     "stages": replace(ONE, parallel=ParallelConfig(pipeline=3)),
+    "context, packed, parts recomputed": replace(
+        ONE, parallel=ParallelConfig(context=2), packing=Packing.ALWAYS, recompute=Recompute.SELECTIVE
+    ),
 }
 
 

@@ -53,6 +53,7 @@ TENSOR = ParallelConfig(tensor=2)
 SEQUENCE = ParallelConfig(tensor=2, sequence_parallel=True)
 PIPELINE = ParallelConfig(pipeline=2)
 DATA = ParallelConfig(data=2)
+CONTEXT = ParallelConfig(context=2)
 CHUNKED = replace(LEARNER, logprob_chunk_tokens=10)
 LEARNERS = {
     "tensor": replace(LEARNER, parallel=TENSOR),
@@ -74,6 +75,20 @@ LEARNERS = {
     ),
     "pipeline in chunks, packed": replace(CHUNKED, parallel=PIPELINE, packing=Packing.ALWAYS),
     "sequence in chunks, optimizer split": replace(CHUNKED, parallel=SEQUENCE, distributed_optimizer=True),
+    "context": replace(LEARNER, parallel=CONTEXT),
+    "context, parts recomputed, optimizer split": replace(
+        LEARNER, parallel=CONTEXT, recompute=Recompute.SELECTIVE, distributed_optimizer=True
+    ),
+    "context in chunks, packed, layers recomputed": replace(
+        CHUNKED, parallel=CONTEXT, packing=Packing.ALWAYS, recompute=Recompute.FULL
+    ),
+    "context in chunks, packed, optimizer split, bfloat16": replace(
+        CHUNKED, parallel=CONTEXT, packing=Packing.ALWAYS, distributed_optimizer=True, dtype=Dtype.BFLOAT16
+    ),
+    "context and data, packed": replace(
+        LEARNER, parallel=ParallelConfig(context=2, data=2), packing=Packing.ALWAYS, distributed_optimizer=True
+    ),
+    "context and pipeline": replace(LEARNER, parallel=ParallelConfig(context=2, pipeline=2)),
 }
 # What a split does to an embedding that is the output too: tensors, layers, sequences and optimizer apart and together.
 TIED = (
@@ -83,6 +98,7 @@ TIED = (
     "data in chunks, optimizer split, bfloat16",
     "pipeline in chunks, packed",
     "sequence in chunks, optimizer split",
+    "context and pipeline",
 )
 CASES = [(False, name) for name in LEARNERS] + [(True, name) for name in TIED]
 BY_MUON = {
@@ -94,6 +110,7 @@ BY_MUON = {
         "data, optimizer split",
         "data in chunks, optimizer split, bfloat16",
         "sequence in chunks, optimizer split",
+        "context, parts recomputed, optimizer split",
     )
 }
 BY_MUON["tensor and data, optimizer split"] = replace(
@@ -211,11 +228,11 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     indirect=["saved"],
     ids=[f"{'tied' if tied else 'untied'}, {name}" for tied, name in CASES],
 )
-def test_two_ranks_compute_what_one_does(saved: tuple[Path, dict[Any, Any]], split: str, tmp_path: Path) -> None:
+def test_several_ranks_compute_what_one_does(saved: tuple[Path, dict[Any, Any]], split: str, tmp_path: Path) -> None:
     learner = LEARNERS[split]
     model, single = saved[0], saved[1][learner.dtype, OPTIMIZER.method]
     (port,) = free_ports(1)
-    got = on_ranks(2, _rank, learner, port, model, tmp_path)
+    got = on_ranks(learner.parallel.world_size, _rank, learner, port, model, tmp_path)
     _require_same(got, single, rough=learner.dtype is Dtype.BFLOAT16)
     for rank in got:
         for name, tensor in rank["random"].items():
@@ -224,7 +241,9 @@ def test_two_ranks_compute_what_one_does(saved: tuple[Path, dict[Any, Any]], spl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saved", [False], ids=["untied"], indirect=True)
-@pytest.mark.parametrize("name", ["tensor", "sequence, layers recomputed", "pipeline", "data, optimizer split"])
+@pytest.mark.parametrize(
+    "name", ["tensor", "sequence, layers recomputed", "pipeline", "data, optimizer split", "context"]
+)
 def test_two_ranks_train_adapters_as_one_does(name: str, saved: tuple[Path, dict[Any, Any]], tmp_path: Path) -> None:
     (port,) = free_ports(1)
     got = on_ranks(2, partial(_rank, lora=LORA), LEARNERS[name], port, saved[0], tmp_path)

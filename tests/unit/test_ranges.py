@@ -196,7 +196,7 @@ ROWS: list[Row] = [
             "draft.ngram": "prompt_lookup_min",
             "draft.suffix": "max_tree_depth",
             "grpo": "num_steps prompts_per_step updates_per_step checkpoint_every_steps",
-            "learner.parallel": "tensor pipeline data expert",
+            "learner.parallel": "tensor pipeline context data expert",
             "placement": "nodes",
             "refit": "check_every_steps",
             "tuning": "num_repeats",

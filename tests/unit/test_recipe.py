@@ -206,10 +206,18 @@ REFUSED: dict[tuple[str, ...], str] = {
         *ONLINE,
         "draft.method=ngram",
     ): "draft.online.when must be off with draft.method ngram, got 'always'; nothing of it is trained during RL",
-    (*ONLINE, "draft.method=mtp", "learner.parallel.pipeline=2"): "learner.parallel must have pipeline 1 and "
-    "sequence_parallel false with draft.method mtp, got ParallelConfig(tensor=1, pipeline=2, data=1, expert=1, "
-    "sequence_parallel=False); the MTP layer reads whole states, and the embeddings beside them: split by tensor and "
-    "data",
+    (*ONLINE, "draft.method=mtp", "learner.parallel.pipeline=2"): "learner.parallel must have pipeline 1, "
+    "context 1 and sequence_parallel false with draft.method mtp, got ParallelConfig(tensor=1, pipeline=2, context=1, "
+    "data=1, expert=1, sequence_parallel=False); the MTP layer reads whole states, and the embeddings beside them: "
+    "split by tensor and data",
+    (
+        "policy.scratch.num_mtp_layers=1",
+        "learner.parallel.context=2",
+    ): "learner.parallel.context must be 1 for a policy "
+    "with an MTP layer, which reads the states of whole sequences, got 2",
+    ("learner.parallel.context=4",): "learner.parallel.context must divide the 2 key-value heads that "
+    "learner.parallel.tensor 1 leaves each rank, got 4; attention splits whole heads over these ranks: lower it, or "
+    "tensor",
     ("loop={mode: one_step_off, max_off_policy_steps: 2}",): "grpo.loss.correction must be given with "
     "loop.max_off_policy_steps 2, got None; rollouts are of older policies than the one that learns: set token or "
     "sequence with a cap, grpo.loss.truncated_importance_sampling, or none in so many words",

@@ -165,8 +165,9 @@ def runs(held: HeldParameter, *, num_updates: int) -> Iterator[Run]:
 def owned(found: list[Run], *, data_rank: int, data_size: int) -> Iterator[Run]:
     """Choose the runs that this rank writes: each element once over all ranks, and about equally many bytes a rank.
 
-    Data-parallel ranks hold equal runs in equal order, and the rank with the fewest bytes takes the next run. Exempt
-    are the shards of a distributed optimizer, which each rank writes, and experts, which their first copy writes.
+    Data- and context-parallel ranks hold equal runs in equal order, and the rank with the fewest bytes takes the next
+    run. Exempt are the shards of a distributed optimizer, which each rank writes, and experts, which their first copy
+    writes.
     """
     num_bytes = [0] * data_size
     for run in found:
@@ -243,11 +244,8 @@ class PolicyCheckpoints:
             state["frozen"] = self._all_frozen
         if self._writer is None:
             self._writer = CheckpointWriter(self._ranks)
-        mine = owned(
-            self._runs(num_updates),
-            data_rank=parallel_state.get_data_parallel_rank(),
-            data_size=parallel_state.get_data_parallel_world_size(),
-        )
+        copies = parallel.copies_group()
+        mine = owned(self._runs(num_updates), data_rank=copies.rank(), data_size=copies.size())
         parts = (part for run in mine for part in self._parts(run))
         self._writer.save(path, itertools.chain(parts, self._rng_parts(), _parts_beside(beside)), state)
 
@@ -379,6 +377,7 @@ def _layout() -> dict[str, int]:
     return {
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
         "data": parallel_state.get_data_parallel_world_size(),
         "expert": parallel_state.get_expert_model_parallel_world_size(),
     }

@@ -141,7 +141,7 @@ class Layout:
             "learner.parallel",
             f"must multiply to the {learner_gpus} GPUs that placement gives the learner",
             world,
-            "change tensor, pipeline or data, or placement.nodes",
+            "change tensor, pipeline, context or data, or placement.nodes",
         )
         engine_gpus = self.placement.num_engine_nodes * per_node
         workers = self.num_engines * self.engine_tensor

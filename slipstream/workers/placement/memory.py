@@ -21,7 +21,13 @@ from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.methods import DraftMethod
 from slipstream.engine.config import EngineConfig
 from slipstream.grpo.config import OptimizerMethod
-from slipstream.learner.architecture import Architecture, Shape, require_divisible, require_even_experts
+from slipstream.learner.architecture import (
+    Architecture,
+    Shape,
+    require_divisible,
+    require_even_experts,
+    require_whole_states,
+)
 from slipstream.learner.config import (
     MUON_BATCH_ELEMENTS,
     LearnerConfig,
@@ -66,16 +72,18 @@ def known_shape(policy: PolicyConfig, simulator: SimulatorConfig | None) -> Arch
 
 
 def require_even(shape: Architecture | ModelShape, parallel: ParallelConfig, *, engine_tensor: int) -> None:
-    """Refuse layouts that do not divide the policy's matrices evenly.
+    """Refuse layouts that do not divide the policy's matrices evenly, or split what an MTP layer reads.
 
     Raises:
-        ConfigError: the layout does not divide heads, layers, vocabulary or experts.
+        ConfigError: the layout does not divide heads, layers, vocabulary or experts, or splits an MTP layer's states.
 
     Source: vLLM 0.32, `config/model.py verify_with_parallel_config` and `model_executor/models/qwen2.py`: the layout
     divides query heads and every matrix of the feed-forward, and divides key-value heads or copies them evenly.
     """
     experts = shape.experts if isinstance(shape, Architecture) else None
-    require_divisible(shape, tensor=parallel.tensor, pipeline=parallel.pipeline)
+    if isinstance(shape, Architecture) and shape.has_mtp:
+        require_whole_states(parallel)
+    require_divisible(shape, parallel)
     require_even_experts(experts, parallel)
     tensor, field = engine_tensor, "engine.tensor_parallel_size"
     for name, size in (("query heads", shape.num_attention_heads), ("ffn hidden size", shape.ffn_hidden_size)):
@@ -257,9 +265,10 @@ def learner_memory(
     which the activations have made room. Adapters (`learner/lora.py`) are trained in place of the weights, and keep a
     copy of the matrices below them, which is the reference too.
     """
-    width, where, tokens = WEIGHT_BYTES[learner.dtype], learner.parallel, learner.max_tokens_per_microbatch
+    width, where = WEIGHT_BYTES[learner.dtype], learner.parallel
+    tokens = learner.max_tokens_per_microbatch / where.context  # of a micro-batch on one rank
     masters = _FLOAT32 if learner.dtype is Dtype.BFLOAT16 else 0
-    shards = where.data if learner.distributed_optimizer else 1
+    shards = where.data * where.context if learner.distributed_optimizer else 1
     kept, whole = activation_bytes(shape, learner, learner.recompute), activation_bytes(shape, learner)
 
     def of_stage(stage: int) -> dict[str, float]:

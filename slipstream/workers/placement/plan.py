@@ -166,7 +166,9 @@ def _split_nodes(cluster: Cluster, layout: Layout) -> list[Node]:
 
 def _learner_field(layout: Layout) -> str:
     """Recipe field that decides the number of neighbours in a group of the learner."""
-    return _EXPERT_FIELD if layout.parallel.expert > 1 else "learner.parallel.tensor"
+    if layout.parallel.expert > 1:
+        return _EXPERT_FIELD
+    return "learner.parallel.tensor x context" if layout.parallel.context > 1 else "learner.parallel.tensor"
 
 
 def _take(nodes: Sequence[Node], count: int, layout: Layout, unit: int, field: str) -> list[Node]:
@@ -219,12 +221,14 @@ def plan_text(plan: Plan) -> str:
     """Format a plan with a row a node and a column a GPU; `L5` is learner rank 5, `E2.1` is worker 1 of engine 2."""
     where, layout = plan.layout.parallel, plan.layout
     sequence = " with SP" if where.sequence_parallel else ""
+    context = f" x CP {where.context}" if where.context > 1 else ""
+    split = f"TP {where.tensor}{sequence} x PP {where.pipeline}{context} x DP {where.data}"
     workers = f"TP {layout.engine_tensor}"
     per_node = layout.placement.gpus_per_node
     kind = "logical GPUs (processes may compute on CPUs)" if layout.placement.logical_gpus else "GPUs"
     head = [
         f"{len(plan.nodes)} x {per_node} {kind}, {layout.placement.mode.value}",
-        f"learner: {len(plan.learner)} ranks, TP {where.tensor}{sequence} x PP {where.pipeline} x DP {where.data}",
+        f"learner: {len(plan.learner)} ranks, {split}",
         f"engines: {layout.num_engines} of {workers}, executor {executor_words(plan)}",
     ]
     held: dict[Slot, list[str]] = {slot: [] for slot in plan.slots}

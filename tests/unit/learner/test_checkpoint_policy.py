@@ -124,7 +124,7 @@ def test_an_index_names_each_weight_master_and_moment_once_with_its_whole_shape(
     assert state == {
         "version": 0,
         "num_updates": 1,
-        "layout": {"tensor": 1, "pipeline": 1, "data": 1, "expert": 1},
+        "layout": {"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "expert": 1},
         "extra": {},
         "rope": {"rope_theta": 10_000.0, "rope_type": "default"},
     }

@@ -90,6 +90,10 @@ def test_a_scaling_of_angles_that_is_not_whole_is_refused(
             "learner.parallel.expert must be 1 with tensor parallelism, which is not there for experts, got 2",
         ),
         (
+            {"context": 2, "data": 2, "expert": 2},
+            "learner.parallel.expert must be 1 with context parallelism, which keeps every expert on every rank, got 2",
+        ),
+        (
             {"sequence_parallel": True},
             "learner.parallel.sequence_parallel must be false with tensor 1, got True; "
             "it splits activations over the tensor-parallel ranks",
@@ -105,7 +109,19 @@ def test_a_split_of_the_learner_outside_its_bounds_is_refused(
 def test_the_learner_has_as_many_ranks_as_its_splits_multiply_to() -> None:
     assert ParallelConfig().world_size == 1
     assert ParallelConfig(tensor=2, pipeline=3, data=5, sequence_parallel=True).world_size == 30
+    assert ParallelConfig(tensor=2, context=4, data=3).world_size == 24
+    assert ParallelConfig(tensor=2, context=4, pipeline=3, data=3).num_model_ranks == 24
     assert ParallelConfig(pipeline=3, data=4, expert=2).world_size == 12  # experts are dealt to ranks that there are
+
+
+@pytest.mark.parametrize(("sequence_parallel", "multiple"), [(False, 4), (True, 8)])
+def test_a_micro_batch_is_padded_to_what_its_ranks_split_evenly(sequence_parallel: bool, multiple: int) -> None:
+    assert ParallelConfig(tensor=2, context=4, sequence_parallel=sequence_parallel).width_multiple == multiple
+
+
+def test_context_parallel_ranks_lie_between_tensor_and_data_parallel_ones() -> None:
+    layout = ParallelConfig(tensor=2, context=2, data=2, pipeline=2)
+    assert [layout.data_rank(rank) for rank in range(16)] == [0, 0, 0, 0, 1, 1, 1, 1] * 2
 
 
 def test_tensor_parallel_ranks_come_first_then_data_parallel_ones_then_stages() -> None:

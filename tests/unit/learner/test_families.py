@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from slipstream.config import ConfigError
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner.architecture import Architecture, num_positions, require_divisible
-from slipstream.learner.config import RopeConfig
+from slipstream.learner.config import ParallelConfig, RopeConfig
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.types import Dtype
 from tests.unit.learner import families
@@ -243,4 +243,4 @@ def test_a_section_that_contradicts_the_model_is_refused(
 def test_three_key_value_heads_are_not_split_over_two_ranks(tmp_path: Path) -> None:
     families.write_model(tmp_path, "smollm2")
     with pytest.raises(ConfigError, match=r"parallel\.tensor must divide the policy's 3 key-value heads, got 2"):
-        require_divisible(Architecture.from_hf(tmp_path), tensor=2, pipeline=1)
+        require_divisible(Architecture.from_hf(tmp_path), ParallelConfig(tensor=2))

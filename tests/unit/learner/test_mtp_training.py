@@ -249,6 +249,7 @@ def test_only_a_policy_with_an_mtp_layer_can_draft_with_it() -> None:
     [
         (ParallelConfig(pipeline=2), "learner.parallel.pipeline"),
         (ParallelConfig(tensor=2, sequence_parallel=True), "learner.parallel.sequence_parallel"),
+        (ParallelConfig(context=2), "learner.parallel.context"),
     ],
 )
 def test_layouts_that_split_what_the_layer_reads_are_refused(where: ParallelConfig, field: str) -> None:

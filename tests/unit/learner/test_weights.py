@@ -106,9 +106,19 @@ def test_an_uneven_split_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"learner\.parallel\.tensor must divide the policy's 2 key-value heads, got 4"
     ):
-        require_divisible(ARCH, tensor=4, pipeline=1)
+        require_divisible(ARCH, ParallelConfig(tensor=4))
     with pytest.raises(ConfigError, match=r"learner\.parallel\.pipeline must divide the policy's 4 layers, got 3"):
-        require_divisible(ARCH, tensor=1, pipeline=3)
+        require_divisible(ARCH, ParallelConfig(pipeline=3))
+
+
+def test_context_parallel_ranks_that_do_not_divide_the_heads_of_a_tensor_parallel_rank_are_refused() -> None:
+    require_divisible(ARCH, ParallelConfig(context=2))
+    with pytest.raises(ConfigError) as caught:
+        require_divisible(ARCH, ParallelConfig(tensor=2, context=2))
+    assert str(caught.value) == (
+        "learner.parallel.context must divide the 1 key-value heads that learner.parallel.tensor 2 leaves each rank, "
+        "got 2; attention splits whole heads over these ranks: lower it, or tensor"
+    )
 
 
 def test_parameters_are_counted() -> None:

@@ -34,7 +34,12 @@ def model_config(recipe: Recipe, tools: Tools) -> object:
     """What Megatron is told of the model, and what transformers and vLLM read of it."""
     architecture = own_architecture(recipe, tools)
     config = _transformer_config(architecture, recipe.learner)
-    split = (config.tensor_model_parallel_size, config.pipeline_model_parallel_size, config.sequence_parallel)
+    split = (
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        config.context_parallel_size,
+        config.sequence_parallel,
+    )
     return architecture.to_hf(recipe.learner.dtype), architecture.num_parameters(), split, config.params_dtype
 
 
@@ -140,7 +145,7 @@ def which_policy(recipe: Recipe, _: Tools) -> object:
 
 OPTIMIZER = {"method": "muon", "betas": [0.5, 0.9], "weight_decay": 0.5, "clip_grad": 1e-9}
 MIXTURE = {"policy.model": str(Path(__file__).parent / "mixture"), "policy.scratch": None, "learner.parallel.data": 2}
-TWO_GROUPS = {"policy.scratch.shape.num_query_groups": 2}  # one for each of two tensor-parallel ranks
+TWO_GROUPS = {"policy.scratch.shape.num_query_groups": 2}  # one for each of two ranks
 TWO_RANKS = {"learner.parallel.tensor": 2, **TWO_GROUPS}
 YARN = {"policy.rope.type": "yarn", "policy.rope.factor": 4.0}
 LLAMA3 = YARN | {"policy.rope.type": "llama3", "policy.rope.low_freq_factor": 1.0, "policy.rope.high_freq_factor": 4.0}
@@ -180,6 +185,7 @@ CHECKS = {
     "learner.dtype": Check("bfloat16", model_config),
     "learner.parallel.tensor": Check(2, model_config, TWO_GROUPS),
     "learner.parallel.pipeline": Check(3, model_config),
+    "learner.parallel.context": Check(2, model_config, TWO_GROUPS),
     "learner.parallel.expert": Check(2, dealt_experts, MIXTURE),
     "learner.parallel.sequence_parallel": Check(True, model_config, TWO_RANKS),
     "grpo.optimizer.warmup_steps": Check(10, first_learning_rate),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config import ConfigError
-from slipstream.learner.config import LearnerConfig
+from slipstream.learner.config import LearnerConfig, ParallelConfig
 from slipstream.learner.packing import plan_shards
 from slipstream.workers import learners
-from slipstream.workers.learners import Shards
+from slipstream.workers.calls import Deadline, Worker
+from slipstream.workers.learners import RemoteLearner, Shards
 from tests.unit.recipe_fields.workers import FakeRay
 
 
@@ -38,6 +41,23 @@ def test_answers_come_back_in_the_batchs_order() -> None:
     shards = Shards.of(sequences, 2)
     answers = [[sequences[index].upper() for index in indices] for indices in shards.indices]
     assert shards.in_order(answers) == [sequence.upper() for sequence in sequences]
+
+
+def test_ranks_of_one_copy_get_the_same_part_and_one_of_them_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learners, "ray", SimpleNamespace(put=lambda part: part))
+    layout = ParallelConfig(tensor=2, context=2, data=2, pipeline=2)
+    ranks = [Worker(rank, f"learner rank {rank}") for rank in range(layout.world_size)]
+    learner, called = RemoteLearner(ranks, layout, Deadline(1.0, "fixed")), list[tuple[int, list[int]]]()
+
+    def call(rank: int, part: list[int]) -> tuple[int, list[int]]:
+        called.append((rank, part))
+        return rank, part
+
+    monkeypatch.setattr(learner._crew, "gather", lambda what, calls: [answer for _, answer in calls])
+    answers = learner._on_shards("logprobs", Shards(((0, 2), (1,))), list, call)
+    assert answers == [(0, [0, 2]), (4, [1])]
+    parts = [[0, 2]] * 4 + [[1]] * 4
+    assert called == list(enumerate(parts * 2))  # the second stage computes the same
 
 
 def test_an_update_with_fewer_sequences_than_ranks_is_refused() -> None:

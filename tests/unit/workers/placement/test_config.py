@@ -84,7 +84,7 @@ def test_a_role_that_does_not_fill_its_gpus_is_refused(refusal: Callable[..., st
     placement = PlacementConfig(nodes=2, gpus_per_node=4)
     assert refusal(Layout, placement=placement, parallel=ParallelConfig(tensor=4), num_engines=8) == (
         "learner.parallel must multiply to the 8 GPUs that placement gives the learner, got 4; "
-        "change tensor, pipeline or data, or placement.nodes"
+        "change tensor, pipeline, context or data, or placement.nodes"
     )
     whole = ParallelConfig(tensor=4, data=2)
     assert refusal(Layout, placement=placement, parallel=whole, num_engines=2, engine_tensor=2) == (

@@ -103,6 +103,11 @@ def _engine(**values: float | int | None) -> EngineConfig:
             "learner.parallel.pipeline must divide the policy's 36 layers, got 8",
         ),
         (
+            {"learner": {"parallel": {"tensor": 4, "context": 4, "data": 2}}},
+            "learner.parallel.context must divide the 2 key-value heads that learner.parallel.tensor 4 leaves each "
+            "rank, got 4; attention splits whole heads over these ranks: lower it, or tensor",
+        ),
+        (
             {
                 "placement": {"nodes": 3},
                 "learner": {"parallel": {"data": 3}},
@@ -234,6 +239,14 @@ def test_a_learner_keeps_masters_and_two_moments_in_bfloat16_and_is_its_own_mast
     assert (found["weights"], found["gradients"], found["optimizer"]) == (4 * size, 4 * size, 8 * size)
     assert "reference" not in found
     assert found["logits"] == 10 * (4 + 12) * 8
+
+
+def test_context_parallel_ranks_hold_a_part_of_the_tokens_and_of_a_split_optimizer_and_all_weights() -> None:
+    whole = memory.learner_memory(_tiny(), _learner(), has_reference=True)
+    found = memory.learner_memory(_tiny(), _learner(context=2), has_reference=True)
+    assert found == whole | {"activations": 5 * 2 * 124, "logits": 5 * 112}
+    split = replace(_learner(context=2, data=2), distributed_optimizer=True)
+    assert memory.learner_memory(_tiny(), split, has_reference=True) == found | {"optimizer": whole["optimizer"] / 4}
 
 
 def test_muon_keeps_one_moment_of_a_matrix_and_works_where_the_activations_were() -> None:

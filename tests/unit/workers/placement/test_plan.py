@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from slipstream.config import ConfigError
 from slipstream.learner.config import ParallelConfig
 from slipstream.workers.placement.config import Layout, PlacementConfig, PlacementMode
-from slipstream.workers.placement.plan import Cluster, Node, Plan, Slot, make_plan, parse_cluster, replanned, sizes
+from slipstream.workers.placement.plan import (
+    Cluster,
+    Node,
+    Plan,
+    Slot,
+    make_plan,
+    parse_cluster,
+    plan_text,
+    replanned,
+    sizes,
+)
 
 
 def test_two_nodes_colocated() -> None:
@@ -86,6 +96,15 @@ def test_ranks_that_share_experts_across_nvlink_domains_are_refused(refusal: Cal
     make_plan(layout, parse_cluster("4x4", domain_nodes=2))  # two domains hold a group each
 
 
+def test_context_parallel_ranks_across_nvlink_domains_are_refused(refusal: Callable[..., str]) -> None:
+    layout = _colocated(nodes=4, per_node=4, tensor=2, context=4)
+    message = refusal(make_plan, layout=layout, cluster=parse_cluster("4x4"))
+    assert message.startswith("learner.parallel.tensor x context must divide the 4 GPUs that placement.gpus_per_node")
+    assert ", got 8; lower it to a divisor of 4" in message
+    plan = make_plan(layout, parse_cluster("4x4", domain_nodes=2))
+    assert "learner: 16 ranks, TP 2 x PP 1 x CP 4 x DP 2" in plan_text(plan)
+
+
 def test_an_engine_across_domains_is_refused_by_its_own_field(refusal: Callable[..., str]) -> None:
     layout = _split(training=1, generation=2, per_node=2, engine_tensor=4)
     message = refusal(make_plan, layout=layout, cluster=parse_cluster("3x2"))
@@ -139,7 +158,7 @@ def test_a_cluster_without_nodes_has_no_gpus(refusal: Callable[..., str]) -> Non
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Roles that fill their nodes, tensor-parallel groups up to four nodes large."""
+    """Roles that fill their nodes, groups of neighbours up to five nodes large."""
     per_node = draw(st.integers(1, 4))
     is_split = draw(st.booleans())
     training, generation = draw(st.integers(1, 5)), draw(st.integers(1, 5))
@@ -147,7 +166,9 @@ def layouts(draw: st.DrawFn) -> Layout:
     learner_gpus = training * per_node
     engine_gpus = (generation if is_split else training) * per_node
     tensor = draw(st.sampled_from(_divisors(learner_gpus)))
-    pipeline = draw(st.sampled_from(_divisors(learner_gpus // tensor)))
+    context = draw(st.sampled_from(_divisors(learner_gpus // tensor)))
+    pipeline = draw(st.sampled_from(_divisors(learner_gpus // tensor // context)))
+    data = learner_gpus // tensor // context // pipeline
     engine_tensor = draw(st.sampled_from(_divisors(engine_gpus)))
     return Layout(
         placement=PlacementConfig(
@@ -157,7 +178,7 @@ def layouts(draw: st.DrawFn) -> Layout:
             generation_nodes=generation if is_split else 0,
             training_nodes=training if is_split else 0,
         ),
-        parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, data=learner_gpus // tensor // pipeline),
+        parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, context=context, data=data),
         engine_tensor=engine_tensor,
         num_engines=engine_gpus // engine_tensor,
     )
@@ -194,11 +215,11 @@ def test_a_plan_uses_every_gpu_as_said_and_none_twice_by_one_role(layout: Layout
 
 
 @given(layouts(), clusters())
-def test_tensor_parallel_groups_lie_in_one_node_or_one_domain(layout: Layout, cluster: Cluster) -> None:
+def test_groups_of_neighbours_lie_in_one_node_or_one_domain(layout: Layout, cluster: Cluster) -> None:
     plan = _plan_or_none(layout, cluster)
     if plan is None:
         return
-    size = layout.parallel.tensor
+    size = layout.parallel.num_neighbours
     learner = [plan.learner[start : start + size] for start in range(0, len(plan.learner), size)]
     for group in (*learner, *plan.engines):
         nodes = {slot.node for slot in group}
@@ -251,11 +272,13 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _colocated(*, nodes: int, per_node: int, tensor: int = 1, engine_tensor: int = 1, expert: int = 1) -> Layout:
+def _colocated(
+    *, nodes: int, per_node: int, tensor: int = 1, engine_tensor: int = 1, expert: int = 1, context: int = 1
+) -> Layout:
     gpus = nodes * per_node
     return Layout(
         placement=PlacementConfig(nodes=nodes, gpus_per_node=per_node),
-        parallel=ParallelConfig(tensor=tensor, data=gpus // tensor, expert=expert),
+        parallel=ParallelConfig(tensor=tensor, context=context, data=gpus // tensor // context, expert=expert),
         engine_tensor=engine_tensor,
         num_engines=gpus // engine_tensor,
     )

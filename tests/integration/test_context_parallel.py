@@ -1,0 +1,109 @@
+"""Exchange of tokens for heads between context-parallel ranks over gloo, beside tensor parallelism, and what it saves.
+
+`test_megatron_parallel.py` and `test_draft_ranks.py` compare context parallelism with a single rank as they compare
+every other layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.learner import parallel
+from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, ScratchConfig, ShapeConfig
+from slipstream.learner.cpu import host
+from slipstream.learner.megatron import MegatronPolicy
+from tests.forked.ranks import free_ports, join, on_ranks
+from tests.integration.test_megatron_parallel import LEARNER, OPTIMIZER, VOCAB
+
+TOKENS, ROWS, HEADS, DIM = 6, 2, 4, 3
+FOUR_GROUPS = ScratchConfig(
+    shape=ShapeConfig(hidden_size=32, num_layers=2, num_query_groups=4, head_dim=16, ffn_hidden_size=48, init_std=0.2),
+    max_position_embeddings=64,
+)
+SEQUENCES = [np.random.default_rng(length).integers(0, VOCAB, length).tolist() for length in (31, 17, 12, 5)]
+STARTS = [3] * len(SEQUENCES)
+
+
+def _exchange(rank: int, port: int) -> dict[str, np.ndarray]:
+    join(rank, 2, port)
+    parallel.initialize(ParallelConfig(context=2))
+    whole = torch.arange(TOKENS * ROWS * HEADS * DIM, dtype=torch.float32).view(TOKENS, ROWS, HEADS, DIM)
+    own = parallel.context_part(whole, 0).clone().requires_grad_()
+    with host.cuda_as_cpu():
+        heads = parallel.own_heads(own)
+        back = parallel.own_tokens(heads.flatten(2))
+        gathered = parallel.all_tokens(back, 0)
+        (gathered * whole.flatten(2).square()).sum().backward()
+    assert own.grad is not None
+    results = {"own": own, "heads": heads, "back": back, "gathered": gathered, "gradient": own.grad}
+    parallel.barrier()
+    parallel.teardown()
+    return {name: each.detach().numpy() for name, each in results.items()}
+
+
+@pytest.mark.slow
+def test_tokens_are_exchanged_for_heads_and_back_and_so_are_their_gradients() -> None:
+    (port,) = free_ports(1)
+    whole = np.arange(TOKENS * ROWS * HEADS * DIM, dtype=np.float32).reshape(TOKENS, ROWS, HEADS, DIM)
+    for rank, got in enumerate(on_ranks(2, _exchange, port)):
+        tokens, heads = slice(3 * rank, 3 * rank + 3), slice(2 * rank, 2 * rank + 2)
+        np.testing.assert_array_equal(got["own"], whole[tokens])
+        np.testing.assert_array_equal(got["heads"], whole[:, :, heads])
+        np.testing.assert_array_equal(got["back"], whole[tokens].reshape(3, ROWS, HEADS * DIM))
+        np.testing.assert_array_equal(got["gathered"], whole.reshape(TOKENS, ROWS, HEADS * DIM))
+        np.testing.assert_array_equal(got["gradient"], whole[tokens] ** 2)  # of the own tokens, not summed over ranks
+
+
+def _step(policy: MegatronPolicy) -> dict[str, Any]:
+    """Logprobs, bytes that the forward passes save for the backward passes, loss, and weights of an update."""
+    parameters = {each.data_ptr() for each in policy._gpt.parameters()}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    logprobs = policy.logprobs(SEQUENCES, STARTS, 1.3)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = policy.lm_step(SEQUENCES, STARTS)
+    weights = {name: tensor.clone().numpy() for name, tensor in policy.weights()}
+    return {"logprobs": logprobs, "loss": loss, "saved": sum(saved.values()), "weights": weights}
+
+
+def _rank(rank: int, learner: LearnerConfig, port: int, model: Path) -> dict[str, Any]:
+    join(rank, learner.parallel.world_size, port)
+    result = _step(MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER))
+    parallel.barrier()
+    parallel.teardown()
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [ParallelConfig(context=2), ParallelConfig(context=2, tensor=2, sequence_parallel=True)],
+    ids=["context", "context and sequence"],
+)
+def test_a_rank_saves_its_part_of_the_activations_and_computes_the_same(layout: ParallelConfig, tmp_path: Path) -> None:
+    learner = replace(LEARNER, packing=Packing.ALWAYS)
+    (tmp_path / "tokenizer").mkdir()
+    policy = MegatronPolicy.from_scratch(FOUR_GROUPS, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=None)
+    policy.save_hf(tmp_path / "model", tmp_path / "tokenizer")
+    expected = _step(MegatronPolicy.load(tmp_path / "model", learner=learner, optimizer=OPTIMIZER))
+    (port,) = free_ports(1)
+    got = on_ranks(layout.world_size, _rank, replace(learner, parallel=layout), port, tmp_path / "model")
+    for rank in got:
+        assert rank["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        for row, other in zip(rank["logprobs"], expected["logprobs"], strict=True):
+            np.testing.assert_allclose(row, other, rtol=0, atol=2e-5)
+        for name, tensor in expected["weights"].items():
+            np.testing.assert_allclose(rank["weights"][name], tensor, rtol=0, atol=2e-5, err_msg=name)
+        assert rank["saved"] < (1 / layout.world_size + 0.05) * expected["saved"]
