@@ -141,7 +141,7 @@ class DraftTrainer(LearnerDraft):
     """
 
     sum_over_ranks: SumOverRanks | None = None
-    share = (0, 1)
+    share: tuple[int, int] = (0, 1)
 
     def __init__(
         self,
