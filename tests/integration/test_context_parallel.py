@@ -61,7 +61,7 @@ def test_tokens_are_exchanged_for_heads_and_back_and_so_are_their_gradients() ->
 
 
 def _step(policy: MegatronPolicy) -> dict[str, Any]:
-    """Logprobs, bytes that the forward passes save for the backward passes, loss, and weights of an update."""
+    """Logprobs, largest logits, bytes that forward passes save for backward passes, loss, and weights of an update."""
     parameters = {each.data_ptr() for each in policy._gpt.parameters()}
     saved: dict[int, int] = {}
 
@@ -72,10 +72,11 @@ def _step(policy: MegatronPolicy) -> dict[str, Any]:
         return tensor
 
     logprobs = policy.logprobs(SEQUENCES, STARTS, 1.3)
+    largest = policy.map_logits(SEQUENCES, STARTS, lambda logits, _: logits.amax(1, keepdim=True), width=1)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = policy.lm_step(SEQUENCES, STARTS)
     weights = {name: tensor.clone().numpy() for name, tensor in policy.weights()}
-    return {"logprobs": logprobs, "loss": loss, "saved": sum(saved.values()), "weights": weights}
+    return {"logprobs": [*logprobs, *largest.T], "loss": loss, "saved": sum(saved.values()), "weights": weights}
 
 
 def _rank(rank: int, learner: LearnerConfig, port: int, model: Path) -> dict[str, Any]:
