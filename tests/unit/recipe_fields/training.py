@@ -301,7 +301,7 @@ def reward_workers(recipe: Recipe, tools: Tools) -> object:
 
     tools.patch.setattr(pool.subprocess, "Popen", note)
     workers = pool.WorkerPool(MATHEMATICS, recipe.reward)
-    workers._feed(deque(enumerate([pool.Request(name="", arguments={})] * 3)))
+    workers._feed(deque([(0, "", b"")] * 3))
     workers.close()
     return started
 
