@@ -16,7 +16,7 @@ from slipstream.grpo.config import Correction, Level, LossConfig, LossKind, Opti
 from slipstream.grpo.update import part_of
 from slipstream.learner import optimizer as optimizers
 from slipstream.learner import packing
-from slipstream.learner.batches import Batching, forward
+from slipstream.learner.batches import Batching, forward, num_labels
 from slipstream.learner.config import LearnerConfig, Packing, Recompute
 from slipstream.learner.cpu import host
 from slipstream.learner.cpu.layer import CpuTransformerLayer
@@ -186,6 +186,7 @@ def test_an_update_is_one_without_the_responses_that_do_not_count(kind: LossKind
     assert dataclasses.replace(found, entropy=None) == dataclasses.replace(
         expected,
         entropy=None,
+        num_all_tokens=num_labels(whole.batch.token_ids, whole.batch.prompt_lengths),
         loss=pytest.approx(expected.loss, rel=1e-5, abs=1e-6),
         grad_norm=pytest.approx(expected.grad_norm, rel=1e-5),
     )
