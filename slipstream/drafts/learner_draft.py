@@ -204,7 +204,7 @@ class LearnerDraft(ABC):
 
         counts = json.loads((path / _STATE).read_text())
         if sum_of(path / _TENSORS).xxh3 != counts.pop("xxh3"):
-            raise CheckpointError(f"checkpoint {path} is damaged: {_TENSORS} has not the digest it was saved with")
+            raise CheckpointError(f"checkpoint {path} is damaged: {_TENSORS} differs from the digest it was saved with")
         self.restore({**load_file(path / _TENSORS), **counts})
 
     def _learning_rate(self) -> float:

@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_of_a_draft_is_refused(
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"step-1 is damaged: draft\.safetensors has not the digest"):
+    with pytest.raises(CheckpointError, match=r"step-1 is damaged: draft\.safetensors differs from the digest"):
         trainer.load_checkpoint(tmp_path / "draft" / "step-1")
 
 

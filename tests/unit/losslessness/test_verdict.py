@@ -21,7 +21,7 @@ from slipstream.learner.logprobs import conditionals, processed_logprobs
 from slipstream.losslessness import hypothesis_tests
 from slipstream.losslessness import verdict as verdicts
 from slipstream.losslessness.config import LosslessnessConfig
-from slipstream.losslessness.sampling import Sample, Subject, draw
+from slipstream.losslessness.sampling import Sample, Subject, draw, lengths_by_position
 from slipstream.losslessness.verdict import BIASED, CLAIM, IN_FLIGHT, KEPT, LOSSLESS, TOO_WEAK, certify, judged
 from slipstream.records.stages import CertificateRecord, GreedyRecord, Power
 from slipstream.records.steps import ScheduleEntry
@@ -283,6 +283,7 @@ def test_a_certificate_says_what_it_is_about_and_how_much_was_drawn() -> None:
     control = {finding.name: finding.num_observations for finding in record.control}
     assert (control["pit, all tokens"], control["first token of repeated prompts"]) == (autoregressive.num_tokens, 128)
     assert not {name for name in control if name.startswith("autoregressive")}
+    assert record.lengths_by_position == lengths_by_position(speculative.traces) != {}
     # A window of a token without a draft, then of three and a bonus: every token in one bar of twenty.
     assert list(record.pit_histograms) == ["no draft", "draft position 1", "draft position 2"]
     assert {len(bars) for bars in record.pit_histograms.values()} == {20}

@@ -368,6 +368,29 @@ def attempted(
     return run.with_restarts(fakes, scores)
 
 
+def test_the_reward_of_an_arm_knows_how_many_responses_a_step_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In flight its calls have a group each, and the share that may fail is of the whole step."""
+
+    def opened(config: RewardConfig, *, per_step: int) -> Any:
+        raise InterruptedError(f"{per_step} responses")
+
+    monkeypatch.setattr(arm, "open_reward", opened)
+    start: Any = nullcontext
+    run = Run(
+        recipe=load_recipe("tiny"),
+        plan=ArmPlan(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, draft=None, start_engine=start),
+        policy=tmp_path,
+        prompts=PROMPTS,
+        decode=decode,
+        directory=tmp_path,
+        log=lambda metrics, step: None,
+    )
+    with pytest.raises(InterruptedError, match=r"^48 responses$"):
+        run.train()
+
+
 def asked_of_validation(engines: Engines) -> list[Any]:
     return [call for call in engines.generated if call[0] == ["v0", "v1"]]
 
