@@ -25,6 +25,8 @@ SAFETENSORS_DTYPES = {
     "float16": "F16",
     "int64": "I64",
     "uint8": "U8",
+    "int8": "I8",
+    "float8_e4m3fn": "F8_E4M3",
     "bool": "BOOL",
 }
 """Names of types in a safetensors file, by torch's name."""

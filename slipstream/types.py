@@ -65,6 +65,14 @@ def arm_name(arm: Arm, loop: ArmLoop = ArmLoop.SYNCHRONOUS) -> str:
     return arm.value if loop is ArmLoop.SYNCHRONOUS else f"{arm.value}_{loop.value}"
 
 
+class Quantization(StrEnum):
+    """Type of the weights and inputs of an engine's matrices, where it is not the engine's own."""
+
+    NONE = "none"
+    INT8 = "int8"
+    FP8 = "fp8"  # e4m3
+
+
 class Dtype(StrEnum):
     """Floating-point type of weights and activations; reductions and the optimizer stay in float32."""
 

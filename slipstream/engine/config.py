@@ -19,9 +19,11 @@ from slipstream.config import (
     Switch,
     rule,
 )
-from slipstream.types import Dtype
+from slipstream.refit.config import WeightFormat
+from slipstream.types import Dtype, Quantization
 
 _LOWEST_TEMPERATURE = 0.01
+_INT8, _FP8 = 127, 448  # largest values of the types
 
 Temperature = Annotated[
     float,
@@ -63,6 +65,9 @@ class EngineConfig(Checked, path="engine"):
     """Sequences that one engine runs at once; others queue."""
     dtype: Dtype = Dtype.BFLOAT16
     """Type of weights and activations; `auto` takes the one that the machine multiplies faster."""
+    quantization: Quantization = Quantization.NONE
+    """Weights and inputs of the layers' matrices in 8 bits: `int8`, or on GPUs `fp8`. Set it where generation is bound
+    by these matrices; the policy that samples then differs from the one that learns, which the loss must correct."""
     enforce_eager: Switch = False
     """Run without compiled and captured graphs: an engine starts sooner and decodes more slowly."""
     kv_cache_gib: PositiveFloat | None = None
@@ -83,3 +88,25 @@ class EngineConfig(Checked, path="engine"):
     """Seconds for an engine to answer: a step's generation, a refit. Set it higher for very long responses."""
     max_restarts: NonNegativeInt = 3
     """Restarts of lost engines in one run; 0 ends the run with the first. Set it by how often nodes fail."""
+
+    def _check(self) -> None:
+        self._require(
+            self.quantization is not Quantization.FP8 or self.kv_cache_gib is None,
+            "quantization",
+            "must be none or int8 with engines on CPUs (engine.kv_cache_gib)",
+            "vLLM multiplies 8-bit floats on GPUs alone",
+        )
+
+    @property
+    def weight_format(self) -> WeightFormat | None:
+        """Format of the quantised weights; None where nothing is quantised.
+
+        A processor with AVX2 and without VNNI adds two products of 8 bits in 16: beside inputs of 127, weights beyond
+        64 would overflow without an error. All CPUs compute with the same weights, so all keep to 64.
+        """
+        match self.quantization:
+            case Quantization.INT8:
+                return WeightFormat(dtype="int8", largest=_INT8 if self.kv_cache_gib is None else 64, largest_input=_INT8)
+            case Quantization.FP8:
+                return WeightFormat(dtype="float8_e4m3fn", largest=_FP8, largest_input=_FP8)
+        return None

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from slipstream.records.steps import ScheduleEntry
 from slipstream.refit.channel import Location
 from slipstream.refit.config import Channel, EngineState, WeightFiles
 from slipstream.refit.fingerprint import Turn, weight_totals
+from slipstream.refit.quantization import LOAD_FORMAT, checkpoint_config
 from slipstream.types import Dtype, Prompt, RolloutGroup
 
 _PROBE = "slipstream.engine.vllm_plugin.EngineProbe"
@@ -59,6 +61,12 @@ def engine_arguments(
         "enforce_eager": config.enforce_eager,
         "tensor_parallel_size": config.tensor_parallel_size,
     }
+    if (weight_format := config.weight_format) is not None:
+        arguments |= {
+            "hf_overrides": {"quantization_config": checkpoint_config(weight_format)},
+            "load_format": LOAD_FORMAT,
+            "model_loader_extra_config": asdict(weight_format),
+        }
     if config.kv_cache_gib is None:
         scheduling = {"async_scheduling": False} if is_in_flight else {}
         sleeping = {"enable_sleep_mode": True} if can_sleep else {}

@@ -33,7 +33,7 @@ from vllm.v1.spec_decode import llm_base_proposer
 
 from slipstream.engine import weight_transfer
 from slipstream.engine.verification import columns_at, verify_blocks
-from slipstream.engine.weight_transfer import Slot, draft_names, slots
+from slipstream.engine.weight_transfer import AnySlot, draft_names, slots
 from slipstream.refit.channel import Location, here
 from slipstream.refit.fingerprint import Turn, WeightPart, part_fingerprints
 
@@ -346,9 +346,10 @@ class EngineProbe:
 
     def weight_fingerprints(self, is_draft: bool, turn: Turn) -> dict[WeightPart, int]:
         """Fingerprint this rank's parts of the tensors in `turn`."""
-        return part_fingerprints(slot.read() for slot in self._slots(is_draft) if turn.takes(slot.parts[0].name))
+        chosen = (slot for slot in self._slots(is_draft) if turn.takes(slot.parts[0].name))
+        return part_fingerprints(held for slot in chosen for held in slot.read())
 
-    def _slots(self, is_draft: bool) -> tuple[Slot, ...]:
+    def _slots(self, is_draft: bool) -> tuple[AnySlot, ...]:
         # Both of vLLM's model runners have these two methods, while their attributes differ.
         runner: Any = self.model_runner  # type: ignore[attr-defined]  # of the worker that this class extends
         policy = runner.get_model()

@@ -26,7 +26,7 @@ Legend: `E` experts, `H` hidden size, `F` width of an expert, `P` width of an ex
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -36,6 +36,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.config import LoadConfig, ModelConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -50,14 +51,18 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.models.mimo_mtp import MiMoMTP
 from vllm.platforms import current_platform
 
-from slipstream.refit.config import Channel
+from slipstream.refit.config import Channel, WeightFormat
 from slipstream.refit.fingerprint import HeldWeights, WeightPart
+from slipstream.refit.quantization import LOAD_FORMAT, SCALE, quantised
 from slipstream.refit.stream import GlooGroup, WeightMeta, bytes_digest, receive
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -70,6 +75,7 @@ _LAYERS = "model.mtp_layers."
 _BLOCK = "mtp_block."  # vLLM's prefix of the layer between the norms
 
 BACKEND = "slipstream"
+_WEIGHT, _SCALE = "weight", "weight" + SCALE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +87,7 @@ class Slot:
     parts: tuple[WeightPart, ...]
     shape: tuple[int, int] | None = None  # [outputs, inputs] of a matrix; None for other parameters
 
-    def read(self) -> HeldWeights:
+    def read(self) -> tuple[HeldWeights, ...]:
         """Read the parts that the model computes with, without padding.
 
         Raises:
@@ -98,15 +104,11 @@ class Slot:
             held = packed
         if not held.numel():
             raise LookupError(f"{self.parts[0].name} is empty: its backend hides it")
-        if self.parts[0].dim == 1:
-            return HeldWeights(tensor=held, parts=self.parts, split=lambda rows: [rows])
-        lengths = [part.length for part in self.parts]
-        return HeldWeights(tensor=held[: sum(lengths)], parts=self.parts, split=lambda rows: rows.split(lengths))
+        return (_held(held, self.parts),)
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the parameter by whole tensors of a checkpoint, and pack it again where the layer packs."""
-        cuts = [tensors[part.name].narrow(part.dim, part.start, part.length) for part in self.parts]
-        rows = cuts[0] if len(cuts) == 1 else torch.cat(cuts)
+        rows = _cut(tensors, self.parts)
         if isinstance(self.module, RoutedExperts):
             write_experts(self.module, self.parameter, rows)
             return
@@ -125,10 +127,63 @@ class Slot:
         return self.module.cpu_linear(_identity(num_inputs, weight.dtype), weight, None).t()  # type: ignore[operator]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantisedSlot:
+    """A matrix of a vLLM model in 8 bits with a scale for each row, which are written together.
+
+    On a CPU the kernel packs the values into memory of its own, with a pointer to the scales. vLLM's layerwise reload
+    would free those under the pointer, so the layer gets both anew here.
+    """
+
+    module: LinearBase
+    parts: tuple[WeightPart, ...]  # of the values, then of the scales
+    num_inputs: int
+
+    def read(self) -> tuple[HeldWeights, ...]:
+        """Read values and scales that the layer multiplies with."""
+        scale: Tensor = self.module.weight_scale  # type: ignore[assignment]
+        values: Tensor | None = self.module.weight  # type: ignore[assignment]
+        values = self._recovered(scale) if values is None else values.t()
+        half = len(self.parts) // 2
+        return _held(values, self.parts[:half]), _held(scale.detach(), self.parts[half:])
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace values and scales by whole tensors of a checkpoint, and have the kernel pack them."""
+        half = len(self.parts) // 2
+        for name, parts in ((_WEIGHT, self.parts[:half]), (_SCALE, self.parts[half:])):
+            fresh = _cut(tensors, parts).clone(memory_format=torch.contiguous_format)
+            setattr(self.module, name, nn.Parameter(fresh, requires_grad=False))
+        self.module.quant_method.process_weights_after_loading(self.module)  # type: ignore[union-attr]
+
+    def _recovered(self, scale: Tensor) -> Tensor:
+        """Compute the values [outputs, inputs] as the layer's product with the identity: a sum of one term."""
+        identity = _identity(self.num_inputs, torch.get_default_dtype())
+        product: Tensor = self.module.quant_method.apply(self.module, identity, None)  # type: ignore[union-attr]
+        values = (product.t().float() / scale).round()
+        return values.to(torch.int8)
+
+
+AnySlot = Slot | QuantisedSlot
+
+
+def _held(rows: Tensor, parts: tuple[WeightPart, ...]) -> HeldWeights:
+    """Describe a tensor whose rows are those of the parts, one behind the other, and perhaps padding."""
+    lengths = [part.length for part in parts]
+    if parts[0].dim == 1:
+        return HeldWeights(tensor=rows, parts=parts, split=lambda sums: [sums])
+    return HeldWeights(tensor=rows[: sum(lengths)], parts=parts, split=lambda sums: sums.split(lengths))
+
+
+def _cut(tensors: Mapping[str, Tensor], parts: Sequence[WeightPart]) -> Tensor:
+    """Cut the parts out of whole tensors of a checkpoint, one behind the other."""
+    cuts = [tensors[part.name].narrow(part.dim, part.start, part.length) for part in parts]
+    return cuts[0] if len(cuts) == 1 else torch.cat(cuts)
+
+
 @cache
 def slots(
     model: nn.Module, *, rename: tuple[tuple[str, str], ...] = (), without: nn.Module | None = None
-) -> tuple[Slot, ...]:
+) -> tuple[AnySlot, ...]:
     """List every parameter of the model with this rank's parts; loading weights changes no slot.
 
     A tensor that two modules share, as a tied output layer does with the embedding, has the first one's name in both:
@@ -141,7 +196,7 @@ def slots(
         LookupError: a module has unknown parameters.
     """
     borrowed = set() if without is None else {id(module) for module in without.modules()}
-    found: list[Slot] = []
+    found: list[AnySlot] = []
     paths: dict[int, str] = {}
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
@@ -158,7 +213,7 @@ def _renamed(path: str, rename: tuple[tuple[str, str], ...]) -> str:
     return path
 
 
-def can_write(slots: Sequence[Slot], tensors: Mapping[str, Tensor]) -> bool:
+def can_write(slots: Sequence[AnySlot], tensors: Mapping[str, Tensor]) -> bool:
     """Return True if `Slot.write` can replace vLLM's reload: plain layers on a CPU, and tensors that fit.
 
     On a GPU vLLM's reload is needed, as kernels may keep values that they derived from a weight.
@@ -175,15 +230,17 @@ def can_write(slots: Sequence[Slot], tensors: Mapping[str, Tensor]) -> bool:
 def _is_plain(module: nn.Module) -> bool:
     if type(module) is RMSNorm or are_on_cpu(module):
         return True
-    methods = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    methods = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, CompressedTensorsLinearMethod)
     skips = getattr(module, "_cpu_skip_gemm_dispatch", False)  # set where another module has split the weight
     return type(getattr(module, "quant_method", None)) in methods and not skips
 
 
-def _module_slots(path: str, module: nn.Module, own: dict[str, nn.Parameter]) -> list[Slot]:
+def _module_slots(path: str, module: nn.Module, own: dict[str, nn.Parameter]) -> list[AnySlot]:
     if isinstance(module, RoutedExperts):
         parts_of = expert_parts(path, module, own)
         return [Slot(module=module, parameter=name, parts=parts) for name, parts in parts_of.items()]
+    if isinstance(module, LinearBase) and _SCALE in own:
+        return _quantised_slots(path, module, own)
     if isinstance(module, LinearBase):
         if "weight" not in own or own.keys() - {"weight", "bias"}:
             raise LookupError(f"{path} holds {sorted(own)}, not one weight and perhaps its bias")
@@ -199,11 +256,28 @@ def _module_slots(path: str, module: nn.Module, own: dict[str, nn.Parameter]) ->
         shape = (module.num_embeddings_per_partition, module.embedding_dim)
         part = WeightPart(name=f"{path}.weight", dim=0, start=start, length=stop - start, dtype=_dtype(own["weight"]))
         return [Slot(module=module, parameter="weight", parts=(part,), shape=shape)]
-    found = []
+    found: list[AnySlot] = []
     for name, tensor in own.items():
         saved = f"{path}.{name}" if path else _RENAMED.get(name, name)
         part = WeightPart(name=saved, dim=0, start=0, length=len(tensor), dtype=_dtype(tensor))
         found.append(Slot(module=module, parameter=name, parts=(part,)))
+    return found
+
+
+def _quantised_slots(path: str, module: LinearBase, own: dict[str, nn.Parameter]) -> list[AnySlot]:
+    """List the slot of a quantised matrix, and that of its bias."""
+    shape = _linear_shape(module)
+    dtype = own[_WEIGHT].dtype if _WEIGHT in own else torch.int8  # a CPU's kernel packs its values away
+    values = _linear_parts(path, module, shape, str(dtype).removeprefix("torch."))
+    scales = tuple(
+        WeightPart(name=part.name + SCALE, dim=0, start=0, length=shape[0], dtype="float32")
+        if part.dim
+        else replace(part, name=part.name + SCALE, dtype="float32")
+        for part in values
+    )
+    found: list[AnySlot] = [QuantisedSlot(module=module, parts=values + scales, num_inputs=shape[1])]
+    if "bias" in own:
+        found.append(Slot(module=module, parameter="bias", parts=_of_bias(values, own["bias"])))
     return found
 
 
@@ -435,7 +509,8 @@ class ChannelTransfer(WeightTransferEngine[ChannelInfo, ChannelInfo]):
         self.received_digest = bytes_digest(maps)
         opened = [safe_open(file, framework="pt") for file in files]
         names = [(name, file) for file in opened for name in file.keys() if takes(self.model, name)]  # noqa: SIM118
-        tensors = [(name, file.get_tensor(name)) for name, file in names]
+        read = ((name, file.get_tensor(name)) for name, file in names)
+        tensors = list(_as_held(read, self.model_config, self.vllm_config.load_config))
         loader = loader_of(self.model, self.model_config, [WeightMeta.of(name, tensor) for name, tensor in tensors])
         loader.take(tensors)
         loader.finish()
@@ -464,6 +539,28 @@ class ChannelTransfer(WeightTransferEngine[ChannelInfo, ChannelInfo]):
         self._vllm.receive_weights(self._vllm.parse_update_info(settings))
 
 
+class QuantisingLoader(DefaultModelLoader):
+    """Loads a checkpoint as vLLM does, with the matrices of a quantised policy in 8 bits; a draft stays as it is."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        """Take the fields of `WeightFormat` from vLLM's `model_loader_extra_config`."""
+        self._own_config = load_config
+        super().__init__(replace(load_config, load_format="auto", model_loader_extra_config={}))
+
+    def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:  # type: ignore[override]
+        """Yield the checkpoint's tensors, quantised where the policy is."""
+        return _as_held(super().get_all_weights(model_config, model), model_config, self._own_config)
+
+
+def _as_held(
+    weights: Iterator[tuple[str, Tensor]], model_config: ModelConfig, load_config: LoadConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Quantise the tensors of a checkpoint for a model that holds them so."""
+    if model_config.quantization is None:
+        return weights
+    return quantised(weights, WeightFormat(**load_config.model_loader_extra_config))
+
+
 def loader_of(model: nn.Module, model_config: Any, metas: Sequence[WeightMeta]) -> SlotLoader | ReloadLoader:
     """Choose the fastest loader that can load these tensors.
 
@@ -485,8 +582,8 @@ def loader_of(model: nn.Module, model_config: Any, metas: Sequence[WeightMeta]) 
 class SlotLoader:
     """Writes each parameter of the model when all of its tensors have come, and keeps at most a layer's tensors."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._by_name: dict[str, list[Slot]] = {}
+    def __init__(self, slots: Sequence[AnySlot]) -> None:
+        self._by_name: dict[str, list[AnySlot]] = {}
         for slot in slots:
             for part in slot.parts:
                 self._by_name.setdefault(part.name, []).append(slot)
@@ -535,6 +632,7 @@ class ReloadLoader:
 
 
 def register() -> None:
-    """Register the backend with vLLM in this process; vLLM calls plugins more than once."""
+    """Register the backend and the loader with vLLM in this process; vLLM calls plugins more than once."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, ChannelTransfer)
+        register_model_loader(LOAD_FORMAT)(QuantisingLoader)

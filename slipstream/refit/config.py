@@ -27,6 +27,15 @@ class Channel(StrEnum):
     IPC = "ipc"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightFormat:
+    """Format of 8-bit weights in an engine, which `slipstream.refit.quantization` computes."""
+
+    dtype: str  # torch's name of the values' type
+    largest: float  # largest magnitude of a weight's value
+    largest_input: float  # the same of an input's value
+
+
 class RefitConfig(Checked, path="refit"):
     """Settings of the way that weights take, and of the number of tensors that each refit compares.
 

@@ -313,6 +313,8 @@ def _copy_without_minus_zero(source: Tensor, target: Tensor) -> None:
 
     if not target.is_floating_point():
         target.copy_(source)
+    elif target.dtype.itemsize == 1:  # torch does not add 8-bit floats, and one function makes all of them
+        target.view(torch.int8).copy_(source.view(torch.int8))
     elif source.dtype == target.dtype:
         torch.add(source, 0.0, out=target)
     else:

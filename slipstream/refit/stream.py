@@ -120,7 +120,12 @@ class WeightSource:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Return True if no value is NaN or Inf; both survive a sum, which is cheaper than a test of each value."""
+    """Return True if no value is NaN or Inf; both survive a sum, which is cheaper than a test of each value.
+
+    Of a quantised matrix, the scales show it.
+    """
+    if tensor.dtype.itemsize == 1:
+        return True
     return math.isfinite(tensor.sum(dtype=torch.float32)) or bool(torch.isfinite(tensor).all())
 
 
