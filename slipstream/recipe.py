@@ -46,7 +46,7 @@ from slipstream.records.files import write_atomic
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.rewards.config import RewardConfig
 from slipstream.tracking.config import TrackingConfig, check_experiment, is_sqlite, sqlite_path, sqlite_uri
-from slipstream.types import LoopMode, Workload
+from slipstream.types import LoopMode, Quantization, Workload
 from slipstream.workers.placement.config import Layout, PlacementConfig, PlacementMode
 from slipstream.workers.placement.memory import MemoryEstimate, estimate, known_shape, require_even, resolved_channel
 
@@ -116,6 +116,7 @@ class Recipe(Checked):
         self._check_devices()
         self._check_online()
         self._check_loop()
+        self._check_quantization()
         self._check_turns()
         self._check_lengths()
         self._check_sampling()
@@ -356,6 +357,36 @@ class Recipe(Checked):
             "rollouts are of older policies than the one that learns: set token or sequence with a cap, "
             "grpo.loss.truncated_importance_sampling, or none in so many words",
         )
+
+    def _check_quantization(self) -> None:
+        """Refuse what engines cannot quantize, and rollouts of another policy that nobody corrects for."""
+        kind = self.engine.quantization
+        if kind is Quantization.NONE:
+            return
+        loss, num_ranks = self.grpo.loss, self.learner.parallel.tensor
+        self._require(
+            loss.corrects is not Correction.NONE or loss.correction is Correction.NONE,
+            "grpo.loss.correction",
+            f"must be given with engine.quantization {kind}",
+            "the policy that samples differs from the one that learns: set token or sequence with a cap, "
+            "grpo.loss.truncated_importance_sampling, or none in so many words",
+        )
+        self._require(
+            self.draft.method is not DraftMethod.MTP,
+            "draft.method",
+            f"must not be mtp with engine.quantization {kind}",
+            "the MTP layer is a layer of the policy, and vLLM would quantize it too",
+        )
+        self._require(
+            self.engine.tensor_parallel_size % num_ranks == 0,
+            "engine.tensor_parallel_size",
+            f"must be a multiple of learner.parallel.tensor {num_ranks} with engine.quantization {kind}",
+            "the judge of a certificate rounds inputs as each rank of an engine does",
+        )
+        shape = known_shape(self.policy, self.simulator)
+        is_dense = not isinstance(shape, Architecture) or shape.experts is None
+        rule = "must be none for a mixture of experts"
+        self._require(is_dense, "engine.quantization", rule, "vLLM's kernels of experts have layouts of their own")
 
     def _check_turns(self) -> None:
         """Where learner and engines free memory in turn, nothing may be kept idle beside them."""

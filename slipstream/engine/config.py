@@ -23,7 +23,7 @@ from slipstream.refit.config import WeightFormat
 from slipstream.types import Dtype, Quantization
 
 _LOWEST_TEMPERATURE = 0.01
-_INT8, _FP8 = 127, 448  # largest values of the types
+_INT8, _INT8_ON_CPUS, _FP8 = 127, 64, 448  # largest magnitudes in 8 bits
 
 Temperature = Annotated[
     float,
@@ -99,14 +99,15 @@ class EngineConfig(Checked, path="engine"):
 
     @property
     def weight_format(self) -> WeightFormat | None:
-        """Format of the quantised weights; None where nothing is quantised.
+        """Format of the quantized weights; None where nothing is quantized.
 
         A processor with AVX2 and without VNNI adds two products of 8 bits in 16: beside inputs of 127, weights beyond
         64 would overflow without an error. All CPUs compute with the same weights, so all keep to 64.
         """
-        match self.quantization:
-            case Quantization.INT8:
-                return WeightFormat(dtype="int8", largest=_INT8 if self.kv_cache_gib is None else 64, largest_input=_INT8)
-            case Quantization.FP8:
-                return WeightFormat(dtype="float8_e4m3fn", largest=_FP8, largest_input=_FP8)
-        return None
+        if self.quantization is Quantization.NONE:
+            return None
+        num_ranks = self.tensor_parallel_size
+        if self.quantization is Quantization.FP8:
+            return WeightFormat(dtype="float8_e4m3fn", largest=_FP8, largest_input=_FP8, num_ranks=num_ranks)
+        largest = _INT8 if self.kv_cache_gib is None else _INT8_ON_CPUS
+        return WeightFormat(dtype="int8", largest=largest, largest_input=_INT8, num_ranks=num_ranks)

@@ -62,7 +62,7 @@ from vllm.platforms import current_platform
 
 from slipstream.refit.config import Channel, WeightFormat
 from slipstream.refit.fingerprint import HeldWeights, WeightPart
-from slipstream.refit.quantization import LOAD_FORMAT, SCALE, quantised
+from slipstream.refit.quantization import LOAD_FORMAT, SCALE, quantized
 from slipstream.refit.stream import GlooGroup, WeightMeta, bytes_digest, receive
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -128,7 +128,7 @@ class Slot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QuantisedSlot:
+class QuantizedSlot:
     """A matrix of a vLLM model in 8 bits with a scale for each row, which are written together.
 
     On a CPU the kernel packs the values into memory of its own, with a pointer to the scales. vLLM's layerwise reload
@@ -163,7 +163,7 @@ class QuantisedSlot:
         return values.to(torch.int8)
 
 
-AnySlot = Slot | QuantisedSlot
+AnySlot = Slot | QuantizedSlot
 
 
 def _held(rows: Tensor, parts: tuple[WeightPart, ...]) -> HeldWeights:
@@ -240,7 +240,7 @@ def _module_slots(path: str, module: nn.Module, own: dict[str, nn.Parameter]) ->
         parts_of = expert_parts(path, module, own)
         return [Slot(module=module, parameter=name, parts=parts) for name, parts in parts_of.items()]
     if isinstance(module, LinearBase) and _SCALE in own:
-        return _quantised_slots(path, module, own)
+        return _quantized_slots(path, module, own)
     if isinstance(module, LinearBase):
         if "weight" not in own or own.keys() - {"weight", "bias"}:
             raise LookupError(f"{path} holds {sorted(own)}, not one weight and perhaps its bias")
@@ -264,8 +264,8 @@ def _module_slots(path: str, module: nn.Module, own: dict[str, nn.Parameter]) ->
     return found
 
 
-def _quantised_slots(path: str, module: LinearBase, own: dict[str, nn.Parameter]) -> list[AnySlot]:
-    """List the slot of a quantised matrix, and that of its bias."""
+def _quantized_slots(path: str, module: LinearBase, own: dict[str, nn.Parameter]) -> list[AnySlot]:
+    """List the slot of a quantized matrix, and that of its bias."""
     shape = _linear_shape(module)
     dtype = own[_WEIGHT].dtype if _WEIGHT in own else torch.int8  # a CPU's kernel packs its values away
     values = _linear_parts(path, module, shape, str(dtype).removeprefix("torch."))
@@ -275,7 +275,7 @@ def _quantised_slots(path: str, module: LinearBase, own: dict[str, nn.Parameter]
         else replace(part, name=part.name + SCALE, dtype="float32")
         for part in values
     )
-    found: list[AnySlot] = [QuantisedSlot(module=module, parts=values + scales, num_inputs=shape[1])]
+    found: list[AnySlot] = [QuantizedSlot(module=module, parts=values + scales, num_inputs=shape[1])]
     if "bias" in own:
         found.append(Slot(module=module, parameter="bias", parts=_of_bias(values, own["bias"])))
     return found
@@ -539,8 +539,8 @@ class ChannelTransfer(WeightTransferEngine[ChannelInfo, ChannelInfo]):
         self._vllm.receive_weights(self._vllm.parse_update_info(settings))
 
 
-class QuantisingLoader(DefaultModelLoader):
-    """Loads a checkpoint as vLLM does, with the matrices of a quantised policy in 8 bits; a draft stays as it is."""
+class QuantizingLoader(DefaultModelLoader):
+    """Loads a checkpoint as vLLM does, with the matrices of a quantized policy in 8 bits; a draft stays as it is."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         """Take the fields of `WeightFormat` from vLLM's `model_loader_extra_config`."""
@@ -548,17 +548,17 @@ class QuantisingLoader(DefaultModelLoader):
         super().__init__(replace(load_config, load_format="auto", model_loader_extra_config={}))
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:  # type: ignore[override]
-        """Yield the checkpoint's tensors, quantised where the policy is."""
+        """Yield the checkpoint's tensors, quantized where the policy is."""
         return _as_held(super().get_all_weights(model_config, model), model_config, self._own_config)
 
 
 def _as_held(
     weights: Iterator[tuple[str, Tensor]], model_config: ModelConfig, load_config: LoadConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """Quantise the tensors of a checkpoint for a model that holds them so."""
+    """Quantize the tensors of a checkpoint for a model that holds them so."""
     if model_config.quantization is None:
         return weights
-    return quantised(weights, WeightFormat(**load_config.model_loader_extra_config))
+    return quantized(weights, WeightFormat(**load_config.model_loader_extra_config))
 
 
 def loader_of(model: nn.Module, model_config: Any, metas: Sequence[WeightMeta]) -> SlotLoader | ReloadLoader:
@@ -635,4 +635,4 @@ def register() -> None:
     """Register the backend and the loader with vLLM in this process; vLLM calls plugins more than once."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, ChannelTransfer)
-        register_model_loader(LOAD_FORMAT)(QuantisingLoader)
+        register_model_loader(LOAD_FORMAT)(QuantizingLoader)

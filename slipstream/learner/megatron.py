@@ -50,6 +50,7 @@ from slipstream.learner.checkpoint.policy import PolicyCheckpoints
 from slipstream.learner.config import LearnerConfig, LoraConfig, ScratchConfig
 from slipstream.learner.cpu import host
 from slipstream.learner.export import gathered_mtp_weights, gathered_weights, held_weights, open_weights, save_model
+from slipstream.learner.judge import round_inputs, rounded_weights
 from slipstream.learner.layers import build_model, build_mtp, packs, skips_padding
 from slipstream.learner.logprobs import OutputHead
 from slipstream.learner.lora import FOLDER, Adapters
@@ -60,6 +61,7 @@ from slipstream.learner.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST
 from slipstream.learner.router_replay import forget_routes, replayed
 from slipstream.learner.weights import initial_weights, load_exactly, mtp_mappings, shard_from_hf
 from slipstream.records.steps import TrainStats
+from slipstream.refit.config import WeightFormat
 from slipstream.refit.fingerprint import HeldWeights
 
 _CPU = torch.device("cpu")
@@ -211,11 +213,13 @@ class MegatronPolicy:
         learner: LearnerConfig,
         optimizer: OptimizerConfig | None,
         lora: LoraConfig | None = None,
+        computed_as: WeightFormat | None = None,
     ) -> MegatronPolicy:
         """Load a model directory in Hugging Face format; without `optimizer` the policy cannot be updated.
 
         Args:
             lora: adapters that are trained in place of the weights; None trains the weights.
+            computed_as: format to which matrices and their inputs are rounded, as engines do; None rounds nothing.
         Raises:
             ConfigError: the architecture is unknown, `learner.parallel` does not split the model evenly, or the model
                 cannot have these adapters.
@@ -223,7 +227,11 @@ class MegatronPolicy:
         architecture = Architecture.from_hf(hf_path)
         parallel.initialize(learner.parallel)
         with open_weights(hf_path) as read:
-            return cls(read, architecture, learner, optimizer, lora=lora, base=str(hf_path))
+            if computed_as is None:
+                return cls(read, architecture, learner, optimizer, lora=lora, base=str(hf_path))
+            policy = cls(rounded_weights(read, computed_as), architecture, learner, optimizer, lora=lora)
+            round_inputs(policy._gpt, computed_as, num_ranks=learner.parallel.tensor)
+            return policy
 
     @classmethod
     def from_scratch(

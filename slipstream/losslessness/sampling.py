@@ -14,7 +14,7 @@ from slipstream.engine.protocol import Trace
 from slipstream.grpo.loop_config import KvCache
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.records.steps import ScheduleEntry
-from slipstream.types import Prompt
+from slipstream.types import Prompt, Quantization
 
 _FIRST_RANGE = 64  # positions of the first range of `lengths_by_position`
 
@@ -51,6 +51,7 @@ class Subject:
     versions: Mapping[str, str]
     schedule: tuple[ScheduleEntry, ...] = ()  # k by running batch
     kv_cache: KvCache | None = None  # None: the run does not refit engines in flight
+    quantization: Quantization = Quantization.NONE
 
 
 def draw(

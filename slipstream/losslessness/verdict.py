@@ -19,6 +19,7 @@ from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.hypothesis_tests import Bias, Draws, Tests
 from slipstream.losslessness.sampling import Sample, Subject, lengths_by_position, positions
 from slipstream.records.stages import CertificateRecord, Finding, GreedyRecord, Power
+from slipstream.types import Quantization
 
 CLAIM = (
     "Tokens sampled by the speculative engine follow the policy's own conditional distributions "
@@ -28,6 +29,10 @@ IN_FLIGHT = " New weights entered while they were sampled: each token is tested 
 KEPT = (
     " The run keeps the caches of running sequences when new weights enter, which biases their later tokens. These "
     "were drawn with recomputed caches, and do not show that bias."
+)
+QUANTIZED = (
+    " The policy is the one that the engines hold, with weights and inputs of its matrices in {}: how far it is from "
+    "the policy that learns is no part of the verdict, and is the mismatch of the run's steps."
 )
 LOSSLESS, BIASED, TOO_WEAK = "lossless", "biased", "too weak"
 _PIT_BINS = 20
@@ -86,7 +91,7 @@ def certify(
     return CertificateRecord(
         verdict=verdict,
         reason=reason,
-        claim=CLAIM + (IN_FLIGHT if earlier else "") + (KEPT if subject.kv_cache is KvCache.KEEP else ""),
+        claim=_claim(subject, in_flight=bool(earlier)),
         family_level=config.family_level,
         power=config.power,
         max_detectable_bias=config.max_detectable_bias,
@@ -109,6 +114,13 @@ def certify(
         lengths_by_position=lengths_by_position(sample.traces),
         elapsed_s=time.perf_counter() - started_s,
     )
+
+
+def _claim(subject: Subject, *, in_flight: bool) -> str:
+    """Say what the certificate shows of its subject."""
+    quantized = "" if subject.quantization is Quantization.NONE else QUANTIZED.format(subject.quantization)
+    kept = KEPT if subject.kv_cache is KvCache.KEEP else ""
+    return CLAIM + (IN_FLIGHT if in_flight else "") + kept + quantized
 
 
 def judged(traces: Sequence[Trace], policy: ExactPolicy, *, sampling: SamplingConfig, seed: int) -> NDArray[np.float64]:

@@ -34,6 +34,7 @@ class WeightFormat:
     dtype: str  # torch's name of the values' type
     largest: float  # largest magnitude of a weight's value
     largest_input: float  # the same of an input's value
+    num_ranks: int = 1  # of an engine: each rounds its own slice of an input that is split over them
 
 
 class RefitConfig(Checked, path="refit"):

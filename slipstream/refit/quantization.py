@@ -1,11 +1,11 @@
-"""Weights in 8 bits, as engines with quantised rollouts compute with them: a scale for each row of a matrix.
+"""Weights in 8 bits, as engines with quantized rollouts compute with them: a scale for each row of a matrix.
 
-The matrices of the decoder's layers are quantised; embeddings, norms, biases and the output layer keep their type. The
+The matrices of the decoder's layers are quantized; embeddings, norms, biases and the output layer keep their type. The
 layout is that of compressed-tensors' W8A8 checkpoints, which vLLM reads: beside each `weight` lies a `weight_scale`
 [rows, 1] in float32, and their product is the matrix. An engine also rounds the inputs of these matrices, with a scale
 for each token that it computes from the token itself.
 
-One function quantises for the learner that sends weights, for an engine that reads a directory, and for the gate. A
+One function quantizes for the learner that sends weights, for an engine that reads a directory, and for the gate. A
 row's values depend on that row alone, so the same bits result wherever the function runs on the same numbers.
 """
 
@@ -23,29 +23,29 @@ if TYPE_CHECKING:
 SCALE = "_scale"
 """Added to the name of a matrix, the name of its scales."""
 
-LOAD_FORMAT = "slipstream-quantised"
-"""Name under which vLLM knows the loader that quantises."""
+LOAD_FORMAT = "slipstream-quantized"
+"""Name under which vLLM knows the loader that quantizes."""
 
 _MATRICES = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 
 
-def is_quantised(name: str) -> bool:
+def is_quantized(name: str) -> bool:
     """Return True if a checkpoint's tensor of this name is sent in 8 bits."""
     return name.startswith("model.layers.") and name.endswith(_MATRICES)
 
 
-def quantised(weights: Iterable[tuple[str, Tensor]], to: WeightFormat) -> Iterator[tuple[str, Tensor]]:
-    """Quantise the matrices among a checkpoint's tensors; those that have 8 bits already, and all others, stay."""
+def quantized(weights: Iterable[tuple[str, Tensor]], to: WeightFormat) -> Iterator[tuple[str, Tensor]]:
+    """Quantize the matrices among a checkpoint's tensors; those that have 8 bits already, and all others, stay."""
     for name, tensor in weights:
-        if is_quantised(name) and tensor.dtype.itemsize > 1:
-            values, scale = quantise(tensor, to)
+        if is_quantized(name) and tensor.dtype.itemsize > 1:
+            values, scale = quantize(tensor, to)
             yield name, values
             yield name + SCALE, scale
         else:
             yield name, tensor
 
 
-def quantise(matrix: Tensor, to: WeightFormat) -> tuple[Tensor, Tensor]:
+def quantize(matrix: Tensor, to: WeightFormat) -> tuple[Tensor, Tensor]:
     """Round a matrix [rows, columns] to 8 bits; returns the values, and the scales [rows, 1] in float32.
 
     A row's largest magnitude becomes `to.largest`. A row with NaN or Inf has such a scale, and a row of zeros the
@@ -56,12 +56,12 @@ def quantise(matrix: Tensor, to: WeightFormat) -> tuple[Tensor, Tensor]:
 
 def restored(matrix: Tensor, to: WeightFormat) -> Tensor:
     """Round a matrix to 8 bits and return what it then stands for, in its own type."""
-    values, scale = quantise(matrix, to)
+    values, scale = quantize(matrix, to)
     return (values.float() * scale).to(matrix.dtype)
 
 
 def rounded_input(states: Tensor, to: WeightFormat, *, num_slices: int = 1) -> Tensor:
-    """Round states [..., columns] as an engine rounds the input of a quantised matrix, in their own type.
+    """Round states [..., columns] as an engine rounds the input of a quantized matrix, in their own type.
 
     Args:
         num_slices: ranks of the engine that each round a slice of the columns with a scale of its own.

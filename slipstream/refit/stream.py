@@ -122,7 +122,7 @@ class WeightSource:
 def _is_finite(tensor: Tensor) -> bool:
     """Return True if no value is NaN or Inf; both survive a sum, which is cheaper than a test of each value.
 
-    Of a quantised matrix, the scales show it.
+    Of a quantized matrix, the scales show it.
     """
     if tensor.dtype.itemsize == 1:
         return True

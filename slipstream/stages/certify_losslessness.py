@@ -12,6 +12,7 @@ from pathlib import Path
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.length import DraftLength
 from slipstream.grpo.loop_config import KvCache
+from slipstream.learner.config import Packing
 from slipstream.logs import progress
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import LOSSLESS, certify, judged
@@ -91,6 +92,7 @@ def certify_losslessness(
             draft_fingerprint="" if weights is None else directory_fingerprint(weights),
             versions=versions(),
             kv_cache=recipe.loop.in_flight_kv_cache,
+            quantization=recipe.engine.quantization,
         )
         record = _certificate(recipe, policy, trained, speculative, baseline, subject=subject, started_s=started_s)
         tracker.set_tags({"losslessness": record.verdict})
@@ -115,12 +117,15 @@ def _certificate(
     """Judge both samples with the learner, each token by the policy that sampled it."""
     logger.info("%s: the learner is judging %d responses", _NODE, len(speculative.traces) + len(baseline.traces))
     sampling, config = recipe.sampling, recipe.losslessness
-    with start_learner(replace(recipe.learner, dtype=Dtype.FLOAT32), layout=recipe.layout) as learner:
+    weight_format = recipe.engine.weight_format
+    packing = recipe.learner.packing if weight_format is None else Packing.ALWAYS  # layers that can round their inputs
+    judge = replace(recipe.learner, dtype=Dtype.FLOAT32, packing=packing)
+    with start_learner(judge, layout=recipe.layout) as learner:
         earlier = {}
         if subject.kv_cache is not None:
-            learner.load(start, None)
+            learner.load(start, None, computed_as=weight_format)
             earlier[_START] = judged(speculative.traces, learner, sampling=sampling, seed=config.seed)
-        learner.load(trained, None)
+        learner.load(trained, None, computed_as=weight_format)
         return certify(
             speculative,
             baseline,

@@ -161,8 +161,13 @@ class Run:
         recipe, draft, title = self.recipe, self.plan.draft, self.plan.title
         if recipe.placement.takes_turns:
             engines.sleep()  # they have just started, or were awake when an earlier attempt failed
-        with_reference = recipe.grpo.loss.kl_coefficient > 0
-        learner.load(self.policy, recipe.grpo.optimizer, with_reference=with_reference, lora=recipe.policy.lora)
+        learner.load(
+            self.policy,
+            recipe.grpo.optimizer,
+            with_reference=recipe.grpo.loss.kl_coefficient > 0,
+            lora=recipe.policy.lora,
+            sent_as=recipe.engine.weight_format,
+        )
         if draft is not None and self._trains_draft:
             learner.continue_draft(draft, self.policy, recipe.draft, recipe.engine.dtype)
         restored = checkpoints.restore(learner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from slipstream.imports import uncollected
 from slipstream.learner.config import LearnerConfig, LoraConfig, ScratchConfig
 from slipstream.ragged import Ragged
 from slipstream.refit.channel import EngineControl, Location, Snapshot, here
+from slipstream.refit.config import WeightFormat
 from slipstream.refit.fingerprint import Turn, WeightPart, held_whole, part_fingerprints
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.cores import CoreShare, CoreSlot, num_cores
@@ -78,6 +79,7 @@ class LearnerProcess:
         self._draft_chats: HeldChats | None = None
         self._share: CoreShare | None = None
         self._sources: dict[str, WeightSource] = {}  # by model
+        self._sent_as: WeightFormat | None = None  # as the policy is sent to engines
         self._draft_dtype: Dtype | None = None  # as a draft is sent to engines; None sends none
         self._snapshots: dict[tuple[Path, str], SnapshotWriter] = {}  # by directory and model
         self._sender: Sender | None = None
@@ -126,14 +128,22 @@ class LearnerProcess:
         *,
         with_reference: bool = False,
         lora: LoraConfig | None = None,
+        sent_as: WeightFormat | None = None,
+        computed_as: WeightFormat | None = None,
     ) -> int:
         """Load the policy, and a frozen copy as the reference of the KL; returns the number of parameters.
 
         A policy with adapters is its own reference: it has kept the weights below them.
+
+        Args:
+            sent_as: format of the policy's matrices in the engines; None sends them as they are.
+            computed_as: format in which the policy itself computes, as a judge of such engines; None for a policy that
+                learns.
         """
         require_here(path)
-        self._policy = self._load(path, optimizer, lora)
+        self._policy = self._load(path, optimizer, lora, computed_as)
         self._is_new(POLICY)
+        self._sent_as = sent_as
         self._reference = None
         if with_reference:
             self._reference = self._load(path, None).logprobs if lora is None else self._policy.base_logprobs
@@ -394,12 +404,14 @@ class LearnerProcess:
     ) -> dict[WeightPart, int]:
         """Fingerprint this rank's parts of the policy's tensors in `turn`, converted to `dtypes`.
 
-        For the draft rank 0 alone returns fingerprints; gathering an MTP layer is collective.
+        For the draft, and for a policy that is quantized as a whole, rank 0 alone returns fingerprints; gathering is
+        collective.
         """
-        if not is_draft:
+        if not is_draft and self._sent_as is None:
             held = (weights for weights in self._loaded.held_weights() if turn.takes(weights.parts[0].name))
             return part_fingerprints(held, dtypes)
-        named = {name: tensor for name, tensor in self._drafting.weights() if name in dtypes and turn.takes(name)}
+        whole = iter(self._drafting.weights() if is_draft else self._source(POLICY))
+        named = {name: tensor for name, tensor in whole if name in dtypes and turn.takes(name)}
         if self._rank:
             return {}
         return part_fingerprints((held_whole(name, tensor) for name, tensor in named.items()), dtypes)
@@ -409,9 +421,15 @@ class LearnerProcess:
 
         if model not in self._sources:
             is_policy = model == POLICY
-            weights = self._loaded.weights if is_policy else self._drafting.weights
+            weights = self._policy_weights if is_policy else self._drafting.weights
             self._sources[model] = WeightSource(weights, model=model, dtype=None if is_policy else self._draft_dtype)
         return self._sources[model]
+
+    def _policy_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        from slipstream.refit.quantization import quantized
+
+        weights = self._loaded.weights()
+        return weights if self._sent_as is None else quantized(weights, self._sent_as)
 
     def _sent_sources(self) -> list[WeightSource]:
         return [self._source(model) for model in ((POLICY,) if self._draft_dtype is None else (POLICY, DRAFT))]
@@ -434,7 +452,13 @@ class LearnerProcess:
         assert self._draft is not None, "start_draft comes first"
         return self._draft
 
-    def _load(self, path: Path, optimizer: OptimizerConfig | None, lora: LoraConfig | None = None) -> MegatronPolicy:
+    def _load(
+        self,
+        path: Path,
+        optimizer: OptimizerConfig | None,
+        lora: LoraConfig | None = None,
+        computed_as: WeightFormat | None = None,
+    ) -> MegatronPolicy:
         with uncollected():
             from slipstream.learner.megatron import MegatronPolicy
 
@@ -443,6 +467,7 @@ class LearnerProcess:
             learner=self._config,
             optimizer=optimizer,
             lora=lora,
+            computed_as=computed_as,
         )
 
 

@@ -23,7 +23,7 @@ from slipstream.drafts.pretrain import DraftProgress
 from slipstream.engine.config import SamplingConfig
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.update import part_of, part_of_batch
-from slipstream.learner.config import LearnerConfig, LoraConfig, ParallelConfig, ScratchConfig
+from slipstream.learner.config import LearnerConfig, ParallelConfig, ScratchConfig
 from slipstream.learner.packing import plan_shards
 from slipstream.ragged import Ragged
 from slipstream.refit.channel import EngineControl, Location, Snapshot
@@ -94,16 +94,8 @@ class RemoteLearner(Proxy):
         super().__init__(ranks, deadline)
         self._layout = layout
 
-    def load(
-        self,
-        path: Path,
-        optimizer: OptimizerConfig | None,
-        *,
-        with_reference: bool = False,
-        lora: LoraConfig | None = None,
-    ) -> int:
-        """Load the policy; returns the number of parameters."""
-        how = {"with_reference": with_reference, "lora": lora}
+    def load(self, path: Path, optimizer: OptimizerConfig | None, **how: Any) -> int:
+        """Load the policy, `how` as `LearnerProcess.load` documents; returns the number of parameters."""
         return self._on_all("load", lambda rank: rank.load.remote(path, optimizer, **how))
 
     def create(self, scratch: ScratchConfig, vocab_size: int, eos_token_id: int, optimizer: OptimizerConfig) -> int:

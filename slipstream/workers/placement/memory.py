@@ -38,7 +38,7 @@ from slipstream.learner.config import (
     Recompute,
 )
 from slipstream.refit.config import Channel
-from slipstream.types import Dtype
+from slipstream.types import Dtype, Quantization
 from slipstream.workers.placement.config import Layout, PlacementMode
 from slipstream.workers.placement.plan import table
 
@@ -244,7 +244,8 @@ def estimate(  # noqa: PLR0913  # one parameter for each section of the recipe t
         max_model_len=engine.max_model_len,
         microbatch_tokens=learner.max_tokens_per_microbatch,
         growing=held["activations"] + (0.0 if chunked else held["logits"]),
-        refit_bytes=num_parameters(shape) * WEIGHT_BYTES[learner.dtype],
+        refit_bytes=num_parameters(shape) * WEIGHT_BYTES[learner.dtype]
+        - _saved_by_quantization(shape, engine, WEIGHT_BYTES[learner.dtype]),
         uncounted=f"draft.model {draft.model} is not at hand: its memory is not counted" if is_unknown else "",
     )
 
@@ -430,13 +431,22 @@ def engine_memory(
     layer = 16_384 * width * (2 * shape.hidden_size + 3 * shape.ffn_hidden_size / tensor)
     sampler = engine.max_num_seqs * (longest_k + 1) * shape.vocab_size * 3 * _FLOAT32
     parts = {
-        "engine weights": num_parameters(shape) * width / tensor,
+        "engine weights": (num_parameters(shape) * width - _saved_by_quantization(shape, engine, width)) / tensor,
         "draft": parameters * width / tensor,
         "engine activations": max(layer, sampler),
     }
     share = engine.gpu_memory_utilization * gpu_bytes - sum(parts.values())
     parts[_CACHE] = share if engine.kv_cache_gib is None else engine.kv_cache_gib * 2**30
     return parts, 2 * (_cached_elements(shape, shape.num_layers, tensor) + draft_elements) * width  # keys and values
+
+
+def _saved_by_quantization(shape: Shape, engine: EngineConfig, width: int) -> float:
+    """Count the bytes by which the matrices of a dense policy's layers shrink from `width` bytes an element to one."""
+    if engine.quantization is Quantization.NONE:
+        return 0.0
+    heads, groups = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
+    layer = shape.hidden_size * (2 * heads + 2 * groups + 3 * shape.ffn_hidden_size)
+    return shape.num_layers * layer * (width - 1.0)
 
 
 def draft_sizes(shape: Shape, config: DraftConfig, tensor: int) -> tuple[float, float]:
