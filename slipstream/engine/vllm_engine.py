@@ -227,7 +227,7 @@ class VllmEngine:
         self._drafting = None if speculative_config is None else Drafting(self._llm)
         self._preemptions = Preemptions(self._llm)
         self._cache = CacheMemory(self._llm)
-        self._max_model_len = config.max_model_len
+        self._max_model_len, self._weight_format = config.max_model_len, config.weight_format
         self._is_updating = False  # True from the start of an update until `adopt`
         self._kv_cache: KvCache | None = None
         self._groups = GroupsUnderWay(self._llm.llm_engine, max_num_seqs=config.max_num_seqs)
@@ -429,6 +429,7 @@ class VllmEngine:
             "model runner": "V2" if config.use_v2_model_runner else "V1",
             "CUDA graphs": config.compilation_config.cudagraph_mode.name,
             "KV cache tokens": str(config.cache_config.kv_cache_size_tokens),
+            **({} if self._weight_format is None else {"matrices": self._weight_format.dtype}),
         }
 
     def locations(self) -> list[Location]:

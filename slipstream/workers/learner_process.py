@@ -168,7 +168,7 @@ class LearnerProcess:
         """Release all models; the process group stays."""
         self._policy = self._reference = self._draft = self._draft_chats = self._online = None
         self.close_stream()
-        self._sources, self._snapshots, self._draft_dtype = {}, {}, None
+        self._sources, self._snapshots, self._draft_dtype, self._sent_as = {}, {}, None, None
         gc.collect()
 
     def offload(self) -> int:

@@ -78,6 +78,6 @@ def test_an_engine_holds_and_computes_what_the_learner_quantizes(
         learner.load(new, None)  # which would send its weights as they are, and expects such in the engine
         with (
             open_channel(refit, learner, engine) as opened,
-            pytest.raises(RefitError, match="other bytes|tensors differ"),
+            pytest.raises(RefitError, match=r"other bytes|tensors differ"),
         ):
             RefitGate(engine, learner, channel=opened, trains_draft=False, draft=draft, config=refit).refit(9)

@@ -111,6 +111,7 @@ ONLINE = ("draft.online.when=always", *ADAMW)
 MIXTURE = (f"policy.model={Path(__file__).parent / 'recipe_fields' / 'mixture'}", "policy.scratch=null")
 ON_GPU = ("engine={kv_cache_gib: null, gpu_memory_utilization: 0.19}",)
 ROLLOUTS = "draft.online.updates must be at most the 48 rollouts of an update /"
+INT8 = ("engine.quantization=int8", "grpo.loss.truncated_importance_sampling=2.0")
 REFUSED: dict[tuple[str, ...], str] = {
     ("grpo.group_sise=4",): "unknown key 'grpo.group_sise'; did you mean 'grpo.group_size'?",
     ("draft.num_prompts=4",): "unknown key 'draft.num_prompts'; did you mean 'draft.pretrain.num_prompts'?",
@@ -221,6 +222,20 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("loop={mode: one_step_off, max_off_policy_steps: 2}",): "grpo.loss.correction must be given with "
     "loop.max_off_policy_steps 2, got None; rollouts are of older policies than the one that learns: set token or "
     "sequence with a cap, grpo.loss.truncated_importance_sampling, or none in so many words",
+    (
+        "engine.quantization=fp8",
+    ): "engine.quantization must be none or int8 with engines on CPUs (engine.kv_cache_gib), "
+    "got 'fp8'; vLLM multiplies 8-bit floats on GPUs alone",
+    ("engine.quantization=int8",): "grpo.loss.correction must be given with engine.quantization int8, got None; the "
+    "policy that samples differs from the one that learns: set token or sequence with a cap, "
+    "grpo.loss.truncated_importance_sampling, or none in so many words",
+    (*INT8, "policy.scratch.num_mtp_layers=1", "draft.method=mtp"): "draft.method must not be mtp with "
+    "engine.quantization int8, got 'mtp'; the MTP layer is a layer of the policy, and vLLM would quantize it too",
+    (*INT8, "learner.parallel.tensor=2", *ADAMW): "engine.tensor_parallel_size must be a multiple of "
+    "learner.parallel.tensor 2 with engine.quantization int8, got 1; the judge of a certificate rounds inputs as each "
+    "rank of an engine does",
+    (*MIXTURE, *INT8): "engine.quantization must be none for a mixture of experts, got 'int8'; vLLM's kernels of "
+    "experts have layouts of their own",
 }
 
 
@@ -257,6 +272,8 @@ CAPPED = "grpo.loss.truncated_importance_sampling=2.0"
         (LAGS, CAPPED),
         (LAGS, CAPPED, "grpo.loss.correction=sequence"),
         (LAGS, "grpo.loss.correction=none"),
+        INT8,
+        ("engine.quantization=int8", "grpo.loss.correction=none"),
         (LAGS, CAPPED, "draft.autopilot=true"),
         ("loop={mode: in_flight, max_off_policy_steps: 1}", CAPPED, "engine={num_engines: 6, max_num_seqs: 8}"),
     ],

@@ -22,10 +22,20 @@ from slipstream.losslessness import hypothesis_tests
 from slipstream.losslessness import verdict as verdicts
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw, lengths_by_position
-from slipstream.losslessness.verdict import BIASED, CLAIM, IN_FLIGHT, KEPT, LOSSLESS, TOO_WEAK, certify, judged
+from slipstream.losslessness.verdict import (
+    BIASED,
+    CLAIM,
+    IN_FLIGHT,
+    KEPT,
+    LOSSLESS,
+    QUANTIZED,
+    TOO_WEAK,
+    certify,
+    judged,
+)
 from slipstream.records.stages import CertificateRecord, GreedyRecord, Power
 from slipstream.records.steps import ScheduleEntry
-from slipstream.types import Prompt, VersionSpan
+from slipstream.types import Prompt, Quantization, VersionSpan
 
 VOCABULARY = 12
 END = 0
@@ -300,6 +310,9 @@ def test_a_certificate_claims_no_more_than_was_drawn(drawn: Sample, baseline: Sa
     assert claim(None, across_versions=False) == CLAIM
     assert claim(KvCache.RECOMPUTE, across_versions=True) == CLAIM + IN_FLIGHT
     assert claim(KvCache.KEEP, across_versions=True) == CLAIM + IN_FLIGHT + KEPT
+    subject = replace(SUBJECT, quantization=Quantization.INT8)
+    quantized = certificate(drawn, baseline, config=SMALL, subject=subject).claim
+    assert quantized == CLAIM + QUANTIZED.format("int8")
 
 
 def rejected(record: CertificateRecord) -> set[str]:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.learner.config import LearnerConfig
+from slipstream.refit.config import WeightFormat
 from slipstream.refit.fingerprint import ALL, HeldWeights, Turn, held_whole, part_fingerprints
 from slipstream.types import Dtype
 from slipstream.workers.learner_process import DRAFT, POLICY, LearnerProcess
@@ -106,6 +107,27 @@ def test_fingerprints_are_of_the_tensors_whose_turn_it_is_as_the_type_asked_for(
     first = rank.weight_fingerprints(dtypes, Turn(index=1, count=2))
     assert first == part_fingerprints([held_whole("layers.1.w", torch.full((4,), 2.0, dtype=torch.bfloat16))])
     assert {part.name for part in rank.weight_fingerprints(dtypes, ALL)} == set(dtypes)
+
+
+def test_a_quantized_policy_is_written_and_fingerprinted_as_engines_hold_it(tmp_path: Path) -> None:
+    """Rank 0 alone answers, of the tensors whose turn it is; the first policy after a release has its own format."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    rank, other = Rank(), Rank(rank=1)
+    for each in (rank, other):
+        each.policy = Model({name: torch.tensor([[2.54, -1.0]]), "model.layers.1.norm.weight": torch.ones(2)})
+        each._sent_as = WeightFormat(dtype="int8", largest=127, largest_input=127)
+    assert rank.weight_bytes() == 2 + 4 + 8
+    written = rank.publish(tmp_path, 1)
+    assert written is not None
+    held = load_file(written.path)
+    assert held[name].tolist() == [[127, -50]] and held[name + "_scale"].tolist() == [[pytest.approx(0.02)]]
+    dtypes = {name: "int8", name + "_scale": "float32", "model.layers.1.norm.weight": "bfloat16"}
+    held["model.layers.1.norm.weight"] = held["model.layers.1.norm.weight"].bfloat16()
+    expected = part_fingerprints(held_whole(*each) for each in held.items())
+    assert rank.weight_fingerprints(dtypes, ALL) == expected
+    assert rank.weight_fingerprints(dtypes, Turn(index=0, count=2)) == other.weight_fingerprints(dtypes, ALL) == {}
+    rank.release()
+    assert rank.weight_bytes() == 8 + 8
 
 
 @pytest.mark.parametrize(("rank", "names"), [(0, {"fc"}), (1, set())])

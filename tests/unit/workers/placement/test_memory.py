@@ -22,7 +22,7 @@ from slipstream.learner.architecture import QWEN3_MOE, Architecture, Experts
 from slipstream.learner.config import LearnerConfig, LoraConfig, ParallelConfig, Recompute, ScratchConfig, ShapeConfig
 from slipstream.recipe import load_recipe
 from slipstream.refit.config import Channel
-from slipstream.types import Dtype
+from slipstream.types import Dtype, Quantization
 from slipstream.workers.placement import memory
 from slipstream.workers.placement.memory import MemoryEstimate
 from tests.small import draft_with
@@ -322,6 +322,11 @@ def test_an_engine_without_a_draft_takes_a_named_cache_as_it_is_and_splits_over_
     two = _engine(tensor_parallel_size=2)
     parts, per_token = memory.engine_memory(_tiny(), two, gpu_bytes=4e6, longest_k=0, draft=None)
     assert (parts["engine weights"], per_token) == (332, 16)  # one key-value head is copied
+    eight, _ = memory.engine_memory(
+        _tiny(), replace(two, quantization=Quantization.FP8), gpu_bytes=4e6, longest_k=0, draft=None
+    )
+    # Two layers of 4 * (2*4 + 2*2) + 3*4*6 = 120 elements, a byte less each, over two ranks.
+    assert parts["engine weights"] - eight["engine weights"] == 120
     parts, per_token = memory.engine_memory(_tiny(), two, gpu_bytes=4e6, longest_k=1, draft=EAGLE3)
     assert (parts["draft"], parts["engine activations"], per_token) == (232, 16_384 * 2 * 17, 24)
 
