@@ -201,7 +201,7 @@ class VllmEngine:
 
             from slipstream.engine.weight_transfer import BACKEND
 
-        self._stop_token_ids = stop_token_ids(policy)
+        self._stop_token_ids, self._weight_format = stop_token_ids(policy), config.weight_format
         with ExitStack() as links:
             self._llm: Any = LLM(
                 str(links.enter_context(loadable(policy))),
@@ -227,7 +227,7 @@ class VllmEngine:
         self._drafting = None if speculative_config is None else Drafting(self._llm)
         self._preemptions = Preemptions(self._llm)
         self._cache = CacheMemory(self._llm)
-        self._max_model_len, self._weight_format = config.max_model_len, config.weight_format
+        self._max_model_len = config.max_model_len
         self._is_updating = False  # True from the start of an update until `adopt`
         self._kv_cache: KvCache | None = None
         self._groups = GroupsUnderWay(self._llm.llm_engine, max_num_seqs=config.max_num_seqs)

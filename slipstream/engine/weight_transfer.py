@@ -59,6 +59,7 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.models.mimo_mtp import MiMoMTP
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from slipstream.refit.config import Channel, WeightFormat
 from slipstream.refit.fingerprint import HeldWeights, WeightPart
@@ -153,14 +154,16 @@ class QuantizedSlot:
         for name, parts in ((_WEIGHT, self.parts[:half]), (_SCALE, self.parts[half:])):
             fresh = _cut(tensors, parts).clone(memory_format=torch.contiguous_format)
             setattr(self.module, name, nn.Parameter(fresh, requires_grad=False))
-        self.module.quant_method.process_weights_after_loading(self.module)  # type: ignore[union-attr]
+        with set_default_torch_dtype(self.module.params_dtype):  # the kernel's output, as where vLLM loads a model
+            self.module.quant_method.process_weights_after_loading(self.module)
 
     def _recovered(self, scale: Tensor) -> Tensor:
-        """Compute the values [outputs, inputs] as the layer's product with the identity: a sum of one term."""
-        identity = _identity(self.num_inputs, torch.get_default_dtype())
-        product: Tensor = self.module.quant_method.apply(self.module, identity, None)  # type: ignore[union-attr]
-        values = (product.t().float() / scale).round()
-        return values.to(torch.int8)
+        """Compute the values [outputs, inputs] as the layer's product with the identity: a sum of one term.
+
+        In bfloat16, cut to 8 bits, a value up to 64 is known within a half.
+        """
+        product: Tensor = self.module.quant_method.apply(self.module, _identity(self.num_inputs, self.module.params_dtype), None)
+        return (product.t().float() / scale).round().to(torch.int8)
 
 
 AnySlot = Slot | QuantizedSlot

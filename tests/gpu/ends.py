@@ -19,9 +19,9 @@ SAMPLING = SamplingConfig(temperature=0.0, max_response_tokens=24)
 
 @contextmanager
 def learner_and_engine(
-    models: Mapping[str, Path], *, part: float = 0.5, can_sleep: bool = False
+    models: Mapping[str, Path], *, part: float = 0.5, can_sleep: bool = False, config: EngineConfig = ENGINE
 ) -> Iterator[tuple[Any, Any]]:
-    """An empty learner and an engine with the policy `old`, each with `part` of a GPU."""
+    """An empty learner and an engine of `config` with the policy `old`, each with `part` of a GPU."""
     import ray
 
     from slipstream.engine.vllm_engine import VllmEngine, process_environment
@@ -32,16 +32,16 @@ def learner_and_engine(
     from slipstream.workers.session import actor_environment
 
     deadline = Deadline(300.0, "fixed")
-    environment = {"env_vars": actor_environment(process_environment(ENGINE))}
+    environment = {"env_vars": actor_environment(process_environment(config))}
     engine: Any = ray.remote(VllmEngine).options(num_gpus=part, runtime_env=environment)
-    actor = engine.remote(models["old"], config=ENGINE, speculative_config=None, can_sleep=can_sleep)
+    actor = engine.remote(models["old"], config=config, speculative_config=None, can_sleep=can_sleep)
     engines = RemoteEngine([Worker(actor, "engine 0")], deadline)
     learner: Any = None
     try:
         engines.states()  # the engine measures the free memory first
         process: Any = ray.remote(LearnerProcess).options(num_gpus=part)
-        config = LearnerConfig(max_tokens_per_microbatch=1024, dtype=Dtype.BFLOAT16)
-        learner = RemoteLearner([Worker(process.remote(config), "learner rank 0")], ParallelConfig(), deadline)
+        learns = LearnerConfig(max_tokens_per_microbatch=1024, dtype=Dtype.BFLOAT16)
+        learner = RemoteLearner([Worker(process.remote(learns), "learner rank 0")], ParallelConfig(), deadline)
         yield learner, engines
     finally:
         engines.close()

@@ -37,6 +37,7 @@ from slipstream.types import Arm, Prompt
 from slipstream.workers.calls import LostWorkerError, Worker
 from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, rollout_groups
 from tests.unit.recipe_fields.policy import megatron_optimizer
+from tests.unit.recipe_fields.workers import engine_arguments
 from tests.unit.sampled import accepted
 from tests.unit.train.world import Delays, FlightWorld, in_flight
 
@@ -59,8 +60,8 @@ class NotedLearner:
     def offload(self) -> None:
         self.num_offloads += 1
 
-    def load(self, policy: Path, optimizer: Any, *, with_reference: bool, lora: Any) -> None:
-        self.loads.append((optimizer, with_reference, lora))
+    def load(self, policy: Path, optimizer: Any, *, with_reference: bool, lora: Any, sent_as: Any) -> None:
+        self.loads.append((optimizer, with_reference, lora, sent_as))
 
     def logprobs(self, batch: Any, temperature: float) -> list[Any]:
         return [np.full(2, -0.5, dtype=np.float32) for _ in batch.token_ids]
@@ -192,7 +193,7 @@ def training_calls(recipe: Recipe, tools: Tools) -> object:
         (each.batch.counts, each.batch.advantages, each.temperature, each.trainer_logprobs is None)
         for each in learner.updates
     ]
-    return engine.calls, updates, learner.checkpoints, [with_reference for _, with_reference, _ in learner.loads]
+    return engine.calls, updates, learner.checkpoints, [with_reference for _, with_reference, _, _ in learner.loads]
 
 
 def training_loss(recipe: Recipe, tools: Tools) -> object:
@@ -224,7 +225,14 @@ def training_optimizer(recipe: Recipe, tools: Tools) -> object:
 def training_adapters(recipe: Recipe, tools: Tools) -> object:
     """The adapters that the learner is to train."""
     _, learner, _, _ = trained(recipe, tools)
-    return [lora for _, _, lora in learner.loads]
+    return [lora for _, _, lora, _ in learner.loads]
+
+
+def training_format(recipe: Recipe, tools: Tools) -> object:
+    """The format in which engines hold the policy and the learner sends it."""
+    _, learner, _, _ = trained(recipe, tools)
+    assert [sent_as for *_, sent_as in learner.loads] == [recipe.engine.weight_format]
+    return engine_arguments(recipe, tools)
 
 
 def training_records(recipe: Recipe, tools: Tools) -> object:
@@ -397,6 +405,7 @@ CHECKS = {
     "grpo.loss.kl_coefficient": Check(0.1, training_loss),
     "grpo.loss.kl_estimator": Check("k1", training_loss, {"grpo.loss.kl_coefficient": 0.1}),
     "grpo.loss.truncated_importance_sampling": Check(3.0, training_loss, CORRECTED),
+    "engine.quantization": Check("int8", training_format, CAPPED_HIGH),
     "grpo.loss.correction": Check("sequence", training_loss, CAPPED_HIGH),
     "grpo.loss.mask_band": Check([0.5, 16.0], training_loss, CORRECTED),
     "grpo.loss.mask_level": Check("sequence", training_loss, MASKED),

@@ -156,7 +156,6 @@ CHECKS = {
     "engine.max_model_len": Check(300, engine_arguments),
     "engine.max_num_seqs": Check(128, engine_arguments),
     "engine.dtype": Check("bfloat16", engine_arguments),
-    "engine.quantization": Check("int8", engine_arguments, {"grpo.loss.truncated_importance_sampling": 2.0}),
     "engine.enforce_eager": Check(False, engine_arguments),
     "engine.kv_cache_gib": Check(0.5, engine_arguments),
     "engine.gpu_memory_utilization": Check(0.4, engine_arguments, ON_GPU),

@@ -91,7 +91,7 @@ def test_shards_of_8_bits_have_the_fingerprint_of_the_whole(form: WeightFormat) 
     expected = weight_totals([part_fingerprints([whole])])
     assert weight_totals([part_fingerprints([each]) for each in cut]) == expected
     changed = values.clone()
-    changed[7, 5] = -changed[7, 5] if float(changed[7, 5]) else 1
+    changed[7, 5] = 1 - values[7, 5].float()
     assert weight_totals([part_fingerprints([held_whole("w", changed)])]) != expected
 
 

@@ -369,9 +369,9 @@ class LoggedLearner(NotedLearner):
         super().__init__()
         self._calls = calls
 
-    def load(self, policy: Path, optimizer: Any, *, with_reference: bool, lora: Any) -> None:
+    def load(self, policy: Path, optimizer: Any, **how: Any) -> None:
         self._calls.append("load")
-        super().load(policy, optimizer, with_reference=with_reference, lora=lora)
+        super().load(policy, optimizer, **how)
 
     def offload(self) -> None:
         self._calls.append("learner offloads")
