@@ -162,7 +162,9 @@ class QuantizedSlot:
 
         In bfloat16, cut to 8 bits, a value up to 64 is known within a half.
         """
-        product: Tensor = self.module.quant_method.apply(self.module, _identity(self.num_inputs, self.module.params_dtype), None)
+        product: Tensor = self.module.quant_method.apply(
+            self.module, _identity(self.num_inputs, self.module.params_dtype), None
+        )
         return (product.t().float() / scale).round().to(torch.int8)
 
 

@@ -41,6 +41,7 @@ def test_an_engine_holds_and_computes_what_the_learner_quantizes(
     save_draft(build_draft(old, DRAFT), draft)
     config = replace(ENGINE, max_model_len=64, quantization=Quantization.INT8, tensor_parallel_size=num_ranks)
     form, sequences = config.weight_format, [list(tokens) for tokens in random_sequences()]
+    refit = RefitConfig(channel=Channel.GLOO, bucket_mib=0.02)
     learner_config = LearnerConfig(dtype=Dtype.FLOAT32, num_threads=1, packing=Packing.ALWAYS)
     with (
         start_learner(learner_config) as learner,
@@ -59,8 +60,7 @@ def test_an_engine_holds_and_computes_what_the_learner_quantizes(
         learner.load(new, None, sent_as=form)
         for version, channel in enumerate((Channel.SHARED_MEMORY, Channel.GLOO), start=3):
             engine.refit(WeightFiles(policy=old, policy_version=0))
-            refit = RefitConfig(channel=channel, bucket_mib=0.02)
-            with open_channel(refit, learner, engine) as opened:
+            with open_channel(replace(refit, channel=channel), learner, engine) as opened:
                 gate = RefitGate(engine, learner, channel=opened, trains_draft=False, draft=draft, config=refit)
                 assert gate.refit(version).num_tensors > len(dtypes)
             assert engine.start_fingerprints(is_draft=False, turn=ALL)() == [from_directory[new]]

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationStrategy
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStrategy,
+    QuantizationType,
+)
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from compressed_tensors.quantization.lifecycle.forward import quantize as reference
 
@@ -31,8 +37,8 @@ def test_values_by_hand() -> None:
     assert quantize(matrix, replace(INT8, largest=64))[0][0].tolist() == [25, -64, 1, 0]
 
 
-@pytest.mark.parametrize(("form", "kind"), [(INT8, "int"), (FP8, "float")])
-def test_values_are_those_of_compressed_tensors(form: WeightFormat, kind: str) -> None:
+@pytest.mark.parametrize(("form", "kind"), [(INT8, QuantizationType.INT), (FP8, QuantizationType.FLOAT)])
+def test_values_are_those_of_compressed_tensors(form: WeightFormat, kind: QuantizationType) -> None:
     """Its own scales differ (127.5 steps in int8); with ours its values, and what they stand for, are equal."""
     matrix = torch.randn(40, 24, generator=torch.Generator().manual_seed(1))
     values, scale = quantize(matrix, form)
@@ -41,14 +47,16 @@ def test_values_are_those_of_compressed_tensors(form: WeightFormat, kind: str) -
     theirs = reference(matrix, scale, zero, args, dtype=getattr(torch, form.dtype))
     assert torch.equal(values.float(), theirs.float())
     assert torch.equal(restored(matrix, form), dequantize(theirs, scale, zero, args, dtype=torch.float32))
-    assert (restored(matrix, form) - matrix).abs().max() < (0.02 if kind == "int" else 0.15)
+    assert (restored(matrix, form) - matrix).abs().max() < (0.02 if kind is QuantizationType.INT else 0.15)
 
 
 @pytest.mark.parametrize("form", [INT8, FP8])
 def test_the_checkpoints_config_is_one_that_compressed_tensors_reads(form: WeightFormat) -> None:
     config = QuantizationConfig.model_validate(checkpoint_config(form))
     (scheme,) = config.config_groups.values()
-    assert scheme.weights is not None and scheme.input_activations is not None
+    assert (
+        isinstance(scheme, QuantizationScheme) and scheme.weights is not None and scheme.input_activations is not None
+    )
     assert scheme.weights.pytorch_dtype() is getattr(torch, form.dtype)
     assert (scheme.weights.strategy, scheme.input_activations.strategy) == ("channel", "token")
     assert scheme.input_activations.dynamic
