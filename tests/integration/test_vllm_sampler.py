@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from vllm.platforms import current_platform
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from slipstream.engine import vllm_plugin
@@ -157,6 +158,7 @@ def test_greedy_drafts_are_verified_exactly(num_seeds: int) -> None:
     """
     from vllm.v1.sample import rejection_sampler
 
+    current_platform.register_triton_kernel_overrides()  # as an engine's start does on CPUs
     vllm_plugin.install()
     num = 20_000
     torch.manual_seed(8)
