@@ -30,6 +30,7 @@ from slipstream.engine.vllm_groups import (
     group_of,
     trace_of,
 )
+from slipstream.engine.vllm_norms import PRIORITY
 from slipstream.grpo.loop_config import KvCache
 from slipstream.imports import uncollected
 from slipstream.records.steps import ScheduleEntry
@@ -75,6 +76,7 @@ def engine_arguments(
         # After each chunk but a prompt's last, vLLM 0.32 rewinds a seeded request's generator by its offset. A CPU's
         # generator has no offset, and the engine would end there.
         "enable_chunked_prefill": False,
+        **({"ir_op_priority": PRIORITY} if config.enforce_eager else {}),  # a compiler fuses what torch does
     }
 
 
