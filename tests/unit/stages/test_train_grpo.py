@@ -58,13 +58,14 @@ def test_an_arm_and_its_certificate_take_the_drafts_of_the_tuning_record_at_ever
     recipe = load_recipe("tiny", overrides={"draft": {"sampling": asked}})
     record = TuningRecord(chosen_k=3, reason="", points=(), schedule=(), sampling="greedy")
     write_record(record, tmp_path / "tuning.json")
+    greedy = DraftLength(num_speculative_tokens=3, sampling=DraftSampling.GREEDY)
     for _ in range(2):
         length = draft_length(recipe, tmp_path)
-        assert length == DraftLength(num_speculative_tokens=3, sampling=DraftSampling.GREEDY)
+        assert length == greedy
         plan = stage.arm_plan(recipe, Arm.SPECULATIVE, policy=tmp_path, draft=tmp_path, length=length)
         started: Any = plan.start_engine
         assert started.args[0].draft.sampling is DraftSampling.GREEDY
-    assert tuned_length(recipe, tmp_path) == length
+    assert tuned_length(recipe, tmp_path) == greedy
     write_record(replace(record, chosen_k=0), tmp_path / "tuning.json")
     assert tuned_length(recipe, tmp_path).sampling is DraftSampling.GREEDY
 
