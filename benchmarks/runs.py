@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.config import require
+from slipstream.drafts.methods import DraftSampling
 from slipstream.learner.numerics import capabilities
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.files import read_record
 from slipstream.records.stages import TuningRecord
 from slipstream.stages.context import RunContext
+from slipstream.stages.recipe_engines import sampled
 from slipstream.stages.support import settled
 
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -25,7 +27,7 @@ _NEEDED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedRun:
-    """Finished execution; `recipe` has resolved types instead of `auto`."""
+    """Finished execution; `recipe` has resolved types and drafts instead of `auto`."""
 
     execution: Path
     recipe: Recipe
@@ -80,7 +82,7 @@ def find_execution(path: Path) -> Path:
 
 
 def open_run(path: Path) -> FinishedRun:
-    """Read the run at `path`, with `dtype: auto` resolved as in its stages.
+    """Read the run at `path`, with every `auto` of types and drafts resolved as in its stages.
 
     Raises:
         ConfigError: `path` holds no finished run.
@@ -93,8 +95,9 @@ def open_run(path: Path) -> FinishedRun:
         experiment=recipe.name,
         workload=recipe.workload.value,
     )
+    tuning = read_record(TuningRecord, execution / "tune_draft_length" / "tuning.json")
     return FinishedRun(
         execution=execution,
-        recipe=settled(context, recipe),
-        chosen_k=read_record(TuningRecord, execution / "tune_draft_length" / "tuning.json").chosen_k,
+        recipe=sampled(settled(context, recipe), DraftSampling(tuning.sampling)),
+        chosen_k=tuning.chosen_k,
     )

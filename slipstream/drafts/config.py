@@ -21,7 +21,7 @@ from slipstream.config import (
     Switch,
     section,
 )
-from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Verification
+from slipstream.drafts.methods import TRAITS, DraftMethod, DraftSampling, Training, Verification
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner.config import ShapeConfig
 
@@ -202,6 +202,8 @@ class DraftConfig(Checked, path="draft"):
     """One tuned k for all batches, or one k for each running batch. Set `by_batch` where batches shrink a lot."""
     autopilot: Switch = False
     """Drafting stops while its steps cost more than steps without it. Set it where acceptance may collapse in a run."""
+    sampling: DraftSampling = DraftSampling.PROBABILISTIC
+    """Sampled drafts, the draft's likeliest tokens, or the faster of both. Set `auto` where a longer tuning pays."""
     verification: Verification = Verification.TOKEN
     """Test of each draft token, or of whole drafts, which accepts more of them. Set `block` where a draft has weights
     and a CPU or vLLM's second model runner samples."""
@@ -224,9 +226,7 @@ class DraftConfig(Checked, path="draft"):
         self._check_length()
         self._check_given()
         self._check_online()
-        rule, fix = f"must be token with draft.method {self.method.value}", "its drafts have no probabilities"
-        is_token = self.verification is Verification.TOKEN
-        self._require(is_token or TRAITS[self.method].has_weights, "verification", rule, fix)
+        self._check_sampling()
 
     @property
     def is_given(self) -> bool:
@@ -252,6 +252,17 @@ class DraftConfig(Checked, path="draft"):
     def reads(self, name: str) -> bool:
         """Return True if the method reads this field or section."""
         return name in TRAITS[self.method].fields
+
+    def _check_sampling(self) -> None:
+        samples = TRAITS[self.method].has_weights
+        is_default = self.sampling is DraftSampling.PROBABILISTIC
+        rule, fix = f"must be left out with draft.method {self.method.value}", "its drafts are looked up, not sampled"
+        self._require(samples or is_default, "sampling", rule, fix)
+        is_token = self.verification is Verification.TOKEN
+        rule, fix = f"must be token with draft.method {self.method.value}", "its drafts have no probabilities"
+        self._require(is_token or samples, "verification", rule, fix)
+        rule, fix = f"must be token with draft.sampling {self.sampling.value}", "blocks accept no more of greedy drafts"
+        self._require(is_token or is_default, "verification", rule, fix)
 
     def _check_online(self) -> None:
         trains_online = TRAITS[self.method].trains_online

@@ -7,6 +7,9 @@ prompts with a group of rollouts each, as in training, and every round takes the
 into memory at once, the middle of the candidates is measured first, and then the neighbours of the fastest k at the
 largest batch, as long as there are any: speedup rises and falls once over k. A schedule needs every k and measures all.
 
+Kind of drafts (`compare`). Engines with probabilistic and greedy drafts of the chosen k generate in the same way, and
+the median over rounds decides between them.
+
 Schedule (`schedule`). As rollouts finish, a generation passes through every running batch down to 1, and engines report
 the time of their steps at each. The cost of a k at a running batch is the time in which every running rollout gains one
 token: seconds of a step over tokens gained by a rollout. An engine whose drafting is switched off still runs the
@@ -26,19 +29,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import exp, log
 from statistics import fmean, median
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import Field
 
 from slipstream.config import Checked, Fix, Fraction, Int, NonNegativeInt, PositiveInt, require, rule
+from slipstream.drafts.methods import DraftSampling
 from slipstream.engine.acceptance import combine
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Engines, GenerationResult, RunningTime
-from slipstream.records.stages import RunningPoint, SweepPoint, TuningRecord
+from slipstream.records.stages import RunningPoint, SamplingPoint, SweepPoint, TuningRecord
 from slipstream.records.steps import NUM_WARMUP_STEPS, AutopilotStep, ScheduleEntry
 from slipstream.statistics import spread
 from slipstream.types import Prompt
@@ -52,6 +56,9 @@ _MAX_BACK_OFF = 8  # times `_PROBE_EVERY_STEPS`
 
 SWITCHED_OFF = -1
 """Stands for a k: length 0 in an engine that has a draft. 0 itself is an engine without one."""
+
+Key = TypeVar("Key", int, DraftSampling)
+"""Tells engines that are compared apart: their k, or their kind of drafts."""
 
 Round = Mapping[int, GenerationResult]
 """Generations of one round by k; all engines of a round generate the same prompts."""
@@ -101,13 +108,14 @@ def require_groups(config: TuningConfig, group_size: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftLength:
-    """Draft length of an engine: one k, or a schedule by running batch.
+    """Draft length of an engine: one k, or a schedule by running batch; and how tokens of that length are chosen.
 
     `num_speculative_tokens` is the largest k, 0 for an engine without a draft. An empty schedule means one k.
     """
 
     num_speculative_tokens: int
     schedule: tuple[ScheduleEntry, ...] = ()
+    sampling: DraftSampling = DraftSampling.PROBABILISTIC
 
     @property
     def label(self) -> str:
@@ -119,9 +127,10 @@ class DraftLength:
 def length_of(record: TuningRecord, *, by_batch: bool) -> DraftLength:
     """Return the tuned schedule if one is asked for and has several k, else the best fixed k."""
     ks = {entry.num_speculative_tokens for entry in record.schedule}
+    sampling = DraftSampling(record.sampling)
     if by_batch and len(ks) > 1:
-        return DraftLength(num_speculative_tokens=max(ks), schedule=record.schedule)
-    return DraftLength(num_speculative_tokens=record.chosen_k)
+        return DraftLength(num_speculative_tokens=max(ks), schedule=record.schedule, sampling=sampling)
+    return DraftLength(num_speculative_tokens=record.chosen_k, sampling=sampling)
 
 
 def described(schedule: Sequence[ScheduleEntry]) -> str:
@@ -206,7 +215,7 @@ def choose(
     Args:
         rounds: generations of the sweep; without them the schedule is the chosen k throughout.
     """
-    nearest = min(config.batch_sizes, key=lambda size: (abs(size - batch), size))
+    nearest = _nearest(config, batch)
     at_batch = [point for point in points if point.batch == nearest]
     best = max(at_batch, key=lambda point: point.speedup)
     if best.k and best.speedup > 1.0:
@@ -229,6 +238,60 @@ def choose(
         running=running,
         schedule_gain=expected_gain(running, table, rounds, chosen_k=chosen_k),
     )
+
+
+def compare(
+    start_engine: Callable[[DraftSampling], AbstractContextManager[Engines]],
+    prompts: Sequence[Prompt],
+    *,
+    config: TuningConfig,
+    sampling: SamplingConfig,
+    seed: int,
+    batch: int,
+    group_size: int = 1,
+) -> tuple[SamplingPoint, ...]:
+    """Measure probabilistic and greedy drafts side by side at the measured batch size nearest to `batch`.
+
+    Args:
+        start_engine: starts an engine with drafts of a kind, which ends with the context; two threads call it.
+        prompts: as in `sweep`.
+    """
+    kinds, size = (DraftSampling.PROBABILISTIC, DraftSampling.GREEDY), _nearest(config, batch)
+    batches = _batches(prompts, size // group_size, config.num_repeats)
+
+    def warm_up(engine: Engines) -> None:
+        engine.generate(batches[0], sampling=sampling, group_size=group_size, seed=0)
+
+    with ExitStack() as stack:
+        results = _rounds(_started(kinds, start_engine, stack, warm_up), batches, sampling, group_size, seed)
+    points = {kind: _sweep_point(0, size, results[kind], results[kinds[0]]) for kind in kinds}
+    return tuple(
+        SamplingPoint(
+            sampling=kind.value,
+            batch=size,
+            generation_s=point.generation_s,
+            generation_p10_s=point.generation_p10_s,
+            generation_p90_s=point.generation_p90_s,
+            num_repeats=point.num_repeats,
+            mean_acceptance_length=point.mean_acceptance_length,
+            gain=point.speedup,
+        )
+        for kind, point in points.items()
+    )
+
+
+def with_faster_drafts(record: TuningRecord, points: Sequence[SamplingPoint]) -> TuningRecord:
+    """Return the record with both kinds of drafts and the choice of the faster one."""
+    best, greedy = (max(points, key=lambda point: point.gain), points[-1])
+    reason = (
+        f"{record.reason}; {best.sampling} drafts: greedy ones generate {greedy.gain:.2f}x as fast as probabilistic "
+        f"ones ({points[0].generation_s:.2f} -> {greedy.generation_s:.2f} s)"
+    )
+    return replace(record, reason=reason, sampling=best.sampling, samplings=tuple(points))
+
+
+def _nearest(config: TuningConfig, batch: int) -> int:
+    return min(config.batch_sizes, key=lambda size: (abs(size - batch), size))
 
 
 def _batches(prompts: Sequence[Prompt], size: int, count: int) -> list[list[Prompt]]:
@@ -259,14 +322,14 @@ def _next_ks(
 
 
 def _started(
-    ks: Sequence[int],
-    start_engine: EngineFactory,
+    keys: Sequence[Key],
+    start_engine: Callable[[Key], AbstractContextManager[Engines]],
     stack: ExitStack,
     warm_up: Callable[[Engines], None],
-) -> dict[int, Engines]:
-    """Start and warm up engines by k; those that started before one failed end with the stack."""
-    with ThreadPoolExecutor(len(ks)) as pool:
-        engines = dict(zip(ks, pool.map(lambda k: stack.enter_context(start_engine(k)), ks), strict=True))
+) -> dict[Key, Engines]:
+    """Start and warm up engines; those that started before one failed end with the stack."""
+    with ThreadPoolExecutor(len(keys)) as pool:
+        engines = dict(zip(keys, pool.map(lambda key: stack.enter_context(start_engine(key)), keys), strict=True))
     for engine in engines.values():
         warm_up(engine)
     return engines
@@ -290,20 +353,20 @@ class _SwitchedOff:
 
 
 def _rounds(
-    engines: Mapping[int, Engines],
+    engines: Mapping[Key, Engines],
     batches: Sequence[Sequence[Prompt]],
     sampling: SamplingConfig,
     group_size: int,
     seed: int,
-) -> dict[int, list[GenerationResult]]:
-    """Generate every batch on every engine, each round in another order; returns results by k."""
-    results: dict[int, list[GenerationResult]] = {k: [] for k in engines}
+) -> dict[Key, list[GenerationResult]]:
+    """Generate every batch on every engine, each round in another order."""
+    results: dict[Key, list[GenerationResult]] = {key: [] for key in engines}
     order = list(engines)
     for number, prompts in enumerate(batches):
         first = number % len(order)
-        for k in order[first:] + order[:first]:
-            results[k].append(
-                engines[k].generate(prompts, sampling=sampling, group_size=group_size, seed=seed + number)
+        for key in order[first:] + order[:first]:
+            results[key].append(
+                engines[key].generate(prompts, sampling=sampling, group_size=group_size, seed=seed + number)
             )
     return results
 

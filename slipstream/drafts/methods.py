@@ -40,6 +40,14 @@ class Verification(StrEnum):
     BLOCK = "block"  # a test of each length of the draft, of which the longest that passes is taken
 
 
+class DraftSampling(StrEnum):
+    """Choice of the tokens that a draft with weights proposes; responses have the policy's own distribution by any."""
+
+    AUTO = "auto"  # the faster of the two others, which tuning measures
+    PROBABILISTIC = "probabilistic"  # sampled from the draft's distribution
+    GREEDY = "greedy"  # the draft's likeliest token
+
+
 class Training(StrEnum):
     """Data that `pretrain_draft` trains on."""
 
@@ -110,27 +118,38 @@ def require_package(method: DraftMethod) -> None:
     require(False, "draft.method", f"must do without the package {package}, which is not here", method.value, fix)
 
 
+def require_choice(sampling: DraftSampling) -> None:
+    """Reject `auto` where no tuning has chosen.
+
+    Raises:
+        ConfigError: `sampling` is `auto`.
+    """
+    rule, fix = "must be probabilistic or greedy where no draft length is tuned", "tuning alone compares the two"
+    require(sampling is not DraftSampling.AUTO, "draft.sampling", rule, sampling.value, fix)
+
+
 def speculative_config(
     config: DraftConfig, draft: Path | None, num_speculative_tokens: int, *, schedule: Sequence[ScheduleEntry] = ()
 ) -> dict[str, Any]:
     """Build vLLM's `speculative_config`.
 
-    `draft_sample_method` is set where it applies, for vLLM's default drafts greedily and wastes acceptance at
-    temperature > 0. With `disable_eagle_block_drop` rollouts share the last whole block of their prompt too. vLLM would
+    With `disable_eagle_block_drop` rollouts share the last whole block of their prompt too. vLLM would
     compute it anew, as the draft's last entry in it comes from the token behind it: the same one in a group. Where
     prompts are equal up to that block alone, the entry is another prompt's, and drafts may be accepted less.
 
-    A method that looks drafts up proposes one token with certainty at each position. Rejection sampling accepts it with
-    the policy's probability of it, and samples the replacement from the other tokens.
+    A greedy draft, and a method that looks drafts up, proposes one token with certainty at each position. Rejection
+    sampling accepts it with the policy's probability of it, and samples the replacement from the other tokens.
 
     Args:
         draft: directory of the draft; None exactly where the method has no weights of its own.
         num_speculative_tokens: draft length; with a schedule, the longest.
         schedule: k by running batch; the length can change while the engine lives only with a schedule.
     Raises:
-        ConfigError: `num_speculative_tokens` is below 1, or the method's package is not installed.
+        ConfigError: `num_speculative_tokens` is below 1, the method's package is not installed, or `config.sampling`
+            is still `auto`.
     """
     require(num_speculative_tokens >= 1, "num_speculative_tokens", "must be >= 1", num_speculative_tokens)
+    require_choice(config.sampling)
     traits = TRAITS[config.method]
     assert (draft is not None) == traits.has_weights, f"{config.method} with draft {draft}"
     require_package(config.method)
@@ -142,7 +161,7 @@ def speculative_config(
     if schedule:
         told[SCHEDULE] = [[entry.batch_from, entry.batch_to, entry.num_speculative_tokens] for entry in schedule]
     if draft is not None:
-        told |= {"model": str(draft), "draft_sample_method": "probabilistic", "disable_eagle_block_drop": True}
+        told |= {"model": str(draft), "draft_sample_method": config.sampling.value, "disable_eagle_block_drop": True}
     else:
         prefix = "suffix_decoding_" if config.method is DraftMethod.SUFFIX else ""
         told |= {f"{prefix}{name}": value for name, value in vars(getattr(config, config.method.value)).items()}

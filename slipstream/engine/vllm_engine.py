@@ -31,6 +31,7 @@ from slipstream.engine.vllm_groups import (
     group_of,
     trace_of,
 )
+from slipstream.engine.vllm_norms import PRIORITY
 from slipstream.grpo.loop_config import KvCache
 from slipstream.imports import uncollected
 from slipstream.records.steps import ScheduleEntry
@@ -83,6 +84,8 @@ def engine_arguments(
         # After each chunk but a prompt's last, vLLM 0.32 rewinds a seeded request's generator by its offset. A CPU's
         # generator has no offset, and the engine would end there.
         "enable_chunked_prefill": False,
+        # A compiler fuses what torch does, and other types were not measured.
+        **({"ir_op_priority": PRIORITY} if config.enforce_eager and config.dtype is Dtype.FLOAT32 else {}),
     }
 
 

@@ -1,7 +1,7 @@
 """Plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`): sampler fixes and a probe.
 
-`register` installs the fixes. `EngineProbe.check_sampler` proves at engine start that the process which samples uses a
-correct sampler.
+`register` offers weight transfer and a CPU's norms to engines, and installs the fixes. `EngineProbe.check_sampler`
+proves at engine start that the process which samples uses a correct sampler.
 
 vLLM has two model runners with samplers of their own. The second (V2, wherever Triton runs) derives all noise from a
 request's seed and the token's position, separately for drafts, and needs no fix. The first (V1, on a CPU always) needs
@@ -31,7 +31,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import empty_exponential_noise_like, sample_with_exponential_noise
 from vllm.v1.spec_decode import llm_base_proposer
 
-from slipstream.engine import weight_transfer
+from slipstream.engine import vllm_norms, weight_transfer
 from slipstream.engine.verification import columns_at, verify_blocks
 from slipstream.engine.weight_transfer import AnySlot, draft_names, slots
 from slipstream.refit.channel import Location, here
@@ -302,8 +302,10 @@ def _two_seeded_of_three(device: torch.device) -> SamplingMetadata:
 
 
 def register() -> None:
-    """Install the sampler fixes and the weight transfer; repeated calls change nothing."""
+    """Install the sampler fixes, the weight transfer and a CPU's norms; repeated calls change nothing."""
     weight_transfer.register()
+    if current_platform.is_cpu():
+        vllm_norms.register()
     install()
 
 

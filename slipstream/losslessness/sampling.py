@@ -50,6 +50,7 @@ class Subject:
     draft_fingerprint: str
     versions: Mapping[str, str]
     schedule: tuple[ScheduleEntry, ...] = ()  # k by running batch
+    draft_sampling: str = "probabilistic"  # as in `CertificateRecord`
     kv_cache: KvCache | None = None  # None: the run does not refit engines in flight
     quantization: Quantization = Quantization.NONE
 

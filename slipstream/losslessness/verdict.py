@@ -111,6 +111,7 @@ def certify(
         draft_fingerprint=subject.draft_fingerprint,
         versions=dict(subject.versions),
         schedule=subject.schedule,
+        draft_sampling=subject.draft_sampling,
         lengths_by_position=lengths_by_position(sample.traces),
         elapsed_s=time.perf_counter() - started_s,
     )

@@ -48,6 +48,20 @@ class RunningPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingPoint:
+    """Drafts of one kind at the chosen k, beside those of the other kind in the same rounds."""
+
+    sampling: str  # "probabilistic" or "greedy"
+    batch: int
+    generation_s: float
+    generation_p10_s: float
+    generation_p90_s: float
+    num_repeats: int
+    mean_acceptance_length: float
+    gain: float  # median over the rounds of the probabilistic drafts' seconds / this kind's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TuningRecord:
     """Measurements of tuning and its choice; `chosen_k` 0 means that no k pays throughout.
 
@@ -61,6 +75,8 @@ class TuningRecord:
     schedule: tuple[ScheduleEntry, ...]
     running: tuple[RunningPoint, ...] = ()
     schedule_gain: float = 1.0  # generation time with the chosen k over that with the schedule, as the sweep expects
+    sampling: str = "probabilistic"  # of the arm's drafts, as in `draft.sampling`; nothing of drafts that are looked up
+    samplings: tuple[SamplingPoint, ...] = ()  # both kinds at the chosen k; empty: the recipe names one
     machine: str = ""  # machine of the timed engines; empty: not recorded
     versions: dict[str, str] = field(default_factory=dict)  # package versions on that machine
 
@@ -181,3 +197,4 @@ class CertificateRecord:
     elapsed_s: float
     schedule: tuple[ScheduleEntry, ...] = ()  # k by running batch; empty: one k throughout
     lengths_by_position: dict[str, float] = field(default_factory=dict)  # mean acceptance length by place in sequences
+    draft_sampling: str = "probabilistic"  # of the drafts, as in `draft.sampling`

@@ -37,7 +37,8 @@ def verdict(record: RunRecord, run: RunSummary) -> str:
 def _effect(record: RunRecord, run: RunSummary) -> str:
     comparison = run.comparison
     reason, method = (record.tuning and record.tuning.reason, record.draft and record.draft.method)
-    speculation = [f"{method}, k = {arm_length(arm)}" for arm in record.arms if arm.arm is Arm.SPECULATIVE]
+    greedy = ", greedy drafts" if record.tuning and record.tuning.sampling == "greedy" else ""
+    speculation = [f"{method}, k = {arm_length(arm)}{greedy}" for arm in record.arms if arm.arm is Arm.SPECULATIVE]
     if run.alone is not None:
         lost = run.speculative is not None and run.speculative.k == 0
         how = "".join(f" ({f'without drafts: {reason}' if lost else each})" for each in speculation)

@@ -120,6 +120,25 @@ def sweep_table(tuning: TuningRecord) -> Table:
     return Table("k", {"this run, measured": columns}, rows)
 
 
+def sampling_table(tuning: TuningRecord) -> Table:
+    """Tabulate both kinds of drafts at the chosen k."""
+    columns = ("batch", "generation s", "p10 to p90", "repeats", "AL", "speedup", "choice")
+    rows = []
+    for point in tuning.samplings:
+        choice = "chosen" if point.sampling == tuning.sampling else ""
+        cells = (
+            str(point.batch),
+            seconds(point.generation_s),
+            f"{seconds(point.generation_p10_s)} to {seconds(point.generation_p90_s)}",
+            str(point.num_repeats),
+            f"{point.mean_acceptance_length:.2f}",
+            speedup(point.gain),
+            choice,
+        )
+        rows.append(Row(point.sampling, cells, choice))
+    return Table("drafts", {f"k = {tuning.chosen_k}, against probabilistic drafts, measured": columns}, rows)
+
+
 def running_table(tuning: TuningRecord) -> Table:
     """Tabulate the speedup of every k at every running batch, and the schedule's choice."""
     kinds = sorted({(point.k, point.is_switched_off) for point in tuning.running})

@@ -22,7 +22,14 @@ from slipstream.records.stages import CertificateRecord
 from slipstream.refit.config import WeightFiles
 from slipstream.refit.fingerprint import directory_fingerprint
 from slipstream.stages.context import RunContext
-from slipstream.stages.recipe_engines import draft_length, draft_weights, fitting_weights, recipe_engine
+from slipstream.stages.recipe_engines import (
+    draft_length,
+    draft_weights,
+    fitting_weights,
+    given_length,
+    recipe_engine,
+    sampled,
+)
 from slipstream.stages.runs import end_execution, tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import settled, versions
@@ -48,7 +55,7 @@ def tuned_length(recipe: Recipe, tuning: Path) -> DraftLength:
     """Draft length to certify: the trained arm's, or the largest candidate where speculation lost."""
     length = draft_length(recipe, tuning)
     k = length.num_speculative_tokens
-    return length if k else DraftLength(num_speculative_tokens=max(recipe.tuning.candidate_ks))
+    return length if k else replace(length, num_speculative_tokens=max(recipe.tuning.candidate_ks))
 
 
 def certify_losslessness(
@@ -88,6 +95,7 @@ def certify_losslessness(
         subject = Subject(
             num_speculative_tokens=length.num_speculative_tokens,
             schedule=length.schedule,
+            draft_sampling=length.sampling.value,
             policy_fingerprint=directory_fingerprint(trained),
             draft_fingerprint="" if weights is None else directory_fingerprint(weights),
             versions=versions(),
@@ -159,7 +167,9 @@ def _drawn(
     kv_cache = KvCache.RECOMPUTE if is_in_flight else None
     first_draft = None if trained_draft is None else draft_weights(recipe.draft, draft)
     with (
-        recipe_engine(recipe, start, draft, k, schedule=length.schedule, kv_cache=kv_cache) as engine,
+        recipe_engine(
+            sampled(recipe, length.sampling), start, draft, k, schedule=length.schedule, kv_cache=kv_cache
+        ) as engine,
         progress(f"{_NODE} k={length.label}", total=config.num_tokens, unit="token") as bar,
     ):
         weights = WeightFiles(
@@ -190,7 +200,7 @@ def _drawn(
 
 def certify_alone(context: RunContext, recipe: Recipe, *, policy: Path, data: Path, draft: Path, k: int) -> Path:
     """Certify `draft` for a policy that was not trained, and end the execution's run."""
-    length = DraftLength(num_speculative_tokens=k)
+    length = given_length(recipe, k)
     directory = certify_losslessness(
         context, recipe, policy=policy, trained=policy, data=data, draft=draft, length=length
     )

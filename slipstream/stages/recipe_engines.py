@@ -10,7 +10,7 @@ from threading import Semaphore
 
 from slipstream.drafts.config import DraftConfig, DraftLengthRule
 from slipstream.drafts.length import DraftLength, constant, length_of
-from slipstream.drafts.methods import TRAITS, speculative_config
+from slipstream.drafts.methods import TRAITS, DraftSampling, require_choice, speculative_config
 from slipstream.engine.protocol import Engines
 from slipstream.grpo.loop_config import KvCache
 from slipstream.recipe import Recipe
@@ -56,6 +56,11 @@ def swept_engine(recipe: Recipe, policy: Path, draft: Path, k: int) -> AbstractC
     return recipe_engine(swept, policy, draft, k, schedule=constant(k) if k and drafts_by_batch(recipe) else ())
 
 
+def sampled(recipe: Recipe, sampling: DraftSampling) -> Recipe:
+    """Return the recipe with drafts of this kind."""
+    return replace(recipe, draft=replace(recipe.draft, sampling=sampling))
+
+
 @contextmanager
 def started(engine: AbstractContextManager[RemoteEngine], starting: Semaphore) -> Iterator[RemoteEngine]:
     """Open an engine; `starting` bounds how many start at once."""
@@ -74,6 +79,16 @@ def switch_length(engine: Engines, k: int) -> None:
 def drafts_by_batch(recipe: Recipe) -> bool:
     """Return True if the draft length follows the running batch, where that pays."""
     return recipe.draft.length is DraftLengthRule.BY_BATCH
+
+
+def given_length(recipe: Recipe, k: int) -> DraftLength:
+    """Return a draft length that nobody tuned.
+
+    Raises:
+        ConfigError: the kind of drafts is to be tuned.
+    """
+    require_choice(recipe.draft.sampling)
+    return DraftLength(num_speculative_tokens=k, sampling=recipe.draft.sampling)
 
 
 def draft_length(recipe: Recipe, tuning: Path) -> DraftLength:

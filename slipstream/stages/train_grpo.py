@@ -13,13 +13,14 @@ from typing import Any
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.length import DraftLength, described
+from slipstream.drafts.methods import TRAITS
 from slipstream.grpo.loop_config import LoopConfig
 from slipstream.recipe import Recipe, parameters
 from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import DraftRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.stages.context import RunContext, arm_node, require_loop
-from slipstream.stages.recipe_engines import draft_length, draft_weights, recipe_engine
+from slipstream.stages.recipe_engines import draft_length, draft_weights, recipe_engine, sampled
 from slipstream.stages.runs import tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import decode, draft_init, settled, tokenizer, versions
@@ -182,7 +183,13 @@ def arm_plan(
         draft=None if drafting is None else draft_weights(recipe.draft, drafting),
         draft_length=None if drafting is None else known_length(drafting, k),
         start_engine=partial(
-            recipe_engine, recipe, policy, draft, k, schedule=length.schedule, kv_cache=recipe.loop.in_flight_kv_cache
+            recipe_engine,
+            sampled(recipe, length.sampling),
+            policy,
+            draft,
+            k,
+            schedule=length.schedule,
+            kv_cache=recipe.loop.in_flight_kv_cache,
         ),
         label=label,
     )
@@ -205,7 +212,11 @@ def arm_labels(recipe: Recipe, arm: Arm, length: DraftLength) -> dict[str, str]:
     Args:
         recipe: recipe in the loop of the arm.
     """
-    drafts = {"draft.method": recipe.draft.method.value, "draft.init": draft_init(recipe.draft)}
+    drafts = {
+        "draft.method": recipe.draft.method.value,
+        "draft.init": draft_init(recipe.draft),
+        "draft.sampling": length.sampling.value if TRAITS[recipe.draft.method].has_weights else "none",
+    }
     speculates = length.num_speculative_tokens > 0
     return {
         "arm": arm.value,

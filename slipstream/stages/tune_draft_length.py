@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Semaphore
@@ -12,12 +12,21 @@ from threading import Semaphore
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts import length
 from slipstream.drafts.length import described
+from slipstream.drafts.methods import DraftSampling
+from slipstream.engine.config import SamplingConfig
 from slipstream.logs import progress
 from slipstream.recipe import Recipe
 from slipstream.records.files import write_record
-from slipstream.records.stages import SweepPoint
+from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.stages.context import RunContext
-from slipstream.stages.recipe_engines import drafts_by_batch, fitting_weights, started, swept_engine, switch_length
+from slipstream.stages.recipe_engines import (
+    drafts_by_batch,
+    fitting_weights,
+    sampled,
+    started,
+    swept_engine,
+    switch_length,
+)
 from slipstream.stages.runs import tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import settled, versions
@@ -32,7 +41,11 @@ _LINE = "tune_draft_length: k=%d batch %d: %.2f s, %.2fx, AL %.2f"
 
 
 def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data: Path, draft: Path) -> Path:
-    """Measure generation time by draft length and batch, and choose by time; return a directory with tuning.json."""
+    """Measure generation time by draft length and batch, and choose by time; return a directory with tuning.json.
+
+    With `draft.sampling: auto` the lengths are those of probabilistic drafts, and greedy ones are compared with them at
+    the chosen k.
+    """
     from slipstream.report.figures import sweep as sweep_figure
 
     if done := finished(context, _NODE, "tuning.json"):
@@ -43,19 +56,20 @@ def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data
     connect()
     with tracked(context, recipe, _NODE) as tracker:
         timed: set[Worker] = set()
-        swept = _sweep(recipe, policy=policy, data=data, draft=draft, timed=timed)
-        record = length.choose(
-            swept.points,
-            config=recipe.tuning,
-            batch=recipe.grpo.prompts_per_step * recipe.grpo.group_size,
-            rounds=swept.rounds,
-        )
+        is_auto = recipe.draft.sampling is DraftSampling.AUTO
+        tuned = sampled(recipe, DraftSampling.PROBABILISTIC) if is_auto else recipe
+        swept = _sweep(tuned, policy=policy, data=data, draft=draft, timed=timed)
+        batch = recipe.grpo.prompts_per_step * recipe.grpo.group_size
+        record = length.choose(swept.points, config=recipe.tuning, batch=batch, rounds=swept.rounds)
+        record = replace(record, sampling=tuned.draft.sampling.value)
+        if is_auto and record.chosen_k:
+            record = _compared(tuned, record, policy=policy, data=data, draft=draft)
         figure = directory / "sweep.svg"
         figure.write_text(sweep_figure(record.points, record.chosen_k))
         tracker.log_artifact(figure)
         record = replace(record, machine=machines(timed), versions=versions())
         tracker.log_artifact(write_record(record, directory / "tuning.json"))
-        tracker.set_tags({"k": str(record.chosen_k)})
+        tracker.set_tags({"k": str(record.chosen_k), "draft.sampling": record.sampling})
         for point in swept.points:
             tracker.log({f"sweep/speedup_batch_{point.batch}": point.speedup}, point.k)
         tracker.log({"sweep/schedule_gain": record.schedule_gain})
@@ -89,10 +103,6 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
     starting = Semaphore(recipe.layout.num_starting)
     ks = ", ".join(map(str, recipe.tuning.candidate_ks))
     logger.info("tune_draft_length: comparing k = %s; the engines start first", ks)
-    sampling = recipe.sampling
-    if recipe.tuning.max_response_tokens is not None:
-        longest = min(recipe.tuning.max_response_tokens, sampling.max_response_tokens)
-        sampling = replace(sampling, max_response_tokens=longest)
     total = (len(recipe.tuning.candidate_ks) - 1) * len(recipe.tuning.batch_sizes)
     with progress(_NODE, total=total, unit="point") as bar:
 
@@ -117,9 +127,37 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
             start,
             read_prompt_sets(data).train,
             config=recipe.tuning,
-            sampling=sampling,
+            sampling=_sampling(recipe),
             seed=recipe.grpo.seed,
             group_size=recipe.grpo.group_size,
             switch=switch_length if by_batch else None,
             on_points=on_points,
         )
+
+
+def _compared(recipe: Recipe, record: TuningRecord, *, policy: Path, data: Path, draft: Path) -> TuningRecord:
+    """Measure both kinds of drafts at the chosen k, and choose the faster one."""
+    starting = Semaphore(recipe.layout.num_starting)
+    logger.info("tune_draft_length: comparing probabilistic and greedy drafts of k=%d", record.chosen_k)
+
+    def start(kind: DraftSampling) -> AbstractContextManager[RemoteEngine]:
+        return started(swept_engine(sampled(recipe, kind), policy, draft, record.chosen_k), starting)
+
+    points = length.compare(
+        start,
+        read_prompt_sets(data).train,
+        config=recipe.tuning,
+        sampling=_sampling(recipe),
+        seed=recipe.grpo.seed,
+        batch=recipe.grpo.prompts_per_step * recipe.grpo.group_size,
+        group_size=recipe.grpo.group_size,
+    )
+    return length.with_faster_drafts(record, points)
+
+
+def _sampling(recipe: Recipe) -> SamplingConfig:
+    """Sampling of responses, which tuning may cut off earlier than training does."""
+    if recipe.tuning.max_response_tokens is None:
+        return recipe.sampling
+    longest = min(recipe.tuning.max_response_tokens, recipe.sampling.max_response_tokens)
+    return replace(recipe.sampling, max_response_tokens=longest)

@@ -22,7 +22,7 @@ from slipstream.stages.deliverables import assemble, deliver
 from slipstream.stages.prepare_data import prepare_data
 from slipstream.stages.prepare_policy import prepare_policy
 from slipstream.stages.pretrain_draft import pretrain_draft
-from slipstream.stages.recipe_engines import fitting_weights
+from slipstream.stages.recipe_engines import fitting_weights, given_length
 from slipstream.stages.runs import NOTE, alone_on, execution_run, origin_tags
 from slipstream.stages.start_run import on_cluster
 from slipstream.stages.train_grpo import train_grpo
@@ -232,7 +232,10 @@ def _given_length(context: RunContext, recipe: Recipe, k: int, *, policy: Path, 
     """Write the tuning record of a draft length that the grid names, without measuring it."""
     fitting_weights(recipe, policy, draft)
     directory = context.directory("tune_draft_length")
-    record = TuningRecord(chosen_k=k, reason=f"k={k} is what the grid asks for", points=(), schedule=())
+    sampling = given_length(recipe, k).sampling.value
+    record = TuningRecord(
+        chosen_k=k, reason=f"k={k} is what the grid asks for", points=(), schedule=(), sampling=sampling
+    )
     write_record(record, directory / "tuning.json")
     return directory
 

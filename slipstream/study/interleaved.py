@@ -22,7 +22,7 @@ from slipstream.records.stages import DraftRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.stages.context import RunContext
 from slipstream.stages.pretrain_draft import pretrain_draft
-from slipstream.stages.recipe_engines import fitting_weights, started
+from slipstream.stages.recipe_engines import fitting_weights, given_length, started
 from slipstream.stages.runs import NOTE, execution_run, tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import decode, settled, tokenizer
@@ -105,9 +105,9 @@ def _pretrained(context: RunContext, drafter: Variant, recipe: Recipe, *, policy
     own = replace(context, execution=f"{context.execution}/{drafter.name}")
     execution_run(own, recipe, params=parameters(recipe)).detach()
     try:
+        length = given_length(recipe, drafter.setting.num_speculative_tokens)
         draft = pretrain_draft(own, recipe, policy=policy, data=data)
         fitting_weights(recipe, policy, draft)
-        length = DraftLength(num_speculative_tokens=drafter.setting.num_speculative_tokens)
         return _Member(
             context=own,
             recipe=recipe,

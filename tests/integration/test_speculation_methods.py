@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.drafts.compatibility import require_fit
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.methods import DraftMethod, Verification, speculative_config
+from slipstream.drafts.methods import DraftMethod, DraftSampling, Verification, speculative_config
 from slipstream.engine.protocol import GenerationResult
 from slipstream.learner.config import LearnerConfig
 from slipstream.losslessness.sampling import Sample, draw
@@ -35,6 +35,7 @@ K = 3
 CONFIGS = [
     draft_with(method=DraftMethod.NGRAM, ngram={"prompt_lookup_min": 1}),
     DraftConfig(method=DraftMethod.DRAFT_MODEL),
+    DraftConfig(method=DraftMethod.DRAFT_MODEL, sampling=DraftSampling.GREEDY),
     DraftConfig(method=DraftMethod.DRAFT_MODEL, verification=Verification.BLOCK),
     pytest.param(
         draft_with(method=DraftMethod.SUFFIX, suffix={"min_token_prob": 0.0}),
@@ -76,7 +77,9 @@ def baseline(models: dict[str, Path], ray_session: None) -> Sample:
         return _drawn(engine, seed=10_000)
 
 
-@pytest.fixture(scope="module", params=CONFIGS, ids=lambda config: f"{config.method}-{config.verification}")
+@pytest.fixture(
+    scope="module", params=CONFIGS, ids=lambda config: "-".join((config.method, config.sampling, config.verification))
+)
 def seen(request: pytest.FixtureRequest, models: dict[str, Path], small_model: Path, learner: RemoteLearner) -> Seen:
     config: DraftConfig = request.param
     method = config.method

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
+from vllm.platforms import current_platform
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from slipstream.engine import vllm_plugin
@@ -144,6 +146,32 @@ def test_a_recovered_token_depends_on_its_requests_seed_alone_and_only_requests_
     vllm_plugin.sample_recovered_tokens(2, [1, 0, 2], ends, ids, None, target, given, CPU)
     assert torch.equal(generators[1].get_state(), untouched)
     assert recovered(target[1:], None, [0, 0], [0, 0, 2], 3) == both[1:]
+
+
+@pytest.mark.parametrize("num_seeds", [0, 20_000])
+def test_greedy_drafts_are_verified_exactly(num_seeds: int) -> None:
+    """Two certain drafts: token 0, to which the policy gives 0.5, and then token 2 with 0.4; then the bonus token 7.
+
+    A rejected 0 leaves 0.3 and 0.2 to the tokens 1 and 2, as the policy does: 0.5 x 0.6 and 0.5 x 0.4. A rejected 2
+    leaves 0.45 and 0.15 to 0 and 1: 0.5 x 0.6 x 0.75 and 0.5 x 0.6 x 0.25. At temperature 2 the policy's logits are
+    halved first.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    current_platform.register_triton_kernel_overrides()  # as an engine's start does on CPUs
+    vllm_plugin.install()
+    num = 20_000
+    torch.manual_seed(8)
+    given = metadata(seeded(*range(num_seeds)), [2.0] * num)
+    logits = 2 * torch.tensor([[0.5, 0.3, 0.2], [0.45, 0.15, 0.4]]).log().repeat(num, 1)
+    ends, ids = 2 * torch.arange(1, num + 1), torch.tensor([0, 2], dtype=torch.int32).repeat(num)
+    bonus = torch.full((num, 1), 7, dtype=torch.int32)
+    scaled = rejection_sampler.apply_sampling_constraints(logits, ends, given)
+    tokens = rejection_sampler.rejection_sample(ids, [2] * num, 2, ends, None, scaled, bonus, given)
+    seen = Counter(map(tuple, tokens.tolist()))
+    exact = {(1, -1, -1): 0.3, (2, -1, -1): 0.2, (0, 0, -1): 0.225, (0, 1, -1): 0.075, (0, 2, 7): 0.2}
+    assert seen.keys() == exact.keys()
+    assert stats.chisquare([seen[each] for each in exact], [num * share for share in exact.values()]).pvalue > 1e-3
 
 
 def test_a_probe_that_is_asked_has_drafts_verified_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

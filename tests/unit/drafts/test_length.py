@@ -23,6 +23,7 @@ from slipstream.drafts.length import (
     Round,
     TuningConfig,
     choose,
+    compare,
     constant,
     decide,
     described,
@@ -31,7 +32,9 @@ from slipstream.drafts.length import (
     running_points,
     schedule,
     sweep,
+    with_faster_drafts,
 )
+from slipstream.drafts.methods import DraftSampling
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Engines, GenerationResult, RunningTime
 from slipstream.records.stages import SweepPoint, TuningRecord
@@ -623,6 +626,58 @@ def test_a_table_of_several_is_taken_only_where_it_is_asked_for() -> None:
     assert length == DraftLength(num_speculative_tokens=7, schedule=record.schedule)
     assert length.label == "by_batch"
     assert length_of(record, by_batch=False) == DraftLength(num_speculative_tokens=3)
+
+
+class KindEngine(TimedEngine):
+    """An engine whose generations take `rounds` seconds, one after the other, and draft `k` tokens."""
+
+    def __init__(self, kind: DraftSampling, rounds: list[float], calls: list[tuple[DraftSampling, int]]) -> None:
+        super().__init__(3, {}, [])
+        self.kind, self.rounds, self.order = kind, iter(rounds), calls
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
+    ) -> GenerationResult:
+        self.order.append((self.kind, seed))
+        self.seconds[self.k, len(prompts) * group_size] = next(self.rounds)
+        return super().generate(prompts, sampling=sampling, group_size=group_size, seed=seed)
+
+
+def _compared(greedy: list[float], calls: list[tuple[DraftSampling, int]] | None = None) -> TuningRecord:
+    """Three rounds at a batch of 8, the nearest to 7, in which probabilistic drafts take 2, 4 and 6 seconds."""
+    seconds = {DraftSampling.PROBABILISTIC: [9.0, 2.0, 4.0, 6.0], DraftSampling.GREEDY: [9.0, *greedy]}
+
+    @contextmanager
+    def start(kind: DraftSampling) -> Iterator[Engines]:
+        yield KindEngine(kind, seconds[kind], [] if calls is None else calls)
+
+    config = replace(CONFIG, num_repeats=3)
+    points = compare(start, PROMPTS, config=config, sampling=SAMPLING, seed=5, batch=7, group_size=2)
+    assert [(point.batch, point.num_repeats, point.mean_acceptance_length) for point in points] == [(8, 3, 2.0)] * 2
+    return with_faster_drafts(_record(), points)
+
+
+def test_both_kinds_of_drafts_generate_in_turn_and_the_median_of_their_rounds_decides() -> None:
+    calls: list[tuple[DraftSampling, int]] = []
+    record = _compared([1.0, 8.0, 5.0], calls)  # ratios 2.0, 0.5 and 1.2
+    assert [each.value[0] for each, _ in calls] == ["p", "g", "p", "g", "g", "p", "p", "g"]
+    assert [seed for _, seed in calls] == [0, 0, 5, 5, 6, 6, 7, 7]
+    assert [(point.sampling, point.gain) for point in record.samplings] == [("probabilistic", 1.0), ("greedy", 1.2)]
+    assert record.sampling == "greedy"
+    assert record.reason == (
+        "told so; greedy drafts: greedy ones generate 1.20x as fast as probabilistic ones (4.00 -> 5.00 s)"
+    )
+    assert length_of(record, by_batch=False).sampling is DraftSampling.GREEDY
+    assert length_of(replace(record, schedule=(entry(1, 8, 7), entry(9, 48, 2))), by_batch=True) == DraftLength(
+        num_speculative_tokens=7, schedule=(entry(1, 8, 7), entry(9, 48, 2)), sampling=DraftSampling.GREEDY
+    )
+
+
+@pytest.mark.parametrize("greedy", [[2.0, 4.0, 6.0], [1.0, 8.0, 7.0]])
+def test_greedy_drafts_that_are_no_faster_are_not_taken(greedy: list[float]) -> None:
+    record = _compared(greedy)
+    assert record.sampling == "probabilistic"
+    assert len(record.samplings) == 2
 
 
 def test_a_table_that_the_autopilot_needs_is_labelled_with_its_one_k() -> None:

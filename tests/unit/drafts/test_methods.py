@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from slipstream.drafts.config import DraftConfig, DraftOnline
-from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Verification, require_package, speculative_config
+from slipstream.drafts.methods import (
+    TRAITS,
+    DraftMethod,
+    DraftSampling,
+    Training,
+    Verification,
+    require_package,
+    speculative_config,
+)
 from tests.small import draft_with
 
 DIRECTORY = Path("draft")
@@ -31,7 +39,7 @@ def test_suffix_without_its_package_is_refused(
 def test_every_method_has_traits_and_every_field_a_method_that_reads_it() -> None:
     assert set(TRAITS) == set(DraftMethod)
     read = {name for traits in TRAITS.values() for name in traits.fields}
-    of_any = {"method", "length", "autopilot", "verification"}
+    of_any = {"method", "length", "autopilot", "sampling", "verification"}
     assert read == {field.name for field in fields(DraftConfig)} - of_any
 
 
@@ -93,6 +101,39 @@ def test_vllm_is_told_of_blocks_where_drafts_have_probabilities(refusal: Callabl
     assert speculative_config(by_block, DIRECTORY, 2)["rejection_sample_method"] == "block"
     assert refusal(DraftConfig, method=DraftMethod.NGRAM, verification=Verification.BLOCK) == (
         "draft.verification must be token with draft.method ngram, got 'block'; its drafts have no probabilities"
+    )
+
+
+@pytest.mark.parametrize("method", [method for method in DraftMethod if TRAITS[method].has_weights])
+def test_vllm_is_told_to_draft_greedily(method: DraftMethod) -> None:
+    told = speculative_config(DraftConfig(method=method, sampling=DraftSampling.GREEDY), DIRECTORY, 2)
+    assert told["draft_sample_method"] == "greedy"
+
+
+@pytest.mark.parametrize("method", [method for method in DraftMethod if not TRAITS[method].has_weights])
+@pytest.mark.parametrize("sampling", [DraftSampling.GREEDY, DraftSampling.AUTO])
+def test_drafts_that_are_looked_up_are_not_sampled(
+    refusal: Callable[..., str], method: DraftMethod, sampling: DraftSampling
+) -> None:
+    assert refusal(DraftConfig, method=method, sampling=sampling) == (
+        f"draft.sampling must be left out with draft.method {method.value}, got {sampling.value!r}; "
+        "its drafts are looked up, not sampled"
+    )
+
+
+@pytest.mark.parametrize("sampling", [DraftSampling.GREEDY, DraftSampling.AUTO])
+def test_blocks_of_drafts_that_may_be_greedy_are_refused(refusal: Callable[..., str], sampling: DraftSampling) -> None:
+    assert refusal(DraftConfig, verification=Verification.BLOCK, sampling=sampling) == (
+        f"draft.verification must be token with draft.sampling {sampling.value}, got 'block'; "
+        "blocks accept no more of greedy drafts"
+    )
+
+
+def test_an_engine_needs_the_choice_that_tuning_makes(refusal: Callable[..., str]) -> None:
+    ask = partial(speculative_config, DraftConfig(sampling=DraftSampling.AUTO), DIRECTORY)
+    assert refusal(ask, num_speculative_tokens=2) == (
+        "draft.sampling must be probabilistic or greedy where no draft length is tuned, got 'auto'; "
+        "tuning alone compares the two"
     )
 
 

@@ -89,6 +89,28 @@ def test_blocks_are_verified_without_a_trace_of_the_draft(sharpness: float) -> N
     assert accepted.double().mean() > 1.005 * by_token.double().mean()
 
 
+def test_blocks_accept_as_many_certain_drafts_as_tests_of_each_token_and_leave_the_policy() -> None:
+    """Two certain drafts: token 0, to which the policy gives 0.5, and then token 2 with 0.4.
+
+    The first is rejected in 0.5 of all blocks, the second in 0.5 x 0.6, and none in 0.5 x 0.4. In the place of a
+    rejected token stand the others in the policy's proportion: 0.3 to 0.2, and 0.45 to 0.15.
+    """
+    policy = torch.tensor([[0.5, 0.3, 0.2], [0.45, 0.15, 0.4]]).repeat(NUM, 1)
+    drafted = torch.tensor([0, 2]).repeat(NUM)
+    certain = torch.nn.functional.one_hot(drafted, VOCABULARY).float()
+    generator = torch.Generator().manual_seed(3)
+    uniform, last = (torch.rand(num, generator=generator, dtype=torch.float64) for num in (2 * NUM, NUM))
+    accepted, after = verify_blocks(policy, certain, drafted, torch.full((NUM,), 2), uniform, last)
+    seen = torch.bincount(accepted, minlength=3)
+    assert stats.chisquare(seen.numpy(), [0.5 * NUM, 0.3 * NUM, 0.2 * NUM]).pvalue > 1e-3
+    for place, (left_out, shares) in enumerate(((0, (0.6, 0.4)), (2, (0.75, 0.25)))):
+        tokens = torch.bincount(after[accepted == place], minlength=VOCABULARY)
+        assert int(tokens[left_out]) == 0
+        others = tokens[[token for token in range(VOCABULARY) if token != left_out]]
+        assert stats.chisquare(others.numpy(), [share * int(seen[place]) for share in shares]).pvalue > 1e-3
+    assert set(after[accepted == 2].tolist()) == {-1}
+
+
 def test_a_draft_that_is_the_policy_is_accepted_whole() -> None:
     policy = tables(1, 1.0)
     _, accepted = sampled(policy, policy, in_blocks=True)

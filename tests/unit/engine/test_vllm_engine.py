@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.vllm_engine import VllmEngine, engine_arguments, loadable, process_environment
+from slipstream.engine.vllm_norms import PRIORITY
+from slipstream.types import Dtype
 
 GPU = EngineConfig(max_model_len=8, max_num_seqs=1)
 CPU = EngineConfig(max_model_len=8, max_num_seqs=1, kv_cache_gib=1.0)
@@ -52,6 +55,21 @@ def test_only_an_engine_that_can_sleep_has_vllms_sleep_mode_and_only_on_a_gpu() 
     assert plain["gpu_memory_utilization"] == 0.6 and "enable_sleep_mode" not in plain
     assert sleeping == plain | {"enable_sleep_mode": True}
     assert "enable_sleep_mode" not in engine_arguments(CPU, is_in_flight=False, can_sleep=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "takes_them"),
+    [
+        (replace(CPU, dtype=Dtype.FLOAT32, enforce_eager=True), True),
+        (replace(CPU, dtype=Dtype.FLOAT32, enforce_eager=False), False),
+        (replace(CPU, dtype=Dtype.BFLOAT16, enforce_eager=True), False),
+        (replace(GPU, dtype=Dtype.FLOAT32, enforce_eager=True), False),
+    ],
+)
+def test_only_eager_float32_engines_on_cpus_take_the_norms_offered_by_the_plugin(
+    config: EngineConfig, takes_them: bool
+) -> None:
+    assert engine_arguments(config, is_in_flight=False).get("ir_op_priority") == (PRIORITY if takes_them else None)
 
 
 def test_an_engine_on_a_gpu_returns_routes_where_it_is_asked_to() -> None:

@@ -297,6 +297,7 @@ SUFFIX = {"draft.method": "suffix"}
 DRAFT_MODEL = {"draft.method": "draft_model"}
 CHECKS = {
     "draft.method": Check("ngram", told_vllm),
+    "draft.sampling": Check("greedy", told_vllm),
     "draft.verification": Check("block", told_vllm),
     "draft.ngram.prompt_lookup_min": Check(3, told_vllm, NGRAM),
     "draft.ngram.prompt_lookup_max": Check(4, told_vllm, NGRAM),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slipstream.records.run import RunRecord
-from slipstream.records.stages import RunningPoint, TuningRecord
+from slipstream.records.stages import RunningPoint, SamplingPoint, TuningRecord
 from slipstream.records.steps import ArmRecord, AutopilotStep, DraftUpdate, ScheduleEntry
 from slipstream.report.page import draw
 from slipstream.report.sentences import arm_length, autopilot_text, schedule_text
 from slipstream.report.summary import DraftTraining, draft_training
-from slipstream.report.tables import Table, running_table
+from slipstream.report.tables import Table, running_table, sampling_table
 from slipstream.simulator.reference import read_reference
 from slipstream.types import Arm
 from tests.unit.report.handmade import RECORD, TUNING, page_text
@@ -144,3 +144,33 @@ def test_the_page_says_whether_the_draft_was_trained() -> None:
     assert "The draft was fixed during RL." in page_text(RECORD)
     assert "draft_training" in draw(trained_record(), reference)
     assert "draft_training" not in draw(RECORD, reference)
+
+
+def kind(sampling: str, generation_s: float, gain: float, length: float) -> SamplingPoint:
+    return SamplingPoint(
+        sampling=sampling,
+        batch=64,
+        generation_s=generation_s,
+        generation_p10_s=generation_s - 0.5,
+        generation_p90_s=generation_s + 0.5,
+        num_repeats=5,
+        mean_acceptance_length=length,
+        gain=gain,
+    )
+
+
+def test_both_kinds_of_drafts_are_shown_with_the_choice_and_only_where_both_were_measured() -> None:
+    both = (kind("probabilistic", 3.0, 1.0, 2.5), kind("greedy", 2.5, 1.2, 2.75))
+    tuning = replace(TUNING, sampling="greedy", samplings=both)
+    assert [(row.label, row.cells, row.kind) for row in sampling_table(tuning).rows] == [
+        ("probabilistic", ("64", "3.00", "2.50 to 3.50", "5", "2.50", "1.00x", ""), ""),
+        ("greedy", ("64", "2.50", "2.00 to 3.00", "5", "2.75", "1.20x", "chosen"), "chosen"),
+    ]
+    text = page_text(replace(RECORD, tuning=tuning))
+    assert "the arm had greedy ones" in text
+    assert f"k = {TUNING.chosen_k}, against probabilistic drafts, measured" in text
+    assert f"k = {TUNING.chosen_k}, greedy drafts" in text
+    assert "greedy drafts" not in page_text(RECORD)
+    assert RECORD.certificate is not None
+    certificate = replace(RECORD.certificate, draft_sampling="greedy")
+    assert " and greedy drafts on " in page_text(replace(RECORD, certificate=certificate))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 
 from slipstream.drafts import compatibility
 from slipstream.drafts.length import DraftLength
+from slipstream.drafts.methods import DraftSampling
 from slipstream.grpo.loop_config import KvCache
 from slipstream.losslessness.sampling import Subject
 from slipstream.recipe import load_recipe
@@ -41,12 +43,15 @@ def test_the_speculative_engine_is_given_what_policy_and_draft_became_and_in_fli
     subjects: list[Subject] = []
     drawn_across: list[Any] = []
     caches: list[KvCache | None] = []
+    kinds: list[DraftSampling] = []
     judging: list[Path] = []
     earlier_versions: list[int] = []
 
     @contextmanager
     def engine(recipe: Any, policy: Path, draft: Path, k: int, *, schedule: Any, kv_cache: Any) -> Iterator[Any]:
         caches.append(kv_cache)
+        if k:
+            kinds.append(recipe.draft.sampling)
 
         def refit(weights: WeightFiles) -> None:
             refits.append((policy, k, weights.policy, weights.draft))
@@ -87,7 +92,7 @@ def test_the_speculative_engine_is_given_what_policy_and_draft_became_and_in_fli
             trained=models["trained"],
             data=tmp_path,
             draft=models["draft"],
-            length=DraftLength(num_speculative_tokens=3),
+            length=DraftLength(num_speculative_tokens=3, sampling=DraftSampling.GREEDY),
             trained_draft=trained_draft,
         )
 
@@ -96,6 +101,9 @@ def test_the_speculative_engine_is_given_what_policy_and_draft_became_and_in_fli
     assert baseline == (models["trained"], 0, models["trained"], None)
     assert subjects[0].draft_fingerprint == directory_fingerprint(trained_draft or models["draft"])
     assert subjects[0].policy_fingerprint == directory_fingerprint(models["trained"])
+
+    assert kinds == [DraftSampling.GREEDY]
+    assert subjects[0].draft_sampling == "greedy"
 
     across, of_baseline = drawn_across
     assert of_baseline is None
@@ -111,3 +119,15 @@ def test_the_speculative_engine_is_given_what_policy_and_draft_became_and_in_fli
         ]
         first, last = (models["draft"], trained_draft) if learned else (None, None)
         assert found == [(models["policy"], 0, first, 0), (models["trained"], 24, last, 1)]
+
+
+def test_a_certificate_without_a_tuned_length_needs_the_kind_of_drafts(
+    tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    auto = load_recipe("tiny", overrides={"draft": {"sampling": "auto"}})
+    context = RunContext(execution="e", root=str(tmp_path), experiment="x", workload="rl_zero")
+    ask = partial(stage.certify_alone, context, auto, policy=tmp_path, data=tmp_path, draft=tmp_path, k=3)
+    assert refusal(ask) == (
+        "draft.sampling must be probabilistic or greedy where no draft length is tuned, got 'auto'; "
+        "tuning alone compares the two"
+    )

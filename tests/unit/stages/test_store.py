@@ -193,6 +193,7 @@ CASES: list[tuple[dict[str, Any], set[str]]] = [
     ({"refit": {"check_every_steps": 7}}, NOTHING),
     ({"reward": {"timeout_s": 4.0}}, ALL),  # decides which answers can be read
     ({"reward": {"num_workers": 2}}, NOTHING),
+    ({"draft": {"sampling": "greedy"}}, NOTHING),
     ({"draft": {"verification": "block"}}, NOTHING),
     ({"tracking": {"replay_every_s": 1.0}}, NOTHING),
     ({"loop": {"mode": "one_step_off"}}, NOTHING),

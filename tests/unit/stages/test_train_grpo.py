@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.drafts.length import DraftLength
+from slipstream.drafts.methods import DraftSampling
 from slipstream.recipe import Recipe, load_recipe, parameters
 from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import TuningRecord
@@ -38,7 +39,35 @@ def test_an_arm_that_drafts_is_labelled_with_its_k_and_the_recipes_draft() -> No
         "max_off_policy_steps": "0",
         "draft.method": "eagle3",
         "draft.init": "in_domain",
+        "draft.sampling": "probabilistic",
     }
+
+
+def test_an_arm_is_labelled_with_the_drafts_that_tuning_chose_and_with_none_that_are_looked_up() -> None:
+    length = DraftLength(num_speculative_tokens=5, sampling=DraftSampling.GREEDY)
+    auto = load_recipe("tiny", overrides={"draft": {"sampling": "auto"}})
+    assert arm_labels(auto, Arm.SPECULATIVE, length)["draft.sampling"] == "greedy"
+    ngram = load_recipe("tiny", overrides={"draft": {"method": "ngram"}})
+    assert arm_labels(ngram, Arm.SPECULATIVE, DraftLength(num_speculative_tokens=5))["draft.sampling"] == "none"
+
+
+@pytest.mark.parametrize("asked", ["auto", "greedy"])
+def test_an_arm_and_its_certificate_take_the_drafts_of_the_tuning_record_at_every_attempt(
+    tmp_path: Path, asked: str
+) -> None:
+    recipe = load_recipe("tiny", overrides={"draft": {"sampling": asked}})
+    record = TuningRecord(chosen_k=3, reason="", points=(), schedule=(), sampling="greedy")
+    write_record(record, tmp_path / "tuning.json")
+    greedy = DraftLength(num_speculative_tokens=3, sampling=DraftSampling.GREEDY)
+    for _ in range(2):
+        length = draft_length(recipe, tmp_path)
+        assert length == greedy
+        plan = stage.arm_plan(recipe, Arm.SPECULATIVE, policy=tmp_path, draft=tmp_path, length=length)
+        started: Any = plan.start_engine
+        assert started.args[0].draft.sampling is DraftSampling.GREEDY
+    assert tuned_length(recipe, tmp_path) == greedy
+    write_record(replace(record, chosen_k=0), tmp_path / "tuning.json")
+    assert tuned_length(recipe, tmp_path).sampling is DraftSampling.GREEDY
 
 
 def test_an_arm_without_drafts_has_none_also_where_speculation_lost() -> None:
@@ -52,8 +81,10 @@ def test_an_arm_without_drafts_has_none_also_where_speculation_lost() -> None:
             "max_off_policy_steps": "0",
             "draft.method": "none",
             "draft.init": "none",
+            "draft.sampling": "none",
         }
-        assert {name for name in labels if name in parameters(recipe)} == {"draft.method", "draft.init"}
+        own = {"draft.method", "draft.init", "draft.sampling"}
+        assert {name for name in labels if name in parameters(recipe)} == own
 
 
 def test_the_arms_of_both_loops_share_neither_node_nor_policy_nor_labels() -> None:

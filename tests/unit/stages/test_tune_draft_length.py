@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from slipstream.drafts import length
-from slipstream.recipe import load_recipe
-from slipstream.records.stages import SweepPoint
+from slipstream.drafts.methods import DraftSampling
+from slipstream.recipe import Recipe, load_recipe
+from slipstream.records.files import read_record
+from slipstream.records.stages import SamplingPoint, SweepPoint, TuningRecord
 from slipstream.stages import tune_draft_length
+from slipstream.stages.context import RunContext
 from slipstream.stages.recipe_engines import switch_length
 from slipstream.stages.tune_draft_length import first_speedup
 
@@ -74,3 +77,67 @@ def test_drafting_that_is_switched_off_is_swept_where_the_length_may_follow_the_
         tune_draft_length._sweep(capped, policy=here, data=here, draft=here, timed=set())
         assert handed[-1]["sampling"] == replace(recipe.sampling, max_response_tokens=expected)
     assert totals[:1] == [(len(recipe.tuning.candidate_ks) - 1) * len(recipe.tuning.batch_sizes)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "chosen_k", "swept", "compared", "chosen"),
+    [
+        ("probabilistic", 3, "probabilistic", [], "probabilistic"),
+        ("greedy", 3, "greedy", [], "greedy"),
+        ("auto", 3, "probabilistic", [("probabilistic", 3), ("greedy", 3)], "greedy"),
+        ("auto", 0, "probabilistic", [], "probabilistic"),
+    ],
+)
+def test_both_kinds_of_drafts_are_compared_at_the_chosen_k_where_the_recipe_leaves_the_choice(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: str,
+    chosen_k: int,
+    swept: str,
+    compared: list[tuple[str, int]],
+    chosen: str,
+) -> None:
+    """Greedy drafts take 2 seconds, probabilistic ones 3."""
+    started: list[tuple[str, int]] = []
+    sweeps: list[str] = []
+
+    def sweep(recipe: Recipe, **_: Any) -> length.Sweep:
+        sweeps.append(recipe.draft.sampling.value)
+        return length.Sweep(points=(), rounds=())
+
+    def swept_engine(recipe: Recipe, policy: Path, draft: Path, k: int) -> Any:
+        started.append((recipe.draft.sampling.value, k))
+        return nullcontext(SimpleNamespace(workers=()))
+
+    def compare(start: Any, prompts: Any, *, batch: int, **_: Any) -> tuple[SamplingPoint, ...]:
+        assert batch == recipe.grpo.prompts_per_step * recipe.grpo.group_size
+        points = []
+        for kind, seconds in ((DraftSampling.PROBABILISTIC, 3.0), (DraftSampling.GREEDY, 2.0)):
+            with start(kind):
+                spread = {"generation_s": seconds, "generation_p10_s": seconds, "generation_p90_s": seconds}
+                of_kind = SamplingPoint(
+                    sampling=kind, batch=batch, num_repeats=3, mean_acceptance_length=2.0, gain=3.0 / seconds, **spread
+                )
+                points.append(of_kind)
+        return tuple(points)
+
+    record = TuningRecord(chosen_k=chosen_k, reason="told so", points=(point(3, 2.0, 2.0),), schedule=())
+    tags: list[dict[str, str]] = []
+    tracker = SimpleNamespace(log_artifact=lambda path: None, log=lambda *_: None, set_tags=tags.append)
+    monkeypatch.setattr(tune_draft_length, "_sweep", sweep)
+    monkeypatch.setattr(tune_draft_length, "swept_engine", swept_engine)
+    monkeypatch.setattr(tune_draft_length, "fitting_weights", lambda *_: None)
+    monkeypatch.setattr(tune_draft_length, "connect", lambda: None)
+    monkeypatch.setattr(tune_draft_length, "machines", lambda workers: "")
+    monkeypatch.setattr(tune_draft_length, "tracked", lambda *_: nullcontext(tracker))
+    monkeypatch.setattr(tune_draft_length, "read_prompt_sets", lambda data: SimpleNamespace(train=()))
+    monkeypatch.setattr(tune_draft_length, "settled", lambda context, recipe: recipe)
+    monkeypatch.setattr(tune_draft_length.length, "choose", lambda *_, **__: record)
+    monkeypatch.setattr(tune_draft_length.length, "compare", compare)
+    recipe = load_recipe("tiny", overrides={"draft": {"sampling": asked}})
+    context = RunContext(execution="e", root=str(tmp_path), experiment="x", workload="rl_zero")
+    for _ in range(2):  # the second attempt finds what the first one chose, and measures nothing
+        directory = tune_draft_length.tune_draft_length(context, recipe, policy=tmp_path, data=tmp_path, draft=tmp_path)
+        assert read_record(TuningRecord, directory / "tuning.json").sampling == chosen
+    assert (sweeps, started) == ([swept], compared)
+    assert tags == [{"k": str(chosen_k), "draft.sampling": chosen}]

@@ -1,0 +1,72 @@
+"""A CPU's norms equal vLLM's own, wherever an engine takes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.engine import vllm_norms
+
+pytestmark = pytest.mark.slow  # vLLM's import takes seconds
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    from slipstream.engine import vllm_plugin  # loads vLLM's kernels too
+
+    vllm_plugin.register()
+
+
+@pytest.mark.parametrize("shape", [(5, 128), (384, 4, 32), (1, 16)])
+def test_rows_are_normed_as_vllms_layers_do(shape: tuple[int, ...]) -> None:
+    from vllm import ir
+
+    wide = torch.randn(*shape[:-1], 3 * shape[-1]) * 5
+    weight = torch.rand(shape[-1])
+    for x in (wide[..., : shape[-1]], wide[..., : shape[-1]].contiguous()):
+        exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+        before = x.clone()
+        with ir.ops.rms_norm.set_priority(["slipstream", "native"]):
+            assert ir.ops.rms_norm.dispatch(x, weight, 1e-6).provider == "slipstream"
+            assert torch.allclose(ir.ops.rms_norm(x, weight, 1e-6).double(), exact, atol=1e-6)
+        assert torch.equal(x, before)
+
+
+def test_a_sum_is_normed_and_kept_in_place_of_its_parts() -> None:
+    from vllm import ir
+
+    x, residual, weight = torch.randn(7, 128), torch.randn(7, 128), torch.rand(128)
+    total = x + residual
+    exact = total.double() / (total.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    with ir.ops.fused_add_rms_norm.set_priority(["slipstream", "native"]):
+        normed, kept = ir.ops.fused_add_rms_norm.maybe_inplace(x, residual, weight, 1e-6)
+    assert torch.equal(kept, total)
+    assert (normed.data_ptr(), kept.data_ptr()) == (x.data_ptr(), residual.data_ptr())
+    assert torch.allclose(normed.double(), exact, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "has_weight", "variance_size"),
+    [(24, torch.float32, True, None), (32, torch.bfloat16, True, None), (32, torch.float32, False, None),
+     (32, torch.float32, True, 16)],
+)  # fmt: skip
+def test_norms_that_the_kernels_do_not_fit_stay_vllms_own(
+    columns: int, dtype: torch.dtype, has_weight: bool, variance_size: int | None
+) -> None:
+    from vllm import ir
+
+    x, weight = torch.randn(3, columns).to(dtype), torch.rand(columns).to(dtype) if has_weight else None
+    own = ir.ops.rms_norm.impls["native"].impl_fn(x, weight, 1e-6, variance_size)
+    for op, inputs in ((ir.ops.rms_norm, (x,)), (ir.ops.fused_add_rms_norm, (x, torch.zeros_like(x)))):
+        with op.set_priority(["slipstream", "native"]):
+            assert op.dispatch(*inputs, weight, 1e-6, variance_size).provider == "native"
+            found = op(*inputs, weight, 1e-6, variance_size)
+        assert torch.equal(found if isinstance(found, torch.Tensor) else found[0], own)
+
+
+def test_engines_name_the_kernels_that_are_offered() -> None:
+    from vllm import ir
+
+    for name, providers in vllm_norms.PRIORITY.items():
+        assert providers == [vllm_norms.PROVIDER]
+        assert vllm_norms.PROVIDER in getattr(ir.ops, name).impls
