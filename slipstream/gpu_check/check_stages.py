@@ -550,6 +550,7 @@ _DRY_CHAIN = (
     "engine.dtype=float32",
     "engine.enforce_eager=true",
     "engine.num_threads=1",
+    "engine.num_kept_idle=2",  # with drafts and without: each is started once after the resume
     "learner.dtype=float32",
     "learner.num_threads=1",
     "policy.scratch.shape={hidden_size: 32, num_layers: 4, num_attention_heads: 2, num_query_groups: 1, "

@@ -16,7 +16,7 @@ import pytest
 
 from slipstream.gpu_check import check_command
 from slipstream.gpu_check.check_command import FOUND, LINES, STAGES, Line, Stage, run_stage, run_stages
-from slipstream.gpu_check.check_stages import Setting, Skipped
+from slipstream.gpu_check.check_stages import Setting, Skipped, on_cpu
 
 
 def passes(at: Setting) -> None:
@@ -43,6 +43,10 @@ def leaves_a_process(at: Setting) -> None:
         os.setsid()
         time.sleep(100)
     at.figures["pid"] = pid
+
+
+def asks_another_process(at: Setting) -> None:
+    at.figures["is_another"] = on_cpu(at, os.getpid) != os.getpid()
 
 
 def stage(number: int, work: Callable[[Setting], None], *, limit_s: float = 60.0) -> Stage:
@@ -99,6 +103,11 @@ def test_a_stage_leaves_no_process(tmp_path: Path) -> None:
     (line,) = forked([stage(1, leaves_a_process)], tmp_path)
     assert line.outcome == "passed"
     assert not psutil.pid_exists(line.figures["pid"])
+
+
+def test_on_a_gpu_stages_run_in_fresh_processes_and_start_fresh_ones(tmp_path: Path) -> None:
+    (line,) = run_stages([stage(1, asks_another_process)], tmp_path, nullcontext(get_context("spawn")))
+    assert (line.outcome, line.figures, line.not_exercised) == ("passed", {"is_another": True}, ())
 
 
 def test_nothing_runs_after_an_environment_that_lacks_something_but_all_is_archived(tmp_path: Path) -> None:
