@@ -58,28 +58,27 @@ def supervise(command: Sequence[str], *, cwd: Path, environment: Mapping[str, st
 
 def supervise_call(work: Callable[[], object]) -> Outcome:
     """Run `work` as `supervise` runs a command, in a fork of this process, which must have a single thread."""
-    return _supervise(lambda: _forked(work))
+    return _supervise(lambda: _Fork(work))
 
 
 class _Fork(ForkProcess):
-    """A process that is polled as `subprocess.Popen` is."""
+    """Forked process that is polled as `subprocess.Popen` is."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__()
+        self._work = work
+        self.start()
+
+    def run(self) -> None:
+        """Run the function, without the handlers of the supervisor."""
+        raise_on_signals()
+        os.setsid()
+        _end_with_parent()
+        self._work()
 
     def poll(self) -> int | None:
         """Return the exit status; None while the process runs."""
         return self.exitcode
-
-
-def _forked(work: Callable[[], object]) -> _Fork:
-    child = _Fork(target=_call, args=(work,))
-    child.start()
-    return child
-
-
-def _call(work: Callable[[], object]) -> None:
-    raise_on_signals()  # the fork has inherited the supervisor's handlers
-    os.setsid()
-    _end_with_parent()
-    work()
 
 
 def _supervise(start: Callable[[], subprocess.Popen[bytes] | _Fork]) -> Outcome:

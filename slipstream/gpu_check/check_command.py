@@ -259,15 +259,11 @@ def _run(stage: Stage, *, output: Path, context: BaseContext, is_dry: bool, aliv
     """Run one stage to its end or its time limit, and judge it by what it wrote and how it ended."""
     directory, scratch = output / f"{stage.number:02d}_{stage.name}", _scratch()
     directory.mkdir()
-    work = scratch / "work"
-    work.mkdir()
     limit_s = stage.limit_s * (_PATIENCE if is_dry else 1)
-    at = Setting(directory=directory, work=work, is_dry=is_dry)
-    ray = {name: value for name in ("RAY_ADDRESS", "RAY_TMPDIR") if is_dry and (value := os.environ.get(name))}
-    if "RAY_ADDRESS" not in ray:
-        ray = {"RAY_TMPDIR": str(scratch)}
+    at = Setting(directory=directory, work=scratch, is_dry=is_dry)
+    environment = dict(os.environ) if is_dry else {"RAY_TMPDIR": str(scratch)}
     start_s = time.monotonic()
-    child = context.Process(target=_supervised, args=(stage, at, limit_s, ray))
+    child = context.Process(target=_supervised, args=(stage, at, limit_s, environment))
     child.start()
     alive.add(child)
     child.join(limit_s)
