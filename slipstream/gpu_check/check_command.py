@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import distributions
 from multiprocessing import forkserver, get_context
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from slipstream.run_command import ENVIRONMENT
 from slipstream.supervisor import raise_on_signals, supervise_call
 from slipstream.workers.placement.plan import table
 
+Context = ForkServerContext | SpawnContext
 LINES, FOUND = "lines.jsonl", "found.json"
 _ENVIRONMENT = {
     **ENVIRONMENT,
@@ -176,32 +177,29 @@ def _check(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _sharing(logs_directory: Path) -> Iterator[BaseContext]:
+def _sharing(logs_directory: Path) -> Iterator[Context]:
     """Start one Ray for all stages, and a server that imports once what they import and forks their processes."""
     context = get_context("forkserver")
     context.set_forkserver_preload(list(_IMPORTED))
     forkserver.ensure_running()  # it imports while Ray starts
-    import ray
-
-    from slipstream.workers.session import connect
+    from slipstream.workers.session import disconnect, share
 
     scratch = _scratch()
     os.environ["RAY_TMPDIR"] = str(scratch)
     try:
         with suppress(TimeoutError, RuntimeError):  # without it each stage starts its own, or says why it cannot
-            connect()
-            os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+            share()
         raise_on_signals()  # Ray has installed handlers of its own
         yield context
     finally:
-        ray.shutdown()
+        disconnect()
         _keep_logs(scratch, logs_directory)
 
 
 def run_stages(
     stages: Sequence[Stage],
     output: Path,
-    processes: AbstractContextManager[BaseContext],
+    processes: AbstractContextManager[Context],
     *,
     is_dry: bool = False,
     on_line: Callable[[Line], None] = lambda line: None,
@@ -227,7 +225,7 @@ def run_stages(
     return lines
 
 
-def _lines(stages: Sequence[Stage], output: Path, context: BaseContext, is_dry: bool) -> Generator[Line, None, None]:
+def _lines(stages: Sequence[Stage], output: Path, context: Context, is_dry: bool) -> Generator[Line, None, None]:
     alive: set[BaseProcess] = set()
     run = partial(_run, output=output, context=context, is_dry=is_dry, alive=alive)
     gates = [stage for stage in stages if stage.number == 0 and not is_dry]
@@ -255,7 +253,7 @@ def _lines(stages: Sequence[Stage], output: Path, context: BaseContext, is_dry: 
         _end(alive)
 
 
-def _run(stage: Stage, *, output: Path, context: BaseContext, is_dry: bool, alive: set[BaseProcess]) -> Line:
+def _run(stage: Stage, *, output: Path, context: Context, is_dry: bool, alive: set[BaseProcess]) -> Line:
     """Run one stage to its end or its time limit, and judge it by what it wrote and how it ended."""
     directory, scratch = output / f"{stage.number:02d}_{stage.name}", _scratch()
     directory.mkdir()
