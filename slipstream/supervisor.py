@@ -1,4 +1,4 @@
-"""Supervision of a command: all its descendants end with it, or within seconds of an interrupt.
+"""Supervision of a command, or a function: all its descendants end with it, or within seconds of an interrupt.
 
 In each process SIGINT and SIGTERM act alike: they raise an interrupt, so that open resources are closed.
 
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import FrameType
 
@@ -48,20 +49,51 @@ def supervise(command: Sequence[str], *, cwd: Path, environment: Mapping[str, st
     No descendant is left when this returns. The command runs in a session of its own, so Ctrl-C reaches it only through
     this process; a second Ctrl-C kills it at once.
     """
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    with _caught_signals() as caught:
-        child = subprocess.Popen(
+    return _supervise(
+        lambda: subprocess.Popen(
             command, cwd=cwd, env=dict(environment), start_new_session=True, preexec_fn=_end_with_parent
         )
+    )
+
+
+def supervise_call(work: Callable[[], object]) -> Outcome:
+    """Run `work` as `supervise` runs a command, in a fork of this process, which must have a single thread."""
+    return _supervise(lambda: _Fork(work))
+
+
+class _Fork(ForkProcess):
+    """Forked process that is polled as `subprocess.Popen` is."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__()
+        self._work = work
+        self.start()
+
+    def run(self) -> None:
+        """Run the function, without the handlers of the supervisor."""
+        raise_on_signals()
+        os.setsid()
+        _end_with_parent()
+        self._work()
+
+    def poll(self) -> int | None:
+        """Return the exit status; None while the process runs."""
+        return self.exitcode
+
+
+def _supervise(start: Callable[[], subprocess.Popen[bytes] | _Fork]) -> Outcome:
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    with _caught_signals() as caught:
+        child = start()
         try:
             status = _wait(child, caught)
         finally:
             _end_descendants()
     interrupted = bool(caught)
-    return Outcome(pid=child.pid, status=128 + caught[0] if interrupted else status or 0, interrupted=interrupted)
+    return Outcome(pid=child.pid or 0, status=128 + caught[0] if interrupted else status or 0, interrupted=interrupted)
 
 
-def _wait(child: subprocess.Popen[bytes], caught: Sequence[int]) -> int | None:
+def _wait(child: subprocess.Popen[bytes] | _Fork, caught: Sequence[int]) -> int | None:
     """Wait for `child`; the first signal in `caught` terminates it within `GRACE_S`.
 
     Returns:

@@ -26,11 +26,15 @@ import tarfile
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.metadata import distributions
+from multiprocessing import forkserver, get_context
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +45,10 @@ from slipstream.gpu_check.check_stages import Setting, Skipped
 from slipstream.gpu_check.throughput import throughput
 from slipstream.records.files import write_atomic
 from slipstream.run_command import ENVIRONMENT
-from slipstream.supervisor import raise_on_signals, supervise
+from slipstream.supervisor import raise_on_signals, supervise_call
 from slipstream.workers.placement.plan import table
 
+Context = ForkServerContext | SpawnContext
 LINES, FOUND = "lines.jsonl", "found.json"
 _ENVIRONMENT = {
     **ENVIRONMENT,
@@ -57,6 +62,14 @@ _ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 _GRACE_S = 10.0  # for the processes of a stage to end after its time limit
 _LARGEST_FILE = 4 << 20  # of the archive: logs and records, no weights
 _LANES = 2  # stages at once without a GPU, where most of each is a start on one core
+_IMPORTED = (  # by the stages' processes
+    "slipstream.gpu_check.check_command",
+    "slipstream.drafts.eagle3",
+    "slipstream.learner.megatron",
+    "slipstream.workers.engines",
+    "slipstream.workers.learners",
+    "transformers.models.qwen3.modeling_qwen3",
+)
 _PATIENCE = 3  # times the limit without a GPU, on cores that others may use
 _SHOWN = 4  # figures of a stage in the table
 
@@ -112,6 +125,7 @@ STAGES = (
         (
             "configs/tiny_gpu.yaml at its size",
             "the arm without drafts",
+            "the choice of a draft length, which is told",
             "graphs, bfloat16, IPC and one GPU for all processes",
         ),
     ),
@@ -131,16 +145,6 @@ class Line:
     seconds: float = 0.0
     figures: Mapping[str, Any] = field(default_factory=dict)
     not_exercised: Sequence[str] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Process:
-    """Command of a stage's process, which writes its result into `FOUND` of its directory."""
-
-    stage: Stage
-    command: Sequence[str]
-    limit_s: float
-    is_dry: bool = False
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -164,32 +168,53 @@ def _check(options: argparse.Namespace) -> int:
     require(not output.exists(), "--output", "must not hold a check of this second", str(output), "start it again")
     output.mkdir(parents=True)
     raise_on_signals()  # the archive is written after a SIGTERM too
-    processes = [_process(stage, is_dry=options.dry) for stage in STAGES if stage.number in options.stage]
-    lines = run_stages(processes, output, lanes=_LANES if options.dry else 1, on_line=_say)
+    os.environ.update({**_ENVIRONMENT, **(_ON_CPU if options.dry else {})})
+    stages = [stage for stage in STAGES if stage.number in options.stage]
+    processes = _sharing(output / "ray") if options.dry else nullcontext(get_context("spawn"))
+    lines = run_stages(stages, output, processes, is_dry=options.dry, on_line=_say)
     print(f"\n{_table(lines)}\n\narchive: {output.with_suffix('.tar.gz')}")
     return 1 if any(line.outcome == "failed" for line in lines) else 0
 
 
-def _process(stage: Stage, *, is_dry: bool) -> Process:
-    command = [sys.executable, "-m", "slipstream.gpu_check.check_command", str(stage.number), *(["--dry"] * is_dry)]
-    limit_s = stage.limit_s * (_PATIENCE if is_dry else 1)
-    return Process(stage=stage, command=command, limit_s=limit_s, is_dry=is_dry)
+@contextmanager
+def _sharing(logs_directory: Path) -> Iterator[Context]:
+    """Start one Ray for all stages, and a server that imports once what they import and forks their processes."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(_IMPORTED))
+    forkserver.ensure_running()  # it imports while Ray starts
+    from slipstream.workers.session import disconnect, share
+
+    scratch = _scratch()
+    os.environ["RAY_TMPDIR"] = str(scratch)
+    try:
+        with suppress(TimeoutError, RuntimeError):  # without it each stage starts its own, or says why it cannot
+            share()
+        raise_on_signals()  # Ray has installed handlers of its own
+        yield context
+    finally:
+        disconnect()
+        _keep_logs(scratch, logs_directory)
 
 
 def run_stages(
-    processes: Sequence[Process], output: Path, *, lanes: int = 1, on_line: Callable[[Line], None] = lambda line: None
+    stages: Sequence[Stage],
+    output: Path,
+    processes: AbstractContextManager[Context],
+    *,
+    is_dry: bool = False,
+    on_line: Callable[[Line], None] = lambda line: None,
 ) -> list[Line]:
     """Run the stages, and write `output`.tar.gz even if this is interrupted; returns a line a stage, in order.
 
     After a failure of stage 0 on a GPU the others are skipped, as each of them would fail for that reason.
 
     Args:
-        lanes: stages that run at once.
+        processes: its context starts the stages' processes.
     """
     lines: list[Line] = []
     _describe(output)
     try:
-        with closing(_lines(processes, output, lanes)) as found:
+        with processes as context, closing(_lines(stages, output, context, is_dry)) as found:
             for line in found:
                 lines.append(line)
                 with (output / LINES).open("a") as file:
@@ -200,21 +225,26 @@ def run_stages(
     return lines
 
 
-def _lines(processes: Sequence[Process], output: Path, lanes: int) -> Generator[Line, None, None]:
-    alive: set[subprocess.Popen[bytes]] = set()
-    gates = [process for process in processes if process.stage.number == 0 and not process.is_dry]
-    rest = [process for process in processes if process not in gates]
+def _lines(stages: Sequence[Stage], output: Path, context: Context, is_dry: bool) -> Generator[Line, None, None]:
+    alive: set[BaseProcess] = set()
+    run = partial(_run, output=output, context=context, is_dry=is_dry, alive=alive)
+    gates = [stage for stage in stages if stage.number == 0 and not is_dry]
+    rest = [stage for stage in stages if stage not in gates]
     try:
-        for process in gates:
-            yield (line := _run(process, output, alive))
+        for stage in gates:
+            yield (line := run(stage))
             if line.outcome == "failed":
                 for other in rest:
                     reason = f"stage 0 failed: {line.reason}"
-                    yield Line(stage=other.stage.number, name=other.stage.name, outcome="skipped", reason=reason)
+                    yield Line(stage=other.number, name=other.name, outcome="skipped", reason=reason)
                 return
-        with ThreadPoolExecutor(lanes) as lane:
+        with ThreadPoolExecutor(_LANES if is_dry else 1) as lane:
             try:
-                yield from lane.map(lambda process: _run(process, output, alive), rest)
+                # No lane is left with the longest stage at the end; the others are in order, and so are their lines.
+                longest_s = max((stage.limit_s for stage in rest), default=0.0)
+                order = sorted(rest, key=lambda stage: is_dry and stage.limit_s < longest_s)
+                started = {stage.number: lane.submit(run, stage) for stage in order}
+                yield from (started[stage.number].result() for stage in rest)
             except BaseException:
                 lane.shutdown(wait=False, cancel_futures=True)
                 _end(alive)
@@ -223,30 +253,21 @@ def _lines(processes: Sequence[Process], output: Path, lanes: int) -> Generator[
         _end(alive)
 
 
-def _run(process: Process, output: Path, alive: set[subprocess.Popen[bytes]]) -> Line:
+def _run(stage: Stage, *, output: Path, context: Context, is_dry: bool, alive: set[BaseProcess]) -> Line:
     """Run one stage to its end or its time limit, and judge it by what it wrote and how it ended."""
-    stage = process.stage
-    directory = output / f"{stage.number:02d}_{stage.name}"
+    directory, scratch = output / f"{stage.number:02d}_{stage.name}", _scratch()
     directory.mkdir()
-    # Removed even if the stage is killed. Ray's sockets must have short paths.
-    scratch = Path(tempfile.mkdtemp(prefix="gpu-check-", dir="/tmp"))
-    environment = {**os.environ, **_ENVIRONMENT, **(_ON_CPU if process.is_dry else {}), "RAY_TMPDIR": str(scratch)}
+    limit_s = stage.limit_s * (_PATIENCE if is_dry else 1)
+    at = Setting(directory=directory, work=scratch, is_dry=is_dry)
+    environment = dict(os.environ) if is_dry else {"RAY_TMPDIR": str(scratch)}
     start_s = time.monotonic()
-    with (directory / "log.txt").open("wb") as log:
-        child = subprocess.Popen(
-            [*process.command, str(directory), "--limit-s", str(process.limit_s)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
-        alive.add(child)
-        is_late = False
-        try:
-            child.wait(process.limit_s)
-        except subprocess.TimeoutExpired:
-            is_late = True
-        _end({child})
-        alive.discard(child)
+    child = context.Process(target=_supervised, args=(stage, at, limit_s, environment))
+    child.start()
+    alive.add(child)
+    child.join(limit_s)
+    is_late = child.exitcode is None
+    _end({child})
+    alive.discard(child)
     seconds = round(time.monotonic() - start_s, 1)
     _keep_logs(scratch, directory / "ray")
     line = Line(
@@ -254,26 +275,31 @@ def _run(process: Process, output: Path, alive: set[subprocess.Popen[bytes]]) ->
         name=stage.name,
         outcome="failed",
         seconds=seconds,
-        not_exercised=stage.not_exercised if process.is_dry else (),
+        not_exercised=stage.not_exercised if is_dry else (),
     )
     found = directory / FOUND
-    said = json.loads(found.read_text()) if found.is_file() else {"reason": _ended(child.returncode)}
+    said = json.loads(found.read_text()) if found.is_file() else {"reason": _ended(child.exitcode or 0)}
     if is_late:
-        why = f"did not end within its {process.limit_s:g} s: log.txt ends with every stack"
+        why = f"did not end within its {limit_s:g} s: log.txt ends with every stack"
         said |= {"outcome": "failed", "reason": why}
     return replace(line, **said)
 
 
-def _end(alive: set[subprocess.Popen[bytes]]) -> None:
+def _scratch() -> Path:
+    """Make a directory that is removed even if the stage is killed; Ray's sockets must have short paths."""
+    return Path(tempfile.mkdtemp(prefix="gpu-check-", dir="/tmp"))
+
+
+def _end(alive: Iterable[BaseProcess]) -> None:
     """End the processes; each ends its own descendants when it is asked to."""
-    for child in alive:
+    ending = [*alive]  # a lane's thread may remove its own meanwhile
+    for child in ending:
         child.terminate()
-    for child in alive:
-        try:
-            child.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
+    for child in ending:
+        child.join(_GRACE_S)
+        if child.exitcode is None:
             child.kill()
-            child.wait()
+            child.join()
 
 
 def _ended(status: int) -> str:
@@ -337,28 +363,22 @@ def _table(lines: Sequence[Line]) -> str:
     return table(rows)
 
 
-def main() -> int:
-    """Run one stage in this process, or supervise the process that does; no descendant is left."""
-    parser = argparse.ArgumentParser(prog="slipstream.gpu_check.check_command")
-    parser.add_argument("stage", type=int)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--limit-s", type=float, required=True)
-    parser.add_argument("--dry", action="store_true")
-    parser.add_argument("--here", action="store_true", help="do not supervise")
-    options = parser.parse_args()
-    if not options.here:
-        command = [sys.executable, "-m", "slipstream.gpu_check.check_command", *sys.argv[1:], "--here"]
-        status = supervise(command, cwd=Path.cwd(), environment=os.environ).status
-        return 128 - status if status < 0 else status
+def _supervised(stage: Stage, at: Setting, limit_s: float, environment: Mapping[str, str]) -> None:
+    """Run one stage in a fork of this process, whose output is the stage's log; no descendant is left."""
+    with (at.directory / "log.txt").open("wb") as log:
+        for number in (1, 2):
+            os.dup2(log.fileno(), number)
+    os.environ.update(environment)
+    status = supervise_call(partial(_work, stage, at, limit_s)).status
+    sys.exit(128 - status if status < 0 else status)
+
+
+def _work(stage: Stage, at: Setting, limit_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
-    faulthandler.dump_traceback_later(0.95 * options.limit_s)
+    faulthandler.dump_traceback_later(0.95 * limit_s)
     logs.configure()
-    raise_on_signals()  # figures so far are written
-    (stage,) = [stage for stage in STAGES if stage.number == options.stage]
-    with tempfile.TemporaryDirectory(prefix="work-", dir=os.environ.get("RAY_TMPDIR")) as work:
-        run_stage(stage.work, Setting(directory=options.directory, work=Path(work), is_dry=options.dry))
-    return 0
+    run_stage(stage.work, at)
 
 
 def run_stage(work: Callable[[Setting], None], at: Setting) -> None:
@@ -375,7 +395,3 @@ def run_stage(work: Callable[[Setting], None], at: Setting) -> None:
     finally:
         found = {"outcome": outcome, "reason": reason, "figures": at.figures}
         write_atomic(at.directory / FOUND, json.dumps(found).encode())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

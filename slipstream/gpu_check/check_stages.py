@@ -18,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,8 +42,9 @@ from slipstream.learner.config import (
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import LOSSLESS, certify
-from slipstream.records.files import read_record
+from slipstream.records.files import read_record, write_record
 from slipstream.records.run import RunRecord
+from slipstream.records.stages import TuningRecord
 from slipstream.refit.channel import open_channel
 from slipstream.refit.config import Channel, RefitConfig, WeightFiles
 from slipstream.refit.fingerprint import ALL
@@ -93,6 +95,11 @@ class Setting:
     def dtype(self) -> Dtype:
         """Type of learner and engine."""
         return Dtype.FLOAT32 if self.is_dry else Dtype.BFLOAT16
+
+    @property
+    def processes(self) -> BaseContext:
+        """Start of further processes: one that uses a GPU cannot be forked."""
+        return get_context("fork" if self.is_dry else "spawn")
 
     def layout(self, *, takes_turns: bool = False) -> Layout:
         """One learner and one engine on one GPU; processes anywhere on this host without GPUs."""
@@ -543,6 +550,7 @@ _DRY_CHAIN = (
     "engine.dtype=float32",
     "engine.enforce_eager=true",
     "engine.num_threads=1",
+    "engine.num_kept_idle=2",  # with drafts and without: each is started once after the resume
     "learner.dtype=float32",
     "learner.num_threads=1",
     "policy.scratch.shape={hidden_size: 32, num_layers: 4, num_attention_heads: 2, num_query_groups: 1, "
@@ -572,6 +580,8 @@ def chain(at: Setting) -> None:
     first = subprocess.Popen([*slipstream, "tiny_gpu", *arms, *root, *changes])
     runs = at.directory / "runs"
     while first.poll() is None and not list(runs.glob("*/train_grpo_*/checkpoints/step-*[0-9]")):
+        if at.is_dry:
+            _tell_length(runs)
         time.sleep(0.2)
     require(first.poll() is None, "the chain", "must write a checkpoint and go on", f"status {first.returncode}")
     for workflow in psutil.Process(first.pid).children():
@@ -586,8 +596,18 @@ def chain(at: Setting) -> None:
     assert certificate is not None, "the chain certifies its speculative arm"
     at.figures["certificate"] = certificate.verdict
     for arm in record.arms:
+        at.figures[f"{arm.arm.value}_k"] = arm.num_speculative_tokens
         at.figures[f"{arm.arm.value}_step_s"] = float(np.median([step.times.step_s for step in arm.steps]))
     require(certificate.verdict == LOSSLESS, "the chain's certificate", "must say lossless", certificate.reason)
+
+
+def _tell_length(runs: Path) -> None:
+    """Put a draft length in the place of a sweep's, by which models of this size had better draft nothing."""
+    for recipe in runs.glob("*/start_run/recipe.yaml"):
+        path = recipe.parents[1] / "tune_draft_length" / "tuning.json"
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            write_record(TuningRecord(chosen_k=2, reason="not measured", points=(), schedule=()), path)
 
 
 def several(at: Setting) -> None:
@@ -658,9 +678,9 @@ def _tokens(result: GenerationResult) -> list[tuple[int, ...]]:
     return [tuple(rollout.token_ids) for group in result.groups for rollout in group.rollouts]
 
 
-def on_cpu(work: Callable[[], T]) -> T:
+def on_cpu(at: Setting, work: Callable[[], T]) -> T:
     """Run `work` in a process that sees no GPU: what torch has once seen in a process, it sees to the end."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_hide_gpus) as process:
+    with ProcessPoolExecutor(1, mp_context=at.processes, initializer=_hide_gpus) as process:
         return process.submit(work).result()
 
 

@@ -29,7 +29,7 @@ _RELATIVE = 3e-2  # bfloat16 beside float32, a loss or a norm
 
 def learner(at: Setting) -> None:
     """One update in every arrangement, beside float32 on the CPU; then a checkpoint that resumes to the bit."""
-    expected = on_cpu(partial(_stats, at.learner(Dtype.FLOAT32, packing=Packing.NEVER)))
+    expected = on_cpu(at, partial(_stats, at.learner(Dtype.FLOAT32, packing=Packing.NEVER)))
     arrangements: dict[str, dict[str, Any]] = {
         "padded": {"packing": Packing.NEVER},
         "packed": {"packing": Packing.ALWAYS},
@@ -104,7 +104,7 @@ def _equal_fraction(one: Any, other: Any) -> float:
 def draft(at: Setting) -> None:
     """Twenty updates of a draft: the loss falls, and begins as on the CPU."""
     policy = at.policy("policy", 0)
-    expected = on_cpu(partial(_draft_losses, policy, at.learner(Dtype.FLOAT32), 5))
+    expected = on_cpu(at, partial(_draft_losses, policy, at.learner(Dtype.FLOAT32), 5))
     start_s = time.perf_counter()
     losses = _draft_losses(policy, at.learner(), 20)
     at.figures["seconds"] = round(time.perf_counter() - start_s, 1)

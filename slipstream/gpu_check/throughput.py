@@ -10,7 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -90,7 +89,7 @@ def throughput(at: Setting) -> None:
     size = _TINY if at.is_dry else _size(gpu_bytes()[0])
     at.figures["num_layers"] = size.shape.num_layers
     policy, draft = at.work / "policy", at.work / "draft"
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+    with ProcessPoolExecutor(1, mp_context=at.processes) as process:
         work = partial(_learner_figures, size, at.learner(), policy, draft, is_dry=at.is_dry)
         at.figures.update(process.submit(work).result())
     _engine_figures(at, size, policy, draft)

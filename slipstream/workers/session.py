@@ -64,6 +64,17 @@ def connect() -> None:
     start_patiently(lambda: ray.init(object_store_memory=_OBJECT_STORE_BYTES, **local, **quiet))
 
 
+def share() -> None:
+    """Connect as `connect` does, and have the processes that this one starts later connect to the same Ray."""
+    connect()
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+
+
+def disconnect() -> None:
+    """End the connection, and a local instance with it."""
+    ray.shutdown()
+
+
 def start_patiently(start: Callable[[], object]) -> None:
     """Start a local Ray, and retry if its processes do not answer within Ray's 30 s.
 

@@ -32,6 +32,7 @@ def test_every_stage_passes_on_the_cpu_and_says_what_it_did_not_exercise(tmp_pat
         assert any(name.endswith(f"/{stage.number:02d}_{stage.name}/log.txt") for name in names)
     figures = {line["name"]: line["figures"] for line in lines}
     assert figures["speculation"]["certificate"] == figures["chain"]["certificate"] == "lossless"
+    assert figures["chain"]["speculative_k"] == 2
     assert figures["learner"]["equal_weights_fraction_after_resume"] == 1.0
     assert figures["draft"]["last_loss"] < figures["draft"]["first_loss"]
     assert figures["throughput"]["microbatch_tokens"] == 256

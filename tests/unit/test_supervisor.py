@@ -35,13 +35,20 @@ from slipstream.supervisor import supervise
 outcome = supervise([sys.executable, "-c", *sys.argv[1:]], cwd=Path.cwd(), environment=os.environ)
 print(outcome.status, outcome.interrupted)
 """
+SUPERVISOR_OF_A_CALL = """
+import os, sys
+from slipstream.supervisor import supervise_call
+outcome = supervise_call(lambda: os.execv(sys.executable, [sys.executable, "-c", *sys.argv[1:]]))
+print(outcome.status, outcome.interrupted)
+"""
+EITHER = pytest.mark.parametrize("code", [SUPERVISOR, SUPERVISOR_OF_A_CALL], ids=["command", "call"])
 
 
-def start(tmp_path: Path, mode: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+def start(tmp_path: Path, mode: str, code: str = SUPERVISOR) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     """A supervisor, and the processes below it once they run: the orphan and the command."""
     pids = tmp_path / "pids"
     supervisor = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, COMMAND, str(pids), mode], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, COMMAND, str(pids), mode], stdout=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 60
     while not (pids.is_file() and pids.read_text().endswith("\n")):
@@ -74,8 +81,9 @@ def test_after_an_interrupt_nothing_is_left_within_five_seconds(
     assert took(supervisor, processes, f"{128 + number} True\n", interrupted_s) < 5.0
 
 
-def test_a_second_signal_ends_the_grace_at_once(tmp_path: Path) -> None:
-    supervisor, processes = start(tmp_path, "stubborn")
+@EITHER
+def test_a_second_signal_ends_the_grace_at_once(tmp_path: Path, code: str) -> None:
+    supervisor, processes = start(tmp_path, "stubborn", code)
     interrupted_s = time.monotonic()
     supervisor.send_signal(signal.SIGINT)
     time.sleep(0.3)
@@ -90,13 +98,15 @@ def test_a_command_is_asked_again_for_its_first_handlers_exception_may_get_lost(
     assert 0.5 < took(supervisor, processes, INTERRUPTED, interrupted_s) < 2.5
 
 
-def test_a_command_that_ends_by_itself_leaves_no_orphan(tmp_path: Path) -> None:
-    supervisor, processes = start(tmp_path, "done")
+@EITHER
+def test_a_command_that_ends_by_itself_leaves_no_orphan(tmp_path: Path, code: str) -> None:
+    supervisor, processes = start(tmp_path, "done", code)
     took(supervisor, processes, "3 False\n")
 
 
-def test_a_command_ends_when_its_supervisor_is_killed(tmp_path: Path) -> None:
-    supervisor, (orphan, command) = start(tmp_path, "willing")
+@EITHER
+def test_a_command_ends_when_its_supervisor_is_killed(tmp_path: Path, code: str) -> None:
+    supervisor, (orphan, command) = start(tmp_path, "willing", code)
     try:
         supervisor.kill()
         supervisor.communicate(timeout=30)

@@ -1,35 +1,63 @@
 """The runner of gpu-check: a stage that fails, hangs or crashes is one line among the others, and all is archived."""
 
 import json
-import sys
+import os
+import signal
 import tarfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
-from slipstream.gpu_check.check_command import FOUND, LINES, STAGES, Line, Process, Stage, run_stage, run_stages
-from slipstream.gpu_check.check_stages import Setting, Skipped
-
-PASSES = """
-import json, pathlib, sys
-found = {"outcome": "passed", "reason": "", "figures": {"seconds_of_it": 1.5}}
-pathlib.Path(sys.argv[1], "found.json").write_text(json.dumps(found))
-print("all is well")
-"""
-HANGS = "import time; time.sleep(100)"
-CRASHES = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
-SUPERVISED_CRASHES = "import sys; sys.exit(128 + 11)"  # a shell's status of what SIGSEGV ended
-EXITS = "import sys; sys.exit(3)"
+from slipstream.gpu_check import check_command
+from slipstream.gpu_check.check_command import FOUND, LINES, STAGES, Line, Stage, run_stage, run_stages
+from slipstream.gpu_check.check_stages import Setting, Skipped, on_cpu
 
 
-def process(number: int, code: str, *, limit_s: float = 60.0) -> Process:
-    def work(at: Setting) -> None:
-        """Stand for the code, which runs in a process."""
+def passes(at: Setting) -> None:
+    at.figures["seconds_of_it"] = 1.5
+    os.write(1, b"all is well\n")
 
-    work.__name__ = f"stage{number}"
-    stage = Stage(number, work, limit_s, not_exercised=("a GPU",))
-    return Process(stage=stage, command=[sys.executable, "-c", code], limit_s=limit_s)
+
+def hangs(at: Setting) -> None:
+    passes(at)
+    time.sleep(100)
+
+
+def crashes(at: Setting) -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def exits(at: Setting) -> None:
+    os._exit(3)
+
+
+def leaves_a_process(at: Setting) -> None:
+    """End, and leave a process in a session of its own, as Ray does."""
+    if (pid := os.fork()) == 0:
+        os.setsid()
+        time.sleep(100)
+    at.figures["pid"] = pid
+
+
+def asks_another_process(at: Setting) -> None:
+    at.figures["is_another"] = on_cpu(at, os.getpid) != os.getpid()
+
+
+def stage(number: int, work: Callable[[Setting], None], *, limit_s: float = 60.0) -> Stage:
+    return Stage(number, work, limit_s, not_exercised=("a GPU",))
+
+
+def forked(stages: list[Stage], output: Path, *, is_dry: bool = True, **options: Any) -> list[Line]:
+    """Run the stages as a check without a GPU does, but for Ray."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([check_command.__name__])
+    return run_stages(stages, output, nullcontext(context), is_dry=is_dry, **options)
 
 
 def outcomes(lines: list[Line]) -> list[tuple[int, str, str]]:
@@ -42,42 +70,54 @@ def archived(output: Path) -> Mapping[str, bytes]:
         return {member.name: archive.extractfile(member).read() for member in members}  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_a_stage_that_hangs_crashes_or_exits_is_named_and_the_next_one_runs(tmp_path: Path, lanes: int) -> None:
+def test_a_stage_that_hangs_crashes_or_exits_is_named_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_command, "_PATIENCE", 1)
     output = tmp_path / "check"
     output.mkdir()
-    codes = {1: CRASHES, 2: SUPERVISED_CRASHES, 3: EXITS, 5: PASSES}
-    processes = [process(number, code) for number, code in codes.items()]
-    processes.insert(3, process(4, PASSES + HANGS, limit_s=2.0))
+    stages = [stage(1, crashes), stage(2, exits), stage(3, hangs, limit_s=5.0), stage(4, passes)]
     told: list[Line] = []
 
-    lines = run_stages(processes, output, lanes=lanes, on_line=told.append)
+    lines = forked(stages, output, on_line=told.append)
 
     assert outcomes(lines) == [
         (1, "failed", "ended by SIGSEGV without a result: see log.txt"),
-        (2, "failed", "ended by SIGSEGV without a result: see log.txt"),
-        (3, "failed", "ended with status 3 without a result: see log.txt"),
-        (4, "failed", "did not end within its 2 s: log.txt ends with every stack"),
-        (5, "passed", ""),
+        (2, "failed", "ended with status 3 without a result: see log.txt"),
+        (3, "failed", "did not end within its 5 s: log.txt ends with every stack"),
+        (4, "passed", ""),
     ]
     assert told == lines
-    assert lines[3].figures == lines[4].figures == {"seconds_of_it": 1.5}
+    assert lines[2].figures == lines[3].figures == {"seconds_of_it": 1.5}
+    assert {line.not_exercised for line in lines} == {("a GPU",)}
     files = archived(output)
     written = [json.loads(line) for line in files[f"check/{LINES}"].splitlines()]
     assert [(line["stage"], line["outcome"]) for line in written] == [(line.stage, line.outcome) for line in lines]
-    assert files["check/05_stage5/log.txt"] == b"all is well\n"
+    assert files["check/04_passes/log.txt"] == b"all is well\n"
+    assert b"in hangs" in files["check/03_hangs/log.txt"]  # the stack
     assert b"numpy==" in files["check/packages.txt"]
     assert b"Python 3" in files["check/machine.txt"]
+
+
+def test_a_stage_leaves_no_process(tmp_path: Path) -> None:
+    (line,) = forked([stage(1, leaves_a_process)], tmp_path)
+    assert line.outcome == "passed"
+    assert not psutil.pid_exists(line.figures["pid"])
+
+
+def test_on_a_gpu_stages_run_in_fresh_processes_and_start_fresh_ones(tmp_path: Path) -> None:
+    (line,) = run_stages([stage(1, asks_another_process)], tmp_path, nullcontext(get_context("spawn")))
+    assert (line.outcome, line.figures, line.not_exercised) == ("passed", {"is_another": True}, ())
 
 
 def test_nothing_runs_after_an_environment_that_lacks_something_but_all_is_archived(tmp_path: Path) -> None:
     output = tmp_path / "check"
     output.mkdir()
-    lines = run_stages([process(0, EXITS), process(1, PASSES)], output)
+    lines = forked([stage(0, exits), stage(1, passes)], output, is_dry=False)
     reason = "stage 0 failed: ended with status 3 without a result: see log.txt"
     assert outcomes(lines)[1:] == [(1, "skipped", reason)]
-    assert "check/00_stage0/log.txt" in archived(output)
-    assert not (output / "01_stage1").exists()
+    assert "check/00_exits/log.txt" in archived(output)
+    assert not (output / "01_passes").exists()
 
 
 def test_an_interrupted_check_is_archived_with_what_it_has(tmp_path: Path) -> None:
@@ -88,7 +128,7 @@ def test_an_interrupted_check_is_archived_with_what_it_has(tmp_path: Path) -> No
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_stages([process(1, PASSES), process(2, PASSES)], output, on_line=interrupt)
+        forked([stage(1, passes), stage(2, passes)], output, on_line=interrupt)
     assert json.loads(archived(output)[f"check/{LINES}"])["stage"] == 1
 
 
