@@ -31,7 +31,6 @@ from slipstream.engine.vllm_groups import (
     group_of,
     trace_of,
 )
-from slipstream.engine.vllm_norms import PRIORITY
 from slipstream.grpo.loop_config import KvCache
 from slipstream.imports import uncollected
 from slipstream.records.steps import ScheduleEntry
@@ -42,6 +41,9 @@ from slipstream.refit.quantization import LOAD_FORMAT, checkpoint_config
 from slipstream.types import Dtype, Prompt, RolloutGroup
 
 _PROBE = "slipstream.engine.vllm_plugin.EngineProbe"
+
+OWN_NORMS = {"rms_norm": ["slipstream"], "fused_add_rms_norm": ["slipstream"]}
+"""vLLM's `ir_op_priority` with the kernels of `vllm_norms`; where they do not fit, vLLM's own operations remain."""
 
 
 def engine_arguments(
@@ -85,7 +87,7 @@ def engine_arguments(
         # generator has no offset, and the engine would end there.
         "enable_chunked_prefill": False,
         # A compiler fuses what torch does, and other types were not measured.
-        **({"ir_op_priority": PRIORITY} if config.enforce_eager and config.dtype is Dtype.FLOAT32 else {}),
+        **({"ir_op_priority": OWN_NORMS} if config.enforce_eager and config.dtype is Dtype.FLOAT32 else {}),
     }
 
 

@@ -2,7 +2,7 @@
 
 vLLM's CPU build has kernels for RMSNorm, alone and behind a residual. Its layers compute either from six to eight
 operations of torch instead, for a compiler to fuse, and an eager engine pays for each of them. Here the kernels are
-offered as a provider of vLLM's operations, and an engine takes them by `PRIORITY`.
+offered as a provider of vLLM's operations, and an engine takes them by `vllm_engine.OWN_NORMS`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 PROVIDER = "slipstream"
-PRIORITY = {"rms_norm": [PROVIDER], "fused_add_rms_norm": [PROVIDER]}
-"""vLLM's `ir_op_priority` with these kernels; where they do not fit, vLLM's own operations remain."""
 
 _VECTOR = 16  # elements; the kernels take whole vectors
 

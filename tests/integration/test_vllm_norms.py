@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from slipstream.engine import vllm_norms
+from slipstream.engine.vllm_engine import OWN_NORMS
 
 pytestmark = pytest.mark.slow  # vLLM's import takes seconds
 
@@ -67,6 +68,6 @@ def test_norms_that_the_kernels_do_not_fit_stay_vllms_own(
 def test_engines_name_the_kernels_that_are_offered() -> None:
     from vllm import ir
 
-    for name, providers in vllm_norms.PRIORITY.items():
+    for name, providers in OWN_NORMS.items():
         assert providers == [vllm_norms.PROVIDER]
         assert vllm_norms.PROVIDER in getattr(ir.ops, name).impls

@@ -13,8 +13,7 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.engine.config import EngineConfig
-from slipstream.engine.vllm_engine import VllmEngine, engine_arguments, loadable, process_environment
-from slipstream.engine.vllm_norms import PRIORITY
+from slipstream.engine.vllm_engine import OWN_NORMS, VllmEngine, engine_arguments, loadable, process_environment
 from slipstream.types import Dtype
 
 GPU = EngineConfig(max_model_len=8, max_num_seqs=1)
@@ -69,7 +68,7 @@ def test_only_an_engine_that_can_sleep_has_vllms_sleep_mode_and_only_on_a_gpu() 
 def test_only_eager_float32_engines_on_cpus_take_the_norms_offered_by_the_plugin(
     config: EngineConfig, takes_them: bool
 ) -> None:
-    assert engine_arguments(config, is_in_flight=False).get("ir_op_priority") == (PRIORITY if takes_them else None)
+    assert engine_arguments(config, is_in_flight=False).get("ir_op_priority") == (OWN_NORMS if takes_them else None)
 
 
 def test_an_engine_on_a_gpu_returns_routes_where_it_is_asked_to() -> None:
