@@ -76,6 +76,7 @@ def sglang_arguments(policy: Path, config: EngineConfig) -> dict[str, Any]:
         "disable_radix_cache": True,  # cached prefixes change the shape of a product, and with it the last bits
         "dtype": config.dtype.value,
         "log_level": "error",
+        "mem_fraction_static": 0.9,  # of the host's free memory; max_total_tokens says how much of it is the cache
         "max_running_requests": config.max_num_seqs,
         "max_total_tokens": kv_cache_tokens(json.loads((policy / "config.json").read_text()), config),
         "random_seed": 0,
@@ -114,15 +115,15 @@ class SglangChild:
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         """Start `command` with the number of a socket as its last argument."""
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno())],
                 env={**os.environ, **environment},
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
             )
-            self._stream = ours.makefile("rw", encoding="utf-8")
+        self._answers = self._socket.makefile(encoding="utf-8")
 
     def call(self, name: str, **arguments: Any) -> Any:
         """Call a method of `SglangProcess` and return its answer.
@@ -132,10 +133,9 @@ class SglangChild:
             SglangDiedError: the process ended.
         """
         try:
-            self._stream.write(json.dumps({"name": name, "arguments": arguments}) + "\n")
-            self._stream.flush()
-            line = self._stream.readline()
-        except OSError:  # the pipe is broken
+            self._socket.sendall((json.dumps({"name": name, "arguments": arguments}) + "\n").encode())
+            line = self._answers.readline()
+        except OSError:  # the connection is broken
             line = ""
         if not line:
             raise SglangDiedError(f"SGLang's process {self._process.pid} ended during {name}; its output says why")
@@ -146,7 +146,8 @@ class SglangChild:
 
     def close(self) -> None:
         """End the process, and wait for its end."""
-        self._stream.close()
+        self._answers.close()
+        self._socket.close()
         self._process.wait()
 
 

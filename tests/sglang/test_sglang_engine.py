@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,15 @@ from scipy.stats import chisquare
 
 from slipstream.engine.config import Backend, SamplingConfig
 from slipstream.engine.requests import group_requests
-from slipstream.engine.sglang_engine import SglangEngine
+from slipstream.engine.sglang_engine import PYTHON, SglangEngine
 from slipstream.refit.config import WeightFiles
 from slipstream.refit.fingerprint import ALL, Turn, file_fingerprints
 from slipstream.types import FinishReason, Prompt
 from tests.small import ENGINE, PROMPTS, SAMPLING
 
-pytestmark = pytest.mark.sglang
+pytestmark = pytest.mark.skipif(not os.environ.get(PYTHON), reason="needs SGLang's environment: make test-sglang")
 
-CONFIG = replace(ENGINE, backend=Backend.SGLANG, kv_cache_gib=0.05)
+CONFIG = replace(ENGINE, backend=Backend.SGLANG, max_num_seqs=64, kv_cache_gib=0.05)
 GREEDY = replace(SAMPLING, temperature=0.0)
 
 
@@ -62,10 +64,16 @@ def sampled(
 def conditionals(policy: Path, sequence: tuple[int, ...]) -> Any:
     """Logits of transformers after each token of `sequence`."""
     import torch
-    from transformers import Qwen3ForCausalLM
 
     with torch.no_grad():
-        return Qwen3ForCausalLM.from_pretrained(policy)(torch.tensor([sequence])).logits[0].double()
+        return loaded(policy)(torch.tensor([sequence])).logits[0].double()
+
+
+@cache
+def loaded(policy: Path) -> Any:
+    from transformers import Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM.from_pretrained(policy)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLING])
@@ -87,7 +95,7 @@ def test_logprobs_are_those_of_transformers_at_the_temperature(
 def test_first_tokens_are_drawn_from_the_policys_distribution(engine: SglangEngine, policies: dict[str, Path]) -> None:
     """A chi-square test over the tokens that are expected 5 times or more, the others together."""
     one = replace(SAMPLING, max_response_tokens=1)
-    num = 4000
+    num = 2000
     counts = Counter(each.token_ids[0] for each in sampled(engine, PROMPTS[:1], sampling=one, size=num))
     logits = conditionals(policies["old"], PROMPTS[0].token_ids)[-1]
     expected = num * (logits / one.temperature).softmax(-1).numpy()
@@ -95,7 +103,7 @@ def test_first_tokens_are_drawn_from_the_policys_distribution(engine: SglangEngi
     found = np.array([counts[token] for token in range(len(expected))])
     rows = [(found[is_common], expected[is_common]), (found[~is_common].sum(), expected[~is_common].sum())]
     seen, wanted = (np.append(rows[0][side], rows[1][side]) for side in (0, 1))
-    assert is_common.sum() > 20
+    assert is_common.sum() > 10
     assert chisquare(seen, wanted).pvalue > 1e-3
 
 
