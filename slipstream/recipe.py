@@ -369,7 +369,8 @@ class Recipe(Checked):
             (self.engine.tensor_parallel_size == 1, "engine.tensor_parallel_size", "must be 1"),
             (self.loop.is_synchronous, "loop.mode", "must be synchronous"),
             (where in (Channel.AUTO, Channel.SHARED_MEMORY), "refit.channel", "must be auto or shared_memory"),
-            (drawn.top_p == 1.0 and drawn.top_k == 0, "evaluation.sampling", "must have top_p 1.0 and top_k 0"),
+            (drawn.top_p == 1.0, "evaluation.sampling.top_p", "must be 1.0"),
+            (drawn.top_k == 0, "evaluation.sampling.top_k", "must be 0"),
         ):
             self._require(is_served, field_, f"{rule} with engine.backend sglang", fix)
 
