@@ -8,8 +8,8 @@ SGLang runs the model in a child process of this one, its scheduler. Three thing
 - The tensors are fingerprinted where they are, by a method that SGLang's `collective_rpc` calls. Its own
   `get_weights_by_name` is for tests and returns the beginning of a tensor.
 - Requests keep their seeds. SGLang 0.5.23 reads seeds in deterministic inference alone, which needs an accelerator.
-- Seeded rows are drawn here, by a sampler that SGLang's `register_sampler_backend` adds. SGLang's own computes its
-  random numbers in a compiled kernel that CPUs without AMX do not have.
+- Seeded rows are drawn by `draw`. SGLang's own function computes its random numbers in a compiled kernel, which is not
+  there, and in 32 bits. Top-p, top-k and min-p are drawn elsewhere in SGLang, and refused by the adapter.
 
 Legend: `B` rows of a batch, `V` tokens of the vocabulary.
 Source: sglang 0.5.23, `srt/entrypoints/engine.py`, `srt/layers/sampler.py`, `srt/sampling/sampling_batch_info.py`.
@@ -35,7 +35,6 @@ from torch import Tensor, nn
 
 from slipstream.refit.fingerprint import HeldWeights, Turn, held_whole, part_fingerprints, weight_totals
 
-SAMPLER = "slipstream"
 _GAMMA = -7046029254386353131  # SplitMix64 (Steele, Lea, Flood 2014), in signed numbers
 _MIXERS = ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1))
 
@@ -52,8 +51,7 @@ class SglangProcess:
         class SeededEngine(Engine):
             run_scheduler_process_func = staticmethod(run_scheduler)
 
-        _add_sampler()
-        self._engine: Any = SeededEngine(**arguments, sampling_backend=SAMPLER)
+        self._engine: Any = SeededEngine(**arguments)
 
     def generate(self, input_ids: list[list[int]], sampling_params: list[dict[str, Any]]) -> dict[str, Any]:
         """Sample a response to each prompt; returns tokens, logprobs and the end of each, and the time."""
@@ -123,8 +121,9 @@ def _require_done(answer: tuple[bool, str]) -> None:
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """Run SGLang's scheduler with seeds, the sampler and the fingerprints added to it."""
-    from sglang.srt.managers import scheduler  # pyright: ignore[reportMissingImports]  # as above
+    """Run SGLang's scheduler with seeds, draws from them, and the fingerprints."""
+    from sglang.srt.layers import sampler  # pyright: ignore[reportMissingImports]  # as above
+    from sglang.srt.managers import scheduler  # pyright: ignore[reportMissingImports]
     from sglang.srt.sampling.sampling_batch_info import (  # pyright: ignore[reportMissingImports]
         SamplingBatchInfo,
     )
@@ -138,37 +137,23 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
         return info
 
     SamplingBatchInfo.from_schedule_batch = staticmethod(seeded)
+    sampler.sampling_from_probs_torch = draw
     setattr(scheduler.Scheduler, write_weights.__name__, write_weights)
-    _add_sampler()
     scheduler.run_scheduler_process(*args, **kwargs)
 
 
-def _add_sampler() -> None:
-    from sglang.srt.layers.sampler import (  # pyright: ignore[reportMissingImports]  # as above
-        Sampler,
-        register_sampler_backend,
-    )
+def draw(probs: Tensor, sampling_seed: Tensor, positions: Tensor) -> Tensor:
+    """Draw a token a row of [B, V], which depends on the row's probabilities, seed and position alone: [B] int32.
 
-    class SeededSampler(Sampler):
-        def _sample_from_probs(
-            self, probs: Tensor, sampling_info: Any, positions: Tensor, simple_sampling_case: bool
-        ) -> tuple[Tensor, None]:
-            assert simple_sampling_case, "the adapter refuses top-p, top-k and min-p"
-            return draw(probs, sampling_info.sampling_seed, positions), None
-
-    register_sampler_backend(SAMPLER, SeededSampler)
-
-
-def draw(probs_BV: Tensor, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
-    """Draw a token a row, which depends on the row's probabilities, seed and position alone: [B] int32.
+    The names of the arguments are those of SGLang's function in whose place it is called.
 
     The smallest of independent exponential numbers with the rates p is that of a token with its probability p.
     """
-    keys_B1 = _mixed(seeds_B + _GAMMA * _mixed(positions_B.long() + 1))[:, None]
-    columns_V = _GAMMA * torch.arange(1, probs_BV.shape[1] + 1)
+    keys_B1 = _mixed(sampling_seed + _GAMMA * _mixed(positions.long() + 1))[:, None]
+    columns_V = _GAMMA * torch.arange(1, probs.shape[1] + 1)
     bits_BV = (_mixed(keys_B1 + columns_V) >> 11) & ((1 << 53) - 1)
     uniform_BV = (bits_BV.double() + 0.5) * 2.0**-53
-    return (-uniform_BV.log() / probs_BV.double()).argmin(1).to(torch.int32)
+    return (-uniform_BV.log() / probs.double()).argmin(1).to(torch.int32)
 
 
 def _mixed(x: Tensor) -> Tensor:
