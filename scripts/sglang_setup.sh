@@ -16,7 +16,8 @@ wanted=$(cat "$LOCK" scripts/sglang_setup.sh | sha256sum)
 
 use_pip_settings
 "$python" -m uv venv --quiet --clear --python "$python" "$SGLANG"
-"$python" -m uv pip install --quiet --python "$SGLANG/bin/python" --no-deps -r "$LOCK"
+# Our own overrides in pyproject.toml would leave torchvision out.
+"$python" -m uv pip install --quiet --no-config --python "$SGLANG/bin/python" --no-deps -r "$LOCK"
 
 # SGLang imports its compiled kernels, which are for GPUs and CPUs with AMX, also where it calls none of them. This module
 # stands in their place, and a call of any of them is an error.
