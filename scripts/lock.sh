@@ -46,3 +46,8 @@ mark_intel requirements/cpu_pypi.lock
 
 # The CUDA image.
 compile --python-version 3.12 --python-platform aarch64-manylinux_2_28 --extra gpu -o requirements/gpu.lock
+
+# SGLang's own environment, of PyPI alone and without our overrides. Its wheels ask for a newer C library than ours.
+"$python" -m uv pip compile --quiet --no-config --no-annotate --custom-compile-command "make lock" \
+    ${UPGRADE:+--upgrade} --python-version 3.11 --python-platform x86_64-manylinux_2_35 --overrides requirements/sglang.overrides \
+    requirements/sglang.in -o requirements/sglang.lock

@@ -35,7 +35,7 @@ from slipstream.data.config import DATA_SUFFIXES, SYNTHETIC, DataConfig
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.length import TuningConfig, require_groups
 from slipstream.drafts.methods import DraftMethod
-from slipstream.engine.config import EngineConfig, SamplingConfig
+from slipstream.engine.config import Backend, EngineConfig, SamplingConfig
 from slipstream.evaluation import EvaluationConfig
 from slipstream.grpo.config import Correction, GrpoConfig, OptimizerMethod
 from slipstream.grpo.loop_config import LoopConfig
@@ -122,6 +122,7 @@ class Recipe(Checked):
         self._check_sampling()
         self._check_scratch()
         self._check_placement()
+        self._check_backend()
 
     def _check_lengths(self) -> None:
         """Sequences that must fit an engine, a micro-batch and the policy's positions, drafts in flight included."""
@@ -387,6 +388,23 @@ class Recipe(Checked):
         is_dense = not isinstance(shape, Architecture) or shape.experts is None
         rule = "must be none for a mixture of experts"
         self._require(is_dense, "engine.quantization", rule, "vLLM's kernels of experts have layouts of their own")
+
+    def _check_backend(self) -> None:
+        """Refuse what SGLang's engine cannot do, or was not seen to do."""
+        if self.engine.backend is Backend.VLLM:
+            return
+        where, drawn = self.refit.channel, self.evaluation.sampling
+        fix = "it computes on CPUs, reads new weights from files, and gives the logprobs of the whole distribution"
+        for is_served, field_, rule in (
+            (self.engine.kv_cache_gib is not None, "engine.kv_cache_gib", "must be given"),
+            (self.engine.tensor_parallel_size == 1, "engine.tensor_parallel_size", "must be 1"),
+            (self.engine.quantization is Quantization.NONE, "engine.quantization", "must be none"),
+            (self.loop.is_synchronous, "loop.mode", "must be synchronous"),
+            (where in (Channel.AUTO, Channel.SHARED_MEMORY), "refit.channel", "must be auto or shared_memory"),
+            (drawn.top_p == 1.0, "evaluation.sampling.top_p", "must be 1.0"),
+            (drawn.top_k == 0, "evaluation.sampling.top_k", "must be 0"),
+        ):
+            self._require(is_served, field_, f"{rule} with engine.backend sglang", fix)
 
     def _check_turns(self) -> None:
         """Where learner and engines free memory in turn, nothing may be kept idle beside them."""

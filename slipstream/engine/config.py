@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
@@ -56,9 +57,18 @@ class SamplingConfig(Checked, path="sampling"):
     """Tokens after which a response is cut off."""
 
 
-class EngineConfig(Checked, path="engine"):
-    """Settings of the vLLM engine, the same in both arms."""
+class Backend(StrEnum):
+    """Engines that sample rollouts."""
 
+    VLLM = "vllm"
+    SGLANG = "sglang"  # experimental: on CPUs, without speculation; docs/sglang.md says what was seen
+
+
+class EngineConfig(Checked, path="engine"):
+    """Settings of the engine, the same in both arms."""
+
+    backend: Backend = Backend.VLLM
+    """Engine that samples. Set sglang, an experiment, to train the autoregressive arm on SGLang on CPUs."""
     max_model_len: PositiveInt
     """Tokens of the longest sequence: prompt, response and the drafts in flight."""
     max_num_seqs: PositiveInt

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import merge, parse_overrides, require
+from slipstream.engine.config import Backend
 from slipstream.recipe import Recipe, absolute_paths, leaves, load_recipe
 from slipstream.records.files import read_record
 from slipstream.records.run import LaunchRecord
@@ -184,6 +185,17 @@ def require_loop(recipe: Recipe, loop: ArmLoop) -> None:
         rule = f"must be {LoopMode.ONE_STEP_OFF.value} or {LoopMode.IN_FLIGHT.value} here"
         fix = "set it, or max_off_policy_steps at the launch; speculative_rl trains synchronously"
         require(mode is not LoopMode.SYNCHRONOUS, "loop.mode", rule, mode.value, fix)
+
+
+def require_arms(recipe: Recipe, arms: Arms) -> None:
+    """Refuse a recipe whose engine cannot generate for all of a workflow's arms.
+
+    Raises:
+        ConfigError: the speculative arm would be trained on an engine that does not speculate.
+    """
+    is_served = recipe.engine.backend is Backend.VLLM or Arm.SPECULATIVE not in arms.members
+    rule, fix = f"must be vllm with --arms {arms.value}", "no speculation was seen on SGLang: set --arms autoregressive"
+    require(is_served, "engine.backend", rule, recipe.engine.backend.value, fix)
 
 
 def handed_on(overrides: Iterable[str]) -> tuple[str, ...]:

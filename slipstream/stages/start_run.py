@@ -16,7 +16,15 @@ from slipstream.recipe import Recipe, difference, load_recipe, parameters, recip
 from slipstream.records.files import write_record
 from slipstream.records.run import LaunchRecord
 from slipstream.rewards.function import kept, open_reward, write_kept
-from slipstream.stages.context import RunContext, context_of, launch_file, recorded_arms, recorded_recipe, require_loop
+from slipstream.stages.context import (
+    RunContext,
+    context_of,
+    launch_file,
+    recorded_arms,
+    recorded_recipe,
+    require_arms,
+    require_loop,
+)
 from slipstream.stages.fail_run import reconcile
 from slipstream.stages.runs import NOTE, alone_on, execution_run, origin_tags, started_text
 from slipstream.tracking.spool import RunStatus
@@ -49,6 +57,7 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch
     recipe, origins = resolve_recipe(recipe_name, overrides=overrides)
     if loop is not None:
         require_loop(recipe, loop)
+        require_arms(recipe, arms)
     cluster = cluster or read_profile(LOCAL)
     tracked, recipe = recipe.tracking, on_cluster(recipe, cluster)
     origins |= {} if recipe.tracking == tracked else {"tracking.uri": f"cluster {cluster.name}"}

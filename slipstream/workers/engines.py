@@ -16,9 +16,10 @@ from typing import Any
 import ray
 
 from slipstream.drafts.methods import SCHEDULE
-from slipstream.engine.config import EngineConfig, SamplingConfig
+from slipstream.engine.config import Backend, EngineConfig, SamplingConfig
 from slipstream.engine.protocol import GenerationResult, Portion, Trace
 from slipstream.engine.requests import GroupRequest, group_requests
+from slipstream.engine.sglang_engine import PYTHON, SglangDiedError, SglangEngine
 from slipstream.engine.vllm_engine import VllmEngine, engine_arguments, process_environment, without_gpu
 from slipstream.grpo.loop_config import KvCache
 from slipstream.records.steps import ScheduleEntry
@@ -92,6 +93,46 @@ class EngineProcess(VllmEngine):
         require_here(weights.policy, weights.draft)
         with nullcontext() if self._share is None else self._share.at_work():
             return super().refit(weights)
+
+
+class SglangProcess(SglangEngine):
+    """A `SglangEngine` in a Ray actor, which ends with SGLang's process: Ray then reports a lost engine."""
+
+    def __init__(
+        self,
+        policy: Path,
+        *,
+        config: EngineConfig,
+        executor: str,
+        can_sleep: bool,
+        logical_gpus: bool = False,
+        **options: Any,
+    ) -> None:
+        """Start a `SglangEngine` with these arguments and `options`.
+
+        Raises:
+            ConfigError: this host does not see `policy`, or has no environment of SGLang.
+        """
+        del executor, can_sleep, logical_gpus  # of GPUs, which the recipe refuses
+        require_here(policy)
+        super().__init__(policy, config=config, **options)
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Call SGLang's process as `SglangEngine.call` does; its end is this actor's."""
+        try:
+            return super().call(name, **arguments)
+        except SglangDiedError as error:
+            logger.error("%s", error)
+            os._exit(1)
+
+    def refit(self, weights: WeightFiles) -> EngineState:
+        """Refit the engine.
+
+        Raises:
+            ConfigError: this host does not see the files.
+        """
+        require_here(weights.policy)
+        return super().refit(weights)
 
 
 def _name_interface() -> None:
@@ -433,11 +474,13 @@ def _new_engine(
             start = Start(place={"num_gpus": 0}, environment={}, executor=executor)
         else:
             start = reservation.engine_start(index)
-        environment = actor_environment({**process_environment(config), **start.environment})
+        is_vllm = config.backend is Backend.VLLM
+        own = process_environment(config) if is_vllm else {PYTHON: os.environ.get(PYTHON, "")}
+        environment = actor_environment({**own, **start.environment})
         # Learner and engine share the cores, so Ray reserves none.
         options = {"num_cpus": 0, **start.place, "runtime_env": {"env_vars": environment}}
         actor = (
-            ray.remote(EngineProcess)
+            ray.remote(EngineProcess if is_vllm else SglangProcess)
             .options(**options)
             .remote(
                 policy,

@@ -112,7 +112,22 @@ MIXTURE = (f"policy.model={Path(__file__).parent / 'recipe_fields' / 'mixture'}"
 ON_GPU = ("engine={kv_cache_gib: null, gpu_memory_utilization: 0.19}",)
 ROLLOUTS = "draft.online.updates must be at most the 48 rollouts of an update /"
 INT8 = ("engine.quantization=int8", "grpo.loss.truncated_importance_sampling=2.0")
+ON_SGLANG = "engine.backend=sglang"
+SGLANG_FIX = "it computes on CPUs, reads new weights from files, and gives the logprobs of the whole distribution"
 REFUSED: dict[tuple[str, ...], str] = {
+    **{
+        (ON_SGLANG, f"{field}={value}"): f"{field} must be {rule} with engine.backend sglang, got {got}; {SGLANG_FIX}"
+        for field, value, rule, got in (
+            ("engine.tensor_parallel_size", "2", "1", "2"),
+            ("loop.mode", "one_step_off", "synchronous", "'one_step_off'"),
+            ("refit.channel", "gloo", "auto or shared_memory", "'gloo'"),
+            ("evaluation.sampling.top_p", "0.9", "1.0", "0.9"),
+            ("evaluation.sampling.top_k", "5", "0", "5"),
+        )
+    },
+    (ON_SGLANG, *INT8): f"engine.quantization must be none with engine.backend sglang, got 'int8'; {SGLANG_FIX}",
+    (ON_SGLANG, "engine.kv_cache_gib=null", "engine.gpu_memory_utilization=0.1"): "engine.kv_cache_gib must be given "
+    f"with engine.backend sglang, got None; {SGLANG_FIX}",
     ("grpo.group_sise=4",): "unknown key 'grpo.group_sise'; did you mean 'grpo.group_size'?",
     ("draft.num_prompts=4",): "unknown key 'draft.num_prompts'; did you mean 'draft.pretrain.num_prompts'?",
     ("draft.suffix_max_tree_depth=4",): "unknown key 'draft.suffix_max_tree_depth'; did you mean "

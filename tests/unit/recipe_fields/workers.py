@@ -76,7 +76,8 @@ def started_engines(recipe: Recipe, tools: Tools) -> object:
     tools.patch.setattr(engines, "idle_engines", idle)
     with recipe_engine(recipe, tools.directory, tools.directory, 0):
         pass
-    return [(started["can_sleep"], started["returns_routes"]) for _, _, started in ray.made], seen, kept
+    found = [(kind, started["can_sleep"], started["returns_routes"]) for kind, _, started in ray.made]
+    return found, seen, kept
 
 
 def started_learner(recipe: Recipe, tools: Tools) -> object:
@@ -153,6 +154,7 @@ CHECKS = {
     "placement.training_nodes": Check(3, plan, SPLIT, {"placement.nodes": 4, "learner.parallel.data": 3}),
     "placement.logical_gpus": Check(True, plan, ONE_GPU),
     "placement.start_timeout_s": Check(5.0, started_engines),
+    "engine.backend": Check("sglang", started_engines),
     "engine.max_model_len": Check(300, engine_arguments),
     "engine.max_num_seqs": Check(128, engine_arguments),
     "engine.dtype": Check("bfloat16", engine_arguments),

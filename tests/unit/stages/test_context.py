@@ -9,8 +9,8 @@ import pytest
 
 from slipstream.config import ConfigError, parse_overrides
 from slipstream.recipe import Recipe, load_recipe, write_recipe
-from slipstream.stages.context import handed_on, requested, require_loop, with_lag
-from slipstream.types import ArmLoop, Workload
+from slipstream.stages.context import handed_on, requested, require_arms, require_loop, with_lag
+from slipstream.types import ArmLoop, Arms, Workload
 from tests.unit.lagging import ONE_STEP_OFF
 
 
@@ -108,3 +108,16 @@ def test_a_workflow_takes_the_recipes_of_its_loop_alone(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as refused:
             require_loop(recipe, loop)
         assert str(refused.value) == message
+
+
+def test_only_the_autoregressive_arm_is_trained_on_sglang() -> None:
+    recipe = load_recipe("tiny", overrides={"engine": {"backend": "sglang"}})
+    require_arms(recipe, Arms.AUTOREGRESSIVE)
+    require_arms(load_recipe("tiny"), Arms.BOTH)
+    for arms in (Arms.SPECULATIVE, Arms.BOTH):
+        with pytest.raises(ConfigError) as refused:
+            require_arms(recipe, arms)
+        assert str(refused.value) == (
+            f"engine.backend must be vllm with --arms {arms.value}, got 'sglang'; no speculation was seen on SGLang: "
+            "set --arms autoregressive"
+        )

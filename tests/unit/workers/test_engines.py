@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from slipstream.engine.config import SamplingConfig
+from slipstream.engine.config import Backend, EngineConfig, SamplingConfig
 from slipstream.engine.protocol import Portion
 from slipstream.engine.requests import GroupRequest
 from slipstream.grpo.loop_config import KvCache
-from slipstream.types import Prompt, RolloutGroup
+from slipstream.refit.config import WeightFiles
+from slipstream.types import Dtype, Prompt, RolloutGroup
 from slipstream.workers import engines
 from slipstream.workers.calls import Crew, Deadline, LostWorkerError, Worker
-from slipstream.workers.engines import RemoteEngine
+from slipstream.workers.engines import RemoteEngine, SglangProcess
 from slipstream.workers.scheduler import Deal
 from tests.unit.sampled import rollout
 
@@ -205,3 +208,22 @@ def test_what_is_generated_unnoted_teaches_no_dealing(monkeypatch: pytest.Monkey
     for _ in range(2):
         remote.generate(prompts, sampling=SAMPLING, group_size=1, seed=0)
     assert dealt == [["short", "long"], ["long", "short"]] * 2
+
+
+def test_the_end_of_sglangs_process_ends_its_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray then reports a lost engine, which is replaced."""
+    model = '{"eos_token_id": 3, "num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8}'
+    (tmp_path / "config.json").write_text(model)
+    (tmp_path / "deadly").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(engines.os, "_exit", sys.exit)
+    stand_in = Path(__file__).parents[1] / "engine/sglang_stand_in.py"
+    config = EngineConfig(
+        backend=Backend.SGLANG, max_model_len=16, max_num_seqs=1, dtype=Dtype.FLOAT32, kv_cache_gib=0.1
+    )
+    command = [sys.executable, str(stand_in), str(tmp_path / "calls")]
+    engine = SglangProcess(tmp_path, config=config, executor="uni", can_sleep=False, command=command)
+    with pytest.raises(SystemExit) as ended:
+        engine.refit(WeightFiles(policy=Path("deadly"), policy_version=1))
+    assert ended.value.code == 1
+    engine.close()
