@@ -168,7 +168,7 @@ def write_weights(scheduler: Any, path: str, index: int, count: int) -> None:
     turn = Turn(index=index, count=count)
     try:
         held = [each for each in held_weights(scheduler.tp_worker.model_runner.model) if turn.takes(each.parts[0].name)]
-        found = {"dtypes": {each.parts[0].name: each.parts[0].dtype for each in held}}
+        found: dict[str, Any] = {"dtypes": {each.parts[0].name: each.parts[0].dtype for each in held}}
         found["fingerprints"] = weight_totals([part_fingerprints(held)])
     except LookupError as error:
         found = {"hidden": str(error.args[0])}
