@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,7 @@ def main() -> None:
                     engine = SglangProcess(**call["arguments"])
                     named = (engine.generate, engine.token_logprobs, engine.load, engine.weights)
                     calls = {method.__name__: method for method in named}
-                    answer = {"value": None}
+                    answer = {"value": version("sglang")}
                 else:
                     answer = {"value": calls[call["name"]](**call["arguments"])}
             except Exception as error:  # noqa: BLE001  # the caller raises it
