@@ -179,8 +179,9 @@ class SglangEngine:
         arguments = sglang_arguments(policy, config)
         self._child = SglangChild(command or [str(sglang_python()), "-c", _MAIN], sglang_environment(config))
         with loadable(policy) as model:
-            self.call("start", model_path=str(model), **arguments)
+            version = self.call("start", model_path=str(model), **arguments)
         self._facts = {
+            "SGLang": version,
             "attention": arguments["attention_backend"],
             "KV cache tokens": str(arguments["max_total_tokens"]),
         }

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ def write_weights(scheduler: Any, path: str, index: int, count: int) -> None:
     turn = Turn(index=index, count=count)
     try:
         held = [each for each in held_weights(scheduler.tp_worker.model_runner.model) if turn.takes(each.parts[0].name)]
-        found = {"dtypes": {each.parts[0].name: each.parts[0].dtype for each in held}}
+        found: dict[str, Any] = {"dtypes": {each.parts[0].name: each.parts[0].dtype for each in held}}
         found["fingerprints"] = weight_totals([part_fingerprints(held)])
     except LookupError as error:
         found = {"hidden": str(error.args[0])}
@@ -221,7 +222,7 @@ def main() -> None:
                     engine = SglangProcess(**call["arguments"])
                     named = (engine.generate, engine.token_logprobs, engine.load, engine.weights)
                     calls = {method.__name__: method for method in named}
-                    answer = {"value": None}
+                    answer = {"value": version("sglang")}
                 else:
                     answer = {"value": calls[call["name"]](**call["arguments"])}
             except Exception as error:  # noqa: BLE001  # the caller raises it

@@ -23,7 +23,7 @@ RESPONSES = [
     },
 ]
 ANSWERS = {
-    "start": None,
+    "start": "0.5.23",
     "load": "00aa",
     "weights": {"dtypes": {"model.norm.weight": "float32"}, "fingerprints": {"model.norm.weight": 2**63 + 1}},
     "token_logprobs": [[-0.5, -1.25]],

@@ -67,7 +67,11 @@ def test_sglang_starts_on_a_cpu_with_the_recipes_settings(engine: SglangEngine, 
     assert (told["max_running_requests"], told["dtype"]) == (4, "float32")
     # 2 layers x 2 heads x 8 numbers, keys and values, 4 bytes each: 256 bytes a token.
     assert told["max_total_tokens"] == int(0.001 * 2**30) // 256
-    assert engine.facts() == {"attention": "torch_native", "KV cache tokens": str(told["max_total_tokens"])}
+    assert engine.facts() == {
+        "SGLang": "0.5.23",
+        "attention": "torch_native",
+        "KV cache tokens": str(told["max_total_tokens"]),
+    }
     assert sglang_engine.sglang_environment(CONFIG)["OMP_NUM_THREADS"] == "3"
 
 
