@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +17,16 @@ from slipstream.drafts import compatibility
 from slipstream.drafts.length import DraftLength
 from slipstream.drafts.methods import DraftSampling
 from slipstream.grpo.loop_config import KvCache
+from slipstream.learner.config import LearnerConfig, Packing
 from slipstream.losslessness.sampling import Subject
 from slipstream.recipe import load_recipe
-from slipstream.refit.config import WeightFiles
+from slipstream.refit.config import WeightFiles, WeightFormat
 from slipstream.refit.fingerprint import directory_fingerprint
 from slipstream.stages import certify_losslessness as stage
 from slipstream.stages.context import RunContext
+
+FLYING = {"loop": {"mode": "in_flight", "kv_cache": "keep"}, "grpo": {"num_steps": 24}}
+QUANTIZED = {"engine": {"quantization": "int8"}, "grpo": {"loss": {"truncated_importance_sampling": 2.0}}}
 
 
 class JudgedError(Exception):
@@ -45,6 +49,7 @@ def test_the_speculative_engine_is_given_what_policy_and_draft_became_and_in_fli
     caches: list[KvCache | None] = []
     kinds: list[DraftSampling] = []
     judging: list[Path] = []
+    formats: list[tuple[Packing, WeightFormat | None]] = []
     earlier_versions: list[int] = []
 
     @contextmanager
@@ -67,7 +72,14 @@ def test_the_speculative_engine_is_given_what_policy_and_draft_became_and_in_fli
         earlier_versions.extend(earlier)
         raise JudgedError
 
-    nothing = SimpleNamespace(load=lambda policy, optimizer: judging.append(policy))
+    def start_learner(config: LearnerConfig, layout: Any) -> AbstractContextManager[Any]:
+        def load(policy: Path, optimizer: None, *, computed_as: WeightFormat | None) -> None:
+            judging.append(policy)
+            formats.append((config.packing, computed_as))
+
+        return nullcontext(SimpleNamespace(load=load))
+
+    recipe = load_recipe("tiny_async", overrides=FLYING) if in_flight else load_recipe("tiny", overrides=QUANTIZED)
     monkeypatch.setattr(compatibility, "require_fit", lambda *_, **__: None)
     monkeypatch.setattr(stage, "recipe_engine", engine)
     monkeypatch.setattr(stage, "draw", draw)
@@ -75,7 +87,7 @@ def test_the_speculative_engine_is_given_what_policy_and_draft_became_and_in_fli
     monkeypatch.setattr(stage, "certify", judge)
     monkeypatch.setattr(stage, "connect", lambda: None)
     monkeypatch.setattr(stage, "settled", lambda context, recipe: recipe)
-    monkeypatch.setattr(stage, "start_learner", lambda config, layout: nullcontext(nothing))
+    monkeypatch.setattr(stage, "start_learner", start_learner)
     monkeypatch.setattr(stage, "tracked", lambda *_: nullcontext())
     monkeypatch.setattr(stage, "read_prompt_sets", lambda data: SimpleNamespace(train=()))
 
@@ -83,11 +95,7 @@ def test_the_speculative_engine_is_given_what_policy_and_draft_became_and_in_fli
     with pytest.raises(JudgedError):
         stage.certify_losslessness(
             RunContext(execution="e", root=str(tmp_path), experiment="x", workload="rl_zero"),
-            load_recipe(
-                "tiny_async", overrides={"loop": {"mode": "in_flight", "kv_cache": "keep"}, "grpo": {"num_steps": 24}}
-            )
-            if in_flight
-            else load_recipe("tiny"),
+            recipe,
             policy=models["policy"],
             trained=models["trained"],
             data=tmp_path,
@@ -109,6 +117,9 @@ def test_the_speculative_engine_is_given_what_policy_and_draft_became_and_in_fli
     assert of_baseline is None
     assert judging == ([models["policy"], models["trained"]] if in_flight else [models["trained"]])
     assert earlier_versions == ([0] if in_flight else [])
+    as_in_engines = (Packing.AUTO, None) if in_flight else (Packing.ALWAYS, recipe.engine.weight_format)
+    assert formats == [as_in_engines] * len(judging)
+    assert subjects[0].quantization is recipe.engine.quantization
     # Kept caches would bias what is drawn: the certificate recomputes them, and names what the run does.
     assert caches == [KvCache.RECOMPUTE if in_flight else None, None]
     assert subjects[0].kv_cache is (KvCache.KEEP if in_flight else None)
