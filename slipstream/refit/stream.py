@@ -17,9 +17,10 @@ import math
 import os
 import shutil
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
@@ -315,6 +316,7 @@ def open_sender(
     return GlooSender(settings, engines=engines, address=address)
 
 
+_POLL_S = 0.005  # between two looks at who has joined
 _NUM_BUFFERS = 2  # one is sent while the other is filled or read
 
 
@@ -348,6 +350,7 @@ class GlooGroup:
     ) -> GlooGroup:
         """Join as worker number `worker` of the engine whose first worker has rank `rank_offset`."""
         store = TCPStore(master_address, master_port, timeout=timedelta(seconds=timeout_s))
+        store.set(_joins(rank_offset + worker), "")
         address = address_towards(master_address, master_port)
         return cls(store, rank=rank_offset + worker, world_size=world_size, address=address, timeout_s=timeout_s)
 
@@ -361,6 +364,11 @@ class GlooGroup:
     def close(self) -> None:
         """Leave the group, which raises an error in ranks that wait; the last reference closes the connections."""
         self._group = None
+
+
+def _joins(rank: int) -> str:
+    """Key in the store of a rank that is about to join."""
+    return f"joins/{rank}"
 
 
 class Transfer:
@@ -409,7 +417,12 @@ class GlooSender(Sender):
         init = {"master_address": address, "master_port": store.port, "rank_offset": 1}
         init |= {"world_size": world_size, "timeout_s": timeout_s}
 
-        def join() -> GlooGroup:
+        def join(answer: Future[None]) -> GlooGroup:
+            # An engine that fails before it joins leaves the group waiting until its time is over.
+            while not answer.done() and not store.check([_joins(rank) for rank in range(1, world_size)]):
+                time.sleep(_POLL_S)
+            if answer.done():
+                answer.result()
             return GlooGroup(store, rank=0, world_size=world_size, address=address, timeout_s=timeout_s)
 
         self._group = self._beside(join, lambda: engines.init_weight_transfer_engine(init))
@@ -422,7 +435,7 @@ class GlooSender(Sender):
             self._engines.aim(is_draft=is_draft)
             self._engines.start_weight_update()
             digest = self._beside(
-                lambda: self._broadcast(weights, source.num_bytes()), lambda: self._engines.update_weights(update)
+                lambda _: self._broadcast(weights, source.num_bytes()), lambda: self._engines.update_weights(update)
             )
         except BaseException:
             for _ in weights:  # the learner's other ranks iterate to the end
@@ -458,16 +471,16 @@ class GlooSender(Sender):
             on_their_way.clear()
         return digest.hexdigest()
 
-    def _beside(self, ours: Callable[[], Any], theirs: Callable[[], None]) -> Any:
+    def _beside(self, ours: Callable[[Future[None]], Any], theirs: Callable[[], None]) -> Any:
         """Run `ours` and `theirs` at the same time, as each waits for the other; returns the result of `ours`.
 
-        The error of `theirs` comes first, because it names the engine that failed; `theirs` has a deadline of its own.
-        If `ours` fails, the channel is closed, so that no engine waits for it.
+        `ours` is told how `theirs` goes. The error of `theirs` comes first, because it names the engine that failed;
+        `theirs` has a deadline of its own. If `ours` fails, the channel is closed, so that no engine waits for it.
         """
         with ThreadPoolExecutor(max_workers=1) as pool:
             answer = pool.submit(theirs)
             try:
-                result = ours()
+                result = ours(answer)
             except BaseException as error:
                 self.close()
                 if isinstance(error, ChannelBrokeError):

@@ -274,6 +274,19 @@ def sender(engines: Any, *, bucket_bytes: int = 64, timeout_s: float = TIMEOUT_S
     return GlooSender(settings, engines=engines, address="127.0.0.1")
 
 
+def test_an_engine_that_fails_before_it_joins_is_named_at_once() -> None:
+    """Its error comes after a look or two at the store, not after the time in which a group must form."""
+
+    class FailsFirst(ThreadEngines):
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            raise RefitError("engine 0 has no such address")
+
+    began_s = time.perf_counter()
+    with pytest.raises(RefitError, match="engine 0 has no such address"):
+        sender(FailsFirst(2), timeout_s=60.0)
+    assert time.perf_counter() - began_s < 30.0
+
+
 def source_of(tensors: Sequence[tuple[str, Tensor]] = SENT) -> WeightSource:
     return WeightSource(lambda: iter(tensors), model="policy")
 
