@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -149,15 +150,24 @@ def test_a_recovered_token_depends_on_its_requests_seed_alone_and_only_requests_
 
 
 @pytest.mark.parametrize("num_seeds", [0, 20_000])
-def test_greedy_drafts_are_verified_exactly(num_seeds: int) -> None:
+def test_greedy_drafts_are_verified_exactly(num_seeds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two certain drafts: token 0, to which the policy gives 0.5, and then token 2 with 0.4; then the bonus token 7.
 
     A rejected 0 leaves 0.3 and 0.2 to the tokens 1 and 2, as the policy does: 0.5 x 0.6 and 0.5 x 0.4. A rejected 2
     leaves 0.45 and 0.15 to 0 and 1: 0.5 x 0.6 x 0.75 and 0.5 x 0.6 x 0.25. At temperature 2 the policy's logits are
     halved first.
     """
+    from vllm.triton_utils import dispatcher
     from vllm.v1.sample import rejection_sampler
 
+    class ModulesOfVllm:
+        """Modules in which vLLM looks for kernels; those of others, once imported, may refuse a look."""
+
+        @property
+        def modules(self) -> dict[str, Any]:
+            return {name: module for name, module in sys.modules.items() if name.startswith("vllm.")}
+
+    monkeypatch.setattr(dispatcher, "sys", ModulesOfVllm())
     current_platform.register_triton_kernel_overrides()  # as an engine's start does on CPUs
     vllm_plugin.install()
     num = 20_000
