@@ -1,6 +1,8 @@
 """Models of a few thousand parameters, and one Ray for all tests of a session."""
 
+import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -167,3 +169,16 @@ def _make_draft(path: Path, policy: Path, seed: int) -> Path:
 
     save_draft(build_draft(policy, DraftConfig(seed=seed)), path)
     return path
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """pytest's `caplog` without the messages of threads that earlier tests left running, such as a tracker's."""
+    earlier = set(threading.enumerate()) - {threading.current_thread()}
+
+    def is_own(record: logging.LogRecord) -> bool:
+        return threading.current_thread() not in earlier
+
+    caplog.handler.addFilter(is_own)
+    yield caplog
+    caplog.handler.removeFilter(is_own)

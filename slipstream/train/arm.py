@@ -159,6 +159,9 @@ class Run:
     ) -> list[StepRecord]:
         """Train from the last checkpoint to the end and write the final policy; return the records of all steps."""
         recipe, draft, title = self.recipe, self.plan.draft, self.plan.title
+        if lost := engines.lost_workers():
+            logger.error("%s: %s died while no step ran and start again", title, ", ".join(map(str, lost)))
+            engines.replace(lost)
         if recipe.placement.takes_turns:
             engines.sleep()  # they have just started, or were awake when an earlier attempt failed
         learner.load(

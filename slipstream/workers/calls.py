@@ -124,13 +124,10 @@ class Proxy:
         """The actors, with the nodes that they run on; of a learner, rank 0 first."""
         return self._crew.workers
 
-    def is_alive(self) -> bool:
-        """Return True if every worker's process answers."""
-        try:
-            Crew(self.workers, _ALIVE).ask("its time at rest", lambda actor: actor.__ray_ready__.remote())
-        except LostWorkerError:
-            return False
-        return True
+    def lost_workers(self) -> list[Worker]:
+        """Return the workers whose processes do not answer."""
+        calls = [(worker, worker.actor.__ray_ready__.remote()) for worker in self.workers]
+        return [call[0] for call in calls if not _is_answered(call)]
 
     def share_cores(self, slots: Sequence[Any]) -> None:
         """Hand each worker its `CoreSlot` in the host's shared cores; None ends the sharing for a worker."""
@@ -192,6 +189,14 @@ def answers(
     for error in own or failed:
         raise error
     return [found[ref] for _, ref in calls]
+
+
+def _is_answered(call: tuple[Worker, Any]) -> bool:
+    try:
+        answers([call], what="its time at rest", deadline=_ALIVE)
+    except LostWorkerError:
+        return False
+    return True
 
 
 def started(workers: Sequence[Worker], deadline: Deadline) -> list[Worker]:
@@ -280,7 +285,7 @@ class Idle(Generic[E]):
                 if not found:
                     return None
                 _, process = self._idle.pop(found[-1])
-            if process.is_alive():
+            if not process.lost_workers():
                 return process
             process.close()
 

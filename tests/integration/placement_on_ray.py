@@ -167,7 +167,7 @@ def main() -> None:
         num_engines=2,
     )
     with start_learner(LearnerConfig(parallel=ranks.parallel, num_threads=1), layout=ranks) as learner:
-        found["alive"] = learner.is_alive()
+        found["alive"] = not learner.lost_workers()
         shared = placement.reserved(ranks)
         found["shared"] = shared is placement.reserved(ranks)
     real = replace(ranks, placement=replace(ranks.placement, logical_gpus=False))

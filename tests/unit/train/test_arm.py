@@ -78,6 +78,7 @@ class Engines(FlightWorld):
     lost: list[int] = field(default_factory=list)
     modes: list[KvCache | None] = field(default_factory=list)
     tables: list[Sequence[ScheduleEntry]] = field(default_factory=list)
+    dead: list[Worker] = field(default_factory=list)  # workers that died before any generation
     recoveries: list[str] = field(default_factory=list)
     num_asked: int = 0
     keeps_weights: bool = True
@@ -102,8 +103,12 @@ class Engines(FlightWorld):
             raise LostWorkerError("engine 0 died", [ENGINE])
         return super().generate(prompts, sampling=sampling, group_size=group_size, seed=seed)
 
+    def lost_workers(self) -> list[Worker]:
+        return self.dead
+
     def replace(self, lost: Sequence[Worker]) -> None:
         self.recoveries.append("replace")
+        self.dead = [worker for worker in self.dead if worker not in lost]
 
     def engines_changed(self) -> None:
         self.recoveries.append("changed")
@@ -366,6 +371,18 @@ def attempted(
         turn=turn,
     )
     return run.with_restarts(fakes, scores)
+
+
+def test_an_engine_that_died_while_the_learner_started_is_replaced_before_anything_is_asked_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines, undisturbed = Engines(dead=[ENGINE]), Engines()
+    records = attempted(tmp_path / "lost", monkeypatch, engines)
+    assert engines.recoveries == ["replace"]
+    assert f"train_grpo speculative: {ENGINE} died while no step ran and start again" in caplog.messages
+    expected = attempted(tmp_path / "undisturbed", monkeypatch, undisturbed)
+    assert without_times(records) == without_times(expected)
+    assert undisturbed.recoveries == []
 
 
 def test_the_reward_of_an_arm_knows_how_many_responses_a_step_has(

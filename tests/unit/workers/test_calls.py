@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from slipstream.refit.config import ChannelBrokeError, RefitError
 from slipstream.workers import calls
-from slipstream.workers.calls import Deadline, Idle, LostWorkerError, Worker, answers
+from slipstream.workers.calls import Deadline, Idle, LostWorkerError, Proxy, Worker, answers
 
 DEADLINE = Deadline(5.0, "learner.answer_timeout_s")
 RANKS = [Worker(None, f"learner rank {rank}", f"10.77.0.1{rank}", f"node{rank}", 40 + rank) for rank in range(3)]
@@ -171,6 +173,16 @@ def test_a_broken_collective_shortens_the_wait_and_never_lengthens_it(monkeypatc
         assert second <= min(seconds, cause_s)
 
 
+def test_the_lost_workers_are_those_that_died_and_those_that_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors = [SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda ref=ref: ref)) for ref in "abc"]
+    workers = [replace(rank, actor=actor) for rank, actor in zip(RANKS, actors, strict=True)]
+    monkeypatch.setattr(calls, "process_states", lambda asked: dict.fromkeys(asked, "stopped"))
+    monkeypatch.setattr(calls, "ray", Answers({"a": ActorDiedError(), "b": True}))
+    assert Proxy(workers, DEADLINE).lost_workers() == [workers[0], workers[2]]
+    monkeypatch.setattr(calls, "ray", Answers(dict.fromkeys("abc", True)))
+    assert Proxy(workers, DEADLINE).lost_workers() == []
+
+
 class Process:
     """An engine or a learner."""
 
@@ -178,8 +190,8 @@ class Process:
         self.is_dead = is_dead
         self.is_closed = False
 
-    def is_alive(self) -> bool:
-        return not self.is_dead
+    def lost_workers(self) -> list[Worker]:
+        return list(RANKS[:1]) if self.is_dead else []
 
     def close(self) -> None:
         self.is_closed = True
