@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 
 _LIFE_S = 300.0  # on a busy machine
 _KILLED = -signal.SIGKILL
+_SHOWN = 3000  # last characters of each driver's output in a failure: the error is at its end
 
 
 def live(life: int, policy: Path, draft: Path, directory: Path) -> tuple[int, str]:
@@ -73,7 +74,7 @@ def test_every_group_is_trained_on_once_whoever_is_killed(
 
     ended, logs = zip(*(live(life, policy, draft, tmp_path) for life in range(len(LIVES))), strict=True)
 
-    assert ended == (_KILLED, _KILLED, 0), "\n".join(logs)
+    assert ended == (_KILLED, _KILLED, 0), "\n".join(log[-_SHOWN:] for log in logs)
     for log, engine_at in ((logs[1], "generate"), (logs[2], "generation in flight")):
         assert f"died during {engine_at}" in log, log
         assert "the learner restarts from its last checkpoint" in log, log
