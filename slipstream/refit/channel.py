@@ -350,6 +350,7 @@ class SharedMemoryChannel:
         """Begin to load the snapshots into the engines."""
         policy = exported.policy
         assert policy is not None, "exported over another channel"
+        assert draft_version is None or exported.draft is not None, f"draft version {draft_version} was not exported"
         draft = exported.draft if draft_version is not None else None
         weights = WeightFiles(policy=Path(policy.path), policy_version=policy.version)
         if draft is not None:

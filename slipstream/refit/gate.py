@@ -97,6 +97,7 @@ class RefitGate:
         if draft is not None and not trains_draft:
             self._draft_expected = file_fingerprints(draft, self._draft_dtypes or {})
         self._trains_draft = trains_draft
+        self._kept_draft: int | None = 0  # draft version that a new engine can be given: the start's, or as exported
         self._num_exports = 0  # since the last comparison of all tensors
         self._delivered: Export | None = None  # the version that all engines hold
 
@@ -164,9 +165,12 @@ class RefitGate:
         is_first = self._num_exports == 0 or not self._channel.takes_digest
         turn = ALL if is_first else Turn(index=self._num_exports % count, count=count)
         self._num_exports += 1
-        sent_draft = draft_version if self._needs_draft(draft_version) else None
-        draft_turn = turn if sent_draft is None else ALL
-        exporting = self._channel.start_export(version, draft_version=sent_draft)
+        exported_draft = None
+        # An engine may hold this version from an earlier channel, and the one that replaces it does not.
+        if self._needs_draft(draft_version) or (self._trains_draft and draft_version != self._kept_draft):
+            exported_draft = self._kept_draft = draft_version
+        draft_turn = turn if exported_draft is None else ALL
+        exporting = self._channel.start_export(version, draft_version=exported_draft)
         policy = None if self._dtypes is None else self._learner.start_fingerprints(self._dtypes, turn)
         draft = self._start_draft_fingerprints(draft_turn)
         return Export(

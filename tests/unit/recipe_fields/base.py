@@ -145,6 +145,9 @@ class NotedEngine:
             groups=rollout_groups(prompts, group_size, self.version), acceptance=None, generation_s=1.0
         )
 
+    def lost_workers(self) -> list[Any]:
+        return []
+
     def share_cores(self, slots: Sequence[Any]) -> None:
         """It has no threads."""
 

@@ -112,14 +112,17 @@ class Channel:
     def __init__(self, engine: Engines, learner: Learner, *, counts: bool = True) -> None:
         self.engine, self.learner = engine, learner
         self.keeps_weights = self.takes_digest = counts
+        self.kept_draft: int | None = None
 
     def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
         self.engine.asked.append(("export", policy_version, draft_version))
         self.learner.version = policy_version
+        self.kept_draft = self.kept_draft if draft_version is None else draft_version
         return lambda: Exported(policy_version=policy_version)
 
     def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
         version = exported.policy_version
+        assert draft_version in (None, self.kept_draft)
         self.engine.asked.append(("deliver", version, draft_version))
         digest = f"digest {version}" if self.takes_digest else ""
 
@@ -468,6 +471,21 @@ def test_new_engines_get_what_was_sent_last_though_the_learner_has_moved_on_and_
     assert passed.deliver_again(4)
     assert engine.asked == [("deliver", 4, 1), "delivered"]
     assert (engine.state.policy_version, engine.state.draft_version) == (4, 1)
+
+
+def test_a_new_engine_gets_the_draft_that_the_others_hold_from_an_earlier_channel(draft: Path) -> None:
+    """A learner that restarted at a checkpoint has the draft of that step, and so have the engines that it finds."""
+    engine, learner = Engines(), Learner()
+    engine.draft, learner.draft_version = {"fc": 203}, 3
+    passed = gate(engine, learner=learner, draft=draft, trains_draft=True)
+    passed.refit(4, draft_version=3)
+    assert engine.asked[-5:-3] == [("export", 4, 3), ("deliver", 4, None)]
+    engine.state = replace(engine.state, policy_version=0, draft_version=0, num_prefix_cache_resets=0)
+    passed.engines_changed()
+    assert passed.deliver_again(4)
+    assert engine.state.draft_version == 3
+    passed.refit(5, draft_version=3)
+    assert ("export", 5, None) in engine.asked
 
 
 def test_engines_that_have_the_draft_are_not_sent_it_again(draft: Path) -> None:
