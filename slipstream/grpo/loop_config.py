@@ -51,6 +51,13 @@ class LoopConfig(Checked, path="loop"):
             f"must be >= 1 with loop.mode {LoopMode.IN_FLIGHT.value}",
             "engines that run on while the policy learns are behind it",
         )
+        for name, default in (("kv_cache", KvCache.RECOMPUTE), ("too_old", TooOld.FINISH)):
+            self._require(
+                getattr(self, name) is default or self.mode is LoopMode.IN_FLIGHT,
+                name,
+                f"must be {default.value} with loop.mode {self.mode.value}",
+                "no weights enter there while a rollout runs: leave it out, or set loop.mode in_flight",
+            )
 
     @property
     def in_flight_kv_cache(self) -> KvCache | None:

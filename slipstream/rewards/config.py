@@ -47,6 +47,14 @@ class OverlongConfig(Checked, path="reward.overlong"):
     penalty: PositiveFloat = 1.0
     """Reward that a response of the largest length loses. Set it by the scale of the reward."""
 
+    def _check(self) -> None:
+        self._require(
+            self.buffer_tokens > 0 or self.penalty == 1.0,
+            "penalty",
+            "must be left out with reward.overlong.buffer_tokens 0",
+            "nothing is punished without it: set buffer_tokens",
+        )
+
 
 class RewardConfig(Checked, path="reward"):
     """Functions that score responses, how long they may take, and in how many processes."""

@@ -61,7 +61,7 @@ SECTIONS: dict[str, partial[Any]] = {
     "policy.scratch": partial(ScratchConfig, optimizer=Optimizer()),
     "refit": partial(RefitConfig),
     "reward": partial(RewardConfig),
-    "reward.overlong": partial(OverlongConfig),
+    "reward.overlong": partial(OverlongConfig, buffer_tokens=4),
     "sampling": partial(SamplingConfig, max_response_tokens=1),
     "shape": partial(ShapeConfig, num_query_groups=1),
     "tracking": partial(TrackingConfig),

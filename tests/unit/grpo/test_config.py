@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from slipstream.grpo.config import Correction, GrpoConfig, LossConfig, LossKind, OptimizerConfig
-from slipstream.grpo.loop_config import LoopConfig
+from slipstream.grpo.loop_config import KvCache, LoopConfig, TooOld
+from slipstream.rewards.config import OverlongConfig
 from slipstream.types import LoopMode
 
 Optimizer = partial(OptimizerConfig, learning_rate=1e-4)
 Grpo = partial(GrpoConfig, num_steps=1, prompts_per_step=2, group_size=2, optimizer=Optimizer())
+AT_REST = "no weights enter there while a rollout runs: leave it out, or set loop.mode in_flight"
 MEAN_RATIO = "a response's mean ratio stays near 1, and would never be clipped: its paper has 0.0003 and 0.0004"
 
 
@@ -49,6 +51,22 @@ MEAN_RATIO = "a response's mean ratio stays near 1, and would never be clipped: 
             {"mode": LoopMode.IN_FLIGHT},
             "loop.max_off_policy_steps must be >= 1 with loop.mode in_flight, got 0; engines that run on while the "
             "policy learns are behind it",
+        ),
+        (
+            LoopConfig,
+            {"mode": LoopMode.ONE_STEP_OFF, "kv_cache": KvCache.KEEP},
+            f"loop.kv_cache must be recompute with loop.mode one_step_off, got 'keep'; {AT_REST}",
+        ),
+        (
+            LoopConfig,
+            {"too_old": TooOld.RESTART},
+            f"loop.too_old must be finish with loop.mode synchronous, got 'restart'; {AT_REST}",
+        ),
+        (
+            OverlongConfig,
+            {"penalty": 2.0},
+            "reward.overlong.penalty must be left out with reward.overlong.buffer_tokens 0, got 2.0; nothing is "
+            "punished without it: set buffer_tokens",
         ),
         (
             LossConfig,
