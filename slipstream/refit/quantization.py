@@ -49,7 +49,7 @@ def quantize(matrix: Tensor, to: WeightFormat) -> tuple[Tensor, Tensor]:
     """Round a matrix [rows, columns] to 8 bits; returns the values, and the scales [rows, 1] in float32.
 
     A row's largest magnitude becomes `to.largest`. A row with NaN or Inf has such a scale, and a row of zeros the
-    scale 1.
+    scale 1. Of the least numbers in float32 a scale is rounded so far that the largest value would pass `to.largest`.
     """
     return _rounded(matrix.float(), to, to.largest)
 
@@ -75,7 +75,8 @@ def _rounded(values: Tensor, to: WeightFormat, largest: float) -> tuple[Tensor, 
     import torch
 
     most = values.abs().amax(-1, keepdim=True)
-    scale = torch.where(most == 0, 1.0, most / largest)
+    scale = most / largest
+    scale = torch.where(scale == 0, 1.0, scale)
     scaled = values / scale
     dtype: torch.dtype = getattr(torch, to.dtype)
     return (scaled if dtype.is_floating_point else scaled.round()).clamp(-largest, largest).to(dtype), scale

@@ -37,6 +37,15 @@ def test_values_by_hand() -> None:
     assert quantize(matrix, replace(INT8, largest=64))[0][0].tolist() == [25, -64, 1, 0]
 
 
+@pytest.mark.parametrize("form", [INT8, FP8])
+def test_rows_of_the_least_numbers_stay_within_the_format(form: WeightFormat) -> None:
+    """A scale of 190 / 127 least numbers is rounded to 1 of them, and one of 1 / 448 to 0."""
+    least = 2.0**-149
+    values, scale = quantize(torch.tensor([[190 * least, -190 * least], [least, 0.0]]), replace(form, largest=127))
+    assert values.float().tolist() == [[127, -127] if form is INT8 else [128, -128], [0, 0]]
+    assert scale.tolist() == [[least], [1.0]]
+
+
 @pytest.mark.parametrize(("form", "kind"), [(INT8, QuantizationType.INT), (FP8, QuantizationType.FLOAT)])
 def test_values_are_those_of_compressed_tensors(form: WeightFormat, kind: QuantizationType) -> None:
     """Its own scales differ (127.5 steps in int8); with ours its values, and what they stand for, are equal."""
@@ -59,7 +68,9 @@ def test_the_checkpoints_config_is_one_that_compressed_tensors_reads(form: Weigh
     )
     assert scheme.weights.pytorch_dtype() is getattr(torch, form.dtype)
     assert (scheme.weights.strategy, scheme.input_activations.strategy) == ("channel", "token")
-    assert scheme.input_activations.dynamic
+    assert (scheme.weights.dynamic, scheme.input_activations.dynamic) == (False, True)
+    assert scheme.weights.symmetric and scheme.input_activations.symmetric
+    assert config.ignore == ["lm_head"]
 
 
 def test_matrices_of_layers_alone_are_quantized_and_once() -> None:
