@@ -118,6 +118,7 @@ class Proxy:
 
     def __init__(self, workers: Sequence[Worker], deadline: Deadline) -> None:
         self._crew = Crew(workers, deadline)
+        self._slots: tuple[Any, ...] = ()  # each worker's `CoreSlot` or None; empty without sharing
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -131,8 +132,13 @@ class Proxy:
 
     def share_cores(self, slots: Sequence[Any]) -> None:
         """Hand each worker its `CoreSlot` in the host's shared cores; None ends the sharing for a worker."""
+        self._slots = tuple(slots)
         calls = [(each, each.actor.share_cores.remote(slot)) for each, slot in zip(self.workers, slots, strict=True)]
         self._crew.gather("share_cores", calls)
+
+    def forget_slots(self) -> None:
+        """Give no slot of before to a worker that replaces another; those that run keep theirs."""
+        self._slots = ()
 
     def close(self) -> None:
         """Kill the workers' processes, as vLLM frees its memory in no other way."""

@@ -111,7 +111,12 @@ def shared_cores(node_id: str, *parties: Proxy) -> Iterator[None]:
         logger.info("%d workers share the %d cores of this host", num_workers, num_cores())
         for party, own in zip(parties, slots, strict=True):
             party.share_cores(own)
-        yield
+        try:
+            yield
+        except BaseException:
+            for party in parties:  # whose workers may be dead or busy
+                party.forget_slots()
+            raise
         for party, own in zip(parties, slots, strict=True):
             party.share_cores([None] * len(own))
 

@@ -181,7 +181,6 @@ class RemoteEngine(Proxy):
         self._policy_version = 0
         self._max_num_seqs = max_num_seqs
         self._lengths = SeenLengths()
-        self._slots: tuple[CoreSlot | None, ...] = ()  # in the host's shared cores; empty without sharing
         self._kv_cache: KvCache | None = None  # None outside generation in flight
         self._ledger = Ledger()
         self._held: list[Portion] = []  # portions from a call in which another engine was lost
@@ -248,11 +247,6 @@ class RemoteEngine(Proxy):
     def under_way(self) -> tuple[GroupRequest, ...]:
         """Groups that were submitted and are not complete."""
         return self._ledger.requests
-
-    def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
-        """Hand each engine its slot in the host's shared cores."""
-        self._slots = tuple(slots)
-        super().share_cores(slots)
 
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
         """Set the draft-length schedule of all engines."""

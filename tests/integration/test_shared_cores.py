@@ -58,13 +58,14 @@ def test_rollouts_and_updates_are_the_same_bits_on_one_thread_and_on_two(
     assert found[0] == found[1]
 
 
-def test_an_engine_in_the_place_of_a_lost_one_takes_back_that_it_was_at_work(
+def test_an_engine_in_the_place_of_a_lost_one_takes_back_that_it_was_at_work_where_cores_are_shared(
     tmp_path: Path, make_policy: Callable[[Path, int], Path], ray_session: None
 ) -> None:
     import ray
 
-    from slipstream.workers.cores import CoreSlot, write_shared
+    from slipstream.workers.cores import CoreSlot, shared_cores, write_shared
     from slipstream.workers.engines import start_engine
+    from slipstream.workers.session import own_node
 
     config = EngineConfig(max_model_len=128, max_num_seqs=16, dtype=Dtype.FLOAT32, enforce_eager=True, kv_cache_gib=0.1)
     path = tmp_path / "at_work"
@@ -76,7 +77,16 @@ def test_an_engine_in_the_place_of_a_lost_one_takes_back_that_it_was_at_work(
         _say(path, 0, is_at_work=True)  # as of one that died in a generation
         engine.replace([lost])
         engine.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=1)
-    assert path.read_bytes() == b"\0"
+        assert path.read_bytes() == b"\0"
+
+        with pytest.raises(RuntimeError, match="^the learner died$"), shared_cores(own_node(), engine):
+            raise RuntimeError("the learner died")
+        (lost,) = engine.workers
+        assert engine.lost_workers() == []
+        ray.kill(lost.actor)
+        assert engine.lost_workers() == [lost]
+        engine.replace([lost])  # the shared cores are gone, with their file
+        engine.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=1)
 
 
 def _say(path: Path, index: int, *, is_at_work: bool) -> None:
