@@ -126,14 +126,20 @@ class Recipe(Checked):
 
     def _check_lengths(self) -> None:
         """Sequences that must fit an engine, a micro-batch and the policy's positions, drafts in flight included."""
-        longest_k = max(self.tuning.candidate_ks)
+        longest_k, is_dflash = max(self.tuning.candidate_ks), self.draft.method is DraftMethod.DFLASH
+        self._require(
+            not is_dflash or longest_k <= self.draft.pretrain.ttt_steps,
+            "draft.pretrain.ttt_steps",
+            f"must be >= the longest of tuning.candidate_ks, {longest_k}, with draft.method dflash",
+            "its blocks are that long: raise it, or shorten tuning.candidate_ks",
+        )
         for section, response in (
             ("sampling", self.sampling.max_response_tokens),
             ("evaluation.sampling", self.evaluation.sampling.max_response_tokens),
         ):
             # In flight are a last token with k drafts, and vLLM drafts for nobody in a batch in which one sequence has
-            # no room for k more: then a rollout would depend on the length of the others.
-            spare = max(2 * longest_k - 1, longest_k + 1)
+            # no room for k more (and a block's first token): then a rollout would depend on the others' lengths.
+            spare = max(2 * longest_k - 1 + is_dflash, longest_k + 1)
             needed = self.data.max_prompt_tokens + response + spare
             self._require(
                 needed <= self.engine.max_model_len,
@@ -181,7 +187,7 @@ class Recipe(Checked):
         if self.policy.rope is not None:
             rule += f", which policy.rope extends to {self.policy.scratch_positions}"
         self._require(self.engine.max_model_len <= self.policy.scratch_positions, "engine.max_model_len", rule)
-        if self.draft.reads("eagle3"):
+        if self.draft.reads("eagle3") or self.draft.reads("dflash"):
             aux_layer_ids(self.draft.eagle3.aux_hidden_state_layer_ids, scratch.shape.num_layers)
         rule, layers = f"must be 1 with draft.method {self.draft.method}", scratch.num_mtp_layers
         needs_mtp = self.draft.method is DraftMethod.MTP

@@ -14,17 +14,16 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import TRAITS, DraftMethod, require_package
 from slipstream.learner.architecture import num_positions
 
-_LAYER = "layers.0."
-_REQUIRED = (
-    "fc.weight",
-    "lm_head.weight",
-    "norm.weight",
-    *(f"{_LAYER}{name}_layernorm.weight" for name in ("input", "post_attention")),
-    f"{_LAYER}hidden_norm.weight",
-    *(f"{_LAYER}self_attn.{name}_proj.weight" for name in "qkvo"),
-    *(f"{_LAYER}mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+_AROUND = ("fc.weight", "lm_head.weight", "norm.weight")  # the layers of a draft on hidden states
+_IN_LAYER = (
+    *(f"{name}_layernorm.weight" for name in ("input", "post_attention")),
+    *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
 )
-_OPTIONAL = ("d2t", "t2d", "embed_tokens.weight", *(f"{_LAYER}self_attn.{name}_norm.weight" for name in "qk"))
+_QK_NORMS = tuple(f"self_attn.{name}_norm.weight" for name in "qk")
+_HIDDEN_NORM = "hidden_norm.weight"
+_REQUIRED = (*_AROUND, *(f"layers.0.{name}" for name in (*_IN_LAYER, _HIDDEN_NORM)))
+_OPTIONAL = ("d2t", "t2d", "embed_tokens.weight", *(f"layers.0.{name}" for name in _QK_NORMS))
 _MTP_PREFIX = "model.mtp_layers."
 _WEIGHTS = "*.safetensors"
 _NUM_NAMED = 5  # words that an error names
@@ -36,8 +35,8 @@ def require_fit(config: DraftConfig, policy: Path, draft: Path | None, *, max_mo
     Args:
         draft: directory of the draft; None where the method has no weights of its own.
     Raises:
-        ConfigError: the draft does not fit (`check_draft`, `check_mtp`, `check_draft_model`), or the method's package
-            is not installed.
+        ConfigError: the draft does not fit (`check_draft`, `check_dflash`, `check_mtp`, `check_draft_model`), or the
+            method's package is not installed.
     """
     require_package(config.method)
     if not TRAITS[config.method].has_weights:
@@ -46,6 +45,8 @@ def require_fit(config: DraftConfig, policy: Path, draft: Path | None, *, max_mo
     match config.method:
         case DraftMethod.EAGLE3:
             check_draft(policy, draft, max_model_len=max_model_len)
+        case DraftMethod.DFLASH:
+            check_dflash(policy, draft, max_model_len=max_model_len)
         case DraftMethod.MTP:
             check_mtp(policy, draft)
         case _:
@@ -59,24 +60,52 @@ def check_draft(policy: Path, draft: Path, *, max_model_len: int) -> None:
         ConfigError: hidden size, vocabulary, auxiliary layers or positions do not fit; a tensor is missing or extra;
             or head or embeddings equal the policy's, so that vLLM would share them.
     """
-    policy_config, draft_config = read_config(policy, "policy.model"), read_config(draft, "draft")
+    draft_config = read_config(draft, "draft")
     layer = draft_config.get("transformer_layer_config")
     require(isinstance(layer, dict), "draft", "must be an EAGLE-3 draft as speculators saves it", str(draft))
-    assert isinstance(layer, dict)
+    ids = draft_config.get("eagle_aux_hidden_state_layer_ids") or []
+    norms = [f"fc_norm.{index}.weight" for index in range(len(ids)) if draft_config.get("fc_norm")]
+    norms += ["input_norm.weight"] if draft_config.get("norm_before_fc") else []
+    _check_reader(policy, draft, ids, {*_REQUIRED, *norms}, max_model_len=max_model_len)
+
+
+def check_dflash(policy: Path, draft: Path, *, max_model_len: int) -> None:
+    """Reject a DFlash draft that vLLM would load or run otherwise than it was trained.
+
+    Raises:
+        ConfigError: the draft is of another kind, causal within a block or without a mask token, or as in
+            `check_draft`.
+    """
+    config = read_config(draft, "draft")
+    kind, fix = config.get("speculators_model_type"), "DFlash 2 and DSpark need vLLM's second model runner"
+    require(kind == "dflash", "draft", "must be a DFlash draft as speculators saves it", kind, fix)
+    is_whole, fix = config.get("sliding_window_non_causal"), "vLLM would make all layers causal, and accept less"
+    require(is_whole is True, "draft sliding_window_non_causal", "must be true", is_whole, fix)
+    mask, vocab = config.get("mask_token_id"), read_config(policy, "policy.model")["vocab_size"]
+    rule = f"must be an id of the policy's {vocab} tokens"
+    require(mask is not None and 0 <= mask < vocab, "draft mask_token_id", rule, mask)
+    layers = range(config["transformer_layer_config"]["num_hidden_layers"])
+    inside = {f"layers.{index}.{name}" for index in layers for name in (*_IN_LAYER, *_QK_NORMS)}
+    ids = config.get("aux_hidden_state_layer_ids") or []
+    _check_reader(policy, draft, ids, {*_AROUND, _HIDDEN_NORM, *inside}, max_model_len=max_model_len)
+
+
+def _check_reader(policy: Path, draft: Path, ids: list[int], required: Set[str], *, max_model_len: int) -> None:
+    """Check a draft that reads the policy's hidden states after the layers `ids`."""
+    policy_config, draft_config = read_config(policy, "policy.model"), read_config(draft, "draft")
+    layer = draft_config["transformer_layer_config"]
     hidden, vocab, num_layers = (policy_config[name] for name in ("hidden_size", "vocab_size", "num_hidden_layers"))
     for name, own in (("hidden_size", hidden), ("vocab_size", vocab)):
         require(layer[name] == own, f"draft {name}", f"must equal the policy's {own}", layer[name])
     positions, rule = num_positions(layer), f"must be >= engine.max_model_len {max_model_len}"
     fix = "RoPE would be clamped and acceptance beyond it would collapse"
     require(positions >= max_model_len, "draft max_position_embeddings", rule, positions, fix)
-    ids = draft_config.get("eagle_aux_hidden_state_layer_ids") or []
     are_layers = len(ids) == len(set(ids)) > 0 and all(0 <= i <= num_layers for i in ids)
     rule = f"must be different layers in [0, {num_layers}]"
-    require(are_layers, "draft eagle_aux_hidden_state_layer_ids", rule, ids)
+    name = "eagle_aux_hidden_state_layer_ids"
+    require(are_layers, f"draft {name if name in draft_config else name.removeprefix('eagle_')}", rule, ids)
     draft_vocab = draft_config["draft_vocab_size"]
-    norms = [f"fc_norm.{index}.weight" for index in range(len(ids)) if draft_config.get("fc_norm")]
-    norms += ["input_norm.weight"] if draft_config.get("norm_before_fc") else []
-    _check_tensors(policy, draft, (hidden, len(ids), draft_vocab), {*_REQUIRED, *norms})
+    _check_tensors(policy, draft, (hidden, len(ids), draft_vocab), required)
     _check_vocabulary_maps(draft / "model.safetensors", vocab=vocab, draft_vocab=draft_vocab)
 
 
@@ -88,7 +117,7 @@ def _check_tensors(policy: Path, draft: Path, sizes: tuple[int, int, int], requi
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
         missing, extra = sorted(required - names), sorted(names - required - set(_OPTIONAL))
-        require(not missing, "draft", "must hold every tensor of an EAGLE-3 layer", f"missing {missing}")
+        require(not missing, "draft", "must hold every tensor of its layers", f"missing {missing}")
         require(not extra, "draft", "must hold no other tensors", f"extra {extra}")
         for name, shape, rule in (
             ("fc.weight", (hidden, num_aux * hidden), f"[{hidden}, {num_aux} aux layers x {hidden}]"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import field
 from enum import StrEnum
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from slipstream.config import (
     Checked,
@@ -75,11 +75,12 @@ class PretrainConfig(Checked, path="draft.pretrain"):
     tokens_per_step: PositiveInt = 2048
     """Tokens of an update."""
     ttt_steps: PositiveInt = 4
-    """Draft tokens that training unrolls after every position. Set it near the k that tuning finds."""
+    """Draft tokens that training unrolls after every position, or a DFlash draft's block without its first token. Set
+    it near the k that tuning finds."""
     ttt_step_loss_decay: Rate = 1.0
     """Factor by which each further draft token counts less in the loss. Set it to favour short drafts."""
     optimizer: Annotated[OptimizerConfig, Defaults(learning_rate=1e-3, warmup_steps=20)] = section()
-    """Optimizer of an EAGLE-3 or MTP draft, which has its own; a draft model has that of `draft.draft_model`."""
+    """Optimizer of an EAGLE-3 or MTP draft, which has its own; other methods have one in their section."""
     states_cache_gib: NonNegativeFloat = 4.0
     """Memory for the policy's hidden states, in GiB; beyond it each step computes them anew. Set it by host memory."""
     checkpoint_every_steps: PositiveInt = 100
@@ -121,6 +122,26 @@ class Eagle3Config(Checked, path="draft.eagle3"):
         rule, fix = "must be three different layers", "duplicates make vLLM fail with a shape error"
         self._require(len(ids) == 3 and len(set(ids)) == 3, "aux_hidden_state_layer_ids", rule, fix)
         self._require(list(ids) == sorted(ids), "aux_hidden_state_layer_ids", "must rise")
+
+
+class DFlashConfig(Checked, path="draft.dflash"):
+    """Layers of `method: dflash` on the policy's hidden states, which propose a block of tokens in one pass.
+
+    A block is `draft.pretrain.ttt_steps` tokens long. The layers see the block in both directions, and the loss is the
+    divergence from the policy.
+    """
+
+    loss: ClassVar[Loss] = "kl_div"
+    num_layers: PositiveInt = 2
+    """Layers of the draft. Set it to trade time for acceptance."""
+    vocab_size: Annotated[PositiveInt, Fix("null keeps the whole vocabulary")] | None = None
+    """Tokens that the draft knows, the policy's most frequent ones; null keeps all. Set it for large vocabularies."""
+    loss_chunk_tokens: PositiveInt = 1024
+    """Tokens whose logits over the vocabulary are held at once. Set it lower where memory is short."""
+    tokens_per_row: PositiveInt = 512
+    """Tokens of a row of packed chats; the activations of a block after each of them are held at once."""
+    optimizer: Annotated[OptimizerConfig, Defaults(method="muon", learning_rate=1e-3, warmup_steps=20)] = section()
+    """Optimizer of its pretraining."""
 
 
 class DraftModelConfig(Checked, path="draft.draft_model"):
@@ -213,6 +234,8 @@ class DraftConfig(Checked, path="draft"):
     """Pretraining of a draft that is trained."""
     eagle3: Eagle3Config = field(default_factory=Eagle3Config)
     """Settings of `method: eagle3`."""
+    dflash: DFlashConfig = field(default_factory=DFlashConfig)
+    """Settings of `method: dflash`."""
     draft_model: DraftModelConfig = field(default_factory=DraftModelConfig)
     """Settings of `method: draft_model`."""
     ngram: NgramConfig = field(default_factory=NgramConfig)
@@ -238,6 +261,16 @@ class DraftConfig(Checked, path="draft"):
         """From what the draft is pretrained: a whole model that is given is not, nor is what gets no steps."""
         is_model = self.method is DraftMethod.DRAFT_MODEL and self.model is not None
         return Training.NONE if is_model or self.pretrain.num_steps == 0 else TRAITS[self.method].training
+
+    @property
+    def reader(self) -> Eagle3Config | DFlashConfig:
+        """Settings of the draft with layers of its own on the policy's hidden states."""
+        return self.dflash if self.method is DraftMethod.DFLASH else self.eagle3
+
+    @property
+    def pretrain_optimizer(self) -> OptimizerConfig:
+        """Optimizer of the pretraining on hidden states."""
+        return self.dflash.optimizer if self.method is DraftMethod.DFLASH else self.pretrain.optimizer
 
     @property
     def online_passes(self) -> int:
@@ -272,7 +305,7 @@ class DraftConfig(Checked, path="draft"):
         rule, fix = f"must be adamw with draft.method {self.method.value}", "Muon is for the layer of an EAGLE-3 draft"
         for name, is_read in (("online", not is_off), ("pretrain", self.trains is Training.HIDDEN_STATES)):
             is_adamw = getattr(self, name).optimizer.method is OptimizerMethod.ADAMW
-            fits = not is_read or self.method is DraftMethod.EAGLE3 or is_adamw
+            fits = not is_read or self.method is not DraftMethod.MTP or is_adamw
             self._require(fits, f"{name}.optimizer.method", rule, fix)
 
     def _check_given(self) -> None:

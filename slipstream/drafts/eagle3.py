@@ -12,11 +12,12 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 from speculators.models.eagle3.config import Eagle3SpeculatorConfig
 from speculators.models.eagle3.core import Eagle3DraftModel
 from speculators.proposals.greedy import GreedyTokenProposalConfig
@@ -34,7 +35,13 @@ from slipstream.storage import replaced_directory
 
 logger = logging.getLogger(__name__)
 
+AnyDraft = Eagle3DraftModel | DFlashDraftModel
+"""Drafts of speculators that read the policy's hidden states."""
+
+Trained = TypeVar("Trained", Eagle3DraftModel, DFlashDraftModel)
+
 _FIELD = "draft.model"
+_ARCHITECTURES = {"eagle3": "Eagle3DraftModel", "dflash": "DFlashDraftModel"}
 _WEIGHTS = "*.safetensors"
 _ORIGINAL = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _EMBEDDINGS = "embed_tokens.weight"
@@ -82,16 +89,13 @@ def build_draft(policy: Path, config: DraftConfig, *, token_ids: Sequence[int] |
     Args:
         token_ids: ids of the policy's vocabulary that the draft knows, ascending; None keeps all.
     """
-    layer = _layer_config(policy)
+    layer = layer_config(policy)
     layers = config.eagle3.aux_hidden_state_layer_ids or aux_layer_ids(None, Architecture.from_hf(policy).num_layers)
-    t2d, d2t = (None, None) if token_ids is None else vocabulary_maps(token_ids, layer.vocab_size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = Eagle3DraftModel.from_training_args(
             layer,
-            t2d=t2d,
-            d2t=d2t,
-            draft_vocab_size=layer.vocab_size if token_ids is None else len(token_ids),
+            **vocabulary(layer, token_ids),
             norm_before_residual=True,
             fc_norm=config.eagle3.fc_norm,
             norm_output=config.eagle3.norm_output,
@@ -100,9 +104,22 @@ def build_draft(policy: Path, config: DraftConfig, *, token_ids: Sequence[int] |
             target_layer_ids=list(layers),
             draft_attn_impl="sdpa",  # the default, flex attention, requires a GPU
         ).float()
-        noise = torch.randn_like(model.lm_head.weight) * model.lm_head.weight.std() * _HEAD_NOISE
-    model.lm_head.weight.data.add_(noise)
+        move_head(model)
     return _trainable(model)
+
+
+def vocabulary(layer: PretrainedConfig, token_ids: Sequence[int] | None) -> dict[str, Any]:
+    """Return speculators' arguments of a draft that knows `token_ids`; None for the whole vocabulary."""
+    if token_ids is None:
+        return {"t2d": None, "d2t": None, "draft_vocab_size": layer.vocab_size}
+    t2d, d2t = vocabulary_maps(token_ids, layer.vocab_size)
+    return {"t2d": t2d, "d2t": d2t, "draft_vocab_size": len(token_ids)}
+
+
+def move_head(model: AnyDraft) -> None:
+    """Move a fresh draft's output head off the policy's by random numbers of torch's global generator."""
+    head = model.lm_head.weight.data
+    head.add_(torch.randn_like(head) * head.std() * _HEAD_NOISE)
 
 
 def vocabulary_maps(token_ids: Sequence[int], vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -144,33 +161,40 @@ def _require_layers(config: DraftConfig, ids: Sequence[int], whose: str) -> None
 
 
 def _trainable(model: Eagle3DraftModel) -> Eagle3DraftModel:
+    return trainable(model, ATTENTION)
+
+
+def trainable(model: Trained, attention: str) -> Trained:
+    """Prepare a draft of speculators for training, with the attention that `transformers` has under this name."""
     model.lm_head.weight.requires_grad_(True)
     # The learner's states are already past the final norm, which speculators would apply once more.
     model.verifier_norm = torch.nn.Identity()
-    (layer,) = model.layers
-    layer.self_attn.config._attn_implementation = ATTENTION
+    for layer in model.layers:
+        layer.self_attn.config._attn_implementation = attention
     return model
 
 
-def _layer_config(policy: Path) -> PretrainedConfig:
-    """Config of one decoder layer: a Qwen3's for a Qwen3 policy, a Llama's for every other, which speculators has.
+def layer_config(policy: Path, *, num_layers: int = 1, is_qwen3: bool = False) -> PretrainedConfig:
+    """Config of decoder layers: a Qwen3's for a Qwen3 policy, a Llama's for every other, which speculators has.
 
     For a mixture of experts the layer is dense and as wide as a token's experts.
 
+    Args:
+        is_qwen3: take a Qwen3's for any policy.
     Source: EAGLE-3 (arXiv 2503.01840), whose drafts are dense layers.
     """
     layer = AutoConfig.from_pretrained(policy)
-    if layer.model_type not in _LAYERS:
+    if layer.model_type not in (_LAYERS[:1] if is_qwen3 else _LAYERS):
         known, is_sparse = layer.to_dict(), layer.model_type == "qwen3_moe"
         width = layer.num_experts_per_tok * layer.moe_intermediate_size if is_sparse else layer.intermediate_size
         sizes = {name: known[name] for name in _LAYER_FIELDS if name in known}
-        layer = (Qwen3Config if is_sparse else LlamaConfig)(intermediate_size=width, **sizes)
-    layer.num_hidden_layers = 1
-    layer.layer_types = ["full_attention"]
+        layer = (Qwen3Config if is_sparse or is_qwen3 else LlamaConfig)(intermediate_size=width, **sizes)
+    layer.num_hidden_layers = num_layers
+    layer.layer_types = ["full_attention"] * num_layers
     return layer
 
 
-def draft_ids(model: Eagle3DraftModel) -> Tensor:
+def draft_ids(model: AnyDraft) -> Tensor:
     """[D] policy id of each token of a cut draft vocabulary."""
     assert model.d2t is not None, "the draft knows the whole vocabulary"
     return torch.arange(len(model.d2t), device=model.d2t.device) + model.d2t
@@ -183,21 +207,23 @@ def policy_head(policy: Path) -> Tensor:
     return next(found[name] for name in names if name in found).float()
 
 
-def draft_tensors(model: Eagle3DraftModel) -> dict[str, Tensor]:
+def draft_tensors(model: AnyDraft) -> dict[str, Tensor]:
     """Return the draft's tensors under the names that vLLM loads."""
     return {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items() if name not in _NOT_SAVED}
 
 
-def save_draft(model: Eagle3DraftModel, path: Path) -> None:
+def save_draft(model: AnyDraft, path: Path) -> None:
     """Write config and weights to the directory `path` atomically."""
     write_draft(model.config, draft_tensors(model), path)
 
 
-def write_draft(settings: Eagle3SpeculatorConfig, tensors: Mapping[str, Tensor], path: Path) -> None:
+def write_draft(
+    settings: Eagle3SpeculatorConfig | DFlashSpeculatorConfig, tensors: Mapping[str, Tensor], path: Path
+) -> None:
     """Write a draft in the format that vLLM loads to the directory `path` atomically."""
     config = settings.to_dict()
     config.pop("auto_map", None)
-    config["architectures"] = ["Eagle3DraftModel"]
+    config["architectures"] = [_ARCHITECTURES[settings.speculators_model_type]]
     on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     with replaced_directory(path) as partial:
         (partial / "config.json").write_text(json.dumps(config, indent=1, default=str))
@@ -251,6 +277,8 @@ def _of_original(
     names = settings.get("architectures") or []
     rule = f"must be an EAGLE-3 draft of speculators, or an original one ({_ORIGINAL[0]})"
     require(any(name in _ORIGINAL for name in names), _FIELD, rule, f"{model}: {names}")
+    rule, fix = "must draft its tokens one after another", "a P-EAGLE draft drafts them in one pass"
+    require("ptd_token_id" not in settings, _FIELD, rule, f"{model}: ptd_token_id", fix)
     layer = LlamaConfig(**{name: value for name, value in settings.items() if name not in _NOT_OF_A_LAYER})
     layer.vocab_size = settings.get("target_vocab_size", architecture.vocab_size)
     if not settings.get("rope_scaling"):

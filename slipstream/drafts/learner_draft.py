@@ -106,7 +106,8 @@ class LearnerDraft(ABC):
             writes: this rank writes drafts and checkpoints.
         """
         self._config, self._is_online, self._writes = config, is_online, writes
-        self._settings = config.online.optimizer if is_online else config.pretrain.optimizer
+        self._schedule = replace(config.pretrain, optimizer=config.pretrain_optimizer)
+        self._settings = config.online.optimizer if is_online else self._schedule.optimizer
 
     @property
     @abstractmethod
@@ -209,7 +210,7 @@ class LearnerDraft(ABC):
 
     def _learning_rate(self) -> float:
         if not self._is_online:
-            return self._config.pretrain.learning_rate_at(self.num_updates)
+            return self._schedule.learning_rate_at(self.num_updates)
         return self._settings.learning_rate * min(1.0, (self.num_updates + 1) / max(self._settings.warmup_steps, 1))
 
     def _num_passes(self) -> int:

@@ -27,6 +27,7 @@ class DraftMethod(StrEnum):
     """Speculation methods, named as in vLLM."""
 
     EAGLE3 = "eagle3"  # one layer on the policy's hidden states
+    DFLASH = "dflash"  # layers on the policy's hidden states that propose all tokens in one pass
     MTP = "mtp"  # the policy's own layer that predicts the token after the next
     DRAFT_MODEL = "draft_model"  # a small language model with the policy's vocabulary
     NGRAM = "ngram"  # the continuation of an earlier match of the last tokens in the same sequence
@@ -82,6 +83,11 @@ TRAITS = {
         training=Training.HIDDEN_STATES,
         trains_online=True,
         fields=_TRAINED | {"eagle3", "model", "online"},
+    ),
+    DraftMethod.DFLASH: Traits(
+        has_weights=True,
+        training=Training.HIDDEN_STATES,
+        fields=_TRAINED | {"dflash"},
     ),
     DraftMethod.MTP: Traits(
         # The layer lies in the policy's checkpoint, but is trained, saved and refitted as a draft of its own.

@@ -196,24 +196,33 @@ def attend(
     query_NGRD = query[0].transpose(0, 1).unflatten(1, (groups, -1)) * scaling
     first, *own_keys = key[0].transpose(0, 1).split(num)
     first_value, *own_values = value[0].transpose(0, 1).split(num)
-    own_NGRP = None
-    if own_keys:
-        own_NGRP = torch.matmul(query_NGRD, torch.stack(own_keys, dim=-1))
+    own = (torch.stack(own_keys, dim=-1), torch.stack(own_values, dim=-2)) if own_keys else None
+    return mix(query_NGRD, first, first_value, own, attention_mask).flatten(1, 2)[None], None
+
+
+def mix(
+    query_NGRD: Tensor, key_NGD: Tensor, value_NGD: Tensor, own: tuple[Tensor, Tensor] | None, chats: ChatRectangles
+) -> Tensor:
+    """Mix values of the chats' tokens up to each token, and of its own further keys; returns [N, G, R, D].
+
+    Args:
+        query_NGRD: queries times the scaling.
+        own: each token's further keys [N, G, D, P] and values [N, G, P, D]; None without any.
+    """
+    own_NGRP = None if own is None else torch.matmul(query_NGRD, own[0])
     mixed, shares = [], []
-    for rectangle in zip(attention_mask.tokens_BS, attention_mask.future_SS, strict=True):
-        inputs = (query_NGRD, first, first_value, own_NGRP, *rectangle)
+    for rectangle in zip(chats.tokens_BS, chats.future_SS, strict=True):
+        inputs = (query_NGRD, key_NGD, value_NGD, own_NGRP, *rectangle)
         if len(rectangle[1]) > _KEPT_TOKENS:
             found = checkpoint(_within, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
             found = _within(*inputs)
         mixed.append(found[0])
         shares.append(found[1])
-    cells_N = attention_mask.cells_N
-    mixed_NGRD = torch.cat(mixed)[cells_N]
-    if own_values:
-        shares_NGRP = torch.cat(shares)[cells_N]
-        mixed_NGRD = mixed_NGRD + torch.matmul(shares_NGRP, torch.stack(own_values, dim=-2))
-    return mixed_NGRD.flatten(1, 2)[None], None
+    mixed_NGRD = torch.cat(mixed)[chats.cells_N]
+    if own is None:
+        return mixed_NGRD
+    return mixed_NGRD + torch.matmul(torch.cat(shares)[chats.cells_N], own[1])
 
 
 def _within(

@@ -134,10 +134,10 @@ def num_done(checkpoint: Path) -> int:
     return len(json.loads(progress.read_text())) if progress.is_file() else 0
 
 
-def require_cut(num: int, vocab_size: int) -> None:
-    """Reject a draft's vocabulary that is empty or not smaller than the policy's."""
+def require_cut(num: int, vocab_size: int, *, field: str = "draft.eagle3.vocab_size") -> None:
+    """Reject a draft's vocabulary, the recipe's `field`, that is empty or not smaller than the policy's."""
     fix = "null keeps the whole vocabulary"
-    require(0 < num < vocab_size, "draft.eagle3.vocab_size", f"must be < the policy's {vocab_size} tokens", num, fix)
+    require(0 < num < vocab_size, field, f"must be < the policy's {vocab_size} tokens", num, fix)
 
 
 def frequent_tokens(responses: Iterable[Sequence[int]], *, num: int, vocab_size: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Training of an EAGLE-3 draft on detached hidden states, before RL or beside the policy.
+"""Training of an EAGLE-3 or DFlash draft on detached hidden states, before RL or, of EAGLE-3, beside the policy.
 
 The optimizer is AdamW, or Muon for the layer's matrices and AdamW for the rest. Muon needs fewer tokens to learn, and
 training beside the policy has few (research/log.md).
@@ -31,12 +31,21 @@ from typing import Any
 
 import torch
 from speculators.losses import eager
-from speculators.models.eagle3.core import Eagle3DraftModel
 from torch import Tensor
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.eagle3 import build_draft, draft_ids, draft_tensors, load_draft, policy_head, save_draft
+from slipstream.drafts.dflash import block_inputs, build_dflash
+from slipstream.drafts.eagle3 import (
+    AnyDraft,
+    build_draft,
+    draft_ids,
+    draft_tensors,
+    load_draft,
+    policy_head,
+    save_draft,
+)
 from slipstream.drafts.learner_draft import NUM_STEPS, Chats, LearnerDraft
+from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.passes import PackedChats, head_inputs, rows_of
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner.checkpoint import CheckpointError
@@ -57,7 +66,7 @@ _EPS = 1e-5  # as in speculators: the loss of a pass without counted tokens is 0
 
 
 def chunk_losses(
-    model: Eagle3DraftModel, head_inputs: Sequence[Tensor], batch: PackedChats, config: DraftConfig, temperature: float
+    model: AnyDraft, head_inputs: Sequence[Tensor], batch: PackedChats, config: DraftConfig, temperature: float
 ) -> Iterator[Tensor]:
     """Yield parts of a row's loss, each with a graph of its own: go backward before taking the next.
 
@@ -66,8 +75,8 @@ def chunk_losses(
     Args:
         head_inputs: [1, N, H] for each pass.
     """
-    num, num_passes, chunk = batch.loss_mask.shape[1], len(head_inputs), config.eagle3.loss_chunk_tokens
-    distance_of, decay = DISTANCES[config.eagle3.loss], config.pretrain.ttt_step_loss_decay
+    num, num_passes, chunk = batch.loss_mask.shape[1], len(head_inputs), config.reader.loss_chunk_tokens
+    distance_of, decay = DISTANCES[config.reader.loss], config.pretrain.ttt_step_loss_decay
     mask_1N = batch.loss_mask.float()
     counts = [mask_1N[:, number:].sum(dim=1) + _EPS for number in range(num_passes)]
     for start in range(0, num, chunk):
@@ -90,7 +99,7 @@ def chunk_losses(
 
 @torch.no_grad()
 def overlaps(
-    model: Eagle3DraftModel,
+    model: AnyDraft,
     head_inputs: Sequence[Tensor],
     batch: PackedChats,
     config: DraftConfig,
@@ -103,7 +112,7 @@ def overlaps(
     Args:
         policy_head_VH: the policy's whole output layer; tokens outside the draft's vocabulary count as never drafted.
     """
-    num, chunk = batch.loss_mask.shape[1], config.eagle3.loss_chunk_tokens
+    num, chunk = batch.loss_mask.shape[1], config.reader.loss_chunk_tokens
     found = torch.zeros(len(head_inputs), num, device=batch.last.device)
     for start in range(0, num, chunk):
         stop = min(start + chunk, num)
@@ -132,7 +141,7 @@ _OUTPUT = "lm_head."
 
 
 class DraftTrainer(LearnerDraft):
-    """An EAGLE-3 draft with its optimizer and learning rate; every rank holds all of it.
+    """An EAGLE-3 or DFlash draft with its optimizer and learning rate; every rank holds all of it.
 
     Attributes:
         sum_over_ranks: None where the trainer has all sequences.
@@ -166,15 +175,22 @@ class DraftTrainer(LearnerDraft):
         super().__init__(config, is_online=is_online, writes=writes)
         self._device = device
         self._is_bfloat16 = products is Dtype.BFLOAT16
-        model = build_draft(policy, config, token_ids=token_ids) if given is None else load_draft(given, policy, config)
-        self._model = model.to(device)
+        self._head_inputs: Callable[[Any, PackedChats, int], list[Tensor]] = head_inputs
+        if config.method is DraftMethod.DFLASH:
+            assert given is None, "the recipe refuses it"
+            self._head_inputs, model = block_inputs, build_dflash(policy, config, token_ids=token_ids)
+        elif given is None:
+            model = build_draft(policy, config, token_ids=token_ids)
+        else:
+            model = load_draft(given, policy, config)
+        self._model: AnyDraft = model.to(device)
         self._policy_head_VH: Tensor = self._model.verifier_lm_head.weight
         if self._model.use_draft_vocab:
             self._policy_head_VH = policy_head(policy).to(device)
             self._cut_policy_head()
         named = [(name, each) for name, each in self._model.named_parameters() if each.requires_grad]
         self._trained = [parameter for _, parameter in named]
-        self.layer_ids = tuple(model.config.eagle_aux_hidden_state_layer_ids)
+        self.layer_ids = tuple(model.target_layer_ids)
         self.num_parameters = sum(parameter.numel() for parameter in self._trained)
         self._optimizer = DraftOptimizer(named, self._settings)
         self._memory = TrainingMemory(self._model, self._optimizer.steppers, device=device)
@@ -210,7 +226,7 @@ class DraftTrainer(LearnerDraft):
     def _backward(self, row: PackedChats, temperature: float, share: float) -> Tensor:
         """Accumulate the gradient of a row's loss times `share`; returns that loss."""
         with self._products():
-            inputs = head_inputs(self._model, row, self._num_passes())
+            inputs = self._head_inputs(self._model, row, self._num_passes())
         # The head goes backward chunk by chunk into these copies; the passes go backward once, afterwards.
         leaves = [each.detach().requires_grad_() for each in inputs]
         total = torch.zeros((), device=self._device)
@@ -304,12 +320,12 @@ class DraftTrainer(LearnerDraft):
         """Pack this trainer's share of the sequences, which is balanced by tokens."""
         index, count = self.share
         mine = plan_shards([len(tokens) for tokens in chats.sequences], count)[index]
-        return rows_of(chats.some(mine), max_tokens=self._config.eagle3.tokens_per_row, device=self._device)
+        return rows_of(chats.some(mine), max_tokens=self._config.reader.tokens_per_row, device=self._device)
 
     def _windows(self, batch: PackedChats, temperature: float) -> Tensor:
         """[ttt_steps, windows] probability of accepting each token of every draft window within one response."""
         num_steps = self._config.pretrain.ttt_steps
-        inputs = head_inputs(self._model, batch, num_steps)
+        inputs = self._head_inputs(self._model, batch, num_steps)
         found = overlaps(self._model, inputs, batch, self._config, temperature, policy_head_VH=self._policy_head_VH)
         num = max(batch.input_ids.shape[1] - num_steps + 1, 0)
         documents = batch.document_ids[0]

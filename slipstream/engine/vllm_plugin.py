@@ -20,6 +20,8 @@ place of a rejected one takes a single number.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,6 +45,9 @@ SHIPPED_EXPAND = rejection_sampler.expand_batch_to_tokens
 SHIPPED_DRAFTS = llm_base_proposer.compute_probs_and_sample_next_token
 """vLLM's own function, which samples all requests' drafts from one generator."""
 
+SHIPPED_PARALLEL = llm_base_proposer.SpecDecodeBaseProposer._sample_from_logits
+"""vLLM's own method, which takes row i of drafts in parallel for a draft of request i, whose generator it gives it."""
+
 SHIPPED_VERIFICATION = rejection_sampler.rejection_sample
 """vLLM's own function, which tests each draft token."""
 
@@ -51,12 +56,13 @@ _GREEDY = 1e-5  # lower temperatures are greedy, as in vLLM
 _SEED = 7  # in the checks
 _VOCABULARY = 4096  # in the checks; two independent samples are hardly ever equal
 
-_EAGLE3 = "eagle3"  # vLLM's name
+_READERS = ("eagle3", "dflash")  # vLLM's names of the methods whose drafts read the policy's hidden states
 
 
 def install() -> None:
     """Install the sampler fixes; repeated calls change nothing."""
     llm_base_proposer.compute_probs_and_sample_next_token = sample_draft_tokens
+    llm_base_proposer.SpecDecodeBaseProposer._sample_from_logits = sample_from_logits
     if current_platform.is_cpu():
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
         rejection_sampler.sample_recovered_tokens = sample_recovered_tokens
@@ -102,6 +108,26 @@ def sample_draft_tokens(
     few, few_probs = _sample_tokens(logits[:, known], temperature, sampling_metadata.generators, use_fp64_gumbel)
     probs = torch.zeros(logits.shape, dtype=few_probs.dtype, device=logits.device)
     return known[few], probs.index_copy_(1, known, few_probs)
+
+
+def sample_from_logits(
+    proposer: Any, logits: torch.Tensor, sampling_metadata: SamplingMetadata
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Sample drafts as vLLM does, but all rows of a request from its own generator, in the order of their places.
+
+    Args:
+        logits: [batch x places, vocabulary], request by request; a method that drafts in parallel has several places.
+    """
+    temperature = sampling_metadata.temperature
+    if temperature is not None and len(temperature) < len(logits):
+        places = len(logits) // len(temperature)
+        of_rows = {
+            row * places + place: generator
+            for row, generator in sampling_metadata.generators.items()
+            for place in range(places)
+        }
+        sampling_metadata = replace(sampling_metadata, generators=of_rows)
+    return SHIPPED_PARALLEL(proposer, logits, sampling_metadata)
 
 
 def _sample_tokens(
@@ -210,6 +236,8 @@ def _number_of_each(
 def broken_v1(device: torch.device) -> str:
     """Describe the fault of the first model runner's sampler; empty for a correct sampler.
 
+    Drafts are sampled one place after another, and then two places in parallel.
+
     The expected values are worked by hand. x = [7, 0, 9] with 2, 3 and 1 draft tokens and 0 -> 1 is [7, 7, 1, 1, 1, 9].
     If all tokens are equally likely, the sampled token has the least exponential noise. The first draft uses the first
     noise of its request's generator, and the next draft uses the next noise.
@@ -220,10 +248,7 @@ def broken_v1(device: torch.device) -> str:
     if expanded != [7.0, 7.0, 1.0, 1.0, 1.0, 9.0]:
         return f"expand_batch_to_tokens gave {expanded}: it loses sampling parameters"
     metadata = _two_seeded_of_three(device)
-    drafts = [
-        llm_base_proposer.compute_probs_and_sample_next_token(torch.zeros(3, _VOCABULARY, device=device), metadata)[0]
-        for _ in range(2)
-    ]
+    drafts = [_drafts(metadata, 1, device)[0], _drafts(metadata, 1, device)[0], *_drafts(metadata, 2, device)]
     by_hand = torch.Generator(device=device).manual_seed(_SEED)
     for number, tokens in enumerate(drafts):
         token = int(torch.empty(_VOCABULARY, device=device).exponential_(generator=by_hand).argmin())
@@ -234,6 +259,14 @@ def broken_v1(device: torch.device) -> str:
     if accepted[[0, 2]].tolist() != [uniform, uniform]:
         return f"generate_uniform_probs gave {accepted[[0, 2]].tolist()}, not the requests' own {uniform}"
     return ""
+
+
+def _drafts(metadata: SamplingMetadata, places: int, device: torch.device) -> torch.Tensor:
+    """[places, 3] drafts of the first model runner for three requests, to which all tokens are equally likely."""
+    proposer = SimpleNamespace(_enable_probabilistic_draft_probs=True, use_fp64_gumbel=False)
+    logits = torch.zeros(3 * places, _VOCABULARY, device=device)
+    sample: Any = llm_base_proposer.SpecDecodeBaseProposer._sample_from_logits
+    return sample(proposer, logits, metadata)[0].view(3, places).t()
 
 
 def broken_v2(device: torch.device) -> str:
@@ -361,6 +394,6 @@ class EngineProbe:
         if draft is None:
             raise LookupError("the engine drafts without a model")
         method = self.vllm_config.speculative_config.method  # type: ignore[attr-defined]  # of the worker
-        # An EAGLE-3 draft's checkpoint has no prefix `model.`; a draft model has the names of its checkpoint.
-        rename = (("model.", ""),) if method == _EAGLE3 else draft_names(draft)
+        # The checkpoint of a draft on hidden states has no prefix `model.`; a draft model has that of its checkpoint.
+        rename = (("model.", ""),) if method in _READERS else draft_names(draft)
         return slots(draft, rename=rename, without=policy)

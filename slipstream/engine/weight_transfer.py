@@ -17,6 +17,9 @@ vLLM packs a layer's experts at the first load but not at a reload. After a relo
 checkpoint's order as packed ones, without an error. Experts are therefore packed and written here. Packing moves
 numbers and computes none. The packed order is found by packing indices, so experts are read exactly.
 
+A DFlash draft multiplies the policy's hidden states with copies of its key and value weights, which vLLM makes as it
+loads the draft. Fingerprints read the copies too, so a copy that was left behind stops the run.
+
 A MiMo's layer that predicts the token after the next is stored in the policy's checkpoint. An engine loads that layer
 as a draft model, which borrows the policy's embeddings and output layer. The policy therefore never loads the layer's
 tensors, and the draft loads no others: an embedding among them would overwrite the policy's.
@@ -58,6 +61,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.models.mimo_mtp import MiMoMTP
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -168,7 +172,31 @@ class QuantizedSlot:
         return (product.t().float() / scale).round().to(torch.int8)
 
 
-AnySlot = Slot | QuantizedSlot
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextSlot:
+    """vLLM's copy of a DFlash layer's tensors, by which the policy's hidden states become the layer's keys and values.
+
+    Block tokens are multiplied with the layer's own tensors, and the copies are only made where vLLM loads a draft. A
+    copy has the parts of its original, so a copy with other values is two values of one tensor: the fingerprints refuse
+    it.
+    """
+
+    module: DFlashQwen3Model
+    copy: str  # attribute of the module
+    rows: slice | int  # of the layer, in the copies of all layers
+    parts: tuple[WeightPart, ...]
+
+    def read(self) -> tuple[HeldWeights, ...]:
+        """Read the copy; empty where vLLM made none, as of a quantized draft."""
+        copies: Tensor | None = getattr(self.module, self.copy)
+        return () if copies is None else (_held(copies[self.rows], self.parts),)
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fail, as vLLM's own reload makes the copies."""
+        raise LookupError(f"{self.parts[0].name} has a copy that only vLLM can write")
+
+
+AnySlot = Slot | QuantizedSlot | ContextSlot
 
 
 def _held(rows: Tensor, parts: tuple[WeightPart, ...]) -> HeldWeights:
@@ -205,10 +233,24 @@ def slots(
     paths: dict[int, str] = {}
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
-        if own and id(module) not in borrowed:
+        # A DFlash draft's own parameter is the embedding of a mask that no draft here has.
+        if own and id(module) not in borrowed and not isinstance(module, DFlashQwen3Model):
             path = paths.setdefault(id(next(iter(own.values()))), path)
             found += _module_slots(_renamed(path, rename), module, own)
-    return tuple(found)
+    drafts = (module for module in model.modules() if isinstance(module, DFlashQwen3Model))
+    return (*found, *(slot for draft in drafts for slot in _context_slots(draft, found)))
+
+
+def _context_slots(draft: DFlashQwen3Model, held: Sequence[AnySlot]) -> Iterator[ContextSlot]:
+    parts = {id(slot.module): slot.parts for slot in held if isinstance(slot, Slot) and slot.parameter == _WEIGHT}
+    for index, layer in enumerate(draft.layers):
+        attention: Any = layer.self_attn
+        rows = slice(2 * index * attention.kv_size, 2 * (index + 1) * attention.kv_size)
+        keys_and_values = parts[id(attention.qkv_proj)][1:]
+        yield ContextSlot(module=draft, copy="_fused_kv_weight", rows=rows, parts=keys_and_values)
+        yield ContextSlot(module=draft, copy="_k_norm_weights", rows=index, parts=parts[id(attention.k_norm)])
+    norm = parts[id(draft.hidden_norm)]
+    yield ContextSlot(module=draft, copy="_hidden_norm_weight", rows=slice(None), parts=norm)
 
 
 def _renamed(path: str, rename: tuple[tuple[str, str], ...]) -> str:

@@ -124,7 +124,7 @@ def _check_configs(source: Path, policy: PolicyConfig, needs: Needs) -> tuple[Ar
     if needs.routes:
         require_routes(architecture)
     layers = needs.draft_layer_ids
-    rule = "must be of a family whose inner states vLLM returns, for an EAGLE-3 draft"
+    rule = "must be of a family whose inner states vLLM returns, for an EAGLE-3 or DFlash draft"
     require(layers == () or architecture.family.eagle3, "policy.model", rule, name, "take another draft.method")
     aux_layer_ids(layers, architecture.num_layers)
     return architecture, tokenizer

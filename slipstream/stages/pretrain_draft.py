@@ -113,7 +113,7 @@ def train_on(
 
     Raises:
         ConfigError: fewer prompts than `num_prompts` + `num_heldout_prompts` of `draft.pretrain`; a given draft that
-            does not fit; or a `draft.eagle3.vocab_size` that leaves no token out.
+            does not fit; or a `vocab_size` of the draft that leaves no token out.
     """
     config = recipe.draft
     start = time.perf_counter()
@@ -122,8 +122,9 @@ def train_on(
 
         bring_draft(config, policy, directory / _GIVEN, max_model_len=recipe.engine.max_model_len)
         logger.info("pretrain_draft: training starts from %s", config.model)
-    if config.reads("eagle3") and config.eagle3.vocab_size is not None:
-        pretrain.require_cut(config.eagle3.vocab_size, Architecture.from_hf(policy).vocab_size)
+    if (num := _num_known(config)) is not None:
+        section = "dflash" if config.reads("dflash") else "eagle3"
+        pretrain.require_cut(num, Architecture.from_hf(policy).vocab_size, field=f"draft.{section}.vocab_size")
     responses = _responses(prompts, recipe, policy, directory / "responses.json")
     num_heldout = config.pretrain.num_heldout_prompts * config.pretrain.samples_per_prompt
     train = responses.select(range(num_heldout, len(responses.token_ids)))
@@ -243,7 +244,7 @@ class _Teaching:
 
 def known_tokens(config: DraftConfig, train: Responses, policy: Path) -> tuple[int, ...] | None:
     """Tokens of a draft with a reduced vocabulary; None for all tokens."""
-    num = config.eagle3.vocab_size if config.reads("eagle3") else None
+    num = _num_known(config)
     if num is None:
         return None
     answers = [tokens[start:] for tokens, start in zip(train.token_ids, train.prompt_lengths, strict=True)]
@@ -252,3 +253,8 @@ def known_tokens(config: DraftConfig, train: Responses, policy: Path) -> tuple[i
     known = 100 * pretrain.coverage(answers, token_ids)
     logger.info("pretrain_draft: %d of %d tokens make up %.2f %% of the responses", len(token_ids), vocab_size, known)
     return token_ids
+
+
+def _num_known(config: DraftConfig) -> int | None:
+    """Tokens of a draft whose vocabulary can be reduced; None for all tokens."""
+    return config.reader.vocab_size if config.reads("eagle3") or config.reads("dflash") else None

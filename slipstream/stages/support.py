@@ -101,10 +101,11 @@ def require_prompts(recipe: Recipe, sets: PromptSets, *, trains_draft: bool = Tr
 
 def policy_needs(recipe: Recipe) -> Needs:
     """Requirements of the recipe on its policy."""
-    layers = recipe.draft.eagle3.aux_hidden_state_layer_ids
+    draft = recipe.draft
+    given = draft.eagle3.aux_hidden_state_layer_ids if draft.reads("eagle3") else None
     return Needs(
         max_model_len=recipe.engine.max_model_len,
-        draft_layer_ids=layers if recipe.draft.reads("eagle3") else (),
+        draft_layer_ids=given if draft.reads("eagle3") or draft.reads("dflash") else (),
         mtp=recipe.draft.method is DraftMethod.MTP,
         routes=recipe.grpo.router_replay,
     )

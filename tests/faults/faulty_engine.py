@@ -62,13 +62,21 @@ class FaultyEngine(VllmEngine):
         """Flip the lowest bit of the first value of a weight that the engine computes with."""
         self._llm.apply_model(lambda model: _flip(model, name))
 
+    def flip_copy(self, copy: str, row: int) -> None:
+        """Flip the lowest bit of a value in a DFlash draft's copies of its tensors."""
+        runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        _flip_value(getattr(runner.get_draft_model().model, copy)[row])
+
     def check_again(self) -> None:
         """Check the sampler as at the start."""
         self._check_sampler()
 
 
 def _flip(model: torch.nn.Module, name: str) -> None:
-    weight = dict(model.named_parameters())[name].data
+    _flip_value(dict(model.named_parameters())[name].data)
+
+
+def _flip_value(weight: torch.Tensor) -> None:
     bits = weight.flatten()[:1].view(torch.int32 if weight.dtype is torch.float32 else torch.int16)
     bits ^= 1
 

@@ -11,6 +11,8 @@ import pytest
 
 from slipstream.drafts.compatibility import require_fit
 from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.dflash import build_dflash
+from slipstream.drafts.eagle3 import save_draft
 from slipstream.drafts.methods import DraftMethod, DraftSampling, Verification, speculative_config
 from slipstream.engine.protocol import GenerationResult
 from slipstream.learner.config import LearnerConfig
@@ -37,6 +39,8 @@ CONFIGS = [
     DraftConfig(method=DraftMethod.DRAFT_MODEL),
     DraftConfig(method=DraftMethod.DRAFT_MODEL, sampling=DraftSampling.GREEDY),
     DraftConfig(method=DraftMethod.DRAFT_MODEL, verification=Verification.BLOCK),
+    draft_with(method=DraftMethod.DFLASH, pretrain={"ttt_steps": K}),
+    draft_with(method=DraftMethod.DFLASH, pretrain={"ttt_steps": K}, verification=Verification.BLOCK),
     pytest.param(
         draft_with(method=DraftMethod.SUFFIX, suffix={"min_token_prob": 0.0}),
         marks=pytest.mark.skipif(find_spec("arctic_inference") is None, reason="arctic-inference is not installed"),
@@ -52,11 +56,20 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _make_policy(path, 2, **shape)
 
 
+@pytest.fixture(scope="module")
+def parallel_draft(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
+    """A random draft of blocks, whose output head is near the policy's."""
+    path = tmp_path_factory.mktemp("parallel") / "draft"
+    save_draft(build_dflash(models["old"], draft_with(method=DraftMethod.DFLASH, pretrain={"ttt_steps": K})), path)
+    return path
+
+
 @dataclass(frozen=True, kw_only=True)
 class Seen:
     """Answers of one method: of an engine before and after a refit through the gate, and of a fresh one."""
 
     method: DraftMethod
+    alone: GenerationResult  # to the first prompt, by the engine before the refit
     before: GenerationResult
     after: GenerationResult
     fresh: GenerationResult
@@ -80,10 +93,16 @@ def baseline(models: dict[str, Path], ray_session: None) -> Sample:
 @pytest.fixture(
     scope="module", params=CONFIGS, ids=lambda config: "-".join((config.method, config.sampling, config.verification))
 )
-def seen(request: pytest.FixtureRequest, models: dict[str, Path], small_model: Path, learner: RemoteLearner) -> Seen:
+def seen(
+    request: pytest.FixtureRequest,
+    models: dict[str, Path],
+    small_model: Path,
+    parallel_draft: Path,
+    learner: RemoteLearner,
+) -> Seen:
     config: DraftConfig = request.param
     method = config.method
-    draft = small_model if method is DraftMethod.DRAFT_MODEL else None
+    draft = {DraftMethod.DRAFT_MODEL: small_model, DraftMethod.DFLASH: parallel_draft}.get(method)
     require_fit(config, models["old"], draft, max_model_len=ENGINE.max_model_len)
     told, refit = speculative_config(config, draft, K), RefitConfig()
     with (
@@ -91,12 +110,21 @@ def seen(request: pytest.FixtureRequest, models: dict[str, Path], small_model: P
         open_channel(refit, learner, engine) as channel,
     ):
         before = _answers(engine)
+        alone = engine.generate(PROMPTS[:1], sampling=SAMPLING, group_size=2, seed=1)
         gate = RefitGate(engine, learner, channel=channel, trains_draft=False, draft=draft, config=refit)
         num_checked = gate.refit(7).num_tensors
         after, drawn = _answers(engine), _drawn(engine, seed=0)
     with start_engine(models["new"], config=ENGINE, speculative_config=told) as engine:
         fresh = _answers(engine)
-    return Seen(method=method, before=before, after=after, fresh=fresh, num_checked=num_checked, drawn=drawn)
+    return Seen(
+        method=method,
+        before=before,
+        alone=alone,
+        after=after,
+        fresh=fresh,
+        num_checked=num_checked,
+        drawn=drawn,
+    )
 
 
 def _answers(engine: RemoteEngine) -> GenerationResult:
@@ -116,6 +144,12 @@ def test_it_drafts_and_some_of_it_is_accepted(seen: Seen) -> None:
         assert 0 < result.acceptance.num_accepted_tokens < result.acceptance.num_draft_tokens
 
 
+def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(seen: Seen) -> None:
+    if seen.method is DraftMethod.SUFFIX:
+        pytest.skip("it remembers what the engine answered before")
+    assert tokens(seen.alone) == tokens(seen.before)[:2]
+
+
 def test_a_refitted_engine_answers_as_a_fresh_one(seen: Seen) -> None:
     assert tokens(seen.before) != tokens(seen.after)
     if seen.method is DraftMethod.SUFFIX:
@@ -124,11 +158,12 @@ def test_a_refitted_engine_answers_as_a_fresh_one(seen: Seen) -> None:
 
 
 def test_the_gate_checks_the_policy_and_a_draft_that_has_weights(seen: Seen) -> None:
-    # Four layers of eleven tensors, embedding, final norm and head; the draft's two layers and the same three.
-    has_model = seen.method is DraftMethod.DRAFT_MODEL
-    assert seen.num_checked == 47 + (25 if has_model else 0)
+    # Four layers of eleven tensors, embedding, final norm and head; the draft's two layers and the same three. In place
+    # of an embedding a draft of blocks has a fusion of states and their norm.
+    num_of_draft = {DraftMethod.DRAFT_MODEL: 25, DraftMethod.DFLASH: 26}.get(seen.method, 0)
+    assert seen.num_checked == 47 + num_of_draft
     rollout = seen.after.groups[0].rollouts[0]
-    assert (rollout.policy_version, rollout.draft_version) == (7, 0 if has_model else None)
+    assert (rollout.policy_version, rollout.draft_version) == (7, 0 if num_of_draft else None)
 
 
 def test_what_it_samples_is_certified_after_a_refit(seen: Seen, baseline: Sample, learner: RemoteLearner) -> None:

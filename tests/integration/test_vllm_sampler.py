@@ -49,6 +49,11 @@ def test_the_installed_sampler_passes_its_own_check_and_vllms_drafts_do_not() ->
         assert "draft 0 of two requests with seed 7" in vllm_plugin.broken_v1(CPU)
     finally:
         vllm_plugin.install()
+    llm_base_proposer.SpecDecodeBaseProposer._sample_from_logits = vllm_plugin.SHIPPED_PARALLEL
+    try:
+        assert "draft 2 of two requests with seed 7" in vllm_plugin.broken_v1(CPU), "the first of those in parallel"
+    finally:
+        vllm_plugin.install()
 
 
 def test_a_token_is_the_one_with_the_largest_probability_over_its_noise() -> None:

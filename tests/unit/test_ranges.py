@@ -13,7 +13,15 @@ from pydantic import TypeAdapter
 from slipstream.config import LARGEST, Checked, _parts, rule
 from slipstream.data.config import DataConfig
 from slipstream.data.synthetic import SyntheticConfig
-from slipstream.drafts.config import DraftConfig, Eagle3Config, NgramConfig, OnlineConfig, PretrainConfig, SuffixConfig
+from slipstream.drafts.config import (
+    DFlashConfig,
+    DraftConfig,
+    Eagle3Config,
+    NgramConfig,
+    OnlineConfig,
+    PretrainConfig,
+    SuffixConfig,
+)
 from slipstream.drafts.length import TuningConfig
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.evaluation import EvaluationConfig
@@ -40,6 +48,7 @@ SECTIONS: dict[str, partial[Any]] = {
     "data": partial(DataConfig, max_prompt_tokens=1),
     "data.synthetic": partial(SyntheticConfig, num_conflicting=0, num_leaked=0),
     "draft": partial(DraftConfig),
+    "draft.dflash": partial(DFlashConfig),
     "draft.eagle3": partial(Eagle3Config),
     "draft.ngram": partial(NgramConfig, prompt_lookup_max=5),
     "draft.online": partial(OnlineConfig),
@@ -87,6 +96,7 @@ ROWS: list[Row] = [
         (1,),
         {
             "data": "max_prompt_tokens",
+            "draft.dflash": "num_layers tokens_per_row loss_chunk_tokens",
             "draft.eagle3": "tokens_per_row loss_chunk_tokens",
             "draft.online": "updates horizon_steps",
             "draft.pretrain": "num_prompts samples_per_prompt num_heldout_prompts tokens_per_step ttt_steps "
@@ -147,7 +157,12 @@ ROWS: list[Row] = [
         (1, None),
         {"draft.online": "tokens_per_update"},
     ),
-    ("must be >= 1, got 0; null keeps the whole vocabulary", (0,), (1, None), {"draft.eagle3": "vocab_size"}),
+    (
+        "must be >= 1, got 0; null keeps the whole vocabulary",
+        (0,),
+        (1, None),
+        {"draft.eagle3": "vocab_size", "draft.dflash": "vocab_size"},
+    ),
     (
         "must be >= 1, got 0; null takes sampling.max_response_tokens",
         (0,),

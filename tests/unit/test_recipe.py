@@ -206,6 +206,12 @@ REFUSED: dict[tuple[str, ...], str] = {
     "tokens, got 223",
     ("draft.eagle3.aux_hidden_state_layer_ids=[2, 12, 24]",): "draft.eagle3.aux_hidden_state_layer_ids must be in "
     "[0, 24), the policy's layers, got (2, 12, 24)",
+    ("draft.method=dflash",): "draft.pretrain.ttt_steps must be >= the longest of tuning.candidate_ks, 7, with "
+    "draft.method dflash, got 4; its blocks are that long: raise it, or shorten tuning.candidate_ks",
+    ("draft.method=dflash", "draft.pretrain.ttt_steps=7", "engine.max_model_len=237"): "engine.max_model_len must hold "
+    "data.max_prompt_tokens 64 + sampling.max_response_tokens 160 + 14 for drafts of k 7 = 238 tokens, got 237; raise "
+    "it, or lower one of the others: where a sequence nears max_model_len, vLLM stops drafting for its whole batch, "
+    "and one that ends there with k+1 tokens in flight crashes the engine",
     ("draft.method=mtp",): "policy.scratch.num_mtp_layers must be 1 with draft.method mtp, got 0; or choose another "
     "method",
     (
@@ -275,6 +281,7 @@ CAPPED = "grpo.loss.truncated_importance_sampling=2.0"
         ("sampling.temperature=0.5",),
         ("draft.eagle3.aux_hidden_state_layer_ids=[2, 12, 23]",),
         ("draft.method=mtp", "policy.scratch.num_mtp_layers=1"),
+        ("draft.method=dflash", "draft.pretrain.ttt_steps=7", "engine.max_model_len=238"),
         ("engine={kv_cache_gib: null, gpu_memory_utilization: 0.475}", "tuning.max_live_engines=2"),
         (
             "engine={kv_cache_gib: null, gpu_memory_utilization: 0.9}",

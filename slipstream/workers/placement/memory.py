@@ -452,21 +452,21 @@ def _saved_by_quantization(shape: Shape, engine: EngineConfig, width: int) -> fl
 def draft_sizes(shape: Shape, config: DraftConfig, tensor: int) -> tuple[float, float]:
     """Count the draft's parameters, and the elements of its keys that a worker caches a token; zeros without weights.
 
-    An EAGLE-3 draft counts without the embedding, which is the policy's; an MTP layer counts like an EAGLE-3 draft.
+    An EAGLE-3 draft counts without the embedding, which is the policy's; an MTP layer counts like an EAGLE-3 draft. The
+    layers of a DFlash draft read once the width.
 
     Source: `drafts/eagle3.py`: a fusion of three hidden states into one (3h x h), a layer whose attention reads twice
     the width, and an output layer over the draft's vocabulary; norms are left out.
     """
     match config.method:
-        case DraftMethod.EAGLE3 | DraftMethod.MTP:
+        case DraftMethod.EAGLE3 | DraftMethod.DFLASH | DraftMethod.MTP:
             hidden = shape.hidden_size
             heads, groups = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
-            layer = 2 * hidden * (heads + 2 * groups) + heads * hidden + 3 * hidden * shape.ffn_hidden_size
-            known = shape.vocab_size
-            if config.method is DraftMethod.EAGLE3 and config.eagle3.vocab_size is not None:
-                known = config.eagle3.vocab_size
-            parameters = 3 * hidden * hidden + layer + hidden * known
-            return parameters, _cached_elements(shape, 1, tensor)
+            inputs, num_layers = (1, config.dflash.num_layers) if config.method is DraftMethod.DFLASH else (2, 1)
+            layer = inputs * hidden * (heads + 2 * groups) + heads * hidden + 3 * hidden * shape.ffn_hidden_size
+            known = None if config.method is DraftMethod.MTP else config.reader.vocab_size
+            parameters = 3 * hidden * hidden + num_layers * layer + hidden * (known or shape.vocab_size)
+            return parameters, _cached_elements(shape, num_layers, tensor)
         case DraftMethod.DRAFT_MODEL:
             small = _draft_model(shape, config)
             if small is None:

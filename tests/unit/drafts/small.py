@@ -29,3 +29,37 @@ def model(path: Path, words: dict[str, int] | None = WORDS, **changes: Any) -> P
         added = [{"content": "<end>", "id": 3}]
         (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}, "added_tokens": added}))
     return path
+
+
+def policy_of(path: Path, *, num_layers: int) -> Path:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=16,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        eos_token_id=3,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def states_of(policy: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The states of the embeddings and of each layer, and those of the last layer, for each chat."""
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(policy)
+    found = []
+    for chat in CHATS:
+        with torch.no_grad():
+            hidden = model(torch.tensor([chat]), output_hidden_states=True).hidden_states
+        found.append((torch.cat(hidden, dim=-1)[0], hidden[-1][0]))
+    return found

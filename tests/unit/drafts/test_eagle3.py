@@ -241,6 +241,7 @@ def _other_map(path: Path) -> None:
             "draft.model must be an EAGLE-3 draft of speculators, or an original one (LlamaForCausalLMEagle3), got ",
         ),
         (partial(_edit, speculators_model_type="dflash"), "draft.model must be an EAGLE-3 draft, got "),
+        (partial(_edit, ptd_token_id=5), "draft.model must draft its tokens one after another, got "),
         (
             partial(_edit, rope_scaling={"rope_type": "linear", "factor": 2.0}),
             "draft max_position_embeddings must be >= engine.max_model_len 64, got 16; ",

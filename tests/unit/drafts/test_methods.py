@@ -70,6 +70,11 @@ DIRECTORY = Path("draft")
             {"method": "eagle3", "model": "draft", **WITH_WEIGHTS},
         ),
         (
+            DraftConfig(method=DraftMethod.DFLASH),
+            DIRECTORY,
+            {"method": "dflash", "model": "draft", **WITH_WEIGHTS},
+        ),
+        (
             DraftConfig(method=DraftMethod.MTP),
             DIRECTORY,
             {"method": "mtp", "model": "draft", **WITH_WEIGHTS},

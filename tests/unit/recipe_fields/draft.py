@@ -105,7 +105,7 @@ def draft_steps(recipe: Recipe, tools: Tools) -> object:
         losses,
         rows,
         weights,
-        config["eagle_aux_hidden_state_layer_ids"],
+        config.get("eagle_aux_hidden_state_layer_ids"),
         trainer.evaluate(Chats(chats, [2] * 3, states)),
     )
 
@@ -295,6 +295,7 @@ FOUR_LAYERS = {"policy.scratch.shape.num_layers": 4}
 NGRAM = {"draft.method": "ngram"}
 SUFFIX = {"draft.method": "suffix"}
 DRAFT_MODEL = {"draft.method": "draft_model"}
+DFLASH = {"draft.method": "dflash", "draft.pretrain.ttt_steps": 3}  # as long as the longest of tuning.candidate_ks
 CHECKS = {
     "draft.method": Check("ngram", told_vllm),
     "draft.sampling": Check("greedy", told_vllm),
@@ -334,6 +335,14 @@ CHECKS = {
     "draft.eagle3.loss": Check("tv", draft_steps),
     "draft.eagle3.loss_chunk_tokens": Check(4, head_calls),
     "draft.eagle3.vocab_size": Check(2, known_tokens),
+    "draft.dflash.num_layers": Check(1, draft_steps, DFLASH),
+    "draft.dflash.tokens_per_row": Check(16, draft_steps, DFLASH),
+    "draft.dflash.loss_chunk_tokens": Check(4, head_calls, DFLASH),
+    "draft.dflash.vocab_size": Check(2, known_tokens, DFLASH),
+    **{
+        f"draft.dflash.optimizer.{name}": Check(value, draft_steps, DFLASH)
+        for name, value in {**OPTIMIZER, "method": "adamw", "learning_rate": 0.5, "warmup_steps": 1}.items()
+    },
     "draft.pretrain.optimizer.learning_rate": Check(0.1, draft_steps),
     "draft.pretrain.optimizer.warmup_steps": Check(4, draft_steps),
     **{f"draft.pretrain.optimizer.{name}": Check(value, draft_steps) for name, value in OPTIMIZER.items()},
