@@ -26,7 +26,14 @@ from slipstream.types import Arm
 from slipstream.workers.placement.plan import table
 
 _WORDS = {
-    **{"eagle3": "EAGLE-3", "draft_model": "small model", "ngram": "n-gram", "suffix": "suffix", "mtp": "MTP"},
+    **{
+        "eagle3": "EAGLE-3",
+        "draft_model": "small model",
+        "ngram": "n-gram",
+        "suffix": "suffix",
+        "history": "history",
+        "mtp": "MTP",
+    },
     "in_domain": "the task's prompts",
     "general": "general prompts",
     "from_hub": "a given draft, the task's prompts",

@@ -13,7 +13,15 @@ from pydantic import TypeAdapter
 from slipstream.config import LARGEST, Checked, _parts, rule
 from slipstream.data.config import DataConfig
 from slipstream.data.synthetic import SyntheticConfig
-from slipstream.drafts.config import DraftConfig, Eagle3Config, NgramConfig, OnlineConfig, PretrainConfig, SuffixConfig
+from slipstream.drafts.config import (
+    DraftConfig,
+    Eagle3Config,
+    HistoryConfig,
+    NgramConfig,
+    OnlineConfig,
+    PretrainConfig,
+    SuffixConfig,
+)
 from slipstream.drafts.length import TuningConfig
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.evaluation import EvaluationConfig
@@ -45,6 +53,7 @@ SECTIONS: dict[str, partial[Any]] = {
     "draft.online": partial(OnlineConfig),
     "draft.pretrain": partial(PretrainConfig),
     "draft.suffix": partial(SuffixConfig),
+    "draft.history": partial(HistoryConfig, match_max=5),
     "engine": partial(EngineConfig, max_model_len=1, max_num_seqs=1),
     "evaluation": partial(EvaluationConfig, sampling=SamplingConfig(max_response_tokens=1), num_samples_per_problem=1),
     "grpo": partial(GrpoConfig, num_steps=1, prompts_per_step=1, group_size=2, optimizer=Optimizer()),
@@ -193,6 +202,7 @@ ROWS: list[Row] = [
         (0,),
         (1,),
         {
+            "draft.history": "match_min max_tokens",
             "draft.ngram": "prompt_lookup_min",
             "draft.suffix": "max_tree_depth",
             "grpo": "num_steps prompts_per_step updates_per_step checkpoint_every_steps",
@@ -210,7 +220,7 @@ ROWS: list[Row] = [
     ),
     ("must be >= 0", (-1,), (0,), {"placement": "generation_nodes training_nodes"}),
     ("must be >= 0", (-1,), (1,), {"draft.pretrain": "num_steps"}),
-    ("must be >= 1", (0,), (5,), {"draft.ngram": "prompt_lookup_max"}),
+    ("must be >= 1", (0,), (5,), {"draft.ngram": "prompt_lookup_max", "draft.history": "match_max"}),
     ("must be >= 1", (0,), (1,), {"shape": "num_query_groups"}),
     ("must be >= 2", (1,), (2,), {"tuning": "max_live_engines"}),
     ("must be >= 2", (1,), (2,), {"data.synthetic": "min_terms"}),
