@@ -205,6 +205,7 @@ class HistoryProposer:
 
     def start(self, runner: Any, history: History, stop_token_ids: Collection[int]) -> None:
         """Set the history, and vLLM's model runner, whose batch says which prompt a row answers."""
+        self._running.clear()
         self._runner, self._history, self._stop_token_ids = runner, history, frozenset(stop_token_ids)
 
     def propose(

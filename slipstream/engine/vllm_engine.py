@@ -232,9 +232,10 @@ class VllmEngine:
         self._check_sampler()
         if (speculative_config or {}).get("rejection_sample_method") == "block":
             self._verify_in_blocks(is_on_cpu=config.kv_cache_gib is not None)
+        self._history: dict[str, int] | None = None  # its settings
         if speculative_config is not None and speculative_config["method"] == HISTORY:
-            settings = {name: speculative_config[name] for name in SETTINGS}
-            self._llm.collective_rpc("keep_history", args=(settings, self._stop_token_ids))
+            self._history = {name: speculative_config[name] for name in SETTINGS}
+        self.forget()
         self._drafting = None if speculative_config is None else Drafting(self._llm)
         self._preemptions = Preemptions(self._llm)
         self._cache = CacheMemory(self._llm)
@@ -370,6 +371,11 @@ class VllmEngine:
         assert self._kv_cache is not None, "run_in_flight comes first"
         if self._is_updating:
             raise RuntimeError("an engine must adopt the weights that it received before it goes on: no step mixes two")
+
+    def forget(self) -> None:
+        """Begin an empty history of answers, where the method drafts from one; no rollout may be in flight."""
+        if self._history is not None:
+            self._llm.collective_rpc("keep_history", args=(self._history, self._stop_token_ids))
 
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
         """Set the draft-length schedule from the next generation on.
