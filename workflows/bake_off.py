@@ -37,7 +37,7 @@ def bake_off(  # noqa: PLR0913  # one input a line of the launch form
 
     Args:
         recipe: name of a file in configs/ without its extension, or a path to a recipe.
-        methods: speculation methods, named as in vLLM: eagle3, dflash, draft_model, ngram, suffix.
+        methods: speculation methods, named as in vLLM: eagle3, dflash, draft_model, ngram, suffix, history.
         inits: prompts for the pretraining of drafts: in_domain, general; ignored by methods without pretraining.
         online: training of the draft during RL: off, always, when_stale; ignored by methods without such training.
         num_speculative_tokens: draft tokens an iteration (k), at least 1, equal for all drafters.

@@ -192,6 +192,21 @@ class SuffixConfig(Checked, path="draft.suffix"):
     """Least frequency of a token that is drafted, by counts. Set it to tune suffix drafts."""
 
 
+class HistoryConfig(Checked, path="draft.history"):
+    """Lookup of `method: history` in an engine's responses to the same prompt."""
+
+    match_min: PositiveInt = 2
+    """Shortest match, in tokens. Set it to tune history drafts."""
+    match_max: PositiveInt = 16
+    """Longest match, in tokens. Set it to tune history drafts."""
+    max_tokens: PositiveInt = 10_000_000
+    """Tokens of responses that an engine keeps, at 4 bytes; prompts unused for longest go first. Set it by memory."""
+
+    def _check(self) -> None:
+        shortest, longest = self.match_min, self.match_max
+        self._require(longest >= shortest, "match_max", f"must be >= match_min {shortest}")
+
+
 class OnlineConfig(Checked, path="draft.online"):
     """Training of the draft beside the policy, on rollouts in a random order; its learning rate has no decay."""
 
@@ -242,6 +257,8 @@ class DraftConfig(Checked, path="draft"):
     """Settings of `method: ngram`."""
     suffix: SuffixConfig = field(default_factory=SuffixConfig)
     """Settings of `method: suffix`."""
+    history: HistoryConfig = field(default_factory=HistoryConfig)
+    """Settings of `method: history`."""
     online: OnlineConfig = field(default_factory=OnlineConfig)
     """Training beside the policy."""
 

@@ -24,7 +24,7 @@ SCHEDULE = "num_speculative_tokens_per_batch_size"
 
 
 class DraftMethod(StrEnum):
-    """Speculation methods, named as in vLLM."""
+    """Speculation methods, named as in vLLM; `history` is our own."""
 
     EAGLE3 = "eagle3"  # one layer on the policy's hidden states
     DFLASH = "dflash"  # layers on the policy's hidden states that propose all tokens in one pass
@@ -32,6 +32,7 @@ class DraftMethod(StrEnum):
     DRAFT_MODEL = "draft_model"  # a small language model with the policy's vocabulary
     NGRAM = "ngram"  # the continuation of an earlier match of the last tokens in the same sequence
     SUFFIX = "suffix"  # the continuation of a match in all responses of the engine
+    HISTORY = "history"  # the continuation of a match in the engine's responses to the same prompt
 
 
 class Verification(StrEnum):
@@ -107,6 +108,7 @@ TRAITS = {
         package="arctic_inference",
         has_one_length=True,
     ),
+    DraftMethod.HISTORY: Traits(fields=frozenset({"history"}), has_one_length=True),
 }
 """Traits by method; a method that looks its drafts up keeps the defaults."""
 

@@ -20,6 +20,7 @@ from typing import Any
 from slipstream.config import require
 from slipstream.engine.acceptance import acceptance_between
 from slipstream.engine.config import EngineConfig, SamplingConfig
+from slipstream.engine.history_drafts import HISTORY, SETTINGS, told_vllm
 from slipstream.engine.protocol import Portion, Trace
 from slipstream.engine.requests import GroupRequest, group_requests
 from slipstream.engine.vllm_groups import (
@@ -166,7 +167,9 @@ def _told(speculative_config: dict[str, Any], config: EngineConfig, links: ExitS
     The first model runner, a CPU's, does not verify in blocks and would sample drafts greedily if told to.
     """
     told = dict(speculative_config)
-    if "model" in told:
+    if told["method"] == HISTORY:
+        told = told_vllm(told)
+    elif "model" in told:
         told["model"] = str(links.enter_context(loadable(Path(told["model"]))))
     if config.kv_cache_gib is not None:
         told["rejection_sample_method"] = "standard"
@@ -229,6 +232,10 @@ class VllmEngine:
         self._check_sampler()
         if (speculative_config or {}).get("rejection_sample_method") == "block":
             self._verify_in_blocks(is_on_cpu=config.kv_cache_gib is not None)
+        self._history: dict[str, int] | None = None  # its settings
+        if speculative_config is not None and speculative_config["method"] == HISTORY:
+            self._history = {name: speculative_config[name] for name in SETTINGS}
+        self.forget()
         self._drafting = None if speculative_config is None else Drafting(self._llm)
         self._preemptions = Preemptions(self._llm)
         self._cache = CacheMemory(self._llm)
@@ -364,6 +371,11 @@ class VllmEngine:
         assert self._kv_cache is not None, "run_in_flight comes first"
         if self._is_updating:
             raise RuntimeError("an engine must adopt the weights that it received before it goes on: no step mixes two")
+
+    def forget(self) -> None:
+        """Begin an empty history of answers, where the method drafts from one; no rollout may be in flight."""
+        if self._history is not None:
+            self._llm.collective_rpc("keep_history", args=(self._history, self._stop_token_ids))
 
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
         """Set the draft-length schedule from the next generation on.

@@ -34,6 +34,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import empty_exponential_noise_like, s
 from vllm.v1.spec_decode import llm_base_proposer
 
 from slipstream.engine import vllm_norms, weight_transfer
+from slipstream.engine.history_drafts import History
 from slipstream.engine.verification import columns_at, verify_blocks
 from slipstream.engine.weight_transfer import AnySlot, draft_names, slots
 from slipstream.refit.channel import Location, here
@@ -354,6 +355,11 @@ class EngineProbe:
     def verify_in_blocks(self) -> None:
         """Make the first model runner's sampler of this process verify drafts in blocks."""
         rejection_sampler.rejection_sample = verify_in_blocks
+
+    def keep_history(self, settings: dict[str, int], stop_token_ids: tuple[int, ...]) -> None:
+        """Give this rank's proposer an empty history."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]  # of the worker
+        runner.drafter.start(runner, History(**settings), stop_token_ids)
 
     def attention_backends(self) -> tuple[str, ...]:
         """Return vLLM's names of the attention kernels of policy and draft."""

@@ -17,6 +17,7 @@ import ray
 
 from slipstream.drafts.methods import SCHEDULE
 from slipstream.engine.config import Backend, EngineConfig, SamplingConfig
+from slipstream.engine.history_drafts import HISTORY
 from slipstream.engine.protocol import GenerationResult, Portion, Trace
 from slipstream.engine.requests import GroupRequest, group_requests
 from slipstream.engine.sglang_engine import PYTHON, SglangDiedError, SglangEngine
@@ -252,6 +253,10 @@ class RemoteEngine(Proxy):
         """Set the draft-length schedule of all engines."""
         self._crew.ask(self._of("draft_by"), lambda engine: engine.draft_by.remote(schedule))
 
+    def forget(self) -> None:
+        """Let all engines begin an empty history of answers."""
+        self._crew.ask("a new history", lambda engine: engine.forget.remote())
+
     def trace(self, prompts: Sequence[Prompt], *, group_size: int, **settings: Any) -> list[Trace]:
         """Trace rollouts on all engines, with the arguments of `VllmEngine.trace`.
 
@@ -435,6 +440,8 @@ def start_engine(
         else:
             engine.run_in_flight(None)
             engine.refit(WeightFiles(policy=policy, policy_version=0, draft=draft))
+            if speculative_config is not None and speculative_config["method"] == HISTORY:
+                engine.forget()
             if speculative_config is not None and SCHEDULE in speculative_config:
                 # An earlier block may have changed the schedule.
                 entries = speculative_config[SCHEDULE]

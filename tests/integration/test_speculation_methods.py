@@ -36,6 +36,7 @@ PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i, 20)
 K = 3
 CONFIGS = [
     draft_with(method=DraftMethod.NGRAM, ngram={"prompt_lookup_min": 1}),
+    draft_with(method=DraftMethod.HISTORY, history={"match_min": 1}),
     DraftConfig(method=DraftMethod.DRAFT_MODEL),
     DraftConfig(method=DraftMethod.DRAFT_MODEL, sampling=DraftSampling.GREEDY),
     DraftConfig(method=DraftMethod.DRAFT_MODEL, verification=Verification.BLOCK),
@@ -73,6 +74,7 @@ class Seen:
     before: GenerationResult
     after: GenerationResult
     fresh: GenerationResult
+    greedy: tuple[GenerationResult, GenerationResult, GenerationResult]  # of the fresh engine: new, again, as if new
     num_checked: int  # tensors that the gate compared
     drawn: Sample  # by the refitted engine
 
@@ -116,12 +118,17 @@ def seen(
         after, drawn = _answers(engine), _drawn(engine, seed=0)
     with start_engine(models["new"], config=ENGINE, speculative_config=told) as engine:
         fresh = _answers(engine)
+        engine.forget()
+        first, second = _greedy_answers(engine), _greedy_answers(engine)
+        engine.forget()
+        greedy = first, second, _greedy_answers(engine)
     return Seen(
         method=method,
         before=before,
         alone=alone,
         after=after,
         fresh=fresh,
+        greedy=greedy,
         num_checked=num_checked,
         drawn=drawn,
     )
@@ -129,6 +136,10 @@ def seen(
 
 def _answers(engine: RemoteEngine) -> GenerationResult:
     return engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
+
+
+def _greedy_answers(engine: RemoteEngine) -> GenerationResult:
+    return engine.generate(PROMPTS, sampling=replace(SAMPLING, temperature=0.0), group_size=1, seed=1)
 
 
 def _drawn(engine: RemoteEngine, *, seed: int) -> Sample:
@@ -145,16 +156,26 @@ def test_it_drafts_and_some_of_it_is_accepted(seen: Seen) -> None:
 
 
 def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(seen: Seen) -> None:
-    if seen.method is DraftMethod.SUFFIX:
+    if seen.method in (DraftMethod.SUFFIX, DraftMethod.HISTORY):
         pytest.skip("it remembers what the engine answered before")
     assert tokens(seen.alone) == tokens(seen.before)[:2]
 
 
 def test_a_refitted_engine_answers_as_a_fresh_one(seen: Seen) -> None:
     assert tokens(seen.before) != tokens(seen.after)
-    if seen.method is DraftMethod.SUFFIX:
+    if seen.method in (DraftMethod.SUFFIX, DraftMethod.HISTORY):
         pytest.skip("it remembers what the engine answered before, so it proposes other tokens than a fresh one")
     require_equal(seen.after, seen.fresh)
+
+
+def test_a_history_shortens_the_second_answer_to_a_prompt_until_it_is_forgotten(seen: Seen) -> None:
+    first, second, forgotten = (result.acceptance for result in seen.greedy)
+    assert first is not None and second is not None and forgotten is not None
+    assert tokens(seen.greedy[0]) == tokens(seen.greedy[1]) == tokens(seen.greedy[2])
+    if seen.method is DraftMethod.HISTORY:
+        assert second.mean_acceptance_length > first.mean_acceptance_length
+        assert second.num_accepted_tokens > first.num_accepted_tokens
+        assert forgotten == first
 
 
 def test_the_gate_checks_the_policy_and_a_draft_that_has_weights(seen: Seen) -> None:

@@ -472,7 +472,7 @@ def draft_sizes(shape: Shape, config: DraftConfig, tensor: int) -> tuple[float, 
             if small is None:
                 return 0.0, 0.0
             return num_parameters(small), _cached_elements(small, small.num_layers, tensor)
-        case DraftMethod.NGRAM | DraftMethod.SUFFIX:  # looked up on the host
+        case DraftMethod.NGRAM | DraftMethod.SUFFIX | DraftMethod.HISTORY:  # looked up on the host
             return 0.0, 0.0
 
 

@@ -74,6 +74,15 @@ from tests.small import draft_with
             "vLLM cannot tell it to stop earlier",
         ),
         (
+            {"method": DraftMethod.HISTORY, "autopilot": True},
+            "draft.autopilot must be false with history, got True; it drafts as far as its matches reach, and "
+            "vLLM cannot tell it to stop earlier",
+        ),
+        (
+            {"history": {"match_min": 3, "match_max": 2}},
+            "draft.history.match_max must be >= match_min 3, got 2",
+        ),
+        (
             {"ngram": {"prompt_lookup_min": 3, "prompt_lookup_max": 2}},
             "draft.ngram.prompt_lookup_max must be >= prompt_lookup_min 3, got 2",
         ),

@@ -89,6 +89,11 @@ DIRECTORY = Path("draft")
             None,
             {"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 4},
         ),
+        (
+            draft_with(method=DraftMethod.HISTORY, history={"match_min": 3, "match_max": 4, "max_tokens": 5}),
+            None,
+            {"method": "history", "match_min": 3, "match_max": 4, "max_tokens": 5},
+        ),
     ],
 )
 def test_vllm_is_told_the_method_and_rejects_by_the_standard_rule(

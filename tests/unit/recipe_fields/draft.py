@@ -294,6 +294,7 @@ def small_draft(recipe: Recipe, tools: Tools) -> object:
 FOUR_LAYERS = {"policy.scratch.shape.num_layers": 4}
 NGRAM = {"draft.method": "ngram"}
 SUFFIX = {"draft.method": "suffix"}
+HISTORY = {"draft.method": "history"}
 DRAFT_MODEL = {"draft.method": "draft_model"}
 DFLASH = {"draft.method": "dflash", "draft.pretrain.ttt_steps": 3}  # as long as the longest of tuning.candidate_ks
 CHECKS = {
@@ -306,6 +307,9 @@ CHECKS = {
     "draft.suffix.max_cached_requests": Check(0, told_vllm, SUFFIX),
     "draft.suffix.max_spec_factor": Check(2.0, told_vllm, SUFFIX),
     "draft.suffix.min_token_prob": Check(0.5, told_vllm, SUFFIX),
+    "draft.history.match_min": Check(3, told_vllm, HISTORY),
+    "draft.history.match_max": Check(8, told_vllm, HISTORY),
+    "draft.history.max_tokens": Check(9, told_vllm, HISTORY),
     "draft.model": Check("somewhere", small_draft, DRAFT_MODEL),
     "draft.draft_model.shape.hidden_size": Check(32, small_draft, DRAFT_MODEL),
     "draft.draft_model.shape.num_layers": Check(1, small_draft, DRAFT_MODEL),
