@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import field
 from enum import StrEnum
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from slipstream.config import (
     Checked,
@@ -131,7 +131,6 @@ class DFlashConfig(Checked, path="draft.dflash"):
     divergence from the policy.
     """
 
-    loss: ClassVar[Loss] = "kl_div"
     num_layers: PositiveInt = 2
     """Layers of the draft. Set it to trade time for acceptance."""
     vocab_size: Annotated[PositiveInt, Fix("null keeps the whole vocabulary")] | None = None
@@ -142,6 +141,11 @@ class DFlashConfig(Checked, path="draft.dflash"):
     """Tokens of a row of packed chats; the activations of a block after each of them are held at once."""
     optimizer: Annotated[OptimizerConfig, Defaults(method="muon", learning_rate=1e-3, warmup_steps=20)] = section()
     """Optimizer of its pretraining."""
+
+    @property
+    def loss(self) -> Loss:
+        """Loss of its pretraining."""
+        return "kl_div"
 
 
 class DraftModelConfig(Checked, path="draft.draft_model"):
