@@ -12,12 +12,11 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import load_file, save_file
-from speculators.config import SpeculatorsConfig, VerifierConfig
-from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+from speculators.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3.config import Eagle3SpeculatorConfig
 from speculators.models.eagle3.core import Eagle3DraftModel
 from speculators.proposals.greedy import GreedyTokenProposalConfig
@@ -35,10 +34,8 @@ from slipstream.storage import replaced_directory
 
 logger = logging.getLogger(__name__)
 
-AnyDraft = Eagle3DraftModel | DFlashDraftModel
-"""Drafts of speculators that read the policy's hidden states."""
-
-Trained = TypeVar("Trained", Eagle3DraftModel, DFlashDraftModel)
+AnyDraft: TypeAlias = Any
+"""An `Eagle3DraftModel` or a `DFlashDraftModel`, whose decorator hides its type: they read the policy's states."""
 
 _FIELD = "draft.model"
 _ARCHITECTURES = {"eagle3": "Eagle3DraftModel", "dflash": "DFlashDraftModel"}
@@ -164,7 +161,7 @@ def _trainable(model: Eagle3DraftModel) -> Eagle3DraftModel:
     return trainable(model, ATTENTION)
 
 
-def trainable(model: Trained, attention: str) -> Trained:
+def trainable(model: AnyDraft, attention: str) -> Any:
     """Prepare a draft of speculators for training, with the attention that `transformers` has under this name."""
     model.lm_head.weight.requires_grad_(True)
     # The learner's states are already past the final norm, which speculators would apply once more.
@@ -217,9 +214,7 @@ def save_draft(model: AnyDraft, path: Path) -> None:
     write_draft(model.config, draft_tensors(model), path)
 
 
-def write_draft(
-    settings: Eagle3SpeculatorConfig | DFlashSpeculatorConfig, tensors: Mapping[str, Tensor], path: Path
-) -> None:
+def write_draft(settings: SpeculatorModelConfig, tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write a draft in the format that vLLM loads to the directory `path` atomically."""
     config = settings.to_dict()
     config.pop("auto_map", None)

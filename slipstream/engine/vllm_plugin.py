@@ -63,7 +63,8 @@ _READERS = ("eagle3", "dflash")  # vLLM's names of the methods whose drafts read
 def install() -> None:
     """Install the sampler fixes; repeated calls change nothing."""
     llm_base_proposer.compute_probs_and_sample_next_token = sample_draft_tokens
-    llm_base_proposer.SpecDecodeBaseProposer._sample_from_logits = sample_from_logits
+    proposer: Any = llm_base_proposer.SpecDecodeBaseProposer
+    proposer._sample_from_logits = sample_from_logits
     if current_platform.is_cpu():
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
         rejection_sampler.sample_recovered_tokens = sample_recovered_tokens
