@@ -26,14 +26,8 @@ from slipstream.types import Arm
 from slipstream.workers.placement.plan import table
 
 _WORDS = {
-    **{
-        "eagle3": "EAGLE-3",
-        "draft_model": "small model",
-        "ngram": "n-gram",
-        "suffix": "suffix",
-        "history": "history",
-        "mtp": "MTP",
-    },
+    **{"eagle3": "EAGLE-3", "draft_model": "small model", "ngram": "n-gram", "suffix": "suffix", "mtp": "MTP"},
+    "history": "earlier answers",
     "in_domain": "the task's prompts",
     "general": "general prompts",
     "from_hub": "a given draft, the task's prompts",
