@@ -32,7 +32,7 @@ _WORDS = {
         "draft_model": "small model",
         "ngram": "n-gram",
         "suffix": "suffix",
-        "history": "history",
+        "history": "earlier answers",
         "mtp": "MTP",
     },
     "in_domain": "the task's prompts",
