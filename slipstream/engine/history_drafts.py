@@ -16,7 +16,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 HISTORY = "history"
@@ -72,6 +72,16 @@ class Answers:
         if not self.num_running:
             self._places, self._contexts = {}, []
         return len(self._answers[number])
+
+    def add(self, tokens: Iterable[int]) -> None:
+        """Add a whole answer; none may run."""
+        assert not self.num_running
+        self._answers.append(array(_INT, tokens))
+
+    @property
+    def all(self) -> tuple[array[int], ...]:
+        """All answers; those that run may not be whole."""
+        return tuple(self._answers)
 
     @property
     def num_tokens(self) -> int:
@@ -161,6 +171,30 @@ class History:
     def end(self, running: Running) -> None:
         """End an answer, and forget prompts that are beyond the bound."""
         self._num_tokens += running.answers.end(running.number)
+        self._forget()
+
+    def to_bytes(self) -> bytes:
+        """Serialize all prompts with their answers, as far as those are known, the least recently used prompt first."""
+        flat = array(_INT)
+        for prompt, answers in self._prompts.items():
+            flat.extend((len(prompt), len(answers.all), *map(len, answers.all), *prompt))
+            for answer in answers.all:
+                flat.extend(answer)
+        return flat.tobytes()
+
+    def read(self, data: bytes) -> None:
+        """Take over what `to_bytes` returned, unless there are answers already, which are newer."""
+        flat = iter(() if self._prompts else array(_INT, data))
+        for num_prompt, num_answers in zip(flat, flat):  # noqa: B905  # one iterator, taken from in turn
+            lengths = tuple(islice(flat, num_answers))
+            prompt = tuple(islice(flat, num_prompt))
+            self._prompts[prompt] = answers = Answers(prompt, **self._matches)
+            for length in lengths:
+                answers.add(islice(flat, length))
+            self._num_tokens += answers.num_tokens
+        self._forget()
+
+    def _forget(self) -> None:
         for prompt, answers in list(self._prompts.items()):
             if self._num_tokens <= self._max_tokens:
                 return
@@ -206,7 +240,7 @@ class HistoryProposer:
     def start(self, runner: Any, history: History, stop_token_ids: Collection[int]) -> None:
         """Set the history, and vLLM's model runner, whose batch says which prompt a row answers."""
         self._running.clear()
-        self._runner, self._history, self._stop_token_ids = runner, history, frozenset(stop_token_ids)
+        self._runner, self.history, self._stop_token_ids = runner, history, frozenset(stop_token_ids)
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
@@ -220,7 +254,7 @@ class HistoryProposer:
         """
         del slot_mappings
         for name in self._running.keys() - self._runner.requests.keys():
-            self._history.end(self._running.pop(name))
+            self.history.end(self._running.pop(name))
         rows = [row for row, sampled in enumerate(sampled_token_ids) if sampled]
         for row in rows:  # all of them first, so that no draft depends on the order of the rows
             self._note(row, token_ids_cpu[row, : num_tokens_no_spec[row]])
@@ -239,7 +273,7 @@ class HistoryProposer:
         running = self._running.get(name)
         if running is None:
             num_prompt = int(batch.num_prompt_tokens[row])
-            running = self._running[name] = self._history.begin(tuple(sequence[:num_prompt].tolist()))
+            running = self._running[name] = self.history.begin(tuple(sequence[:num_prompt].tolist()))
             running.num_seen = num_prompt
         new = sequence[running.num_seen :].tolist()
         running.num_seen = len(sequence)

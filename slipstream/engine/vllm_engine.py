@@ -377,6 +377,15 @@ class VllmEngine:
         if self._history is not None:
             self._llm.collective_rpc("keep_history", args=(self._history, self._stop_token_ids))
 
+    def history(self) -> bytes:
+        """Serialize the history of answers that the method drafts from."""
+        data: bytes = self._llm.collective_rpc("history")[0]
+        return data
+
+    def recall(self, history: bytes) -> None:
+        """Take over a history that another engine of these settings had, unless this one has answers already."""
+        self._llm.collective_rpc("recall", args=(history,))
+
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
         """Set the draft-length schedule from the next generation on.
 

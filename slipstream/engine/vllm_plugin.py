@@ -362,6 +362,15 @@ class EngineProbe:
         runner: Any = self.model_runner  # type: ignore[attr-defined]  # of the worker
         runner.drafter.start(runner, History(**settings), stop_token_ids)
 
+    def history(self) -> bytes:
+        """Serialize the proposer's history."""
+        data: bytes = self.model_runner.drafter.history.to_bytes()  # type: ignore[attr-defined]  # of the worker
+        return data
+
+    def recall(self, history: bytes) -> None:
+        """Let the proposer take over a history, unless it has one."""
+        self.model_runner.drafter.history.read(history)  # type: ignore[attr-defined]  # of the worker
+
     def attention_backends(self) -> tuple[str, ...]:
         """Return vLLM's names of the attention kernels of policy and draft."""
         layers = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]

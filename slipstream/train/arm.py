@@ -12,8 +12,10 @@ from pathlib import Path
 from slipstream import evaluation
 from slipstream.data.prompts import PromptStream
 from slipstream.drafts.config import DraftOnline
+from slipstream.drafts.methods import DraftMethod
 from slipstream.logs import progress
 from slipstream.recipe import Recipe
+from slipstream.records.files import write_atomic
 from slipstream.records.steps import ArmRecord, ScheduleEntry, StepRecord
 from slipstream.refit.channel import open_channel
 from slipstream.refit.gate import RefitGate
@@ -175,6 +177,7 @@ class Run:
             learner.continue_draft(draft, self.policy, recipe.draft, recipe.engine.dtype)
         restored = checkpoints.restore(learner)
         history = restored.steps
+        self._recall(engines)
         pending = Pending() if restored.pending is None else Pending.from_bytes(restored.pending)
         with (
             checkpoints.finished(learner),
@@ -203,6 +206,7 @@ class Run:
                 logger.info("%s: %s", title, ", ".join(words))
                 if recipe.grpo.is_checkpoint_due(record.step):
                     checkpoints.save(learner, history, None if waiting is None else waiting.to_bytes())
+                    self._keep_histories(engines)
                     if self.turn is not None:
                         learner.finish_checkpoint()  # else it would be written while another arm's step is timed
 
@@ -219,6 +223,28 @@ class Run:
             if self._trains_draft:
                 learner.save_draft(self.directory / "draft")
         return history
+
+    @property
+    def _histories(self) -> Path | None:
+        """Directory of the engines' histories; None where they draft from none."""
+        is_drafting = self.plan.num_speculative_tokens > 0 and self.recipe.draft.method is DraftMethod.HISTORY
+        return self.directory / "histories" if is_drafting else None
+
+    def _keep_histories(self, engines: RemoteEngine) -> None:
+        """Write the engines' histories, for a resumed run: any history is right, whatever the step."""
+        if (directory := self._histories) is None:
+            return
+        try:
+            for index, history in enumerate(engines.histories()):
+                write_atomic(directory / str(index), history)
+        except LostWorkerError as error:  # the loop replaces it at its next call
+            logger.warning("%s: the engines' histories stay as they were written before: %s", self.plan.title, error)
+
+    def _recall(self, engines: RemoteEngine) -> None:
+        """Give engines without a history those of the last checkpoint."""
+        if (directory := self._histories) is not None:
+            paths = sorted(directory.glob("[0-9]*"), key=lambda path: int(path.name))
+            engines.recall([path.read_bytes() for path in paths])
 
     def loop(
         self,

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,16 @@ class RemoteEngine(Proxy):
     def forget(self) -> None:
         """Let all engines begin an empty history of answers."""
         self._crew.ask("a new history", lambda engine: engine.forget.remote())
+
+    def histories(self) -> list[bytes]:
+        """Serialize each engine's history of answers."""
+        return self._crew.ask("its history", lambda engine: engine.history.remote())
+
+    def recall(self, histories: Sequence[bytes]) -> None:
+        """Let each engine without a history take over one; they are dealt in turn, where engines became more."""
+        dealt = zip(self.workers, cycle(histories))  # the second one has no end
+        calls = [(engine, engine.actor.recall.remote(history)) for engine, history in dealt]
+        self._crew.gather("taking over a history", calls)
 
     def trace(self, prompts: Sequence[Prompt], *, group_size: int, **settings: Any) -> list[Trace]:
         """Trace rollouts on all engines, with the arguments of `VllmEngine.trace`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -125,6 +126,41 @@ def test_a_prompt_with_rollouts_is_kept_until_they_end() -> None:
     history = History(**MATCHES, max_tokens=2)
     told(history, 1, 3)
     assert not remembered(history, 1)
+
+
+@given(st.lists(st.tuples(TOKENS, st.lists(TOKENS, min_size=1, max_size=3)), max_size=4))
+def test_a_history_is_read_as_it_was_written_and_never_over_another(answers: list[tuple[list[int], Any]]) -> None:
+    written = History(**MATCHES, max_tokens=10**6)
+    for prompt, each in answers:
+        for tokens in each:
+            running = written.begin(tuple(prompt))
+            running.answers.extend(running.number, tokens)
+            written.end(running)
+    data = written.to_bytes()
+    read = History(**MATCHES, max_tokens=10**6)
+    read.read(data)
+    assert read.to_bytes() == data
+    for prompt, _ in answers:  # an index of what was read finds what one of what was seen finds
+        found = []
+        for history in (written, read):
+            running = history.begin(tuple(prompt))
+            running.answers.extend(running.number, [0, 1])
+            found.append(running.answers.continuation(running.number, 3))
+            history.end(running)
+        assert found[0] == found[1]
+    later = read.to_bytes()
+    read.read(b"")
+    read.read(data)
+    assert read.to_bytes() == (later if answers else data)
+
+
+def test_of_a_larger_history_the_prompts_used_last_are_read() -> None:
+    written = History(**MATCHES, max_tokens=10)
+    for prompt in (1, 2, 3):
+        told(written, prompt, 2)
+    read = History(**MATCHES, max_tokens=5)
+    read.read(written.to_bytes())
+    assert [remembered(read, prompt) for prompt in (1, 2, 3)] == [False, True, True]
 
 
 class Batch:

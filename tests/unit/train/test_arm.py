@@ -79,6 +79,7 @@ class Engines(FlightWorld):
     modes: list[KvCache | None] = field(default_factory=list)
     tables: list[Sequence[ScheduleEntry]] = field(default_factory=list)
     dead: list[Worker] = field(default_factory=list)  # workers that died before any generation
+    recalled: list[Sequence[bytes]] = field(default_factory=list)
     recoveries: list[str] = field(default_factory=list)
     num_asked: int = 0
     keeps_weights: bool = True
@@ -105,6 +106,14 @@ class Engines(FlightWorld):
 
     def lost_workers(self) -> list[Worker]:
         return self.dead
+
+    def histories(self) -> list[bytes]:
+        if len(self.after) == 3:  # then one engine is lost
+            raise LostWorkerError("engine 1 died", [ENGINE])
+        return [f"engine {index} after {len(self.after)} refits".encode() for index in range(11)]
+
+    def recall(self, histories: Sequence[bytes]) -> None:
+        self.recalled.append(histories)
 
     def replace(self, lost: Sequence[Worker]) -> None:
         self.recoveries.append("replace")
@@ -337,6 +346,7 @@ def attempted(
     engines: Engines,
     *overrides: dict[str, Any],
     plan_arm: Arm = Arm.SPECULATIVE,
+    k: int = 0,
     schedule: tuple[ScheduleEntry, ...] = (),
     turn: Any = None,
 ) -> list[StepRecord]:
@@ -357,7 +367,7 @@ def attempted(
         recipe=recipe,
         plan=ArmPlan(
             arm=plan_arm,
-            num_speculative_tokens=5 if schedule else 0,
+            num_speculative_tokens=5 if schedule else k,
             draft=None,
             start_engine=lambda: fakes,
             schedule=schedule,
@@ -383,6 +393,24 @@ def test_an_engine_that_died_while_the_learner_started_is_replaced_before_anythi
     expected = attempted(tmp_path / "undisturbed", monkeypatch, undisturbed)
     assert without_times(records) == without_times(expected)
     assert undisturbed.recoveries == []
+
+
+def test_histories_are_kept_at_checkpoints_and_given_to_the_engines_of_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    history, engines = {"draft": {"method": "history"}}, Engines()
+    attempted(tmp_path / "arm", monkeypatch, engines, history, k=3)
+    assert engines.recalled == [[]]
+    assert [each for each in caplog.messages if "engine 1 died" in each] == [
+        "train_grpo speculative: the engines' histories stay as they were written before: engine 1 died"
+    ]
+    resumed = Engines()
+    attempted(tmp_path / "arm", monkeypatch, resumed, history, k=3)
+    assert resumed.recalled == [[f"engine {index} after {NUM_STEPS} refits".encode() for index in range(11)]]
+    for name, overrides, k in (("no drafts", history, 0), ("other drafts", {}, 3)):
+        others = Engines()
+        attempted(tmp_path / name, monkeypatch, others, overrides, k=k)
+        assert others.recalled == []
 
 
 def test_the_reward_of_an_arm_knows_how_many_responses_a_step_has(
