@@ -35,7 +35,7 @@ _SECONDS = {
     "tests/faults/test_killed_drivers.py": 90,
     "tests/faults/test_engine_faults.py": 80,
     "tests/integration/test_bake_off.py": 75,
-    "tests/integration/test_speculation_methods.py": 75,
+    "tests/integration/test_speculation_methods.py": 150,
     "tests/integration/test_megatron_parallel.py": 45,
     "tests/integration/test_vllm_engine.py": 50,
     "tests/integration/test_placement.py": 60,

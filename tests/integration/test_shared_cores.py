@@ -1,6 +1,7 @@
 """The number of threads changes how long engine and learner take, and nothing that they compute."""
 
 import hashlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,6 +85,9 @@ def test_an_engine_in_the_place_of_a_lost_one_takes_back_that_it_was_at_work_whe
         (lost,) = engine.workers
         assert engine.lost_workers() == []
         ray.kill(lost.actor)
+        deadline_s = time.monotonic() + 60.0
+        while not engine.lost_workers() and time.monotonic() < deadline_s:
+            time.sleep(0.05)  # Ray kills in the background
         assert engine.lost_workers() == [lost]
         engine.replace([lost])  # the shared cores are gone, with their file
         engine.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=1)
