@@ -22,8 +22,7 @@ from typing import Any
 HISTORY = "history"
 """Name of the method in settings of speculation; vLLM has a custom class instead."""
 
-SETTINGS = ("match_min", "match_max", "max_tokens")
-"""Settings of the history beside vLLM's settings of speculation."""
+_SETTINGS = ("match_min", "match_max", "max_tokens")  # of the history, among vLLM's settings of speculation
 
 _INT = "i"
 _WIDTH = array(_INT).itemsize
@@ -213,9 +212,16 @@ class Running:
     is_over: bool = False  # True after a stop token
 
 
+def history_settings(speculative_config: dict[str, Any] | None) -> dict[str, int] | None:
+    """Return the arguments of `History` among the settings of speculation; None for another method."""
+    if speculative_config is None or speculative_config["method"] != HISTORY:
+        return None
+    return {name: speculative_config[name] for name in _SETTINGS}
+
+
 def told_vllm(speculative_config: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of speculation as vLLM gets them for `HistoryProposer`."""
-    own = {name: value for name, value in speculative_config.items() if name not in SETTINGS}
+    own = {name: value for name, value in speculative_config.items() if name not in _SETTINGS}
     return {**own, "method": "custom_class", "model": f"{__name__}.{HistoryProposer.__name__}"}
 
 

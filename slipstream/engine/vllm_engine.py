@@ -20,7 +20,7 @@ from typing import Any
 from slipstream.config import require
 from slipstream.engine.acceptance import acceptance_between
 from slipstream.engine.config import EngineConfig, SamplingConfig
-from slipstream.engine.history_drafts import HISTORY, SETTINGS, told_vllm
+from slipstream.engine.history_drafts import HISTORY, history_settings, told_vllm
 from slipstream.engine.protocol import Portion, Trace
 from slipstream.engine.requests import GroupRequest, group_requests
 from slipstream.engine.vllm_groups import (
@@ -209,6 +209,8 @@ class VllmEngine:
 
             from slipstream.engine.weight_transfer import BACKEND
 
+        how = {"is_in_flight": is_in_flight, "can_sleep": can_sleep, "returns_routes": returns_routes}
+        arguments = engine_arguments(config, **how)
         self._stop_token_ids, self._weight_format = stop_token_ids(policy), config.weight_format
         with ExitStack() as links:
             self._llm: Any = LLM(
@@ -221,9 +223,7 @@ class VllmEngine:
                 weight_transfer_config={"backend": BACKEND},
                 worker_extension_cls=_PROBE,
                 seed=0,  # unused by rollouts, which have seeds of their own
-                **engine_arguments(
-                    config, is_in_flight=is_in_flight, can_sleep=can_sleep, returns_routes=returns_routes
-                ),
+                **arguments,
             )
         self._has_draft = speculative_config is not None and "model" in speculative_config  # with weights of its own
         self._is_draft_updating = False
@@ -232,9 +232,7 @@ class VllmEngine:
         self._check_sampler()
         if (speculative_config or {}).get("rejection_sample_method") == "block":
             self._verify_in_blocks(is_on_cpu=config.kv_cache_gib is not None)
-        self._history: dict[str, int] | None = None  # its settings
-        if speculative_config is not None and speculative_config["method"] == HISTORY:
-            self._history = {name: speculative_config[name] for name in SETTINGS}
+        self._history = history_settings(speculative_config)
         self.forget()
         self._drafting = None if speculative_config is None else Drafting(self._llm)
         self._preemptions = Preemptions(self._llm)

@@ -161,23 +161,9 @@ class Run:
     ) -> list[StepRecord]:
         """Train from the last checkpoint to the end and write the final policy; return the records of all steps."""
         recipe, draft, title = self.recipe, self.plan.draft, self.plan.title
-        if lost := engines.lost_workers():
-            logger.error("%s: %s died while no step ran and start again", title, ", ".join(map(str, lost)))
-            engines.replace(lost)
-        if recipe.placement.takes_turns:
-            engines.sleep()  # they have just started, or were awake when an earlier attempt failed
-        learner.load(
-            self.policy,
-            recipe.grpo.optimizer,
-            with_reference=recipe.grpo.loss.kl_coefficient > 0,
-            lora=recipe.policy.lora,
-            sent_as=recipe.engine.weight_format,
-        )
-        if draft is not None and self._trains_draft:
-            learner.continue_draft(draft, self.policy, recipe.draft, recipe.engine.dtype)
+        self._prepare(engines, learner)
         restored = checkpoints.restore(learner)
         history = restored.steps
-        self._recall(engines)
         pending = Pending() if restored.pending is None else Pending.from_bytes(restored.pending)
         with (
             checkpoints.finished(learner),
@@ -224,6 +210,27 @@ class Run:
                 learner.save_draft(self.directory / "draft")
         return history
 
+    def _prepare(self, engines: RemoteEngine, learner: RemoteLearner) -> None:
+        """Make the engines whole, and load what the run started with into the learner."""
+        recipe, draft = self.recipe, self.plan.draft
+        if lost := engines.lost_workers():
+            logger.error("%s: %s died while no step ran and start again", self.plan.title, ", ".join(map(str, lost)))
+            engines.replace(lost)
+        if (directory := self._histories) is not None:
+            paths = sorted(directory.glob("[0-9]*"), key=lambda path: int(path.name))
+            engines.recall([path.read_bytes() for path in paths])  # those that have a history keep it
+        if recipe.placement.takes_turns:
+            engines.sleep()  # they have just started, or were awake when an earlier attempt failed
+        learner.load(
+            self.policy,
+            recipe.grpo.optimizer,
+            with_reference=recipe.grpo.loss.kl_coefficient > 0,
+            lora=recipe.policy.lora,
+            sent_as=recipe.engine.weight_format,
+        )
+        if draft is not None and self._trains_draft:
+            learner.continue_draft(draft, self.policy, recipe.draft, recipe.engine.dtype)
+
     @property
     def _histories(self) -> Path | None:
         """Directory of the engines' histories; None where they draft from none."""
@@ -239,12 +246,6 @@ class Run:
                 write_atomic(directory / str(index), history)
         except LostWorkerError as error:  # the loop replaces it at its next call
             logger.warning("%s: the engines' histories stay as they were written before: %s", self.plan.title, error)
-
-    def _recall(self, engines: RemoteEngine) -> None:
-        """Give engines without a history those of the last checkpoint."""
-        if (directory := self._histories) is not None:
-            paths = sorted(directory.glob("[0-9]*"), key=lambda path: int(path.name))
-            engines.recall([path.read_bytes() for path in paths])
 
     def loop(
         self,

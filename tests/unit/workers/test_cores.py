@@ -87,3 +87,13 @@ def test_workers_of_this_host_get_slots_of_their_own_and_others_none() -> None:
     assert learner.handed[1:] == [[None]]
     assert engines.could_join == learner.could_join == [True]
     assert not first.path.exists()
+
+
+def test_after_an_error_no_slot_is_left_for_a_worker_that_replaces_another_and_none_is_called() -> None:
+    engines, learner = Party("here"), Party("here")
+    with pytest.raises(RuntimeError, match="lost"), shared_cores("here", engines, learner):
+        for party in (engines, learner):
+            party._slots = tuple(party.handed[0])
+        raise RuntimeError("lost")
+    assert engines._slots == learner._slots == ()
+    assert len(engines.handed) == len(learner.handed) == 1

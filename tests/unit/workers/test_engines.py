@@ -44,6 +44,12 @@ class Engine:
         self.calls.append(seeds)
         return len(seeds)
 
+    def history(self) -> bytes:
+        return repr(self.calls).encode()
+
+    def recall(self, history: bytes) -> None:
+        self.calls.append(history)
+
     def trace(self, prompts: Sequence[Prompt], **how: Any) -> list[str]:
         self.calls.append(([prompt.id for prompt in prompts], how))
         return [f"{prompt.id} {number}" for prompt in prompts for number in range(how["group_size"])]
@@ -73,7 +79,7 @@ class Actor:
     """As Ray shows an engine."""
 
     def __init__(self, engine: Engine) -> None:
-        for name in ("run_in_flight", "submit", "restart", "advance", "trace"):
+        for name in ("run_in_flight", "submit", "restart", "advance", "trace", "history", "recall"):
             setattr(self, name, SimpleNamespace(remote=self._remote(engine, getattr(engine, name))))
 
     @staticmethod
@@ -125,6 +131,16 @@ def test_traces_are_dealt_over_engines_and_a_prompts_rollouts_stay_together() ->
     alone, idle = Engine(), Engine()
     assert len(in_flight(alone, idle).trace(prompts[:1], sampling=SAMPLING, group_size=2, seed=3)) == 2
     assert (len(alone.calls), idle.calls) == (1, [])
+
+
+def test_histories_are_asked_of_every_engine_and_dealt_in_turn_where_there_are_fewer() -> None:
+    three = [Engine() for _ in range(3)]
+    engines = in_flight(*three)
+    engines.recall([b"of 0", b"of 1"])
+    assert engines.histories() == [b"[b'of 0']", b"[b'of 1']", b"[b'of 0']"]
+    engines.recall([])
+    engines.recall([b"of 0", b"of 1", b"of 2", b"of 3"])
+    assert [each.calls[1:] for each in three] == [[b"of 0"], [b"of 1"], [b"of 2"]]
 
 
 def test_a_single_engine_returns_with_its_first_group() -> None:
@@ -227,3 +243,20 @@ def test_the_end_of_sglangs_process_ends_its_actor(tmp_path: Path, monkeypatch: 
         engine.refit(WeightFiles(policy=Path("deadly"), policy_version=1))
     assert ended.value.code == 1
     engine.close()
+
+
+@pytest.mark.parametrize("method", ["history", "ngram"])
+def test_an_engine_that_was_kept_takes_the_new_weights_and_begins_an_empty_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    calls: list[Any] = []
+    kept = SimpleNamespace(
+        run_in_flight=calls.append, refit=calls.append, forget=lambda: calls.append("forget"), close=lambda: None
+    )
+    monkeypatch.setattr(engines.idle_engines, "take", lambda key: kept)
+    config = EngineConfig(max_model_len=64, max_num_seqs=4, dtype=Dtype.FLOAT32, kv_cache_gib=0.1)
+    with engines.start_engine(tmp_path, config=config, speculative_config={"method": method}) as engine:
+        assert engine is kept
+    refit = WeightFiles(policy=tmp_path, policy_version=0)
+    assert calls == [None, refit, *(["forget"] if method == "history" else [])]
