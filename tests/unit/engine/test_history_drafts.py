@@ -234,3 +234,9 @@ def test_vllm_is_told_of_the_proposer_and_not_of_its_settings() -> None:
         "model": "slipstream.engine.history_drafts.HistoryProposer",
         "num_speculative_tokens": 2,
     }
+
+
+def test_drafts_are_no_longer_than_the_engine_verifies() -> None:
+    batch = Batch(num_speculative_tokens=2)
+    batch.step({"a": ([1, 2], [3, 4, 5, 6])})
+    assert batch.step({"b": ([1, 2], [3])}) == [[4, 5]]
