@@ -55,6 +55,8 @@ class Precision(StrEnum):
 
 
 BYTES = {Precision.FLOAT32: 4, Precision.BFLOAT16: 2, Precision.FLOAT8: 1}
+DFLASH_LAYERS = 5
+"""Layers of the published DFlash drafts of Qwen3 (arXiv 2602.06036)."""
 
 
 def target_of(hardware: str) -> str:
@@ -158,6 +160,15 @@ class ModelShape:
         extra_input = self.hidden_size * self.head_dim * (self.num_attention_heads + 2 * self.num_query_groups)
         layer = self._attention() + extra_input + self._ffn(self.draft_ffn_hidden_size)
         return fused + layer + self.hidden_size * self.draft_vocab_size
+
+    @property
+    def dflash_parameters(self) -> float:
+        """Number of parameters that a pass of a DFlash draft reads: fused features, its layers, output head.
+
+        Source: DFlash, arXiv 2602.06036: as many layers as layers of the policy that it reads.
+        """
+        layer = self._attention() + self._ffn(self.draft_ffn_hidden_size)
+        return DFLASH_LAYERS * (self.hidden_size**2 + layer) + self.hidden_size * self.draft_vocab_size
 
     def key_value_elements(self) -> float:
         """Return the key-value cache elements of one token."""

@@ -16,6 +16,7 @@ from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
 from slipstream.simulator.balance import BalanceRecord, BalanceRow, balance
 from slipstream.simulator.calibration import CalibrationRecord
+from slipstream.simulator.iteration import Drafting
 from slipstream.simulator.observed import (
     CheckRecord,
     calibrate_paper,
@@ -59,6 +60,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], *,
     projected.add_argument("--hardware", choices=section_names("hardware"), default="gb200")
     projected.add_argument("--gpus", dest="num_gpus", metavar="GPUS", type=int, required=True)
     projected.add_argument("--k", type=int, required=True, help="draft tokens an iteration")
+    words = "proposer: k passes of eagle3, one of dflash, or a scan of the context"
+    projected.add_argument("--drafting", type=Drafting, choices=[*Drafting], default=Drafting.EAGLE3, help=words)
     projected.add_argument("--acceptance-length", type=float, required=True, help="bonus token included")
     projected.add_argument("--lag", type=int, default=0, help="policy lag in steps; 0 is synchronous and colocated")
     projected.add_argument("--generation-fraction", type=float, default=0.75, help="fraction of GPUs; used with a lag")
@@ -102,7 +105,7 @@ def projection_lines(request: ProjectionRequest, found: RequestedProjection) -> 
         f"{found.calibrated.model}, {setting.num_gpus} x {found.calibrated.hardware}, {setting.precision}",
         f"{setting.num_rollouts} rollouts of {scenario.mean_tokens:.0f} tokens on average, "
         f"{setting.gpus_per_engine} GPUs an engine",
-        f"k = {request.k}, acceptance length {request.acceptance_length:g}, {split}",
+        f"{request.drafting}, k = {request.k}, acceptance length {request.acceptance_length:g}, {split}",
         "the learner packs its sequences"
         if setting.packed
         else f"the learner pads each response to {setting.max_response_tokens} tokens",
@@ -219,7 +222,7 @@ def _asked_run(options: argparse.Namespace) -> RunRecord:
 
 def _published(request: ProjectionRequest) -> dict[str, float]:
     """Look up the paper's projection of the same point; empty if there is none."""
-    if (request.model, request.hardware) != (PUBLISHED_MODEL, "gb200"):
+    if (request.model, request.hardware, request.drafting) != (PUBLISHED_MODEL, "gb200", Drafting.EAGLE3):
         return {}
     for point in read_simulator_reference().projected:
         same = (point.num_gpus, point.lag, point.k) == (request.num_gpus, request.lag, request.k)

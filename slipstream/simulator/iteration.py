@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from slipstream.catalog import BYTES, ModelShape, Precision
+from slipstream.catalog import BYTES, DFLASH_LAYERS, ModelShape, Precision
 from slipstream.simulator import Array
 from slipstream.simulator.rollout import Trace
 from slipstream.simulator.settings import CostParameters, Prior, Setting, load_belief
@@ -34,7 +34,8 @@ def network_collective() -> Prior:
 class Drafting(StrEnum):
     """Proposer of draft tokens."""
 
-    EAGLE3 = "eagle3"
+    EAGLE3 = "eagle3"  # k passes of one layer
+    DFLASH = "dflash"  # one pass of several layers over k + 1 tokens a sequence
     NGRAM = "ngram"
 
 
@@ -60,8 +61,9 @@ class CostModel:
 
         Weights cost the larger of reading the parameters that n tokens use (with experts, those that n tokens hit) and
         of multiplying with them. Attention costs the larger of reading keys and values once, times 1 + k x
-        attention_per_draft_token, and of its flops. The draft costs a fixed time and k passes over the batch. The host
-        costs a time for the iteration, each token and each collective.
+        attention_per_draft_token, and of its flops. The draft costs a fixed time and k passes over the batch, or one
+        pass over blocks, whose layers each cost the launches of a pass of one layer. The host costs a time for the
+        iteration, each token and each collective.
 
         Args:
             context_S: cached tokens, summed over the sequences.
@@ -97,10 +99,18 @@ class CostModel:
         model, parameters = self.setting.model_shape, self.parameters
         if drafting is Drafting.NGRAM:
             return np.where(k > 0, parameters.speculation_s + parameters.ngram_s_per_token * context_S, 0.0)
-        size = model.draft_parameters
-        one_pass = np.maximum(size * self._read_s, 2.0 * size * batch_S * self._flop_s)
+        size, num_layers, passes, rows_S = model.draft_parameters, 1, k, batch_S
+        if drafting is Drafting.DFLASH:
+            size, num_layers, passes, rows_S = (
+                model.dflash_parameters,
+                DFLASH_LAYERS,
+                np.ones_like(k),
+                batch_S * (k + 1),
+            )
+        weights = np.maximum(size * self._read_s, 2.0 * size * rows_S * self._flop_s)
         keys = context_S * model.key_value_elements() / model.num_layers * self._read_s
-        return np.where(k > 0, parameters.speculation_s + k * (one_pass + keys + parameters.draft_pass_s), 0.0)
+        one_pass = weights + num_layers * (keys + parameters.draft_pass_s)
+        return np.where(k > 0, parameters.speculation_s + passes * one_pass, 0.0)
 
     def _regime(self, tokens_S: Array, read_S: Array, k: int | Array) -> Array:
         """Compute the seconds that jump with k; a structural variant has only its own parameter above 0."""

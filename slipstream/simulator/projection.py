@@ -36,7 +36,7 @@ from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.simulator import Array
 from slipstream.simulator.calibration import Calibration, CalibrationRecord, Draw, Ensemble, check_length
-from slipstream.simulator.iteration import CostModel, network_collective
+from slipstream.simulator.iteration import CostModel, Drafting, network_collective
 from slipstream.simulator.observed import (
     PAPER_SETTING,
     CheckRecord,
@@ -70,6 +70,7 @@ class Scenario:
     acceptance_length: float
     lag: int = 0
     generation_fraction: float = _GENERATION_FRACTION  # fraction of the GPUs, used if lag >= 1
+    drafting: Drafting = Drafting.EAGLE3
 
     def __post_init__(self) -> None:
         check_length(self.k, self.acceptance_length)
@@ -107,6 +108,7 @@ class ProjectionRequest(Checked):
     gpus_per_engine: NonNegativeInt = 0
     num_rollouts: Annotated[NonNegativeInt, Field(le=_MAX_ROLLOUTS), Fix("each of them is simulated")] = 0
     mean_tokens: NonNegativeFloat = 0.0
+    drafting: Drafting = Drafting.EAGLE3
 
     def scenario(self) -> Scenario:
         """Apply the request to the published layout of the most similar model.
@@ -135,6 +137,7 @@ class ProjectionRequest(Checked):
             acceptance_length=self.acceptance_length,
             lag=self.lag,
             generation_fraction=self.generation_fraction,
+            drafting=self.drafting,
         )
         require(
             self.lag == 0 or engine <= scenario.generation_gpus < self.num_gpus,
@@ -264,7 +267,7 @@ def _arms(
 
     def arm(k: int, length: float, error: float) -> Overlap:
         def seconds(trace: Trace) -> Array:
-            return error * model.span_s(trace, k=k, tokens_per_iteration=length)
+            return error * model.span_s(trace, k=k, tokens_per_iteration=length, drafting=scenario.drafting)
 
         lengths = setting.lengths(mean)
         return overlap(trainer, lengths=lengths, shape=scenario.shape, lag=scenario.lag, seconds=seconds)

@@ -31,14 +31,35 @@ def test_project_prints_our_bands_beside_the_papers(capsys: pytest.CaptureFixtur
     assert any(line.startswith("of the layout: max_response_tokens: assumed") for line in lines)
 
 
+def test_another_proposer_is_not_shown_beside_the_papers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "project", *ASKED, "--drafting", "dflash"]) == 0
+    assert "paper, projected" not in capsys.readouterr().out
+
+
 def test_every_option_reaches_the_projection(capsys: pytest.CaptureFixture[str]) -> None:
     layout = ["--model", "mimo-7b", "--hardware", "h200", "--gpus", "40", "--gpus-per-engine", "4"]
     rollouts = ["--rollouts", "96", "--mean-tokens", "1234", "--lag", "3", "--generation-fraction", "0.6"]
-    assert main(["simulate", "project", *layout, *rollouts, "--k", "4", "--acceptance-length", "2.25"]) == 0
+    assert (
+        main(
+            [
+                "simulate",
+                "project",
+                *layout,
+                *rollouts,
+                "--k",
+                "4",
+                "--acceptance-length",
+                "2.25",
+                "--drafting",
+                "dflash",
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out.splitlines()[:4] == [
         "MiMo-7B, 40 x H200 SXM, bfloat16",
         "96 rollouts of 1234 tokens on average, 4 GPUs an engine",
-        "k = 4, acceptance length 2.25, lag 3, 24 GPUs generate",
+        "dflash, k = 4, acceptance length 2.25, lag 3, 24 GPUs generate",
         "the learner pads each response to 8192 tokens",
     ]
 

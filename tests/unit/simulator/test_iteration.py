@@ -143,6 +143,27 @@ def test_a_draft_of_eagle_makes_k_passes_and_an_ngram_scans_the_context() -> Non
     assert drafted(3, Drafting.NGRAM) == pytest.approx(5e-4 + 4000 * 2e-8)
 
 
+def test_a_dflash_draft_makes_one_pass_of_five_layers_over_the_block_of_every_sequence() -> None:
+    # Qwen3-8B: a layer of 192.9 M parameters and 16.8 M for the features that it reads, five times; a head of 131.1 M.
+    model, batch = CostModel(setting=setting("qwen3-8b"), parameters=PARAMETERS), 512.0
+    assert setting("qwen3-8b").model_shape.dflash_parameters == 5 * (192_937_984 + 16_777_216) + 131_072_000
+
+    def drafted(k: int, context: float) -> float:
+        return float(
+            model.iteration(batch_S=np.array([batch]), context_S=np.array([context]), k=k, drafting=Drafting.DFLASH)[
+                "draft"
+            ][0]
+        )
+
+    # 512 x 16 tokens, two flops a parameter, at half of 8 x 5 PF; five launches of 0.3 ms, and 0.5 ms of speculation.
+    flops_s = 2 * 1_179_648_000 * batch * 16 / (PARAMETERS.compute_efficiency * 8 * 5e15)
+    assert drafted(15, 0.0) == pytest.approx(flops_s + 5 * PARAMETERS.draft_pass_s + PARAMETERS.speculation_s)
+    # Five of the 36 layers' 73,728 bytes of keys and values a token.
+    read_s = 5 / 36 * 73_728e6 / (PARAMETERS.bandwidth_efficiency * 8 * 8e12)
+    assert drafted(15, 1e6) - drafted(15, 0.0) == pytest.approx(read_s)
+    assert drafted(0, 0.0) == 0.0
+
+
 def test_leaving_the_captured_sizes_costs_an_eager_iteration() -> None:
     # 128 x 4 = 512 tokens are captured, 128 x 6 are not: 36 layers x 0.25 ms.
     inside = cost("qwen3-8b", PARAMETERS, 128, 1000, 3, Regime.CAPTURED)

@@ -19,7 +19,7 @@ from slipstream.records.run import LayoutRecord
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.simulator.calibration import AcceptanceProfile, Draw, Ensemble
-from slipstream.simulator.iteration import CostModel
+from slipstream.simulator.iteration import CostModel, Drafting
 from slipstream.simulator.observed import CheckRecord, RunCalibration, calibrate_paper, calibrate_run, paper_learner
 from slipstream.simulator.projection import (
     PUBLISHED_MODEL,
@@ -174,11 +174,11 @@ class NotingEnsemble(Ensemble):
         return (self.draw,) * count
 
 
-def seconds(scenario: Scenario, draw: Draw, k: int, length: float) -> float:
+def seconds(scenario: Scenario, draw: Draw, k: int, length: float, drafting: Drafting = Drafting.EAGLE3) -> float:
     """Generation of the slowest engine, put together from the costs."""
     trace = slowest_engine(scenario.setting.lengths(scenario.mean_tokens), scenario.shape)
     model = CostModel(setting=scenario.setting, parameters=draw.parameters)
-    return float(model.span_s(trace, k=k, tokens_per_iteration=length).sum())
+    return float(model.span_s(trace, k=k, tokens_per_iteration=length, drafting=drafting).sum())
 
 
 def test_draws_are_asked_for_the_scenario_and_the_fullest_engine(ensemble: Ensemble) -> None:
@@ -186,6 +186,18 @@ def test_draws_are_asked_for_the_scenario_and_the_fullest_engine(ensemble: Ensem
     wider = replace(SCENARIO, setting=replace(SCENARIO.setting, gpus_per_engine=4))
     project(SCENARIO, noting, LEARNER, layouts=(wider,), num_draws=5, seed=7)
     assert noting.asked == [{"k": 3, "batch": 256.0, "count": 5, "seed": 7}]  # 2,048 rollouts over 8 engines
+
+
+def test_a_request_names_the_proposer_of_its_speculative_arm_alone(ensemble: Ensemble) -> None:
+    request = replace(asked("qwen3-8b", "gb200"), drafting="dflash")
+    scenario = replace(SCENARIO, drafting=request.scenario().drafting)
+    draw = replace(DRAW, parameters=replace(IDEAL, draft_pass_s=1e-2))
+    found = project(scenario, NotingEnsemble(members=ensemble.members, draw=draw), LEARNER, num_draws=1)
+    trainer = LEARNER.stages(scenario.setting, num_gpus=32, mean_tokens=5000.0)
+    assert found.autoregressive == trainer.with_generation(seconds(scenario, draw, 0, 1.0))
+    one_pass_s, three_passes_s = (seconds(scenario, draw, 3, 3.0, each) for each in (Drafting.DFLASH, Drafting.EAGLE3))
+    assert found.speculative == trainer.with_generation(one_pass_s)
+    assert one_pass_s != three_passes_s
 
 
 def test_a_synchronous_step_is_the_slowest_engine_and_the_learner(ensemble: Ensemble) -> None:
