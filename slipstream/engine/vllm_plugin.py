@@ -36,7 +36,7 @@ from vllm.v1.spec_decode import llm_base_proposer
 from slipstream.engine import vllm_norms, weight_transfer
 from slipstream.engine.history_drafts import History
 from slipstream.engine.verification import columns_at, verify_blocks
-from slipstream.engine.weight_transfer import AnySlot, draft_names, slots
+from slipstream.engine.weight_transfer import OF_READERS, AnySlot, draft_names, slots
 from slipstream.refit.channel import Location, here
 from slipstream.refit.fingerprint import Turn, WeightPart, part_fingerprints
 
@@ -411,5 +411,5 @@ class EngineProbe:
             raise LookupError("the engine drafts without a model")
         method = self.vllm_config.speculative_config.method  # type: ignore[attr-defined]  # of the worker
         # The checkpoint of a draft on hidden states has no prefix `model.`; a draft model has that of its checkpoint.
-        rename = (("model.", ""),) if method in _READERS else draft_names(draft)
+        rename = OF_READERS if method in _READERS else draft_names(draft)
         return slots(draft, rename=rename, without=policy)

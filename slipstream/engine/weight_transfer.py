@@ -73,6 +73,11 @@ from slipstream.refit.stream import GlooGroup, WeightMeta, bytes_digest, receive
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
 _W13, _W2 = "w13_weight", "w2_weight"  # a layer of experts: gate and up, down
+_MAKES_COPIES = "_build_fused_kv_buffers"  # vLLM's method; what it made is kept at a reload, and written
+
+OF_READERS = (("model.", ""),)
+"""Prefix of the names of drafts that read hidden states, in vLLM alone."""
+
 _RENAMED = {"draft_id_to_target_id": "d2t"}  # vLLM's name in an EAGLE-3 draft -> the checkpoint's
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
@@ -176,9 +181,9 @@ class QuantizedSlot:
 class ContextSlot:
     """vLLM's copy of a DFlash layer's tensors, by which the policy's hidden states become the layer's keys and values.
 
-    Block tokens are multiplied with the layer's own tensors, and the copies are only made where vLLM loads a draft. A
-    copy has the parts of its original, so a copy with other values is two values of one tensor: the fingerprints refuse
-    it.
+    Block tokens are multiplied with the layer's own tensors. A copy has the parts of its original, so a copy with other
+    values is two values of one tensor: the fingerprints refuse it. vLLM makes copies at each load, which at a reload
+    would be of weights that a CPU's kernel has packed away, and beside angles of the rotation that have no storage.
     """
 
     module: DFlashQwen3Model
@@ -192,8 +197,10 @@ class ContextSlot:
         return () if copies is None else (_held(copies[self.rows], self.parts),)
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fail, as vLLM's own reload makes the copies."""
-        raise LookupError(f"{self.parts[0].name} has a copy that only vLLM can write")
+        """Replace the copy by whole tensors of a checkpoint."""
+        copies: Tensor | None = getattr(self.module, self.copy)
+        if copies is not None:
+            copies[self.rows].copy_(_cut(tensors, self.parts))
 
 
 AnySlot = Slot | QuantizedSlot | ContextSlot
@@ -662,6 +669,12 @@ class ReloadLoader:
     def __init__(self, model: nn.Module, model_config: Any) -> None:
         self._model = model
         self._model_config = model_config
+        self._dflash = [module for module in model.modules() if isinstance(module, DFlashQwen3Model)]
+        known = slots(model, rename=OF_READERS) if self._dflash else ()
+        self._copies = [slot for slot in known if isinstance(slot, ContextSlot)]
+        self._copied: dict[str, Tensor] = {}
+        for draft in self._dflash:
+            draft.__dict__[_MAKES_COPIES] = lambda: None
         initialize_layerwise_reload(model)
 
     def take(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -670,10 +683,17 @@ class ReloadLoader:
             return
         with disable_mtp_completeness_check():  # a portion is never complete
             self._model.load_weights(tensors)  # type: ignore[operator]  # every vLLM model has it
+        names = {part.name for slot in self._copies for part in slot.parts}
+        self._copied |= {name: tensor for name, tensor in tensors if name in names}
 
     def finish(self) -> None:
         """Build the layers from the tensors that came: all, or a part where an update broke."""
         finalize_layerwise_reload(self._model, self._model_config)
+        for draft in self._dflash:
+            del draft.__dict__[_MAKES_COPIES]
+        for slot in self._copies:
+            if all(part.name in self._copied for part in slot.parts):
+                slot.write(self._copied)
 
     abandon = finish
 

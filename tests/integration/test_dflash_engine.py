@@ -13,7 +13,9 @@ from slipstream.drafts.dflash import build_dflash
 from slipstream.drafts.eagle3 import save_draft
 from slipstream.drafts.length import constant
 from slipstream.drafts.methods import speculative_config
+from slipstream.engine.config import SamplingConfig
 from slipstream.records.steps import ScheduleEntry
+from slipstream.refit.config import WeightFiles
 from slipstream.refit.fingerprint import ALL, Turn, file_fingerprints
 from tests import small
 from tests.small import PROMPTS, SAMPLING, draft_with, tokens
@@ -35,6 +37,7 @@ class Bench:
 
     engine: Any  # RemoteEngine
     actor: Any
+    policy: Path
     draft: Path
 
 
@@ -56,7 +59,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory, policy: Path, ray_session: N
     )
     ray.get(actor.__ray_ready__.remote())
     engine = RemoteEngine([Worker(actor, "engine 0")], Deadline(300.0, "engine.answer_timeout_s"))
-    yield Bench(engine, actor, draft)
+    yield Bench(engine, actor, policy, draft)
     engine.close()
 
 
@@ -97,3 +100,20 @@ def test_fingerprints_are_those_of_the_file_and_a_stale_copy_is_an_error(bench: 
         assert engine.start_fingerprints(is_draft=True, turn=other)()[0].keys() < held.keys()
         ray.get(bench.actor.flip_copy.remote(copy, row))
     assert engine.start_fingerprints(is_draft=True, turn=ALL)() == [held]
+
+
+def test_a_refit_brings_a_draft_with_its_copies(bench: Bench, tmp_path: Path) -> None:
+    """As the engine of a certificate gets both: one that was kept may have had another draft."""
+
+    def sample(sampling: SamplingConfig) -> list[tuple[int, ...]]:
+        return tokens(bench.engine.generate(PROMPTS, sampling=sampling, group_size=2, seed=1))
+
+    sampled, greedy = sample(SAMPLING), sample(GREEDY)
+    other = draft_with(method="dflash", pretrain={"ttt_steps": K}, seed=7)
+    save_draft(build_dflash(bench.policy, other, token_ids=range(0, 64, 2)), tmp_path / "draft")
+    for draft in (tmp_path / "draft", bench.draft):
+        bench.engine.refit(WeightFiles(policy=bench.policy, policy_version=1, draft=draft))
+        dtypes = bench.engine.weight_dtypes(is_draft=True)
+        assert bench.engine.start_fingerprints(is_draft=True, turn=ALL)() == [file_fingerprints(draft, dtypes)]
+        assert (sample(SAMPLING) == sampled) == (draft == bench.draft)  # drafts are probabilistic
+        assert sample(GREEDY) == greedy
