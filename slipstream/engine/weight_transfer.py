@@ -73,7 +73,7 @@ from slipstream.refit.stream import GlooGroup, WeightMeta, bytes_digest, receive
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
 _W13, _W2 = "w13_weight", "w2_weight"  # a layer of experts: gate and up, down
-_MAKES_COPIES = "_build_fused_kv_buffers"  # vLLM's method; what it made is kept at a reload, and written
+_MAKES_COPIES = "_build_fused_kv_buffers"  # vLLM's method
 
 OF_READERS = (("model.", ""),)
 """Prefix of the names of drafts that read hidden states, in vLLM alone."""
@@ -664,17 +664,17 @@ class SlotLoader:
 
 
 class ReloadLoader:
-    """vLLM's own layerwise reload, which keeps a layer's tensors until the layer is complete."""
+    """vLLM's own layerwise reload, which keeps a layer's tensors until it is complete; a draft's copies come last."""
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
         self._model = model
         self._model_config = model_config
-        self._dflash = [module for module in model.modules() if isinstance(module, DFlashQwen3Model)]
-        known = slots(model, rename=OF_READERS) if self._dflash else ()
+        is_dflash = any(isinstance(module, DFlashQwen3Model) for module in model.modules())
+        known = slots(model, rename=OF_READERS) if is_dflash else ()
         self._copies = [slot for slot in known if isinstance(slot, ContextSlot)]
         self._copied: dict[str, Tensor] = {}
-        for draft in self._dflash:
-            draft.__dict__[_MAKES_COPIES] = lambda: None
+        for slot in self._copies:
+            slot.module.__dict__[_MAKES_COPIES] = lambda: None
         initialize_layerwise_reload(model)
 
     def take(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -689,9 +689,8 @@ class ReloadLoader:
     def finish(self) -> None:
         """Build the layers from the tensors that came: all, or a part where an update broke."""
         finalize_layerwise_reload(self._model, self._model_config)
-        for draft in self._dflash:
-            del draft.__dict__[_MAKES_COPIES]
         for slot in self._copies:
+            slot.module.__dict__.pop(_MAKES_COPIES, None)
             if all(part.name in self._copied for part in slot.parts):
                 slot.write(self._copied)
 
