@@ -40,6 +40,7 @@ from slipstream.supervisor import Outcome, supervise
 from slipstream.tracking.replay import replay_command, unsent
 from slipstream.tracking.spool import RunStatus, end_open_runs
 from slipstream.types import Arms
+from slipstream.workers.forked_workers import forked_workers
 from slipstream.workers.placement.config import ArmsInTurn
 
 LATEST = ""
@@ -183,11 +184,12 @@ def run(launch: Launch, root: Path) -> int:
     """
     path = os.pathsep.join(filter(None, (str(_REPOSITORY), os.environ.get("PYTHONPATH"))))
     execution = launch.execution
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, EXECUTION_VARIABLE: execution}
-    profile = environment.get(CLUSTER_VARIABLE, "")
+    own = {**ENVIRONMENT, "PYTHONPATH": path, EXECUTION_VARIABLE: execution}
+    profile = os.environ.get(CLUSTER_VARIABLE, "")
     if Path(profile).is_file():
-        environment[CLUSTER_VARIABLE] = os.path.abspath(profile)
-    with _claimed(root, execution):
+        own[CLUSTER_VARIABLE] = os.path.abspath(profile)
+    with _claimed(root, execution), forked_workers():
+        environment = {**os.environ, **own}
         outcome = supervise(launch.command(root), cwd=_REPOSITORY, environment=environment)
         discard_transfers(outcome.pid)
         if outcome.status:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.forked.hook import forked_workers
+from slipstream.workers.forked_workers import forked_workers
 
 # The same examples each time: no commit fails by luck. No test is judged by absolute time: a first example pays for
 # cold caches, and the machine is shared.

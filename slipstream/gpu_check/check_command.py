@@ -46,6 +46,7 @@ from slipstream.gpu_check.throughput import throughput
 from slipstream.records.files import write_atomic
 from slipstream.run_command import ENVIRONMENT
 from slipstream.supervisor import raise_on_signals, supervise_call
+from slipstream.workers.forked_workers import forked_workers
 from slipstream.workers.placement.plan import table
 
 Context = ForkServerContext | SpawnContext
@@ -178,7 +179,7 @@ def _check(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _sharing(logs_directory: Path) -> Iterator[Context]:
-    """Start one Ray for all stages, and a server that imports once what they import and forks their processes."""
+    """Start one Ray for all stages, and servers that import once what they import and fork their processes."""
     context = get_context("forkserver")
     context.set_forkserver_preload(list(_IMPORTED))
     forkserver.ensure_running()  # it imports while Ray starts
@@ -186,14 +187,15 @@ def _sharing(logs_directory: Path) -> Iterator[Context]:
 
     scratch = _scratch()
     os.environ["RAY_TMPDIR"] = str(scratch)
-    try:
-        with suppress(TimeoutError, RuntimeError):  # without it each stage starts its own, or says why it cannot
-            share()
-        raise_on_signals()  # Ray has installed handlers of its own
-        yield context
-    finally:
-        disconnect()
-        _keep_logs(scratch, logs_directory)
+    with forked_workers():
+        try:
+            with suppress(TimeoutError, RuntimeError):  # without it each stage starts its own, or says why it cannot
+                share()
+            raise_on_signals()  # Ray has installed handlers of its own
+            yield context
+        finally:
+            disconnect()
+            _keep_logs(scratch, logs_directory)
 
 
 def run_stages(

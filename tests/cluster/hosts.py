@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.forked.hook import hooked
+from slipstream.workers.forked_workers import FORKING
 
 ROOT = Path(__file__).resolve().parents[2]
 _UNSHARE = ("unshare", "--mount", "--net", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc")
@@ -282,7 +282,7 @@ def _host_environment() -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        **hooked(),
+        **{name: os.environ[name] for name in FORKING if name in os.environ},
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slipstream.gpu_check.check_command import STAGES, Stage
-from tests.forked.hook import not_forked
+from tests.forked.tasks import not_forked
 
 pytestmark = [
     pytest.mark.gpu,

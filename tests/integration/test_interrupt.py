@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from slipstream.tracking.replay import replay
-from tests.forked.hook import not_forked
+from tests.forked.tasks import not_forked
 from tests.integration.small_recipe import write_small_recipe
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.forked.hook import not_forked
+from tests.forked.tasks import not_forked
 
 pytestmark = pytest.mark.slow
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import manager
-from tests.forked.manager import managed
+from slipstream.workers import forked_workers
+from slipstream.workers.forked_workers import client_command, managed
 
-_CLIENT = Path(__file__).parents[1] / "forked" / "client.py"
 _WORKER = """
 import json, os, sys
 import own  # on its PYTHONPATH
@@ -37,7 +36,7 @@ def _start(tmp_path: Path, sockets: Path, *arguments: str, **variables: str) -> 
     worker = tmp_path / "worker.py"
     worker.write_text(_WORKER)
     (tmp_path / "own.py").write_text("VALUE = 7")
-    command = [sys.executable, "-I", "-S", str(_CLIENT), str(sockets), str(worker), *arguments]
+    command = [*client_command(sockets), str(worker), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), **variables}
     return subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
@@ -70,10 +69,10 @@ def test_what_is_imported_before_learners_are_forked_leaves_cuda_alone(tmp_path:
     """A process that is forked from one with CUDA has none: a learner would compute on the CPU."""
     seen: list[dict[str, str]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager.subprocess, "Popen", lambda command, *, env, **_: seen.append(env))
-        manager._start(tmp_path / "server", {}, [])
+        patch.setattr(forked_workers.subprocess, "Popen", lambda command, *, env, **_: seen.append(env))
+        forked_workers._start(tmp_path / "server", {}, [])
     child = subprocess.run(
-        [sys.executable, "-c", _GPU_HOST, *manager._OF_LEARNERS],
+        [sys.executable, "-c", _GPU_HOST, *forked_workers._OF_LEARNERS],
         env=seen[0],
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
 """Imports packages once, and forks a worker from itself for each client that asks.
 
-Run as a file: server.py SOCKET MODULE...
+Run as a file: fork_server.py SOCKET MODULE...
 """
 
 import array
@@ -26,6 +26,7 @@ _NOT_BEFORE = ("slipstream", "tasks", "workflows", "tests", "ray")
 
 
 def main(path: str, modules: list[str]) -> None:
+    """Import the modules, listen, and fork a worker for each client, until the process that started this one ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # its workers end with their Ray
     del sys.path[0]  # this file's directory
     before = dict(os.environ)
@@ -73,7 +74,7 @@ def _work(connection: socket.socket, set_by_imports: dict[str, str]) -> NoReturn
 
 
 def _received(connection: socket.socket) -> tuple[dict[str, Any], Sequence[int]]:
-    """A request, and the files that came with it."""
+    """Return a request, and the files that came with it."""
     data, ancillary, _, _ = connection.recvmsg(1 << 16, socket.CMSG_SPACE(2 * 4))
     files = array.array("i")
     for _, _, content in ancillary:
@@ -84,7 +85,7 @@ def _received(connection: socket.socket) -> tuple[dict[str, Any], Sequence[int]]
 
 
 def _enter_namespaces(client: int) -> None:
-    """Enter the namespaces of the client where they differ: it may run on a host or in a pod of a test."""
+    """Enter the namespaces of the client where they differ: it may run on a host or in a pod of its own."""
     own, theirs = (Path(f"/proc/{pid}/ns") for pid in ("self", client))
     others = [name for name in _NAMESPACES if os.readlink(own / name) != os.readlink(theirs / name)]
     files = [os.open(theirs / name, os.O_RDONLY) for name in others]
@@ -97,7 +98,7 @@ def _enter_namespaces(client: int) -> None:
 
 
 def _show_environment() -> None:
-    """For `environment_of`: the kernel shows the server's as every worker's. A file in memory that nobody closes."""
+    """Show the environment in a file in memory that nobody closes: the kernel shows the server's as every worker's."""
     file = os.memfd_create("environ")
     os.write(file, "\0".join(f"{name}={value}" for name, value in os.environ.items()).encode())
 
