@@ -23,6 +23,7 @@ from slipstream.supervisor import Outcome
 from slipstream.tracking.config import check_key
 from slipstream.tracking.spool import Event, RunHeader, Spool, spool_path
 from slipstream.types import Arms, Workload
+from slipstream.workers.forked_workers import FORKING
 from tests.unit.lagging import ONE_STEP_OFF
 
 
@@ -127,7 +128,7 @@ def test_a_recipe_file_of_any_name_gives_an_execution_a_name_that_can_be_tracked
     check_key(f"{execution}/train_grpo_speculative_asynchronous")
 
 
-def test_a_profile_of_a_relative_path_is_handed_on_as_an_absolute_one(
+def test_a_profile_of_a_relative_path_is_handed_on_as_an_absolute_one_and_workers_are_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, str] = {}
@@ -143,6 +144,7 @@ def test_a_profile_of_a_relative_path_is_handed_on_as_an_absolute_one(
         monkeypatch.setenv("SLIPSTREAM_CLUSTER", name)
         assert run_command.run(started("tiny"), tmp_path / "runs") == 0
         assert seen["SLIPSTREAM_CLUSTER"] == handed_on
+        assert {*FORKING} <= seen.keys()
 
 
 def test_a_flag_out_of_range_is_refused_before_anything_starts() -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream.workers import forked_workers
-from slipstream.workers.forked_workers import client_command, managed
+from slipstream.workers.forked_workers import DIRECTORY, FORKING, HOOK, client_command, managed
+from tests.forked.shown import environment_of
 
 _WORKER = """
 import json, os, sys
@@ -41,6 +45,75 @@ def _start(tmp_path: Path, sockets: Path, *arguments: str, **variables: str) -> 
     return subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
     )
+
+
+def _told(tmp_path: Path, sockets: Path, *arguments: str, **variables: str) -> dict[str, Any]:
+    output, _ = _start(tmp_path, sockets, *arguments, **variables).communicate(timeout=60)
+    return json.loads(output)
+
+
+def test_it_has_the_clients_arguments_directory_environment_and_path(tmp_path: Path, sockets: Path) -> None:
+    told = _told(tmp_path, sockets, "--a=1", "b c", MARK="mine")
+
+    assert told["argv"] == ["--a=1", "b c"]
+    assert told["cwd"] == str(tmp_path)
+    assert told["mark"] == "mine"
+    assert told["own"] == 7
+    assert told["name"] == "__main__"
+    assert told["has_xmlrpc"]
+
+
+def test_workers_share_a_server_unless_libraries_read_their_environments_differently(
+    tmp_path: Path, sockets: Path
+) -> None:
+    one, like, other = (
+        _told(tmp_path, sockets, MARK="1", OMP_NUM_THREADS="1"),
+        _told(tmp_path, sockets, MARK="2", OMP_NUM_THREADS="1"),
+        _told(tmp_path, sockets, MARK="1", OMP_NUM_THREADS="2"),
+    )
+
+    assert one["parent"] == like["parent"] != other["parent"]
+    assert (one["mark"], like["mark"]) == ("1", "2")
+
+
+def test_its_own_environment_is_shown_and_its_end_ends_the_client(tmp_path: Path, sockets: Path) -> None:
+    client = _start(tmp_path, sockets, "wait", MARK="shown")
+    assert client.stdout is not None
+    told = json.loads(client.stdout.readline())
+
+    assert b"MARK=shown" in environment_of(Path("/proc") / str(told["pid"])).split(b"\0")
+    assert client.poll() is None
+    os.kill(told["pid"], 9)
+    assert client.wait(timeout=60) == 0
+
+
+def test_without_a_server_the_client_becomes_the_worker(tmp_path: Path) -> None:
+    client = _start(tmp_path, tmp_path / "none", MARK="alone")
+    output, _ = client.communicate(timeout=60)
+
+    told = json.loads(output)
+    assert told["pid"] == client.pid
+    assert (told["mark"], told["own"]) == ("alone", 7)
+    assert not told["has_xmlrpc"]
+
+
+def test_a_local_ray_without_gpus_has_its_workers_forked_within_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*FORKING, "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    with forked_workers.forked_workers():
+        directory = os.environ[DIRECTORY]
+        assert os.environ[HOOK] == "slipstream.workers.forked_workers.fork_workers"
+        assert (Path(directory) / "manager").is_socket()
+        with forked_workers.forked_workers():
+            assert os.environ[DIRECTORY] == directory
+        runtime = forked_workers.fork_workers({"env_vars": {"A": "b"}})
+        assert runtime["env_vars"] == {"A": "b"}
+        assert shlex.split(runtime["py_executable"]) == client_command(Path(directory))
+    assert not Path(directory).exists()
+    assert not {*FORKING} & os.environ.keys()
+    monkeypatch.setenv("RAY_ADDRESS", "ray://cluster:10001")
+    with forked_workers.forked_workers():
+        assert not {*FORKING} & os.environ.keys()
 
 
 # As on a host with a GPU: torch's own check sets CUDA up unless it is told to ask NVML. Who does is noted. A CPU build
