@@ -1,8 +1,8 @@
 """A recipe is refused as a whole before anything starts, with a message that says how to fix it."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -98,171 +98,133 @@ def test_relative_paths_of_a_recipe_are_those_beside_its_file_and_of_a_launch_th
     assert server.tracking.uri == "http://127.0.0.1:5000"
 
 
-CRASH = (
-    "raise it, or lower one of the others: where a sequence nears max_model_len, vLLM stops drafting for its whole "
-    "batch, and one that ends there with k+1 tokens in flight crashes the engine"
-)
-
-
-WHOLE = "the learner's logprobs know no truncation: set top_p 1.0 and top_k 0"
-NO_CUDA = "refit.channel must do without CUDA: engine.kv_cache_gib is for engines on CPUs, got"
 ADAMW = ("grpo.optimizer.method=adamw", "policy.scratch.optimizer.method=adamw")
-ONLINE = ("draft.online.when=always", *ADAMW)
-MIXTURE = (f"policy.model={Path(__file__).parent / 'recipe_fields' / 'mixture'}", "policy.scratch=null")
-ON_GPU = ("engine={kv_cache_gib: null, gpu_memory_utilization: 0.19}",)
-ROLLOUTS = "draft.online.updates must be at most the 48 rollouts of an update /"
 INT8 = ("engine.quantization=int8", "grpo.loss.truncated_importance_sampling=2.0")
-ON_SGLANG = "engine.backend=sglang"
-SGLANG_FIX = "it computes on CPUs, reads new weights from files, and gives the logprobs of the whole distribution"
-REFUSED: dict[tuple[str, ...], str] = {
-    **{
-        (ON_SGLANG, f"{field}={value}"): f"{field} must be {rule} with engine.backend sglang, got {got}; {SGLANG_FIX}"
-        for field, value, rule, got in (
-            ("engine.tensor_parallel_size", "2", "1", "2"),
-            ("loop.mode", "one_step_off", "synchronous", "'one_step_off'"),
-            ("refit.channel", "gloo", "auto or shared_memory", "'gloo'"),
-            ("evaluation.sampling.top_p", "0.9", "1.0", "0.9"),
-            ("evaluation.sampling.top_k", "5", "0", "5"),
-        )
-    },
-    (ON_SGLANG, *INT8): f"engine.quantization must be none with engine.backend sglang, got 'int8'; {SGLANG_FIX}",
-    (ON_SGLANG, "engine.kv_cache_gib=null", "engine.gpu_memory_utilization=0.1"): "engine.kv_cache_gib must be given "
-    f"with engine.backend sglang, got None; {SGLANG_FIX}",
-    ("grpo.group_sise=4",): "unknown key 'grpo.group_sise'; did you mean 'grpo.group_size'?",
-    ("draft.num_prompts=4",): "unknown key 'draft.num_prompts'; did you mean 'draft.pretrain.num_prompts'?",
-    ("draft.suffix_max_tree_depth=4",): "unknown key 'draft.suffix_max_tree_depth'; did you mean "
-    "'draft.suffix.max_tree_depth'?",
-    ("draft.online_learning_rate=1",): "unknown key 'draft.online_learning_rate'; did you mean "
-    "'draft.online.optimizer.learning_rate'?",
-    ("policy.scratch.num_layers=4",): "unknown key 'policy.scratch.num_layers'; did you mean "
-    "'policy.scratch.shape.num_layers'?",
-    ("draft.draft_model.shape.num_query_groups=3",): "draft.draft_model.shape.num_query_groups must divide "
-    "num_attention_heads 2, got 3",
-    ("tuning.batch_sizes=[12, 64]",): "tuning.batch_sizes must be multiples of grpo.group_size 8, got [12]",
-    ("engine.max_model_len=236", "evaluation.sampling.max_response_tokens=1"): "engine.max_model_len must hold "
-    f"data.max_prompt_tokens 64 + sampling.max_response_tokens 160 + 13 for drafts of k 7 = 237 tokens, got 236; "
-    f"{CRASH}",
-    ("engine.max_model_len=236", "sampling.max_response_tokens=1"): "engine.max_model_len must hold "
-    f"data.max_prompt_tokens 64 + evaluation.sampling.max_response_tokens 160 + 13 for drafts of k 7 = 237 "
-    f"tokens, got 236; {CRASH}",
-    # One draft token needs room for two.
-    ("engine.max_model_len=225", "tuning.candidate_ks=[0, 1]"): "engine.max_model_len must hold "
-    f"data.max_prompt_tokens 64 + sampling.max_response_tokens 160 + 2 for drafts of k 1 = 226 tokens, got 225; "
-    f"{CRASH}",
-    (
-        "engine.max_model_len=1024",
-    ): "engine.max_model_len must be <= policy.scratch.max_position_embeddings 512, got 1024",
-    ("engine.max_model_len=1025", "policy.rope={type: yarn, factor: 2}"): "engine.max_model_len must be <= "
-    "policy.scratch.max_position_embeddings 512, which policy.rope extends to 1024, got 1025",
-    ("policy.rope={type: yarn, factor: 2, original_max_position_embeddings: 513}",): "policy.rope."
-    "original_max_position_embeddings must be <= the policy's 512 positions, got 513; it is the length that the model "
-    "was trained on",
-    ("policy.scratch.num_mtp_layers=1", "policy.scratch.shape.head_dim=16"): "policy.scratch.shape.head_dim must be "
-    "hidden_size 128 / num_attention_heads 4 with MTP, got 16; vLLM's MiMo knows no other",
-    ("engine.kv_cache_gib=null",): "engine.gpu_memory_utilization must be at most 0.95 / tuning.max_live_engines 5, "
-    "got 0.6; tuning compares engines that live at once; tuning.gpu_memory_utilization is for these engines alone",
-    (
-        "engine={kv_cache_gib: null, gpu_memory_utilization: 0.1}",
-        "tuning.gpu_memory_utilization=0.2",
-    ): "tuning.gpu_memory_utilization must be at most 0.95 / tuning.max_live_engines 5, got 0.2; tuning compares "
-    "engines that live at once",
-    ("refit.channel=nccl",): f"{NO_CUDA} 'nccl'; set auto",
-    ("refit.channel=ipc",): f"{NO_CUDA} 'ipc'; set auto",
-    (
-        "sampling.top_p=0.9",
-    ): "sampling.top_p and sampling.top_k must leave the policy's distribution whole in training, "
-    f"got (0.9, 0); {WHOLE}",
-    ("sampling.top_k=20",): "sampling.top_p and sampling.top_k must leave the policy's distribution whole in training, "
-    f"got (1.0, 20); {WHOLE}",
-    (
-        "policy.lora.rank=65",
-        *ADAMW,
-    ): "policy.lora.rank must be at most 64, the shorter side of k_proj, got 65; the matrix itself has no higher rank",
-    ("policy.lora.rank=8", "grpo.optimizer.method=muon"): "grpo.optimizer.method must be adamw with policy.lora, got "
-    "'muon'; it steps whole matrices, not their factors: take adamw",
-    ("sampling.temperature=0.0",): "sampling.temperature must be > 0 for training, got 0.0; greedy rollouts of a group "
-    "are all equal and teach nothing",
-    ("grpo.dynamic_sampling.max_extra_batches=1", "draft.autopilot=true"): "draft.autopilot must be false with "
-    "grpo.dynamic_sampling.max_extra_batches 1, got True; it weighs one generation a step against another: leave out "
-    "one of them",
-    ("grpo.dynamic_sampling.max_extra_batches=2", "loop.mode=one_step_off"): "grpo.dynamic_sampling.max_extra_batches "
-    "must be 0 with loop.mode one_step_off, got 2; there prompts are submitted before the rewards of others are known: "
-    "set loop.mode synchronous",
-    (
-        *ON_GPU,
-        "grpo.router_replay=true",
-    ): "grpo.router_replay must be false for a dense policy, got True; it has no routers: leave it out",
-    (
-        *MIXTURE,
-        "grpo.router_replay=true",
-    ): "grpo.router_replay must be false with engines on CPUs (engine.kv_cache_gib), "
-    "got True; vLLM returns the routes of its model runner for GPUs alone",
-    (*MIXTURE, *ON_GPU, "grpo.router_replay=true", "loop.mode=one_step_off"): "grpo.router_replay must be false with "
-    "loop.mode one_step_off, got True; the routes of rollouts that wait for training are not kept: set loop.mode "
-    "synchronous",
-    ("reward.overlong.buffer_tokens=161",): "reward.overlong.buffer_tokens must be at most "
-    "sampling.max_response_tokens 160, got 161; the penalty begins that many tokens before the limit",
-    ("learner.max_tokens_per_microbatch=223",): "learner.max_tokens_per_microbatch must hold one whole sequence of 224 "
-    "tokens, got 223",
-    ("draft.eagle3.aux_hidden_state_layer_ids=[2, 12, 24]",): "draft.eagle3.aux_hidden_state_layer_ids must be in "
-    "[0, 24), the policy's layers, got (2, 12, 24)",
-    ("draft.method=dflash",): "draft.pretrain.ttt_steps must be >= the longest of tuning.candidate_ks, 7, with "
-    "draft.method dflash, got 4; its blocks are that long: raise it, or shorten tuning.candidate_ks",
-    ("draft.method=dflash", "draft.pretrain.ttt_steps=7", "engine.max_model_len=237"): "engine.max_model_len must hold "
-    "data.max_prompt_tokens 64 + sampling.max_response_tokens 160 + 14 for drafts of k 7 = 238 tokens, got 237; raise "
-    "it, or lower one of the others: where a sequence nears max_model_len, vLLM stops drafting for its whole batch, "
-    "and one that ends there with k+1 tokens in flight crashes the engine",
-    ("draft.method=mtp",): "policy.scratch.num_mtp_layers must be 1 with draft.method mtp, got 0; or choose another "
-    "method",
-    (
-        "learner.parallel.data=25",
-        "grpo.updates_per_step=2",
-    ): "learner.parallel.data must be at most the 24 rollouts of an "
-    "update, got 25; each rank learns from rollouts of its own: lower it or grpo.updates_per_step, or sample more "
-    "rollouts",
-    (*ONLINE, "draft.online.updates=49"): f"{ROLLOUTS} 1 data-parallel ranks, got 49; each learns from rollouts of its "
-    "own",
-    (*ONLINE, "draft.online.updates=25", "learner.parallel.data=2"): f"{ROLLOUTS} 2 data-parallel ranks, got 25; each "
-    "learns from rollouts of its own",
-    (
-        *ONLINE,
-        "draft.method=ngram",
-    ): "draft.online.when must be off with draft.method ngram, got 'always'; nothing of it is trained during RL",
-    (*ONLINE, "draft.method=mtp", "learner.parallel.pipeline=2"): "learner.parallel must have pipeline 1, "
-    "context 1 and sequence_parallel false with draft.method mtp, got ParallelConfig(tensor=1, pipeline=2, context=1, "
-    "data=1, expert=1, sequence_parallel=False); the MTP layer reads whole states, and the embeddings beside them: "
-    "split by tensor and data",
-    (
-        "policy.scratch.num_mtp_layers=1",
-        "learner.parallel.context=2",
-    ): "learner.parallel.context must be 1 for a policy "
-    "with an MTP layer, which reads the states of whole sequences, got 2",
-    ("learner.parallel.context=4",): "learner.parallel.context must divide the 2 key-value heads that "
-    "learner.parallel.tensor 1 leaves each rank, got 4; attention splits whole heads over these ranks: lower it, or "
-    "tensor",
-    ("loop={mode: one_step_off, max_off_policy_steps: 2}",): "grpo.loss.correction must be given with "
-    "loop.max_off_policy_steps 2, got None; rollouts are of older policies than the one that learns: set token or "
-    "sequence with a cap, grpo.loss.truncated_importance_sampling, or none in so many words",
-    (
-        "engine.quantization=fp8",
-    ): "engine.quantization must be none or int8 with engines on CPUs (engine.kv_cache_gib), "
-    "got 'fp8'; vLLM multiplies 8-bit floats on GPUs alone",
-    ("engine.quantization=int8",): "grpo.loss.correction must be given with engine.quantization int8, got None; the "
-    "policy that samples differs from the one that learns: set token or sequence with a cap, "
-    "grpo.loss.truncated_importance_sampling, or none in so many words",
-    (*INT8, "policy.scratch.num_mtp_layers=1", "draft.method=mtp"): "draft.method must not be mtp with "
-    "engine.quantization int8, got 'mtp'; the MTP layer is a layer of the policy, and vLLM would quantize it too",
-    (*INT8, "learner.parallel.tensor=2", *ADAMW): "engine.tensor_parallel_size must be a multiple of "
-    "learner.parallel.tensor 2 with engine.quantization int8, got 1; the judge of a certificate rounds inputs as each "
-    "rank of an engine does",
-    (*MIXTURE, *INT8): "engine.quantization must be none for a mixture of experts, got 'int8'; vLLM's kernels of "
-    "experts have layouts of their own",
+NAMED = {
+    "ADAMW": ADAMW,
+    "ONLINE": ("draft.online.when=always", *ADAMW),
+    "MIXTURE": (f"policy.model={Path(__file__).parent / 'recipe_fields' / 'mixture'}", "policy.scratch=null"),
+    "ON_GPU": ("engine={kv_cache_gib: null, gpu_memory_utilization: 0.19}",),
+    "INT8": INT8,
 }
+# What is set, and below it what the error says, with dots for some words; after a semicolon it says the fix.
+REFUSED = """
+engine.backend=sglang + engine.tensor_parallel_size=2
+    engine.tensor_parallel_size must be 1 with engine.backend sglang, got 2;
+engine.backend=sglang + loop.mode=one_step_off
+    loop.mode must be synchronous with engine.backend sglang, got 'one_step_off';
+engine.backend=sglang + refit.channel=gloo
+    refit.channel must be auto or shared_memory with engine.backend sglang, got 'gloo';
+engine.backend=sglang + evaluation.sampling.top_p=0.9
+    evaluation.sampling.top_p must be 1.0 with engine.backend sglang, got 0.9;
+engine.backend=sglang + evaluation.sampling.top_k=5
+    evaluation.sampling.top_k must be 0 with engine.backend sglang, got 5;
+engine.backend=sglang + INT8
+    engine.quantization must be none with engine.backend sglang, got 'int8';
+engine.backend=sglang + engine.kv_cache_gib=null + engine.gpu_memory_utilization=0.1
+    engine.kv_cache_gib must be given with engine.backend sglang, got None;
+grpo.group_sise=4
+    unknown key 'grpo.group_sise'; did you mean 'grpo.group_size'?
+draft.num_prompts=4
+    unknown key 'draft.num_prompts'; did you mean 'draft.pretrain.num_prompts'?
+draft.suffix_max_tree_depth=4
+    unknown key 'draft.suffix_max_tree_depth'; did you mean 'draft.suffix.max_tree_depth'?
+draft.online_learning_rate=1
+    unknown key 'draft.online_learning_rate'; did you mean 'draft.online.optimizer.learning_rate'?
+policy.scratch.num_layers=4
+    unknown key 'policy.scratch.num_layers'; did you mean 'policy.scratch.shape.num_layers'?
+draft.draft_model.shape.num_query_groups=3
+    draft.draft_model.shape.num_query_groups must divide num_attention_heads 2, got 3
+tuning.batch_sizes=[12, 64]
+    tuning.batch_sizes must be multiples of grpo.group_size 8, got [12]
+engine.max_model_len=236 + evaluation.sampling.max_response_tokens=1
+    engine.max_model_len must hold ... 64 + sampling.max_response_tokens 160 + 13 ... k 7 = 237 tokens, got 236;
+engine.max_model_len=236 + sampling.max_response_tokens=1
+    engine.max_model_len must hold ... + evaluation.sampling.max_response_tokens 160 + 13 ... k 7 = 237 tokens, got 236;
+engine.max_model_len=225 + tuning.candidate_ks=[0, 1]
+    engine.max_model_len must hold ... 64 + sampling.max_response_tokens 160 + 2 ... k 1 = 226 tokens, got 225;
+engine.max_model_len=1024
+    engine.max_model_len must be <= policy.scratch.max_position_embeddings 512, got 1024
+engine.max_model_len=1025 + policy.rope={type: yarn, factor: 2}
+    engine.max_model_len must be <= policy.scratch.max_position_embeddings 512, which ... extends to 1024, got 1025
+policy.rope={type: yarn, factor: 2, original_max_position_embeddings: 513}
+    policy.rope.original_max_position_embeddings must be <= the policy's 512 positions, got 513;
+policy.scratch.num_mtp_layers=1 + policy.scratch.shape.head_dim=16
+    policy.scratch.shape.head_dim must be hidden_size 128 / num_attention_heads 4 with MTP, got 16;
+engine.kv_cache_gib=null
+    engine.gpu_memory_utilization must be at most 0.95 / tuning.max_live_engines 5, got 0.6;
+engine={kv_cache_gib: null, gpu_memory_utilization: 0.1} + tuning.gpu_memory_utilization=0.2
+    tuning.gpu_memory_utilization must be at most 0.95 / tuning.max_live_engines 5, got 0.2;
+refit.channel=nccl
+    refit.channel must do without CUDA: engine.kv_cache_gib is for engines on CPUs, got 'nccl';
+refit.channel=ipc
+    refit.channel must do without CUDA: engine.kv_cache_gib is for engines on CPUs, got 'ipc';
+sampling.top_p=0.9
+    sampling.top_p and sampling.top_k must leave the policy's distribution whole in training, got (0.9, 0);
+sampling.top_k=20
+    sampling.top_p and sampling.top_k must leave the policy's distribution whole in training, got (1.0, 20);
+policy.lora.rank=65 + ADAMW
+    policy.lora.rank must be at most 64, the shorter side of k_proj, got 65;
+policy.lora.rank=8 + grpo.optimizer.method=muon
+    grpo.optimizer.method must be adamw with policy.lora, got 'muon';
+sampling.temperature=0.0
+    sampling.temperature must be > 0 for training, got 0.0;
+grpo.dynamic_sampling.max_extra_batches=1 + draft.autopilot=true
+    draft.autopilot must be false with grpo.dynamic_sampling.max_extra_batches 1, got True;
+grpo.dynamic_sampling.max_extra_batches=2 + loop.mode=one_step_off
+    grpo.dynamic_sampling.max_extra_batches must be 0 with loop.mode one_step_off, got 2;
+ON_GPU + grpo.router_replay=true
+    grpo.router_replay must be false for a dense policy, got True;
+MIXTURE + grpo.router_replay=true
+    grpo.router_replay must be false with engines on CPUs (engine.kv_cache_gib), got True;
+MIXTURE + ON_GPU + grpo.router_replay=true + loop.mode=one_step_off
+    grpo.router_replay must be false with loop.mode one_step_off, got True;
+reward.overlong.buffer_tokens=161
+    reward.overlong.buffer_tokens must be at most sampling.max_response_tokens 160, got 161;
+learner.max_tokens_per_microbatch=223
+    learner.max_tokens_per_microbatch must hold one whole sequence of 224 tokens, got 223
+draft.eagle3.aux_hidden_state_layer_ids=[2, 12, 24]
+    draft.eagle3.aux_hidden_state_layer_ids must be in [0, 24), the policy's layers, got (2, 12, 24)
+draft.method=dflash
+    draft.pretrain.ttt_steps must be >= the longest of tuning.candidate_ks, 7, with draft.method dflash, got 4;
+draft.method=dflash + draft.pretrain.ttt_steps=7 + engine.max_model_len=237
+    engine.max_model_len must hold ... 64 + sampling.max_response_tokens 160 + 14 ... k 7 = 238 tokens, got 237;
+draft.method=mtp
+    policy.scratch.num_mtp_layers must be 1 with draft.method mtp, got 0;
+learner.parallel.data=25 + grpo.updates_per_step=2
+    learner.parallel.data must be at most the 24 rollouts of an update, got 25;
+ONLINE + draft.online.updates=49
+    draft.online.updates must be at most the 48 rollouts of an update / 1 data-parallel ranks, got 49;
+ONLINE + draft.online.updates=25 + learner.parallel.data=2
+    draft.online.updates must be at most the 48 rollouts of an update / 2 data-parallel ranks, got 25;
+ONLINE + draft.method=ngram
+    draft.online.when must be off with draft.method ngram, got 'always';
+ONLINE + draft.method=mtp + learner.parallel.pipeline=2
+    learner.parallel must have pipeline 1, context 1 and sequence_parallel false with draft.method mtp, got ...;
+policy.scratch.num_mtp_layers=1 + learner.parallel.context=2
+    learner.parallel.context must be 1 for a policy with an MTP layer, which reads the states of whole sequences, got 2
+learner.parallel.context=4
+    learner.parallel.context must divide the 2 key-value heads that learner.parallel.tensor 1 leaves each rank, got 4;
+loop={mode: one_step_off, max_off_policy_steps: 2}
+    grpo.loss.correction must be given with loop.max_off_policy_steps 2, got None;
+engine.quantization=fp8
+    engine.quantization must be none or int8 with engines on CPUs (engine.kv_cache_gib), got 'fp8';
+engine.quantization=int8
+    grpo.loss.correction must be given with engine.quantization int8, got None;
+INT8 + policy.scratch.num_mtp_layers=1 + draft.method=mtp
+    draft.method must not be mtp with engine.quantization int8, got 'mtp';
+INT8 + learner.parallel.tensor=2 + ADAMW
+    engine.tensor_parallel_size must be a multiple of learner.parallel.tensor 2 with engine.quantization int8, got 1;
+MIXTURE + INT8
+    engine.quantization must be none for a mixture of experts, got 'int8';
+""".strip().splitlines()
 
 
-@pytest.mark.parametrize("overrides", REFUSED, ids=", ".join)
-def test_a_broken_rule_names_field_rule_value_and_fix(refusal: Callable[..., str], overrides: tuple[str, ...]) -> None:
-    assert refusal(lambda: load_recipe("tiny", overrides=parse_overrides(overrides))) == REFUSED[overrides]
+@pytest.mark.parametrize(("given", "expected"), zip(REFUSED[::2], REFUSED[1::2], strict=True))
+def test_a_broken_rule_names_field_rule_value_and_fix(refusal: Callable[..., str], given: str, expected: str) -> None:
+    overrides = parse_overrides(each for word in given.split(" + ") for each in NAMED.get(word, (word,)))
+    wanted = re.escape(expected.strip()).replace(r"\.\.\.", ".*") + (" .+" if expected.endswith(";") else "")
+    assert re.fullmatch(wanted, refusal(load_recipe, name="tiny", overrides=overrides))
 
 
 LAGS = "loop={mode: one_step_off, max_off_policy_steps: 2}"
@@ -343,34 +305,24 @@ def tiny_with(directory: Path, workloads: str) -> str:
     ("workloads", "message"),
     [
         (
-            "workloads: {rl_thnk: {grpo: {seed: 1}}}",
-            "workloads.rl_thnk must be of a known workload, got 'rl_thnk'; did you mean 'rl_think'?",
+            "{rl_thnk: {grpo: {seed: 1}}}",
+            "workloads.rl_thnk must be of a known workload, got 'rl_thnk'; did you mean 'r",
         ),
-        ("workloads: {sft: {}}", "workloads.sft must be of a known workload, got 'sft'; known: rl_zero, rl_think"),
-        ("workloads: {1: {}}", "workloads.1 must be of a known workload, got 1; known: rl_zero, rl_think"),
-        ("workloads: [rl_think]", "workloads must be a mapping of workload to what it changes, got ['rl_think']"),
-        ("workloads: {rl_think: off}", "workloads.rl_think must be a mapping of field to value, got 'off'"),
-        (
-            "workloads: {rl_think: {grpo: {gruop_size: 4}}}",
-            "unknown key 'workloads.rl_think.grpo.gruop_size'; did you mean 'workloads.rl_think.grpo.group_size'?",
-        ),
-        (
-            "workloads: {rl_think: {data: {train: [{path: a, splt: b}]}}}",
-            "unknown key 'workloads.rl_think.data.train[0].splt'; did you mean "
-            "'workloads.rl_think.data.train[0].split'?",
-        ),
-        (
-            "workloads: {rl_think: {workload: rl_zero}}",
-            "workloads.rl_think.workload must be left out: the section is of that workload, got 'rl_zero'",
-        ),
+        ("{sft: {}}", "workloads.sft must be of a known workload, got 'sft'; known: rl_zero, rl_think"),
+        ("{1: {}}", "workloads.1 must be of a known workload, got 1; known: rl_zero, rl_think"),
+        ("[rl_think]", "workloads must be a mapping of workload to what it changes, got ['rl_think']"),
+        ("{rl_think: off}", "workloads.rl_think must be a mapping of field to value, got 'off'"),
+        ("{rl_think: {grpo: {gruop_size: 4}}}", "unknown key 'workloads.rl_think.grpo.gruop_size'; did you mean 'work"),
+        ("{rl_think: {data: {train: [{splt: b}]}}}", "unknown key 'workloads.rl_think.data.train[0].splt'; did you me"),
+        ("{rl_think: {workload: rl_zero}}", "workloads.rl_think.workload must be left out: the section is of that wo"),
     ],
 )
 def test_a_workloads_section_is_checked_though_another_workload_is_run(
     refusal: Callable[..., str], tmp_path: Path, workloads: str, message: str
 ) -> None:
-    path = tiny_with(tmp_path, workloads)
+    path = tiny_with(tmp_path, f"workloads: {workloads}")
     for workload in (None, Workload.RL_ZERO, Workload.RL_THINK):
-        assert refusal(load_recipe, name=path, workload=workload) == message
+        assert refusal(load_recipe, name=path, workload=workload).startswith(message)
 
 
 def test_a_recipe_may_start_from_another_and_say_what_it_changes(tmp_path: Path) -> None:
@@ -433,52 +385,34 @@ def test_a_recipe_is_read_back_as_it_was_written_whatever_its_words(tmp_path: Pa
     assert load_recipe(str(write_recipe(recipe, tmp_path / "mine.yaml"))) == recipe
 
 
-@pytest.mark.parametrize(
-    ("overrides", "same"),
-    [
-        ({"name": "other"}, True),
-        ({"tracking": {"uri": "http://host"}}, True),
-        ({"tuning": {"num_repeats": 9}}, True),
-        ({"evaluation": {"num_samples_per_problem": 9, "every_steps": 3}}, True),
-        ({"losslessness": {"num_tokens": 9}}, True),
-        ({"refit": {"check_every_steps": 9}}, True),
-        ({"simulator": None}, True),
-        ({"grpo": {"num_steps": 99}}, True),
-        ({"grpo": {"checkpoint_every_steps": 9}}, True),
-        ({"engine": {"num_kept_idle": 9}}, True),
-        ({"engine": {"answer_timeout_s": 9, "start_timeout_s": 9, "max_restarts": 9}}, True),
-        ({"learner": {"answer_timeout_s": 9, "start_timeout_s": 9, "max_restarts": 9}}, True),
-        ({"grpo": {"seed": 9}}, False),
-        ({"engine": {"max_num_seqs": 9}}, False),
-        ({"reward": {"timeout_s": 9}}, False),
-        ({"data": {"seed": 9}}, False),
-        ({"draft": {"seed": 9}}, False),
-        ({"loop": {"mode": "one_step_off"}}, False),
-    ],
+KEPT = (
+    *("name=other", "tracking.uri=http://host", "tuning.num_repeats=9", "losslessness.num_tokens=9"),
+    *("evaluation={num_samples_per_problem: 9, every_steps: 3}", "refit.check_every_steps=9", "simulator=null"),
+    *("grpo.num_steps=99", "grpo.checkpoint_every_steps=9", "engine.num_kept_idle=9"),
+    *(f"{each}={{answer_timeout_s: 9, start_timeout_s: 9, max_restarts: 9}}" for each in ("engine", "learner")),
 )
-def test_a_fingerprint_is_of_what_the_weights_depend_on(overrides: dict[str, Any], same: bool) -> None:
-    recipe = load_recipe("tiny").fingerprint()
-    assert len(recipe) == 16
-    assert (load_recipe("tiny", overrides=overrides).fingerprint() == recipe) is same
+MATTERS = (
+    *("grpo.seed=9", "engine.max_num_seqs=9", "reward.timeout_s=9", "data.seed=9", "draft.seed=9"),
+    "loop.mode=one_step_off",
+)
+
+
+@pytest.mark.parametrize("override", [*KEPT, *MATTERS])
+def test_a_fingerprint_is_of_what_the_weights_depend_on(override: str) -> None:
+    fingerprint = load_recipe("tiny").fingerprint()
+    assert len(fingerprint) == 16
+    changed = load_recipe("tiny", overrides=parse_overrides([override])).fingerprint()
+    assert (changed == fingerprint) is (override in KEPT)
 
 
 def test_the_first_field_that_two_recipes_do_not_share_is_named_with_both_its_values() -> None:
-    tiny = load_recipe("tiny")
+    tiny, without = load_recipe("tiny"), load_recipe("tiny", overrides={"simulator": None})
     other = load_recipe("tiny", overrides={"grpo": {"seed": 3, "optimizer": {"learning_rate": 0.5}}})
     assert difference(tiny, other) == ("grpo.optimizer.learning_rate", 3e-4, 0.5)
     assert difference(other, tiny) == ("grpo.optimizer.learning_rate", 0.5, 3e-4)
-    assert difference(tiny, load_recipe("tiny")) is None
-
-
-def test_a_section_that_only_one_recipe_has_is_a_difference() -> None:
-    with_projection = load_recipe("tiny")
-    without = load_recipe("tiny", overrides={"simulator": None})
-    assert difference(without, with_projection) == ("simulator.hardware", None, "cpu-2core")
-    assert difference(with_projection, without) == ("simulator.hardware", "cpu-2core", None)
-
-
-def test_where_a_run_is_tracked_is_no_difference() -> None:
-    assert difference(load_recipe("tiny"), load_recipe("tiny", overrides={"tracking": {"replay_every_s": 7}})) is None
+    assert difference(without, tiny) == ("simulator.hardware", None, "cpu-2core")
+    assert difference(tiny, without) == ("simulator.hardware", "cpu-2core", None)
+    assert difference(tiny, load_recipe("tiny", overrides={"tracking": {"replay_every_s": 7}})) is None
 
 
 def test_parameters_are_every_field_as_text_but_where_the_run_is_tracked() -> None:
@@ -492,44 +426,20 @@ def test_parameters_are_every_field_as_text_but_where_the_run_is_tracked() -> No
 
 
 IN_FLIGHT = ("loop={mode: in_flight, max_off_policy_steps: 1}", CAPPED)
-ALONE = "a group runs on one engine, and "
-IN_TURN = "nobody's turn ever comes to what is kept for later stages, and it holds memory"
+IN_TURN = ("placement.memory=in_turn",)
 
 
 @pytest.mark.parametrize(
     ("recipe", "given", "and_then", "message"),
     [
-        (
-            *("qwen3_8b", (), IN_FLIGHT),
-            "placement.mode must be split with loop.mode in_flight, got 'colocated'; learner and engines that share a "
-            "GPU work in turn: set split, or loop.mode synchronous",
-        ),
-        (
-            *("qwen3_8b", ("placement.memory=in_turn",), IN_FLIGHT),
-            "placement.memory must be 'shared' with loop.mode in_flight, got 'in_turn'; there learner and engines "
-            "work at the same time: leave it out, or set loop.mode synchronous",
-        ),
-        (
-            *("tiny", ("engine.num_engines=7",), IN_FLIGHT),
-            "engine.num_engines must be at most grpo.prompts_per_step 6 with loop.mode in_flight, got 7; "
-            f"{ALONE}the others would have no work",
-        ),
-        (
-            *("tiny", ("engine.max_num_seqs=7",), IN_FLIGHT),
-            "grpo.group_size must be at most engine.max_num_seqs 7 with loop.mode in_flight, got 8; "
-            f"{ALONE}whoever waits for room there grows old",
-        ),
-        (
-            *("tiny", ("draft.autopilot=true",), IN_FLIGHT),
-            "draft.autopilot must be false with loop.mode in_flight, got True; it weighs one generation "
-            "against another, and here none ends: set loop.mode one_step_off",
-        ),
+        ("qwen3_8b", (), IN_FLIGHT, "placement.mode must be split with loop.mode in_flight, got 'colocated'"),
+        ("qwen3_8b", IN_TURN, IN_FLIGHT, "placement.memory must be 'shared' with loop.mode in_flight, got 'in_turn'"),
+        ("tiny", ("engine.num_engines=7",), IN_FLIGHT, "engine.num_engines must be at most grpo.prompts_per_step 6"),
+        ("tiny", ("engine.max_num_seqs=7",), IN_FLIGHT, "grpo.group_size must be at most engine.max_num_seqs 7 with"),
+        ("tiny", ("draft.autopilot=true",), IN_FLIGHT, "draft.autopilot must be false with loop.mode in_flight, got"),
         *(
-            (
-                *("qwen3_8b", (f"{section}.num_kept_idle=1",), ("placement.memory=in_turn",)),
-                f"{section}.num_kept_idle must be 0 with placement.memory 'in_turn', got 1; {IN_TURN}",
-            )
-            for section in ("engine", "learner")
+            ("qwen3_8b", (f"{each}.num_kept_idle=1",), IN_TURN, f"{each}.num_kept_idle must be 0 with placement.memory")
+            for each in ("engine", "learner")
         ),
     ],
 )
@@ -537,4 +447,6 @@ def test_what_a_recipe_may_say_alone_is_refused_where_the_rest_cannot_serve_it(
     refusal: Callable[..., str], recipe: str, given: tuple[str, ...], and_then: tuple[str, ...], message: str
 ) -> None:
     load_recipe(recipe, overrides=parse_overrides(given))
-    assert refusal(lambda: load_recipe(recipe, overrides=parse_overrides((*given, *and_then)))) == message
+    said = refusal(load_recipe, name=recipe, overrides=parse_overrides((*given, *and_then)))
+    assert said.startswith(message)
+    assert ", got " in said and "; " in said  # the value and the fix

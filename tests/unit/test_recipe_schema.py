@@ -146,6 +146,11 @@ def test_a_row_has_type_range_default_meaning_and_who_sets_the_field() -> None:
     assert recipe_reference.type_text(LEAVES["grpo.loss.mask_level"]) == "`token`, `sequence`"
 
 
+def test_the_reference_shows_the_schema_as_it_is() -> None:
+    """So a range that changes is seen to change."""
+    assert recipe_reference.page() == (CONFIGS.parent / "docs" / "recipe.md").read_text()
+
+
 def test_the_command_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == recipe_file_schema()

@@ -97,6 +97,11 @@ class Check(typing.NamedTuple):
     along: Mapping[str, Any] = {}
 
 
+def checks(section: str, probe: Probe, also: Mapping[str, Any] = {}, **values: Any) -> dict[str, Check]:
+    """Checks of several fields of a section that one probe sees: the other value of each, by its name."""
+    return {f"{section}.{name}": Check(value, probe, also) for name, value in values.items()}
+
+
 def recipe_with(changes: Mapping[str, Any], values: Mapping[str, Any] = SMALL) -> Recipe:
     """The small recipe with dotted `changes`."""
     nested = json.loads(json.dumps(values))

@@ -16,7 +16,7 @@ from slipstream.data.tokenizer import build_tokenizer, write_tokenizer
 from slipstream.recipe import Recipe
 from slipstream.stages import support
 from tests.standins import STANDINS
-from tests.unit.recipe_fields.base import Check, Probe, Tools
+from tests.unit.recipe_fields.base import Check, Probe, Tools, checks
 
 
 class AnyAnswer:
@@ -128,32 +128,20 @@ CHECKS = {
         f"data.{split}[].config": Check([{**SUMS, "config": {"size": 3}}], own_rows(split), {f"data.{split}": [SUMS]})
         for split in SPLITS
     },
-    "data.system": Check("be brief", own_rows("train"), {"data.train": [OWN]}),
-    "data.examples": Check([EXAMPLE], own_rows("train"), {"data.train": [OWN]}),
+    **checks("data", own_rows("train"), {"data.train": [OWN]}, system="be brief", examples=[EXAMPLE]),
     **{
         f"data.examples[].{name}": Check(
             [{**EXAMPLE, name: "3"}], own_rows("train"), {"data.train": [OWN], "data.examples": [EXAMPLE]}
         )
         for name in EXAMPLE
     },
-    "data.chat_template_args": Check({"enable_thinking": False}, prompt_sets),
-    "data.num_validation_problems": Check(3, prompt_sets),
-    "data.max_prompt_tokens": Check(12, prompt_sets),
-    "data.instruction": Check("{problem} Solve it.", prompt_sets),
-    "data.seed": Check(1, prompt_sets),
-    "data.synthetic.num_train_problems": Check(13, synthetic_rows),
-    "data.synthetic.num_copies": Check(3, synthetic_rows),
-    "data.synthetic.num_conflicting": Check(2, synthetic_rows),
-    "data.synthetic.num_leaked": Check(2, synthetic_rows),
-    "data.synthetic.num_draft_rows": Check(13, synthetic_rows),
-    "data.synthetic.num_validation_problems": Check(5, synthetic_rows),
-    "data.synthetic.min_terms": Check(4, synthetic_corpus),
-    "data.synthetic.max_terms": Check(8, synthetic_corpus),
-    "data.synthetic.terms_decay": Check(0.5, synthetic_corpus),
+    **checks("data", prompt_sets, chat_template_args={"enable_thinking": False}, num_validation_problems=3),
+    **checks("data", prompt_sets, max_prompt_tokens=12, instruction="{problem} Solve it.", seed=1),
+    **checks("data.synthetic", synthetic_rows, num_train_problems=13, num_copies=3, num_conflicting=2, num_leaked=2),
+    **checks("data.synthetic", synthetic_rows, num_draft_rows=13, num_validation_problems=5),
+    **checks("data.synthetic", synthetic_corpus, min_terms=4, max_terms=8, terms_decay=0.5, one_digit_rate=0.9),
+    **checks(
+        "data.synthetic", synthetic_corpus, subtraction_rate=0.5, noise_rate=0.5, careless_rate=0.0, general_rate=0.5
+    ),
     "data.synthetic.max_term": Check(50, synthetic_corpus, {"data.synthetic.one_digit_rate": 0.5}),
-    "data.synthetic.one_digit_rate": Check(0.9, synthetic_corpus),
-    "data.synthetic.subtraction_rate": Check(0.5, synthetic_corpus),
-    "data.synthetic.noise_rate": Check(0.5, synthetic_corpus),
-    "data.synthetic.careless_rate": Check(0.0, synthetic_corpus),
-    "data.synthetic.general_rate": Check(0.5, synthetic_corpus),
 }

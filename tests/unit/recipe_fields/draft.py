@@ -35,7 +35,7 @@ from slipstream.train.arm import Run
 from slipstream.train.pending import Pending
 from slipstream.types import Arm, Prompt
 from slipstream.workers.learner_process import LearnerProcess
-from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, rollout_groups
+from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, checks, rollout_groups
 from tests.unit.recipe_fields.policy import OPTIMIZER, own_policy
 
 
@@ -298,25 +298,14 @@ HISTORY = {"draft.method": "history"}
 DRAFT_MODEL = {"draft.method": "draft_model"}
 DFLASH = {"draft.method": "dflash", "draft.pretrain.ttt_steps": 3}  # as long as the longest of tuning.candidate_ks
 CHECKS = {
-    "draft.method": Check("ngram", told_vllm),
-    "draft.sampling": Check("greedy", told_vllm),
-    "draft.verification": Check("block", told_vllm),
-    "draft.ngram.prompt_lookup_min": Check(3, told_vllm, NGRAM),
-    "draft.ngram.prompt_lookup_max": Check(4, told_vllm, NGRAM),
-    "draft.suffix.max_tree_depth": Check(8, told_vllm, SUFFIX),
-    "draft.suffix.max_cached_requests": Check(0, told_vllm, SUFFIX),
-    "draft.suffix.max_spec_factor": Check(2.0, told_vllm, SUFFIX),
+    **checks("draft", told_vllm, method="ngram", sampling="greedy", verification="block"),
+    **checks("draft.ngram", told_vllm, NGRAM, prompt_lookup_min=3, prompt_lookup_max=4),
+    **checks("draft.suffix", told_vllm, SUFFIX, max_tree_depth=8, max_cached_requests=0, max_spec_factor=2.0),
     "draft.suffix.min_token_prob": Check(0.5, told_vllm, SUFFIX),
-    "draft.history.match_min": Check(3, told_vllm, HISTORY),
-    "draft.history.match_max": Check(8, told_vllm, HISTORY),
-    "draft.history.max_tokens": Check(9, told_vllm, HISTORY),
+    **checks("draft.history", told_vllm, HISTORY, match_min=3, match_max=8, max_tokens=9),
     "draft.model": Check("somewhere", small_draft, DRAFT_MODEL),
-    "draft.draft_model.shape.hidden_size": Check(32, small_draft, DRAFT_MODEL),
-    "draft.draft_model.shape.num_layers": Check(1, small_draft, DRAFT_MODEL),
-    "draft.draft_model.shape.num_attention_heads": Check(4, small_draft, DRAFT_MODEL),
-    "draft.draft_model.shape.num_query_groups": Check(2, small_draft, DRAFT_MODEL),
-    "draft.draft_model.shape.head_dim": Check(16, small_draft, DRAFT_MODEL),
-    "draft.draft_model.shape.ffn_hidden_size": Check(64, small_draft, DRAFT_MODEL),
+    **checks("draft.draft_model.shape", small_draft, DRAFT_MODEL, hidden_size=32, num_layers=1, num_attention_heads=4),
+    **checks("draft.draft_model.shape", small_draft, DRAFT_MODEL, num_query_groups=2, head_dim=16, ffn_hidden_size=64),
     "draft.draft_model.shape.init_std": Check(0.1, small_draft, DRAFT_MODEL),
     **{
         f"draft.draft_model.optimizer.{name}": Check(value, small_draft, DRAFT_MODEL)
@@ -324,46 +313,29 @@ CHECKS = {
     },
     "placement.arms_in_turn": Check("off", turns_of_arms),
     "draft.init": Check("general", draft_prompts),
-    "draft.pretrain.num_prompts": Check(3, draft_training),
-    "draft.pretrain.samples_per_prompt": Check(2, draft_training),
-    "draft.pretrain.num_heldout_prompts": Check(1, draft_training),
-    "draft.pretrain.num_steps": Check(5, draft_training),
-    "draft.pretrain.tokens_per_step": Check(4, draft_training),
-    "draft.pretrain.checkpoint_every_steps": Check(1, draft_training),
+    **checks("draft.pretrain", draft_training, num_prompts=3, samples_per_prompt=2, num_heldout_prompts=1, num_steps=5),
+    **checks("draft.pretrain", draft_training, tokens_per_step=4, checkpoint_every_steps=1),
     "draft.eagle3.aux_hidden_state_layer_ids": Check([0, 1, 3], draft_steps, FOUR_LAYERS),
-    "draft.eagle3.tokens_per_row": Check(16, draft_steps),
-    "draft.pretrain.ttt_steps": Check(3, draft_steps),
-    "draft.pretrain.ttt_step_loss_decay": Check(0.5, draft_steps),
-    "draft.eagle3.fc_norm": Check(True, draft_steps),
-    "draft.eagle3.norm_output": Check(True, draft_steps),
-    "draft.eagle3.loss": Check("tv", draft_steps),
+    **checks("draft.eagle3", draft_steps, tokens_per_row=16, fc_norm=True, norm_output=True, loss="tv"),
+    **checks("draft.pretrain", draft_steps, ttt_steps=3, ttt_step_loss_decay=0.5),
     "draft.eagle3.loss_chunk_tokens": Check(4, head_calls),
     "draft.eagle3.vocab_size": Check(2, known_tokens),
-    "draft.dflash.num_layers": Check(1, draft_steps, DFLASH),
-    "draft.dflash.tokens_per_row": Check(16, draft_steps, DFLASH),
+    **checks("draft.dflash", draft_steps, DFLASH, num_layers=1, tokens_per_row=16),
     "draft.dflash.loss_chunk_tokens": Check(4, head_calls, DFLASH),
     "draft.dflash.vocab_size": Check(2, known_tokens, DFLASH),
     **{
         f"draft.dflash.optimizer.{name}": Check(value, draft_steps, DFLASH)
         for name, value in {**OPTIMIZER, "method": "adamw", "learning_rate": 0.5, "warmup_steps": 1}.items()
     },
-    "draft.pretrain.optimizer.learning_rate": Check(0.1, draft_steps),
-    "draft.pretrain.optimizer.warmup_steps": Check(4, draft_steps),
+    **checks("draft.pretrain.optimizer", draft_steps, learning_rate=0.1, warmup_steps=4),
     **{f"draft.pretrain.optimizer.{name}": Check(value, draft_steps) for name, value in OPTIMIZER.items()},
     "draft.seed": Check(1, draft_steps),
-    "draft.online.optimizer.learning_rate": Check(0.1, online_steps),
-    "draft.online.optimizer.warmup_steps": Check(1, online_steps),
+    **checks("draft.online.optimizer", online_steps, learning_rate=0.1, warmup_steps=1),
     **{f"draft.online.optimizer.{name}": Check(value, online_steps) for name, value in OPTIMIZER.items()},
-    "draft.online.tokens_per_update": Check(8, online_steps),
-    "draft.online.ttt_steps": Check(1, online_steps),
-    "draft.online.updates": Check(2, online_steps),
+    **checks("draft.online", online_steps, tokens_per_update=8, ttt_steps=1, updates=2),
     "draft.pretrain.states_cache_gib": Check(0.0001, draft_cache),
-    "tuning.candidate_ks": Check([0, 1], tuning),
-    "tuning.batch_sizes": Check([2, 4], tuning),
-    "tuning.num_repeats": Check(3, tuning),
-    "tuning.max_live_engines": Check(3, tuning),
-    "tuning.max_response_tokens": Check(1, swept),
-    "tuning.gpu_memory_utilization": Check(0.1, swept),
+    **checks("tuning", tuning, candidate_ks=[0, 1], batch_sizes=[2, 4], num_repeats=3, max_live_engines=3),
+    **checks("tuning", swept, max_response_tokens=1, gpu_memory_utilization=0.1),
     "draft.length": Check("by_batch", arm_plan),
     "draft.autopilot": Check(True, flight),
 }

@@ -16,7 +16,7 @@ from slipstream.losslessness.verdict import certify
 from slipstream.recipe import Recipe
 from slipstream.rewards.reward import RewardResult
 from slipstream.types import Prompt
-from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools
+from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, checks
 from tests.unit.recipe_fields.training import evaluations
 
 
@@ -107,19 +107,9 @@ def certificate(recipe: Recipe, _: Tools) -> object:
 
 CHECKS = {
     "evaluation.num_samples_per_problem": Check(3, evaluation_calls),
-    "evaluation.sampling.temperature": Check(0.5, evaluation_calls),
-    "evaluation.sampling.top_p": Check(0.5, evaluation_calls),
-    "evaluation.sampling.top_k": Check(5, evaluation_calls),
-    "evaluation.sampling.max_response_tokens": Check(100, evaluation_calls),
+    **checks("evaluation.sampling", evaluation_calls, temperature=0.5, top_p=0.5, top_k=5, max_response_tokens=100),
     "evaluation.every_steps": Check(2, evaluations),
-    "losslessness.num_tokens": Check(500, certificate),
-    "losslessness.num_repeated_prompts": Check(2, certificate),
-    "losslessness.num_repeats": Check(9, certificate),
-    "losslessness.num_greedy_prompts": Check(3, certificate),
-    "losslessness.family_level": Check(0.2, certificate),
-    "losslessness.power": Check(0.2, certificate),
-    "losslessness.num_replications": Check(30, certificate),
-    "losslessness.max_detectable_bias": Check(0.9, certificate),
-    "losslessness.near_tie_nats": Check(0.1, certificate),
-    "losslessness.seed": Check(1, certificate),
+    **checks("losslessness", certificate, num_tokens=500, num_repeated_prompts=2, num_repeats=9, num_greedy_prompts=3),
+    **checks("losslessness", certificate, family_level=0.2, power=0.2, num_replications=30, max_detectable_bias=0.9),
+    **checks("losslessness", certificate, near_tie_nats=0.1, seed=1),
 }

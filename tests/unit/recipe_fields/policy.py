@@ -21,7 +21,7 @@ from slipstream.learner.optimizer import with_optimizer
 from slipstream.learner.policy_source import pretrain, resolve
 from slipstream.recipe import Recipe
 from slipstream.stages import prepare_policy, support
-from tests.unit.recipe_fields.base import Check, Tools
+from tests.unit.recipe_fields.base import Check, Tools, checks
 
 
 def own_architecture(recipe: Recipe, _: Tools) -> Architecture:
@@ -161,21 +161,15 @@ CHECKS = {
     **{f"policy.rope.{name}": Check(OTHER.get(name, 3.0), extended_positions, also) for name, also in SCALINGS.items()},
     "workload": Check("rl_think", own_training),
     "policy.model": Check("./nowhere", which_policy),
-    "policy.scratch.shape.hidden_size": Check(32, model_config),
-    "policy.scratch.shape.num_layers": Check(4, model_config),
-    "policy.scratch.shape.num_attention_heads": Check(4, model_config),
-    "policy.scratch.num_mtp_layers": Check(1, model_config),
-    "policy.scratch.shape.num_query_groups": Check(2, model_config),
-    "policy.scratch.shape.head_dim": Check(16, model_config),
-    "policy.scratch.shape.ffn_hidden_size": Check(32, model_config),
-    "policy.scratch.max_position_embeddings": Check(1024, model_config),
-    "policy.scratch.tie_word_embeddings": Check(True, model_config),
+    **checks(
+        "policy.scratch.shape", model_config, hidden_size=32, num_layers=4, num_attention_heads=4, num_query_groups=2
+    ),
+    **checks("policy.scratch.shape", model_config, head_dim=16, ffn_hidden_size=32),
+    **checks("policy.scratch", model_config, num_mtp_layers=1, max_position_embeddings=1024, tie_word_embeddings=True),
     "policy.scratch.shape.init_std": Check(0.1, first_weights),
     "policy.scratch.seed": Check(1, first_weights),
-    "policy.scratch.num_steps": Check(5, pretraining_steps),
-    "policy.scratch.tokens_per_step": Check(9, pretraining_steps),
-    "policy.scratch.optimizer.learning_rate": Check(0.5, pretraining_steps),
-    "policy.scratch.optimizer.warmup_steps": Check(1, pretraining_steps),
+    **checks("policy.scratch", pretraining_steps, num_steps=5, tokens_per_step=9),
+    **checks("policy.scratch.optimizer", pretraining_steps, learning_rate=0.5, warmup_steps=1),
     **{f"policy.scratch.optimizer.{name}": Check(value, own_training) for name, value in OPTIMIZER.items()},
     "learner.max_tokens_per_microbatch": Check(512, microbatches),
     "learner.packing": Check("always", rows),
@@ -183,9 +177,8 @@ CHECKS = {
     "learner.recompute": Check("full", recomputed),
     "learner.distributed_optimizer": Check(True, megatron_optimizer),
     "learner.dtype": Check("bfloat16", model_config),
-    "learner.parallel.tensor": Check(2, model_config, TWO_GROUPS),
+    **checks("learner.parallel", model_config, TWO_GROUPS, tensor=2, context=2),
     "learner.parallel.pipeline": Check(3, model_config),
-    "learner.parallel.context": Check(2, model_config, TWO_GROUPS),
     "learner.parallel.expert": Check(2, dealt_experts, MIXTURE),
     "learner.parallel.sequence_parallel": Check(True, model_config, TWO_RANKS),
     "grpo.optimizer.warmup_steps": Check(10, first_learning_rate),

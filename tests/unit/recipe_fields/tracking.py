@@ -13,7 +13,7 @@ from slipstream.stages import report_speedup, runs, start_run, support
 from slipstream.tracking import tracker
 from slipstream.tracking.mlflow_store import Execution
 from slipstream.tracking.spool import read_events
-from tests.unit.recipe_fields.base import Check, Tools
+from tests.unit.recipe_fields.base import Check, Tools, checks
 
 
 def tracked_run(recipe: Recipe, tools: Tools) -> object:
@@ -83,12 +83,8 @@ def layout(recipe: Recipe, _: Tools) -> object:
 
 CHECKS = {
     "name": Check("other", tracked_run),
-    "tracking.uri": Check("http://localhost:1", tracked_run),
-    "tracking.experiment": Check("elsewhere", tracked_run),
-    "tracking.close_wait_s": Check(1.0, tracked_run),
+    **checks("tracking", tracked_run, uri="http://localhost:1", experiment="elsewhere", close_wait_s=1.0),
     "tracking.replay_every_s": Check(1.0, replay_pauses),
-    "tracking.drift.num_executions": Check(5, drift_verdict),
-    "tracking.drift.fail": Check(True, drift_verdict),
-    "simulator.model": Check("qwen3-8b", layout),
-    "simulator.hardware": Check("gb200", layout),
+    **checks("tracking.drift", drift_verdict, num_executions=5, fail=True),
+    **checks("simulator", layout, model="qwen3-8b", hardware="gb200"),
 }

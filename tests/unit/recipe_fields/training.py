@@ -35,7 +35,7 @@ from slipstream.stages.train_grpo import arm_plan
 from slipstream.train import arm
 from slipstream.types import Arm, Prompt
 from slipstream.workers.calls import LostWorkerError, Worker
-from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, rollout_groups
+from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, checks, rollout_groups
 from tests.unit.recipe_fields.policy import megatron_optimizer
 from tests.unit.recipe_fields.workers import engine_arguments
 from tests.unit.sampled import accepted
@@ -376,50 +376,36 @@ ALL_ALIKE = {"reward.function": OWN_REWARD["function"]}
 FAILING = {"reward.function": f"{Path(__file__).with_name('rewards_of_a_user.py')}:strict"}
 ADAPTERS = {"policy.lora.rank": 2}
 CHECKS = {
-    "policy.lora.rank": Check(3, training_adapters, ADAPTERS),
-    "policy.lora.alpha": Check(8.0, training_adapters, ADAPTERS),
-    "policy.lora.targets": Check(["q_proj"], training_adapters, ADAPTERS),
+    **checks("policy.lora", training_adapters, ADAPTERS, rank=3, alpha=8.0, targets=["q_proj"]),
     "placement.memory": Check("in_turn", training_turns, IN_TURN),
     "loop.mode": Check("one_step_off", training_loop),
     "loop.max_off_policy_steps": Check(2, training_loop, ONE_STEP_OFF),
     "loop.kv_cache": Check("keep", started_engines, IN_FLIGHT),
     "loop.too_old": Check("restart", restarts_in_flight, IN_FLIGHT),
     "sampling.temperature": Check(0.5, training_calls),
-    "grpo.num_steps": Check(5, training_calls),
-    "grpo.prompts_per_step": Check(1, training_calls),
+    **checks("grpo", training_calls, num_steps=5, prompts_per_step=1, scale_advantages_by_std=True, updates_per_step=2),
+    **checks("grpo", training_calls, recompute_logprobs="always", checkpoint_every_steps=1, seed=1),
     "grpo.group_size": Check(4, training_calls, GROUPS_OF_4),
     "grpo.dynamic_sampling.max_extra_batches": Check(1, training_calls, ALL_ALIKE),
-    "grpo.scale_advantages_by_std": Check(True, training_calls),
-    "grpo.updates_per_step": Check(2, training_calls),
-    "grpo.recompute_logprobs": Check("always", training_calls),
-    "grpo.checkpoint_every_steps": Check(1, training_calls),
-    "grpo.seed": Check(1, training_calls),
-    "grpo.optimizer.learning_rate": Check(0.5, training_optimizer),
-    "grpo.optimizer.method": Check("muon", training_optimizer),
-    "grpo.optimizer.betas": Check([0.8, 0.9], training_optimizer),
-    "grpo.optimizer.weight_decay": Check(0.1, training_optimizer),
+    **checks(
+        "grpo.optimizer", training_optimizer, learning_rate=0.5, method="muon", betas=[0.8, 0.9], weight_decay=0.1
+    ),
     "grpo.optimizer.clip_grad": Check(0.5, training_optimizer),
-    "grpo.loss.kind": Check("rloo", training_loss),
-    "grpo.loss.clip_low": Check(0.4, training_loss),
-    "grpo.loss.clip_high": Check(0.4, training_loss),
-    "grpo.loss.kl_coefficient": Check(0.1, training_loss),
+    **checks("grpo.loss", training_loss, kind="rloo", clip_low=0.4, clip_high=0.4, kl_coefficient=0.1),
     "grpo.loss.kl_estimator": Check("k1", training_loss, {"grpo.loss.kl_coefficient": 0.1}),
-    "grpo.loss.truncated_importance_sampling": Check(3.0, training_loss, CORRECTED),
+    **checks("grpo.loss", training_loss, CORRECTED, truncated_importance_sampling=3.0, mask_band=[0.5, 16.0]),
     "engine.quantization": Check("int8", training_format, CAPPED_HIGH),
     "grpo.loss.correction": Check("sequence", training_loss, CAPPED_HIGH),
-    "grpo.loss.mask_band": Check([0.5, 16.0], training_loss, CORRECTED),
     "grpo.loss.mask_level": Check("sequence", training_loss, MASKED),
     "grpo.loss.filter_overlong": Check(True, training_calls),
     "draft.online.when": Check("always", online_training),
     "draft.online.horizon_steps": Check(1, online_training, WHEN_STALE),
     "refit.channel": Check("gloo", training_channel),
-    "refit.bucket_mib": Check(1.0, training_channel, OVER_GLOO),
-    "refit.timeout_s": Check(5.0, training_channel, OVER_GLOO),
+    **checks("refit", training_channel, OVER_GLOO, bucket_mib=1.0, timeout_s=5.0),
     "engine.max_restarts": Check(1, engine_restarts),
     "learner.max_restarts": Check(2, learner_restarts),
     "refit.check_every_steps": Check(2, training_calls),
-    "reward.function": Check(OWN_REWARD["function"], training_records),
-    "reward.functions": Check([OWN_REWARD], training_records),
+    **checks("reward", training_records, function=OWN_REWARD["function"], functions=[OWN_REWARD]),
     **{
         f"reward.functions[].{name}": Check(
             [{**OWN_REWARD, name: value}], training_records, {"reward.functions": [OWN_REWARD]}
@@ -429,7 +415,5 @@ CHECKS = {
     "reward.overlong.buffer_tokens": Check(160, training_records),
     "reward.overlong.penalty": Check(2.0, training_records, {"reward.overlong.buffer_tokens": 160}),
     "reward.max_failed_fraction": Check(0.2, failing_rewards, FAILING),
-    "reward.timeout_s": Check(1.0, reward_workers),
-    "reward.num_workers": Check(2, reward_workers),
-    "reward.worker_memory_gib": Check(1.0, reward_workers),
+    **checks("reward", reward_workers, timeout_s=1.0, num_workers=2, worker_memory_gib=1.0),
 }

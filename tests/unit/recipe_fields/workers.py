@@ -12,7 +12,7 @@ from slipstream.recipe import Recipe
 from slipstream.stages.recipe_engines import recipe_engine
 from slipstream.workers import calls, engines, learners
 from slipstream.workers.placement.plan import make_plan, parse_cluster, plan_text
-from tests.unit.recipe_fields.base import Check, Tools
+from tests.unit.recipe_fields.base import Check, Tools, checks
 from tests.unit.recipe_fields.policy import MIXTURE
 
 
@@ -154,23 +154,12 @@ CHECKS = {
     "placement.training_nodes": Check(3, plan, SPLIT, {"placement.nodes": 4, "learner.parallel.data": 3}),
     "placement.logical_gpus": Check(True, plan, ONE_GPU),
     "placement.start_timeout_s": Check(5.0, started_engines),
-    "engine.backend": Check("sglang", started_engines),
-    "engine.max_model_len": Check(300, engine_arguments),
-    "engine.max_num_seqs": Check(128, engine_arguments),
-    "engine.dtype": Check("bfloat16", engine_arguments),
-    "engine.enforce_eager": Check(False, engine_arguments),
-    "engine.kv_cache_gib": Check(0.5, engine_arguments),
-    "engine.gpu_memory_utilization": Check(0.4, engine_arguments, ON_GPU),
-    "engine.tensor_parallel_size": Check(2, engine_arguments),
-    "engine.num_threads": Check(1, engine_arguments),
-    "engine.num_engines": Check(2, started_engines),
-    "engine.num_kept_idle": Check(0, started_engines),
-    "engine.start_timeout_s": Check(30.0, started_engines),
+    **checks("engine", started_engines, backend="sglang", num_engines=2, num_kept_idle=0, start_timeout_s=30.0),
     "engine.answer_timeout_s": Check(30.0, started_engines),
+    **checks("engine", engine_arguments, max_model_len=300, max_num_seqs=128, dtype="bfloat16", enforce_eager=False),
+    **checks("engine", engine_arguments, kv_cache_gib=0.5, tensor_parallel_size=2, num_threads=1),
+    "engine.gpu_memory_utilization": Check(0.4, engine_arguments, ON_GPU),
     "sampling.max_response_tokens": Check(100, engine_arguments),
-    "learner.num_threads": Check(1, started_learner),
-    "learner.num_kept_idle": Check(0, started_learner),
-    "learner.start_timeout_s": Check(30.0, started_learner),
-    "learner.answer_timeout_s": Check(30.0, started_learner),
+    **checks("learner", started_learner, num_threads=1, num_kept_idle=0, start_timeout_s=30.0, answer_timeout_s=30.0),
     "learner.parallel.data": Check(2, started_learner),
 }
