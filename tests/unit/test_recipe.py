@@ -100,12 +100,14 @@ def test_relative_paths_of_a_recipe_are_those_beside_its_file_and_of_a_launch_th
 
 ADAMW = ("grpo.optimizer.method=adamw", "policy.scratch.optimizer.method=adamw")
 INT8 = ("engine.quantization=int8", "grpo.loss.truncated_importance_sampling=2.0")
+MTP = ("draft.method=mtp", "draft.pretrain.optimizer.method=adamw")
 NAMED = {
     "ADAMW": ADAMW,
     "ONLINE": ("draft.online.when=always", *ADAMW),
     "MIXTURE": (f"policy.model={Path(__file__).parent / 'recipe_fields' / 'mixture'}", "policy.scratch=null"),
     "ON_GPU": ("engine={kv_cache_gib: null, gpu_memory_utilization: 0.19}",),
     "INT8": INT8,
+    "MTP": MTP,
 }
 # What is set, and below it what the error says, with dots for some words; after a semicolon it says the fix.
 REFUSED = """
@@ -189,7 +191,7 @@ draft.method=dflash
     draft.pretrain.ttt_steps must be >= the longest of tuning.candidate_ks, 7, with draft.method dflash, got 4;
 draft.method=dflash + draft.pretrain.ttt_steps=7 + engine.max_model_len=237
     engine.max_model_len must hold ... 64 + sampling.max_response_tokens 160 + 14 ... k 7 = 238 tokens, got 237;
-draft.method=mtp
+MTP
     policy.scratch.num_mtp_layers must be 1 with draft.method mtp, got 0;
 learner.parallel.data=25 + grpo.updates_per_step=2
     learner.parallel.data must be at most the 24 rollouts of an update, got 25;
@@ -199,7 +201,7 @@ ONLINE + draft.online.updates=25 + learner.parallel.data=2
     draft.online.updates must be at most the 48 rollouts of an update / 2 data-parallel ranks, got 25;
 ONLINE + draft.method=ngram
     draft.online.when must be off with draft.method ngram, got 'always';
-ONLINE + draft.method=mtp + learner.parallel.pipeline=2
+ONLINE + MTP + learner.parallel.pipeline=2
     learner.parallel must have pipeline 1, context 1 and sequence_parallel false with draft.method mtp, got ...;
 policy.scratch.num_mtp_layers=1 + learner.parallel.context=2
     learner.parallel.context must be 1 for a policy with an MTP layer, which reads the states of whole sequences, got 2
@@ -211,7 +213,7 @@ engine.quantization=fp8
     engine.quantization must be none or int8 with engines on CPUs (engine.kv_cache_gib), got 'fp8';
 engine.quantization=int8
     grpo.loss.correction must be given with engine.quantization int8, got None;
-INT8 + policy.scratch.num_mtp_layers=1 + draft.method=mtp
+INT8 + policy.scratch.num_mtp_layers=1 + MTP
     draft.method must not be mtp with engine.quantization int8, got 'mtp';
 INT8 + learner.parallel.tensor=2 + ADAMW
     engine.tensor_parallel_size must be a multiple of learner.parallel.tensor 2 with engine.quantization int8, got 1;
@@ -242,7 +244,7 @@ CAPPED = "grpo.loss.truncated_importance_sampling=2.0"
         ("grpo.dynamic_sampling.max_extra_batches=2",),
         ("sampling.temperature=0.5",),
         ("draft.eagle3.aux_hidden_state_layer_ids=[2, 12, 23]",),
-        ("draft.method=mtp", "policy.scratch.num_mtp_layers=1"),
+        (*MTP, "policy.scratch.num_mtp_layers=1"),
         ("draft.method=dflash", "draft.pretrain.ttt_steps=7", "engine.max_model_len=238"),
         ("engine={kv_cache_gib: null, gpu_memory_utilization: 0.475}", "tuning.max_live_engines=2"),
         (
