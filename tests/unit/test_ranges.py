@@ -128,8 +128,9 @@ def bounds() -> Iterator[Any]:
         for name, schema in properties(section).items():
             for part in (schema, *schema.get("anyOf", ())):
                 step = 1 if part.get("type") == "integer" else 0.001
-                for word in BESIDE.keys() & part.keys() - ({"maximum"} if part.get("maximum") == LARGEST else set()):
-                    sign, side, fits = BESIDE[word]
+                for word, (sign, side, fits) in BESIDE.items():
+                    if word not in part or (word == "maximum" and part[word] == LARGEST):
+                        continue
                     off = part[word] + side * step
                     beside, on = (off, part[word]) if fits else (part[word], part[word] - 2 * side * step)
                     shown = f"{part[word]:g}" if isinstance(part[word], float) else str(part[word])
