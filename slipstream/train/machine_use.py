@@ -2,9 +2,10 @@
 
 Linux counts the time of each core in /proc/stat, and of each process in a file of its own. The run's processes are this
 process and its descendants, a local Ray and its workers among them. Where Ray was running before, they are its raylet
-and the raylet's descendants too. On a cluster this machine is the trainer's node, and no other node is read. Counters
-are read before a step and after it, outside its time; both readings take 4 ms together where 120 processes run
-(measured on a busy machine of two cores). A value that cannot be read is None: no run fails for it.
+and the raylet's descendants too; where workers are forked, the process that has them forked and its descendants. On a
+cluster this machine is the trainer's node, and no other node is read. Counters are read before a step and after it,
+outside its time; both readings take 4 ms together where 120 processes run (measured on a busy machine of two cores). A
+value that cannot be read is None: no run fails for it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from slipstream.records.steps import MachineUse
+from slipstream.workers.forked_workers import forking_process
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +137,8 @@ def _own_ticks(proc: Path) -> dict[tuple[int, int], int]:
             stats[int(entry)] = name, behind
             children.setdefault(int(behind.split(None, 2)[_PARENT]), []).append(int(entry))
     own = _tree([os.getpid()], children)
+    if (forking := forking_process()) in stats:
+        own |= _tree([forking], children)
     if not any(stats[pid][0].endswith(_RAYLET) for pid in own):
         own |= _tree([pid for pid, (name, _) in stats.items() if name.endswith(_RAYLET)], children)
     fields = {pid: stats[pid][1].split() for pid in own}

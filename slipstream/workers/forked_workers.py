@@ -90,11 +90,21 @@ def forked_workers() -> Iterator[None]:
                 del os.environ[name]
 
 
+def forking_process() -> int | None:
+    """Return the process that all forked workers of this one's driver descend from; None: workers are not forked."""
+    return int(_owner(Path(os.environ[DIRECTORY])).read_text()) if DIRECTORY in os.environ else None
+
+
+def _owner(directory: Path) -> Path:
+    return directory / "pid"
+
+
 @contextmanager
 def managed(modules: Mapping[bool, Sequence[str]] = _MODULES) -> Iterator[Path]:
     """Make a directory where clients are answered for the span of the block."""
     with tempfile.TemporaryDirectory(prefix="slipstream-forked-", dir="/var/tmp") as directory:  # hosts see it too
         manager = Manager(Path(directory), modules)
+        _owner(Path(directory)).write_text(str(os.getpid()))
         try:
             yield Path(directory)
         finally:

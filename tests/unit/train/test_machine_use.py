@@ -15,6 +15,7 @@ import pytest
 
 from slipstream.records.steps import MachineUse
 from slipstream.train.machine_use import Counters, read_counters, use_between
+from slipstream.workers.forked_workers import DIRECTORY
 
 NOTHING = MachineUse(
     load=None, other_cpu_fraction=None, steal_fraction=None, memory_pressure_fraction=None, cpu_mhz=None
@@ -127,6 +128,17 @@ def test_workers_of_a_ray_that_was_there_before_are_the_runs_own_and_of_another_
     worked = {**theirs, 81: process(80, (60, 0, 0, 0), name="ray::A (x) b")}
     assert used(tmp_path, own | theirs, own | worked) == 0.2
     assert used(tmp_path, own | ours | theirs, own | ours | worked) == 0.5
+
+
+def test_forked_workers_are_the_runs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer and the server that forked a worker are children of the process that has workers forked."""
+    (tmp_path / "pid").write_text("40")
+    run = {40: process(1, (0, 0, 0, 0)), HERE: process(40, (0, 0, 0, 0)), 41: process(40, (0, 0, 0, 0))}
+    worker, worked = {42: process(41, (0, 0, 0, 0))}, {42: process(41, (60, 0, 0, 0))}
+    monkeypatch.delenv(DIRECTORY, raising=False)
+    assert used(tmp_path, run | worker, run | worked) == 0.5
+    monkeypatch.setenv(DIRECTORY, str(tmp_path))
+    assert used(tmp_path, run | worker, run | worked) == 0.2
 
 
 def test_cores_that_the_run_may_not_use_are_not_counted(tmp_path: Path) -> None:
