@@ -173,9 +173,8 @@ def test_muon_steps_experts_on_two_ranks_as_on_one(name: str, model: Path, tmp_p
     for rank in got:
         assert rank["losses"] == pytest.approx(expected["losses"], abs=1e-6)
         for key, tensor in rank["trained"].items():
-            # AdamW divides rounding by itself where a gradient of an embedding is near 0.
-            atol = 5e-7 if tensor.dim() == 2 and "layers" in key else 5e-6
-            torch.testing.assert_close(tensor, expected["trained"][key], rtol=0, atol=atol, msg=key)
+            seen = gradients[key].abs() > 1e-3 * gradients[key].abs().max()  # else AdamW divides rounding by itself
+            torch.testing.assert_close(tensor[seen], expected["trained"][key][seen], rtol=0, atol=1e-6, msg=key)
 
 
 @pytest.mark.slow

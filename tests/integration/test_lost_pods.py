@@ -31,8 +31,9 @@ _RECIPE: dict[str, Any] = {
     "learner": {"max_restarts": 0, "dtype": "float32"},
     "grpo": {"num_steps": 4, "prompts_per_step": 4, "group_size": 4, "checkpoint_every_steps": 2},
     "draft": {"pretrain": {"num_prompts": 12, "num_heldout_prompts": 4, "num_steps": 6, "checkpoint_every_steps": 2}},
-    # The policy learns to box a number, which is right now and then: without rewards that differ no step would learn.
+    # The policy learns to end, after a number of tokens that differs: so do rewards, without which no step would learn.
     "policy": {"scratch": {"num_steps": 40}},
+    "reward": {"overlong": {"buffer_tokens": 28}},
     "sampling": {"max_response_tokens": 32},
     "data": {
         "synthetic": {
