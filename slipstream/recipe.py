@@ -19,8 +19,7 @@ import yaml
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
-import slipstream
-from slipstream.catalog import SimulatorConfig
+from slipstream.catalog import CONFIGS, SimulatorConfig
 from slipstream.config import (
     Checked,
     ConfigError,
@@ -50,7 +49,6 @@ from slipstream.types import LoopMode, Quantization, Workload
 from slipstream.workers.placement.config import Layout, PlacementConfig, PlacementMode
 from slipstream.workers.placement.memory import MemoryEstimate, estimate, known_shape, require_even, resolved_channel
 
-CONFIGS = Path(slipstream.__file__).resolve().parents[1] / "configs"
 _WORKLOADS = "workloads"
 _BASE = "base"
 _PATHS = (

@@ -208,14 +208,9 @@ def resumed(root: Path, execution: str, *, reuse_stored: bool) -> Launch:
     """
     unfinished = _unfinished(root)
     name = execution or next(iter(unfinished), "")
+    rule = f"must name an execution under {root} that has no report yet"
     known = ", ".join(unfinished) or "none"
-    require(
-        name in unfinished,
-        "--resume",
-        f"must name an execution under {root} that has no report yet",
-        execution or "the latest",
-        f"known: {known}",
-    )
+    require(name in unfinished, "--resume", rule, execution or "the latest", f"known: {known}")
     path = str(recorded_recipe(root, name))
     inputs = {"recipe": path, "arms": recorded_arms(root, name), "resume_execution": name}
     return Launch(workflow=_workflow_of(load_recipe(path)), execution=name, inputs=inputs, reuse_stored=reuse_stored)

@@ -600,12 +600,9 @@ class VllmEngine:
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> None:
         longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
-        require(
-            longest + sampling.max_response_tokens <= self._max_model_len,
-            "engine.max_model_len",
-            f"must hold the longest prompt {longest} + max_response_tokens {sampling.max_response_tokens}",
-            self._max_model_len,
-        )
+        fits = longest + sampling.max_response_tokens <= self._max_model_len
+        rule = f"must hold the longest prompt {longest} + max_response_tokens {sampling.max_response_tokens}"
+        require(fits, "engine.max_model_len", rule, self._max_model_len)
 
     @property
     def _versions(self) -> tuple[int, int | None]:
