@@ -20,16 +20,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from slipstream.catalog import CONFIGS, SimulatorConfig
-from slipstream.config import (
-    Checked,
-    ConfigError,
-    check_known,
-    from_mapping,
-    merge,
-    read_mapping,
-    require,
-    to_mapping,
-)
+from slipstream.config import Checked, ConfigError, check_known, from_mapping, merge, read_mapping, require, to_mapping
 from slipstream.data.config import DATA_SUFFIXES, SYNTHETIC, DataConfig
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.length import TuningConfig, require_groups

@@ -145,15 +145,17 @@ def measure(  # one input an output of the other parts
     """
     shared: dict[str, Any] = {"context": context, "recipe": recipe}
     start = {"policy": policy, "data": data, "draft": draft, "tuning": tuning}
-    evaluated = evaluate_aime(**shared, data=data, policy=policy, arms=arms).with_overrides(
-        name="evaluate start and arms", node_name="evaluate"
+    evaluations = (
+        evaluate_aime(**shared, data=data, policy=policy, arms=arms)
+        .with_overrides(name="evaluate start and arms", node_name="evaluate")
+        .evaluations
     )
     certificate = (
         certify_losslessness(**shared, **start, trained=certified)
         .with_overrides(name="certify losslessness", node_name="certify")
         .certificate
     )
-    evaluated.evaluations >> certificate  # pyright: ignore[reportUnusedExpression]  # both want all nodes
+    evaluations >> certificate  # pyright: ignore[reportUnusedExpression]  # both want all nodes
     projection = (
         project_speedup(**shared, tuning=tuning, arms=arms)
         .with_overrides(name="project speedup", node_name="project")
@@ -161,12 +163,7 @@ def measure(  # one input an output of the other parts
     )
     report = (
         report_speedup(
-            **shared,
-            **start,
-            arms=arms,
-            evaluations=evaluated.evaluations,
-            certificate=certificate,
-            projection=projection,
+            **shared, **start, arms=arms, evaluations=evaluations, certificate=certificate, projection=projection
         )
         .with_overrides(name="report speedup", node_name="report")
         .report

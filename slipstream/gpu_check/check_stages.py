@@ -35,10 +35,7 @@ from slipstream.engine.requests import group_requests
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.loop_config import KvCache
 from slipstream.grpo.update import Update
-from slipstream.learner.config import (
-    LearnerConfig,
-    ParallelConfig,
-)
+from slipstream.learner.config import LearnerConfig, ParallelConfig
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import LOSSLESS, certify
@@ -498,10 +495,7 @@ def in_turn(at: Setting) -> None:
     from slipstream.train.recovery import FaultTolerantEngines
 
     policy, layout = at.policy("policy", 0), at.layout(takes_turns=True)
-    with (
-        at.start_engine(policy, layout=layout) as engines,
-        at.start_learner(layout=layout) as learner,
-    ):
+    with at.start_engine(policy, layout=layout) as engines, at.start_learner(layout=layout) as learner:
         learner.load(policy, _OPTIMIZER)
         config = RefitConfig()
         if not at.is_dry:

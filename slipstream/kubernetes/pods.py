@@ -15,14 +15,7 @@ from collections.abc import Sequence
 
 from kubernetes import client as k8s
 
-from slipstream.kubernetes.profile import (
-    CLUSTER_VARIABLE,
-    NODE_VARIABLE,
-    ClusterProfile,
-    GpuNodes,
-    PodSize,
-    Scheduler,
-)
+from slipstream.kubernetes.profile import CLUSTER_VARIABLE, NODE_VARIABLE, ClusterProfile, GpuNodes, PodSize, Scheduler
 
 PRIMARY = "primary"
 RAY_HEAD, RAY_WORKER = "ray-head", "ray-worker"

@@ -104,12 +104,7 @@ def _wrapped(name: str, text: str) -> str:
 
 
 def check(
-    api: Api,
-    profile: ClusterProfile,
-    *,
-    namespace: str,
-    image: str | None = None,
-    own_root: Path | None = None,
+    api: Api, profile: ClusterProfile, *, namespace: str, image: str | None = None, own_root: Path | None = None
 ) -> PreflightRecord:
     """Check all that runs on the cluster of `profile` need.
 

@@ -395,10 +395,7 @@ class StreamChannel:
         draft = None if draft_version is None else self._learner.stream(is_draft=True, timeout_s=self._timeout_s)
         states = self._engines.start_adopt(policy_version=exported.policy_version, draft_version=draft_version)
         return lambda: Delivery(
-            states=states(),
-            digest=digest,
-            draft_digest=draft,
-            origin=f"the {self._channel.value} channel",
+            states=states(), digest=digest, draft_digest=draft, origin=f"the {self._channel.value} channel"
         )
 
     def close(self) -> None:

@@ -470,11 +470,7 @@ def start_engine(
 
 
 def _new_engine(
-    policy: Path,
-    config: EngineConfig,
-    speculative_config: dict[str, Any] | None,
-    layout: Layout,
-    how: dict[str, bool],
+    policy: Path, config: EngineConfig, speculative_config: dict[str, Any] | None, layout: Layout, how: dict[str, bool]
 ) -> RemoteEngine:
     k = speculative_config["num_speculative_tokens"] if speculative_config else 0
     starting = Deadline(config.start_timeout_s, "engine.start_timeout_s")

@@ -200,11 +200,7 @@ class RemoteLearner(Proxy):
         )
 
     def start_draft(
-        self,
-        policy: Path,
-        config: DraftConfig,
-        given: Path | None = None,
-        token_ids: Sequence[int] | None = None,
+        self, policy: Path, config: DraftConfig, given: Path | None = None, token_ids: Sequence[int] | None = None
     ) -> int:
         """Make a fresh draft, or load the `given` draft; returns the number of trained parameters.
 
