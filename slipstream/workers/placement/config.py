@@ -126,8 +126,8 @@ class Layout:
         fix = "change tensor, pipeline, context or data, or placement.nodes"
         require(world == learner_gpus, "learner.parallel", rule, world, fix)
         tensor, engine_gpus = self.engine_tensor, self.placement.num_engine_nodes * per_node
-        rule = f"times engine.tensor_parallel_size {tensor} must be the {engine_gpus} GPUs that placement gives the "
-        rule += "engines"
+        rule = f"times engine.tensor_parallel_size {tensor} must be the {engine_gpus} GPUs that "
+        rule += "placement gives the engines"
         fix = f"set it to {engine_gpus // tensor}" if engine_gpus % tensor == 0 else ""
         require(self.num_engines * tensor == engine_gpus, "engine.num_engines", rule, self.num_engines, fix)
 
