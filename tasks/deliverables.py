@@ -1,4 +1,4 @@
-"""What tasks hand on: files that a task fetches of an input and returns (`stages.deliverables`)."""
+"""Directories and recipes between tasks: what a task fetches of an input and hands on (`stages.deliverables`)."""
 
 from __future__ import annotations
 
