@@ -9,11 +9,11 @@ import select
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeAlias
 
 from slipstream import logs, run_command
 from slipstream.config import LARGEST, ConfigError, parse_overrides, require
@@ -82,84 +82,88 @@ def _is_output_lost() -> bool:
     return False
 
 
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="slipstream", description="Speculative rollouts for RL post-training of language models."
-    )
+    words = "Speculative rollouts for RL post-training of language models."
+    parser = argparse.ArgumentParser(prog="slipstream", description=words)
     commands = parser.add_subparsers(required=True, metavar="command")
     run_command.add_commands(commands)
     for name, words in study_command.PRESETS.items():
-        study = commands.add_parser(name, help=words)
-        study_command.add_options(study, name)
-        study.set_defaults(run=_study)
-    check = commands.add_parser("check", help="check a recipe without running it")
-    check.add_argument("recipe")
-    add_set(check)
-    check.add_argument("--cluster", metavar="NODESxGPUS", help="print the placement plan for this cluster, such as 8x4")
-    check.add_argument(
-        "--domain-nodes", type=int, metavar="N", help="number of neighbouring nodes in one NVLink domain"
-    )
-    check.set_defaults(run=_check)
-    schema = commands.add_parser("schema", help="print the JSON schema of recipe files, which editors read")
-    schema.set_defaults(run=_schema)
-    score = commands.add_parser("score", help="try a recipe's reward on responses, before anything is trained")
-    score.add_argument("recipe")
+        study_command.add_options(_command(commands, name, _study, words), name)
+    _add_recipe_commands(commands)
+    _command(commands, "cluster", _cluster, "list the nodes of the Ray cluster at RAY_ADDRESS, or this machine")
+    check_command.add_command(commands)
+    _add_cluster_commands(commands)
+    _add_store_commands(commands)
+    simulator.add_parser(commands, fetch_run=_fetch_run)
+    return parser
+
+
+def _command(
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], words: str
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=words)
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_recipe_commands(commands: Commands) -> None:
+    check = _command(commands, "check", _check, "check a recipe without running it")
+    words = "print the placement plan for this cluster, such as 8x4"
+    check.add_argument("--cluster", metavar="NODESxGPUS", help=words)
+    words = "number of neighbouring nodes in one NVLink domain"
+    check.add_argument("--domain-nodes", type=int, metavar="N", help=words)
+    _command(commands, "schema", _schema, "print the JSON schema of recipe files, which editors read")
+    score = _command(commands, "score", _score, "try a recipe's reward on responses, before anything is trained")
     words = "JSON lines with `response` and `reference`, and where the reward reads them `data_source`, `extra_info`"
     score.add_argument("--responses", required=True, metavar="FILE", help=words)
     score.add_argument("--json", action="store_true", help="print one JSON line a response, with its `score`")
-    add_set(score)
-    score.set_defaults(run=_score)
-    data = commands.add_parser("data", help="show prompts as the policy reads them, their lengths, and dropped rows")
-    data.add_argument("recipe")
-    add_set(data)
-    data.set_defaults(run=_data)
-    cluster = commands.add_parser("cluster", help="list the nodes of the Ray cluster at RAY_ADDRESS, or this machine")
-    cluster.set_defaults(run=_cluster)
-    check_command.add_command(commands)
-    preflight = commands.add_parser("preflight", help="check a Kubernetes cluster for what a profile's runs need")
+    words = "show prompts as the policy reads them, their lengths, and dropped rows"
+    data = _command(commands, "data", _data, words)
+    for command in (check, score, data):
+        command.add_argument("recipe")
+        add_set(command)
+
+
+def _add_cluster_commands(commands: Commands) -> None:
+    words = "check a Kubernetes cluster for what a profile's runs need"
+    preflight = _command(commands, "preflight", _preflight, words)
     preflight.add_argument("--cluster", required=True, help="a profile of configs/clusters/, or a path to one")
-    preflight.add_argument(
-        "--namespace", default="slipstream-development", help="namespace of Flyte's project and domain"
-    )
-    preflight.add_argument(
-        "--context", default=None, help="context of the kubeconfig; default: its current one, or this pod's account"
-    )
-    preflight.add_argument("--image", default=None, help="image of a pod that tries to write under the shared root")
+    words = "namespace of Flyte's project and domain"
+    preflight.add_argument("--namespace", default="slipstream-development", help=words)
+    words = "context of the kubeconfig; default: its current one, or this pod's account"
+    preflight.add_argument("--context", help=words)
+    preflight.add_argument("--image", help="image of a pod that tries to write under the shared root")
     preflight.add_argument("--timeout-s", type=float, default=10.0, help="time limit of each request")
-    preflight.set_defaults(run=_preflight)
-    flyte = [
-        commands.add_parser("reconcile", help="end the MLflow runs of executions that are over in Flyte"),
-        commands.add_parser("smoke", help="launch small executions on a Flyte, and say what held"),
-    ]
-    for command, run in zip(flyte, (_reconcile, _smoke), strict=True):
+    words = "end the MLflow runs of executions that are over in Flyte"
+    reconcile = _command(commands, "reconcile", _reconcile, words)
+    smoke = _command(commands, "smoke", _smoke, "launch small executions on a Flyte, and say what held")
+    for command in (reconcile, smoke):
         command.add_argument("--cluster", required=True, help="a profile with flyte.endpoint")
         command.add_argument("--project", default="slipstream")
         command.add_argument("--domain", default="development")
-        command.set_defaults(run=run)
-    flyte[0].add_argument("--run-root", default=None, help="default: the profile's, where its volume is mounted")
-    flyte[0].add_argument("--ended", default=None, metavar="EXECUTION", help="this one is over: Flyte is not asked")
-    flyte[1].add_argument("--version", required=True, help="version that the plans were registered under")
-    flyte[1].add_argument("--context", default=None, help="context of the kubeconfig, to delete a pod of a task")
-    replay = commands.add_parser("replay", help="send spooled points to a tracking server")
-    replay.add_argument("run_root")
-    replay.add_argument("--uri", default=None, help="tracking server; default: the SQLite store under run_root")
-    replay.set_defaults(run=_replay)
-    compare = commands.add_parser("compare", help="compare executions from the tracking store")
-    compare.add_argument(
-        "--experiment", default=None, help="compare executions of this experiment only; default: of all"
-    )
-    compare.add_argument(
-        "--runs", nargs="+", default=[], metavar="EXECUTION", help="executions to compare, in this order"
-    )
+    reconcile.add_argument("--run-root", help="default: the profile's, where its volume is mounted")
+    reconcile.add_argument("--ended", metavar="EXECUTION", help="this one is over: Flyte is not asked")
+    smoke.add_argument("--version", required=True, help="version that the plans were registered under")
+    smoke.add_argument("--context", help="context of the kubeconfig, to delete a pod of a task")
+
+
+def _add_store_commands(commands: Commands) -> None:
+    send = _command(commands, "replay", _replay, "send spooled points to a tracking server")
+    send.add_argument("run_root")
+    send.add_argument("--uri", help="tracking server; default: the SQLite store under run_root")
+    compare = _command(commands, "compare", _compare, "compare executions from the tracking store")
+    words = "compare executions of this experiment only; default: of all"
+    compare.add_argument("--experiment", help=words)
+    words = "executions to compare, in this order"
+    compare.add_argument("--runs", nargs="+", default=[], metavar="EXECUTION", help=words)
     _add_store(compare)
-    compare.add_argument("--html", default=None, help="path of the page; default: comparison.html in --run-root")
-    compare.set_defaults(run=_compare)
-    views = commands.add_parser("views", help="print the addresses of MLflow's tables of executions and arms")
+    compare.add_argument("--html", help="path of the page; default: comparison.html in --run-root")
+    views = _command(commands, "views", _views, "print the addresses of MLflow's tables of executions and arms")
     _add_store(views)
     views.add_argument("--server", required=True, help="address of the MLflow server on that store")
-    views.set_defaults(run=_views)
-    simulator.add_parser(commands, fetch_run=_fetch_run)
-    return parser
 
 
 def _study(options: argparse.Namespace) -> int:
@@ -199,18 +203,17 @@ def _plan(recipe: Recipe, cluster: str | None, domain_nodes: int | None) -> str:
     """Render the memory of each GPU, and on a cluster the placement plan; empty where neither is known."""
     if not recipe.layout.has_gpus:
         return "no GPUs: every process runs on one host (placement.gpus_per_node 0)" if cluster else ""
-    plan = (
-        []
-        if cluster is None
-        else [plan_text(make_plan(recipe.layout, parse_cluster(cluster, domain_nodes=domain_nodes)))]
-    )
-    found = recipe.memory()
-    if found is None:
-        is_named = recipe.simulator is not None
-        memory = f"memory: {'not counted' if is_named else 'unknown; name simulator.model and simulator.hardware'}"
+    parts = []
+    if cluster is not None:
+        parts.append(plan_text(make_plan(recipe.layout, parse_cluster(cluster, domain_nodes=domain_nodes))))
+    if (found := recipe.memory()) is not None:
+        parts.append(memory_text(found, recipe.refit_channel))
     else:
-        memory = memory_text(found, recipe.refit_channel)
-    return "\n\n".join([*plan, memory])
+        is_named = recipe.simulator is not None
+        parts.append(
+            "memory: " + ("not counted" if is_named else "unknown; name simulator.model and simulator.hardware")
+        )
+    return "\n\n".join(parts)
 
 
 def _data(options: argparse.Namespace) -> int:
@@ -382,7 +385,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 def _add_store(command: argparse.ArgumentParser) -> None:
     command.add_argument("--run-root", default="runs", help="directory of the SQLite store that is read without --uri")
-    command.add_argument("--uri", default=None, help="MLflow server, or sqlite:///FILE")
+    command.add_argument("--uri", help="MLflow server, or sqlite:///FILE")
 
 
 def _store(options: argparse.Namespace) -> str:

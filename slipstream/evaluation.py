@@ -35,12 +35,9 @@ class EvaluationConfig(Checked, path="evaluation"):
     """Steps between evaluations of a synchronous arm while it trains; null evaluates before and after it alone."""
 
     def _check(self) -> None:
-        self._require(
-            self.sampling.temperature > 0 or self.num_samples_per_problem == 1,
-            "sampling.temperature",
-            "must be > 0 with more than one sample a problem",
-            "greedy samples are all equal: set num_samples_per_problem to 1",
-        )
+        can_differ = self.sampling.temperature > 0 or self.num_samples_per_problem == 1
+        fix = "greedy samples are all equal: set num_samples_per_problem to 1"
+        self._require(can_differ, "sampling.temperature", "must be > 0 with more than one sample a problem", fix)
 
     def is_due(self, num_updates: int) -> bool:
         """Return True if a policy that goes on training is evaluated after so many updates."""

@@ -19,18 +19,8 @@ import yaml
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
-import slipstream
-from slipstream.catalog import SimulatorConfig
-from slipstream.config import (
-    Checked,
-    ConfigError,
-    check_known,
-    from_mapping,
-    merge,
-    read_mapping,
-    require,
-    to_mapping,
-)
+from slipstream.catalog import CONFIGS, SimulatorConfig
+from slipstream.config import Checked, ConfigError, check_known, from_mapping, merge, read_mapping, require, to_mapping
 from slipstream.data.config import DATA_SUFFIXES, SYNTHETIC, DataConfig
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.length import TuningConfig, require_groups
@@ -50,7 +40,6 @@ from slipstream.types import LoopMode, Quantization, Workload
 from slipstream.workers.placement.config import Layout, PlacementConfig, PlacementMode
 from slipstream.workers.placement.memory import MemoryEstimate, estimate, known_shape, require_even, resolved_channel
 
-CONFIGS = Path(slipstream.__file__).resolve().parents[1] / "configs"
 _WORKLOADS = "workloads"
 _BASE = "base"
 _PATHS = (
@@ -127,56 +116,45 @@ class Recipe(Checked):
     def _check_lengths(self) -> None:
         """Sequences that must fit an engine, a micro-batch and the policy's positions, drafts in flight included."""
         longest_k, is_dflash = max(self.tuning.candidate_ks), self.draft.method is DraftMethod.DFLASH
-        self._require(
-            not is_dflash or longest_k <= self.draft.pretrain.ttt_steps,
-            "draft.pretrain.ttt_steps",
-            f"must be >= the longest of tuning.candidate_ks, {longest_k}, with draft.method dflash",
-            "its blocks are that long: raise it, or shorten tuning.candidate_ks",
-        )
+        fits = not is_dflash or longest_k <= self.draft.pretrain.ttt_steps
+        rule = f"must be >= the longest of tuning.candidate_ks, {longest_k}, with draft.method dflash"
+        fix = "its blocks are that long: raise it, or shorten tuning.candidate_ks"
+        self._require(fits, "draft.pretrain.ttt_steps", rule, fix)
+        longest_prompt, longest_response = self.data.max_prompt_tokens, self.sampling.max_response_tokens
+        # In flight are a last token with k drafts, and vLLM drafts for nobody in a batch in which one sequence has
+        # no room for k more (and a block's first token): then a rollout would depend on the others' lengths.
+        spare = max(2 * longest_k - 1 + is_dflash, longest_k + 1)
         for section, response in (
-            ("sampling", self.sampling.max_response_tokens),
+            ("sampling", longest_response),
             ("evaluation.sampling", self.evaluation.sampling.max_response_tokens),
         ):
-            # In flight are a last token with k drafts, and vLLM drafts for nobody in a batch in which one sequence has
-            # no room for k more (and a block's first token): then a rollout would depend on the others' lengths.
-            spare = max(2 * longest_k - 1 + is_dflash, longest_k + 1)
-            needed = self.data.max_prompt_tokens + response + spare
+            needed = longest_prompt + response + spare
             self._require(
                 needed <= self.engine.max_model_len,
                 "engine.max_model_len",
-                f"must hold data.max_prompt_tokens {self.data.max_prompt_tokens} + {section}.max_response_tokens "
+                f"must hold data.max_prompt_tokens {longest_prompt} + {section}.max_response_tokens "
                 f"{response} + {spare} for drafts of k {longest_k} = {needed} tokens",
                 "raise it, or lower one of the others: where a sequence nears max_model_len, vLLM stops drafting for "
                 "its whole batch, and one that ends there with k+1 tokens in flight crashes the engine",
             )
-        self._require(
-            self.reward.overlong.buffer_tokens <= self.sampling.max_response_tokens,
-            "reward.overlong.buffer_tokens",
-            f"must be at most sampling.max_response_tokens {self.sampling.max_response_tokens}",
-            "the penalty begins that many tokens before the limit",
-        )
-        longest = self.data.max_prompt_tokens + self.sampling.max_response_tokens
-        self._require(
-            longest <= self.learner.max_tokens_per_microbatch,
-            "learner.max_tokens_per_microbatch",
-            f"must hold one whole sequence of {longest} tokens",
-        )
+        fits = self.reward.overlong.buffer_tokens <= longest_response
+        rule = f"must be at most sampling.max_response_tokens {longest_response}"
+        fix = "the penalty begins that many tokens before the limit"
+        self._require(fits, "reward.overlong.buffer_tokens", rule, fix)
+        longest = longest_prompt + longest_response
+        fits = longest <= self.learner.max_tokens_per_microbatch
+        rule = f"must hold one whole sequence of {longest} tokens"
+        self._require(fits, "learner.max_tokens_per_microbatch", rule)
 
     def _check_sampling(self) -> None:
         """Rollouts that training can learn from are drawn from the policy's whole distribution."""
-        self._require(
-            self.sampling.temperature > 0,
-            "sampling.temperature",
-            "must be > 0 for training",
-            "greedy rollouts of a group are all equal and teach nothing",
-        )
-        require(
-            self.sampling.top_p == 1.0 and self.sampling.top_k == 0,
-            "sampling.top_p and sampling.top_k",
-            "must leave the policy's distribution whole in training",
-            (self.sampling.top_p, self.sampling.top_k),
-            "the learner's logprobs know no truncation: set top_p 1.0 and top_k 0",
-        )
+        drawn = self.sampling
+        fix = "greedy rollouts of a group are all equal and teach nothing"
+        self._require(drawn.temperature > 0, "sampling.temperature", "must be > 0 for training", fix)
+        rule = "must leave the policy's distribution whole in training"
+        fix = "the learner's logprobs know no truncation: set top_p 1.0 and top_k 0"
+        is_whole = drawn.top_p == 1.0 and drawn.top_k == 0
+        require(is_whole, "sampling.top_p and sampling.top_k", rule, (drawn.top_p, drawn.top_k), fix)
 
     def _check_scratch(self) -> None:
         """A policy that is trained from random weights must have what engine and draft read of it."""
@@ -252,144 +230,97 @@ class Recipe(Checked):
     def _check_devices(self) -> None:
         """Refuse settings that the accelerators or their number do not allow."""
         live, own = self.tuning.max_live_engines, self.tuning.gpu_memory_utilization
-        self._require(
-            self.engine.kv_cache_gib is not None or live * self.swept_engine.gpu_memory_utilization <= _GPU_MEMORY,
-            "engine.gpu_memory_utilization" if own is None else "tuning.gpu_memory_utilization",
-            f"must be at most {_GPU_MEMORY} / tuning.max_live_engines {live}",
-            "tuning compares engines that live at once"
-            + ("; tuning.gpu_memory_utilization is for these engines alone" if own is None else ""),
-        )
-        self._require(
-            self.engine.kv_cache_gib is None or self.refit.channel not in (Channel.NCCL, Channel.IPC),
-            "refit.channel",
-            "must do without CUDA: engine.kv_cache_gib is for engines on CPUs",
-            "set auto",
-        )
-        self._require(
-            self.engine.kv_cache_gib is None or not self.grpo.router_replay,
-            "grpo.router_replay",
-            "must be false with engines on CPUs (engine.kv_cache_gib)",
-            "vLLM returns the routes of its model runner for GPUs alone",
-        )
-        fix = "it steps whole matrices, not their factors: take adamw"
+        is_on_gpus = self.engine.kv_cache_gib is None
+        fits = not is_on_gpus or live * self.swept_engine.gpu_memory_utilization <= _GPU_MEMORY
+        field_ = "engine.gpu_memory_utilization" if own is None else "tuning.gpu_memory_utilization"
+        fix = "tuning compares engines that live at once"
+        fix += "; tuning.gpu_memory_utilization is for these engines alone" if own is None else ""
+        self._require(fits, field_, f"must be at most {_GPU_MEMORY} / tuning.max_live_engines {live}", fix)
+        is_served = is_on_gpus or self.refit.channel not in (Channel.NCCL, Channel.IPC)
+        rule = "must do without CUDA: engine.kv_cache_gib is for engines on CPUs"
+        self._require(is_served, "refit.channel", rule, "set auto")
+        is_served = is_on_gpus or not self.grpo.router_replay
+        rule = "must be false with engines on CPUs (engine.kv_cache_gib)"
+        fix = "vLLM returns the routes of its model runner for GPUs alone"
+        self._require(is_served, "grpo.router_replay", rule, fix)
         is_served = self.policy.lora is None or self.grpo.optimizer.method is OptimizerMethod.ADAMW
+        fix = "it steps whole matrices, not their factors: take adamw"
         self._require(is_served, "grpo.optimizer.method", "must be adamw with policy.lora", fix)
         where = self.learner.parallel
-        whole = where.pipeline == where.context == 1 and not where.sequence_parallel
-        self._require(
-            whole or self.draft.method is not DraftMethod.MTP,
-            "learner.parallel",
-            "must have pipeline 1, context 1 and sequence_parallel false with draft.method mtp",
-            "the MTP layer reads whole states, and the embeddings beside them: split by tensor and data",
-        )
+        is_whole = where.pipeline == where.context == 1 and not where.sequence_parallel
+        rule = "must have pipeline 1, context 1 and sequence_parallel false with draft.method mtp"
+        fix = "the MTP layer reads whole states, and the embeddings beside them: split by tensor and data"
+        self._require(is_whole or self.draft.method is not DraftMethod.MTP, "learner.parallel", rule, fix)
 
     def _check_online(self) -> None:
         """Refuse updates with fewer rollouts than data-parallel ranks, or than updates of the draft beside them."""
         num_ranks = self.learner.parallel.data
         num_rollouts = self.grpo.prompts_per_step * self.grpo.group_size // self.grpo.updates_per_step
-        self._require(
-            num_ranks <= num_rollouts,
-            "learner.parallel.data",
-            f"must be at most the {num_rollouts} rollouts of an update",
-            "each rank learns from rollouts of its own: lower it or grpo.updates_per_step, or sample more rollouts",
-        )
-        if self.draft.online.when is DraftOnline.OFF:
-            return
-        self._require(
-            self.draft.online.updates * num_ranks <= num_rollouts,
-            "draft.online.updates",
-            f"must be at most the {num_rollouts} rollouts of an update / {num_ranks} data-parallel ranks",
-            "each learns from rollouts of its own",
-        )
+        rule = f"must be at most the {num_rollouts} rollouts of an update"
+        fix = "each rank learns from rollouts of its own: lower it or grpo.updates_per_step, or sample more rollouts"
+        self._require(num_ranks <= num_rollouts, "learner.parallel.data", rule, fix)
+        fits = self.draft.online.when is DraftOnline.OFF or self.draft.online.updates * num_ranks <= num_rollouts
+        rule += f" / {num_ranks} data-parallel ranks"
+        self._require(fits, "draft.online.updates", rule, "each learns from rollouts of its own")
 
     def _check_loop(self) -> None:
         """Generation and training at the same time need engines of their own, and work for all of them."""
         extra = self.grpo.dynamic_sampling.max_extra_batches
-        self._require(
-            not self.draft.autopilot or not extra,
-            "draft.autopilot",
-            f"must be false with grpo.dynamic_sampling.max_extra_batches {extra}",
-            "it weighs one generation a step against another: leave out one of them",
-        )
-        if self.loop.is_synchronous:
-            return
-        mode = self.loop.mode.value
-        self._require(
-            not self.grpo.router_replay,
-            "grpo.router_replay",
-            f"must be false with loop.mode {mode}",
-            "the routes of rollouts that wait for training are not kept: set loop.mode synchronous",
-        )
-        self._require(
-            not extra,
-            "grpo.dynamic_sampling.max_extra_batches",
-            f"must be 0 with loop.mode {mode}",
-            "there prompts are submitted before the rewards of others are known: set loop.mode synchronous",
-        )
-        self._require(
-            not self.placement.takes_turns,
-            "placement.memory",
-            f"must be 'shared' with loop.mode {mode}",
-            "there learner and engines work at the same time: leave it out, or set loop.mode synchronous",
-        )
-        self._require(
-            not self.layout.has_gpus or self.placement.mode is PlacementMode.SPLIT,
-            "placement.mode",
-            f"must be split with loop.mode {mode}",
-            "learner and engines that share a GPU work in turn: set split, or loop.mode synchronous",
-        )
-        self._require(
-            self.engine.num_engines <= self.grpo.prompts_per_step,
-            "engine.num_engines",
-            f"must be at most grpo.prompts_per_step {self.grpo.prompts_per_step} with loop.mode {mode}",
-            "a group runs on one engine, and the others would have no work",
-        )
-        self._require(
-            self.grpo.group_size <= self.engine.max_num_seqs,
-            "grpo.group_size",
-            f"must be at most engine.max_num_seqs {self.engine.max_num_seqs} with loop.mode {mode}",
-            "a group runs on one engine, and whoever waits for room there grows old",
-        )
-        self._require(
-            not self.draft.autopilot or self.loop.mode is not LoopMode.IN_FLIGHT,
-            "draft.autopilot",
-            f"must be false with loop.mode {mode}",
-            "it weighs one generation against another, and here none ends: set loop.mode one_step_off",
-        )
-        loss, lag = self.grpo.loss, self.loop.max_off_policy_steps
-        self._require(
-            lag == 0 or loss.corrects is not Correction.NONE or loss.correction is Correction.NONE,
-            "grpo.loss.correction",
-            f"must be given with loop.max_off_policy_steps {lag}",
-            "rollouts are of older policies than the one that learns: set token or sequence with a cap, "
-            "grpo.loss.truncated_importance_sampling, or none in so many words",
-        )
+        rule = f"must be false with grpo.dynamic_sampling.max_extra_batches {extra}"
+        fix = "it weighs one generation a step against another: leave out one of them"
+        self._require(not self.draft.autopilot or not extra, "draft.autopilot", rule, fix)
+        if not self.loop.is_synchronous:
+            self._check_overlap(f"with loop.mode {self.loop.mode.value}")
+
+    def _check_overlap(self, mode: str) -> None:
+        """Refuse what needs generation and training in turn; `mode` ends each rule."""
+        grpo, engine = self.grpo, self.engine
+        fix = "the routes of rollouts that wait for training are not kept: set loop.mode synchronous"
+        self._require(not grpo.router_replay, "grpo.router_replay", f"must be false {mode}", fix)
+        extra = grpo.dynamic_sampling.max_extra_batches
+        fix = "there prompts are submitted before the rewards of others are known: set loop.mode synchronous"
+        self._require(not extra, "grpo.dynamic_sampling.max_extra_batches", f"must be 0 {mode}", fix)
+        fix = "there learner and engines work at the same time: leave it out, or set loop.mode synchronous"
+        self._require(not self.placement.takes_turns, "placement.memory", f"must be 'shared' {mode}", fix)
+        has_own = not self.layout.has_gpus or self.placement.mode is PlacementMode.SPLIT
+        fix = "learner and engines that share a GPU work in turn: set split, or loop.mode synchronous"
+        self._require(has_own, "placement.mode", f"must be split {mode}", fix)
+        rule = f"must be at most grpo.prompts_per_step {grpo.prompts_per_step} {mode}"
+        fix = "a group runs on one engine, and the others would have no work"
+        self._require(engine.num_engines <= grpo.prompts_per_step, "engine.num_engines", rule, fix)
+        rule = f"must be at most engine.max_num_seqs {engine.max_num_seqs} {mode}"
+        fix = "a group runs on one engine, and whoever waits for room there grows old"
+        self._require(grpo.group_size <= engine.max_num_seqs, "grpo.group_size", rule, fix)
+        is_weighed = self.draft.autopilot and self.loop.mode is LoopMode.IN_FLIGHT
+        fix = "it weighs one generation against another, and here none ends: set loop.mode one_step_off"
+        self._require(not is_weighed, "draft.autopilot", f"must be false {mode}", fix)
+        lag = self.loop.max_off_policy_steps
+        if lag > 0:
+            reason = "rollouts are of older policies than the one that learns"
+            self._require_correction(f"loop.max_off_policy_steps {lag}", reason)
+
+    def _require_correction(self, beside: str, reason: str) -> None:
+        """Refuse rollouts of another policy than the one that learns, unless the loss says how it corrects for them."""
+        loss = self.grpo.loss
+        is_given = loss.corrects is not Correction.NONE or loss.correction is Correction.NONE
+        fix = "set token or sequence with a cap, grpo.loss.truncated_importance_sampling, or none in so many words"
+        self._require(is_given, "grpo.loss.correction", f"must be given with {beside}", f"{reason}: {fix}")
 
     def _check_quantization(self) -> None:
         """Refuse what engines cannot quantize, and rollouts of another policy that nobody corrects for."""
         kind = self.engine.quantization
         if kind is Quantization.NONE:
             return
-        loss, num_ranks = self.grpo.loss, self.learner.parallel.tensor
-        self._require(
-            loss.corrects is not Correction.NONE or loss.correction is Correction.NONE,
-            "grpo.loss.correction",
-            f"must be given with engine.quantization {kind}",
-            "the policy that samples differs from the one that learns: set token or sequence with a cap, "
-            "grpo.loss.truncated_importance_sampling, or none in so many words",
-        )
-        self._require(
-            self.draft.method is not DraftMethod.MTP,
-            "draft.method",
-            f"must not be mtp with engine.quantization {kind}",
-            "the MTP layer is a layer of the policy, and vLLM would quantize it too",
-        )
-        self._require(
-            self.engine.tensor_parallel_size % num_ranks == 0,
-            "engine.tensor_parallel_size",
-            f"must be a multiple of learner.parallel.tensor {num_ranks} with engine.quantization {kind}",
-            "the judge of a certificate rounds inputs as each rank of an engine does",
-        )
+        quantized = f"engine.quantization {kind}"
+        self._require_correction(quantized, "the policy that samples differs from the one that learns")
+        fix = "the MTP layer is a layer of the policy, and vLLM would quantize it too"
+        is_apart = self.draft.method is not DraftMethod.MTP
+        self._require(is_apart, "draft.method", f"must not be mtp with {quantized}", fix)
+        num_ranks = self.learner.parallel.tensor
+        divides = self.engine.tensor_parallel_size % num_ranks == 0
+        rule = f"must be a multiple of learner.parallel.tensor {num_ranks} with {quantized}"
+        fix = "the judge of a certificate rounds inputs as each rank of an engine does"
+        self._require(divides, "engine.tensor_parallel_size", rule, fix)
         shape = known_shape(self.policy, self.simulator)
         is_dense = not isinstance(shape, Architecture) or shape.experts is None
         rule = "must be none for a mixture of experts"
@@ -416,14 +347,10 @@ class Recipe(Checked):
         """Where learner and engines free memory in turn, nothing may be kept idle beside them."""
         if not self.placement.takes_turns:
             return
+        rule = f"must be 0 with placement.memory {self.placement.memory.value!r}"
+        fix = "nobody's turn ever comes to what is kept for later stages, and it holds memory"
         for section, kept in (("engine", self.engine.num_kept_idle), ("learner", self.learner.num_kept_idle)):
-            require(
-                kept == 0,
-                f"{section}.num_kept_idle",
-                f"must be 0 with placement.memory {self.placement.memory.value!r}",
-                kept,
-                "nobody's turn ever comes to what is kept for later stages, and it holds memory",
-            )
+            self._require(kept == 0, f"{section}.num_kept_idle", rule, fix)
 
     def fingerprint(self) -> str:
         """Hash of all that the trained weights depend on; number of steps, checkpoints and tracking are left out."""

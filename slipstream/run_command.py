@@ -90,10 +90,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     words = "train a recipe on this machine: data, policy, draft, draft length, GRPO, certificate, evaluation, report"
     chain = commands.add_parser("run", help=words, description=f"{words[0].upper()}{words[1:]}.")
     chain.add_argument("recipe", nargs="?", help="a name in configs/, such as tiny, or a path to a recipe")
-    known = ", ".join(Arms)
-    words = (
-        f"arms to train: {known}; one arm alone has no baseline, and so no speedup; default: {Arms.SPECULATIVE.value}"
-    )
+    words = f"arms to train: {', '.join(Arms)}; one arm alone has no baseline, and so no speedup; "
+    words += f"default: {Arms.SPECULATIVE.value}"
     chain.add_argument("--arms", metavar="ARMS", help=words)
     _add_options(chain)
     words = f"run {_DEMO} --arms both: the whole chain with and without speculation, and the speedup"
@@ -105,24 +103,14 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _add_options(chain: argparse.ArgumentParser) -> None:
     add_inputs(chain)
-    chain.add_argument(
-        "--arms-in-turn",
-        choices=list(ArmsInTurn),
-        type=ArmsInTurn,
-        help="alternate the steps of both arms, so that machine load affects both alike; default: the recipe's",
-    )
+    words = "alternate the steps of both arms, so that machine load affects both alike; default: the recipe's"
+    chain.add_argument("--arms-in-turn", choices=list(ArmsInTurn), type=ArmsInTurn, help=words)
     add_set(chain)
     chain.add_argument("--run-root", default="runs", help="directory of executions, store and tracking; default: runs")
-    chain.add_argument(
-        "--resume",
-        nargs="?",
-        const=LATEST,
-        metavar="EXECUTION",
-        help="resume an execution with its recorded recipe and arms; default: the latest without a report",
-    )
-    chain.add_argument(
-        "--fresh", action="store_true", help="make data, policy and draft again, even if they are stored"
-    )
+    words = "resume an execution with its recorded recipe and arms; default: the latest without a report"
+    chain.add_argument("--resume", nargs="?", const=LATEST, metavar="EXECUTION", help=words)
+    words = "make data, policy and draft again, even if they are stored"
+    chain.add_argument("--fresh", action="store_true", help=words)
     chain.set_defaults(run=_run, default_recipe="", default_arms=Arms.SPECULATIVE)
 
 
@@ -137,13 +125,14 @@ def _run(options: argparse.Namespace) -> int:
             require(value in (None, []), flag, "must be left out with --resume", value, fix)
         launch = resumed(root, options.resume, reuse_stored=not options.fresh)
     else:
+        in_turn = options.arms_in_turn
         launch = started(
             options.recipe or options.default_recipe,
             arms=_arms(options.arms) or options.default_arms,
             workload=options.workload,
             num_steps=options.num_steps,
             seed=options.seed,
-            overrides=[*options.set, *_arms_in_turn(options.arms_in_turn)],
+            overrides=[*options.set, *([] if in_turn is None else [f"placement.arms_in_turn={in_turn}"])],
             reuse_stored=not options.fresh,
         )
     status = run(launch, root)
@@ -155,10 +144,6 @@ def _run(options: argparse.Namespace) -> int:
 def _arms(value: str | None) -> Arms | None:
     require(value is None or value in list(Arms), "--arms", f"must be one of {', '.join(Arms)}", value)
     return None if value is None else Arms(value)
-
-
-def _arms_in_turn(value: ArmsInTurn | None) -> list[str]:
-    return [] if value is None else [f"placement.arms_in_turn={value}"]
 
 
 def _show(root: Path) -> None:
@@ -208,14 +193,9 @@ def resumed(root: Path, execution: str, *, reuse_stored: bool) -> Launch:
     """
     unfinished = _unfinished(root)
     name = execution or next(iter(unfinished), "")
+    rule = f"must name an execution under {root} that has no report yet"
     known = ", ".join(unfinished) or "none"
-    require(
-        name in unfinished,
-        "--resume",
-        f"must name an execution under {root} that has no report yet",
-        execution or "the latest",
-        f"known: {known}",
-    )
+    require(name in unfinished, "--resume", rule, execution or "the latest", f"known: {known}")
     path = str(recorded_recipe(root, name))
     inputs = {"recipe": path, "arms": recorded_arms(root, name), "resume_execution": name}
     return Launch(workflow=_workflow_of(load_recipe(path)), execution=name, inputs=inputs, reuse_stored=reuse_stored)

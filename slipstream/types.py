@@ -97,9 +97,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     answer: str
     data_source: str = ""  # what a reward function tells sets apart by
-    extra: dict[str, Any] = field(
-        default_factory=dict, hash=False
-    )  # of the row, for a reward function; JSON can hold it
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)  # of the row, for a reward; JSON can hold it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -127,17 +127,7 @@ def fail_ablation(  # noqa: PLR0913  # Flyte asks for every input of the workflo
     err: FlyteError | None = None,
 ) -> None:
     """Rank the finished variants, and end the ablation's runs in MLflow."""
-    del (
-        draft_inits,
-        methods,
-        losses,
-        draft_lengths,
-        seeds,
-        workloads,
-        num_steps,
-        overrides,
-        seed_of_the_day,
-        reuse_stored,
-    )
+    del draft_inits, methods, losses, draft_lengths, seeds, workloads
+    del num_steps, overrides, seed_of_the_day, reuse_stored
     root = shared_root(run_root, CLUSTER, is_local=runs_locally())
     stage.fail_ablation(root.resolve(), execution_name(recipe), message=err.message if err is not None else "")

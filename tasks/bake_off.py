@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 from flytekit import Deck, task
@@ -11,12 +10,11 @@ from flytekit.types.error.error import FlyteError
 from flytekit.types.file import FlyteFile
 
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
-from slipstream.recipe import load_recipe
 from slipstream.stages.context import RunContext
 from slipstream.study import interleaved as stage
 from slipstream.study.variants import Grid
 from slipstream.types import Workload
-from tasks.deliverables import handed_on, model_of, records_of
+from tasks.deliverables import handed_on, model_of, recipe_of, records_of
 from tasks.fail_run import end_failed
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, TRAINING, on_cpus, on_gpus
@@ -46,7 +44,7 @@ def check_drafters(
 ) -> Drafters:
     """Check every drafter against the recipe before any expensive work."""
     grid = _grid(methods, inits, online, num_speculative_tokens)
-    return Drafters(drafters=stage.check_drafters(context, load_recipe(os.fspath(recipe)), grid))
+    return Drafters(drafters=stage.check_drafters(context, recipe_of(recipe), grid))
 
 
 @task(**on_gpus())
@@ -64,7 +62,7 @@ def bake_off(
     """Train with every drafter; writes bake_off.html (also the task's deck), bake_off.json and speedups.svg."""
     directory = stage.bake_off(
         context,
-        load_recipe(os.fspath(recipe)),
+        recipe_of(recipe),
         _grid(methods, inits, online, num_speculative_tokens),
         policy=model_of(context, policy),
         data=records_of(data),

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream.recipe import load_recipe
 from slipstream.stages import certify_losslessness as stage
 from slipstream.stages.context import RunContext
-from tasks.deliverables import handed_on, model_of, records_of
+from tasks.deliverables import handed_on, model_of, recipe_of, records_of
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, MEASURING, on_cpus, on_gpus
 
@@ -52,7 +50,7 @@ def certify_losslessness(
     """
     if draft is None or tuning is None:
         return RunCertificate(certificate=None)
-    loaded, arm = load_recipe(os.fspath(recipe)), model_of(context, trained[-1])
+    loaded, arm = recipe_of(recipe), model_of(context, trained[-1])
     directory = stage.certify_losslessness(
         context,
         loaded,
@@ -75,7 +73,7 @@ def certify_draft(
     """Certify any policy and draft in certificate.json, without a training run."""
     directory = stage.certify_alone(
         context,
-        load_recipe(os.fspath(recipe)),
+        recipe_of(recipe),
         policy=model_of(context, policy),
         data=records_of(data),
         draft=model_of(context, draft),

@@ -1,15 +1,18 @@
-"""Directories between tasks: files that a task fetches of an input and hands on (`stages.deliverables`)."""
+"""Directories and recipes between tasks: what a task fetches of an input and hands on (`stages.deliverables`)."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flytekit import FlyteContextManager
 from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
 
+from slipstream.recipe import Recipe, load_recipe
 from slipstream.stages import deliverables
 from slipstream.stages.context import RunContext
 
@@ -23,6 +26,11 @@ def handed_on(
 ) -> FlyteDirectory:
     """Return a task's output from the directory that its stage wrote; the arguments are those of `deliver`."""
     return FlyteDirectory(str(deliverables.deliver(context, node, directory, records=records, weights=weights)))
+
+
+def recipe_of(file: FlyteFile) -> Recipe:
+    """Fetch the resolved recipe of a run, and read it."""
+    return load_recipe(os.fspath(file))
 
 
 def records_of(directory: FlyteDirectory) -> Path:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream.recipe import load_recipe
 from slipstream.stages import evaluate_aime as stage
 from slipstream.stages.context import RunContext
-from tasks.deliverables import handed_on, model_of, records_of
+from tasks.deliverables import handed_on, model_of, recipe_of, records_of
 from tasks.recoverable import recoverable
 from tasks.resources import MEASURING, on_gpus
 
@@ -40,8 +38,6 @@ def evaluate_aime(
     models = {stage.START: model_of(context, policy), **{stage.trained_name(arm): arm / "policy" for arm in trained}}
     found: list[FlyteDirectory] = []
     for name, model in models.items():
-        directory = stage.evaluate_aime(
-            context, load_recipe(os.fspath(recipe)), name, data=records_of(data), model=model
-        )
+        directory = stage.evaluate_aime(context, recipe_of(recipe), name, data=records_of(data), model=model)
         found.append(handed_on(context, f"evaluate_aime_{name}", directory, records=("evaluation.json",)))
     return Evaluations(evaluations=found)

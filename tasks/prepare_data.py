@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream.recipe import load_recipe
 from slipstream.stages import prepare_data as stage
 from slipstream.stages.context import RunContext
-from tasks.deliverables import handed_on, records_of
+from tasks.deliverables import handed_on, recipe_of, records_of
 from tasks.recoverable import recoverable
 from tasks.resources import PREPARING, on_cpus
 
@@ -29,7 +27,7 @@ class Data(NamedTuple):
 @recoverable(PREPARING)
 def prepare_data(context: RunContext, recipe: FlyteFile) -> Data:
     """Prepare train, draft and validation prompts, their manifest and, in `tokenizer/`, the recipe's tokenizer."""
-    directory = stage.prepare_data(context, load_recipe(os.fspath(recipe)), trains_draft=context.speculates)
+    directory = stage.prepare_data(context, recipe_of(recipe), trains_draft=context.speculates)
     return Data(data=handed_on(context, "prepare_data", directory, records=_RECORDS))
 
 
@@ -37,5 +35,5 @@ def prepare_data(context: RunContext, recipe: FlyteFile) -> Data:
 @recoverable(PREPARING)
 def prepare_data_for(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory) -> Data:
     """Prepare the prompt sets with the tokenizer of `policy`, which may differ from the recipe's model."""
-    directory = stage.prepare_data(context, load_recipe(os.fspath(recipe)), policy=records_of(policy))
+    directory = stage.prepare_data(context, recipe_of(recipe), policy=records_of(policy))
     return Data(data=handed_on(context, "prepare_data", directory, records=_RECORDS))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream.recipe import load_recipe
 from slipstream.stages import prepare_policy as stage
 from slipstream.stages.context import RunContext
-from tasks.deliverables import handed_on, records_of
+from tasks.deliverables import handed_on, recipe_of, records_of
 from tasks.recoverable import recoverable
 from tasks.resources import PREPARING, on_cpus
 
@@ -29,5 +27,5 @@ class Policy(NamedTuple):
 @recoverable(PREPARING)
 def prepare_policy(context: RunContext, recipe: FlyteFile, data: FlyteDirectory) -> Policy:
     """Prepare a model directory in Hugging Face format, with its tokenizer and policy.json."""
-    directory = stage.prepare_policy(context, load_recipe(os.fspath(recipe)), data=records_of(data))
+    directory = stage.prepare_policy(context, recipe_of(recipe), data=records_of(data))
     return Policy(policy=handed_on(context, "prepare_policy", directory, records=_RECORDS, weights=(".",)))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream.recipe import load_recipe
 from slipstream.stages import pretrain_draft as stage
 from slipstream.stages.context import RunContext
-from tasks.deliverables import handed_on, model_of, records_of
+from tasks.deliverables import handed_on, model_of, recipe_of, records_of
 from tasks.recoverable import recoverable
 from tasks.resources import MEASURING, on_gpus
 
@@ -30,7 +28,7 @@ def pretrain_draft(context: RunContext, recipe: FlyteFile, policy: FlyteDirector
     if not context.speculates:
         return Draft(draft=None)
     directory = stage.pretrain_draft(
-        context, load_recipe(os.fspath(recipe)), policy=model_of(context, policy), data=records_of(data)
+        context, recipe_of(recipe), policy=model_of(context, policy), data=records_of(data)
     )
     weights = ("draft",) if (directory / "draft").is_dir() else ()
     return Draft(draft=handed_on(context, "pretrain_draft", directory, records=("draft.json",), weights=weights))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream.recipe import load_recipe
 from slipstream.stages import project_speedup as stage
 from slipstream.stages.context import RunContext
-from tasks.deliverables import handed_on, records_of
+from tasks.deliverables import handed_on, recipe_of, records_of
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, on_cpus
 
@@ -31,7 +29,7 @@ def project_speedup(
     """Write calibrations, the check on the speculative arm and projections with bands to projection.json."""
     directory = stage.project_speedup(
         context,
-        load_recipe(os.fspath(recipe)),
+        recipe_of(recipe),
         tuning=None if tuning is None else records_of(tuning),
         arms=[records_of(arm) for loop in arms for arm in loop],
     )

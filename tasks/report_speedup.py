@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream.recipe import load_recipe
 from slipstream.stages import report_speedup as stage
 from slipstream.stages.context import RunContext
-from tasks.deliverables import handed_on, records_of
+from tasks.deliverables import handed_on, recipe_of, records_of
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, on_cpus
 
@@ -40,7 +38,7 @@ def report_speedup(  # noqa: PLR0913  # one input a record
     """Write report.html (also the task's deck), report.json, run.json and drift.json from a run's records."""
     directory = stage.report_speedup(
         context,
-        load_recipe(os.fspath(recipe)),
+        recipe_of(recipe),
         policy=records_of(policy),
         data=records_of(data),
         draft=None if draft is None else records_of(draft),

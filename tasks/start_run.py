@@ -30,14 +30,14 @@ class StartedRun(NamedTuple):
 def start_run(  # noqa: PLR0913  # one input a line of the launch form
     recipe: str,
     workload: Workload | None,
-    num_steps: int | None,
     seed: int | None,
     overrides: list[str],
-    max_off_policy_steps: int | None,
     run_root: str,
-    resume_execution: str | None,
-    reuse_stored: bool,
-    loop: ArmLoop | None,
+    num_steps: int | None = None,
+    max_off_policy_steps: int | None = None,
+    resume_execution: str | None = None,
+    reuse_stored: bool = True,
+    loop: ArmLoop | None = None,
     arms: Arms = Arms.BOTH,
 ) -> StartedRun:
     """Check the recipe against its rules and the cluster before any expensive work, and open the run.

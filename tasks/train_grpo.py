@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,11 +9,10 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream.recipe import load_recipe
 from slipstream.stages import train_grpo as stage
 from slipstream.stages.context import RunContext, arm_node
 from slipstream.types import ArmLoop, Arms
-from tasks.deliverables import handed_on, model_of, records_of
+from tasks.deliverables import handed_on, model_of, recipe_of, records_of
 from tasks.recoverable import recoverable
 from tasks.resources import TRAINING, on_gpus
 
@@ -44,7 +42,7 @@ def train_grpo(
     """
     directories = stage.train_grpo(
         context,
-        load_recipe(os.fspath(recipe)),
+        recipe_of(recipe),
         arms.members,
         policy=model_of(context, policy),
         data=records_of(data),

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream.recipe import load_recipe
 from slipstream.stages import tune_draft_length as stage
 from slipstream.stages.context import RunContext
-from tasks.deliverables import handed_on, model_of, records_of
+from tasks.deliverables import handed_on, model_of, recipe_of, records_of
 from tasks.recoverable import recoverable
 from tasks.resources import MEASURING, on_gpus
 
@@ -31,7 +29,7 @@ def tune_draft_length(
     """Measure a sweep over draft lengths; writes points, the chosen k and a schedule by batch size to tuning.json."""
     if draft is None:
         return Tuning(tuning=None)
-    loaded = load_recipe(os.fspath(recipe))
+    loaded = recipe_of(recipe)
     directory = stage.tune_draft_length(
         context, loaded, policy=model_of(context, policy), data=records_of(data), draft=model_of(context, draft)
     )

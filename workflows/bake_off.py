@@ -58,18 +58,11 @@ def bake_off(  # noqa: PLR0913  # one input a line of the launch form
         num_steps=num_steps,
         seed=seed,
         overrides=overrides,
-        max_off_policy_steps=None,
         run_root=run_root,
-        resume_execution=None,
         reuse_stored=reuse_stored,
         loop=ArmLoop.SYNCHRONOUS,
     ).with_overrides(name="check the recipe", node_name="start-run")
-    field = {
-        "methods": methods,
-        "inits": inits,
-        "online": online,
-        "num_speculative_tokens": num_speculative_tokens,
-    }
+    field = {"methods": methods, "inits": inits, "online": online, "num_speculative_tokens": num_speculative_tokens}
     shared = {"context": run.context, "recipe": run.recipe}
     checked = check_drafters(**shared, **field).with_overrides(name="check every drafter", node_name="check-drafters")
     data = prepare_data(**shared).with_overrides(name="prepare data", node_name="prepare-data").data

@@ -144,15 +144,18 @@ def measure(  # one input an output of the other parts
         report: report.html, report.json, run.json and drift.json.
     """
     shared: dict[str, Any] = {"context": context, "recipe": recipe}
-    evaluated = evaluate_aime(**shared, data=data, policy=policy, arms=arms).with_overrides(
-        name="evaluate start and arms", node_name="evaluate"
+    start = {"policy": policy, "data": data, "draft": draft, "tuning": tuning}
+    evaluations = (
+        evaluate_aime(**shared, data=data, policy=policy, arms=arms)
+        .with_overrides(name="evaluate start and arms", node_name="evaluate")
+        .evaluations
     )
     certificate = (
-        certify_losslessness(**shared, policy=policy, trained=certified, data=data, draft=draft, tuning=tuning)
+        certify_losslessness(**shared, **start, trained=certified)
         .with_overrides(name="certify losslessness", node_name="certify")
         .certificate
     )
-    evaluated.evaluations >> certificate  # pyright: ignore[reportUnusedExpression]  # both want all nodes
+    evaluations >> certificate  # pyright: ignore[reportUnusedExpression]  # both want all nodes
     projection = (
         project_speedup(**shared, tuning=tuning, arms=arms)
         .with_overrides(name="project speedup", node_name="project")
@@ -160,15 +163,7 @@ def measure(  # one input an output of the other parts
     )
     report = (
         report_speedup(
-            **shared,
-            policy=policy,
-            data=data,
-            draft=draft,
-            tuning=tuning,
-            arms=arms,
-            evaluations=evaluated.evaluations,
-            certificate=certificate,
-            projection=projection,
+            **shared, **start, arms=arms, evaluations=evaluations, certificate=certificate, projection=projection
         )
         .with_overrides(name="report speedup", node_name="report")
         .report
@@ -181,15 +176,13 @@ def measure(  # one input an output of the other parts
     return require_no_drift(recipe=recipe, report=lossless).with_overrides(name="require no drift", node_name="drift")
 
 
+def behind(run: Any, start: Any) -> dict[str, Any]:
+    """Return the inputs that whatever stands behind `prepare` takes of it and of start-run."""
+    made = {"policy": start.policy, "data": start.data, "draft": start.draft, "tuning": start.tuning}
+    return {"context": run.context, "recipe": run.recipe, **made}
+
+
 def concluded(run: Any, start: Any, arms: Any, *, certified: Any) -> Any:
     """Wire `measure` behind the arms of each loop."""
-    return measure(
-        context=run.context,
-        recipe=run.recipe,
-        data=start.data,
-        policy=start.policy,
-        draft=start.draft,
-        tuning=start.tuning,
-        arms=arms,
-        certified=certified,
-    ).with_overrides(name="measure", node_name="measure")
+    measured = measure(**behind(run, start), arms=arms, certified=certified)
+    return measured.with_overrides(name="measure", node_name="measure")

@@ -47,18 +47,9 @@ def certify(
     Returns:
         report: certificate.json; the execution fails if the verdict is not lossless.
     """
-    run = start_run(
-        recipe=recipe,
-        workload=workload,
-        num_steps=None,
-        seed=seed,
-        overrides=overrides,
-        max_off_policy_steps=None,
-        run_root=run_root,
-        resume_execution=None,
-        reuse_stored=True,
-        loop=None,
-    ).with_overrides(name="check the recipe", node_name="start-run")
+    run = start_run(recipe=recipe, workload=workload, seed=seed, overrides=overrides, run_root=run_root).with_overrides(
+        name="check the recipe", node_name="start-run"
+    )
     shared = {"context": run.context, "recipe": run.recipe}
     data = prepare_data_for(**shared, policy=policy).with_overrides(name="prepare data", node_name="prepare-data").data
     certificate = (

@@ -100,12 +100,9 @@ class EngineConfig(Checked, path="engine"):
     """Restarts of lost engines in one run; 0 ends the run with the first. Set it by how often nodes fail."""
 
     def _check(self) -> None:
-        self._require(
-            self.quantization is not Quantization.FP8 or self.kv_cache_gib is None,
-            "quantization",
-            "must be none or int8 with engines on CPUs (engine.kv_cache_gib)",
-            "vLLM multiplies 8-bit floats on GPUs alone",
-        )
+        is_served = self.quantization is not Quantization.FP8 or self.kv_cache_gib is None
+        rule = "must be none or int8 with engines on CPUs (engine.kv_cache_gib)"
+        self._require(is_served, "quantization", rule, "vLLM multiplies 8-bit floats on GPUs alone")
 
     @property
     def weight_format(self) -> WeightFormat | None:

@@ -34,10 +34,7 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from slipstream.refit.fingerprint import HeldWeights, Turn, held_whole, part_fingerprints, weight_totals
-
-_GAMMA = -7046029254386353131  # SplitMix64 (Steele, Lea, Flood 2014), in signed numbers
-_MIXERS = ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1))
+from slipstream.refit.fingerprint import GAMMA, HeldWeights, Turn, held_whole, mixed, part_fingerprints, weight_totals
 
 
 class SglangProcess:
@@ -150,18 +147,11 @@ def draw(probs: Tensor, sampling_seed: Tensor, positions: Tensor) -> Tensor:
 
     The smallest of independent exponential numbers with the rates p is that of a token with its probability p.
     """
-    keys_B1 = _mixed(sampling_seed + _GAMMA * _mixed(positions.long() + 1))[:, None]
-    columns_V = _GAMMA * torch.arange(1, probs.shape[1] + 1)
-    bits_BV = (_mixed(keys_B1 + columns_V) >> 11) & ((1 << 53) - 1)
+    keys_B1 = mixed(sampling_seed + GAMMA * mixed(positions.long() + 1))[:, None]
+    columns_V = GAMMA * torch.arange(1, probs.shape[1] + 1)
+    bits_BV = (mixed(keys_B1 + columns_V) >> 11) & ((1 << 53) - 1)
     uniform_BV = (bits_BV.double() + 0.5) * 2.0**-53
     return (-uniform_BV.log() / probs.double()).argmin(1).to(torch.int32)
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """Mix the bits of int64 numbers as SplitMix64 does; torch's shift repeats the sign."""
-    for shift, factor in _MIXERS:
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return x
 
 
 def write_weights(scheduler: Any, path: str, index: int, count: int) -> None:

@@ -210,7 +210,6 @@ class VllmEngine:
             from slipstream.engine.weight_transfer import BACKEND
 
         how = {"is_in_flight": is_in_flight, "can_sleep": can_sleep, "returns_routes": returns_routes}
-        arguments = engine_arguments(config, **how)
         self._stop_token_ids, self._weight_format = stop_token_ids(policy), config.weight_format
         with ExitStack() as links:
             self._llm: Any = LLM(
@@ -223,7 +222,7 @@ class VllmEngine:
                 weight_transfer_config={"backend": BACKEND},
                 worker_extension_cls=_PROBE,
                 seed=0,  # unused by rollouts, which have seeds of their own
-                **arguments,
+                **engine_arguments(config, **how),
             )
         self._has_draft = speculative_config is not None and "model" in speculative_config  # with weights of its own
         self._is_draft_updating = False
@@ -600,12 +599,9 @@ class VllmEngine:
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> None:
         longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
-        require(
-            longest + sampling.max_response_tokens <= self._max_model_len,
-            "engine.max_model_len",
-            f"must hold the longest prompt {longest} + max_response_tokens {sampling.max_response_tokens}",
-            self._max_model_len,
-        )
+        fits = longest + sampling.max_response_tokens <= self._max_model_len
+        rule = f"must hold the longest prompt {longest} + max_response_tokens {sampling.max_response_tokens}"
+        require(fits, "engine.max_model_len", rule, self._max_model_len)
 
     @property
     def _versions(self) -> tuple[int, int | None]:

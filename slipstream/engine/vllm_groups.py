@@ -382,13 +382,9 @@ class Drafting:
         from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
         scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
-        require(
-            scheduler.dynamic_sd_lookup is not None,
-            "draft.length",
-            "can be changed only in an engine that started with a table",
-            None,
-            "start it with a schedule",
-        )
+        rule = "can be changed only in an engine that started with a table"
+        has_table = scheduler.dynamic_sd_lookup is not None
+        require(has_table, "draft.length", rule, None, "start it with a schedule")
         longest = max(entry.num_speculative_tokens for entry in schedule)
         require(longest <= len(self._drafted), "draft.length", f"must be at most {len(self._drafted)}", longest)
         scheduler.dynamic_sd_lookup = build_dynamic_sd_schedule_lookup(

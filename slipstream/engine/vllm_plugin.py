@@ -347,11 +347,17 @@ def register() -> None:
 class EngineProbe:
     """Methods added to vLLM's worker (`worker_extension_cls`), which the engine calls in every worker process."""
 
+    model_runner: Any  # these are the worker's own
+    vllm_config: Any
+    weight_transfer_engine: Any
+    device: torch.device
+    use_v2_model_runner: bool
+    _weight_update_active: bool
+
     def check_sampler(self) -> str:
         """Describe the sampler's fault in this process; empty if it honours the requests' parameters and seeds."""
         device = torch.device(current_platform.device_type)
-        uses_v2: bool = self.use_v2_model_runner  # type: ignore[attr-defined]  # of the worker
-        return broken_v2(device) if uses_v2 else broken_v1(device)
+        return broken_v2(device) if self.use_v2_model_runner else broken_v1(device)
 
     def verify_in_blocks(self) -> None:
         """Make the first model runner's sampler of this process verify drafts in blocks."""
@@ -359,37 +365,35 @@ class EngineProbe:
 
     def keep_history(self, settings: dict[str, int], stop_token_ids: tuple[int, ...]) -> None:
         """Give this rank's proposer an empty history."""
-        runner: Any = self.model_runner  # type: ignore[attr-defined]  # of the worker
-        runner.drafter.start(runner, History(**settings), stop_token_ids)
+        self.model_runner.drafter.start(self.model_runner, History(**settings), stop_token_ids)
 
     def history(self) -> bytes:
         """Serialize the proposer's history."""
-        data: bytes = self.model_runner.drafter.history.to_bytes()  # type: ignore[attr-defined]  # of the worker
-        return data
+        return self.model_runner.drafter.history.to_bytes()
 
     def recall(self, history: bytes) -> None:
         """Let the proposer take over a history, unless it has one."""
-        self.model_runner.drafter.history.read(history)  # type: ignore[attr-defined]  # of the worker
+        self.model_runner.drafter.history.read(history)
 
     def attention_backends(self) -> tuple[str, ...]:
         """Return vLLM's names of the attention kernels of policy and draft."""
-        layers = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
+        layers = self.vllm_config.compilation_config.static_forward_context
         attention = (layer for layer in layers.values() if isinstance(layer, AttentionLayerBase))
         return tuple(sorted({layer.get_attn_backend().get_name() for layer in attention}))
 
     def location(self) -> Location:
         """Return the host and the device of this rank."""
-        device: torch.device = self.device  # type: ignore[attr-defined]  # of the worker
-        return here(str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None)
+        on_gpu = self.device.type == "cuda"
+        return here(str(torch.cuda.get_device_properties(self.device).uuid) if on_gpu else None)
 
     def received_digest(self) -> str:
         """Return the digest of the bytes in this rank's last weight update."""
-        return self.weight_transfer_engine.received_digest  # type: ignore[attr-defined]  # of the worker
+        return self.weight_transfer_engine.received_digest
 
     def abandon_update(self) -> None:
         """End a weight update that was never finished, as vLLM could begin no other."""
-        if self._weight_update_active:  # type: ignore[attr-defined]  # of the worker
-            self.finish_weight_update()  # type: ignore[attr-defined]
+        if self._weight_update_active:
+            self.finish_weight_update()  # type: ignore[attr-defined]  # of the worker
 
     def weight_dtypes(self, is_draft: bool) -> dict[str, str]:
         """Return the types of the policy's tensors, or of the draft's, of which this rank holds a part."""
@@ -402,14 +406,13 @@ class EngineProbe:
 
     def _slots(self, is_draft: bool) -> tuple[AnySlot, ...]:
         # Both of vLLM's model runners have these two methods, while their attributes differ.
-        runner: Any = self.model_runner  # type: ignore[attr-defined]  # of the worker that this class extends
-        policy = runner.get_model()
+        policy = self.model_runner.get_model()
         if not is_draft:
             return slots(policy)
-        draft = runner.get_draft_model()
+        draft = self.model_runner.get_draft_model()
         if draft is None:
             raise LookupError("the engine drafts without a model")
-        method = self.vllm_config.speculative_config.method  # type: ignore[attr-defined]  # of the worker
+        method = self.vllm_config.speculative_config.method
         # The checkpoint of a draft on hidden states has no prefix `model.`; a draft model has that of its checkpoint.
         rename = OF_READERS if method in _READERS else draft_names(draft)
         return slots(draft, rename=rename, without=policy)

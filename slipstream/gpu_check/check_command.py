@@ -152,13 +152,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add the command `gpu-check`."""
     words = "check this machine's GPUs in stages, and pack all that a failed one needs into one archive"
     check = commands.add_parser("gpu-check", help=words)
-    check.add_argument(
-        "--dry", action="store_true", help="run the same stages on the CPU, shrunk: the check's own test"
-    )
-    numbers = [stage.number for stage in STAGES]
-    check.add_argument(
-        "--stage", type=int, nargs="+", choices=numbers, default=numbers, metavar="N", help="stages; default: all"
-    )
+    words = "run the same stages on the CPU, shrunk: the check's own test"
+    check.add_argument("--dry", action="store_true", help=words)
+    numbers, words = [stage.number for stage in STAGES], "stages; default: all"
+    check.add_argument("--stage", type=int, nargs="+", choices=numbers, default=numbers, metavar="N", help=words)
     words = "directory of archives; default: runs/gpu-check"
     check.add_argument("--output", default="runs/gpu-check", metavar="DIR", help=words)
     check.set_defaults(run=_check)

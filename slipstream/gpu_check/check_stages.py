@@ -15,7 +15,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
@@ -35,10 +35,7 @@ from slipstream.engine.requests import group_requests
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.loop_config import KvCache
 from slipstream.grpo.update import Update
-from slipstream.learner.config import (
-    LearnerConfig,
-    ParallelConfig,
-)
+from slipstream.learner.config import LearnerConfig, ParallelConfig
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import LOSSLESS, certify
@@ -458,8 +455,7 @@ def _refitted(at: Setting, engines: Any, learner: Any, channel: Channel, *, old:
     engines.refit(WeightFiles(policy=old, policy_version=0, draft=draft))
     before = _tokens(_generate(engines, seed=1))
     config = RefitConfig(channel=channel, bucket_mib=0.05)
-    with open_channel(config, learner, engines) as opened:
-        gate = RefitGate(engines, learner, channel=opened, draft=draft, trains_draft=True, config=config)
+    with _gate(engines, learner, config, draft) as gate:
         for version in (1, 2, 3):
             start_s = time.perf_counter()
             check = gate.refit(version, draft_version=version)
@@ -479,8 +475,7 @@ def _refit_in_flight(at: Setting, engines: Any, learner: Any, config: RefitConfi
     requests = group_requests(_PROMPTS, group_size=_GROUP, seed=7)
     engines.submit(requests, sampling=_SAMPLING)
     found = dict(engines.advance(max_s=0.0).groups)
-    with open_channel(config, learner, engines) as opened:
-        gate = RefitGate(engines, learner, channel=opened, draft=draft, trains_draft=True, config=config)
+    with _gate(engines, learner, config, draft) as gate:
         start_s = time.perf_counter()
         gate.refit(9, draft_version=9)
         at.figures["refit_in_flight_s"] = round(time.perf_counter() - start_s, 4)
@@ -493,15 +488,20 @@ def _refit_in_flight(at: Setting, engines: Any, learner: Any, config: RefitConfi
     require((0, 9) in versions, "a rollout in flight", "must carry tokens of both versions", versions)
 
 
+@contextmanager
+def _gate(engines: Any, learner: Any, config: RefitConfig, draft: Path | None = None) -> Iterator[RefitGate]:
+    """Open a channel, with a gate that also refits the draft which the engines started with, if there is one."""
+    with open_channel(config, learner, engines) as channel:
+        trains = draft is not None
+        yield RefitGate(engines, learner, channel=channel, draft=draft, trains_draft=trains, config=config)
+
+
 def in_turn(at: Setting) -> None:
     """Three steps in which learner and engine give each other their memory, as the driver counts it."""
     from slipstream.train.recovery import FaultTolerantEngines
 
     policy, layout = at.policy("policy", 0), at.layout(takes_turns=True)
-    with (
-        at.start_engine(policy, layout=layout) as engines,
-        at.start_learner(layout=layout) as learner,
-    ):
+    with at.start_engine(policy, layout=layout) as engines, at.start_learner(layout=layout) as learner:
         learner.load(policy, _OPTIMIZER)
         config = RefitConfig()
         if not at.is_dry:
@@ -510,8 +510,7 @@ def in_turn(at: Setting) -> None:
             freed = gpu_bytes()[0] - free
             at.figures["cache_freed_gb"] = round(freed / 1e9, 2)
             require(freed > 0.1 * total, "a sleeping engine", "must free a tenth of the GPU", freed)
-        with open_channel(config, learner, engines) as channel:
-            gate = RefitGate(engines, learner, channel=channel, draft=None, trains_draft=False, config=config)
+        with _gate(engines, learner, config) as gate:
             turns = FaultTolerantEngines(
                 engines, gate, sampling=_SAMPLING, max_restarts=0, memory_sharer=None if at.is_dry else learner
             )
@@ -640,11 +639,8 @@ def several(at: Setting) -> None:
 def _refit_two_by_ipc(at: Setting, learner: Any, layout: Layout, policy: Path) -> None:
     """An engine of two ranks on the GPUs of a learner of two, refitted by IPC."""
     config = replace(at.engine(), tensor_parallel_size=2)
-    with (
-        at.start_engine(policy, config=config, layout=layout) as engines,
-        open_channel(RefitConfig(), learner, engines) as channel,
-    ):
-        gate = RefitGate(engines, learner, channel=channel, draft=None, trains_draft=False, config=RefitConfig())
+    starting = at.start_engine(policy, config=config, layout=layout)
+    with starting as engines, _gate(engines, learner, RefitConfig()) as gate:
         require(gate.refit(1).num_tensors > 0, "a refit of two ranks", "must compare tensors", 0)
         require(bool(_tokens(_generate(engines, seed=1))), "an engine of two ranks", "must generate", "nothing")
 
@@ -660,8 +656,7 @@ def _refit_between(at: Setting, policy: Path) -> None:
     try:
         with at.start_engine(policy) as engines:
             learner.load(policy, None)
-            with open_channel(config, learner, engines) as channel:
-                gate = RefitGate(engines, learner, channel=channel, draft=None, trains_draft=False, config=config)
+            with _gate(engines, learner, config) as gate:
                 for version in (1, 2):
                     start_s = time.perf_counter()
                     gate.refit(version)

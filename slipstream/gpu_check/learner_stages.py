@@ -120,10 +120,8 @@ def _draft_losses(policy: Path, config: LearnerConfig, num_steps: int) -> list[f
 
     numbers = np.random.default_rng(0)
     chats = [numbers.integers(4, VOCAB, 64).tolist() for _ in range(32)]
-    settings = DraftConfig()
-    settings = replace(
-        settings, pretrain=replace(settings.pretrain, optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=2))
-    )
+    optimizer = OptimizerConfig(learning_rate=5e-3, warmup_steps=2)
+    settings = DraftConfig(pretrain=replace(DraftConfig().pretrain, optimizer=optimizer))
     process = LearnerProcess(config)
     process.load(policy, None)
     process.start_draft(policy, settings)

@@ -33,10 +33,8 @@ from slipstream.types import Prompt
 
 _K = 3
 _MOST_LAYERS, _FEWEST_LAYERS = 12, 4
-_FIXED_BYTES, _LAYER_BYTES = (
-    27e9,
-    5.4e9,
-)  # training state and activations at 10,240 tokens: 18 bytes a parameter, 170 kB a token
+# Training state and activations at 10,240 tokens: 18 bytes a parameter, 170 kB a token.
+_FIXED_BYTES, _LAYER_BYTES = 27e9, 5.4e9
 _NUM_REPEATS = 3  # of an update; the shortest counts, as other load only adds time
 _SPARE = 0.85  # of the free memory
 
@@ -184,9 +182,8 @@ def _draft_figures(size: Size, config: LearnerConfig, policy: Path, draft: Path)
 
     process = LearnerProcess(config)
     process.load(policy, None)
-    settings = DraftConfig()
-    rows = size.sequence_tokens
-    settings = replace(settings, eagle3=replace(settings.eagle3, vocab_size=size.draft_vocab_size, tokens_per_row=rows))
+    reader = replace(DraftConfig().eagle3, vocab_size=size.draft_vocab_size, tokens_per_row=size.sequence_tokens)
+    settings = DraftConfig(eagle3=reader)
     process.start_draft(policy, settings, token_ids=range(size.draft_vocab_size))
     num = size.draft_tokens // size.sequence_tokens
     chats = Ragged.of(_sequences(size, num), np.int32)

@@ -85,11 +85,10 @@ class Api:
             return call(*arguments, _request_timeout=self.timeout_s, **options)
         except k8s.ApiException as error:
             return Refusal(status=error.status or 0, reason=_reason(error))
-        except urllib3.exceptions.NewConnectionError as error:  # a subclass of urllib3's time-out
-            return Refusal(status=0, reason=f"no connection: {error}")
-        except urllib3.exceptions.TimeoutError:
-            return Refusal(status=0, reason=f"no answer within {self.timeout_s:g} s")
         except urllib3.exceptions.HTTPError as error:
+            is_refused = isinstance(error, urllib3.exceptions.NewConnectionError)  # a subclass of urllib3's time-out
+            if isinstance(error, urllib3.exceptions.TimeoutError) and not is_refused:
+                return Refusal(status=0, reason=f"no answer within {self.timeout_s:g} s")
             return Refusal(status=0, reason=f"no connection: {error}")
 
 

@@ -15,14 +15,7 @@ from collections.abc import Sequence
 
 from kubernetes import client as k8s
 
-from slipstream.kubernetes.profile import (
-    CLUSTER_VARIABLE,
-    NODE_VARIABLE,
-    ClusterProfile,
-    GpuNodes,
-    PodSize,
-    Scheduler,
-)
+from slipstream.kubernetes.profile import CLUSTER_VARIABLE, NODE_VARIABLE, ClusterProfile, GpuNodes, PodSize, Scheduler
 
 PRIMARY = "primary"
 RAY_HEAD, RAY_WORKER = "ray-head", "ray-worker"
@@ -148,23 +141,23 @@ def _base(profile: ClusterProfile, size: PodSize, env: Sequence[k8s.V1EnvVar] = 
         k8s.V1Toleration(key=t.key, operator="Exists" if t.value is None else "Equal", value=t.value, effect=t.effect)
         for t in profile.tolerations
     ]
-    container = k8s.V1Container(
-        name=PRIMARY,
-        resources=_resources(size),
-        env=[*shared, *env],
-        volume_mounts=[k8s.V1VolumeMount(name=_RUNS, mount_path=storage.mount_path)],
-        security_context=k8s.V1SecurityContext(
-            allow_privilege_escalation=False, capabilities=k8s.V1Capabilities(drop=["ALL"])
-        ),
-    )
+    mounts = [k8s.V1VolumeMount(name=_RUNS, mount_path=storage.mount_path)]
     claim = k8s.V1PersistentVolumeClaimVolumeSource(claim_name=storage.claim)
     volumes = [k8s.V1Volume(name=_RUNS, persistent_volume_claim=claim)]
     if profile.config_map is not None:
         file = f"{profile.name}.yaml"
-        mount = k8s.V1VolumeMount(name=_PROFILE, mount_path=f"{_CLUSTERS}/{file}", sub_path=file, read_only=True)
-        container.volume_mounts = [*(container.volume_mounts or []), mount]
+        path = f"{_CLUSTERS}/{file}"
+        mounts.append(k8s.V1VolumeMount(name=_PROFILE, mount_path=path, sub_path=file, read_only=True))
         source = k8s.V1ConfigMapVolumeSource(name=profile.config_map)
         volumes.append(k8s.V1Volume(name=_PROFILE, config_map=source))
+    rights = k8s.V1SecurityContext(allow_privilege_escalation=False, capabilities=k8s.V1Capabilities(drop=["ALL"]))
+    container = k8s.V1Container(
+        name=PRIMARY,
+        resources=_resources(size),
+        env=[*shared, *env],
+        volume_mounts=mounts,
+        security_context=rights,
+    )
     return k8s.V1PodSpec(
         containers=[container],
         volumes=volumes,

@@ -85,11 +85,11 @@ class PreflightRecord:
         lines = []
         for row in rows:
             heading = f"{row.state.value}: {row.what}"
+            if row.state is State.FINE:
+                lines.append(shorten(f"{heading}: {row.found}", _COLUMNS, placeholder=" …"))
+                continue
             parts = [("found", row.found), ("needed", row.needed), ("fix", row.fix)]
-            is_short = row.state is State.FINE
-            whole = f"{heading}: {row.found}"
-            lines += [shorten(whole, _COLUMNS, placeholder=" …")] if is_short else [shorten(heading, _COLUMNS)]
-            lines += [] if is_short else [_wrapped(name, text) for name, text in parts if text]
+            lines += [shorten(heading, _COLUMNS), *(_wrapped(name, text) for name, text in parts if text)]
         return "\n".join(lines)
 
     @property
@@ -104,12 +104,7 @@ def _wrapped(name: str, text: str) -> str:
 
 
 def check(
-    api: Api,
-    profile: ClusterProfile,
-    *,
-    namespace: str,
-    image: str | None = None,
-    own_root: Path | None = None,
+    api: Api, profile: ClusterProfile, *, namespace: str, image: str | None = None, own_root: Path | None = None
 ) -> PreflightRecord:
     """Check all that runs on the cluster of `profile` need.
 

@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
-import slipstream
+from slipstream.catalog import CONFIGS
 from slipstream.config import (
     Checked,
     ConfigError,
@@ -29,7 +29,7 @@ from slipstream.config import (
     rule,
 )
 
-CLUSTERS = Path(slipstream.__file__).resolve().parents[1] / "configs" / "clusters"
+CLUSTERS = CONFIGS / "clusters"
 NODE_VARIABLE = "SLIPSTREAM_NODE"
 """Environment variable with the node of a pod, set from `spec.nodeName`, as a host name inside a pod is the pod's."""
 
@@ -94,11 +94,8 @@ class PodSize(Checked):
     """Part of `memory_gib` that is /dev/shm, in GiB; 0 is Kubernetes' 64 MiB."""
 
     def _check(self) -> None:
-        self._require(
-            self.shared_memory_gib < self.memory_gib,
-            "shared_memory_gib",
-            f"must be < memory_gib {self.memory_gib}, of which it is a part",
-        )
+        rule = f"must be < memory_gib {self.memory_gib}, of which it is a part"
+        self._require(self.shared_memory_gib < self.memory_gib, "shared_memory_gib", rule)
 
 
 class GpuNodes(Checked, path="gpu"):
@@ -124,17 +121,12 @@ class GpuNodes(Checked, path="gpu"):
     """Extended resources for RDMA, and how many a pod takes of each."""
 
     def _check(self) -> None:
-        self._require(
-            self.pod.shared_memory_gib > 0,
-            "pod.shared_memory_gib",
-            "must be >= 1",
-            "weights, NCCL and Ray's object store lie in /dev/shm, and a pod has 64 MiB there by itself",
-        )
+        fix = "weights, NCCL and Ray's object store lie in /dev/shm, and a pod has 64 MiB there by itself"
+        self._require(self.pod.shared_memory_gib > 0, "pod.shared_memory_gib", "must be >= 1", fix)
+        rule = "must read vendor/name: count >= 1"
         for name, count in self.rdma_resources.items():
             is_sound = "/" in name and count >= 1
-            require(
-                is_sound, "gpu.rdma_resources", "must read vendor/name: count >= 1", {name: count}, "as in rdma/ib: 4"
-            )
+            require(is_sound, "gpu.rdma_resources", rule, {name: count}, "as in rdma/ib: 4")
 
 
 class SharedStorage(Checked, path="storage"):
@@ -330,13 +322,10 @@ def require_fits(profile: ClusterProfile, *, nodes: int, gpus_per_node: int, tra
         require(gpus_per_node == 0, "placement.gpus_per_node", f"must be 0 on {where}", gpus_per_node, fix)
         return
     offered = profile.gpu
-    require(
-        1 <= gpus_per_node <= offered.gpus_per_node,
-        "placement.gpus_per_node",
-        f"must be 1 to {offered.gpus_per_node} on {where}",
-        gpus_per_node,
-        "register for a cluster without GPUs, as in make register CLUSTER=cpu" if gpus_per_node == 0 else "",
-    )
+    is_offered = 1 <= gpus_per_node <= offered.gpus_per_node
+    fix = "register for a cluster without GPUs, as in make register CLUSTER=cpu" if gpus_per_node == 0 else ""
+    rule = f"must be 1 to {offered.gpus_per_node} on {where}"
+    require(is_offered, "placement.gpus_per_node", rule, gpus_per_node, fix)
     rule = f"must be <= {offered.nodes}, the nodes of {where}"
     require(nodes <= offered.nodes, "placement.nodes", rule, nodes, "override it with learner.parallel and num_engines")
     rule = f"must name a model on {where}, where prepare_policy has no GPU"

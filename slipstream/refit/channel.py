@@ -298,15 +298,10 @@ def require_space(directory: Path, num_bytes: int) -> None:
     Raises:
         ConfigError: the free space is too small.
     """
-    free = shutil.disk_usage(directory).free
-    needed = NUM_SNAPSHOTS * num_bytes
-    require(
-        needed <= free,
-        "refit.channel",
-        f"shared_memory needs {needed:,} bytes for {NUM_SNAPSHOTS} snapshots of the weights in {directory.parent}",
-        f"{free:,} bytes free",
-        "mount a larger /dev/shm (a pod has 64 MiB unless it says otherwise), or set gloo, which needs no files",
-    )
+    free, needed = shutil.disk_usage(directory).free, NUM_SNAPSHOTS * num_bytes
+    rule = f"shared_memory needs {needed:,} bytes for {NUM_SNAPSHOTS} snapshots of the weights in {directory.parent}"
+    fix = "mount a larger /dev/shm (a pod has 64 MiB unless it says otherwise), or set gloo, which needs no files"
+    require(needed <= free, "refit.channel", rule, f"{free:,} bytes free", fix)
 
 
 def _transfer_prefix(pid: int) -> str:
@@ -400,10 +395,7 @@ class StreamChannel:
         draft = None if draft_version is None else self._learner.stream(is_draft=True, timeout_s=self._timeout_s)
         states = self._engines.start_adopt(policy_version=exported.policy_version, draft_version=draft_version)
         return lambda: Delivery(
-            states=states(),
-            digest=digest,
-            draft_digest=draft,
-            origin=f"the {self._channel.value} channel",
+            states=states(), digest=digest, draft_digest=draft, origin=f"the {self._channel.value} channel"
         )
 
     def close(self) -> None:

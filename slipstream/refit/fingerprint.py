@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MODULUS = 1 << 64
+GAMMA = 0x9E3779B97F4A7C15 - _MODULUS
+"""Step of SplitMix64 (Steele, Lea, Flood 2014) from one number to the next, as a signed number."""
 _CPU_CHUNK = 1 << 17  # elements computed at once; at about 20 bytes each they fit into a core's cache
 _DEVICE_CHUNK = 1 << 22
 _ROW_SEED, _COLUMN_SEED = 0x243F6A8885A308D3, 0x13198A2E03707344  # digits of pi
@@ -344,15 +346,14 @@ def _key_table(seed: int, length: int, device: torch.device) -> Tensor:
     """Compute [length] odd int64 by the generator SplitMix64 (Steele, Lea, Flood 2014), with the lowest bit set."""
     import torch
 
-    x = torch.arange(1, length + 1, device=device) * _signed(0x9E3779B97F4A7C15) + _signed(seed)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ _shifted(x, shift)) * _signed(factor)
-    return (x ^ _shifted(x, 31)) | 1
+    return mixed(torch.arange(1, length + 1, device=device) * GAMMA + _signed(seed)) | 1
 
 
-def _shifted(x: Tensor, num_bits: int) -> Tensor:
-    """Shift to the right with zeros; torch's shift repeats the sign."""
-    return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)
+def mixed(x: Tensor) -> Tensor:
+    """Mix the bits of int64 numbers as SplitMix64 does; torch's shift to the right repeats the sign."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
+    return x
 
 
 def _signed(value: int) -> int:

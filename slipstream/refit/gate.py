@@ -122,9 +122,7 @@ class RefitGate:
         policy = None if started.policy is None else started.policy()
         draft = None if started.draft is None else started.draft()
         return replace(
-            started,
-            policy=None if policy is None else lambda: policy,
-            draft=None if draft is None else lambda: draft,
+            started, policy=None if policy is None else lambda: policy, draft=None if draft is None else lambda: draft
         )
 
     def deliver(self, export: Export) -> RefitCheck:

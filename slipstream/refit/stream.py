@@ -411,9 +411,8 @@ class GlooSender(Sender):
         self._buffers: list[Tensor] = []
         self._group: GlooGroup | None = None
         timeout_s, world_size = settings.timeout_s, 1 + engines.num_workers
-        store = TCPStore(
-            address, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-        )  # port 0 takes any free port
+        any_port, timeout = 0, timedelta(seconds=timeout_s)
+        store = TCPStore(address, any_port, is_master=True, timeout=timeout, wait_for_workers=False)
         init = {"master_address": address, "master_port": store.port, "rank_offset": 1}
         init |= {"world_size": world_size, "timeout_s": timeout_s}
 

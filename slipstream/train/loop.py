@@ -248,34 +248,32 @@ class Trainer:
                 published=published,
             )
         decision = self.draft.decide(result, num_steps_left=self.config.num_steps - step - 1)
+        before = reference = None
+        if self.config.needs_logprob_pass:
+            with clock.stage("logprob"):
+                before = self.learner.logprobs(batch, self.temperature)
+                reference = self.learner.ref_logprobs(batch, self.temperature)
         update = Update(
             batch=batch,
-            trainer_logprobs=None,
-            ref_logprobs=None,
+            trainer_logprobs=before,
+            ref_logprobs=reference,
             loss=self.config.loss,
             temperature=self.temperature,
             max_response_tokens=self.max_response_tokens,
             trains_draft=decision is not None and decision.trains,
         )
-        if self.config.needs_logprob_pass:
-            with clock.stage("logprob"):
-                update = replace(
-                    update,
-                    trainer_logprobs=self.learner.logprobs(batch, self.temperature),
-                    ref_logprobs=self.learner.ref_logprobs(batch, self.temperature),
-                )
         with clock.stage("train"):
             parts = minibatches(update, self.config.updates_per_step)
             trained = combined([self.learner.train_step(part) for part in parts])
-        before = trained.own_logprobs if update.trainer_logprobs is None else update.trainer_logprobs
-        assert before is not None, "the learner returns what it was not given"
+        of_tokens = trained.own_logprobs if before is None else before
+        assert of_tokens is not None, "the learner returns what it was not given"
         return Learned(
             result=result,
             rewards=rewards,
             groups=groups,
             batch=batch,
             trained=trained,
-            before=before,
+            before=of_tokens,
             decision=decision,
         )
 
@@ -296,6 +294,8 @@ class Trainer:
         lengths = [len(rollout.token_ids) for rollout in rollouts]
         rewards_PG = np.asarray(rewards.rewards).reshape(len(result.groups), -1)
         num_with_signal = int(have_signal(rewards.rewards, len(result.groups)).sum())
+        lags = lag_stats(learned.groups, batch, learned.before, policy_version=step, loss=loss) if is_corrected else ()
+        samples_on = self.config.dynamic_sampling.max_extra_batches > 0
         record = StepRecord(
             step=step,
             times=times,
@@ -321,27 +321,28 @@ class Trainer:
             draft_update=learned.trained.draft,
             autopilot=result.autopilot,
             overlap=overlap,
-            lags=lag_stats(learned.groups, batch, learned.before, policy_version=step, loss=loss)
-            if is_corrected
-            else (),
+            lags=lags,
             longest_response_tokens=max(lengths),
             rewards_by_prompt=tuple(rewards_PG.mean(axis=1).tolist()),
             num_preemptions=result.num_preemptions,
             num_filtered=batch.counts.count(False),
-            dynamic_sampling=DynamicSampling(
-                num_batches=result.num_calls,
-                num_groups=len(result.groups),
-                num_with_signal=num_with_signal,
-                num_filled=max(0, len(learned.groups) - num_with_signal),
-                num_surplus=max(0, num_with_signal - len(learned.groups)),
-                extra_generation_s=result.extra_generation_s,
-            )
-            if self.config.dynamic_sampling.max_extra_batches
-            else None,
+            dynamic_sampling=_sampling(result, len(learned.groups), num_with_signal) if samples_on else None,
             machine=machine,
         )
         self.draft.note(record)
         return record
+
+
+def _sampling(result: GenerationResult, num_trained: int, num_with_signal: int) -> DynamicSampling:
+    """Count the groups that a step sampled, and those that it trained on."""
+    return DynamicSampling(
+        num_batches=result.num_calls,
+        num_groups=len(result.groups),
+        num_with_signal=num_with_signal,
+        num_filled=max(0, num_trained - num_with_signal),
+        num_surplus=max(0, num_with_signal - num_trained),
+        extra_generation_s=result.extra_generation_s,
+    )
 
 
 def engine_seed(seed: int, arm: Arm, batch: int) -> int:

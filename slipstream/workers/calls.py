@@ -313,12 +313,9 @@ class Idle(Generic[E]):
 
 def process_states(workers: Sequence[Worker]) -> dict[Worker, str]:
     """Ask each worker's host for the state of the worker's process; a silent host is reported as such."""
-    environment = {"env_vars": actor_environment({})}
-    probe = ray.remote(_process_state)
+    probe: Any = ray.remote(num_cpus=0, runtime_env={"env_vars": actor_environment({})})(_process_state)
     asked = {
-        worker: probe.options(num_cpus=0, runtime_env=environment, scheduling_strategy=on_node(worker.node_id)).remote(
-            worker.pid
-        )
+        worker: probe.options(scheduling_strategy=on_node(worker.node_id)).remote(worker.pid)
         for worker in workers
         if worker.node_id
     }

@@ -451,11 +451,11 @@ def start_engine(
         else:
             engine.run_in_flight(None)
             engine.refit(WeightFiles(policy=policy, policy_version=0, draft=draft))
-            if speculative_config is not None and speculative_config["method"] == HISTORY:
+            told = speculative_config or {}
+            if told.get("method") == HISTORY:
                 engine.forget()
-            if speculative_config is not None and SCHEDULE in speculative_config:
-                # An earlier block may have changed the schedule.
-                entries = speculative_config[SCHEDULE]
+            if SCHEDULE in told:  # an earlier block may have changed it
+                entries = told[SCHEDULE]
                 engine.draft_by(
                     [ScheduleEntry(batch_from=low, batch_to=high, num_speculative_tokens=k) for low, high, k in entries]
                 )
@@ -470,13 +470,8 @@ def start_engine(
 
 
 def _new_engine(
-    policy: Path,
-    config: EngineConfig,
-    speculative_config: dict[str, Any] | None,
-    layout: Layout,
-    how: dict[str, bool],
+    policy: Path, config: EngineConfig, speculative_config: dict[str, Any] | None, layout: Layout, how: dict[str, bool]
 ) -> RemoteEngine:
-    k = speculative_config["num_speculative_tokens"] if speculative_config else 0
     starting = Deadline(config.start_timeout_s, "engine.start_timeout_s")
 
     def begin(index: int) -> Worker:
@@ -491,25 +486,22 @@ def _new_engine(
         environment = actor_environment({**own, **start.environment})
         # Learner and engine share the cores, so Ray reserves none.
         options = {"num_cpus": 0, **start.place, "runtime_env": {"env_vars": environment}}
-        actor = (
-            ray.remote(EngineProcess if is_vllm else SglangProcess)
-            .options(**options)
-            .remote(
-                policy,
-                config=config,
-                speculative_config=speculative_config,
-                executor=start.executor,
-                **how,
-                can_sleep=layout.placement.takes_turns,
-                logical_gpus=layout.placement.logical_gpus,
-            )
+        process = ray.remote(EngineProcess if is_vllm else SglangProcess).options(**options)
+        actor = process.remote(
+            policy,
+            config=config,
+            speculative_config=speculative_config,
+            executor=start.executor,
+            **how,
+            can_sleep=layout.placement.takes_turns,
+            logical_gpus=layout.placement.logical_gpus,
         )
         return Worker(actor, f"engine {index}")
 
     def replacement(index: int) -> Worker:
         return started([begin(index)], starting)[0]
 
-    logger.info("starting an engine with k=%d", k)
+    logger.info("starting an engine with k=%d", (speculative_config or {}).get("num_speculative_tokens", 0))
     engines = started([begin(index) for index in range(config.num_engines)], starting)
     return RemoteEngine(
         engines,

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.learner_draft import (
-    Chats,
-    HeldChats,
-    IndexedChats,
-    LearnerDraft,
-    start_training,
-    train_beside,
-)
+from slipstream.drafts.learner_draft import Chats, HeldChats, IndexedChats, LearnerDraft, start_training, train_beside
 from slipstream.drafts.pretrain import DraftProgress
 from slipstream.engine.config import SamplingConfig
 from slipstream.grpo.config import OptimizerConfig
@@ -155,11 +148,7 @@ class LearnerProcess:
             from slipstream.learner.megatron import MegatronPolicy
 
         self._policy = MegatronPolicy.from_scratch(
-            scratch,
-            vocab_size=vocab_size,
-            eos_token_id=eos_token_id,
-            learner=self._config,
-            optimizer=optimizer,
+            scratch, vocab_size=vocab_size, eos_token_id=eos_token_id, learner=self._config, optimizer=optimizer
         )
         self._is_new(POLICY)
         return self._policy.architecture.num_parameters()
@@ -285,11 +274,7 @@ class LearnerProcess:
         return self._draft.num_parameters
 
     def start_draft(
-        self,
-        policy: Path,
-        config: DraftConfig,
-        given: Path | None = None,
-        token_ids: Sequence[int] | None = None,
+        self, policy: Path, config: DraftConfig, given: Path | None = None, token_ids: Sequence[int] | None = None
     ) -> int:
         """Make a fresh draft for the loaded policy, or load the `given` draft; return the number of trained parameters.
 
@@ -462,13 +447,7 @@ class LearnerProcess:
         with uncollected():
             from slipstream.learner.megatron import MegatronPolicy
 
-        return MegatronPolicy.load(
-            path,
-            learner=self._config,
-            optimizer=optimizer,
-            lora=lora,
-            computed_as=computed_as,
-        )
+        return MegatronPolicy.load(path, learner=self._config, optimizer=optimizer, lora=lora, computed_as=computed_as)
 
 
 def _without_cuda() -> str:

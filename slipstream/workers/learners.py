@@ -64,13 +64,8 @@ class Shards:
         Raises:
             ConfigError: there are fewer sequences than ranks.
         """
-        require(
-            len(sequences) >= num_ranks,
-            "an update",
-            f"must have a sequence for each of {num_ranks} data-parallel ranks",
-            len(sequences),
-            "lower learner.parallel.data, or take more rollouts a step",
-        )
+        num, rule = len(sequences), f"must have a sequence for each of {num_ranks} data-parallel ranks"
+        require(num >= num_ranks, "an update", rule, num, "lower learner.parallel.data, or take more rollouts a step")
         return cls.of(sequences, num_ranks)
 
     def in_order(self, answers: Sequence[Sequence[T]]) -> list[T]:
@@ -205,11 +200,7 @@ class RemoteLearner(Proxy):
         )
 
     def start_draft(
-        self,
-        policy: Path,
-        config: DraftConfig,
-        given: Path | None = None,
-        token_ids: Sequence[int] | None = None,
+        self, policy: Path, config: DraftConfig, given: Path | None = None, token_ids: Sequence[int] | None = None
     ) -> int:
         """Make a fresh draft, or load the `given` draft; returns the number of trained parameters.
 
@@ -322,13 +313,9 @@ class RemoteLearner(Proxy):
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".seen-") as mark:
             seen = self._crew.ask("sees", lambda rank: rank.sees.remote(Path(mark.name)))
         blind = [str(rank) for rank, sees in zip(self.workers, seen, strict=True) if not sees]
-        require(
-            not blind,
-            str(path.parent),
-            "must be on storage that all hosts of the learner share",
-            f"no such directory for {', '.join(blind)}",
-            "give the run another --root",
-        )
+        rule = "must be on storage that all hosts of the learner share"
+        found = f"no such directory for {', '.join(blind)}"
+        require(not blind, str(path.parent), rule, found, "give the run another --root")
 
     def _on_shards(
         self, what: str, shards: Shards, part: Callable[[Sequence[int]], Any], call: Callable[[Any, Any], Any]

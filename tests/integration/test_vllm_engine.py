@@ -168,12 +168,12 @@ def test_weights_are_read_under_either_of_vllms_model_runners(module: str) -> No
     policy = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(4, bias=False)})
     draft = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(3, bias=False)})})
     probe = EngineProbe()
-    probe.model_runner = Runner(policy, draft)  # type: ignore[attr-defined]
-    probe.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(method="eagle3"))  # type: ignore[attr-defined]
+    probe.model_runner = Runner(policy, draft)
+    probe.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(method="eagle3"))
     assert probe.weight_dtypes(False) == {"norm.weight": "float32"}
     assert probe.weight_fingerprints(True, ALL) == part_fingerprints([held_whole("norm.weight", torch.ones(3))])
-    probe.vllm_config.speculative_config.method = "draft_model"  # type: ignore[attr-defined]
+    probe.vllm_config.speculative_config.method = "draft_model"
     assert probe.weight_dtypes(True) == {"model.norm.weight": "float32"}
-    probe.model_runner = Runner(policy, None)  # type: ignore[attr-defined]
+    probe.model_runner = Runner(policy, None)
     with pytest.raises(LookupError, match="the engine drafts without a model"):
         probe.weight_dtypes(True)

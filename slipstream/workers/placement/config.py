@@ -60,31 +60,17 @@ class PlacementConfig(Checked, path="placement"):
 
     def _check(self) -> None:
         has_gpus, is_split = self.gpus_per_node > 0, self.mode is PlacementMode.SPLIT
-        fix = "set placement.gpus_per_node, or leave it out"
-        rules = (
-            (
-                has_gpus or (self.nodes == 1 and not is_split),
-                "gpus_per_node",
-                "must be >= 1 with several nodes or mode 'split'",
-                "without GPUs a run lies on one node",
-            ),
-            (has_gpus or not self.takes_turns, "memory", "must be 'shared' without GPUs", fix),
-            (
-                not is_split or not self.takes_turns,
-                "memory",
-                "must be 'shared' with mode 'split'",
-                "learner and engines have GPUs of their own: leave it out, or set mode 'colocated'",
-            ),
-            (
-                not has_gpus or self.arms_in_turn is not ArmsInTurn.ON,
-                "arms_in_turn",
-                "must be auto or off with GPUs",
-                "each arm takes all of them: leave it out",
-            ),
-            (has_gpus or not self.logical_gpus, "logical_gpus", "must be false without GPUs", fix),
-        )
-        for holds, name, rule, what_to_do in rules:
-            self._require(holds, name, rule, what_to_do)
+        is_possible = has_gpus or (self.nodes == 1 and not is_split)
+        rule = "must be >= 1 with several nodes or mode 'split'"
+        self._require(is_possible, "gpus_per_node", rule, "without GPUs a run lies on one node")
+        needs_gpus = "set placement.gpus_per_node, or leave it out"
+        self._require(has_gpus or not self.takes_turns, "memory", "must be 'shared' without GPUs", needs_gpus)
+        fix = "learner and engines have GPUs of their own: leave it out, or set mode 'colocated'"
+        self._require(not is_split or not self.takes_turns, "memory", "must be 'shared' with mode 'split'", fix)
+        is_possible = not has_gpus or self.arms_in_turn is not ArmsInTurn.ON
+        rule = "must be auto or off with GPUs"
+        self._require(is_possible, "arms_in_turn", rule, "each arm takes all of them: leave it out")
+        self._require(has_gpus or not self.logical_gpus, "logical_gpus", "must be false without GPUs", needs_gpus)
         for name, count in (("generation_nodes", self.generation_nodes), ("training_nodes", self.training_nodes)):
             if is_split:
                 self._require(count >= 1, name, "must be >= 1 with mode 'split'")
@@ -136,23 +122,14 @@ class Layout:
         per_node = self.placement.gpus_per_node
         learner_gpus = self.placement.num_learner_nodes * per_node
         world = self.parallel.world_size
-        require(
-            world == learner_gpus,
-            "learner.parallel",
-            f"must multiply to the {learner_gpus} GPUs that placement gives the learner",
-            world,
-            "change tensor, pipeline, context or data, or placement.nodes",
-        )
-        engine_gpus = self.placement.num_engine_nodes * per_node
-        workers = self.num_engines * self.engine_tensor
-        require(
-            workers == engine_gpus,
-            "engine.num_engines",
-            f"times engine.tensor_parallel_size {self.engine_tensor} must be the {engine_gpus} GPUs that placement "
-            "gives the engines",
-            self.num_engines,
-            f"set it to {engine_gpus // self.engine_tensor}" if engine_gpus % self.engine_tensor == 0 else "",
-        )
+        rule = f"must multiply to the {learner_gpus} GPUs that placement gives the learner"
+        fix = "change tensor, pipeline, context or data, or placement.nodes"
+        require(world == learner_gpus, "learner.parallel", rule, world, fix)
+        tensor, engine_gpus = self.engine_tensor, self.placement.num_engine_nodes * per_node
+        rule = f"times engine.tensor_parallel_size {tensor} must be the {engine_gpus} GPUs that "
+        rule += "placement gives the engines"
+        fix = f"set it to {engine_gpus // tensor}" if engine_gpus % tensor == 0 else ""
+        require(self.num_engines * tensor == engine_gpus, "engine.num_engines", rule, self.num_engines, fix)
 
     @property
     def has_gpus(self) -> bool:

@@ -444,9 +444,7 @@ def _saved_by_quantization(shape: Shape, engine: EngineConfig, width: int) -> fl
     """Count the bytes by which the matrices of a dense policy's layers shrink from `width` bytes an element to one."""
     if engine.quantization is Quantization.NONE:
         return 0.0
-    heads, groups = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
-    layer = shape.hidden_size * (2 * heads + 2 * groups + 3 * shape.ffn_hidden_size)
-    return shape.num_layers * layer * (width - 1.0)
+    return shape.num_layers * sum(_matrix_sizes(shape)) * (width - 1.0)
 
 
 def draft_sizes(shape: Shape, config: DraftConfig, tensor: int) -> tuple[float, float]:

@@ -188,33 +188,22 @@ def _take(nodes: Sequence[Node], count: int, layout: Layout, unit: int, field: s
             by_domain.setdefault(node.nvlink_domain, []).append(node)
     whole = [node for domain in by_domain.values() for node in domain[: len(domain) // unit * unit]]
     largest = max((len(domain) for domain in by_domain.values()), default=1)
-    require(
-        len(whole) >= count,
-        field,
-        f"must divide the {needed} GPUs that placement.gpus_per_node takes of a node, or keep each of its groups in "
-        f"one NVLink domain (the largest here has {largest} such nodes)",
-        layout.engine_tensor if field == _ENGINE_FIELD else layout.parallel.num_neighbours,
-        f"lower it to a divisor of {needed}, or label the nodes with their domain",
-    )
+    rule = f"must divide the {needed} GPUs that placement.gpus_per_node takes of a node, or keep each of its groups in "
+    rule += f"one NVLink domain (the largest here has {largest} such nodes)"
+    value = layout.engine_tensor if field == _ENGINE_FIELD else layout.parallel.num_neighbours
+    fix = f"lower it to a divisor of {needed}, or label the nodes with their domain"
+    require(len(whole) >= count, field, rule, value, fix)
     return whole[:count]
 
 
 def _require_nodes(nodes: Sequence[Node], count: int, needed: int) -> None:
-    fitting = [node for node in nodes if node.num_gpus >= needed]
-    require(
-        bool(fitting),
-        "placement.gpus_per_node",
-        f"must be at most the {max((node.num_gpus for node in nodes), default=0)} GPUs of the cluster's largest node",
-        needed,
-        f"the cluster has {sizes(nodes)}",
-    )
-    require(
-        len(fitting) >= count,
-        "placement.nodes",
-        f"must find that many nodes with {needed} GPUs among {sizes(nodes)}: there are {len(fitting)}",
-        count,
-        "lower it and the layout with it, or add nodes",
-    )
+    num_fitting = sum(node.num_gpus >= needed for node in nodes)
+    most = max((node.num_gpus for node in nodes), default=0)
+    rule = f"must be at most the {most} GPUs of the cluster's largest node"
+    require(num_fitting > 0, "placement.gpus_per_node", rule, needed, f"the cluster has {sizes(nodes)}")
+    rule = f"must find that many nodes with {needed} GPUs among {sizes(nodes)}: there are {num_fitting}"
+    fix = "lower it and the layout with it, or add nodes"
+    require(num_fitting >= count, "placement.nodes", rule, count, fix)
 
 
 def plan_text(plan: Plan) -> str:

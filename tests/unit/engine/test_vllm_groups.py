@@ -10,14 +10,7 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.engine.requests import GroupRequest
-from slipstream.engine.vllm_groups import (
-    CacheMemory,
-    Drafting,
-    FinishedRollout,
-    GroupsUnderWay,
-    Preemptions,
-    group_of,
-)
+from slipstream.engine.vllm_groups import CacheMemory, Drafting, FinishedRollout, GroupsUnderWay, Preemptions, group_of
 from slipstream.records.steps import ScheduleEntry
 from slipstream.types import Prompt, VersionSpan
 

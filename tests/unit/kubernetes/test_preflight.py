@@ -369,10 +369,7 @@ def test_a_root_that_this_user_cannot_write_to_is_missing_and_says_how_to_fix_it
         rows = check(api, PROFILE, namespace=NAMESPACE, own_root=tmp_path / "file" / "runs").findings
 
     row = rows[-1]
-    assert (row.state, row.fix) == (
-        State.MISSING,
-        "chown the volume's root to group 1000, or set fsGroup to its group",
-    )
+    assert (row.state, row.fix) == (State.MISSING, "chown the volume's root to group 1000, or set fsGroup to its group")
     assert "Not a directory" in row.found
 
 

@@ -10,13 +10,7 @@ import yaml
 
 from slipstream.config import ConfigError, merge
 from slipstream.kubernetes.pods import SUBMITTER
-from slipstream.kubernetes.profile import (
-    Architecture,
-    active_profile,
-    read_profile,
-    require_fits,
-    shared_root,
-)
+from slipstream.kubernetes.profile import Architecture, active_profile, read_profile, require_fits, shared_root
 from slipstream.recipe import load_recipe
 from slipstream.types import Workload
 

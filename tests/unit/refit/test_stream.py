@@ -127,10 +127,7 @@ def test_two_buffers_are_filled_in_turn() -> None:
     ]
 
 
-@given(
-    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
-    bucket_bytes=st.integers(1, 64),
-)
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6), bucket_bytes=st.integers(1, 64))
 def test_whatever_the_bucket_tensors_come_back_as_they_were(sizes: list[int], bucket_bytes: int) -> None:
     tensors = [(str(i), torch.randn(size)) for i, size in enumerate(sizes)]
     stream = source(tensors)
@@ -322,8 +319,7 @@ def test_weights_that_are_not_finite_end_in_an_error_and_not_in_a_hang() -> None
     sending = sender(engines, bucket_bytes=8)
     with pytest.raises(ValueError, match="weight b of the policy must be finite"):
         sending.send(
-            source_of([("a", torch.ones(3)), ("b", torch.tensor([float("nan")])), ("c", torch.ones(5))]),
-            is_draft=False,
+            source_of([("a", torch.ones(3)), ("b", torch.tensor([float("nan")])), ("c", torch.ones(5))]), is_draft=False
         )
     sending.close()
     assert engines.calls[-1] == "update"  # nobody was told that the update is whole

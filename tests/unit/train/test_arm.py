@@ -507,7 +507,7 @@ def test_an_arm_evaluates_writes_checkpoints_and_its_policy_in_its_own_turn(
     steps = {"grpo": {"num_steps": 3, "checkpoint_every_steps": 2}}
     attempted(tmp_path, monkeypatch, Noted(), EVALUATED, steps, turn=turn)
     assert events == [
-        *("turn 0", "turn 1", "writes", "has written", "turn 2", "evaluates", "turn 3", "policy", "has written"),
+        *("turn 0", "turn 1", "writes", "has written", "turn 2", "evaluates", "turn 3", "policy", "has written")
     ]
 
 

@@ -30,8 +30,7 @@ def test_assemble_joins_prompt_and_response() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_wanted", "kept"),
-    [(1, [1]), (2, [1, 3]), (3, [1, 3, 4]), (4, [0, 1, 3, 4]), (5, [0, 1, 2, 3, 4])],
+    ("num_wanted", "kept"), [(1, [1]), (2, [1, 3]), (3, [1, 3, 4]), (4, [0, 1, 3, 4]), (5, [0, 1, 2, 3, 4])]
 )
 def test_the_first_groups_with_signal_are_trained_on_and_the_first_without_fill_the_step(
     num_wanted: int, kept: list[int]

@@ -255,10 +255,7 @@ def test_of_another_recipe_not_even_the_checkpoint_before_a_damaged_one_is_taken
 
 def test_a_run_that_is_interrupted_does_not_wait_for_its_checkpoint(tmp_path: Path) -> None:
     learner = FailingLearner()
-    with (
-        pytest.raises(KeyboardInterrupt),
-        Checkpoints(directory=tmp_path, recipe="a recipe").finished(learner),
-    ):
+    with pytest.raises(KeyboardInterrupt), Checkpoints(directory=tmp_path, recipe="a recipe").finished(learner):
         raise KeyboardInterrupt
     assert learner.timeouts == []
 

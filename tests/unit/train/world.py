@@ -35,15 +35,7 @@ from slipstream.train.checkpoints import Checkpoints
 from slipstream.train.loop import Draft, Learner, SyncLoop, Trainer
 from slipstream.train.pending import Pending, Submitted
 from slipstream.train.queues import ThreadGroup
-from slipstream.types import (
-    Arm,
-    LoopMode,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-    StageTimes,
-    VersionSpan,
-)
+from slipstream.types import Arm, LoopMode, Prompt, Rollout, RolloutGroup, StageTimes, VersionSpan
 from tests.unit.sampled import rollout as sampled
 
 NUM_STEPS = 6

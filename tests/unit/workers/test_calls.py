@@ -163,10 +163,7 @@ def test_a_broken_collective_shortens_the_wait_and_never_lengthens_it(monkeypatc
         monkeypatch.setattr(calls, "ray", backend)
         with pytest.raises(RuntimeError, match="Connection closed"):
             answers(
-                [(RANKS[0], "a"), (RANKS[1], "b")],
-                what="publish",
-                deadline=Deadline(seconds, "x"),
-                cause_s=cause_s,
+                [(RANKS[0], "a"), (RANKS[1], "b")], what="publish", deadline=Deadline(seconds, "x"), cause_s=cause_s
             )
         first, second = backend.timeouts
         assert 4.0 < first <= 5.0
