@@ -105,12 +105,9 @@ class PromptStream:
     seed: int
 
     def __post_init__(self) -> None:
-        require(
-            0 < self.batch_size <= len(self.prompts),
-            "grpo.prompts_per_step",
-            f"must lie in [1, {len(self.prompts)}], the number of training prompts",
-            self.batch_size,
-        )
+        num = len(self.prompts)
+        rule = f"must lie in [1, {num}], the number of training prompts"
+        require(0 < self.batch_size <= num, "grpo.prompts_per_step", rule, self.batch_size)
 
     def batch(self, step: int) -> tuple[Prompt, ...]:
         """Return the prompts of `step`, counted from 0: a pure function of the prompts, the seed and the step."""
@@ -171,14 +168,10 @@ def load_prompt_sets(
         records += own
         problems[split] = {prompt_id(each.item.problem) for each in kept}
         prompts[split] = _ordered([each.prompt for each in kept], split, config.seed)
-    expected, found = config.num_validation_problems, [record for record in records if record.name == "validation"]
-    require(
-        expected in (None, len(prompts["validation"])),
-        "data.validation",
-        f"must give {expected} unique problems",
-        len(prompts["validation"]),
-        f"found {found}; set data.num_validation_problems to what the set holds",
-    )
+    expected, num = config.num_validation_problems, len(prompts["validation"])
+    found = [record for record in records if record.name == "validation"]
+    rule, fix = f"must give {expected} unique problems", "set data.num_validation_problems to what the set holds"
+    require(expected in (None, num), "data.validation", rule, num, f"found {found}; {fix}")
     return PromptSets(**prompts, records=tuple(records))
 
 

@@ -51,9 +51,8 @@ def open_weights(path: Path) -> Iterator[Callable[[str], Tensor]]:
         files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else None
         by_name = {}
         for file in files or ["model.safetensors"]:
-            require(
-                (path / file).is_file(), "policy.model", f"must hold {file}", str(path), "other formats are not read"
-            )
+            is_there, fix = (path / file).is_file(), "other formats are not read"
+            require(is_there, "policy.model", f"must hold {file}", str(path), fix)
             handle = stack.enter_context(safe_open(path / file, framework="pt"))
             by_name.update(dict.fromkeys(handle.keys(), handle))
 

@@ -48,12 +48,9 @@ class OverlongConfig(Checked, path="reward.overlong"):
     """Reward that a response of the largest length loses. Set it by the scale of the reward."""
 
     def _check(self) -> None:
-        self._require(
-            self.buffer_tokens > 0 or self.penalty == 1.0,
-            "penalty",
-            "must be left out with reward.overlong.buffer_tokens 0",
-            "nothing is punished without it: set buffer_tokens",
-        )
+        rule = "must be left out with reward.overlong.buffer_tokens 0"
+        fix = "nothing is punished without it: set buffer_tokens"
+        self._require(self.buffer_tokens > 0 or self.penalty == 1.0, "penalty", rule, fix)
 
 
 class RewardConfig(Checked, path="reward"):
