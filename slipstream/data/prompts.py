@@ -47,9 +47,13 @@ Gradable = Callable[[Sequence[str], str], Sequence[bool]]
 Equal = Callable[[Sequence[tuple[str, str]], str], Sequence[bool]]
 """Returns for each pair of answers of a data source whether the scorer treats them as equal."""
 
-
-# A set drops the rows that an earlier set has; training comes last, for it has most rows.
-_ORDER: tuple[Split, ...] = ("validation", "draft_in_domain", "draft_general", "train")
+# By set, in the order of reading: earlier sets, whose rows it drops. Training comes last, for it has most rows.
+_RIVALS: dict[Split, tuple[Split, ...]] = {
+    "validation": (),
+    "draft_in_domain": ("validation",),
+    "draft_general": ("validation",),
+    "train": ("validation", "draft_in_domain", "draft_general"),
+}
 _SCORED: tuple[Split, ...] = ("validation", "train")
 _MANIFEST = "manifest.json"
 _SYNTHETIC_FIELD = {
@@ -153,8 +157,8 @@ def load_prompt_sets(
     prompts: dict[Split, tuple[Prompt, ...]] = {}
     problems: dict[Split, set[str]] = {}
     records: list[DataSetRecord] = []
-    for split in _ORDER:
-        taken = set().union(*(problems[other] for other in _rivals(split)))
+    for split, rivals in _RIVALS.items():
+        taken = set().union(*(problems[other] for other in rivals))
         reader = _SetReader(
             config=config,
             split=split,
@@ -177,7 +181,7 @@ def load_prompt_sets(
 
 def write_prompt_sets(sets: PromptSets, directory: Path) -> None:
     """Write one JSON Lines file for each set, and the manifest."""
-    for split in _ORDER:
+    for split in _RIVALS:
         lines = "".join(json.dumps(asdict(prompt)) + "\n" for prompt in getattr(sets, split))
         write_atomic(directory / f"{split}.jsonl", lines.encode())
     write_atomic(directory / _MANIFEST, json.dumps([asdict(record) for record in sets.records], indent=1).encode())
@@ -187,7 +191,7 @@ def read_prompt_sets(directory: Path) -> PromptSets:
     """Read what `write_prompt_sets` wrote."""
     manifest = json.loads((directory / _MANIFEST).read_text())
     prompts: dict[Split, tuple[Prompt, ...]] = {}
-    for split in _ORDER:
+    for split in _RIVALS:
         with (directory / f"{split}.jsonl").open() as lines:
             rows = map(json.loads, lines)
             prompts[split] = tuple(Prompt(**{**row, "token_ids": tuple(row["token_ids"])}) for row in rows)
@@ -425,13 +429,6 @@ class _SetReader:
         except TemplateError as error:
             roles = ", ".join(turn["role"] for turn in turns)
             raise NoProblemError(f"the policy's chat template refuses the turns {roles} ({error})") from error
-
-
-def _rivals(split: Split) -> tuple[Split, ...]:
-    """Return the earlier sets, whose problems `split` must not contain."""
-    if split == "train":
-        return ("validation", "draft_in_domain", "draft_general")
-    return () if split == "validation" else ("validation",)
 
 
 def _resolve(config: DataConfig, split: Split, directory: Path) -> Iterator[SourceConfig]:

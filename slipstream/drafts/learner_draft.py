@@ -366,10 +366,8 @@ def train_beside(
     trained = policy.train_step(update, capture=capture)
     start = time.perf_counter()
     kept = batch.token_ids if draft.reads_last_token else [tokens[:-1] for tokens in batch.token_ids]
-    states = []
-    for index, tokens in enumerate(kept):
-        aux_TA, last_TH = capture.by_sequence[index]
-        states.append((aux_TA[: len(tokens)], last_TH[: len(tokens)]))
+    each = zip(kept, capture.states, strict=True)
+    states = [(aux_TA[: len(tokens)], last_TH[: len(tokens)]) for tokens, (aux_TA, last_TH) in each]
     chats = Chats(kept, batch.prompt_lengths, states)
     loss = draft.learn(chats, temperature=update.temperature, num_ranks=learner.parallel.data)
     elapsed_s = follow_s + time.perf_counter() - start

@@ -17,7 +17,6 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import Module
 
 from slipstream.config import require
 from slipstream.learner import parallel
@@ -30,7 +29,6 @@ from slipstream.learner.weights import (
     Shard,
     hf_from_shards,
     mappings,
-    mtp_mappings,
     rows_of_parts,
 )
 from slipstream.refit.fingerprint import HeldWeights, WeightPart
@@ -160,14 +158,6 @@ def gathered_weights(
             shards = parallel.tensor_parallel_shards(own)
             tensors = hf_from_shards(mapping, shards, arch)
         yield from parallel.from_pipeline_stage(stage, tensors)
-
-
-def gathered_mtp_weights(mtp: Module | None, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """Gather the MTP layer's Hugging Face tensors whole on every rank; collective. A policy without one yields none."""
-    parameters = {} if mtp is None else dict(mtp.named_parameters())
-    for mapping in mtp_mappings(arch):
-        shards = parallel.tensor_parallel_shards(parameters[mapping.megatron].detach())
-        yield from hf_from_shards(mapping, shards, arch)
 
 
 def _places(arch: Architecture, shard: Shard, table: MappingTable) -> Iterator[tuple[int, int, ParameterMapping]]:

@@ -49,14 +49,14 @@ from slipstream.learner.batches import (
 from slipstream.learner.checkpoint.policy import PolicyCheckpoints
 from slipstream.learner.config import LearnerConfig, LoraConfig, ScratchConfig
 from slipstream.learner.cpu import host
-from slipstream.learner.export import gathered_mtp_weights, gathered_weights, held_weights, open_weights, save_model
+from slipstream.learner.export import gathered_weights, held_weights, open_weights, save_model
 from slipstream.learner.judge import round_inputs, rounded_weights
 from slipstream.learner.layers import build_model, build_mtp, packs, skips_padding
 from slipstream.learner.logprobs import OutputHead
 from slipstream.learner.lora import FOLDER, Adapters
 from slipstream.learner.mtp_training import MtpLayer, MtpTrainer
 from slipstream.learner.numerics import TORCH_DTYPES
-from slipstream.learner.optimizer import TrainingMemory, with_optimizer
+from slipstream.learner.optimizer import TrainingMemory, begin_update, with_optimizer
 from slipstream.learner.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST
 from slipstream.learner.router_replay import forget_routes, replayed
 from slipstream.learner.weights import initial_weights, load_exactly, mtp_mappings, shard_from_hf
@@ -79,15 +79,15 @@ class Capture:
     so a sequence of T tokens has states for its first T - 1.
 
     Attributes:
-        by_sequence: filled by `finish`; by the sequence's index the states of the layers [T, A H] and, after the final
-            norm, [T, H].
+        states: filled after the last forward pass; for each sequence the states of the layers [T, A H] and, after the
+            final norm, [T, H].
     """
 
     def __init__(self, layer_ids: Sequence[int], *, device: torch.device = _CPU) -> None:
         """Keep the states on `device`."""
         self._layer_ids, self._device = layer_ids, device
         self._parts: dict[int, Tensor] = {}
-        self.by_sequence: dict[int, tuple[Tensor, Tensor]] = {}
+        self.states: list[tuple[Tensor, Tensor]] = []
 
     @contextlib.contextmanager
     def of(self, gpt: GPTModel, batch: MicroBatch) -> Iterator[None]:
@@ -127,7 +127,7 @@ class Capture:
         for index in sorted(self._parts):
             states = parallel.sum_over_stages(self._parts.pop(index)).to(self._device)
             size = states.shape[-1] // (num_layers + 1)
-            self.by_sequence[index] = states[:, : num_layers * size].contiguous(), states[:, -size:].contiguous()
+            self.states.append((states[:, : num_layers * size].contiguous(), states[:, -size:].contiguous()))
 
 
 FloatArray = NDArray[np.float32]
@@ -391,8 +391,6 @@ class MegatronPolicy:
         learning_rate = self.learning_rate
         names = ("loss", "clipped", "kl", "entropy")
         sums, grad_norm = self._update(batches, loss_of, names, learning_rate, capture)
-        if capture is not None:
-            capture.finish()
         self.version += 1
         stats = TrainStats(
             loss=sums["loss"],
@@ -448,9 +446,7 @@ class MegatronPolicy:
         capture = None if self._mtp_trainer is None else Capture(self.architecture.mtp_layer_ids)
         sums, _ = self._update(self._microbatches(sequences, starts), loss_of, ("loss",), learning_rate, capture)
         if self._mtp_trainer is not None and capture is not None:
-            capture.finish()
-            states = [capture.by_sequence[index] for index in range(len(sequences))]
-            self.mtp_loss = self._mtp_trainer.step(sequences, starts, states, learning_rate=learning_rate)
+            self.mtp_loss = self._mtp_trainer.step(sequences, starts, capture.states, learning_rate=learning_rate)
         return sums["loss"]
 
     def hidden_states(self, token_ids: Sequences, layer_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
@@ -472,8 +468,7 @@ class MegatronPolicy:
             return hidden_TBH.new_zeros(()), {}
 
         self._run(self._microbatches(token_ids, None), nothing, forward_only=True, capture=capture)
-        capture.finish()
-        return [capture.by_sequence[index] for index in range(len(token_ids))]
+        return capture.states
 
     def hidden_states_bytes(self, token_ids: Sequences, layer_ids: Sequence[int]) -> int:
         """Estimate the bytes that `hidden_states` returns; the maximum over expert-parallel ranks."""
@@ -490,7 +485,8 @@ class MegatronPolicy:
 
     def mtp_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Gather the full parameters of the MTP layer, which `weights` leaves out; empty without such a layer."""
-        return gathered_mtp_weights(self._mtp, self.architecture)
+        parameters = {} if self._mtp is None else dict(self._mtp.named_parameters())
+        return gathered_weights(parameters, self.architecture, self._shard, table=mtp_mappings)
 
     def vocabulary_weights(self) -> tuple[Tensor, Tensor]:
         """Gather embeddings and output layer, [V, H] each, in the learner's dtype; collective over all ranks."""
@@ -601,6 +597,8 @@ class MegatronPolicy:
                 micro_batch_size=max(len(batch.labels_BT) for batch in batches),
                 forward_only=forward_only,
             )
+        if capture is not None:
+            capture.finish()
         return [result for result, batch in zip(results, batches, strict=False) if batch.indices]
 
     def _update(
@@ -620,13 +618,8 @@ class MegatronPolicy:
         assert batches, "every data-parallel rank has a sequence of an update"
         self._checkpoints.raise_error()
         self._memory.onload()
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
         assert isinstance(self._module, DistributedDataParallel)
-        self._module.zero_grad_buffer()
-        # In float32 the optimizer leaves `param.grad` as an alias of the buffer: without this call the first
-        # micro-batch of the next update would be added twice.
-        self._optimizer.zero_grad()
+        begin_update(self._module, self._optimizer, learning_rate=learning_rate)
         results = self._run(batches, loss_of, forward_only=False, capture=capture)
         with host.cuda_as_cpu():
             _, grad_norm, _ = self._optimizer.step()  # type: ignore[misc]  # declared by an abstract base without result

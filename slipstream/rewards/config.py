@@ -7,16 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from slipstream.config import (
-    LARGEST,
-    NUMBER,
-    Checked,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Probability,
-    Text,
-)
+from slipstream.config import LARGEST, NUMBER, Checked, NonNegativeInt, PositiveFloat, PositiveInt, Probability, Text
 
 MAX_ANSWER_CHARS = 512
 """Longer answers score 0 unread; a request must fit into a pipe's buffer, or writing it could block."""

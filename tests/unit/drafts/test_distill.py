@@ -12,13 +12,7 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.distill import (
-    distill,
-    heldout_acceptance,
-    link_draft_model,
-    num_parameters,
-    scratch_model,
-)
+from slipstream.drafts.distill import distill, heldout_acceptance, link_draft_model, num_parameters, scratch_model
 from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.pretrain import Responses, num_done, train_draft
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
@@ -63,8 +57,7 @@ def test_a_small_model_has_the_policys_vocabulary_and_positions_and_the_drafts_t
 
 
 CONFIG = draft_with(
-    method=DraftMethod.DRAFT_MODEL,
-    pretrain={"num_steps": 5, "tokens_per_step": 6, "checkpoint_every_steps": 2},
+    method=DraftMethod.DRAFT_MODEL, pretrain={"num_steps": 5, "tokens_per_step": 6, "checkpoint_every_steps": 2}
 )
 SCRATCH = ScratchConfig(
     optimizer=OptimizerConfig(method=OptimizerMethod.MUON, learning_rate=0.1, warmup_steps=2), num_steps=5

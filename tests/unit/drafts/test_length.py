@@ -785,10 +785,7 @@ def test_probes_that_are_older_than_the_steps_which_lose_turn_nothing() -> None:
     assert pattern(steps) == "SSSSp" + "SSSSSSS" + "pp" + "ss"
 
 
-@given(
-    ratio=st.floats(0.2, 1.009),
-    noise=st.lists(st.floats(-0.02, 0.02), min_size=60, max_size=60),
-)
+@given(ratio=st.floats(0.2, 1.009), noise=st.lists(st.floats(-0.02, 0.02), min_size=60, max_size=60))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_speculation_that_does_not_lose_by_the_margin_is_never_left(ratio: float, noise: list[float]) -> None:
     """Whatever noise leaves the ratio of any two steps below the margin."""
@@ -796,11 +793,7 @@ def test_speculation_that_does_not_lose_by_the_margin_is_never_left(ratio: float
     assert not any(step.has_switched for step in steps)
 
 
-@given(
-    at=st.integers(0, 40),
-    before=st.floats(0.2, 1.0),
-    after=st.floats(1.2, 10.0),
-)
+@given(at=st.integers(0, 40), before=st.floats(0.2, 1.0), after=st.floats(1.2, 10.0))
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_after_a_collapse_so_many_steps_draft_as_patience_allows_and_then_none_but_probes(
     at: int, before: float, after: float
@@ -822,9 +815,7 @@ def test_drafting_that_pays_again_is_found_within_the_longest_interval(at: int) 
 
 @given(costs=st.lists(st.tuples(st.floats(0.1, 3.0), st.floats(0.1, 3.0)), min_size=30, max_size=30))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_run_that_resumes_from_its_records_decides_as_if_it_had_not_stopped(
-    costs: list[tuple[float, float]],
-) -> None:
+def test_a_run_that_resumes_from_its_records_decides_as_if_it_had_not_stopped(costs: list[tuple[float, float]]) -> None:
     steps = flown(lambda i, speculates: costs[i][speculates], 30)
     for stop in range(30):
         decision = decide(steps[:stop])
