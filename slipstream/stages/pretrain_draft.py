@@ -14,10 +14,10 @@ from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts import pretrain
 from slipstream.drafts.config import DraftConfig, DraftInit
 from slipstream.drafts.distill import (
-    distill,
     heldout_acceptance,
     link_draft_model,
     num_parameters,
+    response_update,
     scratch_model,
 )
 from slipstream.drafts.methods import TRAITS, DraftMethod, Training, require_package
@@ -235,8 +235,20 @@ class _Teaching:
         of_policy = learner.logprobs(judged, temperature)
         scratch, vocab_size, eos = scratch_model(config, self.policy)
         num = learner.create(scratch, vocab_size, eos, scratch.optimizer)
-        checkpoint = self.directory / _CHECKPOINT
-        losses = distill(learner, self.train, config, scratch, checkpoint=checkpoint, on_step=on_step)
+
+        def save(path: Path) -> None:
+            learner.save_checkpoint(path, {})
+            learner.finish_checkpoint()
+
+        losses = pretrain.train_draft(
+            self.train,
+            config,
+            update=response_update(learner.lm_step, self.train, scratch),
+            save=save,
+            load=learner.load_checkpoint,
+            checkpoint=self.directory / _CHECKPOINT,
+            on_step=on_step,
+        )
         of_draft = learner.logprobs(judged, temperature)
         learner.save_hf(self.directory / _DRAFT, self.policy)
         return num, losses, heldout_acceptance(of_policy, of_draft, num_tokens=config.pretrain.ttt_steps)
