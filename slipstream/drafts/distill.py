@@ -14,10 +14,9 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
 
 from slipstream.config import require
-from slipstream.drafts.compatibility import check_draft_model
+from slipstream.drafts.compatibility import check_draft_model, tensor_shapes
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.pretrain import DraftProgress, Responses
 from slipstream.learner.architecture import num_positions
@@ -42,11 +41,7 @@ def link_draft_model(config: DraftConfig, policy: Path, directory: Path, *, max_
 
 def num_parameters(model: Path) -> int:
     """Count the elements of all tensors in a model directory."""
-    total = 0
-    for path in model.glob(_WEIGHTS):
-        with safe_open(path, framework="pt") as file:
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 no mapping
-    return total
+    return sum(map(math.prod, tensor_shapes(model).values()))
 
 
 def scratch_model(config: DraftConfig, policy: Path) -> tuple[ScratchConfig, int, int]:

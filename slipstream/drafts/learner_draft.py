@@ -209,9 +209,8 @@ class LearnerDraft(ABC):
         self.restore({**load_file(path / _TENSORS), **counts})
 
     def _learning_rate(self) -> float:
-        if not self._is_online:
-            return self._schedule.learning_rate_at(self.num_updates)
-        return self._settings.learning_rate * min(1.0, (self.num_updates + 1) / max(self._settings.warmup_steps, 1))
+        rate_at = self._settings.warmed_rate if self._is_online else self._schedule.learning_rate_at
+        return rate_at(self.num_updates)
 
     def _num_passes(self) -> int:
         return self._config.online_passes if self._is_online else self._config.pretrain.ttt_steps

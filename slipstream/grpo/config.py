@@ -199,6 +199,10 @@ class OptimizerConfig(Checked, path="optimizer"):
     warmup_steps: NonNegativeInt = 0
     """Updates over which the learning rate rises."""
 
+    def warmed_rate(self, num_updates: int) -> float:
+        """Return the learning rate of the next update, for training whose rate stays after its warm-up."""
+        return self.learning_rate * min(1.0, (num_updates + 1) / max(self.warmup_steps, 1))
+
 
 class DynamicSamplingConfig(Checked, path="grpo.dynamic_sampling"):
     """Further prompts in place of groups whose rewards are all equal and teach nothing (DAPO, arXiv:2503.14476)."""

@@ -185,6 +185,4 @@ def _layout(
         boxes = [band.box for band in bands(mapping, shape, arch, shard) if band.name == name]
         length = sum(box.shape[dim] for box in boxes)
         parts.append(WeightPart(name=name, dim=dim, start=boxes[0].offset[dim], length=length, dtype=dtype))
-    if len(parts) == 1:
-        return tuple(parts), lambda rows: [rows]
     return tuple(parts), partial(rows_of_parts, mapping, arch=arch, shard=shard)

@@ -119,7 +119,8 @@ class Capture:
             found = (by_id.get(layer_id) for layer_id in (*self._layer_ids, _LAST))
             whole = [none_TH.to(device) if each is None else each[columns, row] for each in found]
             part = torch.cat(whole, dim=-1)  # [T, (A + 1) H], those after the final norm last
-            self._parts[index] = part if parallel.num_pipeline_stages() > 1 else part.to(self._device)
+            is_whole = parallel.current_shard().pipeline_size == 1
+            self._parts[index] = part.to(self._device) if is_whole else part
 
     def finish(self) -> None:
         """Sum the states over the pipeline stages; every stage calls this after the last forward pass."""
@@ -638,5 +639,4 @@ class MegatronPolicy:
     def learning_rate(self) -> float:
         """Learning rate of the next update."""
         assert self._optimizer_config is not None
-        warmup = self._optimizer_config.warmup_steps
-        return self._optimizer_config.learning_rate * min(1.0, (self._num_updates + 1) / max(warmup, 1))
+        return self._optimizer_config.warmed_rate(self._num_updates)

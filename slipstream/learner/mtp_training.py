@@ -263,24 +263,13 @@ class MtpTrainer:
             raise CheckpointError(f"the checkpoint must hold the policy's MTP layer, has no {missing[0]}")
         self.memory.onload()
         self.num_updates = int(state[_NUM_UPDATES])
-        kinds = {name.partition("/")[0] for name in state.keys() - {_NUM_UPDATES}}
-        own = {kind: self._own(state, kind) for kind in kinds}
-        for held in self._held:
+        for mapping, held in zip(mtp_mappings(self._architecture), self._held, strict=True):
             assert held.stepped is not None
-            main = held.stepped.main
-            main.copy_(own[MAIN][held.name])
-            held.parameter.copy_(main)
-            for kind, moment in held.stepped.reset(self.num_updates).items():
-                moment.copy_(own[kind][held.name])
-
-    def _own(self, state: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
-        """Return this rank's part of one kind of tensors; parameters of AdamW have no moment of Muon."""
-
-        def read(name: str) -> Tensor:
-            return state[f"{kind}/{name}"]
-
-        table = [m for m in mtp_mappings(self._architecture) if all(f"{kind}/{name}" in state for name in m.hf)]
-        return dict(shard_from_hf(read, self._architecture, self._shard, table))
+            for kind, own in {MAIN: held.stepped.main, **held.stepped.reset(self.num_updates)}.items():
+                whole = {name: state[f"{kind}/{name}"] for name in mapping.hf}
+                ((_, mine),) = shard_from_hf(whole.__getitem__, self._architecture, self._shard, [mapping])
+                own.copy_(mine)
+            held.parameter.copy_(held.stepped.main)
 
     def _loss(self, chats: _Chats, temperature: float, weights: Sequence[float]) -> Tensor:
         total = torch.zeros((), device=self._device)
