@@ -18,17 +18,8 @@ if TYPE_CHECKING:
 Chat = list[dict[str, str]]
 """Turns with `role` and `content`, as chat templates take them."""
 # What transformers itself hands a chat template.
-_GIVEN = frozenset(
-    (
-        "messages",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "continue_final_message",
-        "raise_exception",
-        "strftime_now",
-    )
-)
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+_GIVEN |= {"raise_exception", "strftime_now"}
 
 
 def chat(problem: str, config: DataConfig, context: Sequence[Turn] = ()) -> Chat:
@@ -65,8 +56,7 @@ def token_ids_of(messages: Chat, config: DataConfig, tokenizer: PreTrainedTokeni
 def chat_text(messages: Chat, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, opened: bool = True) -> str:
     """Render a chat as text; `opened` adds what opens the policy's turn."""
     arguments = config.chat_template_args
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=opened, tokenize=False, **arguments)
-    return str(text)
+    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=opened, tokenize=False, **arguments))
 
 
 def opening_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -65,10 +65,8 @@ class SourceConfig(Checked, path="data source"):
     def _check(self) -> None:
         is_made = self.task is not None or self.path == SYNTHETIC
         for name in ("subset", "split", "columns", "answer_after", "where", "data_source"):
-            is_given = bool(getattr(self, name)) and is_made
-            self._require(
-                not is_given, name, f"must be left out with path {self.path}", "its rows are made on the spot"
-            )
+            rule, fix = f"must be left out with path {self.path}", "its rows are made on the spot"
+            self._require(not (getattr(self, name) and is_made), name, rule, fix)
         is_used = self.task is not None or not self.config
         self._require(is_used, "config", f"must be left out without {REASONING_GYM}TASK as path")
 

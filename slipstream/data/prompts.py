@@ -47,9 +47,13 @@ Gradable = Callable[[Sequence[str], str], Sequence[bool]]
 Equal = Callable[[Sequence[tuple[str, str]], str], Sequence[bool]]
 """Returns for each pair of answers of a data source whether the scorer treats them as equal."""
 
-
-# A set drops the rows that an earlier set has; training comes last, for it has most rows.
-_ORDER: tuple[Split, ...] = ("validation", "draft_in_domain", "draft_general", "train")
+# By set, in the order of reading: earlier sets, whose rows it drops. Training comes last, for it has most rows.
+_RIVALS: dict[Split, tuple[Split, ...]] = {
+    "validation": (),
+    "draft_in_domain": ("validation",),
+    "draft_general": ("validation",),
+    "train": ("validation", "draft_in_domain", "draft_general"),
+}
 _SCORED: tuple[Split, ...] = ("validation", "train")
 _MANIFEST = "manifest.json"
 _SYNTHETIC_FIELD = {
@@ -105,12 +109,9 @@ class PromptStream:
     seed: int
 
     def __post_init__(self) -> None:
-        require(
-            0 < self.batch_size <= len(self.prompts),
-            "grpo.prompts_per_step",
-            f"must lie in [1, {len(self.prompts)}], the number of training prompts",
-            self.batch_size,
-        )
+        num = len(self.prompts)
+        rule = f"must lie in [1, {num}], the number of training prompts"
+        require(0 < self.batch_size <= num, "grpo.prompts_per_step", rule, self.batch_size)
 
     def batch(self, step: int) -> tuple[Prompt, ...]:
         """Return the prompts of `step`, counted from 0: a pure function of the prompts, the seed and the step."""
@@ -156,8 +157,8 @@ def load_prompt_sets(
     prompts: dict[Split, tuple[Prompt, ...]] = {}
     problems: dict[Split, set[str]] = {}
     records: list[DataSetRecord] = []
-    for split in _ORDER:
-        taken = set().union(*(problems[other] for other in _rivals(split)))
+    for split, rivals in _RIVALS.items():
+        taken = set().union(*(problems[other] for other in rivals))
         reader = _SetReader(
             config=config,
             split=split,
@@ -171,20 +172,16 @@ def load_prompt_sets(
         records += own
         problems[split] = {prompt_id(each.item.problem) for each in kept}
         prompts[split] = _ordered([each.prompt for each in kept], split, config.seed)
-    expected, found = config.num_validation_problems, [record for record in records if record.name == "validation"]
-    require(
-        expected in (None, len(prompts["validation"])),
-        "data.validation",
-        f"must give {expected} unique problems",
-        len(prompts["validation"]),
-        f"found {found}; set data.num_validation_problems to what the set holds",
-    )
+    expected, num = config.num_validation_problems, len(prompts["validation"])
+    found = [record for record in records if record.name == "validation"]
+    rule, fix = f"must give {expected} unique problems", "set data.num_validation_problems to what the set holds"
+    require(expected in (None, num), "data.validation", rule, num, f"found {found}; {fix}")
     return PromptSets(**prompts, records=tuple(records))
 
 
 def write_prompt_sets(sets: PromptSets, directory: Path) -> None:
     """Write one JSON Lines file for each set, and the manifest."""
-    for split in _ORDER:
+    for split in _RIVALS:
         lines = "".join(json.dumps(asdict(prompt)) + "\n" for prompt in getattr(sets, split))
         write_atomic(directory / f"{split}.jsonl", lines.encode())
     write_atomic(directory / _MANIFEST, json.dumps([asdict(record) for record in sets.records], indent=1).encode())
@@ -194,7 +191,7 @@ def read_prompt_sets(directory: Path) -> PromptSets:
     """Read what `write_prompt_sets` wrote."""
     manifest = json.loads((directory / _MANIFEST).read_text())
     prompts: dict[Split, tuple[Prompt, ...]] = {}
-    for split in _ORDER:
+    for split in _RIVALS:
         with (directory / f"{split}.jsonl").open() as lines:
             rows = map(json.loads, lines)
             prompts[split] = tuple(Prompt(**{**row, "token_ids": tuple(row["token_ids"])}) for row in rows)
@@ -432,13 +429,6 @@ class _SetReader:
         except TemplateError as error:
             roles = ", ".join(turn["role"] for turn in turns)
             raise NoProblemError(f"the policy's chat template refuses the turns {roles} ({error})") from error
-
-
-def _rivals(split: Split) -> tuple[Split, ...]:
-    """Return the earlier sets, whose problems `split` must not contain."""
-    if split == "train":
-        return ("validation", "draft_in_domain", "draft_general")
-    return () if split == "validation" else ("validation",)
 
 
 def _resolve(config: DataConfig, split: Split, directory: Path) -> Iterator[SourceConfig]:

@@ -52,10 +52,7 @@ def task_rows(source: SourceConfig, *, field: str, seed: int) -> list[dict[str, 
             "question": entry["question"],
             "answer": entry["answer"],
             "data_source": source.path,
-            "extra_info": {
-                EXTRA: {"task": task, "settings": settings, "index": index},
-                "metadata": entry["metadata"],
-            },
+            "extra_info": {EXTRA: {"task": task, "settings": settings, "index": index}, "metadata": entry["metadata"]},
         }
         for index, entry in enumerate(entries)
     ]

@@ -150,10 +150,7 @@ SCHEMAS = (
 )
 """Known schemas in order of precedence."""
 REASONING_GYM_ROWS = Schema(
-    "reasoning-gym",
-    ("question", "answer", "data_source", "extra_info"),
-    _text("question"),
-    lambda row: row["answer"],
+    "reasoning-gym", ("question", "answer", "data_source", "extra_info"), _text("question"), lambda row: row["answer"]
 )
 
 

@@ -76,23 +76,12 @@ class SyntheticConfig(Checked, path="data.synthetic"):
     """Share of the pretraining corpus that is general-domain text."""
 
     def _check(self) -> None:
-        self._require(
-            self.num_leaked <= self.num_validation_problems,
-            "num_leaked",
-            f"must be <= num_validation_problems ({self.num_validation_problems})",
-        )
-        self._require(
-            self.num_conflicting <= self.num_train_problems,
-            "num_conflicting",
-            f"must be <= num_train_problems ({self.num_train_problems})",
-        )
+        for name, bound in (("num_leaked", "num_validation_problems"), ("num_conflicting", "num_train_problems")):
+            most = getattr(self, bound)
+            self._require(getattr(self, name) <= most, name, f"must be <= {bound} ({most})")
         self._require(self.max_terms >= self.min_terms, "max_terms", f"must be >= min_terms ({self.min_terms})")
-        self._require(
-            self.min_terms * self.max_term <= MAX_ANSWER,
-            "min_terms",
-            f"times max_term must be <= {MAX_ANSWER}, the largest answer",
-            "lower min_terms or max_term",
-        )
+        fits, rule = self.min_terms * self.max_term <= MAX_ANSWER, f"must be <= {MAX_ANSWER}, the largest answer"
+        self._require(fits, "min_terms", f"times max_term {rule}", "lower min_terms or max_term")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

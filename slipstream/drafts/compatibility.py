@@ -218,19 +218,19 @@ def check_mtp(policy: Path, draft: Path) -> None:
     Raises:
         ConfigError: the policy has no such layer, or the draft's tensors are others or of another shape.
     """
-    wanted = _shapes(policy)
+    wanted = tensor_shapes(policy, prefix=_MTP_PREFIX)
     require(bool(wanted), "draft.method", "mtp needs a policy with an MTP layer", str(policy), "such as a MiMo")
-    found = _shapes(draft)
+    found = tensor_shapes(draft, prefix=_MTP_PREFIX)
     wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     rule = "must hold the MTP layer of the policy: the same tensors of the same shapes"
     require(not wrong, "draft", rule, f"{len(wrong)} others, such as {wrong[:1]}", f"see {draft}")
 
 
-def _shapes(path: Path) -> dict[str, list[int]]:
-    """Read the shapes of the MTP layer's tensors; other tensors in the directory are ignored."""
-    shapes = {}
-    for file in sorted(path.glob("*.safetensors")):
+def tensor_shapes(model: Path, *, prefix: str = "") -> dict[str, list[int]]:
+    """Read the shapes of a model's tensors whose names begin with `prefix`."""
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(model.glob(_WEIGHTS)):
         with safe_open(file, framework="pt") as opened:
-            names = [name for name in opened.keys() if name.startswith(_MTP_PREFIX)]  # noqa: SIM118 no mapping
+            names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118 no mapping
             shapes.update({name: list(opened.get_slice(name).get_shape()) for name in names})
     return shapes

@@ -157,12 +157,7 @@ class DraftModelConfig(Checked, path="draft.draft_model"):
     shape: Annotated[
         ShapeConfig,
         Defaults(
-            hidden_size=64,
-            num_layers=2,
-            num_attention_heads=2,
-            num_query_groups=1,
-            ffn_hidden_size=192,
-            init_std=0.05,
+            hidden_size=64, num_layers=2, num_attention_heads=2, num_query_groups=1, ffn_hidden_size=192, init_std=0.05
         ),
     ] = section()
     """Sizes of the model."""

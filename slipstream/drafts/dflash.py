@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.eagle3 import layer_config, move_head, trainable, vocabulary
+from slipstream.drafts.eagle3 import fresh_draft, layer_config, trainable
 from slipstream.drafts.passes import ChatRectangles, PackedChats, mix
 from slipstream.learner.architecture import Architecture, aux_layer_ids
 
@@ -39,20 +39,17 @@ def build_dflash(policy: Path, config: DraftConfig, *, token_ids: Sequence[int] 
     Args:
         token_ids: ids of the policy's vocabulary that the draft knows, ascending; None keeps all.
     """
-    layer = layer_config(policy, num_layers=config.dflash.num_layers, is_qwen3=True)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        model = DFlashDraftModel.from_training_args(
-            layer,
-            **vocabulary(layer, token_ids),
-            block_size=config.pretrain.ttt_steps + 1,
-            verifier_name_or_path=str(policy),
-            target_layer_ids=list(aux_layer_ids(None, Architecture.from_hf(policy).num_layers)),
-            sample_from_anchor=False,
-            sliding_window_non_causal=True,  # vLLM makes every layer causal where a config does not say so
-            draft_attn_impl="sdpa",  # the default, flex attention, requires a GPU
-        ).float()
-        move_head(model)
+    model = fresh_draft(
+        DFlashDraftModel,
+        layer_config(policy, num_layers=config.dflash.num_layers, is_qwen3=True),
+        policy,
+        token_ids,
+        seed=config.seed,
+        block_size=config.pretrain.ttt_steps + 1,
+        target_layer_ids=list(aux_layer_ids(None, Architecture.from_hf(policy).num_layers)),
+        sample_from_anchor=False,
+        sliding_window_non_causal=True,  # vLLM makes every layer causal where a config does not say so
+    )
     model.config.mask_token_id = mask_token_id(model.embed_tokens.weight)
     return trainable(model, ATTENTION)
 

@@ -11,43 +11,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
 
 from slipstream.config import require
-from slipstream.drafts.compatibility import check_draft_model
+from slipstream.drafts.compatibility import check_draft_model, tensor_shapes
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.pretrain import DraftProgress, Responses, train_draft
+from slipstream.drafts.pretrain import DraftProgress, Responses
 from slipstream.learner.architecture import num_positions
 from slipstream.learner.config import ScratchConfig
-from slipstream.learner.policy_source import learning_rate_at, locate
+from slipstream.learner.policy_source import Step, learning_rate_at, link_files, locate
 
 _WEIGHTS = "*.safetensors"
-
-
-class SmallLearner(Protocol):
-    """The part of a learner that trains the small model."""
-
-    def lm_step(
-        self, sequences: Sequence[Sequence[int]], loss_starts: Sequence[int], *, learning_rate: float | None = None
-    ) -> float:
-        """Update on the next-token loss; returns the mean loss of a learned token."""
-        ...
-
-    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write the state of training, possibly in the background."""
-        ...
-
-    def finish_checkpoint(self) -> None:
-        """Wait until the latest checkpoint is written."""
-        ...
-
-    def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        """Restore a checkpoint; returns its `extra`."""
-        ...
 
 
 def link_draft_model(config: DraftConfig, policy: Path, directory: Path, *, max_model_len: int) -> int:
@@ -59,21 +35,13 @@ def link_draft_model(config: DraftConfig, policy: Path, directory: Path, *, max_
     assert config.model is not None
     source = locate(config.model, ("*.json", "tokenizer*", _WEIGHTS), field="draft.model")
     check_draft_model(policy, source, max_model_len=max_model_len, field="draft.model")
-    directory.mkdir(parents=True, exist_ok=True)
-    for path in filter(Path.is_file, source.iterdir()):
-        link = directory / path.name
-        link.unlink(missing_ok=True)
-        link.symlink_to(path.resolve())
+    link_files(filter(Path.is_file, source.iterdir()), directory)
     return num_parameters(directory)
 
 
 def num_parameters(model: Path) -> int:
     """Count the elements of all tensors in a model directory."""
-    total = 0
-    for path in model.glob(_WEIGHTS):
-        with safe_open(path, framework="pt") as file:
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 no mapping
-    return total
+    return sum(map(math.prod, tensor_shapes(model).values()))
 
 
 def scratch_model(config: DraftConfig, policy: Path) -> tuple[ScratchConfig, int, int]:
@@ -92,31 +60,18 @@ def scratch_model(config: DraftConfig, policy: Path) -> tuple[ScratchConfig, int
     return scratch, ours["vocab_size"], eos[0] if isinstance(eos, list) else eos
 
 
-def distill(
-    learner: SmallLearner,
-    train: Responses,
-    config: DraftConfig,
-    scratch: ScratchConfig,
-    *,
-    checkpoint: Path,
-    on_step: Callable[[int, float], None],
-) -> list[float]:
-    """Train as `train_draft` does.
+def response_update(lm_step: Step, train: Responses, scratch: ScratchConfig) -> Callable[[int, list[int]], float]:
+    """Return the `update` of `train_draft` that teaches a small model the responses of chats.
 
     Args:
-        learner: learner that holds `scratch` with random weights.
+        lm_step: trains a learner that holds `scratch` with random weights.
     """
 
     def update(step: int, indices: list[int]) -> float:
         batch = train.select(indices)
-        return learner.lm_step(batch.token_ids, batch.prompt_lengths, learning_rate=learning_rate_at(step, scratch))
+        return lm_step(batch.token_ids, batch.prompt_lengths, learning_rate=learning_rate_at(step, scratch))
 
-    def save(path: Path) -> None:
-        learner.save_checkpoint(path, {})
-        learner.finish_checkpoint()
-
-    load = learner.load_checkpoint
-    return train_draft(train, config, update=update, save=save, load=load, checkpoint=checkpoint, on_step=on_step)
+    return update
 
 
 def heldout_acceptance(

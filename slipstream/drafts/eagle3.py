@@ -86,37 +86,47 @@ def build_draft(policy: Path, config: DraftConfig, *, token_ids: Sequence[int] |
     Args:
         token_ids: ids of the policy's vocabulary that the draft knows, ascending; None keeps all.
     """
-    layer = layer_config(policy)
     layers = config.eagle3.aux_hidden_state_layer_ids or aux_layer_ids(None, Architecture.from_hf(policy).num_layers)
+    model = fresh_draft(
+        Eagle3DraftModel,
+        layer_config(policy),
+        policy,
+        token_ids,
+        seed=config.seed,
+        norm_before_residual=True,
+        fc_norm=config.eagle3.fc_norm,
+        norm_output=config.eagle3.norm_output,
+        ttt_steps=config.pretrain.ttt_steps,
+        target_layer_ids=list(layers),
+    )
+    return trainable(model, ATTENTION)
+
+
+def fresh_draft(
+    kind: Any, layer: PretrainedConfig, policy: Path, token_ids: Sequence[int] | None, *, seed: int, **own: Any
+) -> AnyDraft:
+    """Build a draft of one of speculators' classes, as `build_draft` documents it.
+
+    Args:
+        kind: the class.
+        layer: config of its decoder layers.
+        own: arguments that this class takes besides those of every draft.
+    """
+    t2d, d2t = (None, None) if token_ids is None else vocabulary_maps(token_ids, layer.vocab_size)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        model = Eagle3DraftModel.from_training_args(
+        torch.manual_seed(seed)
+        model = kind.from_training_args(
             layer,
-            **vocabulary(layer, token_ids),
-            norm_before_residual=True,
-            fc_norm=config.eagle3.fc_norm,
-            norm_output=config.eagle3.norm_output,
-            ttt_steps=config.pretrain.ttt_steps,
+            t2d=t2d,
+            d2t=d2t,
+            draft_vocab_size=layer.vocab_size if d2t is None else len(d2t),
             verifier_name_or_path=str(policy),
-            target_layer_ids=list(layers),
             draft_attn_impl="sdpa",  # the default, flex attention, requires a GPU
+            **own,
         ).float()
-        move_head(model)
-    return _trainable(model)
-
-
-def vocabulary(layer: PretrainedConfig, token_ids: Sequence[int] | None) -> dict[str, Any]:
-    """Return speculators' arguments of a draft that knows `token_ids`; None for the whole vocabulary."""
-    if token_ids is None:
-        return {"t2d": None, "d2t": None, "draft_vocab_size": layer.vocab_size}
-    t2d, d2t = vocabulary_maps(token_ids, layer.vocab_size)
-    return {"t2d": t2d, "d2t": d2t, "draft_vocab_size": len(token_ids)}
-
-
-def move_head(model: AnyDraft) -> None:
-    """Move a fresh draft's output head off the policy's by random numbers of torch's global generator."""
-    head = model.lm_head.weight.data
-    head.add_(torch.randn_like(head) * head.std() * _HEAD_NOISE)
+        head = model.lm_head.weight.data
+        head.add_(torch.randn_like(head) * head.std() * _HEAD_NOISE)
+    return model
 
 
 def vocabulary_maps(token_ids: Sequence[int], vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -147,7 +157,7 @@ def load_draft(draft: Path, policy: Path, config: DraftConfig) -> Eagle3DraftMod
     model.load_verifier_weights()
     missing, extra = model.float().load_state_dict(tensors, strict=False)
     assert not extra and set(missing) <= set(_NOT_SAVED), (missing, extra)
-    return _trainable(model)
+    return trainable(model, ATTENTION)
 
 
 def _require_layers(config: DraftConfig, ids: Sequence[int], whose: str) -> None:
@@ -155,10 +165,6 @@ def _require_layers(config: DraftConfig, ids: Sequence[int], whose: str) -> None
     given, rule = config.eagle3.aux_hidden_state_layer_ids, f"must be the layers that {whose} reads, {list(ids)}"
     fits = given is None or list(given) == list(ids)
     require(fits, "draft.eagle3.aux_hidden_state_layer_ids", rule, given, "leave it out")
-
-
-def _trainable(model: Eagle3DraftModel) -> Eagle3DraftModel:
-    return trainable(model, ATTENTION)
 
 
 def trainable(model: AnyDraft, attention: str) -> Any:

@@ -209,9 +209,8 @@ class LearnerDraft(ABC):
         self.restore({**load_file(path / _TENSORS), **counts})
 
     def _learning_rate(self) -> float:
-        if not self._is_online:
-            return self._schedule.learning_rate_at(self.num_updates)
-        return self._settings.learning_rate * min(1.0, (self.num_updates + 1) / max(self._settings.warmup_steps, 1))
+        rate_at = self._settings.warmed_rate if self._is_online else self._schedule.learning_rate_at
+        return rate_at(self.num_updates)
 
     def _num_passes(self) -> int:
         return self._config.online_passes if self._is_online else self._config.pretrain.ttt_steps
@@ -366,10 +365,8 @@ def train_beside(
     trained = policy.train_step(update, capture=capture)
     start = time.perf_counter()
     kept = batch.token_ids if draft.reads_last_token else [tokens[:-1] for tokens in batch.token_ids]
-    states = []
-    for index, tokens in enumerate(kept):
-        aux_TA, last_TH = capture.by_sequence[index]
-        states.append((aux_TA[: len(tokens)], last_TH[: len(tokens)]))
+    each = zip(kept, capture.states, strict=True)
+    states = [(aux_TA[: len(tokens)], last_TH[: len(tokens)]) for tokens, (aux_TA, last_TH) in each]
     chats = Chats(kept, batch.prompt_lengths, states)
     loss = draft.learn(chats, temperature=update.temperature, num_ranks=learner.parallel.data)
     elapsed_s = follow_s + time.perf_counter() - start

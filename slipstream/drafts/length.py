@@ -80,8 +80,7 @@ class TuningConfig(Checked, path="tuning"):
     candidate_ks: tuple[NonNegativeInt, ...] = (0, 1, 2, 3, 5, 7)
     """Numbers of draft tokens that are compared, rising from 0, the engine without a draft."""
     batch_sizes: Annotated[
-        tuple[Int, ...],
-        rule("must rise from 1, without repeats", lambda sizes: _rises(sizes) and sizes[:1] > (0,)),
+        tuple[Int, ...], rule("must rise from 1, without repeats", lambda sizes: _rises(sizes) and sizes[:1] > (0,))
     ] = (16, 64)
     """Running batches that every k is timed at, multiples of `grpo.group_size`."""
     num_repeats: PositiveInt = 3

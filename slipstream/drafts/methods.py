@@ -85,11 +85,7 @@ TRAITS = {
         trains_online=True,
         fields=_TRAINED | {"eagle3", "model", "online"},
     ),
-    DraftMethod.DFLASH: Traits(
-        has_weights=True,
-        training=Training.HIDDEN_STATES,
-        fields=_TRAINED | {"dflash"},
-    ),
+    DraftMethod.DFLASH: Traits(has_weights=True, training=Training.HIDDEN_STATES, fields=_TRAINED | {"dflash"}),
     DraftMethod.MTP: Traits(
         # The layer lies in the policy's checkpoint, but is trained, saved and refitted as a draft of its own.
         has_weights=True,
@@ -98,16 +94,10 @@ TRAITS = {
         fields=_TRAINED | {"online"},
     ),
     DraftMethod.DRAFT_MODEL: Traits(
-        has_weights=True,
-        training=Training.RESPONSES,
-        fields=_TRAINED | {"draft_model", "model"},
+        has_weights=True, training=Training.RESPONSES, fields=_TRAINED | {"draft_model", "model"}
     ),
     DraftMethod.NGRAM: Traits(fields=frozenset({"ngram"})),
-    DraftMethod.SUFFIX: Traits(
-        fields=frozenset({"suffix"}),
-        package="arctic_inference",
-        has_one_length=True,
-    ),
+    DraftMethod.SUFFIX: Traits(fields=frozenset({"suffix"}), package="arctic_inference", has_one_length=True),
     DraftMethod.HISTORY: Traits(fields=frozenset({"history"}), has_one_length=True),
 }
 """Traits by method; a method that looks its drafts up keeps the defaults."""

@@ -49,7 +49,7 @@ from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.passes import PackedChats, head_inputs, rows_of
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner.checkpoint import CheckpointError
-from slipstream.learner.optimizer import BatchedMuon, TrainingMemory
+from slipstream.learner.optimizer import BatchedMuon, Stepped, TrainingMemory
 from slipstream.learner.packing import plan_shards
 from slipstream.types import Dtype
 
@@ -133,8 +133,6 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 
 _CPU = torch.device("cpu")
-_ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
-_MUON_MOMENTS = ("momentum_buffer",)
 _MOMENTUM = 0.9  # as the policy's Muon, for short trainings
 _NUM_ITERATIONS = 3
 _OUTPUT = "lm_head."
@@ -358,8 +356,8 @@ class DraftOptimizer:
                 matrices, lr=0.0, momentum=_MOMENTUM, num_iterations=_NUM_ITERATIONS, dtype=dtype, weight_decay=decay
             )
             self.steppers = (adamw, muon)
-        self._held = [
-            (parameter, self.steppers[by].state, _MUON_MOMENTS if by else _ADAMW_MOMENTS)
+        self._stepped = [
+            Stepped(parameter, parameter, 0, parameter.numel(), self.steppers[by])
             for (_, parameter), by in zip(named, by_muon, strict=True)
         ]
 
@@ -378,10 +376,9 @@ class DraftOptimizer:
     def moments(self) -> dict[str, Tensor]:
         """Return the moments by `<index of the parameter>.<name>`, sharing memory; empty before the first update."""
         return {
-            f"{index}.{name}": state[parameter][name]
-            for index, (parameter, state, names) in enumerate(self._held)
-            for name in names
-            if name in state.get(parameter, {})
+            f"{index}.{name}": moment
+            for index, each in enumerate(self._stepped)
+            for name, moment in each.kept().items()
         }
 
     def restore(self, moments: Mapping[str, Tensor], *, num_updates: int) -> None:
@@ -390,10 +387,6 @@ class DraftOptimizer:
         Raises:
             KeyError: a moment is missing.
         """
-        for index, (parameter, state, names) in enumerate(self._held):
-            state.pop(parameter, None)
-            if not num_updates:
-                continue
-            state[parameter] = {name: moments[f"{index}.{name}"].to(parameter.device, copy=True) for name in names}
-            if names is _ADAMW_MOMENTS:  # fused AdamW keeps its step count on the parameter's device
-                state[parameter]["step"] = torch.tensor(float(num_updates), device=parameter.device)
+        for index, each in enumerate(self._stepped):
+            for name, moment in each.reset(num_updates).items():
+                moment.copy_(moments[f"{index}.{name}"])

@@ -156,28 +156,18 @@ class LossConfig(Checked, path="grpo.loss"):
     enter the group's mean. Set it where a response that is cut off says little about its quality."""
 
     def _check(self) -> None:
+        rule = f"must be at most {_LARGEST_GSPO_CLIP} with grpo.loss.kind gspo"
+        fix = "a response's mean ratio stays near 1, and would never be clipped: its paper has 0.0003 and 0.0004"
         for name, clip in (("clip_low", self.clip_low), ("clip_high", self.clip_high)):
-            self._require(
-                self.kind is not LossKind.GSPO or clip <= _LARGEST_GSPO_CLIP,
-                name,
-                f"must be at most {_LARGEST_GSPO_CLIP} with grpo.loss.kind gspo",
-                "a response's mean ratio stays near 1, and would never be clipped: its paper has 0.0003 and 0.0004",
-            )
-        said, cap, band = self.correction, self.truncated_importance_sampling, self.mask_band
-        self._require(
-            said is None or (said is Correction.NONE) == (cap is None),
-            "truncated_importance_sampling",
-            f"must be {'null' if said is Correction.NONE else 'a number'} with grpo.loss.correction {said}",
-            "drop it" if said is Correction.NONE else "it caps the weights: 2.0 is common",
-        )
-        if band is None:
-            return
-        self._require(
-            self.corrects is not Correction.NONE,
-            "mask_band",
-            "must be null without a correction",
-            "set grpo.loss.correction and its cap, grpo.loss.truncated_importance_sampling",
-        )
+            self._require(self.kind is not LossKind.GSPO or clip <= _LARGEST_GSPO_CLIP, name, rule, fix)
+        said, cap = self.correction, self.truncated_importance_sampling
+        is_none = said is Correction.NONE
+        rule = f"must be {'null' if is_none else 'a number'} with grpo.loss.correction {said}"
+        fix = "drop it" if is_none else "it caps the weights: 2.0 is common"
+        self._require(said is None or is_none == (cap is None), "truncated_importance_sampling", rule, fix)
+        corrects, rule = self.corrects is not Correction.NONE, "must be null without a correction"
+        fix = "set grpo.loss.correction and its cap, grpo.loss.truncated_importance_sampling"
+        self._require(self.mask_band is None or corrects, "mask_band", rule, fix)
 
     @property
     def corrects(self) -> Correction:
@@ -208,6 +198,10 @@ class OptimizerConfig(Checked, path="optimizer"):
     """Largest norm of the gradient. Set it where the loss spikes."""
     warmup_steps: NonNegativeInt = 0
     """Updates over which the learning rate rises."""
+
+    def warmed_rate(self, num_updates: int) -> float:
+        """Return the learning rate of the next update, for training whose rate stays after its warm-up."""
+        return self.learning_rate * min(1.0, (num_updates + 1) / max(self.warmup_steps, 1))
 
 
 class DynamicSamplingConfig(Checked, path="grpo.dynamic_sampling"):
@@ -250,24 +244,15 @@ class GrpoConfig(Checked, path="grpo"):
     """Seed of rollouts and prompt order. Set by launches (`--seed`) and by ablations."""
 
     def _check(self) -> None:
-        self._require(
-            self.updates_per_step <= self.prompts_per_step * self.group_size,
-            "updates_per_step",
-            f"must be at most the {self.prompts_per_step * self.group_size} rollouts of a step",
-        )
-        kind = self.loss.kind
-        self._require(
-            not self.scale_advantages_by_std or kind not in (LossKind.DR_GRPO, LossKind.RLOO),
-            "scale_advantages_by_std",
-            f"must be false with grpo.loss.kind {kind.value}",
-            "its advantages are not scaled: drop it, or take kind grpo",
-        )
-        self._require(
-            self.updates_per_step == 1 or kind is not LossKind.RLOO,
-            "updates_per_step",
-            "must be 1 with grpo.loss.kind rloo",
-            "it has no ratio, and from a second update on its gradient would be biased: take another kind",
-        )
+        num_rollouts, kind = self.prompts_per_step * self.group_size, self.loss.kind
+        rule = f"must be at most the {num_rollouts} rollouts of a step"
+        self._require(self.updates_per_step <= num_rollouts, "updates_per_step", rule)
+        fits = not self.scale_advantages_by_std or kind not in (LossKind.DR_GRPO, LossKind.RLOO)
+        fix = "its advantages are not scaled: drop it, or take kind grpo"
+        self._require(fits, "scale_advantages_by_std", f"must be false with grpo.loss.kind {kind.value}", fix)
+        fits, rule = self.updates_per_step == 1 or kind is not LossKind.RLOO, "must be 1 with grpo.loss.kind rloo"
+        fix = "it has no ratio, and from a second update on its gradient would be biased: take another kind"
+        self._require(fits, "updates_per_step", rule, fix)
 
     def is_checkpoint_due(self, step: int) -> bool:
         """Return True if a checkpoint is written after this step."""

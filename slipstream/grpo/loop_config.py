@@ -38,26 +38,17 @@ class LoopConfig(Checked, path="loop"):
     """Treatment of a group that would fall behind the bound. Set it with `mode: in_flight`."""
 
     def _check(self) -> None:
-        lag = self.max_off_policy_steps
-        self._require(
-            lag == 0 or self.mode is not LoopMode.SYNCHRONOUS,
-            "max_off_policy_steps",
-            f"must be 0 with loop.mode {LoopMode.SYNCHRONOUS.value}",
-            f"set loop.mode {LoopMode.ONE_STEP_OFF.value} or {LoopMode.IN_FLIGHT.value}",
-        )
-        self._require(
-            lag >= 1 or self.mode is not LoopMode.IN_FLIGHT,
-            "max_off_policy_steps",
-            f"must be >= 1 with loop.mode {LoopMode.IN_FLIGHT.value}",
-            "engines that run on while the policy learns are behind it",
-        )
+        lag, is_in_flight = self.max_off_policy_steps, self.mode is LoopMode.IN_FLIGHT
+        rule = f"must be 0 with loop.mode {LoopMode.SYNCHRONOUS.value}"
+        fix = f"set loop.mode {LoopMode.ONE_STEP_OFF.value} or {LoopMode.IN_FLIGHT.value}"
+        self._require(lag == 0 or not self.is_synchronous, "max_off_policy_steps", rule, fix)
+        rule = f"must be >= 1 with loop.mode {LoopMode.IN_FLIGHT.value}"
+        fix = "engines that run on while the policy learns are behind it"
+        self._require(lag >= 1 or not is_in_flight, "max_off_policy_steps", rule, fix)
+        fix = "no weights enter there while a rollout runs: leave it out, or set loop.mode in_flight"
         for name, default in (("kv_cache", KvCache.RECOMPUTE), ("too_old", TooOld.FINISH)):
-            self._require(
-                getattr(self, name) is default or self.mode is LoopMode.IN_FLIGHT,
-                name,
-                f"must be {default.value} with loop.mode {self.mode.value}",
-                "no weights enter there while a rollout runs: leave it out, or set loop.mode in_flight",
-            )
+            rule = f"must be {default.value} with loop.mode {self.mode.value}"
+            self._require(getattr(self, name) is default or is_in_flight, name, rule, fix)
 
     @property
     def in_flight_kv_cache(self) -> KvCache | None:

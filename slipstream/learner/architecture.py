@@ -105,13 +105,9 @@ class Experts:
         dense = tuple(layer for layer in range(num_layers) if layer in named_dense or (layer + 1) % every)
         require(len(dense) < num_layers, "policy.model", "must have a layer with experts", dense, "all these are dense")
         chosen, normalizes = config["num_experts_per_tok"], config["norm_topk_prob"]
-        require(
-            chosen > 1 or not normalizes,
-            "policy.model",
-            "must choose several experts a token, or not normalize their weights (norm_topk_prob)",
-            chosen,
-            "the weight of one is always 1, and its router would learn nothing",
-        )
+        rule = "must choose several experts a token, or not normalize their weights (norm_topk_prob)"
+        fix = "the weight of one is always 1, and its router would learn nothing"
+        require(chosen > 1 or not normalizes, "policy.model", rule, chosen, fix)
         return cls(
             # transformers 5 writes the second name; everything older, and vLLM, the first.
             num_experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
@@ -147,13 +143,9 @@ def require_even_experts(experts: Experts | None, parallel: ParallelConfig) -> N
         return
     rule = f"must divide the policy's {experts.num_experts} experts"
     require(experts.num_experts % parallel.expert == 0, "learner.parallel.expert", rule, parallel.expert)
-    require(
-        parallel.tensor == 1,
-        "learner.parallel.tensor",
-        "must be 1 for a mixture of experts",
-        parallel.tensor,
-        "deal the experts to data-parallel ranks with learner.parallel.expert instead",
-    )
+    rule = "must be 1 for a mixture of experts"
+    fix = "deal the experts to data-parallel ranks with learner.parallel.expert instead"
+    require(parallel.tensor == 1, "learner.parallel.tensor", rule, parallel.tensor, fix)
 
 
 def require_routes(shape: Shape) -> None:

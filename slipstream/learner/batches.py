@@ -94,11 +94,7 @@ class Batching:
         return self._packed(sequences, lengths, device) if self.packs else self._padded(sequences, lengths, device)
 
     def microbatches(
-        self,
-        sequences: Sequences,
-        loss_starts: Sequence[int] | None,
-        device: torch.device,
-        routes: Routes = (),
+        self, sequences: Sequences, loss_starts: Sequence[int] | None, device: torch.device, routes: Routes = ()
     ) -> list[MicroBatch]:
         """Split sequences into micro-batches.
 

@@ -72,11 +72,9 @@ class ShapeConfig(Checked, path="shape"):
     """Standard deviation of the initial weights, about 0.5 / sqrt(`hidden_size`). Set it with `hidden_size`."""
 
     def _check(self) -> None:
-        self._require(
-            self.num_attention_heads % self.num_query_groups == 0,
-            "num_query_groups",
-            f"must divide num_attention_heads {self.num_attention_heads}",
-        )
+        rule = f"must divide num_attention_heads {self.num_attention_heads}"
+        divides = self.num_attention_heads % self.num_query_groups == 0
+        self._require(divides, "num_query_groups", rule)
 
 
 class ScratchConfig(Checked, path="policy.scratch"):
@@ -212,12 +210,8 @@ class PolicyConfig(Checked, path="policy"):
     """More positions for the model, from scratch too, once it is pretrained; null keeps the model's own."""
 
     def _check(self) -> None:
-        self._require(
-            (self.scratch is not None) == (self.model == SCRATCH),
-            "scratch",
-            f"must be given exactly when policy.model is {SCRATCH!r}",
-            f"policy.model is {self.model!r}",
-        )
+        rule, fix = f"must be given exactly when policy.model is {SCRATCH!r}", f"policy.model is {self.model!r}"
+        self._require((self.scratch is not None) == (self.model == SCRATCH), "scratch", rule, fix)
 
     @property
     def scratch_positions(self) -> int:
@@ -251,12 +245,8 @@ class ParallelConfig(Checked, path="learner.parallel"):
         self._require(self.tensor == 1 or self.expert == 1, "expert", rule)
         rule = "must be 1 with context parallelism, which keeps every expert on every rank"
         self._require(self.context == 1 or self.expert == 1, "expert", rule)
-        self._require(
-            not self.sequence_parallel or self.tensor > 1,
-            "sequence_parallel",
-            "must be false with tensor 1",
-            "it splits activations over the tensor-parallel ranks",
-        )
+        rule, fix = "must be false with tensor 1", "it splits activations over the tensor-parallel ranks"
+        self._require(not self.sequence_parallel or self.tensor > 1, "sequence_parallel", rule, fix)
 
     @property
     def world_size(self) -> int:

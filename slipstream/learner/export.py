@@ -17,7 +17,6 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import Module
 
 from slipstream.config import require
 from slipstream.learner import parallel
@@ -30,7 +29,6 @@ from slipstream.learner.weights import (
     Shard,
     hf_from_shards,
     mappings,
-    mtp_mappings,
     rows_of_parts,
 )
 from slipstream.refit.fingerprint import HeldWeights, WeightPart
@@ -51,9 +49,8 @@ def open_weights(path: Path) -> Iterator[Callable[[str], Tensor]]:
         files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else None
         by_name = {}
         for file in files or ["model.safetensors"]:
-            require(
-                (path / file).is_file(), "policy.model", f"must hold {file}", str(path), "other formats are not read"
-            )
+            is_there, fix = (path / file).is_file(), "other formats are not read"
+            require(is_there, "policy.model", f"must hold {file}", str(path), fix)
             handle = stack.enter_context(safe_open(path / file, framework="pt"))
             by_name.update(dict.fromkeys(handle.keys(), handle))
 
@@ -163,14 +160,6 @@ def gathered_weights(
         yield from parallel.from_pipeline_stage(stage, tensors)
 
 
-def gathered_mtp_weights(mtp: Module | None, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """Gather the MTP layer's Hugging Face tensors whole on every rank; collective. A policy without one yields none."""
-    parameters = {} if mtp is None else dict(mtp.named_parameters())
-    for mapping in mtp_mappings(arch):
-        shards = parallel.tensor_parallel_shards(parameters[mapping.megatron].detach())
-        yield from hf_from_shards(mapping, shards, arch)
-
-
 def _places(arch: Architecture, shard: Shard, table: MappingTable) -> Iterator[tuple[int, int, ParameterMapping]]:
     """Every parameter of a table, with the pipeline stage and the expert-parallel rank that hold it."""
     for stage in range(shard.pipeline_size):
@@ -196,6 +185,4 @@ def _layout(
         boxes = [band.box for band in bands(mapping, shape, arch, shard) if band.name == name]
         length = sum(box.shape[dim] for box in boxes)
         parts.append(WeightPart(name=name, dim=dim, start=boxes[0].offset[dim], length=length, dtype=dtype))
-    if len(parts) == 1:
-        return tuple(parts), lambda rows: [rows]
     return tuple(parts), partial(rows_of_parts, mapping, arch=arch, shard=shard)

@@ -48,7 +48,6 @@ from slipstream.learner import parallel
 from slipstream.learner.architecture import Architecture, Experts, require_whole_states
 from slipstream.learner.config import LearnerConfig, Packing, Recompute
 from slipstream.learner.cpu import host
-from slipstream.learner.cpu.host import use_cpu_dispatchers
 from slipstream.learner.cpu.layer import CpuTransformerLayer
 from slipstream.learner.mtp_training import MtpLayer
 from slipstream.learner.numerics import TORCH_DTYPES
@@ -156,7 +155,7 @@ def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard) -> GPT
     _mark_tensor_parallel(model, mappings(arch, shard))
     RouterReplay.clear_global_router_replay_instances()  # would keep every model alive; `replayed` asks the model's own
     if host.is_cpu_only():
-        use_cpu_dispatchers(model)
+        host.use_cpu_dispatchers(model)
     return model
 
 

@@ -88,7 +88,7 @@ class OutputHead:
         entropy = None
         if with_entropy:
             assert own.entropy is not None
-            entropy = parallel.sum_over_context(own.entropy)
+            entropy = parallel.all_reduce(own.entropy, parallel.context_group())
         return TokenScores(logprobs_BT=parallel.all_tokens(own.logprobs_BT, 1), entropy=entropy)
 
     def _chunked(

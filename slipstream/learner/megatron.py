@@ -49,14 +49,14 @@ from slipstream.learner.batches import (
 from slipstream.learner.checkpoint.policy import PolicyCheckpoints
 from slipstream.learner.config import LearnerConfig, LoraConfig, ScratchConfig
 from slipstream.learner.cpu import host
-from slipstream.learner.export import gathered_mtp_weights, gathered_weights, held_weights, open_weights, save_model
+from slipstream.learner.export import gathered_weights, held_weights, open_weights, save_model
 from slipstream.learner.judge import round_inputs, rounded_weights
 from slipstream.learner.layers import build_model, build_mtp, packs, skips_padding
 from slipstream.learner.logprobs import OutputHead
 from slipstream.learner.lora import FOLDER, Adapters
 from slipstream.learner.mtp_training import MtpLayer, MtpTrainer
 from slipstream.learner.numerics import TORCH_DTYPES
-from slipstream.learner.optimizer import TrainingMemory, with_optimizer
+from slipstream.learner.optimizer import TrainingMemory, begin_update, with_optimizer
 from slipstream.learner.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST
 from slipstream.learner.router_replay import forget_routes, replayed
 from slipstream.learner.weights import initial_weights, load_exactly, mtp_mappings, shard_from_hf
@@ -79,15 +79,15 @@ class Capture:
     so a sequence of T tokens has states for its first T - 1.
 
     Attributes:
-        by_sequence: filled by `finish`; by the sequence's index the states of the layers [T, A H] and, after the final
-            norm, [T, H].
+        states: filled after the last forward pass; for each sequence the states of the layers [T, A H] and, after the
+            final norm, [T, H].
     """
 
     def __init__(self, layer_ids: Sequence[int], *, device: torch.device = _CPU) -> None:
         """Keep the states on `device`."""
         self._layer_ids, self._device = layer_ids, device
         self._parts: dict[int, Tensor] = {}
-        self.by_sequence: dict[int, tuple[Tensor, Tensor]] = {}
+        self.states: list[tuple[Tensor, Tensor]] = []
 
     @contextlib.contextmanager
     def of(self, gpt: GPTModel, batch: MicroBatch) -> Iterator[None]:
@@ -119,7 +119,8 @@ class Capture:
             found = (by_id.get(layer_id) for layer_id in (*self._layer_ids, _LAST))
             whole = [none_TH.to(device) if each is None else each[columns, row] for each in found]
             part = torch.cat(whole, dim=-1)  # [T, (A + 1) H], those after the final norm last
-            self._parts[index] = part if parallel.num_pipeline_stages() > 1 else part.to(self._device)
+            is_whole = parallel.current_shard().pipeline_size == 1
+            self._parts[index] = part.to(self._device) if is_whole else part
 
     def finish(self) -> None:
         """Sum the states over the pipeline stages; every stage calls this after the last forward pass."""
@@ -127,7 +128,7 @@ class Capture:
         for index in sorted(self._parts):
             states = parallel.sum_over_stages(self._parts.pop(index)).to(self._device)
             size = states.shape[-1] // (num_layers + 1)
-            self.by_sequence[index] = states[:, : num_layers * size].contiguous(), states[:, -size:].contiguous()
+            self.states.append((states[:, : num_layers * size].contiguous(), states[:, -size:].contiguous()))
 
 
 FloatArray = NDArray[np.float32]
@@ -391,8 +392,6 @@ class MegatronPolicy:
         learning_rate = self.learning_rate
         names = ("loss", "clipped", "kl", "entropy")
         sums, grad_norm = self._update(batches, loss_of, names, learning_rate, capture)
-        if capture is not None:
-            capture.finish()
         self.version += 1
         stats = TrainStats(
             loss=sums["loss"],
@@ -448,9 +447,7 @@ class MegatronPolicy:
         capture = None if self._mtp_trainer is None else Capture(self.architecture.mtp_layer_ids)
         sums, _ = self._update(self._microbatches(sequences, starts), loss_of, ("loss",), learning_rate, capture)
         if self._mtp_trainer is not None and capture is not None:
-            capture.finish()
-            states = [capture.by_sequence[index] for index in range(len(sequences))]
-            self.mtp_loss = self._mtp_trainer.step(sequences, starts, states, learning_rate=learning_rate)
+            self.mtp_loss = self._mtp_trainer.step(sequences, starts, capture.states, learning_rate=learning_rate)
         return sums["loss"]
 
     def hidden_states(self, token_ids: Sequences, layer_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
@@ -472,8 +469,7 @@ class MegatronPolicy:
             return hidden_TBH.new_zeros(()), {}
 
         self._run(self._microbatches(token_ids, None), nothing, forward_only=True, capture=capture)
-        capture.finish()
-        return [capture.by_sequence[index] for index in range(len(token_ids))]
+        return capture.states
 
     def hidden_states_bytes(self, token_ids: Sequences, layer_ids: Sequence[int]) -> int:
         """Estimate the bytes that `hidden_states` returns; the maximum over expert-parallel ranks."""
@@ -490,7 +486,8 @@ class MegatronPolicy:
 
     def mtp_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Gather the full parameters of the MTP layer, which `weights` leaves out; empty without such a layer."""
-        return gathered_mtp_weights(self._mtp, self.architecture)
+        parameters = {} if self._mtp is None else dict(self._mtp.named_parameters())
+        return gathered_weights(parameters, self.architecture, self._shard, table=mtp_mappings)
 
     def vocabulary_weights(self) -> tuple[Tensor, Tensor]:
         """Gather embeddings and output layer, [V, H] each, in the learner's dtype; collective over all ranks."""
@@ -601,6 +598,8 @@ class MegatronPolicy:
                 micro_batch_size=max(len(batch.labels_BT) for batch in batches),
                 forward_only=forward_only,
             )
+        if capture is not None:
+            capture.finish()
         return [result for result, batch in zip(results, batches, strict=False) if batch.indices]
 
     def _update(
@@ -620,13 +619,8 @@ class MegatronPolicy:
         assert batches, "every data-parallel rank has a sequence of an update"
         self._checkpoints.raise_error()
         self._memory.onload()
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
         assert isinstance(self._module, DistributedDataParallel)
-        self._module.zero_grad_buffer()
-        # In float32 the optimizer leaves `param.grad` as an alias of the buffer: without this call the first
-        # micro-batch of the next update would be added twice.
-        self._optimizer.zero_grad()
+        begin_update(self._module, self._optimizer, learning_rate=learning_rate)
         results = self._run(batches, loss_of, forward_only=False, capture=capture)
         with host.cuda_as_cpu():
             _, grad_norm, _ = self._optimizer.step()  # type: ignore[misc]  # declared by an abstract base without result
@@ -645,5 +639,4 @@ class MegatronPolicy:
     def learning_rate(self) -> float:
         """Learning rate of the next update."""
         assert self._optimizer_config is not None
-        warmup = self._optimizer_config.warmup_steps
-        return self._optimizer_config.learning_rate * min(1.0, (self._num_updates + 1) / max(warmup, 1))
+        return self._optimizer_config.warmed_rate(self._num_updates)

@@ -42,11 +42,11 @@ from slipstream.learner import parallel
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.batches import Batching, MicroBatch, Sequences
 from slipstream.learner.checkpoint import CheckpointError
-from slipstream.learner.checkpoint.policy import MAIN, HeldParameter, held_parameters
+from slipstream.learner.checkpoint.policy import MAIN, held_parameters
 from slipstream.learner.config import LearnerConfig
 from slipstream.learner.cpu import host
 from slipstream.learner.logprobs import largest, output_weight
-from slipstream.learner.optimizer import TrainingMemory, with_optimizer
+from slipstream.learner.optimizer import TrainingMemory, begin_update, with_optimizer
 from slipstream.learner.weights import hf_from_shards, mtp_mappings, shard_from_hf
 
 _NUM_UPDATES = "num_updates"
@@ -165,9 +165,7 @@ class MtpTrainer:
         self._module, self._optimizer = with_optimizer(mtp, replace(learner, distributed_optimizer=False), optimizer)
         self.memory = TrainingMemory.of_megatron(self._module, self._optimizer, device)
         self._architecture, self._shard = architecture, parallel.current_shard()
-        self._held = held_parameters(
-            mtp, self._optimizer, architecture, self._shard, table=lambda arch, _: mtp_mappings(arch)
-        )
+        self._held = held_parameters(mtp, self._optimizer, architecture, self._shard, table=mtp_mappings)
         self.num_updates = 0
 
     def step(
@@ -198,10 +196,7 @@ class MtpTrainer:
         chats = list(self._chats(sequences, loss_starts, states))
         weights = [decay**index for index in range(num_passes)]
         num_tokens = parallel.sum_over_data_ranks(sum(int(each.drafts(0).sum()) for each in chats))
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._module.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        begin_update(self._module, self._optimizer, learning_rate=learning_rate)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for each in chats:
             with host.cuda_as_cpu(), host.model_arithmetic():
@@ -249,7 +244,8 @@ class MtpTrainer:
         self.memory.onload()
         found = {_NUM_UPDATES: torch.tensor([self.num_updates])}
         for mapping, held in zip(mtp_mappings(self._architecture), self._held, strict=True):
-            for kind, own in self._stepped(held).items():
+            assert held.stepped is not None
+            for kind, own in {MAIN: held.stepped.main, **held.stepped.kept()}.items():
                 shards = parallel.tensor_parallel_shards(own.detach())
                 whole = hf_from_shards(mapping, shards, self._architecture)
                 found |= {f"{kind}/{name}": tensor for name, tensor in whole}
@@ -267,31 +263,13 @@ class MtpTrainer:
             raise CheckpointError(f"the checkpoint must hold the policy's MTP layer, has no {missing[0]}")
         self.memory.onload()
         self.num_updates = int(state[_NUM_UPDATES])
-        kinds = {name.partition("/")[0] for name in state.keys() - {_NUM_UPDATES}}
-        own = {kind: self._own(state, kind) for kind in kinds}
-        for held in self._held:
+        for mapping, held in zip(mtp_mappings(self._architecture), self._held, strict=True):
             assert held.stepped is not None
-            main = held.stepped.main
-            main.copy_(own[MAIN][held.name])
-            held.parameter.copy_(main)
-            for kind, moment in held.stepped.reset(self.num_updates).items():
-                moment.copy_(own[kind][held.name])
-
-    def _stepped(self, held: HeldParameter) -> dict[str, Tensor]:
-        """Return the float32 parameter and, after the first step, the optimizer's moments."""
-        assert held.stepped is not None
-        moments = held.stepped.moments if self.num_updates else ()
-        state = held.stepped.optimizer.state[held.stepped.main] if moments else {}
-        return {MAIN: held.stepped.main, **{kind: state[kind] for kind in moments}}
-
-    def _own(self, state: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
-        """Return this rank's part of one kind of tensors; parameters of AdamW have no moment of Muon."""
-
-        def read(name: str) -> Tensor:
-            return state[f"{kind}/{name}"]
-
-        table = [m for m in mtp_mappings(self._architecture) if all(f"{kind}/{name}" in state for name in m.hf)]
-        return dict(shard_from_hf(read, self._architecture, self._shard, table))
+            for kind, own in {MAIN: held.stepped.main, **held.stepped.reset(self.num_updates)}.items():
+                whole = {name: state[f"{kind}/{name}"] for name in mapping.hf}
+                ((_, mine),) = shard_from_hf(whole.__getitem__, self._architecture, self._shard, [mapping])
+                own.copy_(mine)
+            held.parameter.copy_(held.stepped.main)
 
     def _loss(self, chats: _Chats, temperature: float, weights: Sequence[float]) -> Tensor:
         total = torch.zeros((), device=self._device)

@@ -208,6 +208,16 @@ def with_optimizer(
     return module, optimizer
 
 
+def begin_update(module: DistributedDataParallel, optimizer: MegatronOptimizer, *, learning_rate: float) -> None:
+    """Set the learning rate of an update and zero the gradients."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    module.zero_grad_buffer()
+    # In float32 the optimizer leaves `param.grad` as an alias of the buffer: without this call the first micro-batch of
+    # the next update would be added twice.
+    optimizer.zero_grad()
+
+
 def _hidden_matrices(model: MegatronModule) -> list[torch.nn.Parameter]:
     """Matrices that Muon steps: all but the embedding and the output layer."""
     return [
@@ -279,24 +289,58 @@ def _give_to_muon(optimizer: Any, settings: MegatronOptimizerConfig) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class SteppedParameter:
-    """The elements [start, stop) of a parameter in flat order, and the float32 tensor that is stepped for them."""
+class Stepped:
+    """A parameter as an optimizer steps it: whole, or its elements [start, stop) in flat order."""
 
     parameter: torch.nn.Parameter
-    main: Tensor
+    main: Tensor  # the float32 tensor that is stepped for these elements
     start: int
     stop: int
-    is_sharded: bool  # over the data-parallel ranks
+    optimizer: torch.optim.Optimizer
+    is_sharded: bool = False  # over the data-parallel ranks
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the tensors that the optimizer keeps once it has stepped, besides its count of steps."""
+        return ("momentum_buffer",) if isinstance(self.optimizer, BatchedMuon) else ("exp_avg", "exp_avg_sq")
+
+    @property
+    def counts_by_parameter(self) -> bool:
+        """True if each parameter has a tensor that counts its steps, as in torch; else the group has one number."""
+        return isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+    def kept(self) -> dict[str, Tensor]:
+        """Return the optimizer's moments by name, sharing memory; empty before the first update."""
+        state = self.optimizer.state
+        return {name: state[self.main][name] for name in self.moments} if self.main in state else {}
+
+    def reset(self, num_updates: int) -> dict[str, Tensor]:
+        """Set the optimizer's count of updates; returns its new moments, for the caller to fill.
+
+        Before the first update an optimizer has no moments.
+        """
+        state = self.optimizer.state
+        state.pop(self.main, None)
+        moments = {name: torch.empty_like(self.main) for name in self.moments} if num_updates else {}
+        if num_updates:
+            state[self.main] = dict(moments)
+        if num_updates and self.counts_by_parameter:
+            state[self.main]["step"] = torch.tensor(float(num_updates), device=self.main.device)
+        elif not self.counts_by_parameter and "exp_avg" in self.moments:
+            for group in self.optimizer.param_groups:
+                group["step"] = num_updates
+        return moments
 
 
-def stepped_parameters(optimizer: MegatronOptimizer) -> Iterator[SteppedParameter]:
+def stepped_parameters(optimizer: MegatronOptimizer) -> Iterator[Stepped]:
     """List what this rank steps by one of Megatron's optimizers, or by a chain of them."""
+    by_main = {id(m): each for each in steppers(optimizer) for group in each.param_groups for m in group["params"]}
     for each in _chained(optimizer):
         if isinstance(each, DistributedOptimizer):
             for parameter, (group, position) in each.model_param_group_index_map.items():
                 extent = each._get_model_param_range_map(parameter)["param"]
                 main = each.param_groups[group]["params"][position]
-                yield SteppedParameter(parameter, main, extent.start, extent.end, is_sharded=True)
+                yield Stepped(parameter, main, extent.start, extent.end, by_main[id(main)], is_sharded=True)
             continue
         low, masters, whole = (
             (each.float16_groups, each.fp32_from_float16_groups, each.fp32_from_fp32_groups)
@@ -305,7 +349,7 @@ def stepped_parameters(optimizer: MegatronOptimizer) -> Iterator[SteppedParamete
         )
         pairs = zip(itertools.chain(*low, *whole), itertools.chain(*masters, *whole), strict=True)
         for parameter, main in pairs:
-            yield SteppedParameter(parameter, main, 0, main.numel(), is_sharded=False)
+            yield Stepped(parameter, main, 0, main.numel(), by_main[id(main)])
 
 
 def steppers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:

@@ -122,11 +122,6 @@ def all_tokens(tensor: Tensor, dim: int) -> Tensor:
     return cast(Tensor, whole).transpose(0, dim)
 
 
-def sum_over_context(tensor: Tensor) -> Tensor:
-    """Sum a tensor over the context-parallel ranks, without gradient and in place."""
-    return all_reduce(tensor, context_group())
-
-
 def own_heads(tensor: Tensor) -> Tensor:
     """Exchange all heads [S / c, B, N, D] of this context-parallel rank's tokens for [S, B, N / c, D].
 
@@ -195,11 +190,6 @@ def sum_over_stages(tensor: Tensor) -> Tensor:
     return all_reduce(tensor, _pipeline_group())
 
 
-def num_pipeline_stages() -> int:
-    """Return the number of pipeline stages."""
-    return int(parallel_state.get_pipeline_model_parallel_world_size())
-
-
 def sum_over_data_ranks(count: int) -> int:
     """Sum a count over the data-parallel ranks."""
     return int(all_reduce(torch.tensor(count, device=device()), _data_group()).item())
@@ -212,7 +202,8 @@ def summed_over_data_ranks(tensor: Tensor) -> Tensor:
 
 def summed_over_ranks(tensor: Tensor) -> Tensor:
     """Sum a tensor over all ranks of the learner; the sum is exchanged on the learner's device."""
-    return all_reduce(tensor.to(device(), copy=True), _world()).to(tensor.device)
+    world = cast(dist.ProcessGroup, dist.group.WORLD)
+    return all_reduce(tensor.to(device(), copy=True), world).to(tensor.device)
 
 
 def model_rank() -> int:
@@ -252,10 +243,6 @@ def context_group() -> dist.ProcessGroup:
 def copies_group() -> dist.ProcessGroup:
     """Return the data- and context-parallel ranks, which hold the same parameters, apart from experts."""
     return cast(dist.ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
-
-
-def _world() -> dist.ProcessGroup:
-    return cast(dist.ProcessGroup, dist.group.WORLD)
 
 
 def _pipeline_group() -> dist.ProcessGroup:

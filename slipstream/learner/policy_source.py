@@ -73,12 +73,7 @@ def resolve(policy: PolicyConfig, needs: Needs, directory: Path) -> PolicyRecord
     source = locate(policy.model, (*_CONFIG_FILES, _WEIGHTS))
     architecture, _ = _check_configs(source, policy, needs)
     require(any(source.glob(_WEIGHTS)), "policy.model", f"must have weights in {_WEIGHTS} files", policy.model)
-    directory.mkdir(parents=True, exist_ok=True)
-    for pattern in (*_CONFIG_FILES, _WEIGHTS):
-        for path in source.glob(pattern):
-            link = directory / path.name
-            link.unlink(missing_ok=True)
-            link.symlink_to(path.resolve())
+    link_files((path for pattern in (*_CONFIG_FILES, _WEIGHTS) for path in source.glob(pattern)), directory)
     write_positions(architecture, directory)
     return PolicyRecord(
         model=policy.model,
@@ -92,6 +87,15 @@ def resolve(policy: PolicyConfig, needs: Needs, directory: Path) -> PolicyRecord
         pretrain_losses=(),
         elapsed_s=time.perf_counter() - start,
     )
+
+
+def link_files(files: Iterable[Path], directory: Path) -> None:
+    """Link files into a directory, in place of the links that an earlier attempt has laid."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in files:
+        link = directory / path.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.resolve())
 
 
 def write_positions(architecture: Architecture, directory: Path) -> None:

@@ -57,11 +57,7 @@ def interface_of(address: str, interfaces: Mapping[str, Iterable[Any]] | None = 
     """
     known = psutil.net_if_addrs() if interfaces is None else interfaces
     found = [name for name, each in known.items() if address in (entry.address for entry in each)]
-    require(
-        bool(found),
-        "the node's address",
-        f"must be one of this host's interfaces {', '.join(known)}",
-        address,
-        "start its Ray node with --node-ip-address of an interface that the other hosts reach",
-    )
+    rule = f"must be one of this host's interfaces {', '.join(known)}"
+    fix = "start its Ray node with --node-ip-address of an interface that the other hosts reach"
+    require(bool(found), "the node's address", rule, address, fix)
     return found[0]

@@ -135,7 +135,7 @@ def mappings(arch: Architecture, shard: Shard) -> Iterator[ParameterMapping]:
             yield ParameterMapping("output_layer.weight", ("model.embed_tokens.weight",), Layout.COLUMN)
 
 
-def mtp_mappings(arch: Architecture) -> Iterator[ParameterMapping]:
+def mtp_mappings(arch: Architecture, _: Shard | None = None) -> Iterator[ParameterMapping]:
     """Parameters of the MTP layer, which every rank holds; an architecture without one has none."""
     for layer in range(arch.num_mtp_layers):
         hf = f"model.mtp_layers.{layer}"

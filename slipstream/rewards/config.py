@@ -7,16 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from slipstream.config import (
-    LARGEST,
-    NUMBER,
-    Checked,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Probability,
-    Text,
-)
+from slipstream.config import LARGEST, NUMBER, Checked, NonNegativeInt, PositiveFloat, PositiveInt, Probability, Text
 
 MAX_ANSWER_CHARS = 512
 """Longer answers score 0 unread; a request must fit into a pipe's buffer, or writing it could block."""
@@ -48,12 +39,9 @@ class OverlongConfig(Checked, path="reward.overlong"):
     """Reward that a response of the largest length loses. Set it by the scale of the reward."""
 
     def _check(self) -> None:
-        self._require(
-            self.buffer_tokens > 0 or self.penalty == 1.0,
-            "penalty",
-            "must be left out with reward.overlong.buffer_tokens 0",
-            "nothing is punished without it: set buffer_tokens",
-        )
+        rule = "must be left out with reward.overlong.buffer_tokens 0"
+        fix = "nothing is punished without it: set buffer_tokens"
+        self._require(self.buffer_tokens > 0 or self.penalty == 1.0, "penalty", rule, fix)
 
 
 class RewardConfig(Checked, path="reward"):

@@ -236,9 +236,8 @@ def equal_numbers(a: Number, b: Number) -> bool | None:
     if verdict is True or a.unit == b.unit or "%" not in (a.unit, b.unit):
         return verdict
     percent, plain = (a, b) if a.unit == "%" else (b, a)
-    return (
-        _equal_sizes(_scaled(percent, Fraction(1, 100)), plain) or verdict
-    )  # 50 % is a half, and 50 where the question asks for percent
+    # 50 % is a half, and 50 where the question asks for percent.
+    return _equal_sizes(_scaled(percent, Fraction(1, 100)), plain) or verdict
 
 
 def _equal_sizes(a: Number, b: Number) -> bool | None:

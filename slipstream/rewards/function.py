@@ -109,10 +109,10 @@ class SummedReward:
             ConfigError: it cannot be loaded.
         """
         if function not in self._rewards:
-            is_own = function != MATHEMATICS
-            self._rewards[function] = (
-                FunctionReward(self._config, function, per_step=self._per_step) if is_own else Verifier(self._config)
-            )
+            if function == MATHEMATICS:
+                self._rewards[function] = Verifier(self._config)
+            else:
+                self._rewards[function] = FunctionReward(self._config, function, per_step=self._per_step)
         return self._rewards[function]
 
 

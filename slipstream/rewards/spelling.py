@@ -10,12 +10,8 @@ import unicodedata
 from functools import lru_cache
 
 SET_START, SET_END = "\N{LEFT WHITE CURLY BRACKET}", "\N{RIGHT WHITE CURLY BRACKET}"
-PLUS_MINUS, MINUS_PLUS, DEGREE, RANGE = (
-    "\N{PLUS-MINUS SIGN}",
-    "\N{MINUS-OR-PLUS SIGN}",
-    "\N{DEGREE SIGN}",
-    "\N{EN DASH}",
-)
+PLUS_MINUS, MINUS_PLUS = "\N{PLUS-MINUS SIGN}", "\N{MINUS-OR-PLUS SIGN}"
+DEGREE, RANGE = "\N{DEGREE SIGN}", "\N{EN DASH}"
 AT_MOST, AT_LEAST = "\N{LESS-THAN OR EQUAL TO}", "\N{GREATER-THAN OR EQUAL TO}"
 TEXT = "\\text{"
 FUNCTIONS = frozenset({
@@ -24,24 +20,16 @@ FUNCTIONS = frozenset({
 })  # fmt: skip
 
 _SPECIAL = {
-    "\N{MINUS SIGN}": "-",
-    "\N{HYPHEN}": "-",
-    "\N{NON-BREAKING HYPHEN}": "-",
-    "\N{FRACTION SLASH}": "/",
-    "\N{DIVISION SLASH}": "/",
-    "\N{DIVISION SIGN}": "/",
-    "\N{MULTIPLICATION SIGN}": "*",
-    "\N{DOT OPERATOR}": "*",
-    "\N{MIDDLE DOT}": "*",
-    "\N{ASTERISK OPERATOR}": "*",
+    **dict.fromkeys("\N{MINUS SIGN}\N{HYPHEN}\N{NON-BREAKING HYPHEN}", "-"),
+    **dict.fromkeys("\N{FRACTION SLASH}\N{DIVISION SLASH}\N{DIVISION SIGN}", "/"),
+    **dict.fromkeys("\N{MULTIPLICATION SIGN}\N{DOT OPERATOR}\N{MIDDLE DOT}\N{ASTERISK OPERATOR}", "*"),
     "\N{SQUARE ROOT}": "\\sqrt ",
     "\N{CUBE ROOT}": "\\sqrt[3] ",
     "\N{FOURTH ROOT}": "\\sqrt[4] ",
     "\N{INFINITY}": "\\infty ",
     "\N{LESS-THAN OR SLANTED EQUAL TO}": AT_MOST,
     "\N{GREATER-THAN OR SLANTED EQUAL TO}": AT_LEAST,
-    "\N{MASCULINE ORDINAL INDICATOR}": DEGREE,
-    "\N{RING ABOVE}": DEGREE,
+    **dict.fromkeys("\N{MASCULINE ORDINAL INDICATOR}\N{RING ABOVE}", DEGREE),
     "\N{EMPTY SET}": "\\emptyset ",
     "\N{DOUBLE-STRUCK CAPITAL R}": "\\mathbb{R}",
     "\N{RATIO}": ":",
@@ -50,13 +38,10 @@ _SPECIAL = {
     "\N{ELEMENT OF}": "\\in ",
     "\N{ALMOST EQUAL TO}": "=",
     "\N{NOT EQUAL TO}": "\\neq ",
-    "\N{FULLWIDTH COMMA}": ", ",
-    "\N{IDEOGRAPHIC COMMA}": ", ",
-    "\N{IDEOGRAPHIC FULL STOP}": ".",
-    "\N{ARABIC DECIMAL SEPARATOR}": ".",
+    **dict.fromkeys("\N{FULLWIDTH COMMA}\N{IDEOGRAPHIC COMMA}", ", "),
+    **dict.fromkeys("\N{IDEOGRAPHIC FULL STOP}\N{ARABIC DECIMAL SEPARATOR}", "."),
     "\N{ARABIC THOUSANDS SEPARATOR}": ",",
-    "\N{LEFT DOUBLE QUOTATION MARK}": '"',
-    "\N{RIGHT DOUBLE QUOTATION MARK}": '"',
+    **dict.fromkeys("\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}", '"'),
     **dict.fromkeys((PLUS_MINUS, MINUS_PLUS, DEGREE, AT_MOST, AT_LEAST, SET_START, SET_END)),
 }
 _THIN_SPACES = "\N{NO-BREAK SPACE}\N{THIN SPACE}\N{HAIR SPACE}\N{NARROW NO-BREAK SPACE}\N{FIGURE SPACE}"
@@ -198,15 +183,10 @@ def looks_mathematical(spelled: str) -> bool:
     letters, two adjacent numbers as one, and a range as a difference.
     """
     without_commands = _COMMAND.sub(" ", spelled)
-    if (
-        _DANGLING.search(spelled)
-        or _WORD.search(without_commands)
-        or _BLANK_NUMBERS.search(spelled)
-        or RANGE in spelled
-        or TEXT in spelled
-    ):
+    if RANGE in spelled or TEXT in spelled or _DANGLING.search(spelled) or _BLANK_NUMBERS.search(spelled):
         return False
-    return is_balanced(spelled) and re.search(r"[0-9A-Za-z]", without_commands) is not None
+    has_operand = re.search(r"[0-9A-Za-z]", without_commands) and not _WORD.search(without_commands)
+    return bool(has_operand) and is_balanced(spelled)
 
 
 def _without_emphasis(text: str) -> str:

@@ -12,24 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
 
-from slipstream.rewards.expressions import (
-    Number,
-    UnreadError,
-    equal_equations,
-    equal_numbers,
-    is_rounding,
-    read_number,
-)
-from slipstream.rewards.spelling import (
-    AT_LEAST,
-    AT_MOST,
-    FUNCTIONS,
-    MINUS_PLUS,
-    PLUS_MINUS,
-    SET_END,
-    SET_START,
-    spell,
-)
+from slipstream.rewards.expressions import Number, UnreadError, equal_equations, equal_numbers, is_rounding, read_number
+from slipstream.rewards.spelling import AT_LEAST, AT_MOST, FUNCTIONS, MINUS_PLUS, PLUS_MINUS, SET_END, SET_START, spell
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,10 +395,9 @@ def _equation(text: str, depth: int) -> Value:
     if name is None and len(sides) == 2 and _is_name(sides[1]):
         name, sides = sides[1], sides[::-1]
     values = [_value(side, depth + 1) for side in (sides if name is None else sides[1:])]
-    verdicts = [_same(a, b) for a, b in pairwise(values)]
-    if any(
-        verdict is False and _are_constants(a, b) for verdict, (a, b) in zip(verdicts, pairwise(values), strict=True)
-    ):
+    pairs = list(pairwise(values))
+    verdicts = [_same(a, b) for a, b in pairs]
+    if any(verdict is False and _are_constants(a, b) for verdict, (a, b) in zip(verdicts, pairs, strict=True)):
         return Falsehood()
     if all(verdicts):
         value = _most_exact(values)

@@ -42,13 +42,9 @@ class Verifier:
             responses: each preceded by `<think>` where its prompt ends inside a thought.
             cut_off: True for each response that reached its length limit; empty where none did.
         """
-        asked = zip(responses, references, cut_off or [False] * len(responses), strict=True)
-        return self._decide(
-            [
-                self._judge(extract_answer(response, is_cut_off=is_cut), reference)
-                for response, reference, is_cut in asked
-            ]
-        )
+        are_cut = cut_off or [False] * len(responses)
+        found = [extract_answer(text, is_cut_off=is_cut) for text, is_cut in zip(responses, are_cut, strict=True)]
+        return self._decide([self._judge(answer, each) for answer, each in zip(found, references, strict=True)])
 
     def equal(self, pairs: Sequence[tuple[str, str]], data_source: str = "") -> tuple[bool, ...]:
         """Compare the bare answers of each pair like a response's answer with its reference."""
@@ -90,9 +86,7 @@ class Verifier:
         decided = iter(outcome.values)
         verdicts = [next(decided) is True if isinstance(verdict, Request) else verdict for verdict in judged]
         return RewardResult(
-            rewards=tuple(map(float, verdicts)),
-            num_timeouts=outcome.num_timeouts,
-            num_crashes=outcome.num_crashes,
+            rewards=tuple(map(float, verdicts)), num_timeouts=outcome.num_timeouts, num_crashes=outcome.num_crashes
         )
 
 

@@ -89,7 +89,7 @@ def _states(process: LearnerProcess, mine: tuple[int, ...]) -> tuple[dict[int, A
     capture = Capture(LAYERS)
     policy.train_step(part_of(update, mine), capture=capture)
     alone = {index: [each.numpy() for each in pair] for index, pair in zip(mine, found, strict=True)}
-    beside = {index: [each.numpy() for each in capture.by_sequence[place]] for place, index in enumerate(mine)}
+    beside = {index: [each.numpy() for each in capture.states[place]] for place, index in enumerate(mine)}
     return alone, beside
 
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.drafts.compatibility import check_draft_model
-from slipstream.drafts.distill import distill, num_parameters, scratch_model
+from slipstream.drafts.distill import num_parameters, response_update, scratch_model
 from slipstream.drafts.methods import DraftMethod
-from slipstream.drafts.pretrain import Responses
+from slipstream.drafts.pretrain import Responses, train_draft
 from slipstream.learner.config import LearnerConfig
 from slipstream.workers.learners import RemoteLearner, start_learner
 from tests.small import draft_with
@@ -46,8 +46,20 @@ def test_a_resumed_training_equals_an_uninterrupted_one_and_fits_its_policy(
             if step == end:
                 raise KilledError
 
+        def save(path: Path) -> None:
+            learner.save_checkpoint(path, {})
+            learner.finish_checkpoint()
+
         learner.create(scratch, vocab_size, eos, scratch.optimizer)
-        return distill(learner, TRAIN, CONFIG, scratch, checkpoint=tmp_path / f"{name}-checkpoint", on_step=on_step)
+        return train_draft(
+            TRAIN,
+            CONFIG,
+            update=response_update(learner.lm_step, TRAIN, scratch),
+            save=save,
+            load=learner.load_checkpoint,
+            checkpoint=tmp_path / f"{name}-checkpoint",
+            on_step=on_step,
+        )
 
     with start_learner(LearnerConfig(num_threads=1)) as learner:
         whole = teach(learner, "whole")

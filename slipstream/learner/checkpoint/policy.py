@@ -23,59 +23,14 @@ from torch import Tensor
 from slipstream.learner import parallel
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.checkpoint.boxes import Band, Box, Patch, bands, patches
-from slipstream.learner.checkpoint.on_disk import (
-    DTYPES,
-    CheckpointWriter,
-    LearnerRanks,
-    Part,
-    Reader,
-    open_checkpoint,
-)
-from slipstream.learner.optimizer import BatchedMuon, stepped_parameters, steppers
+from slipstream.learner.checkpoint.on_disk import DTYPES, CheckpointWriter, LearnerRanks, Part, Reader, open_checkpoint
+from slipstream.learner.optimizer import BatchedMuon, Stepped, stepped_parameters
 from slipstream.learner.weights import MappingTable, Shard, mappings
 
 WEIGHT, MAIN = "weight", "main"
 logger = logging.getLogger(__name__)
 _BESIDE = "beside/"
 _RNG_CPU, _RNG_CUDA = "rng.cpu", "rng.cuda"
-
-
-@dataclass(frozen=True, slots=True)
-class Stepped:
-    """A parameter as an optimizer steps it: whole, or its elements [start, stop) in flat order."""
-
-    main: Tensor
-    start: int
-    stop: int
-    optimizer: torch.optim.Optimizer
-    is_sharded: bool  # over the data-parallel ranks
-
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """Names of the tensors that the optimizer keeps once it has stepped, besides its count of steps."""
-        return ("momentum_buffer",) if isinstance(self.optimizer, BatchedMuon) else ("exp_avg", "exp_avg_sq")
-
-    @property
-    def counts_by_parameter(self) -> bool:
-        """True if each parameter has a tensor that counts its steps, as in torch; else the group has one number."""
-        return isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
-
-    def reset(self, num_updates: int) -> dict[str, Tensor]:
-        """Set the optimizer's count of updates; returns its new moments, for the caller to fill.
-
-        Before the first update an optimizer has no moments.
-        """
-        state = self.optimizer.state
-        state.pop(self.main, None)
-        moments = {name: torch.empty_like(self.main) for name in self.moments} if num_updates else {}
-        if num_updates:
-            state[self.main] = dict(moments)
-        if num_updates and self.counts_by_parameter:
-            state[self.main]["step"] = torch.tensor(float(num_updates), device=self.main.device)
-        elif not self.counts_by_parameter and "exp_avg" in self.moments:
-            for group in self.optimizer.param_groups:
-                group["step"] = num_updates
-        return moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +73,7 @@ def held_parameters(
 ) -> list[HeldParameter]:
     """The parameters of a rank in model order; `table` must name all that are not frozen."""
     parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    stepped = {} if optimizer is None else _stepped(optimizer)
+    stepped = {} if optimizer is None else {each.parameter: each for each in stepped_parameters(optimizer)}
     is_sharded = any(each.is_sharded for each in stepped.values())
     assert optimizer is None or is_sharded or stepped.keys() == set(parameters.values())
     found = [
@@ -183,14 +138,6 @@ def owned(found: list[Run], *, data_rank: int, data_size: int) -> Iterator[Run]:
             is_mine = owner == data_rank
         if is_mine:
             yield run
-
-
-def _stepped(optimizer: MegatronOptimizer) -> dict[torch.nn.Parameter, Stepped]:
-    by_main = {id(m): each for each in steppers(optimizer) for group in each.param_groups for m in group["params"]}
-    return {
-        each.parameter: Stepped(each.main, each.start, each.stop, by_main[id(each.main)], each.is_sharded)
-        for each in stepped_parameters(optimizer)
-    }
 
 
 def _require_count(stepped: Stepped, name: str, num_updates: int) -> None:

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
-    _yarn_get_concentration_factor_from_config,
-)
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 

@@ -42,10 +42,7 @@ def test_a_source_may_be_read_whole_or_in_part() -> None:
     ("values", "message"),
     [
         ({"num_leaked": 31}, "data.synthetic.num_leaked must be <= num_validation_problems (30), got 31"),
-        (
-            {"num_train_problems": 7},
-            "data.synthetic.num_conflicting must be <= num_train_problems (7), got 8",
-        ),
+        ({"num_train_problems": 7}, "data.synthetic.num_conflicting must be <= num_train_problems (7), got 8"),
         ({"max_terms": 2}, "data.synthetic.max_terms must be >= min_terms (3), got 2"),
         (
             {"min_terms": 11},

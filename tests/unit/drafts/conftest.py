@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.unit.drafts.small import CONFIG, policy_of, states_of
+from slipstream.drafts.learner_draft import Chats
+from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS, policy_of, states_of
 
 
 @pytest.fixture(scope="session")
@@ -16,8 +16,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def states(policy: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return states_of(policy)
+def chats(policy: Path) -> Chats:
+    return Chats(CHATS, PROMPTS, states_of(policy))
 
 
 @pytest.fixture

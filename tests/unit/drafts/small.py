@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from slipstream.drafts.learner_draft import States
 from tests.small import draft_with
 
 CONFIG = draft_with(
@@ -52,7 +53,7 @@ def policy_of(path: Path, *, num_layers: int) -> Path:
     return path
 
 
-def states_of(policy: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def states_of(policy: Path) -> States:
     """The states of the embeddings and of each layer, and those of the last layer, for each chat."""
     from transformers import Qwen3ForCausalLM
 

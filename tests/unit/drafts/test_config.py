@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.drafts.config import (
-    DraftConfig,
-    DraftInit,
-    DraftLengthRule,
-    DraftOnline,
-)
+from slipstream.drafts.config import DraftConfig, DraftInit, DraftLengthRule, DraftOnline
 from slipstream.drafts.methods import DraftMethod, Training
 from slipstream.grpo.config import OptimizerMethod
 from slipstream.learner.architecture import aux_layer_ids
@@ -41,10 +36,7 @@ from tests.small import draft_with
             "draft.eagle3.aux_hidden_state_layer_ids[0] must be >= 0, got -1",
         ),
         ({"pretrain": {"num_steps": 0}}, "draft.pretrain.num_steps must be > 0, got 0"),
-        (
-            {"init": DraftInit.FROM_HUB},
-            "draft.model must be given exactly when draft.init is from_hub, got None",
-        ),
+        ({"init": DraftInit.FROM_HUB}, "draft.model must be given exactly when draft.init is from_hub, got None"),
         ({"model": "here"}, "draft.model must be given exactly when draft.init is from_hub, got 'here'"),
         (
             {"init": DraftInit.FROM_HUB, "model": "here", "eagle3": {"vocab_size": 8}},
@@ -78,10 +70,7 @@ from tests.small import draft_with
             "draft.autopilot must be false with history, got True; it drafts as far as its matches reach, and "
             "vLLM cannot tell it to stop earlier",
         ),
-        (
-            {"history": {"match_min": 3, "match_max": 2}},
-            "draft.history.match_max must be >= match_min 3, got 2",
-        ),
+        ({"history": {"match_min": 3, "match_max": 2}}, "draft.history.match_max must be >= match_min 3, got 2"),
         (
             {"ngram": {"prompt_lookup_min": 3, "prompt_lookup_max": 2}},
             "draft.ngram.prompt_lookup_max must be >= prompt_lookup_min 3, got 2",
@@ -161,8 +150,7 @@ def test_the_learning_rate_warms_up_and_falls_along_a_cosine_to_a_tenth() -> Non
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "layers"),
-    [(3, (0, 1, 2)), (6, (3, 4, 5)), (7, (2, 3, 4)), (24, (2, 12, 21)), (36, (2, 18, 33))],
+    ("num_layers", "layers"), [(3, (0, 1, 2)), (6, (3, 4, 5)), (7, (2, 3, 4)), (24, (2, 12, 21)), (36, (2, 18, 33))]
 )
 def test_a_draft_reads_vllms_default_layers_and_of_a_shallow_policy_the_last_three(
     num_layers: int, layers: tuple[int, ...]

@@ -17,7 +17,6 @@ from slipstream.drafts.trainer import DraftTrainer
 from tests.small import draft_with
 from tests.unit.drafts.small import CHATS, PROMPTS, policy_of, states_of
 
-States = list[tuple[torch.Tensor, torch.Tensor]]
 CONFIG = draft_with(
     method="dflash",
     dflash={"optimizer": {"warmup_steps": 2, "learning_rate": 1e-2}},
@@ -32,19 +31,19 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def states(policy: Path) -> States:
-    return [(aux_TA[:, :96], last_TH) for aux_TA, last_TH in states_of(policy)]
+def chats(policy: Path) -> Chats:
+    return Chats(CHATS, PROMPTS, [(aux_TA[:, :96], last_TH) for aux_TA, last_TH in states_of(policy)])
 
 
-def test_a_block_after_every_token_is_what_speculators_computes_of_it(policy: Path, states: States) -> None:
+def test_a_block_after_every_token_is_what_speculators_computes_of_it(policy: Path, chats: Chats) -> None:
     """Chats of one row, whose tokens all are anchors there but for the first and the last of each."""
     ours = build_dflash(policy, CONFIG)
-    found = block_inputs(ours, pack_chats(Chats(CHATS, PROMPTS, states)), 3)
+    found = block_inputs(ours, pack_chats(chats), 3)
     theirs = build_dflash(policy, CONFIG)
     for layer in theirs.layers:
         layer.self_attn.config._attn_implementation = "sdpa"
     row = 0
-    for tokens, (aux_TA, last_TH) in zip(CHATS, states, strict=True):
+    for tokens, (aux_TA, last_TH) in zip(CHATS, chats.states, strict=True):
         num = len(tokens)
         inside = torch.zeros(1, num + 4)  # speculators leaves out the last tokens, as many as a block has
         inside[0, 1:num] = 1
@@ -88,8 +87,8 @@ def test_a_block_sees_earlier_states_and_itself_in_both_directions() -> None:
     ]
 
 
-def test_training_lowers_the_loss_and_raises_held_out_acceptance(policy: Path, states: States) -> None:
-    trainer, chats = DraftTrainer(policy, CONFIG), Chats(CHATS, PROMPTS, states)
+def test_training_lowers_the_loss_and_raises_held_out_acceptance(policy: Path, chats: Chats) -> None:
+    trainer = DraftTrainer(policy, CONFIG)
     _, before = trainer.evaluate(chats)
     losses = [trainer.step(chats) for _ in range(30)]
     rates, after = trainer.evaluate(chats)
@@ -98,8 +97,7 @@ def test_training_lowers_the_loss_and_raises_held_out_acceptance(policy: Path, s
     assert len(rates) == 3
 
 
-def test_a_resumed_training_equals_an_uninterrupted_one(policy: Path, states: States, tmp_path: Path) -> None:
-    chats = Chats(CHATS, PROMPTS, states)
+def test_a_resumed_training_equals_an_uninterrupted_one(policy: Path, chats: Chats, tmp_path: Path) -> None:
     whole = DraftTrainer(policy, CONFIG)
     losses = [whole.step(chats) for _ in range(4)]
     killed = DraftTrainer(policy, CONFIG)

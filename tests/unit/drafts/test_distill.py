@@ -13,10 +13,10 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.distill import (
-    distill,
     heldout_acceptance,
     link_draft_model,
     num_parameters,
+    response_update,
     scratch_model,
 )
 from slipstream.drafts.methods import DraftMethod
@@ -63,8 +63,7 @@ def test_a_small_model_has_the_policys_vocabulary_and_positions_and_the_drafts_t
 
 
 CONFIG = draft_with(
-    method=DraftMethod.DRAFT_MODEL,
-    pretrain={"num_steps": 5, "tokens_per_step": 6, "checkpoint_every_steps": 2},
+    method=DraftMethod.DRAFT_MODEL, pretrain={"num_steps": 5, "tokens_per_step": 6, "checkpoint_every_steps": 2}
 )
 SCRATCH = ScratchConfig(
     optimizer=OptimizerConfig(method=OptimizerMethod.MUON, learning_rate=0.1, warmup_steps=2), num_steps=5
@@ -86,27 +85,28 @@ class Learner:
         self.count += 1
         return float(self.count)
 
-    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+    def save(self, path: Path) -> None:
         path.mkdir(parents=True)
-        (path / "state").write_text(repr((self.count, extra)))
+        (path / "state").write_text(str(self.count))
 
-    def finish_checkpoint(self) -> None:
-        pass
-
-    def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        import ast
-
+    def load(self, path: Path) -> None:
         if (path / "damaged").exists():
             raise CheckpointError(f"{path.name} is damaged")
-        self.count, extra = ast.literal_eval((path / "state").read_text())
-        return extra
+        self.count = int((path / "state").read_text())
+
+
+def taught(
+    learner: Learner, checkpoint: Path, on_step: Callable[[int, float], None] = lambda step, loss: None
+) -> list[float]:
+    update = response_update(learner.lm_step, TRAIN, SCRATCH)
+    return train_draft(
+        TRAIN, CONFIG, update=update, save=learner.save, load=learner.load, checkpoint=checkpoint, on_step=on_step
+    )
 
 
 def test_each_update_learns_responses_alone_at_the_rate_of_its_step(tmp_path: Path) -> None:
     learner, told = Learner(), []
-    losses = distill(
-        learner, TRAIN, CONFIG, SCRATCH, checkpoint=tmp_path, on_step=lambda step, loss: told.append((step, loss))
-    )
+    losses = taught(learner, tmp_path, on_step=lambda step, loss: told.append((step, loss)))
     assert losses == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert told == [(0, 1.0), (1, 2.0), (2, 3.0), (3, 4.0), (4, 5.0)]
     starts = dict(zip(TRAIN.token_ids, TRAIN.prompt_lengths, strict=True))
@@ -124,13 +124,13 @@ def test_a_resumed_training_makes_the_updates_that_were_left(tmp_path: Path) -> 
             return super().lm_step(*arguments, **more)
 
     whole, killed, resumed = Learner(), Killed(), Learner()
-    losses = distill(whole, TRAIN, CONFIG, SCRATCH, checkpoint=tmp_path / "a", on_step=lambda step, loss: None)
+    losses = taught(whole, tmp_path / "a")
     assert num_done(tmp_path / "b") == 0
     with pytest.raises(KeyboardInterrupt):
-        distill(killed, TRAIN, CONFIG, SCRATCH, checkpoint=tmp_path / "b", on_step=lambda step, loss: None)
+        taught(killed, tmp_path / "b")
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["losses.json", "step-4"]
     assert num_done(tmp_path / "b") == 4
-    again = distill(resumed, TRAIN, CONFIG, SCRATCH, checkpoint=tmp_path / "b", on_step=lambda step, loss: None)
+    again = taught(resumed, tmp_path / "b")
     assert again == losses
     assert resumed.steps == whole.steps[4:]
 
@@ -140,10 +140,10 @@ def test_a_draft_is_not_trained_anew_over_a_damaged_checkpoint(tmp_path: Path) -
     (tmp_path / "step-4").mkdir()
     (tmp_path / "step-4" / "damaged").touch()
     with pytest.raises(CheckpointError, match=f"step-4 is damaged; remove {tmp_path} to train the draft anew"):
-        distill(Learner(), TRAIN, CONFIG, SCRATCH, checkpoint=tmp_path, on_step=lambda step, loss: None)
+        taught(Learner(), tmp_path)
     shutil.rmtree(tmp_path / "step-4")
     with pytest.raises(CheckpointError, match=r"state'; remove .* to train the draft anew"):
-        distill(Learner(), TRAIN, CONFIG, SCRATCH, checkpoint=tmp_path, on_step=lambda step, loss: None)
+        taught(Learner(), tmp_path)
 
 
 def logs(*probabilities: float) -> np.ndarray:

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.config import DraftConfig, DraftInit
 from slipstream.drafts.eagle3 import bring_draft, build_draft, save_draft
-from slipstream.drafts.learner_draft import Chats, States
+from slipstream.drafts.learner_draft import Chats
 from slipstream.drafts.trainer import DraftTrainer
 from tests.integration import qwen3_moe
 from tests.small import draft_with
-from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
+from tests.unit.drafts.small import CONFIG
 from tests.unit.learner import families
 
 HIDDEN, VOCAB, KNOWN = 32, 16, [2, 3, 5, 6, 7, 8, 9, 15]
@@ -115,13 +115,13 @@ def test_an_original_draft_keeps_its_weights_under_the_names_that_are_trained_he
     assert config["speculators_config"]["verifier"]["name_or_path"] == str(policy)
 
 
-def test_an_original_draft_is_trained_further(policy: Path, states: States, original: Path, tmp_path: Path) -> None:
+def test_an_original_draft_is_trained_further(policy: Path, chats: Chats, original: Path, tmp_path: Path) -> None:
     config = _given(original)
     bring_draft(config, policy, tmp_path / "ours", max_model_len=64)
     trainer = DraftTrainer(policy, config, given=tmp_path / "ours")
-    _, before = trainer.evaluate(Chats(CHATS, PROMPTS, states))
-    losses = [trainer.step(Chats(CHATS, PROMPTS, states)) for _ in range(20)]
-    _, after = trainer.evaluate(Chats(CHATS, PROMPTS, states))
+    _, before = trainer.evaluate(chats)
+    losses = [trainer.step(chats) for _ in range(20)]
+    _, after = trainer.evaluate(chats)
     assert losses[-1] < losses[0]
     assert after > before
     trainer.save(tmp_path / "trained")
@@ -164,7 +164,7 @@ def test_a_brought_draft_keeps_its_norms_and_is_asked_for_no_other(
 
 
 def test_a_brought_draft_is_trained_behind_the_norm_that_it_has_before_its_first_layer(
-    policy: Path, states: States, original: Path, tmp_path: Path, refusal: Callable[..., str]
+    policy: Path, chats: Chats, original: Path, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
     config = _given(original)
     _edit(original, norm_before_fc=True)
@@ -175,7 +175,7 @@ def test_a_brought_draft_is_trained_behind_the_norm_that_it_has_before_its_first
         weight = torch.full(tensors["fc.weight"].shape[1:], scale)
         save_file({**tensors, "input_norm.weight": weight}, original / "model.safetensors")
         bring()
-        losses.append(DraftTrainer(policy, config, given=tmp_path / "ours").step(Chats(CHATS, PROMPTS, states)))
+        losses.append(DraftTrainer(policy, config, given=tmp_path / "ours").step(chats))
     assert losses[0] != losses[1]
 
 
@@ -262,25 +262,23 @@ def test_a_draft_that_does_not_fit_is_refused(
     assert refusal(bring).startswith(rule)
 
 
-def test_a_saved_draft_goes_round_bit_for_bit(policy: Path, states: States, tmp_path: Path) -> None:
+def test_a_saved_draft_goes_round_bit_for_bit(policy: Path, chats: Chats, tmp_path: Path) -> None:
     trained = DraftTrainer(policy, CONFIG)
     for _ in range(2):
-        trained.step(Chats(CHATS, PROMPTS, states))
+        trained.step(chats)
     trained.save(tmp_path / "first")
     loaded = DraftTrainer(policy, CONFIG, given=tmp_path / "first")
     loaded.save(tmp_path / "second")
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "second" / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
-    assert loaded.evaluate(Chats(CHATS, PROMPTS, states)) == trained.evaluate(Chats(CHATS, PROMPTS, states))
+    assert loaded.evaluate(chats) == trained.evaluate(chats)
 
 
-def test_a_saved_draft_is_trained_further_from_a_fresh_optimizer(policy: Path, states: States, tmp_path: Path) -> None:
+def test_a_saved_draft_is_trained_further_from_a_fresh_optimizer(policy: Path, chats: Chats, tmp_path: Path) -> None:
     fresh = DraftTrainer(policy, CONFIG)
     fresh.save(tmp_path / "draft")
     loaded = DraftTrainer(policy, CONFIG, given=tmp_path / "draft")
-    assert [loaded.step(Chats(CHATS, PROMPTS, states)) for _ in range(3)] == [
-        fresh.step(Chats(CHATS, PROMPTS, states)) for _ in range(3)
-    ]
+    assert [loaded.step(chats) for _ in range(3)] == [fresh.step(chats) for _ in range(3)]
 
 
 def test_a_saved_draft_of_other_layers_is_refused(policy: Path, draft: Path, refusal: Callable[..., str]) -> None:

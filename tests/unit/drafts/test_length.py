@@ -20,7 +20,9 @@ from slipstream.drafts.length import (
     SWITCHED_OFF,
     Decision,
     DraftLength,
+    EngineFactory,
     Round,
+    Sweep,
     TuningConfig,
     choose,
     compare,
@@ -89,10 +91,15 @@ SECONDS = {(0, 2): 4.0, (0, 8): 6.0, (1, 2): 3.0, (1, 8): 8.0, (3, 2): 2.0, (3, 
 CONFIG = TuningConfig(candidate_ks=(0, 1, 3), batch_sizes=(2, 8), num_repeats=2)
 
 
+def swept(
+    start: EngineFactory, config: TuningConfig = CONFIG, prompts: Sequence[Prompt] = PROMPTS, **others: Any
+) -> Sweep:
+    return sweep(start, prompts, config=config, sampling=SAMPLING, seed=0, **others)
+
+
 def _sweep(calls: list[tuple[int, int]], max_live_engines: int = 2) -> tuple[SweepPoint, ...]:
     start = starting(lambda k: TimedEngine(k, SECONDS, calls))
-    config = replace(CONFIG, max_live_engines=max_live_engines)
-    return sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0).points
+    return swept(start, replace(CONFIG, max_live_engines=max_live_engines)).points
 
 
 def test_every_k_is_measured_in_turn_with_the_baseline() -> None:
@@ -134,7 +141,7 @@ def test_where_not_all_engines_fit_the_middle_comes_first_and_then_neighbours_of
 
     config = replace(CONFIG, candidate_ks=ks, max_live_engines=live)
     start = starting(lambda k: TimedEngine(k, seconds, []))
-    sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0, on_points=on_points)
+    swept(start, config, on_points=on_points)
     assert told == measured
 
 
@@ -143,8 +150,8 @@ def test_a_schedule_is_made_of_every_length() -> None:
     seconds = {(k, batch): 10.0 for k in ks for batch in (2, 8)}
     start = starting(lambda k: TimedEngine(k, seconds, []))
     config = replace(CONFIG, candidate_ks=ks)
-    swept = sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0, switch=lambda engine, k: None)
-    assert sorted({point.k for point in swept.points}) == list(ks)
+    found = swept(start, config, switch=lambda engine, k: None)
+    assert sorted({point.k for point in found.points}) == list(ks)
 
 
 def test_drafting_that_is_switched_off_is_measured_in_the_engine_of_the_longest_drafts() -> None:
@@ -158,10 +165,10 @@ def test_drafting_that_is_switched_off_is_measured_in_the_engine_of_the_longest_
         assert isinstance(engine, TimedEngine)
         switched.append((engine.k, k, len(calls)))
 
-    swept = sweep(start, PROMPTS, config=CONFIG, sampling=SAMPLING, seed=0, switch=switch)
+    found = swept(start, switch=switch)
 
-    assert [(p.k, p.batch) for p in swept.points] == [(0, 2), (0, 8), (1, 2), (1, 8), (3, 2), (3, 8)]
-    assert [sorted(each) for each in swept.rounds] == [[0, 1]] * 4 + [[SWITCHED_OFF, 0, 3]] * 4
+    assert [(p.k, p.batch) for p in found.points] == [(0, 2), (0, 8), (1, 2), (1, 8), (3, 2), (3, 8)]
+    assert [sorted(each) for each in found.rounds] == [[0, 1]] * 4 + [[SWITCHED_OFF, 0, 3]] * 4
     # Once to warm up, then once in each round; each time the engine drafts again after the one generation.
     assert [(k, length) for k, length, _ in switched] == [(3, 0), (3, 3)] * 5
     assert all(on - off == 1 for (*_, off), (*_, on) in zip(switched[::2], switched[1::2], strict=True))
@@ -187,7 +194,7 @@ def test_points_are_told_a_batch_at_a_time_as_soon_as_its_rounds_are_done(
         num_calls.append(len(calls))
 
     config = replace(CONFIG, max_live_engines=max_live_engines)
-    sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0, on_points=on_points)
+    swept(start, config, on_points=on_points)
     assert told == known
     rounds = (1 + len(known[0])) * config.num_repeats
     assert [after - before for before, after in pairwise(num_calls)][::2] == [rounds] * (len(known) // 2)
@@ -204,7 +211,7 @@ def test_a_k_is_judged_by_the_baseline_of_its_own_round() -> None:
 
     start = starting(lambda k: Scripted(k, {(0, 8): 0.0, (1, 8): 0.0}, []))
     config = TuningConfig(candidate_ks=(0, 1), batch_sizes=(8,), num_repeats=3)
-    _, point = sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0).points
+    _, point = swept(start, config).points
     assert (point.speedup, point.generation_s, point.autoregressive_s) == (3.0, 3.0, 8.0)
 
 
@@ -225,7 +232,7 @@ def test_engines_start_side_by_side_and_all_end_when_one_fails() -> None:
 
     config = replace(CONFIG, max_live_engines=3)
     with pytest.raises(RuntimeError, match="no memory left"):
-        sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0)
+        swept(start, config)
     assert ended == [1, 0]
 
 
@@ -233,7 +240,7 @@ def test_a_batch_is_groups_of_rollouts_and_every_repeat_has_other_prompts() -> N
     engines: list[TimedEngine] = []
 
     start = starting(lambda k: TimedEngine(k, SECONDS, []), engines)
-    points = sweep(start, PROMPTS[:6], config=CONFIG, sampling=SAMPLING, seed=0, group_size=2).points
+    points = swept(start, prompts=PROMPTS[:6], group_size=2).points
     assert [p.batch for p in points[:2]] == [2, 8]
     warm_up, *measured = engines[1].asked  # k = 1
     assert warm_up == ["0", "1", "2", "3"]
@@ -266,7 +273,7 @@ def test_a_point_is_told_as_soon_as_it_is_known_with_all_that_it_says() -> None:
     start = starting(lambda k: Scripted(k, {(0, 8): 0.0, (1, 8): 0.0}, []))
     told: list[SweepPoint] = []
     config = TuningConfig(candidate_ks=(0, 1), batch_sizes=(8,), num_repeats=3)
-    baseline, point = sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0, on_points=told.extend).points
+    baseline, point = swept(start, config, on_points=told.extend).points
     assert told == [point]  # the baseline's is known last
     assert point == SweepPoint(
         k=1,
@@ -300,14 +307,7 @@ def test_the_baselines_point_holds_the_rounds_beside_every_k() -> None:
 
 def test_a_batch_that_groups_do_not_fill_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"tuning.batch_sizes must be multiples of grpo.group_size 4, got \[2\]"):
-        sweep(
-            lambda k: pytest.fail("no engine may start"),
-            PROMPTS,
-            config=CONFIG,
-            sampling=SAMPLING,
-            seed=0,
-            group_size=4,
-        )
+        swept(lambda k: pytest.fail("no engine may start"), group_size=4)
 
 
 def test_the_fastest_k_of_the_nearest_batch_wins() -> None:
@@ -341,20 +341,20 @@ def test_a_sweep_keeps_every_rounds_steps_and_the_schedule_is_made_from_them() -
 
     start = starting(lambda k: SteppingEngine(k, {(k, batch): seconds[k] for batch in (2, 8)}, []))
     config = replace(CONFIG, max_live_engines=3)
-    swept = sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0)
-    assert len(swept.rounds) == 4  # two of each batch size
-    assert all(sorted(each) == [0, 1, 3] for each in swept.rounds)
+    found = swept(start, config)
+    assert len(found.rounds) == 4  # two of each batch size
+    assert all(sorted(each) == [0, 1, 3] for each in found.rounds)
 
-    record = choose(swept.points, config=config, batch=8, rounds=swept.rounds)
+    record = choose(found.points, config=config, batch=8, rounds=found.rounds)
     assert record.chosen_k == 1
     assert record.schedule == (
         ScheduleEntry(batch_from=1, batch_to=1, num_speculative_tokens=3),
         ScheduleEntry(batch_from=2, batch_to=8, num_speculative_tokens=1),
     )
     assert record.schedule_gain == pytest.approx(2.0 / (0.35 + 0.75 + 0.6))  # 0.6 s of prompts with k=3
-    assert record.running == running_points(swept.rounds, chosen_k=1, largest=8)
+    assert record.running == running_points(found.rounds, chosen_k=1, largest=8)
     three = replace(config, batch_sizes=(2, 4, 8))
-    assert choose(swept.points, config=three, batch=8, rounds=swept.rounds).schedule == record.schedule
+    assert choose(found.points, config=three, batch=8, rounds=found.rounds).schedule == record.schedule
 
 
 @pytest.mark.parametrize(
@@ -375,13 +375,7 @@ def test_a_sweep_outside_its_bounds_is_refused(
 
 def test_too_few_prompts_for_the_largest_batch_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"tuning.batch_sizes must be at most the 8 rollouts of the prompts, got 16"):
-        sweep(
-            lambda k: pytest.fail("no engine may start"),
-            PROMPTS,
-            config=TuningConfig(candidate_ks=(0, 1), batch_sizes=(16,)),
-            sampling=SAMPLING,
-            seed=0,
-        )
+        swept(lambda k: pytest.fail("no engine may start"), TuningConfig(candidate_ks=(0, 1), batch_sizes=(16,)))
 
 
 def time(num_running: int, *, steps: int, tokens: int, ms: float) -> RunningTime:
@@ -785,10 +779,7 @@ def test_probes_that_are_older_than_the_steps_which_lose_turn_nothing() -> None:
     assert pattern(steps) == "SSSSp" + "SSSSSSS" + "pp" + "ss"
 
 
-@given(
-    ratio=st.floats(0.2, 1.009),
-    noise=st.lists(st.floats(-0.02, 0.02), min_size=60, max_size=60),
-)
+@given(ratio=st.floats(0.2, 1.009), noise=st.lists(st.floats(-0.02, 0.02), min_size=60, max_size=60))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_speculation_that_does_not_lose_by_the_margin_is_never_left(ratio: float, noise: list[float]) -> None:
     """Whatever noise leaves the ratio of any two steps below the margin."""
@@ -796,11 +787,7 @@ def test_speculation_that_does_not_lose_by_the_margin_is_never_left(ratio: float
     assert not any(step.has_switched for step in steps)
 
 
-@given(
-    at=st.integers(0, 40),
-    before=st.floats(0.2, 1.0),
-    after=st.floats(1.2, 10.0),
-)
+@given(at=st.integers(0, 40), before=st.floats(0.2, 1.0), after=st.floats(1.2, 10.0))
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_after_a_collapse_so_many_steps_draft_as_patience_allows_and_then_none_but_probes(
     at: int, before: float, after: float
@@ -822,9 +809,7 @@ def test_drafting_that_pays_again_is_found_within_the_longest_interval(at: int) 
 
 @given(costs=st.lists(st.tuples(st.floats(0.1, 3.0), st.floats(0.1, 3.0)), min_size=30, max_size=30))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_run_that_resumes_from_its_records_decides_as_if_it_had_not_stopped(
-    costs: list[tuple[float, float]],
-) -> None:
+def test_a_run_that_resumes_from_its_records_decides_as_if_it_had_not_stopped(costs: list[tuple[float, float]]) -> None:
     steps = flown(lambda i, speculates: costs[i][speculates], 30)
     for stop in range(30):
         decision = decide(steps[:stop])

@@ -64,21 +64,9 @@ DIRECTORY = Path("draft")
 @pytest.mark.parametrize(
     ("config", "draft", "told"),
     [
-        (
-            DraftConfig(),
-            DIRECTORY,
-            {"method": "eagle3", "model": "draft", **WITH_WEIGHTS},
-        ),
-        (
-            DraftConfig(method=DraftMethod.DFLASH),
-            DIRECTORY,
-            {"method": "dflash", "model": "draft", **WITH_WEIGHTS},
-        ),
-        (
-            DraftConfig(method=DraftMethod.MTP),
-            DIRECTORY,
-            {"method": "mtp", "model": "draft", **WITH_WEIGHTS},
-        ),
+        (DraftConfig(), DIRECTORY, {"method": "eagle3", "model": "draft", **WITH_WEIGHTS}),
+        (DraftConfig(method=DraftMethod.DFLASH), DIRECTORY, {"method": "dflash", "model": "draft", **WITH_WEIGHTS}),
+        (DraftConfig(method=DraftMethod.MTP), DIRECTORY, {"method": "mtp", "model": "draft", **WITH_WEIGHTS}),
         (
             DraftConfig(method=DraftMethod.DRAFT_MODEL),
             DIRECTORY,

@@ -47,6 +47,20 @@ def _process(path: Path, optimizer: OptimizerConfig | None = None) -> LearnerPro
     return process
 
 
+def _update() -> Update:
+    sequences = mimo.sequences()
+    batch = TrainBatch(
+        token_ids=sequences,
+        prompt_lengths=(3,) * len(sequences),
+        rollout_logprobs=tuple((-1.0,) * (len(tokens) - 3) for tokens in sequences),
+        advantages=tuple(np.random.default_rng(0).normal(size=len(sequences)).tolist()),
+        policy_version=0,
+    )
+    return Update(
+        batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=0.8, trains_draft=True
+    )
+
+
 def _draft(path: Path) -> MtpDraft:
     return MtpDraft(MegatronPolicy.load(path, learner=LEARNER, optimizer=None), CONFIG, tokenizer_dir=path)
 
@@ -76,18 +90,9 @@ def test_a_step_with_the_layer_is_the_policys_own_to_the_last_bit(path: Path) ->
     optimizer = OptimizerConfig(learning_rate=1e-3)
     alone, both = _process(path, optimizer), _process(path, optimizer)
     both.continue_draft(path, path, CONFIG, Dtype.FLOAT32)
-    sequences = mimo.sequences()
-    batch = TrainBatch(
-        token_ids=sequences,
-        prompt_lengths=(3,) * len(sequences),
-        rollout_logprobs=tuple((-1.0,) * (len(tokens) - 3) for tokens in sequences),
-        advantages=tuple(np.random.default_rng(0).normal(size=len(sequences)).tolist()),
-        policy_version=0,
-    )
-    update = Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=0.8)
     for _ in range(2):
-        expected = alone.train_step(update)
-        trained = both.train_step(dataclasses.replace(update, trains_draft=True))
+        expected = alone.train_step(dataclasses.replace(_update(), trains_draft=False))
+        trained = both.train_step(_update())
         assert trained.stats == expected.stats
         assert trained.draft is not None and trained.draft.loss > 0.0
         assert trained.draft.num_updates == CONFIG.online.updates
@@ -98,17 +103,7 @@ def test_a_step_with_the_layer_is_the_policys_own_to_the_last_bit(path: Path) ->
 
 def test_a_resumed_run_goes_on_with_policy_and_layer_bit_for_bit(path: Path, tmp_path: Path) -> None:
     optimizer = OptimizerConfig(learning_rate=1e-3)
-    sequences = mimo.sequences()
-    batch = TrainBatch(
-        token_ids=sequences,
-        prompt_lengths=(3,) * len(sequences),
-        rollout_logprobs=tuple((-1.0,) * (len(tokens) - 3) for tokens in sequences),
-        advantages=tuple(np.random.default_rng(0).normal(size=len(sequences)).tolist()),
-        policy_version=0,
-    )
-    update = Update(
-        batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=0.8, trains_draft=True
-    )
+    update = _update()
     straight, resumed = _process(path, optimizer), _process(path, optimizer)
     for process in (straight, resumed):
         process.continue_draft(path, path, CONFIG, Dtype.FLOAT32)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from slipstream.data.prompts import PromptStream
 from slipstream.drafts.config import DraftConfig, DraftOnline
-from slipstream.drafts.learner_draft import Chats, LearnerDraft, States, sample_parts
+from slipstream.drafts.learner_draft import Chats, LearnerDraft, sample_parts
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
@@ -34,7 +34,7 @@ from slipstream.types import Arm, Dtype, Prompt, Rollout, RolloutGroup
 from slipstream.workers import cores
 from slipstream.workers.learner_process import LearnerProcess
 from tests.small import draft_with
-from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
+from tests.unit.drafts.small import CHATS, CONFIG
 from tests.unit.sampled import accepted, rollout
 from tests.unit.train.world import BareLearner
 
@@ -333,20 +333,20 @@ def test_a_checkpoint_without_a_draft_does_not_resume_a_run_that_trains_one(
 
 
 def test_online_training_lowers_the_loss_at_a_rate_that_rises_over_five_updates(
-    policy: Path, draft: Path, states: States
+    policy: Path, draft: Path, chats: Chats
 ) -> None:
     trainer = DraftTrainer(policy, draft_with(ALWAYS, pretrain={"tokens_per_step": 100}), given=draft, is_online=True)
     losses, rates = [], []
     for _ in range(30):
-        losses.append(trainer.learn(Chats(CHATS, PROMPTS, states), temperature=1.0))
+        losses.append(trainer.learn(chats, temperature=1.0))
         rates.append(trainer._optimizer.steppers[0].param_groups[0]["lr"])
     assert losses[-1] < 0.5 * losses[0]
     assert rates == pytest.approx([2e-3, 4e-3, 6e-3, 8e-3, *[1e-2] * 26])
 
 
-def test_responses_of_one_token_teach_nothing_and_are_no_error(policy: Path, draft: Path, states: States) -> None:
+def test_responses_of_one_token_teach_nothing_and_are_no_error(policy: Path, draft: Path, chats: Chats) -> None:
     trainer = DraftTrainer(policy, ALWAYS, given=draft, is_online=True)
-    short = [(aux[:4], last[:4]) for aux, last in states]
+    short = [(aux[:4], last[:4]) for aux, last in chats.states]
     assert trainer.learn(Chats([chat[:4] for chat in CHATS], [3, 3], short), temperature=1.0) == 0.0
 
 

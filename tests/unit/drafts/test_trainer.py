@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.drafts.config import LOSSES, DraftOnline
-from slipstream.drafts.learner_draft import Chats, States
+from slipstream.drafts.learner_draft import Chats
 from slipstream.drafts.passes import ATTENTION, head_inputs, pack_chats, rows_of
 from slipstream.drafts.trainer import DISTANCES, DraftOptimizer, DraftTrainer, chunk_losses
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
@@ -46,54 +46,46 @@ def test_chats_are_shifted_within_themselves() -> None:
     assert packed.loss_mask.tolist() == [[True, True, False, True, False]]
 
 
-def test_what_the_draft_learns_from_is_the_policys_own_distribution(
-    policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]]
-) -> None:
+def test_what_the_draft_learns_from_is_the_policys_own_distribution(policy: Path, chats: Chats) -> None:
     from transformers import Qwen3ForCausalLM
 
     head = DraftTrainer(policy, CONFIG)._model
     logits = Qwen3ForCausalLM.from_pretrained(policy)(torch.tensor([CHATS[0]])).logits[0]
-    torch.testing.assert_close(head.verifier_lm_head(head.verifier_norm(states[0][1])), logits)
+    torch.testing.assert_close(head.verifier_lm_head(head.verifier_norm(chats.states[0][1])), logits)
 
 
-def test_training_lowers_the_loss_and_raises_held_out_acceptance(
-    policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]]
-) -> None:
+def test_training_lowers_the_loss_and_raises_held_out_acceptance(policy: Path, chats: Chats) -> None:
     trainer = DraftTrainer(policy, CONFIG)
-    _, before = trainer.evaluate(Chats(CHATS, PROMPTS, states))
-    losses = [trainer.step(Chats(CHATS, PROMPTS, states)) for _ in range(30)]
-    rates, after = trainer.evaluate(Chats(CHATS, PROMPTS, states))
+    _, before = trainer.evaluate(chats)
+    losses = [trainer.step(chats) for _ in range(30)]
+    rates, after = trainer.evaluate(chats)
     assert losses[-1] < 0.5 * losses[0]
     assert 1.0 <= before < after <= 1.0 + CONFIG.pretrain.ttt_steps
     assert len(rates) == CONFIG.pretrain.ttt_steps
 
 
-def test_rows_do_not_change_the_loss(policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def test_rows_do_not_change_the_loss(policy: Path, chats: Chats) -> None:
 
-    together = DraftTrainer(policy, CONFIG).step(Chats(CHATS, PROMPTS, states))
-    apart = DraftTrainer(policy, draft_with(CONFIG, eagle3={"tokens_per_row": 12})).step(Chats(CHATS, PROMPTS, states))
+    together = DraftTrainer(policy, CONFIG).step(chats)
+    apart = DraftTrainer(policy, draft_with(CONFIG, eagle3={"tokens_per_row": 12})).step(chats)
     assert apart == pytest.approx(together, rel=0.05)
 
 
-def test_a_resumed_draft_training_equals_an_uninterrupted_one(
-    policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]], tmp_path: Path
-) -> None:
+def test_a_resumed_draft_training_equals_an_uninterrupted_one(policy: Path, chats: Chats, tmp_path: Path) -> None:
     whole = DraftTrainer(policy, CONFIG)
-    losses = [whole.step(Chats(CHATS, PROMPTS, states)) for _ in range(6)]
+    losses = [whole.step(chats) for _ in range(6)]
     killed = DraftTrainer(policy, CONFIG)
     for _ in range(3):
-        killed.step(Chats(CHATS, PROMPTS, states))
+        killed.step(chats)
     killed.save_checkpoint(tmp_path / "checkpoint")
     resumed = DraftTrainer(policy, CONFIG)
     resumed.load_checkpoint(tmp_path / "checkpoint")
-    assert [resumed.step(Chats(CHATS, PROMPTS, states)) for _ in range(3)] == losses[3:]
+    assert [resumed.step(chats) for _ in range(3)] == losses[3:]
 
 
-def test_a_damaged_checkpoint_of_a_draft_is_refused(
-    policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]], tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_of_a_draft_is_refused(policy: Path, chats: Chats, tmp_path: Path) -> None:
     trainer = DraftTrainer(policy, CONFIG)
-    trainer.step(Chats(CHATS, PROMPTS, states))
+    trainer.step(chats)
     trainer.save_checkpoint(tmp_path / "draft" / "step-1")
     file = tmp_path / "draft" / "step-1" / "draft.safetensors"
     data = bytearray(file.read_bytes())
@@ -105,7 +97,7 @@ def test_a_damaged_checkpoint_of_a_draft_is_refused(
 
 @pytest.mark.parametrize("are_handed_both", [False, True])
 def test_two_trainers_with_a_chat_each_make_the_update_of_one_with_both(
-    policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]], are_handed_both: bool
+    policy: Path, chats: Chats, are_handed_both: bool
 ) -> None:
     config = draft_with(CONFIG, eagle3={"tokens_per_row": 12})  # each chat has a row of its own, here as there
     trainers = [DraftTrainer(policy, config) for _ in range(3)]
@@ -122,14 +114,14 @@ def test_two_trainers_with_a_chat_each_make_the_update_of_one_with_both(
         return total
 
     def steps(rank: int) -> list[float]:
-        own, reduce = slice(rank, rank + 1), partial(sum_over_ranks, rank)
+        own, reduce = [rank], partial(sum_over_ranks, rank)
         trainers[1 + rank].sum_over_ranks = reduce
         if are_handed_both:
-            own, trainers[1 + rank].share = slice(2), (rank, 2)
-            assert len(trainers[1 + rank]._rows(Chats(CHATS, PROMPTS, states))) == 1
-        return [trainers[1 + rank].step(Chats(CHATS[own], PROMPTS[own], states[own])) for _ in range(2)]
+            own, trainers[1 + rank].share = [0, 1], (rank, 2)
+            assert len(trainers[1 + rank]._rows(chats)) == 1
+        return [trainers[1 + rank].step(chats.some(own)) for _ in range(2)]
 
-    expected = [trainers[0].step(Chats(CHATS, PROMPTS, states)) for _ in range(2)]
+    expected = [trainers[0].step(chats) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         losses = list(pool.map(steps, (0, 1)))
     assert losses[0] == losses[1]
@@ -140,20 +132,18 @@ def test_two_trainers_with_a_chat_each_make_the_update_of_one_with_both(
             torch.testing.assert_close(theirs, mine, rtol=0, atol=1e-5)
 
 
-def test_products_in_bfloat16_keep_weights_and_moments_in_float32_and_train_as_well(
-    policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]]
-) -> None:
+def test_products_in_bfloat16_keep_weights_and_moments_in_float32_and_train_as_well(policy: Path, chats: Chats) -> None:
     exact, rounded = DraftTrainer(policy, CONFIG), DraftTrainer(policy, CONFIG, products=Dtype.BFLOAT16)
     with _Products() as seen:
-        losses = [rounded.step(Chats(CHATS, PROMPTS, states)) for _ in range(30)]
+        losses = [rounded.step(chats) for _ in range(30)]
     assert seen.dtypes == {torch.bfloat16}
-    expected = [exact.step(Chats(CHATS, PROMPTS, states)) for _ in range(30)]
+    expected = [exact.step(chats) for _ in range(30)]
     assert losses[0] == pytest.approx(expected[0], rel=5e-2)
     assert losses[0] != expected[0]
     assert losses[-1] < 0.5 * losses[0]
     assert {tensor.dtype for tensor in (*rounded._trained, *rounded._optimizer.moments().values())} == {torch.float32}
     with _Products() as seen:
-        rounded.evaluate(Chats(CHATS, PROMPTS, states))
+        rounded.evaluate(chats)
     assert seen.dtypes == {torch.float32}
 
 
@@ -219,15 +209,15 @@ def test_adamw_takes_every_parameter_and_moves_it_by_the_learning_rate_at_first(
 
 @pytest.mark.parametrize("method", OptimizerMethod)
 def test_a_draft_that_resumes_goes_on_bit_for_bit(
-    policy: Path, draft: Path, states: States, method: OptimizerMethod
+    policy: Path, draft: Path, chats: Chats, method: OptimizerMethod
 ) -> None:
     config = draft_with(ONLINE, online={"optimizer": {"method": method}})
     whole, resumed = (DraftTrainer(policy, config, given=draft, is_online=True) for _ in range(2))
     for _ in range(3):
-        whole.learn(Chats(CHATS, PROMPTS, states), temperature=1.0)
+        whole.learn(chats, temperature=1.0)
     resumed.restore({name: tensor.clone() for name, tensor in whole.state().items()})
     for trainer in (whole, resumed):
-        trainer.learn(Chats(CHATS, PROMPTS, states), temperature=1.0)
+        trainer.learn(chats, temperature=1.0)
     assert all(torch.equal(tensor, resumed.state()[name]) for name, tensor in whole.state().items())
 
 
@@ -239,14 +229,14 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
     return weights / weights.sum(-1, keepdims=True)
 
 
-def _probabilities(policy: Path, states: States, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+def _probabilities(policy: Path, chats: Chats, temperature: float) -> tuple[np.ndarray, np.ndarray]:
     """Probabilities of policy and fresh draft for the first chat's response after its first token, [N, V] each."""
     model = DraftTrainer(policy, ONE_PASS)._model
     settings: Any = model.layers[0].self_attn.config
     settings._attn_implementation = "sdpa"  # which takes the mask that its own forward pass makes
     seen: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
-    aux, last = states[0]
+    aux, last = chats.states[0]
     num = len(CHATS[0]) - 1
     with torch.no_grad():
         model(
@@ -266,23 +256,17 @@ def _probabilities(policy: Path, states: States, temperature: float) -> tuple[np
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
-def test_the_loss_is_the_divergence_at_the_temperature(policy: Path, states: States, temperature: float) -> None:
-    p, q = _probabilities(policy, states, temperature)
+def test_the_loss_is_the_divergence_at_the_temperature(policy: Path, chats: Chats, temperature: float) -> None:
+    p, q = _probabilities(policy, chats, temperature)
     expected = (p * (np.log(p) - np.log(q))).sum(-1).mean()
     trainer = DraftTrainer(policy, ONE_PASS)
-    assert trainer.step(Chats(CHATS[:1], PROMPTS[:1], states[:1]), temperature=temperature) == pytest.approx(
-        expected, rel=1e-4
-    )
+    assert trainer.step(chats.some([0]), temperature=temperature) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
-def test_held_out_acceptance_is_the_overlap_at_the_temperature(
-    policy: Path, states: States, temperature: float
-) -> None:
-    p, q = _probabilities(policy, states, temperature)
-    (rate,), length = DraftTrainer(policy, ONE_PASS).evaluate(
-        Chats(CHATS[:1], PROMPTS[:1], states[:1]), temperature=temperature
-    )
+def test_held_out_acceptance_is_the_overlap_at_the_temperature(policy: Path, chats: Chats, temperature: float) -> None:
+    p, q = _probabilities(policy, chats, temperature)
+    (rate,), length = DraftTrainer(policy, ONE_PASS).evaluate(chats.some([0]), temperature=temperature)
     assert rate == pytest.approx(np.minimum(p, q).sum(-1).mean(), rel=1e-5)
     assert length == pytest.approx(1.0 + rate, rel=1e-6)
 
@@ -313,9 +297,9 @@ def test_lk_of_a_draft_that_is_never_accepted_stays_finite() -> None:
     assert DISTANCES["lk"](draft, policy).item() == pytest.approx(-math.log(1e-5))
 
 
-def _plain(trainer: DraftTrainer, states: States, loss: str, decay: float, temperature: float) -> float:
+def _plain(trainer: DraftTrainer, chats: Chats, loss: str, decay: float, temperature: float) -> float:
     """The loss of both chats in one row, from the logits of all passes, in numpy."""
-    (row,) = rows_of(Chats(CHATS, PROMPTS, states), max_tokens=64)
+    (row,) = rows_of(chats, max_tokens=64)
     model, passes = trainer._model, CONFIG.pretrain.ttt_steps
     with torch.no_grad():
         inputs = head_inputs(model, row, passes)
@@ -341,18 +325,18 @@ def _plain(trainer: DraftTrainer, states: States, loss: str, decay: float, tempe
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("decay", "temperature"), [(1.0, 1.0), (0.5, 0.7)])
 def test_the_loss_of_a_step_is_the_decayed_sum_over_passes(
-    policy: Path, states: States, loss: str, decay: float, temperature: float
+    policy: Path, chats: Chats, loss: str, decay: float, temperature: float
 ) -> None:
     trainer = DraftTrainer(policy, draft_with(CONFIG, eagle3={"loss": loss}, pretrain={"ttt_step_loss_decay": decay}))
-    expected = _plain(trainer, states, loss, decay, temperature)
-    assert trainer.step(Chats(CHATS, PROMPTS, states), temperature=temperature) == pytest.approx(expected, rel=1e-4)
+    expected = _plain(trainer, chats, loss, decay, temperature)
+    assert trainer.step(chats, temperature=temperature) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(
     ("loss", "norms"), [("kl_div", ()), ("tv", ()), ("kl_div", ("fc_norm", "norm_output")), ("tv", ("input_norm",))]
 )
 def test_passes_and_losses_are_those_of_speculators(
-    policy: Path, states: States, loss: str, norms: tuple[str, ...]
+    policy: Path, chats: Chats, loss: str, norms: tuple[str, ...]
 ) -> None:
     """Norms of EAGLE-3.1, and the one that drafts of gpt-oss have and none that is made here."""
     own = {norm: True for norm in norms if norm != "input_norm"}
@@ -363,7 +347,7 @@ def test_passes_and_losses_are_those_of_speculators(
     assert len(given) == {(): 0, ("input_norm",): 1}.get(norms, 3)
     for norm in given:
         torch.nn.init.uniform_(norm.weight, 0.5, 2.0)  # not the ones that it begins with
-    (row,) = rows_of(Chats(CHATS, PROMPTS, states), max_tokens=64)
+    (row,) = rows_of(chats, max_tokens=64)
     settings = trainer._model.layers[0].self_attn.config
     settings._attn_implementation, trainer._model._create_mask_fn = "sdpa", create_mask  # over the whole row
     _, expected, _ = trainer._model(
@@ -388,9 +372,9 @@ def test_passes_and_losses_are_those_of_speculators(
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("chunk", [1, 2, 5, 18])
 def test_chunks_change_neither_loss_nor_gradient_nor_acceptance(
-    policy: Path, states: States, loss: str, chunk: int
+    policy: Path, chats: Chats, loss: str, chunk: int
 ) -> None:
-    (row,) = rows_of(Chats(CHATS, PROMPTS, states), max_tokens=64)
+    (row,) = rows_of(chats, max_tokens=64)
     whole, parts = (
         DraftTrainer(policy, draft_with(CONFIG, eagle3={"loss": loss, "loss_chunk_tokens": n})) for n in (1024, chunk)
     )
@@ -398,7 +382,7 @@ def test_chunks_change_neither_loss_nor_gradient_nor_acceptance(
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     for one, other in zip(whole._trained, parts._trained, strict=True):
         assert (other.grad - one.grad).norm() <= 1e-6 * one.grad.norm()
-    found = [trainer.evaluate(Chats(CHATS, PROMPTS, states), temperature=0.7) for trainer in (whole, parts)]
+    found = [trainer.evaluate(chats, temperature=0.7) for trainer in (whole, parts)]
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)
 
@@ -419,10 +403,10 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("chunk", [2, 4])
-def test_logits_of_more_than_a_chunk_are_never_held(policy: Path, states: States, chunk: int) -> None:
+def test_logits_of_more_than_a_chunk_are_never_held(policy: Path, chats: Chats, chunk: int) -> None:
     """The policy's chunk is longer by the tokens that later passes read."""
     num_vocabulary = 4096
-    (row,) = rows_of(Chats(CHATS, PROMPTS, states), max_tokens=64)
+    (row,) = rows_of(chats, max_tokens=64)
     model = DraftTrainer(policy, CONFIG)._model
     for name in ("lm_head", "verifier_lm_head"):
         setattr(model, name, torch.nn.Linear(2, num_vocabulary, bias=False))
@@ -434,19 +418,19 @@ def test_logits_of_more_than_a_chunk_are_never_held(policy: Path, states: States
     assert largest.num_elements == (chunk + CONFIG.pretrain.ttt_steps - 1) * num_vocabulary
 
 
-def test_a_draft_follows_the_policys_present_vocabulary(policy: Path, states: States) -> None:
+def test_a_draft_follows_the_policys_present_vocabulary(policy: Path, chats: Chats) -> None:
     trainer = DraftTrainer(policy, CONFIG)
     model = trainer._model
     embeddings, head = model.embed_tokens.weight * 2, model.verifier_lm_head.weight * 0
-    before = trainer.evaluate(Chats(CHATS, PROMPTS, states))
+    before = trainer.evaluate(chats)
     trainer.follow(lambda: (embeddings, head))
     assert torch.equal(model.embed_tokens.weight, embeddings)
     assert not model.verifier_lm_head.weight.any()
-    assert trainer.evaluate(Chats(CHATS, PROMPTS, states)) != before
+    assert trainer.evaluate(chats) != before
 
 
-def test_what_speculators_would_compile_on_a_gpu_is_not_called(policy: Path, states: States) -> None:
+def test_what_speculators_would_compile_on_a_gpu_is_not_called(policy: Path, chats: Chats) -> None:
     trainer = DraftTrainer(policy, CONFIG)
     trainer._model.register_forward_pre_hook(lambda *_: pytest.fail("the whole model was called"))
-    trainer.step(Chats(CHATS, PROMPTS, states))
-    trainer.evaluate(Chats(CHATS, PROMPTS, states))
+    trainer.step(chats)
+    trainer.evaluate(chats)

@@ -13,7 +13,7 @@ from speculators.train.vocab_mapping import build_vocab_mappings_from_distributi
 
 from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.eagle3 import vocabulary_maps
-from slipstream.drafts.learner_draft import Chats, States
+from slipstream.drafts.learner_draft import Chats
 from slipstream.drafts.passes import head_inputs, rows_of
 from slipstream.drafts.pretrain import coverage, frequent_tokens, require_cut
 from slipstream.drafts.trainer import DraftTrainer
@@ -51,11 +51,11 @@ def test_a_cut_that_is_none_is_refused(num: int, refusal: Callable[..., str]) ->
     assert refusal(lambda: require_cut(num, 16)) == expected
 
 
-def test_a_draft_of_a_cut_vocabulary_learns_and_fits_its_policy(policy: Path, states: States, tmp_path: Path) -> None:
+def test_a_draft_of_a_cut_vocabulary_learns_and_fits_its_policy(policy: Path, chats: Chats, tmp_path: Path) -> None:
     trainer = DraftTrainer(policy, CONFIG, token_ids=KNOWN)
-    _, before = trainer.evaluate(Chats(CHATS, PROMPTS, states))
-    losses = [trainer.step(Chats(CHATS, PROMPTS, states)) for _ in range(20)]
-    _, after = trainer.evaluate(Chats(CHATS, PROMPTS, states))
+    _, before = trainer.evaluate(chats)
+    losses = [trainer.step(chats) for _ in range(20)]
+    _, after = trainer.evaluate(chats)
     assert losses[-1] < losses[0]
     assert after > before
     trainer.save(tmp_path / "draft")
@@ -67,20 +67,20 @@ def test_a_draft_of_a_cut_vocabulary_learns_and_fits_its_policy(policy: Path, st
     again.save(tmp_path / "again")
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "draft" / name).read_bytes()
-    assert again.evaluate(Chats(CHATS, PROMPTS, states)) == trainer.evaluate(Chats(CHATS, PROMPTS, states))
+    assert again.evaluate(chats) == trainer.evaluate(chats)
 
 
-def test_what_a_draft_does_not_know_counts_as_not_accepted(policy: Path, states: States) -> None:
+def test_what_a_draft_does_not_know_counts_as_not_accepted(policy: Path, chats: Chats) -> None:
     """By the policy's probabilities over its whole vocabulary, while the draft's are over what it knows."""
     config = draft_with(CONFIG, pretrain={"ttt_steps": 1})
     trainer = DraftTrainer(policy, config, token_ids=KNOWN)
-    (row,) = rows_of(Chats(CHATS, PROMPTS, states), max_tokens=64)
+    (row,) = rows_of(chats, max_tokens=64)
     head = load_file(policy / "model.safetensors")["lm_head.weight"]
     with torch.no_grad():
         p = (row.last[0] @ head.t()).softmax(-1)[:, list(KNOWN)].numpy()
         q = trainer._model.lm_head(head_inputs(trainer._model, row, 1)[0])[0].softmax(-1).numpy()
     expected = np.minimum(p, q).sum(-1)[row.loss_mask[0].numpy()].mean()
-    (rate,), _ = trainer.evaluate(Chats(CHATS, PROMPTS, states))
+    (rate,), _ = trainer.evaluate(chats)
     assert rate == pytest.approx(expected, rel=1e-5)
     assert p.sum(-1).min() < 0.9
 

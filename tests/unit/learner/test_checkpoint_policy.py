@@ -15,16 +15,10 @@ import torch
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner.checkpoint import CheckpointError, on_disk
 from slipstream.learner.checkpoint.on_disk import LearnerRanks, inspect_checkpoint, open_checkpoint
-from slipstream.learner.checkpoint.policy import (
-    HeldParameter,
-    Run,
-    Stepped,
-    held_parameters,
-    owned,
-    runs,
-)
+from slipstream.learner.checkpoint.policy import HeldParameter, Run, held_parameters, owned, runs
 from slipstream.learner.config import LearnerConfig, RopeConfig, RopeType, ScratchConfig
 from slipstream.learner.megatron import MegatronPolicy
+from slipstream.learner.optimizer import Stepped
 from slipstream.learner.weights import Shard, mappings
 from slipstream.train.checkpoints import Checkpoints, Restored
 from slipstream.types import Dtype
@@ -213,13 +207,13 @@ def test_a_count_of_steps_in_the_group_is_saved_and_comes_back_there() -> None:
     adam = GroupCountingAdam([parameter])
     for _ in range(3):
         adam.step()
-    held = HeldParameter(NORM, parameter, [], Stepped(parameter, 0, 2, adam, is_sharded=False), is_first_copy=True)
+    held = HeldParameter(NORM, parameter, [], Stepped(parameter, parameter, 0, 2, adam), is_first_copy=True)
     saved = {run.kind: run.numbers.clone() for run in runs(held, num_updates=3)}
     assert saved["exp_avg"].tolist() == [4.0, 4.0] and saved["exp_avg_sq"].tolist() == [3.0, 3.0]
     with pytest.raises(ValueError, match=rf"{NORM} must have made the policy's 2 updates, got \[3.0\]"):
         list(runs(held, num_updates=2))
     other = GroupCountingAdam([parameter])
-    moments = Stepped(parameter, 0, 2, other, is_sharded=False).reset(3)
+    moments = Stepped(parameter, parameter, 0, 2, other).reset(3)
     assert [group["step"] for group in other.param_groups] == [3]
     assert other.state[parameter] == moments and moments.keys() == {"exp_avg", "exp_avg_sq"}
 
@@ -228,7 +222,7 @@ def _stepped(state: dict[str, Any]) -> HeldParameter:
     parameter = torch.nn.Parameter(torch.zeros(2))
     adam = torch.optim.AdamW([parameter])
     adam.state[parameter] = state
-    return HeldParameter(NORM, parameter, [], Stepped(parameter, 0, 2, adam, is_sharded=False), is_first_copy=True)
+    return HeldParameter(NORM, parameter, [], Stepped(parameter, parameter, 0, 2, adam), is_first_copy=True)
 
 
 def test_a_state_that_no_checkpoint_would_keep_is_refused_by_name() -> None:

@@ -371,7 +371,7 @@ def test_packed_sequences_are_computed_as_padded_ones_are(recompute: Recompute, 
         update = dataclasses.replace(own, trainer_logprobs=None)
         trained = policy.train_step(update, capture=capture)
         assert trained.own_logprobs is not None
-        captured = [tensor for index in range(9) for tensor in capture.by_sequence[index]]
+        captured = [tensor for states in capture.states for tensor in states]
         weights = [tensor.clone() for _, tensor in policy.weights()]
         stats = torch.tensor(list(dataclasses.astuple(trained.stats)), dtype=torch.float64)
         rows = [torch.tensor(row) for row in [*logprobs, *trained.own_logprobs]]

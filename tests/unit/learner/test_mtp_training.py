@@ -128,10 +128,8 @@ def test_training_the_mtp_layer_leaves_the_policys_update_as_it_is_to_the_last_b
         expected = alone.train_step(update_of(alone, mimo.sequences()))
         update, capture = update_of(both, mimo.sequences()), Capture(both.architecture.mtp_layer_ids)
         got = both.train_step(update, capture=capture)
-        states = [capture.by_sequence[index] for index in range(len(update.batch.token_ids))]
-        loss = trainer.step(
-            update.batch.token_ids, update.batch.prompt_lengths, states, learning_rate=1e-2, temperature=0.8
-        )
+        batch = update.batch
+        loss = trainer.step(batch.token_ids, batch.prompt_lengths, capture.states, learning_rate=1e-2, temperature=0.8)
         assert loss > 0
         assert got.stats == expected.stats
         assert _same(_weights(both), _weights(alone))

@@ -119,12 +119,7 @@ def test_several_functions_score_the_prompts_of_their_data_sources_and_are_summe
         assert reward.gradable(["a word", "1/2"], "sums") == (False, True)
         assert reward.gradable(["a word"], "mine") == (True,)
     assert result.rewards == (2.25, 1.25, 0.25)
-    assert result.metrics == {
-        "mine_score": 1.0,
-        "mine_length_chars": 1.0,
-        "sums_score": 1.0,
-        "later_score": 0.5,
-    }
+    assert result.metrics == {"mine_score": 1.0, "mine_length_chars": 1.0, "sums_score": 1.0, "later_score": 0.5}
 
 
 def test_a_prompt_that_no_function_scores_has_the_built_in_reward(own: Path) -> None:
