@@ -198,9 +198,7 @@ def batch_in_slots(lengths_B: Array, *, prompt_tokens: float, num_slots: int) ->
     runs_SB = (starts_B < middle_S[:, None]) & (middle_S[:, None] < ends_B)
     batch_S = runs_SB.sum(axis=1).astype(np.float64)
     return Trace(
-        tokens_S=np.diff(borders),
-        batch_S=batch_S,
-        context_S=batch_S * (prompt_tokens + middle_S) - runs_SB @ starts_B,
+        tokens_S=np.diff(borders), batch_S=batch_S, context_S=batch_S * (prompt_tokens + middle_S) - runs_SB @ starts_B
     )
 
 

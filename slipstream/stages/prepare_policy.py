@@ -97,12 +97,7 @@ def train_from_scratch(recipe: Recipe, directory: Path, *, tokenizer_dir: Path, 
             log({"pretrain/loss": loss} if mtp_loss is None else {"pretrain/loss": loss, _MTP_LOSS: mtp_loss}, step)
             bar.advance(text=f"loss {loss:.3f}")
 
-        num_parameters = learner.create(
-            scratch,
-            len(words),
-            words.eos_token_id,
-            scratch.optimizer,
-        )
+        num_parameters = learner.create(scratch, len(words), words.eos_token_id, scratch.optimizer)
         losses = pretrain(learner.lm_step, documents(recipe, words), scratch, on_step)
         learner.save_hf(directory, tokenizer_dir)
     if recipe.policy.rope is not None:

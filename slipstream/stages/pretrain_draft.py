@@ -13,13 +13,7 @@ from slipstream.config import require
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts import pretrain
 from slipstream.drafts.config import DraftConfig, DraftInit
-from slipstream.drafts.distill import (
-    distill,
-    heldout_acceptance,
-    link_draft_model,
-    num_parameters,
-    scratch_model,
-)
+from slipstream.drafts.distill import distill, heldout_acceptance, link_draft_model, num_parameters, scratch_model
 from slipstream.drafts.methods import TRAITS, DraftMethod, Training, require_package
 from slipstream.drafts.pretrain import DraftProgress, Responses
 from slipstream.learner.architecture import Architecture

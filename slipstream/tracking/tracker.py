@@ -12,14 +12,7 @@ from typing import Self
 
 from slipstream.config import require
 from slipstream.records.files import write_atomic
-from slipstream.tracking.config import (
-    TrackingConfig,
-    check_experiment,
-    check_key,
-    check_metrics,
-    fitted,
-    store_uri,
-)
+from slipstream.tracking.config import TrackingConfig, check_experiment, check_key, check_metrics, fitted, store_uri
 from slipstream.tracking.mlflow_store import MlflowStore, TrackingError, import_mlflow
 from slipstream.tracking.replay import SpoolReplay, not_arrived, replay_command
 from slipstream.tracking.spool import (
