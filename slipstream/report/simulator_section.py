@@ -82,8 +82,7 @@ def speedup_map(surface: SpeedupMap) -> str:
     ks, acceptance_lengths = surface.ks, surface.acceptance_lengths
     speedups = np.array([[np.nan if x is None else x for x in row] for row in surface.rollout_speedups])
 
-    def draw(axes: Sequence[Axes]) -> None:
-        ax = axes[0]
+    def draw(ax: Axes) -> None:
         top = float(np.nanmax(speedups))
         shown = np.ma.masked_invalid(speedups.T)
         norm = TwoSlopeNorm(1.0, vmin=min(0.5, float(np.nanmin(speedups))), vmax=max(top, 1.5))
@@ -102,8 +101,7 @@ def speedup_map(surface: SpeedupMap) -> str:
 def speedup_over_gpus(lines: Sequence[LagLine]) -> str:
     """Draw projected step speedup over the number of GPUs, one line a policy lag."""
 
-    def draw(axes: Sequence[Axes]) -> None:
-        ax = axes[0]
+    def draw(ax: Axes) -> None:
         for index, line in enumerate(lines):
             label = f"lag {line.lag}" if line.lag else "synchronous"
             colour = _LAG_COLOURS[index % len(_LAG_COLOURS)]
@@ -122,8 +120,7 @@ def stage_waterfall(autoregressive: StageTimes, speculative: StageTimes) -> str:
     """Draw the change of each projected stage from the autoregressive to the speculative step."""
     before, after = autoregressive.by_stage(), speculative.by_stage()
 
-    def draw(axes: Sequence[Axes]) -> None:
-        ax = axes[0]
+    def draw(ax: Axes) -> None:
         ax.bar(0, autoregressive.step_s, width=0.6, color=ARM_COLOURS[Arm.AUTOREGRESSIVE])
         level = autoregressive.step_s
         for x, stage in enumerate(before, start=1):
@@ -145,7 +142,7 @@ def stage_waterfall(autoregressive: StageTimes, speculative: StageTimes) -> str:
 def measured_against_simulated(calibrations: Sequence[CalibrationRecord]) -> str:
     """Draw simulated over measured generation times, one panel a calibration."""
 
-    def draw(axes: Sequence[Axes]) -> None:
+    def draw(*axes: Axes) -> None:
         for ax, record in zip(axes, calibrations, strict=True):
             measured = [cell.measured_s for cell in record.cells]
             simulated = [cell.simulated_s for cell in record.cells]
@@ -161,8 +158,7 @@ def measured_against_simulated(calibrations: Sequence[CalibrationRecord]) -> str
 def running_batch(rollouts: Sequence[RunningBatch]) -> str:
     """Draw the running sequences of the slowest engine over projected time."""
 
-    def draw(axes: Sequence[Axes]) -> None:
-        ax = axes[0]
+    def draw(ax: Axes) -> None:
         colours = (ARM_COLOURS[Arm.AUTOREGRESSIVE], ARM_COLOURS[Arm.SPECULATIVE], HIGHLIGHT)
         for index, rollout in enumerate(rollouts):
             edges = np.concatenate([[0.0], np.cumsum(rollout.span_s)])

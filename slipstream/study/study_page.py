@@ -203,7 +203,7 @@ def _page(record: StudyRecord, svg: str) -> str:
 def speedups(record: StudyRecord) -> str:
     """Draw step and generation speedup of every setting in rank order: value, interval, and each seed's value."""
 
-    def draw(axes: Sequence[Axes]) -> None:
+    def draw(*axes: Axes) -> None:
         for ax, kind in zip(axes, ("step", "generation"), strict=True):
             for place, row in enumerate(record.rows):
                 estimate = getattr(row, kind)
