@@ -139,12 +139,9 @@ class ProjectionRequest(Checked):
             generation_fraction=self.generation_fraction,
             drafting=self.drafting,
         )
-        require(
-            self.lag == 0 or engine <= scenario.generation_gpus < self.num_gpus,
-            "generation_fraction",
-            f"must leave, of {self.num_gpus} GPUs, an engine's {engine} for generation and one for training",
-            self.generation_fraction,
-        )
+        is_split = engine <= scenario.generation_gpus < self.num_gpus
+        rule = f"must leave, of {self.num_gpus} GPUs, an engine's {engine} for generation and one for training"
+        require(self.lag == 0 or is_split, "generation_fraction", rule, self.generation_fraction)
         return scenario
 
 

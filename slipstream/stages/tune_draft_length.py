@@ -74,12 +74,8 @@ def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data
             tracker.log({f"sweep/speedup_batch_{point.batch}": point.speedup}, point.k)
         tracker.log({"sweep/schedule_gain": record.schedule_gain})
     logger.info("tune_draft_length: %s", record.reason)
-    logger.info(
-        "tune_draft_length: by running batch: %s; a generation takes 1/%.3f of what k=%d throughout takes",
-        described(record.schedule),
-        record.schedule_gain,
-        record.chosen_k,
-    )
+    gain = f"a generation takes 1/{record.schedule_gain:.3f} of what k={record.chosen_k} throughout takes"
+    logger.info("tune_draft_length: by running batch: %s; %s", described(record.schedule), gain)
     return directory
 
 
