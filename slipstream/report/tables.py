@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.records.run import DriftRecord, RunRecord
-from slipstream.records.stages import CertificateRecord, DraftRecord, TuningRecord
+from slipstream.records.stages import CertificateRecord, DraftRecord, SamplingPoint, SweepPoint, TuningRecord
 from slipstream.records.steps import DynamicSampling, EvaluationRecord
 from slipstream.report.formats import (
     KINDS,
@@ -118,16 +118,8 @@ def sweep_table(tuning: TuningRecord) -> Table:
         choice = ["baseline"] if point.k == 0 else []
         choice += ["chosen"] if point.k == tuning.chosen_k else []
         slower = ["loses"] if point.k and point.speedup < 1 else []
-        cells = (
-            str(point.batch),
-            seconds(point.generation_s),
-            f"{seconds(point.generation_p10_s)} to {seconds(point.generation_p90_s)}",
-            str(point.num_repeats),
-            seconds(point.autoregressive_s),
-            speedup(point.speedup),
-            f"{point.mean_acceptance_length:.2f}",
-            ", ".join(choice),
-        )
+        compared = seconds(point.autoregressive_s), speedup(point.speedup), f"{point.mean_acceptance_length:.2f}"
+        cells = (*_timed(point), *compared, ", ".join(choice))
         rows.append(Row(str(point.k), cells, " ".join([*slower, *choice])))
     return Table("k", {"this run, measured": columns}, rows)
 
@@ -138,17 +130,15 @@ def sampling_table(tuning: TuningRecord) -> Table:
     rows = []
     for point in tuning.samplings:
         choice = "chosen" if point.sampling == tuning.sampling else ""
-        cells = (
-            str(point.batch),
-            seconds(point.generation_s),
-            f"{seconds(point.generation_p10_s)} to {seconds(point.generation_p90_s)}",
-            str(point.num_repeats),
-            f"{point.mean_acceptance_length:.2f}",
-            speedup(point.gain),
-            choice,
-        )
-        rows.append(Row(point.sampling, cells, choice))
+        compared = f"{point.mean_acceptance_length:.2f}", speedup(point.gain), choice
+        rows.append(Row(point.sampling, (*_timed(point), *compared), choice))
     return Table("drafts", {f"k = {tuning.chosen_k}, against probabilistic drafts, measured": columns}, rows)
+
+
+def _timed(point: SweepPoint | SamplingPoint) -> tuple[str, ...]:
+    """Batch, generation time, its band, and number of rounds."""
+    band = f"{seconds(point.generation_p10_s)} to {seconds(point.generation_p90_s)}"
+    return str(point.batch), seconds(point.generation_s), band, str(point.num_repeats)
 
 
 def running_table(tuning: TuningRecord) -> Table:
