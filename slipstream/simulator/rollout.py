@@ -193,7 +193,7 @@ def batch_in_slots(lengths_B: Array, *, prompt_tokens: float, num_slots: int) ->
     borders, places = np.unique(np.concatenate([starts_B, starts_B + lengths_B]), return_inverse=True)
     middle_S = 0.5 * (borders[1:] + borders[:-1])
     joins = np.repeat([1.0, -1.0], len(lengths_B))  # a sequence joins the batch at its start and leaves it at its end
-    batch_S = np.cumsum(np.bincount(places, joins))[:-1]
+    batch_S = np.cumsum(np.bincount(places, joins), dtype=np.float64)[:-1]
     started_S = np.cumsum(np.bincount(places, joins * np.tile(starts_B, 2)))[:-1]  # sum over the running sequences
     return Trace(tokens_S=np.diff(borders), batch_S=batch_S, context_S=batch_S * (prompt_tokens + middle_S) - started_S)
 
