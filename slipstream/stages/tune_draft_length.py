@@ -95,7 +95,6 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
         timed: receives the engines.
     """
     is_first = True
-    by_batch = drafts_by_batch(recipe)
     starting = Semaphore(recipe.layout.num_starting)
     ks = ", ".join(map(str, recipe.tuning.candidate_ks))
     logger.info("tune_draft_length: comparing k = %s; the engines start first", ks)
@@ -126,7 +125,7 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
             sampling=_sampling(recipe),
             seed=recipe.grpo.seed,
             group_size=recipe.grpo.group_size,
-            switch=switch_length if by_batch else None,
+            switch=switch_length if drafts_by_batch(recipe) else None,
             on_points=on_points,
         )
 
