@@ -22,7 +22,7 @@ from slipstream.gpu_check import check_command
 from slipstream.recipe import Recipe, load_recipe, recipe_file_schema, resolve_recipe
 from slipstream.records.files import read_record, write_atomic
 from slipstream.records.run import RunRecord
-from slipstream.simulator import cli as simulator
+from slipstream.report import simulate_command
 from slipstream.stages.context import add_set
 from slipstream.study import study_command
 from slipstream.tracking.config import TrackingConfig, store_uri
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     check_command.add_command(commands)
     _add_cluster_commands(commands)
     _add_store_commands(commands)
-    simulator.add_parser(commands, fetch_run=_fetch_run)
+    simulate_command.add_parser(commands, fetch_run=_fetch_run)
     return parser
 
 

@@ -46,14 +46,12 @@ _WAITING = "#f2f3f5"
 _LEARNING = ("logprob", "train")
 
 
-def draw_svg(
-    columns: int, height: float, draw: Callable[[Sequence[Axes]], None], *, rows: int = 1, width: float = WIDTH_IN
-) -> str:
-    """Draw `rows` x `columns` axes with `draw` and return the figure as an SVG element."""
+def draw_svg(columns: int, height: float, draw: Callable[..., None], *, rows: int = 1, width: float = WIDTH_IN) -> str:
+    """Let `draw` draw on `rows` x `columns` axes, which it gets row by row; return the figure as an SVG element."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.08, wspace=0.05)  # type: ignore[union-attr]
-        draw(figure.subplots(rows, columns, squeeze=False).ravel().tolist())
+        draw(*figure.subplots(rows, columns, squeeze=False).ravel())
         file = io.StringIO()
         FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None, "Creator": None})
     return _inline(file.getvalue())
@@ -87,12 +85,12 @@ def stage_bars(run: RunSummary, workload: WorkloadReference | None, reference: R
     """Draw the median seconds of each stage as one stacked bar an arm; the reference has an axis of its own."""
     measured = {arm.arm.value: {stage: arm.stages[stage].median for stage in STAGES} for arm in run.arms}
     if workload is None:
-        return draw_svg(1, 1.8, lambda axes: _stacked(axes[0], "this run, measured", measured))
+        return draw_svg(1, 1.8, lambda ax: _stacked(ax, "this run, measured", measured))
     quoted = {arm.value: workload.times(arm).by_stage() for arm in Arm}
 
-    def draw(axes: Sequence[Axes]) -> None:
-        _stacked(axes[0], "this run, measured", measured)
-        _stacked(axes[1], reference.label, quoted)
+    def draw(own: Axes, published: Axes) -> None:
+        _stacked(own, "this run, measured", measured)
+        _stacked(published, reference.label, quoted)
 
     return draw_svg(2, 1.8, draw)
 
@@ -100,13 +98,13 @@ def stage_bars(run: RunSummary, workload: WorkloadReference | None, reference: R
 def step_times(record: RunRecord) -> str:
     """Draw the seconds of generation and of the whole step over steps."""
 
-    def draw(axes: Sequence[Axes]) -> None:
-        _over_steps(axes[0], record, lambda step: step.times.generation_s)
-        _over_steps(axes[1], record, lambda step: step.times.step_s)
-        for ax, title in zip(axes, ("Generation, seconds", "Whole step, seconds"), strict=True):
+    def draw(generation: Axes, whole: Axes) -> None:
+        _over_steps(generation, record, lambda step: step.times.generation_s)
+        _over_steps(whole, record, lambda step: step.times.step_s)
+        for ax, title in ((generation, "Generation, seconds"), (whole, "Whole step, seconds")):
             ax.set_title(title)
             _from_zero(ax)
-        axes[0].legend(loc="lower right", ncols=2)
+        generation.legend(loc="lower right", ncols=2)
 
     return draw_svg(2, 2.5, draw)
 
@@ -118,8 +116,7 @@ def bound(run: RunSummary) -> str:
     length = run.acceptance.mean_acceptance_length
     lengths = np.linspace(1, max(4.0, length + 1.5), 80)
 
-    def draw(axes: Sequence[Axes]) -> None:
-        ax = axes[0]
+    def draw(ax: Axes) -> None:
         ax.plot(lengths, [amdahl(share, x) for x in lengths], color=INK, label="bound 1 / (g / AL + 1 - g)")
         ax.axhline(1, color=LOSS, linewidth=0.9, linestyle="--", label="no gain")
         colour, label = ARM_COLOURS[Arm.SPECULATIVE], "measured, 95 % interval"
@@ -142,15 +139,14 @@ def acceptance(record: RunRecord, run: RunSummary) -> str:
     if not k:
         return ""
 
-    def draw(axes: Sequence[Axes]) -> None:
-        by_position = axes[0]
+    def draw(by_position: Axes, *over_steps: Axes) -> None:
         if measured:
             bars = by_position.bar(range(1, k + 1), measured, width=0.6, color=ARM_COLOURS[Arm.SPECULATIVE])
             bars.set_label("during RL")
             by_position.bar_label(bars, [percent(rate) for rate in measured], label_type="center", color="white")
-            over_steps = axes[1]
-            _over_steps(over_steps, record, lambda s: s.acceptance.mean_acceptance_length if s.acceptance else None)
-            over_steps.set(title=f"Mean acceptance length (at most {k + 1})", ylim=(1, k + 1.05))
+        for ax in over_steps:
+            _over_steps(ax, record, lambda s: s.acceptance.mean_acceptance_length if s.acceptance else None)
+            ax.set(title=f"Mean acceptance length (at most {k + 1})", ylim=(1, k + 1.05))
         shown = held_out[:k]
         positions = range(1, len(shown) + 1)
         if len(shown):
@@ -168,7 +164,7 @@ def sweep(points: Sequence[SweepPoint], chosen_k: int) -> str:
     """Draw generation time and acceptance length over k, one column a batch size; k slower than k = 0 is hatched."""
     batches = sorted({point.batch for point in points})
 
-    def draw(axes: Sequence[Axes]) -> None:
+    def draw(*axes: Axes) -> None:
         for column, batch in enumerate(batches):
             of_batch = sorted((point for point in points if point.batch == batch), key=lambda point: point.k)
             _sweep_times(axes[column], of_batch, chosen_k)
@@ -183,12 +179,12 @@ def sweep(points: Sequence[SweepPoint], chosen_k: int) -> str:
 def learning(record: RunRecord) -> str:
     """Draw reward and accuracy of both arms over steps."""
 
-    def draw(axes: Sequence[Axes]) -> None:
-        _over_steps(axes[0], record, lambda step: step.reward_mean, smooth=True)
-        axes[0].set_title("Mean reward of a step (thin) and its moving average")
-        _from_zero(axes[0])
-        axes[0].legend(loc="lower right", ncols=2)
-        _accuracies(axes[1], record)
+    def draw(rewards: Axes, accuracies: Axes) -> None:
+        _over_steps(rewards, record, lambda step: step.reward_mean, smooth=True)
+        rewards.set_title("Mean reward of a step (thin) and its moving average")
+        _from_zero(rewards)
+        rewards.legend(loc="lower right", ncols=2)
+        _accuracies(accuracies, record)
 
     return draw_svg(2, 2.7, draw)
 
@@ -196,13 +192,13 @@ def learning(record: RunRecord) -> str:
 def mismatch(record: RunRecord) -> str:
     """Draw the difference between the learner's and the engine's log-probabilities of the same tokens."""
 
-    def draw(axes: Sequence[Axes]) -> None:
-        _over_steps(axes[0], record, lambda step: step.mismatch.k1)
-        _over_steps(axes[1], record, lambda step: step.mismatch.largest)
-        axes[0].set_title("Mismatch KL (mean of rollout - trainer logprob)")
-        axes[1].set_title("Largest difference of a token")
-        _from_zero(axes[1])
-        axes[0].legend(loc="best", ncols=2)
+    def draw(means: Axes, largest: Axes) -> None:
+        _over_steps(means, record, lambda step: step.mismatch.k1)
+        _over_steps(largest, record, lambda step: step.mismatch.largest)
+        means.set_title("Mismatch KL (mean of rollout - trainer logprob)")
+        largest.set_title("Largest difference of a token")
+        _from_zero(largest)
+        means.legend(loc="best", ncols=2)
 
     return draw_svg(2, 2.2, draw)
 
@@ -213,7 +209,7 @@ def losses(record: RunRecord) -> str:
     curves = {"Policy pretraining, loss": record.policy.pretrain_losses, "Draft training, loss": of_draft}
     curves = {title: values for title, values in curves.items() if values}
 
-    def draw(axes: Sequence[Axes]) -> None:
+    def draw(*axes: Axes) -> None:
         for ax, (title, values) in zip(axes, curves.items(), strict=True):
             ax.plot(values, color="#b9bec7", linewidth=0.8)
             ax.plot(moving_average(values, max(1, len(values) // 20)), color=INK)
@@ -229,7 +225,7 @@ def uniforms(certificate: CertificateRecord) -> str:
     columns = min(len(histograms), _UNIFORMS_IN_A_ROW)
     rows = -(-len(histograms) // columns)
 
-    def draw(axes: Sequence[Axes]) -> None:
+    def draw(*axes: Axes) -> None:
         for ax in axes[len(histograms) :]:
             ax.set_visible(False)
         for ax, (name, counts) in zip(axes, histograms.items(), strict=False):
@@ -248,8 +244,7 @@ def uniforms(certificate: CertificateRecord) -> str:
 def step_lanes(compared: LoopComparison) -> str:
     """Draw when engines and learner work and wait in the mean step of every arm."""
 
-    def draw(axes: Sequence[Axes]) -> None:
-        ax = axes[0]
+    def draw(ax: Axes) -> None:
         longest = max(arm.step_s for arm in compared.arms)
         for row, arm in enumerate(compared.arms):
             place = row * _ARM_PITCH
@@ -275,16 +270,16 @@ def step_lanes(compared: LoopComparison) -> str:
 def loop_learning(record: RunRecord, compared: LoopComparison) -> str:
     """Draw the reward of every arm over steps, and the lag of the tokens that asynchronous arms train on."""
 
-    def draw(axes: Sequence[Axes]) -> None:
+    def draw(rewards: Axes, lags: Axes) -> None:
         for arm in (*record.arms, *record.asynchronous):
             values = [step.reward_mean for step in arm.steps]
             smooth = moving_average(values, max(1, len(values) // 6))
             places, line = [step.step for step in arm.steps], "-" if arm.name == arm.arm.value else "--"
-            axes[0].plot(places, smooth, color=ARM_COLOURS[arm.arm], linestyle=line, label=POLICY_LABELS[arm.name])
-        axes[0].set(title="Mean reward of a step, moving average", xlabel="step")
-        axes[0].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        axes[0].legend(loc="lower right")
-        _lags(axes[1], compared.asynchronous)
+            rewards.plot(places, smooth, color=ARM_COLOURS[arm.arm], linestyle=line, label=POLICY_LABELS[arm.name])
+        rewards.set(title="Mean reward of a step, moving average", xlabel="step")
+        _whole(rewards)
+        rewards.legend(loc="lower right")
+        _lags(lags, compared.asynchronous)
 
     return draw_svg(2, 2.7, draw)
 
@@ -299,8 +294,7 @@ def draft_training(record: RunRecord) -> str:
     trained = [(step.step, decision.length) for step, decision in decided if decision.trains]
     costs = [(step.step, decision.cost_s) for step, decision in decided if decision.cost_s is not None]
 
-    def draw(axes: Sequence[Axes]) -> None:
-        lengths, sides = axes
+    def draw(lengths: Axes, sides: Axes) -> None:
         lengths.plot(*zip(*drafted, strict=True), color=ARM_COLOURS[Arm.SPECULATIVE], label="of the step")
         known = [decision.reference_length for _, decision in decided]
         lengths.plot(places, known, color=INK, linewidth=0.9, linestyle="--", label="known to be reached")
@@ -313,9 +307,9 @@ def draft_training(record: RunRecord) -> str:
         if costs:
             sides.plot(*zip(*costs, strict=True), color=INK, linestyle="--", label="a training costs")
         sides.set_ylim(bottom=0.0)
-        for ax, title in zip(axes, ("Mean acceptance length", "Seconds behind the decision"), strict=True):
+        for ax, title in ((lengths, "Mean acceptance length"), (sides, "Seconds behind the decision")):
             ax.set(title=title, xlabel="step")
-            ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            _whole(ax)
             ax.legend(loc="best")
 
     return draw_svg(2, 2.6, draw)
@@ -356,6 +350,11 @@ def _over_steps(
     last = max((step.step for arm in record.arms for step in arm.steps), default=0)
     if last < 4:
         ax.set_xlim(-0.5, last + 0.5)
+    _whole(ax)
+
+
+def _whole(ax: Axes) -> None:
+    """Put the ticks of the x axis at whole numbers."""
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
@@ -405,7 +404,7 @@ def _accuracies(ax: Axes, record: RunRecord) -> None:
     top = max((max(point.ci95[1], point.avg_at_k) for point in points), default=1.0)
     k = points[0].k if points else 0
     ax.set(title=f"Validation accuracy, avg@{k}, 95 % interval", xlabel="after step", ylim=(0, 1.18 * top or 1.0))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    _whole(ax)
 
 
 Part = tuple[str, float]
@@ -446,5 +445,5 @@ def _lags(ax: Axes, arms: Sequence[LoopArm]) -> None:
         ax.bar(at, shares, width=0.92 * width, color=ARM_COLOURS[arm.arm], label=arm.arm.value)
     ax.set(title="Trained tokens by lag", xlabel="versions behind the policy that learned", ylim=(0, 1.08))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    _whole(ax)
     ax.legend(loc="best")

@@ -118,11 +118,7 @@ def _headline(record: RunRecord) -> list[Result]:
 
 
 def write_report(
-    record: RunRecord,
-    directory: Path,
-    *,
-    projection: ProjectionRecord | None = None,
-    drift: DriftRecord | None = None,
+    record: RunRecord, directory: Path, *, projection: ProjectionRecord | None = None, drift: DriftRecord | None = None
 ) -> ReportPaths:
     """Write `report.html`, `report.json` and `figures/*.svg` into `directory`, each atomically."""
     reference = read_reference()

@@ -6,12 +6,7 @@ from slipstream.drafts.length import DraftLength, described
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.report.claims import said
-from slipstream.report.formats import (
-    percent,
-    seconds,
-    speedup,
-    with_interval,
-)
+from slipstream.report.formats import percent, seconds, speedup, with_interval
 from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_difference
 from slipstream.types import Arm, Arms
 

@@ -13,15 +13,13 @@ from matplotlib.colors import TwoSlopeNorm
 
 from slipstream.catalog import target_of
 from slipstream.records.run import RunRecord
+from slipstream.report import tables
 from slipstream.report.figures import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, draw_svg
-from slipstream.report.formats import POLICY_LABELS, seconds, speedup
+from slipstream.report.formats import seconds
 from slipstream.report.summary import LoopComparison
-from slipstream.report.tables import Row, Table
 from slipstream.simulator.balance import AsynchronousPrediction, balance, predict_asynchronous
 from slipstream.simulator.calibration import CalibrationRecord
-from slipstream.simulator.observed import CheckRecord
-from slipstream.simulator.projection import LagLine, ProjectedPoint, ProjectionRecord, RunningBatch, SpeedupMap
-from slipstream.statistics import Spread
+from slipstream.simulator.projection import LagLine, ProjectionRecord, RunningBatch, SpeedupMap
 from slipstream.types import Arm, LoopMode, StageTimes
 
 _LAG_COLOURS = ("#6f7681", "#56b4e9", "#0072b2", "#009e73", "#e69f00")
@@ -45,23 +43,6 @@ def _is_on_cores(record: RunRecord) -> bool:
     return record.layout is not None and target_of(record.layout.hardware) == "cpu"
 
 
-def prediction_table(prediction: AsynchronousPrediction, compared: LoopComparison) -> Table:
-    """Tabulate each asynchronous arm's mean step, exposed and hidden generation, measured and predicted."""
-    groups = {
-        "measured": ("step s", "exposed s", "hidden s"),
-        "projected": ("step s", "p10 to p90", "exposed s", "hidden s", "step's error"),
-    }
-    found = {arm.arm: arm for arm in prediction.arms}
-    rows = []
-    for arm in compared.asynchronous:
-        each = found[arm.arm]
-        measured = map(seconds, (arm.step_s, arm.exposed_s, arm.hidden_s))
-        band = f"{seconds(each.step_p10_s)} to {seconds(each.step_p90_s)}"
-        projected = (seconds(each.step_s), band, seconds(each.exposed_s), seconds(each.hidden_s))
-        rows.append(Row(POLICY_LABELS[arm.name], (*measured, *projected, f"{each.step_s / arm.step_s - 1:+.0%}")))
-    return Table("mean step", groups, rows)
-
-
 def split_text(prediction: AsynchronousPrediction) -> str:
     """State what the simulator expects of two cores, which have only one split."""
     bounds = " and ".join(f"the {arm.arm.value} step to be bound by its {arm.bound.value}" for arm in prediction.arms)
@@ -70,7 +51,7 @@ def split_text(prediction: AsynchronousPrediction) -> str:
     )
 
 
-def split_table(record: RunRecord, compared: LoopComparison) -> Table | None:
+def split_table(record: RunRecord, compared: LoopComparison) -> tables.Table | None:
     """Tabulate each arm's projected step on every split of the run's GPUs; None without a lag, or on CPU cores.
 
     Two cores have one split, which `split_text` describes instead.
@@ -80,49 +61,7 @@ def split_table(record: RunRecord, compared: LoopComparison) -> Table | None:
         return None
     if layout.num_gpus <= layout.gpus_per_engine:  # no GPU is left for training
         return None
-    found = balance(record, lag=first.max_off_policy_steps, mode=LoopMode(first.loop))
-    best = [found.best(Arm(name)) for name in found.synchronous_step_s]
-    by_split: dict[str, list[str]] = {}
-    for row in found.rows:
-        bound = f"{row.bound}, fastest" if any(row is each for each in best) else row.bound
-        cells = by_split.setdefault(f"{row.generation} + {row.training}", [])
-        cells += [seconds(row.step_s), seconds(row.exposed_s), bound]
-    groups = {f"{row.arm.value}, projected": ("step s", "exposed s", "bound by") for row in best}
-    rows = [Row(split, tuple(cells)) for split, cells in by_split.items()]
-    return Table("GPUs that generate + train", groups, rows)
-
-
-def check_table(check: CheckRecord) -> Table:
-    """Compare the projected with the measured speculative arm, which the calibration did not use."""
-    groups = {"measured": ("generation s",), "projected": ("generation s", "p10 to p90", "error")}
-    band = f"{seconds(check.predicted_p10_s)} to {seconds(check.predicted_p90_s)}"
-    error = f"{check.predicted_s / check.measured_s - 1:+.0%}"
-    cells = (seconds(check.measured_s), seconds(check.predicted_s), band, error)
-    return Table("speculative arm", groups, [Row(f"k = {check.k}", cells)])
-
-
-def lengths_table(points: Sequence[ProjectedPoint], label: str, *, has_step: bool) -> Table:
-    """Tabulate projections of other draft lengths: of generation, and with `has_step` of the step."""
-    speedups = ("generation speedup", "step speedup") if has_step else ("generation speedup",)
-    rows = []
-    for each in points:
-        bands = (_band(each.rollout_speedup), _band(each.step_speedup))[: len(speedups)]
-        rows.append(Row(f"k = {each.k}", (f"{each.acceptance_length:.2f}", *bands)))
-    return Table(label, {"assumed": ("acceptance length",), "projected, p10 to p90": speedups}, rows)
-
-
-def published_table(projection: ProjectionRecord) -> Table:
-    """Tabulate the settings that the reference projected, with its projections and ours."""
-    headings = ("projected here, calibrated", "projected here, ideal stack", "projected by the reference")
-    rows = []
-    for point in projection.from_paper:
-        ours, ideal = point.calibrated, point.ideal
-        label = f"{ours.num_gpus} GPUs, lag {ours.lag}, k = {ours.k}, AL {ours.acceptance_length:.1f}"
-        medians = (ideal.rollout_speedup.median, ideal.step_speedup.median)
-        quoted = (point.published_rollout_speedup, point.published_step_speedup)
-        cells = (_band(ours.rollout_speedup), _band(ours.step_speedup), *map(speedup, (*medians, *quoted)))
-        rows.append(Row(label, cells))
-    return Table("Qwen3-235B-A22B", dict.fromkeys(headings, ("rollout", "step")), rows, quoted=headings[-1])
+    return tables.split_table(balance(record, lag=first.max_off_policy_steps, mode=LoopMode(first.loop)))
 
 
 def projection_figures(projection: ProjectionRecord) -> dict[str, str]:
@@ -143,8 +82,7 @@ def speedup_map(surface: SpeedupMap) -> str:
     ks, acceptance_lengths = surface.ks, surface.acceptance_lengths
     speedups = np.array([[np.nan if x is None else x for x in row] for row in surface.rollout_speedups])
 
-    def draw(axes: Sequence[Axes]) -> None:
-        ax = axes[0]
+    def draw(ax: Axes) -> None:
         top = float(np.nanmax(speedups))
         shown = np.ma.masked_invalid(speedups.T)
         norm = TwoSlopeNorm(1.0, vmin=min(0.5, float(np.nanmin(speedups))), vmax=max(top, 1.5))
@@ -163,8 +101,7 @@ def speedup_map(surface: SpeedupMap) -> str:
 def speedup_over_gpus(lines: Sequence[LagLine]) -> str:
     """Draw projected step speedup over the number of GPUs, one line a policy lag."""
 
-    def draw(axes: Sequence[Axes]) -> None:
-        ax = axes[0]
+    def draw(ax: Axes) -> None:
         for index, line in enumerate(lines):
             label = f"lag {line.lag}" if line.lag else "synchronous"
             colour = _LAG_COLOURS[index % len(_LAG_COLOURS)]
@@ -183,8 +120,7 @@ def stage_waterfall(autoregressive: StageTimes, speculative: StageTimes) -> str:
     """Draw the change of each projected stage from the autoregressive to the speculative step."""
     before, after = autoregressive.by_stage(), speculative.by_stage()
 
-    def draw(axes: Sequence[Axes]) -> None:
-        ax = axes[0]
+    def draw(ax: Axes) -> None:
         ax.bar(0, autoregressive.step_s, width=0.6, color=ARM_COLOURS[Arm.AUTOREGRESSIVE])
         level = autoregressive.step_s
         for x, stage in enumerate(before, start=1):
@@ -206,7 +142,7 @@ def stage_waterfall(autoregressive: StageTimes, speculative: StageTimes) -> str:
 def measured_against_simulated(calibrations: Sequence[CalibrationRecord]) -> str:
     """Draw simulated over measured generation times, one panel a calibration."""
 
-    def draw(axes: Sequence[Axes]) -> None:
+    def draw(*axes: Axes) -> None:
         for ax, record in zip(axes, calibrations, strict=True):
             measured = [cell.measured_s for cell in record.cells]
             simulated = [cell.simulated_s for cell in record.cells]
@@ -222,8 +158,7 @@ def measured_against_simulated(calibrations: Sequence[CalibrationRecord]) -> str
 def running_batch(rollouts: Sequence[RunningBatch]) -> str:
     """Draw the running sequences of the slowest engine over projected time."""
 
-    def draw(axes: Sequence[Axes]) -> None:
-        ax = axes[0]
+    def draw(ax: Axes) -> None:
         colours = (ARM_COLOURS[Arm.AUTOREGRESSIVE], ARM_COLOURS[Arm.SPECULATIVE], HIGHLIGHT)
         for index, rollout in enumerate(rollouts):
             edges = np.concatenate([[0.0], np.cumsum(rollout.span_s)])
@@ -234,7 +169,3 @@ def running_batch(rollouts: Sequence[RunningBatch]) -> str:
         ax.legend(loc="best")
 
     return draw_svg(1, 2.5, draw, width=5.6)
-
-
-def _band(band: Spread) -> str:
-    return f"{speedup(band.median)} ({band.p10:.2f} to {band.p90:.2f})"

@@ -1,4 +1,4 @@
-"""Tables of the report page as plain cells. A column is either measured or quoted, never both."""
+"""Tables of the report page and of `simulate` as plain cells. A column is measured, projected or quoted, never two."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.records.run import DriftRecord, RunRecord
-from slipstream.records.stages import CertificateRecord, DraftRecord, TuningRecord
+from slipstream.records.stages import CertificateRecord, DraftRecord, SamplingPoint, SweepPoint, TuningRecord
 from slipstream.records.steps import DynamicSampling, EvaluationRecord
 from slipstream.report.formats import (
     KINDS,
@@ -24,9 +24,13 @@ from slipstream.report.formats import (
 )
 from slipstream.report.results import speedups
 from slipstream.report.summary import LoopComparison, RunSummary, accuracy_curves
+from slipstream.simulator.balance import AsynchronousPrediction, BalanceRecord
+from slipstream.simulator.observed import CheckRecord
+from slipstream.simulator.projection import ProjectedPoint, ProjectionRecord
 from slipstream.simulator.reference import Reference, WorkloadReference
-from slipstream.statistics import Estimate
-from slipstream.types import STAGES
+from slipstream.statistics import Estimate, Spread
+from slipstream.types import STAGES, Arm
+from slipstream.workers.placement.plan import table
 
 
 class Row(NamedTuple):
@@ -58,6 +62,14 @@ class Table:
     def are_quoted(self) -> tuple[bool, ...]:
         """One flag a column, True where the column quotes a publication."""
         return tuple(heading == self.quoted for heading, columns in self.groups.items() for _ in columns)
+
+
+def table_text(shown: Table) -> str:
+    """Render a table as plain text; the heading over columns stands before the first of them."""
+    headings = [shown.label]
+    for group, (first, *others) in shown.groups.items():
+        headings += [f"{group}: {first}" if group else first, *others]
+    return table([headings, *([row.label, *row.cells] for row in shown.rows)])
 
 
 def step_table(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> Table:
@@ -106,16 +118,8 @@ def sweep_table(tuning: TuningRecord) -> Table:
         choice = ["baseline"] if point.k == 0 else []
         choice += ["chosen"] if point.k == tuning.chosen_k else []
         slower = ["loses"] if point.k and point.speedup < 1 else []
-        cells = (
-            str(point.batch),
-            seconds(point.generation_s),
-            f"{seconds(point.generation_p10_s)} to {seconds(point.generation_p90_s)}",
-            str(point.num_repeats),
-            seconds(point.autoregressive_s),
-            speedup(point.speedup),
-            f"{point.mean_acceptance_length:.2f}",
-            ", ".join(choice),
-        )
+        compared = seconds(point.autoregressive_s), speedup(point.speedup), f"{point.mean_acceptance_length:.2f}"
+        cells = (*_timed(point), *compared, ", ".join(choice))
         rows.append(Row(str(point.k), cells, " ".join([*slower, *choice])))
     return Table("k", {"this run, measured": columns}, rows)
 
@@ -126,17 +130,15 @@ def sampling_table(tuning: TuningRecord) -> Table:
     rows = []
     for point in tuning.samplings:
         choice = "chosen" if point.sampling == tuning.sampling else ""
-        cells = (
-            str(point.batch),
-            seconds(point.generation_s),
-            f"{seconds(point.generation_p10_s)} to {seconds(point.generation_p90_s)}",
-            str(point.num_repeats),
-            f"{point.mean_acceptance_length:.2f}",
-            speedup(point.gain),
-            choice,
-        )
-        rows.append(Row(point.sampling, cells, choice))
+        compared = f"{point.mean_acceptance_length:.2f}", speedup(point.gain), choice
+        rows.append(Row(point.sampling, (*_timed(point), *compared), choice))
     return Table("drafts", {f"k = {tuning.chosen_k}, against probabilistic drafts, measured": columns}, rows)
+
+
+def _timed(point: SweepPoint | SamplingPoint) -> tuple[str, ...]:
+    """Batch, generation time, its band, and number of rounds."""
+    band = f"{seconds(point.generation_p10_s)} to {seconds(point.generation_p90_s)}"
+    return str(point.batch), seconds(point.generation_s), band, str(point.num_repeats)
 
 
 def running_table(tuning: TuningRecord) -> Table:
@@ -329,9 +331,76 @@ def loop_learning_table(compared: LoopComparison, evaluations: tuple[EvaluationR
     return Table("arm", groups, rows)
 
 
+def prediction_table(prediction: AsynchronousPrediction, compared: LoopComparison) -> Table:
+    """Tabulate each asynchronous arm's mean step, exposed and hidden generation, measured and predicted."""
+    groups = {
+        "measured": ("step s", "exposed s", "hidden s"),
+        "projected": ("step s", "p10 to p90", "exposed s", "hidden s", "step's error"),
+    }
+    found = {arm.arm: arm for arm in prediction.arms}
+    rows = []
+    for arm in compared.asynchronous:
+        each = found[arm.arm]
+        measured = map(seconds, (arm.step_s, arm.exposed_s, arm.hidden_s))
+        band = f"{seconds(each.step_p10_s)} to {seconds(each.step_p90_s)}"
+        projected = (seconds(each.step_s), band, seconds(each.exposed_s), seconds(each.hidden_s))
+        rows.append(Row(POLICY_LABELS[arm.name], (*measured, *projected, f"{each.step_s / arm.step_s - 1:+.0%}")))
+    return Table("mean step", groups, rows)
+
+
+def split_table(found: BalanceRecord) -> Table:
+    """Tabulate each arm's projected step on every split of a run's machine."""
+    best = [found.best(Arm(name)) for name in found.synchronous_step_s]
+    by_split: dict[str, list[str]] = {}
+    for row in found.rows:
+        bound = f"{row.bound}, fastest" if any(row is each for each in best) else row.bound
+        cells = by_split.setdefault(f"{row.generation} + {row.training}", [])
+        cells += [seconds(row.step_s), seconds(row.exposed_s), bound]
+    groups = {f"{row.arm.value}, projected": ("step s", "exposed s", "bound by") for row in best}
+    rows = [Row(split, tuple(cells)) for split, cells in by_split.items()]
+    return Table(f"{found.unit}s that generate + train", groups, rows)
+
+
+def check_table(check: CheckRecord) -> Table:
+    """Compare the projected with the measured speculative arm, which the calibration did not use."""
+    groups = {"measured": ("generation s",), "projected": ("generation s", "p10 to p90", "error")}
+    band = f"{seconds(check.predicted_p10_s)} to {seconds(check.predicted_p90_s)}"
+    error = f"{check.predicted_s / check.measured_s - 1:+.1%}"
+    cells = (seconds(check.measured_s), seconds(check.predicted_s), band, error)
+    return Table("speculative arm", groups, [Row(f"k = {check.k}", cells)])
+
+
+def lengths_table(points: Sequence[ProjectedPoint], label: str, *, has_step: bool) -> Table:
+    """Tabulate projections of other draft lengths: of generation, and with `has_step` of the step."""
+    speedups = ("generation speedup", "step speedup") if has_step else ("generation speedup",)
+    rows = []
+    for each in points:
+        bands = (_band(each.rollout_speedup), _band(each.step_speedup))[: len(speedups)]
+        rows.append(Row(f"k = {each.k}", (f"{each.acceptance_length:.2f}", *bands)))
+    return Table(label, {"assumed": ("acceptance length",), "projected, p10 to p90": speedups}, rows)
+
+
+def published_table(projection: ProjectionRecord) -> Table:
+    """Tabulate the settings that the reference projected, with its projections and ours."""
+    headings = ("projected here, calibrated", "projected here, ideal stack", "projected by the reference")
+    rows = []
+    for point in projection.from_paper:
+        ours, ideal = point.calibrated, point.ideal
+        label = f"{ours.num_gpus} GPUs, lag {ours.lag}, k = {ours.k}, AL {ours.acceptance_length:.1f}"
+        medians = (ideal.rollout_speedup.median, ideal.step_speedup.median)
+        quoted = (point.published_rollout_speedup, point.published_step_speedup)
+        cells = (_band(ours.rollout_speedup), _band(ours.step_speedup), *map(speedup, (*medians, *quoted)))
+        rows.append(Row(label, cells))
+    return Table("Qwen3-235B-A22B", dict.fromkeys(headings, ("rollout", "step")), rows, quoted=headings[-1])
+
+
 def _accuracy(evaluation: EvaluationRecord) -> tuple[str, str]:
     return f"{evaluation.avg_at_k:.3f}", f"{evaluation.ci95[0]:.3f} to {evaluation.ci95[1]:.3f}"
 
 
 def _ratio(estimate: Estimate | None) -> str:
     return "" if estimate is None else with_interval(estimate)
+
+
+def _band(band: Spread) -> str:
+    return f"{speedup(band.median)} ({band.p10:.2f} to {band.p90:.2f})"

@@ -99,14 +99,11 @@ def predict_asynchronous(
     """Predict each arm of `sync_arms` in an asynchronous loop on two cores, from the arm's measured stages.
 
     Args:
+        lag: at least 1.
         slowdowns: measured slowdowns by arm; other arms take `believed_slowdowns`.
         has_logprob_pass: False leaves the stage `logprob` out, as an asynchronous loop with one update a step does.
         idle_core_helps: a stage that waits leaves its core to the other stage.
-    Raises:
-        ConfigError: the mode is synchronous, or the lag is below 1.
     """
-    require(mode is not LoopMode.SYNCHRONOUS, "mode", "must be asynchronous", mode.value)
-    require(lag >= 1, "lag", "must be >= 1", lag)
     factors = {arm.arm: (slowdowns or {}).get(arm.arm) or believed_slowdowns() for arm in sync_arms}
     sources = {arm.value: f"engine: {f.engine.source}; learner: {f.learner.source}" for arm, f in factors.items()}
     arms = [_predict(arm, factors[arm.arm], lag, mode, has_logprob_pass, idle_core_helps) for arm in sync_arms]

@@ -101,12 +101,8 @@ class CostModel:
             return np.where(k > 0, parameters.speculation_s + parameters.ngram_s_per_token * context_S, 0.0)
         size, num_layers, passes, rows_S = model.draft_parameters, 1, k, batch_S
         if drafting is Drafting.DFLASH:
-            size, num_layers, passes, rows_S = (
-                model.dflash_parameters,
-                DFLASH_LAYERS,
-                np.ones_like(k),
-                batch_S * (k + 1),
-            )
+            size, num_layers, passes = model.dflash_parameters, DFLASH_LAYERS, np.ones_like(k)
+            rows_S = batch_S * (k + 1)
         weights = np.maximum(size * self._read_s, 2.0 * size * rows_S * self._flop_s)
         keys = context_S * model.key_value_elements() / model.num_layers * self._read_s
         one_pass = weights + num_layers * (keys + parameters.draft_pass_s)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import log, sqrt
 from statistics import fmean, median, pstdev
 
@@ -69,30 +69,20 @@ def _of_workload(workload: str, published: WorkloadReference, ngram_s: float) ->
         mean_log_sd=_MEAN_LOG_SD,
         length_log_sd=setting.length_log_sd,
     )
-    base_s = published.autoregressive.generation_s
-
-    def cell(label: str, k: int, length: float, seconds: float, drafting: Drafting = Drafting.EAGLE3) -> Cell:
-        return Cell(
-            label=f"{group.name}, {label}",
-            group=group,
-            k=k,
-            drafting=drafting,
-            acceptance_length=length,
-            generation_s=seconds,
-            log_sd=_PAPER_LOG_SD,
-        )
-
-    yield cell("autoregressive", 0, 1.0, base_s)
+    cell = partial(Cell, group=group, log_sd=_PAPER_LOG_SD)
+    base_s, k = published.autoregressive.generation_s, published.num_speculative_tokens
+    yield cell(label=f"{workload}, autoregressive", k=0, acceptance_length=1.0, generation_s=base_s)
     for entry in published.draft_lengths:
-        is_measured = entry.k == published.num_speculative_tokens
-        seconds = published.speculative.generation_s if is_measured else base_s / entry.generation_speedup
-        yield cell(f"k = {entry.k}", entry.k, entry.mean_acceptance_length, seconds)
+        label, length = f"{workload}, k = {entry.k}", entry.mean_acceptance_length
+        seconds = published.speculative.generation_s if entry.k == k else base_s / entry.generation_speedup
+        yield cell(label=label, k=entry.k, acceptance_length=length, generation_s=seconds)
     for entry in published.drafts:
-        length, k = entry.mean_acceptance_length, published.num_speculative_tokens
+        label, length = f"{workload}, {entry.draft.removeprefix('EAGLE-3, ')}", entry.mean_acceptance_length
+        own = cell(label=label, k=k, acceptance_length=length, generation_s=base_s / entry.generation_speedup)
         if entry.draft == "n-gram":
-            yield cell("n-gram", k, length, ngram_s, Drafting.NGRAM)
+            yield replace(own, drafting=Drafting.NGRAM, generation_s=ngram_s)
         elif entry.draft != _OFFLINE:
-            yield cell(entry.draft.removeprefix("EAGLE-3, "), k, length, base_s / entry.generation_speedup)
+            yield own
 
 
 _CPU_SETTING = "cpu-2core"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Annotated
@@ -74,8 +75,6 @@ class Scenario:
 
     def __post_init__(self) -> None:
         check_length(self.k, self.acceptance_length)
-        require(self.lag >= 0, "lag", "must be >= 0", self.lag)
-        require(0 < self.generation_fraction < 1, "generation_fraction", "must lie in (0, 1)", self.generation_fraction)
 
     @property
     def generation_gpus(self) -> int:
@@ -139,12 +138,9 @@ class ProjectionRequest(Checked):
             generation_fraction=self.generation_fraction,
             drafting=self.drafting,
         )
-        require(
-            self.lag == 0 or engine <= scenario.generation_gpus < self.num_gpus,
-            "generation_fraction",
-            f"must leave, of {self.num_gpus} GPUs, an engine's {engine} for generation and one for training",
-            self.generation_fraction,
-        )
+        is_split = engine <= scenario.generation_gpus < self.num_gpus
+        rule = f"must leave, of {self.num_gpus} GPUs, an engine's {engine} for generation and one for training"
+        require(self.lag == 0 or is_split, "generation_fraction", rule, self.generation_fraction)
         return scenario
 
 
@@ -505,19 +501,9 @@ def swept_ks(tuning: TuningRecord | None) -> list[int]:
 def project_on_gpu(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:
     """Project every k of `ks` for the run's model, rollouts and acceptance lengths on one GPU."""
     setting = run.setting
-    requests = [
-        ProjectionRequest(
-            model=setting.model,
-            hardware=_GPU,
-            num_gpus=1,
-            k=k,
-            acceptance_length=run.profile.length(k),
-            num_rollouts=setting.num_rollouts,
-            mean_tokens=run.mean_tokens,
-        )
-        for k in ks
-    ]
-    return [project_request(each).calibrated for each in requests]
+    known = {"model": setting.model, "num_rollouts": setting.num_rollouts, "mean_tokens": run.mean_tokens}
+    asked = partial(ProjectionRequest, **known, hardware=_GPU, num_gpus=1)
+    return [project_request(asked(k=k, acceptance_length=run.profile.length(k))).calibrated for k in ks]
 
 
 def project_run(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:

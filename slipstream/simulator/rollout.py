@@ -178,39 +178,24 @@ def cached_sequences(lengths: Lengths, shape: RolloutShape) -> float:
 def slowest_engine(lengths: Lengths, shape: RolloutShape) -> Trace:
     """Schedule the engine that ends last: typical responses and the longest response of all engines."""
     lengths_B = stratified(lengths, shape.per_engine, longest_of_count=shape.num_rollouts)
-    fitting = cached_sequences(lengths, shape)
-    if fitting >= shape.per_engine:
-        return batch_continuously(lengths_B, prompt_tokens=shape.prompt_tokens)
     shuffled_B = np.random.default_rng(0).permutation(lengths_B)  # lengths are not known before generation
-    return batch_in_slots(shuffled_B, prompt_tokens=shape.prompt_tokens, num_slots=int(fitting))
+    num_slots = int(min(cached_sequences(lengths, shape), shape.per_engine))
+    return batch_in_slots(shuffled_B, prompt_tokens=shape.prompt_tokens, num_slots=num_slots)
 
 
 def batch_in_slots(lengths_B: Array, *, prompt_tokens: float, num_slots: int) -> Trace:
     """Schedule sequences of `lengths_B` tokens in their order, `num_slots` at a time."""
-    free = [0.0] * min(num_slots, len(lengths_B))  # time at which each slot becomes free, in tokens since the start
-    starts_B = np.empty(len(lengths_B))
-    for index, length in enumerate(lengths_B.tolist()):
+    free = sorted(lengths_B[:num_slots].tolist())  # time at which each slot becomes free, in tokens since the start
+    starts_B = np.zeros(len(lengths_B))
+    for index, length in enumerate(lengths_B[num_slots:].tolist(), start=num_slots):
         starts_B[index] = free[0]
         heapq.heapreplace(free, free[0] + length)
-    ends_B = starts_B + lengths_B
-    borders = np.unique(np.concatenate([starts_B, ends_B]))
+    borders, places = np.unique(np.concatenate([starts_B, starts_B + lengths_B]), return_inverse=True)
     middle_S = 0.5 * (borders[1:] + borders[:-1])
-    runs_SB = (starts_B < middle_S[:, None]) & (middle_S[:, None] < ends_B)
-    batch_S = runs_SB.sum(axis=1).astype(np.float64)
-    return Trace(
-        tokens_S=np.diff(borders),
-        batch_S=batch_S,
-        context_S=batch_S * (prompt_tokens + middle_S) - runs_SB @ starts_B,
-    )
-
-
-def batch_continuously(lengths_B: Array, *, prompt_tokens: float) -> Trace:
-    """Schedule sequences of `lengths_B` tokens that all start at once."""
-    borders = np.unique(np.concatenate([[0.0], lengths_B]))
-    ended_S = np.searchsorted(np.sort(lengths_B), borders[:-1], side="right")
-    batch_S = (len(lengths_B) - ended_S).astype(np.float64)
-    middle_S = 0.5 * (borders[1:] + borders[:-1])
-    return Trace(tokens_S=np.diff(borders), batch_S=batch_S, context_S=batch_S * (prompt_tokens + middle_S))
+    joins = np.repeat([1.0, -1.0], len(lengths_B))  # a sequence joins the batch at its start and leaves it at its end
+    batch_S = np.cumsum(np.bincount(places, joins), dtype=np.float64)[:-1]
+    started_S = np.cumsum(np.bincount(places, joins * np.tile(starts_B, 2)))[:-1]  # sum over the running sequences
+    return Trace(tokens_S=np.diff(borders), batch_S=batch_S, context_S=batch_S * (prompt_tokens + middle_S) - started_S)
 
 
 def steady_state(lengths: Lengths, *, running_S: Array, prompt_tokens: float) -> Trace:

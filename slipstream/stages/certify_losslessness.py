@@ -166,6 +166,7 @@ def _drawn(
     is_in_flight = k > 0 and recipe.loop.in_flight_kv_cache is not None
     kv_cache = KvCache.RECOMPUTE if is_in_flight else None
     first_draft = None if trained_draft is None else draft_weights(recipe.draft, draft)
+    room = recipe.engine.num_engines * recipe.engine.max_num_seqs
     with (
         recipe_engine(
             sampled(recipe, length.sampling), start, draft, k, schedule=length.schedule, kv_cache=kv_cache
@@ -186,10 +187,7 @@ def _drawn(
             prompts,
             config=config,
             sampling=recipe.sampling,
-            batch=min(
-                recipe.engine.num_engines * recipe.engine.max_num_seqs,
-                recipe.grpo.prompts_per_step * recipe.grpo.group_size,
-            ),
+            batch=min(room, recipe.grpo.prompts_per_step * recipe.grpo.group_size),
             seed=seed,
             across=across if is_in_flight else None,
             on_drawn=bar.advance,

@@ -42,14 +42,9 @@ def evaluate_aime(context: RunContext, recipe: Recipe, policy: str, *, data: Pat
         return done
     recipe = settled(context, recipe)
     directory = context.directory(node)
-    prompts = read_prompt_sets(data).validation
-    logger.info(
-        "%s: %d problems, %d samples each and up to %d tokens long, in one call",
-        node,
-        len(prompts),
-        recipe.evaluation.num_samples_per_problem,
-        recipe.evaluation.sampling.max_response_tokens,
-    )
+    prompts, config = read_prompt_sets(data).validation, recipe.evaluation
+    sizes = len(prompts), config.num_samples_per_problem, config.sampling.max_response_tokens
+    logger.info("%s: %d problems, %d samples each and up to %d tokens long, in one call", node, *sizes)
     connect()
     with tracked(context, recipe, node, {"policy": policy}) as tracker:
         with (
@@ -61,7 +56,7 @@ def evaluate_aime(context: RunContext, recipe: Recipe, policy: str, *, data: Pat
                 prompts,
                 reward=reward,
                 decode=decode(tokenizer(model)),
-                config=recipe.evaluation,
+                config=config,
                 policy=policy,
                 seed=recipe.grpo.seed,
             )

@@ -61,12 +61,8 @@ def _prepare(context: RunContext, recipe: Recipe, make: Callable[[Path, LogMetri
         write_record(record, directory / "policy.json")
         tracker.log_params({"num_parameters": record.num_parameters, "model": record.model})
         tracker.log({"time/prepare_policy_s": record.elapsed_s})
-    logger.info(
-        "prepare_policy: %s, %.1f M parameters, %.0f s",
-        record.architecture,
-        record.num_parameters / 1e6,
-        record.elapsed_s,
-    )
+    made = record.architecture, record.num_parameters / 1e6, record.elapsed_s
+    logger.info("prepare_policy: %s, %.1f M parameters, %.0f s", *made)
     return directory
 
 
@@ -81,11 +77,8 @@ def train_from_scratch(recipe: Recipe, directory: Path, *, tokenizer_dir: Path, 
     start = time.perf_counter()
     words = tokenizer(tokenizer_dir)
     assert isinstance(words.eos_token_id, int)
-    logger.info(
-        "prepare_policy: training takes %d steps of %d tokens; the learner's processes start first",
-        scratch.num_steps,
-        scratch.tokens_per_step,
-    )
+    steps = f"{scratch.num_steps} steps of {scratch.tokens_per_step} tokens"
+    logger.info("prepare_policy: training takes %s; the learner's processes start first", steps)
     connect()
     with (
         start_learner(recipe.learner, layout=recipe.layout) as learner,
@@ -97,12 +90,7 @@ def train_from_scratch(recipe: Recipe, directory: Path, *, tokenizer_dir: Path, 
             log({"pretrain/loss": loss} if mtp_loss is None else {"pretrain/loss": loss, _MTP_LOSS: mtp_loss}, step)
             bar.advance(text=f"loss {loss:.3f}")
 
-        num_parameters = learner.create(
-            scratch,
-            len(words),
-            words.eos_token_id,
-            scratch.optimizer,
-        )
+        num_parameters = learner.create(scratch, len(words), words.eos_token_id, scratch.optimizer)
         losses = pretrain(learner.lm_step, documents(recipe, words), scratch, on_step)
         learner.save_hf(directory, tokenizer_dir)
     if recipe.policy.rope is not None:

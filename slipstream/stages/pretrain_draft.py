@@ -59,12 +59,8 @@ def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: P
         assert record.heldout_mean_acceptance_length is not None, "what was trained is measured"
         tracker.log({"draft/heldout_acceptance_length": record.heldout_mean_acceptance_length})
         tracker.log({f"draft/heldout_rate_pos_{i + 1}": r for i, r in enumerate(record.heldout_rate_by_position)})
-    logger.info(
-        "pretrain_draft: held-out acceptance length %.2f at k=%d, %.0f s",
-        record.heldout_mean_acceptance_length,
-        recipe.draft.pretrain.ttt_steps,
-        record.elapsed_s,
-    )
+    found = record.heldout_mean_acceptance_length, recipe.draft.pretrain.ttt_steps, record.elapsed_s
+    logger.info("pretrain_draft: held-out acceptance length %.2f at k=%d, %.0f s", *found)
     for name in (_CHECKPOINT, _GIVEN):  # as large as the draft, and of no more use
         shutil.rmtree(directory / name, ignore_errors=True)
     return publish(context, _NODE, key)
@@ -156,21 +152,13 @@ def _responses(prompts: Sequence[Prompt], recipe: Recipe, policy: Path, path: Pa
         return pretrain.read_responses(path)
     config = recipe.draft.pretrain
     needed = config.num_prompts + config.num_heldout_prompts
-    require(
-        len(prompts) >= needed,
-        "draft.pretrain.num_prompts + num_heldout_prompts",
-        f"must be <= {len(prompts)}",
-        needed,
-        "lower them or give data.draft_* more rows",
-    )
-    logger.info(
-        "pretrain_draft: the policy samples %d prompts, %d times each and up to %d tokens long, in one call",
-        needed,
-        config.samples_per_prompt,
-        recipe.sampling.max_response_tokens,
-    )
+    fields, fix = "draft.pretrain.num_prompts + num_heldout_prompts", "lower them or give data.draft_* more rows"
+    require(len(prompts) >= needed, fields, f"must be <= {len(prompts)}", needed, fix)
+    longest = recipe.sampling.max_response_tokens
+    sizes = f"{needed} prompts, {config.samples_per_prompt} times each and up to {longest} tokens long"
+    logger.info("pretrain_draft: the policy samples %s, in one call", sizes)
+    asked = prompts[:needed]
     with start_engine(policy, config=recipe.engine, layout=recipe.layout) as engine:
-        asked = prompts[:needed]
         responses, generation_s = pretrain.regenerate(engine, asked, config=recipe.draft, sampling=recipe.sampling)
     logger.info("pretrain_draft: the policy sampled %d responses in %.0f s", len(responses.token_ids), generation_s)
     pretrain.write_responses(responses, path)

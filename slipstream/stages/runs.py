@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import slipstream
 from slipstream import supervisor
@@ -134,23 +134,9 @@ def tracked(
     if has_ended(Path(context.root), experiment_name(context, recipe), context.execution):
         execution_run(context, recipe).detach()
     try:
-        with Tracker(
-            recipe.tracking,
-            root=Path(context.root),
-            experiment=context.experiment,
-            key=context.key(node),
-            parent_key=context.execution,
-            name=name or node,
-            tags={
-                "workload": context.workload,
-                "seed": str(recipe.grpo.seed),
-                GPUS_TAG: str(num_gpus(recipe, node)),
-                **dtype_tags(recipe),
-                **origin_tags(gpu=gpu),
-                **(tags or {}),
-            },
-            params=params,
-        ) as tracker:
+        own = {GPUS_TAG: str(num_gpus(recipe, node)), **dtype_tags(recipe), **origin_tags(gpu=gpu), **(tags or {})}
+        key, parent = context.key(node), context.execution
+        with _opened(context, recipe, key, parent, name=name or node, tags=own, params=params) as tracker:
             try:
                 yield tracker
             except (KeyboardInterrupt, SystemExit):
@@ -186,16 +172,23 @@ def execution_run(
 
     The run of an ablation's part lies below the run of the ablation.
     """
-    kind = PART if context.part_of else EXECUTION
+    own = {KIND_TAG: PART if context.part_of else EXECUTION, **(tags or {})}
+    key, parent, name = context.execution, context.part_of or None, context.execution.rpartition("/")[2]
+    return _opened(context, recipe, key, parent, name=name, tags=own, params=params)
+
+
+def _opened(
+    context: RunContext, recipe: Recipe, key: str, parent: str | None, *, tags: Mapping[str, str], **given: Any
+) -> Tracker:
+    """Open an MLflow run of the execution below the run `parent`, or attach to it."""
     return Tracker(
         recipe.tracking,
         root=Path(context.root),
         experiment=context.experiment,
-        key=context.execution,
-        parent_key=context.part_of or None,
-        name=context.execution.rpartition("/")[2],
-        tags={"workload": context.workload, "seed": str(recipe.grpo.seed), KIND_TAG: kind, **(tags or {})},
-        params=params,
+        key=key,
+        parent_key=parent,
+        tags={"workload": context.workload, "seed": str(recipe.grpo.seed), **tags},
+        **given,
     )
 
 

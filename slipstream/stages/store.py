@@ -75,13 +75,8 @@ def kept(context: RunContext, recipe: Recipe, stage: str, key: str) -> Path | No
         return None
     with tracked(context, recipe, stage, {"reused_from": made.execution}):
         _link(own, entry)
-    logger.info(
-        "%s: reused %s, made on %s by execution %s from the same recipe sections",
-        stage,
-        entry,
-        made.date,
-        made.execution,
-    )
+    origin = f"made on {made.date} by execution {made.execution} from the same recipe sections"
+    logger.info("%s: reused %s, %s", stage, entry, origin)
     return entry
 
 
@@ -120,9 +115,8 @@ def _made(directory: Path, key: str) -> Made | None:
         return None
     lost = next((path for path in sorted(directory.rglob("*")) if path.is_symlink() and not path.exists()), None)
     if lost is not None:
-        logger.warning(
-            "%s: the target %s of the link %s is gone, so the output is made again", made.stage, lost.readlink(), lost
-        )
+        gone = f"the target {lost.readlink()} of the link {lost} is gone"
+        logger.warning("%s: %s, so the output is made again", made.stage, gone)
         return None
     return made
 

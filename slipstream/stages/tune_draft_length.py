@@ -74,12 +74,8 @@ def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data
             tracker.log({f"sweep/speedup_batch_{point.batch}": point.speedup}, point.k)
         tracker.log({"sweep/schedule_gain": record.schedule_gain})
     logger.info("tune_draft_length: %s", record.reason)
-    logger.info(
-        "tune_draft_length: by running batch: %s; a generation takes 1/%.3f of what k=%d throughout takes",
-        described(record.schedule),
-        record.schedule_gain,
-        record.chosen_k,
-    )
+    gain = f"a generation takes 1/{record.schedule_gain:.3f} of what k={record.chosen_k} throughout takes"
+    logger.info("tune_draft_length: by running batch: %s; %s", described(record.schedule), gain)
     return directory
 
 
@@ -99,7 +95,6 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
         timed: receives the engines.
     """
     is_first = True
-    by_batch = drafts_by_batch(recipe)
     starting = Semaphore(recipe.layout.num_starting)
     ks = ", ".join(map(str, recipe.tuning.candidate_ks))
     logger.info("tune_draft_length: comparing k = %s; the engines start first", ks)
@@ -130,7 +125,7 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
             sampling=_sampling(recipe),
             seed=recipe.grpo.seed,
             group_size=recipe.grpo.group_size,
-            switch=switch_length if by_batch else None,
+            switch=switch_length if drafts_by_batch(recipe) else None,
             on_points=on_points,
         )
 

@@ -220,11 +220,10 @@ def _make(context: RunContext, recipe: Recipe, part: Part) -> None:
     draft = pretrain_draft(context, recipe, policy=policy, data=data)
     if part.kind is Kind.VARIANT:
         k = part.variant.setting.num_speculative_tokens
-        tuning = (
-            _given_length(context, recipe, k, policy=policy, draft=draft)
-            if k
-            else tune_draft_length(context, recipe, policy=policy, data=data, draft=draft)
-        )
+        if k:
+            tuning = _given_length(context, recipe, k, policy=policy, draft=draft)
+        else:
+            tuning = tune_draft_length(context, recipe, policy=policy, data=data, draft=draft)
         train_grpo(context, recipe, [Arm.SPECULATIVE], policy=policy, data=data, draft=draft, tuning=tuning)
 
 

@@ -13,12 +13,7 @@ from matplotlib.axes import Axes
 from slipstream.records.files import write_atomic, write_record
 from slipstream.report.claims import ClaimKind
 from slipstream.report.figures import ARM_COLOURS, INK, LOSS, draw_svg, errors
-from slipstream.report.formats import (
-    WORKLOAD_LABELS,
-    render,
-    speedup,
-    with_interval,
-)
+from slipstream.report.formats import WORKLOAD_LABELS, render, speedup, with_interval
 from slipstream.simulator.reference import DraftReference, read_reference
 from slipstream.study.ranking import Row, StudyRecord, equals_first, loses, verdict
 from slipstream.study.variants import TUNED, Setting, Study
@@ -208,7 +203,7 @@ def _page(record: StudyRecord, svg: str) -> str:
 def speedups(record: StudyRecord) -> str:
     """Draw step and generation speedup of every setting in rank order: value, interval, and each seed's value."""
 
-    def draw(axes: Sequence[Axes]) -> None:
+    def draw(*axes: Axes) -> None:
         for ax, kind in zip(axes, ("step", "generation"), strict=True):
             for place, row in enumerate(record.rows):
                 estimate = getattr(row, kind)

@@ -242,13 +242,9 @@ def _drafter_recipe(recipe: Recipe, setting: Setting) -> Recipe:
     try:
         require_loop(recipe, ArmLoop.SYNCHRONOUS)  # arms can alternate only between whole steps
         require_package(setting.method)
-        require(
-            not recipe.placement.takes_turns,
-            "placement.memory",
-            "must be 'shared' in a bake-off",
-            recipe.placement.memory.value,
-            "there several learners live at once, and each would wait with all its memory",
-        )
+        rule, got = "must be 'shared' in a bake-off", recipe.placement.memory.value
+        fix = "there several learners live at once, and each would wait with all its memory"
+        require(not recipe.placement.takes_turns, "placement.memory", rule, got, fix)
         init = recipe.draft.init if setting.init is None else setting.init
         online = replace(recipe.draft.online, when=setting.online)
         return replace(

@@ -12,14 +12,7 @@ from urllib.parse import unquote
 
 from pydantic import Field
 
-from slipstream.config import (
-    Checked,
-    Int,
-    NonNegativeFloat,
-    PositiveFloat,
-    Switch,
-    require,
-)
+from slipstream.config import Checked, Int, NonNegativeFloat, PositiveFloat, Switch, require
 
 KEY_TAG = "slipstream.key"
 """Tag of every run: what it is found by."""

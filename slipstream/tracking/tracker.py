@@ -12,14 +12,7 @@ from typing import Self
 
 from slipstream.config import require
 from slipstream.records.files import write_atomic
-from slipstream.tracking.config import (
-    TrackingConfig,
-    check_experiment,
-    check_key,
-    check_metrics,
-    fitted,
-    store_uri,
-)
+from slipstream.tracking.config import TrackingConfig, check_experiment, check_key, check_metrics, fitted, store_uri
 from slipstream.tracking.mlflow_store import MlflowStore, TrackingError, import_mlflow
 from slipstream.tracking.replay import SpoolReplay, not_arrived, replay_command
 from slipstream.tracking.spool import (
@@ -193,14 +186,9 @@ class _ReplayThread(threading.Thread):
         self._finishing.set()
         self.join(wait_s)
         if not self._arrived.is_set():
-            log.warning(
-                "%s have not reached %s (%s); they are safe in %s, and this brings them: %s",
-                not_arrived(self._spool.path) or "some points",
-                self._uri,
-                self._failure,
-                self._spool.path,
-                self._command,
-            )
+            missing, safe = not_arrived(self._spool.path) or "some points", f"they are safe in {self._spool.path}"
+            where = f"{self._uri} ({self._failure})"
+            log.warning("%s have not reached %s; %s, and this brings them: %s", missing, where, safe, self._command)
 
     def wait_run_id(self, timeout_s: float) -> str | None:
         """Wait for the server's first answer; return the run's id, or None as soon as the server fails."""

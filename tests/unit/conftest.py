@@ -7,6 +7,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,12 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.data import reasoning_tasks
+from slipstream.recipe import load_recipe
+from slipstream.records.files import read_record
+from slipstream.records.run import RunRecord
 from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.records.steps import ArmRecord, Mismatch, RefitCheck, StepRecord, TrainStats
+from slipstream.stages.support import recipe_layout
 from slipstream.tracking.config import sqlite_uri
 from slipstream.tracking.mlflow_store import MlflowStore
 from slipstream.types import Arm, StageTimes
@@ -143,4 +148,18 @@ def _step(index: int, values: dict[str, Any], demo: dict[str, Any], factor: floa
         policy_version=index,
         draft_version=None,
         refit=RefitCheck(num_tensors=0, elapsed_s=0.0),
+    )
+
+
+@pytest.fixture
+def run(demo_arms: DemoArms, demo_tuning: TuningRecord) -> RunRecord:
+    """The record of a whole run around the recorded demo."""
+    recipe = load_recipe("tiny", overrides={"engine": {"dtype": "bfloat16"}, "learner": {"dtype": "bfloat16"}})
+    return replace(
+        read_record(RunRecord, Path(__file__).parent / "golden" / "run.json"),
+        execution="recorded",
+        tuning=demo_tuning,
+        arms=demo_arms(1.0),
+        asynchronous=(),
+        layout=recipe_layout(recipe),
     )

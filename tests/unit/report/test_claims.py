@@ -198,10 +198,7 @@ def test_the_control_is_training_without_the_drafts_own_and_the_pass_of_log_prob
 def test_steps_that_train_for_no_time_have_no_control_and_no_verdict() -> None:
     record = beside(NINE, FOUR)
     idle = [
-        replace(
-            arm,
-            steps=tuple(replace(s, times=replace(s.times, train_s=0.0, logprob_s=0.0)) for s in arm.steps),
-        )
+        replace(arm, steps=tuple(replace(s, times=replace(s.times, train_s=0.0, logprob_s=0.0)) for s in arm.steps))
         for arm in record.arms
     ]
     found = summarise(replace(record, arms=tuple(idle)))

@@ -12,14 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.records.run import DriftRecord
-from slipstream.report.drift import (
-    comparable,
-    drift_metrics,
-    drift_tags,
-    find_drift,
-    prediction_interval,
-    setting_tags,
-)
+from slipstream.report.drift import comparable, drift_metrics, drift_tags, find_drift, prediction_interval, setting_tags
 from slipstream.tracking.config import DriftConfig
 from slipstream.tracking.mlflow_store import Execution
 from tests.unit.report.handmade import RECORD, page_text
@@ -202,10 +195,7 @@ def test_repetitions_with_other_seeds_count_once_and_with_the_same_seed_each() -
     assert comparable(subject(), many + own, CONFIG) == own
 
 
-@pytest.mark.parametrize(
-    ("spoilt", "is_judged"),
-    [({"control_ratio": 0.89}, False), ({"control_ratio": 0.91}, True)],
-)
+@pytest.mark.parametrize(("spoilt", "is_judged"), [({"control_ratio": 0.89}, False), ({"control_ratio": 0.91}, True)])
 def test_a_speedup_without_a_verdict_is_not_judged_and_judges_none(spoilt: dict[str, float], is_judged: bool) -> None:
     own = subject(step_speedup=9.0, reward_speculative=0.5)
     earlier = [execution(str(i), step_speedup=1.5 + i / 100, reward_speculative=0.5) for i in range(5)]

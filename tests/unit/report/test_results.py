@@ -9,12 +9,7 @@ from scipy.special import stdtrit
 
 from slipstream.records.run import RunRecord
 from slipstream.report.page import report_json
-from slipstream.report.results import (
-    curve_metrics,
-    description,
-    result_metrics,
-    terminal_table,
-)
+from slipstream.report.results import curve_metrics, description, result_metrics, terminal_table
 from slipstream.report.summary import summarise_arms
 from slipstream.statistics import Estimate
 from tests.unit.report.handmade import CERTIFICATE, CURVES, LOST, ONE_ARM, RECORD, TWO_STEPS, page_text

@@ -11,8 +11,9 @@ from slipstream.recipe import load_recipe
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.report import simulator_section as section
+from slipstream.report import tables
 from slipstream.report.page import render_page, report_json
-from slipstream.report.simulator_section import predicted, prediction_table, split_table, split_text
+from slipstream.report.simulator_section import predicted, split_table, split_text
 from slipstream.report.summary import compare_loops
 from slipstream.simulator.observed import calibrate_paper, calibrate_run, run_setting
 from slipstream.simulator.projection import LagLine, SpeedupMap, project_speedup, running_batches
@@ -59,23 +60,21 @@ def test_the_page_keeps_measured_and_projected_apart(
 ) -> None:
     record = project_speedup(demo_arms(1.0), demo_tuning, layout=DEMO_LAYOUT, execution="demo", with_gpu=True)
     assert record.run_check is not None
-    check = section.check_table(record.run_check)
+    check = tables.check_table(record.run_check)
     assert [*check.groups] == ["measured", "projected"]
     assert (
-        len(section.lengths_table(record.from_run, "", has_step=True).rows)
-        == len(record.from_run)
-        == len(record.on_gpu)
+        len(tables.lengths_table(record.from_run, "", has_step=True).rows) == len(record.from_run) == len(record.on_gpu)
     )
-    assert [*section.lengths_table(record.on_gpu, "", has_step=False).groups] == ["assumed", "projected, p10 to p90"]
+    assert [*tables.lengths_table(record.on_gpu, "", has_step=False).groups] == ["assumed", "projected, p10 to p90"]
     assert "nothing of this was run" in render_page(RECORD, read_reference(), record)
-    assert section.published_table(record).are_quoted == (False,) * 4 + (True,) * 2
+    assert tables.published_table(record).are_quoted == (False,) * 4 + (True,) * 2
 
 
 def test_what_is_predicted_stands_beside_what_was_measured_in_columns_of_its_own() -> None:
     prediction = predicted(ON_CORES, COMPARED)
     assert prediction is not None
     assert [arm.synchronous_step_s for arm in prediction.arms] == pytest.approx([9.0, 5.0])
-    table = prediction_table(prediction, COMPARED)
+    table = tables.prediction_table(prediction, COMPARED)
     assert [(heading, len(columns)) for heading, columns in table.groups.items()] == [("measured", 3), ("projected", 5)]
     arm, row = prediction.arms[1], table.rows[1]
     assert row.label == "speculative, asynchronous"

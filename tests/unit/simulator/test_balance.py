@@ -139,12 +139,6 @@ def test_an_arm_that_ran_in_both_loops_gives_its_own_factors(demo_arms: DemoArms
     assert (found.engine.median, found.learner.median) == (pytest.approx(1.25), pytest.approx(1.5))
 
 
-@pytest.mark.parametrize(("mode", "lag"), [(LoopMode.SYNCHRONOUS, 1), (LoopMode.IN_FLIGHT, 0)])
-def test_a_synchronous_loop_is_not_predicted(demo_arms: DemoArms, mode: LoopMode, lag: int) -> None:
-    with pytest.raises(ConfigError, match="must be"):
-        predict_asynchronous(demo_arms(1.0), lag=lag, mode=mode)
-
-
 LAYOUT = LayoutRecord(
     model="qwen3-8b",
     hardware="gb200",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slipstream.catalog import Precision, load_model, section_names
 from slipstream.simulator import Array
 from slipstream.simulator.iteration import CostModel, Drafting, active_experts, network_collective
-from slipstream.simulator.rollout import batch_continuously
+from slipstream.simulator.rollout import batch_in_slots
 from slipstream.simulator.settings import IDEAL, CostParameters, Regime, Setting, load_setting
 
 DENSE = replace(load_setting("paper-8b"), gpus_per_engine=1)
@@ -95,7 +95,7 @@ def test_one_more_draft_token_is_never_cheaper_per_iteration(
 def test_no_accepted_token_means_no_gain_and_k_0_is_autoregressive(
     name: str, parameters: CostParameters, lengths: list[int], k: int, regime: Regime
 ) -> None:
-    trace = batch_continuously(np.sort(np.array(lengths, dtype=float)), prompt_tokens=10)
+    trace = batch_in_slots(np.array(lengths, dtype=float), prompt_tokens=10, num_slots=len(lengths))
     model = CostModel(setting=setting(name), parameters=only(parameters, regime))
 
     def seconds(drafts: int, drafting: Drafting) -> float:
@@ -109,7 +109,7 @@ def test_no_accepted_token_means_no_gain_and_k_0_is_autoregressive(
 def test_more_acceptance_is_never_slower(
     parameters: CostParameters, length: float, more: float, regime: Regime
 ) -> None:
-    trace = batch_continuously(np.array([50.0, 100.0, 400.0]), prompt_tokens=10)
+    trace = batch_in_slots(np.array([50.0, 100.0, 400.0]), prompt_tokens=10, num_slots=3)
     model = CostModel(setting=setting("qwen3-8b"), parameters=only(parameters, regime))
     times = [model.span_s(trace, k=7, tokens_per_iteration=each).sum() for each in (length, length + more)]
     assert times[1] <= times[0]

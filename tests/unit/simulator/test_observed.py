@@ -275,10 +275,7 @@ def fitted_asynchronous_steps(*, rollouts: float = 1.0, tokens: float = 1.0) -> 
     )
     return {
         arm: asynchronous_step(
-            arm,
-            setting,
-            setting.lengths(tokens * mean),
-            partial(model.span_s, k=k, tokens_per_iteration=length),
+            arm, setting, setting.lengths(tokens * mean), partial(model.span_s, k=k, tokens_per_iteration=length)
         )
         for arm, k, length in ((Arm.AUTOREGRESSIVE, 0, 1.0), (Arm.SPECULATIVE, 3, 2.77))
     }

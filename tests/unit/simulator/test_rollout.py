@@ -11,7 +11,6 @@ from slipstream.config import ConfigError
 from slipstream.simulator.rollout import (
     Lengths,
     RolloutShape,
-    batch_continuously,
     batch_in_slots,
     cached_sequences,
     lengths_with_mean,
@@ -62,7 +61,7 @@ def test_the_longest_of_more_responses_is_longer_on_average() -> None:
 
 
 def test_the_running_batch_shrinks_to_the_longest() -> None:
-    trace = batch_continuously(np.array([2.0, 5.0, 5.0]), prompt_tokens=10.0)
+    trace = batch_in_slots(np.array([2.0, 5.0, 5.0]), prompt_tokens=10.0, num_slots=3)
     assert trace.tokens_S.tolist() == [2.0, 3.0]
     assert trace.batch_S.tolist() == [3.0, 2.0]
     # Three sequences half-way to token 2, then two half-way from 2 to 5.
@@ -71,7 +70,7 @@ def test_the_running_batch_shrinks_to_the_longest() -> None:
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=60))
 def test_batching_loses_no_token(lengths: list[int]) -> None:
-    trace = batch_continuously(np.sort(np.array(lengths, dtype=float)), prompt_tokens=5.0)
+    trace = batch_in_slots(np.array(lengths, dtype=float), prompt_tokens=5.0, num_slots=len(lengths))
     assert trace.tokens_S @ trace.batch_S == pytest.approx(sum(lengths))
     assert trace.batch_S.max() == len(lengths)
     assert trace.batch_S.min() >= 1

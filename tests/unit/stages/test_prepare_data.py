@@ -68,11 +68,7 @@ def on_local_files(recipe: Recipe, directory: Path) -> Recipe:
         system=None,
         examples=(),  # with a token a character they are too long
     )
-    source = write_config(
-        directory / "model",
-        num_layers=4,
-        num_positions=recipe.engine.max_model_len,
-    )
+    source = write_config(directory / "model", num_layers=4, num_positions=recipe.engine.max_model_len)
     draft = draft_with(recipe.draft, pretrain={"num_prompts": 24, "num_heldout_prompts": 6})
     return replace(with_model(recipe, source), data=data, draft=draft)
 

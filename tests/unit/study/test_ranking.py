@@ -12,15 +12,7 @@ import pytest
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.records.files import read_record
 from slipstream.records.steps import ArmRecord, DraftUpdate
-from slipstream.study.ranking import (
-    Failure,
-    StudyRecord,
-    Trained,
-    outcome_metrics,
-    rank,
-    result_metrics,
-    verdict,
-)
+from slipstream.study.ranking import Failure, StudyRecord, Trained, outcome_metrics, rank, result_metrics, verdict
 from slipstream.study.study_page import COLUMNS, answers, label, study_text, write_study
 from slipstream.study.variants import Setting, Study, Variant
 from slipstream.tracking.config import check_metrics
@@ -128,8 +120,7 @@ def test_a_row_is_told_apart_from_the_first_only_by_an_interval_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("k", "own", "words"),
-    [(2, arm([2.0], k=2), "not measured"), (0, arm([6.0]), "speculation lost in tuning")],
+    ("k", "own", "words"), [(2, arm([2.0], k=2), "not measured"), (0, arm([6.0]), "speculation lost in tuning")]
 )
 def test_a_single_step_and_a_tuned_length_that_lost_have_verdicts_of_their_own(
     k: int, own: ArmRecord, words: str

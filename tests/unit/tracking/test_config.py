@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.tracking.config import (
-    TrackingConfig,
-    check_key,
-    check_metrics,
-    fitted,
-    sqlite_path,
-    store_uri,
-)
+from slipstream.tracking.config import TrackingConfig, check_key, check_metrics, fitted, sqlite_path, store_uri
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """Commands `slipstream simulate project`, `calibrate` and `balance`, and their output.
 
-Only this module and `slipstream.cli` print. Measured and projected figures never share a column.
+Measured and projected figures never share a column.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,11 +14,11 @@ from slipstream.catalog import section_names
 from slipstream.config import require
 from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
-from slipstream.simulator.balance import BalanceRecord, BalanceRow, balance
+from slipstream.report.tables import check_table, lengths_table, split_table, table_text
+from slipstream.simulator.balance import balance
 from slipstream.simulator.calibration import CalibrationRecord
 from slipstream.simulator.iteration import Drafting
 from slipstream.simulator.observed import (
-    CheckRecord,
     calibrate_paper,
     calibrate_run,
     known_layout,
@@ -28,15 +28,14 @@ from slipstream.simulator.observed import (
 from slipstream.simulator.projection import (
     PAPER_SOURCE,
     PUBLISHED_MODEL,
-    ProjectedPoint,
     ProjectionRequest,
-    RequestedProjection,
     project_request,
     project_run,
     swept_ks,
 )
 from slipstream.statistics import Spread
-from slipstream.types import Arm, LoopMode
+from slipstream.types import LoopMode
+from slipstream.workers.placement.plan import table
 
 FetchRun = Callable[[str, str], RunRecord]
 """Function that reads an execution's records, from its name and the tracking server's address."""
@@ -93,118 +92,73 @@ def _add_run_options(parser: argparse.ArgumentParser, fetch_run: FetchRun) -> ar
     return source
 
 
-def projection_lines(request: ProjectionRequest, found: RequestedProjection) -> list[str]:
-    """Format the table of `simulate project`, a column a source; all figures are projected."""
-    scenario = request.scenario()
-    setting = scenario.setting
-    split = (
-        f"lag {scenario.lag}, {scenario.generation_gpus} GPUs generate" if scenario.lag else "synchronous, colocated"
-    )
-    published = _published(request)
-    lines = [
-        f"{found.calibrated.model}, {setting.num_gpus} x {found.calibrated.hardware}, {setting.precision}",
-        f"{setting.num_rollouts} rollouts of {scenario.mean_tokens:.0f} tokens on average, "
-        f"{setting.gpus_per_engine} GPUs an engine",
-        f"{request.drafting}, k = {request.k}, acceptance length {request.acceptance_length:g}, {split}",
-        "the learner packs its sequences"
-        if setting.packed
-        else f"the learner pads each response to {setting.max_response_tokens} tokens",
-        "",
-        f"{'projected, p10 / median / p90':30} {'ideal stack':>22} {'calibrated':>22}"
-        + (f" {'paper, projected':>18}" if published else ""),
+def _project(options: argparse.Namespace) -> int:
+    """Print the bands of a request, a column a source; all figures are projected."""
+    request = ProjectionRequest(**{field.name: vars(options)[field.name] for field in fields(ProjectionRequest)})
+    found, scenario, published = project_request(request), request.scenario(), _published(request)
+    setting, generating = scenario.setting, f"lag {scenario.lag}, {scenario.generation_gpus} GPUs generate"
+    split = generating if scenario.lag else "synchronous, colocated"
+    engines = f"{setting.gpus_per_engine} GPUs an engine"
+    padding = f"pads each response to {setting.max_response_tokens} tokens"
+    rows = [
+        ["projected, p10 / median / p90", "ideal stack", "calibrated", *(["paper, projected"] if published else [])]
     ]
     for label, name in _BANDS:
         bands = [_band(getattr(each, name)) for each in (found.ideal, found.calibrated)]
-        quoted = f" {published[name]:18.2f}" if name in published else ""
-        lines.append(f"{label:30} {bands[0]:>22} {bands[1]:>22}{quoted}")
-    lines += ["", *(f"warning: {warning}" for warning in found.calibrated.warnings)]
-    return [*lines, *(f"of the layout: {assumption}" for assumption in found.assumptions)]
-
-
-def calibration_lines(record: CalibrationRecord) -> list[str]:
-    """Format the tables of a calibration: variants, then measured beside simulated, in separate columns."""
-    lines = [
-        f"calibrated on: {record.source}",
-        f"{'variant':10} {'weight':>7} {'free parameters':>16} {'set by data':>12} {'rms error':>10} {'largest':>9}",
-    ]
-    lines += [
-        f"{v.regime:10} {v.weight:7.3f} {v.num_parameters:16d} {v.effective_parameters:12.1f} "
-        f"{v.rms_error:10.1%} {v.max_error:9.1%}"
-        for v in record.variants
-    ]
-    lines += ["", f"{'generation time':44} {'measured s':>11} {'simulated s':>12} {'error':>8}"]
-    return [*lines, *(_beside(cell.label, cell.measured_s, cell.simulated_s) for cell in record.cells)]
-
-
-def check_lines(check: CheckRecord | None) -> list[str]:
-    """Format predicted beside measured seconds of the arm that the calibration does not use."""
-    if check is None:
-        return ["no speculative arm with k > 0: nothing to check the calibration on"]
-    return [
-        f"speculative arm, k = {check.k}, acceptance length {check.acceptance_length:.2f} of the sweep; not fitted",
-        f"{'generation time':44} {'measured s':>11} {'predicted s':>12} {'error':>8}",
-        _beside("mean of a step", check.measured_s, check.predicted_s),
-        f"predicted p10 to p90: {check.predicted_p10_s:.3f} to {check.predicted_p90_s:.3f} s",
-    ]
-
-
-def point_lines(points: Sequence[ProjectedPoint]) -> list[str]:
-    """Format the projections on the run's machine."""
-    heading = f"{'projected on this machine':30} {'AL assumed':>11} {'rollout speedup':>22} {'step speedup':>22}"
-    rows = [
-        f"{f'k = {p.k}':30} {p.acceptance_length:11.2f} {_band(p.rollout_speedup):>22} {_band(p.step_speedup):>22}"
-        for p in points
-    ]
-    return [heading, *rows]
-
-
-def balance_lines(record: BalanceRecord) -> list[str]:
-    """Format the table of `simulate balance`: a line a split with each arm's step and bound, the best split marked."""
-    arms = [arm for arm in Arm if any(row.arm is arm for row in record.rows)]
-    by_split: dict[tuple[int, int], dict[Arm, BalanceRow]] = {}
-    for row in record.rows:
-        by_split.setdefault((row.generation, row.training), {})[row.arm] = row
-    lines = [
-        f"synchronous step, measured: {_by_arm(record.synchronous_step_s)}",
-        f"asynchronous step, measured: {_by_arm(record.asynchronous_step_s) or 'none'}",
-        f"projected, {record.mode.value}, lag {record.lag}; {record.unit}s for generation : training, * the best",
-        "",
-        f"{'split':>13}" + "".join(f" {arm.value + ' step s':>21}   {'exposed s':>9} {'bound by':<18}" for arm in arms),
-    ]
-    best = {arm: record.best(arm) for arm in arms}
-    for (generation, training), rows in by_split.items():
-        cells = "".join(
-            f" {rows[arm].step_s:21.3f} {'*' if rows[arm] == best[arm] else ' '} {rows[arm].exposed_s:9.3f} "
-            f"{rows[arm].bound:<18}"
-            for arm in arms
-        )
-        lines.append(f"{f'{generation} : {training}':>13}{cells}")
-    return lines
-
-
-def _project(options: argparse.Namespace) -> int:
-    request = ProjectionRequest(**{field.name: vars(options)[field.name] for field in fields(ProjectionRequest)})
-    _show(projection_lines(request, project_request(request)))
+        quoted = [f"{published[name]:.2f}" if name in published else ""] if published else []
+        rows.append([label, *bands, *quoted])
+    print(f"{found.calibrated.model}, {setting.num_gpus} x {found.calibrated.hardware}, {setting.precision}")
+    print(f"{setting.num_rollouts} rollouts of {scenario.mean_tokens:.0f} tokens on average, {engines}")
+    print(f"{request.drafting}, k = {request.k}, acceptance length {request.acceptance_length:g}, {split}")
+    print(f"the learner {'packs its sequences' if setting.packed else padding}\n\n{table(rows)}\n")
+    for warning in found.calibrated.warnings:
+        print(f"warning: {warning}")
+    for assumption in found.assumptions:
+        print(f"of the layout: {assumption}")
     return 0
 
 
 def _calibrate(options: argparse.Namespace) -> int:
+    """Print a calibration; of a run also its check on the arm that is not fitted, and projections on its machine."""
     if options.paper:
-        _show(calibration_lines(calibrate_paper().record(PAPER_SOURCE)))
+        print(calibration_text(calibrate_paper().record(PAPER_SOURCE)))
         return 0
     run = _asked_run(options)
     found = calibrate_run(run.arms, run.tuning, run_setting(known_layout(run)))
-    _show([*calibration_lines(found.ensemble.record(run.execution)), "", *check_lines(found.check), ""])
-    _show(point_lines(project_run(found, swept_ks(run.tuning))))
+    print(f"{calibration_text(found.ensemble.record(run.execution))}\n")
+    if found.check is None:
+        print("no speculative arm with k > 0: nothing to check the calibration on\n")
+    else:
+        length = f"acceptance length {found.check.acceptance_length:.2f} of the sweep"
+        print(f"speculative arm, k = {found.check.k}, {length}; not fitted\n{table_text(check_table(found.check))}\n")
+    points = project_run(found, swept_ks(run.tuning))
+    print(table_text(lengths_table(points, "projected on this machine", has_step=True)))
     return 0
 
 
+def calibration_text(record: CalibrationRecord) -> str:
+    """Render the tables of a calibration: variants, then measured beside simulated, in separate columns."""
+    variants = [["variant", "weight", "free parameters", "set by data", "rms error", "largest"]]
+    for each in record.variants:
+        numbers = f"{each.weight:.3f}", str(each.num_parameters), f"{each.effective_parameters:.1f}"
+        variants.append([each.regime, *numbers, f"{each.rms_error:.1%}", f"{each.max_error:.1%}"])
+    cells = [["generation time", "measured s", "simulated s", "error"]]
+    for cell in record.cells:
+        error = f"{cell.simulated_s / cell.measured_s - 1:+.1%}"
+        cells.append([cell.label, f"{cell.measured_s:.3f}", f"{cell.simulated_s:.3f}", error])
+    return f"calibrated on: {record.source}\n{table(variants)}\n\n{table(cells)}"
+
+
 def _balance(options: argparse.Namespace) -> int:
+    """Print a line a split with each arm's projected step and bound, the best split marked."""
     run = _asked_run(options)
     own = run.asynchronous[0] if run.asynchronous else None
     mode = options.mode or (LoopMode.IN_FLIGHT.value if own is None else own.loop)
     lag = (1 if own is None else own.max_off_policy_steps) if options.lag is None else options.lag
-    _show(balance_lines(balance(run, lag=lag, mode=LoopMode(mode), gpus_per_node=options.gpus_per_node)))
+    found = balance(run, lag=lag, mode=LoopMode(mode), gpus_per_node=options.gpus_per_node)
+    print(f"synchronous step, measured: {_by_arm(found.synchronous_step_s)}")
+    print(f"asynchronous step, measured: {_by_arm(found.asynchronous_step_s) or 'none'}")
+    print(f"projected, {mode}, lag {lag}\n\n{table_text(split_table(found))}")
     return 0
 
 
@@ -235,14 +189,5 @@ def _by_arm(step_s: dict[str, float]) -> str:
     return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in step_s.items())
 
 
-def _beside(label: str, measured_s: float, simulated_s: float) -> str:
-    return f"{label:44} {measured_s:11.3f} {simulated_s:12.3f} {simulated_s / measured_s - 1:+8.1%}"
-
-
 def _band(band: Spread) -> str:
     return f"{band.p10:.2f} / {band.median:.2f} / {band.p90:.2f}"
-
-
-def _show(lines: Sequence[str]) -> None:
-    for line in lines:
-        print(line.rstrip())

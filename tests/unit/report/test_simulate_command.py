@@ -13,7 +13,7 @@ from slipstream.config import ConfigError
 from slipstream.recipe import load_recipe
 from slipstream.records.files import write_record
 from slipstream.records.run import RunRecord
-from slipstream.simulator.cli import add_parser
+from slipstream.report.simulate_command import add_parser
 from slipstream.types import LoopMode
 
 ASKED = ["--model", "qwen3-235b-a22b", "--gpus", "2048", "--lag", "2", "--k", "5", "--acceptance-length", "4"]
@@ -39,23 +39,8 @@ def test_another_proposer_is_not_shown_beside_the_papers(capsys: pytest.CaptureF
 def test_every_option_reaches_the_projection(capsys: pytest.CaptureFixture[str]) -> None:
     layout = ["--model", "mimo-7b", "--hardware", "h200", "--gpus", "40", "--gpus-per-engine", "4"]
     rollouts = ["--rollouts", "96", "--mean-tokens", "1234", "--lag", "3", "--generation-fraction", "0.6"]
-    assert (
-        main(
-            [
-                "simulate",
-                "project",
-                *layout,
-                *rollouts,
-                "--k",
-                "4",
-                "--acceptance-length",
-                "2.25",
-                "--drafting",
-                "dflash",
-            ]
-        )
-        == 0
-    )
+    drafts = ["--k", "4", "--acceptance-length", "2.25", "--drafting", "dflash"]
+    assert main(["simulate", "project", *layout, *rollouts, *drafts]) == 0
     assert capsys.readouterr().out.splitlines()[:4] == [
         "MiMo-7B, 40 x H200 SXM, bfloat16",
         "96 rollouts of 1234 tokens on average, 4 GPUs an engine",
@@ -67,8 +52,8 @@ def test_every_option_reaches_the_projection(capsys: pytest.CaptureFixture[str])
 def test_calibrate_paper_prints_variants_and_their_free_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "calibrate", "--paper"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in out[2:5]] == ["captured", "tile", "smooth"]
-    assert [line.split()[2] for line in out[2:5]] == ["11", "11", "10"]
+    assert [line.split()[0] for line in out[3:6]] == ["captured", "tile", "smooth"]
+    assert [line.split()[2] for line in out[3:6]] == ["11", "11", "10"]
     assert sum("rl_think" in line for line in out) == 8
 
 
@@ -120,10 +105,10 @@ def test_balance_marks_the_best_split_and_says_what_binds_it(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("synchronous step, measured: autoregressive ")
     assert lines[1] == "asynchronous step, measured: none"
-    assert lines[2] == "projected, one_step_off, lag 2; cores for generation : training, * the best"
-    assert lines[4].split()[:5] == ["split", "autoregressive", "step", "s", "exposed"]
-    assert lines[5].startswith("        1 : 1")
-    assert lines[5].count("*") == 2
+    assert lines[2] == "projected, one_step_off, lag 2"
+    assert lines[4].startswith("cores that generate + train  autoregressive, projected: step s  exposed s  bound by")
+    assert lines[6].startswith("1 + 1  ")
+    assert lines[6].count(", fastest") == 2
 
 
 def test_balance_takes_mode_and_lag_of_the_runs_own_loop(
@@ -135,7 +120,7 @@ def test_balance_takes_mode_and_lag_of_the_runs_own_loop(
         assert main(["simulate", "balance", "--run", str(written)]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[1].startswith(f"asynchronous step, measured: {'autoregressive ' if asynchronous else 'none'}")
-        assert lines[2].startswith(f"projected, {loop};")
+        assert lines[2] == f"projected, {loop}"
 
 
 def test_figures_that_cannot_be_are_refused(run: RunRecord, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
