@@ -67,9 +67,6 @@ class TimedEngine:
         acceptance = accepted(10, 10, *(0,) * (self.k - 1)) if self.k else None
         return GenerationResult(groups=groups, acceptance=acceptance, generation_s=self.seconds[self.k, batch])
 
-    def close(self) -> None:
-        pass
-
 
 class ScriptedEngine(TimedEngine):
     """An engine whose generations take these seconds, one after the other."""

@@ -13,16 +13,9 @@ from slipstream.engine.protocol import GenerationResult
 from slipstream.gpu_check import check_stages
 from slipstream.gpu_check.check_stages import Setting
 from slipstream.records.steps import AcceptanceStats
+from tests.unit.sampled import accepted
 
-DRAFTED = AcceptanceStats(
-    num_drafts=10,
-    num_draft_tokens=30,
-    num_accepted_tokens=12,
-    accepted_by_position=(7, 4, 1),
-    mean_acceptance_length=2.2,
-    acceptance_rate=0.4,
-    rate_by_position=(0.7, 0.4, 0.1),
-)
+DRAFTED = accepted(10, 7, 4, 1)
 
 
 def setting(path: Path) -> Setting:
