@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
 import pytest
 
 from slipstream.config import ConfigError, parse_overrides
@@ -19,8 +23,13 @@ def rows(text: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("given", "expected"), [(given, " ".join(said)) for given, *said in table])
 
 
-def refused(given: str, recipe: str = "tiny") -> str:
-    """What the recipe says of overrides that it refuses; ` + ` stands between them."""
+def overrides(given: str, named: Mapping[str, Sequence[str]] = MappingProxyType({})) -> dict[str, Any]:
+    """The overrides of a row, between which ` + ` stands; a word of `named` is several of them."""
+    return parse_overrides(each for word in given.split(" + ") for each in named.get(word, (word,)))
+
+
+def refused(given: str, named: Mapping[str, Sequence[str]] = MappingProxyType({})) -> str:
+    """What the recipe says of overrides that it refuses."""
     with pytest.raises(ConfigError) as caught:
-        load_recipe(recipe, overrides=parse_overrides(given.split(" + ")))
+        load_recipe("tiny", overrides=overrides(given, named))
     return str(caught.value)
