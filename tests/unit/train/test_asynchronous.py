@@ -206,7 +206,7 @@ def slowly(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
     return timed
 
 
-def refusing(deliver: Callable[[Export], RefitCheck], version: int) -> Callable[[Export], RefitCheck]:
+def refusing(deliver: Callable[..., RefitCheck], version: int) -> Callable[..., RefitCheck]:
     """A delivery whose weights of this version the gate refuses."""
 
     def refused(export: Export) -> RefitCheck:
