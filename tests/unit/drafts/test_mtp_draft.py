@@ -72,10 +72,7 @@ def test_pretraining_teaches_the_layer_and_saves_it_as_a_draft_that_fits(path: P
     require_fit(CONFIG, path, path, max_model_len=32)
 
 
-def test_a_step_with_the_layer_is_the_policys_own_to_the_last_bit(path: Path) -> None:
-    optimizer = OptimizerConfig(learning_rate=1e-3)
-    alone, both = _process(path, optimizer), _process(path, optimizer)
-    both.continue_draft(path, path, CONFIG, Dtype.FLOAT32)
+def _update() -> Update:
     sequences = mimo.sequences()
     batch = TrainBatch(
         token_ids=sequences,
@@ -84,7 +81,14 @@ def test_a_step_with_the_layer_is_the_policys_own_to_the_last_bit(path: Path) ->
         advantages=tuple(np.random.default_rng(0).normal(size=len(sequences)).tolist()),
         policy_version=0,
     )
-    update = Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=0.8)
+    return Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=0.8)
+
+
+def test_a_step_with_the_layer_is_the_policys_own_to_the_last_bit(path: Path) -> None:
+    optimizer = OptimizerConfig(learning_rate=1e-3)
+    alone, both = _process(path, optimizer), _process(path, optimizer)
+    both.continue_draft(path, path, CONFIG, Dtype.FLOAT32)
+    update = _update()
     for _ in range(2):
         expected = alone.train_step(update)
         trained = both.train_step(dataclasses.replace(update, trains_draft=True))
@@ -98,17 +102,7 @@ def test_a_step_with_the_layer_is_the_policys_own_to_the_last_bit(path: Path) ->
 
 def test_a_resumed_run_goes_on_with_policy_and_layer_bit_for_bit(path: Path, tmp_path: Path) -> None:
     optimizer = OptimizerConfig(learning_rate=1e-3)
-    sequences = mimo.sequences()
-    batch = TrainBatch(
-        token_ids=sequences,
-        prompt_lengths=(3,) * len(sequences),
-        rollout_logprobs=tuple((-1.0,) * (len(tokens) - 3) for tokens in sequences),
-        advantages=tuple(np.random.default_rng(0).normal(size=len(sequences)).tolist()),
-        policy_version=0,
-    )
-    update = Update(
-        batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=0.8, trains_draft=True
-    )
+    update = dataclasses.replace(_update(), trains_draft=True)
     straight, resumed = _process(path, optimizer), _process(path, optimizer)
     for process in (straight, resumed):
         process.continue_draft(path, path, CONFIG, Dtype.FLOAT32)
