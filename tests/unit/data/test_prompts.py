@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -528,9 +527,9 @@ def test_a_set_that_is_too_small_is_refused_with_what_is_left_and_why(
     refusal: Callable[..., str], given: str, expected: str
 ) -> None:
     split, field, value = given.split(": ")
-    ask: Any = partial(require_size, SETS, split, field)
-    ask(int(value) - 1)
-    assert refusal(lambda: ask(int(value))) == expected
+    require: Any = require_size
+    require(SETS, split, field, int(value) - 1)
+    assert refusal(lambda: require(SETS, split, field, int(value))) == expected
 
 
 def test_a_set_that_is_too_small_for_a_batch_of_groups_is_refused() -> None:
