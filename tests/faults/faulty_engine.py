@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from slipstream.engine.vllm_engine import VllmEngine
+from slipstream.engine.config import EngineConfig
+from slipstream.engine.vllm_engine import VllmEngine, process_environment
 from slipstream.refit.config import EngineState, WeightFiles
 
 
@@ -108,3 +111,19 @@ def _accept_first(genuine: Any) -> Any:
 
     rejection_sample.genuine = genuine  # type: ignore[attr-defined]
     return rejection_sample
+
+
+def started(policy: Path, config: EngineConfig, speculative: Mapping[str, Any] | None) -> tuple[Any, Any]:
+    """A speculative engine of this kind as a driver sees it, and the actor that it runs in."""
+    import ray
+
+    from slipstream.workers.calls import Deadline, Worker
+    from slipstream.workers.engines import RemoteEngine
+
+    environment = {**process_environment(config), "PYTHONPATH": str(Path(__file__).parents[2])}
+    remote: Any = ray.remote(FaultyEngine)
+    actor = remote.options(num_cpus=0, runtime_env={"env_vars": environment}).remote(
+        policy, config=config, speculative_config=speculative
+    )
+    ray.get(actor.__ray_ready__.remote())
+    return RemoteEngine([Worker(actor, "engine 0")], Deadline(300.0, "engine.answer_timeout_s")), actor

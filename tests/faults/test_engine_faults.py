@@ -64,25 +64,15 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def bench(models: dict[str, Path], ray_session: None) -> Iterator[Bench]:
-    import ray
-
-    from slipstream.engine.vllm_engine import process_environment
-    from slipstream.workers.calls import Deadline, Worker
-    from slipstream.workers.engines import RemoteEngine, start_engine
-    from tests.faults.faulty_engine import FaultyEngine
+    from slipstream.workers.engines import start_engine
+    from tests.faults.faulty_engine import started
 
     for path in models.values():
         _lengthen(path, 512)
     exact = {name: OneRank(models[name]) for name in ("old", "new")}
     with start_engine(models["old"], config=ENGINE) as autoregressive:
         baseline = draw(autoregressive, PROMPTS, config=CONFIG, sampling=SAMPLING, batch=32, seed=100)
-    environment = {**process_environment(ENGINE), "PYTHONPATH": str(Path(__file__).parents[2])}
-    options = {"num_cpus": 0, "runtime_env": {"env_vars": environment}}
-    speculative = speculative_config(DRAFT, models["old_draft"], 3)
-    remote: Any = ray.remote(FaultyEngine)
-    actor = remote.options(**options).remote(models["old"], config=ENGINE, speculative_config=speculative)
-    engine = RemoteEngine([Worker(actor, "engine 0")], Deadline(300.0, "engine.answer_timeout_s"))
-    ray.get(actor.__ray_ready__.remote())
+    engine, actor = started(models["old"], ENGINE, speculative_config(DRAFT, models["old_draft"], 3))
     yield Bench(engine=engine, actor=actor, models=models, exact=exact, baseline=baseline)
     engine.close()
 

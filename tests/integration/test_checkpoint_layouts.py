@@ -14,21 +14,12 @@ import pytest
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner import parallel
 from slipstream.learner.checkpoint import CheckpointWriteError
-from slipstream.learner.config import LearnerConfig, ParallelConfig, ScratchConfig, ShapeConfig
+from slipstream.learner.config import LearnerConfig, ParallelConfig
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.types import Dtype
 from tests.forked.ranks import free_ports, join, on_ranks
-
-VOCAB = 32
-# Small weights keep every gradient well above rounding, which Adam would divide by itself.
-SCRATCH = ScratchConfig(
-    shape=ShapeConfig(hidden_size=32, num_layers=4, head_dim=16, ffn_hidden_size=48, init_std=0.02),
-    max_position_embeddings=64,
-)
-TENSOR, DATA, PIPELINE = ParallelConfig(tensor=2), ParallelConfig(data=2), ParallelConfig(pipeline=2)
-SEQUENCE = ParallelConfig(tensor=2, sequence_parallel=True)
-CONTEXT = ParallelConfig(context=2)
-SINGLE = ParallelConfig()
+from tests.integration.test_megatron_parallel import CONTEXT, DATA, PIPELINE, SCRATCH, SEQUENCE, TENSOR
+from tests.unit.learner.policies import VOCAB, new_policy, save
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +37,7 @@ class Case:
         return LearnerConfig(
             max_tokens_per_microbatch=66,
             num_threads=1,
-            parallel=SINGLE if index is None else self.layouts[index],
+            parallel=ParallelConfig() if index is None else self.layouts[index],
             dtype=self.dtype,
             distributed_optimizer=index in self.distributed,
         )
@@ -108,16 +99,9 @@ def _through(rank: int, case: Case, ports: list[int], model: Path, directory: Pa
 
 
 def _model(case: Case, directory: Path) -> Path:
-    (directory / "tokenizer").mkdir()
-    policy = MegatronPolicy.from_scratch(
-        dataclasses.replace(SCRATCH, tie_word_embeddings=case.tied),
-        vocab_size=VOCAB,
-        eos_token_id=1,
-        learner=case.learner(None),
-        optimizer=None,
+    return save(
+        new_policy(dataclasses.replace(SCRATCH, tie_word_embeddings=case.tied), case.learner(None), None), directory
     )
-    policy.save_hf(directory / "model", directory / "tokenizer")
-    return directory / "model"
 
 
 @pytest.mark.slow

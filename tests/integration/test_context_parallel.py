@@ -19,7 +19,8 @@ from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Sc
 from slipstream.learner.cpu import host
 from slipstream.learner.megatron import MegatronPolicy
 from tests.forked.ranks import free_ports, join, on_ranks
-from tests.integration.test_megatron_parallel import LEARNER, OPTIMIZER, VOCAB
+from tests.integration.test_megatron_parallel import LEARNER, OPTIMIZER
+from tests.unit.learner.policies import VOCAB, new_policy, save
 
 TOKENS, ROWS, HEADS, DIM = 6, 2, 4, 3
 FOUR_GROUPS = ScratchConfig(
@@ -95,12 +96,10 @@ def _rank(rank: int, learner: LearnerConfig, port: int, model: Path) -> dict[str
 )
 def test_a_rank_saves_its_part_of_the_activations_and_computes_the_same(layout: ParallelConfig, tmp_path: Path) -> None:
     learner = replace(LEARNER, packing=Packing.ALWAYS)
-    (tmp_path / "tokenizer").mkdir()
-    policy = MegatronPolicy.from_scratch(FOUR_GROUPS, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=None)
-    policy.save_hf(tmp_path / "model", tmp_path / "tokenizer")
-    expected = _step(MegatronPolicy.load(tmp_path / "model", learner=learner, optimizer=OPTIMIZER))
+    model = save(new_policy(FOUR_GROUPS, learner, None), tmp_path)
+    expected = _step(MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER))
     (port,) = free_ports(1)
-    got = on_ranks(layout.world_size, _rank, replace(learner, parallel=layout), port, tmp_path / "model")
+    got = on_ranks(layout.world_size, _rank, replace(learner, parallel=layout), port, model)
     for rank in got:
         assert rank["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         for row, other in zip(rank["logprobs"], expected["logprobs"], strict=True):

@@ -43,22 +43,11 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory, policy: Path, ray_session: None) -> Iterator[Bench]:
-    import ray
-
-    from slipstream.engine.vllm_engine import process_environment
-    from slipstream.workers.calls import Deadline, Worker
-    from slipstream.workers.engines import RemoteEngine
-    from tests.faults.faulty_engine import FaultyEngine
+    from tests.faults.faulty_engine import started
 
     draft = tmp_path_factory.mktemp("dflash") / "draft"
     save_draft(build_dflash(policy, CONFIG, token_ids=range(0, 64, 2)), draft)
-    environment = {**process_environment(ENGINE), "PYTHONPATH": str(Path(__file__).parents[2])}
-    remote: Any = ray.remote(FaultyEngine)
-    actor = remote.options(num_cpus=0, runtime_env={"env_vars": environment}).remote(
-        policy, config=ENGINE, speculative_config=speculative_config(CONFIG, draft, K, schedule=TABLE)
-    )
-    ray.get(actor.__ray_ready__.remote())
-    engine = RemoteEngine([Worker(actor, "engine 0")], Deadline(300.0, "engine.answer_timeout_s"))
+    engine, actor = started(policy, ENGINE, speculative_config(CONFIG, draft, K, schedule=TABLE))
     yield Bench(engine, actor, policy, draft)
     engine.close()
 

@@ -16,15 +16,15 @@ from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update, part_of
 from slipstream.learner import parallel
 from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute, ScratchConfig, ShapeConfig
-from slipstream.learner.megatron import Capture, MegatronPolicy
+from slipstream.learner.megatron import Capture
 from slipstream.learner.packing import plan_shards
 from slipstream.ragged import Ragged
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.learner_process import LearnerProcess
 from tests.forked.ranks import free_ports, join, on_ranks
 from tests.small import draft_with
+from tests.unit.learner.policies import VOCAB, new_policy, save
 
-VOCAB = 32
 SCRATCH = ScratchConfig(
     shape=ShapeConfig(hidden_size=32, num_layers=4, head_dim=16, ffn_hidden_size=48, init_std=0.2),
     max_position_embeddings=64,
@@ -142,11 +142,9 @@ def _rank(rank: int, learner: LearnerConfig, port: int, model: Path) -> dict[str
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("single")
-    (directory / "tokenizer").mkdir()
-    policy = MegatronPolicy.from_scratch(SCRATCH, vocab_size=VOCAB, eos_token_id=1, learner=ALONE, optimizer=None)
-    policy.save_hf(directory / "model", directory / "tokenizer")
-    save_draft(build_draft(directory / "model", DRAFT), directory / "draft")
-    return directory / "model", _outcome(directory / "model", ALONE)
+    model = save(new_policy(SCRATCH, ALONE, None), directory)
+    save_draft(build_draft(model, DRAFT), directory / "draft")
+    return model, _outcome(model, ALONE)
 
 
 @pytest.mark.slow

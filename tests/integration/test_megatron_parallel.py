@@ -31,8 +31,8 @@ from slipstream.refit.fingerprint import held_whole, part_fingerprints, weight_t
 from slipstream.types import Dtype, TrainBatch
 from tests.forked.ranks import free_ports, join, on_ranks
 from tests.unit.learner import families
+from tests.unit.learner.policies import VOCAB, new_policy, save
 
-VOCAB = 32
 # Small weights keep every gradient well above rounding, which Adam would divide by itself.
 SCRATCH = ScratchConfig(
     shape=ShapeConfig(hidden_size=32, num_layers=4, head_dim=16, ffn_hidden_size=48, init_std=0.02),
@@ -192,7 +192,7 @@ def _rank(
     result = _train(policy, learner, directory, rank)
     if lora is not None:
         policy.save_hf(directory / "adapted", model)
-    fresh = MegatronPolicy.from_scratch(SCRATCH, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=None)
+    fresh = new_policy(SCRATCH, learner, None)
     result["random"] = _weights(fresh)
     parallel.barrier()
     parallel.teardown()
@@ -202,18 +202,14 @@ def _rank(
 @pytest.fixture(scope="module")
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, Any]]:
     directory = tmp_path_factory.mktemp("single")
-    (directory / "tokenizer").mkdir()
-    scratch = replace(SCRATCH, tie_word_embeddings=request.param)
-    model = directory / "model"
-    policy = MegatronPolicy.from_scratch(scratch, vocab_size=VOCAB, eos_token_id=1, learner=LEARNER, optimizer=None)
-    policy.save_hf(model, directory / "tokenizer")
+    model = save(new_policy(replace(SCRATCH, tie_word_embeddings=request.param), LEARNER, None), directory)
     results: dict[Any, Any] = {}
     for dtype in (Dtype.FLOAT32, Dtype.BFLOAT16):
         learner = replace(LEARNER, dtype=dtype)
         for optimizer in (OPTIMIZER, MUON):
             policy = MegatronPolicy.load(model, learner=learner, optimizer=optimizer)
             results[dtype, optimizer.method] = _train(policy, learner, directory)
-        random = MegatronPolicy.from_scratch(SCRATCH, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=None)
+        random = new_policy(SCRATCH, learner, None)
         results[dtype, OPTIMIZER.method]["random"] = _weights(random)
     adapted = MegatronPolicy.load(model, learner=LEARNER, optimizer=OPTIMIZER, lora=LORA)
     results[LORA] = _train(adapted, LEARNER, directory)

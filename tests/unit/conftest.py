@@ -19,7 +19,7 @@ from slipstream.recipe import load_recipe
 from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import SweepPoint, TuningRecord
-from slipstream.records.steps import ArmRecord, Mismatch, RefitCheck, StepRecord, TrainStats
+from slipstream.records.steps import ArmRecord, StepRecord
 from slipstream.stages.support import recipe_layout
 from slipstream.tracking.config import sqlite_uri
 from slipstream.tracking.mlflow_store import MlflowStore
@@ -124,30 +124,16 @@ def demo_tuning(demo: dict[str, Any]) -> TuningRecord:
 
 
 def _step(index: int, values: dict[str, Any], demo: dict[str, Any], factor: float) -> StepRecord:
+    from tests.unit.report.handmade import step
+
     generation_s = factor * values["generation_s"]
-    return StepRecord(
-        step=index,
-        times=StageTimes(
-            data_s=0.002,
-            prepare_s=0.1,
-            generation_s=generation_s,
-            logprob_s=0.38,
-            train_s=1.19,
-            step_s=generation_s + 1.672,
-        ),
-        reward_mean=0.0,
+    times = {"data_s": 0.002, "prepare_s": 0.1, "generation_s": generation_s, "logprob_s": 0.38, "train_s": 1.19}
+    return replace(
+        step(index, generation_s=generation_s, reward=0.0),
+        times=StageTimes(**times, step_s=generation_s + 1.672),
         num_rollouts=demo["num_rollouts"],
         num_response_tokens=values["num_response_tokens"],
         num_truncated=values["num_truncated"],
-        num_reward_timeouts=0,
-        num_reward_crashes=0,
-        num_zero_signal_groups=0,
-        train=TrainStats(loss=0.0, grad_norm=0.0, kl=0.0, clip_fraction=0.0, num_tokens=0, learning_rate=1e-4),
-        mismatch=Mismatch(k1=0.0, k3=0.0, mean=0.0, largest=0.0, outside_fraction=0.0),
-        acceptance=None,
-        policy_version=index,
-        draft_version=None,
-        refit=RefitCheck(num_tensors=0, elapsed_s=0.0),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from slipstream.config import ConfigError
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.evaluation import EvaluationConfig, avg_at_k, evaluate, maj_at_k, prompt_hash
+from slipstream.records.steps import EvaluationRecord
 from slipstream.rewards.config import RewardConfig
 from slipstream.rewards.verifier import Verifier
 from slipstream.statistics import wilson_ci95
@@ -47,13 +49,18 @@ class ReplayEngine:
         )
         return GenerationResult(groups=groups, acceptance=None, generation_s=0.0)
 
-    def close(self) -> None:
-        self.responses = {}
-
 
 def decode(prompt: Sequence[int], response: Sequence[int]) -> str:
     """A prompt that ends with `t` has opened a thought."""
     return "<think>" * (prompt[-1] == ord("t")) + "".join(map(chr, response)).rstrip("\0")
+
+
+def evaluated(engine: ReplayEngine, prompts: Sequence[Prompt] = PROMPTS, *, k: int = 4, **how: Any) -> EvaluationRecord:
+    """An evaluation of `k` samples a problem, which are scored by mathematics."""
+    sampling = SamplingConfig(temperature=0.7, max_response_tokens=16, **how)
+    config = EvaluationConfig(num_samples_per_problem=k, sampling=sampling)
+    with closing(Verifier(RewardConfig())) as verifier:
+        return evaluate(engine, prompts, reward=verifier, decode=decode, config=config, policy="start", seed=3)
 
 
 def test_avg_at_k_is_the_mean_of_the_problems_pass_rates() -> None:
@@ -84,11 +91,7 @@ def test_the_prompt_hash_follows_tokens_answers_and_order() -> None:
 def test_an_evaluation_scores_every_sample_and_counts_truncation() -> None:
     right, wrong, cut = "\\boxed{2}\0", "\\boxed{3}\0", "1+1=2\n\\boxed{"
     engine = ReplayEngine({"1": [right, right, wrong, cut], "2": ["\\boxed{4}\0", cut, wrong, wrong]})
-    config = EvaluationConfig(
-        num_samples_per_problem=4, sampling=SamplingConfig(temperature=0.7, top_p=0.9, top_k=0, max_response_tokens=16)
-    )
-    with closing(Verifier(RewardConfig())) as verifier:
-        record = evaluate(engine, PROMPTS, reward=verifier, decode=decode, config=config, policy="start", seed=3)
+    record = evaluated(engine, top_p=0.9)
     assert engine.calls == [(SamplingConfig(temperature=0.7, top_p=0.9, top_k=0, max_response_tokens=16), 4, 3)]
     assert (record.policy, record.num_problems, record.k, record.num_timeouts) == ("start", 2, 4, 0)
     assert record.correct_by_problem == (2, 1)
@@ -103,11 +106,7 @@ def test_a_guess_in_a_thought_that_the_prompt_opened_is_no_answer_until_the_thou
     opened = replace(PROMPTS[0], token_ids=tuple(map(ord, "1+1=? t")))
     guess, cut = "so \\boxed{2}? Let me check", "Answer: 2"  # an answer that may go on has no vote either
     engine = ReplayEngine({"1": [guess, guess + "\0", guess + "</think>\\boxed{2}\0", guess + "</think>" + cut]})
-    config = EvaluationConfig(
-        num_samples_per_problem=4, sampling=SamplingConfig(temperature=0.7, max_response_tokens=16)
-    )
-    with closing(Verifier(RewardConfig())) as verifier:
-        record = evaluate(engine, [opened], reward=verifier, decode=decode, config=config, policy="start", seed=3)
+    record = evaluated(engine, [opened])
     assert (record.correct_by_problem, record.maj_at_k) == ((1,), 1.0)
 
 
@@ -125,32 +124,18 @@ def test_answers_and_rewards_come_in_pairs() -> None:
 
 
 def test_one_problem_is_enough_and_the_interval_is_of_the_problems_rates() -> None:
-    config = EvaluationConfig(
-        num_samples_per_problem=200, sampling=SamplingConfig(temperature=0.7, max_response_tokens=16)
-    )
     problems = [replace(PROMPTS[0], id=str(i)) for i in range(8)]
     engine = ReplayEngine({str(i): ["\\boxed{2}\0"] * (23 * i) + ["\\boxed{9}\0"] * (200 - 23 * i) for i in range(8)})
     rates = [23 * i / 200 for i in range(8)]
-    with closing(Verifier(RewardConfig())) as verifier:
-        for count in (1, 8):
-            record = evaluate(
-                engine, problems[:count], reward=verifier, decode=decode, config=config, policy="start", seed=3
-            )
-            assert record.ci95 == wilson_ci95(rates[:count])
-            assert len(record.prompt_hash) == 16
+    for count in (1, 8):
+        record = evaluated(engine, problems[:count], k=200)
+        assert record.ci95 == wilson_ci95(rates[:count])
+        assert len(record.prompt_hash) == 16
 
 
 def test_an_evaluation_without_problems_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^data\.validation must have problems to evaluate on, got 0$"):
-        evaluate(
-            ReplayEngine({}),
-            (),
-            reward=Verifier(RewardConfig()),
-            decode=decode,
-            config=EvaluationConfig(sampling=SamplingConfig(max_response_tokens=16)),
-            policy="start",
-            seed=0,
-        )
+        evaluated(ReplayEngine({}), ())
 
 
 def test_several_greedy_samples_a_problem_are_refused(refusal: Callable[..., str]) -> None:

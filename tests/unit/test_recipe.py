@@ -10,6 +10,7 @@ import yaml
 from slipstream.config import merge, parse_overrides
 from slipstream.recipe import CONFIGS, difference, load_recipe, parameters, resolve_recipe, write_recipe
 from slipstream.types import Workload
+from tests.unit.refusals import refused, rows
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -109,8 +110,10 @@ NAMED = {
     "INT8": INT8,
     "MTP": MTP,
 }
-# What is set, and below it what the error says, with dots for some words; after a semicolon it says the fix.
-REFUSED = """
+
+
+@rows(
+    """
 engine.backend=sglang + engine.tensor_parallel_size=2
     engine.tensor_parallel_size must be 1 with engine.backend sglang, got 2;
 engine.backend=sglang + loop.mode=one_step_off
@@ -219,14 +222,12 @@ INT8 + learner.parallel.tensor=2 + ADAMW
     engine.tensor_parallel_size must be a multiple of learner.parallel.tensor 2 with engine.quantization int8, got 1;
 MIXTURE + INT8
     engine.quantization must be none for a mixture of experts, got 'int8';
-""".strip().splitlines()
-
-
-@pytest.mark.parametrize(("given", "expected"), zip(REFUSED[::2], REFUSED[1::2], strict=True))
-def test_a_broken_rule_names_field_rule_value_and_fix(refusal: Callable[..., str], given: str, expected: str) -> None:
-    overrides = parse_overrides(each for word in given.split(" + ") for each in NAMED.get(word, (word,)))
-    wanted = re.escape(expected.strip()).replace(r"\.\.\.", ".*") + (" .+" if expected.endswith(";") else "")
-    assert re.fullmatch(wanted, refusal(load_recipe, name="tiny", overrides=overrides))
+"""
+)
+def test_a_broken_rule_names_field_rule_value_and_fix(given: str, expected: str) -> None:
+    """Dots stand for some words, and after a semicolon the error says the fix."""
+    wanted = re.escape(expected).replace(r"\.\.\.", ".*") + (" .+" if expected.endswith(";") else "")
+    assert re.fullmatch(wanted, refused(given, NAMED))
 
 
 LAGS = "loop={mode: one_step_off, max_off_policy_steps: 2}"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream.data.config import DataConfig, SourceConfig
-from slipstream.data.synthetic import SyntheticConfig
+from tests.unit.refusals import refused, rows
 
 Data = partial(DataConfig, max_prompt_tokens=1)
 
@@ -38,20 +38,17 @@ def test_a_source_may_be_read_whole_or_in_part() -> None:
     assert SourceConfig(path="a", max_rows=1).max_rows == 1
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"num_leaked": 31}, "data.synthetic.num_leaked must be <= num_validation_problems (30), got 31"),
-        ({"num_train_problems": 7}, "data.synthetic.num_conflicting must be <= num_train_problems (7), got 8"),
-        ({"max_terms": 2}, "data.synthetic.max_terms must be >= min_terms (3), got 2"),
-        (
-            {"min_terms": 11},
-            "data.synthetic.min_terms times max_term must be <= 999, the largest answer, got 11; "
-            "lower min_terms or max_term",
-        ),
-    ],
+@rows(
+    """
+data.synthetic.num_leaked=31
+    data.synthetic.num_leaked must be <= num_validation_problems (30), got 31
+data.synthetic.num_train_problems=7
+    data.synthetic.num_conflicting must be <= num_train_problems (7), got 8
+data.synthetic.max_terms=2
+    data.synthetic.max_terms must be >= min_terms (3), got 2
+data.synthetic.min_terms=11 + data.synthetic.max_terms=11
+    data.synthetic.min_terms times max_term must be <= 999, the largest answer, got 11; lower min_terms or max_term
+"""
 )
-def test_synthetic_data_outside_their_bounds_are_refused(
-    refusal: Callable[..., str], values: dict[str, Any], message: str
-) -> None:
-    assert refusal(SyntheticConfig, **values) == message
+def test_synthetic_data_outside_their_bounds_are_refused(given: str, expected: str) -> None:
+    assert refused(given) == expected

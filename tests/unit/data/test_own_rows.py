@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from datasets import Dataset
 
 from slipstream.config import ConfigError
@@ -18,6 +19,7 @@ from slipstream.data.schemas import read_item, schema_of
 from slipstream.data.synthetic import SyntheticConfig
 from slipstream.data.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from slipstream.types import Prompt
+from tests.unit.refusals import rows
 
 TOKENIZER = build_tokenizer(max_length=256)
 ROWS = [
@@ -254,25 +256,16 @@ def test_what_the_chat_template_does_not_take_is_refused(
     )
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"path": "reasoning_gym:chain_sum", "where": {"level": 1}},
-            "data source.where must be left out with path reasoning_gym:chain_sum, got {'level': 1}; "
-            "its rows are made on the spot",
-        ),
-        (
-            {"path": "a/b", "config": {"size": 3}},
-            "data source.config must be left out without reasoning_gym:TASK as path, got {'size': 3}",
-        ),
-        (
-            {"path": "a/b", "where": {"level": [1, 2]}},
-            "data source.where.level must be text, a number, true, false or null, got [1, 2]",
-        ),
-    ],
+@rows(
+    """
+{path: "reasoning_gym:chain_sum", where: {level: 1}}
+    data source.where must be left out with path reasoning_gym:chain_sum, got {'level': 1}; its rows are made on the
+    spot
+{path: a/b, config: {size: 3}}
+    data source.config must be left out without reasoning_gym:TASK as path, got {'size': 3}
+{path: a/b, where: {level: [1, 2]}}
+    data source.where.level must be text, a number, true, false or null, got [1, 2]
+"""
 )
-def test_fields_of_another_kind_of_source_are_refused(
-    refusal: Callable[..., str], values: dict[str, Any], message: str
-) -> None:
-    assert refusal(SourceConfig, **values) == message
+def test_fields_of_another_kind_of_source_are_refused(refusal: Callable[..., str], given: str, expected: str) -> None:
+    assert refusal(SourceConfig, **yaml.safe_load(given)) == expected

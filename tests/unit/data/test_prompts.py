@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from slipstream.data.synthetic import SyntheticConfig
 from slipstream.data.tokenizer import build_tokenizer
 from slipstream.records.stages import DataSetRecord
 from slipstream.types import Prompt
+from tests.unit.refusals import rows
 
 TOKENIZER = build_tokenizer(max_length=256)
 OPENING = "<|im_start|><|assistant|>"
@@ -506,39 +507,29 @@ SETS = PromptSets(
 )
 
 
-@pytest.mark.parametrize(
-    ("split", "field", "value", "message"),
-    [
-        (
-            "draft_in_domain",
-            "draft.num_prompts + draft.num_heldout_prompts",
-            11,
-            r"^draft\.num_prompts \+ draft\.num_heldout_prompts must be <= 10, the number of distinct prompts in "
-            r"data\.draft_in_domain, got 11; of 15 rows read 3 duplicates, 2 in another set, 1 without a usable "
-            r"problem were dropped: lower it, or read more rows \(synthetic: raise data\.synthetic\.num_draft_rows; "
-            r"else add a source or raise its max_rows\)$",
-        ),
-        (
-            "draft_general",
-            "draft.num_prompts",
-            7,
-            r"must be <= 6, .* data\.draft_general, got 7; of 11 rows read 5 duplicates were dropped",
-        ),
-        (
-            "train",
-            "grpo.prompts_per_step",
-            5,
-            r"^grpo\.prompts_per_step must be <= 4, .* data\.train, got 5; of 4 rows read none were dropped: .* "
-            r"raise data\.synthetic\.num_train_problems",
-        ),
-    ],
+@rows(
+    """
+draft_in_domain: draft.num_prompts + draft.num_heldout_prompts: 11
+    draft.num_prompts + draft.num_heldout_prompts must be <= 10, the number of distinct prompts in data.draft_in_domain,
+    got 11; of 15 rows read 3 duplicates, 2 in another set, 1 without a usable problem were dropped: lower it, or read
+    more rows (synthetic: raise data.synthetic.num_draft_rows; else add a source or raise its max_rows)
+draft_general: draft.num_prompts: 7
+    draft.num_prompts must be <= 6, the number of distinct prompts in data.draft_general, got 7; of 11 rows read 5
+    duplicates were dropped: lower it, or read more rows (synthetic: raise data.synthetic.num_draft_rows; else add a
+    source or raise its max_rows)
+train: grpo.prompts_per_step: 5
+    grpo.prompts_per_step must be <= 4, the number of distinct prompts in data.train, got 5; of 4 rows read none were
+    dropped: lower it, or read more rows (synthetic: raise data.synthetic.num_train_problems; else add a source or raise
+    its max_rows)
+"""
 )
 def test_a_set_that_is_too_small_is_refused_with_what_is_left_and_why(
-    split: Any, field: str, value: int, message: str
+    refusal: Callable[..., str], given: str, expected: str
 ) -> None:
-    require_size(SETS, split, field, value - 1)
-    with pytest.raises(ConfigError, match=message):
-        require_size(SETS, split, field, value)
+    split, field, value = given.split(": ")
+    require: Any = require_size
+    require(SETS, split, field, int(value) - 1)
+    assert refusal(lambda: require(SETS, split, field, int(value))) == expected
 
 
 def test_a_set_that_is_too_small_for_a_batch_of_groups_is_refused() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from slipstream.config import ConfigError
 from slipstream.data.config import DataConfig, SourceConfig
@@ -16,6 +17,7 @@ from slipstream.data.synthetic import SyntheticConfig
 from slipstream.data.tokenizer import build_tokenizer
 from slipstream.rewards.config import RewardConfig
 from slipstream.rewards.function import open_reward
+from tests.unit.refusals import rows
 
 TOKENIZER = build_tokenizer(max_length=256)
 SUMS = "reasoning_gym:chain_sum"
@@ -67,30 +69,21 @@ def test_its_prompts_are_scored_by_the_task_itself_and_others_by_mathematics(tmp
     assert (result.num_failures, result.metrics) == (0, {})
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (
-            {"path": "reasoning_gym:chain_sums"},
-            "data.train must name one of the 1 tasks of reasoning-gym, got 'reasoning_gym:chain_sums'; "
-            "is it one of chain_sum?",
-        ),
-        (
-            {"path": SUMS, "config": {"num_terms": 2}},
-            "data.train.config must have settings of the task chain_sum alone, which are min_terms, max_terms, "
-            "max_digits, seed, size, got 'num_terms'",
-        ),
-        (
-            {"path": SUMS, "config": {"min_terms": 7}},
-            "data.train.config must be settings that chain_sum takes, got {'min_terms': 7}; "
-            "max_terms must be >= min_terms",
-        ),
-    ],
+@rows(
+    """
+{path: "reasoning_gym:chain_sums"}
+    data.train must name one of the 1 tasks of reasoning-gym, got 'reasoning_gym:chain_sums'; is it one of chain_sum?
+{path: "reasoning_gym:chain_sum", config: {num_terms: 2}}
+    data.train.config must have settings of the task chain_sum alone, which are min_terms, max_terms, max_digits, seed,
+    size, got 'num_terms'
+{path: "reasoning_gym:chain_sum", config: {min_terms: 7}}
+    data.train.config must be settings that chain_sum takes, got {'min_terms': 7}; max_terms must be >= min_terms
+"""
 )
 def test_an_unknown_task_and_settings_that_it_does_not_take_are_refused(
-    refusal: Callable[..., str], tmp_path: Path, source: dict[str, Any], message: str
+    refusal: Callable[..., str], tmp_path: Path, given: str, expected: str
 ) -> None:
-    assert refusal(lambda: load(tmp_path, train=(SourceConfig(**source),))) == message
+    assert refusal(lambda: load(tmp_path, train=(SourceConfig(**yaml.safe_load(given)),))) == expected
 
 
 def test_without_the_package_the_error_says_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

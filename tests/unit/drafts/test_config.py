@@ -7,80 +7,61 @@ from typing import Any
 
 import pytest
 
-from slipstream.drafts.config import DraftConfig, DraftInit, DraftLengthRule, DraftOnline
+from slipstream.drafts.config import (
+    DraftConfig,
+    DraftInit,
+    DraftLengthRule,
+)
 from slipstream.drafts.methods import DraftMethod, Training
 from slipstream.grpo.config import OptimizerMethod
 from slipstream.learner.architecture import aux_layer_ids
 from tests.small import draft_with
+from tests.unit.refusals import refused, rows
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"eagle3": {"aux_hidden_state_layer_ids": (1, 2)}},
-            "draft.eagle3.aux_hidden_state_layer_ids must be three different layers, got (1, 2); "
-            "duplicates make vLLM fail with a shape error",
-        ),
-        (
-            {"eagle3": {"aux_hidden_state_layer_ids": (1, 2, 2)}},
-            "draft.eagle3.aux_hidden_state_layer_ids must be three different layers, got (1, 2, 2); "
-            "duplicates make vLLM fail with a shape error",
-        ),
-        (
-            {"eagle3": {"aux_hidden_state_layer_ids": (2, 1, 3)}},
-            "draft.eagle3.aux_hidden_state_layer_ids must rise, got (2, 1, 3)",
-        ),
-        (
-            {"eagle3": {"aux_hidden_state_layer_ids": (-1, 1, 2)}},
-            "draft.eagle3.aux_hidden_state_layer_ids[0] must be >= 0, got -1",
-        ),
-        ({"pretrain": {"num_steps": 0}}, "draft.pretrain.num_steps must be > 0, got 0"),
-        ({"init": DraftInit.FROM_HUB}, "draft.model must be given exactly when draft.init is from_hub, got None"),
-        ({"model": "here"}, "draft.model must be given exactly when draft.init is from_hub, got 'here'"),
-        (
-            {"init": DraftInit.FROM_HUB, "model": "here", "eagle3": {"vocab_size": 8}},
-            "draft.eagle3.vocab_size must be null with draft.init from_hub, got 8; a draft brings its own",
-        ),
-        (
-            {"method": DraftMethod.NGRAM, "init": DraftInit.FROM_HUB, "model": "here"},
-            "draft.init must be another one with draft.method ngram, got 'from_hub'; "
-            "only an EAGLE-3 draft is trained from there on",
-        ),
-        (
-            {
-                "method": DraftMethod.MTP,
-                "online": {"when": DraftOnline.WHEN_STALE, "optimizer": {"method": OptimizerMethod.MUON}},
-            },
-            "draft.online.optimizer.method must be adamw with draft.method mtp, got 'muon'; Muon is for the layer of "
-            "an EAGLE-3 draft",
-        ),
-        (
-            {"method": DraftMethod.SUFFIX, "length": DraftLengthRule.BY_BATCH},
-            "draft.length must be fixed with suffix, got 'by_batch'; it drafts as far as its matches reach, and vLLM "
-            "cannot tell it to stop earlier",
-        ),
-        (
-            {"method": DraftMethod.SUFFIX, "autopilot": True},
-            "draft.autopilot must be false with suffix, got True; it drafts as far as its matches reach, and "
-            "vLLM cannot tell it to stop earlier",
-        ),
-        (
-            {"method": DraftMethod.HISTORY, "autopilot": True},
-            "draft.autopilot must be false with history, got True; it drafts as far as its matches reach, and "
-            "vLLM cannot tell it to stop earlier",
-        ),
-        ({"history": {"match_min": 3, "match_max": 2}}, "draft.history.match_max must be >= match_min 3, got 2"),
-        (
-            {"ngram": {"prompt_lookup_min": 3, "prompt_lookup_max": 2}},
-            "draft.ngram.prompt_lookup_max must be >= prompt_lookup_min 3, got 2",
-        ),
-    ],
+@rows(
+    """
+draft.eagle3.aux_hidden_state_layer_ids=[1, 2]
+    draft.eagle3.aux_hidden_state_layer_ids must be three different layers, got (1, 2); duplicates make vLLM fail with a
+    shape error
+draft.eagle3.aux_hidden_state_layer_ids=[1, 2, 2]
+    draft.eagle3.aux_hidden_state_layer_ids must be three different layers, got (1, 2, 2); duplicates make vLLM fail
+    with a shape error
+draft.eagle3.aux_hidden_state_layer_ids=[2, 1, 3]
+    draft.eagle3.aux_hidden_state_layer_ids must rise, got (2, 1, 3)
+draft.eagle3.aux_hidden_state_layer_ids=[-1, 1, 2]
+    draft.eagle3.aux_hidden_state_layer_ids[0] must be >= 0, got -1
+draft.pretrain.num_steps=0
+    draft.pretrain.num_steps must be > 0, got 0
+draft.init=from_hub
+    draft.model must be given exactly when draft.init is from_hub, got None
+draft.model=here
+    draft.model must be given exactly when draft.init is from_hub, got 'here'
+draft.init=from_hub + draft.model=here + draft.eagle3.vocab_size=8
+    draft.eagle3.vocab_size must be null with draft.init from_hub, got 8; a draft brings its own
+draft.method=ngram + draft.init=from_hub + draft.model=here
+    draft.init must be another one with draft.method ngram, got 'from_hub'; only an EAGLE-3 draft is trained from there
+    on
+draft.method=mtp + draft.online.when=when_stale + draft.online.optimizer.method=muon
+    draft.online.optimizer.method must be adamw with draft.method mtp, got 'muon'; Muon is for the layer of an EAGLE-3
+    draft
+draft.method=suffix + draft.length=by_batch
+    draft.length must be fixed with suffix, got 'by_batch'; it drafts as far as its matches reach, and vLLM cannot tell
+    it to stop earlier
+draft.method=suffix + draft.autopilot=true
+    draft.autopilot must be false with suffix, got True; it drafts as far as its matches reach, and vLLM cannot tell it
+    to stop earlier
+draft.method=history + draft.autopilot=true
+    draft.autopilot must be false with history, got True; it drafts as far as its matches reach, and vLLM cannot tell it
+    to stop earlier
+draft.history.match_min=3 + draft.history.match_max=2
+    draft.history.match_max must be >= match_min 3, got 2
+draft.ngram.prompt_lookup_min=3 + draft.ngram.prompt_lookup_max=2
+    draft.ngram.prompt_lookup_max must be >= prompt_lookup_min 3, got 2
+"""
 )
-def test_a_draft_outside_its_bounds_is_refused(
-    refusal: Callable[..., str], values: dict[str, Any], message: str
-) -> None:
-    assert refusal(DraftConfig, **values) == message
+def test_a_draft_outside_its_bounds_is_refused(given: str, expected: str) -> None:
+    assert refused(given) == expected
 
 
 def test_layers_may_begin_with_the_embeddings() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -20,7 +20,6 @@ from slipstream.drafts.length import (
     SWITCHED_OFF,
     Decision,
     DraftLength,
-    EngineFactory,
     Round,
     Sweep,
     TuningConfig,
@@ -68,14 +67,29 @@ class TimedEngine:
         acceptance = accepted(10, 10, *(0,) * (self.k - 1)) if self.k else None
         return GenerationResult(groups=groups, acceptance=acceptance, generation_s=self.seconds[self.k, batch])
 
-    def close(self) -> None:
-        pass
+
+class ScriptedEngine(TimedEngine):
+    """An engine whose generations take these seconds, one after the other."""
+
+    def __init__(self, k: int, rounds: Sequence[float]) -> None:
+        super().__init__(k, defaultdict(float), [])
+        self.rounds = iter(rounds)
+
+    def generate(self, prompts: Sequence[Prompt], **how: Any) -> GenerationResult:
+        return replace(super().generate(prompts, **how), generation_s=next(self.rounds))
 
 
-def starting(
-    engine: Callable[[int], TimedEngine], into: list[TimedEngine] | None = None
-) -> Callable[[int], AbstractContextManager[TimedEngine]]:
-    """Start what `engine` makes of a k, and keep it in `into`."""
+SECONDS = {(0, 2): 4.0, (0, 8): 6.0, (1, 2): 3.0, (1, 8): 8.0, (3, 2): 2.0, (3, 8): 9.0}
+CONFIG = TuningConfig(candidate_ks=(0, 1, 3), batch_sizes=(2, 8), num_repeats=2)
+
+
+def swept(
+    engine: Callable[[int], TimedEngine],
+    config: TuningConfig = CONFIG,
+    into: list[TimedEngine] | None = None,
+    **how: Any,
+) -> Sweep:
+    """The sweep of engines that `engine` makes of a k, which are kept in `into`."""
 
     @contextmanager
     def start(k: int) -> Iterator[TimedEngine]:
@@ -84,22 +98,17 @@ def starting(
             into.append(made)
         yield made
 
-    return start
+    return sweep(start, **{"prompts": PROMPTS, "config": config, "sampling": SAMPLING, "seed": 0, **how})
 
 
-SECONDS = {(0, 2): 4.0, (0, 8): 6.0, (1, 2): 3.0, (1, 8): 8.0, (3, 2): 2.0, (3, 8): 9.0}
-CONFIG = TuningConfig(candidate_ks=(0, 1, 3), batch_sizes=(2, 8), num_repeats=2)
-
-
-def swept(
-    start: EngineFactory, config: TuningConfig = CONFIG, prompts: Sequence[Prompt] = PROMPTS, **others: Any
-) -> Sweep:
-    return sweep(start, prompts, config=config, sampling=SAMPLING, seed=0, **others)
+def timed(
+    seconds: dict[tuple[int, int], float], calls: list[tuple[int, int]] | None = None
+) -> Callable[[int], TimedEngine]:
+    return lambda k: TimedEngine(k, seconds, [] if calls is None else calls)
 
 
 def _sweep(calls: list[tuple[int, int]], max_live_engines: int = 2) -> tuple[SweepPoint, ...]:
-    start = starting(lambda k: TimedEngine(k, SECONDS, calls))
-    return swept(start, replace(CONFIG, max_live_engines=max_live_engines)).points
+    return swept(timed(SECONDS, calls), replace(CONFIG, max_live_engines=max_live_engines)).points
 
 
 def test_every_k_is_measured_in_turn_with_the_baseline() -> None:
@@ -140,17 +149,14 @@ def test_where_not_all_engines_fit_the_middle_comes_first_and_then_neighbours_of
             told.append([point.k for point in points])
 
     config = replace(CONFIG, candidate_ks=ks, max_live_engines=live)
-    start = starting(lambda k: TimedEngine(k, seconds, []))
-    swept(start, config, on_points=on_points)
+    swept(timed(seconds), config, on_points=on_points)
     assert told == measured
 
 
 def test_a_schedule_is_made_of_every_length() -> None:
     ks = (0, 1, 2, 3, 5, 7)
     seconds = {(k, batch): 10.0 for k in ks for batch in (2, 8)}
-    start = starting(lambda k: TimedEngine(k, seconds, []))
-    config = replace(CONFIG, candidate_ks=ks)
-    found = swept(start, config, switch=lambda engine, k: None)
+    found = swept(timed(seconds), replace(CONFIG, candidate_ks=ks), switch=lambda engine, k: None)
     assert sorted({point.k for point in found.points}) == list(ks)
 
 
@@ -159,13 +165,11 @@ def test_drafting_that_is_switched_off_is_measured_in_the_engine_of_the_longest_
     switched: list[tuple[int, int, int]] = []  # whose length, to what, after how many generations
     engines: list[TimedEngine] = []
 
-    start = starting(lambda k: TimedEngine(k, SECONDS, calls), engines)
-
     def switch(engine: Engines, k: int) -> None:
         assert isinstance(engine, TimedEngine)
         switched.append((engine.k, k, len(calls)))
 
-    found = swept(start, switch=switch)
+    found = swept(timed(SECONDS, calls), into=engines, switch=switch)
 
     assert [(p.k, p.batch) for p in found.points] == [(0, 2), (0, 8), (1, 2), (1, 8), (3, 2), (3, 8)]
     assert [sorted(each) for each in found.rounds] == [[0, 1]] * 4 + [[SWITCHED_OFF, 0, 3]] * 4
@@ -187,14 +191,12 @@ def test_points_are_told_a_batch_at_a_time_as_soon_as_its_rounds_are_done(
     calls: list[tuple[int, int]] = []
     num_calls: list[int] = []
 
-    start = starting(lambda k: TimedEngine(k, SECONDS, calls))
-
     def on_points(points: Sequence[SweepPoint]) -> None:
         told.append([point.k for point in points])
         num_calls.append(len(calls))
 
     config = replace(CONFIG, max_live_engines=max_live_engines)
-    swept(start, config, on_points=on_points)
+    swept(timed(SECONDS, calls), config, on_points=on_points)
     assert told == known
     rounds = (1 + len(known[0])) * config.num_repeats
     assert [after - before for before, after in pairwise(num_calls)][::2] == [rounds] * (len(known) // 2)
@@ -203,15 +205,8 @@ def test_points_are_told_a_batch_at_a_time_as_soon_as_its_rounds_are_done(
 def test_a_k_is_judged_by_the_baseline_of_its_own_round() -> None:
     """Every round speaks for k=1, by 2, 3 and 4; of the medians of the rounds' seconds one would say 8 / 3."""
     rounds = {0: [1.0, 6.0, 9.0, 8.0], 1: [1.0, 3.0, 3.0, 2.0]}  # the first call warms up
-
-    class Scripted(TimedEngine):
-        def generate(self, *args: Any, **kwargs: Any) -> GenerationResult:
-            result = super().generate(*args, **kwargs)
-            return replace(result, generation_s=rounds[self.k].pop(0))
-
-    start = starting(lambda k: Scripted(k, {(0, 8): 0.0, (1, 8): 0.0}, []))
     config = TuningConfig(candidate_ks=(0, 1), batch_sizes=(8,), num_repeats=3)
-    _, point = swept(start, config).points
+    _, point = swept(lambda k: ScriptedEngine(k, rounds[k]), config).points
     assert (point.speedup, point.generation_s, point.autoregressive_s) == (3.0, 3.0, 8.0)
 
 
@@ -232,15 +227,13 @@ def test_engines_start_side_by_side_and_all_end_when_one_fails() -> None:
 
     config = replace(CONFIG, max_live_engines=3)
     with pytest.raises(RuntimeError, match="no memory left"):
-        swept(start, config)
+        sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0)
     assert ended == [1, 0]
 
 
 def test_a_batch_is_groups_of_rollouts_and_every_repeat_has_other_prompts() -> None:
     engines: list[TimedEngine] = []
-
-    start = starting(lambda k: TimedEngine(k, SECONDS, []), engines)
-    points = swept(start, prompts=PROMPTS[:6], group_size=2).points
+    points = swept(timed(SECONDS), into=engines, prompts=PROMPTS[:6], group_size=2).points
     assert [p.batch for p in points[:2]] == [2, 8]
     warm_up, *measured = engines[1].asked  # k = 1
     assert warm_up == ["0", "1", "2", "3"]
@@ -252,9 +245,7 @@ def test_a_batch_is_groups_of_rollouts_and_every_repeat_has_other_prompts() -> N
 
 def test_every_engine_is_asked_alike_and_every_round_has_its_own_seed() -> None:
     engines: list[TimedEngine] = []
-
-    start = starting(lambda k: TimedEngine(k, SECONDS, []), engines)
-    sweep(start, PROMPTS, config=CONFIG, sampling=SAMPLING, seed=5, group_size=2)
+    swept(timed(SECONDS), into=engines, seed=5, group_size=2)
     rounds = [(SAMPLING, 2, 5), (SAMPLING, 2, 6)]
     warm_up = (SAMPLING, 2, 0)
     baseline, *speculating = engines
@@ -265,15 +256,9 @@ def test_every_engine_is_asked_alike_and_every_round_has_its_own_seed() -> None:
 def test_a_point_is_told_as_soon_as_it_is_known_with_all_that_it_says() -> None:
     """Seconds 3, 2 and 1 of k=1 over 4 in each round: medians 2 and 2, p10 at rank 0.2 and p90 at rank 1.8."""
     seconds = {0: [9.0, 4.0, 4.0, 4.0], 1: [9.0, 3.0, 2.0, 1.0]}
-
-    class Scripted(TimedEngine):
-        def generate(self, *args: Any, **kwargs: Any) -> GenerationResult:
-            return replace(super().generate(*args, **kwargs), generation_s=seconds[self.k].pop(0))
-
-    start = starting(lambda k: Scripted(k, {(0, 8): 0.0, (1, 8): 0.0}, []))
     told: list[SweepPoint] = []
     config = TuningConfig(candidate_ks=(0, 1), batch_sizes=(8,), num_repeats=3)
-    baseline, point = swept(start, config, on_points=told.extend).points
+    baseline, point = swept(lambda k: ScriptedEngine(k, seconds[k]), config, on_points=told.extend).points
     assert told == [point]  # the baseline's is known last
     assert point == SweepPoint(
         k=1,
@@ -291,13 +276,8 @@ def test_a_point_is_told_as_soon_as_it_is_known_with_all_that_it_says() -> None:
         longest_response_tokens=5.0,
         autoregressive_longest_tokens=4.0,
     )
-    assert (baseline.k, baseline.speedup, baseline.mean_acceptance_length, baseline.rate_by_position) == (
-        0,
-        1.0,
-        1.0,
-        (),
-    )
-    assert (baseline.num_repeats, baseline.generation_s, baseline.autoregressive_s) == (3, 4.0, 4.0)
+    assert (baseline.k, baseline.num_repeats, baseline.generation_s, baseline.autoregressive_s) == (0, 3, 4.0, 4.0)
+    assert (baseline.speedup, baseline.mean_acceptance_length, baseline.rate_by_position) == (1.0, 1.0, ())
 
 
 def test_the_baselines_point_holds_the_rounds_beside_every_k() -> None:
@@ -335,13 +315,12 @@ def test_a_sweep_keeps_every_rounds_steps_and_the_schedule_is_made_from_them() -
     steps = {0: (1750, 1750), 1: (750, 750), 3: (350, 1250)}  # ms of one rollout alone and of two
 
     class SteppingEngine(TimedEngine):
-        def generate(self, *args: Any, **kwargs: Any) -> GenerationResult:
+        def generate(self, prompts: Sequence[Prompt], **how: Any) -> GenerationResult:
             running = tuple(time(n, steps=5, tokens=10 * n, ms=ms) for n, ms in enumerate(steps[self.k], start=1))
-            return replace(super().generate(*args, **kwargs), running=running)
+            return replace(super().generate(prompts, **how), running=running)
 
-    start = starting(lambda k: SteppingEngine(k, {(k, batch): seconds[k] for batch in (2, 8)}, []))
     config = replace(CONFIG, max_live_engines=3)
-    found = swept(start, config)
+    found = swept(lambda k: SteppingEngine(k, {(k, batch): seconds[k] for batch in (2, 8)}, []), config)
     assert len(found.rounds) == 4  # two of each batch size
     assert all(sorted(each) == [0, 1, 3] for each in found.rounds)
 
@@ -622,19 +601,16 @@ def test_a_table_of_several_is_taken_only_where_it_is_asked_for() -> None:
     assert length_of(record, by_batch=False) == DraftLength(num_speculative_tokens=3)
 
 
-class KindEngine(TimedEngine):
-    """An engine whose generations take `rounds` seconds, one after the other, and draft `k` tokens."""
+class KindEngine(ScriptedEngine):
+    """An engine of drafts of one kind, three tokens long; it notes the order of all generations."""
 
-    def __init__(self, kind: DraftSampling, rounds: list[float], calls: list[tuple[DraftSampling, int]]) -> None:
-        super().__init__(3, {}, [])
-        self.kind, self.rounds, self.order = kind, iter(rounds), calls
+    def __init__(self, kind: DraftSampling, rounds: list[float], order: list[tuple[DraftSampling, int]]) -> None:
+        super().__init__(3, rounds)
+        self.kind, self.order = kind, order
 
-    def generate(
-        self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
-    ) -> GenerationResult:
-        self.order.append((self.kind, seed))
-        self.seconds[self.k, len(prompts) * group_size] = next(self.rounds)
-        return super().generate(prompts, sampling=sampling, group_size=group_size, seed=seed)
+    def generate(self, prompts: Sequence[Prompt], **how: Any) -> GenerationResult:
+        self.order.append((self.kind, how["seed"]))
+        return super().generate(prompts, **how)
 
 
 def _compared(greedy: list[float], calls: list[tuple[DraftSampling, int]] | None = None) -> TuningRecord:

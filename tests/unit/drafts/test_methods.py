@@ -23,6 +23,10 @@ from slipstream.drafts.methods import (
 from tests.small import draft_with
 
 DIRECTORY = Path("draft")
+LOOKUPS = {
+    "ngram": {"prompt_lookup_min": 3, "prompt_lookup_max": 4},
+    "history": {"match_min": 3, "match_max": 4, "max_tokens": 5},
+}
 WITH_WEIGHTS = {"draft_sample_method": "probabilistic", "disable_eagle_block_drop": True}
 
 
@@ -59,29 +63,20 @@ def test_training_during_rl_is_refused_where_there_is_nothing_to_train(
 
 
 DIRECTORY = Path("draft")
+LOOKUPS = {
+    "ngram": {"prompt_lookup_min": 3, "prompt_lookup_max": 4},
+    "history": {"match_min": 3, "match_max": 4, "max_tokens": 5},
+}
 
 
 @pytest.mark.parametrize(
     ("config", "draft", "told"),
     [
-        (DraftConfig(), DIRECTORY, {"method": "eagle3", "model": "draft", **WITH_WEIGHTS}),
-        (DraftConfig(method=DraftMethod.DFLASH), DIRECTORY, {"method": "dflash", "model": "draft", **WITH_WEIGHTS}),
-        (DraftConfig(method=DraftMethod.MTP), DIRECTORY, {"method": "mtp", "model": "draft", **WITH_WEIGHTS}),
-        (
-            DraftConfig(method=DraftMethod.DRAFT_MODEL),
-            DIRECTORY,
-            {"method": "draft_model", "model": "draft", **WITH_WEIGHTS},
+        *(
+            (DraftConfig(method=DraftMethod(name)), DIRECTORY, {"method": name, "model": "draft", **WITH_WEIGHTS})
+            for name in ("eagle3", "dflash", "mtp", "draft_model")
         ),
-        (
-            draft_with(method=DraftMethod.NGRAM, ngram={"prompt_lookup_min": 3, "prompt_lookup_max": 4}),
-            None,
-            {"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 4},
-        ),
-        (
-            draft_with(method=DraftMethod.HISTORY, history={"match_min": 3, "match_max": 4, "max_tokens": 5}),
-            None,
-            {"method": "history", "match_min": 3, "match_max": 4, "max_tokens": 5},
-        ),
+        *((draft_with(method=name, **{name: own}), None, {"method": name, **own}) for name, own in LOOKUPS.items()),
     ],
 )
 def test_vllm_is_told_the_method_and_rejects_by_the_standard_rule(

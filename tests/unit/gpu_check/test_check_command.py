@@ -49,6 +49,13 @@ def asks_another_process(at: Setting) -> None:
     at.figures["is_another"] = on_cpu(at, os.getpid) != os.getpid()
 
 
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    path = tmp_path / "check"
+    path.mkdir()
+    return path
+
+
 def stage(number: int, work: Callable[[Setting], None], *, limit_s: float = 60.0) -> Stage:
     return Stage(number, work, limit_s, not_exercised=("a GPU",))
 
@@ -71,11 +78,9 @@ def archived(output: Path) -> Mapping[str, bytes]:
 
 
 def test_a_stage_that_hangs_crashes_or_exits_is_named_and_the_next_one_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_command, "_PATIENCE", 1)
-    output = tmp_path / "check"
-    output.mkdir()
     stages = [stage(1, crashes), stage(2, exits), stage(3, hangs, limit_s=5.0), stage(4, passes)]
     told: list[Line] = []
 
@@ -110,9 +115,7 @@ def test_on_a_gpu_stages_run_in_fresh_processes_and_start_fresh_ones(tmp_path: P
     assert (line.outcome, line.figures, line.not_exercised) == ("passed", {"is_another": True}, ())
 
 
-def test_nothing_runs_after_an_environment_that_lacks_something_but_all_is_archived(tmp_path: Path) -> None:
-    output = tmp_path / "check"
-    output.mkdir()
+def test_nothing_runs_after_an_environment_that_lacks_something_but_all_is_archived(output: Path) -> None:
     lines = forked([stage(0, exits), stage(1, passes)], output, is_dry=False)
     reason = "stage 0 failed: ended with status 3 without a result: see log.txt"
     assert outcomes(lines)[1:] == [(1, "skipped", reason)]
@@ -120,10 +123,7 @@ def test_nothing_runs_after_an_environment_that_lacks_something_but_all_is_archi
     assert not (output / "01_passes").exists()
 
 
-def test_an_interrupted_check_is_archived_with_what_it_has(tmp_path: Path) -> None:
-    output = tmp_path / "check"
-    output.mkdir()
-
+def test_an_interrupted_check_is_archived_with_what_it_has(output: Path) -> None:
     def interrupt(line: Line) -> None:
         raise KeyboardInterrupt
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -24,15 +25,17 @@ def _loss(
     ref_logprobs_BT: Tensor | None = None,
 ) -> PolicyLoss:
     logprobs_BT = torch.tensor([ratios], dtype=torch.float64).log().requires_grad_()
-    return policy_loss(
-        logprobs_BT,
-        trainer_logprobs_BT=torch.zeros_like(logprobs_BT),
-        advantages_BT=torch.tensor([[advantage]], dtype=torch.float64),
-        mask_BT=torch.ones(logprobs_BT.shape, dtype=torch.bool),
-        config=config,
-        weights=weights,
-        ref_logprobs_BT=ref_logprobs_BT,
-    )
+    return _of(logprobs_BT, advantage, config=config, weights=weights, ref_logprobs_BT=ref_logprobs_BT)
+
+
+def _of(logprobs_BT: torch.Tensor, advantage: float = 0.0, **given: Any) -> PolicyLoss:
+    """The loss of one sequence; by default its trainer logprobs are 0, and all its tokens count."""
+    plain = {
+        "trainer_logprobs_BT": torch.zeros_like(logprobs_BT),
+        "advantages_BT": torch.full((1, 1), advantage, dtype=logprobs_BT.dtype),
+        "mask_BT": torch.ones(logprobs_BT.shape, dtype=torch.bool),
+    }
+    return policy_loss(logprobs_BT, **{**plain, **given})
 
 
 def _capped(log_ratio_BT: Tensor, config: LossConfig) -> Weights | None:
@@ -58,13 +61,7 @@ def test_the_clip_bounds_only_the_gain(ratio: float, advantage: float, expected:
 
 def test_a_clipped_token_has_no_gradient_and_padding_may_hold_anything() -> None:
     logprobs_BT = torch.tensor([[math.log(1.5), math.log(1.1), math.nan, math.inf]], requires_grad=True)
-    got = policy_loss(
-        logprobs_BT,
-        trainer_logprobs_BT=torch.zeros(1, 4),
-        advantages_BT=torch.ones(1, 1),
-        mask_BT=torch.tensor([[True, True, False, False]]),
-        config=LossConfig(),
-    )
+    got = _of(logprobs_BT, 1.0, mask_BT=torch.tensor([[True, True, False, False]]), config=LossConfig())
     assert (got.loss.item(), got.num_clipped.item()) == (pytest.approx(-(1.28 + 1.1)), 1)
     got.loss.backward()
     assert logprobs_BT.grad is not None
@@ -86,11 +83,9 @@ def test_each_estimator_of_the_kl_has_its_value_and_gradient(
 ) -> None:
     """A token of probability 0.5 under the policy and 0.25 under the reference."""
     logprobs_BT = torch.tensor([[0.5]], dtype=torch.float64).log().requires_grad_()
-    got = policy_loss(
+    got = _of(
         logprobs_BT,
         trainer_logprobs_BT=logprobs_BT.detach(),
-        advantages_BT=torch.zeros(1, 1, dtype=torch.float64),
-        mask_BT=torch.ones(1, 1, dtype=torch.bool),
         config=LossConfig(kl_coefficient=0.1, kl_estimator=estimator),
         ref_logprobs_BT=torch.tensor([[0.25]], dtype=torch.float64).log(),
     )
@@ -110,10 +105,10 @@ def test_a_prompts_token_changes_nothing_however_unlikely_it_is(kind: LossKind) 
         logprobs_BT = logprobs_BT.clone().requires_grad_()
         zeros = torch.zeros(1, num_prompt)
         config = LossConfig(kind=kind, clip_low=0.04, clip_high=0.05, kl_coefficient=0.1)
-        loss = policy_loss(
+        loss = _of(
             logprobs_BT,
+            1.0,
             trainer_logprobs_BT=torch.cat([zeros, values + 0.1], dim=1),
-            advantages_BT=torch.ones(1, 1),
             mask_BT=torch.tensor([[False] * num_prompt + [True, True]]),
             config=config,
             ref_logprobs_BT=torch.cat([zeros, values - 0.1], dim=1),
@@ -135,11 +130,9 @@ def test_the_mean_gradient_of_k1_is_0_of_k2_that_of_the_kl_and_of_k3_that_of_the
     for estimator in KlEstimator:
         logits_V = torch.tensor([0.75, 0.25], dtype=torch.float64).log().requires_grad_()
         logprobs_BT = logits_V.log_softmax(0)[[0, 0, 0, 1]][None]
-        got = policy_loss(
+        got = _of(
             logprobs_BT,
             trainer_logprobs_BT=logprobs_BT.detach(),
-            advantages_BT=torch.zeros(1, 1, dtype=torch.float64),
-            mask_BT=torch.ones(1, 4, dtype=torch.bool),
             config=LossConfig(kl_coefficient=1.0, kl_estimator=estimator),
             ref_logprobs_BT=torch.full((1, 4), 0.5, dtype=torch.float64).log(),
         )
@@ -201,14 +194,7 @@ def test_each_kind_of_loss_has_its_value_and_gradient(
         places = [(0, slice(0, 3)), (0, slice(3, 6))]
     logprobs_BT = ratios_BT.log().requires_grad_()
     by = divisor(config.kind, num_tokens=4, num_responses=2, max_response_tokens=10)
-    got = policy_loss(
-        logprobs_BT,
-        trainer_logprobs_BT=torch.zeros_like(ratios_BT),
-        advantages_BT=advantages_BT,
-        mask_BT=mask_BT,
-        places=places,
-        config=config,
-    )
+    got = _of(logprobs_BT, advantages_BT=advantages_BT, mask_BT=mask_BT, places=places, config=config)
     (got.loss / by).backward()
     assert (got.loss.item() / by, got.num_clipped.item()) == (pytest.approx(expected), num_clipped)
     assert logprobs_BT.grad is not None
@@ -233,15 +219,8 @@ def test_a_weight_by_truncated_importance_sampling_has_no_gradient_and_the_kl_ha
     logprobs_BT = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
     one = torch.zeros(1, 1, dtype=torch.float64)
     config = LossConfig(truncated_importance_sampling=2.0, kl_coefficient=0.5)
-    policy_loss(
-        logprobs_BT,
-        trainer_logprobs_BT=one,
-        advantages_BT=torch.full((1, 1), 3.0, dtype=torch.float64),
-        mask_BT=torch.ones(1, 1, dtype=torch.bool),
-        config=config,
-        weights=_capped(one - math.log(2.0), config),
-        ref_logprobs_BT=one + math.log(2.0),
-    ).loss.backward()
+    weights = _capped(one - math.log(2.0), config)
+    _of(logprobs_BT, 3.0, config=config, weights=weights, ref_logprobs_BT=one + math.log(2.0)).loss.backward()
     assert logprobs_BT.grad is not None
     assert logprobs_BT.grad.item() == pytest.approx(-3.0 * 0.5 + 0.5 * (1 - 2))
 
@@ -260,15 +239,8 @@ def test_ratio_weight_and_kl_are_each_of_two_policies_that_are_neither_at_0() ->
     """
     now, trainer, rollout, ref = (torch.tensor([[p]], dtype=torch.float64).log() for p in (0.6, 0.5, 0.4, 0.3))
     config = LossConfig(kl_coefficient=0.1, truncated_importance_sampling=2.0)
-    got = policy_loss(
-        now.requires_grad_(),
-        trainer_logprobs_BT=trainer,
-        advantages_BT=torch.tensor([[2.0]], dtype=torch.float64),
-        mask_BT=torch.ones(1, 1, dtype=torch.bool),
-        config=config,
-        weights=_capped(trainer - rollout, config),
-        ref_logprobs_BT=ref,
-    )
+    given = {"config": config, "weights": _capped(trainer - rollout, config), "ref_logprobs_BT": ref}
+    got = _of(now.requires_grad_(), 2.0, trainer_logprobs_BT=trainer, **given)
     k3 = 0.5 - math.log(0.5) - 1
     assert got.kl_sum.item() == pytest.approx(k3)
     assert got.loss.item() == pytest.approx(-2.4 * 1.25 + 0.1 * k3)

@@ -32,6 +32,12 @@ class Cluster:
     released: threading.Event = field(default_factory=threading.Event)
 
 
+def found(kind: str, name: str | None = None, *, version: str = "v1", **rest: Any) -> Answer:
+    """Answer with an object of this name, or with a list."""
+    metadata = {} if name is None else {"name": name}
+    return 200, {"kind": kind, "apiVersion": version, "metadata": metadata, **rest}
+
+
 def status(code: int, message: str) -> Answer:
     """Answer of an API server that refuses."""
     body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "code": code}
@@ -49,17 +55,12 @@ def node(name: str, *, clique: str | None = "a.0", **changes: Any) -> dict[str, 
     labels = {"kubernetes.io/arch": "arm64", "nvidia.com/gpu.product": "NVIDIA-GB200"}
     if clique is not None:
         labels["nvidia.com/gpu.clique"] = clique
-    allocatable = {
-        "cpu": "143500m",
-        "memory": "1004Gi",
-        "ephemeral-storage": "1Ti",
-        "nvidia.com/gpu": "4",
-    } | changes.get("allocatable", {})
+    allocatable = {"cpu": "143500m", "memory": "1004Gi", "ephemeral-storage": "1Ti", "nvidia.com/gpu": "4"}
     return {
         "metadata": {"name": name, "labels": labels},
         "spec": {"unschedulable": changes.get("cordoned", False), "taints": changes.get("taints", [])},
         "status": {
-            "allocatable": allocatable,
+            "allocatable": allocatable | changes.get("allocatable", {}),
             "conditions": [{"type": "Ready", "status": "True" if changes.get("ready", True) else "Unknown"}],
         },
     }
@@ -74,44 +75,33 @@ def other_node(**allocatable: str) -> dict[str, Any]:
 
 def node_list(*nodes: dict[str, Any]) -> Answer:
     """These nodes, and one for pods without GPUs."""
-    return 200, {"kind": "NodeList", "apiVersion": "v1", "metadata": {}, "items": [*nodes, other_node()]}
+    return found("NodeList", items=[*nodes, other_node()])
 
 
 def crd(name: str, *served: str) -> Answer:
     plural, _, group = name.partition(".")
     names = {"plural": plural, "kind": plural.title()}
     versions = [{"name": version, "served": True, "storage": version == served[0]} for version in served]
-    return 200, {
-        "kind": "CustomResourceDefinition",
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "metadata": {"name": name},
-        "spec": {"group": group, "names": names, "scope": "Namespaced", "versions": versions},
-        "status": {"conditions": [{"type": "Established", "status": "True"}], "acceptedNames": names},
-    }
+    return found(
+        *("CustomResourceDefinition", name),
+        version="apiextensions.k8s.io/v1",
+        spec={"group": group, "names": names, "scope": "Namespaced", "versions": versions},
+        status={"conditions": [{"type": "Established", "status": "True"}], "acceptedNames": names},
+    )
 
 
 def claim(phase: str = "Bound", mode: str = "ReadWriteMany") -> Answer:
-    return 200, {
-        "kind": "PersistentVolumeClaim",
-        "apiVersion": "v1",
-        "metadata": {"name": "slipstream-runs"},
-        "spec": {"accessModes": [mode], "storageClassName": "lustre"},
-        "status": {"phase": phase},
-    }
+    spec = {"accessModes": [mode], "storageClassName": "lustre"}
+    return found("PersistentVolumeClaim", "slipstream-runs", spec=spec, status={"phase": phase})
 
 
 def storage_class(binding: str = "Immediate") -> Answer:
-    return 200, {
-        "kind": "StorageClass",
-        "apiVersion": "storage.k8s.io/v1",
-        "metadata": {"name": "lustre"},
-        "provisioner": "lustre.csi.storage",
-        "volumeBindingMode": binding,
-    }
+    own = {"provisioner": "lustre.csi.storage", "volumeBindingMode": binding}
+    return found("StorageClass", "lustre", version="storage.k8s.io/v1", **own)
 
 
 def secret(**values: str) -> Answer:
-    return 200, {"kind": "Secret", "apiVersion": "v1", "metadata": {"name": "s"}, "data": values}
+    return found("Secret", "s", data=values)
 
 
 def api_groups(*groups: str) -> Answer:
@@ -127,44 +117,32 @@ def api_groups(*groups: str) -> Answer:
 def quotas(*items: tuple[dict[str, str], dict[str, str]]) -> Answer:
     """Pairs of (hard, used)."""
     listed = [{"metadata": {"name": "team"}, "status": {"hard": hard, "used": used}} for hard, used in items]
-    return 200, {"kind": "ResourceQuotaList", "apiVersion": "v1", "metadata": {}, "items": listed}
+    return found("ResourceQuotaList", items=listed)
 
 
 def pod(phase: str, **container_state: Any) -> Answer:
-    state = [
-        {"name": "probe", "image": "i", "imageID": "", "ready": False, "restartCount": 0, "state": container_state}
-    ]
-    return 200, {
-        "kind": "Pod",
-        "apiVersion": "v1",
-        "metadata": {"name": "slipstream-preflight-x1"},
-        "status": {"phase": phase, "containerStatuses": state if container_state else []},
-    }
+    probe = {"name": "probe", "image": "i", "imageID": "", "ready": False, "restartCount": 0, "state": container_state}
+    status = {"phase": phase, "containerStatuses": [probe] if container_state else []}
+    return found("Pod", "slipstream-preflight-x1", status=status)
 
 
 def whole_cluster() -> Cluster:
     """Eight trays in one clique, and everything installed."""
-    deployed = {"metadata": {"name": "slipstream-channel"}, "kind": "ResourceClaimTemplate"}
-    account = {"kind": "ServiceAccount", "apiVersion": "v1", "metadata": {"name": "slipstream"}}
+    crds = "GET /apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    templates = f"GET /apis/resource.k8s.io/v1/namespaces/{NAMESPACE}/resourceclaimtemplates"
+    used = ({"requests.nvidia.com/gpu": "64"}, {"requests.nvidia.com/gpu": "32"})
     return Cluster(
         answers={
             "GET /api/v1/nodes": node_list(*[node(f"tray-{index}") for index in range(8)]),
-            "GET /apis/apiextensions.k8s.io/v1/customresourcedefinitions/rayjobs.ray.io": crd("rayjobs.ray.io", "v1"),
-            "GET /apis/apiextensions.k8s.io/v1/customresourcedefinitions/computedomains.resource.nvidia.com": crd(
-                "computedomains.resource.nvidia.com", "v1beta1"
-            ),
+            f"{crds}/rayjobs.ray.io": crd("rayjobs.ray.io", "v1"),
+            f"{crds}/computedomains.resource.nvidia.com": crd("computedomains.resource.nvidia.com", "v1beta1"),
             "GET /apis/": api_groups("apps/v1", "resource.k8s.io/v1"),
-            f"GET /apis/resource.k8s.io/v1/namespaces/{NAMESPACE}/resourceclaimtemplates/slipstream-channel": (
-                200,
-                deployed,
-            ),
+            f"{templates}/slipstream-channel": found("ResourceClaimTemplate", "slipstream-channel"),
             f"GET {CORE}/persistentvolumeclaims/slipstream-runs": claim(),
             "GET /apis/storage.k8s.io/v1/storageclasses/lustre": storage_class(),
             f"GET {CORE}/secrets/slipstream-ray": secret(auth_token="eA=="),
-            f"GET {CORE}/serviceaccounts/slipstream": (200, account),
-            f"GET {CORE}/resourcequotas": quotas(
-                ({"requests.nvidia.com/gpu": "64"}, {"requests.nvidia.com/gpu": "32"})
-            ),
+            f"GET {CORE}/serviceaccounts/slipstream": found("ServiceAccount", "slipstream"),
+            f"GET {CORE}/resourcequotas": quotas(used),
             f"POST {CORE}/pods": pod("Pending"),
             f"GET {CORE}/pods/slipstream-preflight-x1": pod("Succeeded"),
             f"DELETE {CORE}/pods/slipstream-preflight-x1": pod("Succeeded"),
@@ -182,15 +160,6 @@ def serving(cluster: Cluster, *, timeout_s: float = 5.0) -> Iterator[tuple[Api, 
         disable_nagle_algorithm = True  # else every answer waits 40 ms, between its head and its body
 
         def do_GET(self) -> None:
-            self._answer()
-
-        def do_POST(self) -> None:
-            self._answer()
-
-        def do_DELETE(self) -> None:
-            self._answer()
-
-        def _answer(self) -> None:
             length = int(self.headers.get("Content-Length", 0))
             body = json.loads(self.rfile.read(length)) if length else {}
             route = f"{self.command} {self.path.partition('?')[0]}"
@@ -205,6 +174,8 @@ def serving(cluster: Cluster, *, timeout_s: float = 5.0) -> Iterator[tuple[Api, 
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
+
+        do_POST = do_DELETE = do_GET
 
         def log_message(self, format: str, *args: object) -> None:
             """Say nothing."""

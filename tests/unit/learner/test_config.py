@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from slipstream.learner.config import ParallelConfig, PolicyConfig, RopeConfig, ScratchConfig
+from slipstream.learner.config import ParallelConfig, PolicyConfig, ScratchConfig
+from tests.unit.refusals import refused, rows
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"shape": {"num_query_groups": 3}},
-            "policy.scratch.shape.num_query_groups must divide num_attention_heads 4, got 3",
-        ),
-        (
-            {"num_mtp_layers": 1, "shape": {"hidden_size": 96}},
-            "policy.scratch.shape.head_dim must be hidden_size 96 / num_attention_heads 4 with MTP, got 32; "
-            "vLLM's MiMo knows no other",
-        ),
-        (
-            {"optimizer": {"warmup_steps": 401}},
-            "policy.scratch.optimizer.warmup_steps must lie in [0, num_steps 400], got 401",
-        ),
-    ],
+@rows(
+    """
+policy.scratch.shape.num_query_groups=3
+    policy.scratch.shape.num_query_groups must divide num_attention_heads 4, got 3
+policy.scratch.num_mtp_layers=1 + policy.scratch.shape.hidden_size=96
+    policy.scratch.shape.head_dim must be hidden_size 96 / num_attention_heads 4 with MTP, got 32; vLLM's MiMo knows no
+    other
+policy.scratch.optimizer.warmup_steps=401
+    policy.scratch.optimizer.warmup_steps must lie in [0, num_steps 250], got 401
+"""
 )
-def test_a_scratch_policy_outside_its_bounds_is_refused(
-    refusal: Callable[..., str], values: dict[str, Any], message: str
-) -> None:
-    assert refusal(ScratchConfig, **values) == message
+def test_a_scratch_policy_outside_its_bounds_is_refused(given: str, expected: str) -> None:
+    assert refused(given) == expected
 
 
 def test_sizes_are_given_exactly_for_a_policy_that_is_trained_from_scratch(refusal: Callable[..., str]) -> None:
@@ -46,64 +37,47 @@ def test_sizes_are_given_exactly_for_a_policy_that_is_trained_from_scratch(refus
     assert message.endswith("; policy.model is 'Qwen/Qwen3-8B'")
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"type": "yarn", "low_freq_factor": 1.0},
-            "low_freq_factor must be null with type yarn, got 1.0; leave it out",
-        ),
-        ({"type": "linear", "truncate": True}, "truncate must be null with type linear, got True; leave it out"),
-        ({"type": "llama3"}, "low_freq_factor must be given with type llama3, got None; Llama 3.1 has 1 and 4"),
-        (
-            {"type": "llama3", "low_freq_factor": 1.0},
-            "high_freq_factor must be given with type llama3, got None; Llama 3.1 has 1 and 4",
-        ),
-        (
-            {"type": "llama3", "low_freq_factor": 4.0, "high_freq_factor": 4.0},
-            "high_freq_factor must be > low_freq_factor 4.0, got 4.0",
-        ),
-        ({"type": "yarn", "beta_slow": 32.0}, "beta_slow must leave beta_fast > beta_slow, got 32.0"),
-        ({"type": "yarn", "beta_fast": 1.0}, "beta_fast must leave beta_fast > beta_slow, got 1.0"),
-        (
-            {"type": "yarn", "mscale": 1.0},
-            "mscale must be given exactly with mscale_all_dim, got 1.0; one alone is not",
-        ),
-        ({"type": "ntk"}, "type must be one of linear, llama3, yarn, got 'ntk'"),
-    ],
+@rows(
+    """
+policy.rope={factor: 2.0, low_freq_factor: 1.0, type: yarn}
+    policy.rope.low_freq_factor must be null with type yarn, got 1.0; leave it out
+policy.rope={factor: 2.0, truncate: true, type: linear}
+    policy.rope.truncate must be null with type linear, got True; leave it out
+policy.rope={factor: 2.0, type: llama3}
+    policy.rope.low_freq_factor must be given with type llama3, got None; Llama 3.1 has 1 and 4
+policy.rope={factor: 2.0, low_freq_factor: 1.0, type: llama3}
+    policy.rope.high_freq_factor must be given with type llama3, got None; Llama 3.1 has 1 and 4
+policy.rope={factor: 2.0, high_freq_factor: 4.0, low_freq_factor: 4.0, type: llama3}
+    policy.rope.high_freq_factor must be > low_freq_factor 4.0, got 4.0
+policy.rope={beta_slow: 32.0, factor: 2.0, type: yarn}
+    policy.rope.beta_slow must leave beta_fast > beta_slow, got 32.0
+policy.rope={beta_fast: 1.0, factor: 2.0, type: yarn}
+    policy.rope.beta_fast must leave beta_fast > beta_slow, got 1.0
+policy.rope={factor: 2.0, mscale: 1.0, type: yarn}
+    policy.rope.mscale must be given exactly with mscale_all_dim, got 1.0; one alone is not read
+policy.rope={factor: 2.0, type: ntk}
+    policy.rope.type must be one of linear, llama3, yarn, got 'ntk'
+"""
 )
-def test_a_scaling_of_angles_that_is_not_whole_is_refused(
-    refusal: Callable[..., str], values: dict[str, Any], message: str
-) -> None:
-    assert refusal(RopeConfig, **{"factor": 2.0, **values}).startswith(f"policy.rope.{message}")
+def test_a_scaling_of_angles_that_is_not_whole_is_refused(given: str, expected: str) -> None:
+    assert refused(given) == expected
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"data": 3, "expert": 2},
-            "learner.parallel.expert must divide the 3 data-parallel ranks, to which experts are dealt, got 2",
-        ),
-        (
-            {"tensor": 2, "data": 2, "expert": 2},
-            "learner.parallel.expert must be 1 with tensor parallelism, which is not there for experts, got 2",
-        ),
-        (
-            {"context": 2, "data": 2, "expert": 2},
-            "learner.parallel.expert must be 1 with context parallelism, which keeps every expert on every rank, got 2",
-        ),
-        (
-            {"sequence_parallel": True},
-            "learner.parallel.sequence_parallel must be false with tensor 1, got True; "
-            "it splits activations over the tensor-parallel ranks",
-        ),
-    ],
+@rows(
+    """
+learner.parallel.data=3 + learner.parallel.expert=2
+    learner.parallel.expert must divide the 3 data-parallel ranks, to which experts are dealt, got 2
+learner.parallel.tensor=2 + learner.parallel.data=2 + learner.parallel.expert=2
+    learner.parallel.expert must be 1 with tensor parallelism, which is not there for experts, got 2
+learner.parallel.context=2 + learner.parallel.data=2 + learner.parallel.expert=2
+    learner.parallel.expert must be 1 with context parallelism, which keeps every expert on every rank, got 2
+learner.parallel.sequence_parallel=true
+    learner.parallel.sequence_parallel must be false with tensor 1, got True; it splits activations over the
+    tensor-parallel ranks
+"""
 )
-def test_a_split_of_the_learner_outside_its_bounds_is_refused(
-    refusal: Callable[..., str], values: dict[str, Any], message: str
-) -> None:
-    assert refusal(ParallelConfig, **values) == message
+def test_a_split_of_the_learner_outside_its_bounds_is_refused(given: str, expected: str) -> None:
+    assert refused(given) == expected
 
 
 def test_the_learner_has_as_many_ranks_as_its_splits_multiply_to() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
@@ -21,6 +23,7 @@ from slipstream.learner.megatron import MegatronPolicy
 from slipstream.types import Dtype
 from tests.unit.learner import families
 from tests.unit.learner.policies import LEARNER, random_sequences, save
+from tests.unit.refusals import rows
 
 OPTIMIZER = OptimizerConfig(clip_grad=0.5, learning_rate=1e-3, weight_decay=1.0)
 
@@ -199,45 +202,27 @@ def test_a_section_extends_a_model_without_scaling_as_vllm_counts_its_positions(
     )  # vLLM's table ends there
 
 
-@pytest.mark.parametrize(
-    ("name", "rope", "message"),
-    [
-        (
-            "yarn",
-            {"type": "yarn", "factor": 4.0},
-            "policy.rope.factor must be the model's own 8.0, got 4.0; leave policy.rope out: the config.json has the "
-            "scaling that the model was trained with",
-        ),
-        (
-            "llama3",
-            {"type": "linear", "factor": 8.0},
-            "policy.rope.type must be the model's own \"llama3\", got 'linear",
-        ),
-        (
-            "linear",
-            {"type": "linear", "factor": 4.0, "original_max_position_embeddings": 16},
-            "model's own null, got 16",
-        ),
-        (
-            "llama2",
-            {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 65},
-            "policy.rope.original_max_position_embeddings must be <= the policy's 64 positions, got 65; it is the "
-            "length that the model was trained on",
-        ),
-        (
-            "llama2",
-            {"type": "yarn", "factor": 3.9, "original_max_position_embeddings": 16},
-            "policy.rope.factor must extend 16 original positions to the policy's 64 at least, got 3.9; raise it",
-        ),
-    ],
+@rows(
+    """
+yarn {type: yarn, factor: 4.0}
+    policy.rope.factor must be the model's own 8.0, got 4.0; leave policy.rope out: the config.json has the scaling that
+    the model was trained with
+llama3 {type: linear, factor: 8.0}
+    policy.rope.type must be the model's own "llama3", got 'linear
+linear {type: linear, factor: 4.0, original_max_position_embeddings: 16}
+    model's own null, got 16
+llama2 {type: yarn, factor: 4.0, original_max_position_embeddings: 65}
+    policy.rope.original_max_position_embeddings must be <= the policy's 64 positions, got 65; it is the length that the
+    model was trained on
+llama2 {type: yarn, factor: 3.9, original_max_position_embeddings: 16}
+    policy.rope.factor must extend 16 original positions to the policy's 64 at least, got 3.9; raise it
+"""
 )
-def test_a_section_that_contradicts_the_model_is_refused(
-    name: str, rope: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_a_section_that_contradicts_the_model_is_refused(given: str, expected: str, tmp_path: Path) -> None:
+    name, _, rope = given.partition(" ")
     families.write_model(tmp_path, name)
-    with pytest.raises(ConfigError) as caught:
-        extended(Architecture.from_hf(tmp_path), **rope)
-    assert message in str(caught.value)
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        extended(Architecture.from_hf(tmp_path), **yaml.safe_load(rope))
 
 
 def test_three_key_value_heads_are_not_split_over_two_ranks(tmp_path: Path) -> None:

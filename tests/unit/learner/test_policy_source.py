@@ -10,6 +10,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import yaml
 from huggingface_hub.utils import filter_repo_objects
 
 from slipstream.config import ConfigError
@@ -20,6 +21,7 @@ from slipstream.learner.policy_source import Needs, resolve, write_policy_tokeni
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.stages import PolicyRecord
 from slipstream.stages.support import policy_needs
+from tests.unit.refusals import rows
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -101,33 +103,21 @@ def test_a_model_that_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         resolve_policy(recipe("a/b"), tmp_path / "out")
 
 
-_MIMO = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"architectures": ["GemmaForCausalLM"]}, r"policy\.model must be one of .*LlamaForCausalLM.*, got .'Gemma"),
-        ({"max_position_embeddings": 128}, r"engine\.max_model_len must be <= the policy's 128 positions, got 256"),
-        (
-            _MIMO,
-            r"policy\.model must be of a family whose inner states vLLM returns, .*, got 'MiMo.*; take another draft",
-        ),
-        (
-            {"num_hidden_layers": 2},
-            r"draft\.eagle3\.aux_hidden_state_layer_ids must be in \[0, 2\), .* got \(-1, 0, 1\)",
-        ),
-    ],
-    ids=[
-        "another architecture",
-        "a shorter context than the engine's",
-        "states that vLLM keeps",
-        "fewer layers than the draft reads",
-    ],
+@rows(
+    r"""
+{architectures: [GemmaForCausalLM]}
+    policy\.model must be one of .*LlamaForCausalLM.*, got .'Gemma
+{max_position_embeddings: 128}
+    engine\.max_model_len must be <= the policy's 128 positions, got 256
+{architectures: [MiMoForCausalLM], model_type: qwen2, num_nextn_predict_layers: 1}
+    policy\.model must be of a family whose inner states vLLM returns, .*, got 'MiMo.*; take another draft
+{num_hidden_layers: 2}
+    draft\.eagle3\.aux_hidden_state_layer_ids must be in \[0, 2\), .* got \(-1, 0, 1\)
+"""
 )
-def test_a_model_that_does_not_suit_the_run_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    source = model(tmp_path / "model", **changes)
-    with pytest.raises(ConfigError, match=message):
+def test_a_model_that_does_not_suit_the_run_is_refused(given: str, expected: str, tmp_path: Path) -> None:
+    source = model(tmp_path / "model", **yaml.safe_load(given))
+    with pytest.raises(ConfigError, match=expected):
         resolve_policy(recipe(str(source)), tmp_path / "out")
 
 

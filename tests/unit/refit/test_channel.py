@@ -22,6 +22,8 @@ from slipstream.refit.channel import (
     send,
 )
 from slipstream.refit.config import Channel, EngineState, RefitConfig, WeightFiles
+from tests.unit.conftest import Refusal
+from tests.unit.refusals import rows
 
 STATES = [
     EngineState(policy_version=7, policy_digest="p", draft_version=3, draft_digest="d", num_prefix_cache_resets=1)
@@ -231,48 +233,32 @@ def test_gloo_may_be_asked_for_anywhere_and_shared_memory_between_gpus_of_one_ho
     assert resolve(Channel.SHARED_MEMORY, **COLOCATED) is Channel.SHARED_MEMORY
 
 
-@pytest.mark.parametrize(
-    ("channel", "places", "message"),
-    [
-        (
-            Channel.SHARED_MEMORY,
-            TWO_CPUS,
-            "refit.channel must cross hosts or containers: driver, learner rank 0 and engines share no memory (a, b), "
-            "got 'shared_memory'; set auto, or gloo",
-        ),
-        (
-            Channel.SHARED_MEMORY,
-            DRIVER_AWAY,
-            "refit.channel must cross hosts or containers: driver, learner rank 0 and engines share no memory "
-            "(a, head), got 'shared_memory'; set auto, or gloo",
-        ),
-        (
-            Channel.NCCL,
-            ONE_CPU,
-            "refit.channel must do without CUDA: learner or engines compute on the CPU of a, got 'nccl'; set auto",
-        ),
-        (
-            Channel.IPC,
-            MIXED,
-            "refit.channel must do without CUDA: learner or engines compute on the CPU of b, got 'ipc'; set auto",
-        ),
-        (
-            Channel.NCCL,
-            COLOCATED,
-            "refit.channel must not join two processes on one GPU: learner rank 0 shares its GPU with an engine, "
-            "got 'nccl'; set ipc",
-        ),
-        (
-            Channel.IPC,
-            HALF_SHARED,
-            "refit.channel must find a learner rank on every engine's GPU: 1 of 2 have none, got 'ipc'; set nccl",
-        ),
-    ],
+RULED_OUT = {"one CPU": ONE_CPU, "two CPUs": TWO_CPUS, "a driver away": DRIVER_AWAY, "a shared GPU": COLOCATED}
+RULED_OUT |= {"a GPU for one of two engines": HALF_SHARED, "a GPU and a CPU": MIXED}
+
+
+@rows(
+    """
+shared_memory: two CPUs
+    refit.channel must cross hosts or containers: driver, learner rank 0 and engines share no memory (a, b), got
+    'shared_memory'; set auto, or gloo
+shared_memory: a driver away
+    refit.channel must cross hosts or containers: driver, learner rank 0 and engines share no memory (a, head), got
+    'shared_memory'; set auto, or gloo
+nccl: one CPU
+    refit.channel must do without CUDA: learner or engines compute on the CPU of a, got 'nccl'; set auto
+ipc: a GPU and a CPU
+    refit.channel must do without CUDA: learner or engines compute on the CPU of b, got 'ipc'; set auto
+nccl: a shared GPU
+    refit.channel must not join two processes on one GPU: learner rank 0 shares its GPU with an engine, got 'nccl'; set
+    ipc
+ipc: a GPU for one of two engines
+    refit.channel must find a learner rank on every engine's GPU: 1 of 2 have none, got 'ipc'; set nccl
+"""
 )
-def test_a_channel_that_the_places_rule_out_is_refused(
-    refusal: Callable[..., str], channel: Channel, places: dict, message: str
-) -> None:
-    assert refusal(lambda: resolve(channel, **places)) == message
+def test_a_channel_that_the_places_rule_out_is_refused(refusal: Refusal, given: str, expected: str) -> None:
+    channel, places = given.split(": ")
+    assert refusal(lambda: resolve(Channel(channel), **RULED_OUT[places])) == expected
 
 
 def test_only_the_sender_of_a_learner_needs_the_shared_memory() -> None:

@@ -11,12 +11,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 
 from slipstream.refit.channel import Delivery, Exported
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import Turn, held_whole, part_fingerprints, weight_totals
 from slipstream.refit.gate import RefitGate
+from tests.unit.refusals import rows
 
 DTYPES = {f"w{i}": "float32" for i in range(5)} | {"w5.2": "float32", "w6.1": "float32"}
 DRAFT_TENSOR = torch.tensor([1.0, 2.0])
@@ -295,35 +297,27 @@ def test_every_refit_over_a_channel_that_counts_no_bytes_is_checked_in_full() ->
     assert [checked.refit(version).num_tensors for version in range(4)] == [7, 7, 7, 7]
 
 
-@pytest.mark.parametrize(
-    ("lie", "message"),
-    [
-        ({"policy_version": 3}, "engine 1 must hold policy version 4, got 3"),
-        (
-            {"policy_digest": "other"},
-            "engine 1 must read policy version 4 as the learner wrote it, got other bytes from weights 4",
-        ),
-        (
-            {"num_prefix_cache_resets": 5},
-            "engine 1 must reset its prefix cache with every refit, got 5 resets before policy version 4 and 5 after: "
-            "cached prefixes are stale",
-        ),
-        (
-            {"num_prefix_cache_resets": 7},
-            "engine 1 must reset its prefix cache with every refit, got 5 resets before policy version 4 and 7 after: "
-            "cached prefixes are stale",
-        ),
-        (
-            {"draft_version": 4},
-            "engine 1 changed its draft from version 3 to 4 while the policy alone was refitted to version 4",
-        ),
-    ],
+@rows(
+    """
+policy_version: 3
+    engine 1 must hold policy version 4, got 3
+policy_digest: other
+    engine 1 must read policy version 4 as the learner wrote it, got other bytes from weights 4
+num_prefix_cache_resets: 5
+    engine 1 must reset its prefix cache with every refit, got 5 resets before policy version 4 and 5 after: cached
+    prefixes are stale
+num_prefix_cache_resets: 7
+    engine 1 must reset its prefix cache with every refit, got 5 resets before policy version 4 and 7 after: cached
+    prefixes are stale
+draft_version: 4
+    engine 1 changed its draft from version 3 to 4 while the policy alone was refitted to version 4
+"""
 )
-def test_an_engine_in_another_state_stops_the_run(lie: dict[str, Any], message: str) -> None:
-    checked = gate(Engines(**lie))
+def test_an_engine_in_another_state_stops_the_run(given: str, expected: str) -> None:
+    checked = gate(Engines(**yaml.safe_load(given)))
     with pytest.raises(RefitError) as caught:
         checked.refit(4)
-    assert str(caught.value) == message
+    assert str(caught.value) == expected
 
 
 def test_an_engine_that_does_not_answer_a_refit_stops_the_run() -> None:

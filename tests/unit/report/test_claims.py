@@ -18,6 +18,7 @@ from slipstream.study.ranking import Trained, rank
 from slipstream.study.ranking import verdict as ranked_verdict
 from slipstream.study.variants import Study
 from slipstream.tracking.mlflow_store import Execution
+from tests.unit.refusals import rows
 from tests.unit.report.handmade import ASYNCHRONOUS, RECORD, beside, page_text
 from tests.unit.study.test_ranking import variant
 
@@ -32,82 +33,47 @@ SEEN = "a difference of {} % or more would have been seen"
 AGAIN = "run again on a quiet machine, with the arms in turn."
 
 
-@pytest.mark.parametrize(
-    ("estimate", "control", "paired", "kind", "sentence"),
-    [
-        (ratio(1.5, 1.2, 1.8), EVEN, True, "faster", "Faster (1.50x, 95 % interval 1.20 to 1.80)."),
-        (ratio(0.45, 0.32, 0.9), EVEN, True, "slower", "Slower (0.45x, 95 % interval 0.32 to 0.90)."),
-        (
-            ratio(0.61, 0.43, 1.38),
-            EVEN,
-            True,
-            "no difference seen",
-            f"No difference seen; {SEEN.format(48)} (0.61x, 95 % interval 0.43 to 1.38).",
-        ),
-        (
-            ratio(1.5, 1.0, 1.8),  # the interval ends at 1
-            EVEN,
-            True,
-            "no difference seen",
-            f"No difference seen; {SEEN.format(40)} (1.50x, 95 % interval 1.00 to 1.80).",
-        ),
-        (
-            ratio(0.9, 0.8, 1.0),
-            EVEN,
-            True,
-            "no difference seen",
-            f"No difference seen; {SEEN.format(10)} (0.90x, 95 % interval 0.80 to 1.00).",
-        ),
-        (ratio(1.5), EVEN, True, "not measured", "Not measured. Too few timed steps for an interval: run more steps."),
-        (ratio(1.5, 1.2, 1.8), EVEN, False, "faster", f"Faster (1.50x, 95 % interval 1.20 to 1.80). {UNPAIRED}"),
-        (
-            ratio(1.5, 1.2, 1.8),
-            ratio(0.949, 0.9, 1.0),
-            True,
-            "faster",
-            "Faster (1.50x, 95 % interval 1.20 to 1.80). "
-            "Control 0.95x (95 % interval 0.90 to 1.00) lies outside 0.95 to 1.05.",
-        ),
-        (
-            ratio(0.5, 0.4, 0.6),
-            ratio(1.1, 1.0, 1.2),
-            True,
-            "slower",
-            "Slower (0.50x, 95 % interval 0.40 to 0.60). "
-            "Control 1.10x (95 % interval 1.00 to 1.20) lies outside 0.95 to 1.05.",
-        ),
-        (ratio(1.5, 1.2, 1.8), ratio(1.05), True, "faster", "Faster (1.50x, 95 % interval 1.20 to 1.80)."),
-        (
-            ratio(1.5, 1.2, 1.8),
-            ratio(1.11, 1.0, 1.2),
-            True,
-            "not measured",
-            "Not measured. The control, the same work in both arms, was 1.11x (95 % interval 1.00 to 1.20), "
-            f"outside 0.9 to 1.1: {AGAIN}",
-        ),
-        (
-            ratio(0.45),
-            ratio(0.4),
-            False,
-            "not measured",
-            "Not measured. The control, the same work in both arms, was 0.40x (too few steps, no interval), "
-            f"outside 0.9 to 1.1: {AGAIN} Too few timed steps for an interval: run more steps. {UNPAIRED}",
-        ),
-        (
-            ratio(1.5, 1.2, 1.8),
-            None,
-            True,
-            "not measured",
-            "Not measured. There is no control that shows if the machine was as fast for both arms: run again.",
-        ),
-    ],
+@rows(
+    """
+1.5 1.2 1.8 | 1 0.99 1.01 | paired
+    Faster (1.50x, 95 % interval 1.20 to 1.80).
+0.45 0.32 0.9 | 1 0.99 1.01 | paired
+    Slower (0.45x, 95 % interval 0.32 to 0.90).
+0.61 0.43 1.38 | 1 0.99 1.01 | paired
+    No difference seen; a difference of 48 % or more would have been seen (0.61x, 95 % interval 0.43 to 1.38).
+1.5 1 1.8 | 1 0.99 1.01 | paired
+    No difference seen; a difference of 40 % or more would have been seen (1.50x, 95 % interval 1.00 to 1.80).
+0.9 0.8 1 | 1 0.99 1.01 | paired
+    No difference seen; a difference of 10 % or more would have been seen (0.90x, 95 % interval 0.80 to 1.00).
+1.5 | 1 0.99 1.01 | paired
+    Not measured. Too few timed steps for an interval: run more steps.
+1.5 1.2 1.8 | 1 0.99 1.01 | unpaired
+    Faster (1.50x, 95 % interval 1.20 to 1.80). Unpaired: the arms ran one after the other.
+1.5 1.2 1.8 | 0.949 0.9 1 | paired
+    Faster (1.50x, 95 % interval 1.20 to 1.80). Control 0.95x (95 % interval 0.90 to 1.00) lies outside 0.95 to 1.05.
+0.5 0.4 0.6 | 1.1 1 1.2 | paired
+    Slower (0.50x, 95 % interval 0.40 to 0.60). Control 1.10x (95 % interval 1.00 to 1.20) lies outside 0.95 to 1.05.
+1.5 1.2 1.8 | 1.05 | paired
+    Faster (1.50x, 95 % interval 1.20 to 1.80).
+1.5 1.2 1.8 | 1.11 1 1.2 | paired
+    Not measured. The control, the same work in both arms, was 1.11x (95 % interval 1.00 to 1.20), outside 0.9 to 1.1:
+    run again on a quiet machine, with the arms in turn.
+0.45 | 0.4 | unpaired
+    Not measured. The control, the same work in both arms, was 0.40x (too few steps, no interval), outside 0.9 to 1.1:
+    run again on a quiet machine, with the arms in turn. Too few timed steps for an interval: run more steps. Unpaired:
+    the arms ran one after the other.
+1.5 1.2 1.8 | none | paired
+    Not measured. There is no control that shows if the machine was as fast for both arms: run again.
+"""
 )
-def test_a_ratio_is_put_into_words_by_its_interval_its_control_and_its_pairing(
-    estimate: Estimate, control: Estimate | None, paired: bool, kind: str, sentence: str
-) -> None:
-    found = claim(estimate, control, paired=paired)
-    assert (found.kind, found.sentence) == (kind, sentence)
-    assert found.as_json() == {"kind": kind, "sentence": sentence}
+def test_a_ratio_is_put_into_words_by_its_interval_its_control_and_its_pairing(given: str, expected: str) -> None:
+    """A row has ratio and control with the ends of their intervals; words begin with the kind of the claim."""
+    estimate, control, pairing = given.split(" | ")
+    of_control = None if control == "none" else ratio(*map(float, control.split()))
+    found = claim(ratio(*map(float, estimate.split())), of_control, paired=pairing == "paired")
+    assert found.sentence == expected
+    assert expected.lower().startswith(found.kind)
+    assert found.as_json() == {"kind": found.kind, "sentence": expected}
 
 
 def test_arms_whose_training_overlaps_generation_have_a_verdict_that_says_there_is_no_control() -> None:

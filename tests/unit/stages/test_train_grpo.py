@@ -163,8 +163,11 @@ class Process:
         self._closed.append(self._name)
 
 
+Train = Callable[..., tuple[Trained, list[str]]]
+
+
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[Trained, list[str]]]:
+def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Train:
     """Trains both arms of a recipe with fakes around them; what they did, and how their MLflow runs ended."""
     write_record(TuningRecord(chosen_k=2, reason="told so", points=(), schedule=()), tmp_path / "tuning.json")
 
@@ -201,9 +204,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tu
     return run
 
 
-def test_arms_take_turns_and_their_records_have_the_packages_of_their_machine(
-    trained: Callable[..., tuple[Trained, list[str]]], tmp_path: Path
-) -> None:
+def test_arms_take_turns_and_their_records_have_the_packages_of_their_machine(trained: Train, tmp_path: Path) -> None:
     fake, runs = trained({})
     assert fake.steps == ["a0", "s0", "s1", "a1", "a2", "s2"]
     assert fake.validated == [("a problem",)] * 2
@@ -212,20 +213,18 @@ def test_arms_take_turns_and_their_records_have_the_packages_of_their_machine(
         assert read_record(ArmRecord, tmp_path / "e" / arm_node(arm) / "arm.json").versions == {"vllm": "1"}
 
 
-def test_without_turns_one_arm_is_trained_after_the_other(trained: Callable[..., tuple[Trained, list[str]]]) -> None:
+def test_without_turns_one_arm_is_trained_after_the_other(trained: Train) -> None:
     fake, _ = trained({"placement": {"arms_in_turn": "off"}})
     assert fake.steps == ["a0", "a1", "a2", "s0", "s1", "s2"]
 
 
-def test_an_arm_that_fails_ends_the_other_at_its_next_turn_and_both_runs(
-    trained: Callable[..., tuple[Trained, list[str]]],
-) -> None:
+def test_an_arm_that_fails_ends_the_other_at_its_next_turn_and_both_runs(trained: Train) -> None:
     fake, runs = trained({}, fails=Arm.SPECULATIVE)
     assert fake.steps == ["a0", "s0"]
     assert sorted(runs) == ["train_grpo_autoregressive: ValueError", "train_grpo_speculative: ValueError"]
 
 
-def test_a_retry_trains_what_is_not_done(trained: Callable[..., tuple[Trained, list[str]]]) -> None:
+def test_a_retry_trains_what_is_not_done(trained: Train) -> None:
     trained({"placement": {"arms_in_turn": "off"}}, fails=Arm.SPECULATIVE)
     fake, runs = trained({})
     assert fake.steps == ["s0", "s1", "s2"]
@@ -234,7 +233,7 @@ def test_a_retry_trains_what_is_not_done(trained: Callable[..., tuple[Trained, l
 
 @pytest.mark.parametrize("arms_in_turn", ["on", "off"])
 def test_no_arm_starts_with_a_process_of_an_earlier_stage(
-    trained: Callable[..., tuple[Trained, list[str]]], monkeypatch: pytest.MonkeyPatch, arms_in_turn: str
+    trained: Train, monkeypatch: pytest.MonkeyPatch, arms_in_turn: str
 ) -> None:
     closed: list[str] = []
     for name, idle in (("engine", stage.idle_engines), ("learner", stage.idle_learners)):

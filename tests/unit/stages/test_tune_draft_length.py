@@ -20,21 +20,12 @@ from slipstream.stages import tune_draft_length
 from slipstream.stages.context import RunContext
 from slipstream.stages.recipe_engines import switch_length
 from slipstream.stages.tune_draft_length import first_speedup
+from tests.unit.report import handmade
 
 
 def point(k: int, generation_s: float, speedup: float) -> SweepPoint:
-    return SweepPoint(
-        k=k,
-        batch=16,
-        generation_s=generation_s,
-        generation_p10_s=generation_s,
-        generation_p90_s=generation_s,
-        num_repeats=5,
-        autoregressive_s=4.0,
-        speedup=speedup,
-        mean_acceptance_length=2.0,
-        rate_by_position=(0.5,),
-    )
+    made = handmade.point(k, speedup)
+    return replace(made, generation_s=generation_s, num_repeats=5, autoregressive_s=4.0)
 
 
 def test_the_first_speedup_is_the_best_of_the_first_batch_and_names_what_it_is_of() -> None:

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 
+ErrorDocument = Callable[..., tuple[str, str]]
+
 
 @pytest.fixture
-def error_document() -> Callable[..., tuple[str, str]]:
+def error_document() -> ErrorDocument:
     """Runs a task with inputs in a directory; kind and message of the error that it leaves."""
     return _error_document
 
 
 def _error_document(task: Any, inputs: Mapping[str, Any], directory: Path) -> tuple[str, str]:
-    from flyteidl.core.errors_pb2 import ErrorDocument
+    from flyteidl.core import errors_pb2
     from flytekit.bin.entrypoint import _dispatch_execute, setup_execution
     from flytekit.core.type_engine import TypeEngine
     from flytekit.core.utils import load_proto_from_file, write_proto_to_file
@@ -26,5 +28,5 @@ def _error_document(task: Any, inputs: Mapping[str, Any], directory: Path) -> tu
         write_proto_to_file(literals.to_flyte_idl(), str(directory / "inputs.pb"))
         _dispatch_execute(ctx, lambda: task, str(directory / "inputs.pb"), str(directory / "meta"))
     assert not (directory / "meta" / "outputs.pb").exists()
-    document = load_proto_from_file(ErrorDocument, str(directory / "meta" / "error.pb"))
+    document = load_proto_from_file(errors_pb2.ErrorDocument, str(directory / "meta" / "error.pb"))
     return type(document.error).Kind.Name(document.error.kind), document.error.message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from requests.exceptions import ConnectTimeout
 from slipstream.config import ConfigError
 from slipstream.workers.calls import LostWorkerError
 from tasks.recoverable import recoverable
+from tests.unit.tasks.conftest import ErrorDocument
 
 
 @task
@@ -35,7 +35,7 @@ def failing(kind: str) -> str:
     ("kind", "written"), [("lost", "RECOVERABLE"), ("wrong", "NON_RECOVERABLE"), ("unknown", "NON_RECOVERABLE")]
 )
 def test_the_error_document_says_whether_another_attempt_is_due(
-    tmp_path: Path, kind: str, written: str, error_document: Callable[..., tuple[str, str]]
+    tmp_path: Path, kind: str, written: str, error_document: ErrorDocument
 ) -> None:
     got, message = error_document(failing, {"kind": kind}, tmp_path)
 
@@ -43,9 +43,7 @@ def test_the_error_document_says_whether_another_attempt_is_due(
     assert {"lost": "learner rank 0 died", "wrong": "got 1", "unknown": "not finite"}[kind] in message
 
 
-def test_a_users_error_is_the_first_thing_that_the_console_shows(
-    tmp_path: Path, error_document: Callable[..., tuple[str, str]]
-) -> None:
+def test_a_users_error_is_the_first_thing_that_the_console_shows(tmp_path: Path, error_document: ErrorDocument) -> None:
     """flytekit writes `Trace:`, the traceback, and the message last: 35 lines down in the console."""
     _, message = error_document(failing, {"kind": "wrong"}, tmp_path)
     first = [line.strip() for line in message.splitlines() if line.strip()][1]
@@ -54,7 +52,7 @@ def test_a_users_error_is_the_first_thing_that_the_console_shows(
 
 
 def test_another_attempt_leaves_the_hub_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error_document: Callable[..., tuple[str, str]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error_document: ErrorDocument
 ) -> None:
     waited: list[float] = []
     monkeypatch.setattr("tasks.recoverable.time.sleep", waited.append)
@@ -74,7 +72,7 @@ def unending(name: str) -> str:
 
 
 def test_in_a_pod_an_attempt_ends_at_its_deadline_and_another_follows(
-    tmp_path: Path, error_document: Callable[..., tuple[str, str]]
+    tmp_path: Path, error_document: ErrorDocument
 ) -> None:
     kind, message = error_document(unending, {"name": "e"}, tmp_path)
     assert kind == "RECOVERABLE"

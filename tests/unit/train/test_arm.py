@@ -142,45 +142,58 @@ class Engines(FlightWorld):
         return ()
 
 
+VALIDATION = tuple(Prompt(id=f"v{i}", text="", token_ids=(2, i), answer="7") for i in range(2))
+
+
+def run_of(
+    directory: Path,
+    engines: Engines,
+    *overrides: dict[str, Any],
+    plan_arm: Arm = Arm.SPECULATIVE,
+    k: int = 0,
+    schedule: tuple[ScheduleEntry, ...] = (),
+    turn: Any = None,
+) -> Run:
+    """A run of one arm that would be evaluated on two problems."""
+    fakes: Any = engines
+    plan = ArmPlan(
+        arm=plan_arm,
+        num_speculative_tokens=5 if schedule else k,
+        draft=None,
+        start_engine=lambda: nullcontext(fakes),
+        schedule=schedule,
+        validation=VALIDATION,
+    )
+    return Run(
+        recipe=load_recipe("tiny", overrides=functools.reduce(merge, overrides, BASE)),
+        plan=plan,
+        policy=directory,
+        prompts=PROMPTS,
+        decode=lambda prompt, response: "x" * len(response),
+        directory=directory,
+        log=lambda metrics, step: None,
+        turn=turn,
+    )
+
+
 def trained(
     directory: Path,
     engines: Engines,
     *overrides: dict[str, Any],
-    schedule: tuple[ScheduleEntry, ...] | None = None,
+    schedule: tuple[ScheduleEntry, ...] = (),
     history: Sequence[StepRecord] = (),
     pending: Pending | None = None,
     turn: Turn | None = None,
 ) -> tuple[list[StepRecord], list[Pending | None]]:
     """Steps of an attempt, and what was pending after each."""
-    values = BASE
-    for more in overrides:
-        values = merge(values, more)
-    recipe = load_recipe("tiny", overrides=values)
-    records: list[StepRecord] = []
+    run = run_of(directory, engines, *overrides, schedule=schedule, turn=turn)
+    fakes: Any = engines
+    recipe, records = run.recipe, list[StepRecord]()
     left: list[Pending | None] = []
 
     def on_step(record: StepRecord, waiting: Pending | None = None) -> None:
         records.append(record)
         left.append(waiting)
-
-    fakes: Any = engines
-    plan = ArmPlan(
-        arm=Arm.SPECULATIVE,
-        num_speculative_tokens=5 if schedule else 0,
-        draft=None,
-        start_engine=lambda: fakes,
-        schedule=schedule or (),
-    )
-    run = Run(
-        recipe=recipe,
-        plan=plan,
-        policy=directory,
-        prompts=PROMPTS,
-        decode=decode,
-        directory=directory,
-        log=lambda metrics, step: None,
-        turn=turn,
-    )
 
     def start_clock() -> StageClock:
         if turn is not None:
@@ -336,80 +349,59 @@ def test_a_lost_engine_is_replaced_as_often_as_the_recipe_allows(
         trained(tmp_path, Engines(lag=2, lost=[1]), loop, {"engine": {"max_restarts": 0}})
 
 
-VALIDATION = tuple(Prompt(id=f"v{i}", text="", token_ids=(2, i), answer="7") for i in range(2))
 EVALUATED = {"evaluation": {"every_steps": 2, "num_samples_per_problem": 3}}
+ONCE = {"engine": {"max_restarts": 0}}
+Attempt = Callable[..., list[StepRecord]]
 
 
-def attempted(
-    directory: Path,
-    patch: pytest.MonkeyPatch,
-    engines: Engines,
-    *overrides: dict[str, Any],
-    plan_arm: Arm = Arm.SPECULATIVE,
-    k: int = 0,
-    schedule: tuple[ScheduleEntry, ...] = (),
-    turn: Any = None,
-) -> list[StepRecord]:
-    """Steps of a whole arm that is evaluated on two problems; a response of odd length is right."""
-    recipe = load_recipe("tiny", overrides=functools.reduce(merge, overrides, BASE))
-    fakes: Any = engines
-    patch.setattr(arm, "start_learner", lambda config, layout: nullcontext(fakes))
-    patch.setattr(arm, "open_channel", lambda *_: nullcontext())
-    patch.setattr(arm, "RefitGate", lambda *_, **__: fakes)
-    patch.setattr(arm, "own_node", lambda: "here")
-    patch.setattr(arm, "shared_cores", lambda *_: nullcontext())
-    scores: Any = SimpleNamespace(
-        judge=lambda prompts, texts, cut_off: RewardResult(
-            rewards=tuple(float(len(text) % 2) for text in texts), num_timeouts=0, num_crashes=0
+@pytest.fixture
+def attempted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
+    """Steps of a whole arm in a directory of this name; a response of odd length is right."""
+
+    def attempt(name: str, engines: Engines, *overrides: dict[str, Any], **how: Any) -> list[StepRecord]:
+        fakes: Any = engines
+        monkeypatch.setattr(arm, "start_learner", lambda config, layout: nullcontext(fakes))
+        monkeypatch.setattr(arm, "open_channel", lambda *_: nullcontext())
+        monkeypatch.setattr(arm, "RefitGate", lambda *_, **__: fakes)
+        monkeypatch.setattr(arm, "own_node", lambda: "here")
+        monkeypatch.setattr(arm, "shared_cores", lambda *_: nullcontext())
+        scores: Any = SimpleNamespace(
+            judge=lambda prompts, texts, cut_off: RewardResult(
+                rewards=tuple(float(len(text) % 2) for text in texts), num_timeouts=0, num_crashes=0
+            )
         )
-    )
-    run = Run(
-        recipe=recipe,
-        plan=ArmPlan(
-            arm=plan_arm,
-            num_speculative_tokens=5 if schedule else k,
-            draft=None,
-            start_engine=lambda: fakes,
-            schedule=schedule,
-            validation=VALIDATION,
-        ),
-        policy=directory,
-        prompts=PROMPTS,
-        decode=lambda prompt, response: "x" * len(response),
-        directory=directory,
-        log=lambda metrics, step: None,
-        turn=turn,
-    )
-    return run.with_restarts(fakes, scores)
+        return run_of(tmp_path / name, engines, *overrides, **how).with_restarts(fakes, scores)
+
+    return attempt
 
 
 def test_an_engine_that_died_while_the_learner_started_is_replaced_before_anything_is_asked_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    attempted: Attempt, caplog: pytest.LogCaptureFixture
 ) -> None:
     engines, undisturbed = Engines(dead=[ENGINE]), Engines()
-    records = attempted(tmp_path / "lost", monkeypatch, engines)
+    records = attempted("lost", engines)
     assert engines.recoveries == ["replace"]
     assert f"train_grpo speculative: {ENGINE} died while no step ran and start again" in caplog.messages
-    expected = attempted(tmp_path / "undisturbed", monkeypatch, undisturbed)
+    expected = attempted("undisturbed", undisturbed)
     assert without_times(records) == without_times(expected)
     assert undisturbed.recoveries == []
 
 
 def test_histories_are_kept_at_checkpoints_and_given_to_the_engines_of_a_resumed_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    attempted: Attempt, caplog: pytest.LogCaptureFixture
 ) -> None:
     history, engines = {"draft": {"method": "history"}}, Engines()
-    attempted(tmp_path / "arm", monkeypatch, engines, history, k=3)
+    attempted("arm", engines, history, k=3)
     assert engines.recalled == [[]]
     assert [each for each in caplog.messages if "engine 1 died" in each] == [
         "train_grpo speculative: the engines' histories stay as they were written before: engine 1 died"
     ]
     resumed = Engines()
-    attempted(tmp_path / "arm", monkeypatch, resumed, history, k=3)
+    attempted("arm", resumed, history, k=3)
     assert resumed.recalled == [[f"engine {index} after {NUM_STEPS} refits".encode() for index in range(11)]]
     for name, overrides, k in (("no drafts", history, 0), ("other drafts", {}, 3)):
         others = Engines()
-        attempted(tmp_path / name, monkeypatch, others, overrides, k=k)
+        attempted(name, others, overrides, k=k)
         assert others.recalled == []
 
 
@@ -422,18 +414,8 @@ def test_the_reward_of_an_arm_knows_how_many_responses_a_step_has(
         raise InterruptedError(f"{per_step} responses")
 
     monkeypatch.setattr(arm, "open_reward", opened)
-    start: Any = nullcontext
-    run = Run(
-        recipe=load_recipe("tiny"),
-        plan=ArmPlan(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, draft=None, start_engine=start),
-        policy=tmp_path,
-        prompts=PROMPTS,
-        decode=decode,
-        directory=tmp_path,
-        log=lambda metrics, step: None,
-    )
-    with pytest.raises(InterruptedError, match=r"^48 responses$"):
-        run.train()
+    with pytest.raises(InterruptedError, match=r"^6 responses$"):
+        run_of(tmp_path, Engines()).train()
 
 
 def asked_of_validation(engines: Engines) -> list[Any]:
@@ -445,12 +427,10 @@ def without_times(records: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 @pytest.mark.parametrize("each", list(Arm))
-def test_an_arm_is_evaluated_while_it_trains_and_trains_as_if_it_were_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each: Arm
-) -> None:
+def test_an_arm_is_evaluated_while_it_trains_and_trains_as_if_it_were_not(attempted: Attempt, each: Arm) -> None:
     plain, evaluated = Engines(), Engines()
-    alone = attempted(tmp_path / "plain", monkeypatch, plain, plan_arm=each)
-    records = attempted(tmp_path / "evaluated", monkeypatch, evaluated, EVALUATED, plan_arm=each)
+    alone = attempted("plain", plain, plan_arm=each)
+    records = attempted("evaluated", evaluated, EVALUATED, plan_arm=each)
     settings = load_recipe("tiny", overrides=merge(BASE, EVALUATED)).evaluation.sampling
     # Version 2 has made two updates and version 4 four, asked with the seed of the other evaluations.
     asked = asked_of_validation(evaluated)
@@ -469,7 +449,7 @@ def test_an_arm_is_evaluated_while_it_trains_and_trains_as_if_it_were_not(
     assert (evaluated.weights, evaluated.trained) == (plain.weights, plain.trained)
 
 
-def test_no_time_of_a_step_holds_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_time_of_a_step_holds_an_evaluation(attempted: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
     class Slow(Engines):
@@ -478,14 +458,12 @@ def test_no_time_of_a_step_holds_an_evaluation(tmp_path: Path, monkeypatch: pyte
             return super().generate(prompts, **how)
 
     monkeypatch.setattr(arm, "StageClock", lambda: StageClock(now_s=lambda: now[0]))
-    records = attempted(tmp_path, monkeypatch, Slow(), EVALUATED)
+    records = attempted("arm", Slow(), EVALUATED)
     assert now[0] == 206.0
     assert [(record.times.generation_s, record.times.step_s) for record in records] == [(1.0, 1.0)] * NUM_STEPS
 
 
-def test_an_arm_evaluates_writes_checkpoints_and_its_policy_in_its_own_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_arm_evaluates_writes_checkpoints_and_its_policy_in_its_own_turn(attempted: Attempt) -> None:
     events: list[str] = []
 
     class Noted(Engines):
@@ -505,19 +483,18 @@ def test_an_arm_evaluates_writes_checkpoints_and_its_policy_in_its_own_turn(
 
     turn = SimpleNamespace(begin=lambda step: events.append(f"turn {step}"), begins_with=lambda step: True, num_steps=1)
     steps = {"grpo": {"num_steps": 3, "checkpoint_every_steps": 2}}
-    attempted(tmp_path, monkeypatch, Noted(), EVALUATED, steps, turn=turn)
+    attempted("arm", Noted(), EVALUATED, steps, turn=turn)
     assert events == [
         *("turn 0", "turn 1", "writes", "has written", "turn 2", "evaluates", "turn 3", "policy", "has written")
     ]
 
 
-def test_a_resumed_arm_evaluates_only_what_it_does_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_arm_evaluates_only_what_it_does_again(attempted: Attempt) -> None:
     whole, first, second = Engines(), Engines(lost=[6]), Engines()
-    records = attempted(tmp_path / "whole", monkeypatch, whole, EVALUATED)
-    once = {"engine": {"max_restarts": 0}}
+    records = attempted("whole", whole, EVALUATED)
     with pytest.raises(LostWorkerError):  # the sixth generation is that of step 4; step 2 was evaluated
-        attempted(tmp_path / "cut", monkeypatch, first, EVALUATED, once)
-    resumed = attempted(tmp_path / "cut", monkeypatch, second, EVALUATED, once)
+        attempted("cut", first, EVALUATED, ONCE)
+    resumed = attempted("cut", second, EVALUATED, ONCE)
     assert [record.evaluation for record in resumed] == [record.evaluation for record in records]
     assert [version for *_, version in asked_of_validation(first)] == [2]
     assert [version for *_, version in asked_of_validation(second)] == [4]
@@ -526,16 +503,13 @@ def test_a_resumed_arm_evaluates_only_what_it_does_again(tmp_path: Path, monkeyp
 SIGNAL = {"grpo": {"dynamic_sampling": {"max_extra_batches": 2}}}
 
 
-def test_a_resumed_arm_samples_the_further_prompts_that_an_uninterrupted_one_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_arm_samples_the_further_prompts_that_an_uninterrupted_one_does(attempted: Attempt) -> None:
     """It is cut off in the second batch of step 3, which is its seventh generation."""
     whole, first, second = Engines(), Engines(lost=[7]), Engines()
-    once = {"engine": {"max_restarts": 0}}
-    records = attempted(tmp_path / "whole", monkeypatch, whole, SIGNAL)
+    records = attempted("whole", whole, SIGNAL)
     with pytest.raises(LostWorkerError):
-        attempted(tmp_path / "cut", monkeypatch, first, SIGNAL, once)
-    resumed = attempted(tmp_path / "cut", monkeypatch, second, SIGNAL, once)
+        attempted("cut", first, SIGNAL, ONCE)
+    resumed = attempted("cut", second, SIGNAL, ONCE)
     assert without_times(resumed) == without_times(records)
     assert (second.weights, second.trained) == (whole.weights, whole.trained)
     sampling = [record.dynamic_sampling for record in records if record.dynamic_sampling is not None]
@@ -546,13 +520,13 @@ def test_a_resumed_arm_samples_the_further_prompts_that_an_uninterrupted_one_doe
 
 
 def test_an_engine_that_is_lost_in_an_evaluation_gets_the_evaluated_weights_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    attempted: Attempt, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The learner has others by then: where nobody keeps the old ones the point is missing, and the arm goes on."""
-    whole = attempted(tmp_path / "whole", monkeypatch, Engines(), EVALUATED)
+    whole = attempted("whole", Engines(), EVALUATED)
     for keeps_weights in (True, False):
         engines = Engines(lost=[4], keeps_weights=keeps_weights)
-        records = attempted(tmp_path / str(keeps_weights), monkeypatch, engines, EVALUATED)
+        records = attempted(str(keeps_weights), engines, EVALUATED)
         assert engines.recoveries == ["replace", "changed", "version 2 again"]
         found = [record.evaluation for record in records]
         assert found == [whole[i].evaluation if keeps_weights or i != 2 else None for i in range(NUM_STEPS)]
@@ -562,19 +536,17 @@ def test_an_engine_that_is_lost_in_an_evaluation_gets_the_evaluated_weights_agai
     assert "the policy after step 2 is not evaluated, training goes on" in caplog.text
 
 
-def test_the_autopilot_learns_nothing_from_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_autopilot_learns_nothing_from_an_evaluation(attempted: Attempt) -> None:
     plain, evaluated = Engines(), Engines()
-    alone = attempted(tmp_path / "plain", monkeypatch, plain, PILOTED, schedule=TABLE)
-    records = attempted(tmp_path / "evaluated", monkeypatch, evaluated, PILOTED, EVALUATED, schedule=TABLE)
+    alone = attempted("plain", plain, PILOTED, schedule=TABLE)
+    records = attempted("evaluated", evaluated, PILOTED, EVALUATED, schedule=TABLE)
     assert evaluated.tables == plain.tables
     assert [record.autopilot for record in records] == [record.autopilot for record in alone]
 
 
-def test_an_arm_that_generates_while_it_trains_is_not_evaluated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_arm_that_generates_while_it_trains_is_not_evaluated(attempted: Attempt) -> None:
     engines = Engines(lag=2)
-    records = attempted(tmp_path, monkeypatch, engines, ONE_STEP_OFF, EVALUATED)
+    records = attempted("arm", engines, ONE_STEP_OFF, EVALUATED)
     assert len(records) == NUM_STEPS
     assert asked_of_validation(engines) == []
 
@@ -664,9 +636,9 @@ class Crowded(Engines):
 
 
 def test_the_first_step_in_which_a_full_cache_preempts_rollouts_is_a_warning_with_the_fix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    attempted: Attempt, caplog: pytest.LogCaptureFixture
 ) -> None:
-    records = attempted(tmp_path, monkeypatch, Crowded())
+    records = attempted("arm", Crowded())
     assert [record.num_preemptions for record in records] == [0, *[4] * (NUM_STEPS - 1)]
     (warning,) = [each.getMessage() for each in caplog.records if "preempted" in each.getMessage()]
     assert "step 2: the KV cache was full, and vLLM preempted and recomputed 4 rollouts" in warning

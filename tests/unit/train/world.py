@@ -140,6 +140,7 @@ class World(BareLearner):
     scored: list[tuple[str, ...]] = field(default_factory=list)
     trained: list[str] = field(default_factory=list)  # prompts, as the weights have learned from them
     exported: dict[int, str] = field(default_factory=dict)  # weights by version
+    delivered: list[int] = field(default_factory=list)  # versions, as the engines were to take them
     frees_learner: bool = True
 
     def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
@@ -155,6 +156,7 @@ class World(BareLearner):
         return export_of(version, draft_version=draft_version, frees_learner=self.frees_learner)
 
     def deliver(self, export: Export) -> RefitCheck:
+        self.delivered.append(export.version)
         self.delays.wait()
         weights = self.exported.pop(export.version)
         assert self.frees_learner or weights == self.weights, "trained before the engines had its weights"

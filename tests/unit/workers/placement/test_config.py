@@ -3,76 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-import pytest
 
 from slipstream.learner.config import ParallelConfig
 from slipstream.workers.placement.config import Layout, MemoryUse, PlacementConfig, PlacementMode
+from tests.unit.refusals import refused, rows
 
 SPLIT, IN_TURN = PlacementMode.SPLIT, MemoryUse.IN_TURN
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"nodes": 2},
-            "placement.gpus_per_node must be >= 1 with several nodes or mode 'split', got 0; without GPUs a run lies "
-            "on one node",
-        ),
-        (
-            {"mode": SPLIT},
-            "placement.gpus_per_node must be >= 1 with several nodes or mode 'split', got 0; without GPUs a run lies "
-            "on one node",
-        ),
-        (
-            {"gpus_per_node": 1, "generation_nodes": 1},
-            "placement.generation_nodes must be left out with mode 'colocated', got 1; or set 'split'",
-        ),
-        (
-            {"gpus_per_node": 1, "training_nodes": 1},
-            "placement.training_nodes must be left out with mode 'colocated', got 1; or set 'split'",
-        ),
-        (
-            {"gpus_per_node": 1, "mode": SPLIT, "nodes": 2, "training_nodes": 2},
-            "placement.generation_nodes must be >= 1 with mode 'split', got 0",
-        ),
-        (
-            {"gpus_per_node": 1, "mode": SPLIT, "nodes": 2, "generation_nodes": 2},
-            "placement.training_nodes must be >= 1 with mode 'split', got 0",
-        ),
-        (
-            {"gpus_per_node": 1, "mode": SPLIT, "nodes": 4, "generation_nodes": 2, "training_nodes": 1},
-            "placement.nodes must be generation_nodes 2 + training_nodes 1, got 4",
-        ),
-        (
-            {"memory": IN_TURN},
-            "placement.memory must be 'shared' without GPUs, got 'in_turn'; set placement.gpus_per_node, or leave it "
-            "out",
-        ),
-        (
-            {"logical_gpus": True},
-            "placement.logical_gpus must be false without GPUs, got True; set placement.gpus_per_node, or leave it out",
-        ),
-        (
-            {
-                "gpus_per_node": 1,
-                "mode": SPLIT,
-                "nodes": 2,
-                "generation_nodes": 1,
-                "training_nodes": 1,
-                "memory": IN_TURN,
-            },
-            "placement.memory must be 'shared' with mode 'split', got 'in_turn'; learner and engines have GPUs of "
-            "their own: leave it out, or set mode 'colocated'",
-        ),
-    ],
+@rows(
+    """
+placement.nodes=2
+    placement.gpus_per_node must be >= 1 with several nodes or mode 'split', got 0; without GPUs a run lies on one node
+placement.mode=split
+    placement.gpus_per_node must be >= 1 with several nodes or mode 'split', got 0; without GPUs a run lies on one node
+placement={generation_nodes: 1, gpus_per_node: 1}
+    placement.generation_nodes must be left out with mode 'colocated', got 1; or set 'split'
+placement={gpus_per_node: 1, training_nodes: 1}
+    placement.training_nodes must be left out with mode 'colocated', got 1; or set 'split'
+placement={gpus_per_node: 1, mode: split, nodes: 2, training_nodes: 2}
+    placement.generation_nodes must be >= 1 with mode 'split', got 0
+placement={generation_nodes: 2, gpus_per_node: 1, mode: split, nodes: 2}
+    placement.training_nodes must be >= 1 with mode 'split', got 0
+placement={generation_nodes: 2, gpus_per_node: 1, mode: split, nodes: 4, training_nodes: 1}
+    placement.nodes must be generation_nodes 2 + training_nodes 1, got 4
+placement.memory=in_turn
+    placement.memory must be 'shared' without GPUs, got 'in_turn'; set placement.gpus_per_node, or leave it out
+placement.logical_gpus=true
+    placement.logical_gpus must be false without GPUs, got True; set placement.gpus_per_node, or leave it out
+placement={generation_nodes: 1, gpus_per_node: 1, memory: in_turn, mode: split, nodes: 2, training_nodes: 1}
+    placement.memory must be 'shared' with mode 'split', got 'in_turn'; learner and engines have GPUs of their own:
+    leave it out, or set mode 'colocated'
+"""
 )
-def test_a_placement_that_means_nothing_is_refused(
-    refusal: Callable[..., str], values: dict[str, Any], message: str
-) -> None:
-    assert refusal(PlacementConfig, **values) == message
+def test_a_placement_that_means_nothing_is_refused(given: str, expected: str) -> None:
+    assert refused(given) == expected
 
 
 def test_the_default_has_no_gpus_and_asks_nothing_of_the_layout() -> None:

@@ -26,6 +26,7 @@ from slipstream.types import Dtype, Quantization
 from slipstream.workers.placement import memory
 from slipstream.workers.placement.memory import MemoryEstimate
 from tests.small import draft_with
+from tests.unit.refusals import overrides, refused, rows
 
 SPLIT = {
     "placement": {"mode": "split", "nodes": 8, "generation_nodes": 6, "training_nodes": 2},
@@ -44,14 +45,14 @@ PLAIN = {  # a learner that splits neither activations nor its optimizer, and a 
 EAGLE3 = draft_with(eagle3={"aux_hidden_state_layer_ids": (0, 1, 2)})
 
 
-def _refusal(overrides: dict[str, Any], recipe: str = "qwen3_8b") -> str:
+def _refusal(changes: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_recipe(recipe, overrides=overrides if recipe == "tiny" else merge(PLAIN, overrides))
+        load_recipe("qwen3_8b", overrides=merge(PLAIN, changes))
     return str(caught.value)
 
 
-def _estimate(**overrides: Any) -> MemoryEstimate:
-    found = load_recipe("qwen3_8b", overrides=merge(PLAIN, overrides)).memory()
+def _estimate(**changes: Any) -> MemoryEstimate:
+    found = load_recipe("qwen3_8b", overrides=merge(PLAIN, changes)).memory()
     assert found is not None
     return found
 
@@ -91,44 +92,61 @@ def _engine(**values: float | int | None) -> EngineConfig:
     return EngineConfig(max_model_len=100, max_num_seqs=2, **values)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            {"learner": {"parallel": {"tensor": 16, "data": 2}}},
-            "learner.parallel.tensor must divide the policy's 8 key-value heads, got 16",
-        ),
-        (
-            {"learner": {"parallel": {"pipeline": 8, "data": 1}}},
-            "learner.parallel.pipeline must divide the policy's 36 layers, got 8",
-        ),
-        (
-            {"learner": {"parallel": {"tensor": 4, "context": 4, "data": 2}}},
-            "learner.parallel.context must divide the 2 key-value heads that learner.parallel.tensor 4 leaves each "
-            "rank, got 4; attention splits whole heads over these ranks: lower it, or tensor",
-        ),
-        (
-            {
-                "placement": {"nodes": 3},
-                "learner": {"parallel": {"data": 3}},
-                "engine": {"num_engines": 1, "tensor_parallel_size": 12},
-            },
-            "engine.tensor_parallel_size must divide the policy's 32 query heads, got 12",
-        ),
-    ],
+NAMED = {"SPLIT": tuple(f"{name}={json.dumps(values)}" for name, values in SPLIT.items())}
+
+
+@rows(
+    """
+learner.parallel={tensor: 16, data: 2}
+    learner.parallel.tensor must divide the policy's 8 key-value heads, got 16
+learner.parallel={pipeline: 8, data: 1}
+    learner.parallel.pipeline must divide the policy's 36 layers, got 8
+learner.parallel={tensor: 4, context: 4, data: 2}
+    learner.parallel.context must divide the 2 key-value heads that learner.parallel.tensor 4 leaves each rank, got 4;
+    attention splits whole heads over these ranks: lower it, or tensor
+learner.parallel={tensor: 1, data: 32, expert: 4}
+    learner.parallel.expert must be 1 for a policy without experts, got 4
+placement.nodes=3 + learner.parallel.data=3 + engine={num_engines: 1, tensor_parallel_size: 12}
+    engine.tensor_parallel_size must divide the policy's 32 query heads, got 12
+refit.channel=nccl
+    refit.channel must join two processes on one GPU, got 'nccl'; set auto, or ipc
+SPLIT + refit.channel=ipc
+    refit.channel must join processes on different GPUs, got 'ipc'; set auto, or nccl
+refit.channel=shared_memory
+    refit.channel must cross 8 nodes, got 'shared_memory'; set auto, or ipc
+placement.nodes=2 + learner.parallel.data=2 + engine.num_engines=8 + refit.channel=shared_memory
+    refit.channel must cross 2 nodes, got 'shared_memory'; set auto, or ipc
+placement={nodes: 1, gpus_per_node: 0} + refit.channel=nccl
+    refit.channel must do without CUDA: placement.gpus_per_node is 0, got 'nccl'; set auto
+placement={nodes: 1, gpus_per_node: 0} + refit.channel=nccl + simulator=null
+    refit.channel must do without CUDA: placement.gpus_per_node is 0, got 'nccl'; set auto
+placement={nodes: 1, gpus_per_node: 0} + refit.channel=ipc
+    refit.channel must do without CUDA: placement.gpus_per_node is 0, got 'ipc'; set auto
+placement={nodes: 1, gpus_per_node: 0} + refit.channel=ipc + simulator=null
+    refit.channel must do without CUDA: placement.gpus_per_node is 0, got 'ipc'; set auto
+learner.parallel={tensor: 1, data: 32} + simulator.hardware=h100
+    learner.parallel.tensor must split the learner further: weights, gradients and optimizer take 147.4 GB beside the
+    engine's weights of 16.4 GB, a H100 SXM has 80.0 GB, got 1; raise it or pipeline, or set
+    learner.distributed_optimizer
+"""
 )
-def test_a_layout_that_does_not_divide_is_refused(overrides: dict[str, Any], message: str) -> None:
-    assert _refusal(overrides) == message
+def test_a_layout_that_cannot_be_is_refused_with_the_recipe(given: str, expected: str) -> None:
+    """Of the last one: 8.19e9 parameters at 18 bytes, beside 16.4 GB of the engine's own weights."""
+    assert _refusal(overrides(given, NAMED)) == expected
 
 
 def test_a_vocabulary_that_does_not_divide_is_refused() -> None:
-    shape = {"num_attention_heads": 3, "num_query_groups": 3, "ffn_hidden_size": 384}
-    overrides = {
-        "policy": {"scratch": {"shape": shape, "optimizer": {"method": "adamw"}}},
-        "grpo": {"optimizer": {"method": "adamw"}},
-        "learner": {"parallel": {"tensor": 3}},
-    }
-    assert _refusal(overrides, "tiny") == "learner.parallel.tensor must divide the policy's 64 vocabulary, got 3"
+    adamw = "policy.scratch.optimizer.method=adamw + grpo.optimizer.method=adamw + learner.parallel.tensor=3"
+    shape = "policy.scratch.shape={num_attention_heads: 3, num_query_groups: 3, ffn_hidden_size: 384}"
+    assert refused(f"{adamw} + {shape}") == "learner.parallel.tensor must divide the policy's 64 vocabulary, got 3"
+
+
+def test_the_fastest_channel_that_the_placement_allows_is_taken_unless_another_one_is_named() -> None:
+    one_node = {"placement": {"nodes": 1}, "learner": {"parallel": {"data": 1}}, "engine": {"num_engines": 4}}
+    load_recipe("qwen3_8b", overrides=merge(PLAIN, {**one_node, "refit": {"channel": "shared_memory"}}))
+    chosen = {"auto": load_recipe("qwen3_8b"), "split": load_recipe("qwen3_8b", overrides=merge(PLAIN, SPLIT))}
+    assert [recipe.refit_channel for recipe in chosen.values()] == [Channel.IPC, Channel.NCCL]
+    assert load_recipe("qwen3_8b", overrides={"refit": {"channel": "gloo"}}).refit_channel is Channel.GLOO
 
 
 @pytest.mark.parametrize(
@@ -163,39 +181,6 @@ def _with_engines_of_eight(directory: Path, **shape: int) -> dict[str, Any]:
         "engine": {"tensor_parallel_size": 8, "num_engines": 4},
         "simulator": None,
     }
-
-
-def test_experts_are_not_dealt_where_there_are_none() -> None:
-    message = _refusal({"learner": {"parallel": {"tensor": 1, "data": 32, "expert": 4}}})
-    assert message == "learner.parallel.expert must be 1 for a policy without experts, got 4"
-
-
-def test_a_channel_that_the_placement_rules_out_is_refused_with_the_recipe() -> None:
-    assert _refusal({"refit": {"channel": "nccl"}}) == (
-        "refit.channel must join two processes on one GPU, got 'nccl'; set auto, or ipc"
-    )
-    assert _refusal({**SPLIT, "refit": {"channel": "ipc"}}) == (
-        "refit.channel must join processes on different GPUs, got 'ipc'; set auto, or nccl"
-    )
-    assert _refusal({"refit": {"channel": "shared_memory"}}) == (
-        "refit.channel must cross 8 nodes, got 'shared_memory'; set auto, or ipc"
-    )
-    one_node = {"placement": {"nodes": 1}, "learner": {"parallel": {"data": 1}}, "engine": {"num_engines": 4}}
-    two_nodes = {"placement": {"nodes": 2}, "learner": {"parallel": {"data": 2}}, "engine": {"num_engines": 8}}
-    load_recipe("qwen3_8b", overrides=merge(PLAIN, {**one_node, "refit": {"channel": "shared_memory"}}))
-    assert _refusal({**two_nodes, "refit": {"channel": "shared_memory"}}).startswith("refit.channel must cross 2 nodes")
-    chosen = {"auto": load_recipe("qwen3_8b"), "split": load_recipe("qwen3_8b", overrides=merge(PLAIN, SPLIT))}
-    assert [recipe.refit_channel for recipe in chosen.values()] == [Channel.IPC, Channel.NCCL]
-    assert load_recipe("qwen3_8b", overrides={"refit": {"channel": "gloo"}}).refit_channel is Channel.GLOO
-
-
-@pytest.mark.parametrize("channel", ["nccl", "ipc"])
-def test_without_gpus_no_channel_between_gpus_is_taken(channel: str) -> None:
-    placement = {"nodes": 1, "gpus_per_node": 0}
-    for known in ({}, {"simulator": None}):
-        assert _refusal({"placement": placement, **known, "refit": {"channel": channel}}) == (
-            f"refit.channel must do without CUDA: placement.gpus_per_node is 0, got '{channel}'; set auto"
-        )
 
 
 def test_parameters_of_a_stage() -> None:
@@ -456,53 +441,29 @@ def test_a_run_in_turn_keeps_weights_beside_the_engine_and_no_cache_beside_the_l
     assert "KV cache" not in kinds["training"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "warnings"),
-    [
-        ({}, []),
-        ({"learner": {"max_tokens_per_microbatch": 16_940}}, []),
-        (
-            {"learner": {"max_tokens_per_microbatch": 20_000}},
-            [
-                "GPU: 185.7 GB are more than the 176.7 GB to give: lower learner.max_tokens_per_microbatch to 16940, "
-                "or engine.gpu_memory_utilization or engine.kv_cache_gib, or split further"
-            ],
-        ),
-        (
-            {**SPLIT, "learner": {**SPLIT["learner"], "max_tokens_per_microbatch": 60_000}},
-            [
-                "training GPU: 213.6 GB are more than the 176.7 GB to give: lower learner.max_tokens_per_microbatch "
-                "to 47460, or split further"
-            ],
-        ),
-        (
-            {"engine": {"gpu_memory_utilization": 0.12}},
-            [
-                "an engine's cache holds 2,791 tokens, less than one sequence of engine.max_model_len 12,288: raise "
-                "engine.gpu_memory_utilization or engine.tensor_parallel_size"
-            ],
-        ),
-        (
-            {**SPLIT, "engine": {"num_engines": 24, "kv_cache_gib": 160.0}},
-            [
-                "generation GPU: 193.7 GB are more than the 176.7 GB to give: lower engine.gpu_memory_utilization or "
-                "engine.kv_cache_gib, or split further"
-            ],
-        ),
-    ],
+@rows(
+    """
+learner.max_tokens_per_microbatch=20_000
+    GPU: 185.7 GB are more than the 176.7 GB to give: lower learner.max_tokens_per_microbatch to 16940, or
+    engine.gpu_memory_utilization or engine.kv_cache_gib, or split further
+SPLIT + learner.max_tokens_per_microbatch=60_000
+    training GPU: 213.6 GB are more than the 176.7 GB to give: lower learner.max_tokens_per_microbatch to 47460, or
+    split further
+engine.gpu_memory_utilization=0.12
+    an engine's cache holds 2,791 tokens, less than one sequence of engine.max_model_len 12,288: raise
+    engine.gpu_memory_utilization or engine.tensor_parallel_size
+SPLIT + engine.kv_cache_gib=160.0
+    generation GPU: 193.7 GB are more than the 176.7 GB to give: lower engine.gpu_memory_utilization or
+    engine.kv_cache_gib, or split further
+"""
 )
-def test_what_may_not_fit_is_a_warning_with_the_field_to_change(overrides: dict[str, Any], warnings: list[str]) -> None:
-    assert list(_estimate(**overrides).warnings()) == warnings
+def test_what_may_not_fit_is_a_warning_with_the_field_to_change(given: str, expected: str) -> None:
+    assert list(_estimate(**overrides(given, NAMED)).warnings()) == [expected]
+    for fitting in ({}, {"learner": {"max_tokens_per_microbatch": 16_940}}):
+        assert list(_estimate(**fitting).warnings()) == []
 
 
-def test_states_that_no_batch_is_small_enough_for_are_refused(refusal: Callable[..., str]) -> None:
-    # 8.19e9 parameters at 18 bytes, beside 16.4 GB of the engine's own weights.
-    overrides = {"learner": {"parallel": {"tensor": 1, "data": 32}}, "simulator": {"hardware": "h100"}}
-    assert _refusal(overrides) == (
-        "learner.parallel.tensor must split the learner further: weights, gradients and optimizer take 147.4 GB beside "
-        "the engine's weights of 16.4 GB, a H100 SXM has 80.0 GB, got 1; raise it or pipeline, or set "
-        "learner.distributed_optimizer"
-    )
+def test_an_engine_whose_weights_do_not_fit_is_refused(refusal: Callable[..., str]) -> None:
     found = _estimate()
     whole = replace(found, engine={**found.engine, "engine weights": 200e9})
     assert refusal(whole.require_states) == (
