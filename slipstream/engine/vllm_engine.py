@@ -87,8 +87,8 @@ def engine_arguments(
         # After each chunk but a prompt's last, vLLM 0.32 rewinds a seeded request's generator by its offset. A CPU's
         # generator has no offset, and the engine would end there.
         "enable_chunked_prefill": False,
-        # A compiler fuses what torch does, and other types were not measured.
-        **({"ir_op_priority": OWN_NORMS} if config.enforce_eager and config.dtype is Dtype.FLOAT32 else {}),
+        # A compiler fuses what torch does.
+        **({"ir_op_priority": OWN_NORMS} if config.enforce_eager else {}),
     }
 
 

@@ -1,8 +1,8 @@
 """RMSNorm of eager engines on CPUs in one pass over its input.
 
 vLLM's CPU build has kernels for RMSNorm, alone and behind a residual. Its layers compute either from six to eight
-operations of torch instead, for a compiler to fuse, and an eager engine pays for each of them. Here the kernels are
-offered as a provider of vLLM's operations, and an engine takes them by `vllm_engine.OWN_NORMS`.
+operations of torch instead, for a compiler to fuse, and an eager engine pays for each of them. Here an engine
+is offered the kernels as a provider of vLLM's operations (`vllm_engine.OWN_NORMS`). In bfloat16 they round once.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def add_rms_norm(
 
 def _fits(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
     del epsilon
-    is_float32 = weight is not None and x.dtype is weight.dtype is torch.float32
-    return is_float32 and variance_size is None and x.shape[-1] % _VECTOR == 0
+    is_known = weight is not None and x.dtype is weight.dtype and x.dtype in (torch.float32, torch.bfloat16)
+    return is_known and variance_size is None and x.shape[-1] % _VECTOR == 0
 
 
 def _fits_residual(

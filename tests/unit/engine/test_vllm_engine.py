@@ -61,11 +61,11 @@ def test_only_an_engine_that_can_sleep_has_vllms_sleep_mode_and_only_on_a_gpu() 
     [
         (replace(CPU, dtype=Dtype.FLOAT32, enforce_eager=True), True),
         (replace(CPU, dtype=Dtype.FLOAT32, enforce_eager=False), False),
-        (replace(CPU, dtype=Dtype.BFLOAT16, enforce_eager=True), False),
+        (replace(CPU, dtype=Dtype.BFLOAT16, enforce_eager=True), True),
         (replace(GPU, dtype=Dtype.FLOAT32, enforce_eager=True), False),
     ],
 )
-def test_only_eager_float32_engines_on_cpus_take_the_norms_offered_by_the_plugin(
+def test_only_eager_engines_on_cpus_take_the_norms_offered_by_the_plugin(
     config: EngineConfig, takes_them: bool
 ) -> None:
     assert engine_arguments(config, is_in_flight=False).get("ir_op_priority") == (OWN_NORMS if takes_them else None)
