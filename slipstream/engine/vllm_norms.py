@@ -1,8 +1,8 @@
 """RMSNorm of eager engines on CPUs in one pass over its input.
 
 vLLM's CPU build has kernels for RMSNorm, alone and behind a residual. Its layers compute either from six to eight
-operations of torch instead, for a compiler to fuse, and an eager engine pays for each of them. Here an engine
-is offered the kernels as a provider of vLLM's operations (`vllm_engine.OWN_NORMS`). In bfloat16 they round once.
+operations of torch instead, for a compiler to fuse, and an eager engine pays for each of them. Here an engine is
+offered the kernels as a provider of vLLM's operations (`vllm_engine.OWN_NORMS`). In bfloat16 they round once.
 """
 
 from __future__ import annotations

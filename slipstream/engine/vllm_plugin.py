@@ -19,6 +19,7 @@ place of a rejected one takes a single number.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -56,6 +57,8 @@ _NO_TOKEN = -1  # vLLM's placeholder
 _GREEDY = 1e-5  # lower temperatures are greedy, as in vLLM
 _SEED = 7  # in the checks
 _VOCABULARY = 4096  # in the checks; two independent samples are hardly ever equal
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # parameters of glibc's mallopt, of malloc.h
 
 _READERS = ("eagle3", "dflash")  # vLLM's names of the methods whose drafts read the policy's hidden states
 
@@ -341,7 +344,20 @@ def register() -> None:
     weight_transfer.register()
     if current_platform.is_cpu():
         vllm_norms.register()
+        keep_freed_memory()
     install()
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what a step frees for the next one; another C library goes on as it is.
+
+    By default glibc maps a block above 32 MiB anew each time, and the system zeroes its pages: drafts of 48 rollouts
+    were verified in 61 ms instead of 22, at four tokens each and a vocabulary of 49,152.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_MMAP_MAX, 0)
+        libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 class EngineProbe:
