@@ -1,4 +1,4 @@
-"""What the plugin gives a CPU's engine: norms that equal vLLM's own wherever it takes them, and memory that it keeps."""
+"""What the plugin gives to engines on CPUs: norms that equal vLLM's own, and memory that is kept."""
 
 from __future__ import annotations
 
