@@ -15,14 +15,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeAlias
 
-from slipstream import logs, run_command
+from slipstream import logs, run_command, simulate_command
 from slipstream.config import LARGEST, ConfigError, parse_overrides, require
 from slipstream.data.config import SYNTHETIC
 from slipstream.gpu_check import check_command
 from slipstream.recipe import Recipe, load_recipe, recipe_file_schema, resolve_recipe
 from slipstream.records.files import read_record, write_atomic
 from slipstream.records.run import RunRecord
-from slipstream.report import simulate_command
 from slipstream.stages.context import add_set
 from slipstream.study import study_command
 from slipstream.tracking.config import TrackingConfig, store_uri

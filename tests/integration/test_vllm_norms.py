@@ -84,7 +84,7 @@ def test_engines_name_the_kernels_that_are_offered() -> None:
 def test_an_engines_process_keeps_large_blocks_that_it_frees() -> None:
     """Faults of pages, of a process of its own: the first block of 64 MiB has 16,384, and those after it have few."""
     program = (
-        "import resource, torch; from slipstream.engine.vllm_plugin import keep_freed_memory; keep_freed_memory()\n"
+        "import resource, torch; from slipstream.engine.vllm_plugin import register; register()\n"
         "def faults():\n"
         "    torch.ones(2**26, dtype=torch.uint8)\n"
         "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"

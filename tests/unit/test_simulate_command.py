@@ -13,7 +13,7 @@ from slipstream.config import ConfigError
 from slipstream.recipe import load_recipe
 from slipstream.records.files import write_record
 from slipstream.records.run import RunRecord
-from slipstream.report.simulate_command import add_parser
+from slipstream.simulate_command import add_parser
 from slipstream.types import LoopMode
 
 ASKED = ["--model", "qwen3-235b-a22b", "--gpus", "2048", "--lag", "2", "--k", "5", "--acceptance-length", "4"]
