@@ -88,16 +88,11 @@ class WorkerPool:
         Raises:
             RuntimeError: it could not be.
         """
-        self._feed(deque([(0, "", b"")]))
-        while not self._workers[0].ready:
-            for worker in self._wait():
-                if not worker.take_reply()[1]:
-                    self._drop(worker, None, "ended by itself")
-            if self._workers[0].is_late():
-                self._drop(self._workers[0], None, f"took longer than {_START_TIMEOUT_S:g} s")
+        self._workers.append(_Worker(self._function, self._config))
+        self.run(())
 
     def run(self, requests: Sequence[Request]) -> Outcome:
-        """Call the function with each of `requests`.
+        """Call the function with each of `requests`; all workers are idle when this returns.
 
         Raises:
             RuntimeError: a worker could not start, or its function could not be loaded.
@@ -106,12 +101,12 @@ class WorkerPool:
         values: list[Any] = [None] * len(requests)
         num_timeouts = num_crashes = 0
         try:
-            while queue or any(worker.job is not None for worker in self._workers):
+            while queue or not all(worker.is_idle() for worker in self._workers):
                 self._feed(queue)
                 for worker in self._wait():
                     job, reply = worker.take_reply()
                     if not reply:
-                        self._drop(worker, job, "ended by itself")
+                        self._drop(worker, "ended by itself")
                     if job is None:
                         continue
                     values[job[0]] = reply.get("value")
@@ -119,10 +114,10 @@ class WorkerPool:
                         failures[job[0]] = reply.get("error", "the worker ended by itself")
                     num_crashes += not reply
                 for worker in [worker for worker in self._workers if worker.is_late()]:
-                    why = f"ran into the deadline of {self._config.timeout_s} s"
-                    if worker.job is not None:
-                        failures[worker.job[0]] = f"the worker {why}"
-                    self._drop(worker, worker.job, why)
+                    why = f"ran into the deadline of {self._config.timeout_s if worker.ready else _START_TIMEOUT_S} s"
+                    self._drop(worker, why)
+                    assert worker.job is not None  # it was ready
+                    failures[worker.job[0]] = f"the worker {why}"
                     num_timeouts += 1
         except BaseException:
             self.close()  # a late reply must not answer the next call's request
@@ -148,7 +143,7 @@ class WorkerPool:
             remaining_s = min(worker.deadline_s for worker in waiting) - time.monotonic()
             return [key.data for key, _ in selector.select(timeout=max(0.0, remaining_s))]
 
-    def _drop(self, worker: _Worker, job: Job | None, why: str) -> None:
+    def _drop(self, worker: _Worker, why: str) -> None:
         """Kill a worker, which the next `_feed` replaces, and raise if it never became ready."""
         worker.kill()
         self._workers.remove(worker)
@@ -156,7 +151,7 @@ class WorkerPool:
             is_own = self._function != MATHEMATICS
             imports = f"{self._function} start" if is_own else "`import latex2sympy2_extended` work"
             raise RuntimeError(f"a reward worker {why} before it was ready: does {imports}?")
-        logger.warning("a reward worker %s: %s", why, job and job[1])
+        logger.warning("a reward worker %s: %s", why, worker.job and worker.job[1])
 
 
 class _Worker:

@@ -19,76 +19,60 @@ FUNCTIONS = frozenset({
     "sqrt",
 })  # fmt: skip
 
-_SPECIAL = {
-    **dict.fromkeys("\N{MINUS SIGN}\N{HYPHEN}\N{NON-BREAKING HYPHEN}", "-"),
-    **dict.fromkeys("\N{FRACTION SLASH}\N{DIVISION SLASH}\N{DIVISION SIGN}", "/"),
-    **dict.fromkeys("\N{MULTIPLICATION SIGN}\N{DOT OPERATOR}\N{MIDDLE DOT}\N{ASTERISK OPERATOR}", "*"),
-    "\N{SQUARE ROOT}": "\\sqrt ",
-    "\N{CUBE ROOT}": "\\sqrt[3] ",
-    "\N{FOURTH ROOT}": "\\sqrt[4] ",
-    "\N{INFINITY}": "\\infty ",
-    "\N{LESS-THAN OR SLANTED EQUAL TO}": AT_MOST,
-    "\N{GREATER-THAN OR SLANTED EQUAL TO}": AT_LEAST,
-    **dict.fromkeys("\N{MASCULINE ORDINAL INDICATOR}\N{RING ABOVE}", DEGREE),
-    "\N{EMPTY SET}": "\\emptyset ",
-    "\N{DOUBLE-STRUCK CAPITAL R}": "\\mathbb{R}",
-    "\N{RATIO}": ":",
-    "\N{UNION}": "\\cup ",
-    "\N{INTERSECTION}": "\\cap ",
-    "\N{ELEMENT OF}": "\\in ",
-    "\N{ALMOST EQUAL TO}": "=",
-    "\N{NOT EQUAL TO}": "\\neq ",
-    **dict.fromkeys("\N{FULLWIDTH COMMA}\N{IDEOGRAPHIC COMMA}", ", "),
-    **dict.fromkeys("\N{IDEOGRAPHIC FULL STOP}\N{ARABIC DECIMAL SEPARATOR}", "."),
-    "\N{ARABIC THOUSANDS SEPARATOR}": ",",
-    **dict.fromkeys("\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}", '"'),
-    **dict.fromkeys((PLUS_MINUS, MINUS_PLUS, DEGREE, AT_MOST, AT_LEAST, SET_START, SET_END)),
-}
-_THIN_SPACES = "\N{NO-BREAK SPACE}\N{THIN SPACE}\N{HAIR SPACE}\N{NARROW NO-BREAK SPACE}\N{FIGURE SPACE}"
+# What the normal form has, and the LaTeX commands and the characters that mean the same.
+_SPELLINGS = (
+    ("\\frac", "dfrac tfrac cfrac sfrac nicefrac", ""),
+    ("", "left right big Big bigl bigr Bigl Bigr bigg Bigg biggl biggr small large Large LARGE huge Huge", ""),
+    ("", "displaystyle textstyle displaylimits limits mathstrut ensuremath boxed fbox framebox underline bf rm", ""),
+    ("\\text", "mbox textrm textbf textit textsf texttt textnormal emph operatorname text unit", ""),
+    ("\\text", "mathrm mathbf mathit mathsf mathtt mathbb mathcal mathnormal boldsymbol bm pmb", ""),
+    (" ", "quad qquad space", ""),
+    ("\\,", "", "\N{NO-BREAK SPACE}\N{THIN SPACE}\N{HAIR SPACE}\N{NARROW NO-BREAK SPACE}\N{FIGURE SPACE}"),
+    ("-", "", "\N{MINUS SIGN}\N{HYPHEN}\N{NON-BREAKING HYPHEN}"),
+    ("/", "div", "\N{FRACTION SLASH}\N{DIVISION SLASH}\N{DIVISION SIGN}"),
+    ("*", "cdot times ast", "\N{MULTIPLICATION SIGN}\N{DOT OPERATOR}\N{MIDDLE DOT}\N{ASTERISK OPERATOR}"),
+    ("=", "approx simeq thickapprox", "\N{ALMOST EQUAL TO}"),
+    ("<", "lt", ""),
+    (">", "gt", ""),
+    (AT_MOST, "le leq leqslant", AT_MOST + "\N{LESS-THAN OR SLANTED EQUAL TO}"),
+    (AT_LEAST, "ge geq geqslant", AT_LEAST + "\N{GREATER-THAN OR SLANTED EQUAL TO}"),
+    ("\\neq ", "ne", "\N{NOT EQUAL TO}"),
+    (PLUS_MINUS, "pm", PLUS_MINUS),
+    (MINUS_PLUS, "mp", MINUS_PLUS),
+    (DEGREE, "degree textdegree", DEGREE + "\N{MASCULINE ORDINAL INDICATOR}\N{RING ABOVE}"),
+    (SET_START, "lbrace", SET_START),
+    (SET_END, "rbrace", SET_END),
+    ("(", "langle lparen", ""),
+    (")", "rangle rparen", ""),
+    ("[", "lbrack", ""),
+    ("]", "rbrack", ""),
+    ("|", "lvert rvert vert", ""),
+    (":", "colon", "\N{RATIO}"),
+    (", ", "", "\N{FULLWIDTH COMMA}\N{IDEOGRAPHIC COMMA}"),
+    (",", "", "\N{ARABIC THOUSANDS SEPARATOR}"),
+    (".", "", "\N{IDEOGRAPHIC FULL STOP}\N{ARABIC DECIMAL SEPARATOR}"),
+    ('"', "", "\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}"),
+    ("i", "imath", ""),
+    ("\\$", "dollar textdollar", ""),
+    ("\\sqrt ", "", "\N{SQUARE ROOT}"),
+    ("\\sqrt[3] ", "", "\N{CUBE ROOT}"),
+    ("\\sqrt[4] ", "", "\N{FOURTH ROOT}"),
+    ("\\infty ", "", "\N{INFINITY}"),
+    ("\\emptyset ", "varnothing", "\N{EMPTY SET}"),
+    ("\\mathbb{R}", "", "\N{DOUBLE-STRUCK CAPITAL R}"),
+    ("\\cup ", "", "\N{UNION}"),
+    ("\\cap ", "", "\N{INTERSECTION}"),
+    ("\\in ", "", "\N{ELEMENT OF}"),
+)
+_COMMANDS = {name: sign for sign, names, _ in _SPELLINGS for name in names.split()}
+_CHARACTERS = {char: sign for sign, _, chars in _SPELLINGS for char in chars}
+
 _RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u207f]+")
 _SLASHED = re.compile("([\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+)[/\N{FRACTION SLASH}]([\u2080-\u2089]+)")
 _LOWERED = re.compile("[\u2080-\u208e]+")
 _DASHES = "\N{EN DASH}\N{EM DASH}\N{FIGURE DASH}"
 _RANGE = re.compile(f"(?<=[0-9])[{_DASHES}](?=[0-9])")
 
-_COMMANDS = {
-    **dict.fromkeys(("dfrac", "tfrac", "cfrac", "sfrac", "nicefrac"), "\\frac"),
-    **dict.fromkeys(("left", "right", "big", "Big", "bigl", "bigr", "Bigl", "Bigr", "bigg", "Bigg", "biggl", "biggr")),
-    **dict.fromkeys(("displaystyle", "textstyle", "limits", "boxed", "fbox", "framebox", "mathstrut", "bf", "rm")),
-    **dict.fromkeys(("small", "large", "Large", "LARGE", "huge", "Huge", "underline", "ensuremath", "displaylimits")),
-    **dict.fromkeys(("approx", "simeq", "thickapprox"), "="),
-    **dict.fromkeys(("quad", "qquad", "space"), " "),
-    **dict.fromkeys(("cdot", "times", "ast"), "*"),
-    **dict.fromkeys(("le", "leq", "leqslant"), AT_MOST),
-    **dict.fromkeys(("ge", "geq", "geqslant"), AT_LEAST),
-    **dict.fromkeys(("degree", "textdegree"), DEGREE),
-    "div": "/",
-    "lt": "<",
-    "gt": ">",
-    "pm": PLUS_MINUS,
-    "mp": MINUS_PLUS,
-    "lbrace": SET_START,
-    "rbrace": SET_END,
-    "langle": "(",
-    "rangle": ")",
-    "lparen": "(",
-    "rparen": ")",
-    "lbrack": "[",
-    "rbrack": "]",
-    **dict.fromkeys(("lvert", "rvert", "vert"), "|"),
-    "colon": ":",
-    "imath": "i",
-    "varnothing": "\\emptyset",
-    "ne": "\\neq ",
-    "dollar": "\\$",
-    "textdollar": "\\$",
-    "mbox": "\\text",
-    **dict.fromkeys(("textrm", "textbf", "textit", "textsf", "texttt", "textnormal", "emph"), "\\text"),
-    **dict.fromkeys(
-        ("mathrm", "mathbf", "mathit", "mathsf", "mathtt", "mathbb", "mathcal", "boldsymbol", "bm"), "\\text"
-    ),
-    **dict.fromkeys(("operatorname", "text", "mathnormal", "unit", "pmb"), "\\text"),
-}
 _REALS = re.compile(r"\\mathbb\s*(?:\{\s*R\s*\}|R(?![A-Za-z]))")
 _RAISED_O = re.compile(r"(?<=\d)\s*\^\s*(?:\{\s*(?:\\(?:text|mathrm)\s*\{\s*o\s*\}|o)\s*\}|o(?![A-Za-z]))")
 _COLOR = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
@@ -111,7 +95,7 @@ _BRACES = re.compile(r"\\[{}]|[{}]")
 _EMPHASIS = ("**", "__", "*", "_", "`", '"', "'")
 
 
-_INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\u2063\u2064\ufeff"))
+_INVISIBLE = re.compile("[\u00ad\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff]+")
 _WORD = re.compile(r"[A-Za-z]{3,}")
 _BLANK_NUMBERS = re.compile(r"(?<![_\d])\d+\s+\d")
 _DANGLING = re.compile(r"^[*/^_]|[-+*/^_]$")
@@ -157,7 +141,7 @@ _IN_DEGREES = re.compile(r"(\d+(?:\.\d+)?)" + DEGREE)
 
 def without_invisible(text: str) -> str:
     """Remove characters without width: soft hyphens, joiners and direction marks."""
-    return text if text.isascii() else text.translate(_INVISIBLE)
+    return text if text.isascii() else _INVISIBLE.sub("", text)
 
 
 def to_latex(spelled: str) -> str:
@@ -199,8 +183,7 @@ def _without_emphasis(text: str) -> str:
 
 def _ascii(text: str) -> str:
     """Convert characters of other alphabets and typographic ones to LaTeX, and drop invisible ones."""
-    text = "".join(char for char in text if unicodedata.category(char) != "Cf")
-    text = _RANGE.sub(RANGE, text)
+    text = _RANGE.sub(RANGE, without_invisible(text))
     text = _SLASHED.sub(lambda match: f"\\frac{{{_plain(match[1])}}}{{{_plain(match[2])}}}", text)
     text = _RAISED.sub(lambda match: f"^{_group(match[0])}", text)
     text = _LOWERED.sub(lambda match: f"_{_group(match[0])}", text)
@@ -219,10 +202,8 @@ def _plain(text: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _char(char: str) -> str:
-    if char in _SPECIAL:
-        return _SPECIAL[char] or char
-    if char in _THIN_SPACES:
-        return "\\,"
+    if char in _CHARACTERS:
+        return _CHARACTERS[char]
     if char.isdecimal():
         return str(unicodedata.decimal(char))
     plain = unicodedata.normalize("NFKC", char).replace("\N{FRACTION SLASH}", "/")
@@ -238,7 +219,7 @@ def _char(char: str) -> str:
 
 
 def _command(match: re.Match[str]) -> str:
-    return _COMMANDS.get(match[1], match[0]) or ""
+    return _COMMANDS.get(match[1], match[0])
 
 
 def _words(match: re.Match[str]) -> str:

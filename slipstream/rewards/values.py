@@ -7,43 +7,35 @@ not read at all.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from enum import Enum
+from functools import lru_cache
 from itertools import pairwise
 
 from slipstream.rewards.expressions import Number, UnreadError, equal_equations, equal_numbers, is_rounding, read_number
 from slipstream.rewards.spelling import AT_LEAST, AT_MOST, FUNCTIONS, MINUS_PLUS, PLUS_MINUS, SET_END, SET_START, spell
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Values in order: a tuple, a vector, an interval or a ratio."""
+class Unread(Enum):
+    """Reasons why a text has no value."""
 
-    left: str
-    right: str
+    AMBIGUOUS = "the text has two readings, or is in no known notation"
+    FALSE = "an equation does not hold, such as `2+2=5`"
+    UNDECIDED = "only algebra can read the text, in a process without it"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Values in brackets, or joined by a sign.
+
+    Attributes:
+        signs: brackets of a tuple, a vector or an interval, `{}` of a list or a set, or the sign between the items: `:`
+            in a ratio, `\\cup` in a union, `&` in a row of a matrix, and `\\\\` between such rows.
+    """
+
+    signs: str
     items: tuple[Value, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Bag:
-    """Values in any order: a list without brackets, or a set, which holds each value once."""
-
-    items: tuple[Value, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Union:
-    """Intervals joined by a union."""
-
-    items: tuple[Value, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """Cells of a matrix by row."""
-
-    rows: tuple[tuple[Value, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +44,7 @@ class Word:
 
     text: str
     is_choice: bool = False
-    is_marked: bool = False  # by `\\text{}`, which tells the word from prose
-
-
-@dataclass(frozen=True, slots=True)
-class Numeral:
-    """Digits with their base."""
-
-    digits: str
-    base: int
+    is_marked: bool = False  # by `\\text{}` or a numeral's base, which tell the word from prose
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,32 +56,27 @@ class Equation:
     value: Value | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Falsehood:
-    """An equation that does not hold, such as `2+2=5`."""
+Value = Number | Group | Word | Equation
+_LIST, _UNION = "{}", "\\cup"
 
 
-@dataclass(frozen=True, slots=True)
-class Undecided:
-    """A set or an equation that only algebra can compare, in a process without it."""
+class _ValueError(UnreadError):
+    """The text has no value, for another reason than ambiguity."""
 
-
-Value = Number | Row | Bag | Union | Matrix | Word | Numeral | Equation | Falsehood | Undecided
-
-
-class UndecidedError(ValueError):
-    """The text can only be read with algebra."""
+    def __init__(self, reason: Unread) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
 
 
 @lru_cache(maxsize=4096)
-def parse(answer: str) -> Value | None:
-    """Read the value of a bare answer; None if it cannot be read with certainty."""
+def parse(answer: str) -> Value | Unread:
+    """Read the value of a bare answer."""
     try:
         return _value(spell(answer), 0)
-    except UndecidedError:
-        return Undecided()
+    except _ValueError as error:
+        return error.reason
     except (UnreadError, RecursionError):
-        return None
+        return Unread.AMBIGUOUS
 
 
 def compare(a: str, b: str) -> bool | None:
@@ -106,13 +85,15 @@ def compare(a: str, b: str) -> bool | None:
         return int(a) == int(b)
     left, right = parse(a), parse(b)
     if spell(a) == spell(b):
-        return not isinstance(left, Falsehood)
-    return False if left is None or right is None else equal(left, right)
+        return left is not Unread.FALSE
+    if isinstance(left, Unread) or isinstance(right, Unread):
+        return False if {Unread.AMBIGUOUS, Unread.FALSE} & {left, right} else None
+    return equal(left, right)
 
 
 def is_falsehood(answer: str) -> bool:
-    """Return True if the answer is a chain of equations of which one does not hold."""
-    return "=" in answer and isinstance(parse(answer), Falsehood)
+    """Return True if the answer holds a chain of equations of which one does not hold."""
+    return "=" in answer and parse(answer) is Unread.FALSE
 
 
 def equal(a: Value, b: Value) -> bool | None:
@@ -121,67 +102,43 @@ def equal(a: Value, b: Value) -> bool | None:
     Integers, fractions and surds are compared exactly. A decimal also equals a number that it rounds or truncates, to
     all its places, if the two differ by at most one millionth: 0.333333 equals a third, and 0.333 does not.
     """
-    for kind, verdict in ((Falsehood, False), (Undecided, None)):
-        if isinstance(a, kind) or isinstance(b, kind):
-            return verdict
     if isinstance(a, Equation) or isinstance(b, Equation):
         return _equal_equations(a, b)
-    if isinstance(a, Union) or isinstance(b, Union):
-        return (isinstance(a, Union) and isinstance(b, Union) and _equal_bags(a.items, b.items)) or None
     if isinstance(a, Word) or isinstance(b, Word):
-        return _equal_words(a, b)
-    match a, b:
-        case Number(), Number():
-            return equal_numbers(a, b)
-        case Row(), Row():
-            return _equal_rows(a, b)
-        case Matrix(), Matrix():
-            return _equal_matrices(a, b)
-        case Bag(), Bag():
-            return _equal_bags(a.items, b.items)
-    return a == b  # numerals, or values of different kinds
+        spelled = [_spelled(each) for each in (a, b)]
+        return spelled[0] == spelled[1] is not None
+    if isinstance(a, Number) and isinstance(b, Number):
+        return equal_numbers(a, b)
+    return isinstance(a, Group) and isinstance(b, Group) and _equal_groups(a, b)
 
 
 def is_prose(value: Value) -> bool:
-    """Return True if a value contains unmarked words or an equation that does not hold."""
+    """Return True if a value contains unmarked words."""
     match value:
         case Word():
             return not value.is_marked
-        case Row() | Bag() | Union():
+        case Group():
             return any(map(is_prose, value.items))
-        case Matrix():
-            return any(is_prose(cell) for row in value.rows for cell in row)
         case Equation():
             return value.value is not None and is_prose(value.value)
-    return isinstance(value, Falsehood)
+    return False
 
 
-def _all(verdicts: Iterable[bool | None]) -> bool | None:
-    """Return False if any verdict is False, else None if any is None, else True."""
-    found = list(verdicts)
-    if False in found:
+def _equal_groups(a: Group, b: Group) -> bool | None:
+    """Compare two groups. Vectors may have any brackets, but those of two items tell points from intervals."""
+    is_unordered = a.signs in (_LIST, _UNION)
+    if len(a.items) != len(b.items):
         return False
-    return None if None in found else True
-
-
-def _equal_matrices(a: Matrix, b: Matrix) -> bool | None:
-    if [len(row) for row in a.rows] != [len(row) for row in b.rows]:
+    if a.signs != b.signs and (is_unordered or b.signs in (_LIST, _UNION) or len(a.items) == 2):
         return False
-    cells = [[cell for row in each.rows for cell in row] for each in (a, b)]
-    return _all(equal(x, y) for x, y in zip(*cells, strict=True))
+    if is_unordered:
+        return _equal_in_any_order(a.items, b.items)
+    verdicts = [equal(x, y) for x, y in zip(a.items, b.items, strict=True)]
+    return False if False in verdicts else None if None in verdicts else True
 
 
-def _equal_rows(a: Row, b: Row) -> bool | None:
-    brackets = {(each.left, each.right) for each in (a, b)}
-    if len(a.items) != len(b.items) or (len(brackets) > 1 and len(a.items) == 2):
-        return False
-    return _all(equal(x, y) for x, y in zip(a.items, b.items, strict=True))
-
-
-def _equal_bags(a: Sequence[Value], b: Sequence[Value]) -> bool | None:
+def _equal_in_any_order(a: Sequence[Value], b: Sequence[Value]) -> bool | None:
     """Match each value of one list with an equal value of the other; None if a match is unknown."""
-    if len(a) != len(b):
-        return False
     left, is_certain = list(b), True
     for x in a:
         verdicts = [equal(x, y) for y in left]
@@ -192,11 +149,6 @@ def _equal_bags(a: Sequence[Value], b: Sequence[Value]) -> bool | None:
         else:
             return False
     return True if is_certain else None
-
-
-def _equal_words(a: Value, b: Value) -> bool:
-    spelled = [_spelled(each) for each in (a, b)]
-    return spelled[0] == spelled[1] is not None
 
 
 def _spelled(value: Value) -> str | None:
@@ -249,7 +201,7 @@ def _value(text: str, depth: int) -> Value:
         return read_number(text)
     word = _word(text)
     if word is not None or text == "\\emptyset":
-        return word or Bag(())
+        return word or Group(_LIST, ())
     pieces = _pieces(text, is_inside=False)
     if len(pieces) > 1:
         return _bag(pieces, depth)
@@ -264,9 +216,9 @@ def _value(text: str, depth: int) -> Value:
 
 def _item(text: str, depth: int) -> Value:
     """Read one value: brackets, a matrix, a numeral, or a number with possible ± signs."""
-    for sign, kind in (("\\cup", Union), (":", partial(Row, ":", ":"))):
+    for sign in (_UNION, ":"):
         if sign in text:
-            return kind(tuple(_value(part.strip(), depth + 1) for part in text.split(sign)))
+            return Group(sign, tuple(_value(part.strip(), depth + 1) for part in text.split(sign)))
     matrix = _MATRIX.fullmatch(text)
     if matrix is not None:
         return _matrix(matrix[2], depth)
@@ -274,7 +226,7 @@ def _item(text: str, depth: int) -> Value:
     if numeral is not None:
         base = int(numeral[2] or numeral[3])
         if 2 <= base <= 36 and all(int(digit, 36) < base for digit in numeral[1]):
-            return Numeral(numeral[1].lstrip("0") or "0", base)
+            return Word(f"{numeral[1].lstrip('0') or '0'}_{base}", is_marked=True)
     if text[0] in _OPEN and text[-1] in _CLOSE and _encloses(text):
         pieces = _pieces(text[1:-1].strip(), is_inside=True)
         if text[0] == SET_START or len(pieces) > 1:
@@ -282,7 +234,7 @@ def _item(text: str, depth: int) -> Value:
         return _value(text[1:-1].strip(), depth + 1)
     if PLUS_MINUS in text or MINUS_PLUS in text:
         both = [text.replace(PLUS_MINUS, a).replace(MINUS_PLUS, b) for a, b in (("+", "-"), ("-", "+"))]
-        return Bag(tuple(_distinct([read_number(each) for each in both])))
+        return Group(_LIST, tuple(_distinct([read_number(each) for each in both])))
     return read_number(text)
 
 
@@ -335,24 +287,26 @@ def _bag(pieces: Sequence[str], depth: int) -> Value:
     values: list[Value] = []
     for piece in pieces:
         value = _value(piece, depth + 1)
-        values += value.items if isinstance(value, Bag) else [value]
+        values += _listed(value)
     names = {each.name for each in values if isinstance(each, Equation)}
     if len(names) == 1 and None not in names:
         values = [each.value or each if isinstance(each, Equation) else each for each in values]
-    if any(isinstance(each, Falsehood) for each in values):
-        return Falsehood()
-    return Bag(tuple(values))
+    return Group(_LIST, tuple(values))
+
+
+def _listed(value: Value) -> Sequence[Value]:
+    """Return the items of a list or a set; any other value is one item."""
+    return value.items if isinstance(value, Group) and value.signs == _LIST else [value]
 
 
 def _bracketed(left: str, right: str, pieces: Sequence[str], depth: int) -> Value:
     items = [_value(piece, depth + 1) for piece in pieces if piece]
     if left in (SET_START, "{"):
-        flat = [each for item in items for each in (item.items if isinstance(item, Bag) else (item,))]
-        unique = _distinct(flat)
-        return unique[0] if len(unique) == 1 else Bag(tuple(unique))
-    if len(items) != len(pieces) or any(isinstance(item, Bag) for item in items):
+        unique = _distinct([each for item in items for each in _listed(item)])
+        return unique[0] if len(unique) == 1 else Group(_LIST, tuple(unique))
+    if len(items) != len(pieces) or any(isinstance(item, Group) and item.signs == _LIST for item in items):
         raise UnreadError(left)
-    return Row(left, right, tuple(items))
+    return Group(left + right, tuple(items))
 
 
 def _distinct(values: Sequence[Value]) -> list[Value]:
@@ -360,7 +314,7 @@ def _distinct(values: Sequence[Value]) -> list[Value]:
     for value in values:
         verdicts = [equal(value, each) for each in found]
         if None in verdicts and True not in verdicts:
-            raise UndecidedError
+            raise _ValueError(Unread.UNDECIDED)
         if True not in verdicts:
             found.append(value)
     return found
@@ -381,7 +335,7 @@ def _matrix(body: str, depth: int) -> Value:
     cells = [tuple(_value(cell.strip(), depth + 1) for cell in row.split("&")) for row in rows if row]
     if not cells or len({len(row) for row in cells}) > 1 or sum(map(len, cells)) > _MAX_ITEMS:
         raise UnreadError(body)
-    return Matrix(tuple(cells))
+    return Group("\\\\", tuple(Group("&", row) for row in cells))
 
 
 def _equation(text: str, depth: int) -> Value:
@@ -398,12 +352,12 @@ def _equation(text: str, depth: int) -> Value:
     pairs = list(pairwise(values))
     verdicts = [_same(a, b) for a, b in pairs]
     if any(verdict is False and _are_constants(a, b) for verdict, (a, b) in zip(verdicts, pairs, strict=True)):
-        return Falsehood()
+        raise _ValueError(Unread.FALSE)
     if all(verdicts):
         value = _most_exact(values)
         return value if name is None else Equation(_sides(sides, values), name.replace(" ", ""), value)
     if None in verdicts:
-        raise UndecidedError
+        raise _ValueError(Unread.UNDECIDED)
     if name is not None or len(sides) > 2:
         raise UnreadError(text)
     return Equation(_sides(sides, values))
@@ -463,5 +417,5 @@ def _range(text: str, depth: int) -> Value:
     for bound in (low, high):
         if not isinstance(bound, Number) or not bound.is_constant:
             raise UnreadError(text)
-    row = Row("(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]", (low, high))
-    return Equation(None, middle.symbol, row)
+    brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
+    return Equation(None, middle.symbol, Group(brackets, (low, high)))

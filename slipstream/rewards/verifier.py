@@ -14,7 +14,7 @@ from slipstream.rewards.config import MATHEMATICS, MAX_ANSWER_CHARS, RewardConfi
 from slipstream.rewards.pool import Request, WorkerPool
 from slipstream.rewards.reward import RewardResult
 from slipstream.rewards.spelling import TEXT, spell
-from slipstream.rewards.values import Undecided, compare, is_prose, parse
+from slipstream.rewards.values import Unread, compare, is_prose, parse
 from slipstream.types import Prompt
 
 
@@ -72,10 +72,11 @@ class Verifier:
         if len(reference) > MAX_ANSWER_CHARS or extract_answer(f"\\boxed{{{reference}}}") != reference.strip():
             return False
         value = parse(reference)
-        if isinstance(value, Undecided):
+        if value is Unread.UNDECIDED:
             return _request(reference, reference)
-        # What has words is graded by its text.
-        return TEXT in spell(reference) if value is None else not is_prose(value)
+        if isinstance(value, Unread):  # what has words is graded by its text
+            return value is Unread.AMBIGUOUS and TEXT in spell(reference)
+        return not is_prose(value)
 
     def _verdicts(self, judged: Sequence[bool | Request]) -> tuple[bool, ...]:
         return tuple(reward == 1.0 for reward in self._decide(judged).rewards)

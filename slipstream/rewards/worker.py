@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 _REPLY_BYTES = 4000  # a pipe takes so many at once or not at all
-_UNSOLVED = (ArithmeticError, AttributeError, LookupError, RecursionError, NotImplementedError, TypeError, ValueError)
-"""Exceptions of sympy for unsupported input; any other exception ends this process."""
 
 
 def main(function: str, memory_bytes: int, alarm_s: float) -> None:
@@ -64,7 +62,7 @@ def _answer(call: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, An
     try:
         value = call(**arguments)
         return {"value": asyncio.run(value) if inspect.iscoroutine(value) else value}
-    except MemoryError:
+    except (MemoryError, SystemError):
         raise  # what is left of this process is not to be trusted
     except Exception as error:  # noqa: BLE001
         return {"error": f"{type(error).__name__}: {error}"}
@@ -104,16 +102,7 @@ def _mathematics() -> Callable[..., Any]:
     from slipstream.rewards.values import compare
 
     install(algebra)
-
-    def equal(gold: str, answer: str) -> bool:
-        try:
-            return bool(compare(gold, answer))
-        except _UNSOLVED:
-            return False
-        except Exception as error:  # after what sympy never raises this process is not to be trusted
-            raise SystemExit(1) from error
-
-    return equal
+    return lambda gold, answer: bool(compare(gold, answer))
 
 
 def _reasoning_gym() -> Callable[..., Any]:
