@@ -33,6 +33,8 @@ class Inputs:
     token_ids_BT: Tensor
     positions_BT: Tensor  # 0, 1, … within each sequence
     padding_BT: Tensor | None  # True where there is no token; None: the sequences are packed
+    # Row whose states a token takes, as the tokens up to it are the same there; -1: no token. None: each its own.
+    states_of_BT: Tensor | None = None
     packed: PackedSeqParams | None  # start and end of each sequence in the single row
     places: tuple[tuple[int, slice], ...]  # row and columns of each sequence
     routes_LTBK: Tensor | None = None  # experts of each input, any different ones for padding; None: routers choose
@@ -81,10 +83,12 @@ class Batching:
         microbatch_cost: cost of a micro-batch for `plan_microbatches`; unused when sequences are packed.
         multiple: T is padded to a multiple of this number, because sequence and context parallelism split the inputs
             evenly over ranks; this padding is not part of `max_tokens`.
+        shares_prefixes: tokens that several sequences of a micro-batch begin with are computed once.
     """
 
     max_tokens: int
     packs: bool = False
+    shares_prefixes: bool = False
     microbatch_cost: int = MICROBATCH_COST
     multiple: int = 1
 
@@ -130,10 +134,13 @@ class Batching:
         for row, tokens in enumerate(sequences):
             token_ids_BT[row, : len(tokens)] = tokens
         columns_T = np.arange(token_ids_BT.shape[1])
+        padding_BT = columns_T >= np.array(lengths)[:, None]
+        states_of_BT = torch.from_numpy(_states_of(token_ids_BT, padding_BT)) if self.shares_prefixes else None
         return Inputs(
             token_ids_BT=torch.from_numpy(token_ids_BT).to(device),
             positions_BT=torch.from_numpy(columns_T).to(device).expand(token_ids_BT.shape),
-            padding_BT=torch.from_numpy(columns_T >= np.array(lengths)[:, None]).to(device),
+            padding_BT=torch.from_numpy(padding_BT).to(device),
+            states_of_BT=states_of_BT,
             packed=None,
             places=tuple((row, slice(0, length)) for row, length in enumerate(lengths)),
         )
@@ -158,6 +165,16 @@ class Batching:
 
     def _width(self, num_tokens: int) -> int:
         return -(-num_tokens // self.multiple) * self.multiple
+
+
+def _states_of(token_ids_BT: NDArray[np.int64], padding_BT: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Find `Inputs.states_of_BT`. No other row shares as long a prefix as a neighbour in lexicographic order."""
+    tokens_BT = np.where(padding_BT, -1, token_ids_BT)
+    rows_BT = np.where(padding_BT, -1, np.arange(len(tokens_BT))[:, None])
+    for before, row in itertools.pairwise(np.lexsort(tokens_BT.T[::-1])):
+        is_shared_T = np.logical_and.accumulate(tokens_BT[before] == tokens_BT[row]) & ~padding_BT[row]
+        rows_BT[row, is_shared_T] = rows_BT[before, is_shared_T]
+    return rows_BT
 
 
 def _routed(batch: MicroBatch, routes: Routes) -> MicroBatch:
@@ -205,7 +222,7 @@ def forward(model: torch.nn.Module, inputs: Inputs) -> Tensor:
         position_ids=inputs.positions_BT,
         attention_mask=None,
         packed_seq_params=inputs.packed,
-        padding_mask=inputs.padding_BT,
+        padding_mask=inputs.padding_BT if inputs.states_of_BT is None else inputs.states_of_BT,
     )
 
 

@@ -190,6 +190,7 @@ class MegatronPolicy:
         self._batching = Batching(
             max_tokens=learner.max_tokens_per_microbatch,
             packs=packs(learner),
+            shares_prefixes=skips_padding(architecture, learner),
             microbatch_cost=UNPADDED_MICROBATCH_COST if skips_padding(architecture, learner) else MICROBATCH_COST,
             multiple=learner.parallel.width_multiple,
         )

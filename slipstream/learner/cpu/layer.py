@@ -1,11 +1,13 @@
 """Transformer layer for CPUs: Megatron's layer with forward and backward pass written as one operation each.
 
 On a CPU the time of a small layer depends more on the number of operations and on padding than on arithmetic. This
-layer takes fewer operations, keeps no graph inside, and computes real tokens only. The parameters keep Megatron's
-names, so that blocks, schedules and optimizer work unchanged; research/log.md has the measurements.
+layer takes fewer operations, keeps no graph inside, and computes each different token once: no padding, and no token
+again that several sequences begin with, as the rollouts of a group do with their prompt. A token's states depend on the
+tokens up to it alone, and its gradient is the sum over its sequences. The parameters keep Megatron's names, so that
+blocks, schedules and optimizer work unchanged; research/log.md has the measurements.
 
-Legend: `S` tokens, `B` sequences, `N` real tokens of them all, `H` hidden size, `G` query groups (key-value heads), `R`
-query heads a group, `D` head dim, `F` width of the MLP.
+Legend: `S` tokens, `B` sequences, `N` different tokens of them all, `H` hidden size, `G` query groups (key-value
+heads), `R` query heads a group, `D` head dim, `F` width of the MLP.
 """
 
 from __future__ import annotations
@@ -41,30 +43,50 @@ class _Parameters(NamedTuple):
     down_HF: Tensor
 
 
+class _Copies(NamedTuple):
+    """Rows of a matrix that belong to each of the `N` tokens: `M` in all, token by token."""
+
+    rows_M: Tensor
+    starts_N: Tensor  # index in `rows_M` of each token's first row
+
+    @classmethod
+    def of(cls, tokens: Tensor, num_tokens: int) -> _Copies:
+        """Find them from the token of each row; -1 marks a row that belongs to none."""
+        ordered, rows = tokens.sort(stable=True)
+        starts = torch.searchsorted(ordered, torch.arange(num_tokens))
+        return cls(rows[starts[0] :], starts - starts[0])
+
+    def sum(self, matrix: Tensor) -> Tensor:
+        """Sum each token's rows."""
+        return torch.nn.functional.embedding_bag(self.rows_M, matrix, self.starts_N, mode="sum")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rectangle:
-    """Neighbouring sequences of similar lengths, padded for attention to `B` x `S` = `C` cells.
+    """Sequences of similar lengths, padded for attention to `B` x `S` = `C` cells.
 
     A cell of padding holds a copy of the first token; no real token attends to padding.
     """
 
-    start: int  # index of the first token
-    end: int
+    tokens: slice  # those that are computed in these sequences
     batch: int
     num_tokens: int  # S
-    cells_N: Tensor  # cell of each token
-    tokens_C: Tensor  # token of each cell, counted from `start`
+    cells_N: Tensor  # cell of each of `tokens`
+    tokens_C: Tensor  # token of each cell
     future_1RS: Tensor  # [1, R * S, S]: -inf where the key comes after the query
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
-    """Rows of the `N` tokens of a micro-batch, sequence by sequence, and tensors that depend on positions alone.
+    """Places of the `N` tokens of a micro-batch, sequence by sequence, and tensors that depend on positions alone.
 
-    Every operation except the attention runs over real tokens only.
+    Every operation except the attention runs over these tokens only.
     """
 
     rows_N: Tensor  # row of each token in the layer's input, flattened to [S * B, H]
+    copies: _Copies  # rows of the layer's output
+    tokens_M: Tensor  # token of each of these rows
+    cells: _Copies  # cells of all rectangles, one behind the other
     cos_N11D: Tensor
     sin_N11D: Tensor  # the first half is negated, so that the rotation needs no negation
     rectangles: tuple[_Rectangle, ...]
@@ -87,7 +109,8 @@ class CpuTransformerLayer(TransformerLayer):
 
         Args:
             rotary_pos_emb: [S, 1, 1, D], the angles of each position.
-            padding_mask: [B, S], True where there is no token, on the right; the output is zero there.
+            padding_mask: [B, S], True where there is no token, on the right; the output is zero there. Or
+                `Inputs.states_of_BT`, with the rows whose tokens are computed in place of others.
         """
         attention, mlp = cast(Any, self.self_attention), cast(Any, self.mlp)
         query_norm, key_norm = attention.q_layernorm, attention.k_layernorm
@@ -113,7 +136,7 @@ class CpuTransformerLayer(TransformerLayer):
 
 @functools.lru_cache(maxsize=1)  # keyed by the tensors' identity: all layers of a pass get the same tensors
 def _plan(
-    padding_BS: Tensor | None,
+    mask_BS: Tensor | None,
     batch: int,
     rotary_pos_emb_S11D: Tensor,
     scale: float,
@@ -121,27 +144,52 @@ def _plan(
     heads_of_a_group: int,
 ) -> _Plan:
     num_tokens, half = rotary_pos_emb_S11D.shape[0], rotary_pos_emb_S11D.shape[-1] // 2
-    lengths = [num_tokens] * batch if padding_BS is None else (~padding_BS).sum(1).tolist()
-    position_N = torch.cat([torch.arange(length) for length in lengths])
-    sequence_N = torch.arange(batch).repeat_interleave(torch.tensor(lengths))
+    own_B1 = torch.arange(batch)[:, None]
+    states_of_BS = own_B1.expand(batch, num_tokens) if mask_BS is None else mask_BS
+    if states_of_BS.dtype == torch.bool:
+        states_of_BS = torch.where(states_of_BS, -1, own_B1)
+    sequence_N, position_N = (states_of_BS == own_B1).nonzero(as_tuple=True)
+    token_BS = torch.full((batch, num_tokens), -1)
+    token_BS[sequence_N, position_N] = torch.arange(len(position_N))
+    token_BS = token_BS.gather(0, states_of_BS.clamp(min=0)).masked_fill_(states_of_BS < 0, -1)
+    copies = _Copies.of(token_BS.t().flatten(), len(position_N))
     angles = rotary_pos_emb_S11D.detach()[position_N]
     cos, sin = angles.cos() * scale, angles.sin() * scale
-    rectangles = []
-    start = 0
-    for first, last in plan_rectangles(lengths):
-        end, width = start + sum(lengths[first:last]), max(lengths[first:last])
-        cells_N = (sequence_N[start:end] - first) * width + position_N[start:end]
-        tokens_C = torch.zeros((last - first) * width, dtype=torch.long)
-        tokens_C[cells_N] = torch.arange(end - start)
-        future = torch.full((width, width), float("-inf"), dtype=dtype).triu(1).repeat(heads_of_a_group, 1).unsqueeze(0)
-        rectangles.append(_Rectangle(start, end, last - first, width, cells_N, tokens_C, future))
-        start = end
+    rectangles, cells = _rectangles(token_BS, sequence_N, position_N, dtype, heads_of_a_group)
     return _Plan(
         rows_N=position_N * batch + sequence_N,
+        copies=copies,
+        tokens_M=token_BS.t().flatten()[copies.rows_M],
+        cells=cells,
         cos_N11D=cos.to(dtype),
         sin_N11D=torch.cat((-sin[..., :half], sin[..., half:]), dim=-1).to(dtype),
-        rectangles=tuple(rectangles),
+        rectangles=rectangles,
     )
+
+
+def _rectangles(
+    token_BS: Tensor, sequence_N: Tensor, position_N: Tensor, dtype: torch.dtype, heads_of_a_group: int
+) -> tuple[tuple[_Rectangle, ...], _Copies]:
+    """Lay out the sequences with a token of their own, for all others are copies of prefixes."""
+    sequences, counts = sequence_N.unique_consecutive(return_counts=True)
+    lengths, ends = (token_BS[sequences] >= 0).sum(1).tolist(), [0, *counts.cumsum(0).tolist()]
+    rectangles, cells = [], []
+    for first, last in plan_rectangles(lengths):
+        width, tokens = max(lengths[first:last]), slice(ends[first], ends[last])
+        token_C = token_BS[sequences[first:last], :width]
+        future = torch.full((width, width), float("-inf"), dtype=dtype).triu(1).repeat(heads_of_a_group, 1).unsqueeze(0)
+        rectangles.append(
+            _Rectangle(
+                tokens=tokens,
+                batch=last - first,
+                num_tokens=width,
+                cells_N=torch.searchsorted(sequences[first:last], sequence_N[tokens]) * width + position_N[tokens],
+                tokens_C=torch.where(token_C < 0, token_C[:, :1], token_C).flatten(),
+                future_1RS=future,
+            )
+        )
+        cells.append(token_C.flatten())
+    return tuple(rectangles), _Copies.of(torch.cat(cells), len(sequence_N))
 
 
 class _Layer(torch.autograd.Function):
@@ -177,7 +225,8 @@ class _Layer(torch.autograd.Function):
             *inside,
         )
         ctx.plan, ctx.settings = plan, settings
-        return torch.zeros_like(flat_x).index_copy_(0, plan.rows_N, out).view(x_SBH.shape)
+        shared = out.index_select(0, plan.tokens_M)
+        return torch.zeros_like(flat_x).index_copy_(0, plan.copies.rows_M, shared).view(x_SBH.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -196,7 +245,7 @@ class _Layer(torch.autograd.Function):
         else:
             gate_up, *attended = saved[18:]
         attended = iter(attended)
-        grad = grad_SBH.reshape(-1, grad_SBH.shape[-1]).index_select(0, plan.rows_N)
+        grad = plan.copies.sum(grad_SBH.reshape(-1, grad_SBH.shape[-1]))
 
         gate, up = gate_up.chunk(2, dim=-1)
         silu = torch.nn.functional.silu(gate)
@@ -211,10 +260,11 @@ class _Layer(torch.autograd.Function):
 
         d_mixed = d_y @ p.proj_HO
         dots_NA = (d_mixed * mixed).view(-1, groups * repeat, dim).sum(-1)
-        d_qkv = d_y.new_empty(len(d_y), p.qkv_QH.shape[0])
+        d_cells = []
         for rectangle in plan.rectangles:
             kept = tuple(itertools.islice(attended, 4))
-            _attend_backward(d_mixed, dots_NA, d_qkv.view(-1, groups, repeat + 2, dim), kept, rectangle)
+            d_cells.append(_attend_backward(d_mixed, dots_NA, groups, kept, rectangle))
+        d_qkv = plan.cells.sum(torch.cat(d_cells))
         d_qk = d_qkv.view(-1, groups, repeat + 2, dim)[..., : repeat + 1, :]
         d_rotated = (d_qk * plan.sin_N11D).roll(dim // 2, -1).addcmul_(d_qk, plan.cos_N11D)
         qk_weight, d_query_norm, d_key_norm = _qk_weight(p, repeat), None, None
@@ -272,7 +322,7 @@ def _attend(qkv_NGXD: Tensor, rectangle: _Rectangle) -> tuple[Tensor, Tensor, Te
     The heads of a group are stacked along the query axis: queries [B * G, R * S, D], keys and values [B * G, S, D].
     """
     _, groups, width, dim = qkv_NGXD.shape
-    qkv = qkv_NGXD[rectangle.start : rectangle.end].flatten(1).index_select(0, rectangle.tokens_C)
+    qkv = qkv_NGXD.flatten(1).index_select(0, rectangle.tokens_C)
     qkv = qkv.view(rectangle.batch, rectangle.num_tokens, groups, width, dim)
     query, key, value = (_stack(part) for part in qkv.split((width - 2, 1, 1), dim=3))
     scores = torch.baddbmm(rectangle.future_1RS, query, key.transpose(1, 2), alpha=dim**-0.5)
@@ -284,22 +334,22 @@ def _attended(qkv_NGXD: Tensor, mixed: Tensor, rectangle: _Rectangle) -> tuple[T
     query, key, value, chances = _attend(qkv_NGXD, rectangle)
     repeat = qkv_NGXD.shape[2] - 2
     by_cell = _unstack(torch.bmm(chances, value), rectangle, repeat).reshape(len(rectangle.tokens_C), -1)
-    torch.index_select(by_cell, 0, rectangle.cells_N, out=mixed[rectangle.start : rectangle.end])
+    torch.index_select(by_cell, 0, rectangle.cells_N, out=mixed[rectangle.tokens])
     return query, key, value, chances
 
 
 def _attend_backward(
-    d_mixed: Tensor, dots_NA: Tensor, d_qkv_NGXD: Tensor, attended: tuple[Tensor, ...], rectangle: _Rectangle
-) -> None:
-    """Write the gradient of `_attend` to the rectangle's tokens in `d_qkv_NGXD`.
+    d_mixed: Tensor, dots_NA: Tensor, groups: int, attended: tuple[Tensor, ...], rectangle: _Rectangle
+) -> Tensor:
+    """Compute the gradient of `_attend` for each cell of the rectangle, [C, G * (R + 2) * D].
 
     The gradient of the softmax, (d - sum(d chances)) chances, is not torch's own operation, whose bits depend on the
     number of threads on a processor with AVX2 where a row's length is no multiple of 8. The sum over all keys is the
     dot product of a head's output with its gradient, [N, A] for A heads (FlashAttention, arXiv:2205.14135).
     """
     query, key, value, chances = attended
-    _, groups, width, dim = d_qkv_NGXD.shape
-    repeat = width - 2
+    dim = query.shape[-1]
+    repeat = d_mixed.shape[1] // (groups * dim)
     d_out = _stack(_cells(d_mixed, rectangle).view(rectangle.batch, rectangle.num_tokens, groups, repeat, dim))
     dots = _stack(_cells(dots_NA, rectangle).view(rectangle.batch, rectangle.num_tokens, groups, repeat, 1))
     scale = dim**-0.5  # on the smaller tensors
@@ -312,13 +362,13 @@ def _attend_backward(
         ),
         dim=3,
     )
-    d_qkv_NGXD[rectangle.start : rectangle.end] = d_qkv.flatten(0, 1).index_select(0, rectangle.cells_N)
+    return d_qkv.view(len(rectangle.tokens_C), -1)
 
 
 def _cells(x_N: Tensor, rectangle: _Rectangle) -> Tensor:
-    """Scatter the rows of a rectangle's tokens to its cells; padding holds zeros."""
+    """Scatter the rows of a rectangle's tokens to its cells; all other cells hold zeros."""
     cells = x_N.new_zeros(len(rectangle.tokens_C), x_N.shape[1])
-    return cells.index_copy_(0, rectangle.cells_N, x_N[rectangle.start : rectangle.end])
+    return cells.index_copy_(0, rectangle.cells_N, x_N[rectangle.tokens])
 
 
 def _stack(x_BSGRD: Tensor) -> Tensor:

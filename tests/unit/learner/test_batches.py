@@ -36,6 +36,21 @@ def test_padded_sequences_have_a_row_each_the_longest_first() -> None:
     assert _values(batch.spread([[0.5, 0.25], [2.0, 3.0]])) == [[0, 2, 3], [0.5, 0.25, 0]]
 
 
+def test_a_token_takes_the_states_of_a_row_that_begins_alike() -> None:
+    sequences = [[0, 5, 6, 7], [0, 5], [3, 5, 6], [0, 5, 6, 7], [0, 5, 0, 7], [0, 5, 6, 0]]
+    states_of_BT = Batching(max_tokens=64, shares_prefixes=True).inputs(sequences, CPU).states_of_BT
+    assert states_of_BT is not None
+    # In lexicographic order: 1, 4, 5, 0, 3, 2.
+    assert _values(states_of_BT) == [
+        [1, 1, 5, 0],
+        [1, 1, -1, -1],
+        [2, 2, 2, -1],
+        [1, 1, 5, 0],
+        [1, 1, 4, 4],
+        [1, 1, 5, 5],
+    ]
+
+
 def test_packed_sequences_lie_one_behind_the_other_and_each_starts_at_position_0() -> None:
     (batch,) = Batching(max_tokens=8, packs=True).microbatches(SEQUENCES, LOSS_STARTS, CPU)
     assert batch.indices == (1, 0)

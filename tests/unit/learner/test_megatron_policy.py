@@ -298,6 +298,43 @@ def test_the_cpu_layer_is_megatrons_in_value_and_gradient(
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+_FAMILY = (  # a group of rollouts and another one: equal ones, a prefix of another, and a shared prompt
+    *((4, 5, 6, 7, 8, 9), (4, 5, 6, 7, 8), (4, 5, 6, 7, 8, 9), (4, 5, 6, 2)),
+    *((4, 5, 3, 3, 1), (9, 5, 6, 7), (9, 5, 6, 7)),
+)
+
+
+@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL])
+def test_a_token_that_sequences_share_is_computed_once_and_taught_by_all(
+    recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = dataclasses.replace(LEARNER, recompute=recompute)
+    computed: set[int] = set()
+    linear = torch.nn.functional.linear
+
+    def counting(rows: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        computed.add(len(rows))
+        return linear(rows, *others)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", counting)
+
+    def outcome() -> list[torch.Tensor]:
+        policy = new_policy(learner=learner)
+        states = policy.hidden_states(_FAMILY, [0, 1, 2])
+        trained = policy.train_step(update_of(policy, _FAMILY))
+        rows = policy.logprobs(_FAMILY, [2] * len(_FAMILY), 1.0)
+        found = [torch.tensor(trained.stats.grad_norm), *(torch.from_numpy(row) for row in rows)]
+        return [*found, *(part for both in states for part in both), *(weight for _, weight in policy.weights())]
+
+    ours = outcome()
+    different = {tokens[:end] for tokens in _FAMILY for end in range(1, len(tokens) + 1)}
+    inputs = {tokens[:end] for tokens in _FAMILY for end in range(1, len(tokens))}
+    assert computed == {len(different), len(inputs)}  # of states, and of what predicts
+    monkeypatch.delattr(CpuTransformerLayer, "forward")  # leaves that of Megatron, which computes every token
+    for got, want in zip(ours, outcome(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("width", [53, 64])
 def test_the_cpu_layers_bits_do_not_depend_on_the_number_of_threads(width: int) -> None:
     """Large enough to be shared out; torch's own gradient of a softmax fails this at a width of 53 with AVX2."""
