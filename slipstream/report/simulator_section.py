@@ -14,13 +14,12 @@ from matplotlib.colors import TwoSlopeNorm
 from slipstream.catalog import target_of
 from slipstream.records.run import RunRecord
 from slipstream.report import tables
-from slipstream.report.figures import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, draw_svg
-from slipstream.report.formats import seconds
+from slipstream.report.figures import ARM_COLOURS, INK, LOSS, draw_svg
 from slipstream.report.summary import LoopComparison
 from slipstream.simulator.balance import AsynchronousPrediction, balance, predict_asynchronous
 from slipstream.simulator.calibration import CalibrationRecord
-from slipstream.simulator.projection import LagLine, ProjectionRecord, RunningBatch, SpeedupMap
-from slipstream.types import Arm, LoopMode, StageTimes
+from slipstream.simulator.projection import LagLine, ProjectionRecord, SpeedupMap
+from slipstream.types import Arm, LoopMode
 
 _LAG_COLOURS = ("#6f7681", "#56b4e9", "#0072b2", "#009e73", "#e69f00")
 
@@ -70,10 +69,8 @@ def projection_figures(projection: ProjectionRecord) -> dict[str, str]:
     calibrations = [each for each in (projection.run_calibration, projection.paper_calibration) if each is not None]
     return {
         "projection_fits": measured_against_simulated(calibrations),
-        "projection_running": running_batch(drawn.running) if drawn.running else "",
         "projection_map": speedup_map(drawn.speedup_map),
         "projection_gpus": speedup_over_gpus(drawn.lag_lines),
-        "projection_steps": stage_waterfall(drawn.autoregressive, drawn.speculative),
     }
 
 
@@ -116,29 +113,6 @@ def speedup_over_gpus(lines: Sequence[LagLine]) -> str:
     return draw_svg(1, 2.7, draw, width=5.6)
 
 
-def stage_waterfall(autoregressive: StageTimes, speculative: StageTimes) -> str:
-    """Draw the change of each projected stage from the autoregressive to the speculative step."""
-    before, after = autoregressive.by_stage(), speculative.by_stage()
-
-    def draw(ax: Axes) -> None:
-        ax.bar(0, autoregressive.step_s, width=0.6, color=ARM_COLOURS[Arm.AUTOREGRESSIVE])
-        level = autoregressive.step_s
-        for x, stage in enumerate(before, start=1):
-            change = after[stage] - before[stage]
-            ax.bar(x, change, bottom=level, width=0.6, color=STAGE_COLOURS[stage])
-            ax.annotate(
-                f"{change:+.1f}", (x, max(level, level + change)), (0, 3), textcoords="offset points", ha="center"
-            )
-            level += change
-        ax.bar(len(before) + 1, speculative.step_s, width=0.6, color=ARM_COLOURS[Arm.SPECULATIVE])
-        for x, value in ((0, autoregressive.step_s), (len(before) + 1, speculative.step_s)):
-            ax.annotate(seconds(value), (x, value), (0, 3), textcoords="offset points", ha="center")
-        ax.set_xticks(range(len(before) + 2), ["autoregressive", *before, "speculative"])
-        ax.set(title="Projected step, seconds", ylim=(0, 1.15 * max(autoregressive.step_s, speculative.step_s)))
-
-    return draw_svg(1, 2.7, draw, width=7.4)
-
-
 def measured_against_simulated(calibrations: Sequence[CalibrationRecord]) -> str:
     """Draw simulated over measured generation times, one panel a calibration."""
 
@@ -153,19 +127,3 @@ def measured_against_simulated(calibrations: Sequence[CalibrationRecord]) -> str
             ax.set(xlabel="measured, s", ylabel="simulated, s", title=f"{record.source} (grey: within 8 %)")
 
     return draw_svg(len(calibrations), 3.0, draw, width=4.6 * len(calibrations))
-
-
-def running_batch(rollouts: Sequence[RunningBatch]) -> str:
-    """Draw the running sequences of the slowest engine over projected time."""
-
-    def draw(ax: Axes) -> None:
-        colours = (ARM_COLOURS[Arm.AUTOREGRESSIVE], ARM_COLOURS[Arm.SPECULATIVE], HIGHLIGHT)
-        for index, rollout in enumerate(rollouts):
-            edges = np.concatenate([[0.0], np.cumsum(rollout.span_s)])
-            colour = colours[index % len(colours)]
-            ax.stairs(rollout.batch, edges, color=colour, label=rollout.label, linewidth=1.5)
-        ax.set(xlabel="projected seconds", title="Running sequences of the slowest engine")
-        ax.set_ylim(bottom=0)
-        ax.legend(loc="best")
-
-    return draw_svg(1, 2.5, draw, width=5.6)

@@ -52,7 +52,7 @@ from slipstream.simulator.rollout import RolloutShape, Trace, slowest_engine
 from slipstream.simulator.settings import IDEAL, Setting, load_setting
 from slipstream.simulator.step_cost import Learner, Overlap, overlap
 from slipstream.statistics import Spread, spread
-from slipstream.types import Arm, StageTimes
+from slipstream.types import Arm
 
 PUBLISHED_MODEL = "qwen3-235b-a22b"  # model of the paper's own projections, on GB200
 _LARGE_SETTING = "paper-235b"
@@ -187,15 +187,6 @@ class ProjectedPoint:
     warnings: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Projection:
-    """Bands of a projection, and both arms' steps in the sample with the median step speedup."""
-
-    point: ProjectedPoint
-    autoregressive: StageTimes
-    speculative: StageTimes
-
-
 def project(
     scenario: Scenario,
     ensemble: Ensemble,
@@ -204,7 +195,7 @@ def project(
     layouts: Sequence[Scenario] = (),
     num_draws: int = _NUM_DRAWS,
     seed: int = 0,
-) -> Projection:
+) -> ProjectedPoint:
     """Project both arms of a scenario, with bands.
 
     Args:
@@ -221,7 +212,7 @@ def project(
     return _summary(scenario, arms, ensemble.best.validity.warnings(k=scenario.k, batch=batch))
 
 
-def project_ideal(scenario: Scenario, learner: Learner, *, layouts: Sequence[Scenario] = ()) -> Projection:
+def project_ideal(scenario: Scenario, learner: Learner, *, layouts: Sequence[Scenario] = ()) -> ProjectedPoint:
     """Project both arms on a stack without overhead, which runs at the roofline; bands cover the layouts alone."""
     draw = Draw(parameters=IDEAL, autoregressive_error=1.0, speculative_error=1.0)
     arms = [_arms(each, learner, draw, 0.0, 0.0) for each in (scenario, *layouts)]
@@ -272,10 +263,8 @@ def _arms(
     return arm(0, 1.0, draw.autoregressive_error), speculative
 
 
-def _summary(scenario: Scenario, arms: Sequence[tuple[Overlap, Overlap]], warnings: tuple[str, ...]) -> Projection:
-    step_speedups = [base.step.step_s / spec.step.step_s for base, spec in arms]
-    middle = int(np.argsort(step_speedups, kind="stable")[len(arms) // 2])
-    point = ProjectedPoint(
+def _summary(scenario: Scenario, arms: Sequence[tuple[Overlap, Overlap]], warnings: tuple[str, ...]) -> ProjectedPoint:
+    return ProjectedPoint(
         model=scenario.setting.model_shape.name,
         hardware=scenario.setting.accelerator.name,
         num_gpus=scenario.setting.num_gpus,
@@ -283,13 +272,11 @@ def _summary(scenario: Scenario, arms: Sequence[tuple[Overlap, Overlap]], warnin
         k=scenario.k,
         acceptance_length=scenario.acceptance_length,
         rollout_speedup=spread([base.period_s / spec.period_s for base, spec in arms]),
-        step_speedup=spread(step_speedups),
+        step_speedup=spread([base.step.step_s / spec.step.step_s for base, spec in arms]),
         autoregressive_step_s=spread([base.step.step_s for base, _ in arms]),
         speculative_step_s=spread([spec.step.step_s for _, spec in arms]),
         warnings=warnings,
     )
-    base, spec = arms[middle]
-    return Projection(point=point, autoregressive=base.step, speculative=spec.step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -354,7 +341,7 @@ def write_request(request: ProjectionRequest, directory: Path, *, seed: int = 0)
 def _projected(scenario: Scenario, seed: int = 0) -> dict[str, ProjectedPoint]:
     learner, layouts = paper_learner(), assumed_layouts(scenario)
     calibrated = project(scenario, calibrate_paper(), learner, layouts=layouts, seed=seed)
-    return {"ideal": project_ideal(scenario, learner, layouts=layouts).point, "calibrated": calibrated.point}
+    return {"ideal": project_ideal(scenario, learner, layouts=layouts), "calibrated": calibrated}
 
 
 # Point of the figures: the first that the paper projects.
@@ -385,35 +372,23 @@ class LagLine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunningBatch:
-    """Number of running sequences and seconds of each span of a rollout."""
-
-    label: str
-    batch: tuple[float, ...]
-    span_s: tuple[float, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ProjectedFigures:
-    """Data of the report's figures: map, lines and steps of one setting, and running batches of the run's machine."""
+    """Data of the report's figures: a map and lines of one setting."""
 
     setting: str
-    k: int  # draft length of the lines and the steps
+    k: int  # draft length of the lines
     acceptance_length: float
     speedup_map: SpeedupMap
     lag_lines: tuple[LagLine, ...]
-    autoregressive: StageTimes
-    speculative: StageTimes
-    running: tuple[RunningBatch, ...]
 
 
-def projected_figures(*, running: tuple[RunningBatch, ...]) -> ProjectedFigures:
-    """Compute the data of the report's figures from the paper's calibration; `running` is that of the run."""
+def projected_figures() -> ProjectedFigures:
+    """Compute the data of the report's figures from the paper's calibration."""
     scenario = _DRAWN.scenario()
-    middle = project(scenario, calibrate_paper(), paper_learner())
+    setting = scenario.setting
     speedups = speedup_map(scenario, calibrate_paper().best, ks=_KS, acceptance_lengths=_LENGTHS).tolist()
     return ProjectedFigures(
-        setting=f"{middle.point.model}, {middle.point.num_gpus} {middle.point.hardware}",
+        setting=f"{setting.model_shape.name}, {setting.num_gpus} {setting.accelerator.name}",
         k=_DRAWN.k,
         acceptance_length=_DRAWN.acceptance_length,
         speedup_map=SpeedupMap(
@@ -422,28 +397,12 @@ def projected_figures(*, running: tuple[RunningBatch, ...]) -> ProjectedFigures:
             rollout_speedups=tuple(tuple(None if x != x else x for x in row) for row in speedups),  # NaN is not JSON
         ),
         lag_lines=tuple(_lag_line(scenario, lag) for lag in _LAGS),
-        autoregressive=middle.autoregressive,
-        speculative=middle.speculative,
-        running=running,
     )
-
-
-def running_batches(run: RunCalibration) -> tuple[RunningBatch, ...]:
-    """Compute the most probable schedule of a run's slowest engine, autoregressive and with the speculative arm's k."""
-    trace = slowest_engine(run.setting.lengths(run.mean_tokens), run.setting.shape())
-    model = run.ensemble.best.model(run.setting)
-    drafted = [] if run.check is None else [(run.check.k, run.check.acceptance_length)]
-    found = []
-    for k, length in [(0, 1.0), *drafted]:
-        seconds = model.span_s(trace, k=k, tokens_per_iteration=length)
-        label = f"k = {k}, acceptance length {length:.2f}" if k else "autoregressive"
-        found.append(RunningBatch(label=label, batch=tuple(trace.batch_S.tolist()), span_s=tuple(seconds.tolist())))
-    return tuple(found)
 
 
 def _lag_line(scenario: Scenario, lag: int) -> LagLine:
     points = [replace(scenario, setting=replace(scenario.setting, num_gpus=gpus), lag=lag) for gpus in _GPUS]
-    projected = [project(point, calibrate_paper(), paper_learner(), num_draws=_LINE_DRAWS).point for point in points]
+    projected = [project(point, calibrate_paper(), paper_learner(), num_draws=_LINE_DRAWS) for point in points]
     return LagLine(lag=lag, num_gpus=_GPUS, step_speedups=tuple(point.step_speedup.median for point in projected))
 
 
@@ -489,7 +448,7 @@ def project_speedup(
         on_gpu=tuple(project_on_gpu(run, swept_ks(tuning))) if run and with_gpu else (),
         paper_calibration=calibrate_paper().record(PAPER_SOURCE),
         from_paper=tuple(project_published()),
-        figures=projected_figures(running=running_batches(run) if run else ()),
+        figures=projected_figures(),
     )
 
 
@@ -513,4 +472,4 @@ def project_run(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:
         Scenario(setting=run.setting, mean_tokens=run.mean_tokens, k=k, acceptance_length=run.profile.length(k))
         for k in ks
     ]
-    return [project(scenario, run.ensemble, learner).point for scenario in scenarios]
+    return [project(scenario, run.ensemble, learner) for scenario in scenarios]
