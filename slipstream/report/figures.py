@@ -24,7 +24,7 @@ from slipstream.records.steps import StepRecord
 from slipstream.report.formats import POLICY_LABELS, percent, seconds, speedup
 from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_curves, decided_steps
 from slipstream.simulator.reference import Reference, WorkloadReference
-from slipstream.statistics import Estimate, amdahl, moving_average
+from slipstream.statistics import Estimate, moving_average
 from slipstream.types import STAGES, Arm
 
 ARM_COLOURS = {Arm.AUTOREGRESSIVE: "#6f7681", Arm.SPECULATIVE: "#0072b2"}
@@ -109,24 +109,6 @@ def step_times(record: RunRecord) -> str:
     return draw_svg(2, 2.5, draw)
 
 
-def bound(run: RunSummary) -> str:
-    """Draw the measured step speedup below its bound, over the acceptance length."""
-    assert run.comparison is not None and run.autoregressive is not None and run.acceptance is not None
-    share, step = run.autoregressive.share("generation"), run.comparison.step
-    length = run.acceptance.mean_acceptance_length
-    lengths = np.linspace(1, max(4.0, length + 1.5), 80)
-
-    def draw(ax: Axes) -> None:
-        ax.plot(lengths, [amdahl(share, x) for x in lengths], color=INK, label="bound 1 / (g / AL + 1 - g)")
-        ax.axhline(1, color=LOSS, linewidth=0.9, linestyle="--", label="no gain")
-        colour, label = ARM_COLOURS[Arm.SPECULATIVE], "measured, 95 % interval"
-        ax.errorbar([length], [step.value], yerr=errors(step), fmt="o", color=colour, capsize=3, label=label)
-        ax.set(xlabel="mean acceptance length (AL)", title=f"Step speedup, g = {percent(share)} of the step")
-        ax.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0))
-
-    return draw_svg(1, 2.5, draw, width=6.4)
-
-
 def acceptance(record: RunRecord, run: RunSummary) -> str:
     """Draw acceptance by draft position, with the held-out rates, and acceptance length over steps.
 
@@ -201,22 +183,6 @@ def mismatch(record: RunRecord) -> str:
         means.legend(loc="best", ncols=2)
 
     return draw_svg(2, 2.2, draw)
-
-
-def losses(record: RunRecord) -> str:
-    """Draw the training losses of policy and draft before RL."""
-    of_draft = () if record.draft is None else record.draft.losses
-    curves = {"Policy pretraining, loss": record.policy.pretrain_losses, "Draft training, loss": of_draft}
-    curves = {title: values for title, values in curves.items() if values}
-
-    def draw(*axes: Axes) -> None:
-        for ax, (title, values) in zip(axes, curves.items(), strict=True):
-            ax.plot(values, color="#b9bec7", linewidth=0.8)
-            ax.plot(moving_average(values, max(1, len(values) // 20)), color=INK)
-            ax.set(title=title, xlabel="optimizer step")
-            _from_zero(ax)
-
-    return draw_svg(len(curves), 2.2, draw, width=WIDTH_IN if len(curves) == 2 else 4.7) if curves else ""
 
 
 def uniforms(certificate: CertificateRecord) -> str:

@@ -42,7 +42,7 @@ class ReportPaths:
 def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord | None = None) -> dict[str, str]:
     """Draw the figures that the run has data for; returns SVG by name."""
     run, compared = summarise_arms(record.arms), compare_loops(record)
-    drawn = {"losses": figures.losses(record)}
+    drawn: dict[str, str] = {}
     if record.certificate is not None:
         drawn["uniforms"] = figures.uniforms(record.certificate)
     if run.arms:
@@ -53,8 +53,6 @@ def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord |
             "learning": figures.learning(record),
             "mismatch": figures.mismatch(record),
         }
-    if run.comparison is not None and run.acceptance is not None:
-        drawn["bound"] = figures.bound(run)
     if record.tuning is not None and record.tuning.points:
         drawn["sweep"] = figures.sweep(record.tuning.points, record.tuning.chosen_k)
     if draft_training(record) is not None:

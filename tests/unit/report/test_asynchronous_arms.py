@@ -177,7 +177,7 @@ def test_the_page_has_the_section_and_needs_nothing_from_elsewhere() -> None:
     assert sections[:4] == ["step-time", "speedup", "asynchronous", "acceptance"]
     assert bound_text(compared()) in page
     assert "rollouts lag by at most\n1 version of the policy." in page
-    assert page.count("<svg") == 11
+    assert page.count("<svg") == 9
     assert "step speedup over the baseline, speculative, asynchronous" in page
     assert "workflows/asynchronous_rl.py asynchronous_rl --recipe tiny" in page
     ids = re.findall(r'\bid="([^"]+)"', page)
