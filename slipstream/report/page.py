@@ -59,7 +59,9 @@ def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord |
         drawn["draft_training"] = figures.draft_training(record)
     if compared is not None:
         drawn |= {"loops": figures.step_lanes(compared), "loop_learning": figures.loop_learning(record, compared)}
-    return drawn | ({} if projection is None or run.alone else simulator_section.projection_figures(projection))
+    if projection is not None and not run.alone:
+        drawn["projection_fits"] = simulator_section.measured_against_simulated(projection)
+    return drawn
 
 
 def quoted(record: RunRecord, run: RunSummary, reference: Reference) -> WorkloadReference | None:

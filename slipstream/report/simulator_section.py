@@ -5,23 +5,16 @@ Projected figures have columns and figures of their own. Only the scatter plot s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import TwoSlopeNorm
 
 from slipstream.catalog import target_of
 from slipstream.records.run import RunRecord
 from slipstream.report import tables
-from slipstream.report.figures import ARM_COLOURS, INK, LOSS, draw_svg
+from slipstream.report.figures import ARM_COLOURS, INK, draw_svg
 from slipstream.report.summary import LoopComparison
 from slipstream.simulator.balance import AsynchronousPrediction, balance, predict_asynchronous
-from slipstream.simulator.calibration import CalibrationRecord
-from slipstream.simulator.projection import LagLine, ProjectionRecord, SpeedupMap
+from slipstream.simulator.projection import ProjectionRecord
 from slipstream.types import Arm, LoopMode
-
-_LAG_COLOURS = ("#6f7681", "#56b4e9", "#0072b2", "#009e73", "#e69f00")
 
 
 def predicted(record: RunRecord, compared: LoopComparison | None) -> AsynchronousPrediction | None:
@@ -63,58 +56,9 @@ def split_table(record: RunRecord, compared: LoopComparison) -> tables.Table | N
     return tables.split_table(balance(record, lag=first.max_off_policy_steps, mode=LoopMode(first.loop)))
 
 
-def projection_figures(projection: ProjectionRecord) -> dict[str, str]:
-    """Draw the figures of the projection; returns SVG by name."""
-    drawn = projection.figures
-    calibrations = [each for each in (projection.run_calibration, projection.paper_calibration) if each is not None]
-    return {
-        "projection_fits": measured_against_simulated(calibrations),
-        "projection_map": speedup_map(drawn.speedup_map),
-        "projection_gpus": speedup_over_gpus(drawn.lag_lines),
-    }
-
-
-def speedup_map(surface: SpeedupMap) -> str:
-    """Draw projected rollout speedup over k and acceptance length; lengths above k + 1 are blank."""
-    ks, acceptance_lengths = surface.ks, surface.acceptance_lengths
-    speedups = np.array([[np.nan if x is None else x for x in row] for row in surface.rollout_speedups])
-
-    def draw(ax: Axes) -> None:
-        top = float(np.nanmax(speedups))
-        shown = np.ma.masked_invalid(speedups.T)
-        norm = TwoSlopeNorm(1.0, vmin=min(0.5, float(np.nanmin(speedups))), vmax=max(top, 1.5))
-        mesh = ax.pcolormesh(ks, acceptance_lengths, shown, cmap="RdBu", norm=norm)
-        if float(np.nanmin(speedups)) < 1 < top:
-            ax.contour(ks, acceptance_lengths, shown, levels=[1.0], colors=[INK], linewidths=0.9)
-        ax.set(xlabel="draft length k", ylabel="acceptance length", title="Projected rollout speedup (line: no gain)")
-        ax.grid(visible=False)
-        figure = ax.get_figure(root=True)
-        assert figure is not None
-        figure.colorbar(mesh, ax=ax)
-
-    return draw_svg(1, 3.2, draw, width=5.6)
-
-
-def speedup_over_gpus(lines: Sequence[LagLine]) -> str:
-    """Draw projected step speedup over the number of GPUs, one line a policy lag."""
-
-    def draw(ax: Axes) -> None:
-        for index, line in enumerate(lines):
-            label = f"lag {line.lag}" if line.lag else "synchronous"
-            colour = _LAG_COLOURS[index % len(_LAG_COLOURS)]
-            ax.plot(line.num_gpus, line.step_speedups, "o-", markersize=3.5, color=colour, label=label)
-        ax.axhline(1, color=LOSS, linewidth=0.9, linestyle="--")
-        ax.set_xscale("log", base=2)
-        ticks = sorted({gpus for line in lines for gpus in line.num_gpus})
-        ax.set_xticks(ticks, [str(gpus) for gpus in ticks])
-        ax.set(xlabel="GPUs", title="Projected step speedup")
-        ax.legend(loc="best")
-
-    return draw_svg(1, 2.7, draw, width=5.6)
-
-
-def measured_against_simulated(calibrations: Sequence[CalibrationRecord]) -> str:
+def measured_against_simulated(projection: ProjectionRecord) -> str:
     """Draw simulated over measured generation times, one panel a calibration."""
+    calibrations = [each for each in (projection.run_calibration, projection.paper_calibration) if each is not None]
 
     def draw(*axes: Axes) -> None:
         for ax, record in zip(axes, calibrations, strict=True):

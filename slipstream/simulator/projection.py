@@ -5,7 +5,7 @@ learner's efficiency where it was not measured, and the residual error of the ca
 measured ranges.
 
 The record of the stage `project_speedup` projects other draft lengths on the run's machine, from the run's calibration,
-and models and clusters of the paper, from the paper's calibration; it holds the data of the report's figures.
+and models and clusters of the paper, from the paper's calibration.
 """
 
 from __future__ import annotations
@@ -344,68 +344,6 @@ def _projected(scenario: Scenario, seed: int = 0) -> dict[str, ProjectedPoint]:
     return {"ideal": project_ideal(scenario, learner, layouts=layouts), "calibrated": calibrated}
 
 
-# Point of the figures: the first that the paper projects.
-_DRAWN = ProjectionRequest(model=PUBLISHED_MODEL, num_gpus=512, k=3, acceptance_length=3.0)
-_KS = (1, 2, 3, 4, 5, 6, 7)
-_LENGTHS = tuple(1.0 + 0.25 * index for index in range(29))  # 1 to 8 = 7 + 1
-_GPUS = (256, 512, 1024, 2048)
-_LAGS = (0, 1, 2, 4)
-_LINE_DRAWS = 24  # samples of a point of a line, of which only the median is used
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpeedupMap:
-    """Rollout speedup by draft length and acceptance length; None where the acceptance length exceeds k + 1."""
-
-    ks: tuple[int, ...]
-    acceptance_lengths: tuple[float, ...]
-    rollout_speedups: tuple[tuple[float | None, ...], ...]  # [ks][acceptance_lengths]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LagLine:
-    """Median step speedup by number of GPUs, at one policy lag."""
-
-    lag: int
-    num_gpus: tuple[int, ...]
-    step_speedups: tuple[float, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProjectedFigures:
-    """Data of the report's figures: a map and lines of one setting."""
-
-    setting: str
-    k: int  # draft length of the lines
-    acceptance_length: float
-    speedup_map: SpeedupMap
-    lag_lines: tuple[LagLine, ...]
-
-
-def projected_figures() -> ProjectedFigures:
-    """Compute the data of the report's figures from the paper's calibration."""
-    scenario = _DRAWN.scenario()
-    setting = scenario.setting
-    speedups = speedup_map(scenario, calibrate_paper().best, ks=_KS, acceptance_lengths=_LENGTHS).tolist()
-    return ProjectedFigures(
-        setting=f"{setting.model_shape.name}, {setting.num_gpus} {setting.accelerator.name}",
-        k=_DRAWN.k,
-        acceptance_length=_DRAWN.acceptance_length,
-        speedup_map=SpeedupMap(
-            ks=_KS,
-            acceptance_lengths=_LENGTHS,
-            rollout_speedups=tuple(tuple(None if x != x else x for x in row) for row in speedups),  # NaN is not JSON
-        ),
-        lag_lines=tuple(_lag_line(scenario, lag) for lag in _LAGS),
-    )
-
-
-def _lag_line(scenario: Scenario, lag: int) -> LagLine:
-    points = [replace(scenario, setting=replace(scenario.setting, num_gpus=gpus), lag=lag) for gpus in _GPUS]
-    projected = [project(point, calibrate_paper(), paper_learner(), num_draws=_LINE_DRAWS) for point in points]
-    return LagLine(lag=lag, num_gpus=_GPUS, step_speedups=tuple(point.step_speedup.median for point in projected))
-
-
 PAPER_SOURCE = "arXiv 2604.26779, measured"
 _GPU = "h100"  # what a run on CPUs is projected to
 
@@ -420,7 +358,6 @@ class ProjectionRecord:
     on_gpu: tuple[ProjectedPoint, ...] = ()  # the same k on one GPU, from the paper's calibration
     paper_calibration: CalibrationRecord
     from_paper: tuple[PublishedPoint, ...]
-    figures: ProjectedFigures
 
 
 def project_speedup(
@@ -448,7 +385,6 @@ def project_speedup(
         on_gpu=tuple(project_on_gpu(run, swept_ks(tuning))) if run and with_gpu else (),
         paper_calibration=calibrate_paper().record(PAPER_SOURCE),
         from_paper=tuple(project_published()),
-        figures=projected_figures(),
     )
 
 

@@ -34,7 +34,6 @@ from slipstream.simulator.projection import (
     project_request,
     project_run,
     project_speedup,
-    projected_figures,
     run_setting,
     speedup_map,
 )
@@ -308,28 +307,6 @@ def test_the_workflow_projects_what_its_flat_inputs_say() -> None:
     assert all(
         type(default) in (str, int, float, bool, type(None)) for default in interface.default_inputs_as_kwargs.values()
     )
-
-
-DRAWN = ProjectionRequest(model=PUBLISHED_MODEL, num_gpus=512, k=3, acceptance_length=3.0).scenario()
-
-
-@pytest.fixture
-def of_paper() -> Ensemble:
-    return calibrate_paper()
-
-
-def test_figures_draw_the_scenario_that_they_name(of_paper: Ensemble) -> None:
-    learner = paper_learner()
-    drawn = projected_figures()
-    assert (drawn.setting, drawn.k, drawn.acceptance_length) == ("Qwen3-235B-A22B, 512 GB200", 3, 3.0)
-    assert [line.lag for line in drawn.lag_lines] == [0, 1, 2, 4]
-    for line in drawn.lag_lines:
-        for gpus, speedup in zip(line.num_gpus, line.step_speedups, strict=True):
-            at = replace(DRAWN, setting=replace(DRAWN.setting, num_gpus=gpus), lag=line.lag)
-            assert speedup == project(at, of_paper, learner, num_draws=24).step_speedup.median
-    row = drawn.speedup_map.rollout_speedups[2]  # k = 3
-    expected = speedup_map(DRAWN, of_paper.best, ks=(3,), acceptance_lengths=(1.0, 4.0))[0]
-    assert (row[0], row[12], row[13]) == (expected[0], expected[1], None)  # 1, 4 and 4.25 tokens
 
 
 # As the recorded demo computed: what `auto` stands for differs between machines.
