@@ -29,7 +29,7 @@ from slipstream.simulator.observed import CheckRecord
 from slipstream.simulator.projection import ProjectedPoint, ProjectionRecord
 from slipstream.simulator.reference import Reference, WorkloadReference
 from slipstream.statistics import Estimate, Spread
-from slipstream.types import STAGES, Arm
+from slipstream.types import STAGES
 from slipstream.workers.placement.plan import table
 
 
@@ -350,10 +350,10 @@ def prediction_table(prediction: AsynchronousPrediction, compared: LoopCompariso
 
 def split_table(found: BalanceRecord) -> Table:
     """Tabulate each arm's projected step on every split of a run's machine."""
-    best = [found.best(Arm(name)) for name in found.synchronous_step_s]
+    best = [found.best(arm) for arm in dict.fromkeys(row.arm for row in found.rows)]
     by_split: dict[str, list[str]] = {}
     for row in found.rows:
-        bound = f"{row.bound}, fastest" if any(row is each for each in best) else row.bound
+        bound = f"{row.bound}, fastest" if any(row is each for each in best) else row.bound.value
         cells = by_split.setdefault(f"{row.generation} + {row.training}", [])
         cells += [seconds(row.step_s), seconds(row.exposed_s), bound]
     groups = {f"{row.arm.value}, projected": ("step s", "exposed s", "bound by") for row in best}
