@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import CertificateRecord, SweepPoint
@@ -233,21 +233,20 @@ def step_lanes(compared: LoopComparison) -> str:
     return draw_svg(1, 0.72 * len(compared.arms) + 0.7, draw)
 
 
-def loop_learning(record: RunRecord, compared: LoopComparison) -> str:
-    """Draw the reward of every arm over steps, and the lag of the tokens that asynchronous arms train on."""
+def loop_learning(record: RunRecord) -> str:
+    """Draw the reward of every arm over steps."""
 
-    def draw(rewards: Axes, lags: Axes) -> None:
+    def draw(ax: Axes) -> None:
         for arm in (*record.arms, *record.asynchronous):
             values = [step.reward_mean for step in arm.steps]
             smooth = moving_average(values, max(1, len(values) // 6))
             places, line = [step.step for step in arm.steps], "-" if arm.name == arm.arm.value else "--"
-            rewards.plot(places, smooth, color=ARM_COLOURS[arm.arm], linestyle=line, label=POLICY_LABELS[arm.name])
-        rewards.set(title="Mean reward of a step, moving average", xlabel="step")
-        _whole(rewards)
-        rewards.legend(loc="lower right")
-        _lags(lags, compared.asynchronous)
+            ax.plot(places, smooth, color=ARM_COLOURS[arm.arm], linestyle=line, label=POLICY_LABELS[arm.name])
+        ax.set(title="Mean reward of a step, moving average", xlabel="step")
+        _whole(ax)
+        ax.legend(loc="lower right")
 
-    return draw_svg(2, 2.7, draw)
+    return draw_svg(1, 2.7, draw, width=WIDTH_IN / 2)
 
 
 def draft_training(record: RunRecord) -> str:
@@ -400,16 +399,3 @@ def _lane(ax: Axes, place: float, parts: Sequence[Part], longest: float) -> None
         if width > 0.07 * longest:
             ax.text(start + width / 2, place, seconds(width), ha="center", va="center", color=ink, fontsize=7.5)
         start += width
-
-
-def _lags(ax: Axes, arms: Sequence[LoopArm]) -> None:
-    width = 0.8 / len(arms)
-    for place, arm in enumerate(arms):
-        total = sum(lag.num_tokens for lag in arm.lags)
-        at = [lag.lag + (place - (len(arms) - 1) / 2) * width for lag in arm.lags]
-        shares = [lag.num_tokens / total for lag in arm.lags]
-        ax.bar(at, shares, width=0.92 * width, color=ARM_COLOURS[arm.arm], label=arm.arm.value)
-    ax.set(title="Trained tokens by lag", xlabel="versions behind the policy that learned", ylim=(0, 1.08))
-    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _whole(ax)
-    ax.legend(loc="best")

@@ -58,7 +58,7 @@ def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord |
     if draft_training(record) is not None:
         drawn["draft_training"] = figures.draft_training(record)
     if compared is not None:
-        drawn |= {"loops": figures.step_lanes(compared), "loop_learning": figures.loop_learning(record, compared)}
+        drawn |= {"loops": figures.step_lanes(compared), "loop_learning": figures.loop_learning(record)}
     if projection is not None and not run.alone:
         drawn["projection_fits"] = simulator_section.measured_against_simulated(projection)
     return drawn
