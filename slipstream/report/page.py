@@ -59,8 +59,8 @@ def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord |
         drawn["draft_training"] = figures.draft_training(record)
     if compared is not None:
         drawn |= {"loops": figures.step_lanes(compared), "loop_learning": figures.loop_learning(record)}
-    if projection is not None and not run.alone:
-        drawn["projection_fits"] = simulator_section.measured_against_simulated(projection)
+    if projection is not None and projection.run_calibration is not None and not run.alone:
+        drawn["projection_fits"] = simulator_section.measured_against_simulated(projection.run_calibration)
     return drawn
 
 

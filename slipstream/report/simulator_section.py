@@ -13,7 +13,7 @@ from slipstream.report import tables
 from slipstream.report.figures import ARM_COLOURS, INK, draw_svg
 from slipstream.report.summary import LoopComparison
 from slipstream.simulator.balance import AsynchronousPrediction, balance, predict_asynchronous
-from slipstream.simulator.projection import ProjectionRecord
+from slipstream.simulator.calibration import CalibrationRecord
 from slipstream.types import Arm, LoopMode
 
 
@@ -56,18 +56,16 @@ def split_table(record: RunRecord, compared: LoopComparison) -> tables.Table | N
     return tables.split_table(balance(record, lag=first.max_off_policy_steps, mode=LoopMode(first.loop)))
 
 
-def measured_against_simulated(projection: ProjectionRecord) -> str:
-    """Draw simulated over measured generation times, one panel a calibration."""
-    calibrations = [each for each in (projection.run_calibration, projection.paper_calibration) if each is not None]
+def measured_against_simulated(calibration: CalibrationRecord) -> str:
+    """Draw simulated over measured generation times."""
+    measured = [cell.measured_s for cell in calibration.cells]
+    simulated = [cell.simulated_s for cell in calibration.cells]
+    low, high = 0.9 * min(*measured, *simulated), 1.1 * max(*measured, *simulated)
 
-    def draw(*axes: Axes) -> None:
-        for ax, record in zip(axes, calibrations, strict=True):
-            measured = [cell.measured_s for cell in record.cells]
-            simulated = [cell.simulated_s for cell in record.cells]
-            low, high = 0.9 * min(*measured, *simulated), 1.1 * max(*measured, *simulated)
-            ax.plot([low, high], [low, high], color=INK, linewidth=0.8)
-            ax.fill_between([low, high], [0.92 * low, 0.92 * high], [1.08 * low, 1.08 * high], color="#e7e9ee")
-            ax.plot(measured, simulated, "o", markersize=4, color=ARM_COLOURS[Arm.SPECULATIVE])
-            ax.set(xlabel="measured, s", ylabel="simulated, s", title=f"{record.source} (grey: within 8 %)")
+    def draw(ax: Axes) -> None:
+        ax.plot([low, high], [low, high], color=INK, linewidth=0.8)
+        ax.fill_between([low, high], [0.92 * low, 0.92 * high], [1.08 * low, 1.08 * high], color="#e7e9ee")
+        ax.plot(measured, simulated, "o", markersize=4, color=ARM_COLOURS[Arm.SPECULATIVE])
+        ax.set(xlabel="measured, s", ylabel="simulated, s", title="Generation (grey: within 8 %)")
 
-    return draw_svg(len(calibrations), 3.0, draw, width=4.6 * len(calibrations))
+    return draw_svg(1, 3.0, draw, width=4.6)

@@ -26,7 +26,7 @@ from slipstream.report.results import speedups
 from slipstream.report.summary import LoopComparison, RunSummary, accuracy_curves
 from slipstream.simulator.balance import AsynchronousPrediction, BalanceRecord
 from slipstream.simulator.observed import CheckRecord
-from slipstream.simulator.projection import ProjectedPoint, ProjectionRecord
+from slipstream.simulator.projection import ProjectedPoint
 from slipstream.simulator.reference import Reference, WorkloadReference
 from slipstream.statistics import Estimate, Spread
 from slipstream.types import STAGES
@@ -378,20 +378,6 @@ def lengths_table(points: Sequence[ProjectedPoint], label: str, *, has_step: boo
         bands = (_band(each.rollout_speedup), _band(each.step_speedup))[: len(speedups)]
         rows.append(Row(f"k = {each.k}", (f"{each.acceptance_length:.2f}", *bands)))
     return Table(label, {"assumed": ("acceptance length",), "projected, p10 to p90": speedups}, rows)
-
-
-def published_table(projection: ProjectionRecord) -> Table:
-    """Tabulate the settings that the reference projected, with its projections and ours."""
-    headings = ("projected here, calibrated", "projected here, ideal stack", "projected by the reference")
-    rows = []
-    for point in projection.from_paper:
-        ours, ideal = point.calibrated, point.ideal
-        label = f"{ours.num_gpus} GPUs, lag {ours.lag}, k = {ours.k}, AL {ours.acceptance_length:.1f}"
-        medians = (ideal.rollout_speedup.median, ideal.step_speedup.median)
-        quoted = (point.published_rollout_speedup, point.published_step_speedup)
-        cells = (_band(ours.rollout_speedup), _band(ours.step_speedup), *map(speedup, (*medians, *quoted)))
-        rows.append(Row(label, cells))
-    return Table("Qwen3-235B-A22B", dict.fromkeys(headings, ("rollout", "step")), rows, quoted=headings[-1])
 
 
 def _accuracy(evaluation: EvaluationRecord) -> tuple[str, str]:

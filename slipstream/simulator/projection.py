@@ -4,8 +4,8 @@ A band is p10 to p90 over samples of the structural variant, its parameters, lay
 learner's efficiency where it was not measured, and the residual error of the calibration, which grows outside the
 measured ranges.
 
-The record of the stage `project_speedup` projects other draft lengths on the run's machine, from the run's calibration,
-and models and clusters of the paper, from the paper's calibration.
+The record of the stage `project_speedup` projects other draft lengths on the run's machine, from the run's calibration.
+A request is projected from the paper's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from slipstream.records.run import LayoutRecord
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.simulator import Array
-from slipstream.simulator.calibration import Calibration, CalibrationRecord, Draw, Ensemble, check_length
+from slipstream.simulator.calibration import CalibrationRecord, Draw, Ensemble, check_length
 from slipstream.simulator.iteration import CostModel, Drafting, network_collective
 from slipstream.simulator.observed import (
     PAPER_SETTING,
@@ -45,10 +45,9 @@ from slipstream.simulator.observed import (
     calibrate_paper,
     calibrate_run,
     paper_learner,
-    read_simulator_reference,
     run_setting,
 )
-from slipstream.simulator.rollout import RolloutShape, Trace, slowest_engine
+from slipstream.simulator.rollout import RolloutShape, Trace
 from slipstream.simulator.settings import IDEAL, Setting, load_setting
 from slipstream.simulator.step_cost import Learner, Overlap, overlap
 from slipstream.statistics import Spread, spread
@@ -219,26 +218,6 @@ def project_ideal(scenario: Scenario, learner: Learner, *, layouts: Sequence[Sce
     return _summary(scenario, arms, (_IDEAL_STACK,))
 
 
-def speedup_map(
-    scenario: Scenario, calibration: Calibration, *, ks: Sequence[int], acceptance_lengths: Sequence[float]
-) -> Array:
-    """Compute rollout speedups [len(ks), len(acceptance_lengths)] of the most probable model; NaN if AL > k + 1."""
-    trace = slowest_engine(scenario.setting.lengths(scenario.mean_tokens), scenario.shape)
-    model = calibration.model(scenario.setting)
-    ks_K1 = np.array(ks)[:, None]
-    seconds_K = model.span_s(trace, k=np.vstack([[0], ks_K1]), tokens_per_iteration=1.0).sum(axis=1)
-    lengths = np.asarray(acceptance_lengths, dtype=np.float64)
-    return np.where(lengths <= ks_K1 + 1, seconds_K[0] / seconds_K[1:, None] * lengths, np.nan)
-
-
-def best_of_map(scenario: Scenario, calibration: Calibration) -> Scenario:
-    """Find the fastest rollout on the map of k = 1 to 7 and acceptance lengths of 1 to 8."""
-    ks, lengths = range(1, 8), [float(length) for length in range(1, 9)]
-    found = speedup_map(scenario, calibration, ks=ks, acceptance_lengths=lengths)
-    row, column = np.unravel_index(int(np.nanargmax(found)), found.shape)
-    return replace(scenario, k=ks[row], acceptance_length=lengths[column])
-
-
 def _arms(
     scenario: Scenario, learner: Learner, draw: Draw, deviation: float, network_collective_s: float
 ) -> tuple[Overlap, Overlap]:
@@ -280,16 +259,6 @@ def _summary(scenario: Scenario, arms: Sequence[tuple[Overlap, Overlap]], warnin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PublishedPoint:
-    """Projection of the paper beside ours: on an ideal stack, and calibrated on the paper's measurements."""
-
-    published_rollout_speedup: float
-    published_step_speedup: float
-    ideal: ProjectedPoint
-    calibrated: ProjectedPoint
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RequestedProjection:
     """Projections of a request, and the assumptions about its layout."""
 
@@ -298,50 +267,24 @@ class RequestedProjection:
     assumptions: tuple[str, ...]
 
 
-def project_published() -> list[PublishedPoint]:
-    """Project the points of the paper's closed simulator, from a calibration on the paper's measurements."""
-    points = []
-    for reference in read_simulator_reference().projected:
-        scenario = ProjectionRequest(
-            model=PUBLISHED_MODEL,
-            num_gpus=reference.num_gpus,
-            k=reference.k or 0,
-            acceptance_length=reference.acceptance_length or 1.0,
-            lag=reference.lag,
-        ).scenario()
-        if reference.k is None:
-            scenario = best_of_map(scenario, calibrate_paper().best)
-        points.append(
-            PublishedPoint(
-                published_rollout_speedup=reference.rollout_speedup,
-                published_step_speedup=reference.step_speedup,
-                **_projected(scenario),
-            )
-        )
-    return points
-
-
 def project_request(request: ProjectionRequest, *, seed: int = 0) -> RequestedProjection:
     """Project a request on an ideal stack, and from a calibration on the paper's measurements.
 
     Args:
         seed: seed of the samples of the bands.
     """
-    scenario = request.scenario()
-    sources = scenario.setting.sources.items()
-    assumptions = tuple(f"{name}: {source}" for name, source in sources if source.startswith("assumed"))
-    return RequestedProjection(assumptions=assumptions, **_projected(scenario, seed))
+    scenario, learner = request.scenario(), paper_learner()
+    layouts, sources = assumed_layouts(scenario), scenario.setting.sources.items()
+    return RequestedProjection(
+        ideal=project_ideal(scenario, learner, layouts=layouts),
+        calibrated=project(scenario, calibrate_paper(), learner, layouts=layouts, seed=seed),
+        assumptions=tuple(f"{name}: {source}" for name, source in sources if source.startswith("assumed")),
+    )
 
 
 def write_request(request: ProjectionRequest, directory: Path, *, seed: int = 0) -> Path:
     """Write projection.json of a request into `directory`; returns its path."""
     return write_record(project_request(request, seed=seed), directory / "projection.json")
-
-
-def _projected(scenario: Scenario, seed: int = 0) -> dict[str, ProjectedPoint]:
-    learner, layouts = paper_learner(), assumed_layouts(scenario)
-    calibrated = project(scenario, calibrate_paper(), learner, layouts=layouts, seed=seed)
-    return {"ideal": project_ideal(scenario, learner, layouts=layouts), "calibrated": calibrated}
 
 
 PAPER_SOURCE = "arXiv 2604.26779, measured"
@@ -356,8 +299,6 @@ class ProjectionRecord:
     run_check: CheckRecord | None  # None: no calibration, or no speculative arm with k > 0
     from_run: tuple[ProjectedPoint, ...]  # every k of the sweep, on the run's machine
     on_gpu: tuple[ProjectedPoint, ...] = ()  # the same k on one GPU, from the paper's calibration
-    paper_calibration: CalibrationRecord
-    from_paper: tuple[PublishedPoint, ...]
 
 
 def project_speedup(
@@ -368,7 +309,7 @@ def project_speedup(
     execution: str,
     with_gpu: bool = False,
 ) -> ProjectionRecord:
-    """Calibrate on a run, check on its speculative arm and project; separately, project from the paper's figures.
+    """Calibrate on a run, check on its speculative arm and project.
 
     Args:
         layout: layout of the run; None leaves out projections from the run, as a run of one arm does.
@@ -377,14 +318,14 @@ def project_speedup(
         ConfigError: the sweep of a run of both arms is empty.
     """
     has_both = tuning is not None and any(arm.arm is Arm.AUTOREGRESSIVE for arm in arms)
-    run = calibrate_run(arms, tuning, run_setting(layout)) if layout is not None and has_both else None
+    if layout is None or not has_both:
+        return ProjectionRecord(run_calibration=None, run_check=None, from_run=())
+    run, ks = calibrate_run(arms, tuning, run_setting(layout)), swept_ks(tuning)
     return ProjectionRecord(
-        run_calibration=run.ensemble.record(execution) if run else None,
-        run_check=run.check if run else None,
-        from_run=tuple(project_run(run, swept_ks(tuning))) if run else (),
-        on_gpu=tuple(project_on_gpu(run, swept_ks(tuning))) if run and with_gpu else (),
-        paper_calibration=calibrate_paper().record(PAPER_SOURCE),
-        from_paper=tuple(project_published()),
+        run_calibration=run.ensemble.record(execution),
+        run_check=run.check,
+        from_run=tuple(project_run(run, ks)),
+        on_gpu=tuple(project_on_gpu(run, ks)) if with_gpu else (),
     )
 
 

@@ -1,4 +1,4 @@
-"""Project the measured speedup to other draft lengths, and published speedups to their clusters."""
+"""Project the measured speedup to other draft lengths."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from slipstream.catalog import Precision
@@ -27,7 +26,6 @@ from slipstream.simulator.projection import (
     ProjectionRequest,
     Scenario,
     assumed_layouts,
-    best_of_map,
     project,
     project_ideal,
     project_on_gpu,
@@ -35,7 +33,6 @@ from slipstream.simulator.projection import (
     project_run,
     project_speedup,
     run_setting,
-    speedup_map,
 )
 from slipstream.simulator.rollout import slowest_engine
 from slipstream.simulator.settings import IDEAL, load_setting
@@ -248,27 +245,6 @@ def test_a_point_says_what_was_asked(ensemble: Ensemble) -> None:
     assert point.warnings[0] == "k = 9 was not measured (k = 3 to 7): the band is wider"
 
 
-def test_the_map_is_of_the_scenarios_own_layout(ensemble: Ensemble) -> None:
-    model = ensemble.best.model(SCENARIO.setting)
-    draw = replace(DRAW, parameters=model.parameters)
-    for scenario in (SCENARIO, replace(SCENARIO, lag=1, generation_fraction=0.25, mean_tokens=2000)):
-        found = speedup_map(scenario, ensemble.best, ks=(3,), acceptance_lengths=(2.5,))
-        assert found[0, 0] == pytest.approx(seconds(scenario, draw, 0, 1.0) / seconds(scenario, draw, 3, 2.5))
-
-
-def test_the_best_of_the_map_is_the_largest_entry(ensemble: Ensemble) -> None:
-    best = best_of_map(SCENARIO, ensemble.best)
-    found = speedup_map(SCENARIO, ensemble.best, ks=range(1, 8), acceptance_lengths=range(1, 9))
-    assert found[best.k - 1, int(best.acceptance_length) - 1] == np.nanmax(found)
-
-
-def test_the_map_is_blank_where_no_draft_could_be_that_good(ensemble: Ensemble) -> None:
-    found = speedup_map(SCENARIO, ensemble.best, ks=(1, 3), acceptance_lengths=(1.0, 2.0, 3.0, 4.0))
-    assert np.isnan(found).tolist() == [[False, False, True, True], [False, False, False, False]]
-    assert np.all(found[:, 0] <= 1.0)
-    assert found[1, 3] == pytest.approx(4 * found[1, 0])
-
-
 def test_draws_are_the_same_for_the_same_seed(ensemble: Ensemble) -> None:
     one, same, other = (project(SCENARIO, ensemble, paper_learner(), seed=seed) for seed in (0, 0, 1))
     assert one == same
@@ -349,8 +325,6 @@ def test_the_stage_writes_a_record_that_reads_back(
     assert record.run_check is not None and record.run_check.k == 5
     assert record.run_calibration is not None
     assert {variant.regime for variant in record.run_calibration.variants} == {"smooth", "tile"}
-    assert len(record.paper_calibration.cells) == 16
-    assert len(record.from_paper) == 3
 
 
 def test_a_request_gives_the_recorded_projection() -> None:
@@ -360,12 +334,11 @@ def test_a_request_gives_the_recorded_projection() -> None:
     assert_close(json.loads(json.dumps(asdict(project_request(request)))), json.loads(GOLDEN.read_text())["request"])
 
 
-def test_a_run_on_unknown_hardware_is_projected_from_the_published_figures_alone(
+def test_nothing_is_projected_from_a_run_on_unknown_hardware(
     demo_arms: Callable[[float], tuple[ArmRecord, ...]], demo_tuning: TuningRecord
 ) -> None:
     record = project_speedup(demo_arms(1.0), demo_tuning, layout=None, execution="demo")
     assert (record.run_calibration, record.run_check, record.from_run) == (None, None, ())
-    assert len(record.from_paper) == 3
 
 
 def test_a_run_on_a_cluster_is_calibrated_as_one(
