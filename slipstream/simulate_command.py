@@ -134,7 +134,7 @@ def _calibrate(options: argparse.Namespace) -> int:
         length = f"acceptance length {found.check.acceptance_length:.2f} of the sweep"
         print(f"speculative arm, k = {found.check.k}, {length}; not fitted\n{table_text(check_table(found.check))}\n")
     points = project_run(found, swept_ks(run.tuning))
-    print(table_text(lengths_table(points, "projected on this machine", has_step=True)))
+    print(table_text(lengths_table(points, "projected on this machine")))
     return 0
 
 

@@ -370,13 +370,13 @@ def check_table(check: CheckRecord) -> Table:
     return Table("speculative arm", groups, [Row(f"k = {check.k}", cells)])
 
 
-def lengths_table(points: Sequence[ProjectedPoint], label: str, *, has_step: bool) -> Table:
-    """Tabulate projections of other draft lengths: of generation, and with `has_step` of the step."""
-    speedups = ("generation speedup", "step speedup") if has_step else ("generation speedup",)
+def lengths_table(points: Sequence[ProjectedPoint], label: str) -> Table:
+    """Tabulate projections of other draft lengths."""
     rows = []
     for each in points:
-        bands = (_band(each.rollout_speedup), _band(each.step_speedup))[: len(speedups)]
-        rows.append(Row(f"k = {each.k}", (f"{each.acceptance_length:.2f}", *bands)))
+        cells = (f"{each.acceptance_length:.2f}", _band(each.rollout_speedup), _band(each.step_speedup))
+        rows.append(Row(f"k = {each.k}", cells))
+    speedups = ("generation speedup", "step speedup")
     return Table(label, {"assumed": ("acceptance length",), "projected, p10 to p90": speedups}, rows)
 
 

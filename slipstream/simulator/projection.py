@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Annotated
@@ -288,7 +287,6 @@ def write_request(request: ProjectionRequest, directory: Path, *, seed: int = 0)
 
 
 PAPER_SOURCE = "arXiv 2604.26779, measured"
-_GPU = "h100"  # what a run on CPUs is projected to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,7 +296,6 @@ class ProjectionRecord:
     run_calibration: CalibrationRecord | None  # None: the recipe names no model and hardware of the simulator
     run_check: CheckRecord | None  # None: no calibration, or no speculative arm with k > 0
     from_run: tuple[ProjectedPoint, ...]  # every k of the sweep, on the run's machine
-    on_gpu: tuple[ProjectedPoint, ...] = ()  # the same k on one GPU, from the paper's calibration
 
 
 def project_speedup(
@@ -307,39 +304,28 @@ def project_speedup(
     *,
     layout: LayoutRecord | None,
     execution: str,
-    with_gpu: bool = False,
 ) -> ProjectionRecord:
     """Calibrate on a run, check on its speculative arm and project.
 
     Args:
         layout: layout of the run; None leaves out projections from the run, as a run of one arm does.
-        with_gpu: project the run to one GPU too.
     Raises:
         ConfigError: the sweep of a run of both arms is empty.
     """
     has_both = tuning is not None and any(arm.arm is Arm.AUTOREGRESSIVE for arm in arms)
     if layout is None or not has_both:
         return ProjectionRecord(run_calibration=None, run_check=None, from_run=())
-    run, ks = calibrate_run(arms, tuning, run_setting(layout)), swept_ks(tuning)
+    run = calibrate_run(arms, tuning, run_setting(layout))
     return ProjectionRecord(
         run_calibration=run.ensemble.record(execution),
         run_check=run.check,
-        from_run=tuple(project_run(run, ks)),
-        on_gpu=tuple(project_on_gpu(run, ks)) if with_gpu else (),
+        from_run=tuple(project_run(run, swept_ks(tuning))),
     )
 
 
 def swept_ks(tuning: TuningRecord | None) -> list[int]:
     """List the draft lengths k >= 1 of a sweep; none of a run without one."""
     return sorted({point.k for point in tuning.points if point.k > 0}) if tuning else []
-
-
-def project_on_gpu(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:
-    """Project every k of `ks` for the run's model, rollouts and acceptance lengths on one GPU."""
-    setting = run.setting
-    known = {"model": setting.model, "num_rollouts": setting.num_rollouts, "mean_tokens": run.mean_tokens}
-    asked = partial(ProjectionRequest, **known, hardware=_GPU, num_gpus=1)
-    return [project_request(asked(k=k, acceptance_length=run.profile.length(k))).calibrated for k in ks]
 
 
 def project_run(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:

@@ -28,7 +28,6 @@ from slipstream.simulator.projection import (
     assumed_layouts,
     project,
     project_ideal,
-    project_on_gpu,
     project_request,
     project_run,
     project_speedup,
@@ -376,9 +375,6 @@ def test_each_k_of_a_run_is_projected_at_its_profiles_length(
     assert DEMO_LAYOUT is not None
     run = calibrate_run(demo_arms(1.0), demo_tuning, run_setting(DEMO_LAYOUT))
     points = project_run(run, [2, 7])
-    on_gpu = project_on_gpu(run, [2, 7])
-    assert [(each.k, each.acceptance_length) for each in on_gpu] == [(e.k, e.acceptance_length) for e in points]
-    assert {(each.model, each.hardware, each.num_gpus) for each in on_gpu} == {("tiny Qwen3", "H100 SXM", 1)}
     assert [(point.k, point.acceptance_length) for point in points] == [(k, run.profile.length(k)) for k in (2, 7)]
     assert all((point.num_gpus, point.lag, point.hardware) == (1, 0, "two x86-64 cores") for point in points)
     # The learner is as fast as it was measured, and only generation differs: 1.672 s of other stages.
