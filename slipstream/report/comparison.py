@@ -72,7 +72,7 @@ def cells(execution: Execution) -> list[str]:
 
 def answer(execution: Execution) -> str:
     """Return the verdict as the execution's report states it, or the status of one without a report."""
-    return execution.tags.get(VERDICT_TAG) or f"{execution.status.lower()}, no result yet."
+    return execution.tags.get(VERDICT_TAG) or f"{execution.status.lower()}, no verdict logged."
 
 
 def differences(executions: Sequence[Execution]) -> dict[str, list[str]]:

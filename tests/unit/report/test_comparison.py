@@ -65,8 +65,8 @@ def test_one_arm_alone_has_no_speedup_and_what_is_not_lossless_says_so() -> None
 
 
 @pytest.mark.parametrize("status", ["RUNNING", "FAILED"])
-def test_an_execution_without_a_report_has_no_result_yet(status: str) -> None:
-    assert answer(replace(RUNNING, status=status)) == f"{status.lower()}, no result yet."
+def test_an_execution_without_a_report_has_no_verdict(status: str) -> None:
+    assert answer(replace(RUNNING, status=status)) == f"{status.lower()}, no verdict logged."
     assert cells(RUNNING)[4:] == ["-"] * 14
 
 
