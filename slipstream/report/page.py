@@ -19,7 +19,7 @@ from slipstream.report.results import Result, results
 from slipstream.report.summary import (
     RunSummary,
     compare_loops,
-    draft_training,
+    decided_steps,
     estimate_json,
     summarise,
     summarise_arms,
@@ -55,7 +55,7 @@ def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord |
         }
     if record.tuning is not None and record.tuning.points:
         drawn["sweep"] = figures.sweep(record.tuning.points, record.tuning.chosen_k)
-    if draft_training(record) is not None:
+    if decided_steps(record):
         drawn["draft_training"] = figures.draft_training(record)
     if compared is not None:
         drawn |= {"loops": figures.step_lanes(compared), "loop_learning": figures.loop_learning(record)}
@@ -89,7 +89,6 @@ def render_page(
         "page.html.jinja",
         record=record,
         run=run,
-        training=draft_training(record),
         reference=reference,
         workload=quoted(record, run, reference),
         headline=_headline(record),

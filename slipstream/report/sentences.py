@@ -7,7 +7,7 @@ from slipstream.records.run import RunRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.report.claims import said
 from slipstream.report.formats import percent, seconds, speedup, with_interval
-from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_difference
+from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_difference, decided_steps
 from slipstream.types import Arm, Arms
 
 LEARNER_BOUND = 0.05
@@ -67,6 +67,19 @@ def schedule_text(record: RunRecord) -> str:
         f"By running batch: {described(tuning.schedule)}. Its expected speedup of generation is "
         f"{speedup(tuning.schedule_gain)} over k = {tuning.chosen_k} throughout. "
         f"{'The speculative arm used it.' if used else 'The speculative arm used one k instead.'}"
+    )
+
+
+def draft_text(record: RunRecord) -> str:
+    """State how often the draft learned beside the policy, and the cost of that; empty for a fixed draft."""
+    steps = decided_steps(record)
+    if not steps:
+        return ""
+    spent_s = [step.draft_update.elapsed_s for step in steps if step.draft_update is not None]
+    share = percent(sum(spent_s) / sum(step.times.step_s for step in steps))
+    return (
+        f"The draft learned beside the policy in {len(spent_s)} of {len(steps)} steps, which took "
+        f"{seconds(sum(spent_s))} s, {share} of the arm's time."
     )
 
 
