@@ -23,6 +23,7 @@ from slipstream.records.stages import CertificateRecord, SweepPoint
 from slipstream.records.steps import StepRecord
 from slipstream.report.formats import POLICY_LABELS, percent, seconds, speedup
 from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_curves, decided_steps
+from slipstream.simulator.calibration import CalibrationRecord
 from slipstream.simulator.reference import Reference, WorkloadReference
 from slipstream.statistics import Estimate, moving_average
 from slipstream.types import STAGES, Arm
@@ -205,6 +206,21 @@ def uniforms(certificate: CertificateRecord) -> str:
             _from_zero(ax)
 
     return draw_svg(columns, 1.9 * rows, draw, rows=rows)
+
+
+def measured_against_simulated(calibration: CalibrationRecord) -> str:
+    """Draw simulated over measured generation times."""
+    measured = [cell.measured_s for cell in calibration.cells]
+    simulated = [cell.simulated_s for cell in calibration.cells]
+    low, high = 0.9 * min(*measured, *simulated), 1.1 * max(*measured, *simulated)
+
+    def draw(ax: Axes) -> None:
+        ax.plot([low, high], [low, high], color=INK, linewidth=0.8)
+        ax.fill_between([low, high], [0.92 * low, 0.92 * high], [1.08 * low, 1.08 * high], color="#e7e9ee")
+        ax.plot(measured, simulated, "o", markersize=4, color=ARM_COLOURS[Arm.SPECULATIVE])
+        ax.set(xlabel="measured, s", ylabel="simulated, s", title="Generation (grey: within 8 %)")
+
+    return draw_svg(1, 3.0, draw, width=4.6)
 
 
 def step_lanes(compared: LoopComparison) -> str:

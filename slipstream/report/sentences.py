@@ -8,6 +8,7 @@ from slipstream.records.steps import ArmRecord
 from slipstream.report.claims import said
 from slipstream.report.formats import percent, seconds, speedup, with_interval
 from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_difference, decided_steps
+from slipstream.simulator.balance import AsynchronousPrediction
 from slipstream.types import Arm, Arms
 
 LEARNER_BOUND = 0.05
@@ -137,6 +138,14 @@ def bound_text(compared: LoopComparison) -> str:
         )
     to = "" if drafting is None else f" to {seconds(drafting.exposed_s)} s"
     return f"Generation bounds the asynchronous step: {waits}. Speculation shortens that wait{to}: {most}"
+
+
+def split_text(prediction: AsynchronousPrediction) -> str:
+    """State what the simulator expects of two cores, which have only one split."""
+    bounds = " and ".join(f"the {arm.arm.value} step to be bound by its {arm.bound.value}" for arm in prediction.arms)
+    return (
+        f"Two cores have one split, one core for generation and one for training. On it the simulator expects {bounds}."
+    )
 
 
 def _helped(base: LoopArm, drafting: LoopArm | None) -> str:

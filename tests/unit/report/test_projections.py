@@ -10,10 +10,10 @@ import pytest
 from slipstream.recipe import load_recipe
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
-from slipstream.report import simulator_section as section
 from slipstream.report import tables
-from slipstream.report.page import render_page, report_json
-from slipstream.report.simulator_section import predicted, split_table, split_text
+from slipstream.report.figures import measured_against_simulated
+from slipstream.report.page import predicted, render_page, report_json, split_table
+from slipstream.report.sentences import split_text
 from slipstream.report.summary import compare_loops
 from slipstream.simulator.projection import project_speedup
 from slipstream.simulator.reference import read_reference
@@ -35,7 +35,7 @@ def test_the_page_keeps_measured_and_projected_apart(
 ) -> None:
     record = project_speedup(demo_arms(1.0), demo_tuning, layout=DEMO_LAYOUT, execution="demo")
     assert record.run_check is not None and record.run_calibration is not None
-    assert "measured, s" in section.measured_against_simulated(record.run_calibration)
+    assert "measured, s" in measured_against_simulated(record.run_calibration)
     check = tables.check_table(record.run_check)
     assert [*check.groups] == ["measured", "projected"]
     table = tables.lengths_table(record.from_run, "")
