@@ -9,27 +9,20 @@ import numpy as np
 
 from slipstream.simulator.calibration import calibrate
 from slipstream.simulator.observed import PAPER_SETTING, calibrate_paper, paper_cells, paper_learner
-from slipstream.simulator.projection import ProjectionRequest, project, speedup_map
+from slipstream.simulator.projection import ProjectionRequest, project
 from slipstream.simulator.settings import load_setting
 
 _NUM_REPEATS = 9
 _PROJECTION_LIMIT_MS = 50.0
-_MAP_LIMIT_MS = 1000.0
 
 
 def main() -> None:
     """Print the median of each timing beside its limit; the limit judges nothing, because machines differ."""
     setting, ensemble, learner = load_setting(PAPER_SETTING), calibrate_paper(), paper_learner()
     scenario = ProjectionRequest(model="qwen3-235b-a22b", num_gpus=2048, k=5, acceptance_length=4.0, lag=2).scenario()
-    lengths = np.linspace(1.0, 20.0, 20).tolist()
     timings = (
         ("calibration on 16 cells, 3 variants", lambda: calibrate(setting, paper_cells()), None),
         ("one projection, both arms, with bands", lambda: project(scenario, ensemble, learner), _PROJECTION_LIMIT_MS),
-        (
-            "map of 20 x 20, k x acceptance length",
-            lambda: speedup_map(scenario, ensemble.best, ks=range(1, 21), acceptance_lengths=lengths),
-            _MAP_LIMIT_MS,
-        ),
     )
     for label, run, limit_ms in timings:
         limit = "" if limit_ms is None else f"  (limit {limit_ms:.0f} ms)"

@@ -6,14 +6,16 @@ Measured and projected figures never share a column.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from statistics import fmean
 
 from slipstream.catalog import section_names
 from slipstream.config import require
 from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
+from slipstream.records.steps import ArmRecord
 from slipstream.report.tables import check_table, lengths_table, split_table, table_text
 from slipstream.simulator.balance import balance
 from slipstream.simulator.calibration import CalibrationRecord
@@ -132,7 +134,7 @@ def _calibrate(options: argparse.Namespace) -> int:
         length = f"acceptance length {found.check.acceptance_length:.2f} of the sweep"
         print(f"speculative arm, k = {found.check.k}, {length}; not fitted\n{table_text(check_table(found.check))}\n")
     points = project_run(found, swept_ks(run.tuning))
-    print(table_text(lengths_table(points, "projected on this machine", has_step=True)))
+    print(table_text(lengths_table(points, "projected on this machine")))
     return 0
 
 
@@ -156,8 +158,8 @@ def _balance(options: argparse.Namespace) -> int:
     mode = options.mode or (LoopMode.IN_FLIGHT.value if own is None else own.loop)
     lag = (1 if own is None else own.max_off_policy_steps) if options.lag is None else options.lag
     found = balance(run, lag=lag, mode=LoopMode(mode), gpus_per_node=options.gpus_per_node)
-    print(f"synchronous step, measured: {_by_arm(found.synchronous_step_s)}")
-    print(f"asynchronous step, measured: {_by_arm(found.asynchronous_step_s) or 'none'}")
+    print(f"synchronous step, measured: {_by_arm(run.arms)}")
+    print(f"asynchronous step, measured: {_by_arm(run.asynchronous) or 'none'}")
     print(f"projected, {mode}, lag {lag}\n\n{table_text(split_table(found))}")
     return 0
 
@@ -185,7 +187,9 @@ def _published(request: ProjectionRequest) -> dict[str, float]:
     return {}
 
 
-def _by_arm(step_s: dict[str, float]) -> str:
+def _by_arm(arms: Sequence[ArmRecord]) -> str:
+    """Format the mean step of each arm."""
+    step_s = {arm.arm.value: fmean(step.times.step_s for step in arm.timed_steps) for arm in arms}
     return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in step_s.items())
 
 

@@ -1,4 +1,4 @@
-"""Client of the Kubernetes API that returns refusals and time-outs as values."""
+"""Client of the Kubernetes API, whose refusals and time-outs are rows of a table."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Finding:
         return cls(what=what, found=found, needed=needed, state=State.MISSING if fix else State.FINE, fix=fix)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
+class Refusal(Exception):  # noqa: N818  # it is no error of this process
     """Reason for a missing answer; `status` is the HTTP status, 0 if the server did not answer."""
 
-    status: int
-    reason: str
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason
 
     @property
     def is_absent(self) -> bool:
@@ -77,19 +77,22 @@ class Api:
     timeout_s: float
 
     def ask(self, call: Callable[..., Any], *arguments: object, **options: object) -> Any:
-        """Return the answer of `call` within the time limit, or a `Refusal`.
+        """Return the answer of `call` within the time limit.
 
         The result is `Any`, because the client types every field as optional, also fields that the API always sets.
+
+        Raises:
+            Refusal: the server refused, or did not answer in time.
         """
         try:
             return call(*arguments, _request_timeout=self.timeout_s, **options)
         except k8s.ApiException as error:
-            return Refusal(status=error.status or 0, reason=_reason(error))
+            raise Refusal(error.status or 0, _reason(error)) from error
         except urllib3.exceptions.HTTPError as error:
             is_refused = isinstance(error, urllib3.exceptions.NewConnectionError)  # a subclass of urllib3's time-out
             if isinstance(error, urllib3.exceptions.TimeoutError) and not is_refused:
-                return Refusal(status=0, reason=f"no answer within {self.timeout_s:g} s")
-            return Refusal(status=0, reason=f"no connection: {error}")
+                raise Refusal(0, f"no answer within {self.timeout_s:g} s") from error
+            raise Refusal(0, f"no connection: {error}") from error
 
 
 def connect(*, context: str | None, timeout_s: float) -> Api:
@@ -123,11 +126,23 @@ def api_of(configuration: k8s.Configuration, *, timeout_s: float) -> Api:
 def delete_pod(api: Api, namespace: str, execution: str, node: str) -> bool:
     """Delete the pods of an execution's node, which Flyte labels with both names; return False if there is none."""
     core, selector = k8s.CoreV1Api(api.client), f"execution-id={execution},node-id={node}"
-    found = api.ask(core.list_namespaced_pod, namespace, label_selector=selector)
-    running = [] if isinstance(found, Refusal) else [pod for pod in found.items if pod.status.phase == "Running"]
+    try:
+        found = api.ask(core.list_namespaced_pod, namespace, label_selector=selector).items
+    except Refusal:
+        return False
+    running = [pod for pod in found if pod.status.phase == "Running"]
     for pod in running:
-        api.ask(core.delete_namespaced_pod, pod.metadata.name, namespace, grace_period_seconds=0)
+        delete(api, namespace, pod.metadata.name)
     return bool(running)
+
+
+def delete(api: Api, namespace: str, pod: str) -> bool:
+    """Delete a pod at once; return False if the server refuses."""
+    try:
+        api.ask(k8s.CoreV1Api(api.client).delete_namespaced_pod, pod, namespace, grace_period_seconds=0)
+    except Refusal as refusal:
+        return refusal.is_absent
+    return True
 
 
 def _reason(error: k8s.ApiException) -> str:

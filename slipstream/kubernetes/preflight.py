@@ -1,7 +1,7 @@
 """Preflight: checks that a cluster has all that a run needs, by the Kubernetes API, MLflow's server and a pod.
 
-Most checks are rows of one table (`_Row`): the subject, the call to the API, the judgement of its answer, and the fix.
-A refusal or a time-out of the cluster is a finding and raises no error.
+Each check is a row: the subject, the need, and a judgement that asks the API and says what it found, and the fix where
+that is not enough. A refusal or a time-out of the cluster is a finding and raises no error.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from textwrap import fill, shorten
@@ -23,8 +24,8 @@ from kubernetes.utils.quantity import parse_quantity
 
 from slipstream.config import ConfigError, require
 from slipstream.kubernetes import pods
-from slipstream.kubernetes.kubernetes_api import Api, Finding, Refusal, State, connect
-from slipstream.kubernetes.profile import ClusterProfile, GpuNodes, PodSize, Scheduler
+from slipstream.kubernetes.kubernetes_api import Api, Finding, Refusal, State, connect, delete
+from slipstream.kubernetes.profile import ClusterProfile, GpuNodes, PodSize, Queue, Scheduler
 
 _GPU = "nvidia.com/gpu"
 _RAY = ("rayjobs.ray.io", "v1", "KubeRay")  # custom resource, version, provider
@@ -39,6 +40,7 @@ _ARCHITECTURE = "kubernetes.io/arch"
 _UNKNOWN_IMAGE = "slipstream:preflight"  # admission checks the name; a dry run pulls no image
 _BLOCKING = ("NoSchedule", "NoExecute")
 _SHARED = "ReadWriteMany"
+_WAITS = "WaitForFirstConsumer"
 _DRA = "resource.k8s.io"
 _EVERY_S = 1.0
 _PROBE_S = 120.0  # time of the pod that writes to the shared root
@@ -46,27 +48,27 @@ _COLUMNS = 100
 _ROOT = "shared root"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Row:
-    """A check by one call to the API server."""
+Judgement = tuple[str, str]
+"""Words for what was found, and the fix if it is not enough."""
 
-    what: str
-    needed: str
-    ask: Callable[[], Any]
-    judge: Callable[[Any], tuple[str, str]]  # an answer -> what was found, and the fix if it is not enough
-    right: str  # right that the caller needs, as in `list nodes`
-    absent: str = ""  # fix for an object that does not exist
-    refused: str = ""  # fix if the server refuses the object that was sent, rather than the caller
 
-    def finding(self) -> Finding:
-        """Call the API and judge the answer."""
-        answer = self.ask()
-        if not isinstance(answer, Refusal):
-            found, fix = self.judge(answer)
-            return Finding.of(self.what, found=found, needed=self.needed, fix=fix)
-        if self.refused and answer.status in (400, 403, 422):
-            return Finding.of(self.what, found=answer.reason, needed=self.needed, fix=self.refused)
-        return answer.finding(self.what, needed=self.needed, right=self.right, absent=self.absent)
+def _row(
+    what: str, needed: str, judge: Callable[[], Judgement], *, right: str, absent: str = "", refused: str = ""
+) -> Finding:
+    """Make the row of a check by calls to the API server.
+
+    Args:
+        right: right that the caller needs, as in `list nodes`.
+        absent: fix for an object that does not exist.
+        refused: fix if the server refuses the object that was sent, rather than the caller.
+    """
+    try:
+        found, fix = judge()
+    except Refusal as refusal:
+        if refused and refusal.status in (400, 403, 422):
+            return Finding.of(what, found=refusal.reason, needed=needed, fix=refused)
+        return refusal.finding(what, needed=needed, right=right, absent=absent)
+    return Finding.of(what, found=found, needed=needed, fix=fix)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,20 +119,20 @@ def check(
     require_pods(profile)
     require(namespace != "", "namespace", "must name a namespace", namespace)
     assert profile.storage is not None
-    findings = [row.finding() for row in _installed(api, profile, namespace)]
-    claim = _check_claim(api, namespace, profile.storage.claim)
-    findings += claim
-    findings += [row.finding() for row in _named(api, profile, namespace)]
-    findings += [row.finding() for row in _dry_runs(api, pod_manifests(profile, image), namespace)]
+    storage = profile.storage
+    claim = _claim(api, namespace, storage.claim)
+    findings = [*_installed(api, profile, namespace), *claim, *_named(api, profile, namespace)]
+    findings += _dry_runs(api, pod_manifests(profile, image), namespace)
     if profile.tracking is not None:
         findings.append(_check_mlflow(profile.tracking.uri, timeout_s=api.timeout_s))
+    needed = _writable(storage.mount_path)
     if own_root is not None:
-        root = _check_own_root(own_root, profile.storage.group)
+        root = _check_own_root(own_root, storage.group)
     elif image is not None and all(row.state is not State.MISSING for row in claim):
-        root = _probe(api, profile, namespace=namespace, image=image).finding()
+        probe = partial(_probe, api, namespace, probe_pod(profile, image, _PROBE_S), storage.group)
+        root = _row(_ROOT, needed, probe, right="create pods", absent="create the namespace")
     else:
         fix = f"see {claim[0].what} above, without which no pod starts" if image else "give --image to let a pod try"
-        needed = _writable(profile.storage.mount_path)
         root = Finding(what=_ROOT, found="no pod was started", needed=needed, state=State.UNCHECKED, fix=fix)
     return PreflightRecord(cluster=profile.name, namespace=namespace, findings=(*findings, root))
 
@@ -140,7 +142,7 @@ def require_pods(profile: ClusterProfile) -> None:
     require(not profile.is_local, "--cluster", "must name a cluster of pods", profile.name, "as in gb200")
 
 
-def _installed(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[_Row]:
+def _installed(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[Finding]:
     """Rows for nodes and for cluster-wide installations; none without GPUs."""
     gpu = profile.gpu
     if gpu is None:
@@ -148,108 +150,111 @@ def _installed(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[_R
     yield from _nodes(api, profile, gpu)
     domain = [_DOMAIN] if gpu.channel_claim_template else []
     for name, version, provider in (_RAY, *domain, *([_QUEUES[profile.queue.scheduler]] if profile.queue else [])):
-        yield _Row(
-            what=f"custom resource {name}",
-            needed=version,
-            ask=partial(api.ask, k8s.ApiextensionsV1Api(api.client).read_custom_resource_definition, name),
-            judge=partial(_judge_crd, version, provider),
-            right="get customresourcedefinitions",
-            absent=f"install {provider}",
-        )
-    yield from _queues(api, profile, namespace)
+        judge = partial(_judge_crd, api, name, version, provider)
+        right, absent = "get customresourcedefinitions", f"install {provider}"
+        yield _row(f"custom resource {name}", version, judge, right=right, absent=absent)
+    if profile.queue is not None:
+        yield from _queue(api, profile, profile.queue, namespace)
     if gpu.channel_claim_template is not None:
-        yield _Row(
-            what=f"claim template {gpu.channel_claim_template}",
-            needed="present",
-            ask=partial(_ask_template, api, namespace, gpu.channel_claim_template),
-            judge=_judge_template,
+        yield _row(
+            f"claim template {gpu.channel_claim_template}",
+            "present",
+            partial(_judge_template, api, namespace, gpu.channel_claim_template),
             right="read the API's groups and get resourceclaimtemplates",
             absent="create the ComputeDomain of deploy/, which makes it",
         )
 
 
-def _nodes(api: Api, profile: ClusterProfile, gpu: GpuNodes) -> Iterator[_Row]:
-    """Rows for nodes of workers, of Ray's head and of other pods, from one list."""
+def _nodes(api: Api, profile: ClusterProfile, gpu: GpuNodes) -> Iterator[Finding]:
+    """Rows for nodes of workers, of Ray's head and of other pods, from one list; one row if the list is refused."""
     head = profile.head
     assert head is not None
     counts = {name: str(count) for name, count in {_GPU: gpu.gpus_per_node, **gpu.rdma_resources}.items()}
     worker = {**pods.amounts(gpu.pod), **counts}
+    each = ", ".join(f"{name} {amount}" for name, amount in worker.items())
+    what, needed = "GPU nodes", f"{gpu.nodes} {_where(gpu)}, each {each}"
     options = {"label_selector": _selector(profile.labels)} if profile.labels else {}
-    answer = api.ask(k8s.CoreV1Api(api.client).list_node, **options)
-    row = partial(_Row, ask=lambda: answer, right="list nodes")
-    yield row(
-        what="GPU nodes",
-        needed=f"{gpu.nodes} {_where(gpu)}, each {', '.join(f'{name} {amount}' for name, amount in worker.items())}",
-        judge=partial(_judge_nodes, profile, gpu, worker),
-    )
-    if isinstance(answer, Refusal):
+    try:
+        nodes = api.ask(k8s.CoreV1Api(api.client).list_node, **options).items
+    except Refusal as refusal:
+        yield refusal.finding(what, needed=needed, right="list nodes", absent="")
         return
-    yield row(
-        what="nodes for Ray's head and submitter",
-        needed=f"{_amounts(head)} and {_amounts(pods.SUBMITTER)}, beside a worker",
-        judge=partial(_judge_head, profile, gpu, worker),
+    found, fix = _judge_nodes(profile, gpu, _total(worker), nodes)
+    yield Finding.of(what, found=found, needed=needed, fix=fix)
+    alone = _total(pods.amounts(head), pods.amounts(pods.SUBMITTER))
+    beside = _total(pods.amounts(head), pods.amounts(pods.SUBMITTER), worker)
+    able = [node for node in nodes if _labels(node).get(_ARCHITECTURE) == gpu.architecture.value]
+    yield _room(
+        "nodes for Ray's head and submitter",
+        f"{_amounts(head)} and {_amounts(pods.SUBMITTER)}, beside a worker",
+        [
+            _unusable(node, beside if _labels(node).get(pods.PRODUCT) == gpu.product else alone, profile)
+            for node in able
+        ],
+        "smaller sizes of head and gpu.pod in the profile, or one more node of the architecture",
     )
     if not gpu.takes_cpu_pods:
-        yield row(
-            what="nodes for pods without GPUs", needed=_amounts(profile.cpu), judge=partial(_judge_others, profile)
+        others = [node for node in nodes if pods.PRODUCT not in _labels(node)]
+        yield _room(
+            "nodes for pods without GPUs",
+            _amounts(profile.cpu),
+            [_unusable(node, _total(pods.amounts(profile.cpu)), profile) for node in others],
+            "add one without GPUs, or set gpu.takes_cpu_pods in the profile and leave room for these pods",
         )
 
 
-def _labelled(answer: Any, labels: Mapping[str, str]) -> list[Any]:
-    return [node for node in answer.items if labels.items() <= (node.metadata.labels or {}).items()]
+def _room(what: str, needed: str, reasons: Sequence[str], fix: str) -> Finding:
+    """Make the row of pods that need one node, from the reason against each node, empty for one with room."""
+    fits = reasons.count("")
+    return Finding.of(what, found=f"room on {fits} of {len(reasons)} nodes", needed=needed, fix="" if fits else fix)
 
 
-def _queues(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[_Row]:
+def _labels(node: Any) -> dict[str, str]:
+    return node.metadata.labels or {}
+
+
+def _total(*sizes: Mapping[str, str]) -> dict[str, Decimal]:
+    """Add up the amounts that the first of some pods names."""
+    return {name: sum((parse_quantity(size[name]) for size in sizes), Decimal()) for name in sizes[0]}
+
+
+def _queue(api: Api, profile: ClusterProfile, queue: Queue, namespace: str) -> Iterator[Finding]:
     """Rows for the queue, and for Kueue's mapping of the workers' claims, without which it admits no job."""
-    if profile.queue is None or profile.gpu is None:
+    kind, version, _ = _QUEUES[queue.scheduler]
+    plural, _, group = kind.partition(".")
+    custom = k8s.CustomObjectsApi(api.client)
+    right, absent = f"get {kind}", f"kubectl apply -k deploy/{profile.name}, and deploy/kueue with Kueue"
+
+    def judge_volcano() -> Judgement:
+        answer = api.ask(custom.get_cluster_custom_object, group, version, plural, queue.name)
+        state = answer.get("status", {}).get("state", "without state")
+        return state, "" if state == "Open" else "open it, as its Volcano describes"
+
+    def judge_kueue() -> Judgement:
+        answer = api.ask(custom.get_namespaced_custom_object, group, version, namespace, plural, queue.name)
+        conditions = {each["type"]: each for each in answer.get("status", {}).get("conditions", [])}
+        active = conditions.get("Active", {})
+        if active.get("status") == "True":
+            return "active", ""
+        return active.get("message") or "not active", "kubectl apply -k deploy/kueue, with the quota of your nodes"
+
+    def judge_mapping() -> Judgement:
+        answer = api.ask(k8s.CoreV1Api(api.client).read_namespaced_config_map, *_KUEUE_CONFIG)
+        if any(_CHANNEL_CLASS in text for text in (answer.data or {}).values()):
+            return "mapped", ""
+        return "not mapped", "merge deploy/kueue/manager_config.yaml into it: Kueue >= 0.18 admits no unmapped claim"
+
+    if queue.scheduler is Scheduler.VOLCANO:
+        yield _row(f"queue {queue.name}", "Open", judge_volcano, right=right, absent=absent)
         return
-    plural, _, group = _QUEUES[profile.queue.scheduler][0].partition(".")
-    version, name = _QUEUES[profile.queue.scheduler][1], profile.queue.name
-    custom, is_kueue = k8s.CustomObjectsApi(api.client), profile.queue.scheduler is Scheduler.KUEUE
-    ask = (
-        partial(api.ask, custom.get_namespaced_custom_object, group, version, namespace, plural, name)
-        if is_kueue
-        else partial(api.ask, custom.get_cluster_custom_object, group, version, plural, name)
-    )
-    yield _Row(
-        what=f"queue {name}",
-        needed="active" if is_kueue else "Open",
-        ask=ask,
-        judge=_judge_local_queue if is_kueue else _judge_volcano_queue,
-        right=f"get {plural}.{group}",
-        absent=f"kubectl apply -k deploy/{profile.name}, and deploy/kueue with Kueue",
-    )
-    if is_kueue and profile.gpu.channel_claim_template is not None:
-        yield _Row(
-            what="Kueue's deviceClassMappings",
-            needed=_CHANNEL_CLASS,
-            ask=partial(api.ask, k8s.CoreV1Api(api.client).read_namespaced_config_map, *_KUEUE_CONFIG),
-            judge=_judge_mapping,
-            right=f"get the configmap {_KUEUE_CONFIG[0]}",
-            absent="merge deploy/kueue/manager_config.yaml into Kueue's configuration, wherever it is kept",
-        )
+    yield _row(f"queue {queue.name}", "active", judge_kueue, right=right, absent=absent)
+    if profile.gpu is not None and profile.gpu.channel_claim_template is not None:
+        right = f"get the configmap {_KUEUE_CONFIG[0]}"
+        absent = "merge deploy/kueue/manager_config.yaml into Kueue's configuration, wherever it is kept"
+        yield _row("Kueue's deviceClassMappings", _CHANNEL_CLASS, judge_mapping, right=right, absent=absent)
 
 
-def _judge_local_queue(answer: Any) -> tuple[str, str]:
-    conditions = {each["type"]: each for each in answer.get("status", {}).get("conditions", [])}
-    active = conditions.get("Active", {})
-    if active.get("status") == "True":
-        return "active", ""
-    return active.get("message") or "not active", "kubectl apply -k deploy/kueue, with the quota of your nodes"
-
-
-def _judge_volcano_queue(answer: Any) -> tuple[str, str]:
-    state = answer.get("status", {}).get("state", "without state")
-    return state, "" if state == "Open" else "open it, as its Volcano describes"
-
-
-def _judge_mapping(answer: Any) -> tuple[str, str]:
-    is_mapped = any(_CHANNEL_CLASS in text for text in (answer.data or {}).values())
-    fix = "" if is_mapped else "merge deploy/kueue/manager_config.yaml into it: Kueue >= 0.18 admits no unmapped claim"
-    return "mapped" if is_mapped else "not mapped", fix
-
-
-def _named(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[_Row]:
+def _named(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[Finding]:
     """Rows for named objects in the namespace; no value of a secret is read."""
     core, account = k8s.CoreV1Api(api.client), profile.service_account
     services = (service.secret for service in (profile.tracking, profile.object_store) if service)
@@ -257,46 +262,45 @@ def _named(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[_Row]:
     for name, keys in secrets:
         if name is None:
             continue
-        yield _Row(
-            what=f"secret {name}",
-            needed=f"keys {', '.join(keys)}" if keys else "present",
-            ask=partial(api.ask, core.read_namespaced_secret, name, namespace),
-            judge=partial(_judge_secret, keys),
+        yield _row(
+            f"secret {name}",
+            f"keys {', '.join(keys)}" if keys else "present",
+            partial(_judge_secret, api, namespace, name, keys),
             right="get secrets",
             absent=f"create it in namespace {namespace}, in the shape that deploy/ shows",
         )
     if account is not None:
-        yield _Row(
-            what=f"service account {account}",
-            needed="present",
-            ask=partial(api.ask, core.read_namespaced_service_account, account, namespace),
-            judge=lambda _: ("present", ""),
+        yield _row(
+            f"service account {account}",
+            "present",
+            partial(_seen, "present", api, core.read_namespaced_service_account, account, namespace),
             right="get serviceaccounts",
             absent=f"create it in namespace {namespace}: deploy/ has it",
         )
     needed = run_quota(profile)
-    yield _Row(
-        what="quota",
-        needed=f"room for {', '.join(f'{name} {amount}' for name, amount in needed.items())}",
-        ask=partial(api.ask, core.list_namespaced_resource_quota, namespace),
-        judge=partial(_judge_quota, needed),
-        right="list resourcequotas",
-    )
+    room = f"room for {', '.join(f'{name} {amount}' for name, amount in needed.items())}"
+    yield _row("quota", room, partial(_judge_quota, api, namespace, needed), right="list resourcequotas")
 
 
-def _dry_runs(api: Api, manifests: Mapping[str, Any], namespace: str) -> Iterator[_Row]:
+def _dry_runs(api: Api, manifests: Mapping[str, Any], namespace: str) -> Iterator[Finding]:
     """Rows for a server-side dry run of each pod: schema, defaults and every admission plugin; no pod is created."""
+    create = k8s.CoreV1Api(api.client).create_namespaced_pod
     for role, manifest in manifests.items():
-        yield _Row(
-            what=f"pod {role}, dry run",
-            needed="admitted",
-            ask=partial(api.ask, k8s.CoreV1Api(api.client).create_namespaced_pod, namespace, manifest, dry_run="All"),
-            judge=lambda _: ("admitted", ""),
+        yield _row(
+            f"pod {role}, dry run",
+            "admitted",
+            partial(_seen, "admitted", api, create, namespace, manifest, dry_run="All"),
             right="create pods",
             absent=f"create the namespace {namespace}",
             # An admission plugin refuses with 403 too, and its message names the rule that the pod breaks.
             refused="change the cluster profile, or the policy that refuses the pod",
         )
+
+
+def _seen(word: str, api: Api, call: Callable[..., Any], *arguments: object, **options: object) -> Judgement:
+    """Judge by the mere answer of a call."""
+    api.ask(call, *arguments, **options)
+    return word, ""
 
 
 def run_quota(profile: ClusterProfile) -> dict[str, str]:
@@ -361,16 +365,16 @@ def _where(gpu: GpuNodes) -> str:
 
 
 def _judge_nodes(
-    profile: ClusterProfile, gpu: GpuNodes, allocatable: Mapping[str, str], answer: Any
-) -> tuple[str, str]:
+    profile: ClusterProfile, gpu: GpuNodes, worker: Mapping[str, Decimal], nodes: Sequence[Any]
+) -> Judgement:
     """Count the usable nodes of each clique, and the reasons against the other nodes."""
     usable: Counter[str] = Counter()
     unusable: Counter[str] = Counter()
     labels = {_ARCHITECTURE: gpu.architecture.value, pods.PRODUCT: gpu.product}
-    for node in _labelled(answer, labels):
-        clique = (node.metadata.labels or {}).get(gpu.clique_label, "")
-        reason = _unusable(node, allocatable, profile, gpu.clique_label)
-        (unusable if reason else usable)[reason or clique] += 1
+    for node in nodes:
+        if labels.items() <= _labels(node).items():
+            reason = _unusable(node, worker, profile, gpu.clique_label)
+            (unusable if reason else usable)[reason or _labels(node).get(gpu.clique_label or "", "")] += 1
     largest = max(usable.values(), default=0)
     cliques = [
         f"{count} usable{f' in clique {clique}' if gpu.clique_label else ''}" for clique, count in usable.most_common()
@@ -381,128 +385,91 @@ def _judge_nodes(
     return found or f"none with {_selector(labels)}", "" if largest >= gpu.nodes else fewer if largest else doubt
 
 
-def _judge_head(profile: ClusterProfile, gpu: GpuNodes, worker: Mapping[str, str], answer: Any) -> tuple[str, str]:
-    """Find a node with room for head and submitter, on a node of the workers beside one of them."""
-    head = profile.head
-    assert head is not None
-    both = {
-        "cpu": head.cpus + pods.SUBMITTER.cpus,
-        "memory": (head.memory_gib + pods.SUBMITTER.memory_gib) * 2**30,
-        "ephemeral-storage": (head.ephemeral_storage_gib + pods.SUBMITTER.ephemeral_storage_gib) * 2**30,
-    }
-    rooms: list[bool] = []
-    for node in _labelled(answer, {_ARCHITECTURE: gpu.architecture.value}):
-        if _unusable(node, {}, profile, None):
-            continue
-        is_workers = (node.metadata.labels or {}).get(pods.PRODUCT) == gpu.product
-        taken = {name: parse_quantity(worker[name]) if is_workers else 0 for name in both}
-        offered = {name: parse_quantity((node.status.allocatable or {}).get(name, "0")) for name in both}
-        rooms.append(all(offered[name] >= taken[name] + both[name] for name in both))
-    fix = "" if any(rooms) else "smaller sizes of head and gpu.pod in the profile, or one more node of the architecture"
-    return f"room on {sum(rooms)} of {len(rooms)} nodes", fix
-
-
-def _judge_others(profile: ClusterProfile, answer: Any) -> tuple[str, str]:
-    others = [node for node in answer.items if pods.PRODUCT not in (node.metadata.labels or {})]
-    fits = sum(not _unusable(node, pods.amounts(profile.cpu), profile, None) for node in others)
-    fix = "" if fits else "add one without GPUs, or set gpu.takes_cpu_pods in the profile and leave room for these pods"
-    return f"room on {fits} of {len(others)} nodes", fix
-
-
-def _unusable(node: Any, allocatable: Mapping[str, str], profile: ClusterProfile, clique_label: str | None) -> str:
-    """Return why no worker can run on the node; empty if one can."""
+def _unusable(
+    node: Any, needed: Mapping[str, Decimal], profile: ClusterProfile, clique_label: str | None = None
+) -> str:
+    """Return why no pod with these amounts can run on the node; empty if one can."""
     ready = {condition.type: condition.status for condition in node.status.conditions or ()}.get("Ready")
     if ready != "True":
         return "not ready"
     if node.spec.unschedulable:
         return "cordoned"
-    if clique_label is not None and clique_label not in (node.metadata.labels or {}):
+    if clique_label is not None and clique_label not in _labels(node):
         return f"without label {clique_label}"
     tolerated = {toleration.key for toleration in profile.tolerations}
     for taint in node.spec.taints or ():
         if taint.effect in _BLOCKING and taint.key not in tolerated:
             return f"with taint {taint.key}, which the pods do not tolerate"
-    for name, amount in allocatable.items():
-        offered = (node.status.allocatable or {}).get(name, "0")
-        if parse_quantity(offered) < parse_quantity(amount):
-            return f"with {name} {offered}"
-    return ""
+    offered = node.status.allocatable or {}
+    lacking = [name for name, amount in needed.items() if parse_quantity(offered.get(name, "0")) < amount]
+    return f"with {lacking[0]} {offered.get(lacking[0], '0')}" if lacking else ""
 
 
-def _judge_crd(version: str, provider: str, answer: Any) -> tuple[str, str]:
+def _judge_crd(api: Api, name: str, version: str, provider: str) -> Judgement:
+    answer = api.ask(k8s.ApiextensionsV1Api(api.client).read_custom_resource_definition, name)
     served = [each.name for each in answer.spec.versions if each.served]
     conditions = {condition.type: condition.status for condition in (answer.status.conditions or ())}
     is_established = conditions.get("Established") == "True"
-    is_fine = version in served and is_established
-    fix = "" if is_fine else f"install another version of {provider}"
+    fix = "" if version in served and is_established else f"install another version of {provider}"
     return ", ".join(served) + ("" if is_established else ", not established"), fix
 
 
-def _ask_template(api: Api, namespace: str, name: str) -> Any:
-    """Return the cluster's preferred API version that has the template; empty without the API."""
-    groups = api.ask(k8s.ApisApi(api.client).get_api_versions)
-    if isinstance(groups, Refusal):
-        return groups
-    version = {group.name: group.preferred_version.version for group in groups.groups}.get(_DRA, "")
+def _judge_template(api: Api, namespace: str, name: str) -> Judgement:
+    """Read the template in the API version that the cluster prefers."""
+    groups = api.ask(k8s.ApisApi(api.client).get_api_versions).groups
+    version = {group.name: group.preferred_version.version for group in groups}.get(_DRA, "")
+    if not version:
+        return f"no API {_DRA}", "Kubernetes >= 1.32 with dynamic resource allocation, and NVIDIA's DRA driver"
     read = k8s.CustomObjectsApi(api.client).get_namespaced_custom_object
-    answer = api.ask(read, _DRA, version, namespace, "resourceclaimtemplates", name) if version else None
-    return answer if isinstance(answer, Refusal) else version
+    return _seen(f"{_DRA}/{version}", api, read, _DRA, version, namespace, "resourceclaimtemplates", name)
 
 
-def _judge_template(version: str) -> tuple[str, str]:
-    if version:
-        return f"{_DRA}/{version}", ""
-    return f"no API {_DRA}", "Kubernetes >= 1.32 with dynamic resource allocation, and NVIDIA's DRA driver"
-
-
-def _judge_secret(wanted: Sequence[str], answer: Any) -> tuple[str, str]:
-    keys = sorted(answer.data or {})
+def _judge_secret(api: Api, namespace: str, name: str, wanted: Sequence[str]) -> Judgement:
+    keys = sorted(api.ask(k8s.CoreV1Api(api.client).read_namespaced_secret, name, namespace).data or {})
     lacking = sorted(set(wanted) - set(keys))
     fix = "" if keys else "it is empty: add keys"
     return f"keys {', '.join(keys) or 'none'}", f"add the keys {', '.join(lacking)}" if lacking else fix
 
 
-def _check_claim(api: Api, namespace: str, claim: str) -> list[Finding]:
-    """Check that the claim is bound or waits for its first pod, every node may write, and the storage class exists."""
+def _claim(api: Api, namespace: str, claim: str) -> list[Finding]:
+    """Rows for the claim, bound or waiting for its first pod, and its storage class; every node may write to it."""
     what, needed = f"volume claim {claim}", f"Bound, {_SHARED}"
-    fix = f"create it in namespace {namespace}: deploy/ has one to adapt"
-    answer = api.ask(k8s.CoreV1Api(api.client).read_namespaced_persistent_volume_claim, claim, namespace)
-    if isinstance(answer, Refusal):
-        return [answer.finding(what, needed=needed, right="get persistentvolumeclaims", absent=fix)]
+    try:
+        answer = api.ask(k8s.CoreV1Api(api.client).read_namespaced_persistent_volume_claim, claim, namespace)
+    except Refusal as refusal:
+        fix = f"create it in namespace {namespace}: deploy/ has one to adapt"
+        return [refusal.finding(what, needed=needed, right="get persistentvolumeclaims", absent=fix)]
     phase, modes, class_name = answer.status.phase, answer.spec.access_modes or [], answer.spec.storage_class_name
-    storage_class = None if class_name is None else api.ask(k8s.StorageV1Api(api.client).read_storage_class, class_name)
-    binding = None if storage_class is None or isinstance(storage_class, Refusal) else storage_class.volume_binding_mode
-    waits = phase == "Pending" and binding == "WaitForFirstConsumer"
+    rows = []
+    if class_name is not None:
+        judge, absent = partial(_judge_class, api, class_name), "name one of the cluster's own"
+        row = _row(f"storage class {class_name}", "present", judge, right="get storageclasses", absent=absent)
+        # Storage classes are cluster-wide, and few accounts may read them.
+        is_hidden = phase == "Bound" and row.state is State.MISSING and row.found != "absent"
+        rows = [replace(row, state=State.UNCHECKED, fix="the claim is bound") if is_hidden else row]
+    waits = phase == "Pending" and any(row.found.endswith(_WAITS) for row in rows)
     wrong = "" if phase == "Bound" or waits else "kubectl describe pvc says why it is not bound"
     wrong = wrong if _SHARED in modes else f"it needs the mode {_SHARED}"
     found = f"{phase}, {', '.join(modes)}{', waits for its first pod' if waits else ''}"
-    rows = [Finding.of(what, found=found, needed=needed, fix=wrong)]
-    if class_name is None:
-        return rows
-    row = _Row(
-        what=f"storage class {class_name}",
-        needed="present",
-        ask=lambda: storage_class,
-        judge=lambda answer: (answer.provisioner, ""),
-        right="get storageclasses",
-        absent="name one of the cluster's own",
-    ).finding()
-    # Storage classes are cluster-wide, and few accounts may read them.
-    is_hidden = isinstance(storage_class, Refusal) and not storage_class.is_absent and phase == "Bound"
-    return [*rows, replace(row, state=State.UNCHECKED, fix="the claim is bound") if is_hidden else row]
+    return [Finding.of(what, found=found, needed=needed, fix=wrong), *rows]
 
 
-def _judge_quota(needed: Mapping[str, str], answer: Any) -> tuple[str, str]:
+def _judge_class(api: Api, name: str) -> Judgement:
+    answer = api.ask(k8s.StorageV1Api(api.client).read_storage_class, name)
+    return f"{answer.provisioner}, {answer.volume_binding_mode}", ""
+
+
+def _judge_quota(api: Api, namespace: str, needed: Mapping[str, str]) -> Judgement:
     """Find the quotas without room for a run."""
-    lacking = []
-    for quota in answer.items:
+    quotas, lacking = api.ask(k8s.CoreV1Api(api.client).list_namespaced_resource_quota, namespace).items, []
+    for quota in quotas:
         hard, used = quota.status.hard or {}, quota.status.used or {}
         for name in sorted(needed.keys() & hard.keys()):
             if parse_quantity(hard[name]) - parse_quantity(used.get(name, "0")) < parse_quantity(needed[name]):
                 lacking.append(f"{quota.metadata.name}: {used.get(name, '0')} of {hard[name]} {name} used")
     if lacking:
         return ", ".join(lacking), "raise it, or wait for what uses it now"
-    return f"{len(answer.items)} quotas, room in each" if answer.items else "none set", ""
+    return f"{len(quotas)} quotas, room in each" if quotas else "none set", ""
 
 
 def _check_mlflow(uri: str, *, timeout_s: float) -> Finding:
@@ -518,29 +485,17 @@ def _check_mlflow(uri: str, *, timeout_s: float) -> Finding:
     return Finding.of(f"MLflow at {uri}", found=found, needed="200 on /health", fix=fix)
 
 
-def _probe(api: Api, profile: ClusterProfile, *, namespace: str, image: str) -> _Row:
-    """Row for a pod that writes, reads and removes a file on the shared root; the pod is always deleted."""
-    assert profile.storage is not None
-    core, group = k8s.CoreV1Api(api.client), profile.storage.group
-
-    def judge(created: Any) -> tuple[str, str]:
-        name = created.metadata.name
-        try:
-            found, fix = _wait(api, namespace, name, _PROBE_S, group)
-        finally:
-            deleted = api.ask(core.delete_namespaced_pod, name, namespace, grace_period_seconds=0)
-        if isinstance(deleted, Refusal) and not deleted.is_absent:
-            return f"{found}; pod {name} could not be deleted", fix or "delete it"
-        return found, fix
-
-    return _Row(
-        what=_ROOT,
-        needed=_writable(profile.storage.mount_path),
-        ask=partial(api.ask, core.create_namespaced_pod, namespace, probe_pod(profile, image, _PROBE_S)),
-        judge=judge,
-        right="create pods",
-        absent="create the namespace",
-    )
+def _probe(api: Api, namespace: str, manifest: Mapping[str, Any], group: int) -> Judgement:
+    """Start a pod that writes, reads and removes a file on the shared root; the pod is always deleted."""
+    core = k8s.CoreV1Api(api.client)
+    name = api.ask(core.create_namespaced_pod, namespace, manifest).metadata.name
+    try:
+        found, fix = _wait(api, namespace, name, _PROBE_S, group)
+    except Refusal as refusal:
+        found, fix = refusal.reason, "let this account get pods"
+    finally:
+        was_deleted = delete(api, namespace, name)
+    return (found, fix) if was_deleted else (f"{found}; pod {name} could not be deleted", fix or "delete it")
 
 
 def _check_own_root(root: Path, group: int) -> Finding:
@@ -580,13 +535,11 @@ def probe_pod(profile: ClusterProfile, image: str, timeout_s: float) -> dict[str
     return manifest
 
 
-def _wait(api: Api, namespace: str, name: str, timeout_s: float, group: int) -> tuple[str, str]:
+def _wait(api: Api, namespace: str, name: str, timeout_s: float, group: int) -> Judgement:
     """Wait for the pod; returns its end in words, and the fix if it could not write."""
     waited_s, phase, reason = 0.0, "Pending", "no status"
     while waited_s < timeout_s:
         pod = api.ask(k8s.CoreV1Api(api.client).read_namespaced_pod, name, namespace)
-        if isinstance(pod, Refusal):
-            return pod.reason, "let this account get pods"
         if pod.status.phase == "Succeeded":
             return "written, read and removed", ""
         phase, reason = pod.status.phase, _reason(pod)

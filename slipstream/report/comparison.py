@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from slipstream.report.claims import recorded, said
-from slipstream.report.formats import KINDS, UNITS, estimate_of, interval, render, speedup, with_interval
+from slipstream.report.formats import KINDS, UNITS, estimate_of, render, with_interval
+from slipstream.report.results import VERDICT_TAG
 from slipstream.tracking.mlflow_store import Execution
-from slipstream.types import Arm
 from slipstream.workers.placement.plan import table
 
 NOTHING = "-"
@@ -32,6 +31,7 @@ _RESULTS = {
 }
 """Metrics by short column heading: the labels of `KINDS` are too long for this table."""
 HEADINGS = ("execution", "started", "status", *_RESULTS)
+_WITH_INTERVAL = ("x", "reward difference")  # units
 _MAX_COLUMNS = 6  # executions whose parameters fit side by side in a terminal; the page has no limit
 _TELLING_TAGS = ("git.commit", "image", "node", "gpu")
 
@@ -71,26 +71,8 @@ def cells(execution: Execution) -> list[str]:
 
 
 def answer(execution: Execution) -> str:
-    """State in one or two sentences which arm was faster, by how much, and how their rewards compare."""
-    step, generation = (recorded(execution.metrics, f"{name}_speedup") for name in ("step", "generation"))
-    alone = [arm for arm in Arm if f"result/reward_{arm}" in execution.metrics]
-    if len(alone) == 1:
-        reward, gain = (estimate_of(execution.metrics, f"{name}_{alone[0]}") for name in ("reward", "reward_gain"))
-        learned = ", ".join(
-            f"{word} {with_interval(each, unit)}"
-            for word, each, unit in (("reward", reward, "reward"), ("gained", gain, "reward difference"))
-            if each is not None
-        )
-        return f"the {alone[0]} arm alone, so no speedup; {learned}{_proof(execution)}{_asynchronous(execution)}."
-    if generation is None or step is None:
-        return {"RUNNING": "is running, no result yet."}.get(
-            execution.status, f"{execution.status.lower()}, no result."
-        )
-    k = execution.metrics.get("result/num_speculative_tokens", 0.0)
-    if k == 0:
-        return f"speculation lost in tuning, so both arms ran without it{_asynchronous(execution)}."
-    claims = said({"step": step, "generation": generation})
-    return f"k = {k:.0f}. {claims} {_reward(execution)}{_proof(execution)}{_asynchronous(execution)}."
+    """Return the verdict as the execution's report states it, or the status of one without a report."""
+    return execution.tags.get(VERDICT_TAG) or f"{execution.status.lower()}, no verdict logged."
 
 
 def differences(executions: Sequence[Execution]) -> dict[str, list[str]]:
@@ -107,37 +89,12 @@ def _link(tags: dict[str, str]) -> str:
     return url if url.startswith(("http://", "https://")) else ""
 
 
-def _asynchronous(execution: Execution) -> str:
-    """Speedup of each arm's asynchronous step over its synchronous step; empty without asynchronous arms."""
-    found = {arm: estimate_of(execution.metrics, f"asynchronous_step_speedup_{arm.value}") for arm in Arm}
-    ratios = [
-        f"{arm.value} {speedup(each.value)} ({interval(each)})" for arm, each in found.items() if each is not None
-    ]
-    return f"; asynchronous step against the same arm in turn: {', '.join(ratios)}" if ratios else ""
-
-
-def _reward(execution: Execution) -> str:
-    difference = estimate_of(execution.metrics, "reward_difference")
-    if difference is None:
-        return "Rewards unknown"
-    if difference.ci95 is None:
-        return f"Reward {difference.value:+.3f}, no interval"
-    low, high = difference.ci95
-    same = "No difference of rewards seen" if low <= 0 <= high else "ANOTHER reward"
-    return f"{same} ({difference.value:+.3f}, {low:+.3f} to {high:+.3f})"
-
-
-def _proof(execution: Execution) -> str:
-    lossless = execution.metrics.get("result/lossless")
-    return "" if lossless is None else ", lossless" if lossless == 1 else ", NOT shown to be lossless"
-
-
 def _cell(execution: Execution, name: str) -> str:
-    """Format a result; a ratio includes its interval."""
+    """Format a result; ratios and differences include their intervals."""
     estimate = estimate_of(execution.metrics, name)
     if estimate is None:
         return NOTHING
     if name == "lossless":
         return "yes" if estimate.value == 1 else "NO"
     unit = KINDS[name].unit
-    return with_interval(estimate) if unit == "x" else UNITS[unit].format(estimate.value)
+    return with_interval(estimate, unit) if unit in _WITH_INTERVAL else UNITS[unit].format(estimate.value)

@@ -16,15 +16,16 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import CertificateRecord, SweepPoint
 from slipstream.records.steps import StepRecord
 from slipstream.report.formats import POLICY_LABELS, percent, seconds, speedup
 from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_curves, decided_steps
+from slipstream.simulator.calibration import CalibrationRecord
 from slipstream.simulator.reference import Reference, WorkloadReference
-from slipstream.statistics import Estimate, amdahl, moving_average
+from slipstream.statistics import Estimate, moving_average
 from slipstream.types import STAGES, Arm
 
 ARM_COLOURS = {Arm.AUTOREGRESSIVE: "#6f7681", Arm.SPECULATIVE: "#0072b2"}
@@ -109,24 +110,6 @@ def step_times(record: RunRecord) -> str:
     return draw_svg(2, 2.5, draw)
 
 
-def bound(run: RunSummary) -> str:
-    """Draw the measured step speedup below its bound, over the acceptance length."""
-    assert run.comparison is not None and run.autoregressive is not None and run.acceptance is not None
-    share, step = run.autoregressive.share("generation"), run.comparison.step
-    length = run.acceptance.mean_acceptance_length
-    lengths = np.linspace(1, max(4.0, length + 1.5), 80)
-
-    def draw(ax: Axes) -> None:
-        ax.plot(lengths, [amdahl(share, x) for x in lengths], color=INK, label="bound 1 / (g / AL + 1 - g)")
-        ax.axhline(1, color=LOSS, linewidth=0.9, linestyle="--", label="no gain")
-        colour, label = ARM_COLOURS[Arm.SPECULATIVE], "measured, 95 % interval"
-        ax.errorbar([length], [step.value], yerr=errors(step), fmt="o", color=colour, capsize=3, label=label)
-        ax.set(xlabel="mean acceptance length (AL)", title=f"Step speedup, g = {percent(share)} of the step")
-        ax.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0))
-
-    return draw_svg(1, 2.5, draw, width=6.4)
-
-
 def acceptance(record: RunRecord, run: RunSummary) -> str:
     """Draw acceptance by draft position, with the held-out rates, and acceptance length over steps.
 
@@ -203,22 +186,6 @@ def mismatch(record: RunRecord) -> str:
     return draw_svg(2, 2.2, draw)
 
 
-def losses(record: RunRecord) -> str:
-    """Draw the training losses of policy and draft before RL."""
-    of_draft = () if record.draft is None else record.draft.losses
-    curves = {"Policy pretraining, loss": record.policy.pretrain_losses, "Draft training, loss": of_draft}
-    curves = {title: values for title, values in curves.items() if values}
-
-    def draw(*axes: Axes) -> None:
-        for ax, (title, values) in zip(axes, curves.items(), strict=True):
-            ax.plot(values, color="#b9bec7", linewidth=0.8)
-            ax.plot(moving_average(values, max(1, len(values) // 20)), color=INK)
-            ax.set(title=title, xlabel="optimizer step")
-            _from_zero(ax)
-
-    return draw_svg(len(curves), 2.2, draw, width=WIDTH_IN if len(curves) == 2 else 4.7) if curves else ""
-
-
 def uniforms(certificate: CertificateRecord) -> str:
     """Draw histograms of probability integral transforms by draft position; an exact engine gives flat ones."""
     histograms = certificate.pit_histograms
@@ -239,6 +206,21 @@ def uniforms(certificate: CertificateRecord) -> str:
             _from_zero(ax)
 
     return draw_svg(columns, 1.9 * rows, draw, rows=rows)
+
+
+def measured_against_simulated(calibration: CalibrationRecord) -> str:
+    """Draw simulated over measured generation times."""
+    measured = [cell.measured_s for cell in calibration.cells]
+    simulated = [cell.simulated_s for cell in calibration.cells]
+    low, high = 0.9 * min(*measured, *simulated), 1.1 * max(*measured, *simulated)
+
+    def draw(ax: Axes) -> None:
+        ax.plot([low, high], [low, high], color=INK, linewidth=0.8)
+        ax.fill_between([low, high], [0.92 * low, 0.92 * high], [1.08 * low, 1.08 * high], color="#e7e9ee")
+        ax.plot(measured, simulated, "o", markersize=4, color=ARM_COLOURS[Arm.SPECULATIVE])
+        ax.set(xlabel="measured, s", ylabel="simulated, s", title="Generation (grey: within 8 %)")
+
+    return draw_svg(1, 3.0, draw, width=4.6)
 
 
 def step_lanes(compared: LoopComparison) -> str:
@@ -267,21 +249,20 @@ def step_lanes(compared: LoopComparison) -> str:
     return draw_svg(1, 0.72 * len(compared.arms) + 0.7, draw)
 
 
-def loop_learning(record: RunRecord, compared: LoopComparison) -> str:
-    """Draw the reward of every arm over steps, and the lag of the tokens that asynchronous arms train on."""
+def loop_learning(record: RunRecord) -> str:
+    """Draw the reward of every arm over steps."""
 
-    def draw(rewards: Axes, lags: Axes) -> None:
+    def draw(ax: Axes) -> None:
         for arm in (*record.arms, *record.asynchronous):
             values = [step.reward_mean for step in arm.steps]
             smooth = moving_average(values, max(1, len(values) // 6))
             places, line = [step.step for step in arm.steps], "-" if arm.name == arm.arm.value else "--"
-            rewards.plot(places, smooth, color=ARM_COLOURS[arm.arm], linestyle=line, label=POLICY_LABELS[arm.name])
-        rewards.set(title="Mean reward of a step, moving average", xlabel="step")
-        _whole(rewards)
-        rewards.legend(loc="lower right")
-        _lags(lags, compared.asynchronous)
+            ax.plot(places, smooth, color=ARM_COLOURS[arm.arm], linestyle=line, label=POLICY_LABELS[arm.name])
+        ax.set(title="Mean reward of a step, moving average", xlabel="step")
+        _whole(ax)
+        ax.legend(loc="lower right")
 
-    return draw_svg(2, 2.7, draw)
+    return draw_svg(1, 2.7, draw, width=WIDTH_IN / 2)
 
 
 def draft_training(record: RunRecord) -> str:
@@ -434,16 +415,3 @@ def _lane(ax: Axes, place: float, parts: Sequence[Part], longest: float) -> None
         if width > 0.07 * longest:
             ax.text(start + width / 2, place, seconds(width), ha="center", va="center", color=ink, fontsize=7.5)
         start += width
-
-
-def _lags(ax: Axes, arms: Sequence[LoopArm]) -> None:
-    width = 0.8 / len(arms)
-    for place, arm in enumerate(arms):
-        total = sum(lag.num_tokens for lag in arm.lags)
-        at = [lag.lag + (place - (len(arms) - 1) / 2) * width for lag in arm.lags]
-        shares = [lag.num_tokens / total for lag in arm.lags]
-        ax.bar(at, shares, width=0.92 * width, color=ARM_COLOURS[arm.arm], label=arm.arm.value)
-    ax.set(title="Trained tokens by lag", xlabel="versions behind the policy that learned", ylim=(0, 1.08))
-    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _whole(ax)
-    ax.legend(loc="best")

@@ -1,4 +1,7 @@
-"""Report page of a run: one HTML file without scripts, fonts or styles from elsewhere."""
+"""Report page of a run: one HTML file without scripts, fonts or styles from elsewhere.
+
+Projected figures have columns and figures of their own; the scatter plot alone shows both, on separate axes.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,26 @@ from typing import Any
 
 from markupsafe import Markup
 
+from slipstream.catalog import target_of
 from slipstream.learner.config import SCRATCH
 from slipstream.records.files import write_atomic
 from slipstream.records.run import DriftRecord, RunRecord
-from slipstream.report import figures, machine_section, sentences, simulator_section, tables
+from slipstream.report import figures, machine_section, sentences, tables
 from slipstream.report.formats import WORKLOAD_LABELS, render
 from slipstream.report.results import Result, results
 from slipstream.report.summary import (
+    LoopComparison,
     RunSummary,
     compare_loops,
-    draft_training,
+    decided_steps,
     estimate_json,
     summarise,
     summarise_arms,
 )
+from slipstream.simulator.balance import AsynchronousPrediction, balance, predict_asynchronous
 from slipstream.simulator.projection import ProjectionRecord
 from slipstream.simulator.reference import Reference, WorkloadReference, read_reference
+from slipstream.types import LoopMode
 
 _HEADLINE, _GAIN = ("x", "tokens", "reward"), "reward_gain"  # units and name of the results in the page's header
 
@@ -42,7 +49,7 @@ class ReportPaths:
 def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord | None = None) -> dict[str, str]:
     """Draw the figures that the run has data for; returns SVG by name."""
     run, compared = summarise_arms(record.arms), compare_loops(record)
-    drawn = {"losses": figures.losses(record)}
+    drawn: dict[str, str] = {}
     if record.certificate is not None:
         drawn["uniforms"] = figures.uniforms(record.certificate)
     if run.arms:
@@ -53,15 +60,15 @@ def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord |
             "learning": figures.learning(record),
             "mismatch": figures.mismatch(record),
         }
-    if run.comparison is not None and run.acceptance is not None:
-        drawn["bound"] = figures.bound(run)
     if record.tuning is not None and record.tuning.points:
         drawn["sweep"] = figures.sweep(record.tuning.points, record.tuning.chosen_k)
-    if draft_training(record) is not None:
+    if decided_steps(record):
         drawn["draft_training"] = figures.draft_training(record)
     if compared is not None:
-        drawn |= {"loops": figures.step_lanes(compared), "loop_learning": figures.loop_learning(record, compared)}
-    return drawn | ({} if projection is None or run.alone else simulator_section.projection_figures(projection))
+        drawn |= {"loops": figures.step_lanes(compared), "loop_learning": figures.loop_learning(record)}
+    if projection is not None and projection.run_calibration is not None and not run.alone:
+        drawn["projection_fits"] = figures.measured_against_simulated(projection.run_calibration)
+    return drawn
 
 
 def quoted(record: RunRecord, run: RunSummary, reference: Reference) -> WorkloadReference | None:
@@ -89,22 +96,51 @@ def render_page(
         "page.html.jinja",
         record=record,
         run=run,
-        training=draft_training(record),
         reference=reference,
         workload=quoted(record, run, reference),
         headline=_headline(record),
         figures={name: Markup(svg) for name, svg in drawn.items()},
         tables=tables,
         sentences=sentences,
-        simulator=simulator_section,
         compared=compared,
-        prediction=simulator_section.predicted(record, compared),
-        splits=None if compared is None or run.alone else simulator_section.split_table(record, compared),
+        prediction=predicted(record, compared),
+        splits=None if compared is None or run.alone else split_table(record, compared),
         drift=drift,
         projection=None if run.alone else projection,
         workload_label=WORKLOAD_LABELS.get(record.workload, record.workload),
         machine=machine_section,
     )
+
+
+def predicted(record: RunRecord, compared: LoopComparison | None) -> AsynchronousPrediction | None:
+    """Predict the asynchronous arms; None for a run without a lag, or on hardware other than CPU cores."""
+    arms = () if compared is None else compared.asynchronous
+    if not arms or arms[0].max_off_policy_steps < 1 or not _is_on_cores(record):
+        return None
+    return predict_asynchronous(
+        [arm for arm in record.arms if any(arm.arm is each.arm for each in arms)],
+        lag=arms[0].max_off_policy_steps,
+        mode=LoopMode(arms[0].loop),
+        has_logprob_pass=any(step.has_logprob_pass for arm in record.asynchronous for step in arm.steps),
+        idle_core_helps=True,  # engine and learner share a host's cores, so either uses the other's idle core
+    )
+
+
+def split_table(record: RunRecord, compared: LoopComparison) -> tables.Table | None:
+    """Tabulate each arm's projected step on every split of the run's GPUs; None without a lag, or on CPU cores.
+
+    Two cores have one split, which `split_text` describes instead.
+    """
+    first, layout = compared.asynchronous[0], record.layout
+    if first.max_off_policy_steps < 1 or layout is None or _is_on_cores(record):
+        return None
+    if layout.num_gpus <= layout.gpus_per_engine:  # no GPU is left for training
+        return None
+    return tables.split_table(balance(record, lag=first.max_off_policy_steps, mode=LoopMode(first.loop)))
+
+
+def _is_on_cores(record: RunRecord) -> bool:
+    return record.layout is not None and target_of(record.layout.hardware) == "cpu"
 
 
 def _headline(record: RunRecord) -> list[Result]:
@@ -138,7 +174,7 @@ def report_json(record: RunRecord, drift: DriftRecord | None = None) -> dict[str
     summary["num_warmup_steps"] = machine_section.num_warmup_steps(record)
     summary["machine"] = machine_section.machine_json(record)
     if compared is not None:
-        prediction = simulator_section.predicted(record, compared)  # projected figures stand apart from measured ones
+        prediction = predicted(record, compared)  # projected figures stand apart from measured ones
         summary["asynchronous"] = {
             "predicted": None if prediction is None else asdict(prediction),
             "bound": sentences.bound_text(compared),

@@ -35,6 +35,7 @@ from slipstream.report.summary import (
 from slipstream.simulator.reference import WorkloadReference
 from slipstream.statistics import Estimate
 
+VERDICT_TAG = "verdict"
 _LABEL_WIDTH = 36
 _COLUMN_WIDTH = 16
 _WIDTH = _LABEL_WIDTH + 4 * _COLUMN_WIDTH
@@ -118,9 +119,10 @@ def result_metrics(record: RunRecord, *, hours: float, gpu_hours: float) -> dict
 
 
 def verdict_tags(record: RunRecord) -> dict[str, str]:
-    """Tags `verdict.step` and `verdict.generation`, to filter executions by the kind of their verdict."""
-    comparison = summarise_arms(record.arms).comparison
-    return {} if comparison is None else {f"verdict.{name}": each.kind for name, each in comparison.claims.items()}
+    """Tag with the verdict, and `verdict.step` and `verdict.generation` with its kinds, to filter executions by."""
+    run = summarise_arms(record.arms)
+    claims = {} if run.comparison is None else run.comparison.claims
+    return {VERDICT_TAG: verdict(record, run), **{f"{VERDICT_TAG}.{name}": each.kind for name, each in claims.items()}}
 
 
 def curve_metrics(record: RunRecord) -> list[tuple[int, dict[str, float]]]:

@@ -7,7 +7,8 @@ from slipstream.records.run import RunRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.report.claims import said
 from slipstream.report.formats import percent, seconds, speedup, with_interval
-from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_difference
+from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_difference, decided_steps
+from slipstream.simulator.balance import AsynchronousPrediction
 from slipstream.types import Arm, Arms
 
 LEARNER_BOUND = 0.05
@@ -70,6 +71,19 @@ def schedule_text(record: RunRecord) -> str:
     )
 
 
+def draft_text(record: RunRecord) -> str:
+    """State how often the draft learned beside the policy, and the cost of that; empty for a fixed draft."""
+    steps = decided_steps(record)
+    if not steps:
+        return ""
+    spent_s = [step.draft_update.elapsed_s for step in steps if step.draft_update is not None]
+    share = percent(sum(spent_s) / sum(step.times.step_s for step in steps))
+    return (
+        f"The draft learned beside the policy in {len(spent_s)} of {len(steps)} steps, which took "
+        f"{seconds(sum(spent_s))} s, {share} of the arm's time."
+    )
+
+
 def autopilot_text(record: RunRecord) -> str:
     """Summarise the autopilot's decisions; empty where it was off."""
     flown = [(step.step, step.autopilot) for arm in record.arms for step in arm.steps if step.autopilot is not None]
@@ -124,6 +138,14 @@ def bound_text(compared: LoopComparison) -> str:
         )
     to = "" if drafting is None else f" to {seconds(drafting.exposed_s)} s"
     return f"Generation bounds the asynchronous step: {waits}. Speculation shortens that wait{to}: {most}"
+
+
+def split_text(prediction: AsynchronousPrediction) -> str:
+    """State what the simulator expects of two cores, which have only one split."""
+    bounds = " and ".join(f"the {arm.arm.value} step to be bound by its {arm.bound.value}" for arm in prediction.arms)
+    return (
+        f"Two cores have one split, one core for generation and one for training. On it the simulator expects {bounds}."
+    )
 
 
 def _helped(base: LoopArm, drafting: LoopArm | None) -> str:

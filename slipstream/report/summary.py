@@ -62,13 +62,7 @@ class ArmSummary:
     reward_first: Estimate  # mean reward of the first quarter of the steps
     reward_last: Estimate  # mean reward of the last quarter of the steps
     reward_gain: Estimate  # the last quarter minus the first
-    num_rollouts: int
-    num_response_tokens: int
-    num_truncated: int
-    num_reward_timeouts: int
-    num_zero_signal_groups: int
-    num_preemptions: int
-    num_filtered: int
+    counts: dict[str, int]  # sums over all steps, by the names of their fields
     sampling: DynamicSampling | None  # sums over the steps; None: they train on all that they sample
     generation_tokens_per_s: float
     engine_idle_fraction: float  # mean over the timed steps
@@ -115,16 +109,6 @@ class RunSummary:
     def alone(self) -> ArmSummary | None:
         """The only arm of the run; None for a run of both or of none."""
         return self.arms[0] if len(self.arms) == 1 else None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DraftTraining:
-    """Cost of training the draft during RL."""
-
-    num_steps: int
-    num_trained: int  # steps that trained the draft, each to a new version
-    elapsed_s: float
-    share: float  # fraction of the arm's time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,7 +233,7 @@ def summarise_arm(arm: ArmRecord) -> ArmSummary:
         reward_first=_reward(arm.steps[: len(last_quarter(arm.steps))]),
         reward_last=_reward(last_quarter(arm.steps)),
         reward_gain=_reward_gain(arm.steps),
-        **{name: sum(getattr(step, name) for step in arm.steps) for name in _COUNTS},
+        counts={name: sum(getattr(step, name) for step in arm.steps) for name in _COUNTS},
         sampling=_sampling(arm.steps),
         generation_tokens_per_s=sum(step.num_response_tokens for step in steps) / generation_s if generation_s else 0.0,
         engine_idle_fraction=float(np.mean([step.engine_idle_fraction for step in steps])),
@@ -325,20 +309,6 @@ def decided_steps(record: RunRecord) -> list[StepRecord]:
     """Return the speculative arm's steps that decided whether to train the draft."""
     steps = [step for arm in record.arms if arm.arm is Arm.SPECULATIVE for step in arm.steps]
     return [step for step in steps if step.draft_decision is not None]
-
-
-def draft_training(record: RunRecord) -> DraftTraining | None:
-    """Sum the cost of training the draft in the speculative arm; None for a fixed draft."""
-    steps = decided_steps(record)
-    if not steps:
-        return None
-    spent_s = [step.draft_update.elapsed_s for step in steps if step.draft_update is not None]
-    return DraftTraining(
-        num_steps=len(steps),
-        num_trained=len(spent_s),
-        elapsed_s=sum(spent_s),
-        share=sum(spent_s) / sum(step.times.step_s for step in steps),
-    )
 
 
 def accuracy_curves(record: RunRecord) -> dict[str, dict[int, EvaluationRecord]]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.records.stages import CertificateRecord, DraftRecord, SamplingPoint, SweepPoint, TuningRecord
-from slipstream.records.steps import DynamicSampling, EvaluationRecord
+from slipstream.records.steps import DynamicSampling
 from slipstream.report.formats import (
     KINDS,
     POLICY_LABELS,
@@ -23,13 +23,13 @@ from slipstream.report.formats import (
     with_interval,
 )
 from slipstream.report.results import speedups
-from slipstream.report.summary import LoopComparison, RunSummary, accuracy_curves
+from slipstream.report.summary import ArmSummary, LoopComparison, RunSummary, accuracy_curves
 from slipstream.simulator.balance import AsynchronousPrediction, BalanceRecord
 from slipstream.simulator.observed import CheckRecord
-from slipstream.simulator.projection import ProjectedPoint, ProjectionRecord
+from slipstream.simulator.projection import ProjectedPoint
 from slipstream.simulator.reference import Reference, WorkloadReference
 from slipstream.statistics import Estimate, Spread
-from slipstream.types import STAGES, Arm
+from slipstream.types import STAGES
 from slipstream.workers.placement.plan import table
 
 
@@ -164,8 +164,9 @@ def accuracy_table(record: RunRecord) -> Table:
         of_arm = {step: each for step, each in curves.get(last.policy, {}).items() if each.policy == last.policy}
         for step, e in (of_arm or {0: last}).items():
             label = POLICY_LABELS[e.policy] + ("" if e is last else f", after step {step}")
+            accuracy = f"{e.avg_at_k:.3f}", f"{e.ci95[0]:.3f} to {e.ci95[1]:.3f}"
             problems = (f"{e.maj_at_k:.3f}", str(e.k), str(e.num_problems), percent(e.truncated_fraction))
-            rows.append(Row(label, (*_accuracy(e), *problems, str(e.num_timeouts), e.prompt_hash)))
+            rows.append(Row(label, (*accuracy, *problems, str(e.num_timeouts), e.prompt_hash)))
     return Table("policy", {"": columns}, rows)
 
 
@@ -173,25 +174,30 @@ def count_table(run: RunSummary) -> Table:
     """Tabulate counts of rollouts, tokens and losses of each arm."""
     labels = {
         "steps": lambda arm: count(arm.num_steps),
-        "rollouts": lambda arm: count(arm.num_rollouts),
-        "response tokens": lambda arm: count(arm.num_response_tokens),
+        "rollouts": lambda arm: count(arm.counts["num_rollouts"]),
+        "response tokens": lambda arm: count(arm.counts["num_response_tokens"]),
         "generated tokens a second": lambda arm: count(round(arm.generation_tokens_per_s)),
-        "truncated rollouts": lambda arm: f"{arm.num_truncated} ({percent(arm.num_truncated / arm.num_rollouts)})",
-        "reward time-outs (scored 0)": lambda arm: str(arm.num_reward_timeouts),
-        "zero-signal groups": lambda arm: str(arm.num_zero_signal_groups),
+        "truncated rollouts": _truncated,
+        "reward time-outs (scored 0)": lambda arm: str(arm.counts["num_reward_timeouts"]),
+        "zero-signal groups": lambda arm: str(arm.counts["num_zero_signal_groups"]),
         "reward, first quarter": lambda arm: with_interval(arm.reward_first, "reward"),
         "reward, last quarter": lambda arm: with_interval(arm.reward_last, "reward"),
     }
-    if any(arm.num_preemptions for arm in run.arms):  # a cache that is large enough preempts nothing
-        labels["preempted rollouts (KV cache full)"] = lambda arm: count(arm.num_preemptions)
-    if any(arm.num_filtered for arm in run.arms):
-        labels["rollouts left out of the loss (cut off)"] = lambda arm: count(arm.num_filtered)
+    if any(arm.counts["num_preemptions"] for arm in run.arms):  # a cache that is large enough preempts nothing
+        labels["preempted rollouts (KV cache full)"] = lambda arm: count(arm.counts["num_preemptions"])
+    if any(arm.counts["num_filtered"] for arm in run.arms):
+        labels["rollouts left out of the loss (cut off)"] = lambda arm: count(arm.counts["num_filtered"])
     if any(arm.engine_idle_fraction > 0 for arm in run.arms):  # a single engine is never idle during generation
         labels["engines idle during generation"] = lambda arm: percent(arm.engine_idle_fraction)
     rows = [Row(label, tuple(value(arm) for arm in run.arms)) for label, value in labels.items()]
     sampling = [arm.sampling for arm in run.arms if arm.sampling is not None]
     rows += _sampling_rows(sampling) if len(sampling) == len(run.arms) else []
     return Table("over all steps", {"": [arm.arm.value for arm in run.arms]}, rows)
+
+
+def _truncated(arm: ArmSummary) -> str:
+    number = arm.counts["num_truncated"]
+    return f"{number} ({percent(number / arm.counts['num_rollouts'])})"
 
 
 def _sampling_rows(arms: Sequence[DynamicSampling]) -> list[Row]:
@@ -311,14 +317,12 @@ def lag_table(compared: LoopComparison) -> Table:
     return Table("arm, lag", {"": columns}, rows)
 
 
-def loop_learning_table(compared: LoopComparison, evaluations: tuple[EvaluationRecord, ...]) -> Table:
-    """Tabulate reward, accuracy and rollout losses of all arms."""
+def loop_learning_table(compared: LoopComparison) -> Table:
+    """Tabulate reward and rollout losses of all arms."""
     groups = {
         "reward": ("first quarter", "last quarter", "gain", "of gain in turn"),
-        "validation accuracy": ("avg@k", "95 % interval"),
         "rollouts": ("waited for", "begun anew", "lost"),
     }
-    accuracies = {evaluation.policy: _accuracy(evaluation) for evaluation in evaluations}
     rows = []
     for arm in compared.arms:
         gain, share, lost = compared.synchronous(arm.arm).reward_gain, "", ("", "", "")
@@ -327,7 +331,7 @@ def loop_learning_table(compared: LoopComparison, evaluations: tuple[EvaluationR
             lost = tuple(map(str, (arm.num_awaited, arm.num_restarted, arm.num_regenerated)))
         rewards = (with_interval(arm.reward_first, "reward"), with_interval(arm.reward_last, "reward"))
         learned = (*rewards, f"{arm.reward_gain:+.3f}", share)
-        rows.append(Row(POLICY_LABELS[arm.name], (*learned, *accuracies.get(arm.name, ("", "")), *lost)))
+        rows.append(Row(POLICY_LABELS[arm.name], (*learned, *lost)))
     return Table("arm", groups, rows)
 
 
@@ -350,10 +354,10 @@ def prediction_table(prediction: AsynchronousPrediction, compared: LoopCompariso
 
 def split_table(found: BalanceRecord) -> Table:
     """Tabulate each arm's projected step on every split of a run's machine."""
-    best = [found.best(Arm(name)) for name in found.synchronous_step_s]
+    best = [found.best(arm) for arm in dict.fromkeys(row.arm for row in found.rows)]
     by_split: dict[str, list[str]] = {}
     for row in found.rows:
-        bound = f"{row.bound}, fastest" if any(row is each for each in best) else row.bound
+        bound = f"{row.bound}, fastest" if any(row is each for each in best) else row.bound.value
         cells = by_split.setdefault(f"{row.generation} + {row.training}", [])
         cells += [seconds(row.step_s), seconds(row.exposed_s), bound]
     groups = {f"{row.arm.value}, projected": ("step s", "exposed s", "bound by") for row in best}
@@ -370,32 +374,14 @@ def check_table(check: CheckRecord) -> Table:
     return Table("speculative arm", groups, [Row(f"k = {check.k}", cells)])
 
 
-def lengths_table(points: Sequence[ProjectedPoint], label: str, *, has_step: bool) -> Table:
-    """Tabulate projections of other draft lengths: of generation, and with `has_step` of the step."""
-    speedups = ("generation speedup", "step speedup") if has_step else ("generation speedup",)
+def lengths_table(points: Sequence[ProjectedPoint], label: str) -> Table:
+    """Tabulate projections of other draft lengths."""
     rows = []
     for each in points:
-        bands = (_band(each.rollout_speedup), _band(each.step_speedup))[: len(speedups)]
-        rows.append(Row(f"k = {each.k}", (f"{each.acceptance_length:.2f}", *bands)))
+        cells = (f"{each.acceptance_length:.2f}", _band(each.rollout_speedup), _band(each.step_speedup))
+        rows.append(Row(f"k = {each.k}", cells))
+    speedups = ("generation speedup", "step speedup")
     return Table(label, {"assumed": ("acceptance length",), "projected, p10 to p90": speedups}, rows)
-
-
-def published_table(projection: ProjectionRecord) -> Table:
-    """Tabulate the settings that the reference projected, with its projections and ours."""
-    headings = ("projected here, calibrated", "projected here, ideal stack", "projected by the reference")
-    rows = []
-    for point in projection.from_paper:
-        ours, ideal = point.calibrated, point.ideal
-        label = f"{ours.num_gpus} GPUs, lag {ours.lag}, k = {ours.k}, AL {ours.acceptance_length:.1f}"
-        medians = (ideal.rollout_speedup.median, ideal.step_speedup.median)
-        quoted = (point.published_rollout_speedup, point.published_step_speedup)
-        cells = (_band(ours.rollout_speedup), _band(ours.step_speedup), *map(speedup, (*medians, *quoted)))
-        rows.append(Row(label, cells))
-    return Table("Qwen3-235B-A22B", dict.fromkeys(headings, ("rollout", "step")), rows, quoted=headings[-1])
-
-
-def _accuracy(evaluation: EvaluationRecord) -> tuple[str, str]:
-    return f"{evaluation.avg_at_k:.3f}", f"{evaluation.ci95[0]:.3f} to {evaluation.ci95[1]:.3f}"
 
 
 def _ratio(estimate: Estimate | None) -> str:

@@ -184,18 +184,14 @@ class BalanceRow:
     training: int
     step_s: float
     exposed_s: float
-    bound: str  # value of `Bound`
+    bound: Bound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceRecord:
-    """Splits of a run's machine; steps by arm are measured, and `rows` are projected."""
+    """Projected splits of a run's machine."""
 
     unit: str  # "GPU" or "core"
-    mode: LoopMode
-    lag: int
-    synchronous_step_s: dict[str, float]
-    asynchronous_step_s: dict[str, float]  # empty if the run had no asynchronous loop
     rows: tuple[BalanceRow, ...]
 
     def best(self, arm: Arm) -> BalanceRow:
@@ -218,18 +214,7 @@ def balance(
     layout = known_layout(run)
     on_cores = target_of(layout.hardware) == "cpu"
     rows = _of_cores(run, lag, mode) if on_cores else _of_gpus(run, layout, lag, mode, gpus_per_node)
-    return BalanceRecord(
-        unit="core" if on_cores else "GPU",
-        mode=mode,
-        lag=lag,
-        synchronous_step_s=_measured_s(run.arms),
-        asynchronous_step_s=_measured_s(run.asynchronous),
-        rows=tuple(rows),
-    )
-
-
-def _measured_s(arms: Sequence[ArmRecord]) -> dict[str, float]:
-    return {arm.arm.value: fmean(step.times.step_s for step in arm.timed_steps) for arm in arms}
+    return BalanceRecord(unit="core" if on_cores else "GPU", rows=tuple(rows))
 
 
 def _of_cores(run: RunRecord, lag: int, mode: LoopMode) -> Iterator[BalanceRow]:
@@ -242,7 +227,7 @@ def _of_cores(run: RunRecord, lag: int, mode: LoopMode) -> Iterator[BalanceRow]:
     slowdowns = {arm: factors for arm, factors in pairs if factors is not None}
     predicted = predict_asynchronous(run.arms, lag=lag, mode=mode, slowdowns=slowdowns, idle_core_helps=not slowdowns)
     for each in predicted.arms:
-        step_s, exposed_s, bound = each.step_s, each.exposed_s, each.bound.value
+        step_s, exposed_s, bound = each.step_s, each.exposed_s, each.bound
         yield BalanceRow(arm=each.arm, generation=1, training=1, step_s=step_s, exposed_s=exposed_s, bound=bound)
 
 
@@ -277,7 +262,7 @@ def _of_gpus(
                 training=total - gpus,
                 step_s=joined.step.step_s,
                 exposed_s=joined.step.generation_s,
-                bound=joined.bound.value,
+                bound=joined.bound,
             )
 
 

@@ -4,15 +4,14 @@ A band is p10 to p90 over samples of the structural variant, its parameters, lay
 learner's efficiency where it was not measured, and the residual error of the calibration, which grows outside the
 measured ranges.
 
-The record of the stage `project_speedup` projects other draft lengths on the run's machine, from the run's calibration,
-and models and clusters of the paper, from the paper's calibration; it holds the data of the report's figures.
+The record of the stage `project_speedup` projects other draft lengths on the run's machine, from the run's calibration.
+A request is projected from the paper's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Annotated
@@ -36,7 +35,7 @@ from slipstream.records.run import LayoutRecord
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.simulator import Array
-from slipstream.simulator.calibration import Calibration, CalibrationRecord, Draw, Ensemble, check_length
+from slipstream.simulator.calibration import CalibrationRecord, Draw, Ensemble, check_length
 from slipstream.simulator.iteration import CostModel, Drafting, network_collective
 from slipstream.simulator.observed import (
     PAPER_SETTING,
@@ -45,14 +44,13 @@ from slipstream.simulator.observed import (
     calibrate_paper,
     calibrate_run,
     paper_learner,
-    read_simulator_reference,
     run_setting,
 )
-from slipstream.simulator.rollout import RolloutShape, Trace, slowest_engine
+from slipstream.simulator.rollout import RolloutShape, Trace
 from slipstream.simulator.settings import IDEAL, Setting, load_setting
 from slipstream.simulator.step_cost import Learner, Overlap, overlap
 from slipstream.statistics import Spread, spread
-from slipstream.types import Arm, StageTimes
+from slipstream.types import Arm
 
 PUBLISHED_MODEL = "qwen3-235b-a22b"  # model of the paper's own projections, on GB200
 _LARGE_SETTING = "paper-235b"
@@ -187,15 +185,6 @@ class ProjectedPoint:
     warnings: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Projection:
-    """Bands of a projection, and both arms' steps in the sample with the median step speedup."""
-
-    point: ProjectedPoint
-    autoregressive: StageTimes
-    speculative: StageTimes
-
-
 def project(
     scenario: Scenario,
     ensemble: Ensemble,
@@ -204,7 +193,7 @@ def project(
     layouts: Sequence[Scenario] = (),
     num_draws: int = _NUM_DRAWS,
     seed: int = 0,
-) -> Projection:
+) -> ProjectedPoint:
     """Project both arms of a scenario, with bands.
 
     Args:
@@ -221,31 +210,11 @@ def project(
     return _summary(scenario, arms, ensemble.best.validity.warnings(k=scenario.k, batch=batch))
 
 
-def project_ideal(scenario: Scenario, learner: Learner, *, layouts: Sequence[Scenario] = ()) -> Projection:
+def project_ideal(scenario: Scenario, learner: Learner, *, layouts: Sequence[Scenario] = ()) -> ProjectedPoint:
     """Project both arms on a stack without overhead, which runs at the roofline; bands cover the layouts alone."""
     draw = Draw(parameters=IDEAL, autoregressive_error=1.0, speculative_error=1.0)
     arms = [_arms(each, learner, draw, 0.0, 0.0) for each in (scenario, *layouts)]
     return _summary(scenario, arms, (_IDEAL_STACK,))
-
-
-def speedup_map(
-    scenario: Scenario, calibration: Calibration, *, ks: Sequence[int], acceptance_lengths: Sequence[float]
-) -> Array:
-    """Compute rollout speedups [len(ks), len(acceptance_lengths)] of the most probable model; NaN if AL > k + 1."""
-    trace = slowest_engine(scenario.setting.lengths(scenario.mean_tokens), scenario.shape)
-    model = calibration.model(scenario.setting)
-    ks_K1 = np.array(ks)[:, None]
-    seconds_K = model.span_s(trace, k=np.vstack([[0], ks_K1]), tokens_per_iteration=1.0).sum(axis=1)
-    lengths = np.asarray(acceptance_lengths, dtype=np.float64)
-    return np.where(lengths <= ks_K1 + 1, seconds_K[0] / seconds_K[1:, None] * lengths, np.nan)
-
-
-def best_of_map(scenario: Scenario, calibration: Calibration) -> Scenario:
-    """Find the fastest rollout on the map of k = 1 to 7 and acceptance lengths of 1 to 8."""
-    ks, lengths = range(1, 8), [float(length) for length in range(1, 9)]
-    found = speedup_map(scenario, calibration, ks=ks, acceptance_lengths=lengths)
-    row, column = np.unravel_index(int(np.nanargmax(found)), found.shape)
-    return replace(scenario, k=ks[row], acceptance_length=lengths[column])
 
 
 def _arms(
@@ -272,10 +241,8 @@ def _arms(
     return arm(0, 1.0, draw.autoregressive_error), speculative
 
 
-def _summary(scenario: Scenario, arms: Sequence[tuple[Overlap, Overlap]], warnings: tuple[str, ...]) -> Projection:
-    step_speedups = [base.step.step_s / spec.step.step_s for base, spec in arms]
-    middle = int(np.argsort(step_speedups, kind="stable")[len(arms) // 2])
-    point = ProjectedPoint(
+def _summary(scenario: Scenario, arms: Sequence[tuple[Overlap, Overlap]], warnings: tuple[str, ...]) -> ProjectedPoint:
+    return ProjectedPoint(
         model=scenario.setting.model_shape.name,
         hardware=scenario.setting.accelerator.name,
         num_gpus=scenario.setting.num_gpus,
@@ -283,23 +250,11 @@ def _summary(scenario: Scenario, arms: Sequence[tuple[Overlap, Overlap]], warnin
         k=scenario.k,
         acceptance_length=scenario.acceptance_length,
         rollout_speedup=spread([base.period_s / spec.period_s for base, spec in arms]),
-        step_speedup=spread(step_speedups),
+        step_speedup=spread([base.step.step_s / spec.step.step_s for base, spec in arms]),
         autoregressive_step_s=spread([base.step.step_s for base, _ in arms]),
         speculative_step_s=spread([spec.step.step_s for _, spec in arms]),
         warnings=warnings,
     )
-    base, spec = arms[middle]
-    return Projection(point=point, autoregressive=base.step, speculative=spec.step)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PublishedPoint:
-    """Projection of the paper beside ours: on an ideal stack, and calibrated on the paper's measurements."""
-
-    published_rollout_speedup: float
-    published_step_speedup: float
-    ideal: ProjectedPoint
-    calibrated: ProjectedPoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -311,39 +266,19 @@ class RequestedProjection:
     assumptions: tuple[str, ...]
 
 
-def project_published() -> list[PublishedPoint]:
-    """Project the points of the paper's closed simulator, from a calibration on the paper's measurements."""
-    points = []
-    for reference in read_simulator_reference().projected:
-        scenario = ProjectionRequest(
-            model=PUBLISHED_MODEL,
-            num_gpus=reference.num_gpus,
-            k=reference.k or 0,
-            acceptance_length=reference.acceptance_length or 1.0,
-            lag=reference.lag,
-        ).scenario()
-        if reference.k is None:
-            scenario = best_of_map(scenario, calibrate_paper().best)
-        points.append(
-            PublishedPoint(
-                published_rollout_speedup=reference.rollout_speedup,
-                published_step_speedup=reference.step_speedup,
-                **_projected(scenario),
-            )
-        )
-    return points
-
-
 def project_request(request: ProjectionRequest, *, seed: int = 0) -> RequestedProjection:
     """Project a request on an ideal stack, and from a calibration on the paper's measurements.
 
     Args:
         seed: seed of the samples of the bands.
     """
-    scenario = request.scenario()
-    sources = scenario.setting.sources.items()
-    assumptions = tuple(f"{name}: {source}" for name, source in sources if source.startswith("assumed"))
-    return RequestedProjection(assumptions=assumptions, **_projected(scenario, seed))
+    scenario, learner = request.scenario(), paper_learner()
+    layouts, sources = assumed_layouts(scenario), scenario.setting.sources.items()
+    return RequestedProjection(
+        ideal=project_ideal(scenario, learner, layouts=layouts),
+        calibrated=project(scenario, calibrate_paper(), learner, layouts=layouts, seed=seed),
+        assumptions=tuple(f"{name}: {source}" for name, source in sources if source.startswith("assumed")),
+    )
 
 
 def write_request(request: ProjectionRequest, directory: Path, *, seed: int = 0) -> Path:
@@ -351,104 +286,7 @@ def write_request(request: ProjectionRequest, directory: Path, *, seed: int = 0)
     return write_record(project_request(request, seed=seed), directory / "projection.json")
 
 
-def _projected(scenario: Scenario, seed: int = 0) -> dict[str, ProjectedPoint]:
-    learner, layouts = paper_learner(), assumed_layouts(scenario)
-    calibrated = project(scenario, calibrate_paper(), learner, layouts=layouts, seed=seed)
-    return {"ideal": project_ideal(scenario, learner, layouts=layouts).point, "calibrated": calibrated.point}
-
-
-# Point of the figures: the first that the paper projects.
-_DRAWN = ProjectionRequest(model=PUBLISHED_MODEL, num_gpus=512, k=3, acceptance_length=3.0)
-_KS = (1, 2, 3, 4, 5, 6, 7)
-_LENGTHS = tuple(1.0 + 0.25 * index for index in range(29))  # 1 to 8 = 7 + 1
-_GPUS = (256, 512, 1024, 2048)
-_LAGS = (0, 1, 2, 4)
-_LINE_DRAWS = 24  # samples of a point of a line, of which only the median is used
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpeedupMap:
-    """Rollout speedup by draft length and acceptance length; None where the acceptance length exceeds k + 1."""
-
-    ks: tuple[int, ...]
-    acceptance_lengths: tuple[float, ...]
-    rollout_speedups: tuple[tuple[float | None, ...], ...]  # [ks][acceptance_lengths]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LagLine:
-    """Median step speedup by number of GPUs, at one policy lag."""
-
-    lag: int
-    num_gpus: tuple[int, ...]
-    step_speedups: tuple[float, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunningBatch:
-    """Number of running sequences and seconds of each span of a rollout."""
-
-    label: str
-    batch: tuple[float, ...]
-    span_s: tuple[float, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProjectedFigures:
-    """Data of the report's figures: map, lines and steps of one setting, and running batches of the run's machine."""
-
-    setting: str
-    k: int  # draft length of the lines and the steps
-    acceptance_length: float
-    speedup_map: SpeedupMap
-    lag_lines: tuple[LagLine, ...]
-    autoregressive: StageTimes
-    speculative: StageTimes
-    running: tuple[RunningBatch, ...]
-
-
-def projected_figures(*, running: tuple[RunningBatch, ...]) -> ProjectedFigures:
-    """Compute the data of the report's figures from the paper's calibration; `running` is that of the run."""
-    scenario = _DRAWN.scenario()
-    middle = project(scenario, calibrate_paper(), paper_learner())
-    speedups = speedup_map(scenario, calibrate_paper().best, ks=_KS, acceptance_lengths=_LENGTHS).tolist()
-    return ProjectedFigures(
-        setting=f"{middle.point.model}, {middle.point.num_gpus} {middle.point.hardware}",
-        k=_DRAWN.k,
-        acceptance_length=_DRAWN.acceptance_length,
-        speedup_map=SpeedupMap(
-            ks=_KS,
-            acceptance_lengths=_LENGTHS,
-            rollout_speedups=tuple(tuple(None if x != x else x for x in row) for row in speedups),  # NaN is not JSON
-        ),
-        lag_lines=tuple(_lag_line(scenario, lag) for lag in _LAGS),
-        autoregressive=middle.autoregressive,
-        speculative=middle.speculative,
-        running=running,
-    )
-
-
-def running_batches(run: RunCalibration) -> tuple[RunningBatch, ...]:
-    """Compute the most probable schedule of a run's slowest engine, autoregressive and with the speculative arm's k."""
-    trace = slowest_engine(run.setting.lengths(run.mean_tokens), run.setting.shape())
-    model = run.ensemble.best.model(run.setting)
-    drafted = [] if run.check is None else [(run.check.k, run.check.acceptance_length)]
-    found = []
-    for k, length in [(0, 1.0), *drafted]:
-        seconds = model.span_s(trace, k=k, tokens_per_iteration=length)
-        label = f"k = {k}, acceptance length {length:.2f}" if k else "autoregressive"
-        found.append(RunningBatch(label=label, batch=tuple(trace.batch_S.tolist()), span_s=tuple(seconds.tolist())))
-    return tuple(found)
-
-
-def _lag_line(scenario: Scenario, lag: int) -> LagLine:
-    points = [replace(scenario, setting=replace(scenario.setting, num_gpus=gpus), lag=lag) for gpus in _GPUS]
-    projected = [project(point, calibrate_paper(), paper_learner(), num_draws=_LINE_DRAWS).point for point in points]
-    return LagLine(lag=lag, num_gpus=_GPUS, step_speedups=tuple(point.step_speedup.median for point in projected))
-
-
 PAPER_SOURCE = "arXiv 2604.26779, measured"
-_GPU = "h100"  # what a run on CPUs is projected to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -458,10 +296,6 @@ class ProjectionRecord:
     run_calibration: CalibrationRecord | None  # None: the recipe names no model and hardware of the simulator
     run_check: CheckRecord | None  # None: no calibration, or no speculative arm with k > 0
     from_run: tuple[ProjectedPoint, ...]  # every k of the sweep, on the run's machine
-    on_gpu: tuple[ProjectedPoint, ...] = ()  # the same k on one GPU, from the paper's calibration
-    paper_calibration: CalibrationRecord
-    from_paper: tuple[PublishedPoint, ...]
-    figures: ProjectedFigures
 
 
 def project_speedup(
@@ -470,40 +304,28 @@ def project_speedup(
     *,
     layout: LayoutRecord | None,
     execution: str,
-    with_gpu: bool = False,
 ) -> ProjectionRecord:
-    """Calibrate on a run, check on its speculative arm and project; separately, project from the paper's figures.
+    """Calibrate on a run, check on its speculative arm and project.
 
     Args:
         layout: layout of the run; None leaves out projections from the run, as a run of one arm does.
-        with_gpu: project the run to one GPU too.
     Raises:
         ConfigError: the sweep of a run of both arms is empty.
     """
     has_both = tuning is not None and any(arm.arm is Arm.AUTOREGRESSIVE for arm in arms)
-    run = calibrate_run(arms, tuning, run_setting(layout)) if layout is not None and has_both else None
+    if layout is None or not has_both:
+        return ProjectionRecord(run_calibration=None, run_check=None, from_run=())
+    run = calibrate_run(arms, tuning, run_setting(layout))
     return ProjectionRecord(
-        run_calibration=run.ensemble.record(execution) if run else None,
-        run_check=run.check if run else None,
-        from_run=tuple(project_run(run, swept_ks(tuning))) if run else (),
-        on_gpu=tuple(project_on_gpu(run, swept_ks(tuning))) if run and with_gpu else (),
-        paper_calibration=calibrate_paper().record(PAPER_SOURCE),
-        from_paper=tuple(project_published()),
-        figures=projected_figures(running=running_batches(run) if run else ()),
+        run_calibration=run.ensemble.record(execution),
+        run_check=run.check,
+        from_run=tuple(project_run(run, swept_ks(tuning))),
     )
 
 
 def swept_ks(tuning: TuningRecord | None) -> list[int]:
     """List the draft lengths k >= 1 of a sweep; none of a run without one."""
     return sorted({point.k for point in tuning.points if point.k > 0}) if tuning else []
-
-
-def project_on_gpu(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:
-    """Project every k of `ks` for the run's model, rollouts and acceptance lengths on one GPU."""
-    setting = run.setting
-    known = {"model": setting.model, "num_rollouts": setting.num_rollouts, "mean_tokens": run.mean_tokens}
-    asked = partial(ProjectionRequest, **known, hardware=_GPU, num_gpus=1)
-    return [project_request(asked(k=k, acceptance_length=run.profile.length(k))).calibrated for k in ks]
 
 
 def project_run(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:
@@ -513,4 +335,4 @@ def project_run(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:
         Scenario(setting=run.setting, mean_tokens=run.mean_tokens, k=k, acceptance_length=run.profile.length(k))
         for k in ks
     ]
-    return [project(scenario, run.ensemble, learner).point for scenario in scenarios]
+    return [project(scenario, run.ensemble, learner) for scenario in scenarios]

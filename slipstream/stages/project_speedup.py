@@ -1,4 +1,4 @@
-"""Project the measured speedup to other draft lengths, and published speedups to their clusters."""
+"""Project the measured speedup to other draft lengths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def project_speedup(context: RunContext, recipe: Recipe, *, tuning: Path | None,
         None if tuning is None else read_record(TuningRecord, tuning / "tuning.json"),
         layout=recipe_layout(settled(context, recipe)),
         execution=context.execution,
-        with_gpu=recipe.policy.scratch is None and not recipe.layout.has_gpus,
     )
     write_record(record, directory / "projection.json")
     return directory

@@ -18,21 +18,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slipstream.config import require
 from slipstream.tracking.config import EXECUTION, KEY_TAG, KIND_TAG, check_key, is_sqlite, sqlite_path, sqlite_uri
 from slipstream.tracking.spool import RunHeader
 
 if TYPE_CHECKING:
-    from mlflow.entities import Metric, Run
+    from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
+
+T = TypeVar("T")
 
 _PAGE = 1000
 _TIMEOUT_S = 30  # time-out of a request for a page of executions, each with all metrics
 _MAX_METRICS_A_BATCH = 1000
-_MAX_FIELDS_A_BATCH = 100
-_MAX_CHARACTERS_A_BATCH = 80_000  # a server takes 1 MB of JSON, in which one character can be 12 bytes
+_MAX_FIELDS_A_BATCH = 10  # of <= 8,000 characters: a server takes 1 MB of JSON, in which a character can be 12 bytes
 
 
 # Views of an experiment in MLflow's own interface: which runs its table shows, and with which columns. The table shows
@@ -124,10 +125,9 @@ class MlflowStore:
         """Send (name, value, time_ms, step) points; the server stores a repeated point once."""
         from mlflow.entities import Metric
 
-        metrics: Iterator[Metric] = (Metric(*point) for point in points)
         with _translated(self.uri):
-            while batch := list(islice(metrics, _MAX_METRICS_A_BATCH)):
-                self._client.log_batch(run_id, metrics=batch)
+            for batch in _batches(points, _MAX_METRICS_A_BATCH):
+                self._client.log_batch(run_id, metrics=[Metric(*point) for point in batch])
 
     def send_params(self, run_id: str, params: Mapping[str, str]) -> None:
         """Send parameters. MLflow's cannot change: a new value for an old name becomes the tag `changed.<name>`."""
@@ -135,7 +135,8 @@ class MlflowStore:
 
         with _translated(self.uri):
             known = self._client.get_run(run_id).data.params if params else {}
-            for batch in _batches({name: value for name, value in params.items() if name not in known}):
+            new = [(name, value) for name, value in params.items() if name not in known]
+            for batch in _batches(new, _MAX_FIELDS_A_BATCH):
                 self._client.log_batch(run_id, params=[Param(*param) for param in batch])
         changed = {name: value for name, value in params.items() if known.get(name, value) != value}
         self.send_tags(run_id, {f"changed.{name}": value for name, value in changed.items()})
@@ -145,7 +146,7 @@ class MlflowStore:
         from mlflow.entities import RunTag
 
         with _translated(self.uri):
-            for batch in _batches(tags):
+            for batch in _batches(tags.items(), _MAX_FIELDS_A_BATCH):
                 self._client.log_batch(run_id, tags=[RunTag(*tag) for tag in batch])
 
     def send_artifact(self, run_id: str, path: Path, *, folder: str) -> None:
@@ -294,18 +295,9 @@ def _view(search_filter: str, metrics: Sequence[str], *, params: Sequence[str]) 
     return json.dumps({"searchFilter": search_filter, "selectedColumns": columns, **order})
 
 
-def _batches(fields: Mapping[str, str]) -> Iterator[list[tuple[str, str]]]:
-    """Yield fields in the given order, as many at a time as a server takes."""
-    batch: list[tuple[str, str]] = []
-    num_characters = 0
-    for name, value in fields.items():
-        size = len(name) + len(value)
-        if batch and (len(batch) == _MAX_FIELDS_A_BATCH or num_characters + size > _MAX_CHARACTERS_A_BATCH):
-            yield batch
-            batch, num_characters = [], 0
-        batch.append((name, value))
-        num_characters += size
-    if batch:
+def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    rest = iter(items)
+    while batch := list(islice(rest, size)):
         yield batch
 
 

@@ -18,8 +18,8 @@ from tests.unit.sampled import accepted
 ON_CORES = read_record(RunRecord, Path(__file__).parents[1] / "golden" / "run.json")
 """`ASYNCHRONOUS` on two cores, kept as a file."""
 _FIGURES = (
-    *("stages", "step_times", "bound", "loops", "loop_learning", "draft_training", "acceptance", "sweep"),
-    *("uniforms", "learning", "mismatch", "losses"),
+    *("stages", "step_times", "loops", "loop_learning", "draft_training", "acceptance", "sweep"),
+    *("uniforms", "learning", "mismatch"),
 )
 
 

@@ -112,7 +112,7 @@ RUNS = {
 
 def executed(record: RunRecord) -> Execution:
     metrics = result_metrics(record, hours=1.0, gpu_hours=0.0)
-    return Execution(name="e", status="FINISHED", start_ms=0, metrics=metrics, params={}, tags={})
+    return Execution(name="e", status="FINISHED", start_ms=0, metrics=metrics, params={}, tags=verdict_tags(record))
 
 
 @pytest.mark.parametrize(("kind", "record"), RUNS.items())
@@ -133,10 +133,10 @@ def test_every_place_says_the_same_of_a_run(kind: str, record: RunRecord) -> Non
         "step": kind,
         "generation": kind,
     }
-    assert verdict_tags(record) == {"verdict.step": kind, "verdict.generation": kind}
+    assert verdict_tags(record) == {"verdict": headline, "verdict.step": kind, "verdict.generation": kind}
     metrics = result_metrics(record, hours=1.0, gpu_hours=0.0)
     assert [recorded(metrics, f"{name}_speedup") for name in comparison.claims] == [*comparison.claims.values()]
-    assert answer(executed(record)).startswith(f"k = 2. {said(comparison.claims)} ")
+    assert answer(executed(record)) == headline
     base, spec = record.arms
     study = rank(Study.BAKE_OFF, {variant(2): Trained(arm=spec, baseline=base)}, execution="b", recipe="tiny")
     assert ranked_verdict(study.rows[0]) == kind

@@ -8,8 +8,7 @@ from slipstream.records.run import RunRecord
 from slipstream.records.stages import RunningPoint, SamplingPoint, TuningRecord
 from slipstream.records.steps import ArmRecord, AutopilotStep, DraftUpdate, ScheduleEntry
 from slipstream.report.page import draw
-from slipstream.report.sentences import arm_length, autopilot_text, schedule_text
-from slipstream.report.summary import DraftTraining, draft_training
+from slipstream.report.sentences import arm_length, autopilot_text, draft_text, schedule_text
 from slipstream.report.tables import Table, running_table, sampling_table
 from slipstream.simulator.reference import read_reference
 from slipstream.types import Arm
@@ -131,15 +130,16 @@ def trained_record() -> RunRecord:
 
 
 def test_what_the_training_took_is_a_share_of_the_arms_time() -> None:
-    found = draft_training(trained_record())
-    assert found == DraftTraining(num_steps=6, num_trained=2, elapsed_s=1.25, share=1.25 / 77)
-    assert draft_training(RECORD) is None
+    assert draft_text(trained_record()) == (
+        "The draft learned beside the policy in 2 of 6 steps, which took 1.25 s, 1.6 % of the arm's time."
+    )
+    assert draft_text(RECORD) == ""
 
 
 def test_the_page_says_whether_the_draft_was_trained() -> None:
     reference = read_reference()
     page = page_text(trained_record())
-    assert "The draft learned beside the policy in 2 of 6 steps, which took 1.25 s,\n1.6 % of the arm's time." in page
+    assert "The draft learned beside the policy in 2 of 6 steps, which took 1.25 s, 1.6 % of the arm" in page
     assert "The draft was fixed during RL." not in page
     assert "The draft was fixed during RL." in page_text(RECORD)
     assert "draft_training" in draw(trained_record(), reference)

@@ -130,7 +130,7 @@ def test_page_has_every_section_and_each_losing_configuration() -> None:
     sections = re.findall(r'<section id="([a-z-]+)">', page)
     first = ["step-time", "speedup", "acceptance", "draft-length", "losslessness", "learning"]
     assert sections == [*first, "counts", "policy-and-draft", "data", "reproduce"]
-    assert page.count("<svg") == 9
+    assert page.count("<svg") == 7
     losing = re.findall(r'<tr class="loses"><th>(\d+)</th>.*?>(\d\.\d\dx)<.*?</tr>', page)
     assert losing == [("5", "0.75x"), ("7", "0.50x")]
     assert "Step: faster (1.60x, 95 % interval 1.32 to 1.96). Generation: faster (2.00x, 95 % interval" in page

@@ -155,8 +155,6 @@ def test_two_cores_have_one_split(run: RunRecord) -> None:
     predicted = predict_asynchronous(run.arms, lag=1, mode=LoopMode.IN_FLIGHT, idle_core_helps=True).arms
     assert found.unit == "core"
     assert [(row.generation, row.training, row.step_s) for row in found.rows] == [(1, 1, p.step_s) for p in predicted]
-    measured_s = fmean(step.times.step_s for step in run.arms[0].timed_steps)
-    assert found.synchronous_step_s["autoregressive"] == pytest.approx(measured_s)
 
 
 def test_every_split_in_whole_engines_is_listed_for_each_arm(run: RunRecord) -> None:
@@ -170,7 +168,7 @@ def test_every_split_in_whole_engines_is_listed_for_each_arm(run: RunRecord) -> 
         # More GPUs for generation hide more of it and leave the learner fewer.
         exposed = [row.exposed_s for row in rows]
         assert exposed == sorted(exposed, reverse=True)
-        assert rows[-1].bound == "learner"
+        assert rows[-1].bound is Bound.LEARNER
 
 
 def test_the_learner_on_half_of_its_gpus_takes_twice_as_long(run: RunRecord) -> None:
