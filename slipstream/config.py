@@ -6,12 +6,9 @@ field's type has its range; the docstring below it describes it, in JSON schemas
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
 import enum
-import inspect
-import itertools
 import operator
 import re
 import types
@@ -211,27 +208,16 @@ class Checked:
         """Describe each field in a JSON schema by the docstring below it."""
         schema = handler(core)
         properties = handler.resolve_ref_schema(schema)["properties"]
-        hints = get_type_hints(cls, include_extras=True)
-        for name, text in _descriptions(cls).items():
-            rules = [part for part in _parts(hints[name]) if isinstance(part, rule) and not part.keywords]
-            meaning, *who = re.split(r"(?<=\.) (?=Set )", text, maxsplit=1)
-            properties[name]["description"] = " ".join([meaning, *(f"It {each.text}." for each in rules), *who])
+        for name, hint in get_type_hints(cls, include_extras=True).items():
+            if "description" in properties.get(name, {}):
+                rules = [part for part in _parts(hint) if isinstance(part, rule) and not part.keywords]
+                text = " ".join(properties[name]["description"].split())
+                meaning, *who = re.split(r"(?<=\.) (?=Set )", text, maxsplit=1)
+                properties[name]["description"] = " ".join([meaning, *(f"It {each.text}." for each in rules), *who])
         return schema
 
 
-_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-
-@cache
-def _descriptions(cls: type) -> dict[str, str]:
-    """The docstrings below the fields of a class, by field: Python itself does not keep them."""
-    (body,) = ast.parse(inspect.getsource(cls)).body
-    assert isinstance(body, ast.ClassDef)
-    return {
-        ast.unparse(field.target): " ".join(str(text.value.value).split())
-        for field, text in itertools.pairwise(body.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-    }
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
