@@ -5,7 +5,6 @@ A recipe file is sparse: it overrides the defaults that stand on the dataclasses
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -20,7 +19,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from slipstream.catalog import CONFIGS, SimulatorConfig
-from slipstream.config import Checked, ConfigError, check_known, from_mapping, merge, read_mapping, require, to_mapping
+from slipstream.config import Checked, check_known, from_mapping, merge, read_mapping, require, to_mapping
 from slipstream.data.config import DATA_SUFFIXES, SYNTHETIC, DataConfig
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.length import TuningConfig, require_groups
@@ -42,16 +41,11 @@ from slipstream.workers.placement.memory import MemoryEstimate, estimate, known_
 
 _WORKLOADS = "workloads"
 _BASE = "base"
-_PATHS = (
-    *(("data", name) for name in ("train", "draft_in_domain", "draft_general", "validation")),
-    ("policy", "model"),
-    ("draft", "model"),
-    ("tracking", "uri"),
-    ("reward", "function"),
-    ("reward", "functions"),
-)
-"""Fields whose values may be paths, by section; items of lists have theirs in one of `_IN_ITEMS`."""
-_IN_ITEMS = {"data": "path", "reward": "function"}
+_PATHS = {
+    *(f"data.{name}.path" for name in ("train", "draft_in_domain", "draft_general", "validation")),
+    *("policy.model", "draft.model", "tracking.uri", "reward.function", "reward.functions.function"),
+}
+"""Fields whose values may be paths; those of a list's items have no index."""
 _NO_PATHS = (SYNTHETIC, SCRATCH)
 _GPU_MEMORY = 0.95  # the share of a GPU that engines can have between them
 OPERATION = ("num_kept_idle", "start_timeout_s", "answer_timeout_s", "max_restarts")
@@ -436,10 +430,7 @@ def _read_recipe(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     known = [workload.value for workload in Workload]
     for name, section in sections.items():
         where = f"{_WORKLOADS}.{name}"
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            fix = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise ConfigError(f"{where} must be of a known workload, got {name!r}; {fix}")
+        require(name in known, where, "must be of a known workload", name, f"known: {', '.join(known)}")
         check_known(Recipe, section or {}, where)
         rule = "must be left out: the section is of that workload"
         require("workload" not in (section or {}), f"{where}.workload", rule, (section or {}).get("workload"))
@@ -465,22 +456,15 @@ def absolute_paths(values: Mapping[str, Any], base: Path) -> dict[str, Any]:
 
     What is of the wrong type stays as it is, for whoever checks it.
     """
-    found = dict(values)
-    for section, key in _PATHS:
-        held = found.get(section)
-        if not isinstance(held, Mapping) or key not in held:
-            continue
-        value = held[key]
-        if isinstance(value, (list, tuple)):
-            name = _IN_ITEMS.get(section, "")
-            value = [
-                {**each, name: _absolute_path(each[name], base)} if isinstance(each, Mapping) and name in each else each
-                for each in value
-            ]
-        else:
-            value = _absolute_path(value, base)
-        found[section] = {**held, key: value}
-    return found
+
+    def absolute(value: Any, name: str) -> Any:
+        if isinstance(value, Mapping):
+            return {key: absolute(each, f"{name}.{key}" if name else key) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [absolute(each, name) for each in value]
+        return _absolute_path(value, base) if name in _PATHS else value
+
+    return absolute(values, "")
 
 
 def _absolute_path(value: Any, base: Path) -> Any:
