@@ -360,8 +360,7 @@ def _sizes(recipe: Recipe) -> str:
     from slipstream.stages.support import recipe_prompt_sets
 
     tokenizer = build_tokenizer(max_length=recipe.policy.scratch_positions)
-    with tempfile.TemporaryDirectory() as directory:
-        sizes = recipe_prompt_sets(recipe, tokenizer, Path(directory)).sizes()
+    sizes = recipe_prompt_sets(recipe, tokenizer).sizes()
     return "fine; prompts kept: " + ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 

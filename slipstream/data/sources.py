@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import yaml
 from datasets.exceptions import DatasetGenerationError
 
@@ -77,10 +76,7 @@ def read_rows(source: SourceConfig, *, field: str, seed: int) -> Rows:
         cause = _broken_line(arguments) or str(error.__cause__ or error).split("\n")[0]
         raise ConfigError(f"{field} must be readable, got {source.path!r} ({cause}); {fix}") from error
     require(len(rows) > 0, field, "must have rows", source.path, "the data set is empty")
-    numbers = _admitted(rows, source, field) if source.where else range(len(rows))
-    if source.max_rows is not None and source.max_rows < len(numbers):
-        order = np.random.default_rng(seed).permutation(len(numbers))[: source.max_rows]
-        numbers = [numbers[index] for index in order]
+    numbers = source.sampled(_admitted(rows, source, field) if source.where else range(len(rows)), seed)
     is_part = "[" in (source.split or "")  # then the rows do not begin with the first file's
     files = tuple((arguments["path"], name) for name in arguments["data_files"]) if local and not is_part else ()
     table = rows if len(numbers) == len(rows) else rows.select(numbers)

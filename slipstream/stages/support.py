@@ -42,34 +42,27 @@ _VERSIONED = (
 )
 
 
-def recipe_prompt_sets(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, directory: Path, *, trains_draft: bool = True
-) -> PromptSets:
+def recipe_prompt_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, trains_draft: bool = True) -> PromptSets:
     """Load the recipe's four prompt sets, large enough for all that its stages take from them.
 
     Args:
-        directory: directory for synthetic sources, which are written before they are read.
         trains_draft: as in `require_prompts`.
     Raises:
         ConfigError: a source cannot be read, or a set leaves too few prompts.
     """
-    sets = usable_prompts(recipe, tokenizer, directory)
+    sets = usable_prompts(recipe, tokenizer)
     require_prompts(recipe, sets, trains_draft=trains_draft)
     return sets
 
 
-def usable_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, directory: Path) -> PromptSets:
+def usable_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptSets:
     """Load the recipe's four prompt sets, however large they are.
 
-    Args:
-        directory: directory for synthetic sources, which are written before they are read.
     Raises:
         ConfigError: a source cannot be read, leaves no prompt, or a reward is for a data source that no prompt has.
     """
     with open_reward(recipe.reward) as reward:
-        sets = load_prompt_sets(
-            recipe.data, tokenizer=tokenizer, gradable=reward.gradable, equal=reward.equal, directory=directory
-        )
+        sets = load_prompt_sets(recipe.data, tokenizer=tokenizer, gradable=reward.gradable, equal=reward.equal)
     known = sorted({prompt.data_source for prompt in (*sets.train, *sets.validation)})
     for part in recipe.reward.functions:
         rule = f"must be one that a training or validation prompt has, of {known}"
