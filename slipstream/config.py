@@ -54,7 +54,7 @@ class _SafeLoader(_Parser):
     yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {}
 
     def construct_document(self, node: yaml.Node) -> Any:
-        _check_keys(node)
+        _check_keys(node, "", set())
         return super().construct_document(node)
 
 
@@ -419,28 +419,24 @@ def _dotted(path: str, loc: Sequence[int | str]) -> str:
     return path or "recipe"
 
 
-def _check_keys(root: yaml.Node) -> None:
-    """Refuse a key that stands twice in a mapping, at any depth."""
-    seen: set[int] = set()  # an alias is the very node of its anchor
-    waiting = [(root, "")]
-    while waiting:
-        node, path = waiting.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        below: list[tuple[yaml.Node, str]] = []
-        if isinstance(node, yaml.SequenceNode):
-            below = [(item, f"{path}[{number}]") for number, item in enumerate(node.value)]
-        elif isinstance(node, yaml.MappingNode):
-            lines: dict[tuple[str, str], int] = {}
-            for key, item in node.value:
-                name, line = str(key.value), key.start_mark.line + 1
-                if (key.tag, name) in lines:
-                    both = f"in lines {lines[key.tag, name]} and {line}"
-                    raise yaml.YAMLError(f"the key {_join(path, name)!r} stands twice, {both}; leave one of them out")
-                lines[key.tag, name] = line
-                below.append((item, _join(path, name)))
-        waiting += reversed(below)
+def _check_keys(node: yaml.Node, path: str, seen: set[int]) -> None:
+    """Refuse a key that stands twice in a mapping, at any depth; `seen` has the ids of nodes that are checked."""
+    if id(node) in seen:  # an alias is the very node of its anchor
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for number, item in enumerate(node.value):
+            _check_keys(item, f"{path}[{number}]", seen)
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[tuple[str, str], int] = {}
+        for key, item in node.value:
+            name, line = _join(path, str(key.value)), key.start_mark.line + 1
+            if (first := lines.get((key.tag, name))) is not None:
+                raise yaml.YAMLError(
+                    f"the key {name!r} stands twice, in lines {first} and {line}; leave one of them out"
+                )
+            lines[key.tag, name] = line
+            _check_keys(item, name, seen)
 
 
 def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
