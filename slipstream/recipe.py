@@ -553,57 +553,41 @@ class _Untitled(GenerateJsonSchema):
 
 
 def recipe_schema() -> dict[str, Any]:
-    """JSON schema (draft 2020-12) of a recipe file, for editors and for docs/recipe.md."""
-    schema = TypeAdapter(Recipe).json_schema(schema_generator=_Untitled)
-    _require_in_place(schema)
-    whole = {key: value for key, value in schema.items() if key != "$defs"}
-    sections = {**schema["$defs"], "Recipe": whole}
-    partial = {f"Partial{name}": _partial(section) for name, section in sections.items()}
-    del partial["PartialRecipe"]["properties"]["workload"]  # the section is of that workload
-    schema["$defs"] |= partial
-    schema["properties"][_WORKLOADS] = {
-        "type": ["object", "null"],
-        "description": "Changes of the recipe that belong to one workload.",
-        "properties": {each.value: {"anyOf": [_PARTIAL_RECIPE, {"type": "null"}]} for each in Workload},
-        "additionalProperties": False,
-    }
-    return {"$schema": GenerateJsonSchema.schema_dialect, **schema}
-
-
-def _require_in_place(schema: dict[str, Any]) -> None:
-    """Move what shared sections require to the fields that hold them, which may have defaults for it."""
-    sections = schema["$defs"]
-    holders = [each for section in (schema, *sections.values()) for each in section.get("properties", {}).values()]
-    for name in {each["$ref"].rpartition("/")[2] for each in holders if isinstance(each.get("default"), dict)}:
-        required = sections[name].pop("required", [])
-        for each in holders:
-            if each.get("$ref", "").endswith(f"/{name}"):
-                left = [field for field in required if field not in each.get("default", {})]
-                each |= {"required": left} if left else {}
+    """JSON schema (draft 2020-12) of a whole recipe, for docs/recipe.md."""
+    return {"$schema": GenerateJsonSchema.schema_dialect, **TypeAdapter(Recipe).json_schema(schema_generator=_Untitled)}
 
 
 def recipe_file_schema() -> dict[str, Any]:
-    """JSON schema of a recipe file: a whole recipe, or with `base` the name of another one and what it changes."""
-    schema = recipe_schema()
-    dialect, sections = schema.pop("$schema"), schema.pop("$defs")
-    base = {"type": "string", "minLength": 1, "description": "Recipe that this one starts from: a name, or a path."}
-    own = {name: schema["properties"][name] for name in ("workload", _WORKLOADS)}
-    changes = sections["PartialRecipe"]
-    changes = {**changes, "properties": {**changes["properties"], **own, _BASE: base}, "required": [_BASE, "name"]}
-    return {"$schema": dialect, "if": {"required": [_BASE]}, "then": changes, "else": schema, "$defs": sections}
+    """JSON schema of a recipe file, for editors: a whole one, or with `base` the name of another and what it changes.
+
+    Its sections require no field, for a base, a default or the recipe of a workload's section may give it;
+    `slipstream check` names the fields that nobody gives.
+    """
+    whole = recipe_schema()
+    schema = _without_required(whole)
+    changes = {name: each for name, each in schema["properties"].items() if name != "workload"}
+    schema["$defs"]["Changes"] = {"type": "object", "properties": changes, "additionalProperties": False}
+    sections = {each.value: {"anyOf": [{"$ref": "#/$defs/Changes"}, {"type": "null"}]} for each in Workload}
+    schema["properties"] |= {
+        _BASE: {
+            "type": "string",
+            "minLength": 1,
+            "description": "Recipe that this one starts from: a name, or a path.",
+        },
+        _WORKLOADS: {
+            "type": ["object", "null"],
+            "description": "Changes of the recipe that belong to one workload.",
+            "properties": sections,
+            "additionalProperties": False,
+        },
+    }
+    return {**schema, "anyOf": [{"required": [_BASE, "name"]}, {"required": whole["required"]}]}
 
 
-_PARTIAL_RECIPE = {"$ref": "#/$defs/PartialRecipe"}
-
-
-def _partial(schema: Any) -> Any:
-    """A copy of a schema in which nothing is required; it refers to such copies."""
+def _without_required(schema: Any) -> Any:
+    """A copy of a schema in which nothing is required."""
     if isinstance(schema, list):
-        return [_partial(each) for each in schema]
+        return [_without_required(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        key: value.replace("/$defs/", "/$defs/Partial") if key == "$ref" else _partial(value)
-        for key, value in schema.items()
-        if key != "required"
-    }
+    return {key: _without_required(value) for key, value in schema.items() if key != "required"}
