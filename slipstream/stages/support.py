@@ -154,21 +154,13 @@ def decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int], Seque
     thoughts even where the tokenizer has them as special tokens.
     """
     added = tokenizer.added_tokens_decoder
-    tags = {index: token.content for index, token in added.items() if token.content in (THINK_START, THINK_END)}
-    special_tags = {index: tag for index, tag in tags.items() if added[index].special}
-
-    def plain(token_ids: Sequence[int]) -> str:
-        text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        assert isinstance(text, str)  # of one sequence
-        return text
+    tags = {index for index, token in added.items() if token.content in (THINK_START, THINK_END)}
+    hidden = {index for index, token in added.items() if token.special} - tags
 
     def text(token_ids: Sequence[int]) -> str:
-        pieces, start = [""], 0
-        for end, index in enumerate(token_ids if special_tags else ()):
-            if index in special_tags:
-                pieces += [plain(token_ids[start:end]), special_tags[index]]
-                start = end + 1
-        return "".join([*pieces, plain(token_ids[start:])])
+        found = tokenizer.decode([index for index in token_ids if index not in hidden])
+        assert isinstance(found, str)  # of one sequence
+        return found
 
     def of_response(prompt: Sequence[int], response: Sequence[int]) -> str:
         # The policy's turn begins after the last token that only templates write; without one it may begin anywhere.
