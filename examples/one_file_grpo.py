@@ -48,7 +48,7 @@ def prepare(recipe: Recipe, directory: Path) -> tuple[Path, tuple[Prompt, ...]]:
     """Make prompts, and train the policy that starts; return its directory and the prompts of GRPO."""
     write_policy_tokenizer(recipe.policy, policy_needs(recipe), directory / "tokenizer")
     words = tokenizer(directory / "tokenizer")
-    prompts = recipe_prompt_sets(recipe, words, directory / "sources", trains_draft=False).train
+    prompts = recipe_prompt_sets(recipe, words, trains_draft=False).train
     assert recipe.policy.scratch is not None, "the recipe makes its own policy"
     print(f"{len(prompts)} prompts; the policy trains {recipe.policy.scratch.num_steps} steps")
     train_from_scratch(

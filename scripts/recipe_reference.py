@@ -37,7 +37,6 @@ _MAPPINGS = ("chat_template_args", "config", "where")
 def page() -> str:
     """The whole page."""
     schema, used = recipe_schema(), uses()
-    del schema["properties"]["workloads"]
     parts = [_INTRODUCTION]
     for names, section in sections(schema).items():
         title = ", ".join(f"`{name}`" for name in names) or "The recipe itself"
@@ -101,16 +100,13 @@ def fields(schema: Schema, section: Schema) -> Iterator[tuple[str, dict[str, Any
 def _defaults(section: Schema, name: str) -> Iterator[tuple[str, str]]:
     """The default of a section's field as text, by the dotted names of the fields that hold the section."""
     for path, place in section["places"].items():
-        over = place.get("default")
-        if name in (*section.get("required", ()), *place.get("required", ())):
+        given = place.get("default")
+        if isinstance(given, dict) and name in given:
+            yield path, f"`{_yaml(given[name])}`"
+        elif name in section.get("required", ()):
             yield path, "required"
         else:
-            values = (
-                over
-                if isinstance(over, dict) and name in over
-                else {name: section["properties"][name].get("default", {})}
-            )
-            yield path, f"`{_yaml(values[name])}`"
+            yield path, f"`{_yaml(section['properties'][name].get('default', {}))}`"
 
 
 def _resolved(schema: Schema, each: Schema) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,7 @@ from slipstream.config import LARGEST, ConfigError, parse_overrides, require
 from slipstream.data.config import SYNTHETIC
 from slipstream.gpu_check import check_command
 from slipstream.recipe import Recipe, load_recipe, recipe_file_schema, resolve_recipe
-from slipstream.records.files import read_record, write_atomic
-from slipstream.records.run import RunRecord
+from slipstream.records.files import write_atomic
 from slipstream.stages.context import add_set
 from slipstream.study import study_command
 from slipstream.tracking.config import TrackingConfig, store_uri
@@ -96,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     check_command.add_command(commands)
     _add_cluster_commands(commands)
     _add_store_commands(commands)
-    simulate_command.add_parser(commands, fetch_run=_fetch_run)
+    simulate_command.add_parser(commands)
     return parser
 
 
@@ -360,8 +358,7 @@ def _sizes(recipe: Recipe) -> str:
     from slipstream.stages.support import recipe_prompt_sets
 
     tokenizer = build_tokenizer(max_length=recipe.policy.scratch_positions)
-    with tempfile.TemporaryDirectory() as directory:
-        sizes = recipe_prompt_sets(recipe, tokenizer, Path(directory)).sizes()
+    sizes = recipe_prompt_sets(recipe, tokenizer).sizes()
     return "fine; prompts kept: " + ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
@@ -412,17 +409,6 @@ def _views(options: argparse.Namespace) -> int:
         for view, address in view_addresses(options.server, experiment_id).items():
             print(f"{name}, {view}: {address}")
     return 0
-
-
-def _fetch_run(execution: str, uri: str) -> RunRecord:
-    """Read the record that `execution` logged on the tracking server at `uri`."""
-    with tempfile.TemporaryDirectory() as directory:
-        key = f"{execution}/report_speedup"
-        try:
-            path = open_store(uri).fetch_artifact(key, "run.json", Path(directory))
-        except TrackingError as error:
-            raise ConfigError(f"--mlflow-run: {error}") from error
-        return read_record(RunRecord, path)
 
 
 if __name__ == "__main__":

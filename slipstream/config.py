@@ -6,12 +6,9 @@ field's type has its range; the docstring below it describes it, in JSON schemas
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
 import enum
-import inspect
-import itertools
 import operator
 import re
 import types
@@ -57,7 +54,7 @@ class _SafeLoader(_Parser):
     yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {}
 
     def construct_document(self, node: yaml.Node) -> Any:
-        _check_keys(node)
+        _check_keys(node, "", set())
         return super().construct_document(node)
 
 
@@ -211,27 +208,16 @@ class Checked:
         """Describe each field in a JSON schema by the docstring below it."""
         schema = handler(core)
         properties = handler.resolve_ref_schema(schema)["properties"]
-        hints = get_type_hints(cls, include_extras=True)
-        for name, text in _descriptions(cls).items():
-            rules = [part for part in _parts(hints[name]) if isinstance(part, rule) and not part.keywords]
-            meaning, *who = re.split(r"(?<=\.) (?=Set )", text, maxsplit=1)
-            properties[name]["description"] = " ".join([meaning, *(f"It {each.text}." for each in rules), *who])
+        for name, hint in get_type_hints(cls, include_extras=True).items():
+            if "description" in properties.get(name, {}):
+                rules = [part for part in _parts(hint) if isinstance(part, rule) and not part.keywords]
+                text = " ".join(properties[name]["description"].split())
+                meaning, *who = re.split(r"(?<=\.) (?=Set )", text, maxsplit=1)
+                properties[name]["description"] = " ".join([meaning, *(f"It {each.text}." for each in rules), *who])
         return schema
 
 
-_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-
-@cache
-def _descriptions(cls: type) -> dict[str, str]:
-    """The docstrings below the fields of a class, by field: Python itself does not keep them."""
-    (body,) = ast.parse(inspect.getsource(cls)).body
-    assert isinstance(body, ast.ClassDef)
-    return {
-        ast.unparse(field.target): " ".join(str(text.value.value).split())
-        for field, text in itertools.pairwise(body.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-    }
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
@@ -433,28 +419,24 @@ def _dotted(path: str, loc: Sequence[int | str]) -> str:
     return path or "recipe"
 
 
-def _check_keys(root: yaml.Node) -> None:
-    """Refuse a key that stands twice in a mapping, at any depth."""
-    seen: set[int] = set()  # an alias is the very node of its anchor
-    waiting = [(root, "")]
-    while waiting:
-        node, path = waiting.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        below: list[tuple[yaml.Node, str]] = []
-        if isinstance(node, yaml.SequenceNode):
-            below = [(item, f"{path}[{number}]") for number, item in enumerate(node.value)]
-        elif isinstance(node, yaml.MappingNode):
-            lines: dict[tuple[str, str], int] = {}
-            for key, item in node.value:
-                name, line = str(key.value), key.start_mark.line + 1
-                if (key.tag, name) in lines:
-                    both = f"in lines {lines[key.tag, name]} and {line}"
-                    raise yaml.YAMLError(f"the key {_join(path, name)!r} stands twice, {both}; leave one of them out")
-                lines[key.tag, name] = line
-                below.append((item, _join(path, name)))
-        waiting += reversed(below)
+def _check_keys(node: yaml.Node, path: str, seen: set[int]) -> None:
+    """Refuse a key that stands twice in a mapping, at any depth; `seen` has the ids of nodes that are checked."""
+    if id(node) in seen:  # an alias is the very node of its anchor
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for number, item in enumerate(node.value):
+            _check_keys(item, f"{path}[{number}]", seen)
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[tuple[str, str], int] = {}
+        for key, item in node.value:
+            name, line = _join(path, str(key.value)), key.start_mark.line + 1
+            if (first := lines.get((key.tag, name))) is not None:
+                raise yaml.YAMLError(
+                    f"the key {name!r} stands twice, in lines {first} and {line}; leave one of them out"
+                )
+            lines[key.tag, name] = line
+            _check_keys(item, name, seen)
 
 
 def parse_overrides(items: Iterable[str]) -> dict[str, Any]:

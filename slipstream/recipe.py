@@ -5,7 +5,6 @@ A recipe file is sparse: it overrides the defaults that stand on the dataclasses
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -20,7 +19,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from slipstream.catalog import CONFIGS, SimulatorConfig
-from slipstream.config import Checked, ConfigError, check_known, from_mapping, merge, read_mapping, require, to_mapping
+from slipstream.config import Checked, check_known, from_mapping, merge, read_mapping, require, to_mapping
 from slipstream.data.config import DATA_SUFFIXES, SYNTHETIC, DataConfig
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.length import TuningConfig, require_groups
@@ -42,16 +41,11 @@ from slipstream.workers.placement.memory import MemoryEstimate, estimate, known_
 
 _WORKLOADS = "workloads"
 _BASE = "base"
-_PATHS = (
-    *(("data", name) for name in ("train", "draft_in_domain", "draft_general", "validation")),
-    ("policy", "model"),
-    ("draft", "model"),
-    ("tracking", "uri"),
-    ("reward", "function"),
-    ("reward", "functions"),
-)
-"""Fields whose values may be paths, by section; items of lists have theirs in one of `_IN_ITEMS`."""
-_IN_ITEMS = {"data": "path", "reward": "function"}
+_PATHS = {
+    *(f"data.{name}.path" for name in ("train", "draft_in_domain", "draft_general", "validation")),
+    *("policy.model", "draft.model", "tracking.uri", "reward.function", "reward.functions.function"),
+}
+"""Fields whose values may be paths; those of a list's items have no index."""
 _NO_PATHS = (SYNTHETIC, SCRATCH)
 _GPU_MEMORY = 0.95  # the share of a GPU that engines can have between them
 OPERATION = ("num_kept_idle", "start_timeout_s", "answer_timeout_s", "max_restarts")
@@ -436,10 +430,7 @@ def _read_recipe(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     known = [workload.value for workload in Workload]
     for name, section in sections.items():
         where = f"{_WORKLOADS}.{name}"
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            fix = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise ConfigError(f"{where} must be of a known workload, got {name!r}; {fix}")
+        require(name in known, where, "must be of a known workload", name, f"known: {', '.join(known)}")
         check_known(Recipe, section or {}, where)
         rule = "must be left out: the section is of that workload"
         require("workload" not in (section or {}), f"{where}.workload", rule, (section or {}).get("workload"))
@@ -465,22 +456,15 @@ def absolute_paths(values: Mapping[str, Any], base: Path) -> dict[str, Any]:
 
     What is of the wrong type stays as it is, for whoever checks it.
     """
-    found = dict(values)
-    for section, key in _PATHS:
-        held = found.get(section)
-        if not isinstance(held, Mapping) or key not in held:
-            continue
-        value = held[key]
-        if isinstance(value, (list, tuple)):
-            name = _IN_ITEMS.get(section, "")
-            value = [
-                {**each, name: _absolute_path(each[name], base)} if isinstance(each, Mapping) and name in each else each
-                for each in value
-            ]
-        else:
-            value = _absolute_path(value, base)
-        found[section] = {**held, key: value}
-    return found
+
+    def absolute(value: Any, name: str) -> Any:
+        if isinstance(value, Mapping):
+            return {key: absolute(each, f"{name}.{key}" if name else key) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [absolute(each, name) for each in value]
+        return _absolute_path(value, base) if name in _PATHS else value
+
+    return absolute(values, "")
 
 
 def _absolute_path(value: Any, base: Path) -> Any:
@@ -569,57 +553,41 @@ class _Untitled(GenerateJsonSchema):
 
 
 def recipe_schema() -> dict[str, Any]:
-    """JSON schema (draft 2020-12) of a recipe file, for editors and for docs/recipe.md."""
-    schema = TypeAdapter(Recipe).json_schema(schema_generator=_Untitled)
-    _require_in_place(schema)
-    whole = {key: value for key, value in schema.items() if key != "$defs"}
-    sections = {**schema["$defs"], "Recipe": whole}
-    partial = {f"Partial{name}": _partial(section) for name, section in sections.items()}
-    del partial["PartialRecipe"]["properties"]["workload"]  # the section is of that workload
-    schema["$defs"] |= partial
-    schema["properties"][_WORKLOADS] = {
-        "type": ["object", "null"],
-        "description": "Changes of the recipe that belong to one workload.",
-        "properties": {each.value: {"anyOf": [_PARTIAL_RECIPE, {"type": "null"}]} for each in Workload},
-        "additionalProperties": False,
-    }
-    return {"$schema": GenerateJsonSchema.schema_dialect, **schema}
-
-
-def _require_in_place(schema: dict[str, Any]) -> None:
-    """Move what shared sections require to the fields that hold them, which may have defaults for it."""
-    sections = schema["$defs"]
-    holders = [each for section in (schema, *sections.values()) for each in section.get("properties", {}).values()]
-    for name in {each["$ref"].rpartition("/")[2] for each in holders if isinstance(each.get("default"), dict)}:
-        required = sections[name].pop("required", [])
-        for each in holders:
-            if each.get("$ref", "").endswith(f"/{name}"):
-                left = [field for field in required if field not in each.get("default", {})]
-                each |= {"required": left} if left else {}
+    """JSON schema (draft 2020-12) of a whole recipe, for docs/recipe.md."""
+    return {"$schema": GenerateJsonSchema.schema_dialect, **TypeAdapter(Recipe).json_schema(schema_generator=_Untitled)}
 
 
 def recipe_file_schema() -> dict[str, Any]:
-    """JSON schema of a recipe file: a whole recipe, or with `base` the name of another one and what it changes."""
-    schema = recipe_schema()
-    dialect, sections = schema.pop("$schema"), schema.pop("$defs")
-    base = {"type": "string", "minLength": 1, "description": "Recipe that this one starts from: a name, or a path."}
-    own = {name: schema["properties"][name] for name in ("workload", _WORKLOADS)}
-    changes = sections["PartialRecipe"]
-    changes = {**changes, "properties": {**changes["properties"], **own, _BASE: base}, "required": [_BASE, "name"]}
-    return {"$schema": dialect, "if": {"required": [_BASE]}, "then": changes, "else": schema, "$defs": sections}
+    """JSON schema of a recipe file, for editors: a whole one, or with `base` the name of another and what it changes.
+
+    Its sections require no field, for a base, a default or the recipe of a workload's section may give it;
+    `slipstream check` names the fields that nobody gives.
+    """
+    whole = recipe_schema()
+    schema = _without_required(whole)
+    changes = {name: each for name, each in schema["properties"].items() if name != "workload"}
+    schema["$defs"]["Changes"] = {"type": "object", "properties": changes, "additionalProperties": False}
+    sections = {each.value: {"anyOf": [{"$ref": "#/$defs/Changes"}, {"type": "null"}]} for each in Workload}
+    schema["properties"] |= {
+        _BASE: {
+            "type": "string",
+            "minLength": 1,
+            "description": "Recipe that this one starts from: a name, or a path.",
+        },
+        _WORKLOADS: {
+            "type": ["object", "null"],
+            "description": "Changes of the recipe that belong to one workload.",
+            "properties": sections,
+            "additionalProperties": False,
+        },
+    }
+    return {**schema, "anyOf": [{"required": [_BASE, "name"]}, {"required": whole["required"]}]}
 
 
-_PARTIAL_RECIPE = {"$ref": "#/$defs/PartialRecipe"}
-
-
-def _partial(schema: Any) -> Any:
-    """A copy of a schema in which nothing is required; it refers to such copies."""
+def _without_required(schema: Any) -> Any:
+    """A copy of a schema in which nothing is required."""
     if isinstance(schema, list):
-        return [_partial(each) for each in schema]
+        return [_without_required(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        key: value.replace("/$defs/", "/$defs/Partial") if key == "$ref" else _partial(value)
-        for key, value in schema.items()
-        if key != "required"
-    }
+    return {key: _without_required(value) for key, value in schema.items() if key != "required"}

@@ -6,13 +6,14 @@ Measured and projected figures never share a column.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 
 from slipstream.catalog import section_names
-from slipstream.config import require
+from slipstream.config import ConfigError, require
 from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import ArmRecord
@@ -36,11 +37,9 @@ from slipstream.simulator.projection import (
     swept_ks,
 )
 from slipstream.statistics import Spread
+from slipstream.tracking.mlflow_store import TrackingError, open_store
 from slipstream.types import LoopMode
 from slipstream.workers.placement.plan import table
-
-FetchRun = Callable[[str, str], RunRecord]
-"""Function that reads an execution's records, from its name and the tracking server's address."""
 
 _RUN_FILE = "run.json"
 _REPORT = "report_speedup"  # directory of the report inside a run's directory
@@ -52,7 +51,7 @@ _BANDS = (
 )
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], *, fetch_run: FetchRun) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `simulate` and its subcommands."""
     simulate = commands.add_parser("simulate", help="project speculation to other models, GPUs, k and lags")
     inner = simulate.add_subparsers(required=True, metavar="command")
@@ -72,11 +71,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], *,
     projected.add_argument("--mean-tokens", type=float, default=0.0, help="tokens of a response; 0 keeps the layout's")
     projected.set_defaults(run=_project)
     calibrated = inner.add_parser("calibrate", help="fit the model to a run and check it on the speculative arm")
-    source = _add_run_options(calibrated, fetch_run)
+    source = _add_run_options(calibrated)
     source.add_argument("--paper", action="store_true", help="the 16 generation times of arXiv 2604.26779")
     calibrated.set_defaults(run=_calibrate)
     balanced = inner.add_parser("balance", help="predict each split of a run's machine into generation and training")
-    _add_run_options(balanced, fetch_run)
+    _add_run_options(balanced)
     balanced.add_argument("--lag", type=int, help="policy lag in steps; default: that of the run's loop, else 1")
     loops = [mode.value for mode in LoopMode if mode is not LoopMode.SYNCHRONOUS]
     balanced.add_argument("--mode", choices=loops, help="loop mode; default: that of the run's loop, else in_flight")
@@ -84,13 +83,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], *,
     balanced.set_defaults(run=_balance)
 
 
-def _add_run_options(parser: argparse.ArgumentParser, fetch_run: FetchRun) -> argparse._MutuallyExclusiveGroup:
+def _add_run_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
     """Add the options that name the run."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", dest="run_path", help=f"directory of a run, directory of its report, or {_RUN_FILE}")
     source.add_argument("--mlflow-run", help="name of an execution in MLflow whose report logged its records")
     parser.add_argument("--uri", default="sqlite:///runs/mlflow.db", help="tracking server of --mlflow-run")
-    parser.set_defaults(fetch_run=fetch_run)
     return source
 
 
@@ -166,7 +164,7 @@ def _balance(options: argparse.Namespace) -> int:
 
 def _asked_run(options: argparse.Namespace) -> RunRecord:
     if options.run_path is None:
-        return options.fetch_run(options.mlflow_run, options.uri)
+        return _fetched_run(options.mlflow_run, options.uri)
     path = Path(options.run_path)
     places = (path, path / _RUN_FILE, path / _REPORT / _RUN_FILE)
     found = next((place for place in places if place.is_file()), None)
@@ -174,6 +172,16 @@ def _asked_run(options: argparse.Namespace) -> RunRecord:
     require(found is not None, "--run", rule, str(path), "give one whose report is written")
     assert found is not None
     return read_record(RunRecord, found)
+
+
+def _fetched_run(execution: str, uri: str) -> RunRecord:
+    """Read the record that `execution` logged on the tracking server at `uri`."""
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            path = open_store(uri).fetch_artifact(f"{execution}/{_REPORT}", _RUN_FILE, Path(directory))
+        except TrackingError as error:
+            raise ConfigError(f"--mlflow-run: {error}") from error
+        return read_record(RunRecord, path)
 
 
 def _published(request: ProjectionRequest) -> dict[str, float]:

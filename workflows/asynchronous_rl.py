@@ -10,7 +10,7 @@ from tasks.certify_losslessness import Report
 from tasks.fail_run import fail_run
 from tasks.resources import CLUSTER
 from tasks.start_run import start_run
-from workflows.chain import behind, concluded, prepare, train
+from workflows.chain import behind, concluded, named, prepare, train
 from workflows.on_cluster import workflow
 
 
@@ -69,8 +69,6 @@ def asynchronous_rl(  # noqa: PLR0913  # one input a line of the launch form
         reuse_stored=reuse_stored,
         loop=ArmLoop.ASYNCHRONOUS,
     ).with_overrides(name="check the recipe", node_name="start-run")
-    start = prepare(context=run.context, recipe=run.recipe).with_overrides(name="prepare", node_name="prepare")
-    trained = (
-        train(**behind(run, start), arms=arms).with_overrides(name="train in both loops", node_name="train").trained
-    )
+    start = named(prepare(context=run.context, recipe=run.recipe), "prepare", "prepare")
+    trained = named(train(**behind(run, start), arms=arms), "train in both loops", "train").trained
     return concluded(run, start, trained, certified=trained[1])

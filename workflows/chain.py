@@ -62,19 +62,11 @@ def prepare(context: RunContext, recipe: FlyteFile) -> Prepared:
         tuning: tuning.json with the chosen draft length.
     """
     shared = {"context": context, "recipe": recipe}
-    data = prepare_data(**shared).with_overrides(name="prepare data", node_name="data").data
-    policy = prepare_policy(**shared, data=data).with_overrides(name="prepare policy", node_name="policy").policy
-    draft = (
-        pretrain_draft(**shared, policy=policy, data=data)
-        .with_overrides(name="pretrain draft", node_name="draft")
-        .draft
-    )
-    tuning = (
-        tune_draft_length(**shared, policy=policy, data=data, draft=draft)
-        .with_overrides(name="tune draft length", node_name="length")
-        .tuning
-    )
-    return Prepared(data=data, policy=policy, draft=draft, tuning=tuning)
+    data = named(prepare_data(**shared), "prepare data", "data").data
+    policy = named(prepare_policy(**shared, data=data), "prepare policy", "policy").policy
+    draft = named(pretrain_draft(**shared, policy=policy, data=data), "pretrain draft", "draft").draft
+    tuned = tune_draft_length(**shared, policy=policy, data=data, draft=draft)
+    return Prepared(data=data, policy=policy, draft=draft, tuning=named(tuned, "tune draft length", "length").tuning)
 
 
 @workflow()
@@ -105,9 +97,7 @@ def train(  # one input an output of `prepare`
     """
     shared = {"context": context, "recipe": recipe, "policy": policy, "data": data, "draft": draft, "tuning": tuning}
     first, second = (
-        train_grpo(**shared, arms=arms, loop=loop)
-        .with_overrides(name=f"train, {loop.value}", node_name=loop.value)
-        .trained
+        named(train_grpo(**shared, arms=arms, loop=loop), f"train, {loop.value}", loop.value).trained
         for loop in (ArmLoop.SYNCHRONOUS, ArmLoop.ASYNCHRONOUS)
     )
     first >> second  # pyright: ignore[reportUnusedExpression]  # both want all nodes
@@ -145,35 +135,21 @@ def measure(  # one input an output of the other parts
     """
     shared: dict[str, Any] = {"context": context, "recipe": recipe}
     start = {"policy": policy, "data": data, "draft": draft, "tuning": tuning}
-    evaluations = (
-        evaluate_aime(**shared, data=data, policy=policy, arms=arms)
-        .with_overrides(name="evaluate start and arms", node_name="evaluate")
-        .evaluations
-    )
-    certificate = (
-        certify_losslessness(**shared, **start, trained=certified)
-        .with_overrides(name="certify losslessness", node_name="certify")
-        .certificate
-    )
+    evaluated = evaluate_aime(**shared, data=data, policy=policy, arms=arms)
+    evaluations = named(evaluated, "evaluate start and arms", "evaluate").evaluations
+    certifying = certify_losslessness(**shared, **start, trained=certified)
+    certificate = named(certifying, "certify losslessness", "certify").certificate
     evaluations >> certificate  # pyright: ignore[reportUnusedExpression]  # both want all nodes
-    projection = (
-        project_speedup(**shared, tuning=tuning, arms=arms)
-        .with_overrides(name="project speedup", node_name="project")
-        .projection
-    )
-    report = (
-        report_speedup(
-            **shared, **start, arms=arms, evaluations=evaluations, certificate=certificate, projection=projection
-        )
-        .with_overrides(name="report speedup", node_name="report")
-        .report
-    )
-    lossless = (
-        require_lossless(certificate=certificate, report=report)
-        .with_overrides(name="require lossless", node_name="lossless")
-        .report
-    )
-    return require_no_drift(recipe=recipe, report=lossless).with_overrides(name="require no drift", node_name="drift")
+    projection = named(project_speedup(**shared, tuning=tuning, arms=arms), "project speedup", "project").projection
+    results = {"evaluations": evaluations, "certificate": certificate, "projection": projection}
+    report = named(report_speedup(**shared, **start, arms=arms, **results), "report speedup", "report").report
+    lossless = named(require_lossless(certificate=certificate, report=report), "require lossless", "lossless").report
+    return named(require_no_drift(recipe=recipe, report=lossless), "require no drift", "drift")
+
+
+def named(node: Any, name: str, node_name: str) -> Any:
+    """Name a node: in the console's graph, and in the names of its pods."""
+    return node.with_overrides(name=name, node_name=node_name)
 
 
 def behind(run: Any, start: Any) -> dict[str, Any]:
@@ -184,5 +160,4 @@ def behind(run: Any, start: Any) -> dict[str, Any]:
 
 def concluded(run: Any, start: Any, arms: Any, *, certified: Any) -> Any:
     """Wire `measure` behind the arms of each loop."""
-    measured = measure(**behind(run, start), arms=arms, certified=certified)
-    return measured.with_overrides(name="measure", node_name="measure")
+    return named(measure(**behind(run, start), arms=arms, certified=certified), "measure", "measure")

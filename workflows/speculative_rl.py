@@ -11,7 +11,7 @@ from tasks.fail_run import fail_run
 from tasks.resources import CLUSTER
 from tasks.start_run import start_run
 from tasks.train_grpo import train_grpo
-from workflows.chain import behind, concluded, prepare
+from workflows.chain import behind, concluded, named, prepare
 from workflows.on_cluster import RECIPE, workflow
 
 
@@ -69,10 +69,6 @@ def speculative_rl(  # noqa: PLR0913  # one input a line of the launch form
         reuse_stored=reuse_stored,
         loop=ArmLoop.SYNCHRONOUS,
     ).with_overrides(name="check the recipe", node_name="start-run")
-    start = prepare(context=run.context, recipe=run.recipe).with_overrides(name="prepare", node_name="prepare")
-    trained = (
-        train_grpo(**behind(run, start), arms=arms, loop=ArmLoop.SYNCHRONOUS)
-        .with_overrides(name="train", node_name="train")
-        .trained
-    )
+    start = named(prepare(context=run.context, recipe=run.recipe), "prepare", "prepare")
+    trained = named(train_grpo(**behind(run, start), arms=arms, loop=ArmLoop.SYNCHRONOUS), "train", "train").trained
     return concluded(run, start, [trained], certified=trained)

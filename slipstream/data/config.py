@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field
 
 from slipstream.config import Checked, PositiveFloat, PositiveInt, Seed, Text, require, rule
@@ -61,6 +63,13 @@ class SourceConfig(Checked, path="data source"):
     def task(self) -> str | None:
         """Name of the reasoning-gym task; None for another source."""
         return self.path.removeprefix(REASONING_GYM) if self.path.startswith(REASONING_GYM) else None
+
+    def sampled(self, numbers: Sequence[int], seed: int) -> Sequence[int]:
+        """Choose `max_rows` of the rows with these numbers; all of them where there are no more."""
+        if self.max_rows is None or self.max_rows >= len(numbers):
+            return numbers
+        order = np.random.default_rng(seed).permutation(len(numbers))[: self.max_rows]
+        return [numbers[index] for index in order]
 
     def _check(self) -> None:
         is_made = self.task is not None or self.path == SYNTHETIC

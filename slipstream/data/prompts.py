@@ -11,7 +11,7 @@ import logging
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -32,7 +32,7 @@ from slipstream.data.schemas import (
     read_item,
     schema_of,
 )
-from slipstream.data.synthetic import Split, write_split
+from slipstream.data.synthetic import Split, makers
 from slipstream.records.files import write_atomic
 from slipstream.records.stages import DataSetRecord
 from slipstream.types import Prompt
@@ -56,6 +56,7 @@ _RIVALS: dict[Split, tuple[Split, ...]] = {
 }
 _SCORED: tuple[Split, ...] = ("validation", "train")
 _MANIFEST = "manifest.json"
+_MADE = f"{SYNTHETIC}:"  # start of the path of rows that stand for those of a data set
 _SYNTHETIC_FIELD = {
     "train": "num_train_problems",
     "draft_in_domain": "num_draft_rows",
@@ -140,14 +141,13 @@ class PromptStream:
 
 
 def load_prompt_sets(
-    config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, gradable: Gradable, equal: Equal, directory: Path
+    config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, gradable: Gradable, equal: Equal
 ) -> PromptSets:
     """Read, filter, deduplicate and tokenize all sets.
 
     Args:
         gradable: checks which reference answers can be scored, as of `Reward`.
         equal: compares answers, as of `Reward`.
-        directory: destination of the synthetic files, which are then read like any other source.
     Raises:
         ConfigError: a source is missing, has unknown columns or no usable answers, or leaves no prompt; the chat
             template does not take what `data` hands it; or the number of validation problems differs from
@@ -168,7 +168,7 @@ def load_prompt_sets(
             held_out=taken,
             opening=opening,
         )
-        kept, own = reader.read(list(_resolve(config, split, directory)))
+        kept, own = reader.read(list(_resolve(config, split)))
         records += own
         problems[split] = {prompt_id(each.item.problem) for each in kept}
         prompts[split] = _ordered([each.prompt for each in kept], split, config.seed)
@@ -317,13 +317,22 @@ class _SetReader:
 
     def _rows(self, source: SourceConfig) -> tuple[Schema, Sequence[Row] | Any, Callable[[int], str]]:
         """Return the schema of a source, its rows, and a function that names the place of a row by its index."""
-        name = f"data.{self.split}"
+        name, seed = f"data.{self.split}", self.config.seed
+        if (stands_for := source.path.removeprefix(_MADE)) != source.path:
+            rows = makers(self.config.synthetic, split=self.split, seed=seed)[stands_for]()
+            numbers = source.sampled(range(len(rows)), seed)
+            schema = schema_of(source, rows[0].keys(), field=name)
+            return (
+                schema,
+                [rows[number] for number in numbers],
+                lambda index: f"row {numbers[index] + 1} of {stands_for}",
+            )
         if source.task is not None:
-            made = task_rows(source, field=name, seed=self.config.seed)
+            made = task_rows(source, field=name, seed=seed)
             return REASONING_GYM_ROWS, made, lambda index: f"row {index + 1} of {source.path}"
         from slipstream.data.sources import read_rows  # `datasets` takes seconds, and readers of prompts do not need it
 
-        rows = read_rows(source, field=name, seed=self.config.seed)
+        rows = read_rows(source, field=name, seed=seed)
         present = rows.table.column_names
         schema = schema_of(source, present, field=name)
         columns = [*schema.columns, *(column for column in schema.for_rewards if column in present)]
@@ -431,17 +440,13 @@ class _SetReader:
             raise NoProblemError(f"the policy's chat template refuses the turns {roles} ({error})") from error
 
 
-def _resolve(config: DataConfig, split: Split, directory: Path) -> Iterator[SourceConfig]:
-    """Yield the sources of `split`; synthetic ones are written to files first."""
+def _resolve(config: DataConfig, split: Split) -> Iterator[SourceConfig]:
+    """Yield the sources of `split`; `synthetic` is one for each data set that its rows stand for."""
     sources: tuple[SourceConfig, ...] = getattr(config, split)
     for source in sources:
-        if source.path != SYNTHETIC:
-            yield source
-            continue
-        paths = write_split(config.synthetic, directory, split=split, seed=config.seed)
-        weight = source.weight and source.weight / len(paths)
-        for path in paths:
-            yield SourceConfig(path=str(path), max_rows=source.max_rows, weight=weight)
+        names = makers(config.synthetic, split=split, seed=config.seed) if source.path == SYNTHETIC else ()
+        weight = source.weight and source.weight / max(1, len(names))
+        yield from [replace(source, path=f"{_MADE}{name}", weight=weight) for name in names] or [source]
 
 
 def _ordered(prompts: Collection[Prompt], split: Split, seed: int) -> tuple[Prompt, ...]:

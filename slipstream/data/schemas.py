@@ -27,15 +27,6 @@ _DAPO_WRAPPER = re.compile(
     r"(?:Remember to put your answer on its own line after \"Answer:\"\.)?\s*\Z",
     re.DOTALL,
 )
-# Remains of a row without a problem: labels, instructions and marks around nothing.
-_FRAME = re.compile(
-    r"\b(?:problem|question|answer|solution|user|assistant|human|q|a)\s*:"
-    r"|(?:please |let'?s )?(?:think|reason|solve (?:it|this)?) ?step[ -]by[ -]step"
-    r"|,? ?(?:and )?(?:put|output|give|write) (?:your|the) final answer (?:with)?in \\boxed\{\}"
-    r"|,? ?(?:and )?output the final answer after \W*####\W*"
-    r"|\\[()\[\]]|</?\w+\s*/?>|&nbsp;|&#160;|&#xa0;|[$*_`#\"]",
-    re.IGNORECASE,
-)
 _SPEAKERS = {
     "system": "system",
     "user": "user",
@@ -51,7 +42,6 @@ _FILLERS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
 _ZERO_WIDTH = frozenset("\u00ad\u180e\u200b\u200c\u200d\u200e\u200f\u2060\u2066\u2067\u2068\u2069\ufeff")
 # Compatibility forms that only look different; superscripts, fractions and circled digits are not among them.
 _LOOKS = ("<wide>", "<narrow>", "<small>", "<noBreak>", "<initial>", "<medial>", "<final>", "<isolated>")
-_LONGEST_FRAME = 400  # characters; a longer text is a problem unless all of it is invisible
 
 
 class NoProblemError(ValueError):
@@ -263,12 +253,8 @@ def normalise(text: str) -> str:
 
 
 def is_blank(text: str) -> bool:
-    """Return True if `text` shows nothing, or only marks, labels and instructions that surround a problem."""
-    if len(text) > _LONGEST_FRAME:
-        return all(map(_is_invisible, text))
-    bare = _FRAME.sub("", text)
-    framed = bare != text
-    return all(_is_invisible(char) or (framed and unicodedata.category(char)[0] == "P") for char in bare)
+    """Return True if `text` shows nothing."""
+    return all(map(_is_invisible, text))
 
 
 class _PlainForms(dict[int, str]):

@@ -1,8 +1,8 @@
 """Reader of data set rows from the hub or local files through `datasets`, which only this module imports.
 
-A local directory is read like a hub data set: one split and one subset. The `configs` in its README.md select the
-files, otherwise names of files and directories do (`data/train_sft-00000-of-00003.parquet`, `en/test-0.jsonl`). A
-source whose names do not decide is rejected, for training would otherwise mix splits without notice.
+`datasets` selects the files of a local directory as it does those of a hub data set: by the `configs` in its README.md,
+otherwise by their names (`data/train_sft-00000-of-00003.parquet`, `test-0.jsonl`). It reads as `train` what names no
+split that it knows. Whatever would so mix splits or subsets without notice is refused here.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import yaml
-from datasets.data_files import FILES_TO_IGNORE, sanitize_patterns
+from datasets.data_files import FILES_TO_IGNORE
 from datasets.exceptions import DatasetGenerationError
 
-from slipstream.config import ConfigError, read_yaml, require
+from slipstream.config import ConfigError, require
 from slipstream.data.config import SourceConfig
 
 logger = logging.getLogger(__name__)
@@ -33,22 +32,8 @@ _KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv
 _SHOWN_VALUES = 10
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TRAIN = "train"
-_DEFAULT = "default"
-_SPELLINGS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev", "devel", "development"),
-    "test": ("test", "testing"),
-    "eval": ("eval", "evaluation"),
-    "heldout": ("heldout", "holdout"),
-}
-_SPLITS = {spelling: split for split, spellings in _SPELLINGS.items() for spelling in spellings}
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # trainSet and train_set are two words, TRAIN is one
+_NOT_TRAIN = re.compile(r"test|eval|valid|dev|held|hold", re.IGNORECASE)
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5}).*")
-_COUNTERS = (
-    re.compile(r"-[0-9a-f]{16}$"),
-    re.compile(r"(?:[-_. ]+(?:part|shard|chunk|file|rank|of|no)?[-_. ]*\d+)+$", re.IGNORECASE),
-    re.compile(r"^\d+[-_. ]+"),
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,10 +77,7 @@ def read_rows(source: SourceConfig, *, field: str, seed: int) -> Rows:
         cause = _broken_line(arguments) or str(error.__cause__ or error).split("\n")[0]
         raise ConfigError(f"{field} must be readable, got {source.path!r} ({cause}); {fix}") from error
     require(len(rows) > 0, field, "must have rows", source.path, "the data set is empty")
-    numbers = _admitted(rows, source, field) if source.where else range(len(rows))
-    if source.max_rows is not None and source.max_rows < len(numbers):
-        order = np.random.default_rng(seed).permutation(len(numbers))[: source.max_rows]
-        numbers = [numbers[index] for index in order]
+    numbers = source.sampled(_admitted(rows, source, field) if source.where else range(len(rows)), seed)
     is_part = "[" in (source.split or "")  # then the rows do not begin with the first file's
     files = tuple((arguments["path"], name) for name in arguments["data_files"]) if local and not is_part else ()
     table = rows if len(numbers) == len(rows) else rows.select(numbers)
@@ -145,33 +127,17 @@ def _spelled(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _DataFile:
-    """A file of a local data set, with what its path tells about it."""
-
-    path: Path
-    subset: str  # "" for a file in the data set's own directory
-    split: str | None  # name of the split without a shard number; None where the path names none
-    meanings: frozenset[str]  # splits that the name stands for, as keys of `_SPELLINGS`
-    is_shard: bool  # a shard in the hub's naming, whose split is the whole name
-
-
 def _local_arguments(source: SourceConfig, field: str) -> dict[str, Any]:
     path = Path(source.path).expanduser()
     require(path.exists(), field, "must be a file or directory that exists", source.path)
     split, bracket, rows = (source.split or _TRAIN).partition("[")  # `train[:10%]` takes a tenth, as on the hub
     if path.is_dir():
-        files = _declared_files(path, source, split, field) or _named_files(path, source, split, field)
-        _check_shards(files, field)
+        files = _files_of(path, source, split, field)
     else:
         require(source.subset is None, f"subset of {field}", "must not be set for a file", source.subset)
         files = [path]
-        lone = _data_file(path, path.parent)
-        if source.split is not None and lone.split is not None and not _of_split([lone], split):
-            raise ConfigError(
-                f"split of {field} must be {lone.split!r}, which {source.path} names, got {split!r}; leave it out to "
-                "read the file whatever its name is"
-            )
+        if source.split is not None:
+            _require_split([path.name], split, field)
     for file in files:
         require(file.is_file(), field, "must be a file that exists", str(file), "is it a link to what is gone?")
     require(all(file.stat().st_size > 0 for file in files), field, "must have rows", source.path, "a file is empty")
@@ -190,77 +156,41 @@ def _text_columns(file: Path) -> dict[str, Any]:
     return {"features": features, "keep_default_na": False}
 
 
-def _declared_files(directory: Path, source: SourceConfig, split: str, field: str) -> list[Path]:
-    """Return the split's files by the `configs` of the directory's README.md; empty without `configs`."""
-    configs = _readme_configs(directory, field)
-    if not configs:
-        return []
-    names = [config.get("config_name", _DEFAULT) for config in configs]
-    defaults = [name for name, config in zip(names, configs, strict=True) if config.get("default") is True]
-    chosen = source.subset or (names if len(names) == 1 else [*defaults, _DEFAULT])[0]
-    known = f"must be one of {', '.join(map(str, names))}, the configs in {directory}/README.md"
-    require(chosen in names, f"subset of {field}", known, source.subset)
-    config = configs[names.index(chosen)]
-    folder = str(config.get("data_dir") or "")
+def _files_of(directory: Path, source: SourceConfig, split: str, field: str) -> list[Path]:
+    """Return the files of a split and a subset of a local data set."""
+    lost = next((path for path in sorted(directory.rglob("*")) if path.is_symlink() and not path.exists()), None)
+    require(lost is None, field, "must have files that exist", str(lost), "it is a link to what is gone")
     try:
-        patterns: dict[str, list[str]] = sanitize_patterns(config.get("data_files", []))
-    except (TypeError, ValueError) as error:
-        rule = f"{field} must have data_files of split and path in {directory}/README.md"
-        raise ConfigError(f"{rule}, got {config!r}") from error
-    for name in (folder, *(str(pattern) for own in patterns.values() for pattern in own)):
-        is_inside = not Path(name).is_absolute() and ".." not in Path(name).parts
-        require(is_inside, f"README.md of {directory}", "must declare files of its own directory", name)
-    base = directory / folder
-    if "data_files" not in config:
-        return _named_files(base, SourceConfig(path=str(base)), split, field)
-    rule = f"must be one of {', '.join(patterns)}, the splits of {chosen} in {directory}/README.md"
-    require(split in patterns, f"split of {field}", rule, split)
-    found = {base / name for own in patterns[split] for name in glob.glob(str(own), root_dir=base, recursive=True)}
-    files = sorted(file for file in found if not file.is_dir())
-    rule = f"must hold files of the split {split}, {patterns[split]} in its README.md"
-    require(bool(files), field, rule, source.path, "was it copied in part?")
+        config: Any = datasets.load_dataset_builder(str(directory), name=source.subset).config
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        fix = "name its files one by one as sources, or set subset and the README.md right"
+        cause = " ".join(str(error).split())
+        raise ConfigError(f"{field} must hold data, got {source.path!r} ({cause:.400}); {fix}") from error
+    found = {str(name): list(map(Path, paths)) for name, paths in config.data_files.items()}
+    fix = "set it, or name the files one by one as sources"
+    require(split in found, f"split of {field}", f"must be one of {', '.join(found)}, as in {directory}", split, fix)
+    files = found[split]
+    readme = directory / "README.md"
+    if not (readme.is_file() and "configs:" in readme.read_text(encoding="utf-8")):  # nobody says what belongs together
+        _require_split([str(file.relative_to(directory)) for file in files], split, field)
+        folders = sorted({str(file.parent) for file in files})
+        rule, fix = f"must lie in one directory for the split {split}", "name one of them as the source's path"
+        require(len(folders) == 1, f"the files of {field}", rule, folders, fix)
+        kinds = {path.suffix: path.name for path in sorted(files[0].parent.iterdir()) if path.suffix in _KINDS}
+        others = sorted(name for suffix, name in kinds.items() if _KINDS[suffix] != _KINDS[files[0].suffix])
+        others = [name for name in others if name not in FILES_TO_IGNORE]
+        rule, fix = "must be of one kind, for no other would be read", "name the files one by one as sources"
+        require(not others, f"the files of {field}", rule, [files[0].name, *others], fix)
+    logger.info("%s: the split %s of %s has %d files", field, split, directory, len(files))
+    _check_shards(files, field)
     return files
 
 
-def _readme_configs(directory: Path, field: str) -> list[dict[str, Any]]:
-    """Read the `configs` from the YAML block at the start of a README.md."""
-    path = directory / "README.md"
-    if not path.is_file():
-        return []
-    try:
-        block = re.match(r"---\s*\n(.*?)\n---\s*(?:\n|\Z)", path.read_text(encoding="utf-8-sig"), re.DOTALL)
-        values = read_yaml(block[1]) if block else None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        cause = str(error).split("\n")[0]
-        raise ConfigError(f"{field} must have a README.md with valid YAML, got {str(path)!r} ({cause})") from error
-    configs = values.get("configs") if isinstance(values, dict) else None
-    return [config for config in configs if isinstance(config, dict)] if isinstance(configs, list) else []
-
-
-def _named_files(directory: Path, source: SourceConfig, split: str, field: str) -> list[Path]:
-    """Return the files whose own or directories' names give the split and the subset."""
-    paths = sorted(path for path in directory.rglob("*") if _is_data(path.relative_to(directory)) and not path.is_dir())
-    require(bool(paths), field, f"must hold {', '.join(_KINDS)} files", source.path)
-    files = [_data_file(path, directory) for path in paths]
-    subsets = sorted({file.subset or _DEFAULT for file in files})
-    if source.subset is not None:
-        rule = f"must be one of {', '.join(subsets)}, the directories of data in {directory}"
-        require(source.subset in subsets, f"subset of {field}", rule, source.subset)
-        files = [file for file in files if (file.subset or _DEFAULT) == source.subset]
-    chosen = _of_split(files, split)
-    if not chosen:
-        known = ", ".join(sorted({file.split or "none" for file in files}))
-        names = ", ".join(str(file.path.relative_to(directory)) for file in files[:5])
-        raise ConfigError(
-            f"split of {field} must be one that the names in {source.path} decide ({known}: {names}, ...), got "
-            f"{split!r}; set it, or name the files one by one as sources"
-        )
-    subsets = sorted({file.subset or _DEFAULT for file in chosen})
-    fix = f"set it: files of the split {split} lie in each of them ({_DEFAULT}: {directory} itself)"
-    require(len(subsets) == 1, f"subset of {field}", f"must be one of {', '.join(subsets)}", source.subset, fix)
-    if len(chosen) < len(paths):
-        logger.info("%s: %d of the %d files in %s belong to the split", field, len(chosen), len(paths), directory)
-    return [file.path for file in chosen]
+def _require_split(names: Sequence[str], split: str, field: str) -> None:
+    """Refuse rows for training from files whose names speak of another split."""
+    other = next((name for name in names if split == _TRAIN and _NOT_TRAIN.search(name)), None)
+    fix = "its name speaks of another: name the files one by one as sources, without a split"
+    require(other is None, f"split of {field}", "must hold files of that split alone", other, fix)
 
 
 def _check_shards(files: Sequence[Path], field: str) -> None:
@@ -270,64 +200,3 @@ def _check_shards(files: Sequence[Path], field: str) -> None:
     for (name, num), num_found in found.items():
         fix = "fetch the others, or name the files one by one as sources"
         require(num_found == num, field, f"must have all {num} files of {name}-*", num_found, fix)
-
-
-def _is_data(path: Path) -> bool:
-    is_hidden = any(part.startswith((".", "__")) for part in path.parts)
-    return path.suffix in _KINDS and not is_hidden and path.name not in FILES_TO_IGNORE
-
-
-def _of_split(files: Sequence[_DataFile], split: str) -> list[_DataFile]:
-    """Return the files of `split`; empty where names do not decide.
-
-    A name is a split itself (`train_sft`), or stands for one (`gsm8k_train`, `dev` for validation) if no other name
-    does. Files without a split's name belong to `train` if no file has one.
-    """
-    named = [file for file in files if file.split is not None]
-    if not named:
-        return list(files) if split == _TRAIN and not _is_pair([file.path.stem for file in files]) else []
-    exact = [file for file in named if str(file.split).casefold() == split.casefold()]
-    if exact:
-        return exact
-    meaning = {_SPLITS.get(split.casefold())}
-    alike = [file for file in named if file.meanings == meaning and not file.is_shard]
-    return alike if len({str(file.split).casefold() for file in alike}) == 1 else []
-
-
-def _data_file(path: Path, directory: Path) -> _DataFile:
-    folders = path.relative_to(directory).parent.parts
-    splits = [folder for folder in folders if _meanings(folder)]
-    shard = _SHARD.fullmatch(path.stem)
-    is_name = shard is not None and re.fullmatch(r"\w+", shard[1]) is not None
-    is_shard = shard is not None and is_name and (bool(_meanings(shard[1])) or path.parent.name == "data")
-    own = shard[1] if shard and is_shard else _without_counter(path.stem)
-    meanings = _meanings(own).union(*map(_meanings, splits))
-    names = [*splits, own] if len(meanings) > 1 else (splits[-1:] or [own])
-    return _DataFile(
-        path=path,
-        subset="/".join(folder for folder in folders if folder not in (*splits, "data")),
-        split="/".join(names) if meanings or is_shard else None,
-        meanings=meanings,
-        is_shard=is_shard and not splits,
-    )
-
-
-def _meanings(name: str) -> frozenset[str]:
-    """Return the splits that the words of a name stand for; `trainset`, `held-out` and `TEST` stand for one each."""
-    words = _WORD.findall(re.sub(r"(?i)(held|hold)[-_ ]out", r"\1out", name))
-    bare = (re.sub(r"(?<=.)(?:sets?|data|splits?)$", "", word.casefold()) for word in words)
-    return frozenset(_SPLITS[word] for word in bare if word in _SPLITS)
-
-
-def _without_counter(name: str) -> str:
-    for counter in _COUNTERS:
-        name = counter.sub("", name)
-    word = re.sub(r"\d+$", "", name)
-    return word if _meanings(word) and _meanings(_WORD.findall(word)[-1]) else name
-
-
-def _is_pair(names: Sequence[str]) -> bool:
-    """Return True if some names contain `train` and others another split, such as `mathtrain` and `mathtest`."""
-    trains = [name for name in names if _TRAIN in name.casefold()]
-    others = [name for name in names if re.search(r"test|eval|valid|dev", name.casefold())]
-    return bool(trains and others)

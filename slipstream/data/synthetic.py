@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -170,24 +168,16 @@ def magpie_rows(config: SyntheticConfig, *, seed: int) -> list[Row]:
     return rows
 
 
-def write_split(config: SyntheticConfig, directory: Path, *, split: Split, seed: int) -> tuple[Path, ...]:
-    """Write the stand-ins for `split` as JSON Lines, one file for each data set; returns their paths."""
-    makers: dict[Split, dict[str, Callable[[], list[Row]]]] = {
-        "train": {"dapo_math_17k": lambda: dapo_rows(config, split="train", seed=seed)},
-        "draft_in_domain": {"dapo_math_17k": lambda: dapo_rows(config, split="draft_in_domain", seed=seed)},
-        "draft_general": {
+def makers(config: SyntheticConfig, *, split: Split, seed: int) -> dict[str, Callable[[], list[Row]]]:
+    """Return functions that make the stand-ins for `split`, by the data set that each stands for."""
+    if split == "draft_general":
+        return {
             "ultrachat_200k": lambda: ultrachat_rows(config, seed=seed),
             "magpie": lambda: magpie_rows(config, seed=seed),
-        },
-        "validation": {"aime_2024": lambda: aime_rows(config, seed=seed)},
-    }
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, make in makers[split].items():
-        path = directory / f"{split}.{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in make()))
-        paths.append(path)
-    return tuple(paths)
+        }
+    if split == "validation":
+        return {"aime_2024": lambda: aime_rows(config, seed=seed)}
+    return {"dapo_math_17k": lambda: dapo_rows(config, split=split, seed=seed)}
 
 
 def _draw_terms(rng: random.Random, config: SyntheticConfig, *, validation: bool) -> tuple[int, ...]:

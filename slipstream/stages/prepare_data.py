@@ -42,7 +42,7 @@ def prepare_data(context: RunContext, recipe: Recipe, *, policy: Path | None = N
         else:
             tokenizer(policy).save_pretrained(directory / "tokenizer")
         words = tokenizer(directory / "tokenizer")
-        sets = recipe_prompt_sets(recipe, words, directory / "sources", trains_draft=trains_draft)
+        sets = recipe_prompt_sets(recipe, words, trains_draft=trains_draft)
         write_prompt_sets(sets, directory)
         tracker.log_artifact(directory / "manifest.json")
         for record in sets.records:
@@ -61,13 +61,13 @@ def shown_data(recipe: Recipe, *, num_prompts: int = 10) -> str:
     with tempfile.TemporaryDirectory() as directory:
         write_policy_tokenizer(recipe.policy, policy_needs(recipe), Path(directory) / "tokenizer")
         words = tokenizer(Path(directory) / "tokenizer")
-        sets = usable_prompts(recipe, words, Path(directory) / "synthetic")
+        sets = usable_prompts(recipe, words)
     texts = []
     for prompt in sets.train[:num_prompts]:
         of = f", data source {prompt.data_source}" if prompt.data_source else ""
         head = f"prompt {prompt.id}, {len(prompt.token_ids)} tokens, answer {prompt.answer!r}{of}"
         texts.append(f"{head}\n{words.decode(list(prompt.token_ids))}")
-    return "\n\n".join([*texts, table(_lengths(sets)), table(_sources(sets, directory))])
+    return "\n\n".join([*texts, table(_lengths(sets)), table(_sources(sets))])
 
 
 def _lengths(sets: PromptSets) -> list[list[str]]:
@@ -81,15 +81,11 @@ def _lengths(sets: PromptSets) -> list[list[str]]:
     return rows
 
 
-def _sources(sets: PromptSets, directory: str) -> list[list[str]]:
-    """Rows of a table: what was read and kept of each source, and why the rest was dropped.
-
-    Args:
-        directory: where the synthetic sources were, which is gone.
-    """
+def _sources(sets: PromptSets) -> list[list[str]]:
+    """Rows of a table: what was read and kept of each source, and why the rest was dropped."""
     rows = [["set", "source", "rows", "kept", "dropped"]]
     for record in sets.records:
         reasons = [f"{num} {reason}" for name, reason in REASONS.items() if (num := getattr(record, name))]
         counts = [str(record.num_read), str(record.num_kept)]
-        rows.append([record.name, record.source.removeprefix(f"{directory}/"), *counts, ", ".join(reasons) or "none"])
+        rows.append([record.name, record.source, *counts, ", ".join(reasons) or "none"])
     return rows

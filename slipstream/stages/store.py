@@ -131,7 +131,7 @@ def _link(own: Path, entry: Path) -> None:
     own.symlink_to(os.path.relpath(entry, own.parent), target_is_directory=True)
 
 
-DATA_FORMAT = 3
+DATA_FORMAT = 4
 POLICY_FORMAT = 1
 DRAFT_FORMAT = 3
 """Formats of the stages' outputs. Raise one when its stage makes another output of equal inputs."""

@@ -42,34 +42,27 @@ _VERSIONED = (
 )
 
 
-def recipe_prompt_sets(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, directory: Path, *, trains_draft: bool = True
-) -> PromptSets:
+def recipe_prompt_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, trains_draft: bool = True) -> PromptSets:
     """Load the recipe's four prompt sets, large enough for all that its stages take from them.
 
     Args:
-        directory: directory for synthetic sources, which are written before they are read.
         trains_draft: as in `require_prompts`.
     Raises:
         ConfigError: a source cannot be read, or a set leaves too few prompts.
     """
-    sets = usable_prompts(recipe, tokenizer, directory)
+    sets = usable_prompts(recipe, tokenizer)
     require_prompts(recipe, sets, trains_draft=trains_draft)
     return sets
 
 
-def usable_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, directory: Path) -> PromptSets:
+def usable_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptSets:
     """Load the recipe's four prompt sets, however large they are.
 
-    Args:
-        directory: directory for synthetic sources, which are written before they are read.
     Raises:
         ConfigError: a source cannot be read, leaves no prompt, or a reward is for a data source that no prompt has.
     """
     with open_reward(recipe.reward) as reward:
-        sets = load_prompt_sets(
-            recipe.data, tokenizer=tokenizer, gradable=reward.gradable, equal=reward.equal, directory=directory
-        )
+        sets = load_prompt_sets(recipe.data, tokenizer=tokenizer, gradable=reward.gradable, equal=reward.equal)
     known = sorted({prompt.data_source for prompt in (*sets.train, *sets.validation)})
     for part in recipe.reward.functions:
         rule = f"must be one that a training or validation prompt has, of {known}"
@@ -161,21 +154,13 @@ def decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int], Seque
     thoughts even where the tokenizer has them as special tokens.
     """
     added = tokenizer.added_tokens_decoder
-    tags = {index: token.content for index, token in added.items() if token.content in (THINK_START, THINK_END)}
-    special_tags = {index: tag for index, tag in tags.items() if added[index].special}
-
-    def plain(token_ids: Sequence[int]) -> str:
-        text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        assert isinstance(text, str)  # of one sequence
-        return text
+    tags = {index for index, token in added.items() if token.content in (THINK_START, THINK_END)}
+    hidden = {index for index, token in added.items() if token.special} - tags
 
     def text(token_ids: Sequence[int]) -> str:
-        pieces, start = [""], 0
-        for end, index in enumerate(token_ids if special_tags else ()):
-            if index in special_tags:
-                pieces += [plain(token_ids[start:end]), special_tags[index]]
-                start = end + 1
-        return "".join([*pieces, plain(token_ids[start:])])
+        found = tokenizer.decode([index for index in token_ids if index not in hidden])
+        assert isinstance(found, str)  # of one sequence
+        return found
 
     def of_response(prompt: Sequence[int], response: Sequence[int]) -> str:
         # The policy's turn begins after the last token that only templates write; without one it may begin anywhere.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,50 +54,44 @@ class StageClock:
 
 
 class Activity:
-    """Spans in which one part of the training worked. One thread records them; another may read them meanwhile."""
+    """Spans in which one part of the training worked. One thread records them; another may read them meanwhile.
+
+    Both change the lists by single calls, each of which the interpreter does as a whole, so no lock is needed.
+    """
 
     def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
         self._now_s = now_s
-        self._lock = threading.Lock()
-        self._spans: list[Span] = []
-        self._since: float | None = None
-        self._rest_s = 0.0
+        self._spans: list[list[float]] = []  # in order; the last one has no end while it goes on
+        self._rests_s: list[float] = []
 
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Record the block as work."""
-        with self._lock:
-            self._since = self._now_s()
+        span = [self._now_s(), math.inf]
+        self._spans.append(span)
         try:
             yield
         finally:
-            with self._lock:
-                assert self._since is not None
-                self._spans.append((self._since, self._now_s()))
-                self._since = None
+            span[1] = self._now_s()
 
     def rested(self, seconds: float) -> None:
         """Deduct seconds from the last work: one of several engines had nothing to do."""
-        with self._lock:
-            self._rest_s += seconds
+        self._rests_s.append(seconds)
 
     def take_rest(self) -> float:
         """Seconds deducted by `rested` since the last call."""
-        with self._lock:
-            rest_s, self._rest_s = self._rest_s, 0.0
-        return rest_s
+        taken = self._rests_s[:]
+        del self._rests_s[: len(taken)]
+        return sum(taken)
 
     def between(self, start_s: float, end_s: float) -> list[Span]:
-        """Work between two times, a span in progress included."""
-        with self._lock:
-            going_on = [] if self._since is None else [(self._since, self._now_s())]
-            found = [_cut(span, start_s, end_s) for span in (*self._spans, *going_on)]
+        """Work between two times, of which the later is past, a span in progress included."""
+        found = [_cut((start, end), start_s, end_s) for start, end in self._spans[:]]
         return [span for span in found if span[1] > span[0]]
 
     def forget(self, end_s: float) -> None:
         """Drop spans that ended before this time."""
-        with self._lock:
-            self._spans = [span for span in self._spans if span[1] > end_s]
+        del self._spans[: sum(end <= end_s for _, end in self._spans[:])]
 
 
 def total_s(spans: Sequence[Span]) -> float:

@@ -67,7 +67,6 @@ def test_answers_that_are_no_numbers_code_or_a_million_characters_are_dropped_an
             tokenizer=AutoTokenizer.from_pretrained(tmp_path / "tokenizer"),
             gradable=verifier.gradable,
             equal=verifier.equal,
-            directory=tmp_path / "out",
         )
 
     (train,) = [record for record in sets.records if record.name == "train"]

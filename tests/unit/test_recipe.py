@@ -309,7 +309,7 @@ def tiny_with(directory: Path, workloads: str) -> str:
     [
         (
             "{rl_thnk: {grpo: {seed: 1}}}",
-            "workloads.rl_thnk must be of a known workload, got 'rl_thnk'; did you mean 'r",
+            "workloads.rl_thnk must be of a known workload, got 'rl_thnk'; known: ",
         ),
         ("{sft: {}}", "workloads.sft must be of a known workload, got 'sft'; known: rl_zero, rl_think"),
         ("{1: {}}", "workloads.1 must be of a known workload, got 1; known: rl_zero, rl_think"),

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from slipstream import simulate_command
 from slipstream.cli import main
 from slipstream.config import ConfigError
 from slipstream.recipe import load_recipe
 from slipstream.records.files import write_record
 from slipstream.records.run import RunRecord
-from slipstream.simulate_command import add_parser
 from slipstream.types import LoopMode
 
 ASKED = ["--model", "qwen3-235b-a22b", "--gpus", "2048", "--lag", "2", "--k", "5", "--acceptance-length", "4"]
@@ -71,18 +70,18 @@ def test_a_run_is_read_from_its_own_directory_its_reports_or_the_file(
     assert "projected on this machine" in printed[0]
 
 
-def test_a_run_is_fetched_by_its_name_from_the_server_that_is_given(run: RunRecord) -> None:
+def test_a_run_is_fetched_by_its_name_from_the_server_that_is_given(
+    run: RunRecord, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = []
 
     def fetch(execution: str, uri: str) -> RunRecord:
         asked.append((execution, uri))
         return replace(run, layout=None)
 
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers(), fetch_run=fetch)
-    options = parser.parse_args(["simulate", "calibrate", "--mlflow-run", "demo-1", "--uri", "sqlite:///x.db"])
-    with pytest.raises(ConfigError, match=r"must be of a recipe that names its simulator\.model"):
-        options.run(options)
+    monkeypatch.setattr(simulate_command, "_fetched_run", fetch)
+    assert main(["simulate", "calibrate", "--mlflow-run", "demo-1", "--uri", "sqlite:///x.db"]) == 2
+    assert "must be of a recipe that names its simulator.model" in capsys.readouterr().err
     assert asked == [("demo-1", "sqlite:///x.db")]
 
 

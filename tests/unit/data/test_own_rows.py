@@ -48,7 +48,7 @@ def lay(directory: Path, kind: str, rows: Sequence[Mapping[str, Any]] = ROWS) ->
     return str(path)
 
 
-def load(directory: Path, *sources: Mapping[str, Any], tokenizer: Any = TOKENIZER, **changes: Any) -> PromptSets:
+def load(*sources: Mapping[str, Any], tokenizer: Any = TOKENIZER, **changes: Any) -> PromptSets:
     """Load sets whose training set is given; every answer that is not empty can be scored."""
     train = tuple(SourceConfig(**source) for source in sources)
     config = DataConfig(
@@ -59,7 +59,6 @@ def load(directory: Path, *sources: Mapping[str, Any], tokenizer: Any = TOKENIZE
         tokenizer=tokenizer,
         gradable=lambda references, _: [bool(each) for each in references],
         equal=lambda pairs, _: [one == other for one, other in pairs],
-        directory=directory / "out",
     )
 
 
@@ -69,7 +68,7 @@ def answers(prompts: Sequence[Prompt]) -> dict[str, str]:
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "csv", "directory"])
 def test_rows_of_any_columns_are_read_from_every_kind_of_file(tmp_path: Path, kind: str) -> None:
-    sets = load(tmp_path, {"path": lay(tmp_path, kind), **OWN, "where": {"level": 2, "hard": True}})
+    sets = load({"path": lay(tmp_path, kind), **OWN, "where": {"level": 2, "hard": True}})
     assert answers(sets.train) == {"7+7=?": "14"}
     (prompt,) = sets.train
     assert prompt.extra["level"] in (2, "2")
@@ -78,7 +77,7 @@ def test_rows_of_any_columns_are_read_from_every_kind_of_file(tmp_path: Path, ki
 def test_the_answer_stands_after_the_last_mark_and_a_row_without_it_has_none(tmp_path: Path) -> None:
     rows = [{"q": "1+1=?", "a": "# 3 # 2"}, {"q": "2+2=?", "a": "4"}, {"q": "3+3=?", "a": None}]
     source = {"path": lay(tmp_path, "jsonl", rows), "columns": {"problem": "q", "answer": "a"}, "answer_after": "#"}
-    sets = load(tmp_path, source)
+    sets = load(source)
     assert answers(sets.train) == {"1+1=?": "2"}
     assert next(each for each in sets.records if each.name == "train").num_unparseable == 2
 
@@ -92,7 +91,7 @@ def test_an_answer_of_another_type_is_its_text_or_none(answer: Any, read: str) -
 
 def test_a_csv_keeps_its_answers_as_they_are_written(tmp_path: Path) -> None:
     rows = [{"q": "a?", "a": "007"}, {"q": "b?", "a": ""}, {"q": "c?", "a": "NA"}, {"q": "d?", "a": "1.50"}]
-    sets = load(tmp_path, {"path": lay(tmp_path, "csv", rows), "columns": {"problem": "q", "answer": "a"}})
+    sets = load({"path": lay(tmp_path, "csv", rows), "columns": {"problem": "q", "answer": "a"}})
     assert answers(sets.train) == {"a?": "007", "c?": "NA", "d?": "1.50"}
 
 
@@ -102,8 +101,8 @@ def test_a_column_may_hold_a_chat_and_a_source_may_name_its_data_source(tmp_path
         "path": lay(tmp_path, "jsonl", [{"turns": turns, "a": 2, "data_source": "theirs"}]),
         "columns": {"problem": "turns", "answer": "a"},
     }
-    (theirs,) = load(tmp_path, source).train
-    (ours,) = load(tmp_path, {**source, "data_source": "ours"}).train
+    (theirs,) = load(source).train
+    (ours,) = load({**source, "data_source": "ours"}).train
     assert (theirs.text, theirs.answer, theirs.data_source) == ("system: be kind\n\nuser: 1+1=?", "2", "theirs")
     assert (ours.data_source, ours.id) == ("ours", theirs.id)
 
@@ -132,7 +131,7 @@ def test_columns_and_filters_that_fit_no_row_are_refused_with_what_there_is(
 ) -> None:
     path = lay(tmp_path, "jsonl")
     with pytest.raises(ConfigError) as caught:
-        load(tmp_path, {"path": path, **OWN, **change})
+        load({"path": path, **OWN, **change})
     expected = message.replace("PATH", path)
     if expected.startswith("data."):
         assert str(caught.value) == expected
@@ -148,7 +147,7 @@ def test_a_row_without_a_problem_is_named_by_its_file_and_number_whatever_was_fi
 ) -> None:
     rows = [{**row, "asked": None} if row["asked"] == "7+7=?" else row for row in ROWS]
     path = lay(tmp_path, kind, rows)
-    load(tmp_path, {"path": path, **OWN, "where": {"hard": True}})
+    load({"path": path, **OWN, "where": {"hard": True}})
     assert f"data.train: 1 rows have no usable problem, the first: {place.format(path)}, got " in caplog.text
     assert "asked must be text, got None" in caplog.text
 
@@ -160,11 +159,11 @@ def test_weights_leave_prompts_out_until_the_shares_hold_and_the_scarcest_source
         {"path": lay(tmp_path, "jsonl"), **OWN, "columns": {"problem": "asked", "answer": "worked"}, "weight": 4},
         {"path": lay(tmp_path / "few", "jsonl", few), "columns": {"problem": "asked", "answer": "worked"}, "weight": 2},
     ]
-    sets = load(tmp_path, *sources)
+    sets = load(*sources)
     records = [each for each in sets.records if each.name == "train"]
     assert [(each.num_read, each.num_kept, each.num_left_out) for each in records] == [(9, 6, 3), (3, 3, 0)]
-    assert load(tmp_path, *sources).train == sets.train
-    assert {each.text for each in load(tmp_path, *sources, seed=1).train} != {each.text for each in sets.train}
+    assert load(*sources).train == sets.train
+    assert {each.text for each in load(*sources, seed=1).train} != {each.text for each in sets.train}
 
 
 @pytest.mark.parametrize(
@@ -183,9 +182,8 @@ def test_the_policy_reads_the_system_turn_and_the_examples_before_the_problem(tm
     chat = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "2+2=?"}]
     rows = [{"q": [{"role": "user", "content": "1+1=?"}], "a": "2"}, {"q": chat, "a": "4"}]
     source = {"path": lay(tmp_path, "jsonl", rows), "columns": {"problem": "q", "answer": "a"}}
-    plain = {prompt.text: prompt.id for prompt in load(tmp_path, source).train}
+    plain = {prompt.text: prompt.id for prompt in load(source).train}
     shown = load(
-        tmp_path,
         source,
         system="be brief",
         examples=({"problem": "3+3=?", "response": "6"},),
@@ -211,7 +209,7 @@ def test_arguments_reach_the_chat_template_and_a_reward_is_told_how_the_turn_was
     tokenizer.chat_template = THINKING
     source = {"path": lay(tmp_path, "jsonl"), **OWN}
     for value, end in ((True, "<|im_start|><|assistant|><think>"), (False, "<|im_start|><|assistant|>")):
-        sets = load(tmp_path, source, tokenizer=tokenizer, chat_template_args={"enable_thinking": value})
+        sets = load(source, tokenizer=tokenizer, chat_template_args={"enable_thinking": value})
         assert {prompt.extra["prompt_end"] for prompt in sets.train} == {end}
         assert str(TOKENIZER.decode(list(sets.train[0].token_ids))).endswith(end)
 
@@ -250,10 +248,7 @@ def test_what_the_chat_template_does_not_take_is_refused(
 ) -> None:
     tokenizer = build_tokenizer(max_length=256)
     tokenizer.chat_template = template
-    assert (
-        refusal(lambda: load(tmp_path, {"path": lay(tmp_path, "jsonl"), **OWN}, tokenizer=tokenizer, **changes))
-        == message
-    )
+    assert refusal(lambda: load({"path": lay(tmp_path, "jsonl"), **OWN}, tokenizer=tokenizer, **changes)) == message
 
 
 @rows(

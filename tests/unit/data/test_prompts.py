@@ -75,12 +75,10 @@ def write(path: Path, rows: Sequence[Row]) -> tuple[SourceConfig, ...]:
     return (SourceConfig(path=str(path)),)
 
 
-def load(directory: Path, *, answers: Integers | None = None, tokenizer: Any = TOKENIZER, **changes: Any) -> PromptSets:
+def load(*, answers: Integers | None = None, tokenizer: Any = TOKENIZER, **changes: Any) -> PromptSets:
     settings = {"max_prompt_tokens": 64, "synthetic": SMALL, **changes}
     scorer = Integers() if answers is None else answers
-    return load_prompt_sets(
-        DataConfig(**settings), tokenizer=tokenizer, gradable=scorer.gradable, equal=scorer.equal, directory=directory
-    )
+    return load_prompt_sets(DataConfig(**settings), tokenizer=tokenizer, gradable=scorer.gradable, equal=scorer.equal)
 
 
 def record(sets: PromptSets, name: str) -> DataSetRecord:
@@ -106,7 +104,7 @@ def test_every_row_is_counted_once_by_hand(tmp_path: Path) -> None:
         dapo("9+9=?", "18"),  # a validation problem
         dapo("1+" * 40 + "1=?", "41"),  # 83 characters and 4 of the template: too long
     ]
-    sets = load(tmp_path / "out", train=write(tmp_path / "dapo.jsonl", rows), validation=validation)
+    sets = load(train=write(tmp_path / "dapo.jsonl", rows), validation=validation)
     assert {(prompt.text, prompt.answer) for prompt in sets.train} == {("1+1=?", "2"), ("4+4=?", "8")}
     assert record(sets, "train") == DataSetRecord(
         name="train",
@@ -134,7 +132,7 @@ def test_answers_that_the_scorer_calls_equal_do_not_conflict(tmp_path: Path) -> 
         dapo("4+4=?", "6"),
     ]
     scorer = Integers()
-    sets = load(tmp_path / "out", answers=scorer, train=write(tmp_path / "dapo.jsonl", rows))
+    sets = load(answers=scorer, train=write(tmp_path / "dapo.jsonl", rows))
     kept = record(sets, "train")
     assert (kept.num_kept, kept.num_duplicates, kept.num_conflicting) == (3, 3, 3)
     assert {p.text: p.answer for p in sets.train} == {"1+1=?": "1,000", "2+2=?": "\u22123", "3+3=?": "5.0"}
@@ -145,7 +143,7 @@ def test_answers_that_the_scorer_calls_equal_do_not_conflict(tmp_path: Path) -> 
 def test_a_million_copies_are_compared_once(tmp_path: Path) -> None:
     scorer = Integers()
     rows = [dapo("1+1=?", "2")] * 500 + [dapo("1+1=?", "2.0")] * 500
-    sets = load(tmp_path / "out", answers=scorer, train=write(tmp_path / "dapo.jsonl", rows))
+    sets = load(answers=scorer, train=write(tmp_path / "dapo.jsonl", rows))
     assert [("2", "2.0")] in scorer.asked
     assert record(sets, "train").num_duplicates == 999
 
@@ -155,7 +153,7 @@ def test_rows_of_two_sources_conflict_as_those_of_one_do(tmp_path: Path) -> None
     second = write(
         tmp_path / "2.jsonl", [dapo("1+1=?", "3"), dapo("2+2=?", "4.0"), dapo("5+5=?", "ten"), dapo("3+3=?", "6")]
     )
-    sets = load(tmp_path / "out", train=first + second)
+    sets = load(train=first + second)
     assert {p.text for p in sets.train} == {"2+2=?", "5+5=?", "3+3=?"}
     counts = [
         (r.num_read, r.num_kept, r.num_conflicting, r.num_duplicates, r.num_unparseable)
@@ -167,7 +165,7 @@ def test_rows_of_two_sources_conflict_as_those_of_one_do(tmp_path: Path) -> None
 
 def test_problems_whose_exponents_differ_are_two_problems(tmp_path: Path) -> None:
     rows = [dapo("2\u00b3=?", "8"), dapo("23=?", "23"), dapo("1\u00bd*2=?", "3"), dapo("11/2*2=?", "11")]
-    sets = load(tmp_path / "out", train=write(tmp_path / "dapo.jsonl", rows))
+    sets = load(train=write(tmp_path / "dapo.jsonl", rows))
     assert {p.answer for p in sets.train} == {"8", "23", "3", "11"}
 
 
@@ -188,7 +186,7 @@ def test_rows_without_a_problem_are_counted_and_the_first_is_named(
         {**dapo("2+2=?", "4"), "reward_model": None},  # without a usable answer
     ]
     with caplog.at_level(logging.WARNING):
-        sets = load(tmp_path / "out", train=write(tmp_path / "dapo.jsonl", rows), instruction="solve: {problem}")
+        sets = load(train=write(tmp_path / "dapo.jsonl", rows), instruction="solve: {problem}")
     kept = record(sets, "train")
     assert (kept.num_read, kept.num_kept, kept.num_empty, kept.num_unparseable) == (7, 1, 5, 1)
     assert "data.train: 5 rows have no usable problem, the first: row 2 of " in caplog.text
@@ -197,7 +195,7 @@ def test_rows_without_a_problem_are_counted_and_the_first_is_named(
 
 def test_rows_of_another_type_are_counted_too(tmp_path: Path) -> None:
     rows = [{"problem": "1+1=?", "answer": 2}, {"problem": 5, "answer": "2"}, {"problem": "2+2=?", "answer": None}]
-    sets = load(tmp_path / "out", train=write(tmp_path / "rows.jsonl", rows))
+    sets = load(train=write(tmp_path / "rows.jsonl", rows))
     kept = record(sets, "train")
     assert (kept.num_kept, kept.num_empty, kept.num_unparseable) == (1, 1, 1)
 
@@ -210,7 +208,6 @@ def test_all_turns_of_a_chat_are_rendered_and_name_it(tmp_path: Path) -> None:
     one = chat(("system", "be brief"), ("user", "1+1=?"), ("assistant", "2"), ("user", "2+2=?"), answer="4")
     other = chat(("system", "be kind"), ("user", "1+1=?"), ("assistant", "2"), ("user", "2+2=?"), answer="5")
     sets = load(
-        tmp_path / "out",
         train=write(tmp_path / "rows.jsonl", [one, other]),
         instruction="solve {problem}",
         max_prompt_tokens=128,
@@ -228,7 +225,7 @@ def test_all_turns_of_a_chat_are_rendered_and_name_it(tmp_path: Path) -> None:
 def test_a_validation_problem_is_held_out_whatever_is_said_before_it(tmp_path: Path) -> None:
     validation = write(tmp_path / "aime.jsonl", [{"problem": "9+9=?", "answer": "18"}])
     rows = [chat(("system", "be brief"), ("user", "9+9=?"), answer="18"), dapo("1+1=?", "2")]
-    sets = load(tmp_path / "out", train=write(tmp_path / "rows.jsonl", rows), validation=validation)
+    sets = load(train=write(tmp_path / "rows.jsonl", rows), validation=validation)
     assert [p.text for p in sets.train] == ["1+1=?"]
     assert record(sets, "train").num_held_out == 1
 
@@ -255,17 +252,15 @@ def test_turns_that_the_chat_template_does_not_take_are_counted_and_said(
     tokenizer.chat_template = template
     system = chat(("system", "be brief"), ("user", "2+2=?"), answer="4")
     with caplog.at_level(logging.WARNING):
-        sets = load(
-            tmp_path / "1", tokenizer=tokenizer, train=write(tmp_path / "a.jsonl", [dapo("1+1=?", "2"), system])
-        )
+        sets = load(tokenizer=tokenizer, train=write(tmp_path / "a.jsonl", [dapo("1+1=?", "2"), system]))
     assert (record(sets, "train").num_kept, record(sets, "train").num_empty) == (1, 1)
     assert reason in caplog.text
     with pytest.raises(ConfigError, match=r"data\.train must leave at least one prompt, got 0; found .*chat template"):
-        load(tmp_path / "2", tokenizer=tokenizer, train=write(tmp_path / "b.jsonl", [system]))
+        load(tokenizer=tokenizer, train=write(tmp_path / "b.jsonl", [system]))
 
 
-def test_synthetic_sets_load_by_the_same_code_and_are_accounted_for(tmp_path: Path) -> None:
-    sets = load(tmp_path, num_validation_problems=5)
+def test_synthetic_sets_load_by_the_same_code_and_are_accounted_for() -> None:
+    sets = load(num_validation_problems=5)
     train = record(sets, "train")
     # 20 problems x 3 copies, 2 conflicting rows, 1 leaked validation problem; a conflict drops its 3 copies as well.
     assert (train.num_read, train.num_conflicting, train.num_held_out) == (63, 8, 1)
@@ -297,7 +292,7 @@ def test_synthetic_sets_load_by_the_same_code_and_are_accounted_for(tmp_path: Pa
 def test_schemas_with_answers_give_the_bare_problem_and_its_answer(tmp_path: Path, row: Row) -> None:
     if "reward_model" in row and not row["reward_model"]:
         row = {**row, "reward_model": {"ground_truth": "2"}}
-    sets = load(tmp_path / "out", train=write(tmp_path / "rows.jsonl", [row]))
+    sets = load(train=write(tmp_path / "rows.jsonl", [row]))
     assert [(p.text, p.answer, p.id) for p in sets.train] == [("1+1=?", "2", prompt_id("1+1=?"))]
 
 
@@ -318,7 +313,7 @@ def test_schemas_with_answers_give_the_bare_problem_and_its_answer(tmp_path: Pat
     ids=["ultrachat", "magpie"],
 )
 def test_chat_schemas_give_what_the_user_says(tmp_path: Path, row: Row) -> None:
-    sets = load(tmp_path / "out", draft_general=write(tmp_path / "rows.jsonl", [row]))
+    sets = load(draft_general=write(tmp_path / "rows.jsonl", [row]))
     assert [(p.text, p.answer) for p in sets.draft_general] == [("copy: fox", "")]
 
 
@@ -328,21 +323,21 @@ def test_parquet_and_directories_are_read_as_json_lines_are(tmp_path: Path) -> N
     (tmp_path / "rows").mkdir()
     Dataset.from_list([dapo("1+1=?", "2")]).to_parquet(tmp_path / "rows" / "a.parquet")
     Dataset.from_list([dapo("2+2=?", "4")]).to_parquet(tmp_path / "rows" / "b.parquet")
-    sets = load(tmp_path / "out", train=(SourceConfig(path=str(tmp_path / "rows")),))
+    sets = load(train=(SourceConfig(path=str(tmp_path / "rows")),))
     assert {p.text for p in sets.train} == {"1+1=?", "2+2=?"}
 
 
 def test_training_gives_up_what_a_draft_set_has(tmp_path: Path) -> None:
     draft = write(tmp_path / "draft.jsonl", [dapo("1+1=?", "2")])
     train = write(tmp_path / "train.jsonl", [dapo("1+1=?", "2"), dapo("2+2=?", "4")])
-    sets = load(tmp_path / "out", train=train, draft_in_domain=draft)
+    sets = load(train=train, draft_in_domain=draft)
     assert [p.text for p in sets.train] == ["2+2=?"]
     assert record(sets, "train").num_held_out == 1
 
 
 def test_the_instruction_is_what_the_policy_reads_but_not_what_names_the_problem(tmp_path: Path) -> None:
     train = write(tmp_path / "train.jsonl", [dapo("1+1=?", "2")])
-    sets = load(tmp_path / "out", train=train, instruction="solve: {problem}")
+    sets = load(train=train, instruction="solve: {problem}")
     text = TOKENIZER.decode(list(sets.train[0].token_ids))
     assert text == "<|im_start|><|user|>solve: 1+1=?<|im_end|><|im_start|><|assistant|>"
     assert sets.train[0].id == prompt_id("1+1=?")
@@ -350,22 +345,22 @@ def test_the_instruction_is_what_the_policy_reads_but_not_what_names_the_problem
 
 def test_max_rows_bounds_the_rows_read(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [dapo(f"{n}+1=?", str(n + 1)) for n in range(20)])
-    sets = load(tmp_path / "out", train=(SourceConfig(path=str(tmp_path / "train.jsonl"), max_rows=5),))
+    sets = load(train=(SourceConfig(path=str(tmp_path / "train.jsonl"), max_rows=5),))
     assert (record(sets, "train").num_read, len(sets.train)) == (5, 5)
 
 
 def test_the_order_follows_the_seed_and_not_the_order_of_the_rows(tmp_path: Path) -> None:
     rows = [dapo(f"{n}+1=?", str(n + 1)) for n in range(20)]
     forward, backward = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows[::-1])
-    first = load(tmp_path / "1", train=forward).train
-    assert load(tmp_path / "2", train=backward).train == first
-    assert load(tmp_path / "3", train=forward, seed=1).train != first
+    first = load(train=forward).train
+    assert load(train=backward).train == first
+    assert load(train=forward, seed=1).train != first
 
 
 def test_a_prompt_has_what_its_row_holds_for_a_reward_and_keeps_it_when_written(tmp_path: Path) -> None:
     bare = {name: cell for name, cell in dapo("2+2=?", "4").items() if name in ("prompt", "reward_model")}
     with_extras, without = (write(tmp_path / f"{i}.jsonl", [row]) for i, row in enumerate((dapo("1+1=?", "2"), bare)))
-    sets = load(tmp_path / "out", train=(*with_extras, *without))
+    sets = load(train=(*with_extras, *without))
     write_prompt_sets(sets, tmp_path / "kept")
     for found in (sets, read_prompt_sets(tmp_path / "kept")):
         assert {each.text: (each.data_source, each.extra) for each in found.train} == {
@@ -375,7 +370,7 @@ def test_a_prompt_has_what_its_row_holds_for_a_reward_and_keeps_it_when_written(
 
 
 def test_prompt_sets_are_read_back_as_they_were_written(tmp_path: Path) -> None:
-    sets = load(tmp_path / "raw")
+    sets = load()
     write_prompt_sets(sets, tmp_path / "sets")
     assert read_prompt_sets(tmp_path / "sets") == sets
 
@@ -428,12 +423,12 @@ def test_a_batch_larger_than_the_set_is_refused() -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     source = (SourceConfig(path=str(tmp_path / "none.jsonl")),)
     with pytest.raises(ConfigError, match=r"data\.train must be a file or directory that exists, got '.*none\.jsonl'"):
-        load(tmp_path / "out", train=source)
+        load(train=source)
 
 
-def test_something_that_is_no_source_is_refused(tmp_path: Path) -> None:
+def test_something_that_is_no_source_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.train must be a hub id \(owner/name\), a local file"):
-        load(tmp_path, train=(SourceConfig(path="dapo"),))
+        load(train=(SourceConfig(path="dapo"),))
 
 
 def test_wrong_columns_are_listed_with_the_known_schemas(tmp_path: Path) -> None:
@@ -441,13 +436,13 @@ def test_wrong_columns_are_listed_with_the_known_schemas(tmp_path: Path) -> None
     with pytest.raises(
         ConfigError, match=r"data\.train must have .* got label, question in .*known: .*DAPO.*AIME-2024"
     ):
-        load(tmp_path / "out", train=source)
+        load(train=source)
 
 
 def test_a_column_of_another_shape_is_shown(tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", [{"prompt": "1+1=?", "reward_model": {"ground_truth": "2"}}])
     with pytest.raises(ConfigError, match=r"data\.train must follow the schema DAPO-Math-17k .* in row 1 of"):
-        load(tmp_path / "out", train=source)
+        load(train=source)
 
 
 @pytest.mark.parametrize("text", ["", "{not json\n"], ids=["empty", "broken"])
@@ -456,32 +451,32 @@ def test_an_empty_or_broken_file_is_refused(tmp_path: Path, text: str) -> None:
     rule = "must be readable" if text else "must have rows"
     cause = r" \(row 1 of .*rows\.jsonl: Expecting" if text else ""
     with pytest.raises(ConfigError, match=rf"data\.train {rule}, got '.*rows\.jsonl'{cause}"):
-        load(tmp_path / "out", train=(SourceConfig(path=str(tmp_path / "rows.jsonl")),))
+        load(train=(SourceConfig(path=str(tmp_path / "rows.jsonl")),))
 
 
 def test_a_set_without_parseable_answers_is_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", [dapo("1+1=?", "two"), dapo("2+2=?", "four")])
     with pytest.raises(ConfigError, match=r"data\.train must have parseable answers, got \['four', 'two'\]"):
-        load(tmp_path / "out", train=source)
+        load(train=source)
 
 
 def test_a_training_set_without_answers_is_refused(tmp_path: Path) -> None:
     row = {"prompt": "a", "prompt_id": "a", "messages": [{"role": "user", "content": "a"}]}
     with pytest.raises(ConfigError, match=r"data\.train must have answers, got .* with the schema UltraChat-200k"):
-        load(tmp_path / "out", train=write(tmp_path / "rows.jsonl", [row]))
+        load(train=write(tmp_path / "rows.jsonl", [row]))
 
 
 def test_a_set_of_which_nothing_is_left_says_where_it_went(tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", [dapo("1+" * 40 + "1=?", "41")])
     with pytest.raises(ConfigError, match=r"data\.train must leave at least one prompt, got 0; found .*num_too_long=1"):
-        load(tmp_path / "out", train=source)
+        load(train=source)
 
 
 def test_another_number_of_validation_problems_says_what_was_found(tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", [{"problem": "1+1=?", "answer": "2"}] * 32)
     message = r"data\.validation must give 30 unique problems, got 1; found .*num_read=32.*num_duplicates=31"
     with pytest.raises(ConfigError, match=message):
-        load(tmp_path / "out", validation=source, num_validation_problems=30)
+        load(validation=source, num_validation_problems=30)
 
 
 def numbered(name: str, count: int) -> tuple[Prompt, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,32 +25,30 @@ SUMS = "reasoning_gym:chain_sum"
 pytestmark = pytest.mark.usefixtures("stand_in")
 
 
-def load(directory: Path, **changes: Any) -> PromptSets:
+def load(**changes: Any) -> PromptSets:
     source = {"path": SUMS, "config": {"size": 20}}
     sets = {name: (SourceConfig(**source),) for name in ("train", "validation")}
     config = DataConfig(**{"max_prompt_tokens": 128, "synthetic": SyntheticConfig(num_draft_rows=5), **sets, **changes})
     with open_reward(RewardConfig()) as reward:
-        return load_prompt_sets(
-            config, tokenizer=TOKENIZER, gradable=reward.gradable, equal=reward.equal, directory=directory
-        )
+        return load_prompt_sets(config, tokenizer=TOKENIZER, gradable=reward.gradable, equal=reward.equal)
 
 
-def test_a_task_makes_the_rows_of_a_set_by_its_settings_and_by_the_seed(tmp_path: Path) -> None:
+def test_a_task_makes_the_rows_of_a_set_by_its_settings_and_by_the_seed() -> None:
     short = SourceConfig(path=SUMS, config={"min_terms": 2, "max_terms": 2, "size": 12})
-    first = load(tmp_path, train=(short,))
+    first = load(train=(short,))
     assert {prompt.text.count("+") for prompt in first.train} == {1}
-    assert load(tmp_path, train=(short,)).train == first.train
-    assert {prompt.text for prompt in load(tmp_path, train=(short,), seed=1).train} != {p.text for p in first.train}
+    assert load(train=(short,)).train == first.train
+    assert {prompt.text for prompt in load(train=(short,), seed=1).train} != {p.text for p in first.train}
     record = next(each for each in first.records if each.name == "train")
     assert (record.source, record.num_read) == (SUMS, 12)
     fixed = SourceConfig(path=SUMS, config={"seed": 7, "size": 30}, max_rows=4)
-    with_seed = load(tmp_path, train=(fixed,))
-    assert {p.text for p in with_seed.train} == {p.text for p in load(tmp_path, train=(fixed,), seed=1).train}
+    with_seed = load(train=(fixed,))
+    assert {p.text for p in with_seed.train} == {p.text for p in load(train=(fixed,), seed=1).train}
     assert len(with_seed.train) == 4
 
 
-def test_its_prompts_are_scored_by_the_task_itself_and_others_by_mathematics(tmp_path: Path) -> None:
-    sets = load(tmp_path, validation=(SourceConfig(path="synthetic"),))
+def test_its_prompts_are_scored_by_the_task_itself_and_others_by_mathematics() -> None:
+    sets = load(validation=(SourceConfig(path="synthetic"),))
     asked = [sets.train[0]] * 5 + [sets.validation[0]] * 2
     right, other = sets.train[0].answer, sets.validation[0].answer
     responses = [
@@ -81,15 +78,15 @@ def test_its_prompts_are_scored_by_the_task_itself_and_others_by_mathematics(tmp
 """
 )
 def test_an_unknown_task_and_settings_that_it_does_not_take_are_refused(
-    refusal: Callable[..., str], tmp_path: Path, given: str, expected: str
+    refusal: Callable[..., str], given: str, expected: str
 ) -> None:
-    assert refusal(lambda: load(tmp_path, train=(SourceConfig(**yaml.safe_load(given)),))) == expected
+    assert refusal(lambda: load(train=(SourceConfig(**yaml.safe_load(given)),))) == expected
 
 
-def test_without_the_package_the_error_says_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
     with pytest.raises(
         ConfigError, match=r"^data\.validation must have the package .*; install it: python -m pip inst"
     ):
-        load(tmp_path)
+        load()

@@ -70,13 +70,7 @@ BLANK = [
     "\u202e\u202c",
     "\ufe0f",
 ]
-BLANK += ["\x00\x07", "$$", "\\[ \\]", "&nbsp;", "<p></p>", "**", "Problem: ", "Question:\nAnswer:", "\u200b" * 500]
-BLANK += [
-    "Let's think step by step.",
-    "Please reason step by step, and put your final answer within \\boxed{}.",
-    "Let's think step by step and output the final answer within \\boxed{}.",
-    'Let\'s think step by step and output the final answer after "####".',
-]
+BLANK += ["\x00\x07", "\u200b" * 500]
 ASKING = [
     "?",
     "0",
@@ -93,7 +87,7 @@ ASKING = [
 
 
 @pytest.mark.parametrize(("text", "blank"), [*((each, True) for each in BLANK), *((each, False) for each in ASKING)])
-def test_what_shows_nothing_or_a_frame_around_nothing_is_blank(text: str, blank: bool) -> None:
+def test_what_shows_nothing_is_blank(text: str, blank: bool) -> None:
     assert is_blank(text) is blank
 
 

@@ -36,7 +36,6 @@ def prompt_sets(recipe: Recipe, tools: Tools) -> PromptSets:
         tokenizer=support.tokenizer(tools.directory / "tokenizer"),
         gradable=AnyAnswer().gradable,
         equal=AnyAnswer().equal,
-        directory=tools.directory / "sources",
     )
 
 

@@ -166,4 +166,4 @@ def test_every_number_of_a_recipe_that_takes_prompts_is_held_against_its_own_set
     }
     recipe = load_recipe("tiny", overrides=merge(small, overrides))
     with pytest.raises(ConfigError, match=message):
-        recipe_prompt_sets(recipe, build_tokenizer(max_length=512), tmp_path)
+        recipe_prompt_sets(recipe, build_tokenizer(max_length=512))

@@ -272,6 +272,7 @@ def test_work_is_cut_at_the_ends_of_a_step_and_counted_in_both() -> None:
     with activity.busy():
         clock.now = 3.0
         assert activity.between(0.0, 2.0) == [(1.0, 2.0)]  # what goes on is included
+        assert activity.between(0.0, 1.0) == []
         activity.forget(2.0)
         clock.now = 5.0
     with activity.busy():
