@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import cycle
@@ -444,29 +444,27 @@ def start_engine(
     how = {"is_in_flight": is_in_flight, "returns_routes": returns_routes}
     arguments = engine_arguments(config, **how)
     key = json.dumps([asdict(config), speculative_config, architectures, asdict(layout), arguments])
-    engine = idle_engines.take(key)
-    try:
-        if engine is None:
-            engine = _new_engine(policy, config, speculative_config, layout, how)
-        else:
-            engine.run_in_flight(None)
-            engine.refit(WeightFiles(policy=policy, policy_version=0, draft=draft))
-            told = speculative_config or {}
-            if told.get("method") == HISTORY:
-                engine.forget()
-            if SCHEDULE in told:  # an earlier block may have changed it
-                entries = told[SCHEDULE]
-                engine.draft_by(
-                    [ScheduleEntry(batch_from=low, batch_to=high, num_speculative_tokens=k) for low, high, k in entries]
-                )
+    with idle_engines.lent(
+        key, lambda: _new_engine(policy, config, speculative_config, layout, how), capacity=config.num_kept_idle
+    ) as (engine, is_kept):
+        if is_kept:
+            _start_again(engine, WeightFiles(policy=policy, policy_version=0, draft=draft), speculative_config or {})
         if is_in_flight:
             engine.run_in_flight(kv_cache)
         yield engine
-    except BaseException:
-        if engine is not None:
-            engine.close()
-        raise
-    idle_engines.put(key, engine, capacity=config.num_kept_idle)
+
+
+def _start_again(engine: RemoteEngine, weights: WeightFiles, speculative_config: Mapping[str, Any]) -> None:
+    """Undo what an earlier block has changed in idle engines, and give them other weights."""
+    engine.run_in_flight(None)
+    engine.refit(weights)
+    if speculative_config.get("method") == HISTORY:
+        engine.forget()
+    if SCHEDULE in speculative_config:
+        entries = speculative_config[SCHEDULE]
+        engine.draft_by(
+            [ScheduleEntry(batch_from=low, batch_to=high, num_speculative_tokens=k) for low, high, k in entries]
+        )
 
 
 def _new_engine(
