@@ -155,6 +155,10 @@ class Part:
     numbers: Tensor
 
 
+Report = tuple[list[Slice], Sum, str]
+"""What a rank has written: slices, size and digest of its file, and the rank's host."""
+
+
 class CheckpointWriter:
     """Writer of one checkpoint at a time; every rank calls each method, in the same order.
 
@@ -229,25 +233,25 @@ class CheckpointWriter:
         return slices
 
 
-def _write_mine(ranks: LearnerRanks, path: Path, slices: dict[Slice, Tensor]) -> tuple[list[Slice], Sum]:
+def _write_mine(ranks: LearnerRanks, path: Path, slices: dict[Slice, Tensor]) -> Report:
     directory = partial_directory(path)
     directory.mkdir(parents=True, exist_ok=True)  # rank 0 has made it, which a network file system may show later
     tensors = {each.key: tensor for each, tensor in slices.items()}
-    return list(slices), write_tensors(directory / rank_file(ranks.rank), tensors)
+    return list(slices), write_tensors(directory / rank_file(ranks.rank), tensors), this_host()
 
 
-def _publish(path: Path, reports: list[tuple[list[Slice], Sum]], state: dict[str, Any], patience_s: float) -> None:
+def _publish(path: Path, reports: list[Report], state: dict[str, Any], patience_s: float) -> None:
     directory = partial_directory(path)
     sums = {}
-    for rank, (_, total) in enumerate(reports):
+    for rank, (_, total, host) in enumerate(reports):
         file = directory / rank_file(rank)
         if not _soon(lambda f=file, n=total.num_bytes: f.is_file() and f.stat().st_size == n, patience_s):
             raise CheckpointWriteError(
-                f"does not see {file}, which rank {rank} has written: put checkpoints on storage that every host of "
-                "the learner shares"
+                f"does not see {file}, which rank {rank} on host {host} has written: put checkpoints on storage that "
+                "every host of the learner shares"
             )
         sums[file.name] = total
-    index = indexed(chain.from_iterable(slices for slices, _ in reports))
+    index = indexed(chain.from_iterable(slices for slices, *_ in reports))
     sums[INDEX] = write_json(directory / INDEX, index_to_json(index))
     sums[STATE] = write_json(directory / STATE, state)
     listed = {name: asdict(each) for name, each in sums.items()}

@@ -245,7 +245,7 @@ def test_ranks_whose_hosts_share_no_storage_are_told_so_when_they_save(tmp_path:
         (tmp_path / str(host) / "c.partial").mkdir(parents=True)  # left there by a run before: not the same directory
     errors = on_each(lambda each: save(each, tmp_path / str(each.rank) / "c"))
     assert all(isinstance(error, CheckpointWriteError) for error in errors)
-    assert "rank-00001.safetensors, which rank 1 has written" in str(errors[0])
+    assert "rank-00001.safetensors, which rank 1 on host " in str(errors[0])
     assert "put checkpoints on storage that every host of the learner shares" in str(errors[0])
     assert not (tmp_path / "0" / "c.partial").exists()
 
