@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, TemplateError, meta
@@ -92,3 +94,18 @@ def _template_arguments(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     found = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys()
     return sorted(name for name in found - _GIVEN if not name.endswith("_token"))
+
+
+def end_token_ids(model: Path) -> tuple[int, ...]:
+    """Read the ids of the tokens that end a response, those of a model's config.json first.
+
+    An export has no generation_config.json.
+
+    Raises:
+        ConfigError: no file names one.
+    """
+    files = [model / name for name in ("config.json", "generation_config.json")]
+    given = [json.loads(file.read_text()).get("eos_token_id") for file in files if file.is_file()]
+    found = [token for ids in given if ids is not None for token in (ids if isinstance(ids, list) else [ids])]
+    require(bool(found), "policy.model", "must name an eos_token_id in its config.json", None, f"see {model}")
+    return tuple(dict.fromkeys(found))

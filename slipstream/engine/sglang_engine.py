@@ -16,10 +16,11 @@ from typing import Any
 
 import slipstream
 from slipstream.config import require
+from slipstream.data.chat import end_token_ids
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import Portion, Trace
 from slipstream.engine.requests import GroupRequest, group_requests
-from slipstream.engine.vllm_engine import loadable, stop_token_ids
+from slipstream.engine.vllm_engine import loadable
 from slipstream.records.steps import ScheduleEntry
 from slipstream.refit.channel import Location, here
 from slipstream.refit.config import Channel, EngineState, WeightFiles
@@ -174,7 +175,7 @@ class SglangEngine:
         """
         assert not is_in_flight and not returns_routes, "the recipe refuses them"
         _require_vllm(speculative_config is None, "no speculation was seen on SGLang: train --arms autoregressive")
-        self._stop_token_ids = stop_token_ids(policy)
+        self._stop_token_ids = end_token_ids(policy)
         self._max_model_len = config.max_model_len
         arguments = sglang_arguments(policy, config)
         self._child = SglangChild(command or [str(sglang_python()), "-c", _MAIN], sglang_environment(config))

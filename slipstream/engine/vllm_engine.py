@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import glob
 import itertools
-import json
 import os
 import tempfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import require
+from slipstream.data.chat import end_token_ids
 from slipstream.engine.acceptance import acceptance_between
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.history_drafts import HISTORY, history_settings, told_vllm
@@ -114,18 +114,6 @@ def without_gpu() -> str:
     return f"vLLM would generate on {current_platform.device_name!r}" if current_platform.is_cpu() else ""
 
 
-def stop_token_ids(policy: Path) -> tuple[int, ...]:
-    """Read the end-of-sequence tokens of config.json and, if present, generation_config.json."""
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        path = policy / name
-        if path.is_file():
-            eos = json.loads(path.read_text()).get("eos_token_id")
-            ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    require(bool(ids), "policy.model", "must name an eos_token_id in its config.json", str(policy))
-    return tuple(sorted(ids))
-
-
 def sampling_params(sampling: SamplingConfig, stop_tokens: Sequence[int]) -> Any:
     """Convert to vLLM's sampling parameters."""
     from vllm import SamplingParams
@@ -210,7 +198,7 @@ class VllmEngine:
             from slipstream.engine.weight_transfer import BACKEND
 
         how = {"is_in_flight": is_in_flight, "can_sleep": can_sleep, "returns_routes": returns_routes}
-        self._stop_token_ids, self._weight_format = stop_token_ids(policy), config.weight_format
+        self._stop_token_ids, self._weight_format = end_token_ids(policy), config.weight_format
         with ExitStack() as links:
             self._llm: Any = LLM(
                 str(links.enter_context(loadable(policy))),

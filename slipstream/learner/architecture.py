@@ -15,6 +15,7 @@ from typing import Any
 
 from slipstream.catalog import ModelShape
 from slipstream.config import ConfigError, from_mapping, require, to_mapping
+from slipstream.data.chat import end_token_ids
 from slipstream.learner.config import LoraConfig, LoraTarget, ParallelConfig, RopeConfig, RopeType, ScratchConfig
 from slipstream.types import Dtype
 
@@ -212,7 +213,7 @@ class Architecture:
         require(not missing, "policy.model", "must name its sizes in config.json", f"no {missing}", f"see {path}")
         _require_computed(config, family, path)
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        first, *more = _eos_token_ids(config, path)
+        first, *more = end_token_ids(path)
         return cls(
             family=family,
             vocab_size=config["vocab_size"],
@@ -360,15 +361,6 @@ def _require_computed(config: Mapping[str, Any], family: Family, path: Path) -> 
         dim = config.get("head_dim") or hidden // heads
         rule = f"the head_dim of a {family.name} must be hidden_size / num_attention_heads = {hidden} / {heads}"
         require(dim * heads == hidden, "policy.model", f"{rule}, as vLLM has it", dim, where)
-
-
-def _eos_token_ids(config: Mapping[str, Any], path: Path) -> list[int]:
-    """Ids of the tokens that end a response, those of config.json first: an export has no generation_config.json."""
-    generation = path / "generation_config.json"
-    more = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
-    found = [ids if isinstance(ids, list) else [ids] for ids in (config.get("eos_token_id"), more) if ids is not None]
-    require(bool(found), "policy.model", "must name an eos_token_id in its config.json", None, f"see {path}")
-    return list(dict.fromkeys(each for ids in found for each in ids))
 
 
 def num_positions(config: Mapping[str, Any]) -> int:

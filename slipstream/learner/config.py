@@ -281,8 +281,8 @@ class LearnerConfig(Checked, path="learner"):
     packing: Packing = Packing.AUTO
     """Sequences of a micro-batch one behind the other, without padding. Set by tests and comparisons."""
     logprob_chunk_tokens: PositiveInt | None = None
-    """Tokens whose logits are held at once, at the price of computing them twice; null holds a micro-batch's. Set it
-    where logits fill memory."""
+    """Tokens whose logits are held at once; null holds those of all labels of a micro-batch. Set it where logits fill
+    memory."""
     recompute: Recompute = Recompute.NONE
     """Parts of a layer computed anew for the gradient. Set it where activations fill memory."""
     distributed_optimizer: Switch = False

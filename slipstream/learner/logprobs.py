@@ -6,8 +6,7 @@ counts are computed. `conditionals` serves the losslessness certificate: statist
 distribution from which a sampler should have sampled the token.
 
 Legend: `T` tokens, `B` sequences, `N` tokens whose label counts, `C` tokens of a chunk, `H` hidden size, `V` this
-    rank's
-part of the vocabulary (in `conditionals` the whole vocabulary).
+rank's part of the vocabulary (in `conditionals` the whole vocabulary).
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -53,7 +50,7 @@ class TokenScores:
     """Logprobs and entropy of a micro-batch's labels under the policy, at one temperature."""
 
     logprobs_BT: Tensor  # with gradient; undefined where a label does not count
-    entropy: Tensor | None  # scalar without gradient: sum of nats over the labels that count; None: not requested
+    entropy: Tensor  # scalar without gradient: sum of nats over the labels that count
 
 
 class OutputHead:
@@ -71,9 +68,7 @@ class OutputHead:
         self._adds_to_main_grad = adds_to_main_grad
         self._group = parallel.tensor_group()
 
-    def scores(
-        self, hidden_TBH: Tensor, batch: MicroBatch, temperature: float, *, with_entropy: bool = False
-    ) -> TokenScores:
+    def scores(self, hidden_TBH: Tensor, batch: MicroBatch, temperature: float) -> TokenScores:
         """Compute logprobs of a micro-batch's labels under softmax(logits / temperature).
 
         Args:
@@ -81,19 +76,6 @@ class OutputHead:
                 tokens.
         """
         labels_BT, mask_BT = (parallel.context_part(each, 1) for each in (batch.labels_BT, batch.mask_BT))
-        if self._chunk_tokens is None:
-            own = self._whole(hidden_TBH, labels_BT, mask_BT, temperature, with_entropy=with_entropy)
-        else:
-            own = self._chunked(hidden_TBH, labels_BT, mask_BT, temperature, chunk_tokens=self._chunk_tokens)
-        entropy = None
-        if with_entropy:
-            assert own.entropy is not None
-            entropy = parallel.all_reduce(own.entropy, parallel.context_group())
-        return TokenScores(logprobs_BT=parallel.all_tokens(own.logprobs_BT, 1), entropy=entropy)
-
-    def _chunked(
-        self, hidden_TBH: Tensor, labels_BT: Tensor, mask_BT: Tensor, temperature: float, *, chunk_tokens: int
-    ) -> TokenScores:
         hidden_NH = self._all_tokens(hidden_TBH).transpose(0, 1)[mask_BT]
         if self._group.size() > 1 and not self._gpt.config.sequence_parallel:
             # The backward pass sums the gradient over ranks. Megatron drops the sum of a gradient that is not
@@ -106,13 +88,14 @@ class OutputHead:
             labels_BT[mask_BT],
             _Head(
                 temperature=temperature,
-                chunk_tokens=chunk_tokens,
+                chunk_tokens=self._chunk_tokens or max(1, len(hidden_NH)),
                 group=self._group,
                 main_grad_VH=cast(Any, weight_VH).main_grad if self._adds_to_main_grad else None,
             ),
         )
         logprobs_BT = logprobs_N.new_zeros(mask_BT.shape).masked_scatter(mask_BT, logprobs_N)
-        return TokenScores(logprobs_BT=logprobs_BT, entropy=entropy_N.sum())
+        entropy = parallel.all_reduce(entropy_N.sum(), parallel.context_group())
+        return TokenScores(logprobs_BT=parallel.all_tokens(logprobs_BT, 1), entropy=entropy)
 
     def rows(self, hidden_TBH: Tensor, batch: MicroBatch) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
         """Iterate over logits of the whole vocabulary, without gradient, by chunks of one sequence's tokens.
@@ -128,21 +111,6 @@ class OutputHead:
             for part in _chunks(len(labels_N), self._chunk_tokens or len(labels_N)):
                 shards = parallel.tensor_parallel_shards(hidden_NH[part] @ weight_VH.t())
                 yield number, part, torch.cat(shards, dim=-1), labels_N[part]
-
-    def _whole(
-        self, hidden_TBH: Tensor, labels_BT: Tensor, mask_BT: Tensor, temperature: float, *, with_entropy: bool
-    ) -> TokenScores:
-        logits_TBV, _ = self._gpt.output_layer(hidden_TBH, weight=output_weight(self._gpt))
-        logits_BTV = logits_TBV.transpose(0, 1).contiguous().float() / temperature
-        entropy = None
-        if with_entropy:
-            entropy_BT = _entropy(logits_BTV.detach(), self._group)
-            entropy = torch.where(mask_BT, entropy_BT, 0.0).sum()
-        if self._group.size() == 1:
-            losses = F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), reduction="none")
-            return TokenScores(logprobs_BT=-losses.view_as(labels_BT), entropy=entropy)
-        # The function overwrites its argument, a temporary of the division above.
-        return TokenScores(logprobs_BT=-vocab_parallel_cross_entropy(logits_BTV, labels_BT), entropy=entropy)
 
     def _all_tokens(self, hidden_TBH: Tensor) -> Tensor:
         """Gather the tokens of the tensor-parallel ranks under sequence parallelism.
@@ -250,13 +218,6 @@ def _moments(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
     mass_CV = logits_CV.exp()
     sum_C = mass_CV.sum(-1)
     return sum_C, mass_CV.mul_(logits_CV).sum(-1)
-
-
-def _entropy(logits_BTV: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Compute the entropy [B, T] of softmax(logits) in nats, over the vocabulary of all ranks."""
-    logits_NV = logits_BTV.flatten(0, 1)
-    sum_N, dot_N = parallel.all_reduce(torch.stack(_moments(logits_NV - largest(logits_NV, group)[:, None])), group)
-    return (sum_N.log() - dot_N / sum_N).view(logits_BTV.shape[:2])
 
 
 def processed_logprobs(logits_NV: Tensor, *, temperature: float, top_p: float, top_k: int) -> Tensor:

@@ -368,7 +368,7 @@ class MegatronPolicy:
         own = None if given is not None else ByToken(batch.token_ids, batch.prompt_lengths, self.device)
 
         def loss_of(hidden_TBH: Tensor, micro: MicroBatch) -> tuple[Tensor, Result]:
-            scores = self._head.scores(hidden_TBH, micro, update.temperature, with_entropy=True)
+            scores = self._head.scores(hidden_TBH, micro, update.temperature)
             logprobs_BT = scores.logprobs_BT
             if own is not None:
                 own.keep(logprobs_BT.detach(), micro)
@@ -385,7 +385,6 @@ class MegatronPolicy:
                 config=update.loss,
             )
             loss = part.loss / by
-            assert scores.entropy is not None
             sums = {"clipped": part.num_clipped, "kl": part.kl_sum, "entropy": scores.entropy}
             return loss, {"loss": loss.detach(), **sums}
 

@@ -165,7 +165,7 @@ class MtpTrainer:
         self._module, self._optimizer = with_optimizer(mtp, replace(learner, distributed_optimizer=False), optimizer)
         self.memory = TrainingMemory.of_megatron(self._module, self._optimizer, device)
         self._architecture, self._shard = architecture, parallel.current_shard()
-        self._held = held_parameters(mtp, self._optimizer, architecture, self._shard, table=mtp_mappings)
+        self._held = held_parameters(mtp, self._optimizer, mtp_mappings(architecture))
         self.num_updates = 0
 
     def step(
@@ -243,11 +243,11 @@ class MtpTrainer:
         """Gather the state that the next update depends on, independent of the layout; tensors may share its memory."""
         self.memory.onload()
         found = {_NUM_UPDATES: torch.tensor([self.num_updates])}
-        for mapping, held in zip(mtp_mappings(self._architecture), self._held, strict=True):
+        for held in self._held:
             assert held.stepped is not None
             for kind, own in {MAIN: held.stepped.main, **held.stepped.kept()}.items():
                 shards = parallel.tensor_parallel_shards(own.detach())
-                whole = hf_from_shards(mapping, shards, self._architecture)
+                whole = hf_from_shards(held.mapping, shards, self._architecture)
                 found |= {f"{kind}/{name}": tensor for name, tensor in whole}
         return found
 
@@ -263,11 +263,11 @@ class MtpTrainer:
             raise CheckpointError(f"the checkpoint must hold the policy's MTP layer, has no {missing[0]}")
         self.memory.onload()
         self.num_updates = int(state[_NUM_UPDATES])
-        for mapping, held in zip(mtp_mappings(self._architecture), self._held, strict=True):
+        for held in self._held:
             assert held.stepped is not None
             for kind, own in {MAIN: held.stepped.main, **held.stepped.reset(self.num_updates)}.items():
-                whole = {name: state[f"{kind}/{name}"] for name in mapping.hf}
-                ((_, mine),) = shard_from_hf(whole.__getitem__, self._architecture, self._shard, [mapping])
+                whole = {name: state[f"{kind}/{name}"] for name in held.mapping.hf}
+                ((_, mine),) = shard_from_hf(whole.__getitem__, self._architecture, self._shard, [held.mapping])
                 own.copy_(mine)
             held.parameter.copy_(held.stepped.main)
 

@@ -23,7 +23,7 @@ from slipstream.learner.weights import Shard
 def initialize(parallel: ParallelConfig) -> None:
     """Initialize Megatron's parallel state for a layout, once a process; a second policy shares the state.
 
-    The ranks of a learner form their process group before (`Rendezvous`); a process without a group is the only rank.
+    The ranks of a learner form their process group before (`rendezvous`); a process without a group is the only rank.
 
     Raises:
         ConfigError: the group's size is not the product of `parallel`, or the process was initialized with another

@@ -15,36 +15,25 @@ from torch._C._distributed_c10d import TCPStore
 from slipstream.config import require
 
 
-class Rendezvous:
-    """Store through which ranks form a process group: `listen` on rank 0, the constructor on the others."""
+def listen(address: str, *, world_size: int) -> TCPStore:
+    """Open a port of `address` that the system chooses; the socket stays open, so the port cannot be taken."""
+    listening = socket.create_server((address, 0))
+    port = int(listening.getsockname()[1])
+    return TCPStore(
+        address, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
 
-    def __init__(self, *, address: str, port: int, world_size: int, store: TCPStore | None = None) -> None:
-        self.address = address
-        self.port = port
-        self._world_size = world_size
-        self._store = store
 
-    @classmethod
-    def listen(cls, address: str, *, world_size: int) -> Rendezvous:
-        """Open a port of `address` that the system chooses; the socket stays open, so the port cannot be taken."""
-        listening = socket.create_server((address, 0))
-        port = int(listening.getsockname()[1])
-        store = TCPStore(
-            address, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
-        return cls(address=address, port=port, world_size=world_size, store=store)
+def join(store: TCPStore, rank: int, *, world_size: int, own_address: str) -> None:
+    """Form the process group; returns when all ranks have joined.
 
-    def join(self, rank: int, *, own_address: str) -> None:
-        """Form the process group; returns when all ranks have joined.
-
-        Args:
-            own_address: address of this host, whose network interface gloo uses unless `GLOO_SOCKET_IFNAME` is set. By
-                default gloo resolves the host's name, which is 127.0.0.1 in many containers.
-        """
-        store = self._store or TCPStore(self.address, self.port, self._world_size, is_master=False)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(own_address))
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=self._world_size)
+    Args:
+        own_address: address of this host, whose network interface gloo uses unless `GLOO_SOCKET_IFNAME` is set. By
+            default gloo resolves the host's name, which is 127.0.0.1 in many containers.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(own_address))
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
 def interface_of(address: str, interfaces: Mapping[str, Iterable[Any]] | None = None) -> str:

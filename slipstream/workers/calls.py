@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -74,13 +75,18 @@ class Crew:
     """Workers that are called together, with the name of the last call that all of them completed."""
 
     def __init__(self, workers: Sequence[Worker], deadline: Deadline, *, cause_s: float = _CAUSE_S) -> None:
+        """Take workers that have begun to start.
+
+        Args:
+            cause_s: time for which a worker's RuntimeError is held back, as another worker's death may be the cause.
+        """
         self.workers = tuple(workers)
         self.last_done = "nothing yet"
         self.deadline = deadline
         self._cause_s = cause_s
 
     def ask(self, what: str, call: Callable[[Any], Any], *, deadline: Deadline | None = None) -> list[Any]:
-        """Call all workers at once and return the answers in the order of the workers; raises as `answers` does.
+        """Call all workers at once and return the answers in the order of the workers; raises as `gather` does.
 
         Args:
             deadline: deadline for this call in place of the crew's.
@@ -106,11 +112,45 @@ class Crew:
         raise _silent([worker for worker, _ in calls], what, self.last_done, self.deadline)
 
     def gather(self, what: str, calls: Sequence[tuple[Worker, Any]], *, deadline: Deadline | None = None) -> list[Any]:
-        """Wait for the answers to calls that were made to some of the workers."""
+        """Wait for the answers to one call that some of the workers got.
+
+        Args:
+            what: name of the call in errors.
+            calls: each worker with Ray's reference to its answer.
+        Raises:
+            LostWorkerError: a worker died or missed the deadline, or a worker raised this error about others.
+            Exception: the error of a worker, with a note that names the worker; a ChannelBrokeError only without
+                another.
+        """
         deadline = deadline or self.deadline
-        found = answers(calls, what=what, deadline=deadline, last_done=self.last_done, cause_s=self._cause_s)
+        waiting = {ref: worker for worker, ref in calls}
+        found: dict[Any, Any] = {}
+        failed: list[Exception] = []
+        end_s = time.monotonic() + deadline.seconds
+        while waiting:
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, end_s - time.monotonic()))
+            if not done:
+                break
+            worker = waiting.pop(done[0])
+            try:
+                found[done[0]] = ray.get(done[0])
+            except RayTaskError as error:
+                error.add_note(f"{worker} failed during {what} (done before: {self.last_done})")
+                if isinstance(error, LostWorkerError):
+                    raise error.cause from error  # raised by the learner's rank 0 about an engine that it called
+                if not isinstance(error, RuntimeError):
+                    raise
+                failed.append(error)
+                end_s = min(end_s, time.monotonic() + self._cause_s)
+            except RayError as error:
+                raise _died(worker, error, what, self.last_done) from (failed[0] if failed else error)
+        own = [error for error in failed if not isinstance(error, ChannelBrokeError)]
+        if waiting and not own:
+            raise _silent(list(waiting.values()), what, self.last_done, deadline)
+        for error in own or failed:
+            raise error
         self.last_done = what
-        return found
+        return [found[ref] for _, ref in calls]
 
 
 class Proxy:
@@ -149,57 +189,9 @@ class Proxy:
 E = TypeVar("E", bound=Any)  # engines or a learner
 
 
-def answers(
-    calls: Sequence[tuple[Worker, Any]],
-    *,
-    what: str,
-    deadline: Deadline,
-    last_done: str = "nothing yet",
-    cause_s: float = _CAUSE_S,
-) -> list[Any]:
-    """Wait for the answers to one call that several workers got.
-
-    Args:
-        calls: each worker with Ray's reference to its answer.
-        what: name of the call in errors.
-        last_done: name of the call before, in errors.
-        cause_s: time for which a worker's RuntimeError is held back, as the death of another worker may be the cause.
-    Raises:
-        LostWorkerError: a worker died or missed the deadline, or a worker raised this error about others.
-        Exception: the error of a worker, with a note that names the worker; a ChannelBrokeError only without another.
-    """
-    waiting = {ref: worker for worker, ref in calls}
-    found: dict[Any, Any] = {}
-    failed: list[Exception] = []
-    end_s = time.monotonic() + deadline.seconds
-    while waiting:
-        done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, end_s - time.monotonic()))
-        if not done:
-            break
-        worker = waiting.pop(done[0])
-        try:
-            found[done[0]] = ray.get(done[0])
-        except RayTaskError as error:
-            error.add_note(f"{worker} failed during {what} (done before: {last_done})")
-            if isinstance(error, LostWorkerError):
-                raise error.cause from error  # raised by the learner's rank 0 about an engine that it called
-            if not isinstance(error, RuntimeError):
-                raise
-            failed.append(error)
-            end_s = min(end_s, time.monotonic() + cause_s)
-        except RayError as error:
-            raise _died(worker, error, what, last_done) from (failed[0] if failed else error)
-    own = [error for error in failed if not isinstance(error, ChannelBrokeError)]
-    if waiting and not own:
-        raise _silent(list(waiting.values()), what, last_done, deadline)
-    for error in own or failed:
-        raise error
-    return [found[ref] for _, ref in calls]
-
-
 def _is_answered(call: tuple[Worker, Any]) -> bool:
     try:
-        answers([call], what="its time at rest", deadline=_ALIVE)
+        Crew([call[0]], _ALIVE).gather("its time at rest", [call])
     except LostWorkerError:
         return False
     return True
@@ -302,6 +294,21 @@ class Idle(Generic[E]):
             surplus = [self._idle.pop(0)[1] for _ in range(len(self._idle) - capacity)]
         for longest_idle in surplus:
             longest_idle.close()
+
+    @contextmanager
+    def lent(self, key: str, start: Callable[[], E], *, capacity: int) -> Iterator[tuple[E, bool]]:
+        """Yield an entry for `key`, or a new process, and True for an entry; the end of the block returns it.
+
+        After an exception the process is closed, because its state is unknown.
+        """
+        kept = self.take(key)
+        process = start() if kept is None else kept
+        try:
+            yield process, kept is not None
+        except BaseException:
+            process.close()
+            raise
+        self.put(key, process, capacity=capacity)
 
     def end(self) -> None:
         """Close all entries."""

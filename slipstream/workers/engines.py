@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import cycle
@@ -185,7 +185,7 @@ class RemoteEngine(Proxy):
         self._lengths = SeenLengths()
         self._kv_cache: KvCache | None = None  # None outside generation in flight
         self._ledger = Ledger()
-        self._held: list[Portion] = []  # portions from a call in which another engine was lost
+        self._held: list[Portion] = []  # not returned yet; kept where another engine was lost
 
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
@@ -224,15 +224,11 @@ class RemoteEngine(Proxy):
     def advance(self, *, max_s: float) -> Portion:
         """Run all engines until one completes a group, about `max_s` seconds have passed, or no group is in flight."""
         end_s = time.monotonic() + max_s
-        portions, self._held = self._held, []
-        while self._ledger.requests and not any(portion.groups for portion in portions):
-            try:
-                portions += self._slice(max(0.0, end_s - time.monotonic()))
-            except LostWorkerError:
-                self._held = portions + self._held
-                raise
+        while self._ledger.requests and not any(portion.groups for portion in self._held):
+            self._hold_slice(max(0.0, end_s - time.monotonic()))
             if time.monotonic() >= end_s:
                 break
+        portions, self._held = self._held, []
         return together(portions, num_engines=len(self._crew.workers))
 
     def restart(self, indices: Sequence[int], *, seeds: Callable[[GroupRequest], tuple[int, ...]]) -> int:
@@ -360,29 +356,25 @@ class RemoteEngine(Proxy):
             calls = self._of_some(names, lambda each: each.actor.share_cores.remote(slots[each.name]))
             self._crew.gather(self._of("share_cores"), calls)
 
-    def _slice(self, max_s: float) -> list[Portion]:
-        """Run every engine that has groups: a single engine for `max_s`, several engines for a short slice."""
+    def _hold_slice(self, max_s: float) -> None:
+        """Run every engine that has groups: a single engine for `max_s`, several engines for a short slice.
+
+        Each engine is waited for on its own, so that the groups of one survive the death of another.
+        """
         is_alone = len(self._crew.workers) == 1
         arguments = {"max_s": max_s if is_alone else min(max_s, _SLICE_S), "stops_at_first": is_alone}
         busy = [worker.name for worker in self.workers if self._ledger.of(worker.name)]
-        calls = self._of_some(busy, lambda each: each.actor.advance.remote(**arguments))
-        portions, lost = self._answers(calls)
-        self._ledger.complete(index for portion in portions for index, _ in portion.groups)
-        if lost:
-            self._held = portions
-            raise LostWorkerError("; ".join(map(str, lost)), [worker for error in lost for worker in error.workers])
-        return portions
-
-    def _answers(self, calls: Sequence[tuple[Worker, Any]]) -> tuple[list[Portion], list[LostWorkerError]]:
-        """Wait for each engine on its own, so that the groups of one survive the death of another."""
-        portions: list[Portion] = []
         lost: list[LostWorkerError] = []
-        for call in calls:
+        for call in self._of_some(busy, lambda each: each.actor.advance.remote(**arguments)):
             try:
-                portions += self._crew.gather("generation in flight", [call])
+                (portion,) = self._crew.gather("generation in flight", [call])
             except LostWorkerError as error:
                 lost.append(error)
-        return portions, lost
+                continue
+            self._held.append(portion)
+            self._ledger.complete(index for index, _ in portion.groups)
+        if lost:
+            raise LostWorkerError("; ".join(map(str, lost)), [worker for error in lost for worker in error.workers])
 
     def _of_some(self, names: Collection[str], call: Callable[[Worker], Any]) -> list[tuple[Worker, Any]]:
         return [(engine, call(engine)) for engine in self.workers if engine.name in names]
@@ -444,29 +436,27 @@ def start_engine(
     how = {"is_in_flight": is_in_flight, "returns_routes": returns_routes}
     arguments = engine_arguments(config, **how)
     key = json.dumps([asdict(config), speculative_config, architectures, asdict(layout), arguments])
-    engine = idle_engines.take(key)
-    try:
-        if engine is None:
-            engine = _new_engine(policy, config, speculative_config, layout, how)
-        else:
-            engine.run_in_flight(None)
-            engine.refit(WeightFiles(policy=policy, policy_version=0, draft=draft))
-            told = speculative_config or {}
-            if told.get("method") == HISTORY:
-                engine.forget()
-            if SCHEDULE in told:  # an earlier block may have changed it
-                entries = told[SCHEDULE]
-                engine.draft_by(
-                    [ScheduleEntry(batch_from=low, batch_to=high, num_speculative_tokens=k) for low, high, k in entries]
-                )
+    with idle_engines.lent(
+        key, lambda: _new_engine(policy, config, speculative_config, layout, how), capacity=config.num_kept_idle
+    ) as (engine, is_kept):
+        if is_kept:
+            _start_again(engine, WeightFiles(policy=policy, policy_version=0, draft=draft), speculative_config or {})
         if is_in_flight:
             engine.run_in_flight(kv_cache)
         yield engine
-    except BaseException:
-        if engine is not None:
-            engine.close()
-        raise
-    idle_engines.put(key, engine, capacity=config.num_kept_idle)
+
+
+def _start_again(engine: RemoteEngine, weights: WeightFiles, speculative_config: Mapping[str, Any]) -> None:
+    """Undo what an earlier block has changed in idle engines, and give them other weights."""
+    engine.run_in_flight(None)
+    engine.refit(weights)
+    if speculative_config.get("method") == HISTORY:
+        engine.forget()
+    if SCHEDULE in speculative_config:
+        entries = speculative_config[SCHEDULE]
+        engine.draft_by(
+            [ScheduleEntry(batch_from=low, batch_to=high, num_speculative_tokens=k) for low, high, k in entries]
+        )
 
 
 def _new_engine(

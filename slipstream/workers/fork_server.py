@@ -1,9 +1,8 @@
-"""Imports packages once, and forks a worker from itself for each client that asks.
+"""Imports packages once, and forks a worker from itself for each request.
 
-Run as a file: fork_server.py SOCKET MODULE...
+Run as a file: fork_server.py FILE MODULE..., the number of the open socket from which requests come.
 """
 
-import array
 import ctypes
 import gc
 import importlib
@@ -15,19 +14,17 @@ import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG = 1
 _NAMESPACES = ("mnt", "net", "uts", "ipc", "pid")
 _NOT_BEFORE = ("slipstream", "tasks", "workflows", "tests", "ray")
+_MOST_BYTES = 1 << 20  # of a request
 
 
-def main(path: str, modules: list[str]) -> None:
-    """Import the modules, listen, and fork a worker for each client, until the process that started this one ends."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # its workers end with their Ray
+def main(file: int, modules: list[str]) -> None:
+    """Import the modules, and fork a worker for each request, until the process that sends them ends."""
     del sys.path[0]  # this file's directory
     before = dict(os.environ)
     for name in modules:
@@ -37,26 +34,28 @@ def main(path: str, modules: list[str]) -> None:
     assert not early, f"a worker imports {early} itself"
     gc.freeze()  # collecting in a worker would copy every page that it shares with the others
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listening.bind(f"{path}.new")
-    listening.listen(64)
-    os.rename(f"{path}.new", path)  # whoever sees it can connect
+    requests = socket.socket(fileno=file)
     while True:
-        connection, _ = listening.accept()
-        with connection:
-            if os.fork() == 0:
-                listening.close()
-                _work(connection, set_by_imports)
+        request, files, _, _ = socket.recv_fds(requests, _MOST_BYTES, 3)
+        if not request:
+            return  # the workers end with their Ray
+        if os.fork() == 0:
+            requests.close()
+            _work(json.loads(request), files, set_by_imports)
+        for each in files:
+            os.close(each)
 
 
-def _work(connection: socket.socket, set_by_imports: dict[str, str]) -> NoReturn:
-    """Become the worker that a client asks for."""
-    request, files = _received(connection)
+def _work(request: dict[str, Any], files: list[int], set_by_imports: dict[str, str]) -> NoReturn:
+    """Become the worker that a client asks for, whose output and connection are `files`."""
+    *output, connected = files
+    connection = socket.socket(fileno=connected)  # open until the worker ends, for which the client waits
+    connection.send(b"1")
     client, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     _enter_namespaces(client)
-    for file, number in zip(files, (1, 2), strict=True):
+    for file, number in zip(output, (1, 2), strict=True):
         os.dup2(file, number)
         os.close(file)
     os.chdir(request["cwd"])
@@ -71,17 +70,6 @@ def _work(connection: socket.socket, set_by_imports: dict[str, str]) -> NoReturn
     _reseed()
     runpy.run_path(argv[0], run_name="__main__")
     sys.exit()
-
-
-def _received(connection: socket.socket) -> tuple[dict[str, Any], Sequence[int]]:
-    """Return a request, and the files that came with it."""
-    data, ancillary, _, _ = connection.recvmsg(1 << 16, socket.CMSG_SPACE(2 * 4))
-    files = array.array("i")
-    for _, _, content in ancillary:
-        files.frombytes(content)
-    while part := connection.recv(1 << 16):
-        data += part
-    return json.loads(data), files
 
 
 def _enter_namespaces(client: int) -> None:
@@ -110,4 +98,4 @@ def _reseed() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(int(sys.argv[1]), sys.argv[2:])

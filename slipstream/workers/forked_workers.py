@@ -1,10 +1,11 @@
 """Ray's workers without GPUs, forked from a process that has imported what they import: 8 s less for an engine.
 
 Ray starts `fork_client` in place of a worker's Python. It asks the `Manager`, a thread of the process that runs the
-block `forked_workers`, for the socket of a `fork_server`, and that server forks the worker, in the namespaces, with the
-environment and the files of the client. None of our own modules is imported before the fork, and there is a server for
-each environment that libraries read while they are imported. It starts with the first worker that asks, and ends with
-the block. A process that has set CUDA up cannot be forked, so on hosts with GPUs workers are started as Ray does.
+block `forked_workers`, which passes the request and the client's files on to a `fork_server`, and that server forks the
+worker, in the namespaces and with the environment of the client. None of our own modules is imported before the fork,
+and there is a server for each environment that libraries read while they are imported. It starts with the first worker
+that asks, and ends with the block. A process that has set CUDA up cannot be forked, so on hosts with GPUs workers are
+started as Ray does.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ _READ = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "VLLM_", "TORCH", "PYTORCH_", "LD_
 _READ += ("TOKENIZERS_", "ATEN_", "ONEDNN_", "DNNL_", "GLOO_", "NCCL_", "PYTHON", "LANG", "LC_")
 # Whoever asks torch for CUDA while it is imported must not set it up: a process forked from one that did has none.
 _ASKED = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+_MOST_BYTES = 1 << 20  # of a request
 _NOT_READ = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")  # the worker's own counts, or it is read later
 
 
@@ -112,13 +113,13 @@ def managed(modules: Mapping[bool, Sequence[str]] = _MODULES) -> Iterator[Path]:
 
 
 class Manager:
-    """Starts servers and says where they listen. A thread answers."""
+    """Starts servers and passes requests on to them. A thread answers."""
 
     def __init__(self, directory: Path, modules: Mapping[bool, Sequence[str]] = _MODULES) -> None:
         """Answer from now on; `modules` are imported for workers that are an engine's, and for those that are not."""
         self._directory, self._modules = directory, modules
-        self._servers: dict[str, subprocess.Popen[bytes]] = {}
-        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._servers: dict[str, tuple[subprocess.Popen[bytes], socket.socket]] = {}
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listening.bind(str(directory / "manager"))
         self._listening.listen(64)
         threading.Thread(target=self._answer_all, daemon=True).start()
@@ -126,7 +127,8 @@ class Manager:
     def close(self) -> None:
         """End the servers; a worker that still runs ends with its Ray."""
         self._listening.close()
-        for server in self._servers.values():
+        for server, requests in self._servers.values():
+            requests.close()
             server.kill()
             server.wait()
 
@@ -136,36 +138,37 @@ class Manager:
                 connection, _ = self._listening.accept()
             except OSError:
                 return  # closed
-            path = self._server(json.loads(fork_client.received(connection))["environment"])
-            threading.Thread(target=self._answer, args=(connection, path), daemon=True).start()
+            with connection, suppress(OSError):  # a server that has ended: nobody answers the client
+                request, files, _, _ = socket.recv_fds(connection, _MOST_BYTES, 2)
+                with ExitStack() as sent:
+                    for file in files:
+                        sent.callback(os.close, file)
+                    if request:
+                        server = self._server(json.loads(request)["environment"])
+                        socket.send_fds(server, [request], [*files, connection.fileno()])
 
-    def _server(self, environment: Mapping[str, str]) -> Path:
-        """Return the socket of the server for that environment; it ends with this thread, which starts it."""
+    def _server(self, environment: Mapping[str, str]) -> socket.socket:
+        """Return the socket to the server for that environment, which is started if there is none."""
         read = {name: value for name, value in sorted(environment.items()) if _is_read(name)}
-        path = self._directory / hashlib.sha256(json.dumps(read).encode()).hexdigest()[:12]
-        if path.name not in self._servers:
-            self._servers[path.name] = _start(path, read, self._modules[_ENGINE in read])
-        return path
-
-    def _answer(self, connection: socket.socket, path: Path) -> None:
-        """Name the socket as soon as the server listens; nothing if it ended."""
-        with connection:
-            while not path.exists() and self._servers[path.name].poll() is None:
-                time.sleep(0.02)
-            with suppress(BrokenPipeError):  # a Ray that gave its worker up does not wait for the name
-                connection.sendall(str(path).encode())
+        key = hashlib.sha256(json.dumps(read).encode()).hexdigest()[:12]
+        if key not in self._servers:
+            self._servers[key] = _start(self._directory / f"{key}.log", read, self._modules[_ENGINE in read])
+        return self._servers[key][1]
 
 
-def _start(path: Path, read: Mapping[str, str], modules: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(log: Path, read: Mapping[str, str], modules: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
     rest = {name: value for name, value in os.environ.items() if not name.startswith((*_READ, *_NOT_READ))}
-    with path.with_suffix(".log").open("w") as log:
-        return subprocess.Popen(
-            [sys.executable, fork_server.__file__, str(path), *modules],
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # each message is a request
+    with theirs, log.open("w") as output:
+        server = subprocess.Popen(
+            [sys.executable, fork_server.__file__, str(theirs.fileno()), *modules],
             env={**rest, **read, **_ASKED},
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+            stdout=output,
+            stderr=output,
+            pass_fds=[theirs.fileno()],
         )
+    return server, ours
 
 
 def _is_read(name: str) -> bool:

@@ -29,10 +29,10 @@ from slipstream.workers.session import node_address, require_here
 
 if TYPE_CHECKING:
     import torch
+    from torch._C._distributed_c10d import TCPStore
 
     from slipstream.grpo.update import Trained, Update
     from slipstream.learner.megatron import MegatronPolicy
-    from slipstream.learner.rendezvous import Rendezvous
     from slipstream.refit.config import RefitConfig
     from slipstream.refit.stream import Sender, SnapshotWriter, WeightSource
 
@@ -64,7 +64,7 @@ class LearnerProcess:
             require_gpu(f"learner rank {rank}", problem=_without_cuda)
         self._config = config
         self._world_size = world_size
-        self._rendezvous: Rendezvous | None = None
+        self._store: TCPStore | None = None  # on rank 0, which listens
         self._policy: MegatronPolicy | None = None
         self._reference: Callable[..., Sequence[np.ndarray]] | None = None  # logprobs under the initial policy
         self._draft: LearnerDraft | None = None
@@ -95,10 +95,10 @@ class LearnerProcess:
     def listen(self, address: str) -> int:
         """Open the rendezvous port on this host and return it; called on rank 0 alone."""
         with uncollected():
-            from slipstream.learner.rendezvous import Rendezvous
+            from slipstream.learner import rendezvous
 
-        self._rendezvous = Rendezvous.listen(address, world_size=self._world_size)
-        return self._rendezvous.port
+        self._store = rendezvous.listen(address, world_size=self._world_size)
+        return self._store.port
 
     def join(self, address: str, port: int, *, own_address: str) -> None:
         """Form one process group with the other ranks; returns when all ranks have joined.
@@ -108,11 +108,12 @@ class LearnerProcess:
             own_address: address of this host; its network interface carries the collectives.
         """
         with uncollected():
-            from slipstream.learner.rendezvous import Rendezvous
+            from torch.distributed import TCPStore
 
-        if self._rendezvous is None:
-            self._rendezvous = Rendezvous(address=address, port=port, world_size=self._world_size)
-        self._rendezvous.join(self._rank, own_address=own_address)
+            from slipstream.learner import rendezvous
+
+        store = self._store or TCPStore(address, port, self._world_size, is_master=False)
+        rendezvous.join(store, self._rank, world_size=self._world_size, own_address=own_address)
 
     def load(
         self,

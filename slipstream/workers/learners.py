@@ -113,21 +113,11 @@ class RemoteLearner(Proxy):
 
     def logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]]:
         """Compute the trainer logprobs of the response tokens."""
-        return self._by_sequence(
-            _of("logprobs", batch),
-            batch.token_ids,
-            partial(part_of_batch, batch),
-            lambda rank, data: rank.logprobs.remote(data, temperature),
-        )
+        return self._on_batch("logprobs", batch, lambda rank, data: rank.logprobs.remote(data, temperature))
 
     def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]] | None:
         """Compute the response tokens' logprobs under the reference policy; None without a reference."""
-        return self._by_sequence(
-            _of("ref_logprobs", batch),
-            batch.token_ids,
-            partial(part_of_batch, batch),
-            lambda rank, data: rank.ref_logprobs.remote(data, temperature),
-        )
+        return self._on_batch("ref_logprobs", batch, lambda rank, data: rank.ref_logprobs.remote(data, temperature))
 
     def token_logprobs(self, sequences: Sequences) -> list[NDArray[np.float32]]:
         """Compute the logprob of each token but the first, at temperature 1."""
@@ -262,7 +252,7 @@ class RemoteLearner(Proxy):
         return lambda: wait()[0]
 
     def open_stream(self, settings: RefitConfig, engines: EngineControl) -> None:
-        """Join a channel with the engines; raises as `answers` does, as engines may be lost as well as ranks."""
+        """Join a channel with the engines; raises as `Crew.gather` does, as engines may be lost as well as ranks."""
         self._crew.ask(
             f"opening the {settings.channel.value} channel",
             lambda rank: rank.open_stream.remote(settings, engines),
@@ -329,6 +319,9 @@ class RemoteLearner(Proxy):
         copies = self._layout.tensor * self._layout.context  # ranks of a stage that give the same answer
         return answers[: copies * self._layout.data : copies]
 
+    def _on_batch(self, what: str, batch: TrainBatch, call: Callable[[Any, Any], Any]) -> Any:
+        return self._by_sequence(_of(what, batch), batch.token_ids, partial(part_of_batch, batch), call)
+
     def _by_sequence(
         self, what: str, sequences: Sequence[Any], part: Callable[[Sequence[int]], Any], call: Callable[[Any, Any], Any]
     ) -> Any:
@@ -357,16 +350,12 @@ def start_learner(config: LearnerConfig, *, layout: Layout = _ANYWHERE) -> Itera
     The end of the block closes the ranks. If `config.num_kept_idle` > 0, the ranks release their models and stay alive
     for a later block with the same settings. After an exception the ranks are closed.
     """
-    key = repr((config, layout))
-    learner = idle_learners.take(key) or _new_learner(config, layout)
-    try:
+    capacity = config.num_kept_idle
+    with idle_learners.lent(repr((config, layout)), lambda: _new_learner(config, layout), capacity=capacity) as lent:
+        learner, _ = lent
         yield learner
-        if config.num_kept_idle:
+        if capacity:
             learner.release()
-    except BaseException:
-        learner.close()
-        raise
-    idle_learners.put(key, learner, capacity=config.num_kept_idle)
 
 
 def _new_learner(config: LearnerConfig, layout: Layout) -> RemoteLearner:

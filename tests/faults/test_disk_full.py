@@ -22,7 +22,7 @@ parallel.initialize(ParallelConfig())
 path, ranks = Path(sys.argv[1]), LearnerRanks()
 writer = CheckpointWriter(ranks)
 box = Box((0,), (100_000,))
-part = lambda value: Part("weight/w", box.shape, box, (torch.full(box.shape, value),))
+part = lambda value: Part("weight/w", box.shape, box, torch.full(box.shape, value))
 writer.save(path, [part(1.0)], {"version": 1.0})
 writer.wait()
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit fails, as on a full disk

@@ -152,5 +152,6 @@ def test_ranks_that_share_no_storage_say_which_host_does_not_see_the_checkpoint(
     case = CASES["adamw"]
     errors = on_ranks(2, _hosts_apart, case, free_ports(1), _model(case, tmp_path), tmp_path)
     for error in errors:
-        assert f"rank 1 on host {socket.gethostname()}: does not see the directory" in error
+        assert f"rank 0 on host {socket.gethostname()}: does not see " in error
+        assert f"which rank 1 on host {socket.gethostname()} has written" in error
         assert "put checkpoints on storage that every host of the learner shares" in error

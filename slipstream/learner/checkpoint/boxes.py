@@ -3,7 +3,7 @@
 A logical tensor has its Hugging Face name and shape under every layout. A Megatron parameter consists of bands of rows,
 each of which is a box of one logical tensor. A distributed optimizer cuts the flat parameter anywhere. A flat range of
 a parameter is therefore a list of patches, each of which is a box of a logical tensor; a save and a load under another
-layout use the same list. `index.json` holds type, shape and slices of each logical tensor.
+layout use such lists. `index.json` holds type, shape and slices of each logical tensor.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,11 +44,6 @@ class Box:
         shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return Box(starts, shape) if all(size > 0 for size in shape) else None
 
-    def continues(self, other: Box) -> bool:
-        """Return True if this box holds the rows right after those of `other`."""
-        after = (other.offset[0] + other.shape[0], *other.offset[1:])
-        return self.offset == after and self.shape[1:] == other.shape[1:]
-
 
 @dataclass(frozen=True, slots=True)
 class Band:
@@ -61,12 +57,12 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A box of a logical tensor whose elements are, in order, those of the spans [start, stop) of a flat range."""
+    """A box of a logical tensor whose elements are, in order, those of a flat range from `start` on."""
 
     name: str
     whole: tuple[int, ...]
     box: Box
-    spans: tuple[tuple[int, int], ...]
+    start: int
 
 
 def bands(mapping: ParameterMapping, shape: tuple[int, ...], arch: Architecture, shard: Shard) -> list[Band]:
@@ -83,31 +79,21 @@ def bands(mapping: ParameterMapping, shape: tuple[int, ...], arch: Architecture,
     return found
 
 
-def pieces(parts: list[Band], shape: tuple[int, ...], start: int, stop: int) -> Iterator[Patch]:
-    """Cut the flat range [start, stop) of a parameter into boxes of one span each; spans count from `start`."""
-    width = math.prod(shape[1:])
+@cache  # training waits for a save
+def patches(
+    mapping: ParameterMapping, shape: tuple[int, ...], start: int, stop: int, arch: Architecture, shard: Shard
+) -> tuple[Patch, ...]:
+    """Cut the flat range [start, stop) of a rank's parameter of this shape into boxes of logical tensors."""
+    width, found = math.prod(shape[1:]), []
     for local in _rectangles(shape, start, stop):
-        for part in parts:
+        for part in bands(mapping, shape, arch, shard):
             mine = Box((part.first_row, *(0 for _ in shape[1:])), part.box.shape).within(local)
             if mine is None:
                 continue
             begin = mine.offset[0] * width + sum(mine.offset[1:]) - start
             offset = (part.box.offset[0] + mine.offset[0] - part.first_row, *_added(part.box.offset, mine.offset)[1:])
-            yield Patch(part.name, part.whole, Box(offset, mine.shape), ((begin, begin + mine.numel),))
-
-
-def patches(parts: list[Band], shape: tuple[int, ...], start: int, stop: int) -> list[Patch]:
-    """Join `pieces` into as few boxes as possible, the slices of a file."""
-    found: list[Patch] = []
-    for piece in sorted(pieces(parts, shape, start, stop), key=lambda piece: (piece.name, piece.box.offset)):
-        last = found[-1] if found else None
-        if last is not None and last.name == piece.name and piece.box.continues(last.box):
-            rows = last.box.shape[0] + piece.box.shape[0]
-            box = Box(last.box.offset, (rows, *last.box.shape[1:]))
-            found[-1] = Patch(last.name, last.whole, box, (*last.spans, *piece.spans))
-        else:
-            found.append(piece)
-    return found
+            found.append(Patch(part.name, part.whole, Box(offset, mine.shape), begin))
+    return tuple(found)
 
 
 def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

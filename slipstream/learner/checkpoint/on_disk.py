@@ -13,8 +13,7 @@ import os
 import shutil
 import socket
 import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -50,7 +49,6 @@ _BLOCK_BYTES = 16 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TIMEOUT = timedelta(minutes=30)  # the slowest rank may finish writing this much later than the fastest
 _FORMAT = 1
-_TOKEN = "token"
 _POLL_S = 0.05
 _TORCH_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in SAFETENSORS_DTYPES.items()}
 DTYPES = {dtype: code for code, dtype in _TORCH_DTYPES.items()}
@@ -149,21 +147,16 @@ def this_host() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a logical tensor in this rank's memory: its elements are those of the flat `runs`, in order."""
+    """A box of a logical tensor, and its numbers in this rank's memory."""
 
     name: str
     whole: tuple[int, ...]
     box: Box
-    runs: tuple[Tensor, ...]
+    numbers: Tensor
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the elements."""
-        return self.runs[0].dtype
 
-    def beside(self, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pair each run with its elements in a contiguous tensor of the box's shape."""
-        return zip(self.runs, tensor.view(-1).split([run.numel() for run in self.runs]), strict=True)
+Report = tuple[list[Slice], Sum, str]
+"""What a rank has written: slices, size and digest of its file, and the rank's host."""
 
 
 class CheckpointWriter:
@@ -212,8 +205,8 @@ class CheckpointWriter:
         ranks, patience_s, error = self.ranks, self.visible_within_s, CheckpointWriteError
         is_main, is_published = ranks.rank == 0, False
         try:
-            (token, *_) = on_all(ranks, lambda: _begin(path) if is_main else None, error=error)
-            reports = on_all(ranks, lambda: _write_mine(ranks, path, token, slices, patience_s), error=error)
+            on_all(ranks, lambda: begin_directory(path) if is_main else None, error=error)
+            reports = on_all(ranks, lambda: _write_mine(ranks, path, slices), error=error)
             on_all(ranks, lambda: _publish(path, reports, state, patience_s) if is_main else None, error=error)
             is_published = True
         except Exception as caught:  # gathering fails too, when a rank has died
@@ -228,50 +221,39 @@ class CheckpointWriter:
         buffers, slices = self._buffers, {}
         file = rank_file(self.ranks.rank)
         for part in parts:
-            each = Slice(part.name, DTYPES[part.dtype], part.whole, part.box, file)
+            each = Slice(part.name, DTYPES[part.numbers.dtype], part.whole, part.box, file)
             buffer = buffers.get(each.key)
-            if buffer is None or buffer.shape != part.box.shape or buffer.dtype is not part.dtype:
-                buffer = torch.empty(part.box.shape, dtype=part.dtype, pin_memory=torch.cuda.is_available())
+            numbers = part.numbers
+            if buffer is None or buffer.shape != numbers.shape or buffer.dtype is not numbers.dtype:
+                buffer = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=torch.cuda.is_available())
             slices[each] = buffers[each.key] = buffer
-            for run, target in part.beside(buffer):
-                copy_numbers(run, into=target)
+            copy_numbers(numbers, into=buffer)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return slices
 
 
-def _begin(path: Path) -> str:
-    token = f"{this_host()} {uuid.uuid4()}"
-    (begin_directory(path) / _TOKEN).write_text(token)
-    return token
-
-
-def _write_mine(
-    ranks: LearnerRanks, path: Path, token: str, slices: dict[Slice, Tensor], patience_s: float
-) -> tuple[list[Slice], Sum]:
+def _write_mine(ranks: LearnerRanks, path: Path, slices: dict[Slice, Tensor]) -> Report:
     directory = partial_directory(path)
-    file = directory / _TOKEN
-    if not _soon(lambda: file.is_file() and file.read_text() == token, patience_s):
-        raise CheckpointWriteError(
-            f"does not see the directory {directory} that rank 0 on host {token.split()[0]} has made: put checkpoints "
-            "on storage that every host of the learner shares"
-        )
+    directory.mkdir(parents=True, exist_ok=True)  # rank 0 has made it, which a network file system may show later
     tensors = {each.key: tensor for each, tensor in slices.items()}
-    return list(slices), write_tensors(directory / rank_file(ranks.rank), tensors)
+    return list(slices), write_tensors(directory / rank_file(ranks.rank), tensors), this_host()
 
 
-def _publish(path: Path, reports: list[tuple[list[Slice], Sum]], state: dict[str, Any], patience_s: float) -> None:
+def _publish(path: Path, reports: list[Report], state: dict[str, Any], patience_s: float) -> None:
     directory = partial_directory(path)
     sums = {}
-    for rank, (_, total) in enumerate(reports):
+    for rank, (_, total, host) in enumerate(reports):
         file = directory / rank_file(rank)
         if not _soon(lambda f=file, n=total.num_bytes: f.is_file() and f.stat().st_size == n, patience_s):
-            raise CheckpointWriteError(f"does not see {file}, which rank {rank} has written: is the storage shared?")
+            raise CheckpointWriteError(
+                f"does not see {file}, which rank {rank} on host {host} has written: put checkpoints on storage that "
+                "every host of the learner shares"
+            )
         sums[file.name] = total
-    index = indexed(chain.from_iterable(slices for slices, _ in reports))
+    index = indexed(chain.from_iterable(slices for slices, *_ in reports))
     sums[INDEX] = write_json(directory / INDEX, index_to_json(index))
     sums[STATE] = write_json(directory / STATE, state)
-    (directory / _TOKEN).unlink()
     listed = {name: asdict(each) for name, each in sums.items()}
     write_json(directory / MANIFEST, {"format": _FORMAT, "files": listed})
     flush_directory(directory)
@@ -311,13 +293,6 @@ class Reader(ExitStack):
         tensor = torch.empty(first.whole, dtype=_TORCH_DTYPES[first.dtype])
         self.read(name, Box((0,) * len(first.whole), first.whole), into=tensor)
         return tensor
-
-    def restore(self, part: Part) -> None:
-        """Read the box of a part into its runs."""
-        stored = torch.empty(part.box.shape, dtype=part.dtype)
-        self.read(part.name, part.box, into=stored)
-        for run, source in part.beside(stored):
-            copy_numbers(source, into=run)
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,10 +22,10 @@ from torch import Tensor
 
 from slipstream.learner import parallel
 from slipstream.learner.architecture import Architecture
-from slipstream.learner.checkpoint.boxes import Band, Box, Patch, bands, patches
+from slipstream.learner.checkpoint.boxes import Box, bands, patches
 from slipstream.learner.checkpoint.on_disk import DTYPES, CheckpointWriter, LearnerRanks, Part, Reader, open_checkpoint
 from slipstream.learner.optimizer import BatchedMuon, Stepped, stepped_parameters
-from slipstream.learner.weights import MappingTable, Shard, mappings
+from slipstream.learner.weights import MappingTable, ParameterMapping, Shard, mappings
 
 WEIGHT, MAIN = "weight", "main"
 logger = logging.getLogger(__name__)
@@ -37,59 +37,33 @@ _RNG_CPU, _RNG_CUDA = "rng.cpu", "rng.cuda"
 class HeldParameter:
     """A parameter of this rank."""
 
-    name: str
+    mapping: ParameterMapping
     parameter: torch.nn.Parameter
-    bands: list[Band]
     stepped: Stepped | None  # None without an optimizer, or where other data-parallel ranks step all of it
-    is_first_copy: bool  # among tensor-parallel ranks and pipeline stages
-    is_expert: bool = False
-    is_data_copy: bool = False  # a lower data-parallel rank holds it too
-
-    @property
-    def has_main(self) -> bool:
-        """True if the optimizer steps a float32 copy."""
-        return self.parameter.dtype is not torch.float32
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The elements [start, stop) of one kind of a parameter in flat order."""
+    """The elements of one kind of a parameter from `start` on, in flat order."""
 
     kind: str
     held: HeldParameter
     numbers: Tensor
     start: int
-    stop: int
     is_sharded: bool
 
 
 def held_parameters(
-    model: torch.nn.Module,
-    optimizer: MegatronOptimizer | None,
-    arch: Architecture,
-    shard: Shard,
-    *,
-    table: MappingTable = mappings,
+    model: torch.nn.Module, optimizer: MegatronOptimizer | None, table: Iterable[ParameterMapping]
 ) -> list[HeldParameter]:
     """The parameters of a rank in model order; `table` must name all that are not frozen."""
     parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
     stepped = {} if optimizer is None else {each.parameter: each for each in stepped_parameters(optimizer)}
     is_sharded = any(each.is_sharded for each in stepped.values())
     assert optimizer is None or is_sharded or stepped.keys() == set(parameters.values())
-    found = [
-        HeldParameter(
-            name=mapping.megatron,
-            parameter=parameters[mapping.megatron],
-            bands=bands(mapping, tuple(parameters[mapping.megatron].shape), arch, shard),
-            stepped=stepped.get(parameters[mapping.megatron]),
-            is_first_copy=not shard.is_model_copy(mapping),
-            is_expert=mapping.is_expert,
-            is_data_copy=shard.is_copy(mapping),
-        )
-        for mapping in table(arch, shard)
-    ]
-    assert parameters.keys() == {held.name for held in found}
-    return found
+    named = {mapping.megatron: mapping for mapping in table}
+    assert parameters.keys() == named.keys()
+    return [HeldParameter(mapping, parameters[name], stepped.get(parameters[name])) for name, mapping in named.items()]
 
 
 def runs(held: HeldParameter, *, num_updates: int) -> Iterator[Run]:
@@ -98,44 +72,42 @@ def runs(held: HeldParameter, *, num_updates: int) -> Iterator[Run]:
     Raises:
         ValueError: the optimizer keeps an unknown state, or its count of updates is not `num_updates`.
     """
-    parameter, stepped = held.parameter, held.stepped
-    yield Run(WEIGHT, held, parameter.detach(), 0, parameter.numel(), is_sharded=False)
+    stepped, name = held.stepped, held.mapping.megatron
+    yield Run(WEIGHT, held, held.parameter.detach(), 0, is_sharded=False)
     if stepped is None:
         return
-    if held.has_main:
-        yield Run(MAIN, held, stepped.main.detach(), stepped.start, stepped.stop, stepped.is_sharded)
-    if num_updates == 0:
-        return  # before its first update an optimizer has no state
-    state = stepped.optimizer.state[stepped.main]
-    if state.keys() - {"step"} != set(stepped.moments):
-        unknown = sorted(state.keys() - {"step"} ^ set(stepped.moments))
+    state = {MAIN: stepped.main.detach(), **({} if num_updates == 0 else stepped.optimizer.state[stepped.main])}
+    kinds = [kind for kind in _kinds(held, num_updates) if kind != WEIGHT]
+    if unknown := sorted((state.keys() ^ set(kinds)) - {MAIN, "step"}):
         raise ValueError(
-            f"the optimizer's state of {held.name} must be {sorted(stepped.moments)} to be saved, differs in {unknown}"
+            f"the optimizer's state of {name} must be {sorted(stepped.moments)} to be saved, differs in {unknown}"
         )
-    _require_count(stepped, held.name, num_updates)
-    for moment in stepped.moments:
-        yield Run(moment, held, state[moment], stepped.start, stepped.stop, stepped.is_sharded)
+    if num_updates:
+        _require_count(stepped, name, num_updates)
+    for kind in kinds:
+        yield Run(kind, held, state[kind], stepped.start, stepped.is_sharded)
 
 
-def owned(found: list[Run], *, data_rank: int, data_size: int) -> Iterator[Run]:
+def owned(found: list[Run], shard: Shard, *, num_copies: int) -> Iterator[Run]:
     """Choose the runs that this rank writes: each element once over all ranks, and about equally many bytes a rank.
 
-    Data- and context-parallel ranks hold equal runs in equal order, and the rank with the fewest bytes takes the next
-    run. Exempt are the shards of a distributed optimizer, which each rank writes, and experts, which their first copy
-    writes.
+    The `num_copies` data- and context-parallel ranks hold equal runs in equal order, and the rank with the fewest bytes
+    takes the next run. Exempt are the shards of a distributed optimizer, which each rank writes, and experts, which
+    their first copy writes.
     """
-    num_bytes = [0] * data_size
+    num_bytes = [0] * num_copies
     for run in found:
-        if not run.held.is_first_copy:
+        mapping = run.held.mapping
+        if shard.is_model_copy(mapping):
             continue
         if run.is_sharded:
             is_mine = True
-        elif run.held.is_expert:
-            is_mine = not run.held.is_data_copy
+        elif mapping.is_expert:
+            is_mine = not shard.is_copy(mapping)
         else:
             owner = num_bytes.index(min(num_bytes))
             num_bytes[owner] += run.numbers.nbytes
-            is_mine = owner == data_rank
+            is_mine = owner == shard.data_rank
         if is_mine:
             yield run
 
@@ -173,7 +145,6 @@ class PolicyCheckpoints:
         self._frozen = frozen
         self._shard = parallel.current_shard()
         self._writer: CheckpointWriter | None = None
-        self._patches: dict[tuple[str, int, int], list[Patch]] = {}
 
     def save(
         self, path: Path, *, version: int, num_updates: int, extra: dict[str, Any], beside: Mapping[str, Tensor]
@@ -191,8 +162,7 @@ class PolicyCheckpoints:
             state["frozen"] = self._all_frozen
         if self._writer is None:
             self._writer = CheckpointWriter(self._ranks)
-        copies = parallel.copies_group()
-        mine = owned(self._runs(num_updates), data_rank=copies.rank(), data_size=copies.size())
+        mine = owned(self._runs(num_updates), self._shard, num_copies=parallel.copies_group().size())
         parts = (part for run in mine for part in self._parts(run))
         self._writer.save(path, itertools.chain(parts, self._rng_parts(), _parts_beside(beside)), state)
 
@@ -236,7 +206,7 @@ class PolicyCheckpoints:
         with reader, torch.no_grad():
             for run in self._runs(num_updates):
                 for part in self._parts(run):
-                    reader.restore(part)
+                    reader.read(part.name, part.box, into=part.numbers)
             self._restore_rng(reader)
             if beside is not None:
                 found_beside = [name for name in reader.index if name.startswith(_BESIDE)]
@@ -262,34 +232,29 @@ class PolicyCheckpoints:
 
     @cached_property
     def _held(self) -> list[HeldParameter]:
-        return held_parameters(self._model, self._optimizer, self._arch, self._shard, table=self._table)
+        return held_parameters(self._model, self._optimizer, self._table(self._arch, self._shard))
 
     def _runs(self, num_updates: int) -> list[Run]:
         return [run for held in self._held for run in runs(held, num_updates=num_updates)]
 
     def _parts(self, run: Run) -> Iterator[Part]:
-        flat = run.numbers.view(-1)
-        for patch in self._patches_of(run):
-            parts = tuple(flat[start:stop] for start, stop in patch.spans)
-            yield Part(f"{run.kind}/{patch.name}", patch.whole, patch.box, parts)
-
-    def _patches_of(self, run: Run) -> list[Patch]:
-        """Compute the patches once, because training waits for a save."""
-        key = (run.held.name, run.start, run.stop)
-        if key not in self._patches:
-            self._patches[key] = patches(run.held.bands, tuple(run.held.parameter.shape), run.start, run.stop)
-        return self._patches[key]
+        flat, shape = run.numbers.view(-1), tuple(run.held.parameter.shape)
+        stop = run.start + len(flat)
+        for patch in patches(run.held.mapping, shape, run.start, stop, self._arch, self._shard):
+            numbers = flat[patch.start : patch.start + patch.box.numel].view(patch.box.shape)
+            yield Part(f"{run.kind}/{patch.name}", patch.whole, patch.box, numbers)
 
     def _rng_parts(self) -> Iterator[Part]:
         for name, state in _rng_states().items():
             shape = tuple(state.shape)
-            yield Part(f"{name}/{self._ranks.rank:05d}", shape, Box((0,), shape), (state,))
+            yield Part(f"{name}/{self._ranks.rank:05d}", shape, Box((0,), shape), state)
 
     def _require_same_model(self, reader: Reader, num_updates: int) -> None:
         expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for held in self._held:
-            kinds = _kinds(held, num_updates)
-            expected |= {f"{kind}/{b.name}": (b.whole, dtype) for b in held.bands for kind, dtype in kinds.items()}
+            parts = bands(held.mapping, tuple(held.parameter.shape), self._arch, self._shard)
+            kinds = _kinds(held, num_updates).items()
+            expected |= {f"{kind}/{part.name}": (part.whole, dtype) for part in parts for kind, dtype in kinds}
         for name, (shape, dtype) in expected.items():
             slices = reader.index.get(name)
             got = None if slices is None else (slices[0].whole, slices[0].dtype)
@@ -317,7 +282,7 @@ def _parts_beside(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
     if parallel.is_main_rank():
         for name, tensor in tensors.items():
             shape = tuple(tensor.shape)
-            yield Part(f"{_BESIDE}{name}", shape, Box((0,) * len(shape), shape), (tensor.reshape(-1),))
+            yield Part(f"{_BESIDE}{name}", shape, Box((0,) * len(shape), shape), tensor)
 
 
 def _layout() -> dict[str, int]:
@@ -336,9 +301,9 @@ def _rng_states() -> Mapping[str, Tensor]:
 
 
 def _kinds(held: HeldParameter, num_updates: int) -> dict[str, torch.dtype]:
+    """Kinds of tensors of a parameter, and their types; before its first update an optimizer has no moments."""
     kinds = {WEIGHT: held.parameter.dtype}
-    if held.stepped is not None and held.has_main:
-        kinds[MAIN] = torch.float32
-    if held.stepped is not None and num_updates > 0:
-        kinds |= dict.fromkeys(held.stepped.moments, torch.float32)
+    if held.stepped is not None:
+        masters = [] if held.parameter.dtype is torch.float32 else [MAIN]
+        kinds |= dict.fromkeys([*masters, *(held.stepped.moments if num_updates else ())], torch.float32)
     return kinds

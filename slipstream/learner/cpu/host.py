@@ -27,13 +27,13 @@ def is_cpu_only() -> bool:
 
 
 def install() -> None:
-    """Give Megatron a random-number tracker made of CPU generators.
+    """Give Megatron a random-number tracker that touches no CUDA generator.
 
-    Weight initialization, and dropout under sequence parallelism, fork the tracker; Megatron's own tracker saves and
-    restores the states of CUDA generators. A second call has no effect.
+    Under sequence parallelism Megatron forks the tracker around dropout, which is always 0. A second call has no
+    effect.
     """
-    if is_cpu_only() and not isinstance(megatron_random._CUDA_RNG_STATE_TRACKER, _CpuRngTracker):
-        megatron_random._CUDA_RNG_STATE_TRACKER = _CpuRngTracker()
+    if is_cpu_only() and not isinstance(megatron_random._CUDA_RNG_STATE_TRACKER, _NoRngTracker):
+        megatron_random._CUDA_RNG_STATE_TRACKER = _NoRngTracker()
         megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
 
 
@@ -86,24 +86,16 @@ class _CudaAsCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _CpuRngTracker(megatron_random.CudaRNGStatesTracker):
-    """Megatron's tracker of named random states, on CPU generators."""
+class _NoRngTracker(megatron_random.CudaRNGStatesTracker):
+    """Megatron's tracker of named random states, without any: nothing here samples from them."""
 
     def add(self, name: str, seed: int) -> None:
-        assert name not in self.states_, f"random state {name} exists"
-        self._is_initialized = True
-        self.seeds_.add(seed)
-        self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+        del name, seed
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self.states_[name])
-        try:
-            yield
-        finally:
-            self.states_[name] = torch.get_rng_state()
-            torch.set_rng_state(outside)
+        del name
+        yield
 
 
 def use_cpu_dispatchers(model: torch.nn.Module) -> None:

@@ -403,12 +403,11 @@ def activation_bytes(shape: Shape, learner: LearnerConfig, recompute: Recompute 
 
 
 def logit_bytes(shape: Shape, learner: LearnerConfig) -> float:
-    """Count the bytes of one token's logits at the peak: (b + 12) V / t.
+    """Count the bytes of one token's logits at the peak: at most (b + 12) V / t.
 
-    The terms are the logits, the softmax that the loss keeps, its gradient, and the gradient before the temperature.
-    The last three are float32.
+    The terms are the product, and in float32 the logits, their exponentials and the gradient.
 
-    Source: `learner/megatron.py _logprobs`.
+    Source: `learner/logprobs.py _ChunkedLogprobs`.
     """
     return (WEIGHT_BYTES[learner.dtype] + 3 * _FLOAT32) * shape.vocab_size / learner.parallel.tensor
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slipstream.learner import weights
 from slipstream.learner.architecture import Architecture
-from slipstream.learner.checkpoint.boxes import Box, Patch, bands, patches, pieces
+from slipstream.learner.checkpoint.boxes import Box, Patch, patches
 from slipstream.learner.weights import Layout, ParameterMapping, Shard
 
 ARCH = Architecture(
@@ -34,42 +34,27 @@ ROW = ParameterMapping("fc2", ("down",), Layout.ROW)
 
 
 def whole_run(mapping: ParameterMapping, shape: tuple[int, ...], shard: Shard) -> list[Patch]:
-    return list(pieces(bands(mapping, shape, ARCH, shard), shape, 0, math.prod(shape)))
+    return list(patches(mapping, shape, 0, math.prod(shape), ARCH, shard))
 
 
 def test_a_fused_attention_matrix_is_queries_keys_and_values_of_each_group_in_turn() -> None:
     # Rows of the parameter: q0 q1 k0 v0 | q2 q3 k1 v1.
     assert whole_run(QKV, (8, 2), Shard()) == [
-        Patch("q", (4, 2), Box((0, 0), (2, 2)), ((0, 4),)),
-        Patch("q", (4, 2), Box((2, 0), (2, 2)), ((8, 12),)),
-        Patch("k", (2, 2), Box((0, 0), (1, 2)), ((4, 6),)),
-        Patch("k", (2, 2), Box((1, 0), (1, 2)), ((12, 14),)),
-        Patch("v", (2, 2), Box((0, 0), (1, 2)), ((6, 8),)),
-        Patch("v", (2, 2), Box((1, 0), (1, 2)), ((14, 16),)),
+        Patch("q", (4, 2), Box((0, 0), (2, 2)), 0),
+        Patch("q", (4, 2), Box((2, 0), (2, 2)), 8),
+        Patch("k", (2, 2), Box((0, 0), (1, 2)), 4),
+        Patch("k", (2, 2), Box((1, 0), (1, 2)), 12),
+        Patch("v", (2, 2), Box((0, 0), (1, 2)), 6),
+        Patch("v", (2, 2), Box((1, 0), (1, 2)), 14),
     ]
 
 
 def test_a_flat_run_is_the_end_of_a_row_whole_rows_and_the_beginning_of_a_row() -> None:
-    parts = bands(ParameterMapping("m", ("m",), Layout.COLUMN), (4, 3), ARCH, Shard())
-    assert list(pieces(parts, (4, 3), 2, 10)) == [
-        Patch("m", (4, 3), Box((0, 2), (1, 1)), ((0, 1),)),
-        Patch("m", (4, 3), Box((1, 0), (2, 3)), ((1, 7),)),
-        Patch("m", (4, 3), Box((3, 0), (1, 1)), ((7, 8),)),
-    ]
-
-
-def test_what_follows_each_other_in_a_logical_tensor_is_written_as_one_box() -> None:
-    # The queries of both groups are rows 0-1 and 4-5 of the parameter, and rows 0-3 of the logical tensor.
-    parts = bands(QKV, (8, 2), ARCH, Shard())
-    assert patches(parts, (8, 2), 0, 16) == [
-        Patch("k", (2, 2), Box((0, 0), (2, 2)), ((4, 6), (12, 14))),
-        Patch("q", (4, 2), Box((0, 0), (4, 2)), ((0, 4), (8, 12))),
-        Patch("v", (2, 2), Box((0, 0), (2, 2)), ((6, 8), (14, 16))),
-    ]
-    # Without its first number the first row is a box of its own.
-    assert patches(parts, (8, 2), 1, 4) == [
-        Patch("q", (4, 2), Box((0, 1), (1, 1)), ((0, 1),)),
-        Patch("q", (4, 2), Box((1, 0), (1, 2)), ((1, 3),)),
+    matrix = ParameterMapping("m", ("m",), Layout.COLUMN)
+    assert list(patches(matrix, (4, 3), 2, 10, ARCH, Shard())) == [
+        Patch("m", (4, 3), Box((0, 2), (1, 1)), 0),
+        Patch("m", (4, 3), Box((1, 0), (2, 3)), 1),
+        Patch("m", (4, 3), Box((3, 0), (1, 1)), 7),
     ]
 
 
@@ -91,10 +76,10 @@ def test_boxes_apart_have_nothing_in_common() -> None:
     tensor_size=st.sampled_from([1, 2]),
     cuts=st.lists(st.integers(0, 32), max_size=3),
 )
-def test_pieces_of_all_ranks_however_cut_make_the_logical_tensors(
+def test_patches_of_all_ranks_however_cut_make_the_logical_tensors(
     mapping: ParameterMapping, tensor_size: int, cuts: list[int]
 ) -> None:
-    """The same numbers as `shard_from_hf` puts into a rank's parameter, found back by piece."""
+    """The same numbers as `shard_from_hf` puts into a rank's parameter, found back by patch."""
     shapes = {
         "q": (4, 2),
         "k": (2, 2),
@@ -111,13 +96,12 @@ def test_pieces_of_all_ranks_however_cut_make_the_logical_tensors(
         shard = Shard(tensor_rank=rank, tensor_size=tensor_size)
         local = _local(mapping, logical, shard)
         ends = sorted({min(cut, local.numel()) for cut in (0, *cuts, 32)})
-        parts = bands(mapping, tuple(local.shape), ARCH, shard)
         for start, stop in itertools.pairwise(ends):
             run = local.flatten()[start:stop]
-            for piece in pieces(parts, tuple(local.shape), start, stop):
+            for piece in patches(mapping, tuple(local.shape), start, stop, ARCH, shard):
                 assert piece.whole == shapes[piece.name]
-                ((first, end),) = piece.spans
-                found[piece.name][piece.box.slices()] = run[first:end].view(piece.box.shape)
+                own = run[piece.start : piece.start + piece.box.numel]
+                found[piece.name][piece.box.slices()] = own.view(piece.box.shape)
     assert all(torch.equal(found[name], logical[name]) for name in mapping.hf)
 
 

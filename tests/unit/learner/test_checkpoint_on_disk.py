@@ -117,9 +117,8 @@ def on_each(function: Callable[[ThreadRanks], Any], size: int = 2) -> list[Any]:
 
 
 def rows(rank: int, value: float = 0.0) -> Part:
-    """Row `rank` of a [2, 3] tensor, made of two runs."""
-    numbers = torch.arange(3.0) + 10 * rank + value
-    return Part("weight/w", (2, 3), Box((rank, 0), (1, 3)), (numbers[:1], numbers[1:]))
+    """Row `rank` of a [2, 3] tensor."""
+    return Part("weight/w", (2, 3), Box((rank, 0), (1, 3)), torch.arange(3.0)[None] + 10 * rank + value)
 
 
 def save(each: ThreadRanks, path: Path, value: float = 0.0) -> None:
@@ -167,9 +166,9 @@ def test_numbers_that_change_after_save_returned_are_not_written(tmp_path: Path)
     numbers = torch.ones(1_000_000)
     box = Box((0,), (1_000_000,))
     writer = CheckpointWriter(alone)
-    writer.save(tmp_path / "a", [Part("weight/w", box.shape, box, (numbers,))], {})
+    writer.save(tmp_path / "a", [Part("weight/w", box.shape, box, numbers)], {})
     numbers.fill_(2.0)
-    writer.save(tmp_path / "b", [Part("weight/w", box.shape, box, (numbers,))], {})  # waits: its buffers are the same
+    writer.save(tmp_path / "b", [Part("weight/w", box.shape, box, numbers)], {})  # waits: its buffers are the same
     numbers.fill_(3.0)
     writer.wait()
     for name, expected in (("a", 1.0), ("b", 2.0)):
@@ -198,7 +197,7 @@ def test_what_one_rank_cannot_write_is_raised_by_all_and_the_checkpoint_before_s
     def fails(each: ThreadRanks) -> None:
         writer = CheckpointWriter(each)
         if each.rank == 1:  # claims the other's row
-            writer.save(path, [Part("weight/w", (2, 3), Box((0, 0), (1, 3)), (torch.ones(3),))], {})
+            writer.save(path, [Part("weight/w", (2, 3), Box((0, 0), (1, 3)), torch.ones(1, 3))], {})
         else:
             writer.save(path, [rows(0)], {})
         writer.wait()
@@ -246,7 +245,7 @@ def test_ranks_whose_hosts_share_no_storage_are_told_so_when_they_save(tmp_path:
         (tmp_path / str(host) / "c.partial").mkdir(parents=True)  # left there by a run before: not the same directory
     errors = on_each(lambda each: save(each, tmp_path / str(each.rank) / "c"))
     assert all(isinstance(error, CheckpointWriteError) for error in errors)
-    assert "rank 1 on host " in str(errors[0])
+    assert "rank-00001.safetensors, which rank 1 on host " in str(errors[0])
     assert "put checkpoints on storage that every host of the learner shares" in str(errors[0])
     assert not (tmp_path / "0" / "c.partial").exists()
 

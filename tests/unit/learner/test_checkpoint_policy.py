@@ -15,11 +15,11 @@ import torch
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner.checkpoint import CheckpointError, on_disk
 from slipstream.learner.checkpoint.on_disk import LearnerRanks, inspect_checkpoint, open_checkpoint
-from slipstream.learner.checkpoint.policy import HeldParameter, Run, held_parameters, owned, runs
+from slipstream.learner.checkpoint.policy import HeldParameter, Run, owned, runs
 from slipstream.learner.config import LearnerConfig, RopeConfig, RopeType, ScratchConfig
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.optimizer import Stepped
-from slipstream.learner.weights import Shard, mappings
+from slipstream.learner.weights import Layout, ParameterMapping, Shard, mappings
 from slipstream.train.checkpoints import Checkpoints, Restored
 from slipstream.types import Dtype
 from tests.unit.learner import policies
@@ -27,6 +27,7 @@ from tests.unit.learner.policies import LEARNER
 from tests.unit.train.world import BareLearner
 
 NORM = "decoder.final_layernorm.weight"
+FINAL_NORM = ParameterMapping(NORM, ("model.norm.weight",), Layout.REPLICATED)
 
 
 SCRATCH = policies.shaped(num_layers=2)
@@ -57,38 +58,39 @@ def _scaled() -> MegatronPolicy:
     return policy
 
 
-def _run(name: str, size: int, *, is_sharded: bool = False, is_first_copy: bool = True) -> Run:
+def _run(
+    name: str, size: int, *, is_sharded: bool = False, layout: Layout = Layout.ROW, is_expert: bool = False
+) -> Run:
     parameter = torch.nn.Parameter(torch.zeros(size))
-    held = HeldParameter(name, parameter, bands=[], stepped=None, is_first_copy=is_first_copy)
-    return Run("weight", held, parameter.detach(), 0, size, is_sharded)
+    held = HeldParameter(ParameterMapping(name, (name,), layout, is_expert), parameter, stepped=None)
+    return Run("weight", held, parameter.detach(), 0, is_sharded)
+
+
+def _written(found: list[Run], shard: Shard, num_copies: int) -> list[str]:
+    return [run.held.mapping.megatron for run in owned(found, shard, num_copies=num_copies)]
 
 
 def test_data_parallel_ranks_share_out_what_all_of_them_hold() -> None:
-    found = [_run("a", 5), _run("b", 3), _run("c", 1), _run("d", 2), _run("copy", 9, is_first_copy=False)]
+    found = [_run("a", 5), _run("b", 3), _run("c", 1), _run("d", 2)]
     # The rank with fewer bytes takes the next: a to 0 (5, 0), b to 1 (5, 3), c to 1 (5, 4), d to 1 (5, 6).
-    names = [[run.held.name for run in owned(found, data_rank=rank, data_size=2)] for rank in range(2)]
-    assert names == [["a"], ["b", "c", "d"]]
+    assert [_written(found, Shard(data_rank=rank), 2) for rank in range(2)] == [["a"], ["b", "c", "d"]]
+
+
+def test_a_tensor_rank_beyond_the_first_writes_no_copy() -> None:
+    found = [_run("copy", 9, layout=Layout.REPLICATED), _run("a", 5)]
+    assert [_written(found, Shard(tensor_rank=rank, tensor_size=2), 1) for rank in range(2)] == [["copy", "a"], ["a"]]
 
 
 def test_what_a_distributed_optimizer_has_dealt_out_stays_where_it_is() -> None:
     found = [_run("a", 5), _run("mine", 7, is_sharded=True)]
-    names = [[run.held.name for run in owned(found, data_rank=rank, data_size=2)] for rank in range(2)]
-    assert names == [["a", "mine"], ["mine"]]
+    assert [_written(found, Shard(data_rank=rank), 2) for rank in range(2)] == [["a", "mine"], ["mine"]]
 
 
 def test_the_first_rank_that_has_an_expert_writes_it() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(9))
-
-    def expert(*, is_data_copy: bool) -> Run:
-        held = HeldParameter(
-            "expert", parameter, bands=[], stepped=None, is_first_copy=True, is_expert=True, is_data_copy=is_data_copy
-        )
-        return Run("weight", held, parameter.detach(), 0, 9, is_sharded=False)
-
     # Experts count for nobody when the rest is dealt: ranks hold other ones, and have to agree on the rest.
-    for rank, is_copy, written in ((0, False, ["expert", "a"]), (1, False, ["expert", "b"]), (2, True, ["c"])):
-        found = [expert(is_data_copy=is_copy), _run("a", 5), _run("b", 3), _run("c", 1)]
-        assert [run.held.name for run in owned(found, data_rank=rank, data_size=3)] == written
+    found = [_run("expert", 9, is_expert=True), _run("a", 5), _run("b", 3), _run("c", 1)]
+    for rank, written in ((0, ["expert", "a"]), (1, ["expert", "b"]), (2, ["c"])):
+        assert _written(found, Shard(expert_size=2, data_rank=rank), 3) == written
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -207,7 +209,7 @@ def test_a_count_of_steps_in_the_group_is_saved_and_comes_back_there() -> None:
     adam = GroupCountingAdam([parameter])
     for _ in range(3):
         adam.step()
-    held = HeldParameter(NORM, parameter, [], Stepped(parameter, parameter, 0, 2, adam), is_first_copy=True)
+    held = HeldParameter(FINAL_NORM, parameter, Stepped(parameter, parameter, 0, 2, adam))
     saved = {run.kind: run.numbers.clone() for run in runs(held, num_updates=3)}
     assert saved["exp_avg"].tolist() == [4.0, 4.0] and saved["exp_avg_sq"].tolist() == [3.0, 3.0]
     with pytest.raises(ValueError, match=rf"{NORM} must have made the policy's 2 updates, got \[3.0\]"):
@@ -222,7 +224,7 @@ def _stepped(state: dict[str, Any]) -> HeldParameter:
     parameter = torch.nn.Parameter(torch.zeros(2))
     adam = torch.optim.AdamW([parameter])
     adam.state[parameter] = state
-    return HeldParameter(NORM, parameter, [], Stepped(parameter, parameter, 0, 2, adam), is_first_copy=True)
+    return HeldParameter(FINAL_NORM, parameter, Stepped(parameter, parameter, 0, 2, adam))
 
 
 def test_a_state_that_no_checkpoint_would_keep_is_refused_by_name() -> None:
@@ -240,7 +242,8 @@ def test_an_optimizer_that_has_counted_other_updates_than_the_policy_is_refused(
 def test_tensor_ranks_beyond_the_first_write_no_norms() -> None:
     policy = _policy()
     model, arch = policy._gpt, policy.architecture
-    assert all(held.is_first_copy for held in held_parameters(model, None, arch, Shard()))
+    first = Shard()
+    assert not any(first.is_model_copy(mapping) for mapping in mappings(arch, first))
     second = Shard(tensor_rank=1, tensor_size=2)
     copies = {mapping.megatron for mapping in mappings(arch, second) if second.is_model_copy(mapping)}
     assert copies == {name for name, parameter in model.named_parameters() if parameter.dim() == 1}

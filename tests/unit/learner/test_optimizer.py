@@ -92,10 +92,10 @@ def test_orthogonalizing_each_ranks_part_alone_is_another_update() -> None:
         policy.lm_step(random_sequences(seed=seed), [1] * 9)
     found = {}
     for held in _held(policy):
-        if _is_muons(held) and "layers.1." in held.name:
+        if _is_muons(held) and "layers.1." in held.mapping.megatron:
             assert held.stepped is not None
             momentum = held.stepped.optimizer.state[held.stepped.main]["momentum_buffer"]
-            name = held.name.split(".")[-2]
+            name = held.mapping.megatron.split(".")[-2]
             if name == "linear_fc1":  # a rank has its half of gate above its half of up
                 momentum = momentum.unflatten(0, (2, 2, -1)).transpose(0, 1).flatten(0, 2)
             found[name] = _block_difference(momentum, 1 if name in ("linear_proj", "linear_fc2") else 0, 3)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.learner.rendezvous import Rendezvous, interface_of
+from slipstream.learner.rendezvous import interface_of, listen
 
 INTERFACES = {
     name: [SimpleNamespace(address=address) for address in addresses]
@@ -26,6 +26,6 @@ def test_an_address_of_another_host_is_refused() -> None:
 
 
 def test_two_that_listen_on_one_host_never_take_the_same_port() -> None:
-    places = [Rendezvous.listen("127.0.0.1", world_size=2) for _ in range(8)]
+    places = [listen("127.0.0.1", world_size=2) for _ in range(8)]
 
     assert len({place.port for place in places}) == 8

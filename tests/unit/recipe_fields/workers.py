@@ -70,9 +70,8 @@ def started_engines(recipe: Recipe, tools: Tools) -> object:
     tools.patch.setattr(engines, "ray", ray)
     tools.patch.setattr(engines, "started", started(seen))
     tools.patch.setattr(engines, "reserved", lambda layout: seen.append(layout.placement.start_timeout_s))
-    idle = SimpleNamespace(
-        take=lambda key: None, put=lambda key, engine, capacity: kept.append((capacity, engine._crew.deadline))
-    )
+    idle = calls.Idle[Any]()
+    tools.patch.setattr(idle, "put", lambda key, engine, capacity: kept.append((capacity, engine._crew.deadline)))
     tools.patch.setattr(engines, "idle_engines", idle)
     with recipe_engine(recipe, tools.directory, tools.directory, 0):
         pass
@@ -88,7 +87,8 @@ def started_learner(recipe: Recipe, tools: Tools) -> object:
     tools.patch.setattr(learners, "started", started(patience))
     for module in (learners, calls):
         tools.patch.setattr(module, "Crew", lambda workers, deadline: NotedCrew(patience, deadline))
-    idle = SimpleNamespace(take=lambda key: None, put=lambda key, learner, capacity: kept.append(capacity))
+    idle = calls.Idle[Any]()
+    tools.patch.setattr(idle, "put", lambda key, learner, capacity: kept.append(capacity))
     tools.patch.setattr(learners, "idle_learners", idle)
     with learners.start_learner(recipe.learner, layout=recipe.layout):
         ranks = [(made["rank"], made["world_size"]) for _, _, made in ray.made]

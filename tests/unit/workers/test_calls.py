@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from slipstream.refit.config import ChannelBrokeError, RefitError
 from slipstream.workers import calls
-from slipstream.workers.calls import Deadline, Idle, LostWorkerError, Proxy, Worker, answers
+from slipstream.workers.calls import Crew, Deadline, Idle, LostWorkerError, Proxy, Worker
 
 DEADLINE = Deadline(5.0, "learner.answer_timeout_s")
 RANKS = [Worker(None, f"learner rank {rank}", f"10.77.0.1{rank}", f"node{rank}", 40 + rank) for rank in range(3)]
@@ -50,12 +50,9 @@ def ask(outcomes: Mapping[str, Any], states: Mapping[str, str] | None = None) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calls, "ray", Answers(outcomes))
         patch.setattr(calls, "process_states", states_of)
-        return answers(
-            [(worker, ref) for worker, ref in zip(RANKS, "abc", strict=True)],
-            what="train_step of policy version 3",
-            deadline=DEADLINE,
-            last_done="logprobs of policy version 3",
-        )
+        crew = Crew(RANKS, DEADLINE)
+        crew.last_done = "logprobs of policy version 3"
+        return crew.gather("train_step of policy version 3", list(zip(RANKS, "abc", strict=True)))
 
 
 def test_answers_come_in_the_order_of_the_calls_whoever_is_first() -> None:
@@ -93,7 +90,7 @@ def test_an_error_of_a_ranks_own_does_not_wait_for_the_others(monkeypatch: pytes
     monkeypatch.setattr(calls, "ray", backend)
 
     with pytest.raises(ValueError, match="must be finite") as caught:
-        answers([(RANKS[0], "a"), (RANKS[1], "b")], what="publish", deadline=DEADLINE)
+        Crew(RANKS, DEADLINE).gather("publish", [(RANKS[0], "a"), (RANKS[1], "b")])
     assert len(backend.timeouts) == 1
     assert "learner rank 1 on 10.77.0.11 failed during publish" in caught.value.__notes__[0]
 
@@ -162,9 +159,8 @@ def test_a_broken_collective_shortens_the_wait_and_never_lengthens_it(monkeypatc
         backend = Answers({"a": broken})
         monkeypatch.setattr(calls, "ray", backend)
         with pytest.raises(RuntimeError, match="Connection closed"):
-            answers(
-                [(RANKS[0], "a"), (RANKS[1], "b")], what="publish", deadline=Deadline(seconds, "x"), cause_s=cause_s
-            )
+            crew = Crew(RANKS, Deadline(seconds, "x"), cause_s=cause_s)
+            crew.gather("publish", [(RANKS[0], "a"), (RANKS[1], "b")])
         first, second = backend.timeouts
         assert 4.0 < first <= 5.0
         assert second <= min(seconds, cause_s)
@@ -220,3 +216,17 @@ def test_an_engine_that_died_while_idle_is_not_given_out() -> None:
 
     assert idle.take("k=0") is alive
     assert dead.is_closed
+
+
+def test_a_process_is_kept_after_the_block_and_closed_after_an_error() -> None:
+    idle = Idle[Process]()
+    with idle.lent("k=0", Process, capacity=1) as (first, was_kept):
+        assert not was_kept
+    with (
+        pytest.raises(ValueError, match="within the block"),
+        idle.lent("k=0", Process, capacity=1) as (second, was_kept),
+    ):
+        assert (second, was_kept) == (first, True)
+        raise ValueError("within the block")
+    assert first.is_closed
+    assert idle.take("k=0") is None

@@ -97,6 +97,13 @@ def test_without_a_server_the_client_becomes_the_worker(tmp_path: Path) -> None:
     assert not told["has_xmlrpc"]
 
 
+def test_a_client_whose_server_cannot_import_becomes_the_worker(tmp_path: Path) -> None:
+    with managed({False: ["no_such_module"], True: []}) as directory:
+        first, second = (_told(tmp_path, directory, MARK=mark) for mark in ("first", "second"))
+    assert (first["mark"], second["mark"]) == ("first", "second")
+    assert not first["has_xmlrpc"]
+
+
 def test_a_local_ray_without_gpus_has_its_workers_forked_within_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*FORKING, "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
@@ -143,7 +150,7 @@ def test_what_is_imported_before_learners_are_forked_leaves_cuda_alone(tmp_path:
     seen: list[dict[str, str]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forked_workers.subprocess, "Popen", lambda command, *, env, **_: seen.append(env))
-        forked_workers._start(tmp_path / "server", {}, [])
+        forked_workers._start(tmp_path / "log", {}, [])
     child = subprocess.run(
         [sys.executable, "-c", _GPU_HOST, *forked_workers._OF_LEARNERS],
         env=seen[0],
