@@ -17,8 +17,8 @@ from typing import Any
 import slipstream
 from slipstream.config import require
 from slipstream.engine.config import EngineConfig, SamplingConfig
-from slipstream.engine.protocol import Portion, Trace
-from slipstream.engine.requests import GroupRequest, group_requests
+from slipstream.engine.protocol import Portion
+from slipstream.engine.requests import GroupRequest
 from slipstream.engine.vllm_engine import loadable, stop_token_ids
 from slipstream.refit.channel import Location, here
 from slipstream.refit.config import EngineState, WeightFiles
@@ -245,24 +245,6 @@ class SglangEngine:
             policy_version=self.policy_version,
             draft_version=None,
         )
-
-    def trace(
-        self, prompts: Sequence[Any], *, sampling: SamplingConfig, group_size: int, seed: int, **refits: Any
-    ) -> list[Trace]:
-        """Sample as `generate` does; each step gave one token. Refits in between are refused."""
-        assert not refits.get("refits"), "no rollout goes on across a refit"
-        groups = self.generate(group_requests(prompts, group_size=group_size, seed=seed), sampling=sampling).groups
-        return [
-            Trace(
-                prompt_token_ids=group.prompt.token_ids,
-                token_ids=rollout.token_ids,
-                window_lengths=(1,) * len(rollout.token_ids),
-                policy_version=rollout.policy_version,
-                draft_version=None,
-            )
-            for _, group in groups
-            for rollout in group.rollouts
-        ]
 
     def refit(self, weights: WeightFiles) -> EngineState:
         """Load the policy's weights, and flush the cache.

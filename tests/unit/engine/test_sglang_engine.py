@@ -96,12 +96,6 @@ def test_groups_come_back_with_tokens_logprobs_and_ends(engine: SglangEngine, tm
     assert (portion.started_s, portion.ended_s, portion.num_preemptions, portion.acceptance) == (5.0, 7.5, 2, None)
 
 
-def test_each_token_of_a_trace_is_a_step_of_its_own(engine: SglangEngine) -> None:
-    traces = engine.trace([PROMPT], sampling=SAMPLING, group_size=2, seed=0)
-    assert all(trace.window_lengths == (1,) * len(trace.token_ids) for trace in traces)
-    assert [trace.prompt_token_ids for trace in traces] == [(2, 10)] * 2
-
-
 @pytest.mark.parametrize(("limit", "seed"), [(3, 1), (5, 1)])
 def test_a_response_that_sglang_cut_elsewhere_is_an_error(engine: SglangEngine, limit: int, seed: int) -> None:
     with pytest.raises(RuntimeError, match=r"must end a response by its stop token or length, got 4, length"):
