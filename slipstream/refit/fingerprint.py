@@ -122,9 +122,10 @@ def part_fingerprints(held: Iterable[HeldWeights], dtypes: Mapping[str, str] | N
 
     parts: list[WeightPart] = []
     sums: list[Tensor] = []
-    for weights in _converted(held, dtypes or {}):
-        for part, own_R in zip(weights.parts, weights.split(_row_sums(weights)), strict=True):
-            parts.append(part)
+    for weights in held:
+        (dtype,) = {(dtypes or {}).get(part.name, part.dtype) for part in weights.parts}
+        for part, own_R in zip(weights.parts, weights.split(_row_sums(weights, dtype)), strict=True):
+            parts.append(part if part.dtype == dtype else replace(part, dtype=dtype))
             sums.append((own_R * _row_keys(part, len(own_R), own_R.device)).sum())
     if not parts:
         return {}
@@ -191,24 +192,14 @@ def _tensors(file: Path, only: Iterable[str] | None = None) -> Iterator[tuple[st
             yield name, opened.get_tensor(name)
 
 
-def _converted(held: Iterable[HeldWeights], dtypes: Mapping[str, str]) -> Iterator[HeldWeights]:
-    for weights in held:
-        wanted = [dtypes.get(part.name, part.dtype) for part in weights.parts]
-        assert len(set(wanted)) == 1, weights.parts
-        if wanted[0] == weights.parts[0].dtype:
-            yield weights
-        else:
-            yield replace(weights, parts=tuple(replace(part, dtype=wanted[0]) for part in weights.parts))
-
-
-def _row_sums(weights: HeldWeights) -> Tensor:
-    """Sum a tensor over its columns, in chunks: [rows] int64. A vector counts as a matrix of one column."""
+def _row_sums(weights: HeldWeights, dtype_name: str) -> Tensor:
+    """Sum a tensor of this type over its columns, in chunks: [rows] int64. A vector is a matrix of one column."""
     import torch
 
     tensor, first = weights.tensor.detach(), weights.parts[0]
     matrix = tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(-1, 1)
     column = first.start if first.dim == 1 else 0
-    dtype: torch.dtype = getattr(torch, first.dtype)
+    dtype: torch.dtype = getattr(torch, dtype_name)
     if dtype.itemsize == 8:  # as two columns, because a product of 64 bits would lose its upper half
         matrix, column, dtype = (
             _without_minus_zero(matrix, dtype).contiguous().view(torch.int32),
