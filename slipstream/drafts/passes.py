@@ -5,7 +5,8 @@ there. In pass i a token attends to the first pass' keys of its chat up to itsel
 A mask over the whole row would compute N^2 scores a pass, almost all of them masked.
 
 Legend: `T` tokens of a chat, `N` packed tokens of a row, `A` auxiliary layers, `H` hidden size, `S` packed tokens of a
-chat, `G` key-value heads, `R` query heads of each, `D` head dim, `P` passes after the first.
+chat, `L` of the longest in a row, `G` key-value heads, `R` query heads of each, `D` head dim, `P` passes after the
+first.
 """
 
 from __future__ import annotations
@@ -176,27 +177,29 @@ def mix(
         lengths: those of the row's chats.
     """
     scores_NGRP = query_NGRD.new_empty((*query_NGRD.shape[:-1], 0)) if own is None else query_NGRD @ own[0]
+    future_LL = torch.ones(max(lengths), max(lengths), dtype=torch.bool, device=query_NGRD.device).triu(1)
     mixed, shares, by_token = [], [], (query_NGRD, key_NGD, value_NGD, scores_NGRP)
     for chat in zip(*(each.split(list(lengths)) for each in by_token), strict=True):
         if len(chat[0]) > _KEPT_TOKENS:
-            found = checkpoint(_within, *chat, use_reentrant=False, preserve_rng_state=False)
+            found = checkpoint(_within, future_LL, *chat, use_reentrant=False, preserve_rng_state=False)
         else:
-            found = _within(*chat)
+            found = _within(future_LL, *chat)
         mixed.append(found[0])
         shares.append(found[1])
     mixed_NGRD = torch.cat(mixed)
     return mixed_NGRD if own is None else mixed_NGRD + torch.cat(shares) @ own[1]
 
 
-def _within(query_SGRD: Tensor, key_SGD: Tensor, value_SGD: Tensor, scores_SGRP: Tensor) -> tuple[Tensor, Tensor]:
+def _within(
+    future_LL: Tensor, query_SGRD: Tensor, key_SGD: Tensor, value_SGD: Tensor, scores_SGRP: Tensor
+) -> tuple[Tensor, Tensor]:
     """Mix the first pass' values in a chat, [S, G, R, D]; shares of each token's own keys, [S, G, R, P]."""
     size, _, repeats, _ = query_SGRD.shape
-    future = torch.ones(size, size, dtype=torch.bool, device=query_SGRD.device).triu(1).repeat(repeats, 1)
-    scores = query_SGRD.permute(1, 2, 0, 3).flatten(1, 2) @ key_SGD.permute(1, 2, 0)  # [G, R * S, S]
-    own = scores_SGRP.permute(1, 2, 0, 3).flatten(1, 2)
-    chances = torch.cat([scores.masked_fill(future, float("-inf")), own], dim=-1).softmax(-1)
-    chances_GRSX = chances.unflatten(1, (repeats, size))
-    mixed_GRSD = chances_GRSX[..., :size] @ value_SGD.transpose(0, 1)[:, None]
+    products = query_SGRD.permute(1, 2, 0, 3).flatten(1, 2) @ key_SGD.permute(1, 2, 0)  # [G, R * S, S]
+    scores_GRSS = products.unflatten(1, (repeats, size)).masked_fill(future_LL[:size, :size], float("-inf"))
+    chances_GRSX = torch.cat([scores_GRSS, scores_SGRP.permute(1, 2, 0, 3)], dim=-1).softmax(-1)
+    mixed = chances_GRSX[..., :size].flatten(1, 2) @ value_SGD.transpose(0, 1)
+    mixed_GRSD = mixed.unflatten(1, (repeats, size))
     return mixed_GRSD.permute(2, 0, 1, 3), chances_GRSX[..., size:].permute(2, 0, 1, 3)
 
 
