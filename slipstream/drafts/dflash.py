@@ -26,7 +26,7 @@ from transformers import AttentionInterface
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.eagle3 import fresh_draft, layer_config, trainable
-from slipstream.drafts.passes import ChatRectangles, PackedChats, mix
+from slipstream.drafts.passes import PackedChats, chat_lengths, mix
 from slipstream.learner.architecture import Architecture, aux_layer_ids
 
 ATTENTION = "slipstream_blocks"
@@ -79,7 +79,7 @@ def block_inputs(model: DFlashDraftModel, batch: PackedChats, num_tokens: int) -
     # The states of the token before are the newest that a block's first token sees.
     positions = torch.cat([batch.position_ids[0] - 1, places.flatten()])[None]
     hidden = model.embed_tokens(ids.view(1, -1)).detach()
-    chats = ChatRectangles.of(batch.document_ids[0])
+    chats = chat_lengths(batch.document_ids[0])
     turned = model.rotary_emb(hidden, positions)
     for layer in model.layers:
         hidden = layer(target_hidden=context, hidden_states=hidden, attention_mask=chats, position_embeddings=turned)
@@ -91,7 +91,7 @@ def attend_to_blocks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: ChatRectangles,
+    attention_mask: Sequence[int],
     *,
     scaling: float,
     **_: Any,
@@ -102,12 +102,12 @@ def attend_to_blocks(
         query: [1, G * R, N * W, D] of the blocks.
         key: [1, G, N + N * W, D] of the states, then of the blocks.
         value: [1, G, N + N * W, D].
-        attention_mask: layout of the row's chats.
+        attention_mask: lengths of the row's chats.
     Returns:
         [1, N * W, G * R, D], and None in place of the scores.
     """
     del module
-    num, groups = len(attention_mask.cells_N), key.shape[1]
+    num, groups = sum(attention_mask), key.shape[1]
     width = query.shape[2] // num
     # A block's tokens see the same states, so they count as further query heads of the token that it begins with.
     query_NGQD = query[0].unflatten(1, (num, width)).unflatten(0, (groups, -1)).permute(2, 0, 1, 3, 4).flatten(2, 3)

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from math import exp, log
 from statistics import fmean, median
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -473,31 +473,23 @@ def _within(results: Round, k: int, batches: tuple[int, int]) -> list[RunningTim
     return [time for time in times if batches[0] <= time.num_running <= batches[1]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Cost:
+class _Cost(NamedTuple):
     """Cost of one k in one round within one range of running batches."""
 
     num_steps: int
     num_gained: float  # tokens gained by each running rollout
-    elapsed_s: float
-
-    @property
-    def token_s(self) -> float:
-        return self.elapsed_s / self.num_gained
+    token_s: float
 
 
 def _costs(rounds: Sequence[Round], k: int, batches: tuple[int, int]) -> dict[int, _Cost]:
-    """Sum the costs by round; rounds without these running batches are left out."""
-    by_round = {number: _within(each, k, batches) for number, each in enumerate(rounds)}
-    return {
-        number: _Cost(
-            num_steps=sum(time.num_steps for time in times),
-            num_gained=sum(time.num_tokens / time.num_running for time in times),
-            elapsed_s=sum(time.elapsed_s for time in times),
-        )
-        for number, times in by_round.items()
-        if times
-    }
+    """Compute the costs by round; rounds without these running batches are left out."""
+    found = {}
+    for number, each in enumerate(rounds):
+        if times := _within(each, k, batches):
+            gained = sum(time.num_tokens / time.num_running for time in times)
+            elapsed_s = sum(time.elapsed_s for time in times)
+            found[number] = _Cost(sum(time.num_steps for time in times), gained, elapsed_s / gained)
+    return found
 
 
 def _running_point(

@@ -4,8 +4,8 @@ Chats are packed into rows and shifted. Pass i drafts, at every position at once
 there. In pass i a token attends to the first pass' keys of its chat up to itself, and to its own keys of passes 1 to i.
 A mask over the whole row would compute N^2 scores a pass, almost all of them masked.
 
-Legend: `T` tokens of a chat, `N` packed tokens of a row, `A` auxiliary layers, `H` hidden size, `B` chats of a
-rectangle, `S` tokens of its longest, `G` key-value heads, `R` query heads of each, `D` head dim, `P` passes after the
+Legend: `T` tokens of a chat, `N` packed tokens of a row, `A` auxiliary layers, `H` hidden size, `S` packed tokens of a
+chat, `L` of the longest in a row, `G` key-value heads, `R` query heads of each, `D` head dim, `P` passes after the
 first.
 """
 
@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, DynamicCache
 
 from slipstream.drafts.learner_draft import Chats
-from slipstream.learner.packing import plan_rectangles
 
 if TYPE_CHECKING:
     from speculators.models.eagle3.core import Eagle3DraftModel
@@ -100,7 +99,7 @@ def head_inputs(model: Eagle3DraftModel, batch: PackedChats, num_passes: int) ->
     (layer,) = model.layers
     num = batch.input_ids.shape[1]
     hidden = _joined(model, batch.hidden_states)
-    chats = ChatRectangles.of(batch.document_ids[0])
+    chats = chat_lengths(batch.document_ids[0])
     ids, positions, cache = batch.input_ids, batch.position_ids, DynamicCache()
     outputs = []
     for number in range(num_passes):
@@ -133,42 +132,9 @@ def _joined(model: Eagle3DraftModel, states_NA: Tensor) -> Tensor:
     return joined
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ChatRectangles:
-    """Layout of a row's chats in rectangles of similar lengths, padded to the longest chat of each.
-
-    Padding repeats the chat's first token, and no real token attends to it.
-    """
-
-    tokens_BS: tuple[Tensor, ...]  # by rectangle: the row's token in each cell
-    future_SS: tuple[Tensor, ...]  # by rectangle: True where the key comes after the query
-    cells_N: Tensor  # cell of each token, counted over all rectangles
-
-    @classmethod
-    def of(cls, document_ids_N: Tensor) -> ChatRectangles:
-        """Lay out a row's chats from the chat number of each token."""
-        device = document_ids_N.device
-        lengths = torch.unique_consecutive(document_ids_N, return_counts=True)[1].tolist()
-        starts = [sum(lengths[:index]) for index in range(len(lengths))]
-        order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-        tokens, future, cells, num_cells = [], [], torch.empty(sum(lengths), dtype=torch.long), 0
-        for first, last in plan_rectangles([lengths[index] for index in order]):
-            width = lengths[order[first]]
-            chats = order[first:last]
-            tokens.append(_tokens([starts[chat] for chat in chats], [lengths[chat] for chat in chats], width))
-            future.append(torch.ones(width, width, dtype=torch.bool, device=device).triu(1))
-            for chat in chats:
-                cells[starts[chat] : starts[chat] + lengths[chat]] = torch.arange(lengths[chat]) + num_cells
-                num_cells += width
-        return cls(
-            tokens_BS=tuple(each.to(device) for each in tokens), future_SS=tuple(future), cells_N=cells.to(device)
-        )
-
-
-def _tokens(starts: Sequence[int], lengths: Sequence[int], width: int) -> Tensor:
-    place = torch.arange(width)
-    start, length = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None]
-    return torch.where(place < length, start + place, start)
+def chat_lengths(document_ids_N: Tensor) -> list[int]:
+    """List the lengths of a row's chats from the chat number of each token."""
+    return torch.unique_consecutive(document_ids_N, return_counts=True)[1].tolist()
 
 
 def attend(
@@ -176,7 +142,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: ChatRectangles,
+    attention_mask: Sequence[int],
     *,
     scaling: float,
     **_: Any,
@@ -187,7 +153,7 @@ def attend(
         query: [1, G * R, N, D] of one pass.
         key: [1, G, (1 + P) * N, D] of all passes so far.
         value: [1, G, (1 + P) * N, D].
-        attention_mask: layout of the row's chats.
+        attention_mask: lengths of the row's chats.
     Returns:
         [1, N, G * R, D], and None in place of the scores.
     """
@@ -201,63 +167,40 @@ def attend(
 
 
 def mix(
-    query_NGRD: Tensor, key_NGD: Tensor, value_NGD: Tensor, own: tuple[Tensor, Tensor] | None, chats: ChatRectangles
+    query_NGRD: Tensor, key_NGD: Tensor, value_NGD: Tensor, own: tuple[Tensor, Tensor] | None, lengths: Sequence[int]
 ) -> Tensor:
     """Mix values of the chats' tokens up to each token, and of its own further keys; returns [N, G, R, D].
 
     Args:
         query_NGRD: queries times the scaling.
         own: each token's further keys [N, G, D, P] and values [N, G, P, D]; None without any.
+        lengths: those of the row's chats.
     """
-    own_NGRP = None if own is None else torch.matmul(query_NGRD, own[0])
-    mixed, shares = [], []
-    for rectangle in zip(chats.tokens_BS, chats.future_SS, strict=True):
-        inputs = (query_NGRD, key_NGD, value_NGD, own_NGRP, *rectangle)
-        if len(rectangle[1]) > _KEPT_TOKENS:
-            found = checkpoint(_within, *inputs, use_reentrant=False, preserve_rng_state=False)
+    scores_NGRP = query_NGRD.new_empty((*query_NGRD.shape[:-1], 0)) if own is None else query_NGRD @ own[0]
+    future_LL = torch.ones(max(lengths), max(lengths), dtype=torch.bool, device=query_NGRD.device).triu(1)
+    mixed, shares, by_token = [], [], (query_NGRD, key_NGD, value_NGD, scores_NGRP)
+    for chat in zip(*(each.split(list(lengths)) for each in by_token), strict=True):
+        if len(chat[0]) > _KEPT_TOKENS:
+            found = checkpoint(_within, future_LL, *chat, use_reentrant=False, preserve_rng_state=False)
         else:
-            found = _within(*inputs)
+            found = _within(future_LL, *chat)
         mixed.append(found[0])
         shares.append(found[1])
-    mixed_NGRD = torch.cat(mixed)[chats.cells_N]
-    if own is None:
-        return mixed_NGRD
-    return mixed_NGRD + torch.matmul(torch.cat(shares)[chats.cells_N], own[1])
+    mixed_NGRD = torch.cat(mixed)
+    return mixed_NGRD if own is None else mixed_NGRD + torch.cat(shares) @ own[1]
 
 
 def _within(
-    query_NGRD: Tensor,
-    key_NGD: Tensor,
-    value_NGD: Tensor,
-    own_NGRP: Tensor | None,
-    tokens_BS: Tensor,
-    future_SS: Tensor,
+    future_LL: Tensor, query_SGRD: Tensor, key_SGD: Tensor, value_SGD: Tensor, scores_SGRP: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Mix the first pass' values in a rectangle, [B * S, G, R, D]; shares of the own keys, [B * S, G, R, P]."""
-    chances = _scores(query_NGRD, key_NGD, tokens_BS, future_SS, own_NGRP).softmax(-1)
-    size = tokens_BS.shape[1]
-    values = value_NGD[tokens_BS].transpose(1, 2)  # [B, G, S, D]
-    return _by_cell(chances[..., :size] @ values, size), _by_cell(chances[..., size:], size)
-
-
-def _scores(
-    query_NGRD: Tensor, key_NGD: Tensor, tokens_BS: Tensor, future_SS: Tensor, own_NGRP: Tensor | None
-) -> Tensor:
-    """Scores of a rectangle, [B, G, R * S, S + P]."""
-    query = _stacked(query_NGRD[tokens_BS])
-    scores = query @ key_NGD[tokens_BS].permute(0, 2, 3, 1)
-    scores = scores.masked_fill(future_SS.repeat(query_NGRD.shape[2], 1), float("-inf"))
-    return scores if own_NGRP is None else torch.cat([scores, _stacked(own_NGRP[tokens_BS])], dim=-1)
-
-
-def _stacked(cells_BSGRX: Tensor) -> Tensor:
-    """Stack the query heads of a group, [B, G, R * S, X]."""
-    return cells_BSGRX.permute(0, 2, 3, 1, 4).flatten(2, 3)
-
-
-def _by_cell(stacked: Tensor, size: int) -> Tensor:
-    """Undo `_stacked` and flatten to cells, [B * S, G, R, X]."""
-    return stacked.unflatten(2, (-1, size)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+    """Mix the first pass' values in a chat, [S, G, R, D]; shares of each token's own keys, [S, G, R, P]."""
+    size, _, repeats, _ = query_SGRD.shape
+    products = query_SGRD.permute(1, 2, 0, 3).flatten(1, 2) @ key_SGD.permute(1, 2, 0)  # [G, R * S, S]
+    scores_GRSS = products.unflatten(1, (repeats, size)).masked_fill(future_LL[:size, :size], float("-inf"))
+    chances_GRSX = torch.cat([scores_GRSS, scores_SGRP.permute(1, 2, 0, 3)], dim=-1).softmax(-1)
+    mixed = chances_GRSX[..., :size].flatten(1, 2) @ value_SGD.transpose(0, 1)
+    mixed_GRSD = mixed.unflatten(1, (repeats, size))
+    return mixed_GRSD.permute(2, 0, 1, 3), chances_GRSX[..., size:].permute(2, 0, 1, 3)
 
 
 AttentionInterface.register(ATTENTION, attend)

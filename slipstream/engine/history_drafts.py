@@ -104,25 +104,19 @@ class Answers:
         return []
 
     def _most_frequent(self, places: Iterable[Place], num_tokens: int) -> list[int]:
-        counts: dict[bytes, tuple[int, Place]] = {}  # how often each continuation followed, and where at last
-        for place in places:
-            number, offset = place
-            continuation = self._answers[number][offset : offset + num_tokens].tobytes()
-            num, latest = counts.get(continuation, (0, place))
-            counts[continuation] = num + 1, max(latest, place)
-        found = b""
-        while len(found) < num_tokens * _WIDTH and counts:
-            by_token: dict[bytes, tuple[int, Place]] = {}
-            for continuation, (num, latest) in counts.items():
-                token = continuation[len(found) : len(found) + _WIDTH]
-                if token:
-                    others, other = by_token.get(token, (0, latest))
-                    by_token[token] = num + others, max(latest, other)
+        found: list[int] = []
+        agreeing = list(places)
+        while len(found) < num_tokens:
+            by_token: dict[int, list[Place]] = {}
+            for number, offset in agreeing:
+                following = self._answers[number][offset + len(found) : offset + len(found) + 1]
+                for token in following:  # none at the answer's end
+                    by_token.setdefault(token, []).append((number, offset))
             if not by_token:
                 break
-            found += max(by_token, key=by_token.__getitem__)
-            counts = {each: count for each, count in counts.items() if each.startswith(found)}
-        return array(_INT, found).tolist()
+            found.append(max(by_token, key=lambda token: (len(by_token[token]), max(by_token[token]))))
+            agreeing = by_token[found[-1]]
+        return found
 
     def _index(self, number: int, start: int) -> list[bytes]:
         """Note the places of an answer from `start` on; returns the new keys, which are not in `_contexts`."""

@@ -18,12 +18,11 @@ import slipstream
 from slipstream.config import require
 from slipstream.data.chat import end_token_ids
 from slipstream.engine.config import EngineConfig, SamplingConfig
-from slipstream.engine.protocol import Portion, Trace
-from slipstream.engine.requests import GroupRequest, group_requests
+from slipstream.engine.protocol import Portion
+from slipstream.engine.requests import GroupRequest
 from slipstream.engine.vllm_engine import loadable
-from slipstream.records.steps import ScheduleEntry
 from slipstream.refit.channel import Location, here
-from slipstream.refit.config import Channel, EngineState, WeightFiles
+from slipstream.refit.config import EngineState, WeightFiles
 from slipstream.refit.fingerprint import Turn
 from slipstream.types import Dtype, FinishReason, Rollout, RolloutGroup
 
@@ -171,10 +170,11 @@ class SglangEngine:
             policy: model directory in Hugging Face format.
             command: command in place of `sglang_process` in SGLang's environment.
         Raises:
-            ConfigError: it was asked for something that this engine cannot do.
+            ConfigError: it was asked to speculate, or this host has no environment of SGLang.
         """
         assert not is_in_flight and not returns_routes, "the recipe refuses them"
-        _require_vllm(speculative_config is None, "no speculation was seen on SGLang: train --arms autoregressive")
+        fix = "no speculation was seen on SGLang: train --arms autoregressive"
+        require(speculative_config is None, "engine.backend", "must be vllm here", "sglang", fix)
         self._stop_token_ids = end_token_ids(policy)
         self._max_model_len = config.max_model_len
         arguments = sglang_arguments(policy, config)
@@ -247,31 +247,13 @@ class SglangEngine:
             draft_version=None,
         )
 
-    def trace(
-        self, prompts: Sequence[Any], *, sampling: SamplingConfig, group_size: int, seed: int, **refits: Any
-    ) -> list[Trace]:
-        """Sample as `generate` does; each step gave one token. Refits in between are refused."""
-        assert not refits.get("refits"), "no rollout goes on across a refit"
-        groups = self.generate(group_requests(prompts, group_size=group_size, seed=seed), sampling=sampling).groups
-        return [
-            Trace(
-                prompt_token_ids=group.prompt.token_ids,
-                token_ids=rollout.token_ids,
-                window_lengths=(1,) * len(rollout.token_ids),
-                policy_version=rollout.policy_version,
-                draft_version=None,
-            )
-            for _, group in groups
-            for rollout in group.rollouts
-        ]
-
     def refit(self, weights: WeightFiles) -> EngineState:
         """Load the policy's weights, and flush the cache.
 
         Raises:
             RuntimeError: SGLang refused the weights; the engine must not be used further.
         """
-        _require_vllm(weights.draft is None, "SGLang's engine holds no draft")
+        assert weights.draft is None, "it holds no draft"
         self._digest = self.call("load", path=str(weights.policy))
         self.policy_version = weights.policy_version
         self.num_prefix_cache_resets += 1
@@ -319,26 +301,5 @@ class SglangEngine:
         """Keep all threads: SGLang's process takes no notice of a learner beside it."""
 
     def run_in_flight(self, kv_cache: object) -> None:
-        """Refuse generation in flight; None, which ends it, is accepted."""
-        _require_vllm(kv_cache is None, "no rollout goes on across a refit: set loop.mode synchronous")
-
-    def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
-        """Refuse a schedule of drafts."""
-        _require_vllm(not schedule, "no speculation was seen on SGLang")
-
-    def join_channel(self, channel: Channel, settings: dict[str, Any]) -> None:
-        """Refuse a channel that sends weights to the engine."""
-        del settings
-        _require_vllm(channel is Channel.SHARED_MEMORY, "it reads weights from files: set refit.channel shared_memory")
-
-    def sleep(self) -> None:
-        """Refuse to sleep.
-
-        Raises:
-            RuntimeError: SGLang's sleep needs torch_memory_saver, which is for GPUs.
-        """
-        raise RuntimeError("SGLang's memory saver is for GPUs: an engine on a CPU does not sleep")
-
-
-def _require_vllm(condition: bool, fix: str) -> None:
-    require(condition, "engine.backend", "must be vllm here", "sglang", fix)
+        """Do nothing: no rollout is in flight between two calls."""
+        assert kv_cache is None, "the recipe refuses generation in flight"

@@ -25,10 +25,9 @@ from slipstream.engine.protocol import Portion, Trace
 from slipstream.engine.requests import GroupRequest, group_requests
 from slipstream.engine.vllm_groups import (
     CacheMemory,
-    Drafting,
     FinishedRollout,
     GroupsUnderWay,
-    Preemptions,
+    StepCounts,
     group_of,
     trace_of,
 )
@@ -221,8 +220,7 @@ class VllmEngine:
             self._verify_in_blocks(is_on_cpu=config.kv_cache_gib is not None)
         self._history = history_settings(speculative_config)
         self.forget()
-        self._drafting = None if speculative_config is None else Drafting(self._llm)
-        self._preemptions = Preemptions(self._llm)
+        self._counts = StepCounts(self._llm)
         self._cache = CacheMemory(self._llm)
         self._max_model_len = config.max_model_len
         self._is_updating = False  # True from the start of an update until `adopt`
@@ -308,8 +306,8 @@ class VllmEngine:
     ) -> Portion:
         """Start `requests` and run steps until no rollout is in flight, or `is_over` of the complete groups is True."""
         self._cache.wake()
-        self._preemptions.take()  # of what ran since the last generation
-        before = None if self._drafting is None else self._drafting.counters()
+        self._counts.take_preemptions()  # of what ran since the last generation
+        before = self._counts.acceptance()
         started_s = time.perf_counter()
         done: list[tuple[int, RolloutGroup]] = []
         if sampling is not None:
@@ -320,14 +318,14 @@ class VllmEngine:
                 if is_over(done):
                     break
         ended_s = time.perf_counter()
-        after = None if self._drafting is None else self._drafting.counters()
+        after = self._counts.acceptance()
         return Portion(
             groups=tuple(done),
             acceptance=None if before is None or after is None else acceptance_between(before, after),
             started_s=started_s,
             ended_s=ended_s,
             running=self._groups.take_running(),
-            num_preemptions=self._preemptions.take(),
+            num_preemptions=self._counts.take_preemptions(),
         )
 
     def sleep(self) -> None:
@@ -378,9 +376,7 @@ class VllmEngine:
             ConfigError: the engine does not speculate, or started without a schedule.
         """
         self._start_over()
-        require(self._drafting is not None, "draft.length", "needs an engine that speculates", None)
-        assert self._drafting is not None
-        self._drafting.draft_by(schedule)
+        self._counts.draft_by(schedule)
 
     def trace(
         self,
@@ -540,7 +536,7 @@ class VllmEngine:
             return
         is_recomputed = self._kv_cache is KvCache.RECOMPUTE
         if is_recomputed:
-            self._preemptions.expect_recomputation()
+            self._counts.expect_recomputation()
         if not self._llm.reset_prefix_cache(reset_running_requests=is_recomputed):
             raise RuntimeError(f"prefix cache not reset after the refit to policy version {self.policy_version}")
         self._groups.expect_recomputation()

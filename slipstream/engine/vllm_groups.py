@@ -317,47 +317,12 @@ class CacheMemory:
             engine.step()
 
 
-class Preemptions:
-    """Count of rollouts that vLLM preempted because the KV cache was full; their caches are recomputed later.
-
-    The class is one of vLLM's stat loggers. A refit in flight that recomputes all caches preempts what runs, and does
-    not count.
-
-    Args:
-        llm: vLLM's `LLM`.
-    """
-
-    def __init__(self, llm: Any) -> None:
-        self._scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        self._num = 0
-        llm.llm_engine.logger_manager.stat_loggers.append(self)
-
-    def expect_recomputation(self) -> None:
-        """Leave out the preemption of everything that runs, which vLLM reports with a later step."""
-        self._num -= len(self._scheduler.running)
-
-    def take(self) -> int:
-        """Return the count since the last call."""
-        num = max(0, self._num)
-        self._num -= num
-        return num
-
-    def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
-        """Count one step's preemptions; vLLM calls each of its stat loggers (`AggregateStatLoggerBase`)."""
-        del scheduler_stats
-        self._num += 0 if iteration_stats is None else iteration_stats.num_preempted_reqs
-
-    def log(self, *_: Any, **__: Any) -> None:
-        """Log nothing; vLLM calls these methods of each stat logger."""
-
-    log_engine_initialized = record_sleep_state = log
-
-
-class Drafting:
-    """Draft lengths and acceptance counters of an engine whose core runs in this process.
+class StepCounts:
+    """Drafts and preemptions of an engine whose core runs in this process, and the lengths of its drafts.
 
     The class is one of vLLM's stat loggers, because vLLM counts drafts by position but exports no such metric. Under a
-    schedule drafts differ in length.
+    schedule drafts differ in length. A rollout is preempted where the KV cache is full, and its cache is recomputed
+    later. A refit in flight that recomputes all caches preempts what runs, and does not count.
 
     Args:
         llm: vLLM's `LLM`.
@@ -365,39 +330,55 @@ class Drafting:
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
-        self._drafted: list[int] = [0] * llm.llm_engine.vllm_config.speculative_config.num_speculative_tokens
+        self._scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        told = llm.llm_engine.vllm_config.speculative_config
+        self._drafted = None if told is None else [0] * told.num_speculative_tokens  # by position
+        self._num_preemptions = 0
         llm.llm_engine.logger_manager.stat_loggers.append(self)
 
-    def counters(self) -> AcceptanceCounters:
-        """Read the counters since the engine's start."""
+    def acceptance(self) -> AcceptanceCounters | None:
+        """Read the counters since the engine's start; None of an engine that does not speculate."""
+        if self._drafted is None:
+            return None
         return read_counters(self._llm.get_metrics(), drafted_by_position=self._drafted)
 
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
         """Replace the schedule; no rollout may be in flight.
 
         Raises:
-            ConfigError: vLLM was started without a schedule, and may have captured graphs for one length alone; or the
-                schedule has longer drafts than vLLM has room for.
+            ConfigError: the engine does not speculate; vLLM was started without a schedule, and may have captured
+                graphs for one length alone; or the schedule has longer drafts than vLLM has room for.
         """
         from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-        scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
+        require(self._drafted is not None, "draft.length", "needs an engine that speculates", None)
+        assert self._drafted is not None
         rule = "can be changed only in an engine that started with a table"
-        has_table = scheduler.dynamic_sd_lookup is not None
+        has_table = self._scheduler.dynamic_sd_lookup is not None
         require(has_table, "draft.length", rule, None, "start it with a schedule")
         longest = max(entry.num_speculative_tokens for entry in schedule)
         require(longest <= len(self._drafted), "draft.length", f"must be at most {len(self._drafted)}", longest)
-        scheduler.dynamic_sd_lookup = build_dynamic_sd_schedule_lookup(
+        self._scheduler.dynamic_sd_lookup = build_dynamic_sd_schedule_lookup(
             [(entry.batch_from, entry.batch_to, entry.num_speculative_tokens) for entry in schedule],
-            vllm_max_batch_size=scheduler.scheduler_config.max_num_seqs,
+            vllm_max_batch_size=self._scheduler.scheduler_config.max_num_seqs,
             vllm_num_speculative_tokens=len(self._drafted),
         )
 
+    def expect_recomputation(self) -> None:
+        """Leave out the preemption of everything that runs, which vLLM reports with a later step."""
+        self._num_preemptions -= len(self._scheduler.running)
+
+    def take_preemptions(self) -> int:
+        """Return the number of preemptions since the last call."""
+        num = max(0, self._num_preemptions)
+        self._num_preemptions -= num
+        return num
+
     def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
-        """Count one step's drafts; vLLM calls each of its stat loggers (`AggregateStatLoggerBase`)."""
-        del iteration_stats
+        """Count one step; vLLM calls each of its stat loggers (`AggregateStatLoggerBase`)."""
+        self._num_preemptions += 0 if iteration_stats is None else iteration_stats.num_preempted_reqs
         stats = None if scheduler_stats is None else scheduler_stats.spec_decoding_stats
-        if stats is not None:
+        if stats is not None and self._drafted is not None:
             self._drafted = [a + b for a, b in zip(self._drafted, stats.num_draft_tokens_per_pos, strict=True)]
 
     def log(self, *_: Any, **__: Any) -> None:

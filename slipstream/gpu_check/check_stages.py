@@ -46,12 +46,13 @@ from slipstream.refit.channel import open_channel
 from slipstream.refit.config import Channel, RefitConfig, WeightFiles
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import RefitGate
-from slipstream.types import Dtype, Prompt, TrainBatch
+from slipstream.types import Dtype, Prompt, Rollout, TrainBatch
 from slipstream.workers.placement.config import Layout, MemoryUse, PlacementConfig
 
 T = TypeVar("T")
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
+_DRY_CHAIN = Path(__file__).with_name("dry_chain.yaml")
 VOCAB = 64
 """Tokens of the small policies."""
 _K = 3
@@ -59,6 +60,7 @@ _SAMPLING = SamplingConfig(temperature=1.0, max_response_tokens=48)
 _GROUP = 4
 _OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
 _PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="1") for i in range(8))
+_PROMPT_LENGTH = 4
 _CORE = (
     *("torch", "torchvision", "triton", "vllm", "ray", "megatron-core", "transformers", "speculators"),
     "flashinfer-python",
@@ -269,13 +271,13 @@ def kernels(at: Setting) -> None:
 
 
 def _check_attention(at: Setting, device: Any) -> None:
-    """Packed rows of 1, 7, 64 and 300 tokens, four query heads a key-value head, against the formula in float64."""
+    """Packed rows of 1, 7, 64 and 300 tokens, four query heads a key-value head, beside the CPU's in float64."""
     import torch
 
     from slipstream.learner.batches import Batching
     from slipstream.learner.layers import packed_attention
 
-    lengths, scale = (1, 7, 64, 300), 64**-0.5
+    lengths = (1, 7, 64, 300)
     torch.manual_seed(1)
     whole = [torch.randn(sum(lengths), heads, 64) for heads in (8, 2, 2)]
     upstream = torch.randn(sum(lengths), 8, 64)
@@ -287,27 +289,11 @@ def _check_attention(at: Setting, device: Any) -> None:
         (torch.device("cpu"), torch.float64),
     ):
         query, key, value = (each.to(where, dtype, copy=True).requires_grad_() for each in whole)
-        if dtype is torch.float64:
-            out = _exact_attention(query, key, value, lengths, scale)
-        else:
-            out = packed_attention(query, key, value, packed, scale=scale)
+        out = packed_attention(query, key, value, packed, scale=64**-0.5)
         out.backward(upstream.to(where, dtype))
         found.append([out, query.grad, key.grad, value.grad])
     for name, ours, exact in zip(("attention", "dq", "dk", "dv"), *found, strict=True):
         _close(at, name, ours, exact, relative=2e-2)
-
-
-def _exact_attention(query_PND: Any, key_PKD: Any, value_PKD: Any, lengths: Sequence[int], scale: float) -> Any:
-    """Causal attention by its formula, sequence by sequence; returns [P, N, D]."""
-    import torch
-
-    repeats, rows = query_PND.shape[1] // key_PKD.shape[1], []
-    for query, key, value in zip(*(each.split(list(lengths)) for each in (query_PND, key_PKD, value_PKD)), strict=True):
-        key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
-        scores_NST = torch.einsum("snd,tnd->nst", query, key) * scale
-        later = torch.ones(scores_NST.shape[1:], dtype=torch.bool).triu(1)
-        rows.append(torch.einsum("nst,tnd->snd", scores_NST.masked_fill(later, -torch.inf).softmax(-1), value))
-    return torch.cat(rows)
 
 
 def _close(at: Setting, name: str, ours: Any, exact: Any, *, relative: float) -> None:
@@ -353,7 +339,7 @@ def engine(at: Setting) -> None:
 
 
 def _check_logprobs(at: Setting, result: GenerationResult, learner: Any) -> None:
-    rows = [(group.prompt.token_ids, rollout) for group in result.groups for rollout in group.rollouts]
+    rows = _rows(result)
     judged = learner.token_logprobs([(*prompt, *rollout.token_ids) for prompt, rollout in rows])
     pairs = [
         np.asarray(exact)[len(prompt) - 1 :] - np.asarray(rollout.rollout_logprobs)
@@ -463,7 +449,7 @@ def _refitted(at: Setting, engines: Any, learner: Any, channel: Channel, *, old:
             require(check.num_tensors > 0, "a refit", "must compare tensors", check.num_tensors)
     sample = _generate(engines, seed=1)
     require(_tokens(sample) != before, "a refit", "must change the sample", "the sample of the old weights")
-    logprobs = [rollout.rollout_logprobs for group in sample.groups for rollout in group.rollouts]
+    logprobs = [rollout.rollout_logprobs for _, rollout in _rows(sample)]
     held = [engines.start_fingerprints(is_draft=is_draft, turn=ALL)() for is_draft in (False, True)]
     return [_tokens(sample), logprobs, held]
 
@@ -518,22 +504,11 @@ def in_turn(at: Setting) -> None:
                 start_s = time.perf_counter()
                 turns.refit(step, draft_version=None)
                 result = turns.generate(_PROMPTS, sampling=_SAMPLING, group_size=_GROUP, seed=step)
-                learner.train_step(_rollouts(result, step))
+                sequences = [[*prompt, *rollout.token_ids] for prompt, rollout in _rows(result)]
+                learner.train_step(sequences_update(sequences, vocab_size=VOCAB, prompt_length=_PROMPT_LENGTH))
                 if at.is_dry:
                     learner.offload()
                 at.figures["step_s"] = round(time.perf_counter() - start_s, 2)
-
-
-def _rollouts(result: GenerationResult, version: int) -> Update:
-    rows = [(group.prompt.token_ids, rollout) for group in result.groups for rollout in group.rollouts]
-    batch = TrainBatch(
-        token_ids=[[*prompt, *rollout.token_ids] for prompt, rollout in rows],
-        prompt_lengths=[len(prompt) for prompt, _ in rows],
-        rollout_logprobs=[rollout.rollout_logprobs for _, rollout in rows],
-        advantages=[(-1.0) ** index for index in range(len(rows))],
-        policy_version=version,
-    )
-    return Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=1.0)
 
 
 def gpu_bytes() -> tuple[int, int]:
@@ -543,40 +518,13 @@ def gpu_bytes() -> tuple[int, int]:
     return torch.cuda.mem_get_info(0)
 
 
-_DRY_CHAIN = (
-    "placement.gpus_per_node=0",
-    "engine.kv_cache_gib=0.1",
-    "engine.dtype=float32",
-    "engine.enforce_eager=true",
-    "engine.num_threads=1",
-    "engine.num_kept_idle=2",  # with drafts and without: each is started once after the resume
-    "learner.dtype=float32",
-    "learner.num_threads=1",
-    "policy.scratch.shape={hidden_size: 32, num_layers: 4, num_attention_heads: 2, num_query_groups: 1, "
-    "head_dim: 32, ffn_hidden_size: 64, init_std: 0.3}",
-    "policy.scratch.num_steps=4",
-    "policy.scratch.tokens_per_step=512",
-    "policy.scratch.optimizer.warmup_steps=2",
-    "draft.pretrain={num_prompts: 16, num_heldout_prompts: 4, num_steps: 4, tokens_per_step: 512, "
-    "optimizer: {warmup_steps: 1}}",
-    "sampling.max_response_tokens=24",
-    "evaluation={num_samples_per_problem: 1, every_steps: null, sampling: {max_response_tokens: 24}}",
-    "tuning={candidate_ks: [0, 2], batch_sizes: [4], num_repeats: 1}",
-    "grpo={prompts_per_step: 2, group_size: 2, checkpoint_every_steps: 1}",
-    "losslessness={num_tokens: 400, num_repeated_prompts: 2, num_repeats: 32, num_greedy_prompts: 2, "
-    "num_replications: 4, max_detectable_bias: 0.99}",
-    "data.synthetic={num_train_problems: 60, num_draft_rows: 60}",
-)
-
-
 def chain(at: Setting) -> None:
     """The recipe `tiny_gpu` with both arms; killed behind its first checkpoint, resumed, certified."""
     slipstream = [sys.executable, "-m", "slipstream.cli", "run"]
     root = ["--run-root", str(at.directory / "runs")]
-    arms = ["--arms", "speculative" if at.is_dry else "both"]
-    changes = ["--num-steps", "2", "--set", *_DRY_CHAIN] if at.is_dry else []
+    recipe = [str(_DRY_CHAIN), "--arms", "speculative"] if at.is_dry else ["tiny_gpu", "--arms", "both"]
     start_s = time.perf_counter()
-    first = subprocess.Popen([*slipstream, "tiny_gpu", *arms, *root, *changes])
+    first = subprocess.Popen([*slipstream, *recipe, *root])
     runs = at.directory / "runs"
     while first.poll() is None and not list(runs.glob("*/train_grpo_*/checkpoints/step-*[0-9]")):
         if at.is_dry:
@@ -669,8 +617,25 @@ def _generate(engines: Any, *, seed: int) -> GenerationResult:
     return engines.generate(_PROMPTS, sampling=_SAMPLING, group_size=_GROUP, seed=seed)
 
 
+def _rows(result: GenerationResult) -> list[tuple[tuple[int, ...], Rollout]]:
+    """List all rollouts with the tokens of their prompts."""
+    return [(group.prompt.token_ids, rollout) for group in result.groups for rollout in group.rollouts]
+
+
 def _tokens(result: GenerationResult) -> list[tuple[int, ...]]:
-    return [tuple(rollout.token_ids) for group in result.groups for rollout in group.rollouts]
+    return [rollout.token_ids for _, rollout in _rows(result)]
+
+
+def sequences_update(sequences: Sequence[Sequence[int]], *, vocab_size: int, prompt_length: int = 20) -> Update:
+    """Build an update of these tokens, as if all tokens had been equally likely."""
+    batch = TrainBatch(
+        token_ids=sequences,
+        prompt_lengths=[prompt_length] * len(sequences),
+        rollout_logprobs=[[-float(np.log(vocab_size))] * (len(tokens) - prompt_length) for tokens in sequences],
+        advantages=np.linspace(-1.0, 2.0, len(sequences)).tolist(),
+        policy_version=0,
+    )
+    return Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=1.0)
 
 
 def on_cpu(at: Setting, work: Callable[[], T]) -> T:

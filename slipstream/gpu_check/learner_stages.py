@@ -6,7 +6,6 @@ See `check_stages` for the setting that every stage gets.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,12 +15,12 @@ import numpy as np
 
 from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
-from slipstream.gpu_check.check_stages import VOCAB, Setting, on_cpu
-from slipstream.grpo.config import LossConfig, OptimizerConfig
+from slipstream.gpu_check.check_stages import VOCAB, Setting, on_cpu, sequences_update
+from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.update import Update
 from slipstream.learner.config import LearnerConfig, Packing, Recompute, ScratchConfig, ShapeConfig
 from slipstream.ragged import Ragged
-from slipstream.types import Dtype, TrainBatch
+from slipstream.types import Dtype
 
 _OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
 _RELATIVE = 3e-2  # bfloat16 beside float32, a loss or a norm
@@ -59,18 +58,6 @@ def _policy(config: LearnerConfig, seed: int = 0) -> Any:
 def _update() -> Update:
     sequences = [np.random.default_rng(i).integers(0, 512, 60 + 10 * i).tolist() for i in range(8)]
     return sequences_update(sequences, vocab_size=512)
-
-
-def sequences_update(sequences: Sequence[Sequence[int]], *, vocab_size: int) -> Update:
-    """Build an update of these tokens, 20 of each in its prompt, as if all tokens had been equally likely."""
-    batch = TrainBatch(
-        token_ids=sequences,
-        prompt_lengths=[20] * len(sequences),
-        rollout_logprobs=[[-float(np.log(vocab_size))] * (len(tokens) - 20) for tokens in sequences],
-        advantages=np.linspace(-1.0, 2.0, len(sequences)).tolist(),
-        policy_version=0,
-    )
-    return Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=1.0)
 
 
 def _stats(config: LearnerConfig) -> dict[str, float]:

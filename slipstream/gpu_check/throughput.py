@@ -21,8 +21,7 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.length import constant
 from slipstream.drafts.methods import speculative_config
 from slipstream.engine.config import EngineConfig, SamplingConfig
-from slipstream.gpu_check.check_stages import Setting, Skipped, gpu_bytes
-from slipstream.gpu_check.learner_stages import sequences_update
+from slipstream.gpu_check.check_stages import Setting, Skipped, gpu_bytes, sequences_update
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner.config import LearnerConfig, ScratchConfig, ShapeConfig
 from slipstream.ragged import Ragged

@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -123,17 +122,14 @@ def part_fingerprints(held: Iterable[HeldWeights], dtypes: Mapping[str, str] | N
 
     parts: list[WeightPart] = []
     sums: list[Tensor] = []
-    for weights, sums_R in _row_sums(_converted(held, dtypes or {})):
-        parts += weights.parts
-        sums += weights.split(sums_R)
+    for weights in held:
+        (dtype,) = {(dtypes or {}).get(part.name, part.dtype) for part in weights.parts}
+        for part, own_R in zip(weights.parts, weights.split(_row_sums(weights, dtype)), strict=True):
+            parts.append(part if part.dtype == dtype else replace(part, dtype=dtype))
+            sums.append((own_R * _row_keys(part, len(own_R), own_R.device)).sum())
     if not parts:
         return {}
-    lengths = [own.shape[0] for own in sums]
-    keys = [_row_keys(part, length, sums[0].device) for part, length in zip(parts, lengths, strict=True)]
-    # Each part's sum is a difference of running sums modulo 2**64, which takes few calls for many parts.
-    running = torch.cat([sums[0].new_zeros(1), (torch.cat(sums) * torch.cat(keys)).cumsum(0)])
-    bounds = torch.tensor([0, *accumulate(lengths)], device=running.device)
-    totals = running[bounds].diff().tolist()
+    totals = torch.stack(sums).tolist()
     names = [xxhash.xxh3_64_intdigest(f"{part.dtype} {part.name}".encode()) | 1 for part in parts]
     found: dict[WeightPart, int] = {}
     for part, total, name in zip(parts, totals, names, strict=True):
@@ -196,140 +192,37 @@ def _tensors(file: Path, only: Iterable[str] | None = None) -> Iterator[tuple[st
             yield name, opened.get_tensor(name)
 
 
-def _converted(held: Iterable[HeldWeights], dtypes: Mapping[str, str]) -> Iterator[HeldWeights]:
-    for weights in held:
-        wanted = [dtypes.get(part.name, part.dtype) for part in weights.parts]
-        assert len(set(wanted)) == 1, weights.parts
-        if wanted[0] == weights.parts[0].dtype:
-            yield weights
-        else:
-            yield replace(weights, parts=tuple(replace(part, dtype=wanted[0]) for part in weights.parts))
-
-
-def _row_sums(held: Iterable[HeldWeights]) -> Iterator[tuple[HeldWeights, Tensor]]:
-    """Sum each tensor over its columns: [rows] int64. A vector counts as a matrix of one column."""
+def _row_sums(weights: HeldWeights, dtype_name: str) -> Tensor:
+    """Sum a tensor of this type over its columns, in chunks: [rows] int64. A vector is a matrix of one column."""
     import torch
 
-    scratch: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-    groups: dict[tuple[Any, ...], _SameColumns] = {}
-    for weights in held:
-        tensor, first = weights.tensor.detach(), weights.parts[0]
-        matrix = tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(-1, 1)
-        column = first.start if first.dim == 1 else 0
-        dtype: torch.dtype = getattr(torch, first.dtype)
-        if dtype.itemsize == 8:
-            matrix, column, dtype = _halves(matrix, dtype), 2 * column, torch.int32
-        is_transposed = matrix.stride(0) < matrix.stride(1)
-        key = (matrix.shape[1], column, dtype, is_transposed, matrix.device)
-        if key not in groups:
-            groups[key] = _SameColumns(*key, scratch)
-        groups[key].add(weights, matrix)
-    for group in groups.values():
-        yield from group.finish()
+    tensor, first = weights.tensor.detach(), weights.parts[0]
+    matrix = tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(-1, 1)
+    column = first.start if first.dim == 1 else 0
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    if dtype.itemsize == 8:  # as two columns, because a product of 64 bits would lose its upper half
+        matrix, column, dtype = (
+            _without_minus_zero(matrix, dtype).contiguous().view(torch.int32),
+            2 * column,
+            torch.int32,
+        )
+    num_columns = matrix.shape[1]
+    keys_C = _keys(_COLUMN_SEED, column + num_columns, matrix.device)[column:]
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    chunk = _CPU_CHUNK if matrix.device.type == "cpu" else _DEVICE_CHUNK
+    sums = []
+    for block in matrix.split(max(1, chunk // max(1, num_columns))):
+        products = _without_minus_zero(block, dtype).view(integer).long().mul_(keys_C)
+        sums.append(products.bitwise_xor_(products >> 32).sum(1))
+    return torch.cat(sums) + keys_C.sum()
 
 
-class _SameColumns:
-    """Row sums of tensors with the same columns, layout and type: large tensors in chunks, small tensors together.
-
-    A call for each small tensor would cost more than its elements, and fresh memory more than the arithmetic.
-    """
-
-    def __init__(
-        self,
-        num_columns: int,
-        first_column: int,
-        dtype: torch.dtype,
-        is_transposed: bool,
-        device: torch.device,
-        scratch: dict[tuple[str, torch.dtype, torch.device], Tensor],
-    ) -> None:
-        """Args:
-        is_transposed: True for column-major memory.
-        scratch: memory for a chunk, shared by all groups.
-        """
-        import torch
-
-        self._num_columns, self._is_transposed, self._device = num_columns, is_transposed, device
-        self._dtype = dtype
-        self._keys_C = _keys(_COLUMN_SEED, first_column + num_columns, device)[first_column:]
-        chunk = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
-        self._chunk_rows = max(1, chunk // max(1, num_columns))
-        self._scratch = scratch
-        self._members: list[tuple[HeldWeights, int]] = []
-        self._blocks: list[Tensor] = []
-        self._num_rows = 0  # in the blocks
-        self._sums: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=device)]
-
-    def add(self, weights: HeldWeights, matrix: Tensor) -> None:
-        """Add a tensor in the form of a matrix."""
-        num_rows = matrix.shape[0]
-        self._members.append((weights, num_rows))
-        for block in [matrix] if num_rows <= self._chunk_rows else matrix.split(self._chunk_rows):
-            if self._num_rows + block.shape[0] > self._chunk_rows:
-                self._work()
-            self._blocks.append(block)
-            self._num_rows += block.shape[0]
-
-    def finish(self) -> Iterator[tuple[HeldWeights, Tensor]]:
-        """Return all tensors with their row sums, in the order of `add`."""
-        import torch
-
-        self._work()
-        sums = torch.cat(self._sums) + self._keys_C.sum()
-        members, lengths = zip(*self._members, strict=True)
-        return zip(members, sums.split(lengths), strict=True)
-
-    def _work(self) -> None:
-        """Sum the mixed elements of the blocks."""
-        import torch
-
-        if not self._blocks:
-            return
-        values = self._matrix("values", self._dtype)
-        for block, own in zip(self._blocks, values.split([b.shape[0] for b in self._blocks]), strict=True):
-            _copy_without_minus_zero(block, own)
-        integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[self._dtype.itemsize]
-        products = self._matrix("products", torch.int64).copy_(values.view(integer))
-        products.mul_(self._keys_C)
-        upper = torch.bitwise_right_shift(products, 32, out=self._matrix("upper", torch.int64))
-        self._sums.append(products.bitwise_xor_(upper).sum(1))
-        self._blocks, self._num_rows = [], 0
-
-    def _matrix(self, use: str, dtype: torch.dtype) -> Tensor:
-        """Return scratch memory in the shape and layout of the blocks."""
-        import torch
-
-        size = self._num_rows * self._num_columns
-        held = self._scratch.get((use, dtype, self._device))
-        if held is None or held.shape[0] < size:
-            held = torch.empty(max(size, self._chunk_rows * self._num_columns), dtype=dtype, device=self._device)
-            self._scratch[use, dtype, self._device] = held
-        if self._is_transposed:
-            return held[:size].view(self._num_columns, self._num_rows).t()
-        return held[:size].view(self._num_rows, self._num_columns)
-
-
-def _copy_without_minus_zero(source: Tensor, target: Tensor) -> None:
-    """Copy and convert to the target's type; -0.0 becomes 0.0."""
-    import torch
-
-    if not target.is_floating_point():
-        target.copy_(source)
-    elif target.dtype.itemsize == 1:  # torch does not add 8-bit floats, and one function makes all of them
-        target.view(torch.int8).copy_(source.view(torch.int8))
-    elif source.dtype == target.dtype:
-        torch.add(source, 0.0, out=target)
-    else:
-        target.copy_(source).add_(0.0)
-
-
-def _halves(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """View 64-bit elements as [rows, 2 * columns] int32, because a product of 64 bits would lose its upper half."""
-    import torch
-
-    values = torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
-    _copy_without_minus_zero(matrix, values)
-    return values.view(torch.int32)
+def _without_minus_zero(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert to another type; -0.0 becomes 0.0."""
+    converted = tensor.to(dtype)
+    if not dtype.is_floating_point or dtype.itemsize == 1:  # torch does not add 8-bit floats
+        return converted
+    return converted + 0.0
 
 
 def _row_keys(part: WeightPart, num_rows: int, device: torch.device) -> Tensor:

@@ -2,13 +2,10 @@
 
 A snapshot is one safetensors file with the names of the Hugging Face checkpoint, for engines on the same host.
 
-In a broadcast bytes are packed in the order of the source. A tensor may begin in one bucket and end in a later one, so
-no bucket has to hold the largest tensor. vLLM's IPC alone keeps each tensor whole. Every rank of the learner has a
-sender, and the sender of rank 0 sends.
-
-Between CPUs torch's gloo broadcasts the buckets from the learner's rank 0 to the engines. The gloo group serves this
-transfer alone and leaves the process groups of learner and vLLM unchanged. The group's members meet at a store on the
-learner's rank 0.
+Every rank of the learner has a sender, and the sender of rank 0 sends. Between CPUs torch's gloo broadcasts each
+tensor, in pieces of at most a bucket, from the learner's rank 0 into the memory of the engines' tensors. The gloo group
+serves this transfer alone and leaves the process groups of learner and vLLM unchanged. The group's members meet at a
+store on the learner's rank 0.
 """
 
 from __future__ import annotations
@@ -19,9 +16,8 @@ import shutil
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -130,69 +126,9 @@ def _is_finite(tensor: Tensor) -> bool:
     return math.isfinite(tensor.sum(dtype=torch.float32)) or bool(torch.isfinite(tensor).all())
 
 
-def packed(weights: Iterable[tuple[str, Tensor]], buffers: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Fill the buffers in turn with the tensors' bytes; yields each full buffer, and the filled part of the last.
-
-    Args:
-        buffers: uint8 tensors of one size. With n buffers, a yielded buffer is overwritten after n - 1 more.
-    """
-    turn, filled = 0, 0
-    for _, tensor in weights:
-        raw = as_bytes(tensor)
-        start = 0
-        while start < len(raw):
-            buffer = buffers[turn]
-            piece = raw[start : start + len(buffer) - filled]
-            buffer[filled : filled + len(piece)].copy_(piece)
-            start, filled = start + len(piece), filled + len(piece)
-            if filled == len(buffer):
-                yield buffer
-                turn, filled = (turn + 1) % len(buffers), 0
-    if filled:
-        yield buffers[turn][:filled]
-
-
 def as_bytes(tensor: Tensor) -> Tensor:
     """View a tensor's memory as [bytes] uint8."""
     return tensor.detach().contiguous().flatten().view(torch.uint8)
-
-
-class Unpacker:
-    """Reassembles tensors from buckets; each tensor gets memory of its own, as a receiver may keep it."""
-
-    def __init__(self, metas: Iterable[WeightMeta]) -> None:
-        self._metas = iter(metas)
-        self._meta = next(self._metas, None)
-        self._raw = self._fresh()
-        self._filled = 0
-
-    def feed(self, bucket: Tensor) -> list[tuple[str, Tensor]]:
-        """Add the bytes of a bucket; returns the tensors that are complete.
-
-        Raises:
-            ValueError: more bytes came than the metas announced.
-        """
-        done: list[tuple[str, Tensor]] = []
-        start = 0
-        while start < len(bucket) or (self._meta is not None and self._filled == len(self._raw)):
-            if self._meta is None:
-                raise ValueError(f"{len(bucket) - start} bytes came after the last tensor")
-            piece = bucket[start : start + len(self._raw) - self._filled]
-            self._raw[self._filled : self._filled + len(piece)].copy_(piece)
-            start, self._filled = start + len(piece), self._filled + len(piece)
-            if self._filled == len(self._raw):
-                done.append((self._meta.name, self._raw.view(self._meta.torch_dtype).view(self._meta.shape)))
-                self._meta, self._filled = next(self._metas, None), 0
-                self._raw = self._fresh()
-        return done
-
-    @property
-    def is_complete(self) -> bool:
-        """True if all tensors are complete."""
-        return self._meta is None
-
-    def _fresh(self) -> Tensor:
-        return torch.empty(0 if self._meta is None else self._meta.num_bytes, dtype=torch.uint8)
 
 
 class SnapshotWriter:
@@ -317,7 +253,7 @@ def open_sender(
 
 
 _POLL_S = 0.005  # between two looks at who has joined
-_NUM_BUFFERS = 2  # one is sent while the other is filled or read
+_NUM_UNDER_WAY = 2  # pieces: one is sent while the next tensor is gathered, or the last one loaded
 
 
 class GlooGroup:
@@ -343,6 +279,7 @@ class GlooGroup:
             ) from error
         self._store = store  # on rank 0 the server, which lives as long as this reference
         self._timeout_s = timeout_s
+        self._under_way: deque[Work] = deque()  # no reference elsewhere: each keeps the connections open
 
     @classmethod
     def join(
@@ -354,38 +291,25 @@ class GlooGroup:
         address = address_towards(master_address, master_port)
         return cls(store, rank=rank_offset + worker, world_size=world_size, address=address, timeout_s=timeout_s)
 
-    def broadcast(self, buffer: Tensor) -> Transfer:
-        """Begin to send a bucket, or to receive one."""
+    def broadcast(self, piece: Tensor) -> None:
+        """Begin to send a piece, or to receive one; all ranks have pieces of the same sizes in the same order."""
         assert self._group is not None, "closed"
         options = BroadcastOptions()
         options.rootRank = 0
-        return Transfer(self._group.broadcast([buffer], options), self._timeout_s)
+        self._under_way.append(self._group.broadcast([piece], options))
 
-    def close(self) -> None:
-        """Leave the group, which raises an error in ranks that wait; the last reference closes the connections."""
-        self._group = None
-
-
-def _joins(rank: int) -> str:
-    """Key in the store of a rank that is about to join."""
-    return f"joins/{rank}"
-
-
-class Transfer:
-    """Broadcast of one bucket."""
-
-    def __init__(self, work: Work, timeout_s: float) -> None:
-        self._work: Work | None = work
-        self._timeout_s = timeout_s
+    @property
+    def num_under_way(self) -> int:
+        """Number of pieces that nobody has waited for."""
+        return len(self._under_way)
 
     def wait(self) -> None:
-        """Wait until the bucket has arrived.
+        """Wait until the oldest piece under way has arrived.
 
         Raises:
             ChannelBrokeError: another rank died or stalled.
         """
-        work, self._work = self._work, None  # a reference keeps the connections open, in a traceback too
-        assert work is not None, "waited already"
+        work = self._under_way.popleft()
         try:
             work.wait()
         except RuntimeError as error:
@@ -394,11 +318,17 @@ class Transfer:
                 f"the gloo channel broke, or stood still for {self._timeout_s:g} s: {reason}"
             ) from error
         finally:
-            del work
+            del work  # the traceback would keep it
 
-    def drop(self) -> None:
-        """Drop the reference to a broadcast that is not waited for."""
-        self._work = None
+    def close(self) -> None:
+        """Leave the group, which raises an error in ranks that wait; the last reference closes the connections."""
+        self._under_way.clear()
+        self._group = None
+
+
+def _joins(rank: int) -> str:
+    """Key in the store of a rank that is about to join."""
+    return f"joins/{rank}"
 
 
 class GlooSender(Sender):
@@ -408,7 +338,6 @@ class GlooSender(Sender):
         """Open the store, let the engines join, and join."""
         self._settings = settings
         self._engines = engines
-        self._buffers: list[Tensor] = []
         self._group: GlooGroup | None = None
         timeout_s, world_size = settings.timeout_s, 1 + engines.num_workers
         any_port, timeout = 0, timedelta(seconds=timeout_s)
@@ -433,9 +362,7 @@ class GlooSender(Sender):
         try:
             self._engines.aim(is_draft=is_draft)
             self._engines.start_weight_update()
-            digest = self._beside(
-                lambda _: self._broadcast(weights, source.num_bytes()), lambda: self._engines.update_weights(update)
-            )
+            digest = self._beside(lambda _: self._broadcast(weights), lambda: self._engines.update_weights(update))
         except BaseException:
             for _ in weights:  # the learner's other ranks iterate to the end
                 pass
@@ -450,24 +377,19 @@ class GlooSender(Sender):
             self._group.close()
         self._group = None
 
-    def _broadcast(self, weights: Weights, num_bytes: int) -> str:
-        """Send all buckets; returns the digest of their bytes."""
-        group = self._group
+    def _broadcast(self, weights: Weights) -> str:
+        """Send all tensors; returns the digest of their bytes."""
+        group, digest = self._group, xxhash.xxh3_64()
         assert group is not None, "closed"
-        size = min(self._settings.bucket_bytes, num_bytes)
-        if not self._buffers or len(self._buffers[0]) != size:
-            self._buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(_NUM_BUFFERS)]
-        digest, on_their_way = xxhash.xxh3_64(), deque[Transfer]()
-        try:
-            for bucket in packed(weights, self._buffers):
-                digest.update(bucket.numpy().data)
-                on_their_way.append(group.broadcast(bucket))
-                if len(on_their_way) == _NUM_BUFFERS:
-                    on_their_way.popleft().wait()  # before its buffer is filled again
-            for transfer in on_their_way:
-                transfer.wait()
-        finally:
-            on_their_way.clear()
+        for _, tensor in weights:
+            raw = as_bytes(tensor).cpu()
+            digest.update(raw.numpy().data)
+            for piece in raw.split(self._settings.bucket_bytes):
+                group.broadcast(piece)
+                if group.num_under_way == _NUM_UNDER_WAY:
+                    group.wait()
+        while group.num_under_way:
+            group.wait()
         return digest.hexdigest()
 
     def _beside(self, ours: Callable[[Future[None]], Any], theirs: Callable[[], None]) -> Any:
@@ -501,29 +423,28 @@ def receive(
     Raises:
         ChannelBrokeError: the sender died or stalled.
     """
-    unpacker, digest = Unpacker(metas), xxhash.xxh3_64()
-    with closing(_buckets(group, sum(meta.num_bytes for meta in metas), bucket_bytes)) as buckets:
-        for bucket in buckets:
-            digest.update(bucket.numpy().data)
-            take(unpacker.feed(bucket))
-    assert unpacker.is_complete
+    digest = xxhash.xxh3_64()
+    under_way: deque[tuple[Tensor, tuple[str, Tensor] | None]] = deque()  # pieces, the last of a tensor with the tensor
+
+    def finish_oldest() -> None:
+        group.wait()
+        piece, complete = under_way.popleft()
+        digest.update(piece.numpy().data)
+        if complete is not None:
+            take([complete])
+
+    for meta in metas:
+        raw = torch.empty(meta.num_bytes, dtype=torch.uint8)  # memory of its own, as the loader may keep it
+        pieces = raw.split(bucket_bytes)
+        for piece in pieces:
+            group.broadcast(piece)
+            whole = meta.name, raw.view(meta.torch_dtype).view(meta.shape)
+            under_way.append((piece, whole if piece is pieces[-1] else None))
+            if len(under_way) == _NUM_UNDER_WAY:
+                finish_oldest()
+    while under_way:
+        finish_oldest()
     return digest.hexdigest()
-
-
-def _buckets(group: GlooGroup, num_bytes: int, bucket_bytes: int) -> Generator[Tensor, None, None]:
-    """Yield the buckets in order, while the next bucket is being received."""
-    sizes = [min(bucket_bytes, num_bytes - start) for start in range(0, num_bytes, bucket_bytes)]
-    buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes[:_NUM_BUFFERS]]
-    views = [buffers[index % _NUM_BUFFERS][:size] for index, size in enumerate(sizes)]
-    transfer = group.broadcast(views[0])
-    try:
-        for index, view in enumerate(views):
-            transfer.wait()
-            if index + 1 < len(views):
-                transfer = group.broadcast(views[index + 1])
-            yield view
-    finally:
-        transfer.drop()
 
 
 def address_towards(address: str, port: int) -> str:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from slipstream.drafts.compatibility import require_fit
 from slipstream.drafts.dflash import attend_to_blocks, block_inputs, build_dflash, mask_token_id
 from slipstream.drafts.learner_draft import Chats
-from slipstream.drafts.passes import ChatRectangles, pack_chats
+from slipstream.drafts.passes import pack_chats
 from slipstream.drafts.trainer import DraftTrainer
 from tests.small import draft_with
 from tests.unit.drafts.small import CHATS, PROMPTS, policy_of, states_of
@@ -63,7 +63,7 @@ def test_a_block_after_every_token_is_what_speculators_computes_of_it(policy: Pa
 
 def test_a_block_sees_earlier_states_and_itself_in_both_directions() -> None:
     """Two chats of two and one tokens, blocks of two: a value that is one for one key shows who attends to it."""
-    chats = ChatRectangles.of(torch.tensor([0, 0, 1]))
+    chats = [2, 1]
     query, key = torch.zeros(1, 1, 6, 1), torch.zeros(1, 1, 9, 1)
     seen = []
     for number in range(9):  # three states, then blocks of two

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from slipstream.drafts import passes
-from slipstream.drafts.passes import ChatRectangles, attend
+from slipstream.drafts.passes import attend, chat_lengths
 
 GROUPS, HEADS, DIM = 2, 6, 4
 
@@ -32,7 +32,6 @@ def test_each_chat_attends_to_itself_and_each_token_to_its_own_later_keys(length
     generator = torch.Generator().manual_seed(0)
     num = sum(lengths)
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    chats = ChatRectangles.of(documents)
     query = torch.randn(1, HEADS, num, DIM, generator=generator, requires_grad=True)
     key, value = (
         torch.randn(1, GROUPS, num_passes * num, DIM, generator=generator, requires_grad=True) for _ in range(2)
@@ -40,25 +39,17 @@ def test_each_chat_attends_to_itself_and_each_token_to_its_own_later_keys(length
     weight = torch.randn(1, num, HEADS, DIM, generator=generator)
     expected = masked(query, key, value, documents, 0.3)
     wanted = torch.autograd.grad((expected * weight).sum(), (query, key, value))
-    found, _ = attend(torch.nn.Identity(), query, key, value, chats, scaling=0.3)
+    found, _ = attend(torch.nn.Identity(), query, key, value, chat_lengths(documents), scaling=0.3)
     grads = torch.autograd.grad((found * weight).sum(), (query, key, value))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     for grad, other in zip(grads, wanted, strict=True):
         torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-5)
 
 
-def test_chats_of_very_different_lengths_lie_in_rectangles_of_their_own() -> None:
-    chats = ChatRectangles.of(torch.repeat_interleave(torch.arange(3), torch.tensor([2, 260, 3])))
-    assert [tuple(each.shape) for each in chats.tokens_BS] == [(1, 260), (2, 3)]
-    assert chats.tokens_BS[1].tolist() == [[262, 263, 264], [0, 1, 0]]  # the longest first; padding is the first token
-    assert chats.cells_N[[0, 1, 2, 261, 262, 264]].tolist() == [263, 264, 0, 259, 260, 262]
-
-
 def test_the_attention_of_a_long_chat_is_computed_anew_for_the_gradient_with_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lengths, num, num_passes = [3, 7, 2], 12, 3
-    chats = ChatRectangles.of(torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)))
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, HEADS, num, DIM, generator=generator, requires_grad=True)
     key, value = (torch.randn(1, GROUPS, num_passes * num, DIM, generator=generator, requires_grad=True) for _ in "kv")
@@ -67,7 +58,7 @@ def test_the_attention_of_a_long_chat_is_computed_anew_for_the_gradient_with_the
         kept: list[int] = []
         monkeypatch.setattr(passes, "_KEPT_TOKENS", most)
         with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
-            found, _ = attend(torch.nn.Identity(), query, key, value, chats, scaling=0.3)
+            found, _ = attend(torch.nn.Identity(), query, key, value, lengths, scaling=0.3)
         return [found, *torch.autograd.grad(found.square().sum(), (query, key, value))], sum(kept)
 
     (whole, most), (anew, least) = outcome(7), outcome(6)

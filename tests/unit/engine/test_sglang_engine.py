@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +21,7 @@ from slipstream.engine.config import Backend, EngineConfig, SamplingConfig
 from slipstream.engine.requests import GroupRequest
 from slipstream.engine.sglang_engine import PYTHON, SglangDiedError, SglangEngine, kv_cache_tokens, sglang_python
 from slipstream.engine.sglang_process import draw, held_weights, write_weights
-from slipstream.grpo.loop_config import KvCache
-from slipstream.refit.config import Channel, EngineState, WeightFiles
+from slipstream.refit.config import EngineState, WeightFiles
 from slipstream.refit.fingerprint import ALL, Turn, held_whole, part_fingerprints, weight_totals
 from slipstream.types import Dtype, FinishReason, Prompt
 
@@ -97,12 +96,6 @@ def test_groups_come_back_with_tokens_logprobs_and_ends(engine: SglangEngine, tm
     assert (portion.started_s, portion.ended_s, portion.num_preemptions, portion.acceptance) == (5.0, 7.5, 2, None)
 
 
-def test_each_token_of_a_trace_is_a_step_of_its_own(engine: SglangEngine) -> None:
-    traces = engine.trace([PROMPT], sampling=SAMPLING, group_size=2, seed=0)
-    assert all(trace.window_lengths == (1,) * len(trace.token_ids) for trace in traces)
-    assert [trace.prompt_token_ids for trace in traces] == [(2, 10)] * 2
-
-
 @pytest.mark.parametrize(("limit", "seed"), [(3, 1), (5, 1)])
 def test_a_response_that_sglang_cut_elsewhere_is_an_error(engine: SglangEngine, limit: int, seed: int) -> None:
     with pytest.raises(RuntimeError, match=r"must end a response by its stop token or length, got 4, length"):
@@ -158,27 +151,9 @@ def test_hidden_tensors_are_a_lookup_error(engine: SglangEngine, monkeypatch: py
         engine.weight_dtypes(is_draft=False)
 
 
-@pytest.mark.parametrize(
-    "refused",
-    [
-        lambda engine: engine.run_in_flight(KvCache.KEEP),
-        lambda engine: engine.draft_by([SimpleNamespace()]),
-        lambda engine: engine.join_channel(Channel.GLOO, {}),
-        lambda engine: engine.refit(WeightFiles(policy=Path("a"), policy_version=1, draft=Path("b"))),
-        lambda engine: SglangEngine(Path("a"), config=CONFIG, speculative_config={"method": "ngram"}),
-    ],
-)
-def test_what_sglang_was_not_seen_to_do_is_refused(
-    engine: SglangEngine, refused: Callable[[SglangEngine], object]
-) -> None:
+def test_an_engine_that_would_speculate_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"engine.backend must be vllm here, got 'sglang'"):
-        refused(engine)
-
-
-def test_an_engine_on_a_cpu_does_not_sleep(engine: SglangEngine) -> None:
-    engine.run_in_flight(None)
-    with pytest.raises(RuntimeError, match=r"does not sleep"):
-        engine.sleep()
+        SglangEngine(Path("a"), config=CONFIG, speculative_config={"method": "ngram"})
 
 
 def test_a_host_without_the_environment_is_told_how_to_make_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_blocks_are_verified_by_whom_can(
     monkeypatch.setattr(FakeLlm, "is_v2", is_v2)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeLlm))
     monkeypatch.setitem(sys.modules, "slipstream.engine.weight_transfer", SimpleNamespace(BACKEND="slipstream"))
-    monkeypatch.setattr("slipstream.engine.vllm_engine.Drafting", lambda llm: None)
+    monkeypatch.setattr("slipstream.engine.vllm_engine.StepCounts", lambda llm: None)
     monkeypatch.setattr("slipstream.engine.vllm_engine.os.environ", {})
     speculative = {"method": "eagle3", "rejection_sample_method": method}
 

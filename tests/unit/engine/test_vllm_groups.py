@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.engine.requests import GroupRequest
-from slipstream.engine.vllm_groups import CacheMemory, Drafting, FinishedRollout, GroupsUnderWay, Preemptions, group_of
+from slipstream.engine.vllm_groups import CacheMemory, FinishedRollout, GroupsUnderWay, StepCounts, group_of
 from slipstream.records.steps import ScheduleEntry
 from slipstream.types import Prompt, VersionSpan
 
@@ -268,47 +268,48 @@ def entry(start: int, end: int, k: int) -> ScheduleEntry:
 
 def test_a_table_is_spread_over_all_running_batches_and_carried_on_beyond_its_end() -> None:
     llm = drafting_llm(5, [0, 5, 5, 5, 5])
-    Drafting(llm).draft_by([entry(1, 2, 5), entry(3, 3, 1)])
+    StepCounts(llm).draft_by([entry(1, 2, 5), entry(3, 3, 1)])
     assert lookup(llm) == [0, 5, 5, 1, 1]  # the first is for no rollout at all
-    Drafting(llm).draft_by([entry(1, 1, 0)])
+    StepCounts(llm).draft_by([entry(1, 1, 0)])
     assert lookup(llm) == [0, 0, 0, 0, 0]
 
 
 def test_an_engine_that_started_without_a_table_cannot_change_its_length() -> None:
     with pytest.raises(ConfigError, match=r"draft.length can be changed only in an engine that started with a table"):
-        Drafting(drafting_llm(5, None)).draft_by([entry(1, 1, 0)])
+        StepCounts(drafting_llm(5, None)).draft_by([entry(1, 1, 0)])
 
 
 def test_a_table_with_longer_drafts_than_the_engine_has_room_for_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"draft.length must be at most 5, got 7"):
-        Drafting(drafting_llm(5, [0, 5, 5, 5, 5])).draft_by([entry(1, 1, 7)])
+        StepCounts(drafting_llm(5, [0, 5, 5, 5, 5])).draft_by([entry(1, 1, 7)])
 
 
 def test_preemptions_count_where_the_cache_was_full_and_not_where_a_refit_recomputes_all() -> None:
     llm = drafting_llm(2, None)
     llm.llm_engine.engine_core.engine_core.scheduler.running = ["one", "another"]
-    preemptions = Preemptions(llm)
+    preemptions = StepCounts(llm)
     (logger,) = llm.llm_engine.logger_manager.stat_loggers
     for num in (2, 0, 1):
         logger.record(None, SimpleNamespace(num_preempted_reqs=num), engine_idx=0)
     logger.record(None, None, engine_idx=0)  # a step without requests
-    assert [preemptions.take(), preemptions.take()] == [3, 0]
+    assert [preemptions.take_preemptions(), preemptions.take_preemptions()] == [3, 0]
     preemptions.expect_recomputation()
-    assert preemptions.take() == 0  # vLLM reports them with the next step
+    assert preemptions.take_preemptions() == 0  # vLLM reports them with the next step
     logger.record(None, SimpleNamespace(num_preempted_reqs=3), engine_idx=0)
-    assert preemptions.take() == 1
+    assert preemptions.take_preemptions() == 1
 
 
 def test_drafts_are_counted_by_position_over_the_steps() -> None:
     llm = drafting_llm(2, None)
-    drafting = Drafting(llm)
+    drafting = StepCounts(llm)
     (logger,) = llm.llm_engine.logger_manager.stat_loggers
     for counts in ([1, 1], [2, 1]):
         logger.record(
             SimpleNamespace(spec_decoding_stats=SimpleNamespace(num_draft_tokens_per_pos=counts)), None, engine_idx=0
         )
     logger.record(SimpleNamespace(spec_decoding_stats=None), None, engine_idx=0)  # a step that verified nothing
-    counters = drafting.counters()
+    counters = drafting.acceptance()
+    assert counters is not None
     assert counters.drafted_by_position == (3, 2)
     assert counters.accepted_by_position == (2, 1)
 

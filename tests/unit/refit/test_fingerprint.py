@@ -217,7 +217,7 @@ def test_parts_that_lie_in_one_tensor_are_told_apart() -> None:
     assert found == part_fingerprints([held(MATRIX, gate), held(stacked[3:], up)])
 
 
-def test_small_tensors_are_worked_on_together_and_keep_their_own_sums() -> None:
+def test_tensors_of_one_call_keep_their_own_sums() -> None:
     tensors = {f"{i}": torch.randn(150 * i, 500, generator=torch.Generator().manual_seed(i)) for i in range(1, 7)}
     tensors |= {f"v{i}": torch.arange(5.0) + i for i in range(3)}
     found = part_fingerprints(held_whole(name, tensor) for name, tensor in tensors.items())

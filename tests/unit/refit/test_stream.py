@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,12 +19,9 @@ from slipstream.refit.stream import (
     GlooGroup,
     GlooSender,
     Sender,
-    Unpacker,
-    WeightMeta,
     WeightSource,
     address_towards,
     open_sender,
-    packed,
     receive,
 )
 from slipstream.types import Dtype
@@ -108,61 +105,6 @@ def test_finite_weights_whose_sum_is_not_are_sent() -> None:
     huge = source([("w", torch.full((8,), 3e38))])
     assert len(list(huge)) == 1
     huge.require_finite()
-
-
-def test_buckets_hold_the_tensors_bytes_one_behind_the_other() -> None:
-    buffers = [torch.zeros(16, dtype=torch.uint8) for _ in range(2)]
-    buckets = [bucket.clone() for bucket in packed(TENSORS, buffers)]
-    assert [len(bucket) for bucket in buckets] == [16, 16, 15]
-    expected = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in TENSORS])
-    assert torch.equal(torch.cat(buckets), expected)
-
-
-def test_two_buffers_are_filled_in_turn() -> None:
-    buffers = [torch.zeros(16, dtype=torch.uint8) for _ in range(2)]
-    assert [bucket.data_ptr() for bucket in packed(TENSORS, buffers)] == [
-        buffers[0].data_ptr(),
-        buffers[1].data_ptr(),
-        buffers[0].data_ptr(),
-    ]
-
-
-@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6), bucket_bytes=st.integers(1, 64))
-def test_whatever_the_bucket_tensors_come_back_as_they_were(sizes: list[int], bucket_bytes: int) -> None:
-    tensors = [(str(i), torch.randn(size)) for i, size in enumerate(sizes)]
-    stream = source(tensors)
-    unpacker = Unpacker(stream.metas())
-    back: list[tuple[str, Tensor]] = []
-    for bucket in packed(stream, [torch.empty(bucket_bytes, dtype=torch.uint8) for _ in range(2)]):
-        back += unpacker.feed(bucket)
-    assert unpacker.is_complete
-    assert [name for name, _ in back] == [name for name, _ in tensors]
-    assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(back, tensors, strict=True))
-
-
-def test_a_received_tensor_survives_the_bucket_that_it_came_in() -> None:
-    bucket = torch.tensor([1.0, 2.0]).view(torch.uint8).clone()
-    ((_, tensor),) = Unpacker([WeightMeta(name="w", dtype="float32", shape=(2,))]).feed(bucket)
-    bucket.zero_()
-    assert tensor.tolist() == [1.0, 2.0]
-
-
-def test_an_empty_tensor_comes_back_too() -> None:
-    tensors = [("a", torch.ones(1)), ("empty", torch.ones(0)), ("b", torch.ones(1)), ("last", torch.ones(0))]
-    unpacker = Unpacker(source(tensors).metas())
-    back = unpacker.feed(torch.cat([tensor for _, tensor in tensors]).view(torch.uint8))
-    assert [(name, tensor.tolist()) for name, tensor in back] == [
-        ("a", [1.0]),
-        ("empty", []),
-        ("b", [1.0]),
-        ("last", []),
-    ]
-
-
-def test_more_bytes_than_announced_are_an_error() -> None:
-    unpacker = Unpacker([WeightMeta(name="w", dtype="float32", shape=(1,))])
-    with pytest.raises(ValueError, match="2 bytes came after the last tensor"):
-        unpacker.feed(torch.zeros(6, dtype=torch.uint8))
 
 
 SETTINGS = RefitConfig(channel=Channel.GLOO, bucket_mib=64 / 2**20, timeout_s=5.0)
@@ -302,6 +244,19 @@ def test_every_engine_gets_every_tensor_and_all_agree_on_the_bytes(bucket_bytes:
         assert all(
             torch.equal(received[name], tensor) and received[name].dtype == tensor.dtype for name, tensor in SENT
         )
+
+
+@settings(deadline=None, max_examples=15)
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6), bucket_bytes=st.integers(1, 64))
+def test_whatever_the_bucket_tensors_come_back_as_they_were(sizes: list[int], bucket_bytes: int) -> None:
+    tensors = [(str(i), torch.randn(size)) for i, size in enumerate(sizes)]
+    engines = ThreadEngines(1)
+    sending = sender(engines, bucket_bytes=bucket_bytes)
+    sent = sending.send(source_of(tensors), is_draft=False)
+    sending.close()
+    assert engines.digests == [sent]
+    assert list(engines.received[0]) == [name for name, _ in tensors]
+    assert all(torch.equal(engines.received[0][name], tensor) for name, tensor in tensors)
 
 
 def test_the_engines_join_once_and_each_model_is_sent_by_itself() -> None:
