@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -93,43 +90,6 @@ def test_a_damaged_checkpoint_of_a_draft_is_refused(policy: Path, chats: Chats, 
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"step-1 is damaged: draft\.safetensors differs from the digest"):
         trainer.load_checkpoint(tmp_path / "draft" / "step-1")
-
-
-@pytest.mark.parametrize("are_handed_both", [False, True])
-def test_two_trainers_with_a_chat_each_make_the_update_of_one_with_both(
-    policy: Path, chats: Chats, are_handed_both: bool
-) -> None:
-    config = draft_with(CONFIG, eagle3={"tokens_per_row": 12})  # each chat has a row of its own, here as there
-    trainers = [DraftTrainer(policy, config) for _ in range(3)]
-    for trainer in trainers[1:]:
-        trainer._model.load_state_dict(trainers[0]._model.state_dict())
-    handed: list[torch.Tensor] = [torch.empty(0)] * 2
-    meeting = Barrier(2)
-
-    def sum_over_ranks(rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        handed[rank] = tensor
-        meeting.wait(60)
-        total = handed[0] + handed[1]
-        meeting.wait(60)
-        return total
-
-    def steps(rank: int) -> list[float]:
-        own, reduce = [rank], partial(sum_over_ranks, rank)
-        trainers[1 + rank].sum_over_ranks = reduce
-        if are_handed_both:
-            own, trainers[1 + rank].share = [0, 1], (rank, 2)
-            assert len(trainers[1 + rank]._rows(chats)) == 1
-        return [trainers[1 + rank].step(chats.some(own)) for _ in range(2)]
-
-    expected = [trainers[0].step(chats) for _ in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        losses = list(pool.map(steps, (0, 1)))
-    assert losses[0] == losses[1]
-    assert losses[0] == pytest.approx(expected, rel=1e-5)
-    one, *others = ([p.detach() for p in trainer._trained] for trainer in trainers)
-    for other in others:
-        for mine, theirs in zip(one, other, strict=True):
-            torch.testing.assert_close(theirs, mine, rtol=0, atol=1e-5)
 
 
 def test_products_in_bfloat16_keep_weights_and_moments_in_float32_and_train_as_well(policy: Path, chats: Chats) -> None:
