@@ -97,18 +97,6 @@ def test_training_lowers_the_loss_and_raises_held_out_acceptance(policy: Path, c
     assert len(rates) == 3
 
 
-def test_a_resumed_training_equals_an_uninterrupted_one(policy: Path, chats: Chats, tmp_path: Path) -> None:
-    whole = DraftTrainer(policy, CONFIG)
-    losses = [whole.step(chats) for _ in range(4)]
-    killed = DraftTrainer(policy, CONFIG)
-    for _ in range(2):
-        killed.step(chats)
-    killed.save_checkpoint(tmp_path / "checkpoint")
-    resumed = DraftTrainer(policy, CONFIG)
-    resumed.load_checkpoint(tmp_path / "checkpoint")
-    assert [resumed.step(chats) for _ in range(2)] == losses[2:]
-
-
 @pytest.mark.parametrize("token_ids", [None, tuple(range(3, 12))])
 def test_a_saved_draft_fits_its_policy(policy: Path, tmp_path: Path, token_ids: tuple[int, ...] | None) -> None:
     DraftTrainer(policy, CONFIG, token_ids=token_ids).save(tmp_path / "draft")

@@ -262,18 +262,6 @@ def test_a_draft_that_does_not_fit_is_refused(
     assert refusal(bring).startswith(rule)
 
 
-def test_a_saved_draft_goes_round_bit_for_bit(policy: Path, chats: Chats, tmp_path: Path) -> None:
-    trained = DraftTrainer(policy, CONFIG)
-    for _ in range(2):
-        trained.step(chats)
-    trained.save(tmp_path / "first")
-    loaded = DraftTrainer(policy, CONFIG, given=tmp_path / "first")
-    loaded.save(tmp_path / "second")
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "second" / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
-    assert loaded.evaluate(chats) == trained.evaluate(chats)
-
-
 def test_a_saved_draft_is_trained_further_from_a_fresh_optimizer(policy: Path, chats: Chats, tmp_path: Path) -> None:
     fresh = DraftTrainer(policy, CONFIG)
     fresh.save(tmp_path / "draft")
