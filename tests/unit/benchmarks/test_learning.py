@@ -76,20 +76,6 @@ def test_a_pinned_seed_gets_one_core_and_the_caller_keeps_its_own(tmp_path: Path
     assert os.sched_getaffinity(0) == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--parallel", "2"], "--parallel must be 1 without --pin, got 2"),
-        (["--parallel", "4096", "--pin"], "--parallel must be at most the"),
-    ],
-)
-def test_seeds_at_once_need_cores_of_their_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert main([*ASKED, "--root", str(tmp_path), *arguments], run_seed=Runner()) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_of_an_asynchronous_arm_all_that_its_engines_generated_counts_evenly_over_its_steps() -> None:
     """The first step generates two batches, the last one none."""
     from benchmarks.learning_seed import with_whole_generation
