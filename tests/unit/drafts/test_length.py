@@ -650,10 +650,6 @@ def test_greedy_drafts_that_are_no_faster_are_not_taken(greedy: list[float]) -> 
     assert len(record.samplings) == 2
 
 
-def test_a_table_that_the_autopilot_needs_is_labelled_with_its_one_k() -> None:
-    assert DraftLength(num_speculative_tokens=5, schedule=constant(5)).label == "5"
-
-
 def test_a_table_is_described_range_by_range() -> None:
     assert described((entry(1, 8, 7), entry(9, 48, 2))) == "1-8: 7, 9-48: 2"
 
