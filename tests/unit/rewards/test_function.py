@@ -136,11 +136,6 @@ def test_one_function_and_several_are_not_given_at_once() -> None:
         RewardConfig(function="mathematics", functions=several)
 
 
-def test_a_function_may_be_a_coroutine(own: Path) -> None:
-    with open_reward(RewardConfig(function=f"{own}:later")) as reward:
-        assert reward.judge([prompt()], ["x"], cut_off=[False]).rewards == (0.5,)
-
-
 def test_more_failures_than_the_recipe_allows_end_the_run_and_name_the_first(own: Path) -> None:
     function = f"{own}:compute_score"
     with open_reward(RewardConfig(function=function, max_failed_fraction=0.25)) as reward:

@@ -42,10 +42,6 @@ def test_a_million_characters_score_0_whatever_they_are(verifier: Verifier) -> N
     assert verifier.score(texts, ["9"] * len(texts)).rewards == (0.0,) * len(texts)
 
 
-def test_an_answer_or_a_reference_without_all_of_its_braces_scores_0(verifier: Verifier) -> None:
-    assert verifier.score(["Answer: {x", "Answer: x"], ["x^2", "{x^2"]).rewards == (0.0, 0.0)
-
-
 def test_plain_answers_need_no_worker() -> None:
     before = set(psutil.Process().children())
     with closing(Verifier(RewardConfig())) as verifier:
@@ -69,32 +65,12 @@ def test_a_bomb_in_python_syntax_scores_0(verifier: Verifier) -> None:
 GRADABLE = [
     *("34", "-3", "0", "\\pi", "2\\sqrt{3}", "\\frac{1}{2}", ".0625", "1e3", "52_8", "90^\\circ", "50\\%", "(1,-2)"),
     *("[0,\\infty)", "\\{1,2\\}", "1,-2", "B", "x", "k=3", "x\\in[1,4]", "\\cot{x}", "6-5i", "1\\pm\\sqrt{7}"),
-    *(
-        "(0,1)\\cup(2,3)",
-        "\\frac{7}4\\text{degrees}",
-        "\\$12.40",
-        "11,\\!080",
-        "\\text{(B)}",
-        "\\text{Ada}",
-        "\\text{odd}",
-    ),
+    *("(0,1)\\cup(2,3)", "\\frac{7}4\\text{degrees}", "\\$12.40", "11,\\!080", "\\text{(B)}", "\\text{Ada}"),
+    "\\text{odd}",
     *("3 \\frac{1}{2}", "12 \\mbox{ m}^2", "2x - 3y + 1 = 0", "\\begin{pmatrix} 1/3 \\\\ -2 \\end{pmatrix}"),
 ]
-NOT_GRADABLE = [
-    "",
-    " ",
-    "no answer",
-    "???",
-    "six",
-    "it depends on x",
-    "\\frac{1",
-    "}{",
-    "9" * 5000,
-    "2+2=5",
-    "nan",
-    "\\text{}",
-]
-NOT_GRADABLE += ["\\sqrt{2}=1.5"]
+NOT_GRADABLE = ["", " ", "no answer", "???", "six", "it depends on x", "\\frac{1", "}{", "9" * 5000, "2+2=5", "nan"]
+NOT_GRADABLE += ["\\text{}", "\\sqrt{2}=1.5"]
 
 
 def test_a_reference_is_gradable_if_it_scores_1_itself_and_another_of_its_kind_0(verifier: Verifier) -> None:
