@@ -411,15 +411,6 @@ def test_a_column_of_another_shape_is_shown(tmp_path: Path) -> None:
         load(tmp_path / "out", train=source)
 
 
-@pytest.mark.parametrize("text", ["", "{not json\n"], ids=["empty", "broken"])
-def test_an_empty_or_broken_file_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "rows.jsonl").write_text(text)
-    rule = "must be readable" if text else "must have rows"
-    cause = r" \(row 1 of .*rows\.jsonl: Expecting" if text else ""
-    with pytest.raises(ConfigError, match=rf"data\.train {rule}, got '.*rows\.jsonl'{cause}"):
-        load(tmp_path / "out", train=(SourceConfig(path=str(tmp_path / "rows.jsonl")),))
-
-
 def test_a_set_without_parseable_answers_is_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", [dapo("1+1=?", "two"), dapo("2+2=?", "four")])
     with pytest.raises(ConfigError, match=r"data\.train must have parseable answers, got \['four', 'two'\]"):
