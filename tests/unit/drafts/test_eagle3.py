@@ -278,11 +278,6 @@ def test_a_saved_draft_of_other_layers_is_refused(policy: Path, draft: Path, ref
     )
 
 
-def test_a_policy_is_no_draft_to_train_further(policy: Path, refusal: Callable[..., str]) -> None:
-    rule = "draft must be an EAGLE-3 draft as speculators saves it"
-    assert refusal(partial(DraftTrainer, policy, CONFIG, given=policy)).startswith(rule)
-
-
 def test_it_is_a_dense_layer_as_wide_as_the_experts_of_a_token(tmp_path: Path) -> None:
     qwen3_moe.write_model(tmp_path, seed=0, expert_width=48)
     draft = build_draft(tmp_path, draft_with(eagle3={"aux_hidden_state_layer_ids": (0, 1, 2)}))

@@ -14,7 +14,6 @@ from slipstream.kubernetes.kubernetes_api import Finding, State
 from slipstream.kubernetes.preflight import (
     PreflightRecord,
     check,
-    laid_over,
     own_namespace,
     pod_manifests,
     probe_pod,
@@ -404,16 +403,6 @@ def test_the_probe_is_a_small_pod_of_a_task_without_the_servers_credentials() ->
     assert "envFrom" in task["spec"]["containers"][0] and "envFrom" not in container
     assert container["resources"]["limits"] == {"cpu": "100m", "memory": "64Mi"}
     assert "/mnt/slipstream/.preflight-" in container["command"][-1]
-
-
-def test_maps_merge_lists_are_appended_and_what_is_set_wins() -> None:
-    base = {"containers": [{"name": "a", "env": [1], "resources": {"x": 1}}], "volumes": [1], "user": {"id": 1}}
-    overlay = {"containers": [{"name": "b", "env": [2], "resources": {"y": 2}}], "volumes": [2], "user": {"id": 2}}
-    assert laid_over(base, overlay) == {
-        "containers": [{"name": "b", "env": [1, 2], "resources": {"x": 1, "y": 2}}],
-        "volumes": [1, 2],
-        "user": {"id": 2},
-    }
 
 
 def test_the_quota_is_that_of_one_task_with_all_its_pods() -> None:
