@@ -264,16 +264,7 @@ def test_the_workflow_projects_what_its_flat_inputs_say() -> None:
         generation_fraction=0.5,
         mean_response_tokens=1500.0,
     )
-    asked = ProjectionRequest(
-        model="mimo-7b",
-        hardware="h200",
-        num_gpus=64,
-        k=4,
-        acceptance_length=3.0,
-        lag=2,
-        generation_fraction=0.5,
-        mean_tokens=1500.0,
-    )
+    asked = replace(ASKED, lag=2, generation_fraction=0.5, mean_tokens=1500.0)
     assert json.loads(Path(projected.projection).read_text()) == json.loads(json.dumps(asdict(project_request(asked))))
     interface = projection.python_interface  # pyright: ignore[reportFunctionMemberAccess]
     assert all(
