@@ -18,7 +18,6 @@ from slipstream.kubernetes.preflight import (
     pod_manifests,
     probe_pod,
     require_ready,
-    run_quota,
 )
 from slipstream.kubernetes.profile import ClusterProfile, TrackingService, read_profile
 from slipstream.records.files import read_record, write_record
@@ -403,13 +402,6 @@ def test_the_probe_is_a_small_pod_of_a_task_without_the_servers_credentials() ->
     assert "envFrom" in task["spec"]["containers"][0] and "envFrom" not in container
     assert container["resources"]["limits"] == {"cpu": "100m", "memory": "64Mi"}
     assert "/mnt/slipstream/.preflight-" in container["command"][-1]
-
-
-def test_the_quota_is_that_of_one_task_with_all_its_pods() -> None:
-    # 8 x 120 + 8 + 1 cores, 8 x 720 + 48 + 4 GiB, 8 x 4 GPUs
-    gpus = {"requests.cpu": "969", "requests.memory": "5812Gi", "requests.nvidia.com/gpu": "32"}
-    assert run_quota(read_profile("gb200")) == gpus
-    assert set(run_quota(read_profile("cpu"))) == {"requests.cpu", "requests.memory"}
 
 
 def test_a_cluster_without_gpus_is_asked_for_none() -> None:
