@@ -185,14 +185,17 @@ _FORM = {
     "num_speculative_tokens": 3,
     "err": FlyteError(message="no luck", failed_node_id="fn0"),
 }
-_GRID = {
-    "recipe": "tiny",
+_VARIED: dict[str, list[Any]] = {
     "draft_inits": [DraftInit.IN_DOMAIN, DraftInit.GENERAL],
     "methods": [DraftMethod.EAGLE3],
     "losses": ["kl_div"],
     "draft_lengths": [3, 7],
     "seeds": [2],
     "workloads": [Workload.RL_THINK],
+}
+_GRID = {
+    "recipe": "tiny",
+    **_VARIED,
     "num_steps": 2,
     "overrides": [],
     "seed_of_the_day": False,
@@ -274,14 +277,7 @@ CASES = {
         values=_GRID,
         seen={
             "recipe": "tiny",
-            "grid": Grid(
-                draft_inits=(DraftInit.IN_DOMAIN, DraftInit.GENERAL),
-                methods=(DraftMethod.EAGLE3,),
-                losses=("kl_div",),
-                draft_lengths=(3, 7),
-                seeds=(2,),
-                workloads=(Workload.RL_THINK,),
-            ),
+            "grid": Grid(**{name: tuple(values) for name, values in _VARIED.items()}),
             "requested": {"grpo": {"num_steps": 2}},
         },
         handed_on=(),
