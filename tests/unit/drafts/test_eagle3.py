@@ -21,7 +21,7 @@ from slipstream.drafts.learner_draft import Chats
 from slipstream.drafts.trainer import DraftTrainer
 from tests.integration import qwen3_moe
 from tests.small import draft_with
-from tests.unit.drafts.small import CONFIG
+from tests.unit.drafts.small import CONFIG, teach
 from tests.unit.learner import families
 
 HIDDEN, VOCAB, KNOWN = 32, 16, [2, 3, 5, 6, 7, 8, 9, 15]
@@ -119,11 +119,7 @@ def test_an_original_draft_is_trained_further(policy: Path, chats: Chats, origin
     config = _given(original)
     bring_draft(config, policy, tmp_path / "ours", max_model_len=64)
     trainer = DraftTrainer(policy, config, given=tmp_path / "ours")
-    _, before = trainer.evaluate(chats)
-    losses = [trainer.step(chats) for _ in range(20)]
-    _, after = trainer.evaluate(chats)
-    assert losses[-1] < losses[0]
-    assert after > before
+    teach(trainer, chats, 20)
     trainer.save(tmp_path / "trained")
     check_draft(policy, tmp_path / "trained", max_model_len=64)
 
