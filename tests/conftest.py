@@ -50,7 +50,6 @@ _SECONDS = {
     "tests/integration/test_workflow.py": 40,
     "tests/integration/test_ablation.py": 35,
     "tests/integration/test_brought_drafts.py": 35,
-    "tests/unit/workflows/test_in_pods.py": 45,
     "tests/unit/workflows/test_launch_plans.py": 25,
     "tests/unit/test_recipe_fields.py": 20,
     "tests/unit/drafts/test_online.py": 15,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream.config import merge
 from slipstream.data.prompts import PromptStream
 from slipstream.drafts import length
 from slipstream.drafts.length import constant
@@ -26,24 +27,11 @@ from slipstream.grpo.update import Trained, Update
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.files import write_record
 from slipstream.types import Arm, Prompt
-from tests.small import additions, odd_sum
+from tests.small import RECIPE, additions, odd_sum
 
 NUM_STEPS, PROMPTS_PER_STEP, GROUP_SIZE, K = 8, 2, 4, 2
-SMALL: dict[str, Any] = {
-    "sampling": {"max_response_tokens": 16},
-    "evaluation": {"sampling": {"max_response_tokens": 16}},
-    "tuning": {"candidate_ks": [0, K]},
-    "engine": {"max_model_len": 128, "max_num_seqs": 16, "kv_cache_gib": 0.1, "dtype": "float32", "num_threads": 1},
-    "learner": {"max_tokens_per_microbatch": 512, "dtype": "float32", "num_threads": 1, "num_kept_idle": 1},
-    "draft": {"online": {"when": "always"}},
-    "grpo": {
-        "num_steps": NUM_STEPS,
-        "prompts_per_step": PROMPTS_PER_STEP,
-        "group_size": GROUP_SIZE,
-        "checkpoint_every_steps": 2,
-        "loss": {"correction": "token", "truncated_importance_sampling": 2.0},
-    },
-}
+_LOSS = {"correction": "token", "truncated_importance_sampling": 2.0}
+_GRPO = {"num_steps": NUM_STEPS, "prompts_per_step": PROMPTS_PER_STEP, "group_size": GROUP_SIZE, "loss": _LOSS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +98,9 @@ class NotedLearner(Mortal):
 
 def recipe_of(mode: str) -> Recipe:
     """Recipe of an arm whose draft learns at every step; the autopilot watches where it can, and tries k = 0."""
-    autopilot = mode == "one_step_off"
-    loop = {"mode": mode, "max_off_policy_steps": 1}
-    return load_recipe("tiny", overrides={**SMALL, "draft": {**SMALL["draft"], "autopilot": autopilot}, "loop": loop})
+    draft = {"online": {"when": "always"}, "autopilot": mode == "one_step_off"}
+    changes = {"grpo": _GRPO, "draft": draft, "loop": {"mode": mode, "max_off_policy_steps": 1}}
+    return load_recipe("tiny", overrides=merge(RECIPE, changes))
 
 
 def all_prompts(policy: Path) -> tuple[Prompt, ...]:

@@ -14,6 +14,7 @@ from slipstream.config import merge
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.steps import ArmRecord
 from tests.faults.fatal_control import FatalControl
+from tests.faults.test_killed_runs import assert_equal
 from tests.small import RECIPE, train_arm
 
 pytestmark = pytest.mark.slow
@@ -52,13 +53,6 @@ def recipe() -> Recipe:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, ray_session: None, recipe: Recipe, policy: Path) -> ArmRecord:
     return train_arm(recipe, policy, tmp_path_factory.mktemp("whole"))
-
-
-def assert_equal(disturbed: ArmRecord, whole: ArmRecord) -> None:
-    assert [step.step for step in disturbed.steps] == [0, 1, 2, 3]
-    for ours, theirs in zip(disturbed.steps, whole.steps, strict=True):
-        assert (ours.train, ours.mismatch, ours.reward_mean) == (theirs.train, theirs.mismatch, theirs.reward_mean)
-    assert any(step.train.grad_norm > 0 for step in whole.steps), "some step must have learned something"
 
 
 def test_an_engine_that_dies_while_it_receives_weights_is_replaced_and_the_run_ends_equal(

@@ -9,19 +9,10 @@ import multiprocessing
 from multiprocessing.context import ForkServerContext
 
 _IMPORTED = (
-    "flytekit.bin.entrypoint",
-    "s3fs",
-    "ray",
-    "torch",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.models.qwen3.modeling_qwen3",
-    "megatron.core.models.gpt",
-    "megatron.core.distributed",
-    "megatron.core.optimizer",
-    "megatron.core.pipeline_parallel",
-    "speculators.models.eagle3.core",
-    "mlflow.tracking.client",
-    "mlflow.store.tracking.sqlalchemy_store",
+    *("flytekit.bin.entrypoint", "s3fs", "ray", "torch", "speculators.models.eagle3.core"),
+    *("transformers.models.auto.tokenization_auto", "transformers.models.qwen3.modeling_qwen3"),
+    *(f"megatron.core.{name}" for name in ("models.gpt", "distributed", "optimizer", "pipeline_parallel")),
+    *("mlflow.tracking.client", "mlflow.store.tracking.sqlalchemy_store"),
 )
 
 

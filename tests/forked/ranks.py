@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from typing import Any
 
+from slipstream.learner.config import LearnerConfig
 from tests.forked.processes import fork_server
 
 
@@ -30,6 +31,22 @@ def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s
         if waiting:
             raise TimeoutError(f"{len(waiting)} of {num_ranks} ranks have not returned after {timeout_s:.0f} s")
         return [rank.result() for rank in ranks]
+
+
+def on_ranks_of(learner: LearnerConfig, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run `function(rank, learner, *args)` on each rank of a learner, whose process group stands around it."""
+    (port,) = free_ports(1)
+    return on_ranks(learner.parallel.world_size, _in_group, port, function, learner, *args)
+
+
+def _in_group(rank: int, port: int, function: Callable[..., Any], learner: LearnerConfig, *args: Any) -> Any:
+    from slipstream.learner import parallel
+
+    join(rank, learner.parallel.world_size, port)
+    result = function(rank, learner, *args)
+    parallel.barrier()
+    parallel.teardown()
+    return result
 
 
 def join(rank: int, world_size: int, port: int) -> None:

@@ -1,7 +1,8 @@
-"""The tiny recipe at the smallest size that still runs every stage of the chain."""
+"""The tiny recipe at the smallest size that still runs every stage of the chain, and what its runs logged."""
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,3 +55,10 @@ def write_small_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -
     workloads = {name: merge(section, small) for name, section in values["workloads"].items()}
     path.write_text(yaml.safe_dump({**values, "name": "smoke", "workloads": workloads}))
     return path
+
+
+def metrics_of(root: Path, run: str) -> dict[str, float]:
+    """The last values of an MLflow run's metrics, by the run's name."""
+    query = "SELECT key, value FROM latest_metrics JOIN runs USING (run_uuid) WHERE name = ?"
+    with sqlite3.connect(root / "mlflow.db") as database:
+        return dict(database.execute(query, (run,)).fetchall())

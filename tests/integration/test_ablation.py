@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.drafts.config import FRESH_INITS
-from tests.integration.small_recipe import write_small_recipe
+from tests.integration.small_recipe import metrics_of, write_small_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ def test_a_failed_variant_is_shown_with_its_reason_and_the_others_are_ranked(
     assert len(list((root / "store" / "prepare_policy").iterdir())) == 1
     assert not (root / "abl" / FAILS / "train_grpo_speculative").exists()
     assert _runs_below(root, "abl") >= {WORKS, FAILS, "policy-rl_zero", "baseline-rl_zero-seed0"}
-    assert _metrics(root, WORKS)["result/step_speedup"] == pytest.approx(row["step"]["value"])
+    assert metrics_of(root, WORKS)["result/step_speedup"] == pytest.approx(row["step"]["value"])
 
 
 def _runs_below(root: Path, parent: str) -> set[str]:
@@ -54,9 +54,3 @@ def _runs_below(root: Path, parent: str) -> set[str]:
     )
     with sqlite3.connect(root / "mlflow.db") as database:
         return {name for (name,) in database.execute(query, (parent,))}
-
-
-def _metrics(root: Path, run: str) -> dict[str, float]:
-    query = "SELECT key, value FROM latest_metrics JOIN runs USING (run_uuid) WHERE name = ?"
-    with sqlite3.connect(root / "mlflow.db") as database:
-        return dict(database.execute(query, (run,)).fetchall())

@@ -14,7 +14,7 @@ from slipstream.records.files import read_record
 from slipstream.records.steps import ArmRecord
 from slipstream.tracking.config import TrackingConfig, store_uri
 from slipstream.tracking.mlflow_store import read_executions
-from tests.integration.small_recipe import write_small_recipe
+from tests.integration.small_recipe import metrics_of, write_small_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -58,19 +58,13 @@ def test_drafters_are_compared_in_turn_and_one_that_fails_is_shown(
     drafts = root.glob("bake/*/train_grpo/draft/model.safetensors")
     assert [path.relative_to(root / "bake").parts[0] for path in drafts] == ["eagle3-in_domain-always"]
     assert _failed_runs(root) == {"eagle3-general-off", "eagle3-general-always", "pretrain_draft"}
-    assert _metrics(root, "bake")["result/num_drafters"] == 3
+    assert metrics_of(root, "bake")["result/num_drafters"] == 3
     assert read_executions(store_uri(TrackingConfig(), root), experiment=None, names=[]) == []  # it is none of two arms
 
 
 def _name(variant: dict[str, Any]) -> str:
     setting = variant["setting"]
     return f"{setting['method']} {setting['init']} {setting['online']}"
-
-
-def _metrics(root: Path, run: str) -> dict[str, float]:
-    query = "SELECT key, value FROM latest_metrics JOIN runs USING (run_uuid) WHERE name = ?"
-    with sqlite3.connect(root / "mlflow.db") as database:
-        return dict(database.execute(query, (run,)).fetchall())
 
 
 def _failed_runs(root: Path) -> set[str]:

@@ -18,7 +18,7 @@ from slipstream.learner import parallel
 from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, ScratchConfig, ShapeConfig
 from slipstream.learner.cpu import host
 from slipstream.learner.megatron import MegatronPolicy
-from tests.forked.ranks import free_ports, join, on_ranks
+from tests.forked.ranks import on_ranks_of
 from tests.integration.test_megatron_parallel import LEARNER, OPTIMIZER
 from tests.unit.learner.policies import VOCAB, new_policy, save
 
@@ -31,9 +31,8 @@ SEQUENCES = [np.random.default_rng(length).integers(0, VOCAB, length).tolist() f
 STARTS = [3] * len(SEQUENCES)
 
 
-def _exchange(rank: int, port: int) -> dict[str, np.ndarray]:
-    join(rank, 2, port)
-    parallel.initialize(ParallelConfig(context=2))
+def _exchange(rank: int, learner: LearnerConfig) -> dict[str, np.ndarray]:
+    parallel.initialize(learner.parallel)
     whole = torch.arange(TOKENS * ROWS * HEADS * DIM, dtype=torch.float32).view(TOKENS, ROWS, HEADS, DIM)
     own = parallel.context_part(whole, 0).clone().requires_grad_()
     with host.cuda_as_cpu():
@@ -43,16 +42,13 @@ def _exchange(rank: int, port: int) -> dict[str, np.ndarray]:
         (gathered * whole.flatten(2).square()).sum().backward()
     assert own.grad is not None
     results = {"own": own, "heads": heads, "back": back, "gathered": gathered, "gradient": own.grad}
-    parallel.barrier()
-    parallel.teardown()
     return {name: each.detach().numpy() for name, each in results.items()}
 
 
 @pytest.mark.slow
 def test_tokens_are_exchanged_for_heads_and_back_and_so_are_their_gradients() -> None:
-    (port,) = free_ports(1)
     whole = np.arange(TOKENS * ROWS * HEADS * DIM, dtype=np.float32).reshape(TOKENS, ROWS, HEADS, DIM)
-    for rank, got in enumerate(on_ranks(2, _exchange, port)):
+    for rank, got in enumerate(on_ranks_of(LearnerConfig(parallel=ParallelConfig(context=2)), _exchange)):
         tokens, heads = slice(3 * rank, 3 * rank + 3), slice(2 * rank, 2 * rank + 2)
         np.testing.assert_array_equal(got["own"], whole[tokens])
         np.testing.assert_array_equal(got["heads"], whole[:, :, heads])
@@ -80,12 +76,8 @@ def _step(policy: MegatronPolicy) -> dict[str, Any]:
     return {"logprobs": [*logprobs, *largest.T], "loss": loss, "saved": sum(saved.values()), "weights": weights}
 
 
-def _rank(rank: int, learner: LearnerConfig, port: int, model: Path) -> dict[str, Any]:
-    join(rank, learner.parallel.world_size, port)
-    result = _step(MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER))
-    parallel.barrier()
-    parallel.teardown()
-    return result
+def _rank(rank: int, learner: LearnerConfig, model: Path) -> dict[str, Any]:
+    return _step(MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER))
 
 
 @pytest.mark.slow
@@ -98,9 +90,7 @@ def test_a_rank_saves_its_part_of_the_activations_and_computes_the_same(layout: 
     learner = replace(LEARNER, packing=Packing.ALWAYS)
     model = save(new_policy(FOUR_GROUPS, learner, None), tmp_path)
     expected = _step(MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER))
-    (port,) = free_ports(1)
-    got = on_ranks(layout.world_size, _rank, replace(learner, parallel=layout), port, model)
-    for rank in got:
+    for rank in on_ranks_of(replace(learner, parallel=layout), _rank, model):
         assert rank["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         for row, other in zip(rank["logprobs"], expected["logprobs"], strict=True):
             np.testing.assert_allclose(row, other, rtol=0, atol=2e-5)

@@ -92,14 +92,14 @@ def test_fingerprints_are_those_of_the_file_and_a_stale_copy_is_an_error(bench: 
 
 
 def test_a_refit_brings_a_draft_with_its_copies(bench: Bench, tmp_path: Path) -> None:
-    """As the engine of a certificate gets both: one that was kept may have had another draft."""
+    """As the engine of a certificate gets both: one that was kept may have had another draft, of other tokens."""
 
     def sample(sampling: SamplingConfig) -> list[tuple[int, ...]]:
         return tokens(bench.engine.generate(PROMPTS, sampling=sampling, group_size=2, seed=1))
 
     sampled, greedy = sample(SAMPLING), sample(GREEDY)
     other = draft_with(method="dflash", pretrain={"ttt_steps": K}, seed=7)
-    save_draft(build_dflash(bench.policy, other, token_ids=range(0, 64, 2)), tmp_path / "draft")
+    save_draft(build_dflash(bench.policy, other, token_ids=range(1, 64, 2)), tmp_path / "draft")
     for draft in (tmp_path / "draft", bench.draft):
         bench.engine.refit(WeightFiles(policy=bench.policy, policy_version=1, draft=draft))
         dtypes = bench.engine.weight_dtypes(is_draft=True)

@@ -21,7 +21,7 @@ from slipstream.learner.packing import plan_shards
 from slipstream.ragged import Ragged
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.learner_process import LearnerProcess
-from tests.forked.ranks import free_ports, join, on_ranks
+from tests.forked.ranks import on_ranks_of
 from tests.small import draft_with
 from tests.unit.learner.policies import VOCAB, new_policy, save
 
@@ -130,13 +130,9 @@ def _online(process: LearnerProcess, model: Path, mine: tuple[int, ...]) -> tupl
     return losses, {name: tensor.clone().numpy() for name, tensor in process._drafting.weights()}
 
 
-def _rank(rank: int, learner: LearnerConfig, port: int, model: Path) -> dict[str, Any]:
-    join(rank, 2, port)
+def _rank(rank: int, learner: LearnerConfig, model: Path) -> dict[str, Any]:
     parallel.initialize(learner.parallel)
-    outcome = _outcome(model, learner, rank, 2)
-    parallel.barrier()
-    parallel.teardown()
-    return outcome
+    return _outcome(model, learner, rank, 2)
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +147,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 @pytest.mark.parametrize("learner", LEARNERS.values(), ids=LEARNERS)
 def test_two_ranks_train_the_draft_that_one_does(learner: LearnerConfig, single: tuple[Path, dict[str, Any]]) -> None:
     model, expected = single
-    (port,) = free_ports(1)
-    got = on_ranks(2, _rank, learner, port, model)
+    got = on_ranks_of(learner, _rank, model)
     assert got[0]["alone"].keys() | got[1]["alone"].keys() == expected["alone"].keys()
     for rank in got:
         for name in ("alone", "beside"):

@@ -12,14 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
-from slipstream.learner import parallel
 from slipstream.learner.checkpoint.on_disk import LearnerRanks, open_checkpoint
 from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.packing import plan_shards
 from slipstream.refit.fingerprint import file_fingerprints, held_whole, part_fingerprints, weight_totals
 from slipstream.types import Dtype
-from tests.forked.ranks import free_ports, join, on_ranks
+from tests.forked.ranks import on_ranks_of
 from tests.integration import qwen3_moe
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, betas=(0.5, 0.9), clip_grad=1e6)  # so large a norm is never clipped
@@ -72,25 +71,13 @@ def train(policy: MegatronPolicy, learner: LearnerConfig, directory: Path, rank:
 
 
 def run_rank(
-    rank: int, learner: LearnerConfig, port: int, model: Path, directory: Path, optimizer: OptimizerConfig
+    rank: int, learner: LearnerConfig, model: Path, directory: Path, optimizer: OptimizerConfig = OPTIMIZER
 ) -> dict[str, Any]:
-    size = learner.parallel.world_size
-    join(rank, size, port)
     policy = MegatronPolicy.load(model, learner=learner, optimizer=optimizer)
     result = train(policy, learner, directory, rank)
     (directory / "tokenizer").mkdir(exist_ok=True)
     policy.save_hf(directory / "saved", directory / "tokenizer")
-    parallel.barrier()
-    parallel.teardown()
     return result
-
-
-def run_ranks(
-    learner: LearnerConfig, model: Path, directory: Path, optimizer: OptimizerConfig = OPTIMIZER
-) -> list[dict[str, Any]]:
-    size = learner.parallel.world_size
-    (port,) = free_ports(1)
-    return on_ranks(size, run_rank, learner, port, model, directory, optimizer)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +123,7 @@ def test_one_rank_computes_what_transformers_does(normalizes: bool, tmp_path: Pa
 def test_experts_on_several_ranks_compute_what_transformers_does(
     learner: LearnerConfig, model: Path, tmp_path: Path
 ) -> None:
-    got = run_ranks(learner, model, tmp_path)
+    got = on_ranks_of(learner, run_rank, model, tmp_path)
     batch = qwen3_moe.sequences()
     expected = [qwen3_moe.logprobs(model, tokens) for tokens in batch]
     seen = {index: row for rank in got for index, row in rank["rows"].items()}
@@ -165,7 +152,7 @@ def test_experts_on_several_ranks_compute_what_transformers_does(
 @pytest.mark.parametrize("name", ["dealt", "dealt, optimizer split, layers recomputed"])
 def test_muon_steps_experts_on_two_ranks_as_on_one(name: str, model: Path, tmp_path: Path) -> None:
     optimizer = replace(OPTIMIZER, method=OptimizerMethod.MUON, clip_grad=0.05)  # which the norm exceeds
-    got = run_ranks(LEARNERS[name], model, tmp_path, optimizer)
+    got = on_ranks_of(LEARNERS[name], run_rank, model, tmp_path, optimizer)
     (tmp_path / "one").mkdir()
     expected = train(MegatronPolicy.load(model, learner=ONE, optimizer=optimizer), ONE, tmp_path / "one")
     _, gradients = qwen3_moe.gradients(model, qwen3_moe.sequences())
@@ -179,7 +166,8 @@ def test_muon_steps_experts_on_two_ranks_as_on_one(name: str, model: Path, tmp_p
 
 @pytest.mark.slow
 def test_experts_in_bfloat16_have_masters_of_their_own(model: Path, tmp_path: Path) -> None:
-    got = run_ranks(replace(DEALT, dtype=Dtype.BFLOAT16, distributed_optimizer=True), model, tmp_path)
+    learner = replace(DEALT, dtype=Dtype.BFLOAT16, distributed_optimizer=True)
+    got = on_ranks_of(learner, run_rank, model, tmp_path)
     loss, gradients = qwen3_moe.gradients(model, qwen3_moe.sequences())
     # Rounding chooses other experts for some tokens, so that no value is known better.
     assert got[0]["losses"][0] == pytest.approx(loss, abs=0.2)

@@ -15,7 +15,6 @@ from safetensors.numpy import load_file
 
 from slipstream.grpo.config import Correction, Level, LossConfig, LossKind, OptimizerConfig, OptimizerMethod
 from slipstream.grpo.update import Update, part_of, part_of_batch
-from slipstream.learner import parallel
 from slipstream.learner.config import (
     LearnerConfig,
     LoraConfig,
@@ -29,7 +28,7 @@ from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.packing import plan_shards
 from slipstream.refit.fingerprint import held_whole, part_fingerprints, weight_totals
 from slipstream.types import Dtype, TrainBatch
-from tests.forked.ranks import free_ports, join, on_ranks
+from tests.forked.ranks import on_ranks_of
 from tests.unit.learner import families
 from tests.unit.learner.policies import VOCAB, new_policy, save
 
@@ -180,22 +179,18 @@ def _weights(policy: MegatronPolicy) -> dict[str, np.ndarray]:
 def _rank(
     rank: int,
     learner: LearnerConfig,
-    port: int,
     model: Path,
     directory: Path,
     *,
     optimizer: OptimizerConfig = OPTIMIZER,
     lora: LoraConfig | None = None,
 ) -> dict[str, Any]:
-    join(rank, learner.parallel.world_size, port)
     policy = MegatronPolicy.load(model, learner=learner, optimizer=optimizer, lora=lora)
     result = _train(policy, learner, directory, rank)
     if lora is not None:
         policy.save_hf(directory / "adapted", model)
     fresh = new_policy(SCRATCH, learner, None)
     result["random"] = _weights(fresh)
-    parallel.barrier()
-    parallel.teardown()
     return result
 
 
@@ -227,8 +222,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_several_ranks_compute_what_one_does(saved: tuple[Path, dict[Any, Any]], split: str, tmp_path: Path) -> None:
     learner = LEARNERS[split]
     model, single = saved[0], saved[1][learner.dtype, OPTIMIZER.method]
-    (port,) = free_ports(1)
-    got = on_ranks(learner.parallel.world_size, _rank, learner, port, model, tmp_path)
+    got = on_ranks_of(learner, _rank, model, tmp_path)
     _require_same(got, single, rough=learner.dtype is Dtype.BFLOAT16)
     for rank in got:
         for name, tensor in rank["random"].items():
@@ -241,8 +235,7 @@ def test_several_ranks_compute_what_one_does(saved: tuple[Path, dict[Any, Any]],
     "name", ["tensor", "sequence, layers recomputed", "pipeline", "data, optimizer split", "context"]
 )
 def test_two_ranks_train_adapters_as_one_does(name: str, saved: tuple[Path, dict[Any, Any]], tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    got = on_ranks(2, partial(_rank, lora=LORA), LEARNERS[name], port, saved[0], tmp_path)
+    got = on_ranks_of(LEARNERS[name], partial(_rank, lora=LORA), saved[0], tmp_path)
     _require_same(got, saved[1][LORA], rough=False)
     found, expected = (
         load_file(path / "adapted" / "adapter" / "adapter_model.safetensors") for path in (tmp_path, saved[0].parent)
@@ -258,9 +251,7 @@ def test_two_ranks_train_adapters_as_one_does(name: str, saved: tuple[Path, dict
 def test_ranks_orthogonalize_whole_matrices_as_one_does(
     learner: LearnerConfig, saved: tuple[Path, dict[Any, Any]], tmp_path: Path
 ) -> None:
-    (port,) = free_ports(1)
-    size = learner.parallel.world_size
-    got = on_ranks(size, partial(_rank, optimizer=MUON), learner, port, saved[0], tmp_path)
+    got = on_ranks_of(learner, partial(_rank, optimizer=MUON), saved[0], tmp_path)
     single = saved[1][learner.dtype, MUON.method]
     _require_same(got, single, rough=learner.dtype is Dtype.BFLOAT16, atol=1e-6)
 
@@ -280,21 +271,11 @@ def _require_same(got: list[dict[str, Any]], single: dict[str, Any], *, rough: b
     assert {index for rank in got for index in rank["before"]} == single["before"].keys()
 
 
-def _families(learner: LearnerConfig, models: Path, directory: Path, rank: int = 0) -> dict[str, dict[str, Any]]:
+def _families(rank: int, learner: LearnerConfig, models: Path, directory: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for model in sorted(models.iterdir()):
         policy = MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER)
         found[model.name] = _train(policy, learner, directory / model.name, rank)
-    return found
-
-
-def _rank_of_families(
-    rank: int, learner: LearnerConfig, port: int, models: Path, directory: Path
-) -> dict[str, dict[str, Any]]:
-    join(rank, 2, port)
-    found = _families(learner, models, directory, rank)
-    parallel.barrier()
-    parallel.teardown()
     return found
 
 
@@ -305,32 +286,21 @@ def test_two_ranks_split_each_family_as_one_computes_it(tmp_path: Path) -> None:
         families.write_model(tmp_path / "models" / name, name, initializer_range=0.02)
         for directory in ("one", "two"):
             (tmp_path / directory / name).mkdir(parents=True)
-    single = _families(LEARNER, tmp_path / "models", tmp_path / "one")
-    (port,) = free_ports(1)
+    single = _families(0, LEARNER, tmp_path / "models", tmp_path / "one")
     learner = replace(LEARNER, parallel=TENSOR)
-    got = on_ranks(2, _rank_of_families, learner, port, tmp_path / "models", tmp_path / "two")
+    got = on_ranks_of(learner, _families, tmp_path / "models", tmp_path / "two")
     for name, expected in single.items():
         # The gradient of a key's bias is near 0, and AdamW's first steps are signs.
         _require_same([rank[name] for rank in got], expected, rough=False, atol=3e-4)
 
 
-def _kinds(learner: LearnerConfig, model: Path, directory: Path, rank: int = 0) -> dict[str, dict[str, Any]]:
+def _kinds(rank: int, learner: LearnerConfig, model: Path, directory: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for kind in LossKind:
         policy = MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER)
         loss = replace(LOSS, kind=kind, clip_low=0.05, clip_high=0.05)
         counts = [index not in (2, 5) for index in range(9)]
         found[kind.value] = _train(policy, learner, directory / kind.value, rank, loss=loss, counts=counts)
-    return found
-
-
-def _rank_of_kinds(
-    rank: int, learner: LearnerConfig, port: int, model: Path, directory: Path
-) -> dict[str, dict[str, Any]]:
-    join(rank, 2, port)
-    found = _kinds(learner, model, directory, rank)
-    parallel.barrier()
-    parallel.teardown()
     return found
 
 
@@ -342,10 +312,9 @@ def test_two_ranks_that_share_the_responses_compute_each_kind_of_loss_as_one_doe
     for name in ("one", "two"):
         for kind in LossKind:
             (tmp_path / name / kind.value).mkdir(parents=True)
-    single = _kinds(LEARNER, saved[0], tmp_path / "one")
+    single = _kinds(0, LEARNER, saved[0], tmp_path / "one")
     assert len({each["stats"][1]["loss"] for each in single.values()}) == len(LossKind)
-    (port,) = free_ports(1)
     learner = replace(LEARNER, parallel=DATA, packing=Packing.ALWAYS)
-    got = on_ranks(2, _rank_of_kinds, learner, port, saved[0], tmp_path / "two")
+    got = on_ranks_of(learner, _kinds, saved[0], tmp_path / "two")
     for name, expected in single.items():
         _require_same([rank[name] for rank in got], expected, rough=False)

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from slipstream.grpo.config import OptimizerConfig
-from slipstream.learner import parallel
 from slipstream.learner.config import LearnerConfig, ParallelConfig
 from slipstream.learner.megatron import MegatronPolicy
-from tests.forked.ranks import free_ports, join, on_ranks
+from tests.forked.ranks import on_ranks_of
 from tests.unit.learner import mimo
 
 LEARNER = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
@@ -43,14 +42,10 @@ def _train(policy: MegatronPolicy, mine: slice) -> dict[str, Any]:
     }
 
 
-def _rank(rank: int, learner: LearnerConfig, port: int, model: Path) -> dict[str, Any]:
-    join(rank, 2, port)
+def _rank(rank: int, learner: LearnerConfig, model: Path) -> dict[str, Any]:
     policy = MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER)
     mine = slice(rank * 5, rank * 5 + 5) if learner.parallel.data > 1 else slice(None)
-    result = _train(policy, mine)
-    parallel.barrier()
-    parallel.teardown()
-    return result
+    return _train(policy, mine)
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +59,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 @pytest.mark.parametrize("learner", LEARNERS.values(), ids=LEARNERS)
 def test_two_ranks_teach_the_layer_what_one_does(learner: LearnerConfig, taught: tuple[Path, dict[str, Any]]) -> None:
     model, single = taught
-    (port,) = free_ports(1)
-    got = on_ranks(2, _rank, learner, port, model)
-    for rank in got:
+    for rank in on_ranks_of(learner, _rank, model):
         np.testing.assert_allclose(rank["losses"], single["losses"], rtol=1e-4)
         np.testing.assert_allclose(rank["evaluated"][0], single["evaluated"][0], atol=1e-4)
         assert rank["evaluated"][1] == pytest.approx(single["evaluated"][1], abs=1e-4)

@@ -11,13 +11,12 @@ import torch
 
 from slipstream.grpo.config import LossConfig
 from slipstream.grpo.update import Update, part_of
-from slipstream.learner import parallel
 from slipstream.learner.config import LearnerConfig
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.packing import plan_shards
 from slipstream.types import TrainBatch
 from slipstream.workers.learner_process import LearnerProcess
-from tests.forked.ranks import free_ports, join, on_ranks
+from tests.forked.ranks import on_ranks_of
 from tests.integration import qwen3_moe
 from tests.integration.test_experts import LEARNERS, ONE, OPTIMIZER, require_gradients
 
@@ -61,14 +60,9 @@ def learn(policy: MegatronPolicy, learner: LearnerConfig, routes: list[np.ndarra
     return {"mine": mine, "before": before, "own": own, "during": trained.own_logprobs}
 
 
-def run_rank(
-    rank: int, learner: LearnerConfig, port: int, model: Path, directory: Path, routes: list[np.ndarray]
-) -> Any:
-    join(rank, learner.parallel.world_size, port)
+def run_rank(rank: int, learner: LearnerConfig, model: Path, directory: Path, routes: list[np.ndarray]) -> Any:
     policy = MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER)
-    result = learn(policy, learner, routes, directory / "checkpoint", rank)
-    parallel.teardown()
-    return result
+    return learn(policy, learner, routes, directory / "checkpoint", rank)
 
 
 def require_replayed(got: list[Any], model: Path, routes: list[np.ndarray], path: Path) -> None:
@@ -108,9 +102,8 @@ def test_tokens_go_where_they_are_sent_on_several_ranks(name: str, tmp_path: Pat
     model = tmp_path / "model"
     qwen3_moe.write_model(model, seed=0)
     routes = other_routes(model)
-    (port,) = free_ports(1)
     learner = LEARNERS[name]
-    got = on_ranks(learner.parallel.world_size, run_rank, learner, port, model, tmp_path, routes)
+    got = on_ranks_of(learner, run_rank, model, tmp_path, routes)
     if learner.parallel.pipeline > 1:
         got = got[-1:]  # the stage that has the logits
     require_replayed(got, model, routes, tmp_path / "checkpoint")

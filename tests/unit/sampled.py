@@ -1,8 +1,10 @@
-"""Rollouts and acceptance counters as engines report them, and a decision on them."""
+"""Rollouts, acceptance counters and overlaps as a step reports them, and a decision on them."""
 
 from __future__ import annotations
 
-from slipstream.records.steps import AcceptanceStats, DraftDecision
+from dataclasses import MISSING, fields
+
+from slipstream.records.steps import AcceptanceStats, DraftDecision, Overlap
 from slipstream.types import FinishReason, Rollout, VersionSpan
 
 DECISION = DraftDecision(
@@ -15,6 +17,12 @@ DECISION = DraftDecision(
     lost_s=1.25,
     cost_s=None,
 )
+
+
+def overlapping(**measured: float) -> Overlap:
+    """What overlapped in a step, 0 unless it is given."""
+    nothing = {field.name: 0.0 for field in fields(Overlap) if field.default is MISSING}
+    return Overlap(**{**nothing, **measured})  # type: ignore[arg-type]
 
 
 def rollout(

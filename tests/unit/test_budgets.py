@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.budgets import docstring_fragments, measure, recipe_fields, repeated_stems
+from scripts.budgets import docstring_fragments, measure, repeated_stems
 
 ROOT = Path(__file__).parents[2]
 LOSS = '''"""The docstring of a module,
@@ -43,21 +43,6 @@ CONFIG = '''"""The config of GRPO."""
 
 Grpo = int
 '''
-SCHEMA = {
-    "properties": {
-        "name": {"type": "string"},
-        "policy": {"$ref": "#/$defs/Model"},
-        "draft": {"anyOf": [{"$ref": "#/$defs/Model"}, {"type": "null"}]},
-        "sources": {"type": "array", "items": {"$ref": "#/$defs/Source"}},
-        "workloads": {"type": "object"},
-    },
-    "$defs": {
-        "Kind": {"enum": ["a"]},
-        "Model": {"properties": {"kind": {"$ref": "#/$defs/Kind"}, "sizes": {"type": "array", "items": {}}}},
-        "Source": {"properties": {"path": {"type": "string"}}},
-        "PartialSource": {"properties": {"path": {"type": "string"}}},
-    },
-}
 TABLE = """# Why there is a table.
 
 [library] # the library
@@ -116,10 +101,6 @@ def test_a_tree_is_counted_as_by_hand(tree: Path) -> None:
         "packages.grpo": 1 + 5,
         "packages.root_files": 3,
     }
-
-
-def test_the_fields_of_a_recipe_are_the_leaves_of_its_schema_and_a_shared_section_counts_once() -> None:
-    assert list(recipe_fields(SCHEMA)) == ["Recipe.name", "Model.kind", "Model.sizes", "Source.path"]
 
 
 def test_a_second_module_of_a_name_is_found_unless_every_package_may_have_one(tree: Path) -> None:

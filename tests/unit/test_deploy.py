@@ -14,10 +14,9 @@ import pytest
 import yaml
 from kubernetes.client import ApiClient
 
-from slipstream.config import ConfigError
 from slipstream.kubernetes import pods
 from slipstream.kubernetes.preflight import run_quota
-from slipstream.kubernetes.profile import CLUSTERS, read_profile
+from slipstream.kubernetes.profile import read_profile
 from slipstream.study.variants import MAX_VARIANTS
 from tasks.resources import TRAINING
 
@@ -228,10 +227,3 @@ def test_a_flyte_with_stock_limits_refuses_and_the_registration_says_what_to_cha
     assert found.returncode == 1
     assert refusal in found.stdout
     assert "task_resources.limits must be 0" in found.stderr and "docs/deploy.md, section 2" in found.stderr
-
-
-def test_profiles_of_other_names_are_not_shipped_with_a_folder_by_accident() -> None:
-    for name in {"gb200", "h200"} & set(FOLDERS):
-        assert (CLUSTERS / f"{name}.yaml").is_file()
-    with pytest.raises(ConfigError):
-        read_profile("base")

@@ -370,16 +370,6 @@ def test_an_empty_section_of_workloads_changes_nothing(tmp_path: Path, workloads
     assert load_recipe(path) == load_recipe("tiny")
 
 
-def test_words_that_yaml_1_1_reads_as_switches_are_words_in_a_recipe(tmp_path: Path) -> None:
-    text = (
-        "workloads: {rl_think: {draft: {online: {when: off}}, data: {train: [{path: a.jsonl, split: on, subset: no}]}}}"
-    )
-    recipe = load_recipe(tiny_with(tmp_path, text), workload=Workload.RL_THINK)
-    (source,) = recipe.data.train
-    assert (recipe.draft.online.when.value, source.split, source.subset) == ("off", "on", "no")
-    assert load_recipe(str(write_recipe(recipe, tmp_path / "written.yaml"))) == recipe
-
-
 @pytest.mark.parametrize("name", ["off", "1e-4", "2026-11-25", "010", "12:30", "null", "a: b", "-", "x # y", "käse\n"])
 def test_a_recipe_is_read_back_as_it_was_written_whatever_its_words(tmp_path: Path, name: str) -> None:
     source = {"path": name, "subset": name, "split": name}

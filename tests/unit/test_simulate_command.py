@@ -9,8 +9,6 @@ import pytest
 
 from slipstream import simulate_command
 from slipstream.cli import main
-from slipstream.config import ConfigError
-from slipstream.recipe import load_recipe
 from slipstream.records.files import write_record
 from slipstream.records.run import RunRecord
 from slipstream.types import LoopMode
@@ -130,8 +128,3 @@ def test_figures_that_cannot_be_are_refused(run: RunRecord, capsys: pytest.Captu
     ):
         assert main(["simulate", *arguments]) == 2
         assert message in capsys.readouterr().err
-
-
-def test_an_unknown_simulator_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"simulator.model must be known, got 'gpt-9'.*known: qwen3-8b"):
-        load_recipe("tiny", overrides={"simulator": {"model": "gpt-9"}})

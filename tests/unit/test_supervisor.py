@@ -69,8 +69,7 @@ def took(supervisor: subprocess.Popen[str], processes: list[psutil.Process], say
     return ended_s - since_s
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("mode", ["willing", "stubborn"])
+@pytest.mark.parametrize(("mode", "number"), [("willing", signal.SIGINT), ("stubborn", signal.SIGTERM)])
 def test_after_an_interrupt_nothing_is_left_within_five_seconds(
     tmp_path: Path, mode: str, number: signal.Signals
 ) -> None:

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.learning import Places, main
 from benchmarks.study import SeedResult, Study, append
-from slipstream.records.steps import ArmRecord, Overlap
+from slipstream.records.steps import ArmRecord
 from slipstream.types import Arm, Workload
 from tests.unit.benchmarks.test_study import result
 from tests.unit.report.handmade import step
+from tests.unit.sampled import overlapping
 
 ASKED = ["--seeds", "0", "1", "--k", "7"]
 
@@ -76,26 +77,11 @@ def test_a_pinned_seed_gets_one_core_and_the_caller_keeps_its_own(tmp_path: Path
     assert os.sched_getaffinity(0) == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--parallel", "2"], "--parallel must be 1 without --pin, got 2"),
-        (["--parallel", "4096", "--pin"], "--parallel must be at most the"),
-    ],
-)
-def test_seeds_at_once_need_cores_of_their_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert main([*ASKED, "--root", str(tmp_path), *arguments], run_seed=Runner()) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_of_an_asynchronous_arm_all_that_its_engines_generated_counts_evenly_over_its_steps() -> None:
     """The first step generates two batches, the last one none."""
     from benchmarks.learning_seed import with_whole_generation
 
-    nothing = {field.name: 0.0 for field in fields(Overlap) if field.default is MISSING}
-    overlap = Overlap(**{**nothing, "generation_s": 0.9})  # type: ignore[arg-type]
+    overlap = overlapping(generation_s=0.9)
     first, last = step(0, generation_s=0.1, reward=0.5), step(1, generation_s=0.2, reward=0.5)
     steps = (replace(first, overlap=overlap), replace(last, overlap=replace(overlap, generation_s=0.0)))
     arm = ArmRecord(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, steps=steps)

@@ -42,11 +42,6 @@ def test_what_is_no_run_is_refused_and_what_it_lacks_is_named(execution: Path) -
     assert "prepare_policy/policy" not in str(refused.value).split("lacks")[1]
 
 
-def test_a_directory_that_does_not_exist_is_refused_even_below_a_run(execution: Path) -> None:
-    with pytest.raises(ConfigError, match="no such directory"):
-        find_execution(execution / "latest")
-
-
 def test_an_automatic_type_becomes_what_the_run_computed_in(execution: Path) -> None:
     record = NumericsRecord(dtype="bfloat16", reason="measured", float32_ms=2.0, bfloat16_ms=1.0, capabilities=())
     write_record(record, execution / "numerics" / "numerics.json")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from benchmarks import tracking
 from slipstream.report.comparison import answer
 from slipstream.tracking.config import TrackingConfig, store_uri
@@ -19,16 +17,3 @@ def test_the_store_holds_so_many_executions_that_compare_can_read(stored_root: P
     assert {answer(execution) for execution in found} == {answer(found[0])}
     assert answer(found[0]).startswith("k = 3. ")
     assert all(execution.params == found[0].params for execution in found)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--executions", "0"], "error: --executions must be >= 1, got 0\n"),
-        (["--runs", "3"], "error: --runs must be >= 4, got 3; an execution, two arms and a task\n"),
-        (["--num-steps", "0"], "error: --num-steps must be >= 1, got 0\n"),
-    ],
-)
-def test_bad_input_ends_with_status_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tracking.main(arguments) == 2
-    assert capsys.readouterr().err == message

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from benchmarks.trl_comparison import TrlSteps, comparison, dtypes, messages, require_packages
+from benchmarks.trl_comparison import TrlSteps, comparison, messages
 from benchmarks.trl_step import MARK, READY
-from slipstream.config import ConfigError
 from slipstream.types import Dtype
 
 BFLOAT16 = TrlSteps(dtype=Dtype.BFLOAT16, step_s=8.0, mean_response_tokens=60.4)
@@ -28,20 +25,6 @@ def test_the_ratio_that_counts_is_to_trl_in_our_own_type_even_where_another_is_f
 
 def test_a_run_whose_sweep_chose_no_speculation_says_so() -> None:
     assert "speculative not run: the sweep chose k = 0 (limit 0.50)" in comparison({"autoregressive": 4.0}, [FLOAT32])
-
-
-@pytest.mark.parametrize(
-    ("settled", "timed"), [(Dtype.FLOAT32, (Dtype.FLOAT32,)), (Dtype.BFLOAT16, (Dtype.BFLOAT16, Dtype.FLOAT32))]
-)
-def test_trl_is_timed_in_our_type_first_and_in_float32_where_that_is_another(
-    settled: Dtype, timed: tuple[Dtype, ...]
-) -> None:
-    assert dtypes(settled) == timed
-
-
-def test_a_directory_without_trl_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="make bench-setup"):
-        require_packages(tmp_path)
 
 
 def test_what_trl_prints_is_not_taken_for_a_message() -> None:

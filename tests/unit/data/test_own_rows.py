@@ -15,7 +15,6 @@ from datasets import Dataset
 from slipstream.config import ConfigError
 from slipstream.data.config import DataConfig, SourceConfig
 from slipstream.data.prompts import PromptSets, load_prompt_sets
-from slipstream.data.schemas import read_item, schema_of
 from slipstream.data.synthetic import SyntheticConfig
 from slipstream.data.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from slipstream.types import Prompt
@@ -80,13 +79,6 @@ def test_the_answer_stands_after_the_last_mark_and_a_row_without_it_has_none(tmp
     sets = load(source)
     assert answers(sets.train) == {"1+1=?": "2"}
     assert next(each for each in sets.records if each.name == "train").num_unparseable == 2
-
-
-@pytest.mark.parametrize(("answer", "read"), [("so #### 5", "5"), (5, "5"), (["5"], ""), (None, ""), ({"a": 1}, "")])
-def test_an_answer_of_another_type_is_its_text_or_none(answer: Any, read: str) -> None:
-    source = SourceConfig(path="here")
-    row = {"question": "2+3=?", "answer": answer}
-    assert read_item(schema_of(source, row, field="data.train"), row).answer == read
 
 
 def test_a_csv_keeps_its_answers_as_they_are_written(tmp_path: Path) -> None:

@@ -140,14 +140,6 @@ def test_answers_that_the_scorer_calls_equal_do_not_conflict(tmp_path: Path) -> 
     assert [("1,000", "1000"), ("5.0", "5"), ("5", "5.0"), ("5", "6")] in scorer.asked
 
 
-def test_a_million_copies_are_compared_once(tmp_path: Path) -> None:
-    scorer = Integers()
-    rows = [dapo("1+1=?", "2")] * 500 + [dapo("1+1=?", "2.0")] * 500
-    sets = load(answers=scorer, train=write(tmp_path / "dapo.jsonl", rows))
-    assert [("2", "2.0")] in scorer.asked
-    assert record(sets, "train").num_duplicates == 999
-
-
 def test_rows_of_two_sources_conflict_as_those_of_one_do(tmp_path: Path) -> None:
     first = write(tmp_path / "1.jsonl", [dapo("1+1=?", "2"), dapo("2+2=?", "4"), dapo("5+5=?", "10")])
     second = write(
@@ -161,12 +153,6 @@ def test_rows_of_two_sources_conflict_as_those_of_one_do(tmp_path: Path) -> None
         if r.name == "train"
     ]
     assert counts == [(3, 2, 1, 0, 0), (4, 1, 1, 1, 1)]
-
-
-def test_problems_whose_exponents_differ_are_two_problems(tmp_path: Path) -> None:
-    rows = [dapo("2\u00b3=?", "8"), dapo("23=?", "23"), dapo("1\u00bd*2=?", "3"), dapo("11/2*2=?", "11")]
-    sets = load(train=write(tmp_path / "dapo.jsonl", rows))
-    assert {p.answer for p in sets.train} == {"8", "23", "3", "11"}
 
 
 def test_ids_of_plain_problems_are_the_hashes_of_their_text() -> None:
@@ -191,13 +177,6 @@ def test_rows_without_a_problem_are_counted_and_the_first_is_named(
     assert (kept.num_read, kept.num_kept, kept.num_empty, kept.num_unparseable) == (7, 1, 5, 1)
     assert "data.train: 5 rows have no usable problem, the first: row 2 of " in caplog.text
     assert "prompt must be a list of turns, got None" in caplog.text
-
-
-def test_rows_of_another_type_are_counted_too(tmp_path: Path) -> None:
-    rows = [{"problem": "1+1=?", "answer": 2}, {"problem": 5, "answer": "2"}, {"problem": "2+2=?", "answer": None}]
-    sets = load(train=write(tmp_path / "rows.jsonl", rows))
-    kept = record(sets, "train")
-    assert (kept.num_kept, kept.num_empty, kept.num_unparseable) == (1, 1, 1)
 
 
 def chat(*said: tuple[str, str], answer: str = "2") -> Row:
@@ -317,30 +296,12 @@ def test_chat_schemas_give_what_the_user_says(tmp_path: Path, row: Row) -> None:
     assert [(p.text, p.answer) for p in sets.draft_general] == [("copy: fox", "")]
 
 
-def test_parquet_and_directories_are_read_as_json_lines_are(tmp_path: Path) -> None:
-    from datasets import Dataset
-
-    (tmp_path / "rows").mkdir()
-    Dataset.from_list([dapo("1+1=?", "2")]).to_parquet(tmp_path / "rows" / "a.parquet")
-    Dataset.from_list([dapo("2+2=?", "4")]).to_parquet(tmp_path / "rows" / "b.parquet")
-    sets = load(train=(SourceConfig(path=str(tmp_path / "rows")),))
-    assert {p.text for p in sets.train} == {"1+1=?", "2+2=?"}
-
-
 def test_training_gives_up_what_a_draft_set_has(tmp_path: Path) -> None:
     draft = write(tmp_path / "draft.jsonl", [dapo("1+1=?", "2")])
     train = write(tmp_path / "train.jsonl", [dapo("1+1=?", "2"), dapo("2+2=?", "4")])
     sets = load(train=train, draft_in_domain=draft)
     assert [p.text for p in sets.train] == ["2+2=?"]
     assert record(sets, "train").num_held_out == 1
-
-
-def test_the_instruction_is_what_the_policy_reads_but_not_what_names_the_problem(tmp_path: Path) -> None:
-    train = write(tmp_path / "train.jsonl", [dapo("1+1=?", "2")])
-    sets = load(train=train, instruction="solve: {problem}")
-    text = TOKENIZER.decode(list(sets.train[0].token_ids))
-    assert text == "<|im_start|><|user|>solve: 1+1=?<|im_end|><|im_start|><|assistant|>"
-    assert sets.train[0].id == prompt_id("1+1=?")
 
 
 def test_max_rows_bounds_the_rows_read(tmp_path: Path) -> None:
@@ -443,15 +404,6 @@ def test_a_column_of_another_shape_is_shown(tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", [{"prompt": "1+1=?", "reward_model": {"ground_truth": "2"}}])
     with pytest.raises(ConfigError, match=r"data\.train must follow the schema DAPO-Math-17k .* in row 1 of"):
         load(train=source)
-
-
-@pytest.mark.parametrize("text", ["", "{not json\n"], ids=["empty", "broken"])
-def test_an_empty_or_broken_file_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "rows.jsonl").write_text(text)
-    rule = "must be readable" if text else "must have rows"
-    cause = r" \(row 1 of .*rows\.jsonl: Expecting" if text else ""
-    with pytest.raises(ConfigError, match=rf"data\.train {rule}, got '.*rows\.jsonl'{cause}"):
-        load(train=(SourceConfig(path=str(tmp_path / "rows.jsonl")),))
 
 
 def test_a_set_without_parseable_answers_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from slipstream.drafts.learner_draft import States
+from slipstream.drafts.learner_draft import Chats, States
 from tests.small import draft_with
 
 CONFIG = draft_with(
@@ -51,6 +51,16 @@ def policy_of(path: Path, *, num_layers: int) -> Path:
     )
     Qwen3ForCausalLM(config).save_pretrained(path)
     return path
+
+
+def teach(trainer: Any, chats: Chats, num_steps: int, *, falls_to: float = 1.0) -> tuple[float, ...]:
+    """Train a draft, whose loss falls and whose held-out acceptance rises; its rates by position."""
+    _, before = trainer.evaluate(chats)
+    losses = [trainer.step(chats) for _ in range(num_steps)]
+    rates, after = trainer.evaluate(chats)
+    assert losses[-1] < falls_to * losses[0]
+    assert 1.0 <= before < after <= 1.0 + len(rates)
+    return rates
 
 
 def states_of(policy: Path) -> States:

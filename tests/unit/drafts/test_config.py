@@ -10,7 +10,6 @@ import pytest
 from slipstream.drafts.config import (
     DraftConfig,
     DraftInit,
-    DraftLengthRule,
 )
 from slipstream.drafts.methods import DraftMethod, Training
 from slipstream.grpo.config import OptimizerMethod
@@ -64,11 +63,6 @@ def test_a_draft_outside_its_bounds_is_refused(given: str, expected: str) -> Non
     assert refused(given) == expected
 
 
-def test_layers_may_begin_with_the_embeddings() -> None:
-    assert draft_with(eagle3={"aux_hidden_state_layer_ids": (0, 4, 9)}).reads("eagle3")
-    assert not DraftConfig(method=DraftMethod.MTP).reads("eagle3")
-
-
 @pytest.mark.parametrize(
     ("values", "method", "when"),
     [
@@ -81,14 +75,6 @@ def test_a_draft_learns_with_an_optimizer_that_is_for_its_layers(
     values: dict[str, Any], method: str, when: str
 ) -> None:
     assert draft_with(method=method, online={"when": when, **values}).online.when == when
-
-
-@pytest.mark.parametrize("method", [DraftMethod.EAGLE3, DraftMethod.NGRAM])
-def test_the_length_of_other_drafts_may_vary(method: DraftMethod) -> None:
-    config = DraftConfig(method=method, length=DraftLengthRule.BY_BATCH, autopilot=True)
-    assert config.length is DraftLengthRule.BY_BATCH
-    fixed = DraftConfig(method=DraftMethod.SUFFIX)
-    assert (fixed.length, fixed.autopilot) == (DraftLengthRule.FIXED, False)
 
 
 def test_a_given_draft_is_taken_as_it_is_or_trained_on() -> None:

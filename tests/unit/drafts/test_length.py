@@ -280,11 +280,6 @@ def test_a_point_is_told_as_soon_as_it_is_known_with_all_that_it_says() -> None:
     assert (baseline.speedup, baseline.mean_acceptance_length, baseline.rate_by_position) == (1.0, 1.0, ())
 
 
-def test_the_baselines_point_holds_the_rounds_beside_every_k() -> None:
-    points = _sweep([])
-    assert [point.num_repeats for point in points] == [4, 4, 2, 2, 2, 2]
-
-
 def test_a_batch_that_groups_do_not_fill_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"tuning.batch_sizes must be multiples of grpo.group_size 4, got \[2\]"):
         swept(lambda k: pytest.fail("no engine may start"), group_size=4)
@@ -648,10 +643,6 @@ def test_greedy_drafts_that_are_no_faster_are_not_taken(greedy: list[float]) -> 
     record = _compared(greedy)
     assert record.sampling == "probabilistic"
     assert len(record.samplings) == 2
-
-
-def test_a_table_that_the_autopilot_needs_is_labelled_with_its_one_k() -> None:
-    assert DraftLength(num_speculative_tokens=5, schedule=constant(5)).label == "5"
 
 
 def test_a_table_is_described_range_by_range() -> None:

@@ -62,13 +62,6 @@ def test_training_during_rl_is_refused_where_there_is_nothing_to_train(
     )
 
 
-DIRECTORY = Path("draft")
-LOOKUPS = {
-    "ngram": {"prompt_lookup_min": 3, "prompt_lookup_max": 4},
-    "history": {"match_min": 3, "match_max": 4, "max_tokens": 5},
-}
-
-
 @pytest.mark.parametrize(
     ("config", "draft", "told"),
     [

@@ -237,18 +237,6 @@ def test_a_learner_takes_an_idle_core_where_neither_its_policy_nor_its_draft_wou
         cores.set_threads(before)
 
 
-def test_each_update_of_a_draft_takes_rollouts_of_its_own(policy: Path, draft: Path) -> None:
-    once, twice = started(policy, draft), started(policy, draft, draft_with(ALWAYS, online={"updates": 2}))
-    one_step = replace(GRPO, num_steps=1)
-    (record,), _ = run(once, grpo=one_step)
-    (other,), _ = run(twice, config=draft_with(ALWAYS, online={"updates": 2}), grpo=one_step)
-    assert record.draft_update is not None
-    assert other.draft_update is not None
-    assert (record.draft_update.num_updates, other.draft_update.num_updates) == (1, 2)
-    steps = [int(draft_state(process)["num_steps"]) for process in (once, twice)]
-    assert steps == [1, 2]
-
-
 def test_a_resumed_run_has_the_policy_and_the_draft_of_an_uninterrupted_one_bit_for_bit(
     policy: Path, draft: Path, tmp_path: Path
 ) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -26,7 +23,7 @@ from slipstream.learner.checkpoint import CheckpointError
 from slipstream.ragged import Ragged
 from slipstream.types import Dtype
 from tests.small import draft_with
-from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
+from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS, teach
 
 ONLINE = draft_with(CONFIG, online={"when": DraftOnline.ALWAYS, "optimizer": {"learning_rate": 1e-2}})
 
@@ -55,17 +52,10 @@ def test_what_the_draft_learns_from_is_the_policys_own_distribution(policy: Path
 
 
 def test_training_lowers_the_loss_and_raises_held_out_acceptance(policy: Path, chats: Chats) -> None:
-    trainer = DraftTrainer(policy, CONFIG)
-    _, before = trainer.evaluate(chats)
-    losses = [trainer.step(chats) for _ in range(30)]
-    rates, after = trainer.evaluate(chats)
-    assert losses[-1] < 0.5 * losses[0]
-    assert 1.0 <= before < after <= 1.0 + CONFIG.pretrain.ttt_steps
-    assert len(rates) == CONFIG.pretrain.ttt_steps
+    assert len(teach(DraftTrainer(policy, CONFIG), chats, 30, falls_to=0.5)) == CONFIG.pretrain.ttt_steps
 
 
 def test_rows_do_not_change_the_loss(policy: Path, chats: Chats) -> None:
-
     together = DraftTrainer(policy, CONFIG).step(chats)
     apart = DraftTrainer(policy, draft_with(CONFIG, eagle3={"tokens_per_row": 12})).step(chats)
     assert apart == pytest.approx(together, rel=0.05)
@@ -93,43 +83,6 @@ def test_a_damaged_checkpoint_of_a_draft_is_refused(policy: Path, chats: Chats, 
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"step-1 is damaged: draft\.safetensors differs from the digest"):
         trainer.load_checkpoint(tmp_path / "draft" / "step-1")
-
-
-@pytest.mark.parametrize("are_handed_both", [False, True])
-def test_two_trainers_with_a_chat_each_make_the_update_of_one_with_both(
-    policy: Path, chats: Chats, are_handed_both: bool
-) -> None:
-    config = draft_with(CONFIG, eagle3={"tokens_per_row": 12})  # each chat has a row of its own, here as there
-    trainers = [DraftTrainer(policy, config) for _ in range(3)]
-    for trainer in trainers[1:]:
-        trainer._model.load_state_dict(trainers[0]._model.state_dict())
-    handed: list[torch.Tensor] = [torch.empty(0)] * 2
-    meeting = Barrier(2)
-
-    def sum_over_ranks(rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        handed[rank] = tensor
-        meeting.wait(60)
-        total = handed[0] + handed[1]
-        meeting.wait(60)
-        return total
-
-    def steps(rank: int) -> list[float]:
-        own, reduce = [rank], partial(sum_over_ranks, rank)
-        trainers[1 + rank].sum_over_ranks = reduce
-        if are_handed_both:
-            own, trainers[1 + rank].share = [0, 1], (rank, 2)
-            assert len(trainers[1 + rank]._rows(chats)) == 1
-        return [trainers[1 + rank].step(chats.some(own)) for _ in range(2)]
-
-    expected = [trainers[0].step(chats) for _ in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        losses = list(pool.map(steps, (0, 1)))
-    assert losses[0] == losses[1]
-    assert losses[0] == pytest.approx(expected, rel=1e-5)
-    one, *others = ([p.detach() for p in trainer._trained] for trainer in trainers)
-    for other in others:
-        for mine, theirs in zip(one, other, strict=True):
-            torch.testing.assert_close(theirs, mine, rtol=0, atol=1e-5)
 
 
 def test_products_in_bfloat16_keep_weights_and_moments_in_float32_and_train_as_well(policy: Path, chats: Chats) -> None:
@@ -286,10 +239,6 @@ def test_a_distance_is_its_formula(loss: str) -> None:
     draft = torch.tensor([[[0.25, 0.5, 0.25]]]).log()
     assert DISTANCES[loss](draft, policy).tolist() == [[pytest.approx(BY_HAND[loss], rel=1e-5)]]
     assert DISTANCES[loss](policy, policy).tolist() == [[pytest.approx(0.0, abs=1e-6)]]
-
-
-def test_every_loss_of_a_recipe_is_there() -> None:
-    assert tuple(DISTANCES) == LOSSES
 
 
 def test_lk_of_a_draft_that_is_never_accepted_stays_finite() -> None:

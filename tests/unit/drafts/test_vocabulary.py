@@ -18,7 +18,7 @@ from slipstream.drafts.passes import head_inputs, rows_of
 from slipstream.drafts.pretrain import coverage, frequent_tokens, require_cut
 from slipstream.drafts.trainer import DraftTrainer
 from tests.small import draft_with
-from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
+from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS, teach
 
 RESPONSES = [chat[start:] for chat, start in zip(CHATS, PROMPTS, strict=True)]
 KNOWN = (2, 5, 6, 7, 8, 9)
@@ -53,11 +53,7 @@ def test_a_cut_that_is_none_is_refused(num: int, refusal: Callable[..., str]) ->
 
 def test_a_draft_of_a_cut_vocabulary_learns_and_fits_its_policy(policy: Path, chats: Chats, tmp_path: Path) -> None:
     trainer = DraftTrainer(policy, CONFIG, token_ids=KNOWN)
-    _, before = trainer.evaluate(chats)
-    losses = [trainer.step(chats) for _ in range(20)]
-    _, after = trainer.evaluate(chats)
-    assert losses[-1] < losses[0]
-    assert after > before
+    teach(trainer, chats, 20)
     trainer.save(tmp_path / "draft")
     check_draft(policy, tmp_path / "draft", max_model_len=64)
     tensors = load_file(tmp_path / "draft" / "model.safetensors")

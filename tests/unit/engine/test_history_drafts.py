@@ -72,17 +72,6 @@ def test_it_finds_what_a_search_of_every_place_finds(
     assert draft(prompt, earlier, answer, k) == by_brute_force(prompt, earlier, answer, k)
 
 
-def test_the_longest_match_counts_more_than_the_most_frequent_one() -> None:
-    earlier = [[5, 1, 2, 3, 7], [6, 2, 3, 8], [4, 2, 3, 8]]
-    assert draft([0], earlier, [1, 2, 3], 1) == [7]
-    assert draft([0], earlier, [7, 2, 3], 1) == [8]
-
-
-def test_each_token_is_the_most_frequent_one_among_those_that_agree_so_far_and_the_latest_of_a_tie() -> None:
-    earlier = [[2, 3, 5, 1], [2, 3, 4, 6, 1], [2, 3, 4, 7, 2]]
-    assert draft([0], earlier, [2, 3], 9) == [4, 7, 2]
-
-
 def test_the_first_tokens_match_with_the_end_of_the_prompt() -> None:
     assert draft([3, 4, 5], [[7, 8, 9]], [], 2) == [7, 8]
     assert draft([5], [[7, 8, 9]], [7], 2) == [8, 9]

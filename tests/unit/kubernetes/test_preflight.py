@@ -14,12 +14,10 @@ from slipstream.kubernetes.kubernetes_api import Finding, State
 from slipstream.kubernetes.preflight import (
     PreflightRecord,
     check,
-    laid_over,
     own_namespace,
     pod_manifests,
     probe_pod,
     require_ready,
-    run_quota,
 )
 from slipstream.kubernetes.profile import ClusterProfile, TrackingService, read_profile
 from slipstream.records.files import read_record, write_record
@@ -404,23 +402,6 @@ def test_the_probe_is_a_small_pod_of_a_task_without_the_servers_credentials() ->
     assert "envFrom" in task["spec"]["containers"][0] and "envFrom" not in container
     assert container["resources"]["limits"] == {"cpu": "100m", "memory": "64Mi"}
     assert "/mnt/slipstream/.preflight-" in container["command"][-1]
-
-
-def test_maps_merge_lists_are_appended_and_what_is_set_wins() -> None:
-    base = {"containers": [{"name": "a", "env": [1], "resources": {"x": 1}}], "volumes": [1], "user": {"id": 1}}
-    overlay = {"containers": [{"name": "b", "env": [2], "resources": {"y": 2}}], "volumes": [2], "user": {"id": 2}}
-    assert laid_over(base, overlay) == {
-        "containers": [{"name": "b", "env": [1, 2], "resources": {"x": 1, "y": 2}}],
-        "volumes": [1, 2],
-        "user": {"id": 2},
-    }
-
-
-def test_the_quota_is_that_of_one_task_with_all_its_pods() -> None:
-    # 8 x 120 + 8 + 1 cores, 8 x 720 + 48 + 4 GiB, 8 x 4 GPUs
-    gpus = {"requests.cpu": "969", "requests.memory": "5812Gi", "requests.nvidia.com/gpu": "32"}
-    assert run_quota(read_profile("gb200")) == gpus
-    assert set(run_quota(read_profile("cpu"))) == {"requests.cpu", "requests.memory"}
 
 
 def test_a_cluster_without_gpus_is_asked_for_none() -> None:

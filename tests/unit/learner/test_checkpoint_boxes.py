@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.learner import weights
-from slipstream.learner.architecture import Architecture
 from slipstream.learner.checkpoint.boxes import Box, Patch, patches
 from slipstream.learner.weights import Layout, ParameterMapping, Shard
+from tests.unit.learner import test_weights
 
-ARCH = Architecture(
-    vocab_size=8,
-    hidden_size=2,
-    num_layers=1,
-    num_attention_heads=4,
-    num_query_groups=2,
-    head_dim=1,
-    ffn_hidden_size=4,
-    max_position_embeddings=8,
-    rope_theta=1e4,
-    norm_eps=1e-6,
-    tie_word_embeddings=False,
-    eos_token_id=1,
-)
+ARCH = replace(test_weights.ARCH, hidden_size=2, num_layers=1, head_dim=1, ffn_hidden_size=4)
 QKV = ParameterMapping("qkv", ("q", "k", "v"), Layout.QKV)
 GATE_UP = ParameterMapping("fc1", ("gate", "up"), Layout.GATE_UP)
 ROW = ParameterMapping("fc2", ("down",), Layout.ROW)

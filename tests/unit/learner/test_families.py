@@ -17,8 +17,8 @@ from transformers import LlamaForCausalLM
 
 from slipstream.config import ConfigError
 from slipstream.grpo.config import OptimizerConfig
-from slipstream.learner.architecture import Architecture, num_positions, require_divisible
-from slipstream.learner.config import ParallelConfig, RopeConfig
+from slipstream.learner.architecture import Architecture, num_positions
+from slipstream.learner.config import RopeConfig
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.types import Dtype
 from tests.unit.learner import families
@@ -223,9 +223,3 @@ def test_a_section_that_contradicts_the_model_is_refused(given: str, expected: s
     families.write_model(tmp_path, name)
     with pytest.raises(ConfigError, match=re.escape(expected)):
         extended(Architecture.from_hf(tmp_path), **yaml.safe_load(rope))
-
-
-def test_three_key_value_heads_are_not_split_over_two_ranks(tmp_path: Path) -> None:
-    families.write_model(tmp_path, "smollm2")
-    with pytest.raises(ConfigError, match=r"parallel\.tensor must divide the policy's 3 key-value heads, got 2"):
-        require_divisible(Architecture.from_hf(tmp_path), ParallelConfig(tensor=2))

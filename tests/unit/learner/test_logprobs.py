@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
 
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner import logprobs
@@ -87,33 +83,6 @@ def test_values_and_gradients_are_those_of_all_logits_in_float64(chunk_tokens: i
     for found, each in zip((leaf.grad, output_weight(head._gpt).grad), exact, strict=True):
         assert found is not None and each.grad is not None
         torch.testing.assert_close(found.double(), each.grad, rtol=1e-6, atol=1e-5 * float(each.grad.abs().max()))
-
-
-@pytest.mark.parametrize("chunk_tokens", [4, 1000])
-def test_two_ranks_with_half_of_the_vocabulary_each_compute_what_one_with_all_does(chunk_tokens: int) -> None:
-    torch.manual_seed(0)
-    hidden_NH, weight_VH = torch.randn(11, 16), torch.randn(40, 16)
-    labels_N, upstream_N = torch.randint(0, 40, (11,)), torch.randn(11)
-    store = HashStore()
-
-    def outcome(rank: int, size: int) -> list[torch.Tensor]:
-        # Declared as no ProcessGroup, but it is one to the collectives.
-        group: Any = ProcessGroupGloo(PrefixStore(f"of {size}", store), rank, size, timedelta(seconds=60))
-        head = logprobs._Head(temperature=0.7, chunk_tokens=chunk_tokens, group=group, main_grad_VH=None)
-        hidden, part = hidden_NH.clone().requires_grad_(), weight_VH.chunk(size)[rank].clone().requires_grad_()
-        logprobs_N, entropy_N = logprobs._ChunkedLogprobs.apply(hidden, part, labels_N, head)
-        (logprobs_N * upstream_N).sum().backward()
-        assert hidden.grad is not None and part.grad is not None
-        return [logprobs_N.detach(), entropy_N, hidden.grad, part.grad]
-
-    whole = outcome(0, 1)
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(outcome, (0, 1), (2, 2))
-    for of_whole, one, other in zip(whole[:2], first[:2], second[:2], strict=True):
-        assert torch.equal(one, other)
-        torch.testing.assert_close(one, of_whole, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(first[2] + second[2], whole[2], rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(torch.cat((first[3], second[3])), whole[3], rtol=1e-6, atol=1e-5)
 
 
 def test_no_more_logits_are_held_than_those_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

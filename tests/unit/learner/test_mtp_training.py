@@ -16,7 +16,7 @@ from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner import parallel
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.checkpoint import CheckpointError
-from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, ScratchConfig, ShapeConfig
+from slipstream.learner.config import LearnerConfig, Packing, ScratchConfig, ShapeConfig
 from slipstream.learner.cpu import host
 from slipstream.learner.layers import build_mtp
 from slipstream.learner.megatron import Capture, MegatronPolicy
@@ -194,19 +194,6 @@ def test_a_window_is_drafted_from_what_the_layer_gave_for_its_last_token(packing
     assert length == pytest.approx(1.0 + np.cumprod(chances, axis=1).sum(axis=1).mean(), abs=1e-5)
 
 
-def test_an_mtp_layer_learns_to_draft_several_tokens(path: Path) -> None:
-    policy = _load(path)
-    trainer = policy.start_mtp(OPTIMIZER)
-    sequences = mimo.sequences(24)
-    starts = [2] * len(sequences)
-    states = policy.hidden_states(sequences, policy.architecture.mtp_layer_ids)
-    _, before = trainer.evaluate(sequences, starts, states, num_tokens=3)
-    losses = [trainer.step(sequences, starts, states, learning_rate=1e-2, num_passes=3, decay=0.8) for _ in range(40)]
-    _, after = trainer.evaluate(sequences, starts, states, num_tokens=3)
-    assert losses[-1] < 0.6 * losses[0]
-    assert after > before + 0.3
-
-
 @pytest.mark.parametrize("method", OptimizerMethod)
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
 def test_a_resumed_mtp_layer_goes_on_bit_for_bit(method: OptimizerMethod, dtype: Dtype, path: Path) -> None:
@@ -240,19 +227,6 @@ def test_only_a_policy_with_an_mtp_layer_can_draft_with_it() -> None:
     policy = MegatronPolicy.from_scratch(scratch, vocab_size=8, eos_token_id=1, learner=LEARNER, optimizer=None)
     with pytest.raises(ConfigError, match="mtp needs a policy with an MTP layer, got 'Qwen3ForCausalLM'"):
         policy.start_mtp(OPTIMIZER)
-
-
-@pytest.mark.parametrize(
-    ("where", "field"),
-    [
-        (ParallelConfig(pipeline=2), "learner.parallel.pipeline"),
-        (ParallelConfig(tensor=2, sequence_parallel=True), "learner.parallel.sequence_parallel"),
-        (ParallelConfig(context=2), "learner.parallel.context"),
-    ],
-)
-def test_layouts_that_split_what_the_layer_reads_are_refused(where: ParallelConfig, field: str) -> None:
-    with pytest.raises(ConfigError, match=field):
-        build_mtp(mimo.ARCH, dataclasses.replace(LEARNER, parallel=where))
 
 
 @pytest.mark.parametrize(

@@ -14,37 +14,20 @@ import yaml
 from huggingface_hub.utils import filter_repo_objects
 
 from slipstream.config import ConfigError
-from slipstream.data.tokenizer import write_tokenizer
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.config import PolicyConfig, RopeConfig
 from slipstream.learner.policy_source import Needs, resolve, write_policy_tokenizer
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.stages import PolicyRecord
 from slipstream.stages.support import policy_needs
+from tests.small import write_config
 from tests.unit.refusals import rows
-
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "eos_token_id": 3,
-}
 
 
 def model(path: Path, **changes: Any) -> Path:
     """A model directory without readable weights."""
-    write_tokenizer(path, max_length=512)
-    (path / "config.json").write_text(json.dumps({**QWEN3, **changes}))
+    config = write_config(path, num_layers=24, num_positions=512) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
     (path / "model.safetensors").write_bytes(b"never read")
     return path
 
@@ -90,7 +73,7 @@ def test_a_scaling_is_written_in_full_beside_the_links(
     assert Architecture.from_hf(out).rope_scaling == RopeConfig(**expected)
     config = json.loads((out / "config.json").read_text())
     assert repr(config["rope_parameters"]["factor"]) == "2.0"
-    changed = {name for name, value in QWEN3.items() if config[name] != value}
+    changed = {name for name, value in json.loads(before).items() if config[name] != value} - {*own}
     assert changed == ({"max_position_embeddings"} if rope else set())
     write_policy_tokenizer(given, long, tmp_path / "tokenizer")
     with pytest.raises(ConfigError, match=r"must be <= the policy's 1024 positions, got 1025; lower it, or extend the"):
@@ -136,9 +119,6 @@ def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path) -> None:
     (source / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"policy\.model must have a chat template"):
         resolve_policy(recipe(str(source)), tmp_path / "out")
-
-
-_COMMIT = "0" * 40
 
 
 def test_configs_and_tokenizer_are_fetched_and_weights_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream.config import ConfigError
-from slipstream.learner.architecture import QWEN3_MOE, Architecture, Experts, require_divisible, require_even_experts
-from slipstream.learner.config import ParallelConfig
+from slipstream.learner.architecture import QWEN3_MOE, Architecture, Experts
 from slipstream.learner.weights import Shard, hf_from_shards, mappings, shard_from_hf
 from slipstream.types import Dtype
 
@@ -102,25 +101,6 @@ def test_a_rank_holds_its_part_of_gate_above_its_part_of_up() -> None:
     assert torch.equal(fc1, torch.cat([gate, up]))
 
 
-def test_an_uneven_split_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"learner\.parallel\.tensor must divide the policy's 2 key-value heads, got 4"
-    ):
-        require_divisible(ARCH, ParallelConfig(tensor=4))
-    with pytest.raises(ConfigError, match=r"learner\.parallel\.pipeline must divide the policy's 4 layers, got 3"):
-        require_divisible(ARCH, ParallelConfig(pipeline=3))
-
-
-def test_context_parallel_ranks_that_do_not_divide_the_heads_of_a_tensor_parallel_rank_are_refused() -> None:
-    require_divisible(ARCH, ParallelConfig(context=2))
-    with pytest.raises(ConfigError) as caught:
-        require_divisible(ARCH, ParallelConfig(tensor=2, context=2))
-    assert str(caught.value) == (
-        "learner.parallel.context must divide the 1 key-value heads that learner.parallel.tensor 2 leaves each rank, "
-        "got 2; attention splits whole heads over these ranks: lower it, or tensor"
-    )
-
-
 def test_parameters_are_counted() -> None:
     tied = dataclasses.replace(ARCH, tie_word_embeddings=True)
     for arch, tensors in ((ARCH, random_hf(ARCH)), (tied, random_hf(tied)), (SPARSE, random_sparse())):
@@ -200,18 +180,3 @@ def test_a_config_says_which_layers_have_experts(tmp_path: Path) -> None:
 def test_a_mixture_that_cannot_be_trained_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _read(tmp_path, **change)
-
-
-@pytest.mark.parametrize(
-    ("experts", "parallel", "message"),
-    [
-        (None, ParallelConfig(data=2, expert=2), "learner.parallel.expert must be 1 for a policy without experts, got"),
-        (EXPERTS, ParallelConfig(data=3, expert=3), "learner.parallel.expert must divide the policy's 4 experts, got"),
-        (EXPERTS, ParallelConfig(tensor=2), "learner.parallel.tensor must be 1 for a mixture of experts, got 2; deal"),
-    ],
-)
-def test_a_layout_that_does_not_suit_the_experts_is_refused(
-    experts: Experts | None, parallel: ParallelConfig, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        require_even_experts(experts, parallel)

@@ -17,15 +17,14 @@ from tests.unit.sampled import accepted
 
 ON_CORES = read_record(RunRecord, Path(__file__).parents[1] / "golden" / "run.json")
 """`ASYNCHRONOUS` on two cores, kept as a file."""
-_FIGURES = (
-    *("stages", "step_times", "loops", "loop_learning", "draft_training", "acceptance", "sweep"),
-    *("uniforms", "learning", "mismatch"),
-)
+_NAMES = ("stages", "step_times", "loops", "loop_learning", "draft_training", "acceptance", "sweep")
+STAND_INS: dict[str, str] = dict.fromkeys((*_NAMES, "uniforms", "learning", "mismatch"), "<svg></svg>")
+"""In the place of every figure, for tests of words and numbers: drawing a page takes a second."""
 
 
 def page_text(record: RunRecord, *, drift: DriftRecord | None = None) -> str:
-    """The page of a run with a stand-in for every figure, for tests of its words: drawing a page takes a second."""
-    return render_page(record, read_reference(), drift=drift, drawn=dict.fromkeys(_FIGURES, "<svg></svg>"))
+    """The page of a run without its figures, for tests of its words."""
+    return render_page(record, read_reference(), drift=drift, drawn=STAND_INS)
 
 
 def step(index: int, *, generation_s: float, reward: float, acceptance: AcceptanceStats | None = None) -> StepRecord:

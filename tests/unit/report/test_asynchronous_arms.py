@@ -14,7 +14,7 @@ import pytest
 
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import ArmRecord
-from slipstream.report.page import draw, render_page
+from slipstream.report.page import render_page
 from slipstream.report.results import description, result_metrics, terminal_table
 from slipstream.report.sentences import bound_text
 from slipstream.report.summary import LoopComparison, compare_loops, pooled_lags
@@ -182,12 +182,6 @@ def test_the_page_has_the_section_and_needs_nothing_from_elsewhere() -> None:
     assert "workflows/asynchronous_rl.py asynchronous_rl --recipe tiny" in page
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
-
-
-def test_the_synchronous_figures_are_the_same_with_asynchronous_arms_beside_them() -> None:
-    plain, both = draw(replace(RECORD, evaluations=ASYNCHRONOUS.evaluations), REFERENCE), draw(ASYNCHRONOUS, REFERENCE)
-    assert {name: both[name] for name in plain} == plain
-    assert both.keys() - plain.keys() == {"loops", "loop_learning"}
 
 
 def test_the_executions_metrics_keep_the_loops_apart() -> None:

@@ -68,16 +68,6 @@ def test_a_prediction_interval_is_as_wide_as_students_table_says() -> None:
     assert prediction_interval([0.25] * 4, level=0.99) == (0.25, 0.25)  # no width
 
 
-def test_a_prediction_interval_holds_the_next_value_as_often_as_its_level_says() -> None:
-    random = np.random.default_rng(11)
-    hits = 0
-    for _ in range(500):
-        *earlier, following = random.normal(2.0, 0.3, 6).tolist()
-        low, high = prediction_interval(earlier, level=0.9)
-        hits += low <= following <= high
-    assert 430 <= hits <= 470  # 450, with a standard deviation of 6.7
-
-
 @given(
     st.lists(st.floats(-100.0, 100.0), min_size=2, max_size=12),
     st.floats(0.01, 100.0),

@@ -5,7 +5,7 @@ Version v of the policy is its weights after v steps, P prompts a step. Groups u
     submitted <= (version + lag + 1) P; with `Slots.GROUP` at most P x lag of them run at once.
 
 Batch t takes P complete groups, and waits for every group that was started under version t - lag or before.
-One engine stands for all; a sequence runs as soon as its group does and the key-value memory has room.
+One engine stands for all; the sequences of a group run as soon as it does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slipstream.config import require
 from slipstream.simulator import Array
 from slipstream.simulator.rollout import Slots, Trace
 
@@ -25,18 +24,11 @@ _ALMOST_0_TOKENS = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loop:
-    """What bounds the loop. `max_running`: sequences that the key-value memory of the engine holds."""
+    """What bounds the loop."""
 
     lag: int
     busy_s: float  # of the trainer, a step
-    refit_s: float  # in which neither engine nor trainer is at work
-    prompt_tokens: float
-    slots: Slots = Slots.RESPONSE
-    max_running: int = 1_000_000
-
-    def __post_init__(self) -> None:
-        require(self.lag >= 1, "loop.lag", "must be >= 1", self.lag)
-        require(self.max_running >= 1, "loop.max_running", "must be >= 1", self.max_running)
+    slots: Slots
 
 
 def step_starts(batches: Sequence[Array], loop: Loop, seconds: Callable[[Trace], Array]) -> Array:
@@ -61,7 +53,6 @@ def step_starts(batches: Sequence[Array], loop: Loop, seconds: Callable[[Trace],
 class _Sequence:
     group: int
     left: float  # tokens
-    cached: float
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,7 +64,6 @@ class _Play:
     version: int = 0
     left_of_group: list[int] = field(default_factory=list)  # sequences that have not ended, of each submitted group
     unstarted: deque[int] = field(default_factory=deque)  # groups
-    queued: deque[_Sequence] = field(default_factory=deque)
     running: list[_Sequence] = field(default_factory=list)
     ends_training_s: float | None = None  # None: the trainer waits for its batch
     starts: list[float] = field(default_factory=list)
@@ -89,16 +79,13 @@ class _Play:
             self.unstarted.append(index)
 
     def start_groups(self) -> None:
-        """Groups as far as there are slots, their sequences as far as there is memory."""
-        under_way = {sequence.group for sequence in (*self.running, *self.queued)}
+        """Groups as far as there are slots."""
+        under_way = {sequence.group for sequence in self.running}
         cap = self.num_prompts * self.loop.lag if self.loop.slots is Slots.GROUP else len(self.left_of_group)
         while self.unstarted and len(under_way) < cap:
             index = self.unstarted.popleft()
             under_way.add(index)
-            for length in self._lengths(index).tolist():
-                self.queued.append(_Sequence(group=index, left=length, cached=self.loop.prompt_tokens))
-        while self.queued and len(self.running) < self.loop.max_running:
-            self.running.append(self.queued.popleft())
+            self.running += [_Sequence(group=index, left=length) for length in self._lengths(index).tolist()]
 
     def is_due(self) -> bool:
         """Whether the trainer waits, and its batch is there."""
@@ -120,7 +107,7 @@ class _Play:
         if until_s is not None and until_s <= self.now_s + span_s:
             share = (until_s - self.now_s) / span_s if span_s > 0 and self.running else 0.0
             self._run(tokens * share)
-            self.now_s, self.ends_training_s, self.version = until_s + self.loop.refit_s, None, self.version + 1
+            self.now_s, self.ends_training_s, self.version = until_s, None, self.version + 1
             return
         assert self.running, "the trainer waits for groups that nothing generates"
         self._run(tokens)
@@ -131,14 +118,12 @@ class _Play:
         if not self.running:
             return 0.0, float("inf")
         tokens, batch = min(sequence.left for sequence in self.running), float(len(self.running))
-        context = sum(sequence.cached for sequence in self.running) + batch * tokens / 2.0
-        trace = Trace(tokens_S=np.array([tokens]), batch_S=np.array([batch]), context_S=np.array([context]))
+        trace = Trace(tokens_S=np.array([tokens]), batch_S=np.array([batch]), context_S=np.zeros(1))
         return tokens, float(self.seconds(trace).sum())
 
     def _run(self, tokens: float) -> None:
         for sequence in self.running:
             sequence.left -= tokens
-            sequence.cached += tokens
             if sequence.left <= _ALMOST_0_TOKENS:
                 self.left_of_group[sequence.group] -= 1
         self.running = [sequence for sequence in self.running if sequence.left > _ALMOST_0_TOKENS]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from slipstream.config import ConfigError
 from slipstream.recipe import load_recipe
 from slipstream.records.run import LayoutRecord, RunRecord
-from slipstream.records.steps import ArmRecord, Overlap
+from slipstream.records.steps import ArmRecord
 from slipstream.simulator.balance import (
     CoreSlowdowns,
     PredictedArm,
@@ -26,6 +26,7 @@ from slipstream.simulator.settings import Prior
 from slipstream.simulator.step_cost import Bound
 from slipstream.stages.support import recipe_layout
 from slipstream.types import Arm, LoopMode, StageTimes
+from tests.unit.sampled import overlapping
 
 DemoArms = Callable[[float], tuple[ArmRecord, ...]]
 HALF_AS_FAST_LEARNER = CoreSlowdowns(
@@ -121,16 +122,7 @@ def test_both_arms_of_a_run_are_predicted_by_belief_with_its_source(demo_arms: D
 
 def test_an_arm_that_ran_in_both_loops_gives_its_own_factors(demo_arms: DemoArms) -> None:
     alone = with_stages(demo_arms(1.0)[0], generation_s=2.0, train_s=1.0)
-    overlap = Overlap(
-        generation_s=2.5,
-        hidden_s=1.5,
-        engine_idle_fraction=0.0,
-        learner_idle_fraction=0.0,
-        score_s=0.0,
-        exposed_score_s=0.0,
-        publish_s=0.0,
-        exposed_publish_s=0.0,
-    )
+    overlap = overlapping(generation_s=2.5, hidden_s=1.5)
     beside = with_stages(alone, generation_s=1.0, train_s=1.5)
     assert measured_slowdowns(alone, beside) is None
     beside = replace(beside, steps=tuple(replace(step, overlap=overlap) for step in beside.steps))

@@ -79,28 +79,6 @@ def test_a_split_without_an_engine_or_a_learner_is_refused(num_gpus: int, fracti
     assert replace(request, lag=0).scenario().generation_gpus == num_gpus  # both on all of them
 
 
-def test_a_request_takes_everything_that_it_names() -> None:
-    request = ProjectionRequest(
-        model="mimo-7b",
-        hardware="h200",
-        num_gpus=40,
-        k=4,
-        acceptance_length=2.25,
-        lag=3,
-        generation_fraction=0.6,
-        gpus_per_engine=4,
-        num_rollouts=96,
-        mean_tokens=1234.0,
-    )
-    found = request.scenario()
-    setting = found.setting
-    assert (setting.model, setting.hardware, setting.num_gpus) == ("mimo-7b", "h200", 40)
-    assert (setting.gpus_per_engine, setting.num_rollouts) == (4, 96)
-    assert (found.mean_tokens, found.k, found.acceptance_length, found.lag) == (1234.0, 4, 2.25, 3)
-    assert (found.generation_gpus, found.training_gpus) == (24, 16)
-    assert found.shape.num_engines == 6
-
-
 def test_what_a_request_leaves_out_is_the_layouts() -> None:
     dense, sparse = asked("mimo-7b", "gb200").scenario(), asked("qwen3-30b-a3b", "gb200").scenario()
     assert (dense.setting.num_rollouts, dense.mean_tokens) == (2048, 5000)
@@ -267,16 +245,7 @@ def test_the_workflow_projects_what_its_flat_inputs_say() -> None:
         generation_fraction=0.5,
         mean_response_tokens=1500.0,
     )
-    asked = ProjectionRequest(
-        model="mimo-7b",
-        hardware="h200",
-        num_gpus=64,
-        k=4,
-        acceptance_length=3.0,
-        lag=2,
-        generation_fraction=0.5,
-        mean_tokens=1500.0,
-    )
+    asked = replace(ASKED, lag=2, generation_fraction=0.5, mean_tokens=1500.0)
     assert json.loads(Path(projected.projection).read_text()) == json.loads(json.dumps(asdict(project_request(asked))))
     interface = projection.python_interface  # pyright: ignore[reportFunctionMemberAccess]
     assert all(

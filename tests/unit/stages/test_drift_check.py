@@ -19,7 +19,7 @@ from slipstream.stages.runs import end_reported_execution
 from slipstream.stages.start_run import start_run
 from slipstream.tracking.config import DriftConfig, TrackingConfig, store_uri
 from slipstream.tracking.mlflow_store import read_executions
-from tests.unit.report.handmade import RECORD, beside
+from tests.unit.report.handmade import RECORD, STAND_INS, beside
 
 TWICE = beside((6.0,) * 8, (3.0,) * 8)
 DRIFTED = DriftRecord(
@@ -51,8 +51,11 @@ def slower(record: RunRecord) -> RunRecord:
     return replace(record, arms=(base, replace(spec, steps=steps)))
 
 
-@pytest.mark.slow  # seven executions with their reports
-def test_the_sixth_execution_is_judged_by_the_five_before_and_its_run_says_what_drifted(stored_root: Path) -> None:
+@pytest.mark.slow  # seven executions in a real store
+def test_the_sixth_execution_is_judged_by_the_five_before_and_its_run_says_what_drifted(
+    stored_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.report.page.draw", lambda *_: STAND_INS)
     for number in range(5):
         drift, _, _ = execute(stored_root, f"tiny-{number}", TWICE)
         assert drift.executions == tuple(f"tiny-{n}" for n in reversed(range(number)))

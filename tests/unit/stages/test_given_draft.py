@@ -7,7 +7,6 @@ import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,17 +77,6 @@ def test_a_given_draft_that_does_not_fit_is_refused_before_an_engine_starts(
         stage.train_on(
             PROMPTS, _with(recipe, given), policy=policy, directory=tmp_path, on_step=lambda step, loss: None
         )
-
-
-def test_a_cut_that_is_none_is_refused_before_an_engine_starts(
-    models: tuple[Recipe, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe, policy, _ = models
-    cut = replace(recipe, draft=draft_with(recipe.draft, eagle3={"vocab_size": 64}))
-    monkeypatch.setattr(stage, "start_engine", lambda *_, **__: pytest.fail("no engine may start"))
-    monkeypatch.setattr(stage, "Architecture", SimpleNamespace(from_hf=lambda path: SimpleNamespace(vocab_size=64)))
-    with pytest.raises(ConfigError, match=r"draft\.eagle3\.vocab_size must be < the policy's 64 tokens, got 64"):
-        stage.train_on(PROMPTS, cut, policy=policy, directory=tmp_path, on_step=lambda step, loss: None)
 
 
 def test_the_content_of_a_given_draft_is_part_of_the_key(models: tuple[Recipe, Path, Path], tmp_path: Path) -> None:

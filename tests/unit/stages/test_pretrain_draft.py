@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from slipstream.config import ConfigError
 from slipstream.grpo.config import DynamicSamplingConfig
@@ -23,21 +20,13 @@ from slipstream.stages import pretrain_draft as stage
 from slipstream.stages.context import RunContext
 from slipstream.stages.pretrain_draft import pretrain_draft, train_on
 from slipstream.stages.recipe_engines import draft_weights
+from tests.unit.drafts.small import model
 from tests.unit.recipe_fields.base import PROMPTS, NotedEngine, recipe_with
 
 TEMPERATURE = 0.5
 
 
-def model(path: Path, **changes: Any) -> Path:
-    path.mkdir()
-    values = {"vocab_size": 64, "max_position_embeddings": 512, "eos_token_id": [3, 4], **changes}
-    (path / "config.json").write_text(json.dumps(values))
-    save_file({"a.weight": torch.zeros(3, 4), "b.weight": torch.zeros(5)}, path / "model.safetensors")
-    return path
-
-
-def recipe_of(tmp_path: Path, **draft: Any) -> Recipe:
-
+def recipe_of(**draft: Any) -> Recipe:
     return load_recipe("tiny", overrides={"draft": draft})
 
 
@@ -57,7 +46,7 @@ def untracked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_what_is_looked_up_is_written_down_and_handed_on_without_weights(tmp_path: Path, untracked: list[Any]) -> None:
-    recipe = recipe_of(tmp_path, method="ngram")
+    recipe = recipe_of(method="ngram")
     made = pretrain_draft(context_of(tmp_path), recipe, policy=tmp_path, data=tmp_path)
     record = read_record(DraftRecord, made / "draft.json")
     assert (record.method, record.init, record.num_parameters, record.num_steps) == ("ngram", "none", 0, 0)
@@ -68,9 +57,9 @@ def test_what_is_looked_up_is_written_down_and_handed_on_without_weights(tmp_pat
 
 def test_a_draft_model_that_is_given_is_linked(tmp_path: Path, untracked: list[Any]) -> None:
     policy, small = model(tmp_path / "policy"), model(tmp_path / "small")
-    recipe = recipe_of(tmp_path, method="draft_model", model=str(small))
+    recipe = recipe_of(method="draft_model", model=str(small))
     made = pretrain_draft(context_of(tmp_path), recipe, policy=policy, data=tmp_path)
-    assert read_record(DraftRecord, made / "draft.json").num_parameters == 17
+    assert read_record(DraftRecord, made / "draft.json").num_parameters == 6
     weights = draft_weights(recipe.draft, made)
     assert weights is not None and weights == made / "draft"
     assert (weights / "model.safetensors").resolve() == small / "model.safetensors"
@@ -80,7 +69,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused_before_anything_starts(
     tmp_path: Path, untracked: list[Any]
 ) -> None:
     policy, small = model(tmp_path / "policy"), model(tmp_path / "small", vocab_size=63)
-    recipe = recipe_of(tmp_path, method="draft_model", model=str(small))
+    recipe = recipe_of(method="draft_model", model=str(small))
     with pytest.raises(ConfigError, match=r"draft.model vocab_size must equal the policy's 64, got 63"):
         pretrain_draft(context_of(tmp_path), recipe, policy=policy, data=tmp_path)
 

@@ -54,11 +54,6 @@ def test_the_arm_drafts_by_the_tuned_table_only_where_the_recipe_asks_for_it(tmp
     assert [entry.num_speculative_tokens for entry in draft_length(by_batch, tuning).schedule] == [5, 2]
 
 
-def test_a_table_of_one_k_hands_vllm_no_schedule(tmp_path: Path) -> None:
-    by_batch = load_recipe("tiny", overrides={"draft": {"length": "by_batch"}})
-    assert draft_length(by_batch, tuned(tmp_path, (1, 48, 3))) == DraftLength(num_speculative_tokens=3)
-
-
 def test_an_engine_under_the_autopilot_starts_with_a_table_so_that_its_length_can_change(tmp_path: Path) -> None:
     piloted = load_recipe("tiny", overrides={"draft": {"autopilot": True}})
     length = draft_length(piloted, tuned(tmp_path, (1, 48, 3)))

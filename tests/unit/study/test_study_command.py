@@ -90,12 +90,7 @@ def test_relative_paths_are_handed_on_as_absolute_ones(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ("ablation", "--draft-lengths", "3", "99"),
-            "variant rl_zero-in_domain-eagle3-kl_div-k99-seed0: engine.max_model_len must hold",
-        ),
         (("bakeoff", "--num-speculative-tokens", "99"), "drafter eagle3-in_domain-off: engine.max_model_len must hold"),
-        (("bakeoff", "--num-speculative-tokens", "0"), "num_speculative_tokens must be >= 1, got 0"),
         (("study", "--online", "off"), "--online must be left out without steps in turn, got ['off']"),
         (("study", "--in-turn", "--losses", "tv"), "--losses must be left out with steps in turn, got ['tv']"),
         (("bakeoff", "--seed", "1", "2"), "--seeds must name at most one value with steps in turn, got [1, 2]"),

@@ -76,23 +76,39 @@ class Stages:
         return SimpleNamespace(
             **{name: self._writes(names) for name, names in written.items()},
             train_grpo=self._train_grpo,
-            start_run=self._start_run,
-            fail_run=self._fail_run,
-            require_lossless=self._require_lossless,
-            require_no_drift=self._require_no_drift,
-            tuned_length=self._tuned_length,
+            bake_off=self._writes(("bake_off.html", "bake_off.json", "speedups.svg")),
+            start_run=self._notes(
+                *("recipe", "root", "overrides", "loop", "arms"),
+                gives=lambda given: (_context(given["root"]), self.recipe),
+            ),
+            fail_run=self._notes("root", "execution", "message"),
+            require_lossless=self._notes("certificate"),
+            require_no_drift=self._notes("recipe", "report"),
+            tuned_length=self._notes("recipe", "tuning", gives=lambda _: LENGTH),
             START="start",
             trained_name=self._trained_name,
-            preflight=self._preflight,
-            require_ready=self._require_ready,
+            preflight=self._notes("cluster", "root", "timeout_s", gives=lambda _: FOUND),
+            require_ready=self._notes("findings"),
             PreflightRecord=PreflightRecord,
-            plan_ablation=self._plan_ablation,
-            make_part=self._make_part,
-            rank_ablation=self._rank_ablation,
-            fail_ablation=self._fail_ablation,
-            check_drafters=self._check_drafters,
-            bake_off=self._bake_off,
+            plan_ablation=self._notes(
+                *("recipe", "grid", "root", "execution", "requested"),
+                gives=lambda given: {kind: [_context(given["root"])] for kind in Kind},
+            ),
+            make_part=self._notes("part", gives=lambda given: given["part"].execution),
+            rank_ablation=self._notes("root", "execution", gives=_ranking),
+            fail_ablation=self._notes("root", "execution", "message"),
+            check_drafters=self._notes("context", "recipe", "grid", gives=lambda _: []),
         )
+
+    def _notes(self, *names: str, gives: Callable[[dict[str, Any]], Any] = lambda _: None) -> Callable[..., Any]:
+        """A stage that notes its arguments of these names, in whose order it takes those that come without one."""
+
+        def stage(*arguments: Any, **inputs: Any) -> Any:
+            given = {**dict(zip(names, arguments, strict=False)), **inputs}
+            self.seen |= {name: _read(given[name]) for name in names if name != "context"}
+            return gives(given)
+
+        return stage
 
     def _writes(self, names: tuple[str, ...]) -> Callable[..., Path]:
         def stage(context: RunContext, recipe: Recipe, *others: object, **inputs: Any) -> Path:
@@ -111,72 +127,29 @@ class Stages:
         files = ("arm.json", "policy/model.safetensors")
         return [self._writes(files)(context, recipe, arms, node=arm.value, **inputs) for arm in arms]
 
-    def _start_run(self, recipe: str, **inputs: Any) -> tuple[RunContext, Path]:
-        self.seen |= {"recipe": recipe, "root": inputs["root"], "changes": inputs["overrides"]}
-        self.seen |= {name: inputs[name] for name in ("loop", "arms")}
-        return _context(inputs["root"]), self.recipe
-
-    def _fail_run(self, root: Path, execution: str, *, message: str) -> None:
-        self.seen |= {"root": root, "execution": execution, "message": message}
-
-    def _require_lossless(self, certificate: Path) -> None:
-        self.seen["certificate"] = _read(certificate)
-
-    def _require_no_drift(self, recipe: Recipe, report: Path) -> None:
-        self.seen |= {"drift of": recipe.name, "report": _read(report)}
-
-    def _preflight(self, profile: ClusterProfile, *, root: Path, timeout_s: float) -> PreflightRecord:
-        self.seen |= {"cluster": profile.name, "root": root, "timeout_s": timeout_s}
-        return FOUND
-
-    def _require_ready(self, record: PreflightRecord) -> None:
-        self.seen["findings"] = record
-
-    def _plan_ablation(self, recipe: str, grid: Grid, **inputs: Any) -> dict[Kind, list[RunContext]]:
-        self.seen |= {"recipe": recipe, "grid": grid, "root": inputs["root"], "execution": inputs["execution"]}
-        self.seen["changes"] = inputs["requested"]
-        return {kind: [_context(inputs["root"])] for kind in Kind}
-
-    def _make_part(self, context: RunContext) -> str:
-        self.seen["part"] = context.execution
-        return context.execution
-
-    def _rank_ablation(self, root: Path, execution: str) -> Path:
-        self.seen |= {"root": root, "execution": execution}
-        directory = root / "ranking"
-        directory.mkdir(parents=True)
-        for name in ("ablation.html", "ablation.json", "speedups.svg"):
-            (directory / name).write_text("{}")
-        return directory
-
-    def _fail_ablation(self, root: Path, execution: str, *, message: str) -> None:
-        self.seen |= {"root": root, "execution": execution, "message": message}
-
-    def _check_drafters(self, context: RunContext, recipe: Recipe, grid: Grid) -> list[str]:
-        self.seen |= {"drafters of": recipe.name, "grid": grid}
-        return []
-
-    def _bake_off(self, context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, data: Path) -> Path:
-        self._check_drafters(context, recipe, grid)
-        return self._writes(("bake_off.html", "bake_off.json", "speedups.svg"))(
-            context, recipe, policy=policy, data=data
-        )
-
     def _trained_name(self, directory: Path) -> str:
         if _read(directory) != "arms":  # from the training of the same run, which named it
             return directory.name
         self.num_named += 1
         return LAST if self.num_named == 2 else "first"
 
-    def _tuned_length(self, recipe: Recipe, tuning: Path) -> int:
-        self.seen["tuning"] = _read(tuning)
-        return LENGTH
+
+def _ranking(given: dict[str, Any]) -> Path:
+    directory = given["root"] / "ranking"
+    directory.mkdir(parents=True)
+    for name in ("ablation.html", "ablation.json", "speedups.svg"):
+        (directory / name).write_text("{}")
+    return directory
 
 
 def _read(value: Any) -> Any:
-    """The mark in a folder, or its name where a stage made it; of a list those in each."""
+    """The mark in a folder, or its name where a stage made it; of a list those in each; names of what has one."""
     if isinstance(value, list):
         return [_read(item) for item in value]
+    if isinstance(value, Recipe | ClusterProfile):
+        return value.name
+    if isinstance(value, RunContext):
+        return value.execution
     if not isinstance(value, Path):
         return value
     return (value / _MARK).read_text() if (value / _MARK).is_file() else value.name
@@ -212,14 +185,17 @@ _FORM = {
     "num_speculative_tokens": 3,
     "err": FlyteError(message="no luck", failed_node_id="fn0"),
 }
-_GRID = {
-    "recipe": "tiny",
+_VARIED: dict[str, list[Any]] = {
     "draft_inits": [DraftInit.IN_DOMAIN, DraftInit.GENERAL],
     "methods": [DraftMethod.EAGLE3],
     "losses": ["kl_div"],
     "draft_lengths": [3, 7],
     "seeds": [2],
     "workloads": [Workload.RL_THINK],
+}
+_GRID = {
+    "recipe": "tiny",
+    **_VARIED,
     "num_steps": 2,
     "overrides": [],
     "seed_of_the_day": False,
@@ -232,14 +208,12 @@ _FIELD = {
     "online": [DraftOnline.OFF, DraftOnline.ALWAYS],
     "num_speculative_tokens": 3,
 }
-_TAKES_PART = {
-    "grid": Grid(
-        methods=(DraftMethod.EAGLE3, DraftMethod.NGRAM),
-        draft_inits=(DraftInit.IN_DOMAIN,),
-        online=(DraftOnline.OFF, DraftOnline.ALWAYS),
-        draft_lengths=(3,),
-    )
-}
+_TAKES_PART = Grid(
+    methods=(DraftMethod.EAGLE3, DraftMethod.NGRAM),
+    draft_inits=(DraftInit.IN_DOMAIN,),
+    online=(DraftOnline.OFF, DraftOnline.ALWAYS),
+    draft_lengths=(3,),
+)
 _FAILED = {"message": "no luck"}
 _CERTIFICATE, _DELIVERED = "certificate.json", "deliverable.json"
 _ARMS = {"arms": ["arms", "arms"]}
@@ -248,7 +222,7 @@ CASES = {
         values={**_FORM, "loop": ArmLoop.SYNCHRONOUS},
         seen={
             "recipe": "tiny",
-            "changes": {"workload": "rl_think", "grpo": {"seed": 0}},  # given is given, 0 too
+            "overrides": {"workload": "rl_think", "grpo": {"seed": 0}},  # given is given, 0 too
             "loop": ArmLoop.SYNCHRONOUS,
             "arms": Arms.SPECULATIVE,
         },
@@ -287,7 +261,7 @@ CASES = {
         values={"k": 3}, seen={**_marks("policy", "data", "draft"), "k": 3}, handed_on=(_CERTIFICATE, _DELIVERED)
     ),
     "require_lossless": Case(seen=_marks("certificate"), handed_on=()),
-    "require_no_drift": Case(seen={"drift of": "tiny", **_marks("report")}, handed_on=()),
+    "require_no_drift": Case(seen={"recipe": "tiny", **_marks("report")}, handed_on=()),
     "project_speedup": Case(seen={**_marks("tuning"), **_ARMS}, handed_on=(_DELIVERED, "projection.json")),
     "report_speedup": Case(
         seen={
@@ -303,15 +277,8 @@ CASES = {
         values=_GRID,
         seen={
             "recipe": "tiny",
-            "grid": Grid(
-                draft_inits=(DraftInit.IN_DOMAIN, DraftInit.GENERAL),
-                methods=(DraftMethod.EAGLE3,),
-                losses=("kl_div",),
-                draft_lengths=(3, 7),
-                seeds=(2,),
-                workloads=(Workload.RL_THINK,),
-            ),
-            "changes": {"grpo": {"num_steps": 2}},
+            "grid": Grid(**{name: tuple(values) for name, values in _VARIED.items()}),
+            "requested": {"grpo": {"num_steps": 2}},
         },
         handed_on=(),
     ),
@@ -323,10 +290,10 @@ CASES = {
         handed_on=("ablation.html", "ablation.json", _DELIVERED, "speedups.svg"),
     ),
     "fail_ablation": Case(values=_GRID, seen={"message": "no luck"}, handed_on=()),
-    "check_drafters": Case(values=_FIELD, seen={"drafters of": "tiny", **_TAKES_PART}, handed_on=()),
+    "check_drafters": Case(values=_FIELD, seen={"grid": _TAKES_PART}, handed_on=()),
     "bake_off": Case(
         values=_FIELD,
-        seen={**_marks("policy", "data"), "drafters of": "tiny", **_TAKES_PART},
+        seen={**_marks("policy", "data"), "others": (_TAKES_PART,)},
         handed_on=("bake_off.html", "bake_off.json", _DELIVERED, "speedups.svg"),
     ),
     "fail_bake_off": Case(values={**_FORM, **_FIELD}, seen=_FAILED, handed_on=()),
@@ -369,7 +336,7 @@ def test_a_task_reads_its_inputs_from_the_store_and_writes_its_outputs_there(
     outputs = _dispatched(task, _inputs(task, case, stages, store, tmp_path / "runs"), tmp_path, raw=f"{store}/raw")
 
     assert {key: value for key, value in stages.seen.items() if key in case.seen} == case.seen
-    assert {key for key, value in stages.seen.items() if key not in case.seen} <= {"root", "execution"}
+    assert {key for key, value in stages.seen.items() if key not in case.seen} <= {"root", "execution", "recipe"}
     assert sorted(Path(path).name for path in fsspec.filesystem("memory").find(f"{store}/raw")) == sorted(
         case.handed_on
     )

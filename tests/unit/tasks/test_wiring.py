@@ -36,6 +36,13 @@ def test_every_task_says_which_failures_another_attempt_may_outlive(task: Python
     assert task.task_function.__code__ is _ATTEMPT
 
 
+def test_the_store_alone_keeps_outputs_and_every_task_but_those_that_only_check_is_tried_again() -> None:
+    assert [name for name, task in TASKS.items() if task.metadata.cache] == []
+    tried_once = {name for name, task in TASKS.items() if task.metadata.retries != 2}
+    checks = {"check_drafters", "plan_ablation", "require_lossless", "require_no_drift", "require_ready", "start_run"}
+    assert tried_once == checks
+
+
 @pytest.mark.parametrize(
     ("workflow", "closes"),
     [(speculative_rl, fail_run), (asynchronous_rl, fail_run), (certify, fail_certificate), (bake_off, fail_bake_off)],

@@ -23,7 +23,7 @@ INPUTS: dict[str, Any] = {
     "max_off_policy_steps": None,
     "resume_execution": "",
     "reuse_stored": True,
-    "loop": "synchronous",
+    "loop": ArmLoop.SYNCHRONOUS,
 }
 
 
@@ -37,7 +37,6 @@ def started(directory: Path, *, cluster: str = "local", **changes: Any) -> str:
 
     kinds = start_run.python_interface.inputs
     given = INPUTS | {"run_root": str(directory / "runs")} | changes
-    given["loop"] = ArmLoop(given["loop"])
     literals = TypeEngine.dict_to_literal_map(FlyteContextManager.current_context(), given, kinds)
     inputs, outputs = directory / "inputs.pb", directory / "outputs"
     outputs.mkdir()
@@ -63,9 +62,6 @@ def started(directory: Path, *, cluster: str = "local", **changes: Any) -> str:
     ("changes", "message"),
     [
         ({"overrides": ["grpo.group_sise=4"]}, "unknown key 'grpo.group_sise'; did you mean 'grpo.group_size'?"),
-        ({"run_root": "runs"}, "run_root must be absolute in pods, got 'runs'"),
-        ({"max_off_policy_steps": 1}, "max_off_policy_steps must be left out or 0 here, got 1; launch asynchronous_rl"),
-        ({"loop": "asynchronous"}, "loop.mode must be one_step_off or in_flight here, got 'synchronous'"),
         ({"cluster": "gb200", "run_root": "/mnt/slipstream/runs"}, "placement.gpus_per_node must be 1 to 4 on cluster"),
     ],
 )

@@ -26,6 +26,7 @@ from slipstream.types import Dtype, Quantization
 from slipstream.workers.placement import memory
 from slipstream.workers.placement.memory import MemoryEstimate
 from tests.small import draft_with
+from tests.unit.learner.test_weights import ARCH
 from tests.unit.refusals import overrides, refused, rows
 
 SPLIT = {
@@ -59,21 +60,8 @@ def _estimate(**changes: Any) -> MemoryEstimate:
 
 def _tiny(**changes: Any) -> Architecture:
     """h 4, A 4, K 2, f 6, V 8, two layers."""
-    shape = Architecture(
-        vocab_size=8,
-        hidden_size=4,
-        num_layers=2,
-        num_attention_heads=2,
-        num_query_groups=1,
-        head_dim=2,
-        ffn_hidden_size=6,
-        max_position_embeddings=16,
-        rope_theta=1e4,
-        norm_eps=1e-6,
-        tie_word_embeddings=False,
-        eos_token_id=0,
-    )
-    return replace(shape, **changes)
+    sizes = {"hidden_size": 4, "num_layers": 2, "num_attention_heads": 2, "num_query_groups": 1, "ffn_hidden_size": 6}
+    return replace(ARCH, **sizes, **changes)
 
 
 # A layer: matrices 4 x (2*4 + 2*2 + 3*6) = 120, norms 2*4 + 2*2 = 12; tables 8*4 = 32 each; final norm 4.

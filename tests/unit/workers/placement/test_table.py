@@ -61,29 +61,11 @@ def test_a_colocated_plan_shows_both_on_a_gpu_and_the_executor_over_nodes() -> N
 
 
 def test_memory_of_a_shared_gpu_is_one_column() -> None:
-    recipe = load_recipe("qwen3_8b")
-    assert _memory_text(recipe).splitlines() == [  # no KL, no reference
-        "part                GPU, GB",
-        "------------------  -------",
-        "weights             8.2",
-        "gradients           16.4",
-        "optimizer           3.1",
-        "activations         50.1",
-        "logits              1.1",
-        "refit               3.7",
-        "engine weights      16.4",
-        "draft               0.8",
-        "engine activations  3.7",
-        "KV cache            62.8",
-        "engine refit        2.5",
-        "runtime (assumed)   9.3",
-        "together            178.1",
-        "GB200 has           186.0",
-        "",
-        "longest micro-batch that fits: 18,970 tokens",
-        "an engine's cache holds 414,283 tokens of context, 33 of the longest sequences",
-        "a refit moves 16.4 GB into each of 32 engines, 524.2 GB in all, by ipc",
-    ]
+    lines = _memory_text(load_recipe("qwen3_8b")).splitlines()
+    assert lines[:3] == ["part                GPU, GB", "------------------  -------", "weights             8.2"]
+    assert not [line for line in lines if line.startswith("reference")]  # no KL
+    assert "together            178.1" in lines  # 107.4 beside 70.7 of what trains alone
+    assert lines[-3] == "longest micro-batch that fits: 18,970 tokens"
 
 
 def test_memory_that_is_had_in_turn_has_a_column_for_each_turn() -> None:
