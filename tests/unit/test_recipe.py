@@ -40,11 +40,11 @@ def written(directory: Path, text: str, name: str = "mine.yaml") -> str:
 def test_what_nobody_gave_changes_nothing_and_what_was_given_wins_over_the_file(tmp_path: Path) -> None:
     name = written(tmp_path, "{workload: rl_think, grpo: {seed: 5}}")
     kept = load_recipe(name)
-    assert (kept.workload, kept.grpo.seed, kept.engine.max_model_len) == (Workload.RL_THINK, 5, 480)
+    assert (kept.workload, kept.grpo.seed, kept.engine.max_model_len) == (Workload.RL_THINK, 5, 512)
     given = load_recipe(name, workload=Workload.RL_ZERO, overrides={"grpo": {"seed": 0}})
-    assert (given.workload, given.grpo.seed, given.engine.max_model_len) == (Workload.RL_ZERO, 0, 256)
+    assert (given.workload, given.grpo.seed, given.engine.max_model_len) == (Workload.RL_ZERO, 0, 288)
     launched = load_recipe(name, overrides={"workload": "rl_zero"})
-    assert (launched.workload, launched.engine.max_model_len) == (Workload.RL_ZERO, 256)
+    assert (launched.workload, launched.engine.max_model_len) == (Workload.RL_ZERO, 288)
 
 
 def test_a_written_recipe_says_behind_each_field_who_gave_it_this_value(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_written_recipe_says_behind_each_field_who_gave_it_this_value(tmp_path
     assert "seed: 7  # launch" in lines
     assert "candidate_ks:  # launch" in lines
     assert "workload: rl_think  # recipe" in lines
-    assert "max_model_len: 480  # recipe, workloads.rl_think" in lines
+    assert "max_model_len: 512  # recipe, workloads.rl_think" in lines
     assert "num_steps: 24  # recipe" in lines
     assert "clip_low: 0.2" in lines  # the default
     assert any(line.endswith("last: {problem}'  # recipe") for line in lines)
@@ -142,10 +142,10 @@ draft.draft_model.shape.num_query_groups=3
     draft.draft_model.shape.num_query_groups must divide num_attention_heads 2, got 3
 tuning.batch_sizes=[12, 64]
     tuning.batch_sizes must be multiples of grpo.group_size 8, got [12]
-engine.max_model_len=236 + evaluation.sampling.max_response_tokens=1
-    engine.max_model_len must hold ... 64 + sampling.max_response_tokens 160 + 13 ... k 7 = 237 tokens, got 236;
-engine.max_model_len=236 + sampling.max_response_tokens=1
-    engine.max_model_len must hold ... + evaluation.sampling.max_response_tokens 160 + 13 ... k 7 = 237 tokens, got 236;
+engine.max_model_len=244 + evaluation.sampling.max_response_tokens=1
+    engine.max_model_len must hold ... 64 + sampling.max_response_tokens 160 + 21 ... k 11 = 245 tokens, got 244;
+engine.max_model_len=244 + sampling.max_response_tokens=1
+    engine.max_model_len must hold ... + evaluation.sampling.max_response_tokens 160 + 21 ... k 11 = 245 tokens, got 244;
 engine.max_model_len=225 + tuning.candidate_ks=[0, 1]
     engine.max_model_len must hold ... 64 + sampling.max_response_tokens 160 + 2 ... k 1 = 226 tokens, got 225;
 engine.max_model_len=1024
@@ -191,9 +191,9 @@ learner.max_tokens_per_microbatch=223
 draft.eagle3.aux_hidden_state_layer_ids=[2, 12, 24]
     draft.eagle3.aux_hidden_state_layer_ids must be in [0, 24), the policy's layers, got (2, 12, 24)
 draft.method=dflash
-    draft.pretrain.ttt_steps must be >= the longest of tuning.candidate_ks, 7, with draft.method dflash, got 4;
-draft.method=dflash + draft.pretrain.ttt_steps=7 + engine.max_model_len=237
-    engine.max_model_len must hold ... 64 + sampling.max_response_tokens 160 + 14 ... k 7 = 238 tokens, got 237;
+    draft.pretrain.ttt_steps must be >= the longest of tuning.candidate_ks, 11, with draft.method dflash, got 4;
+draft.method=dflash + draft.pretrain.ttt_steps=11 + engine.max_model_len=245
+    engine.max_model_len must hold ... 64 + sampling.max_response_tokens 160 + 22 ... k 11 = 246 tokens, got 245;
 MTP
     policy.scratch.num_mtp_layers must be 1 with draft.method mtp, got 0;
 learner.parallel.data=25 + grpo.updates_per_step=2
@@ -237,7 +237,7 @@ CAPPED = "grpo.loss.truncated_importance_sampling=2.0"
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("engine.max_model_len=237",),
+        ("engine.max_model_len=245",),
         ("engine.max_model_len=512",),
         ("engine.max_model_len=226", "tuning.candidate_ks=[0, 1]"),
         ("learner.max_tokens_per_microbatch=224",),
@@ -246,7 +246,7 @@ CAPPED = "grpo.loss.truncated_importance_sampling=2.0"
         ("sampling.temperature=0.5",),
         ("draft.eagle3.aux_hidden_state_layer_ids=[2, 12, 23]",),
         (*MTP, "policy.scratch.num_mtp_layers=1"),
-        ("draft.method=dflash", "draft.pretrain.ttt_steps=7", "engine.max_model_len=238"),
+        ("draft.method=dflash", "draft.pretrain.ttt_steps=11", "engine.max_model_len=246"),
         ("engine={kv_cache_gib: null, gpu_memory_utilization: 0.475}", "tuning.max_live_engines=2"),
         (
             "engine={kv_cache_gib: null, gpu_memory_utilization: 0.9}",
@@ -281,7 +281,7 @@ def test_a_workloads_section_lies_over_the_recipe_and_overrides_lie_over_both() 
     assert (think.workload, think.sampling.max_response_tokens, think.engine.max_model_len) == (
         Workload.RL_THINK,
         384,
-        480,
+        512,
     )
     override = {"workload": "rl_think", "sampling": {"max_response_tokens": 300}}
     by_override = load_recipe("tiny", overrides=override)
@@ -414,7 +414,7 @@ def test_parameters_are_every_field_as_text_but_where_the_run_is_tracked() -> No
     assert found["grpo.group_size"] == "8"
     assert found["engine.enforce_eager"] == "true"
     assert found["learner.logprob_chunk_tokens"] == "null"
-    assert found["tuning.candidate_ks"] == "[0, 1, 3, 5, 7]"
+    assert found["tuning.candidate_ks"] == "[0, 3, 5, 7, 11]"
     assert not [name for name in found if name.startswith("tracking")]
 
 

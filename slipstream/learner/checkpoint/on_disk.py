@@ -156,7 +156,7 @@ class Part:
 
 
 Report = tuple[list[Slice], Sum, str]
-"""What a rank has written: slices, size and digest of its file, and the rank's host."""
+"""Slices, size and digest of a rank's file, and the rank's host."""
 
 
 class CheckpointWriter:

@@ -15,5 +15,4 @@ def test_the_store_holds_so_many_executions_that_compare_can_read(stored_root: P
     found = read_executions(store_uri(TrackingConfig(), stored_root))
     assert {execution.name for execution in found} == {"original", "copy-0", "copy-1"}
     assert {answer(execution) for execution in found} == {answer(found[0])}
-    assert answer(found[0]).startswith("k = 3. ")
     assert all(execution.params == found[0].params for execution in found)

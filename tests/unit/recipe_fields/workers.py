@@ -24,7 +24,9 @@ def engine_arguments(recipe: Recipe, tools: Tools) -> object:
         def __init__(self, model: str, **arguments: Any) -> None:
             seen.append(arguments)
             core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=None))  # generates nothing here
-            self.llm_engine = SimpleNamespace(logger_manager=SimpleNamespace(stat_loggers=[]), engine_core=core)
+            loggers = SimpleNamespace(stat_loggers=[])
+            told = SimpleNamespace(speculative_config=None)
+            self.llm_engine = SimpleNamespace(logger_manager=loggers, engine_core=core, vllm_config=told)
 
         def collective_rpc(self, method: str) -> list[Any]:
             return []

@@ -125,7 +125,7 @@ def test_what_is_certified_is_what_trained_or_the_longest_draft_that_lost(tmp_pa
     tuning = tuned(tmp_path, (1, 8, 5), (9, 48, 2))
     assert tuned_length(by_batch, tuning) == draft_length(by_batch, tuning)
     write_record(TuningRecord(chosen_k=0, reason="lost", points=(), schedule=()), tmp_path / "tuning.json")
-    assert tuned_length(by_batch, tmp_path) == DraftLength(num_speculative_tokens=7)
+    assert tuned_length(by_batch, tmp_path) == DraftLength(num_speculative_tokens=11)
 
 
 @dataclass

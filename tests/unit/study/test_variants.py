@@ -111,7 +111,7 @@ def test_a_length_of_0_or_none_is_one_that_is_tuned() -> None:
         (variant,) = variants_of(Grid(**{**ONE, "draft_lengths": lengths}))
         assert variant.name == "rl_zero-in_domain-eagle3-kl_div-k-tuned-seed0"
         (tuned,) = recipes_of(**{**ONE, "draft_lengths": lengths})
-        assert tuned.tuning.candidate_ks == (0, 1, 3, 5, 7)  # the recipe's own
+        assert tuned.tuning.candidate_ks == (0, 3, 5, 7, 11)  # the recipe's own
     (fixed,) = recipes_of(**ONE)
     assert fixed.tuning.candidate_ks == (0, 3)
 
@@ -146,7 +146,7 @@ def test_each_workload_keeps_its_own_section_of_the_recipe(tmp_path: Path) -> No
     path.write_text(yaml.safe_dump(values))
     zero, think = recipes_of(recipe=str(path), draft_lengths=(3,), workloads=tuple(Workload))
     assert (zero.draft.init, think.draft.init) == (DraftInit.IN_DOMAIN, DraftInit.GENERAL)
-    assert (zero.engine.max_model_len, think.engine.max_model_len) == (256, 480)
+    assert (zero.engine.max_model_len, think.engine.max_model_len) == (288, 512)
 
 
 @pytest.mark.parametrize(
