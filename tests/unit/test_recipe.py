@@ -145,7 +145,7 @@ tuning.batch_sizes=[12, 64]
 engine.max_model_len=244 + evaluation.sampling.max_response_tokens=1
     engine.max_model_len must hold ... 64 + sampling.max_response_tokens 160 + 21 ... k 11 = 245 tokens, got 244;
 engine.max_model_len=244 + sampling.max_response_tokens=1
-    engine.max_model_len must hold ... + evaluation.sampling.max_response_tokens 160 + 21 ... k 11 = 245 tokens, got 244;
+    engine.max_model_len must hold ... evaluation.sampling.max_response_tokens 160 + 21 ... k 11 = 245 tokens, got 244;
 engine.max_model_len=225 + tuning.candidate_ks=[0, 1]
     engine.max_model_len must hold ... 64 + sampling.max_response_tokens 160 + 2 ... k 1 = 226 tokens, got 225;
 engine.max_model_len=1024
