@@ -79,7 +79,7 @@ class Mortal:
         if name == self._method:
             self._calls_left -= 1
             if self._calls_left == 0:
-                threading.Timer(0.01, os.kill, [self._pid, signal.SIGKILL]).start()
+                threading.Timer(0.001, os.kill, [self._pid, signal.SIGKILL]).start()
         return getattr(self._target, name)
 
 

@@ -91,7 +91,7 @@ def test_a_model_that_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 {architectures: [GemmaForCausalLM]}
     policy\.model must be one of .*LlamaForCausalLM.*, got .'Gemma
 {max_position_embeddings: 128}
-    engine\.max_model_len must be <= the policy's 128 positions, got 256
+    engine\.max_model_len must be <= the policy's 128 positions, got 288
 {architectures: [MiMoForCausalLM], model_type: qwen2, num_nextn_predict_layers: 1}
     policy\.model must be of a family whose inner states vLLM returns, .*, got 'MiMo.*; take another draft
 {num_hidden_layers: 2}
