@@ -75,6 +75,7 @@ def combined(updates: Sequence[Trained]) -> Trained:
     counts = [part.num_tokens for part in stats]
     all_counts = [part.num_tokens if part.num_all_tokens is None else part.num_all_tokens for part in stats]
     entropies = [part.entropy for part in stats if part.entropy is not None]
+    computed = [part.num_computed_tokens for part in stats if part.num_computed_tokens is not None]
 
     def by_token(values: Sequence[float]) -> float:
         return float(np.average(values, weights=counts))
@@ -88,6 +89,7 @@ def combined(updates: Sequence[Trained]) -> Trained:
         learning_rate=sum(part.learning_rate for part in stats) / len(stats),
         entropy=float(np.average(entropies, weights=all_counts)) if len(entropies) == len(stats) else None,
         num_all_tokens=sum(all_counts),
+        num_computed_tokens=sum(computed) if len(computed) == len(stats) else None,
     )
     return Trained(stats=whole, own_logprobs=None, draft=_combined_draft([update.draft for update in updates]))
 

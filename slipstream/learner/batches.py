@@ -39,6 +39,13 @@ class Inputs:
     places: tuple[tuple[int, slice], ...]  # row and columns of each sequence
     routes_LTBK: Tensor | None = None  # experts of each input, any different ones for padding; None: routers choose
 
+    @property
+    def num_computed_tokens(self) -> int:
+        """Number of tokens that the layers compute, without padding."""
+        if self.states_of_BT is None:
+            return sum(columns.stop - columns.start for _, columns in self.places)
+        return int((self.states_of_BT == torch.arange(len(self.states_of_BT))[:, None]).sum())
+
     def of_context_rank(self) -> Inputs:
         """Cut out the tokens of this context-parallel rank; `packed` and `places` still describe all tokens."""
         padding_BT, routes_LTBK = self.padding_BT, self.routes_LTBK

@@ -389,6 +389,7 @@ class MegatronPolicy:
             return loss, {"loss": loss.detach(), **sums}
 
         batches = self._microbatches(batch.token_ids, batch.prompt_lengths, batch.routes)
+        num_computed = sum(micro.inputs.num_computed_tokens for micro in batches)
         learning_rate = self.learning_rate
         names = ("loss", "clipped", "kl", "entropy")
         sums, grad_norm = self._update(batches, loss_of, names, learning_rate, capture)
@@ -402,6 +403,7 @@ class MegatronPolicy:
             learning_rate=learning_rate,
             entropy=sums["entropy"] / num_all_tokens,
             num_all_tokens=num_all_tokens,
+            num_computed_tokens=parallel.sum_over_data_ranks(num_computed),
         )
         return Trained(stats=stats, own_logprobs=None if own is None else own.collected())
 

@@ -76,6 +76,7 @@ class TrainStats:
     learning_rate: float
     entropy: float | None = None  # of the policy at the sampling temperature, nats a token; None: not recorded
     num_all_tokens: int | None = None  # response tokens with those that the loss leaves out; None: not recorded
+    num_computed_tokens: int | None = None  # of prompts too; those that sequences share may count once; None: the same
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -401,7 +401,7 @@ def _compare(base: ArmRecord, spec: ArmRecord, acceptance: AcceptanceStats | Non
         step_bound=amdahl(
             summarise_arm(base).share("generation"), acceptance.mean_acceptance_length if acceptance else 1.0
         ),
-        control=timed_ratio(base, spec, control_s) if has_control(base, spec) else None,
+        control=_control(base, spec) if has_control(base, spec) else None,
         paired=are_paired(base, spec),
         reward_difference=reward_difference([(base, spec)]),
     )
@@ -429,6 +429,23 @@ def control_s(step: StepRecord) -> float:
     """Seconds of a step that speculation does not change: log-probabilities, and training without the draft's."""
     draft_s = step.draft_update.elapsed_s if step.draft_update is not None else 0.0
     return step.times.logprob_s + step.times.train_s - draft_s
+
+
+def _control(base: ArmRecord, spec: ArmRecord) -> Estimate:
+    """Typical ratio of `control_s` at equal numbers of computed tokens, where both arms recorded them and are paired.
+
+    A pair's log ratio of seconds is assumed to follow that of its tokens by a factor between 0 and 1, which least
+    squares over the pairs give (analysis of covariance), for an update has costs beside those of its tokens.
+    """
+    seconds = timed_values(base, spec, control_s)
+    counts = [step.train.num_computed_tokens for arm in (base, spec) for step in arm.timed_steps]
+    if None in counts or not are_paired(base, spec):
+        return ratio(*seconds, paired=are_paired(base, spec))
+    tokens = timed_values(base, spec, lambda step: step.train.num_computed_tokens or 1)
+    by_seconds, by_tokens = (np.log(np.divide(*values)) for values in (seconds, tokens))
+    varied = by_tokens - by_tokens.mean()
+    factor = float(np.clip(varied @ by_seconds / max(varied @ varied, 1e-12), 0.0, 1.0))
+    return ratio(np.exp(by_seconds - factor * by_tokens).tolist(), [1.0] * len(by_seconds), paired=True)
 
 
 def has_control(*arms: ArmRecord) -> bool:

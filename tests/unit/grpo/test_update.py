@@ -123,8 +123,12 @@ def test_a_part_of_an_update_without_logprobs_has_none() -> None:
 def test_entropy_is_a_mean_over_tokens_where_every_update_knows_it() -> None:
     known = [replace(STATS, num_tokens=n, entropy=e) for n, e in ((1, 2.0), (3, 6.0))]
     assert combined([Trained(stats=part, own_logprobs=None) for part in known]).stats.entropy == 5.0
-    filtered = [replace(known[0], num_all_tokens=3), replace(known[1], num_all_tokens=9)]  # of which 1 and 3 count
+    filtered = [  # of which 1 and 3 count
+        replace(known[0], num_all_tokens=3, num_computed_tokens=7),
+        replace(known[1], num_all_tokens=9, num_computed_tokens=5),
+    ]
     stats = combined([Trained(stats=part, own_logprobs=None) for part in (filtered[0], filtered[0], filtered[1])]).stats
-    assert (stats.entropy, stats.num_tokens, stats.num_all_tokens) == (4.4, 5, 15)
-    parts = [known[0], replace(known[1], entropy=None)]
-    assert combined([Trained(stats=part, own_logprobs=None) for part in parts]).stats.entropy is None
+    assert (stats.entropy, stats.num_tokens, stats.num_all_tokens, stats.num_computed_tokens) == (4.4, 5, 15, 19)
+    parts = [filtered[0], replace(known[1], entropy=None)]
+    stats = combined([Trained(stats=part, own_logprobs=None) for part in parts]).stats
+    assert (stats.entropy, stats.num_computed_tokens) == (None, None)

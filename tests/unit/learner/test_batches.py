@@ -73,6 +73,7 @@ def test_what_fills_the_row_up_for_sequence_parallel_ranks_is_a_sequence_without
     assert _values(batch.inputs.positions_BT) == [[0, 1, 2, 0, 1, 0, 1, 2]]
     assert batch.inputs.packed is not None
     assert batch.inputs.packed.cu_seqlens_q.tolist() == [0, 3, 5, 8]
+    assert batch.inputs.num_computed_tokens == 5
     assert _values(batch.mask_BT) == [[False, True, True, True, True, False, False, False]]
     assert _values(batch.repeat([8.0, 9.0])) == [[9, 9, 9, 8, 8, 0, 0, 0]]
 

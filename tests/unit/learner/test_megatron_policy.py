@@ -187,6 +187,7 @@ def test_an_update_is_one_without_the_responses_that_do_not_count(kind: LossKind
         expected,
         entropy=None,
         num_all_tokens=num_labels(whole.batch.token_ids, whole.batch.prompt_lengths),
+        num_computed_tokens=found.num_computed_tokens,
         loss=pytest.approx(expected.loss, rel=1e-5, abs=1e-6),
         grad_norm=pytest.approx(expected.grad_norm, rel=1e-5),
     )
@@ -309,6 +310,8 @@ def test_a_token_that_sequences_share_is_computed_once_and_taught_by_all(
     recompute: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = dataclasses.replace(LEARNER, recompute=recompute)
+    different = {tokens[:end] for tokens in _FAMILY for end in range(1, len(tokens) + 1)}
+    inputs = {tokens[:end] for tokens in _FAMILY for end in range(1, len(tokens))}
     computed: set[int] = set()
     linear = torch.nn.functional.linear
 
@@ -322,13 +325,12 @@ def test_a_token_that_sequences_share_is_computed_once_and_taught_by_all(
         policy = new_policy(learner=learner)
         states = policy.hidden_states(_FAMILY, [0, 1, 2])
         trained = policy.train_step(update_of(policy, _FAMILY))
+        assert trained.stats.num_computed_tokens == len(inputs)
         rows = policy.logprobs(_FAMILY, [2] * len(_FAMILY), 1.0)
         found = [torch.tensor(trained.stats.grad_norm), *(torch.from_numpy(row) for row in rows)]
         return [*found, *(part for both in states for part in both), *(weight for _, weight in policy.weights())]
 
     ours = outcome()
-    different = {tokens[:end] for tokens in _FAMILY for end in range(1, len(tokens) + 1)}
-    inputs = {tokens[:end] for tokens in _FAMILY for end in range(1, len(tokens))}
     assert computed == {len(different), len(inputs)}  # of states, and of what predicts
     monkeypatch.delattr(CpuTransformerLayer, "forward")  # leaves that of Megatron, which computes every token
     for got, want in zip(ours, outcome(), strict=True):
@@ -410,7 +412,8 @@ def test_packed_sequences_are_computed_as_padded_ones_are(recompute: Recompute, 
         assert trained.own_logprobs is not None
         captured = [tensor for states in capture.states for tensor in states]
         weights = [tensor.clone() for _, tensor in policy.weights()]
-        stats = torch.tensor(list(dataclasses.astuple(trained.stats)), dtype=torch.float64)
+        counted = dataclasses.replace(trained.stats, num_computed_tokens=0)  # padded ones share prefixes
+        stats = torch.tensor(list(dataclasses.astuple(counted)), dtype=torch.float64)
         rows = [torch.tensor(row) for row in [*logprobs, *trained.own_logprobs]]
         outcomes.append([stats, torch.tensor(chosen), *rows, *states, *captured, *weights])
     assert len(policy._microbatches(random_sequences(), [3] * 9)) == 3  # of at most 64 tokens

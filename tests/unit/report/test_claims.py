@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from slipstream.records.run import RunRecord
-from slipstream.records.steps import DraftUpdate
+from slipstream.records.steps import ArmRecord, DraftUpdate
 from slipstream.report.claims import ClaimKind, claim, recorded, said
 from slipstream.report.comparison import answer
 from slipstream.report.results import description, result_metrics, terminal_table, verdict_tags
@@ -200,3 +201,25 @@ def test_an_arm_of_an_overlapping_loop_has_a_verdict_without_a_control() -> None
     assert [row[:2] for row in rows] == [["control", "none"]] * 2
     assert "These arms have no control, for their training overlaps generation." in page_text(ASYNCHRONOUS)
     assert "no control" not in page_text(RECORD)
+
+
+@pytest.mark.parametrize("slowed", [1.0, 1.08])
+def test_the_control_holds_where_one_arm_had_fewer_tokens_to_train_on(slowed: float) -> None:
+    """The tokens of one arm are a fifth fewer: training, half of it the cost of tokens, takes a tenth less."""
+    rng, of_prompts, arms = np.random.default_rng(0), np.linspace(800, 1200, 9), []
+    for arm, share, factor in zip(beside(NINE, FOUR).arms, (1.0, 0.8), (slowed, 1.0), strict=True):
+        steps = []
+        for each, mean in zip(arm.steps, of_prompts, strict=True):
+            tokens = int(share * mean * rng.uniform(0.9, 1.1))
+            times = replace(each.times, logprob_s=0.0, train_s=factor * (0.1 + 1e-4 * tokens))
+            steps.append(replace(each, times=times, train=replace(each.train, num_computed_tokens=tokens)))
+        arms.append(replace(arm, steps=tuple(steps)))
+
+    def control(*arms: ArmRecord) -> float:
+        comparison = summarise_arms(arms).comparison
+        assert comparison is not None and comparison.control is not None
+        return comparison.control.value
+
+    assert control(*arms) == pytest.approx(slowed, abs=0.015)
+    uncounted = [replace(step, train=replace(step.train, num_computed_tokens=None)) for step in arms[0].steps]
+    assert control(replace(arms[0], steps=tuple(uncounted)), arms[1]) > slowed + 0.06
