@@ -20,6 +20,7 @@ from benchmarks.step import TimedSteps, show, time_steps
 from benchmarks.trl_comparison import comparison, dtypes, require_packages, time_trl
 from slipstream import logs
 from slipstream.config import ConfigError, require
+from slipstream.stages.support import decode, tokenizer
 from slipstream.train.turns import Turn, in_turn
 from slipstream.types import Dtype
 from slipstream.workers.session import connect
@@ -50,8 +51,9 @@ def _measure(path: Path, num_steps: int, packages: Path | None) -> None:
     run = open_run(path)
     print(run.described())
     connect()
+    decoder = decode(tokenizer(run.policy))
     members: dict[str, Callable[[Turn], Any]] = {
-        ("speculative" if k else "autoregressive"): partial(time_steps, run, num_steps, k)
+        ("speculative" if k else "autoregressive"): partial(time_steps, run, num_steps, k, decoder)
         for k in sorted({0, run.chosen_k})
     }
     timed_dtypes: tuple[Dtype, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,6 @@ from slipstream.refit.channel import open_channel
 from slipstream.refit.gate import RefitGate
 from slipstream.rewards.verifier import Verifier
 from slipstream.stages.recipe_engines import recipe_engine
-from slipstream.stages.support import decode, tokenizer
 from slipstream.train.arm import score
 from slipstream.train.loop import Draft, SyncLoop, Trainer
 from slipstream.train.metrics import StageClock
@@ -26,6 +25,8 @@ from slipstream.train.turns import Turn
 from slipstream.types import Arm
 from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.learners import start_learner
+
+Decoder = Callable[[Sequence[int], Sequence[int]], str]
 
 _MIN_EXPLAINED = 0.98  # smallest fraction of a step's wall time that its five stages explain
 
@@ -58,10 +59,12 @@ class NotingEngine:
         return result
 
 
-def time_steps(run: FinishedRun, num_steps: int, k: int, turn: Turn) -> TimedSteps:
+def time_steps(run: FinishedRun, num_steps: int, k: int, decoder: Decoder, turn: Turn) -> TimedSteps:
     """Train `num_steps` steps with k draft tokens on a copy of the run's policy; the first step warms up.
 
     Args:
+        decoder: text of a response from the tokens of prompt and response; made before arms run side by side, for
+            transformers' import is not safe between threads.
         turn: turn of this arm, in which each step starts.
     """
     # No idle engine or learner is kept, so that the next member is timed alone.
@@ -95,7 +98,7 @@ def time_steps(run: FinishedRun, num_steps: int, k: int, turn: Turn) -> TimedSte
             score=partial(
                 score,
                 reward=verifier,
-                decode=decode(tokenizer(run.policy)),
+                decode=decoder,
                 max_response_tokens=recipe.sampling.max_response_tokens,
                 overlong=recipe.reward.overlong,
             ),
