@@ -13,6 +13,7 @@ import numpy as np
 from benchmarks.runs import FinishedRun
 from slipstream.data.prompts import PromptStream, read_prompt_sets
 from slipstream.engine.protocol import GenerationResult
+from slipstream.recipe import Recipe
 from slipstream.records.steps import StepRecord
 from slipstream.refit.channel import open_channel
 from slipstream.refit.gate import RefitGate
@@ -59,6 +60,12 @@ class NotingEngine:
         return result
 
 
+def _without_idle(recipe: Recipe) -> Recipe:
+    """Keep no idle engine or learner, so that the next member is timed alone."""
+    engine, learner = (replace(each, num_kept_idle=0) for each in (recipe.engine, recipe.learner))
+    return replace(recipe, engine=engine, learner=learner)
+
+
 def time_steps(run: FinishedRun, num_steps: int, k: int, decoder: Decoder, turn: Turn) -> TimedSteps:
     """Train `num_steps` steps with k draft tokens on a copy of the run's policy; the first step warms up.
 
@@ -67,12 +74,7 @@ def time_steps(run: FinishedRun, num_steps: int, k: int, decoder: Decoder, turn:
             transformers' import is not safe between threads.
         turn: turn of this arm, in which each step starts.
     """
-    # No idle engine or learner is kept, so that the next member is timed alone.
-    recipe = replace(
-        run.recipe,
-        engine=replace(run.recipe.engine, num_kept_idle=0),
-        learner=replace(run.recipe.learner, num_kept_idle=0),
-    )
+    recipe = _without_idle(run.recipe)
     records: list[StepRecord] = []
 
     def start_clock() -> StageClock:

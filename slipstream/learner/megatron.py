@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from slipstream.config import require
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.correction import corrected
-from slipstream.grpo.loss import divisor, policy_loss
+from slipstream.grpo.loss import PolicyLoss, divisor, policy_loss
 from slipstream.grpo.update import Trained, Update
 from slipstream.learner import parallel
 from slipstream.learner.architecture import MIMO, Architecture, require_divisible, require_even_experts
@@ -148,6 +148,23 @@ def _build(
     if mtp is not None:
         load_exactly(mtp, dict(shard_from_hf(read, architecture, shard, mtp_mappings(architecture))))
     return model, mtp
+
+
+def _policy_loss(update: Update, micro: MicroBatch, logprobs_BT: Tensor) -> PolicyLoss:
+    """Compute the loss of a micro-batch's rollouts from the logprobs of their labels."""
+    batch, given, ref_logprobs = update.batch, update.trainer_logprobs, update.ref_logprobs
+    trainer_logprobs_BT = logprobs_BT.detach() if given is None else micro.spread(given)
+    log_ratio_BT = trainer_logprobs_BT - micro.spread(batch.rollout_logprobs)
+    return policy_loss(
+        logprobs_BT,
+        trainer_logprobs_BT=trainer_logprobs_BT,
+        weights=corrected(log_ratio_BT, micro.mask_BT, micro.inputs.places, update.loss),
+        ref_logprobs_BT=None if ref_logprobs is None else micro.spread(ref_logprobs),
+        advantages_BT=micro.repeat(batch.advantages),
+        mask_BT=micro.mask_BT if all(batch.counts) else micro.mask_BT & (micro.repeat(batch.counts) > 0),
+        places=micro.inputs.places,
+        config=update.loss,
+    )
 
 
 class MegatronPolicy:
@@ -352,7 +369,7 @@ class MegatronPolicy:
         Raises:
             FloatingPointError: the gradient is not finite.
         """
-        batch, ref_logprobs = update.batch, update.ref_logprobs
+        batch = update.batch
         counts = batch.counts or [True] * len(batch.token_ids)
         lengths = [len(tokens) - start for tokens, start in zip(batch.token_ids, batch.prompt_lengths, strict=True)]
         num_all_tokens = parallel.sum_over_data_ranks(num_labels(batch.token_ids, batch.prompt_lengths))
@@ -369,21 +386,9 @@ class MegatronPolicy:
 
         def loss_of(hidden_TBH: Tensor, micro: MicroBatch) -> tuple[Tensor, Result]:
             scores = self._head.scores(hidden_TBH, micro, update.temperature)
-            logprobs_BT = scores.logprobs_BT
             if own is not None:
-                own.keep(logprobs_BT.detach(), micro)
-            trainer_logprobs_BT = logprobs_BT.detach() if given is None else micro.spread(given)
-            log_ratio_BT = trainer_logprobs_BT - micro.spread(batch.rollout_logprobs)
-            part = policy_loss(
-                logprobs_BT,
-                trainer_logprobs_BT=trainer_logprobs_BT,
-                weights=corrected(log_ratio_BT, micro.mask_BT, micro.inputs.places, update.loss),
-                ref_logprobs_BT=None if ref_logprobs is None else micro.spread(ref_logprobs),
-                advantages_BT=micro.repeat(batch.advantages),
-                mask_BT=micro.mask_BT if all(counts) else micro.mask_BT & (micro.repeat(counts) > 0),
-                places=micro.inputs.places,
-                config=update.loss,
-            )
+                own.keep(scores.logprobs_BT.detach(), micro)
+            part = _policy_loss(update, micro, scores.logprobs_BT)
             loss = part.loss / by
             sums = {"clipped": part.num_clipped, "kl": part.kl_sum, "entropy": scores.entropy}
             return loss, {"loss": loss.detach(), **sums}
