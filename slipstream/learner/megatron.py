@@ -389,15 +389,13 @@ class MegatronPolicy:
             if own is not None:
                 own.keep(scores.logprobs_BT.detach(), micro)
             part = _policy_loss(update, micro, scores.logprobs_BT)
-            loss = part.loss / by
             sums = {"clipped": part.num_clipped, "kl": part.kl_sum, "entropy": scores.entropy}
-            return loss, {"loss": loss.detach(), **sums}
+            return part.loss / by, {"loss": part.loss.detach() / by, **sums}
 
         batches = self._microbatches(batch.token_ids, batch.prompt_lengths, batch.routes)
         num_computed = sum(micro.inputs.num_computed_tokens for micro in batches)
         learning_rate = self.learning_rate
-        names = ("loss", "clipped", "kl", "entropy")
-        sums, grad_norm = self._update(batches, loss_of, names, learning_rate, capture)
+        sums, grad_norm = self._update(batches, loss_of, ("loss", "clipped", "kl", "entropy"), learning_rate, capture)
         self.version += 1
         stats = TrainStats(
             loss=sums["loss"],
