@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.drafts.config import (
-    DraftConfig,
-    DraftInit,
-)
+from slipstream.drafts.config import DraftConfig, DraftInit
 from slipstream.drafts.methods import DraftMethod, Training
 from slipstream.grpo.config import OptimizerMethod
 from slipstream.learner.architecture import aux_layer_ids
