@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
@@ -80,3 +81,16 @@ def save(policy: MegatronPolicy, directory: Path) -> Path:
     (tokenizer / "config.json").write_text('{"of": "another model"}')
     policy.save_hf(directory / "model", tokenizer)
     return directory / "model"
+
+
+def same_weights(one: MegatronPolicy, other: MegatronPolicy) -> bool:
+    """True if all weights are equal to the last bit, those of MTP layers too."""
+    both = zip((*one.weights(), *one.mtp_weights()), (*other.weights(), *other.mtp_weights()), strict=True)
+    return all(name == twin and torch.equal(a, b) for (name, a), (twin, b) in both)
+
+
+def flip(file: Path) -> None:
+    """Change one bit of the last byte."""
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
