@@ -46,11 +46,8 @@ def test_the_losses_of_a_fixed_run_are_what_they_were() -> None:
         optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=2),
     )
     rng = np.random.default_rng(7)
-    sizes, offsets = rng.integers(8, 24, 12), rng.integers(0, 29, 12)
-    sequences = tuple(
-        tuple(int(token) for token in (np.arange(size) * 3 + offset) % 29 + 2)
-        for size, offset in zip(sizes, offsets, strict=True)
-    )
+    places = zip(rng.integers(8, 24, 12), rng.integers(0, 29, 12), strict=True)
+    sequences = tuple(tuple(((np.arange(size) * 3 + offset) % 29 + 2).tolist()) for size, offset in places)
     losses = [policy.lm_step(sequences, [2] * 12) for _ in range(6)]
     updates = []
     for step in range(3):
@@ -69,6 +66,5 @@ def test_the_losses_of_a_fixed_run_are_what_they_were() -> None:
     assert losses == pytest.approx(PRETRAINING, rel=2e-4)
     for found, expected in zip(updates, UPDATES, strict=True):
         assert found == pytest.approx(expected, rel=5e-4, abs=1e-6)
-    assert sum(float(tensor.double().sum()) for _, tensor in policy.weights()) == pytest.approx(
-        SUM_OF_WEIGHTS, rel=1e-5
-    )
+    total = sum(float(tensor.double().sum()) for _, tensor in policy.weights())
+    assert total == pytest.approx(SUM_OF_WEIGHTS, rel=1e-5)
