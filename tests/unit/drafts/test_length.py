@@ -25,7 +25,6 @@ from slipstream.drafts.length import (
     TuningConfig,
     choose,
     compare,
-    constant,
     decide,
     described,
     expected_gain,
@@ -38,7 +37,7 @@ from slipstream.drafts.length import (
 from slipstream.drafts.methods import DraftSampling
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Engines, GenerationResult, RunningTime
-from slipstream.records.stages import SweepPoint, TuningRecord
+from slipstream.records.stages import RunningPoint, SweepPoint, TuningRecord
 from slipstream.records.steps import AutopilotStep, ScheduleEntry
 from slipstream.types import Prompt, RolloutGroup
 from tests.unit.sampled import accepted, rollout
@@ -374,129 +373,104 @@ def test_running_batches_are_taken_together_in_ranges_that_double() -> None:
 LONG: Round = {**ROUND, 5: decoded(2, 25, 250)}
 
 
-def table_of(
-    rounds: Sequence[Round], *, chosen_k: int = 2, largest: int = 2, min_gain: float = 1.03
-) -> tuple[ScheduleEntry, ...]:
+def switched_off(*ms: float, prompts_ms: float | None = None) -> Round:
+    """`ROUND`, with an engine that drafts nothing although it has a draft; or with prompts, 100 ms without a draft."""
+    off: Round = {**ROUND, SWITCHED_OFF: decoded(10, *ms)}
+    if prompts_ms is None:
+        return off
+    return {**off, 0: decoded(10, 100, 100, prompts_ms=100), 2: decoded(4, 50, 125, prompts_ms=prompts_ms)}
+
+
+OTHER: Round = {0: decoded(10, 200), 5: decoded(2, 50)}  # k=5 is 4 times as fast as k=0, in `ROUND` k=2 twice
+ALONE: Round = {5: decoded(2, 1)}
+DENIED, REFUTED = ({**LONG, 5: decoded(2, ms, 250)} for ms in (55, 220))
+
+
+RANGES: list[Round] = [{2: decoded(5, 50, 50, 80, 80), 1: decoded(5, 100, 100, 40, 40)}] * 2
+NEVER_OFF: list[Round] = [{SWITCHED_OFF: decoded(10, 120), 2: decoded(4, 50), 0: ROUND[0]}] * 2
+UNSURE = [switched_off(120, 130), switched_off(120, 70)]
+FIVE_ALONE, TWO, TWO_ALONE, NONE = "1-1: 5, 2-2: 2", "1-2: 2", "1-1: 2, 2-2: 0", "1-2: 0"
+
+
+def table_of(rounds: Sequence[Round], chosen_k: int, largest: int = 2, **least: float) -> tuple[str, float]:
+    """The schedule and its gain."""
     points = running_points(rounds, chosen_k=chosen_k, largest=largest)
-    return schedule(points, rounds, chosen_k=chosen_k, largest=largest, min_gain=min_gain)
+    table = schedule(points, rounds, chosen_k=chosen_k, largest=largest, **least)
+    return described(table), expected_gain(points, table, rounds, chosen_k=chosen_k)
 
 
-def gain_of(table: tuple[ScheduleEntry, ...], rounds: Sequence[Round], *, chosen_k: int = 2) -> float:
-    points = running_points(rounds, chosen_k=chosen_k, largest=table[-1].batch_to)
-    return expected_gain(points, table, rounds, chosen_k=chosen_k)
+@pytest.mark.parametrize(
+    ("rounds", "chosen_k", "expected", "gain"),
+    [
+        # A k that is faster at a running batch takes it from the chosen one: of 175 ms the 50 for one alone become 25.
+        ([LONG] * 2, 2, FIVE_ALONE, 175 / 150),
+        # One round is no evidence; of gains of 2, 2 and 50 / 55 the geometric mean is 1.54, of 2 and 50 / 220 0.67.
+        ([LONG], 2, TWO, 1.0),
+        ([LONG, LONG, DENIED], 2, FIVE_ALONE, None),
+        ([LONG, REFUTED], 2, TWO, 1.0),
+        # The speed of an engine without a draft gives length 0 no range: there is no engine that drops its draft.
+        ([ROUND] * 2, 2, TWO, 1.0),
+        ([LONG] * 2, 0, NONE, 1.0),
+        # Drafting is switched off where an engine with a draft was faster so.
+        ([switched_off(120, 110)] * 2, 2, TWO_ALONE, 175 / 160),
+        ([switched_off(120, 126)] * 2, 2, TWO, 1.0),
+        # Where no k pays throughout one may still in the tail, if that outweighs the draft's first pass. At 130 ms
+        # switching off is dearer than k=2 for two: a table is k=2 throughout, which is no table.
+        ([switched_off(120, 110)] * 2, 0, TWO_ALONE, 200 / 160),
+        ([switched_off(120, 130)] * 2, 0, NONE, 1.0),
+        # There each range goes to the fastest, however unsure: two rollouts take 130 ms or 70, with k=2 125 both times.
+        (UNSURE, 0, TWO_ALONE, None),
+        (UNSURE, 2, TWO_ALONE, None),
+        (UNSURE[1:], 0, NONE, 1.0),
+        # Where length 0 was not measured in an engine with a draft it takes as long as without: 100 ms become 50.
+        (NEVER_OFF, 0, TWO_ALONE, 200 / 150),
+        # A table pays for the prompts in its own engine: 200 ms and 100 without a draft, by the table 150 and these.
+        ([switched_off(120, 100, prompts_ms=100)] * 2, 0, TWO_ALONE, 300 / 250),
+        ([switched_off(120, 100, prompts_ms=144)] * 2, 0, NONE, 1.0),
+        # A k that never met the chosen one is compared with it through k=0, one that met neither takes nothing.
+        ([ROUND, OTHER, ROUND, OTHER], 2, FIVE_ALONE, None),
+        ([ROUND, OTHER], 2, TWO, 1.0),
+        ([ROUND, ROUND, ALONE, ALONE], 2, TWO, 1.0),
+        ([], 2, TWO, 1.0),
+    ],
+)
+def test_each_range_goes_to_the_k_that_is_surely_faster_there(
+    rounds: list[Round], chosen_k: int, expected: str, gain: float | None
+) -> None:
+    table, found = table_of(rounds, chosen_k)
+    assert table == expected
+    assert gain is None or found == pytest.approx(gain)
 
 
-def test_a_k_that_is_faster_at_a_running_batch_takes_it_from_the_chosen_one_if_it_gains_enough_over_all() -> None:
-    rounds = [LONG, LONG]
-    table = table_of(rounds)
-    assert table == (entry(1, 1, 5), entry(2, 2, 2))
-    # Of the chosen k's 175 ms, the 50 for one rollout alone become 25.
-    gain = gain_of(table, rounds)
-    assert gain == pytest.approx(175 / 150)
-    assert table_of(rounds, min_gain=gain) == table
-    assert table_of(rounds, min_gain=1.17) == (entry(1, 2, 2),)
+def test_a_range_of_several_batches_changes_hands_as_a_whole_and_a_table_that_gains_too_little_is_none() -> None:
+    """k=1 is twice as fast as k=2 for three and four: of 50 + 50 + 80 + 80 ms the last two halve."""
+    assert table_of(RANGES, 2, largest=4) == ("1-2: 2, 3-4: 1", pytest.approx(260 / 180))
+    _, gain = table_of([LONG] * 2, 2)
+    assert [table_of([LONG] * 2, 2, min_gain=least)[0] for least in (gain, 1.17)] == [FIVE_ALONE, TWO]
+    assert table_of([switched_off(120, 110)] * 2, 0, min_gain=1.26)[0] == NONE
+    as_fast_for_two: Round = {**LONG, 5: decoded(2, 25, 125)}
+    assert table_of([as_fast_for_two] * 2, 2, min_gain=1.0)[0] == FIVE_ALONE
+    late = [switched_off(120, 100, prompts_ms=300)] * 2
+    points = running_points(late, chosen_k=0, largest=2)
+    mixed = (entry(1, 1, 2), entry(2, 2, 0))
+    assert expected_gain(points, mixed, late, chosen_k=0) == pytest.approx(300 / 450)
 
 
-def test_a_table_pays_for_the_prompts_in_its_own_engine() -> None:
-    """Without a draft 200 ms and 100 of prompts; by the table 150, and `prompts_ms` in the engine of k=2."""
-    mixed, fixed = (entry(1, 1, 2), entry(2, 2, 0)), (entry(1, 2, 0),)
-    for prompts_ms, table, seconds in ((100, mixed, 250), (144, fixed, 294), (300, fixed, 450)):
-        with_prompts = {0: decoded(10, 100, 100, prompts_ms=100), 2: decoded(4, 50, 125, prompts_ms=prompts_ms)}
-        rounds = [{**switched_off(120, 100), **with_prompts}] * 2
-        assert table_of(rounds, chosen_k=0, min_gain=1.03) == table
-        assert gain_of(mixed, rounds, chosen_k=0) == pytest.approx(300 / seconds)
+def test_the_points_of_a_k_say_how_often_it_was_as_fast() -> None:
+    def points_of(rounds: Sequence[Round], k: int) -> list[RunningPoint]:
+        return [point for point in running_points(rounds, chosen_k=2, largest=2) if point.k == k]
 
-
-def test_a_k_that_is_only_as_fast_as_the_chosen_one_takes_nothing() -> None:
-    equal: Round = {**LONG, 5: decoded(2, 25, 125)}
-    assert table_of([equal, equal], min_gain=1.0) == (entry(1, 1, 5), entry(2, 2, 2))
-
-
-def test_a_range_of_several_batches_changes_hands_as_a_whole() -> None:
-    """k=1 is twice as fast as k=2 for three and four, and half as fast for one and two."""
-    rounds: list[Round] = [{2: decoded(5, 50, 50, 80, 80), 1: decoded(5, 100, 100, 40, 40)}] * 2
-    table = table_of(rounds, largest=4)
-    assert table == (entry(1, 2, 2), entry(3, 4, 1))
-    # Of 50 + 50 + 80 + 80 ms the last two halve.
-    assert gain_of(table, rounds) == pytest.approx(260 / 180)
-
-
-def test_where_length_0_was_not_measured_in_an_engine_with_a_draft_it_takes_as_long_as_without() -> None:
-    rounds: list[Round] = [{SWITCHED_OFF: decoded(10, 120), 2: decoded(4, 50), 0: ROUND[0]}] * 2
-    table = table_of(rounds, chosen_k=0)
-    assert table == (entry(1, 1, 2), entry(2, 2, 0))
-    # 100 ms for one rollout alone become 50; 100 for two stay.
-    assert gain_of(table, rounds, chosen_k=0) == pytest.approx(200 / 150)
-
-
-def test_one_round_is_no_evidence_and_of_several_their_geometric_mean_decides() -> None:
-    """Gains of 2, 2 and 50 / 55: a mean of 1.54; of 2 and 50 / 220 a mean of 0.67."""
-    assert table_of([LONG]) == (entry(1, 2, 2),)
-    denied, refuted = ({**LONG, 5: decoded(2, ms, 250)} for ms in (55, 220))
-    points = running_points([LONG, LONG, denied], chosen_k=2, largest=2)
-    of_5 = next(point for point in points if (point.k, point.batch_from) == (5, 1))
-    assert (of_5.gain, of_5.gain_low) == pytest.approx(((2 * 2 * 50 / 55) ** (1 / 3), 50 / 55))
-    assert table_of([LONG, LONG, denied]) == (entry(1, 1, 5), entry(2, 2, 2))
-    assert table_of([LONG, refuted]) == (entry(1, 2, 2),)
-
-
-def test_the_speed_of_an_engine_without_a_draft_gives_length_0_no_range() -> None:
-    """At two rollouts it is faster than k=2; but there is no engine that drops its draft."""
-    assert table_of([ROUND, ROUND]) == (entry(1, 2, 2),)
-    assert table_of([LONG, LONG], chosen_k=0) == (entry(1, 2, 0),)
-
-
-def switched_off(*ms: float) -> Round:
-    """`ROUND`, with an engine that drafts nothing although it has a draft."""
-    return {**ROUND, SWITCHED_OFF: decoded(10, *ms)}
-
-
-def test_drafting_is_switched_off_where_an_engine_with_a_draft_was_faster_so() -> None:
-    rounds = [switched_off(120, 110)] * 2
-    points = running_points(rounds, chosen_k=2, largest=2)
-    off = [point for point in points if point.is_switched_off]
-    assert [(point.k, point.batch_from) for point in off] == [(0, 1), (0, 2)]
+    off = [point for point in points_of([switched_off(120, 110)] * 2, 0) if point.is_switched_off]
+    assert [point.batch_from for point in off] == [1, 2]
     assert [point.gain for point in off] == pytest.approx([50 / 120, 125 / 110])
     assert [point.speedup for point in off] == pytest.approx([100 / 120, 100 / 110])
-    table = table_of(rounds)
-    assert table == (entry(1, 1, 2), entry(2, 2, 0))
-    assert gain_of(table, rounds) == pytest.approx(175 / 160)
-    assert table_of([switched_off(120, 126)] * 2) == (entry(1, 2, 2),)
-
-
-def test_where_no_k_pays_throughout_one_may_still_in_the_tail_if_that_outweighs_the_drafts_first_pass() -> None:
-    """Without a draft 200 ms. With one: 50 alone by k=2, and `both_ms` for two without drafts."""
-    rounds = [switched_off(120, 110)] * 2
-    table = table_of(rounds, chosen_k=0)
-    assert table == (entry(1, 1, 2), entry(2, 2, 0))
-    assert gain_of(table, rounds, chosen_k=0) == pytest.approx(200 / 160)
-    # At two rollouts switching off is dearer than k=2 there: a table is k=2 throughout, which is no table.
-    assert table_of([switched_off(120, 130)] * 2, chosen_k=0) == (entry(1, 2, 0),)
-    assert table_of(rounds, chosen_k=0, min_gain=1.26) == (entry(1, 2, 0),)
-
-
-def test_where_no_k_pays_throughout_each_range_goes_to_the_fastest_however_unsure() -> None:
-    """Without drafts two rollouts take 130 ms in an engine with one, or 70; k=2 takes 125 both times, and 50 alone."""
-    rounds = [switched_off(120, 130), switched_off(120, 70)]
-    assert table_of(rounds, chosen_k=0) == (entry(1, 1, 2), entry(2, 2, 0)) == table_of(rounds)
-    assert table_of(rounds[1:], chosen_k=0) == (entry(1, 2, 0),)  # one round is no evidence
-
-
-def test_a_k_that_never_met_the_chosen_one_is_compared_with_it_through_k_0() -> None:
-    other: Round = {0: decoded(10, 200), 5: decoded(2, 50)}
-    rounds = [ROUND, other, ROUND, other]
-    # k=5 is 4 times as fast as k=0 in its rounds, k=2 twice in its own.
-    (point,) = [point for point in running_points(rounds, chosen_k=2, largest=1) if point.k == 5]
-    assert (point.gain, point.gain_low) == pytest.approx((2.0, 2.0))
-    assert table_of(rounds) == (entry(1, 1, 5), entry(2, 2, 2))
-    assert table_of([ROUND, other]) == (entry(1, 2, 2),)  # a round of each is no evidence
-
-
-def test_a_k_that_met_neither_the_chosen_one_nor_k_0_takes_nothing() -> None:
-    rounds: list[Round] = [ROUND, ROUND, *[{5: decoded(2, 1)}] * 2]
-    assert table_of(rounds) == (entry(1, 2, 2),)
-    points = running_points(rounds, chosen_k=2, largest=2)
-    assert [(p.gain, p.gain_low) for p in points if p.k == 5] == [(1.0, 0.0)]
+    for rounds, gains in (
+        ([LONG, LONG, DENIED], ((2 * 2 * 50 / 55) ** (1 / 3), 50 / 55)),
+        ([ROUND, OTHER, ROUND, OTHER], (2.0, 2.0)),
+        ([ROUND, ROUND, ALONE, ALONE], (1.0, 0.0)),
+    ):
+        point = points_of(rounds, 5)[0]
+        assert (point.gain, point.gain_low) == pytest.approx(gains)
 
 
 def test_rounds_without_k_0_or_without_the_chosen_k_say_nothing_of_it() -> None:
@@ -508,11 +482,6 @@ def test_rounds_without_k_0_or_without_the_chosen_k_say_nothing_of_it() -> None:
     only_two = generation(time(2, steps=1, tokens=2, ms=1))
     points = running_points([{0: only_two, 2: ROUND[2]}], chosen_k=2, largest=2)
     assert [point.speedup is None for point in points if point.k == 2] == [True, False]
-
-
-def test_without_rounds_the_table_is_the_chosen_k() -> None:
-    assert schedule((), (), chosen_k=3, largest=48) == (entry(1, 48, 3),)
-    assert expected_gain((), constant(3), (), chosen_k=3) == 1.0
 
 
 @given(

@@ -86,35 +86,25 @@ def test_values_by_token_come_back_in_the_callers_order_however_they_were_batche
 LENGTHS = st.lists(st.integers(1, 32), min_size=1, max_size=40)
 
 
-def test_neighbours_in_length_share_a_microbatch() -> None:
+def test_neighbours_in_length_share_a_microbatch_and_packed_ones_are_few_and_about_equally_full() -> None:
     # sorted: 9 (index 1), 8 (3), 4 (0), 4 (2), 1 (4). Three at least fit 16: 9 | 8 | 4 4 1 pads to 9 + 8 + 12 tokens,
     # 9 | 8 4 | 4 1 to 9 + 16 + 8.
     assert plan_microbatches([4, 9, 4, 8, 1], max_tokens=16) == [(1,), (3,), (0, 2, 4)]
-
-
-def test_another_microbatch_is_worth_it_when_it_saves_more_padding_than_it_costs() -> None:
     # Together 4 x 400 = 1,600; apart 400 + 3 and the cost of one more, 300.
     assert plan_microbatches([1, 400, 1, 1], max_tokens=2000) == [(1,), (0, 2, 3)]
     # Together 4 x 100 = 400; apart 100 + 3 + 300.
     assert plan_microbatches([1, 100, 1, 1], max_tokens=2000) == [(1, 0, 2, 3)]
-
-
-def test_attention_over_like_lengths_shares_a_rectangle(monkeypatch: pytest.MonkeyPatch) -> None:
-    # One rectangle: 4 x 100; two: 2 x 100 + 2 x 9, and 10 more for the second.
-    monkeypatch.setattr(packing, "_RECTANGLE_COST", 10)
-    assert packing.plan_rectangles([10, 10, 3, 2]) == [(0, 2), (2, 4)]
-    # 1 x 9 + 1 x 4 and 10 more would cost more than 2 x 9.
-    monkeypatch.setattr(packing, "_RECTANGLE_COST", 181)
-    assert packing.plan_rectangles([10, 10, 3, 2]) == [(0, 2), (2, 4)]
-    monkeypatch.setattr(packing, "_RECTANGLE_COST", 182)
-    assert packing.plan_rectangles([10, 10, 3, 2]) == [(0, 4)]
-
-
-def test_packed_microbatches_are_few_and_about_equally_full() -> None:
     # 26 tokens need two of at most 16: 9, then 8 to the other, 4 to that with 8, 4 to that with 9, 1 to that with 12.
     assert plan_packed_microbatches([4, 9, 4, 8, 1], max_tokens=16) == [(1, 2), (3, 0, 4)]
     # 24 tokens would fill two of 12, but three of 8 fit only one each.
     assert plan_packed_microbatches([8, 8, 8], max_tokens=12) == [(0,), (1,), (2,)]
+
+
+def test_attention_over_like_lengths_shares_a_rectangle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rectangle: 4 x 100; two: 2 x 100 + 2 x 9, and the cost of the second; 182 are as many."""
+    for cost, expected in ((10, [(0, 2), (2, 4)]), (181, [(0, 2), (2, 4)]), (182, [(0, 4)])):
+        monkeypatch.setattr(packing, "_RECTANGLE_COST", cost)
+        assert packing.plan_rectangles([10, 10, 3, 2]) == expected
 
 
 @pytest.mark.parametrize("plan", [plan_microbatches, plan_packed_microbatches])
