@@ -15,25 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.config import ConfigError
-from slipstream.drafts import length
-from slipstream.drafts.length import (
-    SWITCHED_OFF,
-    Decision,
-    DraftLength,
-    Round,
-    Sweep,
-    TuningConfig,
-    choose,
-    compare,
-    decide,
-    described,
-    expected_gain,
-    length_of,
-    running_points,
-    schedule,
-    sweep,
-    with_faster_drafts,
-)
+from slipstream.drafts import length as lengths
+from slipstream.drafts.length import SWITCHED_OFF, Decision, DraftLength, Round, Sweep, TuningConfig
 from slipstream.drafts.methods import DraftSampling
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Engines, GenerationResult, RunningTime
@@ -92,7 +75,7 @@ def swept(engine: Callable[[int], TimedEngine], config: TuningConfig = CONFIG, i
             into.append(made)
         yield made
 
-    return sweep(start, **{"prompts": PROMPTS, "config": config, "sampling": SAMPLING, "seed": 0, **how})
+    return lengths.sweep(start, **{"prompts": PROMPTS, "config": config, "sampling": SAMPLING, "seed": 0, **how})
 
 
 def timed(seconds: dict[tuple[int, int], float] = SECONDS, calls: Any = None) -> Callable[[int], TimedEngine]:
@@ -206,7 +189,7 @@ def test_engines_start_side_by_side_and_all_end_when_one_fails() -> None:
             ended.append(k)
 
     with pytest.raises(RuntimeError, match="no memory left"):
-        sweep(start, PROMPTS, config=replace(CONFIG, max_live_engines=3), sampling=SAMPLING, seed=0)
+        lengths.sweep(start, PROMPTS, config=replace(CONFIG, max_live_engines=3), sampling=SAMPLING, seed=0)
     assert ended == [1, 0]
 
 
@@ -261,15 +244,15 @@ def test_a_point_is_told_as_soon_as_it_is_known_with_all_that_it_says() -> None:
 
 def test_the_fastest_k_of_the_nearest_batch_wins() -> None:
     points = swept(timed()).points
-    record = choose(points, config=CONFIG, batch=3)
+    record = lengths.choose(points, config=CONFIG, batch=3)
     assert (record.chosen_k, record.points) == (3, points)
     assert record.reason == "k=3 is fastest at batch 2: 2.00x autoregressive (4.00 -> 2.00 s, AL 2.00)"
-    assert choose(points, config=CONFIG, batch=5).chosen_k == 3  # as near to 8, but 2 is smaller
+    assert lengths.choose(points, config=CONFIG, batch=5).chosen_k == 3  # as near to 8, but 2 is smaller
 
 
 def test_a_k_must_be_faster_and_not_only_as_fast() -> None:
     points = [replace(point, speedup=min(point.speedup, 1.0)) for point in swept(timed()).points]
-    record = choose(points, config=CONFIG, batch=2)
+    record = lengths.choose(points, config=CONFIG, batch=2)
     assert record.chosen_k == 0
     assert record.reason == "k=0 wins at batch 2: no draft length is faster"
     assert [entry.num_speculative_tokens for entry in record.schedule] == [0]
@@ -289,13 +272,13 @@ def test_a_sweep_keeps_every_rounds_steps_and_the_schedule_is_made_from_them() -
     assert len(found.rounds) == 4  # two of each batch size
     assert all(sorted(each) == [0, 1, 3] for each in found.rounds)
 
-    record = choose(found.points, config=config, batch=8, rounds=found.rounds)
+    record = lengths.choose(found.points, config=config, batch=8, rounds=found.rounds)
     assert record.chosen_k == 1
     assert record.schedule == (entry(1, 1, 3), entry(2, 8, 1))
     assert record.schedule_gain == pytest.approx(2.0 / (0.35 + 0.75 + 0.6))  # 0.6 s of prompts with k=3
-    assert record.running == running_points(found.rounds, chosen_k=1, largest=8)
+    assert record.running == lengths.running_points(found.rounds, chosen_k=1, largest=8)
     three = replace(config, batch_sizes=(2, 4, 8))
-    assert choose(found.points, config=three, batch=8, rounds=found.rounds).schedule == record.schedule
+    assert lengths.choose(found.points, config=three, batch=8, rounds=found.rounds).schedule == record.schedule
 
 
 @pytest.mark.parametrize(
@@ -352,7 +335,7 @@ ROUND: Round = {0: decoded(10, 100, 100), 2: decoded(4, 50, 125)}
 
 
 def test_the_cost_of_a_k_is_the_time_in_which_every_running_rollout_gains_a_token() -> None:
-    points = running_points([ROUND], chosen_k=2, largest=2)
+    points = lengths.running_points([ROUND], chosen_k=2, largest=2)
     assert [(p.k, p.batch_from, p.batch_to) for p in points] == [(0, 1, 1), (2, 1, 1), (0, 2, 2), (2, 2, 2)]
     # 10 tokens of a rollout in 100, 50, 100 and 125 ms.
     assert [p.token_ms for p in points] == pytest.approx([10.0, 5.0, 10.0, 12.5])
@@ -363,7 +346,7 @@ def test_the_cost_of_a_k_is_the_time_in_which_every_running_rollout_gains_a_toke
 
 
 def test_running_batches_are_taken_together_in_ranges_that_double() -> None:
-    points = running_points([{0: decoded(1, *range(1, 13))}], chosen_k=0, largest=12)
+    points = lengths.running_points([{0: decoded(1, *range(1, 13))}], chosen_k=0, largest=12)
     assert [(p.batch_from, p.batch_to) for p in points] == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 12)]
     # 9 + 10 + 11 + 12 ms for forty tokens a rollout.
     assert (points[-1].token_ms, points[-1].num_steps) == (pytest.approx(42 / 40), 4)
@@ -394,9 +377,9 @@ FIVE_ALONE, TWO, TWO_ALONE, NONE = "1-1: 5, 2-2: 2", "1-2: 2", "1-1: 2, 2-2: 0",
 
 def table_of(rounds: Sequence[Round], chosen_k: int, largest: int = 2, **least: float) -> tuple[str, float]:
     """The schedule and its gain."""
-    points = running_points(rounds, chosen_k=chosen_k, largest=largest)
-    table = schedule(points, rounds, chosen_k=chosen_k, largest=largest, **least)
-    return described(table), expected_gain(points, table, rounds, chosen_k=chosen_k)
+    points = lengths.running_points(rounds, chosen_k=chosen_k, largest=largest)
+    table = lengths.schedule(points, rounds, chosen_k=chosen_k, largest=largest, **least)
+    return lengths.described(table), lengths.expected_gain(points, table, rounds, chosen_k=chosen_k)
 
 
 @pytest.mark.parametrize(
@@ -451,14 +434,14 @@ def test_a_range_of_several_batches_changes_hands_as_a_whole_and_a_table_that_ga
     as_fast_for_two: Round = {**LONG, 5: decoded(2, 25, 125)}
     assert table_of([as_fast_for_two] * 2, 2, min_gain=1.0)[0] == FIVE_ALONE
     late = [switched_off(120, 100, prompts_ms=300)] * 2
-    points = running_points(late, chosen_k=0, largest=2)
+    points = lengths.running_points(late, chosen_k=0, largest=2)
     mixed = (entry(1, 1, 2), entry(2, 2, 0))
-    assert expected_gain(points, mixed, late, chosen_k=0) == pytest.approx(300 / 450)
+    assert lengths.expected_gain(points, mixed, late, chosen_k=0) == pytest.approx(300 / 450)
 
 
 def test_the_points_of_a_k_say_how_often_it_was_as_fast() -> None:
     def points_of(rounds: Sequence[Round], k: int) -> list[RunningPoint]:
-        return [point for point in running_points(rounds, chosen_k=2, largest=2) if point.k == k]
+        return [point for point in lengths.running_points(rounds, chosen_k=2, largest=2) if point.k == k]
 
     off = [point for point in points_of([switched_off(120, 110)] * 2, 0) if point.is_switched_off]
     assert [point.batch_from for point in off] == [1, 2]
@@ -475,12 +458,12 @@ def test_the_points_of_a_k_say_how_often_it_was_as_fast() -> None:
 
 def test_rounds_without_k_0_or_without_the_chosen_k_say_nothing_of_it() -> None:
     apart: list[Round] = [{2: ROUND[2]}, {5: LONG[5]}]
-    points = running_points(apart, chosen_k=2, largest=1)
+    points = lengths.running_points(apart, chosen_k=2, largest=1)
     assert [(p.k, p.speedup, p.gain, p.gain_low) for p in points] == [(2, None, 1.0, 0.0), (5, None, 1.0, 0.0)]
-    points = running_points([{0: ROUND[0], 5: LONG[5]}], chosen_k=2, largest=1)
+    points = lengths.running_points([{0: ROUND[0], 5: LONG[5]}], chosen_k=2, largest=1)
     assert [(p.k, p.speedup, p.gain) for p in points] == [(0, 1.0, 1.0), (5, pytest.approx(4.0), 1.0)]
     only_two = generation(time(2, steps=1, tokens=2, ms=1))
-    points = running_points([{0: only_two, 2: ROUND[2]}], chosen_k=2, largest=2)
+    points = lengths.running_points([{0: only_two, 2: ROUND[2]}], chosen_k=2, largest=2)
     assert [point.speedup is None for point in points if point.k == 2] == [True, False]
 
 
@@ -499,12 +482,12 @@ def test_a_table_covers_every_running_batch_once_whatever_was_measured(
         for k in (SWITCHED_OFF, 0, 2, 7)
     }
     rounds = [by_k, by_k]
-    points = running_points(rounds, chosen_k=chosen_k, largest=largest)
-    table = schedule(points, rounds, chosen_k=chosen_k, largest=largest, min_gain=1.0)
+    points = lengths.running_points(rounds, chosen_k=chosen_k, largest=largest)
+    table = lengths.schedule(points, rounds, chosen_k=chosen_k, largest=largest, min_gain=1.0)
     covered = [num for each in table for num in range(each.batch_from, each.batch_to + 1)]
     assert covered == list(range(1, largest + 1))
     assert all(a.num_speculative_tokens != b.num_speculative_tokens for a, b in pairwise(table))
-    assert expected_gain(points, table, rounds, chosen_k=chosen_k) >= 1.0 - 1e-9
+    assert lengths.expected_gain(points, table, rounds, chosen_k=chosen_k) >= 1.0 - 1e-9
 
 
 def _record(*table: ScheduleEntry, chosen_k: int = 3) -> TuningRecord:
@@ -513,10 +496,13 @@ def _record(*table: ScheduleEntry, chosen_k: int = 3) -> TuningRecord:
 
 def test_a_table_of_several_is_taken_only_where_it_is_asked_for_and_a_table_of_one_k_is_none() -> None:
     record = _record(entry(1, 8, 7), entry(9, 48, 2))
-    length = length_of(record, by_batch=True)
+    length = lengths.length_of(record, by_batch=True)
     assert length == DraftLength(num_speculative_tokens=7, schedule=record.schedule)
-    assert (length.label, described(length.schedule)) == ("by_batch", "1-8: 7, 9-48: 2")
-    for length in (length_of(record, by_batch=False), length_of(_record(entry(1, 48, 3)), by_batch=True)):
+    assert (length.label, lengths.described(length.schedule)) == ("by_batch", "1-8: 7, 9-48: 2")
+    for length in (
+        lengths.length_of(record, by_batch=False),
+        lengths.length_of(_record(entry(1, 48, 3)), by_batch=True),
+    ):
         assert (length, length.label) == (DraftLength(num_speculative_tokens=3), "3")
 
 
@@ -541,9 +527,9 @@ def _compared(greedy: list[float], calls: list[tuple[DraftSampling, int]] | None
         yield KindEngine(kind, seconds[kind], [] if calls is None else calls)
 
     config = replace(CONFIG, num_repeats=3)
-    points = compare(start, PROMPTS, config=config, sampling=SAMPLING, seed=5, batch=7, group_size=2)
+    points = lengths.compare(start, PROMPTS, config=config, sampling=SAMPLING, seed=5, batch=7, group_size=2)
     assert [(point.batch, point.num_repeats, point.mean_acceptance_length) for point in points] == [(8, 3, 2.0)] * 2
-    return with_faster_drafts(_record(), points)
+    return lengths.with_faster_drafts(_record(), points)
 
 
 def test_both_kinds_of_drafts_generate_in_turn_and_the_median_of_their_rounds_decides() -> None:
@@ -555,9 +541,9 @@ def test_both_kinds_of_drafts_generate_in_turn_and_the_median_of_their_rounds_de
     assert record.sampling == "greedy"
     faster = "greedy ones generate 1.20x as fast as probabilistic ones (4.00 -> 5.00 s)"
     assert record.reason == f"told so; greedy drafts: {faster}"
-    assert length_of(record, by_batch=False).sampling is DraftSampling.GREEDY
+    assert lengths.length_of(record, by_batch=False).sampling is DraftSampling.GREEDY
     table = (entry(1, 8, 7), entry(9, 48, 2))
-    length = length_of(replace(record, schedule=table), by_batch=True)
+    length = lengths.length_of(replace(record, schedule=table), by_batch=True)
     assert length == DraftLength(num_speculative_tokens=7, schedule=table, sampling=DraftSampling.GREEDY)
 
 
@@ -573,14 +559,14 @@ Cost = Callable[[int, bool], float]
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Probes after four steps."""
-    monkeypatch.setattr(length, "_PROBE_EVERY_STEPS", 4)
+    monkeypatch.setattr(lengths, "_PROBE_EVERY_STEPS", 4)
 
 
 def flown(cost: Cost, num_steps: int) -> list[AutopilotStep]:
     """Steps of a run whose step i costs `cost(i, speculates)`."""
     steps: list[AutopilotStep] = []
     for index in range(num_steps):
-        flags = taken(decide(steps))
+        flags = taken(lengths.decide(steps))
         steps.append(AutopilotStep(token_ms=cost(index, flags["speculates"]), **flags))
     return steps
 
@@ -652,18 +638,18 @@ def test_a_decision_shows_the_median_of_the_last_steps_and_the_last_cost_of_the_
     def flying(*costs: float) -> list[AutopilotStep]:
         return flown(lambda index, speculates: costs[index] if speculates else 5.0, len(costs))
 
-    assert decide([]) == decide(flying(99.0, 8.0, 1.0)) == decision(True)
-    assert decide(flying(99.0, 8.0, 1.0, 3.0)) == decision(False, is_probe=True, own_ms=3.0)
-    assert decide(flying(99.0, 8.0, 1.0, 3.0, 0.0, 2.0)) == decision(True, own_ms=2.0, other_ms=5.0)
-    assert decide(flown(at((0, 99.0), (1, 1.0), off=2.0), 4)).own_ms == 1.0
+    assert lengths.decide([]) == lengths.decide(flying(99.0, 8.0, 1.0)) == decision(True)
+    assert lengths.decide(flying(99.0, 8.0, 1.0, 3.0)) == decision(False, is_probe=True, own_ms=3.0)
+    assert lengths.decide(flying(99.0, 8.0, 1.0, 3.0, 0.0, 2.0)) == decision(True, own_ms=2.0, other_ms=5.0)
+    assert lengths.decide(flown(at((0, 99.0), (1, 1.0), off=2.0), 4)).own_ms == 1.0
     turning = flown(at((0, 2.0)), 6)
-    assert decide(turning[:5]) == decision(False, is_probe=True, own_ms=2.0, other_ms=1.0)
-    assert decide(turning) == decision(False, has_switched=True, own_ms=2.0, other_ms=1.0)
+    assert lengths.decide(turning[:5]) == decision(False, is_probe=True, own_ms=2.0, other_ms=1.0)
+    assert lengths.decide(turning) == decision(False, has_switched=True, own_ms=2.0, other_ms=1.0)
 
 
 def test_a_way_that_costs_more_by_the_margin_and_nothing_else_has_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter is exact in binary."""
-    monkeypatch.setattr(length, "_MARGIN", 0.25)
+    monkeypatch.setattr(lengths, "_MARGIN", 0.25)
     assert [switches(flown(at((0, cost), off=4.0), 12)) for cost in (5.0, 5.1)] == [[], [6]]
 
 
@@ -681,7 +667,7 @@ def test_after_a_collapse_so_many_steps_draft_as_patience_allows_and_then_none_b
 ) -> None:
     steps = flown(at((0, before), (start, after)), 80)[start:]
     warm_up = 1 if start == 0 else 0
-    assert sum(step.speculates and not step.is_probe for step in steps) <= length.PATIENCE_STEPS + warm_up
+    assert sum(step.speculates and not step.is_probe for step in steps) <= lengths.PATIENCE_STEPS + warm_up
     assert any(step.has_switched and not step.speculates for step in steps)
 
 
@@ -698,9 +684,9 @@ def test_drafting_that_pays_again_is_found_within_the_longest_interval(start: in
 def test_a_run_that_resumes_from_its_records_decides_as_if_it_had_not_stopped(costs: list[tuple[float, float]]) -> None:
     steps = flown(lambda i, speculates: costs[i][speculates], 30)
     for stop in range(30):
-        assert taken(decide(steps[:stop])) == taken(steps[stop])
+        assert taken(lengths.decide(steps[:stop])) == taken(steps[stop])
 
 
 def test_of_an_even_number_of_costs_the_upper_one_in_the_middle_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(length, "PATIENCE_STEPS", 4)
-    assert decide(flown(lambda i, speculates: (99.0, 4.0, 1.0, 3.0, 2.0)[i], 5)).own_ms == 3.0
+    monkeypatch.setattr(lengths, "PATIENCE_STEPS", 4)
+    assert lengths.decide(flown(lambda i, speculates: (99.0, 4.0, 1.0, 3.0, 2.0)[i], 5)).own_ms == 3.0

@@ -10,16 +10,9 @@ from typing import Any
 
 import pytest
 
+from slipstream.drafts import methods
 from slipstream.drafts.config import DraftConfig, DraftOnline
-from slipstream.drafts.methods import (
-    TRAITS,
-    DraftMethod,
-    DraftSampling,
-    Training,
-    Verification,
-    require_package,
-    speculative_config,
-)
+from slipstream.drafts.methods import TRAITS, DraftMethod, DraftSampling, Training, Verification, speculative_config
 from tests.small import draft_with
 
 DIRECTORY = Path("draft")
@@ -34,7 +27,7 @@ def test_suffix_without_its_package_is_refused(
     refusal: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.path", [str(tmp_path)])
-    assert refusal(require_package, method=DraftMethod.SUFFIX) == (
+    assert refusal(methods.require_package, method=DraftMethod.SUFFIX) == (
         "draft.method must do without the package arctic_inference, which is not here, got 'suffix'; "
         "install arctic-inference, which compiles C++, or take ngram"
     )

@@ -171,48 +171,9 @@ def test_a_draft_that_resumes_goes_on_bit_for_bit(
     assert all(torch.equal(tensor, resumed.state()[name]) for name, tensor in whole.state().items())
 
 
-ONE_PASS = draft_with(CONFIG, pretrain={"ttt_steps": 1})
-
-
 def _softmax(logits: np.ndarray) -> np.ndarray:
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True)
-
-
-def _probabilities(policy: Path, chats: Chats, temperature: float) -> tuple[np.ndarray, np.ndarray]:
-    """Probabilities of policy and fresh draft for the first chat's response after its first token, [N, V] each."""
-    model = DraftTrainer(policy, ONE_PASS)._model
-    settings: Any = model.layers[0].self_attn.config
-    settings._attn_implementation = "sdpa"  # which takes the mask that its own forward pass makes
-    seen: list[torch.Tensor] = []
-    model.lm_head.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
-    aux, last = chats.states[0]
-    num = len(CHATS[0]) - 1
-    with torch.no_grad():
-        model(
-            hidden_states=aux[None, :-1],
-            input_ids=torch.tensor([CHATS[0][1:]]),
-            document_ids=torch.zeros(1, num, dtype=torch.long),
-            position_ids=torch.arange(1, num + 1)[None],
-            ttt_steps=1,
-        )
-        logits = (model.verifier_lm_head(last[1:]), seen[0][0])
-    responses = slice(PROMPTS[0] - 1, num - 1)  # states of token i say what follows it
-    of_policy, of_draft = (_softmax(each[responses].numpy() / temperature) for each in logits)
-    return of_policy, of_draft
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
-def test_the_loss_is_the_divergence_at_the_temperature_and_held_out_acceptance_the_overlap(
-    policy: Path, chats: Chats, temperature: float
-) -> None:
-    p, q = _probabilities(policy, chats, temperature)
-    trainer, first = DraftTrainer(policy, ONE_PASS), chats.some([0])
-    (rate,), length = trainer.evaluate(first, temperature=temperature)
-    assert rate == pytest.approx(np.minimum(p, q).sum(-1).mean(), rel=1e-5)
-    assert length == pytest.approx(1.0 + rate, rel=1e-6)
-    expected = (p * (np.log(p) - np.log(q))).sum(-1).mean()
-    assert trainer.step(first, temperature=temperature) == pytest.approx(expected, rel=1e-4)
 
 
 # The policy says (1/2, 1/4, 1/4), the draft (1/4, 1/2, 1/4): of each token the smaller chances add up to 3/4.
@@ -236,16 +197,21 @@ def test_lk_of_a_draft_that_is_never_accepted_stays_finite() -> None:
     assert DISTANCES["lk"](draft, policy).item() == pytest.approx(-math.log(1e-5))
 
 
-def _plain(trainer: DraftTrainer, chats: Chats, loss: str, decay: float, temperature: float) -> float:
-    """The loss of both chats in one row, from the logits of all passes, in numpy."""
+def _plain(
+    trainer: DraftTrainer, chats: Chats, loss: str, decay: float, temperature: float
+) -> tuple[float, list[float], float]:
+    """Loss of both chats in one row, acceptance by position and acceptance length, from all logits in numpy."""
     (row,) = rows_of(chats, max_tokens=64)
     model, passes = trainer._model, CONFIG.pretrain.ttt_steps
     with torch.no_grad():
         inputs = head_inputs(model, row, passes)
         drafts = [_softmax(model.lm_head(each)[0].double().numpy() / temperature) for each in inputs]
         policy = _softmax(model.verifier_lm_head(row.last)[0].double().numpy() / temperature)
-    mask = row.loss_mask[0].numpy()
-    total = 0.0
+    mask, chat = row.loss_mask[0].numpy(), row.document_ids[0].numpy()
+    starts = [
+        at for at in range(len(mask) - passes + 1) if mask[at : at + passes].all() and chat[at] == chat[at + passes - 1]
+    ]
+    total, windows = 0.0, []
     for number, draft in enumerate(drafts):
         p, q = policy[number:], draft[: len(draft) - number]
         accepted = np.minimum(p, q).sum(-1)
@@ -258,16 +224,18 @@ def _plain(trainer: DraftTrainer, chats: Chats, loss: str, decay: float, tempera
             "lk_hybrid": weight * divergence + (1 - weight) * (1 - accepted),
         }[loss]
         total += decay**number * distance[mask[number:]].mean()
-    return total
+        windows.append(accepted[starts])
+    return total, np.mean(windows, axis=1).tolist(), 1.0 + np.cumprod(windows, axis=0).sum(axis=0).mean()
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("decay", "temperature"), [(1.0, 1.0), (0.5, 0.7)])
-def test_the_loss_of_a_step_is_the_decayed_sum_over_passes(
+def test_the_loss_of_a_step_is_the_decayed_sum_over_passes_and_held_out_acceptance_the_overlap(
     policy: Path, chats: Chats, loss: str, decay: float, temperature: float
 ) -> None:
     trainer = DraftTrainer(policy, draft_with(CONFIG, eagle3={"loss": loss}, pretrain={"ttt_step_loss_decay": decay}))
-    expected = _plain(trainer, chats, loss, decay, temperature)
+    expected, rates, length = _plain(trainer, chats, loss, decay, temperature)
+    assert trainer.evaluate(chats, temperature=temperature) == (pytest.approx(rates, rel=1e-5), pytest.approx(length))
     assert trainer.step(chats, temperature=temperature) == pytest.approx(expected, rel=1e-4)
 
 

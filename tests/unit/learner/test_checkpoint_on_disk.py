@@ -15,37 +15,26 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
-from slipstream.learner.checkpoint import CheckpointError, CheckpointStorageError, CheckpointWriteError
+from slipstream.learner.checkpoint import CheckpointError, CheckpointStorageError, CheckpointWriteError, on_disk
 from slipstream.learner.checkpoint.boxes import Box, Slice, index_from_json, index_to_json, indexed
-from slipstream.learner.checkpoint.on_disk import (
-    DTYPES,
-    CheckpointWriter,
-    LearnerRanks,
-    Part,
-    Sum,
-    inspect_checkpoint,
-    open_checkpoint,
-    sum_of,
-    write_json,
-    write_tensors,
-)
+from slipstream.learner.checkpoint.on_disk import CheckpointWriter, LearnerRanks, Part, Sum, open_checkpoint
 from tests.unit.learner.policies import flip
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", on_disk.DTYPES)
 def test_tensors_of_each_type_are_read_back_by_safetensors(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {"a[0,0]": torch.arange(6).to(dtype).view(2, 3), "b": torch.arange(5).to(dtype), "c": torch.empty(0, 2)}
-    total = write_tensors(tmp_path / "f", tensors)
+    total = on_disk.write_tensors(tmp_path / "f", tensors)
     read = load_file(tmp_path / "f")
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in tensors.items())
     data = (tmp_path / "f").read_bytes()
-    assert total == Sum(len(data), xxhash.xxh3_128(data).hexdigest()) == sum_of(tmp_path / "f")
+    assert total == Sum(len(data), xxhash.xxh3_128(data).hexdigest()) == on_disk.sum_of(tmp_path / "f")
 
 
 def test_json_without_numbers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        write_json(tmp_path / "f", {"loss": float("nan")})
+        on_disk.write_json(tmp_path / "f", {"loss": float("nan")})
 
 
 def _slice(offset: tuple[int, ...], shape: tuple[int, ...], *, dtype: str = "F32", file: str = "f") -> Slice:
@@ -247,7 +236,7 @@ def test_ranks_whose_hosts_share_no_storage_are_told_so_when_they_load(tmp_path:
 def refusals(path: Path) -> list[Any]:
     """What two ranks raise when they open it together, and one process when it looks alone."""
     with pytest.raises(CheckpointError) as caught:
-        inspect_checkpoint(path)
+        on_disk.inspect_checkpoint(path)
     return [*on_each(lambda each: open_checkpoint(each, path)), caught.value]
 
 

@@ -24,20 +24,8 @@ from slipstream.learner.weights import initial_weights
 from slipstream.refit.fingerprint import file_fingerprints, part_fingerprints, weight_totals
 from slipstream.types import Dtype
 from tests.integration import qwen3_moe
-from tests.unit.learner import mimo
-from tests.unit.learner.policies import (
-    LEARNER,
-    OPTIMIZER,
-    SCRATCH,
-    chosen,
-    new_policy,
-    random_sequences,
-    require_close,
-    same_weights,
-    save,
-    torch_step,
-    update_of,
-)
+from tests.unit.learner import mimo, policies
+from tests.unit.learner.policies import LEARNER, OPTIMIZER, SCRATCH, new_policy, random_sequences, save, update_of
 
 MIXTURE = Path(__file__).parents[1] / "recipe_fields" / "mixture"
 LORA = LoraConfig(rank=4, alpha=6.0)
@@ -113,7 +101,7 @@ def test_pefts_files_on_the_base_and_the_merged_model_have_the_policys_logits(
         with torch.no_grad():
             logits, others = (model(torch.tensor([tokens])).logits[0] for model in (merged, adapted))
         torch.testing.assert_close(logits, others, rtol=0, atol=2e-6)
-        np.testing.assert_allclose(logprobs, chosen(logits, tokens).numpy(), rtol=0, atol=2e-6)
+        np.testing.assert_allclose(logprobs, policies.chosen(logits, tokens).numpy(), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
@@ -157,9 +145,9 @@ def test_updates_equal_torchs_on_the_factors(base: Path, lora: LoraConfig, learn
 
     for step in range(3):
         sequences = random_sequences(seed=step)
-        expected, _ = torch_step(lambda ids: functional_call(hf, merged(), (ids,)), adam, sequences, 4)
+        expected, _ = policies.torch_step(lambda ids: functional_call(hf, merged(), (ids,)), adam, sequences, 4)
         assert policy.lm_step(sequences, [4] * len(sequences)) == pytest.approx(expected, abs=1e-5)
-    require_close(policy, merged(), atol=1e-4)
+    policies.require_close(policy, merged(), atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +167,7 @@ def test_a_resumed_policy_goes_on_bit_for_bit_from_the_adapters_alone(
     assert fresh.load_checkpoint(tmp_path / "checkpoint") == {"position": 7}
     for step, expected in zip((1, 2), uninterrupted, strict=True):
         assert fresh.train_step(update_of(fresh, seed=step)) == expected
-    assert same_weights(policy, fresh)
+    assert policies.same_weights(policy, fresh)
     index = json.loads((tmp_path / "checkpoint" / "index.json").read_text())
     kept = {name.partition("/")[2] for name in index if not name.startswith("rng")}
     assert kept and all(".lora_" in name for name in kept)

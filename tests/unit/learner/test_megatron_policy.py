@@ -27,20 +27,8 @@ from slipstream.learner.megatron import Capture, MegatronPolicy
 from slipstream.learner.policy_source import learning_rate_at, pretrain
 from slipstream.records.steps import TrainStats
 from slipstream.types import Dtype
-from tests.unit.learner import families
-from tests.unit.learner.policies import (
-    LEARNER,
-    OPTIMIZER,
-    SCRATCH,
-    VOCAB,
-    new_policy,
-    random_sequences,
-    require_close,
-    same_weights,
-    save,
-    torch_step,
-    update_of,
-)
+from tests.unit.learner import families, policies
+from tests.unit.learner.policies import LEARNER, OPTIMIZER, SCRATCH, VOCAB, new_policy, random_sequences, update_of
 
 BY_SEQUENCE = LossConfig(correction=Correction.SEQUENCE, truncated_importance_sampling=1e3)
 
@@ -90,7 +78,7 @@ def test_an_update_without_logprobs_takes_its_own_and_is_the_same_to_the_last_bi
         assert found.own_logprobs is not None
         for row, other in zip(found.own_logprobs, logprobs, strict=True):
             np.testing.assert_array_equal(row, other)
-    assert same_weights(given, own)
+    assert policies.same_weights(given, own)
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
@@ -169,19 +157,19 @@ def test_a_resumed_policy_goes_on_bit_for_bit(
     assert fresh.load_checkpoint(tmp_path / "checkpoint") == {"position": 7}
     assert fresh.version == 2
     assert _train(fresh, range(2, 5)) == uninterrupted
-    assert same_weights(policy, fresh)
+    assert policies.same_weights(policy, fresh)
 
 
 def test_an_update_equals_torchs_on_transformers(tmp_path: Path) -> None:
     policy = new_policy(optimizer=replace(OPTIMIZER, weight_decay=0.0, clip_grad=0.5))
-    hf = Qwen3ForCausalLM.from_pretrained(save(policy, tmp_path), dtype=torch.float32)
+    hf = Qwen3ForCausalLM.from_pretrained(policies.save(policy, tmp_path), dtype=torch.float32)
     adam = torch.optim.AdamW(hf.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(3):
         sequences = random_sequences(seed=step)
-        expected, norm = torch_step(hf, adam, sequences, 4)
+        expected, norm = policies.torch_step(hf, adam, sequences, 4)
         assert norm > 0.5  # so that clipping is part of what is compared
         assert policy.lm_step(sequences, [4] * len(sequences)) == pytest.approx(expected, abs=1e-5)
-    require_close(policy, dict(hf.named_parameters()), atol=1e-5)
+    policies.require_close(policy, dict(hf.named_parameters()), atol=1e-5)
 
 
 def test_pretraining_learns_a_pattern() -> None:
@@ -307,7 +295,7 @@ def test_what_is_computed_anew_for_the_gradient_is_what_was_not_kept(
         monkeypatch.delattr(CpuTransformerLayer, "forward")  # leaves that of Megatron
     kept, anew = new_policy(), new_policy(recompute=recompute)
     assert _train(anew, range(3)) == _train(kept, range(3))
-    assert same_weights(kept, anew)
+    assert policies.same_weights(kept, anew)
 
 
 @pytest.mark.parametrize(("recompute", "share"), [(Recompute.SELECTIVE, 0.7), (Recompute.FULL, 0.2)])

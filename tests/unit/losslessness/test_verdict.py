@@ -22,17 +22,7 @@ from slipstream.losslessness import hypothesis_tests
 from slipstream.losslessness import verdict as verdicts
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw, lengths_by_position
-from slipstream.losslessness.verdict import (
-    BIASED,
-    CLAIM,
-    IN_FLIGHT,
-    KEPT,
-    LOSSLESS,
-    QUANTIZED,
-    TOO_WEAK,
-    certify,
-    judged,
-)
+from slipstream.losslessness.verdict import BIASED, CLAIM, IN_FLIGHT, KEPT, LOSSLESS, QUANTIZED, TOO_WEAK, judged
 from slipstream.records.stages import CertificateRecord, GreedyRecord, Power
 from slipstream.records.steps import ScheduleEntry
 from slipstream.types import Prompt, Quantization, VersionSpan
@@ -156,7 +146,7 @@ def certificate(
     speculative: Sample, autoregressive: Sample, *, policy: Policy | None = None, **how: Any
 ) -> CertificateRecord:
     plain: dict[str, Any] = {"config": SMALL, "sampling": SAMPLING, "subject": SUBJECT, "started_s": 0.0}
-    return certify(speculative, autoregressive, policy or Policy(), **{**plain, **how})
+    return verdicts.certify(speculative, autoregressive, policy or Policy(), **{**plain, **how})
 
 
 def verdict(engine: Engine, sampling: SamplingConfig = SAMPLING, config: LosslessnessConfig = CONFIG) -> str:
