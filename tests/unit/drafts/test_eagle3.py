@@ -252,13 +252,6 @@ def test_a_draft_that_does_not_fit_is_refused(
     assert refusal(bring, config=_given(original)).startswith(f"draft{rule}")
 
 
-def test_a_saved_draft_is_trained_further_from_a_fresh_optimizer(policy: Path, chats: Chats, tmp_path: Path) -> None:
-    fresh = DraftTrainer(policy, CONFIG)
-    fresh.save(tmp_path / "draft")
-    loaded = DraftTrainer(policy, CONFIG, given=tmp_path / "draft")
-    assert [loaded.step(chats) for _ in range(3)] == [fresh.step(chats) for _ in range(3)]
-
-
 def test_it_is_a_dense_layer_as_wide_as_the_experts_of_a_token(tmp_path: Path) -> None:
     qwen3_moe.write_model(tmp_path, seed=0, expert_width=48)
     draft = build_draft(tmp_path, draft_with(eagle3={"aux_hidden_state_layer_ids": (0, 1, 2)}))

@@ -43,12 +43,8 @@ ALWAYS = draft_with(
     CONFIG, online={"when": DraftOnline.ALWAYS, "optimizer": {"learning_rate": 1e-2}}, pretrain={"tokens_per_step": 40}
 )
 STREAM = tuple(Prompt(id=str(i), text=str(i), token_ids=(2, 5 + i), answer="") for i in range(4))
-GRPO = GrpoConfig(
-    num_steps=4,
-    prompts_per_step=2,
-    group_size=2,
-    optimizer=OptimizerConfig(learning_rate=1e-2, clip_grad=0.01),  # clips: a shared norm would show
-)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, clip_grad=0.01)  # clips: a shared norm would show
+GRPO = GrpoConfig(num_steps=4, prompts_per_step=2, group_size=2, optimizer=OPTIMIZER)
 LEARNER = LearnerConfig(max_tokens_per_microbatch=32)
 ACCEPTED = accepted(100, 80, 50, 20)
 
@@ -69,13 +65,12 @@ class DrawnRollouts:
         random = np.random.default_rng(seed)
         version, draft_version = self.versions[-1]
 
-        def answer(prompt: Prompt) -> Rollout:
-            tokens = (*random.integers(5, 16, size=random.integers(3, 9)).tolist(), 3)
-            return rollout(tokens, -2.0, prompt_id=prompt.id, policy_version=version, draft_version=draft_version)
+        def answers(prompt: Prompt) -> tuple[Rollout, ...]:
+            drawn = [(*random.integers(5, 16, size=random.integers(3, 9)).tolist(), 3) for _ in range(group_size)]
+            how: Any = {"prompt_id": prompt.id, "policy_version": version, "draft_version": draft_version}
+            return tuple(rollout(tokens, -2.0, **how) for tokens in drawn)
 
-        groups = tuple(
-            RolloutGroup(prompt=prompt, rollouts=tuple(answer(prompt) for _ in range(group_size))) for prompt in prompts
-        )
+        groups = tuple(RolloutGroup(prompt=prompt, rollouts=answers(prompt)) for prompt in prompts)
         return GenerationResult(groups=groups, acceptance=ACCEPTED, generation_s=1000.0)
 
 
@@ -112,19 +107,15 @@ def run(
         if len(records) == killed_after:
             raise InterruptedError
 
+    draft = Draft(version=0) if is_off else TrainedDraft(config, reference=reference, history=history)
+    learner = cast(Any, process)  # its rows are arrays in one block, not lists of them
     loop = SyncLoop(
         arm=Arm.SPECULATIVE,
         engine=rollouts,
         gate=rollouts,
         prompts=PromptStream(prompts=STREAM, batch_size=2, seed=0),
         score=score,
-        trainer=Trainer(
-            learner=cast(Any, process),  # its rows are arrays in one block, not lists of them
-            config=grpo,
-            temperature=0.8,
-            max_response_tokens=10,
-            draft=Draft(version=0) if is_off else TrainedDraft(config, reference=reference, history=history),
-        ),
+        trainer=Trainer(learner=learner, config=grpo, temperature=0.8, max_response_tokens=10, draft=draft),
         sampling=SamplingConfig(temperature=0.8, max_response_tokens=10),
         on_step=on_step,
     )

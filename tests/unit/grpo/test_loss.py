@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -254,11 +255,10 @@ def test_equal_rewards_give_exactly_zero_even_where_their_mean_rounds(scale_by_s
     assert group_advantages(rewards_PG, scale_by_std=scale_by_std).abs().max() == 0
 
 
-@pytest.mark.parametrize("shape", [(3, 1), (3,), (3, 0)])
-def test_a_group_of_one_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError) as caught:
-        group_advantages(torch.zeros(shape))
-    assert str(caught.value) == f"rewards must be [P, G] with G >= 2, got shape {shape}"
+def test_a_group_of_one_is_refused() -> None:
+    for shape in ((3, 1), (3,), (3, 0)):
+        with pytest.raises(ValueError, match=re.escape(f"rewards must be [P, G] with G >= 2, got shape {shape}")):
+            group_advantages(torch.zeros(shape))
 
 
 @given(st.lists(st.lists(st.floats(-4, 4, width=32), min_size=4, max_size=4), min_size=1, max_size=5), st.floats(-3, 3))

@@ -85,19 +85,16 @@ def test_a_step_of_one_update_is_that_update() -> None:
     assert combined([only, only]).own_logprobs is None
 
 
-@pytest.mark.parametrize(
-    ("count", "message"),
-    [
+def test_updates_without_a_rollout_or_logprobs_of_their_own_are_refused() -> None:
+    own = replace(UPDATE, trainer_logprobs=None)
+    assert minibatches(own, 1)[0].trainer_logprobs is None
+    for count, message in (
         (0, "a step of 5 rollouts gives 1 to 5 updates, got 0"),
         (6, "a step of 5 rollouts gives 1 to 5 updates, got 6"),
         (2, "2 updates need the trainer_logprobs from before the first, got none"),
-    ],
-)
-def test_updates_without_a_rollout_or_logprobs_of_their_own_are_refused(count: int, message: str) -> None:
-    own = replace(UPDATE, trainer_logprobs=None)
-    assert minibatches(own, 1)[0].trainer_logprobs is None
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        minibatches(own, count)
+    ):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            minibatches(own, count)
 
 
 def test_a_ranks_part_is_its_rollouts_in_arrays() -> None:

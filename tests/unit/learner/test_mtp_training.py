@@ -227,9 +227,7 @@ def test_a_mimo_that_vllm_would_read_otherwise_is_refused(
 
 
 def test_a_fresh_mimo_trains_its_mtp_layer_from_its_first_step() -> None:
-    policy = MegatronPolicy.from_scratch(
-        mimo.SCRATCH, vocab_size=mimo.VOCAB, eos_token_id=1, learner=LEARNER, optimizer=OPTIMIZER
-    )
+    policy = new_policy(mimo.SCRATCH)
     before = _mtp_weights(policy)
     sequences = mimo.sequences()
     policy.lm_step(sequences, [1] * len(sequences), learning_rate=1e-2)

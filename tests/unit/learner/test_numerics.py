@@ -12,10 +12,11 @@ from slipstream.types import Dtype
 
 @pytest.mark.parametrize(
     ("float32_ms", "bfloat16_ms", "expected"),
-    [
-        pytest.param(0.2, 0.1, "bfloat16", id="a processor with bfloat16 units"),
-        pytest.param(0.2, 7.0, "float32", id="one that multiplies bfloat16 in a scalar loop"),
-        pytest.param(0.2, 0.2, "float32", id="a tie costs no precision"),
+    [(0.2, 0.1, "bfloat16"), (0.2, 7.0, "float32"), (0.2, 0.2, "float32")],
+    ids=[
+        "a processor with bfloat16 units",
+        "one that multiplies bfloat16 in a scalar loop",
+        "a tie",
     ],
 )
 def test_the_faster_type_is_taken(float32_ms: float, bfloat16_ms: float, expected: str) -> None:
