@@ -437,6 +437,7 @@ def test_a_range_of_several_batches_changes_hands_as_a_whole_and_a_table_that_ga
     points = lengths.running_points(late, chosen_k=0, largest=2)
     mixed = (entry(1, 1, 2), entry(2, 2, 0))
     assert lengths.expected_gain(points, mixed, late, chosen_k=0) == pytest.approx(300 / 450)
+    assert lengths.expected_gain((), lengths.constant(3), (), chosen_k=3) == 1.0
 
 
 def test_the_points_of_a_k_say_how_often_it_was_as_fast() -> None:

@@ -60,31 +60,25 @@ def _run(name: str, size: int, **held: Any) -> Run:
     return Run("weight", HeldParameter(mapping, parameter, stepped=None), parameter.detach(), 0, is_sharded)
 
 
-def _written(found: list[Run], shard: Shard, num_copies: int) -> list[str]:
-    return [run.held.mapping.megatron for run in owned(found, shard, num_copies=num_copies)]
-
-
-def test_data_parallel_ranks_share_out_what_all_of_them_hold() -> None:
-    found = [_run("a", 5), _run("b", 3), _run("c", 1), _run("d", 2)]
-    # The rank with fewer bytes takes the next: a to 0 (5, 0), b to 1 (5, 3), c to 1 (5, 4), d to 1 (5, 6).
-    assert [_written(found, Shard(data_rank=rank), 2) for rank in range(2)] == [["a"], ["b", "c", "d"]]
-
-
-def test_a_tensor_rank_beyond_the_first_writes_no_copy() -> None:
-    found = [_run("copy", 9, layout=Layout.REPLICATED), _run("a", 5)]
-    assert [_written(found, Shard(tensor_rank=rank, tensor_size=2), 1) for rank in range(2)] == [["copy", "a"], ["a"]]
-
-
-def test_what_a_distributed_optimizer_has_dealt_out_stays_where_it_is() -> None:
-    found = [_run("a", 5), _run("mine", 7, is_sharded=True)]
-    assert [_written(found, Shard(data_rank=rank), 2) for rank in range(2)] == [["a", "mine"], ["mine"]]
-
-
-def test_the_first_rank_that_has_an_expert_writes_it() -> None:
-    # Experts count for nobody when the rest is dealt: ranks hold other ones, and have to agree on the rest.
-    found = [_run("expert", 9, is_expert=True), _run("a", 5), _run("b", 3), _run("c", 1)]
-    for rank, written in ((0, ["expert", "a"]), (1, ["expert", "b"]), (2, ["c"])):
-        assert _written(found, Shard(expert_size=2, data_rank=rank), 3) == written
+def test_ranks_share_out_what_all_of_them_hold() -> None:
+    by_data, by_expert = (
+        [Shard(data_rank=rank, expert_size=size) for rank in range(num)] for num, size in ((2, 1), (3, 2))
+    )
+    by_tensor = [Shard(tensor_rank=rank, tensor_size=2) for rank in range(2)]
+    a, b, c, d = (_run(name, size) for name, size in zip("abcd", (5, 3, 1, 2), strict=True))
+    for found, shards, num_copies, expected in (
+        # The rank with fewer bytes takes the next: a to 0 (5, 0), b to 1 (5, 3), c to 1 (5, 4), d to 1 (5, 6).
+        ([a, b, c, d], by_data, 2, [["a"], ["b", "c", "d"]]),
+        # A tensor rank beyond the first writes no copy.
+        ([_run("copy", 9, layout=Layout.REPLICATED), a], by_tensor, 1, [["copy", "a"], ["a"]]),
+        # What a distributed optimizer has dealt out stays where it is.
+        ([a, _run("mine", 7, is_sharded=True)], by_data, 2, [["a", "mine"], ["mine"]]),
+        # The first rank that has an expert writes it. Experts count for nobody when the rest is dealt: ranks hold other
+        # ones, and have to agree on the rest.
+        ([_run("expert", 9, is_expert=True), a, b, c], by_expert, 3, [["expert", "a"], ["expert", "b"], ["c"]]),
+    ):
+        dealt = [owned(found, shard, num_copies=num_copies) for shard in shards]
+        assert [[run.held.mapping.megatron for run in each] for each in dealt] == expected
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ def test_a_saved_mimo_is_the_one_that_was_loaded_to_the_last_bit(path: Path, tmp
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_shards_of_the_mtp_layer_join_to_what_they_were_cut_from(size: int) -> None:
-    full, joined, own = mimo.random_weights(), dict[str, torch.Tensor](), mtp_mappings(mimo.ARCH)
+    full, joined, own = mimo.random_weights(), dict[str, torch.Tensor](), list(mtp_mappings(mimo.ARCH))
     ranks = [Shard(tensor_rank=rank, tensor_size=size) for rank in range(size)]
     shards = [dict(shard_from_hf(full.__getitem__, mimo.ARCH, rank, own)) for rank in ranks]
     for mapping in own:
@@ -218,9 +219,7 @@ def test_a_state_of_another_model_and_a_policy_without_an_mtp_layer_are_refused(
         ({"head_dim": 16}, "must be hidden_size / num_attention_heads = 128 / 4"),
     ],
 )
-def test_a_mimo_that_vllm_would_read_otherwise_is_refused(
-    change: dict[str, object], message: str, tmp_path: Path
-) -> None:
+def test_a_mimo_that_vllm_would_read_otherwise_is_refused(change: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(mimo.ARCH.to_hf(LEARNER.dtype) | change))
     with pytest.raises(ConfigError, match=message):
         Architecture.from_hf(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -128,12 +129,9 @@ def test_a_matrix_without_gradient_is_left_alone() -> None:
 
 SEQUENCES = [np.random.default_rng(i).integers(0, VOCAB, 12 + i).tolist() for i in range(6)]
 STARTS = [3] * len(SEQUENCES)
-KINDS = [
-    pytest.param(dtype, method, is_distributed, id=f"{dtype}-{method}{'-distributed' if is_distributed else ''}")
-    for dtype in (Dtype.FLOAT32, Dtype.BFLOAT16)
-    for method in OptimizerMethod
-    for is_distributed in (False, True)
-]
+Kind = tuple[Dtype, OptimizerMethod, bool]
+KINDS = list(itertools.product((Dtype.FLOAT32, Dtype.BFLOAT16), OptimizerMethod, (False, True)))
+EACH_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
 
 
 def _policy(
@@ -161,11 +159,9 @@ def _same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return len(ours) == len(theirs) and all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize(("dtype", "method", "is_distributed"), KINDS)
-def test_a_learner_that_rests_between_its_updates_learns_the_same_to_the_last_bit(
-    dtype: Dtype, method: OptimizerMethod, is_distributed: bool
-) -> None:
-    offloaded, other = (_policy(dtype, method, is_distributed) for _ in range(2))
+@EACH_KIND
+def test_a_learner_that_rests_between_its_updates_learns_the_same_to_the_last_bit(kind: Kind) -> None:
+    offloaded, other = _policy(*kind), _policy(*kind)
     assert offloaded.offload() >= 4 * offloaded.architecture.num_parameters()  # there are no moments yet
     for _ in range(3):
         assert offloaded.lm_step(SEQUENCES, STARTS) == other.lm_step(SEQUENCES, STARTS)
@@ -176,11 +172,9 @@ def test_a_learner_that_rests_between_its_updates_learns_the_same_to_the_last_bi
     assert _same(_state(offloaded), _state(other))
 
 
-@pytest.mark.parametrize(("dtype", "method", "is_distributed"), KINDS)
-def test_an_offloaded_learner_has_its_weights_alone(
-    dtype: Dtype, method: OptimizerMethod, is_distributed: bool
-) -> None:
-    policy = _policy(dtype, method, is_distributed)
+@EACH_KIND
+def test_an_offloaded_learner_has_its_weights_alone(kind: Kind) -> None:
+    policy = _policy(*kind)
     policy.lm_step(SEQUENCES, STARTS)
     before, logprobs = [each.clone() for _, each in policy.weights()], policy.logprobs(SEQUENCES, STARTS, 1.0)
     num = policy.architecture.num_parameters()
@@ -190,7 +184,7 @@ def test_an_offloaded_learner_has_its_weights_alone(
 
     # Gradients and two moments in float32, of what Muon steps one; and masters of weights in bfloat16. Megatron pads
     # its buffers, and shards, a little.
-    expected = 4 * (3 * num - matrices) + (4 * num if dtype is Dtype.BFLOAT16 else 0)
+    expected = 4 * (3 * num - matrices) + (4 * num if kind[0] is Dtype.BFLOAT16 else 0)
     assert expected <= num_bytes < 1.02 * expected
     for held in _held(policy):
         assert held.parameter.untyped_storage().nbytes() > 0
@@ -212,23 +206,18 @@ def test_a_policy_that_only_evaluates_has_nothing_to_give_back() -> None:
     assert new_policy(optimizer=None).offload() == 0
 
 
-@pytest.mark.parametrize(("dtype", "method", "is_distributed"), KINDS)
-def test_a_checkpoint_of_an_offloaded_learner_is_that_of_one_awake(
-    dtype: Dtype, method: OptimizerMethod, is_distributed: bool, tmp_path: Path
-) -> None:
-    policy = _policy(dtype, method, is_distributed)
+@EACH_KIND
+def test_a_checkpoint_of_an_offloaded_learner_is_that_of_one_awake(kind: Kind, tmp_path: Path) -> None:
+    policy = _policy(*kind)
     policy.lm_step(SEQUENCES, STARTS)
     policy.offload()
     for name in ("offloaded", "awake"):  # the first one wakes it
         policy.save_checkpoint(tmp_path / name, {})
         policy.finish_checkpoint()
-    bits = [
-        [each.read_bytes() for each in sorted((tmp_path / name).glob("*.safetensors"))]
-        for name in ("offloaded", "awake")
-    ]
-    assert bits[0] == bits[1] != []
+    files = [sorted((tmp_path / name).glob("*.safetensors")) for name in ("offloaded", "awake")]
+    assert [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]] != []
 
-    resumed = _policy(dtype, method, is_distributed)
+    resumed = _policy(*kind)
     resumed.offload()
     resumed.load_checkpoint(tmp_path / "offloaded")
     resumed.offload()

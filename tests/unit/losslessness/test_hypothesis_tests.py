@@ -216,19 +216,14 @@ def certain() -> Draws:
     return replace(placed(zeros), probability=np.ones(64), logprob_mean=zeros, **biases)
 
 
-def test_the_random_part_of_the_transform_is_the_seeds() -> None:
-    counts = np.histogram(np.random.default_rng(3).random(64), np.linspace(0, 1, 33))[0]
+def test_the_random_part_of_the_transform_is_the_seeds_and_each_of_two_engines_has_its_own() -> None:
+    counts = [np.histogram(np.random.default_rng(seed).random(64), np.linspace(0, 1, 33))[0] for seed in (3, 4)]
     found = hypothesis_tests.conditional_tests(certain(), seed=3)["pit, all tokens"]
     # Two draws a bin are expected, so three bins make a cell of six; that is left to `count_test`, tested above.
-    expected, dof = hypothesis_tests.count_test(counts, np.full(32, 1 / 32))
+    expected, dof = hypothesis_tests.count_test(counts[0], np.full(32, 1 / 32))
     assert found == (64, pytest.approx(expected), pytest.approx(stats.chi2.sf(expected, dof)))
-
-
-def test_each_of_two_engines_has_its_own_random_part() -> None:
-    found = hypothesis_tests.two_sample_tests(certain(), certain(), seed=3)
-    counts = [np.histogram(np.random.default_rng(seed).random(64), np.linspace(0, 1, 33))[0] for seed in (3, 4)]
-    expected, _ = hypothesis_tests.homogeneity_test(counts[0], counts[1])
-    assert found["autoregressive beside speculative, pit"][1] == pytest.approx(expected)
+    both = hypothesis_tests.two_sample_tests(certain(), certain(), seed=3)["autoregressive beside speculative, pit"]
+    assert both[1] == pytest.approx(hypothesis_tests.homogeneity_test(*counts)[0])
 
 
 def test_a_family_rejects_below_its_level_and_writes_no_infinity() -> None:

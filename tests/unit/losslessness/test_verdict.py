@@ -51,6 +51,10 @@ def _logits_after(*last: int) -> NDArray[np.float64]:
     return logits
 
 
+def settings(sampling: SamplingConfig) -> dict[str, Any]:
+    return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+
+
 class Policy:
     """The exact policy, in closed form."""
 
@@ -63,23 +67,14 @@ class Policy:
         places = [(s, i) for s, start in zip(sequences, prompt_lengths, strict=True) for i in range(start, len(s))]
         logits_NV = torch.tensor(np.stack([self.logits(s[:i]) for s, i in places]))
         labels_N = torch.tensor([s[i] for s, i in places])
-        return conditionals(
-            logits_NV,
-            labels_N,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            generator=torch.Generator().manual_seed(seed),
-        ).numpy()
+        generator = torch.Generator().manual_seed(seed)
+        return conditionals(logits_NV, labels_N, **settings(sampling), generator=generator).numpy()
 
     def next_token_probabilities(
         self, prefixes: Sequence[Sequence[int]], sampling: SamplingConfig
     ) -> NDArray[np.float64]:
         logits_NV = torch.tensor(np.stack([self.logits(p) for p in prefixes]))
-        logprobs = processed_logprobs(
-            logits_NV, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
-        )
-        return logprobs.double().exp().numpy()
+        return processed_logprobs(logits_NV, **settings(sampling)).double().exp().numpy()
 
 
 class Engine:
@@ -106,9 +101,8 @@ class Engine:
     def _probabilities(self, prefix: Sequence[int], sampling: SamplingConfig) -> NDArray[np.float64]:
         if sampling.temperature == 0:
             return np.eye(VOCABULARY)[int(np.argmax(logits_after(prefix)))]
-        temperature = 0.9 if self.bias == "temperature" else sampling.temperature
-        top_p = 1.0 if self.bias == "top_p" else sampling.top_p
-        return _sampled_from(*prefix[-2:], temperature=temperature, top_p=top_p, top_k=sampling.top_k)
+        breaks: dict[str, Any] = {"temperature": {"temperature": 0.9}, "top_p": {"top_p": 1.0}}
+        return _sampled_from(*prefix[-2:], **{**settings(sampling), **breaks.get(self.bias, {})})
 
     def _window(self, prefix: list[int], sampling: SamplingConfig, random: np.random.Generator, *, k: int) -> list[int]:
         q = np.full(VOCABULARY, 1 / VOCABULARY)
@@ -127,10 +121,8 @@ class Engine:
 
 
 @cache
-def _sampled_from(*last: int, temperature: float, top_p: float, top_k: int) -> NDArray[np.float64]:
-    logprobs = processed_logprobs(
-        torch.tensor(logits_after(last))[None], temperature=temperature, top_p=top_p, top_k=top_k
-    )
+def _sampled_from(*last: int, **how: Any) -> NDArray[np.float64]:
+    logprobs = processed_logprobs(torch.tensor(logits_after(last))[None], **how)
     probabilities = logprobs[0].double().softmax(-1).numpy()
     probabilities.setflags(write=False)
     return probabilities
