@@ -43,7 +43,8 @@ def _with_maps(draft: Path, ids: list[int], marked: list[int] | None = None) -> 
 
 
 def _with_head(draft: Path, policy: Path) -> None:
-    _edit_tensors(draft, **{"lm_head.weight": load_file(policy / "model.safetensors")["lm_head.weight"]})
+    head: Any = load_file(policy / "model.safetensors")["lm_head.weight"]
+    _edit_tensors(draft, **{"lm_head.weight": head})
 
 
 def test_a_saved_draft_fits_its_policy_and_shares_nothing_with_it(policy: Path, draft: Path) -> None:

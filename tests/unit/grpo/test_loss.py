@@ -85,7 +85,7 @@ def test_each_estimator_of_the_kl_has_its_value_and_gradient(
 ) -> None:
     """A token of probability 0.5 under the policy and 0.25 under the reference."""
     logprobs_BT = _log(0.5).requires_grad_()
-    given = {"trainer_logprobs_BT": logprobs_BT.detach(), "ref_logprobs_BT": _log(0.25)}
+    given: Any = {"trainer_logprobs_BT": logprobs_BT.detach(), "ref_logprobs_BT": _log(0.25)}
     got = _of(logprobs_BT, config=LossConfig(kl_coefficient=0.1, kl_estimator=estimator), **given)
     assert got.kl_sum.item() == pytest.approx(expected)
     assert got.loss.item() == pytest.approx(0.1 * expected)
@@ -123,7 +123,7 @@ def test_the_mean_gradient_of_k1_is_0_of_k2_that_of_the_kl_and_of_k3_that_of_the
     for estimator in KlEstimator:
         logits_V = torch.tensor([0.75, 0.25], dtype=torch.float64).log().requires_grad_()
         logprobs_BT = logits_V.log_softmax(0)[[0, 0, 0, 1]][None]
-        given = {"trainer_logprobs_BT": logprobs_BT.detach(), "ref_logprobs_BT": _log(0.5, 0.5, 0.5, 0.5)}
+        given: Any = {"trainer_logprobs_BT": logprobs_BT.detach(), "ref_logprobs_BT": _log(0.5, 0.5, 0.5, 0.5)}
         got = _of(logprobs_BT, config=LossConfig(kl_coefficient=1.0, kl_estimator=estimator), **given)
         (gradient_V,) = torch.autograd.grad(got.loss / 4, logits_V)
         assert gradient_V.tolist() == pytest.approx([expected[estimator], -expected[estimator]], abs=1e-12)

@@ -120,7 +120,7 @@ def random_sparse() -> dict[str, Tensor]:
 def test_the_second_of_two_ranks_holds_the_second_half_of_the_experts() -> None:
     shard = Shard(expert_rank=1, expert_size=2, data_rank=1)
     held = {mapping.megatron.removeprefix("decoder.layers."): mapping.hf for mapping in mappings(SPARSE, shard)}
-    expected = {"1.mlp.router.weight": ("model.layers.1.mlp.gate.weight",)}
+    expected: dict[str, tuple[str, ...]] = {"1.mlp.router.weight": ("model.layers.1.mlp.gate.weight",)}
     for local in (0, 1):
         ours, theirs = f"1.mlp.experts.local_experts.{local}", f"model.layers.1.mlp.experts.{2 + local}"
         expected[f"{ours}.linear_fc1.weight"] = (f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight")

@@ -28,6 +28,8 @@ from slipstream.records.steps import ScheduleEntry
 from slipstream.types import Prompt, Quantization, VersionSpan
 from tests.unit.sampled import trace
 
+Floats = NDArray[np.float64]
+Tokens = Sequence[Sequence[int]]
 VOCABULARY = 12
 END = 0
 SAMPLING = SamplingConfig(max_response_tokens=20)
@@ -39,13 +41,13 @@ SMALL = replace(CONFIG, num_tokens=300, num_repeated_prompts=2, num_repeats=64, 
 SUBJECT = Subject(num_speculative_tokens=3, policy_fingerprint="p", draft_fingerprint="d", versions={})
 
 
-def logits_after(prefix: Sequence[int]) -> NDArray[np.float64]:
+def logits_after(prefix: Sequence[int]) -> Floats:
     """The policy: logits that depend on the last two tokens."""
     return _logits_after(*prefix[-2:])
 
 
 @cache
-def _logits_after(*last: int) -> NDArray[np.float64]:
+def _logits_after(*last: int) -> Floats:
     logits = np.random.default_rng([1, *last]).normal(size=VOCABULARY) * 1.5
     logits.setflags(write=False)
     return logits
@@ -58,21 +60,19 @@ def settings(sampling: SamplingConfig) -> dict[str, Any]:
 class Policy:
     """The exact policy, in closed form."""
 
-    def logits(self, prefix: Sequence[int]) -> NDArray[np.float64]:
+    def logits(self, prefix: Sequence[int]) -> Floats:
         return logits_after(prefix)
 
     def conditionals(
-        self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
-    ) -> NDArray[np.float64]:
+        self, sequences: Tokens, prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
+    ) -> Floats:
         places = [(s, i) for s, start in zip(sequences, prompt_lengths, strict=True) for i in range(start, len(s))]
         logits_NV = torch.tensor(np.stack([self.logits(s[:i]) for s, i in places]))
         labels_N = torch.tensor([s[i] for s, i in places])
         generator = torch.Generator().manual_seed(seed)
         return conditionals(logits_NV, labels_N, **settings(sampling), generator=generator).numpy()
 
-    def next_token_probabilities(
-        self, prefixes: Sequence[Sequence[int]], sampling: SamplingConfig
-    ) -> NDArray[np.float64]:
+    def next_token_probabilities(self, prefixes: Tokens, sampling: SamplingConfig) -> Floats:
         logits_NV = torch.tensor(np.stack([self.logits(p) for p in prefixes]))
         return processed_logprobs(logits_NV, **settings(sampling)).double().exp().numpy()
 
@@ -98,7 +98,7 @@ class Engine:
             windows.append(len(drawn))
         return trace(prompt.token_ids, tuple(tokens), tuple(windows))
 
-    def _probabilities(self, prefix: Sequence[int], sampling: SamplingConfig) -> NDArray[np.float64]:
+    def _probabilities(self, prefix: Sequence[int], sampling: SamplingConfig) -> Floats:
         if sampling.temperature == 0:
             return np.eye(VOCABULARY)[int(np.argmax(logits_after(prefix)))]
         breaks: dict[str, Any] = {"temperature": {"temperature": 0.9}, "top_p": {"top_p": 1.0}}
@@ -121,7 +121,7 @@ class Engine:
 
 
 @cache
-def _sampled_from(*last: int, **how: Any) -> NDArray[np.float64]:
+def _sampled_from(*last: int, **how: Any) -> Floats:
     logprobs = processed_logprobs(torch.tensor(logits_after(last))[None], **how)
     probabilities = logprobs[0].double().softmax(-1).numpy()
     probabilities.setflags(write=False)
@@ -149,7 +149,7 @@ def verdict(engine: Engine, sampling: SamplingConfig = SAMPLING, config: Lossles
 class Refitted(Engine):
     """After its fourth token a response goes on under version 1, whose logits are half of those before."""
 
-    def _probabilities(self, prefix: Sequence[int], sampling: SamplingConfig) -> NDArray[np.float64]:
+    def _probabilities(self, prefix: Sequence[int], sampling: SamplingConfig) -> Floats:
         p = super()._probabilities(prefix, sampling)
         if sampling.temperature == 0 or len(prefix) - 2 < 4:
             return p
@@ -164,7 +164,7 @@ class Refitted(Engine):
 
 
 class Later(Policy):
-    def logits(self, prefix: Sequence[int]) -> NDArray[np.float64]:
+    def logits(self, prefix: Sequence[int]) -> Floats:
         return super().logits(prefix) / 2
 
 
@@ -315,8 +315,8 @@ def test_greedy_responses_may_part_only_at_tokens_that_are_nearly_tied(
 class CertainPolicy(Policy):
     """Gives token 7 no chance at all."""
 
-    def next_token_probabilities(self, *asked: Any) -> NDArray[np.float64]:
-        probabilities = super().next_token_probabilities(*asked)
+    def next_token_probabilities(self, prefixes: Tokens, sampling: SamplingConfig) -> Floats:
+        probabilities = super().next_token_probabilities(prefixes, sampling)
         probabilities[:, 7] = 0.0
         return probabilities
 
@@ -368,7 +368,7 @@ def test_a_policy_so_sharp_that_none_is_much_sharper_is_certified_and_says_why()
 class NumberedPolicy(Policy):
     """Says of each token the numbers of its columns."""
 
-    def conditionals(self, sequences: Any, prompt_lengths: Sequence[int], *how: Any, seed: int) -> NDArray[np.float64]:
+    def conditionals(self, sequences: Tokens, prompt_lengths: Any, sampling: SamplingConfig, *, seed: int) -> Floats:
         return np.tile(np.arange(11) / 11, (sum(map(len, sequences)) - sum(prompt_lengths), 1))
 
 
@@ -397,11 +397,11 @@ class NotingPolicy(Policy):
         self.seeds: list[int] = []
         self.prefixes: list[tuple[int, ...]] = []
 
-    def conditionals(self, *asked: Any, seed: int) -> NDArray[np.float64]:
+    def conditionals(self, sequences: Tokens, prompt_lengths: Any, sampling: SamplingConfig, *, seed: int) -> Floats:
         self.seeds.append(seed)
-        return super().conditionals(*asked, seed=seed)
+        return super().conditionals(sequences, prompt_lengths, sampling, seed=seed)
 
-    def next_token_probabilities(self, prefixes: Any, sampling: SamplingConfig) -> NDArray[np.float64]:
+    def next_token_probabilities(self, prefixes: Tokens, sampling: SamplingConfig) -> Floats:
         self.prefixes += [tuple(prefix) for prefix in prefixes]
         return super().next_token_probabilities(prefixes, sampling)
 
