@@ -106,17 +106,10 @@ def test_the_learning_rate_warms_up_and_falls_along_a_cosine_to_a_tenth() -> Non
     assert short.learning_rate_at(5) == pytest.approx(0.02)
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "layers"), [(3, (0, 1, 2)), (6, (3, 4, 5)), (7, (2, 3, 4)), (24, (2, 12, 21)), (36, (2, 18, 33))]
-)
-def test_a_draft_reads_vllms_default_layers_and_of_a_shallow_policy_the_last_three(
-    num_layers: int, layers: tuple[int, ...]
-) -> None:
-    assert aux_layer_ids(None, num_layers) == layers
-    assert aux_layer_ids((0, 1, 2), num_layers) == (0, 1, 2)
-
-
-def test_layers_that_a_policy_lacks_are_refused(refusal: Callable[..., str]) -> None:
+def test_a_draft_reads_vllms_default_layers_and_of_a_shallow_policy_the_last_three(refusal: Callable[..., str]) -> None:
+    layers = {3: (0, 1, 2), 6: (3, 4, 5), 7: (2, 3, 4), 24: (2, 12, 21), 36: (2, 18, 33)}
+    assert {num_layers: aux_layer_ids(None, num_layers) for num_layers in layers} == layers
+    assert aux_layer_ids((0, 1, 2), 3) == (0, 1, 2)
     rule = "draft.eagle3.aux_hidden_state_layer_ids must be in [0, {0}), the policy's layers, got "
     assert refusal(aux_layer_ids, given=None, num_layers=2) == rule.format(2) + "(-1, 0, 1)"
     assert refusal(aux_layer_ids, given=(1, 2, 3), num_layers=3) == rule.format(3) + "(1, 2, 3)"

@@ -140,9 +140,7 @@ def test_a_draft_that_only_rises_is_never_trained(lengths: list[float]) -> None:
 
 
 @given(low=st.floats(1.5, 3.0), gain=st.floats(0.02, 0.3), num_still=st.integers(0, 40))
-def test_a_draft_that_could_not_follow_comes_back_once_the_policy_stands_still(
-    low: float, gain: float, num_still: int
-) -> None:
+def test_a_draft_that_could_not_follow_is_back_once_the_policy_rests(low: float, gain: float, num_still: int) -> None:
     """No training helps for a time; from then on each brings `gain`, up to the length before."""
     state, length = after(4.0, 4.0, 4.0), low
     for number in range(num_still + 150):
@@ -170,9 +168,7 @@ def test_a_draft_is_trained_exactly_where_it_pays_and_is_due(
 
 
 @given(lengths=st.lists(LENGTHS, max_size=40), cost_s=st.floats(0.5, 50.0), start=st.floats(2.0, 4.0))
-def test_trainings_take_no_more_than_was_lost_for_want_of_them(
-    lengths: list[float], cost_s: float, start: float
-) -> None:
+def test_trainings_take_no_more_than_was_lost_without_them(lengths: list[float], cost_s: float, start: float) -> None:
     """Also of a draft that no training improves."""
     state = replace(after(start), costs_s=(cost_s, cost_s))
     lost_s = spent_s = 0.0

@@ -115,9 +115,7 @@ def test_the_draft_of_a_family_is_a_layer_of_a_llama_with_the_policys_angles(nam
     assert draft.rotary_emb.attention_scaling == model.model.rotary_emb.attention_scaling
 
 
-def test_an_original_draft_keeps_its_weights_under_the_names_that_are_trained_here(
-    policy: Path, original: Path, bring: Bring
-) -> None:
+def test_an_original_draft_keeps_its_weights_under_our_names(policy: Path, original: Path, bring: Bring) -> None:
     ours = bring(_given(original))
     renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in _tensors(original).items()}
     after, config = _tensors(ours), _config(ours)

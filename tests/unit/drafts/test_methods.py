@@ -23,9 +23,7 @@ LOOKUPS = {
 WITH_WEIGHTS = {"draft_sample_method": "probabilistic", "disable_eagle_block_drop": True}
 
 
-def test_suffix_without_its_package_is_refused(
-    refusal: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_suffix_needs_its_package(refusal: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     assert refusal(methods.require_package, method=DraftMethod.SUFFIX) == (
         "draft.method must do without the package arctic_inference, which is not here, got 'suffix'; "
@@ -75,7 +73,7 @@ def test_what_a_method_cannot_do_is_refused(refusal: Callable[..., str]) -> None
     ],
 )
 def test_vllm_is_told_the_method_and_rejects_by_the_standard_rule(
-    config: DraftConfig, draft: Path | None, told: dict[str, Any]
+    config: DraftConfig, draft: Path | None, told: Any
 ) -> None:
     assert speculative_config(config, draft, 2) == {
         **told,

@@ -217,9 +217,7 @@ def test_a_learner_takes_an_idle_core_where_neither_its_policy_nor_its_draft_wou
         cores.set_threads(before)
 
 
-def test_a_resumed_run_has_the_policy_and_the_draft_of_an_uninterrupted_one_bit_for_bit(
-    policy: Path, draft: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_ends_with_the_same_policy_and_draft(policy: Path, draft: Path, tmp_path: Path) -> None:
     config = draft_with(ALWAYS, online={"when": DraftOnline.WHEN_STALE})
     # A draft that is said to have reached 3.5, and never does, is trained in each step that another one follows.
     whole, killed, resumed = (started(policy, draft, config) for _ in range(3))
@@ -271,9 +269,7 @@ def test_what_the_learner_says_of_its_draft_is_what_its_file_holds(policy: Path,
     assert process.weight_fingerprints(dtypes, Turn(index=1, count=2), is_draft=True) == {}  # it has layer 0 alone
 
 
-def test_a_draft_that_is_trained_in_float32_is_sent_as_the_engine_computes_it(
-    policy: Path, draft: Path, tmp_path: Path
-) -> None:
+def test_a_draft_trained_in_float32_is_sent_as_engines_compute_it(policy: Path, draft: Path, tmp_path: Path) -> None:
     process = started(policy, draft)
     trained = dict(process._drafting.weights())
     assert {tensor.dtype for tensor in trained.values() if tensor.is_floating_point()} == {torch.float32}
@@ -290,9 +286,7 @@ def test_a_draft_that_is_trained_in_float32_is_sent_as_the_engine_computes_it(
     assert process.weight_bytes() == own + sum(tensor.nbytes for tensor in sent.values())
 
 
-def test_a_checkpoint_without_a_draft_does_not_resume_a_run_that_trains_one(
-    policy: Path, draft: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_a_draft_resumes_no_run_that_trains_one(policy: Path, draft: Path, tmp_path: Path) -> None:
     alone = started(policy, draft, CONFIG)
     alone.save_checkpoint(tmp_path / "step-000001", {})
     alone.finish_checkpoint()
@@ -300,9 +294,7 @@ def test_a_checkpoint_without_a_draft_does_not_resume_a_run_that_trains_one(
         started(policy, draft).load_checkpoint(tmp_path / "step-000001")
 
 
-def test_online_training_lowers_the_loss_at_a_rate_that_rises_over_five_updates(
-    policy: Path, draft: Path, chats: Chats
-) -> None:
+def test_online_training_lowers_the_loss_at_a_rate_that_warms_up(policy: Path, draft: Path, chats: Chats) -> None:
     trainer = DraftTrainer(policy, draft_with(ALWAYS, pretrain={"tokens_per_step": 100}), given=draft, is_online=True)
     losses, rates = [], []
     for _ in range(30):
@@ -324,9 +316,7 @@ def test_responses_of_one_token_teach_nothing_and_are_no_error(policy: Path, dra
     num_tokens=st.integers(1, 100),
     seed=st.text(max_size=3),
 )
-def test_parts_are_disjoint_and_within_their_tokens(
-    lengths: list[int], num_parts: int, num_tokens: int, seed: str
-) -> None:
+def test_parts_are_disjoint_and_within_bounds(lengths: list[int], num_parts: int, num_tokens: int, seed: str) -> None:
     draw = partial(sample_parts, lengths, num_parts=num_parts, num_tokens=num_tokens)
     parts = draw(seed=seed)
     taken = [index for part in parts for index in part]

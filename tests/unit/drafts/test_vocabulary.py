@@ -26,9 +26,7 @@ KNOWN = (2, 5, 6, 7, 8, 9)
 
 
 @pytest.mark.parametrize("known", [(3, 7, 8, 9), (3, 5, 7, 8, 9), (0, 1, 3, 5, 6, 7, 8, 9)])
-def test_the_tokens_that_occur_most_are_known_and_of_equals_the_smaller_with_speculators_maps(
-    known: tuple[int, ...],
-) -> None:
+def test_the_most_frequent_tokens_are_known_and_of_equals_the_smaller(known: tuple[int, ...]) -> None:
     # 7 8 9 5 6 7 8 9 3 and 5 6 7 8 9 3: of 7, 8 and 9 there are three each, of 3, 5 and 6 two.
     assert frequent_tokens(RESPONSES, num=len(known), vocab_size=16) == known
     d2t, t2d = build_vocab_mappings_from_distribution({3: 2, 5: 2, 6: 2, 7: 3, 8: 3, 9: 3}, len(known), 16)

@@ -81,9 +81,7 @@ def test_a_ratio_beyond_all_numbers_is_shown_as_a_finite_one() -> None:
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.sampled_from(Correction), st.booleans())
-def test_without_lag_and_with_one_policy_ratios_and_the_sample_are_whole(
-    lengths: list[int], correction: Correction, masks: bool
-) -> None:
+def test_without_lag_ratios_and_the_sample_are_whole(lengths: list[int], correction: Correction, masks: bool) -> None:
     cap = None if correction is Correction.NONE else 1.0
     band = (0.9, 1.1) if masks and cap is not None else None
     loss = LossConfig(correction=correction, truncated_importance_sampling=cap, mask_band=band)

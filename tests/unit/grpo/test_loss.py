@@ -80,9 +80,7 @@ def test_a_clipped_token_has_no_gradient_and_padding_may_hold_anything() -> None
         (KlEstimator.K3, math.log(2.0) - 0.5, 0.5),
     ],
 )
-def test_each_estimator_of_the_kl_has_its_value_and_gradient(
-    estimator: KlEstimator, expected: float, gradient: float
-) -> None:
+def test_each_kl_estimator_has_its_value_and_gradient(estimator: KlEstimator, expected: float, gradient: float) -> None:
     """A token of probability 0.5 under the policy and 0.25 under the reference."""
     logprobs_BT = _log(0.5).requires_grad_()
     given: Any = {"trainer_logprobs_BT": logprobs_BT.detach(), "ref_logprobs_BT": _log(0.25)}

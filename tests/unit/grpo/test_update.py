@@ -70,7 +70,7 @@ def test_stats_are_means_over_tokens_but_for_norm_and_learning_rate() -> None:
     assert (stats.grad_norm, stats.learning_rate) == pytest.approx((3.0, 0.3))
 
 
-def test_a_drafts_training_over_a_step_is_a_mean_over_its_updates_and_their_time_together() -> None:
+def test_a_drafts_training_over_a_step_is_a_mean_over_its_updates() -> None:
     """Losses of 1.0 in one update of the draft and 4.0 in two; a part that trained no draft adds nothing."""
     one = DraftUpdate(loss=1.0, num_updates=1, elapsed_s=0.5)
     two = DraftUpdate(loss=4.0, num_updates=2, elapsed_s=0.25)

@@ -53,9 +53,7 @@ def test_boxes_apart_have_nothing_in_common() -> None:
     tensor_size=st.sampled_from([1, 2]),
     cuts=st.lists(st.integers(0, 32), max_size=3),
 )
-def test_patches_of_all_ranks_however_cut_make_the_logical_tensors(
-    mapping: ParameterMapping, tensor_size: int, cuts: list[int]
-) -> None:
+def test_patches_of_all_ranks_make_whole_tensors(mapping: ParameterMapping, tensor_size: int, cuts: list[int]) -> None:
     """The same numbers as `shard_from_hf` puts into a rank's parameter, found back by patch."""
     logical = {name: torch.rand(SHAPES[name]) for name in mapping.hf}
     found = {name: torch.full(SHAPES[name], torch.nan) for name in mapping.hf}

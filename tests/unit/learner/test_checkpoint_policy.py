@@ -83,9 +83,7 @@ def test_ranks_share_out_what_all_of_them_hold() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
-def test_an_index_names_each_weight_master_and_moment_once_with_its_whole_shape(
-    dtype: Dtype, tied: bool, tmp_path: Path
-) -> None:
+def test_an_index_names_each_weight_master_and_moment_with_its_shape(dtype: Dtype, tied: bool, tmp_path: Path) -> None:
     policy = _policy(OptimizerMethod.MUON, dtype=dtype, tie_word_embeddings=tied)
     reader, state = open_checkpoint(LearnerRanks(), _saved(policy, tmp_path / "c"))
     got = {name: (slices[0].whole, slices[0].dtype) for name, slices in reader.index.items()}

@@ -69,9 +69,7 @@ def test_updates_move_the_targets_alone_and_the_base_never(base: Path, lora: Lor
 
 
 @pytest.mark.parametrize("lora", [LORA, SOME], ids=["all", "some"])
-def test_pefts_files_on_the_base_and_the_merged_model_have_the_policys_logits(
-    base: Path, lora: LoraConfig, tmp_path: Path
-) -> None:
+def test_pefts_files_and_the_merged_model_have_the_policys_logits(base: Path, lora: LoraConfig, tmp_path: Path) -> None:
     policy = _load(base, lora)
     for step in range(2):
         policy.train_step(update_of(policy, seed=step))
@@ -153,7 +151,7 @@ def test_updates_equal_torchs_on_the_factors(base: Path, lora: LoraConfig, learn
 @pytest.mark.parametrize(
     ("dtype", "is_split"), [(Dtype.FLOAT32, False), (Dtype.BFLOAT16, False), (Dtype.BFLOAT16, True)]
 )
-def test_a_resumed_policy_goes_on_bit_for_bit_from_the_adapters_alone(
+def test_a_policy_resumes_from_its_adapters_bit_for_bit(
     base: Path, dtype: Dtype, is_split: bool, tmp_path: Path
 ) -> None:
     learner = replace(LEARNER, dtype=dtype, distributed_optimizer=is_split)

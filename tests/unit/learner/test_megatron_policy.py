@@ -82,12 +82,15 @@ def test_an_update_without_logprobs_takes_its_own_and_is_the_same_to_the_last_bi
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
-def test_muon_steps_the_layers_matrices_orthogonally_and_adamw_the_rest(dtype: Dtype) -> None:
-    rate = 1e-2
+def test_muon_steps_layers_orthogonally_and_adamw_the_rest(dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It iterates in the learner's type, for only some processors multiply bfloat16 fast."""
+    rate, seen, genuine = 1e-2, set[torch.dtype](), optimizers.orthogonal
+    monkeypatch.setattr(optimizers, "orthogonal", lambda given, **how: seen.add(how["dtype"]) or genuine(given, **how))
     policy = new_policy(optimizer=OptimizerConfig(method=OptimizerMethod.MUON, learning_rate=rate), dtype=dtype)
     before = {name: weight.clone() for name, weight in policy.weights()}
     policy.lm_step(random_sequences(), [1] * 9)
     moved = {name: (weight - before[name]).float() for name, weight in policy.weights()}
+    assert seen == {torch.float32 if dtype is Dtype.FLOAT32 else torch.bfloat16}
     update = moved["model.layers.0.self_attn.o_proj.weight"]
     gains = torch.linalg.svdvals(update) / (rate * 0.2 * max(update.shape) ** 0.5)
     assert gains.min() > 0.2 and gains.max() < 1.5  # as near to orthogonal as three iterations bring it
@@ -235,7 +238,7 @@ _FAMILY = (  # a group of rollouts and another one: equal ones, a prefix of anot
 
 
 @pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL])
-def test_a_token_that_sequences_share_is_computed_once_and_taught_by_all(
+def test_a_shared_token_is_computed_once_and_taught_by_all(
     recompute: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     different = {tokens[:end] for tokens in _FAMILY for end in range(1, len(tokens) + 1)}
@@ -344,24 +347,6 @@ def test_an_optimizer_split_over_one_rank_makes_the_same_updates() -> None:
     whole, split = (_train(new_policy(distributed_optimizer=is_split), range(3)) for is_split in (False, True))
     for one, other in zip(whole, split, strict=True):
         assert dataclasses.asdict(other) == pytest.approx(dataclasses.asdict(one), rel=1e-5, abs=1e-7)
-
-
-@pytest.mark.parametrize(("dtype", "expected"), [(Dtype.FLOAT32, torch.float32), (Dtype.BFLOAT16, torch.bfloat16)])
-def test_muon_iterates_in_the_learners_type(
-    dtype: Dtype, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only some processors multiply bfloat16 fast."""
-    seen: list[torch.dtype] = []
-    genuine = optimizers.orthogonal
-
-    def noted(matrices: torch.Tensor, *, dtype: torch.dtype, **how: Any) -> torch.Tensor:
-        seen.append(dtype)
-        return genuine(matrices, dtype=dtype, **how)
-
-    monkeypatch.setattr(optimizers, "orthogonal", noted)
-    policy = new_policy(optimizer=replace(OPTIMIZER, method=OptimizerMethod.MUON), dtype=dtype)
-    policy.lm_step(random_sequences(), [1] * 9)
-    assert set(seen) == {expected}
 
 
 LENGTHS = (3, 1, 5)

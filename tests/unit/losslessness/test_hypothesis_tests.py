@@ -154,10 +154,7 @@ def test_draws_are_tested_by_bins_by_position_and_by_their_log_probability() -> 
     assert found["log-probability, z"] == (320, pytest.approx(2.0), pytest.approx(0.0455, abs=1e-4))
     below = hypothesis_tests.conditional_tests(placed(EVEN, z=-2.0), seed=0)["log-probability, z"]
     assert below == (320, pytest.approx(-2.0), pytest.approx(0.0455, abs=1e-4))
-
-
-def test_bins_that_hold_too_many_draws_are_seen() -> None:
-    """Ten draws move from the second bin into the first: 10^2 / 10 for each of the two."""
+    # Ten draws move from the second bin into the first: 10^2 / 10 for each of the two.
     moved = placed(np.where((EVEN > 1 / 32) & (EVEN < 2 / 32), 0.01, EVEN))
     found = hypothesis_tests.conditional_tests(moved, seed=0)["pit, all tokens"]
     assert found == (320, pytest.approx(20.0), pytest.approx(stats.chi2.sf(20.0, 31)))

@@ -261,9 +261,7 @@ def rejected(record: CertificateRecord) -> set[str]:
     return {finding.name for finding in record.findings if finding.reject}
 
 
-def test_repeated_first_pairs_are_held_against_the_policy_and_against_the_other_engine(
-    drawn: Sample, baseline: Sample
-) -> None:
+def test_repeated_first_pairs_are_held_against_policy_and_other_engine(drawn: Sample, baseline: Sample) -> None:
     """Of the first prompt all 64 pairs begin with one token; of the second all go on with one after each first."""
     one, other = drawn.repeats
     stuck = tuple(replace(each, token_ids=(5, *(each.token_ids[1:] or (2,)))) for each in one)
@@ -372,9 +370,7 @@ class NumberedPolicy(Policy):
         return np.tile(np.arange(11) / 11, (sum(map(len, sequences)) - sum(prompt_lengths), 1))
 
 
-def test_each_column_that_the_policy_gives_becomes_what_it_is(
-    drawn: Sample, baseline: Sample, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_column_becomes_what_it_is(drawn: Sample, baseline: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of `conditionals`: of the token, of a sharper policy, of a flatter one."""
     seen: list[hypothesis_tests.Draws] = []
     monkeypatch.setattr(hypothesis_tests, "detectable_bias", lambda draws, **_: seen.append(draws) or ())
