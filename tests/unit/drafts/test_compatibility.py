@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,14 +41,13 @@ def _with_maps(draft: Path, ids: list[int], marked: list[int] | None = None) -> 
     _edit_config(draft, draft_vocab_size=len(ids))
 
 
-def _with_head(draft: Path, policy: Path) -> None:
-    head: Any = load_file(policy / "model.safetensors")["lm_head.weight"]
-    _edit_tensors(draft, **{"lm_head.weight": head})
-
-
 def test_a_saved_draft_fits_its_policy_and_shares_nothing_with_it(policy: Path, draft: Path) -> None:
     check_draft(policy, draft, max_model_len=64)
     assert "embed_tokens.weight" not in load_file(draft / "model.safetensors")
+    head: Any = load_file(policy / "model.safetensors")["lm_head.weight"]
+    _edit_tensors(draft, **{"lm_head.weight": head})
+    with pytest.raises(ConfigError, match=r"draft lm_head.weight must differ from the policy's"):
+        check_draft(policy, draft, max_model_len=64)
     _with_maps(draft, [2, 3, 9, 15])  # a draft of part of the vocabulary fits too
     check_draft(policy, draft, max_model_len=64)
 
@@ -81,23 +79,28 @@ YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 7.0, "original_max_po
             {"ids": [2, 3, 9, 15], "marked": [2, 3, 9, 14]},
             r"draft t2d must mark exactly the policy ids that d2t leads to, got '2 ids",
         ),
-        (_with_head, {}, r"draft lm_head.weight must differ from the policy's"),
     ],
 )
 def test_a_draft_that_does_not_fit_is_refused(
     policy: Path, draft: Path, edit: Callable[..., None], changes: dict[str, Any], message: str
 ) -> None:
-    edit(draft, **{"policy": policy} if edit is _with_head else changes)
+    edit(draft, **changes)
     with pytest.raises(ConfigError, match=message):
         check_draft(policy, draft, max_model_len=64)
 
 
-def test_a_policy_is_no_draft(policy: Path, draft: Path, tmp_path: Path) -> None:
+def test_a_policy_and_a_directory_that_is_no_model_are_no_drafts(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be an EAGLE-3 draft"):
         check_draft(policy, policy, max_model_len=64)
-    shutil.rmtree(draft)
-    with pytest.raises(ConfigError, match=r"draft must be a model directory with a config.json"):
-        check_draft(policy, draft, max_model_len=64)
+    for check, given in ((check_draft, policy), (check_draft_model, model(tmp_path / "policy"))):
+        empty = model(tmp_path / check.__name__)
+        (empty / "config.json").unlink()
+        with pytest.raises(ConfigError, match=r"draft must be a model directory with a config.json, got"):
+            check(given, empty, max_model_len=64)
+    whole = model(tmp_path / "draft")
+    (whole / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"draft must have weights in \*.safetensors files, got"):
+        check_draft_model(model(tmp_path / "another"), whole, max_model_len=512)
 
 
 def test_a_model_of_the_same_words_fits_and_one_without_a_tokenizer_is_taken_at_its_word(tmp_path: Path) -> None:
@@ -119,14 +122,9 @@ def test_a_model_of_the_same_words_fits_and_one_without_a_tokenizer_is_taken_at_
             {"words": {"a": 1, "b": 0}},
             r"draft tokenizer must give every word the policy's id, got \"others for \['a', 'b'\]\"",
         ),
-        ({"missing": "config.json"}, "draft must be a model directory with a config.json, got"),
-        ({"missing": "model.safetensors"}, r"draft must have weights in \*.safetensors files, got"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    missing = changes.get("missing")
-    policy, draft = model(tmp_path / "policy"), model(tmp_path / "draft", **({} if missing else changes))
-    if missing:
-        (draft / missing).unlink()
+    policy, draft = model(tmp_path / "policy"), model(tmp_path / "draft", **changes)
     with pytest.raises(ConfigError, match=message):
         check_draft_model(policy, draft, max_model_len=512)

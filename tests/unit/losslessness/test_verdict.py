@@ -141,11 +141,6 @@ def certificate(
     return verdicts.certify(speculative, autoregressive, policy or Policy(), **{**plain, **how})
 
 
-def verdict(engine: Engine, sampling: SamplingConfig = SAMPLING, config: LosslessnessConfig = CONFIG) -> str:
-    drawn, baseline = (sample(each, sampling, seed=i, config=config) for i, each in enumerate((engine, Engine()), 1))
-    return certificate(drawn, baseline, config=config, sampling=sampling).verdict
-
-
 class Refitted(Engine):
     """After its fourth token a response goes on under version 1, whose logits are half of those before."""
 
@@ -200,7 +195,10 @@ WITH_TOP_P = replace(SAMPLING, top_p=0.9)
 def test_exact_engines_are_certified_biases_are_seen_and_too_few_tokens_certify_nothing(
     bias: str, sampling: SamplingConfig, config: LosslessnessConfig, expected: str
 ) -> None:
-    assert verdict(Engine(k=3, bias=bias), sampling, config) == expected
+    drawn, baseline = (
+        sample(engine, sampling, seed=seed, config=config) for seed, engine in enumerate((Engine(3, bias), Engine()), 1)
+    )
+    assert certificate(drawn, baseline, config=config, sampling=sampling).verdict == expected
 
 
 @pytest.fixture(scope="module")
