@@ -88,10 +88,7 @@ def test_what_the_draft_reached_before_rl_is_a_reference_and_a_greater_length_ta
     assert decided(after(1.05, state=Staleness(reference=3.5))).trains
     assert not decided(after(1.05)).trains
     assert after(3.9, state=Staleness(reference=3.5)).reference == pytest.approx(3.9)
-
-
-def test_a_fall_that_chance_explains_is_none() -> None:
-    """100 drafts, half accepted whole: a standard error of 3 x 0.5 / 10 = 0.15 tokens, twice of which is 0.3."""
+    # 100 drafts, half accepted whole: a standard error of 3 x 0.5 / 10 = 0.15 tokens, and chance explains twice that.
     state = Staleness(reference=2.79).observed(drafted(2.5, num_drafts=100), GENERATION_S)
     assert not decided(state).trains
     assert decided(replace(state, reference=2.81)).trains

@@ -129,6 +129,9 @@ def test_an_original_draft_keeps_its_weights_under_our_names(policy: Path, origi
     assert layer["rope_parameters"]["rope_theta"] == 20000.0
     assert layer["max_position_embeddings"] == 64  # the policy's: theirs would clamp it
     assert config["speculators_config"]["verifier"]["name_or_path"] == str(policy)
+    unmarked = {name: tensor for name, tensor in _tensors(original).items() if name != "t2d"}
+    save_file(unmarked, original / "model.safetensors")  # the policy's mark of tokens follows from the draft's map
+    assert torch.equal(_tensors(bring(_given(original)))["t2d"], renamed["t2d"])
 
 
 def test_an_original_draft_is_trained_further(
@@ -140,14 +143,12 @@ def test_an_original_draft_is_trained_further(
     check_draft(policy, tmp_path / "trained", max_model_len=64)
 
 
-def test_a_draft_of_speculators_is_handed_on_bit_for_bit(draft: Path, bring: Bring) -> None:
-    ours = bring(_given(draft))
+def test_a_draft_of_speculators_is_handed_on_bit_for_bit_and_in_several_files_read_whole(
+    draft: Path, bring: Bring
+) -> None:
+    ours, tensors = bring(_given(draft)), _tensors(draft)
     for name in ("config.json", "model.safetensors"):
         assert (ours / name).read_bytes() == (draft / name).read_bytes()
-
-
-def test_a_draft_in_several_files_is_read_whole(draft: Path, bring: Bring) -> None:
-    tensors = _tensors(draft)
     (draft / "model.safetensors").unlink()
     for index, name in enumerate(tensors):
         save_file({name: tensors[name]}, draft / f"model-{index}.safetensors")
@@ -206,13 +207,6 @@ def test_a_copy_of_the_policys_embeddings_is_left_out_and_others_are_refused(
     _edit_tensors(original, **{"embed_tokens.weight": embeddings + 1})
     message = refusal(bring, config=_given(original))
     assert message == "draft.model embed_tokens.weight must be the policy's, or left out, got 'others'"
-
-
-def test_the_policys_mark_of_known_tokens_follows_from_the_drafts_map(original: Path, bring: Bring) -> None:
-    tensors = _tensors(original)
-    marked = tensors.pop("t2d")
-    save_file(tensors, original / "model.safetensors")
-    assert torch.equal(_tensors(bring(_given(original)))["t2d"], marked)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def test_a_response_weighs_the_product_of_its_ratios_up_to_the_cap() -> None:
     ratios = [[1.5, 0.8], [1.5, 1.6]]
     assert _weights(ratios, SEQUENCE)[0] == [pytest.approx([1.2, 1.2]), pytest.approx([2.0, 2.0])]
     assert _weights(ratios, TOKEN)[0] == [pytest.approx(row) for row in ratios]
+    assert corrected(torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), None, LossConfig()) is None
 
 
 def test_the_band_masks_a_token_or_the_response_of_which_the_geometric_mean_lies_outside() -> None:
@@ -57,10 +58,6 @@ def test_sequences_that_share_a_row_are_told_apart_and_prompts_do_not_count() ->
     torch.testing.assert_close(found.weight_BT[mask_BT], torch.tensor([1.2, 1.2, 0.5]))
     assert found.weight_BT.dtype is torch.float32
     assert found.kept_BT[mask_BT].tolist() == [True, True, False]
-
-
-def test_without_a_correction_nothing_is_computed() -> None:
-    assert corrected(torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), None, LossConfig()) is None
 
 
 def test_a_masked_token_leaves_the_loss_and_its_gradient_but_not_the_normaliser() -> None:

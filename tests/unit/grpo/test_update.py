@@ -43,7 +43,9 @@ def rows(ragged: Sequence[ArrayLike] | None) -> list[list[float]]:
 STATS = TrainStats(loss=1.0, grad_norm=2.0, kl=4.0, clip_fraction=0.0, num_tokens=1, learning_rate=0.2)
 
 
-def test_five_rollouts_in_two_updates_are_two_and_three_in_their_order() -> None:
+def test_five_rollouts_in_one_two_or_five_updates_keep_their_order() -> None:
+    assert minibatches(UPDATE, 1) == [UPDATE]
+    assert [part.batch.advantages for part in minibatches(UPDATE, 5)] == [[0.0], [1.0], [2.0], [3.0], [4.0]]
     first, second = minibatches(UPDATE, 2)
     assert rows(first.batch.token_ids) == [[0, 7, 2], [1, 7, 2]]
     assert rows(second.batch.token_ids) == [[2, 7, 2], [3, 7, 2], [4, 7, 2]]
@@ -55,11 +57,6 @@ def test_five_rollouts_in_two_updates_are_two_and_three_in_their_order() -> None
     for part in (first, second):
         assert (part.batch.policy_version, part.loss, part.temperature) == (3, UPDATE.loss, 0.5)
     assert [part.ref_logprobs for part in minibatches(replace(UPDATE, ref_logprobs=None), 2)] == [None, None]
-
-
-def test_one_update_is_the_whole_step_and_five_are_one_rollout_each() -> None:
-    assert minibatches(UPDATE, 1) == [UPDATE]
-    assert [part.batch.advantages for part in minibatches(UPDATE, 5)] == [[0.0], [1.0], [2.0], [3.0], [4.0]]
 
 
 def test_stats_are_means_over_tokens_but_for_norm_and_learning_rate() -> None:

@@ -125,11 +125,7 @@ def test_two_ranks_write_a_file_each_and_one_rank_reads_any_part(tmp_path: Path)
         reader.read("weight/w", Box((0, 2), (2, 1)), into=part)
     assert part.tolist() == [[2.0], [12.0]]
     assert state == {"value": 0.0}
-
-
-def test_a_checkpoint_takes_the_place_of_the_one_before_it(tmp_path: Path) -> None:
-    saved(tmp_path / "c", 1.0)
-    path = saved(tmp_path / "c", 2.0)
+    saved(path, 2.0)  # takes the place of the one before it
     assert [state for _, state in on_each(lambda each: open_checkpoint(each, path))] == [{"value": 2.0}] * 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
 
@@ -213,7 +209,7 @@ def test_an_error_of_the_writer_is_raised_once_by_the_next_step(tmp_path: Path) 
     writer.raise_error()
 
 
-def test_ranks_whose_hosts_share_no_storage_are_told_so_when_they_save(tmp_path: Path) -> None:
+def test_ranks_whose_hosts_share_no_storage_are_told_so_when_they_save_and_load(tmp_path: Path) -> None:
     for host in range(2):
         (tmp_path / str(host) / "c.partial").mkdir(parents=True)  # left there by a run before: not the same directory
     errors = on_each(lambda each: save(each, tmp_path / str(each.rank) / "c"))
@@ -221,13 +217,8 @@ def test_ranks_whose_hosts_share_no_storage_are_told_so_when_they_save(tmp_path:
     assert "rank-00001.safetensors, which rank 1 on host " in str(errors[0])
     assert "put checkpoints on storage that every host of the learner shares" in str(errors[0])
     assert not (tmp_path / "0" / "c.partial").exists()
-
-
-def test_ranks_whose_hosts_share_no_storage_are_told_so_when_they_load(tmp_path: Path) -> None:
-    saved(tmp_path / "0" / "c", 1.0)
-    for exists in (False, True):
-        if exists:
-            saved(tmp_path / "1" / "c", 2.0)
+    for host in range(2):  # the checkpoint of one of them alone, then another on the other
+        saved(tmp_path / str(host) / "c", float(host))
         errors = on_each(lambda each: open_checkpoint(each, tmp_path / str(each.rank) / "c"))
         assert all(isinstance(error, CheckpointStorageError) for error in errors)
         assert "put it on storage that every host of the learner shares" in str(errors[1])

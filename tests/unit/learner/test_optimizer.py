@@ -175,6 +175,7 @@ def test_a_learner_that_rests_between_its_updates_learns_the_same_to_the_last_bi
 @EACH_KIND
 def test_an_offloaded_learner_has_its_weights_alone(kind: Kind) -> None:
     policy = _policy(*kind)
+    assert new_policy(optimizer=None).offload() == 0  # a policy that only evaluates has nothing to give back
     policy.lm_step(SEQUENCES, STARTS)
     before, logprobs = [each.clone() for _, each in policy.weights()], policy.logprobs(SEQUENCES, STARTS, 1.0)
     num = policy.architecture.num_parameters()
@@ -200,10 +201,6 @@ def test_an_offloaded_learner_has_its_weights_alone(kind: Kind) -> None:
 
 def _is_muons(held: HeldParameter) -> bool:
     return held.stepped is not None and held.stepped.moments == ("momentum_buffer",)
-
-
-def test_a_policy_that_only_evaluates_has_nothing_to_give_back() -> None:
-    assert new_policy(optimizer=None).offload() == 0
 
 
 @EACH_KIND
