@@ -99,13 +99,9 @@ def test_an_index_names_each_weight_master_and_moment_with_its_shape(dtype: Dtyp
         for moment in ("momentum_buffer",) if is_hidden_matrix else ("exp_avg", "exp_avg_sq"):
             expected[f"{moment}/{name}"] = (shape, "F32")
     assert got == expected
-    assert state == {
-        "version": 0,
-        "num_updates": 1,
-        "layout": {"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "expert": 1},
-        "extra": {},
-        "rope": {"rope_theta": 10_000.0, "rope_type": "default"},
-    }
+    layout = dict.fromkeys(("tensor", "pipeline", "context", "data", "expert"), 1)
+    rope = {"rope_theta": 10_000.0, "rope_type": "default"}
+    assert state == {"version": 0, "num_updates": 1, "layout": layout, "extra": {}, "rope": rope}
     with reader:
         for name, weight in policy.weights():
             assert torch.equal(reader.read_whole(f"weight/{name}"), weight)
@@ -272,18 +268,19 @@ def test_what_nobody_touched_is_not_read_again_and_a_copy_is(tmp_path: Path, mon
     assert RANK in read
 
 
-@pytest.mark.parametrize("kind", ["file", "empty", "full", "nothing", "dangling"])
+NO_CHECKPOINTS = {
+    "file": lambda path: path.write_text("a note"),
+    "empty": Path.mkdir,
+    "full": lambda path: (path.mkdir(), (path / "notes.txt").write_text("not ours")),
+    "nothing": lambda path: None,
+    "dangling": lambda path: path.symlink_to(path.parent / "nowhere"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_CHECKPOINTS)
 def test_where_there_is_no_checkpoint_none_is_damaged(kind: str, tmp_path: Path) -> None:
     path, learner = tmp_path / "step-000009", OwnPolicy()
-    match kind:
-        case "file":
-            path.write_text("a note")
-        case "empty" | "full":
-            path.mkdir()
-        case "dangling":
-            path.symlink_to(tmp_path / "nowhere")
-    if kind == "full":
-        (path / "notes.txt").write_text("not ours")
+    NO_CHECKPOINTS[kind](path)
     for look in (learner.inspect_checkpoint, learner.load_checkpoint):
         with pytest.raises(FileNotFoundError, match=f"no checkpoint at {path}"):
             look(path)

@@ -130,8 +130,7 @@ def test_training_the_mtp_layer_leaves_the_policys_update_as_it_is_to_the_last_b
 def test_pretraining_learns_the_same_trunk_with_and_without_the_mtp_layers_loss(path: Path) -> None:
     alone, both = _load(path), _load(path)
     both.start_mtp(OPTIMIZER)
-    sequences = mimo.sequences()
-    assert len({policy.lm_step(sequences, [1] * len(sequences)) for policy in (alone, both)}) == 1
+    assert len({policy.lm_step(mimo.sequences(), [1] * 9) for policy in (alone, both)}) == 1
     assert _same(dict(both.weights()), dict(alone.weights()))
     assert alone.mtp_loss is None
     assert both.mtp_loss is not None and both.mtp_loss > 0
@@ -189,16 +188,15 @@ def test_a_resumed_mtp_layer_goes_on_bit_for_bit(method: OptimizerMethod, dtype:
     policy = _load(path, learner)
     trainer = policy.start_mtp(optimizer)
     sequences = mimo.sequences()
-    states = _drafting(policy, sequences)
-    starts = [2] * len(sequences)
-    trainer.step(sequences, starts, states, learning_rate=1e-2)
+    update = sequences, [2] * len(sequences), _drafting(policy, sequences)
+    trainer.step(*update, learning_rate=1e-2)
     state = {name: tensor.clone() for name, tensor in trainer.state().items()}
-    expected = [trainer.step(sequences, starts, states, learning_rate=1e-2) for _ in range(2)]
+    expected = [trainer.step(*update, learning_rate=1e-2) for _ in range(2)]
     other = _load(path, learner)
     resumed = other.start_mtp(optimizer)
     resumed.restore(state)
     assert resumed.num_updates == 1
-    assert [resumed.step(sequences, starts, states, learning_rate=1e-2) for _ in range(2)] == expected
+    assert [resumed.step(*update, learning_rate=1e-2) for _ in range(2)] == expected
     assert _same(_mtp_weights(other), _mtp_weights(policy))
 
 
@@ -228,7 +226,6 @@ def test_a_mimo_that_vllm_would_read_otherwise_is_refused(change: Any, message: 
 def test_a_fresh_mimo_trains_its_mtp_layer_from_its_first_step() -> None:
     policy = new_policy(mimo.SCRATCH)
     before = _mtp_weights(policy)
-    sequences = mimo.sequences()
-    policy.lm_step(sequences, [1] * len(sequences), learning_rate=1e-2)
+    policy.lm_step(mimo.sequences(), [1] * 9, learning_rate=1e-2)
     assert not _same(before, _mtp_weights(policy))
     assert parallel.current_shard().tensor_size == 1

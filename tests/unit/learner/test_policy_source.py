@@ -18,7 +18,7 @@ from slipstream.config import ConfigError
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.config import PolicyConfig, RopeConfig
 from slipstream.learner.policy_source import Needs, resolve, write_policy_tokenizer
-from slipstream.recipe import Recipe, load_recipe
+from slipstream.recipe import load_recipe
 from slipstream.records.stages import PolicyRecord
 from slipstream.stages.support import policy_needs
 from tests.small import write_config
@@ -33,17 +33,14 @@ def model(path: Path, **changes: Any) -> Path:
     return path
 
 
-def recipe(path: str) -> Recipe:
-    return replace(load_recipe("tiny"), policy=PolicyConfig(model=path))
-
-
-def resolve_policy(recipe: Recipe, directory: Path) -> PolicyRecord:
+def resolve_policy(given: Path | str, directory: Path) -> PolicyRecord:
+    recipe = replace(load_recipe("tiny"), policy=PolicyConfig(model=str(given)))
     return resolve(recipe.policy, policy_needs(recipe), directory)
 
 
 def test_a_directory_is_resolved_without_reading_its_weights(tmp_path: Path) -> None:
     source = model(tmp_path / "model")
-    record = resolve_policy(recipe(str(source)), tmp_path / "out")
+    record = resolve_policy(source, tmp_path / "out")
     assert (record.architecture, record.vocab_size, record.max_position_embeddings) == ("Qwen3ForCausalLM", 64, 512)
     assert (record.eos_token_id, record.pretrain_steps) == (3, 0)
     assert (tmp_path / "out" / "model.safetensors").resolve() == source / "model.safetensors"
@@ -93,7 +90,7 @@ def test_a_scaling_is_written_in_full_beside_the_links(
 def test_a_model_that_does_not_suit_the_run_is_refused(given: str, expected: str, tmp_path: Path) -> None:
     source = model(tmp_path / "model", **yaml.safe_load(given))
     with pytest.raises(ConfigError, match=expected):
-        resolve_policy(recipe(str(source)), tmp_path / "out")
+        resolve_policy(source, tmp_path / "out")
 
 
 def _without_template(source: Path) -> None:
@@ -117,7 +114,7 @@ def test_a_model_that_is_not_whole_is_refused(damage: Callable[[Path], object], 
     source = model(tmp_path / "model")
     damage(source)
     with pytest.raises(ConfigError, match=rf"policy\.model must {rule}"):
-        resolve_policy(recipe(str(source)), tmp_path / "out")
+        resolve_policy(source, tmp_path / "out")
 
 
 def test_configs_and_tokenizer_are_fetched_and_weights_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,4 +143,4 @@ def test_configs_and_tokenizer_are_fetched_and_weights_are_not(tmp_path: Path, m
 def test_a_model_that_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=r"policy\.model must be a local directory or a reachable hub id, got 'a/b'"):
-        resolve_policy(recipe("a/b"), tmp_path / "out")
+        resolve_policy("a/b", tmp_path / "out")
