@@ -1,9 +1,10 @@
-"""Rollouts, acceptance counters and overlaps as a step reports them, and a decision on them."""
+"""Rollouts, traces, acceptance counters and overlaps as a step reports them, and a decision on them."""
 
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
 
+from slipstream.engine.protocol import Trace
 from slipstream.records.steps import AcceptanceStats, DraftDecision, Overlap
 from slipstream.types import FinishReason, Rollout, VersionSpan
 
@@ -44,6 +45,17 @@ def rollout(
         policy_version=policy_version,
         draft_version=draft_version,
         versions=versions,
+    )
+
+
+def trace(prompt: tuple[int, ...], token_ids: tuple[int, ...], windows: tuple[int, ...] | None = None) -> Trace:
+    """A response of version 0, in draft windows of one token each unless they are given."""
+    return Trace(
+        prompt_token_ids=prompt,
+        token_ids=token_ids,
+        window_lengths=(1,) * len(token_ids) if windows is None else windows,
+        policy_version=0,
+        draft_version=0,
     )
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from slipstream.drafts.learner_draft import Chats, States
 from tests.small import draft_with
+from tests.unit.learner.families import write_model
 
 CONFIG = draft_with(
     eagle3={"aux_hidden_state_layer_ids": (0, 1, 2)},
@@ -33,23 +34,9 @@ def model(path: Path, words: dict[str, int] | None = WORDS, **changes: Any) -> P
 
 
 def policy_of(path: Path, *, num_layers: int) -> Path:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=16,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=num_layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        eos_token_id=3,
-        tie_word_embeddings=False,
-        initializer_range=0.3,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path)
+    sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": num_layers}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    write_model(path, "qwen3", **sizes, **heads, eos_token_id=3, initializer_range=0.3)
     return path
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,12 @@ def _edit_tensors(draft: Path, drop: str = "", **added: Any) -> None:
     save_file(tensors, draft / "model.safetensors")
 
 
-def _with_maps(draft: Path, ids: list[int], marked: list[int]) -> None:
-    """Make it a draft of the policy's ids `ids`, of which `t2d` marks `marked`."""
+def _with_maps(draft: Path, ids: list[int], marked: list[int] | None = None) -> None:
+    """Make it a draft of the policy's ids `ids`, of which `t2d` marks `marked`, or all."""
     tensors = load_file(draft / "model.safetensors")
     tensors["lm_head.weight"] = tensors["lm_head.weight"][: len(ids)].contiguous()
     tensors["d2t"] = torch.tensor([target - index for index, target in enumerate(ids)])
-    tensors["t2d"] = torch.tensor([index in marked for index in range(16)])
+    tensors["t2d"] = torch.tensor([index in (ids if marked is None else marked) for index in range(16)])
     save_file(tensors, draft / "model.safetensors")
     _edit_config(draft, draft_vocab_size=len(ids))
 
@@ -45,8 +44,18 @@ def _with_maps(draft: Path, ids: list[int], marked: list[int]) -> None:
 def test_a_saved_draft_fits_its_policy_and_shares_nothing_with_it(policy: Path, draft: Path) -> None:
     check_draft(policy, draft, max_model_len=64)
     assert "embed_tokens.weight" not in load_file(draft / "model.safetensors")
-    _with_maps(draft, [2, 3, 9, 15], [2, 3, 9, 15])  # a draft of part of the vocabulary fits too
+    head: Any = load_file(policy / "model.safetensors")["lm_head.weight"]
+    _edit_tensors(draft, **{"lm_head.weight": head})
+    with pytest.raises(ConfigError, match=r"draft lm_head.weight must differ from the policy's"):
+        check_draft(policy, draft, max_model_len=64)
+    _with_maps(draft, [2, 3, 9, 15])  # a draft of part of the vocabulary fits too
     check_draft(policy, draft, max_model_len=64)
+
+
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+TOO_SHORT = "max_position_embeddings must be >= engine.max_model_len"
+# Positions of which vLLM's table of angles holds 7 * 9.
+YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 7.0, "original_max_position_embeddings": 9}}
 
 
 @pytest.mark.parametrize(
@@ -55,36 +64,16 @@ def test_a_saved_draft_fits_its_policy_and_shares_nothing_with_it(policy: Path, 
         (_edit_config, {"hidden_size": 64}, r"draft hidden_size must equal the policy's 32, got 64"),
         (_edit_config, {"vocab_size": 32}, r"draft vocab_size must equal the policy's 16, got 32"),
         (_edit_config, {"draft_vocab_size": 8}, r"lm_head.weight must be \[draft_vocab_size 8, 32\], got \(16, 32\)"),
-        (
-            _edit_config,
-            {"max_position_embeddings": 32},
-            r"draft max_position_embeddings must be >= engine.max_model_len 64, got 32",
-        ),
-        (
-            _edit_config,  # positions of which vLLM's table of angles holds 7 * 9
-            {"rope_parameters": {"rope_type": "yarn", "factor": 7.0, "original_max_position_embeddings": 9}},
-            r"draft max_position_embeddings must be >= engine.max_model_len 64, got 63; RoPE would be clamped",
-        ),
-        (_edit_config, {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, r"layer_ids must be different layers"),
-        (
-            _edit_config,
-            {"eagle_aux_hidden_state_layer_ids": [0, 1, 5]},
-            r"must be different layers in \[0, 2\], got \[0, 1, 5\]",
-        ),
-        (_edit_config, {"eagle_aux_hidden_state_layer_ids": [0, 1]}, r"fc.weight must be \[32, 2 aux layers x 32\]"),
+        (_edit_config, {"max_position_embeddings": 32}, rf"draft {TOO_SHORT} 64, got 32"),
+        (_edit_config, YARN, rf"draft {TOO_SHORT} 64, got 63; RoPE would be clamped"),
+        (_edit_config, {LAYERS: [1, 1, 2]}, r"layer_ids must be different layers"),
+        (_edit_config, {LAYERS: [0, 1, 5]}, r"must be different layers in \[0, 2\], got \[0, 1, 5\]"),
+        (_edit_config, {LAYERS: [0, 1]}, r"fc.weight must be \[32, 2 aux layers x 32\]"),
         (_edit_tensors, {"drop": "norm.weight"}, r"missing \['norm.weight'\]"),
         (_edit_tensors, {"surprise": torch.zeros(1)}, r"extra \['surprise'\]"),
         (_edit_tensors, {"d2t": torch.zeros(3, dtype=torch.long)}, r"draft d2t must be \[16\], got \(3,\)"),
-        (
-            _with_maps,
-            {"ids": [2, 3, 9, 16], "marked": [2, 3, 9]},
-            r"draft d2t must lead to policy ids in \[0, 16\), got \[16\]",
-        ),
-        (
-            _with_maps,
-            {"ids": [2, 3, 3, 9], "marked": [2, 3, 9]},
-            r"draft d2t must lead to different policy ids, got '1 repeated'",
-        ),
+        (_with_maps, {"ids": [2, 3, 9, 16]}, r"draft d2t must lead to policy ids in \[0, 16\), got \[16\]"),
+        (_with_maps, {"ids": [2, 3, 3, 9]}, r"draft d2t must lead to different policy ids, got '1 repeated'"),
         (
             _with_maps,
             {"ids": [2, 3, 9, 15], "marked": [2, 3, 9, 14]},
@@ -100,19 +89,18 @@ def test_a_draft_that_does_not_fit_is_refused(
         check_draft(policy, draft, max_model_len=64)
 
 
-def test_a_draft_with_the_policys_head_is_refused(policy: Path, draft: Path) -> None:
-    head: Any = load_file(policy / "model.safetensors")["lm_head.weight"]
-    _edit_tensors(draft, **{"lm_head.weight": head})
-    with pytest.raises(ConfigError, match=r"draft lm_head.weight must differ from the policy's"):
-        check_draft(policy, draft, max_model_len=64)
-
-
-def test_a_policy_is_no_draft(policy: Path, draft: Path, tmp_path: Path) -> None:
+def test_a_policy_and_a_directory_that_is_no_model_are_no_drafts(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be an EAGLE-3 draft"):
         check_draft(policy, policy, max_model_len=64)
-    shutil.rmtree(draft)
-    with pytest.raises(ConfigError, match=r"draft must be a model directory with a config.json"):
-        check_draft(policy, draft, max_model_len=64)
+    for check, given in ((check_draft, policy), (check_draft_model, model(tmp_path / "policy"))):
+        empty = model(tmp_path / check.__name__)
+        (empty / "config.json").unlink()
+        with pytest.raises(ConfigError, match=r"draft must be a model directory with a config.json, got"):
+            check(given, empty, max_model_len=64)
+    whole = model(tmp_path / "draft")
+    (whole / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"draft must have weights in \*.safetensors files, got"):
+        check_draft_model(model(tmp_path / "another"), whole, max_model_len=512)
 
 
 def test_a_model_of_the_same_words_fits_and_one_without_a_tokenizer_is_taken_at_its_word(tmp_path: Path) -> None:
@@ -125,13 +113,10 @@ def test_a_model_of_the_same_words_fits_and_one_without_a_tokenizer_is_taken_at_
     ("changes", "message"),
     [
         ({"vocab_size": 65}, r"draft vocab_size must equal the policy's 64, got 65; its tokens would stand for other"),
-        (
-            {"max_position_embeddings": 511},
-            r"draft max_position_embeddings must be >= engine.max_model_len 512, got 511; vLLM stops drafting",
-        ),
+        ({"max_position_embeddings": 511}, rf"draft {TOO_SHORT} 512, got 511; vLLM stops drafting"),
         (
             {"max_position_embeddings": 256, "rope_scaling": {"type": "linear", "factor": 1.5}},
-            r"draft max_position_embeddings must be >= engine.max_model_len 512, got 384; vLLM stops drafting",
+            rf"draft {TOO_SHORT} 512, got 384; vLLM stops drafting",
         ),
         (
             {"words": {"a": 1, "b": 0}},
@@ -141,19 +126,5 @@ def test_a_model_of_the_same_words_fits_and_one_without_a_tokenizer_is_taken_at_
 )
 def test_a_model_that_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     policy, draft = model(tmp_path / "policy"), model(tmp_path / "draft", **changes)
-    with pytest.raises(ConfigError, match=message):
-        check_draft_model(policy, draft, max_model_len=512)
-
-
-@pytest.mark.parametrize(
-    ("missing", "message"),
-    [
-        ("config.json", "draft must be a model directory with a config.json, got"),
-        ("model.safetensors", r"draft must have weights in \*.safetensors files, got"),
-    ],
-)
-def test_a_directory_that_is_no_model_is_refused(tmp_path: Path, missing: str, message: str) -> None:
-    policy, draft = model(tmp_path / "policy"), model(tmp_path / "draft")
-    (draft / missing).unlink()
     with pytest.raises(ConfigError, match=message):
         check_draft_model(policy, draft, max_model_len=512)

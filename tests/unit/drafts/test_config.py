@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.drafts.config import (
-    DraftConfig,
-    DraftInit,
-)
-from slipstream.drafts.methods import DraftMethod, Training
+from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.methods import Training
 from slipstream.grpo.config import OptimizerMethod
 from slipstream.learner.architecture import aux_layer_ids
 from tests.small import draft_with
@@ -63,39 +60,32 @@ def test_a_draft_outside_its_bounds_is_refused(given: str, expected: str) -> Non
     assert refused(given) == expected
 
 
+def test_a_draft_learns_with_an_optimizer_that_is_for_its_layers() -> None:
+    muon = {"optimizer": {"method": "muon"}}
+    assert draft_with(method="eagle3", online={"when": "always", **muon}).online.when == "always"
+    assert draft_with(method="mtp", online={"when": "off", **muon}).online.when == "off"  # nobody reads it
+    assert draft_with(method="mtp", online={"when": "when_stale"}).online.when == "when_stale"
+
+
+GIVEN = {"init": "from_hub", "model": "here"}
+
+
 @pytest.mark.parametrize(
-    ("values", "method", "when"),
+    ("values", "training", "is_given"),
     [
-        ({"optimizer": {"method": "muon"}}, "eagle3", "always"),
-        ({"optimizer": {"method": "muon"}}, "mtp", "off"),  # nobody reads it
-        ({}, "mtp", "when_stale"),
+        ({}, Training.HIDDEN_STATES, False),
+        ({**GIVEN, "pretrain": {"num_steps": 0}}, Training.NONE, True),
+        ({**GIVEN, "pretrain": {"num_steps": 1}}, Training.HIDDEN_STATES, True),
+        ({"method": "draft_model"}, Training.RESPONSES, False),
+        ({"method": "draft_model", "model": "here"}, Training.NONE, False),
+        ({"method": "ngram"}, Training.NONE, False),
     ],
 )
-def test_a_draft_learns_with_an_optimizer_that_is_for_its_layers(
-    values: dict[str, Any], method: str, when: str
+def test_a_draft_is_pretrained_from_what_its_method_learns_from_or_taken_as_it_is_given(
+    values: dict[str, Any], training: Training, is_given: bool
 ) -> None:
-    assert draft_with(method=method, online={"when": when, **values}).online.when == when
-
-
-def test_a_given_draft_is_taken_as_it_is_or_trained_on() -> None:
-    given = DraftConfig(init=DraftInit.FROM_HUB, model="here")
-    as_it_is = draft_with(given, pretrain={"num_steps": 0})
-    assert (as_it_is.trains, as_it_is.is_given) == (Training.NONE, True)
-    assert draft_with(given, pretrain={"num_steps": 1}).trains is Training.HIDDEN_STATES
-    assert not DraftConfig().is_given
-
-
-@pytest.mark.parametrize(
-    ("values", "training"),
-    [
-        ({}, Training.HIDDEN_STATES),
-        ({"method": DraftMethod.DRAFT_MODEL}, Training.RESPONSES),
-        ({"method": DraftMethod.DRAFT_MODEL, "model": "here"}, Training.NONE),
-        ({"method": DraftMethod.NGRAM}, Training.NONE),
-    ],
-)
-def test_a_draft_is_pretrained_from_what_its_method_learns_from(values: dict[str, Any], training: Training) -> None:
-    assert DraftConfig(**values).trains is training
+    config = draft_with(**values)
+    assert (config.trains, config.is_given) == (training, is_given)
 
 
 def test_training_beside_the_policy_is_as_long_and_as_deep_as_pretraining_unless_it_is_said() -> None:
@@ -116,23 +106,13 @@ def test_the_learning_rate_warms_up_and_falls_along_a_cosine_to_a_tenth() -> Non
     assert short.learning_rate_at(5) == pytest.approx(0.02)
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "layers"), [(3, (0, 1, 2)), (6, (3, 4, 5)), (7, (2, 3, 4)), (24, (2, 12, 21)), (36, (2, 18, 33))]
-)
-def test_a_draft_reads_vllms_default_layers_and_of_a_shallow_policy_the_last_three(
-    num_layers: int, layers: tuple[int, ...]
-) -> None:
-    assert aux_layer_ids(None, num_layers) == layers
-    assert aux_layer_ids((0, 1, 2), num_layers) == (0, 1, 2)
-
-
-def test_layers_that_a_policy_lacks_are_refused(refusal: Callable[..., str]) -> None:
-    field = "draft.eagle3.aux_hidden_state_layer_ids"
-    assert (
-        refusal(aux_layer_ids, given=None, num_layers=2)
-        == f"{field} must be in [0, 2), the policy's layers, got (-1, 0, 1)"
-    )
-    assert refusal(aux_layer_ids, given=(1, 2, 3), num_layers=3).startswith(f"{field} must be in [0, 3)")
+def test_a_draft_reads_vllms_default_layers_and_of_a_shallow_policy_the_last_three(refusal: Callable[..., str]) -> None:
+    layers = {3: (0, 1, 2), 6: (3, 4, 5), 7: (2, 3, 4), 24: (2, 12, 21), 36: (2, 18, 33)}
+    assert {num_layers: aux_layer_ids(None, num_layers) for num_layers in layers} == layers
+    assert aux_layer_ids((0, 1, 2), 3) == (0, 1, 2)
+    rule = "draft.eagle3.aux_hidden_state_layer_ids must be in [0, {0}), the policy's layers, got "
+    assert refusal(aux_layer_ids, given=None, num_layers=2) == rule.format(2) + "(-1, 0, 1)"
+    assert refusal(aux_layer_ids, given=(1, 2, 3), num_layers=3) == rule.format(3) + "(1, 2, 3)"
 
 
 def test_a_section_that_is_shared_has_the_defaults_of_its_place_under_what_is_given() -> None:

@@ -48,10 +48,8 @@ def test_what_is_behind_a_decision_by_hand() -> None:
     assert (decision.generation_s, decision.lost_s) == (10.0, state.lost_s)
     assert decision.saved_s == pytest.approx(20.0, rel=0.01)
     assert decided(state, horizon_steps=4).saved_s == pytest.approx(10.0, rel=0.01)
-    for cost_s, reason in (
-        (6.0, "less was lost since the last ones than one costs"),
-        (30.0, "it costs more than it saves"),
-    ):
+    reasons = {6.0: "less was lost since the last ones than one costs", 30.0: "it costs more than it saves"}
+    for cost_s, reason in reasons.items():
         decision = decided(replace(state, costs_s=(99.0, cost_s)))
         assert (decision.trains, decision.reason) == (False, reason)
 
@@ -86,32 +84,23 @@ def test_the_last_five_trainings_but_the_first_tell_what_one_costs_for_that_find
         assert decided(state).cost_s == median_s
 
 
-def test_a_draft_that_is_as_good_as_ever_is_left_alone() -> None:
-    decision = decided(after(3.0, 3.0, 3.0))
-    assert (decision.trains, decision.saved_s, decision.reason) == (False, 0.0, "nothing is lost")
-
-
 def test_what_the_draft_reached_before_rl_is_a_reference_and_a_greater_length_takes_its_place() -> None:
     assert decided(after(1.05, state=Staleness(reference=3.5))).trains
     assert not decided(after(1.05)).trains
     assert after(3.9, state=Staleness(reference=3.5)).reference == pytest.approx(3.9)
-
-
-def test_a_fall_that_chance_explains_is_none() -> None:
-    """100 drafts, half accepted whole: a standard error of 3 x 0.5 / 10 = 0.15 tokens, twice of which is 0.3."""
+    # 100 drafts, half accepted whole: a standard error of 3 x 0.5 / 10 = 0.15 tokens, and chance explains twice that.
     state = Staleness(reference=2.79).observed(drafted(2.5, num_drafts=100), GENERATION_S)
     assert not decided(state).trains
     assert decided(replace(state, reference=2.81)).trains
 
 
-def test_steps_in_which_nothing_was_drafted_tell_nothing() -> None:
+def test_steps_in_which_nothing_was_drafted_tell_nothing_and_where_nothing_is_lost_or_left_nothing_pays() -> None:
     state = after(4.0, 3.0)
     assert state.observed(None, 9.0) == state == state.observed(replace(drafted(1.0), num_drafts=0), 9.0)
     decision = decided(Staleness())
     assert (decision.trains, decision.saved_s, decision.cost_s, decision.reference_length) == (False, 0.0, None, 1.0)
-
-
-def test_without_steps_left_nothing_pays() -> None:
+    decision = decided(after(3.0, 3.0, 3.0))
+    assert (decision.trains, decision.saved_s, decision.reason) == (False, 0.0, "nothing is lost")
     assert not decided(after(4.0, 1.0), horizon_steps=0).trains
 
 
@@ -148,9 +137,7 @@ def test_a_draft_that_only_rises_is_never_trained(lengths: list[float]) -> None:
 
 
 @given(low=st.floats(1.5, 3.0), gain=st.floats(0.02, 0.3), num_still=st.integers(0, 40))
-def test_a_draft_that_could_not_follow_comes_back_once_the_policy_stands_still(
-    low: float, gain: float, num_still: int
-) -> None:
+def test_a_draft_that_could_not_follow_is_back_once_the_policy_rests(low: float, gain: float, num_still: int) -> None:
     """No training helps for a time; from then on each brings `gain`, up to the length before."""
     state, length = after(4.0, 4.0, 4.0), low
     for number in range(num_still + 150):
@@ -178,9 +165,7 @@ def test_a_draft_is_trained_exactly_where_it_pays_and_is_due(
 
 
 @given(lengths=st.lists(LENGTHS, max_size=40), cost_s=st.floats(0.5, 50.0), start=st.floats(2.0, 4.0))
-def test_trainings_take_no_more_than_was_lost_for_want_of_them(
-    lengths: list[float], cost_s: float, start: float
-) -> None:
+def test_trainings_take_no_more_than_was_lost_without_them(lengths: list[float], cost_s: float, start: float) -> None:
     """Also of a draft that no training improves."""
     state = replace(after(start), costs_s=(cost_s, cost_s))
     lost_s = spent_s = 0.0

@@ -47,10 +47,7 @@ def test_a_block_after_every_token_is_what_speculators_computes_of_it(policy: Pa
         num = len(tokens)
         inside = torch.zeros(1, num + 4)  # speculators leaves out the last tokens, as many as a block has
         inside[0, 1:num] = 1
-        padded = (
-            torch.nn.functional.pad(aux_TA, (0, 0, 0, 4))[None],
-            torch.nn.functional.pad(last_TH, (0, 0, 0, 4))[None],
-        )
+        padded = [torch.nn.functional.pad(each, (0, 0, 0, 4))[None] for each in (aux_TA, last_TH)]
         ids = torch.tensor([[*tokens, 0, 0, 0, 0]])
         documents = torch.zeros(1, num + 4, dtype=torch.long)
         hidden = theirs._backbone_forward(padded[0], ids, inside, padded[1], documents, max_anchors=num - 1)[0]
@@ -67,23 +64,16 @@ def test_a_block_sees_earlier_states_and_itself_in_both_directions() -> None:
     query, key = torch.zeros(1, 1, 6, 1), torch.zeros(1, 1, 9, 1)
     seen = []
     for number in range(9):  # three states, then blocks of two
-        value = torch.zeros(1, 1, 9, 1)
-        value[0, 0, number] = 1.0
-        seen.append(
-            (attend_to_blocks(torch.nn.Identity(), query, key, value, chats, scaling=1.0)[0][0, :, 0, 0] > 0)
-            .int()
-            .tolist()
-        )
+        value = torch.eye(9)[number].view(1, 1, 9, 1)
+        found, _ = attend_to_blocks(torch.nn.Identity(), query, key, value, chats, scaling=1.0)
+        seen.append((found[0, :, 0, 0] > 0).int().tolist())
     assert seen == [
         [1, 1, 1, 1, 0, 0],
         [0, 0, 1, 1, 0, 0],
         [0, 0, 0, 0, 1, 1],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [0, 0, 1, 1, 0, 0],
-        [0, 0, 1, 1, 0, 0],
-        [0, 0, 0, 0, 1, 1],
-        [0, 0, 0, 0, 1, 1],
+        *[[1, 1, 0, 0, 0, 0]] * 2,
+        *[[0, 0, 1, 1, 0, 0]] * 2,
+        *[[0, 0, 0, 0, 1, 1]] * 2,
     ]
 
 
@@ -96,10 +86,8 @@ def test_a_saved_draft_fits_its_policy(policy: Path, tmp_path: Path, token_ids: 
     DraftTrainer(policy, CONFIG, token_ids=token_ids).save(tmp_path / "draft")
     require_fit(CONFIG, policy, tmp_path / "draft", max_model_len=64)
     config = json.loads((tmp_path / "draft" / "config.json").read_text())
-    assert config["architectures"] == ["DFlashDraftModel"]
-    assert config["sliding_window_non_causal"] is True
-    assert config["sample_from_anchor"] is False
-    assert config["block_size"] == 4
+    assert (config["architectures"], config["block_size"]) == (["DFlashDraftModel"], 4)
+    assert (config["sliding_window_non_causal"], config["sample_from_anchor"]) == (True, False)
     assert config["mask_token_id"] in range(16)
     tensors = load_file(tmp_path / "draft" / "model.safetensors")
     assert len(tensors["lm_head.weight"]) == (16 if token_ids is None else 9)

@@ -11,14 +11,9 @@ import numpy as np
 import pytest
 
 from slipstream.config import ConfigError
+from slipstream.drafts import distill
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.distill import (
-    heldout_acceptance,
-    link_draft_model,
-    num_parameters,
-    response_update,
-    scratch_model,
-)
+from slipstream.drafts.distill import heldout_acceptance, link_draft_model, num_parameters, response_update
 from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.pretrain import Responses, num_done, train_draft
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
@@ -36,16 +31,12 @@ def test_a_model_that_is_not_there_is_refused_by_the_field_that_names_it(tmp_pat
 
 
 def test_links_are_laid_anew_by_a_retry_and_parameters_counted(tmp_path: Path) -> None:
-    policy, given = model(tmp_path / "policy"), model(tmp_path / "given")
+    policy, given, draft = model(tmp_path / "policy"), model(tmp_path / "given"), tmp_path / "draft"
     config = DraftConfig(method=DraftMethod.DRAFT_MODEL, model=str(given))
     for _ in range(2):
-        assert link_draft_model(config, policy, tmp_path / "draft", max_model_len=512) == 6
-    assert sorted(path.name for path in (tmp_path / "draft").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    ]
-    assert num_parameters(tmp_path / "draft") == 6
+        assert link_draft_model(config, policy, draft, max_model_len=512) == 6
+    assert {path.name for path in draft.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert num_parameters(draft) == 6
 
 
 def test_a_small_model_has_the_policys_vocabulary_and_positions_and_the_drafts_training(tmp_path: Path) -> None:
@@ -55,7 +46,7 @@ def test_a_small_model_has_the_policys_vocabulary_and_positions_and_the_drafts_t
         draft_model={"optimizer": {"warmup_steps": 20, "learning_rate": 0.1}},
         seed=4,
     )
-    scratch, vocab_size, eos = scratch_model(config, model(tmp_path / "policy", eos_token_id=[5, 6]))
+    scratch, vocab_size, eos = distill.scratch_model(config, model(tmp_path / "policy", eos_token_id=[5, 6]))
     assert (vocab_size, eos) == (64, 5)
     assert (scratch.shape.hidden_size, scratch.shape.num_layers, scratch.max_position_embeddings) == (64, 2, 512)
     assert (scratch.num_steps, scratch.optimizer.warmup_steps, scratch.seed) == (10, 10, 4)
@@ -95,20 +86,16 @@ class Learner:
         self.count = int((path / "state").read_text())
 
 
-def taught(
-    learner: Learner, checkpoint: Path, on_step: Callable[[int, float], None] = lambda step, loss: None
-) -> list[float]:
-    update = response_update(learner.lm_step, TRAIN, SCRATCH)
-    return train_draft(
-        TRAIN, CONFIG, update=update, save=learner.save, load=learner.load, checkpoint=checkpoint, on_step=on_step
-    )
+def taught(learner: Learner, checkpoint: Path, on_step: Callable[..., None] = lambda step, loss: None) -> list[float]:
+    how: Any = {"update": response_update(learner.lm_step, TRAIN, SCRATCH), "save": learner.save, "load": learner.load}
+    return train_draft(TRAIN, CONFIG, **how, checkpoint=checkpoint, on_step=on_step)
 
 
 def test_each_update_learns_responses_alone_at_the_rate_of_its_step(tmp_path: Path) -> None:
     learner, told = Learner(), []
     losses = taught(learner, tmp_path, on_step=lambda step, loss: told.append((step, loss)))
     assert losses == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert told == [(0, 1.0), (1, 2.0), (2, 3.0), (3, 4.0), (4, 5.0)]
+    assert told == list(enumerate(losses))
     starts = dict(zip(TRAIN.token_ids, TRAIN.prompt_lengths, strict=True))
     for step, (sequences, loss_starts, rate) in enumerate(learner.steps):
         assert len(set(sequences)) == 2  # two chats of three tokens fill six
@@ -163,9 +150,7 @@ def test_held_out_acceptance_is_the_mean_ratio_and_of_a_window_the_product() -> 
 def test_the_mean_ratio_over_the_policys_tokens_is_the_overlap_of_the_distributions() -> None:
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.1, 0.3, 0.6])
     drawn = np.random.default_rng(0).choice(3, size=200_001, p=p)
-    found = heldout_acceptance(
-        [np.log(p[drawn]).astype(np.float32)], [np.log(q[drawn]).astype(np.float32)], num_tokens=1
-    )
+    found = heldout_acceptance([logs(*p[drawn])], [logs(*q[drawn])], num_tokens=1)
     assert found.rate_by_position[0] == pytest.approx(np.minimum(p, q).sum(), abs=0.003)
 
 

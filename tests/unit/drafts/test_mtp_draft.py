@@ -16,20 +16,20 @@ from slipstream.data.tokenizer import write_tokenizer
 from slipstream.drafts.compatibility import require_fit
 from slipstream.drafts.learner_draft import Chats, MtpDraft
 from slipstream.drafts.methods import DraftMethod
-from slipstream.grpo.config import LossConfig, OptimizerConfig
+from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.update import Update
 from slipstream.learner.architecture import QWEN3
 from slipstream.learner.checkpoint import CheckpointError
-from slipstream.learner.config import LearnerConfig, PolicyConfig
+from slipstream.learner.config import PolicyConfig
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.policy_source import Needs, write_policy_tokenizer
 from slipstream.ragged import Ragged
-from slipstream.types import Dtype, TrainBatch
+from slipstream.types import Dtype
 from slipstream.workers.learner_process import LearnerProcess
 from tests.small import draft_with
 from tests.unit.learner import mimo
+from tests.unit.learner.policies import LEARNER, update_of
 
-LEARNER = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
 CONFIG = draft_with(
     method=DraftMethod.MTP,
     pretrain={"ttt_steps": 2, "num_steps": 20, "optimizer": {"warmup_steps": 2, "learning_rate": 5e-3}},
@@ -47,18 +47,9 @@ def _process(path: Path, optimizer: OptimizerConfig | None = None) -> LearnerPro
     return process
 
 
-def _update() -> Update:
-    sequences = mimo.sequences()
-    batch = TrainBatch(
-        token_ids=sequences,
-        prompt_lengths=(3,) * len(sequences),
-        rollout_logprobs=tuple((-1.0,) * (len(tokens) - 3) for tokens in sequences),
-        advantages=tuple(np.random.default_rng(0).normal(size=len(sequences)).tolist()),
-        policy_version=0,
-    )
-    return Update(
-        batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=0.8, trains_draft=True
-    )
+def _update(process: LearnerProcess, *, trains_draft: bool = True) -> Update:
+    given = update_of(process._loaded, mimo.sequences())
+    return dataclasses.replace(given, trainer_logprobs=None, trains_draft=trains_draft)
 
 
 def _draft(path: Path) -> MtpDraft:
@@ -91,8 +82,8 @@ def test_a_step_with_the_layer_is_the_policys_own_to_the_last_bit(path: Path) ->
     alone, both = _process(path, optimizer), _process(path, optimizer)
     both.continue_draft(path, path, CONFIG, Dtype.FLOAT32)
     for _ in range(2):
-        expected = alone.train_step(dataclasses.replace(_update(), trains_draft=False))
-        trained = both.train_step(_update())
+        expected = alone.train_step(_update(alone, trains_draft=False))
+        trained = both.train_step(_update(both))
         assert trained.stats == expected.stats
         assert trained.draft is not None and trained.draft.loss > 0.0
         assert trained.draft.num_updates == CONFIG.online.updates
@@ -103,48 +94,41 @@ def test_a_step_with_the_layer_is_the_policys_own_to_the_last_bit(path: Path) ->
 
 def test_a_resumed_run_goes_on_with_policy_and_layer_bit_for_bit(path: Path, tmp_path: Path) -> None:
     optimizer = OptimizerConfig(learning_rate=1e-3)
-    update = _update()
     straight, resumed = _process(path, optimizer), _process(path, optimizer)
     for process in (straight, resumed):
         process.continue_draft(path, path, CONFIG, Dtype.FLOAT32)
-    straight.train_step(update)
+    straight.train_step(_update(straight))
     straight.save_checkpoint(tmp_path / "checkpoint", {})
     straight.finish_checkpoint()
-    straight.train_step(update)
     resumed.load_checkpoint(tmp_path / "checkpoint")
-    resumed.train_step(update)
+    for process in (straight, resumed):
+        process.train_step(_update(process))
     for name in ("weights", "mtp_weights"):
         one, other = (dict(getattr(process._loaded, name)()) for process in (straight, resumed))
         assert all(torch.equal(one[each], other[each]) for each in one)
 
 
 def test_a_resumed_pretraining_goes_on_bit_for_bit(path: Path, tmp_path: Path) -> None:
-    sequences, starts = mimo.sequences(), [2] * 9
+    sequences = mimo.sequences()
     draft, resumed = _draft(path), _draft(path)
-    states = draft._policy.hidden_states(sequences, draft._policy.architecture.mtp_layer_ids)
-    draft.step(Chats(sequences, starts, states))
+    chats = Chats(sequences, [2] * 9, draft._policy.hidden_states(sequences, draft._policy.architecture.mtp_layer_ids))
+    draft.step(chats)
     draft.save_checkpoint(tmp_path / "step-1")
-    expected = [draft.step(Chats(sequences, starts, states)) for _ in range(2)]
+    expected = [draft.step(chats) for _ in range(2)]
     resumed.load_checkpoint(tmp_path / "step-1")
-    assert [resumed.step(Chats(sequences, starts, states)) for _ in range(2)] == expected
+    assert [resumed.step(chats) for _ in range(2)] == expected
     (tmp_path / "step-1" / "draft.safetensors").write_bytes(b"cut")
     with pytest.raises(CheckpointError, match="is damaged"):
         resumed.load_checkpoint(tmp_path / "step-1")
 
 
-def test_a_layer_of_another_policy_is_refused(path: Path, tmp_path: Path) -> None:
-    narrow = dataclasses.replace(mimo.ARCH, ffn_hidden_size=32)
-    other = mimo.write_model(tmp_path / "other", narrow)
+def test_a_layer_of_another_policy_or_of_none_is_refused(path: Path, tmp_path: Path) -> None:
+    other = mimo.write_model(tmp_path / "other", dataclasses.replace(mimo.ARCH, ffn_hidden_size=32))
     with pytest.raises(ConfigError, match=r"same tensors of the same shapes, got \"?3 others"):
         require_fit(CONFIG, path, other, max_model_len=32)
-
-
-def test_a_policy_without_an_mtp_layer_is_refused_before_anything_starts(path: Path, tmp_path: Path) -> None:
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    save_file({"model.norm.weight": torch.ones(4)}, plain / "model.safetensors")
+    save_file({"model.norm.weight": torch.ones(4)}, other / "model.safetensors")
     with pytest.raises(ConfigError, match=r"draft\.method mtp needs a policy with an MTP layer"):
-        require_fit(CONFIG, plain, path, max_model_len=32)
+        require_fit(CONFIG, other, path, max_model_len=32)
 
 
 def test_a_policy_of_a_hub_that_cannot_draft_with_itself_is_refused_by_its_config(tmp_path: Path) -> None:
@@ -152,11 +136,9 @@ def test_a_policy_of_a_hub_that_cannot_draft_with_itself_is_refused_by_its_confi
     model = tmp_path / "model"
     write_tokenizer(model, max_length=64)
     (model / "config.json").write_text(json.dumps(plain.to_hf(Dtype.FLOAT32)))
-    needs = Needs(max_model_len=64, draft_layer_ids=(), mtp=True)
-    with pytest.raises(
-        ConfigError, match=r"policy\.model must have an MTP layer to draft with, got 'Qwen3ForCausalLM'"
-    ):
-        write_policy_tokenizer(PolicyConfig(model=str(model)), needs, tmp_path / "out")
+    given, needs = PolicyConfig(model=str(model)), Needs(max_model_len=64, draft_layer_ids=(), mtp=True)
+    with pytest.raises(ConfigError, match=r"policy\.model must have an MTP layer to draft with, got 'Qwen3ForCausalLM"):
+        write_policy_tokenizer(given, needs, tmp_path / "out")
     (model / "config.json").write_text(json.dumps(mimo.ARCH.to_hf(Dtype.FLOAT32)))
-    write_policy_tokenizer(PolicyConfig(model=str(model)), needs, tmp_path / "out")
+    write_policy_tokenizer(given, needs, tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").exists()

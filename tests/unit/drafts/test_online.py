@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,12 +43,8 @@ ALWAYS = draft_with(
     CONFIG, online={"when": DraftOnline.ALWAYS, "optimizer": {"learning_rate": 1e-2}}, pretrain={"tokens_per_step": 40}
 )
 STREAM = tuple(Prompt(id=str(i), text=str(i), token_ids=(2, 5 + i), answer="") for i in range(4))
-GRPO = GrpoConfig(
-    num_steps=4,
-    prompts_per_step=2,
-    group_size=2,
-    optimizer=OptimizerConfig(learning_rate=1e-2, clip_grad=0.01),  # clips: a shared norm would show
-)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, clip_grad=0.01)  # clips: a shared norm would show
+GRPO = GrpoConfig(num_steps=4, prompts_per_step=2, group_size=2, optimizer=OPTIMIZER)
 LEARNER = LearnerConfig(max_tokens_per_microbatch=32)
 ACCEPTED = accepted(100, 80, 50, 20)
 
@@ -68,13 +65,12 @@ class DrawnRollouts:
         random = np.random.default_rng(seed)
         version, draft_version = self.versions[-1]
 
-        def answer(prompt: Prompt) -> Rollout:
-            tokens = (*random.integers(5, 16, size=random.integers(3, 9)).tolist(), 3)
-            return rollout(tokens, -2.0, prompt_id=prompt.id, policy_version=version, draft_version=draft_version)
+        def answers(prompt: Prompt) -> tuple[Rollout, ...]:
+            drawn = [(*random.integers(5, 16, size=random.integers(3, 9)).tolist(), 3) for _ in range(group_size)]
+            how: Any = {"prompt_id": prompt.id, "policy_version": version, "draft_version": draft_version}
+            return tuple(rollout(tokens, -2.0, **how) for tokens in drawn)
 
-        groups = tuple(
-            RolloutGroup(prompt=prompt, rollouts=tuple(answer(prompt) for _ in range(group_size))) for prompt in prompts
-        )
+        groups = tuple(RolloutGroup(prompt=prompt, rollouts=answers(prompt)) for prompt in prompts)
         return GenerationResult(groups=groups, acceptance=ACCEPTED, generation_s=1000.0)
 
 
@@ -101,9 +97,9 @@ def run(
     history: Sequence[StepRecord] = (),
     reference: float | None = None,
     killed_after: int | None = None,
-    rests: bool = False,
+    rollouts: DrawnRollouts | None = None,
 ) -> tuple[list[StepRecord], DrawnRollouts]:
-    records, rollouts = list(history), Offloaded(process) if rests else DrawnRollouts()
+    records, rollouts = list(history), rollouts or DrawnRollouts()
     is_off = config.online.when is DraftOnline.OFF
 
     def on_step(record: StepRecord) -> None:
@@ -111,19 +107,15 @@ def run(
         if len(records) == killed_after:
             raise InterruptedError
 
+    draft = Draft(version=0) if is_off else TrainedDraft(config, reference=reference, history=history)
+    learner = cast(Any, process)  # its rows are arrays in one block, not lists of them
     loop = SyncLoop(
         arm=Arm.SPECULATIVE,
         engine=rollouts,
         gate=rollouts,
         prompts=PromptStream(prompts=STREAM, batch_size=2, seed=0),
         score=score,
-        trainer=Trainer(
-            learner=cast(Any, process),  # its rows are arrays in one block, not lists of them
-            config=grpo,
-            temperature=0.8,
-            max_response_tokens=10,
-            draft=Draft(version=0) if is_off else TrainedDraft(config, reference=reference, history=history),
-        ),
+        trainer=Trainer(learner=learner, config=grpo, temperature=0.8, max_response_tokens=10, draft=draft),
         sampling=SamplingConfig(temperature=0.8, max_response_tokens=10),
         on_step=on_step,
     )
@@ -149,14 +141,10 @@ def policy_bits(process: LearnerProcess) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in process._loaded.weights()}
 
 
-def draft_state(process: LearnerProcess) -> dict[str, torch.Tensor]:
+def draft_bits(process: LearnerProcess) -> dict[str, bytes]:
     assert process._online is not None
     trainer, _ = process._online
-    return trainer.state()
-
-
-def draft_bits(process: LearnerProcess) -> dict[str, bytes]:
-    return {name: tensor.numpy().tobytes() for name, tensor in draft_state(process).items()}
+    return {name: tensor.numpy().tobytes() for name, tensor in trainer.state().items()}
 
 
 @pytest.mark.parametrize("recompute", Recompute)
@@ -179,21 +167,19 @@ def test_a_run_that_trains_its_draft_ends_with_the_policy_of_one_that_does_not_b
     for record in found:
         update = record.draft_update
         assert update is not None
-        assert update.num_updates == updates_per_step
-        assert update.loss > 0.0
+        assert (update.num_updates, update.loss > 0.0) == (updates_per_step, True)
         assert 0.0 < update.elapsed_s <= record.times.train_s
     after = draft_bits(beside)
-    changed = {name for name in before if before[name] != after[name]}
-    assert changed == before.keys()  # every trained tensor, and the count of steps
+    assert all(before[name] != after[name] for name in before)  # every trained tensor, and the count of steps
 
 
 def test_a_learner_that_rests_while_rollouts_are_drawn_ends_with_the_same_policy_and_draft_bit_for_bit(
     policy: Path, draft: Path, tmp_path: Path
 ) -> None:
     offloaded, other = started(policy, draft), started(policy, draft)
-    _, rollouts = run(offloaded, rests=True)
+    rollouts = Offloaded(offloaded)
+    run(offloaded, rollouts=rollouts)
     run(other)
-    assert isinstance(rollouts, Offloaded)
     # Before the first step there are the gradients of the policy, then moments, and the draft's gradients are freed.
     num_policy = offloaded._loaded.architecture.num_parameters()
     num_draft = offloaded._drafting.num_parameters
@@ -213,13 +199,7 @@ def test_a_learner_that_rests_while_rollouts_are_drawn_ends_with_the_same_policy
     [(DraftOnline.ALWAYS, False, 1), (DraftOnline.ALWAYS, True, 2), (DraftOnline.OFF, False, 2)],
 )
 def test_a_learner_takes_an_idle_core_where_neither_its_policy_nor_its_draft_would_round_otherwise(
-    online: DraftOnline,
-    keeps: bool,
-    threads: int,
-    policy: Path,
-    draft: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    online: DraftOnline, keeps: bool, threads: int, policy: Path, draft: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(numerics, "learner_keeps_bits", lambda dtype: dtype is LEARNER.dtype)
     monkeypatch.setattr(numerics, "draft_keeps_bits", lambda: keeps)
@@ -237,9 +217,7 @@ def test_a_learner_takes_an_idle_core_where_neither_its_policy_nor_its_draft_wou
         cores.set_threads(before)
 
 
-def test_a_resumed_run_has_the_policy_and_the_draft_of_an_uninterrupted_one_bit_for_bit(
-    policy: Path, draft: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_ends_with_the_same_policy_and_draft(policy: Path, draft: Path, tmp_path: Path) -> None:
     config = draft_with(ALWAYS, online={"when": DraftOnline.WHEN_STALE})
     # A draft that is said to have reached 3.5, and never does, is trained in each step that another one follows.
     whole, killed, resumed = (started(policy, draft, config) for _ in range(3))
@@ -276,22 +254,22 @@ def test_a_draft_learns_from_the_output_layer_and_embeddings_that_the_policy_has
     assert torch.equal(model.embed_tokens.weight, embeddings)
 
 
+def draft_totals(process: LearnerProcess, dtypes: dict[str, str]) -> dict[str, int]:
+    return weight_totals([process.weight_fingerprints(dtypes, ALL, is_draft=True)])
+
+
 def test_what_the_learner_says_of_its_draft_is_what_its_file_holds(policy: Path, draft: Path, tmp_path: Path) -> None:
     process = started(policy, draft)
     dtypes = dict.fromkeys((name for name, _ in process._drafting.weights()), "bfloat16")
-    assert weight_totals([process.weight_fingerprints(dtypes, ALL, is_draft=True)]) == file_fingerprints(draft, dtypes)
+    assert draft_totals(process, dtypes) == file_fingerprints(draft, dtypes)
     run(process, grpo=replace(GRPO, num_steps=1))
     process.save_draft(tmp_path / "trained")
-    assert weight_totals([process.weight_fingerprints(dtypes, ALL, is_draft=True)]) == file_fingerprints(
-        tmp_path / "trained", dtypes
-    )
-    assert weight_totals([process.weight_fingerprints(dtypes, ALL, is_draft=True)]) != file_fingerprints(draft, dtypes)
+    assert draft_totals(process, dtypes) == file_fingerprints(tmp_path / "trained", dtypes)
+    assert draft_totals(process, dtypes) != file_fingerprints(draft, dtypes)
     assert process.weight_fingerprints(dtypes, Turn(index=1, count=2), is_draft=True) == {}  # it has layer 0 alone
 
 
-def test_a_draft_that_is_trained_in_float32_is_sent_as_the_engine_computes_it(
-    policy: Path, draft: Path, tmp_path: Path
-) -> None:
+def test_a_draft_trained_in_float32_is_sent_as_engines_compute_it(policy: Path, draft: Path, tmp_path: Path) -> None:
     process = started(policy, draft)
     trained = dict(process._drafting.weights())
     assert {tensor.dtype for tensor in trained.values() if tensor.is_floating_point()} == {torch.float32}
@@ -303,16 +281,12 @@ def test_a_draft_that_is_trained_in_float32_is_sent_as_the_engine_computes_it(
         expected = trained[name].to(torch.bfloat16) if trained[name].is_floating_point() else trained[name]
         assert tensor.dtype is expected.dtype and torch.equal(tensor, expected)
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in sent.items()}
-    assert weight_totals([process.weight_fingerprints(dtypes, ALL, is_draft=True)]) == file_fingerprints(
-        Path(snapshot.path), dtypes
-    )
+    assert draft_totals(process, dtypes) == file_fingerprints(Path(snapshot.path), dtypes)
     own = sum(tensor.nbytes for _, tensor in process._loaded.weights())
     assert process.weight_bytes() == own + sum(tensor.nbytes for tensor in sent.values())
 
 
-def test_a_checkpoint_without_a_draft_does_not_resume_a_run_that_trains_one(
-    policy: Path, draft: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_a_draft_resumes_no_run_that_trains_one(policy: Path, draft: Path, tmp_path: Path) -> None:
     alone = started(policy, draft, CONFIG)
     alone.save_checkpoint(tmp_path / "step-000001", {})
     alone.finish_checkpoint()
@@ -320,9 +294,7 @@ def test_a_checkpoint_without_a_draft_does_not_resume_a_run_that_trains_one(
         started(policy, draft).load_checkpoint(tmp_path / "step-000001")
 
 
-def test_online_training_lowers_the_loss_at_a_rate_that_rises_over_five_updates(
-    policy: Path, draft: Path, chats: Chats
-) -> None:
+def test_online_training_lowers_the_loss_at_a_rate_that_warms_up(policy: Path, draft: Path, chats: Chats) -> None:
     trainer = DraftTrainer(policy, draft_with(ALWAYS, pretrain={"tokens_per_step": 100}), given=draft, is_online=True)
     losses, rates = [], []
     for _ in range(30):
@@ -344,22 +316,20 @@ def test_responses_of_one_token_teach_nothing_and_are_no_error(policy: Path, dra
     num_tokens=st.integers(1, 100),
     seed=st.text(max_size=3),
 )
-def test_parts_are_disjoint_and_within_their_tokens(
-    lengths: list[int], num_parts: int, num_tokens: int, seed: str
-) -> None:
-    parts = sample_parts(lengths, num_parts=num_parts, num_tokens=num_tokens, seed=seed)
+def test_parts_are_disjoint_and_within_bounds(lengths: list[int], num_parts: int, num_tokens: int, seed: str) -> None:
+    draw = partial(sample_parts, lengths, num_parts=num_parts, num_tokens=num_tokens)
+    parts = draw(seed=seed)
     taken = [index for part in parts for index in part]
     assert len(parts) == num_parts
     assert len(set(taken)) == len(taken)
     assert all(len(part) <= 1 or sum(lengths[i] for i in part) <= num_tokens for part in parts)
     assert all(parts) or len(lengths) < num_parts
-    assert parts == sample_parts(lengths, num_parts=num_parts, num_tokens=num_tokens, seed=seed)
+    assert parts == draw(seed=seed)
 
 
 def test_parts_differ_from_step_to_step() -> None:
-    assert sample_parts([1] * 20, num_parts=1, num_tokens=5, seed="0") != sample_parts(
-        [1] * 20, num_parts=1, num_tokens=5, seed="1"
-    )
+    one, other = (sample_parts([1] * 20, num_parts=1, num_tokens=5, seed=seed) for seed in "01")
+    assert one != other
 
 
 @pytest.mark.parametrize(("cap", "num_ranks", "most"), [(None, 1, 12), (8, 1, 8), (8, 2, 4)])

@@ -46,9 +46,7 @@ def test_each_chat_attends_to_itself_and_each_token_to_its_own_later_keys(length
         torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-5)
 
 
-def test_the_attention_of_a_long_chat_is_computed_anew_for_the_gradient_with_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_attention_of_a_long_chat_is_recomputed_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, num, num_passes = [3, 7, 2], 12, 3
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, HEADS, num, DIM, generator=generator, requires_grad=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,20 +25,13 @@ RESPONSES = [chat[start:] for chat, start in zip(CHATS, PROMPTS, strict=True)]
 KNOWN = (2, 5, 6, 7, 8, 9)
 
 
-def test_the_tokens_that_occur_most_are_known_and_of_equals_the_smaller() -> None:
+@pytest.mark.parametrize("known", [(3, 7, 8, 9), (3, 5, 7, 8, 9), (0, 1, 3, 5, 6, 7, 8, 9)])
+def test_the_most_frequent_tokens_are_known_and_of_equals_the_smaller(known: tuple[int, ...]) -> None:
     # 7 8 9 5 6 7 8 9 3 and 5 6 7 8 9 3: of 7, 8 and 9 there are three each, of 3, 5 and 6 two.
-    assert frequent_tokens(RESPONSES, num=4, vocab_size=16) == (3, 7, 8, 9)
-    assert frequent_tokens(RESPONSES, num=5, vocab_size=16) == (3, 5, 7, 8, 9)
-    assert frequent_tokens(RESPONSES, num=8, vocab_size=16) == (0, 1, 3, 5, 6, 7, 8, 9)
-
-
-def test_known_tokens_and_their_maps_are_those_of_speculators() -> None:
-    counts = {3: 2, 5: 2, 6: 2, 7: 3, 8: 3, 9: 3}
-    for num in (4, 5, 8):
-        d2t, t2d = build_vocab_mappings_from_distribution(counts, num, 16)
-        ours = vocabulary_maps(frequent_tokens(RESPONSES, num=num, vocab_size=16), 16)
-        assert torch.equal(ours[0], t2d)
-        assert torch.equal(ours[1], d2t)
+    assert frequent_tokens(RESPONSES, num=len(known), vocab_size=16) == known
+    d2t, t2d = build_vocab_mappings_from_distribution({3: 2, 5: 2, 6: 2, 7: 3, 8: 3, 9: 3}, len(known), 16)
+    ours = vocabulary_maps(known, 16)
+    assert torch.equal(ours[0], t2d) and torch.equal(ours[1], d2t)
 
 
 def test_coverage_is_the_share_of_the_responses_tokens() -> None:
@@ -45,10 +39,10 @@ def test_coverage_is_the_share_of_the_responses_tokens() -> None:
     assert coverage([], (6,)) == 0.0
 
 
-@pytest.mark.parametrize("num", [0, 16])
-def test_a_cut_that_is_none_is_refused(num: int, refusal: Callable[..., str]) -> None:
-    expected = f"draft.eagle3.vocab_size must be < the policy's 16 tokens, got {num}; null keeps the whole vocabulary"
-    assert refusal(lambda: require_cut(num, 16)) == expected
+def test_a_cut_that_is_none_is_refused(refusal: Callable[..., str]) -> None:
+    rule = "draft.eagle3.vocab_size must be < the policy's 16 tokens, got {}; null keeps the whole vocabulary"
+    for num in (0, 16):
+        assert refusal(partial(require_cut, num, 16)) == rule.format(num)
 
 
 def test_a_draft_of_a_cut_vocabulary_learns_and_fits_its_policy(policy: Path, chats: Chats, tmp_path: Path) -> None:

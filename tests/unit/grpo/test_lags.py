@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
@@ -45,14 +45,10 @@ def test_a_rollout_that_new_weights_entered_counts_under_each_of_its_versions() 
     """Version 5 trains. Ratios 3 (lag 1), 1 and 0.5 (lag 0), then 1 and 1 (lag 2)."""
     rollouts = [_rollout(3, (4, 1), (5, 2)), _rollout(2, version=3)]
     young, middle, old = _stats(rollouts, [[3.0, 1.0, 0.5], [1.0, 1.0]])
-    assert (young.lag, young.num_tokens, young.clipped_fraction) == (0, 2, 0.0)
-    assert young.ratio_mean == pytest.approx(0.75)
-    assert young.ratio_max == pytest.approx(1.0)
-    assert young.effective_sample_size == pytest.approx(1.5**2 / (2 * 1.25))
-    assert (middle.lag, middle.num_tokens, middle.clipped_fraction) == (1, 1, 1.0)
-    assert (middle.ratio_mean, middle.ratio_max) == (pytest.approx(3.0), pytest.approx(3.0))
-    assert middle.effective_sample_size == 1.0
-    assert (old.lag, old.num_tokens, old.ratio_mean, old.effective_sample_size) == (2, 2, 1.0, 1.0)
+    # lag, tokens, mean and largest ratio, changed share, effective sample
+    assert astuple(young) == pytest.approx((0, 2, 0.75, 1.0, 0.0, 1.5**2 / (2 * 1.25)))
+    assert astuple(middle) == pytest.approx((1, 1, 3.0, 3.0, 1.0, 1.0))
+    assert astuple(old) == pytest.approx((2, 2, 1.0, 1.0, 0.0, 1.0))
 
 
 def test_a_whole_responses_weight_changes_for_all_of_its_tokens() -> None:
@@ -66,18 +62,15 @@ def test_a_whole_responses_weight_changes_for_all_of_its_tokens() -> None:
 def test_a_masked_token_weighs_nothing_and_counts_as_changed() -> None:
     """Band 0.5 to 2: by token 0.4 falls out; by sequence sqrt(0.4) = 0.63 stays in."""
     band = replace(CONFIG, mask_band=(0.5, 2.0))
-    (found,) = _stats([_rollout(2)], [[0.4, 1.0]], band)
-    assert (found.clipped_fraction, found.effective_sample_size) == (0.5, 0.5)
-    (found,) = _stats([_rollout(2)], [[0.4, 1.0]], replace(band, mask_level=Level.SEQUENCE))
-    assert found.clipped_fraction == 0.0
-    (found,) = _stats([_rollout(1)], [[0.4]], band)
-    assert (found.clipped_fraction, found.effective_sample_size) == (1.0, 0.0)
-
-
-def test_without_a_correction_all_tokens_weigh_the_same() -> None:
-    (found,) = _stats([_rollout(2)], [[4.0, 1.0]], LossConfig())
-    assert (found.clipped_fraction, found.effective_sample_size) == (0.0, 1.0)
-    assert found.ratio_max == pytest.approx(4.0)
+    for ratios, loss, clipped, size in (
+        ([0.4, 1.0], band, 0.5, 0.5),
+        ([0.4, 1.0], replace(band, mask_level=Level.SEQUENCE), 0.0, 1.4**2 / (2 * 1.16)),
+        ([0.4], band, 1.0, 0.0),
+        ([4.0, 1.0], LossConfig(), 0.0, 1.0),  # without a correction all weigh the same
+    ):
+        (found,) = _stats([_rollout(len(ratios))], [ratios], loss)
+        assert (found.clipped_fraction, found.effective_sample_size) == (clipped, pytest.approx(size))
+        assert found.ratio_max == pytest.approx(max(ratios))
 
 
 def test_a_ratio_beyond_all_numbers_is_shown_as_a_finite_one() -> None:
@@ -88,9 +81,7 @@ def test_a_ratio_beyond_all_numbers_is_shown_as_a_finite_one() -> None:
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.sampled_from(Correction), st.booleans())
-def test_without_lag_and_with_one_policy_ratios_and_the_sample_are_whole(
-    lengths: list[int], correction: Correction, masks: bool
-) -> None:
+def test_without_lag_ratios_and_the_sample_are_whole(lengths: list[int], correction: Correction, masks: bool) -> None:
     cap = None if correction is Correction.NONE else 1.0
     band = (0.9, 1.1) if masks and cap is not None else None
     loss = LossConfig(correction=correction, truncated_importance_sampling=cap, mask_band=band)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -16,16 +17,9 @@ from slipstream.grpo.correction import Weights, corrected
 from slipstream.grpo.loss import PolicyLoss, divisor, group_advantages, policy_loss
 
 
-def _loss(
-    ratios: list[float],
-    advantage: float,
-    config: LossConfig,
-    *,
-    weights: Weights | None = None,
-    ref_logprobs_BT: Tensor | None = None,
-) -> PolicyLoss:
+def _loss(ratios: list[float], advantage: float, config: LossConfig, **given: Any) -> PolicyLoss:
     logprobs_BT = torch.tensor([ratios], dtype=torch.float64).log().requires_grad_()
-    return _of(logprobs_BT, advantage, config=config, weights=weights, ref_logprobs_BT=ref_logprobs_BT)
+    return _of(logprobs_BT, advantage, config=config, **given)
 
 
 def _of(logprobs_BT: torch.Tensor, advantage: float = 0.0, **given: Any) -> PolicyLoss:
@@ -36,6 +30,16 @@ def _of(logprobs_BT: torch.Tensor, advantage: float = 0.0, **given: Any) -> Poli
         "mask_BT": torch.ones(logprobs_BT.shape, dtype=torch.bool),
     }
     return policy_loss(logprobs_BT, **{**plain, **given})
+
+
+def _gradient(logprobs_BT: Tensor, loss: Tensor) -> Tensor:
+    (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
+    return gradient_BT
+
+
+def _log(*chances: float) -> Tensor:
+    """[1, T]."""
+    return torch.tensor([chances], dtype=torch.float64).log()
 
 
 def _capped(log_ratio_BT: Tensor, config: LossConfig) -> Weights | None:
@@ -63,10 +67,8 @@ def test_a_clipped_token_has_no_gradient_and_padding_may_hold_anything() -> None
     logprobs_BT = torch.tensor([[math.log(1.5), math.log(1.1), math.nan, math.inf]], requires_grad=True)
     got = _of(logprobs_BT, 1.0, mask_BT=torch.tensor([[True, True, False, False]]), config=LossConfig())
     assert (got.loss.item(), got.num_clipped.item()) == (pytest.approx(-(1.28 + 1.1)), 1)
-    got.loss.backward()
-    assert logprobs_BT.grad is not None
     # d(-r A)/d(log r) = -r A
-    torch.testing.assert_close(logprobs_BT.grad[:, :2], torch.tensor([[0.0, -1.1]]))
+    torch.testing.assert_close(_gradient(logprobs_BT, got.loss)[:, :2], torch.tensor([[0.0, -1.1]]))
 
 
 @pytest.mark.parametrize(
@@ -78,45 +80,34 @@ def test_a_clipped_token_has_no_gradient_and_padding_may_hold_anything() -> None
         (KlEstimator.K3, math.log(2.0) - 0.5, 0.5),
     ],
 )
-def test_each_estimator_of_the_kl_has_its_value_and_gradient(
-    estimator: KlEstimator, expected: float, gradient: float
-) -> None:
+def test_each_kl_estimator_has_its_value_and_gradient(estimator: KlEstimator, expected: float, gradient: float) -> None:
     """A token of probability 0.5 under the policy and 0.25 under the reference."""
-    logprobs_BT = torch.tensor([[0.5]], dtype=torch.float64).log().requires_grad_()
-    got = _of(
-        logprobs_BT,
-        trainer_logprobs_BT=logprobs_BT.detach(),
-        config=LossConfig(kl_coefficient=0.1, kl_estimator=estimator),
-        ref_logprobs_BT=torch.tensor([[0.25]], dtype=torch.float64).log(),
-    )
-    got.loss.backward()
+    logprobs_BT = _log(0.5).requires_grad_()
+    given: Any = {"trainer_logprobs_BT": logprobs_BT.detach(), "ref_logprobs_BT": _log(0.25)}
+    got = _of(logprobs_BT, config=LossConfig(kl_coefficient=0.1, kl_estimator=estimator), **given)
     assert got.kl_sum.item() == pytest.approx(expected)
     assert got.loss.item() == pytest.approx(0.1 * expected)
-    assert logprobs_BT.grad is not None
-    assert logprobs_BT.grad.item() == pytest.approx(0.1 * gradient)
+    assert _gradient(logprobs_BT, got.loss).item() == pytest.approx(0.1 * gradient)
 
 
 @pytest.mark.parametrize("kind", list(LossKind))
 def test_a_prompts_token_changes_nothing_however_unlikely_it_is(kind: LossKind) -> None:
     """The logprobs of a reference at a prompt's token are 0, so k3 of this one overflows."""
     values, prompt = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-100.0]])
+    config = LossConfig(kind=kind, clip_low=0.04, clip_high=0.05, kl_coefficient=0.1)
     found = []
     for logprobs_BT, num_prompt in ((values, 0), (torch.cat([prompt, values], dim=1), 1)):
         logprobs_BT = logprobs_BT.clone().requires_grad_()
         zeros = torch.zeros(1, num_prompt)
-        config = LossConfig(kind=kind, clip_low=0.04, clip_high=0.05, kl_coefficient=0.1)
-        loss = _of(
-            logprobs_BT,
-            1.0,
-            trainer_logprobs_BT=torch.cat([zeros, values + 0.1], dim=1),
-            mask_BT=torch.tensor([[False] * num_prompt + [True, True]]),
-            config=config,
-            ref_logprobs_BT=torch.cat([zeros, values - 0.1], dim=1),
-        ).loss
-        loss.backward()
-        assert logprobs_BT.grad is not None
-        found.append([loss.item(), *logprobs_BT.grad[0, num_prompt:].tolist()])
-        assert logprobs_BT.grad[0, :num_prompt].tolist() == [0.0] * num_prompt
+        given = {
+            "trainer_logprobs_BT": torch.cat([zeros, values + 0.1], dim=1),
+            "mask_BT": torch.tensor([[False] * num_prompt + [True, True]]),
+            "ref_logprobs_BT": torch.cat([zeros, values - 0.1], dim=1),
+        }
+        loss = _of(logprobs_BT, 1.0, config=config, **given).loss
+        of_prompt, of_response = _gradient(logprobs_BT, loss)[0].tensor_split([num_prompt])
+        assert of_prompt.tolist() == [0.0] * num_prompt
+        found.append([loss.item(), *of_response.tolist()])
     assert found[1] == pytest.approx(found[0])
 
 
@@ -130,21 +121,16 @@ def test_the_mean_gradient_of_k1_is_0_of_k2_that_of_the_kl_and_of_k3_that_of_the
     for estimator in KlEstimator:
         logits_V = torch.tensor([0.75, 0.25], dtype=torch.float64).log().requires_grad_()
         logprobs_BT = logits_V.log_softmax(0)[[0, 0, 0, 1]][None]
-        got = _of(
-            logprobs_BT,
-            trainer_logprobs_BT=logprobs_BT.detach(),
-            config=LossConfig(kl_coefficient=1.0, kl_estimator=estimator),
-            ref_logprobs_BT=torch.full((1, 4), 0.5, dtype=torch.float64).log(),
-        )
+        given: Any = {"trainer_logprobs_BT": logprobs_BT.detach(), "ref_logprobs_BT": _log(0.5, 0.5, 0.5, 0.5)}
+        got = _of(logprobs_BT, config=LossConfig(kl_coefficient=1.0, kl_estimator=estimator), **given)
         (gradient_V,) = torch.autograd.grad(got.loss / 4, logits_V)
         assert gradient_V.tolist() == pytest.approx([expected[estimator], -expected[estimator]], abs=1e-12)
 
 
 def test_truncated_importance_sampling_weighs_by_the_capped_ratio_to_the_engine() -> None:
     # trainer / rollout = 1 / 0.25 = 4, capped at 2, and 1 / 2 = 0.5
-    rollout = torch.tensor([[math.log(0.25), math.log(2.0)]], dtype=torch.float64)
     config = LossConfig(truncated_importance_sampling=2.0)
-    got = _loss([1.0, 1.0], 1.0, config, weights=_capped(-rollout, config))
+    got = _loss([1.0, 1.0], 1.0, config, weights=_capped(-_log(0.25, 2.0), config))
     assert got.loss.item() == pytest.approx(-(2.0 + 0.5))
 
 
@@ -163,12 +149,7 @@ LOG = math.log
         # over 2 responses x 10 tokens
         (LossConfig(kind=LossKind.DR_GRPO), -4.16 / 20, 2, [0.0, -0.11, -0.05, 0.0]),
         # s = 0.938 gains less than 0.96, and stays; 0.5 x -2 is clipped to 0.96 x -2
-        (
-            LossConfig(kind=LossKind.GSPO, clip_low=0.04, clip_high=0.05),
-            (-2 * S + 1.92) / 2,
-            1,
-            [-2 * S / 6] * 3 + [0.0],
-        ),
+        (LossConfig(kind=LossKind.GSPO, clip_low=0.04, clip_high=0.05), -S + 0.96, 1, [-S / 3] * 3 + [0.0]),
         # weights 1.28, 1.1, 0.8 and 0.8, three of them clipped, and each token has a gradient
         (
             LossConfig(kind=LossKind.CISPO),
@@ -195,19 +176,15 @@ def test_each_kind_of_loss_has_its_value_and_gradient(
     logprobs_BT = ratios_BT.log().requires_grad_()
     by = divisor(config.kind, num_tokens=4, num_responses=2, max_response_tokens=10)
     got = _of(logprobs_BT, advantages_BT=advantages_BT, mask_BT=mask_BT, places=places, config=config)
-    (got.loss / by).backward()
     assert (got.loss.item() / by, got.num_clipped.item()) == (pytest.approx(expected), num_clipped)
-    assert logprobs_BT.grad is not None
-    assert logprobs_BT.grad[mask_BT].tolist() == pytest.approx(gradient)
-    assert logprobs_BT.grad[~mask_BT].tolist() == [0.0, 0.0]
+    gradient_BT = _gradient(logprobs_BT, got.loss / by)
+    assert gradient_BT[mask_BT].tolist() == pytest.approx(gradient)
+    assert gradient_BT[~mask_BT].tolist() == [0.0, 0.0]
 
 
-def test_dr_grpo_without_its_constant_is_refused() -> None:
+def test_what_a_loss_needs_and_does_not_get_is_named() -> None:
     with pytest.raises(ValueError, match=r"^loss kind 'dr_grpo' needs max_response_tokens$"):
         divisor(LossKind.DR_GRPO, num_tokens=1, num_responses=1, max_response_tokens=None)
-
-
-def test_a_correction_without_its_logprobs_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^correction 'token' needs weights$"):
         _loss([1.0], 1.0, LossConfig(truncated_importance_sampling=2.0))
     with pytest.raises(ValueError, match=r"^kl_coefficient 0\.1 needs ref_logprobs$"):
@@ -216,20 +193,16 @@ def test_a_correction_without_its_logprobs_is_refused() -> None:
 
 def test_a_weight_by_truncated_importance_sampling_has_no_gradient_and_the_kl_has_one() -> None:
     """The gradient of -r A w is -A w at r = 1; of k3 with ref = policy it is 0, with ref / policy = 2 it is 1 - 2."""
-    logprobs_BT = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
-    one = torch.zeros(1, 1, dtype=torch.float64)
+    logprobs_BT = _log(1.0).requires_grad_()
     config = LossConfig(truncated_importance_sampling=2.0, kl_coefficient=0.5)
-    weights = _capped(one - math.log(2.0), config)
-    _of(logprobs_BT, 3.0, config=config, weights=weights, ref_logprobs_BT=one + math.log(2.0)).loss.backward()
-    assert logprobs_BT.grad is not None
-    assert logprobs_BT.grad.item() == pytest.approx(-3.0 * 0.5 + 0.5 * (1 - 2))
+    got = _of(logprobs_BT, 3.0, config=config, weights=_capped(_log(0.5), config), ref_logprobs_BT=_log(2.0))
+    assert _gradient(logprobs_BT, got.loss).item() == pytest.approx(-3.0 * 0.5 + 0.5 * (1 - 2))
 
 
 def test_without_a_reference_the_kl_is_0_and_with_one_its_sum_has_no_gradient() -> None:
     assert _loss([1.0], 1.0, LossConfig()).kl_sum.item() == 0.0
-    got = _loss([1.0], 1.0, LossConfig(), ref_logprobs_BT=torch.zeros(1, 1, dtype=torch.float64))
-    assert not got.kl_sum.requires_grad
-    assert got.loss.requires_grad
+    got = _loss([1.0], 1.0, LossConfig(), ref_logprobs_BT=_log(1.0))
+    assert got.loss.requires_grad and not got.kl_sum.requires_grad
 
 
 def test_ratio_weight_and_kl_are_each_of_two_policies_that_are_neither_at_0() -> None:
@@ -237,7 +210,7 @@ def test_ratio_weight_and_kl_are_each_of_two_policies_that_are_neither_at_0() ->
 
     Ratio 1.2 within the clip, so -2.4; times 0.5 / 0.4; plus 0.1 (0.5 - log 0.5 - 1).
     """
-    now, trainer, rollout, ref = (torch.tensor([[p]], dtype=torch.float64).log() for p in (0.6, 0.5, 0.4, 0.3))
+    now, trainer, rollout, ref = map(_log, (0.6, 0.5, 0.4, 0.3))
     config = LossConfig(kl_coefficient=0.1, truncated_importance_sampling=2.0)
     given = {"config": config, "weights": _capped(trainer - rollout, config), "ref_logprobs_BT": ref}
     got = _of(now.requires_grad_(), 2.0, trainer_logprobs_BT=trainer, **given)
@@ -246,22 +219,31 @@ def test_ratio_weight_and_kl_are_each_of_two_policies_that_are_neither_at_0() ->
     assert got.loss.item() == pytest.approx(-2.4 * 1.25 + 0.1 * k3)
 
 
-def test_rewards_are_centred_on_their_groups_mean() -> None:
-    rewards_PG = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
-    expected = torch.tensor([[0.75, -0.25, -0.25, -0.25], [0.5, 0.5, -0.5, -0.5]])
-    torch.testing.assert_close(group_advantages(rewards_PG), expected, rtol=0, atol=0)
+HALF = 0.5**0.5
 
 
-def test_scaling_divides_by_the_sample_standard_deviation() -> None:
-    # mean 2, deviations -1, 0, 1: variance (1 + 0 + 1) / 2 = 1
-    advantages = group_advantages(torch.tensor([[1.0, 2.0, 3.0]]), scale_by_std=True, eps=0.0)
-    torch.testing.assert_close(advantages, torch.tensor([[-1.0, 0.0, 1.0]]), rtol=0, atol=0)
-
-
-def test_left_out_of_its_own_baseline_a_reward_is_compared_with_the_mean_of_the_others() -> None:
-    rewards_PG = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 2.0]])
-    expected = torch.tensor([[1.0, -1 / 3, -1 / 3, -1 / 3], [0.0, 0.0, -4 / 3, 4 / 3]])
-    torch.testing.assert_close(group_advantages(rewards_PG, leave_one_out=True), expected)
+@pytest.mark.parametrize(
+    ("rewards_PG", "how", "expected"),
+    [
+        ([[1, 0, 0, 0], [1, 1, 0, 0]], {}, [[0.75, -0.25, -0.25, -0.25], [0.5, 0.5, -0.5, -0.5]]),
+        # mean 2, deviations -1, 0, 1: variance (1 + 0 + 1) / 2 = 1
+        ([[1, 2, 3]], {"scale_by_std": True, "eps": 0.0}, [[-1, 0, 1]]),
+        # deviation sqrt(1/2) of (0, 1): 0.5 / (sqrt(1/2) + 1/2)
+        ([[0, 1]], {"scale_by_std": True, "eps": 0.5}, [[-0.5 / (HALF + 0.5), 0.5 / (HALF + 0.5)]]),
+        # each group by its own deviation
+        ([[0, 2], [0, 20], [5, 5]], {"scale_by_std": True}, [[-HALF, HALF], [-HALF, HALF], [0, 0]]),
+        # each reward beside the mean of the others
+        (
+            [[1, 0, 0, 0], [1, 1, 0, 2]],
+            {"leave_one_out": True},
+            [[1, -1 / 3, -1 / 3, -1 / 3], [0, 0, -4 / 3, 4 / 3]],
+        ),
+    ],
+    ids=["centred", "scaled", "with an addend", "by group", "one left out"],
+)
+def test_advantages_worked_by_hand(rewards_PG: list[list[float]], how: Any, expected: list[list[float]]) -> None:
+    found = group_advantages(torch.tensor(rewards_PG, dtype=torch.float32), **how)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("scale_by_std", [False, True])
@@ -271,11 +253,10 @@ def test_equal_rewards_give_exactly_zero_even_where_their_mean_rounds(scale_by_s
     assert group_advantages(rewards_PG, scale_by_std=scale_by_std).abs().max() == 0
 
 
-@pytest.mark.parametrize("shape", [(3, 1), (3,), (3, 0)])
-def test_a_group_of_one_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError) as caught:
-        group_advantages(torch.zeros(shape))
-    assert str(caught.value) == f"rewards must be [P, G] with G >= 2, got shape {shape}"
+def test_a_group_of_one_is_refused() -> None:
+    for shape in ((3, 1), (3,), (3, 0)):
+        with pytest.raises(ValueError, match=re.escape(f"rewards must be [P, G] with G >= 2, got shape {shape}")):
+            group_advantages(torch.zeros(shape))
 
 
 @given(st.lists(st.lists(st.floats(-4, 4, width=32), min_size=4, max_size=4), min_size=1, max_size=5), st.floats(-3, 3))
@@ -284,17 +265,3 @@ def test_advantages_sum_to_zero_and_ignore_a_shift_of_all_rewards(rewards: list[
     advantages = group_advantages(rewards_PG)
     torch.testing.assert_close(advantages.sum(1), torch.zeros(len(rewards), dtype=torch.float64), rtol=0, atol=1e-12)
     torch.testing.assert_close(group_advantages(rewards_PG + shift), advantages, rtol=0, atol=1e-12)
-
-
-def test_what_is_added_to_the_deviation_is_added_to_it() -> None:
-    # deviation sqrt(1/2) of (0, 1): 0.5 / (sqrt(1/2) + 1/2)
-    advantages = group_advantages(torch.tensor([[0.0, 1.0]]), scale_by_std=True, eps=0.5)
-    expected = 0.5 / (0.5**0.5 + 0.5)
-    torch.testing.assert_close(advantages, torch.tensor([[-expected, expected]]))
-
-
-def test_each_group_is_scaled_by_its_own_deviation() -> None:
-    advantages = group_advantages(torch.tensor([[0.0, 2.0], [0.0, 20.0], [5.0, 5.0]]), scale_by_std=True)
-    half = 0.5**0.5
-    expected = torch.tensor([[-half, half], [-half, half], [0.0, 0.0]])
-    torch.testing.assert_close(advantages, expected, rtol=0, atol=1e-5)

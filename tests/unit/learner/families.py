@@ -6,17 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.unit.learner.policies import VOCAB
 
@@ -51,28 +41,28 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.15,  # the default gives nearly equal logits
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
 }
-MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen2.5": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True, "eos_token_id": [1, 5]}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
-    "llama2": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 4, "rope_parameters": None}),
-    "llama3": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3}),
-    "linear": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LINEAR, "max_position_embeddings": 16}),
-    "yarn": (Qwen3Config, Qwen3ForCausalLM, {"rope_parameters": YARN, "head_dim": 32}),
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen2.5": ("qwen2", {"tie_word_embeddings": True, "eos_token_id": [1, 5]}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "llama2": ("llama", {"num_key_value_heads": 4, "rope_parameters": None}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "linear": ("llama", {"rope_parameters": LINEAR, "max_position_embeddings": 16}),
+    "yarn": ("qwen3", {"rope_parameters": YARN, "head_dim": 32}),
     "smollm2": (
-        LlamaConfig,
-        LlamaForCausalLM,
+        "llama",
         {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
     ),
-    "mistral": (MistralConfig, MistralForCausalLM, {"head_dim": 32, "sliding_window": None}),
+    "mistral": ("mistral", {"head_dim": 32, "sliding_window": None}),
 }
 
 
 def write_model(path: Path, name: str, *, seed: int = 0, **change: Any) -> PreTrainedModel:
     """Write a directory as it would come from a hub, and return what transformers computes with."""
-    config, model, own = MODELS[name]
+    kind, own = MODELS[name]
+    config = AutoConfig.for_model(kind, **{**_SIZES, **own, **change})
     torch.manual_seed(seed)
-    built: PreTrainedModel = model(config(**{**_SIZES, **own, **change}))
+    built: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     for parameter in built.parameters():
         if parameter.dim() == 1:
             parameter.data.add_(torch.randn(parameter.shape) * 0.3)

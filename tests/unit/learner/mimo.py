@@ -72,11 +72,8 @@ def mtp_states(path: Path, states_TH: Tensor, tokens: Sequence[int]) -> Tensor:
     weights = load_file(path / "model.safetensors")
     config = Qwen2Config.from_pretrained(path)
     config._attn_implementation = "eager"
-    mine = {
-        name.removeprefix("model.mtp_layers.0."): tensor
-        for name, tensor in weights.items()
-        if name.startswith("model.mtp_layers.0.")
-    }
+    prefix = "model.mtp_layers.0."
+    mine = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
     def norm(name: str, x: Tensor) -> Tensor:
         module = Qwen2RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -90,8 +87,7 @@ def mtp_states(path: Path, states_TH: Tensor, tokens: Sequence[int]) -> Tensor:
     joined = torch.cat([norm("hidden_layernorm", states_TH[:count]), norm("token_layernorm", embeddings)], dim=-1)
     hidden = joined @ mine["input_proj.weight"].t()
     block = Qwen2DecoderLayer(config, layer_idx=0)
-    inside = {name: mine[name] for name in block.state_dict()}
-    block.load_state_dict(inside)
+    block.load_state_dict({name: mine[name] for name in block.state_dict()})
     angles = Qwen2RotaryEmbedding(config)(hidden[None], positions[None])
     future = torch.full((count, count), float("-inf")).triu(1)[None, None]
     out = block(hidden[None], attention_mask=future, position_embeddings=angles)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
@@ -32,8 +35,13 @@ def shaped(*, tie_word_embeddings: bool = False, num_mtp_layers: int = 0, **size
 
 
 def new_policy(
-    scratch: ScratchConfig = SCRATCH, learner: LearnerConfig = LEARNER, optimizer: OptimizerConfig | None = OPTIMIZER
+    scratch: ScratchConfig = SCRATCH,
+    learner: LearnerConfig = LEARNER,
+    optimizer: OptimizerConfig | None = OPTIMIZER,
+    **changes: Any,
 ) -> MegatronPolicy:
+    """A fresh policy in a learner with these `changes`."""
+    learner = replace(learner, **changes)
     return MegatronPolicy.from_scratch(scratch, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=optimizer)
 
 
@@ -72,6 +80,29 @@ def update_of(
     )
 
 
+def chosen(logits_TV: Tensor, tokens: Sequence[int], start: int = 1, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities of the tokens from `start` on."""
+    return torch.log_softmax(logits_TV / temperature, -1)[range(start - 1, len(tokens) - 1), tokens[start:]]
+
+
+def torch_step(
+    model: Callable[[Tensor], Any], optimizer: torch.optim.Optimizer, sequences: Sequence[Sequence[int]], start: int
+) -> tuple[float, float]:
+    """Update what torch's optimizer steps as `lm_step` does; the loss, and the norm that is clipped to 0.5."""
+    optimizer.zero_grad()
+    loss = -torch.cat([chosen(model(torch.tensor([tokens])).logits[0], tokens, start) for tokens in sequences]).mean()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], 0.5)
+    optimizer.step()
+    return loss.item(), float(norm)
+
+
+def require_close(policy: MegatronPolicy, theirs: Mapping[str, Tensor], *, atol: float) -> None:
+    """Fail, with its name, at a weight that differs."""
+    for name, tensor in policy.weights():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
 def save(policy: MegatronPolicy, directory: Path) -> Path:
     """The policy as a model directory, with the tokenizer of another model."""
     tokenizer = directory / "tokenizer"
@@ -80,3 +111,16 @@ def save(policy: MegatronPolicy, directory: Path) -> Path:
     (tokenizer / "config.json").write_text('{"of": "another model"}')
     policy.save_hf(directory / "model", tokenizer)
     return directory / "model"
+
+
+def same_weights(one: MegatronPolicy, other: MegatronPolicy) -> bool:
+    """True if all weights are equal to the last bit, those of MTP layers too."""
+    both = zip((*one.weights(), *one.mtp_weights()), (*other.weights(), *other.mtp_weights()), strict=True)
+    return all(name == twin and torch.equal(a, b) for (name, a), (twin, b) in both)
+
+
+def flip(file: Path) -> None:
+    """Change one bit of the last byte."""
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)

@@ -19,21 +19,17 @@ SEQUENCES = [[1, 2, 3], [4, 5, 6, 7]]  # two and three predicted tokens
 LOSS_STARTS = [1, 2]
 
 
-def _values(tensor: torch.Tensor) -> list[list[float]]:
-    return tensor.tolist()
-
-
 def test_padded_sequences_have_a_row_each_the_longest_first() -> None:
     (batch,) = Batching(max_tokens=8).microbatches(SEQUENCES, LOSS_STARTS, CPU)
     assert batch.indices == (1, 0)
-    assert _values(batch.inputs.token_ids_BT) == [[4, 5, 6], [1, 2, 0]]
-    assert _values(batch.inputs.positions_BT) == [[0, 1, 2], [0, 1, 2]]
+    assert batch.inputs.token_ids_BT.tolist() == [[4, 5, 6], [1, 2, 0]]
+    assert batch.inputs.positions_BT.tolist() == [[0, 1, 2], [0, 1, 2]]
     assert batch.inputs.padding_BT is not None
-    assert _values(batch.inputs.padding_BT) == [[False, False, False], [False, False, True]]
-    assert _values(batch.labels_BT) == [[5, 6, 7], [2, 3, 0]]
-    assert _values(batch.mask_BT) == [[False, True, True], [True, True, False]]
-    assert _values(batch.repeat([8.0, 9.0])) == [[9, 9, 9], [8, 8, 0]]
-    assert _values(batch.spread([[0.5, 0.25], [2.0, 3.0]])) == [[0, 2, 3], [0.5, 0.25, 0]]
+    assert batch.inputs.padding_BT.tolist() == [[False, False, False], [False, False, True]]
+    assert batch.labels_BT.tolist() == [[5, 6, 7], [2, 3, 0]]
+    assert batch.mask_BT.tolist() == [[False, True, True], [True, True, False]]
+    assert batch.repeat([8.0, 9.0]).tolist() == [[9, 9, 9], [8, 8, 0]]
+    assert batch.spread([[0.5, 0.25], [2.0, 3.0]]).tolist() == [[0, 2, 3], [0.5, 0.25, 0]]
 
 
 def test_a_token_takes_the_states_of_a_row_that_begins_alike() -> None:
@@ -41,7 +37,7 @@ def test_a_token_takes_the_states_of_a_row_that_begins_alike() -> None:
     states_of_BT = Batching(max_tokens=64, shares_prefixes=True).inputs(sequences, CPU).states_of_BT
     assert states_of_BT is not None
     # In lexicographic order: 1, 4, 5, 0, 3, 2.
-    assert _values(states_of_BT) == [
+    assert states_of_BT.tolist() == [
         [1, 1, 5, 0],
         [1, 1, -1, -1],
         [2, 2, 2, -1],
@@ -54,28 +50,28 @@ def test_a_token_takes_the_states_of_a_row_that_begins_alike() -> None:
 def test_packed_sequences_lie_one_behind_the_other_and_each_starts_at_position_0() -> None:
     (batch,) = Batching(max_tokens=8, packs=True).microbatches(SEQUENCES, LOSS_STARTS, CPU)
     assert batch.indices == (1, 0)
-    assert _values(batch.inputs.token_ids_BT) == [[4, 5, 6, 1, 2]]
-    assert _values(batch.inputs.positions_BT) == [[0, 1, 2, 0, 1]]
+    assert batch.inputs.token_ids_BT.tolist() == [[4, 5, 6, 1, 2]]
+    assert batch.inputs.positions_BT.tolist() == [[0, 1, 2, 0, 1]]
     assert batch.inputs.padding_BT is None
     assert batch.inputs.packed is not None
     assert batch.inputs.packed.cu_seqlens_q.tolist() == [0, 3, 5]
     assert batch.inputs.packed.cu_seqlens_q.dtype is torch.int32  # as FlashAttention takes them
     assert (batch.inputs.packed.max_seqlen_q, batch.inputs.packed.max_seqlen_kv) == (3, 3)
-    assert _values(batch.labels_BT) == [[5, 6, 7, 2, 3]]
-    assert _values(batch.mask_BT) == [[False, True, True, True, True]]
-    assert _values(batch.repeat([8.0, 9.0])) == [[9, 9, 9, 8, 8]]
-    assert _values(batch.spread([[0.5, 0.25], [2.0, 3.0]])) == [[0, 2, 3, 0.5, 0.25]]
+    assert batch.labels_BT.tolist() == [[5, 6, 7, 2, 3]]
+    assert batch.mask_BT.tolist() == [[False, True, True, True, True]]
+    assert batch.repeat([8.0, 9.0]).tolist() == [[9, 9, 9, 8, 8]]
+    assert batch.spread([[0.5, 0.25], [2.0, 3.0]]).tolist() == [[0, 2, 3, 0.5, 0.25]]
 
 
 def test_what_fills_the_row_up_for_sequence_parallel_ranks_is_a_sequence_without_labels() -> None:
     (batch,) = Batching(max_tokens=8, packs=True, multiple=4).microbatches(SEQUENCES, LOSS_STARTS, CPU)
-    assert _values(batch.inputs.token_ids_BT) == [[4, 5, 6, 1, 2, 0, 0, 0]]
-    assert _values(batch.inputs.positions_BT) == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    assert batch.inputs.token_ids_BT.tolist() == [[4, 5, 6, 1, 2, 0, 0, 0]]
+    assert batch.inputs.positions_BT.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
     assert batch.inputs.packed is not None
     assert batch.inputs.packed.cu_seqlens_q.tolist() == [0, 3, 5, 8]
     assert batch.inputs.num_computed_tokens == 5
-    assert _values(batch.mask_BT) == [[False, True, True, True, True, False, False, False]]
-    assert _values(batch.repeat([8.0, 9.0])) == [[9, 9, 9, 8, 8, 0, 0, 0]]
+    assert batch.mask_BT.tolist() == [[False, True, True, True, True, False, False, False]]
+    assert batch.repeat([8.0, 9.0]).tolist() == [[9, 9, 9, 8, 8, 0, 0, 0]]
 
 
 def test_values_by_token_come_back_in_the_callers_order_however_they_were_batched() -> None:
@@ -90,35 +86,25 @@ def test_values_by_token_come_back_in_the_callers_order_however_they_were_batche
 LENGTHS = st.lists(st.integers(1, 32), min_size=1, max_size=40)
 
 
-def test_neighbours_in_length_share_a_microbatch() -> None:
+def test_neighbours_in_length_share_a_microbatch_and_packed_ones_are_few_and_about_equally_full() -> None:
     # sorted: 9 (index 1), 8 (3), 4 (0), 4 (2), 1 (4). Three at least fit 16: 9 | 8 | 4 4 1 pads to 9 + 8 + 12 tokens,
     # 9 | 8 4 | 4 1 to 9 + 16 + 8.
     assert plan_microbatches([4, 9, 4, 8, 1], max_tokens=16) == [(1,), (3,), (0, 2, 4)]
-
-
-def test_another_microbatch_is_worth_it_when_it_saves_more_padding_than_it_costs() -> None:
     # Together 4 x 400 = 1,600; apart 400 + 3 and the cost of one more, 300.
     assert plan_microbatches([1, 400, 1, 1], max_tokens=2000) == [(1,), (0, 2, 3)]
     # Together 4 x 100 = 400; apart 100 + 3 + 300.
     assert plan_microbatches([1, 100, 1, 1], max_tokens=2000) == [(1, 0, 2, 3)]
-
-
-def test_attention_over_like_lengths_shares_a_rectangle(monkeypatch: pytest.MonkeyPatch) -> None:
-    # One rectangle: 4 x 100; two: 2 x 100 + 2 x 9, and 10 more for the second.
-    monkeypatch.setattr(packing, "_RECTANGLE_COST", 10)
-    assert packing.plan_rectangles([10, 10, 3, 2]) == [(0, 2), (2, 4)]
-    # 1 x 9 + 1 x 4 and 10 more would cost more than 2 x 9.
-    monkeypatch.setattr(packing, "_RECTANGLE_COST", 181)
-    assert packing.plan_rectangles([10, 10, 3, 2]) == [(0, 2), (2, 4)]
-    monkeypatch.setattr(packing, "_RECTANGLE_COST", 182)
-    assert packing.plan_rectangles([10, 10, 3, 2]) == [(0, 4)]
-
-
-def test_packed_microbatches_are_few_and_about_equally_full() -> None:
     # 26 tokens need two of at most 16: 9, then 8 to the other, 4 to that with 8, 4 to that with 9, 1 to that with 12.
     assert plan_packed_microbatches([4, 9, 4, 8, 1], max_tokens=16) == [(1, 2), (3, 0, 4)]
     # 24 tokens would fill two of 12, but three of 8 fit only one each.
     assert plan_packed_microbatches([8, 8, 8], max_tokens=12) == [(0,), (1,), (2,)]
+
+
+def test_attention_over_like_lengths_shares_a_rectangle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rectangle: 4 x 100; two: 2 x 100 + 2 x 9, and the cost of the second; 182 are as many."""
+    for cost, expected in ((10, [(0, 2), (2, 4)]), (181, [(0, 2), (2, 4)]), (182, [(0, 4)])):
+        monkeypatch.setattr(packing, "_RECTANGLE_COST", cost)
+        assert packing.plan_rectangles([10, 10, 3, 2]) == expected
 
 
 @pytest.mark.parametrize("plan", [plan_microbatches, plan_packed_microbatches])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 
 import torch
@@ -19,15 +18,14 @@ ARCH = replace(test_weights.ARCH, hidden_size=2, num_layers=1, head_dim=1, ffn_h
 QKV = ParameterMapping("qkv", ("q", "k", "v"), Layout.QKV)
 GATE_UP = ParameterMapping("fc1", ("gate", "up"), Layout.GATE_UP)
 ROW = ParameterMapping("fc2", ("down",), Layout.ROW)
-
-
-def whole_run(mapping: ParameterMapping, shape: tuple[int, ...], shard: Shard) -> list[Patch]:
-    return list(patches(mapping, shape, 0, math.prod(shape), ARCH, shard))
+COLUMN = ParameterMapping("e", ("e",), Layout.COLUMN)
+NORM = ParameterMapping("n", ("n",), Layout.REPLICATED)
+SHAPES = {"q": (4, 2), "k": (2, 2), "v": (2, 2), "gate": (4, 2), "up": (4, 2), "down": (2, 4), "e": (8, 2), "n": (5,)}
 
 
 def test_a_fused_attention_matrix_is_queries_keys_and_values_of_each_group_in_turn() -> None:
     # Rows of the parameter: q0 q1 k0 v0 | q2 q3 k1 v1.
-    assert whole_run(QKV, (8, 2), Shard()) == [
+    assert list(patches(QKV, (8, 2), 0, 16, ARCH, Shard())) == [
         Patch("q", (4, 2), Box((0, 0), (2, 2)), 0),
         Patch("q", (4, 2), Box((2, 0), (2, 2)), 8),
         Patch("k", (2, 2), Box((0, 0), (1, 2)), 4),
@@ -38,11 +36,10 @@ def test_a_fused_attention_matrix_is_queries_keys_and_values_of_each_group_in_tu
 
 
 def test_a_flat_run_is_the_end_of_a_row_whole_rows_and_the_beginning_of_a_row() -> None:
-    matrix = ParameterMapping("m", ("m",), Layout.COLUMN)
-    assert list(patches(matrix, (4, 3), 2, 10, ARCH, Shard())) == [
-        Patch("m", (4, 3), Box((0, 2), (1, 1)), 0),
-        Patch("m", (4, 3), Box((1, 0), (2, 3)), 1),
-        Patch("m", (4, 3), Box((3, 0), (1, 1)), 7),
+    assert list(patches(COLUMN, (4, 3), 2, 10, ARCH, Shard())) == [
+        Patch("e", (4, 3), Box((0, 2), (1, 1)), 0),
+        Patch("e", (4, 3), Box((1, 0), (2, 3)), 1),
+        Patch("e", (4, 3), Box((3, 0), (1, 1)), 7),
     ]
 
 
@@ -52,46 +49,22 @@ def test_boxes_apart_have_nothing_in_common() -> None:
 
 
 @given(
-    mapping=st.sampled_from(
-        [
-            QKV,
-            GATE_UP,
-            ROW,
-            ParameterMapping("e", ("e",), Layout.COLUMN),
-            ParameterMapping("n", ("n",), Layout.REPLICATED),
-        ]
-    ),
+    mapping=st.sampled_from([QKV, GATE_UP, ROW, COLUMN, NORM]),
     tensor_size=st.sampled_from([1, 2]),
     cuts=st.lists(st.integers(0, 32), max_size=3),
 )
-def test_patches_of_all_ranks_however_cut_make_the_logical_tensors(
-    mapping: ParameterMapping, tensor_size: int, cuts: list[int]
-) -> None:
+def test_patches_of_all_ranks_make_whole_tensors(mapping: ParameterMapping, tensor_size: int, cuts: list[int]) -> None:
     """The same numbers as `shard_from_hf` puts into a rank's parameter, found back by patch."""
-    shapes = {
-        "q": (4, 2),
-        "k": (2, 2),
-        "v": (2, 2),
-        "gate": (4, 2),
-        "up": (4, 2),
-        "down": (2, 4),
-        "e": (8, 2),
-        "n": (5,),
-    }
-    logical = {name: torch.rand(shapes[name]) for name in mapping.hf}
-    found = {name: torch.full(shapes[name], torch.nan) for name in mapping.hf}
+    logical = {name: torch.rand(SHAPES[name]) for name in mapping.hf}
+    found = {name: torch.full(SHAPES[name], torch.nan) for name in mapping.hf}
     for rank in range(tensor_size):
         shard = Shard(tensor_rank=rank, tensor_size=tensor_size)
-        local = _local(mapping, logical, shard)
+        local = weights._split(mapping.layout, list(logical.values()), ARCH, shard)
         ends = sorted({min(cut, local.numel()) for cut in (0, *cuts, 32)})
         for start, stop in itertools.pairwise(ends):
             run = local.flatten()[start:stop]
             for piece in patches(mapping, tuple(local.shape), start, stop, ARCH, shard):
-                assert piece.whole == shapes[piece.name]
+                assert piece.whole == SHAPES[piece.name]
                 own = run[piece.start : piece.start + piece.box.numel]
                 found[piece.name][piece.box.slices()] = own.view(piece.box.shape)
     assert all(torch.equal(found[name], logical[name]) for name in mapping.hf)
-
-
-def _local(mapping: ParameterMapping, logical: dict[str, torch.Tensor], shard: Shard) -> torch.Tensor:
-    return weights._split(mapping.layout, [logical[name] for name in mapping.hf], ARCH, shard)

@@ -15,51 +15,30 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
-from slipstream.learner.checkpoint import CheckpointError, CheckpointStorageError, CheckpointWriteError
+from slipstream.learner.checkpoint import CheckpointError, CheckpointStorageError, CheckpointWriteError, on_disk
 from slipstream.learner.checkpoint.boxes import Box, Slice, index_from_json, index_to_json, indexed
-from slipstream.learner.checkpoint.on_disk import (
-    DTYPES,
-    CheckpointWriter,
-    LearnerRanks,
-    Part,
-    Reader,
-    Sum,
-    inspect_checkpoint,
-    open_checkpoint,
-    sum_of,
-    write_json,
-    write_tensors,
-)
+from slipstream.learner.checkpoint.on_disk import CheckpointWriter, LearnerRanks, Part, Sum, open_checkpoint
+from tests.unit.learner.policies import flip
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", on_disk.DTYPES)
 def test_tensors_of_each_type_are_read_back_by_safetensors(dtype: torch.dtype, tmp_path: Path) -> None:
-    tensors = {
-        "a[0,0]": torch.arange(6).to(dtype).view(2, 3),
-        "b": torch.arange(5).to(dtype),
-        "none": torch.empty(0, 2),
-    }
-    total = write_tensors(tmp_path / "f", tensors)
+    tensors = {"a[0,0]": torch.arange(6).to(dtype).view(2, 3), "b": torch.arange(5).to(dtype), "c": torch.empty(0, 2)}
+    total = on_disk.write_tensors(tmp_path / "f", tensors)
     read = load_file(tmp_path / "f")
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in tensors.items())
     data = (tmp_path / "f").read_bytes()
-    assert total == Sum(len(data), xxhash.xxh3_128(data).hexdigest()) == sum_of(tmp_path / "f")
+    assert total == Sum(len(data), xxhash.xxh3_128(data).hexdigest()) == on_disk.sum_of(tmp_path / "f")
 
 
 def test_json_without_numbers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        write_json(tmp_path / "f", {"loss": float("nan")})
+        on_disk.write_json(tmp_path / "f", {"loss": float("nan")})
 
 
 def _slice(offset: tuple[int, ...], shape: tuple[int, ...], *, dtype: str = "F32", file: str = "f") -> Slice:
     return Slice("w", dtype, (2, 4), Box(offset, shape), file)
-
-
-def test_an_index_comes_back_from_its_json() -> None:
-    index = indexed([_slice((0, 0), (2, 3)), _slice((0, 3), (2, 1), file="g")])
-    assert [each.key for each in index["w"]] == ["w[0,0]", "w[0,3]"]
-    assert index_from_json(index_to_json(index)) == index
 
 
 @pytest.mark.parametrize(
@@ -78,7 +57,10 @@ def test_slices_that_do_not_cover_a_tensor_once_are_refused(slices: list[Slice])
         indexed(slices)
 
 
-def test_slices_of_two_types_are_refused() -> None:
+def test_slices_of_two_types_are_refused_and_an_index_comes_back_from_its_json() -> None:
+    index = indexed([_slice((0, 0), (2, 3)), _slice((0, 3), (2, 1), file="g")])
+    assert [each.key for each in index["w"]] == ["w[0,0]", "w[0,3]"]
+    assert index_from_json(index_to_json(index)) == index
     with pytest.raises(ValueError, match="slices of w must agree"):
         indexed([_slice((0, 0), (2, 3)), _slice((0, 3), (2, 1), dtype="BF16")])
 
@@ -132,19 +114,10 @@ def saved(path: Path, value: float = 0.0) -> Path:
     return path
 
 
-def read(each: ThreadRanks, path: Path) -> tuple[Reader, dict[str, Any]]:
-    return open_checkpoint(each, path)
-
-
 def test_two_ranks_write_a_file_each_and_one_rank_reads_any_part(tmp_path: Path) -> None:
     path = saved(tmp_path / "c")
-    assert sorted(file.name for file in path.iterdir()) == [
-        "index.json",
-        "manifest.json",
-        "rank-00000.safetensors",
-        "rank-00001.safetensors",
-        "state.json",
-    ]
+    written = {"index.json", "manifest.json", "rank-00000.safetensors", "rank-00001.safetensors", "state.json"}
+    assert {file.name for file in path.iterdir()} == written
     reader, state = open_checkpoint(ranks(1)[0], path)
     with reader:
         assert torch.equal(reader.read_whole("weight/w"), torch.tensor([[0.0, 1.0, 2.0], [10.0, 11.0, 12.0]]))
@@ -152,12 +125,8 @@ def test_two_ranks_write_a_file_each_and_one_rank_reads_any_part(tmp_path: Path)
         reader.read("weight/w", Box((0, 2), (2, 1)), into=part)
     assert part.tolist() == [[2.0], [12.0]]
     assert state == {"value": 0.0}
-
-
-def test_a_checkpoint_takes_the_place_of_the_one_before_it(tmp_path: Path) -> None:
-    saved(tmp_path / "c", 1.0)
-    path = saved(tmp_path / "c", 2.0)
-    assert [state for _, state in on_each(lambda each: read(each, path))] == [{"value": 2.0}] * 2
+    saved(path, 2.0)  # takes the place of the one before it
+    assert [state for _, state in on_each(lambda each: open_checkpoint(each, path))] == [{"value": 2.0}] * 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
 
 
@@ -207,7 +176,7 @@ def test_what_one_rank_cannot_write_is_raised_by_all_and_the_checkpoint_before_s
     assert str(errors[0]) == str(errors[1])
     assert "slices of weight/w must cover its shape (2, 3) once" in str(errors[0])
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
-    assert on_each(lambda each: read(each, path)[1]) == [{"value": 1.0}] * 2
+    assert on_each(lambda each: open_checkpoint(each, path)[1]) == [{"value": 1.0}] * 2
 
 
 class LonelyRanks(LearnerRanks):
@@ -240,7 +209,7 @@ def test_an_error_of_the_writer_is_raised_once_by_the_next_step(tmp_path: Path) 
     writer.raise_error()
 
 
-def test_ranks_whose_hosts_share_no_storage_are_told_so_when_they_save(tmp_path: Path) -> None:
+def test_ranks_whose_hosts_share_no_storage_are_told_so_when_they_save_and_load(tmp_path: Path) -> None:
     for host in range(2):
         (tmp_path / str(host) / "c.partial").mkdir(parents=True)  # left there by a run before: not the same directory
     errors = on_each(lambda each: save(each, tmp_path / str(each.rank) / "c"))
@@ -248,14 +217,9 @@ def test_ranks_whose_hosts_share_no_storage_are_told_so_when_they_save(tmp_path:
     assert "rank-00001.safetensors, which rank 1 on host " in str(errors[0])
     assert "put checkpoints on storage that every host of the learner shares" in str(errors[0])
     assert not (tmp_path / "0" / "c.partial").exists()
-
-
-def test_ranks_whose_hosts_share_no_storage_are_told_so_when_they_load(tmp_path: Path) -> None:
-    saved(tmp_path / "0" / "c", 1.0)
-    for missing in (True, False):
-        if not missing:
-            saved(tmp_path / "1" / "c", 2.0)
-        errors = on_each(lambda each: read(each, tmp_path / str(each.rank) / "c"))
+    for host in range(2):  # the checkpoint of one of them alone, then another on the other
+        saved(tmp_path / str(host) / "c", float(host))
+        errors = on_each(lambda each: open_checkpoint(each, tmp_path / str(each.rank) / "c"))
         assert all(isinstance(error, CheckpointStorageError) for error in errors)
         assert "put it on storage that every host of the learner shares" in str(errors[1])
 
@@ -263,30 +227,27 @@ def test_ranks_whose_hosts_share_no_storage_are_told_so_when_they_load(tmp_path:
 def refusals(path: Path) -> list[Any]:
     """What two ranks raise when they open it together, and one process when it looks alone."""
     with pytest.raises(CheckpointError) as caught:
-        inspect_checkpoint(path)
-    return [*on_each(lambda each: read(each, path)), caught.value]
-
-
-def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-3] ^= 1
-    file.write_bytes(data)
+        on_disk.inspect_checkpoint(path)
+    return [*on_each(lambda each: open_checkpoint(each, path)), caught.value]
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors", "index.json", "state.json"])
-@pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
-def test_a_damaged_file_is_named_by_every_rank(name: str, how: str, tmp_path: Path) -> None:
-    file = saved(tmp_path / "c") / name
-    if how == "flipped":
-        flip(file)
-    elif how == "cut":
-        file.write_bytes(file.read_bytes()[:-1])
-    else:
-        file.unlink()
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (flip, "is damaged"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "is damaged"),
+        (Path.unlink, "is not whole"),
+    ],
+    ids=["flipped", "cut", "missing"],
+)
+def test_a_damaged_file_is_named_by_every_rank(
+    name: str, damage: Callable[[Path], object], what: str, tmp_path: Path
+) -> None:
+    damage(saved(tmp_path / "c") / name)
     for error in refusals(tmp_path / "c"):
         assert isinstance(error, CheckpointError)
-        assert name in str(error)
-        assert ("is not whole" if how == "missing" else "is damaged") in str(error)
+        assert name in str(error) and what in str(error)
 
 
 def unnamed(manifest: str) -> str:
@@ -307,14 +268,9 @@ def unnamed(manifest: str) -> str:
         (unnamed, "is damaged: manifest.json does not name rank-00001.safetensors, which holds tensors"),
     ],
 )
-def test_a_manifest_that_does_not_name_every_file_is_refused(
-    change: Callable[[str], str] | None, message: str, tmp_path: Path
-) -> None:
+def test_a_manifest_that_does_not_name_every_file_is_refused(change: Any, message: str, tmp_path: Path) -> None:
     manifest = saved(tmp_path / "c") / "manifest.json"
-    if change is None:
-        manifest.unlink()
-    else:
-        manifest.write_text(change(manifest.read_text()))
+    manifest.unlink() if change is None else manifest.write_text(change(manifest.read_text()))
     for error in refusals(tmp_path / "c"):
         assert isinstance(error, CheckpointError)
         assert message in str(error)

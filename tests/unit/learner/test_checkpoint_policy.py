@@ -16,7 +16,7 @@ from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner.checkpoint import CheckpointError, on_disk
 from slipstream.learner.checkpoint.on_disk import LearnerRanks, inspect_checkpoint, open_checkpoint
 from slipstream.learner.checkpoint.policy import HeldParameter, Run, owned, runs
-from slipstream.learner.config import LearnerConfig, RopeConfig, RopeType, ScratchConfig
+from slipstream.learner.config import RopeConfig, RopeType
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.optimizer import Stepped
 from slipstream.learner.weights import Layout, ParameterMapping, Shard, mappings
@@ -30,15 +30,10 @@ NORM = "decoder.final_layernorm.weight"
 FINAL_NORM = ParameterMapping(NORM, ("model.norm.weight",), Layout.REPLICATED)
 
 
-SCRATCH = policies.shaped(num_layers=2)
-
-
 def _policy(
-    method: OptimizerMethod = OptimizerMethod.ADAMW,
-    *,
-    scratch: ScratchConfig = SCRATCH,
-    learner: LearnerConfig = LEARNER,
+    method: OptimizerMethod = OptimizerMethod.ADAMW, *, dtype: Dtype = Dtype.FLOAT32, **shape: Any
 ) -> MegatronPolicy:
+    scratch, learner = policies.shaped(**{"num_layers": 2, **shape}), dataclasses.replace(LEARNER, dtype=dtype)
     return policies.new_policy(scratch, learner, OptimizerConfig(method=method, learning_rate=1e-2))
 
 
@@ -58,51 +53,38 @@ def _scaled() -> MegatronPolicy:
     return policy
 
 
-def _run(
-    name: str, size: int, *, is_sharded: bool = False, layout: Layout = Layout.ROW, is_expert: bool = False
-) -> Run:
+def _run(name: str, size: int, **held: Any) -> Run:
+    is_sharded, layout = held.pop("is_sharded", False), held.pop("layout", Layout.ROW)
     parameter = torch.nn.Parameter(torch.zeros(size))
-    held = HeldParameter(ParameterMapping(name, (name,), layout, is_expert), parameter, stepped=None)
-    return Run("weight", held, parameter.detach(), 0, is_sharded)
+    mapping = ParameterMapping(name, (name,), layout, **held)
+    return Run("weight", HeldParameter(mapping, parameter, stepped=None), parameter.detach(), 0, is_sharded)
 
 
-def _written(found: list[Run], shard: Shard, num_copies: int) -> list[str]:
-    return [run.held.mapping.megatron for run in owned(found, shard, num_copies=num_copies)]
-
-
-def test_data_parallel_ranks_share_out_what_all_of_them_hold() -> None:
-    found = [_run("a", 5), _run("b", 3), _run("c", 1), _run("d", 2)]
-    # The rank with fewer bytes takes the next: a to 0 (5, 0), b to 1 (5, 3), c to 1 (5, 4), d to 1 (5, 6).
-    assert [_written(found, Shard(data_rank=rank), 2) for rank in range(2)] == [["a"], ["b", "c", "d"]]
-
-
-def test_a_tensor_rank_beyond_the_first_writes_no_copy() -> None:
-    found = [_run("copy", 9, layout=Layout.REPLICATED), _run("a", 5)]
-    assert [_written(found, Shard(tensor_rank=rank, tensor_size=2), 1) for rank in range(2)] == [["copy", "a"], ["a"]]
-
-
-def test_what_a_distributed_optimizer_has_dealt_out_stays_where_it_is() -> None:
-    found = [_run("a", 5), _run("mine", 7, is_sharded=True)]
-    assert [_written(found, Shard(data_rank=rank), 2) for rank in range(2)] == [["a", "mine"], ["mine"]]
-
-
-def test_the_first_rank_that_has_an_expert_writes_it() -> None:
-    # Experts count for nobody when the rest is dealt: ranks hold other ones, and have to agree on the rest.
-    found = [_run("expert", 9, is_expert=True), _run("a", 5), _run("b", 3), _run("c", 1)]
-    for rank, written in ((0, ["expert", "a"]), (1, ["expert", "b"]), (2, ["c"])):
-        assert _written(found, Shard(expert_size=2, data_rank=rank), 3) == written
+def test_ranks_share_out_what_all_of_them_hold() -> None:
+    by_data, by_expert = (
+        [Shard(data_rank=rank, expert_size=size) for rank in range(num)] for num, size in ((2, 1), (3, 2))
+    )
+    by_tensor = [Shard(tensor_rank=rank, tensor_size=2) for rank in range(2)]
+    a, b, c, d = (_run(name, size) for name, size in zip("abcd", (5, 3, 1, 2), strict=True))
+    for found, shards, num_copies, expected in (
+        # The rank with fewer bytes takes the next: a to 0 (5, 0), b to 1 (5, 3), c to 1 (5, 4), d to 1 (5, 6).
+        ([a, b, c, d], by_data, 2, [["a"], ["b", "c", "d"]]),
+        # A tensor rank beyond the first writes no copy.
+        ([_run("copy", 9, layout=Layout.REPLICATED), a], by_tensor, 1, [["copy", "a"], ["a"]]),
+        # What a distributed optimizer has dealt out stays where it is.
+        ([a, _run("mine", 7, is_sharded=True)], by_data, 2, [["a", "mine"], ["mine"]]),
+        # The first rank that has an expert writes it. Experts count for nobody when the rest is dealt: ranks hold other
+        # ones, and have to agree on the rest.
+        ([_run("expert", 9, is_expert=True), a, b, c], by_expert, 3, [["expert", "a"], ["expert", "b"], ["c"]]),
+    ):
+        dealt = [owned(found, shard, num_copies=num_copies) for shard in shards]
+        assert [[run.held.mapping.megatron for run in each] for each in dealt] == expected
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
-def test_an_index_names_each_weight_master_and_moment_once_with_its_whole_shape(
-    dtype: Dtype, tied: bool, tmp_path: Path
-) -> None:
-    policy = _policy(
-        OptimizerMethod.MUON,
-        scratch=dataclasses.replace(SCRATCH, tie_word_embeddings=tied),
-        learner=dataclasses.replace(LEARNER, dtype=dtype),
-    )
+def test_an_index_names_each_weight_master_and_moment_with_its_shape(dtype: Dtype, tied: bool, tmp_path: Path) -> None:
+    policy = _policy(OptimizerMethod.MUON, dtype=dtype, tie_word_embeddings=tied)
     reader, state = open_checkpoint(LearnerRanks(), _saved(policy, tmp_path / "c"))
     got = {name: (slices[0].whole, slices[0].dtype) for name, slices in reader.index.items()}
 
@@ -117,13 +99,9 @@ def test_an_index_names_each_weight_master_and_moment_once_with_its_whole_shape(
         for moment in ("momentum_buffer",) if is_hidden_matrix else ("exp_avg", "exp_avg_sq"):
             expected[f"{moment}/{name}"] = (shape, "F32")
     assert got == expected
-    assert state == {
-        "version": 0,
-        "num_updates": 1,
-        "layout": {"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "expert": 1},
-        "extra": {},
-        "rope": {"rope_theta": 10_000.0, "rope_type": "default"},
-    }
+    layout = dict.fromkeys(("tensor", "pipeline", "context", "data", "expert"), 1)
+    rope = {"rope_theta": 10_000.0, "rope_type": "default"}
+    assert state == {"version": 0, "num_updates": 1, "layout": layout, "extra": {}, "rope": rope}
     with reader:
         for name, weight in policy.weights():
             assert torch.equal(reader.read_whole(f"weight/{name}"), weight)
@@ -137,28 +115,21 @@ def test_before_the_first_update_there_are_no_moments(tmp_path: Path) -> None:
     learned.load_checkpoint(tmp_path / "c")
     fresh = _policy()
     assert learned.lm_step([[5, 6, 7]], [1]) == fresh.lm_step([[5, 6, 7]], [1])
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(learned.weights(), fresh.weights(), strict=True))
+    assert policies.same_weights(learned, fresh)
+    judge = policies.new_policy(policies.shaped(num_layers=2), optimizer=None)  # takes the weights alone
+    judge.load_checkpoint(_saved(learned, tmp_path / "learned"))
+    assert policies.same_weights(judge, learned)
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (_policy, None),
         (lambda: _policy(OptimizerMethod.MUON), "momentum_buffer/model.layers.0.self_attn.q_proj.weight must be F32"),
+        (lambda: _policy(dtype=Dtype.BFLOAT16), "weight/model.embed_tokens.weight must be BF16"),
+        (lambda: _policy(num_layers=3), "weight/model.layers.2.input_layernorm.weight must be F32"),
+        (lambda: _policy(num_layers=1), "weight/model.layers.1.input_layernorm.weight is in one of the two alone"),
         (
-            lambda: _policy(learner=dataclasses.replace(LEARNER, dtype=Dtype.BFLOAT16)),
-            "weight/model.embed_tokens.weight must be BF16",
-        ),
-        (
-            lambda: _policy(scratch=policies.shaped(num_layers=3)),
-            "weight/model.layers.2.input_layernorm.weight must be F32",
-        ),
-        (
-            lambda: _policy(scratch=policies.shaped(num_layers=1)),
-            "weight/model.layers.1.input_layernorm.weight is in one of the two alone",
-        ),
-        (
-            lambda: _policy(scratch=policies.shaped(num_layers=2, ffn_hidden_size=64)),
+            lambda: _policy(ffn_hidden_size=64),
             r"weight/model\.layers\.0\.mlp\.gate_proj\.weight must be F32 \(64, 32\)",
         ),
         (
@@ -166,28 +137,16 @@ def test_before_the_first_update_there_are_no_moments(tmp_path: Path) -> None:
             r"rope_parameters must be {.*'rope_type': 'linear'.*}, got {'rope_theta': 10000.0, 'rope_type': 'default'}",
         ),
     ],
-    ids=["same", "other optimizer", "other type", "more layers", "fewer layers", "wider layers", "other angles"],
+    ids=["other optimizer", "other type", "more layers", "fewer layers", "wider layers", "other angles"],
 )
 def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(
-    other: Any, message: str | None, tmp_path: Path
+    other: Any, message: str, tmp_path: Path
 ) -> None:
-    _saved(_policy(), tmp_path / "c")
-    policy = other()
+    path, policy = _saved(_policy(), tmp_path / "c"), other()
     before = [weight.clone() for _, weight in policy.weights()]
-    if message is None:
-        policy.load_checkpoint(tmp_path / "c")
-        return
     with pytest.raises(ValueError, match=message):
-        policy.load_checkpoint(tmp_path / "c")
+        policy.load_checkpoint(path)
     assert all(torch.equal(a, b) for a, (_, b) in zip(before, policy.weights(), strict=True))
-
-
-def test_a_policy_without_optimizer_takes_the_weights_alone(tmp_path: Path) -> None:
-    trained = _policy()
-    _saved(trained, tmp_path / "c")
-    judge = policies.new_policy(SCRATCH, optimizer=None)
-    judge.load_checkpoint(tmp_path / "c")
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(trained.weights(), judge.weights(), strict=True))
 
 
 class GroupCountingAdam(torch.optim.Optimizer):
@@ -220,33 +179,34 @@ def test_a_count_of_steps_in_the_group_is_saved_and_comes_back_there() -> None:
     assert other.state[parameter] == moments and moments.keys() == {"exp_avg", "exp_avg_sq"}
 
 
-def _stepped(state: dict[str, Any]) -> HeldParameter:
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (
+            {"step": torch.tensor(1.0), "exp_avg": 0, "exp_avg_sq": 0, "max_exp_avg_sq": 0},
+            rf"state of {NORM} must be .* differs in \['max_exp_avg_sq'\]",
+        ),
+        (
+            {"step": torch.tensor(2.0), "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)},
+            rf"{NORM} must have made the policy's 1 updates, got \[2.0\]",
+        ),
+    ],
+)
+def test_a_state_that_no_checkpoint_would_keep_or_of_other_updates_is_refused(state: Any, message: str) -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     adam = torch.optim.AdamW([parameter])
     adam.state[parameter] = state
-    return HeldParameter(FINAL_NORM, parameter, Stepped(parameter, parameter, 0, 2, adam))
-
-
-def test_a_state_that_no_checkpoint_would_keep_is_refused_by_name() -> None:
-    held = _stepped({"step": torch.tensor(1.0), "exp_avg": 0, "exp_avg_sq": 0, "max_exp_avg_sq": 0})
-    with pytest.raises(ValueError, match=rf"state of {NORM} must be .* differs in \['max_exp_avg_sq'\]"):
+    held = HeldParameter(FINAL_NORM, parameter, Stepped(parameter, parameter, 0, 2, adam))
+    with pytest.raises(ValueError, match=message):
         list(runs(held, num_updates=1))
-
-
-def test_an_optimizer_that_has_counted_other_updates_than_the_policy_is_refused() -> None:
-    held = _stepped({"step": torch.tensor(2.0), "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)})
-    with pytest.raises(ValueError, match=rf"{NORM} must have made the policy's 3 updates, got \[2.0\]"):
-        list(runs(held, num_updates=3))
 
 
 def test_tensor_ranks_beyond_the_first_write_no_norms() -> None:
     policy = _policy()
-    model, arch = policy._gpt, policy.architecture
-    first = Shard()
-    assert not any(first.is_model_copy(mapping) for mapping in mappings(arch, first))
-    second = Shard(tensor_rank=1, tensor_size=2)
-    copies = {mapping.megatron for mapping in mappings(arch, second) if second.is_model_copy(mapping)}
-    assert copies == {name for name, parameter in model.named_parameters() if parameter.dim() == 1}
+    first, second = Shard(), Shard(tensor_rank=1, tensor_size=2)
+    assert not any(first.is_model_copy(mapping) for mapping in mappings(policy.architecture, first))
+    copies = {each.megatron for each in mappings(policy.architecture, second) if second.is_model_copy(each)}
+    assert copies == {name for name, parameter in policy._gpt.named_parameters() if parameter.dim() == 1}
 
 
 class OwnPolicy(BareLearner):
@@ -270,12 +230,6 @@ class OwnPolicy(BareLearner):
         """Done."""
 
 
-def _flip(path: Path, name: str) -> None:
-    data = bytearray((path / name).read_bytes())
-    data[-1] ^= 1
-    (path / name).write_bytes(data)
-
-
 RANK = "rank-00000.safetensors"
 
 
@@ -289,7 +243,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_whole_one_is_kept_and_resum
     path.rename(tmp_path / "step-000001")
     whole = [weight.clone() for _, weight in learner.policy.weights()]
     learner.save_checkpoint(tmp_path / "step-000002", {"recipe": "a recipe", "steps": []})
-    _flip(tmp_path / "step-000002", RANK)
+    policies.flip(tmp_path / "step-000002" / RANK)
     for look in (learner.inspect_checkpoint, learner.load_checkpoint):
         with pytest.raises(CheckpointError, match=re.escape(message)):
             look(tmp_path / "step-000002")
@@ -314,18 +268,19 @@ def test_what_nobody_touched_is_not_read_again_and_a_copy_is(tmp_path: Path, mon
     assert RANK in read
 
 
-@pytest.mark.parametrize("kind", ["file", "empty", "full", "nothing", "dangling"])
+NO_CHECKPOINTS = {
+    "file": lambda path: path.write_text("a note"),
+    "empty": Path.mkdir,
+    "full": lambda path: (path.mkdir(), (path / "notes.txt").write_text("not ours")),
+    "nothing": lambda path: None,
+    "dangling": lambda path: path.symlink_to(path.parent / "nowhere"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_CHECKPOINTS)
 def test_where_there_is_no_checkpoint_none_is_damaged(kind: str, tmp_path: Path) -> None:
     path, learner = tmp_path / "step-000009", OwnPolicy()
-    match kind:
-        case "file":
-            path.write_text("a note")
-        case "empty" | "full":
-            path.mkdir()
-        case "dangling":
-            path.symlink_to(tmp_path / "nowhere")
-    if kind == "full":
-        (path / "notes.txt").write_text("not ours")
+    NO_CHECKPOINTS[kind](path)
     for look in (learner.inspect_checkpoint, learner.load_checkpoint):
         with pytest.raises(FileNotFoundError, match=f"no checkpoint at {path}"):
             look(path)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,46 +15,25 @@ from slipstream.learner.architecture import Architecture
 from slipstream.learner.export import held_weights, save_model
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.weights import Shard, shard_from_hf
-from slipstream.refit.fingerprint import differences, held_whole, part_fingerprints, weight_totals
+from slipstream.refit.fingerprint import HeldWeights, differences, held_whole, part_fingerprints, weight_totals
 from slipstream.types import Dtype
-from tests.unit.learner.policies import LEARNER, SCRATCH, new_policy, save
+from tests.unit.learner.policies import LEARNER, SCRATCH, new_policy, same_weights
 from tests.unit.learner.test_weights import ARCH, SPARSE, random_hf, random_sparse
-
-
-def test_a_saved_model_loads_to_exactly_the_same_weights_with_its_tokenizer(tmp_path: Path) -> None:
-    policy = new_policy(optimizer=None)
-    path = save(policy, tmp_path)
-    loaded = MegatronPolicy.load(path, learner=LEARNER, optimizer=None)
-    assert all(
-        name == other and torch.equal(tensor, copy)
-        for (name, tensor), (other, copy) in zip(policy.weights(), loaded.weights(), strict=True)
-    )
-    assert loaded.architecture == policy.architecture
-    assert sorted(file.name for file in path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
 
 
 def test_a_model_in_several_files_is_the_same_model(tmp_path: Path) -> None:
     policy = new_policy(optimizer=None)
     (tmp_path / "tokenizer").mkdir()
     largest = max(tensor.nbytes for _, tensor in policy.weights())
-    taken: list[str] = []
-
-    def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in policy.weights():
-            taken.append(name)
-            yield name, tensor
-
     config = policy.architecture.to_hf(Dtype.FLOAT32)
-    save_model(tmp_path / "model", config, weights(), tmp_path / "tokenizer", max_file_bytes=2 * largest)
+    save_model(tmp_path / "model", config, policy.weights(), tmp_path / "tokenizer", max_file_bytes=2 * largest)
     files = sorted(tmp_path.glob("model/*.safetensors"))
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors" and len(files) > 3
     assert all(sum(tensor.nbytes for tensor in load_file(file).values()) <= 2 * largest for file in files)
     loaded = MegatronPolicy.load(tmp_path / "model", learner=LEARNER, optimizer=None)
-    for (name, tensor), (_, copy) in zip(policy.weights(), loaded.weights(), strict=True):
-        assert torch.equal(tensor, copy), name
+    assert same_weights(policy, loaded)
     theirs = Qwen3ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    assert {name for name, _ in theirs.named_parameters()} == set(taken)
+    assert {name for name, _ in theirs.named_parameters()} == {name for name, _ in policy.weights()}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -69,19 +46,13 @@ def test_embeddings_and_output_layer_are_those_of_the_checkpoint(tied: bool) -> 
     assert list(policy.mtp_weights()) == []
 
 
-def test_shards_of_one_rank_are_all_weights() -> None:
-    policy = new_policy(optimizer=None)
-    assert {part.name for held in policy.held_weights() for part in held.parts} == {
-        name for name, _ in policy.weights()
-    }
+def held(arch: Architecture, full: dict[str, torch.Tensor], shard: Shard) -> list[HeldWeights]:
+    return list(held_weights(dict(shard_from_hf(full.__getitem__, arch, shard)), arch, shard))
 
 
 def require_each_element_once(arch: Architecture, full: dict[str, torch.Tensor], shards: list[Shard]) -> None:
     """Fingerprints of all ranks sum to those of the checkpoint, and nobody hashes what another rank does."""
-    ranks = [
-        part_fingerprints(held_weights(dict(shard_from_hf(full.__getitem__, arch, shard)), arch, shard))
-        for shard in shards
-    ]
+    ranks = [part_fingerprints(held(arch, full, shard)) for shard in shards]
     whole = weight_totals([part_fingerprints(held_whole(name, tensor) for name, tensor in full.items())])
     assert weight_totals(ranks) == whole
     assert sum(map(len, ranks)) == len(set().union(*ranks))
@@ -108,19 +79,9 @@ def test_every_element_of_an_expert_is_answered_for_once(expert: int, data: int,
 
 
 def test_parts_in_one_parameter_are_told_apart() -> None:
-    full = random_hf(ARCH)
-    second = Shard(tensor_rank=1, tensor_size=2)
-    held = {
-        part.name: part
-        for weights in held_weights(dict(shard_from_hf(full.__getitem__, ARCH, second)), ARCH, second)
-        for part in weights.parts
-    }
-    cut = {
-        name.removeprefix("model.layers.0.").removesuffix(".weight"): (part.dim, part.start, part.length)
-        for name, part in held.items()
-        if "layers.0." in name
-    }
-    assert cut == {
+    weights = held(ARCH, random_hf(ARCH), Shard(tensor_rank=1, tensor_size=2))
+    cut = {part.name: (part.dim, part.start, part.length) for each in weights for part in each.parts}
+    expected = {
         "self_attn.q_proj": (0, 4, 4),
         "self_attn.k_proj": (0, 2, 2),
         "self_attn.v_proj": (0, 2, 2),
@@ -129,7 +90,10 @@ def test_parts_in_one_parameter_are_told_apart() -> None:
         "mlp.up_proj": (0, 5, 5),
         "mlp.down_proj": (1, 5, 5),
     }
-    assert held["lm_head.weight"].start == 4
+    assert {name: place for name, place in cut.items() if "layers.0." in name} == {
+        f"model.layers.0.{name}.weight": place for name, place in expected.items()
+    }
+    assert cut["lm_head.weight"][1] == 4
 
 
 @pytest.mark.parametrize("names", [("mlp.gate_proj", "mlp.up_proj"), ("self_attn.k_proj", "self_attn.v_proj")])
@@ -137,10 +101,5 @@ def test_projections_that_changed_places_are_named(names: tuple[str, str]) -> No
     full = random_hf(ARCH)
     first, second = (f"model.layers.1.{name}.weight" for name in names)
     swapped = full | {first: full[second], second: full[first]}
-    found = [
-        weight_totals(
-            [part_fingerprints(held_weights(dict(shard_from_hf(each.__getitem__, ARCH, Shard())), ARCH, Shard()))]
-        )
-        for each in (full, swapped)
-    ]
+    found = [weight_totals([part_fingerprints(held(ARCH, each, Shard()))]) for each in (full, swapped)]
     assert differences(*found) == [first, second]

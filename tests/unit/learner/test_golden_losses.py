@@ -6,23 +6,20 @@ another processor, whose kernels sum in another order, they agree to some 1e-5.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
-from slipstream.learner.config import LearnerConfig, ScratchConfig, ShapeConfig
-from slipstream.learner.megatron import MegatronPolicy
 from slipstream.types import TrainBatch
+from tests.unit.learner.policies import new_policy, shaped
 
-SCRATCH = ScratchConfig(
-    shape=ShapeConfig(
-        hidden_size=32, num_layers=4, num_attention_heads=4, num_query_groups=2, head_dim=16, ffn_hidden_size=48
-    ),
+SCRATCH = replace(
+    shaped(num_layers=4, num_attention_heads=4, num_query_groups=2),
     optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=2),
-    max_position_embeddings=64,
     num_steps=8,
-    seed=3,
 )
 LOSS = LossConfig(kl_coefficient=0.05, truncated_importance_sampling=1.02)
 PRETRAINING = (3.468036651611328, 3.0653361082, 2.6880948544, 2.4283983707, 2.2338878512, 2.0897256136)
@@ -38,19 +35,10 @@ SUM_OF_WEIGHTS = 434.4866605073
 
 
 def test_the_losses_of_a_fixed_run_are_what_they_were() -> None:
-    policy = MegatronPolicy.from_scratch(
-        SCRATCH,
-        vocab_size=32,
-        eos_token_id=1,
-        learner=LearnerConfig(max_tokens_per_microbatch=64, num_threads=1),
-        optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=2),
-    )
+    policy = new_policy(SCRATCH, optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=2))
     rng = np.random.default_rng(7)
-    sizes, offsets = rng.integers(8, 24, 12), rng.integers(0, 29, 12)
-    sequences = tuple(
-        tuple(int(token) for token in (np.arange(size) * 3 + offset) % 29 + 2)
-        for size, offset in zip(sizes, offsets, strict=True)
-    )
+    places = zip(rng.integers(8, 24, 12), rng.integers(0, 29, 12), strict=True)
+    sequences = tuple(tuple(((np.arange(size) * 3 + offset) % 29 + 2).tolist()) for size, offset in places)
     losses = [policy.lm_step(sequences, [2] * 12) for _ in range(6)]
     updates = []
     for step in range(3):
@@ -69,6 +57,5 @@ def test_the_losses_of_a_fixed_run_are_what_they_were() -> None:
     assert losses == pytest.approx(PRETRAINING, rel=2e-4)
     for found, expected in zip(updates, UPDATES, strict=True):
         assert found == pytest.approx(expected, rel=5e-4, abs=1e-6)
-    assert sum(float(tensor.double().sum()) for _, tensor in policy.weights()) == pytest.approx(
-        SUM_OF_WEIGHTS, rel=1e-5
-    )
+    total = sum(float(tensor.double().sum()) for _, tensor in policy.weights())
+    assert total == pytest.approx(SUM_OF_WEIGHTS, rel=1e-5)

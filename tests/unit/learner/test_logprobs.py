@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,25 +14,21 @@ import torch.nn.functional as F
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner import logprobs
 from slipstream.learner.batches import Batching, MicroBatch
-from slipstream.learner.config import LearnerConfig
 from slipstream.learner.logprobs import OutputHead, conditionals, output_weight, processed_logprobs
 from slipstream.learner.megatron import MegatronPolicy
-from slipstream.types import Dtype
-from tests.unit.learner.policies import LEARNER, VOCAB, new_policy, shaped, update_of
+from tests.unit.learner.policies import VOCAB, new_policy, shaped, update_of
 
-WHOLE = LEARNER
-CHUNKED = dataclasses.replace(WHOLE, logprob_chunk_tokens=7)
 SEQUENCES = tuple(tuple(np.random.default_rng(i).integers(0, VOCAB, 5 + 3 * (i % 7)).tolist()) for i in range(9))
 
 
-def _policy(learner: LearnerConfig, *, tied: bool = False) -> MegatronPolicy:
+def _policy(*, tied: bool = False, **learner: Any) -> MegatronPolicy:
     scratch = shaped(num_layers=2, tie_word_embeddings=tied)
-    return new_policy(scratch, learner, OptimizerConfig(learning_rate=1e-3, clip_grad=0.5))
+    return new_policy(scratch, optimizer=OptimizerConfig(learning_rate=1e-3, clip_grad=0.5), **learner)
 
 
 def _head(chunk_tokens: int | None, weight_VH: torch.Tensor) -> OutputHead:
     """An output layer of this weight alone."""
-    policy = _policy(WHOLE)
+    policy = _policy()
     layer = policy._gpt.output_layer
     layer.weight = torch.nn.Parameter(weight_VH)
     layer.output_size_per_partition, layer.input_size = weight_VH.shape
@@ -104,72 +101,58 @@ def test_no_more_logits_are_held_than_those_of_a_chunk(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_update_in_chunks_is_that_of_all_logits_at_once(tied: bool) -> None:
-    found = []
-    for learner in (WHOLE, CHUNKED):
-        policy = _policy(learner, tied=tied)
+    def outcome(chunk_tokens: int | None) -> tuple[Any, ...]:
+        policy = _policy(tied=tied, logprob_chunk_tokens=chunk_tokens)
         update = update_of(policy, SEQUENCES, start=2, advantages=np.linspace(-1.0, 1.0, 9).tolist())
-        before = update.trainer_logprobs
-        assert before is not None
-        stats = [policy.train_step(update).stats for _ in range(2)]
-        found.append((before, stats, policy.lm_step(SEQUENCES, [2] * 9), policy.logprobs(SEQUENCES, [2] * 9, 0.8)))
-    (before, stats, loss, after), (chunked_before, chunked_stats, chunked_loss, chunked_after) = found
-    for whole, chunked in zip((*before, *after), (*chunked_before, *chunked_after), strict=True):
-        np.testing.assert_allclose(chunked, whole, rtol=0, atol=2e-5)  # after three updates of AdamW
-    for whole, chunked in zip(before, chunked_before, strict=True):
-        np.testing.assert_allclose(chunked, whole, rtol=0, atol=1e-6)
-    for whole, chunked in zip(stats, chunked_stats, strict=True):
-        assert dataclasses.asdict(chunked) == pytest.approx(dataclasses.asdict(whole), rel=1e-5, abs=1e-6)
-    assert chunked_loss == pytest.approx(loss, rel=1e-5)
-    assert chunked_stats[0].clip_fraction == 0.0
-    assert stats[0].entropy == pytest.approx(math.log(VOCAB), abs=0.1)  # of random weights
+        stats = [dataclasses.asdict(policy.train_step(update).stats) for _ in range(2)]
+        loss = policy.lm_step(SEQUENCES, [2] * 9)
+        return update.trainer_logprobs, stats, loss, policy.logprobs(SEQUENCES, [2] * 9, 0.8)
 
-
-def test_the_first_update_in_chunks_is_exactly_on_policy_in_bfloat16() -> None:
-    policy = _policy(dataclasses.replace(CHUNKED, dtype=Dtype.BFLOAT16))
-    update = update_of(policy, SEQUENCES, start=2, advantages=[1.0] * 9)
-    assert policy.train_step(update).stats.loss == pytest.approx(-1.0, abs=1e-6)
+    (before, stats, loss, after), found = outcome(None), outcome(7)
+    np.testing.assert_allclose(np.concatenate(found[0]), np.concatenate(before), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(np.concatenate(found[3]), np.concatenate(after), rtol=0, atol=2e-5)  # after 3 of AdamW
+    assert found[1] == [pytest.approx(each, rel=1e-5, abs=1e-6) for each in stats]
+    assert found[2] == pytest.approx(loss, rel=1e-5)
+    assert stats[0]["clip_fraction"] == 0.0
+    assert stats[0]["entropy"] == pytest.approx(math.log(VOCAB), abs=0.1)  # of random weights
 
 
 def test_a_function_of_the_logits_sees_every_response_token_once_whatever_the_chunk() -> None:
     def function(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
         return torch.cat((F.log_softmax(logits_NV, -1).gather(1, labels_N[:, None]), labels_N[:, None]), dim=1)
 
-    whole, chunked = (
-        _policy(learner).map_logits(SEQUENCES, [2] * 9, function, width=2) for learner in (WHOLE, CHUNKED)
-    )
+    policies = (_policy(logprob_chunk_tokens=chunk_tokens) for chunk_tokens in (None, 7))
+    whole, chunked = (policy.map_logits(SEQUENCES, [2] * 9, function, width=2) for policy in policies)
     np.testing.assert_allclose(chunked, whole, rtol=0, atol=1e-6)
     assert whole[:, 1].tolist() == [token for sequence in SEQUENCES for token in sequence[2:]]
 
 
+THREE = torch.tensor([[0.5, 0.3, 0.2]]).log()
+
+
+def _conditionals(label: int, top_p: float) -> list[float]:
+    generator = torch.Generator().manual_seed(0)
+    how = {"temperature": 1.0, "top_p": top_p, "top_k": 0, "generator": generator}
+    return conditionals(THREE, torch.tensor([label]), **how)[0].tolist()
+
+
 def test_conditionals_of_three_tokens_by_hand() -> None:
     """p = (0.5, 0.3, 0.2); token 1 has 0.5 before it."""
-    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
-    generator = torch.Generator().manual_seed(0)
-
-    row = conditionals(logits, torch.tensor([1]), temperature=1.0, top_p=1.0, top_k=0, generator=generator)[0]
-
+    row = _conditionals(1, top_p=1.0)
     mean = 0.5 * np.log(0.5) + 0.3 * np.log(0.3) + 0.2 * np.log(0.2)
     variance = 0.5 * np.log(0.5) ** 2 + 0.3 * np.log(0.3) ** 2 + 0.2 * np.log(0.2) ** 2 - mean**2
     squares = np.array([0.25, 0.09, 0.04]) / 0.38
-    assert row[:5].tolist() == pytest.approx([0.5, 0.3, mean, variance, 0.5], abs=1e-6)
-    assert float(row[7]) == pytest.approx(0.5 * np.abs(squares - [0.5, 0.3, 0.2]).sum(), abs=1e-6)
-
-
-def test_top_p_keeps_the_smallest_set_that_holds_it_and_top_k_the_k_likeliest() -> None:
-    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
-
-    nucleus = processed_logprobs(logits, temperature=1.0, top_p=0.6, top_k=0).exp()[0]
-    first = processed_logprobs(logits, temperature=1.0, top_p=1.0, top_k=1).exp()[0]
-
-    assert nucleus.tolist() == pytest.approx([0.625, 0.375, 0.0], abs=1e-6)
-    assert first.tolist() == [1.0, 0.0, 0.0]
+    assert row[:5] == pytest.approx([0.5, 0.3, mean, variance, 0.5], abs=1e-6)
+    assert row[7] == pytest.approx(0.5 * np.abs(squares - [0.5, 0.3, 0.2]).sum(), abs=1e-6)
 
 
 def test_a_token_that_cannot_be_drawn_has_no_place() -> None:
-    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
-    generator = torch.Generator().manual_seed(0)
+    place, probability, *_ = _conditionals(2, top_p=0.6)
+    assert math.isnan(place) and probability == 0.0
 
-    row = conditionals(logits, torch.tensor([2]), temperature=1.0, top_p=0.6, top_k=0, generator=generator)[0]
 
-    assert np.isnan(float(row[0]))
-    assert float(row[1]) == 0.0
+def test_top_p_keeps_the_smallest_set_that_holds_it_and_top_k_the_k_likeliest() -> None:
+    nucleus = processed_logprobs(THREE, temperature=1.0, top_p=0.6, top_k=0).exp()[0]
+    first = processed_logprobs(THREE, temperature=1.0, top_p=1.0, top_k=1).exp()[0]
+    assert nucleus.tolist() == pytest.approx([0.625, 0.375, 0.0], abs=1e-6)
+    assert first.tolist() == [1.0, 0.0, 0.0]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from slipstream.grpo.update import part_of
 from slipstream.learner import optimizer as optimizers
 from slipstream.learner import packing
 from slipstream.learner.batches import Batching, forward, num_labels
-from slipstream.learner.config import LearnerConfig, Packing, Recompute
+from slipstream.learner.config import Packing, Recompute
 from slipstream.learner.cpu import host
 from slipstream.learner.cpu.layer import CpuTransformerLayer
 from slipstream.learner.layers import packed_attention
@@ -25,60 +27,27 @@ from slipstream.learner.megatron import Capture, MegatronPolicy
 from slipstream.learner.policy_source import learning_rate_at, pretrain
 from slipstream.records.steps import TrainStats
 from slipstream.types import Dtype
-from tests.unit.learner import families
-from tests.unit.learner.policies import (
-    LEARNER,
-    OPTIMIZER,
-    SCRATCH,
-    VOCAB,
-    new_policy,
-    random_sequences,
-    save,
-    update_of,
-)
+from tests.unit.learner import families, policies
+from tests.unit.learner.policies import LEARNER, OPTIMIZER, SCRATCH, VOCAB, new_policy, random_sequences, update_of
+
+BY_SEQUENCE = LossConfig(correction=Correction.SEQUENCE, truncated_importance_sampling=1e3)
 
 
 def _train(policy: MegatronPolicy, steps: Sequence[int]) -> list[TrainStats]:
-    stats = []
-    for step in steps:
-        stats.append(policy.train_step(update_of(policy, seed=step)).stats)
-    return stats
+    return [policy.train_step(update_of(policy, seed=step)).stats for step in steps]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_logprobs_and_hidden_states_equal_transformers(tied: bool, tmp_path: Path) -> None:
-    policy = new_policy(dataclasses.replace(SCRATCH, tie_word_embeddings=tied))
-    path = save(policy, tmp_path)
-    hf = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32)
-    sequences = random_sequences()
-    got = policy.logprobs(sequences, [3] * len(sequences), 0.8)
-    states = policy.hidden_states(sequences, [0, 2, 1])
-    for tokens, logprobs, (aux, last) in zip(sequences, got, states, strict=True):
-        with torch.no_grad():
-            out = hf(torch.tensor([tokens]), output_hidden_states=True)
-        expected = torch.log_softmax(out.logits[0] / 0.8, dim=-1)[range(len(tokens) - 1), tokens[1:]][2:]
-        np.testing.assert_allclose(logprobs, expected.numpy(), rtol=0, atol=2e-6)
-        hidden = out.hidden_states
-        torch.testing.assert_close(aux, torch.cat([hidden[i][0] for i in (0, 2, 1)], -1), rtol=0, atol=2e-6)
-        torch.testing.assert_close(last, hidden[-1][0], rtol=0, atol=5e-6)
-
-
-@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
-def test_the_first_update_is_exactly_on_policy(dtype: Dtype) -> None:
-    policy = new_policy(learner=dataclasses.replace(LEARNER, dtype=dtype))
+@pytest.mark.parametrize(("dtype", "chunk"), [(Dtype.FLOAT32, None), (Dtype.BFLOAT16, None), (Dtype.BFLOAT16, 7)])
+def test_the_first_update_is_exactly_on_policy(dtype: Dtype, chunk: int | None) -> None:
+    policy = new_policy(dtype=dtype, logprob_chunk_tokens=chunk)
     update = update_of(policy, kl_coefficient=0.1)
-    batch, logprobs = update.batch, update.trainer_logprobs
-    assert logprobs is not None
     stats = policy.train_step(update).stats
     # Ratios of exactly 1 make the loss minus the mean advantage, and k3 to oneself is 0.
-    lengths = [len(row) for row in logprobs]
-    expected = -float(np.dot(batch.advantages, lengths)) / sum(lengths)
+    lengths = [len(row) for row in update.batch.rollout_logprobs]
+    expected = -float(np.dot(update.batch.advantages, lengths)) / sum(lengths)
     assert stats.loss == pytest.approx(expected, abs=1e-6)
-    assert stats.kl == 0.0
-    assert stats.clip_fraction == 0.0
-    assert stats.num_tokens == sum(lengths)
+    assert (stats.kl, stats.clip_fraction, stats.num_tokens, policy.version) == (0.0, 0.0, sum(lengths), 1)
     assert stats.grad_norm > 0
-    assert policy.version == 1
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
@@ -87,12 +56,7 @@ def test_the_first_update_is_exactly_on_policy(dtype: Dtype) -> None:
     [
         LossConfig(),
         LossConfig(truncated_importance_sampling=1.2),
-        LossConfig(
-            correction=Correction.SEQUENCE,
-            truncated_importance_sampling=1e3,
-            mask_band=(0.5, 1.4),
-            mask_level=Level.SEQUENCE,
-        ),
+        replace(BY_SEQUENCE, mask_band=(0.5, 1.4), mask_level=Level.SEQUENCE),
     ],
     ids=["uncorrected", "by token", "by sequence, masked"],
 )
@@ -100,75 +64,59 @@ def test_an_update_without_logprobs_takes_its_own_and_is_the_same_to_the_last_bi
     dtype: Dtype, loss: LossConfig
 ) -> None:
     """What `grpo.recompute_logprobs: auto` rests on, with and without a correction for the engine."""
-    given, own = (new_policy(learner=dataclasses.replace(LEARNER, dtype=dtype)) for _ in range(2))
+    given, own = new_policy(dtype=dtype), new_policy(dtype=dtype)
     for step in range(3):
         update = update_of(given, seed=step)
-        batch, logprobs = update.batch, update.trainer_logprobs
+        logprobs = update.trainer_logprobs
         assert logprobs is not None
         # Ratios of 1.20 to 1.49: the later ones lie outside the band, and the products stay below the cap.
         rollout = tuple(tuple((row - 0.18 - 0.02 * number).tolist()) for number, row in enumerate(logprobs))
-        batch = dataclasses.replace(batch, rollout_logprobs=rollout)
-        update = dataclasses.replace(update, batch=batch, loss=loss)
+        update = replace(update, batch=replace(update.batch, rollout_logprobs=rollout), loss=loss)
         expected = given.train_step(update)
-        found = own.train_step(dataclasses.replace(update, trainer_logprobs=None))
-        assert found.stats == expected.stats
-        assert expected.own_logprobs is None
+        found = own.train_step(replace(update, trainer_logprobs=None))
+        assert (found.stats, expected.own_logprobs) == (expected.stats, None)
         assert found.own_logprobs is not None
         for row, other in zip(found.own_logprobs, logprobs, strict=True):
             np.testing.assert_array_equal(row, other)
-    for (name, one), (_, other) in zip(given.weights(), own.weights(), strict=True):
-        assert torch.equal(one, other), name
-
-
-def test_training_raises_the_logprobs_of_good_responses_and_lowers_those_of_bad_ones() -> None:
-    policy = new_policy()
-    update = update_of(policy)
-    batch, before = update.batch, update.trainer_logprobs
-    assert before is not None
-    for _ in range(3):
-        policy.train_step(update)
-    after = policy.logprobs(batch.token_ids, batch.prompt_lengths, 0.8)
-    moved = [advantage * (b - a).sum() for advantage, a, b in zip(batch.advantages, before, after, strict=True)]
-    assert sum(moved) > 0
+    assert policies.same_weights(given, own)
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
-def test_muon_steps_the_layers_matrices_orthogonally_and_adamw_the_rest(dtype: Dtype) -> None:
-    learner = dataclasses.replace(LEARNER, dtype=dtype)
-    rate = 1e-2
-    policy = new_policy(learner=learner, optimizer=OptimizerConfig(method=OptimizerMethod.MUON, learning_rate=rate))
+def test_muon_steps_layers_orthogonally_and_adamw_the_rest(dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It iterates in the learner's type, for only some processors multiply bfloat16 fast."""
+    rate, seen, genuine = 1e-2, set[torch.dtype](), optimizers.orthogonal
+    monkeypatch.setattr(optimizers, "orthogonal", lambda given, **how: seen.add(how["dtype"]) or genuine(given, **how))
+    policy = new_policy(optimizer=OptimizerConfig(method=OptimizerMethod.MUON, learning_rate=rate), dtype=dtype)
     before = {name: weight.clone() for name, weight in policy.weights()}
     policy.lm_step(random_sequences(), [1] * 9)
-    after = dict(policy.weights())
-    update = (
-        after["model.layers.0.self_attn.o_proj.weight"] - before["model.layers.0.self_attn.o_proj.weight"]
-    ).float()
+    moved = {name: (weight - before[name]).float() for name, weight in policy.weights()}
+    assert seen == {torch.float32 if dtype is Dtype.FLOAT32 else torch.bfloat16}
+    update = moved["model.layers.0.self_attn.o_proj.weight"]
     gains = torch.linalg.svdvals(update) / (rate * 0.2 * max(update.shape) ** 0.5)
     assert gains.min() > 0.2 and gains.max() < 1.5  # as near to orthogonal as three iterations bring it
     for name in ("model.norm.weight", "lm_head.weight"):
-        moved = (after[name] - before[name]).float().abs().max()
         # AdamW's first step is the learning rate, with a sign; a bfloat16 near 1 is known to 0.004.
-        assert moved == pytest.approx(rate, abs=5e-4 if dtype is Dtype.FLOAT32 else 4e-3), name
+        assert moved[name].abs().max() == pytest.approx(rate, abs=5e-4 if dtype is Dtype.FLOAT32 else 4e-3), name
 
 
 @pytest.mark.parametrize("kind", LossKind)
 def test_microbatching_and_packing_change_no_gradient_beyond_rounding(kind: LossKind) -> None:
     """Responses of mean ratios from 0.88 to 1.08, some of which each kind clips."""
 
-    def trained(learner: LearnerConfig) -> tuple[TrainStats, ...]:
-        policy, stats = new_policy(learner=learner), []
+    def trained(**change: Any) -> list[TrainStats]:
+        policy, stats = new_policy(**change), []
         for step in range(2):
             update = update_of(policy, seed=step)
             before = [row + 0.125 - 0.025 * number for number, row in enumerate(update.trainer_logprobs or ())]
             loss = LossConfig(kind=kind, clip_low=0.05, clip_high=0.05)
-            update = dataclasses.replace(update, trainer_logprobs=before, loss=loss, max_response_tokens=32)
+            update = replace(update, trainer_logprobs=before, loss=loss, max_response_tokens=32)
             stats.append(policy.train_step(update).stats)
-        return tuple(stats)
+        return stats
 
-    whole = trained(dataclasses.replace(LEARNER, max_tokens_per_microbatch=512))
+    whole = trained(max_tokens_per_microbatch=512)
     assert (whole[0].clip_fraction > 0) == (kind is not LossKind.RLOO)
-    for change in ({"max_tokens_per_microbatch": 30}, {"packing": Packing.ALWAYS}):
-        for a, b in zip(whole, trained(dataclasses.replace(LEARNER, **change)), strict=True):
+    for other in (trained(max_tokens_per_microbatch=30), trained(packing=Packing.ALWAYS)):
+        for a, b in zip(whole, other, strict=True):
             assert a.loss == pytest.approx(b.loss, rel=1e-5, abs=1e-6)
             assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
             assert a.clip_fraction == b.clip_fraction
@@ -176,14 +124,13 @@ def test_microbatching_and_packing_change_no_gradient_beyond_rounding(kind: Loss
 
 @pytest.mark.parametrize("kind", LossKind)
 def test_an_update_is_one_without_the_responses_that_do_not_count(kind: LossKind) -> None:
-    policies = [new_policy() for _ in range(2)]
+    policy, other = new_policy(), new_policy()
     loss = LossConfig(kind=kind, clip_low=0.05, clip_high=0.05)
-    whole = dataclasses.replace(update_of(policies[0]), loss=loss, max_response_tokens=32)
-    rest = part_of(whole, [0, 2, 3, 5, 6, 7])
+    whole = replace(update_of(policy), loss=loss, max_response_tokens=32)
+    expected = other.train_step(part_of(whole, [0, 2, 3, 5, 6, 7])).stats
     counts = [index not in (1, 4, 8) for index in range(9)]
-    whole = dataclasses.replace(whole, batch=dataclasses.replace(whole.batch, counts=counts))
-    found, expected = (policy.train_step(each).stats for policy, each in zip(policies, (whole, rest), strict=True))
-    assert dataclasses.replace(found, entropy=None) == dataclasses.replace(
+    found = policy.train_step(replace(whole, batch=replace(whole.batch, counts=counts))).stats
+    assert replace(found, entropy=None) == replace(
         expected,
         entropy=None,
         num_all_tokens=num_labels(whole.batch.token_ids, whole.batch.prompt_lengths),
@@ -191,9 +138,8 @@ def test_an_update_is_one_without_the_responses_that_do_not_count(kind: LossKind
         loss=pytest.approx(expected.loss, rel=1e-5, abs=1e-6),
         grad_norm=pytest.approx(expected.grad_norm, rel=1e-5),
     )
-    nothing = dataclasses.replace(whole, batch=dataclasses.replace(whole.batch, counts=[False] * 9))
-    assert (stats := policies[0].train_step(nothing).stats).loss == 0.0
-    assert stats.grad_norm == 0.0
+    nothing = policy.train_step(replace(whole, batch=replace(whole.batch, counts=[False] * 9))).stats
+    assert (nothing.loss, nothing.grad_norm) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
@@ -202,70 +148,56 @@ def test_an_update_is_one_without_the_responses_that_do_not_count(kind: LossKind
 def test_a_resumed_policy_goes_on_bit_for_bit(
     method: OptimizerMethod, dtype: Dtype, is_split: bool, tmp_path: Path
 ) -> None:
-    learner = dataclasses.replace(LEARNER, dtype=dtype, distributed_optimizer=is_split)
-    optimizer = dataclasses.replace(OPTIMIZER, method=method, warmup_steps=4)
+    learner = replace(LEARNER, dtype=dtype, distributed_optimizer=is_split)
+    optimizer = replace(OPTIMIZER, method=method, warmup_steps=4)
     policy = new_policy(learner=learner, optimizer=optimizer)
     _train(policy, range(2))
     policy.save_checkpoint(tmp_path / "checkpoint", {"position": 7})  # written while the policy learns on
     uninterrupted = _train(policy, range(2, 5))
 
     policy.finish_checkpoint()
-    fresh = new_policy(dataclasses.replace(SCRATCH, seed=99), learner, optimizer)
+    fresh = new_policy(replace(SCRATCH, seed=99), learner, optimizer)
     assert fresh.load_checkpoint(tmp_path / "checkpoint") == {"position": 7}
     assert fresh.version == 2
     assert _train(fresh, range(2, 5)) == uninterrupted
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(policy.weights(), fresh.weights(), strict=True))
+    assert policies.same_weights(policy, fresh)
 
 
 def test_an_update_equals_torchs_on_transformers(tmp_path: Path) -> None:
-    policy = new_policy(optimizer=dataclasses.replace(OPTIMIZER, weight_decay=0.0, clip_grad=0.5))
-    hf = Qwen3ForCausalLM.from_pretrained(save(policy, tmp_path), dtype=torch.float32)
+    policy = new_policy(optimizer=replace(OPTIMIZER, weight_decay=0.0, clip_grad=0.5))
+    hf = Qwen3ForCausalLM.from_pretrained(policies.save(policy, tmp_path), dtype=torch.float32)
     adam = torch.optim.AdamW(hf.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(3):
         sequences = random_sequences(seed=step)
-        loss = policy.lm_step(sequences, [4] * len(sequences))
-        adam.zero_grad()
-        logprobs = [torch.log_softmax(hf(torch.tensor([tokens])).logits[0], -1) for tokens in sequences]
-        learned = [row[range(3, len(t) - 1), t[4:]] for row, t in zip(logprobs, sequences, strict=True)]
-        expected = -torch.cat(learned).mean()
-        expected.backward()
-        assert (
-            torch.nn.utils.clip_grad_norm_(hf.parameters(), 0.5) > 0.5
-        )  # so that clipping is part of what is compared
-        adam.step()
-        assert loss == pytest.approx(expected.item(), abs=1e-5)
-    theirs = dict(hf.named_parameters())
-    for name, tensor in policy.weights():
-        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        expected, norm = policies.torch_step(hf, adam, sequences, 4)
+        assert norm > 0.5  # so that clipping is part of what is compared
+        assert policy.lm_step(sequences, [4] * len(sequences)) == pytest.approx(expected, abs=1e-5)
+    policies.require_close(policy, dict(hf.named_parameters()), atol=1e-5)
 
 
 def test_pretraining_learns_a_pattern() -> None:
     policy = new_policy()
     documents = [(tuple((start + i) % VOCAB for i in range(20)), 4) for start in range(VOCAB)]
-    optimizer = dataclasses.replace(SCRATCH.optimizer, learning_rate=1e-2, warmup_steps=5)
-    config = dataclasses.replace(SCRATCH, num_steps=60, tokens_per_step=200, optimizer=optimizer)
+    optimizer = replace(SCRATCH.optimizer, learning_rate=1e-2, warmup_steps=5)
+    config = replace(SCRATCH, num_steps=60, tokens_per_step=200, optimizer=optimizer)
     losses = pretrain(policy.lm_step, documents, config)
-    assert len(losses) == 60
     assert losses[0] == pytest.approx(np.log(VOCAB), abs=0.2)
     assert losses[-1] < 0.3
-    assert policy.version == 0
+    assert (len(losses), policy.version) == (60, 0)
 
 
 def test_pretraining_warms_up_then_decays_towards_zero() -> None:
-    optimizer = dataclasses.replace(SCRATCH.optimizer, learning_rate=1.0, warmup_steps=2)
-    config = dataclasses.replace(SCRATCH, num_steps=12, optimizer=optimizer)
-    assert [learning_rate_at(step, config) for step in (0, 1, 2)] == [0.5, 1.0, 1.0]
-    assert learning_rate_at(11, config) == pytest.approx(0.1)
+    optimizer = replace(SCRATCH.optimizer, learning_rate=1.0, warmup_steps=2)
+    config = replace(SCRATCH, num_steps=12, optimizer=optimizer)
+    assert [learning_rate_at(step, config) for step in (0, 1, 2, 11)] == pytest.approx([0.5, 1.0, 1.0, 0.1])
 
 
-def test_exhausted_documents_are_an_error() -> None:
+def test_documents_that_end_and_a_response_without_a_token_are_refused() -> None:
+    policy = new_policy()
     with pytest.raises(ValueError, match="ended after 1 of 30"):
-        pretrain(new_policy().lm_step, iter([((1, 2, 3), 0)]), SCRATCH)
-
-
-def test_a_response_without_a_token_is_refused() -> None:
+        pretrain(policy.lm_step, iter([((1, 2, 3), 0)]), SCRATCH)
     with pytest.raises(ValueError, match="sequence 1 must have a prompt and a response, got 2 of 2 tokens"):
-        new_policy(optimizer=None).logprobs([[1, 2, 3], [1, 2]], [1, 2], 1.0)
+        policy.logprobs([[1, 2, 3], [1, 2]], [1, 2], 1.0)
 
 
 @pytest.mark.parametrize(("name", "ragged"), [("qwen3", False), ("yarn", True), ("qwen2", True), ("smollm2", True)])
@@ -306,10 +238,9 @@ _FAMILY = (  # a group of rollouts and another one: equal ones, a prefix of anot
 
 
 @pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL])
-def test_a_token_that_sequences_share_is_computed_once_and_taught_by_all(
+def test_a_shared_token_is_computed_once_and_taught_by_all(
     recompute: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner = dataclasses.replace(LEARNER, recompute=recompute)
     different = {tokens[:end] for tokens in _FAMILY for end in range(1, len(tokens) + 1)}
     inputs = {tokens[:end] for tokens in _FAMILY for end in range(1, len(tokens))}
     computed: set[int] = set()
@@ -322,7 +253,7 @@ def test_a_token_that_sequences_share_is_computed_once_and_taught_by_all(
     monkeypatch.setattr(torch.nn.functional, "linear", counting)
 
     def outcome() -> list[torch.Tensor]:
-        policy = new_policy(learner=learner)
+        policy = new_policy(recompute=recompute)
         states = policy.hidden_states(_FAMILY, [0, 1, 2])
         trained = policy.train_step(update_of(policy, _FAMILY))
         assert trained.stats.num_computed_tokens == len(inputs)
@@ -340,7 +271,7 @@ def test_a_token_that_sequences_share_is_computed_once_and_taught_by_all(
 @pytest.mark.parametrize("width", [53, 64])
 def test_the_cpu_layers_bits_do_not_depend_on_the_number_of_threads(width: int) -> None:
     """Large enough to be shared out; torch's own gradient of a softmax fails this at a width of 53 with AVX2."""
-    policy = new_policy(dataclasses.replace(SCRATCH, max_position_embeddings=width))
+    policy = new_policy(replace(SCRATCH, max_position_embeddings=width))
     layer = policy._gpt.decoder.layers[1]
     x_TBH = torch.randn(width, 24, SCRATCH.shape.hidden_size, requires_grad=True)
     upstream = torch.randn_like(x_TBH)
@@ -355,8 +286,7 @@ def test_the_cpu_layers_bits_do_not_depend_on_the_number_of_threads(width: int) 
             outcomes.append((out, *torch.autograd.grad(out, x_TBH, upstream)))
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(outcomes[0][0], outcomes[1][0])
-    assert torch.equal(outcomes[0][1], outcomes[1][1])
+    assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
 
 
 @pytest.mark.parametrize("is_cpu_layer", [True, False], ids=["the CPU's layer", "Megatron's"])
@@ -366,39 +296,32 @@ def test_what_is_computed_anew_for_the_gradient_is_what_was_not_kept(
 ) -> None:
     if not is_cpu_layer:
         monkeypatch.delattr(CpuTransformerLayer, "forward")  # leaves that of Megatron
-    learners = (LEARNER, dataclasses.replace(LEARNER, recompute=recompute))
-    kept, anew = (new_policy(learner=learner) for learner in learners)
+    kept, anew = new_policy(), new_policy(recompute=recompute)
     assert _train(anew, range(3)) == _train(kept, range(3))
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(kept.weights(), anew.weights(), strict=True))
+    assert policies.same_weights(kept, anew)
 
 
-@pytest.mark.parametrize("recompute", [Recompute.SELECTIVE, Recompute.FULL])
-def test_recomputing_keeps_less_for_the_gradient(recompute: Recompute) -> None:
-    def kept_bytes(learner: LearnerConfig) -> int:
+@pytest.mark.parametrize(("recompute", "share"), [(Recompute.SELECTIVE, 0.7), (Recompute.FULL, 0.2)])
+def test_recomputing_keeps_less_for_the_gradient(recompute: Recompute, share: float) -> None:
+    def kept_bytes(recompute: Recompute) -> int:
         """Of the different tensors that a forward pass keeps."""
-        policy, held = new_policy(learner=learner), {}
+        policy, held = new_policy(recompute=recompute), {}
         inputs = Batching(max_tokens=60).inputs(torch.randint(0, VOCAB, (2, 30)).tolist(), policy.device)
-        with (
-            host.cuda_as_cpu(),
-            torch.autograd.graph.saved_tensors_hooks(
-                lambda tensor: held.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor
-            ),
-        ):
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: held.setdefault(x.data_ptr(), x), lambda x: x)
+        with host.cuda_as_cpu(), hooks:
             forward(policy._gpt, inputs)
-            parameters = {parameter.data_ptr() for parameter in policy._gpt.parameters()}
+        parameters = {parameter.data_ptr() for parameter in policy._gpt.parameters()}
         return sum(tensor.nbytes for at, tensor in held.items() if at not in parameters)
 
-    least = 0.7 if recompute is Recompute.SELECTIVE else 0.2
-    assert kept_bytes(dataclasses.replace(LEARNER, recompute=recompute)) < least * kept_bytes(LEARNER)
+    assert kept_bytes(recompute) < share * kept_bytes(Recompute.NONE)
 
 
 @pytest.mark.parametrize("recompute", Recompute)
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_packed_sequences_are_computed_as_padded_ones_are(recompute: Recompute, chunk: int | None) -> None:
-    base = dataclasses.replace(LEARNER, logprob_chunk_tokens=chunk, recompute=recompute)
     outcomes = []
     for packed in (Packing.NEVER, Packing.ALWAYS):
-        policy = new_policy(learner=dataclasses.replace(base, packing=packed))
+        policy = new_policy(logprob_chunk_tokens=chunk, recompute=recompute, packing=packed)
         own = update_of(policy, kl_coefficient=0.1)
         batch, logprobs = own.batch, own.trainer_logprobs
         assert logprobs is not None
@@ -407,12 +330,11 @@ def test_packed_sequences_are_computed_as_padded_ones_are(recompute: Recompute, 
             batch.token_ids, batch.prompt_lengths, lambda logits, labels: logits.gather(1, labels[:, None]), width=1
         )
         capture = Capture([1])
-        update = dataclasses.replace(own, trainer_logprobs=None)
-        trained = policy.train_step(update, capture=capture)
+        trained = policy.train_step(replace(own, trainer_logprobs=None), capture=capture)
         assert trained.own_logprobs is not None
         captured = [tensor for states in capture.states for tensor in states]
         weights = [tensor.clone() for _, tensor in policy.weights()]
-        counted = dataclasses.replace(trained.stats, num_computed_tokens=0)  # padded ones share prefixes
+        counted = replace(trained.stats, num_computed_tokens=0)  # padded ones share prefixes
         stats = torch.tensor(list(dataclasses.astuple(counted)), dtype=torch.float64)
         rows = [torch.tensor(row) for row in [*logprobs, *trained.own_logprobs]]
         outcomes.append([stats, torch.tensor(chosen), *rows, *states, *captured, *weights])
@@ -422,30 +344,9 @@ def test_packed_sequences_are_computed_as_padded_ones_are(recompute: Recompute, 
 
 
 def test_an_optimizer_split_over_one_rank_makes_the_same_updates() -> None:
-    learners = (LEARNER, dataclasses.replace(LEARNER, distributed_optimizer=True))
-    whole, split = (new_policy(learner=learner) for learner in learners)
-    for one, other in zip(_train(whole, range(3)), _train(split, range(3)), strict=True):
+    whole, split = (_train(new_policy(distributed_optimizer=is_split), range(3)) for is_split in (False, True))
+    for one, other in zip(whole, split, strict=True):
         assert dataclasses.asdict(other) == pytest.approx(dataclasses.asdict(one), rel=1e-5, abs=1e-7)
-
-
-@pytest.mark.parametrize(("dtype", "expected"), [(Dtype.FLOAT32, torch.float32), (Dtype.BFLOAT16, torch.bfloat16)])
-def test_muon_iterates_in_the_learners_type(
-    dtype: Dtype, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only some processors multiply bfloat16 fast."""
-    seen: list[torch.dtype] = []
-    genuine = optimizers.orthogonal
-
-    def noted(matrices: torch.Tensor, *, num_iterations: int, dtype: torch.dtype) -> torch.Tensor:
-        seen.append(dtype)
-        return genuine(matrices, num_iterations=num_iterations, dtype=dtype)
-
-    monkeypatch.setattr(optimizers, "orthogonal", noted)
-    optimizer = OptimizerConfig(method=OptimizerMethod.MUON, learning_rate=1e-2)
-    new_policy(learner=dataclasses.replace(LEARNER, dtype=dtype), optimizer=optimizer).lm_step(
-        random_sequences(), [1] * 9
-    )
-    assert set(seen) == {expected}
 
 
 LENGTHS = (3, 1, 5)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,14 +18,14 @@ from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner import parallel
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.checkpoint import CheckpointError
-from slipstream.learner.config import LearnerConfig, Packing, ScratchConfig, ShapeConfig
+from slipstream.learner.config import LearnerConfig, Packing
 from slipstream.learner.cpu import host
 from slipstream.learner.layers import build_mtp
 from slipstream.learner.megatron import Capture, MegatronPolicy
 from slipstream.learner.weights import Shard, hf_from_shards, initial_weights, load_exactly, mtp_mappings, shard_from_hf
 from slipstream.types import Dtype
 from tests.unit.learner import mimo
-from tests.unit.learner.policies import LEARNER, OPTIMIZER, update_of
+from tests.unit.learner.policies import LEARNER, OPTIMIZER, chosen, new_policy, update_of
 
 
 @pytest.fixture
@@ -37,10 +39,6 @@ def _load(
     return MegatronPolicy.load(path, learner=learner, optimizer=optimizer)
 
 
-def _weights(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.weights()}
-
-
 def _mtp_weights(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in policy.mtp_weights()}
 
@@ -49,21 +47,24 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def _drafting(policy: MegatronPolicy, sequences: Sequence[tuple[int, ...]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return policy.hidden_states(sequences, policy.architecture.mtp_layer_ids)
+
+
 @pytest.mark.parametrize("packing", [Packing.NEVER, Packing.ALWAYS])
 def test_the_trunk_computes_what_transformers_does(packing: Packing, path: Path) -> None:
-    policy = _load(path, dataclasses.replace(LEARNER, packing=packing), None)
+    policy = _load(path, replace(LEARNER, packing=packing), None)
     sequences = mimo.sequences()
     got = policy.logprobs(sequences, [3] * len(sequences), 0.8)
     for tokens, logprobs in zip(sequences, got, strict=True):
-        _, logits = mimo.trunk(path, tokens)
-        expected = torch.log_softmax(logits / 0.8, dim=-1)[range(len(tokens) - 1), tokens[1:]][2:]
+        expected = chosen(mimo.trunk(path, tokens)[1], tokens, 3, 0.8)
         np.testing.assert_allclose(logprobs, expected.numpy(), rtol=0, atol=5e-6)
 
 
 def test_the_mtp_layer_computes_what_vllms_formula_says(path: Path) -> None:
     policy = _load(path, LEARNER, None)
     tokens = mimo.sequences()[0]
-    ((states_TH, _),) = policy.hidden_states([tokens], policy.architecture.mtp_layer_ids)
+    ((states_TH, _),) = _drafting(policy, [tokens])
     expected_states, _ = mimo.trunk(path, tokens)
     torch.testing.assert_close(states_TH, expected_states, rtol=0, atol=1e-5)
     weights = load_file(path / "model.safetensors")
@@ -85,38 +86,26 @@ def test_the_mtp_layer_computes_what_vllms_formula_says(path: Path) -> None:
 def test_a_saved_mimo_is_the_one_that_was_loaded_to_the_last_bit(path: Path, tmp_path: Path) -> None:
     _load(path).save_hf(tmp_path / "saved", path)
     assert _same(load_file(tmp_path / "saved" / "model.safetensors"), load_file(path / "model.safetensors"))
-    assert json.loads((tmp_path / "saved" / "config.json").read_text()) == json.loads(
-        (path / "config.json").read_text()
-    )
+    saved, given = (json.loads((at / "config.json").read_text()) for at in (tmp_path / "saved", path))
+    assert saved == given
     assert Architecture.from_hf(path) == mimo.ARCH
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_shards_of_the_mtp_layer_join_to_what_they_were_cut_from(size: int) -> None:
-    full = mimo.random_weights()
-    shards = [
-        dict(
-            shard_from_hf(full.__getitem__, mimo.ARCH, Shard(tensor_rank=r, tensor_size=size), mtp_mappings(mimo.ARCH))
-        )
-        for r in range(size)
-    ]
-    joined: dict[str, torch.Tensor] = {}
-    for mapping in mtp_mappings(mimo.ARCH):
+    full, joined, own = mimo.random_weights(), dict[str, torch.Tensor](), list(mtp_mappings(mimo.ARCH))
+    ranks = [Shard(tensor_rank=rank, tensor_size=size) for rank in range(size)]
+    shards = [dict(shard_from_hf(full.__getitem__, mimo.ARCH, rank, own)) for rank in ranks]
+    for mapping in own:
         joined |= dict(hf_from_shards(mapping, [shard[mapping.megatron] for shard in shards], mimo.ARCH))
     assert _same(joined, {name: tensor for name, tensor in full.items() if "mtp_layers" in name})
     assert len(joined) == 3 + 1 + 2 + 7 + 3  # norms and input_proj outside, norms, matrices and biases of the layer
-
-
-def test_parameters_are_counted_with_the_mtp_layer() -> None:
-    assert mimo.ARCH.num_parameters() == sum(tensor.numel() for tensor in mimo.random_weights().values())
+    assert mimo.ARCH.num_parameters() == sum(tensor.numel() for tensor in full.values())
 
 
 def test_an_mtp_layer_changes_no_weight_that_is_drawn_for_the_rest() -> None:
-    without = initial_weights(dataclasses.replace(mimo.ARCH, num_mtp_layers=0), std=0.1, seed=5)
-    having = initial_weights(mimo.ARCH, std=0.1, seed=5)
-    shared = without.keys() & having.keys()
-    assert len(shared) == len(without)
-    assert all(torch.equal(without[name], having[name]) for name in shared)
+    without, having = (initial_weights(replace(mimo.ARCH, num_mtp_layers=num), std=0.1, seed=5) for num in (0, 1))
+    assert _same(without, {name: having[name] for name in without})
     assert all(not having[name].any() for name in having if name.endswith(".bias"))
 
 
@@ -132,7 +121,7 @@ def test_training_the_mtp_layer_leaves_the_policys_update_as_it_is_to_the_last_b
         loss = trainer.step(batch.token_ids, batch.prompt_lengths, capture.states, learning_rate=1e-2, temperature=0.8)
         assert loss > 0
         assert got.stats == expected.stats
-        assert _same(_weights(both), _weights(alone))
+        assert _same(dict(both.weights()), dict(alone.weights()))
     after = _mtp_weights(both)
     assert all(not torch.equal(before[name], after[name]) for name in before)
     assert _same(_mtp_weights(alone), before)
@@ -141,19 +130,17 @@ def test_training_the_mtp_layer_leaves_the_policys_update_as_it_is_to_the_last_b
 def test_pretraining_learns_the_same_trunk_with_and_without_the_mtp_layers_loss(path: Path) -> None:
     alone, both = _load(path), _load(path)
     both.start_mtp(OPTIMIZER)
-    sequences = mimo.sequences()
-    losses = [policy.lm_step(sequences, [1] * len(sequences)) for policy in (alone, both)]
-    assert losses[0] == losses[1]
-    assert _same(_weights(both), _weights(alone))
+    assert len({policy.lm_step(mimo.sequences(), [1] * 9) for policy in (alone, both)}) == 1
+    assert _same(dict(both.weights()), dict(alone.weights()))
     assert alone.mtp_loss is None
     assert both.mtp_loss is not None and both.mtp_loss > 0
 
 
 def test_the_loss_is_the_divergence_from_the_policy_of_every_token_after_the_first_of_the_response(path: Path) -> None:
-    policy = _load(path, dataclasses.replace(LEARNER, logprob_chunk_tokens=5))
+    policy = _load(path, replace(LEARNER, logprob_chunk_tokens=5))
     trainer = policy.start_mtp(OPTIMIZER)
     sequences, start = mimo.sequences(3), 3
-    states = policy.hidden_states(sequences, policy.architecture.mtp_layer_ids)
+    states = _drafting(policy, sequences)
     divergences, overlaps = [], []
     for tokens, (states_TH, _) in zip(sequences, states, strict=True):
         _, logits = mimo.trunk(path, tokens)
@@ -173,11 +160,11 @@ def test_the_loss_is_the_divergence_from_the_policy_of_every_token_after_the_fir
 @pytest.mark.parametrize("packing", [Packing.NEVER, Packing.ALWAYS])
 def test_a_window_is_drafted_from_what_the_layer_gave_for_its_last_token(packing: Packing, path: Path) -> None:
     """Three tokens ahead, against vLLM's formula applied again and again."""
-    policy = _load(path, dataclasses.replace(LEARNER, packing=packing))
+    policy = _load(path, replace(LEARNER, packing=packing))
     trainer = policy.start_mtp(OPTIMIZER)
     sequences = [tokens for tokens in mimo.sequences(9) if len(tokens) > 9]
     starts = [3] * len(sequences)
-    states = policy.hidden_states(sequences, policy.architecture.mtp_layer_ids)
+    states = _drafting(policy, sequences)
     chances = []
     for tokens, (states_TH, _) in zip(sequences, states, strict=True):
         policy_TV = mimo.trunk(path, tokens)[1].softmax(-1)
@@ -197,36 +184,28 @@ def test_a_window_is_drafted_from_what_the_layer_gave_for_its_last_token(packing
 @pytest.mark.parametrize("method", OptimizerMethod)
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
 def test_a_resumed_mtp_layer_goes_on_bit_for_bit(method: OptimizerMethod, dtype: Dtype, path: Path) -> None:
-    learner, optimizer = dataclasses.replace(LEARNER, dtype=dtype), dataclasses.replace(OPTIMIZER, method=method)
+    learner, optimizer = replace(LEARNER, dtype=dtype), replace(OPTIMIZER, method=method)
     policy = _load(path, learner)
     trainer = policy.start_mtp(optimizer)
     sequences = mimo.sequences()
-    states = policy.hidden_states(sequences, policy.architecture.mtp_layer_ids)
-    starts = [2] * len(sequences)
-    trainer.step(sequences, starts, states, learning_rate=1e-2)
+    update = sequences, [2] * len(sequences), _drafting(policy, sequences)
+    trainer.step(*update, learning_rate=1e-2)
     state = {name: tensor.clone() for name, tensor in trainer.state().items()}
-    expected = [trainer.step(sequences, starts, states, learning_rate=1e-2) for _ in range(2)]
+    expected = [trainer.step(*update, learning_rate=1e-2) for _ in range(2)]
     other = _load(path, learner)
     resumed = other.start_mtp(optimizer)
     resumed.restore(state)
     assert resumed.num_updates == 1
-    assert [resumed.step(sequences, starts, states, learning_rate=1e-2) for _ in range(2)] == expected
+    assert [resumed.step(*update, learning_rate=1e-2) for _ in range(2)] == expected
     assert _same(_mtp_weights(other), _mtp_weights(policy))
 
 
-def test_a_state_of_another_model_is_refused(path: Path) -> None:
+def test_a_state_of_another_model_and_a_policy_without_an_mtp_layer_are_refused(path: Path) -> None:
     trainer = _load(path).start_mtp(OPTIMIZER)
     with pytest.raises(CheckpointError, match=r"must hold the policy's MTP layer, has no main/model\.mtp_layers\.0"):
         trainer.restore({"num_updates": torch.tensor([1]), "0.parameter": torch.zeros(1)})
-
-
-def test_only_a_policy_with_an_mtp_layer_can_draft_with_it() -> None:
-    scratch = ScratchConfig(
-        shape=ShapeConfig(hidden_size=32, num_layers=2, head_dim=16, ffn_hidden_size=48), num_steps=20
-    )
-    policy = MegatronPolicy.from_scratch(scratch, vocab_size=8, eos_token_id=1, learner=LEARNER, optimizer=None)
     with pytest.raises(ConfigError, match="mtp needs a policy with an MTP layer, got 'Qwen3ForCausalLM'"):
-        policy.start_mtp(OPTIMIZER)
+        new_policy(optimizer=None).start_mtp(OPTIMIZER)
 
 
 @pytest.mark.parametrize(
@@ -238,20 +217,15 @@ def test_only_a_policy_with_an_mtp_layer_can_draft_with_it() -> None:
         ({"head_dim": 16}, "must be hidden_size / num_attention_heads = 128 / 4"),
     ],
 )
-def test_a_mimo_that_vllm_would_read_otherwise_is_refused(
-    change: dict[str, object], message: str, tmp_path: Path
-) -> None:
+def test_a_mimo_that_vllm_would_read_otherwise_is_refused(change: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(mimo.ARCH.to_hf(LEARNER.dtype) | change))
     with pytest.raises(ConfigError, match=message):
         Architecture.from_hf(tmp_path)
 
 
 def test_a_fresh_mimo_trains_its_mtp_layer_from_its_first_step() -> None:
-    policy = MegatronPolicy.from_scratch(
-        mimo.SCRATCH, vocab_size=mimo.VOCAB, eos_token_id=1, learner=LEARNER, optimizer=OPTIMIZER
-    )
+    policy = new_policy(mimo.SCRATCH)
     before = _mtp_weights(policy)
-    sequences = mimo.sequences()
-    policy.lm_step(sequences, [1] * len(sequences), learning_rate=1e-2)
+    policy.lm_step(mimo.sequences(), [1] * 9, learning_rate=1e-2)
     assert not _same(before, _mtp_weights(policy))
     assert parallel.current_shard().tensor_size == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from slipstream.learner.config import ScratchConfig
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.optimizer import BatchedMuon, TrainingMemory, orthogonal
 from slipstream.types import Dtype
-from tests.unit.learner.policies import LEARNER, OPTIMIZER, SCRATCH, VOCAB, new_policy, random_sequences, shaped
+from tests.unit.learner.policies import OPTIMIZER, SCRATCH, VOCAB, new_policy, random_sequences, same_weights, shaped
 
 SHAPES = [(24, 8), (8, 24), (16, 16), (24, 8), (8, 24)]
 
@@ -47,12 +48,15 @@ def test_the_updates_are_those_of_torch(num_iterations: int) -> None:
         assert float((moved - expected).norm() / expected.norm()) < 0.02  # both iterate in bfloat16
 
 
+def _orthogonal(matrix: Tensor, num_iterations: int = 3) -> Tensor:
+    return orthogonal(matrix[None], num_iterations=num_iterations, dtype=torch.float32)[0]
+
+
 def test_each_matrix_of_a_batch_is_made_orthogonal_by_itself() -> None:
     matrix = _matrices()[0].detach()
     matrices = torch.stack([matrix * scale for scale in (1e-3, 1.0, 1e3)])
     singular_values = torch.linalg.svdvals(orthogonal(matrices, num_iterations=5))
-    assert singular_values.min() > 0.5
-    assert singular_values.max() < 1.5
+    assert singular_values.min() > 0.5 and singular_values.max() < 1.5
 
 
 @pytest.mark.parametrize("is_tall", [False, True])
@@ -60,20 +64,15 @@ def test_permuted_rows_are_orthogonalized_to_permuted_rows(is_tall: bool) -> Non
     """Tensor-parallel ranks hold queries, keys and values, or gate and up, in another order than one rank does."""
     matrix = torch.randn((96, 32) if is_tall else (32, 96), generator=torch.Generator().manual_seed(0))
     order = torch.randperm(len(matrix), generator=torch.Generator().manual_seed(1))
-    found, moved = (_whole(each) for each in (matrix, matrix[order]))
+    found, moved = (_orthogonal(each) for each in (matrix, matrix[order]))
     torch.testing.assert_close(moved, found[order], rtol=0, atol=1e-6)
-
-
-def _whole(matrix: Tensor) -> Tensor:
-    return orthogonal(matrix[None], num_iterations=3, dtype=torch.float32)[0]
 
 
 def _block_difference(momentum: Tensor, dim: int, num_iterations: int) -> float:
     """Norm of the difference between the updates from two blocks and from the whole, relative to the latter's."""
 
     def update(matrix: Tensor) -> Tensor:
-        found = orthogonal(matrix[None], num_iterations=num_iterations, dtype=torch.float32)[0]
-        return found * 0.2 * max(matrix.shape) ** 0.5
+        return _orthogonal(matrix, num_iterations) * 0.2 * max(matrix.shape) ** 0.5
 
     whole = update(momentum)
     return float((torch.cat([update(each) for each in momentum.chunk(2, dim)], dim) - whole).norm() / whole.norm())
@@ -112,10 +111,9 @@ def test_matrices_that_exceed_a_batch_are_orthogonalized_in_several(monkeypatch:
         return matrices
 
     at_once, sizes = stepped(), []
-    genuine = optimizers.orthogonal
     monkeypatch.setattr(optimizers, "MUON_BATCH_ELEMENTS", 200)
     monkeypatch.setattr(
-        optimizers, "orthogonal", lambda given, **kind: sizes.append(len(given)) or genuine(given, **kind)
+        optimizers, "orthogonal", lambda given, **how: sizes.append(len(given)) or orthogonal(given, **how)
     )
     assert all(torch.equal(one, other) for one, other in zip(stepped(), at_once, strict=True))
     assert sizes == [1] * len(SHAPES)
@@ -131,12 +129,9 @@ def test_a_matrix_without_gradient_is_left_alone() -> None:
 
 SEQUENCES = [np.random.default_rng(i).integers(0, VOCAB, 12 + i).tolist() for i in range(6)]
 STARTS = [3] * len(SEQUENCES)
-KINDS = [
-    pytest.param(dtype, method, is_distributed, id=f"{dtype}-{method}{'-distributed' if is_distributed else ''}")
-    for dtype in (Dtype.FLOAT32, Dtype.BFLOAT16)
-    for method in OptimizerMethod
-    for is_distributed in (False, True)
-]
+Kind = tuple[Dtype, OptimizerMethod, bool]
+KINDS = list(itertools.product((Dtype.FLOAT32, Dtype.BFLOAT16), OptimizerMethod, (False, True)))
+EACH_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
 
 
 def _policy(
@@ -145,12 +140,8 @@ def _policy(
     is_distributed: bool = False,
     scratch: ScratchConfig = SCRATCH,
 ) -> MegatronPolicy:
-    learner = replace(LEARNER, dtype=dtype, distributed_optimizer=is_distributed)
-    return new_policy(scratch, learner, replace(OPTIMIZER, learning_rate=1e-2, method=method))
-
-
-def _weights(policy: MegatronPolicy) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in (*policy.weights(), *policy.mtp_weights())}
+    optimizer = replace(OPTIMIZER, learning_rate=1e-2, method=method)
+    return new_policy(scratch, optimizer=optimizer, dtype=dtype, distributed_optimizer=is_distributed)
 
 
 def _held(policy: MegatronPolicy) -> list[HeldParameter]:
@@ -168,29 +159,25 @@ def _same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return len(ours) == len(theirs) and all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize(("dtype", "method", "is_distributed"), KINDS)
-def test_a_learner_that_rests_between_its_updates_learns_the_same_to_the_last_bit(
-    dtype: Dtype, method: OptimizerMethod, is_distributed: bool
-) -> None:
-    offloaded, other = (_policy(dtype, method, is_distributed) for _ in range(2))
+@EACH_KIND
+def test_a_learner_that_rests_between_its_updates_learns_the_same_to_the_last_bit(kind: Kind) -> None:
+    offloaded, other = _policy(*kind), _policy(*kind)
+    assert offloaded.offload() >= 4 * offloaded.architecture.num_parameters()  # there are no moments yet
     for _ in range(3):
+        assert offloaded.lm_step(SEQUENCES, STARTS) == other.lm_step(SEQUENCES, STARTS)
         offloaded.offload()
-        losses = [policy.lm_step(SEQUENCES, STARTS) for policy in (offloaded, other)]
-        assert losses[0] == losses[1]
-    offloaded.offload()
-    assert _same(list(_weights(offloaded).values()), list(_weights(other).values()))
-    offloaded.lm_step(SEQUENCES, STARTS)
-    other.lm_step(SEQUENCES, STARTS)
+    assert same_weights(offloaded, other)
+    for policy in (offloaded, other):
+        policy.lm_step(SEQUENCES, STARTS)
     assert _same(_state(offloaded), _state(other))
 
 
-@pytest.mark.parametrize(("dtype", "method", "is_distributed"), KINDS)
-def test_an_offloaded_learner_has_its_weights_alone(
-    dtype: Dtype, method: OptimizerMethod, is_distributed: bool
-) -> None:
-    policy = _policy(dtype, method, is_distributed)
+@EACH_KIND
+def test_an_offloaded_learner_has_its_weights_alone(kind: Kind) -> None:
+    policy = _policy(*kind)
+    assert new_policy(optimizer=None).offload() == 0  # a policy that only evaluates has nothing to give back
     policy.lm_step(SEQUENCES, STARTS)
-    before, logprobs = _weights(policy), policy.logprobs(SEQUENCES, STARTS, 1.0)
+    before, logprobs = [each.clone() for _, each in policy.weights()], policy.logprobs(SEQUENCES, STARTS, 1.0)
     num = policy.architecture.num_parameters()
     matrices = sum(held.parameter.numel() for held in _held(policy) if _is_muons(held))
 
@@ -198,7 +185,7 @@ def test_an_offloaded_learner_has_its_weights_alone(
 
     # Gradients and two moments in float32, of what Muon steps one; and masters of weights in bfloat16. Megatron pads
     # its buffers, and shards, a little.
-    expected = 4 * (3 * num - matrices) + (4 * num if dtype is Dtype.BFLOAT16 else 0)
+    expected = 4 * (3 * num - matrices) + (4 * num if kind[0] is Dtype.BFLOAT16 else 0)
     assert expected <= num_bytes < 1.02 * expected
     for held in _held(policy):
         assert held.parameter.untyped_storage().nbytes() > 0
@@ -206,10 +193,8 @@ def test_an_offloaded_learner_has_its_weights_alone(
         assert held.parameter.grad is None
         assert held.stepped is not None
         state = held.stepped.optimizer.state[held.stepped.main]
-        assert [state[name].untyped_storage().nbytes() for name in held.stepped.moments] == [0] * (
-            len(held.stepped.moments)
-        )
-    assert _same(list(_weights(policy).values()), list(before.values()))
+        assert {state[name].untyped_storage().nbytes() for name in held.stepped.moments} == {0}
+    assert _same([weight for _, weight in policy.weights()], before)
     assert all(np.array_equal(a, b) for a, b in zip(policy.logprobs(SEQUENCES, STARTS, 1.0), logprobs, strict=True))
     assert policy.offload() == 0
 
@@ -218,37 +203,18 @@ def _is_muons(held: HeldParameter) -> bool:
     return held.stepped is not None and held.stepped.moments == ("momentum_buffer",)
 
 
-def test_a_learner_may_rest_before_its_first_update() -> None:
-    policy = _policy()
-    assert policy.offload() >= 4 * policy.architecture.num_parameters()  # there are no moments yet
-    other = _policy()
-    assert policy.lm_step(SEQUENCES, STARTS) == other.lm_step(SEQUENCES, STARTS)
-
-
-def test_a_policy_that_only_evaluates_has_nothing_to_give_back(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer").mkdir()
-    _policy().save_hf(tmp_path / "model", tmp_path / "tokenizer")
-    assert MegatronPolicy.load(tmp_path / "model", learner=LEARNER, optimizer=None).offload() == 0
-
-
-@pytest.mark.parametrize(("dtype", "method", "is_distributed"), KINDS)
-def test_a_checkpoint_of_an_offloaded_learner_is_that_of_one_awake(
-    dtype: Dtype, method: OptimizerMethod, is_distributed: bool, tmp_path: Path
-) -> None:
-    policy = _policy(dtype, method, is_distributed)
+@EACH_KIND
+def test_a_checkpoint_of_an_offloaded_learner_is_that_of_one_awake(kind: Kind, tmp_path: Path) -> None:
+    policy = _policy(*kind)
     policy.lm_step(SEQUENCES, STARTS)
     policy.offload()
-    policy.save_checkpoint(tmp_path / "offloaded", {})
-    policy.finish_checkpoint()
-    policy.save_checkpoint(tmp_path / "awake", {})
-    policy.finish_checkpoint()
-    files = [file.name for file in (tmp_path / "awake").iterdir() if file.suffix == ".safetensors"]
-    assert files
-    assert all(
-        (tmp_path / "offloaded" / name).read_bytes() == (tmp_path / "awake" / name).read_bytes() for name in files
-    )
+    for name in ("offloaded", "awake"):  # the first one wakes it
+        policy.save_checkpoint(tmp_path / name, {})
+        policy.finish_checkpoint()
+    files = [sorted((tmp_path / name).glob("*.safetensors")) for name in ("offloaded", "awake")]
+    assert [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]] != []
 
-    resumed = _policy(dtype, method, is_distributed)
+    resumed = _policy(*kind)
     resumed.offload()
     resumed.load_checkpoint(tmp_path / "offloaded")
     resumed.offload()
@@ -266,7 +232,7 @@ def test_an_mtp_layer_rests_with_its_policy() -> None:
     assert offloaded._mtp_trainer is not None
     offloaded.offload()
     assert offloaded._mtp_trainer.memory._offloaded
-    assert _same(list(_weights(offloaded).values()), list(_weights(other).values()))
+    assert same_weights(offloaded, other)
 
 
 def test_what_shares_a_storage_with_the_weights_stays() -> None:

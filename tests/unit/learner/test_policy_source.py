@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from slipstream.config import ConfigError
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.config import PolicyConfig, RopeConfig
 from slipstream.learner.policy_source import Needs, resolve, write_policy_tokenizer
-from slipstream.recipe import Recipe, load_recipe
+from slipstream.recipe import load_recipe
 from slipstream.records.stages import PolicyRecord
 from slipstream.stages.support import policy_needs
 from tests.small import write_config
@@ -32,22 +33,16 @@ def model(path: Path, **changes: Any) -> Path:
     return path
 
 
-def recipe(path: str) -> Recipe:
-    return replace(load_recipe("tiny"), policy=PolicyConfig(model=path))
-
-
-def resolve_policy(recipe: Recipe, directory: Path) -> PolicyRecord:
+def resolve_policy(given: Path | str, directory: Path) -> PolicyRecord:
+    recipe = replace(load_recipe("tiny"), policy=PolicyConfig(model=str(given)))
     return resolve(recipe.policy, policy_needs(recipe), directory)
 
 
 def test_a_directory_is_resolved_without_reading_its_weights(tmp_path: Path) -> None:
     source = model(tmp_path / "model")
-
-    record = resolve_policy(recipe(str(source)), tmp_path / "out")
-
+    record = resolve_policy(source, tmp_path / "out")
     assert (record.architecture, record.vocab_size, record.max_position_embeddings) == ("Qwen3ForCausalLM", 64, 512)
-    assert record.eos_token_id == 3
-    assert record.pretrain_steps == 0
+    assert (record.eos_token_id, record.pretrain_steps) == (3, 0)
     assert (tmp_path / "out" / "model.safetensors").resolve() == source / "model.safetensors"
     assert (tmp_path / "out" / "config.json").is_file()
 
@@ -80,12 +75,6 @@ def test_a_scaling_is_written_in_full_beside_the_links(
         write_policy_tokenizer(given, replace(long, max_model_len=1025), tmp_path / "tokenizer")
 
 
-def test_a_model_that_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConfigError, match=r"policy\.model must be a local directory or a reachable hub id, got 'a/b'"):
-        resolve_policy(recipe("a/b"), tmp_path / "out")
-
-
 @rows(
     r"""
 {architectures: [GemmaForCausalLM]}
@@ -101,24 +90,31 @@ def test_a_model_that_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_model_that_does_not_suit_the_run_is_refused(given: str, expected: str, tmp_path: Path) -> None:
     source = model(tmp_path / "model", **yaml.safe_load(given))
     with pytest.raises(ConfigError, match=expected):
-        resolve_policy(recipe(str(source)), tmp_path / "out")
+        resolve_policy(source, tmp_path / "out")
 
 
-def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
-    source = model(tmp_path / "model")
-    (source / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"policy\.model must have weights in \*\.safetensors files, got '.*model'"):
-        resolve_policy(recipe(str(source)), tmp_path / "out")
-
-
-def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path) -> None:
-    source = model(tmp_path / "model")
+def _without_template(source: Path) -> None:
     (source / "chat_template.jinja").unlink(missing_ok=True)
     config = json.loads((source / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (source / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"policy\.model must have a chat template"):
-        resolve_policy(recipe(str(source)), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("damage", "rule"),
+    [
+        (
+            lambda source: (source / "model.safetensors").unlink(),
+            r"have weights in \*\.safetensors files, got '.*model'",
+        ),
+        (_without_template, "have a chat template"),
+    ],
+)
+def test_a_model_that_is_not_whole_is_refused(damage: Callable[[Path], object], rule: str, tmp_path: Path) -> None:
+    source = model(tmp_path / "model")
+    damage(source)
+    with pytest.raises(ConfigError, match=rf"policy\.model must {rule}"):
+        resolve_policy(source, tmp_path / "out")
 
 
 def test_configs_and_tokenizer_are_fetched_and_weights_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,3 +138,9 @@ def test_configs_and_tokenizer_are_fetched_and_weights_are_not(tmp_path: Path, m
     assert fetched == {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert asked == [(recipe.policy.model, None)]
     assert (tmp_path / "tokenizer" / "tokenizer.json").is_file()
+
+
+def test_a_model_that_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=r"policy\.model must be a local directory or a reachable hub id, got 'a/b'"):
+        resolve_policy("a/b", tmp_path / "out")

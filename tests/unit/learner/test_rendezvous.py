@@ -15,12 +15,9 @@ INTERFACES = {
 }
 
 
-def test_the_interface_is_the_one_that_has_the_nodes_address() -> None:
+def test_the_interface_is_the_one_that_has_the_nodes_address_and_another_hosts_address_is_refused() -> None:
     assert interface_of("10.77.0.11", INTERFACES) == "eth0"
     assert interface_of("127.0.0.1", INTERFACES) == "lo"
-
-
-def test_an_address_of_another_host_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"this host's interfaces lo, eth0, got '10\.77\.0\.12'; start its Ray"):
         interface_of("10.77.0.12", INTERFACES)
 

@@ -34,34 +34,27 @@ ARCH = Architecture(
 )
 
 
-def _hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+def random_hf(arch: Architecture) -> dict[str, Tensor]:
     hidden, ffn, dim = arch.hidden_size, arch.ffn_hidden_size, arch.head_dim
     queries, keys = arch.num_attention_heads * dim, arch.num_query_groups * dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (arch.vocab_size, hidden)}
-    for layer in range(arch.num_layers):
-        shapes |= {
-            f"model.layers.{layer}.{name}.weight": shape
-            for name, shape in {
-                "input_layernorm": (hidden,),
-                "self_attn.q_proj": (queries, hidden),
-                "self_attn.k_proj": (keys, hidden),
-                "self_attn.v_proj": (keys, hidden),
-                "self_attn.q_norm": (dim,),
-                "self_attn.k_norm": (dim,),
-                "self_attn.o_proj": (hidden, queries),
-                "post_attention_layernorm": (hidden,),
-                "mlp.gate_proj": (ffn, hidden),
-                "mlp.up_proj": (ffn, hidden),
-                "mlp.down_proj": (hidden, ffn),
-            }.items()
-        }
-    shapes["model.norm.weight"] = (hidden,)
-    return shapes if arch.tie_word_embeddings else shapes | {"lm_head.weight": (arch.vocab_size, hidden)}
-
-
-def random_hf(arch: Architecture) -> dict[str, Tensor]:
+    of_layer = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.q_norm": (dim,),
+        "self_attn.k_norm": (dim,),
+        "self_attn.o_proj": (hidden, queries),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (ffn, hidden),
+        "mlp.up_proj": (ffn, hidden),
+        "mlp.down_proj": (hidden, ffn),
+    }
+    shapes = {f"model.layers.{layer}.{name}": of_layer[name] for layer in range(arch.num_layers) for name in of_layer}
+    shapes |= {"model.embed_tokens": (arch.vocab_size, hidden), "model.norm": (hidden,)}
+    shapes |= {} if arch.tie_word_embeddings else {"lm_head": (arch.vocab_size, hidden)}
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator) for name, shape in _hf_shapes(arch).items()}
+    return {f"{name}.weight": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 @settings(deadline=None)
@@ -71,10 +64,8 @@ def test_shards_join_to_exactly_the_tensors_they_were_cut_from(tensor: int, pipe
     full = random_hf(arch)
     joined: dict[str, Tensor] = {}
     for stage in range(pipeline):
-        ranks = [
-            Shard(tensor_rank=rank, tensor_size=tensor, pipeline_rank=stage, pipeline_size=pipeline)
-            for rank in range(tensor)
-        ]
+        sizes = {"tensor_size": tensor, "pipeline_rank": stage, "pipeline_size": pipeline}
+        ranks = [Shard(tensor_rank=rank, **sizes) for rank in range(tensor)]
         shards = [dict(shard_from_hf(full.__getitem__, arch, rank)) for rank in ranks]
         for mapping in mappings(arch, ranks[0]):
             joined |= dict(hf_from_shards(mapping, [shard[mapping.megatron] for shard in shards], arch))
@@ -116,7 +107,7 @@ SPARSE = dataclasses.replace(ARCH, family=QWEN3_MOE, experts=EXPERTS)  # layers 
 def random_sparse() -> dict[str, Tensor]:
     """The dense model's tensors, but of layers 1 and 3 a router and four experts of width 3."""
     generator = torch.Generator().manual_seed(1)
-    full = {name: tensor for name, tensor in random_hf(ARCH).items() if not name.startswith(_SPARSE_MLP)}
+    full = {name: tensor for name, tensor in random_hf(ARCH).items() if "1.mlp." not in name and "3.mlp." not in name}
     for layer in (1, 3):
         mlp = f"model.layers.{layer}.mlp"
         full[f"{mlp}.gate.weight"] = torch.randn((4, 6), generator=generator)
@@ -126,31 +117,17 @@ def random_sparse() -> dict[str, Tensor]:
     return full
 
 
-_SPARSE_MLP = ("model.layers.1.mlp.", "model.layers.3.mlp.")
-
-
 def test_the_second_of_two_ranks_holds_the_second_half_of_the_experts() -> None:
     shard = Shard(expert_rank=1, expert_size=2, data_rank=1)
-    of_layer = {m.megatron: m.hf for m in mappings(SPARSE, shard) if m.megatron.startswith("decoder.layers.1.mlp")}
-    assert of_layer == {
-        "decoder.layers.1.mlp.router.weight": ("model.layers.1.mlp.gate.weight",),
-        "decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight": (
-            "model.layers.1.mlp.experts.2.gate_proj.weight",
-            "model.layers.1.mlp.experts.2.up_proj.weight",
-        ),
-        "decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight": (
-            "model.layers.1.mlp.experts.2.down_proj.weight",
-        ),
-        "decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight": (
-            "model.layers.1.mlp.experts.3.gate_proj.weight",
-            "model.layers.1.mlp.experts.3.up_proj.weight",
-        ),
-        "decoder.layers.1.mlp.experts.local_experts.1.linear_fc2.weight": (
-            "model.layers.1.mlp.experts.3.down_proj.weight",
-        ),
-    }
-    dense = [m.megatron for m in mappings(SPARSE, shard) if m.megatron.startswith("decoder.layers.2.mlp")]
-    assert dense == ["decoder.layers.2.mlp.linear_fc1.weight", "decoder.layers.2.mlp.linear_fc2.weight"]
+    held = {mapping.megatron.removeprefix("decoder.layers."): mapping.hf for mapping in mappings(SPARSE, shard)}
+    expected: dict[str, tuple[str, ...]] = {"1.mlp.router.weight": ("model.layers.1.mlp.gate.weight",)}
+    for local in (0, 1):
+        ours, theirs = f"1.mlp.experts.local_experts.{local}", f"model.layers.1.mlp.experts.{2 + local}"
+        expected[f"{ours}.linear_fc1.weight"] = (f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight")
+        expected[f"{ours}.linear_fc2.weight"] = (f"{theirs}.down_proj.weight",)
+    assert {name: hf for name, hf in held.items() if name.startswith("1.mlp")} == expected
+    dense = [name for name in held if name.startswith("2.mlp")]
+    assert dense == ["2.mlp.linear_fc1.weight", "2.mlp.linear_fc2.weight"]
 
 
 def _read(path: Path, **change: Any) -> Architecture:

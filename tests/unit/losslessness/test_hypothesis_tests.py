@@ -33,14 +33,9 @@ def test_an_exact_engine_fails_about_as_often_as_the_family_level_says() -> None
 
 
 def test_more_tokens_find_smaller_biases() -> None:
-    random = np.random.default_rng(3)
-    small, large = (
-        hypothesis_tests.detectable_bias(
-            exact_draws(n, random), num_tests=5, config=LosslessnessConfig(num_replications=10)
-        )
-        for n in (500, 8000)
-    )
-
+    random, config = np.random.default_rng(3), LosslessnessConfig(num_replications=10)
+    draws = [exact_draws(num, random) for num in (500, 8000)]
+    small, large = (hypothesis_tests.detectable_bias(each, num_tests=5, config=config) for each in draws)
     for few, many in zip(small, large, strict=True):
         assert few.alternative == many.alternative
         assert many.detectable_total_variation < 0.6 * few.detectable_total_variation
@@ -86,19 +81,19 @@ def test_chi_square_of_counts_by_hand(counts: list[int], shares: list[float], st
     assert hypothesis_tests.count_test(np.array(counts), np.array(shares)) == (pytest.approx(statistic), dof)
 
 
-def test_two_equal_samples_are_homogeneous() -> None:
-    assert hypothesis_tests.homogeneity_test(np.array([30, 70]), np.array([30, 70])) == (pytest.approx(0.0), 1)
-    statistic, _ = hypothesis_tests.homogeneity_test(np.array([60, 40]), np.array([40, 60]))
-    assert statistic == pytest.approx(8.0)
-    two_to_one, _ = hypothesis_tests.homogeneity_test(np.array([80, 40]), np.array([20, 40]))
-    # Shares 120 / 180 = 2/3 of cells of 100 and 80: expected 66.67 and 53.33, variances 22.22 and 17.78.
-    assert two_to_one == pytest.approx((80 - 200 / 3) ** 2 / (200 / 9) + (40 - 160 / 3) ** 2 / (160 / 9))
-
-
-def test_cells_of_two_samples_are_pooled_by_what_the_smaller_one_expects() -> None:
-    """The second sample is a tenth: it expects 10, 4 and 6, so the last two are one cell of 100, as is the first."""
-    statistic, dof = hypothesis_tests.homogeneity_test(np.array([95, 35, 50]), np.array([5, 5, 10]))
-    assert (statistic, dof) == (pytest.approx(2 * (95 - 90) ** 2 / 9), 1)
+@pytest.mark.parametrize(
+    ("first", "second", "statistic"),
+    [
+        ([30, 70], [30, 70], 0.0),
+        ([60, 40], [40, 60], 8.0),
+        # Shares 120 / 180 = 2/3 of cells of 100 and 80: expected 66.67 and 53.33, variances 22.22 and 17.78.
+        ([80, 40], [20, 40], (80 - 200 / 3) ** 2 / (200 / 9) + (40 - 160 / 3) ** 2 / (160 / 9)),
+        # The second sample is a tenth: it expects 10, 4 and 6, so the last two are one cell of 100, as is the first.
+        ([95, 35, 50], [5, 5, 10], 2 * (95 - 90) ** 2 / 9),
+    ],
+)
+def test_two_samples_differ_in_what_their_cells_hold(first: list[int], second: list[int], statistic: float) -> None:
+    assert hypothesis_tests.homogeneity_test(np.array(first), np.array(second)) == (pytest.approx(statistic), 1)
 
 
 def test_independent_statistics_add_up() -> None:
@@ -159,13 +154,10 @@ def test_draws_are_tested_by_bins_by_position_and_by_their_log_probability() -> 
     assert found["log-probability, z"] == (320, pytest.approx(2.0), pytest.approx(0.0455, abs=1e-4))
     below = hypothesis_tests.conditional_tests(placed(EVEN, z=-2.0), seed=0)["log-probability, z"]
     assert below == (320, pytest.approx(-2.0), pytest.approx(0.0455, abs=1e-4))
-
-
-def test_bins_that_hold_too_many_draws_are_seen() -> None:
-    """Ten draws move from the second bin into the first: 10^2 / 10 for each of the two."""
-    moved = np.where((EVEN > 1 / 32) & (EVEN < 2 / 32), 0.01, EVEN)
-    found = hypothesis_tests.conditional_tests(placed(moved), seed=0)
-    assert found["pit, all tokens"] == (320, pytest.approx(20.0), pytest.approx(stats.chi2.sf(20.0, 31)))
+    # Ten draws move from the second bin into the first: 10^2 / 10 for each of the two.
+    moved = placed(np.where((EVEN > 1 / 32) & (EVEN < 2 / 32), 0.01, EVEN))
+    found = hypothesis_tests.conditional_tests(moved, seed=0)["pit, all tokens"]
+    assert found == (320, pytest.approx(20.0), pytest.approx(stats.chi2.sf(20.0, 31)))
 
 
 @pytest.mark.parametrize(
@@ -193,10 +185,9 @@ def test_an_impossible_token_is_infinitely_unlikely_and_a_certain_one_says_nothi
 
 def test_two_engines_that_draw_alike_differ_in_nothing() -> None:
     found = hypothesis_tests.two_sample_tests(placed(EVEN), placed(EVEN), seed=0)
-    assert found == {
-        "autoregressive beside speculative, pit": (640, pytest.approx(0.0), pytest.approx(1.0)),
-        "autoregressive beside speculative, log-probability": (640, pytest.approx(0.0), pytest.approx(1.0)),
-    }
+    nothing = (640, pytest.approx(0.0), pytest.approx(1.0))
+    names = ("pit", "log-probability")
+    assert found == {f"autoregressive beside speculative, {name}": nothing for name in names}
 
 
 def test_two_engines_are_held_against_each_other_by_bins_and_log_probability() -> None:
@@ -206,40 +197,30 @@ def test_two_engines_are_held_against_each_other_by_bins_and_log_probability() -
     found = hypothesis_tests.two_sample_tests(first, second, seed=0)
     # Lower bins hold 10 and 0 where 5 and 5 are expected, upper ones 10 and 20 where 15 are.
     statistic = 16 * 5**2 / (10 / 4) + 16 * 5**2 / (30 / 4)
-    assert found["autoregressive beside speculative, pit"] == (
-        640,
-        pytest.approx(statistic),
-        pytest.approx(stats.chi2.sf(statistic, 31)),
-    )
     z = (4 / np.sqrt(320)) / np.sqrt(1 / 319 + 1 / 320)
-    assert found["autoregressive beside speculative, log-probability"] == (
-        640,
-        pytest.approx(z),
-        pytest.approx(special.erfc(z / np.sqrt(2))),
-    )
+    for name, value, p_value in (
+        ("pit", statistic, stats.chi2.sf(statistic, 31)),
+        ("log-probability", z, special.erfc(z / np.sqrt(2))),
+    ):
+        expected = (640, pytest.approx(value), pytest.approx(p_value))
+        assert found[f"autoregressive beside speculative, {name}"] == expected
 
 
 def certain() -> Draws:
     """64 draws of the one token that the policy allows: their transform is the random part alone."""
     even, zeros = placed(EVEN), np.zeros(64)
-    return replace(
-        placed(zeros), probability=np.ones(64), logprob_mean=zeros, sharper=even.sharper, flatter=even.flatter
-    )
+    biases = {"sharper": even.sharper, "flatter": even.flatter}
+    return replace(placed(zeros), probability=np.ones(64), logprob_mean=zeros, **biases)
 
 
-def test_the_random_part_of_the_transform_is_the_seeds() -> None:
-    counts = np.histogram(np.random.default_rng(3).random(64), np.linspace(0, 1, 33))[0]
+def test_the_random_part_of_the_transform_is_the_seeds_and_each_of_two_engines_has_its_own() -> None:
+    counts = [np.histogram(np.random.default_rng(seed).random(64), np.linspace(0, 1, 33))[0] for seed in (3, 4)]
     found = hypothesis_tests.conditional_tests(certain(), seed=3)["pit, all tokens"]
     # Two draws a bin are expected, so three bins make a cell of six; that is left to `count_test`, tested above.
-    expected, dof = hypothesis_tests.count_test(counts, np.full(32, 1 / 32))
+    expected, dof = hypothesis_tests.count_test(counts[0], np.full(32, 1 / 32))
     assert found == (64, pytest.approx(expected), pytest.approx(stats.chi2.sf(expected, dof)))
-
-
-def test_each_of_two_engines_has_its_own_random_part() -> None:
-    found = hypothesis_tests.two_sample_tests(certain(), certain(), seed=3)
-    counts = [np.histogram(np.random.default_rng(seed).random(64), np.linspace(0, 1, 33))[0] for seed in (3, 4)]
-    expected, _ = hypothesis_tests.homogeneity_test(counts[0], counts[1])
-    assert found["autoregressive beside speculative, pit"][1] == pytest.approx(expected)
+    both = hypothesis_tests.two_sample_tests(certain(), certain(), seed=3)["autoregressive beside speculative, pit"]
+    assert both[1] == pytest.approx(hypothesis_tests.homogeneity_test(*counts)[0])
 
 
 def test_a_family_rejects_below_its_level_and_writes_no_infinity() -> None:
@@ -290,9 +271,7 @@ def test_a_bias_in_the_choice_of_tokens_alone_is_seen_and_the_same_each_time() -
 @pytest.mark.parametrize(("num_tests", "seen"), [(1, True), (5, False)])
 def test_a_bias_is_sought_at_the_strictest_level_of_the_correction(num_tests: int, seen: bool) -> None:
     """A bias of 3 standard errors has p = 0.0027: below 0.01, above 0.01 / 5."""
-    draws = placed(EVEN)
+    draws, config = placed(EVEN), LosslessnessConfig(num_replications=2, family_level=0.01)
     draws.sharper.probability[:] *= np.exp(3.0 / np.sqrt(320))
-    sharper, _ = hypothesis_tests.detectable_bias(
-        draws, num_tests=num_tests, config=LosslessnessConfig(num_replications=2, family_level=0.01)
-    )
+    sharper, _ = hypothesis_tests.detectable_bias(draws, num_tests=num_tests, config=config)
     assert (sharper.detectable_fraction < 1.0) is seen

@@ -14,9 +14,10 @@ from slipstream.config import ConfigError
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Trace
 from slipstream.losslessness.config import LosslessnessConfig
-from slipstream.losslessness.sampling import draw, lengths_by_position, positions
+from slipstream.losslessness.sampling import Sample, draw, lengths_by_position, positions
 from slipstream.refit.config import WeightFiles
 from slipstream.types import Prompt
+from tests.unit.sampled import trace
 
 SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_response_tokens=20)
 PROMPTS = [Prompt(id=str(i), text="", token_ids=(i,), answer="") for i in range(5)]
@@ -31,27 +32,19 @@ class Engine:
 
     def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
         self.calls.append(([prompt.id for prompt in prompts], sampling, group_size, seed))
-        return [
-            Trace(
-                prompt_token_ids=prompt.token_ids,
-                token_ids=(9, len(self.calls)),
-                window_lengths=(1, 1),
-                policy_version=0,
-                draft_version=0,
-            )
-            for prompt in prompts
-            for _ in range(group_size)
-        ]
+        return [trace(prompt.token_ids, (9, len(self.calls))) for prompt in prompts for _ in range(group_size)]
+
+
+def drawn(engine: Engine, *, num_tokens: int = 10, batch: int = 3, **how: Any) -> Sample:
+    """What is drawn of the engine for so many tokens in responses of two."""
+    config = replace(CONFIG, num_tokens=num_tokens)
+    return draw(engine, how.pop("prompts", PROMPTS), config=config, sampling=SAMPLING, batch=batch, seed=7, **how)
 
 
 def test_an_engine_is_asked_for_batches_until_the_tokens_suffice_then_for_pairs_and_greedy_responses() -> None:
-    engine = Engine()
-    drawn: list[int] = []
-
-    sample = draw(engine, PROMPTS, config=CONFIG, sampling=SAMPLING, batch=3, seed=7, on_drawn=drawn.append)
-
-    assert drawn == [6, 4]
-
+    engine, told = Engine(), list[int]()
+    sample = drawn(engine, on_drawn=told.append)
+    assert told == [6, 4]
     # Two tokens a response, three responses a batch: the second batch takes the next prompts, and two of them suffice.
     greedy = replace(SAMPLING, temperature=0.0, top_p=1.0, top_k=0)
     assert engine.calls == [
@@ -67,15 +60,10 @@ def test_an_engine_is_asked_for_batches_until_the_tokens_suffice_then_for_pairs_
     assert [trace.token_ids[1] for trace in sample.greedy] == [4] * 4
 
 
-def test_a_response_is_taken_as_a_whole_where_a_part_of_it_would_do() -> None:
-    sample = draw(Engine(), PROMPTS, config=replace(CONFIG, num_tokens=3), sampling=SAMPLING, batch=3, seed=7)
-    assert [len(trace.token_ids) for trace in sample.traces] == [2, 2]
-
-
-def test_as_many_tokens_as_asked_for_are_enough_and_one_too_few_is_not() -> None:
-    for num_tokens, seeds in ((12, [8, 9]), (13, [8, 9, 10])):
+def test_as_many_tokens_as_asked_for_are_enough_and_a_response_is_taken_as_a_whole() -> None:
+    for num_tokens, seeds, num_taken in ((3, [8], 4), (12, [8, 9], 12), (13, [8, 9, 10], 14)):
         engine = Engine()
-        draw(engine, PROMPTS, config=replace(CONFIG, num_tokens=num_tokens), sampling=SAMPLING, batch=3, seed=7)
+        assert drawn(engine, num_tokens=num_tokens).num_tokens == num_taken
         assert [seed for _, _, _, seed in engine.calls[:-2]] == seeds
 
 
@@ -86,9 +74,8 @@ class Silent(Engine):
 
 def test_an_engine_that_answers_nothing_is_asked_no_more_often_than_tokens_are_wanted() -> None:
     engine = Silent()
-    sample = draw(engine, PROMPTS, config=CONFIG, sampling=SAMPLING, batch=1, seed=7)
+    assert drawn(engine, batch=1).num_tokens == 0
     assert len(engine.calls) == 10 + 2
-    assert sample.num_tokens == 0
 
 
 class Refitted(Engine):
@@ -102,17 +89,7 @@ class Refitted(Engine):
 def test_an_engine_that_is_refitted_while_it_draws_gives_the_long_responses_alone() -> None:
     refits = tuple(WeightFiles(policy=Path(f"policy {version}"), policy_version=version) for version in (1, 2))
     engine, refitted = Engine(), Refitted()
-
-    draw(
-        engine,
-        PROMPTS,
-        config=CONFIG,
-        sampling=SAMPLING,
-        batch=5,
-        seed=7,
-        across=partial(refitted.trace, refits=refits, steps_between=4),
-    )
-
+    drawn(engine, batch=5, across=partial(refitted.trace, refits=refits, steps_between=4))
     assert refitted.refits == (refits, 4)
     assert refitted.calls == [(["0", "1", "2", "3", "4"], SAMPLING, 1, 8)]
     assert [group_size for _, _, group_size, _ in engine.calls] == [3, 1]
@@ -120,31 +97,17 @@ def test_an_engine_that_is_refitted_while_it_draws_gives_the_long_responses_alon
 
 def test_nothing_is_drawn_without_prompts() -> None:
     with pytest.raises(ConfigError, match="losslessness must have prompts, got 0"):
-        draw(Engine(), [], config=CONFIG, sampling=SAMPLING, batch=3, seed=7)
-    assert draw(Engine(), PROMPTS[:1], config=CONFIG, sampling=SAMPLING, batch=3, seed=7).num_tokens == 10
+        drawn(Engine(), prompts=[])
+    assert drawn(Engine(), prompts=PROMPTS[:1]).num_tokens == 10
 
 
 def test_positions_count_from_one_in_each_window_after_the_prefill() -> None:
-    trace = Trace(
-        prompt_token_ids=(1,), token_ids=(5, 6, 7, 8, 9), window_lengths=(1, 3, 1), policy_version=0, draft_version=0
-    )
-
-    assert positions(trace) == [0, 1, 2, 3, 1]
+    assert positions(trace((1,), (5, 6, 7, 8, 9), (1, 3, 1))) == [0, 1, 2, 3, 1]
 
 
 def test_lengths_by_position_are_of_whole_windows_by_where_they_begin() -> None:
     """Windows begin at 61, 62 | 66 of one rollout and at 128 | 131, 135 of the other; their ends are cut."""
     lengths = ((61, (1, 4, 2)), (127, (1, 3, 4, 1)))
-    traces = [
-        Trace(
-            prompt_token_ids=tuple(range(prompt)),
-            token_ids=tuple(range(sum(windows))),
-            window_lengths=windows,
-            policy_version=0,
-            draft_version=0,
-        )
-        for prompt, windows in lengths
-    ]
-
+    traces = [trace((0,) * prompt, (0,) * sum(windows), windows) for prompt, windows in lengths]
     assert lengths_by_position(traces) == {"0-63": 4.0, "128-255": 3.5}
-    assert lengths_by_position(traces[:0]) == {}
+    assert lengths_by_position([]) == {}
