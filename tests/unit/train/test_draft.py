@@ -12,7 +12,7 @@ from slipstream.records.steps import AcceptanceStats, DraftDecision, DraftUpdate
 from slipstream.train.loop import Draft, TrainedDraft
 from tests.small import draft_with
 from tests.unit.sampled import accepted
-from tests.unit.train.test_metrics import STEP
+from tests.unit.train.world import STEP
 
 STALE = draft_with(
     eagle3={"aux_hidden_state_layer_ids": (0, 1, 2)}, online={"when": DraftOnline.WHEN_STALE, "horizon_steps": 8}
@@ -35,9 +35,9 @@ def trained(length: float, *, elapsed_s: float | None = None) -> StepRecord:
     return replace(STEP, acceptance=drafted(length), draft_update=update)
 
 
-def decided(draft: TrainedDraft, length: float, *, num_steps_left: int = 9) -> DraftDecision:
+def decided(draft: TrainedDraft, length: float, *, num_steps_left: int = 9, generation_s: float = 3.0) -> DraftDecision:
     """After rollouts of that length."""
-    decision = draft.decide(generated(length), num_steps_left=num_steps_left)
+    decision = draft.decide(generated(length, generation_s=generation_s), num_steps_left=num_steps_left)
     assert decision is not None
     return decision
 
@@ -51,16 +51,14 @@ def test_a_fixed_draft_is_never_trained() -> None:
 @pytest.mark.parametrize(("num_steps_left", "saved_s"), [(9, 6.0), (8, 6.0), (5, 3.75), (0, 0.0)])
 def test_a_training_pays_for_the_horizon_or_for_the_steps_that_are_left(num_steps_left: int, saved_s: float) -> None:
     """A length of 1.5 where 2.0 is known to be reached loses a quarter of each step's 3 s."""
-    draft = TrainedDraft(STALE, reference=2.0)
-    decision = decided(draft, 1.5, num_steps_left=num_steps_left)
+    decision = decided(TrainedDraft(STALE, reference=2.0), 1.5, num_steps_left=num_steps_left)
     assert decision.saved_s == pytest.approx(saved_s, rel=1e-4)
     assert (decision.length, decision.reference_length) == (1.5, 2.0)
     assert decision.trains == (saved_s > 0)
 
 
 def test_a_draft_that_is_always_trained_shows_what_it_would_have_saved() -> None:
-    draft = TrainedDraft(ALWAYS, reference=2.0)
-    decision = decided(draft, 2.0)
+    decision = decided(TrainedDraft(ALWAYS, reference=2.0), 2.0)
     assert (decision.trains, decision.reason) == (True, "always")
     assert decision.saved_s == pytest.approx(0.0, abs=1e-3)
     assert not decided(TrainedDraft(STALE, reference=2.0), 2.0).trains
@@ -68,7 +66,6 @@ def test_a_draft_that_is_always_trained_shows_what_it_would_have_saved() -> None
 
 def test_each_training_makes_the_next_version_and_its_time_is_what_the_next_one_costs() -> None:
     draft = TrainedDraft(STALE, reference=2.0)
-    assert draft.version == 0
     draft.note(trained(1.5))
     assert draft.version == 0
     draft.note(trained(1.5, elapsed_s=9.0))  # the first pays for cold caches
@@ -90,16 +87,14 @@ def test_a_resumed_draft_decides_as_one_that_was_not_interrupted() -> None:
     """Each step loses a quarter of the seconds that its rollouts took, whatever its record says of other times."""
     whole, records = TrainedDraft(STALE, reference=2.0), []
     for generation_s in (1.0, 3.0, 2.0, 5.0, 0.5):
-        decision = whole.decide(generated(1.5, generation_s=generation_s), num_steps_left=9)
-        assert decision is not None
+        decision = decided(whole, 1.5, generation_s=generation_s)
         record = replace(trained(1.5, elapsed_s=1.5 if decision.trains else None), draft_decision=decision)
         records.append(record)
         whole.note(record)
     resumed = TrainedDraft(STALE, reference=2.0, history=records)
     assert decided(resumed, 1.5) == decided(whole, 1.5)
-    assert [record.draft_decision is not None and record.draft_decision.trains for record in records] == [
-        True, True, False, True, False
-    ]  # fmt: skip
+    trains = [record.draft_decision is not None and record.draft_decision.trains for record in records]
+    assert trains == [True, True, False, True, False]
 
 
 def test_a_step_that_decided_nothing_about_its_draft_lost_no_time_that_counts() -> None:
