@@ -25,7 +25,7 @@ RLOO, SCALED = {"loss": LossConfig(kind=LossKind.RLOO)}, {"scale_advantages_by_s
 def assembled(
     *groups: RolloutGroup, rewards: Sequence[float] = (1.0, 0.0), grpo: dict[str, Any] | None = None, **how: Any
 ) -> TrainBatch:
-    """The batch of groups of version 0 without a draft, unless `how` says otherwise; `grpo` are fields of the recipe."""
+    """The batch of groups of version 0 without a draft, unless `how` says others; `grpo` are fields of the recipe."""
     versions = {"policy_version": 0, "draft_version": None} | how
     return assemble(groups or [GROUP], rewards, config=replace(CONFIG, **(grpo or {})), **versions)
 
