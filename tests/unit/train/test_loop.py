@@ -1,4 +1,4 @@
-"""The GRPO loop between an engine and a learner that note every call with its arguments.
+"""The GRPO loop and its step, between an engine, a learner and a draft that note what they are handed.
 
 The gate is the real one: what it asks of engine and learner is part of a step.
 """
@@ -19,18 +19,18 @@ from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.config import DynamicSamplingConfig, GrpoConfig, LossConfig, OptimizerConfig, RecomputeLogprobs
 from slipstream.grpo.update import Trained, Update
-from slipstream.records.steps import Mismatch, RefitCheck, StepRecord, TrainStats
+from slipstream.records.steps import DraftDecision, Mismatch, RefitCheck, StepRecord, TrainStats
 from slipstream.refit.channel import Delivery, Exported, Snapshot
 from slipstream.refit.config import EngineState, RefitConfig
 from slipstream.refit.fingerprint import ALL, Turn
 from slipstream.refit.gate import RefitGate
 from slipstream.rewards.reward import RewardResult
-from slipstream.train.acceptance_guard import AcceptanceGuard
-from slipstream.train.loop import Draft, Gate, SyncLoop, TrainedDraft, Trainer
-from slipstream.train.metrics import StageClock
-from slipstream.types import Arm, Prompt, Rollout, RolloutGroup, StageTimes, TrainBatch
-from tests.unit.sampled import accepted, rollout
-from tests.unit.train.world import BareLearner
+from slipstream.train.acceptance_guard import AcceptanceCollapse, AcceptanceGuard
+from slipstream.train.loop import Draft, Gate, SyncLoop, Trainer, recent
+from slipstream.train.metrics import StageClock, Stopwatch
+from slipstream.types import Arm, Prompt, RolloutGroup, TrainBatch
+from tests.unit.sampled import DECISION, accepted, rollout
+from tests.unit.train.world import NO_TIMES, BareLearner
 
 PROMPTS = tuple(Prompt(id=str(i), text=str(i), token_ids=(1, i), answer="7") for i in range(4))
 STREAM = PromptStream(prompts=PROMPTS, batch_size=2, seed=0)
@@ -46,6 +46,7 @@ CONFIG = GrpoConfig(
     seed=5,
 )
 ACCEPTANCE = accepted(10, 8, 4, 0)
+STATS = TrainStats(loss=0.1, grad_norm=1.0, kl=0.2, clip_fraction=0.3, num_tokens=8, learning_rate=1e-4)
 AUTO = replace(CONFIG, recompute_logprobs=RecomputeLogprobs.AUTO)
 DTYPES = {"weight": "float32"}
 # numpy's own: of the recipe's seed 5, the arm (0: autoregressive, 1: speculative) and the step.
@@ -59,19 +60,10 @@ class NotingEngine:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.version, self.draft_version, self.stuck, self.num_resets = 0, draft_version, stuck, 0
 
-    def generate(
-        self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
-    ) -> GenerationResult:
-        self.calls.append(
-            ("generate", {"prompts": tuple(prompts), "sampling": sampling, "group_size": group_size, "seed": seed})
-        )
-        version = 0 if self.stuck else self.version
-        groups = tuple(
-            RolloutGroup(
-                prompt=prompt, rollouts=tuple(_rollout(prompt, version, self.draft_version) for _ in range(group_size))
-            )
-            for prompt in prompts
-        )
+    def generate(self, prompts: Sequence[Prompt], **how: Any) -> GenerationResult:
+        self.calls.append(("generate", {"prompts": tuple(prompts), **how}))
+        versions = {"policy_version": 0 if self.stuck else self.version, "draft_version": self.draft_version}
+        groups = tuple(group(prompt, how["group_size"], **versions) for prompt in prompts)
         acceptance = None if self.draft_version is None else accepted(10, 24, 0, 0)
         return GenerationResult(groups=groups, acceptance=acceptance, generation_s=0.0)
 
@@ -100,6 +92,11 @@ class NotingEngine:
         raise AssertionError("its tensors can be read")
 
 
+def group(prompt: Prompt, size: int, **versions: Any) -> RolloutGroup:
+    one = rollout((7, 2), (-0.5, -0.25), prompt_id=prompt.id, is_cut=prompt.id == "3", **versions)
+    return RolloutGroup(prompt=prompt, rollouts=(one,) * size)
+
+
 class NotingLearner(BareLearner):
     """Its trainer logprobs are -0.5 a token, those of a training pass -0.75."""
 
@@ -120,9 +117,7 @@ class NotingLearner(BareLearner):
         self.calls.append(("train_step", {"update": update}))
         self.updates.append(update)
         number = len(self.updates)
-        stats = TrainStats(
-            loss=0.1 * number, grad_norm=1.0 * number, kl=0.2, clip_fraction=0.3, num_tokens=8, learning_rate=1e-4
-        )
+        stats = replace(STATS, loss=0.1 * number, grad_norm=1.0 * number)
         own = [np.array([-0.75, -0.75], dtype=np.float32) for _ in update.batch.token_ids]
         return Trained(stats=stats, own_logprobs=own if update.trainer_logprobs is None else None)
 
@@ -167,24 +162,15 @@ class NotingChannel:
         raise AssertionError("no engine is replaced here")
 
 
-def _rollout(prompt: Prompt, version: int, draft_version: int | None) -> Rollout:
-    how = {"policy_version": version, "draft_version": draft_version}
-    return rollout((7, 2), (-0.5, -0.25), prompt_id=prompt.id, is_cut=prompt.id == "3", **how)
-
-
 def run(
     engine: NotingEngine,
     learner: NotingLearner,
     *,
     arm: Arm = Arm.AUTOREGRESSIVE,
     config: GrpoConfig = CONFIG,
-    start_step: int = 0,
     rewards: Iterable[Sequence[float]] = itertools.repeat((1.0, 0.0, 1.0, 1.0)),
-    guard: AcceptanceGuard | None = None,
-    scored: list[Sequence[RolloutGroup]] | None = None,
-    on_score: Callable[[], None] = lambda: None,
+    on_score: Callable[[Sequence[RolloutGroup]], None] = lambda groups: None,
     start_clock: Callable[[], StageClock] = StageClock,
-    draft: Draft | TrainedDraft | None = None,
     gate: Gate | None = None,
     prompts: PromptStream = STREAM,
 ) -> list[StepRecord]:
@@ -192,52 +178,37 @@ def run(
     each_batch = iter(rewards)
 
     def score(groups: Sequence[RolloutGroup]) -> RewardResult:
-        on_score()
-        if scored is not None:
-            scored.append(groups)
+        on_score(groups)
         return RewardResult(rewards=tuple(next(each_batch)), num_timeouts=2, num_crashes=1)
 
-    real_gate = RefitGate(
-        cast(Any, engine),
-        cast(Any, learner),
-        channel=NotingChannel(learner, engine),
-        trains_draft=False,
-        draft=None,
-        config=RefitConfig(),
-    )
+    channel, fakes = NotingChannel(learner, engine), (cast(Any, engine), cast(Any, learner))
     SyncLoop(
         arm=arm,
         engine=engine,
         prompts=prompts,
         score=score,
-        trainer=Trainer(
-            learner=learner,
-            config=config,
-            temperature=SAMPLING.temperature,
-            max_response_tokens=SAMPLING.max_response_tokens,
-            draft=Draft(version=engine.draft_version) if draft is None else draft,
-            guard=AcceptanceGuard() if guard is None else guard,
-        ),
+        trainer=trainer(learner, config, draft=Draft(version=engine.draft_version)),
         sampling=SAMPLING,
-        gate=real_gate if gate is None else gate,
+        gate=gate or RefitGate(*fakes, channel=channel, trains_draft=False, draft=None, config=RefitConfig()),
         on_step=records.append,
         start_clock=start_clock,
-    ).run(start_step=start_step)
+    ).run(start_step=0)
     return records
+
+
+def trainer(learner: NotingLearner, config: GrpoConfig, **others: Any) -> Trainer:
+    return Trainer(learner=learner, config=config, temperature=0.5, max_response_tokens=4, **others)
 
 
 def test_every_call_of_a_step_gets_what_it_must() -> None:
     """The golden step: order and every argument, between engine and learner."""
     engine, learner, scored = NotingEngine(), NotingLearner(), []
-    run(engine, learner, config=replace(CONFIG, num_steps=2), scored=scored)
+    run(engine, learner, config=replace(CONFIG, num_steps=2), on_score=scored.append)
     for step in (0, 1):
         prompts = STREAM.batch(step)
         take, generate = engine.calls[2 * step : 2 * step + 2]
-        assert take == ("take", {"version": step})
-        assert generate == (
-            "generate",
-            {"prompts": prompts, "sampling": SAMPLING, "group_size": 2, "seed": SEEDS[0][step]},
-        )
+        how = {"sampling": SAMPLING, "group_size": 2, "seed": SEEDS[0][step]}
+        assert (take, generate) == (("take", {"version": step}), ("generate", {"prompts": prompts, **how}))
         batch = TrainBatch(
             token_ids=tuple((*prompt.token_ids, 7, 2) for prompt in prompts for _ in range(2)),
             prompt_lengths=(2, 2, 2, 2),
@@ -285,9 +256,7 @@ def test_a_steps_record_says_what_happened_in_it() -> None:
     assert (first.reward_mean, first.num_zero_signal_groups, first.num_rollouts) == (0.75, 1, 4)
     assert (first.num_response_tokens, first.num_reward_timeouts, first.num_reward_crashes) == (8, 2, 1)
     assert sum(record.num_truncated for record in (first, second)) == 2  # prompt 3, once an epoch, both its rollouts
-    assert first.train == TrainStats(
-        loss=0.1, grad_norm=1.0, kl=0.2, clip_fraction=0.3, num_tokens=8, learning_rate=1e-4
-    )
+    assert first.train == STATS
     assert (first.acceptance, first.draft_version) == (accepted(10, 24, 0, 0), 4)
     assert (first.refit.num_tensors, first.refit.probe_difference) == (1, None)
     # Rollout minus trainer logprob is 0 and 0.25, their ratio 1 and exp(-0.25) = 0.78, which is under the band's 0.9.
@@ -329,13 +298,11 @@ def test_the_pass_for_logprobs_stays_where_the_recipe_or_the_gradient_asks_for_i
     assert record.has_logprob_pass
 
 
-def test_a_correction_alone_needs_no_pass_for_logprobs() -> None:
-    """Its weights are of the policy before the update, which one update asks itself."""
-    assert not replace(AUTO, loss=replace(LOSS, truncated_importance_sampling=2.0)).needs_logprob_pass
-
-
 def test_a_corrected_step_records_its_ratios_and_an_uncorrected_one_nothing() -> None:
-    """The training pass's own -0.75 less the engine's -0.5 and -0.25: ratios exp(-0.25) and exp(-0.5)."""
+    """The training pass's own -0.75 less the engine's -0.5 and -0.25: ratios exp(-0.25) and exp(-0.5).
+
+    Its weights are of the policy before the update, which one update asks itself: a pass for them would give -0.5.
+    """
     corrected = replace(AUTO, num_steps=1, loss=replace(LOSS, truncated_importance_sampling=0.7))
     (record,) = run(NotingEngine(), NotingLearner(), config=corrected)
     (lag,) = record.lags
@@ -343,13 +310,6 @@ def test_a_corrected_step_records_its_ratios_and_an_uncorrected_one_nothing() ->
     assert lag.ratio_mean == pytest.approx((np.exp(-0.25) + np.exp(-0.5)) / 2)
     assert lag.ratio_max == pytest.approx(np.exp(-0.25))
     assert all(not record.lags for record in run(NotingEngine(), NotingLearner(), config=AUTO))
-
-
-def test_advantages_are_scaled_where_the_config_says_so() -> None:
-    learner = NotingLearner()
-    run(NotingEngine(), learner, config=replace(CONFIG, num_steps=1, scale_advantages_by_std=True))
-    # Deviations of 0.5 over the sample's standard deviation sqrt(0.5).
-    assert learner.updates[0].batch.advantages[:2] == pytest.approx((0.5**0.5, -(0.5**0.5)), abs=1e-5)
 
 
 def test_a_step_of_two_updates_learns_from_each_rollout_once_against_the_policy_before_the_first() -> None:
@@ -390,12 +350,11 @@ def test_the_five_stages_are_timed_apart_and_add_up_to_the_step() -> None:
         engine,
         learner,
         config=replace(CONFIG, num_steps=1),
-        on_score=lambda: now.__setitem__(0, now[0] + 64.0),
+        on_score=takes(64.0, lambda groups: None),
         start_clock=lambda: StageClock(now_s=lambda: now[0]),
     )
-    assert record.times == StageTimes(
-        data_s=64.0, prepare_s=3.0, generation_s=4.0, logprob_s=24.0, train_s=32.0, step_s=127.0
-    )
+    expected = {"data_s": 64.0, "prepare_s": 3.0, "generation_s": 4.0, "logprob_s": 24.0, "train_s": 32.0}
+    assert record.times == replace(NO_TIMES, **expected, step_s=127.0)
     assert record.machine is not None
 
 
@@ -418,12 +377,12 @@ def test_a_step_samples_further_prompts_until_it_has_enough_groups_with_signal(
             found = super().generate(*args, **how)
             return replace(found, acceptance=ACCEPTANCE, generation_s=0.25, num_preemptions=1)
 
-    engine, learner, scored = Timed(draft_version=4), NotingLearner(), []
+    engine, learner = Timed(draft_version=4), NotingLearner()
     prompts = tuple(Prompt(id=str(i), text=str(i), token_ids=(1, i), answer="7") for i in range(6))
     stream = PromptStream(prompts=prompts, batch_size=2, seed=0)
     more = DynamicSamplingConfig(max_extra_batches=max_extra_batches)
     config = replace(CONFIG, num_steps=1, dynamic_sampling=more)
-    (record,) = run(engine, learner, config=config, scored=scored, rewards=iter(rewards), prompts=stream)
+    (record,) = run(engine, learner, config=config, rewards=rewards, prompts=stream)
     num_batches = int(sampling[0])
     batches = [stream.batch(0), *(stream.further(0, number) for number in range(1, num_batches))]
     calls = [call for name, call in engine.calls if name == "generate"]
@@ -456,3 +415,84 @@ def test_a_step_samples_further_prompts_until_it_has_enough_groups_with_signal(
 def test_rollouts_of_a_policy_that_was_not_refitted_stop_the_run() -> None:
     with pytest.raises(RuntimeError, match=r"must come from policy version 1, got \[0\]"):
         run(NotingEngine(stuck=True), NotingLearner())
+
+
+class NotingDraft(Draft):
+    """Version 6; asked, it answers what it was made with."""
+
+    def __init__(self, decision: DraftDecision | None = None) -> None:
+        super().__init__(version=6)
+        self.asked: list[tuple[GenerationResult, int]] = []
+        self.noted: list[StepRecord] = []
+        self._decision = decision
+
+    def decide(self, result: GenerationResult, *, num_steps_left: int) -> DraftDecision | None:
+        self.asked.append((result, num_steps_left))
+        return self._decision
+
+    def note(self, record: StepRecord) -> None:
+        self.noted.append(record)
+
+
+REWARDS = RewardResult(rewards=(1.0, 0.0), num_timeouts=0, num_crashes=0)
+OVERLAP = Stopwatch(num_regenerated=4).overlap()
+
+
+def generated(policy_version: int, draft_version: int = 6) -> GenerationResult:
+    own = group(PROMPTS[0], 2, policy_version=policy_version, draft_version=draft_version)
+    return GenerationResult(groups=(own,), acceptance=None, generation_s=1.0)
+
+
+def stepped(
+    learner: NotingLearner,
+    result: GenerationResult,
+    *,
+    draft: NotingDraft | None = None,
+    published: Any = None,
+    **how: Any,
+) -> StepRecord:
+    """Step 3 of nine."""
+    config = replace(AUTO, num_steps=9, prompts_per_step=1)
+    made, clock = trainer(learner, config, draft=draft or NotingDraft(), **how), StageClock()
+    learned = made.learn(3, result, REWARDS, clock=clock, published=published)
+    return made.record(3, clock.times(), RefitCheck(num_tensors=1, elapsed_s=0.0), learned, overlap=OVERLAP)
+
+
+@pytest.mark.parametrize("answer", [None, replace(DECISION, trains=False), DECISION])
+def test_the_draft_is_asked_before_the_update_and_trained_in_it_where_it_says_so(answer: DraftDecision | None) -> None:
+    draft, result, learner = NotingDraft(answer), generated(3), NotingLearner()
+    record = stepped(learner, result, draft=draft)
+    assert draft.asked == [(result, 5)]  # of nine steps, 4 to 8 come after this one
+    assert [update.trains_draft for update in learner.updates] == [answer is not None and answer.trains]
+    assert (record.draft_decision, record.overlap) == (answer, OVERLAP)
+    assert draft.noted == [record]
+
+
+def test_a_loop_that_may_lag_shows_ratios_although_nothing_is_corrected() -> None:
+    """The engine's -0.5 and -0.25 beside the training pass's own -0.75, one version behind."""
+    (lag,) = stepped(NotingLearner(), generated(2), max_lag=1).lags
+    assert (lag.lag, lag.num_tokens, lag.clipped_fraction) == (1, 4, 0.0)
+    assert lag.ratio_mean == pytest.approx((np.exp(-0.25) + np.exp(-0.5)) / 2)
+    assert stepped(NotingLearner(), generated(3)).lags == ()
+
+
+def test_rollouts_may_come_from_any_pair_of_versions_that_was_published() -> None:
+    learner, result = NotingLearner(), generated(2, draft_version=5)
+    stepped(learner, result, max_lag=1, published=[(2, 5), (3, 6)])
+    assert learner.updates[0].batch.policy_version == 3
+    with pytest.raises(RuntimeError, match=r"must come from draft version 6, got \{5\}"):
+        stepped(learner, result, max_lag=1)
+
+
+def test_acceptance_that_collapses_is_told_of_the_version_that_was_drawn_from() -> None:
+    learner, guard = NotingLearner(), AcceptanceGuard([accepted(10**6, 900_000)] * 8)
+    with pytest.raises(AcceptanceCollapse, match="at policy version 2"):
+        stepped(learner, replace(generated(2), acceptance=accepted(10**6, 100_000)), max_lag=1, guard=guard)
+    assert learner.updates == []
+
+
+def test_versions_are_kept_as_long_as_rollouts_of_later_steps_may_come_from_them() -> None:
+    """After step 5, with a lag of 2, step 6 takes what version 4 gave, and nothing older."""
+    published = ((2, 0), (3, 0), (4, 1), (5, 1))
+    assert recent(published, 5, 2) == ((4, 1), (5, 1))
+    assert recent(published, 5, 0) == ()
