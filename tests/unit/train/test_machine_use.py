@@ -107,23 +107,21 @@ WORKED = {**THEIRS, 81: process(80, 60, name="ray::A (x) b")}
 @pytest.mark.parametrize(
     ("before", "after", "share"),
     [
-        ({HERE: process(1, 10, 0, 5, 5)}, {HERE: process(1, 20, 0, 55, 15)}, 0.15),  # 70 of the 100
-        (OWN, {**OWN, 60: process(HERE, 30, 10)}, 0.3),  # it was started in the step
-        # others are never blamed: it counts with its parent, in full, 1,000 ticks of which lay before the step
+        # children that come and end within a step, 70 of the 100, and one that was started in it and goes on
+        ({HERE: process(1, 10, 0, 5, 5)}, {HERE: process(1, 20, 0, 55, 15)}, 0.15),
+        (OWN, {**OWN, 60: process(HERE, 30, 10)}, 0.3),
+        # others are never blamed for one that has ended: it counts with its parent, in full, with 1,000 earlier ticks
         ({HERE: process(1, 10), 60: process(HERE, 1000)}, {HERE: process(1, 10, 0, 1040)}, 0.0),
-        ({HERE: process(1, 10), 60: process(HERE, 1000)}, {HERE: process(1, 50)}, 0.3),  # that nobody awaits is gone
+        (
+            {HERE: process(1, 10), 60: process(HERE, 1000)},
+            {HERE: process(1, 50)},
+            0.3,
+        ),  # one that nobody awaits is gone
+        # an id that another process got counts from its start
         ({**OWN, 60: process(HERE, 90)}, {**OWN, 60: process(HERE, 40, start=8)}, 0.3),
+        # workers of a Ray that was there before are the run's own, and those of another beside its own are not
         (OWN | THEIRS, OWN | WORKED, 0.2),
         (OWN | OURS | THEIRS, OWN | OURS | WORKED, 0.5),
-    ],
-    ids=[
-        "children that come and end",
-        "a child that goes on",
-        "a child that has ended",
-        "a child that has ended and is lost",
-        "an id that another process got counts from its start",
-        "workers of a Ray that was there before",
-        "a Ray beside the run's own",
     ],
 )
 def test_a_runs_own_work_is_that_of_its_processes_children_and_ray(
