@@ -67,10 +67,8 @@ def test_a_source_tells_vllm_what_it_then_gives() -> None:
 
     adapted = vllm.SourceForVllm(source())
     meta = adapted.metadata()
-    assert [(each.name, each.dtype, each.shape) for each in meta] == [
-        ("embed", torch.bfloat16, (3, 2)),
-        ("norm", torch.float32, (2,)),
-    ]
+    kinds = [(each.name, each.dtype, each.shape) for each in meta]
+    assert kinds == [("embed", torch.bfloat16, (3, 2)), ("norm", torch.float32, (2,))]
     for _ in range(2):  # a fresh pass each time
         checked = list(NCCLTrainerWeightTransferEngine._checked_iter(adapted, meta))
         assert [name for name, _ in checked] == ["embed", "norm"]
@@ -127,13 +125,8 @@ def test_after_a_failure_the_rest_of_the_weights_goes_by_once(fails_after: int) 
 def test_nccl_joins_rank_0_and_every_worker_of_every_engine() -> None:
     info = vllm.nccl_init(SETTINGS, num_workers=4, address="10.0.0.1", port=1234)
     assert asdict(info) == {
-        "rank": 0,
-        "master_address": "10.0.0.1",
-        "master_port": 1234,
-        "world_size": 5,
-        "packed": True,
-        "packed_buffer_size_bytes": 64,
-        "packed_num_buffers": 2,
+        **{"rank": 0, "master_address": "10.0.0.1", "master_port": 1234, "world_size": 5},
+        **{"packed": True, "packed_buffer_size_bytes": 64, "packed_num_buffers": 2},
     }
     assert (info.backend, info.is_sender) == ("nccl", True)
 
@@ -146,10 +139,8 @@ def test_nccl_joins_rank_0_and_every_worker_of_every_engine() -> None:
 def test_an_ipc_bucket_holds_the_largest_tensor_of_policy_and_draft(
     policy: list[tuple[int]], draft: list[tuple[int]], buffer: int
 ) -> None:
-    sources = [
-        source([(f"{index}", torch.empty(shape, dtype=torch.uint8)) for index, shape in enumerate(policy)]),
-        source([(f"{index}", torch.empty(shape, dtype=torch.float32)) for index, shape in enumerate(draft)]),
-    ]
+    models = [(policy, torch.uint8), (draft, torch.float32)]
+    sources = [source([(f"{i}", torch.empty(shape, dtype=d)) for i, shape in enumerate(own)]) for own, d in models]
     info = vllm.ipc_init(SETTINGS, sources=sources, rank=3)
     assert (info.packed, info.packed_buffer_size_bytes, info.rank, info.is_sender) == (True, buffer, 3, False)
 
@@ -164,11 +155,8 @@ def test_every_tensor_that_a_rank_sends_fits_the_bucket_that_it_opened_ipc_with(
     monkeypatch.setattr(vllm, "IPCTrainerWeightTransferEngine", trainer)
     head, fused = torch.empty(151_936, 4_096, device="meta"), torch.empty(4_096, 12_288, device="meta")
     policy = WeightSource(lambda: iter([("lm_head.weight", head.bfloat16())]), model="policy")
-    draft = [
-        ("fc.weight", fused),
-        ("lm_head.weight", head),
-        ("d2t", torch.empty(151_936, dtype=torch.int64, device="meta")),
-    ]
+    table = torch.empty(151_936, dtype=torch.int64, device="meta")
+    draft = [("fc.weight", fused), ("lm_head.weight", head), ("d2t", table)]
     for dtype, largest in ((None, 2_489_319_424), (Dtype.FLOAT32, 2_489_319_424), (Dtype.BFLOAT16, 1_244_659_712)):
         sources = [policy, WeightSource(lambda: iter(draft), model="draft", dtype=dtype)]
         vllm.open_ipc(SETTINGS, engines=engines, sources=sources, rank=0)
