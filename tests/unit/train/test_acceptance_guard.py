@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from slipstream.engine.acceptance import sampling_deviation
 from slipstream.records.steps import AcceptanceStats
 from slipstream.train.acceptance_guard import AcceptanceCollapse, AcceptanceGuard
 from tests.unit.sampled import accepted
@@ -75,14 +73,6 @@ def test_a_few_long_answers_of_another_style_are_no_fault() -> None:
     """As measured: all answers alike for 13 steps, then one step in which two of 48 showed their work."""
     guard = AcceptanceGuard(of_length(length, num_drafts=100) for length in [5.0, 5.1, 5.0, 4.6, 5.0] + [5.0] * 8)
     guard.check(of_length(3.75, num_drafts=150), policy_version=13)
-
-
-def test_sampling_deviation_by_hand() -> None:
-    """Half of 100 drafts have one token accepted, the others none: variance 1/4, standard error 1/2 / 10."""
-    assert sampling_deviation(accepted(100, 50, 0)) == pytest.approx(0.05)
-    # Half of them have two: mean 1, mean square 2, variance 1.
-    assert sampling_deviation(accepted(100, 50, 50)) == pytest.approx(0.1)
-    assert sampling_deviation(replace(accepted(1, 1, 0), num_drafts=0, accepted_by_position=(0, 0))) == 0.0
 
 
 def test_half_of_what_was_accepted_is_taken_and_anything_lower_is_not() -> None:
