@@ -1,14 +1,11 @@
-"""The GRPO loop and its step, between an engine, a learner and a draft that note what they are handed.
-
-The gate is the real one: what it asks of engine and learner is part of a step.
-"""
+"""The GRPO loop and its step, between engines, a gate, a learner and a draft that note what they are handed."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,13 +17,9 @@ from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.config import DynamicSamplingConfig, GrpoConfig, LossConfig, OptimizerConfig, RecomputeLogprobs
 from slipstream.grpo.update import Trained, Update
 from slipstream.records.steps import DraftDecision, Mismatch, RefitCheck, StepRecord, TrainStats
-from slipstream.refit.channel import Delivery, Exported, Snapshot
-from slipstream.refit.config import EngineState, RefitConfig
-from slipstream.refit.fingerprint import ALL, Turn
-from slipstream.refit.gate import RefitGate
 from slipstream.rewards.reward import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceCollapse, AcceptanceGuard
-from slipstream.train.loop import Draft, Gate, SyncLoop, Trainer, recent
+from slipstream.train.loop import Draft, SyncLoop, Trainer, recent
 from slipstream.train.metrics import StageClock, Stopwatch
 from slipstream.types import Arm, Prompt, RolloutGroup, TrainBatch
 from tests.unit.sampled import DECISION, accepted, rollout
@@ -48,48 +41,57 @@ CONFIG = GrpoConfig(
 ACCEPTANCE = accepted(10, 8, 4, 0)
 STATS = TrainStats(loss=0.1, grad_norm=1.0, kl=0.2, clip_fraction=0.3, num_tokens=8, learning_rate=1e-4)
 AUTO = replace(CONFIG, recompute_logprobs=RecomputeLogprobs.AUTO)
-DTYPES = {"weight": "float32"}
 # numpy's own: of the recipe's seed 5, the arm (0: autoregressive, 1: speculative) and the step.
 SEEDS = [[int(np.random.SeedSequence([5, arm, step]).generate_state(1)[0]) for step in range(3)] for arm in (0, 1)]
 
 
-class NotingEngine:
-    """Answers `7` with the version that it was last refitted to; a `stuck` one claims new versions and has the old."""
+class Ends(BareLearner):
+    """Engines, their gate and a learner that note their calls in one list.
+
+    A rollout is `7, 2` with the version of the last refit, or with version 0 of `stuck` engines. The learner's logprobs
+    are -0.5 a token, those of a training pass -0.75.
+    """
 
     def __init__(self, *, draft_version: int | None = None, stuck: bool = False) -> None:
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.version, self.draft_version, self.stuck, self.num_resets = 0, draft_version, stuck, 0
+        self.calls: list[tuple[str, Any]] = []
+        self.updates: list[Update] = []
+        self.version, self.draft_version, self.stuck = 0, draft_version, stuck
+
+    def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
+        self.calls.append(("refit", (version, draft_version)))
+        self.version = 0 if self.stuck else version
+        return RefitCheck(num_tensors=9, elapsed_s=0.0)
 
     def generate(self, prompts: Sequence[Prompt], **how: Any) -> GenerationResult:
         self.calls.append(("generate", {"prompts": tuple(prompts), **how}))
-        versions = {"policy_version": 0 if self.stuck else self.version, "draft_version": self.draft_version}
+        versions = {"policy_version": self.version, "draft_version": self.draft_version}
         groups = tuple(group(prompt, how["group_size"], **versions) for prompt in prompts)
         acceptance = None if self.draft_version is None else accepted(10, 24, 0, 0)
         return GenerationResult(groups=groups, acceptance=acceptance, generation_s=0.0)
 
-    def take(self, version: int) -> list[EngineState]:
-        self.calls.append(("take", {"version": version}))
-        self.version, self.num_resets = version, self.num_resets + 1
-        return self.states()
+    def logprobs(self, batch: TrainBatch, temperature: float) -> list[Any]:
+        self.calls.append(("logprobs", (batch, temperature)))
+        return [np.array([-0.5, -0.5], dtype=np.float32) for _ in batch.token_ids]
 
-    def states(self) -> list[EngineState]:
-        return [
-            EngineState(
-                policy_version=self.version,
-                policy_digest=f"digest {self.version}",
-                draft_version=self.draft_version,
-                num_prefix_cache_resets=self.num_resets,
-            )
-        ]
+    def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[Any]:
+        self.calls.append(("ref_logprobs", (batch, temperature)))
+        return [np.array([-1.0, -2.0], dtype=np.float32) for _ in batch.token_ids]
 
-    def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
-        return {} if is_draft else DTYPES
+    def train_step(self, update: Update) -> Trained:
+        self.calls.append(("train_step", update))
+        self.updates.append(update)
+        number = len(self.updates)
+        stats = replace(STATS, loss=0.1 * number, grad_norm=1.0 * number)
+        own = [np.array([-0.75, -0.75], dtype=np.float32) for _ in update.batch.token_ids]
+        return Trained(stats=stats, own_logprobs=own if update.trainer_logprobs is None else None)
 
-    def start_fingerprints(self, *, is_draft: bool, turn: Turn) -> Callable[[], list[dict[str, int]]]:
-        return lambda: [{} if is_draft else {"weight": 100 + self.version}]
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.calls]
 
-    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        raise AssertionError("its tensors can be read")
+    @property
+    def generated(self) -> list[Any]:
+        return [how for name, how in self.calls if name == "generate"]
 
 
 def group(prompt: Prompt, size: int, **versions: Any) -> RolloutGroup:
@@ -97,81 +99,14 @@ def group(prompt: Prompt, size: int, **versions: Any) -> RolloutGroup:
     return RolloutGroup(prompt=prompt, rollouts=(one,) * size)
 
 
-class NotingLearner(BareLearner):
-    """Its trainer logprobs are -0.5 a token, those of a training pass -0.75."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.updates: list[Update] = []
-        self.published = 0
-
-    def logprobs(self, batch: TrainBatch, temperature: float) -> list[Any]:
-        self.calls.append(("logprobs", {"batch": batch, "temperature": temperature}))
-        return [np.array([-0.5, -0.5], dtype=np.float32) for _ in batch.token_ids]
-
-    def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[Any]:
-        self.calls.append(("ref_logprobs", {"batch": batch, "temperature": temperature}))
-        return [np.array([-1.0, -2.0], dtype=np.float32) for _ in batch.token_ids]
-
-    def train_step(self, update: Update) -> Trained:
-        self.calls.append(("train_step", {"update": update}))
-        self.updates.append(update)
-        number = len(self.updates)
-        stats = replace(STATS, loss=0.1 * number, grad_norm=1.0 * number)
-        own = [np.array([-0.75, -0.75], dtype=np.float32) for _ in update.batch.token_ids]
-        return Trained(stats=stats, own_logprobs=own if update.trainer_logprobs is None else None)
-
-    def give(self, version: int) -> str:
-        self.calls.append(("give", {"version": version}))
-        self.published = version
-        return f"digest {version}"
-
-    def start_fingerprints(
-        self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
-    ) -> Callable[[], dict[str, int]]:
-        assert not is_draft  # the engines' drafts have no tensors
-        self.calls.append(("start_fingerprints", {"dtypes": dtypes, "turn": turn}))
-        return lambda: dict.fromkeys(dtypes, 100 + self.published)
-
-    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
-        raise AssertionError("the engine's tensors can be read")
-
-
-@dataclass(frozen=True)
-class NotingChannel:
-    """From the one to the other."""
-
-    learner: NotingLearner
-    engine: NotingEngine
-
-    keeps_weights = takes_digest = True
-
-    def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
-        assert draft_version is None  # the loop trains the policy alone
-        digest = self.learner.give(policy_version)
-        policy = Snapshot(path=f"weights {policy_version}", version=policy_version, digest=digest)
-        return lambda: Exported(policy_version=policy_version, policy=policy)
-
-    def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
-        assert draft_version is None
-        policy = exported.policy
-        assert policy is not None
-        return lambda: Delivery(states=self.engine.take(policy.version), digest=policy.digest, origin=policy.path)
-
-    def engines_changed(self) -> None:
-        raise AssertionError("no engine is replaced here")
-
-
 def run(
-    engine: NotingEngine,
-    learner: NotingLearner,
+    ends: Ends,
     *,
     arm: Arm = Arm.AUTOREGRESSIVE,
     config: GrpoConfig = CONFIG,
     rewards: Iterable[Sequence[float]] = itertools.repeat((1.0, 0.0, 1.0, 1.0)),
     on_score: Callable[[Sequence[RolloutGroup]], None] = lambda groups: None,
     start_clock: Callable[[], StageClock] = StageClock,
-    gate: Gate | None = None,
     prompts: PromptStream = STREAM,
 ) -> list[StepRecord]:
     records: list[StepRecord] = []
@@ -181,34 +116,33 @@ def run(
         on_score(groups)
         return RewardResult(rewards=tuple(next(each_batch)), num_timeouts=2, num_crashes=1)
 
-    channel, fakes = NotingChannel(learner, engine), (cast(Any, engine), cast(Any, learner))
+    engine: Any = ends
     SyncLoop(
         arm=arm,
         engine=engine,
+        gate=ends,
         prompts=prompts,
         score=score,
-        trainer=trainer(learner, config, draft=Draft(version=engine.draft_version)),
+        trainer=trainer(ends, config, draft=Draft(version=ends.draft_version)),
         sampling=SAMPLING,
-        gate=gate or RefitGate(*fakes, channel=channel, trains_draft=False, draft=None, config=RefitConfig()),
         on_step=records.append,
         start_clock=start_clock,
     ).run(start_step=0)
     return records
 
 
-def trainer(learner: NotingLearner, config: GrpoConfig, **others: Any) -> Trainer:
+def trainer(learner: Ends, config: GrpoConfig, **others: Any) -> Trainer:
     return Trainer(learner=learner, config=config, temperature=0.5, max_response_tokens=4, **others)
 
 
 def test_every_call_of_a_step_gets_what_it_must() -> None:
     """The golden step: order and every argument, between engine and learner."""
-    engine, learner, scored = NotingEngine(), NotingLearner(), []
-    run(engine, learner, config=replace(CONFIG, num_steps=2), on_score=scored.append)
+    ends, scored = Ends(draft_version=4), []
+    run(ends, config=replace(CONFIG, num_steps=2), on_score=scored.append)
+    assert ends.names == ["refit", "generate", "logprobs", "ref_logprobs", "train_step"] * 2
     for step in (0, 1):
         prompts = STREAM.batch(step)
-        take, generate = engine.calls[2 * step : 2 * step + 2]
-        how = {"sampling": SAMPLING, "group_size": 2, "seed": SEEDS[0][step]}
-        assert (take, generate) == (("take", {"version": step}), ("generate", {"prompts": prompts, **how}))
+        refit, generate, logprobs, ref_logprobs, _ = (how for _, how in ends.calls[5 * step : 5 * step + 5])
         batch = TrainBatch(
             token_ids=tuple((*prompt.token_ids, 7, 2) for prompt in prompts for _ in range(2)),
             prompt_lengths=(2, 2, 2, 2),
@@ -216,40 +150,20 @@ def test_every_call_of_a_step_gets_what_it_must() -> None:
             advantages=(0.5, -0.5, 0.0, 0.0),
             policy_version=step,
         )
-        give, fingerprints, logprobs, ref_logprobs, train = learner.calls[5 * step : 5 * step + 5]
-        assert give == ("give", {"version": step})
-        assert fingerprints == ("start_fingerprints", {"dtypes": DTYPES, "turn": ALL})
-        assert logprobs == ("logprobs", {"batch": batch, "temperature": 0.5})
-        assert ref_logprobs == ("ref_logprobs", {"batch": batch, "temperature": 0.5})
-        update: Update = train[1]["update"]
-        assert train[0] == "train_step"
+        assert refit == (step, 4)
+        assert generate == {"prompts": prompts, "sampling": SAMPLING, "group_size": 2, "seed": SEEDS[0][step]}
+        assert logprobs == ref_logprobs == (batch, 0.5)
+        update = ends.updates[step]
         assert (update.batch, update.loss, update.temperature, update.max_response_tokens) == (batch, LOSS, 0.5, 4)
         assert update.trainer_logprobs is not None
         assert [row.tolist() for row in update.trainer_logprobs] == [[-0.5, -0.5]] * 4
         assert update.ref_logprobs is not None
         assert [row.tolist() for row in update.ref_logprobs] == [[-1.0, -2.0]] * 4
         assert [group.prompt for group in scored[step]] == list(prompts)
-    assert len(engine.calls) == 4
-    assert len(learner.calls) == 10
-
-
-def test_the_gate_is_asked_for_the_steps_policy_and_for_the_version_of_the_draft() -> None:
-    engine = NotingEngine(draft_version=4)
-    asked: list[tuple[int, int | None]] = []
-
-    class NotingGate:
-        def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
-            asked.append((version, draft_version))
-            engine.version = version
-            return RefitCheck(num_tensors=9, elapsed_s=0.0)
-
-    records = run(engine, NotingLearner(), gate=NotingGate())
-    assert asked == [(0, 4), (1, 4), (2, 4)]
-    assert [record.refit.num_tensors for record in records] == [9, 9, 9]
 
 
 def test_a_steps_record_says_what_happened_in_it() -> None:
-    first, second, third = run(NotingEngine(draft_version=4), NotingLearner())
+    first, second, third = run(Ends(draft_version=4))
     gap = first.mismatch
     assert [record.step for record in (first, second, third)] == [0, 1, 2]
     assert [record.policy_version for record in (first, second, third)] == [0, 1, 2]
@@ -258,7 +172,7 @@ def test_a_steps_record_says_what_happened_in_it() -> None:
     assert sum(record.num_truncated for record in (first, second)) == 2  # prompt 3, once an epoch, both its rollouts
     assert first.train == STATS
     assert (first.acceptance, first.draft_version) == (accepted(10, 24, 0, 0), 4)
-    assert (first.refit.num_tensors, first.refit.probe_difference) == (1, None)
+    assert first.refit == RefitCheck(num_tensors=9, elapsed_s=0.0)
     # Rollout minus trainer logprob is 0 and 0.25, their ratio 1 and exp(-0.25) = 0.78, which is under the band's 0.9.
     assert isinstance(gap, Mismatch)
     assert (gap.k1, gap.mean, gap.largest, gap.outside_fraction) == (0.125, 0.125, 0.25, 0.0)
@@ -266,20 +180,21 @@ def test_a_steps_record_says_what_happened_in_it() -> None:
 
 
 def test_the_arms_get_the_same_prompts_and_seeds_of_their_own() -> None:
-    engines = {arm: NotingEngine() for arm in Arm}
-    for arm, engine in engines.items():
-        run(engine, NotingLearner(), arm=arm)
-    calls = [[call for name, call in engine.calls if name == "generate"] for engine in engines.values()]
+    calls = []
+    for each in Arm:
+        ends = Ends()
+        run(ends, arm=each)
+        calls.append(ends.generated)
     assert [[call["seed"] for call in arm] for arm in calls] == SEEDS
     assert len({*SEEDS[0], *SEEDS[1]}) == 6
     assert [call["prompts"] for call in calls[0]] == [call["prompts"] for call in calls[1]]
 
 
 def test_one_update_a_step_needs_no_pass_for_logprobs_and_takes_the_mismatch_from_its_own() -> None:
-    learner = NotingLearner()
-    (record,) = run(NotingEngine(), learner, config=replace(AUTO, num_steps=1))
-    assert [name for name, _ in learner.calls] == ["give", "start_fingerprints", "train_step"]
-    assert (learner.updates[0].trainer_logprobs, learner.updates[0].ref_logprobs) == (None, None)
+    ends = Ends()
+    (record,) = run(ends, config=replace(AUTO, num_steps=1))
+    assert ends.names == ["refit", "generate", "train_step"]
+    assert (ends.updates[0].trainer_logprobs, ends.updates[0].ref_logprobs) == (None, None)
     assert (record.has_logprob_pass, record.times.logprob_s) == (False, 0.0)
     # Rollout minus the training pass's own -0.75 is 0.25 and 0.5.
     assert (record.mismatch.k1, record.mismatch.largest) == (0.375, 0.5)
@@ -291,10 +206,10 @@ def test_one_update_a_step_needs_no_pass_for_logprobs_and_takes_the_mismatch_fro
     ids=["always", "two updates", "a reference"],
 )
 def test_the_pass_for_logprobs_stays_where_the_recipe_or_the_gradient_asks_for_it(config: GrpoConfig) -> None:
-    learner = NotingLearner()
-    (record,) = run(NotingEngine(), learner, config=replace(config, num_steps=1))
-    assert [name for name, _ in learner.calls].count("logprobs") == 1
-    assert all(update.trainer_logprobs is not None for update in learner.updates)
+    ends = Ends()
+    (record,) = run(ends, config=replace(config, num_steps=1))
+    assert ends.names.count("logprobs") == 1
+    assert all(update.trainer_logprobs is not None for update in ends.updates)
     assert record.has_logprob_pass
 
 
@@ -304,19 +219,19 @@ def test_a_corrected_step_records_its_ratios_and_an_uncorrected_one_nothing() ->
     Its weights are of the policy before the update, which one update asks itself: a pass for them would give -0.5.
     """
     corrected = replace(AUTO, num_steps=1, loss=replace(LOSS, truncated_importance_sampling=0.7))
-    (record,) = run(NotingEngine(), NotingLearner(), config=corrected)
+    (record,) = run(Ends(), config=corrected)
     (lag,) = record.lags
     assert (lag.lag, lag.num_tokens, lag.clipped_fraction) == (0, 8, 0.5)
     assert lag.ratio_mean == pytest.approx((np.exp(-0.25) + np.exp(-0.5)) / 2)
     assert lag.ratio_max == pytest.approx(np.exp(-0.25))
-    assert all(not record.lags for record in run(NotingEngine(), NotingLearner(), config=AUTO))
+    assert all(not record.lags for record in run(Ends(), config=AUTO))
 
 
 def test_a_step_of_two_updates_learns_from_each_rollout_once_against_the_policy_before_the_first() -> None:
-    learner = NotingLearner()
-    (record,) = run(NotingEngine(), learner, config=replace(CONFIG, num_steps=1, updates_per_step=2))
-    first, second = learner.updates
-    assert [name for name, _ in learner.calls if name == "logprobs"] == ["logprobs"]
+    ends = Ends()
+    (record,) = run(ends, config=replace(CONFIG, num_steps=1, updates_per_step=2))
+    first, second = ends.updates
+    assert ends.names.count("logprobs") == 1
     assert (*first.batch.advantages, *second.batch.advantages) == (0.5, -0.5, 0.0, 0.0)
     assert second.trainer_logprobs is not None
     assert [row.tolist() for row in second.trainer_logprobs] == [[-0.5, -0.5]] * 2
@@ -336,19 +251,11 @@ def test_the_five_stages_are_timed_apart_and_add_up_to_the_step() -> None:
 
         return timed
 
-    engine, learner = NotingEngine(), NotingLearner()
-    for owner, name, seconds in (
-        (learner, "give", 1.0),
-        (engine, "take", 2.0),
-        (engine, "generate", 4.0),
-        (learner, "logprobs", 8.0),
-        (learner, "ref_logprobs", 16.0),
-        (learner, "train_step", 32.0),
-    ):
-        setattr(owner, name, takes(seconds, getattr(owner, name)))
+    ends = Ends()
+    for name, seconds in {"refit": 3, "generate": 4, "logprobs": 8, "ref_logprobs": 16, "train_step": 32}.items():
+        setattr(ends, name, takes(seconds, getattr(ends, name)))
     (record,) = run(
-        engine,
-        learner,
+        ends,
         config=replace(CONFIG, num_steps=1),
         on_score=takes(64.0, lambda groups: None),
         start_clock=lambda: StageClock(now_s=lambda: now[0]),
@@ -372,25 +279,24 @@ def test_a_step_samples_further_prompts_until_it_has_enough_groups_with_signal(
 ) -> None:
     """Two groups of two rollouts a batch; what was left out and what filled the step stands in its record."""
 
-    class Timed(NotingEngine):
+    class Timed(Ends):
         def generate(self, *args: Any, **how: Any) -> GenerationResult:
             found = super().generate(*args, **how)
             return replace(found, acceptance=ACCEPTANCE, generation_s=0.25, num_preemptions=1)
 
-    engine, learner = Timed(draft_version=4), NotingLearner()
+    ends = Timed(draft_version=4)
     prompts = tuple(Prompt(id=str(i), text=str(i), token_ids=(1, i), answer="7") for i in range(6))
     stream = PromptStream(prompts=prompts, batch_size=2, seed=0)
     more = DynamicSamplingConfig(max_extra_batches=max_extra_batches)
     config = replace(CONFIG, num_steps=1, dynamic_sampling=more)
-    (record,) = run(engine, learner, config=config, rewards=rewards, prompts=stream)
+    (record,) = run(ends, config=config, rewards=rewards, prompts=stream)
     num_batches = int(sampling[0])
     batches = [stream.batch(0), *(stream.further(0, number) for number in range(1, num_batches))]
-    calls = [call for name, call in engine.calls if name == "generate"]
-    assert [call["prompts"] for call in calls] == batches
-    assert {call["seed"] for call in calls} == {SEEDS[0][0]}
-    assert [name for name, _ in engine.calls].count("take") == 1
+    assert [call["prompts"] for call in ends.generated] == batches
+    assert {call["seed"] for call in ends.generated} == {SEEDS[0][0]}
+    assert ends.names.count("refit") == 1
     sampled = [prompt for batch in batches for prompt in batch]
-    (update,) = learner.updates
+    (update,) = ends.updates
     assert [ids[:2] for ids in update.batch.token_ids[::2]] == [sampled[index].token_ids for index in trained]
     all_rewards = [reward for batch in rewards[:num_batches] for reward in batch]
     assert update.batch.advantages == tuple(
@@ -414,7 +320,7 @@ def test_a_step_samples_further_prompts_until_it_has_enough_groups_with_signal(
 
 def test_rollouts_of_a_policy_that_was_not_refitted_stop_the_run() -> None:
     with pytest.raises(RuntimeError, match=r"must come from policy version 1, got \[0\]"):
-        run(NotingEngine(stuck=True), NotingLearner())
+        run(Ends(stuck=True))
 
 
 class NotingDraft(Draft):
@@ -444,7 +350,7 @@ def generated(policy_version: int, draft_version: int = 6) -> GenerationResult:
 
 
 def stepped(
-    learner: NotingLearner,
+    learner: Ends,
     result: GenerationResult,
     *,
     draft: NotingDraft | None = None,
@@ -460,7 +366,7 @@ def stepped(
 
 @pytest.mark.parametrize("answer", [None, replace(DECISION, trains=False), DECISION])
 def test_the_draft_is_asked_before_the_update_and_trained_in_it_where_it_says_so(answer: DraftDecision | None) -> None:
-    draft, result, learner = NotingDraft(answer), generated(3), NotingLearner()
+    draft, result, learner = NotingDraft(answer), generated(3), Ends()
     record = stepped(learner, result, draft=draft)
     assert draft.asked == [(result, 5)]  # of nine steps, 4 to 8 come after this one
     assert [update.trains_draft for update in learner.updates] == [answer is not None and answer.trains]
@@ -470,14 +376,14 @@ def test_the_draft_is_asked_before_the_update_and_trained_in_it_where_it_says_so
 
 def test_a_loop_that_may_lag_shows_ratios_although_nothing_is_corrected() -> None:
     """The engine's -0.5 and -0.25 beside the training pass's own -0.75, one version behind."""
-    (lag,) = stepped(NotingLearner(), generated(2), max_lag=1).lags
+    (lag,) = stepped(Ends(), generated(2), max_lag=1).lags
     assert (lag.lag, lag.num_tokens, lag.clipped_fraction) == (1, 4, 0.0)
     assert lag.ratio_mean == pytest.approx((np.exp(-0.25) + np.exp(-0.5)) / 2)
-    assert stepped(NotingLearner(), generated(3)).lags == ()
+    assert stepped(Ends(), generated(3)).lags == ()
 
 
 def test_rollouts_may_come_from_any_pair_of_versions_that_was_published() -> None:
-    learner, result = NotingLearner(), generated(2, draft_version=5)
+    learner, result = Ends(), generated(2, draft_version=5)
     stepped(learner, result, max_lag=1, published=[(2, 5), (3, 6)])
     assert learner.updates[0].batch.policy_version == 3
     with pytest.raises(RuntimeError, match=r"must come from draft version 6, got \{5\}"):
@@ -485,7 +391,7 @@ def test_rollouts_may_come_from_any_pair_of_versions_that_was_published() -> Non
 
 
 def test_acceptance_that_collapses_is_told_of_the_version_that_was_drawn_from() -> None:
-    learner, guard = NotingLearner(), AcceptanceGuard([accepted(10**6, 900_000)] * 8)
+    learner, guard = Ends(), AcceptanceGuard([accepted(10**6, 900_000)] * 8)
     with pytest.raises(AcceptanceCollapse, match="at policy version 2"):
         stepped(learner, replace(generated(2), acceptance=accepted(10**6, 100_000)), max_lag=1, guard=guard)
     assert learner.updates == []

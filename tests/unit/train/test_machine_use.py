@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,32 +25,29 @@ HERE = os.getpid()
 CORE = min(os.sched_getaffinity(0))
 
 
-class FakeNvml:
-    """GPUs by their reasons and SM clocks."""
+class NvmlError(Exception):
+    """NVML's own."""
 
-    NVML_CLOCK_SM = 1
 
-    class NVMLError(Exception):
-        """NVML's own."""
+def fake_nvml(*gpus: tuple[int, int], has_clocks: bool = True) -> Any:
+    """GPUs by their reasons and SM clocks; it notes which clocks it is asked for."""
+    asked: list[tuple[int, int]] = []
 
-    def __init__(self, *gpus: tuple[int, int], has_clocks: bool = True) -> None:
-        self.gpus, self.has_clocks = gpus, has_clocks
-        self.asked: list[tuple[int, int]] = []
+    def clock(gpu: int, kind: int) -> int:
+        if not has_clocks:
+            raise NvmlError("not supported")
+        asked.append((gpu, kind))
+        return gpus[gpu][1]
 
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return len(self.gpus)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        return index
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: int) -> int:  # noqa: N802
-        return self.gpus[gpu][0]
-
-    def nvmlDeviceGetClockInfo(self, gpu: int, kind: int) -> int:  # noqa: N802
-        if not self.has_clocks:
-            raise self.NVMLError("not supported")
-        self.asked.append((gpu, kind))
-        return self.gpus[gpu][1]
+    return SimpleNamespace(
+        asked=asked,
+        NVML_CLOCK_SM=1,
+        NVMLError=NvmlError,
+        nvmlDeviceGetCount=lambda: len(gpus),
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: gpus[gpu][0],
+        nvmlDeviceGetClockInfo=clock,
+    )
 
 
 def process(parent: int, *ticks: int, name: str = "python", start: int = 7) -> str:
@@ -181,15 +179,15 @@ def test_a_container_that_hides_its_processes_shows_the_steal_alone(tmp_path: Pa
 
 def test_gpus_that_work_tell_their_clock_and_what_holds_it_down(tmp_path: Path) -> None:
     """An idle GPU's low clock says nothing; a clock that its own settings ask for (0x2) is no throttling."""
-    nvml = FakeNvml((0x44, 1200), (0x1, 345), (0x2, 1800))
+    nvml = fake_nvml((0x44, 1200), (0x1, 345), (0x2, 1800))
     seen = read_counters(tmp_path, tmp_path, nvml)
     use = use_between(seen, seen)
     assert (use.sm_clock_mhz, use.throttle_reasons) == (1500.0, ("power cap", "hardware thermal slowdown"))
     assert nvml.asked == [(0, nvml.NVML_CLOCK_SM), (2, nvml.NVML_CLOCK_SM)]
 
 
-@pytest.mark.parametrize("nvml", [FakeNvml((0x1, 345)), FakeNvml((0x0, 1200), has_clocks=False), FakeNvml()])
-def test_gpus_that_are_idle_or_refuse_to_tell_are_not_recorded(nvml: FakeNvml, tmp_path: Path) -> None:
+@pytest.mark.parametrize("nvml", [fake_nvml((0x1, 345)), fake_nvml((0x0, 1200), has_clocks=False), fake_nvml()])
+def test_gpus_that_are_idle_or_refuse_to_tell_are_not_recorded(nvml: Any, tmp_path: Path) -> None:
     seen = read_counters(tmp_path, tmp_path, nvml)
     assert (seen.sm_clock_mhz, seen.throttle_reasons) == (None, ())
 

@@ -43,40 +43,23 @@ SAMPLED = DynamicSampling(
     num_batches=3, num_groups=19, num_with_signal=5, num_filled=4, num_surplus=2, extra_generation_s=1.5
 )
 UPDATE = DraftUpdate(loss=1.25, num_updates=2, elapsed_s=0.5)
+
+
+def named(prefix: str, **values: float) -> dict[str, float]:
+    return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
 METRICS = {
-    "time/data_s": 1.0,
-    "time/prepare_s": 2.0,
-    "time/generation_s": 4.0,
-    "time/logprob_s": 8.0,
-    "time/train_s": 16.0,
-    "time/step_s": 32.0,
-    "rollout/response_tokens": 100,
-    "rollout/tokens_per_s": 25.0,  # 100 tokens in 4 s
-    "rollout/longest_response_tokens": 7,
-    "rollout/truncated": 3,
-    "rollout/engine_restarts": 12,
-    "rollout/preemptions": 14,
-    "rollout/engine_idle_fraction": 0.25,
-    "train/reward": 0.125,
-    "train/reward_timeouts": 5,
-    "train/reward_crashes": 6,
-    "train/reward_failures": 8,
-    "reward/length": 2.5,
-    "train/zero_signal_groups": 7,
-    "train/filtered_rollouts": 15,
-    "train/loss": 0.1,
-    "train/grad_norm": 0.2,
-    "train/kl": 0.3,
-    "train/clip_fraction": 0.4,
-    "train/learning_rate": 0.5,
-    "train/mismatch_kl": 0.6,
-    "train/mismatch_k3": 0.7,
-    "train/mismatch_mean": 0.8,
-    "train/mismatch_max": 0.9,
-    "train/mismatch_outside_fraction": 0.95,
-    "refit/num_checked_tensors": 11,
-    "refit/check_s": 0.15,
-    "train/policy_version": 10,
+    **named("time", data_s=1.0, prepare_s=2.0, generation_s=4.0, logprob_s=8.0, train_s=16.0, step_s=32.0),
+    **named("rollout", response_tokens=100, tokens_per_s=25.0, longest_response_tokens=7, truncated=3),  # 100 in 4 s
+    **named("rollout", engine_restarts=12, preemptions=14, engine_idle_fraction=0.25),
+    **named("train", reward=0.125, reward_timeouts=5, reward_crashes=6, reward_failures=8),
+    **named("reward", length=2.5),
+    **named("train", zero_signal_groups=7, filtered_rollouts=15, policy_version=10),
+    **named("train", loss=0.1, grad_norm=0.2, kl=0.3, clip_fraction=0.4, learning_rate=0.5),
+    **named("train", mismatch_kl=0.6, mismatch_k3=0.7, mismatch_mean=0.8, mismatch_max=0.9),
+    **named("train", mismatch_outside_fraction=0.95),
+    **named("refit", num_checked_tensors=11, check_s=0.15),
 }
 EVALUATION = EvaluationRecord(
     policy="speculative",
@@ -91,12 +74,7 @@ EVALUATION = EvaluationRecord(
     correct_by_problem=(0, 2),
 )
 USE = MachineUse(load=1.5, other_cpu_fraction=0.34, steal_fraction=None, memory_pressure_fraction=0.02, cpu_mhz=2600.0)
-OF_MACHINE = {
-    "machine/load": 1.5,
-    "machine/other_cpu_fraction": 0.34,
-    "machine/memory_pressure_fraction": 0.02,
-    "machine/cpu_mhz": 2600.0,
-}
+OF_MACHINE = named("machine", load=1.5, other_cpu_fraction=0.34, memory_pressure_fraction=0.02, cpu_mhz=2600.0)
 OVERLAP = Overlap(
     generation_s=5.0,
     hidden_s=3.0,
@@ -111,48 +89,26 @@ OVERLAP = Overlap(
     num_regenerated=10,
 )
 OF_OVERLAP = {
-    "rollout/tokens_per_s": 20.0,  # 100 tokens in 5 s, not in the 4 s that training waited
-    "overlap/generation_s": 5.0,
-    "overlap/hidden_generation_s": 3.0,
-    "overlap/engine_idle_fraction": 0.1,
-    "overlap/learner_idle_fraction": 0.2,
-    "overlap/score_s": 0.3,
-    "overlap/exposed_score_s": 0.05,
-    "overlap/publish_s": 0.4,
-    "overlap/exposed_publish_s": 0.06,
-    "overlap/awaited_rollouts": 8,
-    "overlap/restarted_rollouts": 9,
-    "overlap/regenerated_rollouts": 10,
+    **named("rollout", tokens_per_s=20.0),  # 100 tokens in 5 s, not in the 4 s that training waited
+    **named("overlap", generation_s=5.0, hidden_generation_s=3.0, engine_idle_fraction=0.1, learner_idle_fraction=0.2),
+    **named("overlap", score_s=0.3, exposed_score_s=0.05, publish_s=0.4, exposed_publish_s=0.06),
+    **named("overlap", awaited_rollouts=8, restarted_rollouts=9, regenerated_rollouts=10),
 }
 OF_ACCEPTANCE = {
-    "spec/mean_acceptance_length": 2.2,
-    "spec/acceptance_rate": 0.6,
-    "spec/acceptance_rate_pos_1": 0.8,
-    "spec/acceptance_rate_pos_2": 0.4,
+    **named("spec", mean_acceptance_length=2.2, acceptance_rate=0.6),
+    **named("spec", acceptance_rate_pos_1=0.8, acceptance_rate_pos_2=0.4),
 }
 OF_DECISION = {
-    "draft/trained": 1.0,
-    "draft/length": 2.5,
-    "draft/reference_length": 3.5,
-    "draft/expected_saved_s": 6.0,
-    "draft/lost_s": 1.25,
-    "draft/train_s": 0.0,
+    **named("draft", trained=1.0, length=2.5, reference_length=3.5),
+    **named("draft", expected_saved_s=6.0, lost_s=1.25, train_s=0.0),
 }
 OF_SAMPLING = {
-    "sampling/batches": 3,
-    "sampling/groups": 19,
-    "sampling/groups_with_signal": 5,
-    "sampling/groups_filled": 4,
-    "sampling/groups_surplus": 2,
-    "sampling/extra_generation_s": 1.5,
+    **named("sampling", batches=3, groups=19, groups_with_signal=5, groups_filled=4, groups_surplus=2),
+    **named("sampling", extra_generation_s=1.5),
 }
 OF_EVALUATION = {
-    "validation/avg_at_4": 0.25,
-    "validation/avg_at_4_low": 0.1,
-    "validation/avg_at_4_high": 0.4,
-    "validation/maj_at_4": 0.5,
-    "validation/truncated_fraction": 0.125,
-    "validation/num_timeouts": 1,
+    **named("validation", avg_at_4=0.25, avg_at_4_low=0.1, avg_at_4_high=0.4, maj_at_4=0.5),
+    **named("validation", truncated_fraction=0.125, num_timeouts=1),
 }
 PROBE = AutopilotStep(speculates=False, is_probe=True, token_ms=0.5)
 ROWS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
@@ -219,22 +175,12 @@ def test_ratios_are_shown_of_each_lag_and_over_all_tokens() -> None:
     )
     found = metrics_of(replace(STEP, lags=(young, old)))
     assert found == METRICS | {
-        "offpolicy/lag_mean": 0.5,
-        "offpolicy/lag_max": 2,
-        "offpolicy/ratio_mean": pytest.approx(1.05),
-        "offpolicy/ratio_max": 1.5,
-        "offpolicy/clipped_fraction": pytest.approx(0.2),
-        "offpolicy/effective_sample_size": pytest.approx(0.8),
-        "offpolicy/tokens_fraction_lag_0": 0.75,
-        "offpolicy/ratio_mean_lag_0": 1.0,
-        "offpolicy/ratio_max_lag_0": 1.5,
-        "offpolicy/clipped_fraction_lag_0": 0.1,
-        "offpolicy/effective_sample_size_lag_0": 0.9,
-        "offpolicy/tokens_fraction_lag_2": 0.25,
-        "offpolicy/ratio_mean_lag_2": 1.2,
-        "offpolicy/ratio_max_lag_2": 1.25,
-        "offpolicy/clipped_fraction_lag_2": 0.5,
-        "offpolicy/effective_sample_size_lag_2": 0.5,
+        **named("offpolicy", lag_mean=0.5, lag_max=2, ratio_mean=pytest.approx(1.05), ratio_max=1.5),
+        **named("offpolicy", clipped_fraction=pytest.approx(0.2), effective_sample_size=pytest.approx(0.8)),
+        **named("offpolicy", tokens_fraction_lag_0=0.75, ratio_mean_lag_0=1.0, ratio_max_lag_0=1.5),
+        **named("offpolicy", clipped_fraction_lag_0=0.1, effective_sample_size_lag_0=0.9),
+        **named("offpolicy", tokens_fraction_lag_2=0.25, ratio_mean_lag_2=1.2, ratio_max_lag_2=1.25),
+        **named("offpolicy", clipped_fraction_lag_2=0.5, effective_sample_size_lag_2=0.5),
     }
     check_metrics(found, 0)
 
