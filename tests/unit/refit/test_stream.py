@@ -15,15 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream.refit.config import Channel, ChannelBrokeError, RefitConfig, RefitError
-from slipstream.refit.stream import (
-    GlooGroup,
-    GlooSender,
-    Sender,
-    WeightSource,
-    address_towards,
-    open_sender,
-    receive,
-)
+from slipstream.refit.stream import GlooGroup, GlooSender, Sender, WeightSource, address_towards, open_sender, receive
 from slipstream.types import Dtype
 
 TENSORS = [

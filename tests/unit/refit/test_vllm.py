@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,34 +22,22 @@ def source(tensors: Any = TENSORS) -> WeightSource:
     return WeightSource(lambda: iter(tensors), model="policy")
 
 
-class RecordingEngines:
-    """`EngineControl` that notes its calls."""
-
-    num_workers = 4
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def aim(self, *, is_draft: bool) -> None:
-        self.calls.append(("aim", is_draft))
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.calls.append(("init", init_info))
-
-    def start_weight_update(self) -> None:
-        self.calls.append("start")
-
-    def update_weights(self, update_info: Any) -> None:
-        self.calls.append(("update", update_info))
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.calls.append("finish")
+def recording() -> Any:
+    """`EngineControl` that notes its calls, but for the one that opens a channel."""
+    calls: list[Any] = []
+    return SimpleNamespace(
+        calls=calls,
+        aim=lambda *, is_draft: calls.append(("aim", is_draft)),
+        start_weight_update=lambda: calls.append("start"),
+        update_weights=lambda info: calls.append(("update", info)),
+        finish_weight_update=lambda: calls.append("finish"),
+    )
 
 
 class RecordingTrainer:
     """vLLM's trainer engine, as `send_weights` uses its client and source; no GPU."""
 
-    def __init__(self, engines: RecordingEngines) -> None:
+    def __init__(self, engines: Any) -> None:
         self.engines = engines
         self.source: Any = None
 
@@ -75,7 +64,7 @@ def test_a_source_tells_vllm_what_it_then_gives() -> None:
 
 
 def test_policy_and_draft_go_through_one_trainer_each_with_its_own_weights() -> None:
-    engines = RecordingEngines()
+    engines = recording()
     sender = vllm.VllmSender(RecordingTrainer(engines), engines)
     sender.send(source(), is_draft=False)
     sender.send(source([("fc", torch.ones(1))]), is_draft=True)
@@ -89,7 +78,7 @@ def test_policy_and_draft_go_through_one_trainer_each_with_its_own_weights() -> 
 
 def test_weights_that_are_not_finite_are_an_error_after_all_were_sent() -> None:
     """Earlier, the engines would wait for the rest in NCCL, which knows no timeout."""
-    engines = RecordingEngines()
+    engines = recording()
     sender = vllm.VllmSender(RecordingTrainer(engines), engines)
     with pytest.raises(ValueError, match="weight a of the policy must be finite"):
         sender.send(source([("a", torch.tensor([float("nan")])), ("b", torch.ones(1))]), is_draft=False)
@@ -113,7 +102,7 @@ def test_after_a_failure_the_rest_of_the_weights_goes_by_once(fails_after: int) 
                     next(given)
             raise RuntimeError("an engine is gone")
 
-    engines = RecordingEngines()
+    engines = recording()
     stream = WeightSource(weights, model="policy")
     stream.metas()
     gone.clear()
@@ -151,7 +140,7 @@ def test_every_tensor_that_a_rank_sends_fits_the_bucket_that_it_opened_ipc_with(
     """Qwen3-8B and a draft with its whole vocabulary: the policy's largest tensor would be too small in float32."""
     opened: list[Any] = []
     trainer = type("T", (), {"trainer_init": lambda init, **_: opened.append(init) or RecordingTrainer(engines)})
-    engines = RecordingEngines()
+    engines = recording()
     monkeypatch.setattr(vllm, "IPCTrainerWeightTransferEngine", trainer)
     head, fused = torch.empty(151_936, 4_096, device="meta"), torch.empty(4_096, 12_288, device="meta")
     policy = WeightSource(lambda: iter([("lm_head.weight", head.bfloat16())]), model="policy")

@@ -129,14 +129,10 @@ class Engines(FlightWorld):
     def unnoted(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def share_cores(self, slots: Sequence[Any]) -> None:
-        """It has no threads."""
-
     def load(self, *_: Any, **__: Any) -> None:
-        """The weights are those of the start."""
+        """The weights are those of the start; there are no threads, and nobody reads the end."""
 
-    def save_hf(self, *_: Any) -> None:
-        """The end."""
+    save_hf = share_cores = load
 
     def take_lost(self, names: Collection[str]) -> tuple[GroupRequest, ...]:
         return ()
@@ -300,17 +296,14 @@ def test_nothing_of_an_arm_works_in_the_turn_of_another(
 
 
 def test_drafting_is_watched_where_the_recipe_says_so_and_there_is_something_to_draft_by(attempted: Attempt) -> None:
-    watched, unasked, draftless = Engines(), Engines(), Engines()
+    """A resumed attempt knows what drafting cost."""
+    watched, unasked, draftless, resumed = Engines(), Engines(), Engines(), Engines()
     attempted("watched", watched, PILOTED, schedule=TABLE)
     attempted("unasked", unasked, schedule=TABLE)
     attempted("draftless", draftless, PILOTED)
     # The first step warms up and three are measured, so that the fifth is a probe without drafts.
     assert watched.tables[:5] == [TABLE, TABLE, TABLE, TABLE, NO_DRAFTS]
     assert (unasked.tables, draftless.tables) == ([], [])
-
-
-def test_a_resumed_attempt_knows_what_drafting_cost(attempted: Attempt) -> None:
-    resumed = Engines()
     with pytest.raises(LostWorkerError):
         attempted("cut", Engines(lost=[5]), PILOTED, ONCE, schedule=TABLE)
     attempted("cut", resumed, PILOTED, ONCE, schedule=TABLE)

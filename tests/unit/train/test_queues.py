@@ -14,21 +14,6 @@ def forever(threads: ThreadGroup) -> None:
     threads.wait_for(lambda: None)
 
 
-def test_whoever_waits_gets_what_another_one_brings() -> None:
-    threads, shared, got = ThreadGroup(), [], []
-
-    def produce() -> None:
-        for item in (1, 2, 3):
-            threads.update(lambda item=item: shared.append(item))
-        forever(threads)
-
-    def train() -> None:
-        got.extend(threads.wait_for(lambda: shared.pop(0) if shared else None) for _ in range(3))
-
-    threads.run({"produce": produce, "train": train}, finite="train")
-    assert got == [1, 2, 3]
-
-
 def test_when_the_finite_loop_is_done_the_others_end_where_they_wait_and_what_they_would_have_taken_is_left() -> None:
     threads, ended, shared = ThreadGroup(), [], ["late"]
 
