@@ -64,7 +64,7 @@ def test_a_positions_rate_is_over_the_drafts_that_had_a_token_there() -> None:
     ],
     ids=["everything is accepted", "nothing was drafted", "a position that no draft reached"],
 )
-def test_whole_and_empty_counts_are_no_contradiction(
+def test_whole_and_empty_counts_agree(
     after: AcceptanceCounters, length: float, rate: float, by_position: tuple[float, ...]
 ) -> None:
     stats = since_the_start(after)

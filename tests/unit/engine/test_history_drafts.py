@@ -66,9 +66,7 @@ def by_brute_force(prompt: Sequence[int], earlier: Sequence[Sequence[int]], answ
     answer=TOKENS,
     k=st.integers(1, 5),
 )
-def test_it_finds_what_a_search_of_every_place_finds(
-    prompt: list[int], earlier: list[list[int]], answer: list[int], k: int
-) -> None:
+def test_it_finds_what_a_search_finds(prompt: list[int], earlier: list[list[int]], answer: list[int], k: int) -> None:
     assert draft(prompt, earlier, answer, k) == by_brute_force(prompt, earlier, answer, k)
 
 

@@ -96,9 +96,7 @@ def test_a_response_without_its_stop_token_or_that_sglang_cut_elsewhere_is_an_er
         engine.generate([request(0)], sampling=SAMPLING)
 
 
-def test_a_cut_distribution_is_refused_and_two_positions_of_the_longest_sequence_stay_free(
-    engine: SglangEngine,
-) -> None:
+def test_a_cut_distribution_or_a_full_sequence_is_refused(engine: SglangEngine) -> None:
     uncut = r"top_p and top_k must be 1.0 and 0 with engine.backend sglang"
     length = r"longest prompt 2 \+ max_response_tokens 13 \+ 2, got 16"
     for changes, message in (({"top_p": 0.9}, uncut), ({"top_k": 5}, uncut), ({"max_response_tokens": 13}, length)):
@@ -119,9 +117,7 @@ def test_a_refit_sets_version_digest_and_counter(engine: SglangEngine, tmp_path:
     assert calls(tmp_path)[-1]["arguments"] == {"sequences": [[1, 2, 3]]}
 
 
-def test_a_refused_refit_leaves_the_version_and_the_end_of_the_process_is_told(
-    engine: SglangEngine, tmp_path: Path
-) -> None:
+def test_a_refused_refit_leaves_the_version_and_an_end_is_told(engine: SglangEngine, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"SGLang failed during load: RuntimeError: no weights"):
         engine.refit(WeightFiles(policy=Path("missing"), policy_version=5))
     assert engine.state().policy_version == 0

@@ -72,9 +72,7 @@ def test_a_model_of_a_plain_path_is_loaded_from_there(tmp_path: Path) -> None:
         (replace(GPU, dtype=Dtype.FLOAT32, enforce_eager=True), False),
     ],
 )
-def test_only_eager_engines_on_cpus_take_the_norms_offered_by_the_plugin(
-    config: EngineConfig, takes_them: bool
-) -> None:
+def test_only_eager_engines_on_cpus_take_the_plugins_norms(config: EngineConfig, takes_them: bool) -> None:
     assert engine_arguments(config, is_in_flight=False).get("ir_op_priority") == (OWN_NORMS if takes_them else None)
 
 

@@ -116,9 +116,7 @@ def test_shared_memory_without_room_is_refused_before_anything_is_sent(tmp_path:
 
 
 @pytest.mark.parametrize("channel", [Channel.GLOO, Channel.NCCL, Channel.IPC])
-def test_a_stream_is_opened_once_adopted_when_all_has_come_and_joined_anew_by_engines_that_changed(
-    channel: Channel,
-) -> None:
+def test_a_stream_is_opened_once_adopted_when_whole_and_joined_by_new_engines(channel: Channel) -> None:
     ends: Any = Ends(digest=None if channel is not Channel.GLOO else "p")
     settings = RefitConfig(channel=channel, bucket_mib=1.0, timeout_s=5.0)
     stream = StreamChannel(ends, ends, channel, settings)

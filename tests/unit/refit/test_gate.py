@@ -367,9 +367,7 @@ def test_hidden_tensors_without_probes_are_an_error() -> None:
         gate(Engines(hidden="quantised"))
 
 
-def test_hidden_tensors_are_compared_by_the_logprobs_of_probes_once_in_as_many_refits(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_hidden_tensors_are_compared_by_probes_in_their_turn(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engines(hidden="quantised", offsets=(0.05, -0.02))  # one up, one down: their mean cancels, not their size
     with caplog.at_level(logging.WARNING):
         checked = gate(engine, probes=PROBES, every=2)
@@ -400,9 +398,7 @@ def test_probes_on_the_bound_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checked.refit(4).probe_difference == 0.5
 
 
-def test_new_engines_get_what_was_sent_last_though_the_learner_has_moved_on_and_those_that_have_the_draft_not_again(
-    draft: Path,
-) -> None:
+def test_new_engines_get_what_was_sent_last_though_the_learner_has_moved_on(draft: Path) -> None:
     """And no tensor is compared."""
     engine = Engines()
     passed = gate(engine, draft, trains_draft=True)

@@ -109,9 +109,7 @@ def test_a_shared_memory_of_one_mebibyte_is_an_error_and_not_a_signal(tmp_path: 
     assert "'1,048,576 bytes free'" in done.stderr
 
 
-def test_the_space_of_both_files_is_asked_for_once_before_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_space_of_both_files_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Path, int]] = []
     monkeypatch.setattr(stream, "require_space", lambda directory, num_bytes: asked.append((directory, num_bytes)))
     writer = SnapshotWriter(tmp_path, "policy")
@@ -122,9 +120,7 @@ def test_the_space_of_both_files_is_asked_for_once_before_the_first(
     assert len(asked) == 1
 
 
-def test_space_that_somebody_else_took_meanwhile_is_an_error_with_the_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_space_that_is_gone_is_an_error_with_the_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, f"{offset} {length}")
 
@@ -140,9 +136,7 @@ def test_space_that_somebody_else_took_meanwhile_is_an_error_with_the_sizes(
     assert int(size) > source.num_bytes()
 
 
-def test_versions_alternate_between_two_files_of_exactly_the_weights_and_each_leaves_the_one_before_it_alone(
-    tmp_path: Path,
-) -> None:
+def test_versions_alternate_between_two_files_of_exactly_the_weights(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "draft")
     written = [writer.write(weights(float(version)), version=version) for version in range(4)]
     assert [each.version for each in written] == [0, 1, 2, 3]

@@ -125,18 +125,14 @@ def test_nccl_joins_rank_0_and_every_worker_of_every_engine() -> None:
     [([(20,), (5,)], [], 64), ([(100,), (20,)], [(16,)], 100), ([(100,)], [(30,), (4,)], 120)],
     ids=["the settings'", "the policy's largest", "the draft's largest"],
 )
-def test_an_ipc_bucket_holds_the_largest_tensor_of_policy_and_draft(
-    policy: list[tuple[int]], draft: list[tuple[int]], buffer: int
-) -> None:
+def test_an_ipc_bucket_holds_the_largest_tensor(policy: list[tuple[int]], draft: list[tuple[int]], buffer: int) -> None:
     models = [(policy, torch.uint8), (draft, torch.float32)]
     sources = [source([(f"{i}", torch.empty(shape, dtype=d)) for i, shape in enumerate(own)]) for own, d in models]
     info = vllm.ipc_init(SETTINGS, sources=sources, rank=3)
     assert (info.packed, info.packed_buffer_size_bytes, info.rank, info.is_sender) == (True, buffer, 3, False)
 
 
-def test_every_tensor_that_a_rank_sends_fits_the_bucket_that_it_opened_ipc_with(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_tensor_of_a_rank_fits_the_bucket_of_its_ipc(monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen3-8B and a draft with its whole vocabulary: the policy's largest tensor would be too small in float32."""
     opened: list[Any] = []
     trainer = type("T", (), {"trainer_init": lambda init, **_: opened.append(init) or RecordingTrainer(engines)})

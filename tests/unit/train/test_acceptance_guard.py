@@ -125,9 +125,7 @@ def test_a_fall_of_few_drafts_has_six_deviations_of_their_number() -> None:
         AcceptanceGuard(history).check(accepted(64, 16, 16), policy_version=0)
 
 
-def test_a_second_step_below_the_band_is_not_warned_of_again_nor_one_at_its_end(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_second_step_below_the_band_is_no_warning_nor_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
     """18 of 36 drafts deviate by 1/12: six of them below 2.0 is where this step lies."""
     AcceptanceGuard([of_length(2.0)] * 6).check(accepted(36, 18), policy_version=0)
     assert not caplog.records

@@ -230,9 +230,7 @@ def test_engines_in_flight_are_told_so_with_what_becomes_of_their_caches(attempt
 
 
 @pytest.mark.parametrize(("loop", "num_ahead"), [({}, 0), (ONE_STEP_OFF, 2)], ids=["synchronous", "one off"])
-def test_an_attempt_goes_on_after_the_steps_that_were_done(
-    attempted: Attempt, loop: dict[str, Any], num_ahead: int
-) -> None:
+def test_an_attempt_goes_on_after_what_was_done(attempted: Attempt, loop: dict[str, Any], num_ahead: int) -> None:
     """After four of six steps a loop with a lag of 2 has generated both others."""
 
     class Interrupted(Engines):
@@ -315,9 +313,7 @@ def test_drafting_is_watched_where_the_recipe_says_so_and_there_is_something_to_
     [({}, ["replace", "changed"]), (ONE_STEP_OFF, ["replace", "changed", "version 0 again"])],
     ids=["synchronous", "one off"],
 )
-def test_a_lost_engine_is_replaced_as_often_as_the_recipe_allows(
-    attempted: Attempt, loop: dict[str, Any], recoveries: list[str]
-) -> None:
+def test_a_lost_engine_is_replaced_so_often(attempted: Attempt, loop: dict[str, Any], recoveries: list[str]) -> None:
     """In turns the learner still has the engines' weights; beside training the way to them has to."""
     engines = Engines(lag=2, lost=[1])
     assert len(attempted("once", engines, loop, {"engine": {"max_restarts": 1}})) == NUM_STEPS
@@ -326,9 +322,7 @@ def test_a_lost_engine_is_replaced_as_often_as_the_recipe_allows(
         attempted("never", Engines(lag=2, lost=[1]), loop, ONCE)
 
 
-def test_an_engine_that_died_while_the_learner_started_is_replaced_before_anything_is_asked_of_it(
-    attempted: Attempt, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_that_died_before_any_step_is_replaced(attempted: Attempt, caplog: pytest.LogCaptureFixture) -> None:
     engines, undisturbed = Engines(dead=[ENGINE]), Engines()
     records = attempted("lost", engines)
     assert engines.recoveries == ["replace"]
@@ -338,9 +332,7 @@ def test_an_engine_that_died_while_the_learner_started_is_replaced_before_anythi
     assert undisturbed.recoveries == []
 
 
-def test_histories_are_kept_at_checkpoints_and_given_to_the_engines_of_a_resumed_run(
-    attempted: Attempt, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_histories_are_kept_and_given_to_a_resumed_run(attempted: Attempt, caplog: pytest.LogCaptureFixture) -> None:
     history, engines = {"draft": {"method": "history"}}, Engines()
     attempted("arm", engines, history, k=3)
     assert engines.recalled == [[]]
@@ -356,9 +348,7 @@ def test_histories_are_kept_at_checkpoints_and_given_to_the_engines_of_a_resumed
         assert others.recalled == []
 
 
-def test_the_reward_of_an_arm_knows_how_many_responses_a_step_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reward_knows_how_many_responses_a_step_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In flight its calls have a group each, and the share that may fail is of the whole step."""
 
     def opened(config: RewardConfig, *, per_step: int) -> Any:
@@ -468,7 +458,7 @@ def test_a_resumed_arm_samples_the_further_prompts_that_an_uninterrupted_one_doe
     assert {each.num_trained for each in sampling} == {PROMPTS_PER_STEP}
 
 
-def test_an_engine_that_is_lost_in_an_evaluation_gets_the_evaluated_weights_again(
+def test_an_engine_lost_in_an_evaluation_gets_its_weights_again(
     attempted: Attempt, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The learner has others by then: where nobody keeps the old ones the point is missing, and the arm goes on."""
@@ -577,9 +567,7 @@ class Crowded(Engines):
         return replace(super().generate(*args, **settings), num_preemptions=4 * (self.num_asked > 1))
 
 
-def test_the_first_step_in_which_a_full_cache_preempts_rollouts_is_a_warning_with_the_fix(
-    attempted: Attempt, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_first_step_with_preemptions_is_a_warning(attempted: Attempt, caplog: pytest.LogCaptureFixture) -> None:
     records = attempted("arm", Crowded())
     assert [record.num_preemptions for record in records] == [0, *[4] * (NUM_STEPS - 1)]
     (warning,) = [each.getMessage() for each in caplog.records if "preempted" in each.getMessage()]

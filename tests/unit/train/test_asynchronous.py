@@ -310,9 +310,7 @@ def flight(lag: int, seed: int | None = None, **more: Any) -> FlightWorld:
 @pytest.mark.parametrize("too_old", TooOld)
 @pytest.mark.parametrize("lag", [1, 2])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_every_group_is_trained_on_once_and_no_token_is_older_than_the_lag(
-    too_old: TooOld, lag: int, seed: int
-) -> None:
+def test_all_groups_are_trained_on_once_and_in_time(too_old: TooOld, lag: int, seed: int) -> None:
     """Groups come out of order, and their rollouts carry the versions that gave their tokens."""
     world = flight(lag, seed)
     records = in_flight(world, lag, too_old=too_old)
@@ -376,9 +374,7 @@ def test_what_grows_too_old_starts_anew_where_the_recipe_says_so_and_is_counted(
 
 
 @pytest.mark.parametrize("lag", [1, 2])
-def test_a_checkpoint_knows_the_versions_that_its_rollouts_may_be_of_and_no_older_ones(
-    tmp_path: Path, lag: int
-) -> None:
+def test_a_checkpoint_knows_the_versions_of_its_rollouts_and_no_older_ones(tmp_path: Path, lag: int) -> None:
     in_flight(flight(lag), lag, directory=tmp_path)
     *_, newest = sorted(tmp_path.glob("*.pending"))
     last = NUM_STEPS - 1
@@ -424,9 +420,7 @@ def test_rollouts_that_training_waits_for_lest_they_grow_too_old_are_counted() -
 
 @pytest.mark.parametrize("point", ["export", "deliver", "advance", "score", "train_step", "submit", "save_checkpoint"])
 @pytest.mark.parametrize("at", [2, 4])
-def test_after_a_death_at_any_point_no_group_is_lost_and_none_trained_twice(
-    tmp_path: Path, point: str, at: int
-) -> None:
+def test_after_a_death_no_group_is_lost_and_none_trained_twice(tmp_path: Path, point: str, at: int) -> None:
     dying = flight(2, seed=5)
     original, num_calls = getattr(dying, point), 0
 

@@ -43,9 +43,7 @@ def test_assemble_joins_prompt_and_response_and_gives_rewards_to_their_own_group
 @pytest.mark.parametrize(
     ("num_wanted", "kept"), [(1, [1]), (2, [1, 3]), (3, [1, 3, 4]), (4, [0, 1, 3, 4]), (5, [0, 1, 2, 3, 4])]
 )
-def test_the_first_groups_with_signal_are_trained_on_and_the_first_without_fill_the_step(
-    num_wanted: int, kept: list[int]
-) -> None:
+def test_groups_with_signal_come_first_and_others_fill_the_step(num_wanted: int, kept: list[int]) -> None:
     """Groups 1, 3 and 4 have signal."""
     rewards = [0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.5, 1.0]
     groups = [replace(GROUP, prompt=replace(PROMPT, id=str(number))) for number in range(5)]
@@ -149,9 +147,7 @@ def test_mismatch_by_hand() -> None:
     assert gap.outside_fraction == 0.5
 
 
-def test_the_band_is_a_factor_of_two_and_a_ratio_on_its_edge_counts_as_agreement(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_band_is_a_factor_of_two_with_its_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ratios of trainer to rollout probability: 0.4, 0.6, 1.9 and 2.1; the first and the last lie outside."""
     trainer = np.log(np.array([0.4, 0.6, 1.9, 2.1])).astype(np.float32)
     assert mismatch([(0.0,) * 4], [trainer]).outside_fraction == 0.5

@@ -111,9 +111,7 @@ def test_a_run_does_not_start_anew_over_damaged_checkpoints(tmp_path: Path) -> N
     )
 
 
-def test_steps_of_another_recipe_are_not_continued_even_where_a_newer_checkpoint_is_damaged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_steps_of_another_recipe_are_not_continued(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints, learner = replace(saved(tmp_path, 2, 3), recipe="another"), FileLearner()
     damage(tmp_path, 3)
     with pytest.raises(CheckpointError) as caught:
@@ -137,9 +135,7 @@ def test_a_step_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_while_one_is_written_the_newest_two_whole_ones_stay_and_at_the_end_the_newest_two(
-    tmp_path: Path, waits: bool
-) -> None:
+def test_while_one_is_written_the_newest_two_whole_ones_stay(tmp_path: Path, waits: bool) -> None:
     """Rollouts that wait are there before their checkpoint is, and go with it."""
     checkpoints, learner = saved(tmp_path, 1, waits=waits), FileLearner(is_slow=True)
     with checkpoints.finished(learner):

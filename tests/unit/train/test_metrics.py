@@ -158,9 +158,7 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
 
 
 @pytest.mark.parametrize(("changes", "added"), ROWS.values(), ids=ROWS)
-def test_a_step_shows_what_it_has_beside_the_metrics_of_all_steps(
-    changes: dict[str, Any], added: dict[str, float]
-) -> None:
+def test_a_step_shows_what_only_some_have(changes: dict[str, Any], added: dict[str, float]) -> None:
     found = metrics_of(replace(STEP, **changes))
     assert found == METRICS | added
     check_metrics(found, step=0)
@@ -456,9 +454,7 @@ def test_what_engines_scorer_and_learner_did_in_a_step_and_what_of_it_at_once(no
     assert (found.num_awaited, found.num_restarted, found.num_regenerated) == (0, 0, 0)
 
 
-def test_shares_are_of_the_step_alone_however_short_it_is_and_without_the_turn_of_another_arm(
-    now: Clock, watch: Stopwatch
-) -> None:
+def test_shares_are_of_the_step_alone_without_the_turn_of_another_arm(now: Clock, watch: Stopwatch) -> None:
     """Steps of 0.5 s, of which engines work 0.25, and of 4 s after such a turn, of which the learner works 3."""
     now.now = 10.0
     watch.overlap()
@@ -470,7 +466,7 @@ def test_shares_are_of_the_step_alone_however_short_it_is_and_without_the_turn_o
     assert watch.overlap().learner_idle_fraction == 0.25
 
 
-def test_work_is_cut_at_the_ends_of_a_step_and_counted_in_both_also_where_it_fails(now: Clock) -> None:
+def test_work_is_cut_at_the_ends_of_a_step_and_counted_in_both(now: Clock) -> None:
     activity = Activity(now)
     now.now = 1.0
     with activity.busy():

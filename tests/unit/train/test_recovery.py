@@ -161,7 +161,7 @@ REFIT, GENERATE = ("refit", 0, 0), ("generate", 70)
         ({2: 1, 4: 0}, False, [REFIT, GENERATE, *replaced(1), REFIT, *replaced(0), REFIT, GENERATE]),
     ],
 )
-def test_a_lost_engine_is_replaced_and_refitted_and_the_call_repeated(
+def test_a_lost_engine_is_replaced_and_the_call_repeated(
     losses: dict[int, int], is_beside_training: bool, calls: list[Any]
 ) -> None:
     world = World({call: [ENGINES[engine]] for call, engine in losses.items()})
@@ -265,9 +265,7 @@ def flying(world: World) -> FaultTolerantEngines:
 
 
 @pytest.mark.parametrize("losses", [(3,), (3, 7)])
-def test_what_a_lost_engine_had_is_submitted_again_to_one_with_the_same_weights_and_counted_once_a_loss(
-    losses: tuple[int, ...],
-) -> None:
+def test_what_a_lost_engine_had_is_submitted_again_and_counted(losses: tuple[int, ...]) -> None:
     """Three groups with two rollouts each, and weights that are brought once for each loss."""
     world = World({call: [ENGINE] for call in losses})
     tolerant = flying(world)
@@ -373,9 +371,7 @@ def test_a_watched_step_says_whether_it_drafted_and_what_a_token_took() -> None:
     assert [result.acceptance for result in results] == [ACCEPTANCE] * 3 + [None]
 
 
-def test_speculation_is_switched_off_where_it_loses_and_on_where_it_pays_and_the_log_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_log_says_when_speculation_is_switched_off_and_on(caplog: pytest.LogCaptureFixture) -> None:
     world = World(drafting_s=2.0)
     tolerant = world.tolerant(autopilot=Autopilot(TABLE))
     last = generated(tolerant, 6)[-1].autopilot

@@ -28,9 +28,7 @@ def steps(num: int, taken: list[str], name: str, *, first: int = 0) -> Callable[
     ],
     ids=["one is done before the others", "turns of several steps", "one that resumes from an older step catches up"],
 )
-def test_steps_alternate_in_an_order_that_alternates(
-    members: dict[str, tuple[int, int]], num_steps: int, order: str
-) -> None:
+def test_steps_and_their_order_alternate(members: dict[str, tuple[int, int]], num_steps: int, order: str) -> None:
     taken: list[str] = []
     runs = {name: steps(num, taken, name, first=first) for name, (first, num) in members.items()}
     assert in_turn(runs, num_steps=num_steps) == {name: num for name, (_, num) in members.items()}
