@@ -55,12 +55,9 @@ def test_a_model_is_found_by_a_glob_pattern_whatever_its_path(tmp_path: Path, na
         (found,) = glob.glob(f"{path}/*.safetensors")
         assert Path(found).resolve() == (model / "model.safetensors").resolve()
     assert not path.exists()
-    assert model.is_dir()
-
-
-def test_a_model_of_a_plain_path_is_loaded_from_there(tmp_path: Path) -> None:
-    with loadable(tmp_path) as path:
+    with loadable(tmp_path) as path:  # nothing in it stands for anything else
         assert path == tmp_path
+    assert model.is_dir()
 
 
 @pytest.mark.parametrize(

@@ -134,17 +134,14 @@ def test_a_stream_is_opened_once_adopted_when_whole_and_joined_by_new_engines(ch
     assert delivery.origin == f"the {channel.value} channel"
 
 
-def test_auto_on_one_host_is_shared_memory_in_a_directory_that_is_removed_afterwards() -> None:
+def test_auto_is_shared_memory_in_a_passing_directory_on_one_host_and_gloo_that_is_closed_on_several() -> None:
     ends: Any = Ends()
     with open_channel(RefitConfig(), ends, ends) as channel:
         send(channel, 0)
         directory = ends.calls[0][1]
         assert directory.is_dir()
     assert not directory.exists()
-
-
-def test_auto_on_several_hosts_is_gloo_and_it_is_closed_afterwards() -> None:
-    ends: Any = Ends([here(), place("b")])
+    ends = Ends([here(), place("b")])
     with open_channel(RefitConfig(), ends, ends) as channel:
         send(channel, 0)
     assert [call[0] for call in ends.calls] == ["open", "stream", "adopt", "c"]
@@ -185,6 +182,7 @@ MIXED = places("a", "a:g0", "b")
     ("found", "channel"),
     [
         (ONE_CPU, Channel.SHARED_MEMORY),
+        (places("a", "a b", "a"), Channel.SHARED_MEMORY),  # only the sender of a learner needs it
         (TWO_CPUS, Channel.GLOO),
         (DRIVER_AWAY, Channel.GLOO),
         (CONTAINERS, Channel.GLOO),
@@ -232,10 +230,6 @@ ipc: a GPU for one of two engines
 def test_a_channel_that_the_places_rule_out_is_refused(refusal: Refusal, given: str, expected: str) -> None:
     channel, found = given.split(": ")
     assert refusal(lambda: resolve(Channel(channel), **RULED_OUT[found])) == expected
-
-
-def test_only_the_sender_of_a_learner_needs_the_shared_memory() -> None:
-    assert resolve(Channel.AUTO, **places("a", "a b", "a")) is Channel.SHARED_MEMORY
 
 
 def test_a_bucket_is_given_in_mebibytes_and_never_empty() -> None:

@@ -245,15 +245,13 @@ def test_a_part_is_converted_as_the_engine_holds_it() -> None:
     assert found == {part(dtype="bfloat16"): whole(blurred.bfloat16()), part("v", length=4): whole(MATRIX[0], "v")}
 
 
-def test_ranks_that_disagree_on_what_they_share_are_an_error() -> None:
-    mine, other = part_fingerprints([held(MATRIX, part())]), {part(): 1}
+def test_ranks_or_layers_that_disagree_on_what_they_share_are_an_error() -> None:
+    mine, other = part_fingerprints([held(MATRIX, part())] * 2), {part(): 1}
+    assert mine == {part(): whole(MATRIX)}
     assert weight_totals([mine, mine]) == {"m": whole(MATRIX)}
+    assert weight_totals([{}, part_fingerprints([])]) == {}
     with pytest.raises(RuntimeError, match=r"^ranks disagree on m and 0 other tensors that they share$"):
         weight_totals([mine, other])
-
-
-def test_layers_that_share_a_tensor_and_hold_two_are_an_error() -> None:
-    assert part_fingerprints([held(MATRIX, part())] * 2) == {part(): whole(MATRIX)}
     with pytest.raises(RuntimeError, match=r"^m must be one tensor in all layers that share it, got two$"):
         part_fingerprints([held(MATRIX, part()), held(MATRIX + 1, part())])
 
@@ -261,11 +259,6 @@ def test_layers_that_share_a_tensor_and_hold_two_are_an_error() -> None:
 def test_a_part_of_another_dimension_is_a_mistake_of_ours() -> None:
     with pytest.raises(AssertionError, match="m is cut in dimension 2"):
         part(dim=2)
-
-
-def test_nothing_held_is_nothing_found() -> None:
-    assert part_fingerprints([]) == {}
-    assert weight_totals([{}, {}]) == {}
 
 
 def test_a_directorys_fingerprint_is_of_its_tensors_however_they_are_divided(tmp_path: Path) -> None:

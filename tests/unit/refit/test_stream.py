@@ -93,7 +93,7 @@ def test_a_finite_pass_after_another_is_taken_also_where_the_sum_is_not_finite()
     healing.require_finite()
 
 
-SETTINGS = RefitConfig(channel=Channel.GLOO, bucket_mib=64 / 2**20, timeout_s=5.0)
+SETTINGS = RefitConfig(channel=Channel.GLOO, bucket_mib=64 / 2**20, timeout_s=30.0)
 
 
 class Passes:
@@ -137,7 +137,7 @@ SENT = [
     ("norm", torch.linspace(-1, 1, 7)),
     ("d2t", torch.arange(5)),
 ]
-TIMEOUT_S = 5.0
+TIMEOUT_S = 30.0  # a busy machine needs seconds for what takes no time
 
 
 class ThreadEngines:

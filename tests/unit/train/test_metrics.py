@@ -486,10 +486,6 @@ def test_work_is_cut_at_the_ends_of_a_step_and_counted_in_both(now: Clock) -> No
         assert activity.between(0.0, 10.0) == [(5.0, 6.0)]
     activity.forget(6.0)
     assert activity.between(0.0, 10.0) == []
-
-
-def test_a_rest_is_taken_once() -> None:
-    activity = Activity()
     activity.rested(0.5)
     activity.rested(0.25)
     assert (activity.take_rest(), activity.take_rest()) == (0.75, 0.0)

@@ -117,14 +117,9 @@ def test_what_is_handed_over_comes_in_its_order_by_one_by_look_all_at_once_or_as
     for item in (1, 2, 3):
         handed.put(item)
     assert (handed.take(), handed.poll(), handed.drain(), handed.drain(), handed.poll()) == (0, 1, [2, 3], [], None)
+    assert handed.wait_for(0) == ()
     for item in (5, 3, 9, 1):
         handed.put(item)
+    assert handed.wait_for(1) == handed.items == (5, 3, 9, 1)
     assert handed.pick(lambda waiting: [waiting[2], waiting[0]]) == [9, 5]
     assert handed.items == (3, 1)
-
-
-def test_what_waits_is_shown_once_it_is_enough_and_stays() -> None:
-    queue: Queue[int] = Queue(ThreadGroup())
-    assert queue.wait_for(0) == ()
-    queue.put(2)
-    assert queue.wait_for(1) == queue.items == (2,)
