@@ -205,7 +205,7 @@ def test_a_loop_generates_what_the_recipe_says_with_the_weights_that_it_says(
     attempted: Attempt, tmp_path: Path, loop: dict[str, Any], versions: list[int]
 ) -> None:
     engines = Engines(lag=2)
-    records = attempted("arm", engines, loop)
+    records = attempted("arm", engines, loop, EVALUATED if loop else {})  # engines beside training evaluate nothing
     sampling = load_recipe("tiny", overrides=BASE).sampling
     for step, (version, call) in enumerate(zip(versions, engines.generated, strict=True)):
         seed = engine_seed(0, Arm.SPECULATIVE, step)
@@ -249,27 +249,6 @@ def test_an_attempt_goes_on_after_what_was_done(attempted: Attempt, loop: dict[s
     assert resumed.updates == whole.updates[4:]
 
 
-@dataclass
-class Working(Engines):
-    """Notes when its engines or its learner work: who, from, to."""
-
-    name: str = ""
-    work: list[tuple[str, float, float]] = field(default_factory=list)
-
-    def generate(self, *args: Any, **settings: Any) -> GenerationResult:
-        return self._noted(0.03, lambda: super(Working, self).generate(*args, **settings))
-
-    def train_step(self, update: Update) -> Trained:
-        return self._noted(0.0, lambda: super(Working, self).train_step(update))
-
-    def _noted(self, seconds: float, call: Callable[[], Any]) -> Any:
-        start_s = time.perf_counter()
-        time.sleep(seconds)
-        found = call()
-        self.work.append((self.name, start_s, time.perf_counter()))
-        return found
-
-
 @pytest.mark.parametrize(("loop", "num_steps"), [({}, 1), (ONE_STEP_OFF, 2)], ids=["synchronous", "one off"])
 def test_nothing_of_an_arm_works_in_the_turn_of_another(
     attempted: Attempt, monkeypatch: pytest.MonkeyPatch, loop: dict[str, Any], num_steps: int
@@ -279,14 +258,28 @@ def test_nothing_of_an_arm_works_in_the_turn_of_another(
     alone = Engines(lag=2)
     loop = merge(loop, {"grpo": {"checkpoint_every_steps": NUM_STEPS}})  # a checkpoint would wait for what is under way
     records = attempted("alone", alone, loop)
-    worlds = {name: Working(lag=2, name=name) for name in "ab"}
+    worlds, work = {name: Engines(lag=2) for name in "ab"}, list[tuple[str, float, float]]()
+
+    def noted(name: str, seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **how: Any) -> Any:
+            start_s = time.perf_counter()
+            time.sleep(seconds)
+            found = call(*args, **how)
+            work.append((name, start_s, time.perf_counter()))
+            return found
+
+        return timed
+
+    for name, world in worlds.items():
+        monkeypatch.setattr(world, "generate", noted(name, 0.03, world.generate))
+        monkeypatch.setattr(world, "train_step", noted(name, 0.0, world.train_step))
     arms = {name: lambda turn, name=name: attempted(name, worlds[name], loop, turn=turn) for name in worlds}
     found = in_turn(arms, num_steps=num_steps, together=True)
-    work = sorted(worlds["a"].work + worlds["b"].work, key=lambda span: span[1])
-    turns = [list(spans) for _, spans in itertools.groupby(work, key=lambda span: span[0])]
+    spans = sorted(work, key=lambda span: span[1])
+    turns = [list(own) for _, own in itertools.groupby(spans, key=lambda span: span[0])]
     assert all(max(end for *_, end in before) <= after[0][1] for before, after in itertools.pairwise(turns))
     pairs = NUM_STEPS // num_steps  # a, b, then b, a: two turns of one arm in a row, but for the first and the last
-    assert [spans[0][0] for spans in turns] == ["a", *("ba"[i % 2] for i in range(pairs))]
+    assert [own[0][0] for own in turns] == ["a", *("ba"[i % 2] for i in range(pairs))]
     assert len(restarts) == (2 * pairs if "loop" in loop else 0)  # no turn of the other is part of a step
     for name, world in worlds.items():
         assert world.generated == alone.generated
@@ -481,13 +474,6 @@ def test_the_autopilot_learns_nothing_from_an_evaluation(attempted: Attempt) -> 
     records = attempted("evaluated", evaluated, PILOTED, EVALUATED, schedule=TABLE)
     assert evaluated.tables == plain.tables
     assert [record.autopilot for record in records] == [record.autopilot for record in alone]
-
-
-def test_an_arm_that_generates_while_it_trains_is_not_evaluated(attempted: Attempt) -> None:
-    engines = Engines(lag=2)
-    records = attempted("arm", engines, ONE_STEP_OFF, EVALUATED)
-    assert len(records) == NUM_STEPS
-    assert asked_of_validation(engines) == []
 
 
 GUESS = "so \\boxed{7}? Let me check"

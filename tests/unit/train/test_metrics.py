@@ -5,7 +5,6 @@ Every number of a step has another value, so that none can stand for another.
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -496,12 +495,3 @@ def test_what_two_did_at_the_same_time_is_counted_once() -> None:
     assert (total_s(ours), total_s(theirs)) == (5.0, 7.0)
     assert common_s(ours, theirs) == 3.0  # 1-2, 3-4 and 5-6
     assert common_s(ours, []) == 0.0
-
-
-def test_a_clock_that_is_not_given_is_that_of_the_process() -> None:
-    activity = Activity()
-    start_s = time.perf_counter()
-    with activity.busy():
-        pass
-    (span,) = activity.between(start_s, time.perf_counter())
-    assert start_s <= span[0] < span[1]

@@ -321,31 +321,19 @@ def test_the_learner_gives_memory_back_before_the_refit_and_the_engines_after_th
     assert world.calls[len(calls) :] == ["learner offloads", ("export", 4, 2)]
 
 
-class LoggedLearner(NotedLearner):
-    """Writes what it is asked for into the engine's list, as far as memory is concerned."""
-
-    def __init__(self, calls: list[Any]) -> None:
-        super().__init__()
-        self._calls = calls
-
-    def load(self, policy: Path, optimizer: Any, **how: Any) -> None:
-        self._calls.append("load")
-        super().load(policy, optimizer, **how)
-
-    def offload(self) -> None:
-        self._calls.append("learner offloads")
-
-    def train_step(self, update: Any) -> Any:
-        self._calls.append("train")
-        return super().train_step(update)
-
-
 def test_an_arm_begins_with_sleeping_engines_and_takes_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, recipe = NotedEngine(), recipe_with({**IN_TURN, "placement.memory": "in_turn", "grpo.num_steps": 2})
-    trained(recipe, Tools(tmp_path, monkeypatch), engine=engine, learner=LoggedLearner(engine.calls))
+    engine, learner = NotedEngine(), NotedLearner()
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **how: (engine.calls.append(name), call(*args, **how))[1]
+
+    for name in ("load", "offload", "train_step"):
+        monkeypatch.setattr(learner, name, noted(name, getattr(learner, name)))
+    recipe = recipe_with({**IN_TURN, "placement.memory": "in_turn", "grpo.num_steps": 2})
+    trained(recipe, Tools(tmp_path, monkeypatch), engine=engine, learner=learner)
     words = [call[0] if isinstance(call, tuple) else call for call in engine.calls]
-    turns = [word for word in words if word in ("sleep", "load", "learner offloads", "generate", "train")]
-    assert turns == ["sleep", "load", *["learner offloads", "generate", "sleep", "train"] * 2]
+    turns = [word for word in words if word in ("sleep", "load", "offload", "generate", "train_step")]
+    assert turns == ["sleep", "load", *["offload", "generate", "sleep", "train_step"] * 2]
 
 
 @pytest.fixture(autouse=True)
