@@ -50,7 +50,12 @@ class Ends:
 
     def start_refit(self, weights: WeightFiles) -> Callable[[], list[EngineState]]:
         self.calls.append(("refit", weights.policy, weights.policy_version, weights.draft, weights.draft_version))
-        return lambda: self.calls.append("taken") or STATES
+
+        def wait() -> list[EngineState]:
+            self.calls.append("taken")
+            return STATES
+
+        return wait
 
     def control(self, channel: Channel, *, timeout_s: float) -> Any:
         return "control", channel, timeout_s

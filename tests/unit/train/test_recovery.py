@@ -325,7 +325,11 @@ def test_an_arm_begins_with_sleeping_engines_and_takes_turns(tmp_path: Path, mon
     engine, learner = NotedEngine(), NotedLearner()
 
     def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **how: (engine.calls.append(name), call(*args, **how))[1]
+        def note(*args: Any, **how: Any) -> Any:
+            engine.calls.append(name)
+            return call(*args, **how)
+
+        return note
 
     for name in ("load", "offload", "train_step"):
         monkeypatch.setattr(learner, name, noted(name, getattr(learner, name)))
