@@ -195,16 +195,22 @@ def sender(engines: Any, *, bucket_bytes: int = 64, timeout_s: float = TIMEOUT_S
     return GlooSender(settings, engines=engines, address="127.0.0.1")
 
 
+def failing(message: str, *, after_s: float = 0.0) -> Callable[..., Any]:
+    """A call of an engine that ends in this error."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        time.sleep(after_s)
+        raise RefitError(message)
+
+    return fail
+
+
 def test_an_engine_that_fails_before_it_joins_is_named_at_once() -> None:
     """Its error comes after a look or two at the store, not after the time in which a group must form."""
-
-    class FailsFirst(ThreadEngines):
-        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-            raise RefitError("engine 0 has no such address")
-
-    began_s = time.perf_counter()
+    engines, began_s = ThreadEngines(2), time.perf_counter()
+    engines.init_weight_transfer_engine = failing("engine 0 has no such address")
     with pytest.raises(RefitError, match="engine 0 has no such address"):
-        sender(FailsFirst(2), timeout_s=60.0)
+        sender(engines, timeout_s=60.0)
     assert time.perf_counter() - began_s < 30.0
 
 
@@ -269,15 +275,8 @@ def test_an_engine_that_fails_is_named_and_nobody_waits_for_it(fails: int) -> No
     assert time.monotonic() - start < 10.0  # the timeout is 20 s
 
 
-class Dead(ThreadEngines):
-    """Engines that are gone before an update."""
-
-    def start_weight_update(self) -> None:
-        raise RefitError("engine 0 died")
-
-
-@pytest.mark.parametrize("engines", [ThreadEngines(1, fails=0), Dead(1)])
-def test_a_rank_that_gathers_with_the_sender_is_not_left_alone(engines: ThreadEngines) -> None:
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_a_rank_that_gathers_with_the_sender_is_not_left_alone(is_dead: bool) -> None:
     """After a failure the rest of the weights still goes by: other ranks are on their way through it."""
     gone: list[str] = []
 
@@ -286,6 +285,9 @@ def test_a_rank_that_gathers_with_the_sender_is_not_left_alone(engines: ThreadEn
             yield name, tensor
             gone.append(name)
 
+    engines = ThreadEngines(1, fails=0)
+    if is_dead:  # before an update
+        engines.start_weight_update = failing("engine 0 died")
     sending = sender(engines, bucket_bytes=8)
     stream = WeightSource(weights, model="policy")
     stream.metas()
@@ -296,24 +298,20 @@ def test_a_rank_that_gathers_with_the_sender_is_not_left_alone(engines: ThreadEn
 
 
 def test_an_engine_that_stands_still_ends_in_an_error_within_the_timeout() -> None:
-    class Still(ThreadEngines):
-        def update_weights(self, update_info: Any) -> None:
-            time.sleep(4.0)  # longer than the channel waits
-            raise RefitError("engine 0 did not receive weights within 4 s")
-
-    engines = Still(1)
+    engines = ThreadEngines(1)
+    engines.update_weights = failing(
+        "engine 0 did not receive weights within 4 s", after_s=4.0
+    )  # the channel waits 1 s
     sending = sender(engines, timeout_s=1.0)
     with pytest.raises(RefitError, match="engine 0 did not receive weights within 4 s"):
         sending.send(source([("w", torch.ones(1 << 22))]), is_draft=False)
 
 
 def test_engines_that_never_join_end_in_an_error() -> None:
-    class Absent(ThreadEngines):
-        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-            time.sleep(3.0)
-
+    engines = ThreadEngines(1)
+    engines.init_weight_transfer_engine = lambda init_info: time.sleep(3.0)
     with pytest.raises(ChannelBrokeError, match=r"rank 0 of the 2 in the gloo channel could not meet the others"):
-        sender(Absent(1), timeout_s=1.0)
+        sender(engines, timeout_s=1.0)
 
 
 def test_an_own_address_is_the_one_on_the_way_to_the_other() -> None:
