@@ -495,9 +495,9 @@ def test_a_verifier_gets_each_rollouts_text_reference_and_whether_it_was_cut_off
     handed: list[Any] = []
 
     class Noting(Verifier):
-        def score(self, *texts: Sequence[str], cut_off: Sequence[bool] = ()) -> RewardResult:
-            handed.append((*map(list, texts), list(cut_off)))
-            return super().score(*texts, cut_off=cut_off)
+        def score(self, responses: Any, references: Any, *, cut_off: Sequence[bool] = ()) -> RewardResult:
+            handed.append((list(responses), list(references), list(cut_off)))
+            return super().score(responses, references, cut_off=cut_off)
 
     groups = [drawn(prompt, "weights", "0", (0, None), 2) for prompt in PROMPTS[:2]]
     cut = replace(groups[1].rollouts[1], finish_reason=FinishReason.LENGTH)

@@ -116,7 +116,7 @@ def spanned(*spans: tuple[int, int | None, int]) -> RolloutGroup:
     ],
 )
 def test_a_token_that_is_too_old_too_new_or_of_nobody_stops_the_run(
-    spans: tuple[tuple[int, None, int], ...], policy_version: int, lag: dict[str, int], message: str
+    spans: tuple[tuple[int, None, int], ...], policy_version: int, lag: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
         assembled(spanned(*spans), policy_version=policy_version, **lag)

@@ -44,7 +44,7 @@ SAMPLED = DynamicSampling(
 UPDATE = DraftUpdate(loss=1.25, num_updates=2, elapsed_s=0.5)
 
 
-def named(prefix: str, **values: float) -> dict[str, float]:
+def named(prefix: str, **values: Any) -> dict[str, float]:
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
