@@ -30,6 +30,7 @@ from slipstream.refit.fingerprint import (
     weight_totals,
 )
 
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.float8_e4m3fn]
 MATRIX = torch.arange(12, dtype=torch.float32).view(3, 4)
 
 
@@ -88,10 +89,10 @@ def test_a_fingerprint_follows_name_values_shape_and_type_but_not_the_layout_in_
     assert len({whole(tensor) for tensor in zeros}) == 8
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64])
 def test_every_single_bit_of_every_element_is_seen(dtype: torch.dtype) -> None:
     tensor = torch.randn(2, 3, generator=torch.Generator().manual_seed(1)).mul(100).to(dtype)
-    bits = tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    bits = tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
     seen = {whole(tensor)}
     for row in range(2):
         for column in range(3):
@@ -165,7 +166,7 @@ def cuts(size: int, draw: random.Random) -> list[tuple[int, int]]:
 @settings(deadline=None, max_examples=60)
 @given(
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]),
+    dtype=st.sampled_from([*DTYPES, torch.bool]),
     transposed=st.booleans(),
     seed=st.integers(0, 2**32),
 )

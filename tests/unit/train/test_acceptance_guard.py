@@ -82,31 +82,22 @@ def test_half_of_what_was_accepted_is_taken_and_anything_lower_is_not() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("history", "taken", "refused"),
-    [
-        # half at 3.6 and half at 4.0: 1.4826 x 0.2 = 0.2965 (their deviation is 0.2191), so 3.8 - 1.779 = 2.021
-        ([3.6, 4.0] * 3, 2.03, 2.01),
-        # five at 4.0 and one, the first, at 3.3: median distance 0, deviation 0.2858, so 4 - 1.715 = 2.285
-        ([3.3] + [4.0] * 5, 2.30, 2.27),
-        ([2.0] * 5, 1.1, None),
-        ([2.0] * 6, 1.51, 1.1),
-        # half of what was accepted is 2.5; of 20 steps one at 1.0 leaves, with a deviation of 0.6708, all that can be
-        ([1.0] + [4.0] * 20, 2.51, 2.0),
-        ([1.0] + [4.0] * 19, 2.0, None),
-        # from 4.0 to 3.7 in three steps: twice as fast it is at 3.5 next, and half of what that accepts is 2.25
-        ([4.0, 4.0, 4.1, *[4.0] * 12, 4.1, 4.0, 3.98, 3.9, 3.7], 2.251, 2.249),
-    ],
-    ids=[
-        "steps of two kinds scatter by their median distance",
-        "one step apart scatters by the sample deviation",
-        "five steps are no band",
-        "six steps are",
-        "the first of 21 steps is forgotten",
-        "the first of 20 is not",
-        "where a fall leads is told by the last four steps",
-    ],
-)
+BANDS: dict[str, tuple[list[float], float, float | None]] = {
+    # half at 3.6 and half at 4.0: 1.4826 x 0.2 = 0.2965 (their deviation is 0.2191), so 3.8 - 1.779 = 2.021
+    "steps of two kinds scatter by their median distance": ([3.6, 4.0] * 3, 2.03, 2.01),
+    # five at 4.0 and one, the first, at 3.3: median distance 0, deviation 0.2858, so 4 - 1.715 = 2.285
+    "one step apart scatters by the sample deviation": ([3.3] + [4.0] * 5, 2.30, 2.27),
+    "five steps are no band": ([2.0] * 5, 1.1, None),
+    "six steps are": ([2.0] * 6, 1.51, 1.1),
+    # half of what was accepted is 2.5; of 20 steps one at 1.0 leaves, with a deviation of 0.6708, all that can be
+    "the first of 21 steps is forgotten": ([1.0] + [4.0] * 20, 2.51, 2.0),
+    "the first of 20 is not": ([1.0] + [4.0] * 19, 2.0, None),
+    # from 4.0 to 3.7 in three steps: twice as fast it is at 3.5 next, and half of what that accepts is 2.25
+    "a fall goes on as the last four steps": ([4.0, 4.0, 4.1, *[4.0] * 12, 4.1, 4.0, 3.98, 3.9, 3.7], 2.251, 2.249),
+}
+
+
+@pytest.mark.parametrize(("history", "taken", "refused"), BANDS.values(), ids=BANDS)
 def test_a_band_ends_where_it_is_worked_out_by_hand(history: list[float], taken: float, refused: float | None) -> None:
     def check(length: float) -> None:
         AcceptanceGuard(of_length(each) for each in history).check(of_length(length), policy_version=0)

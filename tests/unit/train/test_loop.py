@@ -15,7 +15,7 @@ from slipstream.drafts.config import DraftOnline
 from slipstream.engine.acceptance import combine
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
-from slipstream.grpo.config import DynamicSamplingConfig, GrpoConfig, LossConfig, OptimizerConfig, RecomputeLogprobs
+from slipstream.grpo.config import DynamicSamplingConfig, GrpoConfig, LossConfig, RecomputeLogprobs
 from slipstream.grpo.update import Trained, Update
 from slipstream.records.steps import (
     AcceptanceStats,
@@ -33,21 +33,14 @@ from slipstream.train.metrics import StageClock, Stopwatch
 from slipstream.types import Arm, Prompt, RolloutGroup, TrainBatch
 from tests.small import draft_with
 from tests.unit.sampled import DECISION, accepted, rollout
+from tests.unit.train import world
 from tests.unit.train.world import NO_TIMES, STEP, BareLearner
 
 PROMPTS = tuple(Prompt(id=str(i), text=str(i), token_ids=(1, i), answer="7") for i in range(4))
 STREAM = PromptStream(prompts=PROMPTS, batch_size=2, seed=0)
 SAMPLING = SamplingConfig(temperature=0.5, max_response_tokens=4)
 LOSS = LossConfig(clip_low=0.1, clip_high=0.3)
-CONFIG = GrpoConfig(
-    num_steps=3,
-    prompts_per_step=2,
-    group_size=2,
-    optimizer=OptimizerConfig(learning_rate=1e-4),
-    loss=LOSS,
-    recompute_logprobs=RecomputeLogprobs.ALWAYS,
-    seed=5,
-)
+CONFIG = replace(world.CONFIG, num_steps=3, prompts_per_step=2, loss=LOSS, recompute_logprobs=RecomputeLogprobs.ALWAYS)
 ACCEPTANCE = accepted(10, 8, 4, 0)
 STATS = TrainStats(loss=0.1, grad_norm=1.0, kl=0.2, clip_fraction=0.3, num_tokens=8, learning_rate=1e-4)
 AUTO = replace(CONFIG, recompute_logprobs=RecomputeLogprobs.AUTO)
@@ -112,12 +105,10 @@ def group(prompt: Prompt, size: int, **versions: Any) -> RolloutGroup:
 def run(
     ends: Ends,
     *,
-    arm: Arm = Arm.AUTOREGRESSIVE,
     config: GrpoConfig = CONFIG,
     rewards: Iterable[Sequence[float]] = itertools.repeat((1.0, 0.0, 1.0, 1.0)),
     on_score: Callable[[Sequence[RolloutGroup]], None] = lambda groups: None,
-    start_clock: Callable[[], StageClock] = StageClock,
-    prompts: PromptStream = STREAM,
+    **how: Any,
 ) -> list[StepRecord]:
     records: list[StepRecord] = []
     each_batch = iter(rewards)
@@ -126,18 +117,10 @@ def run(
         on_score(groups)
         return RewardResult(rewards=tuple(next(each_batch)), num_timeouts=2, num_crashes=1)
 
-    engine: Any = ends
-    SyncLoop(
-        arm=arm,
-        engine=engine,
-        gate=ends,
-        prompts=prompts,
-        score=score,
-        trainer=trainer(ends, config, draft=Draft(version=ends.draft_version)),
-        sampling=SAMPLING,
-        on_step=records.append,
-        start_clock=start_clock,
-    ).run(start_step=0)
+    fakes: dict[str, Any] = {"engine": ends, "gate": ends, "score": score, "on_step": records.append}
+    how = {"arm": Arm.AUTOREGRESSIVE, "prompts": STREAM, "sampling": SAMPLING, **how}
+    draft = Draft(version=ends.draft_version)
+    SyncLoop(trainer=trainer(ends, config, draft=draft), **fakes, **how).run(start_step=0)
     return records
 
 

@@ -47,20 +47,6 @@ def test_no_step_begins_before_all_are_ready() -> None:
     assert taken == ["ready", "early0", "late0", "early1"]
 
 
-def test_no_turn_begins_while_another_one_lasts() -> None:
-    at_work: list[str] = []
-
-    def member(turn: Turn) -> None:
-        for step in range(3):
-            turn.begin(step)
-            assert at_work == []
-            at_work.append(turn.name)
-            time.sleep(0.01)
-            at_work.remove(turn.name)
-
-    assert set(in_turn(dict.fromkeys("abc", member)).values()) == {None}
-
-
 def test_the_others_go_on_without_one_that_failed_in_its_turn_or_before_it() -> None:
     taken: list[str] = []
     error = ValueError("no memory")
