@@ -512,22 +512,7 @@ def test_a_verifier_gets_each_rollouts_text_reference_and_whether_it_was_cut_off
     assert found == tuple(reward - n / 4 for reward, n in zip((1.0, 1.0, 0.0, 0.0), lengths, strict=True))
 
 
-@dataclass
-class ScoringWorld(FlightWorld):
-    """It scores as an arm does, and notes prompts and rewards."""
-
-    verifier: Verifier | None = None
-    rewards: list[tuple[str, float]] = field(default_factory=list)
-
-    def score(self, groups: Sequence[RolloutGroup]) -> RewardResult:
-        assert self.verifier is not None
-        result = score(groups, self.verifier, decode, max_response_tokens=4, overlong=OverlongConfig())
-        prompts = [group.prompt.id for group in groups for _ in group.rollouts]
-        self.rewards += zip(prompts, result.rewards, strict=True)
-        return result
-
-
-LOOPS: dict[str, Callable[[ScoringWorld], list[StepRecord]]] = {
+LOOPS: dict[str, Callable[[FlightWorld], list[StepRecord]]] = {
     "synchronous": synchronous,
     "one step off": lambda world: one_step_off(world, 1),
     "in flight": lambda world: in_flight(world, 1),
@@ -538,23 +523,27 @@ LOOPS: dict[str, Callable[[ScoringWorld], list[StepRecord]]] = {
 def test_in_every_loop_a_guess_in_a_thought_that_the_prompt_opened_is_not_rewarded(
     verifier: Verifier, loop: str
 ) -> None:
-    world = ScoringWorld(verifier=verifier)
-    records = LOOPS[loop](world)
+    world, rewards = FlightWorld(), list[tuple[str, float]]()
+
+    def scored(groups: Sequence[RolloutGroup]) -> RewardResult:
+        result = score(groups, verifier, decode, max_response_tokens=4, overlong=OverlongConfig())
+        prompts = [group.prompt.id for group in groups for _ in group.rollouts]
+        rewards.extend(zip(prompts, result.rewards, strict=True))
+        return result
+
+    world.score = scored
+    means = [record.reward_mean for record in LOOPS[loop](world)]
     trained = [prompt.id for step in range(NUM_STEPS) for prompt in STREAM.batch(step) for _ in range(GROUP_SIZE)]
-    assert sorted(world.rewards) == sorted((prompt, float(int(prompt) % 2 == 0)) for prompt in trained)
-    means = [record.reward_mean for record in records]
+    assert sorted(rewards) == sorted((prompt, float(int(prompt) % 2 == 0)) for prompt in trained)
     assert sum(means) / NUM_STEPS == sum(int(prompt) % 2 == 0 for prompt in trained) / len(trained)
 
 
-class Crowded(Engines):
-    """Engines whose cache is full from the second generation on."""
-
-    def generate(self, *args: Any, **settings: Any) -> GenerationResult:
-        return replace(super().generate(*args, **settings), num_preemptions=4 * (self.num_asked > 1))
-
-
 def test_the_first_step_with_preemptions_is_a_warning(attempted: Attempt, caplog: pytest.LogCaptureFixture) -> None:
-    records = attempted("arm", Crowded())
+    """The engines' cache is full from the second generation on."""
+    engines = Engines()
+    generate = engines.generate
+    engines.generate = lambda *args, **how: replace(generate(*args, **how), num_preemptions=4 * (engines.num_asked > 1))
+    records = attempted("arm", engines)
     assert [record.num_preemptions for record in records] == [0, *[4] * (NUM_STEPS - 1)]
     (warning,) = [each.getMessage() for each in caplog.records if "preempted" in each.getMessage()]
     assert "step 2: the KV cache was full, and vLLM preempted and recomputed 4 rollouts" in warning
