@@ -306,7 +306,7 @@ def test_drafting_is_watched_where_the_recipe_says_so_and_there_is_something_to_
     [({}, ["replace", "changed"]), (ONE_STEP_OFF, ["replace", "changed", "version 0 again"])],
     ids=["synchronous", "one off"],
 )
-def test_a_lost_engine_is_replaced_so_often(attempted: Attempt, loop: dict[str, Any], recoveries: list[str]) -> None:
+def test_a_lost_engine_is_replaced_as_allowed(attempted: Attempt, loop: dict[str, Any], recoveries: list[str]) -> None:
     """In turns the learner still has the engines' weights; beside training the way to them has to."""
     engines = Engines(lag=2, lost=[1])
     assert len(attempted("once", engines, loop, {"engine": {"max_restarts": 1}})) == NUM_STEPS

@@ -317,20 +317,20 @@ def test_all_groups_are_trained_on_once_and_in_time(too_old: TooOld, lag: int, s
 
     assert world.submitted == list(range(NUM_GROUPS))
     assert world.submitted_seeds == [seeds for step in range(NUM_STEPS) for seeds in seeds_of(step)]
-    assert world.completed != sorted(world.completed) == list(range(NUM_GROUPS))
+    assert sorted(world.completed) == list(range(NUM_GROUPS))
     assert Counter(world.trained) == EVERY_PROMPT
     assert [update.batch.policy_version for update in world.updates] == list(range(NUM_STEPS))
     lags = [each for record in records for each in record.lags]
     assert max(each.lag for each in lags) <= lag
-    assert max(len(record.lags) for record in records) > 1
+    if lag == 2 and too_old is TooOld.FINISH:
+        assert world.completed != sorted(world.completed)
+        assert max(len(record.lags) for record in records) > 1
     assert sum(each.num_tokens for each in lags) == sum(world.lengths)
     # No bias to short answers: what is trained on is as long as what was generated.
     trained = [len(row) for update in world.updates for row in update.batch.rollout_logprobs]
     assert sorted(trained) == sorted(world.lengths)
     assert 40 in trained or too_old is TooOld.RESTART  # which may draw a shorter one for each that is long
-    # The trainer waits for a moment at most until its weights are published: on a busy machine a thread may for longer.
     assert world.delivered == list(range(NUM_STEPS))
-    assert median(each.exposed_publish_s for each in overlaps(records)) < 0.1
 
 
 @pytest.mark.parametrize("lag", [2, 3])
@@ -507,8 +507,9 @@ def test_engines_are_asked_as_the_recipe_says_and_what_they_report_is_in_the_rec
     assert 4 < sum(each.num_drafts for each in accepted) <= 4 * (len(world.longest_s) + 1) // 2
     # Three groups a step, each scored on its own: one timeout and two crashes of each.
     assert {(record.num_reward_timeouts, record.num_reward_crashes) for record in records} == {(3, 6)}
-    # On a busy machine engines wait for their turn.
+    # On a busy machine engines wait for their turn, and the trainer, for more than a moment, until weights are published.
     assert median(overlap.engine_idle_fraction for overlap in overlaps(records)) < 0.85
+    assert median(overlap.exposed_publish_s for overlap in overlaps(records)) < 0.1
 
 
 def test_engines_that_neither_drafted_nor_worked_in_a_call_have_no_acceptance_and_were_idle() -> None:
