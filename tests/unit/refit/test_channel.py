@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,16 +12,20 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
+from slipstream.refit import channel as channel_module
 from slipstream.refit.channel import (
     Delivery,
     Location,
     SharedMemoryChannel,
     Snapshot,
     StreamChannel,
+    discard_transfers,
     here,
     open_channel,
+    require_space,
     resolve,
     send,
+    transfer_directory,
 )
 from slipstream.refit.config import Channel, EngineState, RefitConfig, WeightFiles
 from tests.unit.conftest import Refusal
@@ -248,3 +254,40 @@ def test_a_place_names_the_file_system_that_processes_share_and_not_the_host() -
     assert (found.gpu, here().gpu) == ("g0", None)
     if Path("/dev/shm").is_dir():
         assert found.memory.endswith(f"/{os.stat('/dev/shm').st_dev}")
+
+
+def test_a_file_system_without_room_for_two_snapshots_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(ConfigError) as caught:
+        require_space(tmp_path, free)
+    needed, rest = str(caught.value).split(" bytes for ")
+    assert needed == f"refit.channel shared_memory needs {2 * free:,}"
+    assert rest.startswith(f"2 snapshots of the weights in {tmp_path.parent}, got '")
+    assert rest.endswith(
+        "bytes free'; mount a larger /dev/shm (a pod has 64 MiB unless it says otherwise), or set gloo, which needs "
+        "no files"
+    )
+    require_space(tmp_path, 1)
+
+
+def test_a_host_without_such_a_file_system_takes_its_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "_SHARED_MEMORY", Path("/nowhere"))
+    directory = transfer_directory()
+    directory.rmdir()
+    assert directory.parent == Path(tempfile.gettempdir())
+
+
+def test_fresh_directories_that_a_killed_process_left_in_memory_are_discarded_and_nothing_else(tmp_path: Path) -> None:
+    """The directory's name contains the id of the process that made it."""
+    ours, fresh = transfer_directory(), transfer_directory()
+    assert ours != fresh
+    assert ours.parent == Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
+    (ours / "policy-0.safetensors").write_bytes(b"weights")
+    others = Path(tempfile.mkdtemp(prefix="slipstream-refit-1-", dir=ours.parent))
+    try:
+        discard_transfers(os.getpid())
+        assert not ours.exists() and not fresh.exists()
+        assert others.is_dir()
+        discard_transfers(os.getpid())  # nothing is left, and nothing is wrong
+    finally:
+        shutil.rmtree(others)

@@ -507,7 +507,7 @@ def test_engines_are_asked_as_the_recipe_says_and_what_they_report_is_in_the_rec
     assert 4 < sum(each.num_drafts for each in accepted) <= 4 * (len(world.longest_s) + 1) // 2
     # Three groups a step, each scored on its own: one timeout and two crashes of each.
     assert {(record.num_reward_timeouts, record.num_reward_crashes) for record in records} == {(3, 6)}
-    # On a busy machine engines wait for their turn, and the trainer, for more than a moment, until weights are published.
+    # On a busy machine engines wait for their turn, and the trainer for more than a moment until weights are published.
     assert median(overlap.engine_idle_fraction for overlap in overlaps(records)) < 0.85
     assert median(overlap.exposed_publish_s for overlap in overlaps(records)) < 0.1
 
