@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.drafts.config import DraftOnline
-from slipstream.engine.protocol import GenerationResult, Portion
+from slipstream.engine.protocol import Portion
 from slipstream.engine.requests import GroupRequest, group_requests, rollout_seed
 from slipstream.grpo.loop_config import TooOld
 from slipstream.records.steps import Overlap, RefitCheck, StepRecord
@@ -31,7 +31,7 @@ from slipstream.refit.gate import Export
 from slipstream.rewards.reward import RewardResult
 from slipstream.train.asynchronous import choose_batch, num_missing, overdue
 from slipstream.train.loop import TrainedDraft, engine_seed
-from slipstream.train.pending import Pending, Scored
+from slipstream.train.pending import Pending
 from slipstream.train.queues import ThreadGroup
 from slipstream.types import Arm, Prompt
 from tests.small import draft_with
@@ -48,6 +48,7 @@ from tests.unit.train.world import (
     World,
     in_flight,
     one_step_off,
+    scored,
     synchronous,
     timeless,
 )
@@ -524,12 +525,6 @@ def test_a_rollout_that_starts_anew_has_a_seed_of_its_own_for_each_version() -> 
     assert world.seeds
     for request, seeds, version in world.seeds:
         assert seeds == tuple(rollout_seed(seed, request.prompt.id, version) for seed in request.seeds)
-
-
-def scored(index: int) -> Scored:
-    result = GenerationResult(groups=(), acceptance=None, generation_s=0.0)
-    rewards = RewardResult(rewards=(), num_timeouts=0, num_crashes=0)
-    return Scored(index=index, result=result, rewards=rewards)
 
 
 def taken(there: list[int], started: dict[int, int], step: int, *, lag: int, per_step: int) -> list[int] | None:

@@ -31,11 +31,10 @@ from slipstream.tracking.config import check_metrics
 from slipstream.train.loop import Learned, Trainer
 from slipstream.train.machine_use import Counters
 from slipstream.train.metrics import Activity, StageClock, Stopwatch, common_s, metrics_of, step_line, total_s
-from slipstream.train.pending import Scored
 from slipstream.types import Prompt, Rollout, RolloutGroup, StageTimes, TrainBatch
 from tests.unit.refusals import rows
 from tests.unit.sampled import DECISION, accepted, overlapping, rollout
-from tests.unit.train.world import CONFIG, NO_TIMES, STEP, BareLearner
+from tests.unit.train.world import CONFIG, NO_TIMES, STEP, BareLearner, scored
 
 ACCEPTANCE = accepted(10, 8, 4)
 SAMPLED = DynamicSampling(
@@ -336,8 +335,9 @@ def follow(now: Clock, watch: Stopwatch, events: str) -> StageTimes:
     for event in events.split(", "):
         name, *words = event.split()
         at_s = [float(word) for word in words]
+        found = [scored(generated_s=each) for each in at_s[1:]]
 
-        def passed(end_s: float = at_s[0], found: tuple[Scored, ...] = tuple(map(scored, at_s[1:]))) -> Any:
+        def passed(end_s: float = at_s[0], found: Any = found) -> Any:
             now.now = end_s
             return found
 
@@ -353,12 +353,6 @@ def follow(now: Clock, watch: Stopwatch, events: str) -> StageTimes:
             with activities[name].busy() if name in activities else nullcontext():
                 now.now = at_s[-1]
     return clock.times()
-
-
-def scored(generated_s: float) -> Scored:
-    result = GenerationResult(groups=(), acceptance=None, generation_s=0.0)
-    rewards = RewardResult(rewards=(), num_timeouts=0, num_crashes=0)
-    return Scored(index=0, result=result, rewards=rewards, generated_s=generated_s)
 
 
 @rows(

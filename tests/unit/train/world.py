@@ -33,7 +33,7 @@ from slipstream.train.asynchronous import AsyncLoop
 from slipstream.train.batch import Versions
 from slipstream.train.checkpoints import Checkpoints, Restored
 from slipstream.train.loop import Draft, Learner, SyncLoop, Trainer
-from slipstream.train.pending import Pending, Submitted
+from slipstream.train.pending import Pending, Scored, Submitted
 from slipstream.train.queues import ThreadGroup
 from slipstream.types import Arm, LoopMode, Prompt, Rollout, RolloutGroup, StageTimes, VersionSpan
 from tests.unit.sampled import rollout as sampled
@@ -102,26 +102,13 @@ class Delays:
 class BareLearner(Learner):
     """Refuses whatever it is asked; a fake answers what its test asks."""
 
-    def logprobs(self, batch: Any, temperature: float) -> list[Any]:
-        raise AssertionError("one update a step needs no pass of its own")
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the learner is not to be asked this")
 
-    def ref_logprobs(self, batch: Any, temperature: float) -> Any:
-        raise AssertionError("there is no reference")
-
-    def train_step(self, update: Update) -> Trained:
-        raise AssertionError("nothing is trained")
-
-    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        raise AssertionError("no checkpoint is due")
+    logprobs = ref_logprobs = train_step = save_checkpoint = load_checkpoint = inspect_checkpoint = _refuse
 
     def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
         """Nothing is written in the background."""
-
-    def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        raise AssertionError("there is no checkpoint")
-
-    def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
-        raise AssertionError("there is no checkpoint")
 
 
 @dataclass
@@ -215,6 +202,13 @@ def export_of(version: int, *, draft_version: int | None = None) -> Export:
     weights: dict[str, Any] = {"weights": Exported(policy_version=version), "policy": None, "draft": None}
     how: dict[str, Any] = {"turn": ALL, "draft_turn": ALL, "frees_learner": True}
     return Export(version=version, draft_version=draft_version, **weights, **how)
+
+
+def scored(index: int = 0, *, generated_s: float = 0.0) -> Scored:
+    """No rollouts, without rewards."""
+    result = GenerationResult(groups=(), acceptance=None, generation_s=0.0)
+    rewards = RewardResult(rewards=(), num_timeouts=0, num_crashes=0)
+    return Scored(index=index, result=result, rewards=rewards, generated_s=generated_s)
 
 
 def drawn(prompt: Prompt, weights: str, seed: str, versions: Versions, group_size: int) -> RolloutGroup:
