@@ -98,6 +98,7 @@ def used(tmp_path: Path, before: Mapping[int, str], after: Mapping[int, str]) ->
 
 
 OWN, OURS = {HERE: process(1)}, {50: process(HERE, name="raylet")}
+ENDED = {HERE: process(1, 10), 60: process(HERE, 1000)}
 THEIRS = {80: process(1, name="raylet"), 81: process(80, name="ray::A (x) b")}
 WORKED = {**THEIRS, 81: process(80, 60, name="ray::A (x) b")}
 
@@ -109,12 +110,8 @@ WORKED = {**THEIRS, 81: process(80, 60, name="ray::A (x) b")}
         ({HERE: process(1, 10, 0, 5, 5)}, {HERE: process(1, 20, 0, 55, 15)}, 0.15),
         (OWN, {**OWN, 60: process(HERE, 30, 10)}, 0.3),
         # others are never blamed for one that has ended: it counts with its parent, in full, with 1,000 earlier ticks
-        ({HERE: process(1, 10), 60: process(HERE, 1000)}, {HERE: process(1, 10, 0, 1040)}, 0.0),
-        (
-            {HERE: process(1, 10), 60: process(HERE, 1000)},
-            {HERE: process(1, 50)},
-            0.3,
-        ),  # one that nobody awaits is gone
+        (ENDED, {HERE: process(1, 10, 0, 1040)}, 0.0),
+        (ENDED, {HERE: process(1, 50)}, 0.3),  # one that nobody awaits is gone
         # an id that another process got counts from its start
         ({**OWN, 60: process(HERE, 90)}, {**OWN, 60: process(HERE, 40, start=8)}, 0.3),
         # workers of a Ray that was there before are the run's own, and those of another beside its own are not
