@@ -294,7 +294,7 @@ def test_a_step_says_how_much_of_generation_was_hidden_behind_training() -> None
     for record, overlap in zip(records, found, strict=True):
         assert overlap.hidden_s <= min(overlap.generation_s, record.times.step_s)
         assert 0 <= overlap.learner_idle_fraction < 1
-        assert 0 <= overlap.engine_idle_fraction < 1
+        assert 0 <= overlap.engine_idle_fraction <= 1  # the last batch may be there before the last step
         assert record.times.train_s >= 0.1 * 0.99
         assert 0.1 <= sum(record.times.by_stage().values()) <= record.times.step_s * 1.01
         assert record.machine is not None
