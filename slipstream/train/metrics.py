@@ -59,7 +59,7 @@ class Activity:
     Both change the lists by single calls, each of which the interpreter does as a whole, so no lock is needed.
     """
 
-    def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
         self._spans: list[list[float]] = []  # in order; the last one has no end while it goes on
         self._rests_s: list[float] = []

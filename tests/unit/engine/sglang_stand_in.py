@@ -8,20 +8,9 @@ import os
 import socket
 import sys
 
-RESPONSES = [
-    {
-        "token_ids": [34, 36, 3],
-        "logprobs": [-1.6910631656646729, -2.25, -0.5],
-        "ended_by": "stop",
-        "num_retractions": 0,
-    },
-    {
-        "token_ids": [34, 58, 68, 99],
-        "logprobs": [-2.11, -1.5, -3.25, -0.75],
-        "ended_by": "length",
-        "num_retractions": 1,
-    },
-]
+STOPPED = {"token_ids": [34, 36, 3], "logprobs": [-1.6910631656646729, -2.25, -0.5], "ended_by": "stop"}
+CUT = {"token_ids": [34, 58, 68, 99], "logprobs": [-2.11, -1.5, -3.25, -0.75], "ended_by": "length"}
+RESPONSES = [STOPPED | {"num_retractions": 0}, CUT | {"num_retractions": 1}]
 ANSWERS = {
     "start": "0.5.23",
     "load": "00aa",
@@ -37,18 +26,13 @@ def answer(call: dict) -> dict:
         return {"value": {"responses": kinds, "span_s": [5.0, 7.5]}}
     if arguments.get("path") == "missing":
         return {"error": "RuntimeError: no weights"}
-    if arguments.get("path") == "hidden":
-        return {"value": {"hidden": "experts"}}
     if arguments.get("path") == "deadly":
         os._exit(1)
     return {"value": ANSWERS[call["name"]]}
 
 
-with (
-    socket.socket(fileno=int(sys.argv[2])) as connection,
-    connection.makefile("rw") as stream,
-    open(sys.argv[1], "w") as log,
-):
+connection = socket.socket(fileno=int(sys.argv[2]))
+with connection, connection.makefile("rw") as stream, open(sys.argv[1], "w") as log:
     for line in stream:
         log.write(line)
         log.flush()

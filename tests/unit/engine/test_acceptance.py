@@ -5,20 +5,35 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.engine.acceptance import AcceptanceCounters, acceptance_between, combine, read_counters
+from slipstream.engine.acceptance import (
+    AcceptanceCounters,
+    acceptance_between,
+    combine,
+    read_counters,
+    sampling_deviation,
+)
 from slipstream.engine.protocol import GenerationResult, RunningTime, joined
 from slipstream.records.steps import AcceptanceStats
 from tests.unit.sampled import accepted
 
 
-def _counters(drafts: int, proposed: int, accepted: int, *positions: int) -> AcceptanceCounters:
+def counters(drafts: int, proposed: int, *accepted: int, drafted: tuple[int, ...] = ()) -> AcceptanceCounters:
     return AcceptanceCounters(
-        num_drafts=drafts, num_draft_tokens=proposed, num_accepted_tokens=accepted, accepted_by_position=positions
+        num_drafts=drafts,
+        num_draft_tokens=proposed,
+        num_accepted_tokens=sum(accepted),
+        accepted_by_position=accepted,
+        drafted_by_position=drafted,
     )
 
 
+def since_the_start(after: AcceptanceCounters) -> AcceptanceStats:
+    none = (0,) * len(after.accepted_by_position)
+    return acceptance_between(counters(0, 0, *none, drafted=none if after.drafted_by_position else ()), after)
+
+
 def test_acceptance_comes_from_the_deltas_of_the_counters() -> None:
-    stats = acceptance_between(_counters(100, 300, 120, 60, 40, 20), _counters(110, 330, 135, 68, 45, 22))
+    stats = acceptance_between(counters(100, 300, 60, 40, 20), counters(110, 330, 68, 45, 22))
     # 10 drafts of 3 tokens, 15 of 30 accepted: 8, 5 and 2 by position.
     assert stats == AcceptanceStats(
         num_drafts=10,
@@ -31,49 +46,57 @@ def test_acceptance_comes_from_the_deltas_of_the_counters() -> None:
     )
 
 
-def test_everything_accepted_is_no_contradiction() -> None:
-    stats = acceptance_between(_counters(0, 0, 0, 0, 0), _counters(4, 8, 8, 4, 4))
-    assert (stats.acceptance_rate, stats.rate_by_position) == (1.0, (1.0, 1.0))
+def test_a_positions_rate_is_over_the_drafts_that_had_a_token_there() -> None:
+    """10 drafts, 4 of them of 3 tokens and 6 of one: 9, 3 and 1 are accepted."""
+    before, after = counters(5, 7, 4, 1, 0, drafted=(5, 1, 1)), counters(15, 25, 13, 4, 1, drafted=(15, 5, 5))
+    stats = acceptance_between(before, after)
+    assert (stats.drafted_by_position, stats.num_draft_tokens) == ((10, 4, 4), 18)
+    assert stats.rate_by_position == (0.9, 0.75, 0.25)
+    assert (stats.mean_acceptance_length, stats.acceptance_rate) == (1 + 13 / 10, 13 / 18)
+
+
+@pytest.mark.parametrize(
+    ("after", "length", "rate", "by_position"),
+    [
+        (counters(4, 8, 4, 4), 3.0, 1.0, (1.0, 1.0)),
+        (counters(0, 0, 0, 0), 1.0, 0.0, (0.0, 0.0)),
+        (counters(3, 3, 2, 0, drafted=(3, 0)), 1 + 2 / 3, 2 / 3, (2 / 3, 0.0)),
+    ],
+    ids=["everything is accepted", "nothing was drafted", "a position that no draft reached"],
+)
+def test_whole_and_empty_counts_agree(
+    after: AcceptanceCounters, length: float, rate: float, by_position: tuple[float, ...]
+) -> None:
+    stats = since_the_start(after)
+    assert (stats.mean_acceptance_length, stats.acceptance_rate, stats.rate_by_position) == (length, rate, by_position)
 
 
 @pytest.mark.parametrize(
     "after",
     [
-        _counters(4, 8, 9, 5, 4),  # more accepted than drafted
-        _counters(4, 8, 5, 5, 0),  # the first position accepted more often than there were drafts
-        _counters(4, 8, -1, -1, 0),
-        _counters(-1, 0, 0, 0, 0),
-        _counters(10, 20, 9, 6, 2),  # the positions do not sum to the accepted tokens
+        counters(4, 8, 5, 4),  # more accepted than drafted
+        counters(4, 8, 5, 0),  # the first position accepted more often than there were drafts
+        counters(4, 8, -1, 0),
+        counters(-1, 0, 0, 0),
+        replace(counters(10, 20, 6, 2), num_accepted_tokens=9),  # the positions do not sum to the accepted tokens
+        counters(3, 4, 2, 2, drafted=(3, 1)),  # a second token accepted more often than drafted
+        counters(3, 6, 2, 1, drafted=(4, 2)),  # more first tokens than drafts
+        counters(3, 5, 2, 1, drafted=(3, 1)),  # 3 + 1 tokens were drafted
     ],
 )
 def test_counts_that_no_engine_can_reach_are_an_error(after: AcceptanceCounters) -> None:
     with pytest.raises(RuntimeError) as caught:
-        acceptance_between(_counters(0, 0, 0, 0, 0), after)
+        since_the_start(after)
     assert str(caught.value) == f"acceptance counters contradict each other: {after}"
 
 
 def test_two_readings_of_another_number_of_positions_are_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
-        acceptance_between(_counters(0, 0, 0, 0, 0), _counters(1, 1, 1, 1))
-
-
-def test_spans_with_drafts_of_different_lengths_combine() -> None:
-    one = acceptance_between(_counters(0, 0, 0, 0), _counters(2, 2, 1, 1))
-    two = acceptance_between(_counters(0, 0, 0, 0, 0), _counters(2, 4, 3, 2, 1))
-    both = combine([one, two])
-    assert (both.num_drafts, both.num_accepted_tokens, both.accepted_by_position) == (4, 4, (3, 1))
-    assert (both.mean_acceptance_length, both.rate_by_position) == (2.0, (0.75, 0.5))  # two had a second token
-
-
-def test_a_span_without_drafts_has_acceptance_length_one() -> None:
-    stats = acceptance_between(_counters(5, 10, 4, 3, 1), _counters(5, 10, 4, 3, 1))
-    assert (stats.mean_acceptance_length, stats.acceptance_rate, stats.rate_by_position) == (1.0, 0.0, (0.0, 0.0))
+        acceptance_between(counters(0, 0, 0, 0), counters(1, 1, 1))
 
 
 def test_spans_combine_by_their_counts_not_by_their_rates() -> None:
-    zero = _counters(0, 0, 0, 0)
-    merged = combine([acceptance_between(zero, _counters(1, 1, 1, 1)), acceptance_between(zero, _counters(9, 9, 0, 0))])
-    assert merged == AcceptanceStats(
+    assert combine([since_the_start(counters(1, 1, 1)), since_the_start(counters(9, 9, 0))]) == AcceptanceStats(
         num_drafts=10,
         num_draft_tokens=10,
         num_accepted_tokens=1,
@@ -82,78 +105,44 @@ def test_spans_combine_by_their_counts_not_by_their_rates() -> None:
         acceptance_rate=0.1,
         rate_by_position=(0.1,),
     )
-
-
-def test_nothing_to_combine_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"^parts must hold at least one span, got none$"):
         combine([])
 
 
+def test_spans_with_drafts_of_different_counted_and_equal_lengths_combine() -> None:
+    one, two = since_the_start(counters(2, 2, 1)), since_the_start(counters(2, 4, 2, 1))
+    both = combine([one, two])
+    assert (both.num_drafts, both.num_accepted_tokens, both.accepted_by_position) == (4, 4, (3, 1))
+    assert (both.mean_acceptance_length, both.rate_by_position) == (2.0, (0.75, 0.5))  # two had a second token
+    both = combine([since_the_start(counters(4, 6, 3, 1, drafted=(4, 2))), two])
+    assert (both.drafted_by_position, both.rate_by_position) == ((6, 4), (5 / 6, 2 / 4))
+    assert combine([two, two]).drafted_by_position == ()
+
+
+def test_sampling_deviation_by_hand() -> None:
+    """Half of 100 drafts have one token accepted, the others none: variance 1/4, standard error 1/2 / 10."""
+    assert sampling_deviation(accepted(100, 50, 0)) == pytest.approx(0.05)
+    # Half of them have two: mean 1, mean square 2, variance 1.
+    assert sampling_deviation(accepted(100, 50, 50)) == pytest.approx(0.1)
+    assert sampling_deviation(accepted(0, 0, 0)) == 0.0
+
+
+PREFIX = "vllm:spec_decode_num_"
 METRICS = [
     SimpleNamespace(name="vllm:num_requests_running", value=3),
-    SimpleNamespace(name="vllm:spec_decode_num_drafts", value=4.0),
-    SimpleNamespace(name="vllm:spec_decode_num_draft_tokens", value=8.0),
-    SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens", value=5.0),
-    SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=[3.0, 2.0]),
+    SimpleNamespace(name=f"{PREFIX}drafts", value=4.0),
+    SimpleNamespace(name=f"{PREFIX}draft_tokens", value=8.0),
+    SimpleNamespace(name=f"{PREFIX}accepted_tokens", value=5.0),
+    SimpleNamespace(name=f"{PREFIX}accepted_tokens_per_pos", values=[3.0, 2.0]),
 ]
 
 
-def test_each_counter_is_the_one_of_its_name() -> None:
-    assert read_counters(METRICS) == _counters(4, 8, 5, 3, 2)
-    assert read_counters(METRICS, drafted_by_position=[4, 4]).drafted_by_position == (4, 4)
-
-
 @pytest.mark.parametrize("missing", ["drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"])
-def test_a_counter_that_vllm_does_not_report_is_an_error_and_no_zero(missing: str) -> None:
-    name = f"vllm:spec_decode_num_{missing}"
+def test_each_counter_is_the_one_of_its_name_and_one_that_vllm_does_not_report_is_an_error(missing: str) -> None:
+    assert read_counters(METRICS, drafted_by_position=[4, 4]) == counters(4, 8, 3, 2, drafted=(4, 4))
     with pytest.raises(RuntimeError) as caught:
-        read_counters([metric for metric in METRICS if metric.name != name])
-    assert str(caught.value) == f"vLLM reports no counter {name}: acceptance is unknown"
-
-
-def _drafted(drafts: int, accepted: tuple[int, ...], drafted: tuple[int, ...]) -> AcceptanceCounters:
-    return AcceptanceCounters(
-        num_drafts=drafts,
-        num_draft_tokens=sum(drafted),
-        num_accepted_tokens=sum(accepted),
-        accepted_by_position=accepted,
-        drafted_by_position=drafted,
-    )
-
-
-def test_a_positions_rate_is_over_the_drafts_that_had_a_token_there() -> None:
-    """10 drafts, 4 of them of 3 tokens and 6 of one: 9, 3 and 1 are accepted."""
-    stats = acceptance_between(_drafted(5, (4, 1, 0), (5, 1, 1)), _drafted(15, (13, 4, 1), (15, 5, 5)))
-    assert (stats.drafted_by_position, stats.num_draft_tokens) == ((10, 4, 4), 18)
-    assert stats.rate_by_position == (0.9, 0.75, 0.25)
-    assert stats.mean_acceptance_length == 1 + 13 / 10
-    assert stats.acceptance_rate == 13 / 18
-
-
-def test_a_position_that_no_draft_reached_has_rate_0() -> None:
-    stats = acceptance_between(_drafted(0, (0, 0), (0, 0)), _drafted(3, (2, 0), (3, 0)))
-    assert stats.rate_by_position == (2 / 3, 0.0)
-
-
-@pytest.mark.parametrize(
-    "after",
-    [
-        _drafted(3, (2, 2), (3, 1)),  # a second token accepted more often than drafted
-        _drafted(3, (2, 1), (4, 2)),  # more first tokens than drafts
-        replace(_drafted(3, (2, 1), (3, 1)), num_draft_tokens=5),  # 3 + 1 tokens were drafted
-    ],
-)
-def test_counts_by_position_that_no_engine_can_reach_are_an_error(after: AcceptanceCounters) -> None:
-    with pytest.raises(RuntimeError, match="contradict each other"):
-        acceptance_between(_drafted(0, (0, 0), (0, 0)), after)
-
-
-def test_drafts_of_counted_and_of_equal_lengths_combine() -> None:
-    counted = acceptance_between(_drafted(0, (0, 0), (0, 0)), _drafted(4, (3, 1), (4, 2)))
-    equal = acceptance_between(_counters(0, 0, 0, 0, 0), _counters(2, 4, 3, 2, 1))
-    both = combine([counted, equal])
-    assert (both.drafted_by_position, both.rate_by_position) == ((6, 4), (5 / 6, 2 / 4))
-    assert combine([equal, equal]).drafted_by_position == ()
+        read_counters([metric for metric in METRICS if metric.name != PREFIX + missing])
+    assert str(caught.value) == f"vLLM reports no counter {PREFIX}{missing}: acceptance is unknown"
 
 
 def test_results_of_calls_are_joined_with_idle_engines_weighed_by_time() -> None:
@@ -162,15 +151,12 @@ def test_results_of_calls_are_joined_with_idle_engines_weighed_by_time() -> None
     first = GenerationResult(
         groups=(), acceptance=accepted(10, 8, 4, 0), generation_s=1.0, engine_idle_fraction=0.5, running=(running,)
     )
-    second = replace(
-        first, acceptance=None, generation_s=3.0, num_engine_restarts=1, num_regenerated=4, engine_idle_fraction=0.1
-    )
-    found = joined([first, second])
-    assert found == replace(
+    counts = {"num_engine_restarts": 1, "num_regenerated": 4}
+    second = replace(first, acceptance=None, generation_s=3.0, engine_idle_fraction=0.1, **counts)
+    assert joined([first, second]) == replace(
         first,
+        **counts,
         generation_s=4.0,
-        num_engine_restarts=1,
-        num_regenerated=4,
         engine_idle_fraction=pytest.approx(0.2),
         running=(RunningTime(num_running=2, num_steps=2, num_tokens=4, elapsed_s=1.0),),
         num_calls=2,

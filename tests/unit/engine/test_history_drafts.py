@@ -66,9 +66,7 @@ def by_brute_force(prompt: Sequence[int], earlier: Sequence[Sequence[int]], answ
     answer=TOKENS,
     k=st.integers(1, 5),
 )
-def test_it_finds_what_a_search_of_every_place_finds(
-    prompt: list[int], earlier: list[list[int]], answer: list[int], k: int
-) -> None:
+def test_it_finds_what_a_search_finds(prompt: list[int], earlier: list[list[int]], answer: list[int], k: int) -> None:
     assert draft(prompt, earlier, answer, k) == by_brute_force(prompt, earlier, answer, k)
 
 
@@ -87,8 +85,9 @@ def test_an_answer_matches_its_own_tokens_and_those_that_are_being_generated() -
     assert answers.continuation(other, 9) == [3, 1, 2]
 
 
-def remembered(history: History, prompt: int) -> bool:
-    return history.begin((prompt,)).answers.num_tokens > 0
+def remembered(history: History) -> list[bool]:
+    """Of prompts 1, 2 and 3."""
+    return [history.begin((prompt,)).answers.num_tokens > 0 for prompt in (1, 2, 3)]
 
 
 def told(history: History, prompt: int, num_tokens: int) -> None:
@@ -103,7 +102,7 @@ def test_the_prompts_used_least_recently_are_forgotten_first() -> None:
     told(history, 2, 2)
     told(history, 1, 1)  # five tokens in all
     told(history, 3, 1)
-    assert [remembered(history, prompt) for prompt in (1, 2, 3)] == [True, False, True]
+    assert remembered(history) == [True, False, True]
 
 
 def test_a_prompt_with_rollouts_is_kept_until_they_end() -> None:
@@ -111,10 +110,10 @@ def test_a_prompt_with_rollouts_is_kept_until_they_end() -> None:
     running = history.begin((1,))
     running.answers.extend(running.number, [1, 2, 3])
     told(history, 1, 4)
-    assert remembered(history, 1)
+    assert remembered(history) == [True, False, False]
     history = History(**MATCHES, max_tokens=2)
     told(history, 1, 3)
-    assert not remembered(history, 1)
+    assert not any(remembered(history))
 
 
 @given(st.lists(st.tuples(TOKENS, st.lists(TOKENS, min_size=1, max_size=3)), max_size=4))
@@ -149,7 +148,7 @@ def test_of_a_larger_history_the_prompts_used_last_are_read() -> None:
         told(written, prompt, 2)
     read = History(**MATCHES, max_tokens=5)
     read.read(written.to_bytes())
-    assert [remembered(read, prompt) for prompt in (1, 2, 3)] == [False, True, True]
+    assert remembered(read) == [False, True, True]
 
 
 class Batch:
@@ -209,10 +208,13 @@ def test_a_rollout_that_leaves_the_batch_for_a_while_counts_once() -> None:
     assert batch.step({"c": ([1, 2], [3])}) == [[5, 5]]
 
 
-def test_drafts_end_before_the_longest_sequence_does() -> None:
+def test_drafts_end_before_the_longest_sequence_does_and_are_no_longer_than_the_engine_verifies() -> None:
+    for settings in ({"max_model_len": 6}, {"num_speculative_tokens": 2}):
+        batch = Batch(**settings)
+        batch.step({"a": ([1, 2], [3, 4, 5, 6])})
+        assert batch.step({"b": ([1, 2], [3])}) == [[4, 5]]
     batch = Batch(max_model_len=6)
     batch.step({"a": ([1, 2], [3, 4, 5, 6])})
-    assert batch.step({"b": ([1, 2], [3])}) == [[4, 5]]
     assert batch.step({"b": ([1, 2], [3, 4, 5])}) == [[]]
 
 
@@ -223,9 +225,3 @@ def test_vllm_is_told_of_the_proposer_and_not_of_its_settings() -> None:
         "model": "slipstream.engine.history_drafts.HistoryProposer",
         "num_speculative_tokens": 2,
     }
-
-
-def test_drafts_are_no_longer_than_the_engine_verifies() -> None:
-    batch = Batch(num_speculative_tokens=2)
-    batch.step({"a": ([1, 2], [3, 4, 5, 6])})
-    assert batch.step({"b": ([1, 2], [3])}) == [[4, 5]]

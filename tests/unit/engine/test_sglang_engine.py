@@ -22,7 +22,7 @@ from slipstream.engine.requests import GroupRequest
 from slipstream.engine.sglang_engine import PYTHON, SglangDiedError, SglangEngine, kv_cache_tokens, sglang_python
 from slipstream.engine.sglang_process import draw, held_weights, write_weights
 from slipstream.refit.config import EngineState, WeightFiles
-from slipstream.refit.fingerprint import ALL, Turn, held_whole, part_fingerprints, weight_totals
+from slipstream.refit.fingerprint import Turn, held_whole, part_fingerprints, weight_totals
 from slipstream.types import Dtype, FinishReason, Prompt
 
 CONFIG = EngineConfig(
@@ -30,19 +30,13 @@ CONFIG = EngineConfig(
 )
 SAMPLING = SamplingConfig(temperature=0.5, max_response_tokens=4)
 PROMPT = Prompt(id="a", text="", token_ids=(2, 10), answer="")
-MODEL = {
-    "eos_token_id": 3,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 32,
-}
+MODEL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
 STAND_IN = Path(__file__).with_name("sglang_stand_in.py")
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[SglangEngine]:
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"eos_token_id": 3}))
     command = [sys.executable, str(STAND_IN), str(tmp_path / "calls")]
     engine = SglangEngine(tmp_path, config=CONFIG, command=command)
     yield engine
@@ -66,11 +60,8 @@ def test_sglang_starts_on_a_cpu_with_the_recipes_settings(engine: SglangEngine, 
     assert (told["max_running_requests"], told["dtype"]) == (4, "float32")
     # 2 layers x 2 heads x 8 numbers, keys and values, 4 bytes each: 256 bytes a token.
     assert told["max_total_tokens"] == int(0.001 * 2**30) // 256
-    assert engine.facts() == {
-        "SGLang": "0.5.23",
-        "attention": "torch_native",
-        "KV cache tokens": str(told["max_total_tokens"]),
-    }
+    facts = {"SGLang": "0.5.23", "attention": "torch_native", "KV cache tokens": str(told["max_total_tokens"])}
+    assert engine.facts() == facts
     assert sglang_engine.sglang_environment(CONFIG)["OMP_NUM_THREADS"] == "3"
 
 
@@ -96,27 +87,21 @@ def test_groups_come_back_with_tokens_logprobs_and_ends(engine: SglangEngine, tm
     assert (portion.started_s, portion.ended_s, portion.num_preemptions, portion.acceptance) == (5.0, 7.5, 2, None)
 
 
-@pytest.mark.parametrize(("limit", "seed"), [(3, 1), (5, 1)])
-def test_a_response_that_sglang_cut_elsewhere_is_an_error(engine: SglangEngine, limit: int, seed: int) -> None:
-    with pytest.raises(RuntimeError, match=r"must end a response by its stop token or length, got 4, length"):
-        engine.generate([request(seed)], sampling=replace(SAMPLING, max_response_tokens=limit))
-
-
-def test_a_response_without_its_stop_token_is_an_error(engine: SglangEngine) -> None:
+def test_a_response_without_its_stop_token_or_that_sglang_cut_elsewhere_is_an_error(engine: SglangEngine) -> None:
+    for limit in (3, 5):
+        with pytest.raises(RuntimeError, match=r"must end a response by its stop token or length, got 4, length"):
+            engine.generate([request(1)], sampling=replace(SAMPLING, max_response_tokens=limit))
     engine._stop_token_ids = (7,)
     with pytest.raises(RuntimeError, match=r"got 3, stop"):
         engine.generate([request(0)], sampling=SAMPLING)
 
 
-def test_two_positions_of_the_longest_sequence_stay_free(engine: SglangEngine) -> None:
-    with pytest.raises(ConfigError, match=r"longest prompt 2 \+ max_response_tokens 13 \+ 2, got 16"):
-        engine.generate([request(1)], sampling=replace(SAMPLING, max_response_tokens=13))
-
-
-@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 5}])
-def test_a_cut_distribution_is_refused(engine: SglangEngine, cut: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"top_p and top_k must be 1.0 and 0 with engine.backend sglang"):
-        engine.generate([request(1)], sampling=replace(SAMPLING, **cut))
+def test_a_cut_distribution_or_a_full_sequence_is_refused(engine: SglangEngine) -> None:
+    uncut = r"top_p and top_k must be 1.0 and 0 with engine.backend sglang"
+    length = r"longest prompt 2 \+ max_response_tokens 13 \+ 2, got 16"
+    for changes, message in (({"top_p": 0.9}, uncut), ({"top_k": 5}, uncut), ({"max_response_tokens": 13}, length)):
+        with pytest.raises(ConfigError, match=message):
+            engine.generate([request(1)], sampling=replace(SAMPLING, **changes))
 
 
 def test_a_refit_sets_version_digest_and_counter(engine: SglangEngine, tmp_path: Path) -> None:
@@ -132,13 +117,10 @@ def test_a_refit_sets_version_digest_and_counter(engine: SglangEngine, tmp_path:
     assert calls(tmp_path)[-1]["arguments"] == {"sequences": [[1, 2, 3]]}
 
 
-def test_a_refused_refit_leaves_the_version(engine: SglangEngine) -> None:
+def test_a_refused_refit_leaves_the_version_and_an_end_is_told(engine: SglangEngine, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"SGLang failed during load: RuntimeError: no weights"):
         engine.refit(WeightFiles(policy=Path("missing"), policy_version=5))
     assert engine.state().policy_version == 0
-
-
-def test_the_end_of_the_process_is_told(engine: SglangEngine, tmp_path: Path) -> None:
     (tmp_path / "died").touch()
     for _ in range(2):  # at its end, and afterwards
         with pytest.raises(SglangDiedError, match=r"ended during load"):
@@ -206,23 +188,23 @@ def model(**others: nn.Module) -> nn.Module:
         "gate_up_proj": Fused(6, output_sizes=[3, 3]),
         "embed_tokens": Fused(64, org_vocab_size=5),
         "norm": Fused(2),
-        **others,
     }
-    return nn.ModuleDict({"model": nn.ModuleDict(layers)})
+    return nn.ModuleDict({"model": nn.ModuleDict(layers | others)})
+
+
+def written(held: nn.Module, path: Path, *turn: int) -> dict[str, Any]:
+    """What SGLang's process writes of the weights of a model."""
+    write_weights(
+        SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=held))), str(path), *turn
+    )
+    return json.loads(path.read_text())
 
 
 def test_fused_tensors_are_read_as_the_checkpoints() -> None:
     found = {each.parts[0].name: each.tensor for each in held_weights(model())}
     rows = {name.split(".")[1]: [int(row[0]) // 2 for row in tensor] for name, tensor in found.items()}
-    assert rows == {
-        "q_proj": [0, 1, 2, 3],
-        "k_proj": [4, 5],
-        "v_proj": [6, 7],
-        "gate_proj": [0, 1, 2],
-        "up_proj": [3, 4, 5],
-        "embed_tokens": [0, 1, 2, 3, 4],
-        "norm": [0, 1],
-    }
+    fused = {"q_proj": [0, 1, 2, 3], "k_proj": [4, 5], "v_proj": [6, 7], "gate_proj": [0, 1, 2], "up_proj": [3, 4, 5]}
+    assert rows == fused | {"embed_tokens": [0, 1, 2, 3, 4], "norm": [0, 1]}
     assert all(name.startswith("model.") and name.endswith(".weight") for name in found)
 
 
@@ -230,20 +212,13 @@ def test_fused_tensors_are_read_as_the_checkpoints() -> None:
     "hidden", [{"qkv_proj": Fused(9, num_heads=2, num_kv_heads=1, head_size=2)}, {"experts": nn.Bilinear(2, 2, 2)}]
 )
 def test_tensors_in_an_unknown_order_are_told(hidden: dict[str, nn.Module], tmp_path: Path) -> None:
-    held = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model(**hidden))))
-    write_weights(held, str(tmp_path / "out"), 0, 1)
-    (reason,) = json.loads((tmp_path / "out").read_text()).values()
+    (reason,) = written(model(**hidden), tmp_path / "out", 0, 1).values()
     assert reason.startswith(f"model.{next(iter(hidden))} h")
 
 
 def test_a_turns_tensors_are_fingerprinted_where_they_are(tmp_path: Path) -> None:
     layers = nn.ModuleDict({"layers": nn.ModuleList([Fused(2), Fused(3)])})
-    held = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=layers)))
-    write_weights(held, str(tmp_path / "out"), 1, 2)
     expected = held_whole("layers.1.weight", torch.arange(6.0).view(3, 2))
-    found = json.loads((tmp_path / "out").read_text())
-    assert found == {
-        "dtypes": {"layers.1.weight": "float32"},
-        "fingerprints": weight_totals([part_fingerprints([expected])]),
-    }
-    assert ALL.takes("layers.1.weight")
+    fingerprints = weight_totals([part_fingerprints([expected])])
+    found = written(layers, tmp_path / "out", 1, 2)
+    assert found == {"dtypes": {"layers.1.weight": "float32"}, "fingerprints": fingerprints}

@@ -16,12 +16,9 @@ NUM, VOCABULARY, LENGTH = 200_000, 3, 3
 def test_no_number_leads_to_a_column_without_weight(number: float) -> None:
     weights = torch.zeros(1, 700)
     weights[0, [10, 300, 690]] = torch.tensor([1.0, 2.0, 1.0])
-    column = columns_at(weights, torch.tensor([number], dtype=torch.float64))
-    assert int(column) == {0.0: 10, 0.25: 300, 0.5: 300}.get(number, 690)
-
-
-def test_a_row_without_weight_gives_a_column_of_its_own() -> None:
-    assert columns_at(torch.zeros(1, 300), torch.tensor([0.3], dtype=torch.float64)).tolist() == [299]
+    number_P = torch.tensor([number], dtype=torch.float64)
+    assert int(columns_at(weights, number_P)) == {0.0: 10, 0.25: 300, 0.5: 300}.get(number, 690)
+    assert columns_at(torch.zeros(1, 300), number_P).tolist() == [299]  # where no column has any, its own
 
 
 @pytest.mark.parametrize("vocabulary", [3, 300])

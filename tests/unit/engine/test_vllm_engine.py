@@ -27,9 +27,23 @@ def test_on_a_gpu_an_engine_in_flight_has_no_step_under_way_between_two_others(c
     assert flying == plain | {"async_scheduling": False}
 
 
-def test_on_a_cpu_where_vllm_never_schedules_ahead_it_is_told_nothing_of_it() -> None:
-    assert engine_arguments(CPU, is_in_flight=True) == engine_arguments(CPU, is_in_flight=False)
-    assert "async_scheduling" not in engine_arguments(CPU, is_in_flight=True)
+@pytest.mark.parametrize(
+    ("config", "asked", "added"),
+    [
+        (GPU, {"can_sleep": True}, {"enable_sleep_mode": True}),
+        (CPU, {"can_sleep": True}, {}),
+        (CPU, {"is_in_flight": True}, {}),  # vLLM never schedules ahead there
+        (GPU, {"returns_routes": True}, {"enable_return_routed_experts": True}),
+    ],
+    ids=["sleep on a GPU", "sleep on a CPU", "in flight on a CPU", "routes"],
+)
+def test_vllm_is_told_what_an_engine_is_asked_for_where_the_device_has_it(
+    config: EngineConfig, asked: dict[str, bool], added: dict[str, bool]
+) -> None:
+    plain = engine_arguments(config, is_in_flight=False)
+    assert engine_arguments(config, **{"is_in_flight": False, **asked}) == plain | added
+    assert {"enable_sleep_mode", "async_scheduling", "enable_return_routed_experts"}.isdisjoint(plain)
+    assert plain.get("gpu_memory_utilization") == (0.6 if config is GPU else None)
 
 
 @pytest.mark.parametrize("name", ["a [b]", "c*", "d?"])
@@ -41,19 +55,9 @@ def test_a_model_is_found_by_a_glob_pattern_whatever_its_path(tmp_path: Path, na
         (found,) = glob.glob(f"{path}/*.safetensors")
         assert Path(found).resolve() == (model / "model.safetensors").resolve()
     assert not path.exists()
-    assert model.is_dir()
-
-
-def test_a_model_of_a_plain_path_is_loaded_from_there(tmp_path: Path) -> None:
-    with loadable(tmp_path) as path:
+    with loadable(tmp_path) as path:  # nothing in it stands for anything else
         assert path == tmp_path
-
-
-def test_only_an_engine_that_can_sleep_has_vllms_sleep_mode_and_only_on_a_gpu() -> None:
-    plain, sleeping = (engine_arguments(GPU, is_in_flight=False, can_sleep=each) for each in (False, True))
-    assert plain["gpu_memory_utilization"] == 0.6 and "enable_sleep_mode" not in plain
-    assert sleeping == plain | {"enable_sleep_mode": True}
-    assert "enable_sleep_mode" not in engine_arguments(CPU, is_in_flight=False, can_sleep=True)
+    assert model.is_dir()
 
 
 @pytest.mark.parametrize(
@@ -65,16 +69,8 @@ def test_only_an_engine_that_can_sleep_has_vllms_sleep_mode_and_only_on_a_gpu() 
         (replace(GPU, dtype=Dtype.FLOAT32, enforce_eager=True), False),
     ],
 )
-def test_only_eager_engines_on_cpus_take_the_norms_offered_by_the_plugin(
-    config: EngineConfig, takes_them: bool
-) -> None:
+def test_only_eager_engines_on_cpus_take_the_plugins_norms(config: EngineConfig, takes_them: bool) -> None:
     assert engine_arguments(config, is_in_flight=False).get("ir_op_priority") == (OWN_NORMS if takes_them else None)
-
-
-def test_an_engine_on_a_gpu_returns_routes_where_it_is_asked_to() -> None:
-    plain, routing = (engine_arguments(GPU, is_in_flight=False, returns_routes=each) for each in (False, True))
-    assert "enable_return_routed_experts" not in plain
-    assert routing == plain | {"enable_return_routed_experts": True}
 
 
 def test_vllm_logs_errors_alone_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,9 +85,11 @@ class FakeLlm:
 
     def __init__(self, model: str, *, speculative_config: dict[str, Any], **others: Any) -> None:
         self.told, self.others, self.asked = speculative_config, others, list[str]()
-        runner = SimpleNamespace(use_v2_model_runner=self.is_v2, compilation_config=SimpleNamespace())
-        runner.compilation_config.cudagraph_mode = SimpleNamespace(name="NONE")
-        runner.cache_config = SimpleNamespace(kv_cache_size_tokens=0)
+        runner = SimpleNamespace(
+            use_v2_model_runner=self.is_v2,
+            compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="NONE")),
+            cache_config=SimpleNamespace(kv_cache_size_tokens=0),
+        )
         core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=SimpleNamespace(vllm_config=runner)))
         self.llm_engine = SimpleNamespace(logger_manager=SimpleNamespace(stat_loggers=[]), engine_core=core)
 
@@ -112,13 +110,7 @@ class FakeLlm:
     ],
 )
 def test_blocks_are_verified_by_whom_can(
-    config: EngineConfig,
-    is_v2: bool,
-    method: str,
-    told: str | None,
-    asks: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    config: EngineConfig, is_v2: bool, method: str, told: str | None, asks: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """On a CPU the plugin's sampler is asked, on a GPU vLLM's second runner is told; its first one is refused."""
     (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
@@ -128,7 +120,6 @@ def test_blocks_are_verified_by_whom_can(
     monkeypatch.setattr("slipstream.engine.vllm_engine.StepCounts", lambda llm: None)
     monkeypatch.setattr("slipstream.engine.vllm_engine.os.environ", {})
     speculative = {"method": "eagle3", "rejection_sample_method": method}
-
     if told is None:
         with pytest.raises(ConfigError, match=r"draft\.verification must be token .* got 'block'"):
             VllmEngine(tmp_path, config=config, speculative_config=speculative)

@@ -15,108 +15,21 @@ from slipstream.records.steps import ScheduleEntry
 from slipstream.types import Prompt, VersionSpan
 
 
-class Scheduled:
-    """vLLM's engine as far as it is used; each step's outputs are set beforehand, by the order of the requests."""
-
-    def __init__(self, *steps: list[int]) -> None:
-        self.added: list[tuple[str, Any, Any]] = []
-        self.aborted: list[str] = []
-        self.steps = list(steps)
-        self.counts: tuple[int, int] = (0, 0)  # running, waiting
-        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=self))
-        self.running: list[Any] = []
-
-    def get_request_counts(self) -> tuple[int, int]:
-        return self.counts
-
-    def add_request(self, name: str, prompt: Any, params: Any) -> None:
-        self.added.append((name, prompt, params))
-
-    def step(self) -> list[Any]:
-        tokens = [SimpleNamespace(token_ids=[7])]
-        unfinished = [SimpleNamespace(request_id=name, finished=False, outputs=tokens) for name, _, _ in self.added[:1]]
-        return unfinished + [
-            SimpleNamespace(request_id=self.added[number][0], finished=True, number=number, outputs=tokens)
-            for number in self.steps.pop(0)
-        ]
-
-    def abort_request(self, names: list[str]) -> None:
-        self.aborted += names
-
-
-def request(index: int, *seeds: int) -> GroupRequest:
-    return GroupRequest(
-        index=index, prompt=Prompt(id=str(index), text="", token_ids=(2, index), answer=""), seeds=seeds
-    )
-
-
-def test_each_rollout_is_asked_for_with_its_own_seed() -> None:
-    engine = Scheduled()
-    GroupsUnderWay(engine, max_num_seqs=8).start(request(5, 11, 12), lambda seed: {"seed": seed})
-    assert [(prompt, params) for _, prompt, params in engine.added] == [
-        ({"prompt_token_ids": [2, 5]}, {"seed": 11}),
-        ({"prompt_token_ids": [2, 5]}, {"seed": 12}),
-    ]
-    assert len({name for name, _, _ in engine.added}) == 2
-
-
-def test_a_group_comes_out_whole_in_the_order_of_its_seeds() -> None:
-    engine = Scheduled([2], [1, 3], [0])
-    groups = under_way(engine, request(0, 1, 2), request(1, 1, 2))
-    assert groups.step() == []
-    second, first = groups.step(), groups.step()
-    assert [(done.index, [each.output.number for each in finished]) for done, finished in second] == [(1, [2, 3])]
-    assert [(done.index, [each.output.number for each in finished]) for done, finished in first] == [(0, [0, 1])]
-    assert groups.is_empty()
-
-
-def test_there_is_room_while_all_would_run_and_none_waits() -> None:
-    engine = Scheduled()
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
-    engine.counts = (6, 0)
-    assert groups.has_room(2)
-    assert not groups.has_room(3)
-    engine.counts = (5, 1)
-    assert not groups.has_room(2)
-
-
-def test_drafts_that_were_proposed_before_are_forgotten() -> None:
-    engine = Scheduled()
-    engine.running = [SimpleNamespace(spec_token_ids=[4, 5]), SimpleNamespace(spec_token_ids=[])]
-    GroupsUnderWay(engine, max_num_seqs=8).forget_drafts()
-    assert [running.spec_token_ids for running in engine.running] == [[], []]
-
-
-def test_what_was_left_behind_is_aborted_once_and_names_are_not_used_again() -> None:
-    engine = Scheduled([0])
-    groups = under_way(engine, request(0, 1, 2))
-    groups.step()
-    groups.drop()
-    groups.drop()
-    assert engine.aborted == [engine.added[1][0]]
-    assert groups.is_empty()
-    groups.start(request(1, 1, 2), lambda seed: seed)
-    assert len({name for name, _, _ in engine.added}) == 4
-
-
-def under_way(engine: Any, *requests: GroupRequest) -> GroupsUnderWay:
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
-    for each in requests:
-        groups.start(each, lambda seed: seed)
-    return groups
-
-
 class Decoding:
     """vLLM's engine as far as it is used; a step says how many tokens each rollout has after it, None if it is out."""
 
-    def __init__(self, *steps: tuple[int | None, ...], ends: int) -> None:
+    def __init__(self, *steps: tuple[int | None, ...], ends: int | tuple[int, ...] = 9) -> None:
         self.names: list[str] = []
         self.prompts: list[Any] = []
         self.seeds: list[Any] = []
         self.aborted: list[str] = []
-        self.steps = list(steps)
-        self.ends = ends
-        self.ends_by_place: list[int] = []
+        self.running: list[Any] = []
+        self.counts: tuple[int, int] = (0, 0)  # running, waiting
+        self.steps, self.ends = list(steps), ends
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=self))
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return self.counts
 
     def add_request(self, name: str, prompt: Any, params: Any) -> None:
         self.names.append(name)
@@ -127,36 +40,92 @@ class Decoding:
         self.aborted += names
 
     def step(self) -> list[Any]:
+        lengths = list(zip(self.names, self.steps.pop(0), strict=False))
+        ends = (self.ends,) * len(lengths) if isinstance(self.ends, int) else self.ends
         return [
-            SimpleNamespace(
-                request_id=name,
-                finished=length == (self.ends_by_place[place] if self.ends_by_place else self.ends),
-                outputs=[SimpleNamespace(token_ids=[7] * length)],
-            )
-            for place, (name, length) in enumerate(zip(self.names, self.steps.pop(0), strict=False))
+            SimpleNamespace(request_id=name, finished=length == end, outputs=[SimpleNamespace(token_ids=[7] * length)])
+            for (name, length), end in zip(lengths, ends, strict=True)
             if length
         ]
 
 
-def test_steps_are_counted_by_how_many_rollouts_ran_in_them_but_those_of_a_prompt() -> None:
-    engine = Decoding((1, 1), (3, 2), (4, 4), (5, None), ends=5)
-    groups = under_way(engine, request(0, 1, 2))
-    for _ in range(4):
-        groups.step()
-    running = groups.take_running()
-    # The prompts' step is left out; then 2 + 1 and 1 + 2 tokens of two rollouts, and one of one.
-    assert [(time.num_running, time.num_steps, time.num_tokens) for time in running] == [(1, 1, 1), (2, 2, 6)]
-    assert all(0.0 < time.elapsed_s < 60.0 for time in running)
-    assert groups.take_running() == ()
+def request(index: int, *seeds: int) -> GroupRequest:
+    prompt = Prompt(id=str(index), text="", token_ids=(2, index), answer="")
+    return GroupRequest(index=index, prompt=prompt, seeds=seeds)
 
 
-@pytest.mark.parametrize("steps", [((1, 0), (2, 1), (3, 2)), ((0, 1), (1, 2), (2, 3))], ids=["second", "first"])
-def test_a_step_in_which_another_rollout_got_its_first_token_is_left_out(steps: tuple[tuple[int, int], ...]) -> None:
-    engine = Decoding(*steps, ends=9)
+def under_way(engine: Any, *requests: GroupRequest) -> GroupsUnderWay:
+    groups = GroupsUnderWay(engine, max_num_seqs=8)
+    for each in requests:
+        groups.start(each, lambda seed: seed)
+    return groups
+
+
+def test_each_rollout_is_asked_for_with_its_own_seed() -> None:
+    engine = Decoding()
+    GroupsUnderWay(engine, max_num_seqs=8).start(request(5, 11, 12), lambda seed: {"seed": seed})
+    assert engine.prompts == [{"prompt_token_ids": [2, 5]}] * 2
+    assert engine.seeds == [{"seed": 11}, {"seed": 12}]
+    assert len(set(engine.names)) == 2
+
+
+def test_a_group_comes_out_whole_in_the_order_of_its_seeds() -> None:
+    engine = Decoding((1, 1, 2, 1), (1, 2, None, 2), (2,), ends=2)
+    groups = under_way(engine, request(0, 1, 2), request(1, 1, 2))
+    found = [[(done.index, [each.output.request_id for each in own]) for done, own in groups.step()] for _ in range(3)]
+    assert found == [[], [(1, engine.names[2:])], [(0, engine.names[:2])]]
+    assert groups.is_empty()
+
+
+def test_there_is_room_while_all_would_run_and_none_waits() -> None:
+    engine = Decoding()
+    groups = under_way(engine)
+    engine.counts = (6, 0)
+    assert groups.has_room(2)
+    assert not groups.has_room(3)
+    engine.counts = (5, 1)
+    assert not groups.has_room(2)
+
+
+def test_drafts_that_were_proposed_before_are_forgotten() -> None:
+    engine = Decoding()
+    engine.running = [SimpleNamespace(spec_token_ids=[4, 5]), SimpleNamespace(spec_token_ids=[])]
+    under_way(engine).forget_drafts()
+    assert [running.spec_token_ids for running in engine.running] == [[], []]
+
+
+def test_what_was_left_behind_is_aborted_once_and_names_are_not_used_again() -> None:
+    engine = Decoding((1, 0), ends=1)
     groups = under_way(engine, request(0, 1, 2))
+    groups.step()
+    groups.drop()
+    groups.drop()
+    assert engine.aborted == [engine.names[1]]
+    assert groups.is_empty()
+    groups.start(request(1, 1, 2), lambda seed: seed)
+    assert len(set(engine.names)) == 4
+
+
+@pytest.mark.parametrize(
+    ("steps", "counted"),
+    [
+        # the prompts' step is left out; then 2 + 1 and 1 + 2 tokens of two rollouts, and one of one
+        (((1, 1), (3, 2), (4, 4), (5, None)), [(1, 1, 1), (2, 2, 6)]),
+        # a step in which another rollout gets its first token is left out too
+        (((1, 0), (2, 1), (3, 2)), [(2, 1, 2)]),
+        (((0, 1), (1, 2), (2, 3)), [(2, 1, 2)]),
+    ],
+)
+def test_steps_are_counted_by_how_many_rollouts_ran_in_them_but_those_of_a_prompt(
+    steps: tuple[tuple[int | None, ...], ...], counted: list[tuple[int, int, int]]
+) -> None:
+    groups = under_way(Decoding(*steps, ends=5), request(0, 1, 2))
     for _ in steps:
         groups.step()
-    assert [(time.num_running, time.num_tokens) for time in groups.take_running()] == [(2, 2)]
+    running = groups.take_running()
+    assert [(time.num_running, time.num_steps, time.num_tokens) for time in running] == counted
+    assert all(0.0 < time.elapsed_s < 60.0 for time in running)
+    assert groups.take_running() == ()
 
 
 def spans(finished: FinishedRollout) -> list[tuple[int, int | None, int]]:
@@ -164,9 +133,8 @@ def spans(finished: FinishedRollout) -> list[tuple[int, int | None, int]]:
 
 
 def test_tokens_carry_the_versions_that_drew_them_and_the_windows_that_they_came_in() -> None:
-    engine = Decoding((1, 0), (3, 1), (4, 4), (None, 5), ends=4)
-    engine.ends_by_place = [4, 5]
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
+    engine = Decoding((1, 0), (3, 1), (4, 4), (None, 5), ends=(4, 5))
+    groups = under_way(engine)
     groups.adopt((1, 11))
     groups.start(request(0, 1, 2), lambda seed: seed)
     groups.step()
@@ -241,25 +209,19 @@ def test_what_is_asked_beside_the_rollouts_costs_none_of_them() -> None:
     assert groups.is_empty()
 
 
-def drafting_llm(k: int, lookup: list[int] | None) -> Any:
+def drafting_llm(k: int, lookup: list[int] | None = None) -> Any:
     """vLLM's `LLM` as far as it is used; up to 4 rollouts at once."""
     scheduler = SimpleNamespace(dynamic_sd_lookup=lookup, scheduler_config=SimpleNamespace(max_num_seqs=4))
     metrics = [
         SimpleNamespace(name=f"vllm:spec_decode_num_{name}", value=value, values=[2, 1])
         for name, value in (("drafts", 3), ("draft_tokens", 5), ("accepted_tokens", 3), ("accepted_tokens_per_pos", 0))
     ]
-    return SimpleNamespace(
-        get_metrics=lambda: metrics,
-        llm_engine=SimpleNamespace(
-            vllm_config=SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=k)),
-            logger_manager=SimpleNamespace(stat_loggers=[]),
-            engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)),
-        ),
+    engine = SimpleNamespace(
+        vllm_config=SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=k)),
+        logger_manager=SimpleNamespace(stat_loggers=[]),
+        engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)),
     )
-
-
-def lookup(llm: Any) -> list[int]:
-    return llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup
+    return SimpleNamespace(get_metrics=lambda: metrics, llm_engine=engine)
 
 
 def entry(start: int, end: int, k: int) -> ScheduleEntry:
@@ -268,24 +230,28 @@ def entry(start: int, end: int, k: int) -> ScheduleEntry:
 
 def test_a_table_is_spread_over_all_running_batches_and_carried_on_beyond_its_end() -> None:
     llm = drafting_llm(5, [0, 5, 5, 5, 5])
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     StepCounts(llm).draft_by([entry(1, 2, 5), entry(3, 3, 1)])
-    assert lookup(llm) == [0, 5, 5, 1, 1]  # the first is for no rollout at all
+    assert scheduler.dynamic_sd_lookup == [0, 5, 5, 1, 1]  # the first is for no rollout at all
     StepCounts(llm).draft_by([entry(1, 1, 0)])
-    assert lookup(llm) == [0, 0, 0, 0, 0]
+    assert scheduler.dynamic_sd_lookup == [0, 0, 0, 0, 0]
 
 
-def test_an_engine_that_started_without_a_table_cannot_change_its_length() -> None:
-    with pytest.raises(ConfigError, match=r"draft.length can be changed only in an engine that started with a table"):
-        StepCounts(drafting_llm(5, None)).draft_by([entry(1, 1, 0)])
-
-
-def test_a_table_with_longer_drafts_than_the_engine_has_room_for_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"draft.length must be at most 5, got 7"):
-        StepCounts(drafting_llm(5, [0, 5, 5, 5, 5])).draft_by([entry(1, 1, 7)])
+@pytest.mark.parametrize(
+    ("table", "k", "message"),
+    [
+        (None, 0, r"draft.length can be changed only in an engine that started with a table"),
+        ([0, 5, 5, 5, 5], 7, r"draft.length must be at most 5, got 7"),
+    ],
+    ids=["no table", "no room"],
+)
+def test_a_length_for_which_an_engine_did_not_start_is_refused(table: list[int] | None, k: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        StepCounts(drafting_llm(5, table)).draft_by([entry(1, 1, k)])
 
 
 def test_preemptions_count_where_the_cache_was_full_and_not_where_a_refit_recomputes_all() -> None:
-    llm = drafting_llm(2, None)
+    llm = drafting_llm(2)
     llm.llm_engine.engine_core.engine_core.scheduler.running = ["one", "another"]
     preemptions = StepCounts(llm)
     (logger,) = llm.llm_engine.logger_manager.stat_loggers
@@ -300,28 +266,27 @@ def test_preemptions_count_where_the_cache_was_full_and_not_where_a_refit_recomp
 
 
 def test_drafts_are_counted_by_position_over_the_steps() -> None:
-    llm = drafting_llm(2, None)
+    llm = drafting_llm(2)
     drafting = StepCounts(llm)
     (logger,) = llm.llm_engine.logger_manager.stat_loggers
-    for counts in ([1, 1], [2, 1]):
-        logger.record(
-            SimpleNamespace(spec_decoding_stats=SimpleNamespace(num_draft_tokens_per_pos=counts)), None, engine_idx=0
-        )
-    logger.record(SimpleNamespace(spec_decoding_stats=None), None, engine_idx=0)  # a step that verified nothing
+    for counts in ([1, 1], [2, 1], None):  # the last step verified nothing
+        stats = None if counts is None else SimpleNamespace(num_draft_tokens_per_pos=counts)
+        logger.record(SimpleNamespace(spec_decoding_stats=stats), None, engine_idx=0)
     counters = drafting.acceptance()
     assert counters is not None
-    assert counters.drafted_by_position == (3, 2)
-    assert counters.accepted_by_position == (2, 1)
+    assert (counters.drafted_by_position, counters.accepted_by_position) == ((3, 2), (2, 1))
 
 
 class Llm:
     """vLLM with steps left over of a generation that has ended, which refuses as vLLM does."""
 
-    def __init__(self, *, num_steps: int = 2, num_begun: int = 1, wakes: bool = True, refuses: bool = False) -> None:
+    def __init__(
+        self, *, num_steps: int = 2, num_begun: int | None = 1, wakes: bool = True, refuses: bool = False
+    ) -> None:
         self.calls: list[Any] = []
         self.wakes, self.refuses = wakes, refuses
         self._num_steps = num_steps
-        self._begun = [object()] * num_begun
+        self._begun = None if num_begun is None else [object()] * num_begun
         scheduler = SimpleNamespace(has_requests=lambda: self._num_steps > 0)
         core = SimpleNamespace(scheduler=scheduler, batch_queue=self._begun)
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core), step=self._step)
@@ -330,7 +295,7 @@ class Llm:
         self.calls.append("step")
         if self._num_steps:
             self._num_steps -= 1
-        else:
+        elif self._begun:
             self._begun.pop()
         return []
 
@@ -363,9 +328,7 @@ def test_memory_is_given_back_when_no_step_is_left_of_what_has_finished() -> Non
 
 
 def test_an_engine_that_never_schedules_ahead_has_no_queue() -> None:
-    llm = Llm(num_steps=0)
-    llm.llm_engine.engine_core.engine_core.batch_queue = None
-    llm._begun.clear()
+    llm = Llm(num_steps=0, num_begun=None)
     CacheMemory(llm).sleep()
     assert llm.calls == [("sleep", 0), "release"]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,16 +12,20 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
+from slipstream.refit import channel as channel_module
 from slipstream.refit.channel import (
     Delivery,
     Location,
     SharedMemoryChannel,
     Snapshot,
     StreamChannel,
+    discard_transfers,
     here,
     open_channel,
+    require_space,
     resolve,
     send,
+    transfer_directory,
 )
 from slipstream.refit.config import Channel, EngineState, RefitConfig, WeightFiles
 from tests.unit.conftest import Refusal
@@ -35,9 +41,7 @@ class Ends:
 
     def __init__(self, places: list[Location] | None = None, *, num_bytes: int = 10, digest: str | None = "p") -> None:
         self.calls: list[Any] = []
-        self._places = places or [here()]
-        self._num_bytes = num_bytes
-        self._digest = digest
+        self._places, self._num_bytes, self._digest = places or [here()], num_bytes, digest
 
     def locations(self) -> list[Location]:
         return self._places
@@ -46,11 +50,9 @@ class Ends:
         return self._num_bytes
 
     def start_publish(self, directory: Path, version: int, *, is_draft: bool = False) -> Callable[[], Snapshot]:
-        if is_draft:
-            self.calls.append(("publish draft", directory, version))
-            return lambda: Snapshot(path=f"draft {version}", version=version, digest="d")
-        self.calls.append(("publish", directory, version))
-        return lambda: Snapshot(path=f"policy {version}", version=version, digest="p")
+        self.calls.append(("publish draft" if is_draft else "publish", directory, version))
+        model = "draft" if is_draft else "policy"
+        return lambda: Snapshot(path=f"{model} {version}", version=version, digest=model[0])
 
     def start_refit(self, weights: WeightFiles) -> Callable[[], list[EngineState]]:
         self.calls.append(("refit", weights.policy, weights.policy_version, weights.draft, weights.draft_version))
@@ -79,21 +81,21 @@ class Ends:
         return lambda: STATES
 
 
-def test_shared_memory_writes_and_has_the_engines_read_the_policy_alone_or_with_a_draft(tmp_path: Path) -> None:
+def shared(directory: Path) -> tuple[Any, SharedMemoryChannel]:
     ends: Any = Ends()
-    channel = SharedMemoryChannel(ends, ends, tmp_path)
-    delivery = send(channel, 7)
+    return ends, SharedMemoryChannel(ends, ends, directory)
+
+
+def test_shared_memory_writes_and_has_the_engines_read_the_policy_alone_or_with_a_draft(tmp_path: Path) -> None:
+    ends, channel = shared(tmp_path)
+    assert send(channel, 7) == Delivery(states=STATES, digest="p", origin="policy 7")
     assert ends.calls == [("publish", tmp_path, 7), ("refit", Path("policy 7"), 7, None, 0), "taken"]
-    assert delivery == Delivery(states=STATES, digest="p", origin="policy 7")
     ends.calls.clear()
-    delivery = send(channel, 7, draft_version=3)
+    assert send(channel, 7, draft_version=3).draft_digest == "d"
     assert ends.calls == [
-        ("publish", tmp_path, 7),
-        ("publish draft", tmp_path, 3),
-        ("refit", Path("policy 7"), 7, Path("draft 3"), 3),
-        "taken",
+        *[("publish", tmp_path, 7), ("publish draft", tmp_path, 3)],
+        *[("refit", Path("policy 7"), 7, Path("draft 3"), 3), "taken"],
     ]
-    assert delivery.draft_digest == "d"
     ends.calls.clear()
     channel.engines_changed()
     assert ends.calls == []  # whoever is told where the file is reads it
@@ -101,18 +103,12 @@ def test_shared_memory_writes_and_has_the_engines_read_the_policy_alone_or_with_
 
 def test_shared_memory_delivers_a_version_and_its_draft_as_often_as_it_is_asked_to(tmp_path: Path) -> None:
     """Though the learner has written later ones; and nobody waits before he asks for an answer."""
-    ends: Any = Ends()
-    channel = SharedMemoryChannel(ends, ends, tmp_path)
-    first = channel.start_export(7, draft_version=3)()
-    second = channel.start_export(8)()
-    third = channel.start_export(9, draft_version=4)()
+    ends, channel = shared(tmp_path)
+    versions = ((7, 3), (8, None), (9, 4))
+    first, second, third = (channel.start_export(policy, draft_version=draft)() for policy, draft in versions)
     ends.calls.clear()
-    waits = [
-        channel.start_delivery(first, draft_version=3),
-        channel.start_delivery(first),
-        channel.start_delivery(second, draft_version=3),
-        channel.start_delivery(third, draft_version=4),
-    ]
+    to_do = ((first, 3), (first, None), (second, 3), (third, 4))
+    waits = [channel.start_delivery(exported, draft_version=draft) for exported, draft in to_do]
     assert ends.calls == [
         ("refit", Path("policy 7"), 7, Path("draft 3"), 3),
         ("refit", Path("policy 7"), 7, None, 0),
@@ -131,47 +127,32 @@ def test_shared_memory_without_room_is_refused_before_anything_is_sent(tmp_path:
 
 
 @pytest.mark.parametrize("channel", [Channel.GLOO, Channel.NCCL, Channel.IPC])
-def test_a_stream_is_opened_once_and_adopted_when_all_has_come(channel: Channel) -> None:
+def test_a_stream_is_opened_once_adopted_when_whole_and_joined_by_new_engines(channel: Channel) -> None:
     ends: Any = Ends(digest=None if channel is not Channel.GLOO else "p")
-    stream = StreamChannel(ends, ends, channel, RefitConfig(channel=channel, bucket_mib=1.0, timeout_s=5.0))
+    settings = RefitConfig(channel=channel, bucket_mib=1.0, timeout_s=5.0)
+    stream = StreamChannel(ends, ends, channel, settings)
     assert (stream.keeps_weights, stream.takes_digest) == (False, channel is Channel.GLOO)
     delivery = send(stream, 7)
     send(stream, 8, draft_version=3)
+    stream.engines_changed()
     stream.close()
-    settings = RefitConfig(channel=channel, bucket_mib=1.0, timeout_s=5.0)
+    opened = ("open", settings, ("control", channel, 5.0))
     assert ends.calls == [
-        ("open", settings, ("control", channel, 5.0)),
-        ("stream", False, 5.0),
-        ("adopt", 7, None),
-        ("stream", False, 5.0),
-        ("stream", True, 5.0),
-        ("adopt", 8, 3),
-        "close",
+        *[opened, ("stream", False, 5.0), ("adopt", 7, None)],
+        *[("stream", False, 5.0), ("stream", True, 5.0), ("adopt", 8, 3), opened, "close"],
     ]
     assert (delivery.digest, delivery.draft_digest) == ("p" if channel is Channel.GLOO else None, None)
     assert delivery.origin == f"the {channel.value} channel"
 
 
-def test_engines_that_changed_all_join_the_stream_anew() -> None:
-    ends: Any = Ends()
-    stream = StreamChannel(ends, ends, Channel.GLOO, RefitConfig(channel=Channel.GLOO, bucket_mib=1.0, timeout_s=5.0))
-    opened = list(ends.calls)
-    stream.engines_changed()
-    assert [call[0] for call in opened] == ["open"]
-    assert ends.calls == opened * 2
-
-
-def test_auto_on_one_host_is_shared_memory_in_a_directory_that_is_removed_afterwards() -> None:
+def test_auto_is_shared_memory_in_a_passing_directory_on_one_host_and_gloo_that_is_closed_on_several() -> None:
     ends: Any = Ends()
     with open_channel(RefitConfig(), ends, ends) as channel:
         send(channel, 0)
         directory = ends.calls[0][1]
         assert directory.is_dir()
     assert not directory.exists()
-
-
-def test_auto_on_several_hosts_is_gloo_and_it_is_closed_afterwards() -> None:
-    ends: Any = Ends([here(), Location(host="b", memory="b")])
+    ends = Ends([here(), place("b")])
     with open_channel(RefitConfig(), ends, ends) as channel:
         send(channel, 0)
     assert [call[0] for call in ends.calls] == ["open", "stream", "adopt", "c"]
@@ -179,10 +160,8 @@ def test_auto_on_several_hosts_is_gloo_and_it_is_closed_afterwards() -> None:
 
 def test_a_channel_that_the_hosts_cannot_do_is_refused_before_anything_is_opened() -> None:
     ends: Any = Ends()
-    with (
-        pytest.raises(ConfigError, match=r"refit\.channel"),
-        open_channel(RefitConfig(channel=Channel.NCCL), ends, ends),
-    ):
+    nccl = RefitConfig(channel=Channel.NCCL)
+    with pytest.raises(ConfigError, match=r"refit\.channel"), open_channel(nccl, ends, ends):
         pass
     assert ends.calls == []
 
@@ -191,27 +170,30 @@ def place(host: str, gpu: str | None = None, memory: str | None = None) -> Locat
     return Location(host=host, memory=memory or host, gpu=gpu)
 
 
-DRIVER = place("a")
-ONE_CPU = {"driver": DRIVER, "learner": [place("a"), place("a")], "engines": [place("a")] * 3}
-TWO_CPUS = {"driver": DRIVER, "learner": [place("a")], "engines": [place("a"), place("b")]}
-DRIVER_AWAY = {"driver": place("head"), "learner": [place("a")], "engines": [place("a")]}
+def places(driver: str, learner: str, engines: str) -> dict[str, Any]:
+    """Where each of them is: `host`, or `host:gpu`, of several ranks and engines."""
+    at = {"driver": driver, "learner": learner, "engines": engines}
+    of = {role: [place(*each.split(":")) for each in words.split()] for role, words in at.items()}
+    return {**of, "driver": of["driver"][0]}
+
+
+ONE_CPU = places("a", "a a", "a a a")
+TWO_CPUS = places("a", "a", "a b")
+DRIVER_AWAY = places("head", "a", "a")
 # two containers of one host: the same name, each with a memory of its own
-CONTAINERS = {"driver": DRIVER, "learner": [place("a")], "engines": [place("a", memory="other")]}
-COLOCATED = {
-    "driver": DRIVER,
-    "learner": [place("a", "g0"), place("a", "g1")],
-    "engines": [place("a", "g0"), place("a", "g1")],
-}
-MORE_RANKS = {"driver": DRIVER, "learner": [place("a", "g0"), place("b", "g1")], "engines": [place("b", "g1")]}
-SPLIT = {"driver": DRIVER, "learner": [place("a", "g0")], "engines": [place("b", "g1"), place("b", "g2")]}
-HALF_SHARED = {"driver": DRIVER, "learner": [place("a", "g0")], "engines": [place("a", "g0"), place("a", "g1")]}
-MIXED = {"driver": DRIVER, "learner": [place("a", "g0")], "engines": [place("b")]}
+CONTAINERS = places("a", "a", "a") | {"engines": [place("a", memory="other")]}
+COLOCATED = places("a", "a:g0 a:g1", "a:g0 a:g1")
+MORE_RANKS = places("a", "a:g0 b:g1", "b:g1")
+SPLIT = places("a", "a:g0", "b:g1 b:g2")
+HALF_SHARED = places("a", "a:g0", "a:g0 a:g1")
+MIXED = places("a", "a:g0", "b")
 
 
 @pytest.mark.parametrize(
-    ("places", "channel"),
+    ("found", "channel"),
     [
         (ONE_CPU, Channel.SHARED_MEMORY),
+        (places("a", "a b", "a"), Channel.SHARED_MEMORY),  # only the sender of a learner needs it
         (TWO_CPUS, Channel.GLOO),
         (DRIVER_AWAY, Channel.GLOO),
         (CONTAINERS, Channel.GLOO),
@@ -222,14 +204,14 @@ MIXED = {"driver": DRIVER, "learner": [place("a", "g0")], "engines": [place("b")
         (MIXED, Channel.GLOO),
     ],
 )
-def test_auto_takes_the_fastest_that_the_places_allow(places: dict, channel: Channel) -> None:
-    assert resolve(Channel.AUTO, **places) is channel
-    assert resolve(channel, **places) is channel
+def test_auto_takes_the_fastest_that_the_places_allow(found: dict[str, Any], channel: Channel) -> None:
+    assert resolve(Channel.AUTO, **found) is channel
+    assert resolve(channel, **found) is channel
 
 
 def test_gloo_may_be_asked_for_anywhere_and_shared_memory_between_gpus_of_one_host() -> None:
-    for places in (ONE_CPU, TWO_CPUS, COLOCATED, SPLIT, MIXED, HALF_SHARED):
-        assert resolve(Channel.GLOO, **places) is Channel.GLOO
+    for found in (ONE_CPU, TWO_CPUS, COLOCATED, SPLIT, MIXED, HALF_SHARED):
+        assert resolve(Channel.GLOO, **found) is Channel.GLOO
     assert resolve(Channel.SHARED_MEMORY, **COLOCATED) is Channel.SHARED_MEMORY
 
 
@@ -257,13 +239,13 @@ ipc: a GPU for one of two engines
 """
 )
 def test_a_channel_that_the_places_rule_out_is_refused(refusal: Refusal, given: str, expected: str) -> None:
-    channel, places = given.split(": ")
-    assert refusal(lambda: resolve(Channel(channel), **RULED_OUT[places])) == expected
+    channel, found = given.split(": ")
+    assert refusal(lambda: resolve(Channel(channel), **RULED_OUT[found])) == expected
 
 
-def test_only_the_sender_of_a_learner_needs_the_shared_memory() -> None:
-    ranks = [place("a"), place("b")]
-    assert resolve(Channel.AUTO, driver=DRIVER, learner=ranks, engines=[place("a")]) is Channel.SHARED_MEMORY
+def test_a_bucket_is_given_in_mebibytes_and_never_empty() -> None:
+    sizes = [RefitConfig().bucket_bytes, *(RefitConfig(bucket_mib=mib).bucket_bytes for mib in (0.5, 1e-9))]
+    assert sizes == [268_435_456, 524_288, 1]
 
 
 def test_a_place_names_the_file_system_that_processes_share_and_not_the_host() -> None:
@@ -272,3 +254,40 @@ def test_a_place_names_the_file_system_that_processes_share_and_not_the_host() -
     assert (found.gpu, here().gpu) == ("g0", None)
     if Path("/dev/shm").is_dir():
         assert found.memory.endswith(f"/{os.stat('/dev/shm').st_dev}")
+
+
+def test_a_file_system_without_room_for_two_snapshots_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(ConfigError) as caught:
+        require_space(tmp_path, free)
+    needed, rest = str(caught.value).split(" bytes for ")
+    assert needed == f"refit.channel shared_memory needs {2 * free:,}"
+    assert rest.startswith(f"2 snapshots of the weights in {tmp_path.parent}, got '")
+    assert rest.endswith(
+        "bytes free'; mount a larger /dev/shm (a pod has 64 MiB unless it says otherwise), or set gloo, which needs "
+        "no files"
+    )
+    require_space(tmp_path, 1)
+
+
+def test_a_host_without_such_a_file_system_takes_its_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "_SHARED_MEMORY", Path("/nowhere"))
+    directory = transfer_directory()
+    directory.rmdir()
+    assert directory.parent == Path(tempfile.gettempdir())
+
+
+def test_fresh_directories_that_a_killed_process_left_in_memory_are_discarded_and_nothing_else(tmp_path: Path) -> None:
+    """The directory's name contains the id of the process that made it."""
+    ours, fresh = transfer_directory(), transfer_directory()
+    assert ours != fresh
+    assert ours.parent == Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
+    (ours / "policy-0.safetensors").write_bytes(b"weights")
+    others = Path(tempfile.mkdtemp(prefix="slipstream-refit-1-", dir=ours.parent))
+    try:
+        discard_transfers(os.getpid())
+        assert not ours.exists() and not fresh.exists()
+        assert others.is_dir()
+        discard_transfers(os.getpid())  # nothing is left, and nothing is wrong
+    finally:
+        shutil.rmtree(others)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,11 +27,10 @@ LEARNER_LOGPROBS = (-1.0, -2.0, -3.0)
 
 
 class Learner:
-    """Its logprobs are those above, cut at the probes' lengths."""
+    """Its logprobs are those above, cut at the probes' lengths; if it `fails`, then where fingerprints are awaited."""
 
-    def __init__(self) -> None:
-        self.version, self.draft_version = 0, 0
-        self.asked: list[object] = []
+    def __init__(self, asked: list[Any]) -> None:
+        self.version, self.draft_version, self.asked, self.fails = 0, 0, asked, False
 
     def start_fingerprints(
         self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
@@ -44,6 +43,8 @@ class Learner:
 
         def wait() -> dict[str, int]:
             self.asked.append("wait")
+            if self.fails:
+                raise RuntimeError("learner rank 0 died")
             return {name: 100 + self.version for name in dtypes if turn.takes(name)}
 
         return wait
@@ -54,38 +55,39 @@ class Learner:
 
 
 class Engines:
-    """Two engines with one answer, the last one's changed by `lie`."""
+    """Two engines with one answer, the last one's changed by `lie`, beside a learner; the list of calls is of both."""
 
-    def __init__(self, *, num_wrong: int = 0, **lie: Any) -> None:
-        self.lie, self.num_wrong = lie, num_wrong
+    def __init__(
+        self, *, num_wrong: int = 0, hidden: str = "", offsets: tuple[float, float] = (0.0, 0.0), **lie: Any
+    ) -> None:
+        self.lie, self.num_wrong, self.hidden, self.offsets = lie, num_wrong, hidden, offsets
+        self.hidden_draft = ""
         self.state = EngineState(policy_version=9, policy_digest="", draft_version=3, num_prefix_cache_resets=5)
         self.draft = weight_totals([part_fingerprints([held_whole("fc", DRAFT_TENSOR)])])
-        self.hidden: LookupError | None = None
-        self.hidden_draft: LookupError | None = None
-        self.offsets = (0.0, 0.0)
-        self.asked: list[object] = []
+        self.asked: list[Any] = []
+        self.learner = Learner(self.asked)
 
     def take(self, version: int, digest: str, draft_version: int | None) -> list[EngineState]:
         if draft_version is not None:
-            digest_of_draft = f"draft {draft_version}"
-            self.state = replace(self.state, draft_version=draft_version, draft_digest=digest_of_draft)
+            self.state = replace(self.state, draft_version=draft_version, draft_digest=f"draft {draft_version}")
             self.draft = {"fc": 200 + draft_version}
+        num_resets = self.state.num_prefix_cache_resets + 1
         self.state = replace(
-            self.state,
-            policy_version=version,
-            policy_digest=digest,
-            num_prefix_cache_resets=self.state.num_prefix_cache_resets + 1,
+            self.state, policy_version=version, policy_digest=digest, num_prefix_cache_resets=num_resets
         )
         return [self.state, replace(self.state, **self.lie)]
+
+    def start_anew(self, **state: int) -> None:
+        """As engines that took the place of lost ones."""
+        self.state = replace(self.state, **state)
 
     def states(self) -> list[EngineState]:
         return [self.state] * 2
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
         self.asked.append(("dtypes", is_draft))
-        error = self.hidden_draft if is_draft else self.hidden
-        if error is not None:
-            raise error
+        if reason := self.hidden_draft if is_draft else self.hidden:
+            raise LookupError(f"Traceback\n  in a worker\nLookupError: {reason}\n")
         return {"fc": "float32"} if is_draft else DTYPES
 
     def start_fingerprints(self, *, is_draft: bool, turn: Turn) -> Callable[[], list[dict[str, int]]]:
@@ -107,18 +109,23 @@ class Engines:
             for offset in self.offsets
         ]
 
+    @property
+    def moved(self) -> list[Any]:
+        """What was exported and delivered, in order."""
+        return [call for call in self.asked if call[0] in ("export", "deliver")]
+
 
 class Channel:
     """Brings version after version; `counts` the bytes of each and keeps them, or not."""
 
-    def __init__(self, engine: Engines, learner: Learner, *, counts: bool = True) -> None:
-        self.engine, self.learner = engine, learner
+    def __init__(self, engine: Engines, *, counts: bool) -> None:
+        self.engine = engine
         self.keeps_weights = self.takes_digest = counts
         self.kept_draft: int | None = None
 
     def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
         self.engine.asked.append(("export", policy_version, draft_version))
-        self.learner.version = policy_version
+        self.engine.learner.version = policy_version
         self.kept_draft = self.kept_draft if draft_version is None else draft_version
         return lambda: Exported(policy_version=policy_version)
 
@@ -144,25 +151,13 @@ class Channel:
 
 
 def gate(
-    engine: Engines,
-    *,
-    learner: Learner | None = None,
-    draft: Path | None = None,
-    trains_draft: bool = False,
-    config: RefitConfig | None = None,
-    probes: Sequence[Sequence[int]] = (),
-    counts: bool = True,
+    engine: Engines, draft: Path | None = None, *, every: int | None = None, counts: bool = True, **how: Any
 ) -> RefitGate:
-    learner = learner or Learner()
-    return RefitGate(
-        cast(Any, engine),  # neither is asked for what channels need
-        cast(Any, learner),
-        channel=Channel(engine, learner, counts=counts),
-        draft=draft,
-        trains_draft=trains_draft,
-        config=config or RefitConfig(),
-        probes=probes,
-    )
+    """A gate that compares all tensors in `every` so many refits; engines and learner are asked for nothing else."""
+    fakes: Any = engine
+    config = RefitConfig() if every is None else RefitConfig(check_every_steps=every)
+    how = {"trains_draft": False, "config": config, "draft": draft} | how
+    return RefitGate(fakes, fakes.learner, channel=Channel(engine, counts=counts), **how)
 
 
 @pytest.fixture
@@ -171,40 +166,21 @@ def draft(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_channel_is_asked_to_bring_the_weights_and_all_tensors_are_compared(draft: Path) -> None:
-    engine, learner = Engines(), Learner()
-    check = gate(engine, learner=learner, draft=draft).refit(4)
+def test_both_sides_are_asked_for_fingerprints_before_anybody_answers_and_the_learner_first(draft: Path) -> None:
+    """The channel brings the weights, and all tensors are compared: seven of the policy, one of the draft."""
+    engine = Engines()
+    check = gate(engine, draft).refit(4)
     assert engine.asked == [
-        ("dtypes", False),
-        ("dtypes", True),
-        ("export", 4, None),
-        ("deliver", 4, None),
-        ("fingerprints", False),
-        ("fingerprints", True),
-        "delivered",
+        *[("dtypes", False), ("dtypes", True), ("export", 4, None), "start", ("deliver", 4, None)],
+        *[("fingerprints", False), ("fingerprints", True), "delivered", "wait"],
     ]
-    assert (check.num_tensors, check.probe_difference) == (8, None)  # seven of the policy, one of the draft
+    assert (check.num_tensors, check.probe_difference) == (8, None)
     assert 0 < check.elapsed_s < 60
 
 
-def test_both_sides_are_asked_for_fingerprints_before_anybody_answers_and_the_learner_first() -> None:
-    engine, learner = Engines(), Learner()
-    learner.asked = engine.asked
-    gate(engine, learner=learner).refit(4)
-    assert engine.asked[1:] == [
-        ("export", 4, None),
-        "start",
-        ("deliver", 4, None),
-        ("fingerprints", False),
-        "delivered",
-        "wait",
-    ]
-
-
 def test_an_export_has_all_that_the_learner_knows_so_that_it_may_train_before_the_engines_have_it(draft: Path) -> None:
-    engine, learner = Engines(), Learner()
-    learner.asked = engine.asked
-    parts = gate(engine, learner=learner, draft=draft, trains_draft=True)
+    engine = Engines()
+    learner, parts = engine.learner, gate(engine, draft, trains_draft=True)
     learner.draft_version = 6
     export = parts.export(4, draft_version=6)
     assert (export.version, export.draft_version, export.frees_learner) == (4, 6, True)
@@ -215,86 +191,64 @@ def test_an_export_has_all_that_the_learner_knows_so_that_it_may_train_before_th
 
 
 def test_an_export_is_delivered_again_to_an_engine_that_takes_a_lost_ones_place() -> None:
-    engine, learner = Engines(), Learner()
-    parts = gate(engine, learner=learner, config=RefitConfig(check_every_steps=2))
+    engine = Engines()
+    parts = gate(engine, every=2)
     parts.refit(3)
     export = parts.export(4)
     parts.deliver(export)
-    learner.version = 5
+    engine.learner.version = 5
     parts.engines_changed()
+    assert engine.asked[-1] == ("engines changed",)  # the channel takes the new one in
     assert parts.deliver(export).num_tensors == 1  # what the learner's fingerprints are known of
-    assert parts.refit(5).num_tensors == 7
+    assert parts.refit(5).num_tensors == 7  # and the next refit is checked in full
 
 
 @pytest.mark.parametrize("hides", [False, True])
 def test_the_learner_is_not_free_where_the_check_or_the_channel_needs_it_again(hides: bool) -> None:
-    engine = Engines()
-    engine.hidden = LookupError("packed") if hides else None
-    parts = gate(engine, counts=hides, probes=PROBES)
-    export = parts.export(4)
+    engine = Engines(hidden="packed" if hides else "")
+    export = gate(engine, counts=hides, probes=PROBES).export(4)
     assert not export.frees_learner
     assert (export.policy is None) == hides
 
 
 def test_a_learner_that_fails_while_the_engines_answer_stops_the_run() -> None:
-    class Lost(Learner):
-        def start_fingerprints(
-            self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
-        ) -> Callable[[], dict[str, int]]:
-            def wait() -> dict[str, int]:
-                raise RuntimeError("learner rank 0 died")
-
-            return wait
-
     engine = Engines()
+    engine.learner.fails = True
     with pytest.raises(RuntimeError, match="learner rank 0 died"):
-        gate(engine, learner=Lost()).refit(4)
-    assert engine.asked[-1] == "delivered"
+        gate(engine).refit(4)
+    assert engine.asked[-2:] == ["delivered", "wait"]
 
 
-def test_after_an_engine_was_replaced_the_channel_takes_the_new_one_in_and_the_next_refit_is_checked_in_full() -> None:
-    engine = Engines()
-    checked = gate(engine, config=RefitConfig(check_every_steps=5))
-    assert [checked.refit(version).num_tensors for version in (0, 1)] == [7, 1]
-    checked.engines_changed()
-    assert engine.asked[-1] == ("engines changed",)
-    assert checked.refit(1).num_tensors == 7
+@pytest.mark.parametrize(
+    ("every", "compared"), [(3, [7, 1, 1, 5, 1, 1, 5]), (1, [7, 7, 7])], ids=["every third", "all"]
+)
+def test_the_first_refit_compares_all_and_each_later_one_the_layers_whose_turn_it_is(
+    every: int, compared: list[int]
+) -> None:
+    checked = gate(Engines(), every=every)
+    assert [checked.refit(version).num_tensors for version in range(len(compared))] == compared
 
 
-def test_the_first_refit_compares_all_and_each_later_one_the_layers_whose_turn_it_is() -> None:
-    checked = gate(Engines(), config=RefitConfig(check_every_steps=3))
-    assert [checked.refit(version).num_tensors for version in range(7)] == [7, 1, 1, 5, 1, 1, 5]
-    every_time = gate(Engines(), config=RefitConfig(check_every_steps=1))
-    assert [every_time.refit(version).num_tensors for version in range(3)] == [7, 7, 7]
+def test_every_refit_over_a_channel_that_counts_no_bytes_is_checked_in_full() -> None:
+    checked = gate(Engines(), every=3, counts=False)
+    assert [checked.refit(version).num_tensors for version in range(4)] == [7, 7, 7, 7]
 
 
 def test_a_draft_is_compared_when_it_is_its_layers_turn(draft: Path) -> None:
     engine = Engines()
-    checked = gate(engine, draft=draft, config=RefitConfig(check_every_steps=2))
+    checked = gate(engine, draft, every=2)
     assert [checked.refit(version).num_tensors for version in range(3)] == [8, 1, 7]
     assert engine.asked.count(("fingerprints", True)) == 2
 
 
 def test_a_fault_in_a_layer_is_found_when_its_turn_comes() -> None:
     engine = Engines()
-    checked = gate(engine, config=RefitConfig(check_every_steps=2))
+    checked = gate(engine, every=2)
     checked.refit(0)
     engine.num_wrong = 2
     assert checked.refit(1).num_tensors == 1
     with pytest.raises(RefitError, match="2 of 6 tensors differ: w0, w1"):
         checked.refit(2)
-
-
-def test_an_engine_that_hides_its_tensors_is_probed_once_in_as_many_refits() -> None:
-    engine = Engines()
-    engine.hidden = LookupError("packed")
-    checked = gate(engine, probes=PROBES, config=RefitConfig(check_every_steps=2))
-    assert [checked.refit(version).probe_difference is None for version in range(4)] == [False, True, False, True]
-
-
-def test_every_refit_over_a_channel_that_counts_no_bytes_is_checked_in_full() -> None:
-    checked = gate(Engines(), config=RefitConfig(check_every_steps=3), counts=False)
-    assert [checked.refit(version).num_tensors for version in range(4)] == [7, 7, 7, 7]
 
 
 @rows(
@@ -314,9 +268,8 @@ draft_version: 4
 """
 )
 def test_an_engine_in_another_state_stops_the_run(given: str, expected: str) -> None:
-    checked = gate(Engines(**yaml.safe_load(given)))
     with pytest.raises(RefitError) as caught:
-        checked.refit(4)
+        gate(Engines(**yaml.safe_load(given))).refit(4)
     assert str(caught.value) == expected
 
 
@@ -325,14 +278,13 @@ def test_an_engine_that_does_not_answer_a_refit_stops_the_run() -> None:
         def take(self, version: int, digest: str, draft_version: int | None) -> list[EngineState]:
             return super().take(version, digest, draft_version)[:1]
 
-    checked = gate(Lost())
     with pytest.raises(ValueError, match="zip"):
-        checked.refit(4)
+        gate(Lost()).refit(4)
 
 
 def test_the_state_is_checked_where_the_tensors_are_not() -> None:
     engine = Engines()
-    checked = gate(engine, config=RefitConfig(check_every_steps=9))
+    checked = gate(engine, every=9)
     checked.refit(0)
     engine.lie = {"policy_version": 0}
     with pytest.raises(RefitError, match="engine 1 must hold policy version 1, got 0"):
@@ -354,87 +306,75 @@ def test_other_bits_stop_the_run_and_the_first_five_are_named(num_wrong: int, me
 
 
 def test_a_draft_that_the_learner_trains_is_sent_where_it_changed_and_compared_with_the_learners(draft: Path) -> None:
-    engine, learner = Engines(), Learner()
-    engine.draft, learner.draft_version = {"fc": 203}, 3
-    checked = gate(engine, learner=learner, draft=draft, trains_draft=True, config=RefitConfig(check_every_steps=9))
-    checked.refit(4, draft_version=3)
-    assert ("deliver", 4, None) in engine.asked  # the engines hold version 3
-    learner.draft_version = 4
+    engine = Engines()
+    engine.draft, engine.learner.draft_version = {"fc": 203}, 3
+    checked = gate(engine, draft, trains_draft=True, every=9)
+    checked.refit(4, draft_version=3)  # the engines hold version 3
+    engine.learner.draft_version = 4
     assert checked.refit(5, draft_version=4).num_tensors == 2  # one layer of the policy, and all of the draft
     assert checked.refit(6, draft_version=4).num_tensors == 1  # it is not the draft's turn
-    sent = [call for call in engine.asked if isinstance(call, tuple) and call[0] == "deliver"]
-    assert sent == [("deliver", 4, None), ("deliver", 5, 4), ("deliver", 6, None)]
-    assert learner.asked.count("start draft") == 2
+    assert engine.moved[1::2] == [("deliver", 4, None), ("deliver", 5, 4), ("deliver", 6, None)]
+    assert engine.asked.count("start draft") == 2
 
 
 def test_an_engine_that_starts_anew_gets_the_present_draft(draft: Path) -> None:
-    engine, learner = Engines(), Learner()
-    learner.draft_version = 7
-    checked = gate(engine, learner=learner, draft=draft, trains_draft=True)
+    engine = Engines()
+    engine.learner.draft_version = 7
+    checked = gate(engine, draft, trains_draft=True)
     checked.refit(4, draft_version=7)
-    engine.state = replace(engine.state, draft_version=0)
+    engine.start_anew(draft_version=0)
     checked.engines_changed()
     checked.refit(4, draft_version=7)
     assert engine.asked.count(("deliver", 4, 7)) == 2
 
 
 @pytest.mark.parametrize(
-    ("lie", "message"),
+    ("learners", "lie", "message"),
     [
-        ({"draft_version": 3}, "engine 1 must hold draft version 7, got 3"),
-        ({"draft_digest": "x"}, "engine 1 must read draft version 7 as the learner sent it, got other bytes"),
+        (7, {"draft_version": 3}, r"engine 1 must hold draft version 7, got 3"),
+        (7, {"draft_digest": "x"}, r"engine 1 must read draft version 7 as the learner sent it, got other bytes"),
+        (8, {}, r"^engine 0 must hold the draft to the last bit: 1 of 1 tensors differ: fc$"),
     ],
 )
-def test_a_trained_draft_that_did_not_arrive_stops_the_run(draft: Path, lie: dict[str, Any], message: str) -> None:
+def test_a_trained_draft_that_did_not_arrive_as_the_learner_has_it_stops_the_run(
+    draft: Path, learners: int, lie: dict[str, Any], message: str
+) -> None:
+    engine = Engines(**lie)
+    engine.learner.draft_version = learners
     with pytest.raises(RefitError, match=message):
-        gate(Engines(**lie), draft=draft, trains_draft=True).refit(4, draft_version=7)
-
-
-def test_an_engine_with_another_draft_than_the_learners_stops_the_run(draft: Path) -> None:
-    learner = Learner()
-    learner.draft_version = 8
-    with pytest.raises(RefitError, match=r"^engine 0 must hold the draft to the last bit: 1 of 1 tensors differ: fc$"):
-        gate(Engines(), learner=learner, draft=draft, trains_draft=True).refit(4, draft_version=7)
+        gate(engine, draft, trains_draft=True).refit(4, draft_version=7)
 
 
 def test_a_draft_whose_tensors_are_hidden_is_left_to_acceptance(draft: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = Engines()
-    engine.hidden_draft = LookupError("Traceback\n  in a worker\nLookupError: quantised\n")
-    assert gate(engine, draft=draft).refit(4).num_tensors == 7
+    engine.hidden_draft = "quantised"
+    assert gate(engine, draft).refit(4).num_tensors == 7
     assert caplog.messages == [
         "refit: the draft's tensors cannot be read (LookupError: quantised); acceptance alone guards it"
     ]
 
 
-def test_hidden_tensors_without_probes_are_an_error() -> None:
-    engine = Engines()
-    engine.hidden = LookupError("quantised")
+def test_hidden_tensors_are_compared_by_probes_in_their_turn(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(LookupError, match="quantised"):
-        gate(engine)
-
-
-def test_hidden_tensors_are_compared_by_the_logprobs_of_probes(caplog: pytest.LogCaptureFixture) -> None:
-    engine, learner = Engines(), Learner()
-    engine.hidden = LookupError("Traceback\nLookupError: quantised")
-    engine.offsets = (0.05, -0.02)  # one up, one down: their mean would cancel, their size must not
+        gate(Engines(hidden="quantised"))  # without probes
+    engine = Engines(hidden="quantised", offsets=(0.05, -0.02))  # one up, one down: their mean cancels, not their size
     with caplog.at_level(logging.WARNING):
-        check = gate(engine, learner=learner, probes=PROBES).refit(4)
+        checked = gate(engine, probes=PROBES, every=2)
+        check = checked.refit(4)
     assert (check.num_tensors, check.probe_difference) == (0, pytest.approx(0.05))
-    assert engine.asked[-1] == learner.asked[-1] == ("token_logprobs", PROBES)
+    assert engine.asked[-2:] == [("token_logprobs", PROBES)] * 2
     assert ("fingerprints", False) not in engine.asked
     assert caplog.messages == [
         "refit: the engine's tensors cannot be read (LookupError: quantised); logprobs on 2 fixed prompts are compared "
         "instead"
     ]
+    assert [checked.refit(version).probe_difference is None for version in (5, 6, 7)] == [True, False, True]
 
 
 @pytest.mark.parametrize(("offset", "shown"), [(0.2, "0.200"), (float("nan"), "nan")])
 def test_probes_that_differ_stop_the_run(offset: float, shown: str) -> None:
-    engine = Engines()
-    engine.hidden = LookupError("quantised")
-    engine.offsets = (0.0, offset)
     with pytest.raises(RefitError) as caught:
-        gate(engine, probes=PROBES).refit(4)
+        gate(Engines(hidden="quantised", offsets=(0.0, offset)), probes=PROBES).refit(4)
     assert str(caught.value) == (
         "engine 1 must hold policy version 4: the logprobs of 3 probe tokens must lie within 0.1 of the learner's on "
         f"average, got {shown}"
@@ -443,25 +383,24 @@ def test_probes_that_differ_stop_the_run(offset: float, shown: str) -> None:
 
 def test_probes_on_the_bound_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.refit.gate.MAX_PROBE_DIFFERENCE", 0.5)
-    engine = Engines()
-    engine.hidden = LookupError("quantised")
-    engine.offsets = (0.0, 0.5)  # a half is exact in binary
-    checked = gate(engine, probes=PROBES)
+    checked = gate(Engines(hidden="quantised", offsets=(0.0, 0.5)), probes=PROBES)  # a half is exact in binary
     assert checked.refit(4).probe_difference == 0.5
 
 
-def test_new_engines_get_what_was_sent_last_though_the_learner_has_moved_on_and_no_tensor_is_compared(
-    draft: Path,
-) -> None:
-    engine, learner = Engines(), Learner()
-    passed = gate(engine, learner=learner, draft=draft, trains_draft=True)
-    learner.draft_version = 1
+def test_new_engines_get_what_was_sent_last_though_the_learner_has_moved_on(draft: Path) -> None:
+    """And no tensor is compared."""
+    engine = Engines()
+    passed = gate(engine, draft, trains_draft=True)
+    assert not passed.deliver_again(0)  # nothing was delivered
+    engine.learner.draft_version = 1
     passed.refit(4, draft_version=1)
-    learner.version = 5
-    engine.state = replace(engine.state, policy_version=0, draft_version=0, num_prefix_cache_resets=0)
+    engine.learner.version = 5
+    engine.asked.clear()
+    assert passed.deliver_again(4)
+    assert engine.asked == [("deliver", 4, None), "delivered"]
+    engine.start_anew(policy_version=0, draft_version=0, num_prefix_cache_resets=0)
     passed.engines_changed()
     engine.asked.clear()
-
     assert passed.deliver_again(4)
     assert engine.asked == [("deliver", 4, 1), "delivered"]
     assert (engine.state.policy_version, engine.state.draft_version) == (4, 1)
@@ -469,12 +408,12 @@ def test_new_engines_get_what_was_sent_last_though_the_learner_has_moved_on_and_
 
 def test_a_new_engine_gets_the_draft_that_the_others_hold_from_an_earlier_channel(draft: Path) -> None:
     """A learner that restarted at a checkpoint has the draft of that step, and so have the engines that it finds."""
-    engine, learner = Engines(), Learner()
-    engine.draft, learner.draft_version = {"fc": 203}, 3
-    passed = gate(engine, learner=learner, draft=draft, trains_draft=True)
+    engine = Engines()
+    engine.draft, engine.learner.draft_version = {"fc": 203}, 3
+    passed = gate(engine, draft, trains_draft=True)
     passed.refit(4, draft_version=3)
-    assert engine.asked[-5:-3] == [("export", 4, 3), ("deliver", 4, None)]
-    engine.state = replace(engine.state, policy_version=0, draft_version=0, num_prefix_cache_resets=0)
+    assert engine.moved == [("export", 4, 3), ("deliver", 4, None)]
+    engine.start_anew(policy_version=0, draft_version=0, num_prefix_cache_resets=0)
     passed.engines_changed()
     assert passed.deliver_again(4)
     assert engine.state.draft_version == 3
@@ -482,24 +421,9 @@ def test_a_new_engine_gets_the_draft_that_the_others_hold_from_an_earlier_channe
     assert ("export", 5, None) in engine.asked
 
 
-def test_engines_that_have_the_draft_are_not_sent_it_again(draft: Path) -> None:
-    engine, learner = Engines(), Learner()
-    passed = gate(engine, learner=learner, draft=draft, trains_draft=True)
-    learner.draft_version = 1
-    passed.refit(4, draft_version=1)
-    engine.asked.clear()
-    assert passed.deliver_again(4)
-    assert engine.asked == [("deliver", 4, None), "delivered"]
-
-
-def test_nothing_can_be_delivered_again_before_something_was() -> None:
-    assert not gate(Engines()).deliver_again(0)
-
-
 def test_new_engines_that_took_other_bytes_are_refused() -> None:
-    engine = Engines(policy_digest="other")
+    engine = Engines()
     passed = gate(engine)
-    engine.lie = {}
     passed.refit(4)
     engine.lie = {"policy_digest": "other"}
     with pytest.raises(RefitError, match="engine 1 must read policy version 4 as the learner wrote it"):

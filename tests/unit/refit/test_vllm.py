@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,34 +22,22 @@ def source(tensors: Any = TENSORS) -> WeightSource:
     return WeightSource(lambda: iter(tensors), model="policy")
 
 
-class RecordingEngines:
-    """`EngineControl` that notes its calls."""
-
-    num_workers = 4
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def aim(self, *, is_draft: bool) -> None:
-        self.calls.append(("aim", is_draft))
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.calls.append(("init", init_info))
-
-    def start_weight_update(self) -> None:
-        self.calls.append("start")
-
-    def update_weights(self, update_info: Any) -> None:
-        self.calls.append(("update", update_info))
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.calls.append("finish")
+def recording() -> Any:
+    """`EngineControl` that notes its calls, but for the one that opens a channel."""
+    calls: list[Any] = []
+    return SimpleNamespace(
+        calls=calls,
+        aim=lambda *, is_draft: calls.append(("aim", is_draft)),
+        start_weight_update=lambda: calls.append("start"),
+        update_weights=lambda info: calls.append(("update", info)),
+        finish_weight_update=lambda: calls.append("finish"),
+    )
 
 
 class RecordingTrainer:
     """vLLM's trainer engine, as `send_weights` uses its client and source; no GPU."""
 
-    def __init__(self, engines: RecordingEngines) -> None:
+    def __init__(self, engines: Any) -> None:
         self.engines = engines
         self.source: Any = None
 
@@ -67,17 +56,15 @@ def test_a_source_tells_vllm_what_it_then_gives() -> None:
 
     adapted = vllm.SourceForVllm(source())
     meta = adapted.metadata()
-    assert [(each.name, each.dtype, each.shape) for each in meta] == [
-        ("embed", torch.bfloat16, (3, 2)),
-        ("norm", torch.float32, (2,)),
-    ]
+    kinds = [(each.name, each.dtype, each.shape) for each in meta]
+    assert kinds == [("embed", torch.bfloat16, (3, 2)), ("norm", torch.float32, (2,))]
     for _ in range(2):  # a fresh pass each time
         checked = list(NCCLTrainerWeightTransferEngine._checked_iter(adapted, meta))
         assert [name for name, _ in checked] == ["embed", "norm"]
 
 
 def test_policy_and_draft_go_through_one_trainer_each_with_its_own_weights() -> None:
-    engines = RecordingEngines()
+    engines = recording()
     sender = vllm.VllmSender(RecordingTrainer(engines), engines)
     sender.send(source(), is_draft=False)
     sender.send(source([("fc", torch.ones(1))]), is_draft=True)
@@ -91,7 +78,7 @@ def test_policy_and_draft_go_through_one_trainer_each_with_its_own_weights() -> 
 
 def test_weights_that_are_not_finite_are_an_error_after_all_were_sent() -> None:
     """Earlier, the engines would wait for the rest in NCCL, which knows no timeout."""
-    engines = RecordingEngines()
+    engines = recording()
     sender = vllm.VllmSender(RecordingTrainer(engines), engines)
     with pytest.raises(ValueError, match="weight a of the policy must be finite"):
         sender.send(source([("a", torch.tensor([float("nan")])), ("b", torch.ones(1))]), is_draft=False)
@@ -115,7 +102,7 @@ def test_after_a_failure_the_rest_of_the_weights_goes_by_once(fails_after: int) 
                     next(given)
             raise RuntimeError("an engine is gone")
 
-    engines = RecordingEngines()
+    engines = recording()
     stream = WeightSource(weights, model="policy")
     stream.metas()
     gone.clear()
@@ -127,13 +114,8 @@ def test_after_a_failure_the_rest_of_the_weights_goes_by_once(fails_after: int) 
 def test_nccl_joins_rank_0_and_every_worker_of_every_engine() -> None:
     info = vllm.nccl_init(SETTINGS, num_workers=4, address="10.0.0.1", port=1234)
     assert asdict(info) == {
-        "rank": 0,
-        "master_address": "10.0.0.1",
-        "master_port": 1234,
-        "world_size": 5,
-        "packed": True,
-        "packed_buffer_size_bytes": 64,
-        "packed_num_buffers": 2,
+        **{"rank": 0, "master_address": "10.0.0.1", "master_port": 1234, "world_size": 5},
+        **{"packed": True, "packed_buffer_size_bytes": 64, "packed_num_buffers": 2},
     }
     assert (info.backend, info.is_sender) == ("nccl", True)
 
@@ -143,32 +125,23 @@ def test_nccl_joins_rank_0_and_every_worker_of_every_engine() -> None:
     [([(20,), (5,)], [], 64), ([(100,), (20,)], [(16,)], 100), ([(100,)], [(30,), (4,)], 120)],
     ids=["the settings'", "the policy's largest", "the draft's largest"],
 )
-def test_an_ipc_bucket_holds_the_largest_tensor_of_policy_and_draft(
-    policy: list[tuple[int]], draft: list[tuple[int]], buffer: int
-) -> None:
-    sources = [
-        source([(f"{index}", torch.empty(shape, dtype=torch.uint8)) for index, shape in enumerate(policy)]),
-        source([(f"{index}", torch.empty(shape, dtype=torch.float32)) for index, shape in enumerate(draft)]),
-    ]
+def test_an_ipc_bucket_holds_the_largest_tensor(policy: list[tuple[int]], draft: list[tuple[int]], buffer: int) -> None:
+    models = [(policy, torch.uint8), (draft, torch.float32)]
+    sources = [source([(f"{i}", torch.empty(shape, dtype=d)) for i, shape in enumerate(own)]) for own, d in models]
     info = vllm.ipc_init(SETTINGS, sources=sources, rank=3)
     assert (info.packed, info.packed_buffer_size_bytes, info.rank, info.is_sender) == (True, buffer, 3, False)
 
 
-def test_every_tensor_that_a_rank_sends_fits_the_bucket_that_it_opened_ipc_with(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_tensor_of_a_rank_fits_the_bucket_of_its_ipc(monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen3-8B and a draft with its whole vocabulary: the policy's largest tensor would be too small in float32."""
     opened: list[Any] = []
     trainer = type("T", (), {"trainer_init": lambda init, **_: opened.append(init) or RecordingTrainer(engines)})
-    engines = RecordingEngines()
+    engines = recording()
     monkeypatch.setattr(vllm, "IPCTrainerWeightTransferEngine", trainer)
     head, fused = torch.empty(151_936, 4_096, device="meta"), torch.empty(4_096, 12_288, device="meta")
     policy = WeightSource(lambda: iter([("lm_head.weight", head.bfloat16())]), model="policy")
-    draft = [
-        ("fc.weight", fused),
-        ("lm_head.weight", head),
-        ("d2t", torch.empty(151_936, dtype=torch.int64, device="meta")),
-    ]
+    table = torch.empty(151_936, dtype=torch.int64, device="meta")
+    draft = [("fc.weight", fused), ("lm_head.weight", head), ("d2t", table)]
     for dtype, largest in ((None, 2_489_319_424), (Dtype.FLOAT32, 2_489_319_424), (Dtype.BFLOAT16, 1_244_659_712)):
         sources = [policy, WeightSource(lambda: iter(draft), model="draft", dtype=dtype)]
         vllm.open_ipc(SETTINGS, engines=engines, sources=sources, rank=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,16 +31,14 @@ from slipstream.rewards.reward import RewardResult
 from slipstream.rewards.verifier import Verifier
 from slipstream.train import arm
 from slipstream.train.arm import ArmPlan, Run, score
-from slipstream.train.loop import Trainer, engine_seed
+from slipstream.train.loop import engine_seed
 from slipstream.train.metrics import StageClock, Stopwatch
-from slipstream.train.pending import Pending, Submitted
-from slipstream.train.queues import ThreadGroup
-from slipstream.train.turns import Turn, in_turn
+from slipstream.train.pending import Submitted
+from slipstream.train.turns import in_turn
 from slipstream.types import Arm, FinishReason, Prompt, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, Worker
 from tests.unit.train.world import (
     GROUP_SIZE,
-    NO_TIMES,
     NUM_STEPS,
     PROMPTS,
     PROMPTS_PER_STEP,
@@ -49,6 +48,7 @@ from tests.unit.train.world import (
     in_flight,
     one_step_off,
     synchronous,
+    timeless,
 )
 
 ENGINE = Worker(None, "engine 0", "10.77.0.11")
@@ -129,20 +129,19 @@ class Engines(FlightWorld):
     def unnoted(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def share_cores(self, slots: Sequence[Any]) -> None:
-        """It has no threads."""
-
     def load(self, *_: Any, **__: Any) -> None:
-        """The weights are those of the start."""
+        """The weights are those of the start; there are no threads, and nobody reads the end."""
 
-    def save_hf(self, *_: Any) -> None:
-        """The end."""
+    save_hf = share_cores = load
 
     def take_lost(self, names: Collection[str]) -> tuple[GroupRequest, ...]:
         return ()
 
 
 VALIDATION = tuple(Prompt(id=f"v{i}", text="", token_ids=(2, i), answer="7") for i in range(2))
+EVALUATED = {"evaluation": {"every_steps": 2, "num_samples_per_problem": 3}}
+ONCE = {"engine": {"max_restarts": 0}}
+Attempt = Callable[..., list[StepRecord]]
 
 
 def run_of(
@@ -176,159 +175,129 @@ def run_of(
     )
 
 
-def trained(
-    directory: Path,
-    engines: Engines,
-    *overrides: dict[str, Any],
-    schedule: tuple[ScheduleEntry, ...] = (),
-    history: Sequence[StepRecord] = (),
-    pending: Pending | None = None,
-    turn: Turn | None = None,
-) -> tuple[list[StepRecord], list[Pending | None]]:
-    """Steps of an attempt, and what was pending after each."""
-    run = run_of(directory, engines, *overrides, schedule=schedule, turn=turn)
-    fakes: Any = engines
-    recipe, records = run.recipe, list[StepRecord]()
-    left: list[Pending | None] = []
-
-    def on_step(record: StepRecord, waiting: Pending | None = None) -> None:
-        records.append(record)
-        left.append(waiting)
-
-    def start_clock() -> StageClock:
-        if turn is not None:
-            turn.begin(len(history) + len(records))
-        return StageClock()
-
-    waiting, lag = pending or Pending(), recipe.loop.max_off_policy_steps
-    trainer = Trainer(
-        learner=engines, config=recipe.grpo, temperature=recipe.sampling.temperature, max_response_tokens=8, max_lag=lag
+@pytest.fixture
+def attempted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
+    """Steps of a whole arm in a directory of this name; a response of odd length is right."""
+    learners: dict[int, Any] = {}  # by thread
+    monkeypatch.setattr(arm, "start_learner", lambda config, layout: nullcontext(learners[threading.get_ident()]))
+    monkeypatch.setattr(arm, "open_channel", lambda *_: nullcontext())
+    monkeypatch.setattr(arm, "RefitGate", lambda engines, *_, **__: engines)
+    monkeypatch.setattr(arm, "own_node", lambda: "here")
+    monkeypatch.setattr(arm, "shared_cores", lambda *_: nullcontext())
+    scores: Any = SimpleNamespace(
+        judge=lambda prompts, texts, cut_off: RewardResult(
+            rewards=tuple(float(len(text) % 2) for text in texts), num_timeouts=0, num_crashes=0
+        )
     )
-    tolerant = run.fault_tolerant(fakes, fakes, fakes, history, waiting)
-    loop = run.loop(tolerant, trainer, engines.score, on_step, waiting, ThreadGroup(), start_clock)
-    loop.run(start_step=len(history))
-    return records, left
+
+    def attempt(name: str, engines: Engines, *overrides: dict[str, Any], **how: Any) -> list[StepRecord]:
+        fakes: Any = engines
+        learners[threading.get_ident()] = fakes
+        return run_of(tmp_path / name, engines, *overrides, **how).with_restarts(fakes, scores)
+
+    return attempt
 
 
 @pytest.mark.parametrize(
     ("loop", "versions"), [({}, [0, 1, 2, 3, 4, 5]), (ONE_STEP_OFF, [0, 0, 0, 1, 2, 3])], ids=["synchronous", "one off"]
 )
 def test_a_loop_generates_what_the_recipe_says_with_the_weights_that_it_says(
-    tmp_path: Path, loop: dict[str, Any], versions: list[int]
+    attempted: Attempt, tmp_path: Path, loop: dict[str, Any], versions: list[int]
 ) -> None:
     engines = Engines(lag=2)
-    records, _ = trained(tmp_path, engines, loop)
+    records = attempted("arm", engines, loop, EVALUATED if loop else {})  # engines beside training evaluate nothing
     sampling = load_recipe("tiny", overrides=BASE).sampling
-    assert engines.generated == [
-        (
-            [prompt.id for prompt in STREAM.batch(step)],
-            sampling,
-            GROUP_SIZE,
-            engine_seed(0, Arm.SPECULATIVE, step),
-            version,
-        )
-        for step, version in enumerate(versions)
-    ]
+    for step, (version, call) in enumerate(zip(versions, engines.generated, strict=True)):
+        seed = engine_seed(0, Arm.SPECULATIVE, step)
+        assert call == ([prompt.id for prompt in STREAM.batch(step)], sampling, GROUP_SIZE, seed, version)
     assert [record.step for record in records] == list(range(NUM_STEPS))
     assert {update.temperature for update in engines.updates} == {0.5}
     assert engines.modes == []
     # Only a loop that lags writes down how many groups it asked for.
-    assert Submitted(tmp_path / "submitted").read() == (NUM_STEPS * PROMPTS_PER_STEP if loop else 0)
+    submitted = Submitted(tmp_path / "arm" / "submitted").read()
+    assert submitted == (NUM_STEPS * PROMPTS_PER_STEP if loop else 0)
 
 
-def test_engines_in_flight_are_told_so_with_what_becomes_of_their_caches(tmp_path: Path) -> None:
+def test_engines_in_flight_are_told_so_with_what_becomes_of_their_caches(attempted: Attempt, tmp_path: Path) -> None:
     engines = Engines(lag=1)
-    records, waiting = trained(tmp_path, engines, IN_FLIGHT)
+    records = attempted("arm", engines, IN_FLIGHT)
     assert engines.modes == [KvCache.KEEP]
     assert Counter(engines.trained) == Counter(prompt.id for step in range(NUM_STEPS) for prompt in STREAM.batch(step))
     assert max(each.lag for record in records for each in record.lags) <= 1
     assert {update.temperature for update in engines.updates} == {0.5}
-    assert all(isinstance(left, Pending) for left in waiting)
-    assert Submitted(tmp_path / "submitted").read() == NUM_STEPS * PROMPTS_PER_STEP
+    assert len(list(tmp_path.glob("arm/checkpoints/*.pending"))) == 2
+    assert Submitted(tmp_path / "arm" / "submitted").read() == NUM_STEPS * PROMPTS_PER_STEP
 
 
 @pytest.mark.parametrize(("loop", "num_ahead"), [({}, 0), (ONE_STEP_OFF, 2)], ids=["synchronous", "one off"])
-def test_an_attempt_goes_on_after_the_steps_that_were_done(
-    tmp_path: Path, loop: dict[str, Any], num_ahead: int
-) -> None:
+def test_an_attempt_goes_on_after_what_was_done(attempted: Attempt, loop: dict[str, Any], num_ahead: int) -> None:
     """After four of six steps a loop with a lag of 2 has generated both others."""
+
+    class Interrupted(Engines):
+        def train_step(self, update: Update) -> Trained:
+            if update.batch.policy_version == 4:
+                raise InterruptedError
+            return super().train_step(update)
+
     whole, resumed = Engines(lag=2), Engines(lag=2)
-    records, waiting = trained(tmp_path / "whole", whole, loop)
-    found, _ = trained(tmp_path / "resumed", resumed, loop, history=records[:4], pending=waiting[3])
-    assert [record.step for record in found] == [4, 5]
+    records = attempted("whole", whole, loop)
+    with pytest.raises(InterruptedError):
+        attempted("cut", Interrupted(lag=2), loop)
+    found = attempted("cut", resumed, loop)
+    assert timeless(found) == timeless(records)
     assert resumed.generated == whole.generated[4 + num_ahead :]
-    assert [update.batch.policy_version for update in resumed.updates] == [4, 5]
-    if num_ahead:
-        assert [update.batch.token_ids for update in resumed.updates] == [
-            update.batch.token_ids for update in whole.updates[4:]
-        ]
-
-
-@dataclass
-class Working(Engines):
-    """Notes when its engines or its learner work: who, from, to."""
-
-    name: str = ""
-    work: list[tuple[str, float, float]] = field(default_factory=list)
-
-    def generate(self, *args: Any, **settings: Any) -> GenerationResult:
-        return self._noted(0.03, lambda: super(Working, self).generate(*args, **settings))
-
-    def train_step(self, update: Update) -> Trained:
-        return self._noted(0.0, lambda: super(Working, self).train_step(update))
-
-    def _noted(self, seconds: float, call: Callable[[], Any]) -> Any:
-        start_s = time.perf_counter()
-        time.sleep(seconds)
-        found = call()
-        self.work.append((self.name, start_s, time.perf_counter()))
-        return found
+    assert resumed.updates == whole.updates[4:]
 
 
 @pytest.mark.parametrize(("loop", "num_steps"), [({}, 1), (ONE_STEP_OFF, 2)], ids=["synchronous", "one off"])
 def test_nothing_of_an_arm_works_in_the_turn_of_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: dict[str, Any], num_steps: int
+    attempted: Attempt, monkeypatch: pytest.MonkeyPatch, loop: dict[str, Any], num_steps: int
 ) -> None:
     restarts: list[Stopwatch] = []
     monkeypatch.setattr(Stopwatch, "restart", lambda watch: restarts.append(watch))
     alone = Engines(lag=2)
     loop = merge(loop, {"grpo": {"checkpoint_every_steps": NUM_STEPS}})  # a checkpoint would wait for what is under way
-    records, _ = trained(tmp_path / "alone", alone, loop)
-    worlds = {name: Working(lag=2, name=name) for name in "ab"}
-    found = in_turn(
-        {name: partial(_trained_in_turn, tmp_path / name, world, loop) for name, world in worlds.items()},
-        num_steps=num_steps,
-        together=True,
-    )
-    work = sorted(worlds["a"].work + worlds["b"].work, key=lambda span: span[1])
-    turns = [list(spans) for _, spans in itertools.groupby(work, key=lambda span: span[0])]
+    records = attempted("alone", alone, loop)
+    worlds, work = {name: Engines(lag=2) for name in "ab"}, list[tuple[str, float, float]]()
+
+    def noted(name: str, seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **how: Any) -> Any:
+            start_s = time.perf_counter()
+            time.sleep(seconds)
+            found = call(*args, **how)
+            work.append((name, start_s, time.perf_counter()))
+            return found
+
+        return timed
+
+    for name, world in worlds.items():
+        monkeypatch.setattr(world, "generate", noted(name, 0.03, world.generate))
+        monkeypatch.setattr(world, "train_step", noted(name, 0.0, world.train_step))
+    arms = {name: lambda turn, name=name: attempted(name, worlds[name], loop, turn=turn) for name in worlds}
+    found = in_turn(arms, num_steps=num_steps, together=True)
+    spans = sorted(work, key=lambda span: span[1])
+    turns = [list(own) for _, own in itertools.groupby(spans, key=lambda span: span[0])]
     assert all(max(end for *_, end in before) <= after[0][1] for before, after in itertools.pairwise(turns))
     pairs = NUM_STEPS // num_steps  # a, b, then b, a: two turns of one arm in a row, but for the first and the last
-    assert [spans[0][0] for spans in turns] == ["a", *("ba"[i % 2] for i in range(pairs))]
+    assert [own[0][0] for own in turns] == ["a", *("ba"[i % 2] for i in range(pairs))]
     assert len(restarts) == (2 * pairs if "loop" in loop else 0)  # no turn of the other is part of a step
     for name, world in worlds.items():
         assert world.generated == alone.generated
         assert [step.reward_mean for step in found[name]] == [step.reward_mean for step in records]
 
 
-def _trained_in_turn(directory: Path, world: Working, loop: dict[str, Any], turn: Turn) -> list[StepRecord]:
-    return trained(directory, world, loop, turn=turn)[0]
-
-
-def test_drafting_is_watched_where_the_recipe_says_so_and_there_is_something_to_draft_by(tmp_path: Path) -> None:
-    watched, unasked, draftless = Engines(), Engines(), Engines()
-    trained(tmp_path, watched, PILOTED, schedule=TABLE)
-    trained(tmp_path, unasked, schedule=TABLE)
-    trained(tmp_path, draftless, PILOTED)
+def test_drafting_is_watched_where_the_recipe_says_so_and_there_is_something_to_draft_by(attempted: Attempt) -> None:
+    """A resumed attempt knows what drafting cost."""
+    watched, unasked, draftless, resumed = Engines(), Engines(), Engines(), Engines()
+    attempted("watched", watched, PILOTED, schedule=TABLE)
+    attempted("unasked", unasked, schedule=TABLE)
+    attempted("draftless", draftless, PILOTED)
     # The first step warms up and three are measured, so that the fifth is a probe without drafts.
     assert watched.tables[:5] == [TABLE, TABLE, TABLE, TABLE, NO_DRAFTS]
     assert (unasked.tables, draftless.tables) == ([], [])
-
-
-def test_a_resumed_attempt_knows_what_drafting_cost(tmp_path: Path) -> None:
-    records, _ = trained(tmp_path, Engines(), PILOTED, schedule=TABLE)
-    resumed = Engines()
-    trained(tmp_path, resumed, PILOTED, schedule=TABLE, history=records[:4])
+    with pytest.raises(LostWorkerError):
+        attempted("cut", Engines(lost=[5]), PILOTED, ONCE, schedule=TABLE)
+    attempted("cut", resumed, PILOTED, ONCE, schedule=TABLE)
     assert resumed.tables[0] == NO_DRAFTS
 
 
@@ -337,47 +306,16 @@ def test_a_resumed_attempt_knows_what_drafting_cost(tmp_path: Path) -> None:
     [({}, ["replace", "changed"]), (ONE_STEP_OFF, ["replace", "changed", "version 0 again"])],
     ids=["synchronous", "one off"],
 )
-def test_a_lost_engine_is_replaced_as_often_as_the_recipe_allows(
-    tmp_path: Path, loop: dict[str, Any], recoveries: list[str]
-) -> None:
+def test_a_lost_engine_is_replaced_as_allowed(attempted: Attempt, loop: dict[str, Any], recoveries: list[str]) -> None:
     """In turns the learner still has the engines' weights; beside training the way to them has to."""
     engines = Engines(lag=2, lost=[1])
-    records, _ = trained(tmp_path, engines, loop, {"engine": {"max_restarts": 1}})
-    assert len(records) == NUM_STEPS
+    assert len(attempted("once", engines, loop, {"engine": {"max_restarts": 1}})) == NUM_STEPS
     assert engines.recoveries == recoveries
     with pytest.raises(LostWorkerError):
-        trained(tmp_path, Engines(lag=2, lost=[1]), loop, {"engine": {"max_restarts": 0}})
+        attempted("never", Engines(lag=2, lost=[1]), loop, ONCE)
 
 
-EVALUATED = {"evaluation": {"every_steps": 2, "num_samples_per_problem": 3}}
-ONCE = {"engine": {"max_restarts": 0}}
-Attempt = Callable[..., list[StepRecord]]
-
-
-@pytest.fixture
-def attempted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
-    """Steps of a whole arm in a directory of this name; a response of odd length is right."""
-
-    def attempt(name: str, engines: Engines, *overrides: dict[str, Any], **how: Any) -> list[StepRecord]:
-        fakes: Any = engines
-        monkeypatch.setattr(arm, "start_learner", lambda config, layout: nullcontext(fakes))
-        monkeypatch.setattr(arm, "open_channel", lambda *_: nullcontext())
-        monkeypatch.setattr(arm, "RefitGate", lambda *_, **__: fakes)
-        monkeypatch.setattr(arm, "own_node", lambda: "here")
-        monkeypatch.setattr(arm, "shared_cores", lambda *_: nullcontext())
-        scores: Any = SimpleNamespace(
-            judge=lambda prompts, texts, cut_off: RewardResult(
-                rewards=tuple(float(len(text) % 2) for text in texts), num_timeouts=0, num_crashes=0
-            )
-        )
-        return run_of(tmp_path / name, engines, *overrides, **how).with_restarts(fakes, scores)
-
-    return attempt
-
-
-def test_an_engine_that_died_while_the_learner_started_is_replaced_before_anything_is_asked_of_it(
-    attempted: Attempt, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_that_died_before_any_step_is_replaced(attempted: Attempt, caplog: pytest.LogCaptureFixture) -> None:
     engines, undisturbed = Engines(dead=[ENGINE]), Engines()
     records = attempted("lost", engines)
     assert engines.recoveries == ["replace"]
@@ -387,9 +325,7 @@ def test_an_engine_that_died_while_the_learner_started_is_replaced_before_anythi
     assert undisturbed.recoveries == []
 
 
-def test_histories_are_kept_at_checkpoints_and_given_to_the_engines_of_a_resumed_run(
-    attempted: Attempt, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_histories_are_kept_and_given_to_a_resumed_run(attempted: Attempt, caplog: pytest.LogCaptureFixture) -> None:
     history, engines = {"draft": {"method": "history"}}, Engines()
     attempted("arm", engines, history, k=3)
     assert engines.recalled == [[]]
@@ -405,9 +341,7 @@ def test_histories_are_kept_at_checkpoints_and_given_to_the_engines_of_a_resumed
         assert others.recalled == []
 
 
-def test_the_reward_of_an_arm_knows_how_many_responses_a_step_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reward_knows_how_many_responses_a_step_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In flight its calls have a group each, and the share that may fail is of the whole step."""
 
     def opened(config: RewardConfig, *, per_step: int) -> Any:
@@ -423,7 +357,7 @@ def asked_of_validation(engines: Engines) -> list[Any]:
 
 
 def without_times(records: Sequence[StepRecord]) -> list[StepRecord]:
-    return [replace(record, times=NO_TIMES, machine=None, evaluation=None) for record in records]
+    return [replace(record, evaluation=None) for record in timeless(records)]
 
 
 @pytest.mark.parametrize("each", list(Arm))
@@ -435,15 +369,13 @@ def test_an_arm_is_evaluated_while_it_trains_and_trains_as_if_it_were_not(attemp
     # Version 2 has made two updates and version 4 four, asked with the seed of the other evaluations.
     asked = asked_of_validation(evaluated)
     assert asked == [(["v0", "v1"], settings, 3, 0, version) for version in (2, 4)]
-    assert [(record.step, record.evaluation.policy) for record in records if record.evaluation] == [
-        (2, each.value),
-        (4, each.value),
-    ]
-    for record, weights in zip((records[2], records[4]), (evaluated.after[2], evaluated.after[4]), strict=True):
-        groups = [drawn(prompt, weights, "0", (record.step, None), 3) for prompt in VALIDATION]
-        right = tuple(sum(len(rollout.token_ids) % 2 for rollout in group.rollouts) for group in groups)
-        assert record.evaluation is not None
-        assert record.evaluation.correct_by_problem == right
+    right = {}
+    for step in (2, 4):
+        groups = [drawn(prompt, evaluated.after[step], "0", (step, None), 3) for prompt in VALIDATION]
+        counts = tuple(sum(len(rollout.token_ids) % 2 for rollout in group.rollouts) for group in groups)
+        right[step] = each.value, counts
+    found = {record.step: record.evaluation for record in records if record.evaluation}
+    assert {step: (made.policy, made.correct_by_problem) for step, made in found.items()} == right
     assert without_times(records) == without_times(alone)
     assert [record.evaluation for record in alone] == [None] * NUM_STEPS
     assert (evaluated.weights, evaluated.trained) == (plain.weights, plain.trained)
@@ -519,7 +451,7 @@ def test_a_resumed_arm_samples_the_further_prompts_that_an_uninterrupted_one_doe
     assert {each.num_trained for each in sampling} == {PROMPTS_PER_STEP}
 
 
-def test_an_engine_that_is_lost_in_an_evaluation_gets_the_evaluated_weights_again(
+def test_an_engine_lost_in_an_evaluation_gets_its_weights_again(
     attempted: Attempt, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The learner has others by then: where nobody keeps the old ones the point is missing, and the arm goes on."""
@@ -544,13 +476,6 @@ def test_the_autopilot_learns_nothing_from_an_evaluation(attempted: Attempt) -> 
     assert [record.autopilot for record in records] == [record.autopilot for record in alone]
 
 
-def test_an_arm_that_generates_while_it_trains_is_not_evaluated(attempted: Attempt) -> None:
-    engines = Engines(lag=2)
-    records = attempted("arm", engines, ONE_STEP_OFF, EVALUATED)
-    assert len(records) == NUM_STEPS
-    assert asked_of_validation(engines) == []
-
-
 GUESS = "so \\boxed{7}? Let me check"
 
 
@@ -566,50 +491,28 @@ def verifier() -> Iterator[Verifier]:
         yield verifier
 
 
-class NotingVerifier(Verifier):
-    """Notes what it was handed."""
-
-    def __init__(self) -> None:
-        super().__init__(RewardConfig())
-        self.handed: list[tuple[list[str], list[str], list[bool]]] = []
-
-    def score(
-        self, responses: Sequence[str], references: Sequence[str], *, cut_off: Sequence[bool] = ()
-    ) -> RewardResult:
-        self.handed.append((list(responses), list(references), list(cut_off)))
-        return super().score(responses, references, cut_off=cut_off)
-
-
 def test_a_verifier_gets_each_rollouts_text_reference_and_whether_it_was_cut_off() -> None:
+    handed: list[Any] = []
+
+    class Noting(Verifier):
+        def score(self, responses: Any, references: Any, *, cut_off: Sequence[bool] = ()) -> RewardResult:
+            handed.append((list(responses), list(references), list(cut_off)))
+            return super().score(responses, references, cut_off=cut_off)
+
     groups = [drawn(prompt, "weights", "0", (0, None), 2) for prompt in PROMPTS[:2]]
     cut = replace(groups[1].rollouts[1], finish_reason=FinishReason.LENGTH)
     groups[1] = replace(groups[1], rollouts=(groups[1].rollouts[0], cut))
-    noting = NotingVerifier()
+    noting = Noting(RewardConfig())
     of_4 = partial(score, max_response_tokens=4)
     assert of_4(groups, noting, decode, overlong=OverlongConfig()).rewards == (1.0, 1.0, 0.0, 0.0)
     texts = [GUESS, GUESS, "<think>" + GUESS, "<think>" + GUESS]
-    assert noting.handed == [(texts, ["7"] * 4, [False, False, False, True])]
+    assert handed == [(texts, ["7"] * 4, [False, False, False, True])]
     lengths = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]
     found = of_4(groups, noting, decode, overlong=OverlongConfig(buffer_tokens=4)).rewards
     assert found == tuple(reward - n / 4 for reward, n in zip((1.0, 1.0, 0.0, 0.0), lengths, strict=True))
 
 
-@dataclass
-class ScoringWorld(FlightWorld):
-    """It scores as an arm does, and notes prompts and rewards."""
-
-    verifier: Verifier | None = None
-    rewards: list[tuple[str, float]] = field(default_factory=list)
-
-    def score(self, groups: Sequence[RolloutGroup]) -> RewardResult:
-        assert self.verifier is not None
-        result = score(groups, self.verifier, decode, max_response_tokens=4, overlong=OverlongConfig())
-        prompts = [group.prompt.id for group in groups for _ in group.rollouts]
-        self.rewards += zip(prompts, result.rewards, strict=True)
-        return result
-
-
-LOOPS: dict[str, Callable[[ScoringWorld], list[StepRecord]]] = {
+LOOPS: dict[str, Callable[[FlightWorld], list[StepRecord]]] = {
     "synchronous": synchronous,
     "one step off": lambda world: one_step_off(world, 1),
     "in flight": lambda world: in_flight(world, 1),
@@ -620,25 +523,27 @@ LOOPS: dict[str, Callable[[ScoringWorld], list[StepRecord]]] = {
 def test_in_every_loop_a_guess_in_a_thought_that_the_prompt_opened_is_not_rewarded(
     verifier: Verifier, loop: str
 ) -> None:
-    world = ScoringWorld(verifier=verifier)
-    records = LOOPS[loop](world)
+    world, rewards = FlightWorld(), list[tuple[str, float]]()
+
+    def scored(groups: Sequence[RolloutGroup]) -> RewardResult:
+        result = score(groups, verifier, decode, max_response_tokens=4, overlong=OverlongConfig())
+        prompts = [group.prompt.id for group in groups for _ in group.rollouts]
+        rewards.extend(zip(prompts, result.rewards, strict=True))
+        return result
+
+    world.score = scored
+    means = [record.reward_mean for record in LOOPS[loop](world)]
     trained = [prompt.id for step in range(NUM_STEPS) for prompt in STREAM.batch(step) for _ in range(GROUP_SIZE)]
-    assert sorted(world.rewards) == sorted((prompt, float(int(prompt) % 2 == 0)) for prompt in trained)
-    means = [record.reward_mean for record in records]
+    assert sorted(rewards) == sorted((prompt, float(int(prompt) % 2 == 0)) for prompt in trained)
     assert sum(means) / NUM_STEPS == sum(int(prompt) % 2 == 0 for prompt in trained) / len(trained)
 
 
-class Crowded(Engines):
-    """Engines whose cache is full from the second generation on."""
-
-    def generate(self, *args: Any, **settings: Any) -> GenerationResult:
-        return replace(super().generate(*args, **settings), num_preemptions=4 * (self.num_asked > 1))
-
-
-def test_the_first_step_in_which_a_full_cache_preempts_rollouts_is_a_warning_with_the_fix(
-    attempted: Attempt, caplog: pytest.LogCaptureFixture
-) -> None:
-    records = attempted("arm", Crowded())
+def test_the_first_step_with_preemptions_is_a_warning(attempted: Attempt, caplog: pytest.LogCaptureFixture) -> None:
+    """The engines' cache is full from the second generation on."""
+    engines = Engines()
+    generate = engines.generate
+    engines.generate = lambda *args, **how: replace(generate(*args, **how), num_preemptions=4 * (engines.num_asked > 1))
+    records = attempted("arm", engines)
     assert [record.num_preemptions for record in records] == [0, *[4] * (NUM_STEPS - 1)]
     (warning,) = [each.getMessage() for each in caplog.records if "preempted" in each.getMessage()]
     assert "step 2: the KV cache was full, and vLLM preempted and recomputed 4 rollouts" in warning

@@ -1,243 +1,141 @@
-"""The GRPO loop between an engine and a learner that note every call with its arguments.
-
-The gate is the real one: what it asks of engine and learner is part of a step.
-"""
+"""The GRPO loop, its step and its draft, between engines, a gate and a learner that note what they are handed."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from slipstream.data.prompts import PromptStream
+from slipstream.drafts.config import DraftOnline
 from slipstream.engine.acceptance import combine
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
-from slipstream.grpo.config import DynamicSamplingConfig, GrpoConfig, LossConfig, OptimizerConfig, RecomputeLogprobs
+from slipstream.grpo.config import DynamicSamplingConfig, GrpoConfig, LossConfig, RecomputeLogprobs
 from slipstream.grpo.update import Trained, Update
-from slipstream.records.steps import Mismatch, RefitCheck, StepRecord, TrainStats
-from slipstream.refit.channel import Delivery, Exported, Snapshot
-from slipstream.refit.config import EngineState, RefitConfig
-from slipstream.refit.fingerprint import ALL, Turn
-from slipstream.refit.gate import RefitGate
+from slipstream.records.steps import (
+    AcceptanceStats,
+    DraftDecision,
+    DraftUpdate,
+    Mismatch,
+    RefitCheck,
+    StepRecord,
+    TrainStats,
+)
 from slipstream.rewards.reward import RewardResult
-from slipstream.train.acceptance_guard import AcceptanceGuard
-from slipstream.train.loop import Draft, Gate, SyncLoop, TrainedDraft, Trainer
-from slipstream.train.metrics import StageClock
-from slipstream.types import Arm, Prompt, Rollout, RolloutGroup, StageTimes, TrainBatch
-from tests.unit.sampled import accepted, rollout
-from tests.unit.train.world import BareLearner
+from slipstream.train.acceptance_guard import AcceptanceCollapse, AcceptanceGuard
+from slipstream.train.loop import Draft, SyncLoop, TrainedDraft, Trainer, recent
+from slipstream.train.metrics import StageClock, Stopwatch
+from slipstream.types import Arm, Prompt, RolloutGroup, TrainBatch
+from tests.small import draft_with
+from tests.unit.sampled import DECISION, accepted, rollout
+from tests.unit.train import world
+from tests.unit.train.world import NO_TIMES, STEP, BareLearner
 
 PROMPTS = tuple(Prompt(id=str(i), text=str(i), token_ids=(1, i), answer="7") for i in range(4))
 STREAM = PromptStream(prompts=PROMPTS, batch_size=2, seed=0)
 SAMPLING = SamplingConfig(temperature=0.5, max_response_tokens=4)
 LOSS = LossConfig(clip_low=0.1, clip_high=0.3)
-CONFIG = GrpoConfig(
-    num_steps=3,
-    prompts_per_step=2,
-    group_size=2,
-    optimizer=OptimizerConfig(learning_rate=1e-4),
-    loss=LOSS,
-    recompute_logprobs=RecomputeLogprobs.ALWAYS,
-    seed=5,
-)
+CONFIG = replace(world.CONFIG, num_steps=3, prompts_per_step=2, loss=LOSS, recompute_logprobs=RecomputeLogprobs.ALWAYS)
 ACCEPTANCE = accepted(10, 8, 4, 0)
+STATS = TrainStats(loss=0.1, grad_norm=1.0, kl=0.2, clip_fraction=0.3, num_tokens=8, learning_rate=1e-4)
 AUTO = replace(CONFIG, recompute_logprobs=RecomputeLogprobs.AUTO)
-DTYPES = {"weight": "float32"}
 # numpy's own: of the recipe's seed 5, the arm (0: autoregressive, 1: speculative) and the step.
 SEEDS = [[int(np.random.SeedSequence([5, arm, step]).generate_state(1)[0]) for step in range(3)] for arm in (0, 1)]
 
 
-class NotingEngine:
-    """Answers `7` with the version that it was last refitted to; a `stuck` one claims new versions and has the old."""
+class Ends(BareLearner):
+    """Engines, their gate and a learner that note their calls in one list.
+
+    A rollout is `7, 2` with the version of the last refit, or with version 0 of `stuck` engines. The learner's logprobs
+    are -0.5 a token, those of a training pass -0.75.
+    """
 
     def __init__(self, *, draft_version: int | None = None, stuck: bool = False) -> None:
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.version, self.draft_version, self.stuck, self.num_resets = 0, draft_version, stuck, 0
+        self.calls: list[tuple[str, Any]] = []
+        self.updates: list[Update] = []
+        self.version, self.draft_version, self.stuck = 0, draft_version, stuck
 
-    def generate(
-        self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
-    ) -> GenerationResult:
-        self.calls.append(
-            ("generate", {"prompts": tuple(prompts), "sampling": sampling, "group_size": group_size, "seed": seed})
-        )
-        version = 0 if self.stuck else self.version
-        groups = tuple(
-            RolloutGroup(
-                prompt=prompt, rollouts=tuple(_rollout(prompt, version, self.draft_version) for _ in range(group_size))
-            )
-            for prompt in prompts
-        )
+    def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
+        self.calls.append(("refit", (version, draft_version)))
+        self.version = 0 if self.stuck else version
+        return RefitCheck(num_tensors=9, elapsed_s=0.0)
+
+    def generate(self, prompts: Sequence[Prompt], **how: Any) -> GenerationResult:
+        self.calls.append(("generate", {"prompts": tuple(prompts), **how}))
+        versions = {"policy_version": self.version, "draft_version": self.draft_version}
+        groups = tuple(group(prompt, how["group_size"], **versions) for prompt in prompts)
         acceptance = None if self.draft_version is None else accepted(10, 24, 0, 0)
         return GenerationResult(groups=groups, acceptance=acceptance, generation_s=0.0)
 
-    def take(self, version: int) -> list[EngineState]:
-        self.calls.append(("take", {"version": version}))
-        self.version, self.num_resets = version, self.num_resets + 1
-        return self.states()
-
-    def states(self) -> list[EngineState]:
-        return [
-            EngineState(
-                policy_version=self.version,
-                policy_digest=f"digest {self.version}",
-                draft_version=self.draft_version,
-                num_prefix_cache_resets=self.num_resets,
-            )
-        ]
-
-    def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
-        return {} if is_draft else DTYPES
-
-    def start_fingerprints(self, *, is_draft: bool, turn: Turn) -> Callable[[], list[dict[str, int]]]:
-        return lambda: [{} if is_draft else {"weight": 100 + self.version}]
-
-    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        raise AssertionError("its tensors can be read")
-
-
-class NotingLearner(BareLearner):
-    """Its trainer logprobs are -0.5 a token, those of a training pass -0.75."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.updates: list[Update] = []
-        self.published = 0
-
     def logprobs(self, batch: TrainBatch, temperature: float) -> list[Any]:
-        self.calls.append(("logprobs", {"batch": batch, "temperature": temperature}))
+        self.calls.append(("logprobs", (batch, temperature)))
         return [np.array([-0.5, -0.5], dtype=np.float32) for _ in batch.token_ids]
 
     def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[Any]:
-        self.calls.append(("ref_logprobs", {"batch": batch, "temperature": temperature}))
+        self.calls.append(("ref_logprobs", (batch, temperature)))
         return [np.array([-1.0, -2.0], dtype=np.float32) for _ in batch.token_ids]
 
     def train_step(self, update: Update) -> Trained:
-        self.calls.append(("train_step", {"update": update}))
+        self.calls.append(("train_step", update))
         self.updates.append(update)
         number = len(self.updates)
-        stats = TrainStats(
-            loss=0.1 * number, grad_norm=1.0 * number, kl=0.2, clip_fraction=0.3, num_tokens=8, learning_rate=1e-4
-        )
+        stats = replace(STATS, loss=0.1 * number, grad_norm=1.0 * number)
         own = [np.array([-0.75, -0.75], dtype=np.float32) for _ in update.batch.token_ids]
         return Trained(stats=stats, own_logprobs=own if update.trainer_logprobs is None else None)
 
-    def give(self, version: int) -> str:
-        self.calls.append(("give", {"version": version}))
-        self.published = version
-        return f"digest {version}"
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.calls]
 
-    def start_fingerprints(
-        self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
-    ) -> Callable[[], dict[str, int]]:
-        assert not is_draft  # the engines' drafts have no tensors
-        self.calls.append(("start_fingerprints", {"dtypes": dtypes, "turn": turn}))
-        return lambda: dict.fromkeys(dtypes, 100 + self.published)
-
-    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
-        raise AssertionError("the engine's tensors can be read")
+    @property
+    def generated(self) -> list[Any]:
+        return [how for name, how in self.calls if name == "generate"]
 
 
-@dataclass(frozen=True)
-class NotingChannel:
-    """From the one to the other."""
-
-    learner: NotingLearner
-    engine: NotingEngine
-
-    keeps_weights = takes_digest = True
-
-    def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
-        assert draft_version is None  # the loop trains the policy alone
-        digest = self.learner.give(policy_version)
-        policy = Snapshot(path=f"weights {policy_version}", version=policy_version, digest=digest)
-        return lambda: Exported(policy_version=policy_version, policy=policy)
-
-    def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
-        assert draft_version is None
-        policy = exported.policy
-        assert policy is not None
-        return lambda: Delivery(states=self.engine.take(policy.version), digest=policy.digest, origin=policy.path)
-
-    def engines_changed(self) -> None:
-        raise AssertionError("no engine is replaced here")
-
-
-def _rollout(prompt: Prompt, version: int, draft_version: int | None) -> Rollout:
-    how = {"policy_version": version, "draft_version": draft_version}
-    return rollout((7, 2), (-0.5, -0.25), prompt_id=prompt.id, is_cut=prompt.id == "3", **how)
+def group(prompt: Prompt, size: int, **versions: Any) -> RolloutGroup:
+    one = rollout((7, 2), (-0.5, -0.25), prompt_id=prompt.id, is_cut=prompt.id == "3", **versions)
+    return RolloutGroup(prompt=prompt, rollouts=(one,) * size)
 
 
 def run(
-    engine: NotingEngine,
-    learner: NotingLearner,
+    ends: Ends,
     *,
-    arm: Arm = Arm.AUTOREGRESSIVE,
     config: GrpoConfig = CONFIG,
-    start_step: int = 0,
     rewards: Iterable[Sequence[float]] = itertools.repeat((1.0, 0.0, 1.0, 1.0)),
-    guard: AcceptanceGuard | None = None,
-    scored: list[Sequence[RolloutGroup]] | None = None,
-    on_score: Callable[[], None] = lambda: None,
-    start_clock: Callable[[], StageClock] = StageClock,
-    draft: Draft | TrainedDraft | None = None,
-    gate: Gate | None = None,
-    prompts: PromptStream = STREAM,
+    on_score: Callable[[Sequence[RolloutGroup]], None] = lambda groups: None,
+    **how: Any,
 ) -> list[StepRecord]:
     records: list[StepRecord] = []
     each_batch = iter(rewards)
 
     def score(groups: Sequence[RolloutGroup]) -> RewardResult:
-        on_score()
-        if scored is not None:
-            scored.append(groups)
+        on_score(groups)
         return RewardResult(rewards=tuple(next(each_batch)), num_timeouts=2, num_crashes=1)
 
-    real_gate = RefitGate(
-        cast(Any, engine),
-        cast(Any, learner),
-        channel=NotingChannel(learner, engine),
-        trains_draft=False,
-        draft=None,
-        config=RefitConfig(),
-    )
-    SyncLoop(
-        arm=arm,
-        engine=engine,
-        prompts=prompts,
-        score=score,
-        trainer=Trainer(
-            learner=learner,
-            config=config,
-            temperature=SAMPLING.temperature,
-            max_response_tokens=SAMPLING.max_response_tokens,
-            draft=Draft(version=engine.draft_version) if draft is None else draft,
-            guard=AcceptanceGuard() if guard is None else guard,
-        ),
-        sampling=SAMPLING,
-        gate=real_gate if gate is None else gate,
-        on_step=records.append,
-        start_clock=start_clock,
-    ).run(start_step=start_step)
+    fakes: dict[str, Any] = {"engine": ends, "gate": ends, "score": score, "on_step": records.append}
+    how = {"arm": Arm.AUTOREGRESSIVE, "prompts": STREAM, "sampling": SAMPLING, **how}
+    draft = Draft(version=ends.draft_version)
+    SyncLoop(trainer=trainer(ends, config, draft=draft), **fakes, **how).run(start_step=0)
     return records
+
+
+def trainer(learner: Ends, config: GrpoConfig, **others: Any) -> Trainer:
+    return Trainer(learner=learner, config=config, temperature=0.5, max_response_tokens=4, **others)
 
 
 def test_every_call_of_a_step_gets_what_it_must() -> None:
     """The golden step: order and every argument, between engine and learner."""
-    engine, learner, scored = NotingEngine(), NotingLearner(), []
-    run(engine, learner, config=replace(CONFIG, num_steps=2), scored=scored)
+    ends, scored = Ends(draft_version=4), []
+    run(ends, config=replace(CONFIG, num_steps=2), on_score=scored.append)
+    assert ends.names == ["refit", "generate", "logprobs", "ref_logprobs", "train_step"] * 2
     for step in (0, 1):
         prompts = STREAM.batch(step)
-        take, generate = engine.calls[2 * step : 2 * step + 2]
-        assert take == ("take", {"version": step})
-        assert generate == (
-            "generate",
-            {"prompts": prompts, "sampling": SAMPLING, "group_size": 2, "seed": SEEDS[0][step]},
-        )
+        refit, generate, logprobs, ref_logprobs, _ = (how for _, how in ends.calls[5 * step : 5 * step + 5])
         batch = TrainBatch(
             token_ids=tuple((*prompt.token_ids, 7, 2) for prompt in prompts for _ in range(2)),
             prompt_lengths=(2, 2, 2, 2),
@@ -245,51 +143,27 @@ def test_every_call_of_a_step_gets_what_it_must() -> None:
             advantages=(0.5, -0.5, 0.0, 0.0),
             policy_version=step,
         )
-        give, fingerprints, logprobs, ref_logprobs, train = learner.calls[5 * step : 5 * step + 5]
-        assert give == ("give", {"version": step})
-        assert fingerprints == ("start_fingerprints", {"dtypes": DTYPES, "turn": ALL})
-        assert logprobs == ("logprobs", {"batch": batch, "temperature": 0.5})
-        assert ref_logprobs == ("ref_logprobs", {"batch": batch, "temperature": 0.5})
-        update: Update = train[1]["update"]
-        assert train[0] == "train_step"
+        assert refit == (step, 4)
+        assert generate == {"prompts": prompts, "sampling": SAMPLING, "group_size": 2, "seed": SEEDS[0][step]}
+        assert logprobs == ref_logprobs == (batch, 0.5)
+        update = ends.updates[step]
         assert (update.batch, update.loss, update.temperature, update.max_response_tokens) == (batch, LOSS, 0.5, 4)
-        assert update.trainer_logprobs is not None
-        assert [row.tolist() for row in update.trainer_logprobs] == [[-0.5, -0.5]] * 4
-        assert update.ref_logprobs is not None
-        assert [row.tolist() for row in update.ref_logprobs] == [[-1.0, -2.0]] * 4
+        assert np.array(update.trainer_logprobs).tolist() == [[-0.5, -0.5]] * 4
+        assert np.array(update.ref_logprobs).tolist() == [[-1.0, -2.0]] * 4
         assert [group.prompt for group in scored[step]] == list(prompts)
-    assert len(engine.calls) == 4
-    assert len(learner.calls) == 10
-
-
-def test_the_gate_is_asked_for_the_steps_policy_and_for_the_version_of_the_draft() -> None:
-    engine = NotingEngine(draft_version=4)
-    asked: list[tuple[int, int | None]] = []
-
-    class NotingGate:
-        def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
-            asked.append((version, draft_version))
-            engine.version = version
-            return RefitCheck(num_tensors=9, elapsed_s=0.0)
-
-    records = run(engine, NotingLearner(), gate=NotingGate())
-    assert asked == [(0, 4), (1, 4), (2, 4)]
-    assert [record.refit.num_tensors for record in records] == [9, 9, 9]
 
 
 def test_a_steps_record_says_what_happened_in_it() -> None:
-    first, second, third = run(NotingEngine(draft_version=4), NotingLearner())
+    first, second, third = run(Ends(draft_version=4))
     gap = first.mismatch
     assert [record.step for record in (first, second, third)] == [0, 1, 2]
     assert [record.policy_version for record in (first, second, third)] == [0, 1, 2]
     assert (first.reward_mean, first.num_zero_signal_groups, first.num_rollouts) == (0.75, 1, 4)
     assert (first.num_response_tokens, first.num_reward_timeouts, first.num_reward_crashes) == (8, 2, 1)
     assert sum(record.num_truncated for record in (first, second)) == 2  # prompt 3, once an epoch, both its rollouts
-    assert first.train == TrainStats(
-        loss=0.1, grad_norm=1.0, kl=0.2, clip_fraction=0.3, num_tokens=8, learning_rate=1e-4
-    )
+    assert first.train == STATS
     assert (first.acceptance, first.draft_version) == (accepted(10, 24, 0, 0), 4)
-    assert (first.refit.num_tensors, first.refit.probe_difference) == (1, None)
+    assert first.refit == RefitCheck(num_tensors=9, elapsed_s=0.0)
     # Rollout minus trainer logprob is 0 and 0.25, their ratio 1 and exp(-0.25) = 0.78, which is under the band's 0.9.
     assert isinstance(gap, Mismatch)
     assert (gap.k1, gap.mean, gap.largest, gap.outside_fraction) == (0.125, 0.125, 0.25, 0.0)
@@ -297,20 +171,21 @@ def test_a_steps_record_says_what_happened_in_it() -> None:
 
 
 def test_the_arms_get_the_same_prompts_and_seeds_of_their_own() -> None:
-    engines = {arm: NotingEngine() for arm in Arm}
-    for arm, engine in engines.items():
-        run(engine, NotingLearner(), arm=arm)
-    calls = [[call for name, call in engine.calls if name == "generate"] for engine in engines.values()]
+    calls = []
+    for each in Arm:
+        ends = Ends()
+        run(ends, arm=each)
+        calls.append(ends.generated)
     assert [[call["seed"] for call in arm] for arm in calls] == SEEDS
     assert len({*SEEDS[0], *SEEDS[1]}) == 6
     assert [call["prompts"] for call in calls[0]] == [call["prompts"] for call in calls[1]]
 
 
 def test_one_update_a_step_needs_no_pass_for_logprobs_and_takes_the_mismatch_from_its_own() -> None:
-    learner = NotingLearner()
-    (record,) = run(NotingEngine(), learner, config=replace(AUTO, num_steps=1))
-    assert [name for name, _ in learner.calls] == ["give", "start_fingerprints", "train_step"]
-    assert (learner.updates[0].trainer_logprobs, learner.updates[0].ref_logprobs) == (None, None)
+    ends = Ends()
+    (record,) = run(ends, config=replace(AUTO, num_steps=1))
+    assert ends.names == ["refit", "generate", "train_step"]
+    assert (ends.updates[0].trainer_logprobs, ends.updates[0].ref_logprobs) == (None, None)
     assert (record.has_logprob_pass, record.times.logprob_s) == (False, 0.0)
     # Rollout minus the training pass's own -0.75 is 0.25 and 0.5.
     assert (record.mismatch.k1, record.mismatch.largest) == (0.375, 0.5)
@@ -322,44 +197,34 @@ def test_one_update_a_step_needs_no_pass_for_logprobs_and_takes_the_mismatch_fro
     ids=["always", "two updates", "a reference"],
 )
 def test_the_pass_for_logprobs_stays_where_the_recipe_or_the_gradient_asks_for_it(config: GrpoConfig) -> None:
-    learner = NotingLearner()
-    (record,) = run(NotingEngine(), learner, config=replace(config, num_steps=1))
-    assert [name for name, _ in learner.calls].count("logprobs") == 1
-    assert all(update.trainer_logprobs is not None for update in learner.updates)
+    ends = Ends()
+    (record,) = run(ends, config=replace(config, num_steps=1))
+    assert ends.names.count("logprobs") == 1
+    assert all(update.trainer_logprobs is not None for update in ends.updates)
     assert record.has_logprob_pass
 
 
-def test_a_correction_alone_needs_no_pass_for_logprobs() -> None:
-    """Its weights are of the policy before the update, which one update asks itself."""
-    assert not replace(AUTO, loss=replace(LOSS, truncated_importance_sampling=2.0)).needs_logprob_pass
-
-
 def test_a_corrected_step_records_its_ratios_and_an_uncorrected_one_nothing() -> None:
-    """The training pass's own -0.75 less the engine's -0.5 and -0.25: ratios exp(-0.25) and exp(-0.5)."""
+    """The training pass's own -0.75 less the engine's -0.5 and -0.25: ratios exp(-0.25) and exp(-0.5).
+
+    Its weights are of the policy before the update, which one update asks itself: a pass for them would give -0.5.
+    """
     corrected = replace(AUTO, num_steps=1, loss=replace(LOSS, truncated_importance_sampling=0.7))
-    (record,) = run(NotingEngine(), NotingLearner(), config=corrected)
+    (record,) = run(Ends(), config=corrected)
     (lag,) = record.lags
     assert (lag.lag, lag.num_tokens, lag.clipped_fraction) == (0, 8, 0.5)
     assert lag.ratio_mean == pytest.approx((np.exp(-0.25) + np.exp(-0.5)) / 2)
     assert lag.ratio_max == pytest.approx(np.exp(-0.25))
-    assert all(not record.lags for record in run(NotingEngine(), NotingLearner(), config=AUTO))
-
-
-def test_advantages_are_scaled_where_the_config_says_so() -> None:
-    learner = NotingLearner()
-    run(NotingEngine(), learner, config=replace(CONFIG, num_steps=1, scale_advantages_by_std=True))
-    # Deviations of 0.5 over the sample's standard deviation sqrt(0.5).
-    assert learner.updates[0].batch.advantages[:2] == pytest.approx((0.5**0.5, -(0.5**0.5)), abs=1e-5)
+    assert all(not record.lags for record in run(Ends(), config=AUTO))
 
 
 def test_a_step_of_two_updates_learns_from_each_rollout_once_against_the_policy_before_the_first() -> None:
-    learner = NotingLearner()
-    (record,) = run(NotingEngine(), learner, config=replace(CONFIG, num_steps=1, updates_per_step=2))
-    first, second = learner.updates
-    assert [name for name, _ in learner.calls if name == "logprobs"] == ["logprobs"]
+    ends = Ends()
+    (record,) = run(ends, config=replace(CONFIG, num_steps=1, updates_per_step=2))
+    first, second = ends.updates
+    assert ends.names.count("logprobs") == 1
     assert (*first.batch.advantages, *second.batch.advantages) == (0.5, -0.5, 0.0, 0.0)
-    assert second.trainer_logprobs is not None
-    assert [row.tolist() for row in second.trainer_logprobs] == [[-0.5, -0.5]] * 2
+    assert np.array(second.trainer_logprobs).tolist() == [[-0.5, -0.5]] * 2
     stats = record.train
     assert (stats.loss, stats.kl, stats.clip_fraction) == pytest.approx((0.15, 0.2, 0.3))  # means over the tokens
     assert (stats.grad_norm, stats.num_tokens, stats.learning_rate) == (1.5, 16, 1e-4)
@@ -376,26 +241,17 @@ def test_the_five_stages_are_timed_apart_and_add_up_to_the_step() -> None:
 
         return timed
 
-    engine, learner = NotingEngine(), NotingLearner()
-    for owner, name, seconds in (
-        (learner, "give", 1.0),
-        (engine, "take", 2.0),
-        (engine, "generate", 4.0),
-        (learner, "logprobs", 8.0),
-        (learner, "ref_logprobs", 16.0),
-        (learner, "train_step", 32.0),
-    ):
-        setattr(owner, name, takes(seconds, getattr(owner, name)))
+    ends = Ends()
+    for name, seconds in {"refit": 3, "generate": 4, "logprobs": 8, "ref_logprobs": 16, "train_step": 32}.items():
+        setattr(ends, name, takes(seconds, getattr(ends, name)))
     (record,) = run(
-        engine,
-        learner,
+        ends,
         config=replace(CONFIG, num_steps=1),
-        on_score=lambda: now.__setitem__(0, now[0] + 64.0),
+        on_score=takes(64.0, lambda groups: None),
         start_clock=lambda: StageClock(now_s=lambda: now[0]),
     )
-    assert record.times == StageTimes(
-        data_s=64.0, prepare_s=3.0, generation_s=4.0, logprob_s=24.0, train_s=32.0, step_s=127.0
-    )
+    expected = {"data_s": 64.0, "prepare_s": 3.0, "generation_s": 4.0, "logprob_s": 24.0, "train_s": 32.0}
+    assert record.times == replace(NO_TIMES, **expected, step_s=127.0)
     assert record.machine is not None
 
 
@@ -413,25 +269,24 @@ def test_a_step_samples_further_prompts_until_it_has_enough_groups_with_signal(
 ) -> None:
     """Two groups of two rollouts a batch; what was left out and what filled the step stands in its record."""
 
-    class Timed(NotingEngine):
+    class Timed(Ends):
         def generate(self, *args: Any, **how: Any) -> GenerationResult:
             found = super().generate(*args, **how)
             return replace(found, acceptance=ACCEPTANCE, generation_s=0.25, num_preemptions=1)
 
-    engine, learner, scored = Timed(draft_version=4), NotingLearner(), []
+    ends = Timed(draft_version=4)
     prompts = tuple(Prompt(id=str(i), text=str(i), token_ids=(1, i), answer="7") for i in range(6))
     stream = PromptStream(prompts=prompts, batch_size=2, seed=0)
     more = DynamicSamplingConfig(max_extra_batches=max_extra_batches)
     config = replace(CONFIG, num_steps=1, dynamic_sampling=more)
-    (record,) = run(engine, learner, config=config, scored=scored, rewards=iter(rewards), prompts=stream)
+    (record,) = run(ends, config=config, rewards=rewards, prompts=stream)
     num_batches = int(sampling[0])
     batches = [stream.batch(0), *(stream.further(0, number) for number in range(1, num_batches))]
-    calls = [call for name, call in engine.calls if name == "generate"]
-    assert [call["prompts"] for call in calls] == batches
-    assert {call["seed"] for call in calls} == {SEEDS[0][0]}
-    assert [name for name, _ in engine.calls].count("take") == 1
+    assert [call["prompts"] for call in ends.generated] == batches
+    assert {call["seed"] for call in ends.generated} == {SEEDS[0][0]}
+    assert ends.names.count("refit") == 1
     sampled = [prompt for batch in batches for prompt in batch]
-    (update,) = learner.updates
+    (update,) = ends.updates
     assert [ids[:2] for ids in update.batch.token_ids[::2]] == [sampled[index].token_ids for index in trained]
     all_rewards = [reward for batch in rewards[:num_batches] for reward in batch]
     assert update.batch.advantages == tuple(
@@ -455,4 +310,166 @@ def test_a_step_samples_further_prompts_until_it_has_enough_groups_with_signal(
 
 def test_rollouts_of_a_policy_that_was_not_refitted_stop_the_run() -> None:
     with pytest.raises(RuntimeError, match=r"must come from policy version 1, got \[0\]"):
-        run(NotingEngine(stuck=True), NotingLearner())
+        run(Ends(stuck=True))
+
+
+class NotingDraft(Draft):
+    """Version 6; asked, it answers what it was made with."""
+
+    def __init__(self, decision: DraftDecision | None = None) -> None:
+        super().__init__(version=6)
+        self.asked: list[tuple[GenerationResult, int]] = []
+        self.noted: list[StepRecord] = []
+        self._decision = decision
+
+    def decide(self, result: GenerationResult, *, num_steps_left: int) -> DraftDecision | None:
+        self.asked.append((result, num_steps_left))
+        return self._decision
+
+    def note(self, record: StepRecord) -> None:
+        self.noted.append(record)
+
+
+REWARDS = RewardResult(rewards=(1.0, 0.0), num_timeouts=0, num_crashes=0)
+OVERLAP = Stopwatch(num_regenerated=4).overlap()
+
+
+def generated(policy_version: int, draft_version: int = 6) -> GenerationResult:
+    own = group(PROMPTS[0], 2, policy_version=policy_version, draft_version=draft_version)
+    return GenerationResult(groups=(own,), acceptance=None, generation_s=1.0)
+
+
+def stepped(
+    learner: Ends, result: GenerationResult, *, draft: NotingDraft | None = None, published: Any = None, **how: Any
+) -> StepRecord:
+    """Step 3 of nine."""
+    config = replace(AUTO, num_steps=9, prompts_per_step=1)
+    made, clock = trainer(learner, config, draft=draft or NotingDraft(), **how), StageClock()
+    learned = made.learn(3, result, REWARDS, clock=clock, published=published)
+    return made.record(3, clock.times(), RefitCheck(num_tensors=1, elapsed_s=0.0), learned, overlap=OVERLAP)
+
+
+@pytest.mark.parametrize("answer", [None, replace(DECISION, trains=False), DECISION])
+def test_the_draft_is_asked_before_the_update_and_trained_in_it_where_it_says_so(answer: DraftDecision | None) -> None:
+    draft, result, learner = NotingDraft(answer), generated(3), Ends()
+    record = stepped(learner, result, draft=draft)
+    assert draft.asked == [(result, 5)]  # of nine steps, 4 to 8 come after this one
+    assert [update.trains_draft for update in learner.updates] == [answer is not None and answer.trains]
+    assert (record.draft_decision, record.overlap) == (answer, OVERLAP)
+    assert draft.noted == [record]
+
+
+def test_a_loop_that_may_lag_shows_ratios_although_nothing_is_corrected() -> None:
+    """The engine's -0.5 and -0.25 beside the training pass's own -0.75, one version behind."""
+    (lag,) = stepped(Ends(), generated(2), max_lag=1).lags
+    assert (lag.lag, lag.num_tokens, lag.clipped_fraction) == (1, 4, 0.0)
+    assert lag.ratio_mean == pytest.approx((np.exp(-0.25) + np.exp(-0.5)) / 2)
+    assert stepped(Ends(), generated(3)).lags == ()
+
+
+def test_rollouts_may_come_from_any_pair_of_versions_that_was_published() -> None:
+    learner, result = Ends(), generated(2, draft_version=5)
+    stepped(learner, result, max_lag=1, published=[(2, 5), (3, 6)])
+    assert learner.updates[0].batch.policy_version == 3
+    with pytest.raises(RuntimeError, match=r"must come from draft version 6, got \{5\}"):
+        stepped(learner, result, max_lag=1)
+
+
+def test_acceptance_that_collapses_is_told_of_the_version_that_was_drawn_from() -> None:
+    learner, guard = Ends(), AcceptanceGuard([accepted(10**6, 900_000)] * 8)
+    with pytest.raises(AcceptanceCollapse, match="at policy version 2"):
+        stepped(learner, replace(generated(2), acceptance=accepted(10**6, 100_000)), max_lag=1, guard=guard)
+    assert learner.updates == []
+
+
+def test_versions_are_kept_as_long_as_rollouts_of_later_steps_may_come_from_them() -> None:
+    """After step 5, with a lag of 2, step 6 takes what version 4 gave, and nothing older."""
+    published = ((2, 0), (3, 0), (4, 1), (5, 1))
+    assert recent(published, 5, 2) == ((4, 1), (5, 1))
+    assert recent(published, 5, 0) == ()
+
+
+STALE = draft_with(
+    eagle3={"aux_hidden_state_layer_ids": (0, 1, 2)}, online={"when": DraftOnline.WHEN_STALE, "horizon_steps": 8}
+)
+ALWAYS = draft_with(STALE, online={"when": DraftOnline.ALWAYS})
+
+
+def drafted(length: float) -> AcceptanceStats:
+    """So many drafts of one token that chance moves nothing."""
+    return accepted(10**12, round((length - 1) * 10**12))
+
+
+def observed(length: float, *, elapsed_s: float | None = None) -> StepRecord:
+    """A step of rollouts of that length, which took 3 s; with `elapsed_s` it trained the draft."""
+    update = None if elapsed_s is None else DraftUpdate(loss=1.0, num_updates=1, elapsed_s=elapsed_s)
+    return replace(STEP, acceptance=drafted(length), draft_update=update)
+
+
+def decided(draft: TrainedDraft, length: float, *, num_steps_left: int = 9, generation_s: float = 3.0) -> DraftDecision:
+    """After rollouts of that length."""
+    result = GenerationResult(groups=(), acceptance=drafted(length), generation_s=generation_s)
+    decision = draft.decide(result, num_steps_left=num_steps_left)
+    assert decision is not None
+    return decision
+
+
+def test_a_fixed_draft_is_never_trained() -> None:
+    draft = Draft(version=3)
+    draft.note(observed(1.5, elapsed_s=1.0))
+    assert (draft.decide(generated(3), num_steps_left=9), draft.version) == (None, 3)
+
+
+@pytest.mark.parametrize(("num_steps_left", "saved_s"), [(9, 6.0), (8, 6.0), (5, 3.75), (0, 0.0)])
+def test_a_training_pays_for_the_horizon_or_for_the_steps_that_are_left(num_steps_left: int, saved_s: float) -> None:
+    """A length of 1.5 where 2.0 is known to be reached loses a quarter of each step's 3 s."""
+    decision = decided(TrainedDraft(STALE, reference=2.0), 1.5, num_steps_left=num_steps_left)
+    assert decision.saved_s == pytest.approx(saved_s, rel=1e-4)
+    assert (decision.length, decision.reference_length) == (1.5, 2.0)
+    assert decision.trains == (saved_s > 0)
+
+
+def test_a_draft_that_is_always_trained_shows_what_it_would_have_saved() -> None:
+    decision = decided(TrainedDraft(ALWAYS, reference=2.0), 2.0)
+    assert (decision.trains, decision.reason) == (True, "always")
+    assert decision.saved_s == pytest.approx(0.0, abs=1e-3)
+    assert not decided(TrainedDraft(STALE, reference=2.0), 2.0).trains
+
+
+def test_each_training_makes_the_next_version_and_its_time_is_what_the_next_one_costs() -> None:
+    draft = TrainedDraft(STALE, reference=2.0)
+    draft.note(observed(1.5))
+    assert draft.version == 0
+    draft.note(observed(1.5, elapsed_s=9.0))  # the first pays for cold caches
+    draft.note(observed(1.5, elapsed_s=7.0))
+    assert draft.version == 2
+    decision = decided(draft, 1.5)
+    assert (decision.trains, decision.cost_s, decision.reason) == (False, 7.0, "it costs more than it saves")
+
+
+def test_a_resumed_draft_knows_what_the_steps_before_it_showed() -> None:
+    """Lengths of 2.0 and 1.5 before, and 1.6 now: 2.0 is reachable, and the last three have 1.7."""
+    draft = TrainedDraft(STALE, reference=None, history=[observed(2.0), observed(1.5, elapsed_s=9.0)])
+    decision = decided(draft, 1.6)
+    assert draft.version == 1
+    assert (decision.reference_length, decision.length) == (2.0, pytest.approx(1.7))
+
+
+def test_a_resumed_draft_decides_as_one_that_was_not_interrupted() -> None:
+    """Each step loses a quarter of the seconds that its rollouts took, whatever its record says of other times."""
+    whole, records = TrainedDraft(STALE, reference=2.0), []
+    for generation_s in (1.0, 3.0, 2.0, 5.0, 0.5):
+        decision = decided(whole, 1.5, generation_s=generation_s)
+        record = replace(observed(1.5, elapsed_s=1.5 if decision.trains else None), draft_decision=decision)
+        records.append(record)
+        whole.note(record)
+    resumed = TrainedDraft(STALE, reference=2.0, history=records)
+    assert decided(resumed, 1.5) == decided(whole, 1.5)
+    trains = [record.draft_decision is not None and record.draft_decision.trains for record in records]
+    assert trains == [True, True, False, True, False]
+
+
+def test_a_step_that_decided_nothing_about_its_draft_lost_no_time_that_counts() -> None:
+    """Of the rollouts before, which say nothing of their seconds, none; of these a quarter of 3 s."""
+    draft = TrainedDraft(STALE, reference=2.0, history=[observed(1.5)])
+    assert decided(draft, 1.5).lost_s == pytest.approx(0.75, rel=1e-5)

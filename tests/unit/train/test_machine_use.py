@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,38 +25,35 @@ HERE = os.getpid()
 CORE = min(os.sched_getaffinity(0))
 
 
-class FakeNvml:
-    """GPUs by their reasons and SM clocks."""
-
-    NVML_CLOCK_SM = 1
-
-    class NVMLError(Exception):
-        """NVML's own."""
-
-    def __init__(self, *gpus: tuple[int, int], has_clocks: bool = True) -> None:
-        self.gpus, self.has_clocks = gpus, has_clocks
-        self.asked: list[tuple[int, int]] = []
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return len(self.gpus)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        return index
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: int) -> int:  # noqa: N802
-        return self.gpus[gpu][0]
-
-    def nvmlDeviceGetClockInfo(self, gpu: int, kind: int) -> int:  # noqa: N802
-        if not self.has_clocks:
-            raise self.NVMLError("not supported")
-        self.asked.append((gpu, kind))
-        return self.gpus[gpu][1]
+class NvmlError(Exception):
+    """NVML's own."""
 
 
-def process(parent: int, ticks: tuple[int, int, int, int], name: str = "python", start: int = 7) -> str:
+def fake_nvml(*gpus: tuple[int, int], has_clocks: bool = True) -> Any:
+    """GPUs by their reasons and SM clocks; it notes which clocks it is asked for."""
+    asked: list[tuple[int, int]] = []
+
+    def clock(gpu: int, kind: int) -> int:
+        if not has_clocks:
+            raise NvmlError("not supported")
+        asked.append((gpu, kind))
+        return gpus[gpu][1]
+
+    return SimpleNamespace(
+        asked=asked,
+        NVML_CLOCK_SM=1,
+        NVMLError=NvmlError,
+        nvmlDeviceGetCount=lambda: len(gpus),
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: gpus[gpu][0],
+        nvmlDeviceGetClockInfo=clock,
+    )
+
+
+def process(parent: int, *ticks: int, name: str = "python", start: int = 7) -> str:
     """A line of /proc/<pid>/stat without its id: own user and system ticks, and those of children that have ended."""
-    before = ["S", str(parent), *"0" * 9]
-    return " ".join([f"({name})", *before, *map(str, ticks), *"0" * 4, str(start), "0"])
+    fields = ["S", parent, *"0" * 9, *(ticks + (0,) * 4)[:4], *"0" * 4, start, 0]
+    return " ".join([f"({name})", *map(str, fields)])
 
 
 def machine(tmp_path: Path, cores: Mapping[int, str], processes: Mapping[int, str], waited_us: int = 0) -> Path:
@@ -83,12 +81,10 @@ def counters(tmp_path: Path, *args: Any, at_s: float = 0.0, **changes: Any) -> C
 
 def test_other_processes_are_what_keeps_the_cores_busy_beside_the_processes_of_the_run(tmp_path: Path) -> None:
     """Of 200 ticks 100 pass idle or wait for disks, 10 are stolen; 90 are busy, 60 of them in the run's processes."""
-    cores = "100 0 50 800 20 0 0 0 30 0"
-    tree = {HERE: process(1, (40, 10, 0, 0)), 60: process(HERE, (5, 5, 0, 0)), 61: process(60, (1, 0, 0, 0))}
-    before = counters(tmp_path, {CORE: cores}, {**tree, 70: process(1, (3, 3, 0, 0))})
-    tree = {HERE: process(1, (60, 20, 0, 0)), 60: process(HERE, (10, 10, 0, 0)), 61: process(60, (11, 10, 0, 0))}
-    later = "150 10 70 880 40 6 4 10 70 0"
-    after = counters(tmp_path, {CORE: later}, {**tree, 70: process(1, (33, 3, 0, 0))}, waited_us=500_000, at_s=2.0)
+    tree = {HERE: process(1, 40, 10), 60: process(HERE, 5, 5), 61: process(60, 1), 70: process(1, 3, 3)}
+    before = counters(tmp_path, {CORE: "100 0 50 800 20 0 0 0 30 0"}, tree)
+    tree = {HERE: process(1, 60, 20), 60: process(HERE, 10, 10), 61: process(60, 11, 10), 70: process(1, 33, 3)}
+    after = counters(tmp_path, {CORE: "150 10 70 880 40 6 4 10 70 0"}, tree, waited_us=500_000, at_s=2.0)
     assert use_between(before, after) == MachineUse(
         load=1.5, other_cpu_fraction=0.15, steal_fraction=0.05, memory_pressure_fraction=0.25, cpu_mhz=2500.5
     )
@@ -101,40 +97,39 @@ def used(tmp_path: Path, before: Mapping[int, str], after: Mapping[int, str]) ->
     return use_between(then, now).other_cpu_fraction
 
 
-def test_children_that_come_and_end_within_a_step_are_the_runs_own(tmp_path: Path) -> None:
-    own = {HERE: process(1, (10, 0, 5, 5))}
-    assert used(tmp_path, own, {HERE: process(1, (20, 0, 55, 15))}) == 0.15  # 70 of the 100
-    assert used(tmp_path, own, {**own, 60: process(HERE, (30, 10, 0, 0))}) == 0.3  # it was started in the step
+OWN, OURS = {HERE: process(1)}, {50: process(HERE, name="raylet")}
+ENDED = {HERE: process(1, 10), 60: process(HERE, 1000)}
+THEIRS = {80: process(1, name="raylet"), 81: process(80, name="ray::A (x) b")}
+WORKED = {**THEIRS, 81: process(80, 60, name="ray::A (x) b")}
 
 
-def test_others_are_never_blamed_for_a_process_of_the_run_that_has_ended(tmp_path: Path) -> None:
-    """It counts with its parent, in full, 1,000 ticks of which lay before the step; one that nobody awaits is gone."""
-    own, child = {HERE: process(1, (10, 0, 0, 0))}, {60: process(HERE, (1000, 0, 0, 0))}
-    assert used(tmp_path, own | child, {HERE: process(1, (10, 0, 1040, 0))}) == 0.0
-    assert used(tmp_path, own | child, {HERE: process(1, (50, 0, 0, 0))}) == 0.3
-
-
-def test_an_id_that_another_process_got_is_counted_from_its_start(tmp_path: Path) -> None:
-    own = {HERE: process(1, (0, 0, 0, 0))}
-    old, new = process(HERE, (90, 0, 0, 0), start=7), process(HERE, (40, 0, 0, 0), start=8)
-    assert used(tmp_path, {**own, 60: old}, {**own, 60: new}) == 0.3
-
-
-def test_workers_of_a_ray_that_was_there_before_are_the_runs_own_and_of_another_beside_its_own_are_not(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("before", "after", "share"),
+    [
+        # children that come and end within a step, 70 of the 100, and one that was started in it and goes on
+        ({HERE: process(1, 10, 0, 5, 5)}, {HERE: process(1, 20, 0, 55, 15)}, 0.15),
+        (OWN, {**OWN, 60: process(HERE, 30, 10)}, 0.3),
+        # others are never blamed for one that has ended: it counts with its parent, in full, with 1,000 earlier ticks
+        (ENDED, {HERE: process(1, 10, 0, 1040)}, 0.0),
+        (ENDED, {HERE: process(1, 50)}, 0.3),  # one that nobody awaits is gone
+        # an id that another process got counts from its start
+        ({**OWN, 60: process(HERE, 90)}, {**OWN, 60: process(HERE, 40, start=8)}, 0.3),
+        # workers of a Ray that was there before are the run's own, and those of another beside its own are not
+        (OWN | THEIRS, OWN | WORKED, 0.2),
+        (OWN | OURS | THEIRS, OWN | OURS | WORKED, 0.5),
+    ],
+)
+def test_a_runs_own_work_is_that_of_its_processes_children_and_ray(
+    tmp_path: Path, before: dict[int, str], after: dict[int, str], share: float
 ) -> None:
-    own, ours = {HERE: process(1, (0, 0, 0, 0))}, {50: process(HERE, (0, 0, 0, 0), name="raylet")}
-    theirs = {80: process(1, (0, 0, 0, 0), name="raylet"), 81: process(80, (0, 0, 0, 0), name="ray::A (x) b")}
-    worked = {**theirs, 81: process(80, (60, 0, 0, 0), name="ray::A (x) b")}
-    assert used(tmp_path, own | theirs, own | worked) == 0.2
-    assert used(tmp_path, own | ours | theirs, own | ours | worked) == 0.5
+    assert used(tmp_path, before, after) == share
 
 
 def test_forked_workers_are_the_runs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer and the server that forked a worker are children of the process that has workers forked."""
     (tmp_path / "pid").write_text("40")
-    run = {40: process(1, (0, 0, 0, 0)), HERE: process(40, (0, 0, 0, 0)), 41: process(40, (0, 0, 0, 0))}
-    worker, worked = {42: process(41, (0, 0, 0, 0))}, {42: process(41, (60, 0, 0, 0))}
+    run = {40: process(1), HERE: process(40), 41: process(40)}
+    worker, worked = {42: process(41)}, {42: process(41, 60)}
     monkeypatch.delenv(DIRECTORY, raising=False)
     assert used(tmp_path, run | worker, run | worked) == 0.5
     monkeypatch.setenv(DIRECTORY, str(tmp_path))
@@ -142,9 +137,8 @@ def test_forked_workers_are_the_runs_own(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_cores_that_the_run_may_not_use_are_not_counted(tmp_path: Path) -> None:
-    beyond, own = max(os.sched_getaffinity(0)) + 1, {HERE: process(1, (0, 0, 0, 0))}
-    before = counters(tmp_path, {CORE: "0 0 0 0 0 0 0 0", beyond: "0 0 0 0 0 0 0 0"}, own)
-    after = counters(tmp_path, {CORE: "10 0 0 90 0 0 0 0", beyond: "999 0 0 0 0 0 0 0"}, own, at_s=1.0)
+    before = counters(tmp_path, {CORE: "0 0 0 0 0 0 0 0", CORE + 1: "0 0 0 0 0 0 0 0"}, OWN)
+    after = counters(tmp_path, {CORE: "10 0 0 90 0 0 0 0", CORE + 1: "999 0 0 0 0 0 0 0"}, OWN, at_s=1.0)
     assert use_between(before, after).other_cpu_fraction == 0.1
 
 
@@ -182,15 +176,15 @@ def test_a_container_that_hides_its_processes_shows_the_steal_alone(tmp_path: Pa
 
 def test_gpus_that_work_tell_their_clock_and_what_holds_it_down(tmp_path: Path) -> None:
     """An idle GPU's low clock says nothing; a clock that its own settings ask for (0x2) is no throttling."""
-    nvml = FakeNvml((0x44, 1200), (0x1, 345), (0x2, 1800))
+    nvml = fake_nvml((0x44, 1200), (0x1, 345), (0x2, 1800))
     seen = read_counters(tmp_path, tmp_path, nvml)
     use = use_between(seen, seen)
     assert (use.sm_clock_mhz, use.throttle_reasons) == (1500.0, ("power cap", "hardware thermal slowdown"))
     assert nvml.asked == [(0, nvml.NVML_CLOCK_SM), (2, nvml.NVML_CLOCK_SM)]
 
 
-@pytest.mark.parametrize("nvml", [FakeNvml((0x1, 345)), FakeNvml((0x0, 1200), has_clocks=False), FakeNvml()])
-def test_gpus_that_are_idle_or_refuse_to_tell_are_not_recorded(nvml: FakeNvml, tmp_path: Path) -> None:
+@pytest.mark.parametrize("nvml", [fake_nvml((0x1, 345)), fake_nvml((0x0, 1200), has_clocks=False), fake_nvml()])
+def test_gpus_that_are_idle_or_refuse_to_tell_are_not_recorded(nvml: Any, tmp_path: Path) -> None:
     seen = read_counters(tmp_path, tmp_path, nvml)
     assert (seen.sm_clock_mhz, seen.throttle_reasons) == (None, ())
 

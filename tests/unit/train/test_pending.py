@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,16 +51,13 @@ def pending() -> Pending:
     return Pending(scored=(scored,), under_way=(8, 11), published=((3, None), (4, 2)))
 
 
-def test_everything_comes_back_to_the_last_bit() -> None:
-    assert Pending.from_bytes(pending().to_bytes()) == pending()
-    assert Pending.from_bytes(Pending().to_bytes()) == Pending()
-
-
-def test_rollouts_of_an_engine_without_a_draft_or_an_autopilot_come_back_too() -> None:
+def test_everything_comes_back_to_the_last_bit_but_times_on_the_clock_of_another_process() -> None:
     (scored,) = pending().scored
-    plain = replace(scored.result, acceptance=None, autopilot=None)
-    waiting = Pending(scored=(replace(scored, result=plain),))
-    assert Pending.from_bytes(waiting.to_bytes()) == waiting
+    without_draft = replace(scored, result=replace(scored.result, acceptance=None, autopilot=None))
+    for each in (pending(), Pending(), replace(pending(), scored=(without_draft,))):
+        assert Pending.from_bytes(each.to_bytes()) == each
+    later = replace(pending(), scored=(replace(scored, generated_s=5.0),))
+    assert Pending.from_bytes(later.to_bytes()) == pending()
 
 
 @pytest.mark.parametrize("length", [0, 10, -1, -200])
@@ -68,30 +67,25 @@ def test_what_is_cut_short_is_refused(length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "field"),
-    [("result.acceptance", "num_drafts"), ("result.autopilot", "is_probe"), ("rewards", "num_crashes")],
+    ("damage", "message"),
+    [
+        (
+            lambda own: own["result"]["acceptance"].update(num_drafts="many"),
+            r"acceptance\.num_drafts must be of type int",
+        ),
+        (lambda own: own["result"]["autopilot"].update(is_probe="many"), r"autopilot\.is_probe must be of type bool"),
+        (
+            lambda own: own["rewards"].update(num_crashes="many"),
+            r"rewards\.num_crashes must be of type int, got 'many'",
+        ),
+        (lambda own: own["result"]["groups"][1].pop("rollouts"), r"groups\[1\]\.rollouts is required"),
+    ],
 )
-def test_a_field_that_cannot_be_read_is_named(part: str, field: str) -> None:
+def test_a_field_that_cannot_be_read_or_is_missing_is_named(damage: Callable[[Any], Any], message: str) -> None:
     values = json.loads(pending().to_bytes())
-    section = values["scored"][0]
-    for name in part.split("."):
-        section = section[name]
-    section[field] = "many"
-    with pytest.raises(CheckpointError, match=rf"{part}\.{field} must be of type \w+, got 'many'"):
+    damage(values["scored"][0])
+    with pytest.raises(CheckpointError, match=message):
         Pending.from_bytes(json.dumps(values).encode())
-
-
-def test_a_field_that_is_missing_is_named() -> None:
-    values = json.loads(pending().to_bytes())
-    del values["scored"][0]["result"]["groups"][1]["rollouts"]
-    with pytest.raises(CheckpointError, match=r"groups\[1\]\.rollouts is required"):
-        Pending.from_bytes(json.dumps(values).encode())
-
-
-def test_times_on_the_clock_of_another_process_are_left_out() -> None:
-    (scored,) = pending().scored
-    later = replace(pending(), scored=(replace(scored, generated_s=5.0),))
-    assert Pending.from_bytes(later.to_bytes()) == pending()
 
 
 def test_a_time_that_is_no_number_is_refused_when_it_is_written() -> None:
@@ -101,20 +95,13 @@ def test_a_time_that_is_no_number_is_refused_when_it_is_written() -> None:
         Pending(scored=(replace(scored, result=result),)).to_bytes()
 
 
-def test_a_tally_makes_its_directory_and_leaves_nothing_beside_its_file(tmp_path: Path) -> None:
-    tally = Submitted(tmp_path / "run" / "arm" / "submitted")
-    tally.note(6)
-    tally.note(7)
-    assert [path.name for path in (tmp_path / "run" / "arm").iterdir()] == ["submitted"]
-    assert (tmp_path / "run" / "arm" / "submitted").read_text() == "7"
-
-
-def test_a_tally_keeps_the_largest_number_over_attempts(tmp_path: Path) -> None:
-    first = Submitted(tmp_path / "submitted")
+def test_a_tally_keeps_the_largest_number_over_attempts_in_a_file_with_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "arm" / "submitted"
+    first, second = Submitted(path), Submitted(path)
     assert first.read() == 0
     first.note(6)
-    second = Submitted(tmp_path / "submitted")
     second.note(4)
     assert second.read() == 6
     second.note(8)
     assert first.read() == 8
+    assert [(each.name, each.read_text()) for each in path.parent.iterdir()] == [("submitted", "8")]

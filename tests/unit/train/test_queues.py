@@ -14,23 +14,8 @@ def forever(threads: ThreadGroup) -> None:
     threads.wait_for(lambda: None)
 
 
-def test_whoever_waits_gets_what_another_one_brings() -> None:
-    threads, shared, got = ThreadGroup(), [], []
-
-    def produce() -> None:
-        for item in (1, 2, 3):
-            threads.update(lambda item=item: shared.append(item))
-        forever(threads)
-
-    def train() -> None:
-        got.extend(threads.wait_for(lambda: shared.pop(0) if shared else None) for _ in range(3))
-
-    threads.run({"produce": produce, "train": train}, finite="train")
-    assert got == [1, 2, 3]
-
-
-def test_when_the_finite_loop_is_done_the_others_end_where_they_wait() -> None:
-    threads, ended = ThreadGroup(), []
+def test_when_the_finite_loop_is_done_the_others_end_where_they_wait_and_what_they_would_have_taken_is_left() -> None:
+    threads, ended, shared = ThreadGroup(), [], ["late"]
 
     def produce() -> None:
         try:
@@ -41,9 +26,10 @@ def test_when_the_finite_loop_is_done_the_others_end_where_they_wait() -> None:
 
     threads.run({"produce": produce, "train": lambda: None}, finite="train")
     assert ended == ["produce"]
-    for late in (lambda: threads.update(lambda: None), lambda: threads.wait_for(lambda: 1)):
+    for late in (threads.update, threads.wait_for):
         with pytest.raises(Ended):
-            late()
+            late(lambda: shared.pop())
+    assert shared == ["late"]
 
 
 def test_a_loop_that_ends_too_early_is_an_error() -> None:
@@ -69,18 +55,14 @@ def test_the_first_failure_is_the_one_that_is_raised() -> None:
 
 
 def test_loops_run_in_threads_of_their_names_which_a_process_does_not_wait_for() -> None:
-    threads, found = ThreadGroup(), []
-
-    def train() -> None:
-        thread = threading.current_thread()
-        found.append((thread.name, thread.daemon))
-
-    threads.run({"train": train}, finite="train")
-    assert found == [("train", True)]
+    threads, found = ThreadGroup(), list[threading.Thread]()
+    threads.run({"train": lambda: found.append(threading.current_thread())}, finite="train")
+    assert [(thread.name, thread.daemon) for thread in found] == [("train", True)]
 
 
 def test_a_loop_inside_a_call_is_waited_for_a_moment_and_until_its_end_by_settling() -> None:
     threads, released, done = ThreadGroup(), threading.Event(), []
+    threads.join()  # before anybody ran there is nobody to wait for
 
     def produce() -> None:
         released.wait(30.0)
@@ -95,18 +77,6 @@ def test_a_loop_inside_a_call_is_waited_for_a_moment_and_until_its_end_by_settli
     assert done == [True]
 
 
-def test_before_anybody_ran_there_is_nobody_to_wait_for() -> None:
-    ThreadGroup().join()
-
-
-def test_what_is_handed_over_comes_in_its_order_by_one_by_look_or_all_at_once() -> None:
-    handed: Queue[int] = Queue(ThreadGroup())
-    assert (handed.poll(), handed.drain()) == (None, [])
-    for item in (0, 1, 2, 3):
-        handed.put(item)
-    assert (handed.take(), handed.poll(), handed.drain(), handed.drain()) == (0, 1, [2, 3], [])
-
-
 def test_a_taker_is_woken_by_what_is_put() -> None:
     threads, got = ThreadGroup(), []
     handed: Queue[str] = Queue(threads)
@@ -118,16 +88,6 @@ def test_a_taker_is_woken_by_what_is_put() -> None:
 
     threads.run({"train": lambda: got.append(handed.take()), "produce": produce}, finite="train")
     assert got == ["weights"]
-
-
-def test_an_end_wakes_whoever_waits_and_what_it_would_have_taken_is_left() -> None:
-    threads, shared = ThreadGroup(), ["late"]
-    threads.run({"train": lambda: None}, finite="train")
-    with pytest.raises(Ended):
-        threads.wait_for(lambda: shared.pop())
-    with pytest.raises(Ended):
-        threads.update(lambda: shared.pop())
-    assert shared == ["late"]
 
 
 def test_whoever_takes_something_wakes_the_others() -> None:
@@ -147,28 +107,19 @@ def test_whoever_takes_something_wakes_the_others() -> None:
     assert sorted(got) == ["a", "empty"]
 
 
-def test_a_change_gives_what_it_makes() -> None:
+def test_a_change_gives_what_it_makes_and_something_that_counts_as_false_is_something() -> None:
     assert ThreadGroup().update(lambda: 7) == 7
-
-
-def test_something_that_counts_as_false_is_something() -> None:
     assert ThreadGroup().wait_for(lambda: 0) == 0
-    handed: Queue[int] = Queue(ThreadGroup())
-    handed.put(0)
-    assert handed.take() == 0
 
 
-def test_what_is_picked_is_taken_out_and_the_others_stay_in_their_order() -> None:
-    queue = Queue(ThreadGroup(), [5])
-    for item in (3, 9, 1):
-        queue.put(item)
-
-    assert queue.pick(lambda waiting: [waiting[2], waiting[0]]) == [9, 5]
-    assert queue.items == (3, 1)
-
-
-def test_what_waits_is_shown_once_it_is_enough_and_stays() -> None:
-    queue: Queue[int] = Queue(ThreadGroup())
-    assert queue.wait_for(0) == ()
-    queue.put(2)
-    assert queue.wait_for(1) == queue.items == (2,)
+def test_what_is_handed_over_comes_in_its_order_by_one_by_look_all_at_once_or_as_it_is_picked() -> None:
+    handed = Queue(ThreadGroup(), [0])
+    for item in (1, 2, 3):
+        handed.put(item)
+    assert (handed.take(), handed.poll(), handed.drain(), handed.drain(), handed.poll()) == (0, 1, [2, 3], [], None)
+    assert handed.wait_for(0) == ()
+    for item in (5, 3, 9, 1):
+        handed.put(item)
+    assert handed.wait_for(1) == handed.items == (5, 3, 9, 1)
+    assert handed.pick(lambda waiting: [waiting[2], waiting[0]]) == [9, 5]
+    assert handed.items == (3, 1)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,20 +56,11 @@ class World:
         self.drafting_s = drafting_s
         self._losses, self._keeps_weights, self._num_asked = losses or {}, keeps_weights, 0
 
-    def tolerant(
-        self, *, max_restarts: int = 3, is_beside_training: bool = False, takes_turns: bool = False, watched: Any = None
-    ) -> FaultTolerantEngines:
+    def tolerant(self, *, max_restarts: int = 3, takes_turns: bool = False, **how: Any) -> FaultTolerantEngines:
         fakes: Any = self
-        learner: Any = OffloadedLearner(self) if takes_turns else None
-        return FaultTolerantEngines(
-            fakes,
-            fakes,
-            sampling=SAMPLING,
-            max_restarts=max_restarts,
-            is_beside_training=is_beside_training,
-            memory_sharer=learner,
-            autopilot=watched,
-        )
+        learner: Any = SimpleNamespace(offload=lambda: self.asked("learner offloads")) if takes_turns else None
+        how |= {"max_restarts": max_restarts, "memory_sharer": learner}
+        return FaultTolerantEngines(fakes, fakes, sampling=SAMPLING, **how)
 
     def generate(self, prompts: Sequence[Prompt], **how: Any) -> GenerationResult:
         self.generations.append((list(prompts), how))
@@ -134,14 +126,6 @@ class World:
             raise LostWorkerError("engine died", self._losses[self._num_asked])
 
 
-class OffloadedLearner:
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def offload(self) -> None:
-        self._world.asked("learner offloads")
-
-
 def replaced(index: int) -> list[Any]:
     return [("replace", [f"engine {index}"]), "changed"]
 
@@ -177,7 +161,7 @@ REFIT, GENERATE = ("refit", 0, 0), ("generate", 70)
         ({2: 1, 4: 0}, False, [REFIT, GENERATE, *replaced(1), REFIT, *replaced(0), REFIT, GENERATE]),
     ],
 )
-def test_a_lost_engine_is_replaced_and_refitted_and_the_call_repeated(
+def test_a_lost_engine_is_replaced_and_the_call_repeated(
     losses: dict[int, int], is_beside_training: bool, calls: list[Any]
 ) -> None:
     world = World({call: [ENGINES[engine]] for call, engine in losses.items()})
@@ -209,7 +193,6 @@ def test_between_two_steps_engines_generate_in_the_learners_memory_with_the_weig
 def test_an_engine_lost_while_it_takes_weights_gets_the_same_ones_though_the_learner_has_moved_on() -> None:
     world = World({2: [ENGINE]})
     tolerant = world.tolerant(is_beside_training=True)
-
     assert tolerant.deliver(tolerant.export(4, draft_version=2)).num_tensors == 1
     assert world.calls == [("export", 4, 2), ("deliver", 4), *replaced(0), ("deliver", 4)]
     generated(tolerant, 1)
@@ -228,12 +211,14 @@ def test_too_many_losses_end_the_run(losses: Sequence[int], max_restarts: int, n
     assert world.calls.count(("replace", ["engine 0"])) == num_replaced
 
 
+@pytest.mark.parametrize("takes_turns", [False, True])
 @pytest.mark.parametrize("lost", [[RANK], [ENGINE, RANK]])
-def test_a_lost_rank_of_the_learner_is_not_an_engines_loss(lost: list[Worker]) -> None:
+def test_a_lost_rank_of_the_learner_is_not_an_engines_loss(lost: list[Worker], takes_turns: bool) -> None:
+    """Nor is one that is lost when it gives memory back."""
     world = World({1: lost})
     with pytest.raises(LostWorkerError):
-        steps(world)
-    assert world.calls == [REFIT]
+        steps(world, takes_turns=takes_turns)
+    assert world.calls == ["learner offloads" if takes_turns else REFIT]
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
@@ -250,7 +235,6 @@ def test_a_repeated_generation_is_asked_for_the_same_and_its_rollouts_count_as_m
     """Of three prompts with two rollouts each, in a second and a third try: 12 rollouts."""
     world = World({1: [ENGINE], 4: [ENGINES[1]]})
     tolerant = world.tolerant(max_restarts=2)
-
     result = tolerant.generate([PROMPT] * 3, sampling=SAMPLING, group_size=2, seed=70)
     assert world.generations == [([PROMPT] * 3, {"sampling": SAMPLING, "group_size": 2, "seed": 70})] * 3
     assert (result.num_regenerated, result.num_engine_restarts) == (12, 2)
@@ -280,14 +264,16 @@ def flying(world: World) -> FaultTolerantEngines:
     return tolerant
 
 
-def test_what_a_lost_engine_had_is_submitted_again_to_one_with_the_same_weights_and_counted() -> None:
-    world = World({3: [ENGINE]})
+@pytest.mark.parametrize("losses", [(3,), (3, 7)])
+def test_what_a_lost_engine_had_is_submitted_again_and_counted(losses: tuple[int, ...]) -> None:
+    """Three groups with two rollouts each, and weights that are brought once for each loss."""
+    world = World({call: [ENGINE] for call in losses})
     tolerant = flying(world)
     portion = tolerant.advance(max_s=0.25)
-
-    assert world.calls[3:] == [*AGAIN, "advance"]
-    assert world.sampled == [SAMPLING, SAMPLING]
-    assert (portion.ended_s, portion.num_regenerated, tolerant.advance(max_s=1.0).num_regenerated) == (0.25, 6, 0)
+    assert world.calls[3:] == [*AGAIN, "advance"] * len(losses)
+    assert world.sampled == [SAMPLING] * (1 + len(losses))
+    assert (portion.ended_s, portion.num_regenerated) == (0.25, 6 * len(losses))
+    assert (portion.num_engine_restarts, tolerant.advance(max_s=1.0).num_regenerated) == (len(losses), 0)
     assert tolerant.under_way == REQUESTS
 
 
@@ -307,14 +293,6 @@ def test_restarted_groups_are_asked_for_with_their_new_seeds() -> None:
     world = World()
     assert flying(world).restart([1, 2], seeds=lambda request: (*request.seeds, 7)) == 2
     assert world.calls[2:] == [("restart", [1, 2], (1, 2, 7))]
-
-
-def test_each_loss_submits_what_that_engine_had_and_counts_it_once() -> None:
-    """Two losses of three groups with two rollouts each, and weights that were brought once for each."""
-    world = World({3: [ENGINE], 7: [ENGINE]})
-    portion = flying(world).advance(max_s=1.0)
-    assert world.calls[3:] == [*AGAIN, "advance", *AGAIN, "advance"]
-    assert (portion.num_regenerated, portion.num_engine_restarts) == (12, 2)
 
 
 STEP = ["learner offloads", REFIT, GENERATE, "engines sleep"]
@@ -339,59 +317,27 @@ def test_the_learner_gives_memory_back_before_the_refit_and_the_engines_after_th
     tolerant.refit(0, draft_version=0)
     assert generated(tolerant, 1)[0].num_regenerated == num_regenerated
     assert world.calls == calls
-
-
-def test_before_an_export_too_the_learner_gives_memory_back() -> None:
-    world = World()
-    world.tolerant(takes_turns=True).export(4, draft_version=2)
-    assert world.calls == ["learner offloads", ("export", 4, 2)]
-
-
-def test_a_learner_lost_when_it_gives_back_is_no_engines_loss() -> None:
-    world = World({1: [RANK]})
-    with pytest.raises(LostWorkerError):
-        world.tolerant(takes_turns=True).refit(0, draft_version=0)
-    assert world.calls == ["learner offloads"]
-
-
-class LoggedEngine(NotedEngine):
-    """Writes what it is asked for into a list that it shares with a learner."""
-
-    def __init__(self, calls: list[Any]) -> None:
-        super().__init__()
-        self.calls = calls
-
-
-class LoggedLearner(NotedLearner):
-    """The same of a learner, as far as memory is concerned."""
-
-    def __init__(self, calls: list[Any]) -> None:
-        super().__init__()
-        self._calls = calls
-
-    def load(self, policy: Path, optimizer: Any, **how: Any) -> None:
-        self._calls.append("load")
-        super().load(policy, optimizer, **how)
-
-    def offload(self) -> None:
-        self._calls.append("learner offloads")
-
-    def train_step(self, update: Any) -> Any:
-        self._calls.append("train")
-        return super().train_step(update)
+    tolerant.export(4, draft_version=2)
+    assert world.calls[len(calls) :] == ["learner offloads", ("export", 4, 2)]
 
 
 def test_an_arm_begins_with_sleeping_engines_and_takes_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    trained(
-        recipe_with({**IN_TURN, "placement.memory": "in_turn", "grpo.num_steps": 2}),
-        Tools(tmp_path, monkeypatch),
-        engine=LoggedEngine(calls),
-        learner=LoggedLearner(calls),
-    )
-    words = [call[0] if isinstance(call, tuple) else call for call in calls]
-    turns = [word for word in words if word in ("sleep", "load", "learner offloads", "generate", "train")]
-    assert turns == ["sleep", "load", *["learner offloads", "generate", "sleep", "train"] * 2]
+    engine, learner = NotedEngine(), NotedLearner()
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any, **how: Any) -> Any:
+            engine.calls.append(name)
+            return call(*args, **how)
+
+        return note
+
+    for name in ("load", "offload", "train_step"):
+        monkeypatch.setattr(learner, name, noted(name, getattr(learner, name)))
+    recipe = recipe_with({**IN_TURN, "placement.memory": "in_turn", "grpo.num_steps": 2})
+    trained(recipe, Tools(tmp_path, monkeypatch), engine=engine, learner=learner)
+    words = [call[0] if isinstance(call, tuple) else call for call in engine.calls]
+    turns = [word for word in words if word in ("sleep", "load", "offload", "generate", "train_step")]
+    assert turns == ["sleep", "load", *["offload", "generate", "sleep", "train_step"] * 2]
 
 
 @pytest.fixture(autouse=True)
@@ -402,14 +348,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "PATIENCE_STEPS", 2)
 
 
-def autopilot(steps: Sequence[AutopilotStep | None] = ()) -> Autopilot:
-    return Autopilot(TABLE, steps)
-
-
 def test_a_watched_step_says_whether_it_drafted_and_what_a_token_took() -> None:
     world = World(drafting_s=0.5)
-    results = generated(world.tolerant(watched=autopilot()), 4)
-
+    results = generated(world.tolerant(autopilot=Autopilot(TABLE)), 4)
     assert world.tables == [TABLE, TABLE, TABLE, NO_DRAFTS]
     assert [result.autopilot for result in results] == [
         *[AutopilotStep(speculates=True, is_probe=False, token_ms=50.0)] * 3,
@@ -418,15 +359,12 @@ def test_a_watched_step_says_whether_it_drafted_and_what_a_token_took() -> None:
     assert [result.acceptance for result in results] == [ACCEPTANCE] * 3 + [None]
 
 
-def test_speculation_is_switched_off_where_it_loses_and_on_where_it_pays_and_the_log_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_log_says_when_speculation_is_switched_off_and_on(caplog: pytest.LogCaptureFixture) -> None:
     world = World(drafting_s=2.0)
-    tolerant = world.tolerant(watched=autopilot())
+    tolerant = world.tolerant(autopilot=Autopilot(TABLE))
     last = generated(tolerant, 6)[-1].autopilot
     assert [table == NO_DRAFTS for table in world.tables] == [False, False, False, True, True, True]
     assert last is not None and last.has_switched and not last.is_probe
-
     world.drafting_s = 0.25
     results = generated(tolerant, 8)
     assert world.tables[-1] == TABLE
@@ -441,10 +379,10 @@ def test_speculation_is_switched_off_where_it_loses_and_on_where_it_pays_and_the
 
 def test_a_resumed_autopilot_takes_up_the_thread_of_the_records() -> None:
     whole = World(drafting_s=2.0)
-    done = [result.autopilot for result in generated(whole.tolerant(watched=autopilot()), 16)]
+    done = [result.autopilot for result in generated(whole.tolerant(autopilot=Autopilot(TABLE)), 16)]
     for stop in range(16):
         resumed = World(drafting_s=2.0)
-        generated(resumed.tolerant(watched=autopilot(done[:stop])), 16 - stop)
+        generated(resumed.tolerant(autopilot=Autopilot(TABLE, done[:stop])), 16 - stop)
         assert resumed.tables == whole.tables[stop:]
 
 
@@ -452,8 +390,7 @@ def test_a_resumed_autopilot_takes_up_the_thread_of_the_records() -> None:
 def test_a_substitute_is_told_how_to_draft_and_the_lost_call_counts_for_nothing(takes_turns: bool) -> None:
     """Lost in the seventh generation, when speculation is off, or as it gives memory back after that."""
     world = World({14 if takes_turns else 7: [ENGINE]}, drafting_s=2.0)
-    results = generated(world.tolerant(watched=autopilot(), takes_turns=takes_turns), 7)
-
+    results = generated(world.tolerant(autopilot=Autopilot(TABLE), takes_turns=takes_turns), 7)
     assert world.tables[-2:] == [NO_DRAFTS, NO_DRAFTS]
     assert [result.num_engine_restarts for result in results] == [0] * 6 + [1]
     assert results[-1].autopilot == AutopilotStep(speculates=False, is_probe=False, token_ms=100.0)

@@ -19,54 +19,32 @@ def steps(num: int, taken: list[str], name: str, *, first: int = 0) -> Callable[
     return run
 
 
-def test_steps_alternate_in_an_order_that_alternates_and_one_that_is_done_is_passed_over() -> None:
+@pytest.mark.parametrize(
+    ("members", "num_steps", "order"),
+    [
+        ({"a": (0, 3), "b": (0, 1), "c": (0, 3)}, 1, "a0 b0 c0 c1 a1 a2 c2"),
+        ({"a": (0, 5), "b": (0, 5)}, 2, "a0 a1 b0 b1 b2 b3 a2 a3 a4 b4"),
+        ({"a": (2, 4), "b": (0, 4)}, 1, "b0 b1 a2 b2 b3 a3"),
+    ],
+    ids=["one is done before the others", "turns of several steps", "one that resumes from an older step catches up"],
+)
+def test_steps_and_their_order_alternate(members: dict[str, tuple[int, int]], num_steps: int, order: str) -> None:
     taken: list[str] = []
-
-    assert in_turn({name: steps(num, taken, name) for name, num in (("a", 3), ("b", 1), ("c", 3))}) == {
-        "a": 3,
-        "b": 1,
-        "c": 3,
-    }
-    assert taken == ["a0", "b0", "c0", "c1", "a1", "a2", "c2"]
-
-
-def test_a_turn_may_be_of_several_steps() -> None:
-    taken: list[str] = []
-    in_turn({name: steps(5, taken, name) for name in "ab"}, num_steps=2)
-    assert taken == ["a0", "a1", "b0", "b1", "b2", "b3", "a2", "a3", "a4", "b4"]
-
-
-def test_one_that_resumes_from_an_older_step_catches_up_first() -> None:
-    taken: list[str] = []
-    in_turn({"a": steps(4, taken, "a", first=2), "b": steps(4, taken, "b")})
-    assert taken == ["b0", "b1", "a2", "b2", "b3", "a3"]
+    runs = {name: steps(num, taken, name, first=first) for name, (first, num) in members.items()}
+    assert in_turn(runs, num_steps=num_steps) == {name: num for name, (_, num) in members.items()}
+    assert taken == order.split()
 
 
 def test_no_step_begins_before_all_are_ready() -> None:
     taken: list[str] = []
-    is_ready = threading.Event()
 
     def late(turn: Turn) -> None:
-        is_ready.wait(0.2)
+        time.sleep(0.2)
         taken.append("ready")
         steps(1, taken, "late")(turn)
 
     in_turn({"early": steps(2, taken, "early"), "late": late})
     assert taken == ["ready", "early0", "late0", "early1"]
-
-
-def test_no_turn_begins_while_another_one_lasts() -> None:
-    at_work: list[str] = []
-
-    def member(turn: Turn) -> None:
-        for step in range(3):
-            turn.begin(step)
-            assert at_work == []
-            at_work.append(turn.name)
-            time.sleep(0.01)
-            at_work.remove(turn.name)
-
-    assert set(in_turn(dict.fromkeys("abc", member)).values()) == {None}
 
 
 def test_the_others_go_on_without_one_that_failed_in_its_turn_or_before_it() -> None:
@@ -111,28 +89,15 @@ def test_a_turn_that_failed_is_still_there_when_it_is_begun_again() -> None:
     assert taken == ["a0", "b0", "b1", "a1", "a0", "a1"]
 
 
-def test_after_a_stop_nobody_waits_for_ever() -> None:
+@pytest.mark.parametrize("waits_s", [0.0, 0.05])
+def test_a_stop_wakes_whoever_waits_and_afterwards_nobody_waits_for_ever(waits_s: float) -> None:
     turns = Turns(["a", "b"])
-    turns.stop()
+    stop = threading.Timer(waits_s, turns.stop)
+    stop.start()
+    if not waits_s:
+        stop.join()
     with pytest.raises(Stopped, match=r"^b waits for a turn that will not come$"):
         turns.wait("b", 0)
-
-
-def test_a_stop_wakes_whoever_waits() -> None:
-    turns, found = Turns(["a", "b"]), list[BaseException]()
-
-    def wait() -> None:
-        try:
-            turns.wait("b", 0)
-        except Stopped as stopped:
-            found.append(stopped)
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    time.sleep(0.05)  # it waits by then
-    turns.stop()
-    thread.join(5.0)
-    assert len(found) == 1
 
 
 def test_one_that_left_before_it_asked_for_a_turn_is_not_waited_for() -> None:

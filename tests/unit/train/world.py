@@ -31,9 +31,9 @@ from slipstream.refit.gate import Export
 from slipstream.rewards.reward import RewardResult
 from slipstream.train.asynchronous import AsyncLoop
 from slipstream.train.batch import Versions
-from slipstream.train.checkpoints import Checkpoints
+from slipstream.train.checkpoints import Checkpoints, Restored
 from slipstream.train.loop import Draft, Learner, SyncLoop, Trainer
-from slipstream.train.pending import Pending, Submitted
+from slipstream.train.pending import Pending, Scored, Submitted
 from slipstream.train.queues import ThreadGroup
 from slipstream.types import Arm, LoopMode, Prompt, Rollout, RolloutGroup, StageTimes, VersionSpan
 from tests.unit.sampled import rollout as sampled
@@ -102,26 +102,13 @@ class Delays:
 class BareLearner(Learner):
     """Refuses whatever it is asked; a fake answers what its test asks."""
 
-    def logprobs(self, batch: Any, temperature: float) -> list[Any]:
-        raise AssertionError("one update a step needs no pass of its own")
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the learner is not to be asked this")
 
-    def ref_logprobs(self, batch: Any, temperature: float) -> Any:
-        raise AssertionError("there is no reference")
-
-    def train_step(self, update: Update) -> Trained:
-        raise AssertionError("nothing is trained")
-
-    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        raise AssertionError("no checkpoint is due")
+    logprobs = ref_logprobs = train_step = save_checkpoint = load_checkpoint = inspect_checkpoint = _refuse
 
     def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
         """Nothing is written in the background."""
-
-    def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        raise AssertionError("there is no checkpoint")
-
-    def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
-        raise AssertionError("there is no checkpoint")
 
 
 @dataclass
@@ -153,7 +140,7 @@ class World(BareLearner):
         )
         self.calls.append(("refit", version, draft_version, self.weights))
         self.exported[version] = self.weights
-        return export_of(version, draft_version=draft_version, frees_learner=self.frees_learner)
+        return replace(export_of(version, draft_version=draft_version), frees_learner=self.frees_learner)
 
     def deliver(self, export: Export) -> RefitCheck:
         self.delivered.append(export.version)
@@ -192,14 +179,7 @@ class World(BareLearner):
         self.updates.append(update)
         self.trained += [str(ids[1]) for ids in batch.token_ids[::GROUP_SIZE]]
         self.weights = hashed(self.weights, batch.token_ids, batch.advantages, batch.rollout_logprobs)
-        stats = TrainStats(
-            loss=int(self.weights[:6], 16) / 2**24,
-            grad_norm=1.0,
-            kl=0.0,
-            clip_fraction=0.0,
-            num_tokens=1,
-            learning_rate=0.1,
-        )
+        stats = replace(STEP.train, loss=int(self.weights[:6], 16) / 2**24)
         own = [np.full(len(row), -0.5, dtype=np.float32) for row in batch.rollout_logprobs]
         draft = DraftUpdate(loss=1.0, num_updates=1, elapsed_s=0.0) if update.trains_draft else None
         return Trained(stats=stats, own_logprobs=own, draft=draft)
@@ -217,18 +197,18 @@ class World(BareLearner):
         return state["extra"]
 
 
-def export_of(version: int, *, draft_version: int | None = None, frees_learner: bool = True) -> Export:
+def export_of(version: int, *, draft_version: int | None = None) -> Export:
     """Of weights that nobody compares."""
-    return Export(
-        version=version,
-        draft_version=draft_version,
-        weights=Exported(policy_version=version),
-        turn=ALL,
-        draft_turn=ALL,
-        policy=None,
-        draft=None,
-        frees_learner=frees_learner,
-    )
+    weights: dict[str, Any] = {"weights": Exported(policy_version=version), "policy": None, "draft": None}
+    how: dict[str, Any] = {"turn": ALL, "draft_turn": ALL, "frees_learner": True}
+    return Export(version=version, draft_version=draft_version, **weights, **how)
+
+
+def scored(index: int = 0, *, generated_s: float = 0.0) -> Scored:
+    """No rollouts, without rewards."""
+    result = GenerationResult(groups=(), acceptance=None, generation_s=0.0)
+    rewards = RewardResult(rewards=(), num_timeouts=0, num_crashes=0)
+    return Scored(index=index, result=result, rewards=rewards, generated_s=generated_s)
 
 
 def drawn(prompt: Prompt, weights: str, seed: str, versions: Versions, group_size: int) -> RolloutGroup:
@@ -257,60 +237,35 @@ def synchronous(world: World) -> list[StepRecord]:
     return records
 
 
-def trainer_of(world: World, lag: int, *, every: int) -> Trainer:
-    config = replace(CONFIG, checkpoint_every_steps=every)
-    return _trainer(world, config, draft=world.draft, max_lag=lag)
+def one_step_off(world: World, lag: int, **how: Any) -> list[StepRecord]:
+    """Train with the loop that runs `lag` batches behind."""
+    return _asynchronous(world, LoopConfig(mode=LoopMode.ONE_STEP_OFF, max_off_policy_steps=lag), **how)
 
 
-def one_step_off(
-    world: World,
-    lag: int,
-    *,
-    directory: Path | None = None,
-    on_step: Callable[[StepRecord], None] = lambda record: None,
-    threads: ThreadGroup | None = None,
-    every: int = 1,
-) -> list[StepRecord]:
-    """Train with the loop that runs `lag` batches behind; from the last checkpoint of `directory`, if that is given.
-
-    Args:
-        every: so many steps a checkpoint is written, with a `directory`.
-    """
-    loop = LoopConfig(mode=LoopMode.ONE_STEP_OFF, max_off_policy_steps=lag)
-    return _asynchronous(world, loop, directory, on_step, threads=threads, every=every)
-
-
-def in_flight(
-    world: FlightWorld,
-    lag: int,
-    *,
-    too_old: TooOld = TooOld.FINISH,
-    directory: Path | None = None,
-    on_step: Callable[[StepRecord], None] = lambda record: None,
-) -> list[StepRecord]:
-    """Train with engines that never stop; from the last checkpoint of `directory`, if that is given."""
+def in_flight(world: FlightWorld, lag: int, *, too_old: TooOld = TooOld.FINISH, **how: Any) -> list[StepRecord]:
+    """Train with engines that never stop."""
     loop = LoopConfig(mode=LoopMode.IN_FLIGHT, max_off_policy_steps=lag, too_old=too_old)
-    return _asynchronous(world, loop, directory, on_step)
+    return _asynchronous(world, loop, **how)
 
 
 def _asynchronous(
     world: World,
     loop: LoopConfig,
-    directory: Path | None,
-    on_step: Callable[[StepRecord], None],
     *,
+    directory: Path | None = None,
+    on_step: Callable[[StepRecord], None] = lambda record: None,
     threads: ThreadGroup | None = None,
-    every: int = 1,
 ) -> list[StepRecord]:
+    """Train, from the last checkpoint of `directory` if that is given; one is written there after each step."""
     history, pending, step_done = _restored(world, directory, on_step)
-    every = NUM_STEPS + 1 if directory is None else every
+    config = replace(CONFIG, checkpoint_every_steps=NUM_STEPS + 1 if directory is None else 1)
     engines: Any = world
     AsyncLoop(
         arm=Arm.AUTOREGRESSIVE,
         engines=engines,
         prompts=STREAM,
         score=world.score,
-        trainer=trainer_of(world, loop.max_off_policy_steps, every=every),
+        trainer=_trainer(world, config, draft=world.draft, max_lag=loop.max_off_policy_steps),
         sampling=SAMPLING,
         loop=loop,
         on_step=step_done,
@@ -326,11 +281,9 @@ def _restored(
 ) -> tuple[list[StepRecord], Pending, Any]:
     """The last checkpoint of `directory`, and what writes one after each step."""
     checkpoints = None if directory is None else Checkpoints(directory=directory, recipe="a recipe")
-    history, pending = [], Pending()
-    if checkpoints is not None:
-        restored = checkpoints.restore(world)
-        history = restored.steps
-        pending = Pending() if restored.pending is None else Pending.from_bytes(restored.pending)
+    restored = Restored(steps=[]) if checkpoints is None else checkpoints.restore(world)
+    history = restored.steps
+    pending = Pending() if restored.pending is None else Pending.from_bytes(restored.pending)
 
     def step_done(record: StepRecord, waiting: Pending | None = None) -> None:
         history.append(record)
@@ -409,26 +362,16 @@ class FlightWorld(World):
 
     def _landed(self, group: _Flying) -> RolloutGroup:
         self.lengths += group.lengths
-        prompt = group.request.prompt
-        return RolloutGroup(
-            prompt=prompt,
-            rollouts=tuple(
-                sampled(
-                    tuple(3 + (seed + place) % 40 for place in range(len(versions))),
-                    -0.5,
-                    prompt_id=prompt.id,
-                    policy_version=versions[0],
-                    draft_version=self.drafts[versions[0]],
-                    versions=tuple(
-                        VersionSpan(
-                            policy_version=version, draft_version=self.drafts[version], num_tokens=len(list(tokens))
-                        )
-                        for version, tokens in groupby(versions)
-                    ),
-                )
-                for seed, versions in zip(group.request.seeds, group.versions, strict=True)
-            ),
-        )
+        prompt, drafts = group.request.prompt, self.drafts
+
+        def rollout(seed: int, versions: list[int]) -> Rollout:
+            first, runs = versions[0], [(version, len(list(tokens))) for version, tokens in groupby(versions)]
+            spans = [VersionSpan(policy_version=v, draft_version=drafts[v], num_tokens=num) for v, num in runs]
+            how: dict[str, Any] = {"policy_version": first, "draft_version": drafts[first], "versions": tuple(spans)}
+            tokens = tuple(3 + (seed + place) % 40 for place in range(len(versions)))
+            return sampled(tokens, -0.5, prompt_id=prompt.id, **how)
+
+        return RolloutGroup(prompt=prompt, rollouts=tuple(map(rollout, group.request.seeds, group.versions)))
 
 
 def length_of(seed: int) -> int:
