@@ -21,8 +21,9 @@ from slipstream.losslessness.sampling import Sample, Subject
 from slipstream.losslessness.verdict import certify
 from slipstream.ragged import Ragged
 from slipstream.recipe import Recipe
-from slipstream.records.stages import CertificateRecord
-from slipstream.records.steps import ArmRecord
+from slipstream.records.files import write_record
+from slipstream.records.stages import CertificateRecord, TuningRecord
+from slipstream.records.steps import ArmRecord, ScheduleEntry
 from slipstream.refit.channel import Delivery, Exported, Snapshot
 from slipstream.refit.config import EngineState, WeightFiles
 from slipstream.refit.fingerprint import Turn, weight_totals
@@ -66,6 +67,14 @@ UNTRACKED: dict[str, Any] = {"uri": "http://127.0.0.1:9", "replay_every_s": 0.1,
 def run_context(root: Path, execution: str = "e", **values: Any) -> RunContext:
     given = {"experiment": "tiny", "workload": "rl_zero", **values}
     return RunContext(execution=execution, root=str(root), **given)
+
+
+def tuned(directory: Path, *entries: tuple[int, int, int], k: int = 3, **values: Any) -> Path:
+    """Write what tuning hands on, with a table of (first batch, last batch, k); its directory."""
+    table = tuple(ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k) for start, end, k in entries)
+    record = TuningRecord(chosen_k=k, reason="told so", points=(), schedule=table, **values)
+    write_record(record, directory / "tuning.json")
+    return directory
 
 
 def replace_in(patch: pytest.MonkeyPatch, module: Any, **fakes: Any) -> None:
