@@ -33,7 +33,9 @@ from slipstream.tracking.mlflow_store import Execution, open_store, read_executi
 from tests.unit.report.handmade import CERTIFICATE, RECORD
 
 
-def test_a_pod_is_tagged_from_its_environment_and_the_profiles_console(tmp_path: Path) -> None:
+def test_a_pod_is_tagged_from_its_environment_and_the_profiles_console_and_what_is_not_known_has_no_tag(
+    tmp_path: Path,
+) -> None:
     values = yaml.safe_load((CLUSTERS / "cpu.yaml").read_text()) | {"name": "mine"}
     values["flyte"] = {"console": "https://flyte/console/"}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
@@ -54,9 +56,6 @@ def test_a_pod_is_tagged_from_its_environment_and_the_profiles_console(tmp_path:
         "gpu": "GB200",
         "flyte.execution_url": "https://flyte/console/projects/slipstream/domains/development/executions/a7rw89",
     }
-
-
-def test_what_is_not_known_has_no_tag() -> None:
     assert set(origin_tags({"SLIPSTREAM_GIT_COMMIT": "abc123"})) == {"git.commit", "mlflow.source.git.commit", "node"}
 
 
@@ -66,6 +65,7 @@ def test_a_checkout_is_named_by_its_commit_and_by_whether_files_differ(tmp_path:
         command = ["git", "-C", str(tmp_path), *identity, *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
+    assert checkout_commit(tmp_path) == ""  # outside a repository
     git("init", "-q")
     (tmp_path / "__init__.py").write_text("")
     git("add", ".")
@@ -80,18 +80,10 @@ def test_a_checkout_is_named_by_its_commit_and_by_whether_files_differ(tmp_path:
     assert checkout_commit(installed) == ""
 
 
-def test_outside_a_repository_there_is_no_commit(tmp_path: Path) -> None:
-    assert checkout_commit(tmp_path) == ""
-
-
 def test_a_task_is_tagged_with_the_type_it_computes_in_and_one_that_computes_nothing_with_none() -> None:
     recipe = load_recipe("tiny", overrides={"learner": {"dtype": "float32"}, "engine": {"dtype": "bfloat16"}})
     assert dtype_tags(recipe) == {"dtype.learner": "float32", "dtype.engine": "bfloat16"}
     assert dtype_tags(load_recipe("tiny")) == {}
-
-
-DRIFT = DriftRecord(summary="Unknown.")
-FAST = {"tracking": {"replay_every_s": 0.1}}
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +100,7 @@ def client(root: Path) -> Any:
 
 
 def start(root: Path, execution: str) -> tuple[RunContext, Recipe]:
-    context, path = start_run("tiny", root=root, execution=execution, overrides=FAST)
+    context, path = start_run("tiny", root=root, execution=execution, overrides={"tracking": {"replay_every_s": 0.1}})
     return context, load_recipe(str(path))
 
 
@@ -134,15 +126,15 @@ def test_the_run_lives_as_long_as_the_execution_and_ends_with_its_results(root: 
 
     directory = root / "report"
     write_record(RECORD, directory / "run.json")
-    end_reported_execution(context, recipe, RECORD, write_report(RECORD, directory), DRIFT)
+    end_reported_execution(context, recipe, RECORD, write_report(RECORD, directory), DriftRecord(summary="Unknown."))
     ended = read(root, "tiny-1")
     assert ended.status == "FINISHED"
-    assert ended.metrics["result/generation_speedup"] == pytest.approx(2.0)
-    assert ended.metrics["result/step_speedup_high"] == pytest.approx(1.95766, abs=1e-5)
-    assert ended.metrics["result/reward_difference"] == 0.0
-    assert ended.metrics["result/lossless"] == 1.0
-    assert 0 < ended.metrics["result/hours"] < 1
-    assert ended.metrics["result/gpu_hours"] == 0.0  # the tiny recipe has no GPUs
+    result = {name.removeprefix("result/"): value for name, value in ended.metrics.items()}
+    assert result["generation_speedup"] == pytest.approx(2.0)
+    assert result["step_speedup_high"] == pytest.approx(1.95766, abs=1e-5)
+    assert (result["reward_difference"], result["lossless"]) == (0.0, 1.0)
+    assert 0 < result["hours"] < 1
+    assert result["gpu_hours"] == 0.0  # the tiny recipe has no GPUs
     assert ended.params["k"] == "2"
     assert ended.tags["mlflow.note.content"].startswith("Speculation (eagle3, k = 2) against none. Step")
     assert verdict_tags(RECORD).items() <= ended.tags.items()
@@ -170,20 +162,19 @@ def test_an_arms_run_has_the_recipe_its_own_k_and_a_name_that_says_which(root: P
         pass
     experiment = client.get_experiment_by_name("tiny")
     (run,) = client.search_runs([experiment.experiment_id], "params.arm LIKE '%'")  # the filter of the view of arms
-    assert run.info.run_name == "tiny-3 autoregressive"
-    assert run.data.params == params
+    assert (run.info.run_name, run.data.params) == ("tiny-3 autoregressive", params)
     assert experiment.tags["mlflow.sharedViewState.arms"]
 
 
-def test_errors_name_the_field_and_what_there_is(root: Path) -> None:
-    uri = store_uri(TrackingConfig(), root)
-    with pytest.raises(ConfigError, match=r"^experiment must name an experiment of .*, got 'other'; known: .*tiny"):
-        read_executions(uri, experiment="other")
-    with pytest.raises(ConfigError, match=r"^runs must name executions of .*, got 'tiny-9'; the newest: tiny-"):
-        read_executions(uri, names=["tiny-9"])
-    with pytest.raises(ConfigError, match=r"^uri must name a store, got 'sqlite:///no/such.db'"):
-        read_executions("sqlite:///no/such.db")
-    with pytest.raises(
-        ConfigError, match=r"^uri must be the address of an MLflow server or sqlite:///FILE, got 'postgres"
-    ):
-        read_executions("postgresql://host/db")
+@pytest.mark.parametrize(
+    ("uri", "asked", "message"),
+    [
+        ("", {"experiment": "other"}, "experiment must name an experiment of .*, got 'other'; known: .*tiny"),
+        ("", {"names": ["tiny-9"]}, "runs must name executions of .*, got 'tiny-9'; the newest: tiny-"),
+        ("sqlite:///no/such.db", {}, "uri must name a store, got 'sqlite:///no/such.db'"),
+        ("postgresql://h", {}, "uri must be the address of an MLflow server or sqlite:///FILE, got 'postgres"),
+    ],
+)
+def test_errors_name_the_field_and_what_there_is(root: Path, uri: str, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        read_executions(uri or store_uri(TrackingConfig(), root), **asked)
