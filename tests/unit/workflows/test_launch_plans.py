@@ -16,7 +16,7 @@ import yaml
 
 from slipstream.kubernetes.profile import CLUSTERS, read_profile
 from tests.unit.workflows.conftest import Registered
-from tests.unit.workflows.registration import edges, flat, registration, task_name
+from tests.unit.workflows.registration import ROOT, edges, flat, registration, task_name
 
 PROFILES = sorted(path.stem for path in CLUSTERS.glob("*.yaml"))
 ON_PODS = [name for name in PROFILES if name != "local"]
@@ -49,31 +49,22 @@ def fixed(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 @profiles
-def test_a_profile_registers_the_plans_that_its_nodes_can_run(registered: Registered, profile: str) -> None:
-    plans = registered(profile).plans
-    own = {name: plan for name, plan in plans.items() if "." not in name}
-    has_gpus = profile in ("gb200", "h200")
-    runs = {"train-8b", "rl-zero-8b", "rl-think-8b"} if has_gpus else {"tiny-smoke", "tiny-async", "tiny-train"}
-    assert set(own) == {*runs, "certify", "projection", "preflight", "ablation", "bake-off", *SCHEDULED}
-    eight = "qwen3_8b_h200" if profile == "h200" else "qwen3_8b"
-    if has_gpus:
-        assert fixed(own["train-8b"]) == {"recipe": eight, "arms": "speculative"}
-        assert fixed(own["rl-zero-8b"]) == {"recipe": eight, "workload": "rl_zero"}
-        assert fixed(own["rl-think-8b"]) == {"recipe": eight, "workload": "rl_think"}
-    else:
-        assert fixed(own["tiny-smoke"]) == {"recipe": "tiny"}
-        assert fixed(own["tiny-async"]) == {"recipe": "tiny_async"}
-        assert fixed(own["tiny-train"]) == {"recipe": "tiny", "arms": "speculative"}
-    for name in ("certify", "ablation", "bake-off"):
-        recipe = own[name]["spec"]["defaultInputs"]["parameters"]["recipe"]["default"]
-        assert _plain(recipe) == (eight if has_gpus else "tiny"), name
-
-
-@profiles
-def test_each_workflow_has_a_plan_of_its_own_name_which_the_consoles_launch_button_takes(
+def test_a_profile_registers_the_plans_that_its_nodes_can_run_and_one_for_each_workflows_launch_button(
     registered: Registered, profile: str
 ) -> None:
-    found = registered(profile)
+    found, has_gpus = registered(profile), profile in ("gb200", "h200")
+    own = {name: plan for name, plan in found.plans.items() if "." not in name}
+    eight = {"recipe": "qwen3_8b_h200" if profile == "h200" else "qwen3_8b"}
+    runs = {"tiny-smoke": {}, "tiny-async": {"recipe": "tiny_async"}, "tiny-train": {"arms": "speculative"}}
+    runs = {name: {"recipe": "tiny", **values} for name, values in runs.items()}
+    if has_gpus:
+        workloads = {f"{name}-8b": {**eight, "workload": name.replace("-", "_")} for name in ("rl-zero", "rl-think")}
+        runs = {"train-8b": {**eight, "arms": "speculative"}, **workloads}
+    assert set(own) == {*runs, "certify", "projection", "preflight", "ablation", "bake-off", *SCHEDULED}
+    assert {name: fixed(own[name]) for name in runs} == runs
+    for name in ("certify", "ablation", "bake-off"):
+        recipe = own[name]["spec"]["defaultInputs"]["parameters"]["recipe"]["default"]
+        assert _plain(recipe) == (eight["recipe"] if has_gpus else "tiny"), name
     default = {name.rpartition(".")[2] for name in found.plans if "." in name}
     assert default == set(found.workflows) == WHOLE | NESTED
 
@@ -83,22 +74,16 @@ def test_every_plan_starts_from_the_command_line_with_no_further_words(registere
         found = registered(profile)
         for name, plan in found.plans.items():
             workflow = found.workflows[plan["spec"]["workflowId"]["name"].rpartition(".")[2]]
-            required = {key for key, value in _parameters(plan).items() if value.get("required")}
+            parameters = plan["spec"].get("defaultInputs", {}).get("parameters", {})
+            required = {key for key, value in parameters.items() if value.get("required")}
             if name == "certify":
                 assert required == {"policy", "draft"}
                 continue
             if name.rpartition(".")[2] in NESTED or name.endswith(".certify"):
                 continue  # parts of others, and `certify` again
             assert required == set(), name
-            assert set(_read(name, plan, workflow)) == set(inputs(workflow)) - set(fixed_names(plan)), name
-
-
-def fixed_names(plan: dict[str, Any]) -> list[str]:
-    return list(plan["spec"].get("fixedInputs", {}).get("literals", {}))
-
-
-def _parameters(plan: dict[str, Any]) -> dict[str, Any]:
-    return plan["spec"].get("defaultInputs", {}).get("parameters", {})
+            fixed_names = plan["spec"].get("fixedInputs", {}).get("literals", {}).keys()
+            assert set(_read(name, plan, workflow)) == inputs(workflow).keys() - fixed_names, name
 
 
 def _read(name: str, plan: dict[str, Any], workflow: dict[str, Any]) -> dict[str, Any]:
@@ -152,18 +137,13 @@ def test_outputs_and_nodes_have_names_of_their_own(registered: Registered, profi
 
 def test_the_page_of_a_workflow_says_what_it_does_and_what_each_input_means(registered: Registered) -> None:
     for name in WHOLE:
-        workflow = registered("cpu").workflows[name]
-        text = workflow["description"]["longDescription"]["value"]
-        assert workflow["description"]["shortDescription"]
-        about, _, lines = text.partition("**Inputs**")
+        description = registered("cpu").workflows[name]["description"]
+        assert description["shortDescription"]
+        about, _, lines = description["longDescription"]["value"].partition("**Inputs**")
         assert len(about.split()) > 15, name
-        assert [line.split("`")[1] for line in lines.splitlines() if line] == list(_declared(name))
-
-
-def _declared(name: str) -> list[str]:
-    module = {"certify": "losslessness"}.get(name, name)
-    workflow = vars(importlib.import_module(f"workflows.{module}"))[name]
-    return list(workflow.python_interface.inputs)
+        module = importlib.import_module(f"workflows.{'losslessness' if name == 'certify' else name}")
+        declared = list(vars(module)[name].python_interface.inputs)
+        assert [line.split("`")[1] for line in lines.splitlines() if line] == declared
 
 
 @pytest.mark.parametrize("workflow", sorted(WHOLE))
@@ -208,51 +188,37 @@ def _task_of(node: dict[str, Any]) -> str:
 
 
 @profiles
-def test_flytes_time_outs_leave_room_for_the_wait_and_for_every_attempt(registered: Registered, profile: str) -> None:
-    for name, task in registered(profile).tasks.items():
-        assert task["metadata"]["timeout"] == f"{90 * 86400}s", name
-
-
-@profiles
-def test_each_long_task_has_a_deck_to_show_its_progress_in(registered: Registered, profile: str) -> None:
-    shown = {name for name, task in registered(profile).tasks.items() if task["metadata"].get("generatesDeck")}
-    assert shown == {*WITH_GPUS, "report_speedup", "rank_ablation", "preflight"} - set(IN_ARRAYS)
-
-
-@profiles
-def test_images_go_by_role(registered: Registered, profile: str) -> None:
-    for name, task in registered(profile).tasks.items():
+def test_a_task_has_the_image_of_its_role_time_for_every_attempt_and_a_deck_if_it_is_long(
+    registered: Registered, profile: str
+) -> None:
+    tasks = registered(profile).tasks
+    for name, task in tasks.items():
+        assert task["metadata"]["timeout"] == f"{90 * 86400}s", name  # room for the wait too
         container = task["container"] if profile == "local" else task["k8sPod"]["podSpec"]["containers"][0]
         takes_gpus = name in WITH_GPUS and profile in ("gb200", "h200")
         assert container["image"] == f"registry.example/slipstream-{'gpu' if takes_gpus else 'cpu'}:v1", name
+    shown = {name for name, task in tasks.items() if task["metadata"].get("generatesDeck")}
+    assert shown == {*WITH_GPUS, "report_speedup", "rank_ablation", "preflight"} - set(IN_ARRAYS)
 
 
 def test_on_one_machine_tasks_are_plain_containers_without_pods_or_ray(registered: Registered) -> None:
+    sizes = [{"name": "CPU", "value": "2"}, {"name": "MEMORY", "value": "12Gi"}]
     for task in registered("local").tasks.values():
-        assert task["type"] == "python-task"
-        assert "k8sPod" not in task
-        assert task["container"]["resources"]["requests"] == [
-            {"name": "CPU", "value": "2"},
-            {"name": "MEMORY", "value": "12Gi"},
-        ]
-
-
-@on_pods
-def test_executions_run_as_the_service_account_and_write_to_the_object_store(
-    registered: Registered, profile: str
-) -> None:
-    for name, plan in registered(profile).plans.items():
-        account = "slipstream-preflight" if name.endswith("preflight") else "slipstream"
-        assert plan["spec"]["securityContext"]["runAs"] == {"k8sServiceAccount": account}, name
-        assert plan["spec"]["rawOutputDataConfig"] == {"outputLocationPrefix": "s3://slipstream/flyte"}, name
+        assert (task["type"], "k8sPod" in task) == ("python-task", False)
+        assert task["container"]["resources"]["requests"] == sizes
 
 
 @profiles
-def test_the_root_is_by_default_one_that_the_profile_shares(registered: Registered, profile: str) -> None:
-    parameters = registered(profile).plans["ablation"]["spec"]["defaultInputs"]["parameters"]
-    root = parameters["run_root"]["default"]["scalar"]["primitive"]["stringValue"]
-    assert root == ("runs" if profile == "local" else "/mnt/slipstream/runs")
-    assert root == read_profile(profile).run_root
+def test_executions_run_as_the_service_account_and_write_to_the_object_store_and_the_shared_root(
+    registered: Registered, profile: str
+) -> None:
+    plans = registered(profile).plans
+    root = _plain(plans["ablation"]["spec"]["defaultInputs"]["parameters"]["run_root"]["default"])
+    assert root == ("runs" if profile == "local" else "/mnt/slipstream/runs") == read_profile(profile).run_root
+    for name, plan in plans.items() if profile in ON_PODS else ():
+        account = "slipstream-preflight" if name.endswith("preflight") else "slipstream"
+        assert plan["spec"]["securityContext"]["runAs"] == {"k8sServiceAccount": account}, name
+        assert plan["spec"]["rawOutputDataConfig"] == {"outputLocationPrefix": "s3://slipstream/flyte"}, name
 
 
 @profiles
@@ -283,17 +249,17 @@ def test_parts_of_an_ablation_follow_one_another_and_one_that_fails_sinks_no_oth
 
 @profiles
 def test_recurring_plans_run_once_at_a_time_and_take_the_days_seed(registered: Registered, profile: str) -> None:
-    found = registered(profile)
-    scheduled = {name: plan for name, plan in found.plans.items() if plan["spec"]["entityMetadata"].get("schedule")}
-    assert set(scheduled) == set(SCHEDULED)
-    for name, plan in scheduled.items():
-        spec = plan["spec"]
-        assert spec["entityMetadata"]["schedule"] == {"cronSchedule": {"schedule": SCHEDULED[name]}}
-        assert spec["concurrencyPolicy"] == {"max": 1, "behavior": "CONCURRENCY_LIMIT_BEHAVIOR_SKIP"}
-        assert _plain(spec["fixedInputs"]["literals"]["seed_of_the_day"]) is True
-        assert spec["entityMetadata"].get("notifications", []) == []
+    plans = registered(profile).plans
+    schedules = {name: plan["spec"]["entityMetadata"].get("schedule") for name, plan in plans.items()}
+    assert {name: cron for name, cron in schedules.items() if cron} == {
+        name: {"cronSchedule": {"schedule": cron}} for name, cron in SCHEDULED.items()
+    }
+    for plan in (plans[name] for name in SCHEDULED):
+        assert plan["spec"]["concurrencyPolicy"] == {"max": 1, "behavior": "CONCURRENCY_LIMIT_BEHAVIOR_SKIP"}
+        assert fixed(plan)["seed_of_the_day"] is True
+        assert plan["spec"]["entityMetadata"].get("notifications", []) == []
         assert plan["isActivated"] is False
-        assert "seeds" not in spec["fixedInputs"]["literals"]
+        assert "seeds" not in plan["spec"]["fixedInputs"]["literals"]
 
 
 @pytest.mark.parametrize("profile", ["gb200", "cpu"])
@@ -349,16 +315,10 @@ def _plain(literal: dict[str, Any]) -> Any:
 
 
 def test_a_role_without_an_image_ends_the_registration(tmp_path: Path) -> None:
-    pyflyte = str(Path(sys.executable).with_name("pyflyte"))
-    command = [pyflyte, "--pkgs", "workflows", "package", "--output", str(tmp_path / "p.tgz")]
-    found = subprocess.run(
-        [*command, "--image", "cpu=registry.example/slipstream-cpu:v1"],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "SLIPSTREAM_CLUSTER": "gb200"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [str(Path(sys.executable).with_name("pyflyte")), "--pkgs", "workflows", "package"]
+    command += ["--output", str(tmp_path / "p.tgz"), "--image", "cpu=registry.example/slipstream-cpu:v1"]
+    environment = {**os.environ, "SLIPSTREAM_CLUSTER": "gb200"}
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode != 0
     assert "Image Config with name gpu not found" in found.stdout + found.stderr
     assert not (tmp_path / "p.tgz").exists()
