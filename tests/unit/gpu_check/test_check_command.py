@@ -76,7 +76,7 @@ def archived(output: Path) -> Mapping[str, bytes]:
         return {member.name: archive.extractfile(member).read() for member in members}  # type: ignore[union-attr]
 
 
-def test_a_stage_that_hangs_crashes_or_exits_is_named_and_the_next_one_runs(
+def test_a_stage_that_hangs_crashes_or_exits_is_named_and_the_next_runs(
     output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_command, "_PATIENCE", 1)

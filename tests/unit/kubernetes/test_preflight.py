@@ -214,7 +214,7 @@ def lack(answers: dict[str, Answer], profile: ClusterProfile = PROFILE, **said: 
         lack({f"GET {CORE}/resourcequotas": USED}, fix="raise it, or wait for what uses it now"),
     ],
 )
-def test_a_lack_is_the_one_thing_that_is_missing_and_has_its_fix(
+def test_a_lack_is_named_alone_and_has_its_fix(
     answers: dict[str, Answer], profile: ClusterProfile, said: dict[str, str]
 ) -> None:
     (row,) = missing(found(whole_cluster(answers), profile, image=None))
@@ -279,9 +279,7 @@ def test_mlflow_that_is_ill_or_away_is_missing() -> None:
         (forbidden("get", "pods"), "403: pods is forbidden", "let this account get pods"),
     ],
 )
-def test_a_root_that_no_pod_can_write_is_missing_and_the_pod_is_deleted(
-    answer: Answer, said: str, fix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_root_no_pod_writes_is_missing(answer: Answer, said: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "_PROBE_S", 1.0)
     cluster = whole_cluster({f"GET {PROBE}": answer})
     (row,) = missing(found(cluster))

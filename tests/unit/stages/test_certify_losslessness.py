@@ -105,9 +105,7 @@ def test_the_speculative_engine_is_given_what_policy_and_draft_became_and_in_fli
         assert found == [(models["policy"], 0, first, 0), (trained, 24, last, 1)]
 
 
-def test_a_certificate_without_a_tuned_length_needs_the_kind_of_drafts(
-    tmp_path: Path, refusal: Callable[..., str]
-) -> None:
+def test_a_certificate_of_no_tuned_length_needs_a_kind_of_drafts(tmp_path: Path, refusal: Callable[..., str]) -> None:
     auto = load_recipe("tiny", overrides={"draft": {"sampling": "auto"}})
     paths = {"policy": tmp_path, "data": tmp_path, "draft": tmp_path}
     assert refusal(partial(stage.certify_alone, run_context(tmp_path), auto, **paths, k=3)) == (

@@ -61,9 +61,7 @@ def test_overrides_for_a_process_elsewhere_hold_absolute_paths(tmp_path: Path, m
         ("loop.max_off_policy_steps=2", "loop.max_off_policy_steps", "max_off_policy_steps"),
     ],
 )
-def test_a_field_with_an_input_of_its_own_is_refused_among_overrides(
-    refusal: Refusal, item: str, name: str, own: str
-) -> None:
+def test_a_field_with_an_input_is_refused_among_overrides(refusal: Refusal, item: str, name: str, own: str) -> None:
     said = refusal(requested, overrides=(item,), seed=1)
     assert said == f"overrides must leave out {name}, got {name!r}; give the input {own}"
 

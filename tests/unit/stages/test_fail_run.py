@@ -67,9 +67,7 @@ def test_an_execution_that_never_started_has_nothing_to_end(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("raised", [RuntimeError("lost"), None])
-def test_an_execution_that_goes_on_after_a_failed_attempt_is_running_again(
-    stored_root: Path, raised: RuntimeError | None
-) -> None:
+def test_an_execution_that_goes_on_after_a_failure_runs_again(stored_root: Path, raised: RuntimeError | None) -> None:
     context, recipe = run_context(stored_root), load_recipe("tiny")
     execution_run(context, recipe).close(RunStatus.FAILED)
     with suppress(RuntimeError), tracked(context, recipe, "tune_draft_length"):

@@ -85,7 +85,7 @@ def with_model(recipe: Recipe, source: Path) -> Recipe:
 @pytest.mark.slow  # at their real sizes
 @pytest.mark.parametrize("workload", list(Workload))
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-def test_every_recipe_has_the_prompts_that_its_stages_take(name: str, workload: Workload, tmp_path: Path) -> None:
+def test_every_recipe_has_the_prompts_of_its_stages(name: str, workload: Workload, tmp_path: Path) -> None:
     recipe = read(name, workload)
     if recipe.policy.scratch is None:
         recipe = on_local_files(recipe, tmp_path)
@@ -126,9 +126,7 @@ def test_the_tokenizer_of_another_policy_can_take_the_place_of_the_recipes(tmp_p
         ({"losslessness": {"num_greedy_prompts": 42}}, r"^losslessness\.num_greedy_prompts must be <= .* got 42"),
     ],
 )
-def test_every_number_of_a_recipe_that_takes_prompts_is_held_against_its_own_set(
-    overrides: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_numbers_of_prompts_are_held_against_their_set(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
     """40 problems of training at most, and 40 rows in each of the three draft files."""
     small = {
         "data": {"synthetic": {"num_train_problems": 40, "num_draft_rows": 40}},

@@ -22,7 +22,7 @@ from slipstream.types import Dtype
 from tests.small import UNTRACKED, replace_in, run_context
 
 
-def test_a_policy_from_random_weights_has_the_tokenizer_of_the_data_and_then_more_positions(
+def test_a_policy_from_scratch_has_the_datas_tokenizer_and_more_positions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     created: list[ScratchConfig] = []

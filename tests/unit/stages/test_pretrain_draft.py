@@ -64,9 +64,7 @@ def test_what_is_looked_up_is_written_down_and_handed_on_without_weights(tmp_pat
     assert draft_weights(recipe.draft, directory) is None
 
 
-def test_a_draft_model_that_is_given_is_linked_and_one_of_another_vocabulary_refused_before_anything_starts(
-    tmp_path: Path, untracked: list[Any]
-) -> None:
+def test_a_given_draft_model_is_linked_if_it_has_the_policys_vocabulary(tmp_path: Path, untracked: list[Any]) -> None:
     policy, small = model(tmp_path / "policy"), model(tmp_path / "small")
     recipe, directory = made(tmp_path, policy, method="draft_model", model=str(small))
     assert read_record(DraftRecord, directory / "draft.json").num_parameters == 6
@@ -115,7 +113,7 @@ class Learner:
         self.calls.append(("save", path.name, tokenizer.name))
 
 
-def test_a_small_model_learns_the_policys_answers_and_is_judged_at_the_sampling_temperature(
+def test_a_small_model_learns_answers_and_is_judged_as_they_are_sampled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, learner = NotedEngine(), Learner()
@@ -144,9 +142,7 @@ def test_a_small_model_learns_the_policys_answers_and_is_judged_at_the_sampling_
     assert record.heldout_mean_acceptance_length == pytest.approx(1.5)
 
 
-def test_prompts_must_suffice_for_what_is_trained_and_for_the_further_batches_of_a_step(
-    refusal: Callable[..., str],
-) -> None:
+def test_prompts_must_suffice_for_training_and_for_the_further_batches_of_a_step(refusal: Callable[..., str]) -> None:
     from slipstream.data.prompts import PromptSets
     from slipstream.stages.support import require_prompts
 

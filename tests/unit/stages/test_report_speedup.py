@@ -86,9 +86,7 @@ def slower(record: RunRecord) -> RunRecord:
 
 
 @pytest.mark.slow  # seven executions in a real store
-def test_the_sixth_execution_is_judged_by_the_five_before_and_its_run_says_what_drifted(
-    stored_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_execution_is_judged_by_the_five_before_it(stored_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.report.page.draw", lambda *_: STAND_INS)
     for number in range(5):
         drift = execute(stored_root, f"tiny-{number}", TWICE)

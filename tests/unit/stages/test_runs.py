@@ -33,9 +33,7 @@ from slipstream.tracking.mlflow_store import Execution, open_store, read_executi
 from tests.unit.report.handmade import CERTIFICATE, RECORD
 
 
-def test_a_pod_is_tagged_from_its_environment_and_the_profiles_console_and_what_is_not_known_has_no_tag(
-    tmp_path: Path,
-) -> None:
+def test_a_pod_is_tagged_from_its_environment_and_the_profiles_console_with_what_is_known(tmp_path: Path) -> None:
     values = yaml.safe_load((CLUSTERS / "cpu.yaml").read_text()) | {"name": "mine"}
     values["flyte"] = {"console": "https://flyte/console/"}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))

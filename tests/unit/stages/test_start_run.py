@@ -82,9 +82,7 @@ def test_a_reward_function_is_kept_with_the_execution_and_a_changed_one_is_refus
     assert not (tmp_path / "other").exists()
 
 
-def test_the_executions_run_stays_open_and_an_instruction_that_mlflow_cannot_hold_is_cut_there_alone(
-    tmp_path: Path,
-) -> None:
+def test_the_executions_run_stays_open_and_too_long_an_instruction_is_cut_in_mlflow_alone(tmp_path: Path) -> None:
     instruction = "{problem}" + "x" * 7000
     _, recorded = start(tmp_path, data={"instruction": instruction})
     spool = next((tmp_path / "spool").glob("*.jsonl"))
@@ -133,9 +131,7 @@ def test_a_recipe_is_tracked_by_the_server_that_it_names_or_by_the_clusters(tmp_
         assert load_recipe(str(named)).tracking.uri == UNTRACKED["uri"]
 
 
-def test_a_recipe_that_may_end_for_want_of_memory_starts_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_recipe_that_may_want_memory_starts_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for recipe in ("qwen3_8b", "dapo_8b"):
         start(tmp_path / recipe, recipe, cluster=QUEUED)
     assert "memory" not in caplog.text
@@ -143,9 +139,7 @@ def test_a_recipe_that_may_end_for_want_of_memory_starts_with_a_warning(
     assert "memory: GPU: " in caplog.text and "lower learner.max_tokens_per_microbatch to " in caplog.text
 
 
-def test_a_second_execution_does_not_start_on_gpu_nodes_without_a_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_nodes_without_a_queue_take_one_execution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def begin(execution: str, profile: ClusterProfile = ALONE) -> None:
         start(tmp_path, "qwen3_8b", execution=execution, cluster=profile)
 

@@ -36,9 +36,7 @@ def made(path: Path | RunContext) -> str:
     return ((path.directory(STAGE) if isinstance(path, RunContext) else path) / "draft.json").read_text()
 
 
-def test_what_one_execution_made_the_next_one_takes_by_its_key_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_one_execution_made_the_next_takes_by_its_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     first, second = run_context(tmp_path, "first"), run_context(tmp_path, "second")
     assert kept(first) is None
@@ -108,9 +106,7 @@ def test_what_is_stored_survives_a_move_of_the_root(tmp_path: Path) -> None:
     assert made(moved) == "of first"
 
 
-def test_an_output_with_a_link_that_leads_nowhere_is_made_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_output_whose_link_leads_nowhere_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As to a model in a cache that was moved."""
     model, run = tmp_path / "model.safetensors", run_context(tmp_path / "runs", "first")
     model.write_text("weights")
@@ -183,9 +179,7 @@ def tiny(overrides: dict[str, Any]) -> Recipe:
 
 
 @pytest.mark.parametrize(("overrides", "changed"), CASES, ids=[json.dumps(case[0]) for case in CASES])
-def test_a_field_changes_the_keys_of_what_depends_on_it_and_no_other(
-    overrides: dict[str, Any], changed: set[str]
-) -> None:
+def test_a_field_changes_the_keys_of_what_depends_on_it_alone(overrides: dict[str, Any], changed: set[str]) -> None:
     before, after = keys(tiny({})), keys(tiny(overrides))
     assert {stage for stage in before if before[stage] != after[stage]} == changed
 

@@ -28,9 +28,7 @@ def test_learner_and_engine_both_compute_in_what_the_execution_settled_on(tmp_pa
     assert (recipe.learner.dtype, recipe.engine.dtype) == (dtype, dtype)
 
 
-def test_the_first_stage_measures_and_the_others_take_its_answer_unless_the_recipe_names_a_type(
-    tmp_path: Path,
-) -> None:
+def test_the_first_stage_measures_and_others_take_its_answer_unless_the_recipe_names_a_type(tmp_path: Path) -> None:
     context, recipe = run_context(tmp_path), load_recipe("tiny")
     first = numerics(context, recipe)
     assert first is not None
@@ -67,9 +65,7 @@ OPENING = "{%- if add_generation_prompt -%}{{- '<|im_start|><|assistant|>"
         ("<think>\\n", "write </think> at the end, 1+1=?", "<think>so 2"),
     ],
 )
-def test_a_response_is_scored_with_the_thought_that_the_chat_template_opened(
-    opening: str, problem: str, text: str
-) -> None:
+def test_a_response_is_scored_with_the_thought_that_the_template_opened(opening: str, problem: str, text: str) -> None:
     tokenizer = build_tokenizer(max_length=128)
     tokenizer.chat_template = CHAT_TEMPLATE.replace(OPENING, OPENING + opening)
     response = tokenizer(f"so 2{END}", add_special_tokens=False)["input_ids"]

@@ -48,9 +48,7 @@ def test_an_arm_that_drafts_is_labelled_with_its_k_and_the_draft_that_recipe_and
 
 
 @pytest.mark.parametrize("asked", ["auto", "greedy"])
-def test_an_arm_and_its_certificate_take_the_drafts_of_the_tuning_record_at_every_attempt(
-    tmp_path: Path, asked: str
-) -> None:
+def test_arm_and_certificate_take_the_drafts_of_the_tuning_record_at_every_attempt(tmp_path: Path, asked: str) -> None:
     recipe = load_recipe("tiny", overrides={"draft": {"sampling": asked}})
     tuned(tmp_path, sampling="greedy")
     greedy = DraftLength(num_speculative_tokens=3, sampling=DraftSampling.GREEDY)
@@ -152,7 +150,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Train:
     ("arms_in_turn", "steps"),
     [("on", ["a0", "s0", "s1", "a1", "a2", "s2"]), ("off", ["a0", "a1", "a2", "s0", "s1", "s2"])],
 )
-def test_arms_take_turns_or_follow_one_another_without_a_process_of_an_earlier_stage(
+def test_arms_take_turns_or_follow_one_another_with_fresh_processes(
     trained: Train, tmp_path: Path, arms_in_turn: str, steps: list[str]
 ) -> None:
     closed: list[str] = []

@@ -37,7 +37,7 @@ def test_the_first_speedup_is_the_best_of_the_first_batch_a_loss_too_and_names_w
 
 
 @pytest.mark.parametrize(("rule", "switch"), [("fixed", None), ("by_batch", switch_length)])
-def test_drafting_that_is_switched_off_is_swept_where_the_length_may_follow_the_running_batch(
+def test_no_drafting_is_swept_where_the_length_follows_the_batch(
     monkeypatch: pytest.MonkeyPatch, rule: str, switch: object
 ) -> None:
     handed: list[dict[str, Any]] = []

@@ -85,7 +85,7 @@ def test_the_ablations_run_is_open_and_tracks_its_grid_with_the_recipes_axes(tmp
         ("gb200", (3,), r"^placement\.gpus_per_node must be 1 to 4 on cluster gb200, got 0"),
     ],
 )
-def test_one_variant_that_is_refused_refuses_all_and_leaves_nothing(
+def test_a_refused_variant_refuses_all_and_leaves_nothing(
     tmp_path: Path, cluster: str, lengths: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -23,9 +23,7 @@ from slipstream.types import Arm
 from tests.small import run_context
 
 
-def test_arms_take_turns_after_their_engines_have_started_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arms_take_turns_after_engines_started_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     starting: list[str] = []
 

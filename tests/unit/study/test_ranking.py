@@ -99,9 +99,7 @@ def test_rows_are_ranked_by_the_step_and_paired_by_seed() -> None:
         ([3.0, 3.1, 2.9, 3.0, 3.0], "faster, behind the first"),
     ],
 )
-def test_a_row_is_told_apart_from_the_first_only_by_an_interval_of_its_own(
-    generation_s: list[float], words: str
-) -> None:
+def test_a_row_is_told_apart_from_the_first_by_an_interval_of_its_own(generation_s: list[float], words: str) -> None:
     arms = {variant(2): arm([2.0, 1.9, 2.1, 1.8, 2.0], k=2), variant(5): arm(generation_s, k=5)}
     record = ablation(arms, {0: arm([6] * 5)})
     assert verdict(record.rows[1]) == words
@@ -111,9 +109,7 @@ def test_a_row_is_told_apart_from_the_first_only_by_an_interval_of_its_own(
 @pytest.mark.parametrize(
     ("k", "own", "words"), [(2, arm([2.0], k=2), "not measured"), (0, arm([6.0]), "speculation lost in tuning")]
 )
-def test_a_single_step_and_a_tuned_length_that_lost_have_verdicts_of_their_own(
-    k: int, own: ArmRecord, words: str
-) -> None:
+def test_a_single_step_and_a_length_that_lost_have_verdicts_of_their_own(k: int, own: ArmRecord, words: str) -> None:
     (row,) = ablation({variant(k): own}, {0: arm([6.0])}).rows
     assert (verdict(row), row.mean_acceptance_length) == (words, 2.6 if k else 1.0)
 
@@ -157,9 +153,7 @@ def test_each_workload_has_a_ranking_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("machine", "is_unequal"), [("a", False), ("", False), ("b", True)])
-def test_a_variant_of_another_machine_than_its_baseline_is_named(
-    tmp_path: Path, machine: str, is_unequal: bool
-) -> None:
+def test_a_variant_on_another_machine_than_its_base_is_named(tmp_path: Path, machine: str, is_unequal: bool) -> None:
     record = ablation({variant(2): arm([2] * 5, k=2, machine=machine)}, {0: arm([6] * 5, machine="a")})
     html, *_ = write_study(record, tmp_path)
     said = "on another machine than their baseline" in html.read_text()

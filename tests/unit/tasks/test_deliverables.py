@@ -55,9 +55,7 @@ def test_records_travel_and_weights_are_found_on_the_root(tmp_path: Path, bucket
     assert (whole / "draft.json").read_text() == "{}"
 
 
-def test_a_users_own_model_is_taken_where_it_is_or_fetched_whole_to_the_runs_root_or_without_its_tensors(
-    tmp_path: Path, bucket: str
-) -> None:
+def test_a_users_own_model_is_taken_where_it_is_or_fetched_perhaps_without_tensors(tmp_path: Path, bucket: str) -> None:
     local, context = _model(tmp_path / "own"), run_context(tmp_path / "runs")
     assert model_of(context, FlyteDirectory(str(local))) == records_of(FlyteDirectory(str(local))) == local
     own = _upload(local, f"{bucket}/own")

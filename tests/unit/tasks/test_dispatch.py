@@ -299,9 +299,7 @@ def _put(stages: Stages, monkeypatch: pytest.MonkeyPatch, modules: Iterable[Modu
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_task_reads_its_inputs_from_the_store_and_writes_its_outputs_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_task_reads_and_writes_in_the_store_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     from flyteidl.core.literals_pb2 import LiteralMap
 
     task, case, store = TASKS[name], CASES[name], f"memory://{uuid.uuid4().hex}"
@@ -351,9 +349,7 @@ def test_without_a_speculative_arm_the_tasks_of_a_draft_make_nothing(tmp_path: P
 
 
 @pytest.mark.parametrize(("name", "num_arms"), [("speculative_rl", 2), ("asynchronous_rl", 4)])
-def test_nested_workflows_run_as_one_on_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_arms: int
-) -> None:
+def test_nested_workflows_run_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_arms: int) -> None:
     stages = Stages(recipe=write_recipe(load_recipe("tiny"), tmp_path / "recipe.yaml"))
     _put(stages, monkeypatch, {sys.modules[task.task_function.__module__] for task in TASKS.values()})
     workflow = vars(importlib.import_module(f"workflows.{name}"))[name]

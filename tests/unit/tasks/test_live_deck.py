@@ -39,9 +39,7 @@ def trained(context: RunContext, deck: str, fails: bool) -> str:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_deck_shows_reward_and_stages_before_the_task_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
+def test_the_deck_shows_reward_and_stages_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     SEEN.clear()
     monkeypatch.setattr(live_deck, "EVERY_S", 0.05)
     monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "e")

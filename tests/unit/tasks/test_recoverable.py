@@ -48,9 +48,7 @@ def unending(kind: str) -> str:
         (unending, "deadline", "RECOVERABLE", "unending must end within 0:00:00.5"),
     ],
 )
-def test_the_error_document_says_whether_another_attempt_is_due(
-    tmp_path: Path, task: Any, kind: str, written: str, said: str
-) -> None:
+def test_an_error_says_whether_a_retry_is_due(tmp_path: Path, task: Any, kind: str, written: str, said: str) -> None:
     """Flytekit writes `Trace:`, the traceback, and the message last: 35 lines down in the console."""
     meta = dispatched(task, {"kind": kind}, tmp_path)
     assert not (meta / "outputs.pb").exists()

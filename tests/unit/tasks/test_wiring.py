@@ -80,9 +80,7 @@ def test_the_first_task_is_handed_each_input_of_the_launch_under_its_own_name(wo
 
 
 @pytest.mark.parametrize("of_the_day", [False, True])
-def test_the_day_seeds_a_recurring_projection(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, of_the_day: bool
-) -> None:
+def test_the_day_seeds_recurring_projections(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, of_the_day: bool) -> None:
     seen: list[int] = []
 
     def write_request(request: Any, directory: Path, *, seed: int) -> Path:

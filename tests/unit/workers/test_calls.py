@@ -86,7 +86,7 @@ def test_answers_come_in_the_order_of_the_calls_whoever_is_first() -> None:
         "all that are silent, where all processes run",
     ],
 )
-def test_a_lost_worker_is_named_and_not_those_that_suffer_from_it(
+def test_a_lost_worker_is_named_and_not_its_victims(
     outcomes: dict[str, Any], states: str, said: str, lost: list[int]
 ) -> None:
     words = {
@@ -108,9 +108,7 @@ def test_a_lost_worker_is_named_and_not_those_that_suffer_from_it(
         ({"b": ChannelBrokeError("for b"), "a": BROKEN, "c": BROKEN}, ChannelBrokeError("for b")),
     ],
 )
-def test_who_failed_by_itself_goes_before_who_saw_a_break_and_of_these_the_first(
-    outcomes: dict[str, Any], cause: Exception
-) -> None:
+def test_who_failed_by_itself_goes_before_who_first_saw_a_break(outcomes: dict[str, Any], cause: Exception) -> None:
     with pytest.raises(type(cause), match=re.escape(str(cause))) as caught:
         ask(outcomes)
     number = "abc".index(next(name for name, outcome in outcomes.items() if str(outcome) == str(cause)))

@@ -224,9 +224,7 @@ def test_the_end_of_sglangs_process_ends_its_actor(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("method", ["history", "ngram"])
-def test_an_engine_that_was_kept_takes_the_new_weights_and_begins_an_empty_history(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_a_kept_engine_takes_weights_and_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     calls: list[Any] = []
     forget = partial(calls.append, "forget")

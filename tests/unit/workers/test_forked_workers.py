@@ -58,9 +58,7 @@ def test_it_has_the_clients_arguments_directory_environment_and_path(tmp_path: P
     assert told["has_xmlrpc"]
 
 
-def test_workers_share_a_server_unless_libraries_read_their_environments_differently(
-    tmp_path: Path, sockets: Path
-) -> None:
+def test_workers_share_a_server_unless_libraries_read_other_environments(tmp_path: Path, sockets: Path) -> None:
     one, like, other = (
         _told(tmp_path, sockets, MARK=mark, OMP_NUM_THREADS=threads) for mark, threads in ("11", "21", "12")
     )

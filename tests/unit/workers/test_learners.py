@@ -27,9 +27,7 @@ def test_the_longest_go_first_to_whoever_has_the_fewest_tokens() -> None:
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8))
-def test_every_sequence_is_dealt_once_and_no_rank_waits_for_more_than_one_sequence(
-    lengths: list[int], num_ranks: int
-) -> None:
+def test_every_sequence_is_dealt_once_and_no_rank_waits_for_more_than_one(lengths: list[int], num_ranks: int) -> None:
     shards = plan_shards(lengths, num_ranks)
     assert sorted(index for shard in shards for index in shard) == list(range(len(lengths)))
     tokens = [sum(lengths[index] for index in shard) for shard in shards]
@@ -63,9 +61,7 @@ def test_ranks_of_one_copy_get_the_same_part_and_one_of_them_answers(monkeypatch
     assert called == list(enumerate(parts * 2))  # the second stage computes the same
 
 
-def test_a_learners_gpu_has_one_queue_of_work_so_that_megatrons_collectives_overlap(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_learners_gpu_has_one_queue_so_that_megatrons_collectives_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = FakeRay()
     replace_in(monkeypatch, learners, ray=ray, started=lambda workers, _: workers, _join=lambda *_: None)
     learners.start_ranks(LearnerConfig(num_threads=3), [{"num_gpus": 0}])

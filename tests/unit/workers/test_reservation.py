@@ -43,9 +43,7 @@ def assigned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ids
 
 
-def test_a_learner_that_was_given_a_gpu_and_sees_no_cuda_says_what_it_was_given_and_what_to_do(
-    assigned: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_learner_without_its_gpus_cuda_says_what_to_do(assigned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reservation.socket, "gethostname", lambda: "node7")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -62,7 +60,7 @@ def test_a_learner_that_was_given_a_gpu_and_sees_no_cuda_says_what_it_was_given_
     LearnerProcess(LearnerConfig(), rank=2)
 
 
-def test_an_engine_that_was_given_a_gpu_and_would_generate_on_the_cpu_does_not_start(
+def test_an_engine_with_a_gpu_does_not_start_on_the_cpu(
     assigned: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     def start(**more: Any) -> None:

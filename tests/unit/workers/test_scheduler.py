@@ -206,7 +206,7 @@ def test_engines_that_share_no_clock_did_together_what_each_did_in_their_mean_ti
     st.integers(2, 9),
     st.booleans(),
 )
-def test_no_engine_is_idle_while_a_group_waits(
+def test_no_engine_idles_while_a_group_waits(
     seconds: list[int], num_engines: int, num_slots: int, lengths_are_known: bool
 ) -> None:
     requests = requests_of(*seconds)

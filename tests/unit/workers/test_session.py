@@ -38,9 +38,7 @@ TIMED_OUT = "The current node timed out during startup."
     ],
     ids=["slow to start", "never starts: another attempt may outlive it", "another error: at once"],
 )
-def test_a_ray_that_is_slow_to_start_is_started_again(
-    num_failures: int, message: str, error: type[Exception] | None, said: str
-) -> None:
+def test_a_slow_ray_is_started_again(num_failures: int, message: str, error: type[Exception] | None, said: str) -> None:
     starts: list[int] = []
 
     def start() -> None:
@@ -89,7 +87,7 @@ def test_a_machine_without_gpus_is_its_processor() -> None:
     assert machine().endswith("Linux") or "NVIDIA" in machine()
 
 
-def test_files_that_this_host_does_not_see_are_refused(
+def test_files_that_this_host_lacks_are_refused(
     tmp_path: Path, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session.platform, "node", lambda: "node7")

@@ -49,9 +49,7 @@ def fixed(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 @profiles
-def test_a_profile_registers_the_plans_that_its_nodes_can_run_and_one_for_each_workflows_launch_button(
-    registered: Registered, profile: str
-) -> None:
+def test_a_profile_registers_each_workflow_and_what_its_nodes_can_run(registered: Registered, profile: str) -> None:
     found, has_gpus = registered(profile), profile in ("gb200", "h200")
     own = {name: plan for name, plan in found.plans.items() if "." not in name}
     eight = {"recipe": "qwen3_8b_h200" if profile == "h200" else "qwen3_8b"}
@@ -171,9 +169,7 @@ def test_an_asynchronous_run_trains_and_evaluates_every_arm_in_both_loops(regist
 
 @profiles
 @pytest.mark.parametrize("workflow", sorted(WHOLE))
-def test_no_two_tasks_that_want_the_same_nodes_can_run_at_once(
-    registered: Registered, profile: str, workflow: str
-) -> None:
+def test_no_two_tasks_that_want_the_same_nodes_run_at_once(registered: Registered, profile: str, workflow: str) -> None:
     nodes = flat(registered(profile).workflows, workflow)
     wanting = {name for name, (node, _) in nodes.items() if _task_of(node) in WITH_GPUS}
     expected = {"speculative_rl": 5, "asynchronous_rl": 6, "ablation": 3, "bake_off": 1, "certify": 1}
@@ -188,9 +184,7 @@ def _task_of(node: dict[str, Any]) -> str:
 
 
 @profiles
-def test_a_task_has_the_image_of_its_role_time_for_every_attempt_and_a_deck_if_it_is_long(
-    registered: Registered, profile: str
-) -> None:
+def test_a_task_has_its_image_time_for_every_attempt_and_perhaps_a_deck(registered: Registered, profile: str) -> None:
     tasks = registered(profile).tasks
     for name, task in tasks.items():
         assert task["metadata"]["timeout"] == f"{90 * 86400}s", name  # room for the wait too
@@ -209,9 +203,7 @@ def test_on_one_machine_tasks_are_plain_containers_without_pods_or_ray(registere
 
 
 @profiles
-def test_executions_run_as_the_service_account_and_write_to_the_object_store_and_the_shared_root(
-    registered: Registered, profile: str
-) -> None:
+def test_executions_run_as_the_service_account_and_know_store_and_root(registered: Registered, profile: str) -> None:
     plans = registered(profile).plans
     root = _plain(plans["ablation"]["spec"]["defaultInputs"]["parameters"]["run_root"]["default"])
     assert root == ("runs" if profile == "local" else "/mnt/slipstream/runs") == read_profile(profile).run_root
@@ -222,9 +214,7 @@ def test_executions_run_as_the_service_account_and_write_to_the_object_store_and
 
 
 @profiles
-def test_parts_of_an_ablation_follow_one_another_and_one_that_fails_sinks_no_other(
-    registered: Registered, profile: str
-) -> None:
+def test_parts_of_an_ablation_follow_one_another_and_none_sinks_another(registered: Registered, profile: str) -> None:
     workflow = registered(profile).workflows["ablation"]
     arrays = {node["id"]: node for node in workflow["nodes"] if "arrayNode" in node}
     assert {name: set(node["upstreamNodeIds"]) for name, node in arrays.items()} == {
@@ -284,9 +274,7 @@ def test_the_recipe_takes_every_variant_of_a_recurring_ablation(registered: Regi
     assert sizes == {"nightly-draft-length": 4, "weekly-draft-initialisation": 2}
 
 
-def test_a_profile_of_sixteen_nodes_has_the_plan_for_them_and_says_whom_to_tell_of_recurring_ones(
-    tmp_path: Path,
-) -> None:
+def test_a_profile_of_sixteen_nodes_has_a_plan_for_them_and_says_whom_to_tell_of_others(tmp_path: Path) -> None:
     values = yaml.safe_load((CLUSTERS / "gb200.yaml").read_text())
     values["gpu"]["nodes"] = 16
     told = {"activate": True, "slack": ["runs@example.slack.com"], "email": ["team@example.com"]}

@@ -46,9 +46,7 @@ def environment(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 @on_pods
-def test_kubernetes_takes_every_pod_and_no_list_of_a_merged_one_names_a_thing_twice(
-    registered: Registered, profile: str
-) -> None:
+def test_kubernetes_takes_every_pod_and_no_list_names_a_thing_twice(registered: Registered, profile: str) -> None:
     for _, _, pod in all_pods(registered, profile):
         kubernetes_validate.validate(pod, KUBERNETES, strict=True)
         container = primary(pod)
@@ -78,9 +76,7 @@ def refused(task: dict[str, Any], limits: dict[str, Any]) -> list[str]:
 
 
 @on_pods
-def test_flyte_as_deploy_installs_it_takes_every_task_and_as_it_comes_none(
-    registered: Registered, profile: str
-) -> None:
+def test_flyte_as_deploy_installs_it_takes_all_tasks_and_as_it_comes_none(registered: Registered, profile: str) -> None:
     values = yaml.safe_load((Path(__file__).parents[3] / "deploy" / "flyte" / "values.yaml").read_text())
     limits = values["configuration"]["inline"]["task_resources"]["limits"]
     for name, task in registered(profile).tasks.items():
@@ -96,9 +92,7 @@ def test_kuberay_takes_every_ray_job(registered: Registered, profile: str) -> No
 
 
 @on_pods
-def test_nothing_runs_as_root_or_gains_rights_and_the_preflight_alone_has_a_token_of_the_cluster(
-    registered: Registered, profile: str
-) -> None:
+def test_nothing_runs_as_root_and_the_preflight_alone_has_a_token(registered: Registered, profile: str) -> None:
     user = {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
     group = {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}
     for name, kind, pod in all_pods(registered, profile):
@@ -111,9 +105,7 @@ def test_nothing_runs_as_root_or_gains_rights_and_the_preflight_alone_has_a_toke
 
 
 @on_pods
-def test_every_pod_mounts_the_shared_volume_and_knows_its_cluster_and_a_tasks_process_alone_its_servers_credentials(
-    registered: Registered, profile: str
-) -> None:
+def test_every_pod_has_the_shared_volume_and_the_tasks_own_credentials(registered: Registered, profile: str) -> None:
     servers = [{"secretRef": {"name": "slipstream-mlflow"}}, {"secretRef": {"name": "slipstream-object-store"}}]
     for _, kind, pod in all_pods(registered, profile):
         claims = [volume for volume in pod["spec"]["volumes"] if "persistentVolumeClaim" in volume]
@@ -134,9 +126,7 @@ def test_only_tasks_that_generate_or_train_make_ray_clusters(registered: Registe
 
 
 @on_gpus
-def test_a_ray_cluster_is_as_large_as_the_profile_gives_gpus_to_workers_alone_and_goes_when_its_task_is_done(
-    registered: Registered, profile: str
-) -> None:
+def test_a_ray_cluster_fits_the_profile_and_goes_when_its_task_is_done(registered: Registered, profile: str) -> None:
     nodes, gpus = {"gb200": (8, "4"), "h200": (1, "8")}[profile]
     for task in with_gpus(registered, profile):
         custom, made = task["custom"], pods(task)

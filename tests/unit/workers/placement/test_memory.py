@@ -311,9 +311,7 @@ def test_the_plan_counts_an_online_draft_and_the_staging_of_a_refit_on_shared_gp
     assert "refit" not in _estimate(**SPLIT).learner
 
 
-def test_a_draft_model_is_counted_whole_whether_trained_or_given_as_transformers_reads_its_config(
-    tmp_path: Path,
-) -> None:
+def test_a_draft_model_is_counted_whole_trained_or_given_as_transformers_reads_its_config(tmp_path: Path) -> None:
     values = {"vocab_size": 8, "num_hidden_layers": 3, "intermediate_size": 5}
 
     def given(**more: object) -> tuple[float, float]:

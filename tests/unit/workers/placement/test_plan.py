@@ -329,9 +329,7 @@ LOGICAL = Layout(placement=PlacementConfig(gpus_per_node=1, logical_gpus=True))
         (LOGICAL, None, "1 x 1 logical GPUs (processes may compute on CPUs), colocated"),
     ],
 )
-def test_a_colocated_plan_shows_both_on_a_gpu_and_what_runs_how(
-    layout: Layout, domain_nodes: int | None, shown: str
-) -> None:
+def test_a_colocated_plan_shows_both_on_a_gpu_and_how(layout: Layout, domain_nodes: int | None, shown: str) -> None:
     placement = layout.placement
     cluster = parse_cluster(f"{placement.nodes}x{placement.gpus_per_node}", domain_nodes=domain_nodes)
     lines = plan_text(make_plan(layout, cluster)).splitlines()
