@@ -81,9 +81,7 @@ def _learned(learner: LearnerConfig, arch: Architecture | None = None, **how: An
     return memory.learner_memory(arch or _tiny(), learner, **{"has_reference": False, **how})
 
 
-def _served(
-    engine: EngineConfig, draft: DraftConfig | None = None, longest_k: int = 0
-) -> tuple[dict[str, float], float]:
+def _served(engine: EngineConfig, draft: DraftConfig | None = None, longest_k: int = 0) -> tuple[Any, float]:
     """Bytes of an engine of the tiny policy on a GPU of 4 MB, by part, and those of a token in its cache."""
     return memory.engine_memory(_tiny(), engine, gpu_bytes=4e6, longest_k=longest_k, draft=draft)
 
@@ -161,21 +159,24 @@ def test_an_engine_divides_the_policy_and_may_copy_key_value_heads_evenly(tmp_pa
 
     field = "engine.tensor_parallel_size must"
     assert _refusal(of_eight(8, 100)) == f"{field} divide the policy's 100 ffn hidden size, got 8"
-    assert _refusal(of_eight(6, 96)) == (
-        f"{field} divide the policy's 6 key-value heads, or be a multiple of them, got 8"
-    )
+    message = f"{field} divide the policy's 6 key-value heads, or be a multiple of them, got 8"
+    assert _refusal(of_eight(6, 96)) == message
     load_recipe("qwen3_8b", overrides=merge(PLAIN, of_eight(2, 96)))  # four workers have each of the two heads
 
 
-def test_parameters_of_a_stage_and_all_of_them_those_of_the_architecture() -> None:
-    assert memory.stage_parameters(_tiny(), _learner(), 0) == 2 * LAYER + 2 * TABLE + NORM
-    assert memory.stage_parameters(_tiny(), _learner(pipeline=2), 0) == LAYER + TABLE
-    assert memory.stage_parameters(_tiny(), _learner(pipeline=2), 1) == LAYER + TABLE + NORM
-    assert memory.stage_parameters(_tiny(), _learner(tensor=2), 0) == 2 * (60 + 12) + TABLE + NORM
-    tied = _tiny(tie_word_embeddings=True)
-    assert memory.stage_parameters(tied, _learner(), 0) == 2 * LAYER + TABLE + NORM
-    assert memory.stage_parameters(tied, _learner(pipeline=2), 1) == LAYER + TABLE + NORM  # a copy
-    arch = Architecture.from_scratch(ScratchConfig(), vocab_size=64, eos_token_id=3)
+@pytest.mark.parametrize(
+    ("arch", "parallel", "stage", "expected"),
+    [
+        (_tiny(), {}, 0, 2 * LAYER + 2 * TABLE + NORM),
+        (_tiny(), {"pipeline": 2}, 0, LAYER + TABLE),
+        (_tiny(), {"pipeline": 2}, 1, LAYER + TABLE + NORM),
+        (_tiny(), {"tensor": 2}, 0, 2 * (60 + 12) + TABLE + NORM),
+        (_tiny(tie_word_embeddings=True), {}, 0, 2 * LAYER + TABLE + NORM),
+        (_tiny(tie_word_embeddings=True), {"pipeline": 2}, 1, LAYER + TABLE + NORM),  # a copy
+    ],
+)
+def test_parameters_of_a_stage(arch: Architecture, parallel: dict[str, int], stage: int, expected: float) -> None:
+    assert memory.stage_parameters(arch, _learner(**parallel), stage) == expected
     assert memory.num_parameters(arch) == arch.num_parameters()
 
 
@@ -188,77 +189,61 @@ def test_activations_and_logits_of_a_token() -> None:
     assert memory.logit_bytes(_tiny(), _learner(tensor=2)) == 56
 
 
-def test_a_learner_keeps_masters_and_two_moments_in_bfloat16_and_is_its_own_master_in_float32() -> None:
-    size = 332
-    assert _learned(_learner(), has_reference=True) == {
-        "weights": 2 * size,
-        "gradients": 4 * size,
-        "optimizer": 12 * size,
-        "reference": 2 * size,
-        "activations": 10 * 2 * 124,
-        "logits": 10 * 112,
-    }
-    found = _learned(LearnerConfig(max_tokens_per_microbatch=10, dtype=Dtype.FLOAT32))
-    assert (found["weights"], found["gradients"], found["optimizer"]) == (4 * size, 4 * size, 8 * size)
-    assert "reference" not in found
-    assert found["logits"] == 10 * (4 + 12) * 8
+def _sharded(**parallel: int) -> LearnerConfig:
+    return replace(_learner(**parallel), distributed_optimizer=True)
 
 
-def test_context_parallel_ranks_hold_a_part_of_the_tokens_and_of_a_split_optimizer_and_all_weights() -> None:
-    whole, found = _learned(_learner()), _learned(_learner(context=2))
-    assert found == whole | {"activations": 5 * 2 * 124, "logits": 5 * 112}
-    split = replace(_learner(context=2, data=2), distributed_optimizer=True)
-    assert _learned(split) == found | {"optimizer": whole["optimizer"] / 4}
+SIZE, MUON = 2 * LAYER + 2 * TABLE + NORM, {"method": OptimizerMethod.MUON}
+LORA = {"lora": LoraConfig(rank=1), "has_reference": True}
+NO_OTHERS = {"base weights": None, "orthogonalization": None}
+FLOAT32 = LearnerConfig(max_tokens_per_microbatch=10, dtype=Dtype.FLOAT32)
 
 
-def test_muon_keeps_one_moment_of_a_matrix_and_works_where_the_activations_were() -> None:
-    muon = {"method": OptimizerMethod.MUON}
-    # Of 332 elements 240 lie in matrices. Twice gate and up at once, 2 x 48 elements of 4 + 5 x 2 bytes each: 1,344.
-    found = _learned(_learner(), **muon)
-    assert found["optimizer"] == 4 * (2 * 332 - 240) + 4 * 332
-    assert "orthogonalization" not in found
-    short = replace(_learner(), max_tokens_per_microbatch=1)
-    assert _learned(short, **muon)["orthogonalization"] == 1344 - (2 * 124 + 112)
-    # Two tensor-parallel ranks hold 180 elements each, 120 in matrices; four data-parallel ranks share the optimizer.
-    split = replace(_learner(tensor=2, data=4), distributed_optimizer=True)
-    assert _learned(split, **muon)["optimizer"] == (4 * (2 * 180 - 120) + 4 * 180) / 4
-    assert memory.muon_bytes(_tiny(), split) == 96 * (4 / 2 + 10)
+@pytest.mark.parametrize(
+    ("learner", "how", "parts"),
+    [
+        # Masters and two moments in bfloat16; in float32 it is its own master.
+        (_learner(), {}, {"weights": 2 * SIZE, "gradients": 4 * SIZE, "optimizer": 12 * SIZE, "reference": None}),
+        (_learner(), {}, {"activations": 10 * 2 * 124, "logits": 10 * 112, **NO_OTHERS}),
+        (_learner(), {"has_reference": True}, {"weights": 2 * SIZE, "reference": 2 * SIZE}),
+        (FLOAT32, {}, {"weights": 4 * SIZE, "gradients": 4 * SIZE, "optimizer": 8 * SIZE, "logits": 10 * (4 + 12) * 8}),
+        # Context-parallel ranks hold a part of the tokens and of a split optimizer, and all weights.
+        (_learner(context=2), {}, {"activations": 5 * 2 * 124, "logits": 5 * 112, "optimizer": 12 * SIZE}),
+        (_learner(context=2), {}, {"weights": 2 * SIZE, "gradients": 4 * SIZE}),
+        (_sharded(context=2, data=2), {}, {"activations": 5 * 2 * 124, "logits": 5 * 112, "optimizer": 3 * SIZE}),
+        # The fuller stage counts. First: two micro-batches in flight, 2 * 10 * 124; last: one, 1240, and logits 1120.
+        (_learner(pipeline=2), {}, {"activations": 2480, "logits": 0}),
+        (_learner(pipeline=2), {"arch": _tiny(vocab_size=80)}, {"logits": 11_200}),
+        # Recomputing. Full: b h = 8, and the layer in hand 124 in all; selective: b (4h + 3A + 3K) = 2 (16 + 12 + 6).
+        (replace(_learner(), recompute=Recompute.FULL), {}, {"activations": 10 * (2 * 8 + 124 - 8)}),
+        (replace(_learner(), recompute=Recompute.SELECTIVE), {}, {"activations": 10 * (2 * 68 + 124 - 68)}),
+        (replace(_learner(), recompute=Recompute.NONE), {}, {"activations": 10 * 2 * 124}),
+        # Chunks of three tokens, and a split optimizer.
+        (replace(_sharded(data=4), logprob_chunk_tokens=3), {}, {"logits": 3 * 112, "optimizer": 3 * SIZE}),
+        (replace(_learner(), logprob_chunk_tokens=30), {}, {"logits": 10 * 112}),
+        # Muon keeps one moment of a matrix, of which there are 240 elements, and works where the activations were:
+        # twice gate and up at once, 2 x 48 elements of 4 + 5 x 2 bytes each.
+        (_learner(), MUON, {"optimizer": 4 * (2 * SIZE - 240) + 4 * SIZE, "orthogonalization": None}),
+        (replace(_learner(), max_tokens_per_microbatch=1), MUON, {"orthogonalization": 1344 - (2 * 124 + 112)}),
+        # Two tensor-parallel ranks hold 180 elements each, 120 in matrices; four data-parallel ranks share them.
+        (_sharded(tensor=2, data=4), MUON, {"optimizer": (4 * (2 * 180 - 120) + 4 * 180) / 4}),
+        # Adapters alone have gradients and moments, and keep the matrices below them. A layer: seven matrices of 4 + 4,
+        # 2 + 4, 2 + 4, 4 + 4, 6 + 4, 6 + 4, 6 + 4 rows and columns, 120 elements.
+        (_learner(), LORA, {"weights": 2 * (SIZE + 2 * 58), "base weights": 2 * 2 * 120, "reference": None}),
+        (_learner(), LORA, {"gradients": 4 * 2 * 58, "optimizer": 12 * 2 * 58, "activations": 10 * 2 * 124}),
+        (_learner(), LORA, {"logits": 10 * 112}),
+        (_learner(tensor=2), LORA, {"base weights": 2 * 2 * 60, "gradients": 4 * 2 * (30 / 2 + 7 * 4)}),
+    ],
+)
+def test_bytes_of_a_learner_by_part(learner: LearnerConfig, how: Any, parts: dict[str, float | None]) -> None:
+    found = _learned(learner, **how)
+    assert {part: found.get(part) for part in parts} == parts
+
+
+def test_muon_works_on_as_many_elements_as_a_batch_or_on_gate_and_up_of_a_layer_at_once() -> None:
+    assert memory.muon_bytes(_tiny(), _sharded(tensor=2, data=4)) == 96 * (4 / 2 + 10)
     # Gate and up of a layer of Qwen3-8B have more elements than a batch: 24,576 x 4,096 at once.
     assert memory.muon_bytes(load_model("qwen3-8b"), _learner()) == 24_576 * 4_096 * 14
-
-
-def test_adapters_alone_have_gradients_and_moments_and_keep_the_matrices_below_them() -> None:
-    # A layer: seven matrices of 4 + 4, 2 + 4, 2 + 4, 4 + 4, 6 + 4, 6 + 4, 6 + 4 rows and columns, 120 elements.
-    assert _learned(_learner(), has_reference=True, lora=LoraConfig(rank=1)) == {
-        "weights": 2 * (332 + 2 * 58),
-        "base weights": 2 * 2 * 120,
-        "gradients": 4 * 2 * 58,
-        "optimizer": 12 * 2 * 58,
-        "activations": 10 * 2 * 124,
-        "logits": 10 * 112,
-    }
-    split = _learned(_learner(tensor=2), lora=LoraConfig(rank=1))
-    assert (split["base weights"], split["gradients"]) == (2 * 2 * 60, 4 * 2 * (30 / 2 + 7 * 4))
-
-
-def test_the_fuller_stage_counts() -> None:
-    # First stage: two micro-batches in flight, 2 * 10 * 124 = 2480; last: one, 1240, and logits 1120.
-    found = _learned(_learner(pipeline=2))
-    assert (found["activations"], found["logits"]) == (2480, 0)
-    assert _learned(_learner(pipeline=2), _tiny(vocab_size=80))["logits"] == 11200
-
-
-def test_recomputing_keeps_less_and_works_on_one_layer_at_a_time() -> None:
-    # Full: b h = 8, and the layer in hand 124 in all; selective: b (4h + 3A + 3K) = 2 (16 + 12 + 6) = 68.
-    for recompute, kept in ((Recompute.FULL, 8), (Recompute.SELECTIVE, 68), (Recompute.NONE, 124)):
-        assert _learned(replace(_learner(), recompute=recompute))["activations"] == 10 * (2 * kept + 124 - kept)
-    assert memory.activation_bytes(_tiny(), _learner(tensor=2), Recompute.SELECTIVE) == 50  # 2 (16 + (12 + 6) / 2)
-
-
-def test_chunked_logits_and_a_split_optimizer() -> None:
-    found = _learned(replace(_learner(data=4), logprob_chunk_tokens=3, distributed_optimizer=True))
-    assert (found["logits"], found["optimizer"]) == (3 * 112, 3 * 332)
-    assert _learned(replace(_learner(), logprob_chunk_tokens=30))["logits"] == 10 * 112
 
 
 def test_an_engines_cache_takes_what_is_left_of_its_share() -> None:
