@@ -46,11 +46,7 @@ def error_of(directory: Path, command: list[str], **environment: str) -> str:
 @pytest.mark.parametrize(
     ("cluster", "changes", "message"),
     [
-        (
-            "local",
-            {"overrides": ["grpo.group_sise=4"]},
-            "unknown key 'grpo.group_sise'; did you mean",
-        ),
+        ("local", {"overrides": ["grpo.group_sise=4"]}, "unknown key 'grpo.group_sise'; did you mean"),
         ("gb200", {"run_root": "/mnt/slipstream/runs"}, "placement.gpus_per_node must be 1 to 4 on cluster"),
     ],
 )
