@@ -15,8 +15,7 @@ import pytest
 import yaml
 
 from slipstream.kubernetes.profile import CLUSTERS, read_profile
-from tests.unit.workflows.conftest import Registered
-from tests.unit.workflows.registration import ROOT, edges, flat, registration, task_name
+from tests.unit.workflows.registration import ROOT, edges, flat, registered, task_name
 
 PROFILES = sorted(path.stem for path in CLUSTERS.glob("*.yaml"))
 ON_PODS = [name for name in PROFILES if name != "local"]
@@ -49,7 +48,7 @@ def fixed(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 @profiles
-def test_a_profile_registers_each_workflow_and_what_its_nodes_can_run(registered: Registered, profile: str) -> None:
+def test_a_profile_registers_each_workflow_and_what_its_nodes_can_run(profile: str) -> None:
     found, has_gpus = registered(profile), profile in ("gb200", "h200")
     own = {name: plan for name, plan in found.plans.items() if "." not in name}
     eight = {"recipe": "qwen3_8b_h200" if profile == "h200" else "qwen3_8b"}
@@ -67,7 +66,7 @@ def test_a_profile_registers_each_workflow_and_what_its_nodes_can_run(registered
     assert default == set(found.workflows) == WHOLE | NESTED
 
 
-def test_every_plan_starts_from_the_command_line_with_no_further_words(registered: Registered) -> None:
+def test_every_plan_starts_from_the_command_line_with_no_further_words() -> None:
     for profile in ("cpu", "gb200"):
         found = registered(profile)
         for name, plan in found.plans.items():
@@ -108,7 +107,7 @@ def _read(name: str, plan: dict[str, Any], workflow: dict[str, Any]) -> dict[str
 
 
 @profiles
-def test_launch_forms_are_flat_and_every_input_is_described(registered: Registered, profile: str) -> None:
+def test_launch_forms_are_flat_and_every_input_is_described(profile: str) -> None:
     workflows = registered(profile).workflows
     for workflow in (workflows[name] for name in sorted(WHOLE)):
         for name, variable in inputs(workflow).items():
@@ -122,7 +121,7 @@ def test_launch_forms_are_flat_and_every_input_is_described(registered: Register
 
 
 @profiles
-def test_outputs_and_nodes_have_names_of_their_own(registered: Registered, profile: str) -> None:
+def test_outputs_and_nodes_have_names_of_their_own(profile: str) -> None:
     found = registered(profile)
     own = [task for name, task in found.tasks.items() if name not in IN_ARRAYS]  # flytekit names an array's output
     for entity in [*found.workflows.values(), *own]:
@@ -133,7 +132,7 @@ def test_outputs_and_nodes_have_names_of_their_own(registered: Registered, profi
         assert not [name for name in names if "map_" in name or "." in name]
 
 
-def test_the_page_of_a_workflow_says_what_it_does_and_what_each_input_means(registered: Registered) -> None:
+def test_the_page_of_a_workflow_says_what_it_does_and_what_each_input_means() -> None:
     for name in WHOLE:
         description = registered("cpu").workflows[name]["description"]
         assert description["shortDescription"]
@@ -145,7 +144,7 @@ def test_the_page_of_a_workflow_says_what_it_does_and_what_each_input_means(regi
 
 
 @pytest.mark.parametrize("workflow", sorted(WHOLE))
-def test_a_graph_is_read_on_one_screen_and_a_pods_name_tells_its_stage(registered: Registered, workflow: str) -> None:
+def test_a_graph_is_read_on_one_screen_and_a_pods_name_tells_its_stage(workflow: str) -> None:
     """Propeller hashes a node's id, its parent's included, beyond 20 characters."""
     found = registered("gb200").workflows
     nodes = flat(found, workflow)
@@ -157,7 +156,7 @@ def test_a_graph_is_read_on_one_screen_and_a_pods_name_tells_its_stage(registere
         assert found[level]["metadata"]["onFailure"] == "FAIL_AFTER_EXECUTABLE_NODES_COMPLETE"
 
 
-def test_an_asynchronous_run_trains_and_evaluates_every_arm_in_both_loops(registered: Registered) -> None:
+def test_an_asynchronous_run_trains_and_evaluates_every_arm_in_both_loops() -> None:
     found = registered("gb200").workflows
     nodes = flat(found, "asynchronous_rl")
     assert [name for name in nodes if name.startswith("train")] == ["train-0-synchronous", "train-0-asynchronous"]
@@ -169,7 +168,7 @@ def test_an_asynchronous_run_trains_and_evaluates_every_arm_in_both_loops(regist
 
 @profiles
 @pytest.mark.parametrize("workflow", sorted(WHOLE))
-def test_no_two_tasks_that_want_the_same_nodes_run_at_once(registered: Registered, profile: str, workflow: str) -> None:
+def test_no_two_tasks_that_want_the_same_nodes_run_at_once(profile: str, workflow: str) -> None:
     nodes = flat(registered(profile).workflows, workflow)
     wanting = {name for name, (node, _) in nodes.items() if _task_of(node) in WITH_GPUS}
     expected = {"speculative_rl": 5, "asynchronous_rl": 6, "ablation": 3, "bake_off": 1, "certify": 1}
@@ -184,7 +183,7 @@ def _task_of(node: dict[str, Any]) -> str:
 
 
 @profiles
-def test_a_task_has_its_image_time_for_every_attempt_and_perhaps_a_deck(registered: Registered, profile: str) -> None:
+def test_a_task_has_its_image_time_for_every_attempt_and_perhaps_a_deck(profile: str) -> None:
     tasks = registered(profile).tasks
     for name, task in tasks.items():
         assert task["metadata"]["timeout"] == f"{90 * 86400}s", name  # room for the wait too
@@ -195,7 +194,7 @@ def test_a_task_has_its_image_time_for_every_attempt_and_perhaps_a_deck(register
     assert shown == {*WITH_GPUS, "report_speedup", "rank_ablation", "preflight"} - set(IN_ARRAYS)
 
 
-def test_on_one_machine_tasks_are_plain_containers_without_pods_or_ray(registered: Registered) -> None:
+def test_on_one_machine_tasks_are_plain_containers_without_pods_or_ray() -> None:
     sizes = [{"name": "CPU", "value": "2"}, {"name": "MEMORY", "value": "12Gi"}]
     for task in registered("local").tasks.values():
         assert (task["type"], "k8sPod" in task) == ("python-task", False)
@@ -203,7 +202,7 @@ def test_on_one_machine_tasks_are_plain_containers_without_pods_or_ray(registere
 
 
 @profiles
-def test_executions_run_as_the_service_account_and_know_store_and_root(registered: Registered, profile: str) -> None:
+def test_executions_run_as_the_service_account_and_know_store_and_root(profile: str) -> None:
     plans = registered(profile).plans
     root = _plain(plans["ablation"]["spec"]["defaultInputs"]["parameters"]["run_root"]["default"])
     assert root == ("runs" if profile == "local" else "/mnt/slipstream/runs") == read_profile(profile).run_root
@@ -214,7 +213,7 @@ def test_executions_run_as_the_service_account_and_know_store_and_root(registere
 
 
 @profiles
-def test_parts_of_an_ablation_follow_one_another_and_none_sinks_another(registered: Registered, profile: str) -> None:
+def test_parts_of_an_ablation_follow_one_another_and_none_sinks_another(profile: str) -> None:
     workflow = registered(profile).workflows["ablation"]
     arrays = {node["id"]: node for node in workflow["nodes"] if "arrayNode" in node}
     assert {name: set(node["upstreamNodeIds"]) for name, node in arrays.items()} == {
@@ -238,7 +237,7 @@ def test_parts_of_an_ablation_follow_one_another_and_none_sinks_another(register
 
 
 @profiles
-def test_recurring_plans_run_once_at_a_time_and_take_the_days_seed(registered: Registered, profile: str) -> None:
+def test_recurring_plans_run_once_at_a_time_and_take_the_days_seed(profile: str) -> None:
     plans = registered(profile).plans
     schedules = {name: plan["spec"]["entityMetadata"].get("schedule") for name, plan in plans.items()}
     assert {name: cron for name, cron in schedules.items() if cron} == {
@@ -253,7 +252,7 @@ def test_recurring_plans_run_once_at_a_time_and_take_the_days_seed(registered: R
 
 
 @pytest.mark.parametrize("profile", ["gb200", "cpu"])
-def test_the_recipe_takes_every_variant_of_a_recurring_ablation(registered: Registered, profile: str) -> None:
+def test_the_recipe_takes_every_variant_of_a_recurring_ablation(profile: str) -> None:
     from slipstream.drafts.config import DraftInit, DraftMethod
     from slipstream.study.variants import Grid, variant_recipes
 
@@ -280,7 +279,7 @@ def test_a_profile_of_sixteen_nodes_has_a_plan_for_them_and_says_whom_to_tell_of
     told = {"activate": True, "slack": ["runs@example.slack.com"], "email": ["team@example.com"]}
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump({**values, "name": "mine", "parallel_parts": 3, "schedules": told}))
-    found = registration(str(path), tmp_path / "mine.json")
+    found = registered(str(path))
     for name in SCHEDULED:
         assert found.plans[name]["isActivated"] is True
         slack, email = found.plans[name]["spec"]["entityMetadata"]["notifications"]

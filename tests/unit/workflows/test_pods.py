@@ -12,8 +12,7 @@ import pytest
 import yaml
 from kubernetes.utils.quantity import parse_quantity
 
-from tests.unit.workflows.conftest import Registered
-from tests.unit.workflows.registration import pods, ray_job
+from tests.unit.workflows.registration import pods, ray_job, registered
 from tests.unit.workflows.test_launch_plans import ON_PODS, WITH_GPUS
 
 KUBERNETES = "1.37"
@@ -22,15 +21,15 @@ on_pods = pytest.mark.parametrize("profile", ON_PODS)
 on_gpus = pytest.mark.parametrize("profile", ["gb200", "h200"])
 
 
-def with_gpus(registered: Registered, profile: str) -> list[dict[str, Any]]:
+def with_gpus(profile: str) -> list[dict[str, Any]]:
     return [task for name, task in registered(profile).tasks.items() if name in WITH_GPUS]
 
 
-def ray_pods(registered: Registered, profile: str) -> list[dict[str, dict[str, Any]]]:
-    return [pods(task) for task in with_gpus(registered, profile)]
+def ray_pods(profile: str) -> list[dict[str, dict[str, Any]]]:
+    return [pods(task) for task in with_gpus(profile)]
 
 
-def all_pods(registered: Registered, profile: str) -> list[tuple[str, str, dict[str, Any]]]:
+def all_pods(profile: str) -> list[tuple[str, str, dict[str, Any]]]:
     """Every pod with its task and its kind."""
     tasks = registered(profile).tasks
     return [(name, kind, pod) for name, task in tasks.items() for kind, pod in pods(task).items()]
@@ -46,8 +45,8 @@ def environment(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 @on_pods
-def test_kubernetes_takes_every_pod_and_no_list_names_a_thing_twice(registered: Registered, profile: str) -> None:
-    for _, _, pod in all_pods(registered, profile):
+def test_kubernetes_takes_every_pod_and_no_list_names_a_thing_twice(profile: str) -> None:
+    for _, _, pod in all_pods(profile):
         kubernetes_validate.validate(pod, KUBERNETES, strict=True)
         container = primary(pod)
         lists = (container["env"], container["volumeMounts"], pod["spec"]["volumes"])
@@ -76,7 +75,7 @@ def refused(task: dict[str, Any], limits: dict[str, Any]) -> list[str]:
 
 
 @on_pods
-def test_flyte_as_deploy_installs_it_takes_all_tasks_and_as_it_comes_none(registered: Registered, profile: str) -> None:
+def test_flyte_as_deploy_installs_it_takes_all_tasks_and_as_it_comes_none(profile: str) -> None:
     values = yaml.safe_load((Path(__file__).parents[3] / "deploy" / "flyte" / "values.yaml").read_text())
     limits = values["configuration"]["inline"]["task_resources"]["limits"]
     for name, task in registered(profile).tasks.items():
@@ -85,17 +84,17 @@ def test_flyte_as_deploy_installs_it_takes_all_tasks_and_as_it_comes_none(regist
 
 
 @on_gpus
-def test_kuberay_takes_every_ray_job(registered: Registered, profile: str) -> None:
+def test_kuberay_takes_every_ray_job(profile: str) -> None:
     schema = json.loads((Path(__file__).parents[1] / "schemas" / "ray_job.json").read_text())
-    for task in with_gpus(registered, profile):
+    for task in with_gpus(profile):
         jsonschema.validate(ray_job(task), schema)
 
 
 @on_pods
-def test_nothing_runs_as_root_and_the_preflight_alone_has_a_token(registered: Registered, profile: str) -> None:
+def test_nothing_runs_as_root_and_the_preflight_alone_has_a_token(profile: str) -> None:
     user = {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
     group = {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}
-    for name, kind, pod in all_pods(registered, profile):
+    for name, kind, pod in all_pods(profile):
         spec, asks = pod["spec"], name == "preflight"
         assert spec["securityContext"] == user | group
         assert spec["automountServiceAccountToken"] is asks
@@ -105,9 +104,9 @@ def test_nothing_runs_as_root_and_the_preflight_alone_has_a_token(registered: Re
 
 
 @on_pods
-def test_every_pod_has_the_shared_volume_and_the_tasks_own_credentials(registered: Registered, profile: str) -> None:
+def test_every_pod_has_the_shared_volume_and_the_tasks_own_credentials(profile: str) -> None:
     servers = [{"secretRef": {"name": "slipstream-mlflow"}}, {"secretRef": {"name": "slipstream-object-store"}}]
-    for _, kind, pod in all_pods(registered, profile):
+    for _, kind, pod in all_pods(profile):
         claims = [volume for volume in pod["spec"]["volumes"] if "persistentVolumeClaim" in volume]
         assert claims == [{"name": "runs", "persistentVolumeClaim": {"claimName": "slipstream-runs"}}]
         assert {"name": "runs", "mountPath": "/mnt/slipstream"} in primary(pod)["volumeMounts"]
@@ -118,7 +117,7 @@ def test_every_pod_has_the_shared_volume_and_the_tasks_own_credentials(registere
 
 
 @on_gpus
-def test_only_tasks_that_generate_or_train_make_ray_clusters(registered: Registered, profile: str) -> None:
+def test_only_tasks_that_generate_or_train_make_ray_clusters(profile: str) -> None:
     kinds = {name: task["type"] for name, task in registered(profile).tasks.items()}
     assert {name for name, kind in kinds.items() if kind == "ray"} == WITH_GPUS
     assert set(kinds.values()) == {"ray", "python-task"}
@@ -126,9 +125,9 @@ def test_only_tasks_that_generate_or_train_make_ray_clusters(registered: Registe
 
 
 @on_gpus
-def test_a_ray_cluster_fits_the_profile_and_goes_when_its_task_is_done(registered: Registered, profile: str) -> None:
+def test_a_ray_cluster_fits_the_profile_and_goes_when_its_task_is_done(profile: str) -> None:
     nodes, gpus = {"gb200": (8, "4"), "h200": (1, "8")}[profile]
-    for task in with_gpus(registered, profile):
+    for task in with_gpus(profile):
         custom, made = task["custom"], pods(task)
         assert custom["shutdownAfterJobFinishes"] is True
         assert custom.get("ttlSecondsAfterFinished", 0) == 0  # a finished job would keep its GPUs so long
@@ -143,8 +142,8 @@ def test_a_ray_cluster_fits_the_profile_and_goes_when_its_task_is_done(registere
             assert "nvidia.com/gpu" not in {**resources["requests"], **resources["limits"]}
 
 
-def test_the_pods_of_a_gb200_job_have_these_resources(registered: Registered) -> None:
-    for made in ray_pods(registered, "gb200"):
+def test_the_pods_of_a_gb200_job_have_these_resources() -> None:
+    for made in ray_pods("gb200"):
         sizes = {kind: primary(pod)["resources"] for kind, pod in made.items()}
         amounts = {
             "submitter": {"cpu": "1", "memory": "4Gi", "ephemeral-storage": "4Gi"},
@@ -156,14 +155,14 @@ def test_the_pods_of_a_gb200_job_have_these_resources(registered: Registered) ->
         assert sizes["ray-worker"]["claims"] == [{"name": "compute-domain-channel"}]
 
 
-def test_gb200_workers_lie_in_one_clique_with_a_channel_of_the_compute_domain(registered: Registered) -> None:
+def test_gb200_workers_lie_in_one_clique_with_a_channel_of_the_compute_domain() -> None:
     near = {
         "topologyKey": "nvidia.com/gpu.clique",
         "labelSelector": {"matchLabels": {"ray.io/node-type": "worker"}},
         "matchLabelKeys": ["ray.io/cluster"],
     }
     channel = {"name": "compute-domain-channel", "resourceClaimTemplateName": "slipstream-channel"}
-    for made in ray_pods(registered, "gb200"):
+    for made in ray_pods("gb200"):
         spec = made["ray-worker"]["spec"]
         assert spec["nodeSelector"] == {"kubernetes.io/arch": "arm64", "nvidia.com/gpu.product": "NVIDIA-GB200"}
         assert spec["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"] == [near]
@@ -174,27 +173,27 @@ def test_gb200_workers_lie_in_one_clique_with_a_channel_of_the_compute_domain(re
             assert not {"resourceClaims", "affinity"} & made[kind]["spec"].keys()
 
 
-def test_h200_workers_ask_for_their_product_and_for_no_channel(registered: Registered) -> None:
-    for made in ray_pods(registered, "h200"):
+def test_h200_workers_ask_for_their_product_and_for_no_channel() -> None:
+    for made in ray_pods("h200"):
         spec = made["ray-worker"]["spec"]
         assert spec["nodeSelector"] == {"kubernetes.io/arch": "amd64", "nvidia.com/gpu.product": "NVIDIA-H200"}
         assert not {"resourceClaims", "affinity"} & spec.keys()
         assert "NCCL_MNNVL_ENABLE" not in environment(made["ray-worker"])
 
 
-def test_pods_tolerate_the_taints_of_their_nodes_and_queues_find_their_label_on_the_job(registered: Registered) -> None:
+def test_pods_tolerate_the_taints_of_their_nodes_and_queues_find_their_label_on_the_job() -> None:
     anything = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     arm = {"key": "kubernetes.io/arch", "operator": "Equal", "value": "arm64", "effect": "NoSchedule"}
     ours = {"app.kubernetes.io/name": "slipstream", "app.kubernetes.io/component": "ray"}
     for profile, taints, queue in (("gb200", [anything, arm], "kueue.x-k8s.io"), ("h200", [anything], "volcano.sh")):
-        for task in with_gpus(registered, profile):
+        for task in with_gpus(profile):
             assert all(pod["spec"]["tolerations"] == taints for pod in pods(task).values())
             assert task["k8sPod"]["metadata"]["labels"] == ours | {f"{queue}/queue-name": "slipstream"}
 
 
 @on_pods
-def test_pods_without_gpus_leave_nodes_with_gpus_to_workers(registered: Registered, profile: str) -> None:
-    for _, kind, pod in all_pods(registered, profile):
+def test_pods_without_gpus_leave_nodes_with_gpus_to_workers(profile: str) -> None:
+    for _, kind, pod in all_pods(profile):
         away = pod["spec"].get("affinity", {}).get("nodeAffinity")
         assert (away is not None) is (kind == "task" and profile in ("gb200", "h200"))
 
@@ -207,8 +206,8 @@ def test_pods_without_gpus_leave_nodes_with_gpus_to_workers(registered: Register
         ("cpu", {"task": "4Gi"}),
     ],
 )
-def test_shared_memory_is_memory_and_not_64_mib(registered: Registered, profile: str, sizes: dict[str, str]) -> None:
-    for _, kind, pod in all_pods(registered, profile):
+def test_shared_memory_is_memory_and_not_64_mib(profile: str, sizes: dict[str, str]) -> None:
+    for _, kind, pod in all_pods(profile):
         if kind in sizes:
             memory = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": sizes[kind]}}
             assert memory in pod["spec"]["volumes"]
@@ -216,15 +215,15 @@ def test_shared_memory_is_memory_and_not_64_mib(registered: Registered, profile:
 
 
 @on_gpus
-def test_ray_asks_for_a_token_from_a_secret_in_every_pod(registered: Registered, profile: str) -> None:
+def test_ray_asks_for_a_token_from_a_secret_in_every_pod(profile: str) -> None:
     secret = {"secretKeyRef": {"name": "slipstream-ray", "key": "auth_token"}}
-    for made in ray_pods(registered, profile):
+    for made in ray_pods(profile):
         for pod in made.values():
             assert {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secret}.items() <= environment(pod).items()
 
 
 @on_pods
-def test_resources_stand_in_templates_alone(registered: Registered, profile: str) -> None:
+def test_resources_stand_in_templates_alone(profile: str) -> None:
     for task in registered(profile).tasks.values():
         assert "container" not in task  # requests beside a template would replace what the template asks for
         assert task["config"] == {"primary_container_name": "primary"}
