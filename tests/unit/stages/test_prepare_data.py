@@ -29,7 +29,7 @@ def read(name: str, workload: Workload | None = None, **overrides: Any) -> Recip
     return load_recipe(name, workload=workload, overrides={"tracking": UNTRACKED, **overrides})
 
 
-def prepared(root: Path, recipe: Recipe, **given: Path) -> Path:
+def prepared(root: Path, recipe: Recipe, **given: Any) -> Path:
     context = run_context(root, experiment=recipe.name, workload=recipe.workload.value)
     return prepare_data(context, recipe, **given)
 

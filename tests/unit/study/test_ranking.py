@@ -160,12 +160,6 @@ def test_a_variant_on_another_machine_than_its_base_is_named(tmp_path: Path, mac
     assert (record.outcomes[0].is_unequal, said) == (is_unequal, is_unequal)
 
 
-def test_a_page_without_a_result_says_so(tmp_path: Path) -> None:
-    html, json = write_study(ablation({}, failures=[FAILED]), tmp_path)
-    assert "No variant came to a result." in html.read_text()
-    assert read_record(StudyRecord, json).failures == (FAILED,)
-
-
 def drafter(method: DraftMethod, init: DraftInit | None, online: DraftOnline) -> Variant:
     return variant(2, method=method, init=init, online=online)
 

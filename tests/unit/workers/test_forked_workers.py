@@ -42,8 +42,9 @@ def _start(tmp_path: Path, sockets: Path, *arguments: str, **variables: str) -> 
     (tmp_path / "own.py").write_text("VALUE = 7")
     command = [*client_command(sockets), str(worker), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), **variables}
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **streams)
+    return subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    )
 
 
 def _told(tmp_path: Path, sockets: Path, *arguments: str, **variables: str) -> dict[str, Any]:

@@ -38,10 +38,6 @@ def inputs(entity: dict[str, Any]) -> dict[str, Any]:
     return entity["interface"]["inputs"]["variables"]
 
 
-def test_the_profiles_are_those_that_the_documents_name() -> None:
-    assert PROFILES == ["cpu", "gb200", "h200", "local"]
-
-
 def fixed(plan: dict[str, Any]) -> dict[str, Any]:
     literals = plan["spec"].get("fixedInputs", {}).get("literals", {})
     return {key: _plain(value) for key, value in literals.items() if "scalar" in value}

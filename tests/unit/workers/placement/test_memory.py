@@ -76,7 +76,7 @@ def _learner(**parallel: int | bool) -> LearnerConfig:
     )
 
 
-def _learned(learner: LearnerConfig, arch: Architecture | None = None, **how: Any) -> dict[str, float]:
+def _learned(learner: LearnerConfig, arch: Any = None, **how: Any) -> dict[str, float]:
     """Bytes of a learner of the tiny policy, by part."""
     return memory.learner_memory(arch or _tiny(), learner, **{"has_reference": False, **how})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,7 +28,7 @@ from slipstream.workers.placement.plan import (
 Refusal = Callable[..., str]
 
 
-def _colocated(nodes: int, per_node: int, *, engine_tensor: int = 1, **parallel: int) -> Layout:
+def _colocated(nodes: int, per_node: int, *, engine_tensor: int = 1, **parallel: Any) -> Layout:
     """A learner that fills the GPUs with data-parallel copies of what `parallel` says, and as many engines as fit."""
     gpus = nodes * per_node
     copies = gpus // parallel.get("tensor", 1) // parallel.get("context", 1)
@@ -39,9 +40,9 @@ def _colocated(nodes: int, per_node: int, *, engine_tensor: int = 1, **parallel:
     )
 
 
-def _split(training: int, generation: int, *, engine_tensor: int, **parallel: int) -> Layout:
+def _split(training: int, generation: int, *, engine_tensor: int, **parallel: Any) -> Layout:
     """Nodes of two GPUs."""
-    nodes = {"nodes": training + generation, "generation_nodes": generation, "training_nodes": training}
+    nodes: dict[str, Any] = {"nodes": training + generation, "generation_nodes": generation, "training_nodes": training}
     return Layout(
         placement=PlacementConfig(mode=PlacementMode.SPLIT, gpus_per_node=2, **nodes),
         parallel=ParallelConfig(data=2 * training // parallel.get("tensor", 1), **parallel),
