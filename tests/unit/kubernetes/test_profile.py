@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from slipstream.config import ConfigError, merge
+from slipstream.config import merge
 from slipstream.kubernetes.pods import SUBMITTER
 from slipstream.kubernetes.profile import (
     Architecture,
@@ -21,6 +23,7 @@ from slipstream.kubernetes.profile import (
 from slipstream.recipe import load_recipe
 from slipstream.types import Workload
 
+Refusal = Callable[..., str]
 SOUND: dict[str, Any] = {
     "name": "mine",
     "run_root": "/mnt/runs",
@@ -99,32 +102,24 @@ KUBERNETES_NAME = "must be a name of Kubernetes: lower-case letters, digits, '-'
         ({"name": "other"}, "name must be the file's name 'mine', got 'other'"),
     ],
 )
-def test_an_unsound_profile_is_refused_by_file_and_field(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read(tmp_path, changes)
-    assert str(caught.value) == f"cluster profile {tmp_path / 'mine.yaml'}: {message}"
+def test_an_unsound_profile_is_refused_by_file_and_field(
+    refusal: Refusal, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    said = refusal(read, directory=tmp_path, changes=changes)
+    assert said == f"cluster profile {tmp_path / 'mine.yaml'}: {message}"
 
 
-def test_without_a_shared_volume_there_are_no_pods(tmp_path: Path) -> None:
-    message = r"mine.yaml: gpu must be left out without storage, got GpuNodes\(.*; pods need a shared volume$"
-    with pytest.raises(ConfigError, match=message):
-        read(tmp_path, {"storage": None})
-
-
-def test_an_unknown_profile_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_profile("gb2000")
-    assert str(caught.value) == (
-        "SLIPSTREAM_CLUSTER must name a cluster profile, got 'gb2000'; known profiles: cpu, gb200, h200, local"
-    )
-
-
-def test_an_empty_profile_is_refused_by_its_path(tmp_path: Path) -> None:
+def test_a_profile_that_is_unknown_empty_or_has_no_shared_volume_is_refused(refusal: Refusal, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.touch()
-    message = rf"^cluster profile {path} must hold a mapping of field to value, got 'an em"
-    with pytest.raises(ConfigError, match=message):
-        read_profile(str(path))
+    said = refusal(read_profile, name=str(path))
+    assert said.startswith(f"cluster profile {path} must hold a mapping of field to value, got 'an em")
+    said = refusal(read, directory=tmp_path, changes={"storage": None})
+    assert said.startswith(f"cluster profile {path}: gpu must be left out without storage, got GpuNodes(")
+    assert said.endswith("; pods need a shared volume")
+    assert refusal(read_profile, name="gb2000") == (
+        "SLIPSTREAM_CLUSTER must name a cluster profile, got 'gb2000'; known profiles: cpu, gb200, h200, local"
+    )
 
 
 def test_the_profile_is_local_unless_the_environment_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,32 +139,29 @@ def test_the_8b_recipe_of_a_profile_fits_its_nodes(name: str, workload: Workload
     require_fits(profile, **sizes, trains_from_scratch=recipe.policy.scratch is not None)
 
 
-ROOT_OF_PODS = "/mnt/slipstream/runs"
-BESIDE = (
-    f"run_root must lie below /mnt/slipstream, the shared volume of cluster gb200, got {{!r}}; as in {ROOT_OF_PODS}"
-)
-URI = f"run_root must be a path, not a URI, got {{!r}}; as in {ROOT_OF_PODS}"
+NO_URI, BELOW = "be a path, not a URI", "lie below /mnt/slipstream, the shared volume of cluster gb200"
 
 
 @pytest.mark.parametrize(
-    ("root", "cluster", "is_local", "message"),
+    ("root", "cluster", "is_local", "rule"),
     [
         ("runs", "local", True, ""),
-        ("runs", "gb200", False, f"run_root must be absolute in pods, got {{!r}}; as in {ROOT_OF_PODS}"),
-        ("s3://bucket/runs", "gb200", True, URI),
-        ("s3://bucket/runs", "gb200", False, URI),
-        *((root, "gb200", False, BESIDE) for root in ("/tmp/runs", "/mnt/slipstream/../runs", "/mnt/slipstream2")),
+        ("runs", "gb200", False, "be absolute in pods"),
+        ("s3://bucket/runs", "gb200", True, NO_URI),
+        ("s3://bucket/runs", "gb200", False, NO_URI),
+        *((root, "gb200", False, BELOW) for root in ("/tmp/runs", "/mnt/slipstream/../runs", "/mnt/slipstream2")),
         ("/mnt/slipstream/team/runs", "gb200", False, ""),
         ("/data/runs", "local", False, ""),  # tasks in processes of their own share this machine
     ],
 )
-def test_a_root_is_a_path_that_all_tasks_share(root: str, cluster: str, is_local: bool, message: str) -> None:
-    if not message:
-        assert shared_root(root, read_profile(cluster), is_local=is_local) == Path(root)
-        return
-    with pytest.raises(ConfigError) as caught:
-        shared_root(root, read_profile(cluster), is_local=is_local)
-    assert str(caught.value) == message.format(root)
+def test_a_root_is_a_path_that_all_tasks_share(
+    refusal: Refusal, root: str, cluster: str, is_local: bool, rule: str
+) -> None:
+    share = partial(shared_root, root, read_profile(cluster), is_local=is_local)
+    if rule:
+        assert refusal(share) == f"run_root must {rule}, got {root!r}; as in /mnt/slipstream/runs"
+    else:
+        assert share() == Path(root)
 
 
 ONE_TO_FOUR = "placement.gpus_per_node must be 1 to 4 on cluster gb200, got"
@@ -185,13 +177,16 @@ ONE_TO_FOUR = "placement.gpus_per_node must be 1 to 4 on cluster gb200, got"
         ("cpu", {}, "placement.gpus_per_node must be 0 on cluster cpu, got 4; register for a cluster with GPUs"),
     ],
 )
-def test_a_recipe_that_the_cluster_cannot_hold_is_refused(cluster: str, recipe: dict[str, Any], message: str) -> None:
+def test_a_recipe_that_the_cluster_cannot_hold_is_refused(
+    refusal: Refusal, cluster: str, recipe: dict[str, Any], message: str
+) -> None:
     asked = {"nodes": 8, "gpus_per_node": 4, "trains_from_scratch": False} | recipe
-    with pytest.raises(ConfigError) as caught:
-        require_fits(read_profile(cluster), **asked)
-    assert str(caught.value).startswith(message)
-    is_cpu = cluster == "cpu"
-    require_fits(read_profile(cluster), nodes=1, gpus_per_node=int(not is_cpu), trains_from_scratch=is_cpu)
+    assert refusal(require_fits, profile=read_profile(cluster), **asked).startswith(message)
+
+
+def test_a_recipe_may_take_less_than_the_cluster_has() -> None:
+    require_fits(read_profile("gb200"), nodes=1, gpus_per_node=1, trains_from_scratch=False)
+    require_fits(read_profile("cpu"), nodes=1, gpus_per_node=0, trains_from_scratch=True)
 
 
 CAPACITY = {"gb200": (144, 894), "h200": (192, 1862)}
