@@ -47,9 +47,11 @@ class Answers:
         return outcome
 
 
-def ask(outcomes: Mapping[str, Any], states: Mapping[str, str] | None = None) -> list[Any]:
+def ask(outcomes: Mapping[str, Any], *states: str) -> list[Any]:
+    """Gather the answers a, b and c of the ranks; `states` are those of their processes."""
+
     def states_of(workers: Sequence[Worker]) -> dict[Worker, str]:
-        return {worker: (states or {})[worker.name] for worker in workers}
+        return {worker: states[RANKS.index(worker)] for worker in workers}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calls, "ray", Answers(outcomes))
@@ -66,17 +68,17 @@ def test_answers_come_in_the_order_of_the_calls_whoever_is_first() -> None:
 @pytest.mark.parametrize(
     ("outcomes", "states", "said", "lost"),
     [
-        ({"a": 1, "b": ActorDiedError()}, "", rf"rank 1 on 10\.77\.0\.11 died during {WHAT}: The actor died unex", [1]),
-        ({"a": CUT, "c": CUT, "b": ActorDiedError()}, "", r"rank 1 on 10\.77\.0\.11 died", [1]),
-        ({"a": BROKEN}, "-Ts", r"rank 1 on 10\.77\.0\.11 \(stopped\)", [1]),
+        ({"a": 1, "b": ActorDiedError()}, (), rf"rank 1 on 10\.77\.0\.11 died during {WHAT}: The actor died unex", [1]),
+        ({"a": CUT, "c": CUT, "b": ActorDiedError()}, (), r"rank 1 on 10\.77\.0\.11 died", [1]),
+        ({"a": BROKEN}, ("", "stopped", "sleeping"), r"rank 1 on 10\.77\.0\.11 \(stopped\)", [1]),
         (
             {"c": 3},
-            "sT-",
+            ("sleeping", "stopped"),
             r"rank 1 on 10\.77\.0\.11 \(stopped\) did not answer within 5 s \(learner\.answer_timeout_s\) "
             rf"during {WHAT}; learner rank 0 on 10\.77\.0\.10 waited as well$",
             [1],
         ),
-        ({}, "sss", r"rank 0 .*\(sleeping\), .*rank 1 .*\(sleeping\), .*rank 2", [0, 1, 2]),
+        ({}, ("sleeping",) * 3, r"rank 0 .*\(sleeping\), .*rank 1 .*\(sleeping\), .*rank 2", [0, 1, 2]),
     ],
     ids=[
         "a dead rank, with its host, what it did and what it did before",
@@ -87,33 +89,30 @@ def test_answers_come_in_the_order_of_the_calls_whoever_is_first() -> None:
     ],
 )
 def test_a_lost_worker_is_named_and_not_its_victims(
-    outcomes: dict[str, Any], states: str, said: str, lost: list[int]
+    outcomes: dict[str, Any], states: tuple[str, ...], said: str, lost: list[int]
 ) -> None:
-    words = {
-        rank.name: {"T": "stopped", "s": "sleeping"}.get(state) for rank, state in zip(RANKS, states, strict=False)
-    }
     with pytest.raises(LostWorkerError, match=rf"^learner {said}") as caught:
-        ask(outcomes, {name: word for name, word in words.items() if word})
+        ask(outcomes, *states)
     assert caught.value.workers == tuple(RANKS[rank] for rank in lost)
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "cause"),
+    ("outcomes", "rank"),
     [
-        ({"a": CUT, "c": RuntimeError("timed out")}, CUT),
-        ({"a": CUT, "b": NAN}, NAN),
-        ({"a": BROKEN, "b": SHAPES}, SHAPES),
-        ({"b": SHAPES, "a": BROKEN}, SHAPES),
-        ({"a": BROKEN, "c": BROKEN, "b": SHAPES}, SHAPES),
-        ({"b": ChannelBrokeError("for b"), "a": BROKEN, "c": BROKEN}, ChannelBrokeError("for b")),
+        ({"a": CUT, "c": RuntimeError("timed out")}, "a"),
+        ({"a": CUT, "b": NAN}, "b"),
+        ({"a": BROKEN, "b": SHAPES}, "b"),
+        ({"b": SHAPES, "a": BROKEN}, "b"),
+        ({"a": BROKEN, "c": BROKEN, "b": SHAPES}, "b"),
+        ({"b": ChannelBrokeError("for b"), "a": BROKEN, "c": BROKEN}, "b"),
     ],
 )
-def test_who_failed_by_itself_goes_before_who_first_saw_a_break(outcomes: dict[str, Any], cause: Exception) -> None:
-    with pytest.raises(type(cause), match=re.escape(str(cause))) as caught:
+def test_who_failed_by_itself_goes_before_who_first_saw_a_break(outcomes: dict[str, Any], rank: str) -> None:
+    with pytest.raises(type(outcomes[rank]), match=re.escape(str(outcomes[rank]))) as caught:
         ask(outcomes)
-    number = "abc".index(next(name for name, outcome in outcomes.items() if str(outcome) == str(cause)))
-    assert len(caught.value.__notes__) == 1
-    assert re.match(rf"learner rank {number} on 10\.77\.0\.1{number} failed during {WHAT}$", caught.value.__notes__[0])
+    (note,) = caught.value.__notes__
+    number = "abc".index(rank)
+    assert re.match(rf"learner rank {number} on 10\.77\.0\.1{number} failed during {WHAT}$", note)
 
 
 def test_an_error_of_a_ranks_own_does_not_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
