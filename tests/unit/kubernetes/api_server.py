@@ -3,8 +3,6 @@
 Shapes: Kubernetes 1.34's API reference, KubeRay 1.5 and NVIDIA's DRA driver 25.8; what nobody reads is left out.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

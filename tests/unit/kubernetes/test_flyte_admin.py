@@ -1,7 +1,5 @@
 """The client of flyteadmin on answers of a Flyte 1.16.8; what no recording covers, on a server that keeps calls."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

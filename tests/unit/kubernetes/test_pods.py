@@ -1,7 +1,5 @@
 """Pod specs by what a profile says, beyond what the shipped profiles show (tests/unit/workflows/test_pods.py)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A preflight against a server that speaks the Kubernetes API: what is missing, forbidden, silent or half there."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Cluster profiles are read strictly, those that are shipped hold together, and what does not fit is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

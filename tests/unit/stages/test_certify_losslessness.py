@@ -1,7 +1,5 @@
 """The certificate is about the weights that the speculative arm ended with, a draft that learned among them."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

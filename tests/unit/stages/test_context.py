@@ -1,7 +1,5 @@
 """The inputs of a launch become overrides of its recipe, and nothing is set twice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

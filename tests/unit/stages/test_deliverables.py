@@ -1,7 +1,5 @@
 """What is handed on: records as files, weights by their path, and nothing else."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An execution that failed: its runs end, and what it knows is kept."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from dataclasses import replace

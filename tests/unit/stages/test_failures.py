@@ -1,7 +1,5 @@
 """Each class of failure, made as it is raised, and whether another attempt may outlive it."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import re

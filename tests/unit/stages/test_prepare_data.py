@@ -3,8 +3,6 @@
 No policy exists here: the stage has nothing but the recipe, and of a model to load its configs and tokenizer.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

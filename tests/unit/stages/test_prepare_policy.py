@@ -1,7 +1,5 @@
 """The policy's stage takes the tokenizer that the data were rendered with, and extends what it trained."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """What pretraining makes of each method: a draft that is taught, one that is given, and none at all."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Which engine a stage gets of a recipe, and by which length it drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where the last report is found; drift from an MLflow store to its row, the tags of a run and the failing alert."""
 
-from __future__ import annotations
-
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor

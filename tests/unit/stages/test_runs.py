@@ -1,7 +1,5 @@
 """The MLflow runs of an execution and its tasks, in the real MLflow on SQLite, and tags of where they run."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Callable

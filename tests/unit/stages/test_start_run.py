@@ -1,7 +1,5 @@
 """An execution is resumed with the recipe that it was started with, and with no other."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec

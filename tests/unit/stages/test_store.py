@@ -1,7 +1,5 @@
 """What is kept for later executions, and what determines it: a key for each output, by what it depends on."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """What the stages share: the types that `auto` stands for are settled once an execution."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

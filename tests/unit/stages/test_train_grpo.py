@@ -1,7 +1,5 @@
 """The labels of an arm's run are true for that arm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The sweep as a stage: which engines it starts, and the first speedup of a run, told in one line."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An ablation is planned whole or not at all; a part says how it ended, and what needs it is not tried without it."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path

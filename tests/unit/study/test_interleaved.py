@@ -1,7 +1,5 @@
 """Arms of a bake-off: each is trained in its own execution, their steps in turn."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Variants are ranked by step time beside the autoregressive arm of their own; losers and failures are shown."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

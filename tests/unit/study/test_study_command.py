@@ -1,7 +1,5 @@
 """`slipstream study` and its presets refuse a grid before anything starts, and hand the workflow what they got."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

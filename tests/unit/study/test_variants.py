@@ -1,7 +1,5 @@
 """A grid becomes every combination once, its parts each once, and what cannot be is refused before anything starts."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta, timezone
 from math import prod
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tasks as they are declared, and run as their container runs them: inputs.pb in, outputs.pb or error.pb out."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Mapping

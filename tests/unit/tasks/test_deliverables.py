@@ -1,7 +1,5 @@
 """What travels between tasks through an object store, and what does not."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from pathlib import Path

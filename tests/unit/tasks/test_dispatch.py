@@ -4,8 +4,6 @@ The stages are fakes that read what they are given. A task that hands on the nam
 fails here; tests/integration/test_pods.py runs the chain with the stages that are real.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

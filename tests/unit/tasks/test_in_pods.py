@@ -1,7 +1,5 @@
 """Tasks as a pod starts them: Flyte's programs in a process of its own, a folder for the object store."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

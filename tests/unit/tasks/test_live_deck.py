@@ -1,7 +1,5 @@
 """A long task shows in its deck how far it is, while it runs and when it has failed: run as its container runs it."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Flyte uses another attempt for what may not come again, and for nothing else."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 from pathlib import Path

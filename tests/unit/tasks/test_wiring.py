@@ -1,7 +1,5 @@
 """What every task and workflow is declared with: read off the registered objects, for a pod meets nothing else."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from inspect import signature
 from pathlib import Path

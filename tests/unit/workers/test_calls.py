@@ -1,7 +1,5 @@
 """Calls to actors under a deadline: the named worker of a failure, the length of a wait, and the pool of idle ones."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Several engines whose rollouts go on across refits, as their driver sees them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A worker that is forked from a server is as if it had been started by itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """A rank of the learner: files for engines on its host, fingerprints by turn, and the drafts that it starts from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

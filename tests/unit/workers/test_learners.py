@@ -1,7 +1,5 @@
 """Dealing a batch to data-parallel ranks, and the start of ranks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

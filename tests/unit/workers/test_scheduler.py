@@ -1,7 +1,5 @@
 """Scheduling of groups by seen lengths, over engines on clocks of their own, and in flight."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise

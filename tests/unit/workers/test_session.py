@@ -1,7 +1,5 @@
 """Start of a local Ray, the description of a machine, and Ray's nodes."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext

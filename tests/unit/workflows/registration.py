@@ -4,8 +4,6 @@ Run as a file with FILE as its argument, it writes what the profile in SLIPSTREA
 Tasks read the profile when they are imported, so each profile takes a process of its own.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json

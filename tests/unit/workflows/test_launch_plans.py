@@ -1,7 +1,5 @@
 """Every launch plan on every cluster profile, as it is sent to Flyte."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

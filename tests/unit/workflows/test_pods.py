@@ -1,7 +1,5 @@
 """The pods of every task on every cluster profile, as Flyte's propeller makes them of what is registered."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

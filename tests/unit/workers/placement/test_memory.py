@@ -1,7 +1,5 @@
 """Layouts that do not divide are refused; bytes of a GPU by part, worked by hand; what the estimate warns of."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

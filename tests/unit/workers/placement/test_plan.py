@@ -1,7 +1,5 @@
 """Plans of ranks and workers on GPUs, the clusters that plans are made for, and their table for users."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
