@@ -62,6 +62,5 @@ def test_a_profile_in_a_config_map_replaces_the_images_file() -> None:
     spec = plain(pods.cpu_pod(replace(read_profile("cpu"), config_map="slipstream-profile")))
     (mount,) = [each for each in spec["containers"][0]["volumeMounts"] if each["name"] == "profile"]
     assert (mount["mountPath"], mount["subPath"]) == ("/root/configs/clusters/cpu.yaml", "cpu.yaml")
-    assert [each["configMap"]["name"] for each in spec["volumes"] if each["name"] == "profile"] == [
-        "slipstream-profile"
-    ]
+    volumes = {each["name"]: each for each in spec["volumes"]}
+    assert volumes["profile"]["configMap"]["name"] == "slipstream-profile"

@@ -224,10 +224,8 @@ def test_a_cluster_without_such_nodes_doubts_the_labels_and_a_refused_pod_the_pr
     assert head.found == "room on 0 of 0 nodes"
     assert row.found == "none with kubernetes.io/arch=arm64,nvidia.com/gpu.product=NVIDIA-GB200"
     assert row.fix.startswith("are the labels of the profile those of the nodes?")
-    refused = found(
-        whole_cluster({CREATE: status(422, 'Pod "w-" is invalid: spec.containers: Required value')}), image=None
-    )
-    fixes = {row.fix for row in refused.findings if row.state is State.MISSING}
+    invalid = status(422, 'Pod "w-" is invalid: spec.containers: Required value')
+    fixes = {row.fix for row in missing(found(whole_cluster({CREATE: invalid}), image=None))}
     assert fixes == {"change the cluster profile, or the policy that refuses the pod"}
 
 

@@ -70,9 +70,7 @@ def test_a_reward_function_is_kept_with_the_execution_and_a_changed_one_is_refus
     assert (copy.parent, copy.read_text()) == (recorded.parent, own.read_text())
     start(tmp_path, resume=True, reward=reward)
     own.write_text(own.read_text() + "\n")
-    with pytest.raises(
-        ConfigError, match=r"^reward\.function must be '.*reward-[0-9a-f]{12}\.py:f', with which run was"
-    ):
+    with pytest.raises(ConfigError, match=r"^reward\.function must be '.*reward-[0-9a-f]{12}\.py:f', with which run"):
         start(tmp_path, resume=True, reward=reward)
     assert [path.name for path in recorded.parent.glob("*.py")] == [copy.name]
     with pytest.raises(ConfigError, match=r"^reward\.function must name a file"):

@@ -128,9 +128,8 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Train:
         def start(*, directory: Path, **given: Any) -> Any:
             return SimpleNamespace(directory=directory, train=partial(fake, **given))
 
-        replace_in(
-            monkeypatch, stage, **dict.fromkeys(("connect", "accelerators", "decode", "tokenizer"), lambda *_: {})
-        )
+        for name in ("connect", "accelerators", "decode", "tokenizer"):
+            monkeypatch.setattr(stage, name, lambda *_: {})
         sets = SimpleNamespace(train=(), validation=("a problem",))
         replace_in(monkeypatch, stage, read_prompt_sets=lambda data: sets, versions=lambda: {"vllm": "1"})
         replace_in(monkeypatch, stage, tracked=tracked, Run=start)

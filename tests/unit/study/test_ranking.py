@@ -138,9 +138,7 @@ def test_what_was_not_measured_stands_last_with_the_reason_and_is_no_best(tmp_pa
     assert metrics["result/step_speedup"] == first.step.value
     assert metrics["result/control_ratio_rl_zero_in_domain_eagle3_kl_div_k5"] == pytest.approx(1.7 / 3.0)
     alone = ablation({variant(5): replace(busy, steps=steps)}, {0: BASE[0]})
-    assert answers(alone)[0].startswith(
-        "RL-Zero: no draft was measured; the best is rl_zero-in_domain-eagle3-kl_div-k5"
-    )
+    assert answers(alone)[0].startswith("RL-Zero: no draft was measured; the best is rl_zero-in_domain-eagle3-kl_div")
 
 
 def test_each_workload_has_a_ranking_of_its_own() -> None:

@@ -72,9 +72,7 @@ def test_the_first_task_is_handed_each_input_of_the_launch_under_its_own_name(wo
     shared = {*workflow.python_interface.inputs} & {each.var for each in first.bindings}
     assert {"recipe", "overrides", "run_root"} < shared
     assert shared == {*promised}
-    assert {var: (promise.node_id, promise.var) for var, promise in promised.items()} == {
-        var: (_LAUNCH, var) for var in shared
-    }
+    assert {(var, each.node_id, each.var) for var, each in promised.items()} == {(var, _LAUNCH, var) for var in shared}
 
 
 @pytest.mark.parametrize("of_the_day", [False, True])

@@ -21,9 +21,8 @@ def prompt(name: str, length: int = 4) -> Prompt:
 
 
 def group(prompt: Prompt, *lengths: int) -> RolloutGroup:
-    return RolloutGroup(
-        prompt=prompt, rollouts=tuple(rollout((7,) * length, prompt_id=prompt.id) for length in lengths)
-    )
+    rollouts = tuple(rollout((7,) * length, prompt_id=prompt.id) for length in lengths)
+    return RolloutGroup(prompt=prompt, rollouts=rollouts)
 
 
 def portion(*groups: tuple[int, RolloutGroup], span: tuple[float, float] = (0.0, 1.0), **values: Any) -> Portion:

@@ -267,9 +267,8 @@ def test_a_cluster_says_how_many_nodes_have_how_many_gpus() -> None:
 
 @pytest.mark.parametrize("text", ["8", "x4", "8x", "8x4x2", "-1x4", "8 x 4"])
 def test_another_form_of_a_cluster_is_refused(refusal: Refusal, text: str) -> None:
-    assert refusal(parse_cluster, text=text) == (
-        f"--cluster must read NODESxGPUS, got {text!r}; as in 8x4: 8 nodes of 4 GPUs"
-    )
+    said = f"--cluster must read NODESxGPUS, got {text!r}; as in 8x4: 8 nodes of 4 GPUs"
+    assert refusal(parse_cluster, text=text) == said
 
 
 def test_no_nodes_no_gpus_empty_domains_and_a_numa_label_that_leaves_gpus_out_are_refused(refusal: Refusal) -> None:
