@@ -44,11 +44,9 @@ def test_a_queue_that_knows_the_topology_is_asked_for_one_clique_and_no_queue_ha
 
 
 def test_pods_with_an_identity_of_their_own_get_no_secret() -> None:
-    assert GB200.tracking is not None and GB200.object_store is not None
-    sections = {
-        "tracking": replace(GB200.tracking, secret=None),
-        "object_store": replace(GB200.object_store, secret=None),
-    }
+    tracking, store = GB200.tracking, GB200.object_store
+    assert tracking is not None and store is not None
+    sections = {"tracking": replace(tracking, secret=None), "object_store": replace(store, secret=None)}
     assert "envFrom" not in plain(pods.cpu_pod(replace(GB200, **sections)))["containers"][0]
 
 

@@ -293,10 +293,8 @@ def test_without_an_image_or_a_bound_claim_no_pod_is_started_and_the_root_is_not
 
 
 def test_the_table_puts_what_is_missing_first_and_fits_a_terminal() -> None:
-    rows = (
-        Finding.of("one", found="a", needed="a", fix=""),
-        Finding.of("two", found="b " * 90, needed="c", fix="do it"),
-    )
+    fine = Finding.of("one", found="a", needed="a", fix="")
+    rows = (fine, Finding.of("two", found="b " * 90, needed="c", fix="do it"))
     lines = PreflightRecord(cluster="gb200", namespace=NAMESPACE, findings=rows).table.splitlines()
     assert lines[0] == "MISSING: two"
     assert lines[-3:] == ["  needed: c", "  fix:    do it", "fine: one: a"]

@@ -197,12 +197,10 @@ def test_engines_that_share_no_clock_did_together_what_each_did_in_their_mean_ti
     assert together([one], num_engines=2).acceptance is None
 
 
-@given(
-    st.lists(st.integers(1, 50), min_size=1, max_size=30, unique=True),
-    st.integers(1, 4),
-    st.integers(2, 9),
-    st.booleans(),
-)
+SECONDS = st.lists(st.integers(1, 50), min_size=1, max_size=30, unique=True)
+
+
+@given(SECONDS, st.integers(1, 4), st.integers(2, 9), st.booleans())
 def test_no_engine_idles_while_a_group_waits(
     seconds: list[int], num_engines: int, num_slots: int, lengths_are_known: bool
 ) -> None:

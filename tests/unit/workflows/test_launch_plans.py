@@ -22,11 +22,8 @@ WITH_GPUS = {*MEASURES, "train_grpo", "make_part", "bake_off"}
 NESTED = {"prepare", "train", "measure"}
 WHOLE = {"speculative_rl", "asynchronous_rl", "bake_off", "certify", "projection", "ablation", "preflight"}
 IN_ARRAYS = ("make_policy", "make_part")
-SCHEDULED = {
-    "nightly-draft-length": "0 1 * * *",
-    "weekly-draft-initialisation": "0 5 * * 6",
-    "monthly-projection": "0 6 1 * *",
-}
+SCHEDULED = {"nightly-draft-length": "0 1 * * *", "weekly-draft-initialisation": "0 5 * * 6"}
+SCHEDULED |= {"monthly-projection": "0 6 1 * *"}
 
 profiles = pytest.mark.parametrize("profile", PROFILES)
 on_pods = pytest.mark.parametrize("profile", ON_PODS)

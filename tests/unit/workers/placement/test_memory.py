@@ -408,12 +408,10 @@ def test_a_mixture_of_experts_is_placed_without_its_memory(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps(config))
     dealt = {"policy": {"model": str(tmp_path)}, "learner": {"parallel": {"tensor": 1, "data": 32, "expert": 4}}}
     assert load_recipe("qwen3_8b", overrides=merge(PLAIN, dealt)).memory() is None
-    wrong = ({"tensor": 1, "data": 32, "expert": 16}, {"tensor": 4, "data": 8})
-    rules = (
-        "expert must divide the policy's 8 experts, got 16",
-        "tensor must be 1 for a mixture of experts, got 4; deal",
-    )
-    for parallel, rule in zip(wrong, rules, strict=True):
+    for parallel, rule in (
+        ({"tensor": 1, "data": 32, "expert": 16}, "expert must divide the policy's 8 experts, got 16"),
+        ({"tensor": 4, "data": 8}, "tensor must be 1 for a mixture of experts, got 4; deal the"),
+    ):
         assert _refusal({**dealt, "learner": {"parallel": parallel}}).startswith(f"learner.parallel.{rule}")
     message = "engine.tensor_parallel_size must be 1 for a mixture of experts, got 4"
     assert _refusal({**dealt, "engine": {"tensor_parallel_size": 4, "num_engines": 8}}) == message
