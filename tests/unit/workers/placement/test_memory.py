@@ -108,16 +108,10 @@ refit.channel=nccl
     refit.channel must join two processes on one GPU, got 'nccl'; set auto, or ipc
 SPLIT + refit.channel=ipc
     refit.channel must join processes on different GPUs, got 'ipc'; set auto, or nccl
-refit.channel=shared_memory
-    refit.channel must cross 8 nodes, got 'shared_memory'; set auto, or ipc
 placement.nodes=2 + learner.parallel.data=2 + engine.num_engines=8 + refit.channel=shared_memory
     refit.channel must cross 2 nodes, got 'shared_memory'; set auto, or ipc
 placement={nodes: 1, gpus_per_node: 0} + refit.channel=nccl
     refit.channel must do without CUDA: placement.gpus_per_node is 0, got 'nccl'; set auto
-placement={nodes: 1, gpus_per_node: 0} + refit.channel=nccl + simulator=null
-    refit.channel must do without CUDA: placement.gpus_per_node is 0, got 'nccl'; set auto
-placement={nodes: 1, gpus_per_node: 0} + refit.channel=ipc
-    refit.channel must do without CUDA: placement.gpus_per_node is 0, got 'ipc'; set auto
 placement={nodes: 1, gpus_per_node: 0} + refit.channel=ipc + simulator=null
     refit.channel must do without CUDA: placement.gpus_per_node is 0, got 'ipc'; set auto
 learner.parallel={tensor: 1, data: 32} + simulator.hardware=h100
