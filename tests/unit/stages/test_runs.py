@@ -16,15 +16,8 @@ from slipstream.records.files import write_record
 from slipstream.records.run import DriftRecord
 from slipstream.report.page import write_report
 from slipstream.report.results import verdict_tags
+from slipstream.stages import runs
 from slipstream.stages.context import RunContext
-from slipstream.stages.runs import (
-    checkout_commit,
-    dtype_tags,
-    end_execution,
-    end_reported_execution,
-    origin_tags,
-    tracked,
-)
 from slipstream.stages.start_run import start_run
 from slipstream.tracking.config import TrackingConfig, store_uri
 from slipstream.tracking.mlflow_store import Execution, open_store, read_executions
@@ -44,7 +37,7 @@ def test_a_pod_is_tagged_from_its_environment_and_the_profiles_console_with_what
         "FLYTE_INTERNAL_EXECUTION_DOMAIN": "development",
         "FLYTE_INTERNAL_EXECUTION_ID": "a7rw89",
     }
-    assert origin_tags(environment, gpu="GB200") == {
+    assert runs.origin_tags(environment, gpu="GB200") == {
         "git.commit": "abc123",
         "mlflow.source.git.commit": "abc123",
         "image": "registry/slipstream:v1",
@@ -52,7 +45,8 @@ def test_a_pod_is_tagged_from_its_environment_and_the_profiles_console_with_what
         "gpu": "GB200",
         "flyte.execution_url": "https://flyte/console/projects/slipstream/domains/development/executions/a7rw89",
     }
-    assert set(origin_tags({"SLIPSTREAM_GIT_COMMIT": "abc123"})) == {"git.commit", "mlflow.source.git.commit", "node"}
+    known = runs.origin_tags({"SLIPSTREAM_GIT_COMMIT": "abc123"})
+    assert set(known) == {"git.commit", "mlflow.source.git.commit", "node"}
 
 
 def test_a_checkout_is_named_by_its_commit_and_by_whether_files_differ(tmp_path: Path) -> None:
@@ -61,25 +55,25 @@ def test_a_checkout_is_named_by_its_commit_and_by_whether_files_differ(tmp_path:
         command = ["git", "-C", str(tmp_path), *identity, *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    assert checkout_commit(tmp_path) == ""  # outside a repository
+    assert runs.checkout_commit(tmp_path) == ""  # outside a repository
     git("init", "-q")
     (tmp_path / "__init__.py").write_text("")
     git("add", ".")
     git("commit", "-qm", "first")
     commit = git("rev-parse", "--short=12", "HEAD")
-    assert checkout_commit(tmp_path) == commit
+    assert runs.checkout_commit(tmp_path) == commit
     (tmp_path / "__init__.py").write_text("changed")
-    assert checkout_commit(tmp_path) == f"{commit}-dirty"
+    assert runs.checkout_commit(tmp_path) == f"{commit}-dirty"
     installed = tmp_path / "venv" / "slipstream"  # a package that lies in somebody else's repository
     installed.mkdir(parents=True)
     (installed / "__init__.py").write_text("")
-    assert checkout_commit(installed) == ""
+    assert runs.checkout_commit(installed) == ""
 
 
 def test_a_task_is_tagged_with_the_type_it_computes_in_and_one_that_computes_nothing_with_none() -> None:
     recipe = load_recipe("tiny", overrides={"learner": {"dtype": "float32"}, "engine": {"dtype": "bfloat16"}})
-    assert dtype_tags(recipe) == {"dtype.learner": "float32", "dtype.engine": "bfloat16"}
-    assert dtype_tags(load_recipe("tiny")) == {}
+    assert runs.dtype_tags(recipe) == {"dtype.learner": "float32", "dtype.engine": "bfloat16"}
+    assert runs.dtype_tags(load_recipe("tiny")) == {}
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +110,14 @@ def test_the_run_lives_as_long_as_the_execution_and_ends_with_its_results(root: 
     assert "goes on" in begun.tags["mlflow.note.content"]
     assert begun.tags["node"]
 
-    with tracked(context, recipe, "prepare_data"):
+    with runs.tracked(context, recipe, "prepare_data"):
         pass
     assert read(root, "tiny-1").status == "RUNNING"
 
     directory = root / "report"
     write_record(RECORD, directory / "run.json")
-    end_reported_execution(context, recipe, RECORD, write_report(RECORD, directory), DriftRecord(summary="Unknown."))
+    report, drift = write_report(RECORD, directory), DriftRecord(summary="Unknown.")
+    runs.end_reported_execution(context, recipe, RECORD, report, drift)
     ended = read(root, "tiny-1")
     assert ended.status == "FINISHED"
     result = {name.removeprefix("result/"): value for name, value in ended.metrics.items()}
@@ -141,12 +136,12 @@ def test_the_run_lives_as_long_as_the_execution_and_ends_with_its_results(root: 
 
 def test_a_failed_task_ends_the_run_and_a_later_attempt_opens_it_again(root: Path) -> None:
     context, recipe = start(root, "tiny-2")
-    with pytest.raises(OSError, match="node lost"), tracked(context, recipe, "pretrain_draft"):
+    with pytest.raises(OSError, match="node lost"), runs.tracked(context, recipe, "pretrain_draft"):
         raise OSError("node lost")
     assert read(root, "tiny-2").status == "FAILED"
-    with tracked(context, recipe, "pretrain_draft"):
+    with runs.tracked(context, recipe, "pretrain_draft"):
         assert read(root, "tiny-2").status == "RUNNING"
-    end_execution(context, recipe, CERTIFICATE)
+    runs.end_execution(context, recipe, CERTIFICATE)
     assert (read(root, "tiny-2").status, read(root, "tiny-2").metrics["result/lossless"]) == ("FINISHED", 1.0)
 
 
@@ -154,7 +149,7 @@ def test_an_arms_run_has_the_recipe_its_own_k_and_a_name_that_says_which(root: P
     context, recipe = start(root, "tiny-3")
     what = {"arm": "autoregressive", "k": "0", "draft.method": "none"}
     params = {**parameters(recipe), **what}
-    with tracked(context, recipe, "train_grpo_autoregressive", what, name="tiny-3 autoregressive", params=params):
+    with runs.tracked(context, recipe, "train_grpo_autoregressive", what, name="tiny-3 autoregressive", params=params):
         pass
     experiment = client.get_experiment_by_name("tiny")
     (run,) = client.search_runs([experiment.experiment_id], "params.arm LIKE '%'")  # the filter of the view of arms

@@ -13,16 +13,6 @@ import pytest
 from slipstream.workers import session
 from slipstream.workers.calls import Worker, machines
 from slipstream.workers.placement.plan import Node
-from slipstream.workers.session import (
-    NUMA_LABEL,
-    NVLINK_LABEL,
-    RayNode,
-    as_cluster,
-    counted,
-    machine,
-    require_here,
-    start_patiently,
-)
 
 TIMED_OUT = "The current node timed out during startup."
 
@@ -45,7 +35,7 @@ def test_a_slow_ray_is_started_again(num_failures: int, message: str, error: typ
             raise Exception(message)
 
     with nullcontext() if error is None else pytest.raises(error, match=said):
-        start_patiently(start)
+        session.start_patiently(start)
     assert len(starts) == (3 if message == TIMED_OUT else 1)
 
 
@@ -74,15 +64,15 @@ def test_a_run_connects_to_the_address_or_starts_an_instance_of_its_own_unless_i
 
 
 def test_what_there_is_more_than_once_is_counted_and_a_host_once_whatever_number_of_engines_it_runs() -> None:
-    assert counted(["NVIDIA GB200", "NVIDIA GB200", "NVIDIA H200"]) == "2 x NVIDIA GB200; NVIDIA H200"
-    assert counted([]) == ""
+    assert session.counted(["NVIDIA GB200", "NVIDIA GB200", "NVIDIA H200"]) == "2 x NVIDIA GB200; NVIDIA H200"
+    assert session.counted([]) == ""
     workers = [Worker(actor=None, name=f"engine {i}", node_id=node, machine="aarch64") for i, node in enumerate("aab")]
     assert machines(workers) == "2 x aarch64"
 
 
 def test_a_machine_without_gpus_is_its_processor() -> None:
-    assert "cores" in machine()
-    assert machine().endswith("Linux") or "NVIDIA" in machine()
+    assert "cores" in session.machine()
+    assert session.machine().endswith("Linux") or "NVIDIA" in session.machine()
 
 
 def test_files_that_this_host_lacks_are_refused(
@@ -91,27 +81,27 @@ def test_files_that_this_host_lacks_are_refused(
     monkeypatch.setattr(session.platform, "node", lambda: "node7")
     weights = tmp_path / "weights"
     weights.symlink_to(__file__)
-    require_here(tmp_path, None)
+    session.require_here(tmp_path, None)
     weights.unlink()
     weights.symlink_to(tmp_path / "hub")
     for path, absent in ((tmp_path, weights), (tmp_path / "policy", tmp_path / "policy")):
-        assert refusal(partial(require_here, None, path)) == (
+        assert refusal(partial(session.require_here, None, path)) == (
             f"{absent} must be on storage that all hosts of the run share, got 'nothing there on node7'; "
             "give the run another --root, or HF_HOME, policy.model and draft.model other paths"
         )
 
 
-def _node(labels: dict[str, str]) -> RayNode:
+def _node(labels: dict[str, str]) -> session.RayNode:
     sizes = {"num_cpus": 8, "num_gpus": 2, "free_cpus": 8, "free_gpus": 2, "object_store_bytes": 1}
-    return RayNode(id="n", address="10.0.0.1", labels=labels, **sizes)
+    return session.RayNode(id="n", address="10.0.0.1", labels=labels, **sizes)
 
 
 def test_labels_say_the_nvlink_domain_and_the_numa_node_of_each_gpu(refusal: Callable[..., str]) -> None:
-    labels = {NVLINK_LABEL: "rack7", NUMA_LABEL: "0-1", "ray.io/node-id": "n"}
-    assert as_cluster([_node(labels)]) == [Node(name="n", num_gpus=2, nvlink_domain="rack7", numa=(0, 1))]
-    assert as_cluster([_node({})]) == [Node(name="n", num_gpus=2)]
+    labels = {session.NVLINK_LABEL: "rack7", session.NUMA_LABEL: "0-1", "ray.io/node-id": "n"}
+    assert session.as_cluster([_node(labels)]) == [Node(name="n", num_gpus=2, nvlink_domain="rack7", numa=(0, 1))]
+    assert session.as_cluster([_node({})]) == [Node(name="n", num_gpus=2)]
     for text in ("0", "0-x", "0-1-1"):
-        assert refusal(as_cluster, nodes=[_node({NUMA_LABEL: text})]) == (
+        assert refusal(session.as_cluster, nodes=[_node({session.NUMA_LABEL: text})]) == (
             f"label slipstream.io/numa of node 10.0.0.1 must name the NUMA node of each of its 2 GPUs, got {text!r}; "
             "as in 0-0-1-1"
         )
