@@ -14,27 +14,8 @@ from slipstream.kubernetes.kubernetes_api import Finding, State
 from slipstream.kubernetes.preflight import PreflightRecord, check, pod_manifests
 from slipstream.kubernetes.profile import ClusterProfile, TrackingService, read_profile
 from slipstream.records.files import read_record, write_record
-from tests.unit.kubernetes.api_server import (
-    CORE,
-    HANGS,
-    NAMESPACE,
-    Answer,
-    Cluster,
-    api_groups,
-    claim,
-    crd,
-    forbidden,
-    node,
-    node_list,
-    other_node,
-    pod,
-    quotas,
-    secret,
-    serving,
-    status,
-    storage_class,
-    whole_cluster,
-)
+from tests.unit.kubernetes import api_server as fake
+from tests.unit.kubernetes.api_server import CORE, HANGS, NAMESPACE, Answer, Cluster
 
 NODES = "GET /api/v1/nodes"
 CRDS = "GET /apis/apiextensions.k8s.io/v1/customresourcedefinitions"
@@ -51,7 +32,7 @@ IMAGE = "registry/slipstream-cpu:v1"
 def found(
     cluster: Cluster, profile: ClusterProfile = PROFILE, *, timeout_s: float = 5.0, **options: Any
 ) -> PreflightRecord:
-    with serving(cluster, timeout_s=timeout_s) as (api, _):
+    with fake.serving(cluster, timeout_s=timeout_s) as (api, _):
         return check(api, profile, namespace=NAMESPACE, **{"image": IMAGE, **options})
 
 
@@ -79,8 +60,8 @@ def with_gpu(**changes: Any) -> ClusterProfile:
 
 
 def test_a_whole_cluster_is_ready() -> None:
-    cluster = whole_cluster()
-    with serving(cluster) as (api, address):
+    cluster = fake.whole_cluster()
+    with fake.serving(cluster) as (api, address):
         record = check(api, at(address), namespace=NAMESPACE, image=IMAGE)
     assert (not_fine(record), record.num_missing) == ([], 0)
     assert [row.what for row in record.findings] == [
@@ -113,52 +94,53 @@ def queue(status: str, message: str) -> Answer:
 
 
 def trays(name: str = "tray-{}", **changes: Any) -> list[dict[str, Any]]:
-    return [node(name.format(index), **changes) for index in range(8)]
+    return [fake.node(name.format(index), **changes) for index in range(8)]
 
 
 MIXED = [
-    *[node(f"a{index}") for index in range(4)],
-    node("b0", clique="b.1"),
-    node("c0", ready=False),
-    node("c1", cordoned=True),
-    node("c2", allocatable={"nvidia.com/gpu": "3"}),
-    node("c3", clique=None),
-    node("c4", taints=[{"key": "maintenance", "effect": "NoSchedule"}]),
+    *[fake.node(f"a{index}") for index in range(4)],
+    fake.node("b0", clique="b.1"),
+    fake.node("c0", ready=False),
+    fake.node("c1", cordoned=True),
+    fake.node("c2", allocatable={"nvidia.com/gpu": "3"}),
+    fake.node("c3", clique=None),
+    fake.node("c4", taints=[{"key": "maintenance", "effect": "NoSchedule"}]),
 ]
-CLIQUES = node_list(*[node(f"n{index}", clique=f"a.{index % 2}") for index in range(8)])
+CLIQUES = fake.node_list(*[fake.node(f"n{index}", clique=f"a.{index % 2}") for index in range(8)])
 TAINTS = [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}, {"key": "slow", "effect": "PreferNoSchedule"}]
 NO_OTHER_NODES = (200, {"kind": "NodeList", "metadata": {}, "items": trays()})
-FULL, NINTH = trays(allocatable={"cpu": "128"}), other_node(cpu="9")
+EXACT = trays(taints=TAINTS, allocatable={"cpu": "129000m"})  # as much as is asked for, behind tolerated taints
+FULL, NINTH = trays(allocatable={"cpu": "128"}), fake.other_node(cpu="9")
 NINTH["metadata"]["labels"]["kubernetes.io/arch"] = "arm64"
 OLDER = f"GET /apis/resource.k8s.io/v1beta1/namespaces/{NAMESPACE}/resourceclaimtemplates/slipstream-channel"
 LOCAL_QUEUE = f"GET /apis/kueue.x-k8s.io/v1beta2/namespaces/{NAMESPACE}/localqueues/slipstream"
 KUEUE = "GET /api/v1/namespaces/kueue-system/configmaps/kueue-manager-config"
-KUEUE_KIND = {f"{CRDS}/localqueues.kueue.x-k8s.io": crd("localqueues.kueue.x-k8s.io", "v1beta2")}
+KUEUE_KIND = {f"{CRDS}/localqueues.kueue.x-k8s.io": fake.crd("localqueues.kueue.x-k8s.io", "v1beta2")}
 MAPPED = configured((DEPLOY / "kueue" / "manager_config.yaml").read_text())
 VOLCANO = "GET /apis/scheduling.volcano.sh/v1beta1/queues/slipstream"
-VOLCANO_KIND = {f"{CRDS}/queues.scheduling.volcano.sh": crd("queues.scheduling.volcano.sh", "v1beta1")}
+VOLCANO_KIND = {f"{CRDS}/queues.scheduling.volcano.sh": fake.crd("queues.scheduling.volcano.sh", "v1beta1")}
 BY_KUEUE, BY_VOLCANO = (replace(PROFILE, queue=read_profile(name).queue) for name in ("gb200", "h200"))
-GONE, ACTIVE, CLOSED = status(404, "gone"), queue("True", "fine"), (200, {"status": {"state": "Closed"}})
-USED = quotas(({"requests.nvidia.com/gpu": "64"}, {"requests.nvidia.com/gpu": "33"}))
+GONE, ACTIVE, CLOSED = fake.status(404, "gone"), queue("True", "fine"), (200, {"status": {"state": "Closed"}})
+USED = fake.quotas(({"requests.nvidia.com/gpu": "64"}, {"requests.nvidia.com/gpu": "33"}))
 DRIVER = "computedomains.resource.nvidia.com"
-OLD_DRIVER = {f"{CRDS}/{DRIVER}": crd(DRIVER, "v1alpha1")}
+OLD_DRIVER = {f"{CRDS}/{DRIVER}": fake.crd(DRIVER, "v1alpha1")}
 
 
 @pytest.mark.parametrize(
     ("answers", "profile"),
     [
         ({NODES: CLIQUES}, with_gpu(clique_label=None)),
-        ({NODES: node_list(*trays(taints=TAINTS, allocatable={"cpu": "129000m"}))}, PROFILE),  # tolerated, and exact
-        ({NODES: node_list(*FULL, NINTH)}, PROFILE),
+        ({NODES: fake.node_list(*EXACT)}, PROFILE),
+        ({NODES: fake.node_list(*FULL, NINTH)}, PROFILE),
         ({NODES: NO_OTHER_NODES}, with_gpu(takes_cpu_pods=True)),
-        ({"GET /apis/": api_groups("resource.k8s.io/v1beta1"), OLDER: (200, {})}, PROFILE),
-        ({CLAIM: claim("Pending"), CLASS: storage_class("WaitForFirstConsumer")}, PROFILE),
+        ({"GET /apis/": fake.api_groups("resource.k8s.io/v1beta1"), OLDER: (200, {})}, PROFILE),
+        ({CLAIM: fake.claim("Pending"), CLASS: fake.storage_class("WaitForFirstConsumer")}, PROFILE),
         ({**KUEUE_KIND, LOCAL_QUEUE: ACTIVE, KUEUE: MAPPED}, BY_KUEUE),
         ({**VOLCANO_KIND, VOLCANO: (200, {"status": {"state": "Open"}})}, BY_VOLCANO),
     ],
 )
 def test_what_does_is_no_lack(answers: dict[str, Answer], profile: ClusterProfile) -> None:
-    assert found(whole_cluster(answers), profile).num_missing == 0
+    assert found(fake.whole_cluster(answers), profile).num_missing == 0
 
 
 def lack(answers: dict[str, Answer], profile: ClusterProfile = PROFILE, **said: str) -> Any:
@@ -170,21 +152,21 @@ def lack(answers: dict[str, Answer], profile: ClusterProfile = PROFILE, **said: 
     ("answers", "profile", "said"),
     [
         lack(
-            {NODES: node_list(*MIXED)},
+            {NODES: fake.node_list(*MIXED)},
             found="4 usable in clique a.0, 1 usable in clique b.1, 1 not ready, 1 cordoned, 1 with nvidia.com/gpu 3, "
             "1 without label nvidia.com/gpu.clique, 1 with taint maintenance, which the pods do not tolerate",
             needed="8 in one clique, each cpu 120, memory 720Gi, ephemeral-storage 500Gi, nvidia.com/gpu 4",
             fix="a cluster profile of at most 4 nodes, or more nodes ready in one clique",
         ),
         lack({NODES: CLIQUES}, found="4 usable in clique a.0, 4 usable in clique a.1"),
-        lack({NODES: node_list(*FULL)}, what="nodes for Ray's head and submitter", found="room on 0 of 8 nodes"),
+        lack({NODES: fake.node_list(*FULL)}, what="nodes for Ray's head and submitter", found="room on 0 of 8 nodes"),
         lack({NODES: NO_OTHER_NODES}, what="nodes for pods without GPUs", found="room on 0 of 0 nodes"),
         lack({f"{CRDS}/rayjobs.ray.io": GONE}, found="absent", needed="v1", fix="install KubeRay"),
         lack(OLD_DRIVER, found="v1alpha1", needed="v1beta1", fix="install another version of NVIDIA's DRA driver"),
-        lack({"GET /apis/": api_groups("apps/v1")}, found="no API resource.k8s.io"),
-        lack({"GET /apis/": api_groups("resource.k8s.io/v1beta2")}, fix="create the ComputeDomain of deploy/, which"),
+        lack({"GET /apis/": fake.api_groups("apps/v1")}, found="no API resource.k8s.io"),
+        lack({"GET /apis/": fake.api_groups("resource.k8s.io/v1beta2")}, fix="create the ComputeDomain of deploy/, "),
         lack(
-            {NODES: forbidden("list", "nodes")},
+            {NODES: fake.forbidden("list", "nodes")},
             found='403: nodes is forbidden: User "system:serviceaccount:slipstream:default" cannot list resource '
             '"nodes" in API group ""',
             fix="let this account list nodes, or run the preflight as one that may",
@@ -202,11 +184,11 @@ def lack(answers: dict[str, Answer], profile: ClusterProfile = PROFILE, **said: 
             fix="merge deploy/kueue/manager_config.yaml i",
         ),
         lack({**VOLCANO_KIND, VOLCANO: CLOSED}, BY_VOLCANO, what="queue slipstream", found="Closed"),
-        lack({CLAIM: claim("Pending")}, fix="kubectl describe pvc says why it is not bound"),
-        lack({CLAIM: claim("Bound", "ReadWriteOnce")}, fix="it needs the mode ReadWriteMany"),
+        lack({CLAIM: fake.claim("Pending")}, fix="kubectl describe pvc says why it is not bound"),
+        lack({CLAIM: fake.claim("Bound", "ReadWriteOnce")}, fix="it needs the mode ReadWriteMany"),
         lack({CLAIM: GONE}, fix="create it in namespace slipstream: deploy/ has one to adapt"),
         lack({CLASS: GONE}, fix="name one of the cluster's own"),
-        lack({SECRET: secret(token="eA==")}, fix="add the keys auth_token"),
+        lack({SECRET: fake.secret(token="eA==")}, fix="add the keys auth_token"),
         lack({SECRET: GONE}, fix="create it in namespace slipstream, in the shape that deploy/ shows"),
         lack({f"GET {CORE}/serviceaccounts/slipstream": GONE}, fix="create it in namespace slipstream: deploy/ has it"),
         lack({f"GET {CORE}/resourcequotas": USED}, fix="raise it, or wait for what uses it now"),
@@ -215,39 +197,39 @@ def lack(answers: dict[str, Answer], profile: ClusterProfile = PROFILE, **said: 
 def test_a_lack_is_named_alone_and_has_its_fix(
     answers: dict[str, Answer], profile: ClusterProfile, said: dict[str, str]
 ) -> None:
-    (row,) = missing(found(whole_cluster(answers), profile, image=None))
+    (row,) = missing(found(fake.whole_cluster(answers), profile, image=None))
     assert {name: asdict(row)[name][: len(words)] for name, words in said.items()} == said
 
 
 def test_a_cluster_without_such_nodes_doubts_the_labels_and_a_refused_pod_the_profile() -> None:
-    row, head = missing(found(whole_cluster({NODES: node_list()})))
+    row, head = missing(found(fake.whole_cluster({NODES: fake.node_list()})))
     assert head.found == "room on 0 of 0 nodes"
     assert row.found == "none with kubernetes.io/arch=arm64,nvidia.com/gpu.product=NVIDIA-GB200"
     assert row.fix.startswith("are the labels of the profile those of the nodes?")
-    invalid = status(422, 'Pod "w-" is invalid: spec.containers: Required value')
-    fixes = {row.fix for row in missing(found(whole_cluster({CREATE: invalid}), image=None))}
+    invalid = fake.status(422, 'Pod "w-" is invalid: spec.containers: Required value')
+    fixes = {row.fix for row in missing(found(fake.whole_cluster({CREATE: invalid}), image=None))}
     assert fixes == {"change the cluster profile, or the policy that refuses the pod"}
 
 
 def test_a_bound_claim_needs_no_right_to_see_storage_classes() -> None:
-    record = found(whole_cluster({CLASS: forbidden("get", "storageclasses")}))
+    record = found(fake.whole_cluster({CLASS: fake.forbidden("get", "storageclasses")}))
     assert not_fine(record) == [("storage class lustre", State.UNCHECKED)]
 
 
 def test_a_server_that_refuses_everything_gives_a_row_a_check_and_no_traceback() -> None:
-    record = found(Cluster(answers={route: forbidden("do", "anything") for route in whole_cluster().answers}))
+    record = found(Cluster(answers={route: fake.forbidden("do", "anything") for route in fake.whole_cluster().answers}))
     unsaid = [row.what for row in record.findings if row.state is not State.MISSING]
     assert unsaid == ["shared root"]  # no pod is started for a claim that is not seen
     assert all(row.fix for row in record.findings)
 
 
 def test_a_silent_server_is_waited_for_once_a_check_and_no_server_at_all_is_a_finding() -> None:
-    cluster = whole_cluster({NODES: HANGS})
+    cluster = fake.whole_cluster({NODES: HANGS})
     record = found(cluster, timeout_s=0.5)
     assert not_fine(record) == [("GPU nodes", State.MISSING)]
     assert record.findings[0].found == "no answer within 0.5 s"
     assert len(asked(cluster, NODES)) == 1
-    with serving(whole_cluster()) as (api, _):
+    with fake.serving(fake.whole_cluster()) as (api, _):
         pass
     (row, *_) = check(api, PROFILE, namespace=NAMESPACE).findings
     assert row.found.startswith("no connection: ")
@@ -255,9 +237,9 @@ def test_a_silent_server_is_waited_for_once_a_check_and_no_server_at_all_is_a_fi
 
 
 def test_mlflow_that_is_ill_or_away_is_missing() -> None:
-    with serving(whole_cluster({"GET /health": status(503, "starting")})) as (api, address):
+    with fake.serving(fake.whole_cluster({"GET /health": fake.status(503, "starting")})) as (api, address):
         ill = check(api, at(address), namespace=NAMESPACE)
-    with serving(whole_cluster()) as (api, _):
+    with fake.serving(fake.whole_cluster()) as (api, _):
         away = check(api, at(address), namespace=NAMESPACE)
     assert [row.found for row in missing(ill)] == ["503 Service Unavailable"]
     assert missing(away)[0].found.startswith("no answer: ")
@@ -267,17 +249,17 @@ def test_mlflow_that_is_ill_or_away_is_missing() -> None:
     ("answer", "said", "fix"),
     [
         (
-            pod("Failed", terminated={"exitCode": 1, "message": "sh: can't create /mnt: Permission denied\n"}),
+            fake.pod("Failed", terminated={"exitCode": 1, "message": "sh: can't create /mnt: Permission denied\n"}),
             "failed: sh: can't create /mnt: Permission denied",
             "chown the volume's root",
         ),
-        (pod("Pending", waiting={"reason": "ImagePullBackOff"}), "Pending after 1 s: ImagePullBackOff", "let the clus"),
-        (forbidden("get", "pods"), "403: pods is forbidden", "let this account get pods"),
+        (fake.pod("Pending", waiting={"reason": "ImagePullBackOff"}), "Pending after 1 s: ImagePull", "let the cl"),
+        (fake.forbidden("get", "pods"), "403: pods is forbidden", "let this account get pods"),
     ],
 )
 def test_a_root_no_pod_writes_is_missing(answer: Answer, said: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "_PROBE_S", 1.0)
-    cluster = whole_cluster({f"GET {PROBE}": answer})
+    cluster = fake.whole_cluster({f"GET {PROBE}": answer})
     (row,) = missing(found(cluster))
     assert row.what == "shared root"
     assert row.found.startswith(said) and row.fix.startswith(fix)
@@ -286,8 +268,8 @@ def test_a_root_no_pod_writes_is_missing(answer: Answer, said: str, fix: str, mo
 
 def test_without_an_image_or_a_bound_claim_no_pod_is_started_and_the_root_is_not_checked() -> None:
     unchecked, unbound = ("shared root", State.UNCHECKED), ("volume claim slipstream-runs", State.MISSING)
-    for answers, image, expected in (({}, None, [unchecked]), ({CLAIM: claim("Pending")}, IMAGE, [unbound, unchecked])):
-        cluster = whole_cluster(answers)
+    for claim, image, expected in (("Bound", None, [unchecked]), ("Pending", IMAGE, [unbound, unchecked])):
+        cluster = fake.whole_cluster({CLAIM: fake.claim(claim)})
         assert not_fine(found(cluster, image=image)) == expected
         assert [request for request in asked(cluster, "POST") if "dryRun" not in request] == []
 
@@ -302,8 +284,8 @@ def test_the_table_puts_what_is_missing_first_and_fits_a_terminal() -> None:
 
 
 def test_the_root_is_written_to_here_and_no_pod_is_started_for_it(tmp_path: Path) -> None:
-    cluster = whole_cluster()
-    with serving(cluster) as (api, _):
+    cluster = fake.whole_cluster()
+    with fake.serving(cluster) as (api, _):
         record = check(api, read_profile("gb200"), namespace=NAMESPACE, own_root=tmp_path / "runs")
     row = record.findings[-1]
     assert (row.state, row.found) == (State.FINE, "written, read and removed")
@@ -318,7 +300,7 @@ def test_the_root_is_written_to_here_and_no_pod_is_started_for_it(tmp_path: Path
 
 def test_a_root_that_this_user_cannot_write_to_is_missing_and_says_how_to_fix_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    row = found(whole_cluster(), image=None, own_root=tmp_path / "file" / "runs").findings[-1]
+    row = found(fake.whole_cluster(), image=None, own_root=tmp_path / "file" / "runs").findings[-1]
     assert (row.state, row.fix) == (State.MISSING, "chown the volume's root to group 1000, or set fsGroup to its group")
     assert "Not a directory" in row.found
 
@@ -328,7 +310,7 @@ def test_the_namespace_is_the_pods_own_and_has_a_name(tmp_path: Path) -> None:
     assert preflight.own_namespace(tmp_path / "namespace") == "slipstream-development"
     with pytest.raises(ConfigError, match="preflight must run in a pod with a service account's token, got 'no "):
         preflight.own_namespace(tmp_path / "none")
-    with serving(whole_cluster()) as (api, _), pytest.raises(ConfigError, match="must name a namespace"):
+    with fake.serving(fake.whole_cluster()) as (api, _), pytest.raises(ConfigError, match="must name a namespace"):
         check(api, PROFILE, namespace="")
 
 
@@ -358,7 +340,7 @@ def test_the_probe_is_a_small_pod_of_a_task_without_the_servers_credentials() ->
 
 
 def test_a_cluster_without_gpus_is_asked_for_none() -> None:
-    what = [row.what for row in found(whole_cluster(), read_profile("cpu"), image=None).findings]
+    what = [row.what for row in found(fake.whole_cluster(), read_profile("cpu"), image=None).findings]
     assert what[0].startswith("volume claim ")
     of_gpus = ("pod ", "custom ", "GPU ", "claim template")
     assert [name for name in what if name.startswith(of_gpus)] == ["pod cpu, dry run"]
@@ -367,7 +349,7 @@ def test_a_cluster_without_gpus_is_asked_for_none() -> None:
 def test_the_command_prints_the_table_and_ends_with_1_where_something_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with serving(whole_cluster()) as (_, address):
+    with fake.serving(fake.whole_cluster()) as (_, address):
         config = {
             **{"apiVersion": "v1", "kind": "Config", "current-context": "lab"},
             "clusters": [{"name": "c", "cluster": {"server": address}}],
