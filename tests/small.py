@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import xxhash
 
 from slipstream.config import from_mapping, merge, to_mapping
@@ -20,11 +21,13 @@ from slipstream.losslessness.sampling import Sample, Subject
 from slipstream.losslessness.verdict import certify
 from slipstream.ragged import Ragged
 from slipstream.recipe import Recipe
-from slipstream.records.stages import CertificateRecord
-from slipstream.records.steps import ArmRecord
+from slipstream.records.files import write_record
+from slipstream.records.stages import CertificateRecord, TuningRecord
+from slipstream.records.steps import ArmRecord, ScheduleEntry
 from slipstream.refit.channel import Delivery, Exported, Snapshot
 from slipstream.refit.config import EngineState, WeightFiles
 from slipstream.refit.fingerprint import Turn, weight_totals
+from slipstream.stages.context import RunContext
 from slipstream.types import Arm, Dtype, Prompt
 
 ENGINE = EngineConfig(
@@ -56,6 +59,28 @@ RECIPE: dict[str, Any] = {
     "learner": {"max_tokens_per_microbatch": 512, "dtype": "float32", "num_threads": 1, "num_kept_idle": 1},
     "grpo": {"num_steps": 4, "prompts_per_step": 2, "group_size": 4, "checkpoint_every_steps": 2},
 }
+
+UNTRACKED: dict[str, Any] = {"uri": "http://127.0.0.1:9", "replay_every_s": 0.1, "close_wait_s": 0.0}
+"""A section `tracking`: nothing listens there, points stay in the spool, and no store is set up."""
+
+
+def run_context(root: Path, execution: str = "e", **values: Any) -> RunContext:
+    given = {"experiment": "tiny", "workload": "rl_zero", **values}
+    return RunContext(execution=execution, root=str(root), **given)
+
+
+def tuned(directory: Path, *entries: tuple[int, int, int], k: int = 3, **values: Any) -> Path:
+    """Write what tuning hands on, with a table of (first batch, last batch, k); its directory."""
+    table = tuple(ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k) for start, end, k in entries)
+    record = TuningRecord(chosen_k=k, reason="told so", points=(), schedule=table, **values)
+    write_record(record, directory / "tuning.json")
+    return directory
+
+
+def replace_in(patch: pytest.MonkeyPatch, module: Any, **fakes: Any) -> None:
+    """Put fakes in the place of what a module, or a class, has under their names."""
+    for name, fake in fakes.items():
+        patch.setattr(module, name, fake)
 
 
 def draft_with(base: DraftConfig | None = None, /, **values: Any) -> DraftConfig:

@@ -51,9 +51,8 @@ def asks_another_process(at: Setting) -> None:
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    path = tmp_path / "check"
-    path.mkdir()
-    return path
+    (tmp_path / "check").mkdir()
+    return tmp_path / "check"
 
 
 def stage(number: int, work: Callable[[Setting], None], *, limit_s: float = 60.0) -> Stage:
@@ -77,7 +76,7 @@ def archived(output: Path) -> Mapping[str, bytes]:
         return {member.name: archive.extractfile(member).read() for member in members}  # type: ignore[union-attr]
 
 
-def test_a_stage_that_hangs_crashes_or_exits_is_named_and_the_next_one_runs(
+def test_a_stage_that_hangs_crashes_or_exits_is_named_and_the_next_runs(
     output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_command, "_PATIENCE", 1)
@@ -132,7 +131,7 @@ def test_an_interrupted_check_is_archived_with_what_it_has(output: Path) -> None
     assert json.loads(archived(output)[f"check/{LINES}"])["stage"] == 1
 
 
-def test_a_stage_that_raises_keeps_what_it_measured_before(tmp_path: Path) -> None:
+def test_a_stage_that_raises_or_is_interrupted_keeps_what_it_measured_before(tmp_path: Path) -> None:
     def raises(at: Setting) -> None:
         at.figures["start_s"] = 2.0
         raise ValueError("must be 1, got 2")
@@ -140,26 +139,20 @@ def test_a_stage_that_raises_keeps_what_it_measured_before(tmp_path: Path) -> No
     def lacks(at: Setting) -> None:
         raise Skipped("needs two GPUs, and this machine has 1")
 
-    found = []
-    for work in (raises, lacks, lambda at: None):
-        run_stage(work, Setting(directory=tmp_path, work=tmp_path, is_dry=True))
-        found.append(json.loads((tmp_path / FOUND).read_text()))
-    assert found == [
-        {"outcome": "failed", "reason": "ValueError: must be 1, got 2", "figures": {"start_s": 2.0}},
-        {"outcome": "skipped", "reason": "needs two GPUs, and this machine has 1", "figures": {}},
-        {"outcome": "passed", "reason": "", "figures": {}},
-    ]
-
-
-def test_a_stage_that_is_interrupted_keeps_what_it_measured_before(tmp_path: Path) -> None:
     def ends(at: Setting) -> None:
         at.figures["learner_gb"] = 64.6
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        run_stage(ends, Setting(directory=tmp_path, work=tmp_path, is_dry=True))
-    found = json.loads((tmp_path / FOUND).read_text())
-    assert found == {"outcome": "failed", "reason": "was interrupted", "figures": {"learner_gb": 64.6}}
+    for work, *expected in (
+        (raises, "failed", "ValueError: must be 1, got 2", {"start_s": 2.0}),
+        (lacks, "skipped", "needs two GPUs, and this machine has 1", {}),
+        (lambda at: None, "passed", "", {}),
+        (ends, "failed", "was interrupted", {"learner_gb": 64.6}),
+    ):
+        with pytest.raises(KeyboardInterrupt) if work is ends else nullcontext():
+            run_stage(work, Setting(directory=tmp_path, work=tmp_path, is_dry=True))
+        found = json.loads((tmp_path / FOUND).read_text())
+        assert found == dict(zip(("outcome", "reason", "figures"), expected, strict=True))
 
 
 def test_the_stages_are_numbered_from_the_environment_on_and_the_guide_names_each() -> None:

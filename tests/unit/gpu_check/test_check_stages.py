@@ -18,12 +18,9 @@ from tests.unit.sampled import accepted
 DRAFTED = accepted(10, 7, 4, 1)
 
 
-def setting(path: Path) -> Setting:
-    return Setting(directory=path, work=path, is_dry=True)
-
-
-def result(acceptance: AcceptanceStats) -> GenerationResult:
-    return GenerationResult(groups=(), generation_s=1.0, acceptance=acceptance)
+@pytest.fixture
+def at(tmp_path: Path) -> Setting:
+    return Setting(directory=tmp_path, work=tmp_path, is_dry=True)
 
 
 @pytest.mark.parametrize(
@@ -37,21 +34,23 @@ def result(acceptance: AcceptanceStats) -> GenerationResult:
     ],
 )
 def test_counters_that_do_not_fit_k_are_refused(k: int, changed: dict[str, Any], error: str) -> None:
-    check_stages._check_acceptance(result(DRAFTED), k=3)
+    def check(acceptance: AcceptanceStats, k: int) -> None:
+        result = GenerationResult(groups=(), generation_s=1.0, acceptance=acceptance)
+        check_stages._check_acceptance(result, k=k)
+
+    check(DRAFTED, 3)
     with pytest.raises(ConfigError, match=error):
-        check_stages._check_acceptance(result(replace(DRAFTED, **changed)), k=k)
+        check(replace(DRAFTED, **changed), k)
 
 
-def test_a_norm_apart_is_noted_and_then_refused(tmp_path: Path) -> None:
-    at = setting(tmp_path)
+def test_a_norm_apart_is_noted_and_then_refused(at: Setting) -> None:
     check_stages._close(at, "ours", torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0]), relative=0.0)
     with pytest.raises(ConfigError, match=r"ours must lie within 0\.1 of float32, got 0\.2"):
         check_stages._close(at, "ours", torch.tensor([3.0, 5.0]), torch.tensor([3.0, 4.0]), relative=0.1)
     assert at.figures == {"ours_relative_error": pytest.approx(0.2)}
 
 
-def test_packages_are_compared_with_the_lock_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at = setting(tmp_path)
+def test_packages_are_compared_with_the_lock_one_by_one(at: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(check_stages._missing_packages(at)) == []
     unlike = at.figures["packages_unlike_the_lock"]
     assert all(re.fullmatch(r"[\w.-]+ [\w.]+, got [\w.]+", each) for each in unlike)

@@ -7,14 +7,11 @@ from slipstream.gpu_check.throughput import _TINY, _size
 
 
 @pytest.mark.parametrize(("free_gb", "num_layers"), [(84, 8), (150, 12), (60, 4)])
-def test_as_many_layers_are_trained_as_fit(free_gb: int, num_layers: int) -> None:
+def test_as_many_layers_are_trained_as_fit_and_a_small_gpu_is_left_out(free_gb: int, num_layers: int) -> None:
     """84 GB of an H100: 0.85 x 84 - 27 = 44.4, and 5.4 a layer."""
     size = _size(free_gb * 1e9)
     assert size.shape.num_layers == num_layers
     assert (size.shape.hidden_size, size.shape.ffn_hidden_size, size.vocab_size) == (4096, 12288, 151936)
-
-
-def test_a_small_gpu_is_left_out() -> None:
     with pytest.raises(Skipped, match="needs 57 GB of free GPU memory, got 40"):
         _size(40e9)
 

@@ -3,8 +3,6 @@
 Shapes: Kubernetes 1.34's API reference, KubeRay 1.5 and NVIDIA's DRA driver 25.8; what nobody reads is left out.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator
@@ -126,8 +124,8 @@ def pod(phase: str, **container_state: Any) -> Answer:
     return found("Pod", "slipstream-preflight-x1", status=status)
 
 
-def whole_cluster() -> Cluster:
-    """Eight trays in one clique, and everything installed."""
+def whole_cluster(changes: dict[str, Answer] | None = None) -> Cluster:
+    """Eight trays in one clique, and everything installed, but for these answers."""
     crds = "GET /apis/apiextensions.k8s.io/v1/customresourcedefinitions"
     templates = f"GET /apis/resource.k8s.io/v1/namespaces/{NAMESPACE}/resourceclaimtemplates"
     used = ({"requests.nvidia.com/gpu": "64"}, {"requests.nvidia.com/gpu": "32"})
@@ -147,6 +145,7 @@ def whole_cluster() -> Cluster:
             f"GET {CORE}/pods/slipstream-preflight-x1": pod("Succeeded"),
             f"DELETE {CORE}/pods/slipstream-preflight-x1": pod("Succeeded"),
             "GET /health": (200, {}),
+            **(changes or {}),
         }
     )
 

@@ -1,8 +1,7 @@
 """The client of flyteadmin on answers of a Flyte 1.16.8; what no recording covers, on a server that keeps calls."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,18 @@ from slipstream.kubernetes.flyte_admin import FlyteAdmin, FlyteError, State, adm
 from slipstream.kubernetes.profile import FlyteServer, read_profile
 from slipstream.kubernetes.smoke import CASES, smoke
 from slipstream.recipe import load_recipe, write_recipe
-from slipstream.stages.context import RunContext, recorded_recipe
+from slipstream.stages.context import recorded_recipe
 from slipstream.stages.fail_run import reconcile
 from slipstream.stages.runs import execution_run
 from slipstream.tracking.spool import open_executions, read_spool
+from tests.small import UNTRACKED, run_context
 from tests.unit.kubernetes.api_server import Answer, Cluster, serving, status
 
 RECORDED = Path(__file__).parents[2] / "data" / "flyte"
 OF = "slipstream/development"
 API = "/api/v1"
 ABORTED, SUCCEEDED, FAILED = "a7rw89b74wgqsjcz9dq6", "abbdzqlnsdncvkdhmm4h", "akzs29r2pf6m5bpr2x6c"
+GOING_ON = "a9p2snh8fj6lvgkrgk8t"
 MESSAGES = {
     "execution_": execution_pb2.Execution,
     "executions": execution_pb2.ExecutionList,
@@ -68,29 +69,19 @@ def test_states_are_read_as_flyte_tells_them() -> None:
         assert failed is not None and failed.phase == "FAILED"
         assert "did you mean 'grpo.group_size'?" in failed.message
         assert flyte.execution("unknown") is None
-        assert [(each.name, each.phase) for each in flyte.nodes(FAILED)] == [
-            ("start-node", "SUCCEEDED"),
-            ("start-run", "FAILED"),
-            ("fn0", "SUCCEEDED"),
-        ]
-        (report,) = [each for each in flyte.nodes(SUCCEEDED) if each.deck]
-        assert report.name == "report-speedup"
-        assert [(each.name, each.phase) for each in flyte.attempts(SUCCEEDED, "train-autoregressive")] == [
-            ("1", "SUCCEEDED"),
-            ("0", "FAILED"),
-        ]
-        going_on = [each.name for each in flyte.executions() if not each.has_ended]
-        assert going_on == ["a9p2snh8fj6lvgkrgk8t"]
+        nodes = {each.name: each.phase for each in flyte.nodes(FAILED)}
+        assert list(nodes.items()) == [("start-node", "SUCCEEDED"), ("start-run", "FAILED"), ("fn0", "SUCCEEDED")]
+        assert [each.name for each in flyte.nodes(SUCCEEDED) if each.deck] == ["report-speedup"]
+        attempts = [(each.name, each.phase) for each in flyte.attempts(SUCCEEDED, "train-autoregressive")]
+        assert attempts == [("1", "SUCCEEDED"), ("0", "FAILED")]
+        assert [each.name for each in flyte.executions() if not each.has_ended] == [GOING_ON]
         for state in (*flyte.executions(), *flyte.nodes(SUCCEEDED)):
             assert state.phase in phases.WorkflowExecution.Phase.DESCRIPTOR.values_by_name
 
 
 def test_a_refusal_and_a_silent_server_are_named() -> None:
-    answers = {f"GET {API}/executions/{OF}": status(401, "no token")}
-    with (
-        serving(Cluster(answers=answers)) as (_, address),
-        pytest.raises(FlyteError, match=r"401 .*no token.*; set FLYTE_TOKEN"),
-    ):
+    answers, refused = {f"GET {API}/executions/{OF}": status(401, "no token")}, r"401 .*no token.*; set FLYTE_TOKEN"
+    with serving(Cluster(answers=answers)) as (_, address), pytest.raises(FlyteError, match=refused):
         at(address).executions()
     with pytest.raises(FlyteError, match="did not answer GET executions"):
         at(address).executions()
@@ -107,10 +98,9 @@ def test_the_profile_names_the_server_and_the_pod_its_project() -> None:
 
 
 def opened(root: Path, execution: str) -> None:
-    recipe = load_recipe("tiny", overrides={"tracking": {"uri": "http://127.0.0.1:9", "close_wait_s": 0.0}})
+    recipe = load_recipe("tiny", overrides={"tracking": UNTRACKED})
     write_recipe(recipe, recorded_recipe(root, execution))
-    context = RunContext(execution=execution, root=str(root), experiment=recipe.name, workload="rl_zero")
-    execution_run(context, recipe).detach()
+    execution_run(run_context(root, execution), recipe).detach()
 
 
 def test_runs_of_terminated_executions_end_and_those_that_go_on_or_are_recovered_do_not(tmp_path: Path) -> None:
@@ -119,34 +109,36 @@ def test_runs_of_terminated_executions_end_and_those_that_go_on_or_are_recovered
     recovering["id"]["name"] = "another"
     recovering["spec"]["metadata"]["referenceExecution"] = {"name": FAILED}  # the console's Recover
     answers = {**ROUTES, f"GET {API}/executions/{OF}": (code, {"executions": [*listed["executions"], recovering]})}
-    for execution in (ABORTED, FAILED, "a9p2snh8fj6lvgkrgk8t", "demo-of-this-machine"):
+    for execution in (ABORTED, FAILED, GOING_ON, "demo-of-this-machine"):
         opened(tmp_path, execution)
     with serving(Cluster(answers=answers)) as (_, address):
         assert reconcile(tmp_path, at(address)) == {ABORTED: "ABORTED"}
-    assert open_executions(tmp_path) == sorted([FAILED, "a9p2snh8fj6lvgkrgk8t", "demo-of-this-machine"])
+    assert open_executions(tmp_path) == sorted([FAILED, GOING_ON, "demo-of-this-machine"])
     ends = [event.status for path in (tmp_path / "spool").glob("*.jsonl") for event in read_spool(path).events]
     assert [each for each in ends if each] == ["KILLED"]
 
 
+def kept(phase: str, *nodes: dict[str, Any], outputs: Sequence[str] = ()) -> Cluster:
+    """A server that keeps calls, on which every execution is in this phase."""
+    routes: dict[str, Answer] = {
+        f"POST {API}/executions": (200, {"id": {"name": "e"}}),
+        f"GET {API}/executions/{OF}/e": (200, {"id": {"name": "e"}, "closure": {"phase": phase}}),
+        f"GET {API}/data/executions/{OF}/e": (200, {"fullOutputs": {"literals": {name: {} for name in outputs}}}),
+        f"GET {API}/node_executions/{OF}/e": (200, {"nodeExecutions": list(nodes)}),
+        f"GET {API}/task_executions/{OF}/e/train": (200, {"taskExecutions": []}),
+        f"DELETE {API}/executions/{OF}/e": (200, {}),
+    }
+    return Cluster(answers=routes)
+
+
 def test_a_smoke_test_launches_every_case_watches_it_and_says_what_held() -> None:
     """Launching, outputs and a deleted pod: by a server that keeps calls, never by a Flyte."""
-    answers: dict[str, Answer] = {f"POST {API}/executions": (200, {"id": {"name": "e"}})}
-    path = f"{OF}/e"
-    closure: dict[str, Any] = {"phase": "SUCCEEDED"}
-    answers[f"GET {API}/executions/{path}"] = (200, {"id": {"name": "e"}, "closure": closure})
-    answers[f"GET {API}/data/executions/{path}"] = (
-        200,
-        {"fullOutputs": {"literals": {"projection": {}, "findings": {}, "report": {}}}},
-    )
     node = {"id": {"nodeId": "measure-0-report"}, "closure": {"phase": "SUCCEEDED", "deckUri": "s3://deck"}}
-    answers[f"GET {API}/node_executions/{path}"] = (200, {"nodeExecutions": [node]})
-    answers[f"GET {API}/task_executions/{path}/train"] = (200, {"taskExecutions": []})
-    cluster = Cluster(answers=answers)
+    cluster = kept("SUCCEEDED", node, outputs=("projection", "findings", "report"))
+    quick: dict[str, Any] = {"sleep": lambda _: None}
     with serving(cluster) as (_, address):
-        rows = smoke(at(address), "v1", delete_pod=None, sleep=lambda _: None, tracked=lambda _: "FINISHED")
-        watched = smoke(
-            at(address), "v1", delete_pod=lambda *_: True, sleep=lambda _: None, tracked=lambda _: "RUNNING"
-        )
+        rows = smoke(at(address), "v1", delete_pod=None, tracked=lambda _: "FINISHED", **quick)
+        watched = smoke(at(address), "v1", delete_pod=lambda *_: True, tracked=lambda _: "RUNNING", **quick)
     assert [held for held, *_ in rows] == [True, True, False, True]  # the wrong override succeeded here
     assert "SUCCEEDED, not FAILED" in rows[2][2] and "the failure handler: not run" in rows[2][2]
     assert "no pod of train was deleted" in watched[3][2] and "its MLflow run is RUNNING" in watched[3][2]
@@ -157,12 +149,7 @@ def test_a_smoke_test_launches_every_case_watches_it_and_says_what_held() -> Non
 
 
 def test_an_execution_that_does_not_end_is_terminated() -> None:
-    answers: dict[str, Answer] = {f"POST {API}/executions": (200, {"id": {"name": "e"}})}
-    answers[f"GET {API}/executions/{OF}/e"] = (200, {"id": {"name": "e"}, "closure": {"phase": "RUNNING"}})
-    answers[f"DELETE {API}/executions/{OF}/e"] = (200, {})
-    answers[f"GET {API}/node_executions/{OF}/e"] = (200, {"nodeExecutions": []})
-    cluster = Cluster(answers=answers)
-    times = iter(range(0, 10**6, 50))
+    cluster, times = kept("RUNNING"), iter(range(0, 10**6, 50))
     with serving(cluster) as (_, address):
         rows = smoke(at(address), "v1", timeout_s=100.0, now_s=lambda: next(times), sleep=lambda _: None)
     assert not any(held for held, *_ in rows)

@@ -1,19 +1,27 @@
 """Cluster profiles are read strictly, those that are shipped hold together, and what does not fit is refused."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from slipstream.config import ConfigError, merge
+from slipstream.config import merge
 from slipstream.kubernetes.pods import SUBMITTER
-from slipstream.kubernetes.profile import Architecture, active_profile, read_profile, require_fits, shared_root
+from slipstream.kubernetes.profile import (
+    Architecture,
+    ClusterProfile,
+    active_profile,
+    read_profile,
+    require_fits,
+    shared_root,
+)
 from slipstream.recipe import load_recipe
 from slipstream.types import Workload
 
+Refusal = Callable[..., str]
 SOUND: dict[str, Any] = {
     "name": "mine",
     "run_root": "/mnt/runs",
@@ -31,25 +39,27 @@ SOUND: dict[str, Any] = {
 }
 
 
-def refusal(directory: Path, changes: dict[str, Any]) -> str:
-    """Refusal of the profile SOUND with `changes`; `None` leaves a section out."""
+def shared_memory(gib: int) -> dict[str, Any]:
+    return {"gpu": {"pod": {"shared_memory_gib": gib}}}
+
+
+def read(directory: Path, changes: dict[str, Any]) -> ClusterProfile:
+    """Read the profile SOUND with `changes`; `None` leaves a section out."""
     values = {key: value for key, value in merge(SOUND, changes).items() if value is not None}
     path = directory / "mine.yaml"
     path.write_text(yaml.safe_dump(values))
-    with pytest.raises(ConfigError) as caught:
-        read_profile(str(path))
-    message = str(caught.value)
-    assert message.startswith(f"cluster profile {path}: ")
-    return message.removeprefix(f"cluster profile {path}: ")
+    return read_profile(str(path))
 
 
 def test_a_sound_profile_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(SOUND))
-    profile = read_profile(str(path))
+    profile = read(tmp_path, {})
     assert profile.gpu is not None
-    assert (profile.gpu.nodes, profile.gpu.architecture) == (2, Architecture.ARM64)
-    assert not profile.is_local
+    assert (profile.gpu.nodes, profile.gpu.architecture, profile.is_local) == (2, Architecture.ARM64, False)
+
+
+NO_SHARED_MEMORY = "weights, NCCL and Ray's object store lie in /dev/shm, and a pod has 64 MiB there by itself"
+NO_TOKEN = "name a secret with the key auth_token: without it anybody in the network may run code"
+KUBERNETES_NAME = "must be a name of Kubernetes: lower-case letters, digits, '-' and '.'"
 
 
 @pytest.mark.parametrize(
@@ -61,30 +71,16 @@ def test_a_sound_profile_is_read(tmp_path: Path) -> None:
             {"gpu": {"rdma_resources": {"rdma/ib": 0}}},
             "gpu.rdma_resources must read vendor/name: count >= 1, got {'rdma/ib': 0}; as in rdma/ib: 4",
         ),
-        (
-            {"gpu": {"pod": {"shared_memory_gib": 0}}},
-            "gpu.pod.shared_memory_gib must be >= 1, got 0; weights, NCCL and Ray's object store lie in /dev/shm, and "
-            "a pod has 64 MiB there by itself",
-        ),
-        (
-            {"gpu": {"pod": {"shared_memory_gib": 400}}},
-            "gpu.pod.shared_memory_gib must be < memory_gib 400, of which it is a part, got 400",
-        ),
+        (shared_memory(0), f"gpu.pod.shared_memory_gib must be >= 1, got 0; {NO_SHARED_MEMORY}"),
+        (shared_memory(400), "gpu.pod.shared_memory_gib must be < memory_gib 400, of which it is a part, got 400"),
         ({"head": None}, "head is required with gpu, got None; Ray's head runs the task's process"),
-        (
-            {"ray_token_secret": None},
-            "ray_token_secret is required with gpu, got None; name a secret with the key auth_token: without it "
-            "anybody in the network may run code",
-        ),
+        ({"ray_token_secret": None}, f"ray_token_secret is required with gpu, got None; {NO_TOKEN}"),
         (
             {"run_root": "/data/runs"},
             "run_root must lie below storage.mount_path /mnt, got '/data/runs'; pods share nothing else",
         ),
         ({"storage": {"mount_path": "mnt"}}, "storage.mount_path must be an absolute path below /, got 'mnt'"),
-        (
-            {"storage": {"claim": "My_Claim"}},
-            "storage.claim must be a name of Kubernetes: lower-case letters, digits, '-' and '.', got 'My_Claim'",
-        ),
+        ({"storage": {"claim": "My_Claim"}}, f"storage.claim {KUBERNETES_NAME}, got 'My_Claim'"),
         (
             {"tracking": {"uri": "sqlite:///mlflow.db"}},
             "tracking.uri must be http:// or https://, got 'sqlite:///mlflow.db'; pods share no SQLite file",
@@ -104,31 +100,24 @@ def test_a_sound_profile_is_read(tmp_path: Path) -> None:
         ({"name": "other"}, "name must be the file's name 'mine', got 'other'"),
     ],
 )
-def test_an_unsound_profile_is_refused_by_file_and_field(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    assert refusal(tmp_path, changes) == message
+def test_an_unsound_profile_is_refused_by_file_and_field(
+    refusal: Refusal, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    said = refusal(read, directory=tmp_path, changes=changes)
+    assert said == f"cluster profile {tmp_path / 'mine.yaml'}: {message}"
 
 
-def test_without_a_shared_volume_there_are_no_pods(tmp_path: Path) -> None:
-    message = refusal(tmp_path, {"storage": None})
-    assert message.startswith("gpu must be left out without storage, got GpuNodes(")
-    assert message.endswith("; pods need a shared volume")
-
-
-def test_an_unknown_profile_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_profile("gb2000")
-    assert str(caught.value) == (
-        "SLIPSTREAM_CLUSTER must name a cluster profile, got 'gb2000'; known profiles: cpu, gb200, h200, local"
-    )
-
-
-def test_an_empty_profile_is_refused_by_its_path(tmp_path: Path) -> None:
+def test_a_profile_that_is_unknown_empty_or_has_no_shared_volume_is_refused(refusal: Refusal, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.touch()
-    with pytest.raises(
-        ConfigError, match=rf"^cluster profile {path} must hold a mapping of field to value, got 'an em"
-    ):
-        read_profile(str(path))
+    said = refusal(read_profile, name=str(path))
+    assert said.startswith(f"cluster profile {path} must hold a mapping of field to value, got 'an em")
+    said = refusal(read, directory=tmp_path, changes={"storage": None})
+    assert said.startswith(f"cluster profile {path}: gpu must be left out without storage, got GpuNodes(")
+    assert said.endswith("; pods need a shared volume")
+    assert refusal(read_profile, name="gb2000") == (
+        "SLIPSTREAM_CLUSTER must name a cluster profile, got 'gb2000'; known profiles: cpu, gb200, h200, local"
+    )
 
 
 def test_the_profile_is_local_unless_the_environment_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,65 +133,53 @@ def test_the_profile_is_local_unless_the_environment_names_one(monkeypatch: pyte
 def test_the_8b_recipe_of_a_profile_fits_its_nodes(name: str, workload: Workload) -> None:
     profile = read_profile(name)
     recipe = load_recipe(profile.recipe_8b, workload=workload)
-    require_fits(
-        profile,
-        nodes=recipe.placement.nodes,
-        gpus_per_node=recipe.placement.gpus_per_node,
-        trains_from_scratch=recipe.policy.scratch is not None,
-    )
+    sizes = {"nodes": recipe.placement.nodes, "gpus_per_node": recipe.placement.gpus_per_node}
+    require_fits(profile, **sizes, trains_from_scratch=recipe.policy.scratch is not None)
 
 
-ROOT_OF_PODS = "/mnt/slipstream/runs"
-BESIDE = (
-    f"run_root must lie below /mnt/slipstream, the shared volume of cluster gb200, got {{!r}}; as in {ROOT_OF_PODS}"
-)
-URI = f"run_root must be a path, not a URI, got {{!r}}; as in {ROOT_OF_PODS}"
+NO_URI, BELOW = "be a path, not a URI", "lie below /mnt/slipstream, the shared volume of cluster gb200"
 
 
 @pytest.mark.parametrize(
-    ("root", "cluster", "is_local", "message"),
+    ("root", "cluster", "is_local", "rule"),
     [
         ("runs", "local", True, ""),
-        ("runs", "gb200", False, f"run_root must be absolute in pods, got {{!r}}; as in {ROOT_OF_PODS}"),
-        ("s3://bucket/runs", "gb200", True, URI),
-        ("s3://bucket/runs", "gb200", False, URI),
-        *((root, "gb200", False, BESIDE) for root in ("/tmp/runs", "/mnt/slipstream/../runs", "/mnt/slipstream2")),
+        ("runs", "gb200", False, "be absolute in pods"),
+        ("s3://bucket/runs", "gb200", True, NO_URI),
+        ("s3://bucket/runs", "gb200", False, NO_URI),
+        *((root, "gb200", False, BELOW) for root in ("/tmp/runs", "/mnt/slipstream/../runs", "/mnt/slipstream2")),
         ("/mnt/slipstream/team/runs", "gb200", False, ""),
         ("/data/runs", "local", False, ""),  # tasks in processes of their own share this machine
     ],
 )
-def test_a_root_is_a_path_that_all_tasks_share(root: str, cluster: str, is_local: bool, message: str) -> None:
-    if not message:
-        assert shared_root(root, read_profile(cluster), is_local=is_local) == Path(root)
-        return
-    with pytest.raises(ConfigError) as caught:
-        shared_root(root, read_profile(cluster), is_local=is_local)
-    assert str(caught.value) == message.format(root)
+def test_a_root_is_a_path_that_all_tasks_share(
+    refusal: Refusal, root: str, cluster: str, is_local: bool, rule: str
+) -> None:
+    share = partial(shared_root, root, read_profile(cluster), is_local=is_local)
+    if rule:
+        assert refusal(share) == f"run_root must {rule}, got {root!r}; as in /mnt/slipstream/runs"
+    else:
+        assert share() == Path(root)
+
+
+ONE_TO_FOUR = "placement.gpus_per_node must be 1 to 4 on cluster gb200, got"
 
 
 @pytest.mark.parametrize(
     ("cluster", "recipe", "message"),
     [
         ("gb200", {"nodes": 9}, "placement.nodes must be <= 8, the nodes of cluster gb200, got 9; override it with"),
-        ("gb200", {"gpus_per_node": 8}, "placement.gpus_per_node must be 1 to 4 on cluster gb200, got 8"),
-        (
-            "gb200",
-            {"gpus_per_node": 0},
-            "placement.gpus_per_node must be 1 to 4 on cluster gb200, got 0; register for a cluster without GPUs",
-        ),
-        (
-            "gb200",
-            {"trains_from_scratch": True},
-            "policy.model must name a model on cluster gb200, where prepare_policy",
-        ),
+        ("gb200", {"gpus_per_node": 8}, f"{ONE_TO_FOUR} 8"),
+        ("gb200", {"gpus_per_node": 0}, f"{ONE_TO_FOUR} 0; register for a cluster without GPUs"),
+        ("gb200", {"trains_from_scratch": True}, "policy.model must name a model on cluster gb200, where prepare_poli"),
         ("cpu", {}, "placement.gpus_per_node must be 0 on cluster cpu, got 4; register for a cluster with GPUs"),
     ],
 )
-def test_a_recipe_that_the_cluster_cannot_hold_is_refused(cluster: str, recipe: dict[str, Any], message: str) -> None:
+def test_a_recipe_that_the_cluster_cannot_hold_is_refused(
+    refusal: Refusal, cluster: str, recipe: dict[str, Any], message: str
+) -> None:
     asked = {"nodes": 8, "gpus_per_node": 4, "trains_from_scratch": False} | recipe
-    with pytest.raises(ConfigError) as caught:
-        require_fits(read_profile(cluster), **asked)
-    assert str(caught.value).startswith(message)
+    assert refusal(require_fits, profile=read_profile(cluster), **asked).startswith(message)
 
 
 def test_a_recipe_may_take_less_than_the_cluster_has() -> None:

@@ -1,23 +1,20 @@
 """The inputs of a launch become overrides of its recipe, and nothing is set twice."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slipstream.config import ConfigError, parse_overrides
+from slipstream.config import parse_overrides
 from slipstream.recipe import Recipe, load_recipe, write_recipe
 from slipstream.stages.context import handed_on, requested, require_arms, require_loop, with_lag
 from slipstream.types import ArmLoop, Arms, Workload
 from tests.unit.lagging import ONE_STEP_OFF
 
-
-def refusal(*overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        requested(overrides, seed=1)
-    return str(caught.value)
+Refusal = Callable[..., str]
+ELSEWHERE = "launch asynchronous_rl, which trains every arm in both loops"
 
 
 def with_loop(directory: Path, **loop: Any) -> Recipe:
@@ -26,9 +23,7 @@ def with_loop(directory: Path, **loop: Any) -> Recipe:
     return recipe
 
 
-def lagging(
-    changes: dict[str, Any], recipe: str, lag: int | None, *, loop: ArmLoop | None = ArmLoop.ASYNCHRONOUS
-) -> dict[str, Any]:
+def lagging(changes: dict[str, Any], recipe: str, lag: int | None, loop: ArmLoop = ArmLoop.ASYNCHRONOUS) -> Any:
     return with_lag(changes, recipe, max_off_policy_steps=lag, loop=loop)
 
 
@@ -64,16 +59,14 @@ def test_overrides_for_a_process_elsewhere_hold_absolute_paths(tmp_path: Path, m
         ("loop.max_off_policy_steps=2", "loop.max_off_policy_steps", "max_off_policy_steps"),
     ],
 )
-def test_a_field_with_an_input_of_its_own_is_refused_among_overrides(item: str, name: str, own: str) -> None:
-    assert refusal(item) == f"overrides must leave out {name}, got {name!r}; give the input {own}"
+def test_a_field_with_an_input_is_refused_among_overrides(refusal: Refusal, item: str, name: str, own: str) -> None:
+    said = refusal(requested, overrides=(item,), seed=1)
+    assert said == f"overrides must leave out {name}, got {name!r}; give the input {own}"
 
 
-def test_a_lag_makes_a_synchronous_recipe_one_step_off() -> None:
+def test_a_lag_makes_a_synchronous_recipe_one_step_off_and_leaves_another_loop_as_it_is(tmp_path: Path) -> None:
     assert lagging({}, "tiny", 2) == {"loop": {"max_off_policy_steps": 2, "mode": "one_step_off"}}
     assert lagging({"name": "mine"}, "tiny", None) == {"name": "mine"}
-
-
-def test_a_lag_leaves_a_loop_as_the_recipe_or_the_overrides_have_it(tmp_path: Path) -> None:
     with_loop(tmp_path, mode="in_flight", max_off_policy_steps=1)
     for lag in (3, 0):
         assert lagging({}, str(tmp_path / "recipe.yaml"), lag) == {"loop": {"max_off_policy_steps": lag}}
@@ -81,43 +74,31 @@ def test_a_lag_leaves_a_loop_as_the_recipe_or_the_overrides_have_it(tmp_path: Pa
     assert lagging(chosen, "tiny", 1) == {"loop": {**chosen["loop"], "max_off_policy_steps": 1}}
 
 
-def test_a_lag_is_refused_where_nothing_lags() -> None:
-    with pytest.raises(ConfigError) as refused:
-        lagging({}, "tiny", 1, loop=ArmLoop.SYNCHRONOUS)
-    fix = "launch asynchronous_rl, which trains every arm in both loops"
-    assert str(refused.value) == f"max_off_policy_steps must be left out or 0 here, got 1; {fix}"
-    assert lagging({}, "tiny", None, loop=ArmLoop.SYNCHRONOUS) == {}
+def test_a_lag_is_refused_where_nothing_lags(refusal: Refusal) -> None:
+    said = refusal(partial(lagging, {}, "tiny", 1, ArmLoop.SYNCHRONOUS))
+    assert said == f"max_off_policy_steps must be left out or 0 here, got 1; {ELSEWHERE}"
+    assert lagging({}, "tiny", None, ArmLoop.SYNCHRONOUS) == {}
 
 
-def test_a_workflow_takes_the_recipes_of_its_loop_alone(tmp_path: Path) -> None:
+def test_a_workflow_takes_the_recipes_of_its_loop_alone(tmp_path: Path, refusal: Refusal) -> None:
     asynchronous, synchronous = with_loop(tmp_path, mode="one_step_off", max_off_policy_steps=1), load_recipe("tiny")
     require_loop(asynchronous, ArmLoop.ASYNCHRONOUS)
     require_loop(synchronous, ArmLoop.SYNCHRONOUS)
-    wants_synchronous = (
-        "loop.mode must be synchronous here, got 'one_step_off'; launch asynchronous_rl, which trains every arm in "
-        "both loops"
+    assert refusal(require_loop, recipe=asynchronous, loop=ArmLoop.SYNCHRONOUS) == (
+        f"loop.mode must be synchronous here, got 'one_step_off'; {ELSEWHERE}"
     )
-    wants_asynchronous = (
+    assert refusal(require_loop, recipe=synchronous, loop=ArmLoop.ASYNCHRONOUS) == (
         "loop.mode must be one_step_off or in_flight here, got 'synchronous'; set it, or max_off_policy_steps at the "
         "launch; speculative_rl trains synchronously"
     )
-    for recipe, loop, message in (
-        (asynchronous, ArmLoop.SYNCHRONOUS, wants_synchronous),
-        (synchronous, ArmLoop.ASYNCHRONOUS, wants_asynchronous),
-    ):
-        with pytest.raises(ConfigError) as refused:
-            require_loop(recipe, loop)
-        assert str(refused.value) == message
 
 
-def test_only_the_autoregressive_arm_is_trained_on_sglang() -> None:
+def test_only_the_autoregressive_arm_is_trained_on_sglang(refusal: Refusal) -> None:
     recipe = load_recipe("tiny", overrides={"engine": {"backend": "sglang"}})
     require_arms(recipe, Arms.AUTOREGRESSIVE)
     require_arms(load_recipe("tiny"), Arms.BOTH)
     for arms in (Arms.SPECULATIVE, Arms.BOTH):
-        with pytest.raises(ConfigError) as refused:
-            require_arms(recipe, arms)
-        assert str(refused.value) == (
+        assert refusal(require_arms, recipe=recipe, arms=arms) == (
             f"engine.backend must be vllm with --arms {arms.value}, got 'sglang'; no speculation was seen on SGLang: "
             "set --arms autoregressive"
         )

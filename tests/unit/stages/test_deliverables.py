@@ -1,19 +1,15 @@
 """What is handed on: records as files, weights by their path, and nothing else."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.stages.context import RunContext
 from slipstream.stages.deliverables import assemble, deliver
+from tests.small import run_context
 
-
-def _context(root: Path) -> RunContext:
-    return RunContext(execution="e", root=str(root), experiment="x", workload="rl_zero")
+MODEL = Path("policy", "model.safetensors")
 
 
 def _arm(root: Path) -> Path:
@@ -34,83 +30,61 @@ def _names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def _hand_on(root: Path, directory: Path) -> Path:
-    return deliver(_context(root), "arm", directory, records=("arm.json",), weights=("policy",))
+def _hand_on(root: Path, directory: Path, *, weights: str = "policy") -> Path:
+    return deliver(run_context(root), "arm", directory, records=("arm.json",), weights=(weights,))
 
 
 def test_records_are_handed_on_as_files_and_weights_by_their_path(tmp_path: Path) -> None:
     folder = _hand_on(tmp_path, _arm(tmp_path))
     assert _names(folder) == ["arm.json", "deliverable.json"]
-    whole = assemble(_context(tmp_path), folder)
+    whole = assemble(run_context(tmp_path), folder)
     assert _names(whole) == ["arm.json", "policy/config.json", "policy/model.safetensors"]
-    assert json.loads((folder / "deliverable.json").read_text()) == {
-        "path": str(whole.relative_to(tmp_path)),
-        "num_bytes": 14,
-    }
+    told = json.loads((folder / "deliverable.json").read_text())
+    assert told == {"path": str(whole.relative_to(tmp_path)), "num_bytes": 14}
 
 
 def test_a_later_task_sees_what_was_handed_on_whatever_became_of_the_directory(tmp_path: Path) -> None:
     directory = _arm(tmp_path)
-    weights = directory / "policy" / "model.safetensors"
     folder = _hand_on(tmp_path, directory)
-    weights.unlink()
-    weights.write_text("another one")
-    assert (assemble(_context(tmp_path), folder) / "policy" / "model.safetensors").read_text() == "0123456789"
-
-    first = assemble(_context(tmp_path), folder)
-    again = assemble(_context(tmp_path), _hand_on(tmp_path, directory))  # a retry made something else
+    first = assemble(run_context(tmp_path), folder)
+    assert (first / MODEL).samefile(directory / MODEL)  # not copied
+    (directory / MODEL).unlink()
+    (directory / MODEL).write_text("another one")
+    assert (assemble(run_context(tmp_path), folder) / MODEL).read_text() == "0123456789"
+    again = assemble(run_context(tmp_path), _hand_on(tmp_path, directory))  # a retry made something else
     assert again != first
-    assert (again / "policy" / "model.safetensors").read_text() == "another one"
+    assert (again / MODEL).read_text() == "another one"
 
 
 def test_weights_are_found_again_after_a_move_of_the_root(tmp_path: Path) -> None:
     folder = _hand_on(tmp_path / "here", _arm(tmp_path / "here")).relative_to(tmp_path / "here")
     (tmp_path / "here").rename(tmp_path / "there")
-    whole = assemble(_context(tmp_path / "there"), tmp_path / "there" / folder)
-    assert (whole / "policy" / "model.safetensors").read_text() == "0123456789"
-
-
-def test_what_is_handed_on_takes_no_space_twice(tmp_path: Path) -> None:
-    directory = _arm(tmp_path)
-    whole = assemble(_context(tmp_path), _hand_on(tmp_path, directory))
-    assert (whole / "policy" / "model.safetensors").samefile(directory / "policy" / "model.safetensors")
+    whole = assemble(run_context(tmp_path / "there"), tmp_path / "there" / folder)
+    assert (whole / MODEL).read_text() == "0123456789"
 
 
 def test_a_model_of_links_is_handed_on_as_the_files_they_lead_to(tmp_path: Path) -> None:
-    (tmp_path / "hub").mkdir()
-    (tmp_path / "hub" / "model.safetensors").write_text("0123456789")
-    policy = tmp_path / "runs" / "policy"
-    policy.mkdir(parents=True)
-    (policy / "model.safetensors").symlink_to(tmp_path / "hub" / "model.safetensors")
-    (policy / "policy.json").write_text("{}")
-    context = _context(tmp_path / "runs")
-
-    whole = assemble(context, deliver(context, "policy", policy, records=("policy.json",), weights=(".",)))
-
-    assert not (whole / "model.safetensors").is_symlink()
-    assert (whole / "model.safetensors").read_text() == "0123456789"
-
-
-def test_a_stage_without_its_model_hands_nothing_on(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="weights must hold a model, got 'draft'"):
-        deliver(_context(tmp_path), "arm", _arm(tmp_path), records=("arm.json",), weights=("draft",))
-
-
-def test_a_stage_without_its_record_hands_nothing_on(tmp_path: Path) -> None:
     directory = _arm(tmp_path)
+    (directory / MODEL).rename(tmp_path / "of the hub")
+    (directory / MODEL).symlink_to(tmp_path / "of the hub")
+    whole = assemble(run_context(tmp_path), _hand_on(tmp_path, directory, weights="."))
+    assert not (whole / MODEL).is_symlink()
+    assert (whole / MODEL).read_text() == "0123456789"
+
+
+def test_a_stage_without_its_model_or_its_record_hands_nothing_on(tmp_path: Path) -> None:
+    directory = _arm(tmp_path)
+    with pytest.raises(ConfigError, match="weights must hold a model, got 'draft'"):
+        _hand_on(tmp_path, directory, weights="draft")
     (directory / "arm.json").unlink()
     with pytest.raises(AssertionError, match="has no records"):
         _hand_on(tmp_path, directory)
 
 
-def test_a_root_that_is_not_shared_is_refused_with_the_fix(tmp_path: Path) -> None:
+def test_a_root_that_is_not_shared_and_weights_that_were_cut_short_are_refused(tmp_path: Path) -> None:
     folder = _hand_on(tmp_path / "here", _arm(tmp_path / "here"))
     with pytest.raises(ConfigError, match=r"run_root must be storage that every task sees.*; mount the same storage"):
-        assemble(_context(tmp_path / "there"), folder)
-
-
-def test_weights_that_were_cut_short_are_refused(tmp_path: Path) -> None:
-    folder = _hand_on(tmp_path, _arm(tmp_path))
-    (assemble(_context(tmp_path), folder) / "policy" / "model.safetensors").write_text("012")
+        assemble(run_context(tmp_path / "there"), folder)
+    (assemble(run_context(tmp_path / "here"), folder) / MODEL).write_text("012")
     with pytest.raises(ConfigError, match="must hold 14 bytes, got 7"):
-        assemble(_context(tmp_path), folder)
+        assemble(run_context(tmp_path / "here"), folder)

@@ -1,7 +1,5 @@
 """An execution that failed: its runs end, and what it knows is kept."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from dataclasses import replace
@@ -14,50 +12,51 @@ from slipstream.recipe import load_recipe, write_recipe
 from slipstream.records.files import write_record
 from slipstream.records.run import LaunchRecord
 from slipstream.records.stages import TuningRecord
-from slipstream.stages.context import RunContext, launch_file, recorded_recipe
+from slipstream.stages.context import launch_file, recorded_recipe
 from slipstream.stages.fail_run import fail_run
 from slipstream.stages.runs import execution_run, tracked
-from slipstream.tracking.config import store_uri
+from slipstream.tracking.config import TrackingConfig, store_uri
 from slipstream.tracking.spool import RunStatus
 from slipstream.tracking.tracker import Tracker
 from slipstream.types import Arms
+from tests.small import run_context
 from tests.unit.lagging import ONE_STEP_OFF
 from tests.unit.report.handmade import RECORD
 
-ASYNCHRONOUS = "train_grpo_autoregressive_asynchronous"
 
-
-def _runs(root: Path, uri: str) -> dict[str, Any]:
+def _runs(root: Path) -> dict[str, Any]:
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient(uri)
+    client = MlflowClient(store_uri(TrackingConfig(), root))
     found = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
     return {run.data.tags["slipstream.key"]: run for run in found}
 
 
+def _failed(root: Path, message: str = "lost", **overrides: Any) -> tuple[str, Path]:
+    """Fail an execution of the tiny recipe; the page that it leaves, and where."""
+    write_recipe(load_recipe("tiny", overrides=overrides), recorded_recipe(root, "e"))
+    directory = fail_run(root, "e", message=message)
+    assert directory is not None
+    return (directory / "failure.md").read_text(), directory
+
+
 def test_a_failed_executions_runs_end_and_its_results_are_kept(stored_root: Path) -> None:
-    recipe = load_recipe("tiny")
-    write_recipe(recipe, recorded_recipe(stored_root, "e"))
-    context = RunContext(execution="e", root=str(stored_root), experiment=recipe.name, workload="rl_zero")
+    context, recipe = run_context(stored_root), load_recipe("tiny")
     execution_run(context, recipe).detach()
-    left_open = Tracker(
-        recipe.tracking, root=stored_root, experiment=recipe.name, key="e/train_grpo_speculative", name="arm"
-    )
+    key = "e/train_grpo_speculative"
+    left_open = Tracker(recipe.tracking, root=stored_root, experiment=recipe.name, key=key, name="arm")
     left_open.detach()  # as a pod that was killed leaves it
     tuning = TuningRecord(chosen_k=3, reason="k=3 won", points=(), schedule=())
     write_record(tuning, context.directory("tune_draft_length") / "tuning.json")
 
-    directory = fail_run(stored_root, "e", message="train_grpo_speculative: the loss is not finite")
+    page, directory = _failed(stored_root, "train_grpo_speculative: the loss is not finite")
 
-    assert directory is not None
-    page = (directory / "failure.md").read_text()
     stages = ("Failed stage: train_grpo_speculative", "tune_draft_length: finished")
-    for words in (*stages, "the loss is not finite", "k=3 won"):
-        assert words in page
+    assert [words for words in (*stages, "the loss is not finite", "k=3 won") if words not in page] == []
     record = json.loads((directory / "failure.json").read_text())
     assert record["finished"] == ["tune_draft_length"]
-    runs = _runs(stored_root, store_uri(recipe.tracking, stored_root))
-    assert (runs["e"].info.status, runs["e"].data.tags["failed.node"]) == ("FAILED", "train_grpo_speculative")
+    run = _runs(stored_root)["e"]
+    assert (run.info.status, run.data.tags["failed.node"]) == ("FAILED", "train_grpo_speculative")
 
 
 def test_an_execution_that_never_started_has_nothing_to_end(tmp_path: Path) -> None:
@@ -66,42 +65,27 @@ def test_an_execution_that_never_started_has_nothing_to_end(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("raised", [RuntimeError("lost"), None])
-def test_an_execution_that_goes_on_after_a_failed_attempt_is_running_again(
-    stored_root: Path, raised: RuntimeError | None
-) -> None:
-    recipe = load_recipe("tiny")
-    context = RunContext(execution="e", root=str(stored_root), experiment=recipe.name, workload="rl_zero")
+def test_an_execution_that_goes_on_after_a_failure_runs_again(stored_root: Path, raised: RuntimeError | None) -> None:
+    context, recipe = run_context(stored_root), load_recipe("tiny")
     execution_run(context, recipe).close(RunStatus.FAILED)
-
     with suppress(RuntimeError), tracked(context, recipe, "tune_draft_length"):
         if raised is not None:
             raise raised
-
-    status = _runs(stored_root, store_uri(recipe.tracking, stored_root))["e"].info.status
-    assert status == ("RUNNING" if raised is None else "FAILED")
+    assert _runs(stored_root)["e"].info.status == ("RUNNING" if raised is None else "FAILED")
 
 
 def test_a_failed_execution_of_one_arm_awaits_no_other_and_no_draft(stored_root: Path) -> None:
-    write_recipe(load_recipe("tiny"), recorded_recipe(stored_root, "e"))
     write_record(LaunchRecord(arms=Arms.AUTOREGRESSIVE), launch_file(stored_root, "e"))
-    directory = fail_run(stored_root, "e", message="lost")
-    assert directory is not None
-    page = (directory / "failure.md").read_text()
+    page, _ = _failed(stored_root)
     assert "- train_grpo_autoregressive: not finished" in page
     assert not [word for word in ("speculative", "draft", "losslessness") if word in page]
 
 
 def test_a_failed_asynchronous_execution_names_the_arms_of_both_loops(stored_root: Path) -> None:
-    recipe = load_recipe("tiny", overrides=ONE_STEP_OFF)
-    write_recipe(recipe, recorded_recipe(stored_root, "e"))
-    for node, loop in (("train_grpo_autoregressive", "synchronous"), (ASYNCHRONOUS, "one_step_off")):
+    for node, loop in (("", "synchronous"), ("_asynchronous", "one_step_off")):
         record = replace(RECORD.arms[0], loop=loop, max_off_policy_steps=int(loop != "synchronous"))
-        write_record(record, stored_root / "e" / node / "arm.json")
-
-    directory = fail_run(stored_root, "e", message="lost")
-
-    assert directory is not None
-    page = (directory / "failure.md").read_text()
+        write_record(record, stored_root / "e" / f"train_grpo_autoregressive{node}" / "arm.json")
+    page, _ = _failed(stored_root, **ONE_STEP_OFF)
     assert "Failed stage: prepare_data." in page  # the first that is not finished
     assert "- train_grpo_speculative_asynchronous: not finished" in page
     assert "- evaluate_aime_speculative_asynchronous: not finished" in page

@@ -3,8 +3,6 @@
 No policy exists here: the stage has nothing but the recipe, and of a model to load its configs and tokenizer.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,20 +16,20 @@ from slipstream.data.prompts import read_prompt_sets
 from slipstream.data.tokenizer import build_tokenizer
 from slipstream.learner.config import ParallelConfig
 from slipstream.recipe import CONFIGS, Recipe, load_recipe
-from slipstream.stages.context import RunContext
 from slipstream.stages.prepare_data import prepare_data
 from slipstream.stages.support import recipe_prompt_sets, tokenizer
-from slipstream.tracking.config import TrackingConfig
 from slipstream.types import Workload
 from slipstream.workers.placement.config import PlacementConfig
-from tests.small import draft_with, write_config
-
-# Nothing listens there: points stay in the spool, and no store is set up.
-UNTRACKED = TrackingConfig(uri="http://127.0.0.1:9", replay_every_s=0.1, close_wait_s=0.0)
+from tests.small import UNTRACKED, draft_with, run_context, write_config
 
 
-def context(root: Path, recipe: Recipe) -> RunContext:
-    return RunContext(execution="e", root=str(root), experiment=recipe.name, workload=recipe.workload.value)
+def read(name: str, workload: Workload | None = None, **overrides: Any) -> Recipe:
+    return load_recipe(name, workload=workload, overrides={"tracking": UNTRACKED, **overrides})
+
+
+def prepared(root: Path, recipe: Recipe, **given: Any) -> Path:
+    context = run_context(root, experiment=recipe.name, workload=recipe.workload.value)
+    return prepare_data(context, recipe, **given)
 
 
 def on_local_files(recipe: Recipe, directory: Path) -> Recipe:
@@ -85,13 +83,11 @@ def with_model(recipe: Recipe, source: Path) -> Recipe:
 @pytest.mark.slow  # at their real sizes
 @pytest.mark.parametrize("workload", list(Workload))
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-def test_every_recipe_has_the_prompts_that_its_stages_take(name: str, workload: Workload, tmp_path: Path) -> None:
-    recipe = replace(load_recipe(name, workload=workload), tracking=UNTRACKED)
+def test_every_recipe_has_the_prompts_of_its_stages(name: str, workload: Workload, tmp_path: Path) -> None:
+    recipe = read(name, workload)
     if recipe.policy.scratch is None:
         recipe = on_local_files(recipe, tmp_path)
-
-    data = prepare_data(context(tmp_path / "runs", recipe), recipe)
-
+    data = prepared(tmp_path / "runs", recipe)
     sets = read_prompt_sets(data)
     needed = recipe.draft.pretrain.num_prompts + recipe.draft.pretrain.num_heldout_prompts
     # Either draft set serves: a recipe changes `draft.init` alone to compare them.
@@ -105,22 +101,16 @@ def test_every_recipe_has_the_prompts_that_its_stages_take(name: str, workload: 
 
 
 def test_a_model_is_refused_by_its_configs_before_any_row_is_read(tmp_path: Path) -> None:
-    recipe = replace(load_recipe("qwen3_8b"), tracking=UNTRACKED)
-    source = write_config(tmp_path / "model", num_layers=36, num_positions=4096)
-    recipe = with_model(recipe, source)
-
+    recipe = with_model(read("qwen3_8b"), write_config(tmp_path / "model", num_layers=36, num_positions=4096))
     with pytest.raises(ConfigError, match=r"engine\.max_model_len must be <= the policy's 4096 positions, got 12288"):
-        prepare_data(context(tmp_path / "runs", recipe), recipe)
+        prepared(tmp_path / "runs", recipe)
 
 
 def test_the_tokenizer_of_another_policy_can_take_the_place_of_the_recipes(tmp_path: Path) -> None:
-    recipe = load_recipe("tiny", overrides={"data": {"synthetic": {"num_draft_rows": 40}}})
-    draft = draft_with(recipe.draft, pretrain={"num_prompts": 20, "num_heldout_prompts": 2})
-    recipe = replace(recipe, draft=draft, tracking=UNTRACKED)
+    draft = {"pretrain": {"num_prompts": 20, "num_heldout_prompts": 2}}
+    recipe = read("tiny", data={"synthetic": {"num_draft_rows": 40}}, draft=draft)
     other = write_config(tmp_path / "model", num_layers=2, num_positions=333)
-
-    data = prepare_data(context(tmp_path / "runs", recipe), recipe, policy=other)
-
+    data = prepared(tmp_path / "runs", recipe, policy=other)
     assert tokenizer(data / "tokenizer").model_max_length == 333
 
 
@@ -129,17 +119,12 @@ def test_the_tokenizer_of_another_policy_can_take_the_place_of_the_recipes(tmp_p
     [
         ({"draft": {"init": "general", "pretrain": {"num_prompts": 90}}}, r"data\.draft_general, got 94"),
         ({"grpo": {"prompts_per_step": 41}}, r"^grpo\.prompts_per_step must be <= \d+, .* data\.train, got 41"),
-        (
-            {"tuning": {"batch_sizes": [16, 328]}},
-            r"^tuning\.batch_sizes must be <= \d+: 8 rollouts .* data\.train, got 328",
-        ),
+        ({"tuning": {"batch_sizes": [16, 328]}}, r"^tuning\.batch_sizes must be <= \d+: 8 rollouts .*train, got 328"),
         ({"losslessness": {"num_repeated_prompts": 41}}, r"^losslessness\.num_repeated_prompts must be <= .* got 41"),
         ({"losslessness": {"num_greedy_prompts": 42}}, r"^losslessness\.num_greedy_prompts must be <= .* got 42"),
     ],
 )
-def test_every_number_of_a_recipe_that_takes_prompts_is_held_against_its_own_set(
-    overrides: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_numbers_of_prompts_are_held_against_their_set(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
     """40 problems of training at most, and 40 rows in each of the three draft files."""
     small = {
         "data": {"synthetic": {"num_train_problems": 40, "num_draft_rows": 40}},

@@ -1,11 +1,8 @@
 """The policy's stage takes the tokenizer that the data were rendered with, and extends what it trained."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,15 +15,12 @@ from slipstream.recipe import load_recipe
 from slipstream.records.files import read_record
 from slipstream.records.stages import PolicyRecord
 from slipstream.stages import prepare_policy
-from slipstream.stages.context import RunContext
 from slipstream.stages.support import tokenizer
-from slipstream.tracking.config import TrackingConfig
 from slipstream.types import Dtype
+from tests.small import UNTRACKED, replace_in, run_context
 
-UNTRACKED = TrackingConfig(uri="http://127.0.0.1:9", replay_every_s=0.1, close_wait_s=0.0)
 
-
-def test_a_policy_from_random_weights_has_the_tokenizer_of_the_data_and_then_more_positions(
+def test_a_policy_from_scratch_has_the_datas_tokenizer_and_more_positions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     created: list[ScratchConfig] = []
@@ -39,15 +33,12 @@ def test_a_policy_from_random_weights_has_the_tokenizer_of_the_data_and_then_mor
     learner = SimpleNamespace(
         create=lambda scratch, *_: created.append(scratch) or 7, lm_step=lambda *_, **__: 0.0, save_hf=save_hf
     )
-    monkeypatch.setattr(prepare_policy, "connect", lambda: None)
-    monkeypatch.setattr(prepare_policy, "start_learner", lambda config, layout: nullcontext(learner))
-    rope = {"type": "yarn", "factor": 2.0}
-    recipe = replace(load_recipe("tiny", overrides={"policy": {"rope": rope}}), tracking=UNTRACKED)
-    context = RunContext(execution="e", root=str(tmp_path / "runs"), experiment="tiny", workload="rl_zero")
+    replace_in(monkeypatch, prepare_policy, connect=lambda: None)
+    replace_in(monkeypatch, prepare_policy, start_learner=lambda config, layout: nullcontext(learner))
+    overrides = {"policy": {"rope": {"type": "yarn", "factor": 2.0}}, "tracking": UNTRACKED}
+    recipe = load_recipe("tiny", overrides=overrides)
     write_tokenizer(tmp_path / "data" / "tokenizer", max_length=333)  # not what the recipe's own would be
-
-    policy = prepare_policy.prepare_policy(context, recipe, data=tmp_path / "data")
-
+    policy = prepare_policy.prepare_policy(run_context(tmp_path / "runs"), recipe, data=tmp_path / "data")
     assert tokenizer(policy).model_max_length == 333
     assert created == [recipe.policy.scratch]  # which is trained at the angles that it has without the section
     scaled = Architecture.from_hf(policy)

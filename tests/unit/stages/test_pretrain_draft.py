@@ -1,7 +1,6 @@
 """What pretraining makes of each method: a draft that is taught, one that is given, and none at all."""
 
-from __future__ import annotations
-
+import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,68 +9,69 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from slipstream.config import ConfigError
+from slipstream.data.tokenizer import write_tokenizer
+from slipstream.drafts.config import DraftInit
+from slipstream.drafts.trainer import DraftTrainer
 from slipstream.grpo.config import DynamicSamplingConfig
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.files import read_record
 from slipstream.records.stages import DraftRecord
 from slipstream.stages import pretrain_draft as stage
-from slipstream.stages.context import RunContext
-from slipstream.stages.pretrain_draft import pretrain_draft, train_on
 from slipstream.stages.recipe_engines import draft_weights
+from slipstream.stages.store import draft_key
+from tests.small import draft_with, replace_in, run_context
 from tests.unit.drafts.small import model
 from tests.unit.recipe_fields.base import PROMPTS, NotedEngine, recipe_with
+from tests.unit.recipe_fields.draft import DraftLearner
+from tests.unit.recipe_fields.policy import own_policy
 
 TEMPERATURE = 0.5
-
-
-def recipe_of(**draft: Any) -> Recipe:
-    return load_recipe("tiny", overrides={"draft": draft})
-
-
-def context_of(tmp_path: Path) -> RunContext:
-    return RunContext(execution="e", root=str(tmp_path / "runs"), experiment="x", workload="rl_zero")
 
 
 @pytest.fixture
 def untracked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The tags of the runs that would have been opened; nothing may start a process."""
     tags: list[Any] = []
-    monkeypatch.setattr(stage, "tracked", lambda context, recipe, node, given: tags.append(given) or nullcontext())
-    monkeypatch.setattr(stage, "settled", lambda context, recipe: recipe)
+    replace_in(monkeypatch, stage, tracked=lambda context, recipe, node, given: tags.append(given) or nullcontext())
+    replace_in(monkeypatch, stage, settled=lambda context, recipe: recipe)
     for name in ("connect", "start_engine", "start_learner"):
         monkeypatch.setattr(stage, name, lambda *arguments, **more: pytest.fail("nothing is to start"))
     return tags
 
 
+def made(root: Path, policy: Path, **draft: Any) -> tuple[Recipe, Path]:
+    recipe = load_recipe("tiny", overrides={"draft": draft})
+    return recipe, stage.pretrain_draft(run_context(root / "runs"), recipe, policy=policy, data=root)
+
+
+def train_on(
+    recipe: Recipe, policy: Path, directory: Path, on_step: Callable[[int, float], None] = lambda step, loss: None
+) -> DraftRecord:
+    return stage.train_on(PROMPTS, recipe, policy=policy, directory=directory, on_step=on_step)
+
+
 def test_what_is_looked_up_is_written_down_and_handed_on_without_weights(tmp_path: Path, untracked: list[Any]) -> None:
-    recipe = recipe_of(method="ngram")
-    made = pretrain_draft(context_of(tmp_path), recipe, policy=tmp_path, data=tmp_path)
-    record = read_record(DraftRecord, made / "draft.json")
+    recipe, directory = made(tmp_path, tmp_path, method="ngram")
+    record = read_record(DraftRecord, directory / "draft.json")
     assert (record.method, record.init, record.num_parameters, record.num_steps) == ("ngram", "none", 0, 0)
     assert (record.losses, record.heldout_rate_by_position, record.heldout_mean_acceptance_length) == ((), (), None)
     assert untracked == [{"draft.init": "none"}]
-    assert draft_weights(recipe.draft, made) is None
+    assert draft_weights(recipe.draft, directory) is None
 
 
-def test_a_draft_model_that_is_given_is_linked(tmp_path: Path, untracked: list[Any]) -> None:
+def test_a_given_draft_model_is_linked_if_it_has_the_policys_vocabulary(tmp_path: Path, untracked: list[Any]) -> None:
     policy, small = model(tmp_path / "policy"), model(tmp_path / "small")
-    recipe = recipe_of(method="draft_model", model=str(small))
-    made = pretrain_draft(context_of(tmp_path), recipe, policy=policy, data=tmp_path)
-    assert read_record(DraftRecord, made / "draft.json").num_parameters == 6
-    weights = draft_weights(recipe.draft, made)
-    assert weights is not None and weights == made / "draft"
+    recipe, directory = made(tmp_path, policy, method="draft_model", model=str(small))
+    assert read_record(DraftRecord, directory / "draft.json").num_parameters == 6
+    weights = draft_weights(recipe.draft, directory)
+    assert weights is not None and weights == directory / "draft"
     assert (weights / "model.safetensors").resolve() == small / "model.safetensors"
-
-
-def test_a_draft_model_of_another_vocabulary_is_refused_before_anything_starts(
-    tmp_path: Path, untracked: list[Any]
-) -> None:
-    policy, small = model(tmp_path / "policy"), model(tmp_path / "small", vocab_size=63)
-    recipe = recipe_of(method="draft_model", model=str(small))
+    other = model(tmp_path / "other", vocab_size=63)
     with pytest.raises(ConfigError, match=r"draft.model vocab_size must equal the policy's 64, got 63"):
-        pretrain_draft(context_of(tmp_path), recipe, policy=policy, data=tmp_path)
+        made(tmp_path / "again", policy, method="draft_model", model=str(other))
 
 
 class Learner:
@@ -105,7 +105,7 @@ class Learner:
         self.calls.append(("checkpoint", path.name))
 
     def finish_checkpoint(self) -> None:
-        pass
+        """It is written at once."""
 
     def load_checkpoint(self, path: Path) -> None:
         pytest.fail("no attempt came before")
@@ -114,18 +114,16 @@ class Learner:
         self.calls.append(("save", path.name, tokenizer.name))
 
 
-def test_a_small_model_learns_the_policys_answers_and_is_judged_at_the_sampling_temperature(
+def test_a_small_model_learns_answers_and_is_judged_as_they_are_sampled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, learner = NotedEngine(), Learner()
-    monkeypatch.setattr(stage, "start_engine", lambda policy, config, layout: nullcontext(engine))
-    monkeypatch.setattr(stage, "start_learner", lambda config, layout: nullcontext(learner))
+    replace_in(monkeypatch, stage, start_engine=lambda policy, config, layout: nullcontext(engine))
+    replace_in(monkeypatch, stage, start_learner=lambda config, layout: nullcontext(learner))
     changes = {"draft.method": "draft_model", "draft.pretrain.ttt_steps": 1, "sampling.temperature": TEMPERATURE}
-    policy, directory = model(tmp_path / "policy"), tmp_path / "draft_of"
     told: list[int] = []
-    record = train_on(
-        PROMPTS, recipe_with(changes), policy=policy, directory=directory, on_step=lambda step, loss: told.append(step)
-    )
+    directory = tmp_path / "draft_of"
+    record = train_on(recipe_with(changes), model(tmp_path / "policy"), directory, lambda step, _: told.append(step))
     assert told == [0, 1, 2, 3]
     assert learner.calls == [
         ("load", "policy", None),
@@ -145,26 +143,78 @@ def test_a_small_model_learns_the_policys_answers_and_is_judged_at_the_sampling_
     assert record.heldout_mean_acceptance_length == pytest.approx(1.5)
 
 
-def test_prompts_must_suffice_for_what_is_trained_and_for_the_further_batches_of_a_step(
-    refusal: Callable[..., str],
-) -> None:
+def test_prompts_must_suffice_for_training_and_for_the_further_batches_of_a_step(refusal: Callable[..., str]) -> None:
     from slipstream.data.prompts import PromptSets
     from slipstream.stages.support import require_prompts
 
-    recipe = recipe_with({"losslessness.num_repeated_prompts": 1, "losslessness.num_greedy_prompts": 1})
+    few = {"losslessness.num_repeated_prompts": 1, "losslessness.num_greedy_prompts": 1}
     sets = PromptSets(train=PROMPTS[:6], draft_in_domain=(), draft_general=(), validation=PROMPTS[6:], records=())
-    assert "draft.pretrain.num_prompts + num_heldout_prompts" in refusal(require_prompts, recipe=recipe, sets=sets)
-    ngram = recipe_with(
-        {"draft.method": "ngram", "losslessness.num_repeated_prompts": 1, "losslessness.num_greedy_prompts": 1}
-    )
+    said = refusal(require_prompts, recipe=recipe_with(few), sets=sets)
+    assert "draft.pretrain.num_prompts + num_heldout_prompts" in said
+    ngram = recipe_with({"draft.method": "ngram", **few})
     require_prompts(ngram, sets)
-    extra = "grpo.dynamic_sampling.max_extra_batches"
     all_6, more = (
         replace(ngram, grpo=replace(ngram.grpo, dynamic_sampling=DynamicSamplingConfig(max_extra_batches=num)))
         for num in (2, 3)
     )
     require_prompts(all_6, sets)
-    expected = (
-        f"(1 + {extra}) x grpo.prompts_per_step must be <= 6, the number of distinct prompts in data.train, got 8"
+    assert refusal(require_prompts, recipe=more, sets=sets).startswith(
+        "(1 + grpo.dynamic_sampling.max_extra_batches) x grpo.prompts_per_step must be <= 6, the number of distinct "
+        "prompts in data.train, got 8"
     )
-    assert refusal(require_prompts, recipe=more, sets=sets).startswith(expected)
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> tuple[Recipe, Path, Path]:
+    """A recipe, a policy, and a draft that somebody else has trained for it."""
+    recipe = recipe_with({})
+    write_tokenizer(tmp_path / "tokenizer", max_length=64)
+    own_policy(recipe).save_hf(tmp_path / "policy", tmp_path / "tokenizer")
+    DraftTrainer(tmp_path / "policy", recipe.draft).save(tmp_path / "given")
+    return recipe, tmp_path / "policy", tmp_path / "given"
+
+
+def _with(recipe: Recipe, given: Path, **values: Any) -> Recipe:
+    return replace(recipe, draft=draft_with(recipe.draft, init=DraftInit.FROM_HUB, model=str(given), pretrain=values))
+
+
+def test_a_given_draft_without_steps_is_handed_on_unchanged(models: tuple[Recipe, Path, Path], tmp_path: Path) -> None:
+    recipe, policy, given = models
+    config, directory = _with(recipe, given, num_steps=0).draft, tmp_path / "taken"
+    taken = stage._take_weights(config, policy, directory, max_model_len=recipe.engine.max_model_len)
+    assert (directory / "model.safetensors").read_bytes() == (given / "model.safetensors").read_bytes()
+    assert taken == sum(tensor.numel() for tensor in load_file(given / "model.safetensors").values())
+
+
+def test_a_given_draft_with_steps_is_what_the_learner_starts_from(
+    models: tuple[Recipe, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (recipe, policy, given), learner, directory = models, DraftLearner(), tmp_path / "stage"
+    replace_in(monkeypatch, stage, start_engine=lambda policy, config, layout: nullcontext(NotedEngine()))
+    replace_in(monkeypatch, stage, start_learner=lambda config, layout: nullcontext(learner))
+    directory.mkdir()
+    record = train_on(_with(recipe, given), policy, directory)
+    (start,) = [arguments for name, arguments in learner.calls if name == "start_draft"]
+    assert start == [policy, directory / "given", None]
+    assert (directory / "given" / "model.safetensors").read_bytes() == (given / "model.safetensors").read_bytes()
+    assert (record.init, record.num_steps) == ("from_hub", 4)
+
+
+def test_a_given_draft_that_does_not_fit_is_refused_before_an_engine_starts(
+    models: tuple[Recipe, Path, Path], tmp_path: Path, untracked: list[Any]
+) -> None:
+    recipe, policy, given = models
+    settings = json.loads((given / "config.json").read_text())
+    settings["transformer_layer_config"]["max_position_embeddings"] = 8
+    (given / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"draft max_position_embeddings must be >= engine\.max_model_len"):
+        train_on(_with(recipe, given), policy, tmp_path)
+
+
+def test_the_content_of_a_given_draft_is_part_of_the_key(models: tuple[Recipe, Path, Path]) -> None:
+    recipe, _, given = models
+    recipe = _with(recipe, given)
+    key = draft_key(recipe, policy="p", data="d")
+    assert draft_key(recipe, policy="p", data="d") == key
+    (given / "config.json").write_text("{}")
+    assert draft_key(recipe, policy="p", data="d") != key

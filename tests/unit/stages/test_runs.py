@@ -1,7 +1,5 @@
 """The MLflow runs of an execution and its tasks, in the real MLflow on SQLite, and tags of where they run."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Callable
@@ -18,22 +16,15 @@ from slipstream.records.files import write_record
 from slipstream.records.run import DriftRecord
 from slipstream.report.page import write_report
 from slipstream.report.results import verdict_tags
+from slipstream.stages import runs
 from slipstream.stages.context import RunContext
-from slipstream.stages.runs import (
-    checkout_commit,
-    dtype_tags,
-    end_execution,
-    end_reported_execution,
-    origin_tags,
-    tracked,
-)
 from slipstream.stages.start_run import start_run
 from slipstream.tracking.config import TrackingConfig, store_uri
 from slipstream.tracking.mlflow_store import Execution, open_store, read_executions
 from tests.unit.report.handmade import CERTIFICATE, RECORD
 
 
-def test_a_pod_is_tagged_from_its_environment_and_the_profiles_console(tmp_path: Path) -> None:
+def test_a_pod_is_tagged_from_its_environment_and_the_profiles_console_with_what_is_known(tmp_path: Path) -> None:
     values = yaml.safe_load((CLUSTERS / "cpu.yaml").read_text()) | {"name": "mine"}
     values["flyte"] = {"console": "https://flyte/console/"}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
@@ -46,7 +37,7 @@ def test_a_pod_is_tagged_from_its_environment_and_the_profiles_console(tmp_path:
         "FLYTE_INTERNAL_EXECUTION_DOMAIN": "development",
         "FLYTE_INTERNAL_EXECUTION_ID": "a7rw89",
     }
-    assert origin_tags(environment, gpu="GB200") == {
+    assert runs.origin_tags(environment, gpu="GB200") == {
         "git.commit": "abc123",
         "mlflow.source.git.commit": "abc123",
         "image": "registry/slipstream:v1",
@@ -54,10 +45,8 @@ def test_a_pod_is_tagged_from_its_environment_and_the_profiles_console(tmp_path:
         "gpu": "GB200",
         "flyte.execution_url": "https://flyte/console/projects/slipstream/domains/development/executions/a7rw89",
     }
-
-
-def test_what_is_not_known_has_no_tag() -> None:
-    assert set(origin_tags({"SLIPSTREAM_GIT_COMMIT": "abc123"})) == {"git.commit", "mlflow.source.git.commit", "node"}
+    known = runs.origin_tags({"SLIPSTREAM_GIT_COMMIT": "abc123"})
+    assert set(known) == {"git.commit", "mlflow.source.git.commit", "node"}
 
 
 def test_a_checkout_is_named_by_its_commit_and_by_whether_files_differ(tmp_path: Path) -> None:
@@ -66,32 +55,25 @@ def test_a_checkout_is_named_by_its_commit_and_by_whether_files_differ(tmp_path:
         command = ["git", "-C", str(tmp_path), *identity, *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
+    assert runs.checkout_commit(tmp_path) == ""  # outside a repository
     git("init", "-q")
     (tmp_path / "__init__.py").write_text("")
     git("add", ".")
     git("commit", "-qm", "first")
     commit = git("rev-parse", "--short=12", "HEAD")
-    assert checkout_commit(tmp_path) == commit
+    assert runs.checkout_commit(tmp_path) == commit
     (tmp_path / "__init__.py").write_text("changed")
-    assert checkout_commit(tmp_path) == f"{commit}-dirty"
+    assert runs.checkout_commit(tmp_path) == f"{commit}-dirty"
     installed = tmp_path / "venv" / "slipstream"  # a package that lies in somebody else's repository
     installed.mkdir(parents=True)
     (installed / "__init__.py").write_text("")
-    assert checkout_commit(installed) == ""
-
-
-def test_outside_a_repository_there_is_no_commit(tmp_path: Path) -> None:
-    assert checkout_commit(tmp_path) == ""
+    assert runs.checkout_commit(installed) == ""
 
 
 def test_a_task_is_tagged_with_the_type_it_computes_in_and_one_that_computes_nothing_with_none() -> None:
     recipe = load_recipe("tiny", overrides={"learner": {"dtype": "float32"}, "engine": {"dtype": "bfloat16"}})
-    assert dtype_tags(recipe) == {"dtype.learner": "float32", "dtype.engine": "bfloat16"}
-    assert dtype_tags(load_recipe("tiny")) == {}
-
-
-DRIFT = DriftRecord(summary="Unknown.")
-FAST = {"tracking": {"replay_every_s": 0.1}}
+    assert runs.dtype_tags(recipe) == {"dtype.learner": "float32", "dtype.engine": "bfloat16"}
+    assert runs.dtype_tags(load_recipe("tiny")) == {}
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +90,7 @@ def client(root: Path) -> Any:
 
 
 def start(root: Path, execution: str) -> tuple[RunContext, Recipe]:
-    context, path = start_run("tiny", root=root, execution=execution, overrides=FAST)
+    context, path = start_run("tiny", root=root, execution=execution, overrides={"tracking": {"replay_every_s": 0.1}})
     return context, load_recipe(str(path))
 
 
@@ -128,21 +110,22 @@ def test_the_run_lives_as_long_as_the_execution_and_ends_with_its_results(root: 
     assert "goes on" in begun.tags["mlflow.note.content"]
     assert begun.tags["node"]
 
-    with tracked(context, recipe, "prepare_data"):
+    with runs.tracked(context, recipe, "prepare_data"):
         pass
     assert read(root, "tiny-1").status == "RUNNING"
 
     directory = root / "report"
     write_record(RECORD, directory / "run.json")
-    end_reported_execution(context, recipe, RECORD, write_report(RECORD, directory), DRIFT)
+    report, drift = write_report(RECORD, directory), DriftRecord(summary="Unknown.")
+    runs.end_reported_execution(context, recipe, RECORD, report, drift)
     ended = read(root, "tiny-1")
     assert ended.status == "FINISHED"
-    assert ended.metrics["result/generation_speedup"] == pytest.approx(2.0)
-    assert ended.metrics["result/step_speedup_high"] == pytest.approx(1.95766, abs=1e-5)
-    assert ended.metrics["result/reward_difference"] == 0.0
-    assert ended.metrics["result/lossless"] == 1.0
-    assert 0 < ended.metrics["result/hours"] < 1
-    assert ended.metrics["result/gpu_hours"] == 0.0  # the tiny recipe has no GPUs
+    result = {name.removeprefix("result/"): value for name, value in ended.metrics.items()}
+    assert result["generation_speedup"] == pytest.approx(2.0)
+    assert result["step_speedup_high"] == pytest.approx(1.95766, abs=1e-5)
+    assert (result["reward_difference"], result["lossless"]) == (0.0, 1.0)
+    assert 0 < result["hours"] < 1
+    assert result["gpu_hours"] == 0.0  # the tiny recipe has no GPUs
     assert ended.params["k"] == "2"
     assert ended.tags["mlflow.note.content"].startswith("Speculation (eagle3, k = 2) against none. Step")
     assert verdict_tags(RECORD).items() <= ended.tags.items()
@@ -153,12 +136,12 @@ def test_the_run_lives_as_long_as_the_execution_and_ends_with_its_results(root: 
 
 def test_a_failed_task_ends_the_run_and_a_later_attempt_opens_it_again(root: Path) -> None:
     context, recipe = start(root, "tiny-2")
-    with pytest.raises(OSError, match="node lost"), tracked(context, recipe, "pretrain_draft"):
+    with pytest.raises(OSError, match="node lost"), runs.tracked(context, recipe, "pretrain_draft"):
         raise OSError("node lost")
     assert read(root, "tiny-2").status == "FAILED"
-    with tracked(context, recipe, "pretrain_draft"):
+    with runs.tracked(context, recipe, "pretrain_draft"):
         assert read(root, "tiny-2").status == "RUNNING"
-    end_execution(context, recipe, CERTIFICATE)
+    runs.end_execution(context, recipe, CERTIFICATE)
     assert (read(root, "tiny-2").status, read(root, "tiny-2").metrics["result/lossless"]) == ("FINISHED", 1.0)
 
 
@@ -166,24 +149,23 @@ def test_an_arms_run_has_the_recipe_its_own_k_and_a_name_that_says_which(root: P
     context, recipe = start(root, "tiny-3")
     what = {"arm": "autoregressive", "k": "0", "draft.method": "none"}
     params = {**parameters(recipe), **what}
-    with tracked(context, recipe, "train_grpo_autoregressive", what, name="tiny-3 autoregressive", params=params):
+    with runs.tracked(context, recipe, "train_grpo_autoregressive", what, name="tiny-3 autoregressive", params=params):
         pass
     experiment = client.get_experiment_by_name("tiny")
     (run,) = client.search_runs([experiment.experiment_id], "params.arm LIKE '%'")  # the filter of the view of arms
-    assert run.info.run_name == "tiny-3 autoregressive"
-    assert run.data.params == params
+    assert (run.info.run_name, run.data.params) == ("tiny-3 autoregressive", params)
     assert experiment.tags["mlflow.sharedViewState.arms"]
 
 
-def test_errors_name_the_field_and_what_there_is(root: Path) -> None:
-    uri = store_uri(TrackingConfig(), root)
-    with pytest.raises(ConfigError, match=r"^experiment must name an experiment of .*, got 'other'; known: .*tiny"):
-        read_executions(uri, experiment="other")
-    with pytest.raises(ConfigError, match=r"^runs must name executions of .*, got 'tiny-9'; the newest: tiny-"):
-        read_executions(uri, names=["tiny-9"])
-    with pytest.raises(ConfigError, match=r"^uri must name a store, got 'sqlite:///no/such.db'"):
-        read_executions("sqlite:///no/such.db")
-    with pytest.raises(
-        ConfigError, match=r"^uri must be the address of an MLflow server or sqlite:///FILE, got 'postgres"
-    ):
-        read_executions("postgresql://host/db")
+@pytest.mark.parametrize(
+    ("uri", "asked", "message"),
+    [
+        ("", {"experiment": "other"}, "experiment must name an experiment of .*, got 'other'; known: .*tiny"),
+        ("", {"names": ["tiny-9"]}, "runs must name executions of .*, got 'tiny-9'; the newest: tiny-"),
+        ("sqlite:///no/such.db", {}, "uri must name a store, got 'sqlite:///no/such.db'"),
+        ("postgresql://h", {}, "uri must be the address of an MLflow server or sqlite:///FILE, got 'postgres"),
+    ],
+)
+def test_errors_name_the_field_and_what_there_is(root: Path, uri: str, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        read_executions(uri or store_uri(TrackingConfig(), root), **asked)

@@ -1,7 +1,5 @@
 """An execution is resumed with the recipe that it was started with, and with no other."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
@@ -18,38 +16,42 @@ from slipstream.stages.runs import tracked
 from slipstream.stages.start_run import start_run
 from slipstream.tracking.spool import RunStatus, end_open_runs, read_spool
 from slipstream.types import Arms
+from tests.small import UNTRACKED, run_context
 
-UNTRACKED = {"uri": "http://127.0.0.1:9", "replay_every_s": 0.1, "close_wait_s": 0.0}
+QUEUED = read_profile("gb200")
+ALONE = replace(QUEUED, queue=None)
 
 
-def start(root: Path, *, resume: bool, **overrides: Any) -> tuple[RunContext, Path]:
-    values = {"tracking": UNTRACKED, **overrides}
-    return start_run("tiny", root=root, execution="run", overrides=values, resume=resume)
+def start(root: Path, recipe: str = "tiny", **given: Any) -> tuple[RunContext, Path]:
+    """Start an execution; what is no input of `start_run` is an override."""
+    inputs = {name: given.pop(name) for name in ("execution", "resume", "arms", "cluster") if name in given}
+    overrides = {"tracking": UNTRACKED, **given}
+    return start_run(recipe, root=root, overrides=overrides, **{"execution": "run", **inputs})
 
 
 def test_a_resumed_execution_keeps_its_directory_and_its_recipe(tmp_path: Path) -> None:
-    first, recorded = start(tmp_path, resume=False)
+    first, recorded = start(tmp_path)
     again, resolved = start(tmp_path, resume=True, tracking={**UNTRACKED, "replay_every_s": 0.2})
     assert again == first
     assert resolved == recorded == tmp_path / "run" / "start_run" / "recipe.yaml"
     assert load_recipe(str(resolved)).tracking.replay_every_s == 0.2  # where it is tracked is no part of it
+    message = r"^grpo\.num_steps must be 24, with which run was started, got 25; give it that value, or start a new"
+    with pytest.raises(ConfigError, match=message):
+        start(tmp_path, resume=True, grpo={"num_steps": 25})
+    assert load_recipe(str(recorded)).grpo.num_steps == 24
 
 
 def test_an_execution_goes_on_with_the_arms_that_it_was_started_with_and_no_others(tmp_path: Path) -> None:
-    def asked(arms: Arms, *, resume: bool = True) -> RunContext:
-        overrides = {"tracking": UNTRACKED}
-        return start_run("tiny", root=tmp_path, execution="run", overrides=overrides, resume=resume, arms=arms)[0]
-
-    assert asked(Arms.SPECULATIVE, resume=False).arms == "speculative"
-    assert asked(Arms.SPECULATIVE).speculates
+    assert start(tmp_path, arms=Arms.SPECULATIVE)[0].arms == "speculative"
+    assert start(tmp_path, arms=Arms.SPECULATIVE, resume=True)[0].speculates
     with pytest.raises(ConfigError, match=r"^arms must be 'speculative', with which run was started, got 'both'; "):
-        asked(Arms.BOTH)
+        start(tmp_path, arms=Arms.BOTH, resume=True)
     assert recorded_arms(tmp_path, "run") is Arms.SPECULATIVE
     assert recorded_arms(tmp_path, "other") is Arms.BOTH  # of an execution that recorded none
 
 
 def test_a_recorded_recipe_that_goes_on_says_who_gave_its_values_at_the_start(tmp_path: Path) -> None:
-    _, recorded = start(tmp_path, resume=False, grpo={"seed": 3})
+    _, recorded = start(tmp_path, grpo={"seed": 3})
     before = recorded.read_text()
     assert "  seed: 3  # launch\n" in before
     _, resolved = start_run(str(recorded), root=tmp_path, execution="run", overrides={}, resume=True)
@@ -61,47 +63,32 @@ def test_a_reward_function_is_kept_with_the_execution_and_a_changed_one_is_refus
     own = tmp_path / "reward.py"
     own.write_text("def f(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
     reward = {"function": f"{own}:f"}
-    _, recorded = start(tmp_path, resume=False, reward=reward)
+    _, recorded = start(tmp_path, reward=reward)
     kept = load_recipe(str(recorded)).reward.function
     assert kept is not None
     copy = Path(kept.removesuffix(":f"))
     assert (copy.parent, copy.read_text()) == (recorded.parent, own.read_text())
     start(tmp_path, resume=True, reward=reward)
     own.write_text(own.read_text() + "\n")
-    with pytest.raises(
-        ConfigError, match=r"^reward\.function must be '.*reward-[0-9a-f]{12}\.py:f', with which run was"
-    ):
+    with pytest.raises(ConfigError, match=r"^reward\.function must be '.*reward-[0-9a-f]{12}\.py:f', with which run"):
         start(tmp_path, resume=True, reward=reward)
     assert [path.name for path in recorded.parent.glob("*.py")] == [copy.name]
     with pytest.raises(ConfigError, match=r"^reward\.function must name a file"):
-        start(tmp_path / "other", resume=False, reward={"function": f"{tmp_path}/absent.py:f"})
+        start(tmp_path / "other", reward={"function": f"{tmp_path}/absent.py:f"})
     assert not (tmp_path / "other").exists()
 
 
-def test_the_executions_run_stays_open_for_its_tasks(tmp_path: Path) -> None:
-    start(tmp_path, resume=False)
-    spool = next((tmp_path / "spool").glob("*.jsonl"))
-    assert [event.kind for event in read_spool(spool).events] == ["open", "artifact"]
-
-
-def test_an_instruction_that_mlflow_cannot_hold_is_cut_there_and_whole_in_the_recipe(tmp_path: Path) -> None:
+def test_the_executions_run_stays_open_and_too_long_an_instruction_is_cut_in_mlflow_alone(tmp_path: Path) -> None:
     instruction = "{problem}" + "x" * 7000
-    _, recorded = start(tmp_path, resume=False, data={"instruction": instruction})
+    _, recorded = start(tmp_path, data={"instruction": instruction})
     spool = next((tmp_path / "spool").glob("*.jsonl"))
     opened, logged = read_spool(spool).events
     assert opened.header is not None
+    assert (opened.kind, logged.kind) == ("open", "artifact")  # and not closed
     param = opened.header.params["data.instruction"]
     assert len(param) == 6000 and param.endswith("x [cut: 7009 characters in all]")
     assert load_recipe(str(recorded)).data.instruction == instruction
     assert (spool.parent / logged.path).read_bytes() == recorded.read_bytes()
-
-
-def test_another_recipe_is_refused_by_the_name_of_the_field(tmp_path: Path) -> None:
-    start(tmp_path, resume=False)
-    message = r"^grpo\.num_steps must be 24, with which run was started, got 25; give it that value, or start a new"
-    with pytest.raises(ConfigError, match=message):
-        start(tmp_path, resume=True, grpo={"num_steps": 25})
-    assert load_recipe(str(tmp_path / "run" / "start_run" / "recipe.yaml")).grpo.num_steps == 24
 
 
 NAME = "must be 1 to 500 characters that are not all"
@@ -109,84 +96,68 @@ NO_ARCTIC = pytest.mark.skipif(find_spec("arctic_inference") is not None, reason
 
 
 @pytest.mark.parametrize(
-    ("cluster", "recipe", "resume", "overrides", "message"),
+    ("given", "message"),
     [
-        ("local", "tiny", False, {"name": ""}, f"name {NAME}"),
-        ("local", "tiny", False, {"tracking": {"experiment": ""}}, rf"tracking\.experiment {NAME}"),
-        ("local", "tiny", True, {}, "resume_execution must name an execution under .*, got 'run'"),
+        ({"name": ""}, f"name {NAME}"),
+        ({"tracking": {"experiment": ""}}, rf"tracking\.experiment {NAME}"),
+        ({"resume": True}, "resume_execution must name an execution under .*, got 'run'"),
         pytest.param(
-            *("local", "tiny", False, {"draft": {"method": "suffix"}}),
+            {"draft": {"method": "suffix"}},
             "draft.method must do without the package arctic_inference, which is not",
             marks=NO_ARCTIC,
         ),
-        ("h200", "qwen3_8b", False, {}, r"placement\.nodes must be <= 1, the nodes of cluster h200, got 8"),
+        (
+            {"recipe": "qwen3_8b", "cluster": read_profile("h200")},
+            r"placement\.nodes must be <= 1, the nodes of cluster h200, got 8",
+        ),
     ],
 )
-def test_what_is_refused_leaves_nothing(
-    tmp_path: Path, cluster: str, recipe: str, resume: bool, overrides: dict[str, Any], message: str
-) -> None:
-    values = {"tracking": UNTRACKED, **overrides}
+def test_what_is_refused_leaves_nothing(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
-        start_run(
-            recipe, root=tmp_path, execution="run", overrides=values, resume=resume, cluster=read_profile(cluster)
-        )
+        start(tmp_path, **given)
     assert list(tmp_path.iterdir()) == []
-
-
-def start_on(root: Path, cluster: str, recipe: str, **overrides: Any) -> Path:
-    return start_run(recipe, root=root, execution="run", overrides=overrides, cluster=read_profile(cluster))[1]
 
 
 def test_a_recipe_is_tracked_by_the_server_that_it_names_or_by_the_clusters(tmp_path: Path) -> None:
     patience = {"replay_every_s": 0.1, "close_wait_s": 0.0}
-    resolved = start_on(tmp_path, "gb200", "qwen3_8b", tracking=patience)
+    _, resolved = start(tmp_path, "qwen3_8b", cluster=QUEUED, tracking=patience)
     assert load_recipe(str(resolved)).tracking.uri == "http://mlflow.mlflow.svc.cluster.local:5000"
     for cluster, recipe in (("cpu", "tiny"), ("local", "qwen3_8b")):  # one machine takes any recipe
-        named = start_on(tmp_path / cluster, cluster, recipe, tracking=UNTRACKED)
+        _, named = start(tmp_path / cluster, recipe, cluster=read_profile(cluster))
         assert load_recipe(str(named)).tracking.uri == UNTRACKED["uri"]
 
 
-def test_a_recipe_that_may_end_for_want_of_memory_starts_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_recipe_that_may_want_memory_starts_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for recipe in ("qwen3_8b", "dapo_8b"):
-        start_on(tmp_path / recipe, "gb200", recipe, tracking=UNTRACKED)
+        start(tmp_path / recipe, recipe, cluster=QUEUED)
     assert "memory" not in caplog.text
-    start_on(tmp_path / "long", "gb200", "qwen3_8b", tracking=UNTRACKED, learner={"max_tokens_per_microbatch": 100_000})
+    start(tmp_path / "long", "qwen3_8b", cluster=QUEUED, learner={"max_tokens_per_microbatch": 100_000})
     assert "memory: GPU: " in caplog.text and "lower learner.max_tokens_per_microbatch to " in caplog.text
 
 
-def test_a_second_execution_does_not_start_on_gpu_nodes_without_a_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queued = read_profile("gb200")
-    overrides = {"tracking": UNTRACKED}
+def test_gpu_nodes_without_a_queue_take_one_execution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(execution: str, profile: ClusterProfile = ALONE) -> None:
+        start(tmp_path, "qwen3_8b", execution=execution, cluster=profile)
 
-    def begin(execution: str, profile: ClusterProfile) -> None:
-        start_run("qwen3_8b", root=tmp_path, execution=execution, overrides=overrides, cluster=profile)
-
-    alone = replace(queued, queue=None)
-    begin("first", alone)
-    begin("first", alone)  # another attempt of the same
+    begin("first")
+    begin("first")  # another attempt of the same
     monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "first")
     recipe = load_recipe(str(recorded_recipe(tmp_path, "first")))
-    context = RunContext(execution="first", root=str(tmp_path), experiment=recipe.name, workload="rl_zero")
+    context = run_context(tmp_path, "first", experiment=recipe.name)
     with pytest.raises(OSError, match="node lost"), tracked(context, recipe, "train_grpo"):
         raise OSError("node lost")  # Flyte starts another attempt of this task
     with pytest.raises(ConfigError, match=r"must be alone on cluster gb200, which has no queue, got 'second, first'"):
-        begin("second", alone)
-    begin("second", queued)  # waits in the queue
+        begin("second")
+    begin("second", QUEUED)  # waits in the queue
     end_open_runs(tmp_path, "first", RunStatus.FINISHED)
     end_open_runs(tmp_path, "second", RunStatus.KILLED)
-    begin("third", alone)
+    begin("third")
 
 
 def test_of_two_executions_that_start_at_one_moment_one_is_refused(tmp_path: Path) -> None:
-    alone = replace(read_profile("gb200"), queue=None)
-
     def begin(execution: str) -> str:
         try:
-            start_run("qwen3_8b", root=tmp_path, execution=execution, overrides={"tracking": UNTRACKED}, cluster=alone)
+            start(tmp_path, "qwen3_8b", execution=execution, cluster=ALONE)
         except ConfigError as error:
             return str(error)
         return ""

@@ -1,7 +1,5 @@
 """What is kept for later executions, and what determines it: a key for each output, by what it depends on."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import fields, replace
@@ -13,142 +11,113 @@ import pytest
 from slipstream.config import merge
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.recipe import Recipe, load_recipe
+from slipstream.stages import store
 from slipstream.stages.context import RunContext
-from slipstream.stages.store import (
-    data_identity,
-    data_key,
-    draft_key,
-    finished,
-    kept,
-    policy_identity,
-    policy_key,
-    publish,
-)
-from slipstream.tracking.config import TrackingConfig
+from slipstream.stages.store import data_identity, data_key, draft_key, finished, policy_identity, policy_key, publish
 from slipstream.types import Workload
+from tests.small import UNTRACKED, run_context
 
-UNTRACKED = TrackingConfig(uri="http://127.0.0.1:9", replay_every_s=0.1, close_wait_s=0.0)
 STAGE = "pretrain_draft"
+RECIPE = load_recipe("tiny", overrides={"tracking": UNTRACKED})
 
 
-@pytest.fixture(scope="module")
-def recipe() -> Recipe:
-    return replace(load_recipe("tiny"), tracking=UNTRACKED)
+def kept(run: RunContext, key: str = "k1") -> Path | None:
+    return store.kept(run, RECIPE, STAGE, key)
 
 
-def context(root: Path, execution: str, *, reuse_stored: bool = True) -> RunContext:
-    return RunContext(
-        execution=execution, root=str(root), experiment="tiny", workload="rl_zero", reuse_stored=reuse_stored
-    )
-
-
-def make(run: RunContext, text: str, key: str = "k1") -> Path:
+def make(run: RunContext, text: str) -> Path:
     (run.directory(STAGE) / "draft.json").write_text(text)
-    return publish(run, STAGE, key)
+    return publish(run, STAGE, "k1")
 
 
-def test_what_one_execution_made_the_next_one_takes_and_says_so(
-    tmp_path: Path, recipe: Recipe, caplog: pytest.LogCaptureFixture
-) -> None:
+def made(path: Path | RunContext) -> str:
+    return ((path.directory(STAGE) if isinstance(path, RunContext) else path) / "draft.json").read_text()
+
+
+def test_what_one_execution_made_the_next_takes_by_its_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    first, second = context(tmp_path, "first"), context(tmp_path, "second")
-    assert kept(first, recipe, STAGE, "k1") is None
+    first, second = run_context(tmp_path, "first"), run_context(tmp_path, "second")
+    assert kept(first) is None
     entry = make(first, "of first")
     assert entry == tmp_path / "store" / STAGE / "k1"
-    assert kept(second, recipe, STAGE, "k1") == entry
+    assert kept(second, "k2") is None
+    assert kept(second) == entry
     assert "pretrain_draft: reused" in caplog.text
     assert "by execution first from the same recipe sections" in caplog.text
-    for run in (first, second):
-        assert (run.directory(STAGE) / "draft.json").read_text() == "of first"
+    assert made(first) == made(second) == "of first"
     spool = next((tmp_path / "spool").glob("*second-pretrain-draft*.jsonl")).read_text()
     assert '"reused_from":"first"' in spool
 
 
-def test_another_key_is_another_output(tmp_path: Path, recipe: Recipe) -> None:
-    make(context(tmp_path, "first"), "of first")
-    assert kept(context(tmp_path, "second"), recipe, STAGE, "k2") is None
-
-
-def test_a_fresh_execution_makes_its_own_and_leaves_the_store_alone(tmp_path: Path, recipe: Recipe) -> None:
-    stored = make(context(tmp_path, "first"), "of first")
-    fresh = context(tmp_path, "fresh", reuse_stored=False)
-    assert kept(fresh, recipe, STAGE, "k1") is None
+def test_a_fresh_execution_makes_its_own_and_leaves_the_store_alone(tmp_path: Path) -> None:
+    stored = make(run_context(tmp_path, "first"), "of first")
+    fresh = run_context(tmp_path, "fresh", reuse_stored=False)
+    assert kept(fresh) is None
     own = make(fresh, "of fresh")
     assert own == tmp_path / "fresh" / STAGE
-    assert (own / "draft.json").read_text() == "of fresh"
-    assert (stored / "draft.json").read_text() == "of first"
-    assert kept(fresh, recipe, STAGE, "k1") == own  # resumed: it goes on with its own
+    assert (made(own), made(stored)) == ("of fresh", "of first")
+    assert kept(fresh) == own  # resumed: it goes on with its own
 
 
 def test_of_two_that_make_the_same_thing_at_once_both_end_with_a_whole_one(tmp_path: Path) -> None:
-    first, second = context(tmp_path, "first"), context(tmp_path, "second")
-    (first.directory(STAGE) / "draft.json").write_text("of first")
+    first, second = run_context(tmp_path, "first"), run_context(tmp_path, "second")
     (second.directory(STAGE) / "draft.json").write_text("of second")
-    assert publish(first, STAGE, "k1") == tmp_path / "store" / STAGE / "k1"
+    assert make(first, "of first") == tmp_path / "store" / STAGE / "k1"
     assert publish(second, STAGE, "k1") == tmp_path / "second" / STAGE
-    assert [(run.directory(STAGE) / "draft.json").read_text() for run in (first, second)] == ["of first", "of second"]
+    assert (made(first), made(second)) == ("of first", "of second")
 
 
-def test_half_an_output_is_never_used_and_makes_room_for_a_whole_one(tmp_path: Path, recipe: Recipe) -> None:
-    half = tmp_path / "store" / STAGE / "k1"
-    half.mkdir(parents=True)
-    (half / "draft.json").write_text("ha")
-    run = context(tmp_path, "first")
-    assert kept(run, recipe, STAGE, "k1") is None
-    assert (make(run, "whole") / "draft.json").read_text() == "whole"
+def test_half_an_output_and_one_that_was_removed_are_never_used_and_made_again(tmp_path: Path) -> None:
+    run, entry = run_context(tmp_path, "first"), tmp_path / "store" / STAGE / "k1"
+    entry.mkdir(parents=True)
+    (entry / "draft.json").write_text("ha")
+    assert kept(run) is None
+    assert made(make(run, "whole")) == "whole"
+    entry.rename(tmp_path / "elsewhere")
+    assert kept(run) is None
+    assert made(make(run, "again")) == "again"
 
 
-def test_what_an_attempt_left_gives_way_to_a_stored_output(tmp_path: Path, recipe: Recipe) -> None:
-    torn = context(tmp_path, "torn")
+def test_what_an_attempt_left_gives_way_to_a_stored_output(tmp_path: Path) -> None:
+    torn = run_context(tmp_path, "torn")
     (torn.directory(STAGE) / "checkpoint").mkdir()
-    entry = make(context(tmp_path, "first"), "of first")
-    assert kept(torn, recipe, STAGE, "k1") == entry
+    entry = make(run_context(tmp_path, "first"), "of first")
+    assert kept(torn) == entry
     assert [path.name for path in sorted(torn.directory(STAGE).iterdir())] == ["draft.json", "made.json"]
 
 
-def test_a_removed_store_is_made_again(tmp_path: Path, recipe: Recipe) -> None:
-    run = context(tmp_path, "first")
-    make(run, "of first").rename(tmp_path / "elsewhere")
-    assert kept(run, recipe, STAGE, "k1") is None
-    assert (make(run, "again") / "draft.json").read_text() == "again"
-
-
 def test_a_stage_is_finished_by_its_record_alone(tmp_path: Path) -> None:
-    run = context(tmp_path, "first")
+    run = run_context(tmp_path, "first")
     directory = run.directory("tune_draft_length")
     (directory / "sweep.svg").write_text("")
     assert finished(run, "tune_draft_length", "tuning.json") is None
     (directory / "tuning.json").write_text("{}")
     assert finished(run, "tune_draft_length", "tuning.json") == directory
-    assert finished(context(tmp_path, "second"), "tune_draft_length", "tuning.json") is None
+    assert finished(run_context(tmp_path, "second"), "tune_draft_length", "tuning.json") is None
 
 
-def test_what_is_stored_survives_a_move_of_the_root(tmp_path: Path, recipe: Recipe) -> None:
-    make(context(tmp_path / "old", "first"), "of first")
+def test_what_is_stored_survives_a_move_of_the_root(tmp_path: Path) -> None:
+    make(run_context(tmp_path / "old", "first"), "of first")
     (tmp_path / "old").rename(tmp_path / "new")
-    moved = context(tmp_path / "new", "first")
-    assert kept(moved, recipe, STAGE, "k1") == tmp_path / "new" / "store" / STAGE / "k1"
-    assert (moved.directory(STAGE) / "draft.json").read_text() == "of first"
+    moved = run_context(tmp_path / "new", "first")
+    assert kept(moved) == tmp_path / "new" / "store" / STAGE / "k1"
+    assert made(moved) == "of first"
 
 
-def test_an_output_with_a_link_that_leads_nowhere_is_made_again(
-    tmp_path: Path, recipe: Recipe, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_output_whose_link_leads_nowhere_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As to a model in a cache that was moved."""
-    model = tmp_path / "hub" / "model.safetensors"
-    model.parent.mkdir()
+    model, run = tmp_path / "model.safetensors", run_context(tmp_path / "runs", "first")
     model.write_text("weights")
-    run = context(tmp_path / "runs", "first")
     (run.directory(STAGE) / "model.safetensors").symlink_to(model)
     entry = make(run, "of first")
-    assert kept(run, recipe, STAGE, "k1") == entry
+    assert kept(run) == entry
     model.unlink()
-    for again in (run, context(tmp_path / "runs", "second")):
-        assert kept(again, recipe, STAGE, "k1") is None
+    for again in (run, run_context(tmp_path / "runs", "second")):
+        assert kept(again) is None
     assert f"pretrain_draft: the target {model} of the link " in caplog.text
     assert make(run, "once more") == entry
-    assert (entry / "draft.json").read_text() == "once more"
-    assert kept(run, recipe, STAGE, "k1") == entry
+    assert made(entry) == "once more"
+    assert kept(run) == entry
 
 
 BASE = {"learner": {"dtype": "float32"}, "engine": {"dtype": "float32"}}  # settled, as the stages have them
@@ -208,9 +177,7 @@ def tiny(overrides: dict[str, Any]) -> Recipe:
 
 
 @pytest.mark.parametrize(("overrides", "changed"), CASES, ids=[json.dumps(case[0]) for case in CASES])
-def test_a_field_changes_the_keys_of_what_depends_on_it_and_no_other(
-    overrides: dict[str, Any], changed: set[str]
-) -> None:
+def test_a_field_changes_the_keys_of_what_depends_on_it_alone(overrides: dict[str, Any], changed: set[str]) -> None:
     before, after = keys(tiny({})), keys(tiny(overrides))
     assert {stage for stage in before if before[stage] != after[stage]} == changed
 
@@ -219,23 +186,17 @@ def test_every_section_of_a_recipe_has_its_case() -> None:
     assert {field.name for field in fields(Recipe)} == {name for overrides, _ in CASES for name in overrides}
 
 
-def test_data_of_a_local_file_are_known_by_its_content(tmp_path: Path) -> None:
-    source = tmp_path / "rows.jsonl"
+def test_data_are_known_by_the_content_of_a_local_file_and_of_another_policys_tokenizer(tmp_path: Path) -> None:
+    source, words = tmp_path / "rows.jsonl", tmp_path / "tokenizer.json"
     recipe = tiny({"data": {"train": [{"path": str(source)}]}})
-    found = []
-    for text in ("one\n", "two\n", "one\n"):
-        source.write_text(text)
-        found.append(data_key(recipe))
-    assert found[0] == found[2] != found[1]
 
+    def key(rows: str, tokenizer: str | None = None) -> str:
+        source.write_text(rows)
+        words.write_text(tokenizer or "")
+        return data_key(recipe, policy=None if tokenizer is None else tmp_path)
 
-def test_data_with_another_policys_tokenizer_are_other_data(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    recipe = tiny({})
-    own = data_key(recipe)
-    other = data_key(recipe, policy=tmp_path)
-    (tmp_path / "tokenizer.json").write_text('{"a": 1}')
-    assert len({own, other, data_key(recipe, policy=tmp_path)}) == 3
+    assert key("one\n") == key("one\n")
+    assert len({key("one\n"), key("two\n"), key("one\n", "{}"), key("one\n", '{"a": 1}')}) == 4
 
 
 def test_a_brought_policy_is_known_by_the_bytes_of_its_weights_and_configs(tmp_path: Path) -> None:

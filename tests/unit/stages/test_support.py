@@ -1,7 +1,5 @@
 """What the stages share: the types that `auto` stands for are settled once an execution."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,36 +11,30 @@ from slipstream.data.tokenizer import CHAT_TEMPLATE, END, build_tokenizer
 from slipstream.recipe import load_recipe
 from slipstream.records.files import write_record
 from slipstream.records.run import NumericsRecord
-from slipstream.stages.context import RunContext
 from slipstream.stages.support import decode, numerics, recipe_layout, settled
 from slipstream.types import Dtype
+from tests.small import run_context
 
 MEASURED = NumericsRecord(dtype="float32", reason="hand-made", float32_ms=1.0, bfloat16_ms=9.0, capabilities=())
 
 
-@pytest.fixture
-def context(tmp_path: Path) -> RunContext:
-    return RunContext(execution="run", root=str(tmp_path), experiment="tiny", workload="rl_zero")
-
-
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
-def test_learner_and_engine_both_compute_in_what_the_execution_settled_on(context: RunContext, dtype: Dtype) -> None:
+def test_learner_and_engine_both_compute_in_what_the_execution_settled_on(tmp_path: Path, dtype: Dtype) -> None:
+    context = run_context(tmp_path)
     write_record(replace(MEASURED, dtype=dtype.value), context.directory("numerics") / "numerics.json")
     recipe = settled(context, load_recipe("tiny"))
     assert (recipe.learner.dtype, recipe.engine.dtype) == (dtype, dtype)
 
 
-def test_the_first_stage_measures_and_the_others_take_its_answer(context: RunContext) -> None:
-    recipe = load_recipe("tiny")
+def test_the_first_stage_measures_and_others_take_its_answer_unless_the_recipe_names_a_type(tmp_path: Path) -> None:
+    context, recipe = run_context(tmp_path), load_recipe("tiny")
     first = numerics(context, recipe)
     assert first is not None
     kept = (context.directory("numerics") / "numerics.json").read_bytes()
     assert numerics(context, recipe) == first
     assert (context.directory("numerics") / "numerics.json").read_bytes() == kept
     assert settled(context, recipe).learner.dtype == first.dtype
-
-
-def test_a_type_that_the_recipe_names_stays_and_nothing_is_measured(context: RunContext) -> None:
+    context = run_context(tmp_path, "other")
     named = load_recipe("tiny", overrides={"learner": {"dtype": "float32"}, "engine": {"dtype": "bfloat16"}})
     assert settled(context, named) == named
     assert numerics(context, named) is None
@@ -71,9 +63,7 @@ OPENING = "{%- if add_generation_prompt -%}{{- '<|im_start|><|assistant|>"
         ("<think>\\n", "write </think> at the end, 1+1=?", "<think>so 2"),
     ],
 )
-def test_a_response_is_scored_with_the_thought_that_the_chat_template_opened(
-    opening: str, problem: str, text: str
-) -> None:
+def test_a_response_is_scored_with_the_thought_that_the_template_opened(opening: str, problem: str, text: str) -> None:
     tokenizer = build_tokenizer(max_length=128)
     tokenizer.chat_template = CHAT_TEMPLATE.replace(OPENING, OPENING + opening)
     response = tokenizer(f"so 2{END}", add_special_tokens=False)["input_ids"]

@@ -1,10 +1,8 @@
 """The labels of an arm's run are true for that arm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +14,8 @@ from slipstream.config import ConfigError
 from slipstream.drafts.length import DraftLength
 from slipstream.drafts.methods import DraftSampling
 from slipstream.recipe import Recipe, load_recipe, parameters
-from slipstream.records.files import read_record, write_record
-from slipstream.records.stages import TuningRecord
-from slipstream.records.steps import ArmRecord, ScheduleEntry
+from slipstream.records.files import read_record
+from slipstream.records.steps import ArmRecord
 from slipstream.stages import train_grpo as stage
 from slipstream.stages.certify_losslessness import tuned_length
 from slipstream.stages.context import RunContext, arm_node
@@ -27,37 +24,31 @@ from slipstream.stages.train_grpo import arm_labels, in_loop, steps_a_turn
 from slipstream.train.arm import ArmPlan
 from slipstream.train.turns import Turn
 from slipstream.types import Arm, ArmLoop
+from tests.small import replace_in, run_context, tuned
 from tests.unit.lagging import ONE_STEP_OFF
-from tests.unit.stages.tuned import tuned
 
 
-def test_an_arm_that_drafts_is_labelled_with_its_k_and_the_recipes_draft() -> None:
-    assert arm_labels(load_recipe("tiny"), Arm.SPECULATIVE, DraftLength(num_speculative_tokens=5)) == {
-        "arm": "speculative",
-        "k": "5",
-        "loop": "synchronous",
-        "max_off_policy_steps": "0",
-        "draft.method": "eagle3",
-        "draft.init": "in_domain",
-        "draft.sampling": "probabilistic",
-    }
+def labels(overrides: dict[str, Any], arm: Arm = Arm.SPECULATIVE, k: int = 5, **length: Any) -> dict[str, str]:
+    recipe = load_recipe("tiny", overrides=overrides)
+    return arm_labels(recipe, arm, DraftLength(num_speculative_tokens=k, **length))
 
 
-def test_an_arm_is_labelled_with_the_drafts_that_tuning_chose_and_with_none_that_are_looked_up() -> None:
-    length = DraftLength(num_speculative_tokens=5, sampling=DraftSampling.GREEDY)
-    auto = load_recipe("tiny", overrides={"draft": {"sampling": "auto"}})
-    assert arm_labels(auto, Arm.SPECULATIVE, length)["draft.sampling"] == "greedy"
-    ngram = load_recipe("tiny", overrides={"draft": {"method": "ngram"}})
-    assert arm_labels(ngram, Arm.SPECULATIVE, DraftLength(num_speculative_tokens=5))["draft.sampling"] == "none"
+def test_an_arm_that_drafts_is_labelled_with_its_k_and_the_draft_that_recipe_and_tuning_chose() -> None:
+    drafts = {"draft.method": "eagle3", "draft.init": "in_domain", "draft.sampling": "probabilistic"}
+    own = {"arm": "speculative", "k": "5", "loop": "synchronous", "max_off_policy_steps": "0"}
+    assert labels({}) == own | drafts
+    assert {name for name in labels({}) if name in parameters(load_recipe("tiny"))} == set(drafts)
+    assert labels({"draft": {"sampling": "auto"}}, sampling=DraftSampling.GREEDY)["draft.sampling"] == "greedy"
+    assert labels({"draft": {"method": "ngram"}})["draft.sampling"] == "none"  # they are looked up
+    assert labels(ONE_STEP_OFF)["loop"] == "one_step_off"
+    for arm in Arm:  # an arm without drafts has none, also where speculation lost
+        assert labels({}, arm, k=0) == own | {"arm": arm.value, "k": "0"} | dict.fromkeys(drafts, "none")
 
 
 @pytest.mark.parametrize("asked", ["auto", "greedy"])
-def test_an_arm_and_its_certificate_take_the_drafts_of_the_tuning_record_at_every_attempt(
-    tmp_path: Path, asked: str
-) -> None:
+def test_arm_and_certificate_take_the_drafts_of_the_tuning_record_at_every_attempt(tmp_path: Path, asked: str) -> None:
     recipe = load_recipe("tiny", overrides={"draft": {"sampling": asked}})
-    record = TuningRecord(chosen_k=3, reason="", points=(), schedule=(), sampling="greedy")
-    write_record(record, tmp_path / "tuning.json")
+    tuned(tmp_path, sampling="greedy")
     greedy = DraftLength(num_speculative_tokens=3, sampling=DraftSampling.GREEDY)
     for _ in range(2):
         length = draft_length(recipe, tmp_path)
@@ -66,39 +57,16 @@ def test_an_arm_and_its_certificate_take_the_drafts_of_the_tuning_record_at_ever
         started: Any = plan.start_engine
         assert started.args[0].draft.sampling is DraftSampling.GREEDY
     assert tuned_length(recipe, tmp_path) == greedy
-    write_record(replace(record, chosen_k=0), tmp_path / "tuning.json")
-    assert tuned_length(recipe, tmp_path).sampling is DraftSampling.GREEDY
-
-
-def test_an_arm_without_drafts_has_none_also_where_speculation_lost() -> None:
-    recipe = load_recipe("tiny")
-    for arm in Arm:
-        labels = arm_labels(recipe, arm, DraftLength(num_speculative_tokens=0))
-        assert labels == {
-            "arm": arm.value,
-            "k": "0",
-            "loop": "synchronous",
-            "max_off_policy_steps": "0",
-            "draft.method": "none",
-            "draft.init": "none",
-            "draft.sampling": "none",
-        }
-        own = {"draft.method", "draft.init", "draft.sampling"}
-        assert {name for name in labels if name in parameters(recipe)} == own
+    assert tuned_length(recipe, tuned(tmp_path, k=0, sampling="greedy")).sampling is DraftSampling.GREEDY
 
 
 def test_the_arms_of_both_loops_share_neither_node_nor_policy_nor_labels() -> None:
     recipe = load_recipe("tiny", overrides=ONE_STEP_OFF)
     each = [(arm, loop) for loop in ArmLoop for arm in Arm]
-    assert [arm_node(*one) for one in each] == [
-        "train_grpo_autoregressive",
-        "train_grpo_speculative",
-        "train_grpo_autoregressive_asynchronous",
-        "train_grpo_speculative_asynchronous",
-    ]
+    nodes = ("train_grpo_autoregressive", "train_grpo_speculative")
+    assert [arm_node(*one) for one in each] == [*nodes, *(f"{node}_asynchronous" for node in nodes)]
     length = DraftLength(num_speculative_tokens=0)
-    labels = [tuple(arm_labels(in_loop(recipe, loop), arm, length).values()) for arm, loop in each]
-    assert len(set(labels)) == 4
+    assert len({tuple(arm_labels(in_loop(recipe, loop), arm, length).values()) for arm, loop in each}) == 4
 
 
 def test_the_synchronous_arm_of_an_asynchronous_recipe_is_that_of_the_recipe_without_the_loop() -> None:
@@ -106,26 +74,16 @@ def test_the_synchronous_arm_of_an_asynchronous_recipe_is_that_of_the_recipe_wit
     recipe = load_recipe("tiny", overrides=ONE_STEP_OFF)
     assert in_loop(recipe, ArmLoop.SYNCHRONOUS) == plain
     assert in_loop(recipe, ArmLoop.ASYNCHRONOUS) is recipe
-    assert arm_labels(recipe, Arm.SPECULATIVE, DraftLength(num_speculative_tokens=5))["loop"] == "one_step_off"
     with pytest.raises(ConfigError, match="must be one_step_off or in_flight here, got 'synchronous'"):
         in_loop(plain, ArmLoop.ASYNCHRONOUS)
 
 
-def test_an_arm_that_drafts_by_the_running_batch_says_so() -> None:
-    schedule = tuple(
-        ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k)
-        for start, end, k in ((1, 8, 5), (9, 48, 2))
-    )
-    length = DraftLength(num_speculative_tokens=5, schedule=schedule)
-    assert arm_labels(load_recipe("tiny"), Arm.SPECULATIVE, length)["k"] == "by_batch"
-
-
 def test_what_is_certified_is_what_trained_or_the_longest_draft_that_lost(tmp_path: Path) -> None:
     by_batch = load_recipe("tiny", overrides={"draft": {"length": "by_batch"}})
-    tuning = tuned(tmp_path, (1, 8, 5), (9, 48, 2))
-    assert tuned_length(by_batch, tuning) == draft_length(by_batch, tuning)
-    write_record(TuningRecord(chosen_k=0, reason="lost", points=(), schedule=()), tmp_path / "tuning.json")
-    assert tuned_length(by_batch, tmp_path) == DraftLength(num_speculative_tokens=11)
+    length = draft_length(by_batch, tuned(tmp_path, (1, 8, 5), (9, 48, 2)))
+    assert tuned_length(by_batch, tmp_path) == length
+    assert arm_labels(by_batch, Arm.SPECULATIVE, length)["k"] == "by_batch"
+    assert tuned_length(by_batch, tuned(tmp_path, k=0)) == DraftLength(num_speculative_tokens=11)
 
 
 @dataclass
@@ -147,29 +105,13 @@ class Trained:
         return ArmRecord(arm=plan.arm, num_speculative_tokens=plan.num_speculative_tokens, steps=())
 
 
-class FakeRun:
-    def __init__(self, fake: Trained, *, directory: Path, **given: Any) -> None:
-        self.directory = directory
-        self.train = partial(fake, **given)
-
-
-class Process:
-    """An idle one, of a stage before."""
-
-    def __init__(self, closed: list[str], name: str) -> None:
-        self._closed, self._name = closed, name
-
-    def close(self) -> None:
-        self._closed.append(self._name)
-
-
 Train = Callable[..., tuple[Trained, list[str]]]
 
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Train:
     """Trains both arms of a recipe with fakes around them; what they did, and how their MLflow runs ended."""
-    write_record(TuningRecord(chosen_k=2, reason="told so", points=(), schedule=()), tmp_path / "tuning.json")
+    tuned(tmp_path, k=2)
 
     def run(overrides: dict[str, Any], *, fails: Arm | None = None) -> tuple[Trained, list[str]]:
         fake, runs = Trained(fails=fails), list[str]()
@@ -183,39 +125,41 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Train:
                 raise
             runs.append(node)
 
+        def start(*, directory: Path, **given: Any) -> Any:
+            return SimpleNamespace(directory=directory, train=partial(fake, **given))
+
         for name in ("connect", "accelerators", "decode", "tokenizer"):
             monkeypatch.setattr(stage, name, lambda *_: {})
-        monkeypatch.setattr(stage, "versions", lambda: {"vllm": "1"})
-        monkeypatch.setattr(
-            stage, "read_prompt_sets", lambda data: SimpleNamespace(train=(), validation=("a problem",))
-        )
-        monkeypatch.setattr(stage, "tracked", tracked)
-        monkeypatch.setattr(stage, "Run", partial(FakeRun, fake))
-        context = RunContext(execution="e", root=str(tmp_path), experiment="x", workload="rl_zero")
-        recipe = load_recipe(
-            "tiny", overrides={"learner": {"dtype": "float32"}, "engine": {"dtype": "float32"}, **overrides}
-        )
+        sets = SimpleNamespace(train=(), validation=("a problem",))
+        replace_in(monkeypatch, stage, read_prompt_sets=lambda data: sets, versions=lambda: {"vllm": "1"})
+        replace_in(monkeypatch, stage, tracked=tracked, Run=start)
+        dtypes = {"learner": {"dtype": "float32"}, "engine": {"dtype": "float32"}}
+        recipe = load_recipe("tiny", overrides=dtypes | overrides)
+        paths = dict.fromkeys(("policy", "data", "draft", "tuning"), tmp_path)
         with suppress(ValueError):
-            stage.train_grpo(
-                context, recipe, list(Arm), policy=tmp_path, data=tmp_path, draft=tmp_path, tuning=tmp_path
-            )
+            stage.train_grpo(run_context(tmp_path), recipe, list(Arm), **paths)
         return fake, runs
 
     return run
 
 
-def test_arms_take_turns_and_their_records_have_the_packages_of_their_machine(trained: Train, tmp_path: Path) -> None:
-    fake, runs = trained({})
-    assert fake.steps == ["a0", "s0", "s1", "a1", "a2", "s2"]
+@pytest.mark.parametrize(
+    ("arms_in_turn", "steps"),
+    [("on", ["a0", "s0", "s1", "a1", "a2", "s2"]), ("off", ["a0", "a1", "a2", "s0", "s1", "s2"])],
+)
+def test_arms_take_turns_or_follow_one_another_with_fresh_processes(
+    trained: Train, tmp_path: Path, arms_in_turn: str, steps: list[str]
+) -> None:
+    closed: list[str] = []
+    for name, idle in (("engine", stage.idle_engines), ("learner", stage.idle_learners)):
+        process: Any = SimpleNamespace(close=partial(closed.append, name))
+        idle.put("key", process, capacity=1)
+    fake, runs = trained({"placement": {"arms_in_turn": arms_in_turn}})
+    assert (fake.steps, closed) == (steps, ["engine", "learner"])
     assert fake.validated == [("a problem",)] * 2
     assert sorted(runs) == ["train_grpo_autoregressive", "train_grpo_speculative"]
-    for arm in Arm:
+    for arm in Arm:  # with the packages of its machine
         assert read_record(ArmRecord, tmp_path / "e" / arm_node(arm) / "arm.json").versions == {"vllm": "1"}
-
-
-def test_without_turns_one_arm_is_trained_after_the_other(trained: Train) -> None:
-    fake, _ = trained({"placement": {"arms_in_turn": "off"}})
-    assert fake.steps == ["a0", "a1", "a2", "s0", "s1", "s2"]
 
 
 def test_an_arm_that_fails_ends_the_other_at_its_next_turn_and_both_runs(trained: Train) -> None:
@@ -229,18 +173,6 @@ def test_a_retry_trains_what_is_not_done(trained: Train) -> None:
     fake, runs = trained({})
     assert fake.steps == ["s0", "s1", "s2"]
     assert runs == ["train_grpo_speculative"]
-
-
-@pytest.mark.parametrize("arms_in_turn", ["on", "off"])
-def test_no_arm_starts_with_a_process_of_an_earlier_stage(
-    trained: Train, monkeypatch: pytest.MonkeyPatch, arms_in_turn: str
-) -> None:
-    closed: list[str] = []
-    for name, idle in (("engine", stage.idle_engines), ("learner", stage.idle_learners)):
-        process: Any = Process(closed, name)
-        idle.put("key", process, capacity=1)
-    trained({"placement": {"arms_in_turn": arms_in_turn}})
-    assert closed == ["engine", "learner"]
 
 
 def test_engines_that_never_stop_are_trained_alone_and_overlapping_ones_take_longer_turns() -> None:

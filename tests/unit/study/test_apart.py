@@ -1,7 +1,5 @@
 """An ablation is planned whole or not at all; a part says how it ended, and what needs it is not tried without it."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -16,48 +14,40 @@ from slipstream.recipe import load_recipe
 from slipstream.records.files import write_record
 from slipstream.records.steps import ArmRecord
 from slipstream.stages.context import RunContext, recorded_recipe
-from slipstream.study.apart import (
-    PartMissingError,
-    PartRecord,
-    collect,
-    ending,
-    fail_ablation,
-    make_part,
-    plan_ablation,
-    read_plan,
-)
+from slipstream.study import apart
+from slipstream.study.apart import PartRecord, collect, ending, fail_ablation, make_part, plan_ablation, read_plan
 from slipstream.study.variants import Grid, Kind
-from slipstream.tracking.spool import read_spool
+from slipstream.tracking.spool import Event, read_spool
 from slipstream.types import Arm
+from tests.small import UNTRACKED
 from tests.unit.report.handmade import step
 
-UNTRACKED = {"uri": "http://127.0.0.1:9", "replay_every_s": 0.1, "close_wait_s": 0.0}
 VARIANT = "rl_zero-in_domain-eagle3-kl_div-k3-seed0"
+OTHER = "rl_zero-in_domain-eagle3-kl_div-k5-seed0"
 DRAFT = "draft-rl_zero-in_domain-eagle3-kl_div-seed0"
 
 
 def plan(root: Path, cluster: str = "local", **changes: Any) -> dict[Kind, list[RunContext]]:
-    return plan_ablation(
-        "tiny",
-        Grid(**{"draft_lengths": (3, 5), **changes}),
-        root=root,
-        execution="abl",
-        requested={"tracking": UNTRACKED},
-        cluster=read_profile(cluster),
-    )
+    how = {"root": root, "execution": "abl", "requested": {"tracking": UNTRACKED}, "cluster": read_profile(cluster)}
+    return plan_ablation("tiny", Grid(**{"draft_lengths": (3, 5), **changes}), **how)
 
 
 def ended(root: Path, name: str, reason: str = "") -> None:
     write_record(PartRecord(reason=reason), root / "abl" / name / "part.json")
 
 
+def reasons(root: Path) -> dict[str, str]:
+    return {failure.variant.name: failure.reason for failure in collect(root, read_plan(root, "abl")).failures}
+
+
+def events(root: Path) -> list[Event]:
+    return [event for path in (root / "spool").glob("*.jsonl") for event in read_spool(path).events]
+
+
 def test_every_part_has_a_context_and_a_recipe_of_its_own_below_the_ablations(tmp_path: Path) -> None:
     planned = plan(tmp_path)
     assert [context.execution for context in planned[Kind.POLICY]] == ["abl/policy-rl_zero"]
-    assert [context.execution for context in planned[Kind.VARIANT]] == [
-        f"abl/{VARIANT}",
-        "abl/rl_zero-in_domain-eagle3-kl_div-k5-seed0",
-    ]
+    assert [context.execution for context in planned[Kind.VARIANT]] == [f"abl/{VARIANT}", f"abl/{OTHER}"]
     assert {context.part_of for contexts in planned.values() for context in contexts} == {"abl"}
     assert load_recipe(str(recorded_recipe(tmp_path, f"abl/{VARIANT}"))).tuning.candidate_ks == (0, 3)
     assert len(read_plan(tmp_path, "abl").parts) == 5
@@ -79,8 +69,7 @@ def test_an_ablation_does_not_start_beside_another_execution_on_gpu_nodes_withou
 
 def test_the_ablations_run_is_open_and_tracks_its_grid_with_the_recipes_axes(tmp_path: Path) -> None:
     plan(tmp_path, draft_inits=(DraftInit.IN_DOMAIN,))
-    (spool,) = (tmp_path / "spool").glob("*.jsonl")
-    (opened,) = read_spool(spool).events
+    (opened,) = events(tmp_path)
     assert opened.header is not None
     assert opened.header.tags["slipstream.kind"] == "ablation"
     names = ("grid.draft_inits", "grid.draft_lengths", "grid.losses", "grid.seeds")
@@ -94,7 +83,7 @@ def test_the_ablations_run_is_open_and_tracks_its_grid_with_the_recipes_axes(tmp
         ("gb200", (3,), r"^placement\.gpus_per_node must be 1 to 4 on cluster gb200, got 0"),
     ],
 )
-def test_one_variant_that_is_refused_refuses_all_and_leaves_nothing(
+def test_a_refused_variant_refuses_all_and_leaves_nothing(
     tmp_path: Path, cluster: str, lengths: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -115,39 +104,33 @@ def test_a_variant_is_not_tried_without_its_draft_and_says_why(tmp_path: Path, f
     ended(tmp_path, "baseline-rl_zero-seed0")
     if failed:
         ended(tmp_path, DRAFT, failed)
-    with pytest.raises(PartMissingError, match=reason):
+    with pytest.raises(apart.PartMissingError, match=reason):
         make_part(context)
     assert ending(tmp_path, "abl", VARIANT) == PartRecord(reason=f"PartMissingError: {reason}")
-    events = [event for path in (tmp_path / "spool").glob("*.jsonl") for event in read_spool(path).events]
-    own = [event.header for event in events if event.header is not None and event.header.key == context.execution]
-    assert {(header.parent_key, header.name, header.tags["slipstream.kind"]) for header in own} == {
-        ("abl", VARIANT, "part")
-    }
-    assert [event.status for event in events if event.kind == "end"] == ["FAILED"]
+    own = [each.header for each in events(tmp_path) if each.header is not None and each.header.key == context.execution]
+    kinds = {(header.parent_key, header.name, header.tags["slipstream.kind"]) for header in own}
+    assert kinds == {("abl", VARIANT, "part")}
+    assert [event.status for event in events(tmp_path) if event.kind == "end"] == ["FAILED"]
 
 
 def test_a_variant_without_an_arm_fails_for_its_own_reason_else_that_of_what_it_needs(tmp_path: Path) -> None:
     plan(tmp_path)
-    other = "rl_zero-in_domain-eagle3-kl_div-k5-seed0"
     ended(tmp_path, VARIANT, "FloatingPointError: the loss is not finite")
-    found = {failure.variant.name: failure.reason for failure in collect(tmp_path, read_plan(tmp_path, "abl")).failures}
+    found = reasons(tmp_path)
     assert found[VARIANT] == "FloatingPointError: the loss is not finite"
-    assert found[other].startswith("it left no record")
+    assert found[OTHER].startswith("it left no record")
     ended(tmp_path, "policy-rl_zero", "ConfigError: no such model")
-    found = {failure.variant.name: failure.reason for failure in collect(tmp_path, read_plan(tmp_path, "abl")).failures}
-    assert found[other] == "policy-rl_zero failed: ConfigError: no such model"
+    assert reasons(tmp_path)[OTHER] == "policy-rl_zero failed: ConfigError: no such model"
 
 
 def test_an_arm_whose_baseline_has_none_is_no_result(tmp_path: Path) -> None:
     plan(tmp_path)
-    for name, node in ((VARIANT, "train_grpo_speculative"), ("baseline-rl_zero-seed0", "train_grpo_autoregressive")):
+    for name, arm in ((VARIANT, Arm.SPECULATIVE), ("baseline-rl_zero-seed0", Arm.AUTOREGRESSIVE)):
         ended(tmp_path, name)
-        missing = {
-            failure.variant.name: failure.reason for failure in collect(tmp_path, read_plan(tmp_path, "abl")).failures
-        }
+        missing = reasons(tmp_path)
         steps = tuple(step(i, generation_s=1.0, reward=0.5) for i in range(3))
-        record = ArmRecord(arm=Arm(node[11:]), num_speculative_tokens=0, steps=steps, machine="")
-        write_record(record, tmp_path / "abl" / name / node / "arm.json")
+        record = ArmRecord(arm=arm, num_speculative_tokens=0, steps=steps, machine="")
+        write_record(record, tmp_path / "abl" / name / f"train_grpo_{arm.value}" / "arm.json")
     assert missing[VARIANT] == "its baseline is missing"
     assert [outcome.variant.name for outcome in collect(tmp_path, read_plan(tmp_path, "abl")).outcomes] == [VARIANT]
 
@@ -157,8 +140,7 @@ def test_a_failed_ablation_keeps_its_page_and_ends_its_runs(tmp_path: Path) -> N
     directory = fail_ablation(tmp_path, "abl", message="every draft failed")
     assert directory is not None
     assert "No variant came to a result." in (directory / "ablation.html").read_text()
-    (spool,) = (tmp_path / "spool").glob("*.jsonl")
-    assert read_spool(spool).events[-1].status == "FAILED"
+    assert events(tmp_path)[-1].status == "FAILED"
 
 
 def test_an_ablation_that_was_refused_has_no_page(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,5 @@
 """Arms of a bake-off: each is trained in its own execution, their steps in turn."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator
@@ -16,16 +14,14 @@ import pytest
 from slipstream.records.files import read_record
 from slipstream.records.steps import ArmRecord
 from slipstream.stages import train_grpo
-from slipstream.stages.context import RunContext
 from slipstream.study import interleaved
 from slipstream.train.arm import ArmPlan
 from slipstream.train.turns import in_turn
 from slipstream.types import Arm
+from tests.small import run_context
 
 
-def test_arms_take_turns_after_their_engines_have_started_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arms_take_turns_after_engines_started_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     starting: list[str] = []
 
@@ -53,23 +49,13 @@ def test_arms_take_turns_after_their_engines_have_started_one_by_one(
     monkeypatch.setattr(interleaved, "execution_run", lambda *_: nullcontext(tracker))
     monkeypatch.setattr(train_grpo, "Run", run)
     nothing: Any = None
-    members = {
-        name: interleaved._Member(
-            context=RunContext(execution=f"e/{name}", root=str(tmp_path), experiment="x", workload="rl_zero"),
-            recipe=nothing,
-            plan=ArmPlan(
-                arm=Arm.SPECULATIVE,
-                num_speculative_tokens=k,
-                draft=None,
-                start_engine=partial(start_engine, name),
-                label=name,
-            ),
-        )
-        for name, k in (("a", 1), ("b", 2))
-    }
-    one_by_one = threading.Semaphore(1)
-    train = partial(interleaved._train, starting=one_by_one, policy=tmp_path, prompts=(), decode="decoder")
-    found = in_turn({name: partial(train, member) for name, member in members.items()})
+    members = {}
+    for name, k in (("a", 1), ("b", 2)):
+        how = {"start_engine": partial(start_engine, name), "draft": None, "label": name}
+        plan = ArmPlan(arm=Arm.SPECULATIVE, num_speculative_tokens=k, **how)
+        members[name] = interleaved._Member(context=run_context(tmp_path, f"e/{name}"), recipe=nothing, plan=plan)
+    how = {"starting": threading.Semaphore(1), "policy": tmp_path, "prompts": (), "decode": "decoder"}
+    found = in_turn({name: partial(interleaved._train, member, **how) for name, member in members.items()})
     assert steps == ["a0", "b0", "b1", "a1"]
     for name, k in (("a", 1), ("b", 2)):
         record = read_record(ArmRecord, tmp_path / "e" / name / "train_grpo" / "arm.json")

@@ -1,7 +1,5 @@
 """Variants are ranked by step time beside the autoregressive arm of their own; losers and failures are shown."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,28 +19,17 @@ from tests.unit.report.handmade import step
 from tests.unit.sampled import accepted
 
 
-def setting(k: int, init: DraftInit = DraftInit.IN_DOMAIN, workload: Workload = Workload.RL_ZERO) -> Setting:
-    return Setting(workload=workload, init=init, method=DraftMethod.EAGLE3, loss="kl_div", num_speculative_tokens=k)
-
-
 def variant(k: int, seed: int = 0, **changes: Any) -> Variant:
-    return Variant(setting=setting(k, **changes), seed=seed)
+    own = {"workload": Workload.RL_ZERO, "init": DraftInit.IN_DOMAIN, "method": DraftMethod.EAGLE3, "loss": "kl_div"}
+    return Variant(setting=Setting(num_speculative_tokens=k, **{**own, **changes}), seed=seed)
 
 
-def arm(
-    generation_s: Sequence[float],
-    *,
-    k: int = 0,
-    accepted_tokens: Sequence[int] = (),
-    reward: float = 0.5,
-    machine: str = "",
-    training_s: float = 0.0,
-    steps_a_turn: int = 0,
-) -> ArmRecord:
+def arm(generation_s: Sequence[float], *, k: int = 0, reward: float = 0.5, **more: Any) -> ArmRecord:
     """A warm-up step and then these; every step takes 2 s beside generation, and `training_s` of the draft.
 
     Of 10 drafts 8 are accepted at each position; with `accepted_tokens` so many at the first position of each step.
     """
+    accepted_tokens, training_s = more.pop("accepted_tokens", ()), more.pop("training_s", 0.0)
     steps = []
     for i, seconds in enumerate((50.0, *generation_s)):
         counts = [accepted_tokens[min(i, len(accepted_tokens) - 1)], 0] if accepted_tokens else [8] * k
@@ -50,9 +37,9 @@ def arm(
         update = DraftUpdate(loss=1.0, num_updates=1, elapsed_s=training_s) if training_s else None
         train_s, step_s = made.times.train_s + training_s, made.times.step_s + training_s
         steps.append(replace(made, draft_update=update, times=replace(made.times, train_s=train_s, step_s=step_s)))
-    k = len(accepted_tokens and (0, 0)) or k
+    k = 2 if accepted_tokens else k
     kind = Arm.SPECULATIVE if k else Arm.AUTOREGRESSIVE
-    return ArmRecord(arm=kind, num_speculative_tokens=k, steps=tuple(steps), machine=machine, steps_a_turn=steps_a_turn)
+    return ArmRecord(arm=kind, num_speculative_tokens=k, steps=tuple(steps), **{"machine": "", **more})
 
 
 BASE = {0: arm([6] * 5), 1: arm([14] * 5)}
@@ -110,9 +97,7 @@ def test_rows_are_ranked_by_the_step_and_paired_by_seed() -> None:
         ([3.0, 3.1, 2.9, 3.0, 3.0], "faster, behind the first"),
     ],
 )
-def test_a_row_is_told_apart_from_the_first_only_by_an_interval_of_its_own(
-    generation_s: list[float], words: str
-) -> None:
+def test_a_row_is_told_apart_from_the_first_by_an_interval_of_its_own(generation_s: list[float], words: str) -> None:
     arms = {variant(2): arm([2.0, 1.9, 2.1, 1.8, 2.0], k=2), variant(5): arm(generation_s, k=5)}
     record = ablation(arms, {0: arm([6] * 5)})
     assert verdict(record.rows[1]) == words
@@ -122,19 +107,18 @@ def test_a_row_is_told_apart_from_the_first_only_by_an_interval_of_its_own(
 @pytest.mark.parametrize(
     ("k", "own", "words"), [(2, arm([2.0], k=2), "not measured"), (0, arm([6.0]), "speculation lost in tuning")]
 )
-def test_a_single_step_and_a_tuned_length_that_lost_have_verdicts_of_their_own(
-    k: int, own: ArmRecord, words: str
-) -> None:
+def test_a_single_step_and_a_length_that_lost_have_verdicts_of_their_own(k: int, own: ArmRecord, words: str) -> None:
     (row,) = ablation({variant(k): own}, {0: arm([6.0])}).rows
     assert (verdict(row), row.mean_acceptance_length) == (words, 2.6 if k else 1.0)
 
 
-def test_failures_are_shown_with_their_reason_and_a_row_says_how_many_seeds_finished() -> None:
-    text = study_text(
-        ablation({variant(2): arm([2] * 5, k=2)}, failures=[FAILED, replace(FAILED, variant=variant(2, 7))])
-    )
-    assert "rl_zero-in_domain-eagle3-kl_div-k9-seed0 FAILED: draft-9 failed: no prompts" in text
+def test_failures_are_shown_with_their_reason_a_row_with_how_many_seeds_finished_and_only_what_differs() -> None:
+    arms = {variant(2, init=init): arm([2] * 5, k=2) for init in (DraftInit.IN_DOMAIN, DraftInit.GENERAL)}
+    failed = replace(FAILED, variant=variant(2, 7))
+    text = study_text(ablation(arms, failures=[failed]))
+    assert "rl_zero-in_domain-eagle3-kl_div-k2-seed7 FAILED: draft-9 failed: no prompts" in text
     assert "1 of 2" in text
+    assert "in_domain, k 2" in text and "general, k 2" in text and "kl_div" not in text.replace(failed.variant.name, "")
 
 
 def test_what_was_not_measured_stands_last_with_the_reason_and_is_no_best(tmp_path: Path) -> None:
@@ -154,9 +138,7 @@ def test_what_was_not_measured_stands_last_with_the_reason_and_is_no_best(tmp_pa
     assert metrics["result/step_speedup"] == first.step.value
     assert metrics["result/control_ratio_rl_zero_in_domain_eagle3_kl_div_k5"] == pytest.approx(1.7 / 3.0)
     alone = ablation({variant(5): replace(busy, steps=steps)}, {0: BASE[0]})
-    assert answers(alone)[0].startswith(
-        "RL-Zero: no draft was measured; the best is rl_zero-in_domain-eagle3-kl_div-k5"
-    )
+    assert answers(alone)[0].startswith("RL-Zero: no draft was measured; the best is rl_zero-in_domain-eagle3-kl_div")
 
 
 def test_each_workload_has_a_ranking_of_its_own() -> None:
@@ -166,33 +148,16 @@ def test_each_workload_has_a_ranking_of_its_own() -> None:
     assert [words.partition(",")[0] for words in answers(record)] == ["RL-Zero: RL-Zero", "RL-Think: RL-Think"]
 
 
-def test_a_label_of_an_ablation_says_only_what_differs() -> None:
-    arms = {variant(2, init=init): arm([2] * 5, k=2) for init in (DraftInit.IN_DOMAIN, DraftInit.GENERAL)}
-    text = study_text(ablation(arms))
-    assert "in_domain, k 2" in text and "general, k 2" in text and "kl_div" not in text
-
-
 @pytest.mark.parametrize(("machine", "is_unequal"), [("a", False), ("", False), ("b", True)])
-def test_a_variant_of_another_machine_than_its_baseline_is_named(
-    tmp_path: Path, machine: str, is_unequal: bool
-) -> None:
+def test_a_variant_on_another_machine_than_its_base_is_named(tmp_path: Path, machine: str, is_unequal: bool) -> None:
     record = ablation({variant(2): arm([2] * 5, k=2, machine=machine)}, {0: arm([6] * 5, machine="a")})
     html, *_ = write_study(record, tmp_path)
     said = "on another machine than their baseline" in html.read_text()
     assert (record.outcomes[0].is_unequal, said) == (is_unequal, is_unequal)
 
 
-def test_a_page_without_a_result_says_so(tmp_path: Path) -> None:
-    html, json = write_study(ablation({}, failures=[FAILED]), tmp_path)
-    assert "No variant came to a result." in html.read_text()
-    assert read_record(StudyRecord, json).failures == (FAILED,)
-
-
 def drafter(method: DraftMethod, init: DraftInit | None, online: DraftOnline) -> Variant:
-    made = Setting(
-        workload=Workload.RL_ZERO, method=method, init=init, loss="kl_div", num_speculative_tokens=2, online=online
-    )
-    return Variant(setting=made, seed=0)
+    return variant(2, method=method, init=init, online=online)
 
 
 ONLINE = drafter(DraftMethod.EAGLE3, DraftInit.GENERAL, DraftOnline.ALWAYS)
@@ -206,9 +171,7 @@ TWICE = Trained(  # autoregressive steps of 8, 16 and 8 s, its own of 4, 8 and 4
     baseline=ALONE,
     pretraining_s=120.0,
 )
-LOSER = Trained(
-    arm=arm([8, 18, 8, 8, 8], accepted_tokens=[1], steps_a_turn=1), baseline=ALONE
-)  # steps of 10, 20 and 10 s
+LOSER = Trained(arm=arm([8, 18, 8, 8, 8], accepted_tokens=[1], steps_a_turn=1), baseline=ALONE)  # 10, 20 and 10 s
 
 
 def bake_off(trained: dict[Variant, Trained]) -> StudyRecord:
@@ -256,16 +219,13 @@ def test_the_answer_names_the_winner_if_there_is_one() -> None:
     assert "Not told apart from it by these steps: EAGLE-3, the task's prompts." in tied
 
 
-def test_published_figures_stand_in_columns_of_their_own_and_what_failed_below() -> None:
+def test_published_figures_stand_in_columns_of_their_own_what_failed_below_and_all_fits_a_terminal() -> None:
     *_, beside, dropped = study_text(BAKE_OFF).split("\n\n")
     header, _, first, last = beside.splitlines()
     assert header.split("paper: ")[1:] == ["acceptance length  ", "generation speedup"]
     assert first.split()[-2:] == ["3.04", "1.63x"]  # EAGLE-3, UltraChat + Magpie, online
     assert last.split()[-2:] == ["2.47", "0.70x"]
     assert dropped == "draft_model-in_domain-off FAILED: RuntimeError: no <memory>"
-
-
-def test_the_printed_tables_of_a_bake_off_fit_a_terminal() -> None:
     longest = drafter(DraftMethod.EAGLE3, DraftInit.IN_DOMAIN, DraftOnline.WHEN_STALE)
     assert max(map(len, study_text(bake_off({longest: TWICE})).splitlines())) <= 120
 

@@ -1,7 +1,5 @@
 """`slipstream study` and its presets refuse a grid before anything starts, and hand the workflow what they got."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path
@@ -69,7 +67,7 @@ LENGTHS, GIVEN = ("--draft-lengths", "0", "5"), {"draft_inits": [], "draft_lengt
         ("bakeoff", (*ONE, *SHORT), {**BAKE_OFF, **CHOSEN, **SHORTENED}),
     ],
 )
-def test_what_is_asked_for_reaches_the_workflow_and_what_is_not_is_the_presets(
+def test_the_workflow_gets_what_is_asked_for_and_the_presets(
     preset: str, arguments: tuple[str, ...], given: dict[str, Any]
 ) -> None:
     assert inputs(preset, *arguments) == given
@@ -77,9 +75,7 @@ def test_what_is_asked_for_reaches_the_workflow_and_what_is_not_is_the_presets(
 
 
 @pytest.mark.parametrize("preset", ["ablation", "bakeoff"])
-def test_relative_paths_are_handed_on_as_absolute_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str
-) -> None:
+def test_relative_paths_are_handed_on_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str) -> None:
     write_recipe(load_recipe("tiny"), tmp_path / "mine.yaml")
     monkeypatch.chdir(tmp_path)
     found = inputs(preset, "--recipe", "mine.yaml", "--overrides", "tracking.uri=sqlite:///my.db")

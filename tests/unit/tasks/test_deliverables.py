@@ -1,7 +1,5 @@
 """What travels between tasks through an object store, and what does not."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +10,9 @@ from flytekit import FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.types.directory import FlyteDirectory
 
-from slipstream.stages.context import RunContext
 from slipstream.stages.deliverables import deliver
 from tasks.deliverables import model_of, records_of
+from tests.small import run_context
 
 
 @pytest.fixture
@@ -25,10 +23,6 @@ def bucket(tmp_path: Path) -> Iterator[str]:
     access = FileAccessProvider(local_sandbox_dir=tmp_path / "pod", raw_output_prefix=f"{uri}/raw")
     with FlyteContextManager.with_context(context.with_file_access(access)):
         yield uri
-
-
-def _context(root: Path) -> RunContext:
-    return RunContext(execution="e", root=str(root), experiment="x", workload="rl_zero")
 
 
 def _model(directory: Path) -> Path:
@@ -49,34 +43,21 @@ def _upload(folder: Path, uri: str) -> FlyteDirectory:
 def test_records_travel_and_weights_are_found_on_the_root(tmp_path: Path, bucket: str) -> None:
     _model(tmp_path / "draft")
     (tmp_path / "draft.json").write_text("{}")
-    context = _context(tmp_path / "runs")
-    sent = _upload(handed_on_folder(context, tmp_path), f"{bucket}/draft")
-
+    context = run_context(tmp_path / "runs")
+    handed_on = deliver(context, "draft", tmp_path, records=("draft.json",), weights=("draft",))
+    sent = _upload(handed_on, f"{bucket}/draft")
     got, whole = records_of(sent), model_of(context, sent)
-
     assert sorted(path.name for path in got.rglob("*") if path.is_file()) == ["deliverable.json", "draft.json"]
     assert whole.is_relative_to(tmp_path / "runs")
     assert (whole / "draft" / "model.safetensors").read_text() == "0123456789"
     assert (whole / "draft.json").read_text() == "{}"
 
 
-def handed_on_folder(context: RunContext, directory: Path) -> Path:
-    return deliver(context, "draft", directory, records=("draft.json",), weights=("draft",))
-
-
-def test_a_users_own_model_is_fetched_whole_to_the_runs_root_or_without_its_tensors(
-    tmp_path: Path, bucket: str
-) -> None:
-    own = _upload(_model(tmp_path / "own"), f"{bucket}/own")
-
-    whole, small = model_of(_context(tmp_path / "runs"), own), records_of(own)
-
+def test_a_users_own_model_is_taken_where_it_is_or_fetched_perhaps_without_tensors(tmp_path: Path, bucket: str) -> None:
+    local, context = _model(tmp_path / "own"), run_context(tmp_path / "runs")
+    assert model_of(context, FlyteDirectory(str(local))) == records_of(FlyteDirectory(str(local))) == local
+    own = _upload(local, f"{bucket}/own")
+    whole, small = model_of(context, own), records_of(own)
     assert sorted(path.name for path in whole.iterdir()) == ["config.json", "model.safetensors"]
     assert whole.is_relative_to(tmp_path / "runs")
     assert [path.name for path in small.iterdir()] == ["config.json"]
-
-
-def test_a_users_own_local_model_is_taken_where_it_is(tmp_path: Path) -> None:
-    own = _model(tmp_path / "own")
-    assert model_of(_context(tmp_path), FlyteDirectory(str(own))) == own
-    assert records_of(FlyteDirectory(str(own))) == own

@@ -4,16 +4,14 @@ The stages are fakes that read what they are given. A task that hands on the nam
 fails here; tests/integration/test_pods.py runs the chain with the stages that are real.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -32,7 +30,8 @@ from slipstream.records.files import write_record
 from slipstream.stages.context import RunContext
 from slipstream.study.variants import Grid, Kind
 from slipstream.types import Arm, ArmLoop, Arms, Workload
-from tests.unit.tasks.declared import declared_tasks
+from tests.small import run_context
+from tests.unit.tasks.declared import declared_tasks, dispatched, error_in
 
 TASKS = declared_tasks()
 LENGTH = 7
@@ -72,14 +71,14 @@ class Stages:
             "certify_alone": ("certificate.json",),
             "project_speedup": ("projection.json",),
             "report_speedup": ("report.html", "report.json", "run.json", "drift.json"),
+            "bake_off": ("bake_off.html", "bake_off.json", "speedups.svg"),
         }
         return SimpleNamespace(
             **{name: self._writes(names) for name, names in written.items()},
             train_grpo=self._train_grpo,
-            bake_off=self._writes(("bake_off.html", "bake_off.json", "speedups.svg")),
             start_run=self._notes(
                 *("recipe", "root", "overrides", "loop", "arms"),
-                gives=lambda given: (_context(given["root"]), self.recipe),
+                gives=lambda given: (run_context(given["root"]), self.recipe),
             ),
             fail_run=self._notes("root", "execution", "message"),
             require_lossless=self._notes("certificate"),
@@ -92,7 +91,7 @@ class Stages:
             PreflightRecord=PreflightRecord,
             plan_ablation=self._notes(
                 *("recipe", "grid", "root", "execution", "requested"),
-                gives=lambda given: {kind: [_context(given["root"])] for kind in Kind},
+                gives=lambda given: {kind: [run_context(given["root"])] for kind in Kind},
             ),
             make_part=self._notes("part", gives=lambda given: given["part"].execution),
             rank_ablation=self._notes("root", "execution", gives=_ranking),
@@ -155,21 +154,15 @@ def _read(value: Any) -> Any:
     return (value / _MARK).read_text() if (value / _MARK).is_file() else value.name
 
 
-def _context(root: Path) -> RunContext:
-    return RunContext(execution="e", root=str(root), experiment="x", workload="rl_zero")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Case:
-    """A task, what its stage must have been given, and the files that it hands on."""
+    """A task: files that it hands on, `values` of inputs that are no files, and what its stage must have been given.
 
-    seen: Mapping[str, Any]
-    handed_on: tuple[str, ...]
-    values: Mapping[str, Any] = field(default_factory=dict)  # of inputs that are no files
+    `marks` are inputs whose folders the stage must have been given.
+    """
 
-
-def _marks(*names: str) -> dict[str, str]:
-    return {name: name for name in names}
+    def __init__(self, *handed_on: str, values: Mapping[str, Any] | None = None, marks: str = "", **seen: Any) -> None:
+        self.handed_on, self.values = handed_on, values or {}
+        self.seen = {name: name for name in marks.split()} | seen
 
 
 _FORM = {
@@ -208,114 +201,88 @@ _FIELD = {
     "online": [DraftOnline.OFF, DraftOnline.ALWAYS],
     "num_speculative_tokens": 3,
 }
+_REQUEST = {
+    **{"model": "qwen3-8b", "hardware": "gb200", "num_gpus": 32, "num_speculative_tokens": 3},
+    **{"mean_acceptance_length": 2.5, "max_off_policy_steps": 0, "generation_fraction": 0.5},
+    **{"mean_response_tokens": None, "seed_of_the_day": False},
+}
 _TAKES_PART = Grid(
     methods=(DraftMethod.EAGLE3, DraftMethod.NGRAM),
     draft_inits=(DraftInit.IN_DOMAIN,),
     online=(DraftOnline.OFF, DraftOnline.ALWAYS),
     draft_lengths=(3,),
 )
-_FAILED = {"message": "no luck"}
-_CERTIFICATE, _DELIVERED = "certificate.json", "deliverable.json"
-_ARMS = {"arms": ["arms", "arms"]}
+_CERTIFICATE, _DELIVERED = ("certificate.json", "deliverable.json"), "deliverable.json"
+_DATA = (_DELIVERED, "manifest.json", "tokenizer.json", "train.jsonl")
+_ARMS = ["arms", "arms"]
 CASES = {
     "start_run": Case(
+        "recipe.yaml",
         values={**_FORM, "loop": ArmLoop.SYNCHRONOUS},
-        seen={
-            "recipe": "tiny",
-            "overrides": {"workload": "rl_think", "grpo": {"seed": 0}},  # given is given, 0 too
-            "loop": ArmLoop.SYNCHRONOUS,
-            "arms": Arms.SPECULATIVE,
-        },
-        handed_on=("recipe.yaml",),
+        recipe="tiny",
+        overrides={"workload": "rl_think", "grpo": {"seed": 0}},  # given is given, 0 too
+        loop=ArmLoop.SYNCHRONOUS,
+        arms=Arms.SPECULATIVE,
     ),
-    "prepare_data": Case(
-        seen={"trains_draft": True}, handed_on=(_DELIVERED, "manifest.json", "tokenizer.json", "train.jsonl")
-    ),
-    "prepare_data_for": Case(
-        seen=_marks("policy"), handed_on=(_DELIVERED, "manifest.json", "tokenizer.json", "train.jsonl")
-    ),
-    "prepare_policy": Case(seen=_marks("data"), handed_on=("config.json", _DELIVERED, "policy.json")),
-    "pretrain_draft": Case(seen=_marks("policy", "data"), handed_on=(_DELIVERED, "draft.json")),
-    "tune_draft_length": Case(
-        seen=_marks("policy", "data", "draft"), handed_on=(_DELIVERED, "sweep.svg", "tuning.json")
-    ),
+    "prepare_data": Case(*_DATA, trains_draft=True),
+    "prepare_data_for": Case(*_DATA, marks="policy"),
+    "prepare_policy": Case("config.json", _DELIVERED, "policy.json", marks="data"),
+    "pretrain_draft": Case(_DELIVERED, "draft.json", marks="policy data"),
+    "tune_draft_length": Case(_DELIVERED, "sweep.svg", "tuning.json", marks="policy data draft"),
     "train_grpo": Case(
+        *("arm.json", _DELIVERED, "arm.json", _DELIVERED),
         values={"arms": Arms.BOTH, "loop": ArmLoop.ASYNCHRONOUS},
-        seen={**_marks("policy", "data", "draft", "tuning"), "others": (tuple(Arm),), "loop": ArmLoop.ASYNCHRONOUS},
-        handed_on=("arm.json", _DELIVERED, "arm.json", _DELIVERED),
+        marks="policy data draft tuning",
+        others=(tuple(Arm),),
+        loop=ArmLoop.ASYNCHRONOUS,
     ),
-    "evaluate_aime": Case(
-        seen={**_marks("data"), "model": "arms/policy", "others": (LAST,)},  # the arms after the start
-        handed_on=(*[_DELIVERED] * 3, *["evaluation.json"] * 3),
+    "evaluate_aime": Case(  # the arms after the start
+        *([_DELIVERED] * 3 + ["evaluation.json"] * 3), marks="data", model="arms/policy", others=(LAST,)
     ),
     "certify_losslessness": Case(
-        seen={
-            **_marks("policy", "data", "draft", "tuning"),
-            "trained": "trained/policy",
-            "trained_draft": "trained/draft",
-            "length": LENGTH,
-        },
-        handed_on=(_CERTIFICATE, _DELIVERED),
+        *_CERTIFICATE,
+        marks="policy data draft tuning",
+        trained="trained/policy",
+        trained_draft="trained/draft",
+        length=LENGTH,
     ),
-    "certify_draft": Case(
-        values={"k": 3}, seen={**_marks("policy", "data", "draft"), "k": 3}, handed_on=(_CERTIFICATE, _DELIVERED)
-    ),
-    "require_lossless": Case(seen=_marks("certificate"), handed_on=()),
-    "require_no_drift": Case(seen={"recipe": "tiny", **_marks("report")}, handed_on=()),
-    "project_speedup": Case(seen={**_marks("tuning"), **_ARMS}, handed_on=(_DELIVERED, "projection.json")),
+    "certify_draft": Case(*_CERTIFICATE, values={"k": 3}, marks="policy data draft", k=3),
+    "require_lossless": Case(marks="certificate"),
+    "require_no_drift": Case(marks="report", recipe="tiny"),
+    "project_speedup": Case(_DELIVERED, "projection.json", marks="tuning", arms=_ARMS),
     "report_speedup": Case(
-        seen={
-            **_marks("policy", "data", "draft", "tuning", "certificate", "projection"),
-            **_ARMS,
-            "evaluations": ["evaluations", "evaluations"],
-        },
-        handed_on=(_DELIVERED, "drift.json", "report.html", "report.json", "run.json"),
+        *(_DELIVERED, "drift.json", "report.html", "report.json", "run.json"),
+        marks="policy data draft tuning certificate projection",
+        arms=_ARMS,
+        evaluations=["evaluations", "evaluations"],
     ),
-    "fail_run": Case(values=_FORM, seen=_FAILED, handed_on=()),
-    "fail_certificate": Case(values=_FORM, seen=_FAILED, handed_on=()),
+    "fail_run": Case(values=_FORM, message="no luck"),
+    "fail_certificate": Case(values=_FORM, message="no luck"),
     "plan_ablation": Case(
         values=_GRID,
-        seen={
-            "recipe": "tiny",
-            "grid": Grid(**{name: tuple(values) for name, values in _VARIED.items()}),
-            "requested": {"grpo": {"num_steps": 2}},
-        },
-        handed_on=(),
+        recipe="tiny",
+        grid=Grid(**{name: tuple(values) for name, values in _VARIED.items()}),
+        requested={"grpo": {"num_steps": 2}},
     ),
-    "make_policy": Case(seen={"part": "e"}, handed_on=()),
-    "make_part": Case(seen={"part": "e"}, handed_on=()),
+    "make_policy": Case(part="e"),
+    "make_part": Case(part="e"),
     "rank_ablation": Case(
+        *("ablation.html", "ablation.json", _DELIVERED, "speedups.svg"),
         values={"finished": ["p0", None]},
-        seen={"execution": "whole"},
-        handed_on=("ablation.html", "ablation.json", _DELIVERED, "speedups.svg"),
+        execution="whole",
     ),
-    "fail_ablation": Case(values=_GRID, seen={"message": "no luck"}, handed_on=()),
-    "check_drafters": Case(values=_FIELD, seen={"grid": _TAKES_PART}, handed_on=()),
+    "fail_ablation": Case(values=_GRID, message="no luck"),
+    "check_drafters": Case(values=_FIELD, grid=_TAKES_PART),
     "bake_off": Case(
+        *("bake_off.html", "bake_off.json", _DELIVERED, "speedups.svg"),
         values=_FIELD,
-        seen={**_marks("policy", "data"), "others": (_TAKES_PART,)},
-        handed_on=("bake_off.html", "bake_off.json", _DELIVERED, "speedups.svg"),
+        marks="policy data",
+        others=(_TAKES_PART,),
     ),
-    "fail_bake_off": Case(values={**_FORM, **_FIELD}, seen=_FAILED, handed_on=()),
-    "preflight": Case(
-        values={"timeout_s": 2.0}, seen={"cluster": "local", "timeout_s": 2.0}, handed_on=("findings.json",)
-    ),
-    "require_ready": Case(seen={"findings": FOUND}, handed_on=()),
-    "project_request": Case(
-        values={
-            "model": "qwen3-8b",
-            "hardware": "gb200",
-            "num_gpus": 32,
-            "num_speculative_tokens": 3,
-            "mean_acceptance_length": 2.5,
-            "max_off_policy_steps": 0,
-            "generation_fraction": 0.5,
-            "mean_response_tokens": None,
-            "seed_of_the_day": False,
-        },
-        seen={},
-        handed_on=("projection.json",),
-    ),
+    "fail_bake_off": Case(values={**_FORM, **_FIELD}, message="no luck"),
+    "preflight": Case("findings.json", values={"timeout_s": 2.0}, cluster="local", timeout_s=2.0),
+    "require_ready": Case(findings=FOUND),
+    "project_request": Case("projection.json", values=_REQUEST),
 }
 
 
@@ -323,23 +290,27 @@ def test_every_task_is_tried() -> None:
     assert set(CASES) == set(TASKS)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_task_reads_its_inputs_from_the_store_and_writes_its_outputs_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    task, case, store = TASKS[name], CASES[name], f"memory://{uuid.uuid4().hex}"
-    stages = Stages(recipe=write_recipe(load_recipe("tiny"), tmp_path / "recipe.yaml"))
-    for module in (sys.modules[task.task_function.__module__], sys.modules["tasks.fail_run"]):
+def _put(stages: Stages, monkeypatch: pytest.MonkeyPatch, modules: Iterable[ModuleType]) -> None:
+    for module in modules:
         if "stage" in vars(module):
             monkeypatch.setattr(module, "stage", stages.namespace())
 
-    outputs = _dispatched(task, _inputs(task, case, stages, store, tmp_path / "runs"), tmp_path, raw=f"{store}/raw")
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_task_reads_and_writes_in_the_store_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    from flyteidl.core.literals_pb2 import LiteralMap
+
+    task, case, store = TASKS[name], CASES[name], f"memory://{uuid.uuid4().hex}"
+    stages = Stages(recipe=write_recipe(load_recipe("tiny"), tmp_path / "recipe.yaml"))
+    _put(stages, monkeypatch, (sys.modules[task.task_function.__module__], sys.modules["tasks.fail_run"]))
+    given = _inputs(task, case, stages, store, tmp_path / "runs")
+    meta = dispatched(task, given, tmp_path, raw=f"{store}/raw")
+    assert not (meta / "error.pb").exists(), error_in(meta / "error.pb")[1]
     assert {key: value for key, value in stages.seen.items() if key in case.seen} == case.seen
     assert {key for key, value in stages.seen.items() if key not in case.seen} <= {"root", "execution", "recipe"}
-    assert sorted(Path(path).name for path in fsspec.filesystem("memory").find(f"{store}/raw")) == sorted(
-        case.handed_on
-    )
+    left = fsspec.filesystem("memory").find(f"{store}/raw")
+    assert sorted(Path(path).name for path in left) == sorted(case.handed_on)
+    outputs = LiteralMap.FromString((meta / "outputs.pb").read_bytes()).literals
     assert set(outputs) == set(task.python_interface.outputs)
 
 
@@ -359,31 +330,14 @@ def _inputs(task: PythonFunctionTask, case: Case, stages: Stages, store: str, ro
         elif kind is FlyteFile:
             given[name] = FlyteFile.from_source(f"{store}/in/{_FILES[name]}")
         else:
-            parts = [replace(_context(root), execution="whole/p0")]
-            given[name] = {"context": _context(root), "contexts": parts, "run_root": str(root), **case.values}[name]
+            parts = [run_context(root, "whole/p0")]
+            given[name] = {"context": run_context(root), "contexts": parts, "run_root": str(root), **case.values}[name]
     return given
-
-
-def _dispatched(task: PythonFunctionTask, inputs: Mapping[str, Any], directory: Path, *, raw: str) -> dict[str, Any]:
-    """Run a task as its container does; its outputs as literals."""
-    from flyteidl.core.errors_pb2 import ErrorDocument
-    from flyteidl.core.literals_pb2 import LiteralMap
-    from flytekit.bin.entrypoint import _dispatch_execute, setup_execution
-    from flytekit.core.type_engine import TypeEngine
-
-    meta = directory / "meta"
-    with setup_execution(raw, str(meta)) as context:
-        literals = TypeEngine.dict_to_literal_map(context, dict(inputs), task.python_interface.inputs)
-        (directory / "inputs.pb").write_bytes(literals.to_flyte_idl().SerializeToString())
-        _dispatch_execute(context, lambda: task, str(directory / "inputs.pb"), str(meta))
-    if (meta / "error.pb").exists():
-        pytest.fail(ErrorDocument.FromString((meta / "error.pb").read_bytes()).error.message)
-    return dict(LiteralMap.FromString((meta / "outputs.pb").read_bytes()).literals)
 
 
 def test_without_a_speculative_arm_the_tasks_of_a_draft_make_nothing(tmp_path: Path) -> None:
     """They return before they read an input: none of these could be fetched."""
-    context, absent = replace(_context(tmp_path), arms=Arms.AUTOREGRESSIVE.value), FlyteDirectory("absent")
+    context, absent = run_context(tmp_path, arms=Arms.AUTOREGRESSIVE.value), FlyteDirectory("absent")
     shared = {"context": context, "recipe": FlyteFile("absent"), "policy": absent, "data": absent}
     without = {"draft": None, "tuning": None}
     assert TASKS["pretrain_draft"].task_function(**shared).draft is None
@@ -393,17 +347,11 @@ def test_without_a_speculative_arm_the_tasks_of_a_draft_make_nothing(tmp_path: P
 
 
 @pytest.mark.parametrize(("name", "num_arms"), [("speculative_rl", 2), ("asynchronous_rl", 4)])
-def test_nested_workflows_run_as_one_on_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_arms: int
-) -> None:
+def test_nested_workflows_run_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_arms: int) -> None:
     stages = Stages(recipe=write_recipe(load_recipe("tiny"), tmp_path / "recipe.yaml"))
-    for module in {sys.modules[task.task_function.__module__] for task in TASKS.values()}:
-        if "stage" in vars(module):
-            monkeypatch.setattr(module, "stage", stages.namespace())
-
+    _put(stages, monkeypatch, {sys.modules[task.task_function.__module__] for task in TASKS.values()})
     workflow = vars(importlib.import_module(f"workflows.{name}"))[name]
     made = workflow(recipe="tiny", run_root=str(tmp_path / "runs"))
-
     assert "report.html" in os.listdir(str(made.report.path))
     assert len(stages.seen["arms"]) == num_arms
     assert len(set(stages.seen["evaluations"])) == num_arms + 1  # each of another policy

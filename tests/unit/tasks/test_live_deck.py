@@ -1,7 +1,5 @@
 """A long task shows in its deck how far it is, while it runs and when it has failed: run as its container runs it."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,9 +12,10 @@ from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.tracking.spool import Event, RunHeader, Spool, spool_directory, spool_path
 from tasks import live_deck
 from tasks.recoverable import recoverable
+from tests.small import UNTRACKED, run_context
+from tests.unit.tasks.declared import dispatched
 
 SEEN: dict[str, str] = {}
-SERVERLESS = {"tracking": {"uri": "http://127.0.0.1:9", "close_wait_s": 0.0}}
 
 
 @task(enable_deck=True, deck_fields=())
@@ -38,24 +37,13 @@ def trained(context: RunContext, deck: str, fails: bool) -> str:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_deck_shows_reward_and_stages_before_the_task_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    from flytekit.bin.entrypoint import _dispatch_execute, setup_execution
-    from flytekit.core.type_engine import TypeEngine
-    from flytekit.core.utils import write_proto_to_file
-
+def test_the_deck_shows_reward_and_stages_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     SEEN.clear()
     monkeypatch.setattr(live_deck, "EVERY_S", 0.05)
     monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "e")
-    write_recipe(load_recipe("tiny", overrides=SERVERLESS), recorded_recipe(tmp_path, "e"))
-    context = RunContext(execution="e", root=str(tmp_path), experiment="tiny", workload="rl_zero")
+    write_recipe(load_recipe("tiny", overrides={"tracking": UNTRACKED}), recorded_recipe(tmp_path, "e"))
     deck = tmp_path / "meta" / "deck.html"
-    with setup_execution(str(tmp_path / "raw"), str(tmp_path / "meta")) as ctx:
-        given = {"context": context, "deck": str(deck), "fails": fails}
-        literals = TypeEngine.dict_to_literal_map(ctx, given, trained.python_interface.inputs)
-        write_proto_to_file(literals.to_flyte_idl(), str(tmp_path / "inputs.pb"))
-        _dispatch_execute(ctx, lambda: trained, str(tmp_path / "inputs.pb"), str(tmp_path / "meta"))
+    dispatched(trained, {"context": run_context(tmp_path), "deck": str(deck), "fails": fails}, tmp_path)
     assert (tmp_path / "meta" / "error.pb").exists() is fails
     for page in [deck.read_text()] if fails else [SEEN["running"], deck.read_text()]:
         assert "speculative: runs" in page and "3 steps" in page and "75%" in page

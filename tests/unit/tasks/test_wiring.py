@@ -1,7 +1,5 @@
 """What every task and workflow is declared with: read off the registered objects, for a pod meets nothing else."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from inspect import signature
 from pathlib import Path
@@ -74,15 +72,11 @@ def test_the_first_task_is_handed_each_input_of_the_launch_under_its_own_name(wo
     shared = {*workflow.python_interface.inputs} & {each.var for each in first.bindings}
     assert {"recipe", "overrides", "run_root"} < shared
     assert shared == {*promised}
-    assert {var: (promise.node_id, promise.var) for var, promise in promised.items()} == {
-        var: (_LAUNCH, var) for var in shared
-    }
+    assert {(var, each.node_id, each.var) for var, each in promised.items()} == {(var, _LAUNCH, var) for var in shared}
 
 
 @pytest.mark.parametrize("of_the_day", [False, True])
-def test_the_day_seeds_a_recurring_projection(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, of_the_day: bool
-) -> None:
+def test_the_day_seeds_recurring_projections(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, of_the_day: bool) -> None:
     seen: list[int] = []
 
     def write_request(request: Any, directory: Path, *, seed: int) -> Path:

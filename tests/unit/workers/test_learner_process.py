@@ -1,7 +1,5 @@
 """A rank of the learner: files for engines on its host, fingerprints by turn, and the drafts that it starts from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -35,16 +33,13 @@ class Model:
         return (held_whole(name, tensor) for name, tensor in self.tensors.items())
 
 
-def policy() -> Model:
-    return Model({"layers.0.w": torch.ones(2, 3), "layers.1.w": torch.full((4,), 2.0)})
-
-
 class Rank(LearnerProcess):
-    """A rank that holds those, and notes when it works."""
+    """A rank that holds a policy of 10 elements and a draft of 3, and notes when it works."""
 
     def __init__(self, rank: int = 0) -> None:
         super().__init__(LearnerConfig(), rank=rank)
-        self.policy, self.draft, self.num_works = policy(), Model({"fc": torch.zeros(3)}), 0
+        self.policy = Model({"layers.0.w": torch.ones(2, 3), "layers.1.w": torch.full((4,), 2.0)})
+        self.draft, self.num_works = Model({"fc": torch.zeros(3)}), 0
 
     @property
     def _loaded(self) -> Any:
@@ -58,18 +53,19 @@ class Rank(LearnerProcess):
         self.num_works += 1
         return nullcontext()
 
+    def written(self, directory: Path, version: int, *, is_draft: bool = False) -> dict[str, torch.Tensor]:
+        """The tensors of the file that this rank writes."""
+        found = self.publish(directory, version, is_draft=is_draft)
+        assert found is not None and found.version == version
+        return load_file(found.path)
+
 
 def test_policy_and_draft_are_written_to_files_of_their_own_and_shared_cores_are_told(tmp_path: Path) -> None:
     rank = Rank()
-    written, draft = rank.publish(tmp_path, 3), rank.publish(tmp_path, 1, is_draft=True)
-    assert written is not None and draft is not None
-    assert (written.version, draft.version, rank.num_works) == (3, 1, 2)
-    assert {name: tensor.tolist() for name, tensor in load_file(written.path).items()} == {
-        "layers.0.w": [[1.0] * 3] * 2,
-        "layers.1.w": [2.0] * 4,
-    }
-    assert list(load_file(draft.path)) == ["fc"]
-    assert rank.weight_bytes() == (6 + 4) * 4
+    policy, draft = rank.written(tmp_path, 3), rank.written(tmp_path, 1, is_draft=True)
+    held = {"layers.0.w": [[1.0] * 3] * 2, "layers.1.w": [2.0] * 4}
+    assert {name: tensor.tolist() for name, tensor in policy.items()} == held
+    assert (list(draft), rank.num_works) == (["fc"], 2)
 
 
 def test_other_ranks_go_through_the_weights_and_write_nothing(tmp_path: Path) -> None:
@@ -86,19 +82,15 @@ def test_another_policy_may_have_other_tensors_and_what_was_sent_is_forgotten(tm
     rank._is_new(POLICY)
     assert rank.weight_bytes() == 4
     rank.release()
-    written = rank.publish(tmp_path, 4)
-    assert written is not None and list(load_file(written.path)) == ["w"]
+    assert list(rank.written(tmp_path, 4)) == ["w"]
 
 
 def test_what_is_sent_counts_the_draft_where_it_is_sent_too_in_the_type_of_the_engines() -> None:
     rank = Rank()
-    assert rank.weight_bytes() == 40
-    rank._is_new(DRAFT, draft_dtype=Dtype.FLOAT32)
-    assert rank.weight_bytes() == 40 + 3 * 4
-    rank._is_new(DRAFT, draft_dtype=Dtype.BFLOAT16)
-    assert rank.weight_bytes() == 40 + 3 * 2
-    rank._is_new(DRAFT)  # one that is trained before RL
-    assert rank.weight_bytes() == 40
+    assert rank.weight_bytes() == 10 * 4
+    for dtype, num_bytes in ((Dtype.FLOAT32, 12), (Dtype.BFLOAT16, 6), (None, 0)):  # None: it is trained before RL
+        rank._is_new(DRAFT, draft_dtype=dtype)
+        assert rank.weight_bytes() == 40 + num_bytes
 
 
 def test_fingerprints_are_of_the_tensors_whose_turn_it_is_as_the_type_asked_for() -> None:
@@ -111,20 +103,17 @@ def test_fingerprints_are_of_the_tensors_whose_turn_it_is_as_the_type_asked_for(
 
 def test_a_quantized_policy_is_written_and_fingerprinted_as_engines_hold_it(tmp_path: Path) -> None:
     """Rank 0 alone answers, of the tensors whose turn it is; the first policy after a release has its own format."""
-    name = "model.layers.1.mlp.up_proj.weight"
+    name, norm = "model.layers.1.mlp.up_proj.weight", "model.layers.1.norm.weight"
     rank, other = Rank(), Rank(rank=1)
     for each in (rank, other):
-        each.policy = Model({name: torch.tensor([[2.54, -1.0]]), "model.layers.1.norm.weight": torch.ones(2)})
+        each.policy = Model({name: torch.tensor([[2.54, -1.0]]), norm: torch.ones(2)})
         each._sent_as = WeightFormat(dtype="int8", largest=127, largest_input=127)
     assert rank.weight_bytes() == 2 + 4 + 8
-    written = rank.publish(tmp_path, 1)
-    assert written is not None
-    held = load_file(written.path)
+    held = rank.written(tmp_path, 1)
     assert held[name].tolist() == [[127, -50]] and held[name + "_scale"].tolist() == [[pytest.approx(0.02)]]
-    dtypes = {name: "int8", name + "_scale": "float32", "model.layers.1.norm.weight": "bfloat16"}
-    held["model.layers.1.norm.weight"] = held["model.layers.1.norm.weight"].bfloat16()
-    expected = part_fingerprints(held_whole(*each) for each in held.items())
-    assert rank.weight_fingerprints(dtypes, ALL) == expected
+    dtypes = {name: "int8", name + "_scale": "float32", norm: "bfloat16"}
+    held[norm] = held[norm].bfloat16()
+    assert rank.weight_fingerprints(dtypes, ALL) == part_fingerprints(held_whole(*each) for each in held.items())
     assert rank.weight_fingerprints(dtypes, Turn(index=0, count=2)) == other.weight_fingerprints(dtypes, ALL) == {}
     rank.release()
     assert rank.weight_bytes() == 8 + 8

@@ -1,8 +1,7 @@
 """Dealing a batch to data-parallel ranks, and the start of ranks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +13,7 @@ from slipstream.learner.packing import plan_shards
 from slipstream.workers import learners
 from slipstream.workers.calls import Deadline, Worker
 from slipstream.workers.learners import RemoteLearner, Shards
+from tests.small import replace_in
 from tests.unit.recipe_fields.workers import FakeRay
 
 
@@ -25,9 +25,7 @@ def test_the_longest_go_first_to_whoever_has_the_fewest_tokens() -> None:
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8))
-def test_every_sequence_is_dealt_once_and_no_rank_waits_for_more_than_one_sequence(
-    lengths: list[int], num_ranks: int
-) -> None:
+def test_every_sequence_is_dealt_once_and_no_rank_waits_for_more_than_one(lengths: list[int], num_ranks: int) -> None:
     shards = plan_shards(lengths, num_ranks)
     assert sorted(index for shard in shards for index in shard) == list(range(len(lengths)))
     tokens = [sum(lengths[index] for index in shard) for shard in shards]
@@ -43,35 +41,27 @@ def test_answers_come_back_in_the_batchs_order() -> None:
     assert shards.in_order(answers) == [sequence.upper() for sequence in sequences]
 
 
-def test_ranks_of_one_copy_get_the_same_part_and_one_of_them_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learners, "ray", SimpleNamespace(put=lambda part: part))
-    layout = ParallelConfig(tensor=2, context=2, data=2, pipeline=2)
-    ranks = [Worker(rank, f"learner rank {rank}") for rank in range(layout.world_size)]
-    learner, called = RemoteLearner(ranks, layout, Deadline(1.0, "fixed")), list[tuple[int, list[int]]]()
-
-    def call(rank: int, part: list[int]) -> tuple[int, list[int]]:
-        called.append((rank, part))
-        return rank, part
-
-    monkeypatch.setattr(learner._crew, "gather", lambda what, calls: [answer for _, answer in calls])
-    answers = learner._on_shards("logprobs", Shards(((0, 2), (1,))), list, call)
-    assert answers == [(0, [0, 2]), (4, [1])]
-    parts = [[0, 2]] * 4 + [[1]] * 4
-    assert called == list(enumerate(parts * 2))  # the second stage computes the same
-
-
 def test_an_update_with_fewer_sequences_than_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"an update must have a sequence for each of 3 data-parallel ranks, got 2"):
         Shards.of_update([[1, 2], [3, 4]], 3)
 
 
-def test_a_learners_gpu_has_one_queue_of_work_so_that_megatrons_collectives_overlap(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_of_one_copy_get_the_same_part_and_one_of_them_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learners, "ray", SimpleNamespace(put=lambda part: part))
+    layout = ParallelConfig(tensor=2, context=2, data=2, pipeline=2)
+    ranks = [Worker(rank, f"learner rank {rank}") for rank in range(layout.world_size)]
+    learner, called = RemoteLearner(ranks, layout, Deadline(1.0, "fixed")), list[Any]()
+    monkeypatch.setattr(learner._crew, "gather", lambda what, calls: [answer for _, answer in calls])
+    shards = Shards(((0, 2), (1,)))
+    answers = learner._on_shards("logprobs", shards, list, lambda *call: called.append(call) or call)
+    assert answers == [(0, [0, 2]), (4, [1])]
+    parts = [[0, 2]] * 4 + [[1]] * 4
+    assert called == list(enumerate(parts * 2))  # the second stage computes the same
+
+
+def test_a_learners_gpu_has_one_queue_so_that_megatrons_collectives_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = FakeRay()
-    monkeypatch.setattr(learners, "ray", ray)
-    monkeypatch.setattr(learners, "started", lambda workers, deadline: workers)
-    monkeypatch.setattr(learners, "_join", lambda ranks, deadline: None)
+    replace_in(monkeypatch, learners, ray=ray, started=lambda workers, _: workers, _join=lambda *_: None)
     learners.start_ranks(LearnerConfig(num_threads=3), [{"num_gpus": 0}])
     environment = ray.options[0]["runtime_env"]["env_vars"]
     assert (environment["CUDA_DEVICE_MAX_CONNECTIONS"], environment["OMP_NUM_THREADS"]) == ("1", "3")

@@ -15,6 +15,7 @@ from slipstream.workers.engines import EngineProcess
 from slipstream.workers.learner_process import LearnerProcess
 from slipstream.workers.placement.config import Layout
 from slipstream.workers.reservation import PlacementError, engine_share, learner_share, require_gpu, reserved
+from tests.small import replace_in
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
@@ -25,12 +26,9 @@ def test_all_that_may_live_on_a_gpu_fits_its_bundle(num_engine_sets: int, num_le
     assert min(engine_share(layout), learner_share(layout)) > 0
 
 
-def test_a_layout_without_gpus_reserves_nothing() -> None:
-    assert reserved(Layout()) is None
-
-
-def test_shares_are_those_of_rays_bookkeeping() -> None:
+def test_shares_are_those_of_rays_bookkeeping_and_a_layout_without_gpus_reserves_nothing() -> None:
     assert engine_share(Layout(num_engine_sets=7)) == pytest.approx(0.0857)  # 0.6 / 7, rounded down
+    assert reserved(Layout()) is None
 
 
 @pytest.fixture
@@ -45,9 +43,7 @@ def assigned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ids
 
 
-def test_a_learner_that_was_given_a_gpu_and_sees_no_cuda_says_what_it_was_given_and_what_to_do(
-    assigned: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_learner_without_its_gpus_cuda_says_what_to_do(assigned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reservation.socket, "gethostname", lambda: "node7")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -64,27 +60,18 @@ def test_a_learner_that_was_given_a_gpu_and_sees_no_cuda_says_what_it_was_given_
     LearnerProcess(LearnerConfig(), rank=2)
 
 
-def test_a_learner_that_was_given_no_gpu_may_do_without_and_torch_is_not_asked(
-    assigned: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assigned.clear()
-    monkeypatch.setattr(learner_process, "_without_cuda", lambda: pytest.fail("asked"))
-    LearnerProcess(LearnerConfig())
-
-
-def test_an_engine_that_was_given_a_gpu_and_would_generate_on_the_cpu_does_not_start(
+def test_an_engine_with_a_gpu_does_not_start_on_the_cpu(
     assigned: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     def start(**more: Any) -> None:
         EngineProcess(tmp_path, config=EngineConfig(max_model_len=32, max_num_seqs=4), speculative_config=None, **more)
 
-    with pytest.raises(
-        PlacementError, match=r"^engine on .* Ray assigned to it, GPU 3, but vLLM would generate on 'cpu'"
-    ):
+    message = r"^engine on .* Ray assigned to it, GPU 3, but vLLM would generate on 'cpu'"
+    with pytest.raises(PlacementError, match=message):
         start()
     started: list[Any] = []
-    monkeypatch.setattr(engines.VllmEngine, "__init__", lambda *_, **__: started.append("vLLM"))
-    monkeypatch.setattr(engines, "node_address", lambda: "127.0.0.1")
+    replace_in(monkeypatch, engines.VllmEngine, __init__=lambda *_, **__: started.append("vLLM"))
+    replace_in(monkeypatch, engines, node_address=lambda: "127.0.0.1")
     start(logical_gpus=True)
     assigned.clear()
     start()
@@ -95,7 +82,12 @@ def test_an_engine_that_was_given_a_gpu_and_would_generate_on_the_cpu_does_not_s
         start()
 
 
-def test_outside_ray_there_is_nothing_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_RAY_BUNDLE_INDICES", raising=False)
+def test_a_learner_that_was_given_no_gpu_may_do_without_and_torch_is_not_asked_nor_is_anything_outside_ray(
+    assigned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assigned.clear()
+    monkeypatch.setattr(learner_process, "_without_cuda", lambda: pytest.fail("asked"))
+    LearnerProcess(LearnerConfig())
+    assigned.append("3")
     monkeypatch.setattr(reservation, "ray", SimpleNamespace(is_initialized=lambda: False))
     require_gpu("learner", problem=lambda: pytest.fail("asked"))

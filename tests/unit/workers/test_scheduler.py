@@ -1,7 +1,5 @@
 """Scheduling of groups by seen lengths, over engines on clocks of their own, and in flight."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.engine.protocol import Portion, RunningTime
+from slipstream.engine.protocol import GenerationResult, Portion, RunningTime
 from slipstream.engine.requests import GroupRequest, group_requests
 from slipstream.types import Prompt, RolloutGroup
 from slipstream.workers.scheduler import Deal, Ledger, SeenLengths, deal, gather, joined, together
@@ -23,31 +21,24 @@ def prompt(name: str, length: int = 4) -> Prompt:
 
 
 def group(prompt: Prompt, *lengths: int) -> RolloutGroup:
-    return RolloutGroup(
-        prompt=prompt, rollouts=tuple(rollout((7,) * length, prompt_id=prompt.id) for length in lengths)
-    )
+    rollouts = tuple(rollout((7,) * length, prompt_id=prompt.id) for length in lengths)
+    return RolloutGroup(prompt=prompt, rollouts=rollouts)
 
 
-def seen(**lengths: int) -> SeenLengths:
-    history = SeenLengths()
-    history.note(group(prompt(name), length) for name, length in lengths.items())
-    return history
+def portion(*groups: tuple[int, RolloutGroup], span: tuple[float, float] = (0.0, 1.0), **values: Any) -> Portion:
+    return Portion(groups=groups, started_s=span[0], ended_s=span[1], **{"acceptance": None, **values})
 
 
 def names(requests: Sequence[GroupRequest]) -> str:
     return "".join(request.prompt.id for request in requests)
 
 
-def test_before_anything_was_seen_all_are_expected_to_be_equal() -> None:
+def test_a_prompt_takes_what_it_took_last_and_all_are_equal_before_anything_was_seen() -> None:
     assert SeenLengths().expected(prompt("a")) == SeenLengths().expected(prompt("b", length=90)) == 1.0
-
-
-def test_a_prompt_takes_what_it_took_last() -> None:
     history = SeenLengths()
-    history.note([group(prompt("a"), 10, 30)])
-    assert history.expected(prompt("a")) == 20.0
-    history.note([group(prompt("a"), 100)])
-    assert history.expected(prompt("a")) == 100.0
+    for lengths, expected in (((10, 30), 20.0), ((100,), 100.0)):
+        history.note([group(prompt("a"), *lengths)])
+        assert history.expected(prompt("a")) == expected
 
 
 def test_an_unseen_prompt_takes_the_mean_of_its_kind_or_of_all() -> None:
@@ -59,34 +50,26 @@ def test_an_unseen_prompt_takes_the_mean_of_its_kind_or_of_all() -> None:
     assert history.expected(prompt("new", 8)) == 10 + (42 - 10) / 4 == 18.0
 
 
-def test_the_longest_goes_first_to_the_engine_with_the_least_to_do() -> None:
-    requests = group_requests([prompt(name) for name in "abcde"], group_size=2, seed=0)
-    dealt = deal(requests, seen(a=10, b=50, c=20, d=40, e=25), num_engines=2, num_slots=None)
-    # 50 | 40, then 25 beside the 40, 20 beside the 50, and 10 beside the 65 of d and e, which is less than 70.
-    assert [names(share) for share in dealt.shares] == ["bc", "dea"]
-    assert dealt.queue == ()
-
-
-def test_unknown_lengths_are_dealt_in_turn() -> None:
-    requests = group_requests([prompt(name) for name in "abcdef"], group_size=1, seed=0)
-    dealt = deal(requests, SeenLengths(), num_engines=3, num_slots=None)
-    assert [names(share) for share in dealt.shares] == ["ad", "be", "cf"]
-
-
-def test_what_has_no_room_waits_longest_first() -> None:
-    requests = group_requests([prompt(name) for name in "abcdef"], group_size=2, seed=0)
-    dealt = deal(requests, seen(a=1, b=2, c=3, d=4, e=5, f=6), num_engines=2, num_slots=5)
-    # Five slots hold two groups of two: f and c, e and d.
-    assert [names(share) for share in dealt.shares] == ["fc", "ed"]
-    assert names(dealt.queue) == "ba"
-    assert deal(requests, seen(a=1, b=2, c=3, d=4, e=5, f=6), num_engines=2, num_slots=4) == dealt
-
-
-def test_a_group_larger_than_an_engine_is_dealt_to_one_of_its_own() -> None:
-    requests = group_requests([prompt(name) for name in "abc"], group_size=8, seed=0)
-    dealt = deal(requests, SeenLengths(), num_engines=2, num_slots=5)
-    assert [names(share) for share in dealt.shares] == ["a", "b"]
-    assert names(dealt.queue) == "c"
+@pytest.mark.parametrize(
+    ("lengths", "group_size", "num_slots", "shares", "queue"),
+    [
+        # 50 | 40, then 25 beside the 40, 20 beside the 50, and 10 beside the 65 of d and e, which is less than 70.
+        ({"a": 10, "b": 50, "c": 20, "d": 40, "e": 25}, 2, None, ["bc", "dea"], ""),
+        ({name: 0 for name in "abcdef"}, 1, None, ["ace", "bdf"], ""),  # none was seen
+        # Five slots hold two groups of two, as four do: f and c, e and d.
+        ({name: length for length, name in enumerate("abcdef", start=1)}, 2, 5, ["fc", "ed"], "ba"),
+        ({name: length for length, name in enumerate("abcdef", start=1)}, 2, 4, ["fc", "ed"], "ba"),
+        ({name: 0 for name in "abc"}, 8, 5, ["a", "b"], "c"),  # each is larger than an engine
+    ],
+)
+def test_the_longest_goes_first_to_the_engine_with_the_least_to_do_and_what_has_no_room_waits(
+    lengths: dict[str, int], group_size: int, num_slots: int | None, shares: list[str], queue: str
+) -> None:
+    history = SeenLengths()
+    history.note(group(prompt(name), length) for name, length in lengths.items() if length)
+    requests = group_requests([prompt(name) for name in lengths], group_size=group_size, seed=0)
+    dealt = deal(requests, history, num_engines=2, num_slots=num_slots)
+    assert ([names(share) for share in dealt.shares], names(dealt.queue)) == (shares, queue)
 
 
 @dataclass
@@ -116,17 +99,18 @@ class TimedEngines:
             running = sum(len(other.seeds) for other, _ in left.values())
             if room_for is not None and running + room_for <= self.num_slots:
                 break
-        self.ended[len(self.calls)] = Portion(
-            groups=tuple(done), acceptance=None, started_s=started_s, ended_s=self.now[engine]
-        )
+        self.ended[len(self.calls)] = portion(*done, span=(started_s, self.now[engine]))
         return len(self.calls)
-
-    def generate(self, dealt: Deal) -> list[list[Portion]]:
-        return gather(dealt, start=self.start, wait=self.wait)
 
     def wait(self, calls: Sequence[int]) -> tuple[int, Portion]:
         first = min(calls, key=lambda call: self.ended[call].ended_s)
         return first, self.ended[first]
+
+    def generate(self, requests: Sequence[GroupRequest], dealt: Deal | None = None) -> GenerationResult:
+        """Generate what is dealt, or the groups of unknown lengths."""
+        dealt = dealt or deal(requests, SeenLengths(), num_engines=self.num_engines, num_slots=self.num_slots)
+        self.portions = gather(dealt, start=self.start, wait=self.wait)
+        return joined(requests, self.portions)
 
 
 def requests_of(*seconds: int, group_size: int = 2) -> tuple[GroupRequest, ...]:
@@ -136,9 +120,7 @@ def requests_of(*seconds: int, group_size: int = 2) -> tuple[GroupRequest, ...]:
 
 def test_without_a_queue_every_engine_gets_one_call_that_runs_to_its_end() -> None:
     engines = TimedEngines(num_engines=2, num_slots=8)
-    requests = requests_of(5, 3, 2)
-    portions = engines.generate(deal(requests, SeenLengths(), num_engines=2, num_slots=8))
-    result = joined(requests, portions)
+    result = engines.generate(requests_of(5, 3, 2))
     assert [(engine, *rest) for engine, _, *rest in engines.calls] == [(0, True, None), (1, True, None)]
     assert [each.prompt.id for each in result.groups] == ["5", "3", "2"]
     # 5 and 2 on the first engine, at the same time; 3 on the second, which idles for 2 of 2 x 5 seconds.
@@ -160,87 +142,66 @@ def test_an_engine_takes_from_the_queue_when_a_group_has_room_and_goes_on_when_i
     engines, requests = TimedEngines(num_engines=2, num_slots=num_slots), requests_of(*map(int, seconds))
     first, second = shares
     dealt = Deal(shares=(requests[:first], requests[first:second]), queue=requests[second:])
-    result = joined(requests, engines.generate(dealt))
+    result = engines.generate(requests, dealt)
     assert [(engine, names(taken), room) for engine, taken, _, room in engines.calls] == calls
     assert [is_first for _, _, is_first, _ in engines.calls] == [True, True, False, False]
     assert "".join(each.prompt.id for each in result.groups) == seconds
     assert (result.generation_s, result.engine_idle_fraction) == (ends[0], pytest.approx(ends[1]))
 
 
-def test_engines_that_got_nothing_are_idle_all_the_time() -> None:
-    requests = requests_of(4)
-    engines = TimedEngines(num_engines=3, num_slots=4)
-    result = joined(requests, engines.generate(deal(requests, SeenLengths(), num_engines=3, num_slots=4)))
+def test_engines_that_got_nothing_are_idle_all_the_time_and_one_engine_never() -> None:
+    result = TimedEngines(num_engines=3, num_slots=4).generate(requests_of(4))
     assert result.engine_idle_fraction == pytest.approx(2 / 3)
-
-
-def test_one_engine_is_never_idle() -> None:
-    requests = requests_of(4, 2)
-    engines = TimedEngines(num_engines=1, num_slots=4)
-    result = joined(requests, engines.generate(deal(requests, SeenLengths(), num_engines=1, num_slots=None)))
+    result = TimedEngines(num_engines=1, num_slots=4).generate(requests_of(4, 2))
     assert (result.generation_s, result.engine_idle_fraction, result.acceptance) == (4.0, 0.0, None)
+
+
+ONE_TWO = requests_of(1, 2)
+ENTRIES = [(index, group(request.prompt, 1, 1)) for index, request in enumerate(ONE_TWO)]
 
 
 def test_the_time_is_that_of_the_engine_that_took_longest_from_its_first_call_to_its_last() -> None:
     """The pause between two calls of a lone engine is its own: nobody waits for anybody."""
-    requests = requests_of(1, 2)
-    entries = [(index, group(requests[index].prompt, 1, 1)) for index in (0, 1)]
     steps = RunningTime(num_running=2, num_steps=5, num_tokens=20, elapsed_s=0.5)
-    first = Portion(
-        groups=(entries[0],), acceptance=None, started_s=7.0, ended_s=8.0, running=(steps,), num_preemptions=2
-    )
-    second = Portion(
-        groups=(entries[1],), acceptance=None, started_s=9.0, ended_s=10.0, running=(steps,), num_preemptions=3
-    )
-    result = joined(requests, [[first, second]])
+    first = portion(ENTRIES[0], span=(7.0, 8.0), running=(steps,), num_preemptions=2)
+    second = portion(ENTRIES[1], span=(9.0, 10.0), running=(steps,), num_preemptions=3)
+    result = joined(ONE_TWO, [[first, second]])
     assert (result.generation_s, result.engine_idle_fraction) == (3.0, 0.0)
     assert result.running == (RunningTime(num_running=2, num_steps=10, num_tokens=40, elapsed_s=1.0),)
-    assert result.num_preemptions == 5
-    assert together([first, second], num_engines=1).num_preemptions == 5
+    assert result.num_preemptions == together([first, second], num_engines=1).num_preemptions == 5
 
 
 def test_acceptance_is_that_of_all_calls_together() -> None:
-    def portion(index: int, drafts: int, num_accepted: int) -> Portion:
-        groups = ((index, group(requests[index].prompt, 1, 1)),)
-        return Portion(groups=groups, acceptance=accepted(drafts, num_accepted, 0), started_s=0.0, ended_s=1.0)
-
-    requests = requests_of(1, 2)
-    acceptance = joined(requests, [[portion(0, 4, 1)], [portion(1, 6, 4)]]).acceptance
+    first, second = (
+        portion(entry, acceptance=accepted(num_drafts, num_accepted, 0))
+        for entry, num_drafts, num_accepted in zip(ENTRIES, (4, 6), (1, 4), strict=True)
+    )
+    acceptance = joined(ONE_TWO, [[first], [second]]).acceptance
     assert acceptance is not None
     assert (acceptance.num_drafts, acceptance.num_accepted_tokens, acceptance.mean_acceptance_length) == (10, 5, 1.5)
 
 
 def test_engines_that_share_no_clock_did_together_what_each_did_in_their_mean_time() -> None:
     """3 s on one engine's clock and 1 s on another's are 2 s of both; each step keeps the batch that ran in it."""
-    requests = requests_of(1, 2)
     steps = [
         RunningTime(num_running=2, num_steps=5, num_tokens=20, elapsed_s=0.5),
         RunningTime(num_running=1, num_steps=3, num_tokens=3, elapsed_s=0.25),
         RunningTime(num_running=2, num_steps=1, num_tokens=4, elapsed_s=0.25),
     ]
-    entries = [(index, group(requests[index].prompt, 1, 1)) for index in (0, 1)]
-    one = Portion(groups=(entries[1],), acceptance=None, started_s=7.0, ended_s=10.0, running=tuple(steps[:1]))
-    other = Portion(
-        groups=(entries[0],), acceptance=accepted(6, 4, 0), started_s=1.0, ended_s=2.0, running=tuple(steps[1:])
-    )
-
-    assert together([one, other], num_engines=2) == Portion(
-        groups=(entries[1], entries[0]),
-        acceptance=accepted(6, 4, 0),
-        started_s=0.0,
-        ended_s=2.0,
-        running=(steps[1], RunningTime(num_running=2, num_steps=6, num_tokens=24, elapsed_s=0.75)),
+    one = portion(ENTRIES[1], span=(7.0, 10.0), running=tuple(steps[:1]))
+    other = portion(ENTRIES[0], span=(1.0, 2.0), acceptance=accepted(6, 4, 0), running=tuple(steps[1:]))
+    both = (steps[1], RunningTime(num_running=2, num_steps=6, num_tokens=24, elapsed_s=0.75))
+    assert together([one, other], num_engines=2) == portion(
+        ENTRIES[1], ENTRIES[0], span=(0.0, 2.0), acceptance=accepted(6, 4, 0), running=both
     )
     assert together([one], num_engines=2).acceptance is None
 
 
-@given(
-    st.lists(st.integers(1, 50), min_size=1, max_size=30, unique=True),
-    st.integers(1, 4),
-    st.integers(2, 9),
-    st.booleans(),
-)
-def test_no_engine_is_idle_while_a_group_waits(
+SECONDS = st.lists(st.integers(1, 50), min_size=1, max_size=30, unique=True)
+
+
+@given(SECONDS, st.integers(1, 4), st.integers(2, 9), st.booleans())
+def test_no_engine_idles_while_a_group_waits(
     seconds: list[int], num_engines: int, num_slots: int, lengths_are_known: bool
 ) -> None:
     requests = requests_of(*seconds)
@@ -249,8 +210,8 @@ def test_no_engine_is_idle_while_a_group_waits(
     if lengths_are_known:
         for request in requests:
             lengths._by_prompt[request.prompt.id] = float(request.prompt.id)
-    portions = engines.generate(deal(requests, lengths, num_engines=num_engines, num_slots=num_slots))
-    result = joined(requests, portions)
+    dealt = deal(requests, lengths, num_engines=num_engines, num_slots=num_slots)
+    result = engines.generate(requests, dealt)
     assert [each.prompt.id for each in result.groups] == [str(second) for second in seconds]
     taken_s = [
         engines.ended[number].started_s
@@ -258,54 +219,42 @@ def test_no_engine_is_idle_while_a_group_waits(
         if taken and not is_first
     ]
     if taken_s:
-        assert min(engine[-1].ended_s for engine in portions) >= max(taken_s)
-    for engine in portions:  # and no engine waits between two of its calls
+        assert min(engine[-1].ended_s for engine in engines.portions) >= max(taken_s)
+    for engine in engines.portions:  # and no engine waits between two of its calls
         assert all(a.ended_s == b.started_s for a, b in pairwise(engine))
 
 
-def submitted(index: int, *seeds: int) -> GroupRequest:
-    return GroupRequest(index=index, prompt=Prompt(id=str(index), text="", token_ids=(2,), answer=""), seeds=seeds)
+def ledger_of(*num_rollouts: int) -> tuple[Ledger, dict[str, list[int]]]:
+    """A ledger of two engines after these groups, and where they were placed."""
+    ledger = Ledger()
+    return ledger, placed(ledger, *enumerate(num_rollouts))
 
 
-def indices(placed: dict[str, list[GroupRequest]]) -> dict[str, list[int]]:
-    return {engine: [group.index for group in groups] for engine, groups in placed.items()}
+def placed(ledger: Ledger, *groups: tuple[int, int]) -> dict[str, list[int]]:
+    requests = [GroupRequest(index=index, prompt=prompt("p"), seeds=(1, 2, 3, 4)[:num]) for index, num in groups]
+    return {engine: [each.index for each in given] for engine, given in ledger.place(requests, ["a", "b"]).items()}
 
 
 def test_each_group_goes_to_the_engine_with_the_fewest_rollouts() -> None:
-    ledger = Ledger()
-
+    ledger, found = ledger_of(4, 2, 2, 1)
     # a takes 4, b takes 2, then 2 more, then both have 4 and the first is asked.
-    placed = ledger.place(
-        [submitted(0, 1, 2, 3, 4), submitted(1, 1, 2), submitted(2, 1, 2), submitted(3, 1)], ["a", "b"]
-    )
-
-    assert indices(placed) == {"a": [0, 3], "b": [1, 2]}
+    assert found == {"a": [0, 3], "b": [1, 2]}
     ledger.complete([0, 3])
-    assert indices(ledger.place([submitted(4, 1)], ["a", "b"])) == {"a": [4]}
-
-
-def test_what_an_engine_has_already_counts() -> None:
-    ledger = Ledger()
-    ledger.place([submitted(0, 1, 2)], ["a", "b"])
-
-    assert indices(ledger.place([submitted(1, 1)], ["a", "b"])) == {"b": [1]}
+    assert placed(ledger, (4, 1)) == {"a": [4]}
+    ledger, _ = ledger_of(2)
+    assert placed(ledger, (1, 1)) == {"b": [1]}  # what an engine has already counts
 
 
 def test_what_a_lost_engine_had_is_taken_once_and_what_came_back_is_not() -> None:
-    ledger = Ledger()
-    ledger.place([submitted(0, 1), submitted(1, 1), submitted(2, 1), submitted(3, 1)], ["a", "b"])
+    ledger, _ = ledger_of(1, 1, 1, 1)
     ledger.complete([0])
-
     assert [group.index for group in ledger.take(["a"])] == [2]
     assert ledger.take(["a"]) == ()
     assert [group.index for group in ledger.requests] == [1, 3]
 
 
 def test_other_seeds_are_told_to_the_engine_that_has_the_group_and_a_group_that_came_back_is_passed_over() -> None:
-    ledger = Ledger()
-    ledger.place([submitted(0, 1, 2), submitted(1, 3, 4)], ["a", "b"])
-
+    ledger, _ = ledger_of(2, 3)
     told = ledger.reseed([7, 1], lambda group: tuple(seed + 10 for seed in group.seeds))
-
-    assert told == {"b": {1: (13, 14)}}
-    assert [group.seeds for group in ledger.requests] == [(1, 2), (13, 14)]
+    assert told == {"b": {1: (11, 12, 13)}}
+    assert [group.seeds for group in ledger.requests] == [(1, 2), (11, 12, 13)]

@@ -4,8 +4,6 @@ Run as a file with FILE as its argument, it writes what the profile in SLIPSTREA
 Tasks read the profile when they are imported, so each profile takes a process of its own.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json
@@ -14,7 +12,9 @@ import subprocess
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.forked.tasks import forked
@@ -30,10 +30,14 @@ class Registration:
     plans: dict[str, dict[str, Any]]
 
 
-def registration(profile: str, path: Path) -> Registration:
+@cache
+def registered(profile: str) -> Registration:
+    """What a profile, by its name or path, registers: serialised once a session."""
     environment = {**os.environ, "SLIPSTREAM_CLUSTER": profile, "PYTHONPATH": str(ROOT)}
-    subprocess.run(forked(__file__, str(path)), cwd=ROOT, env=environment, check=True, timeout=300)
-    return Registration(**json.loads(path.read_text()))
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "registered.json"
+        subprocess.run(forked(__file__, str(path)), cwd=ROOT, env=environment, check=True, timeout=300)
+        return Registration(**json.loads(path.read_text()))
 
 
 def flat(workflows: dict[str, dict[str, Any]], name: str) -> dict[str, tuple[dict[str, Any], set[str]]]:
@@ -197,9 +201,9 @@ def _registered() -> dict[str, dict[str, Any]]:
     return found
 
 
-def task_name(registered: str) -> str:
+def task_name(name: str) -> str:
     """Without its module; of a task in an array, without what flytekit adds."""
-    name = registered.rpartition(".")[2]
+    name = name.rpartition(".")[2]
     return "_".join(name.split("_")[1:-1]) if name.endswith("-arraynode") else name
 
 

@@ -1,7 +1,5 @@
 """Every launch plan on every cluster profile, as it is sent to Flyte."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess
@@ -15,8 +13,7 @@ import pytest
 import yaml
 
 from slipstream.kubernetes.profile import CLUSTERS, read_profile
-from tests.unit.workflows.conftest import Registered
-from tests.unit.workflows.registration import edges, flat, registration, task_name
+from tests.unit.workflows.registration import ROOT, edges, flat, registered, task_name
 
 PROFILES = sorted(path.stem for path in CLUSTERS.glob("*.yaml"))
 ON_PODS = [name for name in PROFILES if name != "local"]
@@ -25,11 +22,8 @@ WITH_GPUS = {*MEASURES, "train_grpo", "make_part", "bake_off"}
 NESTED = {"prepare", "train", "measure"}
 WHOLE = {"speculative_rl", "asynchronous_rl", "bake_off", "certify", "projection", "ablation", "preflight"}
 IN_ARRAYS = ("make_policy", "make_part")
-SCHEDULED = {
-    "nightly-draft-length": "0 1 * * *",
-    "weekly-draft-initialisation": "0 5 * * 6",
-    "monthly-projection": "0 6 1 * *",
-}
+SCHEDULED = {"nightly-draft-length": "0 1 * * *", "weekly-draft-initialisation": "0 5 * * 6"}
+SCHEDULED |= {"monthly-projection": "0 6 1 * *"}
 
 profiles = pytest.mark.parametrize("profile", PROFILES)
 on_pods = pytest.mark.parametrize("profile", ON_PODS)
@@ -39,66 +33,45 @@ def inputs(entity: dict[str, Any]) -> dict[str, Any]:
     return entity["interface"]["inputs"]["variables"]
 
 
-def test_the_profiles_are_those_that_the_documents_name() -> None:
-    assert PROFILES == ["cpu", "gb200", "h200", "local"]
-
-
 def fixed(plan: dict[str, Any]) -> dict[str, Any]:
     literals = plan["spec"].get("fixedInputs", {}).get("literals", {})
     return {key: _plain(value) for key, value in literals.items() if "scalar" in value}
 
 
 @profiles
-def test_a_profile_registers_the_plans_that_its_nodes_can_run(registered: Registered, profile: str) -> None:
-    plans = registered(profile).plans
-    own = {name: plan for name, plan in plans.items() if "." not in name}
-    has_gpus = profile in ("gb200", "h200")
-    runs = {"train-8b", "rl-zero-8b", "rl-think-8b"} if has_gpus else {"tiny-smoke", "tiny-async", "tiny-train"}
-    assert set(own) == {*runs, "certify", "projection", "preflight", "ablation", "bake-off", *SCHEDULED}
-    eight = "qwen3_8b_h200" if profile == "h200" else "qwen3_8b"
+def test_a_profile_registers_each_workflow_and_what_its_nodes_can_run(profile: str) -> None:
+    found, has_gpus = registered(profile), profile in ("gb200", "h200")
+    own = {name: plan for name, plan in found.plans.items() if "." not in name}
+    eight = {"recipe": "qwen3_8b_h200" if profile == "h200" else "qwen3_8b"}
+    runs = {"tiny-smoke": {}, "tiny-async": {"recipe": "tiny_async"}, "tiny-train": {"arms": "speculative"}}
+    runs = {name: {"recipe": "tiny", **values} for name, values in runs.items()}
     if has_gpus:
-        assert fixed(own["train-8b"]) == {"recipe": eight, "arms": "speculative"}
-        assert fixed(own["rl-zero-8b"]) == {"recipe": eight, "workload": "rl_zero"}
-        assert fixed(own["rl-think-8b"]) == {"recipe": eight, "workload": "rl_think"}
-    else:
-        assert fixed(own["tiny-smoke"]) == {"recipe": "tiny"}
-        assert fixed(own["tiny-async"]) == {"recipe": "tiny_async"}
-        assert fixed(own["tiny-train"]) == {"recipe": "tiny", "arms": "speculative"}
+        workloads = {f"{name}-8b": {**eight, "workload": name.replace("-", "_")} for name in ("rl-zero", "rl-think")}
+        runs = {"train-8b": {**eight, "arms": "speculative"}, **workloads}
+    assert set(own) == {*runs, "certify", "projection", "preflight", "ablation", "bake-off", *SCHEDULED}
+    assert {name: fixed(own[name]) for name in runs} == runs
     for name in ("certify", "ablation", "bake-off"):
         recipe = own[name]["spec"]["defaultInputs"]["parameters"]["recipe"]["default"]
-        assert _plain(recipe) == (eight if has_gpus else "tiny"), name
-
-
-@profiles
-def test_each_workflow_has_a_plan_of_its_own_name_which_the_consoles_launch_button_takes(
-    registered: Registered, profile: str
-) -> None:
-    found = registered(profile)
+        assert _plain(recipe) == (eight["recipe"] if has_gpus else "tiny"), name
     default = {name.rpartition(".")[2] for name in found.plans if "." in name}
     assert default == set(found.workflows) == WHOLE | NESTED
 
 
-def test_every_plan_starts_from_the_command_line_with_no_further_words(registered: Registered) -> None:
+def test_every_plan_starts_from_the_command_line_with_no_further_words() -> None:
     for profile in ("cpu", "gb200"):
         found = registered(profile)
         for name, plan in found.plans.items():
             workflow = found.workflows[plan["spec"]["workflowId"]["name"].rpartition(".")[2]]
-            required = {key for key, value in _parameters(plan).items() if value.get("required")}
+            parameters = plan["spec"].get("defaultInputs", {}).get("parameters", {})
+            required = {key for key, value in parameters.items() if value.get("required")}
             if name == "certify":
                 assert required == {"policy", "draft"}
                 continue
             if name.rpartition(".")[2] in NESTED or name.endswith(".certify"):
                 continue  # parts of others, and `certify` again
             assert required == set(), name
-            assert set(_read(name, plan, workflow)) == set(inputs(workflow)) - set(fixed_names(plan)), name
-
-
-def fixed_names(plan: dict[str, Any]) -> list[str]:
-    return list(plan["spec"].get("fixedInputs", {}).get("literals", {}))
-
-
-def _parameters(plan: dict[str, Any]) -> dict[str, Any]:
-    return plan["spec"].get("defaultInputs", {}).get("parameters", {})
+            fixed_names = plan["spec"].get("fixedInputs", {}).get("literals", {}).keys()
+            assert set(_read(name, plan, workflow)) == inputs(workflow).keys() - fixed_names, name
 
 
 def _read(name: str, plan: dict[str, Any], workflow: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +98,7 @@ def _read(name: str, plan: dict[str, Any], workflow: dict[str, Any]) -> dict[str
 
 
 @profiles
-def test_launch_forms_are_flat_and_every_input_is_described(registered: Registered, profile: str) -> None:
+def test_launch_forms_are_flat_and_every_input_is_described(profile: str) -> None:
     workflows = registered(profile).workflows
     for workflow in (workflows[name] for name in sorted(WHOLE)):
         for name, variable in inputs(workflow).items():
@@ -139,7 +112,7 @@ def test_launch_forms_are_flat_and_every_input_is_described(registered: Register
 
 
 @profiles
-def test_outputs_and_nodes_have_names_of_their_own(registered: Registered, profile: str) -> None:
+def test_outputs_and_nodes_have_names_of_their_own(profile: str) -> None:
     found = registered(profile)
     own = [task for name, task in found.tasks.items() if name not in IN_ARRAYS]  # flytekit names an array's output
     for entity in [*found.workflows.values(), *own]:
@@ -150,24 +123,19 @@ def test_outputs_and_nodes_have_names_of_their_own(registered: Registered, profi
         assert not [name for name in names if "map_" in name or "." in name]
 
 
-def test_the_page_of_a_workflow_says_what_it_does_and_what_each_input_means(registered: Registered) -> None:
+def test_the_page_of_a_workflow_says_what_it_does_and_what_each_input_means() -> None:
     for name in WHOLE:
-        workflow = registered("cpu").workflows[name]
-        text = workflow["description"]["longDescription"]["value"]
-        assert workflow["description"]["shortDescription"]
-        about, _, lines = text.partition("**Inputs**")
+        description = registered("cpu").workflows[name]["description"]
+        assert description["shortDescription"]
+        about, _, lines = description["longDescription"]["value"].partition("**Inputs**")
         assert len(about.split()) > 15, name
-        assert [line.split("`")[1] for line in lines.splitlines() if line] == list(_declared(name))
-
-
-def _declared(name: str) -> list[str]:
-    module = {"certify": "losslessness"}.get(name, name)
-    workflow = vars(importlib.import_module(f"workflows.{module}"))[name]
-    return list(workflow.python_interface.inputs)
+        module = importlib.import_module(f"workflows.{'losslessness' if name == 'certify' else name}")
+        declared = list(vars(module)[name].python_interface.inputs)
+        assert [line.split("`")[1] for line in lines.splitlines() if line] == declared
 
 
 @pytest.mark.parametrize("workflow", sorted(WHOLE))
-def test_a_graph_is_read_on_one_screen_and_a_pods_name_tells_its_stage(registered: Registered, workflow: str) -> None:
+def test_a_graph_is_read_on_one_screen_and_a_pods_name_tells_its_stage(workflow: str) -> None:
     """Propeller hashes a node's id, its parent's included, beyond 20 characters."""
     found = registered("gb200").workflows
     nodes = flat(found, workflow)
@@ -179,7 +147,7 @@ def test_a_graph_is_read_on_one_screen_and_a_pods_name_tells_its_stage(registere
         assert found[level]["metadata"]["onFailure"] == "FAIL_AFTER_EXECUTABLE_NODES_COMPLETE"
 
 
-def test_an_asynchronous_run_trains_and_evaluates_every_arm_in_both_loops(registered: Registered) -> None:
+def test_an_asynchronous_run_trains_and_evaluates_every_arm_in_both_loops() -> None:
     found = registered("gb200").workflows
     nodes = flat(found, "asynchronous_rl")
     assert [name for name in nodes if name.startswith("train")] == ["train-0-synchronous", "train-0-asynchronous"]
@@ -191,9 +159,7 @@ def test_an_asynchronous_run_trains_and_evaluates_every_arm_in_both_loops(regist
 
 @profiles
 @pytest.mark.parametrize("workflow", sorted(WHOLE))
-def test_no_two_tasks_that_want_the_same_nodes_can_run_at_once(
-    registered: Registered, profile: str, workflow: str
-) -> None:
+def test_no_two_tasks_that_want_the_same_nodes_run_at_once(profile: str, workflow: str) -> None:
     nodes = flat(registered(profile).workflows, workflow)
     wanting = {name for name, (node, _) in nodes.items() if _task_of(node) in WITH_GPUS}
     expected = {"speculative_rl": 5, "asynchronous_rl": 6, "ablation": 3, "bake_off": 1, "certify": 1}
@@ -208,57 +174,37 @@ def _task_of(node: dict[str, Any]) -> str:
 
 
 @profiles
-def test_flytes_time_outs_leave_room_for_the_wait_and_for_every_attempt(registered: Registered, profile: str) -> None:
-    for name, task in registered(profile).tasks.items():
-        assert task["metadata"]["timeout"] == f"{90 * 86400}s", name
-
-
-@profiles
-def test_each_long_task_has_a_deck_to_show_its_progress_in(registered: Registered, profile: str) -> None:
-    shown = {name for name, task in registered(profile).tasks.items() if task["metadata"].get("generatesDeck")}
-    assert shown == {*WITH_GPUS, "report_speedup", "rank_ablation", "preflight"} - set(IN_ARRAYS)
-
-
-@profiles
-def test_images_go_by_role(registered: Registered, profile: str) -> None:
-    for name, task in registered(profile).tasks.items():
+def test_a_task_has_its_image_time_for_every_attempt_and_perhaps_a_deck(profile: str) -> None:
+    tasks = registered(profile).tasks
+    for name, task in tasks.items():
+        assert task["metadata"]["timeout"] == f"{90 * 86400}s", name  # room for the wait too
         container = task["container"] if profile == "local" else task["k8sPod"]["podSpec"]["containers"][0]
         takes_gpus = name in WITH_GPUS and profile in ("gb200", "h200")
         assert container["image"] == f"registry.example/slipstream-{'gpu' if takes_gpus else 'cpu'}:v1", name
+    shown = {name for name, task in tasks.items() if task["metadata"].get("generatesDeck")}
+    assert shown == {*WITH_GPUS, "report_speedup", "rank_ablation", "preflight"} - set(IN_ARRAYS)
 
 
-def test_on_one_machine_tasks_are_plain_containers_without_pods_or_ray(registered: Registered) -> None:
+def test_on_one_machine_tasks_are_plain_containers_without_pods_or_ray() -> None:
+    sizes = [{"name": "CPU", "value": "2"}, {"name": "MEMORY", "value": "12Gi"}]
     for task in registered("local").tasks.values():
-        assert task["type"] == "python-task"
-        assert "k8sPod" not in task
-        assert task["container"]["resources"]["requests"] == [
-            {"name": "CPU", "value": "2"},
-            {"name": "MEMORY", "value": "12Gi"},
-        ]
+        assert (task["type"], "k8sPod" in task) == ("python-task", False)
+        assert task["container"]["resources"]["requests"] == sizes
 
 
-@on_pods
-def test_executions_run_as_the_service_account_and_write_to_the_object_store(
-    registered: Registered, profile: str
-) -> None:
-    for name, plan in registered(profile).plans.items():
+@profiles
+def test_executions_run_as_the_service_account_and_know_store_and_root(profile: str) -> None:
+    plans = registered(profile).plans
+    root = _plain(plans["ablation"]["spec"]["defaultInputs"]["parameters"]["run_root"]["default"])
+    assert root == ("runs" if profile == "local" else "/mnt/slipstream/runs") == read_profile(profile).run_root
+    for name, plan in plans.items() if profile in ON_PODS else ():
         account = "slipstream-preflight" if name.endswith("preflight") else "slipstream"
         assert plan["spec"]["securityContext"]["runAs"] == {"k8sServiceAccount": account}, name
         assert plan["spec"]["rawOutputDataConfig"] == {"outputLocationPrefix": "s3://slipstream/flyte"}, name
 
 
 @profiles
-def test_the_root_is_by_default_one_that_the_profile_shares(registered: Registered, profile: str) -> None:
-    parameters = registered(profile).plans["ablation"]["spec"]["defaultInputs"]["parameters"]
-    root = parameters["run_root"]["default"]["scalar"]["primitive"]["stringValue"]
-    assert root == ("runs" if profile == "local" else "/mnt/slipstream/runs")
-    assert root == read_profile(profile).run_root
-
-
-@profiles
-def test_parts_of_an_ablation_follow_one_another_and_one_that_fails_sinks_no_other(
-    registered: Registered, profile: str
-) -> None:
+def test_parts_of_an_ablation_follow_one_another_and_none_sinks_another(profile: str) -> None:
     workflow = registered(profile).workflows["ablation"]
     arrays = {node["id"]: node for node in workflow["nodes"] if "arrayNode" in node}
     assert {name: set(node["upstreamNodeIds"]) for name, node in arrays.items()} == {
@@ -282,22 +228,22 @@ def test_parts_of_an_ablation_follow_one_another_and_one_that_fails_sinks_no_oth
 
 
 @profiles
-def test_recurring_plans_run_once_at_a_time_and_take_the_days_seed(registered: Registered, profile: str) -> None:
-    found = registered(profile)
-    scheduled = {name: plan for name, plan in found.plans.items() if plan["spec"]["entityMetadata"].get("schedule")}
-    assert set(scheduled) == set(SCHEDULED)
-    for name, plan in scheduled.items():
-        spec = plan["spec"]
-        assert spec["entityMetadata"]["schedule"] == {"cronSchedule": {"schedule": SCHEDULED[name]}}
-        assert spec["concurrencyPolicy"] == {"max": 1, "behavior": "CONCURRENCY_LIMIT_BEHAVIOR_SKIP"}
-        assert _plain(spec["fixedInputs"]["literals"]["seed_of_the_day"]) is True
-        assert spec["entityMetadata"].get("notifications", []) == []
+def test_recurring_plans_run_once_at_a_time_and_take_the_days_seed(profile: str) -> None:
+    plans = registered(profile).plans
+    schedules = {name: plan["spec"]["entityMetadata"].get("schedule") for name, plan in plans.items()}
+    assert {name: cron for name, cron in schedules.items() if cron} == {
+        name: {"cronSchedule": {"schedule": cron}} for name, cron in SCHEDULED.items()
+    }
+    for plan in (plans[name] for name in SCHEDULED):
+        assert plan["spec"]["concurrencyPolicy"] == {"max": 1, "behavior": "CONCURRENCY_LIMIT_BEHAVIOR_SKIP"}
+        assert fixed(plan)["seed_of_the_day"] is True
+        assert plan["spec"]["entityMetadata"].get("notifications", []) == []
         assert plan["isActivated"] is False
-        assert "seeds" not in spec["fixedInputs"]["literals"]
+        assert "seeds" not in plan["spec"]["fixedInputs"]["literals"]
 
 
 @pytest.mark.parametrize("profile", ["gb200", "cpu"])
-def test_the_recipe_takes_every_variant_of_a_recurring_ablation(registered: Registered, profile: str) -> None:
+def test_the_recipe_takes_every_variant_of_a_recurring_ablation(profile: str) -> None:
     from slipstream.drafts.config import DraftInit, DraftMethod
     from slipstream.study.variants import Grid, variant_recipes
 
@@ -318,15 +264,13 @@ def test_the_recipe_takes_every_variant_of_a_recurring_ablation(registered: Regi
     assert sizes == {"nightly-draft-length": 4, "weekly-draft-initialisation": 2}
 
 
-def test_a_profile_of_sixteen_nodes_has_the_plan_for_them_and_says_whom_to_tell_of_recurring_ones(
-    tmp_path: Path,
-) -> None:
+def test_a_profile_of_sixteen_nodes_has_a_plan_for_them_and_says_whom_to_tell_of_others(tmp_path: Path) -> None:
     values = yaml.safe_load((CLUSTERS / "gb200.yaml").read_text())
     values["gpu"]["nodes"] = 16
     told = {"activate": True, "slack": ["runs@example.slack.com"], "email": ["team@example.com"]}
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump({**values, "name": "mine", "parallel_parts": 3, "schedules": told}))
-    found = registration(str(path), tmp_path / "mine.json")
+    found = registered(str(path))
     for name in SCHEDULED:
         assert found.plans[name]["isActivated"] is True
         slack, email = found.plans[name]["spec"]["entityMetadata"]["notifications"]
@@ -349,16 +293,10 @@ def _plain(literal: dict[str, Any]) -> Any:
 
 
 def test_a_role_without_an_image_ends_the_registration(tmp_path: Path) -> None:
-    pyflyte = str(Path(sys.executable).with_name("pyflyte"))
-    command = [pyflyte, "--pkgs", "workflows", "package", "--output", str(tmp_path / "p.tgz")]
-    found = subprocess.run(
-        [*command, "--image", "cpu=registry.example/slipstream-cpu:v1"],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "SLIPSTREAM_CLUSTER": "gb200"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [str(Path(sys.executable).with_name("pyflyte")), "--pkgs", "workflows", "package"]
+    command += ["--output", str(tmp_path / "p.tgz"), "--image", "cpu=registry.example/slipstream-cpu:v1"]
+    environment = {**os.environ, "SLIPSTREAM_CLUSTER": "gb200"}
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode != 0
     assert "Image Config with name gpu not found" in found.stdout + found.stderr
     assert not (tmp_path / "p.tgz").exists()

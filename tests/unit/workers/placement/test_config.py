@@ -1,7 +1,5 @@
 """A placement says what it means, and a layout fills it exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from slipstream.learner.config import ParallelConfig

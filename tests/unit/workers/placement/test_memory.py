@@ -1,7 +1,5 @@
 """Layouts that do not divide are refused; bytes of a GPU by part, worked by hand; what the estimate warns of."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -76,6 +74,16 @@ def _learner(**parallel: int | bool) -> LearnerConfig:
     )
 
 
+def _learned(learner: LearnerConfig, arch: Any = None, **how: Any) -> dict[str, float]:
+    """Bytes of a learner of the tiny policy, by part."""
+    return memory.learner_memory(arch or _tiny(), learner, **{"has_reference": False, **how})
+
+
+def _served(engine: EngineConfig, draft: DraftConfig | None = None, longest_k: int = 0) -> tuple[Any, float]:
+    """Bytes of an engine of the tiny policy on a GPU of 4 MB, by part, and those of a token in its cache."""
+    return memory.engine_memory(_tiny(), engine, gpu_bytes=4e6, longest_k=longest_k, draft=draft)
+
+
 def _engine(**values: float | int | None) -> EngineConfig:
     return EngineConfig(max_model_len=100, max_num_seqs=2, **values)  # type: ignore[arg-type]
 
@@ -100,16 +108,10 @@ refit.channel=nccl
     refit.channel must join two processes on one GPU, got 'nccl'; set auto, or ipc
 SPLIT + refit.channel=ipc
     refit.channel must join processes on different GPUs, got 'ipc'; set auto, or nccl
-refit.channel=shared_memory
-    refit.channel must cross 8 nodes, got 'shared_memory'; set auto, or ipc
 placement.nodes=2 + learner.parallel.data=2 + engine.num_engines=8 + refit.channel=shared_memory
     refit.channel must cross 2 nodes, got 'shared_memory'; set auto, or ipc
 placement={nodes: 1, gpus_per_node: 0} + refit.channel=nccl
     refit.channel must do without CUDA: placement.gpus_per_node is 0, got 'nccl'; set auto
-placement={nodes: 1, gpus_per_node: 0} + refit.channel=nccl + simulator=null
-    refit.channel must do without CUDA: placement.gpus_per_node is 0, got 'nccl'; set auto
-placement={nodes: 1, gpus_per_node: 0} + refit.channel=ipc
-    refit.channel must do without CUDA: placement.gpus_per_node is 0, got 'ipc'; set auto
 placement={nodes: 1, gpus_per_node: 0} + refit.channel=ipc + simulator=null
     refit.channel must do without CUDA: placement.gpus_per_node is 0, got 'ipc'; set auto
 learner.parallel={tensor: 1, data: 32} + simulator.hardware=h100
@@ -137,53 +139,36 @@ def test_the_fastest_channel_that_the_placement_allows_is_taken_unless_another_o
     assert load_recipe("qwen3_8b", overrides={"refit": {"channel": "gloo"}}).refit_channel is Channel.GLOO
 
 
+def test_an_engine_divides_the_policy_and_may_copy_key_value_heads_evenly(tmp_path: Path) -> None:
+    def of_eight(num_query_groups: int, ffn_hidden_size: int) -> dict[str, Any]:
+        heads = {"num_query_groups": num_query_groups, "num_attention_heads": 24 if num_query_groups == 6 else 32}
+        scratch = ScratchConfig(shape=ShapeConfig(num_layers=2, ffn_hidden_size=ffn_hidden_size, **heads))
+        dense = Architecture.from_scratch(scratch, vocab_size=64, eos_token_id=1)
+        (tmp_path / "config.json").write_text(json.dumps(dense.to_hf(Dtype.BFLOAT16)))
+        engine = {"tensor_parallel_size": 8, "num_engines": 4}
+        learner = {"parallel": {"tensor": 1, "data": 32}}
+        return {"policy": {"model": str(tmp_path)}, "learner": learner, "engine": engine, "simulator": None}
+
+    field = "engine.tensor_parallel_size must"
+    assert _refusal(of_eight(8, 100)) == f"{field} divide the policy's 100 ffn hidden size, got 8"
+    message = f"{field} divide the policy's 6 key-value heads, or be a multiple of them, got 8"
+    assert _refusal(of_eight(6, 96)) == message
+    load_recipe("qwen3_8b", overrides=merge(PLAIN, of_eight(2, 96)))  # four workers have each of the two heads
+
+
 @pytest.mark.parametrize(
-    ("shape", "message"),
+    ("arch", "parallel", "stage", "expected"),
     [
-        ({"num_query_groups": 8, "ffn_hidden_size": 100}, "must divide the policy's 100 ffn hidden size, got 8"),
-        (
-            {"num_query_groups": 6, "ffn_hidden_size": 96},
-            "must divide the policy's 6 key-value heads, or be a multiple of them, got 8",
-        ),
+        (_tiny(), {}, 0, 2 * LAYER + 2 * TABLE + NORM),
+        (_tiny(), {"pipeline": 2}, 0, LAYER + TABLE),
+        (_tiny(), {"pipeline": 2}, 1, LAYER + TABLE + NORM),
+        (_tiny(), {"tensor": 2}, 0, 2 * (60 + 12) + TABLE + NORM),
+        (_tiny(tie_word_embeddings=True), {}, 0, 2 * LAYER + TABLE + NORM),
+        (_tiny(tie_word_embeddings=True), {"pipeline": 2}, 1, LAYER + TABLE + NORM),  # a copy
     ],
 )
-def test_an_engine_that_does_not_divide_the_policy_is_refused(
-    tmp_path: Path, shape: dict[str, int], message: str
-) -> None:
-    assert _refusal(_with_engines_of_eight(tmp_path, **shape)) == f"engine.tensor_parallel_size {message}"
-
-
-def test_an_engine_may_copy_key_value_heads_evenly(tmp_path: Path) -> None:
-    overrides = _with_engines_of_eight(tmp_path, num_query_groups=2, ffn_hidden_size=96)
-    load_recipe("qwen3_8b", overrides=merge(PLAIN, overrides))  # four workers have each of the two heads
-
-
-def _with_engines_of_eight(directory: Path, **shape: int) -> dict[str, Any]:
-    heads = 24 if shape["num_query_groups"] == 6 else 32
-    scratch = ScratchConfig(shape=ShapeConfig(num_layers=2, num_attention_heads=heads, **shape))
-    dense = Architecture.from_scratch(scratch, vocab_size=64, eos_token_id=1)
-    (directory / "config.json").write_text(json.dumps(dense.to_hf(Dtype.BFLOAT16)))
-    return {
-        "policy": {"model": str(directory)},
-        "learner": {"parallel": {"tensor": 1, "data": 32}},
-        "engine": {"tensor_parallel_size": 8, "num_engines": 4},
-        "simulator": None,
-    }
-
-
-def test_parameters_of_a_stage() -> None:
-    assert memory.stage_parameters(_tiny(), _learner(), 0) == 2 * LAYER + 2 * TABLE + NORM
-    assert memory.stage_parameters(_tiny(), _learner(pipeline=2), 0) == LAYER + TABLE
-    assert memory.stage_parameters(_tiny(), _learner(pipeline=2), 1) == LAYER + TABLE + NORM
-    assert memory.stage_parameters(_tiny(), _learner(tensor=2), 0) == 2 * (60 + 12) + TABLE + NORM
-    tied = _tiny(tie_word_embeddings=True)
-    assert memory.stage_parameters(tied, _learner(), 0) == 2 * LAYER + TABLE + NORM
-    assert memory.stage_parameters(tied, _learner(pipeline=2), 1) == LAYER + TABLE + NORM  # a copy
-
-
-def test_all_parameters_are_those_of_the_architecture() -> None:
-    scratch = ScratchConfig()
-    arch = Architecture.from_scratch(scratch, vocab_size=64, eos_token_id=3)
+def test_parameters_of_a_stage(arch: Architecture, parallel: dict[str, int], stage: int, expected: float) -> None:
+    assert memory.stage_parameters(arch, _learner(**parallel), stage) == expected
     assert memory.num_parameters(arch) == arch.num_parameters()
 
 
@@ -196,92 +181,65 @@ def test_activations_and_logits_of_a_token() -> None:
     assert memory.logit_bytes(_tiny(), _learner(tensor=2)) == 56
 
 
-def test_a_learner_keeps_masters_and_two_moments_in_bfloat16_and_is_its_own_master_in_float32() -> None:
-    found = memory.learner_memory(_tiny(), _learner(), has_reference=True)
-    size = 332
-    assert found == {
-        "weights": 2 * size,
-        "gradients": 4 * size,
-        "optimizer": 12 * size,
-        "reference": 2 * size,
-        "activations": 10 * 2 * 124,
-        "logits": 10 * 112,
-    }
-    whole = LearnerConfig(max_tokens_per_microbatch=10, dtype=Dtype.FLOAT32)
-    found = memory.learner_memory(_tiny(), whole, has_reference=False)
-    assert (found["weights"], found["gradients"], found["optimizer"]) == (4 * size, 4 * size, 8 * size)
-    assert "reference" not in found
-    assert found["logits"] == 10 * (4 + 12) * 8
+def _sharded(**parallel: int) -> LearnerConfig:
+    return replace(_learner(**parallel), distributed_optimizer=True)
 
 
-def test_context_parallel_ranks_hold_a_part_of_the_tokens_and_of_a_split_optimizer_and_all_weights() -> None:
-    whole = memory.learner_memory(_tiny(), _learner(), has_reference=True)
-    found = memory.learner_memory(_tiny(), _learner(context=2), has_reference=True)
-    assert found == whole | {"activations": 5 * 2 * 124, "logits": 5 * 112}
-    split = replace(_learner(context=2, data=2), distributed_optimizer=True)
-    assert memory.learner_memory(_tiny(), split, has_reference=True) == found | {"optimizer": whole["optimizer"] / 4}
+SIZE, MUON = 2 * LAYER + 2 * TABLE + NORM, {"method": OptimizerMethod.MUON}
+LORA = {"lora": LoraConfig(rank=1), "has_reference": True}
+NO_OTHERS = {"base weights": None, "orthogonalization": None}
+FLOAT32 = LearnerConfig(max_tokens_per_microbatch=10, dtype=Dtype.FLOAT32)
 
 
-def test_muon_keeps_one_moment_of_a_matrix_and_works_where_the_activations_were() -> None:
-    muon = OptimizerMethod.MUON
-    # Of 332 elements 240 lie in matrices. Twice gate and up at once, 2 x 48 elements of 4 + 5 x 2 bytes each: 1,344.
-    found = memory.learner_memory(_tiny(), _learner(), has_reference=False, method=muon)
-    assert found["optimizer"] == 4 * (2 * 332 - 240) + 4 * 332
-    assert "orthogonalization" not in found
-    short = replace(_learner(), max_tokens_per_microbatch=1)
-    found = memory.learner_memory(_tiny(), short, has_reference=False, method=muon)
-    assert found["orthogonalization"] == 1344 - (2 * 124 + 112)
-    # Two tensor-parallel ranks hold 180 elements each, 120 in matrices; four data-parallel ranks share the optimizer.
-    split = replace(_learner(tensor=2, data=4), distributed_optimizer=True)
-    found = memory.learner_memory(_tiny(), split, has_reference=False, method=muon)
-    assert found["optimizer"] == (4 * (2 * 180 - 120) + 4 * 180) / 4
-    assert memory.muon_bytes(_tiny(), split) == 96 * (4 / 2 + 10)
+@pytest.mark.parametrize(
+    ("learner", "how", "parts"),
+    [
+        # Masters and two moments in bfloat16; in float32 it is its own master.
+        (_learner(), {}, {"weights": 2 * SIZE, "gradients": 4 * SIZE, "optimizer": 12 * SIZE, "reference": None}),
+        (_learner(), {}, {"activations": 10 * 2 * 124, "logits": 10 * 112, **NO_OTHERS}),
+        (_learner(), {"has_reference": True}, {"weights": 2 * SIZE, "reference": 2 * SIZE}),
+        (FLOAT32, {}, {"weights": 4 * SIZE, "gradients": 4 * SIZE, "optimizer": 8 * SIZE, "logits": 10 * (4 + 12) * 8}),
+        # Context-parallel ranks hold a part of the tokens and of a split optimizer, and all weights.
+        (_learner(context=2), {}, {"activations": 5 * 2 * 124, "logits": 5 * 112, "optimizer": 12 * SIZE}),
+        (_learner(context=2), {}, {"weights": 2 * SIZE, "gradients": 4 * SIZE}),
+        (_sharded(context=2, data=2), {}, {"activations": 5 * 2 * 124, "logits": 5 * 112, "optimizer": 3 * SIZE}),
+        # The fuller stage counts. First: two micro-batches in flight, 2 * 10 * 124; last: one, 1240, and logits 1120.
+        (_learner(pipeline=2), {}, {"activations": 2480, "logits": 0}),
+        (_learner(pipeline=2), {"arch": _tiny(vocab_size=80)}, {"logits": 11_200}),
+        # Recomputing. Full: b h = 8, and the layer in hand 124 in all; selective: b (4h + 3A + 3K) = 2 (16 + 12 + 6).
+        (replace(_learner(), recompute=Recompute.FULL), {}, {"activations": 10 * (2 * 8 + 124 - 8)}),
+        (replace(_learner(), recompute=Recompute.SELECTIVE), {}, {"activations": 10 * (2 * 68 + 124 - 68)}),
+        (replace(_learner(), recompute=Recompute.NONE), {}, {"activations": 10 * 2 * 124}),
+        # Chunks of three tokens, and a split optimizer.
+        (replace(_sharded(data=4), logprob_chunk_tokens=3), {}, {"logits": 3 * 112, "optimizer": 3 * SIZE}),
+        (replace(_learner(), logprob_chunk_tokens=30), {}, {"logits": 10 * 112}),
+        # Muon keeps one moment of a matrix, of which there are 240 elements, and works where the activations were:
+        # twice gate and up at once, 2 x 48 elements of 4 + 5 x 2 bytes each.
+        (_learner(), MUON, {"optimizer": 4 * (2 * SIZE - 240) + 4 * SIZE, "orthogonalization": None}),
+        (replace(_learner(), max_tokens_per_microbatch=1), MUON, {"orthogonalization": 1344 - (2 * 124 + 112)}),
+        # Two tensor-parallel ranks hold 180 elements each, 120 in matrices; four data-parallel ranks share them.
+        (_sharded(tensor=2, data=4), MUON, {"optimizer": (4 * (2 * 180 - 120) + 4 * 180) / 4}),
+        # Adapters alone have gradients and moments, and keep the matrices below them. A layer: seven matrices of 4 + 4,
+        # 2 + 4, 2 + 4, 4 + 4, 6 + 4, 6 + 4, 6 + 4 rows and columns, 120 elements.
+        (_learner(), LORA, {"weights": 2 * (SIZE + 2 * 58), "base weights": 2 * 2 * 120, "reference": None}),
+        (_learner(), LORA, {"gradients": 4 * 2 * 58, "optimizer": 12 * 2 * 58, "activations": 10 * 2 * 124}),
+        (_learner(), LORA, {"logits": 10 * 112}),
+        (_learner(tensor=2), LORA, {"base weights": 2 * 2 * 60, "gradients": 4 * 2 * (30 / 2 + 7 * 4)}),
+    ],
+)
+def test_bytes_of_a_learner_by_part(learner: LearnerConfig, how: Any, parts: dict[str, float | None]) -> None:
+    found = _learned(learner, **how)
+    assert {part: found.get(part) for part in parts} == parts
+
+
+def test_muon_works_on_as_many_elements_as_a_batch_or_on_gate_and_up_of_a_layer_at_once() -> None:
+    assert memory.muon_bytes(_tiny(), _sharded(tensor=2, data=4)) == 96 * (4 / 2 + 10)
     # Gate and up of a layer of Qwen3-8B have more elements than a batch: 24,576 x 4,096 at once.
     assert memory.muon_bytes(load_model("qwen3-8b"), _learner()) == 24_576 * 4_096 * 14
 
 
-def test_adapters_alone_have_gradients_and_moments_and_keep_the_matrices_below_them() -> None:
-    # A layer: seven matrices of 4 + 4, 2 + 4, 2 + 4, 4 + 4, 6 + 4, 6 + 4, 6 + 4 rows and columns, 120 elements.
-    found = memory.learner_memory(_tiny(), _learner(), has_reference=True, lora=LoraConfig(rank=1))
-    assert found == {
-        "weights": 2 * (332 + 2 * 58),
-        "base weights": 2 * 2 * 120,
-        "gradients": 4 * 2 * 58,
-        "optimizer": 12 * 2 * 58,
-        "activations": 10 * 2 * 124,
-        "logits": 10 * 112,
-    }
-    split = memory.learner_memory(_tiny(), _learner(tensor=2), has_reference=False, lora=LoraConfig(rank=1))
-    assert (split["base weights"], split["gradients"]) == (2 * 2 * 60, 4 * 2 * (30 / 2 + 7 * 4))
-
-
-def test_the_fuller_stage_counts() -> None:
-    # First stage: two micro-batches in flight, 2 * 10 * 124 = 2480; last: one, 1240, and logits 1120.
-    found = memory.learner_memory(_tiny(), _learner(pipeline=2), has_reference=False)
-    assert (found["activations"], found["logits"]) == (2480, 0)
-    wide = _tiny(vocab_size=80)
-    assert memory.learner_memory(wide, _learner(pipeline=2), has_reference=False)["logits"] == 11200
-
-
-def test_recomputing_keeps_less_and_works_on_one_layer_at_a_time() -> None:
-    # Full: b h = 8, and the layer in hand 124 in all; selective: b (4h + 3A + 3K) = 2 (16 + 12 + 6) = 68.
-    for recompute, kept in ((Recompute.FULL, 8), (Recompute.SELECTIVE, 68), (Recompute.NONE, 124)):
-        found = memory.learner_memory(_tiny(), replace(_learner(), recompute=recompute), has_reference=False)
-        assert found["activations"] == 10 * (2 * kept + 124 - kept)
-    assert memory.activation_bytes(_tiny(), _learner(tensor=2), Recompute.SELECTIVE) == 50  # 2 (16 + (12 + 6) / 2)
-
-
-def test_chunked_logits_and_a_split_optimizer() -> None:
-    learner = replace(_learner(data=4), logprob_chunk_tokens=3, distributed_optimizer=True)
-    found = memory.learner_memory(_tiny(), learner, has_reference=False)
-    assert (found["logits"], found["optimizer"]) == (3 * 112, 3 * 332)
-    wide = replace(_learner(), logprob_chunk_tokens=30)
-    assert memory.learner_memory(_tiny(), wide, has_reference=False)["logits"] == 10 * 112
-
-
 def test_an_engines_cache_takes_what_is_left_of_its_share() -> None:
-    engine = _engine(gpu_memory_utilization=0.5)
-    parts, per_token = memory.engine_memory(_tiny(), engine, gpu_bytes=4e6, longest_k=3, draft=EAGLE3)
+    parts, per_token = _served(_engine(gpu_memory_utilization=0.5), EAGLE3, 3)
     # Draft: 3 * 16 + 2*4*(4+4) + 4*4 + 3*4*6 + 4*8 = 48 + 64 + 16 + 72 + 32
     assert (parts["engine weights"], parts["draft"]) == (664, 464)
     assert parts["engine activations"] == 16_384 * 2 * (8 + 18)  # the sampler's 2 * 4 * 8 * 12 is less
@@ -290,17 +248,15 @@ def test_an_engines_cache_takes_what_is_left_of_its_share() -> None:
 
 
 def test_an_engine_without_a_draft_takes_a_named_cache_as_it_is_and_splits_over_ranks() -> None:
-    parts, per_token = memory.engine_memory(_tiny(), _engine(kv_cache_gib=1.0), gpu_bytes=4e6, longest_k=0, draft=None)
+    parts, per_token = _served(_engine(kv_cache_gib=1.0))
     assert (parts["draft"], parts["KV cache"], per_token) == (0, 2**30, 16)
     two = _engine(tensor_parallel_size=2)
-    parts, per_token = memory.engine_memory(_tiny(), two, gpu_bytes=4e6, longest_k=0, draft=None)
+    parts, per_token = _served(two)
     assert (parts["engine weights"], per_token) == (332, 16)  # one key-value head is copied
-    eight, _ = memory.engine_memory(
-        _tiny(), replace(two, quantization=Quantization.FP8), gpu_bytes=4e6, longest_k=0, draft=None
-    )
+    eight, _ = _served(replace(two, quantization=Quantization.FP8))
     # Two layers of 4 * (2*4 + 2*2) + 3*4*6 = 120 elements, a byte less each, over two ranks.
     assert parts["engine weights"] - eight["engine weights"] == 120
-    parts, per_token = memory.engine_memory(_tiny(), two, gpu_bytes=4e6, longest_k=1, draft=EAGLE3)
+    parts, per_token = _served(two, EAGLE3, 1)
     assert (parts["draft"], parts["engine activations"], per_token) == (232, 16_384 * 2 * 17, 24)
 
 
@@ -332,31 +288,24 @@ def test_the_plan_counts_an_online_draft_and_the_staging_of_a_refit_on_shared_gp
     assert "refit" not in _estimate(**SPLIT).learner
 
 
-def test_a_draft_model_is_counted_whole_whether_trained_or_given(tmp_path: Path) -> None:
-    scratch = ShapeConfig(
-        hidden_size=2, num_layers=3, num_attention_heads=1, num_query_groups=1, head_dim=4, ffn_hidden_size=5
-    )
-    trained = draft_with(method=DraftMethod.DRAFT_MODEL, draft_model={"shape": scratch})
-    values = {"vocab_size": 8, "hidden_size": 2, "num_hidden_layers": 3, "num_attention_heads": 1}
-    (tmp_path / "config.json").write_text(json.dumps({**values, "head_dim": 4, "intermediate_size": 5}))
-    given = DraftConfig(method=DraftMethod.DRAFT_MODEL, model=str(tmp_path))
-    # A layer: 2 x (2*4 + 2*4 + 3*5) = 62, norms 2*2 + 2*4 = 12; two tables of 8*2; the final norm 2.
-    for config in (trained, given):
-        assert memory.draft_sizes(_tiny(), config, 1) == (3 * 74 + 2 * 16 + 2, 3 * 4)
+def test_a_draft_model_is_counted_whole_trained_or_given_as_transformers_reads_its_config(tmp_path: Path) -> None:
+    values = {"vocab_size": 8, "num_hidden_layers": 3, "intermediate_size": 5}
 
-
-def test_what_a_draft_models_config_leaves_out_is_what_transformers_takes_for_it(tmp_path: Path) -> None:
-    values = {"vocab_size": 8, "hidden_size": 5, "num_hidden_layers": 3, "num_attention_heads": 2}
-
-    def found(**more: object) -> tuple[float, float]:
-        (tmp_path / "config.json").write_text(json.dumps(values | {"intermediate_size": 5} | more))
+    def given(**more: object) -> tuple[float, float]:
+        (tmp_path / "config.json").write_text(json.dumps(values | more))
         return memory.draft_sizes(_tiny(), DraftConfig(method=DraftMethod.DRAFT_MODEL, model=str(tmp_path)), 1)
 
-    least = found()
+    sizes = {"hidden_size": 2, "num_attention_heads": 1, "head_dim": 4}
+    shape = ShapeConfig(num_layers=3, num_query_groups=1, ffn_hidden_size=5, **sizes)
+    trained = draft_with(method=DraftMethod.DRAFT_MODEL, draft_model={"shape": shape})
+    # A layer: 2 x (2*4 + 2*4 + 3*5) = 62, norms 2*2 + 2*4 = 12; two tables of 8*2; the final norm 2.
+    assert memory.draft_sizes(_tiny(), trained, 1) == given(**sizes) == (3 * 74 + 2 * 16 + 2, 3 * 4)
+    wide = {"hidden_size": 5, "num_attention_heads": 2}
+    least = given(**wide)
     assert least[1] == 3 * 2 * 2  # as many key-value heads as query heads, of 5 // 2
-    assert found(num_key_value_heads=2, head_dim=None, tie_word_embeddings=False) == least
-    assert found(num_key_value_heads=1)[1] == 3 * 1 * 2
-    assert found(tie_word_embeddings=True)[0] == least[0] - 8 * 5
+    assert given(**wide, num_key_value_heads=2, head_dim=None, tie_word_embeddings=False) == least
+    assert given(**wide, num_key_value_heads=1)[1] == 3 * 1 * 2
+    assert given(**wide, tie_word_embeddings=True)[0] == least[0] - 8 * 5
 
 
 def test_a_draft_that_is_looked_up_holds_nothing_and_one_of_the_hub_is_not_counted() -> None:
@@ -365,25 +314,15 @@ def test_a_draft_that_is_looked_up_holds_nothing_and_one_of_the_hub_is_not_count
     away = DraftConfig(method=DraftMethod.DRAFT_MODEL, model="org/small")
     assert memory.draft_sizes(_tiny(), away, 1) == (0.0, 0.0)
     known = load_recipe("qwen3_8b")
-    found = memory.estimate(
-        load_model("qwen3-8b"),
-        "gb200",
-        learner=known.learner,
-        engine=known.engine,
-        draft=away,
-        layout=known.layout,
-        longest_k=3,
-        has_reference=False,
-    )
+    given = {"learner": known.learner, "engine": known.engine, "layout": known.layout, "draft": away}
+    found = memory.estimate(load_model("qwen3-8b"), "gb200", **given, longest_k=3, has_reference=False)
     assert list(found.warnings()) == ["draft.model org/small is not at hand: its memory is not counted"]
 
 
 def test_the_8b_model_needs_what_its_code_was_read_to_need() -> None:
     shape = load_model("qwen3-8b")
-    learner = LearnerConfig(
-        max_tokens_per_microbatch=16_384, dtype=Dtype.BFLOAT16, parallel=ParallelConfig(tensor=4, data=8)
-    )
-    found = memory.learner_memory(shape, learner, has_reference=False)
+    learner = replace(_learner(tensor=4, data=8), max_tokens_per_microbatch=16_384)
+    found = _learned(learner, shape)
     # 8.19e9 parameters; 18 bytes each over 4 ranks; 66 KB a token and layer; (2 + 12) x 151,936 / 4 bytes a token.
     assert _estimate().refit_bytes == 2 * 8_190_735_360  # the published size of Qwen3-8B
     assert found["weights"] + found["gradients"] + found["optimizer"] == pytest.approx(37e9, rel=0.01)
@@ -398,9 +337,8 @@ def test_more_ranks_never_need_more_each(tensor: int, pipeline: int, is_sequence
 
     def total(tensor: int, pipeline: int) -> float:
         sequence = is_sequence_parallel and tensor > 1
-        parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, sequence_parallel=sequence)
-        learner = LearnerConfig(max_tokens_per_microbatch=4096, dtype=Dtype.BFLOAT16, parallel=parallel)
-        return sum(memory.learner_memory(shape, learner, has_reference=False).values())
+        learner = _learner(tensor=tensor, pipeline=pipeline, sequence_parallel=sequence)
+        return sum(_learned(replace(learner, max_tokens_per_microbatch=4096), shape).values())
 
     assert total(2 * tensor, pipeline) < total(tensor, pipeline)
     assert total(tensor, 2 * pipeline) <= total(tensor, pipeline)
@@ -420,12 +358,8 @@ def test_a_split_gpu_has_the_engines_share_for_its_micro_batch_and_chunked_logit
 
 def test_a_run_in_turn_keeps_weights_beside_the_engine_and_no_cache_beside_the_learner() -> None:
     kinds = _estimate(**IN_TURN, grpo={"loss": {"kl_coefficient": 0.1}}).kinds
-    assert [part for part in kinds["generating"] if not part.startswith(("engine", "draft"))] == [
-        "weights",
-        "reference",
-        "refit",
-        "KV cache",
-    ]
+    own = [part for part in kinds["generating"] if not part.startswith(("engine", "draft"))]
+    assert own == ["weights", "reference", "refit", "KV cache"]
     assert "KV cache" not in kinds["training"]
 
 
@@ -468,17 +402,68 @@ def test_a_mixture_of_experts_is_placed_without_its_memory(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps(config))
     dealt = {"policy": {"model": str(tmp_path)}, "learner": {"parallel": {"tensor": 1, "data": 32, "expert": 4}}}
     assert load_recipe("qwen3_8b", overrides=merge(PLAIN, dealt)).memory() is None
-    for learner, message in (
-        ({"tensor": 1, "data": 32, "expert": 16}, "learner.parallel.expert must divide the policy's 8 experts, got 16"),
-        ({"tensor": 4, "data": 8}, "learner.parallel.tensor must be 1 for a mixture of experts, got 4; deal the"),
+    for parallel, rule in (
+        ({"tensor": 1, "data": 32, "expert": 16}, "expert must divide the policy's 8 experts, got 16"),
+        ({"tensor": 4, "data": 8}, "tensor must be 1 for a mixture of experts, got 4; deal the"),
     ):
-        assert _refusal({**dealt, "learner": {"parallel": learner}}).startswith(message)
-    engine = {"tensor_parallel_size": 4, "num_engines": 8}
+        assert _refusal({**dealt, "learner": {"parallel": parallel}}).startswith(f"learner.parallel.{rule}")
     message = "engine.tensor_parallel_size must be 1 for a mixture of experts, got 4"
-    assert _refusal({**dealt, "engine": engine}) == message
+    assert _refusal({**dealt, "engine": {"tensor_parallel_size": 4, "num_engines": 8}}) == message
 
 
 def test_without_gpus_known_hardware_or_a_dense_shape_nothing_is_estimated() -> None:
     assert load_recipe("tiny").memory() is None
     assert load_recipe("qwen3_8b", overrides={"simulator": None}).memory() is None
     assert load_recipe("qwen3_8b", overrides={"simulator": {"model": "qwen3-30b-a3b"}}).memory() is None
+
+
+def _lines(**changes: Any) -> list[str]:
+    """The table for users."""
+    recipe = load_recipe("qwen3_8b", overrides=changes)
+    found = recipe.memory()
+    assert found is not None
+    return memory.memory_text(found, recipe.refit_channel).splitlines()
+
+
+def test_memory_of_a_shared_gpu_is_one_column() -> None:
+    lines = _lines()
+    assert lines[:3] == ["part                GPU, GB", "------------------  -------", "weights             8.2"]
+    assert not [line for line in lines if line.startswith("reference")]  # no KL
+    assert "together            178.1" in lines  # 107.4 beside 70.7 of what trains alone
+    assert lines[-3] == "longest micro-batch that fits: 18,970 tokens"
+
+
+def test_memory_that_is_had_in_turn_has_a_column_for_each_turn() -> None:
+    assert _lines(**IN_TURN) == [
+        "part                generating, GB  training, GB",
+        "------------------  --------------  ------------",
+        "weights             8.2             8.2",
+        "gradients           -               16.4",
+        "optimizer           -               3.1",
+        "activations         -               50.1",
+        "logits              -               1.1",
+        "refit               3.7             3.7",
+        "engine weights      16.4            16.4",
+        "draft               0.8             0.8",
+        "engine activations  3.7             3.7",
+        "KV cache            62.8            -",
+        "engine refit        2.5             2.5",
+        "runtime (assumed)   9.3             9.3",
+        "together            107.4           115.3",
+        "GB200 has           186.0           186.0",
+        "",
+        "longest micro-batch that fits: 39,490 tokens",
+        "an engine's cache holds 414,283 tokens of context, 33 of the longest sequences",
+        "a refit moves 16.4 GB into each of 32 engines, 524.2 GB in all, by ipc",
+        "while engines generate, 3.1 GB of each GPU's optimizer wait in host memory: 12.3 GB a node",
+    ]
+
+
+def test_memory_of_split_gpus_has_a_column_for_each_kind() -> None:
+    lines = _lines(**merge(PLAIN, {**SPLIT, "grpo": {"loss": {"kl_coefficient": 0.1}}}))
+    assert lines[0] == "part                training GPU, GB  generation GPU, GB"
+    assert lines[5] == "reference           4.1               -"
+    assert "engine weights      -                 16.4" in lines
+    assert "together            98.5              93.0" in lines  # 89.2 and 83.7 beside 9.3
+    assert "GB200 has           186.0             186.0" in lines
+    assert lines[-1].endswith("by nccl")
