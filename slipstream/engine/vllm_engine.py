@@ -21,8 +21,7 @@ from slipstream.data.chat import end_token_ids
 from slipstream.engine.acceptance import acceptance_between
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.history_drafts import HISTORY, history_settings, told_vllm
-from slipstream.engine.protocol import Portion, Trace
-from slipstream.engine.requests import GroupRequest, group_requests
+from slipstream.engine.protocol import GroupRequest, Portion, Trace, group_requests
 from slipstream.engine.vllm_groups import (
     CacheMemory,
     FinishedRollout,
@@ -31,7 +30,7 @@ from slipstream.engine.vllm_groups import (
     group_of,
     trace_of,
 )
-from slipstream.grpo.loop_config import KvCache
+from slipstream.grpo.config import KvCache
 from slipstream.imports import uncollected
 from slipstream.records.steps import ScheduleEntry
 from slipstream.refit.channel import Location
