@@ -195,7 +195,6 @@ class VllmEngine:
 
             from slipstream.engine.weight_transfer import BACKEND
 
-        how = {"is_in_flight": is_in_flight, "can_sleep": can_sleep, "returns_routes": returns_routes}
         self._stop_token_ids, self._weight_format = end_token_ids(policy), config.weight_format
         with ExitStack() as links:
             self._llm: Any = LLM(
@@ -208,7 +207,9 @@ class VllmEngine:
                 weight_transfer_config={"backend": BACKEND},
                 worker_extension_cls=_PROBE,
                 seed=0,  # unused by rollouts, which have seeds of their own
-                **engine_arguments(config, **how),
+                **engine_arguments(
+                    config, is_in_flight=is_in_flight, can_sleep=can_sleep, returns_routes=returns_routes
+                ),
             )
         self._has_draft = speculative_config is not None and "model" in speculative_config  # with weights of its own
         self._is_draft_updating = False
@@ -219,8 +220,7 @@ class VllmEngine:
             self._verify_in_blocks(is_on_cpu=config.kv_cache_gib is not None)
         self._history = history_settings(speculative_config)
         self.forget()
-        self._counts = StepCounts(self._llm)
-        self._cache = CacheMemory(self._llm)
+        self._counts, self._cache = StepCounts(self._llm), CacheMemory(self._llm)
         self._max_model_len = config.max_model_len
         self._is_updating = False  # True from the start of an update until `adopt`
         self._kv_cache: KvCache | None = None
