@@ -195,7 +195,9 @@ class VllmEngine:
 
             from slipstream.engine.weight_transfer import BACKEND
 
-        self._stop_token_ids, self._weight_format = end_token_ids(policy), config.weight_format
+        how = {"is_in_flight": is_in_flight, "can_sleep": can_sleep, "returns_routes": returns_routes}
+        self._stop_token_ids, self._max_model_len = end_token_ids(policy), config.max_model_len
+        self._weight_format = config.weight_format
         with ExitStack() as links:
             self._llm: Any = LLM(
                 str(links.enter_context(loadable(policy))),
@@ -207,12 +209,9 @@ class VllmEngine:
                 weight_transfer_config={"backend": BACKEND},
                 worker_extension_cls=_PROBE,
                 seed=0,  # unused by rollouts, which have seeds of their own
-                **engine_arguments(
-                    config, is_in_flight=is_in_flight, can_sleep=can_sleep, returns_routes=returns_routes
-                ),
+                **engine_arguments(config, **how),
             )
         self._has_draft = speculative_config is not None and "model" in speculative_config  # with weights of its own
-        self._is_draft_updating = False
         self.policy_version = self.draft_version = self.num_prefix_cache_resets = 0
         self._digests = {False: "", True: ""}  # of the bytes that were read last, by `is_draft`
         self._check_sampler()
@@ -221,8 +220,7 @@ class VllmEngine:
         self._history = history_settings(speculative_config)
         self.forget()
         self._counts, self._cache = StepCounts(self._llm), CacheMemory(self._llm)
-        self._max_model_len = config.max_model_len
-        self._is_updating = False  # True from the start of an update until `adopt`
+        self._is_updating = self._is_draft_updating = False  # True from the start of an update until `adopt`
         self._kv_cache: KvCache | None = None
         self._groups = GroupsUnderWay(self._llm.llm_engine, max_num_seqs=config.max_num_seqs)
         self._groups.adopt(self._versions)
