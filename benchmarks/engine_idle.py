@@ -20,8 +20,7 @@ from slipstream.config import require
 from slipstream.data.prompts import PromptStream, read_prompt_sets
 from slipstream.drafts.methods import speculative_config
 from slipstream.engine.config import EngineConfig, SamplingConfig
-from slipstream.engine.protocol import GenerationResult
-from slipstream.engine.requests import group_requests
+from slipstream.engine.protocol import GenerationResult, group_requests
 from slipstream.engine.vllm_engine import VllmEngine, process_environment
 from slipstream.stages.recipe_engines import draft_weights
 from slipstream.types import Prompt

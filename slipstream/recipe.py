@@ -26,8 +26,7 @@ from slipstream.drafts.length import TuningConfig, require_groups
 from slipstream.drafts.methods import DraftMethod
 from slipstream.engine.config import Backend, EngineConfig, SamplingConfig
 from slipstream.evaluation import EvaluationConfig
-from slipstream.grpo.config import Correction, GrpoConfig, OptimizerMethod
-from slipstream.grpo.loop_config import LoopConfig
+from slipstream.grpo.config import Correction, GrpoConfig, LoopConfig, OptimizerMethod
 from slipstream.learner.architecture import Architecture, aux_layer_ids, require_adaptable, require_routes
 from slipstream.learner.config import SCRATCH, LearnerConfig, PolicyConfig
 from slipstream.losslessness.config import LosslessnessConfig

@@ -213,10 +213,11 @@ class DraftTrainer(LearnerDraft):
         total = sum(float(loss) for loss in losses)
         if self.sum_over_ranks is not None:
             total = self._sum_gradients(total, self.sum_over_ranks)
-        if not math.isfinite(total):
-            raise FloatingPointError(f"draft loss of step {self._num_steps} must be finite, got {total}")
         # A clip of its own: under a shared one the draft's larger gradients would shrink the policy's step.
-        torch.nn.utils.clip_grad_norm_(self._trained, self._settings.clip_grad)
+        norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self._settings.clip_grad))
+        if not (math.isfinite(total) and math.isfinite(norm)):
+            got = f"{total} and {norm}"
+            raise FloatingPointError(f"draft loss of step {self._num_steps} and its gradient must be finite, got {got}")
         self._optimizer.step(learning_rate=self._learning_rate())
         self._num_steps += 1
         return total

@@ -1,10 +1,15 @@
-"""Protocol of rollout engines for the GRPO loop, tuning and evaluation, and the results of generation.
+"""Protocol of rollout engines for the GRPO loop, tuning and evaluation, requests to them, and their results.
+
+A rollout's seed follows from its prompt, its place in the group and the call's seed alone. The rollout's tokens
+therefore do not depend on the number of engines, its engine, the order of the prompts or the batch.
 
 `slipstream.refit.channel` has the protocol for a refit, `slipstream.losslessness.sampling` the certificate's.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +18,36 @@ from slipstream.engine.acceptance import combine
 from slipstream.engine.config import SamplingConfig
 from slipstream.records.steps import AcceptanceStats, AutopilotStep
 from slipstream.types import Prompt, RolloutGroup, VersionSpan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRequest:
+    """A prompt with a seed for each of its rollouts; `index` is the prompt's place in the call."""
+
+    index: int
+    prompt: Prompt
+    seeds: tuple[int, ...]
+
+
+def group_requests(prompts: Sequence[Prompt], *, group_size: int, seed: int) -> tuple[GroupRequest, ...]:
+    """Make a request for each prompt; a repeated prompt continues its sample numbers, so no seed is used twice."""
+    num_seen: Counter[str] = Counter()
+    requests = []
+    for index, prompt in enumerate(prompts):
+        first = num_seen[prompt.id]
+        num_seen[prompt.id] += group_size
+        seeds = tuple(rollout_seed(seed, prompt.id, sample) for sample in range(first, first + group_size))
+        requests.append(GroupRequest(index=index, prompt=prompt, seeds=seeds))
+    return tuple(requests)
+
+
+def rollout_seed(seed: int, prompt_id: str, sample: int) -> int:
+    """Compute the seed of one rollout, in [0, 2**63), the range of an engine's generators.
+
+    The seed is a hash, so that neighbouring calls, prompts and samples get unrelated seeds.
+    """
+    digest = hashlib.blake2b(f"{seed}/{prompt_id}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +176,6 @@ class Engines(Protocol):
     ) -> GenerationResult:
         """Sample `group_size` rollouts a prompt.
 
-        A rollout depends on the weights, `seed`, its prompt and its place in the group alone, as
-        `slipstream.engine.requests` documents.
+        A rollout depends on the weights, `seed`, its prompt and its place in the group alone.
         """
         ...

@@ -18,8 +18,7 @@ import slipstream
 from slipstream.config import require
 from slipstream.data.chat import end_token_ids
 from slipstream.engine.config import EngineConfig, SamplingConfig
-from slipstream.engine.protocol import Portion
-from slipstream.engine.requests import GroupRequest
+from slipstream.engine.protocol import GroupRequest, Portion
 from slipstream.engine.vllm_engine import loadable
 from slipstream.refit.channel import Location, here
 from slipstream.refit.config import EngineState, WeightFiles

@@ -21,8 +21,7 @@ from slipstream.data.chat import end_token_ids
 from slipstream.engine.acceptance import acceptance_between
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.history_drafts import HISTORY, history_settings, told_vllm
-from slipstream.engine.protocol import Portion, Trace
-from slipstream.engine.requests import GroupRequest, group_requests
+from slipstream.engine.protocol import GroupRequest, Portion, Trace, group_requests
 from slipstream.engine.vllm_groups import (
     CacheMemory,
     FinishedRollout,
@@ -31,7 +30,7 @@ from slipstream.engine.vllm_groups import (
     group_of,
     trace_of,
 )
-from slipstream.grpo.loop_config import KvCache
+from slipstream.grpo.config import KvCache
 from slipstream.imports import uncollected
 from slipstream.records.steps import ScheduleEntry
 from slipstream.refit.channel import Location
@@ -197,7 +196,8 @@ class VllmEngine:
             from slipstream.engine.weight_transfer import BACKEND
 
         how = {"is_in_flight": is_in_flight, "can_sleep": can_sleep, "returns_routes": returns_routes}
-        self._stop_token_ids, self._weight_format = end_token_ids(policy), config.weight_format
+        self._stop_token_ids, self._max_model_len = end_token_ids(policy), config.max_model_len
+        self._weight_format = config.weight_format
         with ExitStack() as links:
             self._llm: Any = LLM(
                 str(links.enter_context(loadable(policy))),
@@ -212,7 +212,6 @@ class VllmEngine:
                 **engine_arguments(config, **how),
             )
         self._has_draft = speculative_config is not None and "model" in speculative_config  # with weights of its own
-        self._is_draft_updating = False
         self.policy_version = self.draft_version = self.num_prefix_cache_resets = 0
         self._digests = {False: "", True: ""}  # of the bytes that were read last, by `is_draft`
         self._check_sampler()
@@ -220,10 +219,8 @@ class VllmEngine:
             self._verify_in_blocks(is_on_cpu=config.kv_cache_gib is not None)
         self._history = history_settings(speculative_config)
         self.forget()
-        self._counts = StepCounts(self._llm)
-        self._cache = CacheMemory(self._llm)
-        self._max_model_len = config.max_model_len
-        self._is_updating = False  # True from the start of an update until `adopt`
+        self._counts, self._cache = StepCounts(self._llm), CacheMemory(self._llm)
+        self._is_updating = self._is_draft_updating = False  # True from the start of an update until `adopt`
         self._kv_cache: KvCache | None = None
         self._groups = GroupsUnderWay(self._llm.llm_engine, max_num_seqs=config.max_num_seqs)
         self._groups.adopt(self._versions)

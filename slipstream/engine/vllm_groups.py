@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.config import require
 from slipstream.engine.acceptance import AcceptanceCounters, read_counters
-from slipstream.engine.protocol import RunningTime, Trace, summed
-from slipstream.engine.requests import GroupRequest
+from slipstream.engine.protocol import GroupRequest, RunningTime, Trace, summed
 from slipstream.records.steps import ScheduleEntry
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
 

@@ -30,10 +30,8 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.length import constant
 from slipstream.drafts.methods import speculative_config
 from slipstream.engine.config import EngineConfig, SamplingConfig
-from slipstream.engine.protocol import GenerationResult
-from slipstream.engine.requests import group_requests
-from slipstream.grpo.config import LossConfig, OptimizerConfig
-from slipstream.grpo.loop_config import KvCache
+from slipstream.engine.protocol import GenerationResult, group_requests
+from slipstream.grpo.config import KvCache, LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
 from slipstream.learner.config import LearnerConfig, ParallelConfig
 from slipstream.losslessness.config import LosslessnessConfig

@@ -11,7 +11,7 @@ from typing import Protocol
 from slipstream.config import require
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Trace
-from slipstream.grpo.loop_config import KvCache
+from slipstream.grpo.config import KvCache
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.records.steps import ScheduleEntry
 from slipstream.types import Prompt, Quantization

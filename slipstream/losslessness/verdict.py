@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Trace
-from slipstream.grpo.loop_config import KvCache
+from slipstream.grpo.config import KvCache
 from slipstream.logs import progress
 from slipstream.losslessness import hypothesis_tests
 from slipstream.losslessness.config import LosslessnessConfig

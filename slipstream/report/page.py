@@ -17,7 +17,7 @@ from slipstream.catalog import target_of
 from slipstream.learner.config import SCRATCH
 from slipstream.records.files import write_atomic
 from slipstream.records.run import DriftRecord, RunRecord
-from slipstream.report import figures, machine_section, sentences, tables
+from slipstream.report import figures, sentences, tables
 from slipstream.report.formats import WORKLOAD_LABELS, render
 from slipstream.report.results import Result, results
 from slipstream.report.summary import (
@@ -108,7 +108,6 @@ def render_page(
         drift=drift,
         projection=None if run.alone else projection,
         workload_label=WORKLOAD_LABELS.get(record.workload, record.workload),
-        machine=machine_section,
     )
 
 
@@ -171,8 +170,8 @@ def write_report(
 def report_json(record: RunRecord, drift: DriftRecord | None = None) -> dict[str, Any]:
     """Return the content of `report.json`."""
     summary, compared = summarise(record), compare_loops(record)
-    summary["num_warmup_steps"] = machine_section.num_warmup_steps(record)
-    summary["machine"] = machine_section.machine_json(record)
+    summary["num_warmup_steps"] = sentences.num_warmup_steps(record)
+    summary["machine"] = sentences.machine_json(record)
     if compared is not None:
         prediction = predicted(record, compared)  # projected figures stand apart from measured ones
         summary["asynchronous"] = {

@@ -21,8 +21,7 @@ from slipstream.report.formats import (
     speedup,
     with_interval,
 )
-from slipstream.report.machine_section import findings
-from slipstream.report.sentences import verdict
+from slipstream.report.sentences import findings, verdict
 from slipstream.report.summary import (
     ArmSummary,
     LoopArm,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.length import DraftLength
-from slipstream.grpo.loop_config import KvCache
+from slipstream.grpo.config import KvCache
 from slipstream.learner.config import Packing
 from slipstream.logs import progress
 from slipstream.losslessness.sampling import Sample, Subject, draw

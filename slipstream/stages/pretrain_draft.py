@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slipstream.config import require
 from slipstream.data.prompts import read_prompt_sets
-from slipstream.drafts import distill, pretrain
+from slipstream.drafts import pretrain
 from slipstream.drafts.config import DraftConfig, DraftInit
 from slipstream.drafts.methods import TRAITS, DraftMethod, Training, require_package
 from slipstream.drafts.pretrain import DraftProgress, Responses
@@ -88,11 +88,11 @@ def _take(context: RunContext, recipe: Recipe, policy: Path) -> Path:
 def _take_weights(config: DraftConfig, policy: Path, directory: Path, *, max_model_len: int) -> int:
     """Link or convert weights that are used as they are; return the number of parameters."""
     if config.method is DraftMethod.DRAFT_MODEL:
-        return distill.link_draft_model(config, policy, directory, max_model_len=max_model_len)
+        return pretrain.link_draft_model(config, policy, directory, max_model_len=max_model_len)
     from slipstream.drafts.eagle3 import bring_draft
 
     bring_draft(config, policy, directory, max_model_len=max_model_len)
-    return distill.num_parameters(directory)
+    return pretrain.num_parameters(directory)
 
 
 def train_on(
@@ -214,21 +214,21 @@ class _Teaching:
         )
         learner.load(self.policy, None)
         of_policy = learner.logprobs(judged, temperature)
-        scratch, vocab_size, eos = distill.scratch_model(config, self.policy)
+        scratch, vocab_size, eos = pretrain.scratch_model(config, self.policy)
         num = learner.create(scratch, vocab_size, eos, scratch.optimizer)
 
         def save(path: Path) -> None:
             learner.save_checkpoint(path, {})
             learner.finish_checkpoint()
 
-        update = distill.response_update(learner.lm_step, self.train, scratch)
+        update = pretrain.response_update(learner.lm_step, self.train, scratch)
         load, checkpoint = learner.load_checkpoint, self.directory / _CHECKPOINT
         losses = pretrain.train_draft(
             self.train, config, update=update, save=save, load=load, checkpoint=checkpoint, on_step=on_step
         )
         of_draft = learner.logprobs(judged, temperature)
         learner.save_hf(self.directory / _DRAFT, self.policy)
-        return num, losses, distill.heldout_acceptance(of_policy, of_draft, num_tokens=config.pretrain.ttt_steps)
+        return num, losses, pretrain.heldout_acceptance(of_policy, of_draft, num_tokens=config.pretrain.ttt_steps)
 
 
 def known_tokens(config: DraftConfig, train: Responses, policy: Path) -> tuple[int, ...] | None:

@@ -12,7 +12,7 @@ from slipstream.drafts.config import DraftConfig, DraftLengthRule
 from slipstream.drafts.length import DraftLength, constant, length_of
 from slipstream.drafts.methods import TRAITS, DraftSampling, require_choice, speculative_config
 from slipstream.engine.protocol import Engines
-from slipstream.grpo.loop_config import KvCache
+from slipstream.grpo.config import KvCache
 from slipstream.recipe import Recipe
 from slipstream.records.files import read_record
 from slipstream.records.stages import TuningRecord

@@ -14,7 +14,7 @@ from typing import Any
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.length import DraftLength, described
 from slipstream.drafts.methods import TRAITS
-from slipstream.grpo.loop_config import LoopConfig
+from slipstream.grpo.config import LoopConfig
 from slipstream.recipe import Recipe, parameters
 from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import DraftRecord

@@ -24,10 +24,10 @@ from slipstream.rewards.function import open_reward
 from slipstream.rewards.reward import Reward, RewardResult, penalized
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.asynchronous import AsyncLoop
+from slipstream.train.batch import Pending, Submitted
 from slipstream.train.checkpoints import Checkpoints
 from slipstream.train.loop import Draft, SyncLoop, TrainedDraft, Trainer
 from slipstream.train.metrics import StageClock, metrics_of, step_line
-from slipstream.train.pending import Pending, Submitted
 from slipstream.train.queues import ThreadGroup
 from slipstream.train.recovery import Autopilot, FaultTolerantEngines, WeightsLostError
 from slipstream.train.turns import Turn

@@ -36,16 +36,14 @@ from dataclasses import dataclass, field, replace
 from slipstream.data.prompts import PromptStream
 from slipstream.engine.acceptance import combine
 from slipstream.engine.config import SamplingConfig
-from slipstream.engine.protocol import GenerationResult, Portion
-from slipstream.engine.requests import GroupRequest, group_requests, rollout_seed
-from slipstream.grpo.loop_config import LoopConfig, TooOld
+from slipstream.engine.protocol import GenerationResult, GroupRequest, Portion, group_requests, rollout_seed
+from slipstream.grpo.config import LoopConfig, TooOld
 from slipstream.records.steps import RefitCheck, StepRecord
 from slipstream.refit.gate import Export
 from slipstream.rewards.reward import RewardResult, joined
-from slipstream.train.batch import Versions
+from slipstream.train.batch import Pending, Scored, Submitted, Versions
 from slipstream.train.loop import Trainer, engine_seed, recent
 from slipstream.train.metrics import StageClock, Stopwatch
-from slipstream.train.pending import Pending, Scored, Submitted
 from slipstream.train.queues import Queue, ThreadGroup
 from slipstream.train.recovery import FaultTolerantEngines
 from slipstream.train.turns import Turn

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from slipstream.records.steps import DynamicSampling, EvaluationRecord, LagStats, MachineUse, Overlap, StepRecord
+from slipstream.train.batch import Scored
 from slipstream.train.machine_use import Counters, read_counters, use_between
-from slipstream.train.pending import Scored
 from slipstream.types import STAGES, StageTimes
 
 T = TypeVar("T")

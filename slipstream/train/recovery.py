@@ -10,8 +10,7 @@ from typing import TypeVar
 
 from slipstream.drafts.length import PATIENCE_STEPS, Decision, constant, decide
 from slipstream.engine.config import SamplingConfig
-from slipstream.engine.protocol import GenerationResult, Portion
-from slipstream.engine.requests import GroupRequest
+from slipstream.engine.protocol import GenerationResult, GroupRequest, Portion
 from slipstream.records.steps import AutopilotStep, RefitCheck, ScheduleEntry
 from slipstream.refit.gate import Export, RefitGate
 from slipstream.types import Prompt

@@ -19,11 +19,10 @@ import ray
 from slipstream.drafts.methods import SCHEDULE
 from slipstream.engine.config import Backend, EngineConfig, SamplingConfig
 from slipstream.engine.history_drafts import HISTORY
-from slipstream.engine.protocol import GenerationResult, Portion, Trace
-from slipstream.engine.requests import GroupRequest, group_requests
+from slipstream.engine.protocol import GenerationResult, GroupRequest, Portion, Trace, group_requests
 from slipstream.engine.sglang_engine import PYTHON, SglangDiedError, SglangEngine
 from slipstream.engine.vllm_engine import VllmEngine, engine_arguments, process_environment, without_gpu
-from slipstream.grpo.loop_config import KvCache
+from slipstream.grpo.config import KvCache
 from slipstream.records.steps import ScheduleEntry
 from slipstream.refit.channel import Location
 from slipstream.refit.config import Channel, EngineState, WeightFiles

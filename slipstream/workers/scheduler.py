@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from slipstream.engine.acceptance import combine
-from slipstream.engine.protocol import GenerationResult, Portion, summed
-from slipstream.engine.requests import GroupRequest
+from slipstream.engine.protocol import GenerationResult, GroupRequest, Portion, summed
 from slipstream.types import Prompt, RolloutGroup
 
 _TOKENS_PER_KIND = 8  # width of a bin of prompt lengths
