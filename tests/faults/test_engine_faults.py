@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from slipstream.drafts.methods import speculative_config
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Trace
-from slipstream.grpo.loop_config import KvCache
+from slipstream.grpo.config import KvCache
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, draw
 from slipstream.losslessness.verdict import BIASED, LOSSLESS, judged

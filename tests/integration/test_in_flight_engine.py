@@ -11,8 +11,8 @@ import pytest
 
 from slipstream.drafts.methods import speculative_config
 from slipstream.engine.config import SamplingConfig
-from slipstream.engine.requests import GroupRequest, group_requests
-from slipstream.grpo.loop_config import KvCache
+from slipstream.engine.protocol import GroupRequest, group_requests
+from slipstream.grpo.config import KvCache
 from slipstream.refit.config import WeightFiles
 from slipstream.types import Prompt, Rollout, RolloutGroup
 from slipstream.workers.engines import RemoteEngine, start_engine

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.drafts.compatibility import check_draft_model
-from slipstream.drafts.distill import num_parameters, response_update, scratch_model
 from slipstream.drafts.methods import DraftMethod
-from slipstream.drafts.pretrain import Responses, train_draft
+from slipstream.drafts.pretrain import Responses, num_parameters, response_update, scratch_model, train_draft
 from slipstream.learner.config import LearnerConfig
 from slipstream.workers.learners import RemoteLearner, start_learner
 from tests.small import draft_with

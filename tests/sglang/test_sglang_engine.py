@@ -16,7 +16,7 @@ import xxhash
 from scipy.stats import chisquare
 
 from slipstream.engine.config import Backend, SamplingConfig
-from slipstream.engine.requests import group_requests
+from slipstream.engine.protocol import group_requests
 from slipstream.engine.sglang_engine import PYTHON, SglangEngine
 from slipstream.refit.config import WeightFiles
 from slipstream.refit.fingerprint import ALL, Turn, file_fingerprints

@@ -26,8 +26,7 @@ from slipstream.drafts.config import (
 from slipstream.drafts.length import TuningConfig
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.evaluation import EvaluationConfig
-from slipstream.grpo.config import DynamicSamplingConfig, GrpoConfig, LossConfig, OptimizerConfig
-from slipstream.grpo.loop_config import LoopConfig
+from slipstream.grpo.config import DynamicSamplingConfig, GrpoConfig, LoopConfig, LossConfig, OptimizerConfig
 from slipstream.learner.config import (
     LearnerConfig,
     ParallelConfig,

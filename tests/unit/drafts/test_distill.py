@@ -13,9 +13,16 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.drafts import distill
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.distill import heldout_acceptance, link_draft_model, num_parameters, response_update
 from slipstream.drafts.methods import DraftMethod
-from slipstream.drafts.pretrain import Responses, num_done, train_draft
+from slipstream.drafts.pretrain import (
+    Responses,
+    heldout_acceptance,
+    link_draft_model,
+    num_done,
+    num_parameters,
+    response_update,
+    train_draft,
+)
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import ScratchConfig

@@ -7,7 +7,7 @@ import hashlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.engine.requests import group_requests, rollout_seed
+from slipstream.engine.protocol import group_requests, rollout_seed
 from slipstream.types import Prompt
 
 

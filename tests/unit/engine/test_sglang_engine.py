@@ -18,7 +18,7 @@ from torch import nn
 from slipstream.config import ConfigError
 from slipstream.engine import sglang_engine
 from slipstream.engine.config import Backend, EngineConfig, SamplingConfig
-from slipstream.engine.requests import GroupRequest
+from slipstream.engine.protocol import GroupRequest
 from slipstream.engine.sglang_engine import PYTHON, SglangDiedError, SglangEngine, kv_cache_tokens, sglang_python
 from slipstream.engine.sglang_process import draw, held_weights, write_weights
 from slipstream.refit.config import EngineState, WeightFiles

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.engine.requests import GroupRequest
+from slipstream.engine.protocol import GroupRequest
 from slipstream.engine.vllm_groups import CacheMemory, FinishedRollout, GroupsUnderWay, StepCounts, group_of
 from slipstream.records.steps import ScheduleEntry
 from slipstream.types import Prompt, VersionSpan

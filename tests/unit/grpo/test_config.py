@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from slipstream.grpo.config import Correction, GrpoConfig, LossConfig, LossKind, OptimizerConfig
-from slipstream.grpo.loop_config import LoopConfig
+from slipstream.grpo.config import Correction, GrpoConfig, LoopConfig, LossConfig, LossKind, OptimizerConfig
 from slipstream.types import LoopMode
 from tests.unit.refusals import refused, rows
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Trace
-from slipstream.grpo.loop_config import KvCache
+from slipstream.grpo.config import KvCache
 from slipstream.learner.logprobs import conditionals, processed_logprobs
 from slipstream.losslessness import hypothesis_tests
 from slipstream.losslessness import verdict as verdicts

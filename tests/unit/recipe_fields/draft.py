@@ -18,9 +18,8 @@ import torch
 from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.drafts import length, methods
-from slipstream.drafts.distill import scratch_model
 from slipstream.drafts.learner_draft import Chats
-from slipstream.drafts.pretrain import Responses
+from slipstream.drafts.pretrain import Responses, scratch_model
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.engine.protocol import GenerationResult, RunningTime
 from slipstream.ragged import Ragged
@@ -32,7 +31,7 @@ from slipstream.stages import pretrain_draft, support, train_grpo, tune_draft_le
 from slipstream.stages import recipe_engines as stage_engines
 from slipstream.stages.context import arm_node
 from slipstream.train.arm import Run
-from slipstream.train.pending import Pending
+from slipstream.train.batch import Pending
 from slipstream.types import Arm, Prompt
 from slipstream.workers.learner_process import LearnerProcess
 from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, checks, rollout_groups

@@ -8,9 +8,9 @@ import pytest
 
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import ArmRecord, MachineUse
-from slipstream.report.machine_section import findings, machine_json, pooled_use, warmup_text
 from slipstream.report.page import report_json
 from slipstream.report.results import terminal_table
+from slipstream.report.sentences import findings, machine_json, pooled_use, warmup_text
 from tests.unit.report.handmade import ASYNCHRONOUS, BARE, ONE_STEP, RECORD, page_text
 
 QUIET = MachineUse(load=1.0, other_cpu_fraction=0.0, steal_fraction=0.0, memory_pressure_fraction=0.0, cpu_mhz=2000.0)

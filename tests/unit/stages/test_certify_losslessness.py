@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from slipstream.drafts import compatibility
 from slipstream.drafts.length import DraftLength
 from slipstream.drafts.methods import DraftSampling
-from slipstream.grpo.loop_config import KvCache
+from slipstream.grpo.config import KvCache
 from slipstream.learner.config import LearnerConfig, Packing
 from slipstream.losslessness.sampling import Subject
 from slipstream.recipe import load_recipe

@@ -19,9 +19,8 @@ import pytest
 
 from slipstream.config import merge
 from slipstream.engine.config import SamplingConfig
-from slipstream.engine.protocol import GenerationResult
-from slipstream.engine.requests import GroupRequest
-from slipstream.grpo.loop_config import KvCache
+from slipstream.engine.protocol import GenerationResult, GroupRequest
+from slipstream.grpo.config import KvCache
 from slipstream.grpo.update import Trained, Update
 from slipstream.recipe import load_recipe
 from slipstream.records.steps import RefitCheck, ScheduleEntry, StepRecord
@@ -31,9 +30,9 @@ from slipstream.rewards.reward import RewardResult
 from slipstream.rewards.verifier import Verifier
 from slipstream.train import arm
 from slipstream.train.arm import ArmPlan, Run, score
+from slipstream.train.batch import Submitted
 from slipstream.train.loop import engine_seed
 from slipstream.train.metrics import StageClock, Stopwatch
-from slipstream.train.pending import Submitted
 from slipstream.train.turns import in_turn
 from slipstream.types import Arm, FinishReason, Prompt, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, Worker

@@ -22,16 +22,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.drafts.config import DraftOnline
-from slipstream.engine.protocol import Portion
-from slipstream.engine.requests import GroupRequest, group_requests, rollout_seed
-from slipstream.grpo.loop_config import TooOld
+from slipstream.engine.protocol import GroupRequest, Portion, group_requests, rollout_seed
+from slipstream.grpo.config import TooOld
 from slipstream.records.steps import Overlap, RefitCheck, StepRecord
 from slipstream.refit.config import RefitError
 from slipstream.refit.gate import Export
 from slipstream.rewards.reward import RewardResult
 from slipstream.train.asynchronous import choose_batch, num_missing, overdue
+from slipstream.train.batch import Pending
 from slipstream.train.loop import TrainedDraft, engine_seed
-from slipstream.train.pending import Pending
 from slipstream.train.queues import ThreadGroup
 from slipstream.types import Arm, Prompt
 from tests.small import draft_with

@@ -14,7 +14,7 @@ from slipstream.engine.protocol import GenerationResult
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.records.steps import AutopilotStep
 from slipstream.rewards.reward import RewardResult
-from slipstream.train.pending import Pending, Scored, Submitted
+from slipstream.train.batch import Pending, Scored, Submitted
 from slipstream.types import FinishReason, VersionSpan
 from tests.unit.sampled import accepted
 from tests.unit.train.world import PROMPTS, drawn

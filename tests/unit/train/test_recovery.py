@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream.drafts import length
-from slipstream.engine.protocol import GenerationResult, Portion
-from slipstream.engine.requests import GroupRequest
+from slipstream.engine.protocol import GenerationResult, GroupRequest, Portion
 from slipstream.records.steps import AutopilotStep, RefitCheck, ScheduleEntry
 from slipstream.refit.gate import Export
 from slipstream.train import recovery

@@ -19,10 +19,8 @@ import numpy as np
 
 from slipstream.data.prompts import PromptStream
 from slipstream.engine.config import SamplingConfig
-from slipstream.engine.protocol import GenerationResult, Portion
-from slipstream.engine.requests import GroupRequest
-from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
-from slipstream.grpo.loop_config import LoopConfig, TooOld
+from slipstream.engine.protocol import GenerationResult, GroupRequest, Portion
+from slipstream.grpo.config import GrpoConfig, LoopConfig, LossConfig, OptimizerConfig, TooOld
 from slipstream.grpo.update import Trained, Update
 from slipstream.records.steps import DraftUpdate, Mismatch, RefitCheck, StepRecord, TrainStats
 from slipstream.refit.channel import Exported
@@ -30,10 +28,9 @@ from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import Export
 from slipstream.rewards.reward import RewardResult
 from slipstream.train.asynchronous import AsyncLoop
-from slipstream.train.batch import Versions
+from slipstream.train.batch import Pending, Scored, Submitted, Versions
 from slipstream.train.checkpoints import Checkpoints, Restored
 from slipstream.train.loop import Draft, Learner, SyncLoop, Trainer
-from slipstream.train.pending import Pending, Scored, Submitted
 from slipstream.train.queues import ThreadGroup
 from slipstream.types import Arm, LoopMode, Prompt, Rollout, RolloutGroup, StageTimes, VersionSpan
 from tests.unit.sampled import rollout as sampled

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from slipstream.engine.config import Backend, EngineConfig, SamplingConfig
-from slipstream.engine.protocol import Portion
-from slipstream.engine.requests import GroupRequest
-from slipstream.grpo.loop_config import KvCache
+from slipstream.engine.protocol import GroupRequest, Portion
+from slipstream.grpo.config import KvCache
 from slipstream.refit.config import WeightFiles
 from slipstream.types import Dtype, Prompt, RolloutGroup
 from slipstream.workers import engines

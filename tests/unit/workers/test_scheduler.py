@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.engine.protocol import GenerationResult, Portion, RunningTime
-from slipstream.engine.requests import GroupRequest, group_requests
+from slipstream.engine.protocol import GenerationResult, GroupRequest, Portion, RunningTime, group_requests
 from slipstream.types import Prompt, RolloutGroup
 from slipstream.workers.scheduler import Deal, Ledger, SeenLengths, deal, gather, joined, together
 from tests.unit.sampled import accepted, rollout
