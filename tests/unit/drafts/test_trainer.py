@@ -53,6 +53,20 @@ def test_training_lowers_the_loss_and_raises_held_out_acceptance(policy: Path, c
     assert len(teach(DraftTrainer(policy, CONFIG), chats, 30, falls_to=0.5)) == CONFIG.pretrain.ttt_steps
 
 
+@pytest.mark.parametrize("broken", ["loss", "gradient"])
+def test_a_loss_or_a_gradient_that_is_not_finite_moves_no_weight(policy: Path, chats: Chats, broken: str) -> None:
+    trainer = DraftTrainer(policy, CONFIG)
+    weight = trainer._trained[-1]
+    if broken == "loss":
+        weight.data.fill_(math.nan)
+    else:
+        weight.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
+    before = [each.detach().clone() for each in trainer._trained]
+    with pytest.raises(FloatingPointError, match=r"step 0 and its gradient must be finite, got .*(nan|inf)"):
+        trainer.step(chats)
+    torch.testing.assert_close([each.detach() for each in trainer._trained], before, rtol=0, atol=0, equal_nan=True)
+
+
 def test_rows_do_not_change_the_loss(policy: Path, chats: Chats) -> None:
     together = DraftTrainer(policy, CONFIG).step(chats)
     apart = DraftTrainer(policy, draft_with(CONFIG, eagle3={"tokens_per_row": 12})).step(chats)

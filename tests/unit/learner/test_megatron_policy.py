@@ -50,6 +50,12 @@ def test_the_first_update_is_exactly_on_policy(dtype: Dtype, chunk: int | None) 
     assert stats.grad_norm > 0
 
 
+def test_a_gradient_that_is_not_finite_stops_the_run() -> None:
+    policy = new_policy()
+    with pytest.raises(FloatingPointError, match=r"^the gradient of update 1 is not finite: (nan|inf)$"):
+        policy.train_step(update_of(policy, advantages=[float("inf"), *[0.5] * 8]))
+
+
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
 @pytest.mark.parametrize(
     "loss",

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.drafts import distill
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.pretrain import (
@@ -21,6 +20,7 @@ from slipstream.drafts.pretrain import (
     num_done,
     num_parameters,
     response_update,
+    scratch_model,
     train_draft,
 )
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
@@ -53,7 +53,7 @@ def test_a_small_model_has_the_policys_vocabulary_and_positions_and_the_drafts_t
         draft_model={"optimizer": {"warmup_steps": 20, "learning_rate": 0.1}},
         seed=4,
     )
-    scratch, vocab_size, eos = distill.scratch_model(config, model(tmp_path / "policy", eos_token_id=[5, 6]))
+    scratch, vocab_size, eos = scratch_model(config, model(tmp_path / "policy", eos_token_id=[5, 6]))
     assert (vocab_size, eos) == (64, 5)
     assert (scratch.shape.hidden_size, scratch.shape.num_layers, scratch.max_position_embeddings) == (64, 2, 512)
     assert (scratch.num_steps, scratch.optimizer.warmup_steps, scratch.seed) == (10, 10, 4)
