@@ -1,6 +1,7 @@
 """Flyte uses another attempt for what may not come again, and for nothing else."""
 
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,15 @@ from typing import Any
 import pytest
 from flytekit import task
 from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.types.directory import FlyteDirectory
 from requests.exceptions import ConnectTimeout
 
 from slipstream.config import ConfigError
+from slipstream.records.files import write_record
 from slipstream.workers.calls import LostWorkerError
+from tasks.certify_losslessness import require_lossless
 from tasks.recoverable import recoverable
+from tests.unit.report.handmade import CERTIFICATE
 from tests.unit.tasks.declared import dispatched, error_in
 
 ERRORS = {
@@ -85,3 +90,18 @@ def test_an_attempt_ends_at_its_deadline_with_the_line_that_it_was_at_and_an_int
     time.sleep(0.1)  # no alarm is left
     with pytest.raises(KeyboardInterrupt):
         recoverable(timedelta(seconds=30))(interrupted)()
+
+
+@pytest.mark.parametrize("verdict", ["lossless", "biased", "too weak"])
+def test_the_last_task_hands_the_report_on_or_ends_the_workflow_by_its_verdict(tmp_path: Path, verdict: str) -> None:
+    given = {name: tmp_path / name for name in ("certificate", "report")}
+    for directory in given.values():
+        directory.mkdir()
+    write_record(replace(CERTIFICATE, verdict=verdict), given["certificate"] / "certificate.json")
+    (given["report"] / "report.html").write_text("<html></html>")
+    inputs = {name: FlyteDirectory(str(directory)) for name, directory in given.items()}
+    meta = dispatched(require_lossless, inputs, tmp_path / "pod")
+    assert (meta / "outputs.pb").exists() == (verdict == "lossless")
+    if verdict != "lossless":
+        kind, message = error_in(meta / "error.pb")
+        assert (kind, f"the run is {verdict}: {CERTIFICATE.reason}; see" in message) == ("NON_RECOVERABLE", True)
