@@ -19,9 +19,6 @@ def test_rows_come_back_in_order_as_views_of_one_array() -> None:
     assert ragged[0].base is ragged.values
     with pytest.raises(IndexError):
         ragged[3]
-
-
-def test_no_rows_are_no_rows() -> None:
     assert list(Ragged.of([], np.float32)) == []
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, get_args
 
@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from slipstream.config import LARGEST, _parts, rule
-from slipstream.data.config import DataConfig
+from slipstream.data.config import DataConfig, SourceConfig
 from slipstream.data.synthetic import Split, SyntheticConfig
 from slipstream.drafts.config import (
     DFlashConfig,
@@ -43,10 +43,12 @@ from slipstream.rewards.config import OverlongConfig, RewardConfig
 from slipstream.tracking.config import DriftConfig, TrackingConfig
 from slipstream.types import LoopMode
 from slipstream.workers.placement.config import PlacementConfig
+from tests.unit.conftest import Refusal
 
 Optimizer = partial(OptimizerConfig, learning_rate=1e-4)
 SECTIONS: dict[str, partial[Any]] = {
     "data": partial(DataConfig, max_prompt_tokens=1),
+    "data source": partial(SourceConfig, path="a/b"),
     "data.synthetic": partial(SyntheticConfig, num_conflicting=0, num_leaked=0),
     "draft": partial(DraftConfig),
     "draft.dflash": partial(DFlashConfig),
@@ -99,10 +101,12 @@ ALONG: dict[str, dict[str, Any]] = {
     "policy.rope.mscale": {"mscale_all_dim": 1.0},
     "policy.rope.mscale_all_dim": {"mscale": 1.0},
 }
+TEXTS = ("path", "subset", "split", "answer_after", "data_source")
 # Beyond ranges: the rule, what breaks it, and what does not.
 RULES: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
     **dict.fromkeys((f"data.{split}" for split in get_args(Split)), ("must not be empty", ((),), ())),
-    "data.system": ("must not be empty", ("",), ("a",)),
+    **dict.fromkeys((f"data source.{name}" for name in TEXTS), ("must not be empty", ("",), ("a",))),
+    **dict.fromkeys(("data.system", "reward.function"), ("must not be empty", ("",), ("a",))),
     "data.instruction": ("must hold {problem} exactly once", ("solve", "{problem} {problem}"), ("Q: {problem}",)),
     "grpo.loss.mask_band": (
         "must be two ratios around 1",
@@ -111,7 +115,6 @@ RULES: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
     ),
     "optimizer.betas": ("must be two numbers in [0, 1)", ((0.9,), (0.9, 1.0), (-0.1, 0.9)), ((0.0, 0.5),)),
     "policy.model": ("must not be empty, got ''; name a hub id, a path, or \"scratch\"", ("",), ("a/b",)),
-    "reward.function": ("must not be empty", ("",), ("a",)),
     "sampling.temperature": ("must be 0 or >= 0.01, got 0.009; vLLM samples at 0.01 instead", (0.009,), (0.0, 0.01)),
     "shape.head_dim": ("must be a multiple of 2", (33,), (2, 6)),
     "tuning.batch_sizes": ("must rise from 1, without repeats", ((), (0, 2), (2, 1), (2, 2)), ((1,), (4, 16))),
@@ -141,7 +144,7 @@ def bounds() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("section", "name", "says", "beside", "on"), bounds())
 def test_a_value_on_a_bound_of_the_schema_is_taken_and_one_beside_it_refused(
-    refusal: Callable[..., str], section: str, name: str, says: str, beside: float, on: float
+    refusal: Refusal, section: str, name: str, says: str, beside: float, on: float
 ) -> None:
     config = SECTIONS[section](**{name: on, **ALONG.get(f"{section}.{name}", {})})
     assert getattr(config, name) == ALONG.get(f"{section}.{name}", {}).get(name, on)
@@ -151,7 +154,7 @@ def test_a_value_on_a_bound_of_the_schema_is_taken_and_one_beside_it_refused(
 
 
 @pytest.mark.parametrize("field", RULES)
-def test_a_value_that_a_rule_forbids_is_refused_and_others_are_taken(refusal: Callable[..., str], field: str) -> None:
+def test_a_value_that_a_rule_forbids_is_refused_and_others_are_taken(refusal: Refusal, field: str) -> None:
     section, _, name = field.rpartition(".")
     rule_of_it, broken, kept = RULES[field]
     for value in broken:

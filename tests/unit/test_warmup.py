@@ -39,10 +39,6 @@ def test_steps_after_the_first_are_left_out_while_they_stand_out_from_those_that
     assert num_warmup([arm(first + USUAL + (100.0,) * 5)]) == number  # twelve steps are compared, and no later ones
 
 
-def test_more_than_three_are_never_left_out() -> None:
-    assert num_warmup([arm((50.0,) * 4 + USUAL)]) == 3
-
-
 @pytest.mark.parametrize("place", range(12))
 def test_one_slow_step_later_hides_no_warm_up_and_makes_none(place: int) -> None:
     slow = [*USUAL[:place], 40.0, *USUAL[place + 1 :]]
@@ -58,13 +54,14 @@ def test_of_few_steps_the_first_alone_is_left_out(num_steps: int) -> None:
     assert num_warmup([arm(seconds)]) == 3
 
 
-def test_all_arms_of_a_run_leave_out_as_many_as_the_slowest_to_warm_up() -> None:
+def test_all_arms_of_a_run_leave_out_as_many_as_the_slowest_to_warm_up_and_never_more_than_three() -> None:
     quick, slow = arm((50.0, 9.0, 9.0, *USUAL)), arm((50.0, 30.0, 9.0, *USUAL), Arm.SPECULATIVE)
     overlapping = replace(ASYNCHRONOUS.asynchronous[0], steps=quick.steps)
     synchronous, asynchronous = by_loop([quick, slow, overlapping])
     assert [len(each.timed_steps) for each in (*synchronous, *asynchronous)] == [13, 13, 13]
     assert [len(each.timed_steps) for each in by_loop([quick, overlapping])[0]] == [14]
     assert num_warmup([]) == 1
+    assert num_warmup([arm((50.0,) * 4 + USUAL)]) == 3
 
 
 def stationary(rng: np.random.Generator, correlation: float, slow_fraction: float) -> ArmRecord:

@@ -9,7 +9,7 @@ from benchmarks.study import SeedResult, Study, append, finished, gain
 from slipstream.records.steps import ArmRecord
 from slipstream.report.summary import summarise_arms
 from slipstream.types import Workload
-from tests.unit.conftest import DemoArms
+from tests.unit.report.handmade import demo_arms
 
 STUDY = Study(recipe="tiny", workload=Workload.RL_ZERO, k=7, evaluate=False, pinned=False)
 
@@ -40,8 +40,8 @@ def result(seed: int, *, study: Study = STUDY, **changes: object) -> SeedResult:
     return replace(values, **changes)
 
 
-def test_the_gain_is_the_mean_of_the_last_quarter_minus_that_of_the_first(demo_arms: DemoArms) -> None:
-    arm = demo_arms(1.0)[0]
+def test_the_gain_is_the_mean_of_the_last_quarter_minus_that_of_the_first() -> None:
+    arm = demo_arms()[0]
     rewards = (0.1, 0.3, 0.9, 0.9, 0.9, 0.9, 0.4, 0.6)  # quarters of two steps: means 0.2 and 0.5
     steps = tuple(replace(arm.steps[i], reward_mean=reward) for i, reward in enumerate(rewards))
 

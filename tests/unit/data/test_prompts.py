@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from slipstream.data.synthetic import SyntheticConfig
 from slipstream.data.tokenizer import build_tokenizer
 from slipstream.records.stages import DataSetRecord
 from slipstream.types import Prompt
+from tests.unit.conftest import Refusal
 from tests.unit.refusals import rows
 
 TOKENIZER = build_tokenizer(max_length=256)
@@ -471,7 +472,7 @@ train: grpo.prompts_per_step: 5
 """
 )
 def test_a_set_that_is_too_small_is_refused_with_what_is_left_and_why(
-    refusal: Callable[..., str], given: str, expected: str
+    refusal: Refusal, given: str, expected: str
 ) -> None:
     split, field, value = given.split(": ")
     require: Any = require_size

@@ -20,10 +20,10 @@ from tests.unit.recipe_fields.base import Check, Probe, Tools, checks
 
 
 class AnyAnswer:
-    """Takes every answer, and calls those equal that are spelled alike."""
+    """Takes every answer that is not empty, and calls those equal that are spelled alike."""
 
     def gradable(self, references: Sequence[str], data_source: str) -> list[bool]:
-        return [True] * len(references)
+        return [bool(each) for each in references]
 
     def equal(self, pairs: Sequence[tuple[str, str]], data_source: str) -> list[bool]:
         return [left == right for left, right in pairs]

@@ -1,21 +1,27 @@
-"""A small run whose figures can be worked by hand, and runs that lack something."""
+"""A small run whose figures can be worked by hand, runs that lack something, and a demo as it was recorded."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.files import read_record
 from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.records.steps import AcceptanceStats, ArmRecord, EvaluationRecord, ScheduleEntry, StepRecord
 from slipstream.report.page import render_page
 from slipstream.simulator.reference import read_reference
+from slipstream.stages.support import recipe_layout
 from slipstream.types import Arm, Arms, StageTimes
 from tests.unit.sampled import accepted
 
-ON_CORES = read_record(RunRecord, Path(__file__).parents[1] / "golden" / "run.json")
+GOLDEN = Path(__file__).parents[1] / "golden"
+ON_CORES = read_record(RunRecord, GOLDEN / "run.json")
 """`ASYNCHRONOUS` on two cores, kept as a file."""
 _NAMES = ("stages", "step_times", "loops", "loop_learning", "draft_training", "acceptance", "sweep")
 STAND_INS: dict[str, str] = dict.fromkeys((*_NAMES, "uniforms", "learning", "mismatch"), "<svg></svg>")
@@ -227,3 +233,51 @@ BARE = replace(
     policy=replace(RECORD.policy, pretrain_steps=0, pretrain_losses=()),
     draft=replace(DRAFT, losses=(), heldout_rate_by_position=()),
 )
+
+
+_DEMO: dict[str, Any] = json.loads((GOLDEN / "demo_2026_11_21.json").read_text())
+"""Times and counts of a demo's steps and of its sweep."""
+_SPEEDUPS = [each["autoregressive_s"] / each["generation_s"] for each in _DEMO["points"]]
+_POINTS = [
+    SweepPoint(**each, num_repeats=3, speedup=speedup, rate_by_position=())
+    for each, speedup in zip(_DEMO["points"], _SPEEDUPS, strict=True)
+]
+DEMO_TUNING = TuningRecord(chosen_k=_DEMO["chosen_k"], reason="recorded", points=tuple(_POINTS), schedule=())
+
+
+def demo_arms(factor: float = 1.0) -> tuple[ArmRecord, ArmRecord]:
+    """Both arms of the recorded demo, the speculative one's generation `factor` times as long."""
+    base, spec = (
+        tuple(_demo_step(index, values, slower) for index, values in enumerate(_DEMO[arm.value]))
+        for arm, slower in ((Arm.AUTOREGRESSIVE, 1.0), (Arm.SPECULATIVE, factor))
+    )
+    return (
+        ArmRecord(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, steps=base),
+        ArmRecord(arm=Arm.SPECULATIVE, num_speculative_tokens=_DEMO["chosen_k"], steps=spec),
+    )
+
+
+def _demo_step(index: int, values: dict[str, Any], factor: float) -> StepRecord:
+    generation_s = factor * values["generation_s"]
+    times = {"data_s": 0.002, "prepare_s": 0.1, "generation_s": generation_s, "logprob_s": 0.38, "train_s": 1.19}
+    return replace(
+        step(index, generation_s=generation_s, reward=0.0),
+        times=StageTimes(**times, step_s=generation_s + 1.672),
+        num_rollouts=_DEMO["num_rollouts"],
+        num_response_tokens=values["num_response_tokens"],
+        num_truncated=values["num_truncated"],
+    )
+
+
+@cache
+def demo_recipe() -> Recipe:
+    """As the recorded demo computed: what `auto` stands for differs between machines."""
+    return load_recipe("tiny", overrides={"engine": {"dtype": "bfloat16"}, "learner": {"dtype": "bfloat16"}})
+
+
+@cache
+def demo_run() -> RunRecord:
+    """The record of a whole run around the recorded demo."""
+    layout = recipe_layout(demo_recipe())
+    made = replace(ON_CORES, execution="recorded", tuning=DEMO_TUNING, arms=demo_arms(), asynchronous=())
+    return replace(made, layout=layout)

@@ -27,6 +27,7 @@ from tests.unit.report.handmade import (
     BARE,
     CURVES,
     DRAFT,
+    GOLDEN,
     LOST,
     ONE_ARM,
     ONE_STEP,
@@ -40,9 +41,6 @@ from tests.unit.report.handmade import (
 )
 
 REFERENCE = read_reference()
-
-
-GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def test_json_of_a_kept_run_is_the_kept_one() -> None:

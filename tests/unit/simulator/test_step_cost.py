@@ -22,21 +22,15 @@ MEASURED = StageTimes.in_sequence(data_s=1.0, prepare_s=2.0, generation_s=50.0, 
 MEAN = 5000.0
 
 
-def test_on_half_the_gpus_the_learner_takes_twice_as_long_and_the_rest_as_measured() -> None:
+def test_a_learner_takes_as_long_as_measured_where_it_was_and_twice_as_long_on_half_the_gpus() -> None:
     setting = load_setting("paper-8b")
     learner = Learner(measured=MEASURED, setting=setting, mean_tokens=MEAN)
     half = learner.stages(setting, num_gpus=setting.num_gpus // 2, mean_tokens=MEAN)
     assert (half.data_s, half.prepare_s, half.generation_s) == (1.0, 2.0, 0.0)
     assert (round(half.logprob_s, 9), round(half.train_s, 9)) == (8.0, 32.0)
-
-
-def test_a_run_without_the_pass_for_logprobs_is_projected_without_it() -> None:
     setting = load_setting("paper-8b")
     learner = Learner(measured=replace(MEASURED, logprob_s=0.0), setting=setting, mean_tokens=MEAN)
     assert learner.stages(setting, num_gpus=setting.num_gpus, mean_tokens=MEAN).logprob_s == 0.0
-
-
-def test_a_learner_is_as_efficient_as_measured_on_what_it_was_measured() -> None:
     setting = load_setting("paper-8b")
     assert relative_efficiency(replace(setting, num_gpus=8), setting) == (1.0, 0.0)
     learner = Learner(measured=MEASURED, setting=setting, mean_tokens=MEAN)
@@ -121,7 +115,7 @@ def test_room_by_the_group_is_never_faster_than_by_the_response(lag: int, train_
     assert group >= response * (1 - 1e-3)
 
 
-def test_equal_responses_are_bound_by_the_lag() -> None:
+def test_responses_are_bound_by_the_lag_and_by_memory_for_two_of_them() -> None:
     # Four an engine of 100 tokens, lag 1, no trainer: 8 run, a token takes 1.8 s, 180 s over two steps.
     lengths = Lengths(median=100.0, log_sd=0.0, max_tokens=100.0)
     found = overlap(TRAINER, lengths=lengths, shape=SHAPE, lag=1, seconds=batch_times_ten)
@@ -130,6 +124,12 @@ def test_equal_responses_are_bound_by_the_lag() -> None:
     assert found.step.generation_s == pytest.approx(92.27 - 8.0, abs=0.02)
     assert found.step.step_s == pytest.approx(92.27 + 2.0, abs=0.02)  # nothing hides the refit
     assert found.bound is Bound.LAG
+    # Mean context of equal responses: 10 of the prompt and 50. Two run: 400 tokens at 1.2 s, two at a time.
+    lengths = Lengths(median=100.0, log_sd=0.0, max_tokens=100.0)
+    shape = replace(SHAPE, cache_tokens=120.0)
+    found = overlap(TRAINER, lengths=lengths, shape=shape, lag=1, seconds=batch_times_ten)
+    assert found.bound is Bound.MEMORY
+    assert found.period_s == pytest.approx(240.0)
 
 
 def test_a_drained_batch_ahead_is_hidden_behind_the_trainer_but_not_the_refit() -> None:
@@ -144,15 +144,6 @@ def test_a_drained_batch_ahead_is_hidden_behind_the_trainer_but_not_the_refit() 
     hidden = overlap(slow, lengths=lengths, shape=SHAPE, lag=1, seconds=batch_times_ten, mode=mode)
     assert (hidden.step.generation_s, hidden.bound) == (0.0, Bound.LEARNER)
     assert hidden.step.step_s == slow.other_s
-
-
-def test_memory_for_two_sequences_runs_two() -> None:
-    # Mean context of equal responses: 10 of the prompt and 50. Two run: 400 tokens at 1.2 s, two at a time.
-    lengths = Lengths(median=100.0, log_sd=0.0, max_tokens=100.0)
-    shape = replace(SHAPE, cache_tokens=120.0)
-    found = overlap(TRAINER, lengths=lengths, shape=shape, lag=1, seconds=batch_times_ten)
-    assert found.bound is Bound.MEMORY
-    assert found.period_s == pytest.approx(240.0)
 
 
 NUM_STEPS = 30

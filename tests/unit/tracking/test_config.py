@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slipstream.tracking.config import TrackingConfig, check_key, check_metrics, fitted, sqlite_path, store_uri
+from tests.unit.conftest import Refusal
 
 
 @pytest.mark.parametrize(
@@ -29,9 +29,7 @@ from slipstream.tracking.config import TrackingConfig, check_key, check_metrics,
         ),
     ],
 )
-def test_tracking_outside_its_bounds_is_refused(
-    refusal: Callable[..., str], values: dict[str, Any], message: str
-) -> None:
+def test_tracking_outside_its_bounds_is_refused(refusal: Refusal, values: dict[str, Any], message: str) -> None:
     assert refusal(TrackingConfig, **values) == message
 
 
@@ -62,12 +60,12 @@ def _check_address(name: str, address: str) -> None:
     assert sqlite_path(f"{uri}?timeout=5") == root / "mlflow.db"
 
 
-def test_a_root_that_no_address_can_hold_is_refused(refusal: Callable[..., str]) -> None:
+def test_a_root_that_no_address_can_hold_is_refused(refusal: Refusal) -> None:
     message = refusal(store_uri, config=TrackingConfig(), root=Path("/srv/\udcff"))
     assert message == "run root must be a path in UTF-8, got '/srv/\\udcff/mlflow.db'; rename it"
 
 
-def test_a_key_stands_in_a_search_filter(refusal: Callable[..., str]) -> None:
+def test_a_key_stands_in_a_search_filter(refusal: Refusal) -> None:
     check_key("run/1.a_b:c-d")
     assert refusal(check_key, key="it's") == 'tracking.key must be up to 200 letters, digits and ._/:-, got "it\'s"'
 
@@ -85,7 +83,7 @@ def test_a_key_stands_in_a_search_filter(refusal: Callable[..., str]) -> None:
     ],
 )
 def test_a_point_that_nobody_could_read_is_refused(
-    refusal: Callable[..., str], metrics: dict[str, float], step: int, message: str
+    refusal: Refusal, metrics: dict[str, float], step: int, message: str
 ) -> None:
     assert refusal(check_metrics, metrics=metrics, step=step) == message
 
@@ -94,7 +92,7 @@ def test_a_point_with_its_area_and_unit_is_taken() -> None:
     check_metrics({"train/loss": 1.0, "time/generation_s": 1.0, "time/refit_ms": 2.0}, step=0)
 
 
-def test_a_name_that_no_param_or_tag_may_have_is_refused(refusal: Callable[..., str]) -> None:
+def test_a_name_that_no_param_or_tag_may_have_is_refused(refusal: Refusal) -> None:
     assert refusal(fitted, kind="param", fields={"a b": "1"}) == "param name must be letters, digits and _.-, got 'a b'"
     assert refusal(fitted, kind="tag", fields={"a b": "1"}) == "tag name must be letters, digits and _.-, got 'a b'"
 
