@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -35,9 +35,8 @@ def page_text(record: RunRecord, *, drift: DriftRecord | None = None) -> str:
 
 def step(index: int, *, generation_s: float, reward: float, acceptance: AcceptanceStats | None = None) -> StepRecord:
     """A step whose other stages take exactly 2 s: 0.1 data, 0.2 prepare, 0.5 logprob, 1.2 train."""
-    times = StageTimes(
-        data_s=0.1, prepare_s=0.2, generation_s=generation_s, logprob_s=0.5, train_s=1.2, step_s=generation_s + 2.0
-    )
+    others = {"data_s": 0.1, "prepare_s": 0.2, "logprob_s": 0.5, "train_s": 1.2}
+    times = StageTimes(generation_s=generation_s, step_s=generation_s + 2.0, **others)
     # Ten rollouts of 100 tokens: one truncated, two rewards late, three groups of equal rewards.
     kept = ON_CORES.arms[0].steps[0]
     return replace(kept, step=index, times=times, reward_mean=reward, acceptance=acceptance, policy_version=index)
@@ -64,22 +63,22 @@ def arms() -> tuple[ArmRecord, ArmRecord]:
     The warm-up steps would change every figure.
     """
     rewards, base_s, spec_s = (0.1, 0.2, 0.3, 0.3, 0.4, 0.5), (50.0, 6.0, 6.0, 4.5, 8.0, 6.0), (50.0, *[3.0] * 5)
-    drafted = (
-        accepted(10, 9, 5),
-        accepted(10, 8, 4),
-        accepted(20, 14, 6),
-        accepted(10, 9, 5),
-        *[accepted(10, 8, 4)] * 2,
-    )
-    base = [step(i, generation_s=s, reward=r) for i, (s, r) in enumerate(zip(base_s, rewards, strict=True))]
-    spec = [
-        step(i, generation_s=s, reward=r, acceptance=a)
-        for i, (s, r, a) in enumerate(zip(spec_s, rewards, drafted, strict=True))
-    ]
+    drafted = ((10, 9, 5), (10, 8, 4), (20, 14, 6), (10, 9, 5), (10, 8, 4), (10, 8, 4))
+
+    def steps(seconds: Sequence[float], drafts: Sequence[AcceptanceStats | None]) -> tuple[StepRecord, ...]:
+        each = enumerate(zip(seconds, rewards, drafts, strict=True))
+        return tuple(step(i, generation_s=s, reward=r, acceptance=a) for i, (s, r, a) in each)
+
+    spec = steps(spec_s, [accepted(*counts) for counts in drafted])
     return (
-        ArmRecord(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, steps=tuple(base)),
-        ArmRecord(arm=Arm.SPECULATIVE, num_speculative_tokens=2, steps=tuple(spec)),
+        ArmRecord(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, steps=steps(base_s, [None] * 6)),
+        ArmRecord(arm=Arm.SPECULATIVE, num_speculative_tokens=2, steps=spec),
     )
+
+
+def with_steps(record: RunRecord, change: Callable[[StepRecord], StepRecord]) -> RunRecord:
+    """The run with every step of its synchronous arms changed."""
+    return replace(record, arms=tuple(replace(arm, steps=tuple(map(change, arm.steps))) for arm in record.arms))
 
 
 def beside(

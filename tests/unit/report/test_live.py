@@ -40,11 +40,8 @@ def test_an_arm_shows_its_time_by_stage_its_reward_and_its_acceptance(tmp_path: 
     page = live_page(tmp_path, "e", since_s=0.0, links={"MLflow": "http://mlflow/?a=1&b=2", "Flyte": ""})
     assert "train_grpo_speculative: runs" in page and "10 steps" in page
     found = {row[0]: row[1:] for row in rows(page) if row}
-    assert (found["step"], found["generation"], found["train"]) == (
-        ["4.00 s", ""],
-        ["3.00 s", "75%"],
-        ["1.00 s", "25%"],
-    )
+    times = {"step": ["4.00 s", ""], "generation": ["3.00 s", "75%"], "train": ["1.00 s", "25%"]}
+    assert found.items() >= times.items()
     assert found["reward"] == ["0.200", "0.600"]  # of 0 to 0.4, and of 0.5 to 0.8 and 0.4
     assert found["mean acceptance length"] == ["1.00", "2.00"]
     assert '<a href="http://mlflow/?a=1&amp;b=2">MLflow</a>' in page and "Flyte" not in page

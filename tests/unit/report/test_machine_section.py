@@ -14,9 +14,8 @@ from slipstream.report.results import terminal_table
 from tests.unit.report.handmade import ASYNCHRONOUS, BARE, ONE_STEP, RECORD, page_text
 
 QUIET = MachineUse(load=1.0, other_cpu_fraction=0.0, steal_fraction=0.0, memory_pressure_fraction=0.0, cpu_mhz=2000.0)
-UNKNOWN = MachineUse(
-    load=None, other_cpu_fraction=None, steal_fraction=None, memory_pressure_fraction=None, cpu_mhz=None
-)
+_READ = ("load", "other_cpu_fraction", "steal_fraction", "memory_pressure_fraction", "cpu_mhz")
+UNKNOWN = MachineUse(**dict.fromkeys(_READ))
 WARMUP = replace(QUIET, other_cpu_fraction=1.0, cpu_mhz=100.0, throttle_reasons=("power brake",))
 
 
@@ -41,14 +40,8 @@ def test_an_arms_machine_is_the_mean_over_its_timed_steps_by_their_times() -> No
     )
     use = pooled_use(arm)
     assert use is not None
-    assert (use.other_cpu_fraction, use.cpu_mhz) == (
-        pytest.approx(0.27),
-        pytest.approx((8 * 2000.0 + 24.5 * 3900.0) / 32.5),
-    )
+    assert (use.other_cpu_fraction, use.cpu_mhz) == pytest.approx((0.27, (8 * 2000.0 + 24.5 * 3900.0) / 32.5))
     assert (use.load, use.sm_clock_mhz, use.throttle_reasons) == (1.0, None, ("power cap", "power brake"))
-
-
-def test_steps_without_a_record_of_their_machine_have_none() -> None:
     assert pooled_use(RECORD.arms[0]) is None
     assert machine_json(RECORD) == {"arms": {}, "findings": []}
 
@@ -68,20 +61,17 @@ def test_what_may_have_moved_an_arms_times_is_said_of_that_arm(use: dict[str, ob
     assert findings(ran(QUIET, replace(QUIET, **use))) == [f"While speculative ran, {said}"]
 
 
-def test_a_machine_that_was_quiet_or_could_not_be_read_is_no_finding() -> None:
-    little = replace(
-        QUIET, other_cpu_fraction=0.099, steal_fraction=0.049, memory_pressure_fraction=0.049, cpu_mhz=2200.0
-    )
-    assert findings(ran(little)) == []
-    assert findings(ran(UNKNOWN)) == []
-
-
-def test_clocks_that_differ_between_arms_by_more_than_a_tenth_are_said() -> None:
+def test_clocks_that_differ_between_arms_by_more_than_a_tenth_are_said_and_quiet_or_unread_machines_are_not() -> None:
     assert findings(ran(replace(QUIET, cpu_mhz=2201.0))) == [
         "The cores ran at 2201 MHz in autoregressive and at 2000 MHz in speculative"
     ]
     fast, slow = (replace(QUIET, sm_clock_mhz=mhz) for mhz in (1980.0, 1200.0))
     assert findings(ran(slow, fast)) == ["The GPUs ran at 1980 MHz in speculative and at 1200 MHz in autoregressive"]
+    little = replace(
+        QUIET, other_cpu_fraction=0.099, steal_fraction=0.049, memory_pressure_fraction=0.049, cpu_mhz=2200.0
+    )
+    assert findings(ran(little)) == []
+    assert findings(ran(UNKNOWN)) == []
 
 
 def test_an_asynchronous_arm_is_named_as_such() -> None:

@@ -19,7 +19,9 @@ from tests.unit.report.handmade import ASYNCHRONOUS, DEMO_TUNING, ON_CORES, RECO
 
 _compared, _layout = compare_loops(ASYNCHRONOUS), ON_CORES.layout
 assert _compared is not None and _layout is not None
-COMPARED, LAYOUT = _compared, _layout
+COMPARED, LAYOUT, _predicted = _compared, _layout, predicted(ON_CORES, _compared)
+assert _predicted is not None
+PREDICTED = _predicted
 
 
 def test_the_page_keeps_measured_and_projected_apart() -> None:
@@ -35,8 +37,7 @@ def test_the_page_keeps_measured_and_projected_apart() -> None:
 
 
 def test_what_is_predicted_stands_beside_what_was_measured_in_columns_of_its_own() -> None:
-    prediction = predicted(ON_CORES, COMPARED)
-    assert prediction is not None
+    prediction = PREDICTED
     assert [arm.synchronous_step_s for arm in prediction.arms] == pytest.approx([9.0, 5.0])
     table = tables.prediction_table(prediction, COMPARED)
     assert [(heading, len(columns)) for heading, columns in table.groups.items()] == [("measured", 3), ("projected", 5)]
@@ -50,8 +51,7 @@ def test_what_is_predicted_stands_beside_what_was_measured_in_columns_of_its_own
 
 
 def test_two_cores_have_one_split_and_the_page_says_what_is_expected_to_bind_it() -> None:
-    prediction = predicted(ON_CORES, COMPARED)
-    assert prediction is not None
+    prediction = PREDICTED
     bound, other = (replace(prediction.arms[0], arm=arm, bound=bound) for arm, bound in zip(Arm, Bound, strict=False))
     assert split_text(replace(prediction, arms=(bound, other))) == (
         "Two cores have one split, one core for generation and one for training. On it the simulator expects the "

@@ -53,6 +53,9 @@ def narrow(solution_str):
 """
 
 
+Judge = Callable[..., RewardResult]
+
+
 def prompt(answer: str = "4", **given: Any) -> Prompt:
     return Prompt(id=f"p{answer}", text="", token_ids=(1,), answer=answer, **given)
 
@@ -65,34 +68,31 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def judge(own: Path) -> Iterator[Callable[..., RewardResult]]:
+def judge(own: Path) -> Iterator[Judge]:
     config = RewardConfig(function=f"{own}:compute_score", timeout_s=1.0, max_failed_fraction=1.0)
     with open_reward(config) as reward:
         yield lambda *texts: reward.judge([prompt()] * len(texts), texts, cut_off=[False] * len(texts))
 
 
-def test_a_function_gives_a_score_and_numbers_beside_it_become_metrics(judge: Callable[..., RewardResult]) -> None:
-    assert judge("4", "five") == RewardResult(
-        rewards=(1.0, 0.0), num_timeouts=0, num_crashes=0, metrics={"length_chars": 2.5}
-    )
+def test_a_function_gives_a_score_and_numbers_beside_it_become_metrics(judge: Judge) -> None:
+    metrics = {"length_chars": 2.5}
+    assert judge("4", "five") == RewardResult(rewards=(1.0, 0.0), num_timeouts=0, num_crashes=0, metrics=metrics)
 
 
 @pytest.mark.parametrize("text", ["raise", "none", "nan", "inf", "huge", "large", "text", "no score", "long"])
-def test_what_is_no_finite_number_is_a_failure_and_scores_0(judge: Callable[..., RewardResult], text: str) -> None:
+def test_what_is_no_finite_number_is_a_failure_and_scores_0(judge: Judge, text: str) -> None:
     result = judge("4", text)
     assert (result.rewards, result.num_failures) == ((1.0, 0.0), 1)
     assert (result.num_timeouts, result.num_crashes) == (0, 0)
 
 
-def test_a_function_that_hangs_or_ends_its_process_is_counted_and_the_next_response_is_scored(
-    judge: Callable[..., RewardResult],
-) -> None:
+def test_a_function_that_hangs_or_ends_its_process_is_counted_and_the_next_response_is_scored(judge: Judge) -> None:
     result = judge("hang", "exit", "eat", "4")
     assert (result.rewards, result.num_failures) == ((0.0, 0.0, 0.0, 1.0), 0)
     assert (result.num_timeouts, result.num_crashes) == (1, 2)
 
 
-def test_a_child_that_the_function_leaves_behind_answers_nothing(judge: Callable[..., RewardResult]) -> None:
+def test_a_child_that_the_function_leaves_behind_answers_nothing(judge: Judge) -> None:
     assert judge("fork", "4", "4", "read").rewards == (0.0, 1.0, 1.0, 0.0)
 
 
@@ -122,15 +122,12 @@ def test_several_functions_score_the_prompts_of_their_data_sources_and_are_summe
     assert result.metrics == {"mine_score": 1.0, "mine_length_chars": 1.0, "sums_score": 1.0, "later_score": 0.5}
 
 
-def test_a_prompt_that_no_function_scores_has_the_built_in_reward(own: Path) -> None:
+def test_a_prompt_that_no_function_scores_has_the_built_in_reward_which_stands_beside_no_several(own: Path) -> None:
     parts = (FunctionConfig(function=f"{own}:later", data_source="mine"),)
     asked = [prompt("1/2", data_source="mine"), prompt("1/2")]
     with open_reward(RewardConfig(functions=parts)) as reward:
         assert reward.judge(asked, ["x", "\\boxed{0.5}"], cut_off=[False] * 2).rewards == (0.5, 1.0)
         assert reward.equal([("1/2", "0.5")]) == (True,)
-
-
-def test_one_function_and_several_are_not_given_at_once() -> None:
     several = (FunctionConfig(function="mathematics"),)
     with pytest.raises(ConfigError, match=r"^reward\.function must be left out beside functions, got 'mathematics'; "):
         RewardConfig(function="mathematics", functions=several)
@@ -176,11 +173,7 @@ def test_metrics_of_functions_with_one_name_have_their_place(own: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (
-            "reward.py",
-            "reward.function must be FILE:NAME, got 'reward.py'; "
-            "as in reward.py:compute_score, or mathematics or reasoning_gym",
-        ),
+        ("reward.py", "be FILE:NAME, got 'reward.py'; as in reward.py:compute_score, or mathematics or reasoning_gym"),
         ("HERE/none.py:f", "reward.function must name a file, got 'HERE/none.py'"),
         ("OWN:absent", "AttributeError: module 'reward_function' has no attribute 'absent'"),
         ("OWN:narrow", "TypeError: got an unexpected keyword argument 'data_source'"),

@@ -69,21 +69,18 @@ def test_a_reference_is_gradable_if_it_scores_1_itself_and_another_of_its_kind_0
     assert verifier.score([box(each) for each in others], GRADABLE).rewards == (0.0,) * len(GRADABLE)
 
 
-def test_what_no_response_could_be_scored_against_is_not_gradable(verifier: Verifier) -> None:
+def test_what_no_response_could_be_scored_against_or_is_too_long_is_not_gradable(verifier: Verifier) -> None:
     assert verifier.gradable(NOT_GRADABLE) == (False,) * len(NOT_GRADABLE)
+    longest, longer = "1" * 512, "0" + "1" * 512
+    assert verifier.gradable([longest, longer]) == (True, False)
+    answers = [box(longest), box(longer), box(longest)]
+    assert verifier.score(answers, [longest, longest, longer]).rewards == (1.0, 0.0, 0.0)
 
 
 def test_a_response_says_for_itself_whether_it_was_cut_off(verifier: Verifier) -> None:
     assert verifier.score(["Answer: 42"] * 2, ["42"] * 2, cut_off=[True, False]).rewards == (0.0, 1.0)
     with pytest.raises(ValueError, match="zip"):
         verifier.score(["Answer: 42"] * 2, ["42"] * 2, cut_off=[True])
-
-
-def test_references_and_answers_of_more_than_512_characters_are_not_read(verifier: Verifier) -> None:
-    longest, longer = "1" * 512, "0" + "1" * 512
-    assert verifier.gradable([longest, longer]) == (True, False)
-    answers = [box(longest), box(longer), box(longest)]
-    assert verifier.score(answers, [longest, longest, longer]).rewards == (1.0, 0.0, 0.0)
 
 
 def test_importing_rewards_loads_neither_torch_nor_vllm_nor_sympy() -> None:
