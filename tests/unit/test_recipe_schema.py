@@ -11,10 +11,10 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from scripts import recipe_reference
-from slipstream import cli
 from slipstream.config import merge, read_yaml
 from slipstream.recipe import CONFIGS, recipe_file_schema, recipe_schema
 from slipstream.types import Workload
+from tests.unit.conftest import Command
 
 SCHEMA = recipe_schema()
 FILE = recipe_file_schema()
@@ -102,15 +102,10 @@ def test_a_change_of_a_few_fields_satisfies_the_schema(change: dict[str, Any]) -
     Draft202012Validator(FILE).validate(merge(TINY, change))
 
 
-def test_a_rule_without_keywords_is_told_in_the_description() -> None:
-    assert "It must rise from 1, without repeats." in LEAVES["tuning.batch_sizes"]["description"]
-
-
 def test_a_section_of_a_workload_need_not_repeat_what_the_recipe_says() -> None:
     assert set(FILE["properties"]["workloads"]["properties"]) == set(Workload)
-    Draft202012Validator(FILE).validate(
-        merge(TINY, {"workloads": {"rl_zero": {"grpo": {"seed": 1}}, "rl_think": None}})
-    )
+    own = {"rl_zero": {"grpo": {"seed": 1}}, "rl_think": None}
+    Draft202012Validator(FILE).validate(merge(TINY, {"workloads": own}))
     without = {name: value for name, value in TINY.items() if name != "grpo"}
     assert not Draft202012Validator(FILE).is_valid(without)
 
@@ -123,7 +118,7 @@ def test_each_field_has_a_sentence_and_is_set_by_a_shipped_recipe_or_says_who_se
     assert who or any(name in USES for name in NAMES[leaf]), "add a sentence that begins with Set"
 
 
-def test_a_row_has_type_range_default_meaning_and_who_sets_the_field() -> None:
+def test_a_rule_without_keywords_is_told_in_the_description_and_a_row_has_all_that_a_user_asks() -> None:
     used = {"grpo.group_size": ["mine"]}
     field = LEAVES["grpo.group_size"]
     assert recipe_reference.row(("grpo",), "group_size", field, used) == (
@@ -135,13 +130,10 @@ def test_a_row_has_type_range_default_meaning_and_who_sets_the_field() -> None:
     assert row.endswith(" | Set it where logits fill memory. |")
     assert recipe_reference.type_text(LEAVES["sampling.top_p"]) == "number in (0, 1]"
     assert recipe_reference.type_text(LEAVES["grpo.loss.mask_level"]) == "`token`, `sequence`"
+    assert "It must rise from 1, without repeats." in LEAVES["tuning.batch_sizes"]["description"]
 
 
-def test_the_reference_shows_the_schema_as_it_is() -> None:
+def test_the_reference_and_the_command_show_the_schema_as_it_is(command: Command) -> None:
     """So a range that changes is seen to change."""
     assert recipe_reference.page() == (CONFIGS.parent / "docs" / "recipe.md").read_text()
-
-
-def test_the_command_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["schema"]) == 0
-    assert json.loads(capsys.readouterr().out) == FILE
+    assert json.loads(command("schema")) == FILE

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import ConfigError
+from slipstream.config import ConfigError, read_yaml
 from slipstream.engine.protocol import GenerationResult
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.refit.channel import Location, here
@@ -20,58 +20,33 @@ from slipstream.refit.fingerprint import Turn
 from slipstream.types import Prompt, Rollout, RolloutGroup
 from tests.unit.sampled import rollout
 
-SMALL = {
-    "policy": {
-        "scratch": {
-            "shape": {
-                "hidden_size": 16,
-                "num_layers": 3,
-                "num_attention_heads": 2,
-                "num_query_groups": 1,
-                "head_dim": 8,
-                "ffn_hidden_size": 16,
-            },
-            "num_steps": 3,
-            "tokens_per_step": 8,
-            "optimizer": {"method": "adamw", "warmup_steps": 2},
-        }
-    },
-    "learner": {"dtype": "float32"},
-    "engine": {"dtype": "float32"},
-    "data": {
-        "num_validation_problems": 4,
-        "synthetic": {
-            "num_train_problems": 12,
-            "num_conflicting": 1,
-            "num_draft_rows": 12,
-            "num_validation_problems": 4,
-            "num_leaked": 1,
-            "subtraction_rate": 0.0,
-        },
-    },
-    "draft": {
-        "pretrain": {
-            "num_prompts": 4,
-            "num_heldout_prompts": 2,
-            "num_steps": 4,
-            "tokens_per_step": 16,
-            "ttt_steps": 2,
-            "optimizer": {"warmup_steps": 1},
-            "checkpoint_every_steps": 2,
-        },
-        "eagle3": {"tokens_per_row": 8},
-    },
-    "grpo": {
-        "num_steps": 4,
-        "prompts_per_step": 2,
-        "group_size": 2,
-        "checkpoint_every_steps": 2,
-        "optimizer": {"method": "adamw"},
-    },
-    "tuning": {"candidate_ks": [0, 1, 3], "batch_sizes": [2, 8], "num_repeats": 2, "max_live_engines": 2},
-    "losslessness": {"num_tokens": 400, "num_repeats": 8, "num_greedy_prompts": 2, "num_replications": 5},
-    "evaluation": {"num_samples_per_problem": 2},
-}
+SMALL = read_yaml(
+    """
+policy:
+  scratch:
+    shape:
+      {hidden_size: 16, num_layers: 3, num_attention_heads: 2, num_query_groups: 1, head_dim: 8, ffn_hidden_size: 16}
+    num_steps: 3
+    tokens_per_step: 8
+    optimizer: {method: adamw, warmup_steps: 2}
+learner: {dtype: float32}
+engine: {dtype: float32}
+data:
+  num_validation_problems: 4
+  synthetic:
+    {num_train_problems: 12, num_conflicting: 1, num_draft_rows: 12, num_validation_problems: 4, num_leaked: 1,
+     subtraction_rate: 0.0}
+draft:
+  pretrain:
+    {num_prompts: 4, num_heldout_prompts: 2, num_steps: 4, tokens_per_step: 16, ttt_steps: 2,
+     optimizer: {warmup_steps: 1}, checkpoint_every_steps: 2}
+  eagle3: {tokens_per_row: 8}
+grpo: {num_steps: 4, prompts_per_step: 2, group_size: 2, checkpoint_every_steps: 2, optimizer: {method: adamw}}
+tuning: {candidate_ks: [0, 1, 3], batch_sizes: [2, 8], num_repeats: 2, max_live_engines: 2}
+losslessness: {num_tokens: 400, num_repeats: 8, num_greedy_prompts: 2, num_replications: 5}
+evaluation: {num_samples_per_problem: 2}
+"""
+)
 PROMPTS = tuple(Prompt(id=str(i), text=str(i), token_ids=(1, i), answer="7") for i in range(8))
 
 
@@ -129,10 +104,8 @@ def rollout_groups(prompts: Sequence[Prompt], group_size: int, version: int = 0)
         how = {"is_cut": token == 2, "policy_version": version}
         return rollout((token, 2), (-0.5, -0.25), prompt_id=prompt.id, **how)
 
-    return tuple(
-        RolloutGroup(prompt=prompt, rollouts=tuple(answer(prompt, 2 if i else 7) for i in range(group_size)))
-        for prompt in prompts
-    )
+    answers = (7, *[2] * (group_size - 1))
+    return tuple(RolloutGroup(prompt=p, rollouts=tuple(answer(p, token) for token in answers)) for p in prompts)
 
 
 class NotedEngine:
@@ -146,9 +119,8 @@ class NotedEngine:
 
     def generate(self, prompts: Sequence[Prompt], *, sampling: Any, group_size: int, seed: int) -> GenerationResult:
         self.calls.append(("generate", [prompt.id for prompt in prompts], sampling, group_size, seed))
-        return GenerationResult(
-            groups=rollout_groups(prompts, group_size, self.version), acceptance=None, generation_s=1.0
-        )
+        groups = rollout_groups(prompts, group_size, self.version)
+        return GenerationResult(groups=groups, acceptance=None, generation_s=1.0)
 
     def lost_workers(self) -> list[Any]:
         return []
@@ -184,14 +156,8 @@ class NotedEngine:
         return self.states
 
     def states(self) -> list[EngineState]:
-        return [
-            EngineState(
-                policy_version=self.version,
-                policy_digest="d",
-                draft_version=None,
-                num_prefix_cache_resets=self.num_resets,
-            )
-        ]
+        versions = {"policy_version": self.version, "draft_version": None}
+        return [EngineState(**versions, policy_digest="d", num_prefix_cache_resets=self.num_resets)]
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
         if self.hidden:

@@ -166,23 +166,14 @@ def trained(
     tools.patch.setattr(verifier, "WorkerPool", Pool)
     tools.patch.setattr(arm, "own_node", lambda: "here")
     tools.patch.setattr(arm, "start_learner", lambda config, layout: nullcontext(learner))
-    plan = arm.ArmPlan(
-        arm=Arm.AUTOREGRESSIVE if draft is None else Arm.SPECULATIVE,
-        num_speculative_tokens=0 if draft is None else 3,
-        draft=draft,
-        draft_length=None if draft is None else 2.5,
-        start_engine=typing.cast(Any, lambda: nullcontext(engine)),
-        validation=validation,
-    )
-    run = arm.Run(
-        recipe=recipe,
-        plan=plan,
-        policy=tools.directory,
-        prompts=PROMPTS,
-        decode=lambda prompt, ids: "\\boxed{" + "0" * 20 + f"{ids[0]}}}",
-        directory=tools.directory / "arm",
-        log=lambda metrics, step: None,
-    )
+    drafts: dict[str, Any] = {"arm": Arm.AUTOREGRESSIVE, "num_speculative_tokens": 0}
+    if draft is not None:
+        drafts = {"arm": Arm.SPECULATIVE, "num_speculative_tokens": 3, "draft": draft, "draft_length": 2.5}
+    start = typing.cast(Any, lambda: nullcontext(engine))
+    plan = arm.ArmPlan(start_engine=start, validation=validation, **drafts)
+    places = {"policy": tools.directory, "directory": tools.directory / "arm"}
+    calls = {"decode": lambda _, ids: "\\boxed{" + "0" * 20 + f"{ids[0]}}}", "log": lambda metrics, step: None}
+    run = arm.Run(recipe=recipe, plan=plan, prompts=PROMPTS, **places, **calls)
     return engine, learner, run.train(), pools
 
 
@@ -257,13 +248,8 @@ def training_loop(recipe: Recipe, tools: Tools) -> object:
 
 
 def started_engines(recipe: Recipe, tools: Tools) -> object:
-    plan = arm_plan(
-        recipe,
-        Arm.AUTOREGRESSIVE,
-        policy=tools.directory,
-        draft=tools.directory,
-        length=DraftLength(num_speculative_tokens=0),
-    )
+    models, length = {"policy": tools.directory, "draft": tools.directory}, DraftLength(num_speculative_tokens=0)
+    plan = arm_plan(recipe, Arm.AUTOREGRESSIVE, **models, length=length)
     return typing.cast(partial, plan.start_engine).keywords["kv_cache"]
 
 
