@@ -142,16 +142,10 @@ def _make_policy(path: Path, seed: int, **shape: Any) -> Path:
 
     write_tokenizer(path, max_length=256)
     torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-    }
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 32}
     config = Qwen3Config(
         vocab_size=64,
-        **{**sizes, "num_key_value_heads": 1, **shape},
-        head_dim=32,
+        **{**sizes, "num_attention_heads": 2, "num_key_value_heads": 1, **shape},
         max_position_embeddings=256,
         tie_word_embeddings=False,
         initializer_range=0.2,  # far from uniform, so that a wrong weight shows

@@ -120,22 +120,16 @@ def test_a_run_root_that_cannot_be_written_ends_in_one_line(
 
 @rows(
     """
-check tiny --domain-nodes 2
-    --domain-nodes must be left out without --cluster, got 2; as in 8x4
-check qwen3_8b --cluster 9999999x4
-    --cluster must read NODESxGPUS, got '9999999x4'; as in 8x4: 8 nodes of 4 GPUs
-preflight --cluster gb200 --timeout-s nan
-    --timeout-s must lie in (0, 2147483647], got nan
+check tiny --domain-nodes 2 => --domain-nodes must be left out without --cluster, got 2; as in 8x4
+check qwen3_8b --cluster 9999999x4 => --cluster must read NODESxGPUS, got '9999999x4'; as in 8x4: 8 nodes of 4 GPUs
+preflight --cluster gb200 --timeout-s nan => --timeout-s must lie in (0, 2147483647], got nan
 simulate project --model qwen3-8b --gpus 32 --k 3 --acceptance-length 2 --rollouts 1000001
     num_rollouts must be <= 1000000, got 1000001; each of them is simulated
 simulate project --model qwen3-8b --gpus 32 --k 3 --acceptance-length 2 --lag 2147483648
     lag must be <= 2147483647, got 2147483648
-run tiny --arms all
-    --arms must be one of speculative, autoregressive, both, got 'all'
-bakeoff --seed -1
-    seeds must be >= 0, got (-1,)
-ablation --seeds -1
-    seeds must be >= 0, got (-1,)
+run tiny --arms all => --arms must be one of speculative, autoregressive, both, got 'all'
+bakeoff --seed -1 => seeds must be >= 0, got (-1,)
+ablation --seeds -1 => seeds must be >= 0, got (-1,)
 """
 )
 def test_numbers_that_no_command_can_use_end_in_one_line(command: Command, given: str, expected: str) -> None:

@@ -36,11 +36,9 @@ def test_every_test_that_the_guarantees_name_exists_and_every_promise_has_one_or
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "guarantees.md").read_text()))
     trees = [ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")]
     tests = {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)}
-
     assert len(named) > 40
     assert named - tests == set()
     rows = _promises()
-
     assert len(rows) > 100
     assert [row for row in rows if len(row) != 3 or not row[1]] == []
     assert [row for row in rows if not re.match(r"`test|none", row[2])] == []
@@ -61,7 +59,6 @@ def test_every_link_to_a_page_leads_somewhere(page: Path) -> None:
 def test_every_document_that_code_names_exists(folder: str) -> None:
     files = [path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".yaml", ".jinja", ".sh", ".md"}]
     named = {name for path in files for name in _NAMED.findall(path.read_text())}
-
     assert {name for name in named if not (ROOT / name).exists()} == set()
 
 

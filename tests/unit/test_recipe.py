@@ -115,70 +115,53 @@ engine.backend=sglang + evaluation.sampling.top_p=0.9
     evaluation.sampling.top_p must be 1.0 with engine.backend sglang, got 0.9;
 engine.backend=sglang + evaluation.sampling.top_k=5
     evaluation.sampling.top_k must be 0 with engine.backend sglang, got 5;
-engine.backend=sglang + INT8
-    engine.quantization must be none with engine.backend sglang, got 'int8';
+engine.backend=sglang + INT8 => engine.quantization must be none with engine.backend sglang, got 'int8';
 engine.backend=sglang + engine.kv_cache_gib=null + engine.gpu_memory_utilization=0.1
     engine.kv_cache_gib must be given with engine.backend sglang, got None;
-grpo.group_sise=4
-    unknown key 'grpo.group_sise'; did you mean 'grpo.group_size'?
-draft.num_prompts=4
-    unknown key 'draft.num_prompts'; did you mean 'draft.pretrain.num_prompts'?
-draft.suffix_max_tree_depth=4
-    unknown key 'draft.suffix_max_tree_depth'; did you mean 'draft.suffix.max_tree_depth'?
+grpo.group_sise=4 => unknown key 'grpo.group_sise'; did you mean 'grpo.group_size'?
+draft.num_prompts=4 => unknown key 'draft.num_prompts'; did you mean 'draft.pretrain.num_prompts'?
+draft.suffix_max_tree_depth=4 => unknown key 'draft.suffix_max_tree_depth'; did you mean 'draft.suffix.max_tree_depth'?
 draft.online_learning_rate=1
     unknown key 'draft.online_learning_rate'; did you mean 'draft.online.optimizer.learning_rate'?
-policy.scratch.num_layers=4
-    unknown key 'policy.scratch.num_layers'; did you mean 'policy.scratch.shape.num_layers'?
-data.synthetic.num_leaked=31
-    data.synthetic.num_leaked must be <= num_validation_problems (30), got 31
-data.synthetic.num_train_problems=7
-    data.synthetic.num_conflicting must be <= num_train_problems (7), got 8
-data.synthetic.max_terms=2
-    data.synthetic.max_terms must be >= min_terms (3), got 2
+policy.scratch.num_layers=4 => unknown key 'policy.scratch.num_layers'; did you mean 'policy.scratch.shape.num_layers'?
+data.synthetic.num_leaked=31 => data.synthetic.num_leaked must be <= num_validation_problems (30), got 31
+data.synthetic.num_train_problems=7 => data.synthetic.num_conflicting must be <= num_train_problems (7), got 8
+data.synthetic.max_terms=2 => data.synthetic.max_terms must be >= min_terms (3), got 2
 data.synthetic.min_terms=11 + data.synthetic.max_terms=11
     data.synthetic.min_terms times max_term must be <= 999, the largest answer, got 11; lower min_terms or max_term
 draft.draft_model.shape.num_query_groups=3
     draft.draft_model.shape.num_query_groups must divide num_attention_heads 2, got 3
-tuning.batch_sizes=[12, 64]
-    tuning.batch_sizes must be multiples of grpo.group_size 8, got [12]
+tuning.batch_sizes=[12, 64] => tuning.batch_sizes must be multiples of grpo.group_size 8, got [12]
 engine.max_model_len=244 + evaluation.sampling.max_response_tokens=1
     engine.max_model_len must hold ... 64 + sampling.max_response_tokens 160 + 21 ... k 11 = 245 tokens, got 244;
 engine.max_model_len=244 + sampling.max_response_tokens=1
     engine.max_model_len must hold ... evaluation.sampling.max_response_tokens 160 + 21 ... k 11 = 245 tokens, got 244;
 engine.max_model_len=225 + tuning.candidate_ks=[0, 1]
     engine.max_model_len must hold ... 64 + sampling.max_response_tokens 160 + 2 ... k 1 = 226 tokens, got 225;
-engine.max_model_len=1024
-    engine.max_model_len must be <= policy.scratch.max_position_embeddings 512, got 1024
+engine.max_model_len=1024 => engine.max_model_len must be <= policy.scratch.max_position_embeddings 512, got 1024
 engine.max_model_len=1025 + policy.rope={type: yarn, factor: 2}
     engine.max_model_len must be <= policy.scratch.max_position_embeddings 512, which ... extends to 1024, got 1025
 policy.rope={type: yarn, factor: 2, original_max_position_embeddings: 513}
     policy.rope.original_max_position_embeddings must be <= the policy's 512 positions, got 513;
 policy.scratch.num_mtp_layers=1 + policy.scratch.shape.head_dim=16
     policy.scratch.shape.head_dim must be hidden_size 128 / num_attention_heads 4 with MTP, got 16;
-engine.kv_cache_gib=null
-    engine.gpu_memory_utilization must be at most 0.95 / tuning.max_live_engines 5, got 0.6;
+engine.kv_cache_gib=null => engine.gpu_memory_utilization must be at most 0.95 / tuning.max_live_engines 5, got 0.6;
 engine={kv_cache_gib: null, gpu_memory_utilization: 0.1} + tuning.gpu_memory_utilization=0.2
     tuning.gpu_memory_utilization must be at most 0.95 / tuning.max_live_engines 5, got 0.2;
-refit.channel=nccl
-    refit.channel must do without CUDA: engine.kv_cache_gib is for engines on CPUs, got 'nccl';
-refit.channel=ipc
-    refit.channel must do without CUDA: engine.kv_cache_gib is for engines on CPUs, got 'ipc';
+refit.channel=nccl => refit.channel must do without CUDA: engine.kv_cache_gib is for engines on CPUs, got 'nccl';
+refit.channel=ipc => refit.channel must do without CUDA: engine.kv_cache_gib is for engines on CPUs, got 'ipc';
 sampling.top_p=0.9
     sampling.top_p and sampling.top_k must leave the policy's distribution whole in training, got (0.9, 0);
 sampling.top_k=20
     sampling.top_p and sampling.top_k must leave the policy's distribution whole in training, got (1.0, 20);
-policy.lora.rank=65 + ADAMW
-    policy.lora.rank must be at most 64, the shorter side of k_proj, got 65;
-policy.lora.rank=8 + grpo.optimizer.method=muon
-    grpo.optimizer.method must be adamw with policy.lora, got 'muon';
-sampling.temperature=0.0
-    sampling.temperature must be > 0 for training, got 0.0;
+policy.lora.rank=65 + ADAMW => policy.lora.rank must be at most 64, the shorter side of k_proj, got 65;
+policy.lora.rank=8 + grpo.optimizer.method=muon => grpo.optimizer.method must be adamw with policy.lora, got 'muon';
+sampling.temperature=0.0 => sampling.temperature must be > 0 for training, got 0.0;
 grpo.dynamic_sampling.max_extra_batches=1 + draft.autopilot=true
     draft.autopilot must be false with grpo.dynamic_sampling.max_extra_batches 1, got True;
 grpo.dynamic_sampling.max_extra_batches=2 + loop.mode=one_step_off
     grpo.dynamic_sampling.max_extra_batches must be 0 with loop.mode one_step_off, got 2;
-ON_GPU + grpo.router_replay=true
-    grpo.router_replay must be false for a dense policy, got True;
+ON_GPU + grpo.router_replay=true => grpo.router_replay must be false for a dense policy, got True;
 MIXTURE + grpo.router_replay=true
     grpo.router_replay must be false with engines on CPUs (engine.kv_cache_gib), got True;
 MIXTURE + ON_GPU + grpo.router_replay=true + loop.mode=one_step_off
@@ -193,16 +176,14 @@ draft.method=dflash
     draft.pretrain.ttt_steps must be >= the longest of tuning.candidate_ks, 11, with draft.method dflash, got 4;
 draft.method=dflash + draft.pretrain.ttt_steps=11 + engine.max_model_len=245
     engine.max_model_len must hold ... 64 + sampling.max_response_tokens 160 + 22 ... k 11 = 246 tokens, got 245;
-MTP
-    policy.scratch.num_mtp_layers must be 1 with draft.method mtp, got 0;
+MTP => policy.scratch.num_mtp_layers must be 1 with draft.method mtp, got 0;
 learner.parallel.data=25 + grpo.updates_per_step=2
     learner.parallel.data must be at most the 24 rollouts of an update, got 25;
 ONLINE + draft.online.updates=49
     draft.online.updates must be at most the 48 rollouts of an update / 1 data-parallel ranks, got 49;
 ONLINE + draft.online.updates=25 + learner.parallel.data=2
     draft.online.updates must be at most the 48 rollouts of an update / 2 data-parallel ranks, got 25;
-ONLINE + draft.method=ngram
-    draft.online.when must be off with draft.method ngram, got 'always';
+ONLINE + draft.method=ngram => draft.online.when must be off with draft.method ngram, got 'always';
 ONLINE + MTP + learner.parallel.pipeline=2
     learner.parallel must have pipeline 1, context 1 and sequence_parallel false with draft.method mtp, got ...;
 policy.scratch.num_mtp_layers=1 + learner.parallel.context=2
@@ -213,14 +194,11 @@ loop={mode: one_step_off, max_off_policy_steps: 2}
     grpo.loss.correction must be given with loop.max_off_policy_steps 2, got None;
 engine.quantization=fp8
     engine.quantization must be none or int8 with engines on CPUs (engine.kv_cache_gib), got 'fp8';
-engine.quantization=int8
-    grpo.loss.correction must be given with engine.quantization int8, got None;
-INT8 + policy.scratch.num_mtp_layers=1 + MTP
-    draft.method must not be mtp with engine.quantization int8, got 'mtp';
+engine.quantization=int8 => grpo.loss.correction must be given with engine.quantization int8, got None;
+INT8 + policy.scratch.num_mtp_layers=1 + MTP => draft.method must not be mtp with engine.quantization int8, got 'mtp';
 INT8 + learner.parallel.tensor=2 + ADAMW
     engine.tensor_parallel_size must be a multiple of learner.parallel.tensor 2 with engine.quantization int8, got 1;
-MIXTURE + INT8
-    engine.quantization must be none for a mixture of experts, got 'int8';
+MIXTURE + INT8 => engine.quantization must be none for a mixture of experts, got 'int8';
 """
 )
 def test_a_broken_rule_names_field_rule_value_and_fix(given: str, expected: str) -> None:

@@ -87,7 +87,6 @@ def test_the_packaged_model_is_written_as_transformers_and_the_learner_read_it(
     directory = tmp_path / "model"
     smollm2.main(directory)
     monkeypatch.undo()
-
     model: Any = AutoModelForCausalLM.from_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokens = torch.tensor([tokenizer.apply_chat_template(PROMPT, return_dict=False)])
@@ -110,7 +109,6 @@ def test_without_hub_and_package_the_command_that_installs_it_is_named(tmp_path:
 def test_the_real_package_gives_a_model_that_cannot_add_and_that_the_learner_computes(tmp_path: Path) -> None:
     directory = tmp_path / "model"
     smollm2.main(directory)
-
     model: Any = AutoModelForCausalLM.from_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     policy = MegatronPolicy.load(directory, learner=LearnerConfig(num_threads=1), optimizer=None)

@@ -24,12 +24,8 @@ def arm(seconds: Sequence[float], kind: Arm = Arm.AUTOREGRESSIVE) -> ArmRecord:
 @pytest.mark.parametrize(
     ("first", "number"),
     [
-        ((50.0, 9.0, 9.0), 1),
-        ((50.0, 12.4, 12.4), 1),
-        ((50.0, 12.6, 9.0), 2),
-        ((50.0, 30.0, 12.6), 3),
-        ((50.0, 12.4, 50.0), 1),  # a slow step later is none of the warm-up
-        ((9.0, 9.0, 9.0), 1),
+        *(((50.0, 9.0, 9.0), 1), ((50.0, 12.4, 12.4), 1), ((50.0, 12.6, 9.0), 2), ((50.0, 30.0, 12.6), 3)),
+        *(((50.0, 12.4, 50.0), 1), ((9.0, 9.0, 9.0), 1)),  # a slow step later is none of the warm-up
     ],
 )
 def test_steps_after_the_first_are_left_out_while_they_stand_out_from_those_that_follow(

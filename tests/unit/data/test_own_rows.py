@@ -229,8 +229,7 @@ def test_what_the_chat_template_does_not_take_is_refused(
     data source.split must be left out with path synthetic, got 'test'; its rows are made on the spot
 {path: a/b, config: {size: 3}}
     data source.config must be left out without reasoning_gym:TASK as path, got {'size': 3}
-{path: a/b, where: {level: [1, 2]}}
-    data source.where.level must be text, a number, true, false or null, got [1, 2]
+{path: a/b, where: {level: [1, 2]}} => data source.where.level must be text, a number, true, false or null, got [1, 2]
 """
 )
 def test_fields_of_another_kind_of_source_are_refused(refusal: Refusal, given: str, expected: str) -> None:

@@ -35,26 +35,22 @@ AGAIN = "run again on a quiet machine, with the arms in turn."
 
 @rows(
     """
-1.5 1.2 1.8 | 1 0.99 1.01 | paired
-    Faster (1.50x, 95 % interval 1.20 to 1.80).
-0.45 0.32 0.9 | 1 0.99 1.01 | paired
-    Slower (0.45x, 95 % interval 0.32 to 0.90).
+1.5 1.2 1.8 | 1 0.99 1.01 | paired => Faster (1.50x, 95 % interval 1.20 to 1.80).
+0.45 0.32 0.9 | 1 0.99 1.01 | paired => Slower (0.45x, 95 % interval 0.32 to 0.90).
 0.61 0.43 1.38 | 1 0.99 1.01 | paired
     No difference seen; a difference of 48 % or more would have been seen (0.61x, 95 % interval 0.43 to 1.38).
 1.5 1 1.8 | 1 0.99 1.01 | paired
     No difference seen; a difference of 40 % or more would have been seen (1.50x, 95 % interval 1.00 to 1.80).
 0.9 0.8 1 | 1 0.99 1.01 | paired
     No difference seen; a difference of 10 % or more would have been seen (0.90x, 95 % interval 0.80 to 1.00).
-1.5 | 1 0.99 1.01 | paired
-    Not measured. Too few timed steps for an interval: run more steps.
+1.5 | 1 0.99 1.01 | paired => Not measured. Too few timed steps for an interval: run more steps.
 1.5 1.2 1.8 | 1 0.99 1.01 | unpaired
     Faster (1.50x, 95 % interval 1.20 to 1.80). Unpaired: the arms ran one after the other.
 1.5 1.2 1.8 | 0.949 0.9 1 | paired
     Faster (1.50x, 95 % interval 1.20 to 1.80). Control 0.95x (95 % interval 0.90 to 1.00) lies outside 0.95 to 1.05.
 0.5 0.4 0.6 | 1.1 1 1.2 | paired
     Slower (0.50x, 95 % interval 0.40 to 0.60). Control 1.10x (95 % interval 1.00 to 1.20) lies outside 0.95 to 1.05.
-1.5 1.2 1.8 | 1.05 | paired
-    Faster (1.50x, 95 % interval 1.20 to 1.80).
+1.5 1.2 1.8 | 1.05 | paired => Faster (1.50x, 95 % interval 1.20 to 1.80).
 1.5 1.2 1.8 | 1.11 1 1.2 | paired
     Not measured. The control, the same work in both arms, was 1.11x (95 % interval 1.00 to 1.20), outside 0.9 to 1.1:
     run again on a quiet machine, with the arms in turn.

@@ -53,8 +53,8 @@ def test_the_solver_finds_a_line_and_its_covariance_keeps_a_prior_and_follows_a_
     found = fit_posterior(lambda p: np.array([p[0] - 3.0]), np.zeros(2), np.array([10.0, 0.5]))
     assert found.mode[1] == pytest.approx(0.0, abs=1e-9)
     assert found.covariance[1, 1] == pytest.approx(0.25, rel=1e-6)
-    # Rosenbrock's function, from its usual start; its minimum is at (1, 1).
 
+    # Rosenbrock's function, from its usual start; its minimum is at (1, 1).
     def residuals(p: Array) -> Array:
         return np.array([10.0 * (p[1] - p[0] ** 2), 1.0 - p[0]])
 

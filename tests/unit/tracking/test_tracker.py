@@ -107,7 +107,6 @@ def test_a_retried_task_gets_the_same_run_and_its_summaries_cover_both_attempts(
     first.close(RunStatus.FAILED)
     first_id = first.wait_run_id()
     assert find_run(client, "e2/n0").info.status == "FAILED"
-
     again = Tracker(LOCAL, root=root, experiment="tiny", key="e2/n0", name="train", params={"seed": 1, "host": 2})
     again.log({"train/reward": 0.3}, step=1)  # repeated after the checkpoint
     again.close()
@@ -133,7 +132,6 @@ def test_a_step_that_a_later_attempt_repeats_is_one_point_and_a_result_is_the_la
     run = find_run(client, "e7/n0")
     assert points(client, run, "train/reward") == expected
     assert run.data.metrics["result/reward"] == 0.6
-
     from mlflow.tracking import MlflowClient
 
     elsewhere = f"sqlite:///{root / 'elsewhere.db'}"
@@ -245,7 +243,6 @@ def test_two_executions_that_start_at_once_on_a_fresh_root_both_arrive(tmp_path:
     assert [run.wait(60) for run in runs] == [0, 0]
     for run in runs:
         run.communicate()
-
     assert [unsent(tmp_path, key) for key in keys] == [[], []]
     (name,) = set(open_store(store_uri(LOCAL, tmp_path)).experiments().values()) - {"Default"}
     assert name == "tiny"
@@ -370,7 +367,6 @@ def test_a_line_cut_off_by_a_crash_is_counted_and_costs_only_itself(tmp_path: Pa
     with spool.open("ab") as file:
         file.write(b'{"kind":"metrics","time_ms":17,"st')
     assert replay(spool_directory(tmp_path), store_uri(LOCAL, root)).num_broken_lines == 1
-
     after = Tracker(UNREACHABLE, root=tmp_path, experiment="tiny", key="e9", name="x")
     after.log({"train/loss": 2.0}, step=1)
     after.detach()
