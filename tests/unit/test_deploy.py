@@ -54,12 +54,15 @@ MERGED = {"manager_config.yaml"}  # a part of another program's configuration
 FOLDERS = sorted(path.parent.name for path in DEPLOY.glob("*/kustomization.yaml"))
 
 
-def test_every_file_belongs_to_a_kustomization_but_the_examples() -> None:
+def test_every_file_belongs_to_a_kustomization_but_the_examples_which_are_secrets_without_content() -> None:
     assert FOLDERS == ["base", "gb200", "h200", "kueue", "old_propeller", "preflight", "ray_token"]
     for name in FOLDERS:
         (kustomization,) = documents(DEPLOY / name / "kustomization.yaml")
         listed = {item for item in kustomization["resources"] if item.endswith(".yaml")}
         assert listed == {path.name for path in (DEPLOY / name).glob("*.yaml")} - {"kustomization.yaml", *MERGED}
+    for secret in documents(DEPLOY / "examples" / "secrets.yaml"):
+        kubernetes_validate.validate(secret, "1.37", strict=True)
+        assert all(value.startswith(("<", "https://<")) for value in secret["stringData"].values())
 
 
 @pytest.mark.parametrize("name", sorted({*FOLDERS} - {"kueue"}))
@@ -68,12 +71,6 @@ def test_kubernetes_takes_its_own_kinds(name: str) -> None:
     assert objects
     for item in objects:
         kubernetes_validate.validate(item, "1.37", strict=True)
-
-
-def test_the_example_secrets_are_secrets_without_content() -> None:
-    for secret in documents(DEPLOY / "examples" / "secrets.yaml"):
-        kubernetes_validate.validate(secret, "1.37", strict=True)
-        assert all(value.startswith(("<", "https://<")) for value in secret["stringData"].values())
 
 
 def test_gb200_gets_a_domain_that_the_driver_takes_a_shared_volume_and_an_account_bound_to_nothing() -> None:

@@ -33,15 +33,12 @@ def test_the_gain_is_the_mean_of_the_last_quarter_minus_that_of_the_first() -> N
     assert gain(summary) == pytest.approx(0.3)
 
 
-def test_the_seed_sets_everything_random() -> None:
+def test_the_seed_sets_everything_random_and_overrides_reach_the_recipe_as_yaml_reads_them() -> None:
     recipe = STUDY.recipe_of(3)
     assert recipe.policy.scratch is not None
     assert (recipe.policy.scratch.seed, recipe.data.seed, recipe.draft.seed, recipe.grpo.seed) == (3, 3, 3, 3)
     given = replace(STUDY, recipe="qwen3_8b").recipe_of(3)  # no policy of its own
     assert (given.policy.scratch, given.grpo.seed) == (None, 3)
-
-
-def test_a_pinned_seed_computes_with_one_thread_and_overrides_reach_the_recipe_as_yaml_reads_them() -> None:
     changes = ("draft.online.when=off", "grpo.optimizer.learning_rate=1e-4")
     recipe = replace(STUDY, pinned=True, overrides=changes).recipe_of(0)
     assert (recipe.learner.num_threads, recipe.engine.num_threads) == (1, 1)

@@ -71,14 +71,11 @@ def test_rows_of_any_columns_are_read_from_every_kind_of_file(tmp_path: Path, ki
 BARE = {"columns": {"problem": "q", "answer": "a"}}
 
 
-def test_the_answer_stands_after_the_last_mark_and_a_row_without_it_has_none(tmp_path: Path) -> None:
+def test_the_answer_stands_after_the_last_mark_and_one_of_a_csv_as_it_is_written(tmp_path: Path) -> None:
     rows = [{"q": "1+1=?", "a": "# 3 # 2"}, {"q": "2+2=?", "a": "4"}, {"q": "3+3=?", "a": None}]
     sets = load({"path": lay(tmp_path, "jsonl", rows), **BARE, "answer_after": "#"})
     assert answers(sets.train) == {"1+1=?": "2"}
     assert next(each for each in sets.records if each.name == "train").num_unparseable == 2
-
-
-def test_a_csv_keeps_its_answers_as_they_are_written(tmp_path: Path) -> None:
     rows = [{"q": "a?", "a": "007"}, {"q": "b?", "a": ""}, {"q": "c?", "a": "NA"}, {"q": "d?", "a": "1.50"}]
     sets = load({"path": lay(tmp_path, "csv", rows), **BARE})
     assert answers(sets.train) == {"a?": "007", "c?": "NA", "d?": "1.50"}

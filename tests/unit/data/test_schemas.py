@@ -38,15 +38,10 @@ OTHER += [("\U0001d431", "x"), ("m\u00b2", "m2"), ("3\u2062x", "3x"), ("\u2163",
 OTHER += [("10\u207b\u00b9", "10-1"), ("\u33a1", "m2"), ("\u211d", "R")]
 
 
-@pytest.mark.parametrize(("left", "right"), ALIKE)
-def test_texts_that_differ_in_their_looks_are_equal(left: str, right: str) -> None:
-    assert normalise(left) == normalise(right)
+@pytest.mark.parametrize(("left", "right", "alike"), [*((*p, True) for p in ALIKE), *((*p, False) for p in OTHER)])
+def test_texts_that_differ_in_their_looks_alone_are_equal(left: str, right: str, alike: bool) -> None:
+    assert (normalise(left) == normalise(right)) is alike
     assert normalise(normalise(left)) == normalise(left)
-
-
-@pytest.mark.parametrize(("left", "right"), OTHER)
-def test_texts_that_differ_in_their_meaning_are_not_equal(left: str, right: str) -> None:
-    assert normalise(left) != normalise(right)
 
 
 BLANK = ["", " \n\t", "\u200b\u200d\ufeff", "\u00ad\u2060", "\u3164", "\u2800 \u2800", "\u3000", "\u2062"]
@@ -100,16 +95,13 @@ def test_the_instruction_around_nothing_asks_nothing() -> None:
     check_asks(dapo(("user", "Solve this: 1")), instruction="Solve this: {problem}")
 
 
-@pytest.mark.parametrize("problem", [None, 5, ["1+1=?"], {"text": "1+1=?"}, True])
-def test_a_problem_of_another_type_gives_the_reason(problem: object) -> None:
-    with pytest.raises(NoProblemError, match="problem must be text, got"):
-        read_item(AIME, {"problem": problem, "answer": "2"})
-
-
-@pytest.mark.parametrize("chat", [None, "1+1=?", 5, ["1+1=?"]])
-def test_a_chat_of_another_type_gives_the_reason(chat: object) -> None:
+@pytest.mark.parametrize("problem", [None, 5, ["1+1=?"], {"text": "1+1=?"}, True, "1+1=?"])
+def test_a_problem_or_a_chat_of_another_type_gives_the_reason(problem: object) -> None:
+    if not isinstance(problem, str):
+        with pytest.raises(NoProblemError, match="problem must be text, got"):
+            read_item(AIME, {"problem": problem, "answer": "2"})
     with pytest.raises(NoProblemError):
-        read_item(DAPO, {"prompt": chat, "reward_model": {"ground_truth": "2"}})
+        read_item(DAPO, {"prompt": problem, "reward_model": {"ground_truth": "2"}})
 
 
 @pytest.mark.parametrize(

@@ -79,18 +79,12 @@ def test_a_prediction_interval_moves_and_scales_with_its_values_and_forgets_thei
     assert wider[0] <= low + 1e-9 and high <= wider[1] + 1e-9
 
 
-@pytest.mark.parametrize(
-    ("values", "level", "message"),
-    [
-        ([1.0], 0.95, "values must hold at least two observations, got 1"),
-        ([1.0, 2.0], 0.0, "level must lie between 0 and 1, got 0.0"),
-        ([1.0, 2.0], 1.0, "level must lie between 0 and 1, got 1.0"),
-    ],
-)
-def test_what_no_prediction_interval_can_be_had_of_is_refused(values: list[float], level: float, message: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        prediction_interval(values, level=level)
-    assert str(caught.value) == message
+def test_what_no_prediction_interval_can_be_had_of_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^values must hold at least two observations, got 1$"):
+        prediction_interval([1.0], level=0.95)
+    for level in (0.0, 1.0):
+        with pytest.raises(ValueError, match=f"^level must lie between 0 and 1, got {level}$"):
+            prediction_interval([1.0, 2.0], level=level)
 
 
 def test_a_band_is_the_prediction_interval_of_the_executions_before() -> None:

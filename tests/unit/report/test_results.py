@@ -135,18 +135,15 @@ def test_the_reward_difference_is_of_the_last_quarter_with_its_interval_and_of_s
     assert reward_difference_of(with_spec_rewards(9, 9, 0.4, 0.6)).value == pytest.approx(0.1)
 
 
-def test_what_a_run_lacks_is_left_out() -> None:
+@pytest.mark.parametrize("verdict", ["biased", "too weak"])
+def test_what_a_run_lacks_is_left_out_and_any_verdict_but_lossless_is_zero(verdict: str) -> None:
+    record = replace(RECORD, certificate=replace(CERTIFICATE, verdict=verdict))
+    assert result_metrics(record, hours=0.0, gpu_hours=0.0)["result/lossless"] == 0.0
     alone = result_metrics(ONE_ARM, hours=0.0, gpu_hours=0.0)
     assert not [name for name in alone if "speedup" in name or "difference" in name or "aime" in name]
     assert "result/reward_speculative" not in alone
     assert "result/generation_speedup_low" not in result_metrics(TWO_STEPS, hours=0.0, gpu_hours=0.0)
     assert result_metrics(LOST, hours=0.0, gpu_hours=0.0)["result/num_speculative_tokens"] == 0
-
-
-@pytest.mark.parametrize("verdict", ["biased", "too weak"])
-def test_any_verdict_but_lossless_is_zero(verdict: str) -> None:
-    record = replace(RECORD, certificate=replace(CERTIFICATE, verdict=verdict))
-    assert result_metrics(record, hours=0.0, gpu_hours=0.0)["result/lossless"] == 0.0
 
 
 def test_the_description_is_the_verdict_a_table_and_the_link() -> None:

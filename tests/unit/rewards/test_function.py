@@ -74,9 +74,10 @@ def judge(own: Path) -> Iterator[Judge]:
         yield lambda *texts: reward.judge([prompt()] * len(texts), texts, cut_off=[False] * len(texts))
 
 
-def test_a_function_gives_a_score_and_numbers_beside_it_become_metrics(judge: Judge) -> None:
+def test_a_function_gives_a_score_and_metrics_whatever_a_child_of_it_leaves_behind(judge: Judge) -> None:
     metrics = {"length_chars": 2.5}
     assert judge("4", "five") == RewardResult(rewards=(1.0, 0.0), num_timeouts=0, num_crashes=0, metrics=metrics)
+    assert judge("fork", "4", "4", "read").rewards == (0.0, 1.0, 1.0, 0.0)
 
 
 @pytest.mark.parametrize("text", ["raise", "none", "nan", "inf", "huge", "large", "text", "no score", "long"])
@@ -90,10 +91,6 @@ def test_a_function_that_hangs_or_ends_its_process_is_counted_and_the_next_respo
     result = judge("hang", "exit", "eat", "4")
     assert (result.rewards, result.num_failures) == ((0.0, 0.0, 0.0, 1.0), 0)
     assert (result.num_timeouts, result.num_crashes) == (1, 2)
-
-
-def test_a_child_that_the_function_leaves_behind_answers_nothing(judge: Judge) -> None:
-    assert judge("fork", "4", "4", "read").rewards == (0.0, 1.0, 1.0, 0.0)
 
 
 def test_a_function_is_handed_what_the_row_and_the_rollout_have(own: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -216,16 +213,13 @@ def test_an_execution_keeps_a_copy_and_refuses_one_that_was_changed(own: Path, t
     write_kept(RewardConfig(), RewardConfig())
 
 
-def test_a_response_loses_more_the_nearer_it_is_to_its_limit() -> None:
+def test_a_response_loses_more_the_nearer_it_is_to_its_limit_and_results_are_joined_by_responses() -> None:
     """A buffer of 4 before a limit of 10: nothing up to 6 tokens, then a quarter of the penalty of 2 for each."""
     result = RewardResult(rewards=(1.0,) * 4, num_timeouts=1, num_crashes=2, metrics={"a": 1.0})
     overlong = OverlongConfig(buffer_tokens=4, penalty=2.0)
     found = penalized(result, [6, 7, 9, 10], max_response_tokens=10, overlong=overlong)
     assert found == replace(result, rewards=(1.0, 0.5, -0.5, -1.0), metrics={"a": 1.0, "overlong_penalty": 1.0})
     assert penalized(result, [6, 7, 9, 10], max_response_tokens=10, overlong=OverlongConfig()) is result
-
-
-def test_results_are_joined_with_metrics_weighed_by_responses() -> None:
     one = RewardResult(rewards=(1.0,), num_timeouts=1, num_crashes=0, num_failures=2, metrics={"a": 1.0})
     two = RewardResult(rewards=(0.0, 0.5), num_timeouts=0, num_crashes=3, metrics={"a": 4.0, "b": 2.0})
     assert joined([one, two]) == RewardResult(

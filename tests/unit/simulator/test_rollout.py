@@ -65,7 +65,7 @@ def test_the_running_batch_shrinks_to_the_longest_and_a_sequence_starts_where_an
     assert trace.context_S.tolist() == [22.0, 24.0, 12.5]
 
 
-def test_more_engines_share_the_work_but_not_the_tail() -> None:
+def test_more_engines_share_the_work_but_not_the_tail_and_memory_that_does_not_bind_changes_nothing() -> None:
     lengths = Lengths(median=100.0, log_sd=1.0, max_tokens=5000.0)
     few, many = (
         slowest_engine(lengths, RolloutShape(num_rollouts=256, num_engines=engines, prompt_tokens=0.0))
@@ -74,6 +74,13 @@ def test_more_engines_share_the_work_but_not_the_tail() -> None:
     assert many.batch_S.max() == 8
     assert few.batch_S.max() == 128
     assert many.tokens_S.sum() == pytest.approx(few.tokens_S.sum())  # both wait for the longest of all 256
+    lengths = Lengths(median=100.0, log_sd=0.0, max_tokens=100.0)
+    shape = RolloutShape(num_rollouts=8, num_engines=2, prompt_tokens=10.0, cache_tokens=4 * 60.0)
+    assert cached_sequences(lengths, shape) == pytest.approx(4.0)
+    assert slowest_engine(lengths, shape).batch_S.max() == 4
+    tight = RolloutShape(num_rollouts=8, num_engines=2, prompt_tokens=10.0, cache_tokens=2 * 60.0)
+    assert slowest_engine(lengths, tight).batch_S.max() == 2
+    assert slowest_engine(lengths, tight).tokens_S.sum() == pytest.approx(200.0)
 
 
 def test_an_engine_that_is_never_drained_meets_long_responses_more_often() -> None:
@@ -99,13 +106,3 @@ def test_slots_lose_no_token_and_fewer_never_end_sooner(lengths: list[int], num_
     assert np.all(few.context_S >= 5.0 * few.batch_S)
     assert np.all(few.context_S <= (5.0 + max(lengths)) * few.batch_S)
     assert few.tokens_S.sum() >= more.tokens_S.sum() - 1e-9
-
-
-def test_memory_that_does_not_bind_changes_nothing() -> None:
-    lengths = Lengths(median=100.0, log_sd=0.0, max_tokens=100.0)
-    shape = RolloutShape(num_rollouts=8, num_engines=2, prompt_tokens=10.0, cache_tokens=4 * 60.0)
-    assert cached_sequences(lengths, shape) == pytest.approx(4.0)
-    assert slowest_engine(lengths, shape).batch_S.max() == 4
-    tight = RolloutShape(num_rollouts=8, num_engines=2, prompt_tokens=10.0, cache_tokens=2 * 60.0)
-    assert slowest_engine(lengths, tight).batch_S.max() == 2
-    assert slowest_engine(lengths, tight).tokens_S.sum() == pytest.approx(200.0)
