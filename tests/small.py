@@ -1,7 +1,5 @@
 """Real engines and learners at their smallest: what integration tests, fault tests and those of GPUs have in common."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

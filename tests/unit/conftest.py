@@ -1,7 +1,5 @@
 """What tests of several rooms are given: a command, an error, a store, a stand-in of a package."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Tables of what is refused: a line of overrides, and behind ` => ` or below it, indented, what the error says."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any

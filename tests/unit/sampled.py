@@ -1,7 +1,5 @@
 """Rollouts, acceptance counters and overlaps as a step reports them, and a decision on them."""
 
-from __future__ import annotations
-
 from dataclasses import MISSING, fields
 
 from slipstream.records.steps import AcceptanceStats, DraftDecision, Overlap

@@ -1,7 +1,5 @@
 """The budgets: what `scripts/budgets.py` counts on a small tree, and what it says of a figure beside its entry."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models and accelerators by name, against the published counts."""
 
-from __future__ import annotations
-
 import pytest
 
 from slipstream.catalog import SimulatorConfig, load_model, section_names

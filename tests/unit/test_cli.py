@@ -67,7 +67,7 @@ def test_the_recipe_of_one_gpu_fits_it(command: Command) -> None:
     assert 0.09e9 < memory.refit_bytes / 2 < 0.11e9  # parameters in bfloat16
 
 
-def test_check_of_a_file_says_where_memory_is_unknown_and_takes_the_workload_that_it_names(
+def test_a_file_is_checked_for_the_workload_that_it_names_where_memory_is_unknown_too(
     command: Command, tmp_path: Path
 ) -> None:
     recipe = load_recipe("qwen3_8b", workload=Workload.RL_THINK, overrides={"simulator": None})
@@ -87,7 +87,7 @@ def test_check_of_a_file_says_where_memory_is_unknown_and_takes_the_workload_tha
         ("--set", "grpo.seed=3", "['grpo.seed=3']"),
     ],
 )
-def test_flags_that_a_resume_would_drop_are_refused_by_name(
+def test_flags_that_a_resume_would_drop_are_refused(
     command: Command, tmp_path: Path, flag: str, value: str, shown: str
 ) -> None:
     name = "run" if flag == "--arms" else "demo"

@@ -1,7 +1,5 @@
 """Recipes are read strictly: every refusal names the field, the rule and the value, and offers a fix."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -291,9 +289,7 @@ def test_a_file_without_a_mapping_is_refused_in_one_line(tmp_path: Path, content
     assert re.fullmatch(flow, refused_file(path))
 
 
-def test_a_file_that_cannot_be_read_is_refused_and_a_byte_order_mark_is_no_part_of_the_first_key(
-    tmp_path: Path,
-) -> None:
+def test_a_file_that_cannot_be_read_is_refused_and_a_byte_order_mark_is_no_part_of_it(tmp_path: Path) -> None:
     assert refused_file(tmp_path) == "recipe FILE cannot be read: Is a directory"
     assert refused_file(tmp_path / "none.yaml") == "recipe FILE cannot be read: No such file or directory"
     path = tmp_path / "mine.yaml"

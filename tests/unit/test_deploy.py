@@ -1,7 +1,5 @@
 """What deploy/ ships is what the profiles name, and what Kubernetes and the drivers take."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 `make docs` checks links, anchors and navigation of the site; this covers what it does not see.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

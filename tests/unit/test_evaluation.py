@@ -1,7 +1,5 @@
 """Accuracy figures against hand-worked values, and an evaluation with an engine that replays given responses."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace

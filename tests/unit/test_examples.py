@@ -1,7 +1,5 @@
 """Every example, those of the documents included, is a recipe that loads, and its commands print what they promise."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

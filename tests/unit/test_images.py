@@ -1,7 +1,5 @@
 """Images and lock files agree with pyproject.toml, with scripts/env and with each other (no Docker engine needed)."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -113,9 +111,7 @@ def test_both_machines_have_one_version_of_what_they_speak_and_vllm_on_the_same_
 
 
 @pytest.mark.parametrize("lock", ["cpu.lock", "cpu_pypi.lock", "gpu.lock"])
-def test_cuda_builds_that_break_transformers_are_left_out_but_for_the_torchvision_of_vllms_start(
-    lock: str,
-) -> None:
+def test_cuda_builds_that_break_transformers_are_left_out_but_for_vllms_torchvision(lock: str) -> None:
     left = {"torchaudio", "torchcodec"} if lock == "gpu.lock" else {"torchvision", "torchaudio", "torchcodec"}
     assert not left & pins(lock).keys()
     assert pins("gpu.lock")["torch"].split(".")[1] == "13"  # torchvision 0.(n + 15) is built for torch 2.n

@@ -1,7 +1,5 @@
 """Progress of long work: a bar on a terminal with log lines above it, or lines in a log, by a test's clock."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

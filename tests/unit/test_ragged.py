@@ -1,7 +1,5 @@
 """Rows of different lengths in two arrays."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Ranges of a recipe's fields: values on the bounds of the schema, which docs/recipe.md shows, and beside them."""
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from collections.abc import Iterator

@@ -59,7 +59,7 @@ def test_a_written_recipe_says_behind_each_field_who_gave_it_this_value(tmp_path
     assert "#" not in write_recipe(recipe, tmp_path / "bare.yaml").read_text().replace("first # line", "")
 
 
-def test_relative_paths_of_a_recipe_are_those_beside_its_file_and_of_a_launch_those_of_the_caller(
+def test_relative_paths_lie_beside_the_file_or_where_a_launch_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "recipes" / "sets").mkdir(parents=True)

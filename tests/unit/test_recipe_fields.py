@@ -4,8 +4,6 @@ A check names another value and a probe: a cheap view of the code that reads the
 whose change its probe does not see, fails. `Recipe.fingerprint` is no probe: it reads everything.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import typing

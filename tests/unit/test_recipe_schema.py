@@ -1,7 +1,5 @@
 """The JSON schema of recipe files says of a file what the library says, and docs/recipe.md is written from it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

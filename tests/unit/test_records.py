@@ -1,7 +1,5 @@
 """Records reach the disk whole or not at all, and come back equal."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Start and resumption of an execution, its inputs, and the last words of an interrupted one."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -88,9 +86,7 @@ def test_a_new_execution_is_fresh_only_if_asked_for_and_has_the_inputs_that_were
         started("tiny", num_steps=0)
 
 
-def test_fields_and_recipes_reach_the_workflow_with_absolute_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_workflow_gets_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     launch = started("tiny", overrides=["grpo.group_size=16", "data.train=[{path: ./mine.jsonl}]"])
     command = launch.command(Path("runs"))
@@ -121,9 +117,7 @@ def test_a_recipe_file_of_any_name_gives_an_execution_a_name_that_can_be_tracked
     check_key(f"{execution}/train_grpo_speculative_asynchronous")
 
 
-def test_a_profile_of_a_relative_path_is_handed_on_as_an_absolute_one_and_workers_are_forked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_gets_an_absolute_profile_and_forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, str] = {}
 
     def supervise(command: list[str], *, cwd: Path, environment: dict[str, str]) -> Outcome:

@@ -1,7 +1,5 @@
 """scripts/setup.sh, with a stand-in for the environment's Python that notes what uv and pip are asked for."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -61,9 +59,7 @@ def setup(checkout: Path, *arguments: str, refused: str = "", **environment: str
 EDITABLE = "uv --no-build-isolation --editable ."
 
 
-def test_where_the_cpu_build_is_found_nothing_else_is_asked_for_and_a_second_time_nothing_at_all(
-    checkout: Path,
-) -> None:
+def test_where_the_cpu_build_is_found_nothing_else_is_asked_for_and_later_nothing_at_all(checkout: Path) -> None:
     status, asked, said = setup(checkout)
     assert (status, asked) == (0, [NAMED, f"uv -r {CPU}", EDITABLE])
     assert PYPI not in said

@@ -1,7 +1,5 @@
 """The simulate commands: what they print, which runs they read and what they refuse."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,9 +56,7 @@ def test_a_run_is_read_from_its_own_directory_its_reports_or_the_file(command: C
     assert "projected on this machine" in printed[0]
 
 
-def test_a_run_is_fetched_by_its_name_from_the_server_that_is_given(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_fetched_from_the_given_server(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def fetch(execution: str, uri: str) -> RunRecord:

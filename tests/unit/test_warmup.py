@@ -1,7 +1,5 @@
 """Steps that warm up are left out by their times, and steps of a stationary series are not."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -28,9 +26,7 @@ def arm(seconds: Sequence[float], kind: Arm = Arm.AUTOREGRESSIVE) -> ArmRecord:
         *(((50.0, 12.4, 50.0), 1), ((9.0, 9.0, 9.0), 1)),  # a slow step later is none of the warm-up
     ],
 )
-def test_steps_after_the_first_are_left_out_while_they_stand_out_from_those_that_follow(
-    first: tuple[float, ...], number: int
-) -> None:
+def test_steps_are_left_out_while_they_stand_out(first: tuple[float, ...], number: int) -> None:
     assert num_warmup([arm(first + USUAL)]) == number
     assert num_warmup([arm(first + USUAL + (100.0,) * 5)]) == number  # twelve steps are compared, and no later ones
 
@@ -70,9 +66,7 @@ def stationary(rng: np.random.Generator, correlation: float, slow_fraction: floa
 
 
 @pytest.mark.parametrize(("correlation", "slow_fraction"), [(0.0, 0.0), (0.5, 0.0), (0.8, 0.0), (0.0, 0.05)])
-def test_of_two_stationary_arms_at_most_one_pair_in_twenty_loses_more_than_its_first_step(
-    correlation: float, slow_fraction: float
-) -> None:
+def test_of_stationary_arms_few_lose_more_than_the_first_step(correlation: float, slow_fraction: float) -> None:
     rng = np.random.default_rng(0)
     pairs = [[stationary(rng, correlation, slow_fraction) for _ in range(2)] for _ in range(500)]
     assert sum(num_warmup(pair) > 1 for pair in pairs) / len(pairs) <= 0.05

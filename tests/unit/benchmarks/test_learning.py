@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,9 +32,7 @@ class Runner:
         return 0
 
 
-def test_seeds_that_are_finished_are_shown_and_not_run_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_seeds_are_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     append(result(1, study=STUDY), tmp_path / "results.jsonl")
     runner = Runner()
     for _ in range(2):
@@ -45,9 +41,7 @@ def test_seeds_that_are_finished_are_shown_and_not_run_again(
     assert "2 of 2 seeds gain" in capsys.readouterr().out.splitlines()[-2]
 
 
-def test_a_seed_that_fails_stops_no_other_and_shows_in_the_status(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_seed_that_fails_stops_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runner = Runner(failing=0)
     assert main([*ASKED, "--root", str(tmp_path)], run_seed=runner) == 1
     assert runner.seeds == [0, 1]

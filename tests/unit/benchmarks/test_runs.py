@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -24,15 +22,12 @@ def execution(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_run_is_found_by_its_own_directory_by_its_reports_and_by_the_link_to_it(
+def test_a_run_is_found_by_its_directory_its_report_and_a_link_and_what_is_none_is_refused(
     execution: Path, tmp_path: Path
 ) -> None:
     latest = tmp_path / "latest"
     latest.symlink_to(execution / "report_speedup")
     assert [find_execution(path) for path in (execution, execution / "report_speedup", latest)] == [execution] * 3
-
-
-def test_what_is_no_run_is_refused_and_what_it_lacks_is_named(execution: Path) -> None:
     (execution / "tune_draft_length" / "tuning.json").unlink()
     with pytest.raises(ConfigError, match=r"--run must be .*tiny-1 lacks tune_draft_length/tuning.json") as refused:
         find_execution(execution)

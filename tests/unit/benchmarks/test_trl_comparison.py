@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.trl_comparison import TrlSteps, comparison, messages

@@ -1,7 +1,5 @@
 """Rows of a user's own: columns by name, filters, weights, and what the policy is shown before a problem."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Loading prompts: hand-counted manifests, disjoint sets, and errors that say what to do."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence
@@ -250,7 +248,6 @@ def test_synthetic_sets_load_by_the_same_code_and_are_accounted_for() -> None:
     ids=["dapo", "dapo-wrapped", "open-r1", "aime-h4", "aime-maxwell-jia"],
 )
 def test_schemas_with_answers_give_the_bare_problem_and_its_answer(tmp_path: Path, row: Row) -> None:
-
     sets = load(train=write(tmp_path / "rows.jsonl", [row]))
     assert [(p.text, p.answer, p.id) for p in sets.train] == [("1+1=?", "2", "b9ab5b7f58369cf5")]
     assert prompt_id(" 1+1=?\n") == "b9ab5b7f58369cf5"
@@ -360,9 +357,7 @@ CHAT = {"prompt": "a", "prompt_id": "a", "messages": [{"role": "user", "content"
     ],
     ids=["columns", "shape", "answers", "chats", "length"],
 )
-def test_rows_that_nothing_can_be_trained_on_are_refused_with_what_there_is(
-    tmp_path: Path, rows: list[Row], message: str
-) -> None:
+def test_rows_without_use_are_refused_with_what_there_is(tmp_path: Path, rows: list[Row], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"data\.train {message}"):
         load(train=write(tmp_path / "rows.jsonl", rows))
 
@@ -413,9 +408,7 @@ train: grpo.prompts_per_step: 5
     its max_rows)
 """
 )
-def test_a_set_that_is_too_small_is_refused_with_what_is_left_and_why(
-    refusal: Refusal, given: str, expected: str
-) -> None:
+def test_a_set_that_is_too_small_is_refused_with_why(refusal: Refusal, given: str, expected: str) -> None:
     split, field, value = given.split(": ")
     require: Any = require_size
     require(SETS, split, field, int(value) - 1)

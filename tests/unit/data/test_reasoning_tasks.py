@@ -1,7 +1,5 @@
 """Rows that reasoning-gym makes and scores, here by a stand-in of its interface."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reading of a row: turns, answer, blank problems, and texts that are the same."""
 
-from __future__ import annotations
-
 from datetime import date
 from typing import Any
 

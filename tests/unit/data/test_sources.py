@@ -1,7 +1,5 @@
 """Which files of a local data set are read: those of one split and one subset, or none at all."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -170,9 +168,7 @@ def test_several_subsets_are_never_mixed(tmp_path: Path) -> None:
         read(lay(tmp_path / "2", PROCESSED, PROCESSED_README.replace("  default: true\n", "")))
 
 
-def test_a_lone_directory_below_or_a_lone_file_is_the_data_set_unless_another_split_is_asked_for(
-    tmp_path: Path,
-) -> None:
+def test_a_lone_directory_or_file_is_the_data_set_unless_another_split_is_asked_for(tmp_path: Path) -> None:
     assert read(lay(tmp_path / "0", ["export/rows.jsonl"])) == ["export/rows.jsonl"]
     lay(tmp_path, ["test.jsonl", "rows.jsonl"])
     assert read(tmp_path / "test.jsonl") == read(tmp_path / "test.jsonl", split="test") == ["test.jsonl"]

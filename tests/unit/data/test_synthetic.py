@@ -1,7 +1,5 @@
 """The stand-ins have the real sets' columns, and the corpus the properties that the tiny policy is tuned by."""
 
-from __future__ import annotations
-
 import itertools
 from statistics import mean
 

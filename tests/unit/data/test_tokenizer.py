@@ -1,7 +1,5 @@
 """The tiny policy's tokenizer: one token a character, nothing dropped, loadable as any other."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

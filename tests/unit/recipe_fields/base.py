@@ -1,7 +1,5 @@
 """What the probes of a recipe's fields share: the small recipe, the form of a check, and an engine that notes."""
 
-from __future__ import annotations
-
 import json
 import typing
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Probes of the data: which rows are read, kept and rendered."""
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Sequence
 from typing import Any

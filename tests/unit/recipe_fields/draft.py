@@ -1,7 +1,5 @@
 """Probes of the draft: its training, and the choice of its length."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import typing
@@ -280,10 +278,9 @@ def small_draft(recipe: Recipe, tools: Tools) -> object:
 
 
 FOUR_LAYERS = {"policy.scratch.shape.num_layers": 4}
-NGRAM = {"draft.method": "ngram"}
-SUFFIX = {"draft.method": "suffix"}
-HISTORY = {"draft.method": "history"}
-DRAFT_MODEL = {"draft.method": "draft_model"}
+NGRAM, SUFFIX, HISTORY, DRAFT_MODEL = (
+    {"draft.method": method} for method in ("ngram", "suffix", "history", "draft_model")
+)
 DFLASH = {"draft.method": "dflash", "draft.pretrain.ttt_steps": 3}  # as long as the longest of tuning.candidate_ks
 CHECKS = {
     **checks("draft", told_vllm, method="ngram", sampling="greedy", verification="block"),

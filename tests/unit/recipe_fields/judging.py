@@ -1,7 +1,5 @@
 """Probes of what judges a run: its evaluation and its certificate."""
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Sequence
 from types import SimpleNamespace

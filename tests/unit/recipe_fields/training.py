@@ -1,7 +1,5 @@
 """Probes of GRPO: one arm between an engine and a learner that note what they are asked."""
 
-from __future__ import annotations
-
 import subprocess
 import typing
 from collections import deque
@@ -192,18 +190,14 @@ def training_loss(recipe: Recipe, tools: Tools) -> object:
     _, learner, _, _ = trained(recipe, tools)
     config = learner.updates[0].loss
     ratio_BT, mask_BT = torch.tensor([[0.5, 2.0]]).log(), torch.ones(1, 2, dtype=torch.bool)
-    return [
-        policy_loss(
-            ratio_BT,
-            trainer_logprobs_BT=torch.zeros(1, 2),
-            advantages_BT=torch.full((1, 1), advantage),
-            mask_BT=mask_BT,
-            config=config,
-            weights=corrected(torch.tensor([[2.5, 2.9]]), mask_BT, None, config),
-            ref_logprobs_BT=torch.zeros(1, 2),
-        ).loss.item()
-        for advantage in (1.0, -1.0)
-    ]
+    weights = corrected(torch.tensor([[2.5, 2.9]]), mask_BT, None, config)
+    how = {"trainer_logprobs_BT": torch.zeros(1, 2), "ref_logprobs_BT": torch.zeros(1, 2), "mask_BT": mask_BT}
+
+    def loss(advantage: float) -> float:
+        advantages_BT = torch.full((1, 1), advantage)
+        return policy_loss(ratio_BT, advantages_BT=advantages_BT, config=config, weights=weights, **how).loss.item()
+
+    return loss(1.0), loss(-1.0)
 
 
 def training_optimizer(recipe: Recipe, tools: Tools) -> object:
@@ -350,13 +344,8 @@ WHEN_STALE = {"draft.online.when": "when_stale", "grpo.num_steps": 10}
 OVER_GLOO = {"refit.channel": "gloo"}
 ONE_STEP_OFF = {"loop.mode": "one_step_off", **CORRECTED}
 IN_FLIGHT = {"loop.mode": "in_flight", "loop.max_off_policy_steps": 1, **CORRECTED}
-IN_TURN = {
-    "placement.gpus_per_node": 1,
-    "engine.kv_cache_gib": None,
-    "engine.gpu_memory_utilization": 0.45,
-    "engine.num_kept_idle": 0,
-    "learner.num_kept_idle": 0,
-}
+_ON_GPU = {"placement.gpus_per_node": 1, "engine.kv_cache_gib": None, "engine.gpu_memory_utilization": 0.45}
+IN_TURN = {**_ON_GPU, "engine.num_kept_idle": 0, "learner.num_kept_idle": 0}
 OWN_REWARD = {"function": f"{Path(__file__).with_name('rewards_of_a_user.py')}:compute_score"}
 ALL_ALIKE = {"reward.function": OWN_REWARD["function"]}
 FAILING = {"reward.function": f"{Path(__file__).with_name('rewards_of_a_user.py')}:strict"}

@@ -1,7 +1,5 @@
 """A small run whose figures can be worked by hand, runs that lack something, and a demo as it was recorded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

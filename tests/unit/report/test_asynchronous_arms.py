@@ -5,8 +5,6 @@ prepare, 0.5 logprob, 1.2 train. Asynchronous ones wait 2.0 s for rollouts, with
 2.5 s.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
@@ -120,9 +118,7 @@ _GENERATION = (
         ),
     ],
 )
-def test_the_text_says_what_bounds_the_step_and_what_speculation_can_gain(
-    arms: tuple[ArmRecord, ...], text: str
-) -> None:
+def test_the_text_says_what_bounds_the_step_and_the_gain(arms: tuple[ArmRecord, ...], text: str) -> None:
     assert bound_text(compared(replace(ASYNCHRONOUS, asynchronous=arms))) == text
     assert bound_text(compared(with_waits(0.2))).startswith("Generation bounds")  # from a twentieth of the step on
 

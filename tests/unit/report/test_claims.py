@@ -1,7 +1,5 @@
 """Words for a ratio of times, by every rule; and the same verdict wherever a run's figures are shown."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

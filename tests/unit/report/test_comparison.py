@@ -1,7 +1,5 @@
 """Answers and tables of `compare`, from metrics, parameters and tags of executions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The page's part on the draft during RL: its length by running batch, the autopilot, and its training."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from slipstream.records.run import RunRecord

@@ -1,7 +1,5 @@
 """Results against those of earlier executions: bands worked by hand, and what makes two executions comparable."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -68,9 +66,7 @@ def test_a_prediction_interval_is_as_wide_as_students_table_says() -> None:
     st.floats(-50.0, 50.0),
     st.floats(0.05, 0.98),
 )
-def test_a_prediction_interval_moves_and_scales_with_its_values_and_forgets_their_order(
-    values: list[float], factor: float, shift: float, level: float
-) -> None:
+def test_a_prediction_interval_moves_and_scales(values: list[float], factor: float, shift: float, level: float) -> None:
     low, high = prediction_interval(values, level=level)
     moved = prediction_interval([factor * value + shift for value in reversed(values)], level=level)
     assert moved == pytest.approx((factor * low + shift, factor * high + shift), rel=1e-6, abs=1e-6)
@@ -155,9 +151,7 @@ def test_a_verdict_follows_the_last_executions_and_the_smallest_change_that_coun
         ({"params": {"grpo.seed": "0", "a.field_that_went": "1"}}, True),
     ],
 )
-def test_an_execution_counts_if_its_recipe_workload_and_hardware_are_the_same(
-    change: dict[str, Any], counts: bool
-) -> None:
+def test_an_execution_counts_if_its_settings_are_the_same(change: dict[str, Any], counts: bool) -> None:
     other = replace(execution("other"), **change)
     assert (comparable(subject(), [other], CONFIG) == [other]) is counts
 

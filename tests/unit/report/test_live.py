@@ -1,7 +1,5 @@
 """The page of an execution that goes on says what its runs have logged so far."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Figures of machines are worked by hand; the first step of each arm says what would move every one of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

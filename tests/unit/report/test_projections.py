@@ -1,7 +1,5 @@
 """Projections on the page, in columns apart from measured values."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

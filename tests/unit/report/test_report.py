@@ -1,7 +1,5 @@
 """Figures of a report worked by hand from a small record, and pages that render whatever the run lacks."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -339,9 +337,7 @@ def test_the_page_shows_every_point_and_whether_the_arms_differ() -> None:
         ((0,), (2,), r"\+0\.500, .*: too few problems for an interval"),
     ],
 )
-def test_the_arms_accuracies_are_compared_where_both_were_evaluated_last(
-    base: tuple[int, ...], spec: tuple[int, ...], said: str
-) -> None:
+def test_accuracies_are_compared_where_both_have_one(base: tuple[int, ...], spec: tuple[int, ...], said: str) -> None:
     ends = right("autoregressive", *base), right("speculative", *spec)
     ended = replace(CURVES, evaluations=(*CURVES.evaluations[:1], *ends))
     assert re.match(f"After step 6 .* is {said}", accuracy_text(ended))

@@ -1,7 +1,5 @@
 """Metrics, tags and description of an execution's MLflow run, worked by hand from the small record."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -73,41 +71,27 @@ def test_steps_without_a_record_of_their_prompts_count_as_one_prompt_each() -> N
 
 
 def test_the_metrics_are_those_worked_by_hand() -> None:
-    assert result_metrics(RECORD, hours=1.5, gpu_hours=6.0) == pytest.approx(
-        {
-            "result/hours": 1.5,
-            "result/gpu_hours": 6.0,
-            "result/mean_acceptance_length": 2.2,
-            "result/num_speculative_tokens": 2,
-            "result/tokens_per_s_autoregressive": 500 / 30.5,  # 100 tokens in each of 6, 6, 4.5, 8 and 6 s
-            "result/tokens_per_s_speculative": 500 / 15,
-            "result/reward_autoregressive": 0.5,
-            "result/reward_speculative": 0.5,
-            "result/reward_gain_autoregressive": 0.4,  # a quarter of six steps is one: no interval
-            "result/reward_gain_speculative": 0.4,
-            "result/paired": 0.0,
-            "result/control_ratio": 1.0,  # 0.5 s of log-probabilities and 1.2 of training in both arms
-            "result/control_ratio_low": 1.0,
-            "result/control_ratio_high": 1.0,
-            "result/generation_speedup": 2.0,
-            "result/generation_speedup_low": 2 * (3 / 4) ** (1.05 * 2.776445 / 10**0.5),
-            "result/generation_speedup_high": 2 * (4 / 3) ** (1.05 * 2.776445 / 10**0.5),
-            "result/step_speedup": 33280**0.2 / 5,  # of 8, 8, 6.5, 10 and 8 s
-            "result/step_speedup_low": pytest.approx(1.31582, abs=1e-5),
-            "result/step_speedup_high": pytest.approx(1.95766, abs=1e-5),
-            "result/reward_difference": 0.0,  # a quarter of six steps is one: no interval
-            "result/validation_start": 0.1,
-            "result/validation_start_low": 0.05,
-            "result/validation_start_high": 0.15,
-            "result/validation_autoregressive": 0.3,
-            "result/validation_autoregressive_low": 0.25,
-            "result/validation_autoregressive_high": 0.35,
-            "result/validation_speculative": 0.31,
-            "result/validation_speculative_low": 0.26,
-            "result/validation_speculative_high": 0.36,
-            "result/lossless": 1.0,
-        }
-    )
+    generation, low, high = 1.05 * 2.776445 / 10**0.5, *(pytest.approx(end, abs=1e-5) for end in (1.31582, 1.95766))
+    intervals = {
+        "control_ratio": (1.0, 1.0, 1.0),  # 0.5 s of log-probabilities and 1.2 of training in both arms
+        "generation_speedup": (2.0, 2 * (3 / 4) ** generation, 2 * (4 / 3) ** generation),
+        "step_speedup": (33280**0.2 / 5, low, high),  # of 8, 8, 6.5, 10 and 8 s
+        "validation_start": (0.1, 0.05, 0.15),
+        "validation_autoregressive": (0.3, 0.25, 0.35),
+        "validation_speculative": (0.31, 0.26, 0.36),
+    }
+    figures = {
+        **{"hours": 1.5, "gpu_hours": 6.0, "mean_acceptance_length": 2.2, "num_speculative_tokens": 2},
+        "tokens_per_s_autoregressive": 500 / 30.5,  # 100 tokens in each of 6, 6, 4.5, 8 and 6 s
+        "tokens_per_s_speculative": 500 / 15,
+        **{"reward_autoregressive": 0.5, "reward_speculative": 0.5, "paired": 0.0, "lossless": 1.0},
+        # A quarter of six steps is one: there is no interval.
+        **{"reward_gain_autoregressive": 0.4, "reward_gain_speculative": 0.4, "reward_difference": 0.0},
+    }
+    for name, ends in intervals.items():
+        figures |= {f"{name}{end}": value for end, value in zip(("", "_low", "_high"), ends, strict=True)}
+    found = result_metrics(RECORD, hours=1.5, gpu_hours=6.0)
+    assert found == pytest.approx({f"result/{name}": value for name, value in figures.items()})
 
 
 def test_the_accuracy_curves_are_metrics_by_step() -> None:

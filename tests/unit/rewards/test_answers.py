@@ -1,7 +1,5 @@
 """Extraction of a response's answer."""
 
-from __future__ import annotations
-
 import pytest
 
 from slipstream.rewards.answers import extract_answer, opens_thought

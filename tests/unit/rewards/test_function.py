@@ -1,7 +1,5 @@
 """A user's reward function: what it is handed, what counts as a failure, and that nothing that it does stops a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path

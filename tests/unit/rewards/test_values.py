@@ -1,7 +1,5 @@
 """Which answers are equal: a table of references and answers by kind, decided by hand."""
 
-from __future__ import annotations
-
 import random
 import re
 import time

@@ -1,7 +1,5 @@
 """Scoring: what counts as the answer, what is equal, and that nothing a policy writes can hang or break it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

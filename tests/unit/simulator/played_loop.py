@@ -8,8 +8,6 @@ Batch t takes P complete groups, and waits for every group that was started unde
 One engine stands for all; the sequences of a group run as soon as it does.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Asynchronous arms and splits, from measured stages."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -29,9 +27,8 @@ from slipstream.types import Arm, LoopMode, StageTimes
 from tests.unit.report.handmade import demo_arms, demo_run
 from tests.unit.sampled import overlapping
 
-HALF_AS_FAST_LEARNER = CoreSlowdowns(
-    engine=Prior(median=1.25, log_sd=0.1, source="by hand"), learner=Prior(median=2.0, log_sd=0.1, source="by hand")
-)
+_ENGINE, _LEARNER = (Prior(median=median, log_sd=0.1, source="by hand") for median in (1.25, 2.0))
+HALF_AS_FAST_LEARNER = CoreSlowdowns(engine=_ENGINE, learner=_LEARNER)
 
 
 def with_stages(arm: ArmRecord, **stages: float) -> ArmRecord:
@@ -46,10 +43,8 @@ staged = partial(with_stages, demo_arms()[0])
 def predicted(
     arm: ArmRecord, mode: LoopMode = LoopMode.ONE_STEP_OFF, lag: int = 1, helps: bool = False
 ) -> PredictedArm:
-    (found,) = predict_asynchronous(
-        [arm], lag=lag, mode=mode, slowdowns={arm.arm: HALF_AS_FAST_LEARNER}, idle_core_helps=helps
-    ).arms
-    return found
+    slowdowns = {arm.arm: HALF_AS_FAST_LEARNER}
+    return predict_asynchronous([arm], lag=lag, mode=mode, slowdowns=slowdowns, idle_core_helps=helps).arms[0]
 
 
 def test_what_takes_longer_of_generation_and_update_hides_the_other() -> None:
@@ -85,9 +80,7 @@ def test_batches_stand_beside_the_step_before_theirs() -> None:
 
 
 @given(st.integers(1, 4), st.floats(0.1, 10.0), st.floats(0.1, 10.0))
-def test_engines_that_are_never_drained_are_never_slower_and_more_lag_helps(
-    lag: int, generation_s: float, train_s: float
-) -> None:
+def test_engines_that_fly_are_never_slower_and_lag_helps(lag: int, generation_s: float, train_s: float) -> None:
     arm = staged(generation_s=generation_s, train_s=train_s)
     arm = replace(arm, steps=arm.steps[:3])
     loops = ((LoopMode.ONE_STEP_OFF, lag), (LoopMode.IN_FLIGHT, lag), (LoopMode.IN_FLIGHT, lag + 1))
@@ -120,15 +113,8 @@ def test_both_arms_are_predicted_by_belief_with_its_source_or_by_factors_of_both
     assert (found.engine.median, found.learner.median) == (pytest.approx(1.25), pytest.approx(1.5))
 
 
-LAYOUT = LayoutRecord(
-    model="qwen3-8b",
-    hardware="gb200",
-    precision="bfloat16",
-    learner_precision="bfloat16",
-    num_gpus=16,
-    gpus_per_engine=2,
-    max_response_tokens=160,
-)
+_MODEL = {"model": "qwen3-8b", "hardware": "gb200", "precision": "bfloat16", "learner_precision": "bfloat16"}
+LAYOUT = LayoutRecord(**_MODEL, num_gpus=16, gpus_per_engine=2, max_response_tokens=160)
 
 
 def test_two_cores_have_one_split() -> None:

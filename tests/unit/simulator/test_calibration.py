@@ -1,7 +1,5 @@
 """Acceptance by position, and least squares with priors."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

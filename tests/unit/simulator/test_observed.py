@@ -1,7 +1,5 @@
 """A run as cells of a calibration; the paper's measurements, fitted and left out in turn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -174,9 +172,7 @@ def test_the_four_step_totals_are_met() -> None:
 
 
 @pytest.mark.parametrize(("held_out", "number", "error"), [*((name, 7, 0.13) for name in WORKLOADS), (SEVEN, 2, 0.1)])
-def test_a_workload_is_predicted_from_its_baseline_and_seven_draft_tokens_from_three_and_five(
-    held_out: str, number: int, error: float
-) -> None:
+def test_cells_that_are_left_out_are_predicted(held_out: str, number: int, error: float) -> None:
     ensemble, cells = without(held_out)
     assert len(cells) == number
     assert errors(cells, ensemble.predict_s(cells)).max() <= error

@@ -1,7 +1,5 @@
 """Projections of requests and draws by hand; the record of the stage, and what its figures draw."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path

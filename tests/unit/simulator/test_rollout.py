@@ -1,7 +1,5 @@
 """Lengths of responses and continuous batching over them, worked by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Layouts and the beliefs about the cost model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

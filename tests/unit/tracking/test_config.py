@@ -1,7 +1,5 @@
 """What may be tracked, and how the server may be asked."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -25,9 +23,7 @@ def test_tracking_outside_its_bounds_is_refused(refusal: Refusal, field: str, va
     assert refusal(TrackingConfig, **{field: value}) == message.format(value)
 
 
-def test_without_a_server_the_store_is_sqlite_under_a_root_that_an_address_can_hold(
-    tmp_path: Path, refusal: Refusal
-) -> None:
+def test_without_a_server_the_store_is_sqlite_under_the_root(tmp_path: Path, refusal: Refusal) -> None:
     assert store_uri(TrackingConfig(uri="http://host"), tmp_path) == "http://host"
     assert store_uri(TrackingConfig(), tmp_path) == f"sqlite:///{tmp_path.resolve()}/mlflow.db"
     message = refusal(store_uri, config=TrackingConfig(), root=Path("/srv/\udcff"))

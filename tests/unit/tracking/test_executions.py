@@ -1,7 +1,5 @@
 """What runs logged is read back: from a server page after page, from a SQLite file, or with an error that says why."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Spools read without a server: what an execution has cost, worked by hand, and the end of what a process left open."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tracking against the real MLflow on SQLite, and against servers that refuse or hang."""
 
-from __future__ import annotations
-
 import json
 import logging
 import socket
@@ -119,9 +117,7 @@ def test_a_retried_task_gets_the_same_run_and_its_summaries_cover_both_attempts(
     assert (run.data.metrics["best/reward"], run.data.metrics["mean/reward"]) == (0.9, pytest.approx(0.6))
 
 
-def test_a_step_that_a_later_attempt_repeats_is_one_point_and_a_result_is_the_last_attempts(
-    root: Path, client: Any
-) -> None:
+def test_a_repeated_step_is_one_point_and_a_result_the_last_attempts(root: Path, client: Any) -> None:
     """Each attempt starts anew where it finds the cursor; the second replay sends the whole spool at once."""
     for rewards in ({0: 0.9, 1: 0.8}, {1: 0.3, 2: 0.4}, {1: 0.2, 2: 0.5, 3: 0.6}):
         with Tracker(LOCAL, root=root, experiment="tiny", key="e7/n0", name="train") as tracker:
@@ -394,9 +390,7 @@ def test_more_points_params_and_longer_tags_than_a_request_holds_all_arrive(root
     assert data.tags["mlflow.note.content"].endswith("y [cut: 9000 characters in all]")
 
 
-def test_what_nobody_could_read_later_and_a_key_that_would_break_the_search_are_refused_at_once(
-    root: Path, client: Any
-) -> None:
+def test_points_and_keys_that_nobody_could_read_are_refused_at_once(root: Path, client: Any) -> None:
     tracker = Tracker(LOCAL, root=root, experiment="tiny", key="e11", name="x")
     with pytest.raises(ConfigError, match="metric train/loss of step 3 must be finite, got inf"):
         tracker.log({"train/loss": float("inf"), "train/kl": 1.0}, step=3)
