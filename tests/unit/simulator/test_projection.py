@@ -116,11 +116,6 @@ LEARNER = Learner(measured=STEP, setting=SCENARIO.setting, mean_tokens=5000.0)
 DRAW = Draw(parameters=IDEAL, autoregressive_error=1.0, speculative_error=1.0)
 
 
-@pytest.fixture
-def ensemble() -> Ensemble:
-    return calibrate_paper()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotingEnsemble(Ensemble):
     """Gives one draw many times and notes what it was asked for."""
@@ -133,6 +128,10 @@ class NotingEnsemble(Ensemble):
         return (self.draw,) * count
 
 
+def noting(draw: Draw) -> NotingEnsemble:
+    return NotingEnsemble(members=calibrate_paper().members, draw=draw)
+
+
 def seconds(scenario: Scenario, draw: Draw, k: int, length: float, drafting: Drafting = Drafting.EAGLE3) -> float:
     """Generation of the slowest engine, put together from the costs."""
     trace = slowest_engine(scenario.setting.lengths(scenario.mean_tokens), scenario.shape)
@@ -140,18 +139,18 @@ def seconds(scenario: Scenario, draw: Draw, k: int, length: float, drafting: Dra
     return float(model.span_s(trace, k=k, tokens_per_iteration=length, drafting=drafting).sum())
 
 
-def test_draws_are_asked_for_the_scenario_and_the_fullest_engine(ensemble: Ensemble) -> None:
-    noting = NotingEnsemble(members=ensemble.members, draw=DRAW)
+def test_draws_are_asked_for_the_scenario_and_the_fullest_engine() -> None:
+    seen = noting(DRAW)
     wider = replace(SCENARIO, setting=replace(SCENARIO.setting, gpus_per_engine=4))
-    project(SCENARIO, noting, LEARNER, layouts=(wider,), num_draws=5, seed=7)
-    assert noting.asked == [{"k": 3, "batch": 256.0, "count": 5, "seed": 7}]  # 2,048 rollouts over 8 engines
+    project(SCENARIO, seen, LEARNER, layouts=(wider,), num_draws=5, seed=7)
+    assert seen.asked == [{"k": 3, "batch": 256.0, "count": 5, "seed": 7}]  # 2,048 rollouts over 8 engines
 
 
-def test_a_request_names_the_proposer_of_its_speculative_arm_alone(ensemble: Ensemble) -> None:
+def test_a_request_names_the_proposer_of_its_speculative_arm_alone() -> None:
     request = replace(asked("qwen3-8b", "gb200"), drafting="dflash")
     scenario = replace(SCENARIO, drafting=request.scenario().drafting)
     draw = replace(DRAW, parameters=replace(IDEAL, draft_pass_s=1e-2))
-    found = project(scenario, NotingEnsemble(members=ensemble.members, draw=draw), LEARNER, num_draws=1)
+    found = project(scenario, noting(draw), LEARNER, num_draws=1)
     trainer = LEARNER.stages(scenario.setting, num_gpus=32, mean_tokens=5000.0)
     base = trainer.with_generation(seconds(scenario, draw, 0, 1.0))
     assert found.autoregressive_step_s.median == pytest.approx(base.step_s)
@@ -160,11 +159,11 @@ def test_a_request_names_the_proposer_of_its_speculative_arm_alone(ensemble: Ens
     assert one_pass_s != three_passes_s
 
 
-def test_a_synchronous_step_is_the_slowest_engine_and_the_learner(ensemble: Ensemble) -> None:
+def test_a_synchronous_step_is_the_slowest_engine_and_the_learner() -> None:
     parameters = replace(IDEAL, host_s=1e-3, tile_factor=2.0)
     draw = Draw(parameters=parameters, autoregressive_error=2.0, speculative_error=0.5)
     scenario = replace(SCENARIO, k=7)
-    found = project(scenario, NotingEnsemble(members=ensemble.members, draw=draw), LEARNER, num_draws=3)
+    found = project(scenario, noting(draw), LEARNER, num_draws=3)
     trainer = LEARNER.stages(scenario.setting, num_gpus=32, mean_tokens=5000.0)
     base_s, spec_s = 2.0 * seconds(scenario, draw, 0, 1.0), 0.5 * seconds(scenario, draw, 7, 3.0)
     base, spec = trainer.with_generation(base_s).step_s, trainer.with_generation(spec_s).step_s
@@ -174,7 +173,7 @@ def test_a_synchronous_step_is_the_slowest_engine_and_the_learner(ensemble: Ense
     assert found.step_speedup.median == pytest.approx(base / spec)
 
 
-def test_with_a_lag_the_gpus_are_split(ensemble: Ensemble) -> None:
+def test_with_a_lag_the_gpus_are_split() -> None:
     split = replace(SCENARIO, lag=1, generation_fraction=0.5)
     found = project_ideal(split, LEARNER)
     trainer = LEARNER.stages(split.setting, num_gpus=16, mean_tokens=5000.0)
@@ -184,7 +183,7 @@ def test_with_a_lag_the_gpus_are_split(ensemble: Ensemble) -> None:
     assert longer.autoregressive_step_s.median <= found.autoregressive_step_s.median
 
 
-def test_a_packed_learner_sees_the_mean_response_of_the_scenario(ensemble: Ensemble) -> None:
+def test_a_packed_learner_sees_the_mean_response_of_the_scenario() -> None:
     packed = replace(SCENARIO, setting=replace(SCENARIO.setting, packed=True))
     for mean in (3800.0, 1800.0):
         scenario = replace(packed, mean_tokens=mean)
@@ -193,21 +192,21 @@ def test_a_packed_learner_sees_the_mean_response_of_the_scenario(ensemble: Ensem
         assert project_ideal(scenario, LEARNER).autoregressive_step_s.median == pytest.approx(step_s)
 
 
-def test_draws_are_spread_over_the_layouts_and_the_same_for_the_same_seed(ensemble: Ensemble) -> None:
+def test_draws_are_spread_over_the_layouts_and_the_same_for_the_same_seed() -> None:
     longer = replace(SCENARIO, mean_tokens=6000)
     found = project_ideal(SCENARIO, LEARNER, layouts=(longer,))
     alone = [project_ideal(each, LEARNER).speculative_step_s.median for each in (SCENARIO, longer)]
     assert found.speculative_step_s.median == pytest.approx(sum(alone) / 2)
     assert found.warnings == ("an ideal stack: no host, launch or draft overhead, all peaks reached",)
-    one, same, other = (project(SCENARIO, ensemble, paper_learner(), seed=seed) for seed in (0, 0, 1))
+    one, same, other = (project(SCENARIO, calibrate_paper(), paper_learner(), seed=seed) for seed in (0, 0, 1))
     assert one == same
     assert one.step_speedup != other.step_speedup
     assert one.autoregressive_step_s.median > one.speculative_step_s.median
 
 
-def test_a_point_says_what_was_asked(ensemble: Ensemble) -> None:
+def test_a_point_says_what_was_asked() -> None:
     scenario = replace(SCENARIO, k=9, acceptance_length=4.5, lag=2)
-    point = project(scenario, ensemble, LEARNER, num_draws=2)
+    point = project(scenario, calibrate_paper(), LEARNER, num_draws=2)
     assert (point.model, point.hardware, point.num_gpus) == ("Qwen3-8B", "GB200", 32)
     assert (point.lag, point.k, point.acceptance_length) == (2, 9, 4.5)
     assert point.warnings[0] == "k = 9 was not measured (k = 3 to 7): the band is wider"
