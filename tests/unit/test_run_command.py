@@ -102,12 +102,8 @@ def test_a_workflow_gets_absolute_paths(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("file", "name"),
     [
-        ("my recipe (2).yaml", "my-recipe-2"),
-        ("_private.yaml", "private"),
-        ("größe.yaml", "groe"),
-        ("日本.yaml", "recipe"),
-        (".hidden.yaml", "hidden"),
-        ("v1.5_a+b.yml", "v1.5_a-b"),
+        *(("my recipe (2).yaml", "my-recipe-2"), ("_private.yaml", "private"), ("größe.yaml", "groe")),
+        *(("日本.yaml", "recipe"), (".hidden.yaml", "hidden"), ("v1.5_a+b.yml", "v1.5_a-b")),
         ("long" * 60 + ".yaml", ("long" * 60)[:60]),
     ],
 )

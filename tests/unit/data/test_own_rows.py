@@ -88,30 +88,25 @@ def test_a_column_may_hold_a_chat_and_a_source_may_name_its_data_source(tmp_path
     assert (ours.data_source, ours.id) == ("ours", theirs.id)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"columns": {"problem": "question"}}, ".columns.problem must be one of THERE, got 'question'"),
-        (
-            {"columns": {"problem": "asked", "answer": "worked", "extra": ["year"]}},
-            ".columns.extra must be one of THERE, got 'year'",
-        ),
-        ({"where": {"year": 1}}, ".where must name one of THERE, got 'year'"),
-        ({"where": {"level": 7}}, ".where must leave a row of PATH, got {'level': 7}; level has 2, 3, 1"),
-        (
-            {"columns": {"problem": "level", "answer": "worked"}},
-            " must follow the schema of `columns` in row 1 of PATH, got ...level must be text, got 2",
-        ),
-    ],
+@rows(
+    """
+{columns: {problem: question}} => .columns.problem must be one of THERE, got 'question'
+{columns: {problem: asked, answer: worked, extra: [year]}} => .columns.extra must be one of THERE, got 'year'
+{where: {year: 1}} => .where must name one of THERE, got 'year'
+{where: {level: 7}} => .where must leave a row of PATH, got {'level': 7}; level has 2, 3, 1
+{columns: {problem: level, answer: worked}}
+    must follow the schema of `columns` in row 1 of PATH, got ...level must be text, got 2
+"""
 )
 def test_columns_and_filters_that_fit_no_row_are_refused_with_what_there_is(
-    refusal: Refusal, tmp_path: Path, change: dict[str, Any], message: str
+    refusal: Refusal, tmp_path: Path, given: str, expected: str
 ) -> None:
     path = lay(tmp_path, "jsonl")
     there = f"asked, hard, level, worked, the columns of {path}"
-    start, _, end = message.replace("THERE", there).replace("PATH", path).partition("...")
-    said = refusal(lambda: load({"path": path, **OWN, **change}))
-    assert said == f"data.train{start}" or (end and said.startswith(f"data.train{start}") and said.endswith(end))
+    wanted = f"data.train {expected}".replace(" .", ".").replace("THERE", there).replace("PATH", path)
+    said = refusal(lambda: load({"path": path, **OWN, **yaml.safe_load(given)}))
+    start, _, end = wanted.partition("...")
+    assert said == wanted or (end and said.startswith(start) and said.endswith(end))
 
 
 @pytest.mark.parametrize(("kind", "place"), [("jsonl", "row 7 of {}"), ("directory", "row 3 of {}/part-1.jsonl")])
@@ -181,38 +176,33 @@ def test_arguments_reach_the_chat_template_and_a_reward_is_told_how_the_turn_was
 WITHOUT_SYSTEM = "{%- for m in messages -%}{%- if m.role != 'system' -%}{{- m.content -}}{%- endif -%}{%- endfor -%}"
 
 
-@pytest.mark.parametrize(
-    ("template", "changes", "message"),
-    [
-        (
-            THINKING,
-            {"chat_template_args": {"thinking": True}},
-            "data.chat_template_args must be arguments of the policy's chat template, which takes enable_thinking, "
-            "got 'thinking'",
-        ),
-        (
-            CHAT_TEMPLATE,
-            {"chat_template_args": {"messages": "x"}},
-            "data.chat_template_args must be arguments of the policy's chat template, which takes none, got 'messages'",
-        ),
-        (
-            WITHOUT_SYSTEM,
-            {"system": "be brief"},
-            "data.system must be shown by the policy's chat template, got 'system'; it leaves that turn out",
-        ),
-        (
-            WITHOUT_SYSTEM.replace("{{- m.content -}}", "{{- raise_exception('one turn') if m.role != 'user' -}}"),
-            {"examples": ({"problem": "1", "response": "2"},)},
-            "data.examples must be taken by the policy's chat template, got one turn; leave it out",
-        ),
-    ],
+TEMPLATES = {
+    "THINKING": THINKING,
+    "PLAIN": CHAT_TEMPLATE,
+    "WITHOUT_SYSTEM": WITHOUT_SYSTEM,
+    "ONE_TURN": WITHOUT_SYSTEM.replace("{{- m.content -}}", "{{- raise_exception('one turn') if m.role != 'user' -}}"),
+}
+
+
+@rows(
+    """
+THINKING: {chat_template_args: {thinking: true}}
+    data.chat_template_args must be arguments of the policy's chat template, which takes enable_thinking, got 'thinking'
+PLAIN: {chat_template_args: {messages: x}}
+    data.chat_template_args must be arguments of the policy's chat template, which takes none, got 'messages'
+WITHOUT_SYSTEM: {system: be brief}
+    data.system must be shown by the policy's chat template, got 'system'; it leaves that turn out
+ONE_TURN: {examples: [{problem: '1', response: '2'}]}
+    data.examples must be taken by the policy's chat template, got one turn; leave it out
+"""
 )
 def test_what_the_chat_template_does_not_take_is_refused(
-    refusal: Refusal, tmp_path: Path, template: str, changes: dict[str, Any], message: str
+    refusal: Refusal, tmp_path: Path, given: str, expected: str
 ) -> None:
     tokenizer = build_tokenizer(max_length=256)
-    tokenizer.chat_template = template
-    assert refusal(lambda: load({"path": lay(tmp_path, "jsonl"), **OWN}, tokenizer=tokenizer, **changes)) == message
+    ((name, changes),) = yaml.safe_load(given).items()
+    tokenizer.chat_template = TEMPLATES[name]
+    assert refusal(lambda: load({"path": lay(tmp_path, "jsonl"), **OWN}, tokenizer=tokenizer, **changes)) == expected
 
 
 @rows(

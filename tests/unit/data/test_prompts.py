@@ -106,17 +106,9 @@ def test_every_row_is_counted_once_by_hand(tmp_path: Path) -> None:
     ]
     sets = load(train=write(tmp_path / "dapo.jsonl", rows), validation=validation)
     assert {(prompt.text, prompt.answer) for prompt in sets.train} == {("1+1=?", "2"), ("4+4=?", "8")}
-    assert record(sets, "train") == DataSetRecord(
-        name="train",
-        source=str(tmp_path / "dapo.jsonl"),
-        num_read=10,
-        num_kept=2,
-        num_duplicates=2,
-        num_conflicting=2,
-        num_unparseable=2,
-        num_too_long=1,
-        num_held_out=1,
-    )
+    dropped = {"num_duplicates": 2, "num_conflicting": 2, "num_unparseable": 2, "num_too_long": 1, "num_held_out": 1}
+    source = str(tmp_path / "dapo.jsonl")
+    assert record(sets, "train") == DataSetRecord(name="train", source=source, num_read=10, num_kept=2, **dropped)
 
 
 def test_answers_that_the_scorer_calls_equal_do_not_conflict(tmp_path: Path) -> None:

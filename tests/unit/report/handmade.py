@@ -41,18 +41,9 @@ def step(index: int, *, generation_s: float, reward: float, acceptance: Acceptan
 
 
 def point(k: int, speedup: float) -> SweepPoint:
-    return SweepPoint(
-        k=k,
-        batch=16,
-        generation_s=6.0 / speedup,
-        generation_p10_s=5.9 / speedup,
-        generation_p90_s=6.2 / speedup,
-        num_repeats=3,
-        autoregressive_s=6.0,
-        speedup=speedup,
-        mean_acceptance_length=1 + 0.5 * k,
-        rate_by_position=(0.5,) * k,
-    )
+    took = {"generation_s": 6.0 / speedup, "generation_p10_s": 5.9 / speedup, "generation_p90_s": 6.2 / speedup}
+    how: dict[str, Any] = {"batch": 16, "num_repeats": 3, "autoregressive_s": 6.0, "rate_by_position": (0.5,) * k}
+    return SweepPoint(k=k, speedup=speedup, mean_acceptance_length=1 + 0.5 * k, **took, **how)
 
 
 def arms() -> tuple[ArmRecord, ArmRecord]:
@@ -124,17 +115,11 @@ assert RECORD.tuning is not None
 assert RECORD.draft is not None
 assert RECORD.certificate is not None
 TUNING, DRAFT, CERTIFICATE = RECORD.tuning, RECORD.draft, RECORD.certificate
+_UNDRAFTED = tuple(replace(each, acceptance=None) for each in RECORD.arms[1].steps)
 LOST = replace(
     RECORD,
     tuning=TuningRecord(chosen_k=0, reason="no k beat k=0", points=(point(0, 1.0), point(2, 0.9)), schedule=()),
-    arms=(
-        RECORD.arms[0],
-        replace(
-            RECORD.arms[1],
-            num_speculative_tokens=0,
-            steps=tuple(replace(s, acceptance=None) for s in RECORD.arms[1].steps),
-        ),
-    ),
+    arms=(RECORD.arms[0], replace(RECORD.arms[1], num_speculative_tokens=0, steps=_UNDRAFTED)),
 )
 
 

@@ -246,16 +246,10 @@ def test_with_the_work_that_the_trainer_had_the_measured_steps_lie_between_fewer
 def test_projections_stand_beside_the_papers_and_are_not_fitted_to_them() -> None:
     published = read_simulator_reference().projected
     best = {"k": 7, "acceptance_length": 8.0}  # of the paper's map, for a point without k
+    drafts = [best if p.k is None else {"k": p.k, "acceptance_length": p.acceptance_length} for p in published]
     points = [
-        project_request(
-            ProjectionRequest(
-                model=PUBLISHED_MODEL,
-                num_gpus=each.num_gpus,
-                lag=each.lag,
-                **(best if each.k is None else {"k": each.k, "acceptance_length": each.acceptance_length}),
-            )
-        )
-        for each in published
+        project_request(ProjectionRequest(model=PUBLISHED_MODEL, num_gpus=each.num_gpus, lag=each.lag, **drafted))
+        for each, drafted in zip(published, drafts, strict=True)
     ]
     for point, paper in zip(points, published, strict=True):
         for projected in (point.ideal, point.calibrated):

@@ -170,11 +170,8 @@ def period_s(starts: Array) -> float:
 @pytest.mark.parametrize(
     ("lag", "slots", "bound"),
     [
-        (1, Slots.RESPONSE, Bound.LAG),
-        (1, Slots.GROUP, Bound.GROUPS),
-        (2, Slots.RESPONSE, Bound.LAG),
-        (2, Slots.GROUP, Bound.LAG),
-        (3, Slots.RESPONSE, Bound.LAG),
+        *((lag, Slots.RESPONSE, Bound.LAG) for lag in (1, 2, 3)),
+        *((1, Slots.GROUP, Bound.GROUPS), (2, Slots.GROUP, Bound.LAG)),
     ],
 )
 @pytest.mark.parametrize("busy_s", [0.0, 50.0, 150.0])
