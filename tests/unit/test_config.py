@@ -123,14 +123,11 @@ UNKNOWN: list[tuple[dict[Any, Any], str]] = [
 ]
 
 
-def test_path_of_the_mapping_goes_before_every_name():
+@pytest.mark.parametrize("values", [[1, 2], "tiny", None, 3])
+def test_recipe_that_is_no_mapping_is_refused_and_the_path_of_one_goes_before_every_name(values: Any) -> None:
+    assert refusal(values) == f"recipe must be a mapping of field to value, got {values!r}"
     message = refusal(recipe_mapping(group_size="8"), path="train")
     assert message == "train.group_size must be of type int, got '8'"
-
-
-@pytest.mark.parametrize("values", [[1, 2], "tiny", None, 3])
-def test_recipe_that_is_no_mapping_is_refused(values: Any):
-    assert refusal(values) == f"recipe must be a mapping of field to value, got {values!r}"
 
 
 @pytest.mark.parametrize(
@@ -217,10 +214,10 @@ def test_what_both_versions_of_yaml_read_alike_is_read_so(text: str, value: Any)
     assert type(read_yaml(text)) is type(value)
 
 
-@pytest.mark.parametrize("word", ["on", "yes", "true", "True", "YES", "off", "no", "false", "FALSE", "No"])
-def test_a_switch_takes_every_word(word: str):
-    eager = from_mapping(Recipe, recipe_mapping(eager=read_yaml(word))).eager
-    assert eager is (word.lower() in ("on", "yes", "true"))
+def test_a_switch_takes_every_word():
+    for word in ("on", "yes", "true", "True", "YES", "off", "no", "false", "FALSE", "No"):
+        eager = from_mapping(Recipe, recipe_mapping(eager=read_yaml(word))).eager
+        assert eager is (word.lower() in ("on", "yes", "true"))
 
 
 @pytest.mark.parametrize(
@@ -354,7 +351,7 @@ def test_a_dataclass_of_the_standard_library_is_read_as_strictly() -> None:
         assert str(caught.value) == message
 
 
-def test_merge_lays_leaves_over_and_replaces_lists():
+def test_merge_lays_leaves_over_and_replaces_lists() -> None:
     base = {"a": {"b": 1, "c": [1, 2]}, "d": 3}
     assert merge(base, {"a": {"c": [9]}, "e": 4}) == {"a": {"b": 1, "c": [9]}, "d": 3, "e": 4}
     assert base == {"a": {"b": 1, "c": [1, 2]}, "d": 3}

@@ -75,10 +75,12 @@ def test_maj_at_k_takes_the_value_with_most_votes(answers: Any, rewards: Any, ex
     assert avg_at_k([[1, 1, 0, 0], [1, 0, 0, 0]]) == pytest.approx((0.5 + 0.25) / 2)
 
 
-def test_the_prompt_hash_follows_tokens_answers_and_order() -> None:
+def test_the_prompt_hash_follows_tokens_answers_and_order_of_problems_of_which_there_must_be_some() -> None:
     other = Prompt(id="1", text="1+1=?", token_ids=PROMPTS[0].token_ids, answer="3")
     assert prompt_hash(PROMPTS) == prompt_hash(list(PROMPTS))
     assert len({prompt_hash(PROMPTS), prompt_hash(PROMPTS[::-1]), prompt_hash((other, PROMPTS[1]))}) == 3
+    with pytest.raises(ConfigError, match=r"^data\.validation must have problems to evaluate on, got 0$"):
+        evaluated(ReplayEngine({}), ())
 
 
 def test_an_evaluation_scores_every_sample_and_counts_truncation() -> None:
@@ -111,11 +113,6 @@ def test_one_problem_is_enough_and_the_interval_is_of_the_problems_rates() -> No
         record = evaluated(engine, problems[:count], k=200)
         assert record.ci95 == wilson_ci95(rates[:count])
         assert len(record.prompt_hash) == 16
-
-
-def test_an_evaluation_without_problems_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^data\.validation must have problems to evaluate on, got 0$"):
-        evaluated(ReplayEngine({}), ())
 
 
 def test_greedy_samples_are_refused_but_for_one_a_problem(refusal: Refusal) -> None:

@@ -31,7 +31,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "optimizer": OPTIMIZER,
     "policy": {"model": "a/b"},
     "policy.rope": {"type": "yarn", "factor": 2.0},
-    "policy.scratch": {"optimizer": OPTIMIZER},
+    "policy.scratch": {"optimizer": {**OPTIMIZER, "warmup_steps": 0}},
     "reward function": {"function": "mathematics"},
     "reward.overlong": {"buffer_tokens": 4},
     "sampling": {"max_response_tokens": 1},

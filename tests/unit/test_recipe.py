@@ -10,7 +10,7 @@ from slipstream.config import merge, parse_overrides
 from slipstream.recipe import CONFIGS, difference, load_recipe, parameters, resolve_recipe, write_recipe
 from slipstream.types import Workload
 from tests.unit.conftest import Refusal
-from tests.unit.refusals import refused, rows
+from tests.unit.refusals import overrides, refused, rows
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -19,13 +19,6 @@ def test_every_shipped_recipe_is_valid_and_survives_writing(path: Path, workload
     recipe = load_recipe(path.stem, workload=workload)
     assert recipe.workload is workload
     assert load_recipe(str(write_recipe(recipe, tmp_path / "recipe.yaml"))) == recipe
-
-
-def test_an_unknown_recipe_names_the_known_ones(refusal: Refusal) -> None:
-    assert refusal(lambda: load_recipe("tinny")) == (
-        "recipe must name a recipe file, got 'tinny'; known recipes: dapo_8b, qwen2.5_1.5b_gsm8k, "
-        "qwen3_1.7b, qwen3_8b, qwen3_8b_h200, smollm2, tiny, tiny_async, tiny_gpu, tiny_long"
-    )
 
 
 def written(directory: Path, text: str, name: str = "mine.yaml") -> str:
@@ -91,15 +84,19 @@ def test_relative_paths_lie_beside_the_file_or_where_a_launch_is(
 
 
 ADAMW = ("grpo.optimizer.method=adamw", "policy.scratch.optimizer.method=adamw")
-INT8 = ("engine.quantization=int8", "grpo.loss.truncated_importance_sampling=2.0")
-MTP = ("draft.method=mtp", "draft.pretrain.optimizer.method=adamw")
+CAPPED = "grpo.loss.truncated_importance_sampling=2.0"
+IN_FLIGHT = ("loop={mode: in_flight, max_off_policy_steps: 1}", CAPPED)
+IN_TURN = ("placement.memory=in_turn",)
 NAMED = {
     "ADAMW": ADAMW,
+    "CAPPED": (CAPPED,),
+    "LAGS": ("loop={mode: one_step_off, max_off_policy_steps: 2}",),
+    "IN_FLIGHT": IN_FLIGHT,
     "ONLINE": ("draft.online.when=always", *ADAMW),
     "MIXTURE": (f"policy.model={Path(__file__).parent / 'recipe_fields' / 'mixture'}", "policy.scratch=null"),
     "ON_GPU": ("engine={kv_cache_gib: null, gpu_memory_utilization: 0.19}",),
-    "INT8": INT8,
-    "MTP": MTP,
+    "INT8": ("engine.quantization=int8", CAPPED),
+    "MTP": ("draft.method=mtp", "draft.pretrain.optimizer.method=adamw"),
 }
 
 
@@ -207,44 +204,36 @@ def test_a_broken_rule_names_field_rule_value_and_fix(given: str, expected: str)
     assert re.fullmatch(wanted, refused(given, NAMED))
 
 
-LAGS = "loop={mode: one_step_off, max_off_policy_steps: 2}"
-CAPPED = "grpo.loss.truncated_importance_sampling=2.0"
+ON_A_BOUND = """
+engine.max_model_len=245
+engine.max_model_len=512
+engine.max_model_len=226 + tuning.candidate_ks=[0, 1]
+learner.max_tokens_per_microbatch=224
+reward.overlong.buffer_tokens=160
+grpo.dynamic_sampling.max_extra_batches=2
+sampling.temperature=0.5
+draft.eagle3.aux_hidden_state_layer_ids=[2, 12, 23]
+MTP + policy.scratch.num_mtp_layers=1
+draft.method=dflash + draft.pretrain.ttt_steps=11 + engine.max_model_len=246
+engine={kv_cache_gib: null, gpu_memory_utilization: 0.475} + tuning.max_live_engines=2
+engine={kv_cache_gib: null, gpu_memory_utilization: 0.9} + tuning={max_live_engines: 2, gpu_memory_utilization: 0.475}
+learner.parallel.tensor=2 + ADAMW
+draft.online.when=always + draft.online.updates=48
+draft.online.when=always + draft.online.updates=24 + learner.parallel.data=2
+loop={mode: one_step_off, max_off_policy_steps: 0}
+LAGS + CAPPED
+LAGS + CAPPED + grpo.loss.correction=sequence
+LAGS + grpo.loss.correction=none
+INT8
+engine.quantization=int8 + grpo.loss.correction=none
+LAGS + CAPPED + draft.autopilot=true
+IN_FLIGHT + engine={num_engines: 6, max_num_seqs: 8}
+"""
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("engine.max_model_len=245",),
-        ("engine.max_model_len=512",),
-        ("engine.max_model_len=226", "tuning.candidate_ks=[0, 1]"),
-        ("learner.max_tokens_per_microbatch=224",),
-        ("reward.overlong.buffer_tokens=160",),
-        ("grpo.dynamic_sampling.max_extra_batches=2",),
-        ("sampling.temperature=0.5",),
-        ("draft.eagle3.aux_hidden_state_layer_ids=[2, 12, 23]",),
-        (*MTP, "policy.scratch.num_mtp_layers=1"),
-        ("draft.method=dflash", "draft.pretrain.ttt_steps=11", "engine.max_model_len=246"),
-        ("engine={kv_cache_gib: null, gpu_memory_utilization: 0.475}", "tuning.max_live_engines=2"),
-        (
-            "engine={kv_cache_gib: null, gpu_memory_utilization: 0.9}",
-            "tuning={max_live_engines: 2, gpu_memory_utilization: 0.475}",
-        ),
-        ("learner.parallel.tensor=2", *ADAMW),
-        ("draft.online.when=always", "draft.online.updates=48"),
-        ("draft.online.when=always", "draft.online.updates=24", "learner.parallel.data=2"),
-        ("loop={mode: one_step_off, max_off_policy_steps: 0}",),
-        (LAGS, CAPPED),
-        (LAGS, CAPPED, "grpo.loss.correction=sequence"),
-        (LAGS, "grpo.loss.correction=none"),
-        INT8,
-        ("engine.quantization=int8", "grpo.loss.correction=none"),
-        (LAGS, CAPPED, "draft.autopilot=true"),
-        ("loop={mode: in_flight, max_off_policy_steps: 1}", CAPPED, "engine={num_engines: 6, max_num_seqs: 8}"),
-    ],
-    ids=", ".join,
-)
-def test_what_stands_on_a_bound_is_taken(overrides: tuple[str, ...]) -> None:
-    load_recipe("tiny", overrides=parse_overrides(overrides))
+@pytest.mark.parametrize("given", ON_A_BOUND.strip().splitlines())
+def test_what_stands_on_a_bound_is_taken(given: str) -> None:
+    load_recipe("tiny", overrides=overrides(given, NAMED))
 
 
 def test_a_policy_that_is_loaded_has_no_sizes_to_hold_against() -> None:
@@ -266,11 +255,17 @@ def test_a_workloads_section_lies_over_the_recipe_and_overrides_lie_over_both() 
     assert found == [(Workload.RL_ZERO, 160, 160), (think, 384, 384), (think, 300, 384)]
 
 
-def test_a_recipe_may_be_any_yaml_file(tmp_path: Path) -> None:
+def test_a_recipe_may_be_any_yaml_file_and_an_unknown_one_names_the_known_ones(
+    tmp_path: Path, refusal: Refusal
+) -> None:
     for name in ("mine.yaml", "mine.yml"):
         path = write_recipe(load_recipe("tiny"), tmp_path / "new" / "deeper" / name)
         assert load_recipe(str(path)) == load_recipe("tiny")
     assert path.read_text().startswith("name: tiny\nworkload: rl_zero\npolicy:\n")  # in the fields' order
+    assert refusal(lambda: load_recipe("tinny")) == (
+        "recipe must name a recipe file, got 'tinny'; known recipes: dapo_8b, qwen2.5_1.5b_gsm8k, "
+        "qwen3_1.7b, qwen3_8b, qwen3_8b_h200, smollm2, tiny, tiny_async, tiny_gpu, tiny_long"
+    )
 
 
 def tiny_with(directory: Path, workloads: str) -> str:
@@ -390,10 +385,6 @@ def test_parameters_are_every_field_as_text_but_where_the_run_is_tracked() -> No
     assert found["learner.logprob_chunk_tokens"] == "null"
     assert found["tuning.candidate_ks"] == "[0, 3, 5, 7, 11]"
     assert not [name for name in found if name.startswith("tracking")]
-
-
-IN_FLIGHT = ("loop={mode: in_flight, max_off_policy_steps: 1}", CAPPED)
-IN_TURN = ("placement.memory=in_turn",)
 
 
 @pytest.mark.parametrize(

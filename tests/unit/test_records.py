@@ -65,7 +65,7 @@ def test_value_that_is_no_number_is_refused_and_the_old_file_stays(value: float,
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_failed_write_removes_its_temporary_file(tmp_path: Path):
+def test_failed_write_removes_its_temporary_file(tmp_path: Path) -> None:
     # A folder of that name cannot be replaced by a file: the rename fails after the data has been written.
     (tmp_path / "step.json" / "inside").mkdir(parents=True)
     with pytest.raises(OSError, match=r"step\.json"):

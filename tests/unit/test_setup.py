@@ -86,10 +86,14 @@ def test_on_a_host_that_reaches_pypi_alone_its_torch_is_installed_with_a_lock_of
     assert setup(checkout, refused=no_cpu_build)[1] == asked
 
 
-def test_an_image_falls_back_as_well_and_leaves_no_stamp(checkout: Path) -> None:
+def test_without_the_cpu_build_an_image_falls_back_and_pip_takes_over_with_the_lock_of_the_torch_that_was_found(
+    checkout: Path,
+) -> None:
     status, asked, _ = setup(checkout, "--packages-only", refused=".*[+]cpu")
     assert (status, asked) == (0, [NAMED, INDEX, FALLBACK, f"uv -r {PYPI}"])
     assert not (checkout / ".venv" / "slipstream.stamp").exists()
+    status, asked, _ = setup(checkout, refused=".*[+]cpu|uv -r .*")
+    assert (status, asked[3:]) == (0, [f"uv -r {PYPI}", f"pip install --quiet --no-deps -r {PYPI}", EDITABLE])
 
 
 def test_without_any_torch_the_end_says_what_was_looked_for_and_leaves_no_stamp(checkout: Path) -> None:
@@ -109,8 +113,3 @@ def test_a_lock_that_was_asked_for_by_name_is_the_one_that_counts(checkout: Path
     assert setup(checkout, LOCK="requirements/gpu.lock")[1] == [FALLBACK, "uv -r requirements/gpu.lock", EDITABLE]
     # What holds another lock is no main environment, whichever of the two it may have.
     assert setup(checkout)[1] == [NAMED, f"uv -r {CPU}", EDITABLE]
-
-
-def test_pip_takes_over_with_the_lock_of_the_torch_that_was_found(checkout: Path) -> None:
-    status, asked, _ = setup(checkout, refused=".*[+]cpu|uv -r .*")
-    assert (status, asked[3:]) == (0, [f"uv -r {PYPI}", f"pip install --quiet --no-deps -r {PYPI}", EDITABLE])

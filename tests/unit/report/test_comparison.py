@@ -56,10 +56,14 @@ def test_an_execution_without_a_report_has_no_verdict(status: str) -> None:
     assert cells(RUNNING)[4:] == ["-"] * 14
 
 
-def test_what_is_not_the_same_is_listed_and_what_is_the_same_is_not() -> None:
+def test_what_is_not_the_same_is_listed_and_of_many_executions_by_name_in_the_terminal() -> None:
     found = differences([DONE, replace(RUNNING, tags={})])
     assert list(found.items()) == [("grpo.seed", ["0", "1"]), ("git.commit", ["abc", "-"])]
     assert differences([DONE]) == {}
+    many = [replace(DONE, name=f"tiny-{seed}", params={**DONE.params, "grpo.seed": str(seed)}) for seed in range(7)]
+    assert "\n\nnot the same in all: grpo.seed\n\n" in comparison_table(many)
+    page = render_comparison(many, uri="sqlite:///x")
+    assert "<tr><th>grpo.seed</th><td>0</td><td>1</td><td>2</td><td>3</td><td>4</td><td>5</td><td>6</td></tr>" in page
 
 
 def test_table_and_page_hold_rows_differences_and_answers_and_no_link_that_is_no_web_address() -> None:
@@ -75,10 +79,3 @@ def test_table_and_page_hold_rows_differences_and_answers_and_no_link_that_is_no
     page = render_comparison([hostile], uri="sqlite:///x")
     assert "javascript:" not in page
     assert "&lt;b&gt;" in page
-
-
-def test_many_executions_have_the_names_of_what_differs_in_the_terminal_and_the_values_on_the_page() -> None:
-    many = [replace(DONE, name=f"tiny-{seed}", params={**DONE.params, "grpo.seed": str(seed)}) for seed in range(7)]
-    assert "\n\nnot the same in all: grpo.seed\n\n" in comparison_table(many)
-    page = render_comparison(many, uri="sqlite:///x")
-    assert "<tr><th>grpo.seed</th><td>0</td><td>1</td><td>2</td><td>3</td><td>4</td><td>5</td><td>6</td></tr>" in page

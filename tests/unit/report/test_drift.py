@@ -58,6 +58,11 @@ def test_a_prediction_interval_is_as_wide_as_students_table_says() -> None:
     # [0, 2]: mean 1, s sqrt(2), t of 1 degree 1 at 50 %: 1 -+ sqrt(2) sqrt(3 / 2) = 1 -+ sqrt(3).
     assert prediction_interval([0.0, 2.0], level=0.5) == pytest.approx((1 - 3**0.5, 1 + 3**0.5))
     assert prediction_interval([0.25] * 4, level=0.99) == (0.25, 0.25)  # no width
+    with pytest.raises(ValueError, match=r"^values must hold at least two observations, got 1$"):
+        prediction_interval([1.0], level=0.95)
+    for level in (0.0, 1.0):
+        with pytest.raises(ValueError, match=f"^level must lie between 0 and 1, got {level}$"):
+            prediction_interval([1.0, 2.0], level=level)
 
 
 @given(
@@ -75,21 +80,20 @@ def test_a_prediction_interval_moves_and_scales(values: list[float], factor: flo
     assert wider[0] <= low + 1e-9 and high <= wider[1] + 1e-9
 
 
-def test_what_no_prediction_interval_can_be_had_of_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^values must hold at least two observations, got 1$"):
-        prediction_interval([1.0], level=0.95)
-    for level in (0.0, 1.0):
-        with pytest.raises(ValueError, match=f"^level must lie between 0 and 1, got {level}$"):
-            prediction_interval([1.0, 2.0], level=level)
-
-
-def test_a_band_is_the_prediction_interval_of_the_executions_before() -> None:
+def test_a_band_is_the_prediction_interval_of_five_executions_before_or_more() -> None:
     # Mean 3, s = sqrt(10 / 4), t of 4 degrees of freedom 2.7764: 3 -+ 2.7764 * 1.5811 * sqrt(1 + 1/5) = 3 -+ 4.8089.
     finding = judged(7.8, [1.0, 2.0, 3.0, 4.0, 5.0])
     assert finding.band == pytest.approx((-1.8089, 7.8089), abs=1e-3)
     assert (finding.verdict, finding.num_executions) == ("within", 5)
     assert judged(7.82, [1.0, 2.0, 3.0, 4.0, 5.0]).verdict == "above"
     assert judged(-1.82, [1.0, 2.0, 3.0, 4.0, 5.0]).verdict == "below"
+    # Fewer say nothing.
+    finding = judged(100.0, [1.0, 1.1, 1.2, 1.3])
+    assert (finding.band, finding.verdict, finding.num_executions) == (None, "too few to say", 4)
+    drift = find_drift(subject(step_speedup=1.0), before([1.0, 1.1, 1.2, 1.3]), CONFIG)
+    assert drift.summary == "Comparable executions before this one: 4. Fewer than 5 say nothing."
+    assert drift_tags(drift)["drift.verdict"] == "too few to say"
+    assert drift_metrics(drift) == {"drift/num_executions": 4.0, "drift/num_outside": 0.0}
 
 
 def test_the_false_alarm_rate_is_shared_by_all_results_that_are_judged() -> None:
@@ -104,15 +108,6 @@ def test_the_false_alarm_rate_is_shared_by_all_results_that_are_judged() -> None
     verdicts = {finding.name: finding.verdict for finding in drift.findings}
     assert verdicts == {"generation_speedup": "too few to say", "step_speedup": "within"}
     assert drift.findings[1].band == pytest.approx((-1.8089, 7.8089), abs=1e-3)
-
-
-def test_too_few_executions_say_nothing() -> None:
-    finding = judged(100.0, [1.0, 1.1, 1.2, 1.3])
-    assert (finding.band, finding.verdict, finding.num_executions) == (None, "too few to say", 4)
-    drift = find_drift(subject(step_speedup=1.0), before([1.0, 1.1, 1.2, 1.3]), CONFIG)
-    assert drift.summary == "Comparable executions before this one: 4. Fewer than 5 say nothing."
-    assert drift_tags(drift)["drift.verdict"] == "too few to say"
-    assert drift_metrics(drift) == {"drift/num_executions": 4.0, "drift/num_outside": 0.0}
 
 
 OLD_AND_NEW = [1.0, 1.01, 1.02, 1.01, 1.0, 9.0, 0.1]  # the newest come first
@@ -167,11 +162,11 @@ def test_repetitions_with_other_seeds_count_once_and_with_the_same_seed_each() -
     assert comparable(subject(), many + own, CONFIG) == own
 
 
-@pytest.mark.parametrize(("spoilt", "is_judged"), [({"control_ratio": 0.89}, False), ({"control_ratio": 0.91}, True)])
-def test_a_speedup_without_a_verdict_is_not_judged_and_judges_none(spoilt: dict[str, float], is_judged: bool) -> None:
+@pytest.mark.parametrize(("control", "is_judged"), [(0.89, False), (0.91, True)])
+def test_a_speedup_without_a_verdict_is_not_judged_and_judges_none(control: float, is_judged: bool) -> None:
     own = subject(step_speedup=9.0, reward_speculative=0.5)
     earlier = [execution(str(i), step_speedup=1.5 + i / 100, reward_speculative=0.5) for i in range(5)]
-    changed = {f"result/{name}": value for name, value in spoilt.items()}
+    changed = {"result/control_ratio": control}
     drift = find_drift(replace(own, metrics={**own.metrics, **changed}), earlier, CONFIG)
     kinds = {finding.name: finding.verdict for finding in drift.findings}
     assert kinds == {"step_speedup": "above" if is_judged else "not measured", "reward_speculative": "within"}

@@ -72,14 +72,7 @@ def test_clocks_that_differ_between_arms_by_more_than_a_tenth_are_said_and_quiet
     assert findings(ran(UNKNOWN)) == []
 
 
-def test_an_asynchronous_arm_is_named_as_such() -> None:
-    loud = on(ASYNCHRONOUS.asynchronous[0], replace(QUIET, other_cpu_fraction=0.5))
-    record = replace(ASYNCHRONOUS, asynchronous=(loud, ASYNCHRONOUS.asynchronous[1]))
-    assert findings(record) == ["While autoregressive, asynchronous ran, other processes used 50 % of the cores"]
-    assert list(machine_json(record)["arms"]) == ["autoregressive_asynchronous"]
-
-
-def test_findings_stand_on_the_page_in_the_terminal_and_in_the_json() -> None:
+def test_findings_stand_on_the_page_in_the_terminal_and_in_the_json_with_the_asynchronous_arms_name() -> None:
     record = ran(replace(QUIET, other_cpu_fraction=0.34))
     said = "While autoregressive ran, other processes used 34 % of the cores"
     assert said in page_text(record)
@@ -88,6 +81,10 @@ def test_findings_stand_on_the_page_in_the_terminal_and_in_the_json() -> None:
     assert machine["findings"] == [said]
     assert machine["arms"]["autoregressive"]["other_cpu_fraction"] == pytest.approx(0.34)
     assert machine["arms"]["speculative"]["throttle_reasons"] == ()
+    loud = on(ASYNCHRONOUS.asynchronous[0], replace(QUIET, other_cpu_fraction=0.5))
+    record = replace(ASYNCHRONOUS, asynchronous=(loud, ASYNCHRONOUS.asynchronous[1]))
+    assert findings(record) == ["While autoregressive, asynchronous ran, other processes used 50 % of the cores"]
+    assert list(machine_json(record)["arms"]) == ["autoregressive_asynchronous"]
 
 
 def test_the_page_and_the_json_say_how_many_first_steps_are_left_out() -> None:

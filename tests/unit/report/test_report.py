@@ -42,7 +42,7 @@ from tests.unit.report.handmade import (
 REFERENCE = read_reference()
 
 
-def test_json_of_a_kept_run_is_the_kept_one() -> None:
+def test_the_json_and_the_terminal_table_of_a_kept_run_are_the_kept_ones() -> None:
     """Ten digits of every figure, for the last bits of a logarithm differ between processors."""
 
     def rounded(text: str) -> str:
@@ -50,6 +50,11 @@ def test_json_of_a_kept_run_is_the_kept_one() -> None:
 
     made = json.dumps(report_json(read_record(RunRecord, GOLDEN / "run.json")), allow_nan=False)
     assert rounded(made) == rounded((GOLDEN / "report.json").read_text())
+    kept = (GOLDEN / "terminal.txt").read_text()
+    assert max(map(len, kept.splitlines())) <= 100
+    assert terminal_table(ASYNCHRONOUS) + "\n" == kept
+    plain = terminal_table(RECORD).splitlines()
+    assert plain == kept.splitlines()[: len(plain)]
 
 
 @pytest.mark.parametrize(
@@ -198,14 +203,6 @@ def test_a_page_of_lookups_shows_no_table_of_a_model_that_is_not_there_and_no_fi
     assert used in page_text(replace(RECORD, draft=given))
     text = render_page(replace(LOST, draft=UNTRAINED), REFERENCE)
     assert "Nothing was drafted during RL: no k beat k=0.</p>" in text
-
-
-def test_the_terminal_table_of_a_kept_run_is_the_kept_one() -> None:
-    kept = (GOLDEN / "terminal.txt").read_text()
-    assert max(map(len, kept.splitlines())) <= 100
-    assert terminal_table(ASYNCHRONOUS) + "\n" == kept
-    plain = terminal_table(RECORD).splitlines()
-    assert plain == kept.splitlines()[: len(plain)]
 
 
 def test_a_run_on_logical_gpus_says_so_and_no_other_does() -> None:

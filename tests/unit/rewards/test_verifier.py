@@ -24,9 +24,12 @@ def box(answer: str) -> str:
     return f"so it is \\boxed{{{answer}}}"
 
 
-def test_rewards_keep_the_order_of_the_responses_whoever_decided_them(verifier: Verifier) -> None:
+def test_rewards_keep_the_order_of_the_responses_and_a_response_says_whether_it_was_cut_off(verifier: Verifier) -> None:
     responses = [box("1"), box("\\frac{2}{4}"), "none", box("\\frac{2}{4}"), box("3")]
     assert verifier.score(responses, ["1", "0.5", "1", "0.25", "4"]).rewards == (1.0, 1.0, 0.0, 0.0, 0.0)
+    assert verifier.score(["Answer: 42"] * 2, ["42"] * 2, cut_off=[True, False]).rewards == (0.0, 1.0)
+    with pytest.raises(ValueError, match="zip"):
+        verifier.score(["Answer: 42"] * 2, ["42"] * 2, cut_off=[True])
 
 
 def test_a_million_characters_score_0_whatever_they_are(verifier: Verifier) -> None:
@@ -73,12 +76,6 @@ def test_what_no_response_could_be_scored_against_or_is_too_long_is_not_gradable
     assert verifier.gradable([longest, longer]) == (True, False)
     answers = [box(longest), box(longer), box(longest)]
     assert verifier.score(answers, [longest, longest, longer]).rewards == (1.0, 0.0, 0.0)
-
-
-def test_a_response_says_for_itself_whether_it_was_cut_off(verifier: Verifier) -> None:
-    assert verifier.score(["Answer: 42"] * 2, ["42"] * 2, cut_off=[True, False]).rewards == (0.0, 1.0)
-    with pytest.raises(ValueError, match="zip"):
-        verifier.score(["Answer: 42"] * 2, ["42"] * 2, cut_off=[True])
 
 
 def test_importing_rewards_loads_neither_torch_nor_vllm_nor_sympy() -> None:

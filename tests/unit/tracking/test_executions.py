@@ -76,11 +76,14 @@ def test_every_page_is_read_and_the_newest_comes_first_or_the_order_of_names(ser
     assert [run.name for run in read_executions(server.address, names=["one", "three"])] == ["one", "three"]
 
 
-def test_a_server_that_is_away_is_an_error_with_its_address(command: Command) -> None:
+def test_a_server_that_is_away_or_is_no_mlflow_is_an_error_with_its_address(command: Command, server: Server) -> None:
     with pytest.raises(TrackingError, match=r"^tracking server http://127.0.0.1:9: .*refused"):
         read_executions("http://127.0.0.1:9")
     said = command("compare", "--uri", "http://127.0.0.1:9", status=1)
     assert said.startswith("error: tracking server http://127.0.0.1:9")
+    server.experiments = ["tiny"]
+    with pytest.raises(TrackingError, match=f"tracking server {server.address}: .*not in a valid JSON format"):
+        read_executions(server.address)
 
 
 def test_compare_names_the_field_that_is_wrong(server: Server, command: Command) -> None:
@@ -95,12 +98,6 @@ def test_views_prints_the_addresses_of_both_tables(server: Server, command: Comm
     page = "http://127.0.0.1:5000/#/experiments/7/runs?viewStateShareKey"
     printed = command("views", "--uri", server.address, "--server", "http://127.0.0.1:5000")
     assert printed.splitlines() == [f"tiny, executions: {page}=executions", f"tiny, arms: {page}=arms"]
-
-
-def test_an_answer_of_something_else_than_mlflow_is_an_error_with_the_address(server: Server) -> None:
-    server.experiments = ["tiny"]
-    with pytest.raises(TrackingError, match=f"tracking server {server.address}: .*not in a valid JSON format"):
-        read_executions(server.address)
 
 
 @pytest.mark.parametrize("content", [b"", b"no database at all"])
