@@ -76,7 +76,6 @@ def test_the_autopilots_turns_are_said_step_by_step_and_stand_on_the_page_with_t
     )
     assert autopilot_text(record(flown=(on, on))).endswith("It never switched.")
     assert autopilot_text(RECORD) == ""
-    on = AutopilotStep(speculates=True, is_probe=False, token_ms=1.0)
     page = page_text(record(flown=(on, on)))
     assert "k = by running batch (1-2: 5, 3-4: 2)" in page
     assert "running batch" in page

@@ -153,7 +153,6 @@ def test_a_split_takes_generation_on_its_gpus_as_measured_and_a_learner_on_half_
     assert row.exposed_s == pytest.approx(max(0.0, generation_s - busy_s))
     assert row.step_s == pytest.approx(max(generation_s, busy_s) + fmean(times.prepare_s for times in stages))
     row = next(row for row in balance(replace(demo_run(), layout=LAYOUT)).rows if row.generation == 8)
-    stages = [step.times for step in demo_run().arms[0].timed_steps]
     learner_s = 2 * fmean(times.logprob_s + times.train_s for times in stages)
     rest_s = fmean(times.data_s + times.prepare_s for times in stages)
     assert row.step_s == pytest.approx(learner_s + rest_s + row.exposed_s)

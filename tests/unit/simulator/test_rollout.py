@@ -27,7 +27,6 @@ def test_the_longest_of_one_is_the_median_and_of_more_is_longer_on_average() -> 
     assert longest_of(lengths, 1) == pytest.approx(100.0, rel=1e-3)
     # Half of all pairs lie below level sqrt(1/2) = 0.7071, where the normal quantile is 0.5450.
     assert longest_of(lengths, 2) == pytest.approx(100.0 * np.exp(0.5 * 0.5450), rel=1e-3)
-    lengths = Lengths(median=100.0, log_sd=0.5, max_tokens=1e6)
     assert mean_longest_of(lengths, 1) == pytest.approx(lengths.mean_tokens)
     assert lengths.mean_tokens < mean_longest_of(lengths, 8) < mean_longest_of(lengths, 32)
     assert mean_longest_of(Lengths(median=100.0, log_sd=0.0, max_tokens=100.0), 8) == 100.0

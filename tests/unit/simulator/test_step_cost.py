@@ -26,10 +26,8 @@ def test_a_learner_takes_as_long_as_measured_where_it_was_and_twice_as_long_on_h
     half = learner.stages(setting, num_gpus=setting.num_gpus // 2, mean_tokens=MEAN)
     assert (half.data_s, half.prepare_s, half.generation_s) == (1.0, 2.0, 0.0)
     assert (round(half.logprob_s, 9), round(half.train_s, 9)) == (8.0, 32.0)
-    setting = load_setting("paper-8b")
     learner = Learner(measured=replace(MEASURED, logprob_s=0.0), setting=setting, mean_tokens=MEAN)
     assert learner.stages(setting, num_gpus=setting.num_gpus, mean_tokens=MEAN).logprob_s == 0.0
-    setting = load_setting("paper-8b")
     assert relative_efficiency(replace(setting, num_gpus=8), setting) == (1.0, 0.0)
     learner = Learner(measured=MEASURED, setting=setting, mean_tokens=MEAN)
     same = learner.stages(setting, num_gpus=32, mean_tokens=MEAN, deviation=2.0)
@@ -121,7 +119,6 @@ def test_responses_are_bound_by_the_lag_and_by_memory_for_two_of_them() -> None:
     assert found.step.step_s == pytest.approx(92.27 + 2.0, abs=0.02)  # nothing hides the refit
     assert found.bound is Bound.LAG
     # Mean context of equal responses: 10 of the prompt and 50. Two run: 400 tokens at 1.2 s, two at a time.
-    lengths = Lengths(median=100.0, log_sd=0.0, max_tokens=100.0)
     shape = replace(SHAPE, cache_tokens=120.0)
     found = overlap(TRAINER, lengths=lengths, shape=shape, lag=1, seconds=batch_times_ten)
     assert found.bound is Bound.MEMORY
