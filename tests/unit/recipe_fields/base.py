@@ -107,13 +107,13 @@ def rollout_groups(prompts: Sequence[Prompt], group_size: int, version: int = 0)
 
 
 class NotedEngine:
-    """Notes what it is asked for. `hidden` tensors leave only its logprobs, 0.05 nats off, to compare."""
+    """Notes what it is asked for."""
 
-    def __init__(self, *, hidden: bool = False) -> None:
+    def __init__(self) -> None:
         self.calls: list[Any] = []
         self.workers: tuple[Any, ...] = ()
         self.under_way: tuple[Any, ...] = ()
-        self.hidden, self.version, self.num_resets = hidden, 0, 0
+        self.version, self.num_resets = 0, 0
 
     def generate(self, prompts: Sequence[Prompt], *, sampling: Any, group_size: int, seed: int) -> GenerationResult:
         self.calls.append(("generate", [prompt.id for prompt in prompts], sampling, group_size, seed))
@@ -158,13 +158,8 @@ class NotedEngine:
         return [EngineState(**versions, policy_digest="d", num_prefix_cache_resets=self.num_resets)]
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
-        if self.hidden:
-            raise LookupError("hidden")
         return {"w": "float32"}
 
     def start_fingerprints(self, *, is_draft: bool, turn: Turn) -> Callable[[], list[dict[str, int]]]:
         self.calls.append("fingerprints" if turn.takes("w") else "none to compare")
         return lambda: [{"w": 7} if turn.takes("w") else {}]
-
-    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        return [[[-0.95] * (len(sequence) - 1) for sequence in sequences]]

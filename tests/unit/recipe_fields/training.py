@@ -67,9 +67,6 @@ class NotedLearner:
     def ref_logprobs(self, batch: Any, temperature: float) -> None:
         return None
 
-    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
-        return [np.full(len(sequence) - 1, -1.0, dtype=np.float32) for sequence in sequences]
-
     def train_step(self, update: Any) -> Trained:
         self.updates.append(update)
         stats = TrainStats(loss=0.0, grad_norm=0.0, kl=0.0, clip_fraction=0.0, num_tokens=1, learning_rate=0.0)
@@ -142,14 +139,13 @@ def trained(
     recipe: Recipe,
     tools: Tools,
     *,
-    hidden: bool = False,
     engine: NotedEngine | None = None,
     learner: NotedLearner | None = None,
     draft: Path | None = None,
     validation: tuple[Prompt, ...] = (),
 ) -> tuple[NotedEngine, NotedLearner, Any, list[Any]]:
     """One arm of training between an engine and a learner that note what they are asked, and a pool that does."""
-    engine, learner, pools = engine or NotedEngine(hidden=hidden), learner or NotedLearner(), []
+    engine, learner, pools = engine or NotedEngine(), learner or NotedLearner(), []
 
     class Pool:
         def __init__(self, function: str, config: RewardConfig) -> None:
@@ -252,12 +248,6 @@ def restarts_in_flight(recipe: Recipe, tools: Tools) -> object:
     world = FlightWorld(delays=Delays(seed=1, longest_s=0.001), lag=1)
     in_flight(world, 1, too_old=recipe.loop.too_old)
     return world.num_restarts > 0
-
-
-def training_checks(recipe: Recipe, tools: Tools) -> object:
-    """What a refit's probes find where the engine hides its tensors."""
-    _, _, record, _ = trained(recipe, tools, hidden=True)
-    return [step.refit.probe_difference for step in record.steps]
 
 
 def training_channel(recipe: Recipe, tools: Tools) -> object:
