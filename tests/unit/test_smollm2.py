@@ -21,7 +21,7 @@ PROMPT = [{"role": "user", "content": "what is 12 + 7?"}]
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCAB_SIZE}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "eos_token_id": 3}
 ROPE = {"rope_type": "default", "rope_theta": 100_000.0}
-SMALL = LlamaConfig(**SIZES, **HEADS, rope_parameters=ROPE)  # type: ignore[arg-type]
+SMALL = LlamaConfig(**SIZES, **HEADS, rope_parameters=ROPE)
 
 
 @pytest.fixture

@@ -256,7 +256,7 @@ def flight(recipe: Recipe, tools: Tools) -> object:
     engines: Any = Engines()
     plan: Any = SimpleNamespace(num_speculative_tokens=3, schedule=TABLE)
     unused: Any = None
-    places = {"policy": tools.directory, "directory": tools.directory}
+    places: Any = {"policy": tools.directory, "directory": tools.directory}
     run = Run(recipe=recipe, plan=plan, prompts=(), decode=unused, log=unused, **places)
     piloted = run.fault_tolerant(engines, unused, unused, [], Pending())
     for step in range(24):

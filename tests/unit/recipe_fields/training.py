@@ -187,7 +187,8 @@ def training_loss(recipe: Recipe, tools: Tools) -> object:
     config = learner.updates[0].loss
     ratio_BT, mask_BT = torch.tensor([[0.5, 2.0]]).log(), torch.ones(1, 2, dtype=torch.bool)
     weights = corrected(torch.tensor([[2.5, 2.9]]), mask_BT, None, config)
-    how = {"trainer_logprobs_BT": torch.zeros(1, 2), "ref_logprobs_BT": torch.zeros(1, 2), "mask_BT": mask_BT}
+    zeros_BT = torch.zeros(1, 2)
+    how: Any = {"trainer_logprobs_BT": zeros_BT, "ref_logprobs_BT": zeros_BT, "mask_BT": mask_BT}
 
     def loss(advantage: float) -> float:
         advantages_BT = torch.full((1, 1), advantage)
@@ -238,8 +239,8 @@ def training_loop(recipe: Recipe, tools: Tools) -> object:
 
 
 def started_engines(recipe: Recipe, tools: Tools) -> object:
-    models, length = {"policy": tools.directory, "draft": tools.directory}, DraftLength(num_speculative_tokens=0)
-    plan = arm_plan(recipe, Arm.AUTOREGRESSIVE, **models, length=length)
+    length, place = DraftLength(num_speculative_tokens=0), tools.directory
+    plan = arm_plan(recipe, Arm.AUTOREGRESSIVE, policy=place, draft=place, length=length)
     return typing.cast(partial, plan.start_engine).keywords["kv_cache"]
 
 

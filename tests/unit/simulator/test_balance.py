@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -113,7 +114,7 @@ def test_both_arms_are_predicted_by_belief_with_its_source_or_by_factors_of_both
     assert (found.engine.median, found.learner.median) == (pytest.approx(1.25), pytest.approx(1.5))
 
 
-_MODEL = {"model": "qwen3-8b", "hardware": "gb200", "precision": "bfloat16", "learner_precision": "bfloat16"}
+_MODEL: Any = {"model": "qwen3-8b", "hardware": "gb200", "precision": "bfloat16", "learner_precision": "bfloat16"}
 LAYOUT = LayoutRecord(**_MODEL, num_gpus=16, gpus_per_engine=2, max_response_tokens=160)
 
 

@@ -281,7 +281,7 @@ def test_a_run_on_a_cluster_is_calibrated_as_one_and_nothing_is_projected_on_unk
 
 
 def test_a_layout_overrides_what_it_knows_of_the_machine() -> None:
-    machine = {"model": "mimo-7b", "hardware": "h200", "precision": "float8", "learner_precision": "float32"}
+    machine: Any = {"model": "mimo-7b", "hardware": "h200", "precision": "float8", "learner_precision": "float32"}
     layout = LayoutRecord(**machine, num_gpus=12, gpus_per_engine=3, max_response_tokens=777)
     found, base = run_setting(layout), load_setting("paper-8b")
     assert (found.model, found.hardware, found.num_gpus, found.gpus_per_engine) == ("mimo-7b", "h200", 12, 3)
