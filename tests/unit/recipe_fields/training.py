@@ -160,7 +160,7 @@ def trained(
     tools.patch.setattr(verifier, "WorkerPool", Pool)
     tools.patch.setattr(arm, "own_node", lambda: "here")
     tools.patch.setattr(arm, "start_learner", lambda config, layout: nullcontext(learner))
-    drafts: dict[str, Any] = {"arm": Arm.AUTOREGRESSIVE, "num_speculative_tokens": 0}
+    drafts: dict[str, Any] = {"arm": Arm.AUTOREGRESSIVE, "num_speculative_tokens": 0, "draft": None}
     if draft is not None:
         drafts = {"arm": Arm.SPECULATIVE, "num_speculative_tokens": 3, "draft": draft, "draft_length": 2.5}
     start = typing.cast(Any, lambda: nullcontext(engine))
