@@ -186,32 +186,26 @@ def test_training_gives_up_what_a_draft_or_the_validation_set_has_whatever_is_sa
 
 
 @pytest.mark.parametrize(
-    ("template", "reason"),
+    ("system", "reason"),
     [
-        (
-            "{%- for m in messages -%}{%- if m.role == 'system' -%}{{- raise_exception('System role not supported') -}}"
-            "{%- endif -%}{{- m.content -}}{%- endfor -%}",
-            "chat template refuses the turns system, user (System role not supported)",
-        ),
-        (
-            "{%- for m in messages -%}{%- if m.role != 'system' -%}{{- m.content -}}{%- endif -%}{%- endfor -%}",
-            "chat template leaves out the system turn",
-        ),
+        ("raise_exception('not supported')", "chat template refuses the turns system, user (not supported)"),
+        ("''", "chat template leaves out the system turn"),
     ],
     ids=["raises", "ignores"],
 )
 def test_turns_that_the_chat_template_does_not_take_are_counted_and_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, reason: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, system: str, reason: str
 ) -> None:
     tokenizer = build_tokenizer(max_length=256)
-    tokenizer.chat_template = template
-    system = chat(("system", "be brief"), ("user", "2+2=?"), answer="4")
+    turn = f"{{{{- {system} if m.role == 'system' else m.content -}}}}"
+    tokenizer.chat_template = f"{{%- for m in messages -%}}{turn}{{%- endfor -%}}"
+    chatty = chat(("system", "be brief"), ("user", "2+2=?"), answer="4")
     with caplog.at_level(logging.WARNING):
-        sets = load(tokenizer=tokenizer, train=write(tmp_path / "a.jsonl", [dapo("1+1=?", "2"), system]))
+        sets = load(tokenizer=tokenizer, train=write(tmp_path / "a.jsonl", [dapo("1+1=?", "2"), chatty]))
     assert (record(sets, "train").num_kept, record(sets, "train").num_empty) == (1, 1)
     assert reason in caplog.text
     with pytest.raises(ConfigError, match=r"data\.train must leave at least one prompt, got 0; found .*chat template"):
-        load(tokenizer=tokenizer, train=write(tmp_path / "b.jsonl", [system]))
+        load(tokenizer=tokenizer, train=write(tmp_path / "b.jsonl", [chatty]))
 
 
 def test_synthetic_sets_load_by_the_same_code_and_are_accounted_for() -> None:

@@ -205,7 +205,7 @@ def test_a_page_of_lookups_shows_no_table_of_a_model_that_is_not_there_and_no_fi
     assert "Nothing was drafted during RL: no k beat k=0.</p>" in text
 
 
-def test_a_run_on_logical_gpus_says_so_and_no_other_does() -> None:
+def test_logical_gpus_and_different_hardware_are_said_and_no_others() -> None:
     logical = replace(RECORD, logical_gpus=True)
     (line,) = [line for line in terminal_table(logical).splitlines() if line.startswith("GPUs")]
     assert line.split(None, 2) == ["GPUs", "logical", "only counted; processes may have used CPUs"]
@@ -214,6 +214,12 @@ def test_a_run_on_logical_gpus_says_so_and_no_other_does() -> None:
     assert summarise(logical)["logical_gpus"] is True
     assert "logical" not in terminal_table(RECORD)
     assert "The GPUs were logical" not in page_text(RECORD)
+    base, spec = RECORD.arms
+    apart = replace(RECORD, arms=(replace(base, machine="x86_64, 2 cores"), replace(spec, machine="aarch64, 72 cores")))
+    alike = replace(RECORD, arms=tuple(replace(arm, machine="x86_64, 2 cores") for arm in RECORD.arms))
+    marked = verdict(apart, summarise_arms(apart.arms))
+    assert "autoregressive on x86_64, 2 cores, speculative on aarch64, 72 cores" in marked
+    assert "different hardware" not in verdict(alike, summarise_arms(alike.arms))
 
 
 @pytest.mark.parametrize(
@@ -293,15 +299,6 @@ def test_the_page_says_what_the_certificate_says() -> None:
     assert RECORD.certificate is not None
     long = replace(RECORD.certificate, lengths_by_position={"0-63": 6.514, "64-127": 6.25})
     assert re.search(r"64-127</th>\s*<td[^>]*>6.25<", page_text(replace(RECORD, certificate=long)))
-
-
-def test_arms_on_different_hardware_are_marked() -> None:
-    base, spec = RECORD.arms
-    apart = replace(RECORD, arms=(replace(base, machine="x86_64, 2 cores"), replace(spec, machine="aarch64, 72 cores")))
-    alike = replace(RECORD, arms=tuple(replace(arm, machine="x86_64, 2 cores") for arm in RECORD.arms))
-    marked = verdict(apart, summarise_arms(apart.arms))
-    assert "autoregressive on x86_64, 2 cores, speculative on aarch64, 72 cores" in marked
-    assert "different hardware" not in verdict(alike, summarise_arms(alike.arms))
 
 
 def test_accuracy_curves_go_from_the_start_over_the_points_of_training_to_the_end() -> None:

@@ -21,20 +21,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     print("a line that is no reply", flush=True)
     if solution_str == "raise":
         raise ValueError("no digit in it")
-    if solution_str == "hang":
-        time.sleep(60)
-    if solution_str == "exit":
-        os._exit(3)
-    if solution_str == "eat":
-        bytearray(1 << 40)
-    if solution_str == "fork":
-        os.fork()
-    if solution_str == "read":
-        sys.stdin.read()
-    if solution_str == "long":
-        return {"score": 1.0, "text": "x" * 100_000}
+    acts = {"hang": lambda: time.sleep(60), "exit": lambda: os._exit(3), "eat": lambda: bytearray(1 << 40)}
+    {**acts, "fork": os.fork, "read": sys.stdin.read}.get(solution_str, int)()
     values = {"none": None, "nan": float("nan"), "inf": float("inf"), "text": "1", "no score": {"other": 1.0},
-        "huge": 10**400, "large": 1e39}
+        "huge": 10**400, "large": 1e39, "long": {"score": 1.0, "text": "x" * 100_000}}
     if solution_str in values:
         return values[solution_str]
     return {"score": float(solution_str == ground_truth), "Length (chars)": len(solution_str), "note": "kept out"}

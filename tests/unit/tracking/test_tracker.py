@@ -64,9 +64,15 @@ def points(client: Any, run: Any, metric: str) -> list[tuple[int, float]]:
 
 def spooled(root: Path, metric: str) -> list[tuple[int, int, float]]:
     lines = [json.loads(line) for path in spool_directory(root).glob("*.jsonl") for line in path.open()]
-    return sorted(
-        (e.get("step", 0), e["time_ms"], e["metrics"][metric]) for e in lines if metric in e.get("metrics", {})
-    )
+    found = [each for each in lines if metric in each.get("metrics", {})]
+    return sorted((each.get("step", 0), each["time_ms"], each["metrics"][metric]) for each in found)
+
+
+def lose(root: Path, key: str, loss: float, *, step: int) -> None:
+    """Log a point for a server that is away."""
+    tracker = Tracker(UNREACHABLE, root=root, experiment="tiny", key=key, name="x")
+    tracker.log({"train/loss": loss}, step=step)
+    tracker.detach()
 
 
 def test_a_run_arrives_with_all_that_was_logged(root: Path, client: Any, tmp_path: Path) -> None:
@@ -201,10 +207,8 @@ def test_whatever_fails_is_tried_again(
 def test_a_failure_of_a_whole_day_is_still_tried_again(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool" / "x.jsonl")
     thread = _ReplayThread(spool, uri=DEAD, config=TrackingConfig(), command="")
-    pauses = []
-    for thread._num_failures in (0, 1, 2, 4, 2000):
-        pauses.append(thread._pause_s())
-    assert pauses == [5.0, 10.0, 20.0, 60.0, 60.0]
+    for thread._num_failures, pause_s in ((0, 5.0), (1, 10.0), (2, 20.0), (4, 60.0), (2000, 60.0)):
+        assert thread._pause_s() == pause_s
     spool.close()
 
 
@@ -265,12 +269,9 @@ def test_a_root_of_any_name_holds_its_store_and_gives_everything_back(tmp_path: 
 
 
 def test_points_of_a_failed_server_arrive_with_the_next_attempt(root: Path, client: Any) -> None:
-    lost = Tracker(UNREACHABLE, root=root, experiment="tiny", key="e6", name="x")
-    lost.log({"train/loss": 1.0}, step=0)
-    lost.detach()
-    found = Tracker(LOCAL, root=root, experiment="tiny", key="e6", name="x")
-    found.log({"train/loss": 2.0}, step=1)
-    found.close()
+    lose(root, "e6", 1.0, step=0)
+    with Tracker(LOCAL, root=root, experiment="tiny", key="e6", name="x") as found:
+        found.log({"train/loss": 2.0}, step=1)
     assert points(client, find_run(client, "e6"), "train/loss") == [(0, 1.0), (1, 2.0)]
 
 
@@ -356,16 +357,12 @@ def test_replay_sends_all_but_what_the_server_refuses_and_names_that(
 
 
 def test_a_line_cut_off_by_a_crash_is_counted_and_costs_only_itself(tmp_path: Path, root: Path, client: Any) -> None:
-    tracker = Tracker(UNREACHABLE, root=tmp_path, experiment="tiny", key="e9", name="x")
-    tracker.log({"train/loss": 1.0}, step=0)
-    tracker.detach()
+    lose(tmp_path, "e9", 1.0, step=0)
     (spool,) = spool_directory(tmp_path).glob("*.jsonl")
     with spool.open("ab") as file:
         file.write(b'{"kind":"metrics","time_ms":17,"st')
     assert replay(spool_directory(tmp_path), store_uri(LOCAL, root)).num_broken_lines == 1
-    after = Tracker(UNREACHABLE, root=tmp_path, experiment="tiny", key="e9", name="x")
-    after.log({"train/loss": 2.0}, step=1)
-    after.detach()
+    lose(tmp_path, "e9", 2.0, step=1)
     sent = replay(spool_directory(tmp_path), store_uri(LOCAL, root))
     assert (sent.num_points, sent.num_broken_lines) == (1, 1)
     assert points(client, find_run(client, "e9"), "train/loss") == [(0, 1.0), (1, 2.0)]
