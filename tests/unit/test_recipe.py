@@ -21,12 +21,12 @@ def test_every_shipped_recipe_is_valid_and_survives_writing(path: Path, workload
     assert load_recipe(str(write_recipe(recipe, tmp_path / "recipe.yaml"))) == recipe
 
 
-def written(directory: Path, text: str, name: str = "mine.yaml") -> str:
+def written(directory: Path, text: str) -> str:
     """A recipe file: the embedded one with the sections of `text` laid over it."""
     values = merge(yaml.safe_load((CONFIGS / "tiny.yaml").read_text()), yaml.safe_load(text))
     directory.mkdir(exist_ok=True)
-    (directory / name).write_text(yaml.safe_dump(values))
-    return str(directory / name)
+    (directory / "mine.yaml").write_text(yaml.safe_dump(values))
+    return str(directory / "mine.yaml")
 
 
 def test_what_nobody_gave_changes_nothing_and_what_was_given_wins_over_the_file(tmp_path: Path) -> None:

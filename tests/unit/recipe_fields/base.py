@@ -75,9 +75,9 @@ def checks(section: str, probe: Probe, also: Mapping[str, Any] = {}, **values: A
     return {f"{section}.{name}": Check(value, probe, also) for name, value in values.items()}
 
 
-def recipe_with(changes: Mapping[str, Any], values: Mapping[str, Any] = SMALL) -> Recipe:
+def recipe_with(changes: Mapping[str, Any]) -> Recipe:
     """The small recipe with dotted `changes`."""
-    nested = json.loads(json.dumps(values))
+    nested = json.loads(json.dumps(SMALL))
     for name, value in changes.items():
         *sections, leaf = name.split(".")
         at = nested

@@ -71,24 +71,19 @@ def with_steps(record: RunRecord, change: Callable[[StepRecord], StepRecord]) ->
 
 
 def beside(
-    base_s: Sequence[float],
-    spec_s: Sequence[float],
-    *,
-    control: float = 1.0,
-    steps_a_turn: int = 1,
-    record: RunRecord | None = None,
+    base_s: Sequence[float], spec_s: Sequence[float], *, control: float = 1.0, steps_a_turn: int = 1
 ) -> RunRecord:
     """Arms in turn whose timed generation takes these seconds; log-probabilities and training `control` of them.
 
     Speculative steps take 0.3 s beside generation, 0.5 of log-probabilities and 1.2 of training.
     """
     made = []
-    for arm, seconds, factor in zip((record or RECORD).arms, (base_s, spec_s), (control, 1.0), strict=True):
+    for arm, seconds, factor in zip(RECORD.arms, (base_s, spec_s), (control, 1.0), strict=True):
         steps = [step(i, generation_s=s, reward=0.5) for i, s in enumerate((50.0, *seconds))]
         timed = (replace(each, times=_slowed(each.times, factor)) for each in steps)
         with_drafts = (replace(each, acceptance=arm.steps[0].acceptance) for each in timed)
         made.append(replace(arm, steps=tuple(with_drafts), steps_a_turn=steps_a_turn))
-    return replace(record or RECORD, arms=tuple(made))
+    return replace(RECORD, arms=tuple(made))
 
 
 def _slowed(times: StageTimes, factor: float) -> StageTimes:
