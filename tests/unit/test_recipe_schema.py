@@ -62,23 +62,22 @@ def test_a_file_with_a_base_says_only_what_it_changes(text: str, is_right: bool)
     ("change", "where"),
     [
         ({"grpo": {"gruop_size": 4}}, ["grpo"]),
-        ({"grpo": {"group_size": 1}}, ["grpo", "group_size"]),
-        ({"grpo": {"group_size": "8"}}, ["grpo", "group_size"]),
+        *(({"grpo": {"group_size": each}}, ["grpo", "group_size"]) for each in (1, "8")),
         ({"grpo": {"optimizer": {"learning_rate": 2}}}, ["grpo", "optimizer", "learning_rate"]),
         ({"draft": {"eagle3": {"loss": "mse"}}}, ["draft", "eagle3", "loss"]),
         ({"loop": {"mode": "overlapped"}}, ["loop", "mode"]),
         ({"data": {"train": []}}, ["data", "train"]),
-        ({"name": None}, ["name"]),
-        ({"engine": None}, ["engine"]),
+        *(({name: None}, [name]) for name in ("name", "engine")),
         ({"workloads": {"rl_thnk": {}}}, ["workloads"]),
         ({"grpo": {"optimizer": {"betas": [0.9, 1.0]}}}, ["grpo", "optimizer", "betas", 1]),
         ({"grpo": {"optimizer": {"betas": [0.9]}}}, ["grpo", "optimizer", "betas"]),
         ({"grpo": {"loss": {"mask_band": [0.5, 1.0]}}}, ["grpo", "loss", "mask_band"]),
         ({"sampling": {"temperature": 0.005}}, ["sampling", "temperature"]),
-        ({"data": {"instruction": "no problem"}}, ["data", "instruction"]),
-        ({"data": {"instruction": "{problem} {problem}"}}, ["data", "instruction"]),
-        ({"workloads": {"rl_think": {"grpo": {"group_size": 1}}}}, ["workloads", "rl_think"]),
-        ({"workloads": {"rl_think": {"workload": "rl_zero"}}}, ["workloads", "rl_think"]),
+        *(({"data": {"instruction": each}}, ["data", "instruction"]) for each in ("none", "{problem} {problem}")),
+        *(
+            ({"workloads": {"rl_think": each}}, ["workloads", "rl_think"])
+            for each in ({"grpo": {"group_size": 1}}, {"workload": "rl_zero"})
+        ),
     ],
 )
 def test_a_recipe_that_breaks_a_rule_breaks_the_schema_there(change: dict[str, Any], where: list[Any]) -> None:

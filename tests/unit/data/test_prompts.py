@@ -298,9 +298,7 @@ def test_a_stream_gives_each_prompt_once_an_epoch_in_batches_that_need_only_the_
     # Nor does a batch have a prompt twice where epochs do not fill batches.
     stream = PromptStream(prompts=tuple(prompt(f"{n}=?") for n in range(5)), batch_size=3, seed=0)
     assert all(len({p.id for p in stream.batch(step)}) == 3 for step in range(20))
-    with pytest.raises(
-        ConfigError, match=r"prompts_per_step must lie in \[1, 1\], the number of training prompts, got 8"
-    ):
+    with pytest.raises(ConfigError, match=r"prompts_per_step must lie in \[1, 1\], the number of training .*, got 8"):
         PromptStream(prompts=(prompt("1=?"),), batch_size=8, seed=0)
 
 

@@ -82,9 +82,7 @@ def test_an_unknown_task_and_settings_that_it_does_not_take_are_refused(
 
 
 def test_without_the_package_the_error_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(
-        ConfigError, match=r"^data\.validation must have the package .*; install it: python -m pip inst"
-    ):
+    for name in ("reasoning_gym", "reasoning_gym.factory"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r"^data\.validation must have the package .*; install it: python -m pip i"):
         load()

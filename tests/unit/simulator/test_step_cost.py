@@ -13,7 +13,7 @@ from slipstream.simulator.rollout import Lengths, RolloutShape, Slots, Trace, lo
 from slipstream.simulator.settings import load_setting
 from slipstream.simulator.step_cost import Bound, Learner, overlap, relative_efficiency
 from slipstream.types import LoopMode, StageTimes
-from tests.unit.simulator.played_loop import Loop, step_starts
+from tests.unit.simulator.played_loop import step_starts
 
 MEASURED = StageTimes.in_sequence(data_s=1.0, prepare_s=2.0, generation_s=50.0, logprob_s=4.0, train_s=16.0)
 
@@ -148,10 +148,6 @@ def batch_times_twentieth(trace: Trace) -> Array:
     return trace.tokens_S * (1.0 + 0.05 * trace.batch_S)
 
 
-def trainer(busy_s: float) -> StageTimes:
-    return StageTimes.in_sequence(data_s=0.0, prepare_s=0.0, generation_s=0.0, logprob_s=0.0, train_s=busy_s)
-
-
 def drawn(lengths: Lengths, shape: RolloutShape, num_batches: int) -> list[Array]:
     """Typical responses of one engine in groups, in another order each step."""
     random = np.random.default_rng(0)
@@ -178,8 +174,9 @@ def test_the_closed_form_is_at_most_a_tenth_faster_than_the_loop_played_through(
     # Batches that start together end together: the loop bunches its steps, which the closed form does not know.
     lengths = Lengths(median=60.0, log_sd=0.8, max_tokens=300.0)
     shape = RolloutShape(num_rollouts=64, num_engines=1, prompt_tokens=0.0, group_size=8, slots=slots)
-    closed = overlap(trainer(busy_s), lengths=lengths, shape=shape, lag=lag, seconds=batch_times_twentieth)
-    play = Loop(lag=lag, busy_s=busy_s, slots=slots)
-    played_s = period_s(step_starts(drawn(lengths, shape, NUM_STEPS), play, batch_times_twentieth))
+    trainer = StageTimes.in_sequence(data_s=0.0, prepare_s=0.0, generation_s=0.0, logprob_s=0.0, train_s=busy_s)
+    closed = overlap(trainer, lengths=lengths, shape=shape, lag=lag, seconds=batch_times_twentieth)
+    batches = drawn(lengths, shape, NUM_STEPS)
+    played_s = period_s(step_starts(batches, batch_times_twentieth, lag=lag, busy_s=busy_s, slots=slots))
     assert closed.bound is bound
     assert 0.89 * played_s <= closed.step.step_s <= 1.02 * played_s
