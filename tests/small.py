@@ -1,7 +1,5 @@
 """Real engines and learners at their smallest: what integration tests, fault tests and those of GPUs have in common."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,19 +42,13 @@ CERTIFICATE = LosslessnessConfig(
     num_replications=20,
     max_detectable_bias=0.5,  # of so few tokens
 )
+_PROCESS = {"dtype": "float32", "num_threads": 1, "num_kept_idle": 1}
 RECIPE: dict[str, Any] = {
     "sampling": {"max_response_tokens": 16},
     "evaluation": {"sampling": {"max_response_tokens": 16}},
     "tuning": {"candidate_ks": [0, 2]},
-    "engine": {
-        "max_model_len": 128,
-        "max_num_seqs": 16,
-        "kv_cache_gib": 0.1,
-        "dtype": "float32",
-        "num_kept_idle": 1,
-        "num_threads": 1,
-    },
-    "learner": {"max_tokens_per_microbatch": 512, "dtype": "float32", "num_threads": 1, "num_kept_idle": 1},
+    "engine": {"max_model_len": 128, "max_num_seqs": 16, "kv_cache_gib": 0.1, **_PROCESS},
+    "learner": {"max_tokens_per_microbatch": 512, **_PROCESS},
     "grpo": {"num_steps": 4, "prompts_per_step": 2, "group_size": 4, "checkpoint_every_steps": 2},
 }
 
@@ -190,22 +182,10 @@ def write_config(path: Path, *, num_layers: int, num_positions: int) -> Path:
     from slipstream.data.tokenizer import write_tokenizer
 
     write_tokenizer(path, max_length=num_positions)
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "max_position_embeddings": num_positions,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "eos_token_id": 3,
-    }
+    config: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 64}
+    config |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": num_layers, "head_dim": 16}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": num_positions}
+    config |= {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "eos_token_id": 3}
     (path / "config.json").write_text(json.dumps(config))
     return path
 

@@ -1,7 +1,5 @@
 """What makes a synchronous recipe an asynchronous one that needs nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 ONE_STEP_OFF: dict[str, Any] = {

@@ -1,6 +1,4 @@
-"""Tables of what is refused: a line of overrides, and below it, indented, the lines of what the error says."""
-
-from __future__ import annotations
+"""Tables of what is refused: a line of overrides, and behind ` => ` or below it, indented, what the error says."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -19,7 +17,7 @@ def rows(text: str) -> pytest.MarkDecorator:
         if line.startswith(" "):
             table[-1].append(line.strip())
         else:
-            table.append([line])
+            table.append(line.split(" => "))
     return pytest.mark.parametrize(("given", "expected"), [(given, " ".join(said)) for given, *said in table])
 
 

@@ -1,23 +1,13 @@
 """Rollouts, traces, acceptance counters and overlaps as a step reports them, and a decision on them."""
 
-from __future__ import annotations
-
 from dataclasses import MISSING, fields
 
 from slipstream.engine.protocol import Trace
 from slipstream.records.steps import AcceptanceStats, DraftDecision, Overlap
 from slipstream.types import FinishReason, Rollout, VersionSpan
 
-DECISION = DraftDecision(
-    trains=True,
-    reason="it pays",
-    length=2.5,
-    reference_length=3.5,
-    generation_s=2.0,
-    saved_s=6.0,
-    lost_s=1.25,
-    cost_s=None,
-)
+_SECONDS = {"generation_s": 2.0, "saved_s": 6.0, "lost_s": 1.25, "cost_s": None}
+DECISION = DraftDecision(trains=True, reason="it pays", length=2.5, reference_length=3.5, **_SECONDS)
 
 
 def overlapping(**measured: float) -> Overlap:

@@ -1,7 +1,5 @@
 """The budgets: what `scripts/budgets.py` counts on a small tree, and what it says of a figure beside its entry."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -106,7 +104,6 @@ def test_a_tree_is_counted_as_by_hand(tree: Path) -> None:
 def test_a_second_module_of_a_name_is_found_unless_every_package_may_have_one(tree: Path) -> None:
     (tree / "slipstream/config.py").write_text("")
     assert repeated_stems(tree / "slipstream") == []
-
     (tree / "slipstream/loss.py").write_text("")
     assert repeated_stems(tree / "slipstream") == ["loss"]
 
@@ -152,9 +149,7 @@ def test_a_figure_over_its_entry_fails_with_its_name_the_limit_and_the_fix(tree:
 
 def test_a_package_without_an_entry_fails_and_so_does_an_entry_without_a_package(tree: Path) -> None:
     (tree / "budgets.toml").write_text(TABLE.replace("grpo = 6", "rollout = 6"))
-
     done = run(tree)
-
     assert done.returncode == 1
     assert done.stderr.splitlines()[1:] == [
         "packages.grpo must have an entry in budgets.toml, got none: add `grpo = 6`",
@@ -166,8 +161,6 @@ def test_write_sets_every_entry_and_keeps_the_comments(tree: Path) -> None:
     table = tree / "budgets.toml"
     stale = TABLE.replace("= 9 #", "= 5 #").replace("grpo = 6\n", "").replace("lines = 2", "lines = 1")
     table.write_text(f"{stale}rollout = 6\n")  # a package is new, and another one has gone
-
     assert run(tree, "--write").returncode == 0
-
     assert table.read_text() == TABLE
     assert run(tree).returncode == 0

@@ -1,12 +1,9 @@
 """Models and accelerators by name, against the published counts."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
 from slipstream.catalog import SimulatorConfig, load_model, section_names
+from tests.unit.conftest import Refusal
 
 MODELS = {name: load_model(name) for name in section_names("models")}
 
@@ -20,7 +17,7 @@ def test_parameter_counts_are_the_published_ones(name: str, billions: float, act
     assert MODELS[name].parameters_per_token / 1e9 == pytest.approx(active, rel=0.02)
 
 
-def test_a_model_and_a_machine_must_be_known(refusal: Callable[..., str]) -> None:
+def test_a_model_and_a_machine_must_be_known(refusal: Refusal) -> None:
     models, machines = ", ".join(section_names("models")), ", ".join(section_names("hardware"))
     message = refusal(SimulatorConfig, model="tinny", hardware="cpu-2core")
     assert message == f"simulator.model must be known, got 'tinny'; known: {models}"

@@ -1,7 +1,5 @@
 """Recipes are read strictly: every refusal names the field, the rule and the value, and offers a fix."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -84,53 +82,52 @@ def refusal(values: Mapping[str, Any], path: str = "") -> str:
     return str(caught.value)
 
 
-def test_reads_nested_mappings_and_fills_defaults():
+def test_a_mapping_is_read_nested_with_defaults_enums_and_values_by_their_type() -> None:
     recipe = from_mapping(Recipe, recipe_mapping(draft={"method": "ngram", "aux_layer_ids": [2, 12, 21]}))
     assert recipe == Recipe(name="tiny", group_size=8, draft=Draft(method=Method.NGRAM, aux_layer_ids=(2, 12, 21)))
     assert recipe.optimizer.betas == (0.9, 0.95)
-
-
-def test_config_error_is_a_value_error():
-    assert issubclass(ConfigError, ValueError)
+    for method in ("ngram", Method.NGRAM):
+        assert from_mapping(Draft, {"method": method}).method is Method.NGRAM
+    weights = from_mapping(Recipe, recipe_mapping(weights={"math": 1, "code": "5e-1"})).weights
+    assert weights == {"math": 1.0, "code": 0.5}
+    assert all(isinstance(weight, float) for weight in weights.values())
+    recipe = Recipe(name="tiny", group_size=8, draft=Draft(method=Method.EAGLE3, aux_layer_ids=(2, 12)))
+    plain = to_mapping(recipe)
+    assert plain["draft"] == {"method": "eagle3", "aux_layer_ids": [2, 12], "init": "in_domain"}
+    assert type(plain["draft"]["method"]) is str
 
 
 @pytest.mark.parametrize(
     ("mend", "message"),
     [("use 8", "grpo.group_size must be >= 2, got 1; use 8"), ("", "grpo.group_size must be >= 2, got 1")],
 )
-def test_require_says_field_rule_value_and_mend(mend: str, message: str):
+def test_a_config_error_is_a_value_error_of_field_rule_value_and_mend(mend: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         require(False, "grpo.group_size", "must be >= 2", 1, mend)
     assert str(caught.value) == message
+    assert issubclass(ConfigError, ValueError)
 
 
 NEAREST = "; did you mean 'optimizer.learning_rate'?"
+NGRAM = {"method": "ngram"}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"gruop_size": 4}, "unknown key 'gruop_size'; did you mean 'group_size'?"),
-        ({"optimizer": {"learning_rat": 1e-4}}, f"unknown key 'optimizer.learning_rat'{NEAREST}"),
-        # Near is what shares half of its letters: `_rate` has 2 x 5 / (5 + 13) = 0.56, `rate` 2 x 4 / (4 + 13) = 0.47.
-        ({"optimizer": {"_rate": 1}}, f"unknown key 'optimizer._rate'{NEAREST}"),
-        ({"optimizer": {"rate": 1}}, "unknown key 'optimizer.rate'; known: learning_rate, betas"),
-        ({1: 2}, "unknown key '1'; known: name, group_size, draft, optimizer, eager, max_tokens, weights"),
-        ({"draft": {}}, "draft.method is required, got None; set it"),
-    ],
-)
-def test_unknown_and_missing_keys_are_named_with_their_path(change: dict[Any, Any], message: str):
-    assert refusal(recipe_mapping() | change) == message
-
-
-def test_path_of_the_mapping_goes_before_every_name():
-    message = refusal(recipe_mapping(group_size="8"), path="train")
-    assert message == "train.group_size must be of type int, got '8'"
+UNKNOWN: list[tuple[dict[Any, Any], str]] = [
+    ({"gruop_size": 4}, "unknown key 'gruop_size'; did you mean 'group_size'?"),
+    ({"optimizer": {"learning_rat": 1e-4}}, f"unknown key 'optimizer.learning_rat'{NEAREST}"),
+    # Near is what shares half of its letters: `_rate` has 2 x 5 / (5 + 13) = 0.56, `rate` 2 x 4 / (4 + 13) = 0.47.
+    ({"optimizer": {"_rate": 1}}, f"unknown key 'optimizer._rate'{NEAREST}"),
+    ({"optimizer": {"rate": 1}}, "unknown key 'optimizer.rate'; known: learning_rate, betas"),
+    ({1: 2}, "unknown key '1'; known: name, group_size, draft, optimizer, eager, max_tokens, weights"),
+    ({"draft": {}}, "draft.method is required, got None; set it"),
+]
 
 
 @pytest.mark.parametrize("values", [[1, 2], "tiny", None, 3])
-def test_recipe_that_is_no_mapping_is_refused(values: Any):
+def test_recipe_that_is_no_mapping_is_refused_and_the_path_of_one_goes_before_every_name(values: Any) -> None:
     assert refusal(values) == f"recipe must be a mapping of field to value, got {values!r}"
+    message = refusal(recipe_mapping(group_size="8"), path="train")
+    assert message == "train.group_size must be of type int, got '8'"
 
 
 @pytest.mark.parametrize(
@@ -140,8 +137,8 @@ def test_recipe_that_is_no_mapping_is_refused(values: Any):
         ({"group_size": 8.0}, "group_size must be of type int, got 8.0"),
         ({"group_size": True}, "group_size must be of type int, got True"),
         ({"group_size": None}, "group_size must be of type int, got None"),
-        ({"name": 3}, "name must be of type str, got 3; put it in quotes"),
-        ({"name": False}, "name must be of type str, got False; put it in quotes"),
+        *UNKNOWN,
+        *(({"name": each}, f"name must be of type str, got {each}; put it in quotes") for each in (3, False)),
         ({"name": None}, "name must be of type str, got None"),
         ({"eager": 1}, "eager must be of type bool, got 1"),
         ({"eager": "ja"}, "eager must be of type bool, got 'ja'"),
@@ -150,10 +147,7 @@ def test_recipe_that_is_no_mapping_is_refused(values: Any):
         ({"draft": {"method": "eagle3", "aux_layer_ids": 2}}, "draft.aux_layer_ids must be a list, got 2"),
         ({"draft": {"method": "eagle3", "aux_layer_ids": "212"}}, "draft.aux_layer_ids must be a list, got '212'"),
         ({"draft": {"method": "x", "aux_layer_ids": [2, "x"]}}, "draft.method must be one of eagle3, ngram, got 'x'"),
-        (
-            {"draft": {"method": "ngram", "aux_layer_ids": [2, "x"]}},
-            "draft.aux_layer_ids[1] must be of type int, got 'x'",
-        ),
+        ({"draft": {**NGRAM, "aux_layer_ids": [2, "x"]}}, "draft.aux_layer_ids[1] must be of type int, got 'x'"),
         ({"draft": {"method": "ngram", "init": "x"}}, "draft.init must be one of in_domain, general, got 'x'"),
         ({"optimizer": {"learning_rate": 0}}, "optimizer.learning_rate must be > 0, got 0"),
         ({"optimizer": {"learning_rate": 2.0**31}}, "optimizer.learning_rate must be <= 2147483647, got 2147483648.0"),
@@ -161,7 +155,7 @@ def test_recipe_that_is_no_mapping_is_refused(values: Any):
         ({"group_size": 2**31}, "group_size must be <= 2147483647, got 2147483648; one rollout has no baseline"),
         ({"max_tokens": 0}, "max_tokens must be >= 1 or null, got 0"),
         (
-            {"draft": {"method": "ngram", "aux_layer_ids": [2, 2**31]}},
+            {"draft": {**NGRAM, "aux_layer_ids": [2, 2**31]}},
             "draft.aux_layer_ids[1] must be <= 2147483647, got 2147483648",
         ),
         ({"group_size": 100, "eager": True}, "group_size must be < 100 where eager, got 100; wait"),
@@ -177,13 +171,8 @@ def test_recipe_that_is_no_mapping_is_refused(values: Any):
         ({"optimizer": {"learning_rate": 10**400}}, f"optimizer.learning_rate must be of type float, got {10**400}"),
     ],
 )
-def test_wrong_type_is_refused_by_field(change: dict[str, Any], message: str):
-    assert refusal(recipe_mapping(**change)) == message
-
-
-def test_enum_takes_its_values_and_its_members():
-    for method in ("ngram", Method.NGRAM):
-        assert from_mapping(Draft, {"method": method}).method is Method.NGRAM
+def test_unknown_and_missing_keys_and_wrong_types_are_named_with_their_path(change: dict[Any, Any], message: str):
+    assert refusal(recipe_mapping() | change) == message
 
 
 @pytest.mark.parametrize(("value", "rate"), [("1e-4", 0.0001), (1e-4, 0.0001), ("0.0001", 0.0001), (1, 1.0)])
@@ -225,10 +214,10 @@ def test_what_both_versions_of_yaml_read_alike_is_read_so(text: str, value: Any)
     assert type(read_yaml(text)) is type(value)
 
 
-@pytest.mark.parametrize("word", ["on", "yes", "true", "True", "YES", "off", "no", "false", "FALSE", "No"])
-def test_a_switch_takes_every_word(word: str):
-    eager = from_mapping(Recipe, recipe_mapping(eager=read_yaml(word))).eager
-    assert eager is (word.lower() in ("on", "yes", "true"))
+def test_a_switch_takes_every_word():
+    for word in ("on", "yes", "true", "True", "YES", "off", "no", "false", "FALSE", "No"):
+        eager = from_mapping(Recipe, recipe_mapping(eager=read_yaml(word))).eager
+        assert eager is (word.lower() in ("on", "yes", "true"))
 
 
 @pytest.mark.parametrize(
@@ -255,19 +244,10 @@ def test_the_same_key_may_stand_in_several_mappings_and_beside_a_merged_one_as_y
     assert read_yaml(text) == merged
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "!!python/object/apply:os.getcwd []",
-        "!!int x",
-        "!!bool x",
-        "!!timestamp x",
-        "!!float x",
-        "[" * 5000,
-        "? [a]\n: b",
-        "a\0",
-    ],
-)
+TAGGED = [f"!!{tag} x" for tag in ("python/object/apply:os.getcwd", "int", "bool", "timestamp", "float")]
+
+
+@pytest.mark.parametrize("text", [*TAGGED, "!!python/object/apply:os.getcwd []", "[" * 5000, "? [a]\n: b", "a\0"])
 def test_what_no_value_can_be_made_of_is_no_yaml(text: str):
     with pytest.raises(yaml.YAMLError):
         read_yaml(text)
@@ -306,12 +286,9 @@ def test_a_file_without_a_mapping_is_refused_in_one_line(tmp_path: Path, content
     assert re.fullmatch(flow, refused_file(path))
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path):
+def test_a_file_that_cannot_be_read_is_refused_and_a_byte_order_mark_is_no_part_of_it(tmp_path: Path) -> None:
     assert refused_file(tmp_path) == "recipe FILE cannot be read: Is a directory"
     assert refused_file(tmp_path / "none.yaml") == "recipe FILE cannot be read: No such file or directory"
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path):
     path = tmp_path / "mine.yaml"
     path.write_bytes(b"\xef\xbb\xbfname: a\r\n")
     assert read_mapping(path, "recipe") == {"name": "a"}
@@ -374,13 +351,7 @@ def test_a_dataclass_of_the_standard_library_is_read_as_strictly() -> None:
         assert str(caught.value) == message
 
 
-def test_dict_values_are_read_by_their_type():
-    weights = from_mapping(Recipe, recipe_mapping(weights={"math": 1, "code": "5e-1"})).weights
-    assert weights == {"math": 1.0, "code": 0.5}
-    assert all(isinstance(weight, float) for weight in weights.values())
-
-
-def test_merge_lays_leaves_over_and_replaces_lists():
+def test_merge_lays_leaves_over_and_replaces_lists() -> None:
     base = {"a": {"b": 1, "c": [1, 2]}, "d": 3}
     assert merge(base, {"a": {"c": [9]}, "e": 4}) == {"a": {"b": 1, "c": [9]}, "d": 3, "e": 4}
     assert base == {"a": {"b": 1, "c": [1, 2]}, "d": 3}
@@ -388,29 +359,15 @@ def test_merge_lays_leaves_over_and_replaces_lists():
     assert merge({"a": {"b": 2}}, {"a": 1}) == {"a": 1}
 
 
-def test_to_mapping_is_plain():
-    recipe = Recipe(name="tiny", group_size=8, draft=Draft(method=Method.EAGLE3, aux_layer_ids=(2, 12)))
-    plain = to_mapping(recipe)
-    assert plain["draft"] == {"method": "eagle3", "aux_layer_ids": [2, 12], "init": "in_domain"}
-    assert type(plain["draft"]["method"]) is str
-
-
 finite = st.floats(allow_nan=False, allow_infinity=False)
+drafts = {"method": st.sampled_from(Method), "aux_layer_ids": st.lists(st.integers(0, LARGEST)).map(tuple)}
+optimizers = {"learning_rate": st.floats(1e-12, 1e3), "betas": st.lists(finite, max_size=3).map(tuple)}
 recipes = st.builds(
     Recipe,
     name=st.text(),
     group_size=st.integers(2, 99),
-    draft=st.builds(
-        Draft,
-        method=st.sampled_from(Method),
-        aux_layer_ids=st.lists(st.integers(0, LARGEST)).map(tuple),
-        init=st.sampled_from(["in_domain", "general"]),
-    ),
-    optimizer=st.builds(
-        Optimizer,
-        learning_rate=st.floats(min_value=1e-12, max_value=1e3),
-        betas=st.lists(finite, max_size=3).map(tuple),
-    ),
+    draft=st.builds(Draft, **drafts, init=st.sampled_from(["in_domain", "general"])),
+    optimizer=st.builds(Optimizer, **optimizers),
     eager=st.booleans(),
     max_tokens=st.none() | st.integers(1, LARGEST),
     weights=st.dictionaries(st.text(), finite, max_size=3),
@@ -418,12 +375,8 @@ recipes = st.builds(
 
 
 @given(recipes)
-def test_every_config_survives_json(recipe: Recipe):
+def test_every_config_survives_json_and_yaml(recipe: Recipe):
     assert from_mapping(Recipe, json.loads(json.dumps(to_mapping(recipe)))) == recipe
-
-
-@given(recipes)
-def test_every_config_survives_yaml(recipe: Recipe):
     assert from_mapping(Recipe, read_yaml(yaml.safe_dump(to_mapping(recipe)))) == recipe
 
 

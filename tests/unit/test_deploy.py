@@ -1,7 +1,5 @@
 """What deploy/ ships is what the profiles name, and what Kubernetes and the drivers take."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -45,16 +43,24 @@ def names(objects: list[dict[str, Any]], kind: str) -> set[str]:
     return {item["metadata"]["name"] for item in objects if item["kind"] == kind}
 
 
+def only(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    (found,) = [item for item in objects if item["kind"] == kind]
+    return found
+
+
 MERGED = {"manager_config.yaml"}  # a part of another program's configuration
 FOLDERS = sorted(path.parent.name for path in DEPLOY.glob("*/kustomization.yaml"))
 
 
-def test_every_file_belongs_to_a_kustomization_but_the_examples() -> None:
+def test_every_file_belongs_to_a_kustomization_but_the_examples_which_are_secrets_without_content() -> None:
     assert FOLDERS == ["base", "gb200", "h200", "kueue", "old_propeller", "preflight", "ray_token"]
     for name in FOLDERS:
         (kustomization,) = documents(DEPLOY / name / "kustomization.yaml")
         listed = {item for item in kustomization["resources"] if item.endswith(".yaml")}
         assert listed == {path.name for path in (DEPLOY / name).glob("*.yaml")} - {"kustomization.yaml", *MERGED}
+    for secret in documents(DEPLOY / "examples" / "secrets.yaml"):
+        kubernetes_validate.validate(secret, "1.37", strict=True)
+        assert all(value.startswith(("<", "https://<")) for value in secret["stringData"].values())
 
 
 @pytest.mark.parametrize("name", sorted({*FOLDERS} - {"kueue"}))
@@ -65,18 +71,17 @@ def test_kubernetes_takes_its_own_kinds(name: str) -> None:
         kubernetes_validate.validate(item, "1.37", strict=True)
 
 
-def test_the_example_secrets_are_secrets_without_content() -> None:
-    for secret in documents(DEPLOY / "examples" / "secrets.yaml"):
-        kubernetes_validate.validate(secret, "1.37", strict=True)
-        assert all(value.startswith(("<", "https://<")) for value in secret["stringData"].values())
-
-
-def test_the_compute_domain_is_one_that_the_driver_takes() -> None:
-    (domain,) = [item for item in folder("gb200") if item["kind"] == "ComputeDomain"]
+def test_gb200_gets_a_domain_that_the_driver_takes_a_shared_volume_and_an_account_bound_to_nothing() -> None:
+    objects = folder("gb200")
+    assert sorted(item["kind"] for item in objects if item["kind"] != "NetworkPolicy") == [
+        *("ComputeDomain", "LocalQueue", "PersistentVolumeClaim", "ServiceAccount")
+    ]
+    domain, profile = only(objects, "ComputeDomain"), read_profile("gb200")
     jsonschema.validate(domain, json.loads((SCHEMAS / "compute_domain.json").read_text()))
-    profile = read_profile("gb200")
     assert profile.gpu is not None
     assert domain["spec"]["channel"]["resourceClaimTemplate"]["name"] == profile.gpu.channel_claim_template
+    assert only(objects, "ServiceAccount")["automountServiceAccountToken"] is False
+    assert only(objects, "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
 @pytest.mark.parametrize("name", ["cpu", "gb200", "h200"])
@@ -89,53 +94,30 @@ def test_what_a_profile_names_is_shipped(name: str) -> None:
     wanted = {profile.tracking.secret, profile.object_store.secret, profile.ray_token_secret} - {None}
     assert wanted <= names(documents(DEPLOY / "examples" / "secrets.yaml"), "Secret")
     if profile.queue is not None:
-        assert names(objects, {"kueue": "LocalQueue", "volcano": "Queue"}[profile.queue.scheduler]) == {
-            profile.queue.name
-        }
-
-
-def test_the_service_account_is_bound_to_nothing_and_the_volume_is_shared() -> None:
-    objects = folder("gb200")
-    assert {item["kind"] for item in objects} == {
-        "ServiceAccount",
-        "PersistentVolumeClaim",
-        "NetworkPolicy",
-        "ComputeDomain",
-        "LocalQueue",
-    }
-    (account,) = [item for item in objects if item["kind"] == "ServiceAccount"]
-    assert account["automountServiceAccountToken"] is False
-    (claim,) = [item for item in objects if item["kind"] == "PersistentVolumeClaim"]
-    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+        kind = {"kueue": "LocalQueue", "volcano": "Queue"}[profile.queue.scheduler]
+        assert names(objects, kind) == {profile.queue.name}
 
 
 def test_a_preflight_may_look_at_what_it_asks_for_and_change_nothing() -> None:
     """A right that a check needs, and that no rule gives, would be a row that is MISSING on every cluster."""
     objects = folder("preflight")
     assert names(objects, "ServiceAccount") == {pods.PREFLIGHT_ACCOUNT}
-    rights = {
-        (rule_of["kind"], verb, resource)
-        for rule_of in objects
-        for rule in rule_of.get("rules", [])
-        for verb in rule["verbs"]
-        for resource in rule["resources"]
-    }
+    rules = [(item["kind"], rule) for item in objects for rule in item.get("rules", [])]
+    rights = {(kind, verb, of) for kind, rule in rules for verb in rule["verbs"] for of in rule["resources"]}
+    gets = ("persistentvolumeclaims", "serviceaccounts", "secrets", "resourceclaimtemplates", "localqueues")
+    everywhere = (
+        "storageclasses",
+        "customresourcedefinitions",
+        "queues",
+        "configmaps",
+    )  # the last of Kueue, by its name
     assert rights == {
-        ("ClusterRole", "list", "nodes"),
-        ("ClusterRole", "get", "storageclasses"),
-        ("ClusterRole", "get", "customresourcedefinitions"),
-        ("Role", "get", "persistentvolumeclaims"),
-        ("Role", "get", "serviceaccounts"),
-        ("Role", "list", "resourcequotas"),
-        ("Role", "get", "secrets"),
-        ("Role", "get", "resourceclaimtemplates"),
-        ("Role", "get", "localqueues"),
-        ("ClusterRole", "get", "queues"),
-        ("ClusterRole", "get", "configmaps"),  # of Kueue, by its name
+        *(("Role", "get", resource) for resource in gets),
+        *(("ClusterRole", "get", resource) for resource in everywhere),
+        *(("ClusterRole", "list", "nodes"), ("Role", "list", "resourcequotas")),
         ("Role", "create", "pods"),  # of a dry run
     }
-    rules = [rule for item in objects for rule in item.get("rules", []) if "resourceNames" in rule]
-    named, kueue = (rule["resourceNames"] for rule in rules)
+    named, kueue = (rule["resourceNames"] for _, rule in rules if "resourceNames" in rule)
     assert kueue == ["kueue-manager-config"]
     profile = read_profile("gb200")
     assert profile.tracking is not None and profile.object_store is not None
@@ -156,7 +138,7 @@ def test_rays_ports_are_open_to_its_own_pods_and_to_the_operators_poll_alone() -
 
 
 def test_the_operator_is_given_the_secret_that_the_pods_ask_with() -> None:
-    (policy,) = [item for item in folder("ray_token") if item["kind"] == "MutatingAdmissionPolicy"]
+    policy = only(folder("ray_token"), "MutatingAdmissionPolicy")
     expression = policy["spec"]["mutations"][0]["applyConfiguration"]["expression"]
     secret = read_profile("gb200").ray_token_secret
     assert f'authOptions{{mode: "token", secretName: "{secret}"}}' in expression
@@ -166,7 +148,7 @@ def test_the_operator_is_given_the_secret_that_the_pods_ask_with() -> None:
 
 
 def test_an_old_propeller_is_repaired_with_what_the_workers_ask_for() -> None:
-    (policy,) = [item for item in folder("old_propeller") if item["kind"] == "MutatingAdmissionPolicy"]
+    policy = only(folder("old_propeller"), "MutatingAdmissionPolicy")
     expression = policy["spec"]["mutations"][0]["jsonPatch"]["expression"]
     spec: Any = ApiClient().sanitize_for_serialization(pods.worker_overlay(read_profile("gb200")))
     (claim,) = spec["resourceClaims"]
@@ -181,7 +163,7 @@ def test_kueue_has_room_for_one_job_of_the_profile_and_knows_its_workers_claims(
     profile = read_profile("gb200")
     assert profile.gpu is not None and profile.head is not None
     objects = {item["kind"]: item for item in folder("kueue")}
-    (local,) = [item for item in folder("gb200") if item["kind"] == "LocalQueue"]
+    local = only(folder("gb200"), "LocalQueue")
     assert local["spec"]["clusterQueue"] == objects["ClusterQueue"]["metadata"]["name"]
     assert {local["apiVersion"], *(item["apiVersion"] for item in objects.values())} == {"kueue.x-k8s.io/v1beta2"}
     (group,) = objects["ClusterQueue"]["spec"]["resourceGroups"]
@@ -204,11 +186,8 @@ def test_flyte_is_installed_with_room_for_every_part_of_an_ablation_and_with_rig
     assert hours * 3600 >= MAX_VARIANTS * TRAINING.total_seconds()
     assert "ray" in values["enabled_plugins"]["tasks"]["task-plugins"]["enabled-plugins"]
     (rule,) = values["rbac"]["extraRules"]
-    assert {"ray.io", "rayjobs", "create", "delete", "watch"} <= {
-        *rule["apiGroups"],
-        *rule["resources"],
-        *rule["verbs"],
-    }
+    given = {*rule["apiGroups"], *rule["resources"], *rule["verbs"]}
+    assert {"ray.io", "rayjobs", "create", "delete", "watch"} <= given
     (template,) = values["clusterResourceTemplates"]["inline"].values()
     namespace = yaml.safe_load(template.replace("{{ namespace }}", "slipstream-development"))
     kubernetes_validate.validate(namespace, "1.37", strict=True)

@@ -3,8 +3,6 @@
 `make docs` checks links, anchors and navigation of the site; this covers what it does not see.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -14,9 +12,7 @@ import pytest
 from scripts import draw_processes, draw_terminal
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    page for folder in (ROOT, ROOT / "docs", ROOT / "research", ROOT / "deploy") for page in sorted(folder.glob("*.md"))
-]
+PAGES = [page for folder in (".", "docs", "research", "deploy") for page in sorted((ROOT / folder).glob("*.md"))]
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _NAMED = re.compile(r"\b(?:docs|research)/\w+\.md")
 
@@ -34,18 +30,13 @@ def _promises() -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
 
 
-def test_every_test_that_the_guarantees_name_exists() -> None:
+def test_every_test_that_the_guarantees_name_exists_and_every_promise_has_one_or_says_that_it_has_none() -> None:
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "guarantees.md").read_text()))
     trees = [ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")]
     tests = {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)}
-
     assert len(named) > 40
     assert named - tests == set()
-
-
-def test_every_promise_has_what_a_user_sees_and_a_test_or_says_that_it_has_none() -> None:
     rows = _promises()
-
     assert len(rows) > 100
     assert [row for row in rows if len(row) != 3 or not row[1]] == []
     assert [row for row in rows if not re.match(r"`test|none", row[2])] == []
@@ -66,7 +57,6 @@ def test_every_link_to_a_page_leads_somewhere(page: Path) -> None:
 def test_every_document_that_code_names_exists(folder: str) -> None:
     files = [path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".yaml", ".jinja", ".sh", ".md"}]
     named = {name for path in files for name in _NAMED.findall(path.read_text())}
-
     assert {name for name in named if not (ROOT / name).exists()} == set()
 
 
@@ -80,29 +70,18 @@ def test_every_recipe_field_that_a_document_names_exists() -> None:
         elif name := re.match(r"\| `(\w+)` ", line):
             fields.update(f"{section}.{name[1]}" for section in sections)
     first = "|".join(sorted({field.split(".")[0] for field in fields if "." in field}))
-    texts = {
-        page.name: page.read_text() for page in PAGES if "research" not in page.parts and page.name != "CHANGELOG.md"
-    }
-    named = {
-        (page, match[1]) for page, text in texts.items() for match in re.finditer(rf"`((?:{first})\.[\w.]+)", text)
-    }
-
+    pages = [page for page in PAGES if "research" not in page.parts and page.name != "CHANGELOG.md"]
+    named = {(page.name, name) for page in pages for name in re.findall(rf"`((?:{first})\.[\w.]+)", page.read_text())}
     assert len(named) > 50
     assert {(page, name) for page, name in named if name not in fields} == set()
 
 
-def test_the_readme_fits_on_two_screens() -> None:
+def test_the_readme_fits_on_two_screens_and_the_picture_of_the_processes_is_as_its_script_draws_it() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 120
-
-
-def test_the_picture_of_the_processes_is_the_one_that_its_script_draws() -> None:
     assert draw_processes.PICTURE.read_text() == draw_processes.drawing()
 
 
 def test_a_terminal_is_drawn_from_the_last_table_of_the_output_without_its_paths() -> None:
-    output = (
-        "median seconds a step  old\nreport: /a\nlog\nmedian seconds a step  x\nstep speedup 1.50x < 2\n\nreport: /b\n"
-    )
-
-    assert draw_terminal.table(output) == ["median seconds a step  x", "step speedup 1.50x < 2"]
+    output = "median seconds a step  old\nreport: /a\nlog\nmedian seconds a step  x\nspeedup 1.50x < 2\n\nreport: /b\n"
+    assert draw_terminal.table(output) == ["median seconds a step  x", "speedup 1.50x < 2"]
     assert "1.50x &lt; 2" in draw_terminal.drawing(draw_terminal.table(output))

@@ -1,8 +1,6 @@
 """Accuracy figures against hand-worked values, and an evaluation with an engine that replays given responses."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -17,7 +15,8 @@ from slipstream.records.steps import EvaluationRecord
 from slipstream.rewards.config import RewardConfig
 from slipstream.rewards.verifier import Verifier
 from slipstream.statistics import wilson_ci95
-from slipstream.types import Prompt, RolloutGroup
+from slipstream.types import Prompt, Rollout, RolloutGroup
+from tests.unit.conftest import Refusal
 from tests.unit.sampled import rollout
 
 # Tokens are code points: 0 ends a response.
@@ -37,16 +36,12 @@ class ReplayEngine:
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
     ) -> GenerationResult:
         self.calls.append((sampling, group_size, seed))
-        groups = tuple(
-            RolloutGroup(
-                prompt=p,
-                rollouts=tuple(
-                    rollout(tuple(map(ord, text)), prompt_id=p.id, is_cut=not text.endswith("\0"))
-                    for text in self.responses[p.id]
-                ),
-            )
-            for p in prompts
-        )
+
+        def answer(prompt: Prompt, text: str) -> Rollout:
+            return rollout(tuple(map(ord, text)), prompt_id=prompt.id, is_cut=not text.endswith("\0"))
+
+        said = [(prompt, tuple(answer(prompt, text) for text in self.responses[prompt.id])) for prompt in prompts]
+        groups = tuple(RolloutGroup(prompt=prompt, rollouts=rollouts) for prompt, rollouts in said)
         return GenerationResult(groups=groups, acceptance=None, generation_s=0.0)
 
 
@@ -63,29 +58,29 @@ def evaluated(engine: ReplayEngine, prompts: Sequence[Prompt] = PROMPTS, *, k: i
         return evaluate(engine, prompts, reward=verifier, decode=decode, config=config, policy="start", seed=3)
 
 
-def test_avg_at_k_is_the_mean_of_the_problems_pass_rates() -> None:
+@pytest.mark.parametrize(
+    ("answers", "rewards", "expected"),
+    [
+        ([["2", "2", "3"], ["5", "4", "5"]], [[1, 1, 0], [0, 1, 0]], 0.5),  # "2" wins 2:1, "5" wins 2:1 and is wrong
+        ([["2", "3", "2", "3", "9"]], [[1, 0, 1, 0, 0]], 0.5),  # the chance of drawing the right one of a tie
+        ([["025", "25", "7", None, None, None]], [[1, 1, 0, 0, 0, 0]], 1.0),  # one value, and no votes
+        ([[None, None]], [[0, 0]], 0.0),
+        ([["1/2", "0.5", "\\frac{1}{2}", "2", "2"]], [[1, 1, 1, 0, 0]], 1.0),
+        ([["2\N{SUPERSCRIPT THREE}", "23", "8"]], [[1, 0, 1]], 1.0),
+        ([["\\sqrt{12}", "2\\sqrt{3}", "7", "8"]], [[1, 1, 0, 0]], 1.0),  # both are right
+    ],
+)
+def test_maj_at_k_takes_the_value_with_most_votes(answers: Any, rewards: Any, expected: float) -> None:
+    assert maj_at_k(answers, rewards) == pytest.approx(expected)
     assert avg_at_k([[1, 1, 0, 0], [1, 0, 0, 0]]) == pytest.approx((0.5 + 0.25) / 2)
 
 
-def test_maj_at_k_takes_the_most_frequent_answer() -> None:
-    # "2" wins 2:1 and is right; "5" wins 2:1 and is wrong.
-    assert maj_at_k([["2", "2", "3"], ["5", "4", "5"]], [[1, 1, 0], [0, 1, 0]]) == pytest.approx(0.5)
-
-
-def test_maj_at_k_counts_a_tie_by_the_fraction_that_is_right() -> None:
-    # "2" and "3" have two votes each, "9" one: chance 1/2 of drawing the right one.
-    assert maj_at_k([["2", "3", "2", "3", "9"]], [[1, 0, 1, 0, 0]]) == pytest.approx(0.5)
-
-
-def test_maj_at_k_joins_spellings_and_gives_no_vote_to_samples_without_answer() -> None:
-    assert maj_at_k([["025", "25", "7", None, None, None]], [[1, 1, 0, 0, 0, 0]]) == pytest.approx(1.0)
-    assert maj_at_k([[None, None]], [[0, 0]]) == 0.0
-
-
-def test_the_prompt_hash_follows_tokens_answers_and_order() -> None:
+def test_the_prompt_hash_follows_tokens_answers_and_order_of_problems_of_which_there_must_be_some() -> None:
     other = Prompt(id="1", text="1+1=?", token_ids=PROMPTS[0].token_ids, answer="3")
     assert prompt_hash(PROMPTS) == prompt_hash(list(PROMPTS))
     assert len({prompt_hash(PROMPTS), prompt_hash(PROMPTS[::-1]), prompt_hash((other, PROMPTS[1]))}) == 3
+    with pytest.raises(ConfigError, match=r"^data\.validation must have problems to evaluate on, got 0$"):
+        evaluated(ReplayEngine({}), ())
 
 
 def test_an_evaluation_scores_every_sample_and_counts_truncation() -> None:
@@ -110,13 +105,6 @@ def test_a_guess_in_a_thought_that_the_prompt_opened_is_no_answer_until_the_thou
     assert (record.correct_by_problem, record.maj_at_k) == ((1,), 1.0)
 
 
-def test_maj_at_k_joins_votes_for_equal_values() -> None:
-    votes = ["1/2", "0.5", "\\frac{1}{2}", "2", "2"]
-    assert maj_at_k([votes], [[1, 1, 1, 0, 0]]) == pytest.approx(1.0)
-    assert maj_at_k([["2\N{SUPERSCRIPT THREE}", "23", "8"]], [[1, 0, 1]]) == pytest.approx(1.0)
-    assert maj_at_k([["\\sqrt{12}", "2\\sqrt{3}", "7", "8"]], [[1, 1, 0, 0]]) == pytest.approx(1.0)  # both are right
-
-
 def test_one_problem_is_enough_and_the_interval_is_of_the_problems_rates() -> None:
     problems = [replace(PROMPTS[0], id=str(i)) for i in range(8)]
     engine = ReplayEngine({str(i): ["\\boxed{2}\0"] * (23 * i) + ["\\boxed{9}\0"] * (200 - 23 * i) for i in range(8)})
@@ -127,18 +115,10 @@ def test_one_problem_is_enough_and_the_interval_is_of_the_problems_rates() -> No
         assert len(record.prompt_hash) == 16
 
 
-def test_an_evaluation_without_problems_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^data\.validation must have problems to evaluate on, got 0$"):
-        evaluated(ReplayEngine({}), ())
-
-
-def test_several_greedy_samples_a_problem_are_refused(refusal: Callable[..., str]) -> None:
+def test_greedy_samples_are_refused_but_for_one_a_problem(refusal: Refusal) -> None:
     assert refusal(EvaluationConfig, sampling={"max_response_tokens": 16, "temperature": 0.0}) == (
         "evaluation.sampling.temperature must be > 0 with more than one sample a problem, got 0.0; "
         "greedy samples are all equal: set num_samples_per_problem to 1"
     )
-
-
-def test_one_greedy_sample_a_problem_is_taken() -> None:
     greedy = SamplingConfig(temperature=0.0, max_response_tokens=16)
     assert EvaluationConfig(num_samples_per_problem=1, sampling=greedy).sampling == greedy

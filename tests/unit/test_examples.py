@@ -1,7 +1,5 @@
 """Every example, those of the documents included, is a recipe that loads, and its commands print what they promise."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
@@ -10,9 +8,9 @@ from types import ModuleType
 
 import pytest
 
-from slipstream.cli import main
 from slipstream.data.tokenizer import VOCAB_SIZE, build_tokenizer
 from slipstream.recipe import load_recipe
+from tests.unit.conftest import Command
 from tests.unit.learner import families
 
 ROOT = Path(__file__).parents[2]
@@ -33,11 +31,8 @@ def page(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_data_of_the_page_are_shown_as_the_policy_reads_them(
-    page: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["data", str(page / "own_data.yaml"), *FEW]) == 0
-    printed = capsys.readouterr().out
+def test_the_data_of_the_page_are_shown_as_the_policy_reads_them(page: Path, command: Command) -> None:
+    printed = command("data", page / "own_data.yaml", *FEW)
     assert printed.count("answer '") == 3  # the easy rows
     assert (
         "50 tokens, answer '17'\n<|im_start|><|user|>add up: 1+2=?<|im_end|><|im_start|><|assistant|>\\boxed{3}"
@@ -48,38 +43,32 @@ def test_the_data_of_the_page_are_shown_as_the_policy_reads_them(
     assert ["train", str(page / "problems.csv"), "3", "3", "none"] in lines
 
 
-def test_the_task_of_the_page_is_made_by_reasoning_gym(
-    page: Path, capsys: pytest.CaptureFixture[str], stand_in: None
-) -> None:
-    assert main(["data", str(page / "own_task.yaml"), *FEW]) == 0
-    assert ", data source reasoning_gym:chain_sum\n<|im_start|><|user|>" in capsys.readouterr().out
+@pytest.mark.usefixtures("stand_in")
+def test_the_task_of_the_page_is_made_by_reasoning_gym(page: Path, command: Command) -> None:
+    said = ", data source reasoning_gym:chain_sum\n<|im_start|><|user|>"
+    assert said in command("data", page / "own_task.yaml", *FEW)
 
 
-def test_the_model_of_the_page_is_checked_and_shows_its_prompts(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_model_of_the_page_is_checked_and_shows_its_prompts(page: Path, command: Command) -> None:
     families.write_model(page / "my_model", "llama3", vocab_size=VOCAB_SIZE, max_position_embeddings=512)
     build_tokenizer(max_length=512).save_pretrained(page / "my_model")
     recipe = page / "own_model.yaml"
-    assert main(["check", str(recipe)]) == 0
-    assert "own_model, rl_think: fine" in capsys.readouterr().out
+    assert "own_model, rl_think: fine" in command("check", recipe)
     assert load_recipe(str(recipe)).policy.scratch is None
-    assert main(["data", str(recipe), *FEW]) == 0
-    assert capsys.readouterr().out.count("answer '") == 3
-    assert main(["check", str(recipe), "--set", "policy.lora.targets=[q_proj, w_proj]"]) == 2
-    assert "policy.lora.targets[1] must be one of q_proj, k_proj" in capsys.readouterr().err
+    assert command("data", recipe, *FEW).count("answer '") == 3
+    said = command("check", recipe, "--set", "policy.lora.targets=[q_proj, w_proj]", status=2)
+    assert "policy.lora.targets[1] must be one of q_proj, k_proj" in said
 
 
-def test_the_rewards_of_the_page_are_summed(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["score", str(page / "own_reward.yaml"), "--responses", str(page / "responses.jsonl")]
-    assert main(command) == 0
-    printed = capsys.readouterr().out
+def test_the_rewards_of_the_page_are_summed(page: Path, command: Command) -> None:
+    printed = command("score", page / "own_reward.yaml", "--responses", page / "responses.jsonl")
     assert [line.split()[1] for line in printed.splitlines()[2:5]] == ["1.076", "0.09", "0"]
     assert "reward/compute_score_boxed 0.666667\n" in printed
     assert "reward/brevity_score 0.553333\n" in printed
 
 
-def test_the_rows_of_the_example_are_all_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", str(EXAMPLES / "own_data" / "recipe.yaml")]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+def test_the_rows_of_the_example_are_all_kept(command: Command) -> None:
+    rows = [line.split() for line in command("data", EXAMPLES / "own_data" / "recipe.yaml").splitlines()]
     assert next(row[2:4] for row in rows if row[1:2] == [str(EXAMPLES / "own_data" / "problems.csv")]) == ["48", "48"]
 
 
@@ -88,18 +77,15 @@ def test_an_example_is_a_recipe_of_its_own_name(path: Path) -> None:
     assert load_recipe(str(path)).name == path.parent.name
 
 
-def test_the_reward_of_the_example_prefers_a_short_right_answer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_reward_of_the_example_prefers_a_short_right_answer(tmp_path: Path, command: Command) -> None:
     boxed = "\\boxed{42}"
     rows = [(f"{boxed}", "42"), (f"{'by adding the terms, ' * 3}{boxed}", "42"), (boxed, "41"), ("42", "42")]
     responses = tmp_path / "responses.jsonl"
     responses.write_text("".join(json.dumps({"response": text, "reference": gold}) + "\n" for text, gold in rows))
-    command = ["score", str(EXAMPLES / "own_reward" / "recipe.yaml"), "--responses", str(responses)]
-    assert main([*command, "--json"]) == 0
-    assert [json.loads(line)["score"] for line in capsys.readouterr().out.splitlines()] == [1.0, 0.9, 0.0, 0.0]
-    assert main(command) == 0
-    table = capsys.readouterr().out
+    asked = ("score", EXAMPLES / "own_reward" / "recipe.yaml", "--responses", responses)
+    scored = [json.loads(line)["score"] for line in command(*asked, "--json").splitlines()]
+    assert scored == [1.0, 0.9, 0.0, 0.0]
+    table = command(*asked)
     assert "mean 0.475 of 4 responses, 0 without a reward" in table
     assert "reward/right 0.5" in table
 
@@ -159,9 +145,7 @@ def test_a_program_is_scored_by_its_values_and_harms_nobody(code_reward: ModuleT
         ('{"response": "4"}', "--responses must have the text `response` and a `reference` in line 1, got "),
     ],
 )
-def test_responses_that_cannot_be_scored_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
-) -> None:
+def test_responses_that_cannot_be_scored_are_refused(tmp_path: Path, command: Command, text: str, message: str) -> None:
     (tmp_path / "responses.jsonl").write_text(text)
-    assert main(["score", "tiny", "--responses", str(tmp_path / "responses.jsonl")]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {message}")
+    said = command("score", "tiny", "--responses", tmp_path / "responses.jsonl", status=2)
+    assert said.startswith(f"error: {message}")

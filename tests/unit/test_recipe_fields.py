@@ -4,8 +4,6 @@ A check names another value and a probe: a cheap view of the code that reads the
 whose change its probe does not see, fails. `Recipe.fingerprint` is no probe: it reads everything.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import typing
@@ -15,21 +13,14 @@ from pathlib import Path
 import pytest
 
 from scripts.budgets import recipe_fields
-from slipstream.config import ConfigError, from_mapping, merge
+from slipstream.config import ConfigError, from_mapping, merge, read_yaml
 from slipstream.kubernetes.profile import ClusterProfile
 from slipstream.recipe import Recipe, load_recipe, recipe_schema
 from tests.unit.recipe_fields import data, draft, judging, policy, tracking, training, workers
 from tests.unit.recipe_fields.base import Tools, outcome, recipe_with
 
-CHECKS = {
-    **workers.CHECKS,
-    **policy.CHECKS,
-    **data.CHECKS,
-    **draft.CHECKS,
-    **training.CHECKS,
-    **judging.CHECKS,
-    **tracking.CHECKS,
-}
+CHECKS = workers.CHECKS | policy.CHECKS | data.CHECKS | draft.CHECKS
+CHECKS |= training.CHECKS | judging.CHECKS | tracking.CHECKS
 REFUSED = {"sampling.top_p": 0.9, "sampling.top_k": 5}  # the learner's logprobs know no truncation
 
 
@@ -44,11 +35,8 @@ def leaves(cls: type, path: str = "") -> Iterator[str]:
             yield from leaves(typing.cast(type, nested[0]), f"{path}{name}{'[]' if is_list else ''}.")
 
 
-def test_every_field_of_a_recipe_has_a_check() -> None:
+def test_every_field_of_a_recipe_has_a_check_and_is_counted_by_the_budget() -> None:
     assert sorted([*CHECKS, *REFUSED]) == sorted(leaves(Recipe))
-
-
-def test_the_budget_counts_every_field_of_a_recipe() -> None:
     names = {leaf.rpartition(".")[2].removesuffix("[]") for leaf in leaves(Recipe)}
     counted = [field.partition(".")[2] for field in recipe_fields(recipe_schema())]
     lists_of_sections = {"train", "validation", "draft_in_domain", "draft_general", "examples", "functions"}
@@ -73,22 +61,19 @@ def test_changing_a_field_changes_something(field: str, tmp_path: Path) -> None:
 
 NO_NUMBER_OF_A_RUN = (-1, math.nan, -math.inf, 2**63)
 MAY_BE_0 = ("storage.group", "cpu.shared_memory_gib", "head.shared_memory_gib")
-PROFILE = {
-    "name": "own",
-    "run_root": "/shared/runs",
-    "cpu": {"cpus": 4, "memory_gib": 16},
-    "head": {"cpus": 4, "memory_gib": 16},
-    "gpu": {
-        "nodes": 2,
-        "gpus_per_node": 4,
-        "product": "GB200",
-        "architecture": "arm64",
-        "pod": {"cpus": 4, "memory_gib": 16, "shared_memory_gib": 4},
-        "rdma_resources": {"rdma/ib": 4},
-    },
-    "storage": {"claim": "runs", "mount_path": "/shared"},
-    "ray_token_secret": "token",
-}
+PROFILE = read_yaml(
+    """
+name: own
+run_root: /shared/runs
+cpu: {cpus: 4, memory_gib: 16}
+head: {cpus: 4, memory_gib: 16}
+gpu:
+  {nodes: 2, gpus_per_node: 4, product: GB200, architecture: arm64, rdma_resources: {rdma/ib: 4},
+   pod: {cpus: 4, memory_gib: 16, shared_memory_gib: 4}}
+storage: {claim: runs, mount_path: /shared}
+ray_token_secret: token
+"""
+)
 
 
 def numbers(cls: type) -> dict[str, typing.Any]:
@@ -99,12 +84,8 @@ def numbers(cls: type) -> dict[str, typing.Any]:
         for part in name.replace("[]", "").split("."):
             nested = next(each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each))
             hint = typing.get_type_hints(nested)[part]
-        inside = [
-            hint,
-            *typing.get_args(hint),
-            *(each for arg in typing.get_args(hint) for each in typing.get_args(arg)),
-        ]
-        if int in inside or float in inside:
+        parts = typing.get_args(hint)
+        if {int, float} & {hint, *parts, *(each for part in parts for each in typing.get_args(part))}:
             found[name] = hint
     return found
 
@@ -132,11 +113,9 @@ def read_with(cls: type, changes: dict[str, typing.Any]) -> None:
 
 def test_the_numbers_of_recipes_and_profiles_are_found() -> None:
     assert len(numbers(Recipe)) > 150
-    assert {"grpo.seed", "tuning.candidate_ks", "grpo.loss.mask_band", "data.train[].max_rows"} <= numbers(
-        Recipe
-    ).keys()
-    assert {"gpu.rdma_resources", "storage.group", "parallel_parts"} <= numbers(ClusterProfile).keys()
-    assert numbers(ClusterProfile).keys() >= {*MAY_BE_0}
+    some = {"grpo.seed", "tuning.candidate_ks", "grpo.loss.mask_band", "data.train[].max_rows"}
+    assert some <= numbers(Recipe).keys()
+    assert {"gpu.rdma_resources", "storage.group", "parallel_parts", *MAY_BE_0} <= numbers(ClusterProfile).keys()
 
 
 @pytest.mark.parametrize(

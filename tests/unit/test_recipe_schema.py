@@ -1,7 +1,5 @@
 """The JSON schema of recipe files says of a file what the library says, and docs/recipe.md is written from it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +9,10 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from scripts import recipe_reference
-from slipstream import cli
 from slipstream.config import merge, read_yaml
 from slipstream.recipe import CONFIGS, recipe_file_schema, recipe_schema
 from slipstream.types import Workload
+from tests.unit.conftest import Command
 
 SCHEMA = recipe_schema()
 FILE = recipe_file_schema()
@@ -64,23 +62,22 @@ def test_a_file_with_a_base_says_only_what_it_changes(text: str, is_right: bool)
     ("change", "where"),
     [
         ({"grpo": {"gruop_size": 4}}, ["grpo"]),
-        ({"grpo": {"group_size": 1}}, ["grpo", "group_size"]),
-        ({"grpo": {"group_size": "8"}}, ["grpo", "group_size"]),
+        *(({"grpo": {"group_size": each}}, ["grpo", "group_size"]) for each in (1, "8")),
         ({"grpo": {"optimizer": {"learning_rate": 2}}}, ["grpo", "optimizer", "learning_rate"]),
         ({"draft": {"eagle3": {"loss": "mse"}}}, ["draft", "eagle3", "loss"]),
         ({"loop": {"mode": "overlapped"}}, ["loop", "mode"]),
         ({"data": {"train": []}}, ["data", "train"]),
-        ({"name": None}, ["name"]),
-        ({"engine": None}, ["engine"]),
+        *(({name: None}, [name]) for name in ("name", "engine")),
         ({"workloads": {"rl_thnk": {}}}, ["workloads"]),
         ({"grpo": {"optimizer": {"betas": [0.9, 1.0]}}}, ["grpo", "optimizer", "betas", 1]),
         ({"grpo": {"optimizer": {"betas": [0.9]}}}, ["grpo", "optimizer", "betas"]),
         ({"grpo": {"loss": {"mask_band": [0.5, 1.0]}}}, ["grpo", "loss", "mask_band"]),
         ({"sampling": {"temperature": 0.005}}, ["sampling", "temperature"]),
-        ({"data": {"instruction": "no problem"}}, ["data", "instruction"]),
-        ({"data": {"instruction": "{problem} {problem}"}}, ["data", "instruction"]),
-        ({"workloads": {"rl_think": {"grpo": {"group_size": 1}}}}, ["workloads", "rl_think"]),
-        ({"workloads": {"rl_think": {"workload": "rl_zero"}}}, ["workloads", "rl_think"]),
+        *(({"data": {"instruction": each}}, ["data", "instruction"]) for each in ("none", "{problem} {problem}")),
+        *(
+            ({"workloads": {"rl_think": each}}, ["workloads", "rl_think"])
+            for each in ({"grpo": {"group_size": 1}}, {"workload": "rl_zero"})
+        ),
     ],
 )
 def test_a_recipe_that_breaks_a_rule_breaks_the_schema_there(change: dict[str, Any], where: list[Any]) -> None:
@@ -102,15 +99,10 @@ def test_a_change_of_a_few_fields_satisfies_the_schema(change: dict[str, Any]) -
     Draft202012Validator(FILE).validate(merge(TINY, change))
 
 
-def test_a_rule_without_keywords_is_told_in_the_description() -> None:
-    assert "It must rise from 1, without repeats." in LEAVES["tuning.batch_sizes"]["description"]
-
-
 def test_a_section_of_a_workload_need_not_repeat_what_the_recipe_says() -> None:
     assert set(FILE["properties"]["workloads"]["properties"]) == set(Workload)
-    Draft202012Validator(FILE).validate(
-        merge(TINY, {"workloads": {"rl_zero": {"grpo": {"seed": 1}}, "rl_think": None}})
-    )
+    own = {"rl_zero": {"grpo": {"seed": 1}}, "rl_think": None}
+    Draft202012Validator(FILE).validate(merge(TINY, {"workloads": own}))
     without = {name: value for name, value in TINY.items() if name != "grpo"}
     assert not Draft202012Validator(FILE).is_valid(without)
 
@@ -123,7 +115,7 @@ def test_each_field_has_a_sentence_and_is_set_by_a_shipped_recipe_or_says_who_se
     assert who or any(name in USES for name in NAMES[leaf]), "add a sentence that begins with Set"
 
 
-def test_a_row_has_type_range_default_meaning_and_who_sets_the_field() -> None:
+def test_a_rule_without_keywords_is_told_in_the_description_and_a_row_has_all_that_a_user_asks() -> None:
     used = {"grpo.group_size": ["mine"]}
     field = LEAVES["grpo.group_size"]
     assert recipe_reference.row(("grpo",), "group_size", field, used) == (
@@ -135,13 +127,10 @@ def test_a_row_has_type_range_default_meaning_and_who_sets_the_field() -> None:
     assert row.endswith(" | Set it where logits fill memory. |")
     assert recipe_reference.type_text(LEAVES["sampling.top_p"]) == "number in (0, 1]"
     assert recipe_reference.type_text(LEAVES["grpo.loss.mask_level"]) == "`token`, `sequence`"
+    assert "It must rise from 1, without repeats." in LEAVES["tuning.batch_sizes"]["description"]
 
 
-def test_the_reference_shows_the_schema_as_it_is() -> None:
+def test_the_reference_and_the_command_show_the_schema_as_it_is(command: Command) -> None:
     """So a range that changes is seen to change."""
     assert recipe_reference.page() == (CONFIGS.parent / "docs" / "recipe.md").read_text()
-
-
-def test_the_command_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["schema"]) == 0
-    assert json.loads(capsys.readouterr().out) == FILE
+    assert json.loads(command("schema")) == FILE

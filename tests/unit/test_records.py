@@ -1,7 +1,5 @@
 """Records reach the disk whole or not at all, and come back equal."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -33,12 +31,14 @@ def test_record_comes_back_equal_alone_in_a_new_folder_or_over_a_longer_one(reco
         write_record(replace(ARM, steps=(STEP,) * 50), path)
 
 
-def test_file_is_plain_json_with_enums_as_values(tmp_path: Path):
+def test_file_is_plain_json_with_enums_as_values_and_times_in_the_order_of_the_stages(tmp_path: Path) -> None:
     arm = replace(ARM, steps=(STEP, replace(STEP, acceptance=None)))
     written = json.loads(write_record(arm, tmp_path / "arm.json").read_text())
     assert written["arm"] == "speculative"
     assert written["steps"][0]["acceptance"]["accepted_by_position"] == [8, 4]
     assert written["steps"][1]["acceptance"] is None
+    names = ["data", "prepare", "generation", "logprob", "train"]
+    assert list(STEP.times.by_stage().items()) == list(zip(names, (0.1, 0.2, 3.0, 0.5, 1.2), strict=True))
 
 
 @given(
@@ -49,12 +49,8 @@ def test_file_is_plain_json_with_enums_as_values(tmp_path: Path):
 def test_floats_survive_to_the_last_bit(
     loss: float, generation_s: float, rewards: float, tmp_path_factory: pytest.TempPathFactory
 ):
-    record = replace(
-        STEP,
-        train=replace(STEP.train, loss=loss),
-        reward_mean=rewards,
-        times=replace(STEP.times, generation_s=generation_s),
-    )
+    train, times = replace(STEP.train, loss=loss), replace(STEP.times, generation_s=generation_s)
+    record = replace(STEP, train=train, reward_mean=rewards, times=times)
     path = tmp_path_factory.getbasetemp() / "floats.json"
     assert read_record(StepRecord, write_record(record, path)) == record
 
@@ -69,7 +65,7 @@ def test_value_that_is_no_number_is_refused_and_the_old_file_stays(value: float,
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_failed_write_removes_its_temporary_file(tmp_path: Path):
+def test_failed_write_removes_its_temporary_file(tmp_path: Path) -> None:
     # A folder of that name cannot be replaced by a file: the rename fails after the data has been written.
     (tmp_path / "step.json" / "inside").mkdir(parents=True)
     with pytest.raises(OSError, match=r"step\.json"):
@@ -152,8 +148,3 @@ def test_what_is_no_such_record_is_refused_with_the_file_named(text: str, messag
     (tmp_path / "entry.json").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_record(ScheduleEntry, tmp_path / "entry.json")
-
-
-def test_stage_times_are_given_in_the_order_of_the_stages():
-    names = ["data", "prepare", "generation", "logprob", "train"]
-    assert list(STEP.times.by_stage().items()) == list(zip(names, (0.1, 0.2, 3.0, 0.5, 1.2), strict=True))

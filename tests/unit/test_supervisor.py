@@ -1,7 +1,5 @@
 """A command gets three seconds to end after an interrupt; then, or when it ends, nothing that came from it is left."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -57,50 +55,45 @@ def start(tmp_path: Path, mode: str, code: str = SUPERVISOR) -> tuple[subprocess
     return supervisor, [psutil.Process(int(pid)) for pid in pids.read_text().split() if psutil.pid_exists(int(pid))]
 
 
-INTERRUPTED = f"{128 + signal.SIGINT} True\n"
-
-
-def took(supervisor: subprocess.Popen[str], processes: list[psutil.Process], says: str, since_s: float = 0.0) -> float:
-    """Seconds until the supervisor ended, which says so and leaves no process."""
+def ended_s(supervisor: subprocess.Popen[str], processes: list[psutil.Process], says: str) -> float:
+    """When the supervisor ended, which says so and leaves no process."""
     out, _ = supervisor.communicate(timeout=30)
-    ended_s = time.monotonic()
+    found_s = time.monotonic()
     assert out == says
     assert [process.pid for process in processes if process.is_running()] == []
-    return ended_s - since_s
+    return found_s
+
+
+def took(tmp_path: Path, mode: str, *signals: signal.Signals, code: str = SUPERVISOR) -> float:
+    """Seconds in which a supervisor ends that gets these signals, 0.3 s apart."""
+    supervisor, processes = start(tmp_path, mode, code)
+    assert len(processes) == 2
+    interrupted_s = time.monotonic()
+    for number in signals:
+        time.sleep(0.3 * (number is not signals[0]))
+        supervisor.send_signal(number)
+    return ended_s(supervisor, processes, f"{128 + signals[0]} True\n") - interrupted_s
 
 
 @pytest.mark.parametrize(("mode", "number"), [("willing", signal.SIGINT), ("stubborn", signal.SIGTERM)])
 def test_after_an_interrupt_nothing_is_left_within_five_seconds(
     tmp_path: Path, mode: str, number: signal.Signals
 ) -> None:
-    supervisor, processes = start(tmp_path, mode)
-    assert len(processes) == 2
-    interrupted_s = time.monotonic()
-    supervisor.send_signal(number)
-    assert took(supervisor, processes, f"{128 + number} True\n", interrupted_s) < 5.0
+    assert took(tmp_path, mode, number) < 5.0
 
 
 @EITHER
 def test_a_second_signal_ends_the_grace_at_once(tmp_path: Path, code: str) -> None:
-    supervisor, processes = start(tmp_path, "stubborn", code)
-    interrupted_s = time.monotonic()
-    supervisor.send_signal(signal.SIGINT)
-    time.sleep(0.3)
-    supervisor.send_signal(signal.SIGTERM)
-    assert took(supervisor, processes, INTERRUPTED, interrupted_s) < 2.5  # of a grace of three seconds
+    assert took(tmp_path, "stubborn", signal.SIGINT, signal.SIGTERM, code=code) < 2.5  # of a grace of three seconds
 
 
 def test_a_command_is_asked_again_for_its_first_handlers_exception_may_get_lost(tmp_path: Path) -> None:
-    supervisor, processes = start(tmp_path, "deaf_once")
-    interrupted_s = time.monotonic()
-    supervisor.send_signal(signal.SIGINT)
-    assert 0.5 < took(supervisor, processes, INTERRUPTED, interrupted_s) < 2.5
+    assert 0.5 < took(tmp_path, "deaf_once", signal.SIGINT) < 2.5
 
 
 @EITHER
 def test_a_command_that_ends_by_itself_leaves_no_orphan(tmp_path: Path, code: str) -> None:
-    supervisor, processes = start(tmp_path, "done", code)
-    took(supervisor, processes, "3 False\n")
+    ended_s(*start(tmp_path, "done", code), "3 False\n")
 
 
 @EITHER

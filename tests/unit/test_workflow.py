@@ -27,9 +27,8 @@ def _inputs_read(monkeypatch: pytest.MonkeyPatch, workflow: str, *arguments: str
 
 def test_pyflyte_run_reads_what_a_demo_was_given_and_nothing_where_it_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"workload": Workload.RL_THINK, "seed": 0, "num_steps": None}
-    launch = started(
-        "tiny", reuse_stored=True, arms=Arms.SPECULATIVE, overrides=["placement.arms_in_turn=off"], **given
-    )
+    changes = ["placement.arms_in_turn=off"]
+    launch = started("tiny", reuse_stored=True, arms=Arms.SPECULATIVE, overrides=changes, **given)
     read = _inputs_read(monkeypatch, "speculative_rl", *launch.command(Path("/runs"))[4:])
     assert (read["workload"], read["seed"], read["num_steps"]) == (Workload.RL_THINK, 0, None)
     assert read["arms"] is Arms.SPECULATIVE

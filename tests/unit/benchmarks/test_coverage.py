@@ -1,7 +1,5 @@
 """The noise that is read from steps, and how often intervals hold the truth on it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

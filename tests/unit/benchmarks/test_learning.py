@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -7,22 +5,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.learning import Places, main
-from benchmarks.study import SeedResult, Study, append
+from benchmarks.study import Study, append
 from slipstream.records.steps import ArmRecord
-from slipstream.types import Arm, Workload
-from tests.unit.benchmarks.test_study import result
+from slipstream.types import Arm
+from tests.unit.benchmarks.test_study import STUDY, result
 from tests.unit.report.handmade import step
 from tests.unit.sampled import overlapping
 
 ASKED = ["--seeds", "0", "1", "--k", "7"]
-
-
-def kept(root: Path, *seeds: int) -> list[SeedResult]:
-    study = Study(recipe="tiny", workload=Workload.RL_ZERO, k=7, evaluate=False, pinned=False)
-    results = [result(seed, study=study) for seed in seeds]
-    for each in results:
-        append(each, root / "results.jsonl")
-    return results
 
 
 @dataclass
@@ -42,27 +32,18 @@ class Runner:
         return 0
 
 
-def test_seeds_that_are_finished_are_shown_and_not_run_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kept(tmp_path, 1)
+def test_finished_seeds_are_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    append(result(1, study=STUDY), tmp_path / "results.jsonl")
     runner = Runner()
-
-    assert main([*ASKED, "--root", str(tmp_path)], run_seed=runner) == 0
-    assert runner.seeds == [0]
-    assert main([*ASKED, "--root", str(tmp_path)], run_seed=runner) == 0
-    assert runner.seeds == [0]
-
+    for _ in range(2):
+        assert main([*ASKED, "--root", str(tmp_path)], run_seed=runner) == 0
+        assert runner.seeds == [0]
     assert "2 of 2 seeds gain" in capsys.readouterr().out.splitlines()[-2]
 
 
-def test_a_seed_that_fails_stops_no_other_and_shows_in_the_status(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_seed_that_fails_stops_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runner = Runner(failing=0)
-
     assert main([*ASKED, "--root", str(tmp_path)], run_seed=runner) == 1
-
     assert runner.seeds == [0, 1]
     assert "1 of 1 seeds gain" in capsys.readouterr().out
 
@@ -70,9 +51,7 @@ def test_a_seed_that_fails_stops_no_other_and_shows_in_the_status(
 def test_a_pinned_seed_gets_one_core_and_the_caller_keeps_its_own(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
     runner = Runner()
-
     assert main([*ASKED, "--root", str(tmp_path), "--pin"], run_seed=runner) == 0
-
     assert runner.cores == [{min(before)}] * 2
     assert os.sched_getaffinity(0) == before
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -24,30 +22,22 @@ def execution(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_run_is_found_by_its_own_directory_by_its_reports_and_by_the_link_to_it(
+def test_a_run_is_found_by_its_directory_its_report_and_a_link_and_what_is_none_is_refused(
     execution: Path, tmp_path: Path
 ) -> None:
     latest = tmp_path / "latest"
     latest.symlink_to(execution / "report_speedup")
-
     assert [find_execution(path) for path in (execution, execution / "report_speedup", latest)] == [execution] * 3
-
-
-def test_what_is_no_run_is_refused_and_what_it_lacks_is_named(execution: Path) -> None:
     (execution / "tune_draft_length" / "tuning.json").unlink()
-
     with pytest.raises(ConfigError, match=r"--run must be .*tiny-1 lacks tune_draft_length/tuning.json") as refused:
         find_execution(execution)
-
     assert "prepare_policy/policy" not in str(refused.value).split("lacks")[1]
 
 
 def test_an_automatic_type_becomes_what_the_run_computed_in(execution: Path) -> None:
     record = NumericsRecord(dtype="bfloat16", reason="measured", float32_ms=2.0, bfloat16_ms=1.0, capabilities=())
     write_record(record, execution / "numerics" / "numerics.json")
-
     run = open_run(execution / "report_speedup")
-
     assert (run.recipe.learner.dtype, run.recipe.engine.dtype) == (Dtype.BFLOAT16, Dtype.BFLOAT16)
     assert run.chosen_k == 5
     assert "learner bfloat16, engine bfloat16" in run.described()

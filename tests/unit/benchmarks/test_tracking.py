@@ -1,7 +1,5 @@
 """The store that `compare` is timed on is what executions leave, and bad input is named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from benchmarks import tracking

@@ -1,10 +1,8 @@
 """Rows of a user's own: columns by name, filters, weights, and what the policy is shown before a problem."""
 
-from __future__ import annotations
-
 import csv
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,13 @@ import pytest
 import yaml
 from datasets import Dataset
 
-from slipstream.config import ConfigError
 from slipstream.data.config import DataConfig, SourceConfig
 from slipstream.data.prompts import PromptSets, load_prompt_sets
 from slipstream.data.synthetic import SyntheticConfig
 from slipstream.data.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from slipstream.types import Prompt
+from tests.unit.conftest import Refusal
+from tests.unit.recipe_fields.data import AnyAnswer
 from tests.unit.refusals import rows
 
 TOKENIZER = build_tokenizer(max_length=256)
@@ -49,16 +48,10 @@ def lay(directory: Path, kind: str, rows: Sequence[Mapping[str, Any]] = ROWS) ->
 
 def load(*sources: Mapping[str, Any], tokenizer: Any = TOKENIZER, **changes: Any) -> PromptSets:
     """Load sets whose training set is given; every answer that is not empty can be scored."""
-    train = tuple(SourceConfig(**source) for source in sources)
-    config = DataConfig(
-        **{"max_prompt_tokens": 128, "synthetic": SyntheticConfig(num_draft_rows=5), "train": train, **changes}
-    )
-    return load_prompt_sets(
-        config,
-        tokenizer=tokenizer,
-        gradable=lambda references, _: [bool(each) for each in references],
-        equal=lambda pairs, _: [one == other for one, other in pairs],
-    )
+    given = {"train": tuple(SourceConfig(**source) for source in sources), **changes}
+    config = DataConfig(**{"max_prompt_tokens": 128, "synthetic": SyntheticConfig(num_draft_rows=5), **given})
+    known = AnyAnswer()
+    return load_prompt_sets(config, tokenizer=tokenizer, gradable=known.gradable, equal=known.equal)
 
 
 def answers(prompts: Sequence[Prompt]) -> dict[str, str]:
@@ -73,64 +66,47 @@ def test_rows_of_any_columns_are_read_from_every_kind_of_file(tmp_path: Path, ki
     assert prompt.extra["level"] in (2, "2")
 
 
-def test_the_answer_stands_after_the_last_mark_and_a_row_without_it_has_none(tmp_path: Path) -> None:
+BARE = {"columns": {"problem": "q", "answer": "a"}}
+
+
+def test_the_answer_stands_after_the_last_mark_and_one_of_a_csv_as_it_is_written(tmp_path: Path) -> None:
     rows = [{"q": "1+1=?", "a": "# 3 # 2"}, {"q": "2+2=?", "a": "4"}, {"q": "3+3=?", "a": None}]
-    source = {"path": lay(tmp_path, "jsonl", rows), "columns": {"problem": "q", "answer": "a"}, "answer_after": "#"}
-    sets = load(source)
+    sets = load({"path": lay(tmp_path, "jsonl", rows), **BARE, "answer_after": "#"})
     assert answers(sets.train) == {"1+1=?": "2"}
     assert next(each for each in sets.records if each.name == "train").num_unparseable == 2
-
-
-def test_a_csv_keeps_its_answers_as_they_are_written(tmp_path: Path) -> None:
     rows = [{"q": "a?", "a": "007"}, {"q": "b?", "a": ""}, {"q": "c?", "a": "NA"}, {"q": "d?", "a": "1.50"}]
-    sets = load({"path": lay(tmp_path, "csv", rows), "columns": {"problem": "q", "answer": "a"}})
+    sets = load({"path": lay(tmp_path, "csv", rows), **BARE})
     assert answers(sets.train) == {"a?": "007", "c?": "NA", "d?": "1.50"}
 
 
 def test_a_column_may_hold_a_chat_and_a_source_may_name_its_data_source(tmp_path: Path) -> None:
     turns = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "1+1=?"}]
-    source = {
-        "path": lay(tmp_path, "jsonl", [{"turns": turns, "a": 2, "data_source": "theirs"}]),
-        "columns": {"problem": "turns", "answer": "a"},
-    }
+    source = {"path": lay(tmp_path, "jsonl", [{"q": turns, "a": 2, "data_source": "theirs"}]), **BARE}
     (theirs,) = load(source).train
     (ours,) = load({**source, "data_source": "ours"}).train
     assert (theirs.text, theirs.answer, theirs.data_source) == ("system: be kind\n\nuser: 1+1=?", "2", "theirs")
     assert (ours.data_source, ours.id) == ("ours", theirs.id)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"columns": {"problem": "question"}},
-            "data.train.columns.problem must be one of asked, hard, level, worked, the columns of PATH, got 'question'",
-        ),
-        (
-            {"columns": {"problem": "asked", "answer": "worked", "extra": ["year"]}},
-            "data.train.columns.extra must be one of asked, hard, level, worked, the columns of PATH, got 'year'",
-        ),
-        (
-            {"where": {"year": 1}},
-            "data.train.where must name one of asked, hard, level, worked, the columns of PATH, got 'year'",
-        ),
-        ({"where": {"level": 7}}, "data.train.where must leave a row of PATH, got {'level': 7}; level has 2, 3, 1"),
-        ({"columns": {"problem": "level", "answer": "worked"}}, "problem must be text"),
-    ],
+@rows(
+    """
+{columns: {problem: question}} => .columns.problem must be one of THERE, got 'question'
+{columns: {problem: asked, answer: worked, extra: [year]}} => .columns.extra must be one of THERE, got 'year'
+{where: {year: 1}} => .where must name one of THERE, got 'year'
+{where: {level: 7}} => .where must leave a row of PATH, got {'level': 7}; level has 2, 3, 1
+{columns: {problem: level, answer: worked}}
+    must follow the schema of `columns` in row 1 of PATH, got ...level must be text, got 2
+"""
 )
 def test_columns_and_filters_that_fit_no_row_are_refused_with_what_there_is(
-    tmp_path: Path, change: dict[str, Any], message: str
+    refusal: Refusal, tmp_path: Path, given: str, expected: str
 ) -> None:
     path = lay(tmp_path, "jsonl")
-    with pytest.raises(ConfigError) as caught:
-        load({"path": path, **OWN, **change})
-    expected = message.replace("PATH", path)
-    if expected.startswith("data."):
-        assert str(caught.value) == expected
-    else:
-        start = f"data.train must follow the schema of `columns` in row 1 of {path}, got "
-        assert str(caught.value).startswith(start)
-        assert str(caught.value).endswith("level must be text, got 2")
+    there = f"asked, hard, level, worked, the columns of {path}"
+    wanted = f"data.train {expected}".replace(" .", ".").replace("THERE", there).replace("PATH", path)
+    said = refusal(lambda: load({"path": path, **OWN, **yaml.safe_load(given)}))
+    start, _, end = wanted.partition("...")
+    assert said == wanted or (end and said.startswith(start) and said.endswith(end))
 
 
 @pytest.mark.parametrize(("kind", "place"), [("jsonl", "row 7 of {}"), ("directory", "row 3 of {}/part-1.jsonl")])
@@ -147,9 +123,10 @@ def test_a_row_without_a_problem_is_named_by_its_file_and_number_whatever_was_fi
 def test_weights_leave_prompts_out_until_the_shares_hold_and_the_scarcest_source_is_whole(tmp_path: Path) -> None:
     few = [{"asked": f"{i}-{i}=?", "worked": "#### 0"} for i in range(1, 4)]
     (tmp_path / "few").mkdir()
+    columns = {"columns": {"problem": "asked", "answer": "worked"}}
     sources = [
-        {"path": lay(tmp_path, "jsonl"), **OWN, "columns": {"problem": "asked", "answer": "worked"}, "weight": 4},
-        {"path": lay(tmp_path / "few", "jsonl", few), "columns": {"problem": "asked", "answer": "worked"}, "weight": 2},
+        {"path": lay(tmp_path, "jsonl"), **OWN, **columns, "weight": 4},
+        {"path": lay(tmp_path / "few", "jsonl", few), **columns, "weight": 2},
     ]
     sets = load(*sources)
     records = [each for each in sets.records if each.name == "train"]
@@ -158,29 +135,19 @@ def test_weights_leave_prompts_out_until_the_shares_hold_and_the_scarcest_source
     assert {each.text for each in load(*sources, seed=1).train} != {each.text for each in sets.train}
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ((1, None), r"^data\.train must have a weight in all of its sources or in none, got \[1\.0, None\]$"),
-        ((1, 0), r"weight must be > 0 or null, got 0$"),
-    ],
-)
-def test_a_weight_of_nothing_is_refused(weights: tuple[float | None, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        DataConfig(max_prompt_tokens=1, train=tuple(SourceConfig(path="a/b", weight=each) for each in weights))
+def test_all_sources_of_a_set_have_a_weight_or_none_has(refusal: Refusal) -> None:
+    train = tuple(SourceConfig(path="a/b", weight=weight) for weight in (1, None))
+    message = "data.train must have a weight in all of its sources or in none, got [1.0, None]"
+    assert refusal(DataConfig, max_prompt_tokens=1, train=train) == message
 
 
 def test_the_policy_reads_the_system_turn_and_the_examples_before_the_problem(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "2+2=?"}]
     rows = [{"q": [{"role": "user", "content": "1+1=?"}], "a": "2"}, {"q": chat, "a": "4"}]
-    source = {"path": lay(tmp_path, "jsonl", rows), "columns": {"problem": "q", "answer": "a"}}
+    source = {"path": lay(tmp_path, "jsonl", rows), **BARE}
     plain = {prompt.text: prompt.id for prompt in load(source).train}
-    shown = load(
-        source,
-        system="be brief",
-        examples=({"problem": "3+3=?", "response": "6"},),
-        instruction="solve {problem}",
-    )
+    examples = ({"problem": "3+3=?", "response": "6"},)
+    shown = load(source, system="be brief", examples=examples, instruction="solve {problem}")
     example = "<|im_start|><|user|>solve 3+3=?<|im_end|><|im_start|><|assistant|>6<|im_end|>"
     texts = {prompt.text: str(TOKENIZER.decode(list(prompt.token_ids))) for prompt in shown.train}
     assert texts["1+1=?"] == (
@@ -209,38 +176,33 @@ def test_arguments_reach_the_chat_template_and_a_reward_is_told_how_the_turn_was
 WITHOUT_SYSTEM = "{%- for m in messages -%}{%- if m.role != 'system' -%}{{- m.content -}}{%- endif -%}{%- endfor -%}"
 
 
-@pytest.mark.parametrize(
-    ("template", "changes", "message"),
-    [
-        (
-            THINKING,
-            {"chat_template_args": {"thinking": True}},
-            "data.chat_template_args must be arguments of the policy's chat template, which takes enable_thinking, "
-            "got 'thinking'",
-        ),
-        (
-            CHAT_TEMPLATE,
-            {"chat_template_args": {"messages": "x"}},
-            "data.chat_template_args must be arguments of the policy's chat template, which takes none, got 'messages'",
-        ),
-        (
-            WITHOUT_SYSTEM,
-            {"system": "be brief"},
-            "data.system must be shown by the policy's chat template, got 'system'; it leaves that turn out",
-        ),
-        (
-            WITHOUT_SYSTEM.replace("{{- m.content -}}", "{{- raise_exception('one turn') if m.role != 'user' -}}"),
-            {"examples": ({"problem": "1", "response": "2"},)},
-            "data.examples must be taken by the policy's chat template, got one turn; leave it out",
-        ),
-    ],
+TEMPLATES = {
+    "THINKING": THINKING,
+    "PLAIN": CHAT_TEMPLATE,
+    "WITHOUT_SYSTEM": WITHOUT_SYSTEM,
+    "ONE_TURN": WITHOUT_SYSTEM.replace("{{- m.content -}}", "{{- raise_exception('one turn') if m.role != 'user' -}}"),
+}
+
+
+@rows(
+    """
+THINKING: {chat_template_args: {thinking: true}}
+    data.chat_template_args must be arguments of the policy's chat template, which takes enable_thinking, got 'thinking'
+PLAIN: {chat_template_args: {messages: x}}
+    data.chat_template_args must be arguments of the policy's chat template, which takes none, got 'messages'
+WITHOUT_SYSTEM: {system: be brief}
+    data.system must be shown by the policy's chat template, got 'system'; it leaves that turn out
+ONE_TURN: {examples: [{problem: '1', response: '2'}]}
+    data.examples must be taken by the policy's chat template, got one turn; leave it out
+"""
 )
 def test_what_the_chat_template_does_not_take_is_refused(
-    refusal: Callable[..., str], tmp_path: Path, template: str, changes: dict[str, Any], message: str
+    refusal: Refusal, tmp_path: Path, given: str, expected: str
 ) -> None:
     tokenizer = build_tokenizer(max_length=256)
-    tokenizer.chat_template = template
-    assert refusal(lambda: load({"path": lay(tmp_path, "jsonl"), **OWN}, tokenizer=tokenizer, **changes)) == message
+    ((name, changes),) = yaml.safe_load(given).items()
+    tokenizer.chat_template = TEMPLATES[name]
+    assert refusal(lambda: load({"path": lay(tmp_path, "jsonl"), **OWN}, tokenizer=tokenizer, **changes)) == expected
 
 
 @rows(
@@ -248,11 +210,12 @@ def test_what_the_chat_template_does_not_take_is_refused(
 {path: "reasoning_gym:chain_sum", where: {level: 1}}
     data source.where must be left out with path reasoning_gym:chain_sum, got {'level': 1}; its rows are made on the
     spot
+{path: synthetic, split: test}
+    data source.split must be left out with path synthetic, got 'test'; its rows are made on the spot
 {path: a/b, config: {size: 3}}
     data source.config must be left out without reasoning_gym:TASK as path, got {'size': 3}
-{path: a/b, where: {level: [1, 2]}}
-    data source.where.level must be text, a number, true, false or null, got [1, 2]
+{path: a/b, where: {level: [1, 2]}} => data source.where.level must be text, a number, true, false or null, got [1, 2]
 """
 )
-def test_fields_of_another_kind_of_source_are_refused(refusal: Callable[..., str], given: str, expected: str) -> None:
+def test_fields_of_another_kind_of_source_are_refused(refusal: Refusal, given: str, expected: str) -> None:
     assert refusal(SourceConfig, **yaml.safe_load(given)) == expected

@@ -1,10 +1,8 @@
 """Loading prompts: hand-counted manifests, disjoint sets, and errors that say what to do."""
 
-from __future__ import annotations
-
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from slipstream.data.synthetic import SyntheticConfig
 from slipstream.data.tokenizer import build_tokenizer
 from slipstream.records.stages import DataSetRecord
 from slipstream.types import Prompt
+from tests.unit.conftest import Refusal
 from tests.unit.refusals import rows
 
 TOKENIZER = build_tokenizer(max_length=256)
@@ -32,6 +31,7 @@ OPENING = "<|im_start|><|assistant|>"
 SMALL = SyntheticConfig(
     num_train_problems=20, num_copies=3, num_conflicting=2, num_leaked=1, num_draft_rows=10, num_validation_problems=5
 )
+TURN = [{"role": "user", "content": "x"}]
 DAPO_TEXT = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
@@ -106,31 +106,14 @@ def test_every_row_is_counted_once_by_hand(tmp_path: Path) -> None:
     ]
     sets = load(train=write(tmp_path / "dapo.jsonl", rows), validation=validation)
     assert {(prompt.text, prompt.answer) for prompt in sets.train} == {("1+1=?", "2"), ("4+4=?", "8")}
-    assert record(sets, "train") == DataSetRecord(
-        name="train",
-        source=str(tmp_path / "dapo.jsonl"),
-        num_read=10,
-        num_kept=2,
-        num_duplicates=2,
-        num_conflicting=2,
-        num_unparseable=2,
-        num_too_long=1,
-        num_held_out=1,
-    )
+    dropped = {"num_duplicates": 2, "num_conflicting": 2, "num_unparseable": 2, "num_too_long": 1, "num_held_out": 1}
+    source = str(tmp_path / "dapo.jsonl")
+    assert record(sets, "train") == DataSetRecord(name="train", source=source, num_read=10, num_kept=2, **dropped)
 
 
 def test_answers_that_the_scorer_calls_equal_do_not_conflict(tmp_path: Path) -> None:
-    rows = [
-        dapo("1+1=?", "1,000"),
-        dapo("1+1=?", "1000"),
-        dapo("2+2=?", "\u22123"),  # a minus sign
-        dapo("2+2=?", "-3"),
-        dapo("3+3=?", "5.0"),
-        dapo("3+3=?", "5"),
-        dapo("4+4=?", "5"),
-        dapo("4+4=?", "5.0"),
-        dapo("4+4=?", "6"),
-    ]
+    given = {"1+1=?": ("1,000", "1000"), "2+2=?": ("\u22123", "-3"), "3+3=?": ("5.0", "5"), "4+4=?": ("5", "5.0", "6")}
+    rows = [dapo(problem, answer) for problem, answers in given.items() for answer in answers]
     scorer = Integers()
     sets = load(answers=scorer, train=write(tmp_path / "dapo.jsonl", rows))
     kept = record(sets, "train")
@@ -142,21 +125,12 @@ def test_answers_that_the_scorer_calls_equal_do_not_conflict(tmp_path: Path) -> 
 
 def test_rows_of_two_sources_conflict_as_those_of_one_do(tmp_path: Path) -> None:
     first = write(tmp_path / "1.jsonl", [dapo("1+1=?", "2"), dapo("2+2=?", "4"), dapo("5+5=?", "10")])
-    second = write(
-        tmp_path / "2.jsonl", [dapo("1+1=?", "3"), dapo("2+2=?", "4.0"), dapo("5+5=?", "ten"), dapo("3+3=?", "6")]
-    )
-    sets = load(train=first + second)
+    others = [dapo("1+1=?", "3"), dapo("2+2=?", "4.0"), dapo("5+5=?", "ten"), dapo("3+3=?", "6")]
+    sets = load(train=first + write(tmp_path / "2.jsonl", others))
     assert {p.text for p in sets.train} == {"2+2=?", "5+5=?", "3+3=?"}
-    counts = [
-        (r.num_read, r.num_kept, r.num_conflicting, r.num_duplicates, r.num_unparseable)
-        for r in sets.records
-        if r.name == "train"
-    ]
+    records = [each for each in sets.records if each.name == "train"]
+    counts = [(r.num_read, r.num_kept, r.num_conflicting, r.num_duplicates, r.num_unparseable) for r in records]
     assert counts == [(3, 2, 1, 0, 0), (4, 1, 1, 1, 1)]
-
-
-def test_ids_of_plain_problems_are_the_hashes_of_their_text() -> None:
-    assert prompt_id("1+1=?") == "b9ab5b7f58369cf5" == prompt_id(" 1+1=?\n")
 
 
 def test_rows_without_a_problem_are_counted_and_the_first_is_named(
@@ -186,11 +160,8 @@ def chat(*said: tuple[str, str], answer: str = "2") -> Row:
 def test_all_turns_of_a_chat_are_rendered_and_name_it(tmp_path: Path) -> None:
     one = chat(("system", "be brief"), ("user", "1+1=?"), ("assistant", "2"), ("user", "2+2=?"), answer="4")
     other = chat(("system", "be kind"), ("user", "1+1=?"), ("assistant", "2"), ("user", "2+2=?"), answer="5")
-    sets = load(
-        train=write(tmp_path / "rows.jsonl", [one, other]),
-        instruction="solve {problem}",
-        max_prompt_tokens=128,
-    )
+    source = write(tmp_path / "rows.jsonl", [one, other])
+    sets = load(train=source, instruction="solve {problem}", max_prompt_tokens=128)
     assert record(sets, "train").num_kept == 2  # they differ in their system turns: no conflict
     (brief,) = [p for p in sets.train if p.answer == "4"]
     assert TOKENIZER.decode(list(brief.token_ids)) == (
@@ -201,41 +172,40 @@ def test_all_turns_of_a_chat_are_rendered_and_name_it(tmp_path: Path) -> None:
     assert brief.id == prompt_id(brief.text)
 
 
-def test_a_validation_problem_is_held_out_whatever_is_said_before_it(tmp_path: Path) -> None:
+def test_training_gives_up_what_a_draft_or_the_validation_set_has_whatever_is_said_before_it(tmp_path: Path) -> None:
     validation = write(tmp_path / "aime.jsonl", [{"problem": "9+9=?", "answer": "18"}])
     rows = [chat(("system", "be brief"), ("user", "9+9=?"), answer="18"), dapo("1+1=?", "2")]
     sets = load(train=write(tmp_path / "rows.jsonl", rows), validation=validation)
     assert [p.text for p in sets.train] == ["1+1=?"]
     assert record(sets, "train").num_held_out == 1
+    draft = write(tmp_path / "draft.jsonl", [dapo("1+1=?", "2")])
+    train = write(tmp_path / "train.jsonl", [dapo("1+1=?", "2"), dapo("2+2=?", "4")])
+    sets = load(train=train, draft_in_domain=draft)
+    assert [p.text for p in sets.train] == ["2+2=?"]
+    assert record(sets, "train").num_held_out == 1
 
 
 @pytest.mark.parametrize(
-    ("template", "reason"),
+    ("system", "reason"),
     [
-        (
-            "{%- for m in messages -%}{%- if m.role == 'system' -%}{{- raise_exception('System role not supported') -}}"
-            "{%- endif -%}{{- m.content -}}{%- endfor -%}",
-            "chat template refuses the turns system, user (System role not supported)",
-        ),
-        (
-            "{%- for m in messages -%}{%- if m.role != 'system' -%}{{- m.content -}}{%- endif -%}{%- endfor -%}",
-            "chat template leaves out the system turn",
-        ),
+        ("raise_exception('not supported')", "chat template refuses the turns system, user (not supported)"),
+        ("''", "chat template leaves out the system turn"),
     ],
     ids=["raises", "ignores"],
 )
 def test_turns_that_the_chat_template_does_not_take_are_counted_and_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, reason: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, system: str, reason: str
 ) -> None:
     tokenizer = build_tokenizer(max_length=256)
-    tokenizer.chat_template = template
-    system = chat(("system", "be brief"), ("user", "2+2=?"), answer="4")
+    turn = f"{{{{- {system} if m.role == 'system' else m.content -}}}}"
+    tokenizer.chat_template = f"{{%- for m in messages -%}}{turn}{{%- endfor -%}}"
+    chatty = chat(("system", "be brief"), ("user", "2+2=?"), answer="4")
     with caplog.at_level(logging.WARNING):
-        sets = load(tokenizer=tokenizer, train=write(tmp_path / "a.jsonl", [dapo("1+1=?", "2"), system]))
+        sets = load(tokenizer=tokenizer, train=write(tmp_path / "a.jsonl", [dapo("1+1=?", "2"), chatty]))
     assert (record(sets, "train").num_kept, record(sets, "train").num_empty) == (1, 1)
     assert reason in caplog.text
     with pytest.raises(ConfigError, match=r"data\.train must leave at least one prompt, got 0; found .*chat template"):
-        load(tokenizer=tokenizer, train=write(tmp_path / "b.jsonl", [system]))
+        load(tokenizer=tokenizer, train=write(tmp_path / "b.jsonl", [chatty]))
 
 
 def test_synthetic_sets_load_by_the_same_code_and_are_accounted_for() -> None:
@@ -244,13 +214,8 @@ def test_synthetic_sets_load_by_the_same_code_and_are_accounted_for() -> None:
     # 20 problems x 3 copies, 2 conflicting rows, 1 leaked validation problem; a conflict drops its 3 copies as well.
     assert (train.num_read, train.num_conflicting, train.num_held_out) == (63, 8, 1)
     assert (train.num_kept, train.num_duplicates) == (18, 36)
-    assert [r.name for r in sets.records] == [
-        "validation",
-        "draft_in_domain",
-        "draft_general",
-        "draft_general",
-        "train",
-    ]
+    drafts = ["draft_in_domain", "draft_general", "draft_general"]
+    assert [each.name for each in sets.records] == ["validation", *drafts, "train"]
     for found in sets.records:
         dropped = found.num_duplicates + found.num_conflicting + found.num_unparseable + found.num_empty
         assert found.num_read == found.num_kept + dropped + found.num_too_long + found.num_held_out
@@ -262,32 +227,27 @@ def test_synthetic_sets_load_by_the_same_code_and_are_accounted_for() -> None:
     [
         dapo("1+1=?", "2"),
         dapo(DAPO_TEXT.format("1+1=?"), "2"),
-        {"prompt": "1+1=?", "solution": "2", "source_prompt": [{"role": "user", "content": "x"}], "reward_model": {}},
+        {"prompt": "1+1=?", "solution": "2", "source_prompt": TURN, "reward_model": {"ground_truth": "2"}},
         {"id": 1, "problem": "1+1=?", "solution": "so 2", "answer": "2", "url": "u", "year": "2024"},
         {"ID": "2024-I-1", "Problem": "1+1=?", "Solution": "so 2", "Answer": 2},
     ],
     ids=["dapo", "dapo-wrapped", "open-r1", "aime-h4", "aime-maxwell-jia"],
 )
 def test_schemas_with_answers_give_the_bare_problem_and_its_answer(tmp_path: Path, row: Row) -> None:
-    if "reward_model" in row and not row["reward_model"]:
-        row = {**row, "reward_model": {"ground_truth": "2"}}
     sets = load(train=write(tmp_path / "rows.jsonl", [row]))
-    assert [(p.text, p.answer, p.id) for p in sets.train] == [("1+1=?", "2", prompt_id("1+1=?"))]
+    assert [(p.text, p.answer, p.id) for p in sets.train] == [("1+1=?", "2", "b9ab5b7f58369cf5")]
+    assert prompt_id(" 1+1=?\n") == "b9ab5b7f58369cf5"
+
+
+ULTRACHAT = {"messages": [{"role": "user", "content": "copy: fox"}, {"role": "assistant", "content": "fox"}]}
+MAGPIE = {"conversations": [{"from": "human", "value": "copy: fox"}, {"from": "gpt", "value": "fox"}]}
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        {
-            "prompt": "copy: fox",
-            "prompt_id": "a",
-            "messages": [{"role": "user", "content": "copy: fox"}, {"role": "assistant", "content": "fox"}],
-        },
-        {
-            "instruction": "copy: fox",
-            "response": "fox",
-            "conversations": [{"from": "human", "value": "copy: fox"}, {"from": "gpt", "value": "fox"}],
-        },
+        {"prompt": "copy: fox", "prompt_id": "a", **ULTRACHAT},
+        {"instruction": "copy: fox", "response": "fox", **MAGPIE},
     ],
     ids=["ultrachat", "magpie"],
 )
@@ -296,21 +256,10 @@ def test_chat_schemas_give_what_the_user_says(tmp_path: Path, row: Row) -> None:
     assert [(p.text, p.answer) for p in sets.draft_general] == [("copy: fox", "")]
 
 
-def test_training_gives_up_what_a_draft_set_has(tmp_path: Path) -> None:
-    draft = write(tmp_path / "draft.jsonl", [dapo("1+1=?", "2")])
-    train = write(tmp_path / "train.jsonl", [dapo("1+1=?", "2"), dapo("2+2=?", "4")])
-    sets = load(train=train, draft_in_domain=draft)
-    assert [p.text for p in sets.train] == ["2+2=?"]
-    assert record(sets, "train").num_held_out == 1
-
-
-def test_max_rows_bounds_the_rows_read(tmp_path: Path) -> None:
+def test_max_rows_bounds_the_rows_read_whose_order_follows_the_seed_alone(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [dapo(f"{n}+1=?", str(n + 1)) for n in range(20)])
     sets = load(train=(SourceConfig(path=str(tmp_path / "train.jsonl"), max_rows=5),))
     assert (record(sets, "train").num_read, len(sets.train)) == (5, 5)
-
-
-def test_the_order_follows_the_seed_and_not_the_order_of_the_rows(tmp_path: Path) -> None:
     rows = [dapo(f"{n}+1=?", str(n + 1)) for n in range(20)]
     forward, backward = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows[::-1])
     first = load(train=forward).train
@@ -318,7 +267,7 @@ def test_the_order_follows_the_seed_and_not_the_order_of_the_rows(tmp_path: Path
     assert load(train=forward, seed=1).train != first
 
 
-def test_a_prompt_has_what_its_row_holds_for_a_reward_and_keeps_it_when_written(tmp_path: Path) -> None:
+def test_prompt_sets_are_read_back_as_they_were_written_with_what_rows_hold_for_a_reward(tmp_path: Path) -> None:
     bare = {name: cell for name, cell in dapo("2+2=?", "4").items() if name in ("prompt", "reward_model")}
     with_extras, without = (write(tmp_path / f"{i}.jsonl", [row]) for i, row in enumerate((dapo("1+1=?", "2"), bare)))
     sets = load(train=(*with_extras, *without))
@@ -328,23 +277,15 @@ def test_a_prompt_has_what_its_row_holds_for_a_reward_and_keeps_it_when_written(
             "1+1=?": ("math_dapo", {"index": "0", "prompt_end": OPENING}),
             "2+2=?": ("", {"prompt_end": OPENING}),
         }
-
-
-def test_prompt_sets_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     sets = load()
     write_prompt_sets(sets, tmp_path / "sets")
     assert read_prompt_sets(tmp_path / "sets") == sets
 
 
 def test_sets_that_share_a_problem_are_refused() -> None:
+    train, drafts = (prompt("1+1=?"),), {"draft_in_domain": (prompt("2+2=?"),), "draft_general": (prompt("a"),)}
     with pytest.raises(ConfigError, match=r"data\.validation must share no problem with train, got '1\+1=\?'"):
-        PromptSets(
-            train=(prompt("1+1=?"),),
-            draft_in_domain=(prompt("2+2=?"),),
-            draft_general=(prompt("a"),),
-            validation=(prompt("1+1=?"),),
-            records=(),
-        )
+        PromptSets(train=train, **drafts, validation=train, records=())
 
 
 def test_a_stream_gives_each_prompt_once_an_epoch_in_batches_that_need_only_the_step() -> None:
@@ -354,11 +295,11 @@ def test_a_stream_gives_each_prompt_once_an_epoch_in_batches_that_need_only_the_
     assert epochs[0] != epochs[1]
     resumed = PromptStream(prompts=stream.prompts, batch_size=2, seed=0)
     assert [resumed.batch(step) for step in (4, 5)] == [stream.batch(step) for step in (4, 5)]
-
-
-def test_a_batch_never_has_a_prompt_twice_when_epochs_do_not_fill_batches() -> None:
+    # Nor does a batch have a prompt twice where epochs do not fill batches.
     stream = PromptStream(prompts=tuple(prompt(f"{n}=?") for n in range(5)), batch_size=3, seed=0)
     assert all(len({p.id for p in stream.batch(step)}) == 3 for step in range(20))
+    with pytest.raises(ConfigError, match=r"prompts_per_step must lie in \[1, 1\], the number of training .*, got 8"):
+        PromptStream(prompts=(prompt("1=?"),), batch_size=8, seed=0)
 
 
 def test_further_prompts_of_a_step_are_none_that_it_has_and_need_only_the_step() -> None:
@@ -374,54 +315,35 @@ def test_further_prompts_of_a_step_are_none_that_it_has_and_need_only_the_step()
     assert PromptStream(prompts=prompts, batch_size=2, seed=1).further(0, 1) != found[0][0]
 
 
-def test_a_batch_larger_than_the_set_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"grpo\.prompts_per_step must lie in \[1, 1\], the number of training prompts, got 8"
-    ):
-        PromptStream(prompts=(prompt("1=?"),), batch_size=8, seed=0)
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/none.jsonl", r"must be a file or directory that exists, got '/none\.jsonl'"),
+        ("dapo", r"must be a hub id \(owner/name\), a local file"),
+    ],
+)
+def test_what_is_no_source_is_refused(path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.train {message}"):
+        load(train=(SourceConfig(path=path),))
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    source = (SourceConfig(path=str(tmp_path / "none.jsonl")),)
-    with pytest.raises(ConfigError, match=r"data\.train must be a file or directory that exists, got '.*none\.jsonl'"):
-        load(train=source)
+CHAT = {"prompt": "a", "prompt_id": "a", "messages": [{"role": "user", "content": "a"}]}
 
 
-def test_something_that_is_no_source_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data\.train must be a hub id \(owner/name\), a local file"):
-        load(train=(SourceConfig(path="dapo"),))
-
-
-def test_wrong_columns_are_listed_with_the_known_schemas(tmp_path: Path) -> None:
-    source = write(tmp_path / "rows.jsonl", [{"question": "1+1=?", "label": "2"}])
-    with pytest.raises(
-        ConfigError, match=r"data\.train must have .* got label, question in .*known: .*DAPO.*AIME-2024"
-    ):
-        load(train=source)
-
-
-def test_a_column_of_another_shape_is_shown(tmp_path: Path) -> None:
-    source = write(tmp_path / "rows.jsonl", [{"prompt": "1+1=?", "reward_model": {"ground_truth": "2"}}])
-    with pytest.raises(ConfigError, match=r"data\.train must follow the schema DAPO-Math-17k .* in row 1 of"):
-        load(train=source)
-
-
-def test_a_set_without_parseable_answers_is_refused(tmp_path: Path) -> None:
-    source = write(tmp_path / "rows.jsonl", [dapo("1+1=?", "two"), dapo("2+2=?", "four")])
-    with pytest.raises(ConfigError, match=r"data\.train must have parseable answers, got \['four', 'two'\]"):
-        load(train=source)
-
-
-def test_a_training_set_without_answers_is_refused(tmp_path: Path) -> None:
-    row = {"prompt": "a", "prompt_id": "a", "messages": [{"role": "user", "content": "a"}]}
-    with pytest.raises(ConfigError, match=r"data\.train must have answers, got .* with the schema UltraChat-200k"):
-        load(train=write(tmp_path / "rows.jsonl", [row]))
-
-
-def test_a_set_of_which_nothing_is_left_says_where_it_went(tmp_path: Path) -> None:
-    source = write(tmp_path / "rows.jsonl", [dapo("1+" * 40 + "1=?", "41")])
-    with pytest.raises(ConfigError, match=r"data\.train must leave at least one prompt, got 0; found .*num_too_long=1"):
-        load(train=source)
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"question": "1=?", "label": "2"}], "must have .* got label, question in .*known: .*DAPO.*AIME-2024"),
+        ([{"prompt": "1=?", "reward_model": {}}], "must follow the schema DAPO-Math-17k .* in row 1 of"),
+        ([dapo("1+1=?", "two"), dapo("2+2=?", "four")], r"must have parseable answers, got \['four', 'two'\]"),
+        ([CHAT], "must have answers, got .* with the schema UltraChat-200k"),
+        ([dapo("1+" * 40 + "1=?", "41")], "must leave at least one prompt, got 0; found .*num_too_long=1"),
+    ],
+    ids=["columns", "shape", "answers", "chats", "length"],
+)
+def test_rows_without_use_are_refused_with_what_there_is(tmp_path: Path, rows: list[Row], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.train {message}"):
+        load(train=write(tmp_path / "rows.jsonl", rows))
 
 
 def test_another_number_of_validation_problems_says_what_was_found(tmp_path: Path) -> None:
@@ -470,9 +392,7 @@ train: grpo.prompts_per_step: 5
     its max_rows)
 """
 )
-def test_a_set_that_is_too_small_is_refused_with_what_is_left_and_why(
-    refusal: Callable[..., str], given: str, expected: str
-) -> None:
+def test_a_set_that_is_too_small_is_refused_with_why(refusal: Refusal, given: str, expected: str) -> None:
     split, field, value = given.split(": ")
     require: Any = require_size
     require(SETS, split, field, int(value) - 1)

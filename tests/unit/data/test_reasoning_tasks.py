@@ -1,9 +1,6 @@
 """Rows that reasoning-gym makes and scores, here by a stand-in of its interface."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +13,7 @@ from slipstream.data.synthetic import SyntheticConfig
 from slipstream.data.tokenizer import build_tokenizer
 from slipstream.rewards.config import RewardConfig
 from slipstream.rewards.function import open_reward
+from tests.unit.conftest import Refusal
 from tests.unit.refusals import rows
 
 TOKENIZER = build_tokenizer(max_length=256)
@@ -78,15 +76,13 @@ def test_its_prompts_are_scored_by_the_task_itself_and_others_by_mathematics() -
 """
 )
 def test_an_unknown_task_and_settings_that_it_does_not_take_are_refused(
-    refusal: Callable[..., str], given: str, expected: str
+    refusal: Refusal, given: str, expected: str
 ) -> None:
     assert refusal(lambda: load(train=(SourceConfig(**yaml.safe_load(given)),))) == expected
 
 
 def test_without_the_package_the_error_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(
-        ConfigError, match=r"^data\.validation must have the package .*; install it: python -m pip inst"
-    ):
+    for name in ("reasoning_gym", "reasoning_gym.factory"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r"^data\.validation must have the package .*; install it: python -m pip i"):
         load()

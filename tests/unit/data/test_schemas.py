@@ -1,7 +1,5 @@
 """Reading of a row: turns, answer, blank problems, and texts that are the same."""
 
-from __future__ import annotations
-
 from datetime import date
 from typing import Any
 
@@ -38,43 +36,16 @@ OTHER += [("\U0001d431", "x"), ("m\u00b2", "m2"), ("3\u2062x", "3x"), ("\u2163",
 OTHER += [("10\u207b\u00b9", "10-1"), ("\u33a1", "m2"), ("\u211d", "R")]
 
 
-@pytest.mark.parametrize(("left", "right"), ALIKE)
-def test_texts_that_differ_in_their_looks_are_equal(left: str, right: str) -> None:
-    assert normalise(left) == normalise(right)
+@pytest.mark.parametrize(("left", "right", "alike"), [*((*p, True) for p in ALIKE), *((*p, False) for p in OTHER)])
+def test_texts_that_differ_in_their_looks_alone_are_equal(left: str, right: str, alike: bool) -> None:
+    assert (normalise(left) == normalise(right)) is alike
     assert normalise(normalise(left)) == normalise(left)
 
 
-@pytest.mark.parametrize(("left", "right"), OTHER)
-def test_texts_that_differ_in_their_meaning_are_not_equal(left: str, right: str) -> None:
-    assert normalise(left) != normalise(right)
-
-
-BLANK = [
-    "",
-    " \n\t",
-    "\u200b\u200d\ufeff",
-    "\u00ad\u2060",
-    "\u3164",
-    "\u2800 \u2800",
-    "\u3000",
-    "\u2062",
-    "\u202e\u202c",
-    "\ufe0f",
-]
-BLANK += ["\x00\x07", "\u200b" * 500]
-ASKING = [
-    "?",
-    "0",
-    "\u221e",
-    "$x$",
-    "\U0001f642",
-    "\u4f60",
-    "Problem: 1",
-    "$+$",
-    "\\boxed{2}",
-    "step by step: 1+1",
-    "x" * 500,
-]
+BLANK = ["", " \n\t", "\u200b\u200d\ufeff", "\u00ad\u2060", "\u3164", "\u2800 \u2800", "\u3000", "\u2062"]
+BLANK += ["\u202e\u202c", "\ufe0f", "\x00\x07", "\u200b" * 500]
+ASKING = ["?", "0", "\u221e", "$x$", "\U0001f642", "\u4f60", "Problem: 1", "$+$", "\\boxed{2}", "step by step: 1+1"]
+ASKING += ["x" * 500]
 
 
 @pytest.mark.parametrize(("text", "blank"), [*((each, True) for each in BLANK), *((each, False) for each in ASKING)])
@@ -82,25 +53,15 @@ def test_what_shows_nothing_is_blank(text: str, blank: bool) -> None:
     assert is_blank(text) is blank
 
 
-def test_a_prompt_is_the_whole_chat_up_to_its_last_user_turn() -> None:
-    item = dapo(
-        ("system", "Be brief."), ("user", " 1+1=? "), ("assistant", "2"), ("user", "and 2+2=?"), ("assistant", "4")
-    )
+def test_a_prompt_is_the_whole_chat_up_to_its_last_user_turn_whatever_follows_and_whoever_speaks() -> None:
+    before = (("system", "Be brief."), ("user", " 1+1=? "), ("assistant", "2"))
+    item = dapo(*before, ("user", "and 2+2=?"), ("assistant", "4"))
     assert item.context == (("system", "Be brief."), ("user", "1+1=?"), ("assistant", "2"))
     assert item.problem == "and 2+2=?"
     assert item.text == "system: Be brief.\n\nuser: 1+1=?\n\nassistant: 2\n\nuser: and 2+2=?"
-
-
-def test_a_lone_user_turn_and_an_empty_system_turn_before_it_are_the_problem_alone() -> None:
     assert dapo(("user", "1+1=?")).text == dapo(("system", " "), ("user", "1+1=?")).text == "1+1=?"
     assert dapo(("system", None), ("user", "1+1=?")).context == ()
-
-
-def test_what_follows_the_last_user_turn_is_no_part_of_the_prompt_whoever_speaks() -> None:
     assert dapo(("user", "1+1=?"), ("assistant", None), ("tool", "2"), ("assistant", "2")).text == "1+1=?"
-
-
-def test_speakers_of_sharegpt_are_those_of_every_chat() -> None:
     chat = [("system", "s"), ("human", "a"), ("gpt", "b"), ("human", "c")]
     row = {"conversations": [{"from": speaker, "value": text} for speaker, text in chat]}
     assert read_item(MAGPIE, row).context == (("system", "s"), ("user", "a"), ("assistant", "b"))
@@ -132,26 +93,20 @@ def test_the_instruction_around_nothing_asks_nothing() -> None:
     check_asks(dapo(("user", "Solve this: 1")), instruction="Solve this: {problem}")
 
 
-@pytest.mark.parametrize("problem", [None, 5, ["1+1=?"], {"text": "1+1=?"}, True])
-def test_a_problem_of_another_type_gives_the_reason(problem: object) -> None:
-    with pytest.raises(NoProblemError, match="problem must be text, got"):
-        read_item(AIME, {"problem": problem, "answer": "2"})
-
-
-@pytest.mark.parametrize("chat", [None, "1+1=?", 5, ["1+1=?"]])
-def test_a_chat_of_another_type_gives_the_reason(chat: object) -> None:
+@pytest.mark.parametrize("problem", [None, 5, ["1+1=?"], {"text": "1+1=?"}, True, "1+1=?"])
+def test_a_problem_or_a_chat_of_another_type_gives_the_reason(problem: object) -> None:
+    if not isinstance(problem, str):
+        with pytest.raises(NoProblemError, match="problem must be text, got"):
+            read_item(AIME, {"problem": problem, "answer": "2"})
     with pytest.raises(NoProblemError):
-        read_item(DAPO, {"prompt": chat, "reward_model": {"ground_truth": "2"}})
+        read_item(DAPO, {"prompt": problem, "reward_model": {"ground_truth": "2"}})
 
 
 @pytest.mark.parametrize(
     ("answer", "read"), [(" 2 ", "2"), (2, "2"), (2.5, "2.5"), (None, ""), (True, ""), (["2"], ""), ({"a": 2}, "")]
 )
-def test_an_answer_is_text_or_a_number(answer: object, read: str) -> None:
+def test_an_answer_is_text_or_a_number_of_a_reward_model(answer: object, read: str) -> None:
     assert dapo(("user", "1+1=?"), answer=answer).answer == read
-
-
-def test_a_row_without_its_reward_model_has_no_answer() -> None:
     for model in (None, {}, "2"):
         assert read_item(DAPO, {"prompt": turns(("user", "1+1=?")), "reward_model": model}).answer == ""
 
@@ -160,11 +115,7 @@ def test_a_row_without_its_reward_model_has_no_answer() -> None:
     ("row", "name", "answer"),
     [
         ({"question": "How many?", "answer": "2 and 2 make <<2+2=4>>4.\n#### 1,004"}, "GSM8K", "1,004"),
-        (
-            {"problem": "Find x.", "solution": "Not \\boxed{1}, but $\\boxed{\\frac{1}{2}}$.", "level": "5"},
-            "MATH",
-            "\\frac{1}{2}",
-        ),
+        ({"problem": "Find x.", "solution": "Not \\boxed{1}, but $\\boxed{\\frac 1 2}$."}, "MATH", "\\frac 1 2"),
         ({"problem": "Find x.", "solution": "No box, or \\boxed{one without an end"}, "MATH", ""),
     ],
 )

@@ -1,7 +1,5 @@
 """Which files of a local data set are read: those of one split and one subset, or none at all."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -63,6 +61,11 @@ def read(path: Path, **values: Any) -> list[str]:
     return [row["name"] for row in rows]  # type: ignore[index]
 
 
+def refused(message: str, path: Path, **values: Any) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(path, **values)
+
+
 @pytest.mark.parametrize(
     ("train", "test", "split"),
     [
@@ -86,17 +89,15 @@ def test_one_split_is_read_however_it_is_spelled(tmp_path: Path, train: str, tes
     assert read(directory, split=split) == [test]
 
 
-def test_all_files_of_a_split_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_all_files_of_a_split_are_read_in_the_order_of_their_names_or_a_part_as_from_the_hub(tmp_path: Path) -> None:
     names = ["train-2.jsonl", "train-0.jsonl", "test.jsonl", "train-1.jsonl"]
     assert read(lay(tmp_path, names)) == ["train-0.jsonl", "train-1.jsonl", "train-2.jsonl"]
+    assert read(tmp_path, split="train[:34%]") == ["train-0.jsonl"]
 
 
 def test_a_split_of_which_files_are_missing_is_refused(tmp_path: Path) -> None:
     directory = lay(tmp_path, ["data/train-00000-of-00003.parquet", "data/train-00002-of-00003.parquet"])
-    with pytest.raises(
-        ConfigError, match=r"^data\.train must have all 3 files of .*/data/train-\*, got 2; fetch the others"
-    ):
-        read(directory)
+    refused(r"^data\.train must have all 3 files of .*/data/train-\*, got 2; fetch the o", directory)
     assert read(directory / "data/train-00002-of-00003.parquet") == ["data/train-00002-of-00003.parquet"]
 
 
@@ -105,8 +106,7 @@ def test_files_that_name_no_split_are_read_as_train_alone(tmp_path: Path) -> Non
     (directory / "LICENSE").write_text("MIT")
     (directory / "dataset_infos.json").write_text("{}")
     assert read(directory) == ["a.jsonl", "b.jsonl"]
-    with pytest.raises(ConfigError, match=r"^split of data\.train must be one of train, as in .*, got 'test'"):
-        read(directory, split="test")
+    refused(r"^split of data\.train must be one of train, as in .*, got 'test'", directory, split="test")
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,7 @@ def test_files_that_name_no_split_are_read_as_train_alone(tmp_path: Path) -> Non
     ],
 )
 def test_a_split_that_is_not_there_is_refused_with_what_is_there(tmp_path: Path, names: list[str], split: str) -> None:
-    with pytest.raises(ConfigError, match=r"^split of data\.train must be one of .*(test|test_sft), .*as in "):
-        read(lay(tmp_path, names), split=split)
+    refused(r"^split of data\.train must be one of .*(test|test_sft), .*as in ", lay(tmp_path, names), split=split)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +133,7 @@ def test_a_split_that_is_not_there_is_refused_with_what_is_there(tmp_path: Path,
     ],
 )
 def test_files_of_another_split_are_never_read_as_train(tmp_path: Path, names: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"^split of data\.train must hold files of that split alone, got '.*; its"):
-        read(lay(tmp_path, names))
+    refused(r"^split of data\.train must hold files of that split alone, got '.*; its", lay(tmp_path, names))
 
 
 @pytest.mark.parametrize("readme", [ULTRACHAT_README, None], ids=["README", "names"])
@@ -148,29 +146,33 @@ def test_a_split_that_a_readme_does_not_declare_is_refused(tmp_path: Path) -> No
     directory = lay(tmp_path, ULTRACHAT, ULTRACHAT_README)
     message = r"^split of data\.train must be one of train_sft, test_sft, as in .*, got "
     for split in (None, "train", "train_gen"):
-        with pytest.raises(ConfigError, match=message):
-            read(directory, split=split)
+        refused(message, directory, split=split)
 
 
 def test_a_snapshot_with_subsets_gives_the_one_asked_for(tmp_path: Path) -> None:
     directory = lay(tmp_path, PROCESSED, PROCESSED_README)
     assert read(directory) == ["all/train-00000-of-00001.parquet"]
     assert read(directory, subset="en") == ["en/train-00000-of-00001.parquet"]
-    with pytest.raises(ConfigError, match=r"^data\.train must hold data, got .*'fr' not found.*'all', 'cn', 'en'"):
-        read(directory, subset="fr")
-    with pytest.raises(ConfigError, match=r"^split of data\.train must be one of train, .* got 'test'"):
-        read(directory, subset="en", split="test")
+    refused(r"^data\.train must hold data, got .*'fr' not found.*'all', 'cn', 'en'", directory, subset="fr")
+    refused(r"^split of data\.train must be one of train, .* got 'test'", directory, subset="en", split="test")
 
 
 def test_several_subsets_are_never_mixed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^the files of data\.train must lie in one directory .*/all', '.*/cn', '"):
-        read(lay(tmp_path / "1", PROCESSED))
-    with pytest.raises(ConfigError, match=r"^data\.train must hold data, .*pick one .*'all', 'cn', 'en'.* set subset"):
-        read(lay(tmp_path / "2", PROCESSED, PROCESSED_README.replace("  default: true\n", "")))
+    refused(r"^the files of data\.train must lie in one directory .*/all', '.*/cn', '", lay(tmp_path / "1", PROCESSED))
+    readme = PROCESSED_README.replace("  default: true\n", "")
+    refused(
+        r"^data\.train must hold data, .*pick one .*'all', 'cn', 'en'.* set", lay(tmp_path / "2", PROCESSED, readme)
+    )
 
 
-def test_a_lone_directory_below_is_the_data_set(tmp_path: Path) -> None:
-    assert read(lay(tmp_path, ["export/rows.jsonl"])) == ["export/rows.jsonl"]
+def test_a_lone_directory_or_file_is_the_data_set_unless_another_split_is_asked_for(tmp_path: Path) -> None:
+    assert read(lay(tmp_path / "0", ["export/rows.jsonl"])) == ["export/rows.jsonl"]
+    lay(tmp_path, ["test.jsonl", "rows.jsonl"])
+    assert read(tmp_path / "test.jsonl") == read(tmp_path / "test.jsonl", split="test") == ["test.jsonl"]
+    assert read(tmp_path / "rows.jsonl", split="test") == ["rows.jsonl"]
+    lone = tmp_path / "test.jsonl"
+    refused(r"^split of data\.train must hold files of that split alone, got 'test", lone, split="train")
+    refused(r"^subset of data\.train must not be set for a file, got 'en'", lone, subset="en")
 
 
 @pytest.mark.parametrize(
@@ -182,23 +184,8 @@ def test_a_lone_directory_below_is_the_data_set(tmp_path: Path) -> None:
     ],
 )
 def test_a_readme_that_cannot_be_followed_is_refused(tmp_path: Path, block: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^data\.train must hold data, got .*{message}.*; name its files"):
-        read(lay(tmp_path, ["train.jsonl"], f"---\n{block}\n---\n"))
-
-
-def test_a_lone_file_is_the_data_set_unless_another_split_is_asked_for(tmp_path: Path) -> None:
-    lay(tmp_path, ["test.jsonl", "rows.jsonl"])
-    assert read(tmp_path / "test.jsonl") == read(tmp_path / "test.jsonl", split="test") == ["test.jsonl"]
-    assert read(tmp_path / "rows.jsonl", split="test") == ["rows.jsonl"]
-    with pytest.raises(ConfigError, match=r"^split of data\.train must hold files of that split alone, got 'test"):
-        read(tmp_path / "test.jsonl", split="train")
-    with pytest.raises(ConfigError, match=r"^subset of data\.train must not be set for a file, got 'en'"):
-        read(tmp_path / "test.jsonl", subset="en")
-
-
-def test_part_of_a_split_can_be_asked_for_as_from_the_hub(tmp_path: Path) -> None:
-    directory = lay(tmp_path, [f"train-{i}.jsonl" for i in range(4)] + ["test.jsonl"])
-    assert read(directory, split="train[:50%]") == ["train-0.jsonl", "train-1.jsonl"]
+    directory = lay(tmp_path, ["train.jsonl"], f"---\n{block}\n---\n")
+    refused(rf"^data\.train must hold data, got .*{message}.*; name its files", directory)
 
 
 def test_marks_of_patterns_in_a_path_are_letters(tmp_path: Path) -> None:
@@ -207,20 +194,16 @@ def test_marks_of_patterns_in_a_path_are_letters(tmp_path: Path) -> None:
     assert read(directory / "x[1].jsonl") == ["x[1].jsonl"]
 
 
-def test_two_kinds_of_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^data\.train must hold data, got .*Couldn't infer the same data file format"
-    ):
-        read(lay(tmp_path / "splits", ["train.jsonl", "test.parquet"]))
-    with pytest.raises(ConfigError, match=r"^the files of data\.train must be of one kind, .*'train\.jsonl'\]; name"):
-        read(lay(tmp_path / "one split", ["train.jsonl", "train.parquet"]))
-
-
-def test_a_link_to_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
-    lay(tmp_path, ["train-0.jsonl"])
-    (tmp_path / "train-1.jsonl").symlink_to(tmp_path / "gone")
-    with pytest.raises(ConfigError, match=r"must have files that exist, got '.*train-1\.jsonl'; it is a link"):
-        read(tmp_path)
+def test_two_kinds_of_file_and_a_link_to_a_file_that_is_gone_are_refused(tmp_path: Path) -> None:
+    mixed, split = (
+        lay(tmp_path / "1", ["train.jsonl", "test.parquet"]),
+        lay(tmp_path / "2", ["train.jsonl", "train.parquet"]),
+    )
+    refused(r"^data\.train must hold data, got .*Couldn't infer the same data file format", mixed)
+    refused(r"^the files of data\.train must be of one kind, .*'train\.jsonl'\]; name", split)
+    linked = lay(tmp_path / "linked", ["train-0.jsonl"])
+    (linked / "train-1.jsonl").symlink_to(tmp_path / "gone")
+    refused(r"must have files that exist, got '.*train-1\.jsonl'; it is a link", linked)
 
 
 @pytest.mark.parametrize(
@@ -242,8 +225,7 @@ def test_a_link_to_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
 def test_a_file_that_is_no_table_in_utf_8_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"^data\.train must (be readable|have rows), got '.*rows\.jsonl'"):
-        read(path)
+    refused(r"^data\.train must (be readable|have rows), got '.*rows\.jsonl'", path)
 
 
 def test_local_files_are_read_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """The tiny policy's tokenizer: one token a character, nothing dropped, loadable as any other."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 
@@ -25,32 +23,23 @@ def test_every_character_of_the_corpus_round_trips() -> None:
                 assert TOKENIZER.decode(ids) == text
 
 
-def test_each_character_is_one_token_and_the_vocabulary_is_64() -> None:
+def test_each_character_is_one_token_and_so_are_thought_marks_and_what_is_unknown() -> None:
     assert len(TOKENIZER) == 64
     assert len(set(TOKENIZER(CHARACTERS)["input_ids"])) == len(CHARACTERS) == 55
-
-
-def test_an_unknown_character_becomes_one_unknown_token_in_its_place() -> None:
     ids = TOKENIZER("1X\N{SNOWMAN}2")["input_ids"]
     one, two = TOKENIZER("12")["input_ids"]
     assert ids == [one, TOKENIZER.unk_token_id, TOKENIZER.unk_token_id, two]
-
-
-def test_thought_marks_are_single_tokens_that_decoding_keeps() -> None:
     ids = TOKENIZER("<think>1</think>2<|im_end|>")["input_ids"]
     assert len(ids) == 5
     assert TOKENIZER.decode(ids, skip_special_tokens=True) == "<think>1</think>2"
 
 
-def test_the_chat_template_puts_five_tokens_around_a_problem() -> None:
+def test_the_chat_template_puts_five_tokens_around_a_problem_and_refuses_an_unknown_role() -> None:
     messages = [{"role": "user", "content": "1+2=?"}]
     text = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert text == "<|im_start|><|user|>1+2=?<|im_end|><|im_start|><|assistant|>"
     assert isinstance(text, str)
     assert len(TOKENIZER(text)["input_ids"]) == len("1+2=?") + 5
-
-
-def test_an_unknown_role_is_refused() -> None:
     with pytest.raises(TemplateError, match="role must be system, user or assistant, got tool"):
         TOKENIZER.apply_chat_template([{"role": "tool", "content": "1"}], tokenize=False)
 

@@ -1,7 +1,5 @@
 """Probes of the data: which rows are read, kept and rendered."""
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Sequence
 from typing import Any
@@ -20,10 +18,10 @@ from tests.unit.recipe_fields.base import Check, Probe, Tools, checks
 
 
 class AnyAnswer:
-    """Takes every answer, and calls those equal that are spelled alike."""
+    """Takes every answer that is not empty, and calls those equal that are spelled alike."""
 
     def gradable(self, references: Sequence[str], data_source: str) -> list[bool]:
-        return [True] * len(references)
+        return [bool(each) for each in references]
 
     def equal(self, pairs: Sequence[tuple[str, str]], data_source: str) -> list[bool]:
         return [left == right for left, right in pairs]
@@ -31,12 +29,8 @@ class AnyAnswer:
 
 def prompt_sets(recipe: Recipe, tools: Tools) -> PromptSets:
     write_tokenizer(tools.directory / "tokenizer", max_length=256)
-    return load_prompt_sets(
-        recipe.data,
-        tokenizer=support.tokenizer(tools.directory / "tokenizer"),
-        gradable=AnyAnswer().gradable,
-        equal=AnyAnswer().equal,
-    )
+    tokenizer, known = support.tokenizer(tools.directory / "tokenizer"), AnyAnswer()
+    return load_prompt_sets(recipe.data, tokenizer=tokenizer, gradable=known.gradable, equal=known.equal)
 
 
 def synthetic_rows(recipe: Recipe, _: Tools) -> object:
@@ -80,15 +74,8 @@ def own_rows(split: synthetic.Split) -> Probe:
     def probe(recipe: Recipe, tools: Tools) -> object:
         tools.patch.syspath_prepend(str(STANDINS))
         tools.patch.setattr(datasets, "load_dataset", lambda **_: datasets.Dataset.from_list(ROWS))
-        reader = prompts._SetReader(
-            config=recipe.data,
-            split=split,
-            tokenizer=TOKENIZER,
-            gradable=AnyAnswer().gradable,
-            equal=AnyAnswer().equal,
-            held_out=(),
-            opening="",
-        )
+        known: Any = {"gradable": AnyAnswer().gradable, "equal": AnyAnswer().equal, "held_out": (), "opening": ""}
+        reader = prompts._SetReader(config=recipe.data, split=split, tokenizer=TOKENIZER, **known)
         return reader.read(getattr(recipe.data, split))
 
     return probe

@@ -1,7 +1,5 @@
 """Probes of the draft: its training, and the choice of its length."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import typing
@@ -89,34 +87,37 @@ def draft_prompts(recipe: Recipe, tools: Tools) -> object:
     return pretrain_draft.pretrain_draft(context, recipe, policy=tools.directory, data=tools.directory)
 
 
-def draft_steps(recipe: Recipe, tools: Tools) -> object:
-    """Two updates of a draft: their losses, its weights' sum, its settings, and what it says of held-out chats."""
+def saved_policy(recipe: Recipe, tools: Tools) -> Path:
     write_tokenizer(tools.directory / "tokenizer", max_length=64)
     own_policy(recipe).save_hf(tools.directory / "policy", tools.directory / "tokenizer")
-    trainer = DraftTrainer(tools.directory / "policy", recipe.draft)
-    random = np.random.default_rng(0)
-    chats = [random.integers(4, 60, size=8).tolist() for _ in range(3)]
-    generator = torch.Generator().manual_seed(0)
+    return tools.directory / "policy"
+
+
+def chats_of(number: int) -> Chats:
+    """So many chats of eight tokens with the states that the policy has of them."""
+    random, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
+    chats = [random.integers(4, 60, size=8).tolist() for _ in range(number)]
     states = [(torch.randn(8, 48, generator=generator), torch.randn(8, 16, generator=generator)) for _ in chats]
-    losses = [trainer.step(Chats(chats, [2] * 3, states)) for _ in range(2)]
-    rows = len(trainer._rows(Chats(chats, [2] * 3, states)))
+    return Chats(chats, [2] * number, states)
+
+
+def weights_sum(trainer: DraftTrainer) -> float:
+    return sum(float(parameter.detach().double().abs().sum()) for parameter in trainer._trained)
+
+
+def draft_steps(recipe: Recipe, tools: Tools) -> object:
+    """Two updates of a draft: their losses, its weights' sum, its settings, and what it says of held-out chats."""
+    trainer, chats = DraftTrainer(saved_policy(recipe, tools), recipe.draft), chats_of(3)
+    losses = [trainer.step(chats) for _ in range(2)]
     trainer.save(tools.directory / "draft")
     config = json.loads((tools.directory / "draft" / "config.json").read_text())
-    weights = sum(float(parameter.detach().double().abs().sum()) for parameter in trainer._trained)
-    return (
-        losses,
-        rows,
-        weights,
-        config.get("eagle_aux_hidden_state_layer_ids"),
-        trainer.evaluate(Chats(chats, [2] * 3, states)),
-    )
+    layers, rows = config.get("eagle_aux_hidden_state_layer_ids"), len(trainer._rows(chats))
+    return losses, rows, weights_sum(trainer), layers, trainer.evaluate(chats)
 
 
 def head_calls(recipe: Recipe, tools: Tools) -> int:
     """How often the draft's output head is asked in one update: once a chunk and pass."""
-    write_tokenizer(tools.directory / "tokenizer", max_length=64)
-    own_policy(recipe).save_hf(tools.directory / "policy", tools.directory / "tokenizer")
-    trainer = DraftTrainer(tools.directory / "policy", recipe.draft)
+    trainer = DraftTrainer(saved_policy(recipe, tools), recipe.draft)
     calls: list[None] = []
     trainer._model.lm_head.register_forward_hook(lambda *_: calls.append(None))
     trainer.step(Chats([list(range(4, 12))], [2], [(torch.zeros(8, 48), torch.zeros(8, 16))]))
@@ -133,18 +134,11 @@ def known_tokens(recipe: Recipe, tools: Tools) -> object:
 
 def online_steps(recipe: Recipe, tools: Tools) -> object:
     """Two steps' training of a saved draft: losses, updates, and its weights' sum."""
-    write_tokenizer(tools.directory / "tokenizer", max_length=64)
-    policy, draft = tools.directory / "policy", tools.directory / "draft"
-    own_policy(recipe).save_hf(policy, tools.directory / "tokenizer")
+    policy, draft = saved_policy(recipe, tools), tools.directory / "draft"
     DraftTrainer(policy, recipe.draft).save(draft)
     trainer = DraftTrainer(policy, recipe.draft, given=draft, is_online=True)
-    random = np.random.default_rng(0)
-    chats = [random.integers(4, 60, size=8).tolist() for _ in range(4)]
-    generator = torch.Generator().manual_seed(0)
-    states = [(torch.randn(8, 48, generator=generator), torch.randn(8, 16, generator=generator)) for _ in chats]
-    losses = [trainer.learn(Chats(chats, [2] * 4, states), temperature=1.0) for _ in range(2)]
-    weights = sum(float(parameter.detach().double().abs().sum()) for parameter in trainer._trained)
-    return losses, int(trainer.state()["num_steps"]), weights
+    losses = [trainer.learn(chats_of(4), temperature=1.0) for _ in range(2)]
+    return losses, int(trainer.state()["num_steps"]), weights_sum(trainer)
 
 
 def draft_cache(recipe: Recipe, _: Tools) -> bool:
@@ -166,12 +160,8 @@ class TimedEngine:
     def generate(self, prompts: Sequence[Prompt], *, group_size: int, seed: int, **_: Any) -> GenerationResult:
         self.calls.append((self.k, len(prompts), group_size, seed))
         alone = RunningTime(num_running=1, num_steps=1, num_tokens=1, elapsed_s=1.0 / 1.05 if self.k == 3 else 1.0)
-        return GenerationResult(
-            groups=rollout_groups(prompts, group_size),
-            acceptance=None,
-            generation_s=0.8 if self.k else 1.0,
-            running=(alone,),
-        )
+        took: Any = {"generation_s": 0.8 if self.k else 1.0, "running": (alone,)}
+        return GenerationResult(groups=rollout_groups(prompts, group_size), acceptance=None, **took)
 
 
 def tuning(recipe: Recipe, tools: Tools) -> object:
@@ -265,15 +255,8 @@ def flight(recipe: Recipe, tools: Tools) -> object:
     engines: Any = Engines()
     plan: Any = SimpleNamespace(num_speculative_tokens=3, schedule=TABLE)
     unused: Any = None
-    run = Run(
-        recipe=recipe,
-        plan=plan,
-        policy=tools.directory,
-        prompts=(),
-        decode=unused,
-        directory=tools.directory,
-        log=unused,
-    )
+    places: Any = {"policy": tools.directory, "directory": tools.directory}
+    run = Run(recipe=recipe, plan=plan, prompts=(), decode=unused, log=unused, **places)
     piloted = run.fault_tolerant(engines, unused, unused, [], Pending())
     for step in range(24):
         piloted.generate(PROMPTS[:1], sampling=recipe.sampling, group_size=2, seed=step)
@@ -294,10 +277,9 @@ def small_draft(recipe: Recipe, tools: Tools) -> object:
 
 
 FOUR_LAYERS = {"policy.scratch.shape.num_layers": 4}
-NGRAM = {"draft.method": "ngram"}
-SUFFIX = {"draft.method": "suffix"}
-HISTORY = {"draft.method": "history"}
-DRAFT_MODEL = {"draft.method": "draft_model"}
+NGRAM, SUFFIX, HISTORY, DRAFT_MODEL = (
+    {"draft.method": method} for method in ("ngram", "suffix", "history", "draft_model")
+)
 DFLASH = {"draft.method": "dflash", "draft.pretrain.ttt_steps": 3}  # as long as the longest of tuning.candidate_ks
 CHECKS = {
     **checks("draft", told_vllm, method="ngram", sampling="greedy", verification="block"),

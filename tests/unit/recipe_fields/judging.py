@@ -1,7 +1,5 @@
 """Probes of what judges a run: its evaluation and its certificate."""
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -11,7 +9,7 @@ import numpy as np
 
 from slipstream.engine.protocol import Trace
 from slipstream.evaluation import evaluate
-from slipstream.losslessness import sampling as certificate_sampling
+from slipstream.losslessness.sampling import Subject, draw
 from slipstream.losslessness.verdict import certify
 from slipstream.recipe import Recipe
 from slipstream.rewards.reward import RewardResult
@@ -22,18 +20,12 @@ from tests.unit.recipe_fields.training import evaluations
 
 def evaluation_calls(recipe: Recipe, _: Tools) -> object:
     engine = NotedEngine()
-    scores = SimpleNamespace(
-        judge=lambda prompts, texts, cut_off: RewardResult(rewards=(0.0,) * len(texts), num_timeouts=0, num_crashes=0)
-    )
-    evaluate(
-        typing.cast(Any, engine),
-        PROMPTS,
-        reward=typing.cast(Any, scores),
-        decode=lambda prompt, ids: str(ids),
-        config=recipe.evaluation,
-        policy="start",
-        seed=0,
-    )
+
+    def judge(prompts: Any, texts: Sequence[str], cut_off: Any) -> RewardResult:
+        return RewardResult(rewards=(0.0,) * len(texts), num_timeouts=0, num_crashes=0)
+
+    how: Any = {"reward": SimpleNamespace(judge=judge), "decode": lambda _, ids: str(ids), "policy": "start"}
+    evaluate(typing.cast(Any, engine), PROMPTS, config=recipe.evaluation, seed=0, **how)
     return engine.calls
 
 
@@ -53,13 +45,8 @@ class DrawingEngine:
 
         def one(prompt: Prompt) -> Trace:
             drawn = random.choice(4, num, p=CHANCES) if sampling.temperature else [self.greedy] * num
-            return Trace(
-                prompt_token_ids=prompt.token_ids,
-                token_ids=tuple(int(token) for token in drawn),
-                window_lengths=(1,) * num,
-                policy_version=0,
-                draft_version=0,
-            )
+            tokens: Any = {"prompt_token_ids": prompt.token_ids, "token_ids": tuple(int(token) for token in drawn)}
+            return Trace(**tokens, window_lengths=(1,) * num, policy_version=0, draft_version=0)
 
         return [one(prompt) for prompt in prompts for _ in range(group_size)]
 
@@ -88,18 +75,10 @@ class ExactPolicy:
 def certificate(recipe: Recipe, _: Tools) -> object:
     """What is drawn, and what is said of it: nothing that a certificate merely repeats of its settings."""
     config, policy, drawing = recipe.losslessness, ExactPolicy(), (DrawingEngine(0), DrawingEngine(1))
-    samples = [
-        certificate_sampling.draw(
-            engine, PROMPTS, config=config, sampling=recipe.sampling, batch=4, seed=config.seed + index
-        )
-        for index, engine in enumerate(drawing)
-    ]
-    subject = certificate_sampling.Subject(
-        num_speculative_tokens=1, policy_fingerprint="p", draft_fingerprint="d", versions={}
-    )
-    record = certify(
-        samples[0], samples[1], policy, config=config, sampling=recipe.sampling, subject=subject, started_s=0.0
-    )
+    how: Any = {"config": config, "sampling": recipe.sampling}
+    samples = [draw(engine, PROMPTS, **how, batch=4, seed=config.seed + i) for i, engine in enumerate(drawing)]
+    subject = Subject(num_speculative_tokens=1, policy_fingerprint="p", draft_fingerprint="d", versions={})
+    record = certify(samples[0], samples[1], policy, **how, subject=subject, started_s=0.0)
     rejected = [finding.name for finding in record.findings if finding.reject]
     near = record.greedy.num_near_ties
     return [engine.calls for engine in drawing], policy.seeds, record.verdict, rejected, record.detectable, near

@@ -1,7 +1,5 @@
 """Probes of the policy, and of how it is pretrained."""
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """A reward file as users have them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

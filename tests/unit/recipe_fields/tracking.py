@@ -1,7 +1,5 @@
 """Probes of where a run is tracked, and what the simulator is told of it."""
 
-from __future__ import annotations
-
 import typing
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Probes of GRPO: one arm between an engine and a learner that note what they are asked."""
 
-from __future__ import annotations
-
 import subprocess
 import typing
 from collections import deque
@@ -68,9 +66,6 @@ class NotedLearner:
 
     def ref_logprobs(self, batch: Any, temperature: float) -> None:
         return None
-
-    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
-        return [np.full(len(sequence) - 1, -1.0, dtype=np.float32) for sequence in sequences]
 
     def train_step(self, update: Any) -> Trained:
         self.updates.append(update)
@@ -144,14 +139,13 @@ def trained(
     recipe: Recipe,
     tools: Tools,
     *,
-    hidden: bool = False,
     engine: NotedEngine | None = None,
     learner: NotedLearner | None = None,
     draft: Path | None = None,
     validation: tuple[Prompt, ...] = (),
 ) -> tuple[NotedEngine, NotedLearner, Any, list[Any]]:
     """One arm of training between an engine and a learner that note what they are asked, and a pool that does."""
-    engine, learner, pools = engine or NotedEngine(hidden=hidden), learner or NotedLearner(), []
+    engine, learner, pools = engine or NotedEngine(), learner or NotedLearner(), []
 
     class Pool:
         def __init__(self, function: str, config: RewardConfig) -> None:
@@ -166,23 +160,14 @@ def trained(
     tools.patch.setattr(verifier, "WorkerPool", Pool)
     tools.patch.setattr(arm, "own_node", lambda: "here")
     tools.patch.setattr(arm, "start_learner", lambda config, layout: nullcontext(learner))
-    plan = arm.ArmPlan(
-        arm=Arm.AUTOREGRESSIVE if draft is None else Arm.SPECULATIVE,
-        num_speculative_tokens=0 if draft is None else 3,
-        draft=draft,
-        draft_length=None if draft is None else 2.5,
-        start_engine=typing.cast(Any, lambda: nullcontext(engine)),
-        validation=validation,
-    )
-    run = arm.Run(
-        recipe=recipe,
-        plan=plan,
-        policy=tools.directory,
-        prompts=PROMPTS,
-        decode=lambda prompt, ids: "\\boxed{" + "0" * 20 + f"{ids[0]}}}",
-        directory=tools.directory / "arm",
-        log=lambda metrics, step: None,
-    )
+    drafts: dict[str, Any] = {"arm": Arm.AUTOREGRESSIVE, "num_speculative_tokens": 0, "draft": None}
+    if draft is not None:
+        drafts = {"arm": Arm.SPECULATIVE, "num_speculative_tokens": 3, "draft": draft, "draft_length": 2.5}
+    start = typing.cast(Any, lambda: nullcontext(engine))
+    plan = arm.ArmPlan(start_engine=start, validation=validation, **drafts)
+    places = {"policy": tools.directory, "directory": tools.directory / "arm"}
+    calls = {"decode": lambda _, ids: "\\boxed{" + "0" * 20 + f"{ids[0]}}}", "log": lambda metrics, step: None}
+    run = arm.Run(recipe=recipe, plan=plan, prompts=PROMPTS, **places, **calls)
     return engine, learner, run.train(), pools
 
 
@@ -201,18 +186,15 @@ def training_loss(recipe: Recipe, tools: Tools) -> object:
     _, learner, _, _ = trained(recipe, tools)
     config = learner.updates[0].loss
     ratio_BT, mask_BT = torch.tensor([[0.5, 2.0]]).log(), torch.ones(1, 2, dtype=torch.bool)
-    return [
-        policy_loss(
-            ratio_BT,
-            trainer_logprobs_BT=torch.zeros(1, 2),
-            advantages_BT=torch.full((1, 1), advantage),
-            mask_BT=mask_BT,
-            config=config,
-            weights=corrected(torch.tensor([[2.5, 2.9]]), mask_BT, None, config),
-            ref_logprobs_BT=torch.zeros(1, 2),
-        ).loss.item()
-        for advantage in (1.0, -1.0)
-    ]
+    weights = corrected(torch.tensor([[2.5, 2.9]]), mask_BT, None, config)
+    zeros_BT = torch.zeros(1, 2)
+    how: Any = {"trainer_logprobs_BT": zeros_BT, "ref_logprobs_BT": zeros_BT, "mask_BT": mask_BT}
+
+    def loss(advantage: float) -> float:
+        advantages_BT = torch.full((1, 1), advantage)
+        return policy_loss(ratio_BT, advantages_BT=advantages_BT, config=config, weights=weights, **how).loss.item()
+
+    return loss(1.0), loss(-1.0)
 
 
 def training_optimizer(recipe: Recipe, tools: Tools) -> object:
@@ -257,13 +239,8 @@ def training_loop(recipe: Recipe, tools: Tools) -> object:
 
 
 def started_engines(recipe: Recipe, tools: Tools) -> object:
-    plan = arm_plan(
-        recipe,
-        Arm.AUTOREGRESSIVE,
-        policy=tools.directory,
-        draft=tools.directory,
-        length=DraftLength(num_speculative_tokens=0),
-    )
+    length, place = DraftLength(num_speculative_tokens=0), tools.directory
+    plan = arm_plan(recipe, Arm.AUTOREGRESSIVE, policy=place, draft=place, length=length)
     return typing.cast(partial, plan.start_engine).keywords["kv_cache"]
 
 
@@ -272,12 +249,6 @@ def restarts_in_flight(recipe: Recipe, tools: Tools) -> object:
     world = FlightWorld(delays=Delays(seed=1, longest_s=0.001), lag=1)
     in_flight(world, 1, too_old=recipe.loop.too_old)
     return world.num_restarts > 0
-
-
-def training_checks(recipe: Recipe, tools: Tools) -> object:
-    """What a refit's probes find where the engine hides its tensors."""
-    _, _, record, _ = trained(recipe, tools, hidden=True)
-    return [step.refit.probe_difference for step in record.steps]
 
 
 def training_channel(recipe: Recipe, tools: Tools) -> object:
@@ -364,13 +335,8 @@ WHEN_STALE = {"draft.online.when": "when_stale", "grpo.num_steps": 10}
 OVER_GLOO = {"refit.channel": "gloo"}
 ONE_STEP_OFF = {"loop.mode": "one_step_off", **CORRECTED}
 IN_FLIGHT = {"loop.mode": "in_flight", "loop.max_off_policy_steps": 1, **CORRECTED}
-IN_TURN = {
-    "placement.gpus_per_node": 1,
-    "engine.kv_cache_gib": None,
-    "engine.gpu_memory_utilization": 0.45,
-    "engine.num_kept_idle": 0,
-    "learner.num_kept_idle": 0,
-}
+_ON_GPU = {"placement.gpus_per_node": 1, "engine.kv_cache_gib": None, "engine.gpu_memory_utilization": 0.45}
+IN_TURN = {**_ON_GPU, "engine.num_kept_idle": 0, "learner.num_kept_idle": 0}
 OWN_REWARD = {"function": f"{Path(__file__).with_name('rewards_of_a_user.py')}:compute_score"}
 ALL_ALIKE = {"reward.function": OWN_REWARD["function"]}
 FAILING = {"reward.function": f"{Path(__file__).with_name('rewards_of_a_user.py')}:strict"}

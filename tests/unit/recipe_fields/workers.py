@@ -1,7 +1,5 @@
 """Probes of the processes: what engines and learners start with."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -126,14 +124,9 @@ def plan(recipe: Recipe, _: Tools) -> object:
 
 
 ONE_GPU = {"placement.gpus_per_node": 1}
-SPLIT = {
-    **ONE_GPU,
-    "placement.mode": "split",
-    "placement.nodes": 3,
-    "placement.generation_nodes": 1,
-    "placement.training_nodes": 2,
-    "learner.parallel.data": 2,
-}
+SPLIT = {**ONE_GPU, "placement.mode": "split", "placement.nodes": 3, "placement.generation_nodes": 1}
+SPLIT |= {"placement.training_nodes": 2, "learner.parallel.data": 2}
+ONE_NODE_EACH = {"placement.generation_nodes": 1, "placement.training_nodes": 1}
 ON_GPU = {"engine.kv_cache_gib": None, "engine.gpu_memory_utilization": 0.45}
 CHECKS = {
     "placement.gpus_per_node": Check(1, plan),
@@ -143,12 +136,7 @@ CHECKS = {
         "split",
         plan,
         {**ONE_GPU, "placement.nodes": 2, "learner.parallel.data": 2, "engine.num_engines": 2},
-        {
-            "placement.generation_nodes": 1,
-            "placement.training_nodes": 1,
-            "learner.parallel.data": 1,
-            "engine.num_engines": 1,
-        },
+        {**ONE_NODE_EACH, "learner.parallel.data": 1, "engine.num_engines": 1},
     ),
     "placement.generation_nodes": Check(
         2, plan, SPLIT, {"placement.training_nodes": 1, "learner.parallel.data": 1, "engine.num_engines": 2}

@@ -1,21 +1,25 @@
-"""A small run whose figures can be worked by hand, and runs that lack something."""
+"""A small run whose figures can be worked by hand, runs that lack something, and a demo as it was recorded."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.files import read_record
 from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.records.steps import AcceptanceStats, ArmRecord, EvaluationRecord, ScheduleEntry, StepRecord
 from slipstream.report.page import render_page
 from slipstream.simulator.reference import read_reference
+from slipstream.stages.support import recipe_layout
 from slipstream.types import Arm, Arms, StageTimes
 from tests.unit.sampled import accepted
 
-ON_CORES = read_record(RunRecord, Path(__file__).parents[1] / "golden" / "run.json")
+GOLDEN = Path(__file__).parents[1] / "golden"
+ON_CORES = read_record(RunRecord, GOLDEN / "run.json")
 """`ASYNCHRONOUS` on two cores, kept as a file."""
 _NAMES = ("stages", "step_times", "loops", "loop_learning", "draft_training", "acceptance", "sweep")
 STAND_INS: dict[str, str] = dict.fromkeys((*_NAMES, "uniforms", "learning", "mismatch"), "<svg></svg>")
@@ -29,27 +33,17 @@ def page_text(record: RunRecord, *, drift: DriftRecord | None = None) -> str:
 
 def step(index: int, *, generation_s: float, reward: float, acceptance: AcceptanceStats | None = None) -> StepRecord:
     """A step whose other stages take exactly 2 s: 0.1 data, 0.2 prepare, 0.5 logprob, 1.2 train."""
-    times = StageTimes(
-        data_s=0.1, prepare_s=0.2, generation_s=generation_s, logprob_s=0.5, train_s=1.2, step_s=generation_s + 2.0
-    )
+    others = {"data_s": 0.1, "prepare_s": 0.2, "logprob_s": 0.5, "train_s": 1.2}
+    times = StageTimes(generation_s=generation_s, step_s=generation_s + 2.0, **others)
     # Ten rollouts of 100 tokens: one truncated, two rewards late, three groups of equal rewards.
     kept = ON_CORES.arms[0].steps[0]
     return replace(kept, step=index, times=times, reward_mean=reward, acceptance=acceptance, policy_version=index)
 
 
 def point(k: int, speedup: float) -> SweepPoint:
-    return SweepPoint(
-        k=k,
-        batch=16,
-        generation_s=6.0 / speedup,
-        generation_p10_s=5.9 / speedup,
-        generation_p90_s=6.2 / speedup,
-        num_repeats=3,
-        autoregressive_s=6.0,
-        speedup=speedup,
-        mean_acceptance_length=1 + 0.5 * k,
-        rate_by_position=(0.5,) * k,
-    )
+    took = {"generation_s": 6.0 / speedup, "generation_p10_s": 5.9 / speedup, "generation_p90_s": 6.2 / speedup}
+    how: dict[str, Any] = {"batch": 16, "num_repeats": 3, "autoregressive_s": 6.0, "rate_by_position": (0.5,) * k}
+    return SweepPoint(k=k, speedup=speedup, mean_acceptance_length=1 + 0.5 * k, **took, **how)
 
 
 def arms() -> tuple[ArmRecord, ArmRecord]:
@@ -58,43 +52,38 @@ def arms() -> tuple[ArmRecord, ArmRecord]:
     The warm-up steps would change every figure.
     """
     rewards, base_s, spec_s = (0.1, 0.2, 0.3, 0.3, 0.4, 0.5), (50.0, 6.0, 6.0, 4.5, 8.0, 6.0), (50.0, *[3.0] * 5)
-    drafted = (
-        accepted(10, 9, 5),
-        accepted(10, 8, 4),
-        accepted(20, 14, 6),
-        accepted(10, 9, 5),
-        *[accepted(10, 8, 4)] * 2,
-    )
-    base = [step(i, generation_s=s, reward=r) for i, (s, r) in enumerate(zip(base_s, rewards, strict=True))]
-    spec = [
-        step(i, generation_s=s, reward=r, acceptance=a)
-        for i, (s, r, a) in enumerate(zip(spec_s, rewards, drafted, strict=True))
-    ]
+    drafted = ((10, 9, 5), (10, 8, 4), (20, 14, 6), (10, 9, 5), (10, 8, 4), (10, 8, 4))
+
+    def steps(seconds: Sequence[float], drafts: Sequence[AcceptanceStats | None]) -> tuple[StepRecord, ...]:
+        each = enumerate(zip(seconds, rewards, drafts, strict=True))
+        return tuple(step(i, generation_s=s, reward=r, acceptance=a) for i, (s, r, a) in each)
+
+    spec = steps(spec_s, [accepted(*counts) for counts in drafted])
     return (
-        ArmRecord(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, steps=tuple(base)),
-        ArmRecord(arm=Arm.SPECULATIVE, num_speculative_tokens=2, steps=tuple(spec)),
+        ArmRecord(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, steps=steps(base_s, [None] * 6)),
+        ArmRecord(arm=Arm.SPECULATIVE, num_speculative_tokens=2, steps=spec),
     )
+
+
+def with_steps(record: RunRecord, change: Callable[[StepRecord], StepRecord]) -> RunRecord:
+    """The run with every step of its synchronous arms changed."""
+    return replace(record, arms=tuple(replace(arm, steps=tuple(map(change, arm.steps))) for arm in record.arms))
 
 
 def beside(
-    base_s: Sequence[float],
-    spec_s: Sequence[float],
-    *,
-    control: float = 1.0,
-    steps_a_turn: int = 1,
-    record: RunRecord | None = None,
+    base_s: Sequence[float], spec_s: Sequence[float], *, control: float = 1.0, steps_a_turn: int = 1
 ) -> RunRecord:
     """Arms in turn whose timed generation takes these seconds; log-probabilities and training `control` of them.
 
     Speculative steps take 0.3 s beside generation, 0.5 of log-probabilities and 1.2 of training.
     """
     made = []
-    for arm, seconds, factor in zip((record or RECORD).arms, (base_s, spec_s), (control, 1.0), strict=True):
+    for arm, seconds, factor in zip(RECORD.arms, (base_s, spec_s), (control, 1.0), strict=True):
         steps = [step(i, generation_s=s, reward=0.5) for i, s in enumerate((50.0, *seconds))]
         timed = (replace(each, times=_slowed(each.times, factor)) for each in steps)
         with_drafts = (replace(each, acceptance=arm.steps[0].acceptance) for each in timed)
         made.append(replace(arm, steps=tuple(with_drafts), steps_a_turn=steps_a_turn))
-    return replace(record or RECORD, arms=tuple(made))
+    return replace(RECORD, arms=tuple(made))
 
 
 def _slowed(times: StageTimes, factor: float) -> StageTimes:
@@ -121,17 +110,11 @@ assert RECORD.tuning is not None
 assert RECORD.draft is not None
 assert RECORD.certificate is not None
 TUNING, DRAFT, CERTIFICATE = RECORD.tuning, RECORD.draft, RECORD.certificate
+_UNDRAFTED = tuple(replace(each, acceptance=None) for each in RECORD.arms[1].steps)
 LOST = replace(
     RECORD,
     tuning=TuningRecord(chosen_k=0, reason="no k beat k=0", points=(point(0, 1.0), point(2, 0.9)), schedule=()),
-    arms=(
-        RECORD.arms[0],
-        replace(
-            RECORD.arms[1],
-            num_speculative_tokens=0,
-            steps=tuple(replace(s, acceptance=None) for s in RECORD.arms[1].steps),
-        ),
-    ),
+    arms=(RECORD.arms[0], replace(RECORD.arms[1], num_speculative_tokens=0, steps=_UNDRAFTED)),
 )
 
 
@@ -227,3 +210,51 @@ BARE = replace(
     policy=replace(RECORD.policy, pretrain_steps=0, pretrain_losses=()),
     draft=replace(DRAFT, losses=(), heldout_rate_by_position=()),
 )
+
+
+_DEMO: dict[str, Any] = json.loads((GOLDEN / "demo_2026_11_21.json").read_text())
+"""Times and counts of a demo's steps and of its sweep."""
+_SPEEDUPS = [each["autoregressive_s"] / each["generation_s"] for each in _DEMO["points"]]
+_POINTS = [
+    SweepPoint(**each, num_repeats=3, speedup=speedup, rate_by_position=())
+    for each, speedup in zip(_DEMO["points"], _SPEEDUPS, strict=True)
+]
+DEMO_TUNING = TuningRecord(chosen_k=_DEMO["chosen_k"], reason="recorded", points=tuple(_POINTS), schedule=())
+
+
+def demo_arms(factor: float = 1.0) -> tuple[ArmRecord, ArmRecord]:
+    """Both arms of the recorded demo, the speculative one's generation `factor` times as long."""
+    base, spec = (
+        tuple(_demo_step(index, values, slower) for index, values in enumerate(_DEMO[arm.value]))
+        for arm, slower in ((Arm.AUTOREGRESSIVE, 1.0), (Arm.SPECULATIVE, factor))
+    )
+    return (
+        ArmRecord(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, steps=base),
+        ArmRecord(arm=Arm.SPECULATIVE, num_speculative_tokens=_DEMO["chosen_k"], steps=spec),
+    )
+
+
+def _demo_step(index: int, values: dict[str, Any], factor: float) -> StepRecord:
+    generation_s = factor * values["generation_s"]
+    times = {"data_s": 0.002, "prepare_s": 0.1, "generation_s": generation_s, "logprob_s": 0.38, "train_s": 1.19}
+    return replace(
+        step(index, generation_s=generation_s, reward=0.0),
+        times=StageTimes(**times, step_s=generation_s + 1.672),
+        num_rollouts=_DEMO["num_rollouts"],
+        num_response_tokens=values["num_response_tokens"],
+        num_truncated=values["num_truncated"],
+    )
+
+
+@cache
+def demo_recipe() -> Recipe:
+    """As the recorded demo computed: what `auto` stands for differs between machines."""
+    return load_recipe("tiny", overrides={"engine": {"dtype": "bfloat16"}, "learner": {"dtype": "bfloat16"}})
+
+
+@cache
+def demo_run() -> RunRecord:
+    """The record of a whole run around the recorded demo."""
+    layout = recipe_layout(demo_recipe())
+    made = replace(ON_CORES, execution="recorded", tuning=DEMO_TUNING, arms=demo_arms(), asynchronous=())
+    return replace(made, layout=layout)

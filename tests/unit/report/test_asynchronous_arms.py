@@ -5,8 +5,6 @@ prepare, 0.5 logprob, 1.2 train. Asynchronous ones wait 2.0 s for rollouts, with
 2.5 s.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
@@ -34,12 +32,11 @@ def compared(record: RunRecord = ASYNCHRONOUS) -> LoopComparison:
 
 def with_waits(autoregressive_s: float) -> RunRecord:
     """The autoregressive arm alone, whose training waits so long."""
-    return replace(
-        ASYNCHRONOUS, asynchronous=(asynchronous_arm(Arm.AUTOREGRESSIVE, exposed_s=autoregressive_s, hidden_s=1.5),)
-    )
+    arm = asynchronous_arm(Arm.AUTOREGRESSIVE, exposed_s=autoregressive_s, hidden_s=1.5)
+    return replace(ASYNCHRONOUS, asynchronous=(arm,))
 
 
-def test_steps_are_compared_with_the_baseline_and_with_the_same_arm_in_turn() -> None:
+def test_an_arm_in_turn_and_one_whose_training_never_waits_are_compared_as_well() -> None:
     base, spec, overlapped, both = compared().arms
     assert [arm.name for arm in compared().asynchronous] == ["autoregressive_asynchronous", "speculative_asynchronous"]
     assert base.over_baseline is None and base.over_synchronous is None and spec.over_synchronous is None
@@ -51,9 +48,6 @@ def test_steps_are_compared_with_the_baseline_and_with_the_same_arm_in_turn() ->
     assert both.over_synchronous is not None and both.over_synchronous.value == pytest.approx(5 / 2.5)
     speculation = compared().speculation
     assert speculation is not None and speculation.value == pytest.approx(4 / 2.5)
-
-
-def test_an_arm_whose_training_never_waits_for_rollouts_is_compared_as_well() -> None:
     hidden = compared(with_waits(0.0)).asynchronous[0]
     assert (hidden.step_s, hidden.exposed_s, hidden.hidden_s) == pytest.approx((2.0, 0.0, 1.5))
 
@@ -72,7 +66,7 @@ def test_parts_of_a_step_are_means_and_add_up_to_it() -> None:
     assert both.hidden_joining_fraction == pytest.approx(0.12 / 2.5)
 
 
-def test_tokens_are_counted_by_their_lag_over_all_steps() -> None:
+def test_tokens_are_counted_by_their_lag_over_all_steps_and_weigh_the_ratios() -> None:
     _, _, overlapped, _ = compared().arms
     young, old = overlapped.lags
     # The first step's 100 tokens lag by nothing, of the other five's 20 each.
@@ -82,9 +76,6 @@ def test_tokens_are_counted_by_their_lag_over_all_steps() -> None:
     assert old.effective_sample_size == pytest.approx(0.8)
     assert young.ratio_max == 1.5
     assert [(lag.lag, lag.num_tokens) for lag in pooled_lags(RECORD.arms[0].steps)] == [(0, 600)]
-
-
-def test_ratios_are_weighted_by_tokens() -> None:
     few, many = (
         replace(step, lags=(replace(step.lags[1], num_tokens=tokens, ratio_mean=mean),))
         for step, tokens, mean in zip(ASYNCHRONOUS.asynchronous[0].steps[1:3], (10, 30), (1.0, 2.0), strict=True)
@@ -127,26 +118,18 @@ _GENERATION = (
         ),
     ],
 )
-def test_the_text_says_what_bounds_the_step_and_what_speculation_can_gain(
-    arms: tuple[ArmRecord, ...], text: str
-) -> None:
+def test_the_text_says_what_bounds_the_step_and_the_gain(arms: tuple[ArmRecord, ...], text: str) -> None:
     assert bound_text(compared(replace(ASYNCHRONOUS, asynchronous=arms))) == text
+    assert bound_text(compared(with_waits(0.2))).startswith("Generation bounds")  # from a twentieth of the step on
 
 
-def test_a_wait_of_a_twentieth_of_the_step_is_bound_by_generation() -> None:
-    assert bound_text(compared(with_waits(0.2))).startswith("Generation bounds")
-
-
-def test_a_run_without_both_loops_compares_none() -> None:
+def test_a_run_without_both_loops_compares_none_and_one_without_its_overlap_is_an_error() -> None:
     assert compare_loops(RECORD) is None
     assert compare_loops(replace(ASYNCHRONOUS, arms=ONE_ARM.arms)) is None
     alone = with_waits(2.0)
     assert compared(alone).speculation is None
     assert "speedup" in terminal_table(alone)
     assert 'id="asynchronous"' not in page_text(RECORD)
-
-
-def test_an_asynchronous_step_without_its_overlap_is_an_error() -> None:
     arm: ArmRecord = ASYNCHRONOUS.asynchronous[0]
     bare = replace(arm, steps=tuple(replace(step, overlap=None) for step in arm.steps))
     with pytest.raises(ValueError, match="step 0 of an asynchronous arm must say what overlapped"):
@@ -165,10 +148,7 @@ def test_the_tables_hold_the_four_arms() -> None:
     assert lags["speculative, 1"] == ("400", "67 %", "1.100", "7.00", "25 %", "80 %")
     learned = {row.label: row.cells for row in loop_learning_table(compared()).rows}
     assert learned["speculative"] == ("0.100", "0.500", "+0.400", "", "", "", "")
-    assert learned["speculative, asynchronous"] == (
-        *("0.100", "0.400", "+0.300", "0.75"),
-        *("2", "1", "0"),
-    )
+    assert learned["speculative, asynchronous"] == ("0.100", "0.400", "+0.300", "0.75", "2", "1", "0")
 
 
 def test_the_page_has_the_section_and_needs_nothing_from_elsewhere() -> None:
@@ -196,6 +176,5 @@ def test_the_executions_metrics_keep_the_loops_apart() -> None:
     assert more["mean_lag_speculative_asynchronous"] == pytest.approx(2 / 3)
     assert more["reward_autoregressive_asynchronous"] == 0.4
     assert more["validation_speculative_asynchronous"] == 0.29
-    assert "| step speedup over the baseline, speculative, asynchronous | 3.21x | 2.63 to 3.92 |" in description(
-        ASYNCHRONOUS
-    )
+    row = "| step speedup over the baseline, speculative, asynchronous | 3.21x | 2.63 to 3.92 |"
+    assert row in description(ASYNCHRONOUS)

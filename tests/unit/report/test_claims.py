@@ -1,7 +1,5 @@
 """Words for a ratio of times, by every rule; and the same verdict wherever a run's figures are shown."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
@@ -20,7 +18,7 @@ from slipstream.study.ranking import verdict as ranked_verdict
 from slipstream.study.variants import Study
 from slipstream.tracking.mlflow_store import Execution
 from tests.unit.refusals import rows
-from tests.unit.report.handmade import ASYNCHRONOUS, RECORD, beside, page_text
+from tests.unit.report.handmade import ASYNCHRONOUS, RECORD, beside, page_text, with_steps
 from tests.unit.study.test_ranking import variant
 
 
@@ -30,32 +28,27 @@ def ratio(value: float, *ci95: float) -> Estimate:
 
 EVEN = ratio(1.0, 0.99, 1.01)
 UNPAIRED = "Unpaired: the arms ran one after the other."
-SEEN = "a difference of {} % or more would have been seen"
 AGAIN = "run again on a quiet machine, with the arms in turn."
 
 
 @rows(
     """
-1.5 1.2 1.8 | 1 0.99 1.01 | paired
-    Faster (1.50x, 95 % interval 1.20 to 1.80).
-0.45 0.32 0.9 | 1 0.99 1.01 | paired
-    Slower (0.45x, 95 % interval 0.32 to 0.90).
+1.5 1.2 1.8 | 1 0.99 1.01 | paired => Faster (1.50x, 95 % interval 1.20 to 1.80).
+0.45 0.32 0.9 | 1 0.99 1.01 | paired => Slower (0.45x, 95 % interval 0.32 to 0.90).
 0.61 0.43 1.38 | 1 0.99 1.01 | paired
     No difference seen; a difference of 48 % or more would have been seen (0.61x, 95 % interval 0.43 to 1.38).
 1.5 1 1.8 | 1 0.99 1.01 | paired
     No difference seen; a difference of 40 % or more would have been seen (1.50x, 95 % interval 1.00 to 1.80).
 0.9 0.8 1 | 1 0.99 1.01 | paired
     No difference seen; a difference of 10 % or more would have been seen (0.90x, 95 % interval 0.80 to 1.00).
-1.5 | 1 0.99 1.01 | paired
-    Not measured. Too few timed steps for an interval: run more steps.
+1.5 | 1 0.99 1.01 | paired => Not measured. Too few timed steps for an interval: run more steps.
 1.5 1.2 1.8 | 1 0.99 1.01 | unpaired
     Faster (1.50x, 95 % interval 1.20 to 1.80). Unpaired: the arms ran one after the other.
 1.5 1.2 1.8 | 0.949 0.9 1 | paired
     Faster (1.50x, 95 % interval 1.20 to 1.80). Control 0.95x (95 % interval 0.90 to 1.00) lies outside 0.95 to 1.05.
 0.5 0.4 0.6 | 1.1 1 1.2 | paired
     Slower (0.50x, 95 % interval 0.40 to 0.60). Control 1.10x (95 % interval 1.00 to 1.20) lies outside 0.95 to 1.05.
-1.5 1.2 1.8 | 1.05 | paired
-    Faster (1.50x, 95 % interval 1.20 to 1.80).
+1.5 1.2 1.8 | 1.05 | paired => Faster (1.50x, 95 % interval 1.20 to 1.80).
 1.5 1.2 1.8 | 1.11 1 1.2 | paired
     Not measured. The control, the same work in both arms, was 1.11x (95 % interval 1.00 to 1.20), outside 0.9 to 1.1:
     run again on a quiet machine, with the arms in turn.
@@ -81,15 +74,18 @@ def test_arms_whose_training_overlaps_generation_have_a_verdict_that_says_there_
     found = claim(ratio(1.5, 1.2, 1.8), None, paired=True, overlaps=True)
     assert found.sentence == ("Faster (1.50x, 95 % interval 1.20 to 1.80). No control: training overlaps generation.")
     assert claim(ratio(1.5), None, paired=True, overlaps=True).kind is ClaimKind.NOT_MEASURED
+    text = terminal_table(ASYNCHRONOUS)
+    rows = [line.split() for line in text.splitlines() if line.startswith("  control")]
+    assert [row[:2] for row in rows] == [["control", "none"]] * 2
+    assert "These arms have no control, for their training overlaps generation." in page_text(ASYNCHRONOUS)
+    assert "no control" not in page_text(RECORD)
 
 
 def test_step_and_generation_are_each_about_their_own_interval_and_notes_that_they_share_stand_once() -> None:
-    generation, step = ratio(0.61, 0.43, 1.38), ratio(0.45, 0.32, 0.9)
+    estimates = {"step": ratio(0.45, 0.32, 0.9), "generation": ratio(0.61, 0.43, 1.38)}
 
     def both(control: Estimate) -> str:
-        return said(
-            {name: claim(each, control, paired=False) for name, each in (("step", step), ("generation", generation))}
-        )
+        return said({name: claim(each, control, paired=False) for name, each in estimates.items()})
 
     assert both(EVEN) == (
         "Step: slower (0.45x, 95 % interval 0.32 to 0.90). Generation: no difference seen; a difference of 48 % or "
@@ -130,10 +126,8 @@ def test_every_place_says_the_same_of_a_run(kind: str, record: RunRecord) -> Non
     (row,) = [line for line in terminal.splitlines() if line.startswith("step speedup")]
     assert row.endswith(f": {kind}")
     assert re.search(rf'<th>step speedup</th><td class="">[^<]*</td><td class="">[^<]*</td><td class="">{kind}<', page)
-    assert {name: each["kind"] for name, each in summarise(record)["verdict"].items()} == {
-        "step": kind,
-        "generation": kind,
-    }
+    kinds = {name: each["kind"] for name, each in summarise(record)["verdict"].items()}
+    assert kinds == {"step": kind, "generation": kind}
     assert verdict_tags(record) == {"verdict": headline, "verdict.step": kind, "verdict.generation": kind}
     metrics = result_metrics(record, hours=1.0, gpu_hours=0.0)
     assert [recorded(metrics, f"{name}_speedup") for name in comparison.claims] == [*comparison.claims.values()]
@@ -144,14 +138,12 @@ def test_every_place_says_the_same_of_a_run(kind: str, record: RunRecord) -> Non
     assert study.rows[0].claim.notes == comparison.claims["step"].notes
 
 
-def test_the_control_is_training_without_the_drafts_own_and_the_pass_of_log_probabilities() -> None:
+def test_the_control_is_training_without_the_drafts_own_and_none_where_steps_train_for_no_time() -> None:
     record = beside(NINE, FOUR)
     base, spec = record.arms
     update = DraftUpdate(loss=1.0, num_updates=1, elapsed_s=0.5)
-    learned = [
-        replace(each, draft_update=update, times=replace(each.times, train_s=each.times.train_s + 0.5))
-        for each in spec.steps
-    ]
+    longer = [replace(each.times, train_s=each.times.train_s + 0.5) for each in spec.steps]
+    learned = [replace(s, draft_update=update, times=times) for s, times in zip(spec.steps, longer, strict=True)]
     taught = replace(record, arms=(base, replace(spec, steps=tuple(learned))))
     assert summarise(taught)["control"] == {"value": pytest.approx(1.0), "ci95": [pytest.approx(1.0)] * 2}
     # 2 x 1.7 s of log-probabilities and training over 1.7 s
@@ -160,15 +152,7 @@ def test_the_control_is_training_without_the_drafts_own_and_the_pass_of_log_prob
     assert [metrics[f"result/control_ratio{end}"] for end in ("", "_low", "_high")] == pytest.approx([1.04] * 3)
     assert "control (training, the same work in both arms)" in terminal_table(record)
     assert "control (training, the same work in both arms)" in page_text(record)
-
-
-def test_steps_that_train_for_no_time_have_no_control_and_no_verdict() -> None:
-    record = beside(NINE, FOUR)
-    idle = [
-        replace(arm, steps=tuple(replace(s, times=replace(s.times, train_s=0.0, logprob_s=0.0)) for s in arm.steps))
-        for arm in record.arms
-    ]
-    found = summarise(replace(record, arms=tuple(idle)))
+    found = summarise(with_steps(record, lambda s: replace(s, times=replace(s.times, train_s=0.0, logprob_s=0.0))))
     assert found["control"] == {"value": None, "ci95": None}
     assert found["verdict"]["step"]["kind"] == "not measured"
 
@@ -193,14 +177,6 @@ def test_arms_that_took_several_steps_a_turn_are_compared_by_turns() -> None:
     comparison = summarise_arms(record.arms).comparison
     assert comparison is not None
     assert comparison.generation.value == pytest.approx(128**0.25)  # turns of 2, 4, 4 and 4 s
-
-
-def test_an_arm_of_an_overlapping_loop_has_a_verdict_without_a_control() -> None:
-    text = terminal_table(ASYNCHRONOUS)
-    rows = [line.split() for line in text.splitlines() if line.startswith("  control")]
-    assert [row[:2] for row in rows] == [["control", "none"]] * 2
-    assert "These arms have no control, for their training overlaps generation." in page_text(ASYNCHRONOUS)
-    assert "no control" not in page_text(RECORD)
 
 
 @pytest.mark.parametrize("slowed", [1.0, 1.08])

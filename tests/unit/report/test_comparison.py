@@ -1,7 +1,5 @@
 """Answers and tables of `compare`, from metrics, parameters and tags of executions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -25,17 +23,11 @@ DONE = Execution(
     params={"grpo.seed": "0", "draft.method": "eagle3"},
     tags={"git.commit": "abc", "flyte.execution_url": "https://flyte/console/x", **verdict_tags(RECORD)},
 )
-RUNNING = replace(
-    DONE,
-    name="tiny-2",
-    status="RUNNING",
-    metrics={},
-    params={**DONE.params, "grpo.seed": "1"},
-    tags={"git.commit": "abc"},
-)
+_OTHER = {"params": {**DONE.params, "grpo.seed": "1"}, "tags": {"git.commit": "abc"}}
+RUNNING = replace(DONE, name="tiny-2", status="RUNNING", metrics={}, **_OTHER)
 
 
-def test_a_row_holds_speedups_rewards_and_cost() -> None:
+def test_a_row_holds_speedups_rewards_and_cost_and_the_answer_is_the_verdict_of_the_report() -> None:
     speedups = ["2.00x [1.53, 2.61]", "1.60x [1.32, 1.96]", "-", "-"]
     rewards = ["0.500", "0.500", "+0.010 [-0.020, +0.040]", "0.300", "0.310"]
     speedups.insert(2, "1.00x [1.00, 1.00]")
@@ -43,22 +35,16 @@ def test_a_row_holds_speedups_rewards_and_cost() -> None:
         *("tiny-1", "2023-11-14 22:13", "finished", "2"),
         *(*speedups, *rewards, "2.20", "yes", "1.25", "40.0"),
     ]
-
-
-def test_the_answer_is_the_verdict_of_the_report() -> None:
     assert answer(DONE) == (
         "Speculation (eagle3, k = 2) against none. Step: faster (1.60x, 95 % interval 1.32 to 1.96). Generation: "
         "faster (2.00x, 95 % interval 1.53 to 2.61). Unpaired: the arms ran one after the other."
     )
 
 
-def test_an_execution_with_both_loops_shows_what_the_asynchronous_one_did_to_each_arm() -> None:
+def test_an_execution_with_both_loops_shows_what_the_asynchronous_one_did_and_one_arm_alone_has_no_speedup() -> None:
     both = replace(DONE, metrics=result_metrics(ASYNCHRONOUS, hours=1.0, gpu_hours=0.0))
     assert cells(both)[5:9:3] == ["1.60x [1.32, 1.96]", "2.00x [2.00, 2.00]"]
     assert cells(both)[6:8] == ["1.00x [1.00, 1.00]", "2.01x [1.64, 2.45]"]
-
-
-def test_one_arm_alone_has_no_speedup_and_what_is_not_lossless_says_so() -> None:
     one = replace(DONE, metrics=result_metrics(alone(RECORD, Arm.SPECULATIVE), hours=1.0, gpu_hours=0.0))
     assert cells(one)[3:10] == ["2", "-", "-", "-", "-", "-", "-"]
     assert cells(replace(DONE, metrics={**DONE.metrics, "result/lossless": 0.0}))[15] == "NO"
@@ -70,13 +56,17 @@ def test_an_execution_without_a_report_has_no_verdict(status: str) -> None:
     assert cells(RUNNING)[4:] == ["-"] * 14
 
 
-def test_what_is_not_the_same_is_listed_and_what_is_the_same_is_not() -> None:
+def test_what_is_not_the_same_is_listed_and_of_many_executions_by_name_in_the_terminal() -> None:
     found = differences([DONE, replace(RUNNING, tags={})])
     assert list(found.items()) == [("grpo.seed", ["0", "1"]), ("git.commit", ["abc", "-"])]
     assert differences([DONE]) == {}
+    many = [replace(DONE, name=f"tiny-{seed}", params={**DONE.params, "grpo.seed": str(seed)}) for seed in range(7)]
+    assert "\n\nnot the same in all: grpo.seed\n\n" in comparison_table(many)
+    page = render_comparison(many, uri="sqlite:///x")
+    assert "<tr><th>grpo.seed</th><td>0</td><td>1</td><td>2</td><td>3</td><td>4</td><td>5</td><td>6</td></tr>" in page
 
 
-def test_table_and_page_hold_rows_differences_and_answers() -> None:
+def test_table_and_page_hold_rows_differences_and_answers_and_no_link_that_is_no_web_address() -> None:
     text = comparison_table([DONE, RUNNING])
     assert text.splitlines()[2].startswith("tiny-1     2023-11-14 22:13  finished  2")
     assert "\ngrpo.seed     0       1" in text
@@ -85,16 +75,6 @@ def test_table_and_page_hold_rows_differences_and_answers() -> None:
     assert "<td>2.00x [1.53, 2.61]</td>" in page
     assert '<a href="https://flyte/console/x">tiny-1</a>' in page
     assert "<tr><th>grpo.seed</th><td>0</td><td>1</td></tr>" in page
-
-
-def test_many_executions_have_the_names_of_what_differs_in_the_terminal_and_the_values_on_the_page() -> None:
-    many = [replace(DONE, name=f"tiny-{seed}", params={**DONE.params, "grpo.seed": str(seed)}) for seed in range(7)]
-    assert "\n\nnot the same in all: grpo.seed\n\n" in comparison_table(many)
-    page = render_comparison(many, uri="sqlite:///x")
-    assert "<tr><th>grpo.seed</th><td>0</td><td>1</td><td>2</td><td>3</td><td>4</td><td>5</td><td>6</td></tr>" in page
-
-
-def test_a_tag_that_is_no_web_address_becomes_no_link() -> None:
     hostile = replace(DONE, name="<b>", tags={"flyte.execution_url": "javascript:alert(1)"})
     page = render_comparison([hostile], uri="sqlite:///x")
     assert "javascript:" not in page

@@ -1,15 +1,13 @@
 """The page's part on the draft during RL: its length by running batch, the autopilot, and its training."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from slipstream.records.run import RunRecord
-from slipstream.records.stages import RunningPoint, SamplingPoint, TuningRecord
+from slipstream.records.stages import RunningPoint, SamplingPoint
 from slipstream.records.steps import ArmRecord, AutopilotStep, DraftUpdate, ScheduleEntry
 from slipstream.report.page import draw
 from slipstream.report.sentences import arm_length, autopilot_text, draft_text, schedule_text
-from slipstream.report.tables import Table, running_table, sampling_table
+from slipstream.report.tables import running_table, sampling_table
 from slipstream.simulator.reference import read_reference
 from slipstream.types import Arm
 from tests.unit.report.handmade import RECORD, TUNING, page_text
@@ -21,31 +19,17 @@ TABLE = tuple(
 
 
 def point(k: int, start: int, end: int, speedup: float) -> RunningPoint:
-    return RunningPoint(
-        k=k,
-        batch_from=start,
-        batch_to=end,
-        num_rounds=4,
-        num_steps=40,
-        token_ms=2.0,
-        tokens_per_step=1.5,
-        speedup=speedup,
-        gain=1.0,
-        gain_low=1.0,
-    )
+    measured = {"num_rounds": 4, "num_steps": 40, "token_ms": 2.0, "tokens_per_step": 1.5, "gain": 1.0, "gain_low": 1.0}
+    return RunningPoint(k=k, batch_from=start, batch_to=end, speedup=speedup, **measured)
 
 
 POINTS = (point(2, 1, 2, 1.5), point(5, 1, 2, 2.0), point(2, 3, 4, 1.25))
 
 
-def table_of(tuning: TuningRecord | None) -> Table:
-    assert tuning is not None
-    return running_table(tuning)
+BY_BATCH = replace(TUNING, chosen_k=2, schedule=TABLE, running=POINTS, schedule_gain=1.1)
 
 
 def record(*, arm_has_it: bool = True, flown: tuple[AutopilotStep, ...] = ()) -> RunRecord:
-    tuning = replace(TUNING, chosen_k=2, schedule=TABLE, running=POINTS, schedule_gain=1.1)
-
     def arm(each: ArmRecord) -> ArmRecord:
         if each.arm is not Arm.SPECULATIVE:
             return each
@@ -53,26 +37,23 @@ def record(*, arm_has_it: bool = True, flown: tuple[AutopilotStep, ...] = ()) ->
         steps = tuple(replace(template, step=i, autopilot=step) for i, step in enumerate(flown)) or each.steps
         return replace(each, num_speculative_tokens=5, schedule=TABLE if arm_has_it else (), steps=steps)
 
-    return replace(RECORD, tuning=tuning, arms=tuple(map(arm, RECORD.arms)))
+    return replace(RECORD, tuning=BY_BATCH, arms=tuple(map(arm, RECORD.arms)))
 
 
 def test_every_k_is_shown_at_every_running_batch_with_the_schedules_own() -> None:
-    table = table_of(record().tuning)
+    table = running_table(BY_BATCH)
     assert next(iter(table.groups.values())) == ["k = 2", "k = 5"]
     assert [(row.label, row.cells, row.kind) for row in table.rows] == [
         ("1 to 2", ("1.50x", "2.00x", "k = 5"), "chosen"),
         ("3 to 4", ("1.25x", "", "k = 2"), ""),
     ]
-
-
-def test_an_engine_that_drafts_nothing_although_it_has_a_draft_has_a_column_of_its_own() -> None:
     off = replace(point(0, 3, 4, 0.9), is_switched_off=True)
-    table = table_of(replace(TUNING, chosen_k=2, schedule=TABLE, running=(point(0, 3, 4, 1.0), off, *POINTS)))
+    table = running_table(replace(TUNING, chosen_k=2, schedule=TABLE, running=(point(0, 3, 4, 1.0), off, *POINTS)))
     assert next(iter(table.groups.values())) == ["k = 0", "drafts switched off", "k = 2", "k = 5"]
     assert table.rows[1].cells == ("1.00x", "0.90x", "1.25x", "", "k = 2")
 
 
-def test_the_schedule_is_said_with_what_it_should_gain_and_whether_it_was_used() -> None:
+def test_a_schedule_is_said_with_what_it_should_gain_and_names_the_arm_that_used_it() -> None:
     assert schedule_text(record()) == (
         "By running batch: 1-2: 5, 3-4: 2. Its expected speedup of generation is 1.10x over k = 2 throughout. "
         "The speculative arm used it."
@@ -80,14 +61,11 @@ def test_the_schedule_is_said_with_what_it_should_gain_and_whether_it_was_used()
     assert schedule_text(record(arm_has_it=False)).endswith("The speculative arm used one k instead.")
     constant = replace(RECORD, tuning=replace(TUNING, schedule=TABLE[1:], chosen_k=2))
     assert schedule_text(constant) == "The schedule has one draft length, k = 2 at every running batch."
-
-
-def test_an_arm_that_drafts_by_the_running_batch_is_named_with_its_table() -> None:
     lengths = [arm_length(arm) for arm in record().arms]
     assert lengths == ["0", "by running batch (1-2: 5, 3-4: 2)"]
 
 
-def test_the_autopilots_turns_are_said_step_by_step() -> None:
+def test_the_autopilots_turns_are_said_step_by_step_and_stand_on_the_page_with_the_table() -> None:
     on = AutopilotStep(speculates=True, is_probe=False, token_ms=1.0)
     off = AutopilotStep(speculates=False, is_probe=False, token_ms=1.0)
     probe = replace(off, is_probe=True)
@@ -98,10 +76,6 @@ def test_the_autopilots_turns_are_said_step_by_step() -> None:
     )
     assert autopilot_text(record(flown=(on, on))).endswith("It never switched.")
     assert autopilot_text(RECORD) == ""
-
-
-def test_the_page_shows_the_table_and_the_autopilot() -> None:
-    on = AutopilotStep(speculates=True, is_probe=False, token_ms=1.0)
     page = page_text(record(flown=(on, on)))
     assert "k = by running batch (1-2: 5, 3-4: 2)" in page
     assert "running batch" in page
@@ -129,32 +103,22 @@ def trained_record() -> RunRecord:
     return replace(RECORD, arms=(base, replace(spec, steps=steps)))
 
 
-def test_what_the_training_took_is_a_share_of_the_arms_time() -> None:
+def test_the_page_says_whether_the_draft_was_trained_and_its_share_of_the_arms_time() -> None:
+    page = page_text(trained_record())
+    assert "The draft learned beside the policy in 2 of 6 steps, which took 1.25 s, 1.6 % of the arm" in page
+    assert "The draft was fixed during RL." not in page
+    assert "The draft was fixed during RL." in page_text(RECORD)
+    assert "draft_training" in draw(trained_record(), read_reference())
     assert draft_text(trained_record()) == (
         "The draft learned beside the policy in 2 of 6 steps, which took 1.25 s, 1.6 % of the arm's time."
     )
     assert draft_text(RECORD) == ""
 
 
-def test_the_page_says_whether_the_draft_was_trained() -> None:
-    page = page_text(trained_record())
-    assert "The draft learned beside the policy in 2 of 6 steps, which took 1.25 s, 1.6 % of the arm" in page
-    assert "The draft was fixed during RL." not in page
-    assert "The draft was fixed during RL." in page_text(RECORD)
-    assert "draft_training" in draw(trained_record(), read_reference())
-
-
 def kind(sampling: str, generation_s: float, gain: float, length: float) -> SamplingPoint:
-    return SamplingPoint(
-        sampling=sampling,
-        batch=64,
-        generation_s=generation_s,
-        generation_p10_s=generation_s - 0.5,
-        generation_p90_s=generation_s + 0.5,
-        num_repeats=5,
-        mean_acceptance_length=length,
-        gain=gain,
-    )
+    ends = {"generation_p10_s": generation_s - 0.5, "generation_p90_s": generation_s + 0.5}
+    measured = {"batch": 64, "num_repeats": 5, "gain": gain, "mean_acceptance_length": length}
+    return SamplingPoint(sampling=sampling, generation_s=generation_s, **ends, **measured)
 
 
 def test_both_kinds_of_drafts_are_shown_with_the_choice_and_only_where_both_were_measured() -> None:

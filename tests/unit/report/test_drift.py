@@ -1,7 +1,5 @@
 """Results against those of earlier executions: bands worked by hand, and what makes two executions comparable."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,13 +19,12 @@ CONFIG = DriftConfig(num_executions=20)
 PARAMS = {"grpo.group_size": "8", "grpo.seed": "0", "tuning.candidate_ks": "[0, 3]", "engine.max_restarts": "1"}
 
 
+TAGS = {"workload": "rl_zero", "hardware": "2 cores", "dtype": "float32"}
+
+
 def subject(**results: float) -> Execution:
-    return Execution(
-        name="now",
-        metrics={f"result/{name}": value for name, value in measured(results).items()},
-        params=PARAMS,
-        tags={"workload": "rl_zero", "hardware": "2 cores", "dtype": "float32"},
-    )
+    metrics = {f"result/{name}": value for name, value in measured(results).items()}
+    return Execution(name="now", metrics=metrics, params=PARAMS, tags=TAGS)
 
 
 def execution(name: str, *, seed: int = 0, **results: float) -> Execution:
@@ -41,14 +38,9 @@ def measured(results: Mapping[str, float]) -> dict[str, float]:
 
 
 def with_results(name: str, results: Mapping[str, float], *, seed: int = 0) -> Execution:
-    return Execution(
-        name=name,
-        status="FINISHED",
-        start_ms=0,
-        metrics={"result/lossless": 1.0, **{f"result/{key}": value for key, value in measured(results).items()}},
-        params={**PARAMS, "grpo.seed": str(seed), "k": "3"},
-        tags={"workload": "rl_zero", "hardware": "2 cores", "dtype": "float32"},
-    )
+    metrics = {"result/lossless": 1.0, **{f"result/{key}": value for key, value in measured(results).items()}}
+    params = {**PARAMS, "grpo.seed": str(seed), "k": "3"}
+    return Execution(name=name, status="FINISHED", start_ms=0, metrics=metrics, params=params, tags=TAGS)
 
 
 def before(values: list[float], name: str = "step_speedup") -> list[Execution]:
@@ -66,6 +58,11 @@ def test_a_prediction_interval_is_as_wide_as_students_table_says() -> None:
     # [0, 2]: mean 1, s sqrt(2), t of 1 degree 1 at 50 %: 1 -+ sqrt(2) sqrt(3 / 2) = 1 -+ sqrt(3).
     assert prediction_interval([0.0, 2.0], level=0.5) == pytest.approx((1 - 3**0.5, 1 + 3**0.5))
     assert prediction_interval([0.25] * 4, level=0.99) == (0.25, 0.25)  # no width
+    with pytest.raises(ValueError, match=r"^values must hold at least two observations, got 1$"):
+        prediction_interval([1.0], level=0.95)
+    for level in (0.0, 1.0):
+        with pytest.raises(ValueError, match=f"^level must lie between 0 and 1, got {level}$"):
+            prediction_interval([1.0, 2.0], level=level)
 
 
 @given(
@@ -74,9 +71,7 @@ def test_a_prediction_interval_is_as_wide_as_students_table_says() -> None:
     st.floats(-50.0, 50.0),
     st.floats(0.05, 0.98),
 )
-def test_a_prediction_interval_moves_and_scales_with_its_values_and_forgets_their_order(
-    values: list[float], factor: float, shift: float, level: float
-) -> None:
+def test_a_prediction_interval_moves_and_scales(values: list[float], factor: float, shift: float, level: float) -> None:
     low, high = prediction_interval(values, level=level)
     moved = prediction_interval([factor * value + shift for value in reversed(values)], level=level)
     assert moved == pytest.approx((factor * low + shift, factor * high + shift), rel=1e-6, abs=1e-6)
@@ -85,27 +80,20 @@ def test_a_prediction_interval_moves_and_scales_with_its_values_and_forgets_thei
     assert wider[0] <= low + 1e-9 and high <= wider[1] + 1e-9
 
 
-@pytest.mark.parametrize(
-    ("values", "level", "message"),
-    [
-        ([1.0], 0.95, "values must hold at least two observations, got 1"),
-        ([1.0, 2.0], 0.0, "level must lie between 0 and 1, got 0.0"),
-        ([1.0, 2.0], 1.0, "level must lie between 0 and 1, got 1.0"),
-    ],
-)
-def test_what_no_prediction_interval_can_be_had_of_is_refused(values: list[float], level: float, message: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        prediction_interval(values, level=level)
-    assert str(caught.value) == message
-
-
-def test_a_band_is_the_prediction_interval_of_the_executions_before() -> None:
+def test_a_band_is_the_prediction_interval_of_five_executions_before_or_more() -> None:
     # Mean 3, s = sqrt(10 / 4), t of 4 degrees of freedom 2.7764: 3 -+ 2.7764 * 1.5811 * sqrt(1 + 1/5) = 3 -+ 4.8089.
     finding = judged(7.8, [1.0, 2.0, 3.0, 4.0, 5.0])
     assert finding.band == pytest.approx((-1.8089, 7.8089), abs=1e-3)
     assert (finding.verdict, finding.num_executions) == ("within", 5)
     assert judged(7.82, [1.0, 2.0, 3.0, 4.0, 5.0]).verdict == "above"
     assert judged(-1.82, [1.0, 2.0, 3.0, 4.0, 5.0]).verdict == "below"
+    # Fewer say nothing.
+    finding = judged(100.0, [1.0, 1.1, 1.2, 1.3])
+    assert (finding.band, finding.verdict, finding.num_executions) == (None, "too few to say", 4)
+    drift = find_drift(subject(step_speedup=1.0), before([1.0, 1.1, 1.2, 1.3]), CONFIG)
+    assert drift.summary == "Comparable executions before this one: 4. Fewer than 5 say nothing."
+    assert drift_tags(drift)["drift.verdict"] == "too few to say"
+    assert drift_metrics(drift) == {"drift/num_executions": 4.0, "drift/num_outside": 0.0}
 
 
 def test_the_false_alarm_rate_is_shared_by_all_results_that_are_judged() -> None:
@@ -117,20 +105,9 @@ def test_the_false_alarm_rate_is_shared_by_all_results_that_are_judged() -> None
     # One that only four have is not judged, and takes no part of the rate.
     fewer = [replace(each, metrics={**each.metrics, "result/generation_speedup": float("nan")}) for each in earlier[:1]]
     drift = find_drift(subject(step_speedup=3.0, generation_speedup=3.0), fewer + earlier[1:], CONFIG)
-    assert {finding.name: finding.verdict for finding in drift.findings} == {
-        "generation_speedup": "too few to say",
-        "step_speedup": "within",
-    }
+    verdicts = {finding.name: finding.verdict for finding in drift.findings}
+    assert verdicts == {"generation_speedup": "too few to say", "step_speedup": "within"}
     assert drift.findings[1].band == pytest.approx((-1.8089, 7.8089), abs=1e-3)
-
-
-def test_too_few_executions_say_nothing() -> None:
-    finding = judged(100.0, [1.0, 1.1, 1.2, 1.3])
-    assert (finding.band, finding.verdict, finding.num_executions) == (None, "too few to say", 4)
-    drift = find_drift(subject(step_speedup=1.0), before([1.0, 1.1, 1.2, 1.3]), CONFIG)
-    assert drift.summary == "Comparable executions before this one: 4. Fewer than 5 say nothing."
-    assert drift_tags(drift)["drift.verdict"] == "too few to say"
-    assert drift_metrics(drift) == {"drift/num_executions": 4.0, "drift/num_outside": 0.0}
 
 
 OLD_AND_NEW = [1.0, 1.01, 1.02, 1.01, 1.0, 9.0, 0.1]  # the newest come first
@@ -154,23 +131,23 @@ def test_a_verdict_follows_the_last_executions_and_the_smallest_change_that_coun
 
 
 @pytest.mark.parametrize(
-    ("other", "counts"),
+    ("change", "counts"),
     [
-        (execution("other"), True),
-        (replace(execution("other"), status="FAILED"), True),  # by an alert, after its results were written
-        (replace(execution("other"), name="now"), False),
-        (replace(execution("other"), metrics={}), False),
-        (replace(execution("other"), metrics={"result/lossless": 0.0}), False),
-        (replace(execution("other"), tags={**execution("").tags, "workload": "rl_think"}), False),
-        (replace(execution("other"), tags={**execution("").tags, "hardware": "4 x NVIDIA GB200"}), False),
-        (replace(execution("other"), tags={**execution("").tags, "dtype": "bfloat16"}), False),
-        (replace(execution("other"), params={**PARAMS, "grpo.group_size": "16"}), False),
-        (replace(execution("other"), params={**PARAMS, "tuning.candidate_ks": "[0, 5]"}), False),
-        (replace(execution("other"), params={**PARAMS, "engine.max_restarts": "9"}), True),
-        (replace(execution("other"), params={"grpo.seed": "0", "a.field_that_went": "1"}), True),
+        ({}, True),
+        ({"status": "FAILED"}, True),  # by an alert, after its results were written
+        ({"name": "now"}, False),
+        *(({"metrics": metrics}, False) for metrics in ({}, {"result/lossless": 0.0})),
+        ({"tags": {**TAGS, "workload": "rl_think"}}, False),
+        ({"tags": {**TAGS, "hardware": "4 x NVIDIA GB200"}}, False),
+        ({"tags": {**TAGS, "dtype": "bfloat16"}}, False),
+        ({"params": {**PARAMS, "grpo.group_size": "16"}}, False),
+        ({"params": {**PARAMS, "tuning.candidate_ks": "[0, 5]"}}, False),
+        ({"params": {**PARAMS, "engine.max_restarts": "9"}}, True),
+        ({"params": {"grpo.seed": "0", "a.field_that_went": "1"}}, True),
     ],
 )
-def test_an_execution_counts_if_its_recipe_workload_and_hardware_are_the_same(other: Execution, counts: bool) -> None:
+def test_an_execution_counts_if_its_settings_are_the_same(change: dict[str, Any], counts: bool) -> None:
+    other = replace(execution("other"), **change)
     assert (comparable(subject(), [other], CONFIG) == [other]) is counts
 
 
@@ -185,11 +162,11 @@ def test_repetitions_with_other_seeds_count_once_and_with_the_same_seed_each() -
     assert comparable(subject(), many + own, CONFIG) == own
 
 
-@pytest.mark.parametrize(("spoilt", "is_judged"), [({"control_ratio": 0.89}, False), ({"control_ratio": 0.91}, True)])
-def test_a_speedup_without_a_verdict_is_not_judged_and_judges_none(spoilt: dict[str, float], is_judged: bool) -> None:
+@pytest.mark.parametrize(("control", "is_judged"), [(0.89, False), (0.91, True)])
+def test_a_speedup_without_a_verdict_is_not_judged_and_judges_none(control: float, is_judged: bool) -> None:
     own = subject(step_speedup=9.0, reward_speculative=0.5)
     earlier = [execution(str(i), step_speedup=1.5 + i / 100, reward_speculative=0.5) for i in range(5)]
-    changed = {f"result/{name}": value for name, value in spoilt.items()}
+    changed = {"result/control_ratio": control}
     drift = find_drift(replace(own, metrics={**own.metrics, **changed}), earlier, CONFIG)
     kinds = {finding.name: finding.verdict for finding in drift.findings}
     assert kinds == {"step_speedup": "above" if is_judged else "not measured", "reward_speculative": "within"}
@@ -198,7 +175,7 @@ def test_a_speedup_without_a_verdict_is_not_judged_and_judges_none(spoilt: dict[
     assert [each.num_executions for each in find_drift(own, bad, CONFIG).findings] == [5 if is_judged else 0, 5]
 
 
-def test_what_drifted_is_named_with_its_value_and_band() -> None:
+def test_what_drifted_is_named_with_its_value_and_band_and_has_a_row_on_the_page() -> None:
     earlier = [execution(str(i), step_speedup=1.5 + i / 100, reward_speculative=0.5) for i in range(5)]
     drift = find_drift(subject(step_speedup=1.0, reward_speculative=0.5), earlier, CONFIG)
     # Mean 1.52, s 0.015811, t 3.4954: half a band of 0.0605.
@@ -206,19 +183,18 @@ def test_what_drifted_is_named_with_its_value_and_band() -> None:
     assert drift.executions == ("0", "1", "2", "3", "4")
     assert [finding.name for finding in drift.outside] == ["step_speedup"]
     assert drift_tags(drift) == {"drift.verdict": "step_speedup below", "drift.summary": drift.summary}
-    assert drift_metrics(drift) == pytest.approx(
-        {
-            "drift/num_executions": 5.0,
-            "drift/num_outside": 1.0,
-            "drift/step_speedup": -1.0,
-            "drift/step_speedup_low": 1.45946,
-            "drift/step_speedup_high": 1.58054,
-            "drift/reward_speculative": 0.0,
-            "drift/reward_speculative_low": 0.49,
-            "drift/reward_speculative_high": 0.51,
-        },
-        abs=1e-4,
-    )
+    metrics = {"num_executions": 5.0, "num_outside": 1.0, "step_speedup": -1.0, "reward_speculative": 0.0}
+    metrics |= {"step_speedup_low": 1.45946, "step_speedup_high": 1.58054}
+    metrics |= {"reward_speculative_low": 0.49, "reward_speculative_high": 0.51}
+    assert drift_metrics(drift) == pytest.approx({f"drift/{name}": each for name, each in metrics.items()}, abs=1e-4)
+    page = page_text(RECORD, drift=drift)
+    assert (
+        '<tr class="loses"><th>step speedup</th><td class="">1.000</td><td class="">1.459 to 1.581</td>'
+        '<td class="">5</td><td class="">below</td></tr>'
+    ) in page
+    assert '<tr class=""><th>reward, speculative</th><td class="">0.500</td><td class="">0.490 to 0.510</td>' in page
+    assert "At most 5.0 % of executions" in page
+    assert "Compared with 0, 1, 2, 3, 4." in page
 
 
 def test_where_nothing_drifts_there_are_no_more_alarms_than_promised() -> None:
@@ -231,19 +207,6 @@ def test_where_nothing_drifts_there_are_no_more_alarms_than_promised() -> None:
         alarms += bool(find_drift(subject(**drawn[0]), earlier, CONFIG).outside)
     # 1 - (1 - 0.05 / 4)^4 = 0.049 of 400 are 19.6, with a standard deviation of 4.3.
     assert 7 <= alarms <= 33
-
-
-def test_the_page_has_a_row_for_each_result() -> None:
-    earlier = [execution(str(i), step_speedup=1.5 + i / 100, reward_speculative=0.5) for i in range(5)]
-    drift = find_drift(subject(step_speedup=1.0, reward_speculative=0.5), earlier, CONFIG)
-    page = page_text(RECORD, drift=drift)
-    assert (
-        '<tr class="loses"><th>step speedup</th><td class="">1.000</td><td class="">1.459 to 1.581</td>'
-        '<td class="">5</td><td class="">below</td></tr>'
-    ) in page
-    assert '<tr class=""><th>reward, speculative</th><td class="">0.500</td><td class="">0.490 to 0.510</td>' in page
-    assert "At most 5.0 % of executions" in page
-    assert "Compared with 0, 1, 2, 3, 4." in page
 
 
 def test_a_page_without_a_comparison_says_why_or_nothing() -> None:

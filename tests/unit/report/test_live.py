@@ -1,7 +1,5 @@
 """The page of an execution that goes on says what its runs have logged so far."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
@@ -30,21 +28,16 @@ def rows(page: str) -> list[list[str]]:
 
 
 def test_an_arm_shows_its_time_by_stage_its_reward_and_its_acceptance(tmp_path: Path) -> None:
-    lengths = [1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0]
-    steps = [
-        step(n, time__step_s=4.0, time__generation_s=3.0, time__train_s=1.0, train__reward=n / 10, **spec)
-        for n, spec in enumerate({"spec__mean_acceptance_length": length} for length in lengths)
-    ]
+    times = {"time__step_s": 4.0, "time__generation_s": 3.0, "time__train_s": 1.0}
+    lengths = [{"spec__mean_acceptance_length": 1.0 if n < 5 else 2.0} for n in range(10)]
+    steps = [step(n, train__reward=n / 10, **times, **length) for n, length in enumerate(lengths)]
     again = step(9, time__step_s=4.0, time__generation_s=3.0, train__reward=0.4)  # of a second attempt
     spooled(tmp_path, "e/train_grpo_speculative", *steps, again)
     page = live_page(tmp_path, "e", since_s=0.0, links={"MLflow": "http://mlflow/?a=1&b=2", "Flyte": ""})
     assert "train_grpo_speculative: runs" in page and "10 steps" in page
     found = {row[0]: row[1:] for row in rows(page) if row}
-    assert (found["step"], found["generation"], found["train"]) == (
-        ["4.00 s", ""],
-        ["3.00 s", "75%"],
-        ["1.00 s", "25%"],
-    )
+    times = {"step": ["4.00 s", ""], "generation": ["3.00 s", "75%"], "train": ["1.00 s", "25%"]}
+    assert found.items() >= times.items()
     assert found["reward"] == ["0.200", "0.600"]  # of 0 to 0.4, and of 0.5 to 0.8 and 0.4
     assert found["mean acceptance length"] == ["1.00", "2.00"]
     assert '<a href="http://mlflow/?a=1&amp;b=2">MLflow</a>' in page and "Flyte" not in page

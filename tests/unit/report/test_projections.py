@@ -1,15 +1,9 @@
 """Projections on the page, in columns apart from measured values."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from slipstream.recipe import load_recipe
-from slipstream.records.stages import TuningRecord
-from slipstream.records.steps import ArmRecord
 from slipstream.report import tables
 from slipstream.report.figures import measured_against_simulated
 from slipstream.report.page import predicted, render_page, report_json, split_table
@@ -18,22 +12,18 @@ from slipstream.report.summary import compare_loops
 from slipstream.simulator.projection import project_speedup
 from slipstream.simulator.reference import read_reference
 from slipstream.simulator.step_cost import Bound
-from slipstream.stages.support import recipe_layout
 from slipstream.types import Arm
-from tests.unit.report.handmade import ASYNCHRONOUS, ON_CORES, RECORD, page_text
+from tests.unit.report.handmade import ASYNCHRONOUS, DEMO_TUNING, ON_CORES, RECORD, demo_arms, demo_run, page_text
 
 _compared, _layout = compare_loops(ASYNCHRONOUS), ON_CORES.layout
 assert _compared is not None and _layout is not None
-COMPARED, LAYOUT = _compared, _layout
-DEMO_LAYOUT = recipe_layout(
-    load_recipe("tiny", overrides={"engine": {"dtype": "bfloat16"}, "learner": {"dtype": "bfloat16"}})
-)
+COMPARED, LAYOUT, _predicted = _compared, _layout, predicted(ON_CORES, _compared)
+assert _predicted is not None
+PREDICTED = _predicted
 
 
-def test_the_page_keeps_measured_and_projected_apart(
-    demo_arms: Callable[[float], tuple[ArmRecord, ...]], demo_tuning: TuningRecord
-) -> None:
-    record = project_speedup(demo_arms(1.0), demo_tuning, layout=DEMO_LAYOUT, execution="demo")
+def test_the_page_keeps_measured_and_projected_apart() -> None:
+    record = project_speedup(demo_arms(), DEMO_TUNING, layout=demo_run().layout, execution="demo")
     assert record.run_check is not None and record.run_calibration is not None
     assert "measured, s" in measured_against_simulated(record.run_calibration)
     check = tables.check_table(record.run_check)
@@ -45,8 +35,7 @@ def test_the_page_keeps_measured_and_projected_apart(
 
 
 def test_what_is_predicted_stands_beside_what_was_measured_in_columns_of_its_own() -> None:
-    prediction = predicted(ON_CORES, COMPARED)
-    assert prediction is not None
+    prediction = PREDICTED
     assert [arm.synchronous_step_s for arm in prediction.arms] == pytest.approx([9.0, 5.0])
     table = tables.prediction_table(prediction, COMPARED)
     assert [(heading, len(columns)) for heading, columns in table.groups.items()] == [("measured", 3), ("projected", 5)]
@@ -60,8 +49,7 @@ def test_what_is_predicted_stands_beside_what_was_measured_in_columns_of_its_own
 
 
 def test_two_cores_have_one_split_and_the_page_says_what_is_expected_to_bind_it() -> None:
-    prediction = predicted(ON_CORES, COMPARED)
-    assert prediction is not None
+    prediction = PREDICTED
     bound, other = (replace(prediction.arms[0], arm=arm, bound=bound) for arm, bound in zip(Arm, Bound, strict=False))
     assert split_text(replace(prediction, arms=(bound, other))) == (
         "Two cores have one split, one core for generation and one for training. On it the simulator expects the "

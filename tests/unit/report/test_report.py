@@ -1,7 +1,5 @@
 """Figures of a report worked by hand from a small record, and pages that render whatever the run lacks."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -13,7 +11,7 @@ import pytest
 
 from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
-from slipstream.records.steps import DynamicSampling, EvaluationRecord, StepRecord
+from slipstream.records.steps import DynamicSampling
 from slipstream.report import figures
 from slipstream.report.page import draw, render_page, report_json, write_report
 from slipstream.report.results import description, terminal_table
@@ -27,6 +25,7 @@ from tests.unit.report.handmade import (
     BARE,
     CURVES,
     DRAFT,
+    GOLDEN,
     LOST,
     ONE_ARM,
     ONE_STEP,
@@ -37,15 +36,13 @@ from tests.unit.report.handmade import (
     page_text,
     right,
     step,
+    with_steps,
 )
 
 REFERENCE = read_reference()
 
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-
-
-def test_json_of_a_kept_run_is_the_kept_one() -> None:
+def test_the_json_and_the_terminal_table_of_a_kept_run_are_the_kept_ones() -> None:
     """Ten digits of every figure, for the last bits of a logarithm differ between processors."""
 
     def rounded(text: str) -> str:
@@ -53,6 +50,11 @@ def test_json_of_a_kept_run_is_the_kept_one() -> None:
 
     made = json.dumps(report_json(read_record(RunRecord, GOLDEN / "run.json")), allow_nan=False)
     assert rounded(made) == rounded((GOLDEN / "report.json").read_text())
+    kept = (GOLDEN / "terminal.txt").read_text()
+    assert max(map(len, kept.splitlines())) <= 100
+    assert terminal_table(ASYNCHRONOUS) + "\n" == kept
+    plain = terminal_table(RECORD).splitlines()
+    assert plain == kept.splitlines()[: len(plain)]
 
 
 @pytest.mark.parametrize(
@@ -82,29 +84,17 @@ def test_json_holds_the_figures_worked_by_hand() -> None:
     assert got["reward"] == {arm: [0.1, 0.2, 0.3, 0.3, 0.4, 0.5] for arm in ("autoregressive", "speculative")}
 
 
-@pytest.mark.parametrize(
-    ("record", "generation"),
-    [
-        (TWO_STEPS, {"value": 2.0, "ci95": None}),  # the first warms up
-        (ONE_STEP, {"value": 1.0, "ci95": None}),
-        (ONE_ARM, {"value": None, "ci95": None}),
-    ],
-)
-def test_json_says_null_of_what_a_run_lacks(record: RunRecord, generation: dict[str, float | None]) -> None:
-    assert summarise(record)["speedup"]["generation"] == pytest.approx(generation)
-
-
-def test_json_of_a_run_that_does_not_speculate() -> None:
+@pytest.mark.parametrize(("record", "value"), [(TWO_STEPS, 2.0), (ONE_STEP, 1.0), (ONE_ARM, None)])
+def test_json_says_null_of_what_a_run_lacks(record: RunRecord, value: float | None) -> None:
+    """The first of two steps warms up."""
+    assert summarise(record)["speedup"]["generation"] == pytest.approx({"value": value, "ci95": None})
     assert summarise(LOST)["acceptance"] == {"k": 0, "mean_acceptance_length": 1.0, "rate_by_position": []}
 
 
-def test_the_bound_is_amdahls_law() -> None:
+def test_the_bound_is_amdahls_law_and_speedup_per_token_accounts_for_longer_responses() -> None:
     comparison = summarise_arms(RECORD.arms).comparison
     assert comparison is not None
     assert comparison.step_bound == pytest.approx(1 / (0.75 / 2.2 + 0.25))
-
-
-def test_speedup_per_token_accounts_for_longer_responses() -> None:
     base, spec = RECORD.arms
     longer = replace(spec, steps=tuple(replace(s, num_response_tokens=150) for s in spec.steps))
     comparison = summarise_arms((base, longer)).comparison
@@ -126,7 +116,7 @@ def drawn() -> dict[str, str]:
     return draw(RECORD, REFERENCE)
 
 
-def test_page_has_every_section_and_each_losing_configuration() -> None:
+def test_page_has_every_section_and_each_losing_configuration_and_needs_nothing_from_elsewhere() -> None:
     page = render_page(RECORD, REFERENCE, drawn=drawn())
     sections = re.findall(r'<section id="([a-z-]+)">', page)
     first = ["step-time", "speedup", "acceptance", "draft-length", "losslessness", "learning"]
@@ -136,10 +126,6 @@ def test_page_has_every_section_and_each_losing_configuration() -> None:
     assert losing == [("5", "0.75x"), ("7", "0.50x")]
     assert "Step: faster (1.60x, 95 % interval 1.32 to 1.96). Generation: faster (2.00x, 95 % interval" in page
     assert "2 cores &lt;no GPU&gt;" in page
-
-
-def test_page_needs_nothing_from_elsewhere_and_is_small() -> None:
-    page = render_page(RECORD, REFERENCE, drawn=drawn())
     assert not re.search(r"<script|<link|<img|@import|url\(http|src=", page)
     assert len(page.encode()) < 2_000_000
     ids = re.findall(r'\bid="([^"]+)"', page)
@@ -204,32 +190,22 @@ _NOTHING = {"losses": (), "heldout_rate_by_position": (), "heldout_mean_acceptan
 UNTRAINED = replace(DRAFT, method="ngram", init="none", **_COUNTS, **_NOTHING)
 
 
-def test_a_page_says_that_drafts_are_looked_up_and_shows_no_table_of_a_model_that_is_not_there() -> None:
+def test_a_page_of_lookups_shows_no_table_of_a_model_that_is_not_there_and_no_figure_of_acceptance_if_they_lost() -> (
+    None
+):
     text = page_text(replace(RECORD, draft=UNTRAINED))
     assert "Draft: ngram, without a model: drafts are looked up." in text
     assert "verifications without a draft are left out of the length" in text
     assert "accepted, given those before" in page_text(RECORD)
     assert "accepted, given those before" not in text
     given = replace(UNTRAINED, method="draft_model", num_parameters=7_000)
-    assert "Draft: draft_model, 7\u00a0000 parameters, used without training." in page_text(
-        replace(RECORD, draft=given)
-    )
-
-
-def test_a_page_of_lookups_that_lost_needs_no_figure_of_acceptance() -> None:
+    used = "Draft: draft_model, 7\u00a0000 parameters, used without training."
+    assert used in page_text(replace(RECORD, draft=given))
     text = render_page(replace(LOST, draft=UNTRAINED), REFERENCE)
     assert "Nothing was drafted during RL: no k beat k=0.</p>" in text
 
 
-def test_the_terminal_table_of_a_kept_run_is_the_kept_one() -> None:
-    kept = (GOLDEN / "terminal.txt").read_text()
-    assert max(map(len, kept.splitlines())) <= 100
-    assert terminal_table(ASYNCHRONOUS) + "\n" == kept
-    plain = terminal_table(RECORD).splitlines()
-    assert plain == kept.splitlines()[: len(plain)]
-
-
-def test_a_run_on_logical_gpus_says_so_and_no_other_does() -> None:
+def test_logical_gpus_and_different_hardware_are_said_and_no_others() -> None:
     logical = replace(RECORD, logical_gpus=True)
     (line,) = [line for line in terminal_table(logical).splitlines() if line.startswith("GPUs")]
     assert line.split(None, 2) == ["GPUs", "logical", "only counted; processes may have used CPUs"]
@@ -238,16 +214,22 @@ def test_a_run_on_logical_gpus_says_so_and_no_other_does() -> None:
     assert summarise(logical)["logical_gpus"] is True
     assert "logical" not in terminal_table(RECORD)
     assert "The GPUs were logical" not in page_text(RECORD)
+    base, spec = RECORD.arms
+    apart = replace(RECORD, arms=(replace(base, machine="x86_64, 2 cores"), replace(spec, machine="aarch64, 72 cores")))
+    alike = replace(RECORD, arms=tuple(replace(arm, machine="x86_64, 2 cores") for arm in RECORD.arms))
+    marked = verdict(apart, summarise_arms(apart.arms))
+    assert "autoregressive on x86_64, 2 cores, speculative on aarch64, 72 cores" in marked
+    assert "different hardware" not in verdict(alike, summarise_arms(alike.arms))
 
 
 @pytest.mark.parametrize(
-    ("label", "counter"),
-    [
-        ("preempted rollouts (KV cache full)", "num_preemptions"),
-        ("rollouts left out of the loss (cut off)", "num_filtered"),
-    ],
+    ("counter", "label"),
+    {
+        "num_preemptions": "preempted rollouts (KV cache full)",
+        "num_filtered": "rollouts left out of the loss (cut off)",
+    }.items(),
 )
-def test_a_loss_of_rollouts_has_a_row_where_there_was_any(label: str, counter: str) -> None:
+def test_a_loss_of_rollouts_has_a_row_where_there_was_any(counter: str, label: str) -> None:
     assert label not in [row.label for row in count_table(summarise_arms(RECORD.arms)).rows]
     base, spec = RECORD.arms
     steps = tuple(replace(step, **{counter: 2}) for step in base.steps)
@@ -258,18 +240,11 @@ def test_a_loss_of_rollouts_has_a_row_where_there_was_any(label: str, counter: s
 
 def test_what_was_sampled_in_place_of_groups_without_signal_is_summed_over_the_steps() -> None:
     """Of two steps one had too few groups with signal and the other too many: neither number hides the other."""
-    first = DynamicSampling(
-        num_batches=3, num_groups=6, num_with_signal=1, num_filled=1, num_surplus=0, extra_generation_s=1.5
-    )
-    second = replace(first, num_batches=2, num_groups=4, num_with_signal=3, num_filled=0, num_surplus=1)
-    base, spec = RECORD.arms
-    arms = []
-    for arm in (base, spec):
-        steps = [
-            replace(step, dynamic_sampling=each) for step, each in zip(arm.steps[:2], (first, second), strict=True)
-        ]
-        arms.append(replace(arm, steps=(*steps, *arm.steps[2:])))
-    plain, rows = (count_table(summarise_arms(each)).rows for each in (RECORD.arms, tuple(arms)))
+    few = {"num_batches": 3, "num_groups": 6, "num_with_signal": 1, "num_filled": 1, "num_surplus": 0}
+    many = {"num_batches": 2, "num_groups": 4, "num_with_signal": 3, "num_filled": 0, "num_surplus": 1}
+    sampled = {number: DynamicSampling(**each, extra_generation_s=1.5) for number, each in enumerate((few, many))}
+    arms = with_steps(RECORD, lambda step: replace(step, dynamic_sampling=sampled.get(step.step))).arms
+    plain, rows = (count_table(summarise_arms(each)).rows for each in (RECORD.arms, arms))
     assert {row.label: row.cells for row in rows[len(plain) :]} == {
         "batches of prompts sampled": ("5", "5"),
         "groups sampled": ("10", "10"),
@@ -282,10 +257,9 @@ def test_what_was_sampled_in_place_of_groups_without_signal_is_summed_over_the_s
 
 
 def test_a_stage_that_the_arms_left_out_is_said_to_be_and_not_timed_as_zero() -> None:
-    def without_pass(step: StepRecord) -> StepRecord:
-        return replace(step, has_logprob_pass=False, times=replace(step.times, logprob_s=0.0))
-
-    record = replace(RECORD, arms=tuple(replace(arm, steps=tuple(map(without_pass, arm.steps))) for arm in RECORD.arms))
+    record = with_steps(
+        RECORD, lambda step: replace(step, has_logprob_pass=False, times=replace(step.times, logprob_s=0.0))
+    )
     (line,) = [line for line in terminal_table(record).splitlines() if line.startswith("logprob")]
     assert line.split() == ["logprob", "left", "out", "left", "out"]
     assert summarise(record)["stages_left_out"] == {"autoregressive": ["logprob"], "speculative": ["logprob"]}
@@ -316,7 +290,6 @@ def test_quoted_speedups_agree_with_the_quoted_times() -> None:
 
 def test_the_page_says_what_the_certificate_says() -> None:
     page = page_text(RECORD)
-
     assert "Verdict: <b>lossless</b>" in page
     assert "None of 2 tests rejects" in page
     assert re.search(r"first token</th>.*?>rejects<", page, re.DOTALL)
@@ -326,17 +299,6 @@ def test_the_page_says_what_the_certificate_says() -> None:
     assert RECORD.certificate is not None
     long = replace(RECORD.certificate, lengths_by_position={"0-63": 6.514, "64-127": 6.25})
     assert re.search(r"64-127</th>\s*<td[^>]*>6.25<", page_text(replace(RECORD, certificate=long)))
-
-
-def test_arms_on_different_hardware_are_marked() -> None:
-    base, spec = RECORD.arms
-    apart = replace(RECORD, arms=(replace(base, machine="x86_64, 2 cores"), replace(spec, machine="aarch64, 72 cores")))
-    alike = replace(RECORD, arms=tuple(replace(arm, machine="x86_64, 2 cores") for arm in RECORD.arms))
-
-    marked = verdict(apart, summarise_arms(apart.arms))
-
-    assert "autoregressive on x86_64, 2 cores, speculative on aarch64, 72 cores" in marked
-    assert "different hardware" not in verdict(alike, summarise_arms(alike.arms))
 
 
 def test_accuracy_curves_go_from_the_start_over_the_points_of_training_to_the_end() -> None:
@@ -353,46 +315,32 @@ def test_accuracy_curves_go_from_the_start_over_the_points_of_training_to_the_en
 
 
 def test_the_page_shows_every_point_and_whether_the_arms_differ() -> None:
-    rows = [(row.label, row.cells[0]) for row in accuracy_table(CURVES).rows]
-    assert rows == [
-        ("before RL", "0.100"),
-        ("autoregressive, after step 2", "0.500"),
-        ("autoregressive", "0.300"),
-        ("speculative, after step 1", "0.125"),
-        ("speculative, after step 2", "0.500"),
-        ("speculative", "0.310"),
+    assert [(row.label, row.cells[0]) for row in accuracy_table(CURVES).rows] == [
+        *(("before RL", "0.100"), ("autoregressive, after step 2", "0.500"), ("autoregressive", "0.300")),
+        *(("speculative, after step 1", "0.125"), ("speculative, after step 2", "0.500"), ("speculative", "0.310")),
     ]
     assert "After step 6 the accuracy of the speculative arm" in page_text(CURVES)
     assert figures.learning(CURVES) != figures.learning(RECORD)
 
 
 @pytest.mark.parametrize(
-    ("ends", "said"),
+    ("base", "spec", "said"),
     [
-        (
-            (right("autoregressive", 0, 0, 0, 0, 0), right("speculative", 2, 2, 2, 2, 1)),
-            r"\+0\.450 \[.*\], paired .*: the arms differ",
-        ),
-        (
-            (right("autoregressive", 0, 2, 1, 1, 1), right("speculative", 2, 0, 1, 1, 1)),
-            r"\+0\.000 \[.*: no difference beyond",
-        ),
-        ((right("autoregressive", 0), right("speculative", 2)), r"\+0\.500, .*: too few problems for an interval"),
+        ((0, 0, 0, 0, 0), (2, 2, 2, 2, 1), r"\+0\.450 \[.*\], paired .*: the arms differ"),
+        ((0, 2, 1, 1, 1), (2, 0, 1, 1, 1), r"\+0\.000 \[.*: no difference beyond"),
+        ((0,), (2,), r"\+0\.500, .*: too few problems for an interval"),
     ],
 )
-def test_the_arms_accuracies_are_compared_where_both_were_evaluated_last(
-    ends: tuple[EvaluationRecord, EvaluationRecord], said: str
-) -> None:
+def test_accuracies_are_compared_where_both_have_one(base: tuple[int, ...], spec: tuple[int, ...], said: str) -> None:
+    ends = right("autoregressive", *base), right("speculative", *spec)
     ended = replace(CURVES, evaluations=(*CURVES.evaluations[:1], *ends))
     assert re.match(f"After step 6 .* is {said}", accuracy_text(ended))
     assert "Asynchronous arms are evaluated" not in accuracy_text(ended)
     # Where the end is of other problems, or of one arm, the last common point is that of training.
     other = right("speculative", 4, 4, prompt_hash="other")
-    for left in ((ends[0],), (ends[0], other)):
-        assert accuracy_difference(replace(ended, evaluations=left)) == accuracy_difference(
-            replace(CURVES, evaluations=())
-        )
     found = accuracy_difference(replace(CURVES, evaluations=()))
+    for left in ((ends[0],), (ends[0], other)):
+        assert accuracy_difference(replace(ended, evaluations=left)) == found
     assert found is not None
     assert (found[0], found[1].value) == (2, 0.0)
 

@@ -1,7 +1,5 @@
 """Figures of machines are worked by hand; the first step of each arm says what would move every one of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -14,9 +12,8 @@ from slipstream.report.sentences import findings, machine_json, pooled_use, warm
 from tests.unit.report.handmade import ASYNCHRONOUS, BARE, ONE_STEP, RECORD, page_text
 
 QUIET = MachineUse(load=1.0, other_cpu_fraction=0.0, steal_fraction=0.0, memory_pressure_fraction=0.0, cpu_mhz=2000.0)
-UNKNOWN = MachineUse(
-    load=None, other_cpu_fraction=None, steal_fraction=None, memory_pressure_fraction=None, cpu_mhz=None
-)
+_READ = ("load", "other_cpu_fraction", "steal_fraction", "memory_pressure_fraction", "cpu_mhz")
+UNKNOWN = MachineUse(**dict.fromkeys(_READ))
 WARMUP = replace(QUIET, other_cpu_fraction=1.0, cpu_mhz=100.0, throttle_reasons=("power brake",))
 
 
@@ -41,14 +38,8 @@ def test_an_arms_machine_is_the_mean_over_its_timed_steps_by_their_times() -> No
     )
     use = pooled_use(arm)
     assert use is not None
-    assert (use.other_cpu_fraction, use.cpu_mhz) == (
-        pytest.approx(0.27),
-        pytest.approx((8 * 2000.0 + 24.5 * 3900.0) / 32.5),
-    )
+    assert (use.other_cpu_fraction, use.cpu_mhz) == pytest.approx((0.27, (8 * 2000.0 + 24.5 * 3900.0) / 32.5))
     assert (use.load, use.sm_clock_mhz, use.throttle_reasons) == (1.0, None, ("power cap", "power brake"))
-
-
-def test_steps_without_a_record_of_their_machine_have_none() -> None:
     assert pooled_use(RECORD.arms[0]) is None
     assert machine_json(RECORD) == {"arms": {}, "findings": []}
 
@@ -68,7 +59,12 @@ def test_what_may_have_moved_an_arms_times_is_said_of_that_arm(use: dict[str, ob
     assert findings(ran(QUIET, replace(QUIET, **use))) == [f"While speculative ran, {said}"]
 
 
-def test_a_machine_that_was_quiet_or_could_not_be_read_is_no_finding() -> None:
+def test_clocks_that_differ_between_arms_by_more_than_a_tenth_are_said_and_quiet_or_unread_machines_are_not() -> None:
+    assert findings(ran(replace(QUIET, cpu_mhz=2201.0))) == [
+        "The cores ran at 2201 MHz in autoregressive and at 2000 MHz in speculative"
+    ]
+    fast, slow = (replace(QUIET, sm_clock_mhz=mhz) for mhz in (1980.0, 1200.0))
+    assert findings(ran(slow, fast)) == ["The GPUs ran at 1980 MHz in speculative and at 1200 MHz in autoregressive"]
     little = replace(
         QUIET, other_cpu_fraction=0.099, steal_fraction=0.049, memory_pressure_fraction=0.049, cpu_mhz=2200.0
     )
@@ -76,22 +72,7 @@ def test_a_machine_that_was_quiet_or_could_not_be_read_is_no_finding() -> None:
     assert findings(ran(UNKNOWN)) == []
 
 
-def test_clocks_that_differ_between_arms_by_more_than_a_tenth_are_said() -> None:
-    assert findings(ran(replace(QUIET, cpu_mhz=2201.0))) == [
-        "The cores ran at 2201 MHz in autoregressive and at 2000 MHz in speculative"
-    ]
-    fast, slow = (replace(QUIET, sm_clock_mhz=mhz) for mhz in (1980.0, 1200.0))
-    assert findings(ran(slow, fast)) == ["The GPUs ran at 1980 MHz in speculative and at 1200 MHz in autoregressive"]
-
-
-def test_an_asynchronous_arm_is_named_as_such() -> None:
-    loud = on(ASYNCHRONOUS.asynchronous[0], replace(QUIET, other_cpu_fraction=0.5))
-    record = replace(ASYNCHRONOUS, asynchronous=(loud, ASYNCHRONOUS.asynchronous[1]))
-    assert findings(record) == ["While autoregressive, asynchronous ran, other processes used 50 % of the cores"]
-    assert list(machine_json(record)["arms"]) == ["autoregressive_asynchronous"]
-
-
-def test_findings_stand_on_the_page_in_the_terminal_and_in_the_json() -> None:
+def test_findings_stand_on_the_page_in_the_terminal_and_in_the_json_with_the_asynchronous_arms_name() -> None:
     record = ran(replace(QUIET, other_cpu_fraction=0.34))
     said = "While autoregressive ran, other processes used 34 % of the cores"
     assert said in page_text(record)
@@ -100,6 +81,10 @@ def test_findings_stand_on_the_page_in_the_terminal_and_in_the_json() -> None:
     assert machine["findings"] == [said]
     assert machine["arms"]["autoregressive"]["other_cpu_fraction"] == pytest.approx(0.34)
     assert machine["arms"]["speculative"]["throttle_reasons"] == ()
+    loud = on(ASYNCHRONOUS.asynchronous[0], replace(QUIET, other_cpu_fraction=0.5))
+    record = replace(ASYNCHRONOUS, asynchronous=(loud, ASYNCHRONOUS.asynchronous[1]))
+    assert findings(record) == ["While autoregressive, asynchronous ran, other processes used 50 % of the cores"]
+    assert list(machine_json(record)["arms"]) == ["autoregressive_asynchronous"]
 
 
 def test_the_page_and_the_json_say_how_many_first_steps_are_left_out() -> None:

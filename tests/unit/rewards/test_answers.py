@@ -1,69 +1,42 @@
 """Extraction of a response's answer."""
 
-from __future__ import annotations
-
 import pytest
 
 from slipstream.rewards.answers import extract_answer, opens_thought
 
+BOXED = {
+    "\\boxed{1} then \\boxed{2}": "2",
+    "\\boxed{\\frac{1}{\\sqrt{2}}}": "\\frac{1}{\\sqrt{2}}",
+    "\\boxed{1+\\boxed{2}}": "1+\\boxed{2}",
+    "\\boxed{\\{1,2\\}}": "\\{1,2\\}",
+    "\\boxed{4} and a box cut off \\boxed{5": "4",
+    "\\boxed{4} and \\boxed": "4",
+    "\\boxed \\frac{1}{2}$": "\\frac{1}{2}",
+    **{"\\boxed {7}": "7", "a set {1, \\boxed{3}": "3", "\\boxed{ 6 }": "6", "a } b \\boxed{6}": "6"},
+    **{"\\boxed{a{b}c}": "a{b}c", "\\fbox{5}": "5", "\\boxed 5": "5", "so $\\boxed 5$.": "5", "\\boxed-5": "-5"},
+    **{"\\bo\u200bxed{1\u20602}": "12", "\\boxed{\\fbox{5}}": "\\fbox{5}", "\\boxed{2+2=4}": "2+2=4"},
+    **{"\\boxed{x=5}": "x=5", "\\boxed{3}\nAnswer: 4": "3"},
+}
+SAID = {
+    **{"text\nAnswer: $12$.\n": "12", "Answer: 1\nthe final answer: 2": "2", "ANSWER :\t$$.5$": ".5"},
+    **{"Answer: $x.$": "x", "Answer: 2X": "2X", "Answer: X2": "X2", "Answer: **73**": "73", "**Answer:** 73": "73"},
+    **{"**Answer**: 73": "73", "**Answer: 73**": "73", "*Answer:* `73`": "73", "### Answer:\n\n**73**": "73"},
+    **{"The final answer is: 73.": "73", "Answer\N{FULLWIDTH COLON}73": "73", "Answer: 1\u200b2": "12"},
+    "Final Answer: **73** apples": "73 apples",
+}
+AFTER_THOUGHTS = {
+    "<think>\\boxed{1}</think>\\boxed{2}": "2",
+    "\\boxed{1}</think>\\boxed{2}": "2",
+    "<think>a</think>\\boxed{1}</think>\\boxed{2}": "2",
+}
+NOTHING = [
+    *("no answer at all", "Answer: $", "Answer: 2+2=5", "<think>\\boxed{1} and cut off", "\\boxed{2+2=5=34}"),
+    *("<think>\\boxed{1}</think>I do not know", "a</think>\\boxed{1}</think>I do not know"),
+    *("\\boxed{}", "\\boxedx{4}", "\\boxed72}", "\\boxed+{56}", "\\boxed\n97"),
+]
 
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        ("\\boxed{1} then \\boxed{2}", "2"),
-        ("\\boxed{\\frac{1}{\\sqrt{2}}}", "\\frac{1}{\\sqrt{2}}"),
-        ("\\boxed{1+\\boxed{2}}", "1+\\boxed{2}"),
-        ("\\boxed{\\{1,2\\}}", "\\{1,2\\}"),
-        ("\\boxed {7}", "7"),
-        ("a set {1, \\boxed{3}", "3"),
-        ("\\boxed{4} and a box cut off \\boxed{5", "4"),
-        ("\\boxed{}", None),
-        ("text\nAnswer: $12$.\n", "12"),
-        ("Answer: 1\nthe final answer: 2", "2"),
-        ("\\boxed{3}\nAnswer: 4", "3"),
-        ("no answer at all", None),
-        ("<think>\\boxed{1}</think>\\boxed{2}", "2"),
-        ("\\boxed{1}</think>\\boxed{2}", "2"),
-        ("<think>\\boxed{1}</think>I do not know", None),
-        ("<think>\\boxed{1} and cut off", None),
-        ("<think>a</think>\\boxed{1}</think>\\boxed{2}", "2"),
-        ("\\boxed{ 6 }", "6"),
-        ("a } b \\boxed{6}", "6"),
-        ("\\boxed{a{b}c}", "a{b}c"),
-        ("ANSWER :\t$$.5$", ".5"),
-        ("Answer: $x.$", "x"),
-        ("Answer: $", None),
-        ("Answer: 2X", "2X"),
-        ("Answer: X2", "X2"),
-        ("a</think>\\boxed{1}</think>I do not know", None),
-        ("Answer: **73**", "73"),
-        ("**Answer:** 73", "73"),
-        ("**Answer**: 73", "73"),
-        ("**Answer: 73**", "73"),
-        ("*Answer:* `73`", "73"),
-        ("### Answer:\n\n**73**", "73"),
-        ("The final answer is: 73.", "73"),
-        ("Answer\N{FULLWIDTH COLON}73", "73"),
-        ("Final Answer: **73** apples", "73 apples"),
-        ("Answer: 1\u200b2", "12"),
-        ("\\bo\u200bxed{1\u20602}", "12"),
-        ("\\fbox{5}", "5"),
-        ("\\boxed 5", "5"),
-        ("so $\\boxed 5$.", "5"),
-        ("\\boxed \\frac{1}{2}$", "\\frac{1}{2}"),
-        ("\\boxed{\\fbox{5}}", "\\fbox{5}"),
-        ("\\boxed{4} and \\boxed", "4"),
-        ("\\boxedx{4}", None),
-        ("\\boxed72}", None),
-        ("\\boxed+{56}", None),
-        ("\\boxed\n97", None),
-        ("\\boxed-5", "-5"),
-        ("\\boxed{2+2=4}", "2+2=4"),
-        ("\\boxed{2+2=5=34}", None),
-        ("Answer: 2+2=5", None),
-        ("\\boxed{x=5}", "x=5"),
-    ],
-)
+
+@pytest.mark.parametrize(("response", "answer"), (BOXED | SAID | AFTER_THOUGHTS | dict.fromkeys(NOTHING)).items())
 def test_the_answer_of_a_response(response: str, answer: str | None) -> None:
     assert extract_answer(response) == answer
 
@@ -72,13 +45,8 @@ def test_the_answer_of_a_response(response: str, answer: str | None) -> None:
     ("response", "answer"),
     [
         ("Answer: 12", None),  # 123 may have been meant
-        ("Answer: 7\nAnswer: 12", "7"),
-        ("Answer: 12\n", "12"),
-        ("\\boxed 12", None),
-        ("\\boxed 12 ", "12"),
-        ("\\boxed{12}", "12"),
-        ("\\boxed{12}? Let me", "12"),
-        ("<think>\\boxed{12}", None),
+        *(("Answer: 7\nAnswer: 12", "7"), ("Answer: 12\n", "12"), ("\\boxed 12", None), ("\\boxed 12 ", "12")),
+        *(("\\boxed{12}", "12"), ("\\boxed{12}? Let me", "12"), ("<think>\\boxed{12}", None)),
     ],
 )
 def test_an_answer_without_an_end_of_its_own_is_none_where_the_response_was_cut_off(

@@ -1,7 +1,5 @@
 """A user's reward function: what it is handed, what counts as a failure, and that nothing that it does stops a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,20 +21,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     print("a line that is no reply", flush=True)
     if solution_str == "raise":
         raise ValueError("no digit in it")
-    if solution_str == "hang":
-        time.sleep(60)
-    if solution_str == "exit":
-        os._exit(3)
-    if solution_str == "eat":
-        bytearray(1 << 40)
-    if solution_str == "fork":
-        os.fork()
-    if solution_str == "read":
-        sys.stdin.read()
-    if solution_str == "long":
-        return {"score": 1.0, "text": "x" * 100_000}
+    acts = {"hang": lambda: time.sleep(60), "exit": lambda: os._exit(3), "eat": lambda: bytearray(1 << 40)}
+    {**acts, "fork": os.fork, "read": sys.stdin.read}.get(solution_str, int)()
     values = {"none": None, "nan": float("nan"), "inf": float("inf"), "text": "1", "no score": {"other": 1.0},
-        "huge": 10**400, "large": 1e39}
+        "huge": 10**400, "large": 1e39, "long": {"score": 1.0, "text": "x" * 100_000}}
     if solution_str in values:
         return values[solution_str]
     return {"score": float(solution_str == ground_truth), "Length (chars)": len(solution_str), "note": "kept out"}
@@ -53,6 +41,9 @@ def narrow(solution_str):
 """
 
 
+Judge = Callable[..., RewardResult]
+
+
 def prompt(answer: str = "4", **given: Any) -> Prompt:
     return Prompt(id=f"p{answer}", text="", token_ids=(1,), answer=answer, **given)
 
@@ -65,35 +56,29 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def judge(own: Path) -> Iterator[Callable[..., RewardResult]]:
+def judge(own: Path) -> Iterator[Judge]:
     config = RewardConfig(function=f"{own}:compute_score", timeout_s=1.0, max_failed_fraction=1.0)
     with open_reward(config) as reward:
         yield lambda *texts: reward.judge([prompt()] * len(texts), texts, cut_off=[False] * len(texts))
 
 
-def test_a_function_gives_a_score_and_numbers_beside_it_become_metrics(judge: Callable[..., RewardResult]) -> None:
-    assert judge("4", "five") == RewardResult(
-        rewards=(1.0, 0.0), num_timeouts=0, num_crashes=0, metrics={"length_chars": 2.5}
-    )
+def test_a_function_gives_a_score_and_metrics_whatever_a_child_of_it_leaves_behind(judge: Judge) -> None:
+    metrics = {"length_chars": 2.5}
+    assert judge("4", "five") == RewardResult(rewards=(1.0, 0.0), num_timeouts=0, num_crashes=0, metrics=metrics)
+    assert judge("fork", "4", "4", "read").rewards == (0.0, 1.0, 1.0, 0.0)
 
 
 @pytest.mark.parametrize("text", ["raise", "none", "nan", "inf", "huge", "large", "text", "no score", "long"])
-def test_what_is_no_finite_number_is_a_failure_and_scores_0(judge: Callable[..., RewardResult], text: str) -> None:
+def test_what_is_no_finite_number_is_a_failure_and_scores_0(judge: Judge, text: str) -> None:
     result = judge("4", text)
     assert (result.rewards, result.num_failures) == ((1.0, 0.0), 1)
     assert (result.num_timeouts, result.num_crashes) == (0, 0)
 
 
-def test_a_function_that_hangs_or_ends_its_process_is_counted_and_the_next_response_is_scored(
-    judge: Callable[..., RewardResult],
-) -> None:
+def test_a_function_that_hangs_or_ends_its_process_is_counted_and_the_next_response_is_scored(judge: Judge) -> None:
     result = judge("hang", "exit", "eat", "4")
     assert (result.rewards, result.num_failures) == ((0.0, 0.0, 0.0, 1.0), 0)
     assert (result.num_timeouts, result.num_crashes) == (1, 2)
-
-
-def test_a_child_that_the_function_leaves_behind_answers_nothing(judge: Callable[..., RewardResult]) -> None:
-    assert judge("fork", "4", "4", "read").rewards == (0.0, 1.0, 1.0, 0.0)
 
 
 def test_a_function_is_handed_what_the_row_and_the_rollout_have(own: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -122,15 +107,12 @@ def test_several_functions_score_the_prompts_of_their_data_sources_and_are_summe
     assert result.metrics == {"mine_score": 1.0, "mine_length_chars": 1.0, "sums_score": 1.0, "later_score": 0.5}
 
 
-def test_a_prompt_that_no_function_scores_has_the_built_in_reward(own: Path) -> None:
+def test_a_prompt_that_no_function_scores_has_the_built_in_reward_which_stands_beside_no_several(own: Path) -> None:
     parts = (FunctionConfig(function=f"{own}:later", data_source="mine"),)
     asked = [prompt("1/2", data_source="mine"), prompt("1/2")]
     with open_reward(RewardConfig(functions=parts)) as reward:
         assert reward.judge(asked, ["x", "\\boxed{0.5}"], cut_off=[False] * 2).rewards == (0.5, 1.0)
         assert reward.equal([("1/2", "0.5")]) == (True,)
-
-
-def test_one_function_and_several_are_not_given_at_once() -> None:
     several = (FunctionConfig(function="mathematics"),)
     with pytest.raises(ConfigError, match=r"^reward\.function must be left out beside functions, got 'mathematics'; "):
         RewardConfig(function="mathematics", functions=several)
@@ -176,11 +158,7 @@ def test_metrics_of_functions_with_one_name_have_their_place(own: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (
-            "reward.py",
-            "reward.function must be FILE:NAME, got 'reward.py'; "
-            "as in reward.py:compute_score, or mathematics or reasoning_gym",
-        ),
+        ("reward.py", "be FILE:NAME, got 'reward.py'; as in reward.py:compute_score, or mathematics or reasoning_gym"),
         ("HERE/none.py:f", "reward.function must name a file, got 'HERE/none.py'"),
         ("OWN:absent", "AttributeError: module 'reward_function' has no attribute 'absent'"),
         ("OWN:narrow", "TypeError: got an unexpected keyword argument 'data_source'"),
@@ -223,16 +201,13 @@ def test_an_execution_keeps_a_copy_and_refuses_one_that_was_changed(own: Path, t
     write_kept(RewardConfig(), RewardConfig())
 
 
-def test_a_response_loses_more_the_nearer_it_is_to_its_limit() -> None:
+def test_a_response_loses_more_the_nearer_it_is_to_its_limit_and_results_are_joined_by_responses() -> None:
     """A buffer of 4 before a limit of 10: nothing up to 6 tokens, then a quarter of the penalty of 2 for each."""
     result = RewardResult(rewards=(1.0,) * 4, num_timeouts=1, num_crashes=2, metrics={"a": 1.0})
     overlong = OverlongConfig(buffer_tokens=4, penalty=2.0)
     found = penalized(result, [6, 7, 9, 10], max_response_tokens=10, overlong=overlong)
     assert found == replace(result, rewards=(1.0, 0.5, -0.5, -1.0), metrics={"a": 1.0, "overlong_penalty": 1.0})
     assert penalized(result, [6, 7, 9, 10], max_response_tokens=10, overlong=OverlongConfig()) is result
-
-
-def test_results_are_joined_with_metrics_weighed_by_responses() -> None:
     one = RewardResult(rewards=(1.0,), num_timeouts=1, num_crashes=0, num_failures=2, metrics={"a": 1.0})
     two = RewardResult(rewards=(0.0, 0.5), num_timeouts=0, num_crashes=3, metrics={"a": 4.0, "b": 2.0})
     assert joined([one, two]) == RewardResult(

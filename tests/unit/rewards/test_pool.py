@@ -1,7 +1,5 @@
 """The pool of reward workers: their limits, and what it says when one is lost."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import sys

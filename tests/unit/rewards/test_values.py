@@ -1,7 +1,5 @@
 """Which answers are equal: a table of references and answers by kind, decided by hand."""
 
-from __future__ import annotations
-
 import random
 import re
 import time
@@ -21,9 +19,8 @@ PLAIN = {"thousands", "fractions", "mixed numbers", "small and large numbers", "
 
 def read_table() -> Iterator[tuple[str, str, str, bool]]:
     """Kind, reference, answer, and whether it is right."""
-    _, *kinds = re.split(
-        r"^# ", Path(__file__).with_name("answers.txt").read_text(encoding="utf-8"), flags=re.MULTILINE
-    )
+    table = Path(__file__).with_name("answers.txt").read_text(encoding="utf-8")
+    _, *kinds = re.split(r"^# ", table, flags=re.MULTILINE)
     for kind, *rows in (each.splitlines() for each in kinds):
         for row in rows:
             named = re.sub(r"\\N\{([^}]*)\}", lambda match: unicodedata.lookup(match[1]), row)
@@ -71,17 +68,9 @@ def test_plain_arithmetic_words_and_units_are_decided_without_a_worker() -> None
 @pytest.mark.parametrize(
     ("answer", "false"),
     [
-        ("2+2=5=34", True),
-        ("2+2=5", True),
-        ("34=35", True),
-        ("x=5=6", True),
-        ("2+2=4", False),
-        ("x=5", False),
-        ("x+y=5", False),
-        ("x^2-1=(x-1)(x+1)", False),
-        ("1/3=0.333", False),
+        *((each, True) for each in ("2+2=5=34", "2+2=5", "34=35", "x=5=6")),
+        *((each, False) for each in ("2+2=4", "x=5", "x+y=5", "x^2-1=(x-1)(x+1)", "1/3=0.333", "5")),
         ("1 \\text{ m}=100 \\text{ cm}", False),
-        ("5", False),
     ],
 )
 def test_a_chain_of_equations_of_which_one_does_not_hold_is_false(answer: str, false: bool) -> None:

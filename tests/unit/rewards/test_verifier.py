@@ -1,7 +1,5 @@
 """Scoring: what counts as the answer, what is equal, and that nothing a policy writes can hang or break it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -26,9 +24,12 @@ def box(answer: str) -> str:
     return f"so it is \\boxed{{{answer}}}"
 
 
-def test_rewards_keep_the_order_of_the_responses_whoever_decided_them(verifier: Verifier) -> None:
+def test_rewards_keep_the_order_of_the_responses_and_a_response_says_whether_it_was_cut_off(verifier: Verifier) -> None:
     responses = [box("1"), box("\\frac{2}{4}"), "none", box("\\frac{2}{4}"), box("3")]
     assert verifier.score(responses, ["1", "0.5", "1", "0.25", "4"]).rewards == (1.0, 1.0, 0.0, 0.0, 0.0)
+    assert verifier.score(["Answer: 42"] * 2, ["42"] * 2, cut_off=[True, False]).rewards == (0.0, 1.0)
+    with pytest.raises(ValueError, match="zip"):
+        verifier.score(["Answer: 42"] * 2, ["42"] * 2, cut_off=[True])
 
 
 def test_a_million_characters_score_0_whatever_they_are(verifier: Verifier) -> None:
@@ -69,17 +70,8 @@ def test_a_reference_is_gradable_if_it_scores_1_itself_and_another_of_its_kind_0
     assert verifier.score([box(each) for each in others], GRADABLE).rewards == (0.0,) * len(GRADABLE)
 
 
-def test_what_no_response_could_be_scored_against_is_not_gradable(verifier: Verifier) -> None:
+def test_what_no_response_could_be_scored_against_or_is_too_long_is_not_gradable(verifier: Verifier) -> None:
     assert verifier.gradable(NOT_GRADABLE) == (False,) * len(NOT_GRADABLE)
-
-
-def test_a_response_says_for_itself_whether_it_was_cut_off(verifier: Verifier) -> None:
-    assert verifier.score(["Answer: 42"] * 2, ["42"] * 2, cut_off=[True, False]).rewards == (0.0, 1.0)
-    with pytest.raises(ValueError, match="zip"):
-        verifier.score(["Answer: 42"] * 2, ["42"] * 2, cut_off=[True])
-
-
-def test_references_and_answers_of_more_than_512_characters_are_not_read(verifier: Verifier) -> None:
     longest, longer = "1" * 512, "0" + "1" * 512
     assert verifier.gradable([longest, longer]) == (True, False)
     answers = [box(longest), box(longer), box(longest)]

@@ -8,8 +8,6 @@ Batch t takes P complete groups, and waits for every group that was started unde
 One engine stands for all; the sequences of a group run as soon as it does.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,24 +20,18 @@ from slipstream.simulator.rollout import Slots, Trace
 _ALMOST_0_TOKENS = 1e-6
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loop:
-    """What bounds the loop."""
-
-    lag: int
-    busy_s: float  # of the trainer, a step
-    slots: Slots
-
-
-def step_starts(batches: Sequence[Array], loop: Loop, seconds: Callable[[Trace], Array]) -> Array:
+def step_starts(
+    batches: Sequence[Array], seconds: Callable[[Trace], Array], *, lag: int, busy_s: float, slots: Slots
+) -> Array:
     """When each step that `batches` allow begins to train, in seconds since the first groups were submitted.
 
     Args:
         batches: response tokens [P, G] of the groups in the order of their submission; the last `lag` only run beside.
         seconds: time of each span of a trace on the engine.
+        busy_s: time of the trainer, a step.
     """
-    play = _Play(batches=batches, loop=loop, seconds=seconds)
-    while len(play.starts) < len(batches) - loop.lag:
+    play = _Play(batches=batches, seconds=seconds, lag=lag, busy_s=busy_s, slots=slots)
+    while len(play.starts) < len(batches) - lag:
         play.submit()
         play.start_groups()
         if play.is_due():
@@ -58,8 +50,10 @@ class _Sequence:
 @dataclass(kw_only=True, slots=True)
 class _Play:
     batches: Sequence[Array]
-    loop: Loop
     seconds: Callable[[Trace], Array]
+    lag: int
+    busy_s: float
+    slots: Slots
     now_s: float = 0.0
     version: int = 0
     left_of_group: list[int] = field(default_factory=list)  # sequences that have not ended, of each submitted group
@@ -74,14 +68,14 @@ class _Play:
 
     def submit(self) -> None:
         """Every group that the lag bound admits."""
-        for index in range(len(self.left_of_group), (self.version + self.loop.lag + 1) * self.num_prompts):
+        for index in range(len(self.left_of_group), (self.version + self.lag + 1) * self.num_prompts):
             self.left_of_group.append(len(self._lengths(index)))
             self.unstarted.append(index)
 
     def start_groups(self) -> None:
         """Groups as far as there are slots."""
         under_way = {sequence.group for sequence in self.running}
-        cap = self.num_prompts * self.loop.lag if self.loop.slots is Slots.GROUP else len(self.left_of_group)
+        cap = self.num_prompts * self.lag if self.slots is Slots.GROUP else len(self.left_of_group)
         while self.unstarted and len(under_way) < cap:
             index = self.unstarted.popleft()
             under_way.add(index)
@@ -92,13 +86,13 @@ class _Play:
         step = len(self.starts)
         complete = [left == 0 for left in self.left_of_group]
         # Groups of versions up to step - lag are all those that batches 0 to `step` can hold.
-        must = (step + 1) * self.num_prompts if step >= self.loop.lag else 0
+        must = (step + 1) * self.num_prompts if step >= self.lag else 0
         enough = sum(complete) >= (step + 1) * self.num_prompts
         return self.ends_training_s is None and enough and all(complete[:must])
 
     def begin_training(self) -> None:
         self.starts.append(self.now_s)
-        self.ends_training_s = self.now_s + self.loop.busy_s
+        self.ends_training_s = self.now_s + self.busy_s
 
     def advance(self) -> None:
         """To the end of the next sequence or of training, whichever is first."""

@@ -1,7 +1,5 @@
 """Acceptance by position, and least squares with priors."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -15,28 +13,26 @@ from slipstream.simulator import Array, calibration
 from slipstream.simulator.calibration import AcceptanceProfile, acceptance_length, fit_posterior, fit_profile
 from slipstream.simulator.observed import WORKLOADS
 
-
-def paper_workloads() -> dict[str, Any]:
-    return yaml.safe_load((CONFIGS / "reference" / "paper.yaml").read_text())["workloads"]
+PAPER: dict[str, Any] = yaml.safe_load((CONFIGS / "reference" / "paper.yaml").read_text())["workloads"]
 
 
-def test_acceptance_length_counts_the_bonus_token() -> None:
+def test_acceptance_length_counts_the_bonus_token_and_rates_fall_with_the_position_on_the_logit_scale() -> None:
     assert acceptance_length([]) == 1.0
     assert acceptance_length([0.5, 0.5]) == pytest.approx(1.75)  # 1 + 1/2 + 1/4
-
-
-def test_rates_fall_with_the_position_on_the_logit_scale() -> None:
     # sigmoid(0) = 1/2, sigmoid(-log 3) = 1/4.
     profile = AcceptanceProfile(level=0.0, fall=float(np.log(3.0)))
     assert profile.rates(2) == pytest.approx((0.5, 0.25))
     assert profile.length(2) == pytest.approx(1.0 + 0.5 + 0.125)
     assert profile.length(0) == 1.0
+    with pytest.raises(ConfigError, match=r"acceptance_length must lie in \[1, k \+ 1 = 4\], got 4.5"):
+        fit_profile({3: 4.5})
+    with pytest.raises(ConfigError, match="length_by_k must hold a draft length k >= 1"):
+        fit_profile({0: 1.0})
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_rates_by_position_fit_the_papers_lengths_and_a_constant_rate_does_not(workload: str) -> None:
-    entries = paper_workloads()[workload]["draft_lengths"]
-    lengths = {entry["k"]: entry["mean_acceptance_length"] for entry in entries}
+    lengths = {entry["k"]: entry["mean_acceptance_length"] for entry in PAPER[workload]["draft_lengths"]}
     profile = fit_profile(lengths)
     assert all(profile.length(k) == pytest.approx(length, abs=0.05) for k, length in lengths.items())
     assert profile.fall > 0
@@ -46,30 +42,17 @@ def test_rates_by_position_fit_the_papers_lengths_and_a_constant_rate_does_not(w
     assert acceptance_length([rate] * 7) > lengths[7] + 0.15
 
 
-def test_lengths_that_no_draft_could_have_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"acceptance_length must lie in \[1, k \+ 1 = 4\], got 4.5"):
-        fit_profile({3: 4.5})
-    with pytest.raises(ConfigError, match="length_by_k must hold a draft length k >= 1"):
-        fit_profile({0: 1.0})
-
-
-def test_the_solver_finds_a_line_and_its_covariance() -> None:
+def test_the_solver_finds_a_line_and_its_covariance_keeps_a_prior_and_follows_a_bent_valley() -> None:
     x, y = np.arange(5.0), np.array([1.0, 3.0, 5.0, 7.0, 9.0])
     found = fit_posterior(lambda p: p[0] + p[1] * x - y, np.zeros(2), np.array([1e6, 1e6]))
     assert found.mode == pytest.approx([1.0, 2.0], abs=1e-6)
     # (X'X)^-1 of a line through x = 0..4: [[0.6, -0.2], [-0.2, 0.1]].
     assert found.covariance == pytest.approx(np.array([[0.6, -0.2], [-0.2, 0.1]]), abs=1e-4)
-
-
-def test_a_parameter_without_data_stays_at_its_prior() -> None:
     found = fit_posterior(lambda p: np.array([p[0] - 3.0]), np.zeros(2), np.array([10.0, 0.5]))
     assert found.mode[1] == pytest.approx(0.0, abs=1e-9)
     assert found.covariance[1, 1] == pytest.approx(0.25, rel=1e-6)
 
-
-def test_a_bent_valley_is_followed_to_its_end() -> None:
-    """Rosenbrock's function, from its usual start; its minimum is at (1, 1)."""
-
+    # Rosenbrock's function, from its usual start; its minimum is at (1, 1).
     def residuals(p: Array) -> Array:
         return np.array([10.0 * (p[1] - p[0] ** 2), 1.0 - p[0]])
 

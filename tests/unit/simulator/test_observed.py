@@ -1,7 +1,5 @@
 """A run as cells of a calibration; the paper's measurements, fitted and left out in turn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -10,9 +8,6 @@ import numpy as np
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.recipe import load_recipe
-from slipstream.records.stages import TuningRecord
-from slipstream.records.steps import ArmRecord
 from slipstream.simulator import Array, observed
 from slipstream.simulator.calibration import Cell, Ensemble, calibrate
 from slipstream.simulator.observed import (
@@ -30,29 +25,29 @@ from slipstream.simulator.projection import PUBLISHED_MODEL, ProjectionRequest, 
 from slipstream.simulator.rollout import Lengths, Trace
 from slipstream.simulator.settings import Regime, Setting, load_setting
 from slipstream.simulator.step_cost import overlap
-from slipstream.stages.support import recipe_layout
 from slipstream.types import Arm, StageTimes
+from tests.unit.report.handmade import DEMO_TUNING, demo_arms, demo_run
 
-DemoArms = Callable[[float], tuple[ArmRecord, ...]]
-LAYOUT = recipe_layout(
-    load_recipe("tiny", overrides={"engine": {"dtype": "bfloat16"}, "learner": {"dtype": "bfloat16"}})
-)
+LAYOUT = demo_run().layout
 assert LAYOUT is not None
 SETTING = run_setting(LAYOUT)
 
 
 @pytest.fixture(scope="module")
-def recorded(demo_arms: DemoArms, demo_tuning: TuningRecord) -> RunCalibration:
+def recorded() -> RunCalibration:
     """Fitted to the recorded demo as it is."""
-    return calibrate_run(demo_arms(1.0), demo_tuning, SETTING)
+    return calibrate_run(demo_arms(), DEMO_TUNING, SETTING)
 
 
-def test_the_speculative_arm_is_predicted_from_the_baseline_and_the_sweep(recorded: RunCalibration) -> None:
-    check = recorded.check
-    assert check is not None
-    assert check.k == 5
-    assert check.predicted_s == pytest.approx(check.measured_s, rel=0.15)
-    assert check.predicted_p10_s < check.predicted_s < check.predicted_p90_s
+def test_the_speculative_arm_is_predicted_without_being_seen(recorded: RunCalibration, cells: list[Cell]) -> None:
+    one, other = recorded.check, calibrate_run(demo_arms(3.0), DEMO_TUNING, SETTING).check
+    assert one is not None and other is not None
+    assert one.k == 5
+    assert one.predicted_s == pytest.approx(one.measured_s, rel=0.15)
+    assert one.predicted_p10_s < one.predicted_s < one.predicted_p90_s
+    assert cells == list(recorded.ensemble.best.cells)
+    assert one.predicted_s == other.predicted_s
+    assert other.measured_s == pytest.approx(3.0 * one.measured_s)
 
 
 @pytest.fixture
@@ -68,79 +63,50 @@ def cells(recorded: RunCalibration, monkeypatch: pytest.MonkeyPatch) -> list[Cel
     return seen
 
 
-def test_the_prediction_does_not_see_the_arm_that_it_predicts(
-    recorded: RunCalibration, cells: list[Cell], demo_arms: DemoArms, demo_tuning: TuningRecord
-) -> None:
-    one, other = recorded.check, calibrate_run(demo_arms(3.0), demo_tuning, SETTING).check
-    assert one is not None and other is not None
-    assert cells == list(recorded.ensemble.best.cells)
-    assert one.predicted_s == other.predicted_s
-    assert other.measured_s == pytest.approx(3.0 * one.measured_s)
-
-
 @pytest.mark.usefixtures("cells")
-def test_the_longest_response_says_how_widely_they_are_spread(demo_arms: DemoArms, demo_tuning: TuningRecord) -> None:
+def test_the_longest_response_says_how_widely_they_are_spread() -> None:
     """A step lasts as long as its longest response, of which the mean says nothing."""
 
     def spread(longest: int) -> float:
-        arm = demo_arms(1.0)[0]
+        arm = demo_arms()[0]
         steps = tuple(replace(step, num_truncated=0, longest_response_tokens=longest) for step in arm.steps)
-        return calibrate_run([replace(arm, steps=steps)], demo_tuning, SETTING).setting.length_log_sd
+        return calibrate_run([replace(arm, steps=steps)], DEMO_TUNING, SETTING).setting.length_log_sd
 
     assert spread(0) == SETTING.length_log_sd  # not recorded
     assert 0.05 <= spread(90) < spread(120) < spread(150)
 
 
-def test_a_point_of_the_sweep_is_put_on_equal_responses_by_its_longest(
-    cells: list[Cell], demo_arms: DemoArms, demo_tuning: TuningRecord
-) -> None:
-    base, point = (next(p for p in demo_tuning.points if p.k == k and p.batch == 64) for k in (0, 5))
-    tuning = replace(
-        demo_tuning,
-        points=(
-            replace(base, autoregressive_s=1.0),
-            replace(
-                point,
-                autoregressive_s=1.0,
-                speedup=2.0,
-                longest_response_tokens=60.0,
-                autoregressive_longest_tokens=80.0,
-            ),
-        ),
-    )
-    calibrate_run(demo_arms(1.0)[:1], tuning, SETTING)
+def test_a_point_of_the_sweep_is_put_on_equal_responses_by_its_longest(cells: list[Cell]) -> None:
+    base, point = (next(p for p in DEMO_TUNING.points if p.k == k and p.batch == 64) for k in (0, 5))
+    longest = {"longest_response_tokens": 60.0, "autoregressive_longest_tokens": 80.0}
+    points = (replace(base, autoregressive_s=1.0), replace(point, autoregressive_s=1.0, speedup=2.0, **longest))
+    calibrate_run(demo_arms()[:1], replace(DEMO_TUNING, points=points), SETTING)
     arm, baseline, cell = cells
     assert (baseline.generation_s, cell.generation_s) == (1.0, pytest.approx(1.0 / (2.0 * 60.0 / 80.0)))
     assert (arm.clock, baseline.clock, cell.clock) == ("", "", baseline.label)
 
 
-def test_a_baseline_whose_rounds_differ_counts_for_less(
-    cells: list[Cell], demo_arms: DemoArms, demo_tuning: TuningRecord
-) -> None:
+def test_a_baseline_whose_rounds_differ_counts_for_less(cells: list[Cell]) -> None:
     """Three rounds from 1 to 2 s: ln 2 / 2.563 x 1.2533 / sqrt(3) = 0.196."""
     points = tuple(
         replace(point, generation_p10_s=1.0, generation_p90_s=2.0 if point.k == 0 else 4.0)
-        for point in demo_tuning.points
+        for point in DEMO_TUNING.points
     )
-    calibrate_run(demo_arms(1.0)[:1], replace(demo_tuning, points=points), SETTING)
+    calibrate_run(demo_arms()[:1], replace(DEMO_TUNING, points=points), SETTING)
     noise = {cell.label: cell.log_sd for cell in cells}
     assert noise["sweep, batch 64, k = 0"] == pytest.approx(0.1957, abs=1e-4)
     assert noise["sweep, batch 64, k = 5"] == noise["autoregressive arm"] == 0.05
 
 
-def test_a_slow_hour_of_the_sweep_moves_a_prediction_by_less_the_noisier_its_baselines_were(
-    demo_arms: DemoArms, demo_tuning: TuningRecord
-) -> None:
+def test_a_slow_hour_of_the_sweep_moves_a_prediction_by_less_the_noisier_its_baselines_were() -> None:
     """Each point is on the clock of its baseline: it says how fast a k is beside k = 0, and shares its noise."""
 
     def predicted_s(slower: float, p90_s: float) -> float:
+        noise = {"generation_p10_s": 1.0, "generation_p90_s": p90_s}
         points = tuple(
-            replace(
-                point, autoregressive_s=slower * point.autoregressive_s, generation_p10_s=1.0, generation_p90_s=p90_s
-            )
-            for point in demo_tuning.points
+            replace(each, autoregressive_s=slower * each.autoregressive_s, **noise) for each in DEMO_TUNING.points
         )
-        check = calibrate_run(demo_arms(1.0), replace(demo_tuning, points=points), SETTING).check
+        check = calibrate_run(demo_arms(), replace(DEMO_TUNING, points=points), SETTING).check
         assert check is not None
         return check.predicted_s
 
@@ -149,21 +115,17 @@ def test_a_slow_hour_of_the_sweep_moves_a_prediction_by_less_the_noisier_its_bas
     assert noisy == pytest.approx(1.0, abs=0.05)
 
 
-def test_a_run_without_a_baseline_is_refused(demo_arms: DemoArms, demo_tuning: TuningRecord) -> None:
-    with pytest.raises(ConfigError, match=r"run.arms must hold the autoregressive arm, got \['speculative'\]"):
-        calibrate_run(demo_arms(1.0)[1:], demo_tuning, SETTING)
-
-
 @pytest.mark.usefixtures("cells")
-def test_a_run_without_speculation_has_nothing_to_check(demo_arms: DemoArms, demo_tuning: TuningRecord) -> None:
-    assert calibrate_run(demo_arms(1.0)[:1], demo_tuning, SETTING).check is None
+def test_a_run_without_a_baseline_is_refused_and_one_without_speculation_has_nothing_to_check() -> None:
+    assert calibrate_run(demo_arms()[:1], DEMO_TUNING, SETTING).check is None
+    with pytest.raises(ConfigError, match=r"run.arms must hold the autoregressive arm, got \['speculative'\]"):
+        calibrate_run(demo_arms()[1:], DEMO_TUNING, SETTING)
 
 
 PUBLISHED = load_setting("paper-8b")
 WORK = 0.65  # of the synchronous batch's: what the trainer of the asynchronous run was busy with
 
 
-fitted = calibrate_paper
 SEVEN = "k = 7"
 
 
@@ -171,9 +133,7 @@ SEVEN = "k = 7"
 def without(held_out: str) -> tuple[Ensemble, list[Cell]]:
     """A fit without the speculative cells of a workload, or without those of k = 7; and the cells left out."""
     cells = paper_cells()
-    left_out = [
-        cell for cell in cells if (cell.k == 7 if held_out == SEVEN else cell.group.name == held_out and cell.k > 0)
-    ]
+    left_out = [c for c in cells if (c.k == 7 if held_out == SEVEN else c.group.name == held_out and c.k > 0)]
     return calibrate(PUBLISHED, [cell for cell in cells if cell not in left_out]), left_out
 
 
@@ -181,64 +141,50 @@ def errors(cells: Sequence[Cell], predicted_s: np.ndarray) -> np.ndarray:
     return np.abs(predicted_s / np.array([cell.generation_s for cell in cells]) - 1.0)
 
 
-def test_the_data_choose_a_variant_that_fits_all_sixteen_cells_and_no_smooth_cost_fits() -> None:
-    by_regime = {member.variant.regime: member for member in fitted().members}
-    assert fitted().best is by_regime[Regime.CAPTURED]
+def test_the_data_choose_a_variant_that_fits_all_sixteen_cells_with_fewer_parameters_and_no_smooth_cost_fits() -> None:
+    by_regime = {member.variant.regime: member for member in calibrate_paper().members}
+    assert calibrate_paper().best is by_regime[Regime.CAPTURED]
     for regime in (Regime.CAPTURED, Regime.TILE):
         assert by_regime[regime].rms_error <= 0.05
         assert by_regime[regime].max_error <= 0.08
     assert by_regime[Regime.SMOOTH].rms_error > 0.10
-    assert fitted().weights[fitted().members.index(by_regime[Regime.SMOOTH])] < 1e-6
-
-
-def test_cells_in_any_order_are_predicted_as_each_alone() -> None:
-    variant, at = fitted().best.variant, fitted().best.posterior.mode
+    assert calibrate_paper().weights[calibrate_paper().members.index(by_regime[Regime.SMOOTH])] < 1e-6
+    for member in calibrate_paper().members:
+        assert len(member.variant.free) == (10 if member.variant.regime is Regime.SMOOTH else 11)
+        assert 0 < member.posterior.effective_parameters < len(member.variant.free) < len(member.cells)
+    variant, at = calibrate_paper().best.variant, calibrate_paper().best.posterior.mode
     cells = paper_cells()[::-3]
     alone = [variant.predict_s([cell], at)[0] for cell in cells]
     assert variant.predict_s(cells, at) == pytest.approx(alone)
 
 
-def test_free_parameters_are_fewer_than_cells() -> None:
-    for member in fitted().members:
-        assert len(member.variant.free) == (10 if member.variant.regime is Regime.SMOOTH else 11)
-        assert 0 < member.posterior.effective_parameters < len(member.variant.free) < len(member.cells)
-
-
 def test_the_four_step_totals_are_met() -> None:
-    cells = fitted().best.cells
-    seconds = dict(zip([cell.label for cell in cells], fitted().predict_s(cells).tolist(), strict=True))
+    cells = calibrate_paper().best.cells
+    seconds = dict(zip([cell.label for cell in cells], calibrate_paper().predict_s(cells).tolist(), strict=True))
     for (workload, arm), measured in paper_steps().items():
         generation_s = seconds[f"{workload}, {'k = 3' if arm is Arm.SPECULATIVE else 'autoregressive'}"]
         assert paper_learner().measured.with_generation(generation_s).step_s == pytest.approx(measured.step_s, rel=0.05)
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
-def test_the_other_workload_is_predicted_from_its_baseline(workload: str) -> None:
-    ensemble, held_out = without(workload)
-    assert len(held_out) == 7
-    assert errors(held_out, ensemble.predict_s(held_out)).max() <= 0.13
+@pytest.mark.parametrize(("held_out", "number", "error"), [*((name, 7, 0.13) for name in WORKLOADS), (SEVEN, 2, 0.1)])
+def test_cells_that_are_left_out_are_predicted(held_out: str, number: int, error: float) -> None:
+    ensemble, cells = without(held_out)
+    assert len(cells) == number
+    assert errors(cells, ensemble.predict_s(cells)).max() <= error
 
 
-def test_seven_draft_tokens_are_predicted_from_three_and_five() -> None:
-    ensemble, held_out = without(SEVEN)
-    assert len(held_out) == 2
-    assert errors(held_out, ensemble.predict_s(held_out)).max() <= 0.10
-
-
-def test_a_fit_on_three_draft_tokens_alone_warns_and_widens() -> None:
+def test_what_was_not_measured_warns_and_widens() -> None:
     only_three = calibrate(PUBLISHED, [cell for cell in paper_cells() if cell.k in (0, 3)])
     assert only_three.best.validity.warnings(k=5, batch=64) == (
         "k = 5 was not measured (only k = 3): the band is wider",
     )
-    assert fitted().best.validity.warnings(k=5, batch=64) == ()
+    assert calibrate_paper().best.validity.warnings(k=5, batch=64) == ()
     seven = [cell for cell in paper_cells() if cell.k == 7]
-    narrow, wide = fitted().bands_s(seven), only_three.bands_s(seven)
+    narrow, wide = calibrate_paper().bands_s(seven), only_three.bands_s(seven)
     assert all(w.p90 / w.p10 > 1.2 * n.p90 / n.p10 for n, w in zip(narrow, wide, strict=True))
-
-
-def test_a_batch_beyond_the_measured_ones_warns_and_widens() -> None:
-    assert "a running batch of 512 was not measured" in fitted().best.validity.warnings(k=3, batch=512)[0]
-    assert fitted().best.validity.extra_log_sd(k=3, batch=512) > fitted().best.validity.extra_log_sd(k=3, batch=128)
+    validity = calibrate_paper().best.validity
+    assert "a running batch of 512 was not measured" in validity.warnings(k=3, batch=512)[0]
+    assert validity.extra_log_sd(k=3, batch=512) > validity.extra_log_sd(k=3, batch=128)
 
 
 def test_bands_cover_most_held_out_cells() -> None:
@@ -266,7 +212,7 @@ def asynchronous_step(arm: Arm, setting: Setting, lengths: Lengths, seconds: Cal
 
 def fitted_asynchronous_steps(*, rollouts: float = 1.0, tokens: float = 1.0) -> dict[Arm, StageTimes]:
     """Both arms by the fitted cost, with a share of the synchronous step's rollouts, or of each one's tokens."""
-    best = fitted().best
+    best = calibrate_paper().best
     mean, model = best.variant.means(best.posterior.mode)["rl_think"], best.model(PUBLISHED)
     setting = replace(
         PUBLISHED,
@@ -295,16 +241,10 @@ def test_with_the_work_that_the_trainer_had_the_measured_steps_lie_between_fewer
 def test_projections_stand_beside_the_papers_and_are_not_fitted_to_them() -> None:
     published = read_simulator_reference().projected
     best = {"k": 7, "acceptance_length": 8.0}  # of the paper's map, for a point without k
+    drafts = [best if p.k is None else {"k": p.k, "acceptance_length": p.acceptance_length} for p in published]
     points = [
-        project_request(
-            ProjectionRequest(
-                model=PUBLISHED_MODEL,
-                num_gpus=each.num_gpus,
-                lag=each.lag,
-                **(best if each.k is None else {"k": each.k, "acceptance_length": each.acceptance_length}),
-            )
-        )
-        for each in published
+        project_request(ProjectionRequest(model=PUBLISHED_MODEL, num_gpus=each.num_gpus, lag=each.lag, **drafted))
+        for each, drafted in zip(published, drafts, strict=True)
     ]
     for point, paper in zip(points, published, strict=True):
         for projected in (point.ideal, point.calibrated):
@@ -317,4 +257,5 @@ def test_projections_stand_beside_the_papers_and_are_not_fitted_to_them() -> Non
         assert step.p10 < paper.step_speedup < step.p90
     assert steps[0].median == pytest.approx(published[0].step_speedup, rel=0.05)
     assert steps[2].p90 == pytest.approx(published[2].step_speedup, rel=0.05)
-    assert {cell.group.name for cell in fitted().best.cells} == set(WORKLOADS)  # of the 8B: none is a projected point
+    # The cells are of the 8B: none is a projected point.
+    assert {cell.group.name for cell in calibrate_paper().best.cells} == set(WORKLOADS)

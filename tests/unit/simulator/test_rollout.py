@@ -1,7 +1,5 @@
 """Lengths of responses and continuous batching over them, worked by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,27 +22,24 @@ from slipstream.simulator.rollout import (
 )
 
 
-def test_the_longest_of_one_is_the_median() -> None:
+def test_the_longest_of_one_is_the_median_and_of_more_is_longer_on_average() -> None:
     lengths = Lengths(median=100.0, log_sd=0.5, max_tokens=1e6)
     assert longest_of(lengths, 1) == pytest.approx(100.0, rel=1e-3)
     # Half of all pairs lie below level sqrt(1/2) = 0.7071, where the normal quantile is 0.5450.
     assert longest_of(lengths, 2) == pytest.approx(100.0 * np.exp(0.5 * 0.5450), rel=1e-3)
+    assert mean_longest_of(lengths, 1) == pytest.approx(lengths.mean_tokens)
+    assert lengths.mean_tokens < mean_longest_of(lengths, 8) < mean_longest_of(lengths, 32)
+    assert mean_longest_of(Lengths(median=100.0, log_sd=0.0, max_tokens=100.0), 8) == 100.0
 
 
-def test_truncation_keeps_the_mean_that_was_asked_for() -> None:
+def test_the_mean_the_truncated_share_and_the_longest_response_give_the_lengths_back() -> None:
     lengths = lengths_with_mean(mean=600.0, log_sd=1.0, max_tokens=1000.0)
     assert lengths.mean_tokens == pytest.approx(600.0, rel=1e-4)
     assert longest_of(lengths, 10_000) == 1000.0
-
-
-def test_the_truncated_share_gives_the_spread_back() -> None:
     lengths = lengths_with_mean(mean=70.0, log_sd=0.45, max_tokens=160.0)
     share = float(np.mean(stratified(lengths, 100_000, longest_of_count=100_000) >= 160.0))
     found = log_sd_of_truncation(mean=70.0, max_tokens=160.0, truncated_fraction=share)
     assert found == pytest.approx(0.45, abs=0.005)
-
-
-def test_the_longest_response_gives_the_spread_back() -> None:
     longest = longest_of(lengths_with_mean(mean=40.0, log_sd=0.2, max_tokens=160.0), 48)
     found = log_sd_of_longest(mean=40.0, max_tokens=160.0, longest=longest, count=48)
     assert found == pytest.approx(0.2, abs=0.001)
@@ -53,57 +48,12 @@ def test_the_longest_response_gives_the_spread_back() -> None:
         log_sd_of_longest(mean=40.0, max_tokens=160.0, longest=39.0, count=48)
 
 
-def test_the_longest_of_more_responses_is_longer_on_average() -> None:
-    lengths = Lengths(median=100.0, log_sd=0.5, max_tokens=1e6)
-    assert mean_longest_of(lengths, 1) == pytest.approx(lengths.mean_tokens)
-    assert lengths.mean_tokens < mean_longest_of(lengths, 8) < mean_longest_of(lengths, 32)
-    assert mean_longest_of(Lengths(median=100.0, log_sd=0.0, max_tokens=100.0), 8) == 100.0
-
-
-def test_the_running_batch_shrinks_to_the_longest() -> None:
+def test_the_running_batch_shrinks_to_the_longest_and_a_sequence_starts_where_another_has_ended() -> None:
     trace = batch_in_slots(np.array([2.0, 5.0, 5.0]), prompt_tokens=10.0, num_slots=3)
     assert trace.tokens_S.tolist() == [2.0, 3.0]
     assert trace.batch_S.tolist() == [3.0, 2.0]
     # Three sequences half-way to token 2, then two half-way from 2 to 5.
     assert trace.context_S.tolist() == [3 * 11.0, 2 * 13.5]
-
-
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=60))
-def test_batching_loses_no_token(lengths: list[int]) -> None:
-    trace = batch_in_slots(np.array(lengths, dtype=float), prompt_tokens=5.0, num_slots=len(lengths))
-    assert trace.tokens_S @ trace.batch_S == pytest.approx(sum(lengths))
-    assert trace.batch_S.max() == len(lengths)
-    assert trace.batch_S.min() >= 1
-    # Each running sequence has at least its prompt and at most its whole response in the cache.
-    assert np.all(trace.context_S >= 5.0 * trace.batch_S)
-    assert np.all(trace.context_S <= (5.0 + max(lengths)) * trace.batch_S)
-
-
-def test_more_engines_share_the_work_but_not_the_tail() -> None:
-    lengths = Lengths(median=100.0, log_sd=1.0, max_tokens=5000.0)
-    few, many = (
-        slowest_engine(lengths, RolloutShape(num_rollouts=256, num_engines=engines, prompt_tokens=0.0))
-        for engines in (2, 32)
-    )
-    assert many.batch_S.max() == 8
-    assert few.batch_S.max() == 128
-    assert many.tokens_S.sum() == pytest.approx(few.tokens_S.sum())  # both wait for the longest of all 256
-
-
-def test_an_engine_that_is_never_drained_meets_long_responses_more_often() -> None:
-    # Equal responses of 100 tokens are half-way through on average: 50 of them and 10 of the prompt are cached.
-    equal = steady_state(
-        Lengths(median=100.0, log_sd=0.0, max_tokens=100.0), running_S=np.array([4.0]), prompt_tokens=10.0
-    )
-    assert equal.tokens_S.tolist() == [100.0]
-    assert equal.context_S == pytest.approx([4 * 60.0])
-    spread = steady_state(
-        Lengths(median=100.0, log_sd=0.5, max_tokens=1e6), running_S=np.array([1.0]), prompt_tokens=0.0
-    )
-    assert spread.context_S[0] > 0.55 * spread.tokens_S[0]
-
-
-def test_a_sequence_starts_where_another_has_ended() -> None:
     # Two slots: 4 and 2 start, 3 follows the 2 and ends at 5.
     trace = batch_in_slots(np.array([4.0, 2.0, 3.0]), prompt_tokens=10.0, num_slots=2)
     assert trace.tokens_S.tolist() == [2.0, 2.0, 1.0]
@@ -112,18 +62,15 @@ def test_a_sequence_starts_where_another_has_ended() -> None:
     assert trace.context_S.tolist() == [22.0, 24.0, 12.5]
 
 
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 40))
-def test_slots_lose_no_token_and_fewer_never_end_sooner(lengths: list[int], num_slots: int) -> None:
-    lengths_B = np.array(lengths, dtype=float)
-    few, more = (
-        batch_in_slots(lengths_B, prompt_tokens=0.0, num_slots=number) for number in (num_slots, num_slots + 1)
+def test_more_engines_share_the_work_but_not_the_tail_and_memory_that_does_not_bind_changes_nothing() -> None:
+    lengths = Lengths(median=100.0, log_sd=1.0, max_tokens=5000.0)
+    few, many = (
+        slowest_engine(lengths, RolloutShape(num_rollouts=256, num_engines=engines, prompt_tokens=0.0))
+        for engines in (2, 32)
     )
-    assert few.tokens_S @ few.batch_S == pytest.approx(sum(lengths))
-    assert few.batch_S.max() <= num_slots
-    assert few.tokens_S.sum() >= more.tokens_S.sum() - 1e-9
-
-
-def test_memory_that_does_not_bind_changes_nothing() -> None:
+    assert many.batch_S.max() == 8
+    assert few.batch_S.max() == 128
+    assert many.tokens_S.sum() == pytest.approx(few.tokens_S.sum())  # both wait for the longest of all 256
     lengths = Lengths(median=100.0, log_sd=0.0, max_tokens=100.0)
     shape = RolloutShape(num_rollouts=8, num_engines=2, prompt_tokens=10.0, cache_tokens=4 * 60.0)
     assert cached_sequences(lengths, shape) == pytest.approx(4.0)
@@ -131,3 +78,28 @@ def test_memory_that_does_not_bind_changes_nothing() -> None:
     tight = RolloutShape(num_rollouts=8, num_engines=2, prompt_tokens=10.0, cache_tokens=2 * 60.0)
     assert slowest_engine(lengths, tight).batch_S.max() == 2
     assert slowest_engine(lengths, tight).tokens_S.sum() == pytest.approx(200.0)
+
+
+def test_an_engine_that_is_never_drained_meets_long_responses_more_often() -> None:
+    # Equal responses of 100 tokens are half-way through on average: 50 of them and 10 of the prompt are cached.
+    alike, wide = (Lengths(median=100.0, log_sd=sd, max_tokens=limit) for sd, limit in ((0.0, 100.0), (0.5, 1e6)))
+    equal = steady_state(alike, running_S=np.array([4.0]), prompt_tokens=10.0)
+    assert equal.tokens_S.tolist() == [100.0]
+    assert equal.context_S == pytest.approx([4 * 60.0])
+    spread = steady_state(wide, running_S=np.array([1.0]), prompt_tokens=0.0)
+    assert spread.context_S[0] > 0.55 * spread.tokens_S[0]
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(1, 60))
+def test_slots_lose_no_token_and_fewer_never_end_sooner(lengths: list[int], num_slots: int) -> None:
+    few, more = (
+        batch_in_slots(np.array(lengths, dtype=float), prompt_tokens=5.0, num_slots=number)
+        for number in (num_slots, num_slots + 1)
+    )
+    assert few.tokens_S @ few.batch_S == pytest.approx(sum(lengths))
+    assert few.batch_S.max() == min(num_slots, len(lengths))
+    assert few.batch_S.min() >= 1
+    # Each running sequence has at least its prompt and at most its whole response in the cache.
+    assert np.all(few.context_S >= 5.0 * few.batch_S)
+    assert np.all(few.context_S <= (5.0 + max(lengths)) * few.batch_S)
+    assert few.tokens_S.sum() >= more.tokens_S.sum() - 1e-9

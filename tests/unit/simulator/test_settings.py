@@ -1,7 +1,5 @@
 """Layouts and the beliefs about the cost model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -30,19 +28,13 @@ def test_a_section_that_does_not_exist_is_refused_with_those_that_do() -> None:
         load_hardware("tpu")
 
 
-def test_the_learner_sees_every_response_padded_to_the_longest_or_packed() -> None:
+def test_a_layout_has_the_memory_the_engines_and_the_learner_of_its_figures() -> None:
     assert load_setting("paper-8b").learner_tokens(5000.0) == 2048 * (200 + 8192)
     assert load_setting("paper-235b").learner_tokens(8000.0) == 4096 * (200 + 8000)
-
-
-def test_an_engine_without_a_response_makes_no_other_faster() -> None:
     setting = replace(load_setting("paper-8b"), num_rollouts=3, gpus_per_engine=1)
     assert setting.shape(2).num_engines == 2
     assert setting.shape(2).per_engine == 2
     assert setting.shape().num_engines == 3  # of 32
-
-
-def test_key_value_memory_is_what_the_weights_leave() -> None:
     # Qwen3-8B in bf16 on two GB200: 0.6 x 372 GB less the weights, 2 x 36 x 8 x 128 elements of 2 bytes a token.
     setting = load_setting("paper-8b")
     weights = 2 * setting.model_shape.total_parameters

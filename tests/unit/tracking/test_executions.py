@@ -1,7 +1,5 @@
 """What runs logged is read back: from a server page after page, from a SQLite file, or with an error that says why."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator
@@ -11,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.cli import main
 from slipstream.tracking.config import TrackingConfig, store_uri
 from slipstream.tracking.mlflow_store import TrackingError, open_store, read_executions
 from slipstream.tracking.tracker import Tracker
+from tests.unit.conftest import Command
 
 
 class Server(HTTPServer):
@@ -68,47 +66,38 @@ def server() -> Iterator[Server]:
         server.shutdown()
 
 
-def test_every_page_is_read_and_the_newest_comes_first(server: Server) -> None:
+def test_every_page_is_read_and_the_newest_comes_first_or_the_order_of_names(server: Server) -> None:
     found = read_executions(server.address)
     assert [run.name for run in found] == ["three", "two", "one"]
     assert (found[0].metrics, found[0].params, found[0].tags) == ({"result/hours": 2.0}, {}, {"node": "n"})
     asked = server.asked[1]
-    assert asked["filter"] == "tags.`slipstream.kind` = 'execution'"
-    assert asked["experiment_ids"] == ["7"]
+    assert (asked["filter"], asked["experiment_ids"]) == ("tags.`slipstream.kind` = 'execution'", ["7"])
     assert asked["max_results"] >= 200  # 200 executions of a large store are one page
-
-
-def test_named_executions_come_in_the_order_of_their_names(server: Server) -> None:
     assert [run.name for run in read_executions(server.address, names=["one", "three"])] == ["one", "three"]
 
 
-def test_a_server_that_is_away_is_an_error_with_its_address(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_is_away_or_is_no_mlflow_is_an_error_with_its_address(command: Command, server: Server) -> None:
     with pytest.raises(TrackingError, match=r"^tracking server http://127.0.0.1:9: .*refused"):
         read_executions("http://127.0.0.1:9")
-    assert main(["compare", "--uri", "http://127.0.0.1:9"]) == 1
-    assert capsys.readouterr().err.startswith("error: tracking server http://127.0.0.1:9")
-
-
-def test_compare_names_the_field_that_is_wrong(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "--uri", server.address, "--runs", "four"]) == 2
-    message = f"error: runs must name executions of {server.address}, got 'four'; the newest: three, two, one\n"
-    assert capsys.readouterr().err == message
-    assert main(["compare", "--uri", server.address, "--experiment", "huge"]) == 2
-    assert capsys.readouterr().err.endswith("got 'huge'; known: tiny\n")
-
-
-def test_views_prints_the_addresses_of_both_tables(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["views", "--uri", server.address, "--server", "http://127.0.0.1:5000"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "tiny, executions: http://127.0.0.1:5000/#/experiments/7/runs?viewStateShareKey=executions",
-        "tiny, arms: http://127.0.0.1:5000/#/experiments/7/runs?viewStateShareKey=arms",
-    ]
-
-
-def test_an_answer_of_something_else_than_mlflow_is_an_error_with_the_address(server: Server) -> None:
+    said = command("compare", "--uri", "http://127.0.0.1:9", status=1)
+    assert said.startswith("error: tracking server http://127.0.0.1:9")
     server.experiments = ["tiny"]
     with pytest.raises(TrackingError, match=f"tracking server {server.address}: .*not in a valid JSON format"):
         read_executions(server.address)
+
+
+def test_compare_names_the_field_that_is_wrong(server: Server, command: Command) -> None:
+    said = command("compare", "--uri", server.address, "--runs", "four", status=2)
+    message = f"error: runs must name executions of {server.address}, got 'four'; the newest: three, two, one\n"
+    assert said == message
+    said = command("compare", "--uri", server.address, "--experiment", "huge", status=2)
+    assert said.endswith("got 'huge'; known: tiny\n")
+
+
+def test_views_prints_the_addresses_of_both_tables(server: Server, command: Command) -> None:
+    page = "http://127.0.0.1:5000/#/experiments/7/runs?viewStateShareKey"
+    printed = command("views", "--uri", server.address, "--server", "http://127.0.0.1:5000")
+    assert printed.splitlines() == [f"tiny, executions: {page}=executions", f"tiny, arms: {page}=arms"]
 
 
 @pytest.mark.parametrize("content", [b"", b"no database at all"])
@@ -123,14 +112,12 @@ def test_an_artifact_comes_back_by_the_runs_key_and_a_missing_one_is_named(store
     config = TrackingConfig(replay_every_s=0.1)
     logged = stored_root / "run.json"
     logged.write_text('{"recipe": "tiny"}')
-    with Tracker(
-        config, root=stored_root, experiment="artifacts", key="demo-1/report_speedup", name="report_speedup"
-    ) as tracker:
+    with Tracker(config, root=stored_root, experiment="artifacts", key="demo-1/a", name="a") as tracker:
         tracker.log_artifact(logged)
-    uri, out = store_uri(config, stored_root), stored_root / "out"
+    store, out = open_store(store_uri(config, stored_root)), stored_root / "out"
     out.mkdir()
-    assert open_store(uri).fetch_artifact("demo-1/report_speedup", "run.json", out).read_text() == '{"recipe": "tiny"}'
-    with pytest.raises(TrackingError, match=r"run 'demo-1/report_speedup' has no artifact 'other.json'"):
-        open_store(uri).fetch_artifact("demo-1/report_speedup", "other.json", out)
+    assert store.fetch_artifact("demo-1/a", "run.json", out).read_text() == '{"recipe": "tiny"}'
+    with pytest.raises(TrackingError, match=r"run 'demo-1/a' has no artifact 'other.json'"):
+        store.fetch_artifact("demo-1/a", "other.json", out)
     with pytest.raises(TrackingError, match="no run has the key 'demo-2'"):
-        open_store(uri).fetch_artifact("demo-2", "run.json", out)
+        store.fetch_artifact("demo-2", "run.json", out)

@@ -1,8 +1,7 @@
 """Spools read without a server: what an execution has cost, worked by hand, and the end of what a process left open."""
 
-from __future__ import annotations
-
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,9 +42,7 @@ def test_open_runs_of_the_execution_are_ended_and_no_other(tmp_path: Path) -> No
     other = write(tmp_path, "run-2", is_ended=False)
     before = ended.read_bytes(), other.read_bytes()
     write(tmp_path, "run", is_ended=False)
-
     assert sorted(end_open_runs(tmp_path, "run", RunStatus.KILLED)) == ["run", "run/train_grpo"]
-
     assert (ended.read_bytes(), other.read_bytes()) == before
     last = read_spool(torn).events[-1]
     assert (last.kind, last.status) == ("end", "KILLED")
@@ -59,48 +56,38 @@ def test_a_replay_brings_the_end_to_the_server(stored_root: Path) -> None:
     end_open_runs(stored_root, "run", RunStatus.KILLED)
     assert len(unsent(stored_root, "run")) == 1
     uri = f"sqlite:///{stored_root}/mlflow.db"
-
     replay(stored_root / "spool", uri)
-
     client = MlflowClient(uri)
     runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
     assert [run.info.status for run in runs] == ["KILLED"]
     assert unsent(stored_root, "run") == []
 
 
-def spool(root: Path, key: str, *events: tuple[float, str], num_gpus: int = 0) -> None:
-    """Events of (hour, kind)."""
-    header = RunHeader(experiment="tiny", key=key, name=key, tags={GPUS_TAG: str(num_gpus)})
-    file = Spool(spool_directory(root) / f"{key.replace('/', '-')}.jsonl")
-    for hour, kind in events:
-        opened = header if kind == "open" else None
-        file.append(Event(kind=kind, time_ms=int(hour * HOUR_MS), header=opened))  # type: ignore[arg-type]
-    file.close()
-
-
-def test_arms_side_by_side_count_once_in_hours_and_each_in_gpu_hours(tmp_path: Path) -> None:
-    spool(tmp_path, "run/data", (0.0, "open"), (0.5, "end"))
-    spool(tmp_path, "run/base", (1.0, "open"), (3.0, "end"), num_gpus=4)
-    spool(tmp_path, "run/spec", (1.0, "open"), (2.0, "end"), num_gpus=4)
-    cost = spent(tmp_path, "run", now_ms=9 * HOUR_MS)
-    assert cost.hours == pytest.approx(0.5 + 2.0)
-    assert cost.gpu_hours == pytest.approx(4 * 2.0 + 4 * 1.0)
-
-
-def test_a_killed_attempt_counts_to_its_last_point_and_the_pause_before_the_next_not_at_all(tmp_path: Path) -> None:
-    spool(tmp_path, "run/arm", (0.0, "open"), (1.0, "metrics"), (10.0, "open"), (12.0, "end"), num_gpus=2)
+@pytest.mark.parametrize(
+    ("runs", "hours", "gpu_hours"),
+    [
+        # Arms side by side count once in hours, and each in GPU hours.
+        ({("data", 0): "0 open, 0.5 end", ("base", 4): "1 open, 3 end", ("spec", 4): "1 open, 2 end"}, 2.5, 12.0),
+        # A killed attempt counts to its last point, and the pause before the next one not at all.
+        ({("arm", 2): "0 open, 1 metrics, 10 open, 12 end"}, 3.0, 6.0),
+        ({("report", 0): "19 open"}, 1.0, 0.0),  # what goes on counts until now
+        (
+            {("", 0): "0 open, 9 end", ("../run-2/arm", 8): "0 open, 9 end"},
+            0.0,
+            0.0,
+        ),  # the execution's own, and another
+    ],
+)
+def test_hours_count_what_runs_once_and_gpu_hours_each_arm_without_pauses_until_now(
+    tmp_path: Path, runs: dict[tuple[str, int], str], hours: float, gpu_hours: float
+) -> None:
+    for (name, num_gpus), events in runs.items():
+        key = f"run/{name}".rstrip("/").removeprefix("run/../")
+        header = RunHeader(experiment="tiny", key=key, name=key, tags={GPUS_TAG: str(num_gpus)})
+        file = Spool(spool_directory(tmp_path) / f"{key.replace('/', '-')}.jsonl")
+        for hour, kind in (event.split() for event in events.split(", ")):
+            opened: Any = {"kind": kind, "header": header if kind == "open" else None}
+            file.append(Event(time_ms=int(float(hour) * HOUR_MS), **opened))
+        file.close()
     cost = spent(tmp_path, "run", now_ms=20 * HOUR_MS)
-    assert cost.hours == pytest.approx(1.0 + 2.0)
-    assert cost.gpu_hours == pytest.approx(6.0)
-
-
-def test_what_goes_on_counts_until_now(tmp_path: Path) -> None:
-    spool(tmp_path, "run/report", (2.0, "open"))
-    assert spent(tmp_path, "run", now_ms=3 * HOUR_MS).hours == pytest.approx(1.0)
-
-
-def test_the_executions_own_run_and_other_executions_are_left_out(tmp_path: Path) -> None:
-    spool(tmp_path, "run", (0.0, "open"), (9.0, "end"))
-    spool(tmp_path, "run-2/arm", (0.0, "open"), (9.0, "end"), num_gpus=8)
-    cost = spent(tmp_path, "run", now_ms=9 * HOUR_MS)
-    assert (cost.hours, cost.gpu_hours) == (0.0, 0.0)
+    assert (cost.hours, cost.gpu_hours) == pytest.approx((hours, gpu_hours))

@@ -1,7 +1,5 @@
 """Tracking against the real MLflow on SQLite, and against servers that refuse or hang."""
 
-from __future__ import annotations
-
 import json
 import logging
 import socket
@@ -22,6 +20,7 @@ from slipstream.tracking.mlflow_store import open_store, read_executions
 from slipstream.tracking.replay import SpoolReplay, replay, unsent
 from slipstream.tracking.spool import RunStatus, Spool, spool_directory
 from slipstream.tracking.tracker import Tracker, _ReplayThread
+from tests.unit.conftest import Command
 
 DEAD = "http://127.0.0.1:9"
 LOCAL = TrackingConfig(replay_every_s=0.1)
@@ -55,31 +54,35 @@ def find_run(client: Any, key: str) -> Any:
     return runs[0]
 
 
-def history(client: Any, run_id: str, metric: str) -> list[tuple[int, int, float]]:
-    return sorted((m.step, m.timestamp, m.value) for m in client.get_metric_history(run_id, metric))
+def history(client: Any, run: Any, metric: str) -> list[tuple[int, int, float]]:
+    return sorted((m.step, m.timestamp, m.value) for m in client.get_metric_history(run.info.run_id, metric))
+
+
+def points(client: Any, run: Any, metric: str) -> list[tuple[int, float]]:
+    return [(step, value) for step, _, value in history(client, run, metric)]
 
 
 def spooled(root: Path, metric: str) -> list[tuple[int, int, float]]:
     lines = [json.loads(line) for path in spool_directory(root).glob("*.jsonl") for line in path.open()]
-    return sorted(
-        (e.get("step", 0), e["time_ms"], e["metrics"][metric]) for e in lines if metric in e.get("metrics", {})
-    )
+    found = [each for each in lines if metric in each.get("metrics", {})]
+    return sorted((each.get("step", 0), each["time_ms"], each["metrics"][metric]) for each in found)
+
+
+def lose(root: Path, key: str, loss: float, *, step: int) -> None:
+    """Log a point for a server that is away."""
+    tracker = Tracker(UNREACHABLE, root=root, experiment="tiny", key=key, name="x")
+    tracker.log({"train/loss": loss}, step=step)
+    tracker.detach()
 
 
 def test_a_run_arrives_with_all_that_was_logged(root: Path, client: Any, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     page.write_text("<p>fast</p>")
+    where = {"root": root, "experiment": "tiny"}
+    below = {"parent_key": "e1", "tags": {"arm": "speculative"}}
     with (
-        Tracker(LOCAL, root=root, experiment="tiny", key="e1", name="execution", tags={"arm": "none"}, params={"k": 3}),
-        Tracker(
-            LOCAL,
-            root=root,
-            experiment="tiny",
-            key="e1/train",
-            name="train",
-            parent_key="e1",
-            tags={"arm": "speculative"},
-        ) as tracker,
+        Tracker(LOCAL, **where, key="e1", name="execution", tags={"arm": "none"}, params={"k": 3}),
+        Tracker(LOCAL, **where, key="e1/train", name="train", **below) as tracker,
     ):
         tracker.log({"train/reward": 0.25, "time/step_s": 4.0}, step=0)
         tracker.log({"train/reward": 0.75, "time/step_s": 2.0}, step=1)
@@ -94,10 +97,7 @@ def test_a_run_arrives_with_all_that_was_logged(root: Path, client: Any, tmp_pat
     assert run.data.tags["mlflow.parentRunId"] == top.info.run_id
     assert (run.data.tags["arm"], run.data.tags["draft.method"]) == ("speculative", "eagle3")
     assert (run.data.params, top.data.params) == ({"group_size": "8"}, {"k": "3"})
-    assert [(step, value) for step, _, value in history(client, run.info.run_id, "train/reward")] == [
-        (0, 0.25),
-        (1, 0.75),
-    ]
+    assert points(client, run, "train/reward") == [(0, 0.25), (1, 0.75)]
     summaries = {name: value for name, value in run.data.metrics.items() if name.startswith(("best/", "mean/"))}
     assert summaries == {"best/reward": 0.75, "mean/reward": 0.5, "best/step_s": 2.0, "mean/step_s": 3.0}
     artifact = root / "artifacts" / run.info.run_id / "artifacts" / "report.html"
@@ -111,7 +111,6 @@ def test_a_retried_task_gets_the_same_run_and_its_summaries_cover_both_attempts(
     first.close(RunStatus.FAILED)
     first_id = first.wait_run_id()
     assert find_run(client, "e2/n0").info.status == "FAILED"
-
     again = Tracker(LOCAL, root=root, experiment="tiny", key="e2/n0", name="train", params={"seed": 1, "host": 2})
     again.log({"train/reward": 0.3}, step=1)  # repeated after the checkpoint
     again.close()
@@ -124,9 +123,7 @@ def test_a_retried_task_gets_the_same_run_and_its_summaries_cover_both_attempts(
     assert (run.data.metrics["best/reward"], run.data.metrics["mean/reward"]) == (0.9, pytest.approx(0.6))
 
 
-def test_a_step_that_a_later_attempt_repeats_is_one_point_and_a_result_is_the_last_attempts(
-    root: Path, client: Any
-) -> None:
+def test_a_repeated_step_is_one_point_and_a_result_the_last_attempts(root: Path, client: Any) -> None:
     """Each attempt starts anew where it finds the cursor; the second replay sends the whole spool at once."""
     for rewards in ({0: 0.9, 1: 0.8}, {1: 0.3, 2: 0.4}, {1: 0.2, 2: 0.5, 3: 0.6}):
         with Tracker(LOCAL, root=root, experiment="tiny", key="e7/n0", name="train") as tracker:
@@ -135,25 +132,21 @@ def test_a_step_that_a_later_attempt_repeats_is_one_point_and_a_result_is_the_la
             tracker.log({"result/reward": rewards[max(rewards)]})
     expected = [(0, 0.9), (1, 0.8), (2, 0.4), (3, 0.6)]
     run = find_run(client, "e7/n0")
-    assert [(step, value) for step, _, value in history(client, run.info.run_id, "train/reward")] == expected
+    assert points(client, run, "train/reward") == expected
     assert run.data.metrics["result/reward"] == 0.6
-
     from mlflow.tracking import MlflowClient
 
     elsewhere = f"sqlite:///{root / 'elsewhere.db'}"
     replay(spool_directory(root), elsewhere)
     copied = MlflowClient(elsewhere)
     run = find_run(copied, "e7/n0")
-    assert [(step, value) for step, _, value in history(copied, run.info.run_id, "train/reward")] == expected
+    assert points(copied, run, "train/reward") == expected
     assert run.data.metrics["result/reward"] == 0.6
 
 
-def test_a_detached_run_goes_on(root: Path, client: Any) -> None:
+def test_a_detached_run_goes_on_and_an_exception_ends_one_as_failed(root: Path, client: Any) -> None:
     Tracker(LOCAL, root=root, experiment="tiny", key="e3", name="execution").detach()
     assert find_run(client, "e3").info.status == "RUNNING"
-
-
-def test_an_exception_ends_the_run_as_failed(root: Path, client: Any) -> None:
     with pytest.raises(ZeroDivisionError), Tracker(LOCAL, root=root, experiment="tiny", key="e4", name="x"):
         _ = 1 / 0
     assert find_run(client, "e4").info.status == "FAILED"
@@ -184,11 +177,11 @@ def test_a_refusing_server_costs_no_point_and_replay_duplicates_none(
         cursor.unlink()  # as if the first replay had died before it noted how far it came
     assert replay(spool_directory(tmp_path), uri).num_points == 52
     run = find_run(client, "e5/n0")
-    points = history(client, run.info.run_id, "time/step_s")
-    assert points == spooled(tmp_path, "time/step_s")
-    assert [(step, value) for step, _, value in points] == [(step, 1.0 + step) for step in range(50)]
+    logged = history(client, run, "time/step_s")
+    assert logged == spooled(tmp_path, "time/step_s")
+    assert [(step, value) for step, _, value in logged] == [(step, 1.0 + step) for step in range(50)]
     assert run.info.status == "FINISHED"
-    assert run.info.start_time <= points[0][1]
+    assert run.info.start_time <= logged[0][1]
     assert run.data.tags["mlflow.parentRunId"] == find_run(client, "e5").info.run_id
 
 
@@ -214,10 +207,8 @@ def test_whatever_fails_is_tried_again(
 def test_a_failure_of_a_whole_day_is_still_tried_again(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool" / "x.jsonl")
     thread = _ReplayThread(spool, uri=DEAD, config=TrackingConfig(), command="")
-    pauses = []
-    for thread._num_failures in (0, 1, 2, 4, 2000):
-        pauses.append(thread._pause_s())
-    assert pauses == [5.0, 10.0, 20.0, 60.0, 60.0]
+    for thread._num_failures, pause_s in ((0, 5.0), (1, 10.0), (2, 20.0), (4, 60.0), (2000, 60.0)):
+        assert thread._pause_s() == pause_s
     spool.close()
 
 
@@ -252,7 +243,6 @@ def test_two_executions_that_start_at_once_on_a_fresh_root_both_arrive(tmp_path:
     assert [run.wait(60) for run in runs] == [0, 0]
     for run in runs:
         run.communicate()
-
     assert [unsent(tmp_path, key) for key in keys] == [[], []]
     (name,) = set(open_store(store_uri(LOCAL, tmp_path)).experiments().values()) - {"Default"}
     assert name == "tiny"
@@ -279,14 +269,10 @@ def test_a_root_of_any_name_holds_its_store_and_gives_everything_back(tmp_path: 
 
 
 def test_points_of_a_failed_server_arrive_with_the_next_attempt(root: Path, client: Any) -> None:
-    lost = Tracker(UNREACHABLE, root=root, experiment="tiny", key="e6", name="x")
-    lost.log({"train/loss": 1.0}, step=0)
-    lost.detach()
-    found = Tracker(LOCAL, root=root, experiment="tiny", key="e6", name="x")
-    found.log({"train/loss": 2.0}, step=1)
-    found.close()
-    points = history(client, find_run(client, "e6").info.run_id, "train/loss")
-    assert [(step, value) for step, _, value in points] == [(0, 1.0), (1, 2.0)]
+    lose(root, "e6", 1.0, step=0)
+    with Tracker(LOCAL, root=root, experiment="tiny", key="e6", name="x") as found:
+        found.log({"train/loss": 2.0}, step=1)
+    assert points(client, find_run(client, "e6"), "train/loss") == [(0, 1.0), (1, 2.0)]
 
 
 def test_a_server_that_hangs_does_not_slow_the_loop(tmp_path: Path, silent_server: str) -> None:
@@ -302,29 +288,25 @@ def test_a_server_that_hangs_does_not_slow_the_loop(tmp_path: Path, silent_serve
     assert len(spooled(tmp_path, "train/reward")) == 1000
 
 
-def test_a_dead_server_is_one_line_within_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dead_server_is_one_line_within_seconds(tmp_path: Path, command: Command) -> None:
     for key in ("e8", "e8/a", "e8/b"):
         Tracker(UNREACHABLE, root=tmp_path, experiment="tiny", key=key, name="x").close()
     start = time.perf_counter()
-    assert main(["replay", str(tmp_path), "--uri", DEAD]) == 1
+    said = command("replay", tmp_path, "--uri", DEAD, status=1)
     assert time.perf_counter() - start < 5.0
-    (line,) = [each for each in capsys.readouterr().err.splitlines() if each.startswith("error: ")]
+    (line,) = [each for each in said.splitlines() if each.startswith("error: ")]
     assert line.startswith(f"error: nothing more was sent: tracking server {DEAD}: ")
 
 
-def test_a_root_without_spools_is_refused_and_nothing_is_made_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_root_without_spools_is_refused_and_nothing_is_made_there(tmp_path: Path, command: Command) -> None:
     empty, mistyped = tmp_path / "empty", tmp_path / "mistyped"
     empty.mkdir()
-    assert main(["replay", str(mistyped)]) == 2
-    assert main(["replay", str(empty)]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        f"error: run root must be a directory, got '{mistyped}'",
-        f"error: run root must hold spools of runs, got '{empty}'; {empty / 'spool'} has none",
-    ]
-    assert main(["replay", str(empty), "--uri", "localhost:5000"]) == 2
-    assert "tracking.uri must name a server or be null, got 'localhost:5000'" in capsys.readouterr().err
+    no_root = f"error: run root must be a directory, got '{mistyped}'\n"
+    assert command("replay", mistyped, status=2) == no_root
+    no_spool = f"error: run root must hold spools of runs, got '{empty}'; {empty / 'spool'} has none\n"
+    assert command("replay", empty, status=2) == no_spool
+    no_server = "tracking.uri must name a server or be null, got 'localhost:5000'"
+    assert no_server in command("replay", empty, "--uri", "localhost:5000", status=2)
     assert list(tmp_path.iterdir()) == [empty] and list(empty.iterdir()) == []
 
 
@@ -375,47 +357,25 @@ def test_replay_sends_all_but_what_the_server_refuses_and_names_that(
 
 
 def test_a_line_cut_off_by_a_crash_is_counted_and_costs_only_itself(tmp_path: Path, root: Path, client: Any) -> None:
-    tracker = Tracker(UNREACHABLE, root=tmp_path, experiment="tiny", key="e9", name="x")
-    tracker.log({"train/loss": 1.0}, step=0)
-    tracker.detach()
+    lose(tmp_path, "e9", 1.0, step=0)
     (spool,) = spool_directory(tmp_path).glob("*.jsonl")
     with spool.open("ab") as file:
         file.write(b'{"kind":"metrics","time_ms":17,"st')
     assert replay(spool_directory(tmp_path), store_uri(LOCAL, root)).num_broken_lines == 1
-
-    after = Tracker(UNREACHABLE, root=tmp_path, experiment="tiny", key="e9", name="x")
-    after.log({"train/loss": 2.0}, step=1)
-    after.detach()
+    lose(tmp_path, "e9", 2.0, step=1)
     sent = replay(spool_directory(tmp_path), store_uri(LOCAL, root))
     assert (sent.num_points, sent.num_broken_lines) == (1, 1)
-    points = history(client, find_run(client, "e9").info.run_id, "train/loss")
-    assert [(step, value) for step, _, value in points] == [(0, 1.0), (1, 2.0)]
+    assert points(client, find_run(client, "e9"), "train/loss") == [(0, 1.0), (1, 2.0)]
 
 
-def test_more_points_than_a_batch_holds_all_arrive(root: Path, client: Any) -> None:
+def test_more_points_params_and_longer_tags_than_a_request_holds_all_arrive(root: Path, client: Any) -> None:
     with Tracker(LOCAL, root=root, experiment="tiny", key="e10", name="x") as tracker:
         for step in range(30):
             tracker.log({f"layer/norm_{i}": float(step) for i in range(50)}, step=step)
         tracker.log_params({f"p{i}": i for i in range(250)})
     run = find_run(client, "e10")
-    assert all(len(history(client, run.info.run_id, f"layer/norm_{i}")) == 30 for i in (0, 33, 49))
+    assert all(len(points(client, run, f"layer/norm_{i}")) == 30 for i in (0, 33, 49))
     assert len(run.data.params) == 250
-
-
-def test_what_nobody_could_read_later_is_refused_at_once(root: Path, client: Any) -> None:
-    tracker = Tracker(LOCAL, root=root, experiment="tiny", key="e11", name="x")
-    with pytest.raises(ConfigError, match="metric train/loss of step 3 must be finite, got inf"):
-        tracker.log({"train/loss": float("inf"), "train/kl": 1.0}, step=3)
-    tracker.detach()
-    assert find_run(client, "e11").data.metrics == {}
-
-
-def test_a_key_that_would_break_the_search_is_refused(root: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tracking\.key must be .* got \"e'1\""):
-        Tracker(LOCAL, root=root, experiment="tiny", key="e'1", name="x")
-
-
-def test_long_params_and_tags_arrive_cut_and_more_of_them_than_a_request_holds(root: Path, client: Any) -> None:
     many = {f"p{i}": "\N{SLIGHTLY SMILING FACE}" * 6000 for i in range(40)}  # 12 bytes of JSON each
     with Tracker(LOCAL, root=root, experiment="tiny", key="e12", name="x", params=many) as tracker:
         tracker.log_params({"instruction": "x" * 7000})
@@ -425,3 +385,13 @@ def test_long_params_and_tags_arrive_cut_and_more_of_them_than_a_request_holds(r
     assert data.params["p39"] == many["p39"]
     assert data.params["instruction"].endswith("x [cut: 7000 characters in all]")
     assert data.tags["mlflow.note.content"].endswith("y [cut: 9000 characters in all]")
+
+
+def test_points_and_keys_that_nobody_could_read_are_refused_at_once(root: Path, client: Any) -> None:
+    tracker = Tracker(LOCAL, root=root, experiment="tiny", key="e11", name="x")
+    with pytest.raises(ConfigError, match="metric train/loss of step 3 must be finite, got inf"):
+        tracker.log({"train/loss": float("inf"), "train/kl": 1.0}, step=3)
+    tracker.detach()
+    assert find_run(client, "e11").data.metrics == {}
+    with pytest.raises(ConfigError, match=r"tracking\.key must be .* got \"e'1\""):
+        Tracker(LOCAL, root=root, experiment="tiny", key="e'1", name="x")
