@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,23 @@ from slipstream.recipe import Recipe
 from slipstream.records.stages import CertificateRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.refit.channel import Delivery, Exported, Snapshot
-from slipstream.refit.config import EngineState, WeightFiles
+from slipstream.refit.config import EngineState, RefitConfig, WeightFiles
 from slipstream.refit.fingerprint import Turn, weight_totals
+from slipstream.refit.gate import RefitGate
 from slipstream.types import Arm, Dtype, Prompt
+
+
+def prompts(rows: Iterable[Iterable[int]]) -> tuple[Prompt, ...]:
+    """Prompts of these tokens."""
+    return tuple(Prompt(id=str(i), text="", token_ids=tuple(row), answer="1") for i, row in enumerate(rows))
+
 
 ENGINE = EngineConfig(
     max_model_len=128, max_num_seqs=16, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.1
 )
 SAMPLING = SamplingConfig(temperature=0.8, max_response_tokens=24)
 DRAFT = DraftConfig()  # of a policy of four layers, whose last three it reads
-PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="1") for i in range(4))
+PROMPTS = prompts((2, 10 + i, 20, 30 + i) for i in range(4))
 CERTIFICATE = LosslessnessConfig(
     num_tokens=4000,
     num_repeated_prompts=2,
@@ -101,6 +108,14 @@ def certified(
     """The certificate of a sample: `how` may give `sampling` and what was judged `earlier`."""
     subject = Subject(num_speculative_tokens=3, policy_fingerprint="", draft_fingerprint="", versions={})
     return certify(drawn, baseline, learner, config=config, subject=subject, started_s=0.0, **how)
+
+
+def gate_of(
+    engine: Any, learner: Any, channel: Any, draft: Path | None = None, config: RefitConfig | None = None, **how: Any
+) -> RefitGate:
+    """The gate of engines whose draft is not trained: `how` may give `probes`."""
+    how = {"channel": channel, "draft": draft, "config": config or RefitConfig(), **how}
+    return RefitGate(engine, learner, trains_draft=False, **how)
 
 
 class OneRank:

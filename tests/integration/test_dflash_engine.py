@@ -26,8 +26,9 @@ K = 4
 CONFIG = draft_with(method="dflash", pretrain={"ttt_steps": K})
 ENGINE = replace(small.ENGINE, max_model_len=256)
 GREEDY = replace(SAMPLING, temperature=0.0)
-TABLE = tuple(
-    ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k) for start, end, k in ((1, 4, K), (5, 16, 1))
+TABLE = (
+    ScheduleEntry(batch_from=1, batch_to=4, num_speculative_tokens=K),
+    ScheduleEntry(batch_from=5, batch_to=16, num_speculative_tokens=1),
 )
 
 

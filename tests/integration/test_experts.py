@@ -13,29 +13,20 @@ from safetensors.torch import load_file
 
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner.checkpoint.on_disk import LearnerRanks, open_checkpoint
-from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute
+from slipstream.learner.config import LearnerConfig
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.packing import plan_shards
 from slipstream.refit.fingerprint import file_fingerprints, held_whole, part_fingerprints, weight_totals
-from slipstream.types import Dtype
-from tests.forked.ranks import on_ranks_of
+from tests.forked.ranks import learner_of, on_ranks_of
 from tests.integration import qwen3_moe
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, betas=(0.5, 0.9), clip_grad=1e6)  # so large a norm is never clipped
 SHARES = {"exp_avg": 0.5, "momentum_buffer": 0.1}  # of the first gradient in a moment
 ONE = LearnerConfig(max_tokens_per_microbatch=40, num_threads=1)
-DEALT = replace(ONE, parallel=ParallelConfig(data=2, expert=2))
-LEARNERS = {
-    "dealt": DEALT,
-    "dealt, optimizer split, layers recomputed": replace(DEALT, distributed_optimizer=True, recompute=Recompute.FULL),
-    "dealt, parts recomputed": replace(DEALT, recompute=Recompute.SELECTIVE),
-    "a copy of all on each": replace(ONE, parallel=ParallelConfig(data=2)),
-    "dealt, packed": replace(DEALT, packing=Packing.ALWAYS),
-    "stages": replace(ONE, parallel=ParallelConfig(pipeline=3)),
-    "context, packed, parts recomputed": replace(
-        ONE, parallel=ParallelConfig(context=2), packing=Packing.ALWAYS, recompute=Recompute.SELECTIVE
-    ),
-}
+LEARNERS = (
+    *("experts", "experts, optimizer split, layers recomputed", "experts, parts recomputed", "experts, packed"),
+    *("data", "three stages", "context, packed, parts recomputed"),  # a copy of all experts on each rank
+)
 
 
 class OneRank(LearnerRanks):
@@ -96,9 +87,7 @@ def require_gradients(checkpoint: Path, expected: dict[str, torch.Tensor], *, cl
         assert kinds.keys() == expected.keys()
         for name, gradient in expected.items():
             got = reader.read_whole(f"{kinds[name]}/{name}") / (SHARES[kinds[name]] * scale)
-            torch.testing.assert_close(
-                got, gradient, rtol=1e-3, atol=2e-6, msg=lambda text, name=name: f"{name} {text}"
-            )
+            torch.testing.assert_close(got, gradient, rtol=1e-3, atol=2e-6, msg=f"{name} {{}}".format)
 
 
 @pytest.mark.parametrize("normalizes", [True, False], ids=["chosen experts sum to 1", "shares of all experts"])
@@ -119,11 +108,9 @@ def test_one_rank_computes_what_transformers_does(normalizes: bool, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("learner", LEARNERS.values(), ids=LEARNERS)
-def test_experts_on_several_ranks_compute_what_transformers_does(
-    learner: LearnerConfig, model: Path, tmp_path: Path
-) -> None:
-    got = on_ranks_of(learner, run_rank, model, tmp_path)
+@pytest.mark.parametrize("name", LEARNERS)
+def test_experts_on_several_ranks_compute_what_transformers_does(name: str, model: Path, tmp_path: Path) -> None:
+    got = on_ranks_of(learner_of(name, ONE), run_rank, model, tmp_path)
     batch = qwen3_moe.sequences()
     expected = [qwen3_moe.logprobs(model, tokens) for tokens in batch]
     seen = {index: row for rank in got for index, row in rank["rows"].items()}
@@ -149,10 +136,10 @@ def test_experts_on_several_ranks_compute_what_transformers_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dealt", "dealt, optimizer split, layers recomputed"])
+@pytest.mark.parametrize("name", LEARNERS[:2])
 def test_muon_steps_experts_on_two_ranks_as_on_one(name: str, model: Path, tmp_path: Path) -> None:
     optimizer = replace(OPTIMIZER, method=OptimizerMethod.MUON, clip_grad=0.05)  # which the norm exceeds
-    got = on_ranks_of(LEARNERS[name], run_rank, model, tmp_path, optimizer)
+    got = on_ranks_of(learner_of(name, ONE), run_rank, model, tmp_path, optimizer)
     (tmp_path / "one").mkdir()
     expected = train(MegatronPolicy.load(model, learner=ONE, optimizer=optimizer), ONE, tmp_path / "one")
     _, gradients = qwen3_moe.gradients(model, qwen3_moe.sequences())
@@ -166,8 +153,7 @@ def test_muon_steps_experts_on_two_ranks_as_on_one(name: str, model: Path, tmp_p
 
 @pytest.mark.slow
 def test_experts_in_bfloat16_have_masters_of_their_own(model: Path, tmp_path: Path) -> None:
-    learner = replace(DEALT, dtype=Dtype.BFLOAT16, distributed_optimizer=True)
-    got = on_ranks_of(learner, run_rank, model, tmp_path)
+    got = on_ranks_of(learner_of("experts, optimizer split, bfloat16", ONE), run_rank, model, tmp_path)
     loss, gradients = qwen3_moe.gradients(model, qwen3_moe.sequences())
     # Rounding chooses other experts for some tokens, so that no value is known better.
     assert got[0]["losses"][0] == pytest.approx(loss, abs=0.2)

@@ -16,7 +16,7 @@ from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.packing import plan_shards
 from slipstream.types import TrainBatch
 from slipstream.workers.learner_process import LearnerProcess
-from tests.forked.ranks import on_ranks_of
+from tests.forked.ranks import learner_of, on_ranks_of
 from tests.integration import qwen3_moe
 from tests.integration.test_experts import LEARNERS, ONE, OPTIMIZER, require_gradients
 
@@ -36,19 +36,15 @@ def other_routes(path: Path) -> list[np.ndarray]:
 
 def update_of(routes: list[np.ndarray]) -> Update:
     """An update whose gradient is that of the mean next-token loss."""
-    batch = TrainBatch(
-        token_ids=BATCH,
-        prompt_lengths=STARTS,
-        rollout_logprobs=[[0.0] * (len(tokens) - 1) for tokens in BATCH],
-        advantages=[1.0] * len(BATCH),
-        policy_version=0,
-        routes=routes,
-    )
+    how = {"token_ids": BATCH, "prompt_lengths": STARTS, "routes": routes, "policy_version": 0}
+    logprobs = [[0.0] * (len(tokens) - 1) for tokens in BATCH]
+    batch = TrainBatch(rollout_logprobs=logprobs, advantages=[1.0] * len(BATCH), **how)
     return Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=1.0)
 
 
-def learn(policy: MegatronPolicy, learner: LearnerConfig, routes: list[np.ndarray], path: Path, rank: int) -> Any:
-    """This rank's logprobs by the given routes, after an update, and by its own routers again."""
+def run_rank(rank: int, learner: LearnerConfig, model: Path, path: Path, routes: list[np.ndarray]) -> Any:
+    """This rank's logprobs by the given routes, by its own routers, and in an update by the given routes again."""
+    policy = MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER)
     mine = plan_shards([len(tokens) for tokens in BATCH], learner.parallel.data)[learner.parallel.data_rank(rank)]
     part = part_of(update_of(routes), mine)
     starts = part.batch.prompt_lengths
@@ -58,11 +54,6 @@ def learn(policy: MegatronPolicy, learner: LearnerConfig, routes: list[np.ndarra
     policy.save_checkpoint(path, {})
     policy.finish_checkpoint()
     return {"mine": mine, "before": before, "own": own, "during": trained.own_logprobs}
-
-
-def run_rank(rank: int, learner: LearnerConfig, model: Path, directory: Path, routes: list[np.ndarray]) -> Any:
-    policy = MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER)
-    return learn(policy, learner, routes, directory / "checkpoint", rank)
 
 
 def require_replayed(got: list[Any], model: Path, routes: list[np.ndarray], path: Path) -> None:
@@ -85,25 +76,23 @@ def test_tokens_go_where_they_are_sent_and_routers_still_learn(normalizes: bool,
     model = tmp_path / "model"
     qwen3_moe.write_model(model, seed=0, normalizes=normalizes)
     routes = other_routes(model)
-    policy = MegatronPolicy.load(model, learner=ONE, optimizer=OPTIMIZER)
-    got = learn(policy, ONE, routes, tmp_path / "checkpoint", 0)
+    got = run_rank(0, ONE, model, tmp_path / "checkpoint", routes)
     require_replayed([got], model, routes, tmp_path / "checkpoint")
     process = LearnerProcess(ONE)
     process.load(model, None)
     for row, own in zip(process.logprobs(update_of(routes).batch, 1.0), got["before"], strict=True):
         np.testing.assert_array_equal(row, own)
     with pytest.raises(ValueError, match=r"routes of sequence 0 must have the shape \(30, 3, 2\), got \(29, 3, 2\)"):
-        policy.logprobs(BATCH, STARTS, 1.0, routes=[routes[0][1:], *routes[1:]])
+        process.logprobs(update_of([routes[0][1:], *routes[1:]]).batch, 1.0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in LEARNERS if name != "a copy of all on each"])
+@pytest.mark.parametrize("name", [name for name in LEARNERS if name != "data"])
 def test_tokens_go_where_they_are_sent_on_several_ranks(name: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     qwen3_moe.write_model(model, seed=0)
     routes = other_routes(model)
-    learner = LEARNERS[name]
-    got = on_ranks_of(learner, run_rank, model, tmp_path, routes)
-    if learner.parallel.pipeline > 1:
+    got = on_ranks_of(learner_of(name, ONE), run_rank, model, tmp_path / "checkpoint", routes)
+    if name == "three stages":
         got = got[-1:]  # the stage that has the logits
     require_replayed(got, model, routes, tmp_path / "checkpoint")
