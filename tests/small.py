@@ -21,7 +21,7 @@ from slipstream.losslessness.verdict import certify
 from slipstream.ragged import Ragged
 from slipstream.recipe import Recipe
 from slipstream.records.stages import CertificateRecord
-from slipstream.records.steps import ArmRecord
+from slipstream.records.steps import ArmRecord, ScheduleEntry
 from slipstream.refit.channel import Delivery, Exported, Snapshot
 from slipstream.refit.config import EngineState, RefitConfig, WeightFiles
 from slipstream.refit.fingerprint import Turn, weight_totals
@@ -86,20 +86,25 @@ def require_equal(one: GenerationResult, other: GenerationResult) -> None:
     assert one.acceptance == other.acceptance
 
 
+def exact_logprobs(policy: Any, prompt: Sequence[int], ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+    """Log-probabilities of the tokens `ids` after a prompt, by a model of transformers."""
+    import torch
+
+    sequence = torch.tensor([[*prompt, *ids]])
+    with torch.no_grad():
+        rows = (policy(sequence).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+    return rows.gather(1, sequence[0, len(prompt) :, None])[:, 0].numpy()
+
+
 def require_logprobs_of(model: Path, result: GenerationResult, *, temperature: float) -> None:
     """Fail unless the rollouts' log-probabilities are those that transformers computes of the model."""
-    import torch
     from transformers import Qwen3ForCausalLM
 
     policy = Qwen3ForCausalLM.from_pretrained(model)
     for group in result.groups:
         for rollout in group.rollouts:
-            sequence = torch.tensor([[*group.prompt.token_ids, *rollout.token_ids]])
-            with torch.no_grad():
-                exact = (policy(sequence).logits[0, :-1] / temperature).log_softmax(-1)
-            start = len(group.prompt.token_ids) - 1
-            own = exact[start:].gather(1, sequence[0, start + 1 :, None])[:, 0]
-            assert np.allclose(own.numpy(), rollout.rollout_logprobs, atol=2e-4)
+            exact = exact_logprobs(policy, group.prompt.token_ids, rollout.token_ids, temperature)
+            assert np.allclose(exact, rollout.rollout_logprobs, atol=2e-4)
 
 
 def certified(
@@ -227,6 +232,7 @@ def train_arm(
     prompts: Sequence[Prompt] = (),
     k: int = 0,
     draft: Path | None = None,
+    schedule: Sequence[ScheduleEntry] = (),
     within: Callable[[Any], Any] = lambda engines: engines,
     log: Callable[[Mapping[str, float], int], None] = lambda metrics, step: None,
 ) -> ArmRecord:
@@ -235,7 +241,7 @@ def train_arm(
     from slipstream.train.arm import ArmPlan, Run
     from slipstream.workers import engines
 
-    speculative = speculative_config(recipe.draft, draft, k) if k else None
+    speculative = speculative_config(recipe.draft, draft, k, schedule=tuple(schedule)) if k else None
     how = {"config": recipe.engine, "speculative_config": speculative, "layout": recipe.layout}
 
     @contextmanager
@@ -245,9 +251,10 @@ def train_arm(
 
     directory.mkdir(parents=True, exist_ok=True)
     arm = Arm.SPECULATIVE if k else Arm.AUTOREGRESSIVE
+    plan: dict[str, Any] = {"num_speculative_tokens": k, "draft": draft, "schedule": tuple(schedule)}
     return Run(
         recipe=recipe,
-        plan=ArmPlan(arm=arm, num_speculative_tokens=k, draft=draft, start_engine=start_engine),
+        plan=ArmPlan(arm=arm, start_engine=start_engine, **plan),
         policy=policy,
         prompts=list(prompts) or additions(policy),
         decode=odd_sum,
