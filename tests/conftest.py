@@ -142,17 +142,12 @@ def _make_policy(path: Path, seed: int, **shape: Any) -> Path:
 
     write_tokenizer(path, max_length=256)
     torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-    }
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2}
     config = Qwen3Config(
         vocab_size=64,
         **{**sizes, "num_key_value_heads": 1, **shape},
         head_dim=32,
-        max_position_embeddings=256,
+        max_position_embeddings=512,
         tie_word_embeddings=False,
         initializer_range=0.2,  # far from uniform, so that a wrong weight shows
         eos_token_id=3,

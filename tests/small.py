@@ -48,20 +48,17 @@ CERTIFICATE = LosslessnessConfig(
     num_replications=20,
     max_detectable_bias=0.5,  # of so few tokens
 )
+_ENGINE = {"max_model_len": 128, "max_num_seqs": 16, "kv_cache_gib": 0.1, "dtype": "float32", "num_threads": 1}
+_LEARNER = {"max_tokens_per_microbatch": 512, "dtype": "float32", "num_threads": 1}
+_REPEATS = {"num_repeated_prompts": 2, "num_repeats": 32, "num_greedy_prompts": 4, "num_replications": 4}
 RECIPE: dict[str, Any] = {
     "sampling": {"max_response_tokens": 16},
     "evaluation": {"sampling": {"max_response_tokens": 16}},
     "tuning": {"candidate_ks": [0, 2]},
-    "engine": {
-        "max_model_len": 128,
-        "max_num_seqs": 16,
-        "kv_cache_gib": 0.1,
-        "dtype": "float32",
-        "num_kept_idle": 1,
-        "num_threads": 1,
-    },
-    "learner": {"max_tokens_per_microbatch": 512, "dtype": "float32", "num_threads": 1, "num_kept_idle": 1},
+    "engine": {**_ENGINE, "num_kept_idle": 1},
+    "learner": {**_LEARNER, "num_kept_idle": 1},
     "grpo": {"num_steps": 4, "prompts_per_step": 2, "group_size": 4, "checkpoint_every_steps": 2},
+    "losslessness": {**_REPEATS, "num_tokens": 400, "max_detectable_bias": 0.99},
 }
 
 

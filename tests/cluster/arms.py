@@ -21,33 +21,18 @@ from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect
 from tests.cluster.runs import say
 from tests.conftest import _make_draft, _make_policy
-from tests.small import additions, certified, train_arm
+from tests.small import RECIPE, additions, certified, train_arm
 
 K = 2
-_SMALL: dict[str, Any] = {
-    "sampling": {"max_response_tokens": 12},
-    "evaluation": {"sampling": {"max_response_tokens": 12}},
-    "tuning": {"candidate_ks": [0, K]},
-    "engine": {"max_model_len": 128, "max_num_seqs": 32, "kv_cache_gib": 0.1, "dtype": "float32", "num_threads": 1},
-    "learner": {"max_tokens_per_microbatch": 256, "dtype": "float32", "num_threads": 1, "num_kept_idle": 1},
-    "grpo": {
-        "num_steps": 3,
-        "prompts_per_step": 4,
-        "group_size": 4,
-        "checkpoint_every_steps": 3,
-        "optimizer": {"method": "adamw", "learning_rate": 1e-3},
-    },
+_GRPO = {"num_steps": 3, "prompts_per_step": 4, "group_size": 4, "checkpoint_every_steps": 3}
+_CHANGES: dict[str, Any] = {
+    "engine": {"max_num_seqs": 32, "num_kept_idle": 0},
+    "learner": {"max_tokens_per_microbatch": 256},
+    "grpo": {**_GRPO, "optimizer": {"method": "adamw", "learning_rate": 1e-3}},
     "refit": {"bucket_mib": 0.02, "check_every_steps": 1},  # of a policy of 0.6 MB: tensors are cut
-    "losslessness": {
-        "num_tokens": 600,
-        "num_repeated_prompts": 2,
-        "num_repeats": 32,
-        "num_greedy_prompts": 4,
-        "num_replications": 4,
-        "max_detectable_bias": 0.99,
-    },
     "simulator": None,
 }
+_SMALL = merge(RECIPE, _CHANGES)
 
 
 def train_arms(directory: str, layouts: Mapping[str, Mapping[str, Any]], certified: str) -> dict[str, Any]:
@@ -111,10 +96,8 @@ class _Arm:
             how: dict[str, Any] = {"prompts": self._prompts, "k": K, "draft": self._draft, "log": log}
             record = train_arm(self._recipe, self._policy, self._directory, **how)
         with self._engines(K) as engines, start_learner(self._recipe.learner, layout=self._recipe.layout) as learner:
-            hosts = {
-                "learner": [rank.host for rank in learner.workers],
-                "engines": [each.host for each in engines.workers],
-            }
+            ends = {"learner": learner, "engines": engines}
+            hosts = {name: [each.host for each in end.workers] for name, end in ends.items()}
         return {"steps": _told(record), "hosts": hosts, "log": lines}
 
     def certificate(self) -> dict[str, Any]:
@@ -135,9 +118,8 @@ class _Arm:
     def _engines(self, k: int) -> Iterator[RemoteEngine]:
         recipe = self._recipe
         speculative = speculative_config(recipe.draft, self._draft, k) if k else None
-        with start_engine(
-            self._policy, config=recipe.engine, speculative_config=speculative, layout=recipe.layout
-        ) as engines:
+        how: dict[str, Any] = {"config": recipe.engine, "layout": recipe.layout}
+        with start_engine(self._policy, speculative_config=speculative, **how) as engines:
             yield engines
 
 

@@ -238,6 +238,17 @@ class Driver:
         return self._errors.read()[-6000:]
 
 
+def split_over(gpus_per_node: int) -> dict[str, Any]:
+    """Placement of a recipe whose learner has two hosts, and whose engines have one."""
+    nodes = {"nodes": 3, "generation_nodes": 1, "training_nodes": 2}
+    return {"placement": {"mode": "split", **nodes, "gpus_per_node": gpus_per_node, "logical_gpus": True}}
+
+
+def seen_by_all() -> tempfile.TemporaryDirectory[str]:
+    """A directory that all hosts see; on one that hung somebody may still write there at the end."""
+    return tempfile.TemporaryDirectory(dir="/var/tmp", prefix="slipstream-cluster-", ignore_cleanup_errors=True)
+
+
 @contextmanager
 def ray_cluster(num_hosts: int, *, num_gpus: int = 4) -> Iterator[Cluster]:
     """`num_hosts` hosts of `num_gpus` logical GPUs, with Ray running; all of it is gone after the block."""

@@ -1,6 +1,5 @@
 """The real engine refitted while its rollouts run: nothing lost, each token of the version that it carries."""
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -38,7 +37,7 @@ def models(
 ) -> dict[str, Path]:
     """Six policies, each a small step from the one before, and two drafts."""
     root = tmp_path_factory.mktemp("models")
-    policies = {"0": _longer(make_policy(root / "0", 0))}
+    policies = {"0": make_policy(root / "0", 0)}
     for version in range(1, NUM_REFITS + 1):
         policies[str(version)] = _moved(policies[str(version - 1)], root / str(version), version)
     return policies | {f"draft{seed}": make_draft(root / f"draft{seed}", policies["0"], seed) for seed in (5, 6)}
@@ -50,13 +49,6 @@ def engine(request: pytest.FixtureRequest, models: dict[str, Path], ray_session:
     draft = speculative_config(DRAFT, models["draft5"], request.param) if request.param else None
     with start_engine(models["0"], config=ENGINE, speculative_config=draft, kv_cache=KvCache.RECOMPUTE) as started:
         yield started
-
-
-def _longer(policy: Path) -> Path:
-    """The policy with more positions; rotary ones have no weights."""
-    config = json.loads((policy / "config.json").read_text())
-    (policy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))
-    return policy
 
 
 def _moved(policy: Path, path: Path, seed: int) -> Path:

@@ -56,40 +56,23 @@ def test_the_installed_sampler_passes_its_own_check_and_vllms_drafts_do_not() ->
         vllm_plugin.install()
 
 
-def test_a_token_is_the_one_with_the_largest_probability_over_its_noise() -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]])
-    tokens, probs = vllm_plugin.sample_draft_tokens(logits.clone(), metadata(seeded(5, 6), [1.0, 2.0]))
-    for row, (seed, temperature) in enumerate(((5, 1.0), (6, 2.0))):
+def test_a_draft_is_the_token_of_most_probability_over_its_requests_own_noise() -> None:
+    """A request has the noise of its seed, wherever it is; a greedy one has none, and one without a seed anybody's."""
+    logits, temperatures = torch.randn(4, 64), [1.0, 2.0, 0.0, 1.0]
+    given = metadata(seeded(5, 6, 7), temperatures)
+    generators = given.generators
+    tokens, probs = vllm_plugin.sample_draft_tokens(logits.clone(), given)
+    by_hand = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
+    for row, (generator, temperature) in enumerate(zip(by_hand, temperatures, strict=False)):
         expected = torch.softmax(logits[row] / temperature, dim=-1)
-        noise = torch.empty(3).exponential_(generator=torch.Generator().manual_seed(seed))
+        noise = torch.empty(64).exponential_(generator=generator)
         assert torch.allclose(probs[row], expected)
         assert int(tokens[row]) == int((expected / noise).argmax())
-
-
-def test_a_requests_drafts_do_not_depend_on_its_batch_or_on_the_process() -> None:
-    logits = torch.randn(3, 64)
-    torch.manual_seed(0)
-    together, _ = vllm_plugin.sample_draft_tokens(logits.clone(), metadata(seeded(1, 2, 3), [1.0] * 3))
-    torch.manual_seed(1)
-    alone, _ = vllm_plugin.sample_draft_tokens(logits[2:].clone(), metadata(seeded(3), [1.0]))
-    assert int(together[2]) == int(alone[0])
-
-
-def test_a_request_without_a_seed_moves_no_generator() -> None:
-    generators = seeded(1)
-    vllm_plugin.sample_draft_tokens(torch.zeros(2, 64), metadata(generators, [1.0, 1.0]))
-    by_hand = torch.Generator().manual_seed(1)
-    torch.empty(64).exponential_(generator=by_hand)
-    assert torch.equal(generators[0].get_state(), by_hand.get_state())
-
-
-def test_greedy_requests_take_the_likeliest_token() -> None:
-    logits = torch.tensor([[0.0, 4.0, 1.0], [0.0, 1.0, 4.0]])
-    tokens, _ = vllm_plugin.sample_draft_tokens(logits.clone(), metadata({}, [0.0, 0.0]))
-    assert tokens.tolist() == [1, 2]
-    tokens, probs = vllm_plugin.sample_draft_tokens(logits.clone(), metadata({1: seeded(3)[0]}, [0.0, 1.0]))
-    assert int(tokens[0]) == 1
-    assert torch.allclose(probs[0], torch.softmax(logits[0], dim=-1))
+        assert torch.equal(generators[row].get_state(), generator.get_state())
+    assert int(tokens[2]) == int(logits[2].argmax())
+    assert torch.allclose(probs[3], torch.softmax(logits[3], dim=-1))
+    greedy, _ = vllm_plugin.sample_draft_tokens(logits.clone(), metadata({}, [0.0] * 4))
+    assert greedy.tolist() == logits.argmax(-1).tolist()
 
 
 def test_drafts_follow_the_drafts_probabilities() -> None:
