@@ -42,7 +42,6 @@ _SECONDS = {
     "tests/integration/test_experts_refit.py": 60,
     "tests/integration/test_in_flight_engine.py": 50,
     "tests/integration/test_tensor_parallel_engine.py": 45,
-    "tests/browser/test_postgres.py": 45,
     "tests/browser/test_mlflow.py": 45,
     "tests/integration/test_families_engine.py": 60,
     "tests/integration/test_draft_schedule.py": 35,
