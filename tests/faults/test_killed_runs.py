@@ -14,7 +14,6 @@ import pytest
 
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.records.stages import DraftRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.tracking.config import TrackingConfig
 from slipstream.tracking.replay import replay
@@ -22,7 +21,7 @@ from slipstream.tracking.spool import spool_directory
 from slipstream.tracking.tracker import Tracker
 from tests.faults.test_killed_drivers import Mortal
 from tests.small import RECIPE as SMALL
-from tests.small import additions, train_arm
+from tests.small import train_arm
 
 pytestmark = pytest.mark.slow
 
@@ -196,37 +195,3 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(
         file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="no checkpoint can be resumed from; remove them to start anew"):
         train_arm(recipe, policy, directory)
-
-
-def test_draft_pretraining_that_dies_goes_on_from_its_checkpoint_and_ends_equal(
-    tmp_path: Path, policy: Path, ray_session: None
-) -> None:
-    from safetensors.torch import load_file
-
-    from slipstream.stages.pretrain_draft import train_on
-
-    size = {"num_prompts": 12, "num_heldout_prompts": 4, "num_steps": 6, "tokens_per_step": 128}
-    pretrain = {**size, "checkpoint_every_steps": 2}
-    recipe = load_recipe("tiny", overrides={**SMALL, "draft": {"pretrain": pretrain}})
-    prompts, steps = additions(policy, num=16, addend=2), list[int]()
-
-    def train(name: str, dies_at: int = -1) -> DraftRecord:
-        def on_step(step: int, loss: float) -> None:
-            steps.append(step)
-            if step == dies_at:
-                raise Killed
-
-        return train_on(prompts, recipe, policy=policy, directory=tmp_path / name, on_step=on_step)
-
-    whole = train("whole")
-    with pytest.raises(Killed):
-        train("torn", dies_at=4)
-    resumed = train("torn")
-
-    assert steps == [*range(6), *range(5), 4, 5]
-    assert resumed.losses == whole.losses
-    assert resumed.heldout_rate_by_position == whole.heldout_rate_by_position
-    files = [next((tmp_path / name / "draft").glob("*.safetensors")) for name in ("torn", "whole")]
-    torn, untorn = (load_file(file) for file in files)
-    assert torn.keys() == untorn.keys()
-    assert all(bool((torn[name] == untorn[name]).all()) for name in torn)

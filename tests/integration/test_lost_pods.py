@@ -194,6 +194,9 @@ def test_a_draft_outlives_its_engine_its_learner_and_its_pod(ended: Ended) -> No
     assert len(set(whole["losses"])) == 6
     assert torn["losses"] == whole["losses"]
     assert torn["heldout_rate_by_position"] == whole["heldout_rate_by_position"]
+    drafts = [ended.chain.root / name / "pretrain_draft" / "draft" for name in (_TORN, _WHOLE)]
+    torn_bytes, whole_bytes = (next(draft.glob("*.safetensors")).read_bytes() for draft in drafts)
+    assert torn_bytes == whole_bytes
     assert _points(ended.chain.root, "pretrain_draft", "draft/loss") == list(enumerate(whole["losses"]))
 
 

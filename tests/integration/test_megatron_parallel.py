@@ -225,47 +225,40 @@ def _require_same(got: list[dict[str, Any]], single: dict[str, Any], *, rough: b
     assert {index for rank in got for index in rank["before"]} == single["before"].keys()
 
 
-def _families(rank: int, learner: LearnerConfig, models: Path, directory: Path) -> dict[str, dict[str, Any]]:
+def _each(
+    rank: int, learner: LearnerConfig, cases: dict[str, tuple[Path, dict[str, Any]]], directory: Path
+) -> dict[str, dict[str, Any]]:
+    """Train the model of each case anew: how, the case says."""
     found = {}
-    for model in sorted(models.iterdir()):
+    for name, (model, how) in cases.items():
         policy = MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER)
-        found[model.name] = _train(policy, learner, directory / model.name, rank)
+        (directory / name).mkdir(parents=True, exist_ok=True)
+        found[name] = _train(policy, learner, directory / name, rank, **how)
     return found
 
 
 def test_two_ranks_split_each_family_as_one_computes_it(tmp_path: Path) -> None:
     """Biases on queries, keys and values are split with their rows; the others have neither biases nor norms there."""
-    for name in ("qwen2", "llama3", "mistral"):
-        families.write_model(tmp_path / "models" / name, name, initializer_range=0.02)
-        for directory in ("one", "two"):
-            (tmp_path / directory / name).mkdir(parents=True)
-    single = _families(0, LEARNER, tmp_path / "models", tmp_path / "one")
-    got = on_ranks_of(learner_of("tensor", LEARNER), _families, tmp_path / "models", tmp_path / "two")
+    cases: dict[str, Any] = {name: (tmp_path / name, {}) for name in ("qwen2", "llama3", "mistral")}
+    for name, (model, _) in cases.items():
+        families.write_model(model, name, initializer_range=0.02)
+    single = _each(0, LEARNER, cases, tmp_path / "one")
+    got = on_ranks_of(learner_of("tensor", LEARNER), _each, cases, tmp_path / "two")
     for name, expected in single.items():
         # The gradient of a key's bias is near 0, and AdamW's first steps are signs.
         _require_same([rank[name] for rank in got], expected, rough=False, atol=3e-4)
-
-
-def _kinds(rank: int, learner: LearnerConfig, model: Path, directory: Path) -> dict[str, dict[str, Any]]:
-    found = {}
-    for kind in LossKind:
-        policy = MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER)
-        loss = replace(LOSS, kind=kind, clip_low=0.05, clip_high=0.05)
-        counts = [index not in (2, 5) for index in range(9)]
-        found[kind.value] = _train(policy, learner, directory / kind.value, rank, loss=loss, counts=counts)
-    return found
 
 
 @pytest.mark.parametrize("saved", [False], ids=["untied"], indirect=True)
 def test_two_ranks_that_share_the_responses_compute_each_kind_of_loss_as_one_does(
     saved: tuple[Path, dict[Any, Any]], tmp_path: Path
 ) -> None:
-    for name in ("one", "two"):
-        for kind in LossKind:
-            (tmp_path / name / kind.value).mkdir(parents=True)
-    single = _kinds(0, LEARNER, saved[0], tmp_path / "one")
+    losses = [replace(LOSS, kind=kind, clip_low=0.05, clip_high=0.05) for kind in LossKind]
+    counts = [index not in (2, 5) for index in range(9)]
+    cases = {loss.kind.value: (saved[0], {"loss": loss, "counts": counts}) for loss in losses}
+    single = _each(0, LEARNER, cases, tmp_path / "one")
     assert len({each["stats"][1]["loss"] for each in single.values()}) == len(LossKind)
-    got = on_ranks_of(learner_of("data, packed", LEARNER), _kinds, saved[0], tmp_path / "two")
+    got = on_ranks_of(learner_of("data, packed", LEARNER), _each, cases, tmp_path / "two")
     for name, expected in single.items():
         _require_same([rank[name] for rank in got], expected, rough=False)
 

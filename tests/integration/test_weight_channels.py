@@ -89,7 +89,7 @@ def test_engines_refitted_over_gloo_equal_those_refitted_by_shared_memory(ends: 
 
 
 def test_an_engine_that_stands_still_is_named_within_the_deadline(ends: Ends) -> None:
-    """Last but one in this module: the channel breaks."""
+    """Last in this module: the channel breaks. `tests/faults/test_lost_in_a_refit.py` kills an engine."""
     pid = ends.engines.workers[1].pid
     config = RefitConfig(channel=Channel.GLOO, timeout_s=5.0)
     with open_channel(config, ends.learner, ends.engines) as channel:
@@ -102,11 +102,3 @@ def test_an_engine_that_stands_still_is_named_within_the_deadline(ends: Ends) ->
             os.kill(pid, signal.SIGCONT)
         assert time.monotonic() - start < 25.0
         assert caught.value.workers == (ends.engines.workers[1],)
-
-
-def test_an_engine_that_was_killed_is_named(ends: Ends) -> None:
-    """Last in this module: one engine is gone."""
-    with open_channel(GLOO, ends.learner, ends.engines) as channel:
-        os.kill(ends.engines.workers[1].pid, signal.SIGKILL)
-        with pytest.raises(LostWorkerError, match=r"^engine 1 on [\d.]+ died during the start of an update"):
-            send(channel, 4)
