@@ -12,7 +12,7 @@ from typing import Any
 from slipstream.config import merge
 from slipstream.drafts.methods import speculative_config
 from slipstream.losslessness.sampling import Sample, draw
-from slipstream.recipe import Recipe, load_recipe
+from slipstream.recipe import load_recipe
 from slipstream.records.steps import ArmRecord
 from slipstream.refit.config import WeightFiles
 from slipstream.train.arm import LogMetrics
@@ -45,20 +45,12 @@ def train_arms(directory: str, layouts: Mapping[str, Mapping[str, Any]], certifi
     Returns:
         For each layout the steps' losses, rewards and so on, the hosts of ranks and engines, and what was logged.
     """
-    logging.basicConfig(level=logging.INFO)  # what was printed is shown when a test fails
-    connect()
-    models = Path(directory) / "models"
-    policy = _make_policy(models / "policy", 0, num_key_value_heads=2)
-    draft = _make_draft(models / "draft", policy, 5)
     found: dict[str, Any] = {}
     for name, layout in layouts.items():
-        started_s = time.monotonic()
-        recipe = load_recipe("tiny", overrides=merge(merge(_SMALL, layout), {"engine": {"num_kept_idle": 2}}))
-        arm = _Arm(recipe, policy, draft, Path(directory) / name)
+        arm = _Arm(Path(directory), name, merge(layout, {"engine": {"num_kept_idle": 2}}))
         found[name] = arm.train()
         if name == certified:
             found[name]["certificate"] = arm.certificate()
-        found[name]["elapsed_s"] = time.monotonic() - started_s
     return found
 
 
@@ -67,13 +59,7 @@ def outlive_hosts(directory: str, layout: Mapping[str, Any]) -> list[dict[str, A
 
     After each of its first two steps it says `done` and waits for a file of that step's name in the directory.
     """
-    logging.basicConfig(level=logging.INFO)
-    connect()
-    root = Path(directory)
-    policy = _make_policy(root / "policy", 0, num_key_value_heads=2)
-    draft = _make_draft(root / "draft", policy, 5)
-    often = {"grpo": {"checkpoint_every_steps": 1}}
-    recipe = load_recipe("tiny", overrides=merge(merge(_SMALL, layout), often))
+    root, often = Path(directory), {"grpo": {"checkpoint_every_steps": 1}}
 
     def wait(metrics: Mapping[str, float], step: int) -> None:
         if step < 2:
@@ -81,14 +67,19 @@ def outlive_hosts(directory: str, layout: Mapping[str, Any]) -> list[dict[str, A
             while not (root / str(step)).exists():
                 time.sleep(0.1)
 
-    disturbed = _Arm(recipe, policy, draft, root / "disturbed").train(wait)
-    return [disturbed, _Arm(recipe, policy, draft, root / "undisturbed").train()]
+    arms = [_Arm(root, name, merge(layout, often)) for name in ("disturbed", "undisturbed")]
+    return [arms[0].train(wait), arms[1].train()]
 
 
 class _Arm:
-    def __init__(self, recipe: Recipe, policy: Path, draft: Path, directory: Path) -> None:
-        self._recipe, self._policy, self._draft, self._directory = recipe, policy, draft, directory
-        self._prompts = additions(policy, num=12)
+    def __init__(self, root: Path, name: str, layout: Mapping[str, Any]) -> None:
+        logging.basicConfig(level=logging.INFO)  # what was printed is shown when a test fails
+        connect()
+        self._recipe, self._directory = load_recipe("tiny", overrides=merge(_SMALL, layout)), root / name
+        self._policy, self._draft = root / "models" / "policy", root / "models" / "draft"
+        if not self._policy.exists():
+            _make_draft(self._draft, _make_policy(self._policy, 0, num_key_value_heads=2), 5)
+        self._prompts = additions(self._policy, num=12)
 
     def train(self, log: LogMetrics = lambda metrics, step: None) -> dict[str, Any]:
         """Train the arm; return its steps, the hosts of learner and engines, which stay, and the log."""

@@ -133,7 +133,7 @@ class TaskFailed(Exception):  # noqa: N818  # a task did, not this
     """A task of a workflow failed for good."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Attempt:
     execution: str
     node: str
@@ -141,7 +141,6 @@ class Attempt:
     kind: str  # "", "RECOVERABLE", "NON_RECOVERABLE", or "LOST" without any document
     message: str
     log: str
-    elapsed_s: float
 
 
 @dataclass
@@ -227,35 +226,34 @@ class Cluster:
 
     def uploaded_bytes(self, node: str) -> int:
         """Count the bytes that the pods of a node have put into the object store."""
-        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=_BUCKET, Prefix=f"raw/{node}/")
-        return sum(item["Size"] for page in pages for item in page.get("Contents", []))
+        return sum(self._sizes(f"raw/{node}/").values())
 
     def fetched(self, literal: Any) -> dict[str, bytes]:
         """The files of a directory that a task handed on, by name; also of one that might have been None."""
         literal = literal.scalar.union.value if literal.scalar.union else literal
         prefix = literal.scalar.blob.uri.removeprefix(f"s3://{_BUCKET}/") + "/"
-        found = self.client.list_objects_v2(Bucket=_BUCKET, Prefix=prefix).get("Contents", [])
-        return {item["Key"].removeprefix(prefix): self._read(item["Key"]) for item in found}
+        return {key.removeprefix(prefix): self._read(key) for key in self._sizes(prefix)}
+
+    def _sizes(self, prefix: str) -> dict[str, int]:
+        """Bytes of the objects whose keys begin so."""
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=_BUCKET, Prefix=prefix)
+        return {item["Key"]: item["Size"] for page in pages for item in page.get("Contents", [])}
 
     def _attempt(self, task: Any, node: str, number: int, watcher: Watcher | None) -> Attempt:
         from flyteidl.core.errors_pb2 import ErrorDocument
 
         prefix = f"metadata/{self.execution}/{node}/data/{number}"
-        start_s = time.perf_counter()
         environment = {} if node in self.own_ray or not self.ray_address else {"RAY_ADDRESS": self.ray_address}
         command = _command(task, node, number, self.execution)
         status, log = self._pod(command, task, f"{node}-{number}", environment, watcher)
-        elapsed_s = time.perf_counter() - start_s
         kind, message = _LOST, f"exit status {status}"
-        names = {item["Key"] for item in self.client.list_objects_v2(Bucket=_BUCKET, Prefix=prefix).get("Contents", [])}
+        names = self._sizes(prefix)
         if f"{prefix}/outputs.pb" in names:
             kind, message = "", ""
         elif f"{prefix}/error.pb" in names:
             error = ErrorDocument.FromString(self._read(f"{prefix}/error.pb")).error
             kind, message = type(error).Kind.Name(error.kind), error.message
-        return Attempt(
-            execution=self.execution, node=node, number=number, kind=kind, message=message, log=log, elapsed_s=elapsed_s
-        )
+        return Attempt(self.execution, node, number, kind, message, log)
 
     def _pod(
         self, command: Sequence[str], task: Any, name: str, environment: dict[str, str], watcher: Watcher | None
