@@ -115,7 +115,7 @@ def postgres_server() -> Iterator[str]:
             server.wait(30)
 
 
-def _wait_for(answers: Callable[[], bool], server: subprocess.Popen[bytes], log: Callable[[], str]) -> None:
+def _wait_for(answers: Callable[[], bool], server: subprocess.Popen[Any], log: Callable[[], str]) -> None:
     deadline_s = time.monotonic() + _START_S
     while not answers():
         assert server.poll() is None, f"the server ended with status {server.returncode}:\n{log()[-2000:]}"
