@@ -101,14 +101,12 @@ def test_a_full_memory_file_system_and_a_directory_of_the_drivers_own_are_errors
 
 def test_a_killed_rank_is_named_at_once(story: Story) -> None:
     fault = story.faults["killed rank"]
-
     assert re.match(rf"learner rank 1 on {fault.victim.address} died {_STEP}", fault.error), fault
     assert fault.elapsed_s < _DETECTED_S
 
 
 def test_a_rank_that_hangs_is_told_from_the_one_that_waits_for_it_when_the_deadline_is_over(story: Story) -> None:
     fault = story.faults["hanging rank"]
-
     expected = (
         rf"learner rank 1 on {fault.victim.address} \(stopped\) did not answer within 15 s "
         rf"\(learner\.answer_timeout_s\) {_STEP}; learner rank 0 on {story.first.address} waited as well"
@@ -120,7 +118,6 @@ def test_a_rank_that_hangs_is_told_from_the_one_that_waits_for_it_when_the_deadl
 @pytest.mark.parametrize("name", ["killed host", "unplugged host", "hanging host"])
 def test_a_lost_host_is_named_with_its_rank(story: Story, name: str) -> None:
     fault = story.faults[name]
-
     assert fault.error.startswith(f"learner rank 1 on {fault.victim.address}"), fault
     assert re.search(_STEP, fault.error), fault
     assert fault.elapsed_s < _ANSWER_S + _DETECTED_S

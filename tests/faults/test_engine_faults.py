@@ -110,7 +110,6 @@ def conditional_rejections(record: CertificateRecord) -> list[str]:
 
 def test_the_engine_as_it_is_gets_its_certificate(bench: Bench) -> None:
     record = certificate(bench, prompts=PROMPTS)
-
     assert record.verdict == LOSSLESS, record.reason
     assert "pit, draft position 1" in {finding.name for finding in record.findings}
     assert not [finding for finding in record.control if finding.reject]
@@ -118,32 +117,26 @@ def test_the_engine_as_it_is_gets_its_certificate(bench: Bench) -> None:
 
 def test_without_the_sampler_fix_the_certificate_fails(bench: Bench, inject: Inject) -> None:
     inject("no sampler fix")
-
     record = certificate(bench)
-
     assert record.verdict == BIASED
     assert conditional_rejections(record)
 
 
 def test_without_the_sampler_fix_an_engine_refuses_to_start(bench: Bench, inject: Inject) -> None:
     inject("no sampler fix")
-
     with pytest.raises(RuntimeError, match=r"expand_batch_to_tokens gave .* loses sampling parameters"):
         ray.get(bench.actor.check_again.remote())
 
 
 def test_an_engine_whose_drafts_ignore_seeds_refuses_to_start(bench: Bench, inject: Inject) -> None:
     inject("drafts ignore seeds")
-
     with pytest.raises(RuntimeError, match=r"draft 0 of two requests with seed 7 is .*: speculative rollouts would"):
         ray.get(bench.actor.check_again.remote())
 
 
 def test_always_accepting_the_first_draft_token_fails(bench: Bench, inject: Inject) -> None:
     inject("accepts the first")
-
     record = certificate(bench)
-
     assert record.verdict == BIASED
     assert "pit, draft position 1" in conditional_rejections(record)
 
@@ -154,13 +147,11 @@ def test_another_temperature_fails(bench: Bench) -> None:
 
 def test_ignoring_top_p_fails(bench: Bench) -> None:
     asked = replace(SAMPLING, top_p=0.8)
-
     assert conditional_rejections(certificate(bench, Sampled(bench.engine, top_p=1.0), sampling=asked))
 
 
 def test_top_p_and_a_temperature_are_sampled_exactly(bench: Bench) -> None:
     asked = replace(SAMPLING, temperature=0.7, top_p=0.9, top_k=20)
-
     assert conditional_rejections(certificate(bench, sampling=asked)) == []
 
 
@@ -172,7 +163,6 @@ def test_a_stale_prefix_cache_fails(bench: Bench, inject: Inject) -> None:
     inject("prefix cache kept")
     bench.engine.trace(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)  # fills the cache under the old policy
     bench.refit("new", 1)
-
     assert conditional_rejections(certificate(bench, policy="new", prompts=PROMPTS))
 
 
@@ -235,7 +225,6 @@ def gate(bench: Bench, brought: Brought, draft: str = "old_draft", *, with_probe
 
 def test_the_gate_compares_every_tensor_of_policy_and_draft(bench: Bench, inject: Inject) -> None:
     check = gate(bench, Brought(bench, "new")).refit(1)
-
     files = [bench.models[name] / "model.safetensors" for name in ("new", "old_draft")]
     assert check.num_tensors == sum(len(load_file(file)) for file in files)
 
@@ -267,7 +256,6 @@ def test_one_flipped_bit_in_the_engine_is_named(bench: Bench, inject: Inject) ->
 def test_a_layer_that_multiplies_with_other_weights_than_it_shows_is_an_error(bench: Bench, inject: Inject) -> None:
     gate(bench, Brought(bench, "old"))
     ray.get(bench.actor.flip.remote("lm_head.weight"))  # the shown copy; the packed one stays as it was
-
     with pytest.raises(RuntimeError, match=r"lm_head\.weight must be what its layer multiplies with"):
         bench.engine.start_fingerprints(is_draft=False, turn=ALL)()
 
@@ -276,9 +264,7 @@ def test_an_engine_that_hides_its_tensors_is_compared_by_logprobs(
     bench: Bench, inject: Inject, caplog: pytest.LogCaptureFixture
 ) -> None:
     inject("tensors hidden")
-
     check = gate(bench, Brought(bench, "new")).refit(1)
-
     assert check.num_tensors == 0
     assert check.probe_difference is not None and 0 < check.probe_difference < 1e-3  # both compute in float32
     assert "the engine's tensors cannot be read" in caplog.text
@@ -292,7 +278,6 @@ def test_an_engine_that_hides_its_tensors_is_compared_by_logprobs(
 def test_a_draft_that_was_not_refitted_is_named(bench: Bench, inject: Inject) -> None:
     inject("draft not refitted")
     bench.refit("old", 0, "new_draft", 1)
-
     with pytest.raises(RefitError, match="engine 0 must hold the draft to the last bit"):
         gate(bench, Brought(bench, "old"), draft="new_draft").refit(1)
 
@@ -301,13 +286,11 @@ def test_a_draft_refitted_twice_while_the_policy_was_refitted_once_is_an_error(b
     bench.refit("old", 1, "old_draft", 1)
     bench.refit("old", 1, "new_draft", 2)
     result = bench.engine.generate(PROMPTS[:2], sampling=SAMPLING, group_size=2, seed=0)
-
     with pytest.raises(RuntimeError, match=r"rollouts must come from draft version 1, got \{2\}"):
         assemble(result.groups, [0.0, 1.0] * 2, config=GRPO, policy_version=1, draft_version=1)
 
 
 def test_a_prefix_cache_that_was_not_reset_is_an_error(bench: Bench, inject: Inject) -> None:
     inject("prefix cache reset skipped")
-
     with pytest.raises(RefitError, match="engine 0 must reset its prefix cache with every refit"):
         gate(bench, Brought(bench, "old")).refit(1)

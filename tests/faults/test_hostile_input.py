@@ -68,10 +68,8 @@ def test_digits_of_other_scripts_mean_what_they_say() -> None:
 def test_an_answer_is_never_run_as_code(tmp_path: Path) -> None:
     target = tmp_path / "run"
     texts = [f"\\boxed{{__import__('pathlib').Path('{target}').touch()}}", f"\\boxed{{\\write18{{touch {target}}}}}"]
-
     with closing(Verifier(RewardConfig())) as verifier:
         assert verifier.score(texts, ["0", "0"]).rewards == (0.0, 0.0)
-
     assert not target.exists()
 
 
@@ -82,10 +80,8 @@ def test_a_pickled_policy_is_not_read(tmp_path: Path) -> None:
 
     write_config(tmp_path / "model", num_layers=2, num_positions=64)
     (tmp_path / "model" / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "run")))
-
     with pytest.raises(ValueError, match="safetensors"):
         MegatronPolicy.load(tmp_path / "model", learner=LearnerConfig(), optimizer=None)
-
     assert not (tmp_path / "run").exists()
 
 
@@ -93,10 +89,8 @@ def test_a_pickled_draft_is_not_read(tmp_path: Path) -> None:
     from slipstream.refit.fingerprint import directory_fingerprint
 
     (tmp_path / "model.safetensors").write_bytes(pickle.dumps(Bomb(tmp_path / "run")))
-
     with pytest.raises(Exception, match=r"(?i)header"):
         directory_fingerprint(tmp_path)
-
     assert not (tmp_path / "run").exists()
 
 

@@ -72,7 +72,6 @@ def test_a_run_whose_engine_is_killed_while_it_generates_goes_on_with_another_an
     tmp_path: Path, recipe: Recipe, policy: Path, whole: tuple[ArmRecord, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     record = train_arm(recipe, policy, tmp_path, within=partial(Mortal, death=("generate", 4)))
-
     assert_equal(record, whole[0])
     assert [step.num_engine_restarts for step in record.steps] == [0, 0, 0, 1]
     assert re.search(r"engine 0 on [\d.]+ died during generate with policy version 3", caplog.text)
@@ -84,9 +83,7 @@ def test_a_run_that_dies_between_optimizer_step_and_checkpoint_repeats_that_step
     with pytest.raises(Killed):
         train_arm(recipe, policy, tmp_path, log=dies_at(3))  # the last checkpoint is that of step 2
     again: list[int] = []
-
     resumed = train_arm(recipe, policy, tmp_path, log=lambda metrics, step: again.append(step))
-
     assert again == [2, 3]
     assert_equal(resumed, whole[0])
 
@@ -160,7 +157,6 @@ def test_a_tracking_server_that_is_down_for_the_whole_run_gets_every_point_when_
     record, directory = whole
     uri = f"sqlite:///{directory / 'mlflow.db'}"
     replay(spool_directory(directory), uri)
-
     client = MlflowClient(uri)
     (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
     points = sorted((p.step, p.value) for p in client.get_metric_history(run.info.run_id, "train/loss"))
@@ -169,7 +165,6 @@ def test_a_tracking_server_that_is_down_for_the_whole_run_gets_every_point_when_
 
 def test_a_checkpoint_of_another_recipe_is_refused(recipe: Recipe, policy: Path, whole: tuple[ArmRecord, Path]) -> None:
     other = replace(recipe, grpo=replace(recipe.grpo, seed=recipe.grpo.seed + 1))
-
     with pytest.raises(CheckpointError, match="must be of this run's recipe, got another one's"):
         train_arm(other, policy, whole[1])
 
