@@ -1,7 +1,7 @@
 """Real engines and learners at their smallest: what integration tests, fault tests and those of GPUs have in common."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,24 @@ from slipstream.records.files import write_record
 from slipstream.records.stages import CertificateRecord, TuningRecord
 from slipstream.records.steps import ArmRecord, ScheduleEntry
 from slipstream.refit.channel import Delivery, Exported, Snapshot
-from slipstream.refit.config import EngineState, WeightFiles
+from slipstream.refit.config import EngineState, RefitConfig, WeightFiles
 from slipstream.refit.fingerprint import Turn, weight_totals
+from slipstream.refit.gate import RefitGate
 from slipstream.stages.context import RunContext
 from slipstream.types import Arm, Dtype, Prompt
+
+
+def prompts(rows: Iterable[Iterable[int]]) -> tuple[Prompt, ...]:
+    """Prompts of these tokens."""
+    return tuple(Prompt(id=str(i), text="", token_ids=tuple(row), answer="1") for i, row in enumerate(rows))
+
 
 ENGINE = EngineConfig(
     max_model_len=128, max_num_seqs=16, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.1
 )
 SAMPLING = SamplingConfig(temperature=0.8, max_response_tokens=24)
 DRAFT = DraftConfig()  # of a policy of four layers, whose last three it reads
-PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="1") for i in range(4))
+PROMPTS = prompts((2, 10 + i, 20, 30 + i) for i in range(4))
 CERTIFICATE = LosslessnessConfig(
     num_tokens=4000,
     num_repeated_prompts=2,
@@ -42,14 +49,18 @@ CERTIFICATE = LosslessnessConfig(
     num_replications=20,
     max_detectable_bias=0.5,  # of so few tokens
 )
-_PROCESS = {"dtype": "float32", "num_threads": 1, "num_kept_idle": 1}
+_PROCESS = {"dtype": "float32", "num_threads": 1}
+_ENGINE = {"max_model_len": 128, "max_num_seqs": 16, "kv_cache_gib": 0.1, **_PROCESS}
+_LEARNER = {"max_tokens_per_microbatch": 512, **_PROCESS}
+_REPEATS = {"num_repeated_prompts": 2, "num_repeats": 32, "num_greedy_prompts": 4, "num_replications": 4}
 RECIPE: dict[str, Any] = {
     "sampling": {"max_response_tokens": 16},
     "evaluation": {"sampling": {"max_response_tokens": 16}},
     "tuning": {"candidate_ks": [0, 2]},
-    "engine": {"max_model_len": 128, "max_num_seqs": 16, "kv_cache_gib": 0.1, **_PROCESS},
-    "learner": {"max_tokens_per_microbatch": 512, **_PROCESS},
+    "engine": {**_ENGINE, "num_kept_idle": 1},
+    "learner": {**_LEARNER, "num_kept_idle": 1},
     "grpo": {"num_steps": 4, "prompts_per_step": 2, "group_size": 4, "checkpoint_every_steps": 2},
+    "losslessness": {**_REPEATS, "num_tokens": 400, "max_detectable_bias": 0.99},
 }
 
 UNTRACKED: dict[str, Any] = {"uri": "http://127.0.0.1:9", "replay_every_s": 0.1, "close_wait_s": 0.0}
@@ -96,20 +107,25 @@ def require_equal(one: GenerationResult, other: GenerationResult) -> None:
     assert one.acceptance == other.acceptance
 
 
+def exact_logprobs(policy: Any, prompt: Sequence[int], ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+    """Log-probabilities of the tokens `ids` after a prompt, by a model of transformers."""
+    import torch
+
+    sequence = torch.tensor([[*prompt, *ids]])
+    with torch.no_grad():
+        rows = (policy(sequence).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+    return rows.gather(1, sequence[0, len(prompt) :, None])[:, 0].numpy()
+
+
 def require_logprobs_of(model: Path, result: GenerationResult, *, temperature: float) -> None:
     """Fail unless the rollouts' log-probabilities are those that transformers computes of the model."""
-    import torch
     from transformers import Qwen3ForCausalLM
 
     policy = Qwen3ForCausalLM.from_pretrained(model)
     for group in result.groups:
         for rollout in group.rollouts:
-            sequence = torch.tensor([[*group.prompt.token_ids, *rollout.token_ids]])
-            with torch.no_grad():
-                exact = (policy(sequence).logits[0, :-1] / temperature).log_softmax(-1)
-            start = len(group.prompt.token_ids) - 1
-            own = exact[start:].gather(1, sequence[0, start + 1 :, None])[:, 0]
-            assert np.allclose(own.numpy(), rollout.rollout_logprobs, atol=2e-4)
+            exact = exact_logprobs(policy, group.prompt.token_ids, rollout.token_ids, temperature)
+            assert np.allclose(exact, rollout.rollout_logprobs, atol=2e-4)
 
 
 def certified(
@@ -118,6 +134,14 @@ def certified(
     """The certificate of a sample: `how` may give `sampling` and what was judged `earlier`."""
     subject = Subject(num_speculative_tokens=3, policy_fingerprint="", draft_fingerprint="", versions={})
     return certify(drawn, baseline, learner, config=config, subject=subject, started_s=0.0, **how)
+
+
+def gate_of(
+    engine: Any, learner: Any, channel: Any, draft: Path | None = None, config: RefitConfig | None = None, **how: Any
+) -> RefitGate:
+    """The gate of engines whose draft is not trained: `how` may give `probes`."""
+    how = {"channel": channel, "draft": draft, "config": config or RefitConfig(), **how}
+    return RefitGate(engine, learner, trains_draft=False, **how)
 
 
 class OneRank:
@@ -217,6 +241,7 @@ def train_arm(
     prompts: Sequence[Prompt] = (),
     k: int = 0,
     draft: Path | None = None,
+    schedule: Sequence[ScheduleEntry] = (),
     within: Callable[[Any], Any] = lambda engines: engines,
     log: Callable[[Mapping[str, float], int], None] = lambda metrics, step: None,
 ) -> ArmRecord:
@@ -225,7 +250,7 @@ def train_arm(
     from slipstream.train.arm import ArmPlan, Run
     from slipstream.workers import engines
 
-    speculative = speculative_config(recipe.draft, draft, k) if k else None
+    speculative = speculative_config(recipe.draft, draft, k, schedule=tuple(schedule)) if k else None
     how = {"config": recipe.engine, "speculative_config": speculative, "layout": recipe.layout}
 
     @contextmanager
@@ -235,9 +260,10 @@ def train_arm(
 
     directory.mkdir(parents=True, exist_ok=True)
     arm = Arm.SPECULATIVE if k else Arm.AUTOREGRESSIVE
+    plan: dict[str, Any] = {"num_speculative_tokens": k, "draft": draft, "schedule": tuple(schedule)}
     return Run(
         recipe=recipe,
-        plan=ArmPlan(arm=arm, num_speculative_tokens=k, draft=draft, start_engine=start_engine),
+        plan=ArmPlan(arm=arm, start_engine=start_engine, **plan),
         policy=policy,
         prompts=list(prompts) or additions(policy),
         decode=odd_sum,

@@ -1,44 +1,86 @@
-"""Views of a real MLflow server with two executions' runs, and the page of `compare`, in a real browser.
+"""A real MLflow server, as a platform keeps it: a spool is replayed into it, and `compare` and a browser read it.
 
-`make test` runs it where Debian's chromium is installed (`apt-get install chromium`). Screenshots lie in the test's
-directory, or in $SLIPSTREAM_SCREENSHOTS.
+Its store is on PostgreSQL where `make test` finds Debian's (`apt-get install postgresql`), and else a file. Views and
+pages are tested where chromium is installed (`apt-get install chromium`); screenshots lie in the test's directory, or
+in $SLIPSTREAM_SCREENSHOTS.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from html import unescape
 from pathlib import Path
 
 import pytest
 
+from slipstream.cli import main
 from slipstream.report.comparison import answer, comparison_table, render_comparison
-from slipstream.tracking.mlflow_store import open_store, read_executions, view_addresses
+from slipstream.tracking.mlflow_store import Execution, open_store, read_executions, view_addresses
+from slipstream.tracking.replay import ReplayResult, replay
+from slipstream.tracking.spool import spool_directory
 from slipstream.types import Arm
-from tests.browser.server import Served, log_execution, served
+from tests.browser.server import log_execution, postgres_programs, postgres_server, served
 
 CHROMIUM = shutil.which("chromium")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium"),
-]
+HAS_POSTGRES = postgres_programs() is not None and importlib.util.find_spec("psycopg2") is not None
+pytestmark = pytest.mark.slow
+in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracked:
+    """Two executions as they were logged, and a server that has them."""
+
+    root: Path
+    address: str
+    logged: list[Execution]
+    sent: ReplayResult | None  # None: the server's store is the file into which they were logged
 
 
 @pytest.fixture(scope="module")
-def tracked_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tracked]:
     root = tmp_path_factory.mktemp("runs")
     for seed in (1, 2):
         log_execution(root, f"tiny-{seed}", seed)
-    with served(root, f"sqlite:///{root}/mlflow.db") as server:
-        yield server
+    file = f"sqlite:///{root}/mlflow.db"
+    with ExitStack() as stack:
+        store = stack.enter_context(postgres_server()) if HAS_POSTGRES else file
+        address = stack.enter_context(served(root, store))
+        sent = replay(spool_directory(root), address) if HAS_POSTGRES else None
+        yield Tracked(root=root, address=address, logged=read_executions(file), sent=sent)
 
 
-def test_the_table_of_executions_shows_speedups_and_rewards(tracked_runs: Served, tmp_path: Path) -> None:
-    page = _browse(_view(tracked_runs, "executions"), tmp_path / "executions.png")
+def test_a_server_has_what_was_logged_and_compare_answers_from_it(
+    tracked: Tracked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if tracked.sent is not None:
+        # Of each execution its own run, and those of both arms.
+        assert (tracked.sent.num_runs, tracked.sent.num_broken_lines) == (6, 0)
+        assert tracked.sent.num_points > 0
+        assert replay(spool_directory(tracked.root), tracked.address).num_points == 0
+    served = read_executions(tracked.address, experiment="tiny")
+    assert [(run.name, run.status) for run in served] == [("tiny-2", "FINISHED"), ("tiny-1", "FINISHED")]
+    for first, second in zip(tracked.logged, served, strict=True):
+        assert (second.metrics, second.params, second.start_ms) == (first.metrics, first.params, first.start_ms)
+    assert comparison_table(served) == comparison_table(tracked.logged)
+
+    page = tmp_path / "page.html"
+    command = ["compare", "--uri", tracked.address, "--experiment", "tiny", "--runs", "tiny-1", "--html", str(page)]
+    assert main(command) == 0
+    assert f"tiny-1: {answer(served[1])}" in capsys.readouterr().out
+    assert "tiny-1" in page.read_text()
+
+
+@in_a_browser
+def test_the_table_of_executions_shows_speedups_and_rewards(tracked: Tracked, tmp_path: Path) -> None:
+    page = _browse(_view(tracked, "executions"), tmp_path / "executions.png")
     for column in ("generation_speedup", "step_speedup", "reward_autoregressive", "reward_speculative", "lossless"):
         assert f"result/{column}" in page
     rows = _rows(page)
@@ -46,26 +88,20 @@ def test_the_table_of_executions_shows_speedups_and_rewards(tracked_runs: Served
     assert rows.count("2") + rows.count("2.000") >= 2  # the generation speedup of both
 
 
-def test_the_table_of_arms_shows_which_arm_and_its_k(tracked_runs: Served, tmp_path: Path) -> None:
-    page = _browse(_view(tracked_runs, "arms"), tmp_path / "arms.png")
-    rows = _rows(page)
+@in_a_browser
+def test_the_table_of_arms_shows_which_arm_and_its_k(tracked: Tracked, tmp_path: Path) -> None:
+    rows = _rows(_browse(_view(tracked, "arms"), tmp_path / "arms.png"))
     names = {f"tiny-{seed} {arm.value}" for seed in (1, 2) for arm in Arm}
     assert {row for row in rows if row.startswith("tiny-")} == names
     assert rows.count("none") == 2  # the method of the two arms without drafts
     assert rows.count("eagle3") == 2
 
 
-def test_the_server_and_its_file_say_the_same_of_the_executions(tracked_runs: Served) -> None:
-    by_server, by_file = (read_executions(uri) for uri in (tracked_runs.address, tracked_runs.uri))
-    assert by_server == by_file
-    assert [execution.name for execution in by_server] == ["tiny-2", "tiny-1"]
-    assert comparison_table(read_executions(tracked_runs.address, experiment="tiny")) == comparison_table(by_file)
-
-
-def test_the_page_of_compare_answers_in_a_browser(tracked_runs: Served, tmp_path: Path) -> None:
+@in_a_browser
+def test_the_page_of_compare_answers_in_a_browser(tracked: Tracked, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    executions = read_executions(tracked_runs.address)
-    path.write_text(render_comparison(executions, uri=tracked_runs.address))
+    executions = read_executions(tracked.address)
+    path.write_text(render_comparison(executions, uri=tracked.address))
     page = unescape(_browse(path.as_uri(), tmp_path / "compare.png"))
     assert ["Step: faster" in answer(execution) for execution in executions] == [True, True]
     assert all(answer(execution) in page for execution in executions)
@@ -73,9 +109,9 @@ def test_the_page_of_compare_answers_in_a_browser(tracked_runs: Served, tmp_path
     assert "<tr><th>grpo.seed</th><td>2</td><td>1</td></tr>" in page
 
 
-def _view(runs: Served, view: str) -> str:
-    (experiment_id,) = [id_ for id_, name in open_store(runs.uri).experiments().items() if name == "tiny"]
-    return view_addresses(runs.address, experiment_id)[view]
+def _view(tracked: Tracked, view: str) -> str:
+    (experiment_id,) = [id_ for id_, name in open_store(tracked.address).experiments().items() if name == "tiny"]
+    return view_addresses(tracked.address, experiment_id)[view]
 
 
 def _browse(url: str, screenshot: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from slipstream.config import merge
 from slipstream.drafts.methods import speculative_config
 from slipstream.losslessness.sampling import Sample, draw
-from slipstream.recipe import Recipe, load_recipe
+from slipstream.recipe import load_recipe
 from slipstream.records.steps import ArmRecord
 from slipstream.refit.config import WeightFiles
 from slipstream.train.arm import LogMetrics
@@ -21,33 +21,18 @@ from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect
 from tests.cluster.runs import say
 from tests.conftest import _make_draft, _make_policy
-from tests.small import additions, certified, train_arm
+from tests.small import RECIPE, additions, certified, train_arm
 
 K = 2
-_SMALL: dict[str, Any] = {
-    "sampling": {"max_response_tokens": 12},
-    "evaluation": {"sampling": {"max_response_tokens": 12}},
-    "tuning": {"candidate_ks": [0, K]},
-    "engine": {"max_model_len": 128, "max_num_seqs": 32, "kv_cache_gib": 0.1, "dtype": "float32", "num_threads": 1},
-    "learner": {"max_tokens_per_microbatch": 256, "dtype": "float32", "num_threads": 1, "num_kept_idle": 1},
-    "grpo": {
-        "num_steps": 3,
-        "prompts_per_step": 4,
-        "group_size": 4,
-        "checkpoint_every_steps": 3,
-        "optimizer": {"method": "adamw", "learning_rate": 1e-3},
-    },
+_GRPO = {"num_steps": 3, "prompts_per_step": 4, "group_size": 4, "checkpoint_every_steps": 3}
+_CHANGES: dict[str, Any] = {
+    "engine": {"max_num_seqs": 32, "num_kept_idle": 0},
+    "learner": {"max_tokens_per_microbatch": 256},
+    "grpo": {**_GRPO, "optimizer": {"method": "adamw", "learning_rate": 1e-3}},
     "refit": {"bucket_mib": 0.02, "check_every_steps": 1},  # of a policy of 0.6 MB: tensors are cut
-    "losslessness": {
-        "num_tokens": 600,
-        "num_repeated_prompts": 2,
-        "num_repeats": 32,
-        "num_greedy_prompts": 4,
-        "num_replications": 4,
-        "max_detectable_bias": 0.99,
-    },
     "simulator": None,
 }
+_SMALL = merge(RECIPE, _CHANGES)
 
 
 def train_arms(directory: str, layouts: Mapping[str, Mapping[str, Any]], certified: str) -> dict[str, Any]:
@@ -60,20 +45,12 @@ def train_arms(directory: str, layouts: Mapping[str, Mapping[str, Any]], certifi
     Returns:
         For each layout the steps' losses, rewards and so on, the hosts of ranks and engines, and what was logged.
     """
-    logging.basicConfig(level=logging.INFO)  # what was printed is shown when a test fails
-    connect()
-    models = Path(directory) / "models"
-    policy = _make_policy(models / "policy", 0, num_key_value_heads=2)
-    draft = _make_draft(models / "draft", policy, 5)
     found: dict[str, Any] = {}
     for name, layout in layouts.items():
-        started_s = time.monotonic()
-        recipe = load_recipe("tiny", overrides=merge(merge(_SMALL, layout), {"engine": {"num_kept_idle": 2}}))
-        arm = _Arm(recipe, policy, draft, Path(directory) / name)
+        arm = _Arm(Path(directory), name, merge(layout, {"engine": {"num_kept_idle": 2}}))
         found[name] = arm.train()
         if name == certified:
             found[name]["certificate"] = arm.certificate()
-        found[name]["elapsed_s"] = time.monotonic() - started_s
     return found
 
 
@@ -82,13 +59,7 @@ def outlive_hosts(directory: str, layout: Mapping[str, Any]) -> list[dict[str, A
 
     After each of its first two steps it says `done` and waits for a file of that step's name in the directory.
     """
-    logging.basicConfig(level=logging.INFO)
-    connect()
-    root = Path(directory)
-    policy = _make_policy(root / "policy", 0, num_key_value_heads=2)
-    draft = _make_draft(root / "draft", policy, 5)
-    often = {"grpo": {"checkpoint_every_steps": 1}}
-    recipe = load_recipe("tiny", overrides=merge(merge(_SMALL, layout), often))
+    root, often = Path(directory), {"grpo": {"checkpoint_every_steps": 1}}
 
     def wait(metrics: Mapping[str, float], step: int) -> None:
         if step < 2:
@@ -96,14 +67,19 @@ def outlive_hosts(directory: str, layout: Mapping[str, Any]) -> list[dict[str, A
             while not (root / str(step)).exists():
                 time.sleep(0.1)
 
-    disturbed = _Arm(recipe, policy, draft, root / "disturbed").train(wait)
-    return [disturbed, _Arm(recipe, policy, draft, root / "undisturbed").train()]
+    arms = [_Arm(root, name, merge(layout, often)) for name in ("disturbed", "undisturbed")]
+    return [arms[0].train(wait), arms[1].train()]
 
 
 class _Arm:
-    def __init__(self, recipe: Recipe, policy: Path, draft: Path, directory: Path) -> None:
-        self._recipe, self._policy, self._draft, self._directory = recipe, policy, draft, directory
-        self._prompts = additions(policy, num=12)
+    def __init__(self, root: Path, name: str, layout: Mapping[str, Any]) -> None:
+        logging.basicConfig(level=logging.INFO)  # what was printed is shown when a test fails
+        connect()
+        self._recipe, self._directory = load_recipe("tiny", overrides=merge(_SMALL, layout)), root / name
+        self._policy, self._draft = root / "models" / "policy", root / "models" / "draft"
+        if not self._policy.exists():
+            _make_draft(self._draft, _make_policy(self._policy, 0, num_key_value_heads=2), 5)
+        self._prompts = additions(self._policy, num=12)
 
     def train(self, log: LogMetrics = lambda metrics, step: None) -> dict[str, Any]:
         """Train the arm; return its steps, the hosts of learner and engines, which stay, and the log."""
@@ -111,10 +87,8 @@ class _Arm:
             how: dict[str, Any] = {"prompts": self._prompts, "k": K, "draft": self._draft, "log": log}
             record = train_arm(self._recipe, self._policy, self._directory, **how)
         with self._engines(K) as engines, start_learner(self._recipe.learner, layout=self._recipe.layout) as learner:
-            hosts = {
-                "learner": [rank.host for rank in learner.workers],
-                "engines": [each.host for each in engines.workers],
-            }
+            ends = {"learner": learner, "engines": engines}
+            hosts = {name: [each.host for each in end.workers] for name, end in ends.items()}
         return {"steps": _told(record), "hosts": hosts, "log": lines}
 
     def certificate(self) -> dict[str, Any]:
@@ -135,9 +109,8 @@ class _Arm:
     def _engines(self, k: int) -> Iterator[RemoteEngine]:
         recipe = self._recipe
         speculative = speculative_config(recipe.draft, self._draft, k) if k else None
-        with start_engine(
-            self._policy, config=recipe.engine, speculative_config=speculative, layout=recipe.layout
-        ) as engines:
+        how: dict[str, Any] = {"config": recipe.engine, "layout": recipe.layout}
+        with start_engine(self._policy, speculative_config=speculative, **how) as engines:
             yield engines
 
 

@@ -99,13 +99,15 @@ class Host:
         done = subprocess.run(
             self.command(*argv), env=dict(self.environment), capture_output=True, text=True, timeout=timeout_s
         )
-        assert done.returncode == 0, f"{self.name}: {argv} ended with {done.returncode}: {_tail(done)}"
+        said = f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        assert done.returncode == 0, f"{self.name}: {argv} ended with {done.returncode}: {said}"
         return done.stdout
 
     def pids(self, word: str = "") -> list[int]:
         """The host's processes whose command line has `word` in it, as the machine counts them."""
         own = _net(self.pid)
-        return [pid for pid in _processes() if own and _net(pid) == own and word in _command_line(pid)]
+        pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+        return [pid for pid in pids if own and _net(pid) == own and word in _command_line(pid)]
 
     def freeze(self) -> None:
         """Stop every process of the host; the host's network stack still answers."""
@@ -238,6 +240,17 @@ class Driver:
         return self._errors.read()[-6000:]
 
 
+def split_over(gpus_per_node: int) -> dict[str, Any]:
+    """Placement of a recipe whose learner has two hosts, and whose engines have one."""
+    nodes = {"nodes": 3, "generation_nodes": 1, "training_nodes": 2}
+    return {"placement": {"mode": "split", **nodes, "gpus_per_node": gpus_per_node, "logical_gpus": True}}
+
+
+def seen_by_all() -> tempfile.TemporaryDirectory[str]:
+    """A directory that all hosts see; on one that hung somebody may still write there at the end."""
+    return tempfile.TemporaryDirectory(dir="/var/tmp", prefix="slipstream-cluster-", ignore_cleanup_errors=True)
+
+
 @contextmanager
 def ray_cluster(num_hosts: int, *, num_gpus: int = 4) -> Iterator[Cluster]:
     """`num_hosts` hosts of `num_gpus` logical GPUs, with Ray running; all of it is gone after the block."""
@@ -302,10 +315,6 @@ def _only_child(pid: int) -> int:
     raise AssertionError(f"unshare {pid} has no child")
 
 
-def _processes() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-
-
 def _net(pid: int) -> str:
     try:
         return os.readlink(f"/proc/{pid}/ns/net")
@@ -318,7 +327,3 @@ def _command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except OSError:
         return ""
-
-
-def _tail(done: subprocess.CompletedProcess[str]) -> str:
-    return f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"

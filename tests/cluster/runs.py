@@ -27,7 +27,6 @@ from tests.conftest import _make_policy
 
 NUM_STEPS = 16
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
-_LENGTHS = (7, 12, 9, 15)
 
 
 def train_through_faults(directory: str, attempts: Sequence[Sequence[str]], answer_timeout_s: float) -> Any:
@@ -53,13 +52,13 @@ def train_through_faults(directory: str, attempts: Sequence[Sequence[str]], answ
 
 def _train(checkpoint: Path, policy: Path, addresses: Sequence[str], answer_timeout_s: float) -> list[float]:
     losses: list[float] = []
-    with _ranks({"tensor": 2}, addresses, answer_timeout_s) as learner:
+    with _ranks(addresses, answer_timeout_s) as learner:
         learner.load(policy, OPTIMIZER)
         if checkpoint.exists():
             losses = learner.load_checkpoint(checkpoint)["losses"]
         start = len(losses)
         for version in range(start, NUM_STEPS):
-            losses.append(learner.train_step(_update(version, num_copies=30)).stats.loss)
+            losses.append(learner.train_step(_update(version)).stats.loss)
             learner.save_checkpoint(checkpoint, {"losses": losses})
             if version == start:
                 say("training", version)
@@ -74,7 +73,7 @@ def write_where_it_must_fail(directory: str, address: str, go_on: str) -> tuple[
     connect()
     policy, own = _policy(directory), Path(tempfile.mkdtemp())
     said = []
-    with _ranks({}, [address]) as learner:
+    with _ranks([address]) as learner:
         learner.load(policy, None)
         say("loaded", address)
         while not Path(go_on).exists():
@@ -96,18 +95,12 @@ def _policy(directory: str) -> Path:
 
 
 @contextmanager
-def _ranks(
-    parallel: dict[str, Any], addresses: Sequence[str], answer_timeout_s: float = 60.0
-) -> Iterator[RemoteLearner]:
+def _ranks(addresses: Sequence[str], answer_timeout_s: float = 60.0) -> Iterator[RemoteLearner]:
+    """A tensor-parallel learner with a rank on each of the hosts."""
     nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    config = LearnerConfig(
-        dtype=Dtype.FLOAT32,
-        num_threads=1,
-        max_tokens_per_microbatch=64,
-        parallel=ParallelConfig(**parallel),
-        start_timeout_s=90,
-        answer_timeout_s=answer_timeout_s,
-    )
+    limits = {"start_timeout_s": 90, "answer_timeout_s": answer_timeout_s, "max_tokens_per_microbatch": 64}
+    parallel = ParallelConfig(tensor=len(addresses))
+    config = LearnerConfig(dtype=Dtype.FLOAT32, num_threads=1, parallel=parallel, **limits)
     learner = start_ranks(config, [{"scheduling_strategy": on_node(nodes[address])} for address in addresses])
     try:
         yield learner
@@ -121,16 +114,16 @@ def say(word: str, value: Any) -> None:
     sys.stdout.flush()
 
 
-def _update(version: int, *, num_copies: int = 1) -> Update:
+def _update(version: int) -> Update:
     rng = np.random.default_rng(version)
-    lengths = _LENGTHS * num_copies
-    sequences = tuple(tuple(rng.integers(4, 64, length).tolist()) for length in lengths)
+    lengths = (7, 12, 9, 15) * 30
+    sequences = [rng.integers(4, 64, length).tolist() for length in lengths]
     logprobs = [-rng.random(length - 3, dtype=np.float32) for length in lengths]
     batch = TrainBatch(
         token_ids=sequences,
-        prompt_lengths=(3,) * len(sequences),
-        rollout_logprobs=tuple(tuple(row.tolist()) for row in logprobs),
-        advantages=tuple(rng.normal(size=len(sequences)).tolist()),
+        prompt_lengths=[3] * len(sequences),
+        rollout_logprobs=[row.tolist() for row in logprobs],
+        advantages=rng.normal(size=len(sequences)).tolist(),
         policy_version=version,
     )
     return Update(batch=batch, trainer_logprobs=logprobs, ref_logprobs=None, loss=LossConfig(), temperature=1.0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,25 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Cluster, Host
+from tests.cluster.hosts import Cluster, Host, seen_by_all, split_over
 
 _ANSWER_S = 15.0  # for a step of about a second, on a machine that may be busy
 _DETECTED_S = 25.0  # Ray asks a silent host three times, 2 s each, and takes its time to tell
 _STEP = r"during train_step of policy version \d+ \(done before: save_checkpoint\)"
-
-
-_SPLIT = {
-    "placement": {
-        "mode": "split",
-        "nodes": 3,
-        "gpus_per_node": 1,
-        "generation_nodes": 1,
-        "training_nodes": 2,
-        "logical_gpus": True,
-    },
-    "learner": {"parallel": {"data": 2}},
-    "engine": {"num_engines": 1},
-}
 
 
 @dataclass(frozen=True)
@@ -69,10 +54,7 @@ def story(cluster: Cluster) -> Story:
     }
     attempts = [[first.address, victim.address] for victim, _ in harms.values()] + [[first.address, second.address]]
     faults = {}
-    # All hosts see it, and on one that hung somebody may still write there at the end.
-    with tempfile.TemporaryDirectory(
-        dir="/var/tmp", prefix="slipstream-cluster-", ignore_cleanup_errors=True
-    ) as directory:
+    with seen_by_all() as directory:
         driver = cluster.start("runs", "train_through_faults", directory, attempts, _ANSWER_S)
         for name, (victim, harm) in harms.items():
             driver.read("training", timeout_s=120)
@@ -99,7 +81,7 @@ def test_a_full_memory_file_system_and_a_directory_of_the_drivers_own_are_errors
     cluster: Cluster,
 ) -> None:
     host = cluster.hosts[1]
-    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="slipstream-cluster-") as directory:  # all hosts see it
+    with seen_by_all() as directory:
         go_on = Path(directory) / "go_on"
         driver = cluster.start("runs", "write_where_it_must_fail", directory, host.address, str(go_on))
         driver.read("loaded", timeout_s=120)
@@ -119,14 +101,12 @@ def test_a_full_memory_file_system_and_a_directory_of_the_drivers_own_are_errors
 
 def test_a_killed_rank_is_named_at_once(story: Story) -> None:
     fault = story.faults["killed rank"]
-
     assert re.match(rf"learner rank 1 on {fault.victim.address} died {_STEP}", fault.error), fault
     assert fault.elapsed_s < _DETECTED_S
 
 
 def test_a_rank_that_hangs_is_told_from_the_one_that_waits_for_it_when_the_deadline_is_over(story: Story) -> None:
     fault = story.faults["hanging rank"]
-
     expected = (
         rf"learner rank 1 on {fault.victim.address} \(stopped\) did not answer within 15 s "
         rf"\(learner\.answer_timeout_s\) {_STEP}; learner rank 0 on {story.first.address} waited as well"
@@ -138,7 +118,6 @@ def test_a_rank_that_hangs_is_told_from_the_one_that_waits_for_it_when_the_deadl
 @pytest.mark.parametrize("name", ["killed host", "unplugged host", "hanging host"])
 def test_a_lost_host_is_named_with_its_rank(story: Story, name: str) -> None:
     fault = story.faults[name]
-
     assert fault.error.startswith(f"learner rank 1 on {fault.victim.address}"), fault
     assert re.search(_STEP, fault.error), fault
     assert fault.elapsed_s < _ANSWER_S + _DETECTED_S
@@ -154,10 +133,9 @@ def test_on_reserved_gpus_a_spare_host_takes_the_place_of_one_of_engines_and_of_
 ) -> None:
     first, second = cluster.hosts[:2]  # those that the faults before this one have left
     generating, *spare = cluster.add(3)
-    with tempfile.TemporaryDirectory(
-        dir="/var/tmp", prefix="slipstream-cluster-", ignore_cleanup_errors=True
-    ) as directory:
-        driver = cluster.start("arms", "outlive_hosts", directory, _SPLIT)
+    split = {"learner": {"parallel": {"data": 2}}, "engine": {"num_engines": 1}, **split_over(1)}
+    with seen_by_all() as directory:
+        driver = cluster.start("arms", "outlive_hosts", directory, split)
         for step, victim in enumerate((generating, second)):
             assert driver.read("done", timeout_s=300) == step
             victim.kill()

@@ -2,53 +2,47 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
+import ray
 from safetensors.torch import load_file
 
 from slipstream.drafts.methods import speculative_config
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Trace
 from slipstream.grpo.config import KvCache
-from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, draw
 from slipstream.losslessness.verdict import BIASED, LOSSLESS, judged
 from slipstream.records.stages import CertificateRecord
-from slipstream.refit.config import EngineState, RefitConfig, RefitError, WeightFiles
+from slipstream.refit.config import EngineState, RefitError, WeightFiles
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import RefitGate
+from slipstream.train.batch import assemble
 from slipstream.types import Prompt
+from slipstream.workers.engines import start_engine
 from tests import small
+from tests.faults.faulty_engine import started
 from tests.small import DRAFT, FileChannel, OneRank, certified
+from tests.unit.train.world import CONFIG as GRPO
 
 pytestmark = pytest.mark.slow
 
 ENGINE = replace(small.ENGINE, max_model_len=400, max_num_seqs=32, kv_cache_gib=0.25)
 SAMPLING = SamplingConfig(max_response_tokens=48)
-
-
-def prompts(length: int) -> list[Prompt]:
-    return [
-        Prompt(id=str(i), text="", token_ids=(2, *(4 + (7 * i + 3 * j) % 60 for j in range(length))), answer="")
-        for i in range(8)
-    ]
-
+Inject = Callable[..., Any]
 
 # Three blocks of the prefix cache are 384 tokens on a CPU. With a draft the last cached one is computed again, so
-# prompts of less than two are never read from the cache.
-PROMPTS = prompts(300)
-# Faults that show without a prefix cache are tried on these, which cost the exact policy a fifth as much.
-SHORT = prompts(12)
-CONFIG = LosslessnessConfig(
-    num_tokens=4000, num_repeated_prompts=2, num_repeats=256, num_greedy_prompts=4, num_replications=4,
-    max_detectable_bias=0.5,
-)  # fmt: skip
+# prompts of less than two are never read from the cache. Faults that show without one are tried on short prompts, which
+# cost the exact policy a fifth as much.
+PROMPTS, SHORT = (
+    small.prompts((2, *(4 + (7 * i + 3 * j) % 60 for j in range(length))) for i in range(8)) for length in (300, 12)
+)
+CONFIG = replace(small.CERTIFICATE, num_repeats=256, num_replications=4)
 
 
 @dataclass(frozen=True, repr=False)  # pytest would print tens of thousands of tokens
@@ -61,14 +55,14 @@ class Bench:
     exact: dict[str, OneRank]  # by policy
     baseline: Sample
 
+    def refit(self, policy: str, version: int, draft: str = "", draft_version: int = 0) -> None:
+        path = self.models[draft] if draft else None
+        files = WeightFiles(policy=self.models[policy], policy_version=version, draft=path, draft_version=draft_version)
+        self.engine.refit(files)
+
 
 @pytest.fixture(scope="module")
 def bench(models: dict[str, Path], ray_session: None) -> Iterator[Bench]:
-    from slipstream.workers.engines import start_engine
-    from tests.faults.faulty_engine import started
-
-    for path in models.values():
-        _lengthen(path, 512)
     exact = {name: OneRank(models[name]) for name in ("old", "new")}
     with start_engine(models["old"], config=ENGINE) as autoregressive:
         baseline = draw(autoregressive, PROMPTS, config=CONFIG, sampling=SAMPLING, batch=32, seed=100)
@@ -77,25 +71,12 @@ def bench(models: dict[str, Path], ray_session: None) -> Iterator[Bench]:
     engine.close()
 
 
-def _lengthen(model: Path, positions: int) -> None:
-    """More positions for a model: RoPE has no weights, so its config alone says how many there are."""
-    config = json.loads((model / "config.json").read_text())
-    section = config.get("transformer_layer_config", config)
-    section["max_position_embeddings"] = positions
-    (model / "config.json").write_text(json.dumps(config))
-
-
 @pytest.fixture
-def inject(bench: Bench) -> Iterator[Callable[..., None]]:
+def inject(bench: Bench) -> Iterator[Inject]:
     """Injects faults for one test; afterwards the engine is whole and holds the old policy and draft."""
-    import ray
-
-    def call(*faults: str) -> None:
-        ray.get(bench.actor.inject.remote(*faults))
-
-    yield call
+    yield lambda *faults: ray.get(bench.actor.inject.remote(*faults))
     ray.get(bench.actor.heal.remote())
-    bench.engine.refit(WeightFiles(policy=bench.models["old"], policy_version=0, draft=bench.models["old_draft"]))
+    bench.refit("old", 0, "old_draft")
 
 
 class Sampled:
@@ -129,44 +110,33 @@ def conditional_rejections(record: CertificateRecord) -> list[str]:
 
 def test_the_engine_as_it_is_gets_its_certificate(bench: Bench) -> None:
     record = certificate(bench, prompts=PROMPTS)
-
     assert record.verdict == LOSSLESS, record.reason
     assert "pit, draft position 1" in {finding.name for finding in record.findings}
     assert not [finding for finding in record.control if finding.reject]
 
 
-def test_without_the_sampler_fix_the_certificate_fails(bench: Bench, inject: Callable[..., None]) -> None:
+def test_without_the_sampler_fix_the_certificate_fails(bench: Bench, inject: Inject) -> None:
     inject("no sampler fix")
-
     record = certificate(bench)
-
     assert record.verdict == BIASED
     assert conditional_rejections(record)
 
 
-def test_without_the_sampler_fix_an_engine_refuses_to_start(bench: Bench, inject: Callable[..., None]) -> None:
-    import ray
-
+def test_without_the_sampler_fix_an_engine_refuses_to_start(bench: Bench, inject: Inject) -> None:
     inject("no sampler fix")
-
     with pytest.raises(RuntimeError, match=r"expand_batch_to_tokens gave .* loses sampling parameters"):
         ray.get(bench.actor.check_again.remote())
 
 
-def test_an_engine_whose_drafts_ignore_seeds_refuses_to_start(bench: Bench, inject: Callable[..., None]) -> None:
-    import ray
-
+def test_an_engine_whose_drafts_ignore_seeds_refuses_to_start(bench: Bench, inject: Inject) -> None:
     inject("drafts ignore seeds")
-
     with pytest.raises(RuntimeError, match=r"draft 0 of two requests with seed 7 is .*: speculative rollouts would"):
         ray.get(bench.actor.check_again.remote())
 
 
-def test_always_accepting_the_first_draft_token_fails(bench: Bench, inject: Callable[..., None]) -> None:
+def test_always_accepting_the_first_draft_token_fails(bench: Bench, inject: Inject) -> None:
     inject("accepts the first")
-
     record = certificate(bench)
-
     assert record.verdict == BIASED
     assert "pit, draft position 1" in conditional_rejections(record)
 
@@ -177,13 +147,11 @@ def test_another_temperature_fails(bench: Bench) -> None:
 
 def test_ignoring_top_p_fails(bench: Bench) -> None:
     asked = replace(SAMPLING, top_p=0.8)
-
     assert conditional_rejections(certificate(bench, Sampled(bench.engine, top_p=1.0), sampling=asked))
 
 
 def test_top_p_and_a_temperature_are_sampled_exactly(bench: Bench) -> None:
     asked = replace(SAMPLING, temperature=0.7, top_p=0.9, top_k=20)
-
     assert conditional_rejections(certificate(bench, sampling=asked)) == []
 
 
@@ -191,11 +159,10 @@ def test_a_policy_one_refit_behind_fails(bench: Bench) -> None:
     assert conditional_rejections(certificate(bench, policy="new"))
 
 
-def test_a_stale_prefix_cache_fails(bench: Bench, inject: Callable[..., None]) -> None:
+def test_a_stale_prefix_cache_fails(bench: Bench, inject: Inject) -> None:
     inject("prefix cache kept")
     bench.engine.trace(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)  # fills the cache under the old policy
-    bench.engine.refit(WeightFiles(policy=bench.models["new"], policy_version=1))
-
+    bench.refit("new", 1)
     assert conditional_rejections(certificate(bench, policy="new", prompts=PROMPTS))
 
 
@@ -224,7 +191,7 @@ def rejections_of_versions(bench: Bench, sample: Sample, *, old: int = 0) -> lis
 def recomputed(bench: Bench) -> Sample:
     """Sample of an engine in flight; the engine is afterwards as it was."""
     sample = in_flight(bench, KvCache.RECOMPUTE)
-    bench.engine.refit(WeightFiles(policy=bench.models["old"], policy_version=0, draft=bench.models["old_draft"]))
+    bench.refit("old", 0, "old_draft")
     return sample
 
 
@@ -238,9 +205,7 @@ def test_tokens_held_against_another_version_than_they_carry_are_seen(bench: Ben
     assert "pit, all tokens" in rejections_of_versions(bench, recomputed, old=1)
 
 
-def test_caches_that_are_kept_across_a_refit_are_seen_by_the_certificate(
-    bench: Bench, inject: Callable[..., None]
-) -> None:
+def test_caches_that_are_kept_across_a_refit_are_seen_by_the_certificate(bench: Bench, inject: Inject) -> None:
     """Between two policies that have nothing in common; `keep` promises less than `recompute`, and says so."""
     assert rejections_of_versions(bench, in_flight(bench, KvCache.KEEP))
 
@@ -254,37 +219,27 @@ class Brought(FileChannel):
 
 
 def gate(bench: Bench, brought: Brought, draft: str = "old_draft", *, with_probes: bool = True) -> RefitGate:
-    return RefitGate(
-        bench.engine,
-        cast(Any, brought.learner),
-        channel=brought,
-        draft=bench.models[draft],
-        trains_draft=False,
-        config=RefitConfig(),
-        probes=[prompt.token_ids for prompt in PROMPTS] if with_probes else (),
-    )
+    probes = [prompt.token_ids for prompt in PROMPTS] if with_probes else ()
+    return small.gate_of(bench.engine, brought.learner, brought, bench.models[draft], probes=probes)
 
 
-def test_the_gate_compares_every_tensor_of_policy_and_draft(bench: Bench, inject: Callable[..., None]) -> None:
+def test_the_gate_compares_every_tensor_of_policy_and_draft(bench: Bench, inject: Inject) -> None:
     check = gate(bench, Brought(bench, "new")).refit(1)
-
     files = [bench.models[name] / "model.safetensors" for name in ("new", "old_draft")]
     assert check.num_tensors == sum(len(load_file(file)) for file in files)
 
 
-def test_bytes_that_were_altered_on_their_way_are_an_error(bench: Bench, inject: Callable[..., None]) -> None:
+def test_bytes_that_were_altered_on_their_way_are_an_error(bench: Bench, inject: Inject) -> None:
     with pytest.raises(RefitError, match="engine 0 must read policy version 1 as the learner wrote it"):
         gate(bench, Brought(bench, "new", digest="of what was written")).refit(1)
 
 
-def test_weights_of_another_policy_are_named(bench: Bench, inject: Callable[..., None]) -> None:
+def test_weights_of_another_policy_are_named(bench: Bench, inject: Inject) -> None:
     with pytest.raises(RefitError, match=r"engine 0 must hold policy version 1 to the last bit: \d+ of 47 tensors"):
         gate(bench, Brought(bench, "new", sends="old")).refit(1)
 
 
-def test_one_flipped_bit_in_the_engine_is_named(bench: Bench, inject: Callable[..., None]) -> None:
-    import ray
-
+def test_one_flipped_bit_in_the_engine_is_named(bench: Bench, inject: Inject) -> None:
     class Flipping(Brought):
         """A channel to an engine whose memory loses a bit after the refit."""
 
@@ -298,25 +253,18 @@ def test_one_flipped_bit_in_the_engine_is_named(bench: Bench, inject: Callable[.
         checked.refit(1)
 
 
-def test_a_layer_that_multiplies_with_other_weights_than_it_shows_is_an_error(
-    bench: Bench, inject: Callable[..., None]
-) -> None:
-    import ray
-
+def test_a_layer_that_multiplies_with_other_weights_than_it_shows_is_an_error(bench: Bench, inject: Inject) -> None:
     gate(bench, Brought(bench, "old"))
     ray.get(bench.actor.flip.remote("lm_head.weight"))  # the shown copy; the packed one stays as it was
-
     with pytest.raises(RuntimeError, match=r"lm_head\.weight must be what its layer multiplies with"):
         bench.engine.start_fingerprints(is_draft=False, turn=ALL)()
 
 
 def test_an_engine_that_hides_its_tensors_is_compared_by_logprobs(
-    bench: Bench, inject: Callable[..., None], caplog: pytest.LogCaptureFixture
+    bench: Bench, inject: Inject, caplog: pytest.LogCaptureFixture
 ) -> None:
     inject("tensors hidden")
-
     check = gate(bench, Brought(bench, "new")).refit(1)
-
     assert check.num_tensors == 0
     assert check.probe_difference is not None and 0 < check.probe_difference < 1e-3  # both compute in float32
     assert "the engine's tensors cannot be read" in caplog.text
@@ -327,36 +275,22 @@ def test_an_engine_that_hides_its_tensors_is_compared_by_logprobs(
         gate(bench, Brought(bench, "new"), with_probes=False)
 
 
-def test_a_draft_that_was_not_refitted_is_named(bench: Bench, inject: Callable[..., None]) -> None:
+def test_a_draft_that_was_not_refitted_is_named(bench: Bench, inject: Inject) -> None:
     inject("draft not refitted")
-    bench.engine.refit(
-        WeightFiles(policy=bench.models["old"], policy_version=0, draft=bench.models["new_draft"], draft_version=1)
-    )
-
+    bench.refit("old", 0, "new_draft", 1)
     with pytest.raises(RefitError, match="engine 0 must hold the draft to the last bit"):
         gate(bench, Brought(bench, "old"), draft="new_draft").refit(1)
 
 
-def test_a_draft_refitted_twice_while_the_policy_was_refitted_once_is_an_error(
-    bench: Bench, inject: Callable[..., None]
-) -> None:
-    from slipstream.train.batch import assemble
-    from tests.unit.train.world import CONFIG as GRPO
-
-    bench.engine.refit(
-        WeightFiles(policy=bench.models["old"], policy_version=1, draft=bench.models["old_draft"], draft_version=1)
-    )
-    bench.engine.refit(
-        WeightFiles(policy=bench.models["old"], policy_version=1, draft=bench.models["new_draft"], draft_version=2)
-    )
+def test_a_draft_refitted_twice_while_the_policy_was_refitted_once_is_an_error(bench: Bench, inject: Inject) -> None:
+    bench.refit("old", 1, "old_draft", 1)
+    bench.refit("old", 1, "new_draft", 2)
     result = bench.engine.generate(PROMPTS[:2], sampling=SAMPLING, group_size=2, seed=0)
-
     with pytest.raises(RuntimeError, match=r"rollouts must come from draft version 1, got \{2\}"):
         assemble(result.groups, [0.0, 1.0] * 2, config=GRPO, policy_version=1, draft_version=1)
 
 
-def test_a_prefix_cache_that_was_not_reset_is_an_error(bench: Bench, inject: Callable[..., None]) -> None:
+def test_a_prefix_cache_that_was_not_reset_is_an_error(bench: Bench, inject: Inject) -> None:
     inject("prefix cache reset skipped")
-
     with pytest.raises(RefitError, match="engine 0 must reset its prefix cache with every refit"):
         gate(bench, Brought(bench, "old")).refit(1)

@@ -35,16 +35,6 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def dapo(index: int, answer: str) -> dict[str, Any]:
-    return {
-        "data_source": "math_dapo",
-        "prompt": [{"role": "user", "content": f"{index}+0=?"}],
-        "ability": "MATH",
-        "reward_model": {"ground_truth": answer, "style": "rule"},
-        "extra_info": {"index": str(index)},
-    }
-
-
 def test_answers_that_are_no_numbers_code_or_a_million_characters_are_dropped_and_counted(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -52,22 +42,16 @@ def test_answers_that_are_no_numbers_code_or_a_million_characters_are_dropped_an
     code = (f"open({str(tmp_path / 'run')!r}, 'w')", "__import__('os').abort()")
     hostile = ["nan", "NaN", "-inf", "9" * 10**6, *code, ""]
     good = ["34", ARABIC_34, FULLWIDTH_12, "1e3"]
-    rows = [dapo(index, answer) for index, answer in enumerate(hostile + good)]
+    rows = [{"problem": f"{index}+0=?", "answer": answer} for index, answer in enumerate(hostile + good)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = DataConfig(
-        train=(SourceConfig(path=str(tmp_path / "rows.jsonl")),),
-        max_prompt_tokens=64,
-        num_validation_problems=None,
-        synthetic=SyntheticConfig(num_draft_rows=20, num_train_problems=20, num_validation_problems=5),
-    )
+    sums = SyntheticConfig(num_draft_rows=20, num_train_problems=20, num_validation_problems=5)
+    sources = (SourceConfig(path=str(tmp_path / "rows.jsonl")),)
+    config = DataConfig(train=sources, max_prompt_tokens=64, num_validation_problems=None, synthetic=sums)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
 
     with closing(Verifier(RewardConfig())) as verifier:
-        sets = load_prompt_sets(
-            config,
-            tokenizer=AutoTokenizer.from_pretrained(tmp_path / "tokenizer"),
-            gradable=verifier.gradable,
-            equal=verifier.equal,
-        )
+        how = {"gradable": verifier.gradable, "equal": verifier.equal}
+        sets = load_prompt_sets(config, tokenizer=tokenizer, **how)
 
     (train,) = [record for record in sets.records if record.name == "train"]
     assert (train.num_read, train.num_kept, train.num_unparseable) == (11, 4, 7)
@@ -84,10 +68,8 @@ def test_digits_of_other_scripts_mean_what_they_say() -> None:
 def test_an_answer_is_never_run_as_code(tmp_path: Path) -> None:
     target = tmp_path / "run"
     texts = [f"\\boxed{{__import__('pathlib').Path('{target}').touch()}}", f"\\boxed{{\\write18{{touch {target}}}}}"]
-
     with closing(Verifier(RewardConfig())) as verifier:
         assert verifier.score(texts, ["0", "0"]).rewards == (0.0, 0.0)
-
     assert not target.exists()
 
 
@@ -98,10 +80,8 @@ def test_a_pickled_policy_is_not_read(tmp_path: Path) -> None:
 
     write_config(tmp_path / "model", num_layers=2, num_positions=64)
     (tmp_path / "model" / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "run")))
-
     with pytest.raises(ValueError, match="safetensors"):
         MegatronPolicy.load(tmp_path / "model", learner=LearnerConfig(), optimizer=None)
-
     assert not (tmp_path / "run").exists()
 
 
@@ -109,34 +89,28 @@ def test_a_pickled_draft_is_not_read(tmp_path: Path) -> None:
     from slipstream.refit.fingerprint import directory_fingerprint
 
     (tmp_path / "model.safetensors").write_bytes(pickle.dumps(Bomb(tmp_path / "run")))
-
     with pytest.raises(Exception, match=r"(?i)header"):
         directory_fingerprint(tmp_path)
-
     assert not (tmp_path / "run").exists()
 
 
 def test_nothing_in_the_library_unpickles_or_evaluates() -> None:
     """By its syntax tree: no pickle, no `torch.load`, no `eval` or `exec` of what came from outside."""
+    modules = {"pickle", "cloudpickle", "dill", "marshal"}
+    calls = {"eval", "exec", "torch.load", "pickle.load", "pickle.loads", "yaml.load"}
     found = []
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            name = ""
             if isinstance(node, ast.Import | ast.ImportFrom):
-                name = " ".join(alias.name for alias in node.names) + f" {getattr(node, 'module', '') or ''}"
-                name = (
-                    name if {"pickle", "cloudpickle", "dill", "marshal"} & set(name.replace(".", " ").split()) else ""
-                )
-            elif isinstance(node, ast.Call):
-                name = ast.unparse(node.func)
-                forbidden = {"eval", "exec", "torch.load", "pickle.load", "pickle.loads", "yaml.load"}
-                name = name if name in forbidden and not _takes_a_safe_loader(node) else ""
-            if name:
-                found.append(f"{path.name}:{getattr(node, 'lineno', 0)} {name}")
+                names = [*(alias.name for alias in node.names), getattr(node, "module", "") or ""]
+                is_bad = bool(modules & {part for name in names for part in name.split(".")})
+            else:
+                is_bad = isinstance(node, ast.Call) and ast.unparse(node.func) in calls and not _is_safe(node)
+            if is_bad:
+                found.append(f"{path.name}: {ast.unparse(node)}")
     assert found == []
 
 
-def _takes_a_safe_loader(call: ast.Call) -> bool:
-    """Loaders of yaml.load. `tests/unit/test_config.py` shows that the one of that name builds no objects."""
-    loaders = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "Loader"]
-    return loaders == ["_SafeLoader"]
+def _is_safe(call: ast.Call) -> bool:
+    """Whether it names yaml's safe loader. `tests/unit/test_config.py` shows that ours builds no objects."""
+    return [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "Loader"] == ["_SafeLoader"]

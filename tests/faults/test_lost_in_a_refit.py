@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +16,7 @@ import pytest
 from slipstream.config import merge
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.steps import ArmRecord
-from tests.faults.fatal_control import FatalControl
+from slipstream.workers.calls import RayEngineControl
 from tests.faults.test_killed_runs import assert_equal
 from tests.small import RECIPE, train_arm
 
@@ -24,13 +27,40 @@ LOST = {
     "grpo": {"checkpoint_every_steps": 1},
     "refit": {"channel": "gloo", "bucket_mib": 0.02, "timeout_s": 60.0},  # of 0.6 MB
 }
-Victim = Callable[[Any], int | None]
+
+
+class FatalControl:
+    """A `RayEngineControl`, in the learner's rank 0, whose third transfer never ends: a process is killed, once."""
+
+    def __init__(self, control: RayEngineControl, victim: int | None, mark: Path) -> None:
+        """Kill the process `victim`, None for the one that sends; `mark` remembers that it is done."""
+        self._control, self._victim, self._mark = control, victim, mark
+        self._num_left = 3
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._control, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FatalControl, (self._control, self._victim, self._mark)
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        self._num_left -= 1
+        if self._num_left == 0 and not self._mark.exists():
+            self._mark.touch()
+            if self._victim is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            else:
+                os.kill(self._victim, signal.SIGSTOP)  # the transfer waits meanwhile
+                threading.Timer(0.5, os.kill, [self._victim, signal.SIGKILL]).start()
+        self._control.update_weights(update_info)
 
 
 class BesetEngines:
     """Real engines; a process dies in the third refit of a run."""
 
-    def __init__(self, engines: Any, victim: Victim, mark: Path) -> None:
+    def __init__(self, engines: Any, victim: Callable[[Any], int | None], mark: Path) -> None:
         self._engines, self._victim, self._mark = engines, victim, mark
 
     def __getattr__(self, name: str) -> Any:
@@ -38,11 +68,7 @@ class BesetEngines:
 
     def control(self, *args: Any, **kwargs: Any) -> FatalControl:
         control = self._engines.control(*args, **kwargs)
-        return FatalControl(control, victim=self._victim(self._engines), mark=self._mark)
-
-
-def beset(directory: Path, victim: Victim) -> Callable[[Any], BesetEngines]:
-    return partial(BesetEngines, victim=victim, mark=directory / "killed")
+        return FatalControl(control, self._victim(self._engines), self._mark)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +85,8 @@ def test_an_engine_that_dies_while_it_receives_weights_is_replaced_and_the_run_e
     tmp_path: Path, recipe: Recipe, policy: Path, whole: ArmRecord, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The other engine has a part of the weights by then, and takes all of them again."""
-    record = train_arm(recipe, policy, tmp_path, within=beset(tmp_path, lambda engines: engines.workers[1].pid))
+    beset = partial(BesetEngines, victim=lambda engines: engines.workers[1].pid, mark=tmp_path / "killed")
+    record = train_arm(recipe, policy, tmp_path, within=beset)
 
     assert_equal(record, whole)
     assert [step.num_engine_restarts for step in record.steps] == [0, 0, 1, 0]
@@ -70,7 +97,8 @@ def test_an_engine_that_dies_while_it_receives_weights_is_replaced_and_the_run_e
 def test_a_learner_that_dies_while_it_sends_weights_starts_anew_beside_the_same_engines(
     tmp_path: Path, recipe: Recipe, policy: Path, whole: ArmRecord, caplog: pytest.LogCaptureFixture
 ) -> None:
-    record = train_arm(recipe, policy, tmp_path, within=beset(tmp_path, lambda engines: None))
+    beset = partial(BesetEngines, victim=lambda engines: None, mark=tmp_path / "killed")
+    record = train_arm(recipe, policy, tmp_path, within=beset)
 
     assert_equal(record, whole)
     assert [step.num_engine_restarts for step in record.steps] == [0, 0, 0, 0]

@@ -19,5 +19,5 @@ _IMPORTED = (
 def fork_server() -> ForkServerContext:
     """Where processes are forked from; it starts with the first one, and is the only one of the process that asks."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_IMPORTED, "tests.integration.pod_process"])
+    context.set_forkserver_preload([*_IMPORTED, "tests.integration.pods"])
     return context

@@ -7,10 +7,35 @@ import random
 import socket
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from dataclasses import replace
 from typing import Any
 
-from slipstream.learner.config import LearnerConfig
+from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute
+from slipstream.types import Dtype
 from tests.forked.processes import fork_server
+
+_SPLITS: dict[str, dict[str, Any]] = {
+    **{name: {name: 2} for name in ("tensor", "pipeline", "data", "context")},
+    "sequence": {"tensor": 2, "sequence_parallel": True},
+    "experts": {"data": 2, "expert": 2},
+    "three stages": {"pipeline": 3},
+}
+_HOW: dict[str, dict[str, Any]] = {
+    "in chunks": {"logprob_chunk_tokens": 10},
+    "packed": {"packing": Packing.ALWAYS},
+    "parts recomputed": {"recompute": Recompute.SELECTIVE},
+    "layers recomputed": {"recompute": Recompute.FULL},
+    "optimizer split": {"distributed_optimizer": True},
+    "bfloat16": {"dtype": Dtype.BFLOAT16},
+}
+
+
+def learner_of(name: str, base: LearnerConfig) -> LearnerConfig:
+    """The learner that a name like `context and data in chunks, packed` describes: its splits, and how it computes."""
+    splits, *how = name.replace(" in chunks", ", in chunks").split(", ")
+    sizes = {size: num for each in splits.split(" and ") for size, num in _SPLITS[each].items()}
+    changes = {field: value for each in how for field, value in _HOW[each].items()}
+    return replace(base, parallel=ParallelConfig(**sizes), **changes)
 
 
 def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list[Any]:

@@ -14,32 +14,27 @@ from transformers import Qwen3ForCausalLM
 
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
-from slipstream.learner.config import (
-    LearnerConfig,
-    LoraConfig,
-    LoraTarget,
-    Packing,
-    Recompute,
-    ScratchConfig,
-    ShapeConfig,
-)
+from slipstream.learner.config import LearnerConfig, LoraConfig, LoraTarget, Packing, Recompute, ScratchConfig
+from slipstream.learner.config import ShapeConfig as Shape
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.types import Dtype, TrainBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 VOCAB = 8192
-SCRATCH = ScratchConfig(
-    shape=ShapeConfig(hidden_size=256, num_layers=4, num_attention_heads=4, head_dim=64, ffn_hidden_size=512)
-)
+SMALL = Shape(hidden_size=256, num_layers=4, num_attention_heads=4, head_dim=64, ffn_hidden_size=512)
+LARGER = Shape(hidden_size=1024, num_layers=8, num_attention_heads=16, head_dim=64, ffn_hidden_size=3072)
+_WIDE = Shape(hidden_size=4096, num_layers=1, num_attention_heads=32, num_query_groups=8, head_dim=128)
+OF_8B = dataclasses.replace(_WIDE, ffn_hidden_size=12288, init_std=0.02)
 LEARNER = LearnerConfig(max_tokens_per_microbatch=2048, dtype=Dtype.BFLOAT16)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-4)
 SEQUENCES = [np.random.default_rng(i).integers(0, VOCAB, 200 + 10 * i).tolist() for i in range(16)]
 PROMPTS = [20] * 16
 
 
-def _policy(learner: LearnerConfig = LEARNER) -> MegatronPolicy:
-    return MegatronPolicy.from_scratch(SCRATCH, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=OPTIMIZER)
+def _policy(learner: LearnerConfig = LEARNER, shape: Shape = SMALL) -> MegatronPolicy:
+    scratch = ScratchConfig(shape=shape)
+    return MegatronPolicy.from_scratch(scratch, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=OPTIMIZER)
 
 
 def _update() -> Update:
@@ -103,23 +98,45 @@ def test_the_layers_are_transformer_engines_where_it_is_installed() -> None:
 
 @pytest.mark.parametrize("packing", [Packing.NEVER, Packing.ALWAYS])
 def test_a_layer_of_8b_shapes_updates_in_bfloat16_as_in_float32(packing: Packing) -> None:
-    shape = ShapeConfig(
-        hidden_size=4096,
-        num_layers=1,
-        num_attention_heads=32,
-        num_query_groups=8,
-        head_dim=128,
-        ffn_hidden_size=12288,
-        init_std=0.02,
-    )
     found = []
     for dtype, how in ((Dtype.FLOAT32, Packing.NEVER), (Dtype.BFLOAT16, packing)):
         learner = dataclasses.replace(LEARNER, dtype=dtype, packing=how, logprob_chunk_tokens=512)
-        policy = MegatronPolicy.from_scratch(
-            ScratchConfig(shape=shape), vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=OPTIMIZER
-        )
+        policy = _policy(learner, OF_8B)
         stats = policy.train_step(_update()).stats
         found.append([stats.loss, stats.grad_norm, stats.entropy])
         del policy
         torch.cuda.empty_cache()
     assert found[1] == pytest.approx(found[0], rel=3e-2, abs=3e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_distributed", [False, True])
+@pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT32])
+def test_a_resting_learner_gives_its_memory_to_others_and_gets_it_back_to_the_last_bit(
+    dtype: Dtype, is_distributed: bool
+) -> None:
+    """What is free is read from the driver, over all processes: what torch keeps for itself does not count."""
+    learner = dataclasses.replace(LEARNER, dtype=dtype, distributed_optimizer=is_distributed)
+    policy, short = _policy(learner, LARGER), [tokens[:100] for tokens in SEQUENCES[:4]]
+    policy.lm_step(short, [0] * 4)
+    torch.cuda.empty_cache()
+    before, free = _numbers(policy), torch.cuda.mem_get_info()[0]
+
+    num_bytes = policy.offload()
+
+    assert num_bytes >= 12 * policy.architecture.num_parameters()  # gradients and two moments
+    assert torch.cuda.mem_get_info()[0] - free >= 0.95 * num_bytes
+    policy.logprobs(short, [1] * 4, 1.0)  # by its weights, which it has
+    policy._memory.onload()
+    assert all(torch.equal(one, other) for one, other in zip(_numbers(policy), before, strict=True))
+    policy.lm_step(short, [0] * 4)
+
+
+def _numbers(policy: MegatronPolicy) -> list[torch.Tensor]:
+    """Weights, masters and moments, on the host."""
+    held = policy._checkpoints._held
+    stepped = [each.stepped for each in held if each.stepped is not None]
+    moments = [each.optimizer.state[each.main][name] for each in stepped for name in each.moments]
+    return [
+        each.detach().cpu().clone() for each in [*(h.parameter for h in held), *(s.main for s in stepped), *moments]
+    ]

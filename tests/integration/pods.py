@@ -2,14 +2,21 @@
 
 `Cluster.execute` walks a compiled workflow as Flyte's propeller does: it resolves each node's bindings, runs its task
 in a pod, and uses another attempt where the error document, or its absence, says so.
+
+A pod's process is forked from a server that has imported the packages which tasks import, 10 s each time else. None of
+our modules is imported before the fork, and none here: each is read under the pod's own environment, as in a container.
 """
 
 from __future__ import annotations
 
+import ctypes
 import getpass
 import itertools
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -17,16 +24,105 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.integration.pod_process import Pod, Running, start
+from tests.forked.processes import fork_server
+from tests.forked.shown import environment_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _BUCKET = "flyte"
 _START = "start-node"  # whose outputs are the workflow's inputs
 _MAX_LOST = 3  # pods of a node that the propeller replaces beside the task's own retries: its default
 _LOST = "LOST"
+_OFTEN_S = 0.02
+_CLONE_NEWNS = 0x00020000  # of sched.h
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pod:
+    command: tuple[str, ...]  # pyflyte-execute and its arguments
+    working: Path
+    log: Path
+    environment: Mapping[str, str]
+    has_small_shm: bool  # 64 MiB, as a container has unless it asks for more; takes root
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    pod: Pod
+    process: BaseProcess
+
+    @classmethod
+    def start(cls, pod: Pod) -> Running:
+        pod.log.touch()  # a watcher may read it before the pod writes
+        process = fork_server().Process(target=_execute, args=(pod,), daemon=True)
+        process.start()
+        return cls(pod=pod, process=process)
+
+    def wait_until(self, is_so: Callable[[], bool], *, every_s: float = _OFTEN_S) -> bool:
+        """Wait for something to happen; False if the pod ended before."""
+        while self.process.is_alive():
+            if is_so():
+                return True
+            time.sleep(every_s)
+        return False
+
+    def says(self, text: str) -> bool:
+        return text in self.pod.log.read_text()
+
+    def kill(self) -> None:
+        """End it as a node does that goes away: it writes no last word."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+
+
+def ray_processes(title: str, *, of: Running) -> list[int]:
+    """A pod's processes of Ray that call themselves `title`, as in `EngineProcess.generate` while that method runs."""
+    mark = str(of.pod.working).encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if says(int(path.name), title) and mark in environment_of(path):
+                found.append(int(path.name))
+        except OSError:
+            continue  # it ended meanwhile
+    return found
+
+
+def says(pid: int, title: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(f"ray::{title}".encode())
+    except OSError:
+        return False
+
+
+def _execute(pod: Pod) -> None:
+    assert not {"slipstream", "tasks"} & sys.modules.keys(), "a pod imports our modules itself"
+    with pod.log.open("w") as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log.fileno(), stream.fileno())
+    os.chdir(pod.working)
+    os.environ.clear()
+    os.environ.update(pod.environment)
+    tempfile.tempdir = None  # read from the environment again
+    if pod.has_small_shm:
+        _small_shm()
+    from flytekit.bin.entrypoint import execute_task_cmd
+
+    sys.path[:0] = pod.environment["PYTHONPATH"].split(os.pathsep)
+    sys.argv = list(pod.command)
+    execute_task_cmd()
+
+
+def _small_shm() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    for command in (["--make-rprivate", "/"], ["-t", "tmpfs", "-o", "size=64m", "shm", "/dev/shm"]):
+        subprocess.run(["mount", *command], check=True)
 
 
 Watcher = Callable[[Running], None]
@@ -37,7 +133,7 @@ class TaskFailed(Exception):  # noqa: N818  # a task did, not this
     """A task of a workflow failed for good."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Attempt:
     execution: str
     node: str
@@ -45,7 +141,6 @@ class Attempt:
     kind: str  # "", "RECOVERABLE", "NON_RECOVERABLE", or "LOST" without any document
     message: str
     log: str
-    elapsed_s: float
 
 
 @dataclass
@@ -131,35 +226,34 @@ class Cluster:
 
     def uploaded_bytes(self, node: str) -> int:
         """Count the bytes that the pods of a node have put into the object store."""
-        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=_BUCKET, Prefix=f"raw/{node}/")
-        return sum(item["Size"] for page in pages for item in page.get("Contents", []))
+        return sum(self._sizes(f"raw/{node}/").values())
 
     def fetched(self, literal: Any) -> dict[str, bytes]:
         """The files of a directory that a task handed on, by name; also of one that might have been None."""
         literal = literal.scalar.union.value if literal.scalar.union else literal
         prefix = literal.scalar.blob.uri.removeprefix(f"s3://{_BUCKET}/") + "/"
-        found = self.client.list_objects_v2(Bucket=_BUCKET, Prefix=prefix).get("Contents", [])
-        return {item["Key"].removeprefix(prefix): self._read(item["Key"]) for item in found}
+        return {key.removeprefix(prefix): self._read(key) for key in self._sizes(prefix)}
+
+    def _sizes(self, prefix: str) -> dict[str, int]:
+        """Bytes of the objects whose keys begin so."""
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=_BUCKET, Prefix=prefix)
+        return {item["Key"]: item["Size"] for page in pages for item in page.get("Contents", [])}
 
     def _attempt(self, task: Any, node: str, number: int, watcher: Watcher | None) -> Attempt:
         from flyteidl.core.errors_pb2 import ErrorDocument
 
         prefix = f"metadata/{self.execution}/{node}/data/{number}"
-        start_s = time.perf_counter()
         environment = {} if node in self.own_ray or not self.ray_address else {"RAY_ADDRESS": self.ray_address}
         command = _command(task, node, number, self.execution)
         status, log = self._pod(command, task, f"{node}-{number}", environment, watcher)
-        elapsed_s = time.perf_counter() - start_s
         kind, message = _LOST, f"exit status {status}"
-        names = {item["Key"] for item in self.client.list_objects_v2(Bucket=_BUCKET, Prefix=prefix).get("Contents", [])}
+        names = self._sizes(prefix)
         if f"{prefix}/outputs.pb" in names:
             kind, message = "", ""
         elif f"{prefix}/error.pb" in names:
             error = ErrorDocument.FromString(self._read(f"{prefix}/error.pb")).error
             kind, message = type(error).Kind.Name(error.kind), error.message
-        return Attempt(
-            execution=self.execution, node=node, number=number, kind=kind, message=message, log=log, elapsed_s=elapsed_s
-        )
+        return Attempt(self.execution, node, number, kind, message, log)
 
     def _pod(
         self, command: Sequence[str], task: Any, name: str, environment: dict[str, str], watcher: Watcher | None
@@ -175,7 +269,7 @@ class Cluster:
             has_small_shm=os.geteuid() == 0 and not environment,  # Ray's processes are not the pod's otherwise
         )
         try:
-            running = start(pod)
+            running = Running.start(pod)
             if watcher is not None:
                 watcher(running)
             running.process.join()

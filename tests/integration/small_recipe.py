@@ -11,39 +11,20 @@ import yaml
 
 from slipstream.config import merge
 from slipstream.recipe import CONFIGS
+from tests.small import RECIPE
 
+_SCRATCH = {"shape": {"num_layers": 4}, "num_steps": 4, "tokens_per_step": 512, "optimizer": {"warmup_steps": 2}}
+_PRETRAIN = {"num_prompts": 32, "num_heldout_prompts": 8, "num_steps": 4, "tokens_per_step": 512}
 _SMALL: dict[str, Any] = {
     "learner": {"num_threads": 1},
     "engine": {"num_threads": 1},
-    "policy": {
-        "scratch": {
-            "shape": {"num_layers": 4},
-            "num_steps": 4,
-            "optimizer": {"warmup_steps": 2},
-            "tokens_per_step": 512,
-        }
-    },
-    "draft": {
-        "pretrain": {
-            "num_prompts": 32,
-            "num_heldout_prompts": 8,
-            "num_steps": 4,
-            "tokens_per_step": 512,
-            "optimizer": {"warmup_steps": 1},
-        },
-    },
+    "policy": {"scratch": _SCRATCH},
+    "draft": {"pretrain": {**_PRETRAIN, "optimizer": {"warmup_steps": 1}}},
     "sampling": {"max_response_tokens": 24},
     "evaluation": {"num_samples_per_problem": 2, "sampling": {"max_response_tokens": 24}, "every_steps": 2},
     "tuning": {"candidate_ks": [0, 2], "batch_sizes": [4], "num_repeats": 1},
     "grpo": {"num_steps": 3, "prompts_per_step": 2, "group_size": 2, "checkpoint_every_steps": 2},
-    "losslessness": {
-        "num_tokens": 400,
-        "num_repeated_prompts": 2,
-        "num_repeats": 32,
-        "num_greedy_prompts": 4,
-        "num_replications": 4,
-        "max_detectable_bias": 0.99,
-    },
+    "losslessness": RECIPE["losslessness"],
     "data": {"synthetic": {"num_train_problems": 100, "num_draft_rows": 100}},
 }
 

@@ -15,25 +15,19 @@ from slipstream.config import merge
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.stages import DraftRecord
 from slipstream.stages.pretrain_draft import train_on
-from slipstream.types import Prompt
 from tests import small
-from tests.small import train_arm
+from tests.small import prompts, train_arm
 
 pytestmark = pytest.mark.slow
 
 STEPS, KNOWN = 2, 24
+PRETRAIN = {"num_prompts": 24, "num_heldout_prompts": 8, "num_steps": 12, "tokens_per_step": 256}
 RECIPE: dict[str, Any] = {
     "sampling": {"max_response_tokens": 12, "temperature": 0.8},
     "engine": {"max_num_seqs": 32},
     "learner": {"num_kept_idle": 0},
     "draft": {
-        "pretrain": {
-            "num_prompts": 24,
-            "num_heldout_prompts": 8,
-            "num_steps": 12,
-            "tokens_per_step": 256,
-            "optimizer": {"warmup_steps": 1},
-        },
+        "pretrain": {**PRETRAIN, "optimizer": {"warmup_steps": 1}},
         "eagle3": {"vocab_size": KNOWN, "fc_norm": True, "norm_output": True},
     },
     "policy": {"scratch": None},
@@ -45,13 +39,11 @@ ADAPTERS: dict[str, Any] = {
     "policy": {"lora": {"rank": 4}},
     "grpo": {"optimizer": {"method": "adamw", "learning_rate": 1e-2}, "loss": {"kl_coefficient": 0.1}},
 }
-PROMPTS = tuple(
-    Prompt(id=str(i), text="", token_ids=(2, 4 + i % 16, 20 + i // 16, 30 + i), answer="1") for i in range(32)
-)
+PROMPTS = prompts((2, 4 + i % 16, 20 + i // 16, 30 + i) for i in range(32))
 
 
-def _recipe(policy: Path, draft: dict[str, Any], changes: dict[str, Any] | None = None) -> Recipe:
-    given = merge({"policy": {"model": str(policy)}, "draft": draft}, changes or {})
+def _recipe(policy: Path, changes: dict[str, Any] | None = None) -> Recipe:
+    given = merge({"policy": {"model": str(policy)}}, changes or {})
     return load_recipe("tiny", overrides=merge(merge(small.RECIPE, RECIPE), given))
 
 
@@ -63,14 +55,14 @@ def _pretrained(recipe: Recipe, policy: Path, directory: Path) -> DraftRecord:
 def test_a_cut_draft_is_trained_used_through_refits_and_brought_to_another_run(
     tmp_path: Path, policy: Path, ray_session: None
 ) -> None:
-    recipe = _recipe(policy, {})
+    recipe = _recipe(policy)
     first = _pretrained(recipe, policy, tmp_path / "first")
     draft = tmp_path / "first" / "draft"
     tensors = load_file(draft / "model.safetensors")
     assert tensors["d2t"].shape == (KNOWN,)
     assert {f"fc_norm.{index}.weight" for index in range(3)} <= tensors.keys()
     assert first.losses[-1] < first.losses[0]
-    adapted = _recipe(policy, {}, ADAPTERS)
+    adapted = _recipe(policy, ADAPTERS)
     steps = train_arm(adapted, policy, tmp_path / "arm", prompts=PROMPTS[:8], k=2, draft=draft).steps
     assert [step.acceptance is not None for step in steps] == [True] * STEPS
     assert all(step.acceptance.mean_acceptance_length > 1.0 for step in steps if step.acceptance is not None)
@@ -78,8 +70,8 @@ def test_a_cut_draft_is_trained_used_through_refits_and_brought_to_another_run(
     assert steps[0].train.kl == 0.0 < steps[1].train.kl, "the reference is the policy below the adapters"
     assert (tmp_path / "arm" / "policy" / "adapter" / "adapter_model.safetensors").is_file()
 
-    changes = {"pretrain": {"num_steps": 4}, "eagle3": {"vocab_size": None}}
-    brought = _recipe(policy, {"init": "from_hub", "model": str(draft), **changes})
+    changes = {"init": "from_hub", "model": str(draft), "pretrain": {"num_steps": 4}, "eagle3": {"vocab_size": None}}
+    brought = _recipe(policy, {"draft": changes})
     second = _pretrained(brought, policy, tmp_path / "second")
     assert second.init == "from_hub"
     assert second.losses[0] < first.losses[0], "it begins where the other ended"

@@ -1,8 +1,7 @@
-"""Hidden states and a draft's training on two gloo ranks against one: the same numbers whatever the split."""
+"""Hidden states, a draft's training and an MTP layer's on two gloo ranks against one: the same whatever the split."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,18 @@ from slipstream.drafts.trainer import DraftTrainer
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update, part_of
 from slipstream.learner import parallel
-from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute, ScratchConfig, ShapeConfig
-from slipstream.learner.megatron import Capture
+from slipstream.learner.config import LearnerConfig, ScratchConfig, ShapeConfig
+from slipstream.learner.megatron import Capture, MegatronPolicy
 from slipstream.learner.packing import plan_shards
 from slipstream.ragged import Ragged
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.learner_process import LearnerProcess
-from tests.forked.ranks import on_ranks_of
+from tests.forked.ranks import learner_of, on_ranks_of
 from tests.small import draft_with
+from tests.unit.learner import mimo
 from tests.unit.learner.policies import VOCAB, new_policy, save
+
+pytestmark = pytest.mark.slow
 
 SCRATCH = ScratchConfig(
     shape=ShapeConfig(hidden_size=32, num_layers=4, head_dim=16, ffn_hidden_size=48, init_std=0.2),
@@ -37,25 +39,10 @@ DRAFT = draft_with(
 )
 ONLINE = draft_with(DRAFT, online={"when": DraftOnline.ALWAYS, "optimizer": {"learning_rate": 1e-3}})
 ALONE = LearnerConfig(max_tokens_per_microbatch=66, num_threads=1)
-SEQUENCE = ParallelConfig(tensor=2, sequence_parallel=True)
-PIPELINE = ParallelConfig(pipeline=2)
-LEARNERS = {
-    "tensor": replace(ALONE, parallel=ParallelConfig(tensor=2)),
-    "sequence": replace(ALONE, parallel=SEQUENCE),
-    "sequence, packed, layers recomputed": replace(
-        ALONE, parallel=SEQUENCE, packing=Packing.ALWAYS, recompute=Recompute.FULL
-    ),
-    "pipeline": replace(ALONE, parallel=PIPELINE),
-    "pipeline, packed, parts recomputed": replace(
-        ALONE, parallel=PIPELINE, packing=Packing.ALWAYS, recompute=Recompute.SELECTIVE
-    ),
-    "pipeline, layers recomputed": replace(ALONE, parallel=PIPELINE, recompute=Recompute.FULL),
-    "data": replace(ALONE, parallel=ParallelConfig(data=2)),
-    "context": replace(ALONE, parallel=ParallelConfig(context=2)),
-    "context, packed, layers recomputed": replace(
-        ALONE, parallel=ParallelConfig(context=2), packing=Packing.ALWAYS, recompute=Recompute.FULL
-    ),
-}
+LEARNERS = (
+    *("tensor", "sequence", "sequence, packed, layers recomputed", "pipeline", "pipeline, packed, parts recomputed"),
+    *("pipeline, layers recomputed", "data", "context", "context, packed, layers recomputed"),
+)
 
 
 def _sequences() -> tuple[tuple[int, ...], ...]:
@@ -67,19 +54,13 @@ def _update(*, trains_draft: bool = False) -> Update:
     sequences = _sequences()
     batch = TrainBatch(
         token_ids=sequences,
-        prompt_lengths=(3,) * len(sequences),
-        rollout_logprobs=tuple((-3.4,) * (len(tokens) - 3) for tokens in sequences),
-        advantages=tuple(np.random.default_rng(1).normal(size=len(sequences)).tolist()),
+        prompt_lengths=[3] * len(sequences),
+        rollout_logprobs=[[-3.4] * (len(tokens) - 3) for tokens in sequences],
+        advantages=np.random.default_rng(1).normal(size=len(sequences)).tolist(),
         policy_version=0,
     )
-    return Update(
-        batch=batch,
-        trainer_logprobs=None,
-        ref_logprobs=None,
-        loss=LossConfig(),
-        temperature=1.0,
-        trains_draft=trains_draft,
-    )
+    known: dict[str, Any] = {"trainer_logprobs": None, "ref_logprobs": None}
+    return Update(batch=batch, loss=LossConfig(), temperature=1.0, trains_draft=trains_draft, **known)
 
 
 def _states(process: LearnerProcess, mine: tuple[int, ...]) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -109,7 +90,8 @@ def _outcome(model: Path, learner: LearnerConfig, rank: int = 0, world_size: int
     weights = {name: tensor.clone().numpy() for name, tensor in process._drafting.weights()}
     assert isinstance(process._drafting, DraftTrainer)
     alone, beside = _states(process, mine)
-    online = _online(process, model, mine)
+    losses["online"], online = _online(process, model, mine)
+    assert len(losses["online"]) == 2
     return {
         "online": online,
         "losses": losses,
@@ -143,31 +125,62 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     return model, _outcome(model, ALONE)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("learner", LEARNERS.values(), ids=LEARNERS)
-def test_two_ranks_train_the_draft_that_one_does(learner: LearnerConfig, single: tuple[Path, dict[str, Any]]) -> None:
-    model, expected = single
+@pytest.mark.parametrize("name", LEARNERS)
+def test_two_ranks_train_the_draft_that_one_does(name: str, single: tuple[Path, dict[str, Any]]) -> None:
+    learner, (model, expected) = learner_of(name, ALONE), single
     got = on_ranks_of(learner, _rank, model)
     assert got[0]["alone"].keys() | got[1]["alone"].keys() == expected["alone"].keys()
     for rank in got:
-        for name in ("alone", "beside"):
-            for index, pair in rank[name].items():
-                for one, other in zip(pair, expected[name][index], strict=True):
+        for states in ("alone", "beside"):
+            for index, pair in rank[states].items():
+                for one, other in zip(pair, expected[states][index], strict=True):
                     np.testing.assert_allclose(one, other, rtol=0, atol=5e-6)
-        for name, losses in expected["losses"].items():
-            assert rank["losses"][name] == pytest.approx(losses, rel=1e-5)
+        for which, losses in expected["losses"].items():
+            assert rank["losses"][which] == pytest.approx(losses, rel=1e-5)
         assert rank["acceptance"] == pytest.approx(expected["acceptance"], rel=1e-5)
-        for name, tensor in rank["weights"].items():
-            np.testing.assert_allclose(tensor, expected["weights"][name], rtol=0, atol=1e-4, err_msg=name)
-        _, expected_weights = expected["online"]
-        losses, weights = rank["online"]
-        assert losses == pytest.approx(expected["online"][0], rel=1e-5)
-        assert len(losses) == 2
-        for name, tensor in weights.items():
-            np.testing.assert_allclose(tensor, expected_weights[name], rtol=0, atol=1e-4, err_msg=name)
+        for which in ("weights", "online"):
+            for key, tensor in rank[which].items():
+                np.testing.assert_allclose(tensor, expected[which][key], rtol=0, atol=1e-4, err_msg=key)
+                np.testing.assert_array_equal(tensor, got[0][which][key], err_msg=key)
     copies = 2 // learner.parallel.data  # two ranks of one copy compute half of its chats each
     assert [rank["share"] for rank in got] == [(0, 1) if copies == 1 else (number, 2) for number in range(2)]
-    for name, tensor in got[0]["weights"].items():
-        np.testing.assert_array_equal(tensor, got[1]["weights"][name], err_msg=name)
-    for name, tensor in got[0]["online"][1].items():
-        np.testing.assert_array_equal(tensor, got[1]["online"][1][name], err_msg=name)
+
+
+def _teach(rank: int, learner: LearnerConfig, model: Path) -> dict[str, Any]:
+    """Three updates of an MTP layer on this rank's share of the sequences, each from its own state."""
+    optimizer = OptimizerConfig(learning_rate=1e-3, clip_grad=0.05)
+    policy = MegatronPolicy.load(model, learner=learner, optimizer=optimizer)
+    trainer = policy.start_mtp(optimizer)
+    sequences = mimo.sequences(10)[slice(rank * 5, rank * 5 + 5) if learner.parallel.data > 1 else slice(None)]
+    starts = [3] * len(sequences)
+    states = policy.hidden_states(sequences, policy.architecture.mtp_layer_ids)
+    losses = []
+    for _ in range(3):
+        trainer.restore({name: tensor.clone() for name, tensor in trainer.state().items()})
+        losses.append(trainer.step(sequences, starts, states, learning_rate=1e-3, temperature=0.9, num_passes=2))
+    return {
+        "losses": losses,
+        "evaluated": trainer.evaluate(sequences, starts, states, num_tokens=2),
+        "weights": {name: tensor.numpy().copy() for name, tensor in policy.mtp_weights()},
+        "trunk": {name: tensor.numpy().copy() for name, tensor in policy.weights()},
+    }
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A model, and what one rank makes of it."""
+    model = mimo.write_model(tmp_path_factory.mktemp("single") / "model")
+    return model, _teach(0, ALONE, model)
+
+
+@pytest.mark.parametrize("name", ["tensor", "tensor in chunks", "data"])
+def test_two_ranks_teach_an_mtp_layer_what_one_does(name: str, taught: tuple[Path, dict[str, Any]]) -> None:
+    model, single = taught
+    for rank in on_ranks_of(learner_of(name, ALONE), _teach, model):
+        np.testing.assert_allclose(rank["losses"], single["losses"], rtol=1e-4)
+        np.testing.assert_allclose(rank["evaluated"][0], single["evaluated"][0], atol=1e-4)
+        assert rank["evaluated"][1] == pytest.approx(single["evaluated"][1], abs=1e-4)
+        for key, tensor in single["weights"].items():
+            np.testing.assert_allclose(rank["weights"][key], tensor, rtol=0, atol=3e-4, err_msg=key)
+        for key, tensor in single["trunk"].items():
+            np.testing.assert_array_equal(rank["trunk"][key], tensor, err_msg=key)

@@ -1,6 +1,5 @@
 """The real engine refitted while its rollouts run: nothing lost, each token of the version that it carries."""
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -8,16 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 
 from slipstream.drafts.methods import speculative_config
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GroupRequest, group_requests
 from slipstream.grpo.config import KvCache
 from slipstream.refit.config import WeightFiles
-from slipstream.types import Prompt, Rollout, RolloutGroup
+from slipstream.types import Rollout, RolloutGroup
 from slipstream.workers.engines import RemoteEngine, start_engine
 from tests import small
-from tests.small import DRAFT
+from tests.small import DRAFT, exact_logprobs, prompts
 
 pytestmark = pytest.mark.slow
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def models(
 ) -> dict[str, Path]:
     """Six policies, each a small step from the one before, and two drafts."""
     root = tmp_path_factory.mktemp("models")
-    policies = {"0": _longer(make_policy(root / "0", 0))}
+    policies = {"0": make_policy(root / "0", 0)}
     for version in range(1, NUM_REFITS + 1):
         policies[str(version)] = _moved(policies[str(version - 1)], root / str(version), version)
     return policies | {f"draft{seed}": make_draft(root / f"draft{seed}", policies["0"], seed) for seed in (5, 6)}
@@ -49,13 +49,6 @@ def engine(request: pytest.FixtureRequest, models: dict[str, Path], ray_session:
     draft = speculative_config(DRAFT, models["draft5"], request.param) if request.param else None
     with start_engine(models["0"], config=ENGINE, speculative_config=draft, kv_cache=KvCache.RECOMPUTE) as started:
         yield started
-
-
-def _longer(policy: Path) -> Path:
-    """The policy with more positions; rotary ones have no weights."""
-    config = json.loads((policy / "config.json").read_text())
-    (policy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))
-    return policy
 
 
 def _moved(policy: Path, path: Path, seed: int) -> Path:
@@ -72,15 +65,17 @@ def _moved(policy: Path, path: Path, seed: int) -> Path:
 
 
 def _requests(first: int) -> tuple[GroupRequest, ...]:
-    prompts = [
-        # Two blocks of the KV cache, of 32 tokens, and more: with a draft the last block that is found is not used.
-        Prompt(id=str(i), text="", token_ids=(2, *(4 + (7 * i + 3 * j) % 60 for j in range(78))), answer="")
-        for i in range(NUM_GROUPS)
-    ]
-    return tuple(
-        GroupRequest(index=first + request.index, prompt=request.prompt, seeds=request.seeds)
-        for request in group_requests(prompts, group_size=GROUP, seed=first)
-    )
+    # Two blocks of the KV cache, of 32 tokens, and more: with a draft the last block that is found is not used.
+    rows = ((2, *(4 + (7 * i + 3 * j) % 60 for j in range(78))) for i in range(NUM_GROUPS))
+    made = group_requests(prompts(rows), group_size=GROUP, seed=first)
+    return tuple(replace(request, index=first + request.index) for request in made)
+
+
+def _finish(engine: RemoteEngine) -> dict[int, RolloutGroup]:
+    found: dict[int, RolloutGroup] = {}
+    while engine.under_way:
+        found.update(engine.advance(max_s=30.0).groups)
+    return found
 
 
 def _has_draft(engine: RemoteEngine) -> bool:
@@ -92,11 +87,9 @@ def _refit(engine: RemoteEngine, models: dict[str, Path], version: int) -> None:
     draft = models[f"draft{5 + version % 2}"] / "model.safetensors" if _has_draft(engine) else None
     before = engine.states()[0].num_prefix_cache_resets
     policy = models[str(version)] / "model.safetensors"
-    (state,) = engine.refit(
-        WeightFiles(policy=policy, policy_version=version, draft=draft, draft_version=100 + version)
-    )
-    assert state.policy_version == version
-    assert state.num_prefix_cache_resets == before + 1
+    files = WeightFiles(policy=policy, policy_version=version, draft=draft, draft_version=100 + version)
+    (state,) = engine.refit(files)
+    assert (state.policy_version, state.num_prefix_cache_resets) == (version, before + 1)
 
 
 def _in_flight(engine: RemoteEngine, models: dict[str, Path], kv_cache: KvCache) -> dict[int, RolloutGroup]:
@@ -111,8 +104,7 @@ def _in_flight(engine: RemoteEngine, models: dict[str, Path], kv_cache: KvCache)
             found.update(engine.advance(max_s=0.0).groups)
         assert engine.under_way
         _refit(engine, models, version)
-    while engine.under_way:
-        found.update(engine.advance(max_s=30.0).groups)
+    found.update(_finish(engine))
     assert set(found) == {request.index for request in requests}
     assert [found[request.index].prompt for request in requests] == [request.prompt for request in requests]
     return found
@@ -120,22 +112,15 @@ def _in_flight(engine: RemoteEngine, models: dict[str, Path], kv_cache: KvCache)
 
 def _differences(groups: Sequence[RolloutGroup], models: dict[str, Path]) -> list[np.ndarray]:
     """Engine's logprob of each token of each rollout, less that of the policy version that the token carries."""
-    import torch
     from transformers import Qwen3ForCausalLM
 
     policies = [Qwen3ForCausalLM.from_pretrained(models[str(version)]) for version in range(NUM_REFITS + 1)]
     found = []
     for group in groups:
         for rollout in group.rollouts:
-            start = len(group.prompt.token_ids) - 1
-            tokens = torch.tensor([[*group.prompt.token_ids, *rollout.token_ids]])
-            with torch.no_grad():
-                own = [
-                    model(tokens).logits[0, start:-1].log_softmax(-1).gather(1, tokens[0, start + 1 :, None])[:, 0]
-                    for model in policies
-                ]
+            own = [exact_logprobs(policy, group.prompt.token_ids, rollout.token_ids) for policy in policies]
             versions = [span.policy_version for span in rollout.spans for _ in range(span.num_tokens)]
-            exact = [float(own[version][at]) for at, version in enumerate(versions)]
+            exact = [own[version][at] for at, version in enumerate(versions)]
             found.append(np.asarray(rollout.rollout_logprobs) - np.asarray(exact))
     return found
 
@@ -167,9 +152,8 @@ def test_with_kept_caches_rollouts_begin_exactly_and_later_tokens_are_a_little_o
 ) -> None:
     groups = tuple(_in_flight(engine, models, KvCache.KEEP).values())
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    differences = _differences(groups, models)
     inside, after = [], []
-    for rollout, difference in zip(rollouts, differences, strict=True):
+    for rollout, difference in zip(rollouts, _differences(groups, models), strict=True):
         _check_spans(rollout, has_draft=_has_draft(engine))
         first = rollout.spans[0].num_tokens
         inside.append(difference[:first])
@@ -188,15 +172,12 @@ def test_a_kept_cache_is_never_found_by_what_starts_later(engine: RemoteEngine, 
     """The same prompt before and after the refit: half of its rollouts run, half wait in vLLM when it comes."""
     engine.run_in_flight(KvCache.KEEP)
     _refit(engine, models, 0)
-    (early,) = (request for request in _requests(first=60) if request.prompt.id == "0")
-    early = GroupRequest(index=60, prompt=early.prompt, seeds=tuple(range(24)))
+    early = replace(_requests(first=60)[0], seeds=tuple(range(24)))
     engine.submit([early], sampling=SAMPLING)
     engine.advance(max_s=0.0)
     _refit(engine, models, 5)
-    engine.submit([GroupRequest(index=61, prompt=early.prompt, seeds=(1, 2))], sampling=SAMPLING)
-    found: dict[int, RolloutGroup] = {}
-    while engine.under_way:
-        found.update(engine.advance(max_s=30.0).groups)
+    engine.submit([replace(early, index=61, seeds=(1, 2))], sampling=SAMPLING)
+    found = _finish(engine)
     late = [rollout for rollout in found[60].rollouts if rollout.policy_version == 5]
     assert len(late) == 24 - ENGINE.max_num_seqs
     groups = (RolloutGroup(prompt=early.prompt, rollouts=(*late, *found[61].rollouts)),)
@@ -216,9 +197,7 @@ def test_what_is_started_anew_is_drawn_by_the_present_weights_with_its_new_seeds
     num = engine.restart([80, 99], seeds=lambda request: tuple(seed + 1 for seed in request.seeds))
     assert 0 < num <= GROUP
     assert engine.under_way[0].seeds == tuple(seed + 1 for seed in requests[0].seeds)
-    found: dict[int, RolloutGroup] = {}
-    while engine.under_way:
-        found.update(engine.advance(max_s=30.0).groups)
+    found = _finish(engine)
     anew = [rollout for rollout in found[80].rollouts if not rollout.versions and rollout.policy_version == 1]
     assert len(anew) == num
     assert {rollout.policy_version for rollout in found[81].rollouts} == {0}
@@ -231,14 +210,9 @@ def test_no_step_is_taken_between_new_weights_and_their_version(engine: RemoteEn
     engine.run_in_flight(KvCache.RECOMPUTE)
     _refit(engine, models, 0)
     engine.submit(_requests(first=20)[:1], sampling=SAMPLING)
-    actor = engine.workers[0].actor
-    import ray
-
-    ray.get(actor.start_update.remote(is_draft=False))
+    ray.get(engine.workers[0].actor.start_update.remote(is_draft=False))
     with pytest.raises(RuntimeError, match="must adopt the weights that it received"):
         engine.advance(max_s=1.0)
     _refit(engine, models, 1)  # the one before is abandoned
-    found: dict[int, RolloutGroup] = {}
-    while engine.under_way:
-        found.update(engine.advance(max_s=30.0).groups)
+    found = _finish(engine)
     assert {rollout.policy_version for rollout in found[20].rollouts} == {1}

@@ -12,19 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from slipstream.records.files import write_record
 from slipstream.records.stages import TuningRecord
 from slipstream.stages.context import RunContext
+from slipstream.tracking.replay import replay
+from slipstream.tracking.spool import spool_directory
 from slipstream.types import Arm, ArmLoop, Arms
-from tests.integration.pod_process import Running, ray_processes, says
-from tests.integration.pods import Cluster, Watcher, cluster
+from tests.integration.pods import Cluster, Running, Watcher, cluster, ray_processes, says
 from tests.integration.small_recipe import write_small_recipe
 
 pytestmark = pytest.mark.slow
 
 _WHOLE, _TORN = "fwhole", "ftorn"
 _ARM = "train_grpo_autoregressive"  # it takes the last of four steps in turn
+_SUMS = {"num_train_problems": 40, "num_draft_rows": 60, "min_terms": 2, "max_terms": 3}
 _RECIPE: dict[str, Any] = {
     # A loss is not mended within the attempt: it ends it, and the next one goes on.
     "engine": {"max_restarts": 0, "dtype": "float32"},
@@ -35,15 +38,7 @@ _RECIPE: dict[str, Any] = {
     "policy": {"scratch": {"num_steps": 40}},
     "reward": {"overlong": {"buffer_tokens": 28}},
     "sampling": {"max_response_tokens": 32},
-    "data": {
-        "synthetic": {
-            "num_train_problems": 40,
-            "num_draft_rows": 60,
-            "min_terms": 2,
-            "max_terms": 3,
-            "careless_rate": 0.0,
-        }
-    },
+    "data": {"synthetic": {**_SUMS, "careless_rate": 0.0}},
     "tracking": {"replay_every_s": 1.0},
 }
 
@@ -57,9 +52,8 @@ class Chain:
     literals: dict[str, Any]  # of what the tasks take, by the name of their input
 
     def run(self, task: Any, node: str, *, execution: str, watchers: Sequence[Watcher] = ()) -> Any:
-        context = RunContext(
-            execution=execution, root=str(self.root), experiment="smoke", workload="rl_zero", reuse_stored=False
-        )
+        names = {"experiment": "smoke", "workload": "rl_zero"}
+        context = RunContext(execution=execution, root=str(self.root), reuse_stored=False, **names)
         literals = {**self.literals, **_literals(task, context=context)}
         inputs = {name: literals[name] for name in task.python_interface.inputs}
         outputs = replace(self.pods, execution=execution).run(task, inputs, node=node, watchers=watchers)
@@ -85,13 +79,11 @@ def _literals(task: Any, **values: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """Outputs of both executions."""
+    """The chain, and outputs of the torn and of the whole execution."""
 
     chain: Chain
-    whole_draft: Any
-    torn_draft: Any
-    whole_arms: Any
-    torn_arms: Any
+    drafts: tuple[Any, Any]
+    arms: tuple[Any, Any]
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +92,6 @@ def ended(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Iterat
 
     Two pods run at a time: each spends its time starting, on one core.
     """
-    import ray
-
     from tasks.pretrain_draft import pretrain_draft
     from tasks.train_grpo import train_grpo
     from workflows.speculative_rl import speculative_rl
@@ -116,21 +106,16 @@ def ended(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Iterat
         literals = {**made["start-run"], **made["prepare-0-data"], **made["prepare-0-policy"]}
         literals |= _literals(train_grpo, tuning=str(tuning), arms=Arms.BOTH, loop=ArmLoop.SYNCHRONOUS)
         chain = Chain(pods=pods, root=root, literals=literals)
-        torn_draft = beside.submit(_torn_draft, chain)
+        torn_draft = beside.submit(_torn_draft, chain, pretrain_draft)
         whole_draft = chain.run(pretrain_draft, "pretrain-draft", execution=_WHOLE)
         chain = replace(chain, literals={**literals, "draft": whole_draft})
-        yield Ended(
-            chain=chain,
-            whole_draft=whole_draft,
-            whole_arms=chain.run(train_grpo, "train", execution=_WHOLE),
-            torn_arms=_torn_arms(chain),
-            torn_draft=torn_draft.result(),
-        )
+        whole_arms = chain.run(train_grpo, "train", execution=_WHOLE)
+        arms = (_torn_arms(chain, train_grpo), whole_arms)
+        yield Ended(chain=chain, drafts=(torn_draft.result(), whole_draft), arms=arms)
 
 
 def _kills(title: str, when: Callable[[Running], bool]) -> Watcher:
     """Kill the process of an engine or a learner in the middle of a call, once `when` is so."""
-
     actor, _, _ = title.partition(".")
 
     def watch(pod: Running) -> None:
@@ -173,9 +158,6 @@ def _points(root: Path, node: str, metric: str) -> list[tuple[int, float]]:
     """Steps and values of a metric of the one run that a node of the torn execution has."""
     from mlflow.tracking import MlflowClient
 
-    from slipstream.tracking.replay import replay
-    from slipstream.tracking.spool import spool_directory
-
     uri = f"sqlite:///{root / 'mlflow.db'}"
     replay(spool_directory(root), uri)
     client = MlflowClient(uri)
@@ -186,53 +168,42 @@ def _points(root: Path, node: str, metric: str) -> list[tuple[int, float]]:
     return sorted((point.step, point.value) for point in history)
 
 
-def _torn_draft(chain: Chain) -> Any:
-    from tasks.pretrain_draft import pretrain_draft
-
+def _torn_draft(chain: Chain, task: Any) -> Any:
     checkpoint = chain.root / _TORN / "pretrain_draft" / "checkpoint"
-    return chain.run(
-        pretrain_draft,
-        "pretrain-draft",
-        execution=_TORN,
-        watchers=(
-            _kills("EngineProcess.generate", lambda pod: True),
-            _kills("LearnerProcess.draft_step", lambda pod: (checkpoint / "losses.json").is_file()),
-            _kills_all(checkpoint / "step-4"),
-        ),
+    watchers = (
+        _kills("EngineProcess.generate", lambda pod: True),
+        _kills("LearnerProcess.draft_step", lambda pod: (checkpoint / "losses.json").is_file()),
+        _kills_all(checkpoint / "step-4"),
     )
+    return chain.run(task, "pretrain-draft", execution=_TORN, watchers=watchers)
 
 
-def _torn_arms(chain: Chain) -> Any:
-    from tasks.train_grpo import train_grpo
-
+def _torn_arms(chain: Chain, task: Any) -> Any:
     checkpoints = chain.root / _TORN / _ARM / "checkpoints"
-    return chain.run(
-        train_grpo,
-        "train",
-        execution=_TORN,
-        watchers=(
-            _kills("EngineProcess.generate", lambda pod: (checkpoints / "step-000002").is_dir()),
-            _kills("LearnerProcess.train_step", lambda pod: pod.says("step 3/4")),
-            _kills_all(checkpoints / "step-000004.partial"),
-        ),
+    watchers = (
+        _kills("EngineProcess.generate", lambda pod: (checkpoints / "step-000002").is_dir()),
+        _kills("LearnerProcess.train_step", lambda pod: pod.says("step 3/4")),
+        _kills_all(checkpoints / "step-000004.partial"),
     )
+    return chain.run(task, "train", execution=_TORN, watchers=watchers)
 
 
 def test_a_draft_outlives_its_engine_its_learner_and_its_pod(ended: Ended) -> None:
     assert ended.chain.attempts("pretrain-draft") == ["RECOVERABLE", "RECOVERABLE", "LOST", ""]
-    torn, whole = (ended.chain.record(output, "draft.json") for output in (ended.torn_draft, ended.whole_draft))
+    torn, whole = (ended.chain.record(output, "draft.json") for output in ended.drafts)
     assert len(set(whole["losses"])) == 6
     assert torn["losses"] == whole["losses"]
     assert torn["heldout_rate_by_position"] == whole["heldout_rate_by_position"]
+    drafts = [ended.chain.root / name / "pretrain_draft" / "draft" for name in (_TORN, _WHOLE)]
+    torn_bytes, whole_bytes = (next(draft.glob("*.safetensors")).read_bytes() for draft in drafts)
+    assert torn_bytes == whole_bytes
     assert _points(ended.chain.root, "pretrain_draft", "draft/loss") == list(enumerate(whole["losses"]))
 
 
 @pytest.mark.parametrize("arm", [0, 1], ids=list(Arm))
 def test_arms_in_turn_outlive_their_engine_their_learner_and_their_pod(ended: Ended, arm: int) -> None:
     assert ended.chain.attempts("train") == ["RECOVERABLE", "RECOVERABLE", "LOST", ""]
-    torn, whole = (
-        ended.chain.record(arms.collection.literals[arm], "arm.json") for arms in (ended.torn_arms, ended.whole_arms)
-    )
+    torn, whole = (ended.chain.record(arms.collection.literals[arm], "arm.json") for arms in ended.arms)
     assert torn["steps_a_turn"] == whole["steps_a_turn"] == 1
     torn, whole = torn["steps"], whole["steps"]
     assert all(step["train"]["grad_norm"] > 0 for step in whole), "every step must have learned something"

@@ -16,10 +16,10 @@ from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.refit.channel import open_channel, send
 from slipstream.refit.config import Channel, RefitConfig, WeightFiles
 from slipstream.refit.fingerprint import ALL, file_fingerprints
-from slipstream.refit.gate import RefitGate
-from slipstream.types import Prompt
+from slipstream.workers.engines import start_engine
+from slipstream.workers.learners import start_learner
 from tests import small
-from tests.small import CERTIFICATE, certified, draft_with, require_equal, tokens
+from tests.small import CERTIFICATE, certified, draft_with, gate_of, prompts, require_equal, tokens
 from tests.unit.learner import mimo
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ CONFIG = draft_with(
     method=DraftMethod.MTP,
     pretrain={"ttt_steps": 3, "num_steps": 20, "optimizer": {"warmup_steps": 2, "learning_rate": 1e-2}},
 )
-PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 3 + i, 20, 5 + i), answer="") for i in range(4))
+PROMPTS = prompts((2, 3 + i, 20, 5 + i) for i in range(4))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +46,12 @@ class Ends:
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Iterator[Ends]:
-    from slipstream.workers.engines import start_engine
-    from slipstream.workers.learners import start_learner
-
     root = tmp_path_factory.mktemp("models")
     old, new = (mimo.write_model(root / name, seed=seed) for seed, name in enumerate(("old", "new")))
-    sequences, starts = mimo.sequences(16), [2] * 16
     with start_learner(LearnerConfig(num_threads=1)) as learner:
         learner.load(new, None)
         learner.start_draft(new, CONFIG)
-        learner.hold_draft_chats(sequences, starts, CONFIG)
+        learner.hold_draft_chats(mimo.sequences(16), [2] * 16, CONFIG)
         for _ in range(10):
             learner.draft_step(range(16), 1.0)
         learner.save_draft(root / "draft")
@@ -70,37 +66,29 @@ def ends(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Iterato
 @pytest.mark.parametrize("channel", [Channel.SHARED_MEMORY, Channel.GLOO])
 def test_policy_and_layer_are_refitted_to_the_last_bit(ends: Ends, channel: Channel) -> None:
     """An engine that started from one directory with both answers as one that started with what the learner saved."""
-    old = ends.root / "old"
-    ends.engine.refit(WeightFiles(policy=old, policy_version=0, draft=old, draft_version=0))
-    dtypes = ends.engine.weight_dtypes(is_draft=True)
-    assert ends.engine.start_fingerprints(is_draft=True, turn=ALL)() == [file_fingerprints(old, dtypes)]
-    before = ends.engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
-    with open_channel(RefitConfig(channel=channel, bucket_mib=0.02), ends.learner, ends.engine) as opened:
+    old, engine = ends.root / "old", ends.engine
+    engine.refit(WeightFiles(policy=old, policy_version=0, draft=old, draft_version=0))
+    dtypes = engine.weight_dtypes(is_draft=True)
+    assert engine.start_fingerprints(is_draft=True, turn=ALL)() == [file_fingerprints(old, dtypes)]
+    before = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
+    config = RefitConfig(channel=channel, bucket_mib=0.02)
+    with open_channel(config, ends.learner, engine) as opened:
         send(opened, 1, draft_version=1)
-        states = ends.engine.states()
-        assert [(state.policy_version, state.draft_version) for state in states] == [(1, 1)]
-        gate = RefitGate(
-            ends.engine,
-            ends.learner,
-            channel=opened,
-            trains_draft=False,
-            draft=ends.root / "draft",
-            config=RefitConfig(channel=channel),
-        )
-        check = gate.refit(2)  # of the policy alone; and both are what the learner has
-    assert check.num_tensors == len(dtypes) + len(ends.engine.weight_dtypes(is_draft=False))
+        assert [(state.policy_version, state.draft_version) for state in engine.states()] == [(1, 1)]
+        # Of the policy alone; and both are what the learner has.
+        check = gate_of(engine, ends.learner, opened, ends.root / "draft", config).refit(2)
+    assert check.num_tensors == len(dtypes) + len(engine.weight_dtypes(is_draft=False))
     ends.fresh.refit(WeightFiles(policy=ends.root / "new", policy_version=2))
-    samples = [e.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1) for e in (ends.engine, ends.fresh)]
+    samples = [each.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1) for each in (engine, ends.fresh)]
     require_equal(*samples)
     assert samples[0].acceptance is not None and samples[0].acceptance.num_accepted_tokens > 0
     assert tokens(samples[0]) != tokens(before)
 
 
 def test_drafting_with_the_layer_is_lossless(ends: Ends) -> None:
-    prompts = [Prompt(id=str(i), text="", token_ids=(2, 4 + i % 28, 5 + i // 4, 20), answer="") for i in range(64)]
-
     def drawn(engine: Any, seed: int) -> Sample:
-        return draw(engine, prompts, config=CERTIFICATE, sampling=SAMPLING, batch=32, seed=seed)
+        given = prompts((2, 4 + i % 28, 5 + i // 4, 20) for i in range(64))
+        return draw(engine, given, config=CERTIFICATE, sampling=SAMPLING, batch=32, seed=seed)
 
     record = certified(drawn(ends.fresh, 5), drawn(ends.plain, 10_000), ends.learner, CERTIFICATE, sampling=SAMPLING)
     assert record.verdict == LOSSLESS, record.reason

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from slipstream.drafts.methods import speculative_config
 from slipstream.learner.config import LearnerConfig
-from slipstream.refit.channel import open_channel, send
-from slipstream.refit.config import Channel, RefitConfig, RefitError, WeightFiles
-from slipstream.refit.fingerprint import ALL
+from slipstream.refit.config import RefitError
 from slipstream.refit.gate import RefitGate
 from slipstream.types import Dtype
+from slipstream.workers.engines import start_engine
+from slipstream.workers.learners import start_learner
 from tests import small
-from tests.small import DRAFT, PROMPTS, FileChannel, OneRank, require_equal, require_logprobs_of
+from tests.integration.test_weight_channels import require_gloo_as_shared_memory
+from tests.small import DRAFT, PROMPTS, FileChannel, OneRank, gate_of, require_logprobs_of
 
 pytestmark = pytest.mark.slow
 
@@ -28,16 +29,13 @@ SAMPLING = replace(small.SAMPLING, max_response_tokens=16)
 
 @pytest.fixture(scope="module")
 def engine(models: dict[str, Path], ray_session: None) -> Iterator[Any]:
-    from slipstream.workers.engines import start_engine
-
     draft = speculative_config(DRAFT, models["old_draft"], 3)
     with start_engine(models["old"], config=ENGINE, speculative_config=draft) as engine:
         yield engine
 
 
 def gate(engine: Any, models: dict[str, Path], sends: str) -> RefitGate:
-    how: dict[str, Any] = {"trains_draft": False, "draft": models["old_draft"], "config": RefitConfig(), "probes": ()}
-    return RefitGate(engine, cast(Any, OneRank(models["new"])), channel=FileChannel(engine, models[sends]), **how)
+    return gate_of(engine, OneRank(models["new"]), FileChannel(engine, models[sends]), models["old_draft"])
 
 
 def test_rollouts_are_the_policys_before_and_after_a_refit_through_the_gate(
@@ -62,21 +60,7 @@ def test_the_gate_names_a_shard_of_another_policy(engine: Any, models: dict[str,
 
 def test_both_ranks_cut_their_shards_from_what_comes_over_gloo(engine: Any, models: dict[str, Path]) -> None:
     """A learner of one rank sends whole tensors of policy and draft, in buckets that end inside of them."""
-    from slipstream.workers.learners import start_learner
-
-    results, held = {}, {}
     with start_learner(LearnerConfig(dtype=Dtype.FLOAT32, num_threads=1)) as learner:
         learner.load(models["new"], None)
         learner.start_draft(models["new"], DRAFT)
-        for version, channel in enumerate((Channel.SHARED_MEMORY, Channel.GLOO), start=1):
-            engine.refit(WeightFiles(policy=models["old"], policy_version=0, draft=models["old_draft"]))
-            config = RefitConfig(channel=channel, bucket_mib=0.02, timeout_s=60.0)
-            with open_channel(config, learner, engine) as opened:
-                delivery = send(opened, version, draft_version=version)
-            (state,) = delivery.states
-            assert (state.policy_digest, state.draft_digest) == (delivery.digest, delivery.draft_digest)
-            held[channel] = [engine.start_fingerprints(is_draft=is_draft, turn=ALL)() for is_draft in (False, True)]
-            results[channel] = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
-    shared, gloo = results[Channel.SHARED_MEMORY], results[Channel.GLOO]
-    assert held[Channel.GLOO] == held[Channel.SHARED_MEMORY]
-    require_equal(gloo, shared)
+        require_gloo_as_shared_memory(learner, engine, models)

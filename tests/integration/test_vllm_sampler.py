@@ -21,9 +21,10 @@ from slipstream.engine import vllm_plugin
 pytestmark = pytest.mark.slow  # vLLM's import takes seconds
 
 CPU = torch.device("cpu")
+Generators = dict[int, torch.Generator]
 
 
-def metadata(generators: dict[int, torch.Generator], temperature: list[float]) -> SamplingMetadata:
+def metadata(generators: Generators, temperature: list[float]) -> SamplingMetadata:
     return replace(
         vllm_plugin._two_seeded_of_three(CPU),
         temperature=torch.tensor(temperature),
@@ -33,63 +34,44 @@ def metadata(generators: dict[int, torch.Generator], temperature: list[float]) -
     )
 
 
-def seeded(*seeds: int) -> dict[int, torch.Generator]:
+def seeded(*seeds: int) -> Generators:
     return {row: torch.Generator().manual_seed(seed) for row, seed in enumerate(seeds)}
 
 
-def test_the_installed_sampler_passes_its_own_check_and_vllms_drafts_do_not() -> None:
+def test_the_installed_sampler_passes_its_own_check_and_vllms_drafts_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.spec_decode import llm_base_proposer
 
     vllm_plugin.install()
     assert vllm_plugin.broken_v1(CPU) == ""
     assert rejection_sampler.sample_recovered_tokens is vllm_plugin.sample_recovered_tokens
-    llm_base_proposer.compute_probs_and_sample_next_token = vllm_plugin.SHIPPED_DRAFTS
-    try:
-        assert "draft 0 of two requests with seed 7" in vllm_plugin.broken_v1(CPU)
-    finally:
-        vllm_plugin.install()
-    llm_base_proposer.SpecDecodeBaseProposer._sample_from_logits = vllm_plugin.SHIPPED_PARALLEL
-    try:
-        assert "draft 2 of two requests with seed 7" in vllm_plugin.broken_v1(CPU), "the first of those in parallel"
-    finally:
-        vllm_plugin.install()
+    proposer = llm_base_proposer.SpecDecodeBaseProposer
+    for where, name, shipped, draft in (
+        (llm_base_proposer, "compute_probs_and_sample_next_token", vllm_plugin.SHIPPED_DRAFTS, 0),
+        (proposer, "_sample_from_logits", vllm_plugin.SHIPPED_PARALLEL, 2),  # the first of those in parallel
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, shipped)
+            assert f"draft {draft} of two requests with seed 7" in vllm_plugin.broken_v1(CPU)
 
 
-def test_a_token_is_the_one_with_the_largest_probability_over_its_noise() -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]])
-    tokens, probs = vllm_plugin.sample_draft_tokens(logits.clone(), metadata(seeded(5, 6), [1.0, 2.0]))
-    for row, (seed, temperature) in enumerate(((5, 1.0), (6, 2.0))):
+def test_a_draft_is_the_token_of_most_probability_over_its_requests_own_noise() -> None:
+    """A request has the noise of its seed, wherever it is; a greedy one has none, and one without a seed anybody's."""
+    logits, temperatures = torch.randn(4, 64), [1.0, 2.0, 0.0, 1.0]
+    given = metadata(seeded(5, 6, 7), temperatures)
+    generators = given.generators
+    tokens, probs = vllm_plugin.sample_draft_tokens(logits.clone(), given)
+    by_hand = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
+    for row, (generator, temperature) in enumerate(zip(by_hand, temperatures, strict=False)):
         expected = torch.softmax(logits[row] / temperature, dim=-1)
-        noise = torch.empty(3).exponential_(generator=torch.Generator().manual_seed(seed))
+        noise = torch.empty(64).exponential_(generator=generator)
         assert torch.allclose(probs[row], expected)
         assert int(tokens[row]) == int((expected / noise).argmax())
-
-
-def test_a_requests_drafts_do_not_depend_on_its_batch_or_on_the_process() -> None:
-    logits = torch.randn(3, 64)
-    torch.manual_seed(0)
-    together, _ = vllm_plugin.sample_draft_tokens(logits.clone(), metadata(seeded(1, 2, 3), [1.0] * 3))
-    torch.manual_seed(1)
-    alone, _ = vllm_plugin.sample_draft_tokens(logits[2:].clone(), metadata(seeded(3), [1.0]))
-    assert int(together[2]) == int(alone[0])
-
-
-def test_a_request_without_a_seed_moves_no_generator() -> None:
-    generators = seeded(1)
-    vllm_plugin.sample_draft_tokens(torch.zeros(2, 64), metadata(generators, [1.0, 1.0]))
-    by_hand = torch.Generator().manual_seed(1)
-    torch.empty(64).exponential_(generator=by_hand)
-    assert torch.equal(generators[0].get_state(), by_hand.get_state())
-
-
-def test_greedy_requests_take_the_likeliest_token() -> None:
-    logits = torch.tensor([[0.0, 4.0, 1.0], [0.0, 1.0, 4.0]])
-    tokens, _ = vllm_plugin.sample_draft_tokens(logits.clone(), metadata({}, [0.0, 0.0]))
-    assert tokens.tolist() == [1, 2]
-    tokens, probs = vllm_plugin.sample_draft_tokens(logits.clone(), metadata({1: seeded(3)[0]}, [0.0, 1.0]))
-    assert int(tokens[0]) == 1
-    assert torch.allclose(probs[0], torch.softmax(logits[0], dim=-1))
+        assert torch.equal(generators[row].get_state(), generator.get_state())
+    assert int(tokens[2]) == int(logits[2].argmax())
+    assert torch.allclose(probs[3], torch.softmax(logits[3], dim=-1))
+    greedy, _ = vllm_plugin.sample_draft_tokens(logits.clone(), metadata({}, [0.0] * 4))
+    assert greedy.tolist() == logits.argmax(-1).tolist()
 
 
 def test_drafts_follow_the_drafts_probabilities() -> None:
@@ -115,10 +97,10 @@ def test_a_draft_with_a_vocabulary_of_its_own_samples_what_it_would_without_the_
 
 
 def recovered(
-    target: torch.Tensor, draft: torch.Tensor | None, ids: list[int], rows: list[int], seeds: int
+    target: torch.Tensor, draft: torch.Tensor | None, ids: list[int], rows: list[int], generators: Generators
 ) -> list[int]:
-    """Tokens in place of rejected ones: `ids` [num_tokens], `rows` draft tokens a request, the first with seeds."""
-    given = metadata(seeded(*range(seeds)), [1.0] * len(rows))
+    """Tokens in place of rejected ones: `ids` [num_tokens], and `rows` draft tokens a request."""
+    given = metadata(generators, [1.0] * len(rows))
     ends, tokens = torch.tensor(rows).cumsum(0), torch.tensor(ids, dtype=torch.int32)
     return vllm_plugin.sample_recovered_tokens(max(rows), rows, ends, tokens, draft, target, given, CPU).tolist()
 
@@ -134,7 +116,7 @@ def test_a_token_in_place_of_a_rejected_one_follows_what_the_policy_has_and_the_
     rejected = vocabulary // 2
     left = (target - draft).clamp(min=0) if has_probabilities else target.index_fill(0, torch.tensor([rejected]), 0.0)
     given = draft.expand(num, -1) if has_probabilities else None
-    tokens = recovered(target.expand(num, -1), given, [rejected] * num, [1] * num, num // 2)
+    tokens = recovered(target.expand(num, -1), given, [rejected] * num, [1] * num, seeded(*range(num // 2)))
     counts, exact = np.bincount(tokens, minlength=vocabulary), (left.double() / left.double().sum() * num).numpy()
     assert counts[exact == 0].sum() == 0
     assert stats.chisquare(counts[exact > 0], exact[exact > 0]).pvalue > 1e-3
@@ -142,16 +124,14 @@ def test_a_token_in_place_of_a_rejected_one_follows_what_the_policy_has_and_the_
 
 def test_a_recovered_token_depends_on_its_requests_seed_alone_and_only_requests_with_drafts_take_a_number() -> None:
     target = torch.softmax(torch.randn(3, 600), -1)
-    both = recovered(target, None, [0, 0, 0], [1, 0, 2], 3)
     generators = seeded(0, 1, 2)
+    both = recovered(target, None, [0, 0, 0], [1, 0, 2], generators)
+    by_hand = seeded(0, 1, 2)
     for row in (0, 2):
-        torch.empty(1, dtype=torch.float64).uniform_(generator=generators[row])
-    given = metadata(generators, [1.0] * 3)
-    ends, ids = torch.tensor([1, 1, 3]), torch.zeros(3, dtype=torch.int32)
-    untouched = generators[1].get_state()
-    vllm_plugin.sample_recovered_tokens(2, [1, 0, 2], ends, ids, None, target, given, CPU)
-    assert torch.equal(generators[1].get_state(), untouched)
-    assert recovered(target[1:], None, [0, 0], [0, 0, 2], 3) == both[1:]
+        torch.empty(1, dtype=torch.float64).uniform_(generator=by_hand[row])
+    states = [[each[row].get_state() for row in range(3)] for each in (generators, by_hand)]
+    assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+    assert recovered(target[1:], None, [0, 0], [0, 0, 2], seeded(0, 1, 2)) == both[1:]
 
 
 @pytest.mark.parametrize("num_seeds", [0, 20_000])
@@ -245,13 +225,8 @@ print(vllm_plugin.broken_v2(cpu))
 
 def test_the_second_runners_sampler_passes_its_check_and_each_fault_of_it_is_named() -> None:
     """Its Triton kernels, in Triton's interpreter: there is no GPU here."""
-    run = subprocess.run(
-        [sys.executable, "-c", _INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    how: dict[str, Any] = {"env": {**os.environ, "TRITON_INTERPRET": "1"}, "capture_output": True, "text": True}
+    run = subprocess.run([sys.executable, "-c", _INTERPRETED], check=False, **how)
     assert run.returncode == 0, run.stderr
     whole, shared, ignored, lost = run.stdout.strip().splitlines()[-4:]
     assert whole == "''"

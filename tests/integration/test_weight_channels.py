@@ -20,6 +20,8 @@ from slipstream.refit.config import Channel, RefitConfig, WeightFiles
 from slipstream.refit.fingerprint import ALL
 from slipstream.types import Dtype
 from slipstream.workers.calls import LostWorkerError
+from slipstream.workers.engines import start_engine
+from slipstream.workers.learners import start_learner
 from tests import small
 from tests.small import DRAFT, PROMPTS, SAMPLING, require_equal, tokens
 
@@ -41,18 +43,9 @@ class Ends:
     engines: Any
     models: dict[str, Path]
 
-    def back(self) -> None:
-        self.engines.refit(WeightFiles(policy=self.models["old"], policy_version=0, draft=self.models["old_draft"]))
-
-    def sample(self) -> GenerationResult:
-        return self.engines.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
-
 
 @pytest.fixture(scope="module")
 def ends(models: dict[str, Path], ray_session: None) -> Iterator[Ends]:
-    from slipstream.workers.engines import start_engine
-    from slipstream.workers.learners import start_learner
-
     draft = speculative_config(DRAFT, models["old_draft"], 3)
     config = LearnerConfig(dtype=Dtype.FLOAT32, parallel=ParallelConfig(pipeline=2), num_threads=1)
     with (
@@ -64,32 +57,39 @@ def ends(models: dict[str, Path], ray_session: None) -> Iterator[Ends]:
         yield Ends(learner=learner, engines=engines, models=models)
 
 
-def test_engines_refitted_over_gloo_equal_those_refitted_by_shared_memory(ends: Ends) -> None:
-    ends.back()
-    before = ends.sample()
-    results, digests = {}, {}
-    for version, config in enumerate((RefitConfig(channel=Channel.SHARED_MEMORY), GLOO), start=1):
-        ends.back()
-        assert tokens(ends.sample()) == tokens(before)
-        with open_channel(config, ends.learner, ends.engines) as channel:
+def require_gloo_as_shared_memory(learner: Any, engines: Any, models: dict[str, Path]) -> None:
+    """Refit engines of the old policy and draft over both channels; what they hold and sample is the same."""
+
+    def sample() -> GenerationResult:
+        return engines.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
+
+    old = WeightFiles(policy=models["old"], policy_version=0, draft=models["old_draft"])
+    engines.refit(old)
+    before, found = sample(), []
+    for version, config in enumerate((replace(GLOO, channel=Channel.SHARED_MEMORY), GLOO), start=1):
+        engines.refit(old)
+        assert tokens(sample()) == tokens(before)
+        with open_channel(config, learner, engines) as channel:
             delivery = send(channel, version, draft_version=version)
-        assert [(state.policy_version, state.draft_version) for state in delivery.states] == [(version, version)] * 2
-        assert {state.policy_digest for state in delivery.states} == {delivery.digest}
-        assert {state.draft_digest for state in delivery.states} == {delivery.draft_digest}
-        results[config.channel], digests[config.channel] = ends.sample(), delivery.digest
-        for is_draft in (False, True):
-            held = ends.engines.start_fingerprints(is_draft=is_draft, turn=ALL)()
-            assert held[0] == held[1]
-            results[config.channel, is_draft] = held[0]
-    shared, gloo = results[Channel.SHARED_MEMORY], results[Channel.GLOO]
+        assert len(delivery.states) == len(engines.workers)
+        for state in delivery.states:
+            assert (state.policy_version, state.draft_version) == (version, version)
+            assert (state.policy_digest, state.draft_digest) == (delivery.digest, delivery.draft_digest)
+        held = [engines.start_fingerprints(is_draft=is_draft, turn=ALL)() for is_draft in (False, True)]
+        assert all(each == of_engines[0] for of_engines in held for each in of_engines)
+        found.append((sample(), held))
+    (shared, held_by_shared), (gloo, held_by_gloo) = found
     assert tokens(shared) != tokens(before)
     require_equal(gloo, shared)
-    for is_draft in (False, True):
-        assert results[Channel.GLOO, is_draft] == results[Channel.SHARED_MEMORY, is_draft]
+    assert held_by_gloo == held_by_shared
+
+
+def test_engines_refitted_over_gloo_equal_those_refitted_by_shared_memory(ends: Ends) -> None:
+    require_gloo_as_shared_memory(ends.learner, ends.engines, ends.models)
 
 
 def test_an_engine_that_stands_still_is_named_within_the_deadline(ends: Ends) -> None:
-    """Last but one in this module: the channel breaks."""
+    """Last in this module: the channel breaks. `tests/faults/test_lost_in_a_refit.py` kills an engine."""
     pid = ends.engines.workers[1].pid
     config = RefitConfig(channel=Channel.GLOO, timeout_s=5.0)
     with open_channel(config, ends.learner, ends.engines) as channel:
@@ -102,11 +102,3 @@ def test_an_engine_that_stands_still_is_named_within_the_deadline(ends: Ends) ->
             os.kill(pid, signal.SIGCONT)
         assert time.monotonic() - start < 25.0
         assert caught.value.workers == (ends.engines.workers[1],)
-
-
-def test_an_engine_that_was_killed_is_named(ends: Ends) -> None:
-    """Last in this module: one engine is gone."""
-    with open_channel(GLOO, ends.learner, ends.engines) as channel:
-        os.kill(ends.engines.workers[1].pid, signal.SIGKILL)
-        with pytest.raises(LostWorkerError, match=r"^engine 1 on [\d.]+ died during the start of an update"):
-            send(channel, 4)

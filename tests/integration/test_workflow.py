@@ -1,13 +1,15 @@
-"""The whole chain as people launch it, at the smallest size that runs every stage.
+"""The whole chain as people launch it, at the smallest size that runs every stage, and the example in one file.
 
 RL-Think in both loops here; `test_interrupt.py` runs one arm of RL-Zero to its end, synchronously.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from examples import one_file_grpo
 from slipstream.tracking.mlflow_store import read_executions
 from slipstream.types import Workload
 from tests.integration.small_recipe import write_small_recipe
@@ -43,3 +45,18 @@ def test_the_workflow_runs_every_stage_in_both_loops_and_reports(tmp_path: Path)
     assert sorted(nodes) == sorted(f"train_grpo_{name}" for name in arms)
     uri = run["tracking_uri"]
     assert sum(name.startswith("result/asynchronous_step_speedup") for name in read_executions(uri)[0].metrics) >= 2
+
+
+def test_the_loop_in_one_file_trains_a_policy(
+    tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(one_file_grpo, "reward", lambda prompt, response: float(len(response) % 2))
+    recipe = write_small_recipe(tmp_path / "recipe.yaml")
+    command = ["--recipe", str(recipe), "--num-steps", "2", "--num-drafted", "2", "--output", str(tmp_path / "policy")]
+    means = one_file_grpo.main(command)
+    steps = re.findall(r"step (\d)/2: .*? (\d+) tensors compared, gradient norm ([\d.]+), acc", capsys.readouterr().out)
+    assert [step for step, _, _ in steps] == ["1", "2"]
+    assert all(int(tensors) > 0 for _, tensors, _ in steps)
+    assert any(0 < mean < 1 for mean in means)
+    assert any(float(norm) > 0 for _, _, norm in steps)
+    assert (tmp_path / "policy" / "model.safetensors").is_file()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import xxhash
 from scipy.stats import chisquare
+from transformers import Qwen3ForCausalLM
 
 from slipstream.engine.config import Backend, SamplingConfig
 from slipstream.engine.protocol import group_requests
@@ -21,7 +23,7 @@ from slipstream.engine.sglang_engine import PYTHON, SglangEngine
 from slipstream.refit.config import WeightFiles
 from slipstream.refit.fingerprint import ALL, Turn, file_fingerprints
 from slipstream.types import FinishReason, Prompt
-from tests.small import ENGINE, PROMPTS, SAMPLING
+from tests.small import ENGINE, PROMPTS, SAMPLING, exact_logprobs
 
 pytestmark = pytest.mark.skipif(not os.environ.get(PYTHON), reason="needs SGLang's environment: make test-sglang")
 
@@ -49,30 +51,21 @@ def old_policy(engine: SglangEngine, policies: dict[str, Path]) -> None:
 
 
 def sampled(
-    engine: SglangEngine,
-    prompts: tuple[Prompt, ...] = PROMPTS,
-    *,
-    sampling: SamplingConfig,
-    size: int = 2,
-    seed: int = 7,
+    engine: SglangEngine, prompts: Sequence[Prompt] = PROMPTS, *, sampling: SamplingConfig, size: int = 2, seed: int = 7
 ) -> list[Any]:
     """Rollouts of all prompts in a row."""
     requests = group_requests(prompts, group_size=size, seed=seed)
     return [each for _, group in engine.generate(requests, sampling=sampling).groups for each in group.rollouts]
 
 
-def conditionals(policy: Path, sequence: tuple[int, ...]) -> Any:
+def logits_after(policy: Path, sequence: tuple[int, ...]) -> torch.Tensor:
     """Logits of transformers after each token of `sequence`."""
-    import torch
-
     with torch.no_grad():
         return loaded(policy)(torch.tensor([sequence])).logits[0].double()
 
 
 @cache
 def loaded(policy: Path) -> Any:
-    from transformers import Qwen3ForCausalLM
-
     return Qwen3ForCausalLM.from_pretrained(policy)
 
 
@@ -83,12 +76,11 @@ def test_logprobs_are_those_of_transformers_at_the_temperature(
     differences = []
     for number, rollout in enumerate(sampled(engine, sampling=sampling)):
         prompt = PROMPTS[number // 2].token_ids
-        logits = conditionals(policies["old"], (*prompt, *rollout.token_ids))[len(prompt) - 1 : -1]
         if sampling is GREEDY:
+            logits = logits_after(policies["old"], (*prompt, *rollout.token_ids))[len(prompt) - 1 : -1]
             assert logits.argmax(-1).tolist() == list(rollout.token_ids)
-        exact = (logits / (sampling.temperature or 1.0)).log_softmax(-1).numpy()
-        own = exact[np.arange(len(rollout.token_ids)), list(rollout.token_ids)]
-        differences.append(np.abs(own - rollout.rollout_logprobs).max())
+        exact = exact_logprobs(loaded(policies["old"]), prompt, rollout.token_ids, sampling.temperature or 1.0)
+        differences.append(np.abs(exact - rollout.rollout_logprobs).max())
     assert 0 < max(differences) < 2e-5
 
 
@@ -97,7 +89,7 @@ def test_first_tokens_are_drawn_from_the_policys_distribution(engine: SglangEngi
     one = replace(SAMPLING, max_response_tokens=1)
     num = 2000
     counts = Counter(each.token_ids[0] for each in sampled(engine, PROMPTS[:1], sampling=one, size=num))
-    logits = conditionals(policies["old"], PROMPTS[0].token_ids)[-1]
+    logits = logits_after(policies["old"], PROMPTS[0].token_ids)[-1]
     expected = num * (logits / one.temperature).softmax(-1).numpy()
     is_common = expected >= 5
     found = np.array([counts[token] for token in range(len(expected))])
@@ -147,9 +139,8 @@ def test_a_refit_is_exact_and_the_old_policy_comes_back(engine: SglangEngine, po
 
 def test_logprobs_of_given_tokens_are_those_of_transformers(engine: SglangEngine, policies: dict[str, Path]) -> None:
     sequence = (2, 10, 20, 30, 40, 50)
-    exact = conditionals(policies["old"], sequence).log_softmax(-1)[:-1].numpy()
     (found,) = engine.token_logprobs([sequence])
-    assert np.allclose(found, exact[np.arange(5), list(sequence[1:])], atol=2e-5)
+    assert np.allclose(found, exact_logprobs(loaded(policies["old"]), sequence[:1], sequence[1:]), atol=2e-5)
 
 
 def test_a_refused_refit_is_an_error(engine: SglangEngine, tmp_path: Path) -> None:
