@@ -51,7 +51,7 @@ _REPOSITORY = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "FLYTE_LOCAL_CACHE_ENABLED": "false",  # cached tasks would report an old run's times
-    "MKL_CBWR": "AUTO,STRICT",  # equal bits on any number of threads: `learner_keeps_bits`
+    "MKL_CBWR": "AUTO,STRICT",  # products of equal bits on any number of threads
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "PYTHONDONTWRITEBYTECODE": "",  # otherwise each process compiles all its imports again: scripts/env
     "PYTHONWARNINGS": "ignore",

@@ -296,7 +296,7 @@ class SglangEngine:
         """Return the location of the engine, whose files SGLang reads."""
         return [here()]
 
-    def share_cores(self, slot: object) -> None:
+    def limit_threads(self, num_threads: object) -> None:
         """Keep all threads: SGLang's process takes no notice of a learner beside it."""
 
     def run_in_flight(self, kv_cache: object) -> None:

@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -224,7 +224,6 @@ class VllmEngine:
         self._kv_cache: KvCache | None = None
         self._groups = GroupsUnderWay(self._llm.llm_engine, max_num_seqs=config.max_num_seqs)
         self._groups.adopt(self._versions)
-        self._at_work: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def generate(
         self,
@@ -309,11 +308,10 @@ class VllmEngine:
         done: list[tuple[int, RolloutGroup]] = []
         if sampling is not None:
             self._start(requests, sampling)
-        with self._at_work():
-            while not self._groups.is_empty():
-                done += [(request.index, group_of(request, finished)) for request, finished in self._groups.step()]
-                if is_over(done):
-                    break
+        while not self._groups.is_empty():
+            done += [(request.index, group_of(request, finished)) for request, finished in self._groups.step()]
+            if is_over(done):
+                break
         ended_s = time.perf_counter()
         after = self._counts.acceptance()
         return Portion(
@@ -332,13 +330,6 @@ class VllmEngine:
         """
         self._start_over()
         self._cache.sleep()
-
-    def around_work(
-        self, at_work: Callable[[], AbstractContextManager[None]], before_iteration: Callable[[], None] | None
-    ) -> None:
-        """Run each generation in a block of `at_work`, and call `before_iteration` before each step."""
-        self._at_work = at_work
-        self._groups.before_step = before_iteration
 
     def _start_over(self) -> None:
         """Drop the rollouts of a failed call."""

@@ -82,7 +82,6 @@ class GroupsUnderWay:
         self._rollouts: dict[str, _Rollout] = {}  # unfinished rollouts by vLLM's request id
         self._finished: list[_Group] = []  # complete groups that `step` has not returned
         self._running: list[RunningTime] = []
-        self.before_step: Callable[[], None] | None = None
 
     def start(self, request: GroupRequest, params: Callable[[int], Any]) -> None:
         """Add a group's rollouts.
@@ -186,8 +185,6 @@ class GroupsUnderWay:
 
     def _step(self) -> list[Any]:
         """Run one step; returns the outputs of other requests than rollouts."""
-        if self.before_step is not None:
-            self.before_step()
         started_s = time.perf_counter()
         outputs = self._engine.step()
         elapsed_s = time.perf_counter() - started_s

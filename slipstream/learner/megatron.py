@@ -27,7 +27,6 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from slipstream.config import require
 from slipstream.grpo.config import OptimizerConfig
@@ -203,7 +202,6 @@ class MegatronPolicy:
         self._optimizer: MegatronOptimizer | None = None
         self._memory = TrainingMemory(self._gpt, [], device=self.device)
         self._num_updates = 0
-        self._layer_hooks: list[RemovableHandle] = []
         self._batching = Batching(
             max_tokens=learner.max_tokens_per_microbatch,
             packs=packs(learner),
@@ -409,27 +407,6 @@ class MegatronPolicy:
             num_computed_tokens=parallel.sum_over_data_ranks(num_computed),
         )
         return Trained(stats=stats, own_logprobs=None if own is None else own.collected())
-
-    def around_layers(self, call: Callable[[], None] | None) -> None:
-        """Run `call` after the forward and before the backward pass of each of this rank's layers.
-
-        The hooks do not change the results of the layers. None removes the hooks.
-        """
-        for hook in self._layer_hooks:
-            hook.remove()
-        self._layer_hooks = []
-        if call is None:
-            return
-
-        def after_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
-            del module, args
-            call()
-            hidden: Tensor = output[0] if isinstance(output, tuple) else output
-            if hidden.requires_grad:
-                hidden.register_hook(lambda gradient: call())
-
-        decoder: Any = self._gpt.decoder
-        self._layer_hooks = [layer.register_forward_hook(after_forward) for layer in decoder.layers]
 
     def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
         """Do one optimizer update on the next-token loss.

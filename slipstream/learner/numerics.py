@@ -12,7 +12,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,11 +20,8 @@ from slipstream.records.run import NumericsRecord
 from slipstream.types import Dtype
 
 _ROWS, _INNER, _OUTER = 1024, 128, 384  # sizes of a micro-batch in the tiny policy's MLP
-_TOKENS = (1000, 1537, 3000, 4096)  # numbers of tokens over which a weight's gradient is summed
-_ODD = 53  # a row length that is no multiple of any register's width
 _NUM_REPEATS = 15
 _MS = 1e3
-_BFLOAT16_UNITS = frozenset({"avx512_bf16", "amx_bf16"})
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")  # names in /proc/cpuinfo
 TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
@@ -57,48 +53,6 @@ def choose_dtype(
     )
 
 
-def learner_keeps_bits(
-    dtype: Dtype, *, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.mm
-) -> bool:
-    """Test in this process that matrix products in `dtype` have the same bits on one thread and on two.
-
-    A weight's gradient is a sum over thousands of tokens, and some libraries split that sum over threads. MKL does so
-    in float32 on a processor with AVX2, unless the environment of the process sets MKL_CBWR to AUTO,STRICT.
-    """
-    of_torch, numbers = TORCH_DTYPES.get(dtype), torch.Generator().manual_seed(0)
-    if of_torch is None:
-        return False
-    for num_tokens in _TOKENS:
-        left = torch.randn(_INNER, num_tokens, generator=numbers).to(of_torch)
-        right = torch.randn(num_tokens, _OUTER, generator=numbers).to(of_torch)
-        if not _same_on_threads(partial(product, left, right)):
-            return False
-    return True
-
-
-def draft_keeps_bits(
-    *, gradient: Callable[[torch.Tensor, torch.Tensor, int, torch.dtype], torch.Tensor] = torch._softmax_backward_data
-) -> bool:
-    """Test in this process that the gradient of a softmax has the same bits on one thread and on two.
-
-    Unlike the policy's layer for CPUs, a draft that is trained beside the policy uses torch's own operation. On a
-    processor with AVX2 the bits of torch's operation depend on the threads where a row's length is no multiple of 8.
-    """
-    numbers = torch.Generator().manual_seed(0)
-    chances = torch.randn(_ROWS, _ODD, generator=numbers).softmax(-1)
-    upstream = torch.randn(_ROWS, _ODD, generator=numbers)
-    return _same_on_threads(partial(gradient, upstream, chances, -1, torch.float32))
-
-
-def engine_keeps_bits(dtype: Dtype) -> bool:
-    """Return True if a vLLM engine in `dtype` computes the same bits on one thread and on two, on this machine.
-
-    In bfloat16 the bits are equal on a processor with bfloat16 instructions; elsewhere vLLM's kernels split sums over
-    threads.
-    """
-    return dtype is Dtype.FLOAT32 or (dtype is Dtype.BFLOAT16 and not _BFLOAT16_UNITS.isdisjoint(processor_flags()))
-
-
 def capabilities() -> tuple[str, ...]:
     """List torch's CPU level, oneDNN's bfloat16 support, the architecture and the processor's flags."""
     found = [f"torch {torch.backends.cpu.get_cpu_capability()}"]
@@ -112,14 +66,6 @@ def processor_flags() -> tuple[str, ...]:
     cpuinfo = Path("/proc/cpuinfo")
     flags = set(cpuinfo.read_text().split()) if cpuinfo.is_file() else set()
     return tuple(flag for flag in _FLAGS if flag in flags)
-
-
-def _same_on_threads(compute: Callable[[], torch.Tensor]) -> bool:
-    found = []
-    for num_threads in (1, 2):
-        with _threads(num_threads):
-            found.append(compute())
-    return torch.equal(*found)
 
 
 def _product_ms(dtype: torch.dtype) -> float:

@@ -121,7 +121,6 @@ def predicted(record: RunRecord, compared: LoopComparison | None) -> Asynchronou
         lag=arms[0].max_off_policy_steps,
         mode=LoopMode(arms[0].loop),
         has_logprob_pass=any(step.has_logprob_pass for arm in record.asynchronous for step in arm.steps),
-        idle_core_helps=True,  # engine and learner share a host's cores, so either uses the other's idle core
     )
 
 

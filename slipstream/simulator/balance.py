@@ -63,7 +63,6 @@ class AsynchronousPrediction:
 
     mode: LoopMode
     lag: int
-    idle_core_helps: bool
     arms: tuple[PredictedArm, ...]
     sources: dict[str, str]  # sources of the slowdowns, by arm
 
@@ -94,7 +93,6 @@ def predict_asynchronous(
     mode: LoopMode,
     slowdowns: Mapping[Arm, CoreSlowdowns] | None = None,
     has_logprob_pass: bool = True,
-    idle_core_helps: bool = False,
 ) -> AsynchronousPrediction:
     """Predict each arm of `sync_arms` in an asynchronous loop on two cores, from the arm's measured stages.
 
@@ -102,19 +100,14 @@ def predict_asynchronous(
         lag: at least 1.
         slowdowns: measured slowdowns by arm; other arms take `believed_slowdowns`.
         has_logprob_pass: False leaves the stage `logprob` out, as an asynchronous loop with one update a step does.
-        idle_core_helps: a stage that waits leaves its core to the other stage.
     """
     factors = {arm.arm: (slowdowns or {}).get(arm.arm) or believed_slowdowns() for arm in sync_arms}
     sources = {arm.value: f"engine: {f.engine.source}; learner: {f.learner.source}" for arm, f in factors.items()}
-    arms = [_predict(arm, factors[arm.arm], lag, mode, has_logprob_pass, idle_core_helps) for arm in sync_arms]
-    return AsynchronousPrediction(
-        mode=mode, lag=lag, idle_core_helps=idle_core_helps, arms=tuple(arms), sources=sources
-    )
+    arms = [_predict(arm, factors[arm.arm], lag, mode, has_logprob_pass) for arm in sync_arms]
+    return AsynchronousPrediction(mode=mode, lag=lag, arms=tuple(arms), sources=sources)
 
 
-def _predict(
-    arm: ArmRecord, factors: CoreSlowdowns, lag: int, mode: LoopMode, has_logprob_pass: bool, helps: bool
-) -> PredictedArm:
+def _predict(arm: ArmRecord, factors: CoreSlowdowns, lag: int, mode: LoopMode, has_logprob_pass: bool) -> PredictedArm:
     times = [step.times for step in arm.timed_steps]
     random = np.random.default_rng(0)
     beliefs = (factors.engine, factors.learner, load_belief("cores", "engine_fixed_share"))
@@ -125,8 +118,6 @@ def _predict(
     bound_s, busy_s = generated_s, np.array([each.data_s for each in times]) + trained_s
     if mode is LoopMode.IN_FLIGHT:
         bound_s = _in_flight_s(bound_s, busy_s, lag, np.minimum(1.0, fixed_share))
-    if helps:
-        bound_s, busy_s = _helped_s(bound_s, busy_s, engine), _helped_s(busy_s, bound_s, learner)
     exposed_s = np.maximum(0.0, bound_s - busy_s)
     step_D = (np.array([each.prepare_s for each in times]) + busy_s + exposed_s).mean(axis=1)
     exposed = float(exposed_s[0].mean())
@@ -158,11 +149,6 @@ def _in_flight_s(drained_s: Array, busy_s: Array, lag: int, fixed_share: Array) 
         ends = step_s * (1 + lag - 1.0 / share) >= busy_s
         low, high = np.where(ends, low, share), np.where(ends, share, high)
     return drained_s * (fixed_share * high + 1.0 - fixed_share)
-
-
-def _helped_s(own_s: Array, other_s: Array, factor: Array) -> Array:
-    """Compute the seconds of a stage that gets both cores when the other stage has ended."""
-    return np.where(own_s > other_s, other_s + (own_s - other_s) / np.maximum(1.0, factor), own_s)
 
 
 def _drawn(belief: Prior, random: np.random.Generator) -> Array:
@@ -218,14 +204,11 @@ def balance(
 
 
 def _of_cores(run: RunRecord, lag: int, mode: LoopMode) -> Iterator[BalanceRow]:
-    """Predict the only split of two cores.
-
-    A stage whose partner waits has both cores. Measured slowdowns include that effect, and priors do not.
-    """
+    """Predict the only split of two cores."""
     beside = {arm.arm: arm for arm in run.asynchronous}
     pairs = [(arm.arm, measured_slowdowns(arm, beside[arm.arm])) for arm in run.arms if arm.arm in beside]
     slowdowns = {arm: factors for arm, factors in pairs if factors is not None}
-    predicted = predict_asynchronous(run.arms, lag=lag, mode=mode, slowdowns=slowdowns, idle_core_helps=not slowdowns)
+    predicted = predict_asynchronous(run.arms, lag=lag, mode=mode, slowdowns=slowdowns)
     for each in predicted.arms:
         step_s, exposed_s, bound = each.step_s, each.exposed_s, each.bound
         yield BalanceRow(arm=each.arm, generation=1, training=1, step_s=step_s, exposed_s=exposed_s, bound=bound)

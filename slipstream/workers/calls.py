@@ -158,7 +158,7 @@ class Proxy:
 
     def __init__(self, workers: Sequence[Worker], deadline: Deadline) -> None:
         self._crew = Crew(workers, deadline)
-        self._slots: tuple[Any, ...] = ()  # each worker's `CoreSlot` or None; empty without sharing
+        self._limits: tuple[int | None, ...] = ()  # threads of each worker beside others; empty without sharing
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -170,15 +170,15 @@ class Proxy:
         calls = [(worker, worker.actor.__ray_ready__.remote()) for worker in self.workers]
         return [call[0] for call in calls if not _is_answered(call)]
 
-    def share_cores(self, slots: Sequence[Any]) -> None:
-        """Hand each worker its `CoreSlot` in the host's shared cores; None ends the sharing for a worker."""
-        self._slots = tuple(slots)
-        calls = [(each, each.actor.share_cores.remote(slot)) for each, slot in zip(self.workers, slots, strict=True)]
-        self._crew.gather("share_cores", calls)
+    def limit_threads(self, limits: Sequence[int | None]) -> None:
+        """Limit the threads of each worker, which shares its host's cores with others; None ends a worker's limit."""
+        self._limits = tuple(limits)
+        calls = [(each, each.actor.limit_threads.remote(own)) for each, own in zip(self.workers, limits, strict=True)]
+        self._crew.gather("limit_threads", calls)
 
-    def forget_slots(self) -> None:
-        """Give no slot of before to a worker that replaces another; those that run keep theirs."""
-        self._slots = ()
+    def forget_limits(self) -> None:
+        """Give no limit of before to a worker that replaces another; those that run keep theirs."""
+        self._limits = ()
 
     def close(self) -> None:
         """Kill the workers' processes, as vLLM frees its memory in no other way."""

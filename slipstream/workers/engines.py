@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
@@ -29,7 +29,7 @@ from slipstream.refit.config import Channel, EngineState, WeightFiles
 from slipstream.refit.fingerprint import Turn
 from slipstream.types import Prompt
 from slipstream.workers.calls import Crew, Deadline, Idle, LostWorkerError, Proxy, RayEngineControl, Worker, started
-from slipstream.workers.cores import CoreShare, CoreSlot
+from slipstream.workers.cores import set_threads
 from slipstream.workers.placement.config import Layout
 from slipstream.workers.reservation import Start, require_gpu, reserved
 from slipstream.workers.scheduler import Deal, Ledger, SeenLengths, deal, gather, joined, together
@@ -65,35 +65,23 @@ class EngineProcess(VllmEngine):
         require_here(policy, draft_directory(speculative_config))
         _name_interface()
         super().__init__(policy, config=config, speculative_config=speculative_config, **options)
-        self._dtype = config.dtype
         self._most_threads = config.num_threads
-        self._share: CoreShare | None = None
 
-    def share_cores(self, slot: CoreSlot | None) -> None:
-        """Share the host's cores with a learner that computes at the same time; None ends the sharing.
+    def limit_threads(self, num_threads: int | None) -> None:
+        """Compute on at most this many threads, beside a learner on the same host; None ends the limit.
 
         The ranks of a tensor-parallel engine have processes of their own and keep their threads.
         """
-        if self._share is not None:
-            self._share.leave()
-        if slot is None:
-            self._share = None
-            self.around_work(nullcontext, None)
-        else:
-            from slipstream.learner.numerics import engine_keeps_bits
-
-            self._share = CoreShare(slot, most=self._most_threads, changes=engine_keeps_bits(self._dtype))
-            self.around_work(self._share.at_work, self._share.fit)
+        set_threads(min(num_threads or self._most_threads, self._most_threads))
 
     def refit(self, weights: WeightFiles) -> EngineState:
-        """Refit the engine, marked as busy in the shared cores.
+        """Refit the engine.
 
         Raises:
             ConfigError: this host does not see the files.
         """
         require_here(weights.policy, weights.draft)
-        with nullcontext() if self._share is None else self._share.at_work():
-            return super().refit(weights)
+        return super().refit(weights)
 
 
 class SglangProcess(SglangEngine):
@@ -344,16 +332,16 @@ class RemoteEngine(Proxy):
             if engine.name in names:  # host and process may differ: an engine may have been replaced before
                 ray.kill(engine.actor)
                 engines[index] = self._start(index)
-                if engines[index].node_id != engine.node_id and self._slots:
-                    self._slots = (*self._slots[:index], None, *self._slots[index + 1 :])
+                if engines[index].node_id != engine.node_id and self._limits:
+                    self._limits = (*self._limits[:index], None, *self._limits[index + 1 :])
         self._crew = Crew(engines, self._crew.deadline)
         if self._kv_cache is not None:
             calls = self._of_some(names, lambda each: each.actor.run_in_flight.remote(self._kv_cache))
             self._crew.gather(self._of("a change of mode"), calls)
-        if self._slots:  # a lost engine may have left its busy flag set, which the owner of the slot alone clears
-            slots = {engine.name: slot for engine, slot in zip(engines, self._slots, strict=True)}
-            calls = self._of_some(names, lambda each: each.actor.share_cores.remote(slots[each.name]))
-            self._crew.gather(self._of("share_cores"), calls)
+        if self._limits:
+            limits = {engine.name: limit for engine, limit in zip(engines, self._limits, strict=True)}
+            calls = self._of_some(names, lambda each: each.actor.limit_threads.remote(limits[each.name]))
+            self._crew.gather(self._of("limit_threads"), calls)
 
     def _hold_slice(self, max_s: float) -> None:
         """Run every engine that has groups: a single engine for `max_s`, several engines for a short slice.

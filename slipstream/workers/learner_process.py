@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from slipstream.refit.channel import EngineControl, Location, Snapshot, here
 from slipstream.refit.config import WeightFormat
 from slipstream.refit.fingerprint import Turn, WeightPart, held_whole, part_fingerprints
 from slipstream.types import Dtype, TrainBatch
-from slipstream.workers.cores import CoreShare, CoreSlot, num_cores
+from slipstream.workers.cores import num_cores, set_threads
 from slipstream.workers.reservation import require_gpu
 from slipstream.workers.session import node_address, require_here
 
@@ -70,27 +69,16 @@ class LearnerProcess:
         self._draft: LearnerDraft | None = None
         self._online: tuple[LearnerDraft, DraftConfig] | None = None  # a draft that is trained beside the policy
         self._draft_chats: HeldChats | None = None
-        self._share: CoreShare | None = None
         self._sources: dict[str, WeightSource] = {}  # by model
         self._sent_as: WeightFormat | None = None  # as the policy is sent to engines
         self._draft_dtype: Dtype | None = None  # as a draft is sent to engines; None sends none
         self._snapshots: dict[tuple[Path, str], SnapshotWriter] = {}  # by directory and model
         self._sender: Sender | None = None
 
-    def share_cores(self, slot: CoreSlot | None) -> None:
-        """Share the host's cores with engines that compute at the same time; None ends the sharing."""
-        if self._share is not None:
-            self._share.leave()
-        self._share = None
-        if slot is not None:
-            from slipstream.learner.numerics import draft_keeps_bits, learner_keeps_bits
-
-            changes = learner_keeps_bits(self._config.dtype) and (self._online is None or draft_keeps_bits())
-            self._share = CoreShare(slot, most=self._config.num_threads or num_cores(), changes=changes)
-        self._loaded.around_layers(None if self._share is None else self._share.fit)
-
-    def _at_work(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._share is None else self._share.at_work()
+    def limit_threads(self, num_threads: int | None) -> None:
+        """Compute on at most this many threads, beside engines on the same host; None ends the limit."""
+        most = self._config.num_threads or num_cores()
+        set_threads(min(num_threads or most, most))
 
     def listen(self, address: str) -> int:
         """Open the rendezvous port on this host and return it; called on rank 0 alone."""
@@ -180,9 +168,8 @@ class LearnerProcess:
 
     def logprobs(self, part: TrainBatch, temperature: float) -> Ragged:
         """Compute the trainer logprobs of the response tokens."""
-        with self._at_work():
-            found = self._loaded.logprobs(part.token_ids, part.prompt_lengths, temperature, routes=part.routes)
-            return _float32(found)
+        found = self._loaded.logprobs(part.token_ids, part.prompt_lengths, temperature, routes=part.routes)
+        return _float32(found)
 
     def token_logprobs(self, part: Ragged) -> Ragged:
         """Compute the logprob of each token but the first, given all tokens before it, at temperature 1."""
@@ -192,8 +179,7 @@ class LearnerProcess:
         """Compute the logprobs under the reference policy, with routes of its own; None without a reference."""
         if self._reference is None:
             return None
-        with self._at_work():
-            return _float32(self._reference(part.token_ids, part.prompt_lengths, temperature))
+        return _float32(self._reference(part.token_ids, part.prompt_lengths, temperature))
 
     def conditionals(self, part: Learned, sampling: SamplingConfig, *, seed: int) -> list[np.ndarray]:
         """Compute the conditionals of each response token: [N, columns of `learner.logprobs`] for each sequence."""
@@ -227,11 +213,10 @@ class LearnerProcess:
 
     def train_step(self, part: Update) -> Trained:
         """Update the policy, and the draft where `part` says so; the stats cover the update on all ranks."""
-        with self._at_work():
-            if not part.trains_draft:
-                return self._loaded.train_step(part)
-            assert self._online is not None, "continue_draft comes first"
-            return train_beside(self._loaded, *self._online, part, self._config)
+        if not part.trains_draft:
+            return self._loaded.train_step(part)
+        assert self._online is not None, "continue_draft comes first"
+        return train_beside(self._loaded, *self._online, part, self._config)
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write the policy in Hugging Face format."""
@@ -357,12 +342,11 @@ class LearnerProcess:
 
         model = DRAFT if is_draft else POLICY
         source = self._source(model)
-        with self._at_work():
-            if self._rank == 0:
-                writer = self._snapshots.setdefault((directory, model), SnapshotWriter(directory, model))
-                return writer.write(source, version=version)
-            for _ in source:  # gathering is collective, so every rank iterates
-                pass
+        if self._rank == 0:
+            writer = self._snapshots.setdefault((directory, model), SnapshotWriter(directory, model))
+            return writer.write(source, version=version)
+        for _ in source:  # gathering is collective, so every rank iterates
+            pass
         return None
 
     def open_stream(self, settings: RefitConfig, engines: EngineControl) -> None:

@@ -23,7 +23,6 @@ from slipstream.drafts.trainer import DraftTrainer
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.config import GrpoConfig, OptimizerConfig
-from slipstream.learner import numerics
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import LearnerConfig, Recompute
 from slipstream.records.steps import RefitCheck, StepRecord
@@ -32,7 +31,6 @@ from slipstream.rewards.reward import RewardResult
 from slipstream.train.checkpoints import Checkpoints
 from slipstream.train.loop import Draft, SyncLoop, TrainedDraft, Trainer
 from slipstream.types import Arm, Dtype, Prompt, Rollout, RolloutGroup
-from slipstream.workers import cores
 from slipstream.workers.learner_process import LearnerProcess
 from tests.small import draft_with
 from tests.unit.drafts.small import CHATS, CONFIG
@@ -192,29 +190,6 @@ def test_a_learner_that_rests_while_rollouts_are_drawn_ends_with_the_same_policy
     offloaded.save_checkpoint(tmp_path / "offloaded", {})
     offloaded.finish_checkpoint()
     assert draft_bits(offloaded) == draft_bits(other)
-
-
-@pytest.mark.parametrize(
-    ("online", "keeps", "threads"),
-    [(DraftOnline.ALWAYS, False, 1), (DraftOnline.ALWAYS, True, 2), (DraftOnline.OFF, False, 2)],
-)
-def test_a_learner_takes_an_idle_core_where_neither_its_policy_nor_its_draft_would_round_otherwise(
-    online: DraftOnline, keeps: bool, threads: int, policy: Path, draft: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(numerics, "learner_keeps_bits", lambda dtype: dtype is LEARNER.dtype)
-    monkeypatch.setattr(numerics, "draft_keeps_bits", lambda: keeps)
-    monkeypatch.setattr(cores, "num_cores", lambda: 2)
-    cores.write_shared(tmp_path / "at_work", 2)
-    before = torch.get_num_threads()
-    learner = replace(LEARNER, num_threads=2)
-    process = started(policy, draft, draft_with(ALWAYS, online={"when": online}), learner)
-    process.share_cores(cores.CoreSlot(tmp_path / "at_work", 0))
-    try:
-        with process._at_work():
-            assert torch.get_num_threads() == threads
-    finally:
-        process.share_cores(None)
-        cores.set_threads(before)
 
 
 def test_a_resumed_run_ends_with_the_same_policy_and_draft(policy: Path, draft: Path, tmp_path: Path) -> None:

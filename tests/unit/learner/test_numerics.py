@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from slipstream.learner import numerics
-from slipstream.learner.numerics import choose_dtype, draft_keeps_bits, engine_keeps_bits, learner_keeps_bits
-from slipstream.types import Dtype
+from slipstream.learner.numerics import choose_dtype
 
 
 @pytest.mark.parametrize(
@@ -51,42 +50,3 @@ def test_this_machine_is_measured_and_its_capabilities_are_named() -> None:
     assert min(record.float32_ms, record.bfloat16_ms) > 0
     assert record.capabilities == numerics.capabilities()
     assert record.capabilities[0] == f"torch {torch.backends.cpu.get_cpu_capability()}"
-
-
-def test_a_product_that_its_threads_share_out_does_not_keep_its_bits() -> None:
-    before = torch.get_num_threads()
-
-    def shared_out(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """The sum over tokens in as many parts as there are threads."""
-        parts = range(torch.get_num_threads())
-        return sum((left.chunk(len(parts), 1)[i] @ right.chunk(len(parts))[i] for i in parts), torch.zeros(()))
-
-    assert not learner_keeps_bits(Dtype.FLOAT32, product=shared_out)
-    assert learner_keeps_bits(Dtype.FLOAT32, product=lambda left, right: left[:, :1] * right[:1])
-    assert torch.get_num_threads() == before
-
-
-def test_a_softmax_whose_gradient_depends_on_the_threads_does_not_keep_a_drafts_bits() -> None:
-    def depends(upstream: torch.Tensor, chances: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
-        return upstream * chances * torch.get_num_threads()
-
-    assert not draft_keeps_bits(gradient=depends)
-    assert draft_keeps_bits(gradient=lambda upstream, chances, dim, dtype: upstream * chances)
-
-
-@pytest.mark.parametrize(
-    ("flags", "keeps"),
-    [
-        ("avx2 avx512f", False),
-        ("avx2 avx512f avx512_bf16", True),
-        ("avx2 avx512f amx_bf16", True),
-        ("asimd bf16", False),
-    ],
-)
-def test_an_engine_in_bfloat16_keeps_its_bits_where_the_processor_multiplies_bfloat16(
-    monkeypatch: pytest.MonkeyPatch, flags: str, keeps: bool
-) -> None:
-    monkeypatch.setattr(numerics, "processor_flags", lambda: tuple(flags.split()))
-    assert engine_keeps_bits(Dtype.BFLOAT16) is keeps
-    assert engine_keeps_bits(Dtype.FLOAT32)
-    assert not engine_keeps_bits(Dtype.AUTO) and not learner_keeps_bits(Dtype.AUTO)  # what is not settled is no promise

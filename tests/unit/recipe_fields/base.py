@@ -123,7 +123,7 @@ class NotedEngine:
     def lost_workers(self) -> list[Any]:
         return []
 
-    def share_cores(self, slots: Sequence[Any]) -> None:
+    def limit_threads(self, limits: Sequence[Any]) -> None:
         """It has no threads."""
 
     def unnoted(self) -> AbstractContextManager[None]:

@@ -41,11 +41,8 @@ def with_stages(arm: ArmRecord, **stages: float) -> ArmRecord:
 staged = partial(with_stages, demo_arms()[0])
 
 
-def predicted(
-    arm: ArmRecord, mode: LoopMode = LoopMode.ONE_STEP_OFF, lag: int = 1, helps: bool = False
-) -> PredictedArm:
-    slowdowns = {arm.arm: HALF_AS_FAST_LEARNER}
-    return predict_asynchronous([arm], lag=lag, mode=mode, slowdowns=slowdowns, idle_core_helps=helps).arms[0]
+def predicted(arm: ArmRecord, mode: LoopMode = LoopMode.ONE_STEP_OFF, lag: int = 1) -> PredictedArm:
+    return predict_asynchronous([arm], lag=lag, mode=mode, slowdowns={arm.arm: HALF_AS_FAST_LEARNER}).arms[0]
 
 
 def test_what_takes_longer_of_generation_and_update_hides_the_other() -> None:
@@ -61,12 +58,6 @@ def test_what_takes_longer_of_generation_and_update_hides_the_other() -> None:
     slowdowns = {arm.arm: HALF_AS_FAST_LEARNER}
     found = predict_asynchronous([arm], lag=1, mode=LoopMode.ONE_STEP_OFF, slowdowns=slowdowns, has_logprob_pass=False)
     assert found.arms[0].step_s == pytest.approx(0.1 + 4.0)
-    # The engine is ready after 1 s; 3 of the learner's 4 s are left and take half of that on both cores.
-    found = predicted(staged(generation_s=0.8, train_s=2.0), helps=True)
-    assert found.step_s == pytest.approx(0.1 + 1.0 + 1.5)
-    # The learner is ready after 2 s; 3 of the engine's 5 s are left and take 3 / 1.25.
-    found = predicted(staged(generation_s=4.0, train_s=1.0), helps=True)
-    assert found.step_s == pytest.approx(0.1 + 2.0 + 2.4)
 
 
 def test_batches_stand_beside_the_step_before_theirs() -> None:
@@ -120,7 +111,7 @@ LAYOUT = LayoutRecord(**_MODEL, num_gpus=16, gpus_per_engine=2, max_response_tok
 
 def test_two_cores_have_one_split() -> None:
     found = balance(demo_run())
-    predicted = predict_asynchronous(demo_run().arms, lag=1, mode=LoopMode.IN_FLIGHT, idle_core_helps=True).arms
+    predicted = predict_asynchronous(demo_run().arms, lag=1, mode=LoopMode.IN_FLIGHT).arms
     assert found.unit == "core"
     assert [(row.generation, row.training, row.step_s) for row in found.rows] == [(1, 1, p.step_s) for p in predicted]
 

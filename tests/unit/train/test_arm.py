@@ -131,7 +131,7 @@ class Engines(FlightWorld):
     def load(self, *_: Any, **__: Any) -> None:
         """The weights are those of the start; there are no threads, and nobody reads the end."""
 
-    save_hf = share_cores = load
+    save_hf = limit_threads = load
 
     def take_lost(self, names: Collection[str]) -> tuple[GroupRequest, ...]:
         return ()

@@ -1,7 +1,6 @@
 """A rank of the learner: files for engines on its host, fingerprints by turn, and the drafts that it starts from."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ class Rank(LearnerProcess):
     def __init__(self, rank: int = 0) -> None:
         super().__init__(LearnerConfig(), rank=rank)
         self.policy = Model({"layers.0.w": torch.ones(2, 3), "layers.1.w": torch.full((4,), 2.0)})
-        self.draft, self.num_works = Model({"fc": torch.zeros(3)}), 0
+        self.draft = Model({"fc": torch.zeros(3)})
 
     @property
     def _loaded(self) -> Any:
@@ -49,10 +48,6 @@ class Rank(LearnerProcess):
     def _drafting(self) -> Any:
         return self.draft
 
-    def _at_work(self) -> AbstractContextManager[None]:
-        self.num_works += 1
-        return nullcontext()
-
     def written(self, directory: Path, version: int, *, is_draft: bool = False) -> dict[str, torch.Tensor]:
         """The tensors of the file that this rank writes."""
         found = self.publish(directory, version, is_draft=is_draft)
@@ -60,12 +55,12 @@ class Rank(LearnerProcess):
         return load_file(found.path)
 
 
-def test_policy_and_draft_are_written_to_files_of_their_own_and_shared_cores_are_told(tmp_path: Path) -> None:
+def test_policy_and_draft_are_written_to_files_of_their_own(tmp_path: Path) -> None:
     rank = Rank()
     policy, draft = rank.written(tmp_path, 3), rank.written(tmp_path, 1, is_draft=True)
     held = {"layers.0.w": [[1.0] * 3] * 2, "layers.1.w": [2.0] * 4}
     assert {name: tensor.tolist() for name, tensor in policy.items()} == held
-    assert (list(draft), rank.num_works) == (["fc"], 2)
+    assert list(draft) == ["fc"]
 
 
 def test_other_ranks_go_through_the_weights_and_write_nothing(tmp_path: Path) -> None:
