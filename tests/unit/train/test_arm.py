@@ -80,6 +80,7 @@ class Engines(FlightWorld):
     dead: list[Worker] = field(default_factory=list)  # workers that died before any generation
     recalled: list[Sequence[bytes]] = field(default_factory=list)
     recoveries: list[str] = field(default_factory=list)
+    sharing: list[str] = field(default_factory=list)  # nodes whose cores are shared with the learner
     num_asked: int = 0
     keeps_weights: bool = True
     after: list[str] = field(default_factory=list)  # the weights after so many updates
@@ -182,7 +183,7 @@ def attempted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
     monkeypatch.setattr(arm, "open_channel", lambda *_: nullcontext())
     monkeypatch.setattr(arm, "RefitGate", lambda engines, *_, **__: engines)
     monkeypatch.setattr(arm, "own_node", lambda: "here")
-    monkeypatch.setattr(arm, "shared_cores", lambda *_: nullcontext())
+    monkeypatch.setattr(arm, "shared_cores", lambda node, *parties: nullcontext(parties[0].sharing.append(node)))
     scores: Any = SimpleNamespace(
         judge=lambda prompts, texts, cut_off: RewardResult(
             rewards=tuple(float(len(text) % 2) for text in texts), num_timeouts=0, num_crashes=0
@@ -211,7 +212,7 @@ def test_a_loop_generates_what_the_recipe_says_with_the_weights_that_it_says(
         assert call == ([prompt.id for prompt in STREAM.batch(step)], sampling, GROUP_SIZE, seed, version)
     assert [record.step for record in records] == list(range(NUM_STEPS))
     assert {update.temperature for update in engines.updates} == {0.5}
-    assert engines.modes == []
+    assert (engines.modes, engines.sharing) == ([], ["here"] if loop else [])
     # Only a loop that lags writes down how many groups it asked for.
     submitted = Submitted(tmp_path / "arm" / "submitted").read()
     assert submitted == (NUM_STEPS * PROMPTS_PER_STEP if loop else 0)
