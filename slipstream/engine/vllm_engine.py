@@ -1,4 +1,4 @@
-"""Rollout engine on vLLM: exact speculative sampling of the policy, refit in place, acceptance from counter deltas.
+"""Rollout engine on vLLM: exact speculative sampling of the policy, refit in place, acceptance from vLLM's counts.
 
 A process holds one `VllmEngine` only, as deleting one of two breaks the other.
 """
@@ -18,7 +18,6 @@ from typing import Any
 
 from slipstream.config import require
 from slipstream.data.chat import end_token_ids
-from slipstream.engine.acceptance import acceptance_between
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.history_drafts import HISTORY, history_settings, told_vllm
 from slipstream.engine.protocol import GroupRequest, Portion, Trace, group_requests
@@ -203,7 +202,7 @@ class VllmEngine:
                 str(links.enter_context(loadable(policy))),
                 distributed_executor_backend=executor,
                 skip_tokenizer_init=True,
-                disable_log_stats=False,  # for the acceptance counters
+                disable_log_stats=False,  # for the counts of drafts
                 logprobs_mode="processed_logprobs",  # of the distribution that is sampled, at any temperature
                 speculative_config=speculative_config and _told(speculative_config, config, links),
                 weight_transfer_config={"backend": BACKEND},
@@ -302,8 +301,7 @@ class VllmEngine:
     ) -> Portion:
         """Start `requests` and run steps until no rollout is in flight, or `is_over` of the complete groups is True."""
         self._cache.wake()
-        self._counts.take_preemptions()  # of what ran since the last generation
-        before = self._counts.acceptance()
+        self._counts.take_preemptions(), self._counts.take_acceptance()  # of what ran since the last generation
         started_s = time.perf_counter()
         done: list[tuple[int, RolloutGroup]] = []
         if sampling is not None:
@@ -313,10 +311,9 @@ class VllmEngine:
             if is_over(done):
                 break
         ended_s = time.perf_counter()
-        after = self._counts.acceptance()
         return Portion(
             groups=tuple(done),
-            acceptance=None if before is None or after is None else acceptance_between(before, after),
+            acceptance=self._counts.take_acceptance(),
             started_s=started_s,
             ended_s=ended_s,
             running=self._groups.take_running(),

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import require
-from slipstream.engine.acceptance import AcceptanceCounters, read_counters
+from slipstream.engine.acceptance import acceptance_of
 from slipstream.engine.protocol import GroupRequest, RunningTime, Trace, summed
-from slipstream.records.steps import ScheduleEntry
+from slipstream.records.steps import AcceptanceStats, ScheduleEntry
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
 
 if TYPE_CHECKING:
@@ -316,27 +316,27 @@ class CacheMemory:
 class StepCounts:
     """Drafts and preemptions of an engine whose core runs in this process, and the lengths of its drafts.
 
-    The class is one of vLLM's stat loggers, because vLLM counts drafts by position but exports no such metric. Under a
-    schedule drafts differ in length. A rollout is preempted where the KV cache is full, and its cache is recomputed
-    later. A refit in flight that recomputes all caches preempts what runs, and does not count.
+    The class is one of vLLM's stat loggers, because vLLM counts drafts by position but exports no such metric, and as
+    its metrics take milliseconds to read. Under a schedule drafts differ in length. A rollout is preempted where the KV
+    cache is full, and its cache is recomputed later. A refit in flight that recomputes all caches preempts what runs,
+    and does not count.
 
     Args:
         llm: vLLM's `LLM`.
     """
 
     def __init__(self, llm: Any) -> None:
-        self._llm = llm
         self._scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         told = llm.llm_engine.vllm_config.speculative_config
-        self._drafted = None if told is None else [0] * told.num_speculative_tokens  # by position
+        self._longest = None if told is None else told.num_speculative_tokens  # draft
+        self._verified: list[Any] = []  # counts of the steps since the last call of `take_acceptance`
         self._num_preemptions = 0
         llm.llm_engine.logger_manager.stat_loggers.append(self)
 
-    def acceptance(self) -> AcceptanceCounters | None:
-        """Read the counters since the engine's start; None of an engine that does not speculate."""
-        if self._drafted is None:
-            return None
-        return read_counters(self._llm.get_metrics(), drafted_by_position=self._drafted)
+    def take_acceptance(self) -> AcceptanceStats | None:
+        """Return the acceptance since the last call; None of an engine that does not speculate."""
+        verified, self._verified = self._verified, []
+        return None if self._longest is None else acceptance_of(verified, num_positions=self._longest)
 
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
         """Replace the schedule; no rollout may be in flight.
@@ -347,17 +347,17 @@ class StepCounts:
         """
         from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-        require(self._drafted is not None, "draft.length", "needs an engine that speculates", None)
-        assert self._drafted is not None
+        require(self._longest is not None, "draft.length", "needs an engine that speculates", None)
+        assert self._longest is not None
         rule = "can be changed only in an engine that started with a table"
         has_table = self._scheduler.dynamic_sd_lookup is not None
         require(has_table, "draft.length", rule, None, "start it with a schedule")
         longest = max(entry.num_speculative_tokens for entry in schedule)
-        require(longest <= len(self._drafted), "draft.length", f"must be at most {len(self._drafted)}", longest)
+        require(longest <= self._longest, "draft.length", f"must be at most {self._longest}", longest)
         self._scheduler.dynamic_sd_lookup = build_dynamic_sd_schedule_lookup(
             [(entry.batch_from, entry.batch_to, entry.num_speculative_tokens) for entry in schedule],
             vllm_max_batch_size=self._scheduler.scheduler_config.max_num_seqs,
-            vllm_num_speculative_tokens=len(self._drafted),
+            vllm_num_speculative_tokens=self._longest,
         )
 
     def expect_recomputation(self) -> None:
@@ -374,8 +374,8 @@ class StepCounts:
         """Count one step; vLLM calls each of its stat loggers (`AggregateStatLoggerBase`)."""
         self._num_preemptions += 0 if iteration_stats is None else iteration_stats.num_preempted_reqs
         stats = None if scheduler_stats is None else scheduler_stats.spec_decoding_stats
-        if stats is not None and self._drafted is not None:
-            self._drafted = [a + b for a, b in zip(self._drafted, stats.num_draft_tokens_per_pos, strict=True)]
+        if stats is not None:
+            self._verified.append(stats)
 
     def log(self, *_: Any, **__: Any) -> None:
         """Log nothing; vLLM calls these methods of each stat logger."""

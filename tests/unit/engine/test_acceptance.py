@@ -5,35 +5,33 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.engine.acceptance import (
-    AcceptanceCounters,
-    acceptance_between,
-    combine,
-    read_counters,
-    sampling_deviation,
-)
+from slipstream.engine.acceptance import acceptance_of, combine, sampling_deviation
 from slipstream.engine.protocol import GenerationResult, RunningTime, joined
 from slipstream.records.steps import AcceptanceStats
 from tests.unit.sampled import accepted
 
 
-def counters(drafts: int, proposed: int, *accepted: int, drafted: tuple[int, ...] = ()) -> AcceptanceCounters:
-    return AcceptanceCounters(
+def counts(drafts: int, proposed: int, *accepted: int, drafted: tuple[int, ...] = ()) -> SimpleNamespace:
+    """Counts of a step as vLLM has them; by default all its drafts have a token at each position."""
+    return SimpleNamespace(
         num_drafts=drafts,
         num_draft_tokens=proposed,
         num_accepted_tokens=sum(accepted),
-        accepted_by_position=accepted,
-        drafted_by_position=drafted,
+        num_accepted_tokens_per_pos=list(accepted),
+        num_draft_tokens_per_pos=list(drafted or (drafts,) * len(accepted)),
     )
 
 
-def since_the_start(after: AcceptanceCounters) -> AcceptanceStats:
-    none = (0,) * len(after.accepted_by_position)
-    return acceptance_between(counters(0, 0, *none, drafted=none if after.drafted_by_position else ()), after)
+def of(*steps: SimpleNamespace) -> AcceptanceStats:
+    return acceptance_of(steps, num_positions=len(steps[0].num_accepted_tokens_per_pos))
 
 
-def test_acceptance_comes_from_the_deltas_of_the_counters() -> None:
-    stats = acceptance_between(counters(100, 300, 60, 40, 20), counters(110, 330, 68, 45, 22))
+def of_one_length(*args: int) -> AcceptanceStats:
+    return replace(of(counts(*args)), drafted_by_position=())
+
+
+def test_acceptance_comes_from_the_counts_of_the_steps() -> None:
+    stats = of(counts(4, 12, 3, 2, 1), counts(6, 18, 5, 3, 1))
     # 10 drafts of 3 tokens, 15 of 30 accepted: 8, 5 and 2 by position.
     assert stats == AcceptanceStats(
         num_drafts=10,
@@ -43,60 +41,62 @@ def test_acceptance_comes_from_the_deltas_of_the_counters() -> None:
         mean_acceptance_length=2.5,
         acceptance_rate=0.5,
         rate_by_position=(0.8, 0.5, 0.2),
+        drafted_by_position=(10, 10, 10),
     )
 
 
 def test_a_positions_rate_is_over_the_drafts_that_had_a_token_there() -> None:
     """10 drafts, 4 of them of 3 tokens and 6 of one: 9, 3 and 1 are accepted."""
-    before, after = counters(5, 7, 4, 1, 0, drafted=(5, 1, 1)), counters(15, 25, 13, 4, 1, drafted=(15, 5, 5))
-    stats = acceptance_between(before, after)
+    stats = of(counts(10, 18, 9, 3, 1, drafted=(10, 4, 4)))
     assert (stats.drafted_by_position, stats.num_draft_tokens) == ((10, 4, 4), 18)
     assert stats.rate_by_position == (0.9, 0.75, 0.25)
     assert (stats.mean_acceptance_length, stats.acceptance_rate) == (1 + 13 / 10, 13 / 18)
 
 
 @pytest.mark.parametrize(
-    ("after", "length", "rate", "by_position"),
+    ("step", "length", "rate", "by_position"),
     [
-        (counters(4, 8, 4, 4), 3.0, 1.0, (1.0, 1.0)),
-        (counters(0, 0, 0, 0), 1.0, 0.0, (0.0, 0.0)),
-        (counters(3, 3, 2, 0, drafted=(3, 0)), 1 + 2 / 3, 2 / 3, (2 / 3, 0.0)),
+        (counts(4, 8, 4, 4), 3.0, 1.0, (1.0, 1.0)),
+        (counts(0, 0, 0, 0), 1.0, 0.0, (0.0, 0.0)),
+        (counts(3, 3, 2, 0, drafted=(3, 0)), 1 + 2 / 3, 2 / 3, (2 / 3, 0.0)),
     ],
     ids=["everything is accepted", "nothing was drafted", "a position that no draft reached"],
 )
 def test_whole_and_empty_counts_agree(
-    after: AcceptanceCounters, length: float, rate: float, by_position: tuple[float, ...]
+    step: SimpleNamespace, length: float, rate: float, by_position: tuple[float, ...]
 ) -> None:
-    stats = since_the_start(after)
+    stats = of(step)
     assert (stats.mean_acceptance_length, stats.acceptance_rate, stats.rate_by_position) == (length, rate, by_position)
 
 
 @pytest.mark.parametrize(
-    "after",
+    "step",
     [
-        counters(4, 8, 5, 4),  # more accepted than drafted
-        counters(4, 8, 5, 0),  # the first position accepted more often than there were drafts
-        counters(4, 8, -1, 0),
-        counters(-1, 0, 0, 0),
-        replace(counters(10, 20, 6, 2), num_accepted_tokens=9),  # the positions do not sum to the accepted tokens
-        counters(3, 4, 2, 2, drafted=(3, 1)),  # a second token accepted more often than drafted
-        counters(3, 6, 2, 1, drafted=(4, 2)),  # more first tokens than drafts
-        counters(3, 5, 2, 1, drafted=(3, 1)),  # 3 + 1 tokens were drafted
+        counts(4, 8, 5, 4),  # more accepted than drafted
+        counts(4, 8, 5, 0),  # the first position accepted more often than there were drafts
+        counts(4, 8, -1, 0),
+        counts(-1, 0, 0, 0),
+        SimpleNamespace(**vars(counts(10, 20, 6, 2)) | {"num_accepted_tokens": 9}),  # not the sum over positions
+        counts(3, 4, 2, 2, drafted=(3, 1)),  # a second token accepted more often than drafted
+        counts(3, 6, 2, 1, drafted=(4, 2)),  # more first tokens than drafts
+        counts(3, 5, 2, 1, drafted=(3, 1)),  # 3 + 1 tokens were drafted
     ],
 )
-def test_counts_that_no_engine_can_reach_are_an_error(after: AcceptanceCounters) -> None:
+def test_counts_that_no_engine_can_reach_are_an_error(step: SimpleNamespace) -> None:
     with pytest.raises(RuntimeError) as caught:
-        since_the_start(after)
-    assert str(caught.value) == f"acceptance counters contradict each other: {after}"
+        of(step)
+    assert str(caught.value).startswith(
+        f"acceptance counts contradict each other: AcceptanceCounts(num_drafts={step.num_drafts}, "
+    )
 
 
-def test_two_readings_of_another_number_of_positions_are_refused() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        acceptance_between(counters(0, 0, 0, 0), counters(1, 1, 1))
+def test_steps_of_another_number_of_positions_are_refused() -> None:
+    with pytest.raises(ValueError, match="broadcast"):
+        acceptance_of([counts(1, 1, 1)], num_positions=2)
 
 
 def test_spans_combine_by_their_counts_not_by_their_rates() -> None:
-    assert combine([since_the_start(counters(1, 1, 1)), since_the_start(counters(9, 9, 0))]) == AcceptanceStats(
+    assert combine([of_one_length(1, 1, 1), of_one_length(9, 9, 0)]) == AcceptanceStats(
         num_drafts=10,
         num_draft_tokens=10,
         num_accepted_tokens=1,
@@ -110,11 +110,11 @@ def test_spans_combine_by_their_counts_not_by_their_rates() -> None:
 
 
 def test_spans_with_drafts_of_different_counted_and_equal_lengths_combine() -> None:
-    one, two = since_the_start(counters(2, 2, 1)), since_the_start(counters(2, 4, 2, 1))
+    one, two = of_one_length(2, 2, 1), of_one_length(2, 4, 2, 1)
     both = combine([one, two])
     assert (both.num_drafts, both.num_accepted_tokens, both.accepted_by_position) == (4, 4, (3, 1))
     assert (both.mean_acceptance_length, both.rate_by_position) == (2.0, (0.75, 0.5))  # two had a second token
-    both = combine([since_the_start(counters(4, 6, 3, 1, drafted=(4, 2))), two])
+    both = combine([of(counts(4, 6, 3, 1, drafted=(4, 2))), two])
     assert (both.drafted_by_position, both.rate_by_position) == ((6, 4), (5 / 6, 2 / 4))
     assert combine([two, two]).drafted_by_position == ()
 
@@ -125,24 +125,6 @@ def test_sampling_deviation_by_hand() -> None:
     # Half of them have two: mean 1, mean square 2, variance 1.
     assert sampling_deviation(accepted(100, 50, 50)) == pytest.approx(0.1)
     assert sampling_deviation(accepted(0, 0, 0)) == 0.0
-
-
-PREFIX = "vllm:spec_decode_num_"
-METRICS = [
-    SimpleNamespace(name="vllm:num_requests_running", value=3),
-    SimpleNamespace(name=f"{PREFIX}drafts", value=4.0),
-    SimpleNamespace(name=f"{PREFIX}draft_tokens", value=8.0),
-    SimpleNamespace(name=f"{PREFIX}accepted_tokens", value=5.0),
-    SimpleNamespace(name=f"{PREFIX}accepted_tokens_per_pos", values=[3.0, 2.0]),
-]
-
-
-@pytest.mark.parametrize("missing", ["drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"])
-def test_each_counter_is_the_one_of_its_name_and_one_that_vllm_does_not_report_is_an_error(missing: str) -> None:
-    assert read_counters(METRICS, drafted_by_position=[4, 4]) == counters(4, 8, 3, 2, drafted=(4, 4))
-    with pytest.raises(RuntimeError) as caught:
-        read_counters([metric for metric in METRICS if metric.name != PREFIX + missing])
-    assert str(caught.value) == f"vLLM reports no counter {PREFIX}{missing}: acceptance is unknown"
 
 
 def test_results_of_calls_are_joined_with_idle_engines_weighed_by_time() -> None:

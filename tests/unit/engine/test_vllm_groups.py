@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from slipstream.config import ConfigError
+from slipstream.engine.acceptance import acceptance_of
 from slipstream.engine.protocol import GroupRequest
 from slipstream.engine.vllm_groups import CacheMemory, FinishedRollout, GroupsUnderWay, StepCounts, group_of
 from slipstream.records.steps import ScheduleEntry
@@ -212,16 +213,12 @@ def test_what_is_asked_beside_the_rollouts_costs_none_of_them() -> None:
 def drafting_llm(k: int, lookup: list[int] | None = None) -> Any:
     """vLLM's `LLM` as far as it is used; up to 4 rollouts at once."""
     scheduler = SimpleNamespace(dynamic_sd_lookup=lookup, scheduler_config=SimpleNamespace(max_num_seqs=4))
-    metrics = [
-        SimpleNamespace(name=f"vllm:spec_decode_num_{name}", value=value, values=[2, 1])
-        for name, value in (("drafts", 3), ("draft_tokens", 5), ("accepted_tokens", 3), ("accepted_tokens_per_pos", 0))
-    ]
     engine = SimpleNamespace(
         vllm_config=SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=k)),
         logger_manager=SimpleNamespace(stat_loggers=[]),
         engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)),
     )
-    return SimpleNamespace(get_metrics=lambda: metrics, llm_engine=engine)
+    return SimpleNamespace(llm_engine=engine)
 
 
 def entry(start: int, end: int, k: int) -> ScheduleEntry:
@@ -265,16 +262,24 @@ def test_preemptions_count_where_the_cache_was_full_and_not_where_a_refit_recomp
     assert preemptions.take_preemptions() == 1
 
 
-def test_drafts_are_counted_by_position_over_the_steps() -> None:
+def test_drafts_are_counted_by_position_over_the_steps_since_the_last_call() -> None:
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
     llm = drafting_llm(2)
-    drafting = StepCounts(llm)
+    counts = StepCounts(llm)
     (logger,) = llm.llm_engine.logger_manager.stat_loggers
-    for counts in ([1, 1], [2, 1], None):  # the last step verified nothing
-        stats = None if counts is None else SimpleNamespace(num_draft_tokens_per_pos=counts)
+    verified = SpecDecodingStats.new(2)
+    for drafted, accepted in ((2, 2), (1, 0)):
+        verified.observe_draft(num_draft_tokens=drafted, num_accepted_tokens=accepted)
+    for stats in (verified, None, verified):  # the second step verified nothing
         logger.record(SimpleNamespace(spec_decoding_stats=stats), None, engine_idx=0)
-    counters = drafting.acceptance()
-    assert counters is not None
-    assert (counters.drafted_by_position, counters.accepted_by_position) == ((3, 2), (2, 1))
+    found = counts.take_acceptance()
+    assert found is not None
+    assert (found.num_drafts, found.num_draft_tokens, found.num_accepted_tokens) == (4, 6, 4)
+    assert (found.drafted_by_position, found.accepted_by_position) == ((4, 2), (2, 2))
+    assert counts.take_acceptance() == acceptance_of([], num_positions=2)
+    llm.llm_engine.vllm_config.speculative_config = None
+    assert StepCounts(llm).take_acceptance() is None
 
 
 class Llm:
