@@ -41,7 +41,7 @@ from slipstream.types import Dtype, Prompt, RolloutGroup
 _PROBE = "slipstream.engine.vllm_plugin.EngineProbe"
 
 OWN_NORMS = {"rms_norm": ["slipstream"], "fused_add_rms_norm": ["slipstream"]}
-"""vLLM's `ir_op_priority` with the kernels of `vllm_norms`; where they do not fit, vLLM's own operations remain."""
+"""vLLM's `ir_op_priority` with the kernels of `vllm_eager`; where they do not fit, vLLM's own operations remain."""
 
 
 def engine_arguments(

@@ -34,7 +34,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import empty_exponential_noise_like, sample_with_exponential_noise
 from vllm.v1.spec_decode import llm_base_proposer
 
-from slipstream.engine import vllm_norms, weight_transfer
+from slipstream.engine import vllm_eager, weight_transfer
 from slipstream.engine.history_drafts import History
 from slipstream.engine.verification import columns_at, verify_blocks
 from slipstream.engine.weight_transfer import OF_READERS, AnySlot, draft_names, slots
@@ -343,7 +343,7 @@ def register() -> None:
     """Install the sampler fixes, the weight transfer and a CPU's norms; repeated calls change nothing."""
     weight_transfer.register()
     if current_platform.is_cpu():
-        vllm_norms.register()
+        vllm_eager.register()
         keep_freed_memory()
     install()
 

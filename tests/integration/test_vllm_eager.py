@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from slipstream.engine import vllm_norms
+from slipstream.engine import vllm_eager
 from slipstream.engine.vllm_engine import OWN_NORMS
 
 pytestmark = pytest.mark.slow  # vLLM's import takes seconds
@@ -77,8 +77,8 @@ def test_engines_name_the_kernels_that_are_offered() -> None:
     from vllm import ir
 
     for name, providers in OWN_NORMS.items():
-        assert providers == [vllm_norms.PROVIDER]
-        assert vllm_norms.PROVIDER in getattr(ir.ops, name).impls
+        assert providers == [vllm_eager.PROVIDER]
+        assert vllm_eager.PROVIDER in getattr(ir.ops, name).impls
 
 
 def test_an_engines_process_keeps_large_blocks_that_it_frees() -> None:
