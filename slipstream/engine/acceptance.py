@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from slipstream.records.steps import AcceptanceStats
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AcceptanceCounts:
-    """Drafts of a span.
-
-    `accepted_by_position[i]` counts the accepted draft tokens at position i (from 0). `drafted_by_position[i]` counts
-    the drafts with a token at position i; an empty tuple means that all drafts had one length.
-    """
-
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int  # bonus tokens excluded
-    accepted_by_position: tuple[int, ...]
-    drafted_by_position: tuple[int, ...] = ()
 
 
 def acceptance_of(steps: Iterable[Any], *, num_positions: int) -> AcceptanceStats:
@@ -40,15 +24,7 @@ def acceptance_of(steps: Iterable[Any], *, num_positions: int) -> AcceptanceStat
         by_position = (*step.num_accepted_tokens_per_pos, *step.num_draft_tokens_per_pos)
         total += (step.num_drafts, step.num_draft_tokens, step.num_accepted_tokens, *by_position)
     drafts, proposed, accepted, *positions = total.tolist()
-    return _stats(
-        AcceptanceCounts(
-            num_drafts=drafts,
-            num_draft_tokens=proposed,
-            num_accepted_tokens=accepted,
-            accepted_by_position=tuple(positions[:num_positions]),
-            drafted_by_position=tuple(positions[num_positions:]),
-        )
-    )
+    return _stats(drafts, proposed, accepted, tuple(positions[:num_positions]), tuple(positions[num_positions:]))
 
 
 def combine(parts: Sequence[AcceptanceStats]) -> AcceptanceStats:
@@ -61,14 +37,13 @@ def combine(parts: Sequence[AcceptanceStats]) -> AcceptanceStats:
         raise ValueError("parts must hold at least one span, got none")
     differ = len({len(part.accepted_by_position) for part in parts}) > 1
     is_counted = differ or any(part.drafted_by_position for part in parts)
+    drafted = [_drafted(part.num_drafts, part.accepted_by_position, part.drafted_by_position) for part in parts]
     return _stats(
-        AcceptanceCounts(
-            num_drafts=sum(part.num_drafts for part in parts),
-            num_draft_tokens=sum(part.num_draft_tokens for part in parts),
-            num_accepted_tokens=sum(part.num_accepted_tokens for part in parts),
-            accepted_by_position=_summed([part.accepted_by_position for part in parts]),
-            drafted_by_position=_summed([_drafted(part) for part in parts]) if is_counted else (),
-        )
+        sum(part.num_drafts for part in parts),
+        sum(part.num_draft_tokens for part in parts),
+        sum(part.num_accepted_tokens for part in parts),
+        _summed([part.accepted_by_position for part in parts]),
+        _summed(drafted) if is_counted else (),
     )
 
 
@@ -76,9 +51,9 @@ def _summed(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sum(column) for column in zip_longest(*counts, fillvalue=0))
 
 
-def _drafted(part: AcceptanceStats | AcceptanceCounts) -> tuple[int, ...]:
-    """Count the drafts with a token at each position: all drafts where they have one length."""
-    return part.drafted_by_position or (part.num_drafts,) * len(part.accepted_by_position)
+def _drafted(drafts: int, accepted: tuple[int, ...], drafted: tuple[int, ...]) -> tuple[int, ...]:
+    """Drafts with a token at each position: all drafts where they have one length, which no counts say."""
+    return drafted or (drafts,) * len(accepted)
 
 
 def sampling_deviation(stats: AcceptanceStats) -> float:
@@ -94,21 +69,36 @@ def sampling_deviation(stats: AcceptanceStats) -> float:
     return float(np.sqrt(max(variance, 0.0) / stats.num_drafts))
 
 
-def _stats(counts: AcceptanceCounts) -> AcceptanceStats:
-    drafts, proposed, accepted = counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens
-    consistent = 0 <= accepted <= proposed and drafts >= 0 and sum(counts.accepted_by_position) == accepted
-    drafted = _drafted(counts)
-    possible = all(a <= d <= drafts for a, d in zip(counts.accepted_by_position, drafted, strict=True))
-    counted = not counts.drafted_by_position or sum(drafted) == proposed
+def _stats(
+    drafts: int,
+    proposed: int,
+    accepted: int,
+    accepted_by_position: tuple[int, ...],
+    drafted_by_position: tuple[int, ...],
+) -> AcceptanceStats:
+    """Check the counts of a span and rate them.
+
+    Args:
+        accepted: accepted draft tokens, bonus tokens excluded.
+        drafted_by_position: empty if all drafts had one length.
+    """
+    drafted = _drafted(drafts, accepted_by_position, drafted_by_position)
+    positions = tuple(zip(accepted_by_position, drafted, strict=True))
+    consistent = 0 <= accepted <= proposed and drafts >= 0 and sum(accepted_by_position) == accepted
+    possible = all(a <= d <= drafts for a, d in positions)
+    counted = not drafted_by_position or sum(drafted) == proposed
     if not (consistent and possible and counted):
-        raise RuntimeError(f"acceptance counts contradict each other: {counts}")
+        raise RuntimeError(
+            f"acceptance counts contradict each other: {accepted} of {proposed} tokens in {drafts} drafts, by position "
+            f"{accepted_by_position} of {drafted}"
+        )
     return AcceptanceStats(
         num_drafts=drafts,
         num_draft_tokens=proposed,
         num_accepted_tokens=accepted,
-        accepted_by_position=counts.accepted_by_position,
+        accepted_by_position=accepted_by_position,
         mean_acceptance_length=1.0 + accepted / drafts if drafts else 1.0,
         acceptance_rate=accepted / proposed if proposed else 0.0,
-        rate_by_position=tuple(a / d if d else 0.0 for a, d in zip(counts.accepted_by_position, drafted, strict=True)),
-        drafted_by_position=counts.drafted_by_position,
+        rate_by_position=tuple(a / d if d else 0.0 for a, d in positions),
+        drafted_by_position=drafted_by_position,
     )

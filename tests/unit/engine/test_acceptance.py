@@ -85,9 +85,8 @@ def test_whole_and_empty_counts_agree(
 def test_counts_that_no_engine_can_reach_are_an_error(step: SimpleNamespace) -> None:
     with pytest.raises(RuntimeError) as caught:
         of(step)
-    assert str(caught.value).startswith(
-        f"acceptance counts contradict each other: AcceptanceCounts(num_drafts={step.num_drafts}, "
-    )
+    told = f"{step.num_accepted_tokens} of {step.num_draft_tokens} tokens in {step.num_drafts} drafts, by position "
+    assert str(caught.value).startswith(f"acceptance counts contradict each other: {told}")
 
 
 def test_steps_of_another_number_of_positions_are_refused() -> None:
