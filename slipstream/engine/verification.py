@@ -20,6 +20,8 @@ def columns_at(weights_RV: Tensor, uniform_R: Tensor) -> Tensor:
     without weight gives its last column.
     """
     width = weights_RV.shape[1]
+    if width <= _BLOCK:
+        return _place(weights_RV, uniform_R)[0]
     missing = -width % _BLOCK
     whole_RV = pad(weights_RV, (0, missing)) if missing else weights_RV
     blocks = whole_RV.view(len(whole_RV), whole_RV.shape[1] // _BLOCK, _BLOCK)

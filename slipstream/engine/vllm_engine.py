@@ -301,7 +301,8 @@ class VllmEngine:
     ) -> Portion:
         """Start `requests` and run steps until no rollout is in flight, or `is_over` of the complete groups is True."""
         self._cache.wake()
-        self._counts.take_preemptions(), self._counts.take_acceptance()  # of what ran since the last generation
+        self._counts.take_preemptions()  # of what ran since the last generation
+        self._counts.take_acceptance()
         started_s = time.perf_counter()
         done: list[tuple[int, RolloutGroup]] = []
         if sampling is not None:

@@ -1,7 +1,7 @@
 """Plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`): sampler fixes and a probe.
 
-`register` offers weight transfer and a CPU's norms to engines, and installs the fixes. `EngineProbe.check_sampler`
-proves at engine start that the process which samples uses a correct sampler.
+`register` offers weight transfer to engines, and what `vllm_eager` has to those on a CPU, and installs the fixes.
+`EngineProbe.check_sampler` proves at engine start that the process which samples uses a correct sampler.
 
 vLLM has two model runners with samplers of their own. The second (V2, wherever Triton runs) derives all noise from a
 request's seed and the token's position, separately for drafts, and needs no fix. The first (V1, on a CPU always) needs
@@ -143,11 +143,7 @@ def _sample_tokens(
     logits.div_(torch.where(is_greedy, 1.0, temperature).view(-1, 1))
     probs = logits.softmax(dim=-1, dtype=torch.float32)
     noise = empty_exponential_noise_like(probs, use_fp64)
-    if len(generators) < len(noise):
-        noise.exponential_()
-    rows = noise.unbind()  # cheaper than an index for each request
-    for row, generator in generators.items():
-        rows[row].exponential_(generator=generator)
+    vllm_eager.fill_with_noise(noise, generators)
     tokens = sample_with_exponential_noise(probs.clone(), noise)
     return torch.where(is_greedy, probs.argmax(dim=-1), tokens), probs
 
@@ -340,10 +336,12 @@ def _two_seeded_of_three(device: torch.device) -> SamplingMetadata:
 
 
 def register() -> None:
-    """Install the sampler fixes, the weight transfer and a CPU's norms; repeated calls change nothing."""
+    """Install the sampler fixes, the weight transfer and a CPU's own operations; repeated calls change nothing."""
     weight_transfer.register()
     if current_platform.is_cpu():
         vllm_eager.register()
+        proposer: Any = llm_base_proposer.SpecDecodeBaseProposer
+        proposer.propose = vllm_eager.propose
         keep_freed_memory()
     install()
 
