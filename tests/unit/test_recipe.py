@@ -170,7 +170,7 @@ learner.max_tokens_per_microbatch=223
 draft.eagle3.aux_hidden_state_layer_ids=[2, 12, 24]
     draft.eagle3.aux_hidden_state_layer_ids must be in [0, 24), the policy's layers, got (2, 12, 24)
 draft.method=dflash
-    draft.pretrain.ttt_steps must be >= the longest of tuning.candidate_ks, 11, with draft.method dflash, got 4;
+    draft.pretrain.ttt_steps must be >= the longest of tuning.candidate_ks, 13, with draft.method dflash, got 4;
 draft.method=dflash + draft.pretrain.ttt_steps=11 + engine.max_model_len=245
     engine.max_model_len must hold ... 64 + sampling.max_response_tokens 160 + 22 ... k 11 = 246 tokens, got 245;
 MTP => policy.scratch.num_mtp_layers must be 1 with draft.method mtp, got 0;
@@ -383,7 +383,7 @@ def test_parameters_are_every_field_as_text_but_where_the_run_is_tracked() -> No
     assert found["grpo.group_size"] == "8"
     assert found["engine.enforce_eager"] == "true"
     assert found["learner.logprob_chunk_tokens"] == "null"
-    assert found["tuning.candidate_ks"] == "[0, 3, 5, 7, 11]"
+    assert found["tuning.candidate_ks"] == "[0, 3, 7, 10, 13]"
     assert not [name for name in found if name.startswith("tracking")]
 
 

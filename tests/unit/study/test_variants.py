@@ -104,7 +104,7 @@ def test_a_length_of_0_or_none_is_one_that_is_tuned() -> None:
         (variant,) = variants_of(Grid(**{**ONE, "draft_lengths": lengths}))
         assert variant.name == "rl_zero-in_domain-eagle3-kl_div-k-tuned-seed0"
         (tuned,) = recipes_of(**{**ONE, "draft_lengths": lengths})
-        assert tuned.tuning.candidate_ks == (0, 3, 5, 7, 11)  # the recipe's own
+        assert tuned.tuning.candidate_ks == (0, 3, 7, 10, 13)  # the recipe's own
     (fixed,) = recipes_of(**ONE)
     assert fixed.tuning.candidate_ks == (0, 3)
 
