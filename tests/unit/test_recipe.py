@@ -129,10 +129,10 @@ data.synthetic.min_terms=11 + data.synthetic.max_terms=11
 draft.draft_model.shape.num_query_groups=3
     draft.draft_model.shape.num_query_groups must divide num_attention_heads 2, got 3
 tuning.batch_sizes=[12, 64] => tuning.batch_sizes must be multiples of grpo.group_size 8, got [12]
-engine.max_model_len=244 + evaluation.sampling.max_response_tokens=1
-    engine.max_model_len must hold ... 64 + sampling.max_response_tokens 160 + 21 ... k 11 = 245 tokens, got 244;
-engine.max_model_len=244 + sampling.max_response_tokens=1
-    engine.max_model_len must hold ... evaluation.sampling.max_response_tokens 160 + 21 ... k 11 = 245 tokens, got 244;
+engine.max_model_len=248 + evaluation.sampling.max_response_tokens=1
+    engine.max_model_len must hold ... 64 + sampling.max_response_tokens 160 + 25 ... k 13 = 249 tokens, got 248;
+engine.max_model_len=248 + sampling.max_response_tokens=1
+    engine.max_model_len must hold ... evaluation.sampling.max_response_tokens 160 + 25 ... k 13 = 249 tokens, got 248;
 engine.max_model_len=225 + tuning.candidate_ks=[0, 1]
     engine.max_model_len must hold ... 64 + sampling.max_response_tokens 160 + 2 ... k 1 = 226 tokens, got 225;
 engine.max_model_len=1024 => engine.max_model_len must be <= policy.scratch.max_position_embeddings 512, got 1024
@@ -171,8 +171,8 @@ draft.eagle3.aux_hidden_state_layer_ids=[2, 12, 24]
     draft.eagle3.aux_hidden_state_layer_ids must be in [0, 24), the policy's layers, got (2, 12, 24)
 draft.method=dflash
     draft.pretrain.ttt_steps must be >= the longest of tuning.candidate_ks, 13, with draft.method dflash, got 4;
-draft.method=dflash + draft.pretrain.ttt_steps=11 + engine.max_model_len=245
-    engine.max_model_len must hold ... 64 + sampling.max_response_tokens 160 + 22 ... k 11 = 246 tokens, got 245;
+draft.method=dflash + draft.pretrain.ttt_steps=13 + engine.max_model_len=249
+    engine.max_model_len must hold ... 64 + sampling.max_response_tokens 160 + 26 ... k 13 = 250 tokens, got 249;
 MTP => policy.scratch.num_mtp_layers must be 1 with draft.method mtp, got 0;
 learner.parallel.data=25 + grpo.updates_per_step=2
     learner.parallel.data must be at most the 24 rollouts of an update, got 25;
@@ -205,7 +205,7 @@ def test_a_broken_rule_names_field_rule_value_and_fix(given: str, expected: str)
 
 
 ON_A_BOUND = """
-engine.max_model_len=245
+engine.max_model_len=249
 engine.max_model_len=512
 engine.max_model_len=226 + tuning.candidate_ks=[0, 1]
 learner.max_tokens_per_microbatch=224
@@ -214,7 +214,7 @@ grpo.dynamic_sampling.max_extra_batches=2
 sampling.temperature=0.5
 draft.eagle3.aux_hidden_state_layer_ids=[2, 12, 23]
 MTP + policy.scratch.num_mtp_layers=1
-draft.method=dflash + draft.pretrain.ttt_steps=11 + engine.max_model_len=246
+draft.method=dflash + draft.pretrain.ttt_steps=13 + engine.max_model_len=250
 engine={kv_cache_gib: null, gpu_memory_utilization: 0.475} + tuning.max_live_engines=2
 engine={kv_cache_gib: null, gpu_memory_utilization: 0.9} + tuning={max_live_engines: 2, gpu_memory_utilization: 0.475}
 learner.parallel.tensor=2 + ADAMW

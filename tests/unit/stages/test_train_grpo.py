@@ -83,7 +83,7 @@ def test_what_is_certified_is_what_trained_or_the_longest_draft_that_lost(tmp_pa
     length = draft_length(by_batch, tuned(tmp_path, (1, 8, 5), (9, 48, 2)))
     assert tuned_length(by_batch, tmp_path) == length
     assert arm_labels(by_batch, Arm.SPECULATIVE, length)["k"] == "by_batch"
-    assert tuned_length(by_batch, tuned(tmp_path, k=0)) == DraftLength(num_speculative_tokens=11)
+    assert tuned_length(by_batch, tuned(tmp_path, k=0)) == DraftLength(num_speculative_tokens=13)
 
 
 @dataclass
