@@ -52,7 +52,7 @@ def _summed(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _drafted(drafts: int, accepted: tuple[int, ...], drafted: tuple[int, ...]) -> tuple[int, ...]:
-    """Drafts with a token at each position: all drafts where they have one length, which no counts say."""
+    """Return the drafts with a token at each position; without such counts all drafts have one length."""
     return drafted or (drafts,) * len(accepted)
 
 

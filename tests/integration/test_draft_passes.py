@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.drafts.methods import speculative_config
 from slipstream.workers.engines import start_engine
-from tests.small import DRAFT, ENGINE, PROMPTS, SAMPLING
+from tests.small import DRAFT, ENGINE, PROMPTS, SAMPLING, require_equal
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +41,7 @@ def proposed(process: Any, is_vllms: bool) -> tuple[list[Any], list[np.ndarray],
     from slipstream.engine import vllm_eager
 
     proposer: Any = SpecDecodeBaseProposer
+    assert proposer.propose is vllm_eager.propose, "the plugin installs them"
     probabilities, num_shipped, shipped = [], [0], vllm_eager.SHIPPED_PROPOSAL
 
     def counted(*args: Any, **given: Any) -> Any:
@@ -74,6 +75,8 @@ def test_own_passes_propose_what_vllms_do(
 
         traces, probabilities, num_shipped = run(is_vllms=False)
         by_vllm, expected, num_by_vllm = run(is_vllms=True)
+        first, second = (engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1) for _ in range(2))
+    require_equal(first, second)  # drafts of the traces are in no generation's counts
     assert (num_shipped, num_by_vllm) == (0, len(expected))
     assert traces == by_vllm
     assert len({trace.window_lengths for trace in traces}) > 1, "drafts are accepted, and not always"
