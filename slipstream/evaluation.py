@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import numpy as np
 
@@ -20,8 +20,6 @@ from slipstream.rewards.reward import Reward
 from slipstream.rewards.values import compare
 from slipstream.statistics import wilson_ci95
 from slipstream.types import FinishReason, Prompt
-
-T = TypeVar("T")
 
 
 class EvaluationConfig(Checked, path="evaluation"):
@@ -42,11 +40,6 @@ class EvaluationConfig(Checked, path="evaluation"):
     def is_due(self, num_updates: int) -> bool:
         """Return True if a policy that goes on training is evaluated after so many updates."""
         return self.every_steps is not None and num_updates > 0 and num_updates % self.every_steps == 0
-
-
-def avg_at_k(rewards_Nk: Sequence[Sequence[float]]) -> float:
-    """Expected pass@1: the mean over problems of the mean reward of their samples."""
-    return float(np.mean([np.mean(rewards) for rewards in rewards_Nk]))
 
 
 def maj_at_k(answers_Nk: Sequence[Sequence[str | None]], rewards_Nk: Sequence[Sequence[float]]) -> float:
@@ -80,26 +73,26 @@ def evaluate(
     Args:
         decode: decoder of responses, as in `stages.support.decode`.
         policy: name of the weights in the record.
-    Raises:
-        ConfigError: there are no prompts.
     """
     require(len(prompts) > 0, "data.validation", "must have problems to evaluate on", len(prompts))
     k = config.num_samples_per_problem
     groups = engine.generate(prompts, sampling=config.sampling, group_size=k, seed=seed).groups
     assert [len(group.rollouts) for group in groups] == [k] * len(prompts)
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    texts = [decode(group.prompt.token_ids, rollout.token_ids) for group in groups for rollout in group.rollouts]
-    truncated = [rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]
-    scored = reward.judge([group.prompt for group in groups for _ in group.rollouts], texts, cut_off=truncated)
-    rewards_Nk = _rows(scored.rewards, k)
+    samples = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+    texts = [decode(prompt.token_ids, rollout.token_ids) for prompt, rollout in samples]
+    truncated = [rollout.finish_reason is FinishReason.LENGTH for _, rollout in samples]
+    scored = reward.judge([prompt for prompt, _ in samples], texts, cut_off=truncated)
     answers = [extract_answer(text, is_cut_off=cut) for text, cut in zip(texts, truncated, strict=True)]
+    problems = [slice(start, start + k) for start in range(0, len(samples), k)]
+    rewards_Nk = [scored.rewards[own] for own in problems]
+    rates = [float(np.mean(rewards)) for rewards in rewards_Nk]
     return EvaluationRecord(
         policy=policy,
         num_problems=len(prompts),
         k=k,
-        avg_at_k=avg_at_k(rewards_Nk),
-        maj_at_k=maj_at_k(_rows(answers, k), rewards_Nk),
-        ci95=wilson_ci95([float(np.mean(rewards)) for rewards in rewards_Nk]),
+        avg_at_k=float(np.mean(rates)),
+        maj_at_k=maj_at_k([answers[own] for own in problems], rewards_Nk),
+        ci95=wilson_ci95(rates),
         truncated_fraction=float(np.mean(truncated)),
         num_timeouts=scored.num_timeouts,
         prompt_hash=prompt_hash(prompts),
@@ -119,7 +112,3 @@ def _majority(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
         return 0.0
     most = max(len(vote) for vote in votes.values())
     return float(np.mean([np.mean(vote) for vote in votes.values() if len(vote) == most]))
-
-
-def _rows(values: Sequence[T], k: int) -> list[Sequence[T]]:
-    return [values[start : start + k] for start in range(0, len(values), k)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -40,7 +40,3 @@ class Ragged(Sequence[Any]):  # items are arrays, which serve where sequences of
             return [self[i] for i in range(*index.indices(len(self)))]
         at = range(len(self))[index]
         return self.values[(self.ends[at - 1] if at else 0) : self.ends[at]]
-
-    def __iter__(self) -> Iterator[NDArray[Any]]:
-        """Iterate over the rows."""
-        return (self[index] for index in range(len(self)))

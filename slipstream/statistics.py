@@ -43,13 +43,8 @@ class Estimate:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Compute median, 10th and 90th percentile.
-
-    Raises:
-        ValueError: `values` is empty.
-    """
-    _check_not_empty(values)
-    p10, median, p90 = np.percentile(np.asarray(values, dtype=np.float64), [10, 50, 90])
+    """Compute median, 10th and 90th percentile."""
+    p10, median, p90 = np.percentile(_observed(values), [10, 50, 90])
     return Spread(median=float(median), p10=float(p10), p90=float(p90))
 
 
@@ -65,14 +60,9 @@ def ratio(baseline_N: Sequence[float], candidate_M: Sequence[float], *, paired: 
         paired: entries i of both arms ran in the same turn, so common effects (prompts, load of the machine) cancel.
             For arms that ran one after the other, drift between them enters the value and is missing from the
             interval.
-    Raises:
-        ValueError: an arm is empty, a candidate is not positive, a baseline is negative, or `paired` with N != M.
-    Source:
-        Yuen, Biometrika 61 (1974) 165; for one sample Tukey and McLaughlin, Sankhya A 25 (1963) 331.
+    Source: Yuen, Biometrika 61 (1974) 165; for one sample Tukey and McLaughlin, Sankhya A 25 (1963) 331.
     """
-    _check_not_empty(baseline_N)
-    _check_not_empty(candidate_M)
-    base_N, cand_M = np.asarray(baseline_N, dtype=np.float64), np.asarray(candidate_M, dtype=np.float64)
+    base_N, cand_M = _observed(baseline_N), _observed(candidate_M)
     if not cand_M.min() > 0:
         raise ValueError(f"candidate must be > 0 in every step, got {cand_M.min()}")
     if not base_N.min() >= 0:
@@ -90,12 +80,8 @@ def grouped_ratio(ratios: Sequence[Estimate]) -> Estimate:
 
     Differences between groups (their seeds, say) are part of the interval, so two or three groups give a wide one. A
     single group keeps its own interval. If any group has no interval, neither has the result.
-
-    Raises:
-        ValueError: there is no group.
     """
-    _check_not_empty(ratios)
-    values = np.array([each.value for each in ratios])
+    values = _observed([each.value for each in ratios])
     if len(ratios) == 1 or values.min() == 0:
         return Estimate(value=float(values.prod()), ci95=ratios[0].ci95)
     found = _exp(sum_of_centres((np.log(values),), min_values=2))
@@ -106,12 +92,8 @@ def difference(baseline_N: Sequence[float], candidate_N: Sequence[float]) -> Est
     """Estimate the mean of candidate - baseline over pairs, with a t interval from `MIN_STEPS` pairs on.
 
     Equal differences, such as rewards that are all 0, do not show their spread and give no interval.
-
-    Raises:
-        ValueError: an arm is empty, or the arms differ in length.
     """
-    _check_not_empty(baseline_N)
-    base_N, cand_N = np.asarray(baseline_N, dtype=np.float64), np.asarray(candidate_N, dtype=np.float64)
+    base_N, cand_N = _observed(baseline_N), _observed(candidate_N)
     _check_paired(base_N, cand_N)
     found = sum_of_centres((cand_N - base_N,))
     return found if np.ptp(cand_N - base_N) > 1e-12 else Estimate(value=found.value, ci95=None)
@@ -124,13 +106,9 @@ def wilson_ci95(rates_N: Sequence[float]) -> tuple[float, float]:
     variance between problems. It is at most N where fewer than five problems have a right sample, or a wrong one. The
     quantile is Student's t with N - 1 degrees of freedom, for that variance is an estimate.
 
-    Raises:
-        ValueError: there is no rate, or one outside [0, 1].
-    Source:
-        Wilson, JASA 22 (1927) 209; for clustered samples Korn and Graubard, Survey Methodology 24 (1998) 193.
+    Source: Wilson, JASA 22 (1927) 209; for clustered samples Korn and Graubard, Survey Methodology 24 (1998) 193.
     """
-    _check_not_empty(rates_N)
-    rates = np.asarray(rates_N, dtype=np.float64)
+    rates = _observed(rates_N)
     if not (rates.min() >= 0 and rates.max() <= 1):
         raise ValueError(f"rates must lie in [0, 1], got {rates.min()} to {rates.max()}")
     num, mean = len(rates), float(rates.mean())
@@ -190,24 +168,12 @@ def _exp(logarithm: Estimate) -> Estimate:
 
 
 def amdahl(share: float, speedup: float) -> float:
-    """Return the speedup of the whole if a part of `share` becomes `speedup` times as fast.
-
-    Raises:
-        ValueError: the share is not in [0, 1] or the speedup not positive.
-    Source:
-        Amdahl, AFIPS 30 (1967) 483.
-    """
-    if not 0.0 <= share <= 1.0:
-        raise ValueError(f"share must lie in [0, 1], got {share}")
-    if not speedup > 0:
-        raise ValueError(f"speedup must be > 0, got {speedup}")
+    """Return the speedup of the whole if a part of `share` becomes `speedup` times as fast (Amdahl 1967)."""
     return 1 / (share / speedup + 1 - share)
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
     """Average at most `window` entries centred on each one; at the ends those that exist."""
-    if window < 1:
-        raise ValueError(f"window must be >= 1, got {window}")
     left, right = (window - 1) // 2, window // 2
     return [float(np.mean(values[max(0, i - left) : i + right + 1])) for i in range(len(values))]
 
@@ -217,6 +183,7 @@ def _check_paired(base_N: NDArray[np.float64], cand_M: NDArray[np.float64]) -> N
         raise ValueError(f"paired arms must have equally many steps, got {len(base_N)} and {len(cand_M)}")
 
 
-def _check_not_empty(values: Sequence[object]) -> None:
+def _observed(values: Sequence[float]) -> NDArray[np.float64]:
     if len(values) == 0:
         raise ValueError("values must hold at least one observation, got none")
+    return np.asarray(values, dtype=np.float64)

@@ -10,7 +10,7 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
-from slipstream.evaluation import EvaluationConfig, avg_at_k, evaluate, maj_at_k, prompt_hash
+from slipstream.evaluation import EvaluationConfig, evaluate, maj_at_k, prompt_hash
 from slipstream.records.steps import EvaluationRecord
 from slipstream.rewards.config import RewardConfig
 from slipstream.rewards.verifier import Verifier
@@ -72,7 +72,6 @@ def evaluated(engine: ReplayEngine, prompts: Sequence[Prompt] = PROMPTS, *, k: i
 )
 def test_maj_at_k_takes_the_value_with_most_votes(answers: Any, rewards: Any, expected: float) -> None:
     assert maj_at_k(answers, rewards) == pytest.approx(expected)
-    assert avg_at_k([[1, 1, 0, 0], [1, 0, 0, 0]]) == pytest.approx((0.5 + 0.25) / 2)
 
 
 def test_the_prompt_hash_follows_tokens_answers_and_order_of_problems_of_which_there_must_be_some() -> None:
@@ -103,16 +102,6 @@ def test_a_guess_in_a_thought_that_the_prompt_opened_is_no_answer_until_the_thou
     engine = ReplayEngine({"1": [guess, guess + "\0", guess + "</think>\\boxed{2}\0", guess + "</think>" + cut]})
     record = evaluated(engine, [opened])
     assert (record.correct_by_problem, record.maj_at_k) == ((1,), 1.0)
-
-
-def test_one_problem_is_enough_and_the_interval_is_of_the_problems_rates() -> None:
-    problems = [replace(PROMPTS[0], id=str(i)) for i in range(8)]
-    engine = ReplayEngine({str(i): ["\\boxed{2}\0"] * (23 * i) + ["\\boxed{9}\0"] * (200 - 23 * i) for i in range(8)})
-    rates = [23 * i / 200 for i in range(8)]
-    for count in (1, 8):
-        record = evaluated(engine, problems[:count], k=200)
-        assert record.ci95 == wilson_ci95(rates[:count])
-        assert len(record.prompt_hash) == 16
 
 
 def test_greedy_samples_are_refused_but_for_one_a_problem(refusal: Refusal) -> None:
