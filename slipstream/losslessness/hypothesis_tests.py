@@ -52,7 +52,7 @@ class Bias:
     total_variation: Floats
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Draws:
     """Sampled tokens with their statistics under the policy, arrays of length N.
 
@@ -95,10 +95,8 @@ def window_positions(position: NDArray[np.int64]) -> dict[str, NDArray[np.bool_]
     """Build a mask [N] for tokens without a draft and for each position of the window; rare positions are pooled."""
     groups: dict[str, NDArray[np.bool_]] = {}
     last = int(position.max(initial=0))
-    for index in range(last + 1):
+    for index in np.unique(position):
         mask = position == index
-        if not mask.any():
-            continue
         name = "no draft" if index == 0 else "bonus token" if index == last else f"draft position {index}"
         if mask.sum() < _MIN_TOKENS and groups:
             previous = next(reversed(groups))
@@ -156,17 +154,11 @@ def two_sample_tests(first: Draws, second: Draws, *, seed: int) -> Tests:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Apply Holm's step-down correction: reject where the corrected p-value is below the family level.
-
-    Source:
-        Holm, A simple sequentially rejective multiple test procedure (1979).
-    """
+    """Apply Holm's step-down correction (1979): reject where the corrected p-value is below the family level."""
     order = np.argsort(p_values)
-    corrected = np.empty(len(p_values))
-    running = 0.0
-    for rank, index in enumerate(order):
-        running = max(running, min(1.0, (len(p_values) - rank) * p_values[index]))
-        corrected[index] = running
+    scaled = np.arange(len(order), 0, -1) * np.asarray(p_values)[order]
+    corrected = np.empty(len(order))
+    corrected[order] = np.maximum.accumulate(np.minimum(scaled, 1.0))
     return corrected.tolist()
 
 
@@ -243,17 +235,13 @@ def _kolmogorov(u: Floats) -> tuple[float, float]:
 def _pool(values: Floats, expected: Floats) -> tuple[Floats, Floats]:
     """Merge cells that expect fewer than `_MIN_EXPECTED` counts, smallest first."""
     order = np.argsort(expected)
-    merged: list[list[float]] = []
-    value = mass = 0.0
-    for index in order:
-        value, mass = value + float(values[index]), mass + float(expected[index])
-        if mass >= _MIN_EXPECTED:
-            merged.append([value, mass])
-            value, mass = 0.0, 0.0
-    if merged:
-        merged[-1][0] += value
-        merged[-1][1] += mass
-    else:
-        merged.append([value, max(mass, _TINY)])
-    pooled = np.asarray(merged)
-    return pooled[:, 0], pooled[:, 1]
+    merged = [(0.0, 0.0)]
+    for value, mass in zip(values[order].tolist(), expected[order].tolist(), strict=True):
+        if merged[-1][1] >= _MIN_EXPECTED:
+            merged.append((0.0, 0.0))
+        merged[-1] = merged[-1][0] + value, merged[-1][1] + mass
+    if len(merged) > 1 and merged[-1][1] < _MIN_EXPECTED:
+        value, mass = merged.pop()
+        merged[-1] = merged[-1][0] + value, merged[-1][1] + mass
+    pooled_values, pooled_expected = np.asarray(merged).T
+    return pooled_values, np.maximum(pooled_expected, _TINY)

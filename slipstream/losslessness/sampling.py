@@ -81,28 +81,19 @@ def draw(
     traces: list[Trace] = []
     num_tokens = 0
     for call in range(config.num_tokens):  # every call yields at least one token
+        chosen = [prompts[(call * batch + i) % len(prompts)] for i in range(batch)]
+        before = num_tokens
+        for each in (across or engine.trace)(chosen, sampling=sampling, group_size=1, seed=seed + 1 + call):
+            if num_tokens < config.num_tokens:
+                traces.append(each)
+                num_tokens += len(each.token_ids)
+        on_drawn(num_tokens - before)
         if num_tokens >= config.num_tokens:
             break
-        chosen = [prompts[(call * batch + i) % len(prompts)] for i in range(batch)]
-        drawn = (across or engine.trace)(chosen, sampling=sampling, group_size=1, seed=seed + 1 + call)
-        before = num_tokens
-        for each in drawn:
-            if num_tokens >= config.num_tokens:
-                break
-            traces.append(each)
-            num_tokens += len(each.token_ids)
-        on_drawn(num_tokens - before)
-    repeated = prompts[: config.num_repeated_prompts]
-    pairs = engine.trace(
-        repeated, sampling=replace(sampling, max_response_tokens=2), group_size=config.num_repeats, seed=seed
-    )
-    greedy = engine.trace(
-        prompts[: config.num_greedy_prompts],
-        sampling=replace(sampling, temperature=0.0, top_p=1.0, top_k=0),
-        group_size=1,
-        seed=seed,
-    )
-    n = config.num_repeats
+    n, repeated = config.num_repeats, prompts[: config.num_repeated_prompts]
+    pairs = engine.trace(repeated, sampling=replace(sampling, max_response_tokens=2), group_size=n, seed=seed)
+    greedily = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
+    greedy = engine.trace(prompts[: config.num_greedy_prompts], sampling=greedily, group_size=1, seed=seed)
     return Sample(
         traces=tuple(traces),
         repeats=tuple(tuple(pairs[i * n : (i + 1) * n]) for i in range(len(repeated))),

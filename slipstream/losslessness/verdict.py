@@ -151,16 +151,7 @@ def _draws(
     columns = by_token.T
     place = np.asarray([position for trace in traces for position in positions(trace)], dtype=np.int64)
     assert len(place) == columns.shape[1], "a window length for every token"
-    return Draws(
-        mass_before=columns[0],
-        probability=columns[1],
-        logprob_mean=columns[2],
-        logprob_variance=columns[3],
-        largest_probability=columns[4],
-        position=place,
-        sharper=Bias(*columns[5:8]),
-        flatter=Bias(*columns[8:11]),
-    )
+    return Draws(*columns[:5], position=place, sharper=Bias(*columns[5:8]), flatter=Bias(*columns[8:]))
 
 
 NextTokens = Callable[[Sequence[tuple[int, ...]]], list[NDArray[np.float64]]]
@@ -186,8 +177,7 @@ def _count_tests(sample: Sample, exact: NextTokens) -> Tests:
         (first_V,) = exact([prompt])
         counts_V = np.bincount([trace.token_ids[0] for trace in traces], minlength=len(first_V))
         firsts.append(hypothesis_tests.count_test(counts_V, first_V))
-        common = [token for token, count in enumerate(counts_V) if count]
-        followed = [token for token in common if any(len(t.token_ids) == 2 for t in traces if t.token_ids[0] == token)]
+        followed = sorted({trace.token_ids[0] for trace in traces if len(trace.token_ids) == 2})
         for token, second_V in zip(followed, exact([(*prompt, token) for token in followed]), strict=True):
             drawn = [trace.token_ids[1] for trace in traces if trace.token_ids[0] == token]
             pairs.append(hypothesis_tests.count_test(np.bincount(drawn, minlength=len(second_V)), second_V))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Trace
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, draw, lengths_by_position, positions
-from slipstream.refit.config import WeightFiles
 from slipstream.types import Prompt
 from tests.unit.sampled import trace
 
@@ -78,19 +75,9 @@ def test_an_engine_that_answers_nothing_is_asked_no_more_often_than_tokens_are_w
     assert len(engine.calls) == 10 + 2
 
 
-class Refitted(Engine):
-    """Takes new weights while it draws, and notes which and how often."""
-
-    def trace(self, prompts: Sequence[Prompt], **more: Any) -> list[Trace]:
-        self.refits = (more.pop("refits"), more.pop("steps_between"))
-        return super().trace(prompts, **more)
-
-
 def test_an_engine_that_is_refitted_while_it_draws_gives_the_long_responses_alone() -> None:
-    refits = tuple(WeightFiles(policy=Path(f"policy {version}"), policy_version=version) for version in (1, 2))
-    engine, refitted = Engine(), Refitted()
-    drawn(engine, batch=5, across=partial(refitted.trace, refits=refits, steps_between=4))
-    assert refitted.refits == (refits, 4)
+    engine, refitted = Engine(), Engine()
+    drawn(engine, batch=5, across=refitted.trace)
     assert refitted.calls == [(["0", "1", "2", "3", "4"], SAMPLING, 1, 8)]
     assert [group_size for _, _, group_size, _ in engine.calls] == [3, 1]
 
