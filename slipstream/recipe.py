@@ -22,7 +22,7 @@ from slipstream.catalog import CONFIGS, SimulatorConfig
 from slipstream.config import Checked, check_known, from_mapping, merge, read_mapping, require, to_mapping
 from slipstream.data.config import DATA_SUFFIXES, SYNTHETIC, DataConfig
 from slipstream.drafts.config import DraftConfig, DraftOnline
-from slipstream.drafts.length import TuningConfig, require_groups
+from slipstream.drafts.length import TuningConfig
 from slipstream.drafts.methods import DraftMethod
 from slipstream.engine.config import Backend, EngineConfig, SamplingConfig
 from slipstream.evaluation import EvaluationConfig
@@ -94,7 +94,9 @@ class Recipe(Checked):
 
     def _check(self) -> None:
         check_experiment(self.name, "name")
-        require_groups(self.tuning, self.grpo.group_size)
+        uneven = [size for size in self.tuning.batch_sizes if size % self.grpo.group_size]
+        rule = f"must be multiples of grpo.group_size {self.grpo.group_size}"
+        require(not uneven, "tuning.batch_sizes", rule, uneven)
         self._check_devices()
         self._check_online()
         self._check_loop()

@@ -1,27 +1,19 @@
 """Choice of the draft length by measured time: a sweep before RL, and the autopilot during RL. Length 0 drafts nothing.
 
 Sweep (`sweep`, `choose`). Engines with different draft lengths k, and one without a draft, generate the same prompts in
-rounds, in another order each round. A busy machine slows all engines of a round alike, so each round gives one speedup
-for each k, and the median over rounds decides. Acceptance explains the choice but does not make it. A batch is a few
-prompts with a group of rollouts each, as in training, and every round takes the next prompts. Where not all engines fit
-into memory at once, the middle of the candidates is measured first, and then the neighbours of the fastest k at the
-largest batch, as long as there are any: speedup rises and falls once over k. A schedule needs every k and measures all.
+rounds. A busy machine slows all engines of a round alike, so each round gives one speedup for each k, and the median
+decides. Where not all engines fit into memory at once, the middle of the candidates is measured first, and then the
+neighbours of the fastest k at the largest batch: speedup rises and falls once over k. A schedule needs every k.
 
-Kind of drafts (`compare`). Engines with probabilistic and greedy drafts of the chosen k generate in the same way, and
-the median over rounds decides between them.
+Schedule (`schedule`). The cost of a k at a running batch is the time in which every running rollout gains one token. An
+engine whose drafting is switched off still runs the draft's first pass to keep its KV cache complete, so the sweep
+measures that cost apart, as `SWITCHED_OFF`. What remains of a generation, above all the prompts, takes longer in an
+engine with a draft, and counts in the gain that a schedule must have.
 
-Schedule (`schedule`). As rollouts finish, a generation passes through every running batch down to 1, and engines report
-the time of their steps at each. The cost of a k at a running batch is the time in which every running rollout gains one
-token: seconds of a step over tokens gained by a rollout. An engine whose drafting is switched off still runs the
-draft's first pass to keep its KV cache complete, so an engine without a draft is faster. A schedule that may switch
-drafting off needs that cost too, and the sweep measures it as `SWITCHED_OFF`. What remains of a generation, above all
-the prompts, takes longer in an engine with a draft, and counts in the gain that a schedule must have.
-
-Autopilot (`decide`). The cost of a step is its generation time over its generated tokens. A run stays in one mode,
-drafting or not, and measures the other mode in single steps (probes): once both modes can be compared, then at growing
-intervals, and at once when the current mode seems slower. The run switches when each of the last `PATIENCE_STEPS` costs
-more, by `_MARGIN`, than two probes no older than those steps, so one slow step switches nothing. The decision depends
-on the steps' records alone, so a resumed run decides like an uninterrupted one.
+Autopilot (`decide`). A run stays in one mode, drafting or not, and measures the other one in single steps (probes). It
+switches when each of the last `PATIENCE_STEPS` costs more, by `_MARGIN`, than two probes no older than those steps, so
+one slow step switches nothing. The decision depends on the steps' records alone, so a resumed run decides like an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -63,9 +55,6 @@ Key = TypeVar("Key", int, DraftSampling)
 Round = Mapping[int, GenerationResult]
 """Generations of one round by k; all engines of a round generate the same prompts."""
 
-EngineFactory = Callable[[int], AbstractContextManager[Engines]]
-"""Starts an engine with k draft tokens (0: without a draft), which ends with the context; several threads call it."""
-
 Switch = Callable[[Engines, int], None]
 """Sets the draft length of an engine that has a draft; 0 switches drafting off."""
 
@@ -97,12 +86,6 @@ class TuningConfig(Checked, path="tuning"):
         self._require(0 in ks, "candidate_ks", "must hold 0, the baseline")
         self._require(_rises(ks), "candidate_ks", "must rise, without repeats")
         self._require(len(ks) > 1, "candidate_ks", "must hold a k to compare with 0")
-
-
-def require_groups(config: TuningConfig, group_size: int) -> None:
-    """Reject batch sizes that are not whole groups."""
-    uneven = [size for size in config.batch_sizes if size % group_size]
-    require(not uneven, "tuning.batch_sizes", f"must be multiples of grpo.group_size {group_size}", uneven)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +134,7 @@ class Sweep:
 
 
 def sweep(
-    start_engine: EngineFactory,
+    start_engine: Callable[[int], AbstractContextManager[Engines]],
     prompts: Sequence[Prompt],
     *,
     config: TuningConfig,
@@ -164,36 +147,32 @@ def sweep(
     """Measure lengths at every batch size, with up to `max_live_engines` engines of which one works at a time.
 
     Args:
+        start_engine: starts an engine with k draft tokens (0: without a draft); several threads call it.
         prompts: at least as many as the largest batch needs.
         group_size: rollouts a prompt; every batch size is a multiple of it.
         switch: sets the draft length of an engine, to measure `SWITCHED_OFF` and every k; None leaves that out.
         on_points: called with the points of each batch size as soon as they are known, except those of k = 0.
     Returns:
         The points by k, then by batch size.
-    Raises:
-        ConfigError: there are fewer prompts, or a batch size is no multiple of the group size.
     """
     largest = config.batch_sizes[-1]
     at_hand = len(prompts) * group_size
     require(largest <= at_hand, "tuning.batch_sizes", f"must be at most the {at_hand} rollouts of the prompts", largest)
-    require_groups(config, group_size)
     points: list[SweepPoint] = []
     rounds: list[Round] = []
     baselines: dict[int, list[GenerationResult]] = {batch: [] for batch in config.batch_sizes}
-
-    def warm_up(engine: Engines) -> None:
-        """Run a first generation, which pays for compilation and allocations."""
-        engine.generate(prompts[: largest // group_size], sampling=sampling, group_size=group_size, seed=0)
-
+    first = [prompts[: largest // group_size]]  # a first generation pays for compilation and allocations
     drafting, size = [k for k in config.candidate_ks if k], config.max_live_engines - 1
     with ExitStack() as outer:
-        baseline = _started([0], start_engine, outer, warm_up)
+        baseline = _started([0], start_engine, outer)
+        _rounds(baseline, first, sampling, group_size, seed=0)
         while ks := _next_ks(drafting, points, size, batch=largest, takes_all=switch is not None):
             with ExitStack() as inner:
-                engines = {**baseline, **_started(ks, start_engine, inner, warm_up)}
+                started = _started(ks, start_engine, inner)
                 if switch is not None and ks[-1] == drafting[-1]:
-                    engines[SWITCHED_OFF] = _SwitchedOff(engine=engines[ks[-1]], k=ks[-1], switch=switch)
-                    warm_up(engines[SWITCHED_OFF])
+                    started[SWITCHED_OFF] = _SwitchedOff(engine=started[ks[-1]], k=ks[-1], switch=switch)
+                _rounds(started, first, sampling, group_size, seed=0)
+                engines = {**baseline, **started}
                 for batch in config.batch_sizes:
                     batches = _batches(prompts, batch // group_size, config.num_repeats)
                     results = _rounds(engines, batches, sampling, group_size, seed)
@@ -216,16 +195,13 @@ def choose(
     """
     nearest = _nearest(config, batch)
     at_batch = [point for point in points if point.batch == nearest]
-    best = max(at_batch, key=lambda point: point.speedup)
-    if best.k and best.speedup > 1.0:
-        chosen_k = best.k
+    best = max(at_batch, key=lambda point: (point.speedup, -point.k))  # of equals the smaller k
+    chosen_k, reason = best.k, f"k=0 wins at batch {nearest}: no draft length is faster"
+    if chosen_k:
         reason = (
             f"k={best.k} is fastest at batch {nearest}: {best.speedup:.2f}x autoregressive "
             f"({best.autoregressive_s:.2f} -> {best.generation_s:.2f} s, AL {best.mean_acceptance_length:.2f})"
         )
-    else:
-        chosen_k = 0
-        reason = f"k=0 wins at batch {nearest}: no draft length is faster"
     largest = config.batch_sizes[-1]
     running = running_points(rounds, chosen_k=chosen_k, largest=largest)
     table = schedule(running, rounds, chosen_k=chosen_k, largest=largest)
@@ -249,20 +225,13 @@ def compare(
     batch: int,
     group_size: int = 1,
 ) -> tuple[SamplingPoint, ...]:
-    """Measure probabilistic and greedy drafts side by side at the measured batch size nearest to `batch`.
-
-    Args:
-        start_engine: starts an engine with drafts of a kind, which ends with the context; two threads call it.
-        prompts: as in `sweep`.
-    """
+    """Measure probabilistic and greedy drafts at the batch size of the sweep that is nearest to `batch`."""
     kinds, size = (DraftSampling.PROBABILISTIC, DraftSampling.GREEDY), _nearest(config, batch)
     batches = _batches(prompts, size // group_size, config.num_repeats)
-
-    def warm_up(engine: Engines) -> None:
-        engine.generate(batches[0], sampling=sampling, group_size=group_size, seed=0)
-
     with ExitStack() as stack:
-        results = _rounds(_started(kinds, start_engine, stack, warm_up), batches, sampling, group_size, seed)
+        engines = _started(kinds, start_engine, stack)
+        _rounds(engines, batches[:1], sampling, group_size, seed=0)
+        results = _rounds(engines, batches, sampling, group_size, seed)
     points = {kind: _sweep_point(0, size, results[kind], results[kinds[0]]) for kind in kinds}
     return tuple(
         SamplingPoint(
@@ -301,11 +270,9 @@ def _batches(prompts: Sequence[Prompt], size: int, count: int) -> list[list[Prom
 def _next_ks(
     drafting: Sequence[int], points: Sequence[SweepPoint], size: int, *, batch: int, takes_all: bool
 ) -> list[int]:
-    """Choose up to `size` lengths to measure next; empty at the end of the sweep.
+    """Choose up to `size` of the lengths `drafting` to measure next; empty at the end of the sweep.
 
     Args:
-        drafting: candidates above 0, rising.
-        points: points so far.
         batch: batch size by whose speedup lengths are compared.
         takes_all: measure every length, in order.
     """
@@ -321,17 +288,11 @@ def _next_ks(
 
 
 def _started(
-    keys: Sequence[Key],
-    start_engine: Callable[[Key], AbstractContextManager[Engines]],
-    stack: ExitStack,
-    warm_up: Callable[[Engines], None],
+    keys: Sequence[Key], start_engine: Callable[[Key], AbstractContextManager[Engines]], stack: ExitStack
 ) -> dict[Key, Engines]:
-    """Start and warm up engines; those that started before one failed end with the stack."""
+    """Start engines; those that started before one failed end with the stack."""
     with ThreadPoolExecutor(len(keys)) as pool:
-        engines = dict(zip(keys, pool.map(lambda key: stack.enter_context(start_engine(key)), keys), strict=True))
-    for engine in engines.values():
-        warm_up(engine)
-    return engines
+        return dict(zip(keys, pool.map(lambda key: stack.enter_context(start_engine(key)), keys), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -364,16 +325,15 @@ def _rounds(
     for number, prompts in enumerate(batches):
         first = number % len(order)
         for key in order[first:] + order[:first]:
-            results[key].append(
-                engines[key].generate(prompts, sampling=sampling, group_size=group_size, seed=seed + number)
-            )
+            result = engines[key].generate(prompts, sampling=sampling, group_size=group_size, seed=seed + number)
+            results[key].append(result)
     return results
 
 
 def _sweep_point(
     k: int, batch: int, results: Sequence[GenerationResult], baseline: Sequence[GenerationResult]
 ) -> SweepPoint:
-    """Build the sweep point of `results` against the baseline's results of the same rounds."""
+    """Summarize `results` beside the baseline's results of the same rounds."""
     own = spread([result.generation_s for result in results])
     ratios = [other.generation_s / result.generation_s for other, result in zip(baseline, results, strict=True)]
     acceptance = [result.acceptance for result in results if result.acceptance is not None]
@@ -533,7 +493,7 @@ def _estimate(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 def _is_of(point: RunningPoint, k: int) -> bool:
-    """Return True if a schedule can have `k` as this point measured it."""
+    """Return True if this point measured `k` as a schedule can have it."""
     return point.k == k and (k > 0 or point.is_switched_off)
 
 
@@ -578,6 +538,6 @@ def decide(steps: Sequence[AutopilotStep]) -> Decision:
         speculates=speculates != (has_switched or is_probe),
         is_probe=is_probe,
         has_switched=has_switched,
-        own_ms=sorted(own)[patience // 2],
+        own_ms=median(own),
         other_ms=probes[-1][1] if probes else None,
     )
