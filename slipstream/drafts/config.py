@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import field
 from enum import StrEnum
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from slipstream.config import (
     Checked,
@@ -47,7 +47,6 @@ FRESH_INITS = (DraftInit.IN_DOMAIN, DraftInit.GENERAL)
 
 
 Loss = Literal["kl_div", "tv", "lk", "lk_hybrid"]
-LOSSES: tuple[Loss, ...] = get_args(Loss)
 """Losses of an EAGLE-3 draft, which `drafts/trainer.py` defines."""
 
 
@@ -116,12 +115,10 @@ class Eagle3Config(Checked, path="draft.eagle3"):
     """Tokens of a row of packed chats; the activations of one row are held at once."""
 
     def _check(self) -> None:
-        ids = self.aux_hidden_state_layer_ids
-        if ids is None:
-            return
-        rule, fix = "must be three different layers", "duplicates make vLLM fail with a shape error"
-        self._require(len(ids) == 3 and len(set(ids)) == 3, "aux_hidden_state_layer_ids", rule, fix)
-        self._require(list(ids) == sorted(ids), "aux_hidden_state_layer_ids", "must rise")
+        if (ids := self.aux_hidden_state_layer_ids) is not None:
+            rule, fix = "must be three different layers", "duplicates make vLLM fail with a shape error"
+            self._require(len(ids) == len(set(ids)) == 3, "aux_hidden_state_layer_ids", rule, fix)
+            self._require(list(ids) == sorted(ids), "aux_hidden_state_layer_ids", "must rise")
 
 
 class DFlashConfig(Checked, path="draft.dflash"):
@@ -174,8 +171,8 @@ class NgramConfig(Checked, path="draft.ngram"):
     """Longest match, in tokens. Set it to tune n-gram drafts."""
 
     def _check(self) -> None:
-        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
-        self._require(longest >= shortest, "prompt_lookup_max", f"must be >= prompt_lookup_min {shortest}")
+        rule = f"must be >= prompt_lookup_min {self.prompt_lookup_min}"
+        self._require(self.prompt_lookup_max >= self.prompt_lookup_min, "prompt_lookup_max", rule)
 
 
 class SuffixConfig(Checked, path="draft.suffix"):
@@ -202,8 +199,7 @@ class HistoryConfig(Checked, path="draft.history"):
     """Tokens of responses that an engine keeps, at 4 bytes; prompts unused for longest go first. Set it by memory."""
 
     def _check(self) -> None:
-        shortest, longest = self.match_min, self.match_max
-        self._require(longest >= shortest, "match_max", f"must be >= match_min {shortest}")
+        self._require(self.match_max >= self.match_min, "match_max", f"must be >= match_min {self.match_min}")
 
 
 class OnlineConfig(Checked, path="draft.online"):
@@ -284,11 +280,6 @@ class DraftConfig(Checked, path="draft"):
         return self.dflash if self.method is DraftMethod.DFLASH else self.eagle3
 
     @property
-    def pretrain_optimizer(self) -> OptimizerConfig:
-        """Optimizer of the pretraining on hidden states."""
-        return self.dflash.optimizer if self.method is DraftMethod.DFLASH else self.pretrain.optimizer
-
-    @property
     def online_passes(self) -> int:
         """Number of tokens drafted after every position where the draft learns beside the policy."""
         return self.online.ttt_steps or self.pretrain.ttt_steps
@@ -338,9 +329,8 @@ class DraftConfig(Checked, path="draft"):
             self._require(self.pretrain.num_steps > 0, "pretrain.num_steps", "must be > 0")
 
     def _check_length(self) -> None:
-        fix = "it drafts as far as its matches reach, and vLLM cannot tell it to stop earlier"
-        varies = not TRAITS[self.method].has_one_length
-        is_fixed = self.length is DraftLengthRule.FIXED
-        self._require(varies or is_fixed, "length", f"must be fixed with {self.method.value}", fix)
-        is_off = not self.autopilot
-        self._require(varies or is_off, "autopilot", f"must be false with {self.method.value}", fix)
+        if TRAITS[self.method].has_one_length:
+            fix = "it drafts as far as its matches reach, and vLLM cannot tell it to stop earlier"
+            is_fixed = self.length is DraftLengthRule.FIXED
+            self._require(is_fixed, "length", f"must be fixed with {self.method.value}", fix)
+            self._require(not self.autopilot, "autopilot", f"must be false with {self.method.value}", fix)

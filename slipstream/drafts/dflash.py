@@ -26,7 +26,7 @@ from transformers import AttentionInterface
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.eagle3 import fresh_draft, layer_config, trainable
-from slipstream.drafts.passes import PackedChats, chat_lengths, mix
+from slipstream.drafts.passes import PackedChats, mix
 from slipstream.learner.architecture import Architecture, aux_layer_ids
 
 ATTENTION = "slipstream_blocks"
@@ -34,11 +34,7 @@ ATTENTION = "slipstream_blocks"
 
 
 def build_dflash(policy: Path, config: DraftConfig, *, token_ids: Sequence[int] | None = None) -> DFlashDraftModel:
-    """Build a fresh draft with random layers and an output head near, but never equal to, the policy's.
-
-    Args:
-        token_ids: ids of the policy's vocabulary that the draft knows, ascending; None keeps all.
-    """
+    """Build a fresh draft of random layers, with output head and vocabulary as in `build_draft`."""
     model = fresh_draft(
         DFlashDraftModel,
         layer_config(policy, num_layers=config.dflash.num_layers, is_qwen3=True),
@@ -79,10 +75,9 @@ def block_inputs(model: DFlashDraftModel, batch: PackedChats, num_tokens: int) -
     # The states of the token before are the newest that a block's first token sees.
     positions = torch.cat([batch.position_ids[0] - 1, places.flatten()])[None]
     hidden = model.embed_tokens(ids.view(1, -1)).detach()
-    chats = chat_lengths(batch.document_ids[0])
-    turned = model.rotary_emb(hidden, positions)
+    lengths, turned = batch.lengths, model.rotary_emb(hidden, positions)
     for layer in model.layers:
-        hidden = layer(target_hidden=context, hidden_states=hidden, attention_mask=chats, position_embeddings=turned)
+        hidden = layer(target_hidden=context, hidden_states=hidden, attention_mask=lengths, position_embeddings=turned)
     return list(model.norm(hidden).unflatten(1, (-1, width)).unbind(2)[1:])
 
 
@@ -100,8 +95,7 @@ def attend_to_blocks(
 
     Args:
         query: [1, G * R, N * W, D] of the blocks.
-        key: [1, G, N + N * W, D] of the states, then of the blocks.
-        value: [1, G, N + N * W, D].
+        key, value: [1, G, N + N * W, D] of the states, then of the blocks.
         attention_mask: lengths of the row's chats.
     Returns:
         [1, N * W, G * R, D], and None in place of the scores.

@@ -42,21 +42,8 @@ _ARCHITECTURES = {"eagle3": "Eagle3DraftModel", "dflash": "DFlashDraftModel"}
 _WEIGHTS = "*.safetensors"
 _ORIGINAL = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _EMBEDDINGS = "embed_tokens.weight"
-_NOT_OF_A_LAYER = (
-    "architectures",
-    "auto_map",
-    "draft_vocab_size",
-    "eagle_aux_hidden_state_layer_ids",
-    "eagle_config",
-    "fc_norm",
-    "model_type",
-    "norm_before_fc",
-    "norm_before_residual",
-    "norm_output",
-    "target_hidden_size",
-    "target_vocab_size",
-    "transformers_version",
-)
+_OF_A_MODEL = ("architectures", "auto_map", "eagle_config", "model_type", "target_vocab_size", "transformers_version")
+_NOT_OF_A_LAYER = {*_OF_A_MODEL, *Eagle3SpeculatorConfig.__annotations__}
 
 # Frozen copies of the policy's tensors. vLLM takes the policy's embeddings where the draft has none, and only training
 # needs the verifier's. A saved draft with the policy's embeddings or head would share the policy's modules in vLLM, and
@@ -105,13 +92,7 @@ def build_draft(policy: Path, config: DraftConfig, *, token_ids: Sequence[int] |
 def fresh_draft(
     kind: Any, layer: PretrainedConfig, policy: Path, token_ids: Sequence[int] | None, *, seed: int, **own: Any
 ) -> AnyDraft:
-    """Build a draft of one of speculators' classes, as `build_draft` documents it.
-
-    Args:
-        kind: the class.
-        layer: config of its decoder layers.
-        own: arguments that this class takes besides those of every draft.
-    """
+    """Build a draft of the class `kind` of speculators, which takes the arguments `own`, as `build_draft` says."""
     t2d, d2t = (None, None) if token_ids is None else vocabulary_maps(token_ids, layer.vocab_size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -138,11 +119,7 @@ def vocabulary_maps(token_ids: Sequence[int], vocab_size: int) -> tuple[Tensor, 
 
 
 def load_draft(draft: Path, policy: Path, config: DraftConfig) -> Eagle3DraftModel:
-    """Load the saved draft in the directory `draft` to train it further for `policy`.
-
-    Raises:
-        ConfigError: the directory holds no EAGLE-3 draft, or the draft reads other layers than `config` names.
-    """
+    """Load the saved EAGLE-3 draft in the directory `draft` to train it further for `policy`."""
     saved = read_config(draft, "draft")
     is_eagle3 = saved.get("speculators_model_type") == "eagle3"
     require(is_eagle3, "draft", "must be an EAGLE-3 draft as speculators saves it", str(draft))
@@ -178,12 +155,10 @@ def trainable(model: AnyDraft, attention: str) -> Any:
 
 
 def layer_config(policy: Path, *, num_layers: int = 1, is_qwen3: bool = False) -> PretrainedConfig:
-    """Config of decoder layers: a Qwen3's for a Qwen3 policy, a Llama's for every other, which speculators has.
+    """Config of decoder layers: a Qwen3's for a Qwen3 policy or if `is_qwen3`, a Llama's for every other.
 
     For a mixture of experts the layer is dense and as wide as a token's experts.
 
-    Args:
-        is_qwen3: take a Qwen3's for any policy.
     Source: EAGLE-3 (arXiv 2503.01840), whose drafts are dense layers.
     """
     layer = AutoConfig.from_pretrained(policy)
@@ -197,17 +172,9 @@ def layer_config(policy: Path, *, num_layers: int = 1, is_qwen3: bool = False) -
     return layer
 
 
-def draft_ids(model: AnyDraft) -> Tensor:
+def draft_ids(d2t_D: Tensor) -> Tensor:
     """[D] policy id of each token of a cut draft vocabulary."""
-    assert model.d2t is not None, "the draft knows the whole vocabulary"
-    return torch.arange(len(model.d2t), device=model.d2t.device) + model.d2t
-
-
-def policy_head(policy: Path) -> Tensor:
-    """[vocabulary, H] float32 output layer of the policy."""
-    names = ("lm_head.weight", "model.embed_tokens.weight")  # tied embeddings are the output layer
-    found = load_model_layers(list(names), str(policy))
-    return next(found[name] for name in names if name in found).float()
+    return torch.arange(len(d2t_D), device=d2t_D.device) + d2t_D
 
 
 def draft_tensors(model: AnyDraft) -> dict[str, Tensor]:
@@ -232,13 +199,7 @@ def write_draft(settings: SpeculatorModelConfig, tensors: Mapping[str, Tensor], 
 
 
 def bring_draft(config: DraftConfig, policy: Path, directory: Path, *, max_model_len: int) -> None:
-    """Convert the pretrained draft that `draft.model` names into `directory`; no weight changes.
-
-    Raises:
-        ConfigError: there is no such draft, its format is unknown, it reads other layers than
-            `draft.eagle3.aux_hidden_state_layer_ids`, it has embeddings of its own, or it does not fit the policy
-            (`check_draft`).
-    """
+    """Convert the pretrained draft that `draft.model` names into `directory`, if it fits; no weight changes."""
     assert config.model is not None
     source = locate(config.model, ("*.json", _WEIGHTS), field=_FIELD)
     settings, tensors = read_config(source, _FIELD), _tensors(source, config.model)
@@ -266,10 +227,8 @@ def _tensors(source: Path, model: str) -> dict[str, Tensor]:
     files = sorted(source.glob(_WEIGHTS))
     fix = "other formats are not read, for they can run code: convert the file with safetensors first"
     require(bool(files), _FIELD, f"must have weights in {_WEIGHTS} files", model, fix)
-    found: dict[str, Tensor] = {}
-    for file in files:
-        found |= load_file(file)
-    return {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in found.items()}
+    named = (each for file in files for each in load_file(file).items())
+    return {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in named}
 
 
 def _of_original(
@@ -285,17 +244,14 @@ def _of_original(
     if not settings.get("rope_scaling"):
         # These positions only size tables: many drafts say 2,048 and would be clamped there.
         layer.max_position_embeddings = max(layer.max_position_embeddings, architecture.num_positions)
-    eagle = settings.get("eagle_config") or {}
+    norms = {name: settings.get(name, False) for name in ("norm_before_residual", "fc_norm", "norm_output")}
+    either = {**(settings.get("eagle_config") or {}), **settings}  # some drafts have these values in a section
     return Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
         draft_vocab_size=settings.get("draft_vocab_size") or layer.vocab_size,
-        norm_before_residual=settings.get("norm_before_residual", False),
-        norm_before_fc=settings.get("norm_before_fc", eagle.get("norm_before_fc", False)),
-        fc_norm=settings.get("fc_norm", False),
-        norm_output=settings.get("norm_output", False),
-        eagle_aux_hidden_state_layer_ids=settings.get(
-            "eagle_aux_hidden_state_layer_ids", eagle.get("eagle_aux_hidden_state_layer_ids")
-        ),
+        **norms,
+        norm_before_fc=either.get("norm_before_fc", False),
+        eagle_aux_hidden_state_layer_ids=either.get("eagle_aux_hidden_state_layer_ids"),
         speculators_config=SpeculatorsConfig(
             algorithm="eagle3",
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=num_tokens)],
@@ -310,7 +266,7 @@ def _with_both_maps(tensors: dict[str, Tensor], vocab_size: int) -> dict[str, Te
     d2t = tensors.get("d2t")
     if d2t is None or "t2d" in tensors:
         return tensors
-    ids = d2t + torch.arange(len(d2t))
+    ids = draft_ids(d2t)
     known = ids[(ids >= 0) & (ids < vocab_size)]  # `check_draft` rejects the others
     return {**tensors, "t2d": vocabulary_maps(known.tolist(), vocab_size)[0]}
 

@@ -78,35 +78,27 @@ class HeldChats:
     def mine(self, indices: Sequence[int], policy: MegatronPolicy) -> Chats:
         """Return this rank's chats among those with the given indices, with their states."""
         places = [self.places[index] for index in indices if index in self.places]
+        if self.states is not None:
+            return Chats(self.sequences, self.prompt_lengths, self.states).some(places)
         sequences, lengths = [self.sequences[at] for at in places], [self.prompt_lengths[at] for at in places]
-        states = None if self.states is None else [self.states[at] for at in places]
-        return Chats(sequences, lengths, policy.hidden_states(sequences, self.layers) if states is None else states)
+        return Chats(sequences, lengths, policy.hidden_states(sequences, self.layers))
 
 
 class LearnerDraft(ABC):
     """A draft that trains on the policy's detached hidden states; every rank calls each method.
 
     The draft never sees the policy's graph, so no gradient reaches the policy.
-
-    Attributes:
-        reads_last_token: True if training uses the last token of a sequence, after which there is no state.
-        layer_ids: layers of the policy whose states the draft reads.
-        num_parameters: number of trained parameters.
     """
 
-    reads_last_token = False
-    layer_ids: tuple[int, ...]
-    num_parameters: int
+    reads_last_token = False  # True if training uses the last token of a sequence, after which there is no state
+    layer_ids: tuple[int, ...]  # layers of the policy whose states the draft reads
+    num_parameters: int  # that are trained
 
     def __init__(self, config: DraftConfig, *, is_online: bool, writes: bool) -> None:
-        """Set the mode of training.
-
-        Args:
-            is_online: train beside the policy, with the settings of `draft.online`.
-            writes: this rank writes drafts and checkpoints.
-        """
-        self._config, self._is_online, self._writes = config, is_online, writes
-        self._schedule = replace(config.pretrain, optimizer=config.pretrain_optimizer)
+        """Set the mode: `is_online` trains beside the policy, and a rank that `writes` saves drafts and checkpoints."""
+        self.config, self._is_online, self._writes = config, is_online, writes
+        own = config.dflash if config.method is DraftMethod.DFLASH else config.pretrain
+        self._schedule = replace(config.pretrain, optimizer=own.optimizer)
         self._settings = config.online.optimizer if is_online else self._schedule.optimizer
 
     @property
@@ -131,10 +123,7 @@ class LearnerDraft(ABC):
 
         The probability of accepting draft token i is sum_v min(p(v), q(v)) of policy and draft after the chat's own
         tokens (teacher forcing). The mean acceptance length is 1 + the mean over windows of the sum over i of the
-        product of the probabilities up to i.
-
-        Returns:
-            The mean probability by position, and the mean acceptance length.
+        product of the probabilities up to i. Returns the mean probability by position, and the length.
         """
 
     @abstractmethod
@@ -168,10 +157,9 @@ class LearnerDraft(ABC):
     def learn(self, chats: Chats, *, temperature: float, num_ranks: int = 1) -> float:
         """Make `draft.online.updates` updates, each on other rollouts of the step; returns their mean loss.
 
-        Args:
-            num_ranks: number of ranks that share the tokens of an update.
+        As many ranks as `num_ranks` share the tokens of an update.
         """
-        config = self._config
+        config = self.config
         parts = sample_parts(
             [len(tokens) for tokens in chats.sequences],
             num_parts=config.online.updates,
@@ -194,11 +182,7 @@ class LearnerDraft(ABC):
         write_json(path / _STATE, {**counts, "xxh3": total.xxh3})
 
     def load_checkpoint(self, path: Path) -> None:
-        """Restore a checkpoint of `save_checkpoint`.
-
-        Raises:
-            CheckpointError: the tensors' digest differs from the saved one.
-        """
+        """Restore what `save_checkpoint` wrote; raises a `CheckpointError` if the tensors' digest differs."""
         from safetensors.torch import load_file
 
         from slipstream.storage import sum_of
@@ -213,7 +197,7 @@ class LearnerDraft(ABC):
         return rate_at(self.num_updates)
 
     def _num_passes(self) -> int:
-        return self._config.online_passes if self._is_online else self._config.pretrain.ttt_steps
+        return self.config.online_passes if self._is_online else self.config.pretrain.ttt_steps
 
 
 class MtpDraft(LearnerDraft):
@@ -235,13 +219,7 @@ class MtpDraft(LearnerDraft):
         writes: bool = True,
         is_online: bool = False,
     ) -> None:
-        """Start the training of the policy's MTP layer.
-
-        Args:
-            tokenizer_dir: directory whose tokenizer files are copied beside a saved draft.
-        Raises:
-            ConfigError: the policy has no MTP layer.
-        """
+        """Start the training; tokenizer files of `tokenizer_dir` are copied beside a saved draft."""
         super().__init__(config, is_online=is_online, writes=writes)
         self._policy, self._tokenizer_dir = policy, tokenizer_dir
         self._trainer = policy.start_mtp(self._settings)
@@ -262,13 +240,13 @@ class MtpDraft(LearnerDraft):
             learning_rate=self._learning_rate(),
             temperature=temperature,
             num_passes=self._num_passes(),
-            decay=self._config.pretrain.ttt_step_loss_decay,
+            decay=self.config.pretrain.ttt_step_loss_decay,
         )
 
     def evaluate(self, chats: Chats, *, temperature: float = 1.0) -> tuple[list[float], float]:
         """Held-out acceptance by position, and the mean acceptance length."""
         held = chats.sequences, chats.prompt_lengths, chats.states
-        return self._trainer.evaluate(*held, num_tokens=self._config.pretrain.ttt_steps, temperature=temperature)
+        return self._trainer.evaluate(*held, num_tokens=self.config.pretrain.ttt_steps, temperature=temperature)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The draft's tensors under the names that vLLM loads."""
@@ -320,10 +298,8 @@ def start_training(
     """Start or continue training a draft for the policy in `path`; the policy's own MTP layer is one.
 
     Args:
-        writes: this rank writes checkpoints.
         given: directory of a draft to continue; None starts a fresh one.
         token_ids: ids that a fresh draft knows; None keeps all.
-        is_online: train beside the policy.
     """
     if config.method is DraftMethod.MTP:
         if given is not None:
@@ -347,9 +323,7 @@ def start_training(
     return trainer
 
 
-def train_beside(
-    policy: MegatronPolicy, draft: LearnerDraft, config: DraftConfig, update: Update, learner: LearnerConfig
-) -> Trained:
+def train_beside(policy: MegatronPolicy, draft: LearnerDraft, update: Update, learner: LearnerConfig) -> Trained:
     """Update the policy, and its draft on the hidden states of the same forward pass.
 
     Each data-parallel rank passes its share of the update. The ranks that split the policy between them split that
@@ -370,4 +344,5 @@ def train_beside(
     chats = Chats(kept, batch.prompt_lengths, states)
     loss = draft.learn(chats, temperature=update.temperature, num_ranks=learner.parallel.data)
     elapsed_s = follow_s + time.perf_counter() - start
-    return replace(trained, draft=DraftUpdate(loss=loss, num_updates=config.online.updates, elapsed_s=elapsed_s))
+    done = DraftUpdate(loss=loss, num_updates=draft.config.online.updates, elapsed_s=elapsed_s)
+    return replace(trained, draft=done)

@@ -41,8 +41,8 @@ class PackedChats:
     hidden_states: Tensor  # [1, N, AH] float32
     last: Tensor  # [1, N, H] float32, states of the token in input_ids, which predict the next token
     loss_mask: Tensor  # [1, N] bool, True where the predicted token belongs to a response
-    document_ids: Tensor  # [1, N]
     position_ids: Tensor  # [1, N] from 1 in each chat
+    lengths: list[int]  # of the chats, whose sum is N
 
 
 def rows_of(chats: Chats, *, max_tokens: int, device: torch.device = _CPU) -> list[PackedChats]:
@@ -66,25 +66,19 @@ def pack_chats(chats: Chats, *, device: torch.device = _CPU) -> PackedChats:
     For a chat x0 .. xT with states g0 .. gT and last states y0 .. yT this gives rows (x1, g0, y1) .. (xT, gT-1, yT).
     Row j predicts the token after x(j+1); the first draft follows the first response token.
     """
-    ids, hidden, last, mask, documents, places = [], [], [], [], [], []
-    each = zip(chats.sequences, chats.prompt_lengths, chats.states, strict=True)
-    for index, (tokens, start, (aux_TA, last_TH)) in enumerate(each):
-        num = len(tokens) - 1
-        ids.append(torch.tensor(tokens[1:], dtype=torch.long))
-        hidden.append(aux_TA[:-1].to(device).float())
-        last.append(last_TH[1:].to(device).float())
-        position = torch.arange(1, num + 1)
-        # The last state of a chat predicts a token that was never sampled.
-        mask.append((position >= start) & (position < num))
-        documents.append(torch.full((num,), index))
-        places.append(position)
+    ids = [torch.tensor(tokens[1:], dtype=torch.long) for tokens in chats.sequences]
+    lengths = [len(each) for each in ids]
+    positions = [torch.arange(1, num + 1) for num in lengths]
+    each = zip(positions, chats.prompt_lengths, lengths, strict=True)
+    # The last state of a chat predicts a token that was never sampled.
+    masks = [(position >= start) & (position < num) for position, start, num in each]
     return PackedChats(
         input_ids=torch.cat(ids)[None].to(device),
-        hidden_states=torch.cat(hidden)[None],
-        last=torch.cat(last)[None],
-        loss_mask=torch.cat(mask)[None].to(device),
-        document_ids=torch.cat(documents)[None].to(device),
-        position_ids=torch.cat(places)[None].to(device),
+        hidden_states=torch.cat([aux_TA[:-1].to(device).float() for aux_TA, _ in chats.states])[None],
+        last=torch.cat([last_TH[1:].to(device).float() for _, last_TH in chats.states])[None],
+        loss_mask=torch.cat(masks)[None].to(device),
+        position_ids=torch.cat(positions)[None].to(device),
+        lengths=lengths,
     )
 
 
@@ -99,14 +93,13 @@ def head_inputs(model: Eagle3DraftModel, batch: PackedChats, num_passes: int) ->
     (layer,) = model.layers
     num = batch.input_ids.shape[1]
     hidden = _joined(model, batch.hidden_states)
-    chats = chat_lengths(batch.document_ids[0])
     ids, positions, cache = batch.input_ids, batch.position_ids, DynamicCache()
     outputs = []
     for number in range(num_passes):
         stacked = torch.cat([model.embed_tokens(ids).detach(), hidden], dim=-1)
         hidden = layer(
             stacked,
-            attention_mask=chats,
+            attention_mask=batch.lengths,
             position_ids=positions,
             past_key_values=cache,
             cache_position=torch.arange(number * num, (number + 1) * num, device=hidden.device),
@@ -132,11 +125,6 @@ def _joined(model: Eagle3DraftModel, states_NA: Tensor) -> Tensor:
     return joined
 
 
-def chat_lengths(document_ids_N: Tensor) -> list[int]:
-    """List the lengths of a row's chats from the chat number of each token."""
-    return torch.unique_consecutive(document_ids_N, return_counts=True)[1].tolist()
-
-
 def attend(
     module: torch.nn.Module,
     query: Tensor,
@@ -151,8 +139,7 @@ def attend(
 
     Args:
         query: [1, G * R, N, D] of one pass.
-        key: [1, G, (1 + P) * N, D] of all passes so far.
-        value: [1, G, (1 + P) * N, D].
+        key, value: [1, G, (1 + P) * N, D] of all passes so far.
         attention_mask: lengths of the row's chats.
     Returns:
         [1, N, G * R, D], and None in place of the scores.

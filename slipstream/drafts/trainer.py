@@ -1,8 +1,5 @@
 """Training of an EAGLE-3 or DFlash draft on detached hidden states, before RL or, of EAGLE-3, beside the policy.
 
-The optimizer is AdamW, or Muon for the layer's matrices and AdamW for the rest. Muon needs fewer tokens to learn, and
-training beside the policy has few (research/log.md).
-
 Weights, gradients and moments are float32. A GPU that holds its policy in bfloat16 multiplies matrices in bfloat16 in
 an update (autocast), with softmax and loss in float32. Held-out acceptance is measured in float32 everywhere.
 
@@ -31,19 +28,12 @@ from typing import Any
 
 import torch
 from speculators.losses import eager
+from speculators.utils.loading import load_model_layers
 from torch import Tensor
 
-from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.config import DraftConfig, Loss
 from slipstream.drafts.dflash import block_inputs, build_dflash
-from slipstream.drafts.eagle3 import (
-    AnyDraft,
-    build_draft,
-    draft_ids,
-    draft_tensors,
-    load_draft,
-    policy_head,
-    save_draft,
-)
+from slipstream.drafts.eagle3 import AnyDraft, build_draft, draft_ids, draft_tensors, load_draft, save_draft
 from slipstream.drafts.learner_draft import NUM_STEPS, Chats, LearnerDraft
 from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.passes import PackedChats, head_inputs, rows_of
@@ -53,15 +43,13 @@ from slipstream.learner.optimizer import BatchedMuon, Stepped, TrainingMemory
 from slipstream.learner.packing import plan_shards
 from slipstream.types import Dtype
 
-Distance = Callable[[Tensor, Tensor], Tensor]
-"""Maps the draft's and the policy's logits, [1, C, D] each, to a distance of each token, [1, C]."""
-
-DISTANCES: Mapping[str, Distance] = {
+DISTANCES: Mapping[Loss, Callable[[Tensor, Tensor], Tensor]] = {
     "kl_div": eager.kl_div_loss,
     "tv": eager.tv_loss,
     "lk": eager.neg_log_acceptance_loss,
     "lk_hybrid": eager.lk_hybrid_loss,
 }
+"""Functions of the draft's and the policy's logits, [1, C, D] each, to a distance of each token, [1, C]."""
 _EPS = 1e-5  # as in speculators: the loss of a pass without counted tokens is 0
 
 
@@ -71,9 +59,7 @@ def chunk_losses(
     """Yield parts of a row's loss, each with a graph of its own: go backward before taking the next.
 
     The loss is the sum over passes i of `ttt_step_loss_decay` ** i times the mean distance over the counted tokens.
-
-    Args:
-        head_inputs: [1, N, H] for each pass.
+    Each pass has `head_inputs` of [1, N, H].
     """
     num, num_passes, chunk = batch.loss_mask.shape[1], len(head_inputs), config.reader.loss_chunk_tokens
     distance_of, decay = DISTANCES[config.reader.loss], config.pretrain.ttt_step_loss_decay
@@ -90,47 +76,14 @@ def chunk_losses(
             if size <= 0:
                 break
             logits = (model.lm_head(hidden_1NH[:, start:stop]).float() / temperature)[:, :size]
-            distance = distance_of(logits, targets[:, number : number + size])
             decayed = mask_1N[:, start + number : start + number + size] * decay**number
-            counted = distance * decayed
+            counted = distance_of(logits, targets[:, number : number + size]) * decayed
             loss = loss + (counted.sum(dim=1) / counts[number]).mean()
         yield loss
 
 
-@torch.no_grad()
-def overlaps(
-    model: AnyDraft,
-    head_inputs: Sequence[Tensor],
-    batch: PackedChats,
-    config: DraftConfig,
-    temperature: float,
-    *,
-    policy_head_VH: Tensor,
-) -> Tensor:
-    """[passes, N] probability of accepting token i of the window that starts at each position; 0 beyond the row.
-
-    Args:
-        policy_head_VH: the policy's whole output layer; tokens outside the draft's vocabulary count as never drafted.
-    """
-    num, chunk = batch.loss_mask.shape[1], config.reader.loss_chunk_tokens
-    found = torch.zeros(len(head_inputs), num, device=batch.last.device)
-    for start in range(0, num, chunk):
-        stop = min(start + chunk, num)
-        states = batch.last[0, start : stop + len(head_inputs) - 1]
-        policy = (torch.nn.functional.linear(states, policy_head_VH) / temperature).softmax(-1)
-        policy = policy if model.d2t is None else policy[:, draft_ids(model)]
-        for number, hidden_1NH in enumerate(head_inputs):
-            size = min(stop, num - number) - start
-            if size <= 0:
-                break
-            draft = (model.lm_head(hidden_1NH[0, start:stop]) / temperature).softmax(-1)[:size]
-            found[number, start : start + size] = torch.minimum(policy[number : number + size], draft).sum(-1)
-    return found
-
-
 SumOverRanks = Callable[[Tensor], Tensor]
 """Sums a tensor over the trainers of all ranks; every rank calls it."""
-
 
 _CPU = torch.device("cpu")
 _MOMENTUM = 0.9  # as the policy's Muon, for short trainings
@@ -139,16 +92,10 @@ _OUTPUT = "lm_head."
 
 
 class DraftTrainer(LearnerDraft):
-    """An EAGLE-3 or DFlash draft with its optimizer and learning rate; every rank holds all of it.
+    """An EAGLE-3 or DFlash draft with its optimizer and learning rate; every rank holds all of it."""
 
-    Attributes:
-        sum_over_ranks: None where the trainer has all sequences.
-        share: number of the trainer among those that are handed the same sequences, and their count. Each computes a
-            share of these sequences.
-    """
-
-    sum_over_ranks: SumOverRanks | None = None
-    share: tuple[int, int] = (0, 1)
+    sum_over_ranks: SumOverRanks | None = None  # None where the trainer has all sequences
+    share: tuple[int, int] = (0, 1)  # number among the trainers that share out the same sequences, and their count
 
     def __init__(
         self,
@@ -167,8 +114,6 @@ class DraftTrainer(LearnerDraft):
         Args:
             token_ids: ids that a fresh draft knows (`build_draft`).
             products: type in which an update multiplies matrices.
-        Raises:
-            ConfigError: `given` is not a draft that `load_draft` reads.
         """
         super().__init__(config, is_online=is_online, writes=writes)
         self._device = device
@@ -202,7 +147,7 @@ class DraftTrainer(LearnerDraft):
     def step(self, chats: Chats, *, temperature: float = 1.0) -> float:
         """One update; returns the loss summed over the passes."""
         self._memory.onload()
-        self._optimizer.zero_grad()
+        self._model.zero_grad()
         rows = self._rows(chats)
         num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
         if self.sum_over_ranks is not None:
@@ -229,7 +174,7 @@ class DraftTrainer(LearnerDraft):
         # The head goes backward chunk by chunk into these copies; the passes go backward once, afterwards.
         leaves = [each.detach().requires_grad_() for each in inputs]
         total = torch.zeros((), device=self._device)
-        parts = chunk_losses(self._model, leaves, row, self._config, temperature)
+        parts = chunk_losses(self._model, leaves, row, self.config, temperature)
         while True:
             with self._products():
                 part = next(parts, None)
@@ -258,9 +203,8 @@ class DraftTrainer(LearnerDraft):
     @torch.no_grad()
     def evaluate(self, chats: Chats, *, temperature: float = 1.0) -> tuple[list[float], float]:
         """Held-out acceptance by position, and the mean acceptance length."""
-        rows = self._rows(chats)
-        none = torch.zeros(self._config.pretrain.ttt_steps, 0, device=self._device)
-        windows = torch.cat([none, *(self._windows(row, temperature) for row in rows)], dim=1)
+        none = torch.zeros(self.config.pretrain.ttt_steps, 0, device=self._device)
+        windows = torch.cat([none, *(self._windows(row, temperature) for row in self._rows(chats))], dim=1)
         accepted, num = windows.cumprod(dim=0).sum(dim=0).sum(), windows.new_tensor(windows.shape[1])
         sums = torch.cat([windows.sum(dim=1), torch.stack([accepted, num])])
         if self.sum_over_ranks is not None:
@@ -279,7 +223,7 @@ class DraftTrainer(LearnerDraft):
 
     @torch.no_grad()
     def _cut_policy_head(self) -> None:
-        self._model.verifier_lm_head.weight.copy_(self._policy_head_VH[draft_ids(self._model)])
+        self._model.verifier_lm_head.weight.copy_(self._policy_head_VH[draft_ids(self._model.d2t)])
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The draft's tensors under the names that vLLM loads."""
@@ -319,26 +263,42 @@ class DraftTrainer(LearnerDraft):
         """Pack this trainer's share of the sequences, which is balanced by tokens."""
         index, count = self.share
         mine = plan_shards([len(tokens) for tokens in chats.sequences], count)[index]
-        return rows_of(chats.some(mine), max_tokens=self._config.reader.tokens_per_row, device=self._device)
+        return rows_of(chats.some(mine), max_tokens=self.config.reader.tokens_per_row, device=self._device)
 
     def _windows(self, batch: PackedChats, temperature: float) -> Tensor:
-        """[ttt_steps, windows] probability of accepting each token of every draft window within one response."""
-        num_steps = self._config.pretrain.ttt_steps
+        """[ttt_steps, windows] probability of accepting each token of every draft window within one response.
+
+        Tokens outside the draft's vocabulary count as never drafted.
+        """
+        num_steps, chunk = self.config.pretrain.ttt_steps, self.config.reader.loss_chunk_tokens
+        num = max(batch.loss_mask.shape[1] - num_steps + 1, 0)  # windows that end within the row
+        found = torch.zeros(num_steps, num, device=self._device)
         inputs = self._head_inputs(self._model, batch, num_steps)
-        found = overlaps(self._model, inputs, batch, self._config, temperature, policy_head_VH=self._policy_head_VH)
-        num = max(batch.input_ids.shape[1] - num_steps + 1, 0)
-        documents = batch.document_ids[0]
-        inside = torch.ones(num, dtype=torch.bool, device=self._device)
-        for i in range(num_steps):
-            inside &= batch.loss_mask[0, i : i + num] & (documents[i : i + num] == documents[:num])
-        return found[:, :num][:, inside]
+        for start in range(0, num, chunk):
+            stop = min(start + chunk, num)
+            states = batch.last[0, start : stop + num_steps - 1]
+            policy = (torch.nn.functional.linear(states, self._policy_head_VH) / temperature).softmax(-1)
+            if self._model.d2t is not None:
+                policy = policy[:, draft_ids(self._model.d2t)]
+            for i, hidden_1NH in enumerate(inputs):
+                draft = (self._model.lm_head(hidden_1NH[0, start:stop]) / temperature).softmax(-1)
+                found[i, start:stop] = torch.minimum(policy[i : i + stop - start], draft).sum(-1)
+        # A window that leaves its chat meets the chat's last position, which no mask has.
+        inside = torch.stack([batch.loss_mask[0, i : i + num] for i in range(num_steps)]).all(0)
+        return found[:, inside]
+
+
+def policy_head(policy: Path) -> Tensor:
+    """[V, H] float32 output layer of the policy."""
+    names = ("lm_head.weight", "model.embed_tokens.weight")  # tied embeddings are the output layer
+    found = load_model_layers(list(names), str(policy))
+    return next(found[name] for name in names if name in found).float()
 
 
 class DraftOptimizer:
-    """Optimizers of a draft's parameters, with their moments.
+    """AdamW of a draft's parameters, or Muon for the layer's matrices and AdamW for the rest, with their moments.
 
-    Attributes:
-        steppers: the torch optimizers: AdamW, and Muon where it takes matrices.
+    Muon needs fewer tokens to learn, and training beside the policy has few (research/log.md).
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], config: OptimizerConfig) -> None:
@@ -348,8 +308,8 @@ class DraftOptimizer:
         matrices, rest = (
             [each for (_, each), by in zip(named, by_muon, strict=True) if by is muon] for muon in (True, False)
         )
-        beta1, beta2 = config.betas
-        adamw = torch.optim.AdamW(rest, lr=0.0, betas=(beta1, beta2), weight_decay=decay, fused=True)
+        betas = config.betas[0], config.betas[1]
+        adamw = torch.optim.AdamW(rest, lr=0.0, betas=betas, weight_decay=decay, fused=True)
         self.steppers: tuple[torch.optim.Optimizer, ...] = (adamw,)
         if matrices:
             dtype = torch.float32 if matrices[0].device.type == "cpu" else torch.bfloat16
@@ -369,11 +329,6 @@ class DraftOptimizer:
                 group["lr"] = learning_rate
             optimizer.step()
 
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-        for optimizer in self.steppers:
-            optimizer.zero_grad()
-
     def moments(self) -> dict[str, Tensor]:
         """Return the moments by `<index of the parameter>.<name>`, sharing memory; empty before the first update."""
         return {
@@ -383,11 +338,7 @@ class DraftOptimizer:
         }
 
     def restore(self, moments: Mapping[str, Tensor], *, num_updates: int) -> None:
-        """Continue from `moments` after `num_updates` updates.
-
-        Raises:
-            KeyError: a moment is missing.
-        """
+        """Continue from `moments` after `num_updates` updates."""
         for index, each in enumerate(self._stepped):
             for name, moment in each.reset(num_updates).items():
                 moment.copy_(moments[f"{index}.{name}"])

@@ -67,7 +67,7 @@ class LearnerProcess:
         self._policy: MegatronPolicy | None = None
         self._reference: Callable[..., Sequence[np.ndarray]] | None = None  # logprobs under the initial policy
         self._draft: LearnerDraft | None = None
-        self._online: tuple[LearnerDraft, DraftConfig] | None = None  # a draft that is trained beside the policy
+        self._online: LearnerDraft | None = None  # a draft that is trained beside the policy
         self._draft_chats: HeldChats | None = None
         self._sources: dict[str, WeightSource] = {}  # by model
         self._sent_as: WeightFormat | None = None  # as the policy is sent to engines
@@ -216,7 +216,7 @@ class LearnerProcess:
         if not part.trains_draft:
             return self._loaded.train_step(part)
         assert self._online is not None, "continue_draft comes first"
-        return train_beside(self._loaded, *self._online, part, self._config)
+        return train_beside(self._loaded, self._online, part, self._config)
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write the policy in Hugging Face format."""
@@ -224,7 +224,7 @@ class LearnerProcess:
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         """Write the checkpoint of the policy, and of a draft trained beside the policy, in the background."""
-        self._loaded.save_checkpoint(path, extra, beside=self._online[0].state() if self._online else None)
+        self._loaded.save_checkpoint(path, extra, beside=self._online.state() if self._online else None)
 
     def finish_checkpoint(self) -> None:
         """Wait until the checkpoint is written."""
@@ -236,7 +236,7 @@ class LearnerProcess:
             return self._loaded.load_checkpoint(path)
         state: dict[str, torch.Tensor] = {}
         extra = self._loaded.load_checkpoint(path, beside=state)
-        self._online[0].restore(state)
+        self._online.restore(state)
         return extra
 
     def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
@@ -252,10 +252,9 @@ class LearnerProcess:
             engine_dtype: type in which the draft is sent to engines; the draft is trained in float32.
         """
         require_here(draft)
-        trainer = start_training(
+        self._draft = self._online = start_training(
             self._loaded, policy, config, self._config, writes=self._rank == 0, given=draft, is_online=True
         )
-        self._draft, self._online = trainer, (trainer, config)
         self._is_new(DRAFT, draft_dtype=engine_dtype)
         return self._draft.num_parameters
 

@@ -98,7 +98,6 @@ def test_a_saved_draft_fits_its_policy(policy: Path, tmp_path: Path, token_ids: 
     ("field", "value", "error"),
     [
         ("speculators_model_type", "dflash2", "draft must be a DFlash draft as speculators saves it, got 'dflash2'"),
-        ("speculators_model_type", "dspark", "draft must be a DFlash draft as speculators saves it, got 'dspark'"),
         ("sliding_window_non_causal", False, "draft sliding_window_non_causal must be true, got False"),
         ("mask_token_id", 16, "draft mask_token_id must be an id of the policy's 16 tokens, got 16"),
     ],

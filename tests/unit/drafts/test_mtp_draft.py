@@ -19,7 +19,6 @@ from slipstream.drafts.methods import DraftMethod
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.update import Update
 from slipstream.learner.architecture import QWEN3
-from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import PolicyConfig
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.policy_source import Needs, write_policy_tokenizer
@@ -117,9 +116,6 @@ def test_a_resumed_pretraining_goes_on_bit_for_bit(path: Path, tmp_path: Path) -
     expected = [draft.step(chats) for _ in range(2)]
     resumed.load_checkpoint(tmp_path / "step-1")
     assert [resumed.step(chats) for _ in range(2)] == expected
-    (tmp_path / "step-1" / "draft.safetensors").write_bytes(b"cut")
-    with pytest.raises(CheckpointError, match="is damaged"):
-        resumed.load_checkpoint(tmp_path / "step-1")
 
 
 def test_a_layer_of_another_policy_or_of_none_is_refused(path: Path, tmp_path: Path) -> None:

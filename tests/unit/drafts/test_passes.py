@@ -9,9 +9,16 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from slipstream.drafts import passes
-from slipstream.drafts.passes import attend, chat_lengths
+from slipstream.drafts.passes import attend
 
 GROUPS, HEADS, DIM = 2, 6, 4
+
+
+def randomly(num: int, num_passes: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values of a row of so many tokens."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = (HEADS, num), (GROUPS, num_passes * num), (GROUPS, num_passes * num)
+    return tuple(torch.randn(1, *size, DIM, generator=generator, requires_grad=True) for size in sizes)
 
 
 def masked(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, scaling: float) -> Tensor:
@@ -29,17 +36,12 @@ def masked(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, scaling
 @pytest.mark.parametrize("num_passes", [1, 2, 4])
 @pytest.mark.parametrize("lengths", [[5], [1, 1], [3, 7, 2], [4, 260, 5, 3]])
 def test_each_chat_attends_to_itself_and_each_token_to_its_own_later_keys(lengths: list[int], num_passes: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    num = sum(lengths)
+    query, key, value = randomly(sum(lengths), num_passes)
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    query = torch.randn(1, HEADS, num, DIM, generator=generator, requires_grad=True)
-    key, value = (
-        torch.randn(1, GROUPS, num_passes * num, DIM, generator=generator, requires_grad=True) for _ in range(2)
-    )
-    weight = torch.randn(1, num, HEADS, DIM, generator=generator)
+    weight = torch.randn(1, sum(lengths), HEADS, DIM, generator=torch.Generator().manual_seed(1))
     expected = masked(query, key, value, documents, 0.3)
     wanted = torch.autograd.grad((expected * weight).sum(), (query, key, value))
-    found, _ = attend(torch.nn.Identity(), query, key, value, chat_lengths(documents), scaling=0.3)
+    found, _ = attend(torch.nn.Identity(), query, key, value, lengths, scaling=0.3)
     grads = torch.autograd.grad((found * weight).sum(), (query, key, value))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     for grad, other in zip(grads, wanted, strict=True):
@@ -47,10 +49,8 @@ def test_each_chat_attends_to_itself_and_each_token_to_its_own_later_keys(length
 
 
 def test_the_attention_of_a_long_chat_is_recomputed_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths, num, num_passes = [3, 7, 2], 12, 3
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(1, HEADS, num, DIM, generator=generator, requires_grad=True)
-    key, value = (torch.randn(1, GROUPS, num_passes * num, DIM, generator=generator, requires_grad=True) for _ in "kv")
+    lengths = [3, 7, 2]
+    query, key, value = randomly(sum(lengths), num_passes=3)
 
     def outcome(most: int) -> tuple[list[Tensor], int]:
         kept: list[int] = []
