@@ -26,7 +26,6 @@ _REQUIRED = (*_AROUND, *(f"layers.0.{name}" for name in (*_IN_LAYER, _HIDDEN_NOR
 _OPTIONAL = ("d2t", "t2d", "embed_tokens.weight", *(f"layers.0.{name}" for name in _QK_NORMS))
 _MTP_PREFIX = "model.mtp_layers."
 _WEIGHTS = "*.safetensors"
-_NUM_NAMED = 5  # words that an error names
 
 
 def require_fit(config: DraftConfig, policy: Path, draft: Path | None, *, max_model_len: int) -> None:
@@ -35,12 +34,11 @@ def require_fit(config: DraftConfig, policy: Path, draft: Path | None, *, max_mo
     Args:
         draft: directory of the draft; None where the method has no weights of its own.
     Raises:
-        ConfigError: the draft does not fit (`check_draft`, `check_dflash`, `check_mtp`, `check_draft_model`), or the
-            method's package is not installed.
+        ConfigError: the draft does not fit, or the method's package is not installed.
     """
     require_package(config.method)
     if not TRAITS[config.method].has_weights:
-        return  # the method has no weights of its own
+        return
     assert draft is not None
     match config.method:
         case DraftMethod.EAGLE3:
@@ -54,12 +52,7 @@ def require_fit(config: DraftConfig, policy: Path, draft: Path | None, *, max_mo
 
 
 def check_draft(policy: Path, draft: Path, *, max_model_len: int) -> None:
-    """Reject an EAGLE-3 draft that vLLM would load wrongly, or would reject only when it starts.
-
-    Raises:
-        ConfigError: hidden size, vocabulary, auxiliary layers or positions do not fit; a tensor is missing or extra;
-            or head or embeddings equal the policy's, so that vLLM would share them.
-    """
+    """Reject an EAGLE-3 draft that vLLM would load wrongly, or would reject only when it starts."""
     draft_config = read_config(draft, "draft")
     layer = draft_config.get("transformer_layer_config")
     require(isinstance(layer, dict), "draft", "must be an EAGLE-3 draft as speculators saves it", str(draft))
@@ -70,12 +63,7 @@ def check_draft(policy: Path, draft: Path, *, max_model_len: int) -> None:
 
 
 def check_dflash(policy: Path, draft: Path, *, max_model_len: int) -> None:
-    """Reject a DFlash draft that vLLM would load or run otherwise than it was trained.
-
-    Raises:
-        ConfigError: the draft is of another kind, causal within a block or without a mask token, or as in
-            `check_draft`.
-    """
+    """Reject a DFlash draft that vLLM would load or run otherwise than it was trained."""
     config = read_config(draft, "draft")
     kind, fix = config.get("speculators_model_type"), "DFlash 2 and DSpark need vLLM's second model runner"
     require(kind == "dflash", "draft", "must be a DFlash draft as speculators saves it", kind, fix)
@@ -162,43 +150,27 @@ def _check_not_shared(policy: Path, policy_name: str, name: str, tensor: Any) ->
 
 
 def read_config(path: Path, field: str) -> dict[str, Any]:
-    """Read the config of a model directory.
-
-    Raises:
-        ConfigError: there is no config.json; the error names `field`.
-    """
+    """Read the config of a model directory; an error that there is none names `field`."""
     file = path / "config.json"
     require(file.is_file(), field, "must be a model directory with a config.json", str(path))
     return json.loads(file.read_text())
 
 
 def check_draft_model(policy: Path, draft: Path, *, max_model_len: int, field: str = "draft") -> None:
-    """Reject a model that cannot draft for this policy.
-
-    Args:
-        field: what an error calls the draft.
-    Raises:
-        ConfigError: no model or no weights, another vocabulary, or positions that end before the longest sequence.
-    """
+    """Reject a model that cannot draft for this policy; the error calls the draft `field`."""
     ours, theirs = read_config(policy, "policy.model"), read_config(draft, field)
     require(any(draft.glob(_WEIGHTS)), field, f"must have weights in {_WEIGHTS} files", str(draft))
     vocab, fix = ours["vocab_size"], "its tokens would stand for other ones of the policy's"
     found = theirs.get("vocab_size")
     require(found == vocab, f"{field} vocab_size", f"must equal the policy's {vocab}", found, fix)
-    words = _differing_words(policy, draft)
+    ids, others = _words(policy), _words(draft)
+    differing = {word for word, _ in ids.items() ^ others.items()} if ids and others else ()
+    words = sorted(differing)[:5]
     require(not words, f"{field} tokenizer", "must give every word the policy's id", f"others for {words}", fix)
     positions = num_positions({"max_position_embeddings": 0, **theirs})
     rule = f"must be >= engine.max_model_len {max_model_len}"
     fix = "vLLM stops drafting for a whole batch in which one sequence is longer"
     require(positions >= max_model_len, f"{field} max_position_embeddings", rule, positions, fix)
-
-
-def _differing_words(policy: Path, draft: Path) -> list[str]:
-    """Return some words whose ids differ; empty where either model has no readable tokenizer file."""
-    ours, theirs = _words(policy), _words(draft)
-    if not ours or not theirs:
-        return []
-    return sorted(word for word in {*ours, *theirs} if ours.get(word) != theirs.get(word))[:_NUM_NAMED]
 
 
 def _words(model: Path) -> dict[str, int]:
@@ -213,11 +185,7 @@ def _words(model: Path) -> dict[str, int]:
 
 
 def check_mtp(policy: Path, draft: Path) -> None:
-    """Reject a directory that does not hold the MTP layer of this policy.
-
-    Raises:
-        ConfigError: the policy has no such layer, or the draft's tensors are others or of another shape.
-    """
+    """Reject a policy without an MTP layer, and a directory that does not hold the layer of this policy."""
     wanted = tensor_shapes(policy, prefix=_MTP_PREFIX)
     require(bool(wanted), "draft.method", "mtp needs a policy with an MTP layer", str(policy), "such as a MiMo")
     found = tensor_shapes(draft, prefix=_MTP_PREFIX)

@@ -30,19 +30,12 @@ _NUM_COSTS = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Staleness:
-    """State of a draft after some steps.
+    """State of a draft after some steps."""
 
-    Attributes:
-        reference: highest mean acceptance length that the draft has reached; None before the first drafts.
-        recent: acceptance of the latest steps.
-        costs_s: seconds of each training.
-        lost_s: seconds of generation lost since earlier trainings, minus what those trainings took.
-    """
-
-    reference: float | None = None
-    recent: tuple[AcceptanceStats, ...] = ()
-    costs_s: tuple[float, ...] = ()
-    lost_s: float = 0.0
+    reference: float | None = None  # highest mean acceptance length of the draft; None before the first drafts
+    recent: tuple[AcceptanceStats, ...] = ()  # of the latest steps
+    costs_s: tuple[float, ...] = ()  # of each training
+    lost_s: float = 0.0  # seconds of generation lost since earlier trainings, minus what those trainings took
 
     @property
     def length(self) -> float:

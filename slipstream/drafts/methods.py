@@ -60,19 +60,13 @@ class Training(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """Traits of one method.
+    """Traits of one method."""
 
-    `has_weights`: a model in a directory of its own samples drafts; otherwise they are looked up, and certain.
-    `trains_online`: RL can train the draft (`draft.online`), and a refit transfers the draft too.
-    `fields`: fields and sections of `DraftConfig`, beside `method`, that the method reads.
-    `package`: package that the method needs beside vLLM.
-    """
-
-    has_weights: bool = False
+    has_weights: bool = False  # a model in a directory of its own samples drafts; else they are looked up, and certain
     training: Training = Training.NONE
-    trains_online: bool = False
-    fields: frozenset[str]
-    package: str | None = None
+    trains_online: bool = False  # RL can train the draft (`draft.online`), and a refit transfers the draft too
+    fields: frozenset[str]  # fields and sections of `DraftConfig`, beside `method`, that the method reads
+    package: str | None = None  # that the method needs beside vLLM
     has_one_length: bool = False  # vLLM's proposer cannot draft fewer tokens than at its start
 
 
@@ -104,11 +98,7 @@ TRAITS = {
 
 
 def require_package(method: DraftMethod) -> None:
-    """Reject a method whose package is not installed.
-
-    Raises:
-        ConfigError: the package is missing; the message names the package to install.
-    """
+    """Reject a method whose package is not installed."""
     package = TRAITS[method].package
     if package is None or find_spec(package) is not None:
         return
@@ -117,11 +107,7 @@ def require_package(method: DraftMethod) -> None:
 
 
 def require_choice(sampling: DraftSampling) -> None:
-    """Reject `auto` where no tuning has chosen.
-
-    Raises:
-        ConfigError: `sampling` is `auto`.
-    """
+    """Reject `auto` where no tuning has chosen."""
     rule, fix = "must be probabilistic or greedy where no draft length is tuned", "tuning alone compares the two"
     require(sampling is not DraftSampling.AUTO, "draft.sampling", rule, sampling.value, fix)
 
@@ -131,9 +117,9 @@ def speculative_config(
 ) -> dict[str, Any]:
     """Build vLLM's `speculative_config`.
 
-    With `disable_eagle_block_drop` rollouts share the last whole block of their prompt too. vLLM would
-    compute it anew, as the draft's last entry in it comes from the token behind it: the same one in a group. Where
-    prompts are equal up to that block alone, the entry is another prompt's, and drafts may be accepted less.
+    With `disable_eagle_block_drop` rollouts share the last whole block of their prompt too. vLLM would compute it anew,
+    as the draft's last entry in it comes from the token behind it, which a group shares. Where prompts are equal up to
+    that block alone, the entry is another prompt's, and drafts may be accepted less.
 
     A greedy draft, and a method that looks drafts up, proposes one token with certainty at each position. Rejection
     sampling accepts it with the policy's probability of it, and samples the replacement from the other tokens.
@@ -141,10 +127,7 @@ def speculative_config(
     Args:
         draft: directory of the draft; None exactly where the method has no weights of its own.
         num_speculative_tokens: draft length; with a schedule, the longest.
-        schedule: k by running batch; the length can change while the engine lives only with a schedule.
-    Raises:
-        ConfigError: `num_speculative_tokens` is below 1, the method's package is not installed, or `config.sampling`
-            is still `auto`.
+        schedule: k by running batch; only with a schedule can the length change while the engine lives.
     """
     require(num_speculative_tokens >= 1, "num_speculative_tokens", "must be >= 1", num_speculative_tokens)
     require_choice(config.sampling)

@@ -56,11 +56,6 @@ class Responses:
     token_ids: tuple[tuple[int, ...], ...]
     prompt_lengths: tuple[int, ...]
 
-    def batch(self, step: int, *, num_tokens: int, seed: int) -> list[int]:
-        """Sample indices of distinct chats with about `num_tokens` tokens, a pure function of seed and step."""
-        lengths = [len(tokens) for tokens in self.token_ids]
-        return sample_parts(lengths, num_parts=1, num_tokens=num_tokens, seed=f"{seed}/draft/{step}")[0]
-
     def select(self, indices: Sequence[int]) -> Responses:
         """Return the chats with these indices."""
         return Responses(
@@ -109,15 +104,12 @@ def train_draft(
     """Train to the last step, from an earlier attempt's checkpoint if there is one; returns the loss of every step.
 
     Args:
-        update: updates the draft on the chats with the given indices in the given step; returns the loss.
-        save: writes the draft's checkpoint.
-        load: reads the draft's checkpoint.
+        update: updates the draft in the given step on the chats with the given indices; returns the loss.
         hold: computes the chats' hidden states once; returns False if they exceed the cache.
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    plan, progress = config.pretrain, checkpoint / _LOSSES
-    losses: list[float] = json.loads(progress.read_text()) if progress.is_file() else []
+    plan, losses = config.pretrain, completed_losses(checkpoint)
     num_saved = len(losses)
     if losses:
         try:
@@ -128,51 +120,44 @@ def train_draft(
     if not hold():
         text = "pretrain_draft: hidden states exceed %s and are computed in each step; raise it if memory allows"
         logger.info(text, "draft.pretrain.states_cache_gib")
+    lengths = [len(tokens) for tokens in train.token_ids]
     for step in range(num_saved, plan.num_steps):
-        losses.append(update(step, train.batch(step, num_tokens=plan.tokens_per_step, seed=config.seed)))
+        seed = f"{config.seed}/draft/{step}"
+        (indices,) = sample_parts(lengths, num_parts=1, num_tokens=plan.tokens_per_step, seed=seed)
+        losses.append(update(step, indices))
         on_step(step, losses[-1])
         if len(losses) % plan.checkpoint_every_steps == 0 and len(losses) < plan.num_steps:
             save(checkpoint / f"step-{len(losses)}")
-            write_atomic(progress, json.dumps(losses).encode())
+            write_atomic(checkpoint / _LOSSES, json.dumps(losses).encode())
             remove(checkpoint / f"step-{num_saved}")
             num_saved = len(losses)
     return losses
 
 
-def num_done(checkpoint: Path) -> int:
-    """Return the number of steps that an earlier attempt completed."""
-    progress = checkpoint / _LOSSES
-    return len(json.loads(progress.read_text())) if progress.is_file() else 0
+def completed_losses(checkpoint: Path) -> list[float]:
+    """Read the losses of the steps that an earlier attempt completed."""
+    file = checkpoint / _LOSSES
+    return json.loads(file.read_text()) if file.is_file() else []
 
 
-def require_cut(num: int, vocab_size: int, *, field: str = "draft.eagle3.vocab_size") -> None:
-    """Reject a draft's vocabulary, the recipe's `field`, that is empty or not smaller than the policy's."""
+def require_cut(num: int, vocab_size: int, *, field: str) -> None:
+    """Reject a draft's vocabulary, the recipe's `field`, that is not smaller than the policy's."""
     fix = "null keeps the whole vocabulary"
-    require(0 < num < vocab_size, field, f"must be < the policy's {vocab_size} tokens", num, fix)
+    require(num < vocab_size, field, f"must be < the policy's {vocab_size} tokens", num, fix)
 
 
-def frequent_tokens(responses: Iterable[Sequence[int]], *, num: int, vocab_size: int) -> tuple[int, ...]:
-    """Return the `num` most frequent tokens in ascending order; ties go to the smaller id.
+def frequent_tokens(responses: Iterable[Sequence[int]], *, num: int, vocab_size: int) -> tuple[tuple[int, ...], float]:
+    """Return the `num` most frequent tokens in ascending order, and their share; ties go to the smaller id.
 
     Source: `build_vocab_mappings_from_distribution` of speculators 0.9.
     """
     counts = Counter(itertools.chain.from_iterable(responses))
-    by_count = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
-    return tuple(sorted(by_count[:num]))
-
-
-def coverage(responses: Iterable[Sequence[int]], token_ids: Iterable[int]) -> float:
-    """Return the fraction of the tokens in `responses` that are among `token_ids`."""
-    counts = Counter(itertools.chain.from_iterable(responses))
-    return sum(counts[token] for token in set(token_ids)) / max(counts.total(), 1)
+    found = sorted(range(vocab_size), key=lambda token: (-counts[token], token))[:num]
+    return tuple(sorted(found)), sum(counts[token] for token in found) / counts.total()
 
 
 def link_draft_model(config: DraftConfig, policy: Path, directory: Path, *, max_model_len: int) -> int:
-    """Check the model that `draft.model` names and link its files into `directory`; returns its parameter count.
-
-    Raises:
-        ConfigError: there is no such model, or it cannot draft for the policy (`check_draft_model`).
-    """
+    """Check the model that `draft.model` names and link its files into `directory`; returns its parameter count."""
     assert config.model is not None
     source = locate(config.model, ("*.json", "tokenizer*", _WEIGHTS), field="draft.model")
     check_draft_model(policy, source, max_model_len=max_model_len, field="draft.model")
@@ -202,11 +187,7 @@ def scratch_model(config: DraftConfig, policy: Path) -> tuple[ScratchConfig, int
 
 
 def response_update(lm_step: Step, train: Responses, scratch: ScratchConfig) -> Callable[[int, list[int]], float]:
-    """Return the `update` of `train_draft` that teaches a small model the responses of chats.
-
-    Args:
-        lm_step: trains a learner that holds `scratch` with random weights.
-    """
+    """Return the `update` of `train_draft` that teaches a learner with `scratch` the responses of chats."""
 
     def update(step: int, indices: list[int]) -> float:
         batch = train.select(indices)
@@ -227,8 +208,6 @@ def heldout_acceptance(
     Args:
         policy: logprobs of each response's tokens at the sampling temperature.
         draft: the draft's logprobs of the same tokens.
-    Raises:
-        ConfigError: no response is long enough.
     """
     chances = [np.exp(np.minimum(q[1:] - p[1:], 0.0, dtype=np.float64)) for p, q in zip(policy, draft, strict=True)]
     long = [each for each in chances if len(each) >= num_tokens]

@@ -122,7 +122,7 @@ def train_on(
     )
     teach = teaching.on_states if config.trains is Training.HIDDEN_STATES else teaching.on_responses
     checkpoint = directory / _CHECKPOINT
-    done = pretrain.num_done(checkpoint)
+    done = len(pretrain.completed_losses(checkpoint))
     with (
         start_learner(recipe.learner, layout=recipe.layout) as learner,
         progress(_NODE, total=config.pretrain.num_steps, unit="step", done=done) as bar,
@@ -238,9 +238,9 @@ def known_tokens(config: DraftConfig, train: Responses, policy: Path) -> tuple[i
         return None
     answers = [tokens[start:] for tokens, start in zip(train.token_ids, train.prompt_lengths, strict=True)]
     vocab_size = Architecture.from_hf(policy).vocab_size
-    token_ids = pretrain.frequent_tokens(answers, num=num, vocab_size=vocab_size)
-    known = 100 * pretrain.coverage(answers, token_ids)
-    logger.info("pretrain_draft: %d of %d tokens make up %.2f %% of the responses", len(token_ids), vocab_size, known)
+    token_ids, share = pretrain.frequent_tokens(answers, num=num, vocab_size=vocab_size)
+    shares = len(token_ids), vocab_size, 100 * share
+    logger.info("pretrain_draft: %d of %d tokens make up %.2f %% of the responses", *shares)
     return token_ids
 
 

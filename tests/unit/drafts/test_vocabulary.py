@@ -16,7 +16,7 @@ from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.eagle3 import vocabulary_maps
 from slipstream.drafts.learner_draft import Chats
 from slipstream.drafts.passes import head_inputs, rows_of
-from slipstream.drafts.pretrain import coverage, frequent_tokens, require_cut
+from slipstream.drafts.pretrain import frequent_tokens, require_cut
 from slipstream.drafts.trainer import DraftTrainer
 from tests.small import draft_with
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS, teach
@@ -25,24 +25,21 @@ RESPONSES = [chat[start:] for chat, start in zip(CHATS, PROMPTS, strict=True)]
 KNOWN = (2, 5, 6, 7, 8, 9)
 
 
-@pytest.mark.parametrize("known", [(3, 7, 8, 9), (3, 5, 7, 8, 9), (0, 1, 3, 5, 6, 7, 8, 9)])
-def test_the_most_frequent_tokens_are_known_and_of_equals_the_smaller(known: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("known", "num_said"), [((3, 7, 8, 9), 11), ((3, 5, 7, 8, 9), 13), ((0, 1, 3, 5, 6, 7, 8, 9), 15)]
+)
+def test_the_most_frequent_tokens_are_known_and_of_equals_the_smaller(known: tuple[int, ...], num_said: int) -> None:
     # 7 8 9 5 6 7 8 9 3 and 5 6 7 8 9 3: of 7, 8 and 9 there are three each, of 3, 5 and 6 two.
-    assert frequent_tokens(RESPONSES, num=len(known), vocab_size=16) == known
+    found, share = frequent_tokens(RESPONSES, num=len(known), vocab_size=16)
+    assert (found, share) == (known, num_said / 15)
     d2t, t2d = build_vocab_mappings_from_distribution({3: 2, 5: 2, 6: 2, 7: 3, 8: 3, 9: 3}, len(known), 16)
     ours = vocabulary_maps(known, 16)
     assert torch.equal(ours[0], t2d) and torch.equal(ours[1], d2t)
 
 
-def test_coverage_is_the_share_of_the_responses_tokens() -> None:
-    assert coverage(RESPONSES, (6, 7, 8, 9)) == 11 / 15
-    assert coverage([], (6,)) == 0.0
-
-
 def test_a_cut_that_is_none_is_refused(refusal: Callable[..., str]) -> None:
-    rule = "draft.eagle3.vocab_size must be < the policy's 16 tokens, got {}; null keeps the whole vocabulary"
-    for num in (0, 16):
-        assert refusal(partial(require_cut, num, 16)) == rule.format(num)
+    rule = "draft.eagle3.vocab_size must be < the policy's 16 tokens, got 16; null keeps the whole vocabulary"
+    assert refusal(partial(require_cut, 16, 16), field="draft.eagle3.vocab_size") == rule
 
 
 def test_a_draft_of_a_cut_vocabulary_learns_and_fits_its_policy(policy: Path, chats: Chats, tmp_path: Path) -> None:
