@@ -294,26 +294,25 @@ class DraftConfig(Checked, path="draft"):
         return name in TRAITS[self.method].fields
 
     def _check_sampling(self) -> None:
-        samples = TRAITS[self.method].has_weights
-        is_default = self.sampling is DraftSampling.PROBABILISTIC
-        rule, fix = f"must be left out with draft.method {self.method.value}", "its drafts are looked up, not sampled"
-        self._require(samples or is_default, "sampling", rule, fix)
-        is_token = self.verification is Verification.TOKEN
-        rule, fix = f"must be token with draft.method {self.method.value}", "its drafts have no probabilities"
-        self._require(is_token or samples, "verification", rule, fix)
+        is_default, is_token = self.sampling is DraftSampling.PROBABILISTIC, self.verification is Verification.TOKEN
+        if not TRAITS[self.method].has_weights:
+            rule = f"must be left out with draft.method {self.method.value}"
+            self._require(is_default, "sampling", rule, "its drafts are looked up, not sampled")
+            rule = f"must be token with draft.method {self.method.value}"
+            self._require(is_token, "verification", rule, "its drafts have no probabilities")
         rule, fix = f"must be token with draft.sampling {self.sampling.value}", "blocks accept no more of greedy drafts"
         self._require(is_token or is_default, "verification", rule, fix)
 
     def _check_online(self) -> None:
-        trains_online = TRAITS[self.method].trains_online
-        rule, fix = f"must be off with draft.method {self.method.value}", "nothing of it is trained during RL"
         is_off = self.online.when is DraftOnline.OFF
-        self._require(trains_online or is_off, "online.when", rule, fix)
-        rule, fix = f"must be adamw with draft.method {self.method.value}", "Muon is for the layer of an EAGLE-3 draft"
-        for name, is_read in (("online", not is_off), ("pretrain", self.trains is Training.HIDDEN_STATES)):
-            is_adamw = getattr(self, name).optimizer.method is OptimizerMethod.ADAMW
-            fits = not is_read or self.method is not DraftMethod.MTP or is_adamw
-            self._require(fits, f"{name}.optimizer.method", rule, fix)
+        if not TRAITS[self.method].trains_online:
+            rule = f"must be off with draft.method {self.method.value}"
+            self._require(is_off, "online.when", rule, "nothing of it is trained during RL")
+        if self.method is DraftMethod.MTP:
+            rule, fix = "must be adamw with draft.method mtp", "Muon is for the layer of an EAGLE-3 draft"
+            for name in ("pretrain",) if is_off else ("online", "pretrain"):
+                is_adamw = getattr(self, name).optimizer.method is OptimizerMethod.ADAMW
+                self._require(is_adamw, f"{name}.optimizer.method", rule, fix)
 
     def _check_given(self) -> None:
         if self.method is DraftMethod.EAGLE3:
