@@ -100,7 +100,6 @@ def attend_to_blocks(
     Returns:
         [1, N * W, G * R, D], and None in place of the scores.
     """
-    del module
     num, groups = sum(attention_mask), key.shape[1]
     width = query.shape[2] // num
     # A block's tokens see the same states, so they count as further query heads of the token that it begins with.

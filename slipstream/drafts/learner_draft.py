@@ -92,7 +92,7 @@ class LearnerDraft(ABC):
 
     reads_last_token = False  # True if training uses the last token of a sequence, after which there is no state
     layer_ids: tuple[int, ...]  # layers of the policy whose states the draft reads
-    num_parameters: int  # that are trained
+    num_parameters: int  # trained ones alone
 
     def __init__(self, config: DraftConfig, *, is_online: bool, writes: bool) -> None:
         """Set the mode: `is_online` trains beside the policy, and a rank that `writes` saves drafts and checkpoints."""
@@ -211,13 +211,7 @@ class MtpDraft(LearnerDraft):
     reads_last_token = True
 
     def __init__(
-        self,
-        policy: MegatronPolicy,
-        config: DraftConfig,
-        *,
-        tokenizer_dir: Path,
-        writes: bool = True,
-        is_online: bool = False,
+        self, policy: MegatronPolicy, config: DraftConfig, *, tokenizer_dir: Path, writes: bool, is_online: bool
     ) -> None:
         """Start the training; tokenizer files of `tokenizer_dir` are copied beside a saved draft."""
         super().__init__(config, is_online=is_online, writes=writes)

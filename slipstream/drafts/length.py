@@ -2,8 +2,9 @@
 
 Sweep (`sweep`, `choose`). Engines with different draft lengths k, and one without a draft, generate the same prompts in
 rounds. A busy machine slows all engines of a round alike, so each round gives one speedup for each k, and the median
-decides. Where not all engines fit into memory at once, the middle of the candidates is measured first, and then the
-neighbours of the fastest k at the largest batch: speedup rises and falls once over k. A schedule needs every k.
+decides; acceptance explains the choice but does not make it. Where not all engines fit into memory at once, the middle
+of the candidates is measured first, and then the neighbours of the fastest k at the largest batch: speedup rises and
+falls once over k. A schedule needs every k.
 
 Schedule (`schedule`). The cost of a k at a running batch is the time in which every running rollout gains one token. An
 engine whose drafting is switched off still runs the draft's first pass to keep its KV cache complete, so the sweep
@@ -161,7 +162,7 @@ def sweep(
     points: list[SweepPoint] = []
     rounds: list[Round] = []
     baselines: dict[int, list[GenerationResult]] = {batch: [] for batch in config.batch_sizes}
-    first = [prompts[: largest // group_size]]  # a first generation pays for compilation and allocations
+    first = _batches(prompts, largest // group_size, 1)  # a first generation pays for compilation and allocations
     drafting, size = [k for k in config.candidate_ks if k], config.max_live_engines - 1
     with ExitStack() as outer:
         baseline = _started([0], start_engine, outer)
@@ -313,11 +314,7 @@ class _SwitchedOff:
 
 
 def _rounds(
-    engines: Mapping[Key, Engines],
-    batches: Sequence[Sequence[Prompt]],
-    sampling: SamplingConfig,
-    group_size: int,
-    seed: int,
+    engines: Mapping[Key, Engines], batches: list[list[Prompt]], sampling: SamplingConfig, group_size: int, seed: int
 ) -> dict[Key, list[GenerationResult]]:
     """Generate every batch on every engine, each round in another order."""
     results: dict[Key, list[GenerationResult]] = {key: [] for key in engines}

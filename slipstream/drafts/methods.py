@@ -66,7 +66,7 @@ class Traits:
     training: Training = Training.NONE
     trains_online: bool = False  # RL can train the draft (`draft.online`), and a refit transfers the draft too
     fields: frozenset[str]  # fields and sections of `DraftConfig`, beside `method`, that the method reads
-    package: str | None = None  # that the method needs beside vLLM
+    package: str | None = None  # package that the method needs beside vLLM
     has_one_length: bool = False  # vLLM's proposer cannot draft fewer tokens than at its start
 
 

@@ -144,7 +144,6 @@ def attend(
     Returns:
         [1, N, G * R, D], and None in place of the scores.
     """
-    del module
     num, groups = query.shape[2], key.shape[1]
     query_NGRD = query[0].transpose(0, 1).unflatten(1, (groups, -1)) * scaling
     first, *own_keys = key[0].transpose(0, 1).split(num)

@@ -37,7 +37,6 @@ from slipstream.types import Prompt
 logger = logging.getLogger(__name__)
 
 _LOSSES = "losses.json"
-_WEIGHTS = "*.safetensors"
 _SEED_OFFSET = 7919  # draft responses and training rollouts must not share engine seeds
 
 
@@ -159,7 +158,7 @@ def frequent_tokens(responses: Iterable[Sequence[int]], *, num: int, vocab_size:
 def link_draft_model(config: DraftConfig, policy: Path, directory: Path, *, max_model_len: int) -> int:
     """Check the model that `draft.model` names and link its files into `directory`; returns its parameter count."""
     assert config.model is not None
-    source = locate(config.model, ("*.json", "tokenizer*", _WEIGHTS), field="draft.model")
+    source = locate(config.model, ("*.json", "tokenizer*", "*.safetensors"), field="draft.model")
     check_draft_model(policy, source, max_model_len=max_model_len, field="draft.model")
     link_files(filter(Path.is_file, source.iterdir()), directory)
     return num_parameters(directory)

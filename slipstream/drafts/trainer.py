@@ -82,19 +82,15 @@ def chunk_losses(
         yield loss
 
 
-SumOverRanks = Callable[[Tensor], Tensor]
-"""Sums a tensor over the trainers of all ranks; every rank calls it."""
-
 _CPU = torch.device("cpu")
 _MOMENTUM = 0.9  # as the policy's Muon, for short trainings
 _NUM_ITERATIONS = 3
-_OUTPUT = "lm_head."
 
 
 class DraftTrainer(LearnerDraft):
     """An EAGLE-3 or DFlash draft with its optimizer and learning rate; every rank holds all of it."""
 
-    sum_over_ranks: SumOverRanks | None = None  # None where the trainer has all sequences
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None  # of all trainers; None where one has all sequences
     share: tuple[int, int] = (0, 1)  # number among the trainers that share out the same sequences, and their count
 
     def __init__(
@@ -190,7 +186,7 @@ class DraftTrainer(LearnerDraft):
     def _products(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._is_bfloat16)
 
-    def _sum_gradients(self, loss: float, sum_over_ranks: SumOverRanks) -> float:
+    def _sum_gradients(self, loss: float, sum_over_ranks: Callable[[Tensor], Tensor]) -> float:
         """Sum gradients and loss over ranks, in one tensor; returns the loss."""
         # A rank whose responses are all too short to draft for has no gradient.
         own = [torch.zeros_like(each) if each.grad is None else each.grad for each in self._trained]
@@ -304,7 +300,7 @@ class DraftOptimizer:
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], config: OptimizerConfig) -> None:
         """Start without moments; `named` are the trained parameters in their order."""
         is_muon, decay = config.method is OptimizerMethod.MUON, config.weight_decay
-        by_muon = [is_muon and parameter.dim() == 2 and not name.startswith(_OUTPUT) for name, parameter in named]
+        by_muon = [is_muon and parameter.dim() == 2 and not name.startswith("lm_head.") for name, parameter in named]
         matrices, rest = (
             [each for (_, each), by in zip(named, by_muon, strict=True) if by is muon] for muon in (True, False)
         )

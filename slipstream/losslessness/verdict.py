@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Trace
@@ -16,7 +15,7 @@ from slipstream.grpo.config import KvCache
 from slipstream.logs import progress
 from slipstream.losslessness import hypothesis_tests
 from slipstream.losslessness.config import LosslessnessConfig
-from slipstream.losslessness.hypothesis_tests import Bias, Draws, Tests
+from slipstream.losslessness.hypothesis_tests import Bias, Draws, Floats, Tests
 from slipstream.losslessness.sampling import Sample, Subject, lengths_by_position, positions
 from slipstream.records.stages import CertificateRecord, Finding, GreedyRecord, Power
 from slipstream.types import Quantization
@@ -45,13 +44,11 @@ class ExactPolicy(Protocol):
 
     def conditionals(
         self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
-    ) -> NDArray[np.float64]:
+    ) -> Floats:
         """Compute `slipstream.learner.logprobs.COLUMNS` for every response token, [tokens, columns]."""
         ...
 
-    def next_token_probabilities(
-        self, prefixes: Sequence[Sequence[int]], sampling: SamplingConfig
-    ) -> NDArray[np.float64]:
+    def next_token_probabilities(self, prefixes: Sequence[Sequence[int]], sampling: SamplingConfig) -> Floats:
         """Compute the distribution that is sampled after each prefix, [prefixes, vocabulary]."""
         ...
 
@@ -65,7 +62,7 @@ def certify(
     sampling: SamplingConfig,
     subject: Subject,
     started_s: float,
-    earlier: Mapping[int, NDArray[np.float64]] | None = None,
+    earlier: Mapping[int, Floats] | None = None,
 ) -> CertificateRecord:
     """Judge the speculative engine's sample against the policy and against the autoregressive engine's.
 
@@ -124,7 +121,7 @@ def _claim(subject: Subject, *, in_flight: bool) -> str:
     return CLAIM + (IN_FLIGHT if in_flight else "") + kept + quantized
 
 
-def judged(traces: Sequence[Trace], policy: ExactPolicy, *, sampling: SamplingConfig, seed: int) -> NDArray[np.float64]:
+def judged(traces: Sequence[Trace], policy: ExactPolicy, *, sampling: SamplingConfig, seed: int) -> Floats:
     """Compute the columns of `ExactPolicy.conditionals` for the responses of `traces`, [tokens, columns]."""
     parts = []
     with progress("certify_losslessness", total=len(traces), unit="response") as done:
@@ -138,11 +135,7 @@ def judged(traces: Sequence[Trace], policy: ExactPolicy, *, sampling: SamplingCo
 
 
 def _draws(
-    traces: Sequence[Trace],
-    policy: ExactPolicy,
-    sampling: SamplingConfig,
-    seed: int,
-    earlier: Mapping[int, NDArray[np.float64]],
+    traces: Sequence[Trace], policy: ExactPolicy, sampling: SamplingConfig, seed: int, earlier: Mapping[int, Floats]
 ) -> Draws:
     by_token = judged(traces, policy, sampling=sampling, seed=seed)
     versions = np.asarray([version for trace in traces for version in trace.policy_versions], dtype=np.int64)
@@ -154,15 +147,15 @@ def _draws(
     return Draws(*columns[:5], position=place, sharper=Bias(*columns[5:8]), flatter=Bias(*columns[8:]))
 
 
-NextTokens = Callable[[Sequence[tuple[int, ...]]], list[NDArray[np.float64]]]
+NextTokens = Callable[[Sequence[tuple[int, ...]]], list[Floats]]
 """Function from prefixes to the distribution [V] of the next token after each."""
 
 
 def _next_tokens(policy: ExactPolicy, sampling: SamplingConfig) -> NextTokens:
     """Return the policy's exact next-token distributions as a function that computes each prefix once."""
-    known: dict[tuple[int, ...], NDArray[np.float64]] = {}
+    known: dict[tuple[int, ...], Floats] = {}
 
-    def after(prefixes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float64]]:
+    def after(prefixes: Sequence[tuple[int, ...]]) -> list[Floats]:
         if new := [prefix for prefix in prefixes if prefix not in known]:
             known.update(zip(new, policy.next_token_probabilities(new, sampling), strict=True))
         return [known[prefix] for prefix in prefixes]

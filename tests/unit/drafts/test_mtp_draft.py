@@ -52,7 +52,8 @@ def _update(process: LearnerProcess, *, trains_draft: bool = True) -> Update:
 
 
 def _draft(path: Path) -> MtpDraft:
-    return MtpDraft(MegatronPolicy.load(path, learner=LEARNER, optimizer=None), CONFIG, tokenizer_dir=path)
+    policy = MegatronPolicy.load(path, learner=LEARNER, optimizer=None)
+    return MtpDraft(policy, CONFIG, tokenizer_dir=path, writes=True, is_online=False)
 
 
 def test_pretraining_teaches_the_layer_and_saves_it_as_a_draft_that_fits(path: Path, tmp_path: Path) -> None:
