@@ -328,8 +328,7 @@ class SharedMemoryChannel:
 
     def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
         """Begin to write the learner's snapshots."""
-        policy = self._learner.start_publish(self._directory, policy_version)
-        draft = None
+        policy, draft = self._learner.start_publish(self._directory, policy_version), None
         if draft_version is not None:
             draft = self._learner.start_publish(self._directory, draft_version, is_draft=True)
 
@@ -343,20 +342,15 @@ class SharedMemoryChannel:
 
     def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
         """Begin to load the snapshots into the engines."""
-        policy = exported.policy
+        policy, draft, draft_digest = exported.policy, exported.draft, None
         assert policy is not None, "exported over another channel"
-        assert draft_version is None or exported.draft is not None, f"draft version {draft_version} was not exported"
-        draft = exported.draft if draft_version is not None else None
         weights = WeightFiles(policy=Path(policy.path), policy_version=policy.version)
-        if draft is not None:
+        if draft_version is not None:
+            assert draft is not None, f"draft version {draft_version} was not exported"
             weights = replace(weights, draft=Path(draft.path), draft_version=draft.version)
+            draft_digest = draft.digest
         states = self._engines.start_refit(weights)
-        return lambda: Delivery(
-            states=states(),
-            digest=policy.digest,
-            draft_digest=None if draft is None else draft.digest,
-            origin=policy.path,
-        )
+        return lambda: Delivery(states=states(), digest=policy.digest, draft_digest=draft_digest, origin=policy.path)
 
     def engines_changed(self) -> None:
         """Do nothing, as any engine can read the files."""
@@ -367,21 +361,17 @@ class StreamChannel:
 
     keeps_weights = False
 
-    def __init__(
-        self, learner: SendingLearner, engines: ReceivingEngines, channel: Channel, config: RefitConfig
-    ) -> None:
-        """Join learner and engines until `close`."""
+    def __init__(self, learner: SendingLearner, engines: ReceivingEngines, settings: RefitConfig) -> None:
+        """Join learner and engines over the resolved channel of `settings`."""
         self._learner = learner
         self._engines = engines
-        self._channel = channel
-        self._timeout_s = config.timeout_s
-        self._settings = replace(config, channel=channel)
-        self.takes_digest = channel is Channel.GLOO  # vLLM's NCCL and IPC transfers compute none
+        self._settings = settings
+        self.takes_digest = settings.channel is Channel.GLOO  # vLLM's NCCL and IPC transfers compute none
         self.engines_changed()
 
     def engines_changed(self) -> None:
         """Let all engines join again."""
-        engines = self._engines.control(self._channel, timeout_s=self._timeout_s)
+        engines = self._engines.control(self._settings.channel, timeout_s=self._settings.timeout_s)
         self._learner.open_stream(self._settings, engines)
 
     def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
@@ -391,16 +381,11 @@ class StreamChannel:
 
     def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
         """Send the learner's weights and begin to adopt their versions."""
-        digest = self._learner.stream(is_draft=False, timeout_s=self._timeout_s)
-        draft = None if draft_version is None else self._learner.stream(is_draft=True, timeout_s=self._timeout_s)
+        timeout_s, origin = self._settings.timeout_s, f"the {self._settings.channel.value} channel"
+        digest = self._learner.stream(is_draft=False, timeout_s=timeout_s)
+        draft = None if draft_version is None else self._learner.stream(is_draft=True, timeout_s=timeout_s)
         states = self._engines.start_adopt(policy_version=exported.policy_version, draft_version=draft_version)
-        return lambda: Delivery(
-            states=states(), digest=digest, draft_digest=draft, origin=f"the {self._channel.value} channel"
-        )
-
-    def close(self) -> None:
-        """Leave the channel."""
-        self._learner.close_stream()
+        return lambda: Delivery(states=states(), digest=digest, draft_digest=draft, origin=origin)
 
 
 @contextmanager
@@ -419,6 +404,5 @@ def open_channel(config: RefitConfig, learner: SendingLearner, engines: Receivin
         finally:
             shutil.rmtree(directory)
         return
-    stream = StreamChannel(learner, engines, channel, config)
-    yield stream
-    stream.close()
+    yield StreamChannel(learner, engines, replace(config, channel=channel))
+    learner.close_stream()

@@ -279,7 +279,7 @@ class GlooGroup:
             ) from error
         self._store = store  # on rank 0 the server, which lives as long as this reference
         self._timeout_s = timeout_s
-        self._under_way: deque[Work] = deque()  # no reference elsewhere: each keeps the connections open
+        self._under_way: deque[tuple[Work, Tensor]] = deque()  # no reference elsewhere: a work keeps connections open
 
     @classmethod
     def join(
@@ -291,25 +291,25 @@ class GlooGroup:
         address = address_towards(master_address, master_port)
         return cls(store, rank=rank_offset + worker, world_size=world_size, address=address, timeout_s=timeout_s)
 
-    def broadcast(self, piece: Tensor) -> None:
-        """Begin to send a piece, or to receive one; all ranks have pieces of the same sizes in the same order."""
-        assert self._group is not None, "closed"
-        options = BroadcastOptions()
-        options.rootRank = 0
-        self._under_way.append(self._group.broadcast([piece], options))
-
-    @property
-    def num_under_way(self) -> int:
-        """Number of pieces that nobody has waited for."""
-        return len(self._under_way)
-
-    def wait(self) -> None:
-        """Wait until the oldest piece under way has arrived.
+    def broadcast(self, pieces: Iterable[Tensor], arrived: Callable[[Tensor], None]) -> None:
+        """Send pieces, or receive them, and call `arrived` with each; all ranks have the same sizes in the same order.
 
         Raises:
             ChannelBrokeError: another rank died or stalled.
         """
-        work = self._under_way.popleft()
+        assert self._group is not None, "closed"
+        options = BroadcastOptions()
+        options.rootRank = 0
+        for piece in pieces:
+            self._under_way.append((self._group.broadcast([piece], options), piece))
+            if len(self._under_way) == _NUM_UNDER_WAY:
+                arrived(self._oldest())
+        while self._under_way:
+            arrived(self._oldest())
+
+    def _oldest(self) -> Tensor:
+        """Wait for the oldest piece under way, and return it."""
+        work, piece = self._under_way.popleft()
         try:
             work.wait()
         except RuntimeError as error:
@@ -319,6 +319,7 @@ class GlooGroup:
             ) from error
         finally:
             del work  # the traceback would keep it
+        return piece
 
     def close(self) -> None:
         """Leave the group, which raises an error in ranks that wait; the last reference closes the connections."""
@@ -379,17 +380,10 @@ class GlooSender(Sender):
 
     def _broadcast(self, weights: Weights) -> str:
         """Send all tensors; returns the digest of their bytes."""
-        group, digest = self._group, xxhash.xxh3_64()
-        assert group is not None, "closed"
-        for _, tensor in weights:
-            raw = as_bytes(tensor).cpu()
-            digest.update(raw.numpy().data)
-            for piece in raw.split(self._settings.bucket_bytes):
-                group.broadcast(piece)
-                if group.num_under_way == _NUM_UNDER_WAY:
-                    group.wait()
-        while group.num_under_way:
-            group.wait()
+        assert self._group is not None, "closed"
+        digest, size = xxhash.xxh3_64(), self._settings.bucket_bytes
+        pieces = (piece for _, tensor in weights for piece in as_bytes(tensor).cpu().split(size))
+        self._group.broadcast(pieces, lambda piece: digest.update(piece.numpy().data))
         return digest.hexdigest()
 
     def _beside(self, ours: Callable[[Future[None]], Any], theirs: Callable[[], None]) -> Any:
@@ -424,26 +418,22 @@ def receive(
         ChannelBrokeError: the sender died or stalled.
     """
     digest = xxhash.xxh3_64()
-    under_way: deque[tuple[Tensor, tuple[str, Tensor] | None]] = deque()  # pieces, the last of a tensor with the tensor
+    incomplete: deque[tuple[Tensor, str, Tensor]] = deque()  # each with its last piece and its name
 
-    def finish_oldest() -> None:
-        group.wait()
-        piece, complete = under_way.popleft()
+    def pieces() -> Iterator[Tensor]:
+        for meta in metas:
+            raw = torch.empty(meta.num_bytes, dtype=torch.uint8)  # memory of its own, as the loader may keep it
+            own = raw.split(bucket_bytes)
+            incomplete.append((own[-1], meta.name, raw.view(meta.torch_dtype).view(meta.shape)))
+            yield from own
+
+    def arrived(piece: Tensor) -> None:
         digest.update(piece.numpy().data)
-        if complete is not None:
-            take([complete])
+        if piece is incomplete[0][0]:
+            _, name, tensor = incomplete.popleft()
+            take([(name, tensor)])
 
-    for meta in metas:
-        raw = torch.empty(meta.num_bytes, dtype=torch.uint8)  # memory of its own, as the loader may keep it
-        pieces = raw.split(bucket_bytes)
-        for piece in pieces:
-            group.broadcast(piece)
-            whole = meta.name, raw.view(meta.torch_dtype).view(meta.shape)
-            under_way.append((piece, whole if piece is pieces[-1] else None))
-            if len(under_way) == _NUM_UNDER_WAY:
-                finish_oldest()
-    while under_way:
-        finish_oldest()
+    group.broadcast(pieces(), arrived)
     return digest.hexdigest()
 
 
