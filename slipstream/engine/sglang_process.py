@@ -34,7 +34,16 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from slipstream.refit.fingerprint import GAMMA, HeldWeights, Turn, held_whole, mixed, part_fingerprints, weight_totals
+from slipstream.refit.fingerprint import (
+    GAMMA,
+    HeldWeights,
+    Turn,
+    held_whole,
+    mixed,
+    part_fingerprints,
+    safetensors_files,
+    weight_totals,
+)
 
 
 class SglangProcess:
@@ -75,12 +84,9 @@ class SglangProcess:
         Raises:
             RuntimeError: SGLang refused the weights, or requests are running.
         """
-        files = sorted(Path(path).glob("*.safetensors")) if os.path.isdir(path) else [Path(path)]
-        if not files:
-            raise RuntimeError(f"no weights to refit with: {path} holds no safetensors file")
         digest = xxhash.xxh3_64()
         tensors: list[tuple[str, Tensor]] = []
-        for file in files:
+        for file in safetensors_files(Path(path)):
             with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 digest.update(content)
             with safe_open(file, framework="pt") as opened:
