@@ -40,10 +40,6 @@ class _Group:
     params: Callable[[int], Any]
     finished: dict[int, FinishedRollout] = field(default_factory=dict)  # by sample
 
-    @property
-    def is_done(self) -> bool:
-        return len(self.finished) == len(self.request.seeds)
-
 
 @dataclass
 class _Rollout:
@@ -197,7 +193,7 @@ class GroupsUnderWay:
             rollout.group.finished[rollout.sample] = FinishedRollout(
                 output=output, window_lengths=tuple(rollout.window_lengths), versions=rollout.spans()
             )
-            if rollout.group.is_done:
+            if len(rollout.group.finished) == len(rollout.group.request.seeds):
                 self._finished.append(rollout.group)
         return [output for output in outputs if not output.request_id.startswith("rollout-")]
 
@@ -228,14 +224,12 @@ def trace_of(prompt: Prompt, finished: FinishedRollout) -> Trace:
         prompt_token_ids=prompt.token_ids,
         token_ids=tuple(finished.output.outputs[0].token_ids),
         window_lengths=finished.window_lengths,
-        policy_version=finished.versions[0].policy_version,
-        draft_version=finished.versions[0].draft_version,
-        versions=_if_several(finished.versions),
+        policy_versions=tuple(span.policy_version for span in finished.versions for _ in range(span.num_tokens)),
     )
 
 
 def _rollout(finished: FinishedRollout, prompt: Prompt) -> Rollout:
-    completion = finished.output.outputs[0]
+    completion, first = finished.output.outputs[0], finished.versions[0]
     logprobs = tuple(completion.logprobs.logprobs)
     assert len(logprobs) == len(completion.token_ids), "one logprob a token: the sampled one's"
     return Rollout(
@@ -243,9 +237,9 @@ def _rollout(finished: FinishedRollout, prompt: Prompt) -> Rollout:
         token_ids=tuple(completion.token_ids),
         rollout_logprobs=logprobs,
         finish_reason=FinishReason(completion.finish_reason),
-        policy_version=finished.versions[0].policy_version,
-        draft_version=finished.versions[0].draft_version,
-        versions=_if_several(finished.versions),
+        policy_version=first.policy_version,
+        draft_version=first.draft_version,
+        versions=finished.versions if len(finished.versions) > 1 else (),
         routes=_routes(completion, len(prompt.token_ids) + len(completion.token_ids) - 1),
     )
 
@@ -256,10 +250,6 @@ def _routes(completion: Any, num_inputs: int) -> NDArray[np.integer] | None:
     if routes is not None and len(routes) != num_inputs:
         raise RuntimeError(f"vLLM must return the experts of each of {num_inputs} computed tokens, got {len(routes)}")
     return routes
-
-
-def _if_several(versions: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
-    return versions if len(versions) > 1 else ()
 
 
 class CacheMemory:
