@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,20 +110,54 @@ def sglang_sampling(sampling: SamplingConfig, stop_tokens: Sequence[int], seed: 
     }
 
 
-class SglangChild:
-    """Process in SGLang's environment; it ends when this object's socket is closed, also by the death of its owner."""
+class SglangEngine:
+    """Running SGLang engine with one version of the policy; it has the methods of `VllmEngine` that a driver calls.
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        """Start `command` with the number of a socket as its last argument."""
+    SGLang's process ends when the socket to it is closed, also by the death of this one.
+    """
+
+    def __init__(
+        self,
+        policy: Path,
+        *,
+        config: EngineConfig,
+        speculative_config: dict[str, Any] | None = None,
+        command: Sequence[str] = (),
+        is_in_flight: bool = False,
+        returns_routes: bool = False,
+    ) -> None:
+        """Start the engine.
+
+        Args:
+            policy: model directory in Hugging Face format.
+            command: command in place of `sglang_process` in SGLang's environment; a socket's number is added.
+        Raises:
+            ConfigError: it was asked to speculate, or this host has no environment of SGLang.
+        """
+        assert not is_in_flight and not returns_routes, "the recipe refuses them"
+        fix = "no speculation was seen on SGLang: train --arms autoregressive"
+        require(speculative_config is None, "engine.backend", "must be vllm here", "sglang", fix)
+        self._stop_token_ids = end_token_ids(policy)
+        self._max_model_len = config.max_model_len
+        self._state = EngineState(policy_version=0, policy_digest="", draft_version=None, num_prefix_cache_resets=0)
+        arguments = sglang_arguments(policy, config)
+        command = command or (str(sglang_python()), "-c", _MAIN)
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno())],
-                env={**os.environ, **environment},
+                env={**os.environ, **sglang_environment(config)},
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
             )
         self._answers = self._socket.makefile(encoding="utf-8")
+        with loadable(policy) as model:
+            version = self.call("start", model_path=str(model), **arguments)
+        self._facts = {
+            "SGLang": version,
+            "attention": arguments["attention_backend"],
+            "KV cache tokens": str(arguments["max_total_tokens"]),
+        }
 
     def call(self, name: str, **arguments: Any) -> Any:
         """Call a method of `SglangProcess` and return its answer.
@@ -144,57 +179,10 @@ class SglangChild:
         return answer["value"]
 
     def close(self) -> None:
-        """End the process, and wait for its end."""
+        """End SGLang's process, and wait for its end."""
         self._answers.close()
         self._socket.close()
         self._process.wait()
-
-
-class SglangEngine:
-    """Running SGLang engine with one version of the policy; it has the methods of `VllmEngine` that a driver calls."""
-
-    def __init__(
-        self,
-        policy: Path,
-        *,
-        config: EngineConfig,
-        speculative_config: dict[str, Any] | None = None,
-        command: Sequence[str] = (),
-        is_in_flight: bool = False,
-        returns_routes: bool = False,
-    ) -> None:
-        """Start the engine.
-
-        Args:
-            policy: model directory in Hugging Face format.
-            command: command in place of `sglang_process` in SGLang's environment.
-        Raises:
-            ConfigError: it was asked to speculate, or this host has no environment of SGLang.
-        """
-        assert not is_in_flight and not returns_routes, "the recipe refuses them"
-        fix = "no speculation was seen on SGLang: train --arms autoregressive"
-        require(speculative_config is None, "engine.backend", "must be vllm here", "sglang", fix)
-        self._stop_token_ids = end_token_ids(policy)
-        self._max_model_len = config.max_model_len
-        arguments = sglang_arguments(policy, config)
-        self._child = SglangChild(command or [str(sglang_python()), "-c", _MAIN], sglang_environment(config))
-        with loadable(policy) as model:
-            version = self.call("start", model_path=str(model), **arguments)
-        self._facts = {
-            "SGLang": version,
-            "attention": arguments["attention_backend"],
-            "KV cache tokens": str(arguments["max_total_tokens"]),
-        }
-        self.policy_version = self.num_prefix_cache_resets = 0
-        self._digest = ""
-
-    def call(self, name: str, **arguments: Any) -> Any:
-        """Call SGLang's process; raises as `SglangChild.call` does."""
-        return self._child.call(name, **arguments)
-
-    def close(self) -> None:
-        """End SGLang's process, and wait for its end."""
-        self._child.close()
 
     def generate(
         self,
@@ -242,7 +230,7 @@ class SglangEngine:
             token_ids=tokens,
             rollout_logprobs=tuple(response["logprobs"]),
             finish_reason=FinishReason(ended_by),
-            policy_version=self.policy_version,
+            policy_version=self._state.policy_version,
             draft_version=None,
         )
 
@@ -253,19 +241,17 @@ class SglangEngine:
             RuntimeError: SGLang refused the weights; the engine must not be used further.
         """
         assert weights.draft is None, "it holds no draft"
-        self._digest = self.call("load", path=str(weights.policy))
-        self.policy_version = weights.policy_version
-        self.num_prefix_cache_resets += 1
-        return self.state()
+        self._state = replace(
+            self._state,
+            policy_digest=self.call("load", path=str(weights.policy)),
+            policy_version=weights.policy_version,
+            num_prefix_cache_resets=self._state.num_prefix_cache_resets + 1,
+        )
+        return self._state
 
     def state(self) -> EngineState:
         """Return the version, the digest and the counter that a refit changes."""
-        return EngineState(
-            policy_version=self.policy_version,
-            policy_digest=self._digest,
-            draft_version=None,
-            num_prefix_cache_resets=self.num_prefix_cache_resets,
-        )
+        return self._state
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
         """Return the types of the policy's tensors.

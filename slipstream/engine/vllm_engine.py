@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -210,9 +210,10 @@ class VllmEngine:
                 seed=0,  # unused by rollouts, which have seeds of their own
                 **engine_arguments(config, **how),
             )
-        self._has_draft = speculative_config is not None and "model" in speculative_config  # with weights of its own
-        self.policy_version = self.draft_version = self.num_prefix_cache_resets = 0
-        self._digests = {False: "", True: ""}  # of the bytes that were read last, by `is_draft`
+        has_draft = speculative_config is not None and "model" in speculative_config  # with weights of its own
+        self._state = EngineState(
+            policy_version=0, policy_digest="", draft_version=0 if has_draft else None, num_prefix_cache_resets=0
+        )
         self._check_sampler()
         if (speculative_config or {}).get("rejection_sample_method") == "block":
             self._verify_in_blocks(is_on_cpu=config.kv_cache_gib is not None)
@@ -222,7 +223,7 @@ class VllmEngine:
         self._is_updating = self._is_draft_updating = False  # True from the start of an update until `adopt`
         self._kv_cache: KvCache | None = None
         self._groups = GroupsUnderWay(self._llm.llm_engine, max_num_seqs=config.max_num_seqs)
-        self._groups.adopt(self._versions)
+        self._groups.adopt((self._state.policy_version, self._state.draft_version))
 
     def generate(
         self,
@@ -282,7 +283,10 @@ class VllmEngine:
         return sum(self._groups.restart(index, of_group) for index, of_group in seeds.items())
 
     def _start(self, requests: Sequence[GroupRequest], sampling: SamplingConfig) -> None:
-        self._check_lengths([request.prompt for request in requests], sampling)
+        longest = max((len(request.prompt.token_ids) for request in requests), default=0)
+        fits = longest + sampling.max_response_tokens <= self._max_model_len
+        rule = f"must hold the longest prompt {longest} + max_response_tokens {sampling.max_response_tokens}"
+        require(fits, "engine.max_model_len", rule, self._max_model_len)
         params = sampling_params(sampling, self._stop_token_ids)
 
         def seeded(seed: int) -> Any:
@@ -348,8 +352,7 @@ class VllmEngine:
 
     def history(self) -> bytes:
         """Serialize the history of answers that the method drafts from."""
-        data: bytes = self._llm.collective_rpc("history")[0]
-        return data
+        return self._llm.collective_rpc("history")[0]
 
     def recall(self, history: bytes) -> None:
         """Take over a history that another engine of these settings had, unless this one has answers already."""
@@ -441,7 +444,7 @@ class VllmEngine:
         if self._kv_cache is None:
             self._groups.drop()  # rollouts of a generation that failed on another engine
         rule = "needs an engine whose draft has weights of its own"
-        require(self._has_draft or not is_draft, "refit.draft", rule, is_draft)
+        require(self._state.draft_version is not None or not is_draft, "refit.draft", rule, is_draft)
         self._llm.collective_rpc("abandon_update")  # left by a refit in which another engine was lost
         (self._llm.start_draft_weight_update if is_draft else self._llm.start_weight_update)()
         self._is_draft_updating, self._is_updating = is_draft, True
@@ -463,7 +466,8 @@ class VllmEngine:
         digests = set(self._llm.collective_rpc("received_digest"))
         if len(digests) > 1:
             raise RuntimeError("the engine's ranks read different weights in one update")
-        self._digests[self._is_draft_updating] = digests.pop()
+        name = "draft_digest" if self._is_draft_updating else "policy_digest"
+        self._state = replace(self._state, **{name: digests.pop()})
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
         """Return the types of the policy's tensors, or of the draft's, over all ranks of the engine.
@@ -471,11 +475,8 @@ class VllmEngine:
         Raises:
             LookupError: a layer hides its weights.
         """
-        return {
-            name: dtype
-            for rank in self._llm.collective_rpc("weight_dtypes", args=(is_draft,))
-            for name, dtype in rank.items()
-        }
+        ranks = self._llm.collective_rpc("weight_dtypes", args=(is_draft,))
+        return {name: dtype for rank in ranks for name, dtype in rank.items()}
 
     def weight_fingerprints(self, *, is_draft: bool, turn: Turn) -> dict[str, int]:
         """Fingerprint the engine's tensors in `turn`, over all ranks of the engine.
@@ -487,13 +488,7 @@ class VllmEngine:
 
     def state(self) -> EngineState:
         """Return the versions, digests and the counter that a refit changes."""
-        return EngineState(
-            policy_version=self.policy_version,
-            policy_digest=self._digests[False],
-            draft_version=self.draft_version if self._has_draft else None,
-            draft_digest=self._digests[True],
-            num_prefix_cache_resets=self.num_prefix_cache_resets,
-        )
+        return self._state
 
     def adopt(self, *, policy_version: int, draft_version: int | None) -> EngineState:
         """Set the versions of the received weights, and reset the prefix cache.
@@ -505,16 +500,20 @@ class VllmEngine:
         Raises:
             RuntimeError: vLLM did not reset the prefix cache; the engine must not be used further.
         """
-        self.policy_version = policy_version
-        if draft_version is not None:
-            self.draft_version = draft_version
-        self._leave_cache()
-        self.num_prefix_cache_resets += 1
-        self._groups.adopt(self._versions)
+        if draft_version is None:
+            draft_version = self._state.draft_version
+        self._leave_cache(policy_version)
+        self._state = replace(
+            self._state,
+            policy_version=policy_version,
+            draft_version=draft_version,
+            num_prefix_cache_resets=self._state.num_prefix_cache_resets + 1,
+        )
+        self._groups.adopt((policy_version, draft_version))
         self._is_updating = False
-        return self.state()
+        return self._state
 
-    def _leave_cache(self) -> None:
+    def _leave_cache(self, policy_version: int) -> None:
         """Reset the prefix cache, and treat the KV cache of rollouts in flight as `KvCache` says."""
         if self._kv_cache is KvCache.KEEP and not self._groups.is_empty():
             self._groups.forget_drafts()
@@ -524,7 +523,7 @@ class VllmEngine:
         if is_recomputed:
             self._counts.expect_recomputation()
         if not self._llm.reset_prefix_cache(reset_running_requests=is_recomputed):
-            raise RuntimeError(f"prefix cache not reset after the refit to policy version {self.policy_version}")
+            raise RuntimeError(f"prefix cache not reset after the refit to policy version {policy_version}")
         self._groups.expect_recomputation()
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -566,13 +565,3 @@ class VllmEngine:
             rule, fix = "must be token where vLLM's first model runner samples on a GPU", "it samples drafts greedily"
             require(is_on_cpu, "draft.verification", rule, "block", fix)
             self._llm.collective_rpc("verify_in_blocks")
-
-    def _check_lengths(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> None:
-        longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
-        fits = longest + sampling.max_response_tokens <= self._max_model_len
-        rule = f"must hold the longest prompt {longest} + max_response_tokens {sampling.max_response_tokens}"
-        require(fits, "engine.max_model_len", rule, self._max_model_len)
-
-    @property
-    def _versions(self) -> tuple[int, int | None]:
-        return self.policy_version, self.draft_version if self._has_draft else None
