@@ -434,10 +434,7 @@ class VllmEngine:
 
     def join_channel(self, channel: Channel, settings: dict[str, Any]) -> None:
         """Join a channel with the sender's `settings`; a shared-memory channel needs no call."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        init = {"channel": channel, "settings": settings}
-        self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
+        self._llm.init_weight_transfer_engine({"init_info": {"channel": channel, "settings": settings}})
 
     def start_update(self, *, is_draft: bool) -> None:
         """Begin an update of the policy, or of the draft; no step runs until `adopt`."""
@@ -451,10 +448,7 @@ class VllmEngine:
 
     def update(self, channel: Channel, settings: dict[str, Any]) -> None:
         """Receive a part of the weights, or all, over `channel`."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        info = {"channel": channel, "settings": settings}
-        self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        self._llm.update_weights({"update_info": {"channel": channel, "settings": settings}})
 
     def finish_update(self) -> None:
         """End an update after the last weights.
@@ -536,15 +530,13 @@ class VllmEngine:
         was_asleep = self._cache.is_asleep
         self._cache.wake()
         params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
-        prompts: list[Any] = [{"prompt_token_ids": list(sequence)} for sequence in sequences]
-        outputs = self._groups.aside(prompts, params)
+        outputs = self._groups.aside([{"prompt_token_ids": list(sequence)} for sequence in sequences], params)
         if was_asleep:
             self._cache.sleep()
-        found = []
-        for sequence, output in zip(sequences, outputs, strict=True):
-            entries: Any = output.prompt_logprobs
-            found.append([entry[token].logprob for token, entry in zip(sequence[1:], entries[1:], strict=True)])
-        return found
+        return [
+            [entry[token].logprob for token, entry in zip(sequence[1:], output.prompt_logprobs[1:], strict=True)]
+            for sequence, output in zip(sequences, outputs, strict=True)
+        ]
 
     def _read(self, path: Path, *, is_draft: bool) -> None:
         self.start_update(is_draft=is_draft)
