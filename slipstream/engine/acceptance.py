@@ -28,13 +28,8 @@ def acceptance_of(steps: Iterable[Any], *, num_positions: int) -> AcceptanceStat
 
 
 def combine(parts: Sequence[AcceptanceStats]) -> AcceptanceStats:
-    """Sum the counts of several spans or engines; drafts may differ in length.
-
-    Raises:
-        ValueError: `parts` is empty.
-    """
-    if not parts:
-        raise ValueError("parts must hold at least one span, got none")
+    """Sum the counts of several spans or engines, at least one; drafts may differ in length."""
+    assert parts, "at least one span"
     differ = len({len(part.accepted_by_position) for part in parts}) > 1
     is_counted = differ or any(part.drafted_by_position for part in parts)
     drafted = [_drafted(part.num_drafts, part.accepted_by_position, part.drafted_by_position) for part in parts]
@@ -76,12 +71,7 @@ def _stats(
     accepted_by_position: tuple[int, ...],
     drafted_by_position: tuple[int, ...],
 ) -> AcceptanceStats:
-    """Check the counts of a span and rate them.
-
-    Args:
-        accepted: accepted draft tokens, bonus tokens excluded.
-        drafted_by_position: empty if all drafts had one length.
-    """
+    """Check the counts of a span, each as `AcceptanceStats` has it, and rate them."""
     drafted = _drafted(drafts, accepted_by_position, drafted_by_position)
     positions = tuple(zip(accepted_by_position, drafted, strict=True))
     consistent = 0 <= accepted <= proposed and drafts >= 0 and sum(accepted_by_position) == accepted

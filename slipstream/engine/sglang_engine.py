@@ -40,11 +40,7 @@ class SglangDiedError(RuntimeError):
 
 
 def sglang_python() -> Path:
-    """Return the Python of SGLang's environment.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the Python of SGLang's environment, and refuse a host without one."""
     path = Path(os.environ.get(PYTHON) or _CHECKOUT / ".venv-sglang/bin/python")
     fix = f"run make sglang-setup, or name the Python of an environment with SGLang by {PYTHON}"
     require(path.is_file(), "engine.backend", "must be vllm on a host without SGLang's environment", "sglang", fix)
@@ -94,11 +90,7 @@ def kv_cache_tokens(model: dict[str, Any], config: EngineConfig) -> int:
 
 
 def sglang_sampling(sampling: SamplingConfig, stop_tokens: Sequence[int], seed: int) -> dict[str, Any]:
-    """Convert to SGLang's sampling parameters.
-
-    Raises:
-        ConfigError: the distribution is cut; SGLang returns logprobs of the whole one.
-    """
+    """Convert to SGLang's sampling parameters; a cut distribution is refused, as SGLang's logprobs are of the whole."""
     is_whole = sampling.top_p == 1.0 and sampling.top_k == 0
     rule, cut = "must be 1.0 and 0 with engine.backend sglang", (sampling.top_p, sampling.top_k)
     require(is_whole, "sampling.top_p and top_k", rule, cut, "its logprobs are those before the cut")
@@ -153,11 +145,8 @@ class SglangEngine:
         self._answers = self._socket.makefile(encoding="utf-8")
         with loadable(policy) as model:
             version = self.call("start", model_path=str(model), **arguments)
-        self._facts = {
-            "SGLang": version,
-            "attention": arguments["attention_backend"],
-            "KV cache tokens": str(arguments["max_total_tokens"]),
-        }
+        attention, num_tokens = arguments["attention_backend"], str(arguments["max_total_tokens"])
+        self._facts = {"SGLang": version, "attention": attention, "KV cache tokens": num_tokens}
 
     def call(self, name: str, **arguments: Any) -> Any:
         """Call a method of `SglangProcess` and return its answer.
@@ -276,7 +265,7 @@ class SglangEngine:
 
     def facts(self) -> dict[str, str]:
         """Return what SGLang was started with and decides speed."""
-        return dict(self._facts)
+        return self._facts
 
     def locations(self) -> list[Location]:
         """Return the location of the engine, whose files SGLang reads."""

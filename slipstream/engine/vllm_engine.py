@@ -359,11 +359,7 @@ class VllmEngine:
         self._llm.collective_rpc("recall", args=(history,))
 
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
-        """Set the draft-length schedule from the next generation on.
-
-        Raises:
-            ConfigError: the engine does not speculate, or started without a schedule.
-        """
+        """Set the draft-length schedule from the next generation on."""
         self._start_over()
         self._counts.draft_by(schedule)
 
@@ -451,11 +447,7 @@ class VllmEngine:
         self._llm.update_weights({"update_info": {"channel": channel, "settings": settings}})
 
     def finish_update(self) -> None:
-        """End an update after the last weights.
-
-        Raises:
-            RuntimeError: the engine's ranks read different weights; the engine must not be used further.
-        """
+        """End an update after the last weights; raises if the engine's ranks read different ones."""
         self._llm.finish_weight_update()
         digests = set(self._llm.collective_rpc("received_digest"))
         if len(digests) > 1:
@@ -473,11 +465,7 @@ class VllmEngine:
         return {name: dtype for rank in ranks for name, dtype in rank.items()}
 
     def weight_fingerprints(self, *, is_draft: bool, turn: Turn) -> dict[str, int]:
-        """Fingerprint the engine's tensors in `turn`, over all ranks of the engine.
-
-        Raises:
-            RuntimeError: two ranks hold the same part with different values.
-        """
+        """Fingerprint the engine's tensors in `turn`, over all ranks of the engine."""
         return weight_totals(self._llm.collective_rpc("weight_fingerprints", args=(is_draft, turn)))
 
     def state(self) -> EngineState:
@@ -485,14 +473,12 @@ class VllmEngine:
         return self._state
 
     def adopt(self, *, policy_version: int, draft_version: int | None) -> EngineState:
-        """Set the versions of the received weights, and reset the prefix cache.
+        """Set the versions of the received weights, and reset the prefix cache; errors as in `refit`.
 
         Rollouts in flight continue with the new weights.
 
         Args:
             draft_version: None if the draft did not change.
-        Raises:
-            RuntimeError: vLLM did not reset the prefix cache; the engine must not be used further.
         """
         if draft_version is None:
             draft_version = self._state.draft_version

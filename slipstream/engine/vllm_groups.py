@@ -80,11 +80,7 @@ class GroupsUnderWay:
         self._running: list[RunningTime] = []
 
     def start(self, request: GroupRequest, params: Callable[[int], Any]) -> None:
-        """Add a group's rollouts.
-
-        Args:
-            params: makes sampling parameters from a seed.
-        """
+        """Add a group's rollouts; `params` makes the sampling parameters of each from its seed."""
         group = _Group(request, params)
         for sample in range(len(request.seeds)):
             self._add(group, sample)
@@ -267,40 +263,26 @@ class CacheMemory:
         self.is_asleep = False
 
     def sleep(self) -> None:
-        """Free the memory of the cache until `wake`; no rollout may be in flight.
-
-        Raises:
-            RuntimeError: the device has no sleep mode, or vLLM was started without it.
-        """
+        """Free the memory of the cache until `wake`; no rollout may be in flight."""
         if self.is_asleep:
             return
-        self._drain()
+        engine = self._llm.llm_engine
+        core = engine.engine_core.engine_core
+        # vLLM frees no memory before it has removed finished requests, in the step after their end, and before it has
+        # completed the step that asynchronous scheduling may have begun too many.
+        while core.scheduler.has_requests() or core.batch_queue:
+            engine.step()
         self.is_asleep = True  # set first, as a failure below leaves the cache unusable
         self._llm.sleep(level=0)
         self._llm.release_kv_cache_memory()
 
     def wake(self) -> None:
-        """Allocate an empty cache if the engine sleeps.
-
-        Raises:
-            RuntimeError: the device has no room for the cache.
-        """
+        """Allocate an empty cache if the engine sleeps."""
         if not self.is_asleep:
             return
         if not self._llm.wake_up():
             raise RuntimeError("vLLM did not take its key-value cache again")
         self.is_asleep = False
-
-    def _drain(self) -> None:
-        """Run the steps that remain.
-
-        vLLM removes a finished request in the step after its end, and asynchronous scheduling may have begun one step
-        too many. vLLM frees no memory before both are done.
-        """
-        engine = self._llm.llm_engine
-        core = engine.engine_core.engine_core
-        while core.scheduler.has_requests() or core.batch_queue:
-            engine.step()
 
 
 class StepCounts:
@@ -310,9 +292,6 @@ class StepCounts:
     its metrics take milliseconds to read. Under a schedule drafts differ in length. A rollout is preempted where the KV
     cache is full, and its cache is recomputed later. A refit in flight that recomputes all caches preempts what runs,
     and does not count.
-
-    Args:
-        llm: vLLM's `LLM`.
     """
 
     def __init__(self, llm: Any) -> None:

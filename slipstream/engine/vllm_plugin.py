@@ -62,8 +62,6 @@ _VOCABULARY = 4096  # in the checks; two independent samples are hardly ever equ
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # parameters of glibc's mallopt, of malloc.h
 
-_READERS = ("eagle3", "dflash")  # vLLM's names of the methods whose drafts read the policy's hidden states
-
 
 def install() -> None:
     """Install the sampler fixes; repeated calls change nothing."""
@@ -425,7 +423,7 @@ class EngineProbe:
         draft = self.model_runner.get_draft_model()
         if draft is None:
             raise LookupError("the engine drafts without a model")
-        method = self.vllm_config.speculative_config.method
+        reads_states = self.vllm_config.speculative_config.method in ("eagle3", "dflash")
         # The checkpoint of a draft on hidden states has no prefix `model.`; a draft model has that of its checkpoint.
-        rename = OF_READERS if method in _READERS else draft_names(draft)
+        rename = OF_READERS if reads_states else draft_names(draft)
         return slots(draft, rename=rename, without=policy)

@@ -17,9 +17,6 @@ vLLM packs a layer's experts at the first load but not at a reload. After a relo
 checkpoint's order as packed ones, without an error. Experts are therefore packed and written here. Packing moves
 numbers and computes none. The packed order is found by packing indices, so experts are read exactly.
 
-A DFlash draft multiplies the policy's hidden states with copies of its key and value weights, which vLLM makes as it
-loads the draft. Fingerprints read the copies too, so a copy that was left behind stops the run.
-
 A MiMo's layer that predicts the token after the next is stored in the policy's checkpoint. An engine loads that layer
 as a draft model, which borrows the policy's embeddings and output layer. The policy therefore never loads the layer's
 tensors, and the draft loads no others: an embedding among them would overwrite the policy's.
@@ -167,9 +164,8 @@ class QuantizedSlot:
 
         In bfloat16, cut to 8 bits, a value up to 64 is known within a half.
         """
-        product: Tensor = self.module.quant_method.apply(
-            self.module, _identity(self.num_inputs, self.module.params_dtype), None
-        )
+        identity = _identity(self.num_inputs, self.module.params_dtype)
+        product: Tensor = self.module.quant_method.apply(self.module, identity, None)
         return (product.t().float() / scale).round().to(torch.int8)
 
 
@@ -239,7 +235,8 @@ def slots(
         # A DFlash draft's own parameter is the embedding of a mask that no draft here has.
         if own and id(module) not in borrowed and not isinstance(module, DFlashQwen3Model):
             path = paths.setdefault(id(next(iter(own.values()))), path)
-            found += _module_slots(_renamed(path, rename), module, own)
+            saved = next((new + path.removeprefix(old) for old, new in rename if path.startswith(old)), path)
+            found += _module_slots(saved, module, own)
     drafts = (module for module in model.modules() if isinstance(module, DFlashQwen3Model))
     return (*found, *(slot for draft in drafts for slot in _context_slots(draft, found)))
 
@@ -254,13 +251,6 @@ def _context_slots(draft: DFlashQwen3Model, held: Sequence[AnySlot]) -> Iterator
         yield ContextSlot(module=draft, copy="_k_norm_weights", rows=index, parts=parts[id(attention.k_norm)])
     norm = parts[id(draft.hidden_norm)]
     yield ContextSlot(module=draft, copy="_hidden_norm_weight", rows=slice(None), parts=norm)
-
-
-def _renamed(path: str, rename: tuple[tuple[str, str], ...]) -> str:
-    for old, new in rename:
-        if path.startswith(old):
-            return new + path.removeprefix(old)
-    return path
 
 
 def can_write(slots: Sequence[AnySlot], shapes: Mapping[str, Sequence[int]]) -> bool:
@@ -460,11 +450,6 @@ def _order(num_rows: int, num_columns: int, dtype: torch.dtype, isa: str) -> Ten
     return order
 
 
-def takes(model: nn.Module, name: str) -> bool:
-    """Return True if a tensor of a checkpoint belongs to this model, policy or draft."""
-    return name.startswith(_LAYERS) == isinstance(model, MiMoMTP)
-
-
 def draft_names(draft: nn.Module) -> tuple[tuple[str, str], ...]:
     """List the prefixes of an MTP draft's names in vLLM with the checkpoint's; empty for another draft."""
     if not isinstance(draft, MiMoMTP):
@@ -508,12 +493,7 @@ class ChannelTransfer(WeightTransferEngine[ChannelInfo, ChannelInfo]):
         self.finish_weight_update()
 
     def receive_weights(self, update_info: ChannelInfo) -> None:
-        """Receive and load weights, and recompute the values that layers derive from weights.
-
-        Raises:
-            FileNotFoundError: the directory holds no safetensors file.
-            ChannelBrokeError: the sender or another engine died or stalled.
-        """
+        """Receive and load weights, and recompute the values that layers derive from weights."""
         match Channel(update_info.channel):
             case Channel.SHARED_MEMORY:
                 self._read(Path(update_info.settings["path"]))
@@ -544,8 +524,9 @@ class ChannelTransfer(WeightTransferEngine[ChannelInfo, ChannelInfo]):
         maps = [torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8) for file in files]
         self.received_digest = bytes_digest(maps)
         opened = [safe_open(file, framework="pt") for file in files]
-        names = [(name, file) for file in opened for name in file.keys() if takes(self.model, name)]  # noqa: SIM118
-        read = ((name, file.get_tensor(name)) for name, file in names)
+        names = [(name, file) for file in opened for name in file.keys()]  # noqa: SIM118  # safe_open is no mapping
+        is_mtp = isinstance(self.model, MiMoMTP)
+        read = ((name, file.get_tensor(name)) for name, file in names if name.startswith(_LAYERS) == is_mtp)
         tensors = list(_as_held(read, self.model_config, self.vllm_config.load_config))
         loader = loader_of(self.model, self.model_config, [WeightMeta.of(name, tensor) for name, tensor in tensors])
         loader.take(tensors)

@@ -294,9 +294,6 @@ def require_space(directory: Path, num_bytes: int) -> None:
     """Refuse a file system without room for the snapshots of `num_bytes` of weights.
 
     A process that writes to a mapped page without room is killed by a signal, without an error.
-
-    Raises:
-        ConfigError: the free space is too small.
     """
     free, needed = shutil.disk_usage(directory).free, NUM_SNAPSHOTS * num_bytes
     rule = f"shared_memory needs {needed:,} bytes for {NUM_SNAPSHOTS} snapshots of the weights in {directory.parent}"
@@ -315,11 +312,7 @@ class SharedMemoryChannel:
     takes_digest = True
 
     def __init__(self, learner: SendingLearner, engines: ReceivingEngines, directory: Path) -> None:
-        """Check the space in `directory`, which the caller removes.
-
-        Raises:
-            ConfigError: the file system has no room for two versions.
-        """
+        """Check the space in `directory`, which the caller removes."""
         require_space(directory, learner.weight_bytes())
         self._learner = learner
         self._engines = engines
@@ -390,11 +383,7 @@ class StreamChannel:
 
 @contextmanager
 def open_channel(config: RefitConfig, learner: SendingLearner, engines: ReceivingEngines) -> Iterator[WeightChannel]:
-    """Open the channel of `config` between a learner with a loaded policy and running engines.
-
-    Raises:
-        ConfigError: the locations do not allow the channel.
-    """
+    """Open the channel of `config` between a learner with a loaded policy and running engines."""
     channel = resolve(config.channel, driver=here(), learner=learner.locations(), engines=engines.locations())
     logger.info("refit: weights are sent by %s", channel.value)
     if channel is Channel.SHARED_MEMORY:

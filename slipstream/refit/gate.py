@@ -50,18 +50,15 @@ class RefitGate:
     After every refit each engine must have read the bytes that the learner sent, hold the new version, and have reset
     its prefix cache. The fingerprints of the engine's tensors, of policy and draft, must equal the learner's. All
     tensors are compared at the first refit after a start or resume, and at every refit over a channel without digests.
-    At other refits a selection of layers is compared, each layer once in `check_every_steps`.
-
-    A draft that the learner trains is sent if an engine holds another version, and is then compared in full.
+    At other refits a selection of layers is compared, each layer once in `check_every_steps`. A draft that the learner
+    trains is sent if an engine holds another version, and is then compared in full.
 
     An engine that hides the policy's tensors is compared by its logprobs on fixed prompts. Rounding limits that check:
-    a failed refit is found, a lost step is not. Hidden tensors of a draft are left to the acceptance guard. Either case
-    is logged once, and the logprob difference is in the step's record.
+    a failed refit is found, a lost step is not. Hidden tensors of a draft are left to the acceptance guard.
 
-    A refit has two parts. `export` runs on the learner: bytes and fingerprints. `deliver` runs on the engines: the
-    bytes are loaded and the fingerprints compared. If `Export.frees_learner`, the learner may train from the end of
-    `export`. One thread may export while another calls `deliver_again`. Fingerprints are requested right behind the
-    calls that change the weights, so no side waits for an answer in between.
+    A refit has two parts: `export` on the learner, and `deliver` on the engines. One thread may export while another
+    calls `deliver_again`. Fingerprints are requested right behind the calls that change the weights, so no side waits
+    for an answer in between.
     """
 
     def __init__(
@@ -78,9 +75,7 @@ class RefitGate:
         """Read the engines' versions and tensor types.
 
         Args:
-            channel: channel from this learner to these engines.
             draft: directory of the draft that the engines start with; None without a draft.
-            trains_draft: True if the learner trains the draft.
             probes: token sequences for engines that hide their tensors.
         Raises:
             LookupError: an engine hides its tensors, and there are no probes.

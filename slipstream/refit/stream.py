@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import xxhash
@@ -142,7 +142,7 @@ class SnapshotWriter:
     def __init__(self, directory: Path, name: str) -> None:
         self._directory = directory
         self._name = name
-        self._buffers: dict[int, Tensor] = {}
+        self._buffers: dict[Path, Tensor] = {}
         self._header = b""
 
     def write(self, source: WeightSource, *, version: int) -> Snapshot:
@@ -157,8 +157,12 @@ class SnapshotWriter:
         assert self._header in (b"", header), "every version has the same tensors"
         self._header = header
         path = self._directory / f"{self._name}-{version % NUM_SNAPSHOTS}.safetensors"
-        buffer = self._buffer(path, version % NUM_SNAPSHOTS, source.num_bytes())
-        start = len(header)
+        size = len(header) + source.num_bytes()
+        if not self._buffers:
+            require_space(self._directory, size)
+        if path not in self._buffers:
+            self._buffers[path] = _new_file(path, header, size)
+        buffer, start = self._buffers[path], len(header)
         for _, tensor in source:
             raw = as_bytes(tensor)
             buffer[start : start + len(raw)].copy_(raw)
@@ -166,32 +170,18 @@ class SnapshotWriter:
         source.require_finite()
         return Snapshot(path=str(path), version=version, digest=bytes_digest([buffer]))
 
-    def _buffer(self, path: Path, index: int, num_bytes: int) -> Tensor:
-        if index not in self._buffers:
-            if not self._buffers:
-                require_space(self._directory, len(self._header) + num_bytes)
-            size = len(self._header) + num_bytes
-            with path.open("wb") as file:
-                _reserve(file, size)
-                file.write(self._header)
-            self._buffers[index] = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-        return self._buffers[index]
 
-
-def _reserve(file: IO[bytes], size: int) -> None:
-    """Allocate the file's space, as a write to a mapped page without room kills the process.
-
-    Raises:
-        OSError: the free space is too small.
-    """
-    try:
-        os.posix_fallocate(file.fileno(), 0, size)
-    except OSError as error:
-        directory = Path(file.name).parent
-        free = shutil.disk_usage(directory).free
-        raise OSError(
-            error.errno, f"the weights need {size:,} bytes in {directory}, which has {free:,} free"
-        ) from error
+def _new_file(path: Path, header: bytes, size: int) -> Tensor:
+    """Make a file with its header, and map it; the space is allocated first, as a page without room kills a writer."""
+    with path.open("wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            free = shutil.disk_usage(path.parent).free
+            reason = f"the weights need {size:,} bytes in {path.parent}, which has {free:,} free"
+            raise OSError(error.errno, reason) from error
+        file.write(header)
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
 def bytes_digest(parts: Iterable[Tensor]) -> str:
@@ -412,11 +402,7 @@ def receive(
     metas: Sequence[WeightMeta],
     bucket_bytes: int,
 ) -> str:
-    """Receive one model and hand complete tensors to `take`; returns the digest of all bytes.
-
-    Raises:
-        ChannelBrokeError: the sender died or stalled.
-    """
+    """Receive one model and hand complete tensors to `take`; returns the digest of all bytes."""
     digest = xxhash.xxh3_64()
     incomplete: deque[tuple[Tensor, str, Tensor]] = deque()  # each with its last piece and its name
 

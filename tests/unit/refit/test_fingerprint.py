@@ -257,11 +257,6 @@ def test_ranks_or_layers_that_disagree_on_what_they_share_are_an_error() -> None
         part_fingerprints([held(MATRIX, part()), held(MATRIX + 1, part())])
 
 
-def test_a_part_of_another_dimension_is_a_mistake_of_ours() -> None:
-    with pytest.raises(AssertionError, match="m is cut in dimension 2"):
-        part(dim=2)
-
-
 def test_a_directorys_fingerprint_is_of_its_tensors_however_they_are_divided(tmp_path: Path) -> None:
     one, parts = tmp_path / "one", tmp_path / "parts"
     for directory in (one, parts):
