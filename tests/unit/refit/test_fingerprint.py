@@ -210,15 +210,6 @@ def test_parts_that_lie_in_one_tensor_are_told_apart() -> None:
     assert found == part_fingerprints([held(MATRIX, gate), held(stacked[3:], up)])
 
 
-def test_tensors_of_one_call_keep_their_own_sums() -> None:
-    tensors = {f"{i}": torch.randn(150 * i, 500, generator=torch.Generator().manual_seed(i)) for i in range(1, 7)}
-    tensors |= {f"v{i}": torch.arange(5.0) + i for i in range(3)}
-    found = part_fingerprints(held_whole(name, tensor) for name, tensor in tensors.items())
-    assert {each.name: value for each, value in found.items()} == {
-        name: whole(tensor, name) for name, tensor in tensors.items()
-    }
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_one_thread_computes_and_afterwards_there_are_as_many_as_before(fails: bool) -> None:
     seen, before = [], torch.get_num_threads()
@@ -304,10 +295,3 @@ def test_each_tensor_has_the_turn_of_the_first_number_in_its_name(name: str, ind
 def test_a_whole_tensor_is_one_part_from_its_first_row_to_its_last() -> None:
     for tensor, length in ((torch.ones(3, 2), 3), (torch.ones(()), 1)):
         assert held_whole("w", tensor).parts == (part("w", length=length),)
-
-
-def test_columns_of_64_bits_keep_their_places_when_they_are_cut() -> None:
-    tensor = torch.arange(1, 31).view(5, 6)
-    parts = [part(dim=1, start=start, length=stop - start, dtype="int64") for start, stop in ((0, 1), (1, 4), (4, 6))]
-    cut = [part_fingerprints([held(tensor[:, each.start : each.start + each.length], each)]) for each in parts]
-    assert weight_totals(cut) == {"m": whole(tensor)}
