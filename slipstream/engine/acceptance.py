@@ -12,13 +12,7 @@ from slipstream.records.steps import AcceptanceStats
 
 
 def acceptance_of(steps: Iterable[Any], *, num_positions: int) -> AcceptanceStats:
-    """Sum the counts of steps, each vLLM's `SpecDecodingStats`.
-
-    Args:
-        num_positions: tokens of the longest draft.
-    Raises:
-        RuntimeError: counts contradict each other: the engine miscounts.
-    """
+    """Sum the counts of steps, each vLLM's `SpecDecodingStats`; `num_positions` are the tokens of the longest draft."""
     total = np.zeros(3 + 2 * num_positions, dtype=np.int64)
     for step in steps:
         by_position = (*step.num_accepted_tokens_per_pos, *step.num_draft_tokens_per_pos)

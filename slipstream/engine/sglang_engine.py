@@ -118,13 +118,11 @@ class SglangEngine:
         is_in_flight: bool = False,
         returns_routes: bool = False,
     ) -> None:
-        """Start the engine.
+        """Start the engine; one that would speculate is refused.
 
         Args:
             policy: model directory in Hugging Face format.
             command: command in place of `sglang_process` in SGLang's environment; a socket's number is added.
-        Raises:
-            ConfigError: it was asked to speculate, or this host has no environment of SGLang.
         """
         assert not is_in_flight and not returns_routes, "the recipe refuses them"
         fix = "no speculation was seen on SGLang: train --arms autoregressive"
@@ -149,12 +147,7 @@ class SglangEngine:
         self._facts = {"SGLang": version, "attention": attention, "KV cache tokens": num_tokens}
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """Call a method of `SglangProcess` and return its answer.
-
-        Raises:
-            RuntimeError: the method failed there.
-            SglangDiedError: the process ended.
-        """
+        """Call a method of `SglangProcess` and return its answer; raises `SglangDiedError` if the process ended."""
         try:
             self._socket.sendall((json.dumps({"name": name, "arguments": arguments}) + "\n").encode())
             line = self._answers.readline()
@@ -224,11 +217,7 @@ class SglangEngine:
         )
 
     def refit(self, weights: WeightFiles) -> EngineState:
-        """Load the policy's weights, and flush the cache.
-
-        Raises:
-            RuntimeError: SGLang refused the weights; the engine must not be used further.
-        """
+        """Load the policy's weights, and flush the cache; after an error the engine must not be used further."""
         assert weights.draft is None, "it holds no draft"
         self._state = replace(
             self._state,
@@ -243,11 +232,7 @@ class SglangEngine:
         return self._state
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
-        """Return the types of the policy's tensors.
-
-        Raises:
-            LookupError: SGLang holds a tensor in an order that is not known.
-        """
+        """Return the types of the policy's tensors; raises LookupError if the order of one in SGLang is not known."""
         assert not is_draft, "it holds none"
         answer = self.call("weights", index=0, count=1)
         if "hidden" in answer:

@@ -34,16 +34,8 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from slipstream.refit.fingerprint import (
-    GAMMA,
-    HeldWeights,
-    Turn,
-    held_whole,
-    mixed,
-    part_fingerprints,
-    safetensors_files,
-    weight_totals,
-)
+from slipstream.refit.fingerprint import GAMMA, HeldWeights, Turn, held_whole, mixed, part_fingerprints, weight_totals
+from slipstream.storage import safetensors_files
 
 
 class SglangProcess:
@@ -79,11 +71,7 @@ class SglangProcess:
         return [[entry[0] for entry in each["meta_info"]["input_token_logprobs"][1:]] for each in outputs]
 
     def load(self, path: str) -> str:
-        """Load a safetensors file, or those of a directory, and flush the cache; returns the digest of the bytes.
-
-        Raises:
-            RuntimeError: SGLang refused the weights, or requests are running.
-        """
+        """Load a safetensors file, or those of a directory, and flush the cache; returns the digest of the bytes."""
         digest = xxhash.xxh3_64()
         tensors: list[tuple[str, Tensor]] = []
         for file in safetensors_files(Path(path)):
@@ -173,11 +161,7 @@ def write_weights(scheduler: Any, path: str, index: int, count: int) -> None:
 
 
 def held_weights(model: nn.Module) -> Iterator[HeldWeights]:
-    """Yield the checkpoint's tensors in the memory of a dense model on one rank.
-
-    Raises:
-        LookupError: SGLang holds a tensor in an order that is not known here.
-    """
+    """Yield the checkpoint's tensors in the memory of a dense model on one rank; raises LookupError for another."""
     for path, module in model.named_modules():  # a module with two names, such as tied embeddings, comes once
         for own, parameter in module.named_parameters(recurse=False):
             start = 0

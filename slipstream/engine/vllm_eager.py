@@ -81,13 +81,7 @@ def fill_with_noise(noise: Tensor, generators: Mapping[int, torch.Generator]) ->
 
 
 def propose(proposer: Any, **given: Any) -> Tensor:
-    """Propose tokens as vLLM does; where the draft or the batch is another than `Passes` takes, vLLM does it.
-
-    Args:
-        given: arguments of vLLM's `propose`.
-    Returns:
-        [batch, num_speculative_tokens].
-    """
+    """Propose [batch, k] tokens as vLLM does; vLLM does it where `Passes` does not take the draft or the batch."""
     if not hasattr(proposer, "passes"):
         proposer.passes = Passes(proposer) if _is_taken(proposer) else None
     if proposer.passes is None or given["num_speculative_tokens"] < 1 or not given["sampling_metadata"].all_random:

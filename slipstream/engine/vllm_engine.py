@@ -6,7 +6,6 @@ A process holds one `VllmEngine` only, as deleting one of two breaks the other.
 from __future__ import annotations
 
 import glob
-import itertools
 import os
 import tempfile
 import time
@@ -21,14 +20,7 @@ from slipstream.data.chat import end_token_ids
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.history_drafts import HISTORY, history_settings, told_vllm
 from slipstream.engine.protocol import GroupRequest, Portion, Trace, group_requests
-from slipstream.engine.vllm_groups import (
-    CacheMemory,
-    FinishedRollout,
-    GroupsUnderWay,
-    StepCounts,
-    group_of,
-    trace_of,
-)
+from slipstream.engine.vllm_groups import CacheMemory, FinishedRollout, GroupsUnderWay, StepCounts, group_of, trace_of
 from slipstream.grpo.config import KvCache
 from slipstream.imports import uncollected
 from slipstream.records.steps import ScheduleEntry
@@ -253,8 +245,6 @@ class VllmEngine:
 
         Args:
             kv_cache: treatment of the rollouts' KV cache at a refit.
-        Raises:
-            ConfigError: vLLM schedules asynchronously, and would return tokens of the old weights after a refit.
         """
         self._groups.drop()
         batches = self._llm.llm_engine.engine_core.engine_core.batch_queue
@@ -270,8 +260,7 @@ class VllmEngine:
     def advance(self, *, max_s: float, stops_at_first: bool = True) -> Portion:
         """Run until a group is complete, `max_s` seconds have passed, or no rollout is in flight.
 
-        Args:
-            stops_at_first: False runs on for `max_s` after a complete group.
+        Without `stops_at_first` it runs on after a complete group.
         """
         self._require_in_flight()
         end_s = time.perf_counter() + max_s
@@ -387,12 +376,12 @@ class VllmEngine:
         found: dict[int, Sequence[FinishedRollout]] = {}
         try:
             self._start(group_requests(prompts, group_size=group_size, seed=seed), sampling)
-            for step in itertools.count():
-                if self._groups.is_empty():
-                    break
+            step = 0
+            while not self._groups.is_empty():
                 if refits and step % steps_between == 0:
                     self.refit(refits[step // steps_between % len(refits)])
                 found.update((request.index, finished) for request, finished in self._groups.step())
+                step += 1
             if refits:
                 self.refit(refits[-1])
         except BaseException:
@@ -403,9 +392,7 @@ class VllmEngine:
     def refit(self, weights: WeightFiles) -> EngineState:
         """Load the policy's weights, and the draft's if there are any, and reset the prefix cache.
 
-        Raises:
-            RuntimeError: vLLM did not reset the prefix cache, or its ranks read different weights; the engine must not
-                be used further.
+        After an error the engine must not be used further.
         """
         self._read(weights.policy, is_draft=False)
         if weights.draft is not None:
@@ -456,11 +443,7 @@ class VllmEngine:
         self._state = replace(self._state, **{name: digests.pop()})
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
-        """Return the types of the policy's tensors, or of the draft's, over all ranks of the engine.
-
-        Raises:
-            LookupError: a layer hides its weights.
-        """
+        """Return the types of the policy's tensors, or of the draft's; raises LookupError if a layer hides its own."""
         ranks = self._llm.collective_rpc("weight_dtypes", args=(is_draft,))
         return {name: dtype for rank in ranks for name, dtype in rank.items()}
 
@@ -473,12 +456,9 @@ class VllmEngine:
         return self._state
 
     def adopt(self, *, policy_version: int, draft_version: int | None) -> EngineState:
-        """Set the versions of the received weights, and reset the prefix cache; errors as in `refit`.
+        """Set the versions of the received weights, None for a draft that did not change, and reset the prefix cache.
 
-        Rollouts in flight continue with the new weights.
-
-        Args:
-            draft_version: None if the draft did not change.
+        Rollouts in flight continue with the new weights. After an error the engine must not be used further.
         """
         if draft_version is None:
             draft_version = self._state.draft_version

@@ -310,9 +310,7 @@ class StepCounts:
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
         """Replace the schedule; no rollout may be in flight.
 
-        Raises:
-            ConfigError: the engine does not speculate; vLLM was started without a schedule, and may have captured
-                graphs for one length alone; or the schedule has longer drafts than vLLM has room for.
+        It is refused where vLLM was started without a schedule, and may have captured graphs for one length alone.
         """
         from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 

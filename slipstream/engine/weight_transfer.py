@@ -63,9 +63,10 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from slipstream.refit.config import Channel, WeightFormat
-from slipstream.refit.fingerprint import HeldWeights, WeightPart, safetensors_files
+from slipstream.refit.fingerprint import HeldWeights, WeightPart
 from slipstream.refit.quantization import LOAD_FORMAT, SCALE, quantized
 from slipstream.refit.stream import GlooGroup, WeightMeta, bytes_digest, receive
+from slipstream.storage import safetensors_files
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
@@ -95,12 +96,7 @@ class Slot:
     num_inputs: int | None = None  # of a matrix [outputs, inputs]; None for other parameters
 
     def read(self) -> tuple[HeldWeights, ...]:
-        """Read the parts that the model computes with, without padding.
-
-        Raises:
-            LookupError: the backend hides the parameter.
-            RuntimeError: a layer multiplies with another weight than its parameter.
-        """
+        """Read the parts that the model computes with, without padding; raises LookupError if they are hidden."""
         module: Any = self.module
         held: Tensor = getattr(module, self.parameter)
         if isinstance(module, RoutedExperts):
@@ -219,13 +215,11 @@ def slots(
     """List every parameter of the model with this rank's parts; loading weights changes no slot.
 
     A tensor that two modules share, as a tied output layer does with the embedding, has the first one's name in both:
-    each packs a copy of its own to multiply with.
+    each packs a copy of its own to multiply with. A module with unknown parameters is a LookupError.
 
     Args:
         rename: prefixes of the model's names with the checkpoint's prefixes; the first match counts.
         without: a model whose modules are left out, as a draft borrows the policy's embeddings.
-    Raises:
-        LookupError: a module has unknown parameters.
     """
     borrowed = set() if without is None else {id(module) for module in without.modules()}
     found: list[AnySlot] = []
@@ -308,18 +302,11 @@ def _quantized_slots(path: str, module: LinearBase, own: dict[str, nn.Parameter]
     values = _linear_parts(path, module, shape, dtype)
     whole_rows = (replace(part, dim=0, start=0, length=shape[0]) if part.dim else part for part in values)
     scales = tuple(replace(part, name=part.name + SCALE, dtype="float32") for part in whole_rows)
-    return [
-        QuantizedSlot(module=module, parts=values + scales, num_inputs=shape[1]),
-        *_bias_slots(module, own, values),
-    ]
+    return [QuantizedSlot(module=module, parts=values + scales, num_inputs=shape[1]), *_bias_slots(module, own, values)]
 
 
 def _bias_slots(module: LinearBase, own: dict[str, nn.Parameter], parts: tuple[WeightPart, ...]) -> list[AnySlot]:
-    """List the slot of a bias, if there is one: a number for each row of the weight's parts.
-
-    Raises:
-        LookupError: the weight is split by its inputs.
-    """
+    """List the slot of a bias, if there is one: a number for each row of the weight's parts."""
     if "bias" not in own:
         return []
     if any(part.dim for part in parts):
@@ -376,11 +363,7 @@ def are_on_cpu(module: nn.Module) -> bool:
 
 
 def expert_parts(path: str, module: RoutedExperts, own: dict[str, nn.Parameter]) -> dict[str, tuple[WeightPart, ...]]:
-    """List the checkpoint's tensors in the rows of each parameter.
-
-    Raises:
-        LookupError: the experts are split, quantized, have a bias, or lie on another device.
-    """
+    """List the checkpoint's tensors in the rows of each parameter; raises LookupError if vLLM alone knows the order."""
     config, kernel = module.moe_config, _kernel(module)
     is_whole = module.local_num_experts == module.global_num_experts and config.tp_size == 1
     if not are_on_cpu(module) or kernel._use_zentorch or set(own) != {_W13, _W2} or not is_whole:
@@ -579,11 +562,7 @@ def _as_held(
 
 
 def loader_of(model: nn.Module, model_config: Any, metas: Sequence[WeightMeta]) -> SlotLoader | ReloadLoader:
-    """Choose the fastest loader that can load these tensors.
-
-    Raises:
-        LookupError: no loader can, as vLLM cannot reload experts on a CPU.
-    """
+    """Choose the fastest loader that can load these tensors; raises LookupError if none can."""
     try:
         known = slots(model)
     except LookupError:

@@ -163,21 +163,16 @@ class WeightChannel(Protocol):
     def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
         """Begin to export the learner's present policy, and its draft if `draft_version` is given.
 
-        Returns a function that waits for the export. The version before must be delivered, as files are reused.
-
-        Raises:
-            ValueError: raised by the returned function if a weight is not finite.
+        Returns a function that waits for the export, and raises ValueError if a weight is not finite. The version
+        before must be delivered, as files are reused.
         """
         ...
 
     def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
         """Begin to load the policy into every engine, and the draft if `draft_version` is given.
 
-        Returns a function that waits for the engines' answers, once all calls to the engines are made.
-
-        Raises:
-            RefitError: an engine failed, died or missed the deadline; raised by the returned function too.
-            ValueError: a weight is not finite, where weights stream.
+        Returns a function that waits for the engines' answers, once all calls to the engines are made. Both raise
+        RefitError if an engine failed, died or missed the deadline, and ValueError if a streamed weight is not finite.
         """
         ...
 
@@ -257,11 +252,7 @@ class ReceivingEngines(Protocol):
         ...
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
-        """Return the types of the readable tensors.
-
-        Raises:
-            LookupError: an engine hides a tensor.
-        """
+        """Return the types of the readable tensors; raises LookupError if an engine hides one."""
         ...
 
     def start_fingerprints(self, *, is_draft: bool, turn: Turn) -> Callable[[], list[dict[str, int]]]:

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from slipstream.storage import safetensors_files
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -108,12 +110,10 @@ def _one_thread() -> Iterator[None]:
 def part_fingerprints(held: Iterable[HeldWeights], dtypes: Mapping[str, str] | None = None) -> dict[WeightPart, int]:
     """Compute the fingerprint of each part, in [0, 2**64), on the one device that holds all tensors.
 
-    On a CPU one core is used, also by the iterator `held`.
+    Layers that share a tensor must hold the same values. On a CPU one core is used, also by the iterator `held`.
 
     Args:
         dtypes: types, by name, to which tensors are converted first; other tensors keep their type.
-    Raises:
-        RuntimeError: two layers share a tensor, and hold different values.
     """
     import torch
 
@@ -138,11 +138,7 @@ def part_fingerprints(held: Iterable[HeldWeights], dtypes: Mapping[str, str] | N
 
 
 def weight_totals(ranks: Iterable[Mapping[WeightPart, int]]) -> dict[str, int]:
-    """Sum the fingerprints of the ranks' parts into one for each tensor; a part on several ranks counts once.
-
-    Raises:
-        RuntimeError: two ranks hold the same part with different values.
-    """
+    """Sum the ranks' parts into a fingerprint for each tensor; ranks that share a part must agree: it counts once."""
     merged: dict[WeightPart, int] = {}
     for fingerprints in ranks:
         torn = [part.name for part, value in fingerprints.items() if merged.get(part, value) != value]
@@ -168,18 +164,6 @@ def directory_fingerprint(path: Path) -> str:
 def differences(expected: Mapping[str, int], found: Mapping[str, int]) -> list[str]:
     """List the names whose fingerprints differ, or that only one side has."""
     return sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-
-
-def safetensors_files(path: Path) -> list[Path]:
-    """List the safetensors files of a directory in the order of their names; a path to one file is that file.
-
-    Raises:
-        FileNotFoundError: the directory holds no such file.
-    """
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files:
-        raise FileNotFoundError(f"{path} must hold a safetensors file")
-    return files
 
 
 def _tensors(files: Iterable[Path], only: Collection[str] | None = None) -> Iterator[HeldWeights]:

@@ -48,10 +48,10 @@ class RefitGate:
     """Sends the learner's weights to the engines over a channel, and checks their arrival.
 
     After every refit each engine must have read the bytes that the learner sent, hold the new version, and have reset
-    its prefix cache. The fingerprints of the engine's tensors, of policy and draft, must equal the learner's. All
-    tensors are compared at the first refit after a start or resume, and at every refit over a channel without digests.
-    At other refits a selection of layers is compared, each layer once in `check_every_steps`. A draft that the learner
-    trains is sent if an engine holds another version, and is then compared in full.
+    its prefix cache. The fingerprints of the engine's tensors, of policy and draft, must equal the learner's. Anything
+    else is a RefitError. All tensors are compared at the first refit after a start or resume, and at every refit over a
+    channel without digests. At other refits a selection of layers is compared, each layer once in `check_every_steps`.
+    A draft that the learner trains is sent if an engine holds another version, and is then compared in full.
 
     An engine that hides the policy's tensors is compared by its logprobs on fixed prompts. Rounding limits that check:
     a failed refit is found, a lost step is not. Hidden tensors of a draft are left to the acceptance guard.
@@ -76,9 +76,7 @@ class RefitGate:
 
         Args:
             draft: directory of the draft that the engines start with; None without a draft.
-            probes: token sequences for engines that hide their tensors.
-        Raises:
-            LookupError: an engine hides its tensors, and there are no probes.
+            probes: token sequences for engines that hide their tensors; without them such an engine is a LookupError.
         """
         self._engine = engine
         self._learner = learner
@@ -104,12 +102,7 @@ class RefitGate:
         self._num_exports = 0
 
     def refit(self, version: int, *, draft_version: int | None = None) -> RefitCheck:
-        """Send the learner's present weights to the engines as `version`, and a trained draft as `draft_version`.
-
-        Raises:
-            RefitError: an engine did not load the weights, kept another version, did not reset its prefix cache, or
-                holds other weights.
-        """
+        """Send the learner's present weights to the engines as `version`, and a trained draft as `draft_version`."""
         return self.deliver(self._start(version, draft_version))
 
     def export(self, version: int, *, draft_version: int | None = None) -> Export:
@@ -118,7 +111,7 @@ class RefitGate:
         return replace(started, policy=_awaited(started.policy), draft=_awaited(started.draft))
 
     def deliver(self, export: Export) -> RefitCheck:
-        """Do the engines' part of `refit`, again if an engine was lost in it; raises as `refit` does."""
+        """Do the engines' part of `refit`, again if an engine was lost in it."""
         finish = self._start_delivery(export)
         policy = export.policy and self._engine.start_fingerprints(is_draft=False, turn=export.turn)
         draft = export.draft and self._engine.start_fingerprints(is_draft=True, turn=export.draft_turn)
@@ -136,9 +129,6 @@ class RefitGate:
         """Load the last delivered version into all engines again, without the learner; False if that is impossible.
 
         Versions and digests are checked. Fingerprints are not, as the learner may hold newer weights.
-
-        Raises:
-            RefitError: as in `refit`.
         """
         export = self._delivered
         if export is None or not self._channel.keeps_weights:

@@ -104,9 +104,6 @@ class WeightSource:
         """Refuse the last pass if a tensor held NaN or Inf, as an engine would sample noise without an error.
 
         The pass itself raises nothing, because all ranks and receiving engines wait for its end.
-
-        Raises:
-            ValueError: a tensor held NaN or Inf.
         """
         if self._wrong:
             raise ValueError(f"weight {self._wrong} of the {self._model} must be finite, got NaN or Inf")
@@ -146,12 +143,7 @@ class SnapshotWriter:
         self._header = b""
 
     def write(self, source: WeightSource, *, version: int) -> Snapshot:
-        """Write the tensors of `source` as `version`.
-
-        Raises:
-            ConfigError: the file system has no room.
-            ValueError: a tensor holds NaN or Inf; the file must not be read.
-        """
+        """Write the tensors of `source` as `version`; after an error the file must not be read."""
         metas = [(each.name, SAFETENSORS_DTYPES[each.dtype], each.shape, each.num_bytes) for each in source.metas()]
         header = safetensors_header(metas, metadata={"format": "pt"})
         assert self._header in (b"", header), "every version has the same tensors"
@@ -201,11 +193,8 @@ class Sender:
     def send(self, source: WeightSource, *, is_draft: bool) -> str | None:
         """Iterate over all of `source`; on rank 0, send it into every engine's policy or draft.
 
-        Returns:
-            The digest of the bytes; None on other ranks, and for a channel without digests.
-        Raises:
-            RefitError: an engine failed, died, or missed the deadline.
-            ValueError: a weight is not finite.
+        Returns the digest of the bytes; None on other ranks, and for a channel without digests. A weight that is not
+        finite is a ValueError after the last one was sent, and an engine that failed a RefitError.
         """
         del is_draft
         for _ in source:
@@ -250,12 +239,10 @@ class GlooGroup:
     """Process group over gloo in which rank 0 sends and all other ranks receive."""
 
     def __init__(self, store: TCPStore, *, rank: int, world_size: int, address: str, timeout_s: float) -> None:
-        """Join the group; returns when all ranks have joined.
+        """Join the group, and wait until all ranks have; a ChannelBrokeError if one misses the deadline.
 
         Args:
             address: address of this host's interface to the other hosts; the host's name may resolve to its loopback.
-        Raises:
-            ChannelBrokeError: a rank missed the deadline.
         """
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs leave it out
         options._timeout = timedelta(seconds=timeout_s)
