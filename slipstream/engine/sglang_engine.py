@@ -89,19 +89,6 @@ def kv_cache_tokens(model: dict[str, Any], config: EngineConfig) -> int:
     return int(config.kv_cache_gib * 2**30) // (2 * model["num_hidden_layers"] * kv_heads * size * _BYTES[config.dtype])
 
 
-def sglang_sampling(sampling: SamplingConfig, stop_tokens: Sequence[int], seed: int) -> dict[str, Any]:
-    """Convert to SGLang's sampling parameters; a cut distribution is refused, as SGLang's logprobs are of the whole."""
-    is_whole = sampling.top_p == 1.0 and sampling.top_k == 0
-    rule, cut = "must be 1.0 and 0 with engine.backend sglang", (sampling.top_p, sampling.top_k)
-    require(is_whole, "sampling.top_p and top_k", rule, cut, "its logprobs are those before the cut")
-    return {
-        "temperature": sampling.temperature,
-        "max_new_tokens": sampling.max_response_tokens,
-        "stop_token_ids": list(stop_tokens),
-        "sampling_seed": seed,
-    }
-
-
 class SglangEngine:
     """Running SGLang engine with one version of the policy; it has the methods of `VllmEngine` that a driver calls.
 
@@ -180,11 +167,18 @@ class SglangEngine:
         needed = longest + sampling.max_response_tokens + _SPARE
         rule = f"must hold the longest prompt {longest} + max_response_tokens {sampling.max_response_tokens} + {_SPARE}"
         require(needed <= self._max_model_len, "engine.max_model_len", rule, self._max_model_len)
+        rule, cut = "must be 1.0 and 0 with engine.backend sglang", (sampling.top_p, sampling.top_k)
+        require(cut == (1.0, 0), "sampling.top_p and top_k", rule, cut, "its logprobs are those before the cut")
+        params = {
+            "temperature": sampling.temperature,
+            "max_new_tokens": sampling.max_response_tokens,
+            "stop_token_ids": list(self._stop_token_ids),
+        }
         rows = [(request, seed) for request in requests for seed in request.seeds]
         answer = self.call(
             "generate",
             input_ids=[request.prompt.token_ids for request, _ in rows],
-            sampling_params=[sglang_sampling(sampling, self._stop_token_ids, seed) for _, seed in rows],
+            sampling_params=[{**params, "sampling_seed": seed} for _, seed in rows],
         )
         found = iter(answer["responses"])
         groups = []

@@ -157,7 +157,8 @@ class Passes:
         slots_KB = (blocks_KB.long() * size + later_KB % size).contiguous()
         noise_BKV = torch.empty(num, num_speculative_tokens, self._model.config.draft_vocab_size)
         fill_with_noise(noise_BKV, sampling_metadata.generators)
-        known_V = self._known_tokens()
+        offsets_V = self._model.draft_id_to_target_id  # None for a draft with the policy's vocabulary
+        known_V = None if offsets_V is None else torch.arange(len(offsets_V)) + offsets_V
         (group,) = proposer.draft_attn_groups
         tokens, probs = [], []
         for number, noise_BV in enumerate(noise_BKV.unbind(dim=1)):
@@ -211,11 +212,6 @@ class Passes:
         x, residual_BH = add_rms_norm(x, residual_BH, self._core.norm.weight, self._epsilon)
         logits = _product(self._lm_head, x)[:, : self._model.config.draft_vocab_size]  # vLLM pads the layer's rows
         return logits, x if self._core.norm_output else residual_BH
-
-    def _known_tokens(self) -> Tensor | None:
-        """[V] the policy's ids of the draft's tokens; None for a draft with the policy's vocabulary."""
-        offsets = self._model.draft_id_to_target_id
-        return None if offsets is None else torch.arange(len(offsets)) + offsets
 
 
 def _product(module: Any, x: Tensor) -> Tensor:

@@ -10,17 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream.config import require
 from slipstream.engine.acceptance import acceptance_of
 from slipstream.engine.protocol import GroupRequest, RunningTime, Trace, summed
 from slipstream.records.steps import AcceptanceStats, ScheduleEntry
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 Versions = tuple[int, int | None]  # of policy and draft
 
@@ -228,6 +224,9 @@ def _rollout(finished: FinishedRollout, prompt: Prompt) -> Rollout:
     completion, first = finished.output.outputs[0], finished.versions[0]
     logprobs = tuple(completion.logprobs.logprobs)
     assert len(logprobs) == len(completion.token_ids), "one logprob a token: the sampled one's"
+    routes, num_inputs = completion.routed_experts, len(prompt.token_ids) + len(completion.token_ids) - 1
+    if routes is not None and len(routes) != num_inputs:  # None from an engine that returns none
+        raise RuntimeError(f"vLLM must return the experts of each of {num_inputs} computed tokens, got {len(routes)}")
     return Rollout(
         prompt_id=prompt.id,
         token_ids=tuple(completion.token_ids),
@@ -236,16 +235,8 @@ def _rollout(finished: FinishedRollout, prompt: Prompt) -> Rollout:
         policy_version=first.policy_version,
         draft_version=first.draft_version,
         versions=finished.versions if len(finished.versions) > 1 else (),
-        routes=_routes(completion, len(prompt.token_ids) + len(completion.token_ids) - 1),
+        routes=routes,
     )
-
-
-def _routes(completion: Any, num_inputs: int) -> NDArray[np.integer] | None:
-    """Take the experts of a rollout's inputs from vLLM's `CompletionOutput`; None from an engine that returns none."""
-    routes: NDArray[np.integer] | None = completion.routed_experts
-    if routes is not None and len(routes) != num_inputs:
-        raise RuntimeError(f"vLLM must return the experts of each of {num_inputs} computed tokens, got {len(routes)}")
-    return routes
 
 
 class CacheMemory:

@@ -333,14 +333,8 @@ def test_memory_is_given_back_when_no_step_is_left_of_what_has_finished() -> Non
     assert llm.calls[5:] == ["wake"]
 
 
-def test_an_engine_that_never_schedules_ahead_has_no_queue() -> None:
-    llm = Llm(num_steps=0, num_begun=None)
-    CacheMemory(llm).sleep()
-    assert llm.calls == [("sleep", 0), "release"]
-
-
 def test_an_engine_that_was_paused_in_vain_is_woken_before_it_generates() -> None:
-    llm = Llm(num_steps=0, num_begun=0, refuses=True)
+    llm = Llm(num_steps=0, num_begun=None, refuses=True)  # it never schedules ahead, and has no queue
     memory = CacheMemory(llm)
     with pytest.raises(RuntimeError, match="not on this device"):
         memory.sleep()

@@ -28,7 +28,6 @@ from slipstream.refit.stream import (
     GlooSender,
     SnapshotWriter,
     WeightSource,
-    address_towards,
     open_sender,
     receive,
 )
@@ -294,10 +293,6 @@ def test_engines_that_never_join_end_in_an_error() -> None:
     engines.init_weight_transfer_engine = lambda init_info: time.sleep(3.0)
     with pytest.raises(ChannelBrokeError, match=r"rank 0 of the 2 in the gloo channel could not meet the others"):
         sender(engines, timeout_s=1.0)
-
-
-def test_an_own_address_is_the_one_on_the_way_to_the_other() -> None:
-    assert address_towards("127.0.0.1", 1) == "127.0.0.1"
 
 
 def test_weights_that_are_not_finite_never_reach_an_engine(tmp_path: Path) -> None:
