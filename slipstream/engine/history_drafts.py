@@ -145,7 +145,7 @@ class History:
         """Begin an answer."""
         answers = self._prompts.setdefault(prompt, Answers(prompt, **self._matches))
         self._prompts.move_to_end(prompt)
-        return Running(answers=answers, number=answers.begin())
+        return Running(answers=answers, number=answers.begin(), num_seen=len(prompt))
 
     def end(self, running: Running) -> None:
         """End an answer, and forget prompts that are beyond the bound."""
@@ -187,7 +187,7 @@ class Running:
 
     answers: Answers
     number: int
-    num_seen: int = 0  # tokens of its sequence that were looked at, with the prompt's
+    num_seen: int  # tokens of its sequence that were looked at, with the prompt's
     is_over: bool = False  # True after a stop token
 
 
@@ -253,11 +253,9 @@ class HistoryProposer:
         """Add the new tokens of a row to its answer, up to a stop token."""
         batch = self._runner.input_batch
         name = batch.req_ids[row]
-        running = self._running.get(name)
-        if running is None:
-            num_prompt = int(batch.num_prompt_tokens[row])
-            running = self._running[name] = self.history.begin(tuple(sequence[:num_prompt].tolist()))
-            running.num_seen = num_prompt
+        if name not in self._running:
+            self._running[name] = self.history.begin(tuple(sequence[: batch.num_prompt_tokens[row]].tolist()))
+        running = self._running[name]
         new = sequence[running.num_seen :].tolist()
         running.num_seen = len(sequence)
         stop = next((i for i, token in enumerate(new) if token in self._stop_token_ids), None)

@@ -127,10 +127,9 @@ def part_fingerprints(held: Iterable[HeldWeights], dtypes: Mapping[str, str] | N
             sums.append((own_R * _keys(_ROW_SEED, row, len(own_R), own_R.device)).sum())
     if not parts:
         return {}
-    totals = torch.stack(sums).tolist()
-    names = [xxhash.xxh3_64_intdigest(f"{part.dtype} {part.name}".encode()) | 1 for part in parts]
     found: dict[WeightPart, int] = {}
-    for part, total, name in zip(parts, totals, names, strict=True):
+    for part, total in zip(parts, torch.stack(sums).tolist(), strict=True):
+        name = xxhash.xxh3_64_intdigest(f"{part.dtype} {part.name}".encode()) | 1
         value = total * name % _MODULUS
         if found.setdefault(part, value) != value:
             raise RuntimeError(f"{part.name} must be one tensor in all layers that share it, got two")
@@ -153,12 +152,12 @@ def weight_totals(ranks: Iterable[Mapping[WeightPart, int]]) -> dict[str, int]:
 
 def file_fingerprints(path: Path, dtypes: Mapping[str, str]) -> dict[str, int]:
     """Fingerprint the tensors that `dtypes` names, converted to these types, in a safetensors file or a directory."""
-    return weight_totals([part_fingerprints(_tensors(safetensors_files(path), only=dtypes.keys()), dtypes)])
+    return weight_totals([part_fingerprints(_tensors(path, only=dtypes.keys()), dtypes)])
 
 
 def directory_fingerprint(path: Path) -> str:
     """Fingerprint all tensors in a directory's safetensors files together, as 16 hexadecimal digits."""
-    return f"{sum(part_fingerprints(_tensors(safetensors_files(path))).values()) % _MODULUS:016x}"
+    return f"{sum(part_fingerprints(_tensors(path)).values()) % _MODULUS:016x}"
 
 
 def differences(expected: Mapping[str, int], found: Mapping[str, int]) -> list[str]:
@@ -166,11 +165,11 @@ def differences(expected: Mapping[str, int], found: Mapping[str, int]) -> list[s
     return sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
 
 
-def _tensors(files: Iterable[Path], only: Collection[str] | None = None) -> Iterator[HeldWeights]:
+def _tensors(path: Path, only: Collection[str] | None = None) -> Iterator[HeldWeights]:
     """Yield tensors one at a time, so that a model's tensors are never all in memory."""
     from safetensors import safe_open
 
-    for file in files:
+    for file in safetensors_files(path):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # safe_open is no mapping
                 if only is None or name in only:
