@@ -295,3 +295,10 @@ def test_each_tensor_has_the_turn_of_the_first_number_in_its_name(name: str, ind
 def test_a_whole_tensor_is_one_part_from_its_first_row_to_its_last() -> None:
     for tensor, length in ((torch.ones(3, 2), 3), (torch.ones(()), 1)):
         assert held_whole("w", tensor).parts == (part("w", length=length),)
+
+
+def test_columns_of_64_bits_keep_their_places_when_they_are_cut() -> None:
+    tensor = torch.arange(1, 31).view(5, 6)
+    parts = [part(dim=1, start=start, length=stop - start, dtype="int64") for start, stop in ((0, 1), (1, 4), (4, 6))]
+    cut = [part_fingerprints([held(tensor[:, each.start : each.start + each.length], each)]) for each in parts]
+    assert weight_totals(cut) == {"m": whole(tensor)}
