@@ -105,11 +105,9 @@ class SglangEngine:
         is_in_flight: bool = False,
         returns_routes: bool = False,
     ) -> None:
-        """Start the engine; one that would speculate is refused.
+        """Start the engine on a model directory in Hugging Face format; one that would speculate is refused.
 
-        Args:
-            policy: model directory in Hugging Face format.
-            command: command in place of `sglang_process` in SGLang's environment; a socket's number is added.
+        `command` takes the place of `sglang_process` in SGLang's environment; the number of a socket is added to it.
         """
         assert not is_in_flight and not returns_routes, "the recipe refuses them"
         fix = "no speculation was seen on SGLang: train --arms autoregressive"

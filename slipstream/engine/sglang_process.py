@@ -137,9 +137,8 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 def draw(probs: Tensor, sampling_seed: Tensor, positions: Tensor) -> Tensor:
     """Draw a token a row of [B, V], which depends on the row's probabilities, seed and position alone: [B] int32.
 
-    The names of the arguments are those of SGLang's function in whose place it is called.
-
-    The smallest of independent exponential numbers with the rates p is that of a token with its probability p.
+    The smallest of independent exponential numbers with the rates p is that of a token with its probability p. The
+    names of the arguments are those of SGLang's function in whose place it is called.
     """
     keys_B1 = mixed(sampling_seed + GAMMA * mixed(positions.long() + 1))[:, None]
     columns_V = GAMMA * torch.arange(1, probs.shape[1] + 1)

@@ -99,10 +99,8 @@ def _is_taken(proposer: Any) -> bool:
     if not proposer._enable_probabilistic_draft_probs or proposer.use_fp64_gumbel or len(model.model.layers) > 1:
         return False
     widths = (model.config.hidden_size, model.model.layers[0].self_attn.head_dim)
-    are_plain = (
-        all(hasattr(module, "cpu_linear") for module in _products(model)) and model.logits_processor.scale == 1.0
-    )
-    return are_plain and all(width % _VECTOR == 0 for width in widths)
+    are_plain = all(hasattr(module, "cpu_linear") for module in _products(model))
+    return are_plain and model.logits_processor.scale == 1.0 and all(width % _VECTOR == 0 for width in widths)
 
 
 def _products(model: Any) -> tuple[Any, ...]:

@@ -243,8 +243,7 @@ class VllmEngine:
     def run_in_flight(self, kv_cache: KvCache | None) -> None:
         """Start generation in flight, where rollouts survive a refit; None ends it. All rollouts are dropped.
 
-        Args:
-            kv_cache: treatment of the rollouts' KV cache at a refit.
+        `kv_cache` says what becomes of the rollouts' KV cache at a refit.
         """
         self._groups.drop()
         batches = self._llm.llm_engine.engine_core.engine_core.batch_queue

@@ -51,14 +51,12 @@ def here(gpu: str | None = None) -> Location:
 
 
 def resolve(wanted: Channel, *, driver: Location, learner: Sequence[Location], engines: Sequence[Location]) -> Channel:
-    """Choose the channel; `auto` takes the fastest channel that the locations allow.
+    """Choose the channel; `auto` takes the fastest that the locations allow, and another is refused if they do not.
 
     Args:
         driver: location of the driver, which makes the transfer directory.
         learner: location of each rank; rank 0 comes first and sends.
         engines: location of each worker of each engine.
-    Raises:
-        ConfigError: the locations do not allow the wanted channel.
     """
     if wanted is Channel.AUTO:
         fastest = (Channel.IPC, Channel.NCCL, Channel.SHARED_MEMORY, Channel.GLOO)

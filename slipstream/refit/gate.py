@@ -206,8 +206,7 @@ class RefitGate:
         expected = np.concatenate(self._learner.token_logprobs(self._probes))
         worst = 0.0
         for index, answers in enumerate(self._engine.token_logprobs(self._probes)):
-            found = np.concatenate([np.asarray(answer) for answer in answers])
-            difference = float(np.abs(found - expected).mean())
+            difference = float(np.abs(np.concatenate(answers) - expected).mean())
             if not difference <= MAX_PROBE_DIFFERENCE:  # true for NaN too
                 raise RefitError(
                     f"engine {index} must hold policy version {version}: the logprobs of {len(expected)} probe tokens "
