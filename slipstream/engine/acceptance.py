@@ -26,7 +26,7 @@ def combine(parts: Sequence[AcceptanceStats]) -> AcceptanceStats:
     assert parts, "at least one span"
     differ = len({len(part.accepted_by_position) for part in parts}) > 1
     is_counted = differ or any(part.drafted_by_position for part in parts)
-    drafted = [_drafted(part.num_drafts, part.accepted_by_position, part.drafted_by_position) for part in parts]
+    drafted = [part.drafted_by_position or (part.num_drafts,) * len(part.accepted_by_position) for part in parts]
     return _stats(
         sum(part.num_drafts for part in parts),
         sum(part.num_draft_tokens for part in parts),
@@ -38,11 +38,6 @@ def combine(parts: Sequence[AcceptanceStats]) -> AcceptanceStats:
 
 def _summed(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sum(column) for column in zip_longest(*counts, fillvalue=0))
-
-
-def _drafted(drafts: int, accepted: tuple[int, ...], drafted: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the drafts with a token at each position; without such counts all drafts have one length."""
-    return drafted or (drafts,) * len(accepted)
 
 
 def sampling_deviation(stats: AcceptanceStats) -> float:
@@ -66,7 +61,7 @@ def _stats(
     drafted_by_position: tuple[int, ...],
 ) -> AcceptanceStats:
     """Check the counts of a span, each as `AcceptanceStats` has it, and rate them."""
-    drafted = _drafted(drafts, accepted_by_position, drafted_by_position)
+    drafted = drafted_by_position or (drafts,) * len(accepted_by_position)  # uncounted, all have one length
     positions = tuple(zip(accepted_by_position, drafted, strict=True))
     consistent = 0 <= accepted <= proposed and drafts >= 0 and sum(accepted_by_position) == accepted
     possible = all(a <= d <= drafts for a, d in positions)
