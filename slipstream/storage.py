@@ -145,6 +145,18 @@ def flush_directory(path: Path) -> None:
         os.close(handle)
 
 
+def safetensors_files(path: Path) -> list[Path]:
+    """List the safetensors files of a directory in the order of their names; a path to one file is that file.
+
+    Raises:
+        FileNotFoundError: the directory holds no such file.
+    """
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise FileNotFoundError(f"{path} must hold a safetensors file")
+    return files
+
+
 def safetensors_header(
     tensors: Iterable[tuple[str, str, Sequence[int], int]], *, metadata: dict[str, str] | None = None
 ) -> bytes:

@@ -12,13 +12,7 @@ from slipstream.records.steps import AcceptanceStats
 
 
 def acceptance_of(steps: Iterable[Any], *, num_positions: int) -> AcceptanceStats:
-    """Sum the counts of steps, each vLLM's `SpecDecodingStats`.
-
-    Args:
-        num_positions: tokens of the longest draft.
-    Raises:
-        RuntimeError: counts contradict each other: the engine miscounts.
-    """
+    """Sum the counts of steps, each vLLM's `SpecDecodingStats`; `num_positions` are the tokens of the longest draft."""
     total = np.zeros(3 + 2 * num_positions, dtype=np.int64)
     for step in steps:
         by_position = (*step.num_accepted_tokens_per_pos, *step.num_draft_tokens_per_pos)
@@ -28,16 +22,11 @@ def acceptance_of(steps: Iterable[Any], *, num_positions: int) -> AcceptanceStat
 
 
 def combine(parts: Sequence[AcceptanceStats]) -> AcceptanceStats:
-    """Sum the counts of several spans or engines; drafts may differ in length.
-
-    Raises:
-        ValueError: `parts` is empty.
-    """
-    if not parts:
-        raise ValueError("parts must hold at least one span, got none")
+    """Sum the counts of several spans or engines, at least one; drafts may differ in length."""
+    assert parts, "at least one span"
     differ = len({len(part.accepted_by_position) for part in parts}) > 1
     is_counted = differ or any(part.drafted_by_position for part in parts)
-    drafted = [_drafted(part.num_drafts, part.accepted_by_position, part.drafted_by_position) for part in parts]
+    drafted = [part.drafted_by_position or (part.num_drafts,) * len(part.accepted_by_position) for part in parts]
     return _stats(
         sum(part.num_drafts for part in parts),
         sum(part.num_draft_tokens for part in parts),
@@ -49,11 +38,6 @@ def combine(parts: Sequence[AcceptanceStats]) -> AcceptanceStats:
 
 def _summed(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sum(column) for column in zip_longest(*counts, fillvalue=0))
-
-
-def _drafted(drafts: int, accepted: tuple[int, ...], drafted: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the drafts with a token at each position; without such counts all drafts have one length."""
-    return drafted or (drafts,) * len(accepted)
 
 
 def sampling_deviation(stats: AcceptanceStats) -> float:
@@ -76,13 +60,8 @@ def _stats(
     accepted_by_position: tuple[int, ...],
     drafted_by_position: tuple[int, ...],
 ) -> AcceptanceStats:
-    """Check the counts of a span and rate them.
-
-    Args:
-        accepted: accepted draft tokens, bonus tokens excluded.
-        drafted_by_position: empty if all drafts had one length.
-    """
-    drafted = _drafted(drafts, accepted_by_position, drafted_by_position)
+    """Check the counts of a span, each as `AcceptanceStats` has it, and rate them."""
+    drafted = drafted_by_position or (drafts,) * len(accepted_by_position)  # uncounted, all have one length
     positions = tuple(zip(accepted_by_position, drafted, strict=True))
     consistent = 0 <= accepted <= proposed and drafts >= 0 and sum(accepted_by_position) == accepted
     possible = all(a <= d <= drafts for a, d in positions)

@@ -33,17 +33,15 @@ Place = tuple[int, int]  # number of an answer, and offset of a token in it; lat
 
 
 class Answers:
-    """Answers to one prompt, and their index while rollouts of the prompt run.
+    """Answers to one prompt, and their index while rollouts of the prompt run."""
 
-    Args:
-        prompt: its last tokens, as many as a match may have.
-    """
-
-    def __init__(self, prompt: Sequence[int], *, match_min: int, match_max: int) -> None:
+    def __init__(
+        self, prompt: Sequence[int], answers: Iterable[array[int]] = (), *, match_min: int, match_max: int
+    ) -> None:
         self._match_min, self._match_max = match_min, match_max
         last = list(prompt[-match_max:])
         self._prompt = array(_INT, [_BEFORE] * (match_max - len(last)) + last)
-        self._answers: list[array[int]] = []
+        self.tokens = list(answers)  # of each answer; those that run may not be whole
         self._places: dict[bytes, list[Place]] = {}  # by the tokens before them
         self._contexts: list[bytes] = []  # keys of `_places`, sorted
         self.num_running = 0
@@ -51,17 +49,17 @@ class Answers:
     def begin(self) -> int:
         """Begin an answer and return its number; the first one that runs makes the index."""
         if not self.num_running:
-            for number in range(len(self._answers)):
+            for number in range(len(self.tokens)):
                 self._index(number, 0)
             self._contexts = sorted(self._places)
         self.num_running += 1
-        self._answers.append(array(_INT))
-        return len(self._answers) - 1
+        self.tokens.append(array(_INT))
+        return len(self.tokens) - 1
 
     def extend(self, number: int, tokens: Iterable[int]) -> None:
         """Add tokens to an answer that runs."""
-        start = len(self._answers[number])
-        self._answers[number].extend(tokens)
+        start = len(self.tokens[number])
+        self.tokens[number].extend(tokens)
         for context in self._index(number, start):
             insort(self._contexts, context)
 
@@ -70,22 +68,12 @@ class Answers:
         self.num_running -= 1
         if not self.num_running:
             self._places, self._contexts = {}, []
-        return len(self._answers[number])
-
-    def add(self, tokens: Iterable[int]) -> None:
-        """Add a whole answer; none may run."""
-        assert not self.num_running
-        self._answers.append(array(_INT, tokens))
-
-    @property
-    def all(self) -> tuple[array[int], ...]:
-        """All answers; those that run may not be whole."""
-        return tuple(self._answers)
+        return len(self.tokens[number])
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens of all answers."""
-        return sum(map(len, self._answers))
+        return sum(map(len, self.tokens))
 
     def continuation(self, number: int, num_tokens: int) -> list[int]:
         """Return up to `num_tokens` tokens that most often followed the longest match of an answer's last tokens.
@@ -93,7 +81,7 @@ class Answers:
         Each token is the most frequent one at the places that agree with the tokens before it. Of equally frequent ones
         it is that of the latest place.
         """
-        context, contexts = self._before(number, len(self._answers[number])), self._contexts
+        context, contexts = self._before(number, len(self.tokens[number])), self._contexts
         for length in range(self._match_max, self._match_min - 1, -1):
             match = context[: length * _WIDTH]
             low = bisect_left(contexts, match)
@@ -109,7 +97,7 @@ class Answers:
         while len(found) < num_tokens:
             by_token: dict[int, list[Place]] = {}
             for number, offset in agreeing:
-                following = self._answers[number][offset + len(found) : offset + len(found) + 1]
+                following = self.tokens[number][offset + len(found) : offset + len(found) + 1]
                 for token in following:  # none at the answer's end
                     by_token.setdefault(token, []).append((number, offset))
             if not by_token:
@@ -120,23 +108,21 @@ class Answers:
 
     def _index(self, number: int, start: int) -> list[bytes]:
         """Note the places of an answer from `start` on; returns the new keys, which are not in `_contexts`."""
-        answer, new = self._answers[number], []
+        answer, new = self.tokens[number], []
         behind = self._before(number, len(answer), len(answer) - start)
         for offset in range(start, len(answer)):
             skipped = (len(answer) - offset) * _WIDTH
             context = behind[skipped : skipped + self._match_max * _WIDTH]
-            places = self._places.get(context)
-            if places is None:
-                self._places[context] = [(number, offset)]
+            if context not in self._places:
+                self._places[context] = []
                 new.append(context)
-            else:
-                places.append((number, offset))
+            self._places[context].append((number, offset))
         return new
 
     def _before(self, number: int, offset: int, num_more: int = 0) -> bytes:
         """Return the bytes of the `match_max + num_more` tokens before a place, nearest first."""
         num = self._match_max + num_more
-        tokens = self._answers[number][max(0, offset - num) : offset]
+        tokens = self.tokens[number][max(0, offset - num) : offset]
         if len(tokens) < num:
             tokens = self._prompt[len(tokens) - num :] + tokens
         tokens.reverse()
@@ -159,7 +145,7 @@ class History:
         """Begin an answer."""
         answers = self._prompts.setdefault(prompt, Answers(prompt, **self._matches))
         self._prompts.move_to_end(prompt)
-        return Running(answers=answers, number=answers.begin())
+        return Running(answers=answers, number=answers.begin(), num_seen=len(prompt))
 
     def end(self, running: Running) -> None:
         """End an answer, and forget prompts that are beyond the bound."""
@@ -170,8 +156,8 @@ class History:
         """Serialize all prompts with their answers, as far as those are known, the least recently used prompt first."""
         flat = array(_INT)
         for prompt, answers in self._prompts.items():
-            flat.extend((len(prompt), len(answers.all), *map(len, answers.all), *prompt))
-            for answer in answers.all:
+            flat.extend((len(prompt), len(answers.tokens), *map(len, answers.tokens), *prompt))
+            for answer in answers.tokens:
                 flat.extend(answer)
         return flat.tobytes()
 
@@ -181,10 +167,9 @@ class History:
         for num_prompt, num_answers in zip(flat, flat):  # noqa: B905  # one iterator, taken from in turn
             lengths = tuple(islice(flat, num_answers))
             prompt = tuple(islice(flat, num_prompt))
-            self._prompts[prompt] = answers = Answers(prompt, **self._matches)
-            for length in lengths:
-                answers.add(islice(flat, length))
-            self._num_tokens += answers.num_tokens
+            answers = [array(_INT, islice(flat, length)) for length in lengths]
+            self._prompts[prompt] = Answers(prompt, answers, **self._matches)
+            self._num_tokens += sum(lengths)
         self._forget()
 
     def _forget(self) -> None:
@@ -202,7 +187,7 @@ class Running:
 
     answers: Answers
     number: int
-    num_seen: int = 0  # tokens of its sequence that were looked at, with the prompt's
+    num_seen: int  # tokens of its sequence that were looked at, with the prompt's
     is_over: bool = False  # True after a stop token
 
 
@@ -224,8 +209,6 @@ class HistoryProposer:
 
     Each rank of a tensor-parallel engine sees the same tokens and has a history of its own.
 
-    Args:
-        vllm_config: vLLM's config.
     Source: vLLM 0.32, `v1/spec_decode/custom_class_proposer.py` and `v1/worker/gpu_model_runner.py`.
     """
 
@@ -270,11 +253,9 @@ class HistoryProposer:
         """Add the new tokens of a row to its answer, up to a stop token."""
         batch = self._runner.input_batch
         name = batch.req_ids[row]
-        running = self._running.get(name)
-        if running is None:
-            num_prompt = int(batch.num_prompt_tokens[row])
-            running = self._running[name] = self.history.begin(tuple(sequence[:num_prompt].tolist()))
-            running.num_seen = num_prompt
+        if name not in self._running:
+            self._running[name] = self.history.begin(tuple(sequence[: batch.num_prompt_tokens[row]].tolist()))
+        running = self._running[name]
         new = sequence[running.num_seen :].tolist()
         running.num_seen = len(sequence)
         stop = next((i for i, token in enumerate(new) if token in self._stop_token_ids), None)

@@ -17,7 +17,7 @@ from typing import Protocol
 from slipstream.engine.acceptance import combine
 from slipstream.engine.config import SamplingConfig
 from slipstream.records.steps import AcceptanceStats, AutopilotStep
-from slipstream.types import Prompt, RolloutGroup, VersionSpan
+from slipstream.types import Prompt, RolloutGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,22 +150,12 @@ class Trace:
 
     The first window is the prefill's one token, sampled without a draft. In a later window token i (from 1) stands at
     position i of the draft, and position k + 1 is the bonus token. The end of the rollout may cut the last window.
-    `versions` is defined as in `Rollout`.
     """
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     window_lengths: tuple[int, ...]
-    policy_version: int
-    draft_version: int | None
-    versions: tuple[VersionSpan, ...] = ()
-
-    @property
-    def policy_versions(self) -> tuple[int, ...]:
-        """Policy version of each token."""
-        if not self.versions:
-            return (self.policy_version,) * len(self.token_ids)
-        return tuple(span.policy_version for span in self.versions for _ in range(span.num_tokens))
+    policy_versions: tuple[int, ...]  # of each token
 
 
 class Engines(Protocol):

@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,7 @@ class SglangDiedError(RuntimeError):
 
 
 def sglang_python() -> Path:
-    """Return the Python of SGLang's environment.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the Python of SGLang's environment, and refuse a host without one."""
     path = Path(os.environ.get(PYTHON) or _CHECKOUT / ".venv-sglang/bin/python")
     fix = f"run make sglang-setup, or name the Python of an environment with SGLang by {PYTHON}"
     require(path.is_file(), "engine.backend", "must be vllm on a host without SGLang's environment", "sglang", fix)
@@ -92,45 +89,50 @@ def kv_cache_tokens(model: dict[str, Any], config: EngineConfig) -> int:
     return int(config.kv_cache_gib * 2**30) // (2 * model["num_hidden_layers"] * kv_heads * size * _BYTES[config.dtype])
 
 
-def sglang_sampling(sampling: SamplingConfig, stop_tokens: Sequence[int], seed: int) -> dict[str, Any]:
-    """Convert to SGLang's sampling parameters.
+class SglangEngine:
+    """Running SGLang engine with one version of the policy; it has the methods of `VllmEngine` that a driver calls.
 
-    Raises:
-        ConfigError: the distribution is cut; SGLang returns logprobs of the whole one.
+    SGLang's process ends when the socket to it is closed, also by the death of this one.
     """
-    is_whole = sampling.top_p == 1.0 and sampling.top_k == 0
-    rule, cut = "must be 1.0 and 0 with engine.backend sglang", (sampling.top_p, sampling.top_k)
-    require(is_whole, "sampling.top_p and top_k", rule, cut, "its logprobs are those before the cut")
-    return {
-        "temperature": sampling.temperature,
-        "max_new_tokens": sampling.max_response_tokens,
-        "stop_token_ids": list(stop_tokens),
-        "sampling_seed": seed,
-    }
 
+    def __init__(
+        self,
+        policy: Path,
+        *,
+        config: EngineConfig,
+        speculative_config: dict[str, Any] | None = None,
+        command: Sequence[str] = (),
+        is_in_flight: bool = False,
+        returns_routes: bool = False,
+    ) -> None:
+        """Start the engine on a model directory in Hugging Face format; one that would speculate is refused.
 
-class SglangChild:
-    """Process in SGLang's environment; it ends when this object's socket is closed, also by the death of its owner."""
-
-    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        """Start `command` with the number of a socket as its last argument."""
+        `command` takes the place of `sglang_process` in SGLang's environment; the number of a socket is added to it.
+        """
+        assert not is_in_flight and not returns_routes, "the recipe refuses them"
+        fix = "no speculation was seen on SGLang: train --arms autoregressive"
+        require(speculative_config is None, "engine.backend", "must be vllm here", "sglang", fix)
+        self._stop_token_ids = end_token_ids(policy)
+        self._max_model_len = config.max_model_len
+        self._state = EngineState(policy_version=0, policy_digest="", draft_version=None, num_prefix_cache_resets=0)
+        arguments = sglang_arguments(policy, config)
+        command = command or (str(sglang_python()), "-c", _MAIN)
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno())],
-                env={**os.environ, **environment},
+                env={**os.environ, **sglang_environment(config)},
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
             )
         self._answers = self._socket.makefile(encoding="utf-8")
+        with loadable(policy) as model:
+            version = self.call("start", model_path=str(model), **arguments)
+        attention, num_tokens = arguments["attention_backend"], str(arguments["max_total_tokens"])
+        self._facts = {"SGLang": version, "attention": attention, "KV cache tokens": num_tokens}
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """Call a method of `SglangProcess` and return its answer.
-
-        Raises:
-            RuntimeError: the method failed there.
-            SglangDiedError: the process ended.
-        """
+        """Call a method of `SglangProcess` and return its answer; raises `SglangDiedError` if the process ended."""
         try:
             self._socket.sendall((json.dumps({"name": name, "arguments": arguments}) + "\n").encode())
             line = self._answers.readline()
@@ -144,57 +146,10 @@ class SglangChild:
         return answer["value"]
 
     def close(self) -> None:
-        """End the process, and wait for its end."""
+        """End SGLang's process, and wait for its end."""
         self._answers.close()
         self._socket.close()
         self._process.wait()
-
-
-class SglangEngine:
-    """Running SGLang engine with one version of the policy; it has the methods of `VllmEngine` that a driver calls."""
-
-    def __init__(
-        self,
-        policy: Path,
-        *,
-        config: EngineConfig,
-        speculative_config: dict[str, Any] | None = None,
-        command: Sequence[str] = (),
-        is_in_flight: bool = False,
-        returns_routes: bool = False,
-    ) -> None:
-        """Start the engine.
-
-        Args:
-            policy: model directory in Hugging Face format.
-            command: command in place of `sglang_process` in SGLang's environment.
-        Raises:
-            ConfigError: it was asked to speculate, or this host has no environment of SGLang.
-        """
-        assert not is_in_flight and not returns_routes, "the recipe refuses them"
-        fix = "no speculation was seen on SGLang: train --arms autoregressive"
-        require(speculative_config is None, "engine.backend", "must be vllm here", "sglang", fix)
-        self._stop_token_ids = end_token_ids(policy)
-        self._max_model_len = config.max_model_len
-        arguments = sglang_arguments(policy, config)
-        self._child = SglangChild(command or [str(sglang_python()), "-c", _MAIN], sglang_environment(config))
-        with loadable(policy) as model:
-            version = self.call("start", model_path=str(model), **arguments)
-        self._facts = {
-            "SGLang": version,
-            "attention": arguments["attention_backend"],
-            "KV cache tokens": str(arguments["max_total_tokens"]),
-        }
-        self.policy_version = self.num_prefix_cache_resets = 0
-        self._digest = ""
-
-    def call(self, name: str, **arguments: Any) -> Any:
-        """Call SGLang's process; raises as `SglangChild.call` does."""
-        return self._child.call(name, **arguments)
-
-    def close(self) -> None:
-        """End SGLang's process, and wait for its end."""
-        self._child.close()
 
     def generate(
         self,
@@ -210,11 +165,18 @@ class SglangEngine:
         needed = longest + sampling.max_response_tokens + _SPARE
         rule = f"must hold the longest prompt {longest} + max_response_tokens {sampling.max_response_tokens} + {_SPARE}"
         require(needed <= self._max_model_len, "engine.max_model_len", rule, self._max_model_len)
+        rule, cut = "must be 1.0 and 0 with engine.backend sglang", (sampling.top_p, sampling.top_k)
+        require(cut == (1.0, 0), "sampling.top_p and top_k", rule, cut, "its logprobs are those before the cut")
+        params = {
+            "temperature": sampling.temperature,
+            "max_new_tokens": sampling.max_response_tokens,
+            "stop_token_ids": list(self._stop_token_ids),
+        }
         rows = [(request, seed) for request in requests for seed in request.seeds]
         answer = self.call(
             "generate",
             input_ids=[request.prompt.token_ids for request, _ in rows],
-            sampling_params=[sglang_sampling(sampling, self._stop_token_ids, seed) for _, seed in rows],
+            sampling_params=[{**params, "sampling_seed": seed} for _, seed in rows],
         )
         found = iter(answer["responses"])
         groups = []
@@ -242,37 +204,27 @@ class SglangEngine:
             token_ids=tokens,
             rollout_logprobs=tuple(response["logprobs"]),
             finish_reason=FinishReason(ended_by),
-            policy_version=self.policy_version,
+            policy_version=self._state.policy_version,
             draft_version=None,
         )
 
     def refit(self, weights: WeightFiles) -> EngineState:
-        """Load the policy's weights, and flush the cache.
-
-        Raises:
-            RuntimeError: SGLang refused the weights; the engine must not be used further.
-        """
+        """Load the policy's weights, and flush the cache; after an error the engine must not be used further."""
         assert weights.draft is None, "it holds no draft"
-        self._digest = self.call("load", path=str(weights.policy))
-        self.policy_version = weights.policy_version
-        self.num_prefix_cache_resets += 1
-        return self.state()
+        self._state = replace(
+            self._state,
+            policy_digest=self.call("load", path=str(weights.policy)),
+            policy_version=weights.policy_version,
+            num_prefix_cache_resets=self._state.num_prefix_cache_resets + 1,
+        )
+        return self._state
 
     def state(self) -> EngineState:
         """Return the version, the digest and the counter that a refit changes."""
-        return EngineState(
-            policy_version=self.policy_version,
-            policy_digest=self._digest,
-            draft_version=None,
-            num_prefix_cache_resets=self.num_prefix_cache_resets,
-        )
+        return self._state
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
-        """Return the types of the policy's tensors.
-
-        Raises:
-            LookupError: SGLang holds a tensor in an order that is not known.
-        """
+        """Return the types of the policy's tensors; raises LookupError if the order of one in SGLang is not known."""
         assert not is_draft, "it holds none"
         answer = self.call("weights", index=0, count=1)
         if "hidden" in answer:
@@ -290,7 +242,7 @@ class SglangEngine:
 
     def facts(self) -> dict[str, str]:
         """Return what SGLang was started with and decides speed."""
-        return dict(self._facts)
+        return self._facts
 
     def locations(self) -> list[Location]:
         """Return the location of the engine, whose files SGLang reads."""

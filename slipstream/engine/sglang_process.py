@@ -35,6 +35,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from slipstream.refit.fingerprint import GAMMA, HeldWeights, Turn, held_whole, mixed, part_fingerprints, weight_totals
+from slipstream.storage import safetensors_files
 
 
 class SglangProcess:
@@ -70,17 +71,10 @@ class SglangProcess:
         return [[entry[0] for entry in each["meta_info"]["input_token_logprobs"][1:]] for each in outputs]
 
     def load(self, path: str) -> str:
-        """Load a safetensors file, or those of a directory, and flush the cache; returns the digest of the bytes.
-
-        Raises:
-            RuntimeError: SGLang refused the weights, or requests are running.
-        """
-        files = sorted(Path(path).glob("*.safetensors")) if os.path.isdir(path) else [Path(path)]
-        if not files:
-            raise RuntimeError(f"no weights to refit with: {path} holds no safetensors file")
+        """Load a safetensors file, or those of a directory, and flush the cache; returns the digest of the bytes."""
         digest = xxhash.xxh3_64()
         tensors: list[tuple[str, Tensor]] = []
-        for file in files:
+        for file in safetensors_files(Path(path)):
             with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 digest.update(content)
             with safe_open(file, framework="pt") as opened:
@@ -143,9 +137,8 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 def draw(probs: Tensor, sampling_seed: Tensor, positions: Tensor) -> Tensor:
     """Draw a token a row of [B, V], which depends on the row's probabilities, seed and position alone: [B] int32.
 
-    The names of the arguments are those of SGLang's function in whose place it is called.
-
-    The smallest of independent exponential numbers with the rates p is that of a token with its probability p.
+    The smallest of independent exponential numbers with the rates p is that of a token with its probability p. The
+    names of the arguments are those of SGLang's function in whose place it is called.
     """
     keys_B1 = mixed(sampling_seed + GAMMA * mixed(positions.long() + 1))[:, None]
     columns_V = GAMMA * torch.arange(1, probs.shape[1] + 1)
@@ -167,11 +160,7 @@ def write_weights(scheduler: Any, path: str, index: int, count: int) -> None:
 
 
 def held_weights(model: nn.Module) -> Iterator[HeldWeights]:
-    """Yield the checkpoint's tensors in the memory of a dense model on one rank.
-
-    Raises:
-        LookupError: SGLang holds a tensor in an order that is not known here.
-    """
+    """Yield the checkpoint's tensors in the memory of a dense model on one rank; raises LookupError for another."""
     for path, module in model.named_modules():  # a module with two names, such as tied embeddings, comes once
         for own, parameter in module.named_parameters(recurse=False):
             start = 0

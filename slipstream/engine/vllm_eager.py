@@ -81,13 +81,7 @@ def fill_with_noise(noise: Tensor, generators: Mapping[int, torch.Generator]) ->
 
 
 def propose(proposer: Any, **given: Any) -> Tensor:
-    """Propose tokens as vLLM does; where the draft or the batch is another than `Passes` takes, vLLM does it.
-
-    Args:
-        given: arguments of vLLM's `propose`.
-    Returns:
-        [batch, num_speculative_tokens].
-    """
+    """Propose [batch, k] tokens as vLLM does; vLLM does it where `Passes` does not take the draft or the batch."""
     if not hasattr(proposer, "passes"):
         proposer.passes = Passes(proposer) if _is_taken(proposer) else None
     if proposer.passes is None or given["num_speculative_tokens"] < 1 or not given["sampling_metadata"].all_random:
@@ -105,10 +99,8 @@ def _is_taken(proposer: Any) -> bool:
     if not proposer._enable_probabilistic_draft_probs or proposer.use_fp64_gumbel or len(model.model.layers) > 1:
         return False
     widths = (model.config.hidden_size, model.model.layers[0].self_attn.head_dim)
-    are_plain = (
-        all(hasattr(module, "cpu_linear") for module in _products(model)) and model.logits_processor.scale == 1.0
-    )
-    return are_plain and all(width % _VECTOR == 0 for width in widths)
+    are_plain = all(hasattr(module, "cpu_linear") for module in _products(model))
+    return are_plain and model.logits_processor.scale == 1.0 and all(width % _VECTOR == 0 for width in widths)
 
 
 def _products(model: Any) -> tuple[Any, ...]:
@@ -163,7 +155,8 @@ class Passes:
         slots_KB = (blocks_KB.long() * size + later_KB % size).contiguous()
         noise_BKV = torch.empty(num, num_speculative_tokens, self._model.config.draft_vocab_size)
         fill_with_noise(noise_BKV, sampling_metadata.generators)
-        known_V = self._known_tokens()
+        offsets_V = self._model.draft_id_to_target_id  # None for a draft with the policy's vocabulary
+        known_V = None if offsets_V is None else torch.arange(len(offsets_V)) + offsets_V
         (group,) = proposer.draft_attn_groups
         tokens, probs = [], []
         for number, noise_BV in enumerate(noise_BKV.unbind(dim=1)):
@@ -217,11 +210,6 @@ class Passes:
         x, residual_BH = add_rms_norm(x, residual_BH, self._core.norm.weight, self._epsilon)
         logits = _product(self._lm_head, x)[:, : self._model.config.draft_vocab_size]  # vLLM pads the layer's rows
         return logits, x if self._core.norm_output else residual_BH
-
-    def _known_tokens(self) -> Tensor | None:
-        """[V] the policy's ids of the draft's tokens; None for a draft with the policy's vocabulary."""
-        offsets = self._model.draft_id_to_target_id
-        return None if offsets is None else torch.arange(len(offsets)) + offsets
 
 
 def _product(module: Any, x: Tensor) -> Tensor:

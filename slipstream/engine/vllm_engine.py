@@ -6,13 +6,12 @@ A process holds one `VllmEngine` only, as deleting one of two breaks the other.
 from __future__ import annotations
 
 import glob
-import itertools
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,7 @@ from slipstream.data.chat import end_token_ids
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.history_drafts import HISTORY, history_settings, told_vllm
 from slipstream.engine.protocol import GroupRequest, Portion, Trace, group_requests
-from slipstream.engine.vllm_groups import (
-    CacheMemory,
-    FinishedRollout,
-    GroupsUnderWay,
-    StepCounts,
-    group_of,
-    trace_of,
-)
+from slipstream.engine.vllm_groups import CacheMemory, FinishedRollout, GroupsUnderWay, StepCounts, group_of, trace_of
 from slipstream.grpo.config import KvCache
 from slipstream.imports import uncollected
 from slipstream.records.steps import ScheduleEntry
@@ -210,9 +202,10 @@ class VllmEngine:
                 seed=0,  # unused by rollouts, which have seeds of their own
                 **engine_arguments(config, **how),
             )
-        self._has_draft = speculative_config is not None and "model" in speculative_config  # with weights of its own
-        self.policy_version = self.draft_version = self.num_prefix_cache_resets = 0
-        self._digests = {False: "", True: ""}  # of the bytes that were read last, by `is_draft`
+        has_draft = speculative_config is not None and "model" in speculative_config  # with weights of its own
+        self._state = EngineState(
+            policy_version=0, policy_digest="", draft_version=0 if has_draft else None, num_prefix_cache_resets=0
+        )
         self._check_sampler()
         if (speculative_config or {}).get("rejection_sample_method") == "block":
             self._verify_in_blocks(is_on_cpu=config.kv_cache_gib is not None)
@@ -222,7 +215,7 @@ class VllmEngine:
         self._is_updating = self._is_draft_updating = False  # True from the start of an update until `adopt`
         self._kv_cache: KvCache | None = None
         self._groups = GroupsUnderWay(self._llm.llm_engine, max_num_seqs=config.max_num_seqs)
-        self._groups.adopt(self._versions)
+        self._groups.adopt((self._state.policy_version, self._state.draft_version))
 
     def generate(
         self,
@@ -250,10 +243,7 @@ class VllmEngine:
     def run_in_flight(self, kv_cache: KvCache | None) -> None:
         """Start generation in flight, where rollouts survive a refit; None ends it. All rollouts are dropped.
 
-        Args:
-            kv_cache: treatment of the rollouts' KV cache at a refit.
-        Raises:
-            ConfigError: vLLM schedules asynchronously, and would return tokens of the old weights after a refit.
+        `kv_cache` says what becomes of the rollouts' KV cache at a refit.
         """
         self._groups.drop()
         batches = self._llm.llm_engine.engine_core.engine_core.batch_queue
@@ -269,8 +259,7 @@ class VllmEngine:
     def advance(self, *, max_s: float, stops_at_first: bool = True) -> Portion:
         """Run until a group is complete, `max_s` seconds have passed, or no rollout is in flight.
 
-        Args:
-            stops_at_first: False runs on for `max_s` after a complete group.
+        Without `stops_at_first` it runs on after a complete group.
         """
         self._require_in_flight()
         end_s = time.perf_counter() + max_s
@@ -282,7 +271,10 @@ class VllmEngine:
         return sum(self._groups.restart(index, of_group) for index, of_group in seeds.items())
 
     def _start(self, requests: Sequence[GroupRequest], sampling: SamplingConfig) -> None:
-        self._check_lengths([request.prompt for request in requests], sampling)
+        longest = max((len(request.prompt.token_ids) for request in requests), default=0)
+        fits = longest + sampling.max_response_tokens <= self._max_model_len
+        rule = f"must hold the longest prompt {longest} + max_response_tokens {sampling.max_response_tokens}"
+        require(fits, "engine.max_model_len", rule, self._max_model_len)
         params = sampling_params(sampling, self._stop_token_ids)
 
         def seeded(seed: int) -> Any:
@@ -348,19 +340,14 @@ class VllmEngine:
 
     def history(self) -> bytes:
         """Serialize the history of answers that the method drafts from."""
-        data: bytes = self._llm.collective_rpc("history")[0]
-        return data
+        return self._llm.collective_rpc("history")[0]
 
     def recall(self, history: bytes) -> None:
         """Take over a history that another engine of these settings had, unless this one has answers already."""
         self._llm.collective_rpc("recall", args=(history,))
 
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
-        """Set the draft-length schedule from the next generation on.
-
-        Raises:
-            ConfigError: the engine does not speculate, or started without a schedule.
-        """
+        """Set the draft-length schedule from the next generation on."""
         self._start_over()
         self._counts.draft_by(schedule)
 
@@ -388,12 +375,12 @@ class VllmEngine:
         found: dict[int, Sequence[FinishedRollout]] = {}
         try:
             self._start(group_requests(prompts, group_size=group_size, seed=seed), sampling)
-            for step in itertools.count():
-                if self._groups.is_empty():
-                    break
+            step = 0
+            while not self._groups.is_empty():
                 if refits and step % steps_between == 0:
                     self.refit(refits[step // steps_between % len(refits)])
                 found.update((request.index, finished) for request, finished in self._groups.step())
+                step += 1
             if refits:
                 self.refit(refits[-1])
         except BaseException:
@@ -404,9 +391,7 @@ class VllmEngine:
     def refit(self, weights: WeightFiles) -> EngineState:
         """Load the policy's weights, and the draft's if there are any, and reset the prefix cache.
 
-        Raises:
-            RuntimeError: vLLM did not reset the prefix cache, or its ranks read different weights; the engine must not
-                be used further.
+        After an error the engine must not be used further.
         """
         self._read(weights.policy, is_draft=False)
         if weights.draft is not None:
@@ -431,90 +416,63 @@ class VllmEngine:
 
     def join_channel(self, channel: Channel, settings: dict[str, Any]) -> None:
         """Join a channel with the sender's `settings`; a shared-memory channel needs no call."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        init = {"channel": channel, "settings": settings}
-        self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
+        self._llm.init_weight_transfer_engine({"init_info": {"channel": channel, "settings": settings}})
 
     def start_update(self, *, is_draft: bool) -> None:
         """Begin an update of the policy, or of the draft; no step runs until `adopt`."""
         if self._kv_cache is None:
             self._groups.drop()  # rollouts of a generation that failed on another engine
         rule = "needs an engine whose draft has weights of its own"
-        require(self._has_draft or not is_draft, "refit.draft", rule, is_draft)
+        require(self._state.draft_version is not None or not is_draft, "refit.draft", rule, is_draft)
         self._llm.collective_rpc("abandon_update")  # left by a refit in which another engine was lost
         (self._llm.start_draft_weight_update if is_draft else self._llm.start_weight_update)()
         self._is_draft_updating, self._is_updating = is_draft, True
 
     def update(self, channel: Channel, settings: dict[str, Any]) -> None:
         """Receive a part of the weights, or all, over `channel`."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        info = {"channel": channel, "settings": settings}
-        self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        self._llm.update_weights({"update_info": {"channel": channel, "settings": settings}})
 
     def finish_update(self) -> None:
-        """End an update after the last weights.
-
-        Raises:
-            RuntimeError: the engine's ranks read different weights; the engine must not be used further.
-        """
+        """End an update after the last weights; raises if the engine's ranks read different ones."""
         self._llm.finish_weight_update()
         digests = set(self._llm.collective_rpc("received_digest"))
         if len(digests) > 1:
             raise RuntimeError("the engine's ranks read different weights in one update")
-        self._digests[self._is_draft_updating] = digests.pop()
+        name = "draft_digest" if self._is_draft_updating else "policy_digest"
+        self._state = replace(self._state, **{name: digests.pop()})
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
-        """Return the types of the policy's tensors, or of the draft's, over all ranks of the engine.
-
-        Raises:
-            LookupError: a layer hides its weights.
-        """
-        return {
-            name: dtype
-            for rank in self._llm.collective_rpc("weight_dtypes", args=(is_draft,))
-            for name, dtype in rank.items()
-        }
+        """Return the types of the policy's tensors, or of the draft's; raises LookupError if a layer hides its own."""
+        ranks = self._llm.collective_rpc("weight_dtypes", args=(is_draft,))
+        return {name: dtype for rank in ranks for name, dtype in rank.items()}
 
     def weight_fingerprints(self, *, is_draft: bool, turn: Turn) -> dict[str, int]:
-        """Fingerprint the engine's tensors in `turn`, over all ranks of the engine.
-
-        Raises:
-            RuntimeError: two ranks hold the same part with different values.
-        """
+        """Fingerprint the engine's tensors in `turn`, over all ranks of the engine."""
         return weight_totals(self._llm.collective_rpc("weight_fingerprints", args=(is_draft, turn)))
 
     def state(self) -> EngineState:
         """Return the versions, digests and the counter that a refit changes."""
-        return EngineState(
-            policy_version=self.policy_version,
-            policy_digest=self._digests[False],
-            draft_version=self.draft_version if self._has_draft else None,
-            draft_digest=self._digests[True],
-            num_prefix_cache_resets=self.num_prefix_cache_resets,
-        )
+        return self._state
 
     def adopt(self, *, policy_version: int, draft_version: int | None) -> EngineState:
-        """Set the versions of the received weights, and reset the prefix cache.
+        """Set the versions of the received weights, None for a draft that did not change, and reset the prefix cache.
 
-        Rollouts in flight continue with the new weights.
-
-        Args:
-            draft_version: None if the draft did not change.
-        Raises:
-            RuntimeError: vLLM did not reset the prefix cache; the engine must not be used further.
+        Rollouts in flight continue with the new weights. After an error the engine must not be used further.
         """
-        self.policy_version = policy_version
-        if draft_version is not None:
-            self.draft_version = draft_version
-        self._leave_cache()
-        self.num_prefix_cache_resets += 1
-        self._groups.adopt(self._versions)
+        if draft_version is None:
+            draft_version = self._state.draft_version
+        self._leave_cache(policy_version)
+        self._state = replace(
+            self._state,
+            policy_version=policy_version,
+            draft_version=draft_version,
+            num_prefix_cache_resets=self._state.num_prefix_cache_resets + 1,
+        )
+        self._groups.adopt((policy_version, draft_version))
         self._is_updating = False
-        return self.state()
+        return self._state
 
-    def _leave_cache(self) -> None:
+    def _leave_cache(self, policy_version: int) -> None:
         """Reset the prefix cache, and treat the KV cache of rollouts in flight as `KvCache` says."""
         if self._kv_cache is KvCache.KEEP and not self._groups.is_empty():
             self._groups.forget_drafts()
@@ -524,7 +482,7 @@ class VllmEngine:
         if is_recomputed:
             self._counts.expect_recomputation()
         if not self._llm.reset_prefix_cache(reset_running_requests=is_recomputed):
-            raise RuntimeError(f"prefix cache not reset after the refit to policy version {self.policy_version}")
+            raise RuntimeError(f"prefix cache not reset after the refit to policy version {policy_version}")
         self._groups.expect_recomputation()
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -537,15 +495,13 @@ class VllmEngine:
         was_asleep = self._cache.is_asleep
         self._cache.wake()
         params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
-        prompts: list[Any] = [{"prompt_token_ids": list(sequence)} for sequence in sequences]
-        outputs = self._groups.aside(prompts, params)
+        outputs = self._groups.aside([{"prompt_token_ids": list(sequence)} for sequence in sequences], params)
         if was_asleep:
             self._cache.sleep()
-        found = []
-        for sequence, output in zip(sequences, outputs, strict=True):
-            entries: Any = output.prompt_logprobs
-            found.append([entry[token].logprob for token, entry in zip(sequence[1:], entries[1:], strict=True)])
-        return found
+        return [
+            [entry[token].logprob for token, entry in zip(sequence[1:], output.prompt_logprobs[1:], strict=True)]
+            for sequence, output in zip(sequences, outputs, strict=True)
+        ]
 
     def _read(self, path: Path, *, is_draft: bool) -> None:
         self.start_update(is_draft=is_draft)
@@ -566,13 +522,3 @@ class VllmEngine:
             rule, fix = "must be token where vLLM's first model runner samples on a GPU", "it samples drafts greedily"
             require(is_on_cpu, "draft.verification", rule, "block", fix)
             self._llm.collective_rpc("verify_in_blocks")
-
-    def _check_lengths(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> None:
-        longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
-        fits = longest + sampling.max_response_tokens <= self._max_model_len
-        rule = f"must hold the longest prompt {longest} + max_response_tokens {sampling.max_response_tokens}"
-        require(fits, "engine.max_model_len", rule, self._max_model_len)
-
-    @property
-    def _versions(self) -> tuple[int, int | None]:
-        return self.policy_version, self.draft_version if self._has_draft else None

@@ -10,17 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream.config import require
 from slipstream.engine.acceptance import acceptance_of
 from slipstream.engine.protocol import GroupRequest, RunningTime, Trace, summed
 from slipstream.records.steps import AcceptanceStats, ScheduleEntry
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 Versions = tuple[int, int | None]  # of policy and draft
 
@@ -39,10 +35,6 @@ class _Group:
     request: GroupRequest
     params: Callable[[int], Any]
     finished: dict[int, FinishedRollout] = field(default_factory=dict)  # by sample
-
-    @property
-    def is_done(self) -> bool:
-        return len(self.finished) == len(self.request.seeds)
 
 
 @dataclass
@@ -84,11 +76,7 @@ class GroupsUnderWay:
         self._running: list[RunningTime] = []
 
     def start(self, request: GroupRequest, params: Callable[[int], Any]) -> None:
-        """Add a group's rollouts.
-
-        Args:
-            params: makes sampling parameters from a seed.
-        """
+        """Add a group's rollouts; `params` makes the sampling parameters of each from its seed."""
         group = _Group(request, params)
         for sample in range(len(request.seeds)):
             self._add(group, sample)
@@ -197,7 +185,7 @@ class GroupsUnderWay:
             rollout.group.finished[rollout.sample] = FinishedRollout(
                 output=output, window_lengths=tuple(rollout.window_lengths), versions=rollout.spans()
             )
-            if rollout.group.is_done:
+            if len(rollout.group.finished) == len(rollout.group.request.seeds):
                 self._finished.append(rollout.group)
         return [output for output in outputs if not output.request_id.startswith("rollout-")]
 
@@ -228,38 +216,27 @@ def trace_of(prompt: Prompt, finished: FinishedRollout) -> Trace:
         prompt_token_ids=prompt.token_ids,
         token_ids=tuple(finished.output.outputs[0].token_ids),
         window_lengths=finished.window_lengths,
-        policy_version=finished.versions[0].policy_version,
-        draft_version=finished.versions[0].draft_version,
-        versions=_if_several(finished.versions),
+        policy_versions=tuple(span.policy_version for span in finished.versions for _ in range(span.num_tokens)),
     )
 
 
 def _rollout(finished: FinishedRollout, prompt: Prompt) -> Rollout:
-    completion = finished.output.outputs[0]
+    completion, first = finished.output.outputs[0], finished.versions[0]
     logprobs = tuple(completion.logprobs.logprobs)
     assert len(logprobs) == len(completion.token_ids), "one logprob a token: the sampled one's"
+    routes, num_inputs = completion.routed_experts, len(prompt.token_ids) + len(completion.token_ids) - 1
+    if routes is not None and len(routes) != num_inputs:  # None from an engine that returns none
+        raise RuntimeError(f"vLLM must return the experts of each of {num_inputs} computed tokens, got {len(routes)}")
     return Rollout(
         prompt_id=prompt.id,
         token_ids=tuple(completion.token_ids),
         rollout_logprobs=logprobs,
         finish_reason=FinishReason(completion.finish_reason),
-        policy_version=finished.versions[0].policy_version,
-        draft_version=finished.versions[0].draft_version,
-        versions=_if_several(finished.versions),
-        routes=_routes(completion, len(prompt.token_ids) + len(completion.token_ids) - 1),
+        policy_version=first.policy_version,
+        draft_version=first.draft_version,
+        versions=finished.versions if len(finished.versions) > 1 else (),
+        routes=routes,
     )
-
-
-def _routes(completion: Any, num_inputs: int) -> NDArray[np.integer] | None:
-    """Take the experts of a rollout's inputs from vLLM's `CompletionOutput`; None from an engine that returns none."""
-    routes: NDArray[np.integer] | None = completion.routed_experts
-    if routes is not None and len(routes) != num_inputs:
-        raise RuntimeError(f"vLLM must return the experts of each of {num_inputs} computed tokens, got {len(routes)}")
-    return routes
-
-
-def _if_several(versions: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
-    return versions if len(versions) > 1 else ()
 
 
 class CacheMemory:
@@ -277,40 +254,26 @@ class CacheMemory:
         self.is_asleep = False
 
     def sleep(self) -> None:
-        """Free the memory of the cache until `wake`; no rollout may be in flight.
-
-        Raises:
-            RuntimeError: the device has no sleep mode, or vLLM was started without it.
-        """
+        """Free the memory of the cache until `wake`; no rollout may be in flight."""
         if self.is_asleep:
             return
-        self._drain()
+        engine = self._llm.llm_engine
+        core = engine.engine_core.engine_core
+        # vLLM frees no memory before it has removed finished requests, in the step after their end, and before it has
+        # completed the step that asynchronous scheduling may have begun too many.
+        while core.scheduler.has_requests() or core.batch_queue:
+            engine.step()
         self.is_asleep = True  # set first, as a failure below leaves the cache unusable
         self._llm.sleep(level=0)
         self._llm.release_kv_cache_memory()
 
     def wake(self) -> None:
-        """Allocate an empty cache if the engine sleeps.
-
-        Raises:
-            RuntimeError: the device has no room for the cache.
-        """
+        """Allocate an empty cache if the engine sleeps."""
         if not self.is_asleep:
             return
         if not self._llm.wake_up():
             raise RuntimeError("vLLM did not take its key-value cache again")
         self.is_asleep = False
-
-    def _drain(self) -> None:
-        """Run the steps that remain.
-
-        vLLM removes a finished request in the step after its end, and asynchronous scheduling may have begun one step
-        too many. vLLM frees no memory before both are done.
-        """
-        engine = self._llm.llm_engine
-        core = engine.engine_core.engine_core
-        while core.scheduler.has_requests() or core.batch_queue:
-            engine.step()
 
 
 class StepCounts:
@@ -320,9 +283,6 @@ class StepCounts:
     its metrics take milliseconds to read. Under a schedule drafts differ in length. A rollout is preempted where the KV
     cache is full, and its cache is recomputed later. A refit in flight that recomputes all caches preempts what runs,
     and does not count.
-
-    Args:
-        llm: vLLM's `LLM`.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -341,9 +301,7 @@ class StepCounts:
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
         """Replace the schedule; no rollout may be in flight.
 
-        Raises:
-            ConfigError: the engine does not speculate; vLLM was started without a schedule, and may have captured
-                graphs for one length alone; or the schedule has longer drafts than vLLM has room for.
+        It is refused where vLLM was started without a schedule, and may have captured graphs for one length alone.
         """
         from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 

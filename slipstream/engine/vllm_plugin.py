@@ -41,13 +41,15 @@ from slipstream.engine.weight_transfer import OF_READERS, AnySlot, draft_names, 
 from slipstream.refit.channel import Location, here
 from slipstream.refit.fingerprint import Turn, WeightPart, part_fingerprints
 
+_PROPOSER: Any = llm_base_proposer.SpecDecodeBaseProposer
+
 SHIPPED_EXPAND = rejection_sampler.expand_batch_to_tokens
 """vLLM's own function, which the fault suite restores to show that the certificate sees the bias."""
 
 SHIPPED_DRAFTS = llm_base_proposer.compute_probs_and_sample_next_token
 """vLLM's own function, which samples all requests' drafts from one generator."""
 
-SHIPPED_PARALLEL = llm_base_proposer.SpecDecodeBaseProposer._sample_from_logits
+SHIPPED_PARALLEL = _PROPOSER._sample_from_logits
 """vLLM's own method, which takes row i of drafts in parallel for a draft of request i, whose generator it gives it."""
 
 SHIPPED_VERIFICATION = rejection_sampler.rejection_sample
@@ -60,14 +62,11 @@ _VOCABULARY = 4096  # in the checks; two independent samples are hardly ever equ
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # parameters of glibc's mallopt, of malloc.h
 
-_READERS = ("eagle3", "dflash")  # vLLM's names of the methods whose drafts read the policy's hidden states
-
 
 def install() -> None:
     """Install the sampler fixes; repeated calls change nothing."""
     llm_base_proposer.compute_probs_and_sample_next_token = sample_draft_tokens
-    proposer: Any = llm_base_proposer.SpecDecodeBaseProposer
-    proposer._sample_from_logits = sample_from_logits
+    _PROPOSER._sample_from_logits = sample_from_logits
     if current_platform.is_cpu():
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
         rejection_sampler.sample_recovered_tokens = sample_recovered_tokens
@@ -266,8 +265,7 @@ def _drafts(metadata: SamplingMetadata, places: int, device: torch.device) -> to
     """[places, 3] drafts of the first model runner for three requests, to which all tokens are equally likely."""
     proposer = SimpleNamespace(_enable_probabilistic_draft_probs=True, use_fp64_gumbel=False)
     logits = torch.zeros(3 * places, _VOCABULARY, device=device)
-    sample: Any = llm_base_proposer.SpecDecodeBaseProposer._sample_from_logits
-    return sample(proposer, logits, metadata)[0].view(3, places).t()
+    return _PROPOSER._sample_from_logits(proposer, logits, metadata)[0].view(3, places).t()
 
 
 def broken_v2(device: torch.device) -> str:
@@ -340,8 +338,7 @@ def register() -> None:
     weight_transfer.register()
     if current_platform.is_cpu():
         vllm_eager.register()
-        proposer: Any = llm_base_proposer.SpecDecodeBaseProposer
-        proposer.propose = vllm_eager.propose
+        _PROPOSER.propose = vllm_eager.propose
         keep_freed_memory()
     install()
 
@@ -426,7 +423,7 @@ class EngineProbe:
         draft = self.model_runner.get_draft_model()
         if draft is None:
             raise LookupError("the engine drafts without a model")
-        method = self.vllm_config.speculative_config.method
+        reads_states = self.vllm_config.speculative_config.method in ("eagle3", "dflash")
         # The checkpoint of a draft on hidden states has no prefix `model.`; a draft model has that of its checkpoint.
-        rename = OF_READERS if method in _READERS else draft_names(draft)
+        rename = OF_READERS if reads_states else draft_names(draft)
         return slots(draft, rename=rename, without=policy)

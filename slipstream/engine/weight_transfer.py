@@ -17,9 +17,6 @@ vLLM packs a layer's experts at the first load but not at a reload. After a relo
 checkpoint's order as packed ones, without an error. Experts are therefore packed and written here. Packing moves
 numbers and computes none. The packed order is found by packing indices, so experts are read exactly.
 
-A DFlash draft multiplies the policy's hidden states with copies of its key and value weights, which vLLM makes as it
-loads the draft. Fingerprints read the copies too, so a copy that was left behind stops the run.
-
 A MiMo's layer that predicts the token after the next is stored in the policy's checkpoint. An engine loads that layer
 as a draft model, which borrows the policy's embeddings and output layer. The policy therefore never loads the layer's
 tensors, and the draft loads no others: an embedding among them would overwrite the policy's.
@@ -69,6 +66,7 @@ from slipstream.refit.config import Channel, WeightFormat
 from slipstream.refit.fingerprint import HeldWeights, WeightPart
 from slipstream.refit.quantization import LOAD_FORMAT, SCALE, quantized
 from slipstream.refit.stream import GlooGroup, WeightMeta, bytes_digest, receive
+from slipstream.storage import safetensors_files
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
@@ -95,20 +93,16 @@ class Slot:
     module: nn.Module
     parameter: str
     parts: tuple[WeightPart, ...]
-    shape: tuple[int, int] | None = None  # [outputs, inputs] of a matrix; None for other parameters
+    num_inputs: int | None = None  # of a matrix [outputs, inputs]; None for other parameters
 
     def read(self) -> tuple[HeldWeights, ...]:
-        """Read the parts that the model computes with, without padding.
-
-        Raises:
-            LookupError: the backend hides the parameter.
-            RuntimeError: a layer multiplies with another weight than its parameter.
-        """
-        held: Tensor = getattr(self.module, self.parameter)
-        if isinstance(self.module, RoutedExperts):
-            held = read_experts(self.module, self.parameter)
-        if self.shape is not None and hasattr(self.module, "cpu_linear"):
-            packed = self._recovered(self.shape[1])
+        """Read the parts that the model computes with, without padding; raises LookupError if they are hidden."""
+        module: Any = self.module
+        held: Tensor = getattr(module, self.parameter)
+        if isinstance(module, RoutedExperts):
+            held = read_experts(module, self.parameter)
+        if self.num_inputs is not None and hasattr(module, "cpu_linear"):
+            packed = module.cpu_linear(_identity(self.num_inputs, held.dtype), held, None).t()
             if held.numel() and not torch.equal(held, packed):
                 raise RuntimeError(f"{self.parts[0].name} must be what its layer multiplies with, got another weight")
             held = packed
@@ -128,13 +122,8 @@ class Slot:
         else:
             own_dtype = rows.to(held.dtype, copy=True, memory_format=torch.contiguous_format)
             setattr(self.module, self.parameter, nn.Parameter(own_dtype, requires_grad=False))
-        if self.shape is not None:
+        if self.num_inputs is not None:
             self.module.quant_method.process_weights_after_loading(self.module)  # type: ignore[operator,union-attr]
-
-    def _recovered(self, num_inputs: int) -> Tensor:
-        """Compute the weight [outputs, inputs] as the layer's product with the identity."""
-        weight: Tensor = getattr(self.module, self.parameter)
-        return self.module.cpu_linear(_identity(num_inputs, weight.dtype), weight, None).t()  # type: ignore[operator]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,9 +160,8 @@ class QuantizedSlot:
 
         In bfloat16, cut to 8 bits, a value up to 64 is known within a half.
         """
-        product: Tensor = self.module.quant_method.apply(
-            self.module, _identity(self.num_inputs, self.module.params_dtype), None
-        )
+        identity = _identity(self.num_inputs, self.module.params_dtype)
+        product: Tensor = self.module.quant_method.apply(self.module, identity, None)
         return (product.t().float() / scale).round().to(torch.int8)
 
 
@@ -227,13 +215,11 @@ def slots(
     """List every parameter of the model with this rank's parts; loading weights changes no slot.
 
     A tensor that two modules share, as a tied output layer does with the embedding, has the first one's name in both:
-    each packs a copy of its own to multiply with.
+    each packs a copy of its own to multiply with. A module with unknown parameters is a LookupError.
 
     Args:
         rename: prefixes of the model's names with the checkpoint's prefixes; the first match counts.
         without: a model whose modules are left out, as a draft borrows the policy's embeddings.
-    Raises:
-        LookupError: a module has unknown parameters.
     """
     borrowed = set() if without is None else {id(module) for module in without.modules()}
     found: list[AnySlot] = []
@@ -243,7 +229,8 @@ def slots(
         # A DFlash draft's own parameter is the embedding of a mask that no draft here has.
         if own and id(module) not in borrowed and not isinstance(module, DFlashQwen3Model):
             path = paths.setdefault(id(next(iter(own.values()))), path)
-            found += _module_slots(_renamed(path, rename), module, own)
+            saved = next((new + path.removeprefix(old) for old, new in rename if path.startswith(old)), path)
+            found += _module_slots(saved, module, own)
     drafts = (module for module in model.modules() if isinstance(module, DFlashQwen3Model))
     return (*found, *(slot for draft in drafts for slot in _context_slots(draft, found)))
 
@@ -260,24 +247,17 @@ def _context_slots(draft: DFlashQwen3Model, held: Sequence[AnySlot]) -> Iterator
     yield ContextSlot(module=draft, copy="_hidden_norm_weight", rows=slice(None), parts=norm)
 
 
-def _renamed(path: str, rename: tuple[tuple[str, str], ...]) -> str:
-    for old, new in rename:
-        if path.startswith(old):
-            return new + path.removeprefix(old)
-    return path
-
-
-def can_write(slots: Sequence[AnySlot], tensors: Mapping[str, Tensor]) -> bool:
+def can_write(slots: Sequence[AnySlot], shapes: Mapping[str, Sequence[int]]) -> bool:
     """Return True if `Slot.write` can replace vLLM's reload: plain layers on a CPU, and tensors that fit.
 
     On a GPU vLLM's reload is needed, as kernels may keep values that they derived from a weight.
     """
-    names = {part.name for slot in slots for part in slot.parts}
+    parts = [part for slot in slots for part in slot.parts]
     return (
         current_platform.is_cpu()
-        and names == tensors.keys()
+        and {part.name for part in parts} == shapes.keys()
         and all(_is_plain(slot.module) for slot in slots)
-        and all(part.start + part.length <= tensors[part.name].shape[part.dim] for slot in slots for part in slot.parts)
+        and all(part.start + part.length <= shapes[part.name][part.dim] for part in parts)
     )
 
 
@@ -300,20 +280,17 @@ def _module_slots(path: str, module: nn.Module, own: dict[str, nn.Parameter]) ->
             raise LookupError(f"{path} holds {sorted(own)}, not one weight and perhaps its bias")
         shape = _linear_shape(module)
         parts = _linear_parts(path, module, shape, _dtype(own["weight"]))
-        weight = Slot(module=module, parameter="weight", parts=parts, shape=shape)
-        if "bias" not in own:
-            return [weight]
-        return [weight, Slot(module=module, parameter="bias", parts=_of_bias(parts, own["bias"]))]
+        weight = Slot(module=module, parameter="weight", parts=parts, num_inputs=shape[1])
+        return [weight, *_bias_slots(module, own, parts)]
     if isinstance(module, VocabParallelEmbedding):
         held = module.shard_indices
         start, stop = held.org_vocab_start_index, held.org_vocab_end_index
-        shape = (module.num_embeddings_per_partition, module.embedding_dim)
-        part = WeightPart(name=f"{path}.weight", dim=0, start=start, length=stop - start, dtype=_dtype(own["weight"]))
-        return [Slot(module=module, parameter="weight", parts=(part,), shape=shape)]
+        part = WeightPart(name=f"{path}.weight", start=start, length=stop - start, dtype=_dtype(own["weight"]))
+        return [Slot(module=module, parameter="weight", parts=(part,), num_inputs=module.embedding_dim)]
     found: list[AnySlot] = []
     for name, tensor in own.items():
         saved = f"{path}.{name}" if path else _RENAMED.get(name, name)
-        part = WeightPart(name=saved, dim=0, start=0, length=len(tensor), dtype=_dtype(tensor))
+        part = WeightPart(name=saved, length=len(tensor), dtype=_dtype(tensor))
         found.append(Slot(module=module, parameter=name, parts=(part,)))
     return found
 
@@ -321,29 +298,22 @@ def _module_slots(path: str, module: nn.Module, own: dict[str, nn.Parameter]) ->
 def _quantized_slots(path: str, module: LinearBase, own: dict[str, nn.Parameter]) -> list[AnySlot]:
     """List the slot of a quantized matrix, and that of its bias."""
     shape = _linear_shape(module)
-    dtype = own[_WEIGHT].dtype if _WEIGHT in own else torch.int8  # a CPU's kernel packs its values away
-    values = _linear_parts(path, module, shape, str(dtype).removeprefix("torch."))
-    scales = tuple(
-        WeightPart(name=part.name + SCALE, dim=0, start=0, length=shape[0], dtype="float32")
-        if part.dim
-        else replace(part, name=part.name + SCALE, dtype="float32")
-        for part in values
-    )
-    found: list[AnySlot] = [QuantizedSlot(module=module, parts=values + scales, num_inputs=shape[1])]
-    if "bias" in own:
-        found.append(Slot(module=module, parameter="bias", parts=_of_bias(values, own["bias"])))
-    return found
+    dtype = _dtype(own[_WEIGHT]) if _WEIGHT in own else "int8"  # a CPU's kernel packs its values away
+    values = _linear_parts(path, module, shape, dtype)
+    whole_rows = (replace(part, dim=0, start=0, length=shape[0]) if part.dim else part for part in values)
+    scales = tuple(replace(part, name=part.name + SCALE, dtype="float32") for part in whole_rows)
+    return [QuantizedSlot(module=module, parts=values + scales, num_inputs=shape[1]), *_bias_slots(module, own, values)]
 
 
-def _of_bias(parts: tuple[WeightPart, ...], bias: Tensor) -> tuple[WeightPart, ...]:
-    """Derive the parts of a bias, a number for each row of the weight, from the weight's parts.
-
-    Raises:
-        LookupError: the weight is split by its inputs.
-    """
+def _bias_slots(module: LinearBase, own: dict[str, nn.Parameter], parts: tuple[WeightPart, ...]) -> list[AnySlot]:
+    """List the slot of a bias, if there is one: a number for each row of the weight's parts."""
+    if "bias" not in own:
+        return []
     if any(part.dim for part in parts):
         raise LookupError(f"{parts[0].name} is split by its inputs, and has a bias")
-    return tuple(replace(part, name=part.name.removesuffix("weight") + "bias", dtype=_dtype(bias)) for part in parts)
+    dtype = _dtype(own["bias"])
+    rows = tuple(replace(part, name=part.name.removesuffix("weight") + "bias", dtype=dtype) for part in parts)
+    return [Slot(module=module, parameter="bias", parts=rows)]
 
 
 def _linear_shape(module: LinearBase) -> tuple[int, int]:
@@ -359,28 +329,22 @@ def _linear_parts(path: str, module: LinearBase, shape: tuple[int, int], dtype: 
     rank, parent = module.tp_rank, path.rpartition(".")[0]
     if isinstance(module, QKVParallelLinear):
         kv_rank = rank // module.num_kv_head_replicas
+        names, ranks = _QKV, (rank, kv_rank, kv_rank)
         sizes = [module.num_heads * module.head_size] + [module.num_kv_heads * module.head_size] * 2
-        starts = [rank * sizes[0], kv_rank * sizes[1], kv_rank * sizes[2]]
-        return _stacked(path, [f"{parent}.{name}.weight" for name in _QKV], sizes, starts, shape, dtype)
-    if isinstance(module, MergedColumnParallelLinear):
+    elif isinstance(module, MergedColumnParallelLinear):
+        names, ranks = _GATE_UP, (rank, rank)
         sizes = [size // module.tp_size for size in module.output_sizes]
-        starts = [rank * size for size in sizes]
-        return _stacked(path, [f"{parent}.{name}.weight" for name in _GATE_UP], sizes, starts, shape, dtype)
-    if isinstance(module, RowParallelLinear):
+    elif isinstance(module, RowParallelLinear):
         width = shape[1]
         return (WeightPart(name=f"{path}.weight", dim=1, start=rank * width, length=width, dtype=dtype),)
-    start = rank * shape[0] if isinstance(module, ColumnParallelLinear) else 0
-    return (WeightPart(name=f"{path}.weight", dim=0, start=start, length=shape[0], dtype=dtype),)
-
-
-def _stacked(
-    path: str, names: list[str], sizes: list[int], starts: list[int], shape: tuple[int, int], dtype: str
-) -> tuple[WeightPart, ...]:
+    else:
+        start = rank * shape[0] if isinstance(module, ColumnParallelLinear) else 0
+        return (WeightPart(name=f"{path}.weight", start=start, length=shape[0], dtype=dtype),)
     if len(names) != len(sizes) or sum(sizes) != shape[0]:
         raise LookupError(f"{path}: {names} do not make up {shape}: rows {sizes}")
     return tuple(
-        WeightPart(name=name, dim=0, start=start, length=size, dtype=dtype)
-        for name, size, start in zip(names, sizes, starts, strict=True)
+        WeightPart(name=f"{parent}.{name}.weight", start=at * size, length=size, dtype=dtype)
+        for name, at, size in zip(names, ranks, sizes, strict=True)
     )
 
 
@@ -399,20 +363,16 @@ def are_on_cpu(module: nn.Module) -> bool:
 
 
 def expert_parts(path: str, module: RoutedExperts, own: dict[str, nn.Parameter]) -> dict[str, tuple[WeightPart, ...]]:
-    """List the checkpoint's tensors in the rows of each parameter.
-
-    Raises:
-        LookupError: the experts are split, quantized, have a bias, or lie on another device.
-    """
+    """List the checkpoint's tensors in the rows of each parameter; raises LookupError if vLLM alone knows the order."""
     config, kernel = module.moe_config, _kernel(module)
     is_whole = module.local_num_experts == module.global_num_experts and config.tp_size == 1
     if not are_on_cpu(module) or kernel._use_zentorch or set(own) != {_W13, _W2} or not is_whole:
         raise LookupError(f"{path} holds {sorted(own)} in an order that only vLLM knows")
     name = path.removesuffix(".routed_experts")
-    dtype = str(own[_W2].dtype).removeprefix("torch.")
+    dtype = _dtype(own[_W2])
 
     def part(expert: int, projection: str, length: int) -> WeightPart:
-        return WeightPart(name=f"{name}.{expert}.{projection}.weight", dim=0, start=0, length=length, dtype=dtype)
+        return WeightPart(name=f"{name}.{expert}.{projection}.weight", length=length, dtype=dtype)
 
     experts, width = range(module.global_num_experts), _width(module)
     return {
@@ -473,11 +433,6 @@ def _order(num_rows: int, num_columns: int, dtype: torch.dtype, isa: str) -> Ten
     return order
 
 
-def takes(model: nn.Module, name: str) -> bool:
-    """Return True if a tensor of a checkpoint belongs to this model, policy or draft."""
-    return name.startswith(_LAYERS) == isinstance(model, MiMoMTP)
-
-
 def draft_names(draft: nn.Module) -> tuple[tuple[str, str], ...]:
     """List the prefixes of an MTP draft's names in vLLM with the checkpoint's; empty for another draft."""
     if not isinstance(draft, MiMoMTP):
@@ -518,15 +473,10 @@ class ChannelTransfer(WeightTransferEngine[ChannelInfo, ChannelInfo]):
 
     def start_weight_update(self) -> None:
         """Finish an update that broke; `receive_weights` chooses the loader."""
-        self._finish_vllm()
+        self.finish_weight_update()
 
     def receive_weights(self, update_info: ChannelInfo) -> None:
-        """Receive and load weights, and recompute the values that layers derive from weights.
-
-        Raises:
-            FileNotFoundError: the directory holds no safetensors file.
-            ChannelBrokeError: the sender or another engine died or stalled.
-        """
+        """Receive and load weights, and recompute the values that layers derive from weights."""
         match Channel(update_info.channel):
             case Channel.SHARED_MEMORY:
                 self._read(Path(update_info.settings["path"]))
@@ -537,33 +487,29 @@ class ChannelTransfer(WeightTransferEngine[ChannelInfo, ChannelInfo]):
 
     def finish_weight_update(self) -> None:
         """Finish the update of vLLM's own engine; on the other channels one call receives all tensors."""
-        self._finish_vllm()
-
-    def shutdown(self) -> None:
-        """Leave the channel."""
-        self._finish_vllm()
-        if self._group is not None:
-            self._group.close()
-        if self._vllm is not None:
-            self._vllm.shutdown()
-        self._group = self._vllm = None
-
-    def _finish_vllm(self) -> None:
         if self._is_vllm_updating:
             assert self._vllm is not None
             self._is_vllm_updating = False
             self._vllm.finish_weight_update()
             self._vllm.reset_weight_update_target()
 
+    def shutdown(self) -> None:
+        """Leave the channel."""
+        self.finish_weight_update()
+        if self._group is not None:
+            self._group.close()
+        if self._vllm is not None:
+            self._vllm.shutdown()
+        self._group = self._vllm = None
+
     def _read(self, path: Path) -> None:
-        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        if not files:
-            raise FileNotFoundError(f"no weights to refit with: {path} holds no safetensors file")
+        files = safetensors_files(path)
         maps = [torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8) for file in files]
         self.received_digest = bytes_digest(maps)
         opened = [safe_open(file, framework="pt") for file in files]
-        names = [(name, file) for file in opened for name in file.keys() if takes(self.model, name)]  # noqa: SIM118
-        read = ((name, file.get_tensor(name)) for name, file in names)
+        names = [(name, file) for file in opened for name in file.keys()]  # noqa: SIM118  # safe_open is no mapping
+        is_mtp = isinstance(self.model, MiMoMTP)
+        read = ((name, file.get_tensor(name)) for name, file in names if name.startswith(_LAYERS) == is_mtp)
         tensors = list(_as_held(read, self.model_config, self.vllm_config.load_config))
         loader = loader_of(self.model, self.model_config, [WeightMeta.of(name, tensor) for name, tensor in tensors])
         loader.take(tensors)
@@ -616,17 +562,12 @@ def _as_held(
 
 
 def loader_of(model: nn.Module, model_config: Any, metas: Sequence[WeightMeta]) -> SlotLoader | ReloadLoader:
-    """Choose the fastest loader that can load these tensors.
-
-    Raises:
-        LookupError: no loader can, as vLLM cannot reload experts on a CPU.
-    """
+    """Choose the fastest loader that can load these tensors; raises LookupError if none can."""
     try:
         known = slots(model)
     except LookupError:
         known = ()  # vLLM alone can write some parameters
-    shapes = {meta.name: torch.empty(meta.shape, dtype=meta.torch_dtype, device="meta") for meta in metas}
-    if can_write(known, shapes):
+    if can_write(known, {meta.name: meta.shape for meta in metas}):
         return SlotLoader(known)
     if any(map(are_on_cpu, model.modules())):
         raise LookupError("a model with experts on a CPU can only be refitted with all of its tensors, and no others")

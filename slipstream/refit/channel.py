@@ -51,14 +51,12 @@ def here(gpu: str | None = None) -> Location:
 
 
 def resolve(wanted: Channel, *, driver: Location, learner: Sequence[Location], engines: Sequence[Location]) -> Channel:
-    """Choose the channel; `auto` takes the fastest channel that the locations allow.
+    """Choose the channel; `auto` takes the fastest that the locations allow, and another is refused if they do not.
 
     Args:
         driver: location of the driver, which makes the transfer directory.
         learner: location of each rank; rank 0 comes first and sends.
         engines: location of each worker of each engine.
-    Raises:
-        ConfigError: the locations do not allow the wanted channel.
     """
     if wanted is Channel.AUTO:
         fastest = (Channel.IPC, Channel.NCCL, Channel.SHARED_MEMORY, Channel.GLOO)
@@ -163,21 +161,16 @@ class WeightChannel(Protocol):
     def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
         """Begin to export the learner's present policy, and its draft if `draft_version` is given.
 
-        Returns a function that waits for the export. The version before must be delivered, as files are reused.
-
-        Raises:
-            ValueError: raised by the returned function if a weight is not finite.
+        Returns a function that waits for the export, and raises ValueError if a weight is not finite. The version
+        before must be delivered, as files are reused.
         """
         ...
 
     def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
         """Begin to load the policy into every engine, and the draft if `draft_version` is given.
 
-        Returns a function that waits for the engines' answers, once all calls to the engines are made.
-
-        Raises:
-            RefitError: an engine failed, died or missed the deadline; raised by the returned function too.
-            ValueError: a weight is not finite, where weights stream.
+        Returns a function that waits for the engines' answers, once all calls to the engines are made. Both raise
+        RefitError if an engine failed, died or missed the deadline, and ValueError if a streamed weight is not finite.
         """
         ...
 
@@ -257,11 +250,7 @@ class ReceivingEngines(Protocol):
         ...
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
-        """Return the types of the readable tensors.
-
-        Raises:
-            LookupError: an engine hides a tensor.
-        """
+        """Return the types of the readable tensors; raises LookupError if an engine hides one."""
         ...
 
     def start_fingerprints(self, *, is_draft: bool, turn: Turn) -> Callable[[], list[dict[str, int]]]:
@@ -294,9 +283,6 @@ def require_space(directory: Path, num_bytes: int) -> None:
     """Refuse a file system without room for the snapshots of `num_bytes` of weights.
 
     A process that writes to a mapped page without room is killed by a signal, without an error.
-
-    Raises:
-        ConfigError: the free space is too small.
     """
     free, needed = shutil.disk_usage(directory).free, NUM_SNAPSHOTS * num_bytes
     rule = f"shared_memory needs {needed:,} bytes for {NUM_SNAPSHOTS} snapshots of the weights in {directory.parent}"
@@ -315,11 +301,7 @@ class SharedMemoryChannel:
     takes_digest = True
 
     def __init__(self, learner: SendingLearner, engines: ReceivingEngines, directory: Path) -> None:
-        """Check the space in `directory`, which the caller removes.
-
-        Raises:
-            ConfigError: the file system has no room for two versions.
-        """
+        """Check the space in `directory`, which the caller removes."""
         require_space(directory, learner.weight_bytes())
         self._learner = learner
         self._engines = engines
@@ -328,8 +310,7 @@ class SharedMemoryChannel:
 
     def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
         """Begin to write the learner's snapshots."""
-        policy = self._learner.start_publish(self._directory, policy_version)
-        draft = None
+        policy, draft = self._learner.start_publish(self._directory, policy_version), None
         if draft_version is not None:
             draft = self._learner.start_publish(self._directory, draft_version, is_draft=True)
 
@@ -343,20 +324,15 @@ class SharedMemoryChannel:
 
     def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
         """Begin to load the snapshots into the engines."""
-        policy = exported.policy
+        policy, draft, draft_digest = exported.policy, exported.draft, None
         assert policy is not None, "exported over another channel"
-        assert draft_version is None or exported.draft is not None, f"draft version {draft_version} was not exported"
-        draft = exported.draft if draft_version is not None else None
         weights = WeightFiles(policy=Path(policy.path), policy_version=policy.version)
-        if draft is not None:
+        if draft_version is not None:
+            assert draft is not None, f"draft version {draft_version} was not exported"
             weights = replace(weights, draft=Path(draft.path), draft_version=draft.version)
+            draft_digest = draft.digest
         states = self._engines.start_refit(weights)
-        return lambda: Delivery(
-            states=states(),
-            digest=policy.digest,
-            draft_digest=None if draft is None else draft.digest,
-            origin=policy.path,
-        )
+        return lambda: Delivery(states=states(), digest=policy.digest, draft_digest=draft_digest, origin=policy.path)
 
     def engines_changed(self) -> None:
         """Do nothing, as any engine can read the files."""
@@ -367,21 +343,17 @@ class StreamChannel:
 
     keeps_weights = False
 
-    def __init__(
-        self, learner: SendingLearner, engines: ReceivingEngines, channel: Channel, config: RefitConfig
-    ) -> None:
-        """Join learner and engines until `close`."""
+    def __init__(self, learner: SendingLearner, engines: ReceivingEngines, settings: RefitConfig) -> None:
+        """Join learner and engines over the resolved channel of `settings`."""
         self._learner = learner
         self._engines = engines
-        self._channel = channel
-        self._timeout_s = config.timeout_s
-        self._settings = replace(config, channel=channel)
-        self.takes_digest = channel is Channel.GLOO  # vLLM's NCCL and IPC transfers compute none
+        self._settings = settings
+        self.takes_digest = settings.channel is Channel.GLOO  # vLLM's NCCL and IPC transfers compute none
         self.engines_changed()
 
     def engines_changed(self) -> None:
         """Let all engines join again."""
-        engines = self._engines.control(self._channel, timeout_s=self._timeout_s)
+        engines = self._engines.control(self._settings.channel, timeout_s=self._settings.timeout_s)
         self._learner.open_stream(self._settings, engines)
 
     def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
@@ -391,25 +363,16 @@ class StreamChannel:
 
     def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
         """Send the learner's weights and begin to adopt their versions."""
-        digest = self._learner.stream(is_draft=False, timeout_s=self._timeout_s)
-        draft = None if draft_version is None else self._learner.stream(is_draft=True, timeout_s=self._timeout_s)
+        timeout_s, origin = self._settings.timeout_s, f"the {self._settings.channel.value} channel"
+        digest = self._learner.stream(is_draft=False, timeout_s=timeout_s)
+        draft = None if draft_version is None else self._learner.stream(is_draft=True, timeout_s=timeout_s)
         states = self._engines.start_adopt(policy_version=exported.policy_version, draft_version=draft_version)
-        return lambda: Delivery(
-            states=states(), digest=digest, draft_digest=draft, origin=f"the {self._channel.value} channel"
-        )
-
-    def close(self) -> None:
-        """Leave the channel."""
-        self._learner.close_stream()
+        return lambda: Delivery(states=states(), digest=digest, draft_digest=draft, origin=origin)
 
 
 @contextmanager
 def open_channel(config: RefitConfig, learner: SendingLearner, engines: ReceivingEngines) -> Iterator[WeightChannel]:
-    """Open the channel of `config` between a learner with a loaded policy and running engines.
-
-    Raises:
-        ConfigError: the locations do not allow the channel.
-    """
+    """Open the channel of `config` between a learner with a loaded policy and running engines."""
     channel = resolve(config.channel, driver=here(), learner=learner.locations(), engines=engines.locations())
     logger.info("refit: weights are sent by %s", channel.value)
     if channel is Channel.SHARED_MEMORY:
@@ -419,6 +382,5 @@ def open_channel(config: RefitConfig, learner: SendingLearner, engines: Receivin
         finally:
             shutil.rmtree(directory)
         return
-    stream = StreamChannel(learner, engines, channel, config)
-    yield stream
-    stream.close()
+    yield StreamChannel(learner, engines, replace(config, channel=channel))
+    learner.close_stream()

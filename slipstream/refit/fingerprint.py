@@ -16,7 +16,7 @@ row. Fingerprints find faults, not forgeries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
+
+from slipstream.storage import safetensors_files
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +36,7 @@ GAMMA = 0x9E3779B97F4A7C15 - _MODULUS
 """Step of SplitMix64 (Steele, Lea, Flood 2014) from one number to the next, as a signed number."""
 _CPU_CHUNK = 1 << 17  # elements computed at once; at about 20 bytes each they fit into a core's cache
 _DEVICE_CHUNK = 1 << 22
-_ROW_SEED, _COLUMN_SEED = 0x243F6A8885A308D3, 0x13198A2E03707344  # digits of pi
+_ROW_SEED, _COLUMN_SEED = 0x243F6A8885A308D3, 0x13198A2E03707344  # digits of pi, below 2**63
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,13 +44,10 @@ class WeightPart:
     """A rank's slice of a checkpoint's tensor, along one dimension."""
 
     name: str  # name of the whole tensor in the checkpoint
-    dim: int  # 0, or 1 for a matrix
-    start: int
+    dim: int = 0  # 0, or 1 for a matrix
+    start: int = 0
     length: int
     dtype: str  # type of the comparison: torch's name, without `torch.`
-
-    def __post_init__(self) -> None:
-        assert self.dim in (0, 1), f"{self.name} is cut in dimension {self.dim}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +85,7 @@ class HeldWeights:
 def held_whole(name: str, tensor: Tensor) -> HeldWeights:
     """Describe a whole tensor of a checkpoint."""
     length = len(tensor) if tensor.dim() else 1
-    part = WeightPart(name=name, dim=0, start=0, length=length, dtype=str(tensor.dtype).removeprefix("torch."))
+    part = WeightPart(name=name, length=length, dtype=str(tensor.dtype).removeprefix("torch."))
     return HeldWeights(tensor=tensor, parts=(part,), split=lambda rows: [rows])
 
 
@@ -111,12 +110,10 @@ def _one_thread() -> Iterator[None]:
 def part_fingerprints(held: Iterable[HeldWeights], dtypes: Mapping[str, str] | None = None) -> dict[WeightPart, int]:
     """Compute the fingerprint of each part, in [0, 2**64), on the one device that holds all tensors.
 
-    On a CPU one core is used, also by the iterator `held`.
+    Layers that share a tensor must hold the same values. On a CPU one core is used, also by the iterator `held`.
 
     Args:
         dtypes: types, by name, to which tensors are converted first; other tensors keep their type.
-    Raises:
-        RuntimeError: two layers share a tensor, and hold different values.
     """
     import torch
 
@@ -126,13 +123,13 @@ def part_fingerprints(held: Iterable[HeldWeights], dtypes: Mapping[str, str] | N
         (dtype,) = {(dtypes or {}).get(part.name, part.dtype) for part in weights.parts}
         for part, own_R in zip(weights.parts, weights.split(_row_sums(weights, dtype)), strict=True):
             parts.append(part if part.dtype == dtype else replace(part, dtype=dtype))
-            sums.append((own_R * _row_keys(part, len(own_R), own_R.device)).sum())
+            row = part.start if part.dim == 0 else 0
+            sums.append((own_R * _keys(_ROW_SEED, row, len(own_R), own_R.device)).sum())
     if not parts:
         return {}
-    totals = torch.stack(sums).tolist()
-    names = [xxhash.xxh3_64_intdigest(f"{part.dtype} {part.name}".encode()) | 1 for part in parts]
     found: dict[WeightPart, int] = {}
-    for part, total, name in zip(parts, totals, names, strict=True):
+    for part, total in zip(parts, torch.stack(sums).tolist(), strict=True):
+        name = xxhash.xxh3_64_intdigest(f"{part.dtype} {part.name}".encode()) | 1
         value = total * name % _MODULUS
         if found.setdefault(part, value) != value:
             raise RuntimeError(f"{part.name} must be one tensor in all layers that share it, got two")
@@ -140,11 +137,7 @@ def part_fingerprints(held: Iterable[HeldWeights], dtypes: Mapping[str, str] | N
 
 
 def weight_totals(ranks: Iterable[Mapping[WeightPart, int]]) -> dict[str, int]:
-    """Sum the fingerprints of the ranks' parts into one for each tensor; a part on several ranks counts once.
-
-    Raises:
-        RuntimeError: two ranks hold the same part with different values.
-    """
+    """Sum the ranks' parts into a fingerprint for each tensor; ranks that share a part must agree: it counts once."""
     merged: dict[WeightPart, int] = {}
     for fingerprints in ranks:
         torn = [part.name for part, value in fingerprints.items() if merged.get(part, value) != value]
@@ -159,22 +152,12 @@ def weight_totals(ranks: Iterable[Mapping[WeightPart, int]]) -> dict[str, int]:
 
 def file_fingerprints(path: Path, dtypes: Mapping[str, str]) -> dict[str, int]:
     """Fingerprint the tensors that `dtypes` names, converted to these types, in a safetensors file or a directory."""
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    held = (held_whole(name, tensor) for file in files for name, tensor in _tensors(file, only=dtypes.keys()))
-    return weight_totals([part_fingerprints(held, dtypes)])
+    return weight_totals([part_fingerprints(_tensors(path, only=dtypes.keys()), dtypes)])
 
 
 def directory_fingerprint(path: Path) -> str:
-    """Fingerprint all tensors in a directory's safetensors files together, as 16 hexadecimal digits.
-
-    Raises:
-        FileNotFoundError: the directory holds no such file.
-    """
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{path} must hold a safetensors file")
-    held = (held_whole(name, tensor) for file in files for name, tensor in _tensors(file))
-    return f"{sum(part_fingerprints(held).values()) % _MODULUS:016x}"
+    """Fingerprint all tensors in a directory's safetensors files together, as 16 hexadecimal digits."""
+    return f"{sum(part_fingerprints(_tensors(path)).values()) % _MODULUS:016x}"
 
 
 def differences(expected: Mapping[str, int], found: Mapping[str, int]) -> list[str]:
@@ -182,14 +165,15 @@ def differences(expected: Mapping[str, int], found: Mapping[str, int]) -> list[s
     return sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
 
 
-def _tensors(file: Path, only: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+def _tensors(path: Path, only: Collection[str] | None = None) -> Iterator[HeldWeights]:
     """Yield tensors one at a time, so that a model's tensors are never all in memory."""
     from safetensors import safe_open
 
-    with safe_open(file, framework="pt") as opened:
-        names = opened.keys()
-        for name in names if only is None else sorted(set(only).intersection(names)):
-            yield name, opened.get_tensor(name)
+    for file in safetensors_files(path):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # safe_open is no mapping
+                if only is None or name in only:
+                    yield held_whole(name, opened.get_tensor(name))
 
 
 def _row_sums(weights: HeldWeights, dtype_name: str) -> Tensor:
@@ -201,13 +185,10 @@ def _row_sums(weights: HeldWeights, dtype_name: str) -> Tensor:
     column = first.start if first.dim == 1 else 0
     dtype: torch.dtype = getattr(torch, dtype_name)
     if dtype.itemsize == 8:  # as two columns, because a product of 64 bits would lose its upper half
-        matrix, column, dtype = (
-            _without_minus_zero(matrix, dtype).contiguous().view(torch.int32),
-            2 * column,
-            torch.int32,
-        )
+        matrix = _without_minus_zero(matrix, dtype).contiguous().view(torch.int32)
+        column, dtype = 2 * column, torch.int32
     num_columns = matrix.shape[1]
-    keys_C = _keys(_COLUMN_SEED, column + num_columns, matrix.device)[column:]
+    keys_C = _keys(_COLUMN_SEED, column, num_columns, matrix.device)
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
     chunk = _CPU_CHUNK if matrix.device.type == "cpu" else _DEVICE_CHUNK
     sums = []
@@ -225,13 +206,10 @@ def _without_minus_zero(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return converted + 0.0
 
 
-def _row_keys(part: WeightPart, num_rows: int, device: torch.device) -> Tensor:
-    first = part.start if part.dim == 0 else 0
-    return _keys(_ROW_SEED, first + num_rows, device)[first:]
-
-
-def _keys(seed: int, length: int, device: torch.device) -> Tensor:
-    return _key_table(seed, 1 << max(0, length - 1).bit_length(), device)[:length]
+def _keys(seed: int, start: int, length: int, device: torch.device) -> Tensor:
+    """Return the keys [length] of the rows or columns from `start` on."""
+    end = start + length
+    return _key_table(seed, 1 << max(0, end - 1).bit_length(), device)[start:end]
 
 
 @cache
@@ -239,15 +217,11 @@ def _key_table(seed: int, length: int, device: torch.device) -> Tensor:
     """Compute [length] odd int64 by the generator SplitMix64 (Steele, Lea, Flood 2014), with the lowest bit set."""
     import torch
 
-    return mixed(torch.arange(1, length + 1, device=device) * GAMMA + _signed(seed)) | 1
+    return mixed(torch.arange(1, length + 1, device=device) * GAMMA + seed) | 1
 
 
 def mixed(x: Tensor) -> Tensor:
     """Mix the bits of int64 numbers as SplitMix64 does; torch's shift to the right repeats the sign."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - _MODULUS), (27, 0x94D049BB133111EB - _MODULUS), (31, 1)):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return x
-
-
-def _signed(value: int) -> int:
-    return value - _MODULUS if value >= 1 << 63 else value

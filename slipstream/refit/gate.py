@@ -48,20 +48,17 @@ class RefitGate:
     """Sends the learner's weights to the engines over a channel, and checks their arrival.
 
     After every refit each engine must have read the bytes that the learner sent, hold the new version, and have reset
-    its prefix cache. The fingerprints of the engine's tensors, of policy and draft, must equal the learner's. All
-    tensors are compared at the first refit after a start or resume, and at every refit over a channel without digests.
-    At other refits a selection of layers is compared, each layer once in `check_every_steps`.
-
+    its prefix cache. The fingerprints of the engine's tensors, of policy and draft, must equal the learner's. Anything
+    else is a RefitError. All tensors are compared at the first refit after a start or resume, and at every refit over a
+    channel without digests. At other refits a selection of layers is compared, each layer once in `check_every_steps`.
     A draft that the learner trains is sent if an engine holds another version, and is then compared in full.
 
     An engine that hides the policy's tensors is compared by its logprobs on fixed prompts. Rounding limits that check:
-    a failed refit is found, a lost step is not. Hidden tensors of a draft are left to the acceptance guard. Either case
-    is logged once, and the logprob difference is in the step's record.
+    a failed refit is found, a lost step is not. Hidden tensors of a draft are left to the acceptance guard.
 
-    A refit has two parts. `export` runs on the learner: bytes and fingerprints. `deliver` runs on the engines: the
-    bytes are loaded and the fingerprints compared. If `Export.frees_learner`, the learner may train from the end of
-    `export`. One thread may export while another calls `deliver_again`. Fingerprints are requested right behind the
-    calls that change the weights, so no side waits for an answer in between.
+    A refit has two parts: `export` on the learner, and `deliver` on the engines. One thread may export while another
+    calls `deliver_again`. Fingerprints are requested right behind the calls that change the weights, so no side waits
+    for an answer in between.
     """
 
     def __init__(
@@ -78,12 +75,8 @@ class RefitGate:
         """Read the engines' versions and tensor types.
 
         Args:
-            channel: channel from this learner to these engines.
             draft: directory of the draft that the engines start with; None without a draft.
-            trains_draft: True if the learner trains the draft.
-            probes: token sequences for engines that hide their tensors.
-        Raises:
-            LookupError: an engine hides its tensors, and there are no probes.
+            probes: token sequences for engines that hide their tensors; without them such an engine is a LookupError.
         """
         self._engine = engine
         self._learner = learner
@@ -92,10 +85,11 @@ class RefitGate:
         self._probes = probes
         self._states: Sequence[EngineState] = engine.states()
         self._dtypes = self._readable_dtypes(is_draft=False)
-        self._draft_dtypes = None if draft is None else self._readable_dtypes(is_draft=True)
+        self._draft_dtypes: dict[str, str] = {}  # empty without a draft, and where its tensors are hidden
         self._draft_expected: dict[str, int] | None = None  # fingerprints of a fixed draft; None: the learner's
-        if draft is not None and not trains_draft:
-            self._draft_expected = file_fingerprints(draft, self._draft_dtypes or {})
+        if draft is not None:
+            self._draft_dtypes = self._readable_dtypes(is_draft=True) or {}
+            self._draft_expected = None if trains_draft else file_fingerprints(draft, self._draft_dtypes)
         self._trains_draft = trains_draft
         self._kept_draft: int | None = 0  # draft version that a new engine can be given: the start's, or as exported
         self._num_exports = 0  # since the last comparison of all tensors
@@ -108,30 +102,20 @@ class RefitGate:
         self._num_exports = 0
 
     def refit(self, version: int, *, draft_version: int | None = None) -> RefitCheck:
-        """Send the learner's present weights to the engines as `version`, and a trained draft as `draft_version`.
-
-        Raises:
-            RefitError: an engine did not load the weights, kept another version, did not reset its prefix cache, or
-                holds other weights.
-        """
+        """Send the learner's present weights to the engines as `version`, and a trained draft as `draft_version`."""
         return self.deliver(self._start(version, draft_version))
 
     def export(self, version: int, *, draft_version: int | None = None) -> Export:
         """Do the learner's part of `refit` and wait for it; the version before must be delivered."""
         started = self._start(version, draft_version)
-        policy = None if started.policy is None else started.policy()
-        draft = None if started.draft is None else started.draft()
-        return replace(
-            started, policy=None if policy is None else lambda: policy, draft=None if draft is None else lambda: draft
-        )
+        return replace(started, policy=_awaited(started.policy), draft=_awaited(started.draft))
 
     def deliver(self, export: Export) -> RefitCheck:
-        """Do the engines' part of `refit`, again if an engine was lost in it; raises as `refit` does."""
-        sent_draft = export.draft_version if self._needs_draft(export.draft_version) else None
-        delivering = self._channel.start_delivery(export.weights, draft_version=sent_draft)
+        """Do the engines' part of `refit`, again if an engine was lost in it."""
+        finish = self._start_delivery(export)
         policy = export.policy and self._engine.start_fingerprints(is_draft=False, turn=export.turn)
         draft = export.draft and self._engine.start_fingerprints(is_draft=True, turn=export.draft_turn)
-        self._take(delivering(), export, sent_draft)
+        finish()
         start = time.perf_counter()
         num_tensors = 0
         if policy is not None and export.policy is not None:
@@ -145,16 +129,12 @@ class RefitGate:
         """Load the last delivered version into all engines again, without the learner; False if that is impossible.
 
         Versions and digests are checked. Fingerprints are not, as the learner may hold newer weights.
-
-        Raises:
-            RefitError: as in `refit`.
         """
         export = self._delivered
         if export is None or not self._channel.keeps_weights:
             return False
         assert export.version == version, f"version {export.version} was delivered last, not {version}"
-        draft = export.draft_version if self._needs_draft(export.draft_version) else None
-        self._take(self._channel.start_delivery(export.weights, draft_version=draft)(), export, draft)
+        self._start_delivery(export)()
         return True
 
     def _start(self, version: int, draft_version: int | None) -> Export:
@@ -182,46 +162,22 @@ class RefitGate:
             frees_learner=self._channel.keeps_weights and self._dtypes is not None,
         )
 
-    def _take(self, delivery: Delivery, export: Export, sent_draft: int | None) -> None:
-        self._check_states(self._states, delivery, export.version, sent_draft)
-        self._states = delivery.states
-        self._delivered = export
+    def _start_delivery(self, export: Export) -> Callable[[], None]:
+        """Begin to load an export into the engines; returns a function that waits, and checks what each engine says."""
+        draft_version = export.draft_version if self._needs_draft(export.draft_version) else None
+        delivering = self._channel.start_delivery(export.weights, draft_version=draft_version)
+
+        def finish() -> None:
+            delivery = delivering()
+            for index, (old, new) in enumerate(zip(self._states, delivery.states, strict=True)):
+                if fault := _fault(old, new, delivery, export.version, draft_version):
+                    raise RefitError(f"engine {index} {fault}")
+            self._states, self._delivered = delivery.states, export
+
+        return finish
 
     def _needs_draft(self, draft_version: int | None) -> bool:
         return self._trains_draft and any(state.draft_version != draft_version for state in self._states)
-
-    def _check_states(
-        self, before: Sequence[EngineState], delivery: Delivery, version: int, sent_draft: int | None
-    ) -> None:
-        for index, (old, new) in enumerate(zip(before, delivery.states, strict=True)):
-            if new.policy_version != version:
-                raise RefitError(f"engine {index} must hold policy version {version}, got {new.policy_version}")
-            if delivery.digest is not None and new.policy_digest != delivery.digest:
-                raise RefitError(
-                    f"engine {index} must read policy version {version} as the learner wrote it, got other bytes from "
-                    f"{delivery.origin}"
-                )
-            if new.num_prefix_cache_resets != old.num_prefix_cache_resets + 1:
-                raise RefitError(
-                    f"engine {index} must reset its prefix cache with every refit, got {old.num_prefix_cache_resets} "
-                    f"resets before policy version {version} and {new.num_prefix_cache_resets} after: cached prefixes "
-                    "are stale"
-                )
-            if sent_draft is not None:
-                self._check_sent_draft(index, new, delivery, sent_draft)
-            elif new.draft_version != old.draft_version:
-                raise RefitError(
-                    f"engine {index} changed its draft from version {old.draft_version} to {new.draft_version} "
-                    f"while the policy alone was refitted to version {version}"
-                )
-
-    def _check_sent_draft(self, index: int, state: EngineState, delivery: Delivery, version: int) -> None:
-        if state.draft_version != version:
-            raise RefitError(f"engine {index} must hold draft version {version}, got {state.draft_version}")
-        if delivery.draft_digest is not None and state.draft_digest != delivery.draft_digest:
-            raise RefitError(
-                f"engine {index} must read draft version {version} as the learner sent it, got other bytes"
-            )
 
     def _readable_dtypes(self, *, is_draft: bool) -> dict[str, str] | None:
         try:
@@ -238,12 +194,11 @@ class RefitGate:
 
     def _start_draft_fingerprints(self, turn: Turn) -> Callable[[], dict[str, int]] | None:
         """Begin the fingerprints of the draft, from its file or the learner; None if no tensor is selected."""
-        if not any(turn.takes(name) for name in self._draft_dtypes or {}):
+        if not any(map(turn.takes, self._draft_dtypes)):
             return None
         fixed = self._draft_expected
         if fixed is not None:
             return lambda: {name: value for name, value in fixed.items() if turn.takes(name)}
-        assert self._draft_dtypes is not None
         return self._learner.start_fingerprints(self._draft_dtypes, turn, is_draft=True)
 
     def _check_probes(self, version: int) -> float:
@@ -251,16 +206,45 @@ class RefitGate:
         expected = np.concatenate(self._learner.token_logprobs(self._probes))
         worst = 0.0
         for index, answers in enumerate(self._engine.token_logprobs(self._probes)):
-            found = np.concatenate([np.asarray(answer) for answer in answers])
-            difference = float(np.abs(found - expected).mean())
+            difference = float(np.abs(np.concatenate(answers) - expected).mean())
             if not difference <= MAX_PROBE_DIFFERENCE:  # true for NaN too
                 raise RefitError(
                     f"engine {index} must hold policy version {version}: the logprobs of {len(expected)} probe tokens "
-                    f"must lie within {MAX_PROBE_DIFFERENCE} of the learner's on average, "
-                    f"got {difference:.3f}"
+                    f"must lie within {MAX_PROBE_DIFFERENCE} of the learner's on average, got {difference:.3f}"
                 )
             worst = max(worst, difference)
         return worst
+
+
+def _awaited(fingerprints: Callable[[], dict[str, int]] | None) -> Callable[[], dict[str, int]] | None:
+    """Wait for fingerprints; returns a function that has them at hand."""
+    if fingerprints is None:
+        return None
+    found = fingerprints()
+    return lambda: found
+
+
+def _fault(old: EngineState, new: EngineState, delivery: Delivery, version: int, draft_version: int | None) -> str:
+    """Describe what is wrong with an engine's state after a delivery of these versions; empty if nothing is."""
+    if new.policy_version != version:
+        return f"must hold policy version {version}, got {new.policy_version}"
+    if delivery.digest is not None and new.policy_digest != delivery.digest:
+        return f"must read policy version {version} as the learner wrote it, got other bytes from {delivery.origin}"
+    if new.num_prefix_cache_resets != old.num_prefix_cache_resets + 1:
+        return (
+            f"must reset its prefix cache with every refit, got {old.num_prefix_cache_resets} resets before policy "
+            f"version {version} and {new.num_prefix_cache_resets} after: cached prefixes are stale"
+        )
+    if draft_version is None and new.draft_version != old.draft_version:
+        return (
+            f"changed its draft from version {old.draft_version} to {new.draft_version} while the policy alone was "
+            f"refitted to version {version}"
+        )
+    if draft_version is not None and new.draft_version != draft_version:
+        return f"must hold draft version {draft_version}, got {new.draft_version}"
+    if delivery.draft_digest is not None and new.draft_digest != delivery.draft_digest:
+        return f"must read draft version {draft_version} as the learner sent it, got other bytes"
+    return ""
 
 
 def _compare(expected: Mapping[str, int], engines: Sequence[Mapping[str, int]], what: str) -> int:

@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import xxhash
@@ -104,9 +104,6 @@ class WeightSource:
         """Refuse the last pass if a tensor held NaN or Inf, as an engine would sample noise without an error.
 
         The pass itself raises nothing, because all ranks and receiving engines wait for its end.
-
-        Raises:
-            ValueError: a tensor held NaN or Inf.
         """
         if self._wrong:
             raise ValueError(f"weight {self._wrong} of the {self._model} must be finite, got NaN or Inf")
@@ -142,23 +139,22 @@ class SnapshotWriter:
     def __init__(self, directory: Path, name: str) -> None:
         self._directory = directory
         self._name = name
-        self._buffers: dict[int, Tensor] = {}
+        self._buffers: dict[Path, Tensor] = {}
         self._header = b""
 
     def write(self, source: WeightSource, *, version: int) -> Snapshot:
-        """Write the tensors of `source` as `version`.
-
-        Raises:
-            ConfigError: the file system has no room.
-            ValueError: a tensor holds NaN or Inf; the file must not be read.
-        """
+        """Write the tensors of `source` as `version`; after an error the file must not be read."""
         metas = [(each.name, SAFETENSORS_DTYPES[each.dtype], each.shape, each.num_bytes) for each in source.metas()]
         header = safetensors_header(metas, metadata={"format": "pt"})
         assert self._header in (b"", header), "every version has the same tensors"
         self._header = header
         path = self._directory / f"{self._name}-{version % NUM_SNAPSHOTS}.safetensors"
-        buffer = self._buffer(path, version % NUM_SNAPSHOTS, source.num_bytes())
-        start = len(header)
+        size = len(header) + source.num_bytes()
+        if not self._buffers:
+            require_space(self._directory, size)
+        if path not in self._buffers:
+            self._buffers[path] = _new_file(path, header, size)
+        buffer, start = self._buffers[path], len(header)
         for _, tensor in source:
             raw = as_bytes(tensor)
             buffer[start : start + len(raw)].copy_(raw)
@@ -166,32 +162,18 @@ class SnapshotWriter:
         source.require_finite()
         return Snapshot(path=str(path), version=version, digest=bytes_digest([buffer]))
 
-    def _buffer(self, path: Path, index: int, num_bytes: int) -> Tensor:
-        if index not in self._buffers:
-            if not self._buffers:
-                require_space(self._directory, len(self._header) + num_bytes)
-            size = len(self._header) + num_bytes
-            with path.open("wb") as file:
-                _reserve(file, size)
-                file.write(self._header)
-            self._buffers[index] = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-        return self._buffers[index]
 
-
-def _reserve(file: IO[bytes], size: int) -> None:
-    """Allocate the file's space, as a write to a mapped page without room kills the process.
-
-    Raises:
-        OSError: the free space is too small.
-    """
-    try:
-        os.posix_fallocate(file.fileno(), 0, size)
-    except OSError as error:
-        directory = Path(file.name).parent
-        free = shutil.disk_usage(directory).free
-        raise OSError(
-            error.errno, f"the weights need {size:,} bytes in {directory}, which has {free:,} free"
-        ) from error
+def _new_file(path: Path, header: bytes, size: int) -> Tensor:
+    """Make a file with its header, and map it; the space is allocated first, as a page without room kills a writer."""
+    with path.open("wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            free = shutil.disk_usage(path.parent).free
+            reason = f"the weights need {size:,} bytes in {path.parent}, which has {free:,} free"
+            raise OSError(error.errno, reason) from error
+        file.write(header)
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
 def bytes_digest(parts: Iterable[Tensor]) -> str:
@@ -211,11 +193,8 @@ class Sender:
     def send(self, source: WeightSource, *, is_draft: bool) -> str | None:
         """Iterate over all of `source`; on rank 0, send it into every engine's policy or draft.
 
-        Returns:
-            The digest of the bytes; None on other ranks, and for a channel without digests.
-        Raises:
-            RefitError: an engine failed, died, or missed the deadline.
-            ValueError: a weight is not finite.
+        Returns the digest of the bytes; None on other ranks, and for a channel without digests. A weight that is not
+        finite is a ValueError after the last one was sent, and an engine that failed a RefitError.
         """
         del is_draft
         for _ in source:
@@ -260,12 +239,10 @@ class GlooGroup:
     """Process group over gloo in which rank 0 sends and all other ranks receive."""
 
     def __init__(self, store: TCPStore, *, rank: int, world_size: int, address: str, timeout_s: float) -> None:
-        """Join the group; returns when all ranks have joined.
+        """Join the group, and wait until all ranks have; a ChannelBrokeError if one misses the deadline.
 
         Args:
             address: address of this host's interface to the other hosts; the host's name may resolve to its loopback.
-        Raises:
-            ChannelBrokeError: a rank missed the deadline.
         """
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs leave it out
         options._timeout = timedelta(seconds=timeout_s)
@@ -279,7 +256,7 @@ class GlooGroup:
             ) from error
         self._store = store  # on rank 0 the server, which lives as long as this reference
         self._timeout_s = timeout_s
-        self._under_way: deque[Work] = deque()  # no reference elsewhere: each keeps the connections open
+        self._under_way: deque[tuple[Work, Tensor]] = deque()  # no reference elsewhere: a work keeps connections open
 
     @classmethod
     def join(
@@ -291,25 +268,25 @@ class GlooGroup:
         address = address_towards(master_address, master_port)
         return cls(store, rank=rank_offset + worker, world_size=world_size, address=address, timeout_s=timeout_s)
 
-    def broadcast(self, piece: Tensor) -> None:
-        """Begin to send a piece, or to receive one; all ranks have pieces of the same sizes in the same order."""
-        assert self._group is not None, "closed"
-        options = BroadcastOptions()
-        options.rootRank = 0
-        self._under_way.append(self._group.broadcast([piece], options))
-
-    @property
-    def num_under_way(self) -> int:
-        """Number of pieces that nobody has waited for."""
-        return len(self._under_way)
-
-    def wait(self) -> None:
-        """Wait until the oldest piece under way has arrived.
+    def broadcast(self, pieces: Iterable[Tensor], arrived: Callable[[Tensor], None]) -> None:
+        """Send pieces, or receive them, and call `arrived` with each; all ranks have the same sizes in the same order.
 
         Raises:
             ChannelBrokeError: another rank died or stalled.
         """
-        work = self._under_way.popleft()
+        assert self._group is not None, "closed"
+        options = BroadcastOptions()
+        options.rootRank = 0
+        for piece in pieces:
+            self._under_way.append((self._group.broadcast([piece], options), piece))
+            if len(self._under_way) == _NUM_UNDER_WAY:
+                arrived(self._oldest())
+        while self._under_way:
+            arrived(self._oldest())
+
+    def _oldest(self) -> Tensor:
+        """Wait for the oldest piece under way, and return it."""
+        work, piece = self._under_way.popleft()
         try:
             work.wait()
         except RuntimeError as error:
@@ -319,6 +296,7 @@ class GlooGroup:
             ) from error
         finally:
             del work  # the traceback would keep it
+        return piece
 
     def close(self) -> None:
         """Leave the group, which raises an error in ranks that wait; the last reference closes the connections."""
@@ -379,17 +357,10 @@ class GlooSender(Sender):
 
     def _broadcast(self, weights: Weights) -> str:
         """Send all tensors; returns the digest of their bytes."""
-        group, digest = self._group, xxhash.xxh3_64()
-        assert group is not None, "closed"
-        for _, tensor in weights:
-            raw = as_bytes(tensor).cpu()
-            digest.update(raw.numpy().data)
-            for piece in raw.split(self._settings.bucket_bytes):
-                group.broadcast(piece)
-                if group.num_under_way == _NUM_UNDER_WAY:
-                    group.wait()
-        while group.num_under_way:
-            group.wait()
+        assert self._group is not None, "closed"
+        digest, size = xxhash.xxh3_64(), self._settings.bucket_bytes
+        pieces = (piece for _, tensor in weights for piece in as_bytes(tensor).cpu().split(size))
+        self._group.broadcast(pieces, lambda piece: digest.update(piece.numpy().data))
         return digest.hexdigest()
 
     def _beside(self, ours: Callable[[Future[None]], Any], theirs: Callable[[], None]) -> Any:
@@ -418,32 +389,24 @@ def receive(
     metas: Sequence[WeightMeta],
     bucket_bytes: int,
 ) -> str:
-    """Receive one model and hand complete tensors to `take`; returns the digest of all bytes.
-
-    Raises:
-        ChannelBrokeError: the sender died or stalled.
-    """
+    """Receive one model and hand complete tensors to `take`; returns the digest of all bytes."""
     digest = xxhash.xxh3_64()
-    under_way: deque[tuple[Tensor, tuple[str, Tensor] | None]] = deque()  # pieces, the last of a tensor with the tensor
+    incomplete: deque[tuple[Tensor, str, Tensor]] = deque()  # each with its last piece and its name
 
-    def finish_oldest() -> None:
-        group.wait()
-        piece, complete = under_way.popleft()
+    def pieces() -> Iterator[Tensor]:
+        for meta in metas:
+            raw = torch.empty(meta.num_bytes, dtype=torch.uint8)  # memory of its own, as the loader may keep it
+            own = raw.split(bucket_bytes)
+            incomplete.append((own[-1], meta.name, raw.view(meta.torch_dtype).view(meta.shape)))
+            yield from own
+
+    def arrived(piece: Tensor) -> None:
         digest.update(piece.numpy().data)
-        if complete is not None:
-            take([complete])
+        if piece is incomplete[0][0]:
+            _, name, tensor = incomplete.popleft()
+            take([(name, tensor)])
 
-    for meta in metas:
-        raw = torch.empty(meta.num_bytes, dtype=torch.uint8)  # memory of its own, as the loader may keep it
-        pieces = raw.split(bucket_bytes)
-        for piece in pieces:
-            group.broadcast(piece)
-            whole = meta.name, raw.view(meta.torch_dtype).view(meta.shape)
-            under_way.append((piece, whole if piece is pieces[-1] else None))
-            if len(under_way) == _NUM_UNDER_WAY:
-                finish_oldest()
-    while under_way:
-        finish_oldest()
+    group.broadcast(pieces(), arrived)
     return digest.hexdigest()
 
 

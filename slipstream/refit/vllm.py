@@ -70,38 +70,27 @@ class VllmSender(Sender):
 
 
 def open_nccl(settings: RefitConfig, *, engines: EngineControl, source: WeightSource, address: str) -> VllmSender:
-    """Form an NCCL group of the learner's rank 0 and every worker of every engine, at rank 0's address."""
-    trainer = NCCLTrainerWeightTransferEngine.trainer_init(
-        nccl_init(settings, num_workers=engines.num_workers, address=address, port=get_open_port()),
-        client=engines,
-        source=SourceForVllm(source),
+    """Form an NCCL group of the learner's rank 0 and every worker of every engine, at rank 0's address.
+
+    A bucket may grow by the tensor that fills it.
+    """
+    init = NCCLTrainerInitInfo(
+        rank=0,
+        master_address=address,
+        master_port=get_open_port(),
+        world_size=1 + engines.num_workers,
+        packed=True,
+        packed_buffer_size_bytes=settings.bucket_bytes,
     )
-    return VllmSender(trainer, engines)
+    given = SourceForVllm(source)
+    return VllmSender(NCCLTrainerWeightTransferEngine.trainer_init(init, client=engines, source=given), engines)
 
 
 def open_ipc(
     settings: RefitConfig, *, engines: EngineControl, sources: Sequence[WeightSource], rank: int
 ) -> VllmSender:
-    """Map a bucket of each learner rank into the engine worker on the same GPU; all `sources` use that bucket."""
-    trainer = IPCTrainerWeightTransferEngine.trainer_init(
-        ipc_init(settings, sources=sources, rank=rank), client=engines, source=SourceForVllm(sources[0])
-    )
-    return VllmSender(trainer, engines)
-
-
-def nccl_init(settings: RefitConfig, *, num_workers: int, address: str, port: int) -> NCCLTrainerInitInfo:
-    """Settings of vLLM's NCCL sender; a bucket may grow by the tensor that fills it."""
-    return NCCLTrainerInitInfo(
-        rank=0,
-        master_address=address,
-        master_port=port,
-        world_size=1 + num_workers,
-        packed=True,
-        packed_buffer_size_bytes=settings.bucket_bytes,
-    )
-
-
-def ipc_init(settings: RefitConfig, *, sources: Sequence[WeightSource], rank: int) -> IPCTrainerInitInfo:
-    """Settings of vLLM's IPC sender, whose one bucket holds whole tensors of policy and draft."""
+    """Map a bucket of each learner rank into the engine worker on the same GPU; it holds any tensor of `sources`."""
     size = max([settings.bucket_bytes, *(meta.num_bytes for source in sources for meta in source.metas())])
-    return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=size)
+    init = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=size)
+    given = SourceForVllm(sources[0])
+    return VllmSender(IPCTrainerWeightTransferEngine.trainer_init(init, client=engines, source=given), engines)

@@ -42,7 +42,7 @@ class FaultyEngine(VllmEngine):
         if "draft not refitted" in self._faults:
             super().refit(replace(weights, draft=None))
             if weights.draft is not None:
-                self.draft_version = weights.draft_version
+                self._state = replace(self._state, draft_version=weights.draft_version)
             return self.state()
         reset = self._llm.reset_prefix_cache
         if "prefix cache kept" in self._faults:
@@ -52,7 +52,8 @@ class FaultyEngine(VllmEngine):
         finally:
             self._llm.reset_prefix_cache = reset
         if "prefix cache reset skipped" in self._faults:
-            self.num_prefix_cache_resets -= 1
+            num_resets = self._state.num_prefix_cache_resets - 1
+            self._state = replace(self._state, num_prefix_cache_resets=num_resets)
         return self.state()
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:

@@ -144,5 +144,5 @@ def test_logprobs_of_given_tokens_are_those_of_transformers(engine: SglangEngine
 
 
 def test_a_refused_refit_is_an_error(engine: SglangEngine, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="holds no safetensors file"):
+    with pytest.raises(RuntimeError, match="must hold a safetensors file"):
         engine.refit(WeightFiles(policy=tmp_path, policy_version=1))

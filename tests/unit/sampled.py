@@ -44,8 +44,7 @@ def trace(prompt: tuple[int, ...], token_ids: tuple[int, ...], windows: tuple[in
         prompt_token_ids=prompt,
         token_ids=token_ids,
         window_lengths=(1,) * len(token_ids) if windows is None else windows,
-        policy_version=0,
-        draft_version=0,
+        policy_versions=(0,) * len(token_ids),
     )
 
 

@@ -72,7 +72,7 @@ def test_a_models_own_head_size_and_missing_groups_count_in_the_cache() -> None:
 
 
 def test_groups_come_back_with_tokens_logprobs_and_ends(engine: SglangEngine, tmp_path: Path) -> None:
-    engine.policy_version = 6
+    engine.refit(WeightFiles(policy=Path("weights"), policy_version=6))
     portion = engine.generate([request(0, 1, index=4), request(3, index=9)], sampling=SAMPLING)
     params = calls(tmp_path)[-1]["arguments"]["sampling_params"]
     assert calls(tmp_path)[-1]["arguments"]["input_ids"] == [[2, 10]] * 3

@@ -11,7 +11,7 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.engine.acceptance import acceptance_of
 from slipstream.engine.protocol import GroupRequest
-from slipstream.engine.vllm_groups import CacheMemory, FinishedRollout, GroupsUnderWay, StepCounts, group_of
+from slipstream.engine.vllm_groups import CacheMemory, FinishedRollout, GroupsUnderWay, StepCounts, group_of, trace_of
 from slipstream.records.steps import ScheduleEntry
 from slipstream.types import Prompt, VersionSpan
 
@@ -146,7 +146,8 @@ def test_tokens_carry_the_versions_that_drew_them_and_the_windows_that_they_came
     groups.step()
     ((_, (first, second)),) = groups.step()
     assert spans(first) == [(1, 11, 1), (2, 12, 2), (4, 14, 1)]
-    assert first.window_lengths == (1, 2, 1)
+    traced = trace_of(request(0).prompt, first)
+    assert (traced.policy_versions, traced.window_lengths) == ((1, 2, 2, 4), (1, 2, 1))
     assert spans(second) == [(2, 12, 1), (4, 14, 4)]  # under version 1 it waited
     assert second.window_lengths == (1, 3, 1)
 
@@ -332,14 +333,8 @@ def test_memory_is_given_back_when_no_step_is_left_of_what_has_finished() -> Non
     assert llm.calls[5:] == ["wake"]
 
 
-def test_an_engine_that_never_schedules_ahead_has_no_queue() -> None:
-    llm = Llm(num_steps=0, num_begun=None)
-    CacheMemory(llm).sleep()
-    assert llm.calls == [("sleep", 0), "release"]
-
-
 def test_an_engine_that_was_paused_in_vain_is_woken_before_it_generates() -> None:
-    llm = Llm(num_steps=0, num_begun=0, refuses=True)
+    llm = Llm(num_steps=0, num_begun=None, refuses=True)  # it never schedules ahead, and has no queue
     memory = CacheMemory(llm)
     with pytest.raises(RuntimeError, match="not on this device"):
         memory.sleep()

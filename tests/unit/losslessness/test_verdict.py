@@ -24,7 +24,7 @@ from slipstream.losslessness.sampling import Sample, Subject, draw, lengths_by_p
 from slipstream.losslessness.verdict import BIASED, CLAIM, IN_FLIGHT, KEPT, LOSSLESS, QUANTIZED, TOO_WEAK, judged
 from slipstream.records.stages import CertificateRecord, GreedyRecord, Power
 from slipstream.records.steps import ScheduleEntry
-from slipstream.types import Prompt, Quantization, VersionSpan
+from slipstream.types import Prompt, Quantization
 from tests.unit.sampled import trace
 
 Floats = NDArray[np.float64]
@@ -152,9 +152,7 @@ class Refitted(Engine):
 
     def _one(self, prompt: Prompt, sampling: SamplingConfig, random: np.random.Generator) -> Trace:
         drawn = super()._one(prompt, sampling, random)
-        spans = enumerate((min(4, len(drawn.token_ids)), len(drawn.token_ids) - 4))
-        versions = [VersionSpan(policy_version=at, draft_version=0, num_tokens=num) for at, num in spans if num > 0]
-        return replace(drawn, versions=tuple(versions))
+        return replace(drawn, policy_versions=tuple(int(place >= 4) for place in range(len(drawn.token_ids))))
 
 
 class Later(Policy):

@@ -46,7 +46,7 @@ class DrawingEngine:
         def one(prompt: Prompt) -> Trace:
             drawn = random.choice(4, num, p=CHANCES) if sampling.temperature else [self.greedy] * num
             tokens: Any = {"prompt_token_ids": prompt.token_ids, "token_ids": tuple(int(token) for token in drawn)}
-            return Trace(**tokens, window_lengths=(1,) * num, policy_version=0, draft_version=0)
+            return Trace(**tokens, window_lengths=(1,) * num, policy_versions=(0,) * num)
 
         return [one(prompt) for prompt in prompts for _ in range(group_size)]
 

@@ -22,7 +22,6 @@ from slipstream.refit.channel import (
     discard_transfers,
     here,
     open_channel,
-    require_space,
     resolve,
     send,
     transfer_directory,
@@ -119,27 +118,19 @@ def test_shared_memory_delivers_a_version_and_its_draft_as_often_as_it_is_asked_
     assert channel.keeps_weights and channel.takes_digest
 
 
-def test_shared_memory_without_room_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
-    ends: Any = Ends(num_bytes=1 << 60)
-    with pytest.raises(ConfigError, match=r"refit.channel shared_memory needs 2,305,843,009,213,693,952 bytes"):
-        SharedMemoryChannel(ends, ends, tmp_path)
-    assert ends.calls == []
-
-
 @pytest.mark.parametrize("channel", [Channel.GLOO, Channel.NCCL, Channel.IPC])
 def test_a_stream_is_opened_once_adopted_when_whole_and_joined_by_new_engines(channel: Channel) -> None:
     ends: Any = Ends(digest=None if channel is not Channel.GLOO else "p")
     settings = RefitConfig(channel=channel, bucket_mib=1.0, timeout_s=5.0)
-    stream = StreamChannel(ends, ends, channel, settings)
+    stream = StreamChannel(ends, ends, settings)
     assert (stream.keeps_weights, stream.takes_digest) == (False, channel is Channel.GLOO)
     delivery = send(stream, 7)
     send(stream, 8, draft_version=3)
     stream.engines_changed()
-    stream.close()
     opened = ("open", settings, ("control", channel, 5.0))
     assert ends.calls == [
         *[opened, ("stream", False, 5.0), ("adopt", 7, None)],
-        *[("stream", False, 5.0), ("stream", True, 5.0), ("adopt", 8, 3), opened, "close"],
+        *[("stream", False, 5.0), ("stream", True, 5.0), ("adopt", 8, 3), opened],
     ]
     assert (delivery.digest, delivery.draft_digest) == ("p" if channel is Channel.GLOO else None, None)
     assert delivery.origin == f"the {channel.value} channel"
@@ -156,14 +147,6 @@ def test_auto_is_shared_memory_in_a_passing_directory_on_one_host_and_gloo_that_
     with open_channel(RefitConfig(), ends, ends) as channel:
         send(channel, 0)
     assert [call[0] for call in ends.calls] == ["open", "stream", "adopt", "c"]
-
-
-def test_a_channel_that_the_hosts_cannot_do_is_refused_before_anything_is_opened() -> None:
-    ends: Any = Ends()
-    nccl = RefitConfig(channel=Channel.NCCL)
-    with pytest.raises(ConfigError, match=r"refit\.channel"), open_channel(nccl, ends, ends):
-        pass
-    assert ends.calls == []
 
 
 def place(host: str, gpu: str | None = None, memory: str | None = None) -> Location:
@@ -258,8 +241,9 @@ def test_a_place_names_the_file_system_that_processes_share_and_not_the_host() -
 
 def test_a_file_system_without_room_for_two_snapshots_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
+    ends: Any = Ends(num_bytes=free)
     with pytest.raises(ConfigError) as caught:
-        require_space(tmp_path, free)
+        SharedMemoryChannel(ends, ends, tmp_path)
     needed, rest = str(caught.value).split(" bytes for ")
     assert needed == f"refit.channel shared_memory needs {2 * free:,}"
     assert rest.startswith(f"2 snapshots of the weights in {tmp_path.parent}, got '")
@@ -267,7 +251,7 @@ def test_a_file_system_without_room_for_two_snapshots_is_refused_before_anything
         "bytes free'; mount a larger /dev/shm (a pod has 64 MiB unless it says otherwise), or set gloo, which needs "
         "no files"
     )
-    require_space(tmp_path, 1)
+    assert ends.calls == []
 
 
 def test_a_host_without_such_a_file_system_takes_its_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,15 +210,6 @@ def test_parts_that_lie_in_one_tensor_are_told_apart() -> None:
     assert found == part_fingerprints([held(MATRIX, gate), held(stacked[3:], up)])
 
 
-def test_tensors_of_one_call_keep_their_own_sums() -> None:
-    tensors = {f"{i}": torch.randn(150 * i, 500, generator=torch.Generator().manual_seed(i)) for i in range(1, 7)}
-    tensors |= {f"v{i}": torch.arange(5.0) + i for i in range(3)}
-    found = part_fingerprints(held_whole(name, tensor) for name, tensor in tensors.items())
-    assert {each.name: value for each, value in found.items()} == {
-        name: whole(tensor, name) for name, tensor in tensors.items()
-    }
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_one_thread_computes_and_afterwards_there_are_as_many_as_before(fails: bool) -> None:
     seen, before = [], torch.get_num_threads()
@@ -255,11 +246,6 @@ def test_ranks_or_layers_that_disagree_on_what_they_share_are_an_error() -> None
         weight_totals([mine, other])
     with pytest.raises(RuntimeError, match=r"^m must be one tensor in all layers that share it, got two$"):
         part_fingerprints([held(MATRIX, part()), held(MATRIX + 1, part())])
-
-
-def test_a_part_of_another_dimension_is_a_mistake_of_ours() -> None:
-    with pytest.raises(AssertionError, match="m is cut in dimension 2"):
-        part(dim=2)
 
 
 def test_a_directorys_fingerprint_is_of_its_tensors_however_they_are_divided(tmp_path: Path) -> None:

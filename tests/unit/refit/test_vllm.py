@@ -11,7 +11,6 @@ import torch
 
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.refit.stream import WeightSource
-from slipstream.types import Dtype
 
 TENSORS = [("embed", torch.ones(3, 2, dtype=torch.bfloat16)), ("norm", torch.zeros(2))]
 SETTINGS = RefitConfig(channel=Channel.NCCL, bucket_mib=64 / 2**20, timeout_s=1.0)
@@ -111,8 +110,20 @@ def test_after_a_failure_the_rest_of_the_weights_goes_by_once(fails_after: int) 
     assert gone == ["embed", "norm"]
 
 
-def test_nccl_joins_rank_0_and_every_worker_of_every_engine() -> None:
-    info = vllm.nccl_init(SETTINGS, num_workers=4, address="10.0.0.1", port=1234)
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What vLLM's trainer engines are opened with, in order; none is."""
+    opened: list[Any] = []
+    trainer = SimpleNamespace(trainer_init=lambda init, **_: opened.append(init))
+    for name in ("NCCL", "IPC"):
+        monkeypatch.setattr(vllm, f"{name}TrainerWeightTransferEngine", trainer)
+    return opened
+
+
+def test_nccl_joins_rank_0_and_every_worker_of_every_engine(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "get_open_port", lambda: 1234)
+    vllm.open_nccl(SETTINGS, engines=SimpleNamespace(num_workers=4), source=source(), address="10.0.0.1")
+    (info,) = opened
     assert asdict(info) == {
         **{"rank": 0, "master_address": "10.0.0.1", "master_port": 1234, "world_size": 5},
         **{"packed": True, "packed_buffer_size_bytes": 64, "packed_num_buffers": 2},
@@ -125,28 +136,14 @@ def test_nccl_joins_rank_0_and_every_worker_of_every_engine() -> None:
     [([(20,), (5,)], [], 64), ([(100,), (20,)], [(16,)], 100), ([(100,)], [(30,), (4,)], 120)],
     ids=["the settings'", "the policy's largest", "the draft's largest"],
 )
-def test_an_ipc_bucket_holds_the_largest_tensor(policy: list[tuple[int]], draft: list[tuple[int]], buffer: int) -> None:
+def test_an_ipc_bucket_holds_the_largest_tensor(
+    policy: list[tuple[int]], draft: list[tuple[int]], buffer: int, opened: list[Any]
+) -> None:
     models = [(policy, torch.uint8), (draft, torch.float32)]
     sources = [source([(f"{i}", torch.empty(shape, dtype=d)) for i, shape in enumerate(own)]) for own, d in models]
-    info = vllm.ipc_init(SETTINGS, sources=sources, rank=3)
+    vllm.open_ipc(SETTINGS, engines=None, sources=sources, rank=3)
+    (info,) = opened
     assert (info.packed, info.packed_buffer_size_bytes, info.rank, info.is_sender) == (True, buffer, 3, False)
-
-
-def test_every_tensor_of_a_rank_fits_the_bucket_of_its_ipc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen3-8B and a draft with its whole vocabulary: the policy's largest tensor would be too small in float32."""
-    opened: list[Any] = []
-    trainer = type("T", (), {"trainer_init": lambda init, **_: opened.append(init) or RecordingTrainer(engines)})
-    engines = recording()
-    monkeypatch.setattr(vllm, "IPCTrainerWeightTransferEngine", trainer)
-    head, fused = torch.empty(151_936, 4_096, device="meta"), torch.empty(4_096, 12_288, device="meta")
-    policy = WeightSource(lambda: iter([("lm_head.weight", head.bfloat16())]), model="policy")
-    table = torch.empty(151_936, dtype=torch.int64, device="meta")
-    draft = [("fc.weight", fused), ("lm_head.weight", head), ("d2t", table)]
-    for dtype, largest in ((None, 2_489_319_424), (Dtype.FLOAT32, 2_489_319_424), (Dtype.BFLOAT16, 1_244_659_712)):
-        sources = [policy, WeightSource(lambda: iter(draft), model="draft", dtype=dtype)]
-        vllm.open_ipc(SETTINGS, engines=engines, sources=sources, rank=0)
-        assert opened[-1].packed_buffer_size_bytes == largest
-        assert all(meta.num_bytes <= largest for each in sources for meta in each.metas())
 
 
 def test_what_the_engines_are_told_is_what_vllms_workers_read() -> None:
