@@ -7,7 +7,7 @@ import re
 import unicodedata
 from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -91,27 +91,14 @@ class RunContext:
         """Return True if the execution has a speculative arm, and so a draft."""
         return Arm.SPECULATIVE in Arms(self.arms).members
 
-    def shared_directory(self, node: str) -> Path:
-        """Directory that all parts of an ablation share; an execution of its own shares it with nobody."""
-        return replace(self, execution=self.part_of or self.execution).directory(node)
-
-    def key(self, node: str) -> str:
-        """Tracking key of the task `node`: made of execution and node, never of the attempt."""
-        return f"{self.execution}/{node}"
-
 
 def context_of(root: Path, execution: str, recipe: Recipe) -> RunContext:
     """Return the context of an execution of `recipe`."""
     return RunContext(execution=execution, root=str(root), experiment=recipe.name, workload=recipe.workload.value)
 
 
-_INPUTS = {
-    "workload": "workload",
-    "grpo.seed": "seed",
-    "grpo.num_steps": "num_steps",
-    "loop.max_off_policy_steps": "max_off_policy_steps",
-}
-"""Fields of a recipe that have an input of their own."""
+_INPUTS = ("workload", "grpo.seed", "grpo.num_steps", "loop.max_off_policy_steps")
+"""Fields of a recipe that have an input of their own, under the field's name."""
 _IN_BOTH_LOOPS = "launch asynchronous_rl, which trains every arm in both loops"
 
 
@@ -122,10 +109,10 @@ def add_inputs(command: ArgumentParser) -> None:
     command.add_argument("--seed", type=int, help="of prompts, sampling and training; default: the recipe's")
 
 
-def add_set(command: ArgumentParser) -> None:
+def add_set(command: ArgumentParser, *aliases: str) -> None:
     """Add the option `--set` of a command that reads a recipe."""
     words = "set fields of the recipe, as in grpo.group_size=16"
-    command.add_argument("--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE", help=words)
+    command.add_argument("--set", *aliases, nargs="+", action="extend", default=[], metavar="FIELD=VALUE", help=words)
 
 
 def requested(
@@ -140,8 +127,9 @@ def requested(
     """
     values = parse_overrides(overrides)
     taken = leaves(values)
-    for name, own in _INPUTS.items():
-        require(name not in taken, "overrides", f"must leave out {name}", name, f"give the input {own}")
+    for name in _INPUTS:
+        fix = f"give the input {name.rpartition('.')[2]}"
+        require(name not in taken, "overrides", f"must leave out {name}", name, fix)
     grpo = {name: value for name, value in (("num_steps", num_steps), ("seed", seed)) if value is not None}
     if workload is not None:
         values = merge(values, {"workload": workload.value})
@@ -173,11 +161,7 @@ def with_lag(
 
 
 def require_loop(recipe: Recipe, loop: ArmLoop) -> None:
-    """Refuse a recipe that does not suit a workflow whose arms are trained in `loop`.
-
-    Raises:
-        ConfigError: one of the two is asynchronous and the other is not.
-    """
+    """Refuse a recipe that does not suit a workflow whose arms are trained in `loop`."""
     mode = recipe.loop.mode
     if loop is ArmLoop.SYNCHRONOUS:
         require(mode is LoopMode.SYNCHRONOUS, "loop.mode", "must be synchronous here", mode.value, _IN_BOTH_LOOPS)
@@ -188,11 +172,7 @@ def require_loop(recipe: Recipe, loop: ArmLoop) -> None:
 
 
 def require_arms(recipe: Recipe, arms: Arms) -> None:
-    """Refuse a recipe whose engine cannot generate for all of a workflow's arms.
-
-    Raises:
-        ConfigError: the speculative arm would be trained on an engine that does not speculate.
-    """
+    """Refuse a recipe whose engine cannot generate for all of a workflow's arms."""
     is_served = recipe.engine.backend is Backend.VLLM or Arm.SPECULATIVE not in arms.members
     rule, fix = f"must be vllm with --arms {arms.value}", "no speculation was seen on SGLang: set --arms autoregressive"
     require(is_served, "engine.backend", rule, recipe.engine.backend.value, fix)

@@ -62,13 +62,11 @@ def deliver(
     whole = Path(context.execution) / "handed_on" / f"{node}-{identity(directory, *both)}"
     with put(root / whole) as folder:
         _link_all(directory, both, folder)
-    target = root / context.execution / "deliverables" / node
+    target, size = root / context.execution / "deliverables" / node, num_bytes(root / whole)
     with replaced_directory(target) as folder:
         _link_all(directory, records, folder)
-        write_record(Deliverable(path=str(whole), num_bytes=num_bytes(root / whole)), folder / MANIFEST)
-    logger.info(
-        "%s: output of %d bytes; with weights %d in %s", node, num_bytes(target), num_bytes(root / whole), whole
-    )
+        write_record(Deliverable(path=str(whole), num_bytes=size), folder / MANIFEST)
+    logger.info("%s: output of %d bytes; with weights %d in %s", node, num_bytes(target), size, whole)
     return target
 
 

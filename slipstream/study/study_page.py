@@ -21,19 +21,18 @@ from slipstream.types import Arm
 from slipstream.workers.placement.plan import table
 
 _WORDS = {
-    **{
-        "eagle3": "EAGLE-3",
-        "dflash": "DFlash",
-        "draft_model": "small model",
-        "ngram": "n-gram",
-        "suffix": "suffix",
-        "history": "earlier answers",
-        "mtp": "MTP",
-    },
+    "eagle3": "EAGLE-3",
+    "dflash": "DFlash",
+    "draft_model": "small model",
+    "ngram": "n-gram",
+    "suffix": "suffix",
+    "history": "earlier answers",
+    "mtp": "MTP",
     "in_domain": "the task's prompts",
     "general": "general prompts",
     "from_hub": "a given draft, the task's prompts",
-    **{"always": "trained every step", "when_stale": "trained when stale"},
+    "always": "trained every step",
+    "when_stale": "trained when stale",
 }
 """Display names of a drafter's method, prompts and training in RL."""
 _PUBLISHED = {
@@ -161,9 +160,8 @@ def answers(record: StudyRecord) -> list[str]:
         start = f"{WORKLOAD_LABELS[workload.value]}: "
         claimed = first.claim
         if claimed.kind is not ClaimKind.FASTER:
-            found = (
-                "draft was measured" if claimed.kind is ClaimKind.NOT_MEASURED else "measured draft makes a step faster"
-            )
+            is_measured = claimed.kind is not ClaimKind.NOT_MEASURED
+            found = "measured draft makes a step faster" if is_measured else "draft was measured"
             sentences.append(f"{start}no {found}; the best is {name}. {claimed.sentence}")
             continue
         others = [row for row in record.rows if row.setting.workload is workload and row.rank > 1]
