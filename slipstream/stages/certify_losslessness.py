@@ -157,11 +157,7 @@ def _drawn(
     seed: int,
     trained_draft: Path | None = None,
 ) -> Sample:
-    """Sample with an engine that starts with one policy, is refitted to the trained one, and drafts by `length`.
-
-    Args:
-        trained_draft: draft of the refit; None: the engine keeps `draft`.
-    """
+    """Sample with an engine that starts with one policy, is refitted to the trained one, and drafts by `length`."""
     config, k, num_steps = recipe.losslessness, length.num_speculative_tokens, recipe.grpo.num_steps
     is_in_flight = k > 0 and recipe.loop.in_flight_kv_cache is not None
     kv_cache = KvCache.RECOMPUTE if is_in_flight else None
@@ -207,11 +203,7 @@ def certify_alone(context: RunContext, recipe: Recipe, *, policy: Path, data: Pa
 
 
 def require_lossless(certificate: Path) -> CertificateRecord:
-    """Read the certificate, and raise if its verdict is not `lossless`.
-
-    Raises:
-        LosslessnessError: speculation was not shown to be lossless.
-    """
+    """Read the certificate; raise a `LosslessnessError` unless its verdict is `lossless`."""
     record = read_record(CertificateRecord, certificate / "certificate.json")
     if record.verdict != LOSSLESS:
         raise LosslessnessError(f"the run is {record.verdict}: {record.reason}; see {certificate / 'certificate.json'}")

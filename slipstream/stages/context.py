@@ -120,8 +120,6 @@ def requested(
 ) -> dict[str, Any]:
     """Collect a launch's changes to its recipe: an input that is None changes nothing, any other overrides the file.
 
-    Args:
-        overrides: items such as `grpo.group_size=16`.
     Raises:
         ConfigError: an item cannot be parsed, or has an input of its own.
     """
@@ -142,8 +140,6 @@ def with_lag(
     """Add a lag to the changes of a launch, and `one_step_off` where neither they nor the recipe set a mode.
 
     Args:
-        recipe: name of the recipe, or a path to it.
-        max_off_policy_steps: None keeps the recipe's.
         loop: loop of the workflow's arms; None: it trains no arm.
     Raises:
         ConfigError: a workflow that trains synchronously is to lag.
@@ -179,11 +175,7 @@ def require_arms(recipe: Recipe, arms: Arms) -> None:
 
 
 def handed_on(overrides: Iterable[str]) -> tuple[str, ...]:
-    """Overrides for a process in another working directory: their relative paths are made absolute.
-
-    Raises:
-        ConfigError: an item cannot be parsed.
-    """
+    """Overrides for a process in another working directory: their relative paths are made absolute."""
     items = list(overrides)
     given, absolute = parse_overrides(items), absolute_paths(parse_overrides(items), Path.cwd())
     if given == absolute:

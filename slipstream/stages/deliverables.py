@@ -1,14 +1,10 @@
 """Output of a stage for later tasks: its records as files, its weights by path, never checkpoints or the spool.
 
-A stage works in a directory under the run's root that also holds checkpoints, responses and sources. A task that
-returned this directory would upload all of it, and every later task would download it. So the output is a folder of its
-own:
+A task that returned its stage's directory would upload checkpoints, responses and sources too, and every later task
+would download them. So the output is a folder of its own:
 
-    <root>/<execution>/deliverables/<node>/
-        *                       the records that later tasks read: JSON, tokenizer, prompts, report
-        deliverable.json        path of records and weights together, below the root
-
-    <root>/<execution>/handed_on/<node>-<digest>/       records and weights, laid out as the stage wrote them
+    <root>/<execution>/deliverables/<node>/          records that later tasks read, and the path of the other folder
+    <root>/<execution>/handed_on/<node>-<digest>/    records and weights, laid out as the stage wrote them
 
 The digest covers names and bytes: a later task reads what the earlier one wrote, whatever happened to its directory
 since. The files are hard links, so that they take no space twice; from another file system they are copies. Engines and

@@ -54,9 +54,6 @@ def shown_data(recipe: Recipe, *, num_prompts: int = 10) -> str:
     """Render the first training prompts as the policy reads them, the lengths of all sets, and what was dropped.
 
     The tokenizer is the policy's: of a policy that is trained from random weights it is made on the spot.
-
-    Raises:
-        ConfigError: the data cannot be read, or leave no prompt.
     """
     with tempfile.TemporaryDirectory() as directory:
         write_policy_tokenizer(recipe.policy, policy_needs(recipe), Path(directory) / "tokenizer")

@@ -34,11 +34,7 @@ _NODE = "prepare_policy"
 
 
 def prepare_policy(context: RunContext, recipe: Recipe, *, data: Path) -> Path:
-    """Resolve and check the policy, or train the recipe's own from random weights; return its directory in HF format.
-
-    Args:
-        data: output of `prepare_data`, whose tokenizer the recipe's own policy takes.
-    """
+    """Resolve and check the policy, or train the recipe's own with the data's tokenizer; return its directory."""
     recipe = settled(context, recipe)
     key = None  # of a policy that is trained: links to existing files are not worth storing
     if recipe.policy.scratch is not None:
@@ -60,11 +56,7 @@ def prepare_policy(context: RunContext, recipe: Recipe, *, data: Path) -> Path:
 
 
 def train_from_scratch(recipe: Recipe, directory: Path, *, tokenizer_dir: Path, log: LogMetrics) -> PolicyRecord:
-    """Train the recipe's own policy on its synthetic corpus; write it in HF format, with its tokenizer.
-
-    Args:
-        log: receives the loss of each step.
-    """
+    """Train the recipe's own policy on its synthetic corpus; write it in HF format, with its tokenizer."""
     scratch = recipe.policy.scratch
     assert scratch is not None, "the recipe's own policy has an architecture"
     start = time.perf_counter()

@@ -32,9 +32,7 @@ def recipe_engine(
     """Engine with `k` draft tokens, the largest of a schedule; nothing but speculation depends on `k`.
 
     Args:
-        draft: None where nothing is drafted.
-        kv_cache: treatment of keys and values when new weights enter in flight; None: the engine does not run in
-            flight.
+        kv_cache: treatment of keys and values when new weights enter in flight; None: none do.
     """
     speculative = None
     if k:
@@ -104,11 +102,7 @@ def draft_length(recipe: Recipe, tuning: Path) -> DraftLength:
 
 
 def fitting_weights(recipe: Recipe, policy: Path, draft: Path) -> Path | None:
-    """Return `draft_weights` of a draft that fits the policy.
-
-    Raises:
-        ConfigError: it does not fit.
-    """
+    """Return `draft_weights` of a draft, and refuse one that does not fit the policy."""
     from slipstream.drafts.compatibility import require_fit
 
     weights = draft_weights(recipe.draft, draft)

@@ -48,11 +48,7 @@ _GIT_TIMEOUT_S = 5.0
 
 
 def origin_tags(environment: Mapping[str, str] = os.environ, *, gpu: str = "") -> dict[str, str]:
-    """Tags of commit, image, node, GPU and Flyte execution; unknown ones are left out.
-
-    Args:
-        gpu: type of the accelerators, in a task that uses some.
-    """
+    """Tags of commit, image, node, type of GPU and Flyte execution; unknown ones are left out."""
     commit = environment.get(COMMIT_VARIABLE) or checkout_commit(Path(slipstream.__file__).parent)
     tags = {
         "git.commit": commit,
@@ -179,7 +175,6 @@ def execution_run(
 def _opened(
     context: RunContext, recipe: Recipe, key: str, parent: str | None, *, tags: Mapping[str, str], **given: Any
 ) -> Tracker:
-    """Open an MLflow run of the execution below the run `parent`, or attach to it."""
     return Tracker(
         recipe.tracking,
         root=Path(context.root),

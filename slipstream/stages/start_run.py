@@ -52,7 +52,6 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch
         reuse_stored: take data, policy and draft from the store where another execution made the same.
         cluster: cluster that the recipe must fit on; None: this machine.
         loop: loop of the workflow's arms; None: the workflow trains no arm, or accepts every recipe.
-        arms: arms that the workflow trains.
     """
     root = root.resolve()
     recipe, origins = resolve_recipe(recipe_name, overrides=overrides)

@@ -163,10 +163,9 @@ def data_key(recipe: Recipe, *, policy: Path | None = None) -> str:
 
 
 def policy_key(recipe: Recipe, *, data: str) -> str:
-    """Key of a policy that is trained from random weights.
+    """Key of a policy that is trained from random weights, of a recipe whose every `dtype: auto` is resolved.
 
     Args:
-        recipe: recipe whose every `dtype: auto` is resolved.
         data: identity of the data: the tokenizer, and prompts that the corpus must not hold.
     """
     policy = to_mapping(recipe.policy)
@@ -186,12 +185,9 @@ def policy_key(recipe: Recipe, *, data: str) -> str:
 
 
 def draft_key(recipe: Recipe, *, policy: str, data: str) -> str:
-    """Key of a pretrained draft: its section, the sampling of responses, and the learner of hidden states.
+    """Key of a pretrained draft, of a recipe whose every `dtype: auto` is resolved; `policy` and `data` are identities.
 
-    Args:
-        recipe: recipe whose every `dtype: auto` is resolved.
-        policy: identity of the policy.
-        data: identity of the prompts.
+    It covers the section of the draft, the sampling of responses, and the learner of hidden states.
     """
     read = {"method", *TRAITS[recipe.draft.method].fields} - {"online"}
     draft = {name: value for name, value in to_mapping(recipe.draft).items() if name in read}

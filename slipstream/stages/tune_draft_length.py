@@ -89,11 +89,7 @@ def first_speedup(points: Sequence[SweepPoint]) -> str:
 
 
 def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[Worker]) -> length.Sweep:
-    """Run `length.sweep` with a progress bar, log its points, and announce the first speedup.
-
-    Args:
-        timed: receives the engines.
-    """
+    """Run `length.sweep` with a progress bar, log points and first speedup, and add the workers to `timed`."""
     is_first = True
     starting = Semaphore(recipe.layout.num_starting)
     ks = ", ".join(map(str, recipe.tuning.candidate_ks))

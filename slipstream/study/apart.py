@@ -109,11 +109,7 @@ def plan_ablation(
 
 
 def make_part(context: RunContext) -> str:
-    """Run the part that `context` names in an MLflow run of its own, and record how it ended; returns its name.
-
-    Raises:
-        PartMissingError: a part that this one needs has failed.
-    """
+    """Run the part that `context` names in an MLflow run of its own, and record how it ended; returns its name."""
     root = Path(context.root)
     plan = read_plan(root, context.part_of)
     part = next(part for part in plan.parts if f"{plan.execution}/{part.name}" == context.execution)

@@ -53,11 +53,7 @@ class _Member:
 
 
 def check_drafters(context: RunContext, recipe: Recipe, grid: Grid) -> list[str]:
-    """Refuse what the recipe cannot do with one of the drafters, before anything expensive starts; return their names.
-
-    Raises:
-        ConfigError: the error names the drafter.
-    """
+    """Refuse what the recipe cannot do with a drafter before anything expensive starts; return the drafters' names."""
     drafters = drafter_recipes(recipe, grid)
     context.directory(NODE)  # the directory marks the execution as a bake-off
     return [drafter.name for drafter in drafters]
@@ -129,11 +125,7 @@ def _groups(drafters: Sequence[Variant], size: int) -> Iterator[Sequence[Variant
 def _trained(
     context: RunContext, group: Mapping[Variant, _Member], number: int, *, policy: Path, data: Path
 ) -> dict[Variant, Trained | str]:
-    """Train one group beside an autoregressive arm of its own.
-
-    Raises:
-        Exception: the autoregressive arm failed, so there is nothing to compare with.
-    """
+    """Train one group beside an autoregressive arm of its own, whose failure is raised: it ends the comparison."""
     alone, recipe = f"autoregressive-{number}", next(iter(group.values())).recipe
     own = replace(context, execution=f"{context.execution}/{alone}")
     execution_run(own, recipe, params=parameters(recipe)).detach()
