@@ -11,11 +11,10 @@ import yaml
 from kubernetes.utils.quantity import parse_quantity
 
 from tests.unit.workflows.registration import pods, ray_job, registered
-from tests.unit.workflows.test_launch_plans import ON_PODS, WITH_GPUS
+from tests.unit.workflows.test_launch_plans import WITH_GPUS, on_pods
 
 KUBERNETES = "1.37"
 
-on_pods = pytest.mark.parametrize("profile", ON_PODS)
 on_gpus = pytest.mark.parametrize("profile", ["gb200", "h200"])
 
 
