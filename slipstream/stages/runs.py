@@ -36,11 +36,8 @@ from slipstream.types import Arm, Dtype
 if TYPE_CHECKING:
     from slipstream.report.page import ReportPaths
 
-COMMIT_VARIABLE = "SLIPSTREAM_GIT_COMMIT"
-"""Environment variable that is set when an image is built, because an image holds no repository."""
-
-IMAGE_VARIABLE = "SLIPSTREAM_IMAGE"
-"""Environment variable that is set when an image is built, to its own name."""
+COMMIT_VARIABLE, IMAGE_VARIABLE = "SLIPSTREAM_GIT_COMMIT", "SLIPSTREAM_IMAGE"
+"""Environment variables that are set when an image is built: it holds no repository, and does not know its name."""
 
 _EXECUTION_VARIABLE = "FLYTE_INTERNAL_EXECUTION_ID"  # of every pod of Flyte
 _ADDRESS_VARIABLES = ["FLYTE_INTERNAL_EXECUTION_PROJECT", "FLYTE_INTERNAL_EXECUTION_DOMAIN", _EXECUTION_VARIABLE]

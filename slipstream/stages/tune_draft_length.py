@@ -61,13 +61,12 @@ def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data
         swept = _sweep(tuned, policy=policy, data=data, draft=draft, timed=timed)
         batch = recipe.grpo.prompts_per_step * recipe.grpo.group_size
         record = length.choose(swept.points, config=recipe.tuning, batch=batch, rounds=swept.rounds)
-        record = replace(record, sampling=tuned.draft.sampling.value)
+        record = replace(record, sampling=tuned.draft.sampling.value, machine=machines(timed), versions=versions())
         if is_auto and record.chosen_k:
             record = _compared(tuned, record, policy=policy, data=data, draft=draft)
         figure = directory / "sweep.svg"
         figure.write_text(sweep_figure(record.points, record.chosen_k))
         tracker.log_artifact(figure)
-        record = replace(record, machine=machines(timed), versions=versions())
         tracker.log_artifact(write_record(record, directory / "tuning.json"))
         tracker.set_tags({"k": str(record.chosen_k), "draft.sampling": record.sampling})
         for point in swept.points:

@@ -175,15 +175,7 @@ def write_study(record: StudyRecord, directory: Path) -> list[Path]:
     """Write the page, the figure if there is a result, and the record as files named after the study."""
     html, figure = directory / f"{record.study.value}.html", directory / "speedups.svg"
     svg = speedups(record) if record.rows else ""
-    write_atomic(html, _page(record, svg).encode())
-    if svg:
-        write_atomic(figure, svg.encode())
-    written = write_record(record, html.with_suffix(".json"))  # last, for its presence marks the study as finished
-    return [html, *([figure] if svg else []), written]
-
-
-def _page(record: StudyRecord, svg: str) -> str:
-    return render(
+    page = render(
         Path(__file__).with_name("study.html.jinja"),
         record=record,
         is_ablation=record.study is Study.ABLATION,
@@ -196,6 +188,11 @@ def _page(record: StudyRecord, svg: str) -> str:
         paper_label=read_reference().label,
         figure=Markup(svg),
     )
+    write_atomic(html, page.encode())
+    if svg:
+        write_atomic(figure, svg.encode())
+    written = write_record(record, html.with_suffix(".json"))  # last, for its presence marks the study as finished
+    return [html, *([figure] if svg else []), written]
 
 
 def speedups(record: StudyRecord) -> str:
