@@ -68,8 +68,6 @@ class RunContext:
 
     execution: str
     root: str
-    experiment: str
-    workload: str
     reuse_stored: bool = True  # take data, policy and draft that an earlier execution made alike
     arms: str = Arms.BOTH.value
 
@@ -90,11 +88,6 @@ class RunContext:
     def speculates(self) -> bool:
         """Return True if the execution has a speculative arm, and so a draft."""
         return Arm.SPECULATIVE in Arms(self.arms).members
-
-
-def context_of(root: Path, execution: str, recipe: Recipe) -> RunContext:
-    """Return the context of an execution of `recipe`."""
-    return RunContext(execution=execution, root=str(root), experiment=recipe.name, workload=recipe.workload.value)
 
 
 _INPUTS = ("workload", "grpo.seed", "grpo.num_steps", "loop.max_off_policy_steps")

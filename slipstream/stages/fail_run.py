@@ -16,7 +16,7 @@ from slipstream.records.steps import ArmRecord, EvaluationRecord, by_loop
 from slipstream.report.formats import POLICY_LABELS, seconds
 from slipstream.report.results import speedups
 from slipstream.report.summary import summarise_arm, summarise_arms
-from slipstream.stages.context import arm_node, context_of, recorded_arms, recorded_recipe
+from slipstream.stages.context import RunContext, arm_node, recorded_arms, recorded_recipe
 from slipstream.stages.runs import execution_run
 from slipstream.tracking.spool import RunStatus, end_open_runs, open_executions
 from slipstream.types import Arm, ArmLoop, Arms, arm_name
@@ -47,7 +47,7 @@ def fail_run(root: Path, execution: str, *, message: str) -> Path | None:
         logger.error("execution %s failed before it was started: %s", execution, message)
         return None
     recipe, directory = load_recipe(str(path)), root / execution
-    context = context_of(root, execution, recipe)
+    context = RunContext(execution=execution, root=str(root))
     endings = _endings(recipe, recorded_arms(root, execution))
     finished = tuple(name for name, ending in endings.items() if (directory / name / ending).is_file())
     unfinished = tuple(name for name in endings if name not in finished)

@@ -78,7 +78,7 @@ def _mlflow_url(context: RunContext, recipe: Recipe, cluster: ClusterProfile) ->
     if not server or recipe.tracking.uri is None:
         return ""
     try:
-        route = open_store(recipe.tracking.uri).run_route(experiment_name(context, recipe), context.execution)
+        route = open_store(recipe.tracking.uri).run_route(experiment_name(recipe), context.execution)
     except TrackingError:
         return ""
     return f"{server.rstrip('/')}/{route}" if route else ""
@@ -123,7 +123,7 @@ def tracked(
         gpu: type of the accelerators that the task uses.
     """
     supervisor.raise_on_signals()
-    if has_ended(Path(context.root), experiment_name(context, recipe), context.execution):
+    if has_ended(Path(context.root), experiment_name(recipe), context.execution):
         execution_run(context, recipe).detach()
     try:
         own = {GPUS_TAG: str(num_gpus(recipe, node)), **dtype_tags(recipe), **origin_tags(gpu=gpu), **(tags or {})}
@@ -152,9 +152,9 @@ def num_gpus(recipe: Recipe, node: str) -> int:
     return 0 if uses_none or not recipe.layout.has_gpus else recipe.layout.num_gpus
 
 
-def experiment_name(context: RunContext, recipe: Recipe) -> str:
-    """MLflow experiment of an execution's runs."""
-    return recipe.tracking.experiment or context.experiment
+def experiment_name(recipe: Recipe) -> str:
+    """MLflow experiment of a recipe's runs."""
+    return recipe.tracking.experiment or recipe.name
 
 
 def execution_run(
@@ -175,10 +175,10 @@ def _opened(
     return Tracker(
         recipe.tracking,
         root=Path(context.root),
-        experiment=context.experiment,
+        experiment=recipe.name,
         key=key,
         parent_key=parent,
-        tags={"workload": context.workload, "seed": str(recipe.grpo.seed), **tags},
+        tags={"workload": recipe.workload.value, "seed": str(recipe.grpo.seed), **tags},
         **given,
     )
 

@@ -18,7 +18,6 @@ from slipstream.records.run import LaunchRecord
 from slipstream.rewards.function import kept, open_reward, write_kept
 from slipstream.stages.context import (
     RunContext,
-    context_of,
     launch_file,
     recorded_arms,
     recorded_recipe,
@@ -64,7 +63,7 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch
     if Arm.SPECULATIVE in arms.members and cluster.is_local:  # pods have another image, where pretraining checks this
         require_package(recipe.draft.method)
     _end_terminated(root, cluster)
-    context = replace(context_of(root, execution, recipe), reuse_stored=reuse_stored, arms=arms.value)
+    context = RunContext(execution=execution, root=str(root), reuse_stored=reuse_stored, arms=arms.value)
     path = recorded_recipe(root, execution)
     with open_reward(recipe.reward):
         """A function that cannot be called is an error here."""

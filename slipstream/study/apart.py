@@ -17,7 +17,7 @@ from slipstream.recipe import Recipe, load_recipe, parameters, write_recipe
 from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
-from slipstream.stages.context import RunContext, arm_node, context_of, recorded_recipe
+from slipstream.stages.context import RunContext, arm_node, recorded_recipe
 from slipstream.stages.deliverables import assemble, deliver
 from slipstream.stages.prepare_data import prepare_data
 from slipstream.stages.prepare_policy import prepare_policy
@@ -94,17 +94,14 @@ def plan_ablation(
     write_record(plan, root / execution / _PLAN_NODE / _PLAN)
     axes = {name: values for name, values in vars(grid).items() if name != "online"}  # that one is a bake-off's
     params = {f"grid.{name}": ", ".join(map(str, values)) or "the recipe's" for name, values in axes.items()}
-    context, tags = context_of(root, execution, first), {KIND_TAG: ABLATION, **origin_tags()}
+    context = RunContext(execution=execution, root=str(root), reuse_stored=reuse_stored)
+    tags = {KIND_TAG: ABLATION, **origin_tags()}
     with alone_on(cluster, root, execution):
         execution_run(context, first, tags, {**params, "recipe": first.name}).detach()
     counts = ", ".join(f"{len(plan.of_kind(kind))} of {kind.value}" for kind in Kind)
     logger.info("ablation %s starts: recipe %s, parts: %s", execution, first.name, counts)
     return {
-        kind: [
-            replace(context_of(root, f"{execution}/{part.name}", recipes[part.variant]), reuse_stored=reuse_stored)
-            for part in plan.of_kind(kind)
-        ]
-        for kind in Kind
+        kind: [replace(context, execution=f"{execution}/{part.name}") for part in plan.of_kind(kind)] for kind in Kind
     }
 
 
@@ -145,7 +142,7 @@ def rank_ablation(root: Path, execution: str) -> Path:
     for outcome in record.outcomes:
         name = f"{execution}/{outcome.variant.name}"
         recipe = load_recipe(str(recorded_recipe(root, name)))
-        with execution_run(context_of(root, name, recipe), recipe) as tracker:
+        with execution_run(RunContext(execution=name, root=str(root)), recipe) as tracker:
             tracker.log(outcome_metrics(outcome))
     directory = _report(root, plan, record)
     logger.info("ablation %s: %s", execution, " ".join(answers(record)))
@@ -248,7 +245,7 @@ def _report(root: Path, plan: PlanRecord, record: StudyRecord, *, failed: str | 
     paths = write_study(record, directory)
     recipe = load_recipe(str(recorded_recipe(root, f"{plan.execution}/{plan.parts[0].name}")))
     words = [*answers(record), f"{len(record.failures)} variants failed.", "The page is the artifact `ablation.html`."]
-    tracker = execution_run(context_of(root, plan.execution, recipe), recipe, {KIND_TAG: ABLATION})
+    tracker = execution_run(RunContext(execution=plan.execution, root=str(root)), recipe, {KIND_TAG: ABLATION})
     tracker.log(result_metrics(record))
     tags = {} if failed is None else {"failed.message": failed[-_MAX_TAG_CHARACTERS:] or "unknown"}
     tracker.set_tags({NOTE: "\n\n".join(words), "num_failed": str(len(record.failures)), **tags})

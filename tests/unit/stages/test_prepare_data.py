@@ -28,8 +28,7 @@ def read(name: str, workload: Workload | None = None, **overrides: Any) -> Recip
 
 
 def prepared(root: Path, recipe: Recipe, **given: Any) -> Path:
-    context = run_context(root, experiment=recipe.name, workload=recipe.workload.value)
-    return prepare_data(context, recipe, **given)
+    return prepare_data(run_context(root), recipe, **given)
 
 
 def on_local_files(recipe: Recipe, directory: Path) -> Recipe:
