@@ -202,9 +202,8 @@ def certify_alone(context: RunContext, recipe: Recipe, *, policy: Path, data: Pa
     return directory
 
 
-def require_lossless(certificate: Path) -> CertificateRecord:
-    """Read the certificate; raise a `LosslessnessError` unless its verdict is `lossless`."""
+def require_lossless(certificate: Path) -> None:
+    """Raise a `LosslessnessError` unless the certificate's verdict is `lossless`."""
     record = read_record(CertificateRecord, certificate / "certificate.json")
     if record.verdict != LOSSLESS:
         raise LosslessnessError(f"the run is {record.verdict}: {record.reason}; see {certificate / 'certificate.json'}")
-    return record

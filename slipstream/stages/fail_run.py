@@ -37,15 +37,15 @@ class FailureRecord:
     unfinished: tuple[str, ...]
 
 
-def fail_run(root: Path, execution: str, *, message: str) -> Path | None:
-    """End the open runs of a failed execution, and write its error and results; return the directory with failure.md.
+def fail_run(root: Path, execution: str, *, message: str) -> None:
+    """End the open runs of a failed execution, and write its error and results to failure.md and failure.json.
 
-    Returns None for an execution that failed before it recorded its recipe, because it has no run.
+    An execution that failed before it recorded its recipe has no run.
     """
     path = recorded_recipe(root, execution)
     if not path.is_file():
         logger.error("execution %s failed before it was started: %s", execution, message)
-        return None
+        return
     recipe, directory = load_recipe(str(path)), root / execution
     context = RunContext(execution=execution, root=str(root))
     endings = _endings(recipe, recorded_arms(root, execution))
@@ -63,7 +63,6 @@ def fail_run(root: Path, execution: str, *, message: str) -> Path | None:
     tracker.log_artifact(page.with_suffix(".json"))
     tracker.close(RunStatus.FAILED)
     logger.error("execution %s failed in %s; its partial results are in %s", execution, node, page)
-    return page.parent
 
 
 _STATUS = {"SUCCEEDED": RunStatus.FINISHED, "ABORTED": RunStatus.KILLED}  # by Flyte's phase; else failed

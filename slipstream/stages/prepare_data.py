@@ -50,8 +50,8 @@ def prepare_data(context: RunContext, recipe: Recipe, *, policy: Path | None = N
     return publish(context, "prepare_data", key)
 
 
-def shown_data(recipe: Recipe, *, num_prompts: int = 10) -> str:
-    """Render the first training prompts as the policy reads them, the lengths of all sets, and what was dropped.
+def shown_data(recipe: Recipe) -> str:
+    """Render the first ten training prompts as the policy reads them, the lengths of all sets, and what was dropped.
 
     The tokenizer is the policy's: of a policy that is trained from random weights it is made on the spot.
     """
@@ -60,7 +60,7 @@ def shown_data(recipe: Recipe, *, num_prompts: int = 10) -> str:
         words = tokenizer(Path(directory) / "tokenizer")
         sets = usable_prompts(recipe, words)
     texts = []
-    for prompt in sets.train[:num_prompts]:
+    for prompt in sets.train[:10]:
         of = f", data source {prompt.data_source}" if prompt.data_source else ""
         head = f"prompt {prompt.id}, {len(prompt.token_ids)} tokens, answer {prompt.answer!r}{of}"
         texts.append(f"{head}\n{words.decode(list(prompt.token_ids))}")

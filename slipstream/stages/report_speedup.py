@@ -125,9 +125,8 @@ def drift_of(context: RunContext, recipe: Recipe, record: RunRecord) -> DriftRec
     return drift
 
 
-def require_no_drift(recipe: Recipe, report: Path) -> DriftRecord:
-    """Return the drift of a report; raise a `DriftError` if results drifted and the recipe makes that an error."""
+def require_no_drift(recipe: Recipe, report: Path) -> None:
+    """Raise a `DriftError` if results of a report drifted and the recipe makes that an error."""
     drift = read_record(DriftRecord, report / DRIFT_FILE)
     if drift.outside and recipe.tracking.drift.fail:
         raise DriftError(f"{drift.summary} The report is written; tracking.drift.fail makes this an error")
-    return drift

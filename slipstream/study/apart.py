@@ -149,16 +149,15 @@ def rank_ablation(root: Path, execution: str) -> Path:
     return directory
 
 
-def fail_ablation(root: Path, execution: str, *, message: str) -> Path | None:
-    """Close the open runs of a failed ablation and rank its finished variants; None if it has no plan yet."""
+def fail_ablation(root: Path, execution: str, *, message: str) -> None:
+    """Close the open runs of a failed ablation and rank its finished variants; one without a plan has neither."""
     if not (root / execution / _PLAN_NODE / _PLAN).is_file():
         logger.error("ablation %s failed before it was planned: %s", execution, message)
-        return None
+        return
     end_open_runs(root, execution, RunStatus.FAILED)
     plan = read_plan(root, execution)
     directory = _report(root, plan, collect(root, plan), failed=message)
     logger.error("ablation %s failed; its results so far are in %s", execution, directory)
-    return directory
 
 
 def collect(root: Path, plan: PlanRecord) -> StudyRecord:
