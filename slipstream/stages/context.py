@@ -111,11 +111,7 @@ def add_set(command: ArgumentParser, *aliases: str) -> None:
 def requested(
     overrides: Iterable[str], *, workload: Workload | None = None, num_steps: int | None = None, seed: int | None = None
 ) -> dict[str, Any]:
-    """Collect a launch's changes to its recipe: an input that is None changes nothing, any other overrides the file.
-
-    Raises:
-        ConfigError: an item cannot be parsed, or has an input of its own.
-    """
+    """Collect a launch's changes to its recipe: an input that is None changes nothing, any other overrides the file."""
     values = parse_overrides(overrides)
     taken = leaves(values)
     for name in _INPUTS:

@@ -67,11 +67,7 @@ def deliver(
 
 
 def assemble(context: RunContext, records: Path) -> Path:
-    """Directory below the run's root with a deliverable's `records` and its weights.
-
-    Raises:
-        ConfigError: the directory is missing or incomplete.
-    """
+    """Directory below the run's root with a deliverable's `records` and its weights, which must be complete."""
     handed_on = read_record(Deliverable, records / MANIFEST)
     path = Path(context.root) / handed_on.path
     fix = "mount the same storage at the same path in every pod"

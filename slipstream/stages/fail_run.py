@@ -121,7 +121,6 @@ def _endings(recipe: Recipe, asked: Arms) -> dict[str, str]:
 
 
 def _page(record: FailureRecord, recipe: Recipe, directory: Path) -> str:
-    """Page in Markdown with the error, the finished stages and every result so far."""
     lines = [
         f"# {record.execution} failed",
         f"Recipe {recipe.name}, workload {recipe.workload.value}. Failed stage: {record.node}.",

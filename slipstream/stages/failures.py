@@ -107,7 +107,6 @@ def explained(error: BaseException) -> str | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Error, followed by the chain of its causes and contexts."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:

@@ -80,11 +80,7 @@ def drafts_by_batch(recipe: Recipe) -> bool:
 
 
 def given_length(recipe: Recipe, k: int) -> DraftLength:
-    """Return a draft length that nobody tuned.
-
-    Raises:
-        ConfigError: the kind of drafts is to be tuned.
-    """
+    """Return a draft length that nobody tuned; a recipe whose kind of drafts is to be tuned is refused."""
     require_choice(recipe.draft.sampling)
     return DraftLength(num_speculative_tokens=k, sampling=recipe.draft.sampling)
 

@@ -188,9 +188,6 @@ def alone_on(cluster: ClusterProfile, root: Path, execution: str) -> Iterator[No
     """Let no second execution start on GPU nodes without a queue, where Ray jobs would hold nodes by halves for ever.
 
     The run of the execution is opened within, under a lock on the shared volume.
-
-    Raises:
-        ConfigError: another execution under this root has not ended.
     """
     if cluster.gpu is None or cluster.queue is not None:
         yield

@@ -105,11 +105,7 @@ def _end_terminated(root: Path, cluster: ClusterProfile) -> None:
 
 
 def on_cluster(recipe: Recipe, cluster: ClusterProfile) -> Recipe:
-    """Set the cluster's tracking server in the recipe, unless the recipe names one.
-
-    Raises:
-        ConfigError: the cluster's nodes cannot hold the recipe.
-    """
+    """Set the cluster's tracking server in a recipe that names none; one that the nodes cannot hold is refused."""
     if cluster.is_local:
         return recipe
     require_fits(

@@ -136,12 +136,9 @@ DRAFT_FORMAT = 3
 
 
 def data_key(recipe: Recipe, *, policy: Path | None = None) -> str:
-    """Key of the prompt sets: the data section, the tokenizer, and the content of local files.
+    """Key of the prompt sets: the data section, the tokenizer (that of `policy`, if given), and local files' content.
 
     The id of a data set on the hub stands for its content: `--fresh` reads it again.
-
-    Args:
-        policy: model directory whose tokenizer is used instead of the recipe's.
     """
     if policy is None and recipe.policy.scratch is not None:
         tokenizer: Any = recipe.policy.scratch_positions

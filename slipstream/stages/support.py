@@ -67,11 +67,7 @@ def usable_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prompt
 
 
 def require_prompts(recipe: Recipe, sets: PromptSets, *, trains_draft: bool = True) -> None:
-    """Refuse prompt sets that are too small for the recipe's stages.
-
-    Args:
-        trains_draft: False where no draft is trained; a method may do without training too.
-    """
+    """Refuse prompt sets that are too small for the recipe's stages."""
     if trains_draft and recipe.draft.trains is not Training.NONE:
         split = "draft_general" if recipe.draft.init is DraftInit.GENERAL else "draft_in_domain"
         num_prompts = recipe.draft.pretrain.num_prompts + recipe.draft.pretrain.num_heldout_prompts

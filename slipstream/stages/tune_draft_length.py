@@ -126,7 +126,6 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
 
 
 def _compared(recipe: Recipe, record: TuningRecord, *, policy: Path, data: Path, draft: Path) -> TuningRecord:
-    """Measure both kinds of drafts at the chosen k, and choose the faster one."""
     starting = Semaphore(recipe.layout.num_starting)
     logger.info("tune_draft_length: comparing probabilistic and greedy drafts of k=%d", record.chosen_k)
 

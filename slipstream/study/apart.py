@@ -78,8 +78,6 @@ def plan_ablation(
 ) -> dict[Kind, list[RunContext]]:
     """Validate and write the recipe of every variant before anything starts, and open the ablation's MLflow run.
 
-    Returns:
-        Contexts of the parts by kind.
     Raises:
         ConfigError: a variant's recipe or the cluster breaks a rule; the error names the variant.
     """
@@ -235,11 +233,7 @@ def _reason(root: Path, plan: PlanRecord, part: Part) -> str:
 
 
 def _report(root: Path, plan: PlanRecord, record: StudyRecord, *, failed: str | None = None) -> Path:
-    """Write the page, log results and page in the ablation's run and close it; return the page's directory.
-
-    Args:
-        failed: message of the failure that ended the ablation; None: it finished.
-    """
+    """Write the page, log it with the results, and close the ablation's run; `failed` is the message of its failure."""
     directory = root / record.execution / record.study.node
     paths = write_study(record, directory)
     recipe = load_recipe(str(recorded_recipe(root, f"{plan.execution}/{plan.parts[0].name}")))

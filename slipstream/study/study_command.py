@@ -64,11 +64,7 @@ def add_options(command: argparse.ArgumentParser, preset: str) -> None:
 
 
 def launched(options: argparse.Namespace) -> run_command.Launch:
-    """Build the launch that the options ask for.
-
-    Raises:
-        ConfigError: the grid or a variant's recipe breaks a rule.
-    """
+    """Build the launch that the options ask for, once grid and recipes of all variants are checked."""
     overrides = handed_on(options.set)
     grid = _grid(options)
     if options.in_turn:

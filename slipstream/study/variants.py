@@ -183,7 +183,6 @@ def variant_recipes(
     """Resolve the recipe of every variant of an ablation, with the provenance of its values (`resolve_recipe`).
 
     Args:
-        name: name or path of the ablation's recipe.
         requested: overrides of all variants, without the fields that the grid varies.
     Raises:
         ConfigError: a variant's recipe breaks a rule; the error names the variant.
@@ -222,11 +221,7 @@ def _variant_recipe(
 
 
 def drafter_recipes(recipe: Recipe, grid: Grid) -> dict[Variant, Recipe]:
-    """Return every drafter of a bake-off with its recipe.
-
-    Raises:
-        ConfigError: a list is empty, there are too many drafters, or a drafter's recipe breaks a rule.
-    """
+    """Return every drafter of a bake-off with its recipe; an error names the drafter whose recipe breaks a rule."""
     for name in ("methods", "draft_inits", "online", "draft_lengths"):
         require(bool(getattr(grid, name)), name, "must name at least one value", ())
     require(grid.draft_lengths[0] >= 1, "num_speculative_tokens", "must be >= 1", grid.draft_lengths[0])
