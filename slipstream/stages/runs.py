@@ -98,9 +98,6 @@ def _git(directory: Path, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_S).stdout.strip()
 
 
-_WITHOUT_GPUS = ("start_run", "prepare_data", "report_speedup")
-
-
 @contextmanager
 def tracked(
     context: RunContext,
@@ -148,7 +145,8 @@ def dtype_tags(recipe: Recipe) -> dict[str, str]:
 
 def num_gpus(recipe: Recipe, node: str) -> int:
     """Number of GPUs that are reserved while the task `node` runs."""
-    uses_none = node in _WITHOUT_GPUS or (node == "prepare_policy" and recipe.policy.scratch is None)
+    links_policy = node == "prepare_policy" and recipe.policy.scratch is None
+    uses_none = links_policy or node in ("prepare_data", "report_speedup")
     return 0 if uses_none or not recipe.layout.has_gpus else recipe.layout.num_gpus
 
 
