@@ -93,8 +93,8 @@ def transient(error: BaseException) -> str | None:
 
 def explained(error: BaseException) -> str | None:
     """Message of an error that needs no traceback: of a user's input, of a verdict, or of a full disk; else None."""
-    full = next((cause for cause in _causes(error) if getattr(cause, "errno", None) in _FULL), None)
-    if isinstance(full, OSError):
+    full = next((cause for cause in _causes(error) if isinstance(cause, OSError) and cause.errno in _FULL), None)
+    if full is not None:
         above = Path(full.filename).absolute().parents if isinstance(full.filename, str) else ()
         folder = next((path for path in above if path.is_dir()), Path.cwd())
         disk = shutil.disk_usage(folder)

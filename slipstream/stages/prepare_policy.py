@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+POLICY_RECORDS = ("policy.json", "*config.json", "tokenizer*", "*.jinja")
+"""Patterns of a policy's files beside its weights."""
+
 _NODE = "prepare_policy"
 
 

@@ -20,7 +20,7 @@ from slipstream.records.steps import ArmRecord
 from slipstream.stages.context import RunContext, arm_node, recorded_recipe
 from slipstream.stages.deliverables import assemble, deliver
 from slipstream.stages.prepare_data import prepare_data
-from slipstream.stages.prepare_policy import prepare_policy
+from slipstream.stages.prepare_policy import POLICY_RECORDS, prepare_policy
 from slipstream.stages.pretrain_draft import pretrain_draft
 from slipstream.stages.recipe_engines import fitting_weights, given_length
 from slipstream.stages.runs import NOTE, alone_on, execution_run, origin_tags
@@ -36,7 +36,6 @@ from slipstream.types import Arm
 
 logger = logging.getLogger(__name__)
 
-POLICY_RECORDS = ("policy.json", "*config.json", "tokenizer*", "*.jinja")
 _PLAN, _ENDING = "plan.json", "part.json"
 _PLAN_NODE, _POLICY_NODE = "plan_ablation", "prepare_policy"
 _MAX_TAG_CHARACTERS = 5000

@@ -130,7 +130,7 @@ def _trained(
     own = replace(context, execution=f"{context.execution}/{alone}")
     execution_run(own, recipe, params=parameters(recipe)).detach()
     length = DraftLength(num_speculative_tokens=0)
-    plan = arm_plan(recipe, Arm.AUTOREGRESSIVE, policy=policy, draft=policy, length=length)
+    plan = arm_plan(recipe, Arm.AUTOREGRESSIVE, policy=policy, draft=None, length=length)
     members = {alone: _Member(context=own, recipe=recipe, plan=plan), **{each.name: m for each, m in group.items()}}
     starting = threading.Semaphore(recipe.layout.num_starting)
     end_idle()

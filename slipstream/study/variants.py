@@ -240,8 +240,7 @@ def _drafter_recipe(recipe: Recipe, setting: Setting) -> Recipe:
         rule, got = "must be 'shared' in a bake-off", recipe.placement.memory.value
         fix = "there several learners live at once, and each would wait with all its memory"
         require(not recipe.placement.takes_turns, "placement.memory", rule, got, fix)
-        init = recipe.draft.init if setting.init is None else setting.init
-        online = replace(recipe.draft.online, when=setting.online)
+        init, online = setting.init or recipe.draft.init, replace(recipe.draft.online, when=setting.online)
         return replace(
             recipe,
             draft=replace(recipe.draft, method=setting.method, init=init, online=online),
