@@ -74,9 +74,11 @@ def bake_off(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, d
         members: dict[Variant, _Member] = {}
         ended: dict[Variant, Trained | str] = {}
         for drafter, own in drafters.items():
+            part = replace(context, execution=f"{context.execution}/{drafter.name}")
             try:
-                members[drafter] = _pretrained(context, drafter, own, policy=policy, data=data)
+                members[drafter] = _pretrained(part, drafter, own, policy=policy, data=data)
             except Exception as error:
+                execution_run(part, own).close(RunStatus.FAILED)
                 logger.exception("bake_off: %s drops out, the others continue", drafter.name)
                 ended[drafter] = f"{type(error).__name__}: {error}"
         for number, group in enumerate(_groups(list(members), recipe.tuning.max_live_engines - 1), start=1):
@@ -98,21 +100,16 @@ def bake_off(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, d
 
 def _pretrained(context: RunContext, drafter: Variant, recipe: Recipe, *, policy: Path, data: Path) -> _Member:
     """Pretrain the draft of a drafter; drafters that differ only in training during RL share one draft."""
-    own = replace(context, execution=f"{context.execution}/{drafter.name}")
-    execution_run(own, recipe, params=parameters(recipe)).detach()
-    try:
-        length = given_length(recipe, drafter.setting.num_speculative_tokens)
-        draft = pretrain_draft(own, recipe, policy=policy, data=data)
-        fitting_weights(recipe, policy, draft)
-        return _Member(
-            context=own,
-            recipe=recipe,
-            plan=arm_plan(recipe, Arm.SPECULATIVE, policy=policy, draft=draft, length=length, label=drafter.name),
-            pretraining_s=read_record(DraftRecord, draft / "draft.json").elapsed_s if drafter.setting.init else 0.0,
-        )
-    except Exception:
-        execution_run(own, recipe).close(RunStatus.FAILED)
-        raise
+    execution_run(context, recipe, params=parameters(recipe)).detach()
+    length = given_length(recipe, drafter.setting.num_speculative_tokens)
+    draft = pretrain_draft(context, recipe, policy=policy, data=data)
+    fitting_weights(recipe, policy, draft)
+    return _Member(
+        context=context,
+        recipe=recipe,
+        plan=arm_plan(recipe, Arm.SPECULATIVE, policy=policy, draft=draft, length=length, label=drafter.name),
+        pretraining_s=read_record(DraftRecord, draft / "draft.json").elapsed_s if drafter.setting.init else 0.0,
+    )
 
 
 def _groups(drafters: Sequence[Variant], size: int) -> Iterator[Sequence[Variant]]:
