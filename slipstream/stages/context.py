@@ -15,7 +15,7 @@ from typing import Any
 from slipstream.config import merge, parse_overrides, require
 from slipstream.engine.config import Backend
 from slipstream.recipe import Recipe, absolute_paths, leaves, load_recipe
-from slipstream.records.files import read_record
+from slipstream.records.files import read_record, write_record
 from slipstream.records.run import LaunchRecord
 from slipstream.types import Arm, ArmLoop, Arms, LoopMode, Workload, arm_name
 
@@ -37,14 +37,14 @@ def recorded_recipe(root: Path, execution: str) -> Path:
     return root / execution / "start_run" / "recipe.yaml"
 
 
-def launch_file(root: Path, execution: str) -> Path:
-    """Path of the choices that an execution was started with beside its recipe."""
-    return recorded_recipe(root, execution).with_name("launch.json")
+def write_arms(root: Path, execution: str, arms: Arms) -> None:
+    """Record the arms that an execution is started with, beside its recipe."""
+    write_record(LaunchRecord(arms=arms), recorded_recipe(root, execution).with_name("launch.json"))
 
 
 def recorded_arms(root: Path, execution: str) -> Arms:
     """Return the arms that an execution was started with."""
-    path = launch_file(root, execution)
+    path = recorded_recipe(root, execution).with_name("launch.json")
     return read_record(LaunchRecord, path).arms if path.is_file() else LaunchRecord().arms
 
 

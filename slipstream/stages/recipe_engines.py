@@ -36,8 +36,8 @@ def recipe_engine(
     """
     speculative = None
     if k:
-        assert draft is not None, "an engine that drafts has a draft"
-        speculative = speculative_config(recipe.draft, draft_weights(recipe.draft, draft), k, schedule=schedule)
+        weights = None if draft is None else draft_weights(recipe.draft, draft)
+        speculative = speculative_config(recipe.draft, weights, k, schedule=schedule)
     return start_engine(
         policy,
         config=recipe.engine,

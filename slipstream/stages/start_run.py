@@ -13,17 +13,8 @@ from slipstream.drafts.methods import require_package
 from slipstream.kubernetes.flyte_admin import FlyteError, admin_of
 from slipstream.kubernetes.profile import LOCAL, ClusterProfile, read_profile, require_fits
 from slipstream.recipe import Recipe, difference, load_recipe, parameters, recipe_path, resolve_recipe, write_recipe
-from slipstream.records.files import write_record
-from slipstream.records.run import LaunchRecord
 from slipstream.rewards.function import kept, open_reward, write_kept
-from slipstream.stages.context import (
-    RunContext,
-    launch_file,
-    recorded_arms,
-    recorded_recipe,
-    require_arms,
-    require_loop,
-)
+from slipstream.stages.context import RunContext, recorded_arms, recorded_recipe, require_arms, require_loop, write_arms
 from slipstream.stages.fail_run import reconcile
 from slipstream.stages.runs import NOTE, alone_on, execution_run, origin_tags, started_text
 from slipstream.tracking.spool import RunStatus
@@ -71,7 +62,7 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch
     if resume:
         _require_same(recipe, arms, root, execution)
     write_kept(own, recipe.reward)
-    write_record(LaunchRecord(arms=arms), launch_file(root, execution))
+    write_arms(root, execution, arms)
     is_recorded = recipe_path(recipe_name).resolve() == path  # the recorded file already has the origin of each value
     resolved = path if is_recorded else write_recipe(recipe, path, origins)
     tags = {**origin_tags(), NOTE: started_text(recipe, execution)}

@@ -7,9 +7,8 @@ from typing import Any
 
 from slipstream.recipe import load_recipe, write_recipe
 from slipstream.records.files import write_record
-from slipstream.records.run import LaunchRecord
 from slipstream.records.stages import TuningRecord
-from slipstream.stages.context import launch_file, recorded_recipe
+from slipstream.stages.context import recorded_recipe, write_arms
 from slipstream.stages.fail_run import fail_run
 from slipstream.stages.runs import execution_run
 from slipstream.tracking.config import TrackingConfig, store_uri
@@ -54,7 +53,7 @@ def test_an_execution_that_never_started_has_nothing_to_end(tmp_path: Path) -> N
 
 
 def test_a_failed_execution_of_one_arm_awaits_no_other_and_no_draft(stored_root: Path) -> None:
-    write_record(LaunchRecord(arms=Arms.AUTOREGRESSIVE), launch_file(stored_root, "e"))
+    write_arms(stored_root, "e", Arms.AUTOREGRESSIVE)
     page, _ = _failed(stored_root)
     assert "- train_grpo_autoregressive: not finished" in page
     assert not [word for word in ("speculative", "draft", "losslessness") if word in page]
