@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import tempfile
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 
 from slipstream.data.prompts import REASONS, PromptSets, read_prompt_sets, write_prompt_sets
-from slipstream.data.synthetic import Split
 from slipstream.learner.policy_source import write_policy_tokenizer
 from slipstream.recipe import Recipe
 from slipstream.stages.context import RunContext
@@ -71,10 +69,10 @@ def _lengths(sets: PromptSets) -> list[list[str]]:
     """Rows of a table: the tokens of each set's prompts by percentile."""
     percentiles = (10, 50, 90, 99, 100)
     rows = [["set", "prompts", *(f"p{each} tokens" if each < 100 else "longest" for each in percentiles)]]
-    for split in get_args(Split):
+    for split, size in sets.sizes().items():
         lengths = [len(prompt.token_ids) for prompt in getattr(sets, split)]
         found = np.percentile(lengths, percentiles, method="inverted_cdf")
-        rows.append([split, str(len(lengths)), *(str(int(each)) for each in found)])
+        rows.append([split, str(size), *(str(int(each)) for each in found)])
     return rows
 
 

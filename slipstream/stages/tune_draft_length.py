@@ -11,7 +11,6 @@ from threading import Semaphore
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts import length
-from slipstream.drafts.length import described
 from slipstream.drafts.methods import DraftSampling
 from slipstream.engine.config import SamplingConfig
 from slipstream.logs import progress
@@ -74,7 +73,7 @@ def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data
         tracker.log({"sweep/schedule_gain": record.schedule_gain})
     logger.info("tune_draft_length: %s", record.reason)
     gain = f"a generation takes 1/{record.schedule_gain:.3f} of what k={record.chosen_k} throughout takes"
-    logger.info("tune_draft_length: by running batch: %s; %s", described(record.schedule), gain)
+    logger.info("tune_draft_length: by running batch: %s; %s", length.described(record.schedule), gain)
     return directory
 
 
