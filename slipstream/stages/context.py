@@ -128,10 +128,7 @@ def with_lag(
 ) -> dict[str, Any]:
     """Add a lag to the changes of a launch, and `one_step_off` where neither they nor the recipe set a mode.
 
-    Args:
-        loop: loop of the workflow's arms; None: it trains no arm.
-    Raises:
-        ConfigError: a workflow that trains synchronously is to lag.
+    A workflow that trains its arms synchronously refuses a lag; `loop` is None where a workflow trains no arm.
     """
     lag = max_off_policy_steps
     if lag is None:

@@ -49,10 +49,7 @@ def prepare_data(context: RunContext, recipe: Recipe, *, policy: Path | None = N
 
 
 def shown_data(recipe: Recipe) -> str:
-    """Render the first ten training prompts as the policy reads them, the lengths of all sets, and what was dropped.
-
-    The tokenizer is the policy's: of a policy that is trained from random weights it is made on the spot.
-    """
+    """Render the first ten training prompts as the policy reads them, the lengths of all sets, and what was dropped."""
     with tempfile.TemporaryDirectory() as directory:
         write_policy_tokenizer(recipe.policy, policy_needs(recipe), Path(directory) / "tokenizer")
         words = tokenizer(Path(directory) / "tokenizer")

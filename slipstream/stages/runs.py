@@ -1,7 +1,4 @@
-"""MLflow runs of an execution and of its tasks: opened once, found again by a retry, ended with results.
-
-Tags name the node and the code version of a task, so that runs of different days can be told apart.
-"""
+"""MLflow runs of an execution and of its tasks: opened once, found again by a retry, ended with results."""
 
 from __future__ import annotations
 
