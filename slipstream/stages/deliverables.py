@@ -85,10 +85,7 @@ def num_bytes(directory: Path) -> int:
 
 @contextmanager
 def put(target: Path) -> Iterator[Path]:
-    """Yield a path to make a directory at, then rename that directory to `target`.
-
-    An existing `target` stays, because it has the same content and is in use.
-    """
+    """Yield a path to make a directory at, and rename it to `target` unless that is there: in use, and the same."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
         made = Path(scratch) / "made"

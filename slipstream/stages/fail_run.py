@@ -38,10 +38,7 @@ class FailureRecord:
 
 
 def fail_run(root: Path, execution: str, *, message: str) -> None:
-    """End the open runs of a failed execution, and write its error and results to failure.md and failure.json.
-
-    An execution that failed before it recorded its recipe has no run.
-    """
+    """End the open runs of a failed execution, and write its error and results to failure.md and failure.json."""
     path = recorded_recipe(root, execution)
     if not path.is_file():
         logger.error("execution %s failed before it was started: %s", execution, message)

@@ -154,10 +154,7 @@ def experiment_name(recipe: Recipe) -> str:
 def execution_run(
     context: RunContext, recipe: Recipe, tags: Mapping[str, str] | None = None, params: Mapping[str, str] | None = None
 ) -> Tracker:
-    """Open the MLflow run of the execution, parent of its tasks' runs, or attach to it.
-
-    The run of an ablation's part lies below the run of the ablation.
-    """
+    """Open the MLflow run of the execution, parent of its tasks' runs and below its ablation's, or attach to it."""
     own = {KIND_TAG: PART if context.part_of else EXECUTION, **(tags or {})}
     key, parent, name = context.execution, context.part_of or None, context.execution.rpartition("/")[2]
     return _opened(context, recipe, key, parent, name=name, tags=own, params=params)

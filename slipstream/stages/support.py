@@ -50,11 +50,7 @@ def recipe_prompt_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, tr
 
 
 def usable_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptSets:
-    """Load the recipe's four prompt sets, however large they are.
-
-    Raises:
-        ConfigError: a source cannot be read, leaves no prompt, or a reward is for a data source that no prompt has.
-    """
+    """Load the recipe's four prompt sets, however large, and refuse a reward for a data source that no prompt has."""
     with open_reward(recipe.reward) as reward:
         sets = load_prompt_sets(recipe.data, tokenizer=tokenizer, gradable=reward.gradable, equal=reward.equal)
     known = sorted({prompt.data_source for prompt in (*sets.train, *sets.validation)})

@@ -130,10 +130,7 @@ def make_part(context: RunContext) -> str:
 
 
 def rank_ablation(root: Path, execution: str) -> Path:
-    """Rank the variants, write the page and close the ablation's run; returns the directory of the page.
-
-    Failed variants are listed with their reasons and do not fail the ranking.
-    """
+    """Rank the variants, list failures with their reasons, and close the ablation's run; return the page's folder."""
     plan = read_plan(root, execution)
     record = collect(root, plan)
     for outcome in record.outcomes:

@@ -60,10 +60,7 @@ def check_drafters(context: RunContext, recipe: Recipe, grid: Grid) -> list[str]
 
 
 def bake_off(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, data: Path) -> Path:
-    """Compare the drafters; return a directory with bake_off.html, bake_off.json and a figure.
-
-    A drafter that fails is in the table with its reason, and the others continue.
-    """
+    """Compare the drafters, and list failures with their reasons; return a directory with page, record and figure."""
     if done := finished(context, NODE, "bake_off.json"):
         return done
     recipe = settled(context, recipe)
