@@ -89,12 +89,7 @@ def open_run(path: Path) -> FinishedRun:
     """
     execution = find_execution(path)
     recipe = load_recipe(str(execution / "start_run" / "recipe.yaml"))
-    context = RunContext(
-        execution=execution.name,
-        root=str(execution.parent),
-        experiment=recipe.name,
-        workload=recipe.workload.value,
-    )
+    context = RunContext(execution=execution.name, root=str(execution.parent))
     tuning = read_record(TuningRecord, execution / "tune_draft_length" / "tuning.json")
     return FinishedRun(
         execution=execution,

@@ -102,7 +102,7 @@ def time_compare(root: Path) -> float:
 def tracking_cost(root: Path, *, step_s: float, num_steps: int) -> Cost:
     """Log steps at their usual pace with the tiny recipe's tracking, into the store under `root`."""
     recipe = load_recipe("tiny")
-    context = RunContext(execution="timed", root=str(root), experiment=recipe.name, workload=recipe.workload.value)
+    context = RunContext(execution="timed", root=str(root))
     log_s = 0.0
     with tracked(context, recipe, "train", params=parameters(recipe)) as tracker:
         tracker.wait_run_id(120.0)  # MLflow is imported and connected: once a process, not once a step

@@ -10,11 +10,10 @@ from flytekit.types.file import FlyteFile
 
 from slipstream.stages import prepare_policy as stage
 from slipstream.stages.context import RunContext
+from slipstream.stages.prepare_policy import POLICY_RECORDS
 from tasks.deliverables import handed_on, recipe_of, records_of
 from tasks.recoverable import recoverable
 from tasks.resources import PREPARING, on_cpus
-
-_RECORDS = ("policy.json", "*config.json", "tokenizer*", "*.jinja")
 
 
 class Policy(NamedTuple):
@@ -28,4 +27,4 @@ class Policy(NamedTuple):
 def prepare_policy(context: RunContext, recipe: FlyteFile, data: FlyteDirectory) -> Policy:
     """Prepare a model directory in Hugging Face format, with its tokenizer and policy.json."""
     directory = stage.prepare_policy(context, recipe_of(recipe), data=records_of(data))
-    return Policy(policy=handed_on(context, "prepare_policy", directory, records=_RECORDS, weights=(".",)))
+    return Policy(policy=handed_on(context, "prepare_policy", directory, records=POLICY_RECORDS, weights=(".",)))

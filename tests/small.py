@@ -68,8 +68,7 @@ UNTRACKED: dict[str, Any] = {"uri": "http://127.0.0.1:9", "replay_every_s": 0.1,
 
 
 def run_context(root: Path, execution: str = "e", **values: Any) -> RunContext:
-    given = {"experiment": "tiny", "workload": "rl_zero", **values}
-    return RunContext(execution=execution, root=str(root), **given)
+    return RunContext(execution=execution, root=str(root), **values)
 
 
 def tuned(directory: Path, *entries: tuple[int, int, int], k: int = 3, **values: Any) -> Path:

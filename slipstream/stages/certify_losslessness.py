@@ -22,14 +22,7 @@ from slipstream.records.stages import CertificateRecord
 from slipstream.refit.config import WeightFiles
 from slipstream.refit.fingerprint import directory_fingerprint
 from slipstream.stages.context import RunContext
-from slipstream.stages.recipe_engines import (
-    draft_length,
-    draft_weights,
-    fitting_weights,
-    given_length,
-    recipe_engine,
-    sampled,
-)
+from slipstream.stages.recipe_engines import draft_length, fitting_weights, given_length, recipe_engine, sampled
 from slipstream.stages.runs import end_execution, tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import settled, versions
@@ -82,22 +75,22 @@ def certify_losslessness(
         return done
     recipe = settled(context, recipe)
     directory = context.directory(_NODE)
-    fitting = fitting_weights(recipe, policy, draft)
-    weights = trained_draft or fitting
+    weights = fitting_weights(recipe, policy, draft)
+    certified = trained_draft or weights
     prompts = read_prompt_sets(data).train
     started_s = time.perf_counter()
     connect()
     with tracked(context, recipe, _NODE, {"k": length.label}) as tracker:
         seed = recipe.losslessness.seed
-        speculative = _drawn(recipe, policy, trained, draft, length, prompts, seed=seed, trained_draft=trained_draft)
+        speculative = _drawn(recipe, policy, trained, weights, length, prompts, seed=seed, trained_draft=trained_draft)
         seed += recipe.losslessness.num_tokens + 1  # The two engines must not share their randomness.
-        baseline = _drawn(recipe, trained, trained, draft, _NO_DRAFT, prompts, seed=seed)
+        baseline = _drawn(recipe, trained, trained, None, _NO_DRAFT, prompts, seed=seed)
         subject = Subject(
             num_speculative_tokens=length.num_speculative_tokens,
             schedule=length.schedule,
             draft_sampling=length.sampling.value,
             policy_fingerprint=directory_fingerprint(trained),
-            draft_fingerprint="" if weights is None else directory_fingerprint(weights),
+            draft_fingerprint="" if certified is None else directory_fingerprint(certified),
             versions=versions(),
             kv_cache=recipe.loop.in_flight_kv_cache,
             quantization=recipe.engine.quantization,
@@ -150,22 +143,18 @@ def _drawn(
     recipe: Recipe,
     start: Path,
     trained: Path,
-    draft: Path,
+    draft: Path | None,
     length: DraftLength,
     prompts: Sequence[Prompt],
     *,
     seed: int,
     trained_draft: Path | None = None,
 ) -> Sample:
-    """Sample with an engine that starts with one policy, is refitted to the trained one, and drafts by `length`.
-
-    Args:
-        trained_draft: draft of the refit; None: the engine keeps `draft`.
-    """
+    """Sample with an engine that starts with one policy, is refitted to the trained one, and drafts by `length`."""
     config, k, num_steps = recipe.losslessness, length.num_speculative_tokens, recipe.grpo.num_steps
     is_in_flight = k > 0 and recipe.loop.in_flight_kv_cache is not None
     kv_cache = KvCache.RECOMPUTE if is_in_flight else None
-    first_draft = None if trained_draft is None else draft_weights(recipe.draft, draft)
+    first_draft = None if trained_draft is None else draft
     room = recipe.engine.num_engines * recipe.engine.max_num_seqs
     with (
         recipe_engine(
@@ -206,13 +195,8 @@ def certify_alone(context: RunContext, recipe: Recipe, *, policy: Path, data: Pa
     return directory
 
 
-def require_lossless(certificate: Path) -> CertificateRecord:
-    """Read the certificate, and raise if its verdict is not `lossless`.
-
-    Raises:
-        LosslessnessError: speculation was not shown to be lossless.
-    """
+def require_lossless(certificate: Path) -> None:
+    """Raise a `LosslessnessError` unless the certificate's verdict is `lossless`."""
     record = read_record(CertificateRecord, certificate / "certificate.json")
     if record.verdict != LOSSLESS:
         raise LosslessnessError(f"the run is {record.verdict}: {record.reason}; see {certificate / 'certificate.json'}")
-    return record

@@ -7,7 +7,7 @@ import re
 import unicodedata
 from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from slipstream.config import merge, parse_overrides, require
 from slipstream.engine.config import Backend
 from slipstream.recipe import Recipe, absolute_paths, leaves, load_recipe
-from slipstream.records.files import read_record
+from slipstream.records.files import read_record, write_record
 from slipstream.records.run import LaunchRecord
 from slipstream.types import Arm, ArmLoop, Arms, LoopMode, Workload, arm_name
 
@@ -37,14 +37,14 @@ def recorded_recipe(root: Path, execution: str) -> Path:
     return root / execution / "start_run" / "recipe.yaml"
 
 
-def launch_file(root: Path, execution: str) -> Path:
-    """Path of the choices that an execution was started with beside its recipe."""
-    return recorded_recipe(root, execution).with_name("launch.json")
+def write_arms(root: Path, execution: str, arms: Arms) -> None:
+    """Record the arms that an execution is started with, beside its recipe."""
+    write_record(LaunchRecord(arms=arms), recorded_recipe(root, execution).with_name("launch.json"))
 
 
 def recorded_arms(root: Path, execution: str) -> Arms:
     """Return the arms that an execution was started with."""
-    path = launch_file(root, execution)
+    path = recorded_recipe(root, execution).with_name("launch.json")
     return read_record(LaunchRecord, path).arms if path.is_file() else LaunchRecord().arms
 
 
@@ -68,8 +68,6 @@ class RunContext:
 
     execution: str
     root: str
-    experiment: str
-    workload: str
     reuse_stored: bool = True  # take data, policy and draft that an earlier execution made alike
     arms: str = Arms.BOTH.value
 
@@ -91,27 +89,9 @@ class RunContext:
         """Return True if the execution has a speculative arm, and so a draft."""
         return Arm.SPECULATIVE in Arms(self.arms).members
 
-    def shared_directory(self, node: str) -> Path:
-        """Directory that all parts of an ablation share; an execution of its own shares it with nobody."""
-        return replace(self, execution=self.part_of or self.execution).directory(node)
 
-    def key(self, node: str) -> str:
-        """Tracking key of the task `node`: made of execution and node, never of the attempt."""
-        return f"{self.execution}/{node}"
-
-
-def context_of(root: Path, execution: str, recipe: Recipe) -> RunContext:
-    """Return the context of an execution of `recipe`."""
-    return RunContext(execution=execution, root=str(root), experiment=recipe.name, workload=recipe.workload.value)
-
-
-_INPUTS = {
-    "workload": "workload",
-    "grpo.seed": "seed",
-    "grpo.num_steps": "num_steps",
-    "loop.max_off_policy_steps": "max_off_policy_steps",
-}
-"""Fields of a recipe that have an input of their own."""
+_INPUTS = ("workload", "grpo.seed", "grpo.num_steps", "loop.max_off_policy_steps")
+"""Fields of a recipe that have an input of their own, under the field's name."""
 _IN_BOTH_LOOPS = "launch asynchronous_rl, which trains every arm in both loops"
 
 
@@ -122,26 +102,21 @@ def add_inputs(command: ArgumentParser) -> None:
     command.add_argument("--seed", type=int, help="of prompts, sampling and training; default: the recipe's")
 
 
-def add_set(command: ArgumentParser) -> None:
+def add_set(command: ArgumentParser, *aliases: str) -> None:
     """Add the option `--set` of a command that reads a recipe."""
     words = "set fields of the recipe, as in grpo.group_size=16"
-    command.add_argument("--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE", help=words)
+    command.add_argument("--set", *aliases, nargs="+", action="extend", default=[], metavar="FIELD=VALUE", help=words)
 
 
 def requested(
     overrides: Iterable[str], *, workload: Workload | None = None, num_steps: int | None = None, seed: int | None = None
 ) -> dict[str, Any]:
-    """Collect a launch's changes to its recipe: an input that is None changes nothing, any other overrides the file.
-
-    Args:
-        overrides: items such as `grpo.group_size=16`.
-    Raises:
-        ConfigError: an item cannot be parsed, or has an input of its own.
-    """
+    """Collect a launch's changes to its recipe: an input that is None changes nothing, any other overrides the file."""
     values = parse_overrides(overrides)
     taken = leaves(values)
-    for name, own in _INPUTS.items():
-        require(name not in taken, "overrides", f"must leave out {name}", name, f"give the input {own}")
+    for name in _INPUTS:
+        fix = f"give the input {name.rpartition('.')[2]}"
+        require(name not in taken, "overrides", f"must leave out {name}", name, fix)
     grpo = {name: value for name, value in (("num_steps", num_steps), ("seed", seed)) if value is not None}
     if workload is not None:
         values = merge(values, {"workload": workload.value})
@@ -153,12 +128,7 @@ def with_lag(
 ) -> dict[str, Any]:
     """Add a lag to the changes of a launch, and `one_step_off` where neither they nor the recipe set a mode.
 
-    Args:
-        recipe: name of the recipe, or a path to it.
-        max_off_policy_steps: None keeps the recipe's.
-        loop: loop of the workflow's arms; None: it trains no arm.
-    Raises:
-        ConfigError: a workflow that trains synchronously is to lag.
+    A workflow that trains its arms synchronously refuses a lag; `loop` is None where a workflow trains no arm.
     """
     lag = max_off_policy_steps
     if lag is None:
@@ -173,11 +143,7 @@ def with_lag(
 
 
 def require_loop(recipe: Recipe, loop: ArmLoop) -> None:
-    """Refuse a recipe that does not suit a workflow whose arms are trained in `loop`.
-
-    Raises:
-        ConfigError: one of the two is asynchronous and the other is not.
-    """
+    """Refuse a recipe that does not suit a workflow whose arms are trained in `loop`."""
     mode = recipe.loop.mode
     if loop is ArmLoop.SYNCHRONOUS:
         require(mode is LoopMode.SYNCHRONOUS, "loop.mode", "must be synchronous here", mode.value, _IN_BOTH_LOOPS)
@@ -188,22 +154,14 @@ def require_loop(recipe: Recipe, loop: ArmLoop) -> None:
 
 
 def require_arms(recipe: Recipe, arms: Arms) -> None:
-    """Refuse a recipe whose engine cannot generate for all of a workflow's arms.
-
-    Raises:
-        ConfigError: the speculative arm would be trained on an engine that does not speculate.
-    """
+    """Refuse a recipe whose engine cannot generate for all of a workflow's arms."""
     is_served = recipe.engine.backend is Backend.VLLM or Arm.SPECULATIVE not in arms.members
     rule, fix = f"must be vllm with --arms {arms.value}", "no speculation was seen on SGLang: set --arms autoregressive"
     require(is_served, "engine.backend", rule, recipe.engine.backend.value, fix)
 
 
 def handed_on(overrides: Iterable[str]) -> tuple[str, ...]:
-    """Overrides for a process in another working directory: their relative paths are made absolute.
-
-    Raises:
-        ConfigError: an item cannot be parsed.
-    """
+    """Overrides for a process in another working directory: their relative paths are made absolute."""
     items = list(overrides)
     given, absolute = parse_overrides(items), absolute_paths(parse_overrides(items), Path.cwd())
     if given == absolute:

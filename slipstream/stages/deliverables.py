@@ -1,14 +1,10 @@
 """Output of a stage for later tasks: its records as files, its weights by path, never checkpoints or the spool.
 
-A stage works in a directory under the run's root that also holds checkpoints, responses and sources. A task that
-returned this directory would upload all of it, and every later task would download it. So the output is a folder of its
-own:
+A task that returned its stage's directory would upload checkpoints, responses and sources too, and every later task
+would download them. So the output is a folder of its own:
 
-    <root>/<execution>/deliverables/<node>/
-        *                       the records that later tasks read: JSON, tokenizer, prompts, report
-        deliverable.json        path of records and weights together, below the root
-
-    <root>/<execution>/handed_on/<node>-<digest>/       records and weights, laid out as the stage wrote them
+    <root>/<execution>/deliverables/<node>/          records that later tasks read, and the path of the other folder
+    <root>/<execution>/handed_on/<node>-<digest>/    records and weights, laid out as the stage wrote them
 
 The digest covers names and bytes: a later task reads what the earlier one wrote, whatever happened to its directory
 since. The files are hard links, so that they take no space twice; from another file system they are copies. Engines and
@@ -62,22 +58,16 @@ def deliver(
     whole = Path(context.execution) / "handed_on" / f"{node}-{identity(directory, *both)}"
     with put(root / whole) as folder:
         _link_all(directory, both, folder)
-    target = root / context.execution / "deliverables" / node
+    target, size = root / context.execution / "deliverables" / node, num_bytes(root / whole)
     with replaced_directory(target) as folder:
         _link_all(directory, records, folder)
-        write_record(Deliverable(path=str(whole), num_bytes=num_bytes(root / whole)), folder / MANIFEST)
-    logger.info(
-        "%s: output of %d bytes; with weights %d in %s", node, num_bytes(target), num_bytes(root / whole), whole
-    )
+        write_record(Deliverable(path=str(whole), num_bytes=size), folder / MANIFEST)
+    logger.info("%s: output of %d bytes; with weights %d in %s", node, num_bytes(target), size, whole)
     return target
 
 
 def assemble(context: RunContext, records: Path) -> Path:
-    """Directory below the run's root with a deliverable's `records` and its weights.
-
-    Raises:
-        ConfigError: the directory is missing or incomplete.
-    """
+    """Directory below the run's root with a deliverable's `records` and its weights, which must be complete."""
     handed_on = read_record(Deliverable, records / MANIFEST)
     path = Path(context.root) / handed_on.path
     fix = "mount the same storage at the same path in every pod"
@@ -95,10 +85,7 @@ def num_bytes(directory: Path) -> int:
 
 @contextmanager
 def put(target: Path) -> Iterator[Path]:
-    """Yield a path to make a directory at, then rename that directory to `target`.
-
-    An existing `target` stays, because it has the same content and is in use.
-    """
+    """Yield a path to make a directory at, and rename it to `target` unless that is there: in use, and the same."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
         made = Path(scratch) / "made"

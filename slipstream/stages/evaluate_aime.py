@@ -31,12 +31,7 @@ def trained_name(directory: Path) -> str:
 
 
 def evaluate_aime(context: RunContext, recipe: Recipe, policy: str, *, data: Path, model: Path) -> Path:
-    """Measure the policy's accuracy on the validation problems; return a directory with evaluation.json.
-
-    Args:
-        policy: name of the policy in records and runs.
-        model: directory of its weights.
-    """
+    """Measure the accuracy of the policy in `model`, named `policy`; return a directory with evaluation.json."""
     node = f"evaluate_aime_{policy}"
     if done := finished(context, node, "evaluation.json"):
         return done

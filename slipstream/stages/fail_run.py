@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +16,13 @@ from slipstream.records.steps import ArmRecord, EvaluationRecord, by_loop
 from slipstream.report.formats import POLICY_LABELS, seconds
 from slipstream.report.results import speedups
 from slipstream.report.summary import summarise_arm, summarise_arms
-from slipstream.stages.context import arm_node, context_of, recorded_arms, recorded_recipe
+from slipstream.stages.context import RunContext, arm_node, recorded_arms, recorded_recipe
 from slipstream.stages.runs import execution_run
 from slipstream.tracking.spool import RunStatus, end_open_runs, open_executions
 from slipstream.types import Arm, ArmLoop, Arms, arm_name
 
 logger = logging.getLogger(__name__)
 
-_NODE = "fail_run"
 _MAX_TAG_CHARACTERS = 5000
 
 
@@ -38,38 +37,29 @@ class FailureRecord:
     unfinished: tuple[str, ...]
 
 
-def fail_run(root: Path, execution: str, *, message: str) -> Path | None:
-    """End the open runs of a failed execution, and write its error and results; return the directory with failure.md.
-
-    Returns None for an execution that failed before it recorded its recipe, because it has no run.
-    """
+def fail_run(root: Path, execution: str, *, message: str) -> None:
+    """End the open runs of a failed execution, and write its error and results to failure.md and failure.json."""
     path = recorded_recipe(root, execution)
     if not path.is_file():
         logger.error("execution %s failed before it was started: %s", execution, message)
-        return None
-    recipe = load_recipe(str(path))
-    context = context_of(root, execution, recipe)
+        return
+    recipe, directory = load_recipe(str(path)), root / execution
+    context = RunContext(execution=execution, root=str(root))
     endings = _endings(recipe, recorded_arms(root, execution))
-    done = {name: (root / execution / name / ending).is_file() for name, ending in endings.items()}
-    node = _failed(done, root / execution, message)
-    record = FailureRecord(
-        execution=execution,
-        node=node,
-        message=message,
-        finished=tuple(name for name, is_done in done.items() if is_done),
-        unfinished=tuple(name for name, is_done in done.items() if not is_done),
-    )
-    directory = context.directory(_NODE)
-    write_record(record, directory / "failure.json")
-    write_atomic(directory / "failure.md", _page(record, recipe, root / execution).encode())
+    finished = tuple(name for name, ending in endings.items() if (directory / name / ending).is_file())
+    unfinished = tuple(name for name in endings if name not in finished)
+    node = _failed(unfinished, directory, message)
+    record = FailureRecord(execution=execution, node=node, message=message, finished=finished, unfinished=unfinished)
+    page = context.directory("fail_run") / "failure.md"
+    write_record(record, page.with_suffix(".json"))
+    write_atomic(page, _page(record, recipe, directory).encode())
     end_open_runs(root, execution, RunStatus.FAILED)
     tracker = execution_run(context, recipe)
     tracker.set_tags({"failed.node": node, "failed.message": message[-_MAX_TAG_CHARACTERS:] or "unknown"})
-    tracker.log_artifact(directory / "failure.md")
-    tracker.log_artifact(directory / "failure.json")
+    tracker.log_artifact(page)
+    tracker.log_artifact(page.with_suffix(".json"))
     tracker.close(RunStatus.FAILED)
-    logger.error("execution %s failed in %s; its partial results are in %s", execution, node, directory / "failure.md")
-    return directory
+    logger.error("execution %s failed in %s; its partial results are in %s", execution, node, page)
 
 
 _STATUS = {"SUCCEEDED": RunStatus.FINISHED, "ABORTED": RunStatus.KILLED}  # by Flyte's phase; else failed
@@ -96,19 +86,18 @@ def reconcile(root: Path, flyte: FlyteAdmin) -> dict[str, str]:
     return ended
 
 
-def _failed(done: Mapping[str, bool], directory: Path, message: str) -> str:
+def _failed(unfinished: Sequence[str], directory: Path, message: str) -> str:
     """Stage that failed: of the unfinished ones the first that the error names, else the first that was begun.
 
     After the report, only its two verdicts can fail an execution.
     """
-    open_stages = [name for name, is_done in done.items() if not is_done]
-    if done["report_speedup"]:
+    if "report_speedup" not in unfinished:
         path = directory / "certify_losslessness" / "certificate.json"
         is_lossless = not path.is_file() or read_record(CertificateRecord, path).verdict == LOSSLESS
         return "require_no_drift" if is_lossless else "require_lossless"
-    named = [name for name in open_stages if name in message]
-    begun = [name for name in open_stages if (directory / name).is_dir()]
-    return [*named, *begun, *open_stages][0]
+    named = [name for name in unfinished if name in message]
+    begun = [name for name in unfinished if (directory / name).is_dir()]
+    return [*named, *begun, *unfinished][0]
 
 
 def _endings(recipe: Recipe, asked: Arms) -> dict[str, str]:
@@ -129,7 +118,6 @@ def _endings(recipe: Recipe, asked: Arms) -> dict[str, str]:
 
 
 def _page(record: FailureRecord, recipe: Recipe, directory: Path) -> str:
-    """Page in Markdown with the error, the finished stages and every result so far."""
     lines = [
         f"# {record.execution} failed",
         f"Recipe {recipe.name}, workload {recipe.workload.value}. Failed stage: {record.node}.",

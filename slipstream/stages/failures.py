@@ -67,24 +67,12 @@ TRANSIENT = {
 """Reason why a failure of this class, or of a subclass, may not recur."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_STORAGE = frozenset(
-    {
-        errno.EIO,
-        errno.EAGAIN,
-        errno.ESTALE,
-        errno.ENOTCONN,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
-        errno.ENETRESET,
-    }
-)
+_STORAGE = (errno.EIO, errno.EAGAIN, errno.ESTALE)
+_HOST = (errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH)
+_NETWORK = (errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET)
 _BUSY_CODES = frozenset({"SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "503", "500"})
 _BUSY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _NO_ANSWER = re.compile(r"couldn't connect to|can't load .* try again|IncompleteRead", re.IGNORECASE)  # transformers'
-_CLIENT_ERROR = "botocore.exceptions.ClientError"
-_ACTOR_DIED = "ray.exceptions.ActorDiedError"
 # gloo's and NCCL's errors often have no class of their own: both name the file or library that failed.
 _COLLECTIVE = re.compile(r"\[[^\]]*gloo/[^\]]*\]|\bNCCL (?:error|communicator)|\bncclRemoteError|\bncclSystemError")
 _MISUSE = re.compile(r"invalid usage|invalid argument", re.IGNORECASE)  # NCCL's words for an error of its caller
@@ -105,8 +93,8 @@ def transient(error: BaseException) -> str | None:
 
 def explained(error: BaseException) -> str | None:
     """Message of an error that needs no traceback: of a user's input, of a verdict, or of a full disk; else None."""
-    full = next((cause for cause in _causes(error) if getattr(cause, "errno", None) in _FULL), None)
-    if isinstance(full, OSError):
+    full = next((cause for cause in _causes(error) if isinstance(cause, OSError) and cause.errno in _FULL), None)
+    if full is not None:
         above = Path(full.filename).absolute().parents if isinstance(full.filename, str) else ()
         folder = next((path for path in above if path.is_dir()), Path.cwd())
         disk = shutil.disk_usage(folder)
@@ -119,7 +107,6 @@ def explained(error: BaseException) -> str | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Error, followed by the chain of its causes and contexts."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
@@ -134,9 +121,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 def _reason(error: BaseException) -> str | None:
     """Reason why this error, without its causes, may not recur."""
     names = _names(error)
-    if _ACTOR_DIED in names and error.actor_init_failed:  # type: ignore[attr-defined]  # of Ray's class
+    if "ray.exceptions.ActorDiedError" in names and error.actor_init_failed:  # type: ignore[attr-defined]  # of Ray's class
         return None  # its constructor raised, and will raise again
-    if _CLIENT_ERROR in names:
+    if "botocore.exceptions.ClientError" in names:
         code = error.response.get("Error", {}).get("Code")  # type: ignore[attr-defined]  # of botocore's class
         return "the object store was busy" if code in _BUSY_CODES else None
     status = getattr(getattr(error, "response", None), "status_code", None)  # of requests, httpx and the hub
@@ -147,7 +134,7 @@ def _reason(error: BaseException) -> str | None:
     named = next((TRANSIENT[name] for name in names if name in TRANSIENT), None)
     if named is not None:
         return named
-    if isinstance(error, OSError) and error.errno in _STORAGE:
+    if isinstance(error, OSError) and error.errno in (*_STORAGE, *_HOST, *_NETWORK):
         return "storage or network failed"
     if isinstance(error, OSError) and error.errno is None and _NO_ANSWER.search(str(error)):
         return HUB

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import tempfile
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 
 from slipstream.data.prompts import REASONS, PromptSets, read_prompt_sets, write_prompt_sets
-from slipstream.data.synthetic import Split
 from slipstream.learner.policy_source import write_policy_tokenizer
 from slipstream.recipe import Recipe
 from slipstream.stages.context import RunContext
@@ -50,20 +48,14 @@ def prepare_data(context: RunContext, recipe: Recipe, *, policy: Path | None = N
     return publish(context, "prepare_data", key)
 
 
-def shown_data(recipe: Recipe, *, num_prompts: int = 10) -> str:
-    """Render the first training prompts as the policy reads them, the lengths of all sets, and what was dropped.
-
-    The tokenizer is the policy's: of a policy that is trained from random weights it is made on the spot.
-
-    Raises:
-        ConfigError: the data cannot be read, or leave no prompt.
-    """
+def shown_data(recipe: Recipe) -> str:
+    """Render the first ten training prompts as the policy reads them, the lengths of all sets, and what was dropped."""
     with tempfile.TemporaryDirectory() as directory:
         write_policy_tokenizer(recipe.policy, policy_needs(recipe), Path(directory) / "tokenizer")
         words = tokenizer(Path(directory) / "tokenizer")
         sets = usable_prompts(recipe, words)
     texts = []
-    for prompt in sets.train[:num_prompts]:
+    for prompt in sets.train[:10]:
         of = f", data source {prompt.data_source}" if prompt.data_source else ""
         head = f"prompt {prompt.id}, {len(prompt.token_ids)} tokens, answer {prompt.answer!r}{of}"
         texts.append(f"{head}\n{words.decode(list(prompt.token_ids))}")
@@ -74,10 +66,10 @@ def _lengths(sets: PromptSets) -> list[list[str]]:
     """Rows of a table: the tokens of each set's prompts by percentile."""
     percentiles = (10, 50, 90, 99, 100)
     rows = [["set", "prompts", *(f"p{each} tokens" if each < 100 else "longest" for each in percentiles)]]
-    for split in get_args(Split):
+    for split, size in sets.sizes().items():
         lengths = [len(prompt.token_ids) for prompt in getattr(sets, split)]
         found = np.percentile(lengths, percentiles, method="inverted_cdf")
-        rows.append([split, str(len(lengths)), *(str(int(each)) for each in found)])
+        rows.append([split, str(size), *(str(int(each)) for each in found)])
     return rows
 
 

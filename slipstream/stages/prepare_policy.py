@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,48 +30,36 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+POLICY_RECORDS = ("policy.json", "*config.json", "tokenizer*", "*.jinja")
+"""Patterns of a policy's files beside its weights."""
+
 _NODE = "prepare_policy"
-_MTP_LOSS = "pretrain/mtp_loss"
 
 
 def prepare_policy(context: RunContext, recipe: Recipe, *, data: Path) -> Path:
-    """Resolve and check the policy, or train the recipe's own from random weights; return its directory in HF format.
-
-    Args:
-        data: output of `prepare_data`, whose tokenizer the recipe's own policy takes.
-    """
+    """Resolve and check the policy, or train the recipe's own with the data's tokenizer; return its directory."""
     recipe = settled(context, recipe)
-    if recipe.policy.scratch is None:  # only links to existing files: nothing worth storing
-        return _prepare(context, recipe, lambda directory, _: resolve(recipe.policy, policy_needs(recipe), directory))
-    key = policy_key(recipe, data=data_identity(data))
-    if done := kept(context, recipe, _NODE, key):
-        return done / "policy"
-    words = data / "tokenizer"
-    _prepare(
-        context, recipe, lambda directory, log: train_from_scratch(recipe, directory, tokenizer_dir=words, log=log)
-    )
-    return publish(context, _NODE, key) / "policy"
-
-
-def _prepare(context: RunContext, recipe: Recipe, make: Callable[[Path, LogMetrics], PolicyRecord]) -> Path:
-    """Make the policy in the execution's own directory, with its record beside it."""
+    key = None  # of a policy that is trained: links to existing files are not worth storing
+    if recipe.policy.scratch is not None:
+        key = policy_key(recipe, data=data_identity(data))
+        if done := kept(context, recipe, _NODE, key):
+            return done / "policy"
     directory = context.directory(_NODE) / "policy"
     with tracked(context, recipe, _NODE) as tracker:
-        record = make(directory, tracker.log)
+        if key is None:
+            record = resolve(recipe.policy, policy_needs(recipe), directory)
+        else:
+            record = train_from_scratch(recipe, directory, tokenizer_dir=data / "tokenizer", log=tracker.log)
         write_record(record, directory / "policy.json")
         tracker.log_params({"num_parameters": record.num_parameters, "model": record.model})
         tracker.log({"time/prepare_policy_s": record.elapsed_s})
     made = record.architecture, record.num_parameters / 1e6, record.elapsed_s
     logger.info("prepare_policy: %s, %.1f M parameters, %.0f s", *made)
-    return directory
+    return directory if key is None else publish(context, _NODE, key) / "policy"
 
 
 def train_from_scratch(recipe: Recipe, directory: Path, *, tokenizer_dir: Path, log: LogMetrics) -> PolicyRecord:
-    """Train the recipe's own policy on its synthetic corpus; write it in HF format, with its tokenizer.
-
-    Args:
-        log: receives the loss of each step.
-    """
+    """Train the recipe's own policy on its synthetic corpus; write it in HF format, with its tokenizer."""
     scratch = recipe.policy.scratch
     assert scratch is not None, "the recipe's own policy has an architecture"
     start = time.perf_counter()
@@ -86,8 +74,9 @@ def train_from_scratch(recipe: Recipe, directory: Path, *, tokenizer_dir: Path, 
     ):
 
         def on_step(step: int, loss: float) -> None:
-            mtp_loss = learner.mtp_loss() if scratch.num_mtp_layers else None
-            log({"pretrain/loss": loss} if mtp_loss is None else {"pretrain/loss": loss, _MTP_LOSS: mtp_loss}, step)
+            log({"pretrain/loss": loss}, step)
+            if scratch.num_mtp_layers and (mtp_loss := learner.mtp_loss()) is not None:
+                log({"pretrain/mtp_loss": mtp_loss}, step)
             bar.advance(text=f"loss {loss:.3f}")
 
         num_parameters = learner.create(scratch, len(words), words.eos_token_id, scratch.optimizer)

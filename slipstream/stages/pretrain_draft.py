@@ -6,7 +6,6 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.config import require
@@ -33,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 _NODE = "pretrain_draft"
 _GIVEN, _CHECKPOINT, _DRAFT = "given", "checkpoint", "draft"  # _GIVEN: the draft that training starts from
+
+OnStep = Callable[[int, float], None]
+"""Function that is told the loss of each step."""
 
 
 def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: Path) -> Path:
@@ -96,7 +98,7 @@ def _take_weights(config: DraftConfig, policy: Path, directory: Path, *, max_mod
 
 
 def train_on(
-    prompts: Sequence[Prompt], recipe: Recipe, *, policy: Path, directory: Path, on_step: Callable[[int, float], None]
+    prompts: Sequence[Prompt], recipe: Recipe, *, policy: Path, directory: Path, on_step: OnStep
 ) -> DraftRecord:
     """Sample responses to `prompts`, train a draft on them into `directory/draft`, and measure its held-out acceptance.
 
@@ -112,17 +114,14 @@ def train_on(
         bring_draft(config, policy, directory / _GIVEN, max_model_len=recipe.engine.max_model_len)
         logger.info("pretrain_draft: training starts from %s", config.model)
     if (num := _num_known(config)) is not None:
-        section = "dflash" if config.reads("dflash") else "eagle3"
-        pretrain.require_cut(num, Architecture.from_hf(policy).vocab_size, field=f"draft.{section}.vocab_size")
+        field = f"draft.{config.method.value}.vocab_size"
+        pretrain.require_cut(num, Architecture.from_hf(policy).vocab_size, field=field)
     responses = _responses(prompts, recipe, policy, directory / "responses.json")
     num_heldout = config.pretrain.num_heldout_prompts * config.pretrain.samples_per_prompt
     train = responses.select(range(num_heldout, len(responses.token_ids)))
-    teaching = _Teaching(
-        recipe=recipe, policy=policy, train=train, heldout=responses.select(range(num_heldout)), directory=directory
-    )
-    teach = teaching.on_states if config.trains is Training.HIDDEN_STATES else teaching.on_responses
-    checkpoint = directory / _CHECKPOINT
-    done = len(pretrain.completed_losses(checkpoint))
+    heldout = responses.select(range(num_heldout))
+    teach = _teach_states if config.trains is Training.HIDDEN_STATES else _teach_responses
+    done = len(pretrain.completed_losses(directory / _CHECKPOINT))
     with (
         start_learner(recipe.learner, layout=recipe.layout) as learner,
         progress(_NODE, total=config.pretrain.num_steps, unit="step", done=done) as bar,
@@ -132,7 +131,7 @@ def train_on(
             on_step(step, loss)
             bar.advance(text=f"loss {loss:.3f}")
 
-        num, losses, found = teach(learner, on_each_step)
+        num, losses, found = teach(learner, recipe, policy, train, heldout, directory, on_each_step)
     return DraftRecord(
         method=config.method.value,
         init=config.init.value,
@@ -165,70 +164,65 @@ def _responses(prompts: Sequence[Prompt], recipe: Recipe, policy: Path, path: Pa
     return responses
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Teaching:
-    """Training of a draft on the policy's responses; it returns parameters, losses and held-out acceptance."""
+def _teach_states(
+    learner: RemoteLearner, recipe: Recipe, policy: Path, train: Responses, heldout: Responses, into: Path, log: OnStep
+) -> tuple[int, list[float], DraftProgress]:
+    """Train a one-layer draft on the policy's hidden states; return parameters, losses and held-out acceptance."""
+    config, temperature = recipe.draft, recipe.sampling.temperature
+    logger.info("pretrain_draft: training on %d responses, after their hidden states", len(train.token_ids))
+    learner.load(policy, None)
+    given = into / _GIVEN if config.is_given else None
+    num = learner.start_draft(policy, config, given, known_tokens(config, train, policy))
+    losses = pretrain.train_draft(
+        train,
+        config,
+        update=lambda _, indices: learner.draft_step(indices, temperature),
+        save=learner.save_draft_checkpoint,
+        load=learner.load_draft_checkpoint,
+        hold=lambda: learner.hold_draft_chats(train.token_ids, train.prompt_lengths, config),
+        checkpoint=into / _CHECKPOINT,
+        on_step=log,
+    )
+    found = learner.evaluate_draft(heldout.token_ids, heldout.prompt_lengths, temperature)
+    learner.save_draft(into / _DRAFT)
+    return num, losses, found
 
-    recipe: Recipe
-    policy: Path
-    train: Responses
-    heldout: Responses
-    directory: Path  # the draft is written to `draft/` in it
 
-    def on_states(
-        self, learner: RemoteLearner, on_step: Callable[[int, float], None]
-    ) -> tuple[int, list[float], DraftProgress]:
-        """Train a one-layer draft on the policy's hidden states."""
-        config, train, temperature = self.recipe.draft, self.train, self.recipe.sampling.temperature
-        logger.info("pretrain_draft: training on %d responses, after their hidden states", len(train.token_ids))
-        learner.load(self.policy, None)
-        given = self.directory / _GIVEN if config.is_given else None
-        num = learner.start_draft(self.policy, config, given, known_tokens(config, train, self.policy))
-        losses = pretrain.train_draft(
-            train,
-            config,
-            update=lambda _, indices: learner.draft_step(indices, temperature),
-            save=learner.save_draft_checkpoint,
-            load=learner.load_draft_checkpoint,
-            hold=lambda: learner.hold_draft_chats(train.token_ids, train.prompt_lengths, config),
-            checkpoint=self.directory / _CHECKPOINT,
-            on_step=on_step,
-        )
-        found = learner.evaluate_draft(self.heldout.token_ids, self.heldout.prompt_lengths, temperature)
-        learner.save_draft(self.directory / _DRAFT)
-        return num, losses, found
+def _teach_responses(
+    learner: RemoteLearner, recipe: Recipe, policy: Path, train: Responses, heldout: Responses, into: Path, log: OnStep
+) -> tuple[int, list[float], DraftProgress]:
+    """Train a small language model on the policy's responses; return the same as `_teach_states`."""
+    config, temperature = recipe.draft, recipe.sampling.temperature
+    logger.info("pretrain_draft: training a small model on %d responses", len(train.token_ids))
+    lengths = [len(tokens) - start for tokens, start in zip(heldout.token_ids, heldout.prompt_lengths, strict=True)]
+    judged = TrainBatch(  # only its logprobs are computed; nothing is trained on it
+        token_ids=heldout.token_ids,
+        prompt_lengths=heldout.prompt_lengths,
+        rollout_logprobs=[[0.0] * length for length in lengths],
+        advantages=[0.0] * len(lengths),
+        policy_version=0,
+    )
+    learner.load(policy, None)
+    of_policy = learner.logprobs(judged, temperature)
+    scratch, vocab_size, eos = pretrain.scratch_model(config, policy)
+    num = learner.create(scratch, vocab_size, eos, scratch.optimizer)
 
-    def on_responses(
-        self, learner: RemoteLearner, on_step: Callable[[int, float], None]
-    ) -> tuple[int, list[float], DraftProgress]:
-        """Train a small language model on the policy's responses."""
-        config, heldout, temperature = self.recipe.draft, self.heldout, self.recipe.sampling.temperature
-        logger.info("pretrain_draft: training a small model on %d responses", len(self.train.token_ids))
-        lengths = [len(tokens) - start for tokens, start in zip(heldout.token_ids, heldout.prompt_lengths, strict=True)]
-        judged = TrainBatch(  # only its logprobs are computed; nothing is trained on it
-            token_ids=heldout.token_ids,
-            prompt_lengths=heldout.prompt_lengths,
-            rollout_logprobs=[[0.0] * length for length in lengths],
-            advantages=[0.0] * len(lengths),
-            policy_version=0,
-        )
-        learner.load(self.policy, None)
-        of_policy = learner.logprobs(judged, temperature)
-        scratch, vocab_size, eos = pretrain.scratch_model(config, self.policy)
-        num = learner.create(scratch, vocab_size, eos, scratch.optimizer)
+    def save(path: Path) -> None:
+        learner.save_checkpoint(path, {})
+        learner.finish_checkpoint()
 
-        def save(path: Path) -> None:
-            learner.save_checkpoint(path, {})
-            learner.finish_checkpoint()
-
-        update = pretrain.response_update(learner.lm_step, self.train, scratch)
-        load, checkpoint = learner.load_checkpoint, self.directory / _CHECKPOINT
-        losses = pretrain.train_draft(
-            self.train, config, update=update, save=save, load=load, checkpoint=checkpoint, on_step=on_step
-        )
-        of_draft = learner.logprobs(judged, temperature)
-        learner.save_hf(self.directory / _DRAFT, self.policy)
-        return num, losses, pretrain.heldout_acceptance(of_policy, of_draft, num_tokens=config.pretrain.ttt_steps)
+    losses = pretrain.train_draft(
+        train,
+        config,
+        update=pretrain.response_update(learner.lm_step, train, scratch),
+        save=save,
+        load=learner.load_checkpoint,
+        checkpoint=into / _CHECKPOINT,
+        on_step=log,
+    )
+    of_draft = learner.logprobs(judged, temperature)
+    learner.save_hf(into / _DRAFT, policy)
+    return num, losses, pretrain.heldout_acceptance(of_policy, of_draft, num_tokens=config.pretrain.ttt_steps)
 
 
 def known_tokens(config: DraftConfig, train: Responses, policy: Path) -> tuple[int, ...] | None:

@@ -32,14 +32,12 @@ def recipe_engine(
     """Engine with `k` draft tokens, the largest of a schedule; nothing but speculation depends on `k`.
 
     Args:
-        draft: None where nothing is drafted.
-        kv_cache: treatment of keys and values when new weights enter in flight; None: the engine does not run in
-            flight.
+        kv_cache: treatment of keys and values when new weights enter in flight; None: none do.
     """
     speculative = None
     if k:
-        assert draft is not None, "an engine that drafts has a draft"
-        speculative = speculative_config(recipe.draft, draft_weights(recipe.draft, draft), k, schedule=schedule)
+        weights = None if draft is None else draft_weights(recipe.draft, draft)
+        speculative = speculative_config(recipe.draft, weights, k, schedule=schedule)
     return start_engine(
         policy,
         config=recipe.engine,
@@ -82,11 +80,7 @@ def drafts_by_batch(recipe: Recipe) -> bool:
 
 
 def given_length(recipe: Recipe, k: int) -> DraftLength:
-    """Return a draft length that nobody tuned.
-
-    Raises:
-        ConfigError: the kind of drafts is to be tuned.
-    """
+    """Return a draft length that nobody tuned; a recipe whose kind of drafts is to be tuned is refused."""
     require_choice(recipe.draft.sampling)
     return DraftLength(num_speculative_tokens=k, sampling=recipe.draft.sampling)
 
@@ -104,11 +98,7 @@ def draft_length(recipe: Recipe, tuning: Path) -> DraftLength:
 
 
 def fitting_weights(recipe: Recipe, policy: Path, draft: Path) -> Path | None:
-    """Return `draft_weights` of a draft that fits the policy.
-
-    Raises:
-        ConfigError: it does not fit.
-    """
+    """Return `draft_weights` of a draft, and refuse one that does not fit the policy."""
     from slipstream.drafts.compatibility import require_fit
 
     weights = draft_weights(recipe.draft, draft)

@@ -57,7 +57,7 @@ def report_speedup(  # noqa: PLR0913  # one input a record
     trained, asynchronous = by_loop(read_record(ArmRecord, arm / "arm.json") for arm in arms)
     record = RunRecord(
         recipe=recipe.name,
-        workload=context.workload,
+        workload=recipe.workload.value,
         execution=context.execution,
         tracking_uri=store_uri(recipe.tracking, Path(context.root)),
         versions=next((arm.versions for arm in trained if arm.versions), None) or versions(),
@@ -110,7 +110,7 @@ def drift_of(context: RunContext, recipe: Recipe, record: RunRecord) -> DriftRec
     """Compare with the executions on the tracking store; the drift is unknown if the store cannot be read."""
     uri = store_uri(recipe.tracking, Path(context.root))
     try:
-        executions = read_executions(uri, experiment=experiment_name(context, recipe))
+        executions = read_executions(uri, experiment=experiment_name(recipe))
     except (ConfigError, TrackingError) as error:
         logger.warning("drift is unknown: %s", error)
         return DriftRecord(summary=f"Unknown, for the executions before could not be read: {error}")
@@ -118,20 +118,15 @@ def drift_of(context: RunContext, recipe: Recipe, record: RunRecord) -> DriftRec
         name=context.execution,
         metrics=result_metrics(record, hours=0.0, gpu_hours=0.0),
         params={**parameters(recipe), "arms": context.arms},
-        tags={"workload": context.workload, **setting_tags(record)},
+        tags={"workload": record.workload, **setting_tags(record)},
     )
     drift = find_drift(subject, executions, recipe.tracking.drift)
     logger.log(logging.WARNING if drift.outside else logging.INFO, "%s", drift.summary)
     return drift
 
 
-def require_no_drift(recipe: Recipe, report: Path) -> DriftRecord:
-    """Return the drift of a report; raise if results drifted and the recipe makes that an error.
-
-    Raises:
-        DriftError: the message names each result outside its band.
-    """
+def require_no_drift(recipe: Recipe, report: Path) -> None:
+    """Raise a `DriftError` if results of a report drifted and the recipe makes that an error."""
     drift = read_record(DriftRecord, report / DRIFT_FILE)
     if drift.outside and recipe.tracking.drift.fail:
         raise DriftError(f"{drift.summary} The report is written; tracking.drift.fail makes this an error")
-    return drift

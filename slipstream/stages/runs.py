@@ -1,7 +1,4 @@
-"""MLflow runs of an execution and of its tasks: opened once, found again by a retry, ended with results.
-
-Tags name the node and the code version of a task, so that runs of different days can be told apart.
-"""
+"""MLflow runs of an execution and of its tasks: opened once, found again by a retry, ended with results."""
 
 from __future__ import annotations
 
@@ -9,13 +6,11 @@ import fcntl
 import os
 import platform
 import subprocess
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import slipstream
 from slipstream import supervisor
 from slipstream.config import require
 from slipstream.drafts.length import DraftLength
@@ -30,18 +25,15 @@ from slipstream.report.results import certificate_metrics, description, result_m
 from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.tracking.config import EXECUTION, KIND_TAG, PART
 from slipstream.tracking.mlflow_store import TrackingError, open_store
-from slipstream.tracking.spool import GPUS_TAG, RunStatus, has_ended, open_executions, spent
+from slipstream.tracking.spool import GPUS_TAG, RunStatus, has_ended, now_ms, open_executions, spent
 from slipstream.tracking.tracker import Tracker
 from slipstream.types import Arm, Dtype
 
 if TYPE_CHECKING:
     from slipstream.report.page import ReportPaths
 
-COMMIT_VARIABLE = "SLIPSTREAM_GIT_COMMIT"
-"""Environment variable that is set when an image is built, because an image holds no repository."""
-
-IMAGE_VARIABLE = "SLIPSTREAM_IMAGE"
-"""Environment variable that is set when an image is built, to its own name."""
+COMMIT_VARIABLE, IMAGE_VARIABLE = "SLIPSTREAM_GIT_COMMIT", "SLIPSTREAM_IMAGE"
+"""Environment variables that are set when an image is built: it holds no repository, and does not know its name."""
 
 _EXECUTION_VARIABLE = "FLYTE_INTERNAL_EXECUTION_ID"  # of every pod of Flyte
 _ADDRESS_VARIABLES = ["FLYTE_INTERNAL_EXECUTION_PROJECT", "FLYTE_INTERNAL_EXECUTION_DOMAIN", _EXECUTION_VARIABLE]
@@ -49,12 +41,8 @@ _GIT_TIMEOUT_S = 5.0
 
 
 def origin_tags(environment: Mapping[str, str] = os.environ, *, gpu: str = "") -> dict[str, str]:
-    """Tags of commit, image, node, GPU and Flyte execution; unknown ones are left out.
-
-    Args:
-        gpu: type of the accelerators, in a task that uses some.
-    """
-    commit = environment.get(COMMIT_VARIABLE) or checkout_commit(Path(slipstream.__file__).parent)
+    """Tags of commit, image, node, type of GPU and Flyte execution; unknown ones are left out."""
+    commit = environment.get(COMMIT_VARIABLE) or checkout_commit(Path(__file__).parents[1])
     tags = {
         "git.commit": commit,
         "mlflow.source.git.commit": commit,  # MLflow shows this one as the run's version
@@ -86,7 +74,7 @@ def _mlflow_url(context: RunContext, recipe: Recipe, cluster: ClusterProfile) ->
     if not server or recipe.tracking.uri is None:
         return ""
     try:
-        route = open_store(recipe.tracking.uri).run_route(experiment_name(context, recipe), context.execution)
+        route = open_store(recipe.tracking.uri).run_route(experiment_name(recipe), context.execution)
     except TrackingError:
         return ""
     return f"{server.rstrip('/')}/{route}" if route else ""
@@ -104,9 +92,6 @@ def checkout_commit(directory: Path) -> str:
 def _git(directory: Path, *arguments: str) -> str:
     command = ["git", "-C", str(directory), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_S).stdout.strip()
-
-
-_WITHOUT_GPUS = ("start_run", "prepare_data", "report_speedup")
 
 
 @contextmanager
@@ -131,11 +116,11 @@ def tracked(
         gpu: type of the accelerators that the task uses.
     """
     supervisor.raise_on_signals()
-    if has_ended(Path(context.root), experiment_name(context, recipe), context.execution):
+    if has_ended(Path(context.root), experiment_name(recipe), context.execution):
         execution_run(context, recipe).detach()
     try:
         own = {GPUS_TAG: str(num_gpus(recipe, node)), **dtype_tags(recipe), **origin_tags(gpu=gpu), **(tags or {})}
-        key, parent = context.key(node), context.execution
+        key, parent = f"{context.execution}/{node}", context.execution  # equal at every attempt
         with _opened(context, recipe, key, parent, name=name or node, tags=own, params=params) as tracker:
             try:
                 yield tracker
@@ -156,22 +141,20 @@ def dtype_tags(recipe: Recipe) -> dict[str, str]:
 
 def num_gpus(recipe: Recipe, node: str) -> int:
     """Number of GPUs that are reserved while the task `node` runs."""
-    uses_none = node in _WITHOUT_GPUS or (node == "prepare_policy" and recipe.policy.scratch is None)
+    links_policy = node == "prepare_policy" and recipe.policy.scratch is None
+    uses_none = links_policy or node in ("prepare_data", "report_speedup")
     return 0 if uses_none or not recipe.layout.has_gpus else recipe.layout.num_gpus
 
 
-def experiment_name(context: RunContext, recipe: Recipe) -> str:
-    """MLflow experiment of an execution's runs."""
-    return recipe.tracking.experiment or context.experiment
+def experiment_name(recipe: Recipe) -> str:
+    """MLflow experiment of a recipe's runs."""
+    return recipe.tracking.experiment or recipe.name
 
 
 def execution_run(
     context: RunContext, recipe: Recipe, tags: Mapping[str, str] | None = None, params: Mapping[str, str] | None = None
 ) -> Tracker:
-    """Open the MLflow run of the execution, parent of its tasks' runs, or attach to it.
-
-    The run of an ablation's part lies below the run of the ablation.
-    """
+    """Open the MLflow run of the execution, parent of its tasks' runs and below its ablation's, or attach to it."""
     own = {KIND_TAG: PART if context.part_of else EXECUTION, **(tags or {})}
     key, parent, name = context.execution, context.part_of or None, context.execution.rpartition("/")[2]
     return _opened(context, recipe, key, parent, name=name, tags=own, params=params)
@@ -180,14 +163,13 @@ def execution_run(
 def _opened(
     context: RunContext, recipe: Recipe, key: str, parent: str | None, *, tags: Mapping[str, str], **given: Any
 ) -> Tracker:
-    """Open an MLflow run of the execution below the run `parent`, or attach to it."""
     return Tracker(
         recipe.tracking,
         root=Path(context.root),
-        experiment=context.experiment,
+        experiment=recipe.name,
         key=key,
         parent_key=parent,
-        tags={"workload": context.workload, "seed": str(recipe.grpo.seed), **tags},
+        tags={"workload": recipe.workload.value, "seed": str(recipe.grpo.seed), **tags},
         **given,
     )
 
@@ -197,9 +179,6 @@ def alone_on(cluster: ClusterProfile, root: Path, execution: str) -> Iterator[No
     """Let no second execution start on GPU nodes without a queue, where Ray jobs would hold nodes by halves for ever.
 
     The run of the execution is opened within, under a lock on the shared volume.
-
-    Raises:
-        ConfigError: another execution under this root has not ended.
     """
     if cluster.gpu is None or cluster.queue is not None:
         yield
@@ -238,8 +217,9 @@ def end_reported_execution(
 ) -> None:
     """End the run of an execution with its results, drift, report and figures."""
     tracker = execution_run(context, recipe)
-    cost = spent(Path(context.root), context.execution, now_ms=time.time_ns() // 1_000_000)
-    tracker.log(result_metrics(record, hours=cost.hours, gpu_hours=cost.gpu_hours))
+    cost = spent(Path(context.root), context.execution, now_ms=now_ms())
+    results = result_metrics(record, hours=cost.hours, gpu_hours=cost.gpu_hours)
+    tracker.log({**results, **drift_metrics(drift)})
     arm = next((arm for arm in record.arms if arm.arm is Arm.SPECULATIVE), None)
     length = arm and DraftLength(num_speculative_tokens=arm.num_speculative_tokens, schedule=arm.schedule)
     k = "0" if length is None else length.label
@@ -251,11 +231,10 @@ def end_reported_execution(
             **({} if record.certificate is None else {"losslessness": record.certificate.verdict}),
             **setting_tags(record),
             **verdict_tags(record),
+            **drift_tags(drift),
             NOTE: description(record, execution_url=execution_url()),
         }
     )
-    tracker.log(drift_metrics(drift))
-    tracker.set_tags(drift_tags(drift))
     for path in (report.html, report.json, report.html.with_name("run.json")):
         tracker.log_artifact(path)
     for path in report.figures:

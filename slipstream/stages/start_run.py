@@ -13,18 +13,8 @@ from slipstream.drafts.methods import require_package
 from slipstream.kubernetes.flyte_admin import FlyteError, admin_of
 from slipstream.kubernetes.profile import LOCAL, ClusterProfile, read_profile, require_fits
 from slipstream.recipe import Recipe, difference, load_recipe, parameters, recipe_path, resolve_recipe, write_recipe
-from slipstream.records.files import write_record
-from slipstream.records.run import LaunchRecord
 from slipstream.rewards.function import kept, open_reward, write_kept
-from slipstream.stages.context import (
-    RunContext,
-    context_of,
-    launch_file,
-    recorded_arms,
-    recorded_recipe,
-    require_arms,
-    require_loop,
-)
+from slipstream.stages.context import RunContext, recorded_arms, recorded_recipe, require_arms, require_loop, write_arms
 from slipstream.stages.fail_run import reconcile
 from slipstream.stages.runs import NOTE, alone_on, execution_run, origin_tags, started_text
 from slipstream.tracking.spool import RunStatus
@@ -52,8 +42,8 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch
         reuse_stored: take data, policy and draft from the store where another execution made the same.
         cluster: cluster that the recipe must fit on; None: this machine.
         loop: loop of the workflow's arms; None: the workflow trains no arm, or accepts every recipe.
-        arms: arms that the workflow trains.
     """
+    root = root.resolve()
     recipe, origins = resolve_recipe(recipe_name, overrides=overrides)
     if loop is not None:
         require_loop(recipe, loop)
@@ -63,22 +53,22 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch
     origins |= {} if recipe.tracking == tracked else {"tracking.uri": f"cluster {cluster.name}"}
     if Arm.SPECULATIVE in arms.members and cluster.is_local:  # pods have another image, where pretraining checks this
         require_package(recipe.draft.method)
-    _end_terminated(root.resolve(), cluster)
-    context = replace(context_of(root.resolve(), execution, recipe), reuse_stored=reuse_stored, arms=arms.value)
-    path = recorded_recipe(root.resolve(), execution)
+    _end_terminated(root, cluster)
+    context = RunContext(execution=execution, root=str(root), reuse_stored=reuse_stored, arms=arms.value)
+    path = recorded_recipe(root, execution)
     with open_reward(recipe.reward):
         """A function that cannot be called is an error here."""
     own, recipe = recipe.reward, replace(recipe, reward=kept(recipe.reward, path.parent))
     if resume:
-        _require_same(recipe, arms, path, execution)
+        _require_same(recipe, arms, root, execution)
     write_kept(own, recipe.reward)
-    write_record(LaunchRecord(arms=arms), launch_file(root.resolve(), execution))
+    write_arms(root, execution, arms)
     is_recorded = recipe_path(recipe_name).resolve() == path  # the recorded file already has the origin of each value
     resolved = path if is_recorded else write_recipe(recipe, path, origins)
     tags = {**origin_tags(), NOTE: started_text(recipe, execution)}
-    asked = {} if loop is None else {"arms": context.arms}
-    with alone_on(cluster, root.resolve(), execution):
-        tracker = execution_run(context, recipe, tags, {**parameters(recipe), **asked})
+    params = parameters(recipe) | ({} if loop is None else {"arms": arms.value})
+    with alone_on(cluster, root, execution):
+        tracker = execution_run(context, recipe, tags, params)
     try:
         tracker.log_artifact(resolved)
     except BaseException as error:
@@ -87,8 +77,7 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch
     tracker.detach()
     for warning in memory.warnings() if (memory := recipe.memory()) else ():
         logger.warning("memory: %s", warning)
-    verb = "resumes" if resume else "starts"
-    what = (execution, verb, recipe.name, recipe.workload.value, arms.value)
+    what = (execution, "resumes" if resume else "starts", recipe.name, recipe.workload.value, arms.value)
     logger.info("run %s %s: recipe %s, workload %s, arms %s", *what)
     return context, resolved
 
@@ -107,11 +96,7 @@ def _end_terminated(root: Path, cluster: ClusterProfile) -> None:
 
 
 def on_cluster(recipe: Recipe, cluster: ClusterProfile) -> Recipe:
-    """Set the cluster's tracking server in the recipe, unless the recipe names one.
-
-    Raises:
-        ConfigError: the cluster's nodes cannot hold the recipe.
-    """
+    """Set the cluster's tracking server in a recipe that names none; one that the nodes cannot hold is refused."""
     if cluster.is_local:
         return recipe
     require_fits(
@@ -125,15 +110,11 @@ def on_cluster(recipe: Recipe, cluster: ClusterProfile) -> Recipe:
     return replace(recipe, tracking=replace(recipe.tracking, uri=cluster.tracking.uri))
 
 
-def _require_same(recipe: Recipe, arms: Arms, recorded: Path, execution: str) -> None:
+def _require_same(recipe: Recipe, arms: Arms, root: Path, execution: str) -> None:
     """Refuse to resume with another recipe or other arms: stages that are finished belong to the first ones."""
-    root = recorded.parents[2]
+    recorded = recorded_recipe(root, execution)
     require(recorded.is_file(), "resume_execution", f"must name an execution under {root}", execution, "see its names")
-    first_arms = recorded_arms(root, execution)
-    differs = difference(recipe, load_recipe(str(recorded)))
-    if differs is None and arms is not first_arms:
-        differs = "arms", arms.value, first_arms.value
-    if differs is not None:
-        name, got, first = differs
-        fix = "give it that value, or start a new execution"
-        require(False, name, f"must be {first!r}, with which {execution} was started", got, fix)
+    both_arms = "arms", arms.value, recorded_arms(root, execution).value
+    name, got, first = difference(recipe, load_recipe(str(recorded))) or both_arms
+    rule, fix = f"must be {first!r}, with which {execution} was started", "give it that value, or start a new execution"
+    require(got == first, name, rule, got, fix)

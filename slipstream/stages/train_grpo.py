@@ -56,8 +56,6 @@ def train_grpo(
     Args:
         draft: None, as tuning, where no speculative arm is trained.
         loop: the recipe's own loop, or the synchronous one that it is compared with.
-    Raises:
-        ConfigError: the recipe is synchronous, and the arms are to be asynchronous.
     """
     recipe = in_loop(settled(context, recipe), loop)
     nodes = {arm: arm_node(arm, loop) for arm in arms}
@@ -144,9 +142,6 @@ def steps_a_turn(recipe: Recipe) -> int:
 
     An arm that generates while it trains ends its turn with nothing under way, so its turns are long enough to make
     that cheap. An arm whose engines never stop would lose its purpose in turns, and is trained alone.
-
-    Args:
-        recipe: recipe in the loop of the arms.
     """
     if not recipe.placement.has_arms_in_turn or recipe.loop.mode is LoopMode.IN_FLIGHT:
         return 0
@@ -154,11 +149,7 @@ def steps_a_turn(recipe: Recipe) -> int:
 
 
 def in_loop(recipe: Recipe, loop: ArmLoop) -> Recipe:
-    """Recipe with which an arm is trained in that loop.
-
-    Raises:
-        ConfigError: the recipe has no asynchronous loop.
-    """
+    """Recipe with which an arm is trained in that loop; one without an asynchronous loop is refused for it."""
     if loop is ArmLoop.SYNCHRONOUS:
         return replace(recipe, loop=LoopConfig())
     require_loop(recipe, loop)
@@ -168,12 +159,7 @@ def in_loop(recipe: Recipe, loop: ArmLoop) -> Recipe:
 def arm_plan(
     recipe: Recipe, arm: Arm, *, policy: Path, draft: Path | None, length: DraftLength, label: str = ""
 ) -> ArmPlan:
-    """Plan of an arm that drafts by `length`.
-
-    Args:
-        draft: output of `pretrain_draft`; None for an arm that drafts nothing.
-        label: as in `ArmPlan`.
-    """
+    """Plan of an arm that drafts by `length` with the output of `pretrain_draft`, which an arm without drafts lacks."""
     k = length.num_speculative_tokens
     drafting = draft if k else None
     return ArmPlan(
@@ -207,11 +193,7 @@ def known_length(draft: Path, k: int) -> float | None:
 
 
 def arm_labels(recipe: Recipe, arm: Arm, length: DraftLength) -> dict[str, str]:
-    """Parameters and tags that tell an arm's run from the others'; an arm that drafts nothing has no draft.
-
-    Args:
-        recipe: recipe in the loop of the arm.
-    """
+    """Parameters and tags that tell an arm's run from the others'; an arm that drafts nothing has no draft."""
     drafts = {
         "draft.method": recipe.draft.method.value,
         "draft.init": draft_init(recipe.draft),

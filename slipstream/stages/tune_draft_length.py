@@ -11,7 +11,6 @@ from threading import Semaphore
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts import length
-from slipstream.drafts.length import described
 from slipstream.drafts.methods import DraftSampling
 from slipstream.engine.config import SamplingConfig
 from slipstream.logs import progress
@@ -61,13 +60,12 @@ def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data
         swept = _sweep(tuned, policy=policy, data=data, draft=draft, timed=timed)
         batch = recipe.grpo.prompts_per_step * recipe.grpo.group_size
         record = length.choose(swept.points, config=recipe.tuning, batch=batch, rounds=swept.rounds)
-        record = replace(record, sampling=tuned.draft.sampling.value)
+        record = replace(record, sampling=tuned.draft.sampling.value, machine=machines(timed), versions=versions())
         if is_auto and record.chosen_k:
             record = _compared(tuned, record, policy=policy, data=data, draft=draft)
         figure = directory / "sweep.svg"
         figure.write_text(sweep_figure(record.points, record.chosen_k))
         tracker.log_artifact(figure)
-        record = replace(record, machine=machines(timed), versions=versions())
         tracker.log_artifact(write_record(record, directory / "tuning.json"))
         tracker.set_tags({"k": str(record.chosen_k), "draft.sampling": record.sampling})
         for point in swept.points:
@@ -75,7 +73,7 @@ def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data
         tracker.log({"sweep/schedule_gain": record.schedule_gain})
     logger.info("tune_draft_length: %s", record.reason)
     gain = f"a generation takes 1/{record.schedule_gain:.3f} of what k={record.chosen_k} throughout takes"
-    logger.info("tune_draft_length: by running batch: %s; %s", described(record.schedule), gain)
+    logger.info("tune_draft_length: by running batch: %s; %s", length.described(record.schedule), gain)
     return directory
 
 
@@ -89,11 +87,7 @@ def first_speedup(points: Sequence[SweepPoint]) -> str:
 
 
 def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[Worker]) -> length.Sweep:
-    """Run `length.sweep` with a progress bar, log its points, and announce the first speedup.
-
-    Args:
-        timed: receives the engines.
-    """
+    """Run `length.sweep` with a progress bar, log points and first speedup, and add the workers to `timed`."""
     is_first = True
     starting = Semaphore(recipe.layout.num_starting)
     ks = ", ".join(map(str, recipe.tuning.candidate_ks))
@@ -131,7 +125,6 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
 
 
 def _compared(recipe: Recipe, record: TuningRecord, *, policy: Path, data: Path, draft: Path) -> TuningRecord:
-    """Measure both kinds of drafts at the chosen k, and choose the faster one."""
     starting = Semaphore(recipe.layout.num_starting)
     logger.info("tune_draft_length: comparing probabilistic and greedy drafts of k=%d", record.chosen_k)
 

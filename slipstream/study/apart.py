@@ -17,10 +17,10 @@ from slipstream.recipe import Recipe, load_recipe, parameters, write_recipe
 from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
-from slipstream.stages.context import RunContext, arm_node, context_of, recorded_recipe
+from slipstream.stages.context import RunContext, arm_node, recorded_recipe
 from slipstream.stages.deliverables import assemble, deliver
 from slipstream.stages.prepare_data import prepare_data
-from slipstream.stages.prepare_policy import prepare_policy
+from slipstream.stages.prepare_policy import POLICY_RECORDS, prepare_policy
 from slipstream.stages.pretrain_draft import pretrain_draft
 from slipstream.stages.recipe_engines import fitting_weights, given_length
 from slipstream.stages.runs import NOTE, alone_on, execution_run, origin_tags
@@ -32,17 +32,12 @@ from slipstream.study.study_page import answers, write_study
 from slipstream.study.variants import Grid, Kind, Part, Study, Variant, parts, variant_recipes
 from slipstream.tracking.config import ABLATION, KIND_TAG
 from slipstream.tracking.spool import RunStatus, end_open_runs
-from slipstream.tracking.tracker import Tracker
 from slipstream.types import Arm
 
 logger = logging.getLogger(__name__)
 
-POLICY_RECORDS = ("policy.json", "*config.json", "tokenizer*", "*.jinja")
 _PLAN, _ENDING = "plan.json", "part.json"
 _PLAN_NODE, _POLICY_NODE = "plan_ablation", "prepare_policy"
-_RECIPES = "the recipe's"
-_AXES = ("draft_inits", "methods", "losses", "draft_lengths", "seeds", "workloads")
-_LOST = "it left no record: its task was lost, cancelled or never started"
 _MAX_TAG_CHARACTERS = 5000
 
 
@@ -82,8 +77,6 @@ def plan_ablation(
 ) -> dict[Kind, list[RunContext]]:
     """Validate and write the recipe of every variant before anything starts, and open the ablation's MLflow run.
 
-    Returns:
-        Contexts of the parts by kind.
     Raises:
         ConfigError: a variant's recipe or the cluster breaks a rule; the error names the variant.
     """
@@ -96,35 +89,31 @@ def plan_ablation(
         path = recorded_recipe(root, f"{execution}/{part.name}")
         write_recipe(recipes[part.variant], path, resolved[part.variant][1])
     write_record(plan, root / execution / _PLAN_NODE / _PLAN)
-    axes = {f"grid.{name}": ", ".join(map(str, getattr(grid, name))) or _RECIPES for name in _AXES}
+    axes = {name: values for name, values in vars(grid).items() if name != "online"}  # that one is a bake-off's
+    params = {f"grid.{name}": ", ".join(map(str, values)) or "the recipe's" for name, values in axes.items()}
+    context = RunContext(execution=execution, root=str(root), reuse_stored=reuse_stored)
+    tags = {KIND_TAG: ABLATION, **origin_tags()}
     with alone_on(cluster, root, execution):
-        _ablation_run(root, plan, first, {**axes, "recipe": first.name}).detach()
+        execution_run(context, first, tags, {**params, "recipe": first.name}).detach()
     counts = ", ".join(f"{len(plan.of_kind(kind))} of {kind.value}" for kind in Kind)
     logger.info("ablation %s starts: recipe %s, parts: %s", execution, first.name, counts)
     return {
-        kind: [
-            replace(context_of(root, f"{execution}/{part.name}", recipes[part.variant]), reuse_stored=reuse_stored)
-            for part in plan.of_kind(kind)
-        ]
-        for kind in Kind
+        kind: [replace(context, execution=f"{execution}/{part.name}") for part in plan.of_kind(kind)] for kind in Kind
     }
 
 
 def make_part(context: RunContext) -> str:
-    """Run the part that `context` names in an MLflow run of its own, and record how it ended; returns its name.
-
-    Raises:
-        PartMissingError: a part that this one needs has failed.
-    """
-    plan = read_plan(Path(context.root), context.part_of)
+    """Run the part that `context` names in an MLflow run of its own, and record how it ended; returns its name."""
+    root = Path(context.root)
+    plan = read_plan(root, context.part_of)
     part = next(part for part in plan.parts if f"{plan.execution}/{part.name}" == context.execution)
-    recipe = load_recipe(str(recorded_recipe(Path(context.root), context.execution)))
+    recipe = load_recipe(str(recorded_recipe(root, context.execution)))
     logger.info("ablation: part %d of %d, %s", plan.parts.index(part) + 1, len(plan.parts), part.name)
     execution_run(context, recipe, origin_tags(), parameters(recipe)).detach()
-    path = Path(context.root) / context.execution / _ENDING  # an interrupted part leaves no record
+    path = root / context.execution / _ENDING  # an interrupted part leaves no record
     try:
         for name in part.needs:  # without them the part would fail too, or have no baseline
-            found = ending(Path(context.root), plan.execution, name)
+            found = ending(root, plan.execution, name)
             if found is None:
                 raise PartMissingError(f"{name} left no record: its task was lost or never started")
             if found.reason:
@@ -141,31 +130,28 @@ def make_part(context: RunContext) -> str:
 
 
 def rank_ablation(root: Path, execution: str) -> Path:
-    """Rank the variants, write the page and close the ablation's run; returns the directory of the page.
-
-    Failed variants are listed with their reasons and do not fail the ranking.
-    """
-    record = collect(root, read_plan(root, execution))
+    """Rank the variants, list failures with their reasons, and close the ablation's run; return the page's folder."""
+    plan = read_plan(root, execution)
+    record = collect(root, plan)
     for outcome in record.outcomes:
         name = f"{execution}/{outcome.variant.name}"
         recipe = load_recipe(str(recorded_recipe(root, name)))
-        with execution_run(context_of(root, name, recipe), recipe) as tracker:
+        with execution_run(RunContext(execution=name, root=str(root)), recipe) as tracker:
             tracker.log(outcome_metrics(outcome))
-    directory = _report(root, record)
+    directory = _report(root, plan, record)
     logger.info("ablation %s: %s", execution, " ".join(answers(record)))
     return directory
 
 
-def fail_ablation(root: Path, execution: str, *, message: str) -> Path | None:
-    """Close the open runs of a failed ablation and rank its finished variants; None if it has no plan yet."""
+def fail_ablation(root: Path, execution: str, *, message: str) -> None:
+    """Close the open runs of a failed ablation and rank its finished variants; one without a plan has neither."""
     if not (root / execution / _PLAN_NODE / _PLAN).is_file():
         logger.error("ablation %s failed before it was planned: %s", execution, message)
-        return None
+        return
     end_open_runs(root, execution, RunStatus.FAILED)
-    tags = {"failed.message": message[-_MAX_TAG_CHARACTERS:] or "unknown"}
-    directory = _report(root, collect(root, read_plan(root, execution)), tags, RunStatus.FAILED)
+    plan = read_plan(root, execution)
+    directory = _report(root, plan, collect(root, plan), failed=message)
     logger.error("ablation %s failed; its results so far are in %s", execution, directory)
-    return directory
 
 
 def collect(root: Path, plan: PlanRecord) -> StudyRecord:
@@ -197,12 +183,6 @@ def ending(root: Path, execution: str, name: str) -> PartRecord | None:
     """Read how a part ended; None without a record."""
     path = root / execution / name / _ENDING
     return read_record(PartRecord, path) if path.is_file() else None
-
-
-def _ablation_run(root: Path, plan: PlanRecord, recipe: Recipe, params: Mapping[str, str] | None = None) -> Tracker:
-    """Return the ablation's MLflow run, the parent of its parts' runs; with `params` the run is opened."""
-    tags = {KIND_TAG: ABLATION, **(origin_tags() if params else {})}
-    return execution_run(context_of(root, plan.execution, recipe), recipe, tags, params)
 
 
 def _make(context: RunContext, recipe: Recipe, part: Part) -> None:
@@ -245,22 +225,20 @@ def _reason(root: Path, plan: PlanRecord, part: Part) -> str:
         found = ending(root, plan.execution, name)
         if found is not None and found.reason:
             return found.reason if name == part.name else f"{name} failed: {found.reason}"
-    return _LOST
+    return "it left no record: its task was lost, cancelled or never started"
 
 
-def _report(
-    root: Path, record: StudyRecord, tags: Mapping[str, str] | None = None, status: RunStatus = RunStatus.FINISHED
-) -> Path:
-    """Write the page, log results and page in the ablation's run and close it; returns the page's directory."""
+def _report(root: Path, plan: PlanRecord, record: StudyRecord, *, failed: str | None = None) -> Path:
+    """Write the page, log it with the results, and close the ablation's run; `failed` is the message of its failure."""
     directory = root / record.execution / record.study.node
     paths = write_study(record, directory)
-    plan = read_plan(root, record.execution)
     recipe = load_recipe(str(recorded_recipe(root, f"{plan.execution}/{plan.parts[0].name}")))
     words = [*answers(record), f"{len(record.failures)} variants failed.", "The page is the artifact `ablation.html`."]
-    tracker = _ablation_run(root, plan, recipe)
+    tracker = execution_run(RunContext(execution=plan.execution, root=str(root)), recipe, {KIND_TAG: ABLATION})
     tracker.log(result_metrics(record))
-    tracker.set_tags({NOTE: "\n\n".join(words), "num_failed": str(len(record.failures)), **(tags or {})})
+    tags = {} if failed is None else {"failed.message": failed[-_MAX_TAG_CHARACTERS:] or "unknown"}
+    tracker.set_tags({NOTE: "\n\n".join(words), "num_failed": str(len(record.failures)), **tags})
     for path in paths:
         tracker.log_artifact(path)
-    tracker.close(status)
+    tracker.close(RunStatus.FINISHED if failed is None else RunStatus.FAILED)
     return directory

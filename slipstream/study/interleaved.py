@@ -53,21 +53,14 @@ class _Member:
 
 
 def check_drafters(context: RunContext, recipe: Recipe, grid: Grid) -> list[str]:
-    """Refuse what the recipe cannot do with one of the drafters, before anything expensive starts; return their names.
-
-    Raises:
-        ConfigError: the error names the drafter.
-    """
+    """Refuse what the recipe cannot do with a drafter before anything expensive starts; return the drafters' names."""
     drafters = drafter_recipes(recipe, grid)
     context.directory(NODE)  # the directory marks the execution as a bake-off
     return [drafter.name for drafter in drafters]
 
 
 def bake_off(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, data: Path) -> Path:
-    """Compare the drafters; return a directory with bake_off.html, bake_off.json and a figure.
-
-    A drafter that fails is in the table with its reason, and the others continue.
-    """
+    """Compare the drafters, and list failures with their reasons; return a directory with page, record and figure."""
     if done := finished(context, NODE, "bake_off.json"):
         return done
     recipe = settled(context, recipe)
@@ -78,9 +71,11 @@ def bake_off(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, d
         members: dict[Variant, _Member] = {}
         ended: dict[Variant, Trained | str] = {}
         for drafter, own in drafters.items():
+            part = replace(context, execution=f"{context.execution}/{drafter.name}")
             try:
-                members[drafter] = _pretrained(context, drafter, own, policy=policy, data=data)
+                members[drafter] = _pretrained(part, drafter, own, policy=policy, data=data)
             except Exception as error:
+                execution_run(part, own).close(RunStatus.FAILED)
                 logger.exception("bake_off: %s drops out, the others continue", drafter.name)
                 ended[drafter] = f"{type(error).__name__}: {error}"
         for number, group in enumerate(_groups(list(members), recipe.tuning.max_live_engines - 1), start=1):
@@ -102,21 +97,16 @@ def bake_off(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, d
 
 def _pretrained(context: RunContext, drafter: Variant, recipe: Recipe, *, policy: Path, data: Path) -> _Member:
     """Pretrain the draft of a drafter; drafters that differ only in training during RL share one draft."""
-    own = replace(context, execution=f"{context.execution}/{drafter.name}")
-    execution_run(own, recipe, params=parameters(recipe)).detach()
-    try:
-        length = given_length(recipe, drafter.setting.num_speculative_tokens)
-        draft = pretrain_draft(own, recipe, policy=policy, data=data)
-        fitting_weights(recipe, policy, draft)
-        return _Member(
-            context=own,
-            recipe=recipe,
-            plan=arm_plan(recipe, Arm.SPECULATIVE, policy=policy, draft=draft, length=length, label=drafter.name),
-            pretraining_s=read_record(DraftRecord, draft / "draft.json").elapsed_s if drafter.setting.init else 0.0,
-        )
-    except Exception:
-        execution_run(own, recipe).close(RunStatus.FAILED)
-        raise
+    execution_run(context, recipe, params=parameters(recipe)).detach()
+    length = given_length(recipe, drafter.setting.num_speculative_tokens)
+    draft = pretrain_draft(context, recipe, policy=policy, data=data)
+    fitting_weights(recipe, policy, draft)
+    return _Member(
+        context=context,
+        recipe=recipe,
+        plan=arm_plan(recipe, Arm.SPECULATIVE, policy=policy, draft=draft, length=length, label=drafter.name),
+        pretraining_s=read_record(DraftRecord, draft / "draft.json").elapsed_s if drafter.setting.init else 0.0,
+    )
 
 
 def _groups(drafters: Sequence[Variant], size: int) -> Iterator[Sequence[Variant]]:
@@ -129,16 +119,12 @@ def _groups(drafters: Sequence[Variant], size: int) -> Iterator[Sequence[Variant
 def _trained(
     context: RunContext, group: Mapping[Variant, _Member], number: int, *, policy: Path, data: Path
 ) -> dict[Variant, Trained | str]:
-    """Train one group beside an autoregressive arm of its own.
-
-    Raises:
-        Exception: the autoregressive arm failed, so there is nothing to compare with.
-    """
+    """Train one group beside an autoregressive arm of its own, whose failure is raised: it ends the comparison."""
     alone, recipe = f"autoregressive-{number}", next(iter(group.values())).recipe
     own = replace(context, execution=f"{context.execution}/{alone}")
     execution_run(own, recipe, params=parameters(recipe)).detach()
     length = DraftLength(num_speculative_tokens=0)
-    plan = arm_plan(recipe, Arm.AUTOREGRESSIVE, policy=policy, draft=policy, length=length)
+    plan = arm_plan(recipe, Arm.AUTOREGRESSIVE, policy=policy, draft=None, length=length)
     members = {alone: _Member(context=own, recipe=recipe, plan=plan), **{each.name: m for each, m in group.items()}}
     starting = threading.Semaphore(recipe.layout.num_starting)
     end_idle()

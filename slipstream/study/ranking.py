@@ -121,11 +121,7 @@ class StudyRecord:
 def rank(
     study: Study, ended: Mapping[Variant, Trained | str], *, execution: str, recipe: str, dtype: str = ""
 ) -> StudyRecord:
-    """Rank the trained variants within their workload.
-
-    Args:
-        ended: each variant's arms, or the reason why it has none.
-    """
+    """Rank the variants within their workload; `ended` has each one's arms, or the reason why it has none."""
     trained = {variant: arms for variant, arms in ended.items() if isinstance(arms, Trained)}
     warmup = num_warmup(arm for arms in trained.values() for arm in (arms.baseline, arms.arm))
     by_setting: dict[Setting, dict[int, Trained]] = {}

@@ -12,7 +12,7 @@ from slipstream.config import require
 from slipstream.drafts.config import FRESH_INITS, DraftInit, DraftMethod, DraftOnline
 from slipstream.recipe import load_recipe
 from slipstream.records.files import read_record
-from slipstream.stages.context import handed_on, new_execution, requested
+from slipstream.stages.context import add_set, handed_on, new_execution, requested
 from slipstream.study.variants import Grid, Study, drafter_recipes, variant_recipes
 from slipstream.types import Workload
 
@@ -54,15 +54,7 @@ def add_options(command: argparse.ArgumentParser, preset: str) -> None:
         choices = list(kind) if issubclass(kind, StrEnum) else None
         command.add_argument(*flags, dest=name, nargs="+", default=[], type=str if choices else kind, choices=choices)
     command.add_argument("--num-steps", type=int, help="GRPO steps an arm; default: the recipe's")
-    command.add_argument(
-        *("--set", "--overrides"),
-        dest="overrides",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="set fields of every variant's recipe, as in grpo.group_size=16",
-    )
+    add_set(command, "--overrides")
     command.add_argument("--run-root", default="runs")
     command.add_argument("--fresh", action="store_true", help="make data, policies and drafts again, even if stored")
     if preset == "study":
@@ -72,12 +64,8 @@ def add_options(command: argparse.ArgumentParser, preset: str) -> None:
 
 
 def launched(options: argparse.Namespace) -> run_command.Launch:
-    """Build the launch that the options ask for.
-
-    Raises:
-        ConfigError: the grid or a variant's recipe breaks a rule.
-    """
-    overrides = handed_on(options.overrides)
+    """Build the launch that the options ask for, once grid and recipes of all variants are checked."""
+    overrides = handed_on(options.set)
     grid = _grid(options)
     if options.in_turn:
         inputs: dict[str, Any] = {"workload": next(iter(grid.workloads), None), "seed": next(iter(grid.seeds), None)}
@@ -88,11 +76,8 @@ def launched(options: argparse.Namespace) -> run_command.Launch:
     else:
         variant_recipes(options.recipe, grid, requested(overrides, num_steps=options.num_steps))
         inputs = {name: values for name, values in vars(grid).items() if name != "online"}
-    inputs |= {
-        "recipe": run_command.handed_on_recipe(options.recipe),
-        "num_steps": options.num_steps,
-        "overrides": overrides,
-    }
+    recipe = run_command.handed_on_recipe(options.recipe)
+    inputs |= {"recipe": recipe, "num_steps": options.num_steps, "overrides": overrides}
     return run_command.Launch(
         workflow=Study.BAKE_OFF if options.in_turn else Study.ABLATION,
         inputs=inputs,
@@ -110,8 +95,8 @@ def _grid(options: argparse.Namespace) -> Grid:
         return Grid(**(given if any(given.values()) else _APART))
     rule = "must be left out with steps in turn"
     require(not given["losses"], "--losses", rule, options.losses, "override draft.eagle3.loss, for all of them")
+    rule = "must name at most one value with steps in turn"
     for name in ("draft_lengths", "seeds", "workloads"):
-        rule = "must name at most one value with steps in turn"
         require(len(given[name]) <= 1, _AXES[name][1][0], rule, getattr(options, name), "an ablation takes several")
     return Grid(**given | {name: given[name] or values for name, values in _IN_TURN.items()})
 

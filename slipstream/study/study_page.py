@@ -21,19 +21,18 @@ from slipstream.types import Arm
 from slipstream.workers.placement.plan import table
 
 _WORDS = {
-    **{
-        "eagle3": "EAGLE-3",
-        "dflash": "DFlash",
-        "draft_model": "small model",
-        "ngram": "n-gram",
-        "suffix": "suffix",
-        "history": "earlier answers",
-        "mtp": "MTP",
-    },
+    "eagle3": "EAGLE-3",
+    "dflash": "DFlash",
+    "draft_model": "small model",
+    "ngram": "n-gram",
+    "suffix": "suffix",
+    "history": "earlier answers",
+    "mtp": "MTP",
     "in_domain": "the task's prompts",
     "general": "general prompts",
     "from_hub": "a given draft, the task's prompts",
-    **{"always": "trained every step", "when_stale": "trained when stale"},
+    "always": "trained every step",
+    "when_stale": "trained when stale",
 }
 """Display names of a drafter's method, prompts and training in RL."""
 _PUBLISHED = {
@@ -161,9 +160,8 @@ def answers(record: StudyRecord) -> list[str]:
         start = f"{WORKLOAD_LABELS[workload.value]}: "
         claimed = first.claim
         if claimed.kind is not ClaimKind.FASTER:
-            found = (
-                "draft was measured" if claimed.kind is ClaimKind.NOT_MEASURED else "measured draft makes a step faster"
-            )
+            is_measured = claimed.kind is not ClaimKind.NOT_MEASURED
+            found = "measured draft makes a step faster" if is_measured else "draft was measured"
             sentences.append(f"{start}no {found}; the best is {name}. {claimed.sentence}")
             continue
         others = [row for row in record.rows if row.setting.workload is workload and row.rank > 1]
@@ -177,15 +175,7 @@ def write_study(record: StudyRecord, directory: Path) -> list[Path]:
     """Write the page, the figure if there is a result, and the record as files named after the study."""
     html, figure = directory / f"{record.study.value}.html", directory / "speedups.svg"
     svg = speedups(record) if record.rows else ""
-    write_atomic(html, _page(record, svg).encode())
-    if svg:
-        write_atomic(figure, svg.encode())
-    written = write_record(record, html.with_suffix(".json"))  # last, for its presence marks the study as finished
-    return [html, *([figure] if svg else []), written]
-
-
-def _page(record: StudyRecord, svg: str) -> str:
-    return render(
+    page = render(
         Path(__file__).with_name("study.html.jinja"),
         record=record,
         is_ablation=record.study is Study.ABLATION,
@@ -198,6 +188,11 @@ def _page(record: StudyRecord, svg: str) -> str:
         paper_label=read_reference().label,
         figure=Markup(svg),
     )
+    write_atomic(html, page.encode())
+    if svg:
+        write_atomic(figure, svg.encode())
+    written = write_record(record, html.with_suffix(".json"))  # last, for its presence marks the study as finished
+    return [html, *([figure] if svg else []), written]
 
 
 def speedups(record: StudyRecord) -> str:

@@ -183,7 +183,6 @@ def variant_recipes(
     """Resolve the recipe of every variant of an ablation, with the provenance of its values (`resolve_recipe`).
 
     Args:
-        name: name or path of the ablation's recipe.
         requested: overrides of all variants, without the fields that the grid varies.
     Raises:
         ConfigError: a variant's recipe breaks a rule; the error names the variant.
@@ -222,11 +221,7 @@ def _variant_recipe(
 
 
 def drafter_recipes(recipe: Recipe, grid: Grid) -> dict[Variant, Recipe]:
-    """Return every drafter of a bake-off with its recipe.
-
-    Raises:
-        ConfigError: a list is empty, there are too many drafters, or a drafter's recipe breaks a rule.
-    """
+    """Return every drafter of a bake-off with its recipe; an error names the drafter whose recipe breaks a rule."""
     for name in ("methods", "draft_inits", "online", "draft_lengths"):
         require(bool(getattr(grid, name)), name, "must name at least one value", ())
     require(grid.draft_lengths[0] >= 1, "num_speculative_tokens", "must be >= 1", grid.draft_lengths[0])
@@ -245,8 +240,7 @@ def _drafter_recipe(recipe: Recipe, setting: Setting) -> Recipe:
         rule, got = "must be 'shared' in a bake-off", recipe.placement.memory.value
         fix = "there several learners live at once, and each would wait with all its memory"
         require(not recipe.placement.takes_turns, "placement.memory", rule, got, fix)
-        init = recipe.draft.init if setting.init is None else setting.init
-        online = replace(recipe.draft.online, when=setting.online)
+        init, online = setting.init or recipe.draft.init, replace(recipe.draft.online, when=setting.online)
         return replace(
             recipe,
             draft=replace(recipe.draft, method=setting.method, init=init, online=online),

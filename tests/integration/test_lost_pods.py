@@ -52,8 +52,7 @@ class Chain:
     literals: dict[str, Any]  # of what the tasks take, by the name of their input
 
     def run(self, task: Any, node: str, *, execution: str, watchers: Sequence[Watcher] = ()) -> Any:
-        names = {"experiment": "smoke", "workload": "rl_zero"}
-        context = RunContext(execution=execution, root=str(self.root), reuse_stored=False, **names)
+        context = RunContext(execution=execution, root=str(self.root), reuse_stored=False)
         literals = {**self.literals, **_literals(task, context=context)}
         inputs = {name: literals[name] for name in task.python_interface.inputs}
         outputs = replace(self.pods, execution=execution).run(task, inputs, node=node, watchers=watchers)

@@ -14,10 +14,8 @@ from slipstream import run_command
 from slipstream.cli import main
 from slipstream.config import ConfigError, parse_overrides
 from slipstream.recipe import load_recipe, write_recipe
-from slipstream.records.files import write_record
-from slipstream.records.run import LaunchRecord
 from slipstream.run_command import Launch
-from slipstream.stages.context import launch_file, new_execution, recorded_recipe
+from slipstream.stages.context import new_execution, recorded_recipe, write_arms
 from slipstream.supervisor import Outcome
 from slipstream.tracking.config import check_key
 from slipstream.tracking.spool import Event, RunHeader, Spool, spool_path
@@ -45,7 +43,7 @@ def started(recipe: str, **given: Any) -> Launch:
 def root(tmp_path: Path) -> Path:
     execution(tmp_path, "a", started_s=100)
     execution(tmp_path, "b", started_s=200)
-    write_record(LaunchRecord(arms=Arms.SPECULATIVE), launch_file(tmp_path, "b"))
+    write_arms(tmp_path, "b", Arms.SPECULATIVE)
     execution(tmp_path, "c", started_s=300, is_finished=True)
     return tmp_path
 

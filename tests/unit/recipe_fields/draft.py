@@ -83,7 +83,7 @@ def draft_prompts(recipe: Recipe, tools: Tools) -> object:
     tools.patch.setattr(pretrain_draft, "train_on", train_on)
     for name in ("draft_key", "policy_identity", "data_identity"):
         tools.patch.setattr(pretrain_draft, name, lambda *inputs, **more: "key")
-    context = support.RunContext(execution="e", root=str(tools.directory), experiment="x", workload="w")
+    context = support.RunContext(execution="e", root=str(tools.directory))
     return pretrain_draft.pretrain_draft(context, recipe, policy=tools.directory, data=tools.directory)
 
 
@@ -232,7 +232,7 @@ def planned(recipe: Recipe, tools: Tools, arms: list[Arm]) -> list[tuple[Any, An
     tracker = SimpleNamespace(log=None, log_artifact=lambda path: None)
     tools.patch.setattr(train_grpo, "tracked", lambda *arguments, **more: nullcontext(tracker))
     tools.patch.setattr(train_grpo, "Run", run)
-    context = support.RunContext(execution="e", root=str(tools.directory), experiment="x", workload="w")
+    context = support.RunContext(execution="e", root=str(tools.directory))
     here = tools.directory
     train_grpo.train_grpo(context, recipe, arms, policy=here, data=here, draft=here, tuning=here)
     for arm in arms:

@@ -39,8 +39,8 @@ def tracked_run(recipe: Recipe, tools: Tools) -> object:
     tools.patch.setattr(runs, "Tracker", Noting)
     path = write_recipe(recipe, tools.directory / "recipe.yaml")
     root = tools.directory / "root"
-    context, _ = start_run.start_run(str(path), root=root, execution="e", overrides={})
-    return [str(each).replace(str(root), "root") for each in seen], context.experiment, context.workload
+    start_run.start_run(str(path), root=root, execution="e", overrides={})
+    return [str(each).replace(str(root), "root") for each in seen]
 
 
 def replay_pauses(recipe: Recipe, tools: Tools) -> object:

@@ -249,7 +249,7 @@ def test_the_stage_writes_a_record_that_reads_back(tmp_path: Path) -> None:
     for arm in demo_arms():
         write_record(arm, tmp_path / arm.arm.value / "arm.json")
     write_record(DEMO_TUNING, tmp_path / "tuning" / "tuning.json")
-    context = RunContext(execution="demo", root=str(tmp_path), experiment="tiny", workload="rl_zero")
+    context = RunContext(execution="demo", root=str(tmp_path))
     arms = [tmp_path / "autoregressive", tmp_path / "speculative"]
     directory = project_stage(context, demo_recipe(), tuning=tmp_path / "tuning", arms=arms)
     assert directory == context.directory("project_speedup")

@@ -1,22 +1,18 @@
 """An execution that failed: its runs end, and what it knows is kept."""
 
 import json
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from slipstream.recipe import load_recipe, write_recipe
 from slipstream.records.files import write_record
-from slipstream.records.run import LaunchRecord
 from slipstream.records.stages import TuningRecord
-from slipstream.stages.context import launch_file, recorded_recipe
+from slipstream.stages.context import recorded_recipe, write_arms
 from slipstream.stages.fail_run import fail_run
-from slipstream.stages.runs import execution_run, tracked
+from slipstream.stages.runs import execution_run
 from slipstream.tracking.config import TrackingConfig, store_uri
-from slipstream.tracking.spool import RunStatus
+from slipstream.tracking.mlflow_store import read_executions
 from slipstream.tracking.tracker import Tracker
 from slipstream.types import Arms
 from tests.small import run_context
@@ -24,19 +20,11 @@ from tests.unit.lagging import ONE_STEP_OFF
 from tests.unit.report.handmade import RECORD
 
 
-def _runs(root: Path) -> dict[str, Any]:
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(store_uri(TrackingConfig(), root))
-    found = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
-    return {run.data.tags["slipstream.key"]: run for run in found}
-
-
 def _failed(root: Path, message: str = "lost", **overrides: Any) -> tuple[str, Path]:
     """Fail an execution of the tiny recipe; the page that it leaves, and where."""
     write_recipe(load_recipe("tiny", overrides=overrides), recorded_recipe(root, "e"))
-    directory = fail_run(root, "e", message=message)
-    assert directory is not None
+    fail_run(root, "e", message=message)
+    directory = root / "e" / "fail_run"
     return (directory / "failure.md").read_text(), directory
 
 
@@ -55,27 +43,17 @@ def test_a_failed_executions_runs_end_and_its_results_are_kept(stored_root: Path
     assert [words for words in (*stages, "the loss is not finite", "k=3 won") if words not in page] == []
     record = json.loads((directory / "failure.json").read_text())
     assert record["finished"] == ["tune_draft_length"]
-    run = _runs(stored_root)["e"]
-    assert (run.info.status, run.data.tags["failed.node"]) == ("FAILED", "train_grpo_speculative")
+    (run,) = read_executions(store_uri(TrackingConfig(), stored_root), names=["e"])
+    assert (run.status, run.tags["failed.node"]) == ("FAILED", "train_grpo_speculative")
 
 
 def test_an_execution_that_never_started_has_nothing_to_end(tmp_path: Path) -> None:
-    assert fail_run(tmp_path, "e", message="grpo.group_size must be >= 2, got 1") is None
+    fail_run(tmp_path, "e", message="grpo.group_size must be >= 2, got 1")
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("raised", [RuntimeError("lost"), None])
-def test_an_execution_that_goes_on_after_a_failure_runs_again(stored_root: Path, raised: RuntimeError | None) -> None:
-    context, recipe = run_context(stored_root), load_recipe("tiny")
-    execution_run(context, recipe).close(RunStatus.FAILED)
-    with suppress(RuntimeError), tracked(context, recipe, "tune_draft_length"):
-        if raised is not None:
-            raise raised
-    assert _runs(stored_root)["e"].info.status == ("RUNNING" if raised is None else "FAILED")
-
-
 def test_a_failed_execution_of_one_arm_awaits_no_other_and_no_draft(stored_root: Path) -> None:
-    write_record(LaunchRecord(arms=Arms.AUTOREGRESSIVE), launch_file(stored_root, "e"))
+    write_arms(stored_root, "e", Arms.AUTOREGRESSIVE)
     page, _ = _failed(stored_root)
     assert "- train_grpo_autoregressive: not finished" in page
     assert not [word for word in ("speculative", "draft", "losslessness") if word in page]

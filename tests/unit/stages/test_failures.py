@@ -16,7 +16,6 @@ from slipstream.refit.config import ChannelBrokeError, RefitError
 from slipstream.stages.certify_losslessness import LosslessnessError
 from slipstream.stages.failures import EXPLAINED, PERMANENT, TRANSIENT, explained, transient
 from slipstream.tracking.mlflow_store import TrackingError
-from slipstream.train.acceptance_guard import AcceptanceCollapse
 from slipstream.workers.calls import LostWorkerError
 
 
@@ -75,10 +74,6 @@ _COMES_AGAIN_OR_NOT: dict[str, tuple[Callable[[], BaseException], bool]] = {
     "checkpoints not shared": (lambda: CheckpointStorageError(errno.EIO, "not on shared storage"), False),
     "checkpoint not written": (lambda: CheckpointWriteError(errno.EIO, "could not be written"), False),
     "refit gate": (lambda: RefitError("2 of 300 tensors differ"), False),
-    "acceptance collapsed": (lambda: AcceptanceCollapse("acceptance fell to 1.0"), False),
-    "biased": (lambda: LosslessnessError("the run is biased"), False),
-    "loss not finite": (lambda: FloatingPointError("nan"), False),
-    "out of memory": (lambda: MemoryError(), False),
     "a bug": (lambda: AttributeError("no such"), False),
 }
 

@@ -1,7 +1,7 @@
 """What pretraining makes of each method: a draft that is taught, one that is given, and none at all."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,6 @@ from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.drafts.config import DraftInit
 from slipstream.drafts.trainer import DraftTrainer
-from slipstream.grpo.config import DynamicSamplingConfig
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.files import read_record
 from slipstream.records.stages import DraftRecord
@@ -74,44 +73,24 @@ def test_a_given_draft_model_is_linked_if_it_has_the_policys_vocabulary(tmp_path
         made(tmp_path / "again", policy, method="draft_model", model=str(other))
 
 
-class Learner:
+class Learner(DraftLearner):
     """Notes what it is asked; its policy gives every token 1/2, what it makes afterwards 1/4."""
 
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-        self.probability = 0.5
-
-    def load(self, policy: Path, optimizer: Any) -> int:
-        self.calls.append(("load", policy.name, optimizer))
-        return 100
+    probability = 0.5
 
     def create(self, scratch: Any, vocab_size: int, eos: int, optimizer: Any) -> int:
-        self.calls.append(("create", scratch.shape.hidden_size, vocab_size, eos, optimizer.method.value))
+        self.calls.append(("create", [scratch.shape.hidden_size, vocab_size, eos, optimizer.method.value]))
         self.probability = 0.25
         return 9
 
     def logprobs(self, batch: Any, temperature: float) -> list[np.ndarray]:
-        self.calls.append(("logprobs", len(batch.token_ids), temperature))
+        self.calls.append(("logprobs", [len(batch.token_ids), temperature]))
         lengths = [len(tokens) - start for tokens, start in zip(batch.token_ids, batch.prompt_lengths, strict=True)]
         return [np.full(length, np.log(self.probability), dtype=np.float32) for length in lengths]
 
-    def lm_step(
-        self, sequences: Sequence[Any], loss_starts: Sequence[int], *, learning_rate: float | None = None
-    ) -> float:
-        self.calls.append("lm_step")
+    def lm_step(self, *_: Any, learning_rate: float) -> float:
+        self.calls.append(("lm_step", []))
         return 2.0
-
-    def save_checkpoint(self, path: Path, extra: Any) -> None:
-        self.calls.append(("checkpoint", path.name))
-
-    def finish_checkpoint(self) -> None:
-        """It is written at once."""
-
-    def load_checkpoint(self, path: Path) -> None:
-        pytest.fail("no attempt came before")
-
-    def save_hf(self, path: Path, tokenizer: Path) -> None:
-        self.calls.append(("save", path.name, tokenizer.name))
 
 
 def test_a_small_model_learns_answers_and_is_judged_as_they_are_sampled(
@@ -122,46 +101,19 @@ def test_a_small_model_learns_answers_and_is_judged_as_they_are_sampled(
     replace_in(monkeypatch, stage, start_learner=lambda config, layout: nullcontext(learner))
     changes = {"draft.method": "draft_model", "draft.pretrain.ttt_steps": 1, "sampling.temperature": TEMPERATURE}
     told: list[int] = []
-    directory = tmp_path / "draft_of"
-    record = train_on(recipe_with(changes), model(tmp_path / "policy"), directory, lambda step, _: told.append(step))
+    policy, directory, step = model(tmp_path / "policy"), tmp_path / "draft_of", ("lm_step", [])
+    record = train_on(recipe_with(changes), policy, directory, lambda step, _: told.append(step))
     assert told == [0, 1, 2, 3]
+    judging, checkpoint = ("logprobs", [2, TEMPERATURE]), directory / "checkpoint" / "step-2"
     assert learner.calls == [
-        ("load", "policy", None),
-        ("logprobs", 2, TEMPERATURE),
-        ("create", 64, 64, 3, "muon"),
-        "lm_step",
-        "lm_step",
-        ("checkpoint", "step-2"),
-        "lm_step",
-        "lm_step",
-        ("logprobs", 2, TEMPERATURE),
-        ("save", "draft", "policy"),
+        *(("load", [policy, None]), judging, ("create", [64, 64, 3, "muon"])),
+        *(step, step, ("save_checkpoint", [checkpoint, {}]), ("finish_checkpoint", []), step, step),
+        *(judging, ("save_hf", [directory / "draft", policy])),
     ]
     assert (record.method, record.init, record.num_parameters) == ("draft_model", "in_domain", 9)
     assert record.losses == (2.0,) * 4
     assert record.heldout_rate_by_position == pytest.approx((0.5,))  # a quarter over a half
     assert record.heldout_mean_acceptance_length == pytest.approx(1.5)
-
-
-def test_prompts_must_suffice_for_training_and_for_the_further_batches_of_a_step(refusal: Callable[..., str]) -> None:
-    from slipstream.data.prompts import PromptSets
-    from slipstream.stages.support import require_prompts
-
-    few = {"losslessness.num_repeated_prompts": 1, "losslessness.num_greedy_prompts": 1}
-    sets = PromptSets(train=PROMPTS[:6], draft_in_domain=(), draft_general=(), validation=PROMPTS[6:], records=())
-    said = refusal(require_prompts, recipe=recipe_with(few), sets=sets)
-    assert "draft.pretrain.num_prompts + num_heldout_prompts" in said
-    ngram = recipe_with({"draft.method": "ngram", **few})
-    require_prompts(ngram, sets)
-    all_6, more = (
-        replace(ngram, grpo=replace(ngram.grpo, dynamic_sampling=DynamicSamplingConfig(max_extra_batches=num)))
-        for num in (2, 3)
-    )
-    require_prompts(all_6, sets)
-    assert refusal(require_prompts, recipe=more, sets=sets).startswith(
-        "(1 + grpo.dynamic_sampling.max_extra_batches) x grpo.prompts_per_step must be <= 6, the number of distinct "
-        "prompts in data.train, got 8"
-    )
 
 
 @pytest.fixture

@@ -126,15 +126,15 @@ def test_a_store_that_cannot_be_read_is_said_so_and_sinks_nothing(tmp_path: Path
     assert "tracking server http://127.0.0.1:9: " in drift.summary
     assert not drift.findings
     write_record(drift, tmp_path / "drift.json")
-    assert require_no_drift(failing(recipe), tmp_path) == drift
+    require_no_drift(failing(recipe), tmp_path)
 
 
 def test_drift_fails_an_execution_whose_recipe_says_so_and_no_other(tmp_path: Path) -> None:
     write_record(DRIFTED, tmp_path / "drift.json")
     recipe = load_recipe("tiny")
-    assert require_no_drift(recipe, tmp_path) == DRIFTED
+    require_no_drift(recipe, tmp_path)
     with pytest.raises(DriftError, match=r"step speedup 1 lies below 1\.4 to 1\.6\. The report is written"):
         require_no_drift(failing(recipe), tmp_path)
     steady = replace(DRIFTED, findings=(replace(DRIFTED.findings[0], verdict="within"),))
     write_record(steady, tmp_path / "drift.json")
-    assert require_no_drift(failing(recipe), tmp_path) == steady
+    require_no_drift(failing(recipe), tmp_path)

@@ -143,8 +143,7 @@ def test_gpu_nodes_without_a_queue_take_one_execution(tmp_path: Path, monkeypatc
     begin("first")  # another attempt of the same
     monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "first")
     recipe = load_recipe(str(recorded_recipe(tmp_path, "first")))
-    context = run_context(tmp_path, "first", experiment=recipe.name)
-    with pytest.raises(OSError, match="node lost"), tracked(context, recipe, "train_grpo"):
+    with pytest.raises(OSError, match="node lost"), tracked(run_context(tmp_path, "first"), recipe, "train_grpo"):
         raise OSError("node lost")  # Flyte starts another attempt of this task
     with pytest.raises(ConfigError, match=r"must be alone on cluster gb200, which has no queue, got 'second, first'"):
         begin("second")

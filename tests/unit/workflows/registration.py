@@ -20,7 +20,6 @@ from typing import Any
 from tests.forked.tasks import forked
 
 ROOT = Path(__file__).parents[3]
-_APPENDED = "containers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +145,7 @@ def _pod(spec: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
 def _lay_over(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
     merged = copy.deepcopy(base)
     for key, value in overlay.items():
-        if key == _APPENDED:
+        if key == "containers":
             by_name = {container["name"]: container for container in value}
             merged[key] = [_lay_over(container, by_name.get(container["name"], {})) for container in base[key]]
         elif isinstance(value, dict) and isinstance(merged.get(key), dict):

@@ -11,11 +11,10 @@ import yaml
 from kubernetes.utils.quantity import parse_quantity
 
 from tests.unit.workflows.registration import pods, ray_job, registered
-from tests.unit.workflows.test_launch_plans import ON_PODS, WITH_GPUS
+from tests.unit.workflows.test_launch_plans import WITH_GPUS, on_pods
 
 KUBERNETES = "1.37"
 
-on_pods = pytest.mark.parametrize("profile", ON_PODS)
 on_gpus = pytest.mark.parametrize("profile", ["gb200", "h200"])
 
 
@@ -53,9 +52,6 @@ def test_kubernetes_takes_every_pod_and_no_list_names_a_thing_twice(profile: str
             assert len(set(names)) == len(names)
 
 
-STOCK = {"cpu": "2", "memory": "1Gi", "gpu": "1"}
-
-
 def refused(task: dict[str, Any], limits: dict[str, Any]) -> list[str]:
     """Resources for which flyteadmin refuses a task at registration, by the rule of `validateK8sPod`; 0 is no limit.
 
@@ -77,7 +73,7 @@ def test_flyte_as_deploy_installs_it_takes_all_tasks_and_as_it_comes_none(profil
     values = yaml.safe_load((Path(__file__).parents[3] / "deploy" / "flyte" / "values.yaml").read_text())
     limits = values["configuration"]["inline"]["task_resources"]["limits"]
     for name, task in registered(profile).tasks.items():
-        assert refused(task, STOCK), name
+        assert refused(task, {"cpu": "2", "memory": "1Gi", "gpu": "1"}), name
         assert refused(task, limits) == [], name
 
 
