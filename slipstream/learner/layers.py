@@ -45,7 +45,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.learner import parallel
-from slipstream.learner.architecture import Architecture, Experts, require_whole_states
+from slipstream.learner.architecture import Architecture, Experts
 from slipstream.learner.config import LearnerConfig, Packing, Recompute
 from slipstream.learner.cpu import host
 from slipstream.learner.cpu.layer import CpuTransformerLayer
@@ -167,14 +167,9 @@ def scaled_rope(arch: Architecture) -> tuple[Tensor, float]:
 
 
 def build_mtp(arch: Architecture, learner: LearnerConfig) -> MtpLayer | None:
-    """Build the MTP layer, which predicts the token after the next, with undefined weights; None without such a layer.
-
-    Raises:
-        ConfigError: `learner.parallel` splits the states that the layer reads.
-    """
+    """Build the MTP layer with undefined weights; None for a model without one."""
     if not arch.has_mtp:
         return None
-    require_whole_states(learner.parallel)
     kernels = _kernels(learner)
     network = MLPSubmodules(linear_fc1=kernels.column, linear_fc2=kernels.row)
     layer = _layer_spec(TransformerLayer, kernels, arch, ModuleSpec(module=MLP, submodules=network))
@@ -355,11 +350,6 @@ def _transformer_config(arch: Architecture, learner: LearnerConfig) -> Transform
         use_cpu_initialization=True,
         perform_initialization=False,
         bias_activation_fusion=_fuses(arch, learner),  # torch.compile of the gated unit
-        # Each of these needs a CUDA extension, or has nothing to fuse without bias and dropout.
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
         # The loss is already divided by the token count of the whole step: Megatron must only sum over micro-batches
         # and data-parallel ranks, so `num_tokens`, its divisor, is dropped.
         calculate_per_token_loss=True,

@@ -9,8 +9,7 @@ gradient buffers, optimizer and gradient clipping; it reads the policy's embeddi
 them.
 
 Legend: `T` tokens, `B` sequences of a micro-batch, `N` selected or drafted tokens, `H` hidden size, `V` this rank's
-    part
-of the vocabulary. A window is the sequence of tokens drafted from one position; pass `i` drafts token `i` of every
+part of the vocabulary. A window is the sequence of tokens drafted from one position; pass `i` drafts token `i` of every
 window, at the position `i` later.
 
 Source: vLLM's `mimo_mtp.py`, which follows XiaomiMiMo/MiMo-7B-RL.

@@ -26,8 +26,8 @@ def plan_microbatches(
     Raises:
         ValueError: a sequence is empty or longer than `max_tokens`.
     """
-    _require_lengths(lengths, max_tokens, "max_tokens_per_microbatch")
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    _require_lengths(lengths, max_tokens)
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
 
     def cost(start: int, end: int) -> int | None:
         padded = (end - start) * lengths[order[start]]
@@ -44,7 +44,7 @@ def plan_packed_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list
     Raises:
         ValueError: a sequence is empty or longer than `max_tokens`.
     """
-    _require_lengths(lengths, max_tokens, "max_tokens_per_microbatch")
+    _require_lengths(lengths, max_tokens)
     num_batches = -(-sum(lengths) // max_tokens)
     batches = _dealt(lengths, num_batches)
     while any(sum(lengths[index] for index in indices) > max_tokens for indices in batches):
@@ -65,7 +65,7 @@ def _dealt(lengths: Sequence[int], num_shares: int) -> list[list[int]]:
     """Assign sequences, the longest first, to the share with the fewest tokens so far."""
     shares: list[list[int]] = [[] for _ in range(num_shares)]
     taken = [0] * num_shares
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         least = taken.index(min(taken))
         shares[least].append(index)
         taken[least] += lengths[index]
@@ -106,7 +106,8 @@ def _cheapest_split(num_items: int, cost: Callable[[int, int], int | None]) -> l
     return parts[::-1]
 
 
-def _require_lengths(lengths: Sequence[int], bound: int, name: str) -> None:
+def _require_lengths(lengths: Sequence[int], max_tokens: int) -> None:
     for index, length in enumerate(lengths):
-        if not 0 < length <= bound:
-            raise ValueError(f"sequence {index} must have 1 to {bound} ({name}) tokens, got {length}")
+        if not 0 < length <= max_tokens:
+            known = f"{max_tokens} (max_tokens_per_microbatch)"
+            raise ValueError(f"sequence {index} must have 1 to {known} tokens, got {length}")

@@ -77,11 +77,11 @@ def resolve(policy: PolicyConfig, needs: Needs, directory: Path) -> PolicyRecord
     write_positions(architecture, directory)
     return PolicyRecord(
         model=policy.model,
-        architecture=architecture.name,
+        architecture=architecture.family.name,
         num_parameters=architecture.num_parameters(),
         vocab_size=architecture.vocab_size,
         max_position_embeddings=architecture.num_positions,
-        eos_token_id=architecture.eos_token_id,
+        eos_token_id=architecture.eos_token_ids[0],
         pretrain_steps=0,
         pretrain_loss=0.0,
         pretrain_losses=(),
@@ -122,7 +122,7 @@ def _check_configs(source: Path, policy: PolicyConfig, needs: Needs) -> tuple[Ar
     context, length = architecture.num_positions, needs.max_model_len
     rule, fix = f"must be <= the policy's {context} positions", "lower it, or extend the positions with policy.rope"
     require(length <= context, "engine.max_model_len", rule, length, fix)
-    name = architecture.name
+    name = architecture.family.name
     fix = f"take a {MIMO.name}, or another draft.method"
     require(architecture.has_mtp or not needs.mtp, "policy.model", "must have an MTP layer to draft with", name, fix)
     if needs.routes:
@@ -196,12 +196,10 @@ def learning_rate_at(step: int, config: ScratchConfig) -> float:
 
 def _take(stream: Iterator[Document], num_tokens: int) -> list[Document]:
     """Take whole documents until they hold at least `num_tokens` tokens, or until there are no more."""
-    batch: list[Document] = []
-    taken = 0
-    while taken < num_tokens:
-        document = next(stream, None)
-        if document is None:
-            break
+    batch, taken = [], 0
+    for document in stream:
         batch.append(document)
         taken += len(document[0])
+        if taken >= num_tokens:
+            break
     return batch

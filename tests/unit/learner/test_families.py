@@ -114,7 +114,7 @@ def test_an_exported_model_keeps_every_token_that_ends_a_response(tmp_path: Path
     families.write_model(tmp_path, "llama3", eos_token_id=[7, 9])
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 4]}')
     architecture = Architecture.from_hf(tmp_path)
-    assert architecture.eos_token_id == 7
+    assert architecture.eos_token_ids == (7, 9, 4)
     assert architecture.to_hf(Dtype.FLOAT32)["eos_token_id"] == [7, 9, 4]
 
 
