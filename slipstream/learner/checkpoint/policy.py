@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
@@ -153,25 +152,22 @@ class PolicyCheckpoints:
 
         Args:
             beside: tensors outside the policy, the same on all ranks; the main rank writes them.
-        Raises:
-            CheckpointWriteError: the checkpoint before could not be written.
         """
-        state = {"version": version, "num_updates": num_updates, "layout": _layout(), "extra": extra}
-        state["rope"] = self._rope
+        layout = parallel.layout()
+        state = {"version": version, "num_updates": num_updates, "layout": layout, "extra": extra, "rope": self._rope}
         if self._frozen is not None:
             state["frozen"] = self._all_frozen
         if self._writer is None:
             self._writer = CheckpointWriter(self._ranks)
         mine = owned(self._runs(num_updates), self._shard, num_copies=parallel.copies_group().size())
         parts = (part for run in mine for part in self._parts(run))
-        self._writer.save(path, itertools.chain(parts, self._rng_parts(), _parts_beside(beside)), state)
+        others = self._rng_states()
+        if parallel.is_main_rank():
+            others |= {f"{_BESIDE}{name}": tensor for name, tensor in beside.items()}
+        self._writer.save(path, itertools.chain(parts, itertools.starmap(_whole, others.items())), state)
 
     def wait(self) -> None:
-        """Wait until nothing is being written.
-
-        Raises:
-            CheckpointWriteError: the last checkpoint could not be written.
-        """
+        """Wait until nothing is being written, and raise the error of the last checkpoint."""
         if self._writer is not None:
             self._writer.wait()
 
@@ -211,8 +207,9 @@ class PolicyCheckpoints:
             if beside is not None:
                 found_beside = [name for name in reader.index if name.startswith(_BESIDE)]
                 beside |= {name.removeprefix(_BESIDE): reader.read_whole(name) for name in found_beside}
-        if state["layout"] != _layout() and parallel.is_main_rank():
-            logger.info("checkpoint %s was written under %s, read under %s", path.name, state["layout"], _layout())
+        written, layout = state["layout"], parallel.layout()
+        if written != layout and parallel.is_main_rank():
+            logger.info("checkpoint %s was written under %s, read under %s", path.name, written, layout)
         return state
 
     @property
@@ -244,10 +241,11 @@ class PolicyCheckpoints:
             numbers = flat[patch.start : patch.start + patch.box.numel].view(patch.box.shape)
             yield Part(f"{run.kind}/{patch.name}", patch.whole, patch.box, numbers)
 
-    def _rng_parts(self) -> Iterator[Part]:
-        for name, state in _rng_states().items():
-            shape = tuple(state.shape)
-            yield Part(f"{name}/{self._ranks.rank:05d}", shape, Box((0,), shape), state)
+    def _rng_states(self) -> dict[str, Tensor]:
+        states = {_RNG_CPU: torch.get_rng_state()}
+        if torch.cuda.is_available():
+            states[_RNG_CUDA] = torch.cuda.get_rng_state()
+        return {f"{name}/{self._ranks.rank:05d}": state for name, state in states.items()}
 
     def _require_same_model(self, reader: Reader, num_updates: int) -> None:
         expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -278,26 +276,9 @@ class PolicyCheckpoints:
             torch.cuda.set_rng_state(reader.read_whole(f"{_RNG_CUDA}/{rank}"))
 
 
-def _parts_beside(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
-    if parallel.is_main_rank():
-        for name, tensor in tensors.items():
-            shape = tuple(tensor.shape)
-            yield Part(f"{_BESIDE}{name}", shape, Box((0,) * len(shape), shape), tensor)
-
-
-def _layout() -> dict[str, int]:
-    return {
-        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
-        "context": parallel_state.get_context_parallel_world_size(),
-        "data": parallel_state.get_data_parallel_world_size(),
-        "expert": parallel_state.get_expert_model_parallel_world_size(),
-    }
-
-
-def _rng_states() -> Mapping[str, Tensor]:
-    states = {_RNG_CPU: torch.get_rng_state()}
-    return {**states, _RNG_CUDA: torch.cuda.get_rng_state()} if torch.cuda.is_available() else states
+def _whole(name: str, tensor: Tensor) -> Part:
+    shape = tuple(tensor.shape)
+    return Part(name, shape, Box((0,) * len(shape), shape), tensor)
 
 
 def _kinds(held: HeldParameter, num_updates: int) -> dict[str, torch.dtype]:
