@@ -161,19 +161,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return logprobs_N, entropy_N
 
     @staticmethod
+    @host.model_arithmetic()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        with host.model_arithmetic():
-            return _ChunkedLogprobs._backward(ctx, grads[0])
-
-    @staticmethod
-    def _backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden_NH, weight_VH, own_N, normalizer_N = ctx.saved_tensors
         head: _Head = ctx.head
         d_hidden_NH = torch.empty_like(hidden_NH)
         d_weight_VH = head.main_grad_VH
         if d_weight_VH is None and ctx.needs_input_grad[1]:
             d_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
-        scaled_N = grad_N / head.temperature
+        scaled_N = grads[0] / head.temperature
         for part in _chunks(len(hidden_NH), head.chunk_tokens):
             d_logits_CV = head.logits(hidden_NH[part], weight_VH).sub_(normalizer_N[part, None]).exp_()
             d_logits_CV.mul_(-scaled_N[part, None])

@@ -178,9 +178,7 @@ def with_optimizer(
         module = DistributedDataParallel(
             config=model.config,
             ddp_config=DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                overlap_grad_reduce=False,
-                use_distributed_optimizer=learner.distributed_optimizer,
+                grad_reduce_in_fp32=True, use_distributed_optimizer=learner.distributed_optimizer
             ),
             module=model,
         )
@@ -189,15 +187,17 @@ def with_optimizer(
             lr=config.learning_rate,
             adam_beta1=config.betas[0],
             adam_beta2=config.betas[1],
-            adam_eps=1e-8,
             weight_decay=config.weight_decay,
             clip_grad=config.clip_grad,
             bf16=learner.dtype is Dtype.BFLOAT16,
             params_dtype=TORCH_DTYPES[learner.dtype],
             use_distributed_optimizer=learner.distributed_optimizer,
         )
-        matrices = _hidden_matrices(model) if config.method is OptimizerMethod.MUON else []
-        optimizer = get_megatron_optimizer(settings, [module], _apart(matrices, settings))
+        overrides = get_standard_config_overrides(settings)
+        if config.method is OptimizerMethod.MUON:
+            muon = ParamKey(predicate=ParamPredicate(name=_BY_MUON, fn=_is_hidden_matrix))
+            overrides[muon] = cast(ParamGroupOverride, {_BY_MUON: True})
+        optimizer = get_megatron_optimizer(settings, [module], overrides)
         for group in optimizer.param_groups:
             # On a CPU torch's AdamW runs several kernels a tensor by default; the fused one runs a single kernel.
             group["fused"] = True
@@ -218,24 +218,9 @@ def begin_update(module: DistributedDataParallel, optimizer: MegatronOptimizer, 
     optimizer.zero_grad()
 
 
-def _hidden_matrices(model: MegatronModule) -> list[torch.nn.Parameter]:
-    """Matrices that Muon steps: all but the embedding and the output layer."""
-    return [
-        parameter
-        for parameter in model.parameters()
-        if parameter.dim() == 2 and not getattr(parameter, "is_embedding_or_output_parameter", False)
-    ]
-
-
-def _apart(
-    matrices: Sequence[torch.nn.Parameter], settings: MegatronOptimizerConfig
-) -> dict[ParamKey, ParamGroupOverride] | None:
-    """Put the matrices into groups of their own, marked `_BY_MUON`; None, Megatron's default, without matrices."""
-    if not matrices:
-        return None
-    chosen = {id(matrix) for matrix in matrices}
-    key = ParamKey(predicate=ParamPredicate(name=_BY_MUON, fn=lambda parameter: id(parameter) in chosen))
-    return get_standard_config_overrides(settings) | {key: cast(ParamGroupOverride, {_BY_MUON: True})}
+def _is_hidden_matrix(parameter: torch.nn.Parameter) -> bool:
+    """Return True for what Muon steps: all matrices but the embedding and the output layer."""
+    return parameter.dim() == 2 and not getattr(parameter, "is_embedding_or_output_parameter", False)
 
 
 class _AdamWAndMuon:
@@ -260,7 +245,7 @@ class _AdamWAndMuon:
 
 
 def _give_to_muon(optimizer: Any, settings: MegatronOptimizerConfig) -> None:
-    """Let Muon step the groups that `_apart` has marked in one of Megatron's optimizers."""
+    """Let Muon step the groups that are marked `_BY_MUON` in one of Megatron's optimizers."""
     if not any(_BY_MUON in group for group in optimizer.param_groups):
         return
     parts: dict[Tensor, MatrixPart] = {}

@@ -22,6 +22,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _ya
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from slipstream.learner.cpu import host
 from slipstream.learner.lora import weight_of
 from slipstream.learner.packing import plan_rectangles
 
@@ -229,12 +230,9 @@ class _Layer(torch.autograd.Function):
         return torch.zeros_like(flat_x).index_copy_(0, plan.copies.rows_M, shared).view(x_SBH.shape)
 
     @staticmethod
+    @host.model_arithmetic()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        with torch._C.DisableTorchFunction():  # `cuda_as_cpu` intercepts every operation
-            return _Layer._backward(ctx, grads[0])
-
-    @staticmethod
-    def _backward(ctx: Any, grad_SBH: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_SBH,) = grads
         saved, plan, groups, dim = ctx.saved_tensors, ctx.plan, ctx.settings.groups, ctx.settings.dim
         x_scaled, x_normed, x_scale, qk_normed, qk_scale, mixed, y_scaled, y_normed, y_scale = saved[:9]
         p = _Parameters(*saved[9:18])
