@@ -36,7 +36,7 @@ def _stats(rollouts: list[Rollout], ratios: list[list[float]], loss: LossConfig 
     )
     before = [np.log(np.array(row)).astype(np.float32) for row in ratios]
     groups = [RolloutGroup(prompt=PROMPT, rollouts=(rollout,)) for rollout in rollouts]
-    return lag_stats(groups, batch, before, policy_version=5, loss=loss)
+    return lag_stats(groups, batch, before, loss)
 
 
 def test_a_rollout_that_new_weights_entered_counts_under_each_of_its_versions() -> None:

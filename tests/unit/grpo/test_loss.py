@@ -28,6 +28,7 @@ def _of(logprobs_BT: torch.Tensor, advantage: float = 0.0, **given: Any) -> Poli
         "trainer_logprobs_BT": torch.zeros_like(logprobs_BT),
         "advantages_BT": torch.full((1, 1), advantage, dtype=logprobs_BT.dtype),
         "mask_BT": torch.ones(logprobs_BT.shape, dtype=torch.bool),
+        "places": [(0, slice(None))],
     }
     return policy_loss(logprobs_BT, **{**plain, **given})
 
@@ -43,7 +44,7 @@ def _log(*chances: float) -> Tensor:
 
 
 def _capped(log_ratio_BT: Tensor, config: LossConfig) -> Weights | None:
-    return corrected(log_ratio_BT, torch.ones_like(log_ratio_BT, dtype=torch.bool), None, config)
+    return corrected(log_ratio_BT, torch.ones_like(log_ratio_BT, dtype=torch.bool), [(0, slice(None))], config)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,13 @@ def test_a_prompts_token_changes_nothing_however_unlikely_it_is(kind: LossKind) 
     assert found[1] == pytest.approx(found[0])
 
 
+def test_truncated_importance_sampling_weighs_by_the_capped_ratio_to_the_engine() -> None:
+    # trainer / rollout = 1 / 0.25 = 4, capped at 2, and 1 / 2 = 0.5
+    config = LossConfig(truncated_importance_sampling=2.0)
+    got = _loss([1.0, 1.0], 1.0, config, weights=_capped(-_log(0.25, 2.0), config))
+    assert got.loss.item() == pytest.approx(-(2.0 + 0.5))
+
+
 S = 0.825 ** (1 / 3)  # geometric mean of 1.5, 1.1 and 0.5
 LOG = math.log
 
@@ -146,7 +154,7 @@ def test_each_kind_of_loss_has_its_value_and_gradient(
     mask_BT = torch.tensor([[True, True, True], [False, False, True]])
     ratios_BT = torch.tensor([[1.5, 1.1, 0.5], [9.0, 9.0, 0.5]], dtype=torch.float64)
     advantages_BT = torch.tensor([[2.0], [-2.0]], dtype=torch.float64).expand(2, 3)
-    places = None
+    places = [(0, slice(None)), (1, slice(None))]
     if is_packed:
         mask_BT, ratios_BT, advantages_BT = (each.reshape(1, 6) for each in (mask_BT, ratios_BT, advantages_BT))
         places = [(0, slice(0, 3)), (0, slice(3, 6))]
