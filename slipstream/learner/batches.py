@@ -45,17 +45,6 @@ class Inputs:
             return sum(columns.stop - columns.start for _, columns in self.places)
         return int((self.states_of_BT == torch.arange(len(self.states_of_BT))[:, None]).sum())
 
-    def of_context_rank(self) -> Inputs:
-        """Cut out the tokens of this context-parallel rank; `packed` and `places` still describe all tokens."""
-        padding_BT, routes_LTBK = self.padding_BT, self.routes_LTBK
-        return dataclasses.replace(
-            self,
-            token_ids_BT=parallel.context_part(self.token_ids_BT, 1),
-            positions_BT=parallel.context_part(self.positions_BT, 1),
-            padding_BT=None if padding_BT is None else parallel.context_part(padding_BT, 1),
-            routes_LTBK=None if routes_LTBK is None else parallel.context_part(routes_LTBK, 1),
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
@@ -216,13 +205,14 @@ class ByToken:
 
 
 def forward(model: torch.nn.Module, inputs: Inputs) -> Tensor:
-    """Compute the hidden states [T, B, H] of this pipeline stage."""
+    """Compute the hidden states [T, B, H] of this pipeline stage and of this context-parallel rank's tokens."""
+    padding_BT = inputs.padding_BT if inputs.states_of_BT is None else inputs.states_of_BT
     return model(
-        input_ids=inputs.token_ids_BT,
-        position_ids=inputs.positions_BT,
+        input_ids=parallel.context_part(inputs.token_ids_BT, 1),
+        position_ids=parallel.context_part(inputs.positions_BT, 1),
         attention_mask=None,
         packed_seq_params=inputs.packed,
-        padding_mask=inputs.padding_BT if inputs.states_of_BT is None else inputs.states_of_BT,
+        padding_mask=None if padding_BT is None else parallel.context_part(padding_BT, 1),
     )
 
 

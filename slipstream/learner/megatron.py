@@ -21,9 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
@@ -55,9 +53,9 @@ from slipstream.learner.logprobs import OutputHead
 from slipstream.learner.lora import FOLDER, Adapters
 from slipstream.learner.mtp_training import MtpLayer, MtpTrainer
 from slipstream.learner.numerics import TORCH_DTYPES
-from slipstream.learner.optimizer import TrainingMemory, begin_update, with_optimizer
+from slipstream.learner.optimizer import Training, TrainingMemory
 from slipstream.learner.router_replay import forget_routes, replayed
-from slipstream.learner.weights import initial_weights, load_exactly, mtp_mappings, shard_from_hf
+from slipstream.learner.weights import initial_weights, load_exactly, mtp_mappings, shard_from_hf, vocabulary_mappings
 from slipstream.records.steps import TrainStats
 from slipstream.refit.config import WeightFormat
 from slipstream.refit.fingerprint import HeldWeights
@@ -129,7 +127,6 @@ class Capture:
 
 
 FloatArray = NDArray[np.float32]
-_EMBEDDINGS, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def _build(
@@ -168,7 +165,6 @@ class MegatronPolicy:
 
     Attributes:
         version: number of `train_step`s that the weights have seen.
-        device: device on which this rank computes.
         mtp_loss: loss of the MTP layer in the last `lm_step` that trained the layer.
     """
 
@@ -195,9 +191,9 @@ class MegatronPolicy:
         self._optimizer_config = optimizer
         self._mtp_trainer: MtpTrainer | None = None
         self.mtp_loss: float | None = None
-        self._module: torch.nn.Module = self._gpt
-        self._optimizer: MegatronOptimizer | None = None
-        self._memory = TrainingMemory(self._gpt, [], device=self.device)
+        training = None if optimizer is None else Training(self._gpt, learner, optimizer)
+        self._training = training
+        self._memory = TrainingMemory(self._gpt, [], device=self.device) if training is None else training.memory
         self._num_updates = 0
         self._batching = Batching(
             max_tokens=learner.max_tokens_per_microbatch,
@@ -207,16 +203,13 @@ class MegatronPolicy:
         )
         if learner.num_threads is not None:
             torch.set_num_threads(learner.num_threads)
-        if optimizer is not None:
-            self._module, self._optimizer = with_optimizer(self._gpt, learner, optimizer)
-            self._memory = TrainingMemory.of_megatron(self._module, self._optimizer, self.device)
         self._head = OutputHead(
             self._gpt,
             chunk_tokens=learner.logprob_chunk_tokens,
             adds_to_main_grad=optimizer is not None and lora is None,
         )
-        saved = {} if self._adapters is None else {"table": self._adapters.table, "frozen": self._adapters.fingerprint}
-        self._checkpoints = PolicyCheckpoints(self._gpt, self._optimizer, architecture, **saved)
+        stepper = None if training is None else training.optimizer
+        self._checkpoints = PolicyCheckpoints(self._gpt, stepper, architecture, self._adapters)
 
     @classmethod
     def load(
@@ -231,7 +224,6 @@ class MegatronPolicy:
         """Load a model directory in Hugging Face format; without `optimizer` the policy cannot be updated.
 
         Args:
-            lora: adapters that are trained in place of the weights; None trains the weights.
             computed_as: format to which matrices and their inputs are rounded, as engines do; None rounds nothing.
         Raises:
             ConfigError: the architecture is unknown, `learner.parallel` does not split the model evenly, or the model
@@ -276,11 +268,7 @@ class MegatronPolicy:
             load_exactly(self._mtp, mine)
 
     def start_mtp(self, optimizer: OptimizerConfig) -> MtpTrainer:
-        """Build the trainer of the policy's MTP layer, which has its own optimizer and gradient clipping.
-
-        Raises:
-            ConfigError: the policy has no MTP layer.
-        """
+        """Build the trainer of the policy's MTP layer, which has its own optimizer and gradient clipping."""
         name, rule = self.architecture.family.name, "mtp needs a policy with an MTP layer"
         require(self._mtp is not None, "draft.method", rule, name, f"such as a {MIMO.name}")
         assert self._mtp is not None and self._mtp_trainer is None, "a trained layer has gradient buffers already"
@@ -291,19 +279,16 @@ class MegatronPolicy:
             learner=self._learner,
             optimizer=optimizer,
             batching=self._batching,
-            device=self.device,
         )
         return self._mtp_trainer
 
     def logprobs(
         self, token_ids: Sequences, prompt_lengths: Sequence[int], temperature: float, *, routes: Routes = ()
     ) -> list[FloatArray]:
-        """Compute the logprob of each response token under softmax(logits / temperature), without gradient.
+        """Compute each response token's logprob under softmax(logits / temperature), without gradient.
 
         Args:
             routes: experts of each sequence's tokens but the last; empty leaves the choice to the policy's routers.
-        Returns:
-            One float32 array a sequence, in the order of `token_ids`, with an entry a response token.
         """
         values = ByToken(token_ids, prompt_lengths, self.device)
 
@@ -456,10 +441,11 @@ class MegatronPolicy:
         return gathered_weights(parameters, self.architecture, self._shard, table=mtp_mappings)
 
     def vocabulary_weights(self) -> tuple[Tensor, Tensor]:
-        """Gather embeddings and output layer, [V, H] each, in the learner's dtype; collective over all ranks."""
+        """Gather embeddings and output layer, which may be the same tensor, [V, H] each; collective over all ranks."""
         named = dict(self._gpt.named_parameters())
-        found = dict(gathered_weights(named, self.architecture, self._shard, only=(_EMBEDDINGS, _OUTPUT)))
-        return found[_EMBEDDINGS], found.get(_OUTPUT, found[_EMBEDDINGS])
+        table = vocabulary_mappings
+        found = [tensor for _, tensor in gathered_weights(named, self.architecture, self._shard, table=table)]
+        return found[0], found[-1]
 
     def held_weights(self) -> Iterator[HeldWeights]:
         """List this rank's shards in place; over all ranks each element occurs once, copies on the first data rank."""
@@ -489,10 +475,7 @@ class MegatronPolicy:
         """Write weights, optimizer, random state and JSON `extra` in the background, for a resumed run.
 
         Of a policy with adapters, the adapters alone are written, with a fingerprint of the model below them: a resumed
-        run loads that first.
-
-        Args:
-            beside: other tensors of the run, equal on all ranks.
+        run loads that first. `beside` are other tensors of the run, equal on all ranks.
         """
         self._memory.onload()
         version, num_updates = self.version, self._num_updates
@@ -535,9 +518,8 @@ class MegatronPolicy:
         def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
             batch = next(data)
             captured = capture.of(self._gpt, batch) if capture else contextlib.nullcontext()
-            inputs = batch.inputs.of_context_rank()
-            with host.model_arithmetic(), captured, replayed(self._gpt, inputs.routes_LTBK):
-                output = forward(model, inputs)
+            with host.model_arithmetic(), captured, replayed(self._gpt, batch.inputs.routes_LTBK):
+                output = forward(model, batch.inputs)
 
             def loss_func(hidden_TBH: Tensor) -> tuple[Tensor, Tensor, Result]:
                 with host.model_arithmetic():
@@ -553,7 +535,7 @@ class MegatronPolicy:
             results = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iter(batches),
-                model=[self._module],
+                model=[self._gpt if self._training is None else self._training.module],
                 num_microbatches=len(batches),
                 seq_length=max(batch.labels_BT.shape[1] for batch in batches),
                 micro_batch_size=max(len(batch.labels_BT) for batch in batches),
@@ -576,21 +558,18 @@ class MegatronPolicy:
         Returns:
             Sums of the named results over micro-batches and ranks, and the norm of the gradient.
         """
-        assert self._optimizer is not None, "this policy was built without an optimizer"
+        assert self._training is not None, "this policy was built without an optimizer"
         assert batches, "every data-parallel rank has a sequence of an update"
         self._checkpoints.raise_error()
-        self._memory.onload()
-        assert isinstance(self._module, DistributedDataParallel)
-        begin_update(self._module, self._optimizer, learning_rate=learning_rate)
+        self._training.begin(learning_rate=learning_rate)
         results = self._run(batches, loss_of, forward_only=False, capture=capture)
-        with host.cuda_as_cpu():
-            _, grad_norm, _ = self._optimizer.step()  # type: ignore[misc]  # declared by an abstract base without result
+        grad_norm = self._training.step()
         if self._adapters is not None:
             self._adapters.merge()
         self._num_updates += 1
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient of update {self._num_updates} is not finite: {grad_norm}")
-        return parallel.sum_results(results, names, self.device), float(grad_norm)
+        return parallel.sum_results(results, names), grad_norm
 
     def offload(self) -> int:
         """Offload gradients and optimizer state until the next update or checkpoint; returns the freed bytes."""

@@ -212,9 +212,9 @@ def model_rank() -> int:
     return (shard.pipeline_rank * context.size() + context.rank()) * shard.tensor_size + shard.tensor_rank
 
 
-def sum_results(results: Sequence[dict[str, Tensor]], names: Sequence[str], device: torch.device) -> dict[str, float]:
+def sum_results(results: Sequence[dict[str, Tensor]], names: Sequence[str]) -> dict[str, float]:
     """Sum named scalars over micro-batches and ranks; `results` is empty except on the last pipeline stage."""
-    sums = torch.zeros(len(names), dtype=torch.float64, device=device)
+    sums = torch.zeros(len(names), dtype=torch.float64, device=device())
     for result in results:
         sums += torch.stack([result[name].double() for name in names])
     return dict(zip(names, sum_over_stages(all_reduce(sums, _data_group())).tolist(), strict=True))

@@ -2,8 +2,7 @@
 
 One table names the HF tensors in each Megatron parameter and its layout. Both directions read the table, so a round
 trip copies elements and computes nothing. A new policy has the same random weights under every layout: those that
-Megatron samples on one rank, in its order. Megatron itself would sample others on a second pipeline stage, and would
-split the rows of a gated MLP differently over ranks.
+Megatron samples on one rank, in its order.
 
 Legend: `H` hidden, `N` query heads, `K` key-value heads, `D` head dim, `F` ffn, `V` vocabulary.
 """
@@ -67,11 +66,9 @@ _MLP = (
     ("linear_fc1.weight", ("gate_proj.weight", "up_proj.weight"), Layout.GATE_UP),
     ("linear_fc2.weight", ("down_proj.weight",), Layout.ROW),
 )
-_MTP = (  # besides the layer itself
-    ("token_layernorm.weight", ("token_layernorm.weight",), Layout.REPLICATED),
-    ("hidden_layernorm.weight", ("hidden_layernorm.weight",), Layout.REPLICATED),
-    ("input_proj.weight", ("input_proj.weight",), Layout.REPLICATED),
-    ("final_layernorm.weight", ("final_layernorm.weight",), Layout.REPLICATED),
+_MTP = tuple(  # besides the layer itself
+    (f"{name}.weight", (f"{name}.weight",), Layout.REPLICATED)
+    for name in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 )
 _Table = tuple[tuple[str, tuple[str, ...], Layout], ...]
 
@@ -130,6 +127,11 @@ def mappings(arch: Architecture, shard: Shard) -> Iterator[ParameterMapping]:
         elif not shard.is_first:
             # With more than one stage, a tied output layer is a copy of the embedding that Megatron keeps equal.
             yield ParameterMapping("output_layer.weight", ("model.embed_tokens.weight",), Layout.COLUMN)
+
+
+def vocabulary_mappings(arch: Architecture, shard: Shard) -> Iterator[ParameterMapping]:
+    """Parameters of a rank with a row for each token: the embeddings, and the output layer unless it is tied."""
+    return (each for each in mappings(arch, shard) if each.megatron.startswith(("embedding.", "output_layer.")))
 
 
 def mtp_mappings(arch: Architecture, _: Shard | None = None) -> Iterator[ParameterMapping]:

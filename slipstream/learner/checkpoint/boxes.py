@@ -74,16 +74,13 @@ def patches(
     mapping: ParameterMapping, shape: tuple[int, ...], start: int, stop: int, arch: Architecture, shard: Shard
 ) -> tuple[Patch, ...]:
     """Cut the flat range [start, stop) of a rank's parameter of this shape into boxes of logical tensors."""
-    width, found = math.prod(shape[1:]), []
-    for local in _rectangles(shape, start, stop):
-        for part in bands(mapping, shape, arch, shard):
-            first_row = part.start // width
-            mine = Box((first_row, *(0 for _ in shape[1:])), part.box.shape).within(local)
-            if mine is None:
-                continue
-            begin = mine.offset[0] * width + sum(mine.offset[1:]) - start
-            row, *columns = _added(part.box.offset, mine.offset)
-            found.append(Patch(part.name, part.whole, Box((row - first_row, *columns), mine.shape), begin))
+    found = []
+    for band in bands(mapping, shape, arch, shard):
+        first, last = max(start, band.start), min(stop, band.start + band.box.numel)
+        for local in _rectangles(band.box.shape, first - band.start, last - band.start):
+            box = Box(_added(band.box.offset, local.offset), local.shape)
+            found.append(Patch(band.name, band.whole, box, first - start))
+            first += local.numel
     return tuple(found)
 
 
@@ -94,13 +91,11 @@ def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     while start < stop:
         row, column = divmod(start, width)
         if column == 0 and stop - start >= width:
-            num_rows = (stop - start) // width
-            yield Box((row, *(0 for _ in columns)), (num_rows, *columns))
-            start += num_rows * width
+            found = Box((row, *(0 for _ in columns)), ((stop - start) // width, *columns))
         else:
-            end = min(stop, (row + 1) * width)
-            yield Box((row, column), (1, end - start))
-            start = end
+            found = Box((row, column), (1, min(stop - start, width - column)))
+        yield found
+        start += found.numel
 
 
 def _added(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:

@@ -228,10 +228,8 @@ def _publish(path: Path, reports: list[Report], state: dict[str, Any], patience_
     for rank, (_, total, host) in enumerate(reports):
         file = directory / rank_file(rank)
         if not _soon(lambda f=file, n=total.num_bytes: f.is_file() and f.stat().st_size == n, patience_s):
-            raise CheckpointWriteError(
-                f"does not see {file}, which rank {rank} on host {host} has written: put checkpoints on storage that "
-                "every host of the learner shares"
-            )
+            fix = "put checkpoints on storage that every host of the learner shares"
+            raise CheckpointWriteError(f"does not see {file}, which rank {rank} on host {host} has written: {fix}")
         sums[file.name] = total
     index = indexed(chain.from_iterable(slices for slices, *_ in reports))
     sums[INDEX] = write_json(directory / INDEX, index_to_json(index))
@@ -337,9 +335,7 @@ def _index(directory: Path, sums: Mapping[str, Sum]) -> Index:
     index = index_from_json(json.loads((directory / INDEX).read_text()))
     missing = {each.file for slices in index.values() for each in slices} - sums.keys()
     if missing:
-        raise CheckpointError(
-            f"checkpoint {directory} is damaged: {MANIFEST} does not name {min(missing)}, which holds tensors"
-        )
+        raise _damaged(directory, f"{MANIFEST} does not name {min(missing)}, which holds tensors")
     return index
 
 
@@ -347,10 +343,9 @@ def _require_same_storage(ranks: LearnerRanks, path: Path) -> None:
     seen = ranks.gather((socket.gethostname(), _fingerprint(path)))
     for rank, (host, fingerprint) in enumerate(seen):
         if fingerprint != seen[0][1]:
-            raise CheckpointStorageError(
-                f"checkpoint {path} must be the same for all ranks: rank {rank} on host {host} does not see the one "
-                f"that rank 0 on host {seen[0][0]} sees; put it on storage that every host of the learner shares"
-            )
+            got = f"rank {rank} on host {host} does not see the one that rank 0 on host {seen[0][0]} sees"
+            fix = "put it on storage that every host of the learner shares"
+            raise CheckpointStorageError(f"checkpoint {path} must be the same for all ranks: {got}; {fix}")
 
 
 def _fingerprint(path: Path) -> str:
@@ -369,9 +364,9 @@ def _manifest(directory: Path) -> dict[str, Sum]:
     try:
         sums = {name: Sum(**entry) for name, entry in json.loads(file.read_bytes())["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint {directory} is damaged: {file.name} cannot be read: {error}") from error
+        raise _damaged(directory, f"{file.name} cannot be read: {error}") from error
     if not {INDEX, STATE} <= sums.keys():
-        raise CheckpointError(f"checkpoint {directory} is damaged: {file.name} does not name all files")
+        raise _damaged(directory, f"{file.name} does not name all files")
     return sums
 
 
@@ -381,6 +376,8 @@ def _require_sums(directory: Path, sums: Mapping[str, Sum]) -> None:
         if not file.is_file():
             raise CheckpointError(f"checkpoint {directory} is not whole: {name} is missing")
         if sum_of(file) != total:
-            raise CheckpointError(
-                f"checkpoint {directory} is damaged: {name} does not have the digest it was saved with"
-            )
+            raise _damaged(directory, f"{name} does not have the digest it was saved with")
+
+
+def _damaged(directory: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"checkpoint {directory} is damaged: {what}")

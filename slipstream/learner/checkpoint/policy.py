@@ -23,8 +23,9 @@ from slipstream.learner import parallel
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.checkpoint.boxes import Box, bands, patches
 from slipstream.learner.checkpoint.on_disk import DTYPES, CheckpointWriter, LearnerRanks, Part, Reader, open_checkpoint
+from slipstream.learner.lora import Adapters
 from slipstream.learner.optimizer import BatchedMuon, Stepped, stepped_parameters
-from slipstream.learner.weights import MappingTable, ParameterMapping, Shard, mappings
+from slipstream.learner.weights import ParameterMapping, Shard, mappings
 
 WEIGHT, MAIN = "weight", "main"
 logger = logging.getLogger(__name__)
@@ -78,9 +79,8 @@ def runs(held: HeldParameter, *, num_updates: int) -> Iterator[Run]:
     state = {MAIN: stepped.main.detach(), **({} if num_updates == 0 else stepped.optimizer.state[stepped.main])}
     kinds = [kind for kind in _kinds(held, num_updates) if kind != WEIGHT]
     if unknown := sorted((state.keys() ^ set(kinds)) - {MAIN, "step"}):
-        raise ValueError(
-            f"the optimizer's state of {name} must be {sorted(stepped.moments)} to be saved, differs in {unknown}"
-        )
+        rule = f"the optimizer's state of {name} must be {sorted(stepped.moments)} to be saved"
+        raise ValueError(f"{rule}, differs in {unknown}")
     if num_updates:
         _require_count(stepped, name, num_updates)
     for kind in kinds:
@@ -127,21 +127,11 @@ class PolicyCheckpoints:
     """Checkpoints of one policy; every rank calls each method."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: MegatronOptimizer | None,
-        arch: Architecture,
-        *,
-        table: MappingTable = mappings,
-        frozen: int | None = None,
+        self, model: torch.nn.Module, optimizer: MegatronOptimizer | None, arch: Architecture, adapters: Adapters | None
     ) -> None:
-        """Save and restore the parameters that `table` names.
-
-        Args:
-            frozen: sum of the fingerprints of this rank's other parameters, which no checkpoint holds; None without.
-        """
-        self._model, self._optimizer, self._arch, self._table = model, optimizer, arch, table
-        self._frozen = frozen
+        """Save and restore the model's parameters, or its adapters beside a fingerprint of the frozen parameters."""
+        self._model, self._optimizer, self._arch, self._adapters = model, optimizer, arch, adapters
+        self._table = mappings if adapters is None else adapters.table
         self._shard = parallel.current_shard()
         self._writer: CheckpointWriter | None = None
 
@@ -155,7 +145,7 @@ class PolicyCheckpoints:
         """
         layout = parallel.layout()
         state = {"version": version, "num_updates": num_updates, "layout": layout, "extra": extra, "rope": self._rope}
-        if self._frozen is not None:
+        if self._adapters is not None:
             state["frozen"] = self._all_frozen
         if self._writer is None:
             self._writer = CheckpointWriter(self._ranks)
@@ -225,7 +215,9 @@ class PolicyCheckpoints:
     @cached_property
     def _all_frozen(self) -> str | None:
         """Fingerprint of the frozen weights of all ranks, the same under every layout."""
-        return None if self._frozen is None else f"{sum(self._ranks.gather(self._frozen)) % 2**64:016x}"
+        if self._adapters is None:
+            return None
+        return f"{sum(self._ranks.gather(self._adapters.fingerprint)) % 2**64:016x}"
 
     @cached_property
     def _held(self) -> list[HeldParameter]:
@@ -248,19 +240,17 @@ class PolicyCheckpoints:
         return {f"{name}/{self._ranks.rank:05d}": state for name, state in states.items()}
 
     def _require_same_model(self, reader: Reader, num_updates: int) -> None:
-        expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        expected: dict[str, tuple[tuple[int, ...], str]] = {}
         for held in self._held:
             parts = bands(held.mapping, tuple(held.parameter.shape), self._arch, self._shard)
             kinds = _kinds(held, num_updates).items()
-            expected |= {f"{kind}/{part.name}": (part.whole, dtype) for part in parts for kind, dtype in kinds}
+            expected |= {f"{kind}/{part.name}": (part.whole, DTYPES[dtype]) for part in parts for kind, dtype in kinds}
         for name, (shape, dtype) in expected.items():
             slices = reader.index.get(name)
             got = None if slices is None else (slices[0].whole, slices[0].dtype)
-            if got != (shape, DTYPES[dtype]):
-                raise ValueError(
-                    f"the checkpoint is of another model or optimizer: {name} must be {DTYPES[dtype]} "
-                    f"{shape}, got {got}"
-                )
+            if got != (shape, dtype):
+                rule = f"{name} must be {dtype} {shape}"
+                raise ValueError(f"the checkpoint is of another model or optimizer: {rule}, got {got}")
         known = {name for mapping in self._table(self._arch, Shard()) for name in mapping.hf}
         weights = {name.removeprefix(f"{WEIGHT}/") for name in reader.index if name.startswith(f"{WEIGHT}/")}
         if weights != known:
