@@ -216,10 +216,9 @@ def packs(learner: LearnerConfig) -> bool:
 
 
 def _mark_tensor_parallel(model: torch.nn.Module, table: Iterable[ParameterMapping]) -> None:
-    """Tag parameters that are split over tensor-parallel ranks.
+    """Tag parameters that are split over tensor-parallel ranks, as Megatron does only while it initializes them.
 
-    Megatron tags parameters only while it initializes them. Without the tag a split parameter counts as a copy, and
-    gradient clipping sees the norm of rank 0's part alone. TransformerEngine tags its parameters itself.
+    Gradient clipping takes a split parameter without the tag for a copy. TransformerEngine tags its own.
     """
     parameters = dict(model.named_parameters())
     for mapping in table:
@@ -234,8 +233,7 @@ class _RmsNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # Under sequence parallelism each rank sees a part of the tokens: this tag makes Megatron sum the gradient over
-        # ranks.
+        # Each rank then sees a part of the tokens: this tag makes Megatron sum the gradient over ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
@@ -251,11 +249,9 @@ class _Kernels(NamedTuple):
 def _kernels(learner: LearnerConfig) -> _Kernels:
     """Choose TransformerEngine's kernels on a GPU where it is installed, else torch's.
 
-    Float32 is computed by torch alone, because TransformerEngine multiplies float32 matrices in TF32. A certificate's
-    judge needs more digits than that.
-
-    Attention over packed sequences is always torch's, and so is that of context-parallel ranks. TransformerEngine's
-    fused norm and linear would save a pass over the activations, but the parameters would have other names.
+    Float32 is computed by torch alone, because TransformerEngine multiplies float32 matrices in TF32, too roughly for
+    a certificate's judge. Attention over packed sequences and that of context-parallel ranks are always torch's.
+    TransformerEngine's fused norm and linear are not used, because their parameters have other names.
     """
     if host.is_cpu_only() or learner.dtype is Dtype.FLOAT32 or find_spec("transformer_engine") is None:
         return _Kernels(_RmsNorm, ColumnParallelLinear, RowParallelLinear, CausalAttention)
@@ -271,8 +267,7 @@ def _kernels(learner: LearnerConfig) -> _Kernels:
 class _Router(TopKRouter):
     """Megatron's router, computed in the weights' type as in transformers and vLLM.
 
-    Megatron's own gating product needs TransformerEngine, and its function for the expert bias, which these models
-    lack, compiles itself in the first step.
+    Megatron's own gating needs TransformerEngine, and its function for an expert bias, which is never there, compiles.
     """
 
     def gating(self, input: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def choose_dtype(
     """Measure a matrix product in float32 and in bfloat16, and choose the faster type.
 
     Args:
-        num_threads: number of threads of the learner; None keeps torch's own choice.
+        num_threads: threads of the learner; None keeps torch's own choice.
         product_ms: returns the milliseconds of one product in a type.
     """
     ms = dict.fromkeys(TORCH_DTYPES, math.inf)

@@ -21,7 +21,7 @@ def plan_microbatches(
 
     Sequences of similar length share a micro-batch. Among all such splits the plan has the least padding plus
     `microbatch_cost` tokens a micro-batch. The longest sequences come first, so that a bound that exceeds the memory
-    fails at once. The plan is deterministic; every index occurs exactly once.
+    fails at once.
 
     Raises:
         ValueError: a sequence is empty or longer than `max_tokens`.
@@ -39,7 +39,7 @@ def plan_microbatches(
 def plan_packed_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list[tuple[int, ...]]:
     """Split sequences into few, about equally full micro-batches of at most `max_tokens` tokens.
 
-    The longest sequence of each micro-batch comes first. The plan is deterministic; every index occurs exactly once.
+    The longest sequence of each micro-batch comes first.
 
     Raises:
         ValueError: a sequence is empty or longer than `max_tokens`.
@@ -54,10 +54,7 @@ def plan_packed_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list
 
 
 def plan_shards(lengths: Sequence[int], num_shards: int) -> list[tuple[int, ...]]:
-    """Distribute sequences over data-parallel ranks, balanced by tokens.
-
-    Each shard keeps the sequences' order. With fewer sequences than shards, some shards are empty.
-    """
+    """Distribute sequences over data-parallel ranks, balanced by tokens; each shard keeps the sequences' order."""
     return [tuple(sorted(shard)) for shard in _dealt(lengths, num_shards)]
 
 

@@ -23,18 +23,6 @@ NORM = ParameterMapping("n", ("n",), Layout.REPLICATED)
 SHAPES = {"q": (4, 2), "k": (2, 2), "v": (2, 2), "gate": (4, 2), "up": (4, 2), "down": (2, 4), "e": (8, 2), "n": (5,)}
 
 
-def test_a_fused_attention_matrix_is_queries_keys_and_values_of_each_group_in_turn() -> None:
-    # Rows of the parameter: q0 q1 k0 v0 | q2 q3 k1 v1.
-    assert list(patches(QKV, (8, 2), 0, 16, ARCH, Shard())) == [
-        Patch("q", (4, 2), Box((0, 0), (2, 2)), 0),
-        Patch("q", (4, 2), Box((2, 0), (2, 2)), 8),
-        Patch("k", (2, 2), Box((0, 0), (1, 2)), 4),
-        Patch("k", (2, 2), Box((1, 0), (1, 2)), 12),
-        Patch("v", (2, 2), Box((0, 0), (1, 2)), 6),
-        Patch("v", (2, 2), Box((1, 0), (1, 2)), 14),
-    ]
-
-
 def test_a_flat_run_is_the_end_of_a_row_whole_rows_and_the_beginning_of_a_row() -> None:
     assert list(patches(COLUMN, (4, 3), 2, 10, ARCH, Shard())) == [
         Patch("e", (4, 3), Box((0, 2), (1, 1)), 0),

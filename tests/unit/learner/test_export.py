@@ -78,6 +78,13 @@ def test_every_element_of_an_expert_is_answered_for_once(expert: int, data: int,
     require_each_element_once(SPARSE, random_sparse(), shards)
 
 
+def test_parts_in_one_parameter_are_told_apart() -> None:
+    weights = held(ARCH, random_hf(ARCH), Shard(tensor_rank=1, tensor_size=2))
+    cut = {part.name: (part.dim, part.start, part.length) for each in weights for part in each.parts}
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj")
+    assert [cut[f"model.layers.0.{name}.weight"] for name in names] == [(0, 4, 4), (0, 2, 2), (1, 4, 4), (0, 5, 5)]
+
+
 @pytest.mark.parametrize("names", [("mlp.gate_proj", "mlp.up_proj"), ("self_attn.k_proj", "self_attn.v_proj")])
 def test_projections_that_changed_places_are_named(names: tuple[str, str]) -> None:
     full = random_hf(ARCH)

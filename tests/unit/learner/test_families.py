@@ -96,7 +96,6 @@ def test_a_family_is_what_transformers_computes_and_updates(name: str, tmp_path:
         ("qwen2", {"layer_types": ["sliding_attention"]}, "must use full attention in every layer, got"),
         ("qwen2", {"head_dim": 32}, "head_dim of a Qwen2ForCausalLM must be hidden_size / num_attention_heads = 64 /"),
         ("qwen2", {"attention_bias": False}, "must have attention_bias true as a Qwen2ForCausalLM, got False"),
-        ("qwen3", {"attention_bias": True}, "must have attention_bias false as a Qwen3ForCausalLM, got True"),
     ],
 )
 def test_a_model_that_the_learner_does_not_compute_is_refused(
