@@ -30,7 +30,7 @@ class Weights:
     changed_BT: Tensor  # bool, True where the cap or the band changed the token's weight
 
 
-def corrected(log_ratio_BT: Tensor, mask_BT: Tensor, places: Places | None, config: LossConfig) -> Weights | None:
+def corrected(log_ratio_BT: Tensor, mask_BT: Tensor, places: Places, config: LossConfig) -> Weights | None:
     """Compute weights and mask of a micro-batch; None where the loss corrects nothing.
 
     At token level the weight is min(ratio, cap). At sequence level each token gets the capped product of its response's
@@ -41,7 +41,7 @@ def corrected(log_ratio_BT: Tensor, mask_BT: Tensor, places: Places | None, conf
     Args:
         log_ratio_BT: [B, T] log of trained policy / policy that sampled; ignored where `mask_BT` is False.
         mask_BT: [B, T] bool, True on response tokens.
-        places: places of the sequences, each of them whole; None: one sequence a row.
+        places: places of the sequences, each of them whole.
     Source:
         Token level: https://fengyao.notion.site/off-policy-rl. Sequence level, and the band on the geometric mean:
         https://richardli.xyz/rl-collapse. Band on tokens: https://ringtech.notion.site/icepop.
@@ -64,17 +64,15 @@ def corrected(log_ratio_BT: Tensor, mask_BT: Tensor, places: Places | None, conf
     return Weights(weight_BT=weight_BT.to(log_ratio_BT.dtype), kept_BT=kept_BT, changed_BT=changed_BT)
 
 
-def over_sequences(values_BT: Tensor, mask_BT: Tensor, places: Places | None) -> Tensor:
+def over_sequences(values_BT: Tensor, mask_BT: Tensor, places: Places) -> Tensor:
     """Sum over each response, at each of its tokens [B, T]; float64, so that the sum does not depend on the padding."""
     values_BT = torch.where(mask_BT, values_BT, 0.0).double()
-    sums_BT = values_BT.sum(dim=1, keepdim=True).expand_as(values_BT)
-    if places is not None:
-        sums_BT = torch.zeros_like(values_BT)
-        for place in places:
-            sums_BT[place] = values_BT[place].sum()
+    sums_BT = torch.zeros_like(values_BT)
+    for place in places:
+        sums_BT[place] = values_BT[place].sum()
     return sums_BT
 
 
-def response_lengths(mask_BT: Tensor, places: Places | None) -> Tensor:
+def response_lengths(mask_BT: Tensor, places: Places) -> Tensor:
     """Count the tokens of each response, at each of its tokens [B, T], in float64; 1 for a response without tokens."""
     return over_sequences(torch.ones_like(mask_BT, dtype=torch.float64), mask_BT, places).clamp(min=1.0)

@@ -19,23 +19,17 @@ _LARGEST_LOG_RATIO = 100.0  # larger ones are recorded as this: exp overflows at
 
 
 def lag_stats(
-    groups: Sequence[RolloutGroup],
-    batch: TrainBatch,
-    before_logprobs: Sequence[NDArray[np.float32]],
-    *,
-    policy_version: int,
-    loss: LossConfig,
+    groups: Sequence[RolloutGroup], batch: TrainBatch, before_logprobs: Sequence[NDArray[np.float32]], loss: LossConfig
 ) -> tuple[LagStats, ...]:
     """Summarise ratios and correction of the tokens of each lag, the youngest first.
 
     Args:
         groups: groups whose rollouts are those of `batch`, in its order.
         before_logprobs: one array a rollout, under the policy before the step's first update.
-        policy_version: version of that policy.
-        loss: correction to apply, as `grpo/correction.py` does.
     """
     spans = [span for group in groups for rollout in group.rollouts for span in rollout.spans]
-    lag_N = np.repeat([policy_version - span.policy_version for span in spans], [span.num_tokens for span in spans])
+    lags = [batch.policy_version - span.policy_version for span in spans]
+    lag_N = np.repeat(lags, [span.num_tokens for span in spans])
     log_ratios = [
         np.asarray(before, dtype=np.float64) - np.asarray(rollout, dtype=np.float64)
         for before, rollout in zip(before_logprobs, batch.rollout_logprobs, strict=True)

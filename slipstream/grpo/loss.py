@@ -58,7 +58,6 @@ def divisor(kind: LossKind, *, num_tokens: int, num_responses: int, max_response
     Args:
         num_tokens: response tokens of the whole update. Tokens that the correction masks out are counted, because the
             weight of the other tokens must not depend on them.
-        num_responses: responses of the whole update.
         max_response_tokens: largest length of a response, the constant of `dr_grpo`.
     Raises:
         ValueError: `dr_grpo` without `max_response_tokens`.
@@ -79,7 +78,7 @@ def policy_loss(
     advantages_BT: Tensor,
     mask_BT: Tensor,
     config: LossConfig,
-    places: Places | None = None,
+    places: Places,
     weights: Weights | None = None,
     ref_logprobs_BT: Tensor | None = None,
 ) -> PolicyLoss:
@@ -93,7 +92,7 @@ def policy_loss(
         trainer_logprobs_BT: [B, T] logprobs that the same learner computed before this batch's first update.
         advantages_BT: [B, T], or a shape that broadcasts to it, such as [B, 1].
         mask_BT: [B, T] bool, True on response tokens.
-        places: places of the sequences, each of them whole; None: one sequence a row.
+        places: places of the sequences, each of them whole.
         weights: weights of `correction.corrected`; None: the loss corrects nothing.
         ref_logprobs_BT: [B, T] logprobs under the reference policy; None leaves the KL out.
     Raises:

@@ -49,6 +49,7 @@ _HF_NAMES = {  # sizes that an `Architecture` and a `ScratchConfig` share, with 
     "ffn_hidden_size": "intermediate_size",
     "max_position_embeddings": "max_position_embeddings",
     "tie_word_embeddings": "tie_word_embeddings",
+    "head_dim": "head_dim",
 }
 _ALLOWED = {  # the only value that an entry of a `config.json` may have, where it is there and not null
     "hidden_act": "silu",
@@ -66,12 +67,10 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 def aux_layer_ids(given: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
-    """Return the layers of a policy that an EAGLE-3 draft reads, by default those that vLLM takes.
+    """Return the layers of a policy that an EAGLE-3 draft reads: the `given` ones, by default those that vLLM takes.
 
     The rule gives three rising layers from seven layers on; a shallower policy gives its last three.
 
-    Args:
-        given: layers that somebody chose; None takes the default.
     Raises:
         ConfigError: the policy lacks one of them.
     Source: `get_eagle3_default_aux_hidden_state_layers` of vLLM 0.32, which is the rule of EAGLE-3's authors.
@@ -96,11 +95,7 @@ class Experts:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Experts:
-        """Read the experts of a Qwen3-MoE's `config.json`.
-
-        Raises:
-            ConfigError: the router would get no gradient, or no layer has experts.
-        """
+        """Read the experts of a Qwen3-MoE's `config.json`, and require that their routers can learn."""
         num_layers, every = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
         named_dense = config.get("mlp_only_layers") or []
         dense = tuple(layer for layer in range(num_layers) if layer in named_dense or (layer + 1) % every)
@@ -132,29 +127,8 @@ class Experts:
         }
 
 
-def require_even_experts(experts: Experts | None, parallel: ParallelConfig) -> None:
-    """Check `learner.parallel` against the policy's experts.
-
-    Raises:
-        ConfigError: a dense policy has `expert` above 1, the experts do not divide, or experts meet tensor parallelism.
-    """
-    if experts is None:
-        rule = "must be 1 for a policy without experts"
-        require(parallel.expert == 1, "learner.parallel.expert", rule, parallel.expert)
-        return
-    rule = f"must divide the policy's {experts.num_experts} experts"
-    require(experts.num_experts % parallel.expert == 0, "learner.parallel.expert", rule, parallel.expert)
-    rule = "must be 1 for a mixture of experts"
-    fix = "deal the experts to data-parallel ranks with learner.parallel.expert instead"
-    require(parallel.tensor == 1, "learner.parallel.tensor", rule, parallel.tensor, fix)
-
-
 def require_routes(shape: Shape) -> None:
-    """Check that the policy has routers, whose routes a learner can replay.
-
-    Raises:
-        ConfigError: the policy is dense.
-    """
+    """Check that the policy has routers, whose routes a learner can replay."""
     is_sparse = shape.experts is not None if isinstance(shape, Architecture) else shape.num_experts > 0
     rule, fix = "must be false for a dense policy", "it has no routers: leave it out"
     require(is_sparse, "grpo.router_replay", rule, True, fix)
@@ -177,8 +151,7 @@ class Architecture:
     rope_scaling: RopeConfig | None = None  # with every original length given, but for type `linear`, which has none
     norm_eps: float
     tie_word_embeddings: bool
-    eos_token_id: int
-    more_eos_token_ids: tuple[int, ...] = ()  # further tokens that end a response
+    eos_token_ids: tuple[int, ...]  # tokens that end a response
     experts: Experts | None = None  # None: the model is dense
     num_mtp_layers: int = 0  # layers that predict the token after the next: 1 in a MiMo
 
@@ -186,9 +159,9 @@ class Architecture:
     def from_scratch(cls, scratch: ScratchConfig, *, vocab_size: int, eos_token_id: int) -> Architecture:
         """Combine the sizes of a `ScratchConfig` with a tokenizer's vocabulary."""
         known = {**vars(scratch.shape), **vars(scratch)}
-        sizes = {name: known[name] for name in (*_HF_NAMES, "head_dim", "num_mtp_layers")}
+        sizes = {name: known[name] for name in (*_HF_NAMES, "num_mtp_layers")}
         family = MIMO if scratch.num_mtp_layers else QWEN3
-        own = {"family": family, "vocab_size": vocab_size, "eos_token_id": eos_token_id}
+        own = {"family": family, "vocab_size": vocab_size, "eos_token_ids": (eos_token_id,)}
         return cls(**own, rope_theta=10_000.0, norm_eps=1e-6, **sizes)
 
     @classmethod
@@ -207,31 +180,23 @@ class Architecture:
         config = {"tie_word_embeddings": False, **config}
         config["num_key_value_heads"] = config.get("num_key_value_heads") or config.get("num_attention_heads")
         needed = ["vocab_size", "rms_norm_eps", *_HF_NAMES.values()]
-        if family in (QWEN3, QWEN3_MOE):
-            needed.append("head_dim")  # which defaults to 128 in transformers, whatever the other sizes
+        if family not in (QWEN3, QWEN3_MOE):  # these default to 128 in transformers, whatever the other sizes
+            needed.remove("head_dim")
         missing = [name for name in needed if config.get(name) is None]
         require(not missing, "policy.model", "must name its sizes in config.json", f"no {missing}", f"see {path}")
+        config["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         _require_computed(config, family, path)
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        first, *more = end_token_ids(path)
         return cls(
             family=family,
             vocab_size=config["vocab_size"],
             norm_eps=config["rms_norm_eps"],
             **{name: config[hf_name] for name, hf_name in _HF_NAMES.items()},
-            head_dim=config.get("head_dim") or hidden // heads,
             rope_theta=_rope_theta(config, family),
             rope_scaling=_rope_scaling(config, path),
-            eos_token_id=first,
-            more_eos_token_ids=tuple(more),
+            eos_token_ids=end_token_ids(path),
             experts=Experts.from_hf(config) if family is QWEN3_MOE else None,
             num_mtp_layers=1 if family is MIMO else 0,
         )
-
-    @property
-    def name(self) -> str:
-        """Class name of the model in transformers and vLLM."""
-        return self.family.name
 
     @property
     def has_mtp(self) -> bool:
@@ -249,13 +214,13 @@ class Architecture:
 
     def to_hf(self, dtype: Dtype) -> dict[str, Any]:
         """Return the `config.json` of this architecture for transformers and vLLM."""
+        first, *more = self.eos_token_ids
         return {
-            "architectures": [self.name],
+            "architectures": [self.family.name],
             "model_type": self.family.model_type,
             "vocab_size": self.vocab_size,
             "rms_norm_eps": self.norm_eps,
             **{hf_name: getattr(self, name) for name, hf_name in _HF_NAMES.items()},
-            "head_dim": self.head_dim,
             "hidden_act": "silu",
             **self.positions_to_hf(),
             "attention_bias": self.family.qkv_bias,
@@ -263,9 +228,7 @@ class Architecture:
             "use_sliding_window": False,
             "sliding_window": None,
             "initializer_range": 0.02,
-            "eos_token_id": [self.eos_token_id, *self.more_eos_token_ids]
-            if self.more_eos_token_ids
-            else self.eos_token_id,
+            "eos_token_id": [first, *more] if more else first,
             "dtype": dtype.value,
             "torch_dtype": dtype.value,
             **({} if self.experts is None else self.experts.to_hf()),
@@ -357,8 +320,7 @@ def _require_computed(config: Mapping[str, Any], family: Family, path: Path) -> 
         layers = config.get("num_nextn_predict_layers")
         require(layers == 1, "policy.model", f"must have num_nextn_predict_layers 1 as a {family.name}", layers, where)
     if family.divides_hidden:
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        dim = config.get("head_dim") or hidden // heads
+        hidden, heads, dim = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
         rule = f"the head_dim of a {family.name} must be hidden_size / num_attention_heads = {hidden} / {heads}"
         require(dim * heads == hidden, "policy.model", f"{rule}, as vLLM has it", dim, where)
 
@@ -371,7 +333,7 @@ def num_positions(config: Mapping[str, Any]) -> int:
     """
     rope, positions = _rope(config), config["max_position_embeddings"]
     factor = rope.get("factor") or 1
-    match _rope_type(rope):
+    match rope["rope_type"]:
         case RopeType.LINEAR:
             return int(factor * positions)
         case RopeType.YARN:
@@ -384,11 +346,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters of the rotary embedding; transformers 5 prefers the older name where both are there."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     original = {_ORIGINAL: config[_ORIGINAL]} if config.get(_ORIGINAL) else {}
-    return {**rope, **original}
-
-
-def _rope_type(rope: Mapping[str, Any]) -> str:
-    return rope.get("rope_type") or rope.get("type") or "default"
+    return {**rope, **original, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
 
 
 def _rope_theta(config: Mapping[str, Any], family: Family) -> float:
@@ -401,13 +359,9 @@ def _rope_theta(config: Mapping[str, Any], family: Family) -> float:
 
 
 def _rope_scaling(config: Mapping[str, Any], path: Path) -> RopeConfig | None:
-    """Read the model's own scaling.
-
-    Raises:
-        ConfigError: the type is unknown, or a parameter is missing or out of range.
-    """
+    """Read the model's own scaling."""
     rope = _rope(config)
-    kind, partial = _rope_type(rope), rope.get("partial_rotary_factor", 1.0)
+    kind, partial = rope["rope_type"], rope.get("partial_rotary_factor", 1.0)
     require(partial == 1, "policy.model", "must have partial_rotary_factor 1", partial, "the whole head is turned")
     if kind == "default":
         return None
@@ -426,10 +380,13 @@ def _rope_scaling(config: Mapping[str, Any], path: Path) -> RopeConfig | None:
 
 
 def require_divisible(shape: Shape, parallel: ParallelConfig) -> None:
-    """Check that tensor, pipeline and context parallelism split the model evenly.
+    """Check that the learner's ranks split the model evenly, and leave an MTP layer the states that it reads.
 
     Query heads need no check of their own, because every key-value head has the same number of them.
     """
+    known = shape if isinstance(shape, Architecture) else None
+    if known is not None and known.has_mtp:
+        _require_whole_states(parallel)
     tensor, pipeline, context = parallel.tensor, parallel.pipeline, parallel.context
     for name, size in (
         ("key-value heads", shape.num_query_groups),
@@ -443,10 +400,22 @@ def require_divisible(shape: Shape, parallel: ParallelConfig) -> None:
     rule = f"must divide the {groups} key-value heads that learner.parallel.tensor {tensor} leaves each rank"
     fix = "attention splits whole heads over these ranks: lower it, or tensor"
     require(groups % context == 0, "learner.parallel.context", rule, context, fix)
+    _require_even_experts(None if known is None else known.experts, parallel)
 
 
-def require_whole_states(parallel: ParallelConfig) -> None:
-    """Refuse layouts that split the states which an MTP layer reads."""
+def _require_even_experts(experts: Experts | None, parallel: ParallelConfig) -> None:
+    if experts is None:
+        rule = "must be 1 for a policy without experts"
+        require(parallel.expert == 1, "learner.parallel.expert", rule, parallel.expert)
+        return
+    rule = f"must divide the policy's {experts.num_experts} experts"
+    require(experts.num_experts % parallel.expert == 0, "learner.parallel.expert", rule, parallel.expert)
+    rule = "must be 1 for a mixture of experts"
+    fix = "deal the experts to data-parallel ranks with learner.parallel.expert instead"
+    require(parallel.tensor == 1, "learner.parallel.tensor", rule, parallel.tensor, fix)
+
+
+def _require_whole_states(parallel: ParallelConfig) -> None:
     rule = "must be 1 for a policy with an MTP layer, which reads states and embeddings of one stage"
     require(parallel.pipeline == 1, "learner.parallel.pipeline", rule, parallel.pipeline)
     rule = "must be 1 for a policy with an MTP layer, which reads the states of whole sequences"
@@ -456,11 +425,7 @@ def require_whole_states(parallel: ParallelConfig) -> None:
 
 
 def require_adaptable(shape: Shape, lora: LoraConfig) -> None:
-    """Check `policy.lora` against the policy.
-
-    Raises:
-        ConfigError: a target is a matrix of experts, or the rank exceeds a side of a target.
-    """
+    """Check that no target of `policy.lora` is a matrix of experts, and that the rank exceeds no side of a target."""
     if isinstance(shape, Architecture) and shape.experts is not None:
         ffn = {LoraTarget.GATE, LoraTarget.UP, LoraTarget.DOWN}
         refused = [target.value for target in lora.targets if target in ffn]

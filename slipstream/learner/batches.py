@@ -17,8 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.learner import parallel
-from slipstream.learner.packing import MICROBATCH_COST, plan_microbatches, plan_packed_microbatches
+from slipstream.learner import packing, parallel
 
 Sequences = Sequence[Sequence[int]]
 Values = Sequence[float] | NDArray[np.float32]
@@ -45,17 +44,6 @@ class Inputs:
         if self.states_of_BT is None:
             return sum(columns.stop - columns.start for _, columns in self.places)
         return int((self.states_of_BT == torch.arange(len(self.states_of_BT))[:, None]).sum())
-
-    def of_context_rank(self) -> Inputs:
-        """Cut out the tokens of this context-parallel rank; `packed` and `places` still describe all tokens."""
-        padding_BT, routes_LTBK = self.padding_BT, self.routes_LTBK
-        return dataclasses.replace(
-            self,
-            token_ids_BT=parallel.context_part(self.token_ids_BT, 1),
-            positions_BT=parallel.context_part(self.positions_BT, 1),
-            padding_BT=None if padding_BT is None else parallel.context_part(padding_BT, 1),
-            routes_LTBK=None if routes_LTBK is None else parallel.context_part(routes_LTBK, 1),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,16 +75,14 @@ class Batching:
     """Rules that combine sequences into micro-batches.
 
     Attributes:
-        microbatch_cost: cost of a micro-batch for `plan_microbatches`; unused when sequences are packed.
         multiple: T is padded to a multiple of this number, because sequence and context parallelism split the inputs
             evenly over ranks; this padding is not part of `max_tokens`.
-        shares_prefixes: tokens that several sequences of a micro-batch begin with are computed once.
+        shares_prefixes: the layers skip padding, and compute tokens once that several sequences begin with.
     """
 
     max_tokens: int
     packs: bool = False
     shares_prefixes: bool = False
-    microbatch_cost: int = MICROBATCH_COST
     multiple: int = 1
 
     def inputs(self, sequences: Sequences, device: torch.device) -> Inputs:
@@ -116,9 +102,10 @@ class Batching:
         """
         lengths = [len(tokens) for tokens in sequences]
         if self.packs:
-            plan = plan_packed_microbatches(lengths, max_tokens=self.max_tokens)
+            plan = packing.plan_packed_microbatches(lengths, max_tokens=self.max_tokens)
         else:
-            plan = plan_microbatches(lengths, max_tokens=self.max_tokens, microbatch_cost=self.microbatch_cost)
+            cost = packing.UNPADDED_MICROBATCH_COST if self.shares_prefixes else packing.MICROBATCH_COST
+            plan = packing.plan_microbatches(lengths, max_tokens=self.max_tokens, microbatch_cost=cost)
         batches = [self._microbatch(sequences, loss_starts, indices, device) for indices in plan]
         return [_routed(batch, routes) for batch in batches] if len(routes) else batches
 
@@ -185,11 +172,7 @@ def _states_of(token_ids_BT: NDArray[np.int64], padding_BT: NDArray[np.bool_]) -
 
 
 def _routed(batch: MicroBatch, routes: Routes) -> MicroBatch:
-    """Add the experts of a micro-batch's sequences.
-
-    Raises:
-        ValueError: a sequence has not one row of experts for each of its inputs.
-    """
+    """Add the experts of a micro-batch's sequences, which need one row for each of their inputs."""
     layers, experts = routes[0].shape[1:]
     width = batch.labels_BT.shape[::-1]
     routes_TBLK = np.broadcast_to(np.arange(experts), (*width, layers, experts)).copy()
@@ -206,9 +189,8 @@ class ByToken:
     """One number a label that counts, collected over micro-batches."""
 
     def __init__(self, sequences: Sequences, loss_starts: Sequence[int], device: torch.device) -> None:
-        self._values_N = torch.zeros(num_labels(sequences, loss_starts), device=device)
-        lengths = [len(tokens) - start for tokens, start in zip(sequences, loss_starts, strict=True)]
-        self._offsets = np.cumsum([0, *lengths])
+        self._offsets = np.cumsum([0, *label_counts(sequences, loss_starts)])
+        self._values_N = torch.zeros(int(self._offsets[-1]), device=device)
 
     def keep(self, values_BT: Tensor, batch: MicroBatch) -> None:
         """Store the numbers of one micro-batch."""
@@ -223,13 +205,14 @@ class ByToken:
 
 
 def forward(model: torch.nn.Module, inputs: Inputs) -> Tensor:
-    """Compute the hidden states [T, B, H] of this pipeline stage."""
+    """Compute the hidden states [T, B, H] of this pipeline stage and of this context-parallel rank's tokens."""
+    padding_BT = inputs.padding_BT if inputs.states_of_BT is None else inputs.states_of_BT
     return model(
-        input_ids=inputs.token_ids_BT,
-        position_ids=inputs.positions_BT,
+        input_ids=parallel.context_part(inputs.token_ids_BT, 1),
+        position_ids=parallel.context_part(inputs.positions_BT, 1),
         attention_mask=None,
         packed_seq_params=inputs.packed,
-        padding_mask=inputs.padding_BT if inputs.states_of_BT is None else inputs.states_of_BT,
+        padding_mask=None if padding_BT is None else parallel.context_part(padding_BT, 1),
     )
 
 
@@ -241,8 +224,8 @@ def idle_microbatch(device: torch.device, routes_L11K: Tensor | None = None) -> 
     return MicroBatch(indices=(), inputs=inputs, labels_BT=inputs.token_ids_BT, mask_BT=is_none_11)
 
 
-def num_labels(sequences: Sequences, loss_starts: Sequence[int]) -> int:
-    """Count the labels that enter the loss, over all sequences.
+def label_counts(sequences: Sequences, loss_starts: Sequence[int]) -> list[int]:
+    """Count the labels of each sequence that enter the loss.
 
     Raises:
         ValueError: a sequence has no label, or no token precedes its first label.
@@ -250,4 +233,4 @@ def num_labels(sequences: Sequences, loss_starts: Sequence[int]) -> int:
     for index, (tokens, start) in enumerate(zip(sequences, loss_starts, strict=True)):
         if not 1 <= start < len(tokens):
             raise ValueError(f"sequence {index} must have a prompt and a response, got {start} of {len(tokens)} tokens")
-    return sum(len(tokens) - start for tokens, start in zip(sequences, loss_starts, strict=True))
+    return [len(tokens) - start for tokens, start in zip(sequences, loss_starts, strict=True)]

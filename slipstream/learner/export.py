@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -72,8 +72,7 @@ def save_model(
 ) -> None:
     """Write config, weights and a copy of the tokenizer's files atomically: after an error `path` is unchanged.
 
-    Args:
-        weights: consumed one by one; at most `max_file_bytes` of them are in host memory at once.
+    At most `max_file_bytes` of the weights are in host memory at once.
     """
     with replaced_directory(path) as directory:
         for file in sorted(tokenizer_dir.iterdir()):
@@ -119,13 +118,10 @@ def _batched(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[
 
 
 def held_weights(parameters: Mapping[str, Tensor], arch: Architecture, shard: Shard) -> Iterator[HeldWeights]:
-    """Describe a rank's Megatron parameters as parts of Hugging Face tensors.
+    """Describe a rank's Megatron parameters, given by name, as parts of Hugging Face tensors.
 
     Each element is described once over all ranks: replicated parameters by the first rank that holds them, a tied
     output layer as the embedding.
-
-    Args:
-        parameters: by their Megatron names.
     """
     for mapping in _answered_for(arch, shard):
         tensor = parameters[mapping.megatron]
@@ -135,21 +131,14 @@ def held_weights(parameters: Mapping[str, Tensor], arch: Architecture, shard: Sh
 
 
 def gathered_weights(
-    parameters: Mapping[str, Tensor],
-    arch: Architecture,
-    shard: Shard,
-    *,
-    only: Container[str] | None = None,
-    table: MappingTable = mappings,
+    parameters: Mapping[str, Tensor], arch: Architecture, shard: Shard, *, table: MappingTable = mappings
 ) -> Iterator[tuple[str, Tensor]]:
-    """Gather all tensors of `table`, or those that `only` names, whole on every rank; collective."""
+    """Gather all tensors of `table`, whole on every rank; collective."""
     given: set[str] = set()
     for stage, holder, mapping in _places(arch, shard, table):
         if given.issuperset(mapping.hf):
             continue  # the last stage's copy of a tied embedding
         given.update(mapping.hf)
-        if only is not None and not any(name in only for name in mapping.hf):
-            continue
         tensors = None
         if stage == shard.pipeline_rank:
             own = parameters[mapping.megatron].detach()

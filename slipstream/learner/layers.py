@@ -45,7 +45,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.learner import parallel
-from slipstream.learner.architecture import Architecture, Experts, require_whole_states
+from slipstream.learner.architecture import Architecture, Experts
 from slipstream.learner.config import LearnerConfig, Packing, Recompute
 from slipstream.learner.cpu import host
 from slipstream.learner.cpu.layer import CpuTransformerLayer
@@ -167,14 +167,9 @@ def scaled_rope(arch: Architecture) -> tuple[Tensor, float]:
 
 
 def build_mtp(arch: Architecture, learner: LearnerConfig) -> MtpLayer | None:
-    """Build the MTP layer, which predicts the token after the next, with undefined weights; None without such a layer.
-
-    Raises:
-        ConfigError: `learner.parallel` splits the states that the layer reads.
-    """
+    """Build the MTP layer with undefined weights; None for a model without one."""
     if not arch.has_mtp:
         return None
-    require_whole_states(learner.parallel)
     kernels = _kernels(learner)
     network = MLPSubmodules(linear_fc1=kernels.column, linear_fc2=kernels.row)
     layer = _layer_spec(TransformerLayer, kernels, arch, ModuleSpec(module=MLP, submodules=network))
@@ -221,10 +216,9 @@ def packs(learner: LearnerConfig) -> bool:
 
 
 def _mark_tensor_parallel(model: torch.nn.Module, table: Iterable[ParameterMapping]) -> None:
-    """Tag parameters that are split over tensor-parallel ranks.
+    """Tag parameters that are split over tensor-parallel ranks, as Megatron does only while it initializes them.
 
-    Megatron tags parameters only while it initializes them. Without the tag a split parameter counts as a copy, and
-    gradient clipping sees the norm of rank 0's part alone. TransformerEngine tags its parameters itself.
+    Gradient clipping takes a split parameter without the tag for a copy. TransformerEngine tags its own.
     """
     parameters = dict(model.named_parameters())
     for mapping in table:
@@ -239,8 +233,7 @@ class _RmsNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # Under sequence parallelism each rank sees a part of the tokens: this tag makes Megatron sum the gradient over
-        # ranks.
+        # Each rank then sees a part of the tokens: this tag makes Megatron sum the gradient over ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
@@ -256,11 +249,9 @@ class _Kernels(NamedTuple):
 def _kernels(learner: LearnerConfig) -> _Kernels:
     """Choose TransformerEngine's kernels on a GPU where it is installed, else torch's.
 
-    Float32 is computed by torch alone, because TransformerEngine multiplies float32 matrices in TF32. A certificate's
-    judge needs more digits than that.
-
-    Attention over packed sequences is always torch's, and so is that of context-parallel ranks. TransformerEngine's
-    fused norm and linear would save a pass over the activations, but the parameters would have other names.
+    Float32 is computed by torch alone, because TransformerEngine multiplies float32 matrices in TF32, too roughly for
+    a certificate's judge. Attention over packed sequences and that of context-parallel ranks are always torch's.
+    TransformerEngine's fused norm and linear are not used, because their parameters have other names.
     """
     if host.is_cpu_only() or learner.dtype is Dtype.FLOAT32 or find_spec("transformer_engine") is None:
         return _Kernels(_RmsNorm, ColumnParallelLinear, RowParallelLinear, CausalAttention)
@@ -276,8 +267,7 @@ def _kernels(learner: LearnerConfig) -> _Kernels:
 class _Router(TopKRouter):
     """Megatron's router, computed in the weights' type as in transformers and vLLM.
 
-    Megatron's own gating product needs TransformerEngine, and its function for the expert bias, which these models
-    lack, compiles itself in the first step.
+    Megatron's own gating needs TransformerEngine, and its function for an expert bias, which is never there, compiles.
     """
 
     def gating(self, input: Tensor) -> Tensor:
@@ -355,11 +345,6 @@ def _transformer_config(arch: Architecture, learner: LearnerConfig) -> Transform
         use_cpu_initialization=True,
         perform_initialization=False,
         bias_activation_fusion=_fuses(arch, learner),  # torch.compile of the gated unit
-        # Each of these needs a CUDA extension, or has nothing to fuse without bias and dropout.
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
         # The loss is already divided by the token count of the whole step: Megatron must only sum over micro-batches
         # and data-parallel ranks, so `num_tokens`, its divisor, is dropped.
         calculate_per_token_loss=True,

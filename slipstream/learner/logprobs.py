@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from slipstream.learner import parallel
 from slipstream.learner.batches import MicroBatch
@@ -60,13 +61,12 @@ class OutputHead:
         """Wrap the output layer of `gpt`.
 
         Args:
-            chunk_tokens: tokens whose logits are held at once; None holds those of a whole micro-batch.
+            chunk_tokens: None holds the logits of a whole micro-batch at once.
             adds_to_main_grad: the weight's gradient is added to Megatron's float32 buffer directly.
         """
         self._gpt = gpt
         self._chunk_tokens = chunk_tokens
         self._adds_to_main_grad = adds_to_main_grad
-        self._group = parallel.tensor_group()
 
     def scores(self, hidden_TBH: Tensor, batch: MicroBatch, temperature: float) -> TokenScores:
         """Compute logprobs of a micro-batch's labels under softmax(logits / temperature).
@@ -77,7 +77,7 @@ class OutputHead:
         """
         labels_BT, mask_BT = (parallel.context_part(each, 1) for each in (batch.labels_BT, batch.mask_BT))
         hidden_NH = self._all_tokens(hidden_TBH).transpose(0, 1)[mask_BT]
-        if self._group.size() > 1 and not self._gpt.config.sequence_parallel:
+        if parallel.tensor_group().size() > 1 and not self._gpt.config.sequence_parallel:
             # The backward pass sums the gradient over ranks. Megatron drops the sum of a gradient that is not
             # contiguous, such as that of a transposed tensor, so the sum is taken of these rows.
             hidden_NH = cast(Tensor, copy_to_tensor_model_parallel_region(hidden_NH))
@@ -89,7 +89,6 @@ class OutputHead:
             _Head(
                 temperature=temperature,
                 chunk_tokens=self._chunk_tokens or max(1, len(hidden_NH)),
-                group=self._group,
                 main_grad_VH=cast(Any, weight_VH).main_grad if self._adds_to_main_grad else None,
             ),
         )
@@ -113,10 +112,7 @@ class OutputHead:
                 yield number, part, torch.cat(shards, dim=-1), labels_N[part]
 
     def _all_tokens(self, hidden_TBH: Tensor) -> Tensor:
-        """Gather the tokens of the tensor-parallel ranks under sequence parallelism.
-
-        The backward pass sums the gradient over these ranks.
-        """
+        """Gather the tokens under sequence parallelism; the backward pass sums the gradient over these ranks."""
         if self._gpt.config.sequence_parallel:
             return cast(Tensor, gather_from_sequence_parallel_region(hidden_TBH))
         return hidden_TBH
@@ -128,7 +124,6 @@ class _Head:
 
     temperature: float
     chunk_tokens: int
-    group: dist.ProcessGroup
     main_grad_VH: Tensor | None
 
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:
@@ -141,16 +136,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
-        own_N = labels_N - head.group.rank() * len(weight_VH)  # outside 0 .. V-1 where another rank holds the label
+        group = parallel.tensor_group()
+        own_N = labels_N - group.rank() * len(weight_VH)  # outside 0 .. V-1 where another rank holds the label
         logprobs_N, entropy_N, normalizer_N = (hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32) for _ in "123")
         for part in _chunks(len(hidden_NH), head.chunk_tokens):
             logits_CV = head.logits(hidden_NH[part], weight_VH)
-            largest_C = largest(logits_CV, head.group)
+            largest_C = largest(logits_CV)
             logits_CV.sub_(largest_C[:, None])
             inside_C1, at_C1 = _inside(own_N[part], logits_CV.shape[1])
             chosen_C = torch.where(inside_C1, logits_CV.gather(1, at_C1), 0.0)[:, 0]
             sum_C, dot_C = _moments(logits_CV)
-            sum_C, dot_C, chosen_C = parallel.all_reduce(torch.stack([sum_C, dot_C, chosen_C]), head.group)
+            sum_C, dot_C, chosen_C = parallel.all_reduce(torch.stack([sum_C, dot_C, chosen_C]), group)
             log_C = sum_C.log()
             logprobs_N[part] = chosen_C - log_C
             entropy_N[part] = log_C - dot_C / sum_C
@@ -161,19 +157,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return logprobs_N, entropy_N
 
     @staticmethod
+    @host.model_arithmetic()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        with host.model_arithmetic():
-            return _ChunkedLogprobs._backward(ctx, grads[0])
-
-    @staticmethod
-    def _backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden_NH, weight_VH, own_N, normalizer_N = ctx.saved_tensors
         head: _Head = ctx.head
         d_hidden_NH = torch.empty_like(hidden_NH)
         d_weight_VH = head.main_grad_VH
         if d_weight_VH is None and ctx.needs_input_grad[1]:
             d_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
-        scaled_N = grad_N / head.temperature
+        scaled_N = grads[0] / head.temperature
         for part in _chunks(len(hidden_NH), head.chunk_tokens):
             d_logits_CV = head.logits(hidden_NH[part], weight_VH).sub_(normalizer_N[part, None]).exp_()
             d_logits_CV.mul_(-scaled_N[part, None])
@@ -208,9 +200,9 @@ def _inside(own_C: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return ((own_C >= 0) & (own_C < size))[:, None], own_C.clamp(0, size - 1)[:, None]
 
 
-def largest(logits_CV: Tensor, group: dist.ProcessGroup) -> Tensor:
+def largest(logits_CV: Tensor) -> Tensor:
     """Compute the largest logit [C] over the vocabulary of all ranks."""
-    return parallel.all_reduce(logits_CV.amax(-1), group, dist.ReduceOp.MAX)
+    return parallel.all_reduce(logits_CV.amax(-1), parallel.tensor_group(), dist.ReduceOp.MAX)
 
 
 def _moments(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,17 +220,13 @@ def processed_logprobs(logits_NV: Tensor, *, temperature: float, top_p: float, t
     Returns:
         [N, V] float32, -inf for tokens that cannot be sampled.
     """
-    logits_NV = logits_NV.float() / temperature
+    scores_NV: Any = logits_NV.float() / temperature
+    tokens: Any = None  # neither rule reads those before
     if top_k:
-        kth_N1 = logits_NV.topk(min(top_k, logits_NV.shape[-1]), dim=-1).values[:, -1:]
-        logits_NV = logits_NV.masked_fill(logits_NV < kth_N1, float("-inf"))
+        scores_NV = TopKLogitsWarper(top_k)(tokens, scores_NV)
     if top_p < 1.0:
-        ordered_NV, order_NV = logits_NV.sort(dim=-1)
-        below_NV = ordered_NV.softmax(-1).cumsum(-1)
-        dropped_NV = below_NV <= 1.0 - top_p
-        dropped_NV[:, -1] = False  # the likeliest token always stays
-        logits_NV = logits_NV.masked_fill(dropped_NV.scatter(-1, order_NV, dropped_NV), float("-inf"))
-    return logits_NV.log_softmax(-1)
+        scores_NV = TopPLogitsWarper(top_p)(tokens, scores_NV)
+    return scores_NV.log_softmax(-1)
 
 
 def conditionals(

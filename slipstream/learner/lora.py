@@ -60,13 +60,7 @@ class Adapters:
     """
 
     def __init__(self, gpt: GPTModel, arch: Architecture, lora: LoraConfig, *, base: str) -> None:
-        """Freeze the model and add adapters that change nothing yet, because every B is zero.
-
-        Args:
-            base: name of the base model in PEFT's files.
-        Raises:
-            ConfigError: the policy cannot have these adapters.
-        """
+        """Freeze the model and add adapters that change nothing yet; `base` is the model's name in PEFT's files."""
         require_adaptable(arch, lora)
         self._gpt, self._arch, self._lora, self._base = gpt, arch, lora, base
         self._shard = parallel.current_shard()
@@ -194,11 +188,7 @@ class Adapter(torch.nn.Module):
         return _Through.apply(value, F.linear(z, b)), bias
 
     def _over_ranks(self, z: Tensor) -> Tensor:
-        """Exchange A x between tensor-parallel ranks as the linear exchanges its input or its output.
-
-        A matrix that is split by columns has a part of the sum over columns on each rank. One that is split by rows
-        has a part of the gradient of A x on each rank, and the backward pass sums those.
-        """
+        """Sum A x over tensor-parallel ranks where they split the columns; where they split the rows, its gradient."""
         if self._by_columns:
             sums = reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region
         else:

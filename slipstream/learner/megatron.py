@@ -21,9 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
@@ -34,7 +32,7 @@ from slipstream.grpo.correction import corrected
 from slipstream.grpo.loss import PolicyLoss, divisor, policy_loss
 from slipstream.grpo.update import Trained, Update
 from slipstream.learner import parallel
-from slipstream.learner.architecture import MIMO, Architecture, require_divisible, require_even_experts
+from slipstream.learner.architecture import MIMO, Architecture, require_divisible
 from slipstream.learner.batches import (
     Batching,
     ByToken,
@@ -43,7 +41,7 @@ from slipstream.learner.batches import (
     Sequences,
     forward,
     idle_microbatch,
-    num_labels,
+    label_counts,
 )
 from slipstream.learner.checkpoint.policy import PolicyCheckpoints
 from slipstream.learner.config import LearnerConfig, LoraConfig, ScratchConfig
@@ -55,10 +53,9 @@ from slipstream.learner.logprobs import OutputHead
 from slipstream.learner.lora import FOLDER, Adapters
 from slipstream.learner.mtp_training import MtpLayer, MtpTrainer
 from slipstream.learner.numerics import TORCH_DTYPES
-from slipstream.learner.optimizer import TrainingMemory, begin_update, with_optimizer
-from slipstream.learner.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST
+from slipstream.learner.optimizer import Training, TrainingMemory
 from slipstream.learner.router_replay import forget_routes, replayed
-from slipstream.learner.weights import initial_weights, load_exactly, mtp_mappings, shard_from_hf
+from slipstream.learner.weights import initial_weights, load_exactly, mtp_mappings, shard_from_hf, vocabulary_mappings
 from slipstream.records.steps import TrainStats
 from slipstream.refit.config import WeightFormat
 from slipstream.refit.fingerprint import HeldWeights
@@ -67,15 +64,15 @@ _CPU = torch.device("cpu")
 _LAST = -1  # layer id of the output layer's input
 
 Result = dict[str, Tensor]
-LossOf = Callable[[Tensor, MicroBatch], tuple[Tensor, Result]]
-"""Function from the hidden states [T, B, H] of a micro-batch to its loss and named scalars."""
+LossOf = Callable[[Tensor, MicroBatch], tuple[Tensor, Result] | None]
+"""Function from the hidden states [T, B, H] of a micro-batch to its loss and named scalars; None: it has no loss."""
 
 
 class Capture:
     """Hidden states of the forward passes of one update, collected for the training of a draft.
 
-    The states are detached copies, so no gradient of a draft reaches the policy. Labels are the inputs shifted by one,
-    so a sequence of T tokens has states for its first T - 1.
+    The states are detached, so no gradient of a draft reaches the policy. Labels are the inputs shifted by one, so a
+    sequence of T tokens has states for its first T - 1.
 
     Attributes:
         states: filled after the last forward pass; for each sequence the states of the layers [T, A H] and, after the
@@ -123,15 +120,13 @@ class Capture:
 
     def finish(self) -> None:
         """Sum the states over the pipeline stages; every stage calls this after the last forward pass."""
-        num_layers = len(self._layer_ids)
         for index in sorted(self._parts):
             states = parallel.sum_over_stages(self._parts.pop(index)).to(self._device)
-            size = states.shape[-1] // (num_layers + 1)
-            self.states.append((states[:, : num_layers * size].contiguous(), states[:, -size:].contiguous()))
+            size = states.shape[-1] // (len(self._layer_ids) + 1)
+            self.states.append((states[:, :-size].contiguous(), states[:, -size:].contiguous()))
 
 
 FloatArray = NDArray[np.float32]
-_EMBEDDINGS, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def _build(
@@ -140,12 +135,11 @@ def _build(
     """Build this rank's part of the model and of its MTP layer from full tensors by their Hugging Face names."""
     shard = parallel.current_shard()
     require_divisible(architecture, learner.parallel)
-    require_even_experts(architecture.experts, learner.parallel)
     with host.cuda_as_cpu():
         model, mtp = build_model(architecture, learner, shard), build_mtp(architecture, learner)
-    load_exactly(model, dict(shard_from_hf(read, architecture, shard)))
+    load_exactly(model, shard_from_hf(read, architecture, shard))
     if mtp is not None:
-        load_exactly(mtp, dict(shard_from_hf(read, architecture, shard, mtp_mappings(architecture))))
+        load_exactly(mtp, shard_from_hf(read, architecture, shard, mtp_mappings(architecture)))
     return model, mtp
 
 
@@ -171,7 +165,6 @@ class MegatronPolicy:
 
     Attributes:
         version: number of `train_step`s that the weights have seen.
-        device: device on which this rank computes.
         mtp_loss: loss of the MTP layer in the last `lm_step` that trained the layer.
     """
 
@@ -198,29 +191,25 @@ class MegatronPolicy:
         self._optimizer_config = optimizer
         self._mtp_trainer: MtpTrainer | None = None
         self.mtp_loss: float | None = None
-        self._module: torch.nn.Module = self._gpt
-        self._optimizer: MegatronOptimizer | None = None
-        self._memory = TrainingMemory(self._gpt, [], device=self.device)
+        training = None if optimizer is None else Training(self._gpt, learner, optimizer)
+        self._training = training
+        self._memory = TrainingMemory(self._gpt, [], device=self.device) if training is None else training.memory
         self._num_updates = 0
         self._batching = Batching(
             max_tokens=learner.max_tokens_per_microbatch,
             packs=packs(learner),
             shares_prefixes=skips_padding(architecture, learner),
-            microbatch_cost=UNPADDED_MICROBATCH_COST if skips_padding(architecture, learner) else MICROBATCH_COST,
             multiple=learner.parallel.width_multiple,
         )
         if learner.num_threads is not None:
             torch.set_num_threads(learner.num_threads)
-        if optimizer is not None:
-            self._module, self._optimizer = with_optimizer(self._gpt, learner, optimizer)
-            self._memory = TrainingMemory.of_megatron(self._module, self._optimizer, self.device)
         self._head = OutputHead(
             self._gpt,
             chunk_tokens=learner.logprob_chunk_tokens,
             adds_to_main_grad=optimizer is not None and lora is None,
         )
-        saved = {} if self._adapters is None else {"table": self._adapters.table, "frozen": self._adapters.fingerprint}
-        self._checkpoints = PolicyCheckpoints(self._gpt, self._optimizer, architecture, **saved)
+        stepper = None if training is None else training.optimizer
+        self._checkpoints = PolicyCheckpoints(self._gpt, stepper, architecture, self._adapters)
 
     @classmethod
     def load(
@@ -235,7 +224,6 @@ class MegatronPolicy:
         """Load a model directory in Hugging Face format; without `optimizer` the policy cannot be updated.
 
         Args:
-            lora: adapters that are trained in place of the weights; None trains the weights.
             computed_as: format to which matrices and their inputs are rounded, as engines do; None rounds nothing.
         Raises:
             ConfigError: the architecture is unknown, `learner.parallel` does not split the model evenly, or the model
@@ -276,20 +264,14 @@ class MegatronPolicy:
         """Replace the MTP layer by that of another model directory, before the layer's training starts."""
         assert self._mtp is not None and self._mtp_trainer is None, "a policy with an MTP layer that is not trained yet"
         with open_weights(path) as read:
-            load_exactly(
-                self._mtp, dict(shard_from_hf(read, self.architecture, self._shard, mtp_mappings(self.architecture)))
-            )
+            mine = shard_from_hf(read, self.architecture, self._shard, mtp_mappings(self.architecture))
+            load_exactly(self._mtp, mine)
 
     def start_mtp(self, optimizer: OptimizerConfig) -> MtpTrainer:
-        """Build the trainer of the policy's MTP layer, which has its own optimizer and gradient clipping.
-
-        Raises:
-            ConfigError: the policy has no MTP layer.
-        """
-        name, rule = self.architecture.name, "mtp needs a policy with an MTP layer"
+        """Build the trainer of the policy's MTP layer, which has its own optimizer and gradient clipping."""
+        name, rule = self.architecture.family.name, "mtp needs a policy with an MTP layer"
         require(self._mtp is not None, "draft.method", rule, name, f"such as a {MIMO.name}")
-        assert self._mtp is not None
-        assert self._mtp_trainer is None, "its parameters have gradient buffers already"
+        assert self._mtp is not None and self._mtp_trainer is None, "a trained layer has gradient buffers already"
         self._mtp_trainer = MtpTrainer(
             self._gpt,
             self._mtp,
@@ -297,26 +279,21 @@ class MegatronPolicy:
             learner=self._learner,
             optimizer=optimizer,
             batching=self._batching,
-            device=self.device,
         )
         return self._mtp_trainer
 
     def logprobs(
         self, token_ids: Sequences, prompt_lengths: Sequence[int], temperature: float, *, routes: Routes = ()
     ) -> list[FloatArray]:
-        """Compute the logprob of each response token under softmax(logits / temperature), without gradient.
+        """Compute each response token's logprob under softmax(logits / temperature), without gradient.
 
         Args:
             routes: experts of each sequence's tokens but the last; empty leaves the choice to the policy's routers.
-        Returns:
-            One float32 array a sequence, in the order of `token_ids`, with an entry a response token.
         """
         values = ByToken(token_ids, prompt_lengths, self.device)
 
-        def keep(hidden_TBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Result]:
-            logprobs_BT = self._head.scores(hidden_TBH, batch, temperature).logprobs_BT
-            values.keep(logprobs_BT, batch)
-            return logprobs_BT.new_zeros(()), {}
+        def keep(hidden_TBH: Tensor, batch: MicroBatch) -> None:
+            values.keep(self._head.scores(hidden_TBH, batch, temperature).logprobs_BT, batch)
 
         self._run(self._microbatches(token_ids, prompt_lengths, routes), keep, forward_only=True)
         return values.collected()
@@ -340,19 +317,18 @@ class MegatronPolicy:
         """Apply a function to the logits that predict each response token, without gradient.
 
         Args:
-            function: function from logits [N, vocabulary] and the actual tokens [N] to values [N, width], called with
+            function: from logits [N, vocabulary] and the actual tokens [N] to values [N, width], called with
                 the tokens of one sequence, at most `logprob_chunk_tokens` of them at a time.
         Returns:
             [response tokens of all sequences, width], in the order of `token_ids`.
         """
-        values_NW = torch.zeros(num_labels(token_ids, prompt_lengths), width, dtype=torch.float64, device=self.device)
-        offsets = np.cumsum([0, *(len(t) - p for t, p in zip(token_ids, prompt_lengths, strict=True))])
+        offsets = np.cumsum([0, *label_counts(token_ids, prompt_lengths)])
+        values_NW = torch.zeros(int(offsets[-1]), width, dtype=torch.float64, device=self.device)
 
-        def keep(hidden_TBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Result]:
+        def keep(hidden_TBH: Tensor, batch: MicroBatch) -> None:
             for number, part, logits_CV, labels_C in self._head.rows(hidden_TBH, batch):
                 first = offsets[batch.indices[number]]
                 values_NW[first + part.start : first + part.stop] = function(logits_CV, labels_C).double()
-            return hidden_TBH.new_zeros(()), {}
 
         self._run(self._microbatches(token_ids, prompt_lengths), keep, forward_only=True)
         return parallel.sum_over_stages(values_NW).cpu().numpy()
@@ -360,17 +336,17 @@ class MegatronPolicy:
     def train_step(self, update: Update, *, capture: Capture | None = None) -> Trained:
         """Do one optimizer update of the policy.
 
+        Without `trainer_logprobs` the detached logprobs of this forward pass replace them, and are returned.
+
         Args:
-            update: rollouts, logprobs and loss. Without `trainer_logprobs` the detached logprobs of this forward pass
-                replace them, so that the ratio of the loss is exactly 1, and are returned. Routes are replayed.
             capture: collects the hidden states of this forward pass; the update does not depend on it.
         Raises:
             FloatingPointError: the gradient is not finite.
         """
         batch = update.batch
         counts = batch.counts or [True] * len(batch.token_ids)
-        lengths = [len(tokens) - start for tokens, start in zip(batch.token_ids, batch.prompt_lengths, strict=True)]
-        num_all_tokens = parallel.sum_over_data_ranks(num_labels(batch.token_ids, batch.prompt_lengths))
+        lengths = label_counts(batch.token_ids, batch.prompt_lengths)
+        num_all_tokens = parallel.sum_over_data_ranks(sum(lengths))
         # At least 1, for a step of which every response is left out.
         num_tokens = max(1, parallel.sum_over_data_ranks(sum(itertools.compress(lengths, counts))))
         by = divisor(
@@ -379,8 +355,8 @@ class MegatronPolicy:
             num_responses=max(1, parallel.sum_over_data_ranks(sum(counts))),
             max_response_tokens=update.max_response_tokens,
         )
-        given = update.trainer_logprobs
-        own = None if given is not None else ByToken(batch.token_ids, batch.prompt_lengths, self.device)
+        takes_own = update.trainer_logprobs is None
+        own = ByToken(batch.token_ids, batch.prompt_lengths, self.device) if takes_own else None
 
         def loss_of(hidden_TBH: Tensor, micro: MicroBatch) -> tuple[Tensor, Result]:
             scores = self._head.scores(hidden_TBH, micro, update.temperature)
@@ -391,7 +367,6 @@ class MegatronPolicy:
             return part.loss / by, {"loss": part.loss.detach() / by, **sums}
 
         batches = self._microbatches(batch.token_ids, batch.prompt_lengths, batch.routes)
-        num_computed = sum(micro.inputs.num_computed_tokens for micro in batches)
         learning_rate = self.learning_rate
         sums, grad_norm = self._update(batches, loss_of, ("loss", "clipped", "kl", "entropy"), learning_rate, capture)
         self.version += 1
@@ -404,7 +379,7 @@ class MegatronPolicy:
             learning_rate=learning_rate,
             entropy=sums["entropy"] / num_all_tokens,
             num_all_tokens=num_all_tokens,
-            num_computed_tokens=parallel.sum_over_data_ranks(num_computed),
+            num_computed_tokens=parallel.sum_over_data_ranks(sum(each.inputs.num_computed_tokens for each in batches)),
         )
         return Trained(stats=stats, own_logprobs=None if own is None else own.collected())
 
@@ -413,12 +388,12 @@ class MegatronPolicy:
 
         Args:
             loss_starts: index of each sequence's first token in the loss; 0 learns every token that has a predecessor.
-            learning_rate: learning rate of this update; None follows the optimizer's config.
+            learning_rate: None follows the optimizer's config.
         Returns:
             Mean loss over the learned tokens, in nats.
         """
         starts = [max(start, 1) for start in loss_starts]
-        num_tokens = parallel.sum_over_data_ranks(num_labels(sequences, starts))
+        num_tokens = parallel.sum_over_data_ranks(sum(label_counts(sequences, starts)))
 
         def loss_of(hidden_TBH: Tensor, micro: MicroBatch) -> tuple[Tensor, Result]:
             logprobs_BT = self._head.scores(hidden_TBH, micro, 1.0).logprobs_BT
@@ -438,19 +413,13 @@ class MegatronPolicy:
         Args:
             layer_ids: id i is the residual stream after i layers, before the final norm; id 0 is the embeddings.
         Returns:
-            For each sequence the states of the layers [T, len(layer_ids) * H] and, after the final norm, [T, H], in the
-            learner's dtype, on every rank of the model.
+            `Capture.states`, in the learner's dtype, on every rank of the model.
         """
         num_bytes = self.hidden_states_bytes(token_ids, layer_ids)
         # The states stay on the rank's device if they fill at most half of the device's free memory.
         fits = self.device.type == "cpu" or 2 * num_bytes <= torch.cuda.mem_get_info(self.device)[0]
         capture = Capture(layer_ids, device=self.device if fits else _CPU)
-
-        def nothing(hidden_TBH: Tensor, micro: MicroBatch) -> tuple[Tensor, Result]:
-            del micro
-            return hidden_TBH.new_zeros(()), {}
-
-        self._run(self._microbatches(token_ids, None), nothing, forward_only=True, capture=capture)
+        self._run(self._microbatches(token_ids, None), lambda *_: None, forward_only=True, capture=capture)
         return capture.states
 
     def hidden_states_bytes(self, token_ids: Sequences, layer_ids: Sequence[int]) -> int:
@@ -460,7 +429,7 @@ class MegatronPolicy:
         return num_tokens * (len(layer_ids) + 1) * self.architecture.hidden_size * itemsize
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Gather the full parameters under their Hugging Face names, in the learner's dtype; collective over all ranks.
+        """Gather the full parameters under their Hugging Face names; collective over all ranks.
 
         Tensors may share memory with the model: copy them before the next update.
         """
@@ -472,10 +441,11 @@ class MegatronPolicy:
         return gathered_weights(parameters, self.architecture, self._shard, table=mtp_mappings)
 
     def vocabulary_weights(self) -> tuple[Tensor, Tensor]:
-        """Gather embeddings and output layer, [V, H] each, in the learner's dtype; collective over all ranks."""
+        """Gather embeddings and output layer, which may be the same tensor, [V, H] each; collective over all ranks."""
         named = dict(self._gpt.named_parameters())
-        found = dict(gathered_weights(named, self.architecture, self._shard, only=(_EMBEDDINGS, _OUTPUT)))
-        return found[_EMBEDDINGS], found.get(_OUTPUT, found[_EMBEDDINGS])
+        table = vocabulary_mappings
+        found = [tensor for _, tensor in gathered_weights(named, self.architecture, self._shard, table=table)]
+        return found[0], found[-1]
 
     def held_weights(self) -> Iterator[HeldWeights]:
         """List this rank's shards in place; over all ranks each element occurs once, copies on the first data rank."""
@@ -505,10 +475,7 @@ class MegatronPolicy:
         """Write weights, optimizer, random state and JSON `extra` in the background, for a resumed run.
 
         Of a policy with adapters, the adapters alone are written, with a fingerprint of the model below them: a resumed
-        run loads that first.
-
-        Args:
-            beside: other tensors of the run, equal on all ranks.
+        run loads that first. `beside` are other tensors of the run, equal on all ranks.
         """
         self._memory.onload()
         version, num_updates = self.version, self._num_updates
@@ -519,11 +486,7 @@ class MegatronPolicy:
         self._checkpoints.wait()
 
     def load_checkpoint(self, path: Path, *, beside: dict[str, Tensor] | None = None) -> dict[str, Any]:
-        """Restore a checkpoint of `save_checkpoint` bit for bit, under this or another layout; returns its `extra`.
-
-        Args:
-            beside: dictionary to fill with the tensors that were written beside the policy.
-        """
+        """Restore a checkpoint bit for bit, under this or another layout; returns its `extra` and fills `beside`."""
         self._memory.onload()
         state = self._checkpoints.load(path, beside=beside)
         if self._adapters is not None:
@@ -546,8 +509,6 @@ class MegatronPolicy:
     ) -> list[Result]:
         """Run the forward pass, and the backward pass unless `forward_only`, by Megatron's schedule for the layout.
 
-        The ranks of one model pass the same micro-batches.
-
         Returns:
             The scalars of `loss_of` for each micro-batch that is not idle; empty except on the last pipeline stage.
         """
@@ -557,14 +518,14 @@ class MegatronPolicy:
         def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
             batch = next(data)
             captured = capture.of(self._gpt, batch) if capture else contextlib.nullcontext()
-            inputs = batch.inputs.of_context_rank()
-            with host.model_arithmetic(), captured, replayed(self._gpt, inputs.routes_LTBK):
-                output = forward(model, inputs)
+            with host.model_arithmetic(), captured, replayed(self._gpt, batch.inputs.routes_LTBK):
+                output = forward(model, batch.inputs)
 
             def loss_func(hidden_TBH: Tensor) -> tuple[Tensor, Tensor, Result]:
                 with host.model_arithmetic():
                     # An idle rank needs a backward pass: gradients of other ranks' tokens pass through its experts.
-                    loss, result = loss_of(hidden_TBH, batch) if batch.indices else (hidden_TBH.sum() * 0.0, {})
+                    found = loss_of(hidden_TBH, batch) if batch.indices else None
+                    loss, result = found or (hidden_TBH.sum() * 0.0, {})
                 return loss, torch.zeros((), dtype=torch.int), result
 
             return output, loss_func
@@ -574,7 +535,7 @@ class MegatronPolicy:
             results = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iter(batches),
-                model=[self._module],
+                model=[self._gpt if self._training is None else self._training.module],
                 num_microbatches=len(batches),
                 seq_length=max(batch.labels_BT.shape[1] for batch in batches),
                 micro_batch_size=max(len(batch.labels_BT) for batch in batches),
@@ -597,21 +558,18 @@ class MegatronPolicy:
         Returns:
             Sums of the named results over micro-batches and ranks, and the norm of the gradient.
         """
-        assert self._optimizer is not None, "this policy was built without an optimizer"
+        assert self._training is not None, "this policy was built without an optimizer"
         assert batches, "every data-parallel rank has a sequence of an update"
         self._checkpoints.raise_error()
-        self._memory.onload()
-        assert isinstance(self._module, DistributedDataParallel)
-        begin_update(self._module, self._optimizer, learning_rate=learning_rate)
+        self._training.begin(learning_rate=learning_rate)
         results = self._run(batches, loss_of, forward_only=False, capture=capture)
-        with host.cuda_as_cpu():
-            _, grad_norm, _ = self._optimizer.step()  # type: ignore[misc]  # declared by an abstract base without result
+        grad_norm = self._training.step()
         if self._adapters is not None:
             self._adapters.merge()
         self._num_updates += 1
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient of update {self._num_updates} is not finite: {grad_norm}")
-        return parallel.sum_results(results, names, self.device), float(grad_norm)
+        return parallel.sum_results(results, names), grad_norm
 
     def offload(self) -> int:
         """Offload gradients and optimizer state until the next update or checkpoint; returns the freed bytes."""

@@ -9,8 +9,7 @@ gradient buffers, optimizer and gradient clipping; it reads the policy's embeddi
 them.
 
 Legend: `T` tokens, `B` sequences of a micro-batch, `N` selected or drafted tokens, `H` hidden size, `V` this rank's
-    part
-of the vocabulary. A window is the sequence of tokens drafted from one position; pass `i` drafts token `i` of every
+part of the vocabulary. A window is the sequence of tokens drafted from one position; pass `i` drafts token `i` of every
 window, at the position `i` later.
 
 Source: vLLM's `mimo_mtp.py`, which follows XiaomiMiMo/MiMo-7B-RL.
@@ -46,7 +45,7 @@ from slipstream.learner.checkpoint.policy import MAIN, held_parameters
 from slipstream.learner.config import LearnerConfig
 from slipstream.learner.cpu import host
 from slipstream.learner.logprobs import largest, output_weight
-from slipstream.learner.optimizer import TrainingMemory, begin_update, with_optimizer
+from slipstream.learner.optimizer import Training
 from slipstream.learner.weights import hf_from_shards, mtp_mappings, shard_from_hf
 
 _NUM_UPDATES = "num_updates"
@@ -98,12 +97,7 @@ class MtpLayer(MegatronModule):
 
 
 def soft_cross_entropy(logits_NV: Tensor, targets_NV: Tensor) -> Tensor:
-    """Compute -sum over the whole vocabulary of p log q in nats, [N], with gradient to the logits.
-
-    Args:
-        logits_NV: logits of q on this rank's part of the vocabulary, float32.
-        targets_NV: p on the same part.
-    """
+    """Compute -sum over the whole vocabulary of p log q in nats, [N], from this rank's logits of q and targets p."""
     normalizer_N = _log_normalizer(logits_NV)
     dot_N = cast(Tensor, reduce_from_tensor_model_parallel_region((targets_NV * logits_NV).sum(-1)))
     return normalizer_N - dot_N
@@ -125,7 +119,7 @@ def logits_of(hidden_NH: Tensor, weight_VH: Tensor, temperature: float) -> Tenso
 
 def _log_normalizer(logits_NV: Tensor) -> Tensor:
     """Compute log sum exp of the logits over the whole vocabulary, [N]."""
-    largest_N = largest(logits_NV.detach(), parallel.tensor_group())
+    largest_N = largest(logits_NV.detach())
     mass_N = (logits_NV - largest_N[:, None]).exp().sum(-1)
     return largest_N + cast(Tensor, reduce_from_tensor_model_parallel_region(mass_N)).log()
 
@@ -157,15 +151,14 @@ class MtpTrainer:
         learner: LearnerConfig,
         optimizer: OptimizerConfig,
         batching: Batching,
-        device: torch.device,
     ) -> None:
-        self._gpt, self._mtp, self._batching, self._device = gpt, mtp, batching, device
+        self._gpt, self._mtp, self._batching, self._device = gpt, mtp, batching, parallel.device()
         self._chunk_tokens = learner.logprob_chunk_tokens
         # The moments of a single layer are too small to be distributed over ranks.
-        self._module, self._optimizer = with_optimizer(mtp, replace(learner, distributed_optimizer=False), optimizer)
-        self.memory = TrainingMemory.of_megatron(self._module, self._optimizer, device)
+        self._training = Training(mtp, replace(learner, distributed_optimizer=False), optimizer)
+        self.memory = self._training.memory
         self._architecture, self._shard = architecture, parallel.current_shard()
-        self._held = held_parameters(mtp, self._optimizer, mtp_mappings(architecture))
+        self._held = held_parameters(mtp, self._training.optimizer, mtp_mappings(architecture))
         self.num_updates = 0
 
     def step(
@@ -184,7 +177,6 @@ class MtpTrainer:
         Args:
             loss_starts: index of each response's first token, which the policy samples; later tokens are drafted.
             states: hidden states of each token; those of the last token are not needed.
-            temperature: sampling temperature of the policy and of the drafted tokens.
             num_passes: number of tokens to draft from one position.
             decay: factor on the loss from one pass to the next.
         Returns:
@@ -192,11 +184,10 @@ class MtpTrainer:
         Raises:
             FloatingPointError: the gradient is not finite.
         """
-        self.memory.onload()
         chats = list(self._chats(sequences, loss_starts, states))
         weights = [decay**index for index in range(num_passes)]
         num_tokens = parallel.sum_over_data_ranks(sum(int(each.drafts(0).sum()) for each in chats))
-        begin_update(self._module, self._optimizer, learning_rate=learning_rate)
+        self._training.begin(learning_rate=learning_rate)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for each in chats:
             with host.cuda_as_cpu(), host.model_arithmetic():
@@ -204,8 +195,8 @@ class MtpTrainer:
                 loss.backward()
                 total += loss.detach()
         with host.cuda_as_cpu():
-            self._module.finish_grad_sync()
-            _, grad_norm, _ = self._optimizer.step()  # type: ignore[misc]  # declared by a base without result
+            self._training.module.finish_grad_sync()
+        grad_norm = self._training.step()
         self.num_updates += 1
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the MTP layer's gradient must be finite, got {grad_norm}")
@@ -306,7 +297,9 @@ class MtpTrainer:
         A pass attends to its own keys alone, whereas an engine keeps the first pass's keys of verified tokens.
         """
         inputs = chats.batch.inputs
-        embeddings_TBH = self._embeddings(chats.batch.labels_BT)
+        embedding: Any = self._gpt.embedding
+        with torch.no_grad():
+            embeddings_TBH = embedding.word_embeddings(chats.batch.labels_BT).transpose(0, 1)
         longest = int(inputs.positions_BT.max()) + 1
         angles_S11D: Tensor = self._gpt.rotary_pos_emb(longest)
         if inputs.packed is not None:
@@ -325,10 +318,6 @@ class MtpTrainer:
             index += 1
             # A window's next token is drafted one position later, from the state of its last token.
             states_TBH = torch.where(positions_TB1 < index, chats.states_TBH, drafted_TBH.roll(1, 0))
-
-    @torch.no_grad()
-    def _embeddings(self, token_ids_BT: Tensor) -> Tensor:
-        return cast(Any, self._gpt.embedding).word_embeddings(token_ids_BT).transpose(0, 1)
 
     def _chats(self, sequences: Sequences, loss_starts: Sequence[int], states: States) -> Iterator[_Chats]:
         # A position needs the token after it, which the last position lacks.

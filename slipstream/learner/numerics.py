@@ -2,7 +2,7 @@
 
 Without instructions such as AVX-512 BF16 or AMX, torch multiplies bfloat16 in a scalar loop, ten times slower than
 float32; with these instructions bfloat16 is faster. Capability flags do not say which kernels are installed, so the
-choice rests on a measurement of some milliseconds. The record keeps the flags beside the measurement.
+choice rests on a measurement of some milliseconds.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,20 +25,35 @@ _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve") 
 TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
 
+def _product_ms(dtype: torch.dtype) -> float:
+    """Time one product after a warm-up product."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.ones(_ROWS, _INNER, dtype=dtype, device=device)
+    weight = torch.ones(_INNER, _OUTER, dtype=dtype, device=device)
+    float((x @ weight)[0, 0])
+    start = time.perf_counter()
+    product = x @ weight
+    float(product[0, 0])  # waits for the device, which computes asynchronously
+    return (time.perf_counter() - start) * _MS
+
+
 def choose_dtype(
-    *, num_threads: int | None, product_ms: Callable[[torch.dtype], float] | None = None
+    *, num_threads: int | None, product_ms: Callable[[torch.dtype], float] = _product_ms
 ) -> NumericsRecord:
     """Measure a matrix product in float32 and in bfloat16, and choose the faster type.
 
     Args:
-        num_threads: number of threads of the learner; None keeps torch's own choice.
-        product_ms: function that returns milliseconds of one product in a type; None measures on this machine.
+        num_threads: threads of the learner; None keeps torch's own choice.
+        product_ms: returns the milliseconds of one product in a type.
     """
-    timed = product_ms or _product_ms
     ms = dict.fromkeys(TORCH_DTYPES, math.inf)
-    with _threads(num_threads):
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(num_threads or threads_before)
+    try:
         for _ in range(_NUM_REPEATS):  # interleaved; the minimum counts, because other load only adds time
-            ms = {dtype: min(ms[dtype], timed(of_torch)) for dtype, of_torch in TORCH_DTYPES.items()}
+            ms = {dtype: min(ms[dtype], product_ms(of_torch)) for dtype, of_torch in TORCH_DTYPES.items()}
+    finally:
+        torch.set_num_threads(threads_before)
     chosen = min(ms, key=lambda dtype: (ms[dtype], dtype is not Dtype.FLOAT32))
     return NumericsRecord(
         dtype=chosen,
@@ -66,25 +80,3 @@ def processor_flags() -> tuple[str, ...]:
     cpuinfo = Path("/proc/cpuinfo")
     flags = set(cpuinfo.read_text().split()) if cpuinfo.is_file() else set()
     return tuple(flag for flag in _FLAGS if flag in flags)
-
-
-def _product_ms(dtype: torch.dtype) -> float:
-    """Time one product after a warm-up product."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    x = torch.ones(_ROWS, _INNER, dtype=dtype, device=device)
-    weight = torch.ones(_INNER, _OUTER, dtype=dtype, device=device)
-    float((x @ weight)[0, 0])
-    start = time.perf_counter()
-    product = x @ weight
-    float(product[0, 0])  # waits for the device, which computes asynchronously
-    return (time.perf_counter() - start) * _MS
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -3,9 +3,8 @@
 Muon orthogonalizes all matrices of one shape together. `torch.optim.Muon` does so one by one, which on a CPU takes more
 than twice as long for the same updates (research/log.md).
 
-Memory that only updates need is offloaded while other processes use the same device. Gradients are freed, because every
-update begins with zeros. The optimizer's float32 masters and moments move to host memory and come back bit for bit. The
-model's weights stay on the device.
+Memory that only updates need is offloaded while other processes use the same device: gradients are freed, and the
+optimizer's float32 masters and moments move to host memory. The model's weights stay on the device.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -51,17 +51,12 @@ _PIECE_BYTES = 2**28  # torch rounds a block of pinned memory up to a power of t
 
 @dataclass(frozen=True, slots=True)
 class MatrixPart:
-    """The part of a matrix that a rank steps: the elements [start, stop), in flat order, of its tensor-parallel part.
+    """Part of a matrix that a rank steps: the elements [start, stop), in flat order, of its tensor-parallel part."""
 
-    Attributes:
-        gradient: place of the whole tensor-parallel part in Megatron's float32 buffer of gradients.
-        dim: dimension along which tensor-parallel ranks split the matrix; None where each has all of it.
-    """
-
-    gradient: Tensor
+    gradient: Tensor  # place of the whole tensor-parallel part in Megatron's float32 buffer of gradients
     start: int
     stop: int
-    dim: int | None
+    dim: int | None  # along which tensor-parallel ranks split the matrix; None where each has all of it
 
 
 class BatchedMuon(torch.optim.Optimizer):
@@ -170,72 +165,73 @@ def orthogonal(matrices_BMN: Tensor, *, num_iterations: int, dtype: torch.dtype 
     return (x.mT if is_tall else x).to(matrices_BMN.dtype)
 
 
-def with_optimizer(
-    model: MegatronModule, learner: LearnerConfig, config: OptimizerConfig
-) -> tuple[DistributedDataParallel, MegatronOptimizer]:
-    """Wrap a model so that its gradients accumulate in float32 buffers, and give it an optimizer of float32 masters."""
-    with host.cuda_as_cpu():
-        module = DistributedDataParallel(
-            config=model.config,
-            ddp_config=DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                overlap_grad_reduce=False,
+class Training:
+    """Gradients of a model in Megatron's float32 buffers, and an optimizer with float32 masters.
+
+    Attributes:
+        module: the model with the buffers.
+        memory: what only updates need.
+    """
+
+    def __init__(self, model: MegatronModule, learner: LearnerConfig, config: OptimizerConfig) -> None:
+        with host.cuda_as_cpu():
+            self.module = DistributedDataParallel(
+                config=model.config,
+                ddp_config=DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True, use_distributed_optimizer=learner.distributed_optimizer
+                ),
+                module=model,
+            )
+            settings = MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=config.learning_rate,
+                adam_beta1=config.betas[0],
+                adam_beta2=config.betas[1],
+                weight_decay=config.weight_decay,
+                clip_grad=config.clip_grad,
+                bf16=learner.dtype is Dtype.BFLOAT16,
+                params_dtype=TORCH_DTYPES[learner.dtype],
                 use_distributed_optimizer=learner.distributed_optimizer,
-            ),
-            module=model,
-        )
-        settings = MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=config.learning_rate,
-            adam_beta1=config.betas[0],
-            adam_beta2=config.betas[1],
-            adam_eps=1e-8,
-            weight_decay=config.weight_decay,
-            clip_grad=config.clip_grad,
-            bf16=learner.dtype is Dtype.BFLOAT16,
-            params_dtype=TORCH_DTYPES[learner.dtype],
-            use_distributed_optimizer=learner.distributed_optimizer,
-        )
-        matrices = _hidden_matrices(model) if config.method is OptimizerMethod.MUON else []
-        optimizer = get_megatron_optimizer(settings, [module], _apart(matrices, settings))
-        for group in optimizer.param_groups:
-            # On a CPU torch's AdamW runs several kernels a tensor by default; the fused one runs a single kernel.
-            group["fused"] = True
-            # Megatron marks norms and biases, and leaves it to its scheduler, which is not used, to spare them.
-            group["weight_decay"] *= group["wd_mult"]
-        for each in _chained(optimizer):
-            _give_to_muon(each, settings)
-    return module, optimizer
+            )
+            overrides = get_standard_config_overrides(settings)
+            if config.method is OptimizerMethod.MUON:
+                muon = ParamKey(predicate=ParamPredicate(name=_BY_MUON, fn=_is_hidden_matrix))
+                overrides[muon] = cast(ParamGroupOverride, {_BY_MUON: True})
+            self.optimizer = get_megatron_optimizer(settings, [self.module], overrides)
+            for group in self.optimizer.param_groups:
+                # On a CPU torch's AdamW runs several kernels a tensor by default; the fused one runs a single kernel.
+                group["fused"] = True
+                # Megatron marks norms and biases, and leaves it to its scheduler, which is not used, to spare them.
+                group["weight_decay"] *= group["wd_mult"]
+            for each in _chained(self.optimizer):
+                _give_to_muon(each, settings)
+        gradients = partial(_gradient_buffers, self.module)
+        self.memory = TrainingMemory(model, steppers(self.optimizer), device=parallel.device(), gradients=gradients)
+
+    def begin(self, *, learning_rate: float) -> None:
+        """Onload the memory, set the learning rate of an update and zero the gradients."""
+        self.memory.onload()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.module.zero_grad_buffer()
+        # In float32 the optimizer leaves `param.grad` as an alias of the buffer: without this call the first
+        # micro-batch of the next update would be added twice.
+        self.optimizer.zero_grad()
+
+    def step(self) -> float:
+        """Step the optimizer; returns the norm of the gradient before it is clipped."""
+        with host.cuda_as_cpu():
+            _, grad_norm, _ = self.optimizer.step()  # type: ignore[misc]  # declared by a base without result
+        return float(grad_norm)
 
 
-def begin_update(module: DistributedDataParallel, optimizer: MegatronOptimizer, *, learning_rate: float) -> None:
-    """Set the learning rate of an update and zero the gradients."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    module.zero_grad_buffer()
-    # In float32 the optimizer leaves `param.grad` as an alias of the buffer: without this call the first micro-batch of
-    # the next update would be added twice.
-    optimizer.zero_grad()
+def _gradient_buffers(module: Any) -> list[Tensor]:  # its `buffers` are no method, as those of a torch module
+    return [buffer.grad_data for buffer in [*module.buffers, *module.expert_parallel_buffers]]
 
 
-def _hidden_matrices(model: MegatronModule) -> list[torch.nn.Parameter]:
-    """Matrices that Muon steps: all but the embedding and the output layer."""
-    return [
-        parameter
-        for parameter in model.parameters()
-        if parameter.dim() == 2 and not getattr(parameter, "is_embedding_or_output_parameter", False)
-    ]
-
-
-def _apart(
-    matrices: Sequence[torch.nn.Parameter], settings: MegatronOptimizerConfig
-) -> dict[ParamKey, ParamGroupOverride] | None:
-    """Put the matrices into groups of their own, marked `_BY_MUON`; None, Megatron's default, without matrices."""
-    if not matrices:
-        return None
-    chosen = {id(matrix) for matrix in matrices}
-    key = ParamKey(predicate=ParamPredicate(name=_BY_MUON, fn=lambda parameter: id(parameter) in chosen))
-    return get_standard_config_overrides(settings) | {key: cast(ParamGroupOverride, {_BY_MUON: True})}
+def _is_hidden_matrix(parameter: torch.nn.Parameter) -> bool:
+    """Return True for what Muon steps: all matrices but the embedding and the output layer."""
+    return parameter.dim() == 2 and not getattr(parameter, "is_embedding_or_output_parameter", False)
 
 
 class _AdamWAndMuon:
@@ -260,7 +256,7 @@ class _AdamWAndMuon:
 
 
 def _give_to_muon(optimizer: Any, settings: MegatronOptimizerConfig) -> None:
-    """Let Muon step the groups that `_apart` has marked in one of Megatron's optimizers."""
+    """Let Muon step the groups that are marked `_BY_MUON` in one of Megatron's optimizers."""
     if not any(_BY_MUON in group for group in optimizer.param_groups):
         return
     parts: dict[Tensor, MatrixPart] = {}
@@ -315,10 +311,7 @@ class Stepped:
         return {name: state[self.main][name] for name in self.moments} if self.main in state else {}
 
     def reset(self, num_updates: int) -> dict[str, Tensor]:
-        """Set the optimizer's count of updates; returns its new moments, for the caller to fill.
-
-        Before the first update an optimizer has no moments.
-        """
+        """Set the optimizer's count of updates; returns its new moments, if any, for the caller to fill."""
         state = self.optimizer.state
         state.pop(self.main, None)
         moments = {name: torch.empty_like(self.main) for name in self.moments} if num_updates else {}
@@ -374,10 +367,9 @@ class _Offloaded:
 class TrainingMemory:
     """Gradients and optimizer state of one model on one device.
 
-    Whole storages are offloaded and onloaded. Tensors that share a storage move together, and every reference to them
-    stays valid: the views of Megatron's gradient buffers, or the shards of the weights that a float32 distributed
-    optimizer steps in place. Megatron's own `offload_to_cpu` would move the tensors that an optimizer steps, which in
-    float32 are the weights.
+    Whole storages are offloaded and onloaded, so that every reference to their tensors stays valid, such as the views
+    of Megatron's gradient buffers. Megatron's own `offload_to_cpu` would move the tensors that an optimizer steps: in
+    float32 these are the weights.
     """
 
     def __init__(
@@ -388,7 +380,7 @@ class TrainingMemory:
         device: torch.device,
         gradients: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
-        """Register a model, its optimizers and the buffers of its gradients.
+        """Register a model and its optimizers.
 
         Args:
             gradients: returns buffers that live as long as the training and are zero before each update; the `grad`s
@@ -397,25 +389,9 @@ class TrainingMemory:
         self._model, self._optimizers, self._device, self._gradients = model, optimizers, device, gradients
         self._offloaded: list[_Offloaded] = []  # from `offload` to `onload`
 
-    @classmethod
-    def of_megatron(
-        cls, module: DistributedDataParallel, optimizer: MegatronOptimizer, device: torch.device
-    ) -> TrainingMemory:
-        """Register the module and the optimizer that `with_optimizer` returned."""
-
-        def gradients() -> Iterator[Tensor]:
-            lists: Any = module  # whose `buffers` are no method, as those of a torch module
-            for buffer in [*lists.buffers, *lists.expert_parallel_buffers]:
-                yield buffer.grad_data
-
-        return cls(module.module, steppers(optimizer), device=device, gradients=gradients)
-
     @torch.no_grad()
     def offload(self) -> int:
-        """Free the memory until `onload`, which precedes every update; returns the number of bytes freed.
-
-        A second call before `onload` changes nothing and returns 0.
-        """
+        """Free the memory until `onload`; returns the number of bytes freed, 0 in a second call."""
         if self._offloaded:
             return 0
         for optimizer in self._optimizers:
@@ -455,8 +431,7 @@ class TrainingMemory:
     def _storages(self, tensors: Iterable[Tensor], kept: Set[int]) -> dict[int, torch.UntypedStorage]:
         """Storages of this device by address, without those in `kept` and those without memory.
 
-        Torch cannot resize a storage of which numpy has had a view, such as a checkpoint takes on a host: it is left
-        out too.
+        Torch cannot resize a storage of which numpy has had a view, such as a checkpoint takes on a host.
         """
         storages = [each.untyped_storage() for each in tensors if each.device.type == self._device.type]
         return {

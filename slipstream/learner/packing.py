@@ -21,13 +21,13 @@ def plan_microbatches(
 
     Sequences of similar length share a micro-batch. Among all such splits the plan has the least padding plus
     `microbatch_cost` tokens a micro-batch. The longest sequences come first, so that a bound that exceeds the memory
-    fails at once. The plan is deterministic; every index occurs exactly once.
+    fails at once.
 
     Raises:
         ValueError: a sequence is empty or longer than `max_tokens`.
     """
-    _require_lengths(lengths, max_tokens, "max_tokens_per_microbatch")
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    _require_lengths(lengths, max_tokens)
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
 
     def cost(start: int, end: int) -> int | None:
         padded = (end - start) * lengths[order[start]]
@@ -39,12 +39,12 @@ def plan_microbatches(
 def plan_packed_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list[tuple[int, ...]]:
     """Split sequences into few, about equally full micro-batches of at most `max_tokens` tokens.
 
-    The longest sequence of each micro-batch comes first. The plan is deterministic; every index occurs exactly once.
+    The longest sequence of each micro-batch comes first.
 
     Raises:
         ValueError: a sequence is empty or longer than `max_tokens`.
     """
-    _require_lengths(lengths, max_tokens, "max_tokens_per_microbatch")
+    _require_lengths(lengths, max_tokens)
     num_batches = -(-sum(lengths) // max_tokens)
     batches = _dealt(lengths, num_batches)
     while any(sum(lengths[index] for index in indices) > max_tokens for indices in batches):
@@ -54,10 +54,7 @@ def plan_packed_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list
 
 
 def plan_shards(lengths: Sequence[int], num_shards: int) -> list[tuple[int, ...]]:
-    """Distribute sequences over data-parallel ranks, balanced by tokens.
-
-    Each shard keeps the sequences' order. With fewer sequences than shards, some shards are empty.
-    """
+    """Distribute sequences over data-parallel ranks, balanced by tokens; each shard keeps the sequences' order."""
     return [tuple(sorted(shard)) for shard in _dealt(lengths, num_shards)]
 
 
@@ -65,7 +62,7 @@ def _dealt(lengths: Sequence[int], num_shares: int) -> list[list[int]]:
     """Assign sequences, the longest first, to the share with the fewest tokens so far."""
     shares: list[list[int]] = [[] for _ in range(num_shares)]
     taken = [0] * num_shares
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         least = taken.index(min(taken))
         shares[least].append(index)
         taken[least] += lengths[index]
@@ -106,7 +103,8 @@ def _cheapest_split(num_items: int, cost: Callable[[int, int], int | None]) -> l
     return parts[::-1]
 
 
-def _require_lengths(lengths: Sequence[int], bound: int, name: str) -> None:
+def _require_lengths(lengths: Sequence[int], max_tokens: int) -> None:
     for index, length in enumerate(lengths):
-        if not 0 < length <= bound:
-            raise ValueError(f"sequence {index} must have 1 to {bound} ({name}) tokens, got {length}")
+        if not 0 < length <= max_tokens:
+            known = f"{max_tokens} (max_tokens_per_microbatch)"
+            raise ValueError(f"sequence {index} must have 1 to {known} tokens, got {length}")

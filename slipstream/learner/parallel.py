@@ -24,10 +24,6 @@ def initialize(parallel: ParallelConfig) -> None:
     """Initialize Megatron's parallel state for a layout, once a process; a second policy shares the state.
 
     The ranks of a learner form their process group before (`rendezvous`); a process without a group is the only rank.
-
-    Raises:
-        ConfigError: the group's size is not the product of `parallel`, or the process was initialized with another
-            layout.
     """
     host.install()
     if not dist.is_initialized():  # without a port, so that any number of single-rank learners run on one machine
@@ -35,7 +31,10 @@ def initialize(parallel: ParallelConfig) -> None:
     need, size = parallel.world_size, dist.get_world_size()
     require(size == need, "learner.parallel", f"must multiply to the {size} ranks started", need)
     if parallel_state.model_parallel_is_initialized():
-        _require_same_layout(parallel)
+        joined = layout()
+        wanted = {name: value for name, value in vars(parallel).items() if name in joined}
+        fix = f"this process has joined as {joined}; call parallel.teardown() first"
+        require(joined == wanted, "learner.parallel", "must not change within a process", wanted, fix)
         return
     if not host.is_cpu_only():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", dist.get_rank() % torch.cuda.device_count())))
@@ -49,13 +48,15 @@ def initialize(parallel: ParallelConfig) -> None:
         model_parallel_cuda_manual_seed(0)
 
 
-def _require_same_layout(parallel: ParallelConfig) -> None:
-    shard = current_shard()
-    joined = (shard.tensor_size, shard.pipeline_size, shard.expert_size, context_group().size())
-    wanted = (parallel.tensor, parallel.pipeline, parallel.expert, parallel.context)
-    fix = f"this process has joined as {joined}; call parallel.teardown() first"
-    rule = "must not change within a process (tensor, pipeline, expert, context)"
-    require(joined == wanted, "learner.parallel", rule, wanted, fix)
+def layout() -> dict[str, int]:
+    """Return the sizes of this process's layout, under their names in `learner.parallel`."""
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+        "data": parallel_state.get_data_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+    }
 
 
 def teardown() -> None:
@@ -158,7 +159,7 @@ def from_expert_rank(holder: int, tensor: Tensor) -> Tensor:
     if group.size() == 1:
         return tensor
     shared = tensor.contiguous() if group.rank() == holder else torch.empty_like(tensor)
-    dist.broadcast(shared, src=dist.get_process_group_ranks(group)[holder], group=group)
+    dist.broadcast(shared, group=group, group_src=holder)
     return shared
 
 
@@ -173,14 +174,13 @@ def from_pipeline_stage(stage: int, tensors: Sequence[tuple[str, Tensor]] | None
         assert tensors is not None
         return list(tensors)
     group = _pipeline_group()
-    source = dist.get_process_group_ranks(group)[stage]
     headers = [None if tensors is None else [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]]
-    dist.broadcast_object_list(headers, src=source, group=group)
+    dist.broadcast_object_list(headers, group=group, group_src=stage)
     assert headers[0] is not None
     received = []
     for index, (name, shape, dtype) in enumerate(headers[0]):
         tensor = torch.empty(shape, dtype=dtype, device=device()) if tensors is None else tensors[index][1].contiguous()
-        dist.broadcast(tensor, src=source, group=group)
+        dist.broadcast(tensor, group=group, group_src=stage)
         received.append((name, tensor))
     return received
 
@@ -212,9 +212,9 @@ def model_rank() -> int:
     return (shard.pipeline_rank * context.size() + context.rank()) * shard.tensor_size + shard.tensor_rank
 
 
-def sum_results(results: Sequence[dict[str, Tensor]], names: Sequence[str], device: torch.device) -> dict[str, float]:
+def sum_results(results: Sequence[dict[str, Tensor]], names: Sequence[str]) -> dict[str, float]:
     """Sum named scalars over micro-batches and ranks; `results` is empty except on the last pipeline stage."""
-    sums = torch.zeros(len(names), dtype=torch.float64, device=device)
+    sums = torch.zeros(len(names), dtype=torch.float64, device=device())
     for result in results:
         sums += torch.stack([result[name].double() for name in names])
     return dict(zip(names, sum_over_stages(all_reduce(sums, _data_group())).tolist(), strict=True))

@@ -43,11 +43,7 @@ class Needs:
 
 
 def write_policy_tokenizer(policy: PolicyConfig, needs: Needs, directory: Path) -> None:
-    """Write the tokenizer of a policy before the policy exists; only the small files of a hub id are downloaded.
-
-    Raises:
-        ConfigError: `resolve` would refuse the model's configs.
-    """
+    """Write the tokenizer of a policy before the policy exists, and check its model's configs as `resolve` does."""
     if policy.scratch is not None:
         write_tokenizer(directory, max_length=policy.scratch_positions)
         return
@@ -65,9 +61,7 @@ def resolve(policy: PolicyConfig, needs: Needs, directory: Path) -> PolicyRecord
     """Check a hub id or local directory by its configs alone and link its files into `directory`.
 
     Raises:
-        ConfigError: there is no such model, or the learner does not know its family, or it lacks a chat template, an
-            end-of-sequence token, weights, the MTP layer that a draft needs, `engine.max_model_len` positions, or a
-            layer that the draft reads, or `policy.rope` contradicts its own scaling.
+        ConfigError: there is no such model, the learner does not compute it, or it lacks what the run needs.
     """
     start = time.perf_counter()
     source = locate(policy.model, (*_CONFIG_FILES, _WEIGHTS))
@@ -77,11 +71,11 @@ def resolve(policy: PolicyConfig, needs: Needs, directory: Path) -> PolicyRecord
     write_positions(architecture, directory)
     return PolicyRecord(
         model=policy.model,
-        architecture=architecture.name,
+        architecture=architecture.family.name,
         num_parameters=architecture.num_parameters(),
         vocab_size=architecture.vocab_size,
         max_position_embeddings=architecture.num_positions,
-        eos_token_id=architecture.eos_token_id,
+        eos_token_id=architecture.eos_token_ids[0],
         pretrain_steps=0,
         pretrain_loss=0.0,
         pretrain_losses=(),
@@ -101,8 +95,7 @@ def link_files(files: Iterable[Path], directory: Path) -> None:
 def write_positions(architecture: Architecture, directory: Path) -> None:
     """Give a model directory's `config.json` a scaled rotary embedding in full, as learner, engine and draft read it.
 
-    A model without scaling keeps its file. vLLM takes no whole number for the factor of type `linear`, and no null for
-    a parameter of `yarn`.
+    vLLM takes no whole number for the factor of type `linear`, and no null for a parameter of `yarn`.
     """
     if architecture.rope_scaling is None:
         return
@@ -122,7 +115,7 @@ def _check_configs(source: Path, policy: PolicyConfig, needs: Needs) -> tuple[Ar
     context, length = architecture.num_positions, needs.max_model_len
     rule, fix = f"must be <= the policy's {context} positions", "lower it, or extend the positions with policy.rope"
     require(length <= context, "engine.max_model_len", rule, length, fix)
-    name = architecture.name
+    name = architecture.family.name
     fix = f"take a {MIMO.name}, or another draft.method"
     require(architecture.has_mtp or not needs.mtp, "policy.model", "must have an MTP layer to draft with", name, fix)
     if needs.routes:
@@ -165,7 +158,6 @@ def pretrain(
     """Train for `config.num_steps` updates of about `config.tokens_per_step` tokens each.
 
     Args:
-        lm_step: trains a learner that was made with random weights.
         documents: consumed in order; a sequence is repeated, an iterator must last for all steps.
         on_step: called with each step, from 0, and its loss.
     Returns:
@@ -196,12 +188,10 @@ def learning_rate_at(step: int, config: ScratchConfig) -> float:
 
 def _take(stream: Iterator[Document], num_tokens: int) -> list[Document]:
     """Take whole documents until they hold at least `num_tokens` tokens, or until there are no more."""
-    batch: list[Document] = []
-    taken = 0
-    while taken < num_tokens:
-        document = next(stream, None)
-        if document is None:
-            break
+    batch, taken = [], 0
+    for document in stream:
         batch.append(document)
         taken += len(document[0])
+        if taken >= num_tokens:
+            break
     return batch

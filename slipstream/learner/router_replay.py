@@ -21,6 +21,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
+from slipstream.learner import parallel
+
 
 @contextmanager
 def replayed(gpt: GPTModel, routes_LTBK: Tensor | None) -> Iterator[None]:
@@ -31,7 +33,7 @@ def replayed(gpt: GPTModel, routes_LTBK: Tensor | None) -> Iterator[None]:
     routers = {} if routes_LTBK is None else dict(_routers(gpt))
     for layer, router in routers.items():
         assert routes_LTBK is not None
-        router.set_target_indices(routes_LTBK[layer].flatten(0, 1))
+        router.set_target_indices(parallel.context_part(routes_LTBK[layer], 0).flatten(0, 1))
         router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     yield
     for router in routers.values():

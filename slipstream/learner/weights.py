@@ -2,8 +2,7 @@
 
 One table names the HF tensors in each Megatron parameter and its layout. Both directions read the table, so a round
 trip copies elements and computes nothing. A new policy has the same random weights under every layout: those that
-Megatron samples on one rank, in its order. Megatron itself would sample others on a second pipeline stage, and would
-split the rows of a gated MLP differently over ranks.
+Megatron samples on one rank, in its order.
 
 Legend: `H` hidden, `N` query heads, `K` key-value heads, `D` head dim, `F` ffn, `V` vocabulary.
 """
@@ -18,8 +17,6 @@ import torch
 from torch import Tensor
 
 from slipstream.learner.architecture import Architecture
-
-_SAMPLED_FIRST = ("self_attention.linear_proj.weight", "self_attention.linear_qkv.weight")
 
 
 class Layout(Enum):
@@ -66,16 +63,13 @@ _OUTPUT = (
     ("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Layout.REPLICATED),
 )
 _MLP = (
-    ("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), Layout.GATE_UP),
-    ("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Layout.ROW),
+    ("linear_fc1.weight", ("gate_proj.weight", "up_proj.weight"), Layout.GATE_UP),
+    ("linear_fc2.weight", ("down_proj.weight",), Layout.ROW),
 )
-_ROUTER = (("mlp.router.weight", ("mlp.gate.weight",), Layout.REPLICATED),)
-_MTP_INPUT = (
-    ("token_layernorm.weight", ("token_layernorm.weight",), Layout.REPLICATED),
-    ("hidden_layernorm.weight", ("hidden_layernorm.weight",), Layout.REPLICATED),
-    ("input_proj.weight", ("input_proj.weight",), Layout.REPLICATED),
+_MTP = tuple(  # besides the layer itself
+    (f"{name}.weight", (f"{name}.weight",), Layout.REPLICATED)
+    for name in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 )
-_MTP_OUTPUT = (("final_layernorm.weight", ("final_layernorm.weight",), Layout.REPLICATED),)
 _Table = tuple[tuple[str, tuple[str, ...], Layout], ...]
 
 
@@ -135,32 +129,31 @@ def mappings(arch: Architecture, shard: Shard) -> Iterator[ParameterMapping]:
             yield ParameterMapping("output_layer.weight", ("model.embed_tokens.weight",), Layout.COLUMN)
 
 
+def vocabulary_mappings(arch: Architecture, shard: Shard) -> Iterator[ParameterMapping]:
+    """Parameters of a rank with a row for each token: the embeddings, and the output layer unless it is tied."""
+    return (each for each in mappings(arch, shard) if each.megatron.startswith(("embedding.", "output_layer.")))
+
+
 def mtp_mappings(arch: Architecture, _: Shard | None = None) -> Iterator[ParameterMapping]:
     """Parameters of the MTP layer, which every rank holds; an architecture without one has none."""
     for layer in range(arch.num_mtp_layers):
         hf = f"model.mtp_layers.{layer}"
-        yield from _named(_MTP_INPUT, "", hf)
-        yield from _named((*_attention(arch), *_MLP), "layer.", hf)
-        yield from _named(_MTP_OUTPUT, "", hf)
+        yield from _named(_MTP, "", hf)
+        yield from _named(_attention(arch), "layer.", hf)
+        yield from _named(_MLP, "layer.mlp.", f"{hf}.mlp")
 
 
 def _layer_mappings(arch: Architecture, shard: Shard, layer: int, hf_layer: int) -> Iterator[ParameterMapping]:
-    def of(table: _Table) -> Iterator[ParameterMapping]:
-        return _named(table, f"decoder.layers.{layer}.", f"model.layers.{hf_layer}")
-
-    yield from of(_attention(arch))
+    ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{hf_layer}"
+    yield from _named(_attention(arch), ours, theirs)
     if arch.experts is None or not arch.has_experts(hf_layer):
-        yield from of(_MLP)
+        yield from _named(_MLP, f"{ours}mlp.", f"{theirs}.mlp")
         return
-    yield from of(_ROUTER)
+    yield ParameterMapping(f"{ours}mlp.router.weight", (f"{theirs}.mlp.gate.weight",), Layout.REPLICATED)
     per_rank = arch.experts.num_experts // shard.expert_size
     for local in range(per_rank):
-        here, there = f"mlp.experts.local_experts.{local}", f"mlp.experts.{shard.expert_rank * per_rank + local}"
-        for mapping in of(_MLP):
-            megatron = mapping.megatron.replace("mlp", here, 1)
-            yield ParameterMapping(
-                megatron, tuple(n.replace("mlp", there, 1) for n in mapping.hf), mapping.layout, True
-            )
+        expert = f"{theirs}.mlp.experts.{shard.expert_rank * per_rank + local}"
+        yield from _named(_MLP, f"{ours}mlp.experts.local_experts.{local}.", expert, is_expert=True)
 
 
 def _attention(arch: Architecture) -> _Table:
@@ -168,9 +161,9 @@ def _attention(arch: Architecture) -> _Table:
     return (*_INPUT, *biases, *norms, *_OUTPUT)
 
 
-def _named(table: _Table, megatron_layer: str, hf_layer: str) -> Iterator[ParameterMapping]:
+def _named(table: _Table, ours: str, theirs: str, *, is_expert: bool = False) -> Iterator[ParameterMapping]:
     for megatron, hf, layout in table:
-        yield ParameterMapping(f"{megatron_layer}{megatron}", tuple(f"{hf_layer}.{name}" for name in hf), layout)
+        yield ParameterMapping(f"{ours}{megatron}", tuple(f"{theirs}.{name}" for name in hf), layout, is_expert)
 
 
 def shard_from_hf(
@@ -241,14 +234,15 @@ def _cat(shards: Sequence[Tensor], dim: int) -> Tensor:
     return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim)
 
 
-def load_exactly(model: torch.nn.Module, state: dict[str, Tensor]) -> None:
-    """Copy `state` into the parameters of `model`; names and shapes must be equal."""
+@torch.no_grad()
+def load_exactly(model: torch.nn.Module, state: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy `state`, tensor by tensor, into the parameters of `model`; names and shapes must be equal."""
     parameters = dict(model.named_parameters())
-    assert parameters.keys() == state.keys(), parameters.keys() ^ state.keys()
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            assert parameter.shape == state[name].shape, (name, parameter.shape, state[name].shape)
-            parameter.copy_(state[name])
+    for name, tensor in state:
+        parameter = parameters.pop(name)
+        assert parameter.shape == tensor.shape, (name, parameter.shape, tensor.shape)
+        parameter.copy_(tensor)
+    assert not parameters, parameters.keys()
 
 
 def initial_weights(arch: Architecture, *, std: float, seed: int) -> dict[str, Tensor]:
@@ -259,7 +253,7 @@ def initial_weights(arch: Architecture, *, std: float, seed: int) -> dict[str, T
     """
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, Tensor] = {}
-    for mapping in [*_in_sampling_order(list(mappings(arch, Shard()))), *mtp_mappings(arch)]:
+    for mapping in [*_in_sampling_order(mappings(arch, Shard())), *mtp_mappings(arch)]:
         shape = _shape(mapping, arch)
         residual = mapping.megatron.endswith(("linear_proj.weight", "linear_fc2.weight"))
         scale = std / (2 * arch.num_layers) ** 0.5 if residual else std
@@ -273,41 +267,32 @@ def initial_weights(arch: Architecture, *, std: float, seed: int) -> dict[str, T
     return weights
 
 
-def _in_sampling_order(table: list[ParameterMapping]) -> list[ParameterMapping]:
-    """Sort into Megatron's sampling order: in each layer the output projection precedes queries, keys and values."""
-
-    def place(item: tuple[int, ParameterMapping]) -> tuple[int, int]:
-        at, mapping = item
-        layer, _, name = mapping.megatron.removeprefix("decoder.layers.").partition(".")
-        if name not in _SAMPLED_FIRST:
-            return at, 0
-        first = next(i for i, each in enumerate(table) if each.megatron.startswith(f"decoder.layers.{layer}."))
-        return first, 1 + _SAMPLED_FIRST.index(name)
-
-    return [mapping for _, mapping in sorted(enumerate(table), key=place)]
+def _in_sampling_order(table: Iterable[ParameterMapping]) -> Iterator[ParameterMapping]:
+    """Put the queries, keys and values of each layer behind its output projection, as Megatron samples them."""
+    waiting: list[ParameterMapping] = []
+    for mapping in table:
+        if mapping.megatron.endswith("linear_qkv.weight"):
+            waiting.append(mapping)
+            continue
+        yield mapping
+        if mapping.megatron.endswith("linear_proj.weight"):
+            yield waiting.pop()
 
 
 def _shape(mapping: ParameterMapping, arch: Architecture) -> tuple[int, ...]:
     """Shape of the parameter on a single rank."""
     heads, groups, dim, hidden = arch.num_attention_heads, arch.num_query_groups, arch.head_dim, arch.hidden_size
-    if mapping.megatron.endswith("linear_qkv.bias"):
-        return ((heads + 2 * groups) * dim,)
-    match mapping.megatron.split(".")[-2]:
-        case "word_embeddings" | "output_layer":
-            return arch.vocab_size, hidden
-        case "linear_qkv":
-            return (heads + 2 * groups) * dim, hidden
-        case "linear_proj":
-            return hidden, heads * dim
-        case "linear_fc1":
-            return 2 * arch.ffn_hidden_size, hidden
-        case "linear_fc2":
-            return hidden, arch.ffn_hidden_size
-        case "q_layernorm" | "k_layernorm":
-            return (dim,)
-        case "input_proj":
-            return hidden, 2 * hidden
-        case name if name.endswith("_layernorm"):
-            return (hidden,)
-        case name:
-            raise AssertionError(f"unknown parameter {name}")
+    *_, module, kind = mapping.megatron.split(".")
+    matrices = {
+        "word_embeddings": (arch.vocab_size, hidden),
+        "output_layer": (arch.vocab_size, hidden),
+        "linear_qkv": ((heads + 2 * groups) * dim, hidden),
+        "linear_proj": (hidden, heads * dim),
+        "linear_fc1": (2 * arch.ffn_hidden_size, hidden),
+        "linear_fc2": (hidden, arch.ffn_hidden_size),
+        "input_proj": (hidden, 2 * hidden),
+    }
+    if module not in matrices:
+        assert module.endswith("_layernorm"), f"unknown parameter {mapping.megatron}"
+        return (dim if module in ("q_layernorm", "k_layernorm") else hidden,)
+    return matrices[module][:1] if kind == "bias" else matrices[module]

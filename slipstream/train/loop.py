@@ -294,7 +294,7 @@ class Trainer:
         lengths = [len(rollout.token_ids) for rollout in rollouts]
         rewards_PG = np.asarray(rewards.rewards).reshape(len(result.groups), -1)
         num_with_signal = int(have_signal(rewards.rewards, len(result.groups)).sum())
-        lags = lag_stats(learned.groups, batch, learned.before, policy_version=step, loss=loss) if is_corrected else ()
+        lags = lag_stats(learned.groups, batch, learned.before, loss) if is_corrected else ()
         samples_on = self.config.dynamic_sampling.max_extra_batches > 0
         record = StepRecord(
             step=step,

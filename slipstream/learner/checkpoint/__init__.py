@@ -4,14 +4,11 @@
 optimizer, and `on_disk` writes, verifies and reads them. This module holds the errors, so that code that catches one
 imports no Megatron.
 
-Torch's `distributed.checkpoint` passes the tests of layouts but is not used. Its default storage, and Megatron's
-checkpoints on top of it, read metadata from a pickle. Its safetensors storage (`HuggingFaceStorageWriter`) keys slices
-by tensor name alone: where a distributed optimizer cuts a row, a rank has several slices of one tensor, and all but the
-last are lost without an error. A flipped bit loads without an error too, and the errors of a truncated or missing file
-do not name it. With planners and a safetensors storage of our own, a resume under another layout is bit-exact, but this
-package grows from 698 to 796 lines of code: planning and comparing boxes is the small part, while digests, the atomic
-rename, errors that name rank and file, and the check that slices cover a tensor, which the library omits for a single
-rank, have to be written either way.
+Torch's `distributed.checkpoint` is not used. Its default storage, and Megatron's checkpoints on top of it, read
+metadata from a pickle. Its safetensors storage (`HuggingFaceStorageWriter`) keys slices by tensor name alone: where a
+distributed optimizer cuts a row, a rank has several slices of one tensor, and all but the last are lost without an
+error. A flipped bit loads without an error too. A storage of our own under its planners takes more code than this
+package: digests, the atomic rename and errors that name rank and file have to be written either way.
 """
 
 from __future__ import annotations

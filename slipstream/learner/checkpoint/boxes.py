@@ -1,9 +1,8 @@
 """Boxes of logical tensors: the part of each that a rank holds, and the index of the parts of all ranks.
 
 A logical tensor has its Hugging Face name and shape under every layout. A Megatron parameter consists of bands of rows,
-each of which is a box of one logical tensor. A distributed optimizer cuts the flat parameter anywhere. A flat range of
-a parameter is therefore a list of patches, each of which is a box of a logical tensor; a save and a load under another
-layout use such lists. `index.json` holds type, shape and slices of each logical tensor.
+each of which is a box of one logical tensor. A distributed optimizer cuts the flat parameter anywhere, so that a save
+and a load treat a flat range of a parameter as a list of patches.
 """
 
 from __future__ import annotations
@@ -32,27 +31,17 @@ class Box:
         """Number of elements."""
         return math.prod(self.shape)
 
-    def slices(self, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]:
+    def slices(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
         """The box as an index into a tensor whose first element is at `origin`."""
-        starts = self.offset if origin is None else [o - at for o, at in zip(self.offset, origin, strict=True)]
+        starts = (offset - first for offset, first in zip(self.offset, origin, strict=True))
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
     def within(self, other: Box) -> Box | None:
         """Intersect with another box; None if they do not overlap."""
         starts = tuple(map(max, self.offset, other.offset))
-        ends = (min(a, b) for a, b in zip(_ends(self), _ends(other), strict=True))
+        ends = map(min, _added(self.offset, self.shape), _added(other.offset, other.shape))
         shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return Box(starts, shape) if all(size > 0 for size in shape) else None
-
-
-@dataclass(frozen=True, slots=True)
-class Band:
-    """Rows of a rank's parameter, from `first_row` on, and the box of a logical tensor that they hold."""
-
-    name: str
-    whole: tuple[int, ...]  # shape of the logical tensor
-    box: Box
-    first_row: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +49,13 @@ class Patch:
     """A box of a logical tensor whose elements are, in order, those of a flat range from `start` on."""
 
     name: str
-    whole: tuple[int, ...]
+    whole: tuple[int, ...]  # shape of the logical tensor
     box: Box
     start: int
 
 
-def bands(mapping: ParameterMapping, shape: tuple[int, ...], arch: Architecture, shard: Shard) -> list[Band]:
-    """Describe every row of a rank's parameter of this shape as part of a box of a logical tensor."""
+def bands(mapping: ParameterMapping, shape: tuple[int, ...], arch: Architecture, shard: Shard) -> list[Patch]:
+    """Cut a rank's parameter of this shape into runs of whole rows, each of which is a box of a logical tensor."""
     split_dim = {Layout.REPLICATED: None, Layout.ROW: 1}.get(mapping.layout, 0)
     found = []
     for name, rows in zip(mapping.hf, rows_of_parts(mapping, torch.arange(shape[0]), arch, shard), strict=True):
@@ -74,7 +63,8 @@ def bands(mapping: ParameterMapping, shape: tuple[int, ...], arch: Architecture,
         whole = tuple(size * shard.tensor_size if dim == split_dim else size for dim, size in enumerate(local))
         start, *rest = (size * shard.tensor_rank if dim == split_dim else 0 for dim, size in enumerate(local))
         for run in rows.tensor_split((rows.diff() != 1).nonzero().flatten() + 1):  # into runs of adjacent rows
-            found.append(Band(name, whole, Box((start, *rest), (len(run), *shape[1:])), int(run[0])))
+            box = Box((start, *rest), (len(run), *shape[1:]))
+            found.append(Patch(name, whole, box, int(run[0]) * math.prod(shape[1:])))
             start += len(run)
     return found
 
@@ -84,15 +74,13 @@ def patches(
     mapping: ParameterMapping, shape: tuple[int, ...], start: int, stop: int, arch: Architecture, shard: Shard
 ) -> tuple[Patch, ...]:
     """Cut the flat range [start, stop) of a rank's parameter of this shape into boxes of logical tensors."""
-    width, found = math.prod(shape[1:]), []
-    for local in _rectangles(shape, start, stop):
-        for part in bands(mapping, shape, arch, shard):
-            mine = Box((part.first_row, *(0 for _ in shape[1:])), part.box.shape).within(local)
-            if mine is None:
-                continue
-            begin = mine.offset[0] * width + sum(mine.offset[1:]) - start
-            offset = (part.box.offset[0] + mine.offset[0] - part.first_row, *_added(part.box.offset, mine.offset)[1:])
-            found.append(Patch(part.name, part.whole, Box(offset, mine.shape), begin))
+    found = []
+    for band in bands(mapping, shape, arch, shard):
+        first, last = max(start, band.start), min(stop, band.start + band.box.numel)
+        for local in _rectangles(band.box.shape, first - band.start, last - band.start):
+            box = Box(_added(band.box.offset, local.offset), local.shape)
+            found.append(Patch(band.name, band.whole, box, first - start))
+            first += local.numel
     return tuple(found)
 
 
@@ -103,17 +91,11 @@ def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     while start < stop:
         row, column = divmod(start, width)
         if column == 0 and stop - start >= width:
-            num_rows = (stop - start) // width
-            yield Box((row, *(0 for _ in columns)), (num_rows, *columns))
-            start += num_rows * width
+            found = Box((row, *(0 for _ in columns)), ((stop - start) // width, *columns))
         else:
-            end = min(stop, (row + 1) * width)
-            yield Box((row, column), (1, end - start))
-            start = end
-
-
-def _ends(box: Box) -> tuple[int, ...]:
-    return _added(box.offset, box.shape)
+            found = Box((row, column), (1, min(stop - start, width - column)))
+        yield found
+        start += found.numel
 
 
 def _added(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:

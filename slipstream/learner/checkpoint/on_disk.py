@@ -48,7 +48,6 @@ MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
 _BLOCK_BYTES = 16 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TIMEOUT = timedelta(minutes=30)  # the slowest rank may finish writing this much later than the fastest
-_FORMAT = 1
 _POLL_S = 0.05
 _TORCH_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in SAFETENSORS_DTYPES.items()}
 DTYPES = {dtype: code for code, dtype in _TORCH_DTYPES.items()}
@@ -60,10 +59,7 @@ def rank_file(rank: int) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Sum:
-    """Write contiguous CPU tensors as one safetensors file.
-
-    The library's own writer returns no digest, so the file would have to be read again to compute one.
-    """
+    """Write contiguous CPU tensors as one safetensors file; the library's own writer returns no digest."""
     header = safetensors_header((name, DTYPES[each.dtype], each.shape, each.nbytes) for name, each in tensors.items())
     return _write_blocks(path, chain([header], *map(_blocks, tensors.values())))
 
@@ -105,8 +101,7 @@ def copy_numbers(source: Tensor, *, into: Tensor) -> None:
 class LearnerRanks:
     """The learner's ranks over gloo connections of their own, which a background thread may use. Rank 0 is main.
 
-    Every rank must construct this object at the same point of the program, because a process group is made
-    collectively.
+    Every rank constructs this object at the same point of the program, because a process group is made collectively.
     """
 
     def __init__(self) -> None:
@@ -114,7 +109,7 @@ class LearnerRanks:
         self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if self.size > 1 else None
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather a small object from every rank, in rank order; waits for all ranks."""
+        """Gather a small object from every rank, in rank order."""
         found = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(found, value, group=self._group)
@@ -132,17 +127,12 @@ def on_all(ranks: LearnerRanks, work: Callable[[], Any], *, error: type[Exceptio
         value = work()
     except Exception as caught:  # noqa: BLE001  # the other ranks wait for this report; raised below
         cause = caught
-        where = f"rank {ranks.rank} on host {this_host()}: " if ranks.size > 1 else ""
+        where = f"rank {ranks.rank} on host {socket.gethostname()}: " if ranks.size > 1 else ""
         problem = where + (str(caught) if isinstance(caught, error) else f"{type(caught).__name__}: {caught}")
     reports = ranks.gather((problem, value))
     if problems := [problem for problem, _ in reports if problem is not None]:
         raise error("; ".join(problems)) from cause
     return [value for _, value in reports]
-
-
-def this_host() -> str:
-    """Name of the machine that a rank runs on, for errors."""
-    return socket.gethostname()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,16 +150,16 @@ Report = tuple[list[Slice], Sum, str]
 
 
 class CheckpointWriter:
-    """Writer of one checkpoint at a time; every rank calls each method, in the same order.
-
-    Attributes:
-        ranks: used by the background thread alone while it runs.
-        visible_within_s: how long a new file may stay unseen by other hosts, as on a network file system.
-    """
+    """Writer of one checkpoint at a time; every rank calls each method, in the same order."""
 
     def __init__(self, ranks: LearnerRanks, *, visible_within_s: float = 10.0) -> None:
-        self.ranks = ranks
-        self.visible_within_s = visible_within_s
+        """Write with these ranks, which the background thread alone uses while it runs.
+
+        Args:
+            visible_within_s: how long a new file may stay unseen by other hosts, as on a network file system.
+        """
+        self._ranks = ranks
+        self._visible_within_s = visible_within_s
         self._buffers: dict[str, Tensor] = {}
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -185,11 +175,7 @@ class CheckpointWriter:
         self._writing = self._background.submit(self._write, path, slices, state)
 
     def wait(self) -> None:
-        """Wait until nothing is being written.
-
-        Raises:
-            CheckpointWriteError: the last checkpoint could not be written; raised once.
-        """
+        """Wait until nothing is being written; raises the error of the last checkpoint once."""
         if self._writing is not None:
             futures.wait([self._writing])
         self.raise_error()
@@ -202,28 +188,24 @@ class CheckpointWriter:
 
     def _write(self, path: Path, slices: dict[Slice, Tensor], state: dict[str, Any]) -> None:
         """Write the whole checkpoint or nothing; a failure is an error on every rank."""
-        ranks, patience_s, error = self.ranks, self.visible_within_s, CheckpointWriteError
-        is_main, is_published = ranks.rank == 0, False
+        ranks, patience_s, error = self._ranks, self._visible_within_s, CheckpointWriteError
+        is_main = ranks.rank == 0
         try:
             on_all(ranks, lambda: begin_directory(path) if is_main else None, error=error)
             reports = on_all(ranks, lambda: _write_mine(ranks, path, slices), error=error)
             on_all(ranks, lambda: _publish(path, reports, state, patience_s) if is_main else None, error=error)
-            is_published = True
         except Exception as caught:  # gathering fails too, when a rank has died
-            raise CheckpointWriteError(f"checkpoint {path} could not be written: {caught}") from caught
-        finally:
-            if is_main and not is_published:
-                # A partial checkpoint is of no use, and may have filled the disk.
+            if is_main:  # a partial checkpoint is of no use, and may have filled the disk
                 shutil.rmtree(partial_directory(path), ignore_errors=True)
+            raise CheckpointWriteError(f"checkpoint {path} could not be written: {caught}") from caught
 
     def _copied(self, parts: Iterable[Part]) -> dict[Slice, Tensor]:
         """Copy to buffers that the next checkpoint uses again: touching new pages takes longer than copying."""
         buffers, slices = self._buffers, {}
-        file = rank_file(self.ranks.rank)
+        file = rank_file(self._ranks.rank)
         for part in parts:
             each = Slice(part.name, DTYPES[part.numbers.dtype], part.whole, part.box, file)
-            buffer = buffers.get(each.key)
-            numbers = part.numbers
+            buffer, numbers = buffers.get(each.key), part.numbers
             if buffer is None or buffer.shape != numbers.shape or buffer.dtype is not numbers.dtype:
                 buffer = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=torch.cuda.is_available())
             slices[each] = buffers[each.key] = buffer
@@ -237,7 +219,7 @@ def _write_mine(ranks: LearnerRanks, path: Path, slices: dict[Slice, Tensor]) ->
     directory = partial_directory(path)
     directory.mkdir(parents=True, exist_ok=True)  # rank 0 has made it, which a network file system may show later
     tensors = {each.key: tensor for each, tensor in slices.items()}
-    return list(slices), write_tensors(directory / rank_file(ranks.rank), tensors), this_host()
+    return list(slices), write_tensors(directory / rank_file(ranks.rank), tensors), socket.gethostname()
 
 
 def _publish(path: Path, reports: list[Report], state: dict[str, Any], patience_s: float) -> None:
@@ -246,16 +228,14 @@ def _publish(path: Path, reports: list[Report], state: dict[str, Any], patience_
     for rank, (_, total, host) in enumerate(reports):
         file = directory / rank_file(rank)
         if not _soon(lambda f=file, n=total.num_bytes: f.is_file() and f.stat().st_size == n, patience_s):
-            raise CheckpointWriteError(
-                f"does not see {file}, which rank {rank} on host {host} has written: put checkpoints on storage that "
-                "every host of the learner shares"
-            )
+            fix = "put checkpoints on storage that every host of the learner shares"
+            raise CheckpointWriteError(f"does not see {file}, which rank {rank} on host {host} has written: {fix}")
         sums[file.name] = total
     index = indexed(chain.from_iterable(slices for slices, *_ in reports))
     sums[INDEX] = write_json(directory / INDEX, index_to_json(index))
     sums[STATE] = write_json(directory / STATE, state)
     listed = {name: asdict(each) for name, each in sums.items()}
-    write_json(directory / MANIFEST, {"format": _FORMAT, "files": listed})
+    write_json(directory / MANIFEST, {"format": 1, "files": listed})
     flush_directory(directory)
     put_in_place(path)
     flush_directory(path.parent)
@@ -355,20 +335,17 @@ def _index(directory: Path, sums: Mapping[str, Sum]) -> Index:
     index = index_from_json(json.loads((directory / INDEX).read_text()))
     missing = {each.file for slices in index.values() for each in slices} - sums.keys()
     if missing:
-        raise CheckpointError(
-            f"checkpoint {directory} is damaged: {MANIFEST} does not name {min(missing)}, which holds tensors"
-        )
+        raise _damaged(directory, f"{MANIFEST} does not name {min(missing)}, which holds tensors")
     return index
 
 
 def _require_same_storage(ranks: LearnerRanks, path: Path) -> None:
-    seen = ranks.gather((this_host(), _fingerprint(path)))
+    seen = ranks.gather((socket.gethostname(), _fingerprint(path)))
     for rank, (host, fingerprint) in enumerate(seen):
         if fingerprint != seen[0][1]:
-            raise CheckpointStorageError(
-                f"checkpoint {path} must be the same for all ranks: rank {rank} on host {host} does not see the one "
-                f"that rank 0 on host {seen[0][0]} sees; put it on storage that every host of the learner shares"
-            )
+            got = f"rank {rank} on host {host} does not see the one that rank 0 on host {seen[0][0]} sees"
+            fix = "put it on storage that every host of the learner shares"
+            raise CheckpointStorageError(f"checkpoint {path} must be the same for all ranks: {got}; {fix}")
 
 
 def _fingerprint(path: Path) -> str:
@@ -387,9 +364,9 @@ def _manifest(directory: Path) -> dict[str, Sum]:
     try:
         sums = {name: Sum(**entry) for name, entry in json.loads(file.read_bytes())["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint {directory} is damaged: {file.name} cannot be read: {error}") from error
+        raise _damaged(directory, f"{file.name} cannot be read: {error}") from error
     if not {INDEX, STATE} <= sums.keys():
-        raise CheckpointError(f"checkpoint {directory} is damaged: {file.name} does not name all files")
+        raise _damaged(directory, f"{file.name} does not name all files")
     return sums
 
 
@@ -399,6 +376,8 @@ def _require_sums(directory: Path, sums: Mapping[str, Sum]) -> None:
         if not file.is_file():
             raise CheckpointError(f"checkpoint {directory} is not whole: {name} is missing")
         if sum_of(file) != total:
-            raise CheckpointError(
-                f"checkpoint {directory} is damaged: {name} does not have the digest it was saved with"
-            )
+            raise _damaged(directory, f"{name} does not have the digest it was saved with")
+
+
+def _damaged(directory: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"checkpoint {directory} is damaged: {what}")

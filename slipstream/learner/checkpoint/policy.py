@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
@@ -24,8 +23,9 @@ from slipstream.learner import parallel
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.checkpoint.boxes import Box, bands, patches
 from slipstream.learner.checkpoint.on_disk import DTYPES, CheckpointWriter, LearnerRanks, Part, Reader, open_checkpoint
+from slipstream.learner.lora import Adapters
 from slipstream.learner.optimizer import BatchedMuon, Stepped, stepped_parameters
-from slipstream.learner.weights import MappingTable, ParameterMapping, Shard, mappings
+from slipstream.learner.weights import ParameterMapping, Shard, mappings
 
 WEIGHT, MAIN = "weight", "main"
 logger = logging.getLogger(__name__)
@@ -79,9 +79,8 @@ def runs(held: HeldParameter, *, num_updates: int) -> Iterator[Run]:
     state = {MAIN: stepped.main.detach(), **({} if num_updates == 0 else stepped.optimizer.state[stepped.main])}
     kinds = [kind for kind in _kinds(held, num_updates) if kind != WEIGHT]
     if unknown := sorted((state.keys() ^ set(kinds)) - {MAIN, "step"}):
-        raise ValueError(
-            f"the optimizer's state of {name} must be {sorted(stepped.moments)} to be saved, differs in {unknown}"
-        )
+        rule = f"the optimizer's state of {name} must be {sorted(stepped.moments)} to be saved"
+        raise ValueError(f"{rule}, differs in {unknown}")
     if num_updates:
         _require_count(stepped, name, num_updates)
     for kind in kinds:
@@ -128,21 +127,11 @@ class PolicyCheckpoints:
     """Checkpoints of one policy; every rank calls each method."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: MegatronOptimizer | None,
-        arch: Architecture,
-        *,
-        table: MappingTable = mappings,
-        frozen: int | None = None,
+        self, model: torch.nn.Module, optimizer: MegatronOptimizer | None, arch: Architecture, adapters: Adapters | None
     ) -> None:
-        """Save and restore the parameters that `table` names.
-
-        Args:
-            frozen: sum of the fingerprints of this rank's other parameters, which no checkpoint holds; None without.
-        """
-        self._model, self._optimizer, self._arch, self._table = model, optimizer, arch, table
-        self._frozen = frozen
+        """Save and restore the model's parameters, or its adapters beside a fingerprint of the frozen parameters."""
+        self._model, self._optimizer, self._arch, self._adapters = model, optimizer, arch, adapters
+        self._table = mappings if adapters is None else adapters.table
         self._shard = parallel.current_shard()
         self._writer: CheckpointWriter | None = None
 
@@ -153,25 +142,22 @@ class PolicyCheckpoints:
 
         Args:
             beside: tensors outside the policy, the same on all ranks; the main rank writes them.
-        Raises:
-            CheckpointWriteError: the checkpoint before could not be written.
         """
-        state = {"version": version, "num_updates": num_updates, "layout": _layout(), "extra": extra}
-        state["rope"] = self._rope
-        if self._frozen is not None:
+        layout = parallel.layout()
+        state = {"version": version, "num_updates": num_updates, "layout": layout, "extra": extra, "rope": self._rope}
+        if self._adapters is not None:
             state["frozen"] = self._all_frozen
         if self._writer is None:
             self._writer = CheckpointWriter(self._ranks)
         mine = owned(self._runs(num_updates), self._shard, num_copies=parallel.copies_group().size())
         parts = (part for run in mine for part in self._parts(run))
-        self._writer.save(path, itertools.chain(parts, self._rng_parts(), _parts_beside(beside)), state)
+        others = self._rng_states()
+        if parallel.is_main_rank():
+            others |= {f"{_BESIDE}{name}": tensor for name, tensor in beside.items()}
+        self._writer.save(path, itertools.chain(parts, itertools.starmap(_whole, others.items())), state)
 
     def wait(self) -> None:
-        """Wait until nothing is being written.
-
-        Raises:
-            CheckpointWriteError: the last checkpoint could not be written.
-        """
+        """Wait until nothing is being written, and raise the error of the last checkpoint."""
         if self._writer is not None:
             self._writer.wait()
 
@@ -211,8 +197,9 @@ class PolicyCheckpoints:
             if beside is not None:
                 found_beside = [name for name in reader.index if name.startswith(_BESIDE)]
                 beside |= {name.removeprefix(_BESIDE): reader.read_whole(name) for name in found_beside}
-        if state["layout"] != _layout() and parallel.is_main_rank():
-            logger.info("checkpoint %s was written under %s, read under %s", path.name, state["layout"], _layout())
+        written, layout = state["layout"], parallel.layout()
+        if written != layout and parallel.is_main_rank():
+            logger.info("checkpoint %s was written under %s, read under %s", path.name, written, layout)
         return state
 
     @property
@@ -228,7 +215,9 @@ class PolicyCheckpoints:
     @cached_property
     def _all_frozen(self) -> str | None:
         """Fingerprint of the frozen weights of all ranks, the same under every layout."""
-        return None if self._frozen is None else f"{sum(self._ranks.gather(self._frozen)) % 2**64:016x}"
+        if self._adapters is None:
+            return None
+        return f"{sum(self._ranks.gather(self._adapters.fingerprint)) % 2**64:016x}"
 
     @cached_property
     def _held(self) -> list[HeldParameter]:
@@ -244,25 +233,24 @@ class PolicyCheckpoints:
             numbers = flat[patch.start : patch.start + patch.box.numel].view(patch.box.shape)
             yield Part(f"{run.kind}/{patch.name}", patch.whole, patch.box, numbers)
 
-    def _rng_parts(self) -> Iterator[Part]:
-        for name, state in _rng_states().items():
-            shape = tuple(state.shape)
-            yield Part(f"{name}/{self._ranks.rank:05d}", shape, Box((0,), shape), state)
+    def _rng_states(self) -> dict[str, Tensor]:
+        states = {_RNG_CPU: torch.get_rng_state()}
+        if torch.cuda.is_available():
+            states[_RNG_CUDA] = torch.cuda.get_rng_state()
+        return {f"{name}/{self._ranks.rank:05d}": state for name, state in states.items()}
 
     def _require_same_model(self, reader: Reader, num_updates: int) -> None:
-        expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        expected: dict[str, tuple[tuple[int, ...], str]] = {}
         for held in self._held:
             parts = bands(held.mapping, tuple(held.parameter.shape), self._arch, self._shard)
             kinds = _kinds(held, num_updates).items()
-            expected |= {f"{kind}/{part.name}": (part.whole, dtype) for part in parts for kind, dtype in kinds}
+            expected |= {f"{kind}/{part.name}": (part.whole, DTYPES[dtype]) for part in parts for kind, dtype in kinds}
         for name, (shape, dtype) in expected.items():
             slices = reader.index.get(name)
             got = None if slices is None else (slices[0].whole, slices[0].dtype)
-            if got != (shape, DTYPES[dtype]):
-                raise ValueError(
-                    f"the checkpoint is of another model or optimizer: {name} must be {DTYPES[dtype]} "
-                    f"{shape}, got {got}"
-                )
+            if got != (shape, dtype):
+                rule = f"{name} must be {dtype} {shape}"
+                raise ValueError(f"the checkpoint is of another model or optimizer: {rule}, got {got}")
         known = {name for mapping in self._table(self._arch, Shard()) for name in mapping.hf}
         weights = {name.removeprefix(f"{WEIGHT}/") for name in reader.index if name.startswith(f"{WEIGHT}/")}
         if weights != known:
@@ -278,26 +266,9 @@ class PolicyCheckpoints:
             torch.cuda.set_rng_state(reader.read_whole(f"{_RNG_CUDA}/{rank}"))
 
 
-def _parts_beside(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
-    if parallel.is_main_rank():
-        for name, tensor in tensors.items():
-            shape = tuple(tensor.shape)
-            yield Part(f"{_BESIDE}{name}", shape, Box((0,) * len(shape), shape), tensor)
-
-
-def _layout() -> dict[str, int]:
-    return {
-        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
-        "context": parallel_state.get_context_parallel_world_size(),
-        "data": parallel_state.get_data_parallel_world_size(),
-        "expert": parallel_state.get_expert_model_parallel_world_size(),
-    }
-
-
-def _rng_states() -> Mapping[str, Tensor]:
-    states = {_RNG_CPU: torch.get_rng_state()}
-    return {**states, _RNG_CUDA: torch.cuda.get_rng_state()} if torch.cuda.is_available() else states
+def _whole(name: str, tensor: Tensor) -> Part:
+    shape = tuple(tensor.shape)
+    return Part(name, shape, Box((0,) * len(shape), shape), tensor)
 
 
 def _kinds(held: HeldParameter, num_updates: int) -> dict[str, torch.dtype]:

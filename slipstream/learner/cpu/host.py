@@ -27,11 +27,7 @@ def is_cpu_only() -> bool:
 
 
 def install() -> None:
-    """Give Megatron a random-number tracker that touches no CUDA generator.
-
-    Under sequence parallelism Megatron forks the tracker around dropout, which is always 0. A second call has no
-    effect.
-    """
+    """Give Megatron a random-number tracker without CUDA generators, which it forks around dropout of always 0."""
     if is_cpu_only() and not isinstance(megatron_random._CUDA_RNG_STATE_TRACKER, _NoRngTracker):
         megatron_random._CUDA_RNG_STATE_TRACKER = _NoRngTracker()
         megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
@@ -90,11 +86,10 @@ class _NoRngTracker(megatron_random.CudaRNGStatesTracker):
     """Megatron's tracker of named random states, without any: nothing here samples from them."""
 
     def add(self, name: str, seed: int) -> None:
-        del name, seed
+        pass
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        del name
         yield
 
 

@@ -22,15 +22,13 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _ya
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from slipstream.learner.cpu import host
 from slipstream.learner.lora import weight_of
 from slipstream.learner.packing import plan_rectangles
 
 
 class _Parameters(NamedTuple):
-    """Parameters of one layer, in the order in which the operation takes them and returns their gradients.
-
-    A layer without biases on queries, keys and values, or without norms on queries and keys, has None there.
-    """
+    """Parameters of one layer, in the order in which the operation takes them and returns their gradients."""
 
     input_norm_H: Tensor
     qkv_QH: Tensor  # Q = G * (R + 2) * D: queries, key and value of each group
@@ -92,13 +90,6 @@ class _Plan:
     rectangles: tuple[_Rectangle, ...]
 
 
-class _Settings(NamedTuple):
-    eps: float  # epsilon of the norms
-    groups: int
-    dim: int  # of a head
-    recomputes: bool  # the backward pass recomputes the insides of attention and MLP
-
-
 class CpuTransformerLayer(TransformerLayer):
     """Dense pre-norm layer on one rank: grouped-query attention and a gated MLP."""
 
@@ -125,13 +116,11 @@ class CpuTransformerLayer(TransformerLayer):
             weight_of(mlp.linear_fc1),
             weight_of(mlp.linear_fc2),
         )
-        groups, dim = cast(int, self.config.num_query_groups), cast(int, self.config.kv_channels)
-        heads = self.config.num_attention_heads // groups
-        scale = _yarn_get_concentration_factor_from_config(self.config)
+        config: Any = self.config
+        heads = config.num_attention_heads // config.num_query_groups
+        scale = _yarn_get_concentration_factor_from_config(config)
         plan = _plan(padding_mask, hidden_states.shape[1], rotary_pos_emb, scale, hidden_states.dtype, heads)
-        recomputes = self.config.recompute_granularity == "selective"
-        settings = _Settings(self.config.layernorm_epsilon, groups, dim, recomputes)
-        return cast(Tensor, _Layer.apply(hidden_states, plan, settings, *parameters)), None
+        return cast(Tensor, _Layer.apply(hidden_states, plan, config, *parameters)), None
 
 
 @functools.lru_cache(maxsize=1)  # keyed by the tensors' identity: all layers of a pass get the same tensors
@@ -196,8 +185,9 @@ class _Layer(torch.autograd.Function):
     """Compute y = x + attention(norm(x)), then y + mlp(norm(y))."""
 
     @staticmethod
-    def forward(ctx: Any, x_SBH: Tensor, plan: _Plan, settings: _Settings, *parameters: Tensor | None) -> Tensor:
-        p, eps, groups, dim = _Parameters(*cast(Any, parameters)), settings.eps, settings.groups, settings.dim
+    def forward(ctx: Any, x_SBH: Tensor, plan: _Plan, config: Any, *parameters: Tensor | None) -> Tensor:
+        p = _Parameters(*cast(Any, parameters))
+        eps, groups, dim = config.layernorm_epsilon, config.num_query_groups, config.kv_channels
         heads = p.proj_HO.shape[1] // dim
         repeat = heads // groups
         flat_x = x_SBH.reshape(-1, x_SBH.shape[-1])
@@ -218,28 +208,26 @@ class _Layer(torch.autograd.Function):
         gate, up = gate_up.chunk(2, dim=-1)
         out = torch.addmm(y, torch.nn.functional.silu(gate).mul_(up), p.down_HF.t())
 
-        inside = (qkv,) if settings.recomputes else (gate_up, *itertools.chain.from_iterable(attended))
+        ctx.recomputes = config.recompute_granularity == "selective"
+        inside = (qkv,) if ctx.recomputes else (gate_up, *itertools.chain.from_iterable(attended))
         ctx.save_for_backward(
             *(x_scaled, x_normed, x_scale, qk_normed, qk_scale, mixed, y_scaled, y_normed, y_scale),
             *parameters,
             *inside,
         )
-        ctx.plan, ctx.settings = plan, settings
+        ctx.plan, ctx.config = plan, config
         shared = out.index_select(0, plan.tokens_M)
         return torch.zeros_like(flat_x).index_copy_(0, plan.copies.rows_M, shared).view(x_SBH.shape)
 
     @staticmethod
+    @host.model_arithmetic()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        with torch._C.DisableTorchFunction():  # `cuda_as_cpu` intercepts every operation
-            return _Layer._backward(ctx, grads[0])
-
-    @staticmethod
-    def _backward(ctx: Any, grad_SBH: Tensor) -> tuple[Tensor | None, ...]:
-        saved, plan, groups, dim = ctx.saved_tensors, ctx.plan, ctx.settings.groups, ctx.settings.dim
+        (grad_SBH,) = grads
+        saved, plan, groups, dim = ctx.saved_tensors, ctx.plan, ctx.config.num_query_groups, ctx.config.kv_channels
         x_scaled, x_normed, x_scale, qk_normed, qk_scale, mixed, y_scaled, y_normed, y_scale = saved[:9]
         p = _Parameters(*saved[9:18])
         repeat = p.proj_HO.shape[1] // dim // groups
-        if ctx.settings.recomputes:
+        if ctx.recomputes:
             gate_up = y_scaled @ p.gate_up_FH.t()
             attended = itertools.chain.from_iterable(_attend(saved[18], each) for each in plan.rectangles)
         else:

@@ -21,13 +21,7 @@ from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.methods import DraftMethod
 from slipstream.engine.config import EngineConfig
 from slipstream.grpo.config import OptimizerMethod
-from slipstream.learner.architecture import (
-    Architecture,
-    Shape,
-    require_divisible,
-    require_even_experts,
-    require_whole_states,
-)
+from slipstream.learner.architecture import Architecture, Shape, require_divisible
 from slipstream.learner.config import (
     MUON_BATCH_ELEMENTS,
     LearnerConfig,
@@ -81,10 +75,7 @@ def require_even(shape: Architecture | ModelShape, parallel: ParallelConfig, *, 
     divides query heads and every matrix of the feed-forward, and divides key-value heads or copies them evenly.
     """
     experts = shape.experts if isinstance(shape, Architecture) else None
-    if isinstance(shape, Architecture) and shape.has_mtp:
-        require_whole_states(parallel)
     require_divisible(shape, parallel)
-    require_even_experts(experts, parallel)
     tensor, field = engine_tensor, "engine.tensor_parallel_size"
     for name, size in (("query heads", shape.num_attention_heads), ("ffn hidden size", shape.ffn_hidden_size)):
         require(size % tensor == 0, field, f"must divide the policy's {size} {name}", tensor)

@@ -23,10 +23,14 @@ BANDS = {
 }
 
 
+def _rows(values_BT: torch.Tensor) -> list[tuple[int, slice]]:
+    return [(row, slice(None)) for row in range(len(values_BT))]
+
+
 def _weights(ratios: list[list[float]], config: LossConfig) -> tuple[list[list[float]], list[list[bool]]]:
     """Weight and mask of rows of equal length, all of whose tokens count."""
     log_ratio_BT = torch.tensor(ratios, dtype=torch.float64).log()
-    found = corrected(log_ratio_BT, torch.ones_like(log_ratio_BT, dtype=torch.bool), None, config)
+    found = corrected(log_ratio_BT, torch.ones_like(log_ratio_BT, dtype=torch.bool), _rows(log_ratio_BT), config)
     assert found is not None
     kept_BT = torch.ones_like(log_ratio_BT, dtype=torch.bool) if found.kept_BT is None else found.kept_BT
     return found.weight_BT.tolist(), kept_BT.tolist()
@@ -37,7 +41,7 @@ def test_a_response_weighs_the_product_of_its_ratios_up_to_the_cap() -> None:
     ratios = [[1.5, 0.8], [1.5, 1.6]]
     assert _weights(ratios, SEQUENCE)[0] == [pytest.approx([1.2, 1.2]), pytest.approx([2.0, 2.0])]
     assert _weights(ratios, TOKEN)[0] == [pytest.approx(row) for row in ratios]
-    assert corrected(torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), None, LossConfig()) is None
+    assert corrected(torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), [(0, slice(1))], LossConfig()) is None
 
 
 def test_the_band_masks_a_token_or_the_response_of_which_the_geometric_mean_lies_outside() -> None:
@@ -71,7 +75,8 @@ def test_a_masked_token_leaves_the_loss_and_its_gradient_but_not_the_normaliser(
         advantages_BT=torch.full((1, 1), 2.0, dtype=torch.float64),
         mask_BT=mask_BT,
         config=config,
-        weights=corrected(torch.tensor([[4.0, 1.5]], dtype=torch.float64).log(), mask_BT, None, config),
+        places=_rows(mask_BT),
+        weights=corrected(torch.tensor([[4.0, 1.5]], dtype=torch.float64).log(), mask_BT, _rows(mask_BT), config),
         ref_logprobs_BT=torch.tensor([[-1.0, 0.0]], dtype=torch.float64),
     )
     assert got.loss.item() == pytest.approx(-3.0)
@@ -97,7 +102,7 @@ def test_padded_and_packed_it_is_the_same(rows: list[list[float]], config: LossC
     log_ratios = [np.log(np.array(row)) for row in rows]
     padded_BT = torch.full(mask_BT.shape, float("nan"), dtype=torch.float64)
     padded_BT[mask_BT] = torch.from_numpy(np.concatenate(log_ratios))
-    found = corrected(padded_BT, mask_BT, None, config)
+    found = corrected(padded_BT, mask_BT, _rows(mask_BT), config)
     assert found is not None
     kept_BT = torch.ones_like(mask_BT) if found.kept_BT is None else found.kept_BT
     weight_N, changed_N = token_weights(log_ratios, config)  # packs them into one row

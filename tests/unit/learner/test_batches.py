@@ -83,9 +83,6 @@ def test_values_by_token_come_back_in_the_callers_order_however_they_were_batche
         assert [row.tolist() for row in values.collected()] == [[2, 3], [6, 7]]
 
 
-LENGTHS = st.lists(st.integers(1, 32), min_size=1, max_size=40)
-
-
 def test_neighbours_in_length_share_a_microbatch_and_packed_ones_are_few_and_about_equally_full() -> None:
     # sorted: 9 (index 1), 8 (3), 4 (0), 4 (2), 1 (4). Three at least fit 16: 9 | 8 | 4 4 1 pads to 9 + 8 + 12 tokens,
     # 9 | 8 4 | 4 1 to 9 + 16 + 8.
@@ -115,7 +112,7 @@ def test_a_sequence_that_does_not_fit_is_named(plan: Any, lengths: list[int]) ->
         plan(lengths, max_tokens=16)
 
 
-@given(LENGTHS, st.integers(32, 128))
+@given(st.lists(st.integers(1, 32), min_size=1, max_size=40), st.integers(32, 128))
 def test_every_sequence_is_in_one_microbatch_within_the_bound(lengths: list[int], max_tokens: int) -> None:
     padded, packed = (plan(lengths, max_tokens=max_tokens) for plan in (plan_microbatches, plan_packed_microbatches))
     for plan in (padded, packed):

@@ -19,7 +19,7 @@ from slipstream.learner.checkpoint.policy import HeldParameter, Run, owned, runs
 from slipstream.learner.config import RopeConfig, RopeType
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.optimizer import Stepped
-from slipstream.learner.weights import Layout, ParameterMapping, Shard, mappings
+from slipstream.learner.weights import Layout, ParameterMapping, Shard
 from slipstream.train.checkpoints import Checkpoints, Restored
 from slipstream.types import Dtype
 from tests.unit.learner import policies
@@ -199,14 +199,6 @@ def test_a_state_that_no_checkpoint_would_keep_or_of_other_updates_is_refused(st
     held = HeldParameter(FINAL_NORM, parameter, Stepped(parameter, parameter, 0, 2, adam))
     with pytest.raises(ValueError, match=message):
         list(runs(held, num_updates=1))
-
-
-def test_tensor_ranks_beyond_the_first_write_no_norms() -> None:
-    policy = _policy()
-    first, second = Shard(), Shard(tensor_rank=1, tensor_size=2)
-    assert not any(first.is_model_copy(mapping) for mapping in mappings(policy.architecture, first))
-    copies = {each.megatron for each in mappings(policy.architecture, second) if second.is_model_copy(each)}
-    assert copies == {name for name, parameter in policy._gpt.named_parameters() if parameter.dim() == 1}
 
 
 class OwnPolicy(BareLearner):

@@ -81,19 +81,8 @@ def test_every_element_of_an_expert_is_answered_for_once(expert: int, data: int,
 def test_parts_in_one_parameter_are_told_apart() -> None:
     weights = held(ARCH, random_hf(ARCH), Shard(tensor_rank=1, tensor_size=2))
     cut = {part.name: (part.dim, part.start, part.length) for each in weights for part in each.parts}
-    expected = {
-        "self_attn.q_proj": (0, 4, 4),
-        "self_attn.k_proj": (0, 2, 2),
-        "self_attn.v_proj": (0, 2, 2),
-        "self_attn.o_proj": (1, 4, 4),
-        "mlp.gate_proj": (0, 5, 5),
-        "mlp.up_proj": (0, 5, 5),
-        "mlp.down_proj": (1, 5, 5),
-    }
-    assert {name: place for name, place in cut.items() if "layers.0." in name} == {
-        f"model.layers.0.{name}.weight": place for name, place in expected.items()
-    }
-    assert cut["lm_head.weight"][1] == 4
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj")
+    assert [cut[f"model.layers.0.{name}.weight"] for name in names] == [(0, 4, 4), (0, 2, 2), (1, 4, 4), (0, 5, 5)]
 
 
 @pytest.mark.parametrize("names", [("mlp.gate_proj", "mlp.up_proj"), ("self_attn.k_proj", "self_attn.v_proj")])

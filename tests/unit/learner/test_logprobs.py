@@ -44,19 +44,6 @@ def _batch(labels_BT: torch.Tensor, mask_BT: torch.Tensor) -> MicroBatch:
     )
 
 
-def test_a_token_of_known_logits_has_the_logprob_and_the_entropy_worked_by_hand() -> None:
-    """Logits log 1 and log 3 at temperature 1: chances 1/4 and 3/4. At temperature 1/2 they are 1/10 and 9/10."""
-    weight_VH = torch.tensor([[0.0], [math.log(3.0)]])
-    batch = _batch(torch.tensor([[1]]), torch.ones(1, 1, dtype=torch.bool))
-    for chunk_tokens in (None, 1):
-        head = _head(chunk_tokens, weight_VH)
-        for temperature, chance in ((1.0, 0.75), (0.5, 0.9)):
-            scores = head.scores(torch.ones(1, 1, 1), batch, temperature)
-            entropy = -(chance * math.log(chance) + (1 - chance) * math.log(1 - chance))
-            assert scores.logprobs_BT.item() == pytest.approx(math.log(chance), abs=1e-6)
-            assert scores.entropy.item() == pytest.approx(entropy, abs=1e-6)
-
-
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 1000, None])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 def test_values_and_gradients_are_those_of_all_logits_in_float64(chunk_tokens: int | None, temperature: float) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -175,19 +174,11 @@ def test_a_policy_resumes_from_its_adapters_bit_for_bit(
             _load(path, lora, learner).load_checkpoint(tmp_path / "checkpoint")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rank": 0}, "rank must be >= 1, got 0"),
-        ({"alpha": 0}, "alpha must be > 0, got 0"),
-        ({"targets": ["q_proj", "qkv_proj"]}, rf"targets\[1\] must be one of {', '.join(LoraTarget)}, got 'qkv_proj'"),
-        ({"targets": []}, "targets must not be empty"),
-        ({"targets": ["q_proj", "q_proj"]}, "targets must name each matrix once"),
-    ],
-)
-def test_values_that_no_adapter_has_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"policy\.lora\.{message}"):
-        from_mapping(PolicyConfig, {"model": "m", "lora": changes}, "policy")
+def test_targets_that_no_adapter_has_are_refused() -> None:
+    unknown = rf"targets\[1\] must be one of {', '.join(LoraTarget)}, got 'qkv_proj'"
+    for targets, message in ((["q_proj", "qkv_proj"], unknown), ([], "targets must not be empty")):
+        with pytest.raises(ConfigError, match=rf"policy\.lora\.{message}"):
+            from_mapping(PolicyConfig, {"model": "m", "lora": {"targets": targets}}, "policy")
 
 
 def test_matrices_of_experts_and_ranks_above_the_matrixs_own_are_refused(base: Path) -> None:

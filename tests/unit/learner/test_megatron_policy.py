@@ -11,18 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from transformers import Qwen3ForCausalLM
 
 from slipstream.grpo.config import Correction, Level, LossConfig, LossKind, OptimizerConfig, OptimizerMethod
 from slipstream.grpo.update import part_of
 from slipstream.learner import optimizer as optimizers
 from slipstream.learner import packing
-from slipstream.learner.batches import Batching, forward, num_labels
+from slipstream.learner.batches import Batching, forward, label_counts
 from slipstream.learner.config import Packing, Recompute
 from slipstream.learner.cpu import host
 from slipstream.learner.cpu.layer import CpuTransformerLayer
-from slipstream.learner.layers import packed_attention
 from slipstream.learner.megatron import Capture, MegatronPolicy
 from slipstream.learner.policy_source import learning_rate_at, pretrain
 from slipstream.records.steps import TrainStats
@@ -139,7 +137,7 @@ def test_an_update_is_one_without_the_responses_that_do_not_count(kind: LossKind
     assert replace(found, entropy=None) == replace(
         expected,
         entropy=None,
-        num_all_tokens=num_labels(whole.batch.token_ids, whole.batch.prompt_lengths),
+        num_all_tokens=sum(label_counts(whole.batch.token_ids, whole.batch.prompt_lengths)),
         num_computed_tokens=found.num_computed_tokens,
         loss=pytest.approx(expected.loss, rel=1e-5, abs=1e-6),
         grad_norm=pytest.approx(expected.grad_norm, rel=1e-5),
@@ -353,26 +351,3 @@ def test_an_optimizer_split_over_one_rank_makes_the_same_updates() -> None:
     whole, split = (_train(new_policy(distributed_optimizer=is_split), range(3)) for is_split in (False, True))
     for one, other in zip(whole, split, strict=True):
         assert dataclasses.asdict(other) == pytest.approx(dataclasses.asdict(one), rel=1e-5, abs=1e-7)
-
-
-LENGTHS = (3, 1, 5)
-
-
-@pytest.mark.parametrize("num_groups", [4, 2])
-def test_a_packed_token_attends_to_itself_and_to_those_before_it_in_its_own_sequence(num_groups: int) -> None:
-    torch.manual_seed(0)
-    num_tokens, heads, dim = sum(LENGTHS), 4, 8
-    query = torch.randn(num_tokens, heads, dim, dtype=torch.float64)
-    key, value = (torch.randn(num_tokens, num_groups, dim, dtype=torch.float64) for _ in "kv")
-    sequence = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
-    at = torch.arange(num_tokens)
-    sees = (sequence[:, None] == sequence) & (at[:, None] >= at)
-    wide_key, wide_value = (tensor.repeat_interleave(heads // num_groups, dim=1) for tensor in (key, value))
-    scores = torch.einsum("qnd,knd->nqk", query, wide_key) * 0.3
-    chances = torch.softmax(scores.masked_fill(~sees, float("-inf")), -1)
-    starts = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
-    packed = PackedSeqParams(cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=5, max_seqlen_kv=5)
-
-    got = packed_attention(query, key, value, packed, scale=0.3)
-
-    torch.testing.assert_close(got, torch.einsum("nqk,knd->qnd", chances, wide_value))

@@ -12,11 +12,7 @@ from slipstream.learner.numerics import choose_dtype
 @pytest.mark.parametrize(
     ("float32_ms", "bfloat16_ms", "expected"),
     [(0.2, 0.1, "bfloat16"), (0.2, 7.0, "float32"), (0.2, 0.2, "float32")],
-    ids=[
-        "a processor with bfloat16 units",
-        "one that multiplies bfloat16 in a scalar loop",
-        "a tie",
-    ],
+    ids=["a processor with bfloat16 units", "one that multiplies bfloat16 in a scalar loop", "a tie"],
 )
 def test_the_faster_type_is_taken(float32_ms: float, bfloat16_ms: float, expected: str) -> None:
     record = choose_dtype(num_threads=1, product_ms=lambda dtype: float32_ms if dtype is torch.float32 else bfloat16_ms)

@@ -77,8 +77,6 @@ def test_a_scaling_is_written_in_full_beside_the_links(
 
 @rows(
     r"""
-{architectures: [GemmaForCausalLM]}
-    policy\.model must be one of .*LlamaForCausalLM.*, got .'Gemma
 {max_position_embeddings: 128}
     engine\.max_model_len must be <= the policy's 128 positions, got 288
 {architectures: [MiMoForCausalLM], model_type: qwen2, num_nextn_predict_layers: 1}

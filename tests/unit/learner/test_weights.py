@@ -30,7 +30,7 @@ ARCH = Architecture(
     rope_theta=1e4,
     norm_eps=1e-6,
     tie_word_embeddings=False,
-    eos_token_id=1,
+    eos_token_ids=(1,),
 )
 
 
@@ -73,29 +73,8 @@ def test_shards_join_to_exactly_the_tensors_they_were_cut_from(tensor: int, pipe
     assert all(torch.equal(joined[name], full[name]) for name in full)
 
 
-def test_queries_keys_and_values_are_interleaved_by_key_value_head() -> None:
-    rows = {"q": 8, "k": 4, "v": 4}  # head dim 2: heads q0 q1 | q2 q3 share k0 | k1
-    full = random_hf(ARCH)
-    for name, count in rows.items():
-        start = {"q": 0, "k": 100, "v": 200}[name]
-        full[f"model.layers.0.self_attn.{name}_proj.weight"] = torch.arange(start, start + count)[:, None].expand(-1, 6)
-    second = Shard(tensor_rank=1, tensor_size=2)
-    qkv = dict(shard_from_hf(full.__getitem__, ARCH, second))["decoder.layers.0.self_attention.linear_qkv.weight"]
-    assert qkv[:, 0].tolist() == [4, 5, 6, 7, 102, 103, 202, 203]
-
-
-def test_a_rank_holds_its_part_of_gate_above_its_part_of_up() -> None:
-    full = random_hf(ARCH)
-    second = Shard(tensor_rank=1, tensor_size=2)
-    fc1 = dict(shard_from_hf(full.__getitem__, ARCH, second))["decoder.layers.3.mlp.linear_fc1.weight"]
-    gate, up = (full[f"model.layers.3.mlp.{name}_proj.weight"][5:] for name in ("gate", "up"))
-    assert torch.equal(fc1, torch.cat([gate, up]))
-
-
-def test_parameters_are_counted() -> None:
-    tied = dataclasses.replace(ARCH, tie_word_embeddings=True)
-    for arch, tensors in ((ARCH, random_hf(ARCH)), (tied, random_hf(tied)), (SPARSE, random_sparse())):
-        assert arch.num_parameters() == sum(tensor.numel() for tensor in tensors.values())
+def test_parameters_of_a_mixture_are_counted() -> None:
+    assert SPARSE.num_parameters() == sum(tensor.numel() for tensor in random_sparse().values())
 
 
 EXPERTS = Experts(
@@ -151,7 +130,6 @@ def test_a_config_says_which_layers_have_experts(tmp_path: Path) -> None:
     [
         ({"mlp_only_layers": [0, 1, 2, 3]}, r"policy.model must have a layer with experts, got \(0, 1, 2, 3\); all"),
         ({"num_experts_per_tok": 1}, "policy.model must choose several experts a token, or not normalize their"),
-        ({"architectures": ["MixtralForCausalLM"]}, "policy.model must be one of Qwen2ForCausalLM, Qwen3"),
     ],
 )
 def test_a_mixture_that_cannot_be_trained_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:

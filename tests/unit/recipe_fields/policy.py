@@ -15,7 +15,7 @@ from slipstream.learner.architecture import Architecture
 from slipstream.learner.config import LearnerConfig
 from slipstream.learner.layers import _transformer_config, build_model
 from slipstream.learner.megatron import MegatronPolicy
-from slipstream.learner.optimizer import with_optimizer
+from slipstream.learner.optimizer import Training
 from slipstream.learner.policy_source import pretrain, resolve
 from slipstream.recipe import Recipe
 from slipstream.stages import prepare_policy, support
@@ -72,7 +72,7 @@ def megatron_optimizer(recipe: Recipe, tools: Tools) -> object:
     """Megatron's optimizer: its kind, its settings, and its parameters' group."""
     parallel.initialize(LearnerConfig().parallel)
     gpt = build_model(own_architecture(recipe, tools), recipe.learner, parallel.current_shard())
-    _, optimizer = with_optimizer(gpt, recipe.learner, recipe.grpo.optimizer)
+    optimizer = Training(gpt, recipe.learner, recipe.grpo.optimizer).optimizer
     names = ("lr", "betas", "eps", "weight_decay")
     groups = [{name: group.get(name) for name in names} for group in optimizer.param_groups]
     split = optimizer.config.use_distributed_optimizer

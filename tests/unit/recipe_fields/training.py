@@ -186,9 +186,9 @@ def training_loss(recipe: Recipe, tools: Tools) -> object:
     _, learner, _, _ = trained(recipe, tools)
     config = learner.updates[0].loss
     ratio_BT, mask_BT = torch.tensor([[0.5, 2.0]]).log(), torch.ones(1, 2, dtype=torch.bool)
-    weights = corrected(torch.tensor([[2.5, 2.9]]), mask_BT, None, config)
-    zeros_BT = torch.zeros(1, 2)
-    how: Any = {"trainer_logprobs_BT": zeros_BT, "ref_logprobs_BT": zeros_BT, "mask_BT": mask_BT}
+    places, zeros_BT = [(0, slice(2))], torch.zeros(1, 2)
+    weights = corrected(torch.tensor([[2.5, 2.9]]), mask_BT, places, config)
+    how: Any = {"trainer_logprobs_BT": zeros_BT, "ref_logprobs_BT": zeros_BT, "mask_BT": mask_BT, "places": places}
 
     def loss(advantage: float) -> float:
         advantages_BT = torch.full((1, 1), advantage)
