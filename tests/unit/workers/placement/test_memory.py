@@ -79,9 +79,9 @@ def _learned(learner: LearnerConfig, arch: Any = None, **how: Any) -> dict[str, 
     return memory.learner_memory(arch or _tiny(), learner, **{"has_reference": False, **how})
 
 
-def _served(engine: EngineConfig, draft: DraftConfig | None = None, longest_k: int = 0) -> tuple[Any, float]:
+def _served(engine: EngineConfig, longest_k: int = 0) -> tuple[Any, float]:
     """Bytes of an engine of the tiny policy on a GPU of 4 MB, by part, and those of a token in its cache."""
-    return memory.engine_memory(_tiny(), engine, gpu_bytes=4e6, longest_k=longest_k, draft=draft)
+    return memory.engine_memory(_tiny(), engine, gpu_bytes=4e6, longest_k=longest_k, draft=EAGLE3)
 
 
 def _engine(**values: float | int | None) -> EngineConfig:
@@ -239,7 +239,7 @@ def test_muon_works_on_as_many_elements_as_a_batch_or_on_gate_and_up_of_a_layer_
 
 
 def test_an_engines_cache_takes_what_is_left_of_its_share() -> None:
-    parts, per_token = _served(_engine(gpu_memory_utilization=0.5), EAGLE3, 3)
+    parts, per_token = _served(_engine(gpu_memory_utilization=0.5), 3)
     # Draft: 3 * 16 + 2*4*(4+4) + 4*4 + 3*4*6 + 4*8 = 48 + 64 + 16 + 72 + 32
     assert (parts["engine weights"], parts["draft"]) == (664, 464)
     assert parts["engine activations"] == 16_384 * 2 * (8 + 18)  # the sampler's 2 * 4 * 8 * 12 is less
@@ -256,7 +256,7 @@ def test_an_engine_without_a_draft_takes_a_named_cache_as_it_is_and_splits_over_
     eight, _ = _served(replace(two, quantization=Quantization.FP8))
     # Two layers of 4 * (2*4 + 2*2) + 3*4*6 = 120 elements, a byte less each, over two ranks.
     assert parts["engine weights"] - eight["engine weights"] == 120
-    parts, per_token = _served(two, EAGLE3, 1)
+    parts, per_token = _served(two, 1)
     assert (parts["draft"], parts["engine activations"], per_token) == (232, 16_384 * 2 * 17, 24)
 
 
