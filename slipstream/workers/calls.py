@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from slipstream.refit.config import Channel, ChannelBrokeError
-from slipstream.workers.session import actor_environment, counted, machine, on_node, own_node
+from slipstream.workers.session import actor_environment, counted, machine, node_address, on_node, own_node
 
 UNKNOWN_HOST = "a host not known yet"
 _CAUSE_S = 60.0  # Ray declares a host dead after at most 50 s of silence
@@ -31,9 +31,6 @@ class LostWorkerError(RuntimeError):
     """Error for a worker that died or does not answer: its memory is lost, and its collectives hang.
 
     The learner's rank 0, which calls engines itself, raises this error too; the driver gets the same error.
-
-    Attributes:
-        workers: the lost workers.
     """
 
     def __init__(self, message: str, workers: Sequence[Worker]) -> None:
@@ -88,8 +85,7 @@ class Crew:
     def ask(self, what: str, call: Callable[[Any], Any], *, deadline: Deadline | None = None) -> list[Any]:
         """Call all workers at once and return the answers in the order of the workers; raises as `gather` does.
 
-        Args:
-            deadline: deadline for this call in place of the crew's.
+        A `deadline` of this call takes the place of the crew's.
         """
         return self.start(what, call, deadline=deadline)()
 
@@ -115,7 +111,6 @@ class Crew:
         """Wait for the answers to one call that some of the workers got.
 
         Args:
-            what: name of the call in errors.
             calls: each worker with Ray's reference to its answer.
         Raises:
             LostWorkerError: a worker died or missed the deadline, or a worker raised this error about others.
@@ -158,7 +153,7 @@ class Proxy:
 
     def __init__(self, workers: Sequence[Worker], deadline: Deadline) -> None:
         self._crew = Crew(workers, deadline)
-        self._limits: tuple[int | None, ...] = ()  # threads of each worker beside others; empty without sharing
+        self._limits: dict[str, int | None] = {}  # threads of workers, by name, where they share cores with others
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -172,13 +167,13 @@ class Proxy:
 
     def limit_threads(self, limits: Sequence[int | None]) -> None:
         """Limit the threads of each worker, which shares its host's cores with others; None ends a worker's limit."""
-        self._limits = tuple(limits)
-        calls = [(each, each.actor.limit_threads.remote(own)) for each, own in zip(self.workers, limits, strict=True)]
-        self._crew.gather("limit_threads", calls)
+        pairs = list(zip(self.workers, limits, strict=True))
+        self._limits = {worker.name: limit for worker, limit in pairs}
+        self._crew.gather("limit_threads", [(each, each.actor.limit_threads.remote(limit)) for each, limit in pairs])
 
     def forget_limits(self) -> None:
         """Give no limit of before to a worker that replaces another; those that run keep theirs."""
-        self._limits = ()
+        self._limits = {}
 
     def close(self) -> None:
         """Kill the workers' processes, as vLLM frees its memory in no other way."""
@@ -208,11 +203,7 @@ def started(workers: Sequence[Worker], deadline: Deadline) -> list[Worker]:
         for worker in workers:
             ray.kill(worker.actor)
         raise
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    return [
-        replace(worker, host=addresses[node_id], node_id=node_id, pid=pid, machine=machine_)
-        for worker, (node_id, pid, machine_) in zip(workers, places, strict=True)
-    ]
+    return [replace(worker, **place) for worker, place in zip(workers, places, strict=True)]
 
 
 class RayEngineControl:
@@ -264,11 +255,10 @@ def settings_of(init_info: Mapping[str, Any], *, index: int, num_workers_each: i
 
 
 class Idle(Generic[E]):
-    """Pool of idle engines or learners, keyed by their start settings; the longest idle one is closed first.
+    """Thread-safe pool of idle engines or learners, keyed by their start settings; the longest idle is closed first.
 
-    A start takes longer than many stages compute. A driver that runs several stages may therefore keep engines and
-    learners alive, and the next stage loads other weights. The pool is off by default, as idle processes hold memory.
-    The pool is thread-safe.
+    A start takes longer than many stages compute, so a driver of several stages may keep processes alive for the next
+    one, which loads other weights. The pool is off by default, as idle processes hold memory.
     """
 
     def __init__(self) -> None:
@@ -326,14 +316,11 @@ def process_states(workers: Sequence[Worker]) -> dict[Worker, str]:
         for worker in workers
         if worker.node_id
     }
-    done, _ = ray.wait(list(asked.values()), num_returns=max(1, len(asked)), timeout=_PROBE_S) if asked else ([], [])
     states = {worker: "its host does not answer" if worker.node_id else "not yet running" for worker in workers}
+    end_s = time.monotonic() + _PROBE_S
     for worker, ref in asked.items():
-        if ref in done:
-            try:
-                states[worker] = ray.get(ref)
-            except RayError:
-                continue
+        with suppress(RayError):
+            states[worker] = ray.get(ref, timeout=max(0.0, end_s - time.monotonic()))
     return states
 
 
@@ -342,10 +329,10 @@ def machines(workers: Iterable[Worker]) -> str:
     return counted({worker.node_id: worker.machine for worker in workers}.values())
 
 
-def _place(actor: Any) -> tuple[str, int, str]:
-    """Return node id, process id and machine; runs in the actor."""
+def _place(actor: Any) -> dict[str, Any]:
+    """Return the fields of the actor's `Worker` that are its place; runs in the actor."""
     del actor
-    return own_node(), os.getpid(), machine()
+    return {"host": node_address(), "node_id": own_node(), "pid": os.getpid(), "machine": machine()}
 
 
 def _process_state(pid: int) -> str:
@@ -371,12 +358,12 @@ def _died(worker: Worker, error: RayError, what: str, last_done: str) -> Excepti
 
 def _silent(workers: Sequence[Worker], what: str, last_done: str, deadline: Deadline) -> LostWorkerError:
     states = process_states(workers)
-    stuck = [worker for worker in workers if states[worker] not in _RUNNING]
-    names = ", ".join(f"{worker} ({states[worker]})" for worker in stuck or workers)
-    waiting = [str(worker) for worker in workers if worker not in stuck] if stuck else []
-    others = f"; {', '.join(waiting)} waited as well" if waiting else ""
+    lost = [worker for worker in workers if states[worker] not in _RUNNING] or workers
+    names = ", ".join(f"{worker} ({states[worker]})" for worker in lost)
+    waiting = ", ".join(str(worker) for worker in workers if worker not in lost)
+    others = f"; {waiting} waited as well" if waiting else ""
     return LostWorkerError(
         f"{names} did not answer within {deadline.seconds:g} s ({deadline.field}) during {what} (done before: "
         f"{last_done}){others}",
-        stuck or workers,
+        lost,
     )

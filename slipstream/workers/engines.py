@@ -205,8 +205,8 @@ class RemoteEngine(Proxy):
     def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig) -> None:
         """Queue groups; the ledger holds a group for its engine even if the engine turns out to be lost."""
         given = self._ledger.place(requests, [worker.name for worker in self._crew.workers])
-        calls = self._of_some(given, lambda each: each.actor.submit.remote(given[each.name], sampling=sampling))
-        self._crew.gather("submitting groups", calls)
+        what = "submitting groups"
+        self._ask_some(given, what, lambda each: each.actor.submit.remote(given[each.name], sampling=sampling))
 
     def advance(self, *, max_s: float) -> Portion:
         """Run all engines until one completes a group, about `max_s` seconds have passed, or no group is in flight."""
@@ -221,8 +221,8 @@ class RemoteEngine(Proxy):
     def restart(self, indices: Sequence[int], *, seeds: Callable[[GroupRequest], tuple[int, ...]]) -> int:
         """Restart the unfinished rollouts of these groups with other seeds; returns the number of restarts."""
         told = self._ledger.reseed(indices, seeds)
-        calls = self._of_some(told, lambda each: each.actor.restart.remote(told[each.name]))
-        return sum(self._crew.gather("a restart of rollouts", calls))
+        what = "a restart of rollouts"
+        return sum(self._ask_some(told, what, lambda each: each.actor.restart.remote(told[each.name])))
 
     def take_lost(self, names: Collection[str]) -> tuple[GroupRequest, ...]:
         """Remove and return the groups that these engines had in flight."""
@@ -332,16 +332,15 @@ class RemoteEngine(Proxy):
             if engine.name in names:  # host and process may differ: an engine may have been replaced before
                 ray.kill(engine.actor)
                 engines[index] = self._start(index)
-                if engines[index].node_id != engine.node_id and self._limits:
-                    self._limits = (*self._limits[:index], None, *self._limits[index + 1 :])
+                if engines[index].node_id != engine.node_id:
+                    self._limits.pop(engine.name, None)
         self._crew = Crew(engines, self._crew.deadline)
         if self._kv_cache is not None:
-            calls = self._of_some(names, lambda each: each.actor.run_in_flight.remote(self._kv_cache))
-            self._crew.gather(self._of("a change of mode"), calls)
-        if self._limits:
-            limits = {engine.name: limit for engine, limit in zip(engines, self._limits, strict=True)}
-            calls = self._of_some(names, lambda each: each.actor.limit_threads.remote(limits[each.name]))
-            self._crew.gather(self._of("limit_threads"), calls)
+            what = self._of("a change of mode")
+            self._ask_some(names, what, lambda each: each.actor.run_in_flight.remote(self._kv_cache))
+        if limited := names & self._limits.keys():
+            what = self._of("limit_threads")
+            self._ask_some(limited, what, lambda each: each.actor.limit_threads.remote(self._limits[each.name]))
 
     def _hold_slice(self, max_s: float) -> None:
         """Run every engine that has groups: a single engine for `max_s`, several engines for a short slice.
@@ -350,9 +349,10 @@ class RemoteEngine(Proxy):
         """
         is_alone = len(self._crew.workers) == 1
         arguments = {"max_s": max_s if is_alone else min(max_s, _SLICE_S), "stops_at_first": is_alone}
-        busy = [worker.name for worker in self.workers if self._ledger.of(worker.name)]
+        busy = [worker for worker in self.workers if self._ledger.of(worker.name)]
+        calls = [(worker, worker.actor.advance.remote(**arguments)) for worker in busy]
         lost: list[LostWorkerError] = []
-        for call in self._of_some(busy, lambda each: each.actor.advance.remote(**arguments)):
+        for call in calls:
             try:
                 (portion,) = self._crew.gather("generation in flight", [call])
             except LostWorkerError as error:
@@ -363,8 +363,9 @@ class RemoteEngine(Proxy):
         if lost:
             raise LostWorkerError("; ".join(map(str, lost)), [worker for error in lost for worker in error.workers])
 
-    def _of_some(self, names: Collection[str], call: Callable[[Worker], Any]) -> list[tuple[Worker, Any]]:
-        return [(engine, call(engine)) for engine in self.workers if engine.name in names]
+    def _ask_some(self, names: Collection[str], what: str, call: Callable[[Worker], Any]) -> list[Any]:
+        calls = [(engine, call(engine)) for engine in self.workers if engine.name in names]
+        return self._crew.gather(what, calls)
 
     def _of_first(self, what: str, call: Callable[[Any], Any]) -> Any:
         first = self.workers[0]

@@ -18,7 +18,7 @@ class Party(Proxy):
 
     def limit_threads(self, limits: Sequence[int | None]) -> None:
         self.told.append(limits)
-        self._limits = tuple(limits)
+        self._limits = {str(number): limit for number, limit in enumerate(limits)}
 
 
 @pytest.mark.parametrize(("num_cores", "num_threads"), [(2, 1), (4, 2), (5, 2), (1, 1)])
@@ -36,7 +36,7 @@ def test_after_an_error_no_limit_is_left_for_a_worker_that_replaces_another_and_
     engines, learner = Party("here"), Party("here")
     with pytest.raises(RuntimeError, match="lost"), shared_cores("here", engines, learner):
         raise RuntimeError("lost")
-    assert engines._limits == learner._limits == ()
+    assert engines._limits == learner._limits == {}
     assert len(engines.told) == len(learner.told) == 1
 
 
