@@ -36,7 +36,6 @@ NUMA_LABEL = "slipstream.io/numa"
 """Label with the NUMA node of each GPU in order, as in `0-0-1-1`; set with `ray start --labels`."""
 
 _TYPE_LABEL = "ray.io/accelerator-type"  # set by Ray on nodes with accelerators
-_GPU, _CPU, _STORE = "GPU", "CPU", "object_store_memory"
 
 
 def connect() -> None:
@@ -141,11 +140,7 @@ def node_address() -> str:
 
 
 def require_here(*paths: Path | None) -> None:
-    """Refuse files and directories that this host does not see, and broken links in a policy of the hub.
-
-    Raises:
-        ConfigError: this host does not see one of `paths`, or the target of a link below it.
-    """
+    """Refuse files and directories that this host does not see, and broken links in a policy of the hub."""
     rule = "must be on storage that all hosts of the run share"
     fix = "give the run another --root, or HF_HOME, policy.model and draft.model other paths"
     for path in filter(None, paths):
@@ -196,11 +191,11 @@ def _node(values: Mapping[str, Any], free: Mapping[str, float]) -> RayNode:
     return RayNode(
         id=values["NodeID"],
         address=values["NodeManagerAddress"],
-        num_cpus=resources.get(_CPU, 0.0),
-        num_gpus=int(resources.get(_GPU, 0)),
-        free_cpus=free.get(_CPU, 0.0),
-        free_gpus=free.get(_GPU, 0.0),
-        object_store_bytes=int(resources.get(_STORE, 0)),
+        num_cpus=resources.get("CPU", 0.0),
+        num_gpus=int(resources.get("GPU", 0)),
+        free_cpus=free.get("CPU", 0.0),
+        free_gpus=free.get("GPU", 0.0),
+        object_store_bytes=int(resources.get("object_store_memory", 0)),
         labels=dict(values["Labels"]),
     )
 
