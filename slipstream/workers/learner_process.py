@@ -69,7 +69,7 @@ class LearnerProcess:
         self._draft: LearnerDraft | None = None
         self._online: tuple[LearnerDraft, DraftConfig] | None = None  # a draft that is trained beside the policy
         self._draft_chats: HeldChats | None = None
-        self._sources: dict[str, WeightSource] = {}  # by model
+        self._sources: dict[str, WeightSource] = {}  # by model; dropped when any model is loaded
         self._sent_as: WeightFormat | None = None  # as the policy is sent to engines
         self._draft_dtype: Dtype | None = None  # as a draft is sent to engines; None sends none
         self._snapshots: dict[tuple[Path, str], SnapshotWriter] = {}  # by directory and model
@@ -124,9 +124,7 @@ class LearnerProcess:
         """
         require_here(path)
         self._policy = self._load(path, optimizer, lora, computed_as)
-        self._is_new(POLICY)
-        self._sent_as = sent_as
-        self._reference = None
+        self._sources, self._sent_as, self._reference = {}, sent_as, None
         if with_reference:
             self._reference = self._load(path, None).logprobs if lora is None else self._policy.base_logprobs
         return self._policy.architecture.num_parameters()
@@ -139,7 +137,7 @@ class LearnerProcess:
         self._policy = MegatronPolicy.from_scratch(
             scratch, vocab_size=vocab_size, eos_token_id=eos_token_id, learner=self._config, optimizer=optimizer
         )
-        self._is_new(POLICY)
+        self._sources = {}
         return self._policy.architecture.num_parameters()
 
     def release(self) -> None:
@@ -252,11 +250,10 @@ class LearnerProcess:
             engine_dtype: type in which the draft is sent to engines; the draft is trained in float32.
         """
         require_here(draft)
-        trainer = start_training(
+        self._draft = start_training(
             self._loaded, policy, config, self._config, writes=self._rank == 0, given=draft, is_online=True
         )
-        self._draft, self._online = trainer, (trainer, config)
-        self._is_new(DRAFT, draft_dtype=engine_dtype)
+        self._online, self._draft_dtype, self._sources = (self._draft, config), engine_dtype, {}
         return self._draft.num_parameters
 
     def start_draft(
@@ -271,8 +268,7 @@ class LearnerProcess:
         self._draft = start_training(
             self._loaded, policy, config, self._config, writes=self._rank == 0, given=given, token_ids=token_ids
         )
-        self._online = None
-        self._is_new(DRAFT)
+        self._online, self._draft_dtype, self._sources = None, None, {}
         return self._draft.num_parameters
 
     def hold_draft_chats(self, part: IndexedChats, config: DraftConfig) -> bool:
@@ -313,16 +309,6 @@ class LearnerProcess:
     def load_draft_checkpoint(self, path: Path) -> None:
         """Restore what `save_draft_checkpoint` wrote."""
         self._drafting.load_checkpoint(path)
-
-    def _is_new(self, model: str, *, draft_dtype: Dtype | None = None) -> None:
-        """Drop the weight source of `model` after a load.
-
-        Args:
-            draft_dtype: type in which the draft is sent to engines; None for a draft that is not sent.
-        """
-        self._sources.pop(model, None)
-        if model == DRAFT:
-            self._draft_dtype = draft_dtype
 
     def location(self) -> Location:
         """Return the host and the GPU of this rank."""
