@@ -72,11 +72,7 @@ class Crew:
     """Workers that are called together, with the name of the last call that all of them completed."""
 
     def __init__(self, workers: Sequence[Worker], deadline: Deadline, *, cause_s: float = _CAUSE_S) -> None:
-        """Take workers that have begun to start.
-
-        Args:
-            cause_s: time for which a worker's RuntimeError is held back, as another worker's death may be the cause.
-        """
+        """Take workers that have begun to start; for `cause_s` a RuntimeError waits for the death that caused it."""
         self.workers = tuple(workers)
         self.last_done = "nothing yet"
         self.deadline = deadline
@@ -96,15 +92,11 @@ class Crew:
         calls = [(worker, call(worker.actor)) for worker in self.workers]
         return lambda: self.gather(what, calls, deadline=deadline)
 
-    def first_of(self, what: str, calls: Sequence[tuple[Worker, Any]]) -> Any:
-        """Return the first of `calls` to some of the workers that is answered.
-
-        Raises:
-            LostWorkerError: no call is answered before the deadline.
-        """
+    def first_of(self, what: str, calls: Sequence[tuple[Worker, Any]]) -> tuple[Worker, Any]:
+        """Return the first of `calls` to some of the workers that is answered; raises as `gather` does."""
         done, _ = ray.wait([ref for _, ref in calls], num_returns=1, timeout=self.deadline.seconds)
         if done:
-            return done[0]
+            return next(call for call in calls if call[1] == done[0])
         raise _silent([worker for worker, _ in calls], what, self.last_done, self.deadline)
 
     def gather(self, what: str, calls: Sequence[tuple[Worker, Any]], *, deadline: Deadline | None = None) -> list[Any]:
@@ -153,7 +145,7 @@ class Proxy:
 
     def __init__(self, workers: Sequence[Worker], deadline: Deadline) -> None:
         self._crew = Crew(workers, deadline)
-        self._limits: dict[str, int | None] = {}  # threads of workers, by name, where they share cores with others
+        self._limit: tuple[str, int] | None = None  # node whose cores are shared, and threads of a worker there
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -162,34 +154,35 @@ class Proxy:
 
     def lost_workers(self) -> list[Worker]:
         """Return the workers whose processes do not answer."""
-        calls = [(worker, worker.actor.__ray_ready__.remote()) for worker in self.workers]
-        return [call[0] for call in calls if not _is_answered(call)]
+        crew, lost = Crew(self.workers, _ALIVE), list[Worker]()
+        for call in [(worker, worker.actor.__ray_ready__.remote()) for worker in self.workers]:
+            try:
+                crew.gather("its time at rest", [call])
+            except LostWorkerError as error:
+                lost += error.workers
+        return lost
 
-    def limit_threads(self, limits: Sequence[int | None]) -> None:
-        """Limit the threads of each worker, which shares its host's cores with others; None ends a worker's limit."""
-        pairs = list(zip(self.workers, limits, strict=True))
-        self._limits = {worker.name: limit for worker, limit in pairs}
-        self._crew.gather("limit_threads", [(each, each.actor.limit_threads.remote(limit)) for each, limit in pairs])
+    def limit_threads(self, node_id: str, num_threads: int | None) -> None:
+        """Limit the threads of each worker on a node, where it shares the cores with others; None ends the limit."""
+        self._limit = None if num_threads is None else (node_id, num_threads)
+        here = [worker for worker in self.workers if worker.node_id == node_id]
+        self._crew.gather("limit_threads", [(each, each.actor.limit_threads.remote(num_threads)) for each in here])
 
-    def forget_limits(self) -> None:
+    def forget_limit(self) -> None:
         """Give no limit of before to a worker that replaces another; those that run keep theirs."""
-        self._limits = {}
+        self._limit = None
 
     def close(self) -> None:
         """Kill the workers' processes, as vLLM frees its memory in no other way."""
         for worker in self.workers:
             ray.kill(worker.actor)
 
+    def _of_first(self, what: str, call: Callable[[Any], Any]) -> Any:
+        first = self.workers[0]
+        return self._crew.gather(what, [(first, call(first.actor))])[0]
+
 
 E = TypeVar("E", bound=Any)  # engines or a learner
-
-
-def _is_answered(call: tuple[Worker, Any]) -> bool:
-    try:
-        Crew([call[0]], _ALIVE).gather("its time at rest", [call])
-    except LostWorkerError:
-        return False
-    return True
 
 
 def started(workers: Sequence[Worker], deadline: Deadline) -> list[Worker]:
