@@ -51,13 +51,7 @@ class LearnerProcess:
     def __init__(
         self, config: LearnerConfig, *, rank: int = 0, world_size: int = 1, logical_gpus: bool = False
     ) -> None:
-        """Start without a process group, which `join` forms.
-
-        Args:
-            logical_gpus: a GPU that Ray assigned to this process is only counted, and the rank may use the CPU.
-        Raises:
-            PlacementError: the rank would compute on the CPU in spite of an assigned GPU.
-        """
+        """Start without a process group, which `join` forms; the rank may use the CPU if GPUs are logical."""
         self._rank = rank
         if not logical_gpus:
             require_gpu(f"learner rank {rank}", problem=_without_cuda)
@@ -67,7 +61,7 @@ class LearnerProcess:
         self._policy: MegatronPolicy | None = None
         self._reference: Callable[..., Sequence[np.ndarray]] | None = None  # logprobs under the initial policy
         self._draft: LearnerDraft | None = None
-        self._online: tuple[LearnerDraft, DraftConfig] | None = None  # a draft that is trained beside the policy
+        self._online: DraftConfig | None = None  # of a draft that is trained beside the policy
         self._draft_chats: HeldChats | None = None
         self._sources: dict[str, WeightSource] = {}  # by model; dropped when any model is loaded
         self._sent_as: WeightFormat | None = None  # as the policy is sent to engines
@@ -89,11 +83,9 @@ class LearnerProcess:
         return self._store.port
 
     def join(self, address: str, port: int, *, own_address: str) -> None:
-        """Form one process group with the other ranks; returns when all ranks have joined.
+        """Form one process group with the other ranks, which meet at rank 0's `address`; returns when all have joined.
 
-        Args:
-            address: address of the rendezvous host, with its port.
-            own_address: address of this host; its network interface carries the collectives.
+        The network interface of this host's `own_address` carries the collectives.
         """
         with uncollected():
             from torch.distributed import TCPStore
@@ -214,7 +206,7 @@ class LearnerProcess:
         if not part.trains_draft:
             return self._loaded.train_step(part)
         assert self._online is not None, "continue_draft comes first"
-        return train_beside(self._loaded, *self._online, part, self._config)
+        return train_beside(self._loaded, self._drafting, self._online, part, self._config)
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write the policy in Hugging Face format."""
@@ -222,7 +214,7 @@ class LearnerProcess:
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         """Write the checkpoint of the policy, and of a draft trained beside the policy, in the background."""
-        self._loaded.save_checkpoint(path, extra, beside=self._online[0].state() if self._online else None)
+        self._loaded.save_checkpoint(path, extra, beside=self._drafting.state() if self._online else None)
 
     def finish_checkpoint(self) -> None:
         """Wait until the checkpoint is written."""
@@ -234,7 +226,7 @@ class LearnerProcess:
             return self._loaded.load_checkpoint(path)
         state: dict[str, torch.Tensor] = {}
         extra = self._loaded.load_checkpoint(path, beside=state)
-        self._online[0].restore(state)
+        self._drafting.restore(state)
         return extra
 
     def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
@@ -244,16 +236,15 @@ class LearnerProcess:
         return inspect_checkpoint(path)["extra"]
 
     def continue_draft(self, draft: Path, policy: Path, config: DraftConfig, engine_dtype: Dtype) -> int:
-        """Continue to train the saved `draft` beside the policy; returns the number of trained parameters.
+        """Continue to train the saved `draft` beside the policy, in float32; returns the number of trained parameters.
 
-        Args:
-            engine_dtype: type in which the draft is sent to engines; the draft is trained in float32.
+        The draft is sent to engines in their type, `engine_dtype`.
         """
         require_here(draft)
         self._draft = start_training(
             self._loaded, policy, config, self._config, writes=self._rank == 0, given=draft, is_online=True
         )
-        self._online, self._draft_dtype, self._sources = (self._draft, config), engine_dtype, {}
+        self._online, self._draft_dtype, self._sources = config, engine_dtype, {}
         return self._draft.num_parameters
 
     def start_draft(
@@ -261,8 +252,7 @@ class LearnerProcess:
     ) -> int:
         """Make a fresh draft for the loaded policy, or load the `given` draft; return the number of trained parameters.
 
-        Args:
-            token_ids: vocabulary of a fresh draft; None takes all tokens.
+        A fresh draft knows `token_ids` alone; None takes all tokens.
         """
         require_here(given)
         self._draft = start_training(

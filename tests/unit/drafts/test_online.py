@@ -140,9 +140,7 @@ def policy_bits(process: LearnerProcess) -> dict[str, bytes]:
 
 
 def draft_bits(process: LearnerProcess) -> dict[str, bytes]:
-    assert process._online is not None
-    trainer, _ = process._online
-    return {name: tensor.numpy().tobytes() for name, tensor in trainer.state().items()}
+    return {name: tensor.numpy().tobytes() for name, tensor in process._drafting.state().items()}
 
 
 @pytest.mark.parametrize("recompute", Recompute)
