@@ -137,11 +137,7 @@ def reserved(layout: Layout) -> Reservation | None:
 
 
 def reserve(layout: Layout) -> Reservation:
-    """Reserve the GPUs of `layout` and look up the physical GPU of each bundle.
-
-    Raises:
-        PlacementError: the GPUs are not free within `placement.start_timeout_s`.
-    """
+    """Reserve the GPUs of `layout` and look up the physical GPU of each bundle; raises as `reserved` does."""
     deadline = time.monotonic() + layout.placement.start_timeout_s
     plan, nodes = _planned(layout, lambda cluster: make_plan(layout, cluster), deadline)
     return Reservation(plan, _reserve(plan, plan.groups, nodes, deadline))
@@ -150,8 +146,7 @@ def reserve(layout: Layout) -> Reservation:
 def renewed(held: Reservation) -> Reservation:
     """Replace the lost nodes of `held`; placement groups that contain a lost node are reserved anew.
 
-    Raises:
-        PlacementError: as in `reserve`; all of `held` is released.
+    After an error, as `reserved` raises it, all of `held` is released.
     """
     layout, before = held.plan.layout, held.plan.nodes
     deadline = time.monotonic() + layout.placement.start_timeout_s
@@ -265,8 +260,6 @@ def require_gpu(process: str, *, problem: Callable[[], str]) -> None:
 
     Args:
         problem: returns why the process would use the CPU, or an empty string; called only with an assigned GPU.
-    Raises:
-        PlacementError: the process would use the CPU.
     """
     ids = ray.get_runtime_context().get_accelerator_ids()["GPU"] if ray.is_initialized() else []
     bundles = os.environ.get(_BUNDLES)  # set for an engine whose workers are Ray actors

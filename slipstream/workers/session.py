@@ -75,11 +75,7 @@ def disconnect() -> None:
 
 
 def start_patiently(start: Callable[[], object]) -> None:
-    """Start a local Ray, and retry if its processes do not answer within Ray's 30 s.
-
-    Raises:
-        TimeoutError: no attempt succeeded.
-    """
+    """Start a local Ray, and retry if its processes do not answer within Ray's 30 s."""
     for attempt in range(1, _NUM_STARTS + 1):
         try:
             start()
@@ -175,11 +171,7 @@ def accelerators() -> str:
 
 
 def as_cluster(nodes: Sequence[RayNode]) -> list[Node]:
-    """Convert Ray's nodes to the planner's; a node's name is Ray's id.
-
-    Raises:
-        ConfigError: the NUMA label of a node does not name each of its GPUs.
-    """
+    """Convert Ray's nodes to the planner's; a node's name is Ray's id, and its NUMA label must name each GPU."""
     return [
         Node(name=node.id, num_gpus=node.num_gpus, nvlink_domain=node.labels.get(NVLINK_LABEL), numa=_numa(node))
         for node in nodes

@@ -57,11 +57,7 @@ _STATES = ("weights", "base weights", "gradients", "optimizer", "reference")
 
 
 def known_shape(policy: PolicyConfig, simulator: SimulatorConfig | None) -> Architecture | ModelShape | None:
-    """Look up the policy's shape; None for a model of the hub without a data file.
-
-    Raises:
-        ConfigError: `policy.rope` does not extend the model.
-    """
+    """Look up the policy's shape; None for a model of the hub without a data file."""
     if policy.scratch is not None:
         own = Architecture.from_scratch(policy.scratch, vocab_size=_TOKENIZER_SIZE, eos_token_id=0)
         return own.extended(policy.rope)
@@ -93,11 +89,7 @@ def require_even(shape: Architecture | ModelShape, parallel: ParallelConfig, *, 
 
 
 def resolved_channel(wanted: Channel, layout: Layout) -> Channel:
-    """Resolve `auto` on GPUs, and refuse a channel that the placement rules out before any process starts.
-
-    Raises:
-        ConfigError: the recipe names a channel that the placement rules out.
-    """
+    """Resolve `auto` on GPUs, and refuse a channel that the placement rules out before any process starts."""
     if not layout.has_gpus:
         rule = "must do without CUDA: placement.gpus_per_node is 0"
         require(wanted not in (Channel.NCCL, Channel.IPC), "refit.channel", rule, wanted.value, "set auto")
@@ -214,8 +206,6 @@ def estimate(  # noqa: PLR0913  # one parameter for each section of the recipe t
     Args:
         longest_k: longest draft of a request in tokens; 0 without a draft.
         has_reference: True if the loss has a KL to frozen weights.
-        method: optimizer of the policy.
-        lora: adapters that are trained in place of the weights.
     """
     found = load_hardware(hardware)
     held = learner_memory(shape, learner, has_reference=has_reference, method=method, lora=lora)

@@ -44,13 +44,7 @@ def sizes(cluster: Cluster) -> str:
 
 
 def parse_cluster(text: str, *, domain_nodes: int | None = None) -> list[Node]:
-    """Parse a cluster such as `8x4`: 8 nodes of 4 GPUs.
-
-    Args:
-        domain_nodes: number of neighbouring nodes that form an NVLink domain; None leaves the nodes unlabelled.
-    Raises:
-        ConfigError: the text has another form, or no GPUs.
-    """
+    """Parse a cluster such as `8x4`: 8 nodes of 4 GPUs; every `domain_nodes` neighbours form an NVLink domain."""
     match = re.fullmatch(r"(\d{1,5})x(\d{1,3})", text, re.ASCII)
     require(match is not None, "--cluster", "must read NODESxGPUS", text, "as in 8x4: 8 nodes of 4 GPUs")
     assert match is not None
@@ -127,10 +121,8 @@ def make_plan(layout: Layout, cluster: Cluster) -> Plan:
 def replanned(plan: Plan, cluster: Cluster) -> Plan:
     """Replace the nodes of `plan` that the cluster has lost; ranks and workers on other nodes keep their places.
 
-    Groups that span nodes are planned anew, as a replacement would have to lie in the same NVLink domain.
-
-    Raises:
-        ConfigError: as in `make_plan`.
+    Groups that span nodes are planned anew, as a replacement would have to lie in the same NVLink domain. Errors are
+    those of `make_plan`.
     """
     layout, per_node = plan.layout, plan.layout.placement.gpus_per_node
     alive, taken = {node.name for node in cluster}, {node.name for node in plan.nodes}
