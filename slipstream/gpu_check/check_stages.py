@@ -490,13 +490,12 @@ def gpu_bytes() -> tuple[int, int]:
 
 def chain(at: Setting) -> None:
     """The recipe `tiny_gpu` with both arms; killed behind its first checkpoint, resumed, certified."""
-    slipstream = [sys.executable, "-m", "slipstream.cli", "run"]
-    root = ["--run-root", str(at.directory / "runs")]
+    runs = at.directory / "runs"
+    command = [sys.executable, "-m", "slipstream.cli", "run", "--run-root", str(runs)]
     own = str(Path(__file__).with_name("dry_chain.yaml"))
     recipe = [own, "--arms", "speculative"] if at.is_dry else ["tiny_gpu", "--arms", "both"]
     start_s = time.perf_counter()
-    first = subprocess.Popen([*slipstream, *recipe, *root])
-    runs = at.directory / "runs"
+    first = subprocess.Popen([*command, *recipe])
     while first.poll() is None and not list(runs.glob("*/train_grpo_*/checkpoints/step-*[0-9]")):
         if at.is_dry:
             _tell_length(runs)
@@ -506,7 +505,7 @@ def chain(at: Setting) -> None:
         workflow.kill()
     status = first.wait()
     require(status != 0, "a killed chain", "must end with another status than 0", status)
-    status = subprocess.run([*slipstream, *root, "--resume"], check=False).returncode
+    status = subprocess.run([*command, "--resume"], check=False).returncode
     require(status == 0, "the resumed chain", "must end with status 0", status)
     at.figures["chain_s"] = round(time.perf_counter() - start_s, 1)
     record = read_record(RunRecord, runs / "latest" / "run.json")

@@ -264,7 +264,8 @@ def _init(name: str, environment: Mapping[str, str]) -> Iterator[int]:
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
             raise AssertionError(f"{name} did not start: {process.communicate(timeout=5)[1][-2000:]}")
-        yield _only_child(process.pid)
+        (init,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        yield int(init)
     finally:
         process.kill()
         process.communicate()
@@ -296,15 +297,6 @@ def _host_environment() -> dict[str, str]:
         "RAY_health_check_timeout_ms": "2000",
         "RAY_health_check_failure_threshold": "3",
     }
-
-
-def _only_child(pid: int) -> int:
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        if children:
-            return int(children[0])
-    raise AssertionError(f"unshare {pid} has no child")
 
 
 def _net(pid: int) -> str:
