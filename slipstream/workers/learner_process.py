@@ -104,8 +104,8 @@ class LearnerProcess:
         lora: LoraConfig | None = None,
         sent_as: WeightFormat | None = None,
         computed_as: WeightFormat | None = None,
-    ) -> int:
-        """Load the policy, and a frozen copy as the reference of the KL; returns the number of parameters.
+    ) -> None:
+        """Load the policy, and a frozen copy as the reference of the KL.
 
         A policy with adapters is its own reference: it has kept the weights below them.
 
@@ -119,7 +119,6 @@ class LearnerProcess:
         self._sources, self._sent_as, self._reference = {}, sent_as, None
         if with_reference:
             self._reference = self._load(path, None).logprobs if lora is None else self._policy.base_logprobs
-        return self._policy.architecture.num_parameters()
 
     def create(self, scratch: ScratchConfig, vocab_size: int, eos_token_id: int, optimizer: OptimizerConfig) -> int:
         """Make a policy with random weights; returns the number of parameters."""
@@ -235,25 +234,18 @@ class LearnerProcess:
 
         return inspect_checkpoint(path)["extra"]
 
-    def continue_draft(self, draft: Path, policy: Path, config: DraftConfig, engine_dtype: Dtype) -> int:
-        """Continue to train the saved `draft` beside the policy, in float32; returns the number of trained parameters.
-
-        The draft is sent to engines in their type, `engine_dtype`.
-        """
+    def continue_draft(self, draft: Path, policy: Path, config: DraftConfig, engine_dtype: Dtype) -> None:
+        """Continue to train the saved `draft` beside the policy, in float32; engines get it in `engine_dtype`."""
         require_here(draft)
         self._draft = start_training(
             self._loaded, policy, config, self._config, writes=self._rank == 0, given=draft, is_online=True
         )
         self._online, self._draft_dtype, self._sources = config, engine_dtype, {}
-        return self._draft.num_parameters
 
     def start_draft(
         self, policy: Path, config: DraftConfig, given: Path | None = None, token_ids: Sequence[int] | None = None
     ) -> int:
-        """Make a fresh draft for the loaded policy, or load the `given` draft; return the number of trained parameters.
-
-        A fresh draft knows `token_ids` alone; None takes all tokens.
-        """
+        """Make a fresh draft of `token_ids`, or load the `given` one; returns the number of trained parameters."""
         require_here(given)
         self._draft = start_training(
             self._loaded, policy, config, self._config, writes=self._rank == 0, given=given, token_ids=token_ids

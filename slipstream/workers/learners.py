@@ -85,9 +85,9 @@ class RemoteLearner(Proxy):
         super().__init__(ranks, deadline)
         self._layout = layout
 
-    def load(self, path: Path, optimizer: OptimizerConfig | None, **how: Any) -> int:
-        """Load the policy, `how` as `LearnerProcess.load` documents; returns the number of parameters."""
-        return self._on_all("load", lambda rank: rank.load.remote(path, optimizer, **how))
+    def load(self, path: Path, optimizer: OptimizerConfig | None, **how: Any) -> None:
+        """Load the policy, `how` as `LearnerProcess.load` documents."""
+        self._on_all("load", lambda rank: rank.load.remote(path, optimizer, **how))
 
     def create(self, scratch: ScratchConfig, vocab_size: int, eos_token_id: int, optimizer: OptimizerConfig) -> int:
         """Make a policy with random weights; returns the number of parameters."""
@@ -178,11 +178,9 @@ class RemoteLearner(Proxy):
         """Return the `extra` of a complete checkpoint without restoring it."""
         return self._of_first("inspect_checkpoint", lambda rank: rank.inspect_checkpoint.remote(path))
 
-    def continue_draft(self, draft: Path, policy: Path, config: DraftConfig, engine_dtype: Dtype) -> int:
-        """Continue to train a saved draft beside the policy; returns the number of trained parameters."""
-        return self._on_all(
-            "continue_draft", lambda rank: rank.continue_draft.remote(draft, policy, config, engine_dtype)
-        )
+    def continue_draft(self, draft: Path, policy: Path, config: DraftConfig, engine_dtype: Dtype) -> None:
+        """Continue to train a saved draft beside the policy."""
+        self._on_all("continue_draft", lambda rank: rank.continue_draft.remote(draft, policy, config, engine_dtype))
 
     def start_draft(
         self, policy: Path, config: DraftConfig, given: Path | None = None, token_ids: Sequence[int] | None = None
