@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
+import psutil
+
 from slipstream.workers.calls import Proxy
 
 logger = logging.getLogger(__name__)
-
-_NUM_COLUMNS = 6  # of a line of /proc/self/maps that names a file
 
 
 @contextmanager
@@ -61,7 +61,5 @@ def set_threads(count: int) -> None:
 
 @lru_cache(maxsize=1)
 def _runtimes() -> tuple[ctypes.CDLL, ...]:
-    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    mapped = {line[5] for line in lines if len(line) == _NUM_COLUMNS}  # anonymous memory has no sixth column
-    paths = sorted(path for path in mapped if Path(path).name.startswith(("libgomp", "libiomp", "libomp")))
-    return tuple(ctypes.CDLL(path) for path in paths)
+    paths = sorted(each.path for each in psutil.Process().memory_maps())
+    return tuple(ctypes.CDLL(path) for path in paths if Path(path).name.startswith(("libgomp", "libiomp", "libomp")))

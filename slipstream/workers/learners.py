@@ -168,7 +168,7 @@ class RemoteLearner(Proxy):
     def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
         """Wait until the checkpoint is written."""
         deadline = None if timeout_s is None else Deadline(timeout_s, "fixed")
-        self._crew.ask("finish_checkpoint", lambda rank: rank.finish_checkpoint.remote(), deadline=deadline)
+        self._on_all("finish_checkpoint", lambda rank: rank.finish_checkpoint.remote(), deadline=deadline)
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote; returns its `extra`."""
@@ -242,17 +242,13 @@ class RemoteLearner(Proxy):
 
     def open_stream(self, settings: RefitConfig, engines: EngineControl) -> None:
         """Join a channel with the engines; raises as `Crew.gather` does, as engines may be lost as well as ranks."""
-        self._crew.ask(
-            f"opening the {settings.channel.value} channel",
-            lambda rank: rank.open_stream.remote(settings, engines),
-            deadline=_sending(settings.timeout_s),
-        )
+        what, deadline = f"opening the {settings.channel.value} channel", _sending(settings.timeout_s)
+        self._on_all(what, lambda rank: rank.open_stream.remote(settings, engines), deadline=deadline)
 
     def stream(self, *, is_draft: bool, timeout_s: float) -> str | None:
         """Send the policy, or the draft, to the engines that joined; raises as `open_stream` does."""
         what = f"sending the {'draft' if is_draft else 'policy'}"
-        deadline = _sending(timeout_s)
-        return self._crew.ask(what, lambda rank: rank.stream.remote(is_draft=is_draft), deadline=deadline)[0]
+        return self._on_all(what, lambda rank: rank.stream.remote(is_draft=is_draft), deadline=_sending(timeout_s))
 
     def close_stream(self) -> None:
         """Leave the channel."""
@@ -274,8 +270,8 @@ class RemoteLearner(Proxy):
         """Release policy, optimizer and draft; the ranks' processes stay."""
         self._on_all("release", lambda rank: rank.release.remote())
 
-    def _on_all(self, what: str, call: Callable[[Any], Any]) -> Any:
-        return self._crew.ask(what, call)[0]
+    def _on_all(self, what: str, call: Callable[[Any], Any], *, deadline: Deadline | None = None) -> Any:
+        return self._crew.ask(what, call, deadline=deadline)[0]
 
     def _require_shared(self, path: Path) -> None:
         """Refuse a directory that a rank's host does not see, as driver and ranks read one another's files."""
