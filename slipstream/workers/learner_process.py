@@ -175,13 +175,7 @@ class LearnerProcess:
         from slipstream.learner.logprobs import COLUMNS, conditionals
 
         sequences, prompt_lengths = part
-        function = partial(
-            conditionals,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            generator=self._generator(seed),
-        )
+        function = partial(conditionals, **_distribution(sampling), generator=self._generator(seed))
         values = self._loaded.map_logits(sequences, prompt_lengths, function, width=len(COLUMNS))
         lengths = [len(tokens) - start for tokens, start in zip(sequences, prompt_lengths, strict=True)]
         return np.split(values, np.cumsum(lengths[:-1], dtype=np.int64))
@@ -192,9 +186,7 @@ class LearnerProcess:
 
         def function(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
             del labels_N
-            return processed_logprobs(
-                logits_NV, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
-            ).exp()
+            return processed_logprobs(logits_NV, **_distribution(sampling)).exp()
 
         extended = [[*prefix, 0] for prefix in part]  # logits are computed for a next token, whichever it is
         width = self._loaded.architecture.vocab_size
@@ -407,6 +399,10 @@ def _without_cuda() -> str:
     import torch
 
     return "" if torch.cuda.is_available() else "torch sees no CUDA device and would train on the CPU"
+
+
+def _distribution(sampling: SamplingConfig) -> dict[str, Any]:
+    return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
 
 
 def _float32(rows: Sequence[np.ndarray]) -> Ragged:
