@@ -148,12 +148,13 @@ class Setting:
         Qwen3ForCausalLM(config).save_pretrained(path)
         return path
 
-    def draft(self, name: str, policy: Path, seed: int) -> Path:
+    def draft(self, policy: Path) -> Path:
         """Write a random draft of `policy`."""
         from slipstream.drafts.eagle3 import build_draft, save_draft
 
-        save_draft(build_draft(policy, DraftConfig(seed=seed)), self.work / name)
-        return self.work / name
+        path = policy.with_name(f"{policy.name}_draft")
+        save_draft(build_draft(policy, DraftConfig(seed=5)), path)
+        return path
 
 
 def environment(at: Setting) -> None:
@@ -330,7 +331,7 @@ def _check_logprobs(at: Setting, result: GenerationResult, learner: Any) -> None
 def speculation(at: Setting) -> None:
     """EAGLE-3 under graphs: the sampler's own check, seeds, counters, k that changes, and the certificate."""
     policy = at.policy("policy", 0)
-    told = speculative_config(DraftConfig(), at.draft("draft", policy, 5), _K, schedule=constant(_K))
+    told = speculative_config(DraftConfig(), at.draft(policy), _K, schedule=constant(_K))
     with at.start_engine(policy, speculative_config=told) as engines:
         first = _sampled_twice(at, engines)
         acceptance = first.acceptance
@@ -339,9 +340,9 @@ def speculation(at: Setting) -> None:
         _check_acceptance(acceptance, k=_K)
         for k in (1, 0):
             engines.draft_by(constant(k))
-            _check_acceptance(_generate(engines, seed=1).acceptance, k=k)
+            _check_acceptance(_generate(engines).acceptance, k=k)
         engines.draft_by(constant(_K))
-        require(_tokens(_generate(engines, seed=1)) == _tokens(first), "k back at 3", "must give the first sample", "")
+        require(_tokens(_generate(engines)) == _tokens(first), "k back at 3", "must give the first sample", "")
         _certify(at, engines, policy)
 
 
@@ -390,17 +391,16 @@ def _certify(at: Setting, engines: Any, policy: Path) -> None:
 def refit(at: Setting) -> None:
     """Policy and online draft over the fast channel under graphs: bits, several refits, and one in flight."""
     old, new = at.policy("old", 0), at.policy("new", 1)
-    drafts = {path: at.draft(f"{path.name}_draft", path, 5) for path in (old, new)}
-    told = speculative_config(DraftConfig(), drafts[old], _K)
+    start = WeightFiles(policy=old, policy_version=0, draft=at.draft(old))
+    told = speculative_config(DraftConfig(), start.draft, _K)
     fast = Channel.GLOO if at.is_dry else Channel.IPC
     with (
         at.start_engine(old, speculative_config=told, kv_cache=KvCache.RECOMPUTE) as engines,
         at.start_learner() as learner,
     ):
         learner.load(new, _OPTIMIZER)
-        learner.continue_draft(drafts[new], new, DraftConfig(), at.dtype)
+        learner.continue_draft(at.draft(new), new, DraftConfig(), at.dtype)
         engines.run_in_flight(None)
-        start = WeightFiles(policy=old, policy_version=0, draft=drafts[old])
         by_files = _refitted(at, engines, learner, Channel.SHARED_MEMORY, start)
         is_alike = _refitted(at, engines, learner, fast, start) == by_files
         require(is_alike, fast.value, "must bring shared memory's bits", "others")
@@ -410,7 +410,7 @@ def refit(at: Setting) -> None:
 def _refitted(at: Setting, engines: Any, learner: Any, channel: Channel, start: WeightFiles) -> list[Any]:
     """Refit three times from the weights of the start; returns the sample and what the engine holds."""
     engines.refit(start)
-    before = _tokens(_generate(engines, seed=1))
+    before = _tokens(_generate(engines))
     config = RefitConfig(channel=channel, bucket_mib=0.05)
     with _gate(engines, learner, config, start.draft) as gate:
         for version in (1, 2, 3):
@@ -418,7 +418,7 @@ def _refitted(at: Setting, engines: Any, learner: Any, channel: Channel, start: 
             check = gate.refit(version, draft_version=version)
             at.figures[f"{channel.value}_refit_s"] = round(time.perf_counter() - start_s, 4)
             require(check.num_tensors > 0, "a refit", "must compare tensors", check.num_tensors)
-    sample = _generate(engines, seed=1)
+    sample = _generate(engines)
     require(_tokens(sample) != before, "a refit", "must change the sample", "the sample of the old weights")
     logprobs = [rollout.rollout_logprobs for _, rollout in _rows(sample)]
     held = [engines.start_fingerprints(is_draft=is_draft, turn=ALL)() for is_draft in (False, True)]
@@ -555,7 +555,7 @@ def _refit_two_by_ipc(at: Setting, learner: Any, layout: Layout, policy: Path) -
     starting = at.start_engine(policy, config=config, layout=layout)
     with starting as engines, _gate(engines, learner, RefitConfig()) as gate:
         require(gate.refit(1).num_tensors > 0, "a refit of two ranks", "must compare tensors", 0)
-        require(bool(_tokens(_generate(engines, seed=1))), "an engine of two ranks", "must generate", "nothing")
+        require(bool(_tokens(_generate(engines))), "an engine of two ranks", "must generate", "nothing")
 
 
 def _refit_between(at: Setting, policy: Path) -> None:
@@ -580,13 +580,13 @@ def _refit_between(at: Setting, policy: Path) -> None:
 
 def _sampled_twice(at: Setting, engines: Any) -> GenerationResult:
     """Check that one seed gives one sample, and note how fast the second was made."""
-    first, again = (_generate(engines, seed=1) for _ in range(2))
+    first, again = (_generate(engines) for _ in range(2))
     at.figures["tokens_per_s"] = round(sum(map(len, _tokens(again))) / again.generation_s)
     require(_tokens(first) == _tokens(again), "two samples of one seed", "must be equal", "others")
     return first
 
 
-def _generate(engines: Any, *, seed: int) -> GenerationResult:
+def _generate(engines: Any, *, seed: int = 1) -> GenerationResult:
     return engines.generate(_PROMPTS, sampling=_SAMPLING, group_size=_GROUP, seed=seed)
 
 
