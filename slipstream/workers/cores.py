@@ -16,30 +16,30 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
+import psutil
+
 from slipstream.workers.calls import Proxy
 
 logger = logging.getLogger(__name__)
-
-_NUM_COLUMNS = 6  # of a line of /proc/self/maps that names a file
 
 
 @contextmanager
 def shared_cores(node_id: str, *parties: Proxy) -> Iterator[None]:
     """Give each worker on this process's node its share of the cores in the block; others keep their threads."""
-    here = [[worker.node_id == node_id for worker in party.workers] for party in parties]
-    num_workers, cores = sum(map(sum, here)), num_cores()
+    num_workers = sum(worker.node_id == node_id for party in parties for worker in party.workers)
+    cores = num_cores()
     num_threads = max(1, cores // max(1, num_workers))
     logger.info("%d workers share the %d cores of this host: %d threads each", num_workers, cores, num_threads)
-    for party, own in zip(parties, here, strict=True):
-        party.limit_threads([num_threads if is_here else None for is_here in own])
+    for party in parties:
+        party.limit_threads(node_id, num_threads)
     try:
         yield
     except BaseException:
         for party in parties:  # whose workers may be dead or busy
-            party.forget_limits()
+            party.forget_limit()
         raise
-    for party, own in zip(parties, here, strict=True):
-        party.limit_threads([None] * len(own))
+    for party in parties:
+        party.limit_threads(node_id, None)
 
 
 def num_cores() -> int:
@@ -61,7 +61,5 @@ def set_threads(count: int) -> None:
 
 @lru_cache(maxsize=1)
 def _runtimes() -> tuple[ctypes.CDLL, ...]:
-    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    mapped = {line[5] for line in lines if len(line) == _NUM_COLUMNS}  # anonymous memory has no sixth column
-    paths = sorted(path for path in mapped if Path(path).name.startswith(("libgomp", "libiomp", "libomp")))
-    return tuple(ctypes.CDLL(path) for path in paths)
+    paths = sorted(each.path for each in psutil.Process().memory_maps())
+    return tuple(ctypes.CDLL(path) for path in paths if Path(path).name.startswith(("libgomp", "libiomp", "libomp")))

@@ -52,12 +52,11 @@ class EngineProcess(VllmEngine):
         logical_gpus: bool = False,
         **options: Any,
     ) -> None:
-        """Start a `VllmEngine` with these arguments and `options`.
+        """Start a `VllmEngine` with these arguments and `options`; this host must see the policy and the draft.
 
         Args:
             logical_gpus: GPUs that Ray assigned to this process are only counted, and the engine may use the CPU.
         Raises:
-            ConfigError: this host does not see `policy`, or the draft.
             PlacementError: the engine would compute on the CPU in spite of an assigned GPU.
         """
         if not logical_gpus:
@@ -75,11 +74,7 @@ class EngineProcess(VllmEngine):
         set_threads(min(num_threads or self._most_threads, self._most_threads))
 
     def refit(self, weights: WeightFiles) -> EngineState:
-        """Refit the engine.
-
-        Raises:
-            ConfigError: this host does not see the files.
-        """
+        """Refit the engine from files that this host must see."""
         require_here(weights.policy, weights.draft)
         return super().refit(weights)
 
@@ -97,11 +92,7 @@ class SglangProcess(SglangEngine):
         logical_gpus: bool = False,
         **options: Any,
     ) -> None:
-        """Start a `SglangEngine` with these arguments and `options`.
-
-        Raises:
-            ConfigError: this host does not see `policy`, or has no environment of SGLang.
-        """
+        """Start a `SglangEngine` with these arguments and `options`; this host must see the policy."""
         del executor, can_sleep, logical_gpus  # of GPUs, which the recipe refuses
         require_here(policy)
         super().__init__(policy, config=config, **options)
@@ -115,20 +106,15 @@ class SglangProcess(SglangEngine):
             os._exit(1)
 
     def refit(self, weights: WeightFiles) -> EngineState:
-        """Refit the engine.
-
-        Raises:
-            ConfigError: this host does not see the files.
-        """
+        """Refit the engine from files that this host must see."""
         require_here(weights.policy)
         return super().refit(weights)
 
 
 def _name_interface() -> None:
-    """Set the network interface for gloo, which vLLM uses too.
+    """Name gloo's network interface, for this process and the ranks of a tensor-parallel engine.
 
-    Without the setting gloo resolves the host's name, which may have no address. The ranks of a tensor-parallel engine
-    inherit the variable.
+    By default gloo resolves the host's name, which may have no address.
     """
     address = node_address()
     if address != "127.0.0.1":
@@ -139,9 +125,8 @@ def _name_interface() -> None:
 
 def draft_directory(speculative_config: dict[str, Any] | None) -> Path | None:
     """Return the directory of the draft's weights; None without a draft, and for a draft without weights."""
-    if speculative_config is None or "model" not in speculative_config:
-        return None
-    return Path(speculative_config["model"])
+    model = (speculative_config or {}).get("model")
+    return None if model is None else Path(model)
 
 
 class RemoteEngine(Proxy):
@@ -159,11 +144,9 @@ class RemoteEngine(Proxy):
         start: Callable[[int], Worker] | None = None,
         max_num_seqs: int | None = None,
     ) -> None:
-        """Take engines that have started.
+        """Take engines that have started, of which each runs `max_num_seqs` rollouts at once; None sets no limit.
 
-        Args:
-            start: starts the engine of this number again after a loss; None leaves the engine lost.
-            max_num_seqs: rollouts that each engine runs at once; None sets no limit.
+        After a loss, `start` starts the engine of a number again.
         """
         super().__init__(engines, deadline)
         self._start = start
@@ -205,8 +188,8 @@ class RemoteEngine(Proxy):
     def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig) -> None:
         """Queue groups; the ledger holds a group for its engine even if the engine turns out to be lost."""
         given = self._ledger.place(requests, [worker.name for worker in self._crew.workers])
-        calls = self._of_some(given, lambda each: each.actor.submit.remote(given[each.name], sampling=sampling))
-        self._crew.gather("submitting groups", calls)
+        what = "submitting groups"
+        self._ask_some(given, what, lambda each: each.actor.submit.remote(given[each.name], sampling=sampling))
 
     def advance(self, *, max_s: float) -> Portion:
         """Run all engines until one completes a group, about `max_s` seconds have passed, or no group is in flight."""
@@ -221,8 +204,8 @@ class RemoteEngine(Proxy):
     def restart(self, indices: Sequence[int], *, seeds: Callable[[GroupRequest], tuple[int, ...]]) -> int:
         """Restart the unfinished rollouts of these groups with other seeds; returns the number of restarts."""
         told = self._ledger.reseed(indices, seeds)
-        calls = self._of_some(told, lambda each: each.actor.restart.remote(told[each.name]))
-        return sum(self._crew.gather("a restart of rollouts", calls))
+        what = "a restart of rollouts"
+        return sum(self._ask_some(told, what, lambda each: each.actor.restart.remote(told[each.name])))
 
     def take_lost(self, names: Collection[str]) -> tuple[GroupRequest, ...]:
         """Remove and return the groups that these engines had in flight."""
@@ -285,7 +268,7 @@ class RemoteEngine(Proxy):
 
     def facts(self) -> dict[str, str]:
         """Return what vLLM chose in the first engine; all engines are alike."""
-        return self._of_first("facts", lambda engine: engine.facts.remote())
+        return self._of_first(self._of("facts"), lambda engine: engine.facts.remote())
 
     def locations(self) -> list[Location]:
         """Locations of all workers, engine by engine."""
@@ -307,7 +290,7 @@ class RemoteEngine(Proxy):
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
         """Return the tensor types of the first engine; all engines hold the same tensors."""
-        return self._of_first("weight_dtypes", lambda engine: engine.weight_dtypes.remote(is_draft=is_draft))
+        return self._of_first(self._of("weight_dtypes"), lambda engine: engine.weight_dtypes.remote(is_draft=is_draft))
 
     def start_fingerprints(self, *, is_draft: bool, turn: Turn) -> Callable[[], list[dict[str, int]]]:
         """Begin to fingerprint the last weights that each engine was sent."""
@@ -332,16 +315,14 @@ class RemoteEngine(Proxy):
             if engine.name in names:  # host and process may differ: an engine may have been replaced before
                 ray.kill(engine.actor)
                 engines[index] = self._start(index)
-                if engines[index].node_id != engine.node_id and self._limits:
-                    self._limits = (*self._limits[:index], None, *self._limits[index + 1 :])
         self._crew = Crew(engines, self._crew.deadline)
         if self._kv_cache is not None:
-            calls = self._of_some(names, lambda each: each.actor.run_in_flight.remote(self._kv_cache))
-            self._crew.gather(self._of("a change of mode"), calls)
-        if self._limits:
-            limits = {engine.name: limit for engine, limit in zip(engines, self._limits, strict=True)}
-            calls = self._of_some(names, lambda each: each.actor.limit_threads.remote(limits[each.name]))
-            self._crew.gather(self._of("limit_threads"), calls)
+            what = self._of("a change of mode")
+            self._ask_some(names, what, lambda each: each.actor.run_in_flight.remote(self._kv_cache))
+        if self._limit is not None:
+            node_id, num_threads = self._limit
+            here = {engine.name for engine in engines if engine.name in names and engine.node_id == node_id}
+            self._ask_some(here, self._of("limit_threads"), lambda each: each.actor.limit_threads.remote(num_threads))
 
     def _hold_slice(self, max_s: float) -> None:
         """Run every engine that has groups: a single engine for `max_s`, several engines for a short slice.
@@ -350,9 +331,10 @@ class RemoteEngine(Proxy):
         """
         is_alone = len(self._crew.workers) == 1
         arguments = {"max_s": max_s if is_alone else min(max_s, _SLICE_S), "stops_at_first": is_alone}
-        busy = [worker.name for worker in self.workers if self._ledger.of(worker.name)]
+        busy = [worker for worker in self.workers if self._ledger.of(worker.name)]
+        calls = [(worker, worker.actor.advance.remote(**arguments)) for worker in busy]
         lost: list[LostWorkerError] = []
-        for call in self._of_some(busy, lambda each: each.actor.advance.remote(**arguments)):
+        for call in calls:
             try:
                 (portion,) = self._crew.gather("generation in flight", [call])
             except LostWorkerError as error:
@@ -363,12 +345,9 @@ class RemoteEngine(Proxy):
         if lost:
             raise LostWorkerError("; ".join(map(str, lost)), [worker for error in lost for worker in error.workers])
 
-    def _of_some(self, names: Collection[str], call: Callable[[Worker], Any]) -> list[tuple[Worker, Any]]:
-        return [(engine, call(engine)) for engine in self.workers if engine.name in names]
-
-    def _of_first(self, what: str, call: Callable[[Any], Any]) -> Any:
-        first = self.workers[0]
-        return self._crew.gather(self._of(what), [(first, call(first.actor))])[0]
+    def _ask_some(self, names: Collection[str], what: str, call: Callable[[Worker], Any]) -> list[Any]:
+        calls = [(engine, call(engine)) for engine in self.workers if engine.name in names]
+        return self._crew.gather(what, calls)
 
     def _of(self, what: str) -> str:
         return f"{what} with policy version {self._policy_version}"
@@ -376,17 +355,14 @@ class RemoteEngine(Proxy):
 
 def generate_dealt(crew: Crew, dealt: Deal, sampling: SamplingConfig, what: str) -> list[list[Portion]]:
     """Generate the dealt groups on the engines of `crew`; `what` names the call in errors."""
-    running: dict[Any, Worker] = {}
 
     def start(index: int, requests: tuple[GroupRequest, ...], is_first: bool, room_for: int | None) -> Any:
         engine = crew.workers[index]
-        ref = engine.actor.generate.remote(requests, sampling=sampling, is_first=is_first, room_for=room_for)
-        running[ref] = engine
-        return ref
+        return engine, engine.actor.generate.remote(requests, sampling=sampling, is_first=is_first, room_for=room_for)
 
-    def wait(refs: Sequence[Any]) -> tuple[Any, Portion]:
-        done = crew.first_of(what, [(running[ref], ref) for ref in refs])
-        (portion,) = crew.gather(what, [(running.pop(done), done)])
+    def wait(calls: Sequence[Any]) -> tuple[Any, Portion]:
+        done = crew.first_of(what, calls)
+        (portion,) = crew.gather(what, [done])
         return done, portion
 
     return gather(dealt, start=start, wait=wait)

@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NAMESPACES = ("mnt", "net", "uts", "ipc", "pid")
 _NOT_BEFORE = ("slipstream", "tasks", "workflows", "tests", "ray")
-_MOST_BYTES = 1 << 20  # of a request
+MOST_BYTES = 1 << 20
+"""Size of the largest request."""
 
 
 def main(file: int, modules: list[str]) -> None:
@@ -36,7 +37,7 @@ def main(file: int, modules: list[str]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     requests = socket.socket(fileno=file)
     while True:
-        request, files, _, _ = socket.recv_fds(requests, _MOST_BYTES, 3)
+        request, files, _, _ = socket.recv_fds(requests, MOST_BYTES, 3)
         if not request:
             return  # the workers end with their Ray
         if os.fork() == 0:
@@ -67,7 +68,8 @@ def _work(request: dict[str, Any], files: list[int], set_by_imports: dict[str, s
     sys.argv[:] = argv
     on_path = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:0] = [str(Path(argv[0]).parent), *on_path]
-    _reseed()
+    if "numpy" in sys.modules:  # else all workers would draw the same; `random` seeds itself anew
+        sys.modules["numpy"].random.seed()
     runpy.run_path(argv[0], run_name="__main__")
     sys.exit()
 
@@ -89,12 +91,6 @@ def _show_environment() -> None:
     """Show the environment in a file in memory that nobody closes: the kernel shows the server's as every worker's."""
     file = os.memfd_create("environ")
     os.write(file, "\0".join(f"{name}={value}" for name, value in os.environ.items()).encode())
-
-
-def _reseed() -> None:
-    """Seed numpy anew, without which all workers would draw the same; `random` does so by itself."""
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
 
 
 if __name__ == "__main__":

@@ -55,9 +55,7 @@ _READ = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "VLLM_", "TORCH", "PYTORCH_", "LD_
 _READ += ("TOKENIZERS_", "ATEN_", "ONEDNN_", "DNNL_", "GLOO_", "NCCL_", "PYTHON", "LANG", "LC_")
 # Whoever asks torch for CUDA while it is imported must not set it up: a process forked from one that did has none.
 _ASKED = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-_MOST_BYTES = 1 << 20  # of a request
 _NOT_READ = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")  # the worker's own counts, or it is read later
-
 
 FORKING = (DIRECTORY, HOOK)
 """Variables of a driver whose workers are forked."""
@@ -93,11 +91,7 @@ def forked_workers() -> Iterator[None]:
 
 def forking_process() -> int | None:
     """Return the process that all forked workers of this one's driver descend from; None: workers are not forked."""
-    return int(_owner(Path(os.environ[DIRECTORY])).read_text()) if DIRECTORY in os.environ else None
-
-
-def _owner(directory: Path) -> Path:
-    return directory / "pid"
+    return int(Path(os.environ[DIRECTORY], "pid").read_text()) if DIRECTORY in os.environ else None
 
 
 @contextmanager
@@ -105,7 +99,7 @@ def managed(modules: Mapping[bool, Sequence[str]] = _MODULES) -> Iterator[Path]:
     """Make a directory where clients are answered for the span of the block."""
     with tempfile.TemporaryDirectory(prefix="slipstream-forked-", dir="/var/tmp") as directory:  # hosts see it too
         manager = Manager(Path(directory), modules)
-        _owner(Path(directory)).write_text(str(os.getpid()))
+        Path(directory, "pid").write_text(str(os.getpid()))
         try:
             yield Path(directory)
         finally:
@@ -115,7 +109,7 @@ def managed(modules: Mapping[bool, Sequence[str]] = _MODULES) -> Iterator[Path]:
 class Manager:
     """Starts servers and passes requests on to them. A thread answers."""
 
-    def __init__(self, directory: Path, modules: Mapping[bool, Sequence[str]] = _MODULES) -> None:
+    def __init__(self, directory: Path, modules: Mapping[bool, Sequence[str]]) -> None:
         """Answer from now on; `modules` are imported for workers that are an engine's, and for those that are not."""
         self._directory, self._modules = directory, modules
         self._servers: dict[str, tuple[subprocess.Popen[bytes], socket.socket]] = {}
@@ -139,7 +133,7 @@ class Manager:
             except OSError:
                 return  # closed
             with connection, suppress(OSError):  # a server that has ended: nobody answers the client
-                request, files, _, _ = socket.recv_fds(connection, _MOST_BYTES, 2)
+                request, files, _, _ = socket.recv_fds(connection, fork_server.MOST_BYTES, 2)
                 with ExitStack() as sent:
                     for file in files:
                         sent.callback(os.close, file)

@@ -51,13 +51,7 @@ class LearnerProcess:
     def __init__(
         self, config: LearnerConfig, *, rank: int = 0, world_size: int = 1, logical_gpus: bool = False
     ) -> None:
-        """Start without a process group, which `join` forms.
-
-        Args:
-            logical_gpus: a GPU that Ray assigned to this process is only counted, and the rank may use the CPU.
-        Raises:
-            PlacementError: the rank would compute on the CPU in spite of an assigned GPU.
-        """
+        """Start without a process group, which `join` forms; the rank may use the CPU if GPUs are logical."""
         self._rank = rank
         if not logical_gpus:
             require_gpu(f"learner rank {rank}", problem=_without_cuda)
@@ -69,7 +63,7 @@ class LearnerProcess:
         self._draft: LearnerDraft | None = None
         self._online: LearnerDraft | None = None  # a draft that is trained beside the policy
         self._draft_chats: HeldChats | None = None
-        self._sources: dict[str, WeightSource] = {}  # by model
+        self._sources: dict[str, WeightSource] = {}  # by model; dropped when any model is loaded
         self._sent_as: WeightFormat | None = None  # as the policy is sent to engines
         self._draft_dtype: Dtype | None = None  # as a draft is sent to engines; None sends none
         self._snapshots: dict[tuple[Path, str], SnapshotWriter] = {}  # by directory and model
@@ -89,11 +83,9 @@ class LearnerProcess:
         return self._store.port
 
     def join(self, address: str, port: int, *, own_address: str) -> None:
-        """Form one process group with the other ranks; returns when all ranks have joined.
+        """Form one process group with the other ranks, which meet at rank 0's `address`; returns when all have joined.
 
-        Args:
-            address: address of the rendezvous host, with its port.
-            own_address: address of this host; its network interface carries the collectives.
+        The network interface of this host's `own_address` carries the collectives.
         """
         with uncollected():
             from torch.distributed import TCPStore
@@ -112,8 +104,8 @@ class LearnerProcess:
         lora: LoraConfig | None = None,
         sent_as: WeightFormat | None = None,
         computed_as: WeightFormat | None = None,
-    ) -> int:
-        """Load the policy, and a frozen copy as the reference of the KL; returns the number of parameters.
+    ) -> None:
+        """Load the policy, and a frozen copy as the reference of the KL.
 
         A policy with adapters is its own reference: it has kept the weights below them.
 
@@ -124,12 +116,9 @@ class LearnerProcess:
         """
         require_here(path)
         self._policy = self._load(path, optimizer, lora, computed_as)
-        self._is_new(POLICY)
-        self._sent_as = sent_as
-        self._reference = None
+        self._sources, self._sent_as, self._reference = {}, sent_as, None
         if with_reference:
             self._reference = self._load(path, None).logprobs if lora is None else self._policy.base_logprobs
-        return self._policy.architecture.num_parameters()
 
     def create(self, scratch: ScratchConfig, vocab_size: int, eos_token_id: int, optimizer: OptimizerConfig) -> int:
         """Make a policy with random weights; returns the number of parameters."""
@@ -139,7 +128,7 @@ class LearnerProcess:
         self._policy = MegatronPolicy.from_scratch(
             scratch, vocab_size=vocab_size, eos_token_id=eos_token_id, learner=self._config, optimizer=optimizer
         )
-        self._is_new(POLICY)
+        self._sources = {}
         return self._policy.architecture.num_parameters()
 
     def release(self) -> None:
@@ -186,13 +175,7 @@ class LearnerProcess:
         from slipstream.learner.logprobs import COLUMNS, conditionals
 
         sequences, prompt_lengths = part
-        function = partial(
-            conditionals,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            generator=self._generator(seed),
-        )
+        function = partial(conditionals, **_distribution(sampling), generator=self._generator(seed))
         values = self._loaded.map_logits(sequences, prompt_lengths, function, width=len(COLUMNS))
         lengths = [len(tokens) - start for tokens, start in zip(sequences, prompt_lengths, strict=True)]
         return np.split(values, np.cumsum(lengths[:-1], dtype=np.int64))
@@ -203,9 +186,7 @@ class LearnerProcess:
 
         def function(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
             del labels_N
-            return processed_logprobs(
-                logits_NV, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
-            ).exp()
+            return processed_logprobs(logits_NV, **_distribution(sampling)).exp()
 
         extended = [[*prefix, 0] for prefix in part]  # logits are computed for a next token, whichever it is
         width = self._loaded.architecture.vocab_size
@@ -245,33 +226,23 @@ class LearnerProcess:
 
         return inspect_checkpoint(path)["extra"]
 
-    def continue_draft(self, draft: Path, policy: Path, config: DraftConfig, engine_dtype: Dtype) -> int:
-        """Continue to train the saved `draft` beside the policy; returns the number of trained parameters.
-
-        Args:
-            engine_dtype: type in which the draft is sent to engines; the draft is trained in float32.
-        """
+    def continue_draft(self, draft: Path, policy: Path, config: DraftConfig, engine_dtype: Dtype) -> None:
+        """Continue to train the saved `draft` beside the policy, in float32; engines get it in `engine_dtype`."""
         require_here(draft)
         self._draft = self._online = start_training(
             self._loaded, policy, config, self._config, writes=self._rank == 0, given=draft, is_online=True
         )
-        self._is_new(DRAFT, draft_dtype=engine_dtype)
-        return self._draft.num_parameters
+        self._draft_dtype, self._sources = engine_dtype, {}
 
     def start_draft(
         self, policy: Path, config: DraftConfig, given: Path | None = None, token_ids: Sequence[int] | None = None
     ) -> int:
-        """Make a fresh draft for the loaded policy, or load the `given` draft; return the number of trained parameters.
-
-        Args:
-            token_ids: vocabulary of a fresh draft; None takes all tokens.
-        """
+        """Make a fresh draft of `token_ids`, or load the `given` one; returns the number of trained parameters."""
         require_here(given)
         self._draft = start_training(
             self._loaded, policy, config, self._config, writes=self._rank == 0, given=given, token_ids=token_ids
         )
-        self._online = None
-        self._is_new(DRAFT)
+        self._online, self._draft_dtype, self._sources = None, None, {}
         return self._draft.num_parameters
 
     def hold_draft_chats(self, part: IndexedChats, config: DraftConfig) -> bool:
@@ -312,16 +283,6 @@ class LearnerProcess:
     def load_draft_checkpoint(self, path: Path) -> None:
         """Restore what `save_draft_checkpoint` wrote."""
         self._drafting.load_checkpoint(path)
-
-    def _is_new(self, model: str, *, draft_dtype: Dtype | None = None) -> None:
-        """Drop the weight source of `model` after a load.
-
-        Args:
-            draft_dtype: type in which the draft is sent to engines; None for a draft that is not sent.
-        """
-        self._sources.pop(model, None)
-        if model == DRAFT:
-            self._draft_dtype = draft_dtype
 
     def location(self) -> Location:
         """Return the host and the GPU of this rank."""
@@ -438,6 +399,10 @@ def _without_cuda() -> str:
     import torch
 
     return "" if torch.cuda.is_available() else "torch sees no CUDA device and would train on the CPU"
+
+
+def _distribution(sampling: SamplingConfig) -> dict[str, Any]:
+    return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
 
 
 def _float32(rows: Sequence[np.ndarray]) -> Ragged:

@@ -48,22 +48,18 @@ _GRACE_S = 30.0  # added to a sender's own deadline, whose error names the engin
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Division of a batch over data-parallel ranks, balanced by tokens."""
+    """Division of a batch over data-parallel ranks, balanced by tokens; a rank may get none."""
 
     indices: tuple[tuple[int, ...], ...]  # of the sequences, by data-parallel rank
 
     @classmethod
     def of(cls, sequences: Sequence[Any], num_ranks: int) -> Shards:
-        """Divide the sequences; a rank may get none."""
+        """Divide the sequences."""
         return cls(tuple(plan_shards([len(sequence) for sequence in sequences], num_ranks)))
 
     @classmethod
     def of_update(cls, sequences: Sequence[Any], num_ranks: int) -> Shards:
-        """Divide the sequences of an optimizer update, where every rank needs at least one.
-
-        Raises:
-            ConfigError: there are fewer sequences than ranks.
-        """
+        """Divide the sequences of an optimizer update, where every rank needs at least one."""
         num, rule = len(sequences), f"must have a sequence for each of {num_ranks} data-parallel ranks"
         require(num >= num_ranks, "an update", rule, num, "lower learner.parallel.data, or take more rollouts a step")
         return cls.of(sequences, num_ranks)
@@ -89,9 +85,9 @@ class RemoteLearner(Proxy):
         super().__init__(ranks, deadline)
         self._layout = layout
 
-    def load(self, path: Path, optimizer: OptimizerConfig | None, **how: Any) -> int:
-        """Load the policy, `how` as `LearnerProcess.load` documents; returns the number of parameters."""
-        return self._on_all("load", lambda rank: rank.load.remote(path, optimizer, **how))
+    def load(self, path: Path, optimizer: OptimizerConfig | None, **how: Any) -> None:
+        """Load the policy, `how` as `LearnerProcess.load` documents."""
+        self._on_all("load", lambda rank: rank.load.remote(path, optimizer, **how))
 
     def create(self, scratch: ScratchConfig, vocab_size: int, eos_token_id: int, optimizer: OptimizerConfig) -> int:
         """Make a policy with random weights; returns the number of parameters."""
@@ -172,7 +168,7 @@ class RemoteLearner(Proxy):
     def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
         """Wait until the checkpoint is written."""
         deadline = None if timeout_s is None else Deadline(timeout_s, "fixed")
-        self._crew.ask("finish_checkpoint", lambda rank: rank.finish_checkpoint.remote(), deadline=deadline)
+        self._on_all("finish_checkpoint", lambda rank: rank.finish_checkpoint.remote(), deadline=deadline)
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote; returns its `extra`."""
@@ -180,23 +176,16 @@ class RemoteLearner(Proxy):
 
     def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
         """Return the `extra` of a complete checkpoint without restoring it."""
-        first = self.workers[0]
-        return self._crew.gather("inspect_checkpoint", [(first, first.actor.inspect_checkpoint.remote(path))])[0]
+        return self._of_first("inspect_checkpoint", lambda rank: rank.inspect_checkpoint.remote(path))
 
-    def continue_draft(self, draft: Path, policy: Path, config: DraftConfig, engine_dtype: Dtype) -> int:
-        """Continue to train a saved draft beside the policy; returns the number of trained parameters."""
-        return self._on_all(
-            "continue_draft", lambda rank: rank.continue_draft.remote(draft, policy, config, engine_dtype)
-        )
+    def continue_draft(self, draft: Path, policy: Path, config: DraftConfig, engine_dtype: Dtype) -> None:
+        """Continue to train a saved draft beside the policy."""
+        self._on_all("continue_draft", lambda rank: rank.continue_draft.remote(draft, policy, config, engine_dtype))
 
     def start_draft(
         self, policy: Path, config: DraftConfig, given: Path | None = None, token_ids: Sequence[int] | None = None
     ) -> int:
-        """Make a fresh draft, or load the `given` draft; returns the number of trained parameters.
-
-        Args:
-            token_ids: vocabulary of a fresh draft; None takes all tokens.
-        """
+        """Make a fresh draft, or load the `given` draft; returns the number of trained parameters."""
         return self._on_all("start_draft", lambda rank: rank.start_draft.remote(policy, config, given, token_ids))
 
     def hold_draft_chats(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> bool:
@@ -253,17 +242,13 @@ class RemoteLearner(Proxy):
 
     def open_stream(self, settings: RefitConfig, engines: EngineControl) -> None:
         """Join a channel with the engines; raises as `Crew.gather` does, as engines may be lost as well as ranks."""
-        self._crew.ask(
-            f"opening the {settings.channel.value} channel",
-            lambda rank: rank.open_stream.remote(settings, engines),
-            deadline=_sending(settings.timeout_s),
-        )
+        what, deadline = f"opening the {settings.channel.value} channel", _sending(settings.timeout_s)
+        self._on_all(what, lambda rank: rank.open_stream.remote(settings, engines), deadline=deadline)
 
     def stream(self, *, is_draft: bool, timeout_s: float) -> str | None:
         """Send the policy, or the draft, to the engines that joined; raises as `open_stream` does."""
         what = f"sending the {'draft' if is_draft else 'policy'}"
-        deadline = _sending(timeout_s)
-        return self._crew.ask(what, lambda rank: rank.stream.remote(is_draft=is_draft), deadline=deadline)[0]
+        return self._on_all(what, lambda rank: rank.stream.remote(is_draft=is_draft), deadline=_sending(timeout_s))
 
     def close_stream(self) -> None:
         """Leave the channel."""
@@ -272,10 +257,7 @@ class RemoteLearner(Proxy):
     def start_fingerprints(
         self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
     ) -> Callable[[], dict[str, int]]:
-        """Begin to fingerprint the tensors in `turn` as engines with these types must hold them.
-
-        Returns a function that waits for the fingerprints. For the draft rank 0 alone returns fingerprints.
-        """
+        """Begin to fingerprint the tensors in `turn`; returns a function that waits for the fingerprints."""
         what = "draft_fingerprints" if is_draft else "weight_fingerprints"
         wait = self._crew.start(what, lambda rank: rank.weight_fingerprints.remote(dtypes, turn, is_draft=is_draft))
         return lambda: weight_totals(wait())
@@ -288,15 +270,11 @@ class RemoteLearner(Proxy):
         """Release policy, optimizer and draft; the ranks' processes stay."""
         self._on_all("release", lambda rank: rank.release.remote())
 
-    def _on_all(self, what: str, call: Callable[[Any], Any]) -> Any:
-        return self._crew.ask(what, call)[0]
+    def _on_all(self, what: str, call: Callable[[Any], Any], *, deadline: Deadline | None = None) -> Any:
+        return self._crew.ask(what, call, deadline=deadline)[0]
 
     def _require_shared(self, path: Path) -> None:
-        """Refuse a directory that a rank's host does not see, as driver and ranks read one another's files.
-
-        Raises:
-            ConfigError: a rank's host does not see the directory of `path`.
-        """
+        """Refuse a directory that a rank's host does not see, as driver and ranks read one another's files."""
         if all(rank.node_id == own_node() for rank in self.workers):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -360,21 +338,14 @@ def start_learner(config: LearnerConfig, *, layout: Layout = _ANYWHERE) -> Itera
 
 def _new_learner(config: LearnerConfig, layout: Layout) -> RemoteLearner:
     world_size, reservation = config.parallel.world_size, reserved(layout)
-    if reservation is None:
-        return start_ranks(config, [{"num_gpus": 0}] * world_size)
-    places = [reservation.learner_place(rank) for rank in range(world_size)]
+    places = [reservation.learner_place(rank) if reservation else {"num_gpus": 0} for rank in range(world_size)]
     return start_ranks(config, places, logical_gpus=layout.placement.logical_gpus)
 
 
 def start_ranks(
     config: LearnerConfig, places: Sequence[Mapping[str, Any]], *, logical_gpus: bool = False
 ) -> RemoteLearner:
-    """Start the learner's ranks, and form their process group.
-
-    Args:
-        places: Ray's placement options for each rank.
-        logical_gpus: GPUs among the options are only counted, and the ranks may use the CPU.
-    """
+    """Start the learner's ranks, and form their process group; `places` has Ray's placement options of each rank."""
     own = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
     # With one hardware queue a GPU starts a collective before the product that Megatron runs beside it.
     own["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
@@ -400,11 +371,10 @@ def _join(ranks: Sequence[Worker], deadline: Deadline) -> None:
     """Form one process group: rank 0 listens on its host, and the other ranks connect to that address."""
     if len(ranks) == 1 and ranks[0].host == "127.0.0.1":
         return  # on a cluster gloo needs its interface named, as the host's name may have no address
-    first = Crew(ranks[:1], deadline)
-    (port,) = first.ask("listen", lambda rank: rank.listen.remote(ranks[0].host))
-    crew = Crew(ranks, deadline)
-    calls = [(rank, rank.actor.join.remote(ranks[0].host, port, own_address=rank.host)) for rank in ranks]
-    crew.gather("join", calls)
+    host = ranks[0].host
+    (port,) = Crew(ranks[:1], deadline).ask("listen", lambda rank: rank.listen.remote(host))
+    calls = [(rank, rank.actor.join.remote(host, port, own_address=rank.host)) for rank in ranks]
+    Crew(ranks, deadline).gather("join", calls)
 
 
 def _chats(sequences: Sequences, prompt_lengths: Sequence[int], indices: Sequence[int]) -> tuple[Ragged, list[int]]:

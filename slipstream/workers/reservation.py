@@ -48,25 +48,19 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """Ray and vLLM settings that start an engine on its GPUs.
+    """Ray and vLLM settings that start an engine on its GPUs."""
 
-    Attributes:
-        place: placement options of the engine's Ray actor.
-        environment: additional environment variables of the engine's process.
-        executor: vLLM's executor of the engine's workers: `uni`, `mp` or `ray`.
-    """
-
-    place: dict[str, Any]
-    environment: dict[str, str]
-    executor: str
+    place: dict[str, Any]  # placement options of the engine's Ray actor
+    environment: dict[str, str]  # additional variables of the engine's process
+    executor: str  # vLLM's, of the engine's workers: `uni`, `mp` or `ray`
 
 
+@dataclass(slots=True)
 class Reservation:
     """Reserved GPUs of a plan, held until `release` or the end of this process."""
 
-    def __init__(self, plan: Plan, seats: Mapping[Slot, Seat]) -> None:
-        self.plan = plan
-        self.seats = dict(seats)
+    plan: Plan
+    seats: dict[Slot, Seat]
 
     def learner_place(self, rank: int) -> dict[str, Any]:
         """Return Ray's options that place the actor of this rank on its GPU."""
@@ -143,12 +137,7 @@ def reserved(layout: Layout) -> Reservation | None:
 
 
 def reserve(layout: Layout) -> Reservation:
-    """Reserve the GPUs of `layout` and look up the physical GPU of each bundle.
-
-    Raises:
-        PlacementError: the GPUs are not free within `placement.start_timeout_s`; the message names the request and the
-            free resources of each node.
-    """
+    """Reserve the GPUs of `layout` and look up the physical GPU of each bundle; raises as `reserved` does."""
     deadline = time.monotonic() + layout.placement.start_timeout_s
     plan, nodes = _planned(layout, lambda cluster: make_plan(layout, cluster), deadline)
     return Reservation(plan, _reserve(plan, plan.groups, nodes, deadline))
@@ -157,8 +146,7 @@ def reserve(layout: Layout) -> Reservation:
 def renewed(held: Reservation) -> Reservation:
     """Replace the lost nodes of `held`; placement groups that contain a lost node are reserved anew.
 
-    Raises:
-        PlacementError: as in `reserve`; all of `held` is released.
+    After an error, as `reserved` raises it, all of `held` is released.
     """
     layout, before = held.plan.layout, held.plan.nodes
     deadline = time.monotonic() + layout.placement.start_timeout_s
@@ -216,14 +204,13 @@ def _planned(layout: Layout, plan_on: Callable[[Cluster], Plan], deadline: float
 
 def _group(plan: Plan, members: Sequence[int], nodes: Mapping[str, RayNode]) -> PlacementGroup:
     """Request a bundle for each GPU that the plan takes of these nodes, pinned to the nodes."""
-    bundles, selectors = [], []
-    for index in members:
-        node = nodes[plan.nodes[index].name]
-        for _ in range(plan.layout.placement.gpus_per_node):
-            bundles.append(_bundle(node))
-            selectors.append({_NODE_LABEL: node.id})
-    strategy = "STRICT_PACK" if len(members) == 1 else "PACK"
-    return placement_group(bundles, strategy=strategy, bundle_label_selector=selectors)
+    per_node = plan.layout.placement.gpus_per_node
+    by_bundle = [nodes[plan.nodes[index].name] for index in members for _ in range(per_node)]
+    return placement_group(
+        [_bundle(node) for node in by_bundle],
+        strategy="STRICT_PACK" if len(members) == 1 else "PACK",
+        bundle_label_selector=[{_NODE_LABEL: node.id} for node in by_bundle],
+    )
 
 
 def _bundle(node: RayNode) -> dict[str, float]:
@@ -257,7 +244,7 @@ def _seats(plan: Plan, groups: Sequence[PlacementGroup], deadline: float) -> dic
     return {
         Slot(index, gpu): seat
         for index, seats in by_node.items()
-        for gpu, seat in enumerate(sorted(seats, key=lambda seat: _gpu_order(seat.gpu_id)))
+        for gpu, seat in enumerate(sorted(seats, key=lambda seat: (len(seat.gpu_id), seat.gpu_id)))  # 9 before 10
     }
 
 
@@ -272,17 +259,13 @@ def require_gpu(process: str, *, problem: Callable[[], str]) -> None:
     """Refuse to compute on the CPU in a process to which Ray assigned a GPU; the run would be slow without an error.
 
     Args:
-        process: name of the process in the error.
         problem: returns why the process would use the CPU, or an empty string; called only with an assigned GPU.
-    Raises:
-        PlacementError: the process would use the CPU.
     """
     ids = ray.get_runtime_context().get_accelerator_ids()["GPU"] if ray.is_initialized() else []
     bundles = os.environ.get(_BUNDLES)  # set for an engine whose workers are Ray actors
     if not ids and not bundles:
         return
-    found = problem()
-    if found:
+    if found := problem():
         import torch
 
         given = f"GPU {', '.join(map(str, ids))}" if ids else f"the GPUs of bundles {bundles}"
@@ -301,20 +284,16 @@ def _in_bundle(group: PlacementGroup, bundle: int, share: float) -> dict[str, An
 
 def _not_free(plan: Plan, missing: Iterable[int], nodes: Mapping[str, RayNode]) -> str:
     """Error text with the request and the free resources of each missing node."""
-    timeout_s = plan.layout.placement.start_timeout_s
-    now = {node.id: node for node in ray_nodes()}
+    placement, now = plan.layout.placement, {node.id: node for node in ray_nodes()}
     words = []
     for index in missing:
-        name = plan.nodes[index].name
-        wanted, count = _bundle(nodes[name]), plan.layout.placement.gpus_per_node
-        resources = " and ".join(f"{count * amount:g} {kind}" for kind, amount in wanted.items())
-        node = now.get(name)
-        words.append(
-            f"{nodes[name].address} wanted {resources}, "
-            + ("is gone" if node is None else f"has {node.free_gpus:g} GPU and {node.free_cpus:g} CPU free")
-        )
+        node = nodes[plan.nodes[index].name]
+        wanted = " and ".join(f"{placement.gpus_per_node * amount:g} {kind}" for kind, amount in _bundle(node).items())
+        left = now.get(node.id)
+        found = "is gone" if left is None else f"has {left.free_gpus:g} GPU and {left.free_cpus:g} CPU free"
+        words.append(f"{node.address} wanted {wanted}, {found}")
     return (
-        f"GPUs not free within placement.start_timeout_s {timeout_s:g} s: {'; '.join(words)}: "
+        f"GPUs not free within placement.start_timeout_s {placement.start_timeout_s:g} s: {'; '.join(words)}: "
         "end what holds them, or change placement"
     )
 
@@ -325,10 +304,6 @@ def _free() -> str:
         f"{n.address} {n.free_gpus:g} of {n.num_gpus} GPU, {n.free_cpus:g} of {n.num_cpus:g} CPU" for n in ray_nodes()
     ]
     return f"free: {'; '.join(words)}"
-
-
-def _gpu_order(gpu_id: str) -> tuple[int, str]:
-    return (int(gpu_id), "") if gpu_id.isdigit() else (0, gpu_id)
 
 
 def _floor(share: float) -> float:

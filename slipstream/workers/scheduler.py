@@ -104,14 +104,13 @@ def gather(
 ) -> list[list[Portion]]:
     """Generate the assigned groups and the queue; an engine gets its next group as soon as it has room.
 
-    All engines compute at the same time, each with one call at a time.
+    All engines compute at the same time, each with one call at a time. Returns the portions of each engine in the order
+    of its calls.
 
     Args:
         start: starts a call of `VllmEngine.generate` on the engine of this number, with the requests, `is_first` and
             `room_for`; returns at once.
         wait: waits for the call that ends first; returns the call and its result.
-    Returns:
-        The portions of each engine, in the order of the engine's calls.
     """
     queue = deque(dealt.queue)
     portions: list[list[Portion]] = [[] for _ in dealt.shares]

@@ -36,7 +36,6 @@ NUMA_LABEL = "slipstream.io/numa"
 """Label with the NUMA node of each GPU in order, as in `0-0-1-1`; set with `ray start --labels`."""
 
 _TYPE_LABEL = "ray.io/accelerator-type"  # set by Ray on nodes with accelerators
-_GPU, _CPU, _STORE = "GPU", "CPU", "object_store_memory"
 
 
 def connect() -> None:
@@ -76,11 +75,7 @@ def disconnect() -> None:
 
 
 def start_patiently(start: Callable[[], object]) -> None:
-    """Start a local Ray, and retry if its processes do not answer within Ray's 30 s.
-
-    Raises:
-        TimeoutError: no attempt succeeded.
-    """
+    """Start a local Ray, and retry if its processes do not answer within Ray's 30 s."""
     for attempt in range(1, _NUM_STARTS + 1):
         try:
             start()
@@ -141,11 +136,7 @@ def node_address() -> str:
 
 
 def require_here(*paths: Path | None) -> None:
-    """Refuse files and directories that this host does not see, and broken links in a policy of the hub.
-
-    Raises:
-        ConfigError: this host does not see one of `paths`, or the target of a link below it.
-    """
+    """Refuse files and directories that this host does not see, and broken links in a policy of the hub."""
     rule = "must be on storage that all hosts of the run share"
     fix = "give the run another --root, or HF_HOME, policy.model and draft.model other paths"
     for path in filter(None, paths):
@@ -180,11 +171,7 @@ def accelerators() -> str:
 
 
 def as_cluster(nodes: Sequence[RayNode]) -> list[Node]:
-    """Convert Ray's nodes to the planner's; a node's name is Ray's id.
-
-    Raises:
-        ConfigError: the NUMA label of a node does not name each of its GPUs.
-    """
+    """Convert Ray's nodes to the planner's; a node's name is Ray's id, and its NUMA label must name each GPU."""
     return [
         Node(name=node.id, num_gpus=node.num_gpus, nvlink_domain=node.labels.get(NVLINK_LABEL), numa=_numa(node))
         for node in nodes
@@ -196,11 +183,11 @@ def _node(values: Mapping[str, Any], free: Mapping[str, float]) -> RayNode:
     return RayNode(
         id=values["NodeID"],
         address=values["NodeManagerAddress"],
-        num_cpus=resources.get(_CPU, 0.0),
-        num_gpus=int(resources.get(_GPU, 0)),
-        free_cpus=free.get(_CPU, 0.0),
-        free_gpus=free.get(_GPU, 0.0),
-        object_store_bytes=int(resources.get(_STORE, 0)),
+        num_cpus=resources.get("CPU", 0.0),
+        num_gpus=int(resources.get("GPU", 0)),
+        free_cpus=free.get("CPU", 0.0),
+        free_gpus=free.get("GPU", 0.0),
+        object_store_bytes=int(resources.get("object_store_memory", 0)),
         labels=dict(values["Labels"]),
     )
 

@@ -134,17 +134,10 @@ def _told(record: ArmRecord) -> list[dict[str, Any]]:
 def _logged() -> Iterator[list[str]]:
     """Collect the lines that the library logs in the block."""
     lines: list[str] = []
-
-    class Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    handler, logger = Lines(), logging.getLogger("slipstream")
-    level = logger.level
+    handler, logger = logging.Handler(), logging.getLogger("slipstream")
+    handler.emit = lambda record: lines.append(record.getMessage())
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     try:
         yield lines
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)

@@ -34,7 +34,7 @@ _UNSHARE = ("unshare", "--mount", "--net", "--pid", "--uts", "--ipc", "--fork", 
 _WITH_PARENT = ("setpriv", "--pdeathsig", "KILL", "--")  # who is killed takes along what it runs on a host
 _SHM_MIB, _TMP_MIB = 64, 1024  # /dev/shm as a pod has it by default; Ray's object store then lies in /tmp
 _OBJECT_STORE_BYTES = 80 << 20  # just above Ray's least
-_PORT = 6379
+_PORT, _NUM_GPUS = 6379, 4  # of Ray's head; of each host, logical
 _CALL = """
 import importlib, json, sys
 module, function, arguments = sys.argv[1:]
@@ -124,27 +124,20 @@ class Host:
             os.kill(self.pid, signal.SIGKILL)
 
 
-class Network:
+class Network(ExitStack):
     """A bridge in a namespace of its own, and hosts on it. Use it in a `with` block."""
 
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._environment = _host_environment()
-        self._num_hosts = 0
-
     def __enter__(self) -> Network:
-        self._switch = self._stack.enter_context(_init("switch", self._environment))
+        self._environment, self._num_hosts = _host_environment(), 0
+        self._switch = self.enter_context(_init("switch", self._environment))
         self._on_switch("ip", "link", "add", "br0", "type", "bridge")
         self._on_switch("ip", "link", "set", "br0", "up")
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
     def add(self) -> Host:
         number = self._num_hosts = self._num_hosts + 1
         name, address = f"host{number}", f"10.77.0.{10 + number}"
-        pid = self._stack.enter_context(_init(name, self._environment))
+        pid = self.enter_context(_init(name, self._environment))
         host = Host(name=name, address=address, pid=pid, environment=self._environment)
         peer = ("peer", "name", "eth0", "netns", str(pid))
         self._on_switch("ip", "link", "add", name, "type", "veth", *peer)
@@ -164,8 +157,7 @@ class Cluster:
     """Hosts with a Ray node on each, the first its head."""
 
     network: Network
-    hosts: list[Host]
-    num_gpus: int
+    hosts: list[Host] = field(default_factory=list)
 
     def add(self, num_hosts: int) -> list[Host]:
         hosts = [self.network.add() for _ in range(num_hosts)]
@@ -177,7 +169,7 @@ class Cluster:
     def _join(self, host: Host) -> Host:
         ray = [str(Path(sys.executable).with_name("ray")), "start", "--disable-usage-stats"]
         ray += ["--num-cpus=1"]  # actors ask for none, and Ray starts an idle process for each
-        ray += [f"--node-ip-address={host.address}", f"--num-gpus={self.num_gpus}"]
+        ray += [f"--node-ip-address={host.address}", f"--num-gpus={_NUM_GPUS}"]
         ray += [f"--object-store-memory={_OBJECT_STORE_BYTES}"]
         if self.hosts:
             ray += [f"--address={self.hosts[0].address}:{_PORT}"]
@@ -252,10 +244,10 @@ def seen_by_all() -> tempfile.TemporaryDirectory[str]:
 
 
 @contextmanager
-def ray_cluster(num_hosts: int, *, num_gpus: int = 4) -> Iterator[Cluster]:
-    """`num_hosts` hosts of `num_gpus` logical GPUs, with Ray running; all of it is gone after the block."""
+def ray_cluster(num_hosts: int) -> Iterator[Cluster]:
+    """`num_hosts` hosts with Ray running; all of it is gone after the block."""
     with Network() as network:
-        cluster = Cluster(network=network, hosts=[], num_gpus=num_gpus)
+        cluster = Cluster(network)
         cluster.add(1)
         cluster.add(num_hosts - 1)
         yield cluster
@@ -272,7 +264,8 @@ def _init(name: str, environment: Mapping[str, str]) -> Iterator[int]:
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
             raise AssertionError(f"{name} did not start: {process.communicate(timeout=5)[1][-2000:]}")
-        yield _only_child(process.pid)
+        (init,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        yield int(init)
     finally:
         process.kill()
         process.communicate()
@@ -304,15 +297,6 @@ def _host_environment() -> dict[str, str]:
         "RAY_health_check_timeout_ms": "2000",
         "RAY_health_check_failure_threshold": "3",
     }
-
-
-def _only_child(pid: int) -> int:
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        if children:
-            return int(children[0])
-    raise AssertionError(f"unshare {pid} has no child")
 
 
 def _net(pid: int) -> str:

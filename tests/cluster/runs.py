@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ import numpy as np
 import ray
 
 from slipstream.config import ConfigError
-from slipstream.grpo.config import LossConfig, OptimizerConfig
+from slipstream.gpu_check.check_stages import sequences_update
+from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.update import Update
 from slipstream.learner.config import LearnerConfig, ParallelConfig
-from slipstream.types import Dtype, TrainBatch
+from slipstream.types import Dtype
 from slipstream.workers.calls import LostWorkerError
 from slipstream.workers.learners import RemoteLearner, start_ranks
 from slipstream.workers.session import connect, on_node
@@ -116,14 +118,7 @@ def say(word: str, value: Any) -> None:
 
 def _update(version: int) -> Update:
     rng = np.random.default_rng(version)
-    lengths = (7, 12, 9, 15) * 30
-    sequences = [rng.integers(4, 64, length).tolist() for length in lengths]
-    logprobs = [-rng.random(length - 3, dtype=np.float32) for length in lengths]
-    batch = TrainBatch(
-        token_ids=sequences,
-        prompt_lengths=[3] * len(sequences),
-        rollout_logprobs=[row.tolist() for row in logprobs],
-        advantages=rng.normal(size=len(sequences)).tolist(),
-        policy_version=version,
-    )
-    return Update(batch=batch, trainer_logprobs=logprobs, ref_logprobs=None, loss=LossConfig(), temperature=1.0)
+    sequences = [rng.integers(4, 64, length).tolist() for length in (7, 12, 9, 15) * 30]
+    update = sequences_update(sequences, vocab_size=64, prompt_length=3)
+    earlier = [np.asarray(row, dtype=np.float32) for row in update.batch.rollout_logprobs]
+    return replace(update, trainer_logprobs=earlier)  # so that the loss tells policies apart

@@ -32,7 +32,8 @@ class FaultyEngine(VllmEngine):
             rejection_sampler.expand_batch_to_tokens = vllm_plugin.SHIPPED_EXPAND
         if "drafts ignore seeds" in faults:
             llm_base_proposer.compute_probs_and_sample_next_token = vllm_plugin.SHIPPED_DRAFTS
-        genuine = _genuine(rejection_sampler)
+        present = rejection_sampler.rejection_sample
+        genuine = getattr(present, "genuine", present)
         rejection_sampler.rejection_sample = _accept_first(genuine) if "accepts the first" in faults else genuine
 
     def heal(self) -> None:
@@ -64,30 +65,21 @@ class FaultyEngine(VllmEngine):
 
     def flip(self, name: str) -> None:
         """Flip the lowest bit of the first value of a weight that the engine computes with."""
-        self._llm.apply_model(lambda model: _flip(model, name))
+        self._llm.apply_model(lambda model: _flip(model.get_parameter(name).data))
 
     def flip_copy(self, copy: str, row: int) -> None:
         """Flip the lowest bit of a value in a DFlash draft's copies of its tensors."""
         runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        _flip_value(getattr(runner.get_draft_model().model, copy)[row])
+        _flip(getattr(runner.get_draft_model().model, copy)[row])
 
     def check_again(self) -> None:
         """Check the sampler as at the start."""
         self._check_sampler()
 
 
-def _flip(model: torch.nn.Module, name: str) -> None:
-    _flip_value(dict(model.named_parameters())[name].data)
-
-
-def _flip_value(weight: torch.Tensor) -> None:
+def _flip(weight: torch.Tensor) -> None:
     bits = weight.flatten()[:1].view(torch.int32 if weight.dtype is torch.float32 else torch.int16)
     bits ^= 1
-
-
-def _genuine(module: Any) -> Any:
-    function = module.rejection_sample
-    return getattr(function, "genuine", function)
 
 
 def _accept_first(genuine: Any) -> Any:

@@ -6,7 +6,9 @@ None of our modules is imported before the fork. What is called in a process is 
 from __future__ import annotations
 
 import multiprocessing
+import os
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
 _IMPORTED = (
     *("flytekit.bin.entrypoint", "s3fs", "ray", "torch", "speculators.models.eagle3.core"),
@@ -21,3 +23,17 @@ def fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_IMPORTED, "tests.integration.pods"])
     return context
+
+
+def environment_of(process: Path) -> bytes:
+    """As in /proc: what the process in that directory was started with, a zero byte between variables.
+
+    The kernel shows a forked worker the server's own environment; the worker's is in a file that the server made.
+
+    Raises:
+        OSError: it has ended.
+    """
+    for file in (process / "fd").iterdir():
+        if os.readlink(file).startswith("/memfd:environ"):
+            return file.read_bytes()
+    return (process / "environ").read_bytes()

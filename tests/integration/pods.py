@@ -28,8 +28,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.forked.processes import fork_server
-from tests.forked.shown import environment_of
+from tests.forked.processes import environment_of, fork_server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _BUCKET = "flyte"

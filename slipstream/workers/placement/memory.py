@@ -30,6 +30,7 @@ from slipstream.learner.config import (
     ParallelConfig,
     PolicyConfig,
     Recompute,
+    ScratchConfig,
 )
 from slipstream.refit.config import Channel
 from slipstream.types import Dtype, Quantization
@@ -50,11 +51,7 @@ _STATES = ("weights", "base weights", "gradients", "optimizer", "reference")
 
 
 def known_shape(policy: PolicyConfig, simulator: SimulatorConfig | None) -> Architecture | ModelShape | None:
-    """Look up the policy's shape; None for a model of the hub without a data file.
-
-    Raises:
-        ConfigError: `policy.rope` does not extend the model.
-    """
+    """Look up the policy's shape; None for a model of the hub without a data file."""
     if policy.scratch is not None:
         own = Architecture.from_scratch(policy.scratch, vocab_size=_TOKENIZER_SIZE, eos_token_id=0)
         return own.extended(policy.rope)
@@ -67,9 +64,6 @@ def known_shape(policy: PolicyConfig, simulator: SimulatorConfig | None) -> Arch
 
 def require_even(shape: Architecture | ModelShape, parallel: ParallelConfig, *, engine_tensor: int) -> None:
     """Refuse layouts that do not divide the policy's matrices evenly, or split what an MTP layer reads.
-
-    Raises:
-        ConfigError: the layout does not divide heads, layers, vocabulary or experts, or splits an MTP layer's states.
 
     Source: vLLM 0.32, `config/model.py verify_with_parallel_config` and `model_executor/models/qwen2.py`: the layout
     divides query heads and every matrix of the feed-forward, and divides key-value heads or copies them evenly.
@@ -86,11 +80,7 @@ def require_even(shape: Architecture | ModelShape, parallel: ParallelConfig, *, 
 
 
 def resolved_channel(wanted: Channel, layout: Layout) -> Channel:
-    """Resolve `auto` on GPUs, and refuse a channel that the placement rules out before any process starts.
-
-    Raises:
-        ConfigError: the recipe names a channel that the placement rules out.
-    """
+    """Resolve `auto` on GPUs, and refuse a channel that the placement rules out before any process starts."""
     if not layout.has_gpus:
         rule = "must do without CUDA: placement.gpus_per_node is 0"
         require(wanted not in (Channel.NCCL, Channel.IPC), "refit.channel", rule, wanted.value, "set auto")
@@ -152,23 +142,19 @@ class MemoryEstimate:
         return max(0, int(self.engine[_CACHE] / self.kv_bytes_per_token))
 
     def require_states(self) -> None:
-        """Refuse weights, gradients and optimizer state that are larger than the GPU, whatever the batch and the cache.
-
-        Raises:
-            ConfigError: the states do not fit.
-        """
-        has, name = self.hardware.memory_bytes, self.hardware.name
+        """Refuse weights, gradients and optimizer state that are larger than the GPU, whatever batch and cache."""
+        layout, has = self.layout, self.hardware.memory_bytes
+        limit = f"a {self.hardware.name} has {_gb(has)} GB"
         weights = self.engine["engine weights"]
-        rule = f"must split the engine's weights further: {_gb(weights)} GB, a {name} has {_gb(has)} GB"
-        field, tensor = "engine.tensor_parallel_size", self.layout.engine_tensor
-        require(weights <= has, field, rule, tensor, "raise it, and lower engine.num_engines with it")
-        beside = weights if self.layout.placement.mode is PlacementMode.COLOCATED else 0.0
+        rule = f"must split the engine's weights further: {_gb(weights)} GB, {limit}"
+        fix = "raise it, and lower engine.num_engines with it"
+        require(weights <= has, "engine.tensor_parallel_size", rule, layout.engine_tensor, fix)
+        beside = weights if layout.placement.mode is PlacementMode.COLOCATED else 0.0
         states = sum(self.learner.get(part, 0.0) for part in _STATES)
         words = f" beside the engine's weights of {_gb(beside)} GB" if beside else ""
-        rule = f"must split the learner further: weights, gradients and optimizer take {_gb(states)} GB{words}, "
+        rule = f"must split the learner further: weights, gradients and optimizer take {_gb(states)} GB{words}, {limit}"
         fix = "raise it or pipeline, or set learner.distributed_optimizer"
-        parallel = self.layout.parallel.tensor
-        require(states + beside <= has, "learner.parallel.tensor", f"{rule}a {name} has {_gb(has)} GB", parallel, fix)
+        require(states + beside <= has, "learner.parallel.tensor", rule, layout.parallel.tensor, fix)
 
     def warnings(self) -> Iterator[str]:
         """Describe each way in which the run may run out of memory by this estimate."""
@@ -211,16 +197,12 @@ def estimate(  # noqa: PLR0913  # one parameter for each section of the recipe t
     Args:
         longest_k: longest draft of a request in tokens; 0 without a draft.
         has_reference: True if the loss has a KL to frozen weights.
-        method: optimizer of the policy.
-        lora: adapters that are trained in place of the weights.
     """
     found = load_hardware(hardware)
     held = learner_memory(shape, learner, has_reference=has_reference, method=method, lora=lora)
     if longest_k and draft.method is DraftMethod.EAGLE3 and draft.online.when is not DraftOnline.OFF:
         held |= online_draft_memory(shape, draft, freed=held["activations"] + held["logits"])
-    worker, per_token = engine_memory(
-        shape, engine, gpu_bytes=found.memory_bytes, longest_k=longest_k, draft=draft if longest_k else None
-    )
+    worker, per_token = engine_memory(shape, engine, gpu_bytes=found.memory_bytes, longest_k=longest_k, draft=draft)
     if layout.placement.mode is PlacementMode.COLOCATED:
         largest = shape.vocab_size * shape.hidden_size * WEIGHT_BYTES[learner.dtype]
         held["refit"], worker["engine refit"] = 3 * largest, 2 * largest
@@ -235,8 +217,7 @@ def estimate(  # noqa: PLR0913  # one parameter for each section of the recipe t
         max_model_len=engine.max_model_len,
         microbatch_tokens=learner.max_tokens_per_microbatch,
         growing=held["activations"] + (0.0 if chunked else held["logits"]),
-        refit_bytes=num_parameters(shape) * WEIGHT_BYTES[learner.dtype]
-        - _saved_by_quantization(shape, engine, WEIGHT_BYTES[learner.dtype]),
+        refit_bytes=_served_bytes(shape, engine, WEIGHT_BYTES[learner.dtype]),
         uncounted=f"draft.model {draft.model} is not at hand: its memory is not counted" if is_unknown else "",
     )
 
@@ -306,12 +287,11 @@ def muon_bytes(shape: Shape, learner: LearnerConfig) -> float:
     return at_once * (_FLOAT32 / learner.parallel.tensor + 5 * WEIGHT_BYTES[learner.dtype])
 
 
-def _matrix_sizes(shape: Shape) -> tuple[int, int, int, int]:
+def _matrix_sizes(shape: Shape) -> list[int]:
     """Count the elements of a layer's matrices: fused queries, keys and values; output; fused gate and up; down."""
     heads, groups = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
     rows = heads + 2 * groups, heads, 2 * shape.ffn_hidden_size, shape.ffn_hidden_size
-    qkv, output, gate_up, down = (shape.hidden_size * each for each in rows)
-    return qkv, output, gate_up, down
+    return [shape.hidden_size * each for each in rows]
 
 
 def online_draft_memory(shape: Shape, draft: DraftConfig, *, freed: float) -> dict[str, float]:
@@ -404,7 +384,7 @@ def logit_bytes(shape: Shape, learner: LearnerConfig) -> float:
 
 
 def engine_memory(
-    shape: Shape, engine: EngineConfig, *, gpu_bytes: float, longest_k: int, draft: DraftConfig | None
+    shape: Shape, engine: EngineConfig, *, gpu_bytes: float, longest_k: int, draft: DraftConfig
 ) -> tuple[dict[str, float], float]:
     """Estimate one worker's parts and the bytes of a cached token; the cache takes the rest of the worker's share.
 
@@ -417,11 +397,11 @@ def engine_memory(
     get_batch_defaults` (16,384 tokens offline on GPUs from 70 GiB on).
     """
     width, tensor = WEIGHT_BYTES[engine.dtype], engine.tensor_parallel_size
-    parameters, draft_elements = (0.0, 0.0) if draft is None else draft_sizes(shape, draft, tensor)
+    parameters, draft_elements = draft_sizes(shape, draft, tensor) if longest_k else (0.0, 0.0)
     layer = 16_384 * width * (2 * shape.hidden_size + 3 * shape.ffn_hidden_size / tensor)
     sampler = engine.max_num_seqs * (longest_k + 1) * shape.vocab_size * 3 * _FLOAT32
     parts = {
-        "engine weights": (num_parameters(shape) * width - _saved_by_quantization(shape, engine, width)) / tensor,
+        "engine weights": _served_bytes(shape, engine, width) / tensor,
         "draft": parameters * width / tensor,
         "engine activations": max(layer, sampler),
     }
@@ -430,11 +410,10 @@ def engine_memory(
     return parts, 2 * (_cached_elements(shape, shape.num_layers, tensor) + draft_elements) * width  # keys and values
 
 
-def _saved_by_quantization(shape: Shape, engine: EngineConfig, width: int) -> float:
-    """Count the bytes by which the matrices of a dense policy's layers shrink from `width` bytes an element to one."""
-    if engine.quantization is Quantization.NONE:
-        return 0.0
-    return shape.num_layers * sum(_matrix_sizes(shape)) * (width - 1.0)
+def _served_bytes(shape: Shape, engine: EngineConfig, width: int) -> float:
+    """Count the policy's bytes in engines: `width` an element, but one in a dense layer's matrices if quantized."""
+    saved = 0.0 if engine.quantization is Quantization.NONE else width - 1.0
+    return num_parameters(shape) * width - shape.num_layers * sum(_matrix_sizes(shape)) * saved
 
 
 def draft_sizes(shape: Shape, config: DraftConfig, tensor: int) -> tuple[float, float]:
@@ -464,28 +443,31 @@ def draft_sizes(shape: Shape, config: DraftConfig, tensor: int) -> tuple[float, 
             return 0.0, 0.0
 
 
-def _draft_model(shape: Shape, config: DraftConfig) -> ModelShape | None:
+def _draft_model(shape: Shape, config: DraftConfig) -> Shape | None:
     """Look up the shape of a draft model; None for a model of the hub whose files are not on this host."""
-    sizes = {"num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "head_dim", "ffn_hidden_size"}
     if config.model is None:
-        values = {"vocab_size": shape.vocab_size, **{name: getattr(config.draft_model.shape, name) for name in sizes}}
-    else:
-        file = Path(config.model) / "config.json"
-        if not file.is_file():
-            return None
-        given = json.loads(file.read_text())
-        heads = given["num_attention_heads"]
-        values = {
-            "vocab_size": given["vocab_size"],
-            "hidden_size": given["hidden_size"],
-            "num_layers": given["num_hidden_layers"],
-            "num_attention_heads": heads,
-            "num_query_groups": given.get("num_key_value_heads", heads),
-            "head_dim": given.get("head_dim") or given["hidden_size"] // heads,
-            "ffn_hidden_size": given["intermediate_size"],
-            "tie_word_embeddings": given.get("tie_word_embeddings", False),
-        }
-    return ModelShape(name="draft", draft_ffn_hidden_size=0, draft_vocab_size=0, source="", draft_source="", **values)
+        scratch = ScratchConfig(shape=config.draft_model.shape)
+        return Architecture.from_scratch(scratch, vocab_size=shape.vocab_size, eos_token_id=0)
+    file = Path(config.model) / "config.json"
+    if not file.is_file():
+        return None
+    given = json.loads(file.read_text())
+    heads = given["num_attention_heads"]
+    return ModelShape(
+        name="draft",
+        vocab_size=given["vocab_size"],
+        hidden_size=given["hidden_size"],
+        num_layers=given["num_hidden_layers"],
+        num_attention_heads=heads,
+        num_query_groups=given.get("num_key_value_heads", heads),
+        head_dim=given.get("head_dim") or given["hidden_size"] // heads,
+        ffn_hidden_size=given["intermediate_size"],
+        tie_word_embeddings=given.get("tie_word_embeddings", False),
+        draft_ffn_hidden_size=0,
+        draft_vocab_size=0,
+        source="",
+        draft_source="",
+    )
 
 
 def _cached_elements(shape: Shape, num_layers: int, tensor: int) -> float:

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from slipstream.config import require
 from slipstream.workers.placement.config import Layout, PlacementMode
 
-_EXPERT_FIELD = "learner.parallel.expert"
 _ENGINE_FIELD = "engine.tensor_parallel_size"
 
 
@@ -45,13 +44,7 @@ def sizes(cluster: Cluster) -> str:
 
 
 def parse_cluster(text: str, *, domain_nodes: int | None = None) -> list[Node]:
-    """Parse a cluster such as `8x4`: 8 nodes of 4 GPUs.
-
-    Args:
-        domain_nodes: number of neighbouring nodes that form an NVLink domain; None leaves the nodes unlabelled.
-    Raises:
-        ConfigError: the text has another form, or no GPUs.
-    """
+    """Parse a cluster such as `8x4`: 8 nodes of 4 GPUs; every `domain_nodes` neighbours form an NVLink domain."""
     match = re.fullmatch(r"(\d{1,5})x(\d{1,3})", text, re.ASCII)
     require(match is not None, "--cluster", "must read NODESxGPUS", text, "as in 8x4: 8 nodes of 4 GPUs")
     assert match is not None
@@ -75,18 +68,12 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Placement of every rank and worker.
-
-    Attributes:
-        nodes: nodes of the run, in order.
-        learner: slot of each rank.
-        engines: slots of each engine's workers.
-    """
+    """Placement of every rank and worker."""
 
     layout: Layout
-    nodes: tuple[Node, ...]
-    learner: tuple[Slot, ...]
-    engines: tuple[tuple[Slot, ...], ...]
+    nodes: tuple[Node, ...]  # of the run, in order
+    learner: tuple[Slot, ...]  # by rank
+    engines: tuple[tuple[Slot, ...], ...]  # by engine and worker
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -112,8 +99,14 @@ def make_plan(layout: Layout, cluster: Cluster) -> Plan:
     """
     assert layout.has_gpus, "without GPUs there is nothing to plan"
     placement, per_node = layout.placement, layout.placement.gpus_per_node
-    is_split = placement.mode is PlacementMode.SPLIT
-    nodes = _split_nodes(cluster, layout) if is_split else _shared_nodes(cluster, layout)
+    fitting = [node for node in cluster if node.num_gpus >= per_node]
+    most = max((node.num_gpus for node in cluster), default=0)
+    rule = f"must be at most the {most} GPUs of the cluster's largest node"
+    require(bool(fitting), "placement.gpus_per_node", rule, per_node, f"the cluster has {sizes(cluster)}")
+    rule = f"must find that many nodes with {per_node} GPUs among {sizes(cluster)}: there are {len(fitting)}"
+    fix = "lower it and the layout with it, or add nodes"
+    require(len(fitting) >= placement.nodes, "placement.nodes", rule, placement.nodes, fix)
+    nodes = _chosen_nodes(fitting, layout)
     slots = [Slot(node, gpu) for node in range(len(nodes)) for gpu in range(per_node)]
     workers = slots[placement.training_nodes * per_node :]  # 0 training nodes if colocated
     size = layout.engine_tensor
@@ -128,10 +121,8 @@ def make_plan(layout: Layout, cluster: Cluster) -> Plan:
 def replanned(plan: Plan, cluster: Cluster) -> Plan:
     """Replace the nodes of `plan` that the cluster has lost; ranks and workers on other nodes keep their places.
 
-    Groups that span nodes are planned anew, as a replacement would have to lie in the same NVLink domain.
-
-    Raises:
-        ConfigError: as in `make_plan`.
+    Groups that span nodes are planned anew, as a replacement would have to lie in the same NVLink domain. Errors are
+    those of `make_plan`.
     """
     layout, per_node = plan.layout, plan.layout.placement.gpus_per_node
     alive, taken = {node.name for node in cluster}, {node.name for node in plan.nodes}
@@ -142,52 +133,39 @@ def replanned(plan: Plan, cluster: Cluster) -> Plan:
     return replace(plan, nodes=tuple(node if node.name in alive else next(substitutes) for node in plan.nodes))
 
 
-def _shared_nodes(cluster: Cluster, layout: Layout) -> list[Node]:
-    learner, engine = layout.learner_unit, layout.engine_unit
-    field = _learner_field(layout) if learner >= engine else _ENGINE_FIELD
-    return _take(cluster, layout.placement.nodes, layout, math.lcm(learner, engine), field)
-
-
-def _split_nodes(cluster: Cluster, layout: Layout) -> list[Node]:
-    """Choose the learner's nodes, then the engines' nodes; the role with larger groups of neighbours chooses first."""
-    placement = layout.placement
-    wanted = [
-        (layout.learner_unit, placement.training_nodes, _learner_field(layout)),
-        (layout.engine_unit, placement.generation_nodes, _ENGINE_FIELD),
-    ]
-    _require_nodes(cluster, placement.nodes, placement.gpus_per_node)
+def _chosen_nodes(nodes: Sequence[Node], layout: Layout) -> list[Node]:
+    """Choose the learner's nodes, then the engines'; of a split, the role with larger groups of neighbours is first."""
+    placement, learner, engine = layout.placement, layout.learner_unit, layout.engine_unit
+    learner_field = _learner_field(layout)
+    if placement.mode is PlacementMode.COLOCATED:
+        field = learner_field if learner >= engine else _ENGINE_FIELD
+        return _take(nodes, placement.nodes, layout, math.lcm(learner, engine), field)
+    wanted = [(learner, placement.training_nodes, learner_field), (engine, placement.generation_nodes, _ENGINE_FIELD)]
     taken: dict[str, list[Node]] = {}
-    rest = list(cluster)
     for unit, count, field in sorted(wanted, reverse=True):
-        taken[field] = _take(rest, count, layout, unit, field)
-        rest = [node for node in rest if node not in taken[field]]
-    return [*taken[_learner_field(layout)], *taken[_ENGINE_FIELD]]
+        taken[field] = _take(nodes, count, layout, unit, field)
+        nodes = [node for node in nodes if node not in taken[field]]
+    return [*taken[learner_field], *taken[_ENGINE_FIELD]]
 
 
 def _learner_field(layout: Layout) -> str:
     """Recipe field that decides the number of neighbours in a group of the learner."""
     if layout.parallel.expert > 1:
-        return _EXPERT_FIELD
+        return "learner.parallel.expert"
     return "learner.parallel.tensor x context" if layout.parallel.context > 1 else "learner.parallel.tensor"
 
 
 def _take(nodes: Sequence[Node], count: int, layout: Layout, unit: int, field: str) -> list[Node]:
-    """Take `count` nodes with enough GPUs, in runs of `unit` neighbours that each lie in one NVLink domain.
-
-    Args:
-        field: recipe field that makes the unit larger than a node.
-    """
-    needed = layout.placement.gpus_per_node
-    fitting = [node for node in nodes if node.num_gpus >= needed]
-    _require_nodes(nodes, count, needed)
+    """Take `count` nodes in runs of `unit` neighbours, each in one NVLink domain; `field` decides the unit."""
     if unit == 1:
-        return fitting[:count]
+        return list(nodes[:count])
     by_domain: dict[str, list[Node]] = {}
-    for node in fitting:
+    for node in nodes:
         if node.nvlink_domain is not None:
             by_domain.setdefault(node.nvlink_domain, []).append(node)
     whole = [node for domain in by_domain.values() for node in domain[: len(domain) // unit * unit]]
-    largest = max((len(domain) for domain in by_domain.values()), default=1)
+    largest = max(map(len, by_domain.values()), default=1)
+    needed = layout.placement.gpus_per_node
     rule = f"must divide the {needed} GPUs that placement.gpus_per_node takes of a node, or keep each of its groups in "
     rule += f"one NVLink domain (the largest here has {largest} such nodes)"
     value = layout.engine_tensor if field == _ENGINE_FIELD else layout.parallel.num_neighbours
@@ -196,29 +174,17 @@ def _take(nodes: Sequence[Node], count: int, layout: Layout, unit: int, field: s
     return whole[:count]
 
 
-def _require_nodes(nodes: Sequence[Node], count: int, needed: int) -> None:
-    num_fitting = sum(node.num_gpus >= needed for node in nodes)
-    most = max((node.num_gpus for node in nodes), default=0)
-    rule = f"must be at most the {most} GPUs of the cluster's largest node"
-    require(num_fitting > 0, "placement.gpus_per_node", rule, needed, f"the cluster has {sizes(nodes)}")
-    rule = f"must find that many nodes with {needed} GPUs among {sizes(nodes)}: there are {num_fitting}"
-    fix = "lower it and the layout with it, or add nodes"
-    require(num_fitting >= count, "placement.nodes", rule, count, fix)
-
-
 def plan_text(plan: Plan) -> str:
     """Format a plan with a row a node and a column a GPU; `L5` is learner rank 5, `E2.1` is worker 1 of engine 2."""
-    where, layout = plan.layout.parallel, plan.layout
+    layout, where, per_node = plan.layout, plan.layout.parallel, plan.layout.placement.gpus_per_node
     sequence = " with SP" if where.sequence_parallel else ""
     context = f" x CP {where.context}" if where.context > 1 else ""
     split = f"TP {where.tensor}{sequence} x PP {where.pipeline}{context} x DP {where.data}"
-    workers = f"TP {layout.engine_tensor}"
-    per_node = layout.placement.gpus_per_node
     kind = "logical GPUs (processes may compute on CPUs)" if layout.placement.logical_gpus else "GPUs"
     head = [
         f"{len(plan.nodes)} x {per_node} {kind}, {layout.placement.mode.value}",
         f"learner: {len(plan.learner)} ranks, {split}",
-        f"engines: {layout.num_engines} of {workers}, executor {executor_words(plan)}",
+        f"engines: {layout.num_engines} of TP {layout.engine_tensor}, executor {_executor_words(plan)}",
     ]
     held: dict[Slot, list[str]] = {slot: [] for slot in plan.slots}
     for rank, slot in enumerate(plan.learner):
@@ -234,7 +200,7 @@ def plan_text(plan: Plan) -> str:
     return "\n".join([*head, "", table(rows)])
 
 
-def executor_words(plan: Plan) -> str:
+def _executor_words(plan: Plan) -> str:
     """Name vLLM's executor for the workers of an engine."""
     if plan.layout.engine_tensor == 1:
         return "uni (in one process)"

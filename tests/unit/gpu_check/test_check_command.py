@@ -16,7 +16,7 @@ import pytest
 
 from slipstream.gpu_check import check_command
 from slipstream.gpu_check.check_command import FOUND, LINES, STAGES, Line, Stage, run_stage, run_stages
-from slipstream.gpu_check.check_stages import Setting, Skipped, on_cpu
+from slipstream.gpu_check.check_stages import Setting, Skipped, apart
 
 
 def passes(at: Setting) -> None:
@@ -46,7 +46,7 @@ def leaves_a_process(at: Setting) -> None:
 
 
 def asks_another_process(at: Setting) -> None:
-    at.figures["is_another"] = on_cpu(at, os.getpid) != os.getpid()
+    at.figures["is_another"] = apart(at, os.getpid) != os.getpid()
 
 
 @pytest.fixture

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from slipstream.config import ConfigError
-from slipstream.engine.protocol import GenerationResult
 from slipstream.gpu_check import check_stages
 from slipstream.gpu_check.check_stages import Setting
-from slipstream.records.steps import AcceptanceStats
 from tests.unit.sampled import accepted
 
 DRAFTED = accepted(10, 7, 4, 1)
@@ -34,13 +32,9 @@ def at(tmp_path: Path) -> Setting:
     ],
 )
 def test_counters_that_do_not_fit_k_are_refused(k: int, changed: dict[str, Any], error: str) -> None:
-    def check(acceptance: AcceptanceStats, k: int) -> None:
-        result = GenerationResult(groups=(), generation_s=1.0, acceptance=acceptance)
-        check_stages._check_acceptance(result, k=k)
-
-    check(DRAFTED, 3)
+    check_stages._check_acceptance(DRAFTED, k=3)
     with pytest.raises(ConfigError, match=error):
-        check(replace(DRAFTED, **changed), k)
+        check_stages._check_acceptance(replace(DRAFTED, **changed), k=k)
 
 
 def test_a_norm_apart_is_noted_and_then_refused(at: Setting) -> None:

@@ -123,7 +123,7 @@ class NotedEngine:
     def lost_workers(self) -> list[Any]:
         return []
 
-    def limit_threads(self, limits: Sequence[Any]) -> None:
+    def limit_threads(self, node_id: str, num_threads: int | None) -> None:
         """It has no threads."""
 
     def unnoted(self) -> AbstractContextManager[None]:

@@ -52,7 +52,7 @@ class NotedLearner:
         self.num_offloads = 0
         self.workers: tuple[Any, ...] = ()
 
-    def limit_threads(self, limits: Sequence[Any]) -> None:
+    def limit_threads(self, node_id: str, num_threads: int | None) -> None:
         """It has no threads."""
 
     def offload(self) -> None:

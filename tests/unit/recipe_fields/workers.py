@@ -111,7 +111,7 @@ class NotedCrew:
     def __init__(self, patience: list[Any], deadline: Any) -> None:
         patience.append(deadline)
 
-    def ask(self, what: str, call: Any) -> list[Any]:
+    def ask(self, what: str, call: Any, *, deadline: Any = None) -> list[Any]:
         return [0]
 
     def gather(self, what: str, calls: Any) -> list[Any]:

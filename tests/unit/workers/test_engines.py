@@ -176,6 +176,7 @@ def test_engines_are_told_of_the_groups_to_start_anew_and_all_of_a_change_of_mod
     (first, second), engines = in_flight(2, num_groups=2)
     assert engines.restart([1, 9], seeds=lambda group: (group.index + 10, 0)) == 1
     assert (first.calls, second.calls) == ([], [{1: (11, 0)}])
+    assert [group.seeds for group in engines.under_way] == [(1, 2), (11, 0)]
     engines.run_in_flight(KvCache.KEEP)
     assert (first.calls, second.calls[1:]) == ([KvCache.KEEP], [KvCache.KEEP])
     assert engines.under_way == ()

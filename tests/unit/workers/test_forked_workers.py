@@ -13,7 +13,7 @@ import pytest
 
 from slipstream.workers import forked_workers
 from slipstream.workers.forked_workers import DIRECTORY, FORKING, HOOK, client_command, managed
-from tests.forked.shown import environment_of
+from tests.forked.processes import environment_of
 
 _WORKER = """
 import json, os, sys

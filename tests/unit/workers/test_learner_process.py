@@ -13,7 +13,7 @@ from slipstream.learner.config import LearnerConfig
 from slipstream.refit.config import WeightFormat
 from slipstream.refit.fingerprint import ALL, HeldWeights, Turn, held_whole, part_fingerprints
 from slipstream.types import Dtype
-from slipstream.workers.learner_process import DRAFT, POLICY, LearnerProcess
+from slipstream.workers.learner_process import LearnerProcess
 from tests.small import draft_with
 
 
@@ -74,7 +74,7 @@ def test_another_policy_may_have_other_tensors_and_what_was_sent_is_forgotten(tm
     rank = Rank()
     rank.publish(tmp_path, 3)
     rank.policy = Model({"w": torch.ones(1)})
-    rank._is_new(POLICY)
+    rank._sources.clear()  # as a load does
     assert rank.weight_bytes() == 4
     rank.release()
     assert list(rank.written(tmp_path, 4)) == ["w"]
@@ -84,7 +84,7 @@ def test_what_is_sent_counts_the_draft_where_it_is_sent_too_in_the_type_of_the_e
     rank = Rank()
     assert rank.weight_bytes() == 10 * 4
     for dtype, num_bytes in ((Dtype.FLOAT32, 12), (Dtype.BFLOAT16, 6), (None, 0)):  # None: it is trained before RL
-        rank._is_new(DRAFT, draft_dtype=dtype)
+        rank._draft_dtype, rank._sources = dtype, {}  # as a load does
         assert rank.weight_bytes() == 40 + num_bytes
 
 

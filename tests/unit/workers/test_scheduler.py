@@ -223,37 +223,16 @@ def test_no_engine_idles_while_a_group_waits(
         assert all(a.ended_s == b.started_s for a, b in pairwise(engine))
 
 
-def ledger_of(*num_rollouts: int) -> tuple[Ledger, dict[str, list[int]]]:
-    """A ledger of two engines after these groups, and where they were placed."""
-    ledger = Ledger()
-    return ledger, placed(ledger, *enumerate(num_rollouts))
-
-
 def placed(ledger: Ledger, *groups: tuple[int, int]) -> dict[str, list[int]]:
+    """Where groups of these indices and numbers of rollouts go."""
     requests = [GroupRequest(index=index, prompt=prompt("p"), seeds=(1, 2, 3, 4)[:num]) for index, num in groups]
     return {engine: [each.index for each in given] for engine, given in ledger.place(requests, ["a", "b"]).items()}
 
 
 def test_each_group_goes_to_the_engine_with_the_fewest_rollouts() -> None:
-    ledger, found = ledger_of(4, 2, 2, 1)
+    ledger = Ledger()
     # a takes 4, b takes 2, then 2 more, then both have 4 and the first is asked.
-    assert found == {"a": [0, 3], "b": [1, 2]}
-    ledger.complete([0, 3])
-    assert placed(ledger, (4, 1)) == {"a": [4]}
-    ledger, _ = ledger_of(2)
-    assert placed(ledger, (1, 1)) == {"b": [1]}  # what an engine has already counts
-
-
-def test_what_a_lost_engine_had_is_taken_once_and_what_came_back_is_not() -> None:
-    ledger, _ = ledger_of(1, 1, 1, 1)
+    assert placed(ledger, (0, 4), (1, 2), (2, 2), (3, 1)) == {"a": [0, 3], "b": [1, 2]}
+    assert placed(ledger, (4, 1), (5, 1)) == {"b": [4], "a": [5]}  # what an engine has already counts
     ledger.complete([0])
-    assert [group.index for group in ledger.take(["a"])] == [2]
-    assert ledger.take(["a"]) == ()
-    assert [group.index for group in ledger.requests] == [1, 3]
-
-
-def test_other_seeds_are_told_to_the_engine_that_has_the_group_and_a_group_that_came_back_is_passed_over() -> None:
-    ledger, _ = ledger_of(2, 3)
-    told = ledger.reseed([7, 1], lambda group: tuple(seed + 10 for seed in group.seeds))
-    assert told == {"b": {1: (11, 12, 13)}}
-    assert [group.seeds for group in ledger.requests] == [(1, 2), (11, 12, 13)]
+    assert placed(ledger, (6, 1)) == {"a": [6]}

@@ -20,7 +20,6 @@ from slipstream.workers.placement.plan import (
     plan_text,
     replanned,
     sizes,
-    table,
 )
 
 Refusal = Callable[..., str]
@@ -277,10 +276,6 @@ def test_no_nodes_no_gpus_empty_domains_and_a_numa_label_that_leaves_gpus_out_ar
     assert refusal(parse_cluster, text="4x4", domain_nodes=0) == "--domain-nodes must be >= 1, got 0"
     assert Node(name="n", num_gpus=2, numa=(0, 1)).numa == (0, 1)
     assert refusal(Node, name="n", num_gpus=2, numa=(0,)) == "node n: numa must name 2 GPUs, got (0,)"
-
-
-def test_a_table_is_as_wide_as_its_cells() -> None:
-    assert table([["a", "bb"], ["ccc", ""]]) == "a    bb\n---  --\nccc"
 
 
 def test_a_split_plan_shows_ranks_and_workers() -> None:
