@@ -58,19 +58,15 @@ class _SafeLoader(_Parser):
         return super().construct_document(node)
 
 
-for _tag, _form, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", r"[-+]?(?:0|[1-9][0-9_]{0,99}|0x[0-9a-fA-F]{1,16})", "-+0123456789"),
-    (
-        "float",
-        r"[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?|[-+]?\.(?:inf|Inf|INF)"
-        r"|\.(?:nan|NaN|NAN)",
-        "-+.0123456789",
-    ),
-    ("merge", r"<<", "<"),
-):
-    _SafeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_form})\Z"), list(_first))
+for _tag, _form in {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(?:0|[1-9][0-9_]{0,99}|0x[0-9a-fA-F]{1,16})",
+    "float": r"[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+    "merge": r"<<",
+}.items():
+    _SafeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_form})\Z"), None)
 
 
 def require(condition: bool, field: str, rule: str, value: object, fix: str = "") -> None:
@@ -365,7 +361,7 @@ def _refusal(cls: type, problem: Mapping[str, Any], path: str) -> ConfigError:
 
 def _unknown_key(cls: type, loc: Sequence[int | str], key: str, path: str) -> ConfigError:
     config = next(filter(_is_config, _declared(cls, loc)))
-    known = [field.name for field in dataclasses.fields(config) if field.init]
+    known = [field.name for field in dataclasses.fields(config)]
     near = max(_names(config), key=lambda name: _likeness(key, name))
     is_near = _likeness(key, near) >= _LEAST_LIKENESS
     fix = f"did you mean {_dotted(path, (*loc, near))!r}?" if is_near else f"known: {', '.join(known)}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from slipstream.catalog import section_names
-from slipstream.config import ConfigError, require
+from slipstream.config import ConfigError
 from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import ArmRecord
@@ -166,12 +166,11 @@ def _asked_run(options: argparse.Namespace) -> RunRecord:
     if options.run_path is None:
         return _fetched_run(options.mlflow_run, options.uri)
     path = Path(options.run_path)
-    places = (path, path / _RUN_FILE, path / _REPORT / _RUN_FILE)
-    found = next((place for place in places if place.is_file()), None)
+    for place in (path, path / _RUN_FILE, path / _REPORT / _RUN_FILE):
+        if place.is_file():
+            return read_record(RunRecord, place)
     rule = f"must be a run's directory, its report's, or the report's {_RUN_FILE}"
-    require(found is not None, "--run", rule, str(path), "give one whose report is written")
-    assert found is not None
-    return read_record(RunRecord, found)
+    raise ConfigError(f"--run {rule}, got {str(path)!r}; give one whose report is written")
 
 
 def _fetched_run(execution: str, uri: str) -> RunRecord:

@@ -143,16 +143,7 @@ class PromptStream:
 def load_prompt_sets(
     config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, gradable: Gradable, equal: Equal
 ) -> PromptSets:
-    """Read, filter, deduplicate and tokenize all sets.
-
-    Args:
-        gradable: checks which reference answers can be scored, as of `Reward`.
-        equal: compares answers, as of `Reward`.
-    Raises:
-        ConfigError: a source is missing, has unknown columns or no usable answers, or leaves no prompt; the chat
-            template does not take what `data` hands it; or the number of validation problems differs from
-            `data.num_validation_problems`.
-    """
+    """Read, filter, deduplicate and tokenize all sets; `gradable` and `equal` are those of a `Reward`."""
     opening = opening_of(config, tokenizer)
     prompts: dict[Split, tuple[Prompt, ...]] = {}
     problems: dict[Split, set[str]] = {}
@@ -204,11 +195,7 @@ def prompt_id(text: str) -> str:
 
 
 def require_size(sets: PromptSets, split: Split, field: str, value: int, *, rollouts_per_prompt: int = 1) -> None:
-    """Check early that a prompt set is large enough for the recipe's `field`.
-
-    Raises:
-        ConfigError: the set is too small; the error says where its rows went.
-    """
+    """Refuse early a prompt set that is too small for the recipe's `field`, and say where its rows went."""
     left = sets.sizes()[split]
     rule = f"must be <= {left}, the number of distinct prompts in data.{split}"
     if rollouts_per_prompt > 1:
@@ -382,23 +369,20 @@ class _SetReader:
 
     def _conflicting(self, groups: dict[str, _Group], scorable: Collection[tuple[str, str]]) -> set[str]:
         """Return ids of prompts with two scorable answers that the scorer treats as different."""
-        owners: dict[str, list[str]] = defaultdict(list)  # by data source, as the pairs
-        pairs: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        pairs: dict[str, list[tuple[str, tuple[str, str]]]] = defaultdict(list)  # with their ids, by data source
         for id_, group in groups.items():
             spellings: dict[str, str] = {}
             for _, answer in group.rows:
                 if group.answer(answer) in scorable:
                     spellings.setdefault(normalise(answer), answer)
             first, *others = spellings.values() or ("",)
-            owners[group.item.data_source] += [id_] * len(others)
-            pairs[group.item.data_source] += [(first, other) for other in others]
-        return {
-            id_
-            for data_source, own in pairs.items()
-            if own
-            for id_, is_equal in zip(owners[data_source], self.equal(own, data_source), strict=True)
-            if not is_equal
-        }
+            for other in others:
+                pairs[group.item.data_source].append((id_, (first, other)))
+        conflicting: set[str] = set()
+        for data_source, own in pairs.items():
+            verdicts = self.equal([pair for _, pair in own], data_source)
+            conflicting |= {id_ for (id_, _), is_equal in zip(own, verdicts, strict=True) if not is_equal}
+        return conflicting
 
     def _prompt(self, id_: str, item: Item, answer: str, refused: list[str]) -> Prompt | str:
         """Return the group's prompt, or the name of the counter that says why it has none."""

@@ -163,11 +163,7 @@ class Item:
 
 
 def schema_of(source: SourceConfig, columns: Collection[str], *, field: str) -> Schema:
-    """Return the schema that the source declares, else the first known one whose columns are all among `columns`.
-
-    Raises:
-        ConfigError: a declared column is missing, or no schema fits; the message lists the columns found.
-    """
+    """Return the schema that the source declares, else the first known one whose columns are all among `columns`."""
     if source.columns is None:
         schema = next((schema for schema in SCHEMAS if set(schema.columns) <= set(columns)), None)
     else:
@@ -181,8 +177,8 @@ def schema_of(source: SourceConfig, columns: Collection[str], *, field: str) -> 
     mark, answer = source.answer_after, schema.answer
     if mark is None:
         return schema
-    require(answer is not None, f"{field}.answer_after", "must be left out where there is no answer", mark)
-    assert answer is not None
+    if answer is None:
+        raise ConfigError(f"{field}.answer_after must be left out where there is no answer, got {mark!r}")
     return replace(schema, answer=lambda row: _after(mark, said) if mark in (said := str(answer(row))) else None)
 
 
@@ -204,10 +200,8 @@ def _declared(names: ColumnsConfig, columns: Collection[str], field: str, path: 
 
 
 def read_item(schema: Schema, row: Any, *, data_source: str | None = None) -> Item:
-    """Read one row.
+    """Read one row, whose `data_source` is its own unless one is given.
 
-    Args:
-        data_source: name that the item gets; None: the row's own, if it has one.
     Raises:
         NoProblemError: a column's content does not follow the schema, or there is no user turn.
     """
