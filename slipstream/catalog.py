@@ -73,8 +73,7 @@ class Hardware:
     sources: dict[str, str]
 
     def __post_init__(self) -> None:
-        constants = {field.name for field in fields(self)} - {"name", "sources"}
-        missing = sorted(constants - set(self.sources))
+        missing = sorted({field.name for field in fields(self)} - {"name", "sources", *self.sources})
         require(not missing, f"hardware {self.name}.sources", "must name a source of every constant", missing)
         rule = f"must have a rate for each of {', '.join(Precision)}"
         found = sorted(self.flops_per_s)

@@ -217,10 +217,9 @@ _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrin
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
-    """Build the dataclass `cls` from plain `values`, refusing unknown keys and wrong types.
+    """Build the dataclass `cls` from plain `values`, as YAML or JSON gives them; a nested config is a nested mapping.
 
     Args:
-        values: as YAML or JSON gives them; a nested config is a nested mapping.
         path: dotted name of `values` inside the recipe, used in errors.
     Raises:
         ConfigError: an unknown key (the nearest known one is named), a missing field, a value of the wrong type,
@@ -254,11 +253,7 @@ def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any
 
 
 def read_yaml(text: str) -> Any:
-    """Read YAML, as `_SafeLoader` says.
-
-    Raises:
-        yaml.YAMLError: the text is none, or a key stands twice in a mapping.
-    """
+    """Read YAML, as `_SafeLoader` says; a `yaml.YAMLError` where the text is none, or a key stands twice."""
     try:
         return yaml.load(text, Loader=_SafeLoader)
     except (ValueError, LookupError, AttributeError, RecursionError) as error:  # a value that its tag cannot have
@@ -266,13 +261,7 @@ def read_yaml(text: str) -> Any:
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """Read the mapping that a YAML file holds.
-
-    Args:
-        what: the file's name in errors, as in `recipe`.
-    Raises:
-        ConfigError: the file cannot be read, is not text in UTF-8, is not YAML or holds something else.
-    """
+    """Read the mapping that a YAML file in UTF-8 holds; `what` is the file's name in errors, as in `recipe`."""
     try:
         values = read_yaml(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -287,11 +276,7 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
 
 
 def check_known(cls: type, values: Any, path: str) -> None:
-    """Refuse keys that the config `cls` does not have, here and in the configs below it; values are not looked at.
-
-    Raises:
-        ConfigError: an unknown key (the nearest known one is named), or a section that is no mapping.
-    """
+    """Refuse keys that the config `cls` does not have, here and in the configs below it; values are not looked at."""
     try:
         _adapter(cls).validate_python((values,))
     except ValidationError as error:
@@ -436,12 +421,9 @@ def _check_keys(node: yaml.Node, path: str, seen: set[int]) -> None:
 
 
 def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
-    """The nested mapping of overrides as people type them: `grpo.group_size=16`, the value in YAML.
+    """The nested mapping of overrides as people type them, each field once: `grpo.group_size=16`, the value in YAML.
 
     Whether the fields exist and take such values is for whoever reads the mapping.
-
-    Raises:
-        ConfigError: an item of another form, or two that set the same field.
     """
     values: dict[str, Any] = {}
     for item in items:

@@ -369,8 +369,7 @@ def resolve_recipe(
         The recipe, and for each field that has no default value or was given one: the dotted name, and who gave it
         (`recipe`, `recipe, workloads.<name>` or `launch`).
     """
-    path = recipe_path(name)
-    values = _read_recipe(path)
+    values = _read_recipe(recipe_path(name))
     by_workload = values.pop(_WORKLOADS)
     given = {"workload": workload.value} if workload is not None else {}
     launched = absolute_paths(merge(overrides or {}, given), Path.cwd())

@@ -163,8 +163,7 @@ def run(launch: Launch, root: Path) -> int:
     if Path(profile).is_file():
         own[CLUSTER_VARIABLE] = os.path.abspath(profile)
     with _claimed(root, execution), forked_workers():
-        environment = {**os.environ, **own}
-        outcome = supervise(launch.command(root), cwd=_REPOSITORY, environment=environment)
+        outcome = supervise(launch.command(root), cwd=_REPOSITORY, environment={**os.environ, **own})
         discard_transfers(outcome.pid)
         if outcome.status:
             end_open_runs(root, execution, RunStatus.KILLED if outcome.interrupted else RunStatus.FAILED)
@@ -175,7 +174,9 @@ def run(launch: Launch, root: Path) -> int:
 
 def resumed(root: Path, execution: str, *, reuse_stored: bool) -> Launch:
     """Build the launch that resumes `execution`, which has no report yet, with its recorded recipe and arms."""
-    unfinished = _unfinished(root)
+    recipes = sorted(root.glob("*/start_run/recipe.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
+    names = [path.parents[1].name for path in recipes]
+    unfinished = [name for name in names if not is_finished(root, name) and not _starts_anew(root, name)]
     name = execution or next(iter(unfinished), "")
     rule = f"must name an execution under {root} that has no report yet"
     known = ", ".join(unfinished) or "none"
@@ -204,13 +205,6 @@ def started(recipe: str, *, reuse_stored: bool, arms: Arms, overrides: Sequence[
 
 def _workflow_of(recipe: Recipe) -> str:
     return "speculative_rl" if recipe.loop.is_synchronous else "asynchronous_rl"
-
-
-def _unfinished(root: Path) -> list[str]:
-    """Return the executions that have a recorded recipe but no report, the latest first."""
-    recipes = sorted(root.glob("*/start_run/recipe.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
-    names = [path.parents[1].name for path in recipes]
-    return [name for name in names if not is_finished(root, name) and not _starts_anew(root, name)]
 
 
 def _starts_anew(root: Path, execution: str) -> bool:

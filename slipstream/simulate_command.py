@@ -104,7 +104,8 @@ def _project(options: argparse.Namespace) -> int:
         ["projected, p10 / median / p90", "ideal stack", "calibrated", *(["paper, projected"] if published else [])]
     ]
     for label, name in _BANDS:
-        bands = [_band(getattr(each, name)) for each in (found.ideal, found.calibrated)]
+        spreads: list[Spread] = [getattr(each, name) for each in (found.ideal, found.calibrated)]
+        bands = [f"{each.p10:.2f} / {each.median:.2f} / {each.p90:.2f}" for each in spreads]
         quoted = [f"{published[name]:.2f}" if name in published else ""] if published else []
         rows.append([label, *bands, *quoted])
     print(f"{found.calibrated.model}, {setting.num_gpus} x {found.calibrated.hardware}, {setting.precision}")
@@ -198,7 +199,3 @@ def _by_arm(arms: Sequence[ArmRecord]) -> str:
     """Format the mean step of each arm."""
     step_s = {arm.arm.value: fmean(step.times.step_s for step in arm.timed_steps) for arm in arms}
     return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in step_s.items())
-
-
-def _band(band: Spread) -> str:
-    return f"{band.p10:.2f} / {band.median:.2f} / {band.p90:.2f}"

@@ -85,14 +85,6 @@ class PromptSets:
     validation: tuple[Prompt, ...]
     records: tuple[DataSetRecord, ...]  # one for each source
 
-    def __post_init__(self) -> None:
-        for draft in ("draft_in_domain", "draft_general"):
-            owner: dict[str, str] = {}
-            for name in ("train", "validation", draft):
-                for prompt in getattr(self, name):
-                    other = owner.setdefault(prompt.id, name)
-                    require(other == name, f"data.{name}", f"must share no problem with {other}", prompt.text)
-
     def sizes(self) -> dict[Split, int]:
         """Return the number of distinct prompts by set."""
         return {split: len(getattr(self, split)) for split in get_args(Split)}
@@ -149,14 +141,13 @@ def load_prompt_sets(
     problems: dict[Split, set[str]] = {}
     records: list[DataSetRecord] = []
     for split, rivals in _RIVALS.items():
-        taken = set().union(*(problems[other] for other in rivals))
         reader = _SetReader(
             config=config,
             split=split,
             tokenizer=tokenizer,
             gradable=gradable,
             equal=equal,
-            held_out=taken,
+            held_out=set().union(*(problems[other] for other in rivals)),
             opening=opening,
         )
         kept, own = reader.read(list(_resolve(config, split)))
@@ -405,11 +396,7 @@ class _SetReader:
         )
 
     def _tokens(self, item: Item) -> tuple[int, ...]:
-        """Tokenize the prompt.
-
-        Raises:
-            NoProblemError: the chat template rejects a turn or leaves one out.
-        """
+        """Tokenize the prompt; a `NoProblemError` where the chat template rejects a turn or leaves one out."""
         turns = chat(item.problem, self.config, item.context)
         try:
             if item.context:

@@ -34,8 +34,7 @@ def task_rows(source: SourceConfig, *, field: str, seed: int) -> list[dict[str, 
     made_seed = int(hashlib.sha256(f"{seed}/{field}".encode()).hexdigest()[:8], 16)
     size = {} if source.max_rows is None else {"size": source.max_rows}
     settings = {"seed": made_seed, **size, **source.config}
-    kind = _known(task, field)
-    known = [each.name for each in fields(kind)]
+    known = [each.name for each in fields(_settings_of(task, field))]
     for name in source.config:
         rule = f"must have settings of the task {task} alone, which are {', '.join(known)}"
         require(name in known, f"{field}.config", rule, name)
@@ -61,7 +60,7 @@ def task_score(answer: str | None, made_by: Mapping[str, Any]) -> float:
     return float(dataset.score_answer(answer, _entry(dataset, made_by["index"])))
 
 
-def _known(task: str, field: str) -> type:
+def _settings_of(task: str, field: str) -> type:
     """Return the class of the task's settings."""
     try:
         known: dict[str, Any] = import_module("reasoning_gym.factory").DATASETS

@@ -11,6 +11,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from slipstream.config import ConfigError, require
@@ -102,12 +103,9 @@ def _turn(turn: Any, *, speaker: str, text: str) -> Turn:
 def _last_box(text: str) -> str:
     """Return what stands in the last `\\boxed{…}`; an IndexError where there is none that ends."""
     inside = text.split("\\boxed{")[1:][-1]
-    depth = 1
-    for end, char in enumerate(inside):
-        depth += {"{": 1, "}": -1}.get(char, 0)
-        if depth == 0:
-            return inside[:end]
-    raise IndexError("a box without an end")
+    depths = accumulate({"{": 1, "}": -1}.get(char, 0) for char in inside)
+    ends = [end for end, depth in enumerate(depths) if depth < 0]
+    return inside[: ends[0]]
 
 
 def _after(mark: str, answer: Any) -> Any:
@@ -222,11 +220,7 @@ def read_item(schema: Schema, row: Any, *, data_source: str | None = None) -> It
 
 
 def check_asks(item: Item, *, instruction: str) -> None:
-    """Check that the item asks something.
-
-    Raises:
-        NoProblemError: a turn is blank, or the problem only repeats `instruction`.
-    """
+    """Raise a `NoProblemError` where a turn is blank, or the problem only repeats `instruction`."""
     if is_blank(item.problem):
         raise NoProblemError("the problem is empty")
     if any(is_blank(said) for _, said in item.context):

@@ -119,8 +119,7 @@ def dapo_rows(config: SyntheticConfig, *, split: Split, seed: int) -> list[Row]:
     chains = _unique_chains(rng, config, config.num_train_problems, validation=False)
     answers = [(_problem(terms), sum(terms)) for terms in chains] * config.num_copies
     answers += [(problem, answer + 1) for problem, answer in answers[: config.num_conflicting]]
-    leaked = aime_rows(config, seed=seed)[: config.num_leaked]
-    answers += [(row["problem"], int(row["answer"])) for row in leaked]
+    answers += [(row["problem"], int(row["answer"])) for row in aime_rows(config, seed=seed)[: config.num_leaked]]
     rng.shuffle(answers)
     return [_dapo_row(problem, answer, index) for index, (problem, answer) in enumerate(answers)]
 
