@@ -28,8 +28,6 @@ _RUNS, _SHM, _CHANNEL, _PROFILE = "runs", "shm", "compute-domain-channel", "prof
 _CLUSTERS = "/root/configs/clusters"  # of both images
 GPU = "nvidia.com/gpu"
 PRODUCT = "nvidia.com/gpu.product"  # label of nodes with GPUs, by the GPU operator's feature discovery
-
-
 PREFLIGHT_ACCOUNT = "slipstream-preflight"  # made by deploy/preflight, with the rights that a preflight needs
 
 

@@ -46,7 +46,6 @@ _PROBE_S = 120.0  # time of the pod that writes to the shared root
 _COLUMNS = 100
 _ROOT = "shared root"
 
-
 Judgement = tuple[str, str]
 """Words for what was found, and the fix if it is not enough."""
 

@@ -37,11 +37,6 @@ CLUSTER_VARIABLE = "SLIPSTREAM_CLUSTER"
 """Environment variable with the name of the profile, at registration and in every pod."""
 LOCAL = "local"
 
-
-def _is_below_root(path: str) -> bool:
-    return PurePosixPath(path).is_absolute() and path != "/"
-
-
 _ADDRESS = re.compile(r"[^@\s]+@[^@\s]+\.[^@\s]+")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")  # of a Kubernetes object: RFC 1123 subdomain
 _NAME_RULE = "must be a name of Kubernetes: lower-case letters, digits, '-' and '.'"
@@ -51,8 +46,7 @@ Addresses = Annotated[
     rule("must hold e-mail addresses", lambda addresses: all(map(_ADDRESS.fullmatch, addresses))),
     Fix("Slack shows a channel's"),
 ]
-
-
+MountPath = Annotated[str, rule("must be an absolute path below /", lambda path: path.startswith("/") and path != "/")]
 Address = Annotated[str, rule("must be http:// or https://", lambda uri: uri.startswith(("http://", "https://")))]
 
 
@@ -133,7 +127,7 @@ class SharedStorage(Checked, path="storage"):
 
     claim: Name
     """Name of the volume's claim."""
-    mount_path: Annotated[str, rule("must be an absolute path below /", _is_below_root)]
+    mount_path: MountPath
     """Path at which pods mount the volume."""
     group: NonNegativeInt = 1000
     """Group of the files: fsGroup of every pod."""
