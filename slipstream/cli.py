@@ -18,6 +18,8 @@ from slipstream import logs, run_command, simulate_command
 from slipstream.config import LARGEST, ConfigError, parse_overrides, require
 from slipstream.data.config import SYNTHETIC
 from slipstream.gpu_check import check_command
+from slipstream.kubernetes.flyte_admin import admin_of
+from slipstream.kubernetes.profile import read_profile
 from slipstream.recipe import Recipe, load_recipe, recipe_file_schema, resolve_recipe
 from slipstream.records.files import write_atomic
 from slipstream.stages.context import add_set
@@ -25,7 +27,7 @@ from slipstream.study import study_command
 from slipstream.tracking.config import TrackingConfig, store_uri
 from slipstream.tracking.mlflow_store import TrackingError, open_store, read_executions, view_addresses
 from slipstream.tracking.replay import replay
-from slipstream.tracking.spool import spool_directory
+from slipstream.tracking.spool import RunStatus, end_open_runs, open_executions, spool_directory
 from slipstream.types import FinishReason, Prompt, Workload
 from slipstream.workers.placement.memory import memory_text
 from slipstream.workers.placement.plan import make_plan, parse_cluster, plan_text, table
@@ -287,7 +289,6 @@ def _cluster(_: argparse.Namespace) -> int:
 def _preflight(options: argparse.Namespace) -> int:
     from slipstream.kubernetes.kubernetes_api import connect
     from slipstream.kubernetes.preflight import check, require_pods
-    from slipstream.kubernetes.profile import read_profile
 
     require(0 < options.timeout_s <= LARGEST, "--timeout-s", f"must lie in (0, {LARGEST}]", options.timeout_s)
     profile = read_profile(options.cluster)
@@ -301,10 +302,7 @@ def _preflight(options: argparse.Namespace) -> int:
 
 
 def _reconcile(options: argparse.Namespace) -> int:
-    from slipstream.kubernetes.flyte_admin import admin_of
-    from slipstream.kubernetes.profile import read_profile
     from slipstream.stages.fail_run import reconcile
-    from slipstream.tracking.spool import RunStatus, end_open_runs, open_executions
 
     profile = read_profile(options.cluster)
     root = Path(options.run_root or profile.run_root)
@@ -324,9 +322,7 @@ def _reconcile(options: argparse.Namespace) -> int:
 
 
 def _smoke(options: argparse.Namespace) -> int:
-    from slipstream.kubernetes.flyte_admin import admin_of
     from slipstream.kubernetes.kubernetes_api import connect, delete_pod
-    from slipstream.kubernetes.profile import read_profile
     from slipstream.kubernetes.smoke import smoke
 
     logs.configure()
