@@ -276,14 +276,6 @@ def test_a_recipe_may_be_any_yaml_file_and_an_unknown_one_names_the_known_ones(
     )
 
 
-def tiny_with(directory: Path, workloads: str) -> str:
-    """The path of a recipe like tiny whose section `workloads` is another."""
-    text = (CONFIGS / "tiny.yaml").read_text().partition("\nworkloads:")[0]
-    path = directory / "mine.yaml"
-    path.write_text(f"{text}\n{workloads}\n")
-    return str(path)
-
-
 @pytest.mark.parametrize(
     ("workloads", "message"),
     [
@@ -300,9 +292,10 @@ def tiny_with(directory: Path, workloads: str) -> str:
 def test_a_workloads_section_is_checked_though_another_workload_is_run(
     refusal: Refusal, tmp_path: Path, workloads: str, message: str
 ) -> None:
-    path = tiny_with(tmp_path, f"workloads: {workloads}")
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"base: tiny\nname: mine\nworkloads: {workloads}\n")
     for workload in (None, Workload.RL_ZERO, Workload.RL_THINK):
-        assert refusal(load_recipe, name=path, workload=workload).startswith(message)
+        assert refusal(load_recipe, name=str(path), workload=workload).startswith(message)
 
 
 def test_a_recipe_may_start_from_another_and_say_what_it_changes(tmp_path: Path) -> None:
@@ -342,9 +335,10 @@ def test_a_base_that_cannot_be_is_refused(refusal: Refusal, tmp_path: Path, text
     "workloads", ["", "workloads:", "workloads: {}", "workloads: {rl_think: }", "workloads: {rl_think: {}, rl_zero: ~}"]
 )
 def test_an_empty_section_of_workloads_changes_nothing(tmp_path: Path, workloads: str) -> None:
-    path = tiny_with(tmp_path, workloads)
-    assert load_recipe(path, workload=Workload.RL_THINK).sampling.max_response_tokens == 160
-    assert load_recipe(path) == load_recipe("tiny")
+    path = tmp_path / "mine.yaml"
+    path.write_text((CONFIGS / "tiny.yaml").read_text().partition("\nworkloads:")[0] + f"\n{workloads}\n")
+    assert load_recipe(str(path), workload=Workload.RL_THINK).sampling.max_response_tokens == 160
+    assert load_recipe(str(path)) == load_recipe("tiny")
 
 
 @pytest.mark.parametrize("name", ["off", "1e-4", "2026-11-25", "010", "12:30", "null", "a: b", "-", "x # y", "käse\n"])

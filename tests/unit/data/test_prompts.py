@@ -24,6 +24,7 @@ from slipstream.data.tokenizer import build_tokenizer
 from slipstream.records.stages import DataSetRecord
 from slipstream.types import Prompt
 from tests.unit.conftest import Refusal
+from tests.unit.data.test_schemas import DAPO_TEXT
 from tests.unit.refusals import rows
 
 TOKENIZER = build_tokenizer(max_length=256)
@@ -32,11 +33,6 @@ SMALL = SyntheticConfig(
     num_train_problems=20, num_copies=3, num_conflicting=2, num_leaked=1, num_draft_rows=10, num_validation_problems=5
 )
 TURN = [{"role": "user", "content": "x"}]
-DAPO_TEXT = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
-    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
-    'Remember to put your answer on its own line after "Answer:".'
-)
 
 Row = dict[str, Any]
 
